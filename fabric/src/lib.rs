@@ -25,6 +25,7 @@ pub mod relay;
 pub mod roads;
 pub mod tcp;
 pub mod traffic;
+pub mod turns;
 pub mod watch;
 
 use std::sync::Arc;
@@ -46,6 +47,7 @@ pub use roads::{Roads, Use};
 use strake_proto::{Error, Result};
 pub use tcp::TcpFabric;
 pub use traffic::{ByRoad, Road, RoadCounter, Traffic};
+pub use turns::{Turn, Turns};
 
 /// What a connection's other end proved to be in the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

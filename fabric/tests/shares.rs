@@ -132,6 +132,41 @@ async fn half_a_payload_gives_its_memory_to_who_waits() {
     assert!(is_closed(&mut stuck).await);
 }
 
+/// A connection from another machine.
+async fn from_elsewhere(at: &Endpoint) -> TcpStream {
+    let Endpoint::Tcp(host, port) = at else { unreachable!() };
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.2:0".parse().unwrap()).unwrap();
+    socket.connect(format!("{host}:{port}").parse().unwrap()).await.unwrap()
+}
+
+#[tokio::test]
+async fn halves_of_payloads_without_end_leave_half_of_the_memory_to_other_machines() {
+    let (_f, guard) = serve(4 * u64::from(MAX_PAYLOAD), Options::default()).await;
+    let mut halves = Vec::new();
+    for _ in 0..16 {
+        let at = guard.endpoint().clone();
+        halves.push(tokio::spawn(async move {
+            loop {
+                let mut s = shake(from_elsewhere(&at).await).await;
+                let _ = s.write_all(&header(&[], 0, MAX_PAYLOAD)).await;
+                let _ = s.write_all(&[0; 100_000]).await;
+                let _ = s.read_to_end(&mut Vec::new()).await;
+            }
+        }));
+    }
+    sleep(Duration::from_millis(500)).await;
+    let client = fabric(client_identity(), 64 << 20, Options::default());
+    let conn = client.connect(guard.endpoint(), None).await.unwrap();
+    let began = Instant::now();
+    for _ in 0..10 {
+        echo(&*conn, 5, 1 << 20).await;
+    }
+    // Behind all of those each would wait for some 0.8 s.
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    halves.iter().for_each(tokio::task::JoinHandle::abort);
+}
+
 #[tokio::test]
 async fn who_goes_on_slowly_is_served_while_nobody_waits() {
     let options = Options { frame_pause: Duration::from_millis(800), ..Options::default() };

@@ -4,8 +4,14 @@
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 mod common;
+#[path = "shares/hands.rs"]
+mod hands;
+#[path = "shares/neighbours.rs"]
+mod neighbours;
 #[path = "shares/places.rs"]
 mod places;
+#[path = "shares/rates.rs"]
+mod rates;
 #[path = "shares/rights.rs"]
 mod rights;
 #[path = "shares/work.rs"]
@@ -28,6 +34,16 @@ use strake_proto::{Code, Result, opcode, pb};
 use tokio::runtime::Runtime;
 
 const LONG: Duration = Duration::from_secs(60);
+
+/// Where the servers of a role listen.
+fn servers_of(dir: &Path, role: &str) -> Vec<Endpoint> {
+    let of = |n: u32| {
+        let text = fs::read_to_string(dir.join(format!("{role}{n}.toml"))).ok()?;
+        let config: toml::Value = toml::from_str(&text).unwrap();
+        Some(config[role]["listen"].as_str().unwrap().parse().unwrap())
+    };
+    (1..10).map_while(of).collect()
+}
 
 /// A mounted cluster, stopped when dropped, and what an attacker has of it.
 struct Victim {
@@ -61,12 +77,7 @@ impl Victim {
         self.root.path().join("mnt")
     }
     fn servers(&self, role: &str) -> Vec<Endpoint> {
-        let of = |n: u32| {
-            let text = fs::read_to_string(self.dir().join(format!("{role}{n}.toml"))).ok()?;
-            let config: toml::Value = toml::from_str(&text).unwrap();
-            Some(config[role]["listen"].as_str().unwrap().parse().unwrap())
-        };
-        (1..10).map_while(of).collect()
+        servers_of(&self.dir(), role)
     }
     fn identity(&self) -> Identity {
         Identity::client(keyfile::read_client(&self.dir().join("client.key")).unwrap())

@@ -105,6 +105,8 @@ pub(crate) struct Streams {
     answers: Arc<Shares>,
     /// The pool, for answers to clients.
     payloads: Arc<Shares>,
+    /// The same, for what clients send.
+    uploads: Arc<Shares>,
     /// What comes over them is passed on to clients.
     passes_on: bool,
     pub totals: Totals,
@@ -117,6 +119,7 @@ impl Streams {
             bodies: Arc::new(Shares::new(options.max_body_bytes)),
             answers: Arc::new(Shares::new(options.max_answer_bytes)),
             payloads: Arc::new(Shares::new(pool.stats().limit as usize)),
+            uploads: Arc::new(Shares::new(pool.stats().limit as usize)),
             passes_on: false,
             env,
             identity,
@@ -214,7 +217,13 @@ impl Streams {
             pool: self.pool.clone(),
             version: agreed.version,
             role: agreed.role,
-            room: Room::new(&self.options, self.bodies.of(&addr), self.answers.of(&addr), self.payloads.of(&addr)),
+            room: Room::new(
+                &self.options,
+                self.bodies.of(&addr),
+                self.answers.of(&addr),
+                self.payloads.of(&addr),
+                self.uploads.of(&addr),
+            ),
             bulk,
             addr,
             id: NEXT_ID.fetch_add(1, Relaxed),

@@ -507,7 +507,10 @@ async fn request<R: Incoming>(
         return Ok(());
     };
     let room = async {
-        let place = Place { _body: body_room.map(Charge::until), ..place(s, h.body_len as usize + len).await? };
+        let mut place = Place { _body: body_room.map(Charge::until), ..place(s, h.body_len as usize + len).await? };
+        if peer.role == Role::Client && len > INLINE {
+            place._upload = Some(s.room.uploads.take(len).await);
+        }
         Ok((place, request_buffer(s, len, peer.role).await?))
     };
     let refusal = match waiting_for_room(s, room).await {
@@ -580,7 +583,7 @@ async fn place(s: &Shared, bytes: usize) -> Result<Place> {
     let handler = s.handlers.clone().acquire_owned().await.map_err(closed)?;
     let bytes = bytes.min(s.options.max_inflight_bytes) as u32;
     let bytes = s.handler_bytes.clone().acquire_many_owned(bytes).await.map_err(closed)?;
-    Ok(Place { _handler: handler, _bytes: bytes, _body: None, answer: None, answer_body: None })
+    Ok(Place { _handler: handler, _bytes: bytes, _body: None, _upload: None, answer: None, answer_body: None })
 }
 
 /// How long the payload of the answer may be, where the request tells.

@@ -3,7 +3,10 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Weak},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 use bytes::Bytes;
@@ -23,7 +26,29 @@ const REMEMBERED: usize = 64;
 pub(super) struct Shares {
     all: Arc<Semaphore>,
     each: usize,
-    machines: Mutex<BTreeMap<String, Weak<Semaphore>>>,
+    machines: Mutex<BTreeMap<String, Weak<Machine>>>,
+}
+
+/// What is left of one machine's half, and who waits for it.
+struct Machine {
+    left: Arc<Semaphore>,
+    waiting: AtomicUsize,
+}
+
+/// Counts one who waits.
+struct Waits<'a>(&'a AtomicUsize);
+
+impl<'a> Waits<'a> {
+    fn new(count: &'a AtomicUsize) -> Waits<'a> {
+        count.fetch_add(1, Relaxed);
+        Waits(count)
+    }
+}
+
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Relaxed);
+    }
 }
 
 impl Shares {
@@ -41,7 +66,7 @@ impl Shares {
             if machines.len() >= REMEMBERED && machines.len().is_power_of_two() {
                 machines.retain(|_, m| m.strong_count() > 0);
             }
-            let new = Arc::new(Semaphore::new(self.each));
+            let new = Arc::new(Machine { left: Arc::new(Semaphore::new(self.each)), waiting: AtomicUsize::new(0) });
             machines.insert(name.to_owned(), Arc::downgrade(&new));
             new
         });
@@ -52,7 +77,7 @@ impl Shares {
 /// What a connection may take of [`Shares`].
 pub(crate) struct Share {
     all: Arc<Semaphore>,
-    own: Arc<Semaphore>,
+    own: Arc<Machine>,
     each: usize,
 }
 
@@ -60,14 +85,20 @@ impl Share {
     /// Waits for room. What is more than a machine's share takes all of that.
     pub async fn take(&self, bytes: usize) -> Taken {
         let bytes = bytes.min(self.each) as u32;
-        let own = self.own.clone().acquire_many_owned(bytes).await;
+        let _waits = (self.own.left.available_permits() < bytes as usize).then(|| Waits::new(&self.own.waiting));
+        let own = self.own.left.clone().acquire_many_owned(bytes).await;
         let all = self.all.clone().acquire_many_owned(bytes).await;
         Taken { _own: own.ok(), _all: all.ok() }
     }
 
+    /// Whether somebody of the same machine waits for room.
+    pub fn is_waited_for(&self) -> bool {
+        self.own.waiting.load(Relaxed) > 0
+    }
+
     /// Whether the next long body may find no room.
     pub fn is_short(&self) -> bool {
-        let least = self.own.available_permits().min(self.all.available_permits());
+        let least = self.own.left.available_permits().min(self.all.available_permits());
         least < self.each.min(MAX_BODY as usize)
     }
 }
@@ -129,15 +160,17 @@ pub(crate) struct Room {
     /// this connection, and of the pool.
     pub payloads: Arc<Semaphore>,
     pub pool: Share,
+    /// Payloads of requests, of the pool, from before they are read until the request is answered.
+    pub uploads: Share,
 }
 
 impl Room {
-    pub fn new(o: &Options, bodies: Share, answers: Share, pool: Share) -> Room {
-        Room { bodies, answers, payloads: Arc::new(Semaphore::new(o.max_inflight_bytes)), pool }
+    pub fn new(o: &Options, bodies: Share, answers: Share, pool: Share, uploads: Share) -> Room {
+        Room { bodies, answers, payloads: Arc::new(Semaphore::new(o.max_inflight_bytes)), pool, uploads }
     }
 
     pub fn is_short(&self) -> bool {
-        self.bodies.is_short() || self.answers.is_short()
+        self.bodies.is_short() || self.answers.is_short() || self.uploads.is_waited_for()
     }
 }
 

@@ -119,6 +119,8 @@ pub(crate) struct Place {
     pub _bytes: OwnedSemaphorePermit,
     /// Of a long body.
     pub _body: Option<Until>,
+    /// Of a client's payload.
+    pub _upload: Option<Taken>,
     /// Of the answer.
     pub answer: Option<(OwnedSemaphorePermit, Taken)>,
     pub answer_body: Option<Taken>,

@@ -76,6 +76,10 @@ const RULES_STEPS: u32 = 2;
 const RULES_RANGES: u32 = 3;
 const RULES_PAGES: u32 = 4;
 
+/// How far ahead of a session's last change in the log its next one may be numbered. Those that open files to read, and those that are
+/// refused, are numbered and leave no trace in the log: a client that does nothing else for years stays within it.
+const MOST_AHEAD: u64 = 1 << 48;
+
 /// Prefixes of the numbered records that workers take from the lowest on.
 const QUEUES: [u8; 3] = [keys::GC, keys::TRIM, keys::ORPHAN];
 
@@ -478,6 +482,26 @@ impl Namespace {
     /// Whether a session's request ran and its reply is kept.
     pub fn has_reply(&self, id: SessionId, seq: u64) -> bool {
         self.memory.read().sessions.get(&id).is_some_and(|s| s.seqs.contains(&seq))
+    }
+
+    /// Whether a session may number a change so that has not run yet. `ReplyGone` for a number so low that it ran or was given up;
+    /// `Inval` for one that is no number, or so far ahead that no client gets there.
+    pub fn takes_number(&self, id: SessionId, seq: u64) -> Result<()> {
+        let memory = self.memory.read();
+        let Some(s) = memory.sessions.get(&id) else { return Ok(()) };
+        let lowest = s.record.answered_below;
+        if seq < lowest {
+            let m = format!("request {seq} ran or was given up, and its reply is no longer kept");
+            return Err(Error::new(Code::ReplyGone, m));
+        }
+        let newest = s.seqs.last().copied().unwrap_or(0).max(lowest);
+        if seq == 0 || seq > newest.saturating_add(MOST_AHEAD).min(u64::MAX - 1) {
+            let m = format!(
+                "request {seq} of session {id}, whose last change was {newest}: numbers begin at 1 and go up one by one"
+            );
+            return Err(Error::new(Code::Inval, m));
+        }
+        Ok(())
     }
 
     /// All sessions by id.

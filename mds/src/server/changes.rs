@@ -79,6 +79,7 @@ impl Mds {
             }
         }
         let turn = self.heavy_turn(peer, &request.ops).await?;
+        let in_log = self.turn_of(&self.fair.changes, peer, by.session, request.ops.len()).await?;
         let expected = self.recalls.expect(term, by.session, seq)?;
         // Again, after all the waiting.
         self.recalls.in_time(term, by)?;
@@ -88,7 +89,7 @@ impl Mds {
             Ok(reply) => reply,
             Err(e) => return Ok(refusal(&e)),
         };
-        drop(turn);
+        drop((turn, in_log));
         let depends = self.recalls.outcome(term, &expected)?;
         drop(expected);
         if reply.results.iter().all(ok) {
@@ -128,6 +129,7 @@ impl Mds {
             self.attempts.lock().ran(r.session, r.seq);
             return Ok(Begun::Again);
         }
+        self.machine.namespace.takes_number(r.session, r.seq)?;
         let begun = self.attempts.lock().begin(r.session, r.seq, r.lowest_unanswered)?;
         // It may have run since, and is not among those that were proposed any more.
         if begun == Begun::First && ran() {

@@ -145,7 +145,10 @@ impl Mds {
             return Err(elsewhere());
         }
         for _ in 0..LOOKS {
+            // Its session is not known here: it is the turn of its connection.
+            let turn = self.turn_of(&self.fair.reads, peer, peer.id, 0).await?;
             let frontier = self.following.frontier().await?;
+            drop(turn);
             let mut applied = self.machine.applied_watch();
             match timeout(BEHIND, applied.wait_for(|index| *index >= frontier.index)).await {
                 Ok(Ok(_)) => {}

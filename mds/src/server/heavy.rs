@@ -1,18 +1,25 @@
 //! Lists of operations that are much work are answered one at a time, whoever sent them: everybody
 //! else's requests wait for one of them at most. Those of one machine wait among themselves, so
-//! that it takes one place in that queue.
+//! that it takes one place in that queue. After one that took long there is a pause as long, for
+//! everybody else's requests, and for members that execute the log more slowly than the leader.
 
 use std::{
     collections::BTreeMap,
     sync::{Arc, Weak},
+    time::Duration,
 };
 
 use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result, pb};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::Instant,
+};
 
 /// Groups of a caller, as in Linux.
 const MAX_GROUPS: usize = 65_536;
+/// A list that took less needs no pause after it: most of those that clients send in earnest.
+const LONG: Duration = Duration::from_millis(10);
 /// Machines that are remembered while nobody there waits.
 const KEPT: usize = 64;
 
@@ -39,18 +46,29 @@ pub(super) fn machine(addr: &str) -> &str {
 /// See the module.
 pub(super) struct Heavy {
     one: Arc<Semaphore>,
+    /// No list begins before.
+    pause: Arc<Mutex<Option<Instant>>>,
     machines: Mutex<BTreeMap<String, Weak<Semaphore>>>,
 }
 
 /// While it lives, no other heavy list is answered.
 pub(super) struct Turn {
+    begun: Instant,
+    pause: Arc<Mutex<Option<Instant>>>,
     _of_all: OwnedSemaphorePermit,
     _of_machine: OwnedSemaphorePermit,
 }
 
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let took = self.begun.elapsed();
+        *self.pause.lock() = (took >= LONG).then(|| Instant::now() + took);
+    }
+}
+
 impl Default for Heavy {
     fn default() -> Heavy {
-        Heavy { one: Arc::new(Semaphore::new(1)), machines: Mutex::default() }
+        Heavy { one: Arc::new(Semaphore::new(1)), pause: Arc::default(), machines: Mutex::default() }
     }
 }
 
@@ -61,7 +79,11 @@ impl Heavy {
         let own = self.of_machine(machine(addr));
         let of_machine = own.acquire_owned().await.map_err(closed)?;
         let of_all = self.one.clone().acquire_owned().await.map_err(closed)?;
-        Ok(Turn { _of_all: of_all, _of_machine: of_machine })
+        let pause = *self.pause.lock();
+        if let Some(until) = pause {
+            tokio::time::sleep_until(until).await;
+        }
+        Ok(Turn { begun: Instant::now(), pause: self.pause.clone(), _of_all: of_all, _of_machine: of_machine })
     }
 
     fn of_machine(&self, name: &str) -> Arc<Semaphore> {
@@ -80,8 +102,6 @@ impl Heavy {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use tokio::time::timeout;
 
     use super::*;
@@ -95,6 +115,17 @@ mod tests {
         order_groups(&mut of((0..65_536).collect())).unwrap();
         assert_eq!(order_groups(&mut of(vec![5; 65_537])).unwrap_err().code, Code::TooBig);
         order_groups(&mut None).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn after_a_long_list_there_is_a_pause_as_long() {
+        let (h, begun) = (Heavy::default(), Instant::now());
+        for (took, at) in [(9, 0), (40, 9), (5, 89), (5, 94)] {
+            let turn = h.turn("tcp:10.0.0.1:1").await.unwrap();
+            assert_eq!(begun.elapsed(), Duration::from_millis(at));
+            tokio::time::advance(Duration::from_millis(took)).await;
+            drop(turn);
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -21,6 +21,7 @@ pub mod config;
 pub mod disk;
 mod endings;
 mod ends;
+mod fair;
 mod followers;
 mod heavy;
 mod leader;
@@ -71,6 +72,7 @@ use crate::{
     consensus::{self, Leadership, LogStore, Node},
 };
 use attempts::Attempts;
+use fair::Fair;
 use followers::Following;
 use heavy::Heavy;
 use owners::Owners;
@@ -124,6 +126,7 @@ struct Mds {
     room: Room,
     following: Following,
     heavy: Heavy,
+    fair: Fair,
     owners: Mutex<Owners>,
     attempts: Mutex<Attempts>,
     /// A reply waits for a file to be cut.
@@ -189,6 +192,7 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
         room,
         following: Following::default(),
         heavy: Heavy::default(),
+        fair: Fair::default(),
         owners: Mutex::default(),
         attempts: Mutex::default(),
         trim_wanted: Notify::new(),

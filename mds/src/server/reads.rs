@@ -44,7 +44,9 @@ impl Mds {
         request: pb::MetaRequest,
     ) -> Result<pb::MetaReply> {
         let by = Asker { session: request.session, connection: request.connection };
+        let turn = self.turn_of(&self.fair.reads, peer, by.session, 0).await?;
         self.node.read_barrier().await?;
+        drop(turn);
         self.settle_questions(term, by.session, &request.ops).await?;
         let mut look = self.look_once_reported(peer, term, by, &request).await?;
         // At once: a file without a name is there only as long as somebody has it open.

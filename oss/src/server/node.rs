@@ -13,7 +13,7 @@ use std::{
 
 use arc_swap::ArcSwap;
 use parking_lot::{Mutex, RwLock};
-use strake_fabric::{Env, Pool};
+use strake_fabric::{Env, Pool, Turns};
 use strake_proto::{
     CapKey, Capability, ChainId, Code, Error, Incarnation, Kin, Result, Rights, SessionId, TargetId,
     data::Clock,
@@ -286,8 +286,8 @@ pub struct Node {
     pub map: ArcSwap<MapView>,
     /// Heartbeat now: the map is stale, or there is news.
     pub kick: Notify,
-    /// Bounds what clients have in progress.
-    pub clients: Semaphore,
+    /// Whose request is worked on next, of clients.
+    pub clients: Turns,
     pub started: Duration,
     replicas: Mutex<BTreeMap<(TargetId, ChainId), Arc<Replica>>>,
     /// On the boot clock.
@@ -307,7 +307,7 @@ impl Node {
         let Parts { env, fabric, targets, cap_key } = parts;
         let targets = targets.into_iter().map(|e| Target::new(e, env.random_u64())).collect();
         Arc::new(Node {
-            clients: Semaphore::new(cfg.max_requests),
+            clients: Turns::new(cfg.max_requests),
             targets: ArcSwap::from_pointee(targets),
             out: Mutex::new(out),
             fs: Mutex::default(),

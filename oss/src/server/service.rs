@@ -1,9 +1,12 @@
 //! Requests as they arrive: who may ask for what, are the numbers sane, then on to a replica.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use async_trait::async_trait;
-use strake_fabric::{Buf, Message, Peer, Relay, Role, Service, quiet::Quiet, unknown_opcode};
+use strake_fabric::{Buf, Message, Peer, Relay, Role, Service, Turn, quiet::Quiet, unknown_opcode};
 use strake_proto::{
     Capability, ChunkId, Code, Error, Result, Rights, TargetId,
     bound::Fits,
@@ -25,6 +28,10 @@ use crate::engine::{Ask, Key};
 
 static REFUSED: Quiet = Quiet::new();
 
+/// How long a client's request waits for its turn.
+const TURN_WAIT: Duration = Duration::from_secs(2);
+/// So many bytes keep a device as busy as one more request.
+const HEAVY: usize = 64 << 10;
 /// Most entries of a list in one answer.
 const MAX_LIST: u32 = 4096;
 const BLOCK: u32 = checksum::BLOCK as u32;
@@ -120,12 +127,13 @@ impl Service for OssService {
             opcode::READ_COPY => return self.read_copy(&r).await,
             _ => {}
         }
+        // Before anything is checked that may change meanwhile. Servers wait for no client's turn: they are bounded by what those do.
+        let _turn = match peer.role {
+            Role::Client => Some(self.turn(peer, &r, m.payload_len()).await?),
+            Role::Server => None,
+        };
         self.node.check_lease()?;
         let replica = self.node.replica(r.target, r.chain)?;
-        let _admitted = match peer.role {
-            Role::Client => Some(self.admit()?),
-            Role::Server => None, // bounded by what their clients are admitted to
-        };
         let for_client = peer.role == Role::Client || m.opcode == opcode::FORWARD && r.session != 0;
         let _awaited = for_client.then(|| Awaited::new(replica.target.clone()));
         if m.payload_len() > 0 && !matches!(m.opcode, opcode::WRITE | opcode::FORWARD | opcode::SYNC_PUT) {
@@ -182,11 +190,16 @@ impl Service for OssService {
 }
 
 impl OssService {
-    fn admit(&self) -> Result<tokio::sync::SemaphorePermit<'_>> {
-        self.node.clients.try_acquire().map_err(|_| {
-            let m = format!("storage server '{}' has all the requests it can take; come again", self.node.cfg.name);
-            Error::new(Code::Overloaded, m)
-        })
+    /// Waits for the turn of the session that the request's capability was given to: it may not use another's.
+    async fn turn(&self, peer: &Peer, r: &DataRequest, payload: usize) -> Result<Turn> {
+        let c = self.open_cap(r)?;
+        let weight = 1 + payload.max(r.len as usize) / HEAVY;
+        self.node.clients.take(&peer.addr, c.session, weight, TURN_WAIT).await
+    }
+
+    fn open_cap(&self, r: &DataRequest) -> Result<Capability> {
+        let sealed = r.cap.as_ref().ok_or_else(|| Error::new(Code::BadCap, "request without a capability"))?;
+        self.node.cap_key.open(sealed, self.node.env.unix_ms())
     }
 
     /// A client's right to do this to this file. Servers need none.
@@ -207,8 +220,7 @@ impl OssService {
             return Ok(None);
         }
         let bad = |m: &str| Error::new(Code::BadCap, m);
-        let sealed = r.cap.as_ref().ok_or_else(|| bad("request without a capability"))?;
-        let c = self.node.cap_key.open(sealed, self.node.env.unix_ms())?;
+        let c = self.open_cap(r)?;
         if c.ino != r.chunk.ino || c.data != r.chunk.data {
             return Err(bad("capability is for another file"));
         }

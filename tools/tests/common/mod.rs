@@ -7,8 +7,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// The program that was built, or the one that `STRAKE` names.
 pub fn strake() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_strake"))
+    Command::new(std::env::var_os("STRAKE").unwrap_or_else(|| env!("CARGO_BIN_EXE_strake").into()))
 }
 
 pub fn text(bytes: &[u8]) -> String {

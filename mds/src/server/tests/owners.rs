@@ -1,6 +1,11 @@
 //! Sessions are their clients': nobody who counts their ids closes them or speaks for them, and
 //! nobody has all of them.
 
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering::Relaxed},
+};
+
 use bytes::Bytes;
 use strake_fabric::Message;
 use strake_proto::Result;
@@ -109,4 +114,82 @@ async fn too_many_groups_and_too_much_work_are_refused_before_the_log() {
     let (mut a, mut b) = (w.client(2).await, w.client(3).await);
     let (a, b) = tokio::join!(a.run(long(1)), b.run(long(2)));
     assert!(a.unwrap().iter().chain(&b.unwrap()).all(|r| r.status.is_none()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_that_jumps_in_its_numbers_harms_itself_alone() {
+    let w = World::new(1, |_| ()).await;
+    let (mut a, mut b) = (w.client(1).await, w.client(2).await);
+    a.one(mkdir("a")).await;
+    b.one(mkdir("b")).await;
+    let server = w.server().await;
+    let log = || server.mds.machine.namespace.version();
+    let before = log();
+    let numbered = |c: &mut Client<'_>, seq, lowest, name: &str| {
+        let own = c.seq;
+        let r = pb::MetaRequest { seq, lowest_unanswered: lowest, ..c.request(vec![mkdir(name)]) };
+        c.seq = own;
+        r
+    };
+    // Neither end of the numbers, nor what no client reaches, gets as far as the log.
+    for seq in [u64::MAX, u64::MAX - 1, 1 << 63, a.seq + (1 << 48) + 1] {
+        let r = numbered(&mut a, seq, seq, "jump");
+        let e = a.send(&r).await.unwrap_err();
+        assert!(e.code == Code::Inval && e.message.contains("go up one by one"), "{seq}: {e}");
+    }
+    let r = numbered(&mut a, 0, 0, "none");
+    assert_eq!(a.send(&r).await.unwrap_err().code, Code::Inval);
+    assert_eq!(log(), before);
+    // What was refused has moved nothing: the session goes on.
+    a.one(mkdir("goes on")).await;
+    // As far as it may: then all below is over, for this session.
+    let far = a.seq + (1 << 40);
+    let r = numbered(&mut a, far, far, "far");
+    assert!(a.send(&r).await.unwrap()[0].status.is_none());
+    let before = log();
+    let r = numbered(&mut a, far - 1, far - 1, "behind");
+    assert_eq!(a.send(&r).await.unwrap_err().code, Code::ReplyGone);
+    assert_eq!(log(), before, "what is behind is not logged either");
+    a.seq = far;
+    a.one(mkdir("still")).await;
+    b.one(mkdir("untouched")).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_flood_of_changes_leaves_the_next_turn_to_another_client() {
+    const EACH: usize = 900;
+    let w = World::new(1, |_| ()).await;
+    let mut victim = w.client(9).await;
+    let at = w.leader().await as u32 + 1;
+    let (flood, own) = (w.net.connect(at, Role::Client), w.net.connect(at, Role::Client));
+    let done = Arc::new(AtomicUsize::new(0));
+    let mut tasks = Vec::new();
+    let mut clients = Vec::new();
+    for n in 1..=4u8 {
+        clients.push(w.client(n).await);
+    }
+    for (n, c) in clients.iter_mut().enumerate() {
+        for i in 0..EACH {
+            let r = pb::MetaRequest { lowest_unanswered: 1, ..c.request(vec![mkdir(&format!("{n}-{i}"))]) };
+            let (flood, done) = (flood.clone(), done.clone());
+            tasks.push(tokio::spawn(async move {
+                let r = call::<pb::MetaReply>(&*flood, opcode::META, &r).await;
+                done.fetch_add(usize::from(r.is_ok()), Relaxed);
+                r.map(|_| ())
+            }));
+        }
+    }
+    // All of them have been asked by then, and none is answered.
+    tokio::task::yield_now().await;
+    let r = victim.request(vec![mkdir("victim")]);
+    let _: pb::MetaReply = call(&*own, opcode::META, &r).await.unwrap();
+    let before = done.load(Relaxed);
+    assert!(before <= 600, "{before} were before it");
+    for t in tasks {
+        // Beyond what may wait they are told so.
+        let r = t.await.unwrap();
+        assert!(r.is_ok() || r.as_ref().is_err_and(|e| e.code == Code::Overloaded), "{r:?}");
+    }
+    assert!(done.load(Relaxed) > 1024, "what waited had its turn later");
+    assert_eq!(w.server().await.mds.fair.changes.in_work(), 0);
 }

@@ -7,6 +7,7 @@ mod endings;
 mod grants;
 mod kept;
 mod leaving;
+mod numbers;
 mod out;
 mod pace;
 mod refused;
@@ -14,6 +15,7 @@ mod rot;
 mod scrub;
 mod tcp;
 mod trims;
+mod turns;
 
 use std::time::Duration;
 

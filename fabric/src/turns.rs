@@ -1,0 +1,501 @@
+//! Whose request is worked on next, where only so many are at a time. A request has a weight: a long
+//! read keeps a device busy as long as many short ones. Peers are sessions, on machines. One that
+//! asks for much leaves room for others, and waits among its own:
+//!
+//! - A machine has no more requests in work than there is room left: half of all if it is alone, a
+//!   third beside another one. A session has a quarter of all at most.
+//! - A session with nothing in work may go beyond its machine's share, but not into the last eighth.
+//! - What becomes free goes to the machine with the least in work, there to the session with the
+//!   least; among those with as little, to the one whose last turn is the longest ago.
+//!
+//! [`Table`] is pure: it has no clock and waits for nothing. [`Turns`] waits.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use strake_proto::{Code, Error, Result, SessionId};
+use tokio::{sync::oneshot, time::timeout};
+
+use crate::relay::machine;
+
+/// Requests of one session that wait.
+const MOST_OF_SESSION: usize = 256;
+/// Requests that wait, for each that may be in work, of one machine. Sessions with none may have
+/// one more.
+const MOST_OF_MACHINE: usize = 8;
+
+/// The heaviest request counts so many times less than all together.
+const HEAVIEST: usize = 16;
+
+/// Something that waits for its turn.
+trait Waits {
+    /// Nobody waits for it any more.
+    fn is_over(&self) -> bool;
+}
+
+impl Waits for oneshot::Sender<Turn> {
+    fn is_over(&self) -> bool {
+        self.is_closed()
+    }
+}
+
+/// What is in work, by weight, and when the last turn was.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Rank {
+    work: usize,
+    turn: u64,
+}
+
+struct Session<T> {
+    rank: Rank,
+    waiting: VecDeque<(usize, T)>,
+}
+
+struct Machine<T> {
+    rank: Rank,
+    waiting: usize,
+    sessions: BTreeMap<SessionId, Session<T>>,
+    /// Those of which something waits.
+    line: BTreeSet<(Rank, SessionId)>,
+}
+
+/// A peer's name.
+type Name = (Arc<str>, SessionId);
+
+/// See the module.
+struct Table<T> {
+    max: usize,
+    work: usize,
+    turn: u64,
+    machines: BTreeMap<Arc<str>, Machine<T>>,
+    /// Machines of which something waits.
+    line: BTreeSet<(Rank, Arc<str>)>,
+}
+
+/// What came of a question.
+enum Asked<T> {
+    Now,
+    Waits,
+    /// Too many of the peer wait already.
+    Refused(T),
+}
+
+impl<T: Waits> Table<T> {
+    fn new(max: usize) -> Table<T> {
+        Table { max: max.max(1), work: 0, turn: 0, machines: BTreeMap::new(), line: BTreeSet::new() }
+    }
+
+    fn of_session(&self) -> usize {
+        (self.max / 4).max(1)
+    }
+
+    /// Whether there is room for one more of a machine, and of a session there. The last one may be
+    /// too heavy by a part of itself.
+    fn has_room(&self, machine: usize, session: usize) -> bool {
+        let free = self.max.saturating_sub(self.work);
+        let share = machine < free || session == 0 && free > self.max / 8 && free > 0;
+        share && session < self.of_session()
+    }
+
+    /// A request has come. Whoever waits has no room now, so a peer with room and none that waits
+    /// goes first.
+    fn ask(&mut self, (at, session): &Name, weight: usize, what: T) -> Asked<T> {
+        let max = self.max;
+        let known = self.machines.get(at);
+        let of = known.and_then(|m| m.sessions.get(session));
+        let works = (known.map_or(0, |m| m.rank.work), of.map_or(0, |s| s.rank.work));
+        if of.is_none_or(|s| s.waiting.is_empty()) && self.has_room(works.0, works.1) {
+            self.begin(at, *session, weight);
+            return Asked::Now;
+        }
+        let (m, s) = self.peer(at, *session);
+        if s.waiting.len() >= MOST_OF_SESSION {
+            let before = s.waiting.len();
+            s.waiting.retain(|(_, w)| !w.is_over());
+            *m.1 -= before - s.waiting.len();
+        }
+        if s.waiting.len() >= MOST_OF_SESSION || *m.1 >= max * MOST_OF_MACHINE && !s.waiting.is_empty() {
+            return Asked::Refused(what);
+        }
+        s.waiting.push_back((weight, what));
+        *m.1 += 1;
+        m.0.insert((s.rank, *session));
+        let rank = self.machines.get(at).map_or(Rank::default(), |m| m.rank);
+        self.line.insert((rank, at.clone()));
+        Asked::Waits
+    }
+
+    /// The parts of a peer that change when something waits.
+    #[allow(clippy::type_complexity, reason = "borrows of two parts of one machine")]
+    fn peer(
+        &mut self,
+        at: &Arc<str>,
+        session: SessionId,
+    ) -> ((&mut BTreeSet<(Rank, SessionId)>, &mut usize), &mut Session<T>) {
+        let m = self.machines.entry(at.clone()).or_insert_with(|| Machine {
+            rank: Rank::default(),
+            waiting: 0,
+            sessions: BTreeMap::new(),
+            line: BTreeSet::new(),
+        });
+        let new = || Session { rank: Rank::default(), waiting: VecDeque::new() };
+        ((&mut m.line, &mut m.waiting), m.sessions.entry(session).or_insert_with(new))
+    }
+
+    /// Changes what a peer has in work, and its place in the lines with it.
+    fn change(&mut self, at: &Arc<str>, session: SessionId, to: impl Fn(&mut Rank)) {
+        let ((line, _), s) = self.peer(at, session);
+        let was = s.rank;
+        to(&mut s.rank);
+        if line.remove(&(was, session)) {
+            line.insert((s.rank, session));
+        }
+        if let Some(m) = self.machines.get_mut(at) {
+            let was = m.rank;
+            to(&mut m.rank);
+            let now = m.rank;
+            if self.line.remove(&(was, at.clone())) {
+                self.line.insert((now, at.clone()));
+            }
+        }
+    }
+
+    fn begin(&mut self, at: &Arc<str>, session: SessionId, weight: usize) {
+        (self.work, self.turn) = (self.work + weight, self.turn + 1);
+        let turn = self.turn;
+        self.change(at, session, |r| *r = Rank { work: r.work + weight, turn });
+    }
+
+    /// A request of that peer is answered. What begins now.
+    fn done(&mut self, (at, session): &Name, weight: usize) -> Vec<(Name, usize, T)> {
+        self.work -= weight;
+        self.change(at, *session, |r| r.work -= weight);
+        self.forget(at, *session);
+        let mut begun = Vec::new();
+        while let Some(next) = self.next() {
+            if let Some((weight, what)) = self.take(&next) {
+                self.begin(&next.0, next.1, weight);
+                begun.push((next.clone(), weight, what));
+            }
+            self.forget(&next.0, next.1);
+        }
+        begun
+    }
+
+    /// Whose turn it is. The search is short: a machine is passed over for its share only while an
+    /// eighth is free, which few machines have in work, or for a session that has a quarter.
+    fn next(&self) -> Option<Name> {
+        let free = self.max.saturating_sub(self.work);
+        for (rank, at) in &self.line {
+            let of = self.machines.get(at).and_then(|m| m.line.first());
+            if let Some((session, name)) = of
+                && self.has_room(rank.work, session.work)
+            {
+                return Some((at.clone(), *name));
+            }
+            if free <= self.max / 8 && rank.work >= free {
+                return None;
+            }
+        }
+        None
+    }
+
+    /// The oldest of what waits there; `None` if nobody waits for it any more.
+    fn take(&mut self, (at, session): &Name) -> Option<(usize, T)> {
+        let ((line, waiting), s) = self.peer(at, *session);
+        let what = s.waiting.pop_front()?;
+        *waiting -= 1;
+        if s.waiting.is_empty() {
+            line.remove(&(s.rank, *session));
+        }
+        if let Some(m) = self.machines.get(at).filter(|m| m.line.is_empty()) {
+            let rank = m.rank;
+            self.line.remove(&(rank, at.clone()));
+        }
+        (!what.1.is_over()).then_some(what)
+    }
+
+    /// Peers with nothing here are not remembered.
+    fn forget(&mut self, at: &Arc<str>, session: SessionId) {
+        let Some(m) = self.machines.get_mut(at) else { return };
+        if m.sessions.get(&session).is_some_and(|s| s.rank.work == 0 && s.waiting.is_empty()) {
+            m.sessions.remove(&session);
+        }
+        if m.sessions.is_empty() {
+            self.machines.remove(at);
+        }
+    }
+}
+
+/// See the module. Clones share one table.
+#[derive(Clone)]
+pub struct Turns(Arc<Mutex<Table<oneshot::Sender<Turn>>>>);
+
+/// While it lives, a request is in work.
+pub struct Turn {
+    /// `None`: nothing is given back.
+    of: Option<(Turns, Name, usize)>,
+}
+
+impl Turns {
+    /// `max`: requests in work at a time.
+    pub fn new(max: usize) -> Turns {
+        Turns(Arc::new(Mutex::new(Table::new(max))))
+    }
+
+    /// Waits until a request that came from there is to be worked on. `weight`: 1, or more.
+    /// `Overloaded`: not within `limit`, or too many wait already.
+    pub async fn take(&self, addr: &str, session: SessionId, weight: usize, limit: Duration) -> Result<Turn> {
+        let name: Name = (machine(addr).into(), session);
+        let full = |why: &str| {
+            let m = format!("this server works on as many requests of this client as it can{why}; try again");
+            Error::new(Code::Overloaded, m)
+        };
+        let turn = {
+            let (tx, rx) = oneshot::channel();
+            let mut table = self.0.lock();
+            let weight = weight.min(table.max / HEAVIEST).max(1);
+            match table.ask(&name, weight, tx) {
+                Asked::Now => return Ok(Turn { of: Some((self.clone(), name, weight)) }),
+                Asked::Waits => rx,
+                Asked::Refused(_) => return Err(full(", and too many wait")),
+            }
+        };
+        match timeout(limit, turn).await {
+            Ok(Ok(turn)) => Ok(turn),
+            _ => Err(full("")),
+        }
+    }
+
+    /// The weight of what is in work.
+    pub fn in_work(&self) -> usize {
+        self.0.lock().work
+    }
+
+    fn done(&self, name: Name, weight: usize) {
+        let mut over = vec![(name, weight)];
+        while let Some((name, weight)) = over.pop() {
+            let begun = self.0.lock().done(&name, weight);
+            for (name, weight, tx) in begun {
+                let turn = Turn { of: Some((self.clone(), name, weight)) };
+                // One that nobody takes is over at once, and not by its drop: a chain of them would
+                // be as deep.
+                if let Err(mut turn) = tx.send(turn)
+                    && let Some((_, name, weight)) = turn.of.take()
+                {
+                    over.push((name, weight));
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if let Some((turns, name, weight)) = self.of.take() {
+            turns.done(name, weight);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::Cell, rc::Rc};
+
+    use super::*;
+
+    /// Whether it was given up.
+    struct Asks(Rc<Cell<bool>>);
+
+    impl Waits for Asks {
+        fn is_over(&self) -> bool {
+            self.0.get()
+        }
+    }
+
+    fn name(at: &str, session: u64) -> Name {
+        (at.into(), session)
+    }
+
+    /// So many asked for; how many began.
+    fn ask(t: &mut Table<Asks>, of: &Name, n: usize) -> usize {
+        (0..n).filter(|_| matches!(t.ask(of, 1, Asks(Rc::default())), Asked::Now)).count()
+    }
+
+    fn check(t: &Table<Asks>) {
+        assert_eq!(t.work, t.machines.values().map(|m| m.rank.work).sum::<usize>());
+        assert!(t.work <= t.max);
+        for (at, m) in &t.machines {
+            assert_eq!(m.rank.work, m.sessions.values().map(|s| s.rank.work).sum::<usize>());
+            assert_eq!(m.waiting, m.sessions.values().map(|s| s.waiting.len()).sum::<usize>());
+            let line = m.sessions.iter().filter(|(_, s)| !s.waiting.is_empty());
+            assert_eq!(m.line, line.map(|(id, s)| (s.rank, *id)).collect());
+            assert_eq!(t.line.contains(&(m.rank, at.clone())), m.waiting > 0);
+        }
+        assert!(t.line.iter().all(|(_, at)| t.machines.contains_key(at)));
+        assert!(t.next().is_none(), "who has room does not wait");
+    }
+
+    #[test]
+    fn one_session_has_a_quarter_and_one_machine_half() {
+        let mut t = Table::new(64);
+        let (a, b) = (name("a", 1), name("a", 2));
+        assert_eq!(ask(&mut t, &a, 100), 16);
+        check(&t);
+        assert_eq!(ask(&mut t, &b, 100), 16);
+        let third = name("a", 3);
+        assert_eq!(ask(&mut t, &third, 100), 1, "its machine has half, and it had nothing");
+        assert_eq!(ask(&mut t, &name("b", 1), 100), 16);
+        check(&t);
+        // What begins next is of the machine with less in work.
+        let mut begun = t.done(&a, 1);
+        begun.extend(t.done(&a, 1));
+        begun.extend(t.done(&name("b", 1), 1));
+        assert!(begun.iter().all(|b| *b.0.0 == *"b"), "{:?}", begun.len());
+        check(&t);
+    }
+
+    #[test]
+    fn what_is_heavy_takes_as_much_room() {
+        let mut t = Table::new(64);
+        let (a, b) = (name("a", 1), name("b", 1));
+        let heavy = |t: &mut Table<Asks>, of| matches!(t.ask(of, 5, Asks(Rc::default())), Asked::Now);
+        assert_eq!((0..20).filter(|_| heavy(&mut t, &a)).count(), 4, "a quarter, and the rest of the last one");
+        assert_eq!(t.work, 20);
+        assert_eq!(ask(&mut t, &b, 100), 16);
+        check(&t);
+        assert_eq!(t.done(&a, 5).len(), 1);
+        check(&t);
+        assert_eq!(t.work, 36);
+    }
+
+    #[test]
+    fn a_newcomer_has_the_next_turn() {
+        let mut t = Table::new(4);
+        let many: Vec<Name> = (0..4).map(|i| name(&format!("m{i}"), 1)).collect();
+        many.iter().for_each(|n| {
+            ask(&mut t, n, 200);
+        });
+        assert_eq!(t.work, 4);
+        let new = name("new", 9);
+        assert_eq!(ask(&mut t, &new, 1), 0);
+        check(&t);
+        let begun = t.done(&many[2], 1);
+        assert!(begun.len() == 1 && begun[0].0 == new);
+        // Then those take turns, whoever has more waiting.
+        let mut turns = Vec::new();
+        let mut last = new;
+        for _ in 0..8 {
+            let begun = t.done(&last, 1);
+            assert_eq!(begun.len(), 1);
+            last = begun[0].0.clone();
+            turns.push(last.0.to_string());
+        }
+        check(&t);
+        assert!(turns.contains(&"m2".into()), "{turns:?}");
+    }
+
+    #[test]
+    fn sessions_take_turns() {
+        let mut t = Table::new(1);
+        assert_eq!(ask(&mut t, &name("a", 1), 3), 1);
+        for s in 2..5 {
+            assert_eq!(ask(&mut t, &name("a", s), 2), 0);
+        }
+        let (mut order, mut last) = (Vec::new(), name("a", 1));
+        for _ in 0..8 {
+            last = t.done(&last, 1)[0].0.clone();
+            order.push(last.1);
+        }
+        assert_eq!(order, [2, 3, 4, 1, 2, 3, 4, 1]);
+        check(&t);
+    }
+
+    #[test]
+    fn what_waits_is_bounded_and_what_was_given_up_is_passed_over() {
+        let mut t = Table::new(2);
+        let a = name("a", 1);
+        let given_up = Rc::new(Cell::new(false));
+        assert!(matches!(t.ask(&a, 1, Asks(Rc::default())), Asked::Now));
+        for i in 0usize.. {
+            if let Asked::Refused(_) = t.ask(&a, 1, Asks(given_up.clone())) {
+                assert_eq!(i, 2 * MOST_OF_MACHINE);
+                break;
+            }
+        }
+        // Another session has its place, in work and in the queue.
+        assert_eq!(ask(&mut t, &name("a", 2), 1), 1);
+        for s in 3..40 {
+            assert!(matches!(t.ask(&name("a", s), 1, Asks(Rc::default())), Asked::Waits));
+            assert!(matches!(t.ask(&name("a", s), 1, Asks(Rc::default())), Asked::Refused(_)));
+        }
+        given_up.set(true);
+        let begun = t.done(&a, 1);
+        assert!(begun.iter().all(|b| b.0 != a));
+        let mut left: Vec<Name> = begun.into_iter().map(|b| b.0).chain([name("a", 2)]).collect();
+        while let Some(n) = left.pop() {
+            left.extend(t.done(&n, 1).into_iter().map(|b| b.0));
+        }
+        assert!(t.work == 0 && t.machines.is_empty() && t.line.is_empty(), "nothing is remembered");
+    }
+
+    #[test]
+    fn at_random_nobody_is_forgotten_and_nobody_waits_who_has_room() {
+        let mut seed = 7u64;
+        let mut rnd = |n: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (seed >> 33) % n
+        };
+        for max in [1, 2, 3, 8, 50] {
+            let (mut t, mut running, mut asked, mut begun) = (Table::new(max), Vec::new(), 0, 0);
+            for _ in 0..5000 {
+                if rnd(5) < 3 {
+                    let n = name(&format!("m{}", rnd(4)), rnd(5));
+                    match t.ask(&n, 1, Asks(Rc::default())) {
+                        Asked::Now => (asked, begun, _) = (asked + 1, begun + 1, running.push(n)),
+                        Asked::Waits => asked += 1,
+                        Asked::Refused(_) => {}
+                    }
+                } else if !running.is_empty() {
+                    let n = running.swap_remove(rnd(running.len() as u64) as usize);
+                    let more = t.done(&n, 1);
+                    begun += more.len();
+                    running.extend(more.into_iter().map(|b| b.0));
+                }
+                check(&t);
+            }
+            while let Some(n) = running.pop() {
+                let more = t.done(&n, 1);
+                begun += more.len();
+                running.extend(more.into_iter().map(|b| b.0));
+            }
+            assert!(asked == begun && t.machines.is_empty(), "{max}: {asked} {begun}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_turn_that_nobody_takes_is_given_back() {
+        let t = Turns::new(1);
+        let second = Duration::from_secs(1);
+        let first = t.take("tcp:a:1", 1, 1, second).await.unwrap();
+        let waits: Vec<_> = (0..200)
+            .map(|_| {
+                let t = t.clone();
+                tokio::spawn(async move { drop(t.take("tcp:a:2", 1, 1, Duration::from_secs(9)).await) })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        let e = t.take("tcp:b:1", 2, 1, second).await.err().unwrap();
+        assert_eq!(e.code, Code::Overloaded, "{e}");
+        waits.iter().for_each(tokio::task::JoinHandle::abort);
+        tokio::task::yield_now().await;
+        drop(first);
+        assert_eq!(t.in_work(), 0);
+        drop(t.take("tcp:b:1", 2, 1, second).await.unwrap());
+        assert_eq!(t.in_work(), 0);
+    }
+}
