@@ -66,7 +66,7 @@ type Readable = watch::Receiver<Vec<(Endpoint, DataRequest)>>;
 impl Neighbour {
     /// Connections that say nothing, made anew when they are closed.
     fn silent(&self) {
-        for at in self.mds.iter().flat_map(|at| std::iter::repeat_n(at, SILENT)).cloned() {
+        for at in self.mds.iter().flat_map(|at| vec![at.clone(); SILENT]) {
             tokio::spawn(async move {
                 loop {
                     if let Ok(mut s) = silent(&at).await {
