@@ -157,7 +157,7 @@ impl Visitor {
         })
     }
 
-    /// A file of its own with some bytes: what to ask of whom to read them.
+    /// Makes a file with some bytes. Returns a read request for it, and the server to send it to.
     pub async fn readable(&mut self, dir: &Path) -> Answer<Vec<(Endpoint, DataRequest)>> {
         let name = format!("read-{:x}", self.session);
         let create = pb::Create {
