@@ -345,7 +345,7 @@ impl Core {
         if self.map.load().version() > than || self.map_refreshes.load(Relaxed) != ended {
             return;
         }
-        let body = Bytes::from(pb::MapRequest { have: than }.encode_to_vec());
+        let body = Bytes::from(pb::MapRequest { have: than, latest: false }.encode_to_vec());
         let mut at = self.attempts_for("fetching the cluster map", Duration::from_secs(1));
         let reply = self.mds_call(opcode::MAP, |_| body.clone(), Duration::from_secs(1), &mut at).await;
         match reply.and_then(|m| crate::mds::decode::<pb::MapReply>(&m)) {

@@ -300,7 +300,7 @@ impl Core {
         if e.code != Code::NotLeader || e.leader == 0 || map.node(e.leader).is_some() {
             return;
         }
-        let m = Message::new(opcode::MAP, pb::MapRequest { have: map.version() }.encode_to_vec());
+        let m = Message::new(opcode::MAP, pb::MapRequest { have: map.version(), latest: false }.encode_to_vec());
         let reply = asked.conn.call(m, Duration::from_secs(1)).await;
         let map =
             reply.and_then(|m| decode::<pb::MapReply>(&m)).and_then(|r| r.map.map_or(Ok(()), |m| self.install_map(m)));

@@ -25,7 +25,7 @@ use prost::Message as _;
 use serde_json::Value;
 use strake_fabric::{Buf, Env, Fabric, Identity, Message, Pool, Roads, keyfile};
 use strake_proto::{
-    ChunkId,
+    ChunkId, Code,
     checksum::block_sums,
     data::{DataRequest, Kind, Version, Writer},
     map::{ChainExt, MapView},
@@ -76,10 +76,10 @@ impl Small {
         let mds = config["mds"]["listen"].as_str().unwrap().parse().unwrap();
         let key = keyfile::read(&self.dir().join("cluster.key")).unwrap();
         let fabric = Roads::new(Env::system(), Identity::server(&key), None, Pool::default(), Default::default());
-        let ask = async {
+        let write = async || {
             let wait = Duration::from_secs(10);
             let mds = fabric.connect(&mds, None).await.unwrap();
-            let m = Message::new(opcode::MAP, pb::MapRequest { have: 0 }.encode_to_vec());
+            let m = Message::new(opcode::MAP, pb::MapRequest { have: 0, latest: true }.encode_to_vec());
             let map = pb::MapReply::decode(mds.call(m, wait).await.unwrap().body).unwrap().map.unwrap();
             let map = MapView::new(map).unwrap();
             let c = map.chain(chain).unwrap();
@@ -99,7 +99,15 @@ impl Small {
             let opcode = if both { opcode::WRITE } else { opcode::FORWARD };
             let m = Message::new(opcode, r.encode()).with_payload(vec![Buf::copy_from(bytes)]);
             let at = map.node_of(to).unwrap().endpoints[0].parse().unwrap();
-            fabric.connect(&at, None).await.unwrap().call(m, wait).await.unwrap();
+            fabric.connect(&at, None).await.unwrap().call(m, wait).await
+        };
+        // A chain may just be changing after the start, which its servers learn of later.
+        let ask = async {
+            let late = Instant::now() + Duration::from_secs(20);
+            while let Err(e) = write().await {
+                assert!(e.code == Code::StaleEpoch && Instant::now() < late, "{e}");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
         };
         tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(ask);
     }

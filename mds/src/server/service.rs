@@ -131,7 +131,7 @@ impl Mds {
                 let body = lists.into_iter().try_fold(body, |body, tag| few_numbers(MAX_REPORTED, tag, body))?;
                 self.recall(peer, decode(body)?).await?
             }
-            opcode::MAP => self.send_map(&decode(body)?),
+            opcode::MAP => self.send_map(peer, &decode(body)?).await?,
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, body).with_payload(request.payload)),
             opcode::REGISTER
             | opcode::HEARTBEAT
@@ -339,10 +339,18 @@ impl Mds {
         Ok(encode(&pb::SessionCloseReply {}))
     }
 
-    fn send_map(&self, request: &pb::MapRequest) -> Bytes {
+    async fn send_map(&self, peer: &Peer, request: &pb::MapRequest) -> Result<Bytes> {
+        if request.latest {
+            if peer.role != Role::Server {
+                return Err(self.refuse(peer, opcode::MAP));
+            }
+            self.leading()?;
+            self.node.read_barrier().await?;
+        }
         let map = self.map();
         let reply = pb::MapReply { map: None };
-        if map.version() > request.have { map.encode_behind(&reply, tag::MAP).into() } else { encode(&reply) }
+        let newer = map.version() > request.have;
+        Ok(if newer { map.encode_behind(&reply, tag::MAP).into() } else { encode(&reply) })
     }
 
     async fn register(&self, request: pb::RegisterRequest) -> Result<Bytes> {

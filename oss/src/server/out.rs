@@ -269,7 +269,9 @@ async fn emptied(node: &Node, out: &Out, damaged: &Arc<Damaged>) -> Option<(Arc<
             return None;
         }
         let Some(of) = &damaged.id else { return None };
-        if let Some(why) = needed(&node.map.load(), of, damaged.used.as_ref()) {
+        // Without a lease the map may be one of a metadata server that lags behind.
+        let unsure = || node.check_lease().err().map(|e| e.message);
+        if let Some(why) = needed(&node.map.load(), of, damaged.used.as_ref()).or_else(unsure) {
             out.is_now(why);
             continue;
         }

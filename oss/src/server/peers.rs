@@ -163,7 +163,7 @@ impl MdsLink {
         let address = |n: &pb::Node| n.endpoints.iter().find_map(|e| e.parse::<Endpoint>().ok());
         let mut at = map.node(leader).and_then(address);
         if at.is_none() {
-            let m = Message::new(opcode::MAP, pb::MapRequest { have: map.version() }.encode_to_vec());
+            let m = Message::new(opcode::MAP, pb::MapRequest { have: map.version(), latest: false }.encode_to_vec());
             let reply = named_by.call(m, Duration::from_secs(1)).await.ok();
             let newer = reply.and_then(|m| pb::MapReply::decode(m.body).ok()?.map);
             at = newer.and_then(|map| map.nodes.iter().find(|n| n.id == leader).and_then(address));

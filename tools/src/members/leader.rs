@@ -122,7 +122,7 @@ impl Group {
         loop {
             self.ask(None).await?;
             let Some(at) = self.finder.whom() else { continue };
-            let request = Message::new(opcode::MAP, pb::MapRequest { have: 0 }.encode_to_vec());
+            let request = Message::new(opcode::MAP, pb::MapRequest { have: 0, latest: true }.encode_to_vec());
             match self.call(&at, request).await {
                 Ok(body) => {
                     let r = pb::MapReply::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;

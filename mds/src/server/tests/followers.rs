@@ -70,6 +70,31 @@ async fn followers_tell_what_was_answered_before() {
     assert_eq!(counted(&w, leader), (0, 0));
 }
 
+/// A storage server that starts decides from it which of its targets the cluster has.
+#[tokio::test(start_paused = true)]
+async fn the_latest_map_is_told_by_the_leader_alone_and_to_servers() {
+    let w = World::new(3, |_| ()).await;
+    let _oss = w.oss(1).await;
+    let ask = async |at: usize, role: Role, latest: bool| {
+        let body = pb::MapRequest { have: 0, latest }.encode_to_vec().into();
+        let m = w.ask_at(at, role, opcode::MAP, body).await.map_err(|e| e.code)?;
+        Ok(pb::MapReply::decode(m.body).unwrap().map.map_or(0, |m| m.targets.len()))
+    };
+    let both = followers(&w).await;
+    let leader = w.leader().await;
+    assert_eq!(ask(leader, Role::Server, true).await, Ok(1));
+    assert_eq!(ask(leader, Role::Client, false).await, Ok(1));
+    for f in both {
+        assert_eq!(ask(f, Role::Server, true).await, Err(Code::NotLeader));
+        assert!(ask(f, Role::Client, false).await.is_ok());
+    }
+    // Each costs the leader a round to the others.
+    assert_eq!(ask(leader, Role::Client, true).await, Err(Code::Access));
+    // One that was the leader and is cut off does not know what was agreed on since.
+    w.net.cut_off.lock().insert(leader as u32 + 1);
+    assert!(ask(leader, Role::Server, true).await.is_err());
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_follower_does_not_tell_what_a_holder_has_not_forgotten_was() {
     let w = World::new(3, |_| ()).await;

@@ -52,7 +52,7 @@ impl Node {
 
     /// The cluster map as it is now.
     async fn newest(mds: &mut MdsLink, known: &MapView, patience: Duration) -> Result<pb::ClusterMap> {
-        let m = Message::new(opcode::MAP, pb::MapRequest { have: 0 }.encode_to_vec());
+        let m = Message::new(opcode::MAP, pb::MapRequest { have: 0, latest: true }.encode_to_vec());
         let m = mds.call(known, m, patience).await?;
         let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to a question for the map: {e}"));
         Ok(pb::MapReply::decode(m.body).map_err(bad)?.map.unwrap_or_default())
