@@ -5,7 +5,7 @@
 //! A pure table with a lock around it: nothing here waits.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     sync::Arc,
     time::{Duration, Instant},
@@ -30,8 +30,11 @@ struct Half {
 #[derive(Default)]
 struct Table {
     next: u64,
-    /// Handshakes under way, in the order in which they came.
+    /// Handshakes under way, in the order in which they came; those of each machine; and machines
+    /// by how many they have.
     half: BTreeMap<u64, Half>,
+    half_of: BTreeMap<IpAddr, BTreeSet<u64>>,
+    most: BTreeSet<(usize, IpAddr)>,
     clients: BTreeMap<IpAddr, usize>,
     /// The sum of those, and servers.
     open: (usize, usize),
@@ -84,12 +87,12 @@ impl Places {
             if age < LEAST {
                 return Err(LEAST - age);
             }
-            t.half.remove(&oldest);
+            t.leave(oldest);
         }
         let id = t.next;
         t.next += 1;
         let (push, pushed) = oneshot::channel();
-        t.half.insert(id, Half { from, since: now, _push: push });
+        t.begin(id, Half { from, since: now, _push: push });
         Ok(HalfOpen { places: self.clone(), id, pushed })
     }
 
@@ -122,16 +125,44 @@ impl Places {
 impl Table {
     /// The first to have come of those from where most are.
     fn oldest_of_most(&self) -> Option<u64> {
-        let mut counts: BTreeMap<IpAddr, usize> = BTreeMap::new();
-        self.half.values().for_each(|h| *counts.entry(h.from).or_default() += 1);
-        let most = counts.into_iter().max_by_key(|(_, n)| *n)?.0;
-        self.half.iter().find(|(_, h)| h.from == most).map(|(id, _)| *id)
+        let (_, most) = self.most.last()?;
+        self.half_of.get(most)?.first().copied()
+    }
+
+    fn begin(&mut self, id: u64, half: Half) {
+        self.count(half.from, |ids| {
+            ids.insert(id);
+        });
+        self.half.insert(id, half);
+    }
+
+    fn leave(&mut self, id: u64) {
+        if let Some(half) = self.half.remove(&id) {
+            self.count(half.from, |ids| {
+                ids.remove(&id);
+            });
+        }
+    }
+
+    /// Changes what a machine has.
+    fn count(&mut self, of: IpAddr, change: impl FnOnce(&mut BTreeSet<u64>)) {
+        let ids = self.half_of.entry(of).or_default();
+        self.most.remove(&(ids.len(), of));
+        change(ids);
+        match ids.len() {
+            0 => {
+                self.half_of.remove(&of);
+            }
+            n => {
+                self.most.insert((n, of));
+            }
+        }
     }
 }
 
 impl Drop for HalfOpen {
     fn drop(&mut self) {
-        self.places.table.lock().half.remove(&self.id);
+        self.places.table.lock().leave(self.id);
     }
 }
 
@@ -183,6 +214,32 @@ mod tests {
         // Who finished has given its place back: one is left of the flood.
         let _more = p.enter(at(2), ms(252)).ok().unwrap();
         assert_eq!(p.table.lock().half.len(), 3);
+    }
+
+    #[test]
+    fn who_has_most_is_known_after_any_coming_and_going() {
+        let (p, mut now, mut halves, mut seed) = (places(20, 100), Instant::now(), Vec::new(), 3u64);
+        for _ in 0..3000 {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let pick = seed >> 33;
+            match p.enter(at((pick % 5) as u8), now) {
+                Ok(half) => halves.push(half),
+                Err(wait) => now += wait,
+            }
+            if pick % 3 == 0 && !halves.is_empty() {
+                halves.swap_remove(pick as usize % halves.len());
+            }
+            let t = p.table.lock();
+            let mut of: BTreeMap<IpAddr, BTreeSet<u64>> = BTreeMap::new();
+            for (id, h) in &t.half {
+                of.entry(h.from).or_default().insert(*id);
+            }
+            assert_eq!(t.half_of, of);
+            assert_eq!(t.most, of.iter().map(|(from, ids)| (ids.len(), *from)).collect());
+        }
+        drop(halves);
+        let t = p.table.lock();
+        assert!(t.half.is_empty() && t.half_of.is_empty() && t.most.is_empty());
     }
 
     #[test]

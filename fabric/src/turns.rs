@@ -7,6 +7,9 @@
 //! - A session with nothing in work may go beyond its machine's share, but not into the last eighth.
 //! - What becomes free goes to the machine with the least in work, there to the session with the
 //!   least; among those with as little, to the one whose last turn is the longest ago.
+//! - Where a limit is set for it ([`Turns::shared`]), a machine has no more than that in work while
+//!   another session than the asking one is active, wherever: a device works in order of arrival,
+//!   so others wait for all that is in work.
 //!
 //! [`Table`] is pure: it has no clock and waits for nothing. [`Turns`] waits.
 
@@ -18,7 +21,10 @@ use std::{
 
 use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result, SessionId};
-use tokio::{sync::oneshot, time::timeout};
+use tokio::{
+    sync::oneshot,
+    time::{Instant, sleep, timeout},
+};
 
 use crate::relay::machine;
 
@@ -27,6 +33,9 @@ const MOST_OF_SESSION: usize = 256;
 /// Requests that wait, for each that may be in work, of one machine. Sessions with none may have
 /// one more.
 const MOST_OF_MACHINE: usize = 8;
+
+/// So long after its last request a session counts as active.
+const ACTIVE: Duration = Duration::from_secs(1);
 
 /// The heaviest request counts so many times less than all together.
 const HEAVIEST: usize = 16;
@@ -66,9 +75,34 @@ struct Machine<T> {
 /// A peer's name.
 type Name = (Arc<str>, SessionId);
 
-/// See the module.
+/// The two sessions that were active last.
+struct Latest {
+    first: (SessionId, Duration),
+    second: (SessionId, Duration),
+}
+
+impl Latest {
+    fn note(&mut self, session: SessionId, now: Duration) {
+        if self.first.0 != session {
+            self.second = self.first;
+        }
+        self.first = (session, now);
+    }
+
+    /// Whether another session is active.
+    fn others(&self, session: SessionId, now: Duration) -> bool {
+        let (other, at) = if self.first.0 == session { self.second } else { self.first };
+        other != 0 && now.saturating_sub(at) < ACTIVE
+    }
+}
+
+/// See the module. Times are since a moment before it was made.
 struct Table<T> {
     max: usize,
+    /// What a machine may have in work while others are active.
+    shared: usize,
+    latest: Latest,
+    now: Duration,
     work: usize,
     turn: u64,
     machines: BTreeMap<Arc<str>, Machine<T>>,
@@ -86,7 +120,16 @@ enum Asked<T> {
 
 impl<T: Waits> Table<T> {
     fn new(max: usize) -> Table<T> {
-        Table { max: max.max(1), work: 0, turn: 0, machines: BTreeMap::new(), line: BTreeSet::new() }
+        let max = max.max(1);
+        let latest = Latest { first: (0, Duration::ZERO), second: (0, Duration::ZERO) };
+        let (machines, line, now) = (BTreeMap::new(), BTreeSet::new(), Duration::ZERO);
+        Table { max, shared: max, latest, now, work: 0, turn: 0, machines, line }
+    }
+
+    /// A session is active.
+    fn note(&mut self, session: SessionId, now: Duration) {
+        self.now = now;
+        self.latest.note(session, now);
     }
 
     fn of_session(&self) -> usize {
@@ -95,7 +138,11 @@ impl<T: Waits> Table<T> {
 
     /// Whether there is room for one more of a machine, and of a session there. The last one may be
     /// too heavy by a part of itself.
-    fn has_room(&self, machine: usize, session: usize) -> bool {
+    fn has_room(&self, machine: usize, session: usize, name: SessionId) -> bool {
+        // What waits for this is looked at when something of its machine is done.
+        if machine >= self.shared && self.latest.others(name, self.now) {
+            return false;
+        }
         let free = self.max.saturating_sub(self.work);
         let share = machine < free || session == 0 && free > self.max / 8 && free > 0;
         share && session < self.of_session()
@@ -108,7 +155,7 @@ impl<T: Waits> Table<T> {
         let known = self.machines.get(at);
         let of = known.and_then(|m| m.sessions.get(session));
         let works = (known.map_or(0, |m| m.rank.work), of.map_or(0, |s| s.rank.work));
-        if of.is_none_or(|s| s.waiting.is_empty()) && self.has_room(works.0, works.1) {
+        if of.is_none_or(|s| s.waiting.is_empty()) && self.has_room(works.0, works.1, *session) {
             self.begin(at, *session, weight);
             return Asked::Now;
         }
@@ -193,7 +240,7 @@ impl<T: Waits> Table<T> {
         for (rank, at) in &self.line {
             let of = self.machines.get(at).and_then(|m| m.line.first());
             if let Some((session, name)) = of
-                && self.has_room(rank.work, session.work)
+                && self.has_room(rank.work, session.work, *name)
             {
                 return Some((at.clone(), *name));
             }
@@ -233,7 +280,10 @@ impl<T: Waits> Table<T> {
 
 /// See the module. Clones share one table.
 #[derive(Clone)]
-pub struct Turns(Arc<Mutex<Table<oneshot::Sender<Turn>>>>);
+pub struct Turns {
+    table: Arc<Mutex<Table<oneshot::Sender<Turn>>>>,
+    since: Instant,
+}
 
 /// While it lives, a request is in work.
 pub struct Turn {
@@ -244,11 +294,25 @@ pub struct Turn {
 impl Turns {
     /// `max`: requests in work at a time.
     pub fn new(max: usize) -> Turns {
-        Turns(Arc::new(Mutex::new(Table::new(max))))
+        Turns { table: Arc::new(Mutex::new(Table::new(max))), since: Instant::now() }
+    }
+
+    /// Likewise; so many of one machine while others are active, as far as they were noted.
+    pub fn shared(max: usize, shared: usize) -> Turns {
+        let turns = Turns::new(max);
+        turns.table.lock().shared = shared.max(1);
+        turns
+    }
+
+    /// A session is active, whatever it asked for, or others on its behalf. 0: none.
+    pub fn note(&self, session: SessionId) {
+        if session != 0 {
+            self.table.lock().note(session, self.since.elapsed());
+        }
     }
 
     /// Waits until a request that came from there is to be worked on. `weight`: 1, or more.
-    /// `Overloaded`: not within `limit`, or too many wait already.
+    /// `Overloaded`, after `limit`: it had no turn, or too many wait already.
     pub async fn take(&self, addr: &str, session: SessionId, weight: usize, limit: Duration) -> Result<Turn> {
         let name: Name = (machine(addr).into(), session);
         let full = |why: &str| {
@@ -257,13 +321,19 @@ impl Turns {
         };
         let turn = {
             let (tx, rx) = oneshot::channel();
-            let mut table = self.0.lock();
+            let mut table = self.table.lock();
+            table.now = self.since.elapsed();
             let weight = weight.min(table.max / HEAVIEST).max(1);
             match table.ask(&name, weight, tx) {
                 Asked::Now => return Ok(Turn { of: Some((self.clone(), name, weight)) }),
-                Asked::Waits => rx,
-                Asked::Refused(_) => return Err(full(", and too many wait")),
+                Asked::Waits => Some(rx),
+                Asked::Refused(_) => None,
             }
+        };
+        let Some(turn) = turn else {
+            // Refused at once it would be sent again at once, and to refuse is work, too.
+            sleep(limit).await;
+            return Err(full(", and too many wait"));
         };
         match timeout(limit, turn).await {
             Ok(Ok(turn)) => Ok(turn),
@@ -271,15 +341,24 @@ impl Turns {
         }
     }
 
+    /// Whether another session than this one was noted within a second.
+    pub fn others(&self, session: SessionId) -> bool {
+        self.table.lock().latest.others(session, self.since.elapsed())
+    }
+
     /// The weight of what is in work.
     pub fn in_work(&self) -> usize {
-        self.0.lock().work
+        self.table.lock().work
     }
 
     fn done(&self, name: Name, weight: usize) {
         let mut over = vec![(name, weight)];
         while let Some((name, weight)) = over.pop() {
-            let begun = self.0.lock().done(&name, weight);
+            let begun = {
+                let mut table = self.table.lock();
+                table.now = self.since.elapsed();
+                table.done(&name, weight)
+            };
             for (name, weight, tx) in begun {
                 let turn = Turn { of: Some((self.clone(), name, weight)) };
                 // One that nobody takes is over at once, and not by its drop: a chain of them would
@@ -371,6 +450,29 @@ mod tests {
         assert_eq!(t.done(&a, 5).len(), 1);
         check(&t);
         assert_eq!(t.work, 36);
+    }
+
+    #[test]
+    fn while_others_are_active_a_machine_has_little_in_work() {
+        let at = Duration::from_millis;
+        let mut t = Table::new(64);
+        t.shared = 4;
+        let (a, b) = (name("a", 1), name("b", 2));
+        t.note(1, at(0));
+        assert_eq!(ask(&mut t, &a, 100), 16, "it is alone");
+        t.note(2, at(10));
+        assert_eq!(ask(&mut t, &b, 1), 1);
+        // None of `a` begins until it has less than its share; another session of it waits, too.
+        assert_eq!(ask(&mut t, &name("a", 3), 1), 0);
+        let begun: Vec<usize> = (0..14).map(|_| t.done(&a, 1).len()).collect();
+        assert_eq!((begun.iter().sum::<usize>(), &begun[..12]), (2, &[0; 12][..]));
+        check(&t);
+        // The other one has gone.
+        t.done(&b, 1);
+        t.note(1, at(1011));
+        let begun = t.done(&a, 1);
+        assert!(begun.len() > 10, "{}", begun.len());
+        check(&t);
     }
 
     #[test]

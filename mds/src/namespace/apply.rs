@@ -14,7 +14,7 @@ use strake_proto::{
     map::MapView,
     pb,
 };
-use strake_store::{Batch, MetaStore};
+use strake_store::{Batch, Reader};
 
 use super::{
     FORMAT_ANEW, FORMAT_CHAINS, Memory,
@@ -58,7 +58,7 @@ fn wordless(reply: &pb::MetaReply) -> pb::MetaReply {
 
 /// The state after the entries so far, as far as it differs from store and memory.
 pub struct Apply<'a> {
-    store: &'a dyn MetaStore,
+    store: &'a dyn Reader,
     memory: &'a Memory,
     batch: Layer,
     hash_mask: u64,
@@ -84,7 +84,7 @@ fn refusal(code: Code, message: &str) -> pb::LogReply {
 }
 
 impl<'a> Apply<'a> {
-    pub fn new(store: &'a dyn MetaStore, memory: &'a Memory, hash_mask: u64) -> Apply<'a> {
+    pub fn new(store: &'a dyn Reader, memory: &'a Memory, hash_mask: u64) -> Apply<'a> {
         Apply {
             store,
             memory,

@@ -3,7 +3,7 @@
 //! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`, `xattrs` have the operations
 //! that change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may (`acl` are its
 //! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `seals` what nobody may change, `repair` what fsck found wrong, `locks` who has locked what
-//! (`spans` is the arithmetic of ranges, `ranges` where they are kept), `steps` is what a list may cost, `effects` is what of all that clients can see, `keys` is the on-disk key format, `watched` notes
+//! (`spans` is the arithmetic of ranges, `ranges` where they are kept, `lock_cache` has some in memory), `steps` is what a list may cost, `effects` is what of all that clients can see, `keys` is the on-disk key format, `watched` notes
 //! what of the store is damaged.
 
 mod acl;
@@ -12,6 +12,7 @@ mod attrs;
 pub mod effects;
 mod gc;
 mod keys;
+mod lock_cache;
 pub mod locks;
 mod names;
 mod ops;
@@ -47,6 +48,7 @@ use crate::cluster;
 pub use apply::MAX_DEAD;
 use apply::{Apply, Session};
 use effects::Effect;
+use lock_cache::{Cached, LockCache};
 pub use placement::PLACEMENT;
 use placement::Placement;
 use queue::{Found, Queue};
@@ -137,6 +139,8 @@ pub struct Namespace {
     applier: Mutex<()>,
     hash_mask: u64,
     lock_news: locks::News,
+    /// Changed together with the store, under `memory`.
+    lock_cache: LockCache,
 }
 
 fn damaged(what: &str, e: impl std::fmt::Display) -> Error {
@@ -196,6 +200,7 @@ impl Namespace {
             applier: Mutex::new(()),
             hash_mask,
             lock_news: Default::default(),
+            lock_cache: Default::default(),
         })
     }
 
@@ -273,6 +278,7 @@ impl Namespace {
         let mut memory = self.memory.write();
         *memory = fresh;
         *self.queues.lock() = Default::default();
+        self.lock_cache.clear();
         Ok(())
     }
 
@@ -303,7 +309,8 @@ impl Namespace {
             let m = format!("asked to apply up to entry {} after {}", last.0, memory.header.applied_index);
             return Err(Error::new(Code::Inval, m));
         }
-        let mut work = Apply::new(&*self.store, &memory, self.hash_mask);
+        let store = self.cached();
+        let mut work = Apply::new(&store, &memory, self.hash_mask);
         let replies = entries.iter().map(|(index, _, data)| work.entry(*index, data)).collect::<Result<Vec<_>>>();
         let replies = replies.inspect_err(|e| self.damage.note(e))?;
         (work.header.applied_index, work.header.applied_term) = last;
@@ -312,7 +319,7 @@ impl Namespace {
         }
         let batch = work.take_batch();
         let queued: Vec<_> = batch.ops.iter().filter_map(|(k, v)| Some((queue_of(k)?, v.is_some()))).collect();
-        let locked = locks::touched(&batch);
+        let (locked, of_locks) = (locks::touched(&batch), lock_cache::of_locks(&batch));
         let Apply { header, place, sessions, uuids, effects, .. } = work;
         drop(memory);
         let mut memory = self.memory.write();
@@ -320,6 +327,7 @@ impl Namespace {
         let mut queues = self.queues.lock();
         queued.into_iter().for_each(|((queue, key), live)| queues[queue].note(key, live));
         drop(queues);
+        self.lock_cache.committed(of_locks.iter());
         memory.header = header;
         memory.place = place;
         merge(&mut memory.sessions, sessions);
@@ -363,7 +371,8 @@ impl Namespace {
             return Err(Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
         }
         let none = Layer::default();
-        let mut t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        let store = self.cached();
+        let mut t = Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         match ops::run(&mut t, ops::By { creds, session, index: 0, ends_matter: false, rules: RULES }, ops, false) {
             Ok((reply, _)) => {
                 let (looked, endless, mut written) = (t.notes.looked.take(), t.notes.endless.take(), BTreeSet::new());
@@ -449,15 +458,22 @@ impl Namespace {
         let memory = self.memory.read();
         memory.readable()?;
         let none = Layer::default();
-        let t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        let store = self.cached();
+        let t = Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         steps::is_heavy(&t, ops).map_err(|f| self.told(f))
+    }
+
+    /// The store, for as long as `memory` is locked.
+    fn cached(&self) -> Cached<'_> {
+        Cached { store: &*self.store, cache: &self.lock_cache }
     }
 
     fn looking<T>(&self, look: impl FnOnce(&Txn<'_>) -> txn::Res<T>) -> Result<T> {
         let memory = self.memory.read();
         memory.readable()?;
         let none = Layer::default();
-        let t = Txn::new(&*self.store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        let store = self.cached();
+        let t = Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         look(&t).map_err(|f| self.told(f))
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use strake_fabric::Peer;
-use strake_proto::{Code, Error, Ino, Result, cap::long_ago, pb};
+use strake_proto::{Code, Error, Ino, Result, SessionId, cap::long_ago, pb};
 
 use super::{
     Mds,
@@ -78,7 +78,7 @@ impl Mds {
                 r => r?,
             }
         }
-        let turn = self.heavy_turn(peer, &request.ops).await?;
+        let turn = self.heavy_turn(peer, request.session, &request.ops).await?;
         let in_log = self.turn_of(&self.fair.changes, peer, by.session, request.ops.len()).await?;
         let expected = self.recalls.expect(term, by.session, seq)?;
         // Again, after all the waiting.
@@ -115,11 +115,11 @@ impl Mds {
     }
 
     /// A list that is much work has to wait until no other such list is answered.
-    pub(super) async fn heavy_turn(&self, peer: &Peer, ops: &[pb::Op]) -> Result<Option<Turn>> {
+    pub(super) async fn heavy_turn(&self, peer: &Peer, session: SessionId, ops: &[pb::Op]) -> Result<Option<Turn>> {
         if !self.machine.namespace.is_heavy(ops)? {
             return Ok(None);
         }
-        self.heavy.turn(&peer.addr).await.map(Some)
+        self.heavy.turn(&peer.addr, self.fair.changes.others(session)).await.map(Some)
     }
 
     fn begin(&self, r: &pb::MetaRequest) -> Result<Begun> {

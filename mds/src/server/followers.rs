@@ -155,7 +155,7 @@ impl Mds {
                 Ok(Err(_)) => return Err(cannot("it stops")),
                 Err(_) => return Err(cannot("it is behind")),
             }
-            let turn = self.heavy_turn(peer, &request.ops).await?;
+            let turn = self.heavy_turn(peer, request.session, &request.ops).await?;
             let read = self.machine.namespace.read_following(request.session, &creds, &request.ops);
             drop(turn);
             // Whose session has ended only the leader says.

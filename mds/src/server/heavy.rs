@@ -2,12 +2,10 @@
 //! else's requests wait for one of them at most. Those of one machine wait among themselves, so
 //! that it takes one place in that queue. After one that took long there is a pause as long, for
 //! everybody else's requests, and for members that execute the log more slowly than the leader.
+//! While others are active, lists of one machine have an eighth of the time: its next one waits
+//! seven times as long as the last one took.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, Weak},
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result, pb};
@@ -20,6 +18,8 @@ use tokio::{
 const MAX_GROUPS: usize = 65_536;
 /// A list that took less needs no pause after it: most of those that clients send in earnest.
 const LONG: Duration = Duration::from_millis(10);
+/// While others are active, a machine waits so many times as long as its last list took.
+const SPACED: u32 = 7;
 /// Machines that are remembered while nobody there waits.
 const KEPT: usize = 64;
 
@@ -44,59 +44,78 @@ pub(super) fn machine(addr: &str) -> &str {
 }
 
 /// See the module.
+#[derive(Default)]
 pub(super) struct Heavy {
+    all: Arc<Line>,
+    machines: Mutex<BTreeMap<String, Arc<Line>>>,
+}
+
+/// One at a time, and none before the pause is over.
+struct Line {
     one: Arc<Semaphore>,
-    /// No list begins before.
-    pause: Arc<Mutex<Option<Instant>>>,
-    machines: Mutex<BTreeMap<String, Weak<Semaphore>>>,
+    pause: Mutex<Option<Instant>>,
+}
+
+impl Default for Line {
+    fn default() -> Line {
+        Line { one: Arc::new(Semaphore::new(1)), pause: Mutex::default() }
+    }
+}
+
+impl Line {
+    async fn turn(&self) -> Result<OwnedSemaphorePermit> {
+        let closed = |_| Error::new(Code::Disconnected, "the server stops");
+        let permit = self.one.clone().acquire_owned().await.map_err(closed)?;
+        let pause = *self.pause.lock();
+        if let Some(until) = pause {
+            tokio::time::sleep_until(until).await;
+        }
+        Ok(permit)
+    }
+
+    fn is_at_rest(&self) -> bool {
+        self.one.available_permits() > 0 && self.pause.lock().is_none_or(|until| until <= Instant::now())
+    }
 }
 
 /// While it lives, no other heavy list is answered.
 pub(super) struct Turn {
     begun: Instant,
-    pause: Arc<Mutex<Option<Instant>>>,
+    all: Arc<Line>,
+    machine: Arc<Line>,
+    /// Others are active.
+    others: bool,
     _of_all: OwnedSemaphorePermit,
     _of_machine: OwnedSemaphorePermit,
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        let took = self.begun.elapsed();
-        *self.pause.lock() = (took >= LONG).then(|| Instant::now() + took);
-    }
-}
-
-impl Default for Heavy {
-    fn default() -> Heavy {
-        Heavy { one: Arc::new(Semaphore::new(1)), pause: Arc::default(), machines: Mutex::default() }
+        let (now, took) = (Instant::now(), self.begun.elapsed());
+        *self.all.pause.lock() = (took >= LONG).then(|| now + took);
+        *self.machine.pause.lock() = self.others.then(|| now + took * SPACED);
     }
 }
 
 impl Heavy {
-    /// Waits for a list's turn.
-    pub async fn turn(&self, addr: &str) -> Result<Turn> {
-        let closed = |_| Error::new(Code::Disconnected, "the server stops");
-        let own = self.of_machine(machine(addr));
-        let of_machine = own.acquire_owned().await.map_err(closed)?;
-        let of_all = self.one.clone().acquire_owned().await.map_err(closed)?;
-        let pause = *self.pause.lock();
-        if let Some(until) = pause {
-            tokio::time::sleep_until(until).await;
-        }
-        Ok(Turn { begun: Instant::now(), pause: self.pause.clone(), _of_all: of_all, _of_machine: of_machine })
+    /// Waits for a list's turn. `others`: other sessions are active.
+    pub async fn turn(&self, addr: &str, others: bool) -> Result<Turn> {
+        let line = self.of_machine(machine(addr));
+        let of_machine = line.turn().await?;
+        let of_all = self.all.turn().await?;
+        let (all, begun) = (self.all.clone(), Instant::now());
+        Ok(Turn { begun, all, machine: line, others, _of_all: of_all, _of_machine: of_machine })
     }
 
-    fn of_machine(&self, name: &str) -> Arc<Semaphore> {
+    fn of_machine(&self, name: &str) -> Arc<Line> {
         let mut all = self.machines.lock();
-        if let Some(known) = all.get(name).and_then(Weak::upgrade) {
-            return known;
+        if let Some(known) = all.get(name) {
+            return known.clone();
         }
         if all.len() >= KEPT {
-            all.retain(|_, s| s.strong_count() > 0);
+            all.retain(|_, line| Arc::strong_count(line) > 1 || !line.is_at_rest());
         }
-        let new = Arc::new(Semaphore::new(1));
-        all.insert(name.to_owned(), Arc::downgrade(&new));
-        new
+        all.entry(name.to_owned()).or_default().clone()
     }
 }
 
@@ -121,7 +140,7 @@ mod tests {
     async fn after_a_long_list_there_is_a_pause_as_long() {
         let (h, begun) = (Heavy::default(), Instant::now());
         for (took, at) in [(9, 0), (40, 9), (5, 89), (5, 94)] {
-            let turn = h.turn("tcp:10.0.0.1:1").await.unwrap();
+            let turn = h.turn("tcp:10.0.0.1:1", false).await.unwrap();
             assert_eq!(begun.elapsed(), Duration::from_millis(at));
             tokio::time::advance(Duration::from_millis(took)).await;
             drop(turn);
@@ -129,12 +148,28 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn while_others_are_active_a_machine_has_an_eighth_of_the_time() {
+        let (h, begun) = (Heavy::default(), Instant::now());
+        let list = async |addr: &str, others| {
+            let turn = h.turn(addr, others).await.unwrap();
+            let at = begun.elapsed().as_millis();
+            tokio::time::advance(Duration::from_millis(5)).await;
+            drop(turn);
+            at
+        };
+        assert_eq!(list("tcp:10.0.0.1:1", true).await, 0);
+        assert_eq!(list("tcp:10.0.0.2:1", true).await, 5, "another machine does not wait");
+        assert_eq!(list("tcp:10.0.0.1:2", false).await, 40);
+        assert_eq!(list("tcp:10.0.0.1:1", false).await, 45, "it was alone");
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn a_machine_has_one_place_in_the_queue() {
         let h = Arc::new(Heavy::default());
-        let first = h.turn("tcp:10.0.0.1:1").await.unwrap();
+        let first = h.turn("tcp:10.0.0.1:1", false).await.unwrap();
         let ask = |addr: &'static str| {
             let h = h.clone();
-            tokio::spawn(async move { h.turn(addr).await.map(|t| (addr, t)) })
+            tokio::spawn(async move { h.turn(addr, false).await.map(|t| (addr, t)) })
         };
         let many: Vec<_> = (0..5).map(|_| ask("tcp:10.0.0.1:2")).collect();
         tokio::task::yield_now().await;
@@ -149,7 +184,7 @@ mod tests {
             drop(timeout(Duration::from_secs(1), m).await.unwrap().unwrap().unwrap());
         }
         for i in 0..1000 {
-            drop(h.turn(&format!("tcp:10.1.{i}.1:5")).await.unwrap());
+            drop(h.turn(&format!("tcp:10.1.{i}.1:5"), false).await.unwrap());
         }
         assert!(h.machines.lock().len() <= KEPT);
     }

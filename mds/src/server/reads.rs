@@ -67,7 +67,7 @@ impl Mds {
     async fn look_once_reported(&self, peer: &Peer, term: u64, by: Asker, request: &pb::MetaRequest) -> Result<Look> {
         let mut reported = BTreeSet::new();
         for _ in 0..ASKS {
-            let turn = self.heavy_turn(peer, &request.ops).await?;
+            let turn = self.heavy_turn(peer, request.session, &request.ops).await?;
             let mut look = self.look(term, by, request)?;
             drop(turn);
             let shown = shown(&look.reply);

@@ -47,6 +47,14 @@ use crate::{
 const KEPT_EVICTED: usize = 65_536;
 /// Below this much free space an update is staged before anybody hears of it.
 const ROOM: u64 = 256 << 20;
+/// Requests of one machine in work while others are active: as many as keep a device busy.
+const SHARED: usize = 64;
+/// Bytes of clients' requests in work, in units of [`HEAVY`], and of one machine while others are
+/// active.
+const BULK: usize = 512;
+const BULK_SHARED: usize = 16;
+/// A request with more bytes than this waits for its turn among those like it.
+pub const HEAVY: usize = 64 << 10;
 /// For so long a chunk table takes no writes before others are told.
 const TABLE_FULL: Duration = Duration::from_secs(1);
 /// How long a new target is tried to be registered.
@@ -288,6 +296,8 @@ pub struct Node {
     pub kick: Notify,
     /// Whose request is worked on next, of clients.
     pub clients: Turns,
+    /// Likewise of requests with many bytes, by these. They wait here first.
+    pub bulk: Turns,
     pub started: Duration,
     replicas: Mutex<BTreeMap<(TargetId, ChainId), Arc<Replica>>>,
     /// On the boot clock.
@@ -307,7 +317,8 @@ impl Node {
         let Parts { env, fabric, targets, cap_key } = parts;
         let targets = targets.into_iter().map(|e| Target::new(e, env.random_u64())).collect();
         Arc::new(Node {
-            clients: Turns::new(cfg.max_requests),
+            clients: Turns::shared(cfg.max_requests, SHARED),
+            bulk: Turns::shared(BULK, BULK_SHARED),
             targets: ArcSwap::from_pointee(targets),
             out: Mutex::new(out),
             fs: Mutex::default(),
@@ -334,6 +345,12 @@ impl Node {
             cfg,
             env,
         })
+    }
+
+    /// A session is active here: what others have in work is bounded.
+    pub fn note(&self, session: SessionId) {
+        self.clients.note(session);
+        self.bulk.note(session);
     }
 
     pub fn next_op(&self) -> u64 {

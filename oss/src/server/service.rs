@@ -18,7 +18,7 @@ use strake_proto::{
 use tokio::time::Instant;
 
 use super::{
-    node::{Node, Target},
+    node::{HEAVY, Node, Target},
     pace::Awaited,
     replica::{Carried, Replica, reply},
     sync::LIST_ONE,
@@ -30,8 +30,6 @@ static REFUSED: Quiet = Quiet::new();
 
 /// How long a client's request waits for its turn.
 const TURN_WAIT: Duration = Duration::from_secs(2);
-/// So many bytes keep a device as busy as one more request.
-const HEAVY: usize = 64 << 10;
 /// Most entries of a list in one answer.
 const MAX_LIST: u32 = 4096;
 const BLOCK: u32 = checksum::BLOCK as u32;
@@ -129,7 +127,14 @@ impl Service for OssService {
         }
         // Before anything is checked that may change meanwhile. Servers wait for no client's turn: they are bounded by what those do.
         let _turn = match peer.role {
-            Role::Client => Some(self.turn(peer, &r, m.payload_len()).await?),
+            Role::Client => {
+                let bytes = if m.opcode == opcode::READ { r.len as usize } else { m.payload_len() };
+                Some(self.turn(peer, &r, bytes).await?)
+            }
+            Role::Server if m.opcode == opcode::FORWARD => {
+                self.node.note(r.session);
+                None
+            }
             Role::Server => None,
         };
         self.node.check_lease()?;
@@ -190,11 +195,16 @@ impl Service for OssService {
 }
 
 impl OssService {
-    /// Waits for the turn of the session that the request's capability was given to: it may not use another's.
-    async fn turn(&self, peer: &Peer, r: &DataRequest, payload: usize) -> Result<Turn> {
-        let c = self.open_cap(r)?;
-        let weight = 1 + payload.max(r.len as usize) / HEAVY;
-        self.node.clients.take(&peer.addr, c.session, weight, TURN_WAIT).await
+    /// Waits for the turn of the session that the request's capability was given to: it may not use another's. What has many
+    /// bytes waits among those like it first.
+    async fn turn(&self, peer: &Peer, r: &DataRequest, bytes: usize) -> Result<(Option<Turn>, Turn)> {
+        let (session, node) = (self.open_cap(r)?.session, &self.node);
+        node.note(session);
+        let bulk = match bytes / HEAVY {
+            0 => None,
+            weight => Some(node.bulk.take(&peer.addr, session, weight, TURN_WAIT).await?),
+        };
+        Ok((bulk, node.clients.take(&peer.addr, session, 1, TURN_WAIT).await?))
     }
 
     fn open_cap(&self, r: &DataRequest) -> Result<Capability> {
