@@ -19,7 +19,7 @@ use tokio::sync::oneshot;
 use crate::{Role, conn::Options};
 
 /// A handshake has this long before it makes place for another one.
-const LEAST: Duration = Duration::from_millis(250);
+const LEAST: Duration = Duration::from_millis(500);
 
 struct Half {
     from: IpAddr,
@@ -204,15 +204,15 @@ mod tests {
         let ms = |n| t0 + Duration::from_millis(n);
         let mut quiet = p.enter(at(1), t0).ok().unwrap();
         let mut flood: Vec<_> = (0..3).map(|i| p.enter(at(2), ms(i)).ok().unwrap()).collect();
-        assert_eq!(p.enter(at(3), ms(100)).err(), Some(Duration::from_millis(150)), "each has a moment");
-        let mut new = p.enter(at(2), ms(250)).ok().unwrap();
+        assert_eq!(p.enter(at(3), ms(100)).err(), Some(Duration::from_millis(400)), "each has a moment");
+        let mut new = p.enter(at(2), ms(500)).ok().unwrap();
         assert!(is_pushed(&mut flood[0]) && !is_pushed(&mut flood[1]) && !is_pushed(&mut quiet));
-        let _last = p.enter(at(3), ms(251)).ok().unwrap();
+        let _last = p.enter(at(3), ms(501)).ok().unwrap();
         assert!(is_pushed(&mut flood[1]) && !is_pushed(&mut new) && !is_pushed(&mut quiet));
         drop(flood);
         drop(quiet);
         // Who finished has given its place back: one is left of the flood.
-        let _more = p.enter(at(2), ms(252)).ok().unwrap();
+        let _more = p.enter(at(2), ms(502)).ok().unwrap();
         assert_eq!(p.table.lock().half.len(), 3);
     }
 

@@ -129,7 +129,9 @@ async fn half_a_payload_gives_its_memory_to_who_waits() {
     let began = Instant::now();
     echo(&*conn, 5, 1 << 20).await;
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    let began = Instant::now();
     assert!(is_closed(&mut stuck).await);
+    assert!(began.elapsed() > Duration::from_millis(500), "not at once, or it would be made anew at once");
 }
 
 /// A connection from another machine.

@@ -3,7 +3,10 @@
 
 use std::{
     pin::Pin,
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     task::Poll,
     time::Duration,
 };
@@ -19,7 +22,7 @@ use strake_proto::{
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
-    time::{Instant, timeout},
+    time::{Instant, sleep, timeout},
 };
 
 use super::{
@@ -34,6 +37,9 @@ const LARGE: usize = 128 << 10;
 
 /// Bytes per second of a frame at least, while others wait for memory.
 pub(super) const LEAST_RATE: u32 = 4 << 20;
+
+/// So long a connection on which a frame has stopped stays open before it is closed.
+const LINGER: Duration = Duration::from_secs(1);
 
 /// The receiving side of a stream.
 pub trait Incoming: AsyncRead + Send + Unpin + 'static {
@@ -57,10 +63,13 @@ struct Inbox<'a, R> {
     buf: Box<[u8]>,
     start: usize,
     end: usize,
+    /// A frame had begun and did not go on.
+    stopped: AtomicBool,
 }
 
 impl<R: Incoming> Inbox<'_, R> {
     fn io(&self, e: std::io::Error) -> Error {
+        self.stopped.fetch_or(e.kind() == std::io::ErrorKind::TimedOut, Relaxed);
         Error::new(Code::Disconnected, format!("receiving from {} failed: {e}", self.shared.addr))
     }
 
@@ -238,7 +247,8 @@ pub(super) async fn run<R: Incoming>(
     peer: &Arc<Peer>,
     service: Option<&Arc<dyn Service>>,
 ) -> Error {
-    let mut inbox = Inbox { shared: s, rd, buf: vec![0; AHEAD].into(), start: 0, end: 0 };
+    let mut inbox =
+        Inbox { shared: s, rd, buf: vec![0; AHEAD].into(), start: 0, end: 0, stopped: AtomicBool::new(false) };
     loop {
         let done = match inbox.header().await {
             Ok(h) if h.version != s.version => Err(Error::new(
@@ -258,6 +268,11 @@ pub(super) async fn run<R: Incoming>(
             Err(e) => Err(e),
         };
         if let Err(e) = done {
+            if inbox.stopped.into_inner() && service.is_some() {
+                // It keeps no memory any more. Closed at once it would be made anew at once.
+                s.go_away();
+                sleep(LINGER).await;
+            }
             return e;
         }
     }

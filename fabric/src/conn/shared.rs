@@ -465,6 +465,11 @@ impl Shared {
         p.over.get_or_insert_with(|| Error::new(Code::Disconnected, format!("{} is shutting down", self.addr)));
     }
 
+    /// Has the peer make a new connection for what comes next.
+    pub fn go_away(&self) {
+        self.send(frame(self, Kind::GoAway));
+    }
+
     /// Tells the peer that no more requests are taken, answers those that run, for at most `limit`, and closes.
     pub async fn drain(&self, limit: Duration) {
         self.phase.send_if_modified(|p| {
@@ -474,7 +479,7 @@ impl Shared {
             }
             open
         });
-        self.send(frame(self, Kind::GoAway));
+        self.go_away();
         let all = self.handlers.acquire_many(self.options.max_handlers as u32);
         let _ = timeout(limit, all).await;
         self.fail(&Error::new(Code::Disconnected, "this process stopped listening"));
