@@ -18,6 +18,8 @@ use tokio::{
 const MAX_GROUPS: usize = 65_536;
 /// A list that took less needs no pause after it: most of those that clients send in earnest.
 const LONG: Duration = Duration::from_millis(10);
+/// No list is more work than this; what took longer waited for something else.
+const LONGEST: Duration = Duration::from_millis(100);
 /// While others are active, a machine waits so many times as long as its last list took.
 const SPACED: u32 = 7;
 /// Machines that are remembered while nobody there waits.
@@ -91,7 +93,7 @@ pub(super) struct Turn {
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        let (now, took) = (Instant::now(), self.begun.elapsed());
+        let (now, took) = (Instant::now(), self.begun.elapsed().min(LONGEST));
         *self.all.pause.lock() = (took >= LONG).then(|| now + took);
         *self.machine.pause.lock() = self.others.then(|| now + took * SPACED);
     }
@@ -161,6 +163,11 @@ mod tests {
         assert_eq!(list("tcp:10.0.0.2:1", true).await, 5, "another machine does not wait");
         assert_eq!(list("tcp:10.0.0.1:2", false).await, 40);
         assert_eq!(list("tcp:10.0.0.1:1", false).await, 45, "it was alone");
+        // One that waited long for the log.
+        let turn = h.turn("tcp:10.0.0.1:1", true).await.unwrap();
+        tokio::time::advance(Duration::from_secs(5)).await;
+        drop(turn);
+        assert_eq!(list("tcp:10.0.0.1:1", false).await, 50 + 5000 + 700);
     }
 
     #[tokio::test(start_paused = true)]
