@@ -22,7 +22,7 @@ use strake_proto::{
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
-    time::{Instant, sleep, timeout},
+    time::{Instant, timeout},
 };
 
 use super::{
@@ -271,7 +271,7 @@ pub(super) async fn run<R: Incoming>(
             if inbox.stopped.into_inner() && service.is_some() {
                 // It keeps no memory any more. Closed at once it would be made anew at once.
                 s.go_away();
-                sleep(LINGER).await;
+                let _ = timeout(LINGER, s.closed()).await;
             }
             return e;
         }

@@ -3,8 +3,9 @@
 //! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`, `xattrs` have the operations
 //! that change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may (`acl` are its
 //! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `seals` what nobody may change, `repair` what fsck found wrong, `locks` who has locked what
-//! (`spans` is the arithmetic of ranges, `ranges` where they are kept, `lock_cache` has some in memory), `steps` is what a list may cost, `effects` is what of all that clients can see, `keys` is the on-disk key format, `watched` notes
-//! what of the store is damaged.
+//! (`spans` is the arithmetic of ranges, `ranges` where they are kept, `lock_cache` has some in
+//! memory), `steps` is what a list may cost, `effects` is what of all that clients can see, `keys` is
+//! the on-disk key format, `watched` notes what of the store is damaged.
 
 mod acl;
 mod apply;

@@ -114,8 +114,9 @@ impl Mds {
         Ok(reply)
     }
 
-    /// A list that is much work has to wait until no other such list is answered.
+    /// A list that is much work has to wait until no other such list is answered. Every list of a client comes here.
     pub(super) async fn heavy_turn(&self, peer: &Peer, session: SessionId, ops: &[pb::Op]) -> Result<Option<Turn>> {
+        self.fair.changes.note(session);
         if !self.machine.namespace.is_heavy(ops)? {
             return Ok(None);
         }

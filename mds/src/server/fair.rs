@@ -38,7 +38,6 @@ impl Mds {
         session: SessionId,
         ops: usize,
     ) -> Result<Option<Turn>> {
-        self.fair.changes.note(session);
         match peer.role {
             Role::Client => turns.take(&peer.addr, session, 1 + ops / HEAVY, WAIT).await.map(Some),
             Role::Server => Ok(None),

@@ -195,8 +195,8 @@ impl Service for OssService {
 }
 
 impl OssService {
-    /// Waits for the turn of the session that the request's capability was given to: it may not use another's. What has many
-    /// bytes waits among those like it first.
+    /// Waits for the turn of the session that the request's capability was given to: it may not use
+    /// another's. What has many bytes waits among those like it first.
     async fn turn(&self, peer: &Peer, r: &DataRequest, bytes: usize) -> Result<(Option<Turn>, Turn)> {
         let (session, node) = (self.open_cap(r)?.session, &self.node);
         node.note(session);
