@@ -4,19 +4,22 @@
 //! can be sliced and cloned without copying, and goes back to the pool when the last clone is dropped. Memory is
 //! zeroed once, when it comes from the system, and not again: **the contents of a fresh buffer are unspecified**
 //! (they are some earlier buffer's), so whoever hands one out must fill it first. Buffers up to 4 MiB lie in
-//! [`Region`]s, which an io_uring registers once.
+//! [`Region`]s, which an io_uring registers once. Larger ones are mappings of their own, of which only what is
+//! written takes memory and time: a peer may announce much and send little.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
     fmt,
     num::NonZero,
     ops::{Deref, DerefMut, Range},
+    ptr,
     ptr::NonNull,
     sync::{Arc, atomic::AtomicU64, atomic::Ordering::Relaxed},
 };
 
 use bytes::Bytes;
 use parking_lot::Mutex;
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use strake_proto::{Code, Error, Result};
 use tokio::sync::Semaphore;
 
@@ -36,7 +39,7 @@ const DANGLING: NonZero<usize> = NonZero::new(ALIGN).unwrap();
 struct Block {
     ptr: NonNull<u8>,
     cap: usize,
-    /// Where it lies in its pool's arena; `None`: it is an allocation of its own.
+    /// Where it lies in its pool's arena; `None`: it is an allocation of its own, or above [`REGION`] a mapping.
     place: Option<Place>,
 }
 
@@ -57,15 +60,34 @@ impl Block {
             return Block { ptr: NonNull::without_provenance(DANGLING), cap, place: None };
         }
         let layout = Block::layout(cap);
-        // SAFETY: the layout's size is `cap`, which is not 0.
-        let ptr = unsafe { alloc_zeroed(layout) };
-        Block { ptr: NonNull::new(ptr).unwrap_or_else(|| handle_alloc_error(layout)), cap, place: None }
+        let ptr = if cap > REGION {
+            map(cap)
+        } else {
+            // SAFETY: the layout's size is `cap`, which is not 0.
+            NonNull::new(unsafe { alloc_zeroed(layout) })
+        };
+        Block { ptr: ptr.unwrap_or_else(|| handle_alloc_error(layout)), cap, place: None }
     }
+}
+
+/// A mapping of `cap` bytes, which the kernel zeroes page by page when they are first touched. Aligned to pages, of which
+/// none is smaller than [`ALIGN`].
+fn map(cap: usize) -> Option<NonNull<u8>> {
+    let prot = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new private mapping at an address of the kernel's choice touches no memory in use.
+    let at = unsafe { mmap_anonymous(ptr::null_mut(), cap, prot, MapFlags::PRIVATE) };
+    NonNull::new(at.ok()?.cast())
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        if self.cap > 0 && self.place.is_none() {
+        if self.cap == 0 || self.place.is_some() {
+            return;
+        }
+        if self.cap > REGION {
+            // SAFETY: mapped in `new` with this very length, and owned by this value alone.
+            let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.cap) };
+        } else {
             // SAFETY: allocated in `new` with this very layout, and owned by this value alone.
             unsafe { dealloc(self.ptr.as_ptr(), Block::layout(self.cap)) }
         }
@@ -526,6 +548,30 @@ mod tests {
             assert_eq!(after.allocations - before.allocations, outside, "{len}");
             assert_eq!(after.free, REGION as u64, "one region, used again");
         }
+    }
+
+    /// Pages of it that take memory.
+    fn resident(b: &BufMut) -> usize {
+        let mut pages = vec![0u8; b.capacity() / ALIGN];
+        // SAFETY: the buffer's memory is mapped, and there is a byte for each of its pages: none is smaller.
+        let rc = unsafe { libc::mincore(b.as_ptr().cast_mut().cast(), b.capacity(), pages.as_mut_ptr()) };
+        assert_eq!(rc, 0);
+        pages.iter().filter(|p| **p & 1 == 1).count()
+    }
+
+    #[test]
+    fn a_big_buffer_is_zero_and_takes_memory_for_what_is_written() {
+        let pool = Pool::new(64 << 20);
+        for len in [REGION + 1, 16 << 20] {
+            for mut b in [pool.get_now(len), BufMut::unpooled(len)] {
+                assert_eq!(resident(&b), 0, "{len}");
+                b[0] = 7;
+                // One page, or one huge page.
+                assert!(resident(&b) <= (2 << 20) / ALIGN, "{len}");
+                assert!(b[1..].iter().all(|x| *x == 0) && b[0] == 7);
+            }
+        }
+        assert_eq!(pool.stats().used, 0);
     }
 
     #[test]
