@@ -23,6 +23,7 @@ pub mod rdma;
 pub mod region;
 pub mod relay;
 pub mod roads;
+mod share;
 pub mod tcp;
 pub mod traffic;
 pub mod turns;

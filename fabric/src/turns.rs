@@ -9,7 +9,7 @@
 //!   least; among those with as little, to the one whose last turn is the longest ago.
 //! - Where a limit is set for it ([`Turns::shared`]), a machine has no more than that in work while
 //!   another session than the asking one is active, wherever: a device works in order of arrival,
-//!   so others wait for all that is in work.
+//!   so others wait for all that is in work. It is less while turns go on late ([`Share`]).
 //!
 //! [`Table`] is pure: it has no clock and waits for nothing. [`Turns`] waits.
 
@@ -23,10 +23,11 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result, SessionId};
 use tokio::{
     sync::oneshot,
+    task::yield_now,
     time::{Instant, sleep, timeout},
 };
 
-use crate::relay::machine;
+use crate::{relay::machine, share::Share};
 
 /// Requests of one session that wait.
 const MOST_OF_SESSION: usize = 256;
@@ -94,13 +95,18 @@ impl Latest {
         let (other, at) = if self.first.0 == session { self.second } else { self.first };
         other != 0 && now.saturating_sub(at) < ACTIVE
     }
+
+    /// Whether two sessions are.
+    fn are_two(&self, now: Duration) -> bool {
+        self.others(self.first.0, now)
+    }
 }
 
 /// See the module. Times are since a moment before it was made.
 struct Table<T> {
     max: usize,
-    /// What a machine may have in work while others are active.
-    shared: usize,
+    /// What a machine may have in work while others are active, where that is bounded.
+    share: Option<Share>,
     latest: Latest,
     now: Duration,
     work: usize,
@@ -123,7 +129,7 @@ impl<T: Waits> Table<T> {
         let max = max.max(1);
         let latest = Latest { first: (0, Duration::ZERO), second: (0, Duration::ZERO) };
         let (machines, line, now) = (BTreeMap::new(), BTreeSet::new(), Duration::ZERO);
-        Table { max, shared: max, latest, now, work: 0, turn: 0, machines, line }
+        Table { max, share: None, latest, now, work: 0, turn: 0, machines, line }
     }
 
     /// A session is active.
@@ -140,12 +146,21 @@ impl<T: Waits> Table<T> {
     /// too heavy by a part of itself.
     fn has_room(&self, machine: usize, session: usize, name: SessionId) -> bool {
         // What waits for this is looked at when something of its machine is done.
-        if machine >= self.shared && self.latest.others(name, self.now) {
+        if self.is_beyond_share(machine) && self.latest.others(name, self.now) {
             return false;
         }
         let free = self.max.saturating_sub(self.work);
         let share = machine < free || session == 0 && free > self.max / 8 && free > 0;
         share && session < self.of_session()
+    }
+
+    fn is_beyond_share(&self, machine: usize) -> bool {
+        self.share.as_ref().is_some_and(|s| machine >= s.bound())
+    }
+
+    /// Whether to look how late a turn that is given now goes on.
+    fn is_due(&mut self) -> bool {
+        self.latest.are_two(self.now) && self.share.as_mut().is_some_and(|s| s.is_due(self.now))
     }
 
     /// A request has come. Whoever waits has no room now, so a peer with room and none that waits
@@ -234,9 +249,11 @@ impl<T: Waits> Table<T> {
     }
 
     /// Whose turn it is. The search is short: a machine is passed over for its share only while an
-    /// eighth is free, which few machines have in work, or for a session that has a quarter.
+    /// eighth is free, which few machines have in work, or for a session that has a quarter; and
+    /// while others are active the first one that is beyond its share ends it.
     fn next(&self) -> Option<Name> {
         let free = self.max.saturating_sub(self.work);
+        let two = self.latest.are_two(self.now);
         for (rank, at) in &self.line {
             let of = self.machines.get(at).and_then(|m| m.line.first());
             if let Some((session, name)) = of
@@ -244,7 +261,8 @@ impl<T: Waits> Table<T> {
             {
                 return Some((at.clone(), *name));
             }
-            if free <= self.max / 8 && rank.work >= free {
+            let all_beyond = two && self.is_beyond_share(rank.work);
+            if all_beyond || free <= self.max / 8 && rank.work >= free {
                 return None;
             }
         }
@@ -289,6 +307,8 @@ pub struct Turns {
 pub struct Turn {
     /// `None`: nothing is given back.
     of: Option<(Turns, Name, usize)>,
+    /// When it was given; `None`: nobody looks how late it goes on.
+    given: Option<Duration>,
 }
 
 impl Turns {
@@ -300,7 +320,7 @@ impl Turns {
     /// Likewise; so many of one machine while others are active, as far as they were noted.
     pub fn shared(max: usize, shared: usize) -> Turns {
         let turns = Turns::new(max);
-        turns.table.lock().shared = shared.max(1);
+        turns.table.lock().share = Some(Share::new(shared));
         turns
     }
 
@@ -325,19 +345,42 @@ impl Turns {
             table.now = self.since.elapsed();
             let weight = weight.min(table.max / HEAVIEST).max(1);
             match table.ask(&name, weight, tx) {
-                Asked::Now => return Ok(Turn { of: Some((self.clone(), name, weight)) }),
-                Asked::Waits => Some(rx),
-                Asked::Refused(_) => None,
+                Asked::Now => Ok(self.give(&mut table, name, weight)),
+                Asked::Waits => Err(Some(rx)),
+                Asked::Refused(_) => Err(None),
             }
         };
-        let Some(turn) = turn else {
-            // Refused at once it would be sent again at once, and to refuse is work, too.
-            sleep(limit).await;
-            return Err(full(", and too many wait"));
+        let turn = match turn {
+            Ok(turn) => turn,
+            Err(Some(turn)) => match timeout(limit, turn).await {
+                Ok(Ok(turn)) => turn,
+                _ => return Err(full("")),
+            },
+            Err(None) => {
+                // Refused at once it would be sent again at once, and to refuse is work, too.
+                sleep(limit).await;
+                return Err(full(", and too many wait"));
+            }
         };
-        match timeout(limit, turn).await {
-            Ok(Ok(turn)) => Ok(turn),
-            _ => Err(full("")),
+        self.look(&turn).await;
+        Ok(turn)
+    }
+
+    /// What has begun in that table.
+    fn give(&self, table: &mut Table<oneshot::Sender<Turn>>, name: Name, weight: usize) -> Turn {
+        let given = table.is_due().then_some(table.now);
+        Turn { of: Some((self.clone(), name, weight)), given }
+    }
+
+    /// Learns how late one turn in a while goes on: behind all that is ready to run, as the next
+    /// steps of its request will be. That it runs now says less, as a runtime lets run first what
+    /// was woken last.
+    async fn look(&self, turn: &Turn) {
+        let Some(given) = turn.given else { return };
+        yield_now().await;
+        let (now, mut table) = (self.since.elapsed(), self.table.lock());
+        if let Some(share) = &mut table.share {
+            share.heard(now.saturating_sub(given), now);
         }
     }
 
@@ -354,13 +397,13 @@ impl Turns {
     fn done(&self, name: Name, weight: usize) {
         let mut over = vec![(name, weight)];
         while let Some((name, weight)) = over.pop() {
-            let begun = {
+            let begun: Vec<_> = {
                 let mut table = self.table.lock();
                 table.now = self.since.elapsed();
-                table.done(&name, weight)
+                let begun = table.done(&name, weight);
+                begun.into_iter().map(|(name, weight, tx)| (self.give(&mut table, name, weight), tx)).collect()
             };
-            for (name, weight, tx) in begun {
-                let turn = Turn { of: Some((self.clone(), name, weight)) };
+            for (turn, tx) in begun {
                 // One that nobody takes is over at once, and not by its drop: a chain of them would
                 // be as deep.
                 if let Err(mut turn) = tx.send(turn)
@@ -456,7 +499,7 @@ mod tests {
     fn while_others_are_active_a_machine_has_little_in_work() {
         let at = Duration::from_millis;
         let mut t = Table::new(64);
-        t.shared = 4;
+        t.share = Some(Share::new(4));
         let (a, b) = (name("a", 1), name("b", 2));
         t.note(1, at(0));
         assert_eq!(ask(&mut t, &a, 100), 16, "it is alone");
@@ -472,6 +515,35 @@ mod tests {
         t.note(1, at(1011));
         let begun = t.done(&a, 1);
         assert!(begun.len() > 10, "{}", begun.len());
+        check(&t);
+    }
+
+    #[test]
+    fn a_machine_has_less_in_work_while_turns_go_on_late() {
+        let at = Duration::from_millis;
+        let mut t = Table::new(64);
+        t.share = Some(Share::new(12));
+        let (a, b) = (name("a", 1), name("b", 2));
+        t.note(1, at(0));
+        assert!(!t.is_due(), "nobody else is there");
+        t.note(2, at(10));
+        assert!(t.is_due() && !t.is_due());
+        assert_eq!(ask(&mut t, &a, 20), 12);
+        let late = |t: &mut Table<Asks>| t.share.as_mut().unwrap().heard(at(5), at(10));
+        (0..3).for_each(|_| late(&mut t));
+        assert!((0..8).all(|_| t.done(&a, 1).is_empty()), "more than 4 are in work");
+        check(&t);
+        assert_eq!((t.done(&a, 1).len(), t.work), (1, 4));
+        assert_eq!(ask(&mut t, &b, 20), 4);
+        // Heavy ones: one at a time.
+        let mut t = Table::new(512);
+        t.share = Some(Share::new(16));
+        t.note(1, at(0));
+        t.note(2, at(10));
+        (0..3).for_each(|_| late(&mut t));
+        let heavy = |t: &mut Table<Asks>| matches!(t.ask(&a, 16, Asks(Rc::default())), Asked::Now);
+        assert!(heavy(&mut t) && !heavy(&mut t));
+        assert_eq!(t.done(&a, 16).len(), 1);
         check(&t);
     }
 
@@ -577,6 +649,34 @@ mod tests {
             }
             assert!(asked == begun && t.machines.is_empty(), "{max}: {asked} {begun}");
         }
+    }
+
+    /// The share after some turns that were given while another task, if there is one, keeps the
+    /// processor.
+    async fn bound_beside(busy: Option<Duration>) -> usize {
+        let t = Turns::shared(64, 32);
+        for _ in 0..20 {
+            t.note(1);
+            t.note(2);
+            sleep(Duration::from_millis(2)).await;
+            let works = busy.map(|long| tokio::spawn(async move { std::thread::sleep(long) }));
+            drop(t.take("tcp:a:1", 1, 1, ACTIVE).await.unwrap());
+            if let Some(works) = works {
+                works.await.unwrap();
+            }
+        }
+        assert_eq!(t.in_work(), 0);
+        t.table.lock().share.as_ref().unwrap().bound()
+    }
+
+    #[tokio::test]
+    async fn turns_go_on_late_behind_what_keeps_the_processor() {
+        assert_eq!(bound_beside(Some(Duration::from_millis(1))).await, 4);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn turns_that_go_on_at_once_leave_the_share_as_it_is() {
+        assert_eq!(bound_beside(None).await, 32);
     }
 
     #[tokio::test(start_paused = true)]
