@@ -4,8 +4,8 @@
 //! can be sliced and cloned without copying, and goes back to the pool when the last clone is dropped. Memory is
 //! zeroed once, when it comes from the system, and not again: **the contents of a fresh buffer are unspecified**
 //! (they are some earlier buffer's), so whoever hands one out must fill it first. Buffers up to 4 MiB lie in
-//! [`Region`]s, which an io_uring registers once. Larger ones are mappings of their own, of which only what is
-//! written takes memory and time: a peer may announce much and send little.
+//! [`Region`]s, which an io_uring registers once. Larger ones are mappings of their own, of
+//! which only what is written takes memory and time: a peer may announce much and send little.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
@@ -39,7 +39,8 @@ const DANGLING: NonZero<usize> = NonZero::new(ALIGN).unwrap();
 struct Block {
     ptr: NonNull<u8>,
     cap: usize,
-    /// Where it lies in its pool's arena; `None`: it is an allocation of its own, or above [`REGION`] a mapping.
+    /// Where it lies in its pool's arena; `None`: it is an allocation of its own, or above
+    /// [`REGION`] a mapping.
     place: Option<Place>,
 }
 
@@ -70,8 +71,8 @@ impl Block {
     }
 }
 
-/// A mapping of `cap` bytes, which the kernel zeroes page by page when they are first touched. Aligned to pages, of which
-/// none is smaller than [`ALIGN`].
+/// A mapping of `cap` bytes, which the kernel zeroes page by page when they are first touched.
+/// Aligned to pages, of which none is smaller than [`ALIGN`].
 fn map(cap: usize) -> Option<NonNull<u8>> {
     let prot = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a new private mapping at an address of the kernel's choice touches no memory in use.
@@ -553,7 +554,8 @@ mod tests {
     /// Pages of it that take memory.
     fn resident(b: &BufMut) -> usize {
         let mut pages = vec![0u8; b.capacity() / ALIGN];
-        // SAFETY: the buffer's memory is mapped, and there is a byte for each of its pages: none is smaller.
+        // SAFETY: the buffer's memory is mapped, and there is a byte for each of its pages: none is
+        // smaller.
         let rc = unsafe { libc::mincore(b.as_ptr().cast_mut().cast(), b.capacity(), pages.as_mut_ptr()) };
         assert_eq!(rc, 0);
         pages.iter().filter(|p| **p & 1 == 1).count()
