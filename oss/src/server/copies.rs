@@ -1,5 +1,6 @@
 //! Copies that are not in sync, as sources for what no replica in sync has good: of a replica that
-//! waits or is being filled, and of a target that has left the chain and is still there. They may
+//! waits, is being filled or is out of service, and of a target that has left the chain and is still
+//! there. They may
 //! be older, so what they give is judged by what is stored here: a block that has the checksum
 //! which this replica's record says it must have is that block, whatever else has changed. Where
 //! that checksum is not known, the chunk there must be at this one's version: a version names one
@@ -37,6 +38,29 @@ const BLOCK: u32 = checksum::BLOCK as u32;
 const PIECE: u32 = 64 * BLOCK;
 /// A target that has left is asked for so long after it was heard of.
 const REMEMBERED: Duration = Duration::from_secs(5 * ANNOUNCE.as_secs());
+
+/// Members out of service are asked again so long after one of them did not answer.
+const AWAY_AGAIN: Duration = Duration::from_millis(500);
+/// How long updates of the chunk wait for the answer of such a member, which may be cut off.
+const AWAY_PATIENCE: Duration = Duration::from_millis(500);
+
+/// Members of a chain that are out of service. Most are dead, but one that was shut out for a bad
+/// link may be reached from here.
+#[derive(Default)]
+pub struct Away {
+    /// When one of them last did not answer.
+    silent: Mutex<Option<Instant>>,
+}
+
+impl Away {
+    fn may_be_asked(&self, now: Instant) -> bool {
+        self.silent.lock().is_none_or(|at| now.saturating_duration_since(at) >= AWAY_AGAIN)
+    }
+
+    fn is_silent(&self, now: Instant) {
+        *self.silent.lock() = Some(now);
+    }
+}
 
 /// Targets that have left a chain and still have something of it.
 #[derive(Default)]
@@ -90,26 +114,66 @@ impl Replica {
         there.chain(left).filter(|t| *t != self.id).collect()
     }
 
+    /// Members of the chain that are out of service, if they may be asked now.
+    fn members_away(&self) -> Vec<TargetId> {
+        if !self.away.may_be_asked(Instant::now()) {
+            return Vec::new();
+        }
+        let map = self.node.map.load();
+        let is_away = |r: &&pb::Replica| r.state() == ReplicaState::ReplicaOffline && r.target != self.id;
+        map.chain(self.chain).map_or_else(Vec::new, |c| c.replicas.iter().filter(is_away).map(|r| r.target).collect())
+    }
+
+    /// Whether what was lost when it was last looked for may be found now, in the same epoch.
+    pub(super) fn may_be_found(&self) -> bool {
+        !self.members_away().is_empty()
+    }
+
     /// Looks for damaged blocks of the committed chunk, whose slot the caller occupies.
     pub(super) async fn search(&self, chunk: ChunkId, version: Version, damaged: &[Range<u32>]) -> Found {
         let mut found = Found { left: damaged.to_vec(), ..Found::default() };
         for to in self.others_out_of_sync() {
-            let mut left = Vec::new();
-            for part in std::mem::take(&mut found.left) {
-                if let Err(e) = self.search_part(to, chunk, version, part.clone(), &mut found.parts, &mut left).await {
-                    tracing::debug!("chunk {chunk} of chain {}: target {to} cannot help: {e}", self.chain);
-                    // One that has left and does not answer will say when it is there again.
-                    if e.is_retryable() && !(e.code == Code::Disconnected && self.formers.is_gone(to)) {
-                        found.unasked = Some(e);
-                    }
-                    left.push(part);
-                }
+            // One that has left and does not answer will say when it is there again.
+            if let Err(e) = self.search_in(to, chunk, version, &mut found).await
+                && !(e.code == Code::Disconnected && self.formers.is_gone(to))
+            {
+                found.unasked = Some(e);
             }
-            found.left = left;
+        }
+        for to in self.members_away() {
+            if found.left.is_empty() {
+                break;
+            }
+            let search = self.search_in(to, chunk, version, &mut found);
+            if !matches!(tokio::time::timeout(AWAY_PATIENCE, search).await, Ok(Ok(()))) {
+                self.away.is_silent(Instant::now());
+            }
         }
         found.parts.sort_by_key(|p| p.at.start);
         found.left = joined(found.left);
         found
+    }
+
+    /// Takes what a target has of what is left. An error: it does not answer, and may have more.
+    /// What was found stays if this is dropped.
+    async fn search_in(&self, to: TargetId, chunk: ChunkId, version: Version, found: &mut Found) -> Result<()> {
+        for part in found.left.clone() {
+            let (mut good, mut bad) = (Vec::new(), Vec::new());
+            match self.search_part(to, chunk, version, part.clone(), &mut good, &mut bad).await {
+                Ok(()) => {
+                    found.left.retain(|p| *p != part);
+                    found.left.append(&mut bad);
+                    found.parts.append(&mut good);
+                }
+                Err(e) => {
+                    tracing::debug!("chunk {chunk} of chain {}: target {to} cannot help: {e}", self.chain);
+                    if e.is_retryable() {
+                        return Err(e);
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// What a target has of a part; `left`: what it has not. An error: nothing of it is known.

@@ -50,9 +50,10 @@ impl From<Error> for Unrepaired {
 
 impl Replica {
     /// Repairs a chunk when nothing is in flight for it, for a reader of this part. What is known to be lost is not looked for
-    /// again in the same epoch.
+    /// again in the same epoch, unless a member that is out of service may have it.
     pub(super) async fn repair(self: &Arc<Self>, chunk: ChunkId, part: Range<u32>) -> Result<()> {
-        match self.target.damage.lost_in(&self.key(chunk), self.view().epoch, &part) {
+        let lost = self.target.damage.lost_in(&self.key(chunk), self.view().epoch, &part);
+        match lost.filter(|_| !self.may_be_found()) {
             Some(cause) => Err(Error::new(Code::Corrupt, cause)),
             None => self.try_mend(chunk, None).await.map_err(|u| match u.unasked {
                 // Somebody may have it good and did not answer. It will, or is not counted on any more.

@@ -20,7 +20,7 @@ use strake_proto::{
 use tokio::sync::oneshot;
 
 use super::{
-    copies::Formers,
+    copies::{Away, Formers},
     node::{InWork, Node, Target},
     peers::Lane,
     repair::Unrepaired,
@@ -73,6 +73,7 @@ pub struct Replica {
     pub synced: AtomicU64,
     pub cuts: Cuts,
     pub formers: Formers,
+    pub away: Away,
     /// Chunks that this target keeps though it has left the chain.
     pub kept: AtomicU64,
 }
@@ -128,8 +129,9 @@ impl Replica {
     pub fn new(node: Arc<Node>, target: Arc<Target>, id: TargetId, chain: ChainId, stale_through: u64) -> Arc<Replica> {
         let core = ChainCore::new(chain, Stamp { target: id, stamp: target.stamp }, stale_through);
         let inner = Mutex::new(Inner { core, ops: BTreeMap::new() });
-        let (synced, cuts, formers, kept) = (AtomicU64::new(0), Cuts::default(), Formers::default(), AtomicU64::new(0));
-        Arc::new(Replica { node, target, chain, id, inner, synced, cuts, formers, kept })
+        let (synced, cuts, kept) = (AtomicU64::new(0), Cuts::default(), AtomicU64::new(0));
+        let (formers, away) = (Formers::default(), Away::default());
+        Arc::new(Replica { node, target, chain, id, inner, synced, cuts, formers, away, kept })
     }
 
     pub fn engine(&self) -> &Arc<Engine> {

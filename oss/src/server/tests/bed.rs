@@ -162,6 +162,8 @@ pub struct Authority {
     /// What the last heartbeat said of evictions.
     pub evicted_seen: Mutex<u64>,
     pub failed: Mutex<BTreeSet<u32>>,
+    /// Targets that are heard, and given no lease.
+    pub shut_out: Mutex<BTreeSet<u32>>,
     /// Targets whose tables took no writes when they were last heard of.
     pub full: Mutex<BTreeSet<u32>>,
     /// Those that are asked to leave.
@@ -229,8 +231,9 @@ impl Authority {
         e.through
     }
     pub fn tick(&self) {
-        let (seen, failed) = (self.seen.lock(), self.failed.lock());
-        let lost = |t: u32| failed.contains(&t) || seen.get(&t).is_none_or(|at| at.elapsed() >= LEASE);
+        let (seen, failed, out) = (self.seen.lock(), self.failed.lock(), self.shut_out.lock());
+        let lost =
+            |t: u32| failed.contains(&t) || out.contains(&t) || seen.get(&t).is_none_or(|at| at.elapsed() >= LEASE);
         Self::gone(&mut self.map.lock(), lost);
     }
     /// `source`, `fills`, `waits` and `filled`.
@@ -303,7 +306,8 @@ impl Service for Authority {
         if h.incarnation != self.map.lock().incarnation {
             return Err(Error::new(Code::Stale, "register again"));
         }
-        for t in &h.targets {
+        let is_out = h.targets.iter().any(|t| self.shut_out.lock().contains(&t.target));
+        for t in h.targets.iter().filter(|_| !is_out) {
             self.seen.lock().insert(t.target, Instant::now());
             self.full.lock().remove(&t.target);
             self.full.lock().extend(t.table_full.then_some(t.target));
@@ -321,7 +325,8 @@ impl Service for Authority {
             self.evicted.lock().iter().filter(|e| e.number > h.evicted_seen).take(MAX_EVICTED).cloned().collect();
         let endings = self.endings_after(h.endings_known);
         let step_out = self.step_out.lock().iter().copied().collect();
-        let reply = pb::HeartbeatReply { lease_ms: LEASE.as_millis() as u32, map, evicted, endings, step_out };
+        let lease_ms = if is_out { 0 } else { LEASE.as_millis() as u32 };
+        let reply = pb::HeartbeatReply { lease_ms, map, evicted, endings, step_out };
         Ok(Message::new(0, reply.encode_to_vec()))
     }
 }

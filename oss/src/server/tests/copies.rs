@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use strake_proto::{Code, data::DataRequest, map::ChainExt, opcode, pb::ReplicaState};
+use tokio::time::Instant;
 
 use super::{
     bed::Cluster,
@@ -142,6 +143,38 @@ async fn a_former_member_that_returns_is_asked_before_what_it_has_goes() {
         assert_eq!(chunks(&c, i as usize), before, "nothing comes back");
     }
     empty(&c, 1).await;
+}
+
+/// Shut out for a bad link, it may still be reached from where the damage is, at once or later.
+#[tokio::test(start_paused = true)]
+async fn a_member_that_is_shut_out_gives_what_is_lost_while_it_is_out() {
+    for cut in [false, true] {
+        let c = Cluster::start(2).await;
+        let want = filled(&c).await;
+        c.authority.shut_out.lock().insert(1);
+        pass(3).await;
+        assert_eq!(c.authority.states()[1], (1, ReplicaState::ReplicaOffline));
+        let epoch = c.authority.chain().epoch;
+        flip_everywhere(&c, 0, &want[1][AT as usize..AT as usize + 4096]).await;
+        let read = async || {
+            let read = DataRequest { offset: AT, len: 4096, ..c.request(0, 1) };
+            c.call(0, opcode::READ, &read, &[]).await
+        };
+        if cut {
+            c.net.cut.lock().insert(1);
+            let began = Instant::now();
+            for _ in 0..3 {
+                assert_eq!(read().await.unwrap_err().code, Code::NotServing);
+            }
+            assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+            assert_eq!(counts(&status(&c, 0)), (1, 0, 1), "nobody who is there has it");
+            c.net.cut.lock().remove(&1);
+            pass(1).await;
+        }
+        assert!(read().await.unwrap().1 == want[1][AT as usize..AT as usize + 4096]);
+        assert_eq!((counts(&status(&c, 0)), c.authority.chain().epoch), ((1, 1, 0), epoch));
+        is_whole(&c, 0, &want).await;
+    }
 }
 
 /// Nobody knows of the damage when a target is emptied.
