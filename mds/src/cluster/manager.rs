@@ -20,7 +20,9 @@ use strake_proto::{
 use super::{
     anew,
     balance::Balance,
-    deal, membership, moves, recovery,
+    deal,
+    kept_waiting::KeptWaiting,
+    membership, moves, recovery,
     rows::Membership,
     slow::{self, SlowTargets},
     state,
@@ -137,6 +139,7 @@ pub struct Manager {
     beating: BTreeMap<NodeId, (Duration, Duration)>,
     /// When each node last said up to which number it knows the evictions, and that number.
     told: BTreeMap<NodeId, (Duration, u64)>,
+    kept_waiting: KeptWaiting,
     pub slow: SlowTargets,
 }
 
@@ -163,6 +166,7 @@ impl Manager {
             shuns: BTreeMap::new(),
             beating: BTreeMap::new(),
             told: BTreeMap::new(),
+            kept_waiting: KeptWaiting::default(),
             slow: SlowTargets::new(options.slow),
         };
         m.map_changed(now, map);
@@ -276,6 +280,32 @@ impl Manager {
         Ok(())
     }
 
+    /// The heartbeat of this node that arrived at `now` is kept waiting until it is confirmed that
+    /// this server leads.
+    pub fn waits(&mut self, now: Duration, node: NodeId) {
+        self.kept_waiting.begin(now, node);
+    }
+
+    /// The one that arrived then waits no longer. Its targets count as heard of now: the next one
+    /// was not sent before.
+    pub fn answered(&mut self, now: Duration, arrived: Duration, node: NodeId, map: &MapView) {
+        if !self.kept_waiting.end(now, arrived, node) || self.shunned(now, node) {
+            return;
+        }
+        for t in map.map.targets.iter().filter(|t| t.node == node) {
+            // Only what it told of: a server may have given up another target since.
+            if let Some(s) = self.seen.get_mut(&t.id).filter(|s| s.stamp == t.stamp && s.at >= arrived) {
+                s.at = s.at.max(now);
+            }
+        }
+    }
+
+    /// Whether a heartbeat that told of this target has no answer yet.
+    fn is_kept_waiting(&self, now: Duration, target: &pb::Target) -> bool {
+        let since = self.kept_waiting.since(now, target.node).filter(|_| !self.shunned(now, target.node));
+        since.zip(self.lease_from(target)).is_some_and(|(since, from)| from >= since)
+    }
+
     /// What one says that is shut out. One that comes late is not believed: it may have been granted a lease since.
     fn note_leaseless(&mut self, h: &pb::HeartbeatRequest) {
         for r in h.targets.iter().filter(|_| h.leaseless) {
@@ -339,16 +369,20 @@ impl Manager {
 
     /// How much longer the lease of a target counts, zero if it ran out.
     pub fn lease_left(&self, now: Duration, target: &pb::Target) -> Duration {
-        let from = match self.seen.get(&target.id) {
-            Some(s) if s.failed == Some(target.stamp) => return Duration::ZERO,
-            Some(s) if s.stamp == target.stamp && s.leaseless => return Duration::ZERO,
-            Some(s) if s.lapses.0 == target.stamp && s.lapses.1 % 2 == 1 => return Duration::ZERO,
-            Some(s) if s.stamp == target.stamp => s.at,
-            _ if target.alive => self.elected,
+        self.lease_from(target).map_or(Duration::ZERO, |from| (from + self.options.lease).saturating_sub(now))
+    }
+
+    /// When the lease of a target counts from, `None` if it has none.
+    fn lease_from(&self, target: &pb::Target) -> Option<Duration> {
+        match self.seen.get(&target.id) {
+            Some(s) if s.failed == Some(target.stamp) => None,
+            Some(s) if s.stamp == target.stamp && s.leaseless => None,
+            Some(s) if s.lapses.0 == target.stamp && s.lapses.1 % 2 == 1 => None,
+            Some(s) if s.stamp == target.stamp => Some(s.at),
+            _ if target.alive => Some(self.elected),
             // It has registered, and may not have had the answer: then it does not know the chains it is in.
-            _ => return Duration::ZERO,
-        };
-        (from + self.options.lease).saturating_sub(now)
+            _ => None,
+        }
     }
 
     /// All that is due at `now`, `None` if nothing is or a proposal is under way.
@@ -489,7 +523,7 @@ impl Manager {
         let mut changed = Vec::new();
         for t in &map.map.targets {
             let mut n = t.clone();
-            n.alive = !self.lease_left(now, t).is_zero();
+            n.alive = !self.lease_left(now, t).is_zero() || t.alive && self.is_kept_waiting(now, t);
             if let Some(s) = self.seen.get(&t.id).filter(|_| n.alive) {
                 let moved = s.used.abs_diff(t.used) > t.capacity / 100 || s.capacity != t.capacity;
                 if moved || period || n.alive != t.alive {

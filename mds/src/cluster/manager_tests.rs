@@ -6,6 +6,8 @@ use super::*;
 use crate::cluster::state::tests::{cluster, request, with_chains};
 use ReplicaState::*;
 
+#[path = "kept_waiting_tests.rs"]
+mod kept_waiting;
 #[path = "step_out_tests.rs"]
 mod step_out;
 

@@ -2,12 +2,14 @@
 //!
 //! [`state`] holds the part that is agreed on by Raft: pure functions on the map, called at apply. [`membership`] holds the
 //! rules for one chain, [`deal`] which chains there are, [`moves`] and [`balance`] which replicas move where, [`recovery`] the rules for a group that begins anew, [`anew`] those for chains that hold nothing. [`manager`] holds
-//! what only the leader knows, heartbeats and leases, and turns it into proposals; [`slow`] judges what heartbeats say of devices.
+//! what only the leader knows, heartbeats and leases, and turns it into proposals;
+//! [`kept_waiting`] tells heartbeats that wait from silence; [`slow`] judges what heartbeats say of devices.
 
 pub mod anew;
 pub mod balance;
 pub mod deal;
 pub mod domains;
+pub mod kept_waiting;
 pub mod manager;
 pub mod membership;
 pub mod moves;

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use prost::encoding::{self, WireType};
 use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
 use strake_proto::{
-    Bound, Capability, Code, Error, Incarnation, Ino, Kin, Result, Rights, SessionId,
+    Bound, Capability, Code, Error, Incarnation, Ino, Kin, NodeId, Result, Rights, SessionId,
     cap::{as_of, same_bytes},
     frame::MAX_BODY,
     map::MAX_EVICTED,
@@ -73,6 +73,41 @@ pub(super) struct Gives {
 
 const S_IFMT: u32 = 0o170_000;
 const S_IFREG: u32 = 0o100_000;
+
+/// A heartbeat that waits until it is confirmed that this server leads. Dropped, it waits no
+/// longer.
+struct Unanswered<'a> {
+    mds: &'a Mds,
+    term: u64,
+    node: NodeId,
+    arrived: Duration,
+}
+
+impl<'a> Unanswered<'a> {
+    /// Takes in what it says.
+    fn begin(mds: &'a Mds, request: &pb::HeartbeatRequest) -> Result<Unanswered<'a>> {
+        let (arrived, node) = (mds.env.boot(), request.node);
+        let term = mds.with_lead(|l| {
+            l.manager.heartbeat(arrived, request, &mds.map())?;
+            l.manager.waits(arrived, node);
+            Ok(l.term)
+        })?;
+        Ok(Unanswered { mds, term, node, arrived })
+    }
+}
+
+impl Drop for Unanswered<'_> {
+    fn drop(&mut self) {
+        let (mds, now) = (self.mds, self.mds.env.boot());
+        // What waited for a former leader is nothing to the next one.
+        let _ = mds.with_lead(|l| {
+            if l.term == self.term {
+                l.manager.answered(now, self.arrived, self.node, &mds.map());
+            }
+            Ok(())
+        });
+    }
+}
 
 #[async_trait]
 impl Service for Mds {
@@ -367,14 +402,15 @@ impl Mds {
     }
 
     async fn heartbeat(&self, request: pb::HeartbeatRequest) -> Result<Bytes> {
-        let (now, own) = (self.env.boot(), self.map().map.incarnation);
+        let own = self.map().map.incarnation;
         if request.incarnation != own && !request.targets.is_empty() {
             let m = "the metadata group was recovered since this storage server registered; register again";
             return Err(Error::new(Code::Stale, m));
         }
-        self.with_lead(|l| l.manager.heartbeat(now, &request, &self.map()))?;
+        let unanswered = Unanswered::begin(self, &request)?;
         // The holder counts its lease from before this, so no later leader can count it as over while it is not.
         self.node.read_barrier().await?;
+        drop(unanswered);
         let (lease_ms, step_out, map) = self.with_lead(|l| {
             // Under the lock: whatever was resolved is in this map.
             let (now, map) = (self.env.boot(), self.map());
