@@ -190,7 +190,7 @@ impl Run<'_, '_> {
         let spec = self.spec_in(&parent, Some(asked))?;
         let data_id = self.new_data_id();
         let generation = r.layout.as_ref().map_or(0, |l| l.generation + 1);
-        let mut layout = self.t.place.layout(&spec, r.attr().ino, data_id, generation)?;
+        let mut layout = self.chosen(&spec, r.attr().ino, data_id, generation)?;
         if self.by.rules >= 1 {
             // Nobody has seen one of them: a layout is fixed with the first byte.
             layout.drafts = generation;

@@ -2,7 +2,7 @@
 //! `docs/leases.md`.
 
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     collections::{BTreeMap, BTreeSet},
 };
 
@@ -37,6 +37,8 @@ pub struct Notes {
     /// Those of them that others write: how far they go is to be found out.
     pub ends: Vec<(Ino, u64)>,
     pub endings: Vec<Ending>,
+    /// A file got no chain only because targets are away.
+    pub away: Cell<bool>,
 }
 
 /// What an entry did. One that was refused has no effect but what it looked at.

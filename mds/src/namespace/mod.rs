@@ -1,7 +1,8 @@
 //! The namespace as a deterministic state machine over a [`MetaStore`]: log entries in, replies out.
 //!
 //! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`, `xattrs` have the operations
-//! that change) on a `txn` (overlay over the store); `placement` chooses chains, `perm` decides who may (`acl` are its
+//! that change) on a `txn` (overlay over the store); `placement` chooses chains
+//! (`away`: or has a file wait for them), `perm` decides who may (`acl` are its
 //! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `seals` what nobody may change, `repair` what fsck found wrong, `locks` who has locked what
 //! (`spans` is the arithmetic of ranges, `ranges` where they are kept, `lock_cache` has some in
 //! memory), `steps` is what a list may cost, `effects` is what of all that clients can see, `keys` is
@@ -10,6 +11,7 @@
 mod acl;
 mod apply;
 mod attrs;
+mod away;
 pub mod effects;
 mod gc;
 mod keys;
@@ -462,6 +464,26 @@ impl Namespace {
         let store = self.cached();
         let t = Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         steps::is_heavy(&t, ops).map_err(|f| self.told(f))
+    }
+
+    /// Whether a list of changes would be told now that there is no place for a file, and not if
+    /// targets were there that are away. It is tried out for that, and leaves nothing behind.
+    pub fn waits_for_targets(&self, session: SessionId, creds: Option<&pb::Creds>, ops: &[pb::Op]) -> Result<bool> {
+        let Some(creds) = creds.filter(|_| away::any_chooses(ops)) else { return Ok(false) };
+        let memory = self.memory.read();
+        memory.readable()?;
+        if !memory.place.any_waits() {
+            return Ok(false);
+        }
+        let none = Layer::default();
+        let store = self.cached();
+        let mut t = Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        let index = memory.header.applied_index + 1;
+        let by = ops::By { creds, session, index, ends_matter: true, rules: RULES };
+        match ops::run(&mut t, by, ops, true) {
+            Ok(_) => Ok(t.notes.away.get()),
+            Err(f) => Err(self.told(f)),
+        }
     }
 
     /// The store, for as long as `memory` is locked.

@@ -124,7 +124,7 @@ impl Run<'_, '_> {
         } else if perm::is_file(&attr) {
             attr.data_id = self.new_data_id();
             let spec = self.spec_in(dir, new.layout.as_ref())?;
-            r.layout = Some(self.t.place.layout(&spec, ino, attr.data_id, 0)?);
+            r.layout = Some(self.chosen(&spec, ino, attr.data_id, 0)?);
         }
         r.attr = Some(attr);
         Ok(r)

@@ -14,7 +14,7 @@ use strake_proto::{
 
 /// Up to this many stripes a layout lists its chains; beyond, it refers to a chain set where it can.
 const EXPLICIT_CHAINS: usize = 16;
-const MAX_COPIES: u32 = 3;
+pub(super) const MAX_COPIES: u32 = 3;
 /// Lustre's limit.
 const MAX_POOL_NAME: usize = 15;
 /// Free space differing by less than this many percent is equal (Lustre's `qos_threshold_rr`).
@@ -103,6 +103,8 @@ pub struct Placement {
     all: Candidates,
     /// By name, once somebody asked.
     pools: BTreeMap<String, OnceLock<Candidates>>,
+    /// Whether any file waits for targets, once somebody asked.
+    pub(super) waiting: OnceLock<bool>,
 }
 
 /// Checks a request's own words; whether targets and pool exist is checked against the map where it is used.
@@ -168,7 +170,7 @@ impl Placement {
     pub fn new(view: Arc<MapView>) -> Placement {
         let all = by_copies(|copies| candidates(&view, copies, "", |_| true));
         let pools = view.map.pools.iter().map(|p| (p.name.clone(), OnceLock::new())).collect();
-        Placement { view, all, pools }
+        Placement { view, all, pools, waiting: OnceLock::new() }
     }
 
     /// The whole specification for a file: `layers` from the most to the least specific, below them the defaults of
@@ -231,6 +233,16 @@ impl Placement {
         let headed = |c: &pb::Chain| members.contains(&c.ost_index());
         let own = candidates(&self.view, copies, &pool.name, headed);
         if own.is_empty() { candidates(&self.view, copies, "", headed) } else { own }
+    }
+
+    /// Whether any chain serves that a file of this resolved specification may have.
+    pub(super) fn is_served(&self, s: &pb::LayoutSpec) -> bool {
+        let of = |pool: &str| {
+            let s = pb::LayoutSpec { pool: pool.to_owned(), copies: s.copies, ..Default::default() };
+            self.candidates(&s).is_ok_and(|all| !all.is_empty())
+        };
+        // Listed targets may be outside of the pool.
+        of(&s.pool) || !s.targets.is_empty() && of("")
     }
 
     fn candidates(&self, s: &pb::LayoutSpec) -> Result<&[Candidate]> {

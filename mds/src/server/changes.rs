@@ -80,6 +80,7 @@ impl Mds {
         }
         let turn = self.heavy_turn(peer, request.session, &request.ops).await?;
         let in_log = self.turn_of(&self.fair.changes, peer, by.session, request.ops.len()).await?;
+        looking.as_ref().map_or(Ok(()), |_| self.check_targets(&request))?;
         let expected = self.recalls.expect(term, by.session, seq)?;
         // Again, after all the waiting.
         self.recalls.in_time(term, by)?;
@@ -153,6 +154,16 @@ impl Mds {
             return Ok(Err(Error::new(Code::Overloaded, m)));
         }
         Ok(self.room.check(Need::of_list(ops)))
+    }
+
+    /// Refuses for now what would be told that no target takes a file, while targets are away that
+    /// would. An answer from the log would hold for ever.
+    fn check_targets(&self, r: &pb::MetaRequest) -> Result<()> {
+        if self.machine.namespace.waits_for_targets(r.session, r.creds.as_ref(), &r.ops)? {
+            let m = "all storage targets that could take the file are away; see strake status";
+            return Err(Error::new(Code::Overloaded, m));
+        }
+        Ok(())
     }
 
     async fn have_reported(&self, term: u64, by: Asker, ops: &[pb::Op]) -> Result<()> {

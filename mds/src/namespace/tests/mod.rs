@@ -2,6 +2,7 @@
 
 mod acls;
 mod attrs;
+mod away;
 mod effects;
 mod endings;
 mod golden;

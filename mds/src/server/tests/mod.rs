@@ -1,6 +1,7 @@
 //! Whole servers: groups of one and three members, fake storage servers, raw requests.
 
 mod anew;
+mod away;
 mod damage;
 mod disk;
 mod endings;
