@@ -68,6 +68,7 @@ class Faults:
             raise NotRun(f"{node.name} does not run")
         self.ended.add(node.name)
         os.kill(pid, signal.SIGKILL)
+        return pid
 
     def netns(self, node, *command):
         pid = self.c.pid(node)
@@ -126,10 +127,11 @@ class Faults:
         """A client with all it has; what was not synced may be lost, and programs are told."""
         node = self.pick("client")
         self.client_is_hit(node, 1e9)
-        self.kill(node)
+        killed = self.kill(node)
         yield node.name, 0
         end = time.monotonic() + 60
-        while not self.c.is_mounted(node) and time.monotonic() < end:
+        # The process that was killed may be there, and show its mount, for a while.
+        while (self.c.pid(node) == killed or not self.c.is_mounted(node)) and time.monotonic() < end:
             yield 0.1
         self.s.pids[node.number - 1] = self.c.pid(node)
         self.client_is_hit(node, 3)
