@@ -1,10 +1,9 @@
 //! Copies that are not in sync, as sources for what no replica in sync has good: of a replica that
-//! waits, is being filled or is out of service, and of a target that has left the chain and is still
-//! there. They may
-//! be older, so what they give is judged by what is stored here: a block that has the checksum
-//! which this replica's record says it must have is that block, whatever else has changed. Where
-//! that checksum is not known, the chunk there must be at this one's version: a version names one
-//! update.
+//! waits, is being filled or is out of service, and of a target that has left the chain and is
+//! still there. They may be older, so what they give is judged by what is stored here: a block that
+//! has the checksum which this replica's record says it must have is that block, whatever else has
+//! changed. Where that checksum is not known, the chunk there must be at this one's version: a
+//! version names one update.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
