@@ -1,5 +1,6 @@
 //! With little memory that may be locked: a process of its own, because the limit is the process's.
 
+#[path = "it/ram/mod.rs"]
 mod ram;
 
 use std::sync::Arc;

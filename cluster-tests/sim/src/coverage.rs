@@ -27,7 +27,7 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("end-moved", "a file must change within a look; mds/src/namespace/tests/writers.rs"),
     ("own-given-up", "these clients never give up; histories do, and the explorer"),
     ("over", "connections are given up before; the explorer"),
-    ("no-leases", "the same server must be elected again while a connection lives; client/tests/cache.rs"),
+    ("no-leases", "the same server must be elected again while a connection lives; client/tests/it/cache.rs"),
     ("report-asked-to-write", "nobody writes what another has open there; sim/tests/writeback.rs"),
     ("report-sent-again", "not in these seeds; unit tests"),
     ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),

@@ -1,8 +1,8 @@
 //! A C program over the library, compiled here, with the cluster in memory behind real sockets.
 
-#[path = "../../../client/tests/common/mod.rs"]
+#[path = "../../../client/tests/it/common/mod.rs"]
 mod common;
-#[path = "../../tests/served/mod.rs"]
+#[path = "../../tests/it/served/mod.rs"]
 mod served;
 
 use std::{

@@ -1,6 +1,6 @@
 //! A program that uses cuFile, compiled here, on a real mount: with the stand-in of the CUDA driver, and a stand-in of NVIDIA's library or none.
 
-#[path = "../../../fuse/tests/common/mod.rs"]
+#[path = "../../../fuse/tests/it/common/mod.rs"]
 mod common;
 mod mounted;
 

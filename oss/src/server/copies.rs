@@ -38,7 +38,8 @@ const PIECE: u32 = 64 * BLOCK;
 /// A target that has left is asked for so long after it was heard of.
 const REMEMBERED: Duration = Duration::from_secs(5 * ANNOUNCE.as_secs());
 
-/// Members out of service are asked again so long after one of them did not answer.
+/// How long members out of service are left alone after one of them did not answer, and about a
+/// chunk after they could not help with it.
 const AWAY_AGAIN: Duration = Duration::from_millis(500);
 /// How long updates of the chunk wait for the answer of such a member, which may be cut off.
 const AWAY_PATIENCE: Duration = Duration::from_millis(500);
@@ -46,19 +47,36 @@ const AWAY_PATIENCE: Duration = Duration::from_millis(500);
 /// Members of a chain that are out of service. Most are dead, but one that was shut out for a bad
 /// link may be reached from here.
 #[derive(Default)]
-pub struct Away {
+pub struct Away(Mutex<Asked>);
+
+#[derive(Default)]
+struct Asked {
     /// When one of them last did not answer.
-    silent: Mutex<Option<Instant>>,
+    silent: Option<Instant>,
+    /// When they last could not help with a chunk.
+    in_vain: BTreeMap<ChunkId, Instant>,
 }
 
 impl Away {
-    fn may_be_asked(&self, now: Instant) -> bool {
-        self.silent.lock().is_none_or(|at| now.saturating_duration_since(at) >= AWAY_AGAIN)
+    fn may_be_asked(&self, chunk: ChunkId, now: Instant) -> bool {
+        let asked = self.0.lock();
+        !asked.silent.is_some_and(|at| is_recent(at, now))
+            && !asked.in_vain.get(&chunk).is_some_and(|at| is_recent(*at, now))
     }
 
     fn is_silent(&self, now: Instant) {
-        *self.silent.lock() = Some(now);
+        self.0.lock().silent = Some(now);
     }
+
+    fn could_not_help(&self, chunk: ChunkId, now: Instant) {
+        let mut asked = self.0.lock();
+        asked.in_vain.retain(|_, at| is_recent(*at, now));
+        asked.in_vain.insert(chunk, now);
+    }
+}
+
+fn is_recent(at: Instant, now: Instant) -> bool {
+    now.saturating_duration_since(at) < AWAY_AGAIN
 }
 
 /// Targets that have left a chain and still have something of it.
@@ -113,9 +131,9 @@ impl Replica {
         there.chain(left).filter(|t| *t != self.id).collect()
     }
 
-    /// Members of the chain that are out of service, if they may be asked now.
-    fn members_away(&self) -> Vec<TargetId> {
-        if !self.away.may_be_asked(Instant::now()) {
+    /// Members of the chain that are out of service, if they may be asked about the chunk now.
+    fn members_away(&self, chunk: ChunkId) -> Vec<TargetId> {
+        if !self.away.may_be_asked(chunk, Instant::now()) {
             return Vec::new();
         }
         let map = self.node.map.load();
@@ -123,9 +141,9 @@ impl Replica {
         map.chain(self.chain).map_or_else(Vec::new, |c| c.replicas.iter().filter(is_away).map(|r| r.target).collect())
     }
 
-    /// Whether what was lost when it was last looked for may be found now, in the same epoch.
-    pub(super) fn may_be_found(&self) -> bool {
-        !self.members_away().is_empty()
+    /// Whether what was lost of the chunk may be found now, in the same epoch.
+    pub(super) fn may_be_found(&self, chunk: ChunkId) -> bool {
+        !self.members_away(chunk).is_empty()
     }
 
     /// Looks for damaged blocks of the committed chunk, whose slot the caller occupies.
@@ -139,14 +157,18 @@ impl Replica {
                 found.unasked = Some(e);
             }
         }
-        for to in self.members_away() {
+        let away = self.members_away(chunk);
+        for to in &away {
             if found.left.is_empty() {
                 break;
             }
-            let search = self.search_in(to, chunk, version, &mut found);
+            let search = self.search_in(*to, chunk, version, &mut found);
             if !matches!(tokio::time::timeout(AWAY_PATIENCE, search).await, Ok(Ok(()))) {
                 self.away.is_silent(Instant::now());
             }
+        }
+        if !away.is_empty() && !found.left.is_empty() {
+            self.away.could_not_help(chunk, Instant::now());
         }
         found.parts.sort_by_key(|p| p.at.start);
         found.left = joined(found.left);
@@ -406,6 +428,20 @@ mod tests {
         let short = (DataReply { version: v(8), ..DataReply::default() }, vec![Buf::copy_from(&a)]);
         assert_eq!(of(&short, &[None, None, None]).0, []);
         assert_eq!(of(&short, &sums).0, [4096]);
+    }
+
+    #[test]
+    fn members_away_are_left_alone_for_a_while() {
+        let (away, t) = (Away::default(), Instant::now());
+        let chunk = |index| ChunkId { ino: 7, data: 7, index };
+        let (a, b) = (chunk(0), chunk(1));
+        assert!(away.may_be_asked(a, t));
+        away.could_not_help(a, t);
+        assert!(!away.may_be_asked(a, t) && away.may_be_asked(b, t) && away.may_be_asked(a, t + AWAY_AGAIN));
+        away.could_not_help(b, t + AWAY_AGAIN);
+        assert_eq!(away.0.lock().in_vain.len(), 1);
+        away.is_silent(t + AWAY_AGAIN);
+        assert!(!away.may_be_asked(a, t + AWAY_AGAIN) && away.may_be_asked(a, t + 2 * AWAY_AGAIN));
     }
 
     #[test]

@@ -53,7 +53,7 @@ impl Replica {
     /// again in the same epoch, unless a member that is out of service may have it.
     pub(super) async fn repair(self: &Arc<Self>, chunk: ChunkId, part: Range<u32>) -> Result<()> {
         let lost = self.target.damage.lost_in(&self.key(chunk), self.view().epoch, &part);
-        match lost.filter(|_| !self.may_be_found()) {
+        match lost.filter(|_| !self.may_be_found(chunk)) {
             Some(cause) => Err(Error::new(Code::Corrupt, cause)),
             None => self.try_mend(chunk, None).await.map_err(|u| match u.unasked {
                 // Somebody may have it good and did not answer. It will, or is not counted on any more.

@@ -64,6 +64,8 @@ pub struct Net {
     services: Mutex<Services>,
     /// Nodes nobody reaches and that reach nobody.
     pub cut: Mutex<BTreeSet<u32>>,
+    /// Requests for what a replica has of a chunk, in sync or not.
+    pub copies_asked: AtomicU64,
     generation: AtomicU64,
 }
 
@@ -99,6 +101,9 @@ impl Connection for Conn {
         let (generation, service) = self.net.reach(self.from, self.to)?;
         if generation != self.generation {
             return Err(Error::new(Code::Disconnected, "the peer restarted"));
+        }
+        if request.opcode == opcode::READ_COPY {
+            self.net.copies_asked.fetch_add(1, Ordering::Relaxed);
         }
         let peer = Peer { role: self.role, addr: format!("sim:{}", self.from), id: u64::from(self.from), back: None };
         tokio::time::sleep(Duration::from_micros(50)).await;

@@ -1,6 +1,6 @@
 //! The last good copy is not the one in sync.
 
-use std::time::Duration;
+use std::{sync::atomic::Ordering, time::Duration};
 
 use strake_proto::{Code, data::DataRequest, map::ChainExt, opcode, pb::ReplicaState};
 use tokio::time::Instant;
@@ -174,6 +174,27 @@ async fn a_member_that_is_shut_out_gives_what_is_lost_while_it_is_out() {
         assert!(read().await.unwrap().1 == want[1][AT as usize..AT as usize + 4096]);
         assert_eq!((counts(&status(&c, 0)), c.authority.chain().epoch), ((1, 1, 0), epoch));
         is_whole(&c, 0, &want).await;
+    }
+}
+
+/// It answers, and has no good copy either: who reads what is lost does not ask it each time.
+#[tokio::test(start_paused = true)]
+async fn a_member_that_is_shut_out_and_cannot_help_is_not_asked_by_every_read() {
+    let c = Cluster::start(2).await;
+    let want = filled(&c).await;
+    c.authority.shut_out.lock().insert(1);
+    pass(3).await;
+    for i in [0, 1] {
+        flip_everywhere(&c, i, &want[1][AT as usize..AT as usize + 4096]).await;
+    }
+    let asked = || c.net.copies_asked.load(Ordering::Relaxed);
+    for seconds in 0..3 {
+        for _ in 0..50 {
+            let read = DataRequest { offset: AT, len: 4096, ..c.request(0, 1) };
+            assert_eq!(c.call(0, opcode::READ, &read, &[]).await.unwrap_err().code, Code::NotServing);
+        }
+        assert_eq!(asked(), seconds + 1);
+        pass(1).await;
     }
 }
 

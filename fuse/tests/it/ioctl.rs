@@ -1,0 +1,75 @@
+//! A descriptor on a real mount tells which file of which file system it is, and where the servers are, and nothing else.
+
+
+use std::{
+    fs::{self, File, OpenOptions},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{MetadataExt, OpenOptionsExt},
+    },
+    path::Path,
+    time::Duration,
+};
+
+use crate::common::Cluster;
+use strake_fuse::{MountConfig, Transport, can_mount, mount};
+use strake_proto::ioctl::{FILE, FILE_BYTES, OpenedFile, SERVERS, SERVERS_BYTES, Servers};
+
+fn ask<const N: usize>(file: &File, number: u32) -> Result<[u8; N], i32> {
+    let mut answer = [0; N];
+    // SAFETY: the numbers of these tests bring at most as many bytes as there are.
+    let code = unsafe { libc::ioctl(file.as_raw_fd(), number as libc::Ioctl, answer.as_mut_ptr()) };
+    if code < 0 { Err(std::io::Error::last_os_error().raw_os_error().unwrap()) } else { Ok(answer) }
+}
+
+fn look(at: &Path) {
+    let path = at.join("file");
+    let file =
+        OpenOptions::new().create(true).truncate(true).write(true).custom_flags(libc::O_DIRECT).open(&path).unwrap();
+    let answer = OpenedFile::decode(&ask::<FILE_BYTES>(&file, FILE).unwrap()).unwrap();
+    assert_eq!((answer.uuid, answer.ino), ([7; 16], file.metadata().unwrap().ino()));
+    let flags = answer.flags as i32;
+    assert_eq!((flags & libc::O_ACCMODE, flags & libc::O_DIRECT), (libc::O_WRONLY, libc::O_DIRECT));
+    let servers = Servers::decode(&ask::<SERVERS_BYTES>(&file, SERVERS).unwrap()).unwrap();
+    assert_eq!((servers.uuid, servers.endpoints.as_str()), ([7; 16], "tcp:10.0.0.1:7400"));
+    // Another name, or none, and it is the same file.
+    fs::rename(&path, at.join("other")).unwrap();
+    fs::write(&path, "another").unwrap();
+    fs::remove_file(at.join("other")).unwrap();
+    assert_eq!(OpenedFile::decode(&ask::<FILE_BYTES>(&file, FILE).unwrap()), Ok(answer));
+    // Other numbers, less room than the answer has, a folder.
+    let less = FILE & !(0x3fff << 16) | 16 << 16;
+    for number in [FILE + 2, FILE + 0x100, less] {
+        assert_eq!(ask::<SERVERS_BYTES>(&file, number), Err(libc::ENOTTY), "{number:#x}");
+    }
+    assert_eq!(ask::<FILE_BYTES>(&File::open(at).unwrap(), FILE), Err(libc::ENOTTY));
+}
+
+async fn tells(transport: Transport) {
+    let at = tempfile::tempdir().unwrap();
+    if let Err(e) = can_mount(at.path()) {
+        println!("skipped: {e}");
+        return;
+    }
+    let cluster = Cluster::new();
+    cluster.are_at(&["tcp:10.0.0.1:7400".into()]);
+    let m = mount(MountConfig { transport, ..MountConfig::new(at.path()) }, cluster.client().await).await.unwrap();
+    let path = at.path().to_path_buf();
+    tokio::task::spawn_blocking(move || look(&path)).await.unwrap();
+    let unmounted = tokio::time::timeout(Duration::from_secs(60), async {
+        while m.unmount().await.is_err() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    });
+    unmounted.await.expect("still in use");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_descriptor_tells_its_file() {
+    tells(Transport::Dev).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_descriptor_tells_its_file_through_fuser() {
+    tells(Transport::Fuser).await;
+}

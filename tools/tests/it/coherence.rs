@@ -1,0 +1,22 @@
+//! Two mounts of one cluster of processes see one truth: the cases of `cluster-tests/coherence`.
+
+
+#[test]
+fn two_mounts_see_one_truth() {
+    crate::suite::run("coherence/run", &[]);
+}
+
+#[test]
+fn what_a_mount_knows_costs_no_message() {
+    crate::suite::run("coherence/messages", &[]);
+}
+
+#[test]
+fn also_without_copies_in_the_kernel() {
+    crate::suite::run("coherence/run", &["--nothing"]);
+}
+
+#[test]
+fn also_with_names_in_the_kernel() {
+    crate::suite::run("coherence/run", &["--names"]);
+}

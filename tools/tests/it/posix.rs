@@ -1,0 +1,58 @@
+//! The suites of `cluster-tests/posix` that are short enough for every change, on a cluster of processes.
+
+
+fn suite(name: &str, args: &[&str]) {
+    crate::suite::run(&format!("posix/{name}"), args);
+}
+
+#[test]
+fn pjdfstest() {
+    suite("pjdfstest", &[]);
+}
+
+#[test]
+fn acl() {
+    as_root("acl");
+}
+
+#[test]
+fn mounting() {
+    as_root("mounting");
+}
+
+fn as_root(name: &str) {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: not root");
+        return;
+    }
+    suite(name, &[]);
+}
+
+#[test]
+fn holes() {
+    suite("holes", &["200"]);
+}
+
+#[test]
+fn fsx() {
+    suite("fsx", &["1000"]);
+}
+
+#[test]
+fn file_io() {
+    suite("file-io", &[]);
+}
+
+#[test]
+fn programs() {
+    suite("programs", &["fast"]);
+}
+
+#[test]
+fn handles() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: not root");
+        return;
+    }
+    suite("handles", &["--no-nfs"]);
+}
