@@ -9,7 +9,7 @@ use std::{
 };
 
 use fuser::{
-    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, KernelConfig, LockOwner,
+    Errno, FileAttr, FileHandle, FileType, Filesystem, Generation, INodeNo, KernelConfig, LockOwner,
     OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite, ReplyXattr,
     Request, TimeOrNow, WriteFlags,
 };
@@ -62,13 +62,12 @@ struct MemoryFs {
     size: u64,
     /// Two periods, so that every request is one slice.
     pattern: Vec<u8>,
-    open_flags: FopenFlags,
 }
 
 impl MemoryFs {
     fn new(size: u64) -> MemoryFs {
         let pattern = (0..2 * u64::from(kernel::MAX_REQUEST)).map(memory_byte).collect();
-        MemoryFs { size, pattern, open_flags: FopenFlags::empty() }
+        MemoryFs { size, pattern }
     }
 
     fn attr(&self, ino: INodeNo) -> Option<FileAttr> {
@@ -107,7 +106,7 @@ impl MemoryFs {
 
 impl Filesystem for MemoryFs {
     fn init(&mut self, _: &Request, kernel: &mut KernelConfig) -> io::Result<()> {
-        self.open_flags = kernel::negotiate(kernel);
+        kernel::negotiate(kernel);
         Ok(())
     }
 
@@ -144,7 +143,7 @@ impl Filesystem for MemoryFs {
     }
 
     fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
-        reply.opened(FileHandle(0), self.open_flags);
+        reply.opened(FileHandle(0), kernel::OPEN_FLAGS);
     }
 
     fn read(

@@ -38,7 +38,6 @@ pub(crate) struct Transport {
     shared: Arc<Shared>,
     runtime: Handle,
     room: Arc<Semaphore>,
-    open_flags: FopenFlags,
 }
 
 /// What a request's task needs.
@@ -57,7 +56,6 @@ impl Transport {
             shared: Arc::new(Shared { vfs, pool }),
             runtime,
             room: Arc::new(Semaphore::new(cfg.max_requests.max(1))),
-            open_flags: FopenFlags::empty(),
         }
     }
 
@@ -200,7 +198,7 @@ fn file_attr(s: &Stat) -> FileAttr {
 
 impl Filesystem for Transport {
     fn init(&mut self, _: &Request, kernel: &mut KernelConfig) -> io::Result<()> {
-        self.open_flags = kernel::negotiate(kernel);
+        kernel::negotiate(kernel);
         Ok(())
     }
 
@@ -293,19 +291,17 @@ impl Filesystem for Transport {
 
     fn open(&self, req: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let who = caller(req);
-        let open_flags = self.open_flags;
         self.run(async move |s| match s.vfs.open(who, ino.0, flags.0).await {
-            Ok(o) => reply.opened(FileHandle(o.handle), open_flags),
+            Ok(o) => reply.opened(FileHandle(o.handle), kernel::OPEN_FLAGS),
             Err(e) => reply.error(errno(&e)),
         });
     }
 
     fn create(&self, req: &Request, parent: INodeNo, n: &OsStr, mode: u32, umask: u32, flags: i32, reply: ReplyCreate) {
         let (who, n) = (caller(req), name(n));
-        let open_flags = self.open_flags;
         self.run(async move |s| match s.vfs.create(who, parent.0, &n, mode, umask, flags).await {
             Ok((attr, o)) => {
-                reply.created(&NOT_KEPT, &file_attr(&attr.into()), GENERATION, FileHandle(o.handle), open_flags);
+                reply.created(&NOT_KEPT, &file_attr(&attr.into()), GENERATION, FileHandle(o.handle), kernel::OPEN_FLAGS);
             }
             Err(e) => reply.error(errno(&e)),
         });

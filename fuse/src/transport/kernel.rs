@@ -12,10 +12,12 @@ use crate::{MountConfig, mountpoint, table};
 /// Largest read or write request: 256 pages of 4 KiB, the kernel's default limit.
 pub(crate) const MAX_REQUEST: u32 = 1 << 20;
 
-/// Used where the kernel offers it. Not among them, on purpose: the writeback cache (it would make the kernel the owner
-/// of size and mtime) and remote flock: fuser does not tell it from a POSIX lock, so it stays the kernel's own, local to
-/// the mount.
-const WANTED: [InitFlags; 13] = [
+/// Used where the kernel offers it. Left out on purpose:
+/// - the writeback cache, which would make the kernel the owner of size and mtime;
+/// - remote flock, since fuser does not tell it from a POSIX lock: it stays the kernel's own, local to the mount;
+/// - shared mappings of direct files, since this transport has no page locks: a page that a mapping changed would be
+///   written back over newer bytes. mmap(2) fails with `ENODEV` instead.
+const WANTED: [InitFlags; 12] = [
     InitFlags::FUSE_POSIX_LOCKS,
     InitFlags::FUSE_PARALLEL_DIROPS,
     InitFlags::FUSE_DO_READDIRPLUS,
@@ -24,7 +26,6 @@ const WANTED: [InitFlags; 13] = [
     InitFlags::FUSE_AUTO_INVAL_DATA,
     // Symlinks never change and inode numbers are never reused.
     InitFlags::FUSE_CACHE_SYMLINKS,
-    InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
     InitFlags::FUSE_MAX_PAGES,
     InitFlags::FUSE_BIG_WRITES,
     // The kernel checks ACLs as it checks modes; the metadata server keeps list and mode in step.
@@ -35,8 +36,12 @@ const WANTED: [InitFlags; 13] = [
     InitFlags::FUSE_HANDLE_KILLPRIV_V2,
 ];
 
-/// Answers the kernel's INIT. Returns the flags every open is answered with.
-pub(crate) fn negotiate(kernel: &mut KernelConfig) -> FopenFlags {
+/// Every open is answered with these: another mount may write the data, so the kernel keeps none of it.
+pub(crate) const OPEN_FLAGS: FopenFlags =
+    FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
+
+/// Answers the kernel's INIT.
+pub(crate) fn negotiate(kernel: &mut KernelConfig) {
     for flag in WANTED {
         // An error only says that this kernel does not offer it.
         let _ = kernel.add_capabilities(flag);
@@ -47,17 +52,6 @@ pub(crate) fn negotiate(kernel: &mut KernelConfig) -> FopenFlags {
     }
     let _ = kernel.set_max_background(128);
     let _ = kernel.set_congestion_threshold(96);
-    open_flags(kernel.capabilities())
-}
-
-/// Data is not cached by the kernel (another mount may write it), except for mapped pages. Kernels before 6.6 refuse
-/// shared mappings of direct files; there the page cache is used and dropped at each open.
-fn open_flags(offered: InitFlags) -> FopenFlags {
-    if offered.contains(InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP) {
-        FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES
-    } else {
-        FopenFlags::empty()
-    }
 }
 
 pub(crate) fn session_config(cfg: &MountConfig) -> Config {
