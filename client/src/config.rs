@@ -10,7 +10,7 @@ use std::{
 
 use strake_fabric::Endpoint;
 
-use crate::keep::Keep;
+use crate::handover::Handover;
 
 /// As [`Config::op_timeout`]: without end. A hundred years, because time is added to it.
 pub const FOREVER: Duration = Duration::from_secs(100 * 366 * 86_400);
@@ -77,7 +77,7 @@ pub struct Config {
     /// Uuids of clients that are certainly gone; their sessions end when this one's begins. At most 64.
     pub dead: Vec<[u8; 16]>,
     /// Memory for what must outlive this process. Its uuid goes over `uuid`.
-    pub keep: Option<Arc<Keep>>,
+    pub handover: Option<Arc<Handover>>,
 }
 
 impl Config {
@@ -106,7 +106,7 @@ impl Config {
             uuid: None,
             append_hold: Duration::from_millis(500),
             dead: Vec::new(),
-            keep: None,
+            handover: None,
         }
     }
 }

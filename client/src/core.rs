@@ -26,30 +26,31 @@ use tokio::{
 };
 
 use crate::{
-    away::{Away, Kind},
-    budget::Budget,
-    cache::Cache,
-    clocks::Clocks,
+    api::names::op,
     config::{Config, Counters},
-    conns::Conns,
-    followers::Followers,
-    found::Found,
-    idle::Idle,
+    data::clocks::Clocks,
+    data::connections::Connections,
+    data::rdma_connections::RdmaConnections,
+    data::relays::Relays,
+    data::route,
+    handover,
     inode::{Inode, Release},
-    keep,
-    lock_waits::LockWaits,
-    locks::Lanes,
-    mds::{Link, Session},
-    memory::Memory,
-    meta::op,
-    opens::Openings,
-    page_locks::PageLocks,
-    recalls::{self, Acknowledged},
-    relays::Relays,
-    retry::{Backoff, in_doubt},
-    route,
-    unstable::Unstable,
-    writeback,
+    leases::lease_cache::LeaseCache,
+    leases::open_cache::OpenCache,
+    leases::recalls::{self, Acknowledged},
+    leases::recent_lookups::RecentLookups,
+    locks::OwnerQueues,
+    locks::lock_waiters::LockWaiters,
+    locks::page_locks::PageLocks,
+    metadata::followers::Followers,
+    metadata::opens::Openings,
+    metadata::{Link, Session},
+    read::cache::Cache,
+    shared::retry::{Backoff, in_doubt},
+    shared::unreachable::{Kind, Unreachable},
+    write::grants::Grants,
+    write::unstable::Unstable,
+    write::writeback,
 };
 
 /// What an unstable write keeps alive until it is stable.
@@ -79,12 +80,12 @@ pub(crate) struct Core {
     /// Files that are to be released, see [`Core::release_later`], and the last opening before that.
     releases: Mutex<BTreeMap<Ino, (Release, u64)>>,
     pub(crate) openings: Openings,
-    pub locks: Lanes,
-    pub lock_waits: LockWaits,
+    pub locks: OwnerQueues,
+    pub lock_waiters: LockWaiters,
     pub(crate) pages: PageLocks,
-    pub memory: Memory,
-    pub found: Found,
-    pub idle: Idle,
+    pub lease_cache: LeaseCache,
+    pub recent_lookups: RecentLookups,
+    pub open_cache: OpenCache,
     /// See [`Core::reassertions`].
     pub(crate) reassertions: AtomicU64,
     /// Held to tell of closes, alone to tell of everything on the same connection.
@@ -92,13 +93,13 @@ pub(crate) struct Core {
     /// Leases began on a new connection.
     pub(crate) greeted: Notify,
     pub(crate) recalls: Acknowledged,
-    pub conns: Conns,
+    pub connections: Connections,
     /// Ways to servers that are not reached.
     pub(crate) relays: Arc<Relays>,
     /// How late it is at storage servers.
     pub(crate) clocks: Clocks,
     /// For foreign memory.
-    pub foreign: crate::lanes::Lanes,
+    pub rdma_connections: RdmaConnections,
     /// Data requests in flight.
     pub pieces: Arc<Semaphore>,
     /// Room for unstable bytes, in [`ROOM_UNIT`]s.
@@ -114,8 +115,8 @@ pub(crate) struct Core {
     /// What a former process held back, wrote and did not report is known.
     pub(crate) inherited: watch::Sender<bool>,
     /// What may be held back, by the space that is granted. Taken within the lock of what is held back.
-    pub(crate) budget: Mutex<Budget>,
-    pub(crate) asking_space: Mutex<BTreeMap<TargetId, Arc<AsyncMutex<()>>>>,
+    pub(crate) grants: Mutex<Grants>,
+    pub(crate) asking_grants: Mutex<BTreeMap<TargetId, Arc<AsyncMutex<()>>>>,
     pub(crate) flushing: Mutex<BTreeMap<ChainId, Arc<AsyncMutex<()>>>>,
     /// A run of zeros, for holes.
     pub zero: Buf,
@@ -123,7 +124,7 @@ pub(crate) struct Core {
     /// Its session ends, and there will be no other.
     ending: AtomicBool,
     pub(crate) read_only: AtomicBool,
-    pub(crate) away: Mutex<Away>,
+    pub(crate) unreachable: Mutex<Unreachable>,
 }
 
 /// Sizes that are being reported at a time.
@@ -190,8 +191,8 @@ impl Core {
     pub fn new(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Core {
         let rooms = |bytes: usize| Arc::new(Semaphore::new((bytes / ROOM_UNIT).clamp(1, Semaphore::MAX_PERMITS)));
         let mut finder = LeaderFinder::new(cfg.mds.clone());
-        finder.learn(cfg.keep.iter().flat_map(|k| k.mds()));
-        let uuid = cfg.keep.as_ref().map(|k| k.uuid()).or(cfg.uuid).unwrap_or_else(|| env.random_bytes());
+        finder.learn(cfg.handover.iter().flat_map(|k| k.mds()));
+        let uuid = cfg.handover.as_ref().map(|k| k.uuid()).or(cfg.uuid).unwrap_or_else(|| env.random_bytes());
         let relays = Arc::new(Relays::new(env.clone(), cfg.relay, &uuid));
         Core {
             uuid,
@@ -207,20 +208,20 @@ impl Core {
             inodes: Mutex::default(),
             releases: Mutex::default(),
             openings: Openings::default(),
-            locks: Lanes::default(),
-            lock_waits: LockWaits::default(),
+            locks: OwnerQueues::default(),
+            lock_waiters: LockWaiters::default(),
             pages: PageLocks::default(),
-            memory: Memory::default(),
-            found: Found::default(),
-            idle: Idle::default(),
+            lease_cache: LeaseCache::default(),
+            recent_lookups: RecentLookups::default(),
+            open_cache: OpenCache::default(),
             reassertions: AtomicU64::new(0),
             closing: RwLock::default(),
             greeted: Notify::new(),
             recalls: Acknowledged::default(),
             clocks: Clocks::default(),
-            conns: Conns::relayed(cfg.connections_per_node.max(1), relays.clone()),
+            connections: Connections::relayed(cfg.connections_per_node.max(1), relays.clone()),
             relays,
-            foreign: crate::lanes::Lanes::new(cfg.connections_per_node),
+            rdma_connections: RdmaConnections::new(cfg.connections_per_node),
             pieces: Arc::new(Semaphore::new(cfg.max_inflight_pieces.max(1))),
             unstable_room: rooms(cfg.unstable_limit),
             cache: Mutex::new(Cache::new((cfg.cache_bytes as u64).min(fabric.pool().stats().limit / 2))),
@@ -228,14 +229,14 @@ impl Core {
             flush_wanted: Notify::new(),
             holding: Mutex::default(),
             held_order: AtomicU64::new(1),
-            inherited: watch::Sender::new(cfg.keep.as_ref().is_none_or(|k| k.former_session() == 0)),
-            budget: Mutex::default(),
-            asking_space: Mutex::default(),
+            inherited: watch::Sender::new(cfg.handover.as_ref().is_none_or(|k| k.former_session() == 0)),
+            grants: Mutex::default(),
+            asking_grants: Mutex::default(),
             flushing: Mutex::default(),
             zero: ZEROS.clone(),
             closed: AtomicBool::new(false),
             ending: AtomicBool::new(false),
-            away: Mutex::default(),
+            unreachable: Mutex::default(),
             read_only: AtomicBool::new(cfg.read_only),
             stats: Counters::default(),
             fabric,
@@ -273,7 +274,7 @@ impl Core {
         T: Send + 'static,
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        let running = self.env.spawn(keep::numbered(keep::numbers(), f));
+        let running = self.env.spawn(handover::numbered(handover::numbers(), f));
         running.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))?
     }
 
@@ -281,18 +282,18 @@ impl Core {
 
     /// A server did not answer, or cannot do what it is for.
     pub fn failed(&self, kind: Kind, who: &str, e: &Error) {
-        self.away.lock().failed(kind, who, &e.message, Instant::now());
+        self.unreachable.lock().failed(kind, who, &e.message, Instant::now());
     }
 
     pub fn answered(&self, kind: Kind, who: &str) {
-        let back = self.away.lock().answered(kind, who, Instant::now());
+        let back = self.unreachable.lock().answered(kind, who, Instant::now());
         if let Some((what, after)) = back {
             tracing::info!("{what} again after {:.1} s", after.as_secs_f64());
         }
     }
 
     fn tell_stuck(&self) {
-        let Some(list) = self.away.lock().stuck() else { return };
+        let Some(list) = self.unreachable.lock().stuck() else { return };
         let limit = self.cfg.op_timeout;
         match limit >= crate::FOREVER {
             true => tracing::warn!("waiting for {list}; programs wait until they answer"),
@@ -325,7 +326,7 @@ impl Core {
         {
             // One at a time writes them down.
             let mut finder = self.finder.lock();
-            if let Some(k) = self.cfg.keep.as_ref().filter(|_| !mds.is_empty()) {
+            if let Some(k) = self.cfg.handover.as_ref().filter(|_| !mds.is_empty()) {
                 k.set_mds(&mds);
             }
             finder.learn(mds);
@@ -348,7 +349,7 @@ impl Core {
         let body = Bytes::from(pb::MapRequest { have: than, latest: false }.encode_to_vec());
         let mut at = self.attempts_for("fetching the cluster map", Duration::from_secs(1));
         let reply = self.mds_call(opcode::MAP, |_| body.clone(), Duration::from_secs(1), &mut at).await;
-        match reply.and_then(|m| crate::mds::decode::<pb::MapReply>(&m)) {
+        match reply.and_then(|m| crate::metadata::decode::<pb::MapReply>(&m)) {
             Ok(pb::MapReply { map: Some(map) }) => {
                 if let Err(e) = self.install_map(map) {
                     tracing::warn!("{e}");

@@ -16,249 +16,60 @@
 //!
 //! What is cached, for how long, and what happens to unstable bytes when servers fail is in `docs/client.md`.
 //!
-//! Where to read: [`Client::open`] makes a [`File`] (`file.rs`); a write splits into pieces (`data.rs`), is kept until a
-//! flush of its chain says it is stable (`flush.rs`, `unstable.rs`), and its size goes to the metadata leader
-//! (`inode.rs`, `mds.rs`); `locks.rs` has file locks, `lock_waits.rs` waits for them; `memory.rs` answers from what is known
-//! under leases, `recalls.rs` forgets it. The pure parts are `leases`, `retry`, `seqs`, `route`, `readahead`, `cache`,
-//! `unstable`, `held` (with `writeback.rs` around it) and the queue in `ranges`.
+//! Where to read, by folder:
+//!
+//! | folder | what |
+//! |---|---|
+//! | `api/` | what callers see: [`Client`], [`File`], names |
+//! | `metadata/` | the connection to the metadata leader, the session, opens, followers |
+//! | `leases/` | what is answered from memory under leases, and recalls of it |
+//! | `locks/` | file locks, and locks of pages for memory mappings |
+//! | `data/` | requests to storage servers: connections, replicas, retries |
+//! | `read/` | the read cache and read-ahead |
+//! | `write/` | write-back, unstable writes, flushes, grants of space |
+//! | `inode/` | what all handles of one file share |
+//! | `handover/` | what a client leaves to the one that takes its place |
+//! | `shared/` | retries, and servers that do not answer |
+//!
+//! Pure tables without clock, task or socket: `leases/table.rs`, `leases/recent_lookups.rs`, `locks/pages.rs`,
+//! `locks/waiting_list.rs`, `write/dirty.rs`, `write/grants.rs`, `write/unstable.rs`, `write/ranges.rs`,
+//! `read/cache.rs`, `read/readahead.rs`, `metadata/request_ids.rs`, `data/route.rs`, `shared/retry.rs`.
 
 #![warn(missing_docs)]
 
-mod away;
-mod budget;
-mod cache;
-mod clocks;
+mod api;
 mod config;
-mod conns;
 mod core;
 mod data;
-mod file;
-mod flush;
-mod followers;
-mod found;
-#[doc(hidden)]
-pub mod held;
-mod holes;
-mod idle;
+mod handover;
 mod inode;
-mod keep;
-mod lanes;
 pub mod leases;
-mod lock_waits;
 mod locks;
-mod mds;
-mod memory;
-mod meta;
-mod missing;
-mod opens;
-mod page_locks;
-#[doc(hidden)]
-pub mod pages;
-mod ranges;
-mod readahead;
-mod recalls;
-mod relays;
-mod retry;
-mod route;
+mod metadata;
+mod read;
 pub mod rows;
-mod segments;
-mod seqs;
-mod space;
-mod takeover;
-#[doc(hidden)]
-pub mod unlocking;
-mod unstable;
-#[doc(hidden)]
-pub mod waiting;
-mod writeback;
+mod shared;
+mod write;
 
-use std::{sync::Arc, time::Duration};
-
+pub use api::{
+    client::Client,
+    file::{AppendPart, AsOf, File, Landed},
+    names::{DirPage, LayoutInfo, Mode},
+};
 pub use config::{Config, FOREVER, FollowerReads, Stats};
 pub use data::foreign::Arrived;
-pub use file::{AppendPart, AsOf, File, Landed};
-pub use keep::{Keep, Numbers, numbered};
-pub use locks::{Holder, Lock, LockKind, LockType, Locked, MAX_WAITS, Programs};
-pub use memory::{Forget, Forgetting};
-pub use meta::{DirPage, LayoutInfo, Mode};
-pub use page_locks::Using;
-use strake_fabric::{Endpoint, Env, Fabric, Road, traffic};
-use strake_proto::{
-    Ino, Result,
-    map::{MapView, ROLE_MDS},
-    pb,
+pub use handover::{Handover, Numbers, numbered, takeover::Former};
+pub use leases::lease_cache::{Forget, Forgetting};
+pub use locks::{
+    Holder, Lock, LockKind, LockType, Locked, MAX_WAITS, Programs,
+    page_locks::Using,
+    unlocking::{Unlocking, Unlocks},
 };
+#[doc(hidden)]
+pub use locks::{pages, unlocking, waiting_list};
 pub use strake_proto::{
     ids::ROOT_INO,
     pb::{Attr, Creds, Layout, LayoutSpec, Roads, SetAttr, StatfsReply},
 };
-pub use takeover::Former;
-pub use unlocking::{Unlocking, Unlocks};
-
-use crate::core::Core;
-
-/// How long [`Client::close`] waits to tell what is not written any more.
-const RELEASING: Duration = Duration::from_secs(2);
-
-/// A mounted file system: one session at the metadata servers. Clones are the same client.
-#[derive(Clone)]
-pub struct Client {
-    pub(crate) core: Arc<Core>,
-}
-
-impl Client {
-    /// Connects and opens a session. Waits up to [`Config::connect_timeout`] for a metadata leader.
-    ///
-    /// `Unauthenticated` when the key is another cluster's, `TimedOut` when no leader answers.
-    pub async fn connect(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Result<Client> {
-        let core = Arc::new(Core::new(cfg, env, fabric));
-        core.session_within(core.cfg.connect_timeout).await?;
-        // Says hello: leases are there from the beginning. If this fails, the next renewal does it.
-        core.clone().renew().await;
-        core.start_background();
-        Ok(Client { core })
-    }
-
-    /// Makes everything written stable, then ends the session, if it can be reached within seconds; open files are closed by that.
-    /// An error is of data that was lost. The client does nothing afterwards, even if this fails.
-    pub async fn close(&self) -> Result<()> {
-        let core = self.core.clone();
-        let closing = async move {
-            let mut outcome = Ok(());
-            // What is held back keeps its file.
-            for inode in core.live_inodes() {
-                outcome = outcome.and(core.sync_inode(&inode).await);
-            }
-            // The end of the session makes up for it.
-            let _ = tokio::time::timeout(RELEASING, core.clone().send_releases()).await;
-            if let Err(e) = core.end_session().await {
-                tracing::info!("the session will end by itself: {e}");
-            }
-            core.set_closed();
-            core.conns.close();
-            core.foreign.close();
-            outcome
-        };
-        self.core.detached(closing).await
-    }
-
-    /// The newest cluster map this client has.
-    pub fn map(&self) -> Arc<MapView> {
-        self.core.map()
-    }
-
-    /// The newest cluster map the metadata servers have.
-    pub async fn fetch_map(&self) -> Result<Arc<MapView>> {
-        self.core.session().await?;
-        self.core.refresh_map(self.core.map().version()).await;
-        Ok(self.core.map())
-    }
-
-    /// Over which connections it reaches the storage servers, and what went over each kind of fabric.
-    pub fn roads(&self) -> Roads {
-        Roads {
-            roads: traffic::roads(&*self.core.fabric),
-            ways: [self.core.conns.ways(), self.core.foreign.ways()].concat(),
-            ..Default::default()
-        }
-    }
-
-    /// As [`Client::roads`], and by which roads bytes of this file came from storage servers and went there, since this client has it in use.
-    /// Their sums are all that was moved, zeros of holes and what was sent again included.
-    pub fn file_roads(&self, ino: Ino) -> Roads {
-        let Some(inode) = self.core.live_inode(ino) else { return self.roads() };
-        let (fetched, sent) = (inode.fetched.look(), inode.sent.look());
-        let of = |road: Road| pb::FileRoad { road: road.name().into(), fetched: fetched[road], sent: sent[road] };
-        Roads { file: Road::ALL.into_iter().map(of).collect(), ..self.roads() }
-    }
-
-    /// Why no storage server is reached by RDMA; `None`: at least one is.
-    pub fn no_rdma(&self) -> Option<String> {
-        let map = self.core.map();
-        let servers = map.map.nodes.iter().filter(|n| n.role != ROLE_MDS);
-        let mut why = None;
-        for node in servers {
-            match self.core.fabric.ways(&node.endpoints) {
-                Ok(ways) if ways.iter().any(|w| matches!(w, Endpoint::Rdma(..))) => return None,
-                Ok(_) => {}
-                Err(e) => why = why.or(Some(e.message)),
-            }
-            // What is missing is missing here, so that others would say the same.
-            if node.endpoints.iter().any(|e| e.starts_with("rdma:")) {
-                break;
-            }
-        }
-        Some(why.unwrap_or_else(|| "no storage server has an RDMA endpoint that this client may use".into()))
-    }
-
-    /// The root directory.
-    pub fn root(&self) -> Ino {
-        self.core.current_session().map_or(ROOT_INO, |s| s.root)
-    }
-
-    /// The file system's UUID, 16 bytes.
-    pub fn fs_uuid(&self) -> Vec<u8> {
-        self.core.current_session().map_or_else(Vec::new, |s| s.fs_uuid.to_vec())
-    }
-
-    /// From now on nothing is opened for writing and no name, attribute, layout or byte is changed: `EROFS`. What was written
-    /// before is still made safe and its size reported, and locks work.
-    pub fn set_read_only(&self, yes: bool) {
-        self.core.read_only.store(yes, std::sync::atomic::Ordering::Relaxed);
-    }
-
-    /// While this stays the same, nobody else has changed the bytes of a file. `None`: it is not known whether somebody has.
-    pub fn tenure(&self, ino: Ino) -> Option<u64> {
-        self.core.memory.tenure(self.core.env.boot(), ino)
-    }
-
-    /// The attributes of a file that nobody else can change now, with its tenure.
-    pub fn leased(&self, ino: Ino) -> Option<(Attr, u64)> {
-        self.core.memory.data(self.core.env.boot(), ino)
-    }
-
-    /// The session in which this lock of a file's pages is held, if it is: while it is nobody else changes the file.
-    pub fn holds_pages(&self, ino: Ino, number: u64) -> Option<strake_proto::SessionId> {
-        self.core.pages.holds(ino, number)
-    }
-
-    /// From now on copies of what this client tells may be kept, for as long as [`Client::attr_valid`] and
-    /// [`Client::name_valid`] say: `copies` is told when one is not valid any more. Once; false: somebody keeps copies already.
-    pub fn set_copies(&self, copies: Arc<dyn Forget>) -> bool {
-        self.core.memory.set_copies(copies)
-    }
-
-    /// To be held from before it is asked for how long a copy is valid until it is made: in between none is taken back.
-    pub fn telling(&self) -> parking_lot::RwLockReadGuard<'_, ()> {
-        self.core.memory.telling()
-    }
-
-    /// For how long a copy of exactly these attributes may be kept, 0: not at all.
-    pub fn attr_valid(&self, attr: &Attr) -> Duration {
-        self.core.memory.attr_valid(self.core.env.boot(), attr)
-    }
-
-    /// For how long it may be believed that a name in a directory means this inode, or that there is no such name. 0: not at all.
-    pub fn name_valid(&self, dir: Ino, name: &[u8], to: Option<Ino>) -> Duration {
-        self.core.memory.name_valid(self.core.env.boot(), dir, name, to)
-    }
-
-    /// Servers that did not answer last, and why; empty when all do.
-    pub fn away(&self) -> String {
-        self.core.away.lock().list()
-    }
-
-    /// What this client did since it was connected.
-    pub fn stats(&self) -> Stats {
-        let (unstable_bytes, cache_bytes) = (self.core.unstable.lock().bytes(), self.core.cache.lock().used());
-        let holding: Vec<_> = self.core.holding.lock().values().cloned().collect();
-        let held_bytes = holding.iter().map(|i| i.back.bytes()).sum();
-        let relayed = self.core.relays.made.load(std::sync::atomic::Ordering::Relaxed);
-        Stats { relayed, unstable_bytes, held_bytes, cache_bytes, ..self.core.stats.read() }
-    }
-
-    /// Where buffers for [`File::write`] should come from: aligned, so that nothing is copied on the way.
-    pub fn pool(&self) -> &strake_fabric::Pool {
-        self.core.fabric.pool()
-    }
-}
+#[doc(hidden)]
+pub use write::dirty;

@@ -9,7 +9,7 @@ use std::{
 };
 
 use rustix::mount::MountFlags;
-use strake_client::{Client, Keep};
+use strake_client::{Client, Handover};
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO};
 
 use crate::{
@@ -126,7 +126,7 @@ pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
 
 /// Asks for what is to be shown of the mount when servers are away, and keeps it. To be done before [`attach`]: without it
 /// umount(8), which looks at the mount first, would wait for them.
-pub async fn learn(cfg: &MountConfig, client: &Client, keep: &Arc<Keep>) -> Result<()> {
+pub async fn learn(cfg: &MountConfig, client: &Client, keep: &Arc<Handover>) -> Result<()> {
     Vfs::new(client.clone(), Some(keep.clone())).within(cfg.root).learn().await
 }
 
@@ -141,7 +141,7 @@ pub fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
 pub async fn serve(
     cfg: &MountConfig,
     client: Client,
-    keep: Arc<Keep>,
+    keep: Arc<Handover>,
     descriptors: Vec<OwnedFd>,
     interim: Option<Interim>,
 ) -> Result<Mount> {

@@ -263,7 +263,7 @@ impl Core {
 
 /// What an answer says, or what is wrong with it. The place in the range is left for the caller to fill in.
 fn arrived(p: Piece, r: &DataReply, m: Message) -> std::result::Result<Arrived, String> {
-    let here = segments::total(&m.payload);
+    let here = buffers::total(&m.payload);
     if r.len > p.len || m.placed as usize + here != r.len as usize || (here > 0 && m.placed > 0) {
         return Err("the reply's length is wrong".into());
     }

@@ -1,6 +1,5 @@
 //! Bytes that were read are kept: what costs no message, what takes them away, and how much memory they take.
 
-
 use std::{sync::Arc, time::Duration};
 
 use crate::common::*;

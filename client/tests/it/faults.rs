@@ -1,6 +1,5 @@
 //! File I/O while servers die, restart, lie and fill up.
 
-
 use std::time::Duration;
 
 use crate::common::*;

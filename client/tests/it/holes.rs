@@ -1,10 +1,9 @@
 //! Holes: made, found and counted, against a model; and what failures make of them.
 
-
 use std::collections::BTreeSet;
 
 use crate::common::*;
-use strake_client::{Client, Config, File, Former, Keep};
+use strake_client::{Client, Config, File, Former, Handover};
 use strake_fabric::Buf;
 use strake_proto::{Code, layout::splitmix64};
 
@@ -239,7 +238,7 @@ async fn a_punch_of_lost_chunks_holds() {
 #[tokio::test(start_paused = true)]
 async fn unstable_punches_outlive_a_daemon() {
     for restarted in [false, true] {
-        let (c, keep) = (Cluster::new(3, 2), Keep::create([7; 16], 64 << 20).unwrap());
+        let (c, keep) = (Cluster::new(3, 2), Handover::create([7; 16], 64 << 20).unwrap());
         let kept = |byte: u8, len: usize| {
             let mut b = keep.pool().get_now(len);
             b.fill(byte);
@@ -249,7 +248,7 @@ async fn unstable_punches_outlive_a_daemon() {
             s.spawn(|| {
                 let paused = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build();
                 paused.unwrap().block_on(async {
-                    let a = c.client_with(1, Config { keep: Some(keep.clone()), ..config() }).await;
+                    let a = c.client_with(1, Config { handover: Some(keep.clone()), ..config() }).await;
                     let f = file(&a, 65536, -1).await;
                     f.write(0, kept(1, 300_000)).await.unwrap();
                     f.fsync().await.unwrap();
@@ -263,8 +262,8 @@ async fn unstable_punches_outlive_a_daemon() {
         if restarted {
             c.restart(&[0, 1, 2]);
         }
-        let next = Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
-        let b = c.client_with(2, Config { keep: Some(next.clone()), ..config() }).await;
+        let next = Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
+        let b = c.client_with(2, Config { handover: Some(next.clone()), ..config() }).await;
         let former = Former { ino: 102, flags: RW, uid: 1000, gid: 1000 };
         let f = b.take_over(&[former], &next.left_requests()).await.pop().unwrap().unwrap();
         f.fsync().await.unwrap();

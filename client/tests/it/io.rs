@@ -1,6 +1,5 @@
 //! File I/O on a healthy cluster: striping against a model, sizes between mounts, caches, appends.
 
-
 use std::time::Duration;
 
 use crate::common::*;

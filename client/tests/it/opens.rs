@@ -1,6 +1,5 @@
 //! What the metadata leader counts as open, when it was told in vain or between two others.
 
-
 use std::{sync::Arc, time::Duration};
 
 use crate::common::{Cluster, user};

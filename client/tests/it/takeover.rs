@@ -1,29 +1,28 @@
 //! A client dies; the next one with its kept memory goes on. The first one is leaked in a runtime that is gone: nothing of it
 //! runs any more and nothing is cleaned up, as if it had been killed.
 
-
 use std::{sync::Arc, time::Duration};
 
 use crate::common::*;
-use strake_client::{Client, Config, File, Former, Keep, numbered};
+use strake_client::{Client, Config, File, Former, Handover, numbered};
 use strake_fabric::Buf;
 use strake_proto::Code;
 
 const RW: u32 = 2;
 
-fn with(keep: &Arc<Keep>) -> Config {
-    Config { keep: Some(keep.clone()), ..config() }
+fn with(keep: &Arc<Handover>) -> Config {
+    Config { handover: Some(keep.clone()), ..config() }
 }
 
-fn new_keep() -> Arc<Keep> {
-    Keep::create([7; 16], 64 << 20).unwrap()
+fn new_keep() -> Arc<Handover> {
+    Handover::create([7; 16], 64 << 20).unwrap()
 }
 
 async fn file(c: &Client) -> File {
     c.create(&user(), c.root(), b"f", 0o644, RW, false, striped(65536, -1)).await.unwrap().0
 }
 
-async fn take_over(c: &Cluster, keep: &Keep, ino: u64) -> (Client, File) {
+async fn take_over(c: &Cluster, keep: &Handover, ino: u64) -> (Client, File) {
     let keep = next(keep);
     let b = c.client_with(2, with(&keep)).await;
     let former = Former { ino, flags: RW, uid: 1000, gid: 1000 };
@@ -34,7 +33,7 @@ async fn take_over(c: &Cluster, keep: &Keep, ino: u64) -> (Client, File) {
 const INO: u64 = 102;
 
 /// Synced bytes, then unsynced ones whose end nobody was told.
-fn half_synced(c: &Cluster, keep: &Arc<Keep>) {
+fn half_synced(c: &Cluster, keep: &Arc<Handover>) {
     killed(|| async {
         let a = c.client_with(1, with(keep)).await;
         let f = file(&a).await;

@@ -1,11 +1,10 @@
 //! What is held back: when, in which pieces it is sent, what others and the next process find of it, and who is told when it is lost.
 
-
 use std::{sync::Arc, time::Duration};
 
 use crate::common::*;
 use proptest::prelude::*;
-use strake_client::{Client, Config, File, Former, Keep};
+use strake_client::{Client, Config, File, Former, Handover};
 use strake_fabric::Buf;
 use strake_proto::{Code, pb};
 
@@ -391,11 +390,11 @@ async fn what_is_held_back_is_sent_before_a_report() {
 
 // --- the next process ---
 
-fn with(keep: &Arc<Keep>) -> Config {
-    Config { keep: Some(keep.clone()), ..holding() }
+fn with(keep: &Arc<Handover>) -> Config {
+    Config { handover: Some(keep.clone()), ..holding() }
 }
 
-async fn take_over(c: &Cluster, keep: &Keep, open: bool) -> (Client, Vec<File>) {
+async fn take_over(c: &Cluster, keep: &Handover, open: bool) -> (Client, Vec<File>) {
     let keep = next(keep);
     let b = c.client_with(2, with(&keep)).await;
     let former = Former { ino: 102, flags: RW, uid: 1000, gid: 1000 };
@@ -407,7 +406,7 @@ async fn take_over(c: &Cluster, keep: &Keep, open: bool) -> (Client, Vec<File>) 
 #[tokio::test(start_paused = true)]
 async fn what_was_held_back_is_taken_over() {
     for (sending, open) in [(0, true), (1, true), (2, true), (0, false), (1, false)] {
-        let (c, keep) = (cluster(2, 1), Keep::create([7; 16], 64 << 20).unwrap());
+        let (c, keep) = (cluster(2, 1), Handover::create([7; 16], 64 << 20).unwrap());
         let mut want = vec![1; 2 << 20];
         killed(|| async {
             let a = c.client_with(1, with(&keep)).await;
@@ -457,7 +456,7 @@ async fn what_was_held_back_is_taken_over() {
 /// Somebody asks for the file while nobody has taken over yet what the dead process held back of it.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_reported_before_it_is_known_what_was_held_back() {
-    let (c, keep) = (cluster(2, 1), Keep::create([7; 16], 64 << 20).unwrap());
+    let (c, keep) = (cluster(2, 1), Handover::create([7; 16], 64 << 20).unwrap());
     killed(|| async {
         let a = c.client_with(1, with(&keep)).await;
         let f = file(&a).await;
@@ -478,7 +477,7 @@ async fn nothing_is_reported_before_it_is_known_what_was_held_back() {
 
 #[tokio::test(start_paused = true)]
 async fn what_is_lost_with_the_session_of_a_former_process_is_told() {
-    let (c, keep) = (cluster(2, 1), Keep::create([7; 16], 64 << 20).unwrap());
+    let (c, keep) = (cluster(2, 1), Handover::create([7; 16], 64 << 20).unwrap());
     killed(|| async {
         let a = c.client_with(1, with(&keep)).await;
         let f = file(&a).await;
@@ -497,7 +496,7 @@ async fn what_is_lost_with_the_session_of_a_former_process_is_told() {
 /// Bytes that would not outlive the process are not held back by one that is to be outlived.
 #[tokio::test(start_paused = true)]
 async fn what_is_not_in_kept_memory_goes_through() {
-    let (c, keep) = (cluster(2, 1), Keep::create([7; 16], 64 << 20).unwrap());
+    let (c, keep) = (cluster(2, 1), Handover::create([7; 16], 64 << 20).unwrap());
     let a = c.client_with(1, with(&keep)).await;
     let f = file(&a).await;
     f.write(0, vec![Buf::copy_from(&[1; 100])]).await.unwrap();

@@ -18,7 +18,7 @@ use std::{
 
 use control::{Ask, Asked, Control};
 use link::{Link, Message};
-use strake_client::Keep;
+use strake_client::Handover;
 use strake_proto::{Code, Error, Result};
 use tokio::{
     io::Interest,
@@ -61,7 +61,7 @@ pub struct Program {
 pub struct Supervisor {
     cfg: MountConfig,
     program: Program,
-    keep: Arc<Keep>,
+    keep: Arc<Handover>,
     /// Told to the first daemon: clients that are certainly gone.
     dead: Vec<[u8; 16]>,
     /// Once mounted.
@@ -98,7 +98,7 @@ struct Signals {
 }
 
 impl Supervisor {
-    pub fn new(cfg: MountConfig, program: Program, keep: Arc<Keep>, dead: Vec<[u8; 16]>) -> Supervisor {
+    pub fn new(cfg: MountConfig, program: Program, keep: Arc<Handover>, dead: Vec<[u8; 16]>) -> Supervisor {
         Supervisor {
             cfg,
             program,

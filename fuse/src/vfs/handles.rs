@@ -9,21 +9,21 @@ use std::{
 };
 
 use parking_lot::RwLock;
-use strake_client::Keep;
+use strake_client::Handover;
 use strake_proto::{Code, Error, Result};
 
 /// Numbers that are never given out twice in the life of a mount, whatever becomes of its daemons.
 #[derive(Default)]
 pub(super) struct Numbering {
     given: AtomicU64,
-    keep: Option<Arc<Keep>>,
+    keep: Option<Arc<Handover>>,
 }
 
 /// Where the kept memory has the count of numbers given out.
 const KEPT_COUNT: usize = 0;
 
 impl Numbering {
-    pub(super) fn new(keep: Option<Arc<Keep>>) -> Numbering {
+    pub(super) fn new(keep: Option<Arc<Handover>>) -> Numbering {
         Numbering { given: AtomicU64::new(0), keep }
     }
 
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn numbers_are_not_reused() {
-        let keep = Keep::create([1; 16], 1 << 22).unwrap();
+        let keep = Handover::create([1; 16], 1 << 22).unwrap();
         let (mine, first) = (Numbering::default(), Numbering::new(Some(keep.clone())));
         assert_eq!((mine.next(), mine.next(), first.next()), (1, 2, 1));
         assert_eq!(Numbering::new(Some(keep)).next(), 2, "the next daemon goes on");

@@ -7,7 +7,7 @@ use std::sync::{
 };
 
 use parking_lot::Mutex;
-use strake_client::Keep;
+use strake_client::Handover;
 use strake_proto::{ids::ROOT_INO, pb};
 
 /// Where the kept memory has it: the first of eleven words.
@@ -17,12 +17,12 @@ const KEPT: usize = 4;
 pub(crate) struct Known {
     pub(super) root: Mutex<Option<pb::Attr>>,
     pub(super) space: Mutex<Option<pb::StatfsReply>>,
-    keep: Option<Arc<Keep>>,
+    keep: Option<Arc<Handover>>,
 }
 
 impl Known {
     /// With what a former daemon knew.
-    pub fn new(keep: Option<Arc<Keep>>) -> Known {
+    pub fn new(keep: Option<Arc<Handover>>) -> Known {
         let former = keep.as_ref().map(|k| std::array::from_fn(|n| k.owner_word(KEPT + n).load(Acquire)));
         let (root, space) = former.map_or((None, None), read);
         Known { root: Mutex::new(root), space: Mutex::new(space), keep }
@@ -85,8 +85,8 @@ mod tests {
 
     #[test]
     fn the_next_daemon_knows_what_the_last_one_knew() {
-        let keep = Keep::create([1; 16], 1 << 20).unwrap();
-        let next = || Known::new(Some(Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()));
+        let keep = Handover::create([1; 16], 1 << 20).unwrap();
+        let next = || Known::new(Some(Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()));
         assert_eq!((next().root(), next().space()), (None, None));
         let known = Known::new(Some(keep.clone()));
         let space =

@@ -27,7 +27,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_client::{Client, File, Keep};
+use strake_client::{Client, File, Handover};
 use strake_fabric::{Buf, Pool, Record};
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
 use tokio::{sync::watch, time::Instant};
@@ -121,7 +121,7 @@ pub struct CopyRange {
 
 pub struct Vfs {
     client: Client,
-    keep: Option<Arc<Keep>>,
+    keep: Option<Arc<Handover>>,
     numbering: Numbering,
     files: Table<OpenFile>,
     dirs: Table<OpenDir>,
@@ -180,7 +180,7 @@ struct OpenFile {
 
 impl Vfs {
     /// `keep`: where what must outlive this process is written down; the client's own.
-    pub fn new(client: Client, keep: Option<Arc<Keep>>) -> Vfs {
+    pub fn new(client: Client, keep: Option<Arc<Handover>>) -> Vfs {
         Vfs {
             client,
             numbering: Numbering::new(keep.clone()),

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, atomic::AtomicU64};
 
-use strake_client::{Former, Keep, Numbers};
+use strake_client::{Former, Handover, Numbers};
 use strake_fabric::Record;
 use strake_proto::{Code, Error, Ino};
 
@@ -37,7 +37,7 @@ pub(super) fn closing(record: &Record) {
 }
 
 /// Keeps that an owner took locks through a handle.
-pub(super) fn keep_owner(keep: &Keep, (ino, flock, owner): Key, handle: u64, number: u64) -> Option<Record> {
+pub(super) fn keep_owner(keep: &Handover, (ino, flock, owner): Key, handle: u64, number: u64) -> Option<Record> {
     keep.put_handle(&[handle, ino, if flock { FLOCK } else { POSIX_LOCK }, owner, number])
 }
 

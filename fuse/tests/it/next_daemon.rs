@@ -8,7 +8,7 @@ use std::{
 
 use crate::common::Cluster;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
-use strake_client::Keep;
+use strake_client::Handover;
 use strake_fuse::{Interim, MountConfig, learn, serve};
 
 const LOOKUP: u32 = 1;
@@ -72,9 +72,9 @@ fn until_it_waits_to_write(fd: i32) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn it_asks_for_what_was_not_answered_before_it_reads_anything() {
     let cluster = Cluster::new();
-    let keep = Keep::create([7; 16], 64 << 20).unwrap();
+    let keep = Handover::create([7; 16], 64 << 20).unwrap();
     let _former = cluster.client_keeping(&keep).await;
-    let keep = Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
+    let keep = Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
     let client = cluster.client_keeping(&keep).await;
 
     let (kernel, its) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
@@ -109,13 +109,13 @@ async fn it_asks_for_what_was_not_answered_before_it_reads_anything() {
 async fn it_has_the_kernel_forget_names_first() {
     let cluster = Cluster::new();
     for (minor, hour, forgets) in [(44, 3600, true), (44, 0, false), (43, 3600, false)] {
-        let keep = Keep::create([7; 16], 64 << 20).unwrap();
+        let keep = Handover::create([7; 16], 64 << 20).unwrap();
         let _former = cluster.client_keeping(&keep).await;
         // As agreed with a kernel of this version that has FUSE_HAS_RESEND.
         for (n, word) in [(1, minor << 32), (2, 1 << 39)] {
             keep.owner_word(n).store(word, std::sync::atomic::Ordering::Relaxed);
         }
-        let keep = Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
+        let keep = Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
         let client = cluster.client_keeping(&keep).await;
         let (kernel, its) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
         let entry_timeout = std::time::Duration::from_secs(hour);
@@ -137,10 +137,10 @@ async fn it_has_the_kernel_forget_names_first() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn while_it_waits_for_servers_only_those_who_leave_are_answered() {
     let cluster = Cluster::new();
-    let keep = Keep::create([7; 16], 64 << 20).unwrap();
+    let keep = Handover::create([7; 16], 64 << 20).unwrap();
     let client = cluster.client_keeping(&keep).await;
     learn(&MountConfig::new("/"), &client, &keep).await.unwrap();
-    let next = || Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
+    let next = || Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
     let (kernel, its) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     let its = [its];
     assert!(Interim::start(&next(), &its).unwrap().is_none(), "what this kernel's requests say cannot be read twice");

@@ -6,7 +6,7 @@ use std::{
     sync::atomic::Ordering::{Acquire, Release},
 };
 
-use strake_client::{Client, Creds, Keep};
+use strake_client::{Client, Creds, Handover};
 use strake_fabric::{ClientKey, Env};
 use strake_fuse::{
     Interim,
@@ -50,7 +50,7 @@ pub(super) async fn supervise(section: MountSection) -> Result<ExitCode> {
     make_way(&section.mountpoint)?;
     strake_fuse::can_mount(&section.mountpoint)?;
     let uuid = Env::system().random_bytes();
-    let keep = Keep::create(uuid, KEPT_BUFFERS).map_err(|e| Error::from(e).context("memory for the mount"))?;
+    let keep = Handover::create(uuid, KEPT_BUFFERS).map_err(|e| Error::from(e).context("memory for the mount"))?;
     let mut lifeline = lifeline(&section, uuid);
     let dead = lifeline.as_ref().map_or_else(Vec::new, |l| l.dead.clone());
     let program = Program { path: std::env::current_exe()?, args: std::env::args_os().skip(1).collect() };
@@ -74,7 +74,7 @@ pub(super) async fn serve(section: MountSection, key: ClientKey, socket: RawFd) 
     if fds.is_empty() {
         return Err(Error::new(Code::Protocol, "the supervisor sent no kept memory"));
     }
-    let keep = match Keep::open(fds.remove(0)) {
+    let keep = match Handover::open(fds.remove(0)) {
         Ok(k) => k,
         Err(e) => {
             tracing::error!("{e}");
@@ -82,7 +82,7 @@ pub(super) async fn serve(section: MountSection, key: ClientKey, socket: RawFd) 
         }
     };
     let mut config = section.client_config()?;
-    config.keep = Some(keep.clone());
+    config.handover = Some(keep.clone());
     match &order {
         Message::Connect { dead } => config.dead.clone_from(dead),
         // It is mounted, and waits as every program in it does. It may have been remounted since: whether it is read-only the

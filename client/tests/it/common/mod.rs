@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub use mds::Mds;
 pub use net::{MemFabric, Net, config, env};
 pub use oss::Oss;
-use strake_client::{Client, Config, Creds, Keep};
+use strake_client::{Client, Config, Creds, Handover};
 use strake_fabric::Buf;
 use strake_proto::{CapKey, pb};
 
@@ -149,12 +149,12 @@ pub fn striped(stripe_size: u32, count: i32) -> Option<pb::LayoutSpec> {
 }
 
 /// The memory that a process left, as the next one finds it.
-pub fn next(keep: &Keep) -> Arc<Keep> {
-    Keep::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()
+pub fn next(keep: &Handover) -> Arc<Handover> {
+    Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()
 }
 
 /// Bytes as a mount hands them on: in kept memory.
-pub fn kept(keep: &Keep, byte: u8, len: usize) -> Vec<Buf> {
+pub fn kept(keep: &Handover, byte: u8, len: usize) -> Vec<Buf> {
     let mut b = keep.pool().get_now(len);
     b.fill(byte);
     vec![b.freeze()]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use strake_client::{
-    held::Held,
+    dirty::Dirty,
     leases::{Change, Table, Told},
 };
 use strake_mds::leases::Number;
@@ -33,7 +33,7 @@ pub struct Client {
     pub acknowledged: Number,
     /// The open under which it writes.
     pub opened: Option<u8>,
-    pub held: Held<()>,
+    pub held: Dirty<()>,
     /// Pieces that are on their way.
     pub sending: u8,
     /// A write that is to be held back, as was found.
@@ -65,7 +65,7 @@ impl Client {
             renewed: Some(0),
             acknowledged: 0,
             opened: None,
-            held: Held::default(),
+            held: Dirty::default(),
             sending: 0,
             checked: None,
             writing: None,

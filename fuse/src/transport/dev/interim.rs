@@ -8,7 +8,7 @@ use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
     io::Errno,
 };
-use strake_client::Keep;
+use strake_client::Handover;
 use strake_fabric::BufMut;
 use strake_proto::ids::ROOT_INO;
 
@@ -38,7 +38,7 @@ pub struct Interim {
 
 impl Interim {
     /// For the mount with these descriptors. `None`: this kernel does not send requests again, so none may be read.
-    pub fn start(keep: &Arc<Keep>, descriptors: &[OwnedFd]) -> io::Result<Option<Interim>> {
+    pub fn start(keep: &Arc<Handover>, descriptors: &[OwnedFd]) -> io::Result<Option<Interim>> {
         let resends = agreed_before(keep).is_some_and(|a| a.has(abi::init::HAS_RESEND));
         let Some(first) = descriptors.first().filter(|_| resends) else { return Ok(None) };
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);

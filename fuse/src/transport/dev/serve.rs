@@ -15,7 +15,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_client::{Keep, Numbers, numbered};
+use strake_client::{Handover, Numbers, numbered};
 use strake_fabric::Pool;
 use strake_proto::{Code, Ino, Result, pb};
 use tokio::{runtime::Handle, sync::Semaphore};
@@ -54,7 +54,7 @@ const COMES_AGAIN: Duration = Duration::from_secs(2);
 const KEPT_AGREED: [usize; 2] = [1, 2];
 
 /// What a former daemon agreed with the kernel.
-pub(super) fn agreed_before(keep: &Keep) -> Option<Agreed> {
+pub(super) fn agreed_before(keep: &Handover) -> Option<Agreed> {
     Agreed::from_words(KEPT_AGREED.map(|n| keep.owner_word(n).load(Acquire)))
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct Serve {
     taken: Arc<Semaphore>,
     lock_room: Arc<Semaphore>,
     interrupts: Interrupts,
-    keep: Option<Arc<Keep>>,
+    keep: Option<Arc<Handover>>,
     /// What a former daemon had in work, by number.
     left: Arc<Mutex<BTreeMap<u64, Arc<Numbers>>>>,
 }
@@ -93,7 +93,7 @@ impl Serve {
         vfs: Arc<Vfs>,
         cfg: &MountConfig,
         agreed: Arc<OnceLock<Agreed>>,
-        keep: Option<Arc<Keep>>,
+        keep: Option<Arc<Handover>>,
     ) -> Serve {
         let bounds = Timeouts { attr: cfg.attr_timeout, entry: cfg.entry_timeout };
         if !bounds.entry.is_zero() {

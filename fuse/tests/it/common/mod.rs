@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_client::{Client, Config, Keep};
+use strake_client::{Client, Config, Handover};
 use strake_fabric::{Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
 use strake_mds::{
     cluster::deal::make_chains,
@@ -329,12 +329,12 @@ impl Cluster {
 
     /// One that keeps what the next one needs, or is the next one.
     #[allow(dead_code, reason = "not every test needs it")]
-    pub async fn client_keeping(&self, keep: &Arc<Keep>) -> Client {
+    pub async fn client_keeping(&self, keep: &Arc<Handover>) -> Client {
         self.connect(Some(keep.clone())).await
     }
 
-    async fn connect(&self, keep: Option<Arc<Keep>>) -> Client {
-        let cfg = Config { keep, ..Config::new(vec![Endpoint::Sim(MDS)]) };
+    async fn connect(&self, keep: Option<Arc<Handover>>) -> Client {
+        let cfg = Config { handover: keep, ..Config::new(vec![Endpoint::Sim(MDS)]) };
         Client::connect(cfg, Env::system(), self.fabric.clone()).await.unwrap()
     }
 }

@@ -1,0 +1,130 @@
+//! Reading and writing foreign memory, a GPU's for one.
+
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicI64, Ordering::Relaxed},
+};
+
+use strake_fabric::Foreign;
+use strake_proto::{Code, Error, Result, checksum::BLOCK, layout::MAX_FILE_SIZE};
+
+use super::{File, O_DSYNC, Teller};
+use crate::{
+    config::Counters,
+    core::Core,
+    data::foreign::{Arrived, MOST},
+    inode::{Inode, O_ACCMODE, O_WRONLY},
+    read::cache::Change,
+};
+
+/// How often a write may find that others of this client write the same bytes.
+const TURNS: usize = 8;
+
+/// A write that is under way: nothing that is kept of its range is good while it is, and if it is dropped in the middle nobody knows what is there.
+struct Writing<'a> {
+    inode: &'a Inode,
+    end: u64,
+    _change: Change<'a>,
+    /// Requests that storage servers may have had: without any it changed nothing.
+    handed: AtomicI64,
+    ended: bool,
+}
+
+impl<'a> Writing<'a> {
+    fn begin(core: &'a Core, inode: &'a Inode, range: Range<u64>) -> Writing<'a> {
+        inode.begins(&range);
+        let (end, _change) = (range.end, Change::begin(&core.cache, inode.ino, range));
+        Writing { inode, end, _change, handed: AtomicI64::new(0), ended: false }
+    }
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        if !self.ended && self.handed.load(Relaxed) > 0 {
+            self.inode.write_failed(self.end);
+        }
+    }
+}
+
+impl File {
+    /// Reads `[offset, offset + into.len())`, as far as the file goes, into foreign memory: the storage servers write there, over connections of
+    /// their own, and no byte passes this process but the few that came with an answer. Returns the pieces of the range, in order; of holes nothing
+    /// is written, so the caller clears them, and compares the sums. When this returns, or is dropped, no server reaches the memory any more.
+    ///
+    /// `EOPNOTSUPP` in a sentence where the storage servers are not reached by RDMA, or the memory cannot be registered with the device that leads
+    /// there; otherwise as of [`File::read`]. At most 16 MiB.
+    pub async fn read_foreign(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>> {
+        let h = &self.0;
+        self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
+        check_len(into)?;
+        // What this client holds back is nowhere else.
+        h.core.send_held(&h.inode).await;
+        let size = h.core.fresh_size(&h.inode).await?;
+        h.inode.check_missing(h.since, &(offset..offset.saturating_add(into.len())))?;
+        let end = offset.saturating_add(into.len()).min(size);
+        if offset >= end {
+            return Ok(Vec::new());
+        }
+        h.inode.check_placed()?;
+        Counters::add(&h.core.stats.read_bytes, end - offset);
+        h.core.read_foreign(&h.inode, offset..end, &into.slice(0..end - offset)).await
+    }
+
+    /// Writes foreign memory at `offset`, a multiple of 4 KiB: the storage servers read it, and every byte is on disk in all replicas when this
+    /// returns. That the file has grown is told to the metadata server as after other writes: at the next fsync, or before this returns with
+    /// O_DSYNC or O_SYNC. `sums`: the CRC32C of each 4 KiB of it, the last of which may be shorter; the servers store them and compare. When this returns, or is
+    /// dropped, no server reaches the memory any more; after an error each 4 KiB block of the file is old or new.
+    ///
+    /// Errors as of [`File::read_foreign`], and as of [`File::write`]; `Resend`: what the servers read are not the bytes that were summed.
+    pub async fn write_foreign(&self, offset: u64, from: &Foreign, sums: &[u32]) -> Result<()> {
+        self.check(self.is_writable(), "writing")?;
+        check_len(from)?;
+        self.tell_errors(Teller::Write)?;
+        let wrong = |m: &str| Error::new(Code::Inval, m);
+        if !offset.is_multiple_of(BLOCK as u64) || sums.len() as u64 != from.len().div_ceil(BLOCK as u64) {
+            return Err(wrong(
+                "foreign memory is written from a multiple of 4096 bytes on, with a checksum for each 4096",
+            ));
+        }
+        let end = offset.checked_add(from.len()).filter(|e| *e <= MAX_FILE_SIZE);
+        let range = offset..end.ok_or_else(|| Error::new(Code::FBig, "beyond the largest file size"))?;
+        let (core, inode) = (&self.0.core, &self.0.inode);
+        let _using = core.use_to_change(inode.ino).await?;
+        for _ in 0..TURNS {
+            core.send_held(inode).await;
+            // What is not stable may be written once more, and must not be so over this.
+            core.flush_inode(inode.ino).await?;
+            self.tell_errors(Teller::Write)?;
+            let _turn = inode.ranges.lock(range.clone()).await;
+            if !core.is_unstable(inode, &range) {
+                return self.write_foreign_now(range, from, sums).await;
+            }
+        }
+        Err(Error::new(Code::Busy, "others of this client write the same bytes of the file all the time"))
+    }
+
+    async fn write_foreign_now(&self, range: Range<u64>, from: &Foreign, sums: &[u32]) -> Result<()> {
+        let h = &self.0;
+        let mut writing = Writing::begin(&h.core, &h.inode, range.clone());
+        let (session, done, outcome) = h.core.write_foreign(&h.inode, range.start, (from, sums), &writing.handed).await;
+        writing.ended = outcome.is_ok();
+        if done > 0 {
+            h.inode.wrote(session, range.start..range.start + done, &h.creds)?;
+        }
+        outcome?;
+        if h.flags & O_DSYNC != 0 {
+            h.core.push_size(&h.inode).await?;
+        }
+        Ok(())
+    }
+}
+
+fn check_len(m: &Foreign) -> Result<()> {
+    if m.is_empty() || m.len() > MOST {
+        return Err(Error::new(
+            Code::Inval,
+            format!("{} bytes of foreign memory in one call; 1 to {MOST} are taken", m.len()),
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,77 @@
+//! Holes of open files.
+
+use strake_proto::{Code, Error, Result, layout::MAX_FILE_SIZE};
+
+use super::{File, O_DSYNC, Teller};
+use crate::{read::cache::Change, write::writeback::Back};
+
+impl File {
+    /// Makes `[offset, offset + len)` zeros, without changing the size; whole blocks of 4 KiB take no space any more. What it
+    /// does is unstable like a write. `EINVAL` for a length of 0.
+    pub async fn punch(&self, offset: u64, len: u64) -> Result<()> {
+        self.punch_until(offset, len, ()).await
+    }
+
+    /// As [`File::punch`]; drops `until` as [`File::write_until`].
+    pub async fn punch_until(&self, offset: u64, len: u64, until: impl Send + 'static) -> Result<()> {
+        self.check(self.is_writable(), "writing")?;
+        if len == 0 {
+            return Err(Error::new(Code::Inval, "a hole of no bytes"));
+        }
+        let (me, end) = (self.clone(), offset.saturating_add(len).min(MAX_FILE_SIZE));
+        if offset >= end {
+            return Ok(()); // beyond all files
+        }
+        let punching = async move {
+            let _until = until;
+            let h = &me.0;
+            me.tell_errors(Teller::Write)?;
+            let _using = h.core.use_to_change(h.inode.ino).await?;
+            let _bar = Back::bar(&h.inode);
+            h.core.send_held(&h.inode).await;
+            let _turn = h.inode.ranges.lock(offset..end).await;
+            h.inode.check_placed()?;
+            h.inode.punches();
+            let change = Change::begin(&h.core.cache, h.inode.ino, offset..end);
+            let stable = h.flags & O_DSYNC != 0;
+            let outcome = h.core.punch_range(&h.inode, offset..end, stable).await;
+            drop(change);
+            h.inode.touched(&h.creds);
+            if outcome.is_err() {
+                h.inode.write_failed(0);
+            }
+            outcome?;
+            if stable { h.core.push_size(&h.inode).await } else { Ok(()) }
+        };
+        self.0.core.detached(punching).await
+    }
+
+    /// Where the first data at or behind `offset` begins. `ENXIO` if there is only a hole up to the end, or `offset` is there.
+    /// Bytes that nobody wrote, or that were punched, may be told to be data; never the other way round.
+    pub async fn seek_data(&self, offset: u64) -> Result<u64> {
+        self.seek(offset, true).await
+    }
+
+    /// Where the first hole at or behind `offset` begins: the end of the file is one. `ENXIO` if `offset` is not before it.
+    pub async fn seek_hole(&self, offset: u64) -> Result<u64> {
+        self.seek(offset, false).await
+    }
+
+    async fn seek(&self, offset: u64, data: bool) -> Result<u64> {
+        let h = &self.0;
+        self.check(true, "")?;
+        h.core.send_held(&h.inode).await;
+        let size = h.core.fresh_size(&h.inode).await?;
+        let none = || Error::new(Code::NxIo, "nothing but the end of the file is there");
+        if offset >= size {
+            return Err(none());
+        }
+        h.inode.check_placed()?;
+        match (h.inode.may_have_holes(), data) {
+            (false, true) => Ok(offset),
+            (false, false) => Ok(size),
+            (true, true) => h.core.seek_data(&h.inode, offset).await?.filter(|at| *at < size).ok_or_else(none),
+            (true, false) => h.core.seek_hole(&h.inode, offset, size).await,
+        }
+    }
+}

@@ -1,0 +1,798 @@
+//! Open files.
+
+mod append;
+mod fit;
+mod foreign;
+mod holes;
+mod mapped;
+
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+};
+
+use futures_util::future::join_all;
+use parking_lot::Mutex;
+use strake_fabric::{Buf, watch};
+use strake_proto::{
+    Code, Error, Ino, Result, SessionId,
+    cap::{self, CAP_LEN},
+    layout::{MAX_FILE_SIZE, StripeMap},
+    pb,
+};
+use tokio::time::Instant;
+
+use append::Tail;
+pub use append::{Landed, Part as AppendPart};
+pub use mapped::AsOf;
+
+use crate::{
+    Client,
+    api::names::{Mode, ok, op},
+    config::Counters,
+    core::Core,
+    data::buffers,
+    inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
+    leases::open_cache,
+    metadata::opens::Opening,
+    read::cache::{Change, Part, Reader, Tenure, UNIT},
+    read::readahead::ReadAhead,
+    write::writeback::{Taken, covers, overlay},
+};
+
+const O_TRUNC: u32 = 0o1000;
+pub(crate) const O_APPEND: u32 = 0o2000;
+/// Linux's `FMODE_EXEC`: the kernel opens a program to run it. No program can ask for it by open(2).
+pub(crate) const O_EXEC: u32 = 0o40;
+const O_DSYNC: u32 = 0o10000;
+const O_DIRECT: u32 = 0o40000;
+/// Reads of fewer bytes do not keep buffers of the pool.
+const SMALL: usize = 64 << 10;
+
+/// An open file. Clones are the same open file; the last one to go closes it, but only [`File::close`] tells whether
+/// the bytes are safe.
+#[derive(Clone)]
+pub struct File(Arc<Handle>);
+
+/// An open file as the metadata servers know it. Several that programs have open may be one there.
+pub(crate) struct Open {
+    pub inode: Arc<Inode>,
+    /// That opened it.
+    pub session: SessionId,
+}
+
+/// How bytes are written.
+#[derive(Clone, Copy, Default)]
+struct Way {
+    /// `NoSession`, and nothing is sent, in another session.
+    only: Option<SessionId>,
+    /// They are within the file as it was, and do not make it longer again if it was cut.
+    within: bool,
+}
+
+impl Way {
+    fn only(session: SessionId) -> Way {
+        Way { only: Some(session), within: false }
+    }
+}
+
+/// Calls that tell of lost writes.
+#[derive(Clone, Copy)]
+enum Teller {
+    Write,
+    Sync,
+    Close,
+}
+
+struct Handle {
+    core: Arc<Core>,
+    inode: Arc<Inode>,
+    creds: pb::Creds,
+    flags: u32,
+    /// Until it is closed.
+    open: Mutex<Option<Arc<Open>>>,
+    ahead: Mutex<ReadAhead>,
+    /// Write-back errors of the inode that this handle's writes, syncs and closes have told, or that came before it.
+    told_errors: [AtomicU64; 3],
+    closed: AtomicBool,
+    /// See [`Inode::handle_opened`].
+    since: u64,
+    /// An append of which more is to come.
+    tail: Mutex<Option<Tail>>,
+}
+
+impl Client {
+    /// Opens a regular file. `flags` as on Linux: access mode, O_APPEND (use [`File::append`]), O_TRUNC, O_DSYNC/O_SYNC
+    /// (writes return when stable), O_DIRECT (no read-ahead). Linux's `FMODE_EXEC`: the right to run it is enough.
+    pub async fn open(&self, creds: &pb::Creds, ino: Ino, flags: u32) -> Result<(File, pb::Attr)> {
+        let (mut flags, exec) = (flags & !O_EXEC, flags & O_EXEC);
+        if open_cache::is_kept(flags)
+            && let Some(open) = self.core.open_kept(creds, ino, flags)
+        {
+            return Ok(open);
+        }
+        let (core, creds) = (self.core.clone(), creds.clone());
+        let opening = async move {
+            if flags & O_ACCMODE != 0 {
+                core.may_alter()?;
+            }
+            let open = |flags| op(pb::op::Op::Open(pb::Open { ino, flags }));
+            let opening = core.opening(Some(ino), flags).await;
+            let mut r = ok(core.meta(&creds, vec![open(flags & (O_ACCMODE | O_APPEND))]).await?);
+            // Most programs may be read: those are opened as any file is, so that they can be kept open.
+            if exec != 0 && flags & O_ACCMODE == 0 && r.as_ref().is_err_and(|e| e.code == Code::Access) {
+                flags |= exec;
+                r = ok(core.meta(&creds, vec![open(exec)]).await?);
+            }
+            let r = r?;
+            let file = core.file(r, &creds, flags, opening).await?;
+            file.truncate_at_open(flags & O_TRUNC != 0).await
+        };
+        self.core.detached(opening).await
+    }
+
+    /// Whether a file is open in this client.
+    pub fn is_open(&self, ino: Ino) -> bool {
+        self.core.live_inode(ino).is_some() && !self.core.open_cache.holds_alone(ino)
+    }
+
+    /// Creates and opens a regular file in one request; opens it when it is there, unless `exclusive` (`EEXIST`).
+    /// `layout` goes over the directory's default.
+    pub async fn create(
+        &self,
+        creds: &pb::Creds,
+        parent: Ino,
+        name: &[u8],
+        mode: impl Into<Mode>,
+        flags: u32,
+        exclusive: bool,
+        layout: Option<pb::LayoutSpec>,
+    ) -> Result<(File, pb::Attr)> {
+        let (core, creds) = (self.core.clone(), creds.clone());
+        let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
+        let opening = async move {
+            let flags_sent = flags & (O_ACCMODE | O_APPEND);
+            let create = pb::Create { parent, name, mode: bits, exclusive, layout, flags: flags_sent, umask };
+            let opening = core.opening(None, flags).await;
+            let r = ok(core.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
+            let created = r.last().is_some_and(|r| r.created);
+            let file = core.file(r, &creds, flags, opening).await?;
+            file.truncate_at_open(flags & O_TRUNC != 0 && !created).await
+        };
+        self.core.detached(opening).await
+    }
+
+    /// Makes and opens a regular file without a name, as if in the directory `parent`. It is gone when it is closed, unless
+    /// [`Client::link`] gave it a name before, which `linkable` allows.
+    pub async fn tmpfile(
+        &self,
+        creds: &pb::Creds,
+        parent: Ino,
+        mode: impl Into<Mode>,
+        flags: u32,
+        linkable: bool,
+    ) -> Result<(File, pb::Attr)> {
+        let (core, creds, Mode { bits, umask }) = (self.core.clone(), creds.clone(), mode.into());
+        let opening = async move {
+            let flags_sent = flags & (O_ACCMODE | O_APPEND);
+            let make = pb::Tmpfile { parent, mode: bits, umask, flags: flags_sent, linkable, layout: None };
+            let opening = core.opening(None, flags).await;
+            let r = ok(core.meta(&creds, vec![op(pb::op::Op::Tmpfile(make))]).await?)?;
+            let file = core.file(r, &creds, flags, opening).await?;
+            let attr = file.attr();
+            Ok((file, attr))
+        };
+        self.core.detached(opening).await
+    }
+}
+
+impl Core {
+    /// A handle from the answer to an open.
+    pub(crate) async fn file(
+        self: &Arc<Self>,
+        mut r: Vec<pb::OpResult>,
+        creds: &pb::Creds,
+        flags: u32,
+        opening: Opening,
+    ) -> Result<File> {
+        let bad = |m: &str| Error::new(Code::Protocol, m);
+        let r = r.pop().ok_or_else(|| bad("an empty answer to an open"))?;
+        let attr = r.attr.ok_or_else(|| bad("no attributes in the answer to an open"))?;
+        let made = async {
+            let not_regular = || Error::new(Code::IsDir, "only regular files are opened for data");
+            let layout = r.layout.ok_or_else(not_regular)?;
+            let stripes = Arc::new(self.resolve(attr.ino, &layout).await?);
+            let placed = Placed { layout, stripes };
+            let sealed: &[u8; CAP_LEN] =
+                r.capability[..].try_into().map_err(|_| bad("no capability for an open file"))?;
+            let session = cap::peek(sealed).session;
+            let inode = self.inode(attr.ino, || Inode::new(attr, placed.clone()));
+            inode.set_placed(placed, &attr);
+            inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND | O_EXEC), creds)?;
+            Ok((inode, session))
+        };
+        let (writer, pages) = (r.writer, r.pages);
+        match made.await {
+            Ok((inode, session)) => {
+                let keep = self.cfg.handover.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
+                if pages {
+                    self.pages.mark(inode.ino);
+                }
+                inode.opened(session, writer, keep);
+                self.counted_open(opening.since);
+                if !open_cache::is_kept(flags) {
+                    self.stop_keeping(inode.ino);
+                }
+                let open = Arc::new(Open { inode, session });
+                if open_cache::is_kept(flags) {
+                    self.keep_open(&open, creds);
+                }
+                let file = File::new(self, open, creds, flags);
+                if flags & O_ACCMODE == O_RDWR {
+                    self.leave_shared_pages(file.ino()).await;
+                }
+                Ok(file)
+            }
+            Err(e) => {
+                // The server counts it as open.
+                self.counted_open(opening.since);
+                self.tell_closed(&[attr.ino], opening.since).await;
+                let session = self.current_session().map_or(0, |s| s.id);
+                let release = match self.live_inode(attr.ino) {
+                    Some(inode) => inode.opened_again(session, writer),
+                    None => {
+                        Some(Release { writer: Writer { session, index: writer }, surplus: false, kept: Vec::new() })
+                    }
+                };
+                self.release_later(attr.ino, release);
+                Err(e)
+            }
+        }
+    }
+
+    /// The layout's arithmetic; with a newer map if it names chains that this one lacks.
+    async fn resolve(self: &Arc<Self>, ino: Ino, layout: &pb::Layout) -> Result<StripeMap> {
+        let map = self.map();
+        match StripeMap::resolve(ino, layout, &map) {
+            Err(e) if e.code == Code::Io => {
+                self.refresh_map(map.version()).await;
+                StripeMap::resolve(ino, layout, &self.map())
+            }
+            r => r,
+        }
+    }
+
+    /// Fetches a range into the cache, in parts of a unit at most, as far as there is room. Returns how far that was.
+    fn prefetch(self: &Arc<Self>, inode: &Arc<Inode>, tenure: Tenure, range: Range<u64>, size: u64) -> u64 {
+        let units = range.start / UNIT..range.end.div_ceil(UNIT);
+        for unit in units.map(|n| range.start.max(n * UNIT)..((n + 1) * UNIT).min(size)) {
+            let mut cache = self.cache.lock();
+            for part in cache.missing(inode.ino, tenure, unit) {
+                let (done, rx) = watch::channel(false);
+                let id = cache.expect_ahead(inode.ino, tenure, part.clone(), Instant::now(), rx);
+                let Some(id) = id else { return part.start };
+                let (core, inode) = (self.clone(), inode.clone());
+                self.env.spawn(async move {
+                    let bytes = core.read_range(&inode, part).await.ok();
+                    core.cache.lock().arrived(id, bytes, Instant::now());
+                    done.send_replace(true);
+                });
+            }
+        }
+        range.end
+    }
+
+    /// One part of a read: from the cache if it came, else from the servers.
+    async fn fetch_part(
+        self: &Arc<Self>,
+        inode: &Inode,
+        tenure: Tenure,
+        part: Part,
+        reader: Reader,
+    ) -> Result<Vec<Buf>> {
+        match part {
+            Part::Here(bufs) => {
+                Counters::add(&self.stats.cached_bytes, buffers::total(&bufs) as u64);
+                Ok(bufs)
+            }
+            Part::Fetch(range) => self.fetch(inode, tenure, range, reader).await,
+            Part::Coming(mut done, range) => {
+                // An error means that the fetcher is gone; the range is then not here either.
+                let _ = done.wait_for(|d| *d).await;
+                let again = self.cache.lock().plan(inode.ino, tenure, range.clone(), reader);
+                match <[Part; 1]>::try_from(again) {
+                    Ok([Part::Here(bufs)]) => {
+                        Counters::add(&self.stats.cached_bytes, buffers::total(&bufs) as u64);
+                        Ok(bufs)
+                    }
+                    _ => self.read_range(inode, range).await,
+                }
+            }
+        }
+    }
+
+    /// Bytes that are not here; they are kept, unless somebody is passing through who will not come back.
+    async fn fetch(
+        self: &Arc<Self>,
+        inode: &Inode,
+        tenure: Tenure,
+        range: Range<u64>,
+        reader: Reader,
+    ) -> Result<Vec<Buf>> {
+        let id = match reader {
+            Reader::Returns => self.cache.lock().expect(inode.ino, tenure, range.clone()),
+            Reader::Streams => None,
+        };
+        let expected = Expected { core: self, id };
+        let bufs = self.read_range(inode, range).await?;
+        expected.arrived(&bufs);
+        Ok(bufs)
+    }
+
+    /// All bytes written through this client are stable and the size is in the metadata log.
+    pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
+        self.send_held(inode).await;
+        self.fence(inode).await?;
+        self.flush_inode(inode.ino).await?;
+        self.push_size(inode).await
+    }
+}
+
+/// A fetch that the cache expects; given up when it is dropped.
+struct Expected<'a> {
+    core: &'a Core,
+    id: Option<u64>,
+}
+
+impl Expected<'_> {
+    fn arrived(mut self, bufs: &[Buf]) {
+        let Some(id) = self.id.take() else { return };
+        // Small ones are copied: kept for long they would leave no room in one piece for large ones between them.
+        let small = buffers::total(bufs) < SMALL && buffers::road(bufs).is_some();
+        let kept = if small { vec![buffers::detached(bufs)] } else { bufs.to_vec() };
+        self.core.cache.lock().arrived(id, Some(kept), Instant::now());
+    }
+}
+
+impl Drop for Expected<'_> {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            self.core.cache.lock().arrived(id, None, Instant::now());
+        }
+    }
+}
+
+impl Handle {
+    fn new(core: &Arc<Core>, open: Arc<Open>, creds: &pb::Creds, flags: u32) -> Handle {
+        let inode = open.inode.clone();
+        Handle {
+            core: core.clone(),
+            creds: creds.clone(),
+            flags,
+            open: Mutex::new(Some(open)),
+            ahead: Mutex::new(ReadAhead::new(core.cfg.read_ahead_bytes as u64)),
+            told_errors: [(); 3].map(|()| AtomicU64::new(inode.errors())),
+            closed: AtomicBool::new(false),
+            since: inode.handle_opened(flags),
+            tail: Mutex::new(None),
+            inode,
+        }
+    }
+}
+
+impl File {
+    pub(crate) fn new(core: &Arc<Core>, open: Arc<Open>, creds: &pb::Creds, flags: u32) -> File {
+        File(Arc::new(Handle::new(core, open, creds, flags)))
+    }
+
+    async fn truncate_at_open(self, wanted: bool) -> Result<(File, pb::Attr)> {
+        let attr = if wanted && self.is_writable() { self.truncate(0).await? } else { self.attr() };
+        Ok((self, attr))
+    }
+
+    fn is_writable(&self) -> bool {
+        matches!(self.0.flags & O_ACCMODE, O_WRONLY | O_RDWR)
+    }
+
+    fn check(&self, ok: bool, what: &str) -> Result<()> {
+        match (self.0.closed.load(Relaxed), ok) {
+            (true, _) => Err(Error::new(Code::BadF, "the file is closed")),
+            (false, false) => Err(Error::new(Code::BadF, format!("the file is not open for {what}"))),
+            (false, true) => Ok(()),
+        }
+    }
+
+    /// The inode.
+    pub fn ino(&self) -> Ino {
+        self.0.inode.ino
+    }
+
+    /// How the file is striped, and over which chains.
+    pub fn layout(&self) -> pb::Layout {
+        self.0.inode.placed().layout
+    }
+
+    /// The flags it was opened with.
+    pub fn flags(&self) -> u32 {
+        self.0.flags
+    }
+
+    /// Who opened it, on whose behalf it is written.
+    pub fn opener(&self) -> &pb::Creds {
+        &self.0.creds
+    }
+
+    /// Attributes as last heard, with the size of this client's own writes. [`Client::getattr`] asks.
+    pub fn attr(&self) -> pb::Attr {
+        self.0.inode.attr()
+    }
+
+    /// The bytes of `[offset, offset + len)` below the end of the file, as segments in order; holes as zeros.
+    pub async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
+        let h = &self.0;
+        self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
+        let size = h.core.fresh_size(&h.inode).await?;
+        self.read_below(size, offset, len).await
+    }
+
+    async fn read_below(&self, size: u64, offset: u64, len: usize) -> Result<Vec<Buf>> {
+        let h = &self.0;
+        h.inode.check_missing(h.since, &(offset..offset.saturating_add(len as u64)))?;
+        let end = offset.saturating_add(len as u64).min(size);
+        if offset >= end {
+            return Ok(Vec::new());
+        }
+        h.inode.check_placed()?;
+        // First: what arrives meanwhile is where the rest comes from.
+        let over = h.inode.back.look(&(offset..end));
+        Counters::add(&h.core.stats.read_bytes, end - offset);
+        if covers(&over, &(offset..end)) {
+            return Ok(over.into_iter().map(|(_, b)| b).collect());
+        }
+        // What another may write must not be kept.
+        let known = h.core.known_size(&h.inode).filter(|_| h.flags & O_DIRECT == 0 && !h.inode.is_doubtful());
+        let bufs = match known {
+            Some((_, tenure)) => self.read_cached(offset..end, size, tenure).await?,
+            None => h.core.read_range(&h.inode, offset..end).await?,
+        };
+        Ok(if over.is_empty() { bufs } else { overlay(&bufs, &(offset..end), over) })
+    }
+
+    /// What [`File::read`] would return, if everything it needs is in memory: never waits. `None`: ask `read`. Must be
+    /// called where tasks can be spawned, because reading on may start the next fetch.
+    pub fn read_ready(&self, offset: u64, len: usize) -> Option<Vec<Buf>> {
+        let h = &self.0;
+        self.check(h.flags & O_ACCMODE != O_WRONLY, "reading").ok()?;
+        let (size, tenure) = h.core.known_size(&h.inode)?;
+        h.inode.check_placed().ok()?;
+        let range = offset..offset.saturating_add(len as u64).min(size);
+        if h.flags & O_DIRECT != 0 || range.is_empty() || h.inode.is_doubtful() {
+            return None;
+        }
+        h.inode.check_missing(h.since, &(offset..offset.saturating_add(len as u64))).ok()?;
+        let over = h.inode.back.look(&range);
+        if !over.is_empty() {
+            let all = covers(&over, &range);
+            return all.then(|| over.into_iter().map(|(_, b)| b).collect());
+        }
+        if !h.core.cache.lock().is_here(h.inode.ino, tenure, &range) {
+            return None;
+        }
+        let (parts, ..) = self.plan(range.clone(), size, tenure);
+        let mut out = Vec::with_capacity(parts.len());
+        for p in parts {
+            match p {
+                Part::Here(bufs) => out.extend(bufs),
+                // Gone in this moment.
+                Part::Coming(..) | Part::Fetch(_) => return None,
+            }
+        }
+        Counters::add(&h.core.stats.cached_bytes, range.end - range.start);
+        Counters::add(&h.core.stats.read_bytes, range.end - range.start);
+        Some(out)
+    }
+
+    /// Where the parts of a read come from. Has more read ahead if it is in order.
+    fn plan(&self, range: Range<u64>, size: u64, tenure: Tenure) -> (Vec<Part>, Reader) {
+        let h = &self.0;
+        let (ahead, in_order, expected) = {
+            let mut a = h.ahead.lock();
+            let expected = range.end <= a.asked();
+            (a.on_read(range.start, range.end - range.start, size), a.is_in_order(), expected)
+        };
+        let (parts, reader) = {
+            let mut cache = h.core.cache.lock();
+            let reader = if in_order { cache.in_order(size) } else { Reader::Returns };
+            (cache.plan(h.inode.ino, tenure, range, reader), reader)
+        };
+        if expected && parts.iter().any(|p| matches!(p, Part::Fetch(_))) {
+            h.ahead.lock().wasted();
+        }
+        if let Some(ahead) = ahead {
+            let end = h.core.prefetch(&h.inode, tenure, ahead, size);
+            h.ahead.lock().reached(end);
+        }
+        (parts, reader)
+    }
+
+    async fn read_cached(&self, range: Range<u64>, size: u64, tenure: Tenure) -> Result<Vec<Buf>> {
+        let h = &self.0;
+        let (parts, reader) = self.plan(range, size, tenure);
+        let mut out = Vec::new();
+        for r in join_all(parts.into_iter().map(|p| h.core.fetch_part(&h.inode, tenure, p, reader))).await {
+            out.extend(r?);
+        }
+        Ok(out)
+    }
+
+    /// As [`File::read`], copied. Returns the bytes read.
+    pub async fn read_into(&self, offset: u64, dst: &mut [u8]) -> Result<usize> {
+        let mut at = 0;
+        for b in self.read(offset, dst.len()).await? {
+            dst[at..at + b.len()].copy_from_slice(&b);
+            at += b.len();
+        }
+        Ok(at)
+    }
+
+    /// Writes `data` at `offset`: when it returns, every byte is with all in-sync replicas, in memory or on disk (on
+    /// disk with O_DSYNC or O_SYNC). Overlapping writes of one client land in the order they were called. The
+    /// buffers must not change any more.
+    ///
+    /// Returns the bytes written: fewer than given only when space ran out on the way, or at the largest size of a file (`EFBIG` for
+    /// a write that begins there). After an error each 4 KiB block is old or new.
+    ///
+    /// With [`crate::Config::write_back`] it may return before they are sent: then an error is told by the next sync or close.
+    pub async fn write(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
+        self.write_until(offset, data, ()).await
+    }
+
+    /// As [`File::write`]; drops `until` when nothing more of it can happen, also if the caller goes away.
+    pub async fn write_until(&self, offset: u64, data: Vec<Buf>, until: impl Send + 'static) -> Result<usize> {
+        self.check(self.is_writable(), "writing")?;
+        let (mut taken, len) = (self.hold_back(offset, &data)?, buffers::total(&data));
+        if taken == Taken::Held {
+            return Ok(len);
+        }
+        let me = self.clone();
+        let writing = async move {
+            let _until = until;
+            let (core, inode) = (&me.0.core, &me.0.inode);
+            for _ in 0..2 {
+                match taken {
+                    Taken::Full => core.send_held(inode).await,
+                    Taken::Ask => core.ask_space(inode, offset, len as u64).await,
+                    Taken::Held | Taken::Through => break,
+                }
+                taken = me.hold_back(offset, &data)?;
+            }
+            if taken == Taken::Held {
+                return Ok(len);
+            }
+            core.send_held(inode).await;
+            me.write_alone(offset, data).await
+        };
+        self.0.core.detached(writing).await
+    }
+
+    fn hold_back(&self, offset: u64, data: &[Buf]) -> Result<Taken> {
+        let h = &self.0;
+        self.tell_errors(Teller::Write)?;
+        let end = offset.saturating_add(buffers::total(data) as u64);
+        if end > MAX_FILE_SIZE {
+            return Ok(Taken::Through);
+        }
+        Ok(h.core.hold_back(&h.inode, &h.creds, h.flags, offset, data))
+    }
+
+    /// As [`File::write`], from a slice (copied), all of it.
+    pub async fn write_all_at(&self, offset: u64, data: &[u8]) -> Result<()> {
+        let mut b = self.0.core.fabric.pool().get(data.len()).await?;
+        b.copy_from_slice(data);
+        let n = self.write(offset, vec![b.freeze()]).await?;
+        if n < data.len() { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(()) }
+    }
+
+    /// As [`File::write_now`], while nobody else has pages of the file.
+    async fn write_alone(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
+        let (core, ino) = (&self.0.core, self.0.inode.ino);
+        loop {
+            let using = core.use_to_change(ino).await?;
+            let way = Way { only: using.session(), within: false };
+            match self.write_now(offset, data.clone(), way).await {
+                // With it the lock was lost. What was sent was sent under it.
+                Err(e) if e.code == Code::NoSession && way.only.is_some() => {}
+                written => return written,
+            }
+        }
+    }
+
+    async fn write_now(&self, offset: u64, data: Vec<Buf>, Way { only, within }: Way) -> Result<usize> {
+        let h = &self.0;
+        self.tell_errors(Teller::Write)?;
+        let data = up_to_the_largest(offset, data)?;
+        let len = buffers::total(&data);
+        if len == 0 {
+            return Ok(0);
+        }
+        let end = offset + len as u64;
+        let stable = h.flags & O_DSYNC != 0;
+        // Room first: who waits for it must not hold up the flush that makes it.
+        let room = if stable { None } else { Some(h.core.reserve(len).await?) };
+        let _turn = h.inode.ranges.lock(offset..end).await;
+        h.inode.begins(&(offset..end));
+        let change = Change::begin(&h.core.cache, h.inode.ino, offset..end);
+        let (session, done, outcome) = h.core.write_range(&h.inode, offset, &data, (stable, only), room).await;
+        drop(change);
+        if done > 0 {
+            let range = offset..offset + done;
+            match within {
+                true => h.inode.wrote_within(session, range, &h.creds)?,
+                false => h.inode.wrote(session, range, &h.creds)?,
+            }
+        }
+        let unsent = outcome.as_ref().is_err_and(|e| e.code == Code::NoSession);
+        if done < len as u64 && !unsent {
+            h.inode.write_failed(end);
+        }
+        match outcome {
+            Err(e) if done == 0 || e.code != Code::NoSpc => return Err(e),
+            _ => {}
+        }
+        if stable {
+            h.core.push_size(&h.inode).await?;
+        }
+        Ok(done as usize)
+    }
+
+    /// The file is changed in nothing, but as if it were written: mtime, ctime and set-id bits.
+    pub fn touch(&self) -> Result<()> {
+        self.check(self.is_writable(), "writing")?;
+        self.0.inode.touched(&self.0.creds);
+        Ok(())
+    }
+
+    pub(crate) fn inode(&self) -> &Arc<Inode> {
+        &self.0.inode
+    }
+
+    /// Bytes of this file are lost to whoever wrote them: the next write, fsync and close of every open file of it say so
+    /// (`EIO`).
+    pub fn lost(&self, why: &str) {
+        self.0.inode.fail_loudly(why);
+    }
+
+    /// Cuts or extends the file. Returns when the bytes beyond are gone from every replica.
+    pub async fn truncate(&self, size: u64) -> Result<pb::Attr> {
+        self.check(self.is_writable(), "writing")?;
+        let me = self.clone();
+        let set = pb::SetAttr { ino: self.ino(), size: Some(size), ..Default::default() };
+        let h = &self.0;
+        h.core.detached(async move { me.0.core.setattr(&me.0.creds, set, true).await }).await
+    }
+
+    /// The file reaches at least to `end`; what is new reads as zeros. Unlike [`File::truncate`] it never cuts off what
+    /// others write at the same time.
+    pub async fn extend(&self, end: u64) -> Result<pb::Attr> {
+        self.check(self.is_writable(), "writing")?;
+        if end > MAX_FILE_SIZE {
+            return Err(Error::new(Code::FBig, "beyond the largest file"));
+        }
+        let me = self.clone();
+        let extending = async move {
+            let (h, extend) = (&me.0, op(pb::op::Op::Extend(pb::Extend { ino: me.ino(), end, holes: true })));
+            let r = h.core.meta_as_opener(&h.creds, vec![extend]).await?;
+            let attr = r.first().and_then(|r| r.attr.as_ref());
+            let attr = attr.ok_or_else(|| Error::new(Code::Protocol, "no attributes in the answer to an extension"))?;
+            Ok(h.inode.take_attr(attr))
+        };
+        self.0.core.detached(extending).await
+    }
+
+    /// Returns when all bytes written are stable on every in-sync replica and the size is in the metadata servers'
+    /// log. An error of an earlier write-back is reported once per open file.
+    pub async fn fsync(&self) -> Result<()> {
+        self.check(true, "")?;
+        self.sync(Teller::Sync).await
+    }
+
+    /// What close(2) does: as [`File::fsync`].
+    pub async fn flush(&self) -> Result<()> {
+        self.check(true, "")?;
+        self.sync(Teller::Close).await
+    }
+
+    /// Bytes that were written are lost, and this call is to tell so: the first sync or close, as on Linux. What was lost
+    /// by a restart of the mount is told by the first of each, and by the first write.
+    fn tell_errors(&self, by: Teller) -> Result<()> {
+        let told = &self.0.told_errors;
+        let seen = told[by as usize].load(Relaxed);
+        let Some((errors, e, by_each)) = self.0.inode.error_since(seen) else { return Ok(()) };
+        match (by, by_each) {
+            (Teller::Write, false) => return Ok(()),
+            (_, true) => told[by as usize].store(errors, Relaxed),
+            (_, false) => told.iter().for_each(|t| t.store(errors, Relaxed)),
+        }
+        Err(e)
+    }
+
+    async fn sync(&self, by: Teller) -> Result<()> {
+        let me = self.clone();
+        let syncing = async move {
+            let h = &me.0;
+            let outcome = h.core.sync_inode(&h.inode).await;
+            me.tell_errors(by).and(outcome)
+        };
+        self.0.core.detached(syncing).await
+    }
+
+    /// Flushes and closes, for all clones. The file is closed even when it fails.
+    pub async fn close(self) -> Result<()> {
+        if self.0.closed.swap(true, Relaxed) {
+            return Err(Error::new(Code::BadF, "the file is closed"));
+        }
+        self.0.tail.lock().take();
+        let outcome = self.sync(Teller::Close).await;
+        let h = &self.0;
+        let Some(open) = h.open.lock().take().and_then(Arc::into_inner) else { return outcome };
+        let core = h.core.clone();
+        let gone = h.core.detached(async move {
+            forget(core, open).await;
+            Ok(())
+        });
+        let gone = gone.await;
+        outcome.and(gone)
+    }
+}
+
+/// What of a write there is room for below the largest size; an error where there is none.
+fn up_to_the_largest(offset: u64, data: Vec<Buf>) -> Result<Vec<Buf>> {
+    let len = buffers::total(&data) as u64;
+    match MAX_FILE_SIZE.saturating_sub(offset) {
+        room if room >= len => Ok(data),
+        0 => Err(Error::new(Code::FBig, "beyond the largest file size")),
+        room => Ok(buffers::cut(&data, 0, room as usize)),
+    }
+}
+
+/// Tells the metadata server that a handle is gone.
+async fn forget(core: Arc<Core>, open: Open) {
+    let inode = &open.inode;
+    let (now, since) = (core.current_session().map(|s| s.id), core.reassertions());
+    let counted = inode.closed(open.session, now);
+    if inode.handles() == 0 {
+        // A killed program's write or append goes on by itself. Once this client is not on record, nobody looks out for it.
+        drop((inode.appending.lock().await, inode.ranges.lock_all().await));
+    }
+    // What a write that ran beside the close left. Nobody waits for it who may write next, once this client is not on record.
+    core.send_held(inode).await;
+    if inode.handles() == 0 {
+        core.leave_closed_pages(inode.ino).await;
+    }
+    if counted {
+        core.tell_closed(&[inode.ino], since).await;
+    }
+    core.release_later(inode.ino, inode.release());
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.inode.handle_closed(self.since, self.flags);
+        if self.closed.load(Relaxed) || self.core.is_closed() || tokio::runtime::Handle::try_current().is_err() {
+            return;
+        }
+        let (core, inode) = (self.core.clone(), self.inode.clone());
+        let open = self.open.get_mut().take().and_then(Arc::into_inner);
+        self.core.env.spawn(async move {
+            if let Err(e) = core.sync_inode(&inode).await {
+                tracing::warn!(ino = inode.ino, "a file that nobody closed could not be flushed: {e}");
+            }
+            if let Some(open) = open {
+                forget(core, open).await;
+            }
+        });
+    }
+}

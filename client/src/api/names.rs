@@ -1,0 +1,397 @@
+//! The namespace: one method per operation, each one request. Attributes are merged with what this client wrote.
+//!
+//! Mutations run to their end even if the caller's future is dropped.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use strake_proto::{Code, Error, Ino, Result, pb};
+use tokio::time::Instant;
+
+use crate::{Client, core::Core, write::writeback::Back};
+
+/// POSIX ACLs, and their bits in `Attr.acls`.
+const ACLS: [(&[u8], u32); 2] = [(b"system.posix_acl_access", 1), (b"system.posix_acl_default", 2)];
+const S_IFMT: u32 = 0o170_000;
+const S_IFLNK: u32 = 0o120_000;
+/// How long [`Client::set_layout`] and [`Client::seal`] wait for those who are closing the file.
+const CLOSING: Duration = Duration::from_secs(1);
+
+pub(crate) fn op(o: pb::op::Op) -> pb::Op {
+    pb::Op { op: Some(o) }
+}
+
+/// The results of a list that went through, or its failure.
+pub(crate) fn ok(mut results: Vec<pb::OpResult>) -> Result<Vec<pb::OpResult>> {
+    match results.last_mut().and_then(|r| r.status.take()) {
+        Some(s) if s.code != 0 => Err(s.into()),
+        _ => Ok(results),
+    }
+}
+
+fn attr_of(r: pb::OpResult) -> Result<pb::Attr> {
+    r.attr.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the attributes out"))
+}
+
+/// With which permission bits something is made. From a number: with these, whatever the caller's umask is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Mode {
+    /// Permission bits, of a node also its type.
+    pub bits: u32,
+    /// Bits to leave out, unless the directory has a default ACL, which decides instead.
+    pub umask: u32,
+}
+
+impl From<u32> for Mode {
+    fn from(bits: u32) -> Mode {
+        Mode { bits, umask: 0 }
+    }
+}
+
+/// What [`Client::get_layout`] tells.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LayoutInfo {
+    /// Of a regular file.
+    pub layout: Option<pb::Layout>,
+    /// A directory's own default, if it has one.
+    pub spec: Option<pb::LayoutSpec>,
+    /// What a file created in the directory now would get (without chains).
+    pub effective: Option<pb::Layout>,
+}
+
+/// A page of a directory.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DirPage {
+    /// In order of their cookies. A cookie belongs to one name as long as that name exists.
+    pub entries: Vec<pb::DirEntry>,
+    /// Nothing comes after the last entry.
+    pub end: bool,
+}
+
+impl Client {
+    async fn read_op(&self, creds: &pb::Creds, o: pb::op::Op) -> Result<pb::OpResult> {
+        one(self.core.meta(creds, vec![op(o)]).await?)
+    }
+
+    async fn write_op(&self, creds: &pb::Creds, o: pb::op::Op) -> Result<pb::OpResult> {
+        let (core, creds) = (self.core.clone(), creds.clone());
+        self.core.detached(async move { one(core.meta(&creds, vec![op(o)]).await?) }).await
+    }
+
+    async fn merged(&self, r: pb::OpResult) -> Result<pb::Attr> {
+        self.core.merge(attr_of(r)?).await
+    }
+
+    /// The inode behind a name. `ENOENT`, `ENOTDIR`, `EACCES`.
+    pub async fn lookup(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+        match self.core.lease_cache.lookup(self.core.env.boot(), creds, parent, name) {
+            Some(Some(attr)) => {
+                self.core.recent_lookups.note(attr.ino, Bytes::new());
+                return self.core.merge(attr).await;
+            }
+            Some(None) => return Err(Error::new(Code::NoEnt, "no such name")),
+            None => {}
+        }
+        let o = pb::op::Op::Lookup(pb::Lookup { parent, name: name.to_vec().into() });
+        let r = self.read_op(creds, o).await?;
+        self.core.recent_lookups.note(r.ino, r.data.clone());
+        self.merged(r).await
+    }
+
+    /// The inode behind a name as the metadata servers know it now, whatever this client remembers and whoever asks.
+    pub async fn lookup_now(&self, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+        let o = pb::op::Op::Lookup(pb::Lookup { parent, name: name.to_vec().into() });
+        attr_of(self.read_op(&pb::Creds::default(), o).await?)
+    }
+
+    /// Attributes, with the size and mtime of this client's own writes.
+    pub async fn getattr(&self, creds: &pb::Creds, ino: Ino) -> Result<pb::Attr> {
+        if let Some(inode) = self.core.live_inode(ino)
+            && (inode.is_dirty() || !inode.back.is_empty())
+        {
+            self.core.tell_all(&inode).await?;
+        }
+        if let Some(attr) = self.core.lease_cache.attr(self.core.env.boot(), ino) {
+            return self.core.merge(attr).await;
+        }
+        self.merged(self.read_op(creds, pb::op::Op::Getattr(pb::GetAttr { ino })).await?).await
+    }
+
+    /// Changes attributes. With a size it returns when the bytes beyond it are gone from every replica; writes of this
+    /// client that were begun before are done first.
+    pub async fn setattr(&self, creds: &pb::Creds, set: pb::SetAttr) -> Result<pb::Attr> {
+        let (core, creds) = (self.core.clone(), creds.clone());
+        self.core.detached(async move { core.setattr(&creds, set, false).await }).await
+    }
+
+    /// Whether `creds` may do what `mask` (R_OK 4 | W_OK 2 | X_OK 1) asks. `EACCES`.
+    pub async fn access(&self, creds: &pb::Creds, ino: Ino, mask: u32) -> Result<()> {
+        self.read_op(creds, pb::op::Op::Access(pb::Access { ino, mask })).await.map(drop)
+    }
+
+    /// Makes a directory.
+    pub async fn mkdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8], mode: impl Into<Mode>) -> Result<pb::Attr> {
+        let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
+        attr_of(self.write_op(creds, pb::op::Op::Mkdir(pb::Mkdir { parent, name, mode: bits, umask })).await?)
+    }
+
+    /// Makes a file, fifo, socket or device, by the type in `mode`; `rdev` is Linux-encoded.
+    pub async fn mknod(
+        &self,
+        creds: &pb::Creds,
+        parent: Ino,
+        name: &[u8],
+        mode: impl Into<Mode>,
+        rdev: u32,
+    ) -> Result<pb::Attr> {
+        let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
+        let o = pb::op::Op::Mknod(pb::Mknod { parent, name, mode: bits, rdev, umask });
+        attr_of(self.write_op(creds, o).await?)
+    }
+
+    /// Makes a symbolic link to `target`, which need not exist.
+    pub async fn symlink(&self, creds: &pb::Creds, parent: Ino, name: &[u8], target: &[u8]) -> Result<pb::Attr> {
+        let (name, target) = (name.to_vec().into(), target.to_vec().into());
+        attr_of(self.write_op(creds, pb::op::Op::Symlink(pb::Symlink { parent, name, target })).await?)
+    }
+
+    /// Whether a name led to the inode lately.
+    pub fn was_found(&self, ino: Ino) -> bool {
+        self.core.recent_lookups.has(ino)
+    }
+
+    /// The target of a symbolic link, also of one that was found and has gone since. `EINVAL` for anything else.
+    pub async fn readlink(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<u8>> {
+        if let Some(target) = self.core.recent_lookups.target(ino) {
+            return Ok(target.to_vec());
+        }
+        Ok(self.read_op(creds, pb::op::Op::Readlink(pb::Readlink { ino })).await?.data.to_vec())
+    }
+
+    /// Gives an inode another name. Returns its attributes, with the new count of links. `EPERM` for a directory.
+    pub async fn link(&self, creds: &pb::Creds, ino: Ino, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+        let o = pb::op::Op::Link(pb::Link { ino, parent, name: name.to_vec().into() });
+        self.merged(self.write_op(creds, o).await?).await
+    }
+
+    /// Removes a name that is not a directory's. The data goes when neither a name nor an open file is left.
+    pub async fn unlink(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<()> {
+        let o = pb::op::Op::Unlink(pb::Unlink { parent, name: name.to_vec().into() });
+        self.write_op(creds, o).await.map(drop)
+    }
+
+    /// Removes an empty directory, else `ENOTEMPTY`. Returns which one it was.
+    pub async fn rmdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<Ino> {
+        let o = pb::op::Op::Rmdir(pb::Rmdir { parent, name: name.to_vec().into() });
+        self.write_op(creds, o).await.map(|r| r.ino)
+    }
+
+    /// `flags`: RENAME_NOREPLACE 1, RENAME_EXCHANGE 2, RENAME_WHITEOUT 4 (`EINVAL` by older metadata servers).
+    pub async fn rename(&self, creds: &pb::Creds, from: (Ino, &[u8]), to: (Ino, &[u8]), flags: u32) -> Result<()> {
+        let o = pb::op::Op::Rename(pb::Rename {
+            parent: from.0,
+            name: from.1.to_vec().into(),
+            new_parent: to.0,
+            new_name: to.1.to_vec().into(),
+            flags,
+        });
+        self.write_op(creds, o).await.map(drop)
+    }
+
+    /// Entries after `cookie` (0 = from the start, else of the last entry seen), at most `limit`, with attributes if
+    /// wanted.
+    pub async fn readdir(&self, creds: &pb::Creds, dir: Ino, cookie: u64, limit: u32, attrs: bool) -> Result<DirPage> {
+        let r = self.read_op(creds, pb::op::Op::Readdir(pb::Readdir { dir, cookie, limit, attrs })).await?;
+        let mut page = DirPage { entries: r.entries, end: r.end };
+        for e in &mut page.entries {
+            if let Some(a) = e.attr.take() {
+                e.attr = Some(self.core.merge(a).await?);
+            }
+        }
+        Ok(page)
+    }
+
+    /// The value of an extended attribute, `ENODATA` where there is none. Namespaces as in xattr(7).
+    pub async fn getxattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
+        // Linux asks for the ACLs of whatever it checks, and few files have any.
+        let acl = ACLS.iter().find(|(acl, _)| *acl == name).map(|(_, bit)| bit);
+        if let (Some(bit), Some(attr)) = (acl, self.core.lease_cache.attr(self.core.env.boot(), ino))
+            && attr.acls & bit == 0
+            && attr.mode & S_IFMT != S_IFLNK
+        {
+            return Err(Error::new(Code::NoData, "no such ACL"));
+        }
+        let o = pb::op::Op::Getxattr(pb::GetXattr { ino, name: name.to_vec().into() });
+        Ok(self.read_op(creds, o).await?.data.to_vec())
+    }
+
+    /// `flags`: XATTR_CREATE 1, XATTR_REPLACE 2.
+    pub async fn setxattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8], value: &[u8], flags: u32) -> Result<()> {
+        let (name, value) = (name.to_vec().into(), value.to_vec().into());
+        self.write_op(creds, pb::op::Op::Setxattr(pb::SetXattr { ino, name, value, flags })).await.map(drop)
+    }
+
+    /// The names of the extended attributes that the caller may see.
+    pub async fn listxattr(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<Vec<u8>>> {
+        let r = self.read_op(creds, pb::op::Op::Listxattr(pb::ListXattr { ino })).await?;
+        Ok(r.names.iter().map(|n| n.to_vec()).collect())
+    }
+
+    /// Removes an extended attribute, `ENODATA` where there is none.
+    pub async fn removexattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<()> {
+        let o = pb::op::Op::Removexattr(pb::RemoveXattr { ino, name: name.to_vec().into() });
+        self.write_op(creds, o).await.map(drop)
+    }
+
+    /// Space of the file system, or of one pool if named: of files with as many copies as the root's default layout says.
+    pub async fn statfs(&self, creds: &pb::Creds, pool: &str) -> Result<pb::StatfsReply> {
+        self.statfs_in(creds, pool, 0).await
+    }
+
+    /// As [`Client::statfs`], with the default layout of a directory.
+    pub async fn statfs_in(&self, creds: &pb::Creds, pool: &str, dir: Ino) -> Result<pb::StatfsReply> {
+        let r = self.read_op(creds, pb::op::Op::Statfs(pb::Statfs { pool: pool.into(), dir })).await?;
+        r.statfs.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the space out"))
+    }
+
+    /// How a file is striped, or what a directory gives to new files.
+    pub async fn get_layout(&self, creds: &pb::Creds, ino: Ino) -> Result<LayoutInfo> {
+        let r = self.read_op(creds, pb::op::Op::Getlayout(pb::GetLayout { ino })).await?;
+        Ok(LayoutInfo { layout: r.layout, spec: r.spec, effective: r.effective })
+    }
+
+    /// A directory's default (`None` deletes it), or the layout of a file without data (`EEXIST` when it has some,
+    /// `EBUSY` while somebody has it open for writing).
+    pub async fn set_layout(&self, creds: &pb::Creds, ino: Ino, layout: Option<pb::LayoutSpec>) -> Result<()> {
+        self.once_closed(creds, pb::op::Op::Setlayout(pb::SetLayout { ino, layout })).await.map(drop)
+    }
+
+    /// A change of a file that nobody may have open for writing, else `EBUSY`.
+    async fn once_closed(&self, creds: &pb::Creds, change: pb::op::Op) -> Result<pb::OpResult> {
+        let end = Instant::now() + CLOSING;
+        loop {
+            match self.write_op(creds, change.clone()).await {
+                // Closed a moment ago, perhaps: the kernel does not wait for that, and releases are told in groups.
+                Err(e) if e.code == Code::Busy && Instant::now() < end => {
+                    self.core.clone().send_releases().await;
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                r => return r,
+            }
+        }
+    }
+
+    /// How a file is sealed, `ENODATA` where it is not; with `page` also the digests of that page of its manifest.
+    pub async fn get_seal(&self, creds: &pb::Creds, ino: Ino, page: Option<u64>) -> Result<(pb::SealInfo, Bytes)> {
+        let r = self.read_op(creds, pb::op::Op::GetSeal(pb::GetSeal { ino, page })).await?;
+        let info = r.seal.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the seal out"))?;
+        Ok((info, r.data))
+    }
+
+    /// One step of sealing a file, see `docs/seal.md`. How it is sealed then, `None` when it is not any more. `EBUSY` while somebody
+    /// has it open for writing, `EPERM` for others than the owner and root, `ESTALE` when the seal named was undone.
+    pub async fn seal(&self, creds: &pb::Creds, step: pb::Seal) -> Result<Option<pb::SealInfo>> {
+        Ok(self.once_closed(creds, pb::op::Op::Seal(step)).await?.seal)
+    }
+
+    /// One path of an inode from the root.
+    pub async fn path_of(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<u8>> {
+        Ok(self.read_op(creds, pb::op::Op::PathOf(pb::PathOf { ino })).await?.data.to_vec())
+    }
+
+    /// Runs a list of operations in one round trip (many stats, a walk, create and set): see `MetaRequest`. If any of
+    /// them mutates, the list is atomic. The results end with the first failure, if any, as a status.
+    ///
+    /// Sizes are the metadata server's, and an `Open` or `Create` in the list is the caller's to `Close`; it is
+    /// not reasserted after a failover. Use [`Client::open`] and [`Client::create`] for files to be kept open.
+    pub async fn compound(&self, creds: &pb::Creds, ops: Vec<pb::Op>) -> Result<Vec<pb::OpResult>> {
+        let (core, creds) = (self.core.clone(), creds.clone());
+        let running = async move {
+            let holding: Vec<_> = core.holding.lock().values().cloned().collect();
+            for inode in holding {
+                core.tell_all(&inode).await?;
+            }
+            core.meta(&creds, ops).await
+        };
+        self.core.detached(running).await
+    }
+}
+
+fn one(results: Vec<pb::OpResult>) -> Result<pb::OpResult> {
+    let none = || Error::new(Code::Protocol, "an empty answer");
+    ok(results)?.pop().ok_or_else(none)
+}
+
+impl Core {
+    /// Attributes from the metadata server as this client's user must see them. What this client wrote is reported
+    /// first, so that the mtime seen now is the one seen later.
+    pub(crate) async fn merge(self: &Arc<Self>, attr: pb::Attr) -> Result<pb::Attr> {
+        let Some(inode) = self.live_inode(attr.ino) else { return Ok(attr) };
+        if inode.is_dirty() || !inode.back.is_empty() {
+            self.tell_all(&inode).await?;
+        }
+        Ok(inode.take_attr(&attr))
+    }
+
+    /// `by_handle`: through a handle that is open for writing.
+    pub(crate) async fn setattr(
+        self: &Arc<Self>,
+        creds: &pb::Creds,
+        mut set: pb::SetAttr,
+        by_handle: bool,
+    ) -> Result<pb::Attr> {
+        set.holes = set.size.is_some();
+        let inode = self.live_inode(set.ino);
+        let size = set.size;
+        // Nobody has pages beyond the end then, unless the lock is lost before the file is cut. It cannot be kept so long: who is asked
+        // for a report before may wait for it.
+        let used = match size {
+            Some(_) => Some(self.use_to_change(set.ino).await?.over()),
+            None => None,
+        };
+        // Own writes count as made before, those too that were not sent.
+        let bar = inode.as_ref().filter(|_| size.is_some()).map(Back::bar);
+        if let Some(i) = &inode {
+            self.send_held(i).await;
+        }
+        // A new size waits for writes under way and holds later ones up; what was read ahead goes.
+        let guard = match (&inode, size) {
+            (Some(i), Some(_)) => Some(i.ranges.lock_all().await),
+            _ => None,
+        };
+        if let (Some(i), Some(_)) = (&inode, size) {
+            self.fence(i).await?;
+        }
+        if let Some(i) = &inode {
+            // Own writes count as made before: an mtime set now must stay.
+            self.push_size(i).await?;
+        }
+        let ops = vec![op(pb::op::Op::Setattr(set))];
+        let r = if by_handle { self.meta_as_opener(creds, ops).await? } else { ok(self.meta(creds, ops).await?)? };
+        let r = one(r)?;
+        if r.pages {
+            self.pages.mark(r.ino);
+        }
+        let (ino, attr) = (r.ino, attr_of(r)?);
+        let cut = async {
+            if used.is_some_and(|used| !self.pages.lasts(ino, used))
+                && let Err(e) = self.use_to_change(ino).await
+            {
+                tracing::warn!(ino, "others may have pages of a file that was cut: {e}");
+            }
+        };
+        let Some(i) = inode else {
+            cut.await;
+            self.leave_closed_pages(ino).await;
+            return Ok(attr);
+        };
+        if let Some(size) = size {
+            self.unstable.lock().clip(i.ino, size);
+            self.cache.lock().forget(i.ino);
+            i.resized(&attr);
+        }
+        drop((guard, bar));
+        cut.await;
+        Ok(i.take_attr(&attr))
+    }
+}

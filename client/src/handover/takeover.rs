@@ -1,0 +1,215 @@
+//! Taking the place of a client that died: see `docs/restart.md`.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, atomic::Ordering::Relaxed},
+};
+
+use futures_util::stream::{self, StreamExt};
+use strake_fabric::{Buf, KeptAt, Pool, Record};
+use strake_proto::{Code, Ino, Result, pb};
+
+use crate::{
+    Client, File, Numbers,
+    api::names::{ok, op},
+    core::{Core, Hold, room_for},
+    data::buffers::{self, Content},
+    handover::{Handover, KeptInode, KeptWrite, WriteKind},
+    inode::{AwaitedAppend, Inode, O_ACCMODE, O_WRONLY, Release, Writer},
+    write::unstable::Entry,
+};
+
+/// Files opened again at a time.
+const OPENS_AT_ONCE: usize = 64;
+const O_APPEND: u32 = 0o2000;
+
+/// A file that a former client had open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Former {
+    /// The inode.
+    pub ino: Ino,
+    /// As given to [`Client::open`].
+    pub flags: u32,
+    /// Who opened it.
+    pub uid: u32,
+    /// Their group.
+    pub gid: u32,
+}
+
+impl Client {
+    /// Goes on where the client died whose [`Handover`] this one was given: opens its files again, in the order given, and takes
+    /// over what it had written and not finished. `requests`: those it had in work, which may come again.
+    ///
+    /// A file that cannot be opened any more is an error in its place. What could not be taken over is told by its
+    /// file's next write, fsync and close as `EIO`.
+    pub async fn take_over(&self, files: &[Former], requests: &[Arc<Numbers>]) -> Vec<Result<File>> {
+        let core = &self.core;
+        let opened: Vec<Result<File>> =
+            stream::iter(files.iter().map(|f| core.open_again(*f))).buffered(OPENS_AT_ONCE).collect().await;
+        let Some(keep) = core.cfg.handover.clone() else { return opened };
+        let is_same = core.current_session().is_some_and(|s| s.id == keep.former_session());
+        if !is_same && keep.former_session() != 0 {
+            tracing::warn!("the session ended while the mount had no daemon: unfinished writes of open files are lost");
+        }
+        let writes = keep.left_writes();
+        let strays = if is_same { core.open_strays(&writes).await } else { Vec::new() };
+        for former in keep.left_inodes() {
+            let former = Arc::new(former);
+            core.inherit(former.clone(), is_same).await;
+            if is_same && former.ends() {
+                core.unlock_end(former.ino(), Some(former));
+            }
+        }
+        core.inherit_writes(&keep, writes, is_same).await;
+        requests.iter().for_each(|n| core.expect_append(n));
+        core.inherited.send_replace(true);
+        // Their writes hold what flushes them.
+        drop(core.env.spawn(async move {
+            for file in strays {
+                let ino = file.ino();
+                if let Err(e) = file.close().await {
+                    tracing::warn!(ino, "a file that was closed before the restart is not safe yet: {e}");
+                }
+            }
+        }));
+        // Counts opens anew: those of the former client are among them no more.
+        core.reassert().await;
+        opened
+    }
+
+    /// A request of a former client does not come again.
+    pub fn abandon(&self, request: &Numbers) {
+        if let Some(s) = self.core.current_session() {
+            s.abandon(request);
+        }
+    }
+}
+
+impl Core {
+    /// Of an append that may come again: others are not told of a size without it. Whoever has the end of the file asks for the size first.
+    fn expect_append(self: &Arc<Self>, request: &Numbers) {
+        let present = self.current_session().map(|s| s.id);
+        let Some((ino, append)) = request.appended().filter(|(_, a)| Some(a.session) == present) else { return };
+        if let Some(inode) = self.live_inode(ino) {
+            request.await_append(AwaitedAppend::new(inode, append.end));
+        }
+        self.unlock_end(ino, None);
+    }
+
+    /// Files that nobody had open any more and whose writes are not known to be stable: the servers were away when they were
+    /// closed.
+    async fn open_strays(self: &Arc<Self>, writes: &[(u64, KeptWrite, Record)]) -> Vec<File> {
+        let inos: BTreeSet<Ino> = writes.iter().map(|(_, w, _)| w.chunk.ino).collect();
+        let mut strays = Vec::new();
+        for ino in inos.into_iter().filter(|i| self.live_inode(*i).is_none()) {
+            match self.open_again(Former { ino, flags: O_WRONLY, uid: 0, gid: 0 }).await {
+                Ok(file) => strays.push(file),
+                Err(e) if matches!(e.code, Code::NoEnt | Code::Stale) => {} // removed since
+                Err(e) => {
+                    tracing::warn!(ino, "what was written to a closed file and is not known to be safe is lost: {e}")
+                }
+            }
+        }
+        strays
+    }
+
+    async fn open_again(self: &Arc<Self>, f: Former) -> Result<File> {
+        let open = op(pb::op::Op::Open(pb::Open { ino: f.ino, flags: f.flags & (O_ACCMODE | O_APPEND) }));
+        // The right was checked when it was opened first.
+        let opening = self.opening(Some(f.ino), f.flags).await;
+        let r = ok(self.meta(&pb::Creds::default(), vec![open]).await?)?;
+        self.file(r, &pb::Creds { uid: f.uid, gid: f.gid, groups: Vec::new() }, f.flags, opening).await
+    }
+
+    async fn inherit(self: &Arc<Self>, former: Arc<KeptInode>, is_same: bool) {
+        if let Some(inode) = self.live_inode(former.ino()) {
+            inode.inherit(&former, is_same);
+            if former.unreported().is_some() && !is_same {
+                inode.fail_loudly("the session was lost; bytes written since the last fsync may be lost");
+            }
+            return;
+        }
+        // Closed, and the metadata servers were not told yet.
+        let Some(session) = self.current_session().filter(|_| is_same) else { return };
+        let (ino, index, surplus) = (former.ino(), former.writer(), former.surplus());
+        if let Some((end, holes, _)) = former.unreported() {
+            let extend = op(pb::op::Op::Extend(pb::Extend { ino, end, holes }));
+            if let Err(e) = self.meta(&pb::Creds::default(), vec![extend]).await.and_then(ok) {
+                tracing::warn!(ino, "the size of a file that was being closed could not be reported: {e}");
+            }
+        }
+        let writer = Writer { session: session.id, index };
+        self.release_later(ino, Some(Release { writer, surplus, kept: vec![former] }));
+    }
+
+    async fn inherit_writes(
+        self: &Arc<Self>,
+        keep: &Arc<Handover>,
+        writes: Vec<(u64, KeptWrite, Record)>,
+        is_same: bool,
+    ) {
+        let (mut blocks, mut back) = (BTreeMap::new(), BTreeMap::new());
+        for (order, w, record) in writes {
+            // Removed, or it could not be opened, see `open_strays`.
+            let Some(inode) = self.live_inode(w.chunk.ino) else { continue };
+            if !is_same {
+                inode.fail_loudly("bytes written before the mount was restarted may be lost");
+                continue;
+            }
+            // Without its bytes it can only be found stable, or lost.
+            let data = w.at.and_then(|at| kept_bytes(keep.pool(), at, &mut blocks));
+            match (w.kind, data) {
+                (WriteKind::Unstable | WriteKind::Punch, data) => self.inherit_write(order, w, data, inode, record),
+                (WriteKind::Sent | WriteKind::Held, Some(data)) => {
+                    self.held_order.fetch_max(order + 1, Relaxed);
+                    back.entry(inode.ino).or_insert_with(|| (inode, Vec::new())).1.push((w, data, record));
+                }
+                (WriteKind::Sent | WriteKind::Held, None) => {
+                    inode.fail_loudly("bytes written before the mount was restarted are lost");
+                }
+            }
+        }
+        for (inode, left) in back.into_values() {
+            self.inherit_back(inode, left).await;
+        }
+    }
+
+    fn inherit_write(&self, order: u64, w: KeptWrite, data: Option<Buf>, inode: Arc<Inode>, record: Record) {
+        let data = if w.kind == WriteKind::Punch {
+            Content::Hole(w.len as u32)
+        } else {
+            Content::Bytes(data.into_iter().collect())
+        };
+        let room = self.unstable_room.clone().try_acquire_many_owned(room_for(buffers::total(data.bytes()))).ok();
+        let entry = Entry {
+            chunk: w.chunk,
+            offset: w.offset,
+            file_offset: w.file_offset,
+            data,
+            session: w.session,
+            seq: w.seq,
+            version: w.version,
+            stamps: w.stamps,
+            at_ms: 0,
+            tag: Arc::new(Hold { inode, _room: room }),
+            kept: Some(record),
+        };
+        let mut unstable = self.unstable.lock();
+        unstable.add_again(w.chain, order, entry);
+        unstable.resume_after(order);
+    }
+}
+
+/// Bytes in kept memory. Several writes may lie in one block.
+fn kept_bytes(pool: &Pool, at: KeptAt, blocks: &mut BTreeMap<usize, Buf>) -> Option<Buf> {
+    let block = match blocks.get(&at.block) {
+        Some(b) => b.clone(),
+        None => {
+            let b = pool.take_kept(at.block, at.capacity)?.freeze();
+            blocks.insert(at.block, b.clone());
+            b
+        }
+    };
+    let end = at.start.checked_add(at.len)?;
+    (end <= block.len()).then(|| block.slice(at.start..end))
+}

@@ -1,0 +1,795 @@
+//! What all open handles of one inode share in this client: size, layout, capabilities, locks, errors.
+//!
+//! The size a reader sees is the larger of the metadata server's and the end of this client's own writes. Own writes are
+//! reported (`Extend`) in the background, and before anything returns that promises or shows the size.
+
+mod missing;
+
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
+
+use parking_lot::Mutex;
+use strake_fabric::RoadCounter;
+use strake_proto::{
+    ChainId, ChunkId, Code, Error, Ino, Result, Rights, SessionId,
+    cap::{self, CAP_LEN},
+    checksum::BLOCK,
+    layout::{MAX_FILE_SIZE, StripeMap},
+    pb,
+};
+use tokio::sync::{Mutex as AsyncMutex, watch};
+
+use crate::{
+    api::names::{ok, op},
+    core::Core,
+    handover::{Handover, KeptInode},
+    inode::missing::Missing,
+    read::cache::Tenure,
+    write::ranges::RangeLock,
+    write::writeback::Back,
+};
+
+pub(crate) use strake_proto::ops::O_ACCMODE;
+pub(crate) const O_WRONLY: u32 = 1;
+pub(crate) const O_RDWR: u32 = 2;
+
+/// Capabilities are renewed when less than this is left, milliseconds.
+const RENEW_BEFORE_MS: u64 = 120_000;
+
+/// Bits that a write takes.
+const SET_IDS: u32 = 0o6000;
+
+/// A capability and how to get the next one.
+#[derive(Clone)]
+pub(crate) struct Cap {
+    pub bytes: [u8; CAP_LEN],
+    pub session: SessionId,
+    expiry_ms: u64,
+    creds: pb::Creds,
+    flags: u32,
+}
+
+/// The session that a file was opened for writing in, and the highest `writer` of the answers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Writer {
+    pub session: SessionId,
+    pub index: u64,
+}
+
+#[derive(Clone)]
+pub(crate) struct Placed {
+    pub layout: pb::Layout,
+    pub stripes: Arc<StripeMap>,
+}
+
+/// Where an update goes.
+pub(crate) type UpdateAt = (ChainId, ChunkId);
+
+struct State {
+    attr: pb::Attr,
+    /// End of the furthest own write that is not reported yet.
+    local_end: u64,
+    /// How far a write of this client was begun, and whether one began beyond what it knew of, or punched, that is not
+    /// reported yet.
+    begun: u64,
+    holes: bool,
+    /// Own writes so far, and how many of them the metadata server knows of.
+    writes: u64,
+    reported: u64,
+    /// On whose behalf they are reported.
+    last_writer: pb::Creds,
+    /// The last session that was lost. What it wrote beyond the end was cut by the servers.
+    lost: SessionId,
+    /// The last one with which written bytes were lost.
+    bereft: SessionId,
+    missing: Missing,
+    /// Handles through which mappings can be stored to.
+    storable: usize,
+    /// Open handles by the session that opened them.
+    handles: BTreeMap<SessionId, usize>,
+    read_cap: Option<Cap>,
+    write_cap: Option<Cap>,
+    /// As what the metadata servers have this client on record as a writer, while any handle is open.
+    writer: Option<Writer>,
+    /// A write failed that may have left bytes beyond the end.
+    surplus: bool,
+    /// A write failed: it may take effect yet.
+    doubtful: bool,
+    /// Write-back errors so far, and the last one; each handle reports those that came in its time, once.
+    errors: u64,
+    error: Option<Error>,
+    /// Of the errors so far, the last that each kind of call tells.
+    loud: u64,
+    placed: Placed,
+    /// What outlives this process, while this client may write the file.
+    kept: Option<Arc<KeptInode>>,
+}
+
+pub(crate) struct Inode {
+    pub ino: Ino,
+    pub ranges: RangeLock,
+    /// What was written and not sent. Its lock is taken before that of the state.
+    pub back: Back,
+    /// One report or capability renewal at a time.
+    reporting: AsyncMutex<()>,
+    capping: AsyncMutex<()>,
+    /// Serialises appends.
+    pub appending: Arc<AsyncMutex<()>>,
+    /// Held from when it is decided without a lock where an append goes until it is there. Reports wait for it.
+    pub placing: Arc<AsyncMutex<()>>,
+    /// Appends that a former client of the mount had in work and that may come again. Reports wait for them, and no other append goes below.
+    awaited: watch::Sender<Awaited>,
+    /// Chains with updates that were given up and may be on their way, with a chunk of each and the round that fences them off.
+    pub given_up: Mutex<BTreeMap<ChainId, (ChunkId, u64)>>,
+    /// Bytes that came from storage servers and that went there, by road.
+    pub fetched: RoadCounter,
+    pub sent: RoadCounter,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct Awaited {
+    appends: usize,
+    /// The highest end of them.
+    end: u64,
+}
+
+/// An append that may come again. Dropped when it was done, or does not come.
+pub(crate) struct AwaitedAppend(Arc<Inode>);
+
+impl AwaitedAppend {
+    pub fn new(inode: Arc<Inode>, end: u64) -> AwaitedAppend {
+        inode.awaited.send_modify(|a| *a = Awaited { appends: a.appends + 1, end: end.max(a.end) });
+        AwaitedAppend(inode)
+    }
+}
+
+impl Drop for AwaitedAppend {
+    fn drop(&mut self) {
+        self.0.awaited.send_modify(|a| {
+            a.appends -= 1;
+            if a.appends == 0 {
+                a.end = 0;
+            }
+        });
+    }
+}
+
+/// A file this client writes no longer.
+#[derive(Clone)]
+pub(crate) struct Release {
+    pub writer: Writer,
+    pub surplus: bool,
+    /// Kept until the metadata servers know.
+    pub kept: Vec<Arc<KeptInode>>,
+}
+
+impl State {
+    fn note_write(&mut self, end: u64, creds: &pb::Creds) {
+        // A report stands for all writes since the last one. If anybody's takes set-id bits, which root's does not, it does.
+        let hides = creds.uid == 0 && self.last_writer.uid != 0 && self.writes != self.reported;
+        self.local_end = self.local_end.max(end);
+        self.writes += 1;
+        if self.last_writer != *creds && !hides {
+            self.last_writer = creds.clone();
+        }
+        if let Some(k) = &self.kept {
+            k.wrote(self.local_end, self.holes, (creds.uid, creds.gid));
+        }
+    }
+
+    fn fail(&mut self, e: Error) {
+        self.errors += 1;
+        self.error = Some(e);
+        self.holes = true;
+        self.kept.iter().for_each(|k| k.set_failed());
+    }
+
+    /// Written bytes are lost with a session.
+    fn lose(&mut self, session: SessionId) {
+        if std::mem::replace(&mut self.bereft, session) != session {
+            let m = "the session was evicted; bytes written since the last fsync may be lost";
+            self.fail(Error::new(Code::Io, m));
+        }
+    }
+
+    fn enlisted(&mut self, session: SessionId, index: u64) {
+        if index != 0 && self.writer.is_none_or(|w| w.session != session || w.index < index) {
+            self.writer = Some(Writer { session, index });
+            if let Some(k) = &self.kept {
+                k.set_writer(index);
+            }
+        }
+    }
+
+    fn take_attr(&mut self, attr: &pb::Attr) {
+        if attr.change >= self.attr.change {
+            self.attr = *attr;
+        }
+    }
+
+    fn release(&mut self) -> Option<Release> {
+        if !self.handles.is_empty() {
+            return None;
+        }
+        let writer = self.writer.take()?;
+        let kept = self.kept.take().into_iter().collect();
+        Some(Release { writer, surplus: std::mem::take(&mut self.surplus), kept })
+    }
+}
+
+impl Inode {
+    pub fn new(attr: pb::Attr, placed: Placed) -> Inode {
+        Inode {
+            ino: attr.ino,
+            ranges: RangeLock::default(),
+            back: Back::default(),
+            reporting: AsyncMutex::default(),
+            capping: AsyncMutex::default(),
+            appending: Arc::default(),
+            fetched: RoadCounter::default(),
+            sent: RoadCounter::default(),
+            placing: Arc::default(),
+            state: Mutex::new(State {
+                attr,
+                local_end: 0,
+                begun: 0,
+                holes: false,
+                writes: 0,
+                reported: 0,
+                last_writer: pb::Creds::default(),
+                lost: 0,
+                bereft: 0,
+                missing: Missing::default(),
+                storable: 0,
+                handles: BTreeMap::new(),
+                read_cap: None,
+                write_cap: None,
+                writer: None,
+                surplus: false,
+                doubtful: false,
+                errors: 0,
+                error: None,
+                loud: 0,
+                placed,
+                kept: None,
+            }),
+            awaited: watch::Sender::default(),
+            given_up: Mutex::default(),
+        }
+    }
+
+    pub fn placed(&self) -> Placed {
+        self.state.lock().placed.clone()
+    }
+
+    /// Takes a layout if it is newer (set on a file that had no data yet), and the attributes that came with it.
+    pub fn set_placed(&self, placed: Placed, attr: &pb::Attr) {
+        let mut s = self.state.lock();
+        if placed.layout.generation > s.placed.layout.generation {
+            s.placed = placed;
+        }
+        s.take_attr(attr);
+    }
+
+    /// `ESTALE` once the bytes are stored under another name than this open file's layout gives them: somebody set a new
+    /// layout while the file had no data.
+    pub fn check_placed(&self) -> Result<()> {
+        let s = self.state.lock();
+        let here = s.placed.layout.components.first().map_or(0, |c| c.data_id);
+        if s.attr.data_id == here {
+            return Ok(());
+        }
+        Err(Error::new(Code::Stale, "the file was given another layout while it was open; open it again"))
+    }
+
+    // --- attributes and size ---
+
+    /// Attributes as this client's user must see them.
+    pub fn attr(&self) -> pb::Attr {
+        // First: what arrives meanwhile is in the state.
+        let held = self.back.end();
+        let s = self.state.lock();
+        let mut a = s.attr;
+        a.size = a.size.max(s.local_end).max(held).max(s.missing.end());
+        a
+    }
+
+    /// Takes attributes unless they are older than those here.
+    pub fn learn(&self, attr: &pb::Attr) {
+        self.state.lock().take_attr(attr);
+    }
+
+    /// Takes attributes unless they are older than those here. Returns them as [`Inode::attr`] does.
+    pub fn take_attr(&self, attr: &pb::Attr) -> pb::Attr {
+        self.learn(attr);
+        self.attr()
+    }
+
+    /// How far there are bytes.
+    pub fn size(&self) -> u64 {
+        // First: what arrives meanwhile is in the state.
+        let held = self.back.end();
+        let s = self.state.lock();
+        // Sums of offsets must not overflow, whatever a server says.
+        s.attr.size.max(s.local_end).max(held).min(MAX_FILE_SIZE)
+    }
+
+    /// A handle is there. What is returned is given back when it is not any more.
+    pub fn handle_opened(&self, flags: u32) -> u64 {
+        let mut s = self.state.lock();
+        s.storable += usize::from(flags & O_ACCMODE == O_RDWR);
+        s.missing.opened()
+    }
+
+    pub fn handle_closed(&self, since: u64, flags: u32) {
+        let mut s = self.state.lock();
+        s.storable -= usize::from(flags & O_ACCMODE == O_RDWR);
+        s.missing.closed(since);
+    }
+
+    /// Whether a mapping of the file can be stored to: it is open for reading and writing.
+    pub fn may_be_stored_to(&self) -> bool {
+        self.state.lock().storable > 0
+    }
+
+    /// `EIO` for a handle that would read something else where written bytes are lost.
+    pub fn check_missing(&self, since: u64, range: &Range<u64>) -> Result<()> {
+        if self.state.lock().missing.bars(since, range) {
+            let m =
+                "these bytes were written and are lost: the metadata servers gave this client up; open the file again";
+            return Err(Error::new(Code::Io, m));
+        }
+        Ok(())
+    }
+
+    /// A write of this client to these bytes begins. One that leaves a block free behind all that is known to be there makes
+    /// a hole.
+    pub fn begins(&self, range: &Range<u64>) {
+        let mut s = self.state.lock();
+        let known = s.attr.size.max(s.local_end).max(s.begun).min(MAX_FILE_SIZE);
+        s.holes |= range.start > known.next_multiple_of(BLOCK as u64);
+        s.begun = s.begun.max(range.end);
+    }
+
+    /// A part of the file is made a hole.
+    pub fn punches(&self) {
+        self.state.lock().holes = true;
+    }
+
+    /// Whether there may be holes, as far as this client knows. If not, all up to the size is data.
+    pub fn may_have_holes(&self) -> bool {
+        let s = self.state.lock();
+        s.attr.sparse || s.holes
+    }
+
+    /// Whether the file was opened for reading.
+    pub fn is_readable(&self) -> bool {
+        self.state.lock().read_cap.is_some()
+    }
+
+    /// A write of this client in `session` is on its replicas. `EIO` when the session is lost.
+    pub fn wrote(&self, session: SessionId, range: Range<u64>, creds: &pb::Creds) -> Result<()> {
+        let end = range.end;
+        self.wrote_up_to(session, &range, end, creds)
+    }
+
+    /// Likewise, where the write must not move the file's end.
+    pub fn wrote_within(&self, session: SessionId, range: Range<u64>, creds: &pb::Creds) -> Result<()> {
+        self.wrote_up_to(session, &range, 0, creds)
+    }
+
+    fn wrote_up_to(&self, session: SessionId, range: &Range<u64>, end: u64, creds: &pb::Creds) -> Result<()> {
+        let mut s = self.state.lock();
+        if s.lost == session {
+            return Err(crate::data::session_lost());
+        }
+        s.missing.written(range);
+        s.note_write(end, creds);
+        Ok(())
+    }
+
+    /// The file was changed as by a write, but not its end.
+    pub fn touched(&self, creds: &pb::Creds) {
+        self.state.lock().note_write(0, creds);
+    }
+
+    /// A session of this client is lost, and with it what it wrote beyond the end: that end must not be reported, zeros would
+    /// be read there. Whoever finds nothing to report is told of it.
+    pub fn forget_end(&self, session: SessionId) {
+        let mut s = self.state.lock();
+        s.lost = session;
+        if s.local_end > s.attr.size {
+            s.lose(session);
+            let lost = s.attr.size..s.local_end;
+            s.missing.lost(lost);
+        }
+        (s.local_end, s.begun) = (0, 0);
+        if let Some(k) = s.kept.as_ref().filter(|_| s.writes != s.reported) {
+            k.wrote(0, s.holes, (s.last_writer.uid, s.last_writer.gid));
+        }
+    }
+
+    /// Whether the metadata servers have this client on record as a writer, as far as it knows.
+    pub fn is_written(&self) -> bool {
+        self.state.lock().writer.is_some()
+    }
+
+    /// Whether there are own writes that are not reported.
+    pub fn is_dirty(&self) -> bool {
+        let s = self.state.lock();
+        s.writes != s.reported
+    }
+
+    /// Whether what this session writes may be held back, if nobody else may write: it is on record as a writer and will be asked, and
+    /// no set-id bits are to go with the first write.
+    pub fn may_hold_back(&self, session: SessionId) -> bool {
+        let s = self.state.lock();
+        let here = s.placed.layout.components.first().map_or(0, |c| c.data_id);
+        let listed = s.writer.is_some_and(|w| w.session == session) && s.handles.contains_key(&session);
+        listed && s.attr.data_id == here && s.attr.mode & SET_IDS == 0 && !s.doubtful
+    }
+
+    /// How many writes there were, what to tell of them, and on whose behalf.
+    fn to_report(&self) -> Option<(u64, pb::Extend, pb::Creds)> {
+        let s = self.state.lock();
+        let extend = pb::Extend { ino: self.ino, end: s.local_end, holes: s.holes };
+        (s.writes != s.reported).then(|| (s.writes, extend, s.last_writer.clone()))
+    }
+
+    /// `holes`: they were told of, too.
+    fn reported(&self, writes: u64, holes: bool, attr: Option<&pb::Attr>) {
+        let mut s = self.state.lock();
+        s.reported = s.reported.max(writes);
+        if let Some(a) = attr
+            && a.change >= s.attr.change
+        {
+            s.attr = *a;
+        }
+        // Else they are those of a write that was begun meanwhile.
+        s.holes &= !holes;
+        if s.reported == s.writes {
+            s.local_end = 0;
+            s.kept.iter().for_each(|k| k.reported());
+        }
+    }
+
+    /// The size was set through this client, with no write of its own under way: nothing of before counts any more.
+    pub fn resized(&self, attr: &pb::Attr) {
+        let mut s = self.state.lock();
+        s.reported = s.writes;
+        (s.local_end, s.begun, s.holes) = (0, 0, false);
+        s.missing.cut(attr.size);
+        s.kept.iter().for_each(|k| k.reported());
+        s.attr = *attr;
+    }
+
+    /// The lock of an append is about to be asked for; what is returned is to be held until it was given up.
+    pub fn note_end(&self) -> Option<Arc<KeptInode>> {
+        let kept = self.state.lock().kept.clone();
+        kept.inspect(|k| k.set_ends())
+    }
+
+    /// Where an append goes that finds the file ending at `size`.
+    pub fn append_end(&self, size: u64) -> u64 {
+        size.max(self.awaited.borrow().end)
+    }
+
+    /// Returns when no append is awaited that a former client of the mount had in work.
+    pub async fn appended_again(&self) {
+        let _ = self.awaited.subscribe().wait_for(|a| a.appends == 0).await;
+    }
+
+    /// What a former client of the mount knew of the file. `is_same`: this client has its session. Else what it wrote beyond
+    /// the end was cut with the session, and the end must not be reported: zeros would be read there.
+    pub fn inherit(&self, former: &KeptInode, is_same: bool) {
+        if let Some((end, holes, (uid, gid))) = former.unreported().filter(|_| is_same) {
+            let mut s = self.state.lock();
+            s.holes |= holes;
+            s.note_write(end, &pb::Creds { uid, gid, groups: Vec::new() });
+        }
+        if former.surplus() {
+            let mut s = self.state.lock();
+            s.surplus = true;
+            s.kept.iter().for_each(|k| k.set_surplus());
+        }
+        if former.failed() {
+            self.fail_loudly("bytes written before the mount was restarted were lost");
+        }
+    }
+
+    // --- handles and capabilities ---
+
+    /// `keep` for a handle that may write.
+    pub fn opened(&self, session: SessionId, writer: u64, keep: Option<&Handover>) {
+        let mut s = self.state.lock();
+        if s.kept.is_none() {
+            s.kept = keep.and_then(|k| k.put_inode(self.ino)).map(Arc::new);
+        }
+        *s.handles.entry(session).or_default() += 1;
+        s.enlisted(session, writer);
+    }
+
+    /// An open was answered that adds no handle. What to release, if there is none any more.
+    pub fn opened_again(&self, session: SessionId, writer: u64) -> Option<Release> {
+        let mut s = self.state.lock();
+        s.enlisted(session, writer);
+        s.release()
+    }
+
+    /// Whether there are handles, none of them from an open as late as this one of the same session.
+    pub fn is_open_before(&self, last: Writer) -> bool {
+        let s = self.state.lock();
+        !s.handles.is_empty() && s.writer.is_some_and(|w| w.session == last.session && w.index < last.index)
+    }
+
+    /// What to release when the last handle has gone.
+    pub fn release(&self) -> Option<Release> {
+        self.state.lock().release()
+    }
+
+    /// A write to bytes below `end` failed; some of them may be on some replicas.
+    pub fn write_failed(&self, end: u64) {
+        let mut s = self.state.lock();
+        s.doubtful = true;
+        // Nothing need be there, and what is written behind it is reported all the same.
+        s.holes = true;
+        s.surplus |= end > s.attr.size;
+        if s.surplus {
+            s.kept.iter().for_each(|k| k.set_surplus());
+        }
+    }
+
+    /// Bytes were written that lie beyond the end if somebody else has just cut the file.
+    pub fn may_be_cut(&self) {
+        let mut s = self.state.lock();
+        s.surplus = true;
+        s.kept.iter().for_each(|k| k.set_surplus());
+    }
+
+    /// Whether a write of this client failed: no bytes are to be kept, they may change by themselves.
+    pub fn is_doubtful(&self) -> bool {
+        self.state.lock().doubtful
+    }
+
+    /// A handle goes. Whether the metadata server counts it.
+    pub fn closed(&self, opened_in: SessionId, now: Option<SessionId>) -> bool {
+        let mut s = self.state.lock();
+        // A handle that was opened in a lost session may have been moved to the present one.
+        let session = if s.handles.contains_key(&opened_in) { Some(opened_in) } else { now };
+        let Some(session) = session else { return false };
+        let Some(n) = s.handles.get_mut(&session) else { return false };
+        *n -= 1;
+        if *n == 0 {
+            s.handles.remove(&session);
+        }
+        now == Some(session)
+    }
+
+    /// Those that metadata servers know of.
+    pub fn handles(&self) -> usize {
+        self.state.lock().handles.values().sum()
+    }
+
+    pub fn handles_of(&self, session: SessionId) -> usize {
+        self.state.lock().handles.get(&session).copied().unwrap_or(0)
+    }
+
+    /// Handles that the present session does not know of yet.
+    fn strangers(&self, session: SessionId) -> usize {
+        self.state.lock().handles.iter().filter(|(s, _)| **s != session).map(|(_, n)| n).sum()
+    }
+
+    /// The session learned of so many handles more. Returns how many of them are not there any more.
+    fn adopt(&self, session: SessionId, told: usize) -> usize {
+        let (mut s, mut left) = (self.state.lock(), told);
+        s.handles.retain(|of, n| {
+            let known = if *of == session { 0 } else { left.min(*n) };
+            (*n, left) = (*n - known, left - known);
+            *n > 0
+        });
+        if told > left {
+            *s.handles.entry(session).or_default() += told - left;
+        }
+        left
+    }
+
+    /// Keeps the capability that an open was answered with.
+    pub fn take_cap(&self, bytes: &[u8], session: SessionId, flags: u32, creds: &pb::Creds) -> Result<()> {
+        let m = "the metadata server gave no capability for an open file";
+        let bytes: [u8; CAP_LEN] = bytes.try_into().map_err(|_| Error::new(Code::Protocol, m))?;
+        let seen = cap::peek(&bytes);
+        let c = Cap { bytes, session, expiry_ms: seen.expiry_ms, creds: creds.clone(), flags };
+        let mut s = self.state.lock();
+        if seen.rights.has(Rights::READ) {
+            s.read_cap = Some(c.clone());
+        }
+        if seen.rights.has(Rights::WRITE) {
+            s.write_cap = Some(c);
+        }
+        Ok(())
+    }
+
+    fn cap(&self, write: bool) -> Option<Cap> {
+        let s = self.state.lock();
+        if write { s.write_cap.clone() } else { s.read_cap.clone() }
+    }
+
+    // --- write-back errors ---
+
+    /// Bytes that were written are lost: every handle's next fsync or close says so.
+    ///
+    /// To be called before they are taken off the record of what is to be sent or flushed, or under its lock: a sync that finds nothing
+    /// there must find the error.
+    pub fn fail(&self, e: Error) {
+        self.state.lock().fail(e);
+    }
+
+    /// As [`Inode::fail`], with a session; once for each. `parts` are nowhere any more.
+    pub fn lost_with(&self, session: SessionId, parts: Vec<Range<u64>>) {
+        let mut s = self.state.lock();
+        s.lose(session);
+        parts.into_iter().for_each(|p| s.missing.lost(p));
+    }
+
+    pub fn errors(&self) -> u64 {
+        self.state.lock().errors
+    }
+
+    /// Written bytes are nowhere any more: those who have the file open are not to find older ones there.
+    pub fn misses(&self, part: Range<u64>) {
+        self.state.lock().missing.lost(part);
+    }
+
+    /// As [`Inode::fail`]; the next write, fsync and close of each handle say so.
+    pub fn fail_loudly(&self, m: &str) {
+        self.fail(Error::new(Code::Io, m));
+        let mut s = self.state.lock();
+        s.loud = s.errors;
+    }
+
+    /// The last error if there were any since `seen`, and whether each kind of call is to tell of it.
+    pub fn error_since(&self, seen: u64) -> Option<(u64, Error, bool)> {
+        let s = self.state.lock();
+        let error = || s.error.clone().unwrap_or(Error::new(Code::Io, "a write was lost"));
+        (s.errors > seen).then(|| (s.errors, error(), s.loud > seen))
+    }
+}
+
+impl Core {
+    /// A request on behalf of an open handle. The right was checked at open, as for any file descriptor: when the mode
+    /// has changed since (or never allowed it, as for a file created read-only), it still holds.
+    pub(crate) async fn meta_as_opener(
+        self: &Arc<Self>,
+        creds: &pb::Creds,
+        ops: Vec<pb::Op>,
+    ) -> Result<Vec<pb::OpResult>> {
+        self.as_opener_within(None, creds, ops).await
+    }
+
+    async fn as_opener_within(
+        self: &Arc<Self>,
+        only: Option<SessionId>,
+        creds: &pb::Creds,
+        ops: Vec<pb::Op>,
+    ) -> Result<Vec<pb::OpResult>> {
+        let r = ok(self.meta_within(only, creds, ops.clone()).await?);
+        match r {
+            Err(e) if matches!(e.code, Code::Access | Code::Perm) && creds.uid != 0 => {
+                ok(self.meta_within(only, &pb::Creds::default(), ops).await?)
+            }
+            r => r,
+        }
+    }
+
+    /// Sends what is held back of a file, and reports its size and mtime: from here on whoever asks is told all of it.
+    pub(crate) async fn tell_all(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
+        self.send_held(inode).await;
+        self.push_size(inode).await
+    }
+
+    /// Reports own writes to the metadata server: size and mtime.
+    pub(crate) async fn push_size(self: &Arc<Self>, inode: &Inode) -> Result<()> {
+        let _one = inode.reporting.lock().await;
+        loop {
+            // First: what there is to report may be another session's by then, never a former one's.
+            let session = self.current_session().map(|s| s.id);
+            let Some((writes, extend, creds)) = inode.to_report() else { return Ok(()) };
+            let holes = extend.holes;
+            match self.as_opener_within(session, &creds, vec![op(pb::op::Op::Extend(extend))]).await {
+                Ok(r) => {
+                    inode.reported(writes, holes, r.first().and_then(|r| r.attr.as_ref()));
+                    return Ok(());
+                }
+                // What is left to report is another thing now.
+                Err(e) if e.code == Code::NoSession => {}
+                Err(e) => {
+                    if matches!(e.code, Code::NoEnt | Code::Stale) {
+                        // The file is gone; there is nobody left to tell.
+                        inode.reported(writes, holes, None);
+                    }
+                    return Err(e.context("reporting the size"));
+                }
+            }
+        }
+    }
+
+    /// The size for a read that begins now, if it is known under a lease: then nobody else may write the file. With its tenure.
+    pub(crate) fn known_size(&self, inode: &Inode) -> Option<(u64, Tenure)> {
+        let (attr, tenure) = self.lease_cache.data(self.env.boot(), inode.ino)?;
+        Some((inode.take_attr(&attr).size.min(MAX_FILE_SIZE), tenure))
+    }
+
+    /// The size for a read that begins now: asks the metadata server unless it is known under a lease.
+    pub(crate) async fn fresh_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
+        if self.known_size(inode).is_none() {
+            let get = op(pb::op::Op::Getattr(pb::GetAttr { ino: inode.ino }));
+            let r = ok(self.meta(&pb::Creds::default(), vec![get]).await?)?;
+            if let Some(a) = r.first().and_then(|r| r.attr.as_ref()) {
+                inode.take_attr(a);
+            }
+        }
+        Ok(inode.size())
+    }
+
+    /// A capability that is good for a while. `refused`: an oss did not like this one.
+    pub(crate) async fn capability(self: &Arc<Self>, inode: &Inode, write: bool, refused: Option<&Cap>) -> Result<Cap> {
+        let good = |c: &Cap| {
+            self.current_session().is_some_and(|s| s.id == c.session)
+                && c.expiry_ms > self.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
+                && refused.is_none_or(|r| r.bytes != c.bytes)
+                && inode.strangers(c.session) == 0
+        };
+        let none = || Error::new(Code::BadF, "the file is not open for this kind of access");
+        let c = inode.cap(write).ok_or_else(none)?;
+        if good(&c) {
+            return Ok(c);
+        }
+        let _one = inode.capping.lock().await;
+        let c = inode.cap(write).ok_or_else(none)?;
+        if good(&c) {
+            return Ok(c);
+        }
+        self.reopen(inode, &c).await?;
+        inode.cap(write).ok_or_else(none)
+    }
+
+    /// Opens an inode again for a new capability, in the present session. Handles that were opened in a lost session
+    /// become known to the present one.
+    async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
+        let session = self.session().await?;
+        let opening = self.opening(Some(inode.ino), old.flags).await;
+        let strangers = inode.strangers(session.id);
+        let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
+        let mut ops = vec![open()];
+        // One open per handle that the session must learn of; else the one open is taken back at once.
+        ops.extend((1..strangers).map(|_| open()));
+        if strangers == 0 {
+            ops.push(op(pb::op::Op::Close(pb::Close { ino: inode.ino })));
+        }
+        let r = self.meta_as_opener(&old.creds, ops).await.map_err(|e| e.context("reopening the file"))?;
+        if strangers > 0 {
+            let closed = inode.adopt(session.id, strangers);
+            self.counted_open(opening.since);
+            if closed > 0 {
+                self.tell_closed(&vec![inode.ino; closed], opening.since).await;
+            }
+        }
+        let index = r.iter().map(|r| r.writer).max().unwrap_or(0);
+        self.release_later(inode.ino, inode.opened_again(session.id, index));
+        let first = r.first().ok_or_else(|| Error::new(Code::Protocol, "an empty answer to an open"))?;
+        inode.take_cap(&first.capability, session.id, old.flags, &old.creds)
+    }
+
+    /// After a lost session: makes the new one know all open files, so that unlinked ones stay.
+    pub(crate) async fn reopen_all(self: &Arc<Self>) {
+        let Some(s) = self.current_session() else { return };
+        for inode in self.live_inodes() {
+            if inode.strangers(s.id) > 0 {
+                let write = inode.cap(true).is_some();
+                if let Err(e) = self.capability(&inode, write, None).await {
+                    tracing::warn!(ino = inode.ino, "an open file could not be reopened: {e}");
+                }
+            }
+        }
+    }
+}

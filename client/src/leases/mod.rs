@@ -1,0 +1,11 @@
+//! What this client knows under leases of the metadata leader. See `docs/leases.md`.
+//!
+//! [`Table`] is pure; [`lease_cache`] is the shell around it.
+
+pub(crate) mod lease_cache;
+pub(crate) mod open_cache;
+pub(crate) mod recalls;
+pub(crate) mod recent_lookups;
+mod table;
+
+pub use table::{Change, Dropped, Name, Table, Token, Told};

@@ -1,0 +1,205 @@
+//! What the metadata leader recalls: a request that waits at the leader, again and again. What it names is forgotten, or reported, and
+//! that is acknowledged by the next one. See `docs/leases.md`.
+
+use std::{
+    cmp::Ordering,
+    sync::{Arc, Weak},
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_fabric::Message;
+use strake_proto::{Ino, Result, SessionId, opcode, pb};
+use tokio::time::{sleep, timeout};
+
+use crate::{
+    config::Counters,
+    core::Core,
+    leases::lease_cache::{Forgetting, forgotten},
+    metadata::{Leader, META_TRY, decode},
+};
+
+/// How long there may be no leases before it is looked again whether there are.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// How long a recall waits for a mount that begins. Longer than what a former daemon told is believed.
+const COPIES: Duration = Duration::from_secs(2);
+/// After a request that failed.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// A report that takes longer is told of as being worked at.
+const WORKING: Duration = Duration::from_secs(1);
+
+/// Serves recalls until the client is gone.
+pub(crate) async fn serve(core: Weak<Core>) {
+    let mut waits = true;
+    loop {
+        let Some(c) = core.upgrade().filter(|c| !c.is_closed()) else { return };
+        let Some((leader, session)) = c.greeted_leader().await else {
+            let _ = timeout(LOOK, c.greeted.notified()).await;
+            continue;
+        };
+        if std::mem::take(&mut waits) && c.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session) {
+            // What a former daemon told the kernel may be recalled, too.
+            let _ = timeout(COPIES, c.lease_cache.copies_known()).await;
+        }
+        match c.ask_recalls(&leader, session, Told::default()).await {
+            // Said late, usually. Who says it at once must not keep this busy.
+            Ok(r) if r == pb::RecallReply::default() => sleep(PAUSE).await,
+            Ok(r) => c.answer_asked(&leader, session, r),
+            Err(e) => {
+                tracing::debug!("asking for recalls: {e}");
+                c.leader_failed(&leader, &e).await;
+                sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+/// What is told of reports: those that were made, and those that take longer. And the questions about locks that are answered.
+#[derive(Default)]
+struct Told {
+    reported: Vec<u64>,
+    working: Vec<u64>,
+    locks_checked: Vec<u64>,
+}
+
+/// Up to which number everything that was recalled on a connection is forgotten.
+#[derive(Default)]
+pub(crate) struct Acknowledged(Mutex<(u64, u64)>);
+
+impl Acknowledged {
+    fn upto(&self, connection: u64) -> u64 {
+        let (of, number) = *self.0.lock();
+        if of == connection { number } else { 0 }
+    }
+
+    fn note(&self, connection: u64, number: u64) {
+        let mut known = self.0.lock();
+        match known.0.cmp(&connection) {
+            Ordering::Less => *known = (connection, number),
+            Ordering::Equal => known.1 = known.1.max(number),
+            Ordering::Greater => {}
+        }
+    }
+}
+
+impl Core {
+    /// The leader, if this client has leases of it, and the session they belong to.
+    async fn greeted_leader(self: &Arc<Self>) -> Option<(Leader, SessionId)> {
+        let session = self.current_session()?.id;
+        let leader = self.leader().await.ok()?;
+        self.lease_cache.is_greeted(session, leader.number).then_some((leader, session))
+    }
+
+    /// Forgets everything that is known under leases.
+    pub(crate) fn forget_all(&self) -> Option<Forgetting> {
+        let forgetting = self.lease_cache.connected();
+        self.forget_bytes();
+        forgetting
+    }
+
+    /// Frees the memory of bytes that nobody reads any more: their tenure is over.
+    pub(crate) fn forget_bytes(&self) {
+        self.cache.lock().clear();
+    }
+
+    /// One request: acknowledges what is forgotten, tells of reports, and forgets what the answer recalls. With something to tell it
+    /// is answered at once.
+    async fn ask_recalls(
+        self: &Arc<Self>,
+        leader: &Leader,
+        session: SessionId,
+        Told { reported, working, locks_checked }: Told,
+    ) -> Result<pb::RecallReply> {
+        let connection = leader.number;
+        let acknowledged = self.recalls.upto(connection);
+        let request = pb::RecallRequest {
+            session,
+            connection,
+            acknowledged,
+            reported,
+            working,
+            checks_locks: true,
+            locks_checked,
+        };
+        let m = leader.conn.call(Message::new(opcode::RECALL, request.encode_to_vec()), META_TRY).await?;
+        let r: pb::RecallReply = decode(&m)?;
+        let inos: Vec<Ino> = r.recalls.iter().map(|r| r.ino).collect();
+        let forgetting = self.lease_cache.recalled(&inos);
+        if !inos.is_empty() {
+            Counters::add(&self.stats.recalls, inos.len() as u64);
+            let mut cache = self.cache.lock();
+            inos.iter().for_each(|ino| cache.forget(*ino));
+        }
+        forgotten(forgetting).await;
+        // Each answer has all that is owed, the lowest numbers first.
+        if let Some(last) = r.recalls.iter().map(|r| r.number).max() {
+            self.recalls.note(connection, last);
+        }
+        Ok(r)
+    }
+
+    fn answer_asked(self: &Arc<Self>, leader: &Leader, session: SessionId, asked: pb::RecallReply) {
+        for asked in asked.reports {
+            self.env.spawn(self.clone().report(leader.clone(), session, asked));
+        }
+        for pb::Recall { number, ino, .. } in asked.locks {
+            let (core, leader) = (self.clone(), leader.clone());
+            self.env.spawn(async move {
+                core.check_locks(ino).await;
+                let answer = || Told { locks_checked: vec![number], ..Told::default() };
+                core.tell_until_told(&leader, session, answer).await;
+            });
+        }
+    }
+
+    /// Whether what was asked on this connection is still waited for: on a new one it is asked again.
+    fn is_asked(&self, leader: &Leader, session: SessionId) -> bool {
+        self.lease_cache.is_greeted(session, leader.number) && !leader.conn.is_closed() && !self.is_closed()
+    }
+
+    async fn tell_until_told(self: &Arc<Self>, leader: &Leader, session: SessionId, told: impl Fn() -> Told) {
+        while self.is_asked(leader, session) {
+            match self.ask_recalls(leader, session, told()).await {
+                Ok(more) => return self.answer_asked(leader, session, more),
+                Err(e) => tracing::debug!("answering what was asked: {e}"),
+            }
+            sleep(PAUSE).await;
+        }
+    }
+
+    /// Somebody wants to know how a file is that may be written here, or wants its pages.
+    async fn report(self: Arc<Self>, leader: Leader, session: SessionId, asked: pb::Recall) {
+        let pb::Recall { number, ino, pages } = asked;
+        let core = self.clone();
+        let mut telling = self.env.spawn(async move {
+            // A former process of the mount may have held something back.
+            let _ = core.inherited.subscribe().wait_for(|known| *known).await;
+            if pages {
+                return core.give_pages_back(ino).await;
+            }
+            forgotten(core.lease_cache.give_back(ino)).await;
+            if let Some(inode) = core.live_inode(ino) {
+                inode.appended_again().await;
+                let _placed = inode.placing.lock().await;
+                if let Err(e) = core.tell_all(&inode).await {
+                    tracing::warn!(ino, "somebody asks for the size of a file that could not be reported: {e}");
+                }
+            }
+        });
+        // What is held back may wait for storage servers for long.
+        while timeout(WORKING, &mut telling).await.is_err() {
+            if !self.is_asked(&leader, session) {
+                return;
+            }
+            let working = Told { working: vec![number], ..Told::default() };
+            match self.ask_recalls(&leader, session, working).await {
+                Ok(more) => self.answer_asked(&leader, session, more),
+                Err(e) => tracing::debug!("telling of a report that takes long: {e}"),
+            }
+        }
+        self.tell_until_told(&leader, session, || Told { reported: vec![number], ..Told::default() }).await;
+    }
+}

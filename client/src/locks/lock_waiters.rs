@@ -1,0 +1,133 @@
+//! What this client's programs wait for: one list, told to the metadata leader again and again, whoever that is. It says
+//! whose turn it is; the waiter then asks for the lock. See `docs/locks.md`.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_fabric::{Env, Message};
+use strake_proto::{Code, Error, Ino, Result, opcode, pb};
+use tokio::{
+    sync::Notify,
+    time::{sleep, timeout},
+};
+
+use crate::{core::Core, locks::waiting_list::List, metadata::META_TRY, shared::retry::meta_passes};
+
+/// How long a list that changed waits for the answer to the one before: many changes make one list.
+const TOGETHER: Duration = Duration::from_millis(10);
+const PAUSE: Duration = Duration::from_millis(250);
+
+/// See the module.
+#[derive(Default)]
+pub(crate) struct LockWaiters {
+    list: Mutex<List<Arc<Notify>>>,
+    changed: Notify,
+}
+
+/// A place in the list; dropped, it is given up.
+pub(crate) struct Place {
+    core: Arc<Core>,
+    id: u64,
+    news: Arc<Notify>,
+    /// The leader knows by itself that this wait is over.
+    pub done: bool,
+}
+
+impl Place {
+    /// Its number, for the request that ends it.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub fn new(core: &Arc<Core>, ino: Ino, owner: u64, kind: pb::LockKind, span: pb::LockSpan) -> Place {
+        let news = Arc::new(Notify::new());
+        let waits = &core.lock_waiters;
+        let mut list = waits.list.lock();
+        let id = list.number(now(&core.env));
+        let wait = pb::LockWait { id, ino, owner, kind: kind as i32, span: Some(span), trying: false };
+        if list.enter(wait, news.clone()) {
+            core.env.spawn(core.clone().serve_lock_waits());
+        }
+        Place { core: core.clone(), id, news, done: false }
+    }
+
+    /// Returns when the lock may be there for this one. `Deadlock` when it never will be.
+    pub async fn turn(&self) -> Result<()> {
+        let waits = &self.core.lock_waiters;
+        waits.list.lock().waits(self.id);
+        waits.changed.notify_one();
+        loop {
+            if let Some(turn) = waits.list.lock().turn(self.id) {
+                return turn;
+            }
+            self.news.notified().await;
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let waits = &self.core.lock_waiters;
+        if waits.list.lock().leave(self.id, self.done) {
+            waits.changed.notify_one();
+        }
+    }
+}
+
+/// Numbers are of the time, so that a later process with the same session goes on from there.
+fn now(env: &Env) -> u64 {
+    env.boot().as_nanos() as u64
+}
+
+fn wake(waiters: Vec<Arc<Notify>>) {
+    waiters.iter().for_each(|news| news.notify_one());
+}
+
+impl Core {
+    async fn serve_lock_waits(self: Arc<Self>) {
+        loop {
+            let (waits, number) = {
+                let mut list = self.lock_waiters.list.lock();
+                let closed = self.is_closed();
+                if closed {
+                    wake(list.fail(&Error::new(Code::Io, "the client was closed")));
+                }
+                let Some(waits) = list.told(closed) else { return };
+                (waits, list.number(now(&self.env)))
+            };
+            let mut call = std::pin::pin!(self.tell_lock_waits(waits, number));
+            let answer = tokio::select! {
+                biased;
+                r = &mut call => Some(r),
+                // The next list says all again, so an answer that is lost here is given again.
+                () = self.lock_waiters.changed.notified() => timeout(TOGETHER, call).await.ok(),
+            };
+            match answer {
+                None => self.lock_waiters.list.lock().not_told(),
+                Some(Ok(r)) => wake(self.lock_waiters.list.lock().answered(&r)),
+                Some(Err(e)) if meta_passes(&e) || e.code == Code::NoSession => {
+                    tracing::debug!("waiting for locks: {e}");
+                    self.lock_waiters.list.lock().not_told();
+                    sleep(PAUSE).await;
+                }
+                Some(Err(e)) => {
+                    wake(self.lock_waiters.list.lock().fail(&e));
+                    sleep(PAUSE).await;
+                }
+            }
+        }
+    }
+
+    async fn tell_lock_waits(self: &Arc<Self>, waits: Vec<pb::LockWait>, number: u64) -> Result<pb::LockWaitReply> {
+        let session = self.session().await?;
+        let body = Bytes::from(pb::LockWaitRequest { session: session.id, waits, number }.encode_to_vec());
+        let mut at = self.attempts_for("waiting for a lock", META_TRY);
+        let reply: Result<Message> = self.mds_call(opcode::LOCK_WAIT, |_| body.clone(), META_TRY, &mut at).await;
+        if reply.as_ref().is_err_and(|e| e.code == Code::NoSession) {
+            self.session_gone(&session);
+        }
+        crate::metadata::decode(&reply?)
+    }
+}

@@ -1,0 +1,524 @@
+//! File locks, between all clients: flock(2), POSIX and open-file-description locks. `docs/locks.md` has the rules.
+//!
+//! A caller may stop waiting at any time: what he did not get to see is undone. Until that is done, and while a request of
+//! an owner is on its way, the same owner's other requests wait ([`OwnerQueues`]), so that none of them overtakes it.
+
+pub(crate) mod lock_waiters;
+pub(crate) mod page_locks;
+#[doc(hidden)]
+pub mod pages;
+#[doc(hidden)]
+pub mod unlocking;
+#[doc(hidden)]
+pub mod waiting_list;
+
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use futures_util::future::{Either, FutureExt, ready};
+use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
+use tokio::{
+    sync::{Mutex, Notify, OwnedMutexGuard, Semaphore, oneshot},
+    task::coop::unconstrained,
+};
+
+use crate::{
+    Client,
+    api::names::{ok, op},
+    core::Core,
+    handover::KeptInode,
+    inode::Inode,
+    locks::lock_waiters::Place,
+    locks::unlocking::{Unlocking, Unlockings, Unlocks},
+    shared::retry::in_doubt,
+};
+pub use pb::{LockKind, LockType};
+
+/// Waits of one client at the same time; the metadata servers take no more.
+pub const MAX_WAITS: usize = 1024;
+const LANES: usize = 64;
+/// How often a try is made that the servers' log refused because of what is given up by then.
+const TRIES: u32 = 3;
+
+/// A lock somebody asks for, or gives up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lock {
+    /// [`LockKind::LockPosix`] also for open-file-description locks.
+    pub kind: LockKind,
+    /// The process or the open file, by a number of the caller's choice.
+    pub owner: u64,
+    /// Of the lock, or unlock.
+    pub mode: LockType,
+    /// First byte.
+    pub start: u64,
+    /// Last byte; `u64::MAX` is the end of the file, however long it gets. An flock is from 0 to there.
+    pub end: u64,
+    /// The process, for those who ask who is in the way.
+    pub pid: u32,
+}
+
+impl Lock {
+    fn span(&self) -> pb::LockSpan {
+        pb::LockSpan { start: self.start, end: self.end, r#type: self.mode as i32, pid: self.pid }
+    }
+
+    fn set(&self, ino: Ino) -> pb::Op {
+        let (kind, span) = (self.kind as i32, Some(self.span()));
+        op(pb::op::Op::SetLock(pb::SetLock { ino, owner: self.owner, kind, span, ..Default::default() }))
+    }
+
+    fn take(&self, ino: Ino, patient: bool, wait: u64) -> pb::Op {
+        let (kind, span) = (self.kind as i32, Some(self.span()));
+        op(pb::op::Op::SetLock(pb::SetLock { ino, owner: self.owner, kind, span, undo: true, patient, wait }))
+    }
+}
+
+/// What [`Client::get_lock`] found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// For reading or writing.
+    pub mode: LockType,
+    /// First byte.
+    pub start: u64,
+    /// Last byte, `u64::MAX` for the end of the file.
+    pub end: u64,
+    /// Of the process; 0 when another client holds the lock: its processes mean nothing here.
+    pub pid: u32,
+}
+
+/// What [`Client::set_lock`] left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Locked {
+    /// The session that has the lock, and with which it is lost.
+    pub session: SessionId,
+    /// Ranges that the owner has locked in the file now.
+    pub left: u64,
+}
+
+/// Whoever asks for locks on behalf of programs, as a mount does.
+pub trait Programs: Send + Sync {
+    /// Returns when all that programs have given up before this was called is being given up at the client.
+    fn settled(&self) -> Pin<Box<dyn Future<Output = ()> + Send>>;
+}
+
+/// Requests of one owner for one file, one after the other. Owners share lanes.
+pub(crate) struct OwnerQueues {
+    lanes: [Arc<Mutex<()>>; LANES],
+    waits: Arc<Semaphore>,
+    unlockings: Arc<Unlockings>,
+    programs: OnceLock<Arc<dyn Programs>>,
+    has_programs: Notify,
+}
+
+impl Default for OwnerQueues {
+    fn default() -> OwnerQueues {
+        OwnerQueues {
+            lanes: std::array::from_fn(|_| Arc::default()),
+            waits: Arc::new(Semaphore::new(MAX_WAITS)),
+            unlockings: Arc::default(),
+            programs: OnceLock::new(),
+            has_programs: Notify::new(),
+        }
+    }
+}
+
+impl OwnerQueues {
+    /// The place in the queue is that of this call, not of the first poll: what an owner asks for next, perhaps in another thread, must
+    /// not overtake a task that is to unlock and has not begun.
+    fn enter(&self, ino: Ino, lock: &Lock) -> impl Future<Output = OwnedMutexGuard<()>> + Send + use<> {
+        let mut mix = ino.rotate_left(32) ^ lock.owner;
+        let lane = strake_proto::layout::splitmix64(&mut mix) as usize % LANES;
+        // A task that has done much would not be let into the queue.
+        let mut turn = Box::pin(unconstrained(self.lanes[lane].clone().lock_owned()));
+        match turn.as_mut().now_or_never() {
+            Some(lane) => Either::Left(ready(lane)),
+            None => Either::Right(turn),
+        }
+    }
+}
+
+/// A lock that was given and whose caller does not know yet. Dropped, it is given back.
+struct Given {
+    core: Arc<Core>,
+    ino: Ino,
+    owner: u64,
+    undo: Vec<pb::Op>,
+    locked: Locked,
+    lane: Option<OwnedMutexGuard<()>>,
+    leftover: Leftover,
+}
+
+impl Given {
+    /// The caller has it from here on.
+    fn take(mut self) -> Locked {
+        self.lane = None;
+        self.locked
+    }
+}
+
+impl Drop for Given {
+    fn drop(&mut self) {
+        let Some(lane) = self.lane.take().filter(|_| can_spawn()) else { return };
+        let (core, undo, session) = (self.core.clone(), std::mem::take(&mut self.undo), self.locked.session);
+        let unlocking = self.core.locks.unlockings.begin(self.ino, self.owner);
+        let leftover = std::mem::take(&mut self.leftover);
+        self.core.env.spawn(async move {
+            let undone = core.surely(session, &undo, None).await;
+            if undone.is_err_and(|e| e.code == Code::LockConflict) {
+                // What was a lock for writing has been one for reading since, and others read there by now.
+                let _ = core.surely(session, &weakened(undo), None).await;
+            }
+            drop((lane, unlocking, leftover));
+        });
+    }
+}
+
+/// What a request leaves that is still under way when its caller waits no longer: it will be undone.
+/// It lasts until that is done: it is what others wait for, not the undoing, which begins later.
+#[derive(Clone, Default)]
+struct Leftover(Arc<parking_lot::Mutex<Option<Unlocking>>>);
+
+/// A caller of a request. Dropped before the answer came, it has given up whatever that brings.
+struct Caller {
+    unlockings: Arc<Unlockings>,
+    ino: Ino,
+    owner: u64,
+    leftover: Option<Leftover>,
+}
+
+impl Drop for Caller {
+    fn drop(&mut self) {
+        if let Some(l) = &self.leftover {
+            *l.0.lock() = Some(self.unlockings.begin(self.ino, self.owner));
+        }
+    }
+}
+
+/// The same list with locks for reading in the place of those for writing.
+fn weakened(mut ops: Vec<pb::Op>) -> Vec<pb::Op> {
+    for o in &mut ops {
+        if let Some(pb::op::Op::SetLock(pb::SetLock { span: Some(span), .. })) = &mut o.op
+            && span.r#type == LockType::LockWrite as i32
+        {
+            span.set_type(LockType::LockRead);
+        }
+    }
+    ops
+}
+
+impl Client {
+    /// The first lock of another owner that is in the way of this one, if any.
+    pub async fn get_lock(&self, ino: Ino, lock: &Lock) -> Result<Option<Holder>> {
+        let (owner, kind, span) = (lock.owner, lock.kind as i32, Some(lock.span()));
+        let get = op(pb::op::Op::GetLock(pb::GetLock { ino, owner, kind, span }));
+        let found = ok(self.core.meta(&pb::Creds::default(), vec![get]).await?)?.pop().and_then(|r| r.lock);
+        let own = self.session();
+        Ok(found.and_then(|l| {
+            let s = l.spans.first()?;
+            let mode = LockType::try_from(s.r#type).ok()?;
+            Some(Holder { mode, start: s.start, end: s.end, pid: if l.session == own { s.pid } else { 0 } })
+        }))
+    }
+
+    /// Locks or unlocks. `LockConflict` (`EAGAIN`) when another owner's lock is in the way and `wait` is false.
+    ///
+    /// With `wait` it returns when the lock is there, however long that takes, or with `Deadlock` when waiting would never
+    /// end. Dropping the future leaves everything as it was; only a lock for
+    /// writing that it was to make one for reading may have become that. `NoLock` at a limit (see `docs/locks.md`). An unlock that
+    /// fails with `TimedOut` or `NoSpc` is gone on with until it succeeds.
+    pub async fn set_lock(&self, ino: Ino, lock: &Lock, wait: bool) -> Result<Locked> {
+        if lock.mode == LockType::LockUnlock {
+            return self.unlock(ino, lock).await;
+        }
+        if !wait {
+            return self.try_lock(ino, lock, lock.take(ino, false, 0)).await.map(Given::take);
+        }
+        let full = |_| Error::new(Code::NoLock, format!("{MAX_WAITS} programs of this mount wait for locks already"));
+        let _one = self.core.locks.waits.try_acquire().map_err(full)?;
+        self.wait_for_lock(ino, lock).await
+    }
+
+    /// As [`Client::set_lock`] that waits.
+    pub(crate) async fn wait_for_lock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {
+        let conflict = |r: &Result<Given>| r.as_ref().is_err_and(|e| e.code == Code::LockConflict);
+        let mut given = self.try_lock(ino, lock, lock.take(ino, true, 0)).await;
+        if conflict(&given) {
+            let mut place = Place::new(&self.core, ino, lock.owner, lock.kind, lock.span());
+            while conflict(&given) {
+                place.turn().await?;
+                given = self.try_lock(ino, lock, lock.take(ino, true, place.id())).await;
+            }
+            place.done = given.is_ok();
+        }
+        given.map(Given::take)
+    }
+
+    async fn try_lock(&self, ino: Ino, lock: &Lock, take: pb::Op) -> Result<Given> {
+        let (core, lock, leftover) = (self.core.clone(), *lock, Leftover::default());
+        let unlockings = core.locks.unlockings.clone();
+        let mut caller = Caller { unlockings, ino, owner: lock.owner, leftover: Some(leftover.clone()) };
+        let asked = self.core.detached(async move { core.try_lock(ino, &lock, take, leftover).await });
+        let given = asked.await;
+        caller.leftover = None;
+        given
+    }
+
+    async fn unlock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {
+        self.give_up(ino, lock, self.unlocking(ino, lock.owner)).await
+    }
+
+    /// Unlocks what an owner is giving up, from this call on, whether the future is waited for or not. It is gone on with until it
+    /// succeeds.
+    pub fn give_up(
+        &self,
+        ino: Ino,
+        lock: &Lock,
+        unlocking: Unlocking,
+    ) -> impl Future<Output = Result<Locked>> + Send + use<> {
+        let (tell, answer) = oneshot::channel();
+        if can_spawn() {
+            let (lock, kept) = (Lock { mode: LockType::LockUnlock, ..*lock }, Unlock::of(unlocking));
+            self.core.spawn_unlock(ino, &lock, Some(tell), kept);
+        }
+        async { answer.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))? }
+    }
+
+    /// An owner is about to give something up. Until this is dropped, those who would be told of a conflict wait.
+    pub fn unlocking(&self, ino: Ino, owner: u64) -> Unlocking {
+        self.core.locks.unlockings.begin(ino, owner)
+    }
+
+    /// Whether an owner is giving something up there.
+    pub fn is_unlocking(&self, ino: Ino, owner: u64) -> bool {
+        self.core.locks.unlockings.is_under_way(ino, owner)
+    }
+
+    /// What is being given up of a file, to be compared with what is later.
+    pub fn unlocks(&self, ino: Ino) -> Unlocks {
+        self.core.locks.unlockings.of(ino)
+    }
+
+    /// Returns when the servers know of all that is being given up of a file.
+    pub async fn unlocked(&self, ino: Ino) {
+        self.core.locks.unlockings.done(ino).await;
+    }
+
+    /// Whom to ask what programs still hold. `false`: there is somebody already.
+    pub fn set_programs(&self, programs: Arc<dyn Programs>) -> bool {
+        let first = self.core.locks.programs.set(programs).is_ok();
+        self.core.locks.has_programs.notify_waiters();
+        first
+    }
+
+    /// The present session at the metadata servers, 0 while there is none.
+    pub fn session(&self) -> SessionId {
+        self.core.current_session().map_or(0, |s| s.id)
+    }
+}
+
+/// Without a runtime nothing runs any more, and the session ends.
+fn can_spawn() -> bool {
+    tokio::runtime::Handle::try_current().is_ok()
+}
+
+/// Where a file ends, once all that was held back is sent. Until this is dropped nobody else appends: he finds the lock taken, or where there
+/// is none, he asks for the size, and no report is made here meanwhile.
+pub(crate) struct End {
+    placing: Option<OwnedMutexGuard<()>>,
+    lock: Option<EndLock>,
+    /// With which all this is lost.
+    pub session: SessionId,
+    pub size: u64,
+}
+
+/// The end of a file is this client's to append to. Dropped, it is anybody's.
+struct EndLock {
+    core: Arc<Core>,
+    ino: Ino,
+    /// Who takes this client's place gives it up.
+    kept: Option<Arc<KeptInode>>,
+}
+
+/// Of a client there is one at a time for each file.
+const END: Lock =
+    Lock { kind: LockKind::LockAppend, owner: 0, mode: LockType::LockWrite, start: 0, end: u64::MAX, pid: 0 };
+
+impl Drop for EndLock {
+    fn drop(&mut self) {
+        self.core.unlock_end(self.ino, self.kept.take());
+    }
+}
+
+type Tell = oneshot::Sender<Result<Locked>>;
+
+/// What is held until an unlock is done.
+#[derive(Default)]
+struct Unlock {
+    _unlocking: Option<Unlocking>,
+    _inode: Option<Arc<KeptInode>>,
+}
+
+impl Unlock {
+    fn of(unlocking: Unlocking) -> Unlock {
+        Unlock { _unlocking: Some(unlocking), ..Unlock::default() }
+    }
+}
+
+fn locked(r: Vec<pb::OpResult>) -> Result<(Locked, Vec<pb::LockSpan>)> {
+    let l = r.into_iter().next_back().and_then(|r| r.lock);
+    let l = l.ok_or_else(|| Error::new(Code::Protocol, "the metadata server does not say what it locked"))?;
+    Ok((Locked { session: l.session, left: l.left }, l.spans))
+}
+
+impl Core {
+    /// For an append. Nobody needs to be asked while nobody else may write the file.
+    pub(crate) async fn lock_end(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<End> {
+        let placing = inode.placing.clone().lock_owned().await;
+        self.send_held(inode).await;
+        let session = self.current_session().map_or(0, |s| s.id);
+        // One look for both: that nobody needs to be asked, and the size.
+        if let Some((size, _)) = self.known_size(inode) {
+            return Ok(End { placing: Some(placing), lock: None, session, size });
+        }
+        // Others may be asked for reports, and wait for one from here. Who has the lock needs to keep nobody from the size.
+        drop(placing);
+        let kept = inode.note_end();
+        let Locked { session, .. } = Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
+        let lock = EndLock { core: self.clone(), ino: inode.ino, kept };
+        self.send_held(inode).await;
+        let size = self.fresh_size(inode).await?;
+        Ok(End { placing: None, lock: Some(lock), session, size })
+    }
+
+    /// For an append that goes on for long: others are told the size again, and still nobody else appends. False, and the end is
+    /// anybody's from now on, where another has the lock.
+    pub(crate) async fn lock_end_now(self: &Arc<Self>, inode: &Arc<Inode>, end: &mut End) -> bool {
+        if end.lock.is_some() {
+            return true;
+        }
+        let kept = inode.note_end();
+        let locked = Client { core: self.clone() }.set_lock(inode.ino, &END, false).await;
+        let is_same = locked.is_ok_and(|l| {
+            end.lock = Some(EndLock { core: self.clone(), ino: inode.ino, kept });
+            l.session == end.session
+        });
+        end.placing = None;
+        is_same
+    }
+
+    /// Gives up the lock of an append, if there is any. `kept` is held until then.
+    pub(crate) fn unlock_end(self: &Arc<Self>, ino: Ino, kept: Option<Arc<KeptInode>>) {
+        if can_spawn() {
+            let kept = Unlock { _inode: kept, ..Unlock::default() };
+            self.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..END }, None, kept);
+        }
+    }
+
+    /// Somebody else is about to be told of a conflict: returns when nothing of the file is locked here that nobody holds any more.
+    pub(crate) async fn check_locks(&self, ino: Ino) {
+        // Programs of a mount are known a moment after its client has connected.
+        while self.cfg.handover.is_some() && self.locks.programs.get().is_none() {
+            let _ = tokio::time::timeout(Duration::from_millis(100), self.locks.has_programs.notified()).await;
+            if self.is_closed() {
+                return;
+            }
+        }
+        if let Some(programs) = self.locks.programs.get() {
+            programs.settled().await;
+        }
+        self.locks.unlockings.done(ino).await;
+    }
+
+    fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>, kept: Unlock) {
+        let (core, lock, lane) = (self.clone(), *lock, self.locks.enter(ino, lock));
+        self.env.spawn(async move {
+            let _lane = lane.await;
+            let session = core.current_session().map_or(0, |s| s.id);
+            let _ = core.surely(session, &[lock.set(ino)], tell).await;
+            drop(kept);
+        });
+    }
+
+    /// One request for a lock, which runs to its end.
+    async fn try_lock(self: Arc<Self>, ino: Ino, lock: &Lock, take: pb::Op, leftover: Leftover) -> Result<Given> {
+        let lane = self.locks.enter(ino, lock).await;
+        let unlock = Lock { mode: LockType::LockUnlock, ..*lock };
+        let mut tries = TRIES;
+        let given = loop {
+            tries -= 1;
+            match self.meta(&pb::Creds::default(), vec![take.clone()]).await.and_then(ok).and_then(locked) {
+                // What was in the way is given up by now.
+                Err(e) if e.code == Code::Overloaded && tries > 0 => {}
+                r => break r,
+            }
+        };
+        let (locked, before) = match given {
+            // It may have run: better not to have it than to have it unknown to its owner.
+            Err(e) if in_doubt(&e) => {
+                let (core, session) = (self.clone(), self.current_session().map_or(0, |s| s.id));
+                let unlocking = self.locks.unlockings.begin(ino, lock.owner);
+                self.env.spawn(async move {
+                    let _ = core.surely(session, &[unlock.set(ino)], None).await;
+                    drop((lane, unlocking, leftover));
+                });
+                return Err(e);
+            }
+            r => r?,
+        };
+        let mut undo = vec![unlock.set(ino)];
+        for s in before {
+            // Of a type that this program does not know: what keeps out most.
+            let mode = LockType::try_from(s.r#type).unwrap_or(LockType::LockWrite);
+            undo.push(Lock { mode, start: s.start, end: s.end, pid: s.pid, ..*lock }.set(ino));
+        }
+        Ok(Given { core: self, ino, owner: lock.owner, undo, locked, lane: Some(lane), leftover })
+    }
+
+    /// Has a list run that gives locks up, and goes on after the caller was told that it takes too long. What belongs to
+    /// a lost session is given up already.
+    async fn surely(self: &Arc<Self>, session: SessionId, ops: &[pb::Op], mut tell: Option<Tell>) -> Result<Locked> {
+        loop {
+            let r = self.meta(&pb::Creds::default(), ops.to_vec()).await.and_then(ok).and_then(locked).map(|l| l.0);
+            // A server whose log cannot be written refuses unlocks, too, until there is space.
+            let again = r.as_ref().is_err_and(|e| in_doubt(e) || e.code == Code::NoSpc);
+            if let Some(tell) = tell.take() {
+                let _ = tell.send(r.clone());
+            }
+            let lost = self.current_session().is_none_or(|s| s.id != session);
+            if !again || lost || self.is_closed() {
+                return r;
+            }
+            tracing::warn!("a lock could not be given up yet");
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn turns_are_taken_in_the_order_in_which_they_were_asked_for() {
+        let lanes = OwnerQueues::default();
+        let first = lanes.enter(1, &END).await;
+        let (second, mut third) = (lanes.enter(1, &END), Box::pin(lanes.enter(1, &END)));
+        assert!(third.as_mut().now_or_never().is_none());
+        drop(first);
+        // Nobody has looked at the second yet.
+        assert!(third.as_mut().now_or_never().is_none());
+        let mut second = second.now_or_never().expect("its turn");
+        assert!(third.as_mut().now_or_never().is_none());
+        drop(second);
+        drop(third.now_or_never().expect("the last turn"));
+        // Who does not want it any more is in nobody's way.
+        second = lanes.enter(1, &END).await;
+        drop(lanes.enter(1, &END));
+        drop(second);
+        assert!(lanes.enter(1, &END).now_or_never().is_some());
+    }
+}

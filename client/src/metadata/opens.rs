@@ -1,0 +1,231 @@
+//! What the metadata leader is told of open files: each open and close as it happens, and on a new connection all that are open, a
+//! *reassertion*, which takes the place of what was told before. It counts: told of one close twice, it would take a file that is
+//! open for closed, and free it if it has no name any more. So a close is told once; when that fails a new connection is made, and
+//! on that all is told without it. Should the network bring it twice, the leader knows its number.
+//!
+//! An open that was asked for before a reassertion and is answered after it may be counted or not: all is told again. On a connection that
+//! is in use nobody asks for an open meanwhile, or each would ask for the next reassertion, for as long as programs open files.
+//!
+//! Who may write a file goes by numbers instead: a release names the last open that it knows of, and has no effect after a later one.
+//! An open of before that is not answered yet has no say in that, so a release waits for it.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+    time::Duration,
+};
+
+use parking_lot::Mutex;
+use prost::Message as _;
+use strake_fabric::Message;
+use strake_proto::{Code, Ino, Result, opcode, pb};
+use tokio::{
+    sync::{OwnedRwLockReadGuard, RwLock},
+    time::timeout,
+};
+
+use crate::{
+    api::names::op,
+    config::Counters,
+    core::Core,
+    inode::O_ACCMODE,
+    metadata::{HELLO_TRY, META_TRY},
+};
+
+/// A server that has too much to do is told of a close so often, with a pause; then all is told to it, later.
+const ATTEMPTS: u32 = 20;
+const PAUSE: Duration = Duration::from_millis(250);
+/// Between two attempts at a reassertion, at most.
+const LONG_PAUSE: Duration = Duration::from_secs(10);
+/// So long a reassertion waits for opens that are under way, and those that are about to be asked for wait with it.
+const QUIET: Duration = Duration::from_millis(500);
+
+#[derive(Default)]
+pub(crate) struct Openings {
+    /// Those for writing that were asked for and whose handles do not count yet, by rising numbers. Which file one is of may be known only
+    /// by its answer.
+    writing: Mutex<(u64, BTreeMap<u64, Option<Ino>>)>,
+    /// Held by all that are under way, and by a reassertion on a connection that is in use.
+    gate: Arc<RwLock<()>>,
+    /// Reassertions that did not wait any longer for those under way.
+    beside: AtomicUsize,
+}
+
+impl Openings {
+    fn begin(&self, ino: Option<Ino>) -> u64 {
+        let (last, under_way) = &mut *self.writing.lock();
+        *last += 1;
+        under_way.insert(*last, ino);
+        *last
+    }
+
+    /// The number of the last one for writing.
+    pub fn last(&self) -> u64 {
+        self.writing.lock().0
+    }
+
+    /// Whether one for writing up to `number` is under way that may be of this file.
+    pub fn may_open(&self, ino: Ino, number: u64) -> bool {
+        self.writing.lock().1.range(..=number).any(|(_, of)| of.is_none_or(|of| of == ino))
+    }
+}
+
+/// Counts one of [`Openings::beside`].
+struct Beside<'a>(&'a AtomicUsize);
+
+impl<'a> Beside<'a> {
+    fn begin(n: &'a AtomicUsize) -> Beside<'a> {
+        n.fetch_add(1, SeqCst);
+        Beside(n)
+    }
+}
+
+impl Drop for Beside<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, SeqCst);
+    }
+}
+
+/// An open, from before it is asked for until its handle counts.
+pub(crate) struct Opening {
+    core: Arc<Core>,
+    /// See [`Core::reassertions`]. One that never was: during this open all is told.
+    pub since: u64,
+    /// Of one for writing.
+    number: Option<u64>,
+    _gate: OwnedRwLockReadGuard<()>,
+}
+
+impl Drop for Opening {
+    fn drop(&mut self) {
+        if let Some(n) = self.number {
+            self.core.openings.writing.lock().1.remove(&n);
+        }
+    }
+}
+
+impl Core {
+    /// An open is about to be asked for. `ino`: of this file, if that is known.
+    pub(crate) async fn opening(self: &Arc<Self>, ino: Option<Ino>, flags: u32) -> Opening {
+        let gate = self.openings.gate.clone().read_owned().await;
+        let number = (flags & O_ACCMODE != 0).then(|| self.openings.begin(ino));
+        let since = if self.openings.beside.load(SeqCst) > 0 { u64::MAX } else { self.reassertions() };
+        Opening { core: self.clone(), since, number, _gate: gate }
+    }
+
+    /// How often all was told, or is being told. To be taken before an open is asked for, and before a close is counted.
+    pub(crate) fn reassertions(&self) -> u64 {
+        self.reassertions.load(SeqCst)
+    }
+
+    /// All that is open from here on is not in this reassertion.
+    pub(crate) fn begin_reassertion(&self) {
+        self.reassertions.fetch_add(1, SeqCst);
+    }
+
+    /// An open counts from now on, which was asked for at `since`, or does not, and its close is to be told. If all was told meanwhile, that was
+    /// without it.
+    pub(crate) fn counted_open(self: &Arc<Self>, since: u64) {
+        let (core, now) = (self.clone(), self.reassertions());
+        if now != since {
+            self.env.spawn(async move { core.reassert_after(now).await });
+        }
+    }
+
+    /// Tells everything that this session has open, whatever the leader believed before. If it takes nothing now, it is told later.
+    pub(crate) async fn reassert(self: &Arc<Self>) {
+        self.reassert_after(self.reassertions()).await;
+    }
+
+    /// As [`Core::reassert`], unless all was told since the reassertion of this number.
+    async fn reassert_after(self: &Arc<Self>, number: u64) {
+        let Err(mut e) = self.try_reassert(number).await else { return };
+        let core = self.clone();
+        self.env.spawn(async move {
+            let mut pause = PAUSE;
+            loop {
+                tracing::debug!("reasserting: {e}");
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(LONG_PAUSE);
+                match core.try_reassert(core.reassertions()).await {
+                    Err(again) if !core.is_closed() => e = again,
+                    _ => return,
+                }
+            }
+        });
+    }
+
+    /// One attempt at a reassertion, unless there was another after that of this number. An error, if nobody else tells all then.
+    async fn try_reassert(self: &Arc<Self>, number: u64) -> Result<()> {
+        // Whoever connects tells all. Not while opens wait.
+        if self.leader().await.is_err() {
+            return Ok(());
+        }
+        let (leader, e) = {
+            // What is told on the same connection must not be overtaken by this.
+            let _alone = self.closing.write().await;
+            let quiet = timeout(QUIET, self.openings.gate.write()).await;
+            let _beside = quiet.is_err().then(|| Beside::begin(&self.openings.beside));
+            let (Some(s), true) = (self.current_session(), self.reassertions() == number) else { return Ok(()) };
+            let Ok(leader) = self.leader().await else { return Ok(()) };
+            match self.renew_on(&leader, &s, true, HELLO_TRY).await {
+                Ok(()) => return Ok(()),
+                Err(e) => (leader, e),
+            }
+        };
+        // Without its session nothing is open.
+        if self.leader_failed(&leader, &e).await || e.code == Code::NoSession { Ok(()) } else { Err(e) }
+    }
+
+    /// Tells of files that were closed at `since`, once for each handle.
+    pub(crate) async fn tell_closed(self: &Arc<Self>, inos: &[Ino], since: u64) {
+        let Some(s) = self.current_session() else { return };
+        let close = |ino: &Ino| op(pb::op::Op::Close(pb::Close { ino: *ino }));
+        let ops: Vec<_> = inos.iter().map(close).collect();
+        let Ok(turn) = s.begin(None) else { return };
+        for _ in 0..ATTEMPTS {
+            let beside = self.closing.read().await;
+            let Ok(leader) = self.leader().await else { return };
+            if self.reassertions() != since {
+                return;
+            }
+            let request = pb::MetaRequest {
+                session: s.id,
+                seq: turn.1,
+                lowest_unanswered: s.lowest_unanswered(),
+                creds: Some(pb::Creds::default()),
+                connection: leader.number,
+                ops: ops.clone(),
+                ..Default::default()
+            };
+            Counters::add(&self.stats.meta_requests, 1);
+            Counters::add(&self.stats.operations, 1);
+            match leader.conn.call(Message::new(opcode::META, request.encode_to_vec()), META_TRY).await {
+                Ok(_) => return,
+                Err(e) if e.code == Code::Overloaded => {
+                    drop(beside);
+                    tokio::time::sleep(PAUSE).await;
+                }
+                Err(e) if e.code == Code::NoSession => return self.session_gone(&s),
+                Err(e) => {
+                    tracing::debug!("closing files: {e}");
+                    if self.leader_failed(&leader, &e).await {
+                        return;
+                    }
+                    break;
+                }
+            }
+        }
+        drop(turn);
+        let core = self.clone();
+        self.env.spawn(async move {
+            tokio::time::sleep(LONG_PAUSE).await;
+            if core.reassertions() == since {
+                core.reassert().await;
+            }
+        });
+    }
+}

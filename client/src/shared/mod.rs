@@ -1,0 +1,4 @@
+//! What every part of the client uses.
+
+pub mod retry;
+pub mod unreachable;

@@ -1,0 +1,322 @@
+//! Making written bytes stable: flushes of chains, and replays of what a restarted replica lost.
+
+use std::{sync::Arc, time::Duration};
+
+use futures_util::future::join_all;
+use strake_fabric::Message;
+use strake_proto::{
+    ChainId, Code, Error, Ino, Result,
+    data::{DataRequest, FLAG_REPLAY, KEPT_WRITERS, Stamp},
+    opcode,
+};
+use tokio::sync::{Mutex as AsyncMutex, OwnedSemaphorePermit};
+
+use crate::{
+    config::Counters,
+    core::{Attempts, Core, Hold, room_for},
+    data::clocks::Copies,
+    data::{Update, replica_attempts::NewCaps},
+    inode::{Inode, UpdateAt},
+    shared::retry::{DataVerdict, data_verdict},
+    write::unstable::{Entry, Replay},
+};
+
+/// More unstable writes to a chunk than it remembers writers could not be told from lost ones.
+const WRITES_PER_CHUNK: usize = KEPT_WRITERS / 2;
+
+/// Drops what is kept of a file's bytes when it is dropped.
+struct Forget<'a>(&'a Core, Ino);
+
+impl Drop for Forget<'_> {
+    fn drop(&mut self) {
+        self.0.cache.lock().forget(self.1);
+    }
+}
+
+impl Core {
+    /// Waits for room for `len` unstable bytes. `ETIMEDOUT` when none comes free in time.
+    pub(crate) async fn reserve(self: &Arc<Self>, len: usize) -> Result<OwnedSemaphorePermit> {
+        let total = room_for(self.cfg.unstable_limit).max(1);
+        let n = room_for(len).min(total);
+        if let Ok(p) = self.unstable_room.clone().try_acquire_many_owned(n) {
+            if self.unstable_room.available_permits() < total as usize / 2 {
+                self.flush_wanted.notify_one();
+            }
+            return Ok(p);
+        }
+        let mut at = self.attempts("waiting for earlier writes to become stable");
+        let wait = self.unstable_room.clone().acquire_many_owned(n);
+        tokio::pin!(wait);
+        loop {
+            self.flush_wanted.notify_one();
+            let busy = || Error::new(Code::Overloaded, "too many bytes are not stable yet");
+            tokio::select! {
+                biased;
+                p = &mut wait => return p.map_err(|_| Error::new(Code::Io, "the client is being shut down")),
+                r = at.pause(self, busy()) => r?,
+            }
+        }
+    }
+
+    /// Starts flushes in the background for chains that need one.
+    pub(crate) fn flush_due(self: &Arc<Self>) {
+        let now = self.env.boot().as_millis() as u64;
+        let limit = self.cfg.unstable_limit as u64;
+        let due = {
+            let u = self.unstable.lock();
+            let short = self.unstable_room.available_permits() < room_for(self.cfg.unstable_limit) as usize / 2;
+            let old = now.saturating_sub(self.cfg.flush_age.as_millis() as u64);
+            u.due(old, if short { 0 } else { limit / 4 }, WRITES_PER_CHUNK)
+        };
+        for chain in due {
+            let Ok(turn) = self.flush_lock(chain).try_lock_owned() else { continue };
+            let core = self.clone();
+            self.env.spawn(async move {
+                let mark = core.unstable.lock().mark();
+                let mut at = core.attempts("flushing in the background");
+                if let Err(e) = core.flush_locked(chain, None, mark, &mut at).await {
+                    tracing::warn!(chain, "{e}");
+                }
+                drop(turn);
+            });
+        }
+    }
+
+    fn flush_lock(&self, chain: ChainId) -> Arc<AsyncMutex<()>> {
+        self.flushing.lock().entry(chain).or_default().clone()
+    }
+
+    /// Makes stable what this client wrote to an inode: every chain it touched, in parallel.
+    pub(crate) async fn flush_inode(self: &Arc<Self>, ino: Ino) -> Result<()> {
+        let (chains, mark) = {
+            let u = self.unstable.lock();
+            (u.chains_of(ino), u.mark())
+        };
+        let flushes = chains.into_iter().map(|chain| async move {
+            let mut at = self.attempts("fsync");
+            let _turn = self.flush_lock(chain).lock_owned().await;
+            self.flush_locked(chain, Some(ino), mark, &mut at).await
+        });
+        join_all(flushes).await.into_iter().collect()
+    }
+
+    /// Returns when updates of the file that were given up, and are on their way yet, will not be made over anything that is written or cut
+    /// from now on, by whomever: the heads of their chains have heard of the present round.
+    pub(crate) async fn fence(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
+        let chains = inode.given_up.lock().clone();
+        let fences = chains.into_iter().map(|(chain, (chunk, round))| async move {
+            let fenced = self.fence_at(inode, (chain, chunk), self.cfg.op_timeout).await;
+            // A head that answers anything else has heard of it; a chain that is lost makes nothing.
+            fenced.or_else(|e| if e.is_retryable() { Err(e) } else { Ok(()) })?;
+            let mut given_up = inode.given_up.lock();
+            if given_up.get(&chain).is_some_and(|(_, newest)| *newest == round) {
+                given_up.remove(&chain);
+            }
+            Ok(())
+        });
+        join_all(fences).await.into_iter().collect()
+    }
+
+    /// Returns when the head of the chain has heard of the present round, or the file is no more.
+    pub(crate) async fn fence_at(
+        self: &Arc<Self>,
+        inode: &Inode,
+        (chain, chunk): UpdateAt,
+        limit: Duration,
+    ) -> Result<()> {
+        let mut at = self.attempts_for("flush after a write that was given up", limit);
+        self.send_flush(chain, inode, DataRequest::new(chain, 0, 0, chunk), &mut at).await.map(drop)
+    }
+
+    /// One flush of a chain at a time: those who waited find their bytes stable already.
+    async fn flush_locked(
+        self: &Arc<Self>,
+        chain: ChainId,
+        ino: Option<Ino>,
+        mark: u64,
+        at: &mut Attempts,
+    ) -> Result<()> {
+        loop {
+            let (sample, covered) = {
+                let u = self.unstable.lock();
+                if !u.pending(chain, mark, ino) {
+                    return Ok(());
+                }
+                let Some(e) = u.sample(chain) else { return Ok(()) };
+                ((e.tag.inode.clone(), e.chunk), u.mark())
+            };
+            let request = DataRequest::new(chain, 0, 0, sample.1);
+            let stamps = match self.send_flush(chain, &sample.0, request, at).await? {
+                Some(head) => [head],
+                None => continue,
+            };
+            let lost = self.unstable.lock().flushed(chain, covered, &stamps);
+            for hold in lost.into_values() {
+                self.replay(chain, &hold.inode, &stamps, covered, at).await?;
+            }
+            if at.left().is_zero() {
+                return Err(Error::new(Code::TimedOut, format!("chain {chain} does not become stable")));
+            }
+        }
+    }
+
+    /// A flush, repeated until it is answered: the head's stamp. Only the head counts: members join at the tail, so it has
+    /// been in sync longest, while one behind it may have been filled, in the same life, from a source that had lost
+    /// bytes. `None`: the file whose right it was sent under cannot be opened any
+    /// more; its bytes were given up.
+    async fn send_flush(
+        self: &Arc<Self>,
+        chain: ChainId,
+        inode: &Inode,
+        request: DataRequest,
+        at: &mut Attempts,
+    ) -> Result<Option<Stamp>> {
+        let (mut refused, mut new_caps) = (None, NewCaps::default());
+        loop {
+            let cap = match self.capability(inode, true, refused.as_ref()).await {
+                Ok(c) => c,
+                Err(e) if e.code == Code::TimedOut => return Err(e),
+                Err(e) => {
+                    inode.fail(e.context("written bytes cannot be made stable"));
+                    self.unstable.lock().forget_inode(inode.ino);
+                    return Ok(None);
+                }
+            };
+            let map = self.map();
+            let request = DataRequest {
+                session: cap.session,
+                cap: Some(cap.bytes),
+                round: self.round_of(cap.session),
+                ..request.clone()
+            };
+            let m = Message::new(opcode::FLUSH, Vec::new());
+            let e = match self.to_head(&map, chain, m, request, None).await {
+                Ok((head, r, _)) => match r.stamps.iter().find(|s| s.target == head && r.stable) {
+                    Some(s) => return Ok(Some(*s)),
+                    None => {
+                        let m = format!("chain {chain} answered a flush without its head's stamp");
+                        return Err(Error::new(Code::Protocol, m));
+                    }
+                },
+                Err(e) => e,
+            };
+            match data_verdict(&e) {
+                DataVerdict::NewCapability => {
+                    new_caps.next(self, at, e).await.map_err(|e| e.context("flush"))?;
+                    refused = Some(cap);
+                }
+                DataVerdict::SessionLost => {
+                    self.verify_session().await;
+                    at.pause(self, e).await?;
+                    if self.unstable.lock().sample(chain).is_none() {
+                        return Ok(None);
+                    }
+                }
+                DataVerdict::Refresh | DataVerdict::AskTail => self.refresh_and_pause(&map, at, e).await?,
+                _ => return Err(e.context("flush")),
+            }
+        }
+    }
+
+    /// Sends the lost bytes of one inode on one chain again. No write of this client to the inode is under way
+    /// meanwhile, so that what is replayed never lands on top of something newer.
+    async fn replay(
+        self: &Arc<Self>,
+        chain: ChainId,
+        inode: &Arc<Inode>,
+        stamps: &[Stamp],
+        mark: u64,
+        at: &mut Attempts,
+    ) -> Result<()> {
+        let _all = inode.ranges.lock_all().await;
+        let (plan, bereft) = {
+            let u = self.unstable.lock();
+            (u.plan(chain, inode.ino, mark, stamps), u.is_bereft(chain, inode.ino, mark, stamps))
+        };
+        if bereft {
+            inode.fail_loudly("bytes written before the mount was restarted were lost with a storage server");
+        }
+        tracing::warn!(
+            chain,
+            ino = inode.ino,
+            writes = plan.len(),
+            "a replica restarted: writing unstable bytes again"
+        );
+        Counters::add(&self.stats.replays, plan.len() as u64);
+        // What was read since they were lost is without them.
+        let _forget = Forget(self, inode.ino);
+        let limit = at.left();
+        let ranges: Vec<_> = plan.iter().map(|p| p.file_offset..p.file_offset + p.data.span()).collect();
+        let parts = join_all(plan.into_iter().map(|p| self.replay_part(chain, inode, p, limit))).await;
+        let mut again = Vec::new();
+        let mut dead = None;
+        for (p, range) in parts.into_iter().zip(ranges) {
+            match p {
+                Ok(entry) => again.extend(entry),
+                // Nothing is forgotten: the next flush finds the same bytes lost.
+                Err(e) if e.code == Code::TimedOut => return Err(e),
+                Err(e) => {
+                    // Where others wrote since there is something newer.
+                    if e.code != Code::Overtaken {
+                        inode.misses(range);
+                    }
+                    dead = Some(e);
+                }
+            }
+        }
+        if let Some(e) = dead {
+            inode.fail(Error { code: Code::Io, ..e.context("unstable bytes could not be written again") });
+        }
+        let mut u = self.unstable.lock();
+        u.replayed(chain, inode.ino, mark);
+        for (order, e) in again {
+            u.add_again(chain, order, e);
+        }
+        Ok(())
+    }
+
+    /// One lost part. The entry to keep if it is still not stable.
+    async fn replay_part(
+        self: &Arc<Self>,
+        chain: ChainId,
+        inode: &Arc<Inode>,
+        p: Replay<Hold>,
+        limit: Duration,
+    ) -> Result<Option<(u64, Entry<Hold>)>> {
+        let lost = || Error::new(Code::Io, "the session was lost");
+        let session = self.current_session().filter(|s| s.id == p.session).ok_or_else(lost)?;
+        let seq = p.seq.unwrap_or_else(|| session.take_data_numbers(1));
+        let mut at = self.attempts_for("repeating a write", limit);
+        let mut u = Update {
+            inode,
+            chain,
+            chunk: p.chunk,
+            offset: p.offset,
+            data: p.data,
+            session: p.session,
+            seq,
+            flags: FLAG_REPLAY,
+            version: p.version,
+            copies: Copies::default(),
+        };
+        let r = self.update(&mut u, &mut at).await?;
+        let mut entry = Entry {
+            kept: None,
+            chunk: p.chunk,
+            offset: p.offset,
+            file_offset: p.file_offset,
+            data: u.data,
+            session: p.session,
+            seq,
+            version: r.version,
+            stamps: r.stamps,
+            at_ms: self.env.boot().as_millis() as u64,
+            tag: p.tag,
+        };
+        if r.stable {
+            return Ok(None);
+        }
+        self.keep_write(chain, p.order, &mut entry);
+        Ok(Some((p.order, entry)))
+    }
+}

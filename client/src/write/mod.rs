@@ -1,0 +1,10 @@
+//! Writes: what is held back, what space it has, and what is not stable yet.
+
+#[doc(hidden)]
+pub mod dirty;
+pub(crate) mod flush;
+pub(crate) mod grant_requests;
+pub(crate) mod grants;
+pub(crate) mod ranges;
+pub(crate) mod unstable;
+pub(crate) mod writeback;

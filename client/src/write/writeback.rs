@@ -1,0 +1,474 @@
+//! Write-back: what is written to a file that nobody else may write is held back, and sent later in larger pieces. The rules are in
+//! `docs/leases.md`, what is held back is in [`Dirty`].
+//!
+//! Whether a write may be held back is looked at, and it is put there, under one lock. A recall ends the file's tenure before it is
+//! acknowledged, and the metadata leader asks for a report after that, which sends what it finds under the same lock: so nothing
+//! is held back that the report did not send.
+
+use std::{ops::Range, sync::Arc, time::Duration};
+
+use futures_util::{
+    future::join_all,
+    stream::{self, StreamExt},
+};
+use parking_lot::Mutex;
+use strake_fabric::{Buf, Record};
+use strake_proto::{
+    ChainId, Code, Error, Ino, Result, SessionId, TargetId,
+    data::{FLAG_GRANTED, GRANT_UNIT},
+    layout::Piece,
+    pb,
+};
+use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, OwnedSemaphorePermit};
+
+use crate::{
+    api::file::O_APPEND,
+    config::Counters,
+    core::{Core, room_for},
+    data::buffers::{self, Content},
+    data::session_lost,
+    handover::{self, KeptWrite},
+    inode::Inode,
+    read::cache::Tenure,
+    write::dirty::{Dirty, Run, gaps},
+    write::grants::{Cost, Verdict},
+};
+
+/// Writes of so many bytes gain nothing by waiting.
+const LARGE: usize = 1 << 20;
+/// So many bytes of a file are sent at once, without waiting for more.
+const ENOUGH: u64 = 4 << 20;
+/// More than this of one file is not held back: writers wait until it is sent.
+const MOST: u64 = 32 << 20;
+/// The longest piece that is sent; and if it is to outlive this process, for which memory must be found in one piece.
+const LONGEST: u64 = 16 << 20;
+const LONGEST_KEPT: u64 = 1 << 20;
+/// For so long bytes wait for more.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// How often it is looked for bytes that have waited.
+pub(crate) const LOOK: Duration = Duration::from_millis(100);
+/// Pieces of a file on their way at a time.
+const RUNS_AT_ONCE: usize = 32;
+
+const O_DSYNC: u32 = 0o10000;
+const O_DIRECT: u32 = 0o40000;
+
+/// What goes with a write that is held back.
+struct Write {
+    creds: pb::Creds,
+    session: SessionId,
+    /// Its share of [`crate::Config::unstable_limit`], until it is sent.
+    room: Mutex<Option<OwnedSemaphorePermit>>,
+    /// What outlives this process, until it has arrived.
+    _record: Option<Record>,
+}
+
+type Tag = Arc<Write>;
+
+#[derive(Default)]
+struct State {
+    held: Dirty<Tag>,
+    /// The tenure in which the lease was seen last.
+    leased_in: Option<Tenure>,
+    /// What it takes of targets: what waits, and what is on its way.
+    waiting: Cost,
+    sending: Cost,
+}
+
+/// What is held back of one file.
+#[derive(Default)]
+pub(crate) struct Back {
+    state: Mutex<State>,
+    /// One who sends at a time.
+    sending: Arc<AsyncMutex<()>>,
+}
+
+/// Keeps writes to a file from being held back until it is dropped.
+pub(crate) struct Bar(Arc<Inode>);
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        self.0.back.state.lock().held.unbar();
+    }
+}
+
+/// What became of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Taken {
+    Held,
+    /// Not before something was sent.
+    Full,
+    /// Not before space was asked for.
+    Ask,
+    /// It is to be sent now.
+    Through,
+}
+
+impl Back {
+    pub fn is_empty(&self) -> bool {
+        self.state.lock().held.is_empty()
+    }
+
+    /// Bytes that were not sent yet.
+    pub fn bytes(&self) -> u64 {
+        self.state.lock().held.bytes()
+    }
+
+    /// Where the last byte ends that has not arrived.
+    pub fn end(&self) -> u64 {
+        self.state.lock().held.end()
+    }
+
+    /// What of a range has not arrived, to lie over what servers and cache say. To be asked for before they are.
+    pub fn look(&self, r: &Range<u64>) -> Vec<(u64, Buf)> {
+        self.state.lock().held.look(r)
+    }
+
+    pub fn bar(inode: &Arc<Inode>) -> Bar {
+        inode.back.state.lock().held.bar();
+        Bar(inode.clone())
+    }
+
+    /// The session is lost, and with it what it was granted. `tell`: if anything else goes with it.
+    pub fn lose(&self, tell: impl FnOnce(Vec<Range<u64>>)) {
+        let mut state = self.state.lock();
+        state.waiting = Cost::default();
+        let parts = state.held.lose();
+        if !parts.is_empty() {
+            tell(parts);
+        }
+    }
+
+    /// Targets that what is held back or on its way goes to, with the chain.
+    pub fn targets(&self) -> Vec<(TargetId, ChainId)> {
+        let state = self.state.lock();
+        state.waiting.targets().chain(state.sending.targets()).collect()
+    }
+}
+
+/// Whether all of a range is among these.
+pub(crate) fn covers(over: &[(u64, Buf)], r: &Range<u64>) -> bool {
+    gaps(r, over.iter().map(|(at, b)| *at..*at + b.len() as u64)).is_empty()
+}
+
+/// Bytes of a range with others laid over them.
+pub(crate) fn overlay(under: &[Buf], r: &Range<u64>, over: Vec<(u64, Buf)>) -> Vec<Buf> {
+    let (mut out, mut at) = (Vec::new(), r.start);
+    for (from, bytes) in over {
+        out.extend(buffers::cut(under, (at - r.start) as usize, (from - at) as usize));
+        at = from + bytes.len() as u64;
+        out.push(bytes);
+    }
+    out.extend(buffers::cut(under, (at - r.start) as usize, (r.end - at) as usize));
+    out
+}
+
+impl Core {
+    /// Holds a write back if it may.
+    pub(crate) fn hold_back(
+        self: &Arc<Self>,
+        inode: &Arc<Inode>,
+        creds: &pb::Creds,
+        flags: u32,
+        offset: u64,
+        data: &[Buf],
+    ) -> Taken {
+        let len = buffers::total(data);
+        let through = flags & (O_DSYNC | O_DIRECT | O_APPEND) != 0 || len >= LARGE || len == 0;
+        if !self.cfg.write_back || through || inode.is_doubtful() {
+            return Taken::Through;
+        }
+        let Some(session) = self.current_session().filter(|s| s.may_hold_back) else { return Taken::Through };
+        // Others that map the file must find everything sent.
+        let Some(_using) = self.use_freely(inode.ino) else { return Taken::Through };
+        let mut state = inode.back.state.lock();
+        if state.held.is_barred() || !self.is_sole_writer(inode, session.id, &mut state.leased_in) {
+            return Taken::Through;
+        }
+        let all = room_for(self.cfg.unstable_limit) as usize;
+        let room = self.unstable_room.clone().try_acquire_many_owned(room_for(len));
+        let Some(room) = room.ok().filter(|_| self.unstable_room.available_permits() >= all / 4) else {
+            return Taken::Full;
+        };
+        if state.held.bytes() + len as u64 > MOST {
+            return Taken::Full;
+        }
+        let joins = state.held.joins(offset, GRANT_UNIT);
+        let Some(cost) = self.cost(inode, session.id, offset, len as u64, joins) else { return Taken::Through };
+        match self.grants.lock().hold(self.env.boot(), &cost) {
+            Verdict::Yes => {}
+            Verdict::Full => return Taken::Full,
+            Verdict::Ask => return Taken::Ask,
+            Verdict::No => return Taken::Through,
+        }
+        let Some(tags) = self.tags(inode.ino, creds, session.id, offset, data, room) else {
+            self.grants.lock().release(&cost);
+            return Taken::Through;
+        };
+        state.waiting.merge(cost);
+        if state.held.is_empty() {
+            self.holding.lock().insert(inode.ino, inode.clone());
+        }
+        let (now, mut at) = (self.env.boot(), offset);
+        for (b, tag) in data.iter().zip(tags).filter(|(b, _)| !b.is_empty()) {
+            state.held.hold(now, at, b.clone(), tag);
+            at += b.len() as u64;
+        }
+        let enough = state.held.bytes() >= ENOUGH || self.unstable_room.available_permits() < all / 2;
+        drop(state);
+        Counters::add(&self.stats.written_bytes, len as u64);
+        Counters::add(&self.stats.held_writes, 1);
+        if enough {
+            self.send_soon(inode);
+        }
+        Taken::Held
+    }
+
+    /// Whether this session is the only writer that the metadata servers have on record, and others are told so when that changes.
+    fn is_sole_writer(&self, inode: &Inode, session: SessionId, leased_in: &mut Option<Tenure>) -> bool {
+        let now = self.env.boot();
+        match self.lease_cache.data(now, inode.ino) {
+            Some((attr, tenure)) => {
+                inode.learn(&attr);
+                *leased_in = Some(tenure);
+            }
+            // While an own change is under way the attributes are not known, but the lease is still held.
+            None if leased_in.is_some() && self.lease_cache.tenure(now, inode.ino) == *leased_in => {}
+            None => return false,
+        }
+        // It is looked at the session last: from when another is taken, nothing of the former one is held back.
+        inode.may_hold_back(session) && self.current_session().is_some_and(|s| s.id == session)
+    }
+
+    /// What goes with the buffers of a write. `None`: it would not outlive this process, though it should.
+    fn tags(
+        &self,
+        ino: Ino,
+        creds: &pb::Creds,
+        session: SessionId,
+        offset: u64,
+        data: &[Buf],
+        room: OwnedSemaphorePermit,
+    ) -> Option<Vec<Tag>> {
+        let (mut tags, mut at, mut room) = (Vec::with_capacity(data.len()), offset, Some(room));
+        for b in data {
+            let record = match &self.cfg.handover {
+                Some(k) => {
+                    let w = KeptWrite::held(ino, session, at, b, (creds.uid, creds.gid))?;
+                    Some(k.put_write(self.next_held(), &w)?)
+                }
+                None => None,
+            };
+            at += b.len() as u64;
+            tags.push(Arc::new(Write {
+                creds: creds.clone(),
+                session,
+                room: Mutex::new(room.take()),
+                _record: record,
+            }));
+        }
+        Some(tags)
+    }
+
+    fn next_held(&self) -> u64 {
+        self.held_order.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
+    }
+
+    // --- sending ---
+
+    /// Sends what is held back of a file, and returns when it is with all replicas, or lost: then the file's handles tell of it.
+    pub(crate) async fn send_held(self: &Arc<Self>, inode: &Arc<Inode>) {
+        if !inode.back.is_empty() {
+            let (core, inode) = (self.clone(), inode.clone());
+            // Whoever waits may go away. And the numbers of the request that he works for are not for this.
+            let sending = handover::numbered(None, async move { core.send_all(&inode).await });
+            let _ = self.env.spawn(sending).await;
+        }
+    }
+
+    /// Begins to, unless somebody does.
+    fn send_soon(self: &Arc<Self>, inode: &Arc<Inode>) {
+        if inode.back.sending.try_lock().is_ok() {
+            let (core, inode) = (self.clone(), inode.clone());
+            self.env.spawn(handover::numbered(None, async move { core.send_all(&inode).await }));
+        }
+    }
+
+    /// Sends what has waited for long enough, or all when memory runs short.
+    pub(crate) async fn send_due(self: Arc<Self>) {
+        let short = self.unstable_room.available_permits() < room_for(self.cfg.unstable_limit) as usize / 2;
+        let before = self.env.boot().saturating_sub(if short { Duration::ZERO } else { PATIENCE });
+        let holding: Vec<Arc<Inode>> = self.holding.lock().values().cloned().collect();
+        for inode in holding.iter().filter(|i| i.back.state.lock().held.is_due(before)) {
+            self.send_soon(inode);
+        }
+        self.renew_space(&holding);
+    }
+
+    async fn send_all(self: &Arc<Self>, inode: &Arc<Inode>) {
+        let turn = inode.back.sending.clone().lock_owned().await;
+        let join = |a: &Tag, b: &Tag| a.session == b.session && a.creds == b.creds;
+        let most = if self.cfg.handover.is_some() { LONGEST_KEPT } else { LONGEST };
+        let runs = {
+            let state = &mut *inode.back.state.lock();
+            state.sending = std::mem::take(&mut state.waiting);
+            state.held.take(most, join)
+        };
+        let sent = runs.into_iter().map(|run| self.send_run(inode, run));
+        stream::iter(sent).buffer_unordered(RUNS_AT_ONCE).collect::<()>().await;
+        self.has_sent(inode, turn);
+    }
+
+    fn has_sent(&self, inode: &Inode, turn: OwnedMutexGuard<()>) {
+        drop(turn);
+        let mut state = inode.back.state.lock();
+        self.grants.lock().settle(&std::mem::take(&mut state.sending));
+        if state.held.is_empty() {
+            self.holding.lock().remove(&inode.ino);
+        }
+    }
+
+    async fn send_run(self: &Arc<Self>, inode: &Arc<Inode>, run: Run<Tag>) {
+        let range = run.at..run.end();
+        // Who wrote here before is done first.
+        let _turn = inode.ranges.lock(range.clone()).await;
+        let Some(first) = run.parts.first().map(|(_, tag)| tag.clone()) else { return };
+        let bytes: Vec<Buf> = run.parts.iter().map(|(b, _)| b.clone()).collect();
+        let mut room: Option<OwnedSemaphorePermit> = None;
+        for more in run.parts.iter().filter_map(|(_, tag)| tag.room.lock().take()) {
+            match &mut room {
+                Some(room) => room.merge(more),
+                None => room = Some(more),
+            }
+        }
+        let mut at = run.at;
+        for piece in self.in_one(bytes) {
+            let len = buffers::total(&piece) as u64;
+            self.send_bytes(inode, &first, at, piece, room.as_mut()).await;
+            at += len;
+        }
+    }
+
+    /// Bytes as they are sent. What must outlive this process must lie in one piece; if there is no memory for that, each part is sent
+    /// by itself.
+    fn in_one(&self, bytes: Vec<Buf>) -> Vec<Vec<Buf>> {
+        let Some(keep) = self.cfg.handover.as_ref().filter(|_| bytes.len() > 1) else { return vec![bytes] };
+        let one = buffers::copy(keep.pool(), &bytes);
+        if one.kept().is_some() { vec![vec![one]] } else { bytes.into_iter().map(|b| vec![b]).collect() }
+    }
+
+    async fn send_bytes(
+        self: &Arc<Self>,
+        inode: &Arc<Inode>,
+        by: &Write,
+        at: u64,
+        bytes: Vec<Buf>,
+        room: Option<&mut OwnedSemaphorePermit>,
+    ) {
+        let range = at..at + buffers::total(&bytes) as u64;
+        inode.begins(&range);
+        let outcome = self.send_pieces(inode, by.session, at, &bytes, room).await;
+        self.has_arrived(inode, by, range, outcome);
+    }
+
+    /// Bytes are where readers look for them; or lost, which the file's handles are told.
+    fn has_arrived(&self, inode: &Inode, by: &Write, range: Range<u64>, outcome: Result<()>) {
+        // What was fetched meanwhile may be of before.
+        self.cache.lock().invalidate(inode.ino, range.clone());
+        let outcome = outcome.and_then(|()| inode.wrote(by.session, range.clone(), &by.creds));
+        // Until that is told nobody may find nothing to send.
+        let mut state = inode.back.state.lock();
+        // What went with its session was told of then.
+        let ours = state.held.settled(range.clone());
+        let Some(e) = outcome.err().filter(|_| ours) else { return };
+        inode.write_failed(range.end);
+        inode.misses(range.clone());
+        let m = format!("bytes {} to {} that were written are lost: {e}", range.start, range.end);
+        tracing::warn!(ino = inode.ino, "{m}");
+        match e.code {
+            Code::NoSpc | Code::DQuot => inode.fail(Error::new(e.code, m)),
+            // Not every program looks at what fsync returns.
+            _ => inode.fail_loudly(&m),
+        }
+    }
+
+    async fn send_pieces(
+        self: &Arc<Self>,
+        inode: &Arc<Inode>,
+        session: SessionId,
+        at: u64,
+        bytes: &[Buf],
+        mut room: Option<&mut OwnedSemaphorePermit>,
+    ) -> Result<()> {
+        let stripes = inode.placed().stripes;
+        let pieces: Vec<Piece> = stripes.split(at, buffers::total(bytes) as u64).collect();
+        let numbers = self.data_numbers(inode, pieces.len() as u64, None).await?;
+        if numbers.0 != session {
+            // Others may have written since it was lost.
+            return Err(session_lost());
+        }
+        let mut sending = Vec::with_capacity(pieces.len());
+        for (p, seq) in pieces.into_iter().zip(numbers.1..) {
+            let part = buffers::cut(bytes, (p.file_offset - at) as usize, p.len as usize);
+            let number = (session, seq);
+            // So that the next process repeats it under its number: this one may arrive late.
+            let kept = self.cfg.handover.as_ref().and_then(|k| k.put_write(seq, &KeptWrite::sent(&p, number, &part)?));
+            let share = room.as_mut().and_then(|r| {
+                let n = (room_for(p.len as usize) as usize).min(r.num_permits());
+                r.split(n)
+            });
+            let flags = if self.may_take_granted(&self.map(), p.chain) { FLAG_GRANTED } else { 0 };
+            sending.push(async move {
+                let done = self.write_piece(inode, p, Content::Bytes(part), flags, number, share).await;
+                drop(kept);
+                done
+            });
+        }
+        join_all(sending).await.into_iter().collect()
+    }
+
+    // --- after a former process ---
+
+    /// What a former process held back of a file, in the order it was written, and what it was sending, which may have arrived: that is
+    /// sent once more under the same numbers, before anything else.
+    pub(crate) async fn inherit_back(self: &Arc<Self>, inode: Arc<Inode>, left: Vec<(KeptWrite, Buf, Record)>) {
+        let turn = inode.back.sending.clone().lock_owned().await;
+        let (sent, held): (Vec<_>, Vec<_>) = left.into_iter().partition(|(w, ..)| w.kind == handover::WriteKind::Sent);
+        let mut again = Vec::new();
+        {
+            let mut state = inode.back.state.lock();
+            self.holding.lock().insert(inode.ino, inode.clone());
+            for (w, bytes, record) in held {
+                if let Some(cost) = self.cost(&inode, w.session, w.file_offset, bytes.len() as u64, false) {
+                    self.grants.lock().count(&cost);
+                    state.waiting.merge(cost);
+                }
+                let creds = pb::Creds { uid: w.owner().0, gid: w.owner().1, groups: Vec::new() };
+                state.held.hold(Duration::ZERO, w.file_offset, bytes.clone(), self.inherited(w.session, creds, record));
+            }
+            for (w, bytes, record) in sent {
+                let by = self.inherited(w.session, pb::Creds::default(), record);
+                state.held.put_lower(w.file_offset, bytes.clone(), by.clone());
+                again.push((w, bytes, by));
+            }
+        }
+        let core = self.clone();
+        self.env.spawn(async move {
+            join_all(again.into_iter().map(|(w, bytes, by)| core.send_again(&inode, w, bytes, by))).await;
+            core.has_sent(&inode, turn);
+        });
+    }
+
+    fn inherited(&self, session: SessionId, creds: pb::Creds, record: Record) -> Tag {
+        Arc::new(Write { creds, session, room: Mutex::new(None), _record: Some(record) })
+    }
+
+    async fn send_again(self: &Arc<Self>, inode: &Arc<Inode>, w: KeptWrite, bytes: Buf, by: Tag) {
+        let range = w.file_offset..w.file_offset + bytes.len() as u64;
+        let _turn = inode.ranges.lock(range.clone()).await;
+        let len = bytes.len() as u32;
+        let p = Piece { chunk: w.chunk, chain: w.chain, offset: w.offset, len, file_offset: w.file_offset };
+        let outcome = self.write_piece(inode, p, Content::Bytes(vec![bytes]), 0, (w.session, w.seq), None).await;
+        self.has_arrived(inode, &by, range, outcome);
+    }
+}
