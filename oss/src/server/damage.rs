@@ -111,7 +111,7 @@ impl Damage {
     /// Makes what was written down durable.
     pub async fn sync(&self) {
         let Some(engine) = self.engine.as_ref().filter(|_| self.unsynced.swap(false, Ordering::AcqRel)) else { return };
-        if let Err(e) = engine.sync_sights().await {
+        if let Err(e) = engine.sync_chain_views().await {
             tracing::warn!("{}: cannot keep what was found damaged: {e}", engine.device().name());
         }
     }

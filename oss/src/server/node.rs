@@ -29,12 +29,12 @@ use tokio::{
 
 use super::{
     Config, Parts, TargetConfig,
+    backpressure::{Fills, Foreground},
     damage::Damage,
     endings::Endings,
-    out::{self, Out},
-    pace::{Fills, Foreground},
     peers::Peers,
     places::Places,
+    refused_targets::{self, RefusedTarget},
     replica::Replica,
     scrub::{self, Ask, Scrub},
 };
@@ -279,7 +279,7 @@ pub struct Node {
     /// Changed by the task that registers them, and no other.
     targets: ArcSwap<Vec<Arc<Target>>>,
     /// Targets of its configuration that are out of service.
-    out: Mutex<Vec<Arc<Out>>>,
+    refused_targets: Mutex<Vec<Arc<RefusedTarget>>>,
     /// The cluster that it has found itself in, once it has.
     fs: Mutex<Option<[u8; 16]>>,
     /// Those that have come back empty in this life of the server.
@@ -313,14 +313,19 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new(cfg: Config, parts: Parts, (peers, places): (Peers, Places), out: Vec<Arc<Out>>) -> Arc<Node> {
+    pub fn new(
+        cfg: Config,
+        parts: Parts,
+        (peers, places): (Peers, Places),
+        refused: Vec<Arc<RefusedTarget>>,
+    ) -> Arc<Node> {
         let Parts { env, fabric, targets, cap_key } = parts;
         let targets = targets.into_iter().map(|e| Target::new(e, env.random_u64())).collect();
         Arc::new(Node {
             clients: Turns::shared(cfg.max_requests, SHARED),
             bulk: Turns::shared(BULK, BULK_SHARED),
             targets: ArcSwap::from_pointee(targets),
-            out: Mutex::new(out),
+            refused_targets: Mutex::new(refused),
             fs: Mutex::default(),
             emptied: Mutex::default(),
             joined: AtomicU64::new(0),
@@ -473,13 +478,13 @@ impl Node {
         answer.await.map_err(|_| Error::new(Code::Disconnected, "this storage server is stopping"))?
     }
 
-    pub fn out(&self) -> Vec<Arc<Out>> {
-        self.out.lock().clone()
+    pub fn refused_targets(&self) -> Vec<Arc<RefusedTarget>> {
+        self.refused_targets.lock().clone()
     }
 
     /// Has what is out come back.
-    pub fn look_after(self: &Arc<Self>, out: Arc<Out>) {
-        let task = self.env.spawn(out::come_back(self.clone(), out));
+    pub fn look_after(self: &Arc<Self>, refused: Arc<RefusedTarget>) {
+        let task = self.env.spawn(refused_targets::come_back(self.clone(), refused));
         self.tending.lock().push((0, task));
     }
 
@@ -488,20 +493,21 @@ impl Node {
         let map = self.map.load_full();
         for t in self.targets().iter() {
             let why = t.unreadable.lock().clone();
-            let why = why.filter(|_| out::needed(&map, &t.engine.identity(), t.engine.used().as_ref()).is_none());
+            let why =
+                why.filter(|_| refused_targets::needed(&map, &t.engine.identity(), t.engine.used().as_ref()).is_none());
             let Some(damaged) = why.and_then(|why| t.engine.as_damaged(why)) else { continue };
-            self.take_out(t, Out::damaged(damaged));
+            self.take_out(t, RefusedTarget::damaged(damaged));
         }
     }
 
     /// A target that serves does so no more; somebody looks after it.
-    fn take_out(self: &Arc<Self>, t: &Arc<Target>, out: Arc<Out>) {
+    fn take_out(self: &Arc<Self>, t: &Arc<Target>, refused: Arc<RefusedTarget>) {
         let others = self.targets().iter().filter(|o| !Arc::ptr_eq(o, t)).cloned().collect();
         self.targets.store(Arc::new(others));
         self.replicas.lock().retain(|(id, _), _| *id != t.id());
         self.tending.lock().extract_if(.., |(stamp, _)| *stamp == t.stamp).for_each(|(_, task)| task.abort());
-        self.out.lock().push(out.clone());
-        self.look_after(out);
+        self.refused_targets.lock().push(refused.clone());
+        self.look_after(refused);
     }
 
     /// Targets that the cluster with this map cannot have would keep the others out of it.
@@ -515,9 +521,9 @@ impl Node {
             });
             // Who moved a target here may not have waited for the end of its lease there.
             let waits = |e: &Error| e.code == Code::Busy && self.env.boot().saturating_sub(self.started) < JOIN;
-            let why = twice.or_else(|| out::unfit(map, &self.cfg.name, &id)).filter(|e| !waits(e));
+            let why = twice.or_else(|| refused_targets::unfit(map, &self.cfg.name, &id)).filter(|e| !waits(e));
             if let (Some(why), Some(path)) = (why, t.engine.path()) {
-                self.take_out(t, Out::refused(path.clone(), why.context(path.display())));
+                self.take_out(t, RefusedTarget::refused(path.clone(), why.context(path.display())));
             }
         }
     }
@@ -533,22 +539,22 @@ impl Node {
         for t in self.targets().iter().filter(|t| t.failed()) {
             if let Some(path) = t.engine.path() {
                 let why = Error::new(Code::Io, format!("{}: it had failed", path.display()));
-                self.take_out(t, Out::refused(path, why));
+                self.take_out(t, RefusedTarget::refused(path, why));
             }
         }
-        self.out.lock().retain(|o| configured.iter().any(|t| t.path == o.path));
-        for o in self.out() {
+        self.refused_targets.lock().retain(|o| configured.iter().any(|t| t.path == o.path));
+        for o in self.refused_targets() {
             configured.iter().filter(|t| t.path == o.path).for_each(|t| o.look_again(t));
         }
     }
 
     /// A target that was out serves again; empty at first, if its table was lost.
-    pub fn is_back(&self, out: &Arc<Out>, id: TargetId, is_empty: bool) {
-        self.out.lock().retain(|o| !Arc::ptr_eq(o, out));
+    pub fn is_back(&self, refused: &Arc<RefusedTarget>, id: TargetId, is_empty: bool) {
+        self.refused_targets.lock().retain(|o| !Arc::ptr_eq(o, refused));
         if is_empty {
             self.emptied.lock().insert(id);
         } else {
-            tracing::info!("target {id} is back in service: {}", out.path.display());
+            tracing::info!("target {id} is back in service: {}", refused.path.display());
         }
     }
 
@@ -565,7 +571,7 @@ impl Node {
         }
         let first = before.version() == 0;
         let map = Arc::new(MapView::new(map)?);
-        self.note_sights(&map);
+        self.note_chain_views(&map);
         self.map.store(map.clone());
         for target in self.targets().iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
             let id = target.id();
@@ -596,13 +602,13 @@ impl Node {
 
     /// Writes down what its targets are to act on from now on. Not of chains of which the metadata servers have yet to hear what is
     /// in sync: what was known before is what they ask for.
-    fn note_sights(&self, map: &MapView) {
+    fn note_chain_views(&self, map: &MapView) {
         let doubted = doubted(map);
         for t in self.targets().iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
             let left: Vec<ChainId> = t.engine.known_chains();
             let left = left.into_iter().filter_map(|id| map.chain(id)).filter(|c| has_left(c, t.id()));
             let chains = map.chains_of(t.id()).chain(left).filter(|c| !doubted.contains(&c.id));
-            if let Err(e) = t.engine.note_sights(chains) {
+            if let Err(e) = t.engine.note_chain_views(chains) {
                 tracing::warn!("target {}: cannot write down the state of its chains: {e}", t.id());
             }
         }
@@ -619,18 +625,18 @@ impl Node {
     fn identities(&self) -> Vec<TargetIdentity> {
         let (serving, fs) = (self.targets(), self.fs());
         let own = |id: &TargetIdentity| id.fs_uuid == [0; 16] || fs.is_none_or(|fs| fs == id.fs_uuid);
-        let out = self.out().into_iter().filter_map(|o| o.id()).filter(own);
-        serving.iter().map(|t| t.engine.identity()).chain(out).collect()
+        let refused = self.refused_targets().into_iter().filter_map(|o| o.id()).filter(own);
+        serving.iter().map(|t| t.engine.identity()).chain(refused).collect()
     }
 
     /// Those that are out. Where one folder does not tell which target it is to have, and the cluster misses one of this server, it is that.
     fn refused(&self) -> Vec<pb::RefusedTarget> {
-        let (out, map, node) = (self.out(), self.map.load(), self.id.load(Ordering::Acquire));
+        let (refused, map, node) = (self.refused_targets(), self.map.load(), self.id.load(Ordering::Acquire));
         let known: BTreeSet<TargetId> = self.identities().iter().map(|id| id.target_id).collect();
         let mut missing = map.map.targets.iter().filter(|t| t.node == node && !known.contains(&t.id)).map(|t| t.id);
-        let only = (missing.next(), missing.next(), out.iter().filter(|o| o.id().is_none()).count());
+        let only = (missing.next(), missing.next(), refused.iter().filter(|o| o.id().is_none()).count());
         let number = if let (Some(id), None, 1) = only { Some(id) } else { None };
-        out.iter().map(|o| o.status(number.filter(|_| o.id().is_none()))).collect()
+        refused.iter().map(|o| o.status(number.filter(|_| o.id().is_none()))).collect()
     }
 
     /// Gives up its lease and its replicas, which hold on to this node.
@@ -678,7 +684,7 @@ impl Node {
             }
         };
         let refused = self.refused();
-        let mut notices: Vec<String> = refused.iter().map(out::notice).collect();
+        let mut notices: Vec<String> = refused.iter().map(refused_targets::notice).collect();
         for id in self.emptied.lock().iter() {
             notices.push(format!(
                 "target {id} had lost its chunk table since this server started, or before; it came back empty and is filled from other replicas"

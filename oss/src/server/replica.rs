@@ -24,7 +24,7 @@ use super::{
     node::{InWork, Node, Target},
     peers::Lane,
     repair::Unrepaired,
-    sync::was_removed,
+    resync::was_removed,
     trim::{Cuts, Forget},
 };
 use crate::{

@@ -18,10 +18,10 @@ use strake_proto::{
 use tokio::time::Instant;
 
 use super::{
+    backpressure::Awaited,
     node::{HEAVY, Node, Target},
-    pace::Awaited,
     replica::{Carried, Replica, reply},
-    sync::LIST_ONE,
+    resync::LIST_ONE,
     trim::{Forget, goes_on, trim},
 };
 use crate::engine::{Ask, Key};

@@ -71,7 +71,7 @@ impl Node {
             capacity: t.engine.usage().capacity,
             stamp: t.stamp,
             id: id.target_id,
-            sights: t.engine.sights(),
+            sights: t.engine.chain_views(),
             follows: Some(stamps.get(&id.target_uuid[..]).copied().unwrap_or(0)),
         });
         pb::RegisterRequest {
@@ -92,7 +92,7 @@ impl Node {
             let m = format!("another folder of this server holds target {}, too; it is a copy", id.target_id);
             return Err(Error::new(Code::Inval, m));
         }
-        out::unfit(map, &self.cfg.name, &id).map_or(Ok(()), Err)
+        refused_targets::unfit(map, &self.cfg.name, &id).map_or(Ok(()), Err)
     }
 
     /// One attempt to register. `EINVAL`: this server or its targets belong elsewhere, trying again is no use.

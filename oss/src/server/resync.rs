@@ -18,8 +18,8 @@ use strake_proto::{
 use tokio::time::Instant;
 
 use super::{
+    backpressure::{QUIET, pause},
     copies::{stand_in, stands_for},
-    pace::{QUIET, pause},
     peers::Lane,
     replica::{Carried, Replica, update_of},
 };
@@ -131,7 +131,7 @@ impl Replica {
             return Err(e.context(format_args!("{unread} chunks cannot be sent, {pushed} others were")));
         }
         // That the successor may come into sync from here on must not be forgotten by those who know it.
-        self.engine().sync_sights().await?;
+        self.engine().sync_chain_views().await?;
         Ok(pushed)
     }
 
