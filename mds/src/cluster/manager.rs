@@ -20,7 +20,7 @@ use strake_proto::{
 use super::{
     anew,
     balance::Balance,
-    deal,
+    chain_table,
     kept_waiting::KeptWaiting,
     membership, moves, recovery,
     rows::Membership,
@@ -439,7 +439,7 @@ impl Manager {
             return None;
         }
         self.dealt = now;
-        let (chains, sets) = deal::make_chains(&map.map, self.options.chains_per_target)?;
+        let (chains, sets) = chain_table::make_chains(&map.map, self.options.chains_per_target)?;
         let why = vec![format!("{} new chains in {} sets", chains.len(), sets.len())];
         Some(Proposal { update: pb::MapUpdate { chains, sets, ..Default::default() }, why })
     }

@@ -37,7 +37,7 @@ use super::{
     snapshot::Incoming,
     transport::{Health, Peers, Word},
 };
-use members::{Heard, not_member};
+use members::{PeerProgress, not_member};
 
 /// Batches on their way to the log.
 const MAX_UNPERSISTED: usize = 16;
@@ -151,7 +151,7 @@ pub struct Driver {
     damage: Option<Error>,
     damages: u64,
     /// Ticks without a state and without a leader.
-    forsaken: u32,
+    leaderless_ticks: u32,
     syncing: bool,
     /// Copies on their way out: peer → (id, index, task).
     outgoing: BTreeMap<u64, (u64, u64, JoinHandle<()>)>,
@@ -160,7 +160,7 @@ pub struct Driver {
     was: (u64, bool),
     /// The membership is to be given with the next apply, though it did not change.
     conf_unknown: bool,
-    heard: BTreeMap<u64, Heard>,
+    peer_progress: BTreeMap<u64, PeerProgress>,
     /// When this member began to lead, and when it last handed on because of its disk.
     led_since: Duration,
     yielded: Duration,
@@ -222,13 +222,13 @@ impl Driver {
             stalled: None,
             damage: None,
             damages: 0,
-            forsaken: 0,
+            leaderless_ticks: 0,
             syncing: false,
             outgoing: BTreeMap::new(),
             incoming: None,
             was: (0, false),
             conf_unknown: conf.is_empty(),
-            heard: BTreeMap::new(),
+            peer_progress: BTreeMap::new(),
             led_since: Duration::ZERO,
             yielded: Duration::ZERO,
             unfit: None,

@@ -7,17 +7,17 @@ use strake_proto::{Code, Error, Ino, Result, SessionId, cap::long_ago, pb};
 
 use super::{
     Mds,
-    attempts::Begun,
+    disk_space::Need,
     heavy::Turn,
     leader,
     reads::shown,
     recalls::Asker,
-    room::Need,
     service::{Gives, misread, ok},
 };
 use crate::{
     leases::rows::Reporting,
     namespace::{RULES, effects},
+    request_dedup::Begun,
 };
 
 /// A request that is looked at; dropped, it may come again.
@@ -29,13 +29,13 @@ struct Looking<'a> {
 
 impl Drop for Looking<'_> {
     fn drop(&mut self) {
-        self.mds.attempts.lock().not_looked(self.by.session, self.seq);
+        self.mds.request_dedup.lock().not_looked(self.by.session, self.seq);
     }
 }
 
 impl Looking<'_> {
     fn pass(self) -> Result<()> {
-        self.mds.attempts.lock().passed(self.by.session, self.seq)
+        self.mds.request_dedup.lock().passed(self.by.session, self.seq)
     }
 }
 
@@ -67,7 +67,7 @@ impl Mds {
         };
         // Of one that ran the entry is not known: what it gives to read is to be asked for once more.
         let looked = if looking.is_some() { before + 1 } else { long_ago(before) };
-        if let (Some(_), Err(e)) = (&looking, self.check_room(term, by, &request.ops)?) {
+        if let (Some(_), Err(e)) = (&looking, self.check_space(term, by, &request.ops)?) {
             return Ok(self.refuse_list(by, seq, &e));
         }
         // What others have written before comes before this: a size and times that are set now must stay.
@@ -128,32 +128,32 @@ impl Mds {
         let ran = || self.machine.namespace.has_reply(r.session, r.seq);
         if ran() {
             // An attempt that nobody waited for to the end may count as one that may run yet.
-            self.attempts.lock().ran(r.session, r.seq);
+            self.request_dedup.lock().ran(r.session, r.seq);
             return Ok(Begun::Again);
         }
         self.machine.namespace.takes_number(r.session, r.seq)?;
-        let begun = self.attempts.lock().begin(r.session, r.seq, r.lowest_unanswered)?;
+        let begun = self.request_dedup.lock().begin(r.session, r.seq, r.lowest_unanswered)?;
         // It may have run since, and is not among those that were proposed any more.
         if begun == Begun::First && ran() {
-            self.attempts.lock().not_looked(r.session, r.seq);
+            self.request_dedup.lock().not_looked(r.session, r.seq);
             return Ok(Begun::Again);
         }
         Ok(begun)
     }
 
     fn refuse_list(&self, by: Asker, seq: u64, e: &Error) -> pb::MetaReply {
-        self.attempts.lock().refused(by.session, seq, e);
+        self.request_dedup.lock().refused(by.session, seq, e);
         refusal(e)
     }
 
     /// Whether there is room for it: the inner error is its answer.
-    fn check_room(&self, term: u64, by: Asker, ops: &[pb::Op]) -> Result<Result<()>> {
+    fn check_space(&self, term: u64, by: Asker, ops: &[pb::Op]) -> Result<Result<()>> {
         let writes = ops.iter().filter(|o| effects::enlists(o)).count();
         if !self.recalls.may_write(term, by.session, writes)? {
             let m = format!("session {} has too many files open for writing; close some", by.session);
             return Ok(Err(Error::new(Code::Overloaded, m)));
         }
-        Ok(self.room.check(Need::of_list(ops)))
+        Ok(self.disk_space.check(Need::of_list(ops)))
     }
 
     /// Refuses for now what would be told that no target takes a file, while targets are away that
@@ -182,7 +182,7 @@ impl Mds {
         let ran = self.propose_anyway(pb::log_command::Command::Meta(request)).await;
         let e = match ran {
             Ok(ran) => {
-                self.attempts.lock().ran(session, seq);
+                self.request_dedup.lock().ran(session, seq);
                 let Some(pb::log_reply::Reply::Meta(reply)) = ran.reply else { return Err(misread()) };
                 return Ok(Ok(reply));
             }
@@ -190,7 +190,7 @@ impl Mds {
             Err(e) => e,
         };
         let full = e.code == Code::NoSpc;
-        let last = self.attempts.lock().not_taken(session, seq, full.then_some(&e));
+        let last = self.request_dedup.lock().not_taken(session, seq, full.then_some(&e));
         match full {
             true if last => Ok(Err(e)),
             true => Err(Error::new(Code::Disconnected, e.message)),

@@ -27,10 +27,8 @@ use strake_proto::{
 };
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::{
-    Mds,
-    steps::{Did, Progress},
-};
+use super::Mds;
+use crate::trim_progress::{Did, TrimProgress};
 use pb::log_command::Command;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -144,7 +142,7 @@ pub(super) async fn cut_files(mds: &Mds, term: u64) {
     // What was made and is not in the log yet: when it is, the file is written again, and another cut may come after that.
     let made = &mds.cuts_made;
     made.lock().begin(term);
-    let progress = &Progress::default();
+    let progress = &TrimProgress::default();
     let wanted = |(ino, number): (Ino, u64)| mds.machine.namespace.trim_of(ino).is_some_and(|t| t.number == number);
     let list = |n: usize| {
         made.lock().cuts.retain(|cut| wanted(*cut));
@@ -199,7 +197,7 @@ fn fenced_before(mds: &Mds, number: u64, stripes: &StripeMap, map: &MapView) -> 
 
 /// Files that are gone: all their chunks are removed.
 pub(super) async fn delete_files(mds: &Mds) {
-    let progress = &Progress::default();
+    let progress = &TrimProgress::default();
     let list = |n: usize| mds.machine.namespace.gc_queue(n).into_iter().map(|(n, r)| (n, (n, r))).collect::<Vec<_>>();
     let job = |(number, r): (u64, pb::GcRecord)| async move {
         let Some(layout) = &r.layout else { return Ok(Did::All) };
@@ -347,7 +345,7 @@ async fn trim_chunks(
     map: &MapView,
     stripes: &StripeMap,
     trim: Option<&pb::Trim>,
-    (progress, number): (&Progress, u64),
+    (progress, number): (&TrimProgress, u64),
 ) -> Result<Did> {
     let requests = trim_requests(stripes, trim.map(|t| t.size), map)?;
     let until = progress.has_room(requests.len()).then(|| Instant::now() + TURN);

@@ -7,14 +7,16 @@ use strake_fabric::watch;
 use strake_proto::{Code, Error, Result, map::ROLE_MDS, pb};
 use tokio::time::sleep;
 
-use super::{Lead, Mds, anew, chunks, ends, sessions::Sessions, waits::Waits};
+use super::{Lead, Mds, anew, chunks, size_recovery};
 use crate::{
     cluster::{
         manager::{Manager, Options, Proposal},
         slow,
     },
     consensus::Leadership,
+    lock_waiters::LockWaiters,
     namespace::PLACEMENT,
+    sessions::Sessions,
 };
 use pb::log_command::Command;
 
@@ -100,7 +102,7 @@ impl Mds {
             sleep(CLUSTER_TICK).await;
         }
         self.machine.namespace.lock_news().listen(true);
-        *self.lead.lock() = Some(Lead { term, manager, sessions, waits: Waits::default() });
+        *self.lead.lock() = Some(Lead { term, manager, sessions, lock_waiters: LockWaiters::default() });
         tokio::join!(
             self.announce(),
             self.settings(),
@@ -110,7 +112,7 @@ impl Mds {
             self.serve_locks(),
             self.end_leases(),
             chunks::cut_files(self, term),
-            ends::find_ends(self, term),
+            size_recovery::find_ends(self, term),
             chunks::delete_files(self),
             anew::run(self),
         );
@@ -298,12 +300,12 @@ impl Mds {
                 for id in l.sessions.ids() {
                     if self.machine.namespace.session(id).is_none() {
                         l.sessions.remove(id);
-                        l.waits.remove(id);
+                        l.lock_waiters.remove(id);
                     }
                 }
                 Ok(l.sessions.expire(now, term))
             });
-            self.attempts.lock().retain(|id| self.machine.namespace.session(id).is_some());
+            self.request_dedup.lock().retain(|id| self.machine.namespace.session(id).is_some());
             self.owners.lock().retain(|id| self.machine.namespace.session(id).is_some());
             let Ok(silent) = silent else { continue };
             for batch in silent.chunks(BATCH) {

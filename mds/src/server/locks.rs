@@ -1,5 +1,5 @@
 //! The leader's part in locks: refuses what is in somebody's way without an entry in the log, keeps what is free for the one
-//! whose turn it is, and tells clients of their turns. The rules are in `docs/locks.md`, the table in `waits`.
+//! whose turn it is, and tells clients of their turns. The rules are in `docs/locks.md`, the table in `lock_waiters`.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -8,15 +8,16 @@ use strake_fabric::Peer;
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::{
-    Mds, chunks,
-    service::encode,
-    trying::{self, Verdict},
-    waits::{Entry, MAX_LOOKS, MAX_SEARCH, Waits, is_of_pages},
-};
-use crate::namespace::{
-    locks::{self, Owner, Want},
-    spans::Span,
+use super::{Mds, chunks, service::encode};
+use crate::{
+    lock_waiters::{
+        Entry, LockWaiters, MAX_LOOKS, MAX_SEARCH, is_of_pages,
+        verdict::{self, Verdict},
+    },
+    namespace::{
+        locks::{self, Owner, Want},
+        spans::Span,
+    },
 };
 use pb::op::Op;
 
@@ -70,14 +71,14 @@ impl Mds {
             let now = self.env.boot();
             let (barring, fence, turn) = self.with_lead(|l| {
                 // What was given up a moment ago may be somebody's by now.
-                if l.waits.look(now, want.ino, |w| self.is_barred(w))? {
+                if l.lock_waiters.look(now, want.ino, |w| self.is_barred(w))? {
                     self.tell_turns();
                 }
-                let turn = l.waits.is_anothers_turn(now, want);
+                let turn = l.lock_waiters.is_anothers_turn(now, want);
                 let (barring, fence) = self.machine.namespace.barring(want, MAX_ASKED)?;
                 Ok((barring, fence, turn))
             })?;
-            let verdict = trying::judge(want, patient, &barring, turn, &asked);
+            let verdict = verdict::judge(want, patient, &barring, turn, &asked);
             if let Verdict::Ask(new) = verdict {
                 self.ask_holders(term, want.ino, new, &mut asked).await?;
                 continue;
@@ -105,7 +106,7 @@ impl Mds {
         barring: &[(Owner, Span)],
         asked: &mut BTreeSet<SessionId>,
     ) -> Result<bool> {
-        let new = trying::to_ask(want, barring, asked);
+        let new = verdict::to_ask(want, barring, asked);
         if new.is_empty() {
             return Ok(false);
         }
@@ -156,8 +157,8 @@ impl Mds {
                 let found = self.machine.namespace.barring(want, MAX_ASKED)?.0;
                 Ok(found.into_iter().map(|(who, _)| who).collect())
             };
-            let holders = |ino| Ok((ino, l.waits.keep_waiting(ino, barring)?));
-            l.waits.pages_wanted().into_iter().map(holders).collect::<Result<Vec<_>>>()
+            let holders = |ino| Ok((ino, l.lock_waiters.keep_waiting(ino, barring)?));
+            l.lock_waiters.pages_wanted().into_iter().map(holders).collect::<Result<Vec<_>>>()
         })?;
         wanted.into_iter().try_for_each(|(ino, holders)| self.want_pages(term, ino, &holders))
     }
@@ -209,7 +210,7 @@ impl Mds {
         if !over.is_empty() {
             let now = self.env.boot();
             let _ = self.with_lead(|l| {
-                over.into_iter().for_each(|id| l.waits.given(now, session, id));
+                over.into_iter().for_each(|id| l.lock_waiters.given(now, session, id));
                 Ok(())
             });
             self.tell_turns();
@@ -236,8 +237,8 @@ impl Mds {
         while reply == pb::LockWaitReply::default() && !list.is_empty() {
             let over = timeout_at(deadline, turns.changed()).await.is_err();
             let newest = self.with_lead(|l| {
-                reply.ready = l.waits.ready(session);
-                Ok(l.waits.is_newest(session, number))
+                reply.ready = l.lock_waiters.ready(session);
+                Ok(l.lock_waiters.is_newest(session, number))
             })?;
             if over || !newest {
                 break;
@@ -254,18 +255,18 @@ impl Mds {
             if namespace.session(session).is_none() {
                 return Err(Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
             }
-            let files = l.waits.set(now, session, number, list)?;
+            let files = l.lock_waiters.set(now, session, number, list)?;
             let (mut reply, mut looks) = (pb::LockWaitReply::default(), MAX_LOOKS);
             let owners = |w: &Want| Ok(namespace.barring(w, MAX_SEARCH)?.0.into_iter().map(|(who, _)| who).collect());
             for e in list.iter().filter(|e| e.want.who.kind == pb::LockKind::LockPosix && !e.trying) {
-                if l.waits.is_deadlock(&e.want, &mut looks, owners)? {
+                if l.lock_waiters.is_deadlock(&e.want, &mut looks, owners)? {
                     reply.deadlock.push(e.id);
                 }
             }
             for ino in files {
-                l.waits.look(now, ino, |w| self.is_barred(w))?;
+                l.lock_waiters.look(now, ino, |w| self.is_barred(w))?;
             }
-            reply.ready = l.waits.ready(session);
+            reply.ready = l.lock_waiters.ready(session);
             reply.ready.retain(|id| !reply.deadlock.contains(id));
             Ok(reply)
         })
@@ -282,9 +283,9 @@ impl Mds {
             }
             let (changed, now) = (news.take(), self.env.boot());
             let seen = self.with_lead(|l| {
-                let mut files = l.waits.expire(now);
+                let mut files = l.lock_waiters.expire(now);
                 files.extend(changed);
-                self.look_at(now, &mut l.waits, &files);
+                self.look_at(now, &mut l.lock_waiters, &files);
                 Ok(!files.is_empty())
             });
             if seen.unwrap_or(false) {
@@ -306,7 +307,7 @@ impl Mds {
         });
     }
 
-    fn look_at(&self, now: Duration, waits: &mut Waits, files: &BTreeSet<Ino>) {
+    fn look_at(&self, now: Duration, waits: &mut LockWaiters, files: &BTreeSet<Ino>) {
         for ino in files {
             // A state that cannot be read now is looked at again.
             let _ = waits.look(now, *ino, |w| self.is_barred(w));

@@ -1,26 +1,30 @@
-//! The metadata server as a process: the thin shell around `namespace`, `cluster` and `consensus`.
+//! The metadata server as a process: the thin shell around the pure cores and `consensus`.
 //!
-//! `service` answers requests, `reads` and `changes` those about the namespace: reads after a barrier, changes through the log and each
-//! once (`attempts`), under the leases that `recalls` keeps. `machine` is what the log is applied to.
-//! `followers` answers reads while this server does not lead, `recent` helps it. `heavy` has lists that are much work wait for each other.
-//! `owners` knows who may speak for which session.
-//! `leader` runs what only the leader does: membership ticks, session terms, orphans; `chunks` are its workers that cut
-//! and delete chunks at the storage servers, `ends` the one that looks there how far a file goes. `endings` is
-//! what ended rights to data, for storage servers. `sessions` is its pure table of sessions and opens. `disk`
-//! starts all that from a folder, `locks`, `trying` and `waits` have clients wait for locks, `room` says which
-//! changes its disk has space for, `admin` serves gRPC,
-//! `members` changes the group, `verify` looks for damage in the state.
+//! | file | idea |
+//! |---|---|
+//! | `service.rs` | requests as they arrive: who may ask what, dispatch |
+//! | `reads.rs` | lists that change nothing: read after a barrier |
+//! | `changes.rs` | lists that change something: through the log, each once ([`crate::request_dedup`]) |
+//! | `recalls.rs` | the leases under which both are answered |
+//! | `machine.rs` | what the log is applied to |
+//! | `followers.rs` | reads while this server does not lead ([`crate::recent_changes`]) |
+//! | `heavy.rs`, `fair.rs` | lists that are much work wait for each other; clients take turns |
+//! | `leader.rs` | what only the leader does: membership ticks, session terms, orphans |
+//! | `chunks.rs`, `size_recovery.rs` | the leader's workers at the storage servers: cut, delete, look how far a file goes |
+//! | `anew.rs` | the leader's worker that brings back chains that hold nothing |
+//! | `locks.rs` | clients wait for locks ([`crate::lock_waiters`]) |
+//! | `members.rs` | changes of the group |
+//! | `disk.rs`, `disk_space.rs` | starting from a folder; which changes its disk has space for |
+//! | `scrub.rs` | looks for damage in the state |
+//! | `config.rs`, `admin.rs`, `places.rs` | configuration keys; gRPC; paths of damaged files, for logs |
 
 mod admin;
 mod anew;
-#[doc(hidden)]
-pub mod attempts;
 mod changes;
 mod chunks;
 pub mod config;
 pub mod disk;
-mod endings;
-mod ends;
+mod disk_space;
 mod fair;
 mod followers;
 mod heavy;
@@ -28,20 +32,12 @@ mod leader;
 mod locks;
 mod machine;
 mod members;
-mod owners;
 mod places;
 mod reads;
 mod recalls;
-mod recent;
-mod room;
+mod scrub;
 mod service;
-pub mod sessions;
-mod steps;
-#[doc(hidden)]
-pub mod trying;
-mod verify;
-#[doc(hidden)]
-pub mod waits;
+mod size_recovery;
 
 #[cfg(test)]
 mod tests;
@@ -70,16 +66,15 @@ use tokio::{sync::Notify, task::JoinHandle};
 use crate::{
     cluster::{manager::Manager, recovery, slow::words},
     consensus::{self, Leadership, LogStore, Node},
+    lock_waiters::LockWaiters,
+    request_dedup::RequestDedup,
+    sessions::{Sessions, owners::Owners},
 };
-use attempts::Attempts;
+use disk_space::{DiskSpace, Need};
 use fair::Fair;
 use followers::Following;
 use heavy::Heavy;
-use owners::Owners;
 use recalls::Recalls;
-use room::{Need, Room};
-use sessions::Sessions;
-use waits::Waits;
 
 /// What a server runs on; everything outside of it comes from here.
 pub struct Parts {
@@ -108,7 +103,7 @@ struct Lead {
     term: u64,
     manager: Manager,
     sessions: Sessions,
-    waits: Waits,
+    lock_waiters: LockWaiters,
 }
 
 /// What all parts of the shell share.
@@ -123,12 +118,12 @@ struct Mds {
     lead: Mutex<Option<Lead>>,
     links: chunks::Links,
     relay: Relay,
-    room: Room,
+    disk_space: DiskSpace,
     following: Following,
     heavy: Heavy,
     fair: Fair,
     owners: Mutex<Owners>,
-    attempts: Mutex<Attempts>,
+    request_dedup: Mutex<RequestDedup>,
     /// A reply waits for a file to be cut.
     trim_wanted: Notify,
     cuts_made: Mutex<chunks::CutsMade>,
@@ -144,7 +139,7 @@ struct Mds {
 
 /// What a server's folder is on.
 struct Disk {
-    /// The file that reserves space, see [`room`].
+    /// The file that reserves space, see [`disk_space`].
     reserve_file: Option<PathBuf>,
     /// Its size, bytes.
     reserve: u64,
@@ -157,7 +152,7 @@ struct Disk {
 /// Starts a server on its parts and returns when it listens. It serves clients once a leader is elected.
 pub async fn start(cfg: Config, parts: Parts) -> Result<MdsServer> {
     let reserve = cfg.reserve_bytes.unwrap_or(0);
-    start_with(cfg, parts, Disk { reserve_file: None, reserve, segment: crate::folder::LOG_BYTES, set_aside: None })
+    start_with(cfg, parts, Disk { reserve_file: None, reserve, segment: crate::data_dir::LOG_BYTES, set_aside: None })
         .await
 }
 
@@ -166,9 +161,9 @@ const LEAST_LOG_BYTES: u64 = 4 << 20;
 
 async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> {
     cfg.check()?;
-    let room = Room::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
+    let disk_space = DiskSpace::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
     // Before there is anything that must not wait.
-    room.look();
+    disk_space.look();
     let recalls = Arc::new(Recalls::new(parts.env.clone(), cfg.leases()));
     let machine = Arc::new(Machine::open(parts.store, recalls.clone())?);
     let peers: BTreeMap<u64, Endpoint> = cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
@@ -189,12 +184,12 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
         lead: Mutex::new(None),
         links: chunks::Links::new(parts.fabric.clone()),
         relay: Relay::new(parts.fabric.clone()),
-        room,
+        disk_space,
         following: Following::default(),
         heavy: Heavy::default(),
         fair: Fair::default(),
         owners: Mutex::default(),
-        attempts: Mutex::default(),
+        request_dedup: Mutex::default(),
         trim_wanted: Notify::new(),
         cuts_made: Mutex::default(),
         turns: watch::Sender::new(0),
@@ -215,20 +210,20 @@ async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> 
         mds.env.spawn(leader::run(mds.clone())),
         mds.env.spawn(follow),
         mds.env.spawn(followers::run(mds.clone())),
-        mds.env.spawn(verify::run(mds.clone())),
+        mds.env.spawn(scrub::run(mds.clone())),
     ];
     if disk.reserve > 0 {
-        tasks.push(mds.env.spawn(watch_room(mds.clone())));
+        tasks.push(mds.env.spawn(watch_disk_space(mds.clone())));
     }
     tracing::info!(id = mds.cfg.id, at = %endpoint, "metadata server listens");
     Ok(MdsServer { mds, endpoint, listener: Some(listener), tasks, lock: None })
 }
 
 /// Also members that do not lead give up their reserve when they need it.
-async fn watch_room(mds: Arc<Mds>) {
+async fn watch_disk_space(mds: Arc<Mds>) {
     loop {
-        mds.node.set_disk_full(mds.room.look().0);
-        tokio::time::sleep(ROOM_TICK).await;
+        mds.node.set_disk_full(mds.disk_space.look().0);
+        tokio::time::sleep(DISK_SPACE_TICK).await;
     }
 }
 
@@ -262,7 +257,7 @@ impl MdsServer {
         self.mds.node.shutdown().await;
     }
 
-    /// Waits until this server has stopped by itself for good, and says why: its log or state failed, or (`NotMember`) it
+    /// LockWaiters until this server has stopped by itself for good, and says why: its log or state failed, or (`NotMember`) it
     /// was removed from the group, which its folder then says, too. The process should end then.
     pub async fn stopped(&self) -> Error {
         let cause = self.mds.node.stopped().await;
@@ -316,7 +311,7 @@ impl Mds {
     /// Has a command agreed on and applied. Errors of consensus and of the command itself alike; `NoSpc`: this server's
     /// disk has no room for it.
     async fn propose(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
-        self.room.check(Need::of(&command))?;
+        self.disk_space.check(Need::of(&command))?;
         self.propose_anyway(command).await
     }
 
@@ -360,7 +355,7 @@ impl Mds {
         if self.leading().is_err() {
             notices.push("not the leader: idle times and opens of sessions are known to the leader only".into());
         }
-        if self.room.look().0 {
+        if self.disk_space.look().0 {
             notices.push("the disk is almost full: nothing new is accepted here until there is space".into());
         }
         notices.extend(self.damage_notices());
@@ -409,7 +404,7 @@ impl Mds {
             roads: traffic::roads(self.links.fabric()),
             map: Some(map.map.clone()),
             locks: ns.locked_by(0),
-            lock_waits: lead.as_ref().map_or(0, |l| l.waits.len() as u64),
+            lock_waits: lead.as_ref().map_or(0, |l| l.lock_waiters.len() as u64),
             follower_reads: self.following.answered.load(Relaxed),
             follower_refusals: self.following.refused.load(Relaxed),
         }
@@ -431,7 +426,7 @@ fn slow_notices(map: &pb::ClusterMap, slow: &[pb::SlowTarget]) -> Vec<String> {
     all
 }
 
-const ROOM_TICK: Duration = Duration::from_millis(250);
+const DISK_SPACE_TICK: Duration = Duration::from_millis(250);
 
 /// Queues are counted up to here for `status`.
 const STATUS_LIMIT: usize = 10_000;

@@ -23,7 +23,7 @@ pub(super) async fn run(mds: Arc<Mds>) {
         let mut after = None;
         loop {
             // What is wrong was noted; what is damaged is replaced as a whole, and read from its beginning the next time.
-            let Ok((read, last)) = mds.machine.namespace.verify(after.as_ref(), PAGE) else { break };
+            let Ok((read, last)) = mds.machine.namespace.scrub(after.as_ref(), PAGE) else { break };
             let pause = (read as u64 * 1000).checked_div(mds.cfg.scrub_rate).unwrap_or(0);
             sleep(Duration::from_millis(pause)).await;
             after = last;

@@ -18,12 +18,12 @@ use super::{
     Mds,
     heavy::{machine, order_groups},
     recalls::Asker,
-    sessions::WasCounted,
-    waits::MAX_OF_SESSION,
 };
 use crate::{
     consensus::{StateMachine as _, twins},
+    lock_waiters::MAX_OF_SESSION,
     namespace::{MAX_DEAD, Namespace},
+    sessions::{MAX_SESSIONS, WasCounted},
 };
 use pb::{log_command::Command, op::Op};
 
@@ -322,7 +322,7 @@ impl Mds {
         let machine = machine(&peer.addr);
         self.with_lead(|_| self.owners.lock().may_open(peer.id, machine))?;
         self.with_lead(|l| {
-            if l.sessions.len() < super::sessions::MAX_SESSIONS {
+            if l.sessions.len() < MAX_SESSIONS {
                 return Ok(());
             }
             let m = "which is the limit of a file system; `strake status` shows whose they are";
@@ -368,7 +368,7 @@ impl Mds {
         self.owners.lock().leave(request.session);
         let _ = self.with_lead(|l| {
             l.sessions.remove(request.session);
-            l.waits.remove(request.session);
+            l.lock_waiters.remove(request.session);
             Ok(())
         });
         Ok(encode(&pb::SessionCloseReply {}))

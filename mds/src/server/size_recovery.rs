@@ -18,9 +18,8 @@ use strake_proto::{
 use super::{
     Mds,
     chunks::{CHAINS_AT_ONCE, fenced, work_off},
-    steps::Did,
 };
-use crate::leases::rows::Leader;
+use crate::{leases::rows::Leader, trim_progress::Did};
 use pb::log_command::Command;
 
 /// Files that are looked at at the same time.

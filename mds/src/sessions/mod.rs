@@ -1,6 +1,8 @@
 //! What only the leader knows about client sessions: when each was last heard of, and what it holds open. A pure table;
 //! a new leader starts with all sessions as just heard of and nothing open, and clients tell it what they hold.
 
+pub(crate) mod owners;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     time::Duration,

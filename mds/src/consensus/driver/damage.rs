@@ -63,8 +63,8 @@ impl Driver {
         }
         let nobody = self.core.leader() == 0 || self.core.is_leader();
         let waits = self.damage.is_some() && self.core.has_lost_state() && nobody;
-        self.forsaken = if waits { self.forsaken + 1 } else { 0 };
-        if self.forsaken > PATIENCE * self.cfg.election_ticks.1 as u32 {
+        self.leaderless_ticks = if waits { self.leaderless_ticks + 1 } else { 0 };
+        if self.leaderless_ticks > PATIENCE * self.cfg.election_ticks.1 as u32 {
             let m = "its state is damaged, and nobody leads who could give it another; start it again";
             return Err(Error::new(Code::Corrupt, m));
         }

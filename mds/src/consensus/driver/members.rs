@@ -19,7 +19,7 @@ const LINGER: u32 = 6;
 const OFFICE: u32 = 40;
 
 /// What was last heard of another member.
-pub(super) struct Heard {
+pub(super) struct PeerProgress {
     at: Duration,
     applied: u64,
     disk: u32,
@@ -31,7 +31,7 @@ impl Driver {
     }
 
     pub(super) fn heard_of(&mut self, b: &Batch) {
-        self.heard.insert(b.from, Heard { at: self.env.boot(), applied: b.applied, disk: b.disk });
+        self.peer_progress.insert(b.from, PeerProgress { at: self.env.boot(), applied: b.applied, disk: b.disk });
         let conf = self.core.conf();
         // A new member's configuration may be older than the group, and it knows of no other source before its first copy.
         let of_group = conf.voters.is_empty() || conf.voters.contains(&b.from) || conf.learners.contains(&b.from);
@@ -49,7 +49,7 @@ impl Driver {
         ids.dedup_by_key(|(id, _)| *id);
         let member = |(id, voter): (u64, bool)| {
             let own = id == self.cfg.id;
-            let heard = self.heard.get(&id);
+            let heard = self.peer_progress.get(&id);
             Member {
                 id,
                 endpoint: self.peers.endpoint(id),

@@ -129,7 +129,7 @@ impl Fs {
         }
         self.targets(|t| t.alive = true);
         let map = self.ns.map();
-        let (chains, sets) = crate::cluster::deal::make_chains(&map.map, per).unwrap();
+        let (chains, sets) = crate::cluster::chain_table::make_chains(&map.map, per).unwrap();
         let u = pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() };
         assert_eq!(self.log(Command::MapUpdate(u)).status, None);
     }

@@ -5,7 +5,6 @@ mod away;
 mod damage;
 mod disk;
 mod endings;
-mod ends;
 mod followers;
 mod full_disk;
 mod holding;
@@ -15,6 +14,7 @@ mod locks;
 mod members;
 mod owners;
 mod places;
+mod size_recovery;
 mod spoilt;
 mod world;
 
