@@ -75,9 +75,6 @@ impl Sessions {
     pub fn len(&self) -> usize {
         self.entries.len()
     }
-    pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
-    }
 
     /// A session that the namespace knows. Keeps what is known of it.
     pub fn learn(&mut self, now: Duration, id: SessionId, epoch: u64) {

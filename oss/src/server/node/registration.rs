@@ -17,7 +17,7 @@ use strake_proto::{
 use tokio::time::Instant;
 
 use super::{
-    super::{endings::Endings, out, peers::MdsLink, replica::Replica},
+    super::{endings::Endings, peers::MdsLink, refused_targets, replica::Replica},
     Node, Target, follows,
 };
 
