@@ -9,7 +9,12 @@ use strake_fabric::{Env, Identity, Pool, Roads, private};
 use strake_proto::{CapKey, Code, Error, Result};
 use strake_store::FjallStore;
 
-use super::{Config, Disk, MdsServer, Parts, admin, disk_space};
+use super::{
+    admin,
+    config::Config,
+    disk_space,
+    start::{Disk, MdsServer, Parts, start_with},
+};
 use crate::{
     consensus::{DiskLog, LogImage, LogStore as _, disk_log},
     data_dir::{self, LOG, RESERVE, Record, STATE, Sizes, State, cluster_id},
@@ -47,11 +52,11 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     let admin_at = cfg.admin;
     let reserve = cfg.reserve_bytes.unwrap_or_else(|| disk_space::default_reserve(sizes.total));
     let disk = Disk { reserve_file: Some(cfg.dir.join(RESERVE)), reserve, segment: sizes.segment, set_aside };
-    let mut server = super::start_with(cfg, parts, disk).await?;
+    let mut server = start_with(cfg, parts, disk).await?;
     server.lock = Some(lock);
     if let Some(at) = admin_at {
         let serve = admin::serve(server.mds.clone(), at, &cluster_key)?;
-        server.tasks.push(server.mds.env.spawn(serve));
+        server.tasks.push(server.mds.member.env.spawn(serve));
     }
     Ok(server)
 }
@@ -144,15 +149,9 @@ fn open_folder(cfg: &Config, cluster: [u8; 16]) -> Result<File> {
     Ok(lock)
 }
 
-/// Has the folder say that its member was removed, so that it is refused from now on.
-pub(super) fn mark_removed(cfg: &Config, cluster: [u8; 16]) {
-    if let Err(e) = (Record { member: cfg.id, cluster, state: State::Removed }).write(&cfg.dir) {
-        tracing::warn!("cannot mark the folder as that of a removed member: {e}");
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::start::mark_removed;
     use std::path::Path;
 
     use strake_fabric::Endpoint;

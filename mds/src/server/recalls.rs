@@ -9,16 +9,11 @@ use std::{
     time::Duration,
 };
 
-use bytes::Bytes;
 use parking_lot::Mutex;
-use strake_fabric::{Env, Peer, watch};
+use strake_fabric::{Env, watch};
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
-use tokio::{
-    sync::Notify,
-    time::{Instant, sleep, timeout_at},
-};
+use tokio::sync::Notify;
 
-use super::{Mds, leader::BATCH, service::encode};
 use crate::{
     leases::{
         Connection, Leases, Limits, Number,
@@ -31,10 +26,7 @@ use crate::{
     },
     namespace::{Namespace, effects::Effect},
 };
-use pb::log_command::Command;
 
-/// How long a client waits for something to forget. Less than it waits for an answer.
-const POLL: Duration = Duration::from_secs(3);
 /// How long a session is waited for that is asked what it still has locked.
 const CHECK: Duration = Duration::from_secs(2);
 /// How often those who do not answer are looked for.
@@ -277,7 +269,7 @@ impl Recalls {
     }
 
     /// A session that had ended before it said hello.
-    fn gone(&self, term: u64, id: SessionId, lives_on: bool) -> Result<()> {
+    pub fn gone(&self, term: u64, id: SessionId, lives_on: bool) -> Result<()> {
         self.with_news(term, |t, now| t.leases.ended(now, id, !lives_on))
     }
 
@@ -305,7 +297,7 @@ impl Recalls {
     }
 
     /// Takes acknowledgements, and returns what else is to be forgotten and reported, with the bell that rings when there is more.
-    fn poll(&self, term: u64, r: &pb::RecallRequest) -> Result<(pb::RecallReply, Arc<Notify>)> {
+    pub fn poll(&self, term: u64, r: &pb::RecallRequest) -> Result<(pb::RecallReply, Arc<Notify>)> {
         let id = r.session;
         self.with_news(term, |t, now| {
             if !t.leases.meets(id, r.connection) {
@@ -584,7 +576,7 @@ impl Recalls {
     }
 
     /// These sessions cannot report about these files yet.
-    fn excuse(&self, those: &[(SessionId, Ino)]) {
+    pub fn excuse(&self, those: &[(SessionId, Ino)]) {
         let now = self.env.boot();
         if let Some(t) = self.table.lock().as_mut() {
             those.iter().for_each(|(id, ino)| t.reports.excuse(now, *id, *ino));
@@ -619,21 +611,31 @@ impl Recalls {
 
     // --- time ---
 
+    /// How long a session is silent before it counts as gone.
+    pub fn silence(&self) -> Duration {
+        self.limits.silence
+    }
+
+    /// There is something whose end may be the next.
+    pub async fn alarmed(&self) {
+        self.alarm.notified().await;
+    }
+
     /// How long nothing ends by itself.
-    fn pause(&self) -> Duration {
+    pub fn pause(&self) -> Duration {
         let now = self.env.boot();
         let next = self.table.lock().as_ref().and_then(|t| t.next_end(now));
         next.map_or(TICK, |at| at.saturating_sub(now).min(TICK))
     }
 
     /// Who is asked to report, or for pages of mappings.
-    fn asked(&self) -> BTreeSet<SessionId> {
+    pub fn asked(&self) -> BTreeSet<SessionId> {
         self.table.lock().as_ref().map(|t| t.reports.asked().chain(t.pages.asked()).collect()).unwrap_or_default()
     }
 
     /// Ends what is over. Returns the sessions that did not forget for too long, and those that did not report, with the file. Those
     /// that are `gone` have not been heard of for a while.
-    fn tick(&self, gone: &BTreeSet<SessionId>) -> (Vec<SessionId>, Vec<(SessionId, Ino)>) {
+    pub fn tick(&self, gone: &BTreeSet<SessionId>) -> (Vec<SessionId>, Vec<(SessionId, Ino)>) {
         let now = self.env.boot();
         let mut table = self.table.lock();
         let Some(t) = table.as_mut() else { return Default::default() };
@@ -652,74 +654,5 @@ impl Recalls {
         drop(table);
         self.tell_news();
         (silent, late)
-    }
-}
-
-impl Mds {
-    /// Before a renewal is agreed on: the first one on its connection says what its sender has forgotten.
-    pub(super) fn hello(&self, term: u64, r: &pb::SessionRenewRequest) -> Result<()> {
-        if r.hello && r.connection != 0 {
-            let by = Asker { session: r.session, connection: r.connection };
-            self.recalls.hello(term, by, r.lives_on)?;
-            if self.machine.namespace.session(r.session).is_none() {
-                self.recalls.gone(term, r.session, r.lives_on)?;
-            }
-        }
-        Ok(())
-    }
-
-    pub(super) async fn recall(&self, peer: &Peer, request: pb::RecallRequest) -> Result<Bytes> {
-        self.owns(peer, request.session)?;
-        self.heard(request.session)?;
-        let term = self.leading()?;
-        let deadline = Instant::now() + POLL;
-        let (mut reply, bell) = self.recalls.poll(term, &request)?;
-        // A report is told of beside the request that waits.
-        let tells = !(request.reported.is_empty() && request.working.is_empty() && request.locks_checked.is_empty());
-        while reply == pb::RecallReply::default() && !tells {
-            let rung = bell.notified();
-            tokio::pin!(rung);
-            // From here on no ringing is missed.
-            rung.as_mut().enable();
-            reply = self.recalls.poll(term, &request)?.0;
-            if reply != pb::RecallReply::default() || timeout_at(deadline, rung).await.is_err() {
-                break;
-            }
-        }
-        Ok(encode(&reply))
-    }
-
-    /// Looks after what ends by itself, as long as this server leads.
-    pub(super) async fn end_leases(&self) {
-        loop {
-            tokio::select! {
-                biased;
-                () = sleep(self.recalls.pause()) => {}
-                () = self.recalls.alarm.notified() => continue,
-            }
-            let (now, silence) = (self.env.boot(), self.recalls.limits.silence);
-            let gone = match self.recalls.asked() {
-                asked if asked.is_empty() => asked,
-                asked => self.with_lead(|l| Ok(l.sessions.silent(now, silence, asked))).unwrap_or_default(),
-            };
-            let (mut silent, late) = self.recalls.tick(&gone);
-            // A report waits for the cut of its file, or for its end to be found, like everything that makes it grow; its sender
-            // cannot help that.
-            let namespace = &self.machine.namespace;
-            let held_up = |ino| namespace.trim_of(ino).is_some() || !matches!(namespace.endless(ino), Ok(None));
-            let (excused, late): (Vec<_>, Vec<_>) = late.into_iter().partition(|(_, ino)| held_up(*ino));
-            self.recalls.excuse(&excused);
-            late.iter().for_each(|_| Reporting::Late.taken());
-            silent.extend(late.into_iter().map(|(id, _)| id));
-            silent.sort_unstable();
-            silent.dedup();
-            for batch in silent.chunks(BATCH) {
-                tracing::warn!(sessions = ?batch, "sessions do not forget or report what they are asked to and are evicted");
-                let end = pb::SessionEnd { sessions: batch.to_vec(), evict: true };
-                if let Err(e) = self.propose(Command::SessionEnd(end)).await {
-                    tracing::warn!("ending sessions: {e}");
-                }
-            }
-        }
     }
 }
