@@ -469,11 +469,6 @@ impl Core {
     pub fn is_settled_leader(&self) -> bool {
         self.is_leader() && self.raw.raft.lead_transferee.is_none()
     }
-    /// The only voter: nobody else could lead.
-    pub fn is_only_voter(&self) -> bool {
-        let c = self.conf();
-        c.voters_outgoing.is_empty() && c.voters == [self.raw.raft.id]
-    }
     pub fn leader(&self) -> u64 {
         self.raw.raft.leader_id
     }
@@ -552,6 +547,12 @@ impl Core {
             raft.election_elapsed = raft.randomized_election_timeout().saturating_sub(short.max(1));
         }
     }
+}
+
+/// The only voter: nobody else could lead.
+pub fn is_only_voter(core: &Core) -> bool {
+    let c = core.conf();
+    c.voters_outgoing.is_empty() && c.voters == [core.raw.raft.id]
 }
 
 /// Where members are that were taken in by entries which are applied and still in the log.

@@ -34,7 +34,7 @@ use tokio::{sync::mpsc, task::JoinHandle, time::MissedTickBehavior};
 
 use super::{
     Config, Leadership, LogImage, LogStore, StateMachine,
-    core::{Core, Output, taken_in},
+    core::{Core, Output, is_only_voter, taken_in},
     members::NO_STATE,
     reads::{self, Reads},
     transport::{Health, Peers, Word},
@@ -204,7 +204,7 @@ impl Driver {
     /// On a full disk this member, alone, still answers reads from what it has applied: that is everything that was
     /// answered in this term, and in terms before. What is committed beyond it nobody was told of.
     fn reads_while_stalled(&self) -> bool {
-        self.stall.why.is_some() && self.core.is_only_voter() && self.leads_own_term()
+        self.stall.why.is_some() && is_only_voter(&self.core) && self.leads_own_term()
     }
 
     fn leads_own_term(&self) -> bool {
@@ -216,7 +216,7 @@ impl Driver {
         if self.stall.why.is_none() {
             tracing::error!("this metadata server takes no changes for now: {e}");
         }
-        if self.core.is_only_voter() {
+        if is_only_voter(&self.core) {
             self.waiters.fail();
         } else {
             self.core.set_stalled(true);
@@ -454,7 +454,7 @@ impl Driver {
 
     fn publish(&mut self) {
         let (term, leader) = (self.core.term(), self.core.leader());
-        let ready = self.leads_own_term() && (self.stall.why.is_none() || self.core.is_only_voter());
+        let ready = self.leads_own_term() && (self.stall.why.is_none() || is_only_voter(&self.core));
         let since = self.env.boot();
         self.leadership.send_if_modified(|l| {
             let changed = (l.term, l.leader, l.ready) != (term, leader, ready);

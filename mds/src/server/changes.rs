@@ -3,18 +3,17 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use parking_lot::Mutex;
-use strake_fabric::Peer;
 use strake_proto::{Code, Error, Ino, Result, cap::long_ago, pb};
 
 use super::{
+    call::Call,
     chunks::Trims,
     disk_space::Need,
     fair::Fair,
     locks::LockService,
     member::{Member, never_ran},
     reads::shown,
-    recalls::Asker,
-    session_service::{Gives, SessionService},
+    session_service::SessionService,
     wire::{misread, ok},
 };
 use crate::{
@@ -26,19 +25,18 @@ use crate::{
 /// A request that is looked at; dropped, it may come again.
 struct Looking<'a> {
     changes: &'a Changes,
-    by: Asker,
-    seq: u64,
+    call: &'a Call<'a>,
 }
 
 impl Drop for Looking<'_> {
     fn drop(&mut self) {
-        self.changes.request_dedup.lock().not_looked(self.by.session, self.seq);
+        self.changes.request_dedup.lock().not_looked(self.call.session(), self.call.seq);
     }
 }
 
 impl Looking<'_> {
     fn pass(self) -> Result<()> {
-        self.changes.request_dedup.lock().passed(self.by.session, self.seq)
+        self.changes.request_dedup.lock().passed(self.call.session(), self.call.seq)
     }
 }
 
@@ -64,44 +62,37 @@ impl Changes {
     }
 
     /// A list that changes something.
-    pub async fn change(
-        &self,
-        peer: &Peer,
-        term: u64,
-        epoch: u64,
-        mut request: pb::MetaRequest,
-    ) -> Result<pb::MetaReply> {
-        let by = Asker { session: request.session, connection: request.connection };
-        let (seq, number) = (request.seq, (request.seq, request.lowest_unanswered));
+    pub async fn change(&self, call: &Call<'_>, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let (term, recalls) = (call.term, &self.member.recalls);
         // Before it is asked whether the list ran: if not, its entry comes later.
         let before = self.member.machine.namespace.version();
-        self.member.recalls.in_time(term, by)?;
-        self.member.recalls.dropped(term, by, seq, &std::mem::take(&mut request.dropped))?;
+        recalls.in_time(term, call.by)?;
+        recalls.dropped(call, &std::mem::take(&mut request.dropped))?;
         (request.follower, request.ends_matter, request.rules) = (false, true, RULES);
         let looking = match self.begin(&request)? {
             Begun::Refused(e) => return Ok(refusal(&e)),
-            Begun::First => Some(Looking { changes: self, by, seq }),
+            Begun::First => Some(Looking { changes: self, call }),
             Begun::Again => None,
         };
         // Of one that ran the entry is not known: what it gives to read is to be asked for once more.
         let looked = if looking.is_some() { before + 1 } else { long_ago(before) };
-        if let (Some(_), Err(e)) = (&looking, self.check_space(term, by, &request.ops)?) {
-            return Ok(self.refuse_list(by, seq, &e));
+        if let (Some(_), Err(e)) = (&looking, self.check_space(call, &request.ops)?) {
+            return Ok(self.refuse_list(call, &e));
         }
         // What others have written before comes before this: a size and times that are set now must stay.
-        self.have_reported(term, by, &request.ops).await?;
+        self.have_reported(call, &request.ops).await?;
         if looking.is_some() {
-            match self.locks.check_locks(term, by.session, seq, &request.ops).await {
-                Err(e) if !e.is_retryable() => return Ok(self.refuse_list(by, seq, &e)),
+            match self.locks.check_locks(call, &request.ops).await {
+                Err(e) if !e.is_retryable() => return Ok(self.refuse_list(call, &e)),
                 r => r?,
             }
         }
-        let turn = self.fair.heavy_turn(peer, request.session, &request.ops).await?;
-        let in_log = self.fair.change_turn(peer, by.session, request.ops.len()).await?;
+        let turn = self.fair.heavy_turn(call.peer, request.session, &request.ops).await?;
+        let in_log = self.fair.change_turn(call.peer, call.session(), request.ops.len()).await?;
         looking.as_ref().map_or(Ok(()), |_| self.check_targets(&request))?;
-        let expected = self.member.recalls.expect(term, by.session, seq)?;
+        let expected = recalls.expect(call)?;
         // Again, after all the waiting.
-        self.member.recalls.in_time(term, by)?;
+        recalls.in_time(term, call.by)?;
         looking.map_or(Ok(()), Looking::pass)?;
         let ops = request.ops.clone();
         let mut reply = match self.propose_list(request).await? {
@@ -109,27 +100,27 @@ impl Changes {
             Err(e) => return Ok(refusal(&e)),
         };
         drop((turn, in_log));
-        let depends = self.member.recalls.outcome(term, &expected)?;
+        let depends = recalls.outcome(term, &expected)?;
         drop(expected);
         if reply.results.iter().all(ok) {
-            self.locks.note_locks(by.session, &ops);
+            self.locks.note_locks(call, &ops);
             self.trims.wait_for_trims(term, &ops, &reply.results).await?;
-            self.sessions.note_handles(term, by, number, Gives { epoch, looked }, &ops, &mut reply.results)?;
+            self.sessions.note_handles(call, looked, &ops, &mut reply.results)?;
         }
-        self.member.recalls.settled(term, &depends).await?;
-        if self.locks.was_refused_for_nothing(term, by.session, &ops, &reply.results).await? {
+        recalls.settled(term, &depends).await?;
+        if self.locks.was_refused_for_nothing(call, &ops, &reply.results).await? {
             let m = "the lock that was in the way is given up by now; try again";
             return Ok(refusal(&Error::new(Code::Overloaded, m)));
         }
         if reply.results.iter().all(ok) {
-            self.wait_for_held_back(term, by, &ops, &reply.results).await?;
-            self.member.recalls.settled(term, &depends).await?;
-            self.locks.tell_writers(term, by.session, &ops).await?;
-            self.locks.mark_pages(by.session, &ops, &mut reply.results)?;
+            self.wait_for_held_back(call, &ops, &reply.results).await?;
+            recalls.settled(term, &depends).await?;
+            self.locks.tell_writers(call, &ops).await?;
+            self.locks.mark_pages(call, &ops, &mut reply.results)?;
         }
-        self.member.recalls.leave_out_of_names(term, &ops, &mut reply.results)?;
-        self.member.recalls.ends_known(term, &shown(&reply)).await?;
-        reply.granted = self.member.recalls.held(term, by, &effects::told(&ops, &reply.results))?;
+        recalls.leave_out_of_names(term, &ops, &mut reply.results)?;
+        recalls.ends_known(term, &shown(&reply)).await?;
+        reply.granted = recalls.held(call, &effects::told(&ops, &reply.results))?;
         Ok(reply)
     }
 
@@ -150,16 +141,16 @@ impl Changes {
         Ok(begun)
     }
 
-    fn refuse_list(&self, by: Asker, seq: u64, e: &Error) -> pb::MetaReply {
-        self.request_dedup.lock().refused(by.session, seq, e);
+    fn refuse_list(&self, call: &Call<'_>, e: &Error) -> pb::MetaReply {
+        self.request_dedup.lock().refused(call.session(), call.seq, e);
         refusal(e)
     }
 
     /// Whether there is room for it: the inner error is its answer.
-    fn check_space(&self, term: u64, by: Asker, ops: &[pb::Op]) -> Result<Result<()>> {
+    fn check_space(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<Result<()>> {
         let writes = ops.iter().filter(|o| effects::enlists(o)).count();
-        if !self.member.recalls.may_write(term, by.session, writes)? {
-            let m = format!("session {} has too many files open for writing; close some", by.session);
+        if !self.member.recalls.may_write(call, writes)? {
+            let m = format!("session {} has too many files open for writing; close some", call.session());
             return Ok(Err(Error::new(Code::Overloaded, m)));
         }
         Ok(self.member.disk_space.check(Need::of_list(ops)))
@@ -175,14 +166,14 @@ impl Changes {
         Ok(())
     }
 
-    async fn have_reported(&self, term: u64, by: Asker, ops: &[pb::Op]) -> Result<()> {
+    async fn have_reported(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         let set = ops.iter().filter(|o| effects::sets(o)).flat_map(effects::named).collect();
-        let asked = self.member.recalls.ask(term, by.session, &set)?;
+        let asked = self.member.recalls.ask(call, &set)?;
         if !asked.is_empty() {
             Reporting::AskedToSet.taken();
         }
-        self.member.recalls.reported(term, &asked).await?;
-        self.member.recalls.ends_known(term, &set).await
+        self.member.recalls.reported(call.term, &asked).await?;
+        self.member.recalls.ends_known(call.term, &set).await
     }
 
     /// Has a list agreed on and applied. The inner error is its answer: there is no room for it.
@@ -209,9 +200,9 @@ impl Changes {
 
     /// Whoever may write a file from now on waits for what others hold back of it: sent later it would lie over what is newer. They
     /// have been told by now that they are not alone, and hold nothing more back.
-    async fn wait_for_held_back(&self, term: u64, by: Asker, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
+    async fn wait_for_held_back(&self, call: &Call<'_>, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
         let opened = ops.iter().zip(results).filter(|(o, _)| effects::enlists(o));
         let opened: BTreeSet<Ino> = opened.map(|(_, r)| r.attr.as_ref().map_or(r.ino, |a| a.ino)).collect();
-        self.member.recalls.wait_for_holders(term, by.session, &opened).await
+        self.member.recalls.wait_for_holders(call, &opened).await
     }
 }

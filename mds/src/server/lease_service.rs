@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use std::time::Duration;
 use strake_proto::{Result, pb};
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
 use super::{
     member::{BATCH, Member},
@@ -38,10 +38,8 @@ pub(super) async fn recall(member: &Member, request: pb::RecallRequest) -> Resul
 /// Looks after what ends by itself, as long as this server leads.
 pub(super) async fn end_leases(member: &Member) {
     loop {
-        tokio::select! {
-            biased;
-            () = sleep(member.recalls.pause()) => {}
-            () = member.recalls.alarmed() => continue,
+        if !member.recalls.next_end().await {
+            continue;
         }
         let (now, silence) = (member.env.boot(), member.recalls.silence());
         let gone = match member.recalls.asked() {

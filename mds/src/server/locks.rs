@@ -8,7 +8,7 @@ use strake_fabric::watch;
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::{member::Member, wire::encode};
+use super::{call::Call, member::Member, wire::encode};
 use crate::{
     lock_waiters::{
         Entry, LockWaiters, MAX_LOOKS, MAX_SEARCH, is_of_pages,
@@ -53,19 +53,19 @@ impl LockService {
     /// Before a client's new list goes to the log: `LockConflict` for a lock that somebody else has. While it is another's
     /// turn, this waits for what becomes of that; a patient one is told of a conflict at once. `Overloaded` while something
     /// that an evicted session wrote may still arrive.
-    pub async fn check_locks(&self, term: u64, session: SessionId, seq: u64, ops: &[pb::Op]) -> Result<()> {
-        let wants = wants(session, ops);
+    pub async fn check_locks(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
+        let wants = wants(call.session(), ops);
         if wants.is_empty() {
             return Ok(());
         }
         self.member.node.read_barrier().await?;
-        if self.member.machine.namespace.has_reply(session, seq) {
+        if self.member.machine.namespace.has_reply(call.session(), call.seq) {
             return Ok(());
         }
         for want in &wants {
             let fence = match (wants.len(), ops) {
                 // In a list, one operation makes room for the next.
-                (1, [op]) => self.check_lock(term, want, op).await?,
+                (1, [op]) => self.check_lock(call.term, want, op).await?,
                 _ => self.member.machine.namespace.barring(want, 0)?.1,
             };
             self.member.check_fence(fence)?;
@@ -141,18 +141,17 @@ impl LockService {
     /// lock whose caller had gone, which is given up at once: its holder is asked before a conflict is told, as it would have been there.
     pub async fn was_refused_for_nothing(
         &self,
-        term: u64,
-        session: SessionId,
+        call: &Call<'_>,
         ops: &[pb::Op],
         results: &[pb::OpResult],
     ) -> Result<bool> {
         let ([op], [result]) = (ops, results) else { return Ok(false) };
         let patient = matches!(&op.op, Some(Op::SetLock(o)) if o.patient);
         let refused = result.status.as_ref().is_some_and(|s| s.code == Code::LockConflict as u32);
-        let Some(want) = wants(session, ops).pop().filter(|_| refused && !patient) else { return Ok(false) };
+        let Some(want) = wants(call.session(), ops).pop().filter(|_| refused && !patient) else { return Ok(false) };
         let mut asked = BTreeSet::new();
         let barring = || self.member.machine.namespace.barring(&want, MAX_ASKED);
-        while self.settle(term, &want, &barring()?.0, &mut asked).await? {}
+        while self.settle(call.term, &want, &barring()?.0, &mut asked).await? {}
         Ok(barring()?.0.is_empty())
     }
 
@@ -175,15 +174,15 @@ impl LockService {
     }
 
     /// After a client's list ran: what it got of pages is its own when those who may write the file know.
-    pub async fn tell_writers(&self, term: u64, session: SessionId, ops: &[pb::Op]) -> Result<()> {
-        for want in wants(session, ops).iter().filter(|want| is_of_pages(want)) {
-            self.member.recalls.tell_writers(term, session, want.ino).await?;
+    pub async fn tell_writers(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
+        for want in wants(call.session(), ops).iter().filter(|want| is_of_pages(want)) {
+            self.member.recalls.tell_writers(call.term, call.session(), want.ino).await?;
         }
         Ok(())
     }
 
     /// Says of what may be written from now on, or was cut, that others have pages of it.
-    pub fn mark_pages(&self, session: SessionId, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
+    pub fn mark_pages(&self, call: &Call<'_>, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
         for (op, r) in ops.iter().zip(results) {
             let marks = match &op.op {
                 Some(Op::Setattr(s)) => s.size.is_some(),
@@ -191,28 +190,28 @@ impl LockService {
             };
             if marks {
                 let ino = r.attr.as_ref().map_or(r.ino, |a| a.ino);
-                r.pages = self.member.machine.namespace.pages_of_others(ino, session)?;
+                r.pages = self.member.machine.namespace.pages_of_others(ino, call.session())?;
             }
         }
         Ok(())
     }
 
     /// Before a list is read that asks for a lock in the way.
-    pub async fn settle_questions(&self, term: u64, session: SessionId, ops: &[pb::Op]) -> Result<()> {
+    pub async fn settle_questions(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         for op in ops {
             if let Some(Op::GetLock(o)) = &op.op
-                && let Ok((who, Some(span), _)) = locks::want(o.ino, session, o.owner, o.kind, o.span.as_ref())
+                && let Ok((who, Some(span), _)) = locks::want(o.ino, call.session(), o.owner, o.kind, o.span.as_ref())
             {
                 let (want, mut asked) = (Want { ino: o.ino, who, span }, BTreeSet::new());
                 let barring = || self.member.machine.namespace.barring(&want, MAX_ASKED);
-                while self.settle(term, &want, &barring()?.0, &mut asked).await? {}
+                while self.settle(call.term, &want, &barring()?.0, &mut asked).await? {}
             }
         }
         Ok(())
     }
 
     /// After a client's list ran: who got what he waited for waits no longer.
-    pub fn note_locks(&self, session: SessionId, ops: &[pb::Op]) {
+    pub fn note_locks(&self, call: &Call<'_>, ops: &[pb::Op]) {
         let over = |o: &pb::Op| match &o.op {
             Some(Op::SetLock(o)) if o.wait != 0 => Some(o.wait),
             _ => None,
@@ -221,7 +220,7 @@ impl LockService {
         if !over.is_empty() {
             let now = self.member.env.boot();
             let _ = self.member.with_lead(|l| {
-                over.into_iter().for_each(|id| l.lock_waiters.given(now, session, id));
+                over.into_iter().for_each(|id| l.lock_waiters.given(now, call.session(), id));
                 Ok(())
             });
             self.tell_turns();

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `start.rs` | starting and stopping all of this |
 //! | `service.rs`, `wire.rs` | requests as they arrive: who may ask what, dispatch |
+//! | `call.rs` | what stays the same of a list while it is answered |
 //! | `member.rs` | what all of them stand on: the log, the state, and what only the leader knows |
 //! | `session_service.rs` | sessions, and the files that they hold open ([`crate::sessions`]) |
 //! | `reads.rs` | lists that change nothing: read after a barrier |
@@ -24,6 +25,7 @@
 
 mod admin;
 mod anew;
+mod call;
 mod changes;
 mod chunks;
 pub mod config;

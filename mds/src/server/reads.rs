@@ -2,15 +2,10 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use strake_fabric::Peer;
 use strake_proto::{Code, Error, Ino, Result, pb};
 
 use super::{
-    fair::Fair,
-    locks::LockService,
-    member::Member,
-    recalls::{Asker, Depends},
-    session_service::{Gives, SessionService},
+    call::Call, fair::Fair, locks::LockService, member::Member, recalls::Depends, session_service::SessionService,
 };
 use crate::{leases::rows::Leader, namespace::effects};
 
@@ -46,53 +41,45 @@ pub(super) struct Reads {
 
 impl Reads {
     /// A list that changes nothing.
-    pub async fn read(&self, peer: &Peer, term: u64, epoch: u64, request: pb::MetaRequest) -> Result<pb::MetaReply> {
-        let by = Asker { session: request.session, connection: request.connection };
-        let turn = self.fair.read_turn(peer, by.session).await?;
+    pub async fn read(&self, call: &Call<'_>, request: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let turn = self.fair.read_turn(call.peer, call.session()).await?;
         self.member.node.read_barrier().await?;
         drop(turn);
-        self.locks.settle_questions(term, by.session, &request.ops).await?;
-        let mut look = self.look_once_reported(peer, term, by, &request).await?;
+        self.locks.settle_questions(call, &request.ops).await?;
+        let mut look = self.look_once_reported(call, &request).await?;
         // At once: a file without a name is there only as long as somebody has it open.
-        self.sessions.note_handles(
-            term,
-            by,
-            (request.seq, request.lowest_unanswered),
-            Gives { epoch, looked: look.version + 1 },
-            &request.ops,
-            &mut look.reply.results,
-        )?;
-        self.member.recalls.settled(term, &look.depends).await?;
-        look.reply.granted = self.member.recalls.held(term, by, &look.noted)?;
+        self.sessions.note_handles(call, look.version + 1, &request.ops, &mut look.reply.results)?;
+        self.member.recalls.settled(call.term, &look.depends).await?;
+        look.reply.granted = self.member.recalls.held(call, &look.noted)?;
         Ok(look.reply)
     }
 
     /// Reads, and has others who write a file that is shown report first how it is, and what evicted ones did not report found out.
-    async fn look_once_reported(&self, peer: &Peer, term: u64, by: Asker, request: &pb::MetaRequest) -> Result<Look> {
+    async fn look_once_reported(&self, call: &Call<'_>, request: &pb::MetaRequest) -> Result<Look> {
         let mut reported = BTreeSet::new();
         for _ in 0..ASKS {
-            let turn = self.fair.heavy_turn(peer, request.session, &request.ops).await?;
-            let mut look = self.look(term, by, request)?;
+            let turn = self.fair.heavy_turn(call.peer, request.session, &request.ops).await?;
+            let mut look = self.look(call, request)?;
             drop(turn);
             let shown = shown(&look.reply);
             let new: BTreeSet<Ino> = shown.difference(&reported).copied().collect();
-            let asked = self.member.recalls.ask(term, by.session, &new)?;
+            let asked = self.member.recalls.ask(call, &new)?;
             if asked.is_empty() && look.endless.is_disjoint(&shown) {
                 // A listing may show many: they are asked for one by one.
-                self.member.recalls.leave_out(term, by.session, &mut look.reply.results)?;
+                self.member.recalls.leave_out(call, &mut look.reply.results)?;
                 return Ok(look);
             }
-            self.member.recalls.reported(term, &asked).await?;
-            self.member.recalls.ends_known(term, &shown).await?;
+            self.member.recalls.reported(call.term, &asked).await?;
+            self.member.recalls.ends_known(call.term, &shown).await?;
             reported.extend(new);
         }
         Err(Error::new(Code::Overloaded, "what is asked for changes too fast; try again"))
     }
 
-    fn look(&self, term: u64, by: Asker, request: &pb::MetaRequest) -> Result<Look> {
+    fn look(&self, call: &Call<'_>, request: &pb::MetaRequest) -> Result<Look> {
         let creds = request.creds.clone().unwrap_or_default();
         let namespace = &self.member.machine.namespace;
-        let tells = by.connection != 0 && request.ops.iter().any(effects::tells);
+        let tells = call.by.connection != 0 && request.ops.iter().any(effects::tells);
         let mut wanted: BTreeSet<Ino> =
             if tells { request.ops.iter().flat_map(effects::named).collect() } else { BTreeSet::new() };
         let mut looks = 0;
@@ -103,12 +90,12 @@ impl Reads {
             } else {
                 Leader::Looked.taken()
             }
-            let before = self.member.recalls.grant(term, by, &wanted)?;
-            let read = namespace.read_at(by.session, &creds, &request.ops)?;
+            let before = self.member.recalls.grant(call, &wanted)?;
+            let read = namespace.read_at(call.session(), &creds, &request.ops)?;
             if tells {
                 wanted.clone_from(&read.looked);
             }
-            let (ticket, mut noted) = self.member.recalls.ticket(term, by, &wanted)?;
+            let (ticket, mut noted) = self.member.recalls.ticket(call, &wanted)?;
             // Who notes a lease after a change is not told of that one.
             let late = !noted.is_subset(&before) && namespace.version() != read.version;
             if late && looks < LOOKS {

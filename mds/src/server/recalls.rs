@@ -12,8 +12,9 @@ use std::{
 use parking_lot::Mutex;
 use strake_fabric::{Env, watch};
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
-use tokio::sync::Notify;
+use tokio::{sync::Notify, time::sleep};
 
+use super::call::{Asker, Call};
 use crate::{
     leases::{
         Connection, Leases, Limits, Number,
@@ -41,14 +42,6 @@ const ENDS_WAIT: Duration = Duration::from_secs(4);
 pub struct Depends {
     pub inos: Option<BTreeSet<Ino>>,
     pub ticket: Number,
-}
-
-/// Who asks, and on which connection.
-#[derive(Clone, Copy)]
-pub struct Asker {
-    pub session: SessionId,
-    /// 0: the answer will not be remembered.
-    pub connection: Connection,
 }
 
 struct Table {
@@ -322,15 +315,15 @@ impl Recalls {
     // --- answers ---
 
     /// Notes leases on what is about to be read. Returns those that are held then.
-    pub fn grant(&self, term: u64, to: Asker, inos: &BTreeSet<Ino>) -> Result<BTreeSet<Ino>> {
-        self.with(term, |t, now| inos.iter().copied().filter(|ino| t.grant(now, to, *ino)).collect())
+    pub fn grant(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<BTreeSet<Ino>> {
+        self.with(call.term, |t, now| inos.iter().copied().filter(|ino| t.grant(now, call.by, *ino)).collect())
     }
 
     /// The state was read: the ticket of the answer, and the leases on what was looked at.
-    pub fn ticket(&self, term: u64, to: Asker, inos: &BTreeSet<Ino>) -> Result<(Number, BTreeSet<Ino>)> {
-        self.with(term, |t, now| {
+    pub fn ticket(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<(Number, BTreeSet<Ino>)> {
+        self.with(call.term, |t, now| {
             let ticket = t.leases.ticket();
-            (ticket, inos.iter().copied().filter(|ino| t.grant(now, to, *ino)).collect())
+            (ticket, inos.iter().copied().filter(|ino| t.grant(now, call.by, *ino)).collect())
         })
     }
 
@@ -344,26 +337,28 @@ impl Recalls {
     }
 
     /// Leases that a session gives back with a request.
-    pub fn dropped(&self, term: u64, by: Asker, seq: u64, inos: &[Ino]) -> Result<()> {
-        self.with(term, |t, now| t.leases.dropped(now, by.session, by.connection, seq, inos))
+    pub fn dropped(&self, call: &Call<'_>, inos: &[Ino]) -> Result<()> {
+        let by = call.by;
+        self.with(call.term, |t, now| t.leases.dropped(now, by.session, by.connection, call.seq, inos))
     }
 
     /// What of this may be remembered by who asked.
-    pub fn held(&self, term: u64, by: Asker, inos: &BTreeSet<Ino>) -> Result<Vec<Ino>> {
+    pub fn held(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<Vec<Ino>> {
+        let by = call.by;
         let holds = |t: &Table, ino| t.leases.holds(by.session, by.connection, ino);
-        self.with(term, |t, _| inos.iter().copied().filter(|ino| holds(t, *ino)).collect())
+        self.with(call.term, |t, _| inos.iter().copied().filter(|ino| holds(t, *ino)).collect())
     }
 
     /// Whether a session may become the writer of so many more files. What is on its way is not counted.
-    pub fn may_write(&self, term: u64, session: SessionId, more: usize) -> Result<bool> {
+    pub fn may_write(&self, call: &Call<'_>, more: usize) -> Result<bool> {
         let most = self.limits.of_writer;
-        self.with(term, |t, _| more == 0 || t.writers.files(session) + more <= most)
+        self.with(call.term, |t, _| more == 0 || t.writers.files(call.session()) + more <= most)
     }
 
     /// A request goes to the log.
-    pub fn expect(&self, term: u64, session: SessionId, seq: u64) -> Result<Expected<'_>> {
-        let key = (session, seq);
-        self.with(term, |t, _| {
+    pub fn expect(&self, call: &Call<'_>) -> Result<Expected<'_>> {
+        let key = (call.session(), call.seq);
+        self.with(call.term, |t, _| {
             t.expected.entry(key).or_insert(None);
         })?;
         Ok(Expected { recalls: self, key })
@@ -478,34 +473,34 @@ impl Recalls {
     // --- reports ---
 
     /// Asks others who write these files to report, and returns what to wait for.
-    pub fn ask(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
-        self.ask_those(term, session, inos, |_, _| true)
+    pub fn ask(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
+        self.ask_those(call, inos, |_, _| true)
     }
 
     /// A session may write these files, and others have been told so. Asks those who may hold something of them back to report, and
     /// waits for it. They hold nothing more back then, unless one was left as the only writer meanwhile.
-    pub async fn wait_for_holders(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<()> {
+    pub async fn wait_for_holders(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<()> {
+        let term = call.term;
         let before = self.with(term, |t, _| t.writers.holders(inos))?;
-        let asked = self.ask_those(term, session, inos, |ino, id| before.are(ino, id))?;
+        let asked = self.ask_those(call, inos, |ino, id| before.are(ino, id))?;
         if asked.is_empty() {
             return Ok(());
         }
         Reporting::AskedToWrite.taken();
         self.reported(term, &asked).await?;
-        self.with(term, |t, _| t.writers.have_reported(before, session))
+        self.with(term, |t, _| t.writers.have_reported(before, call.session()))
     }
 
     fn ask_those(
         &self,
-        term: u64,
-        session: SessionId,
+        call: &Call<'_>,
         inos: &BTreeSet<Ino>,
         are: impl Fn(Ino, SessionId) -> bool,
     ) -> Result<Vec<(SessionId, Number)>> {
-        let asked = self.with(term, |t, now| {
+        let asked = self.with(call.term, |t, now| {
             let mut asked = Vec::new();
             for ino in inos {
-                let those = t.writers.others(session, *ino).filter(|id| are(*ino, *id));
+                let those = t.writers.others(call.session(), *ino).filter(|id| are(*ino, *id));
                 for id in those.collect::<Vec<_>>() {
                     asked.push((id, t.reports.ask(now, id, *ino)));
                     t.ring(id);
@@ -584,8 +579,9 @@ impl Recalls {
     }
 
     /// Leaves out of a listing what somebody else may still have to report, and what is not known yet.
-    pub fn leave_out(&self, term: u64, session: SessionId, results: &mut [pb::OpResult]) -> Result<()> {
-        self.with(term, |t, _| {
+    pub fn leave_out(&self, call: &Call<'_>, results: &mut [pb::OpResult]) -> Result<()> {
+        let session = call.session();
+        self.with(call.term, |t, _| {
             let written = |ino| t.ends.contains_key(&ino) || t.writers.others(session, ino).next().is_some();
             for e in results.iter_mut().flat_map(|r| &mut r.entries).filter(|e| e.attr.is_some()) {
                 if written(e.ino) {
@@ -616,16 +612,16 @@ impl Recalls {
         self.limits.silence
     }
 
-    /// There is something whose end may be the next.
-    pub async fn alarmed(&self) {
-        self.alarm.notified().await;
-    }
-
-    /// How long nothing ends by itself.
-    pub fn pause(&self) -> Duration {
+    /// Waits until something may end by itself. Whether that is now; if not, something was added whose end may be the next.
+    pub async fn next_end(&self) -> bool {
         let now = self.env.boot();
         let next = self.table.lock().as_ref().and_then(|t| t.next_end(now));
-        next.map_or(TICK, |at| at.saturating_sub(now).min(TICK))
+        let pause = next.map_or(TICK, |at| at.saturating_sub(now).min(TICK));
+        tokio::select! {
+            biased;
+            () = sleep(pause) => true,
+            () = self.alarm.notified() => false,
+        }
     }
 
     /// Who is asked to report, or for pages of mappings.

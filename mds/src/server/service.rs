@@ -14,6 +14,7 @@ use strake_fabric::{Message, Peer, Relay, Role, Service, unknown_opcode};
 use strake_proto::{Code, Error, Incarnation, Kin, NodeId, Result, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb};
 
 use super::{
+    call::Call,
     changes::Changes,
     followers::Followers,
     heavy::order_groups,
@@ -312,13 +313,13 @@ impl Mds {
         }
         self.sessions.owns(peer, request.session)?;
         let epoch = self.sessions.heard(request.session)?;
-        let term = self.member.leading()?;
+        let call = Call::new(peer, self.member.leading()?, epoch, &request);
         if !Namespace::is_mutation(&request.ops) {
-            return Ok(encode(&self.reads.read(peer, term, epoch, request).await?));
+            return Ok(encode(&self.reads.read(&call, request).await?));
         }
         if request.seq == 0 {
             return Err(Error::new(Code::Inval, "a list that changes something needs a sequence number"));
         }
-        Ok(encode(&self.changes.change(peer, term, epoch, request).await?))
+        Ok(encode(&self.changes.change(&call, request).await?))
     }
 }

@@ -12,9 +12,9 @@ use strake_proto::{
 };
 
 use super::{
+    call::{Asker, Call},
     heavy::machine,
     member::Member,
-    recalls::Asker,
     wire::{encode, misread, ok, tag},
 };
 use crate::sessions::{MAX_SESSIONS, WasCounted, owners::Owners};
@@ -22,15 +22,6 @@ use pb::{log_command::Command, op::Op};
 
 const S_IFMT: u32 = 0o170_000;
 const S_IFREG: u32 = 0o100_000;
-
-/// What is in the capabilities of one answer.
-#[derive(Clone, Copy)]
-pub(super) struct Gives {
-    /// Of the session.
-    pub epoch: u64,
-    /// The first entry of the log that was not applied when it was looked who may read.
-    pub looked: u64,
-}
 
 /// See the module.
 pub(super) struct SessionService {
@@ -153,14 +144,12 @@ impl SessionService {
     }
 
     /// Opens and closes of an answered list go into the table, once however often it comes; opens get their capability. `Disconnected`
-    /// for a list that comes late: what its sender has open it has told since, on a newer connection. `number`: of the request, and the
-    /// lowest of those that its sender waits for.
+    /// for a list that comes late: what its sender has open it has told since, on a newer connection. `looked`: the first entry of the
+    /// log that was not applied when it was looked who may read.
     pub fn note_handles(
         &self,
-        term: u64,
-        by: Asker,
-        number: (u64, u64),
-        gives: Gives,
+        call: &Call<'_>,
+        looked: u64,
         ops: &[pb::Op],
         results: &mut [pb::OpResult],
     ) -> Result<()> {
@@ -168,12 +157,15 @@ impl SessionService {
         if !ops.iter().any(touches) {
             return Ok(());
         }
-        self.member.recalls.in_time(term, by)?;
-        let session = by.session;
+        self.member.recalls.in_time(call.term, call.by)?;
+        let session = call.session();
         // It ran before its session ended: asked for again, the sender hears of that end.
         let ended = |e: Error| if e.code == Code::NoSession { Error { code: Code::Disconnected, ..e } } else { e };
         self.member.with_lead(|l| {
-            let was = l.sessions.was_counted(session, by.connection, number).map_err(ended)?;
+            let was = l
+                .sessions
+                .was_counted(session, call.by.connection, (call.seq, call.lowest_unanswered))
+                .map_err(ended)?;
             for (op, r) in ops.iter().zip(results) {
                 if !ok(r) {
                     // It may come again, and do better.
@@ -198,15 +190,15 @@ impl SessionService {
                     *r = pb::OpResult { status: Some(e.to_status()), ..Default::default() };
                     return Ok(());
                 }
-                r.capability = self.capability(session, gives, flags, r).unwrap_or_default();
+                r.capability = self.capability(call, looked, flags, r).unwrap_or_default();
             }
-            l.sessions.count(session, by.connection, number.0);
+            l.sessions.count(session, call.by.connection, call.seq);
             Ok(())
         })
     }
 
     /// The right to a regular file's data, as its open flags ask for it; the open itself was allowed.
-    fn capability(&self, session: SessionId, gives: Gives, flags: u32, r: &pb::OpResult) -> Option<Bytes> {
+    fn capability(&self, call: &Call<'_>, looked: u64, flags: u32, r: &pb::OpResult) -> Option<Bytes> {
         let attr = r.attr.as_ref().filter(|a| a.mode & S_IFMT == S_IFREG)?;
         let layout = r.layout.as_ref()?;
         let data = layout.components.first()?.data_id;
@@ -219,8 +211,8 @@ impl SessionService {
         let expiry_ms = self.member.env.unix_ms() + self.member.cfg.capability_ms;
         let bound = Bound::of(layout, &self.member.map());
         // One to write is an entry of the log.
-        let as_of = as_of(if r.writer != 0 { r.writer } else { gives.looked });
-        let session_epoch = gives.epoch;
+        let as_of = as_of(if r.writer != 0 { r.writer } else { looked });
+        let (session, session_epoch) = (call.session(), call.epoch);
         let cap = Capability { ino: attr.ino, data, session, session_epoch, expiry_ms, rights, bound, as_of };
         Some(Bytes::copy_from_slice(&self.cap_key.seal(&cap)))
     }

@@ -6,7 +6,7 @@ use strake_proto::{Code, Result};
 use tokio::runtime::RuntimeFlavor;
 
 use super::{
-    super::{Committed, Config, LogImage, log::entry_cost},
+    super::{Committed, Config, LogImage, core::is_only_voter, log::entry_cost},
     Driver, conf_bytes,
     log_queue::{Event, Job},
     stall::ToApply,
@@ -34,7 +34,7 @@ impl Driver {
                 return Ok(());
             }
             // Whatever these entries ask for, the others do it: this member must not answer in their place.
-            Err(e) if e.code == Code::Corrupt && !self.core.is_only_voter() => {
+            Err(e) if e.code == Code::Corrupt && !is_only_voter(&self.core) => {
                 self.stall.backlog = Some(work);
                 self.damage.note(e.clone());
                 self.mind_damage();
@@ -108,7 +108,7 @@ impl Driver {
                 tracing::error!("the metadata state cannot be made durable, the raft log grows: {e}");
                 Ok(())
             }
-            Err(e) if e.code == Code::Corrupt && !self.core.is_only_voter() => {
+            Err(e) if e.code == Code::Corrupt && !is_only_voter(&self.core) => {
                 self.damage.note(e);
                 Ok(())
             }
