@@ -17,6 +17,8 @@
 //!
 //! All but the last four are pure: they have no clock, socket, thread or randomness.
 
+#![warn(unreachable_pub)]
+
 pub mod cluster;
 pub mod consensus;
 mod data_dir;

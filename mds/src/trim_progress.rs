@@ -9,13 +9,13 @@ use strake_proto::{
 };
 
 /// A storage server works so long on one TRIM, and says then where to go on.
-pub const TRIM_BUDGET_MS: u32 = 3000;
+pub(crate) const TRIM_BUDGET_MS: u32 = 3000;
 /// Steps that are remembered, of all jobs.
 const MOST: usize = 1 << 17;
 
 /// What a job has come to when it gives its place back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Did {
+pub(crate) enum Did {
     All,
     /// It goes on when others had their turn.
     Part,
@@ -24,7 +24,7 @@ pub enum Did {
 /// Where the removal of a file's chunks on a chain goes on: the first chunk left, and TRIM's `seq`
 /// for data that is gone for good.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct TrimStep {
+pub(crate) struct TrimStep {
     index: u64,
     seq: u64,
     /// The chain's, when it was said.
@@ -39,12 +39,12 @@ const END: u64 = u64::MAX;
 
 impl TrimStep {
     /// Whether nothing is left, and that is sure without asking.
-    pub fn is_done(&self, epoch: u64) -> bool {
+    pub(crate) fn is_done(&self, epoch: u64) -> bool {
         self.index == END && self.epoch == epoch
     }
 
     /// The request that goes on where former ones have come to.
-    pub fn request(&self, first: &DataRequest) -> DataRequest {
+    pub(crate) fn request(&self, first: &DataRequest) -> DataRequest {
         let mut r = DataRequest { offset: TRIM_BUDGET_MS, ..first.clone() };
         if self.index > r.chunk.index || self.seq > 0 {
             // The chunk before was cut by the first one.
@@ -56,7 +56,7 @@ impl TrimStep {
     /// What is left after the answer to such a request. If no replica of then is known to have been
     /// in sync all the time, what was done may be undone: it begins anew. An older version's answer
     /// says that all is done.
-    pub fn after(&self, request: &DataRequest, reply: &DataReply) -> Result<TrimStep> {
+    pub(crate) fn after(&self, request: &DataRequest, reply: &DataReply) -> Result<TrimStep> {
         let same = |s: &Stamp| self.stamps.contains(s);
         if *self != TrimStep::default() && self.epoch != request.epoch && !reply.stamps.iter().any(same) {
             return Ok(TrimStep::default());
@@ -78,26 +78,26 @@ impl TrimStep {
 /// By the number of the cut or deletion, and by chain. A job that fails, or makes way, goes on
 /// there.
 #[derive(Default)]
-pub struct TrimProgress(Mutex<BTreeMap<(u64, ChainId), TrimStep>>);
+pub(crate) struct TrimProgress(Mutex<BTreeMap<(u64, ChainId), TrimStep>>);
 
 impl TrimProgress {
     /// Whether so many more can be remembered. A job of which they cannot ends in one turn.
-    pub fn has_room(&self, chains: usize) -> bool {
+    pub(crate) fn has_room(&self, chains: usize) -> bool {
         self.0.lock().len() + chains <= MOST
     }
 
-    pub fn of(&self, at: (u64, ChainId)) -> TrimStep {
+    pub(crate) fn of(&self, at: (u64, ChainId)) -> TrimStep {
         self.0.lock().get(&at).cloned().unwrap_or_default()
     }
 
-    pub fn put(&self, at: (u64, ChainId), step: TrimStep) {
+    pub(crate) fn put(&self, at: (u64, ChainId), step: TrimStep) {
         let mut all = self.0.lock();
         if all.len() < MOST || all.contains_key(&at) {
             all.insert(at, step);
         }
     }
 
-    pub fn done(&self, number: u64) {
+    pub(crate) fn done(&self, number: u64) {
         let mut all = self.0.lock();
         let chains: Vec<_> = all.range((number, 0)..=(number, ChainId::MAX)).map(|(at, _)| *at).collect();
         for at in chains {
@@ -106,7 +106,7 @@ impl TrimProgress {
     }
 
     /// Forgets those of jobs that others have ended.
-    pub fn retain(&self, wanted: impl Fn(u64) -> bool) {
+    pub(crate) fn retain(&self, wanted: impl Fn(u64) -> bool) {
         self.0.lock().retain(|(number, _), _| wanted(*number));
     }
 }

@@ -5,15 +5,15 @@
 //! what only the leader knows, heartbeats and leases, and turns it into proposals;
 //! [`kept_waiting`] tells heartbeats that wait from silence; [`slow`] judges what heartbeats say of devices.
 
-pub mod anew;
-pub mod balance;
+pub(crate) mod anew;
+pub(crate) mod balance;
 pub mod chain_table;
-pub mod domains;
-pub mod kept_waiting;
-pub mod manager;
+pub(crate) mod domains;
+pub(crate) mod kept_waiting;
+pub(crate) mod manager;
 pub mod membership;
 pub mod moves;
-pub mod recovery;
+pub(crate) mod recovery;
 pub mod rows;
 pub mod slow;
 pub mod state;

@@ -41,7 +41,7 @@ use super::{
 };
 use copy::Copies;
 use damage::Damage;
-pub use inputs::{Batch, Control, Inputs, Proposal, RaftInput, Shared};
+pub(super) use inputs::{Batch, Control, Inputs, Proposal, RaftInput, Shared};
 use log_queue::{Event, Job, LogQueue, MAX_UNPERSISTED};
 use members::{Standing, not_member};
 use stall::{Stall, ToApply};
@@ -52,7 +52,7 @@ const BATCH: (usize, usize) = (1024, 4 << 20);
 /// Metadata servers whose logs are known, those that were replaced too.
 const MAX_PEERS: usize = 1024;
 
-pub struct Driver {
+pub(super) struct Driver {
     cfg: Arc<Config>,
     env: Env,
     core: Core,
@@ -78,7 +78,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    pub fn new(
+    pub(super) fn new(
         cfg: Arc<Config>,
         env: Env,
         image: LogImage,
@@ -125,7 +125,7 @@ impl Driver {
     }
 
     /// Runs until it is stopped or cannot go on.
-    pub async fn run(mut self, mut inputs: Inputs) {
+    pub(super) async fn run(mut self, mut inputs: Inputs) {
         let cause = match self.drive(&mut inputs).await {
             Ok(()) => Error::new(Code::Disconnected, "this metadata server was stopped"),
             Err(e) => {

@@ -12,7 +12,7 @@ mod acl;
 mod apply;
 mod attrs;
 mod away;
-pub mod effects;
+pub(crate) mod effects;
 mod gc;
 mod keys;
 mod lock_cache;

@@ -11,7 +11,7 @@ use strake_proto::Ino;
 const MOST: usize = 16_384;
 
 /// See the module.
-pub struct RecentChanges {
+pub(crate) struct RecentChanges {
     /// The last entry that changed an inode.
     last: BTreeMap<Ino, u64>,
     /// The same and former ones by their entries.
@@ -22,12 +22,12 @@ pub struct RecentChanges {
 
 impl RecentChanges {
     /// Entries up to `applied` are not known.
-    pub fn new(applied: u64) -> RecentChanges {
+    pub(crate) fn new(applied: u64) -> RecentChanges {
         RecentChanges { last: BTreeMap::new(), order: VecDeque::new(), floor: applied }
     }
 
     /// The entries up to `index`, from after those that were noted before, changed these inodes.
-    pub fn note(&mut self, index: u64, changed: impl IntoIterator<Item = Ino>) {
+    pub(crate) fn note(&mut self, index: u64, changed: impl IntoIterator<Item = Ino>) {
         for ino in changed {
             if self.last.insert(ino, index) != Some(index) {
                 self.order.push_back((index, ino));
@@ -44,7 +44,7 @@ impl RecentChanges {
     }
 
     /// Whether certainly none of these was changed after entry `index`.
-    pub fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
+    pub(crate) fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
         index >= self.floor && inos.iter().all(|ino| self.last.get(ino).is_none_or(|last| *last <= index))
     }
 }

@@ -27,12 +27,12 @@ pub(super) struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    pub fn new(peer: &'a Peer, term: u64, epoch: u64, r: &pb::MetaRequest) -> Call<'a> {
+    pub(super) fn new(peer: &'a Peer, term: u64, epoch: u64, r: &pb::MetaRequest) -> Call<'a> {
         let by = Asker { session: r.session, connection: r.connection };
         Call { peer, term, epoch, by, seq: r.seq, lowest_unanswered: r.lowest_unanswered }
     }
 
-    pub fn session(&self) -> SessionId {
+    pub(super) fn session(&self) -> SessionId {
         self.by.session
     }
 }

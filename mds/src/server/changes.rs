@@ -57,12 +57,12 @@ pub(super) struct Changes {
 
 impl Changes {
     /// Forgets the requests of sessions that have ended.
-    pub fn forget_ended(&self) {
+    pub(super) fn forget_ended(&self) {
         self.request_dedup.lock().retain(|id| self.member.machine.namespace.session(id).is_some());
     }
 
     /// A list that changes something.
-    pub async fn change(&self, call: &Call<'_>, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
+    pub(super) async fn change(&self, call: &Call<'_>, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
         let (term, recalls) = (call.term, &self.member.recalls);
         // Before it is asked whether the list ran: if not, its entry comes later.
         let before = self.member.machine.namespace.version();

@@ -78,7 +78,7 @@ pub(super) struct Trims {
 }
 
 impl Trims {
-    pub fn new(member: Arc<Member>) -> Trims {
+    pub(super) fn new(member: Arc<Member>) -> Trims {
         Trims { member, trim_wanted: Notify::new(), cuts_made: Mutex::default() }
     }
 

@@ -29,22 +29,27 @@ pub(super) struct Fair {
 }
 
 impl Fair {
-    pub fn new(machine: Arc<Machine>) -> Fair {
+    pub(super) fn new(machine: Arc<Machine>) -> Fair {
         Fair { reads: Turns::new(MOST), changes: Turns::new(MOST), heavy: Heavy::default(), machine }
     }
 
     /// Waits for the turn of a session that the peer has shown to be its own, for a list that changes nothing.
-    pub async fn read_turn(&self, peer: &Peer, session: SessionId) -> Result<Option<Turn>> {
+    pub(super) async fn read_turn(&self, peer: &Peer, session: SessionId) -> Result<Option<Turn>> {
         turn_of(&self.reads, peer, session, 0).await
     }
 
     /// Likewise for a list of so many operations that changes something.
-    pub async fn change_turn(&self, peer: &Peer, session: SessionId, ops: usize) -> Result<Option<Turn>> {
+    pub(super) async fn change_turn(&self, peer: &Peer, session: SessionId, ops: usize) -> Result<Option<Turn>> {
         turn_of(&self.changes, peer, session, ops).await
     }
 
     /// A list that is much work has to wait until no other such list is answered. Every list of a client comes here.
-    pub async fn heavy_turn(&self, peer: &Peer, session: SessionId, ops: &[pb::Op]) -> Result<Option<heavy::Turn>> {
+    pub(super) async fn heavy_turn(
+        &self,
+        peer: &Peer,
+        session: SessionId,
+        ops: &[pb::Op],
+    ) -> Result<Option<heavy::Turn>> {
         self.changes.note(session);
         if !self.machine.namespace.is_heavy(ops)? {
             return Ok(None);

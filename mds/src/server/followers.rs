@@ -104,7 +104,7 @@ pub(super) struct Followers {
 }
 
 impl Followers {
-    pub fn new(member: Arc<Member>, fair: Arc<Fair>) -> Followers {
+    pub(super) fn new(member: Arc<Member>, fair: Arc<Fair>) -> Followers {
         let (answered, refused) = (AtomicU64::new(0), AtomicU64::new(0));
         Followers { member, fair, gathering: Gathering::default(), answered, refused }
     }
@@ -130,7 +130,7 @@ impl Followers {
     }
 
     /// Tells a member that does not lead what it may tell of. `NotLeader`; `NotServing`: nothing now; `NotMember`: it is no member any more.
-    pub async fn frontier(&self, request: pb::FrontierRequest) -> Result<Bytes> {
+    pub(super) async fn frontier(&self, request: pb::FrontierRequest) -> Result<Bytes> {
         let term = self.member.leading()?;
         if self.member.machine.is_former(request.member) {
             let m = format!("metadata server {} was removed from its group", request.member);
@@ -145,7 +145,7 @@ impl Followers {
 
     /// A list that a client sent here though this server does not lead. `NotLeader`: only the leader can answer it; `NotServing`: this
     /// server cannot, at the moment.
-    pub async fn follow(&self, peer: &Peer, request: pb::MetaRequest) -> Result<pb::MetaReply> {
+    pub(super) async fn follow(&self, peer: &Peer, request: pb::MetaRequest) -> Result<pb::MetaReply> {
         let outcome = self.read_following(peer, &request).await;
         let counter = if outcome.is_ok() { &self.answered } else { &self.refused };
         counter.fetch_add(1, Relaxed);

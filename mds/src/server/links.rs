@@ -32,11 +32,11 @@ pub(super) struct Links {
 }
 
 impl Links {
-    pub fn new(fabric: Arc<dyn Fabric>) -> Links {
+    pub(super) fn new(fabric: Arc<dyn Fabric>) -> Links {
         Links { fabric, open: Mutex::default() }
     }
 
-    pub fn fabric(&self) -> &dyn Fabric {
+    pub(super) fn fabric(&self) -> &dyn Fabric {
         &*self.fabric
     }
 
@@ -50,7 +50,7 @@ impl Links {
     }
 
     /// The connection to a storage server, made if there is none. A failure is that of all who waited for it, and of who asks soon after.
-    pub async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
+    pub(super) async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
         let slot = self.slot(&node.endpoints);
         let mut slot = slot.lock().await;
         if let Some(c) = slot.open.as_ref().filter(|c| !c.is_closed()) {

@@ -46,14 +46,14 @@ pub(super) struct LockService {
 }
 
 impl LockService {
-    pub fn new(member: Arc<Member>) -> LockService {
+    pub(super) fn new(member: Arc<Member>) -> LockService {
         LockService { member, turns: watch::Sender::new(0) }
     }
 
     /// Before a client's new list goes to the log: `LockConflict` for a lock that somebody else has. While it is another's
     /// turn, this waits for what becomes of that; a patient one is told of a conflict at once. `Overloaded` while something
     /// that an evicted session wrote may still arrive.
-    pub async fn check_locks(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
+    pub(super) async fn check_locks(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         let wants = wants(call.session(), ops);
         if wants.is_empty() {
             return Ok(());
@@ -139,7 +139,7 @@ impl LockService {
 
     /// Whether the log refused a try because of a lock that is given up by now. Between [`LockService::check_locks`] and the log may come a
     /// lock whose caller had gone, which is given up at once: its holder is asked before a conflict is told, as it would have been there.
-    pub async fn was_refused_for_nothing(
+    pub(super) async fn was_refused_for_nothing(
         &self,
         call: &Call<'_>,
         ops: &[pb::Op],
@@ -174,7 +174,7 @@ impl LockService {
     }
 
     /// After a client's list ran: what it got of pages is its own when those who may write the file know.
-    pub async fn tell_writers(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
+    pub(super) async fn tell_writers(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         for want in wants(call.session(), ops).iter().filter(|want| is_of_pages(want)) {
             self.member.recalls.tell_writers(call.term, call.session(), want.ino).await?;
         }
@@ -182,7 +182,7 @@ impl LockService {
     }
 
     /// Says of what may be written from now on, or was cut, that others have pages of it.
-    pub fn mark_pages(&self, call: &Call<'_>, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
+    pub(super) fn mark_pages(&self, call: &Call<'_>, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
         for (op, r) in ops.iter().zip(results) {
             let marks = match &op.op {
                 Some(Op::Setattr(s)) => s.size.is_some(),
@@ -197,7 +197,7 @@ impl LockService {
     }
 
     /// Before a list is read that asks for a lock in the way.
-    pub async fn settle_questions(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
+    pub(super) async fn settle_questions(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         for op in ops {
             if let Some(Op::GetLock(o)) = &op.op
                 && let Ok((who, Some(span), _)) = locks::want(o.ino, call.session(), o.owner, o.kind, o.span.as_ref())
@@ -211,7 +211,7 @@ impl LockService {
     }
 
     /// After a client's list ran: who got what he waited for waits no longer.
-    pub fn note_locks(&self, call: &Call<'_>, ops: &[pb::Op]) {
+    pub(super) fn note_locks(&self, call: &Call<'_>, ops: &[pb::Op]) {
         let over = |o: &pb::Op| match &o.op {
             Some(Op::SetLock(o)) if o.wait != 0 => Some(o.wait),
             _ => None,
@@ -227,7 +227,7 @@ impl LockService {
         }
     }
 
-    pub async fn wait(&self, request: pb::LockWaitRequest) -> Result<Bytes> {
+    pub(super) async fn wait(&self, request: pb::LockWaitRequest) -> Result<Bytes> {
         let session = request.session;
         let entry = |w: &pb::LockWait| {
             let (who, span, _) = locks::want(w.ino, session, w.owner, w.kind, w.span.as_ref())?;
@@ -281,7 +281,7 @@ impl LockService {
     }
 
     /// Looks after those who wait, as long as this server leads.
-    pub async fn serve(&self) {
+    pub(super) async fn serve(&self) {
         let news = self.member.machine.namespace.lock_news();
         loop {
             tokio::select! {

@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// See the module.
-pub struct Machine {
+pub(super) struct Machine {
     pub namespace: Namespace,
     /// As the namespace has it.
     store: Arc<dyn MetaStore>,
@@ -29,7 +29,7 @@ pub struct Machine {
 
 impl Machine {
     /// `recalls` is told of everything that is applied.
-    pub fn open(store: Arc<dyn MetaStore>, recalls: Arc<Recalls>) -> Result<Machine> {
+    pub(super) fn open(store: Arc<dyn MetaStore>, recalls: Arc<Recalls>) -> Result<Machine> {
         let namespace = Namespace::open(store)?;
         let index = namespace.header().applied_index;
         let (applied, recent_changes) = (watch::Sender::new(index), Mutex::new(RecentChanges::new(index)));
@@ -38,17 +38,17 @@ impl Machine {
     }
 
     /// The last applied index, whenever it changes.
-    pub fn applied_watch(&self) -> watch::Receiver<u64> {
+    pub(super) fn applied_watch(&self) -> watch::Receiver<u64> {
         self.applied.subscribe()
     }
 
     /// Whether certainly none of these was changed after entry `index`, in what was applied up to now.
-    pub fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
+    pub(super) fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
         self.recent_changes.lock().same_since(index, inos)
     }
 
     /// What ended rights after entry `known`, in what was applied up to now.
-    pub fn endings_after(&self, known: u64) -> pb::Endings {
+    pub(super) fn endings_after(&self, known: u64) -> pb::Endings {
         self.endings.lock().after(known)
     }
 }

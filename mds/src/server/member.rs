@@ -55,20 +55,20 @@ pub(super) struct Member {
 
 impl Member {
     /// This server's node id in the map: its Raft id, which the configuration keeps small.
-    pub fn own_id(&self) -> u32 {
+    pub(super) fn own_id(&self) -> u32 {
         u32::try_from(self.cfg.id).unwrap_or(0)
     }
 
-    pub fn map(&self) -> Arc<MapView> {
+    pub(super) fn map(&self) -> Arc<MapView> {
         self.machine.namespace.map()
     }
 
-    pub fn leading(&self) -> Result<u64> {
+    pub(super) fn leading(&self) -> Result<u64> {
         self.with_lead(|l| Ok(l.term))
     }
 
     /// Runs `f` on the leader's knowledge, or says who leads.
-    pub fn with_lead<R>(&self, f: impl FnOnce(&mut Lead) -> Result<R>) -> Result<R> {
+    pub(super) fn with_lead<R>(&self, f: impl FnOnce(&mut Lead) -> Result<R>) -> Result<R> {
         let l = *self.leadership.borrow();
         let mut lead = self.lead.lock();
         match lead.as_mut() {
@@ -82,12 +82,12 @@ impl Member {
 
     /// Has a command agreed on and applied. Errors of consensus and of the command itself alike; `NoSpc`: this server's
     /// disk has no room for it.
-    pub async fn propose(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
+    pub(super) async fn propose(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
         self.disk_space.check(Need::of(&command))?;
         self.propose_anyway(command).await
     }
 
-    pub async fn propose_anyway(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
+    pub(super) async fn propose_anyway(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
         let command = pb::LogCommand { now_ns: self.env.unix_ns(), command: Some(command) };
         let bytes: Bytes = self.node.propose(command.encode_to_vec().into()).await?;
         let reply = pb::LogReply::decode(bytes)
@@ -100,7 +100,7 @@ impl Member {
 
     /// What follows an evicted session's writes waits until none of them can arrive after it: `Overloaded` until all
     /// storage servers know of the eviction.
-    pub fn check_fence(&self, eviction: u64) -> Result<()> {
+    pub(super) fn check_fence(&self, eviction: u64) -> Result<()> {
         let now = self.env.boot();
         if eviction == 0 || self.with_lead(|l| Ok(l.manager.all_know(now, eviction, &self.map())))? {
             return Ok(());

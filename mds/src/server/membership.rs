@@ -42,7 +42,7 @@ pub(super) struct Membership {
 
 impl Membership {
     /// Lists or changes the members. `NotLeader`: the change was not made, ask the one it names.
-    pub async fn members(&self, request: pb::MembersRequest) -> Result<Bytes> {
+    pub(super) async fn members(&self, request: pb::MembersRequest) -> Result<Bytes> {
         let mut learner = 0;
         match request.change {
             None => {}
@@ -71,7 +71,7 @@ impl Membership {
 
     /// Every client has the map, so there are no more pools in it than somebody can have meant. A request is looked at before it is in
     /// the log.
-    pub async fn change_pool(&self, p: pb::PoolChange) -> Result<()> {
+    pub(super) async fn change_pool(&self, p: pb::PoolChange) -> Result<()> {
         self.member.leading()?;
         self.member.node.read_barrier().await?;
         let map = self.member.map();
@@ -119,7 +119,7 @@ impl Membership {
     }
 
     /// Who this server is and what it knows of a group.
-    pub async fn probed(&self) -> Result<Bytes> {
+    pub(super) async fn probed(&self) -> Result<Bytes> {
         let group = self.member.node.group().await?;
         Ok(encode(&pb::MemberInfo {
             id: self.member.cfg.id,
@@ -228,7 +228,7 @@ impl Membership {
 
     /// Keeps the connections to the other members as the map has it: those that the configuration does not name, and none
     /// to those that were removed.
-    pub async fn follow_map(&self) {
+    pub(super) async fn follow_map(&self) {
         let mut applied = self.member.machine.applied_watch();
         let mut version = u64::MAX;
         loop {

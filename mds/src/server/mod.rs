@@ -28,8 +28,8 @@ mod anew;
 mod call;
 mod changes;
 mod chunks;
-pub mod config;
-pub mod disk;
+mod config;
+mod disk;
 mod disk_space;
 mod fair;
 mod followers;
@@ -56,5 +56,5 @@ mod wire;
 mod tests;
 
 pub use config::{Config, parse_peer};
-pub use disk::start_on_disk;
+pub use disk::{read_identity, start_on_disk};
 pub use start::{MdsServer, Parts, start};

@@ -41,7 +41,7 @@ pub(super) struct Reads {
 
 impl Reads {
     /// A list that changes nothing.
-    pub async fn read(&self, call: &Call<'_>, request: pb::MetaRequest) -> Result<pb::MetaReply> {
+    pub(super) async fn read(&self, call: &Call<'_>, request: pb::MetaRequest) -> Result<pb::MetaReply> {
         let turn = self.fair.read_turn(call.peer, call.session()).await?;
         self.member.node.read_barrier().await?;
         drop(turn);

@@ -32,21 +32,21 @@ pub(super) struct SessionService {
 }
 
 impl SessionService {
-    pub fn new(member: Arc<Member>, cap_key: CapKey) -> SessionService {
+    pub(super) fn new(member: Arc<Member>, cap_key: CapKey) -> SessionService {
         SessionService { member, cap_key, owners: Mutex::default() }
     }
 
-    pub fn disconnected(&self, peer: &Peer) {
+    pub(super) fn disconnected(&self, peer: &Peer) {
         self.owners.lock().disconnected(peer.id);
     }
 
     /// Forgets who owned sessions that have ended.
-    pub fn forget_ended(&self) {
+    pub(super) fn forget_ended(&self) {
         self.owners.lock().retain(|id| self.member.machine.namespace.session(id).is_some());
     }
 
     /// The session's epoch, after noting that it was heard of.
-    pub fn heard(&self, session: SessionId) -> Result<u64> {
+    pub(super) fn heard(&self, session: SessionId) -> Result<u64> {
         let now = self.member.env.boot();
         self.member.with_lead(|l| {
             if let Some(epoch) = l.sessions.heard(now, session)? {
@@ -60,7 +60,7 @@ impl SessionService {
     }
 
     /// Refuses (`Access`) who speaks for a session of which it did not prove that it is its own. What has ended is for others to tell.
-    pub fn owns(&self, peer: &Peer, session: SessionId) -> Result<()> {
+    pub(super) fn owns(&self, peer: &Peer, session: SessionId) -> Result<()> {
         if peer.role == Role::Server || self.owners.lock().has_proved(peer.id, session) {
             return Ok(());
         }
@@ -73,7 +73,7 @@ impl SessionService {
         }
     }
 
-    pub async fn open(&self, peer: &Peer, request: pb::SessionOpenRequest) -> Result<Bytes> {
+    pub(super) async fn open(&self, peer: &Peer, request: pb::SessionOpenRequest) -> Result<Bytes> {
         let machine = machine(&peer.addr);
         self.member.with_lead(|_| self.owners.lock().may_open(peer.id, machine))?;
         self.member.with_lead(|l| {
@@ -93,7 +93,7 @@ impl SessionService {
         Ok(self.member.map().encode_behind(&r, tag::SESSION_OPEN).into())
     }
 
-    pub async fn renew(&self, peer: &Peer, request: pb::SessionRenewRequest) -> Result<Bytes> {
+    pub(super) async fn renew(&self, peer: &Peer, request: pb::SessionRenewRequest) -> Result<Bytes> {
         let own = |s: pb::SessionRecord| same_bytes(&s.client_uuid, &request.client_uuid);
         if self.member.machine.namespace.session(request.session).is_some_and(own) {
             self.owners.lock().prove(peer.id, machine(&peer.addr), request.session);
@@ -116,7 +116,7 @@ impl SessionService {
         Ok(if newer { map.encode_behind(&reply, tag::SESSION_RENEW).into() } else { encode(&reply) })
     }
 
-    pub async fn close(&self, peer: &Peer, request: pb::SessionCloseRequest) -> Result<Bytes> {
+    pub(super) async fn close(&self, peer: &Peer, request: pb::SessionCloseRequest) -> Result<Bytes> {
         self.owns(peer, request.session)?;
         self.heard(request.session)?;
         self.member
@@ -146,7 +146,7 @@ impl SessionService {
     /// Opens and closes of an answered list go into the table, once however often it comes; opens get their capability. `Disconnected`
     /// for a list that comes late: what its sender has open it has told since, on a newer connection. `looked`: the first entry of the
     /// log that was not applied when it was looked who may read.
-    pub fn note_handles(
+    pub(super) fn note_handles(
         &self,
         call: &Call<'_>,
         looked: u64,

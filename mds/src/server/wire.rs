@@ -6,11 +6,11 @@ use strake_proto::{Code, Error, Result, pb};
 
 /// Field numbers of the cluster map in answers.
 pub(super) mod tag {
-    pub const SESSION_OPEN: u32 = 6;
-    pub const SESSION_RENEW: u32 = 1;
-    pub const MAP: u32 = 1;
-    pub const REGISTER: u32 = 4;
-    pub const HEARTBEAT: u32 = 2;
+    pub(crate) const SESSION_OPEN: u32 = 6;
+    pub(crate) const SESSION_RENEW: u32 = 1;
+    pub(crate) const MAP: u32 = 1;
+    pub(crate) const REGISTER: u32 = 4;
+    pub(crate) const HEARTBEAT: u32 = 2;
 }
 
 pub(super) fn decode<M: prost::Message + Default>(body: Bytes) -> Result<M> {

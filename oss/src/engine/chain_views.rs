@@ -18,7 +18,7 @@ const MAX_REPLICAS: usize = 16;
 
 /// The state of a chain as of an epoch.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ChainView {
+pub(super) struct ChainView {
     pub epoch: u64,
     pub replicas: Vec<pb::Replica>,
     /// Seen since this target was opened.

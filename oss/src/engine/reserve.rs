@@ -15,7 +15,7 @@ const MOST_OVERWRITE: u64 = (64 << 20) / BLOCK;
 
 /// Blocks kept back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reserve {
+pub(super) struct Reserve {
     /// For cutting and punching, which may take all that is free.
     pub cut: u64,
     /// For blocks that take the place of others.
@@ -27,7 +27,7 @@ pub struct Reserve {
 
 /// What an update may take of the free blocks.
 #[derive(Clone, Copy, Debug)]
-pub enum Claim {
+pub(super) enum Claim {
     /// What is neither kept nor granted, and what is granted to this session, if any.
     Data(Option<SessionId>),
     /// All: it gives space back.
@@ -36,7 +36,7 @@ pub enum Claim {
 
 /// Blocks that an update needs.
 #[derive(Clone, Copy, Debug)]
-pub struct Want {
+pub(super) struct Want {
     pub count: u64,
     /// Those of them that take the place of others.
     pub replaced: u64,
@@ -45,11 +45,11 @@ pub struct Want {
 
 impl Want {
     /// Blocks by which the target is fuller afterwards.
-    pub fn fresh(&self) -> u64 {
+    pub(super) fn fresh(&self) -> u64 {
         self.count - self.replaced
     }
 
-    pub fn session(&self) -> Option<SessionId> {
+    pub(super) fn session(&self) -> Option<SessionId> {
         match self.claim {
             Claim::Data(session) => session,
             Claim::All => None,
@@ -59,12 +59,12 @@ impl Want {
 
 impl Reserve {
     /// Of a target of so many blocks.
-    pub fn of(capacity: u64) -> Reserve {
+    pub(super) fn of(capacity: u64) -> Reserve {
         let overwrite = (capacity / OVERWRITE_PART).min(MOST_OVERWRITE);
         Reserve { cut: (capacity / CUT_PART).clamp(16, 4096), overwrite, below: overwrite * BLOCK }
     }
 
-    pub fn total(&self) -> u64 {
+    pub(super) fn total(&self) -> u64 {
         self.cut + self.overwrite
     }
 
@@ -73,7 +73,7 @@ impl Reserve {
     ///
     /// Of a grant, new blocks take first. New ones beyond it leave all that is kept, and the
     /// grants; others may take what is kept for them.
-    pub fn from(&self, want: Want, granted: u64, own: u64) -> u64 {
+    pub(super) fn from(&self, want: Want, granted: u64, own: u64) -> u64 {
         if matches!(want.claim, Claim::All) {
             return 0;
         }

@@ -27,7 +27,7 @@ pub(super) struct More {
 impl More {
     /// Makes, opens and registers the targets that the configuration has come to name; their numbers. Those before one that fails stay. Those that are
     /// out of service are looked at again.
-    pub async fn add(&self, node: &Arc<Node>) -> Result<Vec<TargetId>> {
+    pub(super) async fn add(&self, node: &Arc<Node>) -> Result<Vec<TargetId>> {
         let busy = |_| Error::new(Code::Busy, "targets are being added; try again when they are");
         let mut known = self.known.try_lock().map_err(busy)?;
         let cfg = (self.reread)()?;

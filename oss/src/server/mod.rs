@@ -19,7 +19,7 @@
 
 mod admin;
 mod backpressure;
-pub mod config;
+mod config;
 mod copies;
 mod damage;
 mod disk;

@@ -54,7 +54,7 @@ const SHARED: usize = 64;
 const BULK: usize = 512;
 const BULK_SHARED: usize = 16;
 /// A request with more bytes than this waits for its turn among those like it.
-pub const HEAVY: usize = 64 << 10;
+pub(super) const HEAVY: usize = 64 << 10;
 /// For so long a chunk table takes no writes before others are told.
 const TABLE_FULL: Duration = Duration::from_secs(1);
 /// How long a new target is tried to be registered.
@@ -63,7 +63,7 @@ const JOIN: Duration = Duration::from_secs(20);
 const REPAIRS: usize = 4;
 
 /// One target in this life of the process.
-pub struct Target {
+pub(super) struct Target {
     pub engine: Arc<Engine>,
     pub stamp: u64,
     /// `TARGET_UNASSIGNED` until registered.
@@ -109,14 +109,14 @@ impl Target {
         })
     }
 
-    pub fn id(&self) -> TargetId {
+    pub(super) fn id(&self) -> TargetId {
         self.id.load(Ordering::Acquire)
     }
-    pub fn failed(&self) -> bool {
+    pub(super) fn failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
     /// A replica lacks what its successor has. For lack of space: until there is some. Else this target is out for good.
-    pub fn fail(&self, why: &Error) {
+    pub(super) fn fail(&self, why: &Error) {
         if why.code == Code::NoSpc {
             let is_in = |n: u32| n.is_multiple_of(2).then_some(n + 1);
             if self.lapses.fetch_update(Ordering::AcqRel, Ordering::Acquire, is_in).is_ok() {
@@ -127,17 +127,17 @@ impl Target {
         }
     }
     /// It fails for that, and is let go when nothing that it has is needed, if it is damage.
-    pub fn cannot_be_read(&self, why: &Error) {
+    pub(super) fn cannot_be_read(&self, why: &Error) {
         if why.code == Code::Corrupt {
             self.unreadable.lock().get_or_insert_with(|| why.clone());
         }
         self.fail(why);
     }
-    pub fn lacks_space(&self) -> bool {
+    pub(super) fn lacks_space(&self) -> bool {
         self.lapses.load(Ordering::Acquire) % 2 == 1
     }
     /// Before the mds is told that this target is out: from then on it may be behind in each of its chains.
-    pub fn check_in(&self) -> Result<()> {
+    pub(super) fn check_in(&self) -> Result<()> {
         if self.failed() || self.lacks_space() {
             return Err(Error::new(Code::NotServing, format!("target {} is out of its chains", self.id())));
         }
@@ -165,7 +165,7 @@ impl Target {
         self.table_full.lock().is_some_and(|since| now.saturating_sub(since) >= TABLE_FULL)
     }
     /// An error of the engine: one of the device takes the target out.
-    pub fn note(&self, e: &Error) {
+    pub(super) fn note(&self, e: &Error) {
         if e.code == Code::Io {
             self.fail(e);
         }
@@ -175,7 +175,7 @@ impl Target {
         let device = self.engine.device();
         pb::DeviceTimes { rotates: device.rotates(), ..device.meter().summary() }
     }
-    pub fn has_room(&self) -> bool {
+    pub(super) fn has_room(&self) -> bool {
         let u = self.engine.usage();
         u.capacity.saturating_sub(u.used + u.granted) > ROOM.min(u.capacity / 8) && self.engine.device().spare() > ROOM
     }
@@ -194,7 +194,7 @@ struct Evictions {
 }
 
 /// An update of a session, in work until this is dropped.
-pub struct InWork {
+pub(super) struct InWork {
     node: Arc<Node>,
     session: SessionId,
 }
@@ -268,7 +268,7 @@ struct Joining {
     done: oneshot::Sender<Result<TargetId>>,
 }
 
-pub struct Node {
+pub(super) struct Node {
     pub cfg: Config,
     pub env: Env,
     /// For targets that it opens while it runs.
@@ -313,7 +313,7 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new(
+    pub(super) fn new(
         cfg: Config,
         parts: Parts,
         (peers, places): (Peers, Places),
@@ -353,20 +353,20 @@ impl Node {
     }
 
     /// A session is active here: what others have in work is bounded.
-    pub fn note(&self, session: SessionId) {
+    pub(super) fn note(&self, session: SessionId) {
         self.clients.note(session);
         self.bulk.note(session);
     }
 
-    pub fn next_op(&self) -> u64 {
+    pub(super) fn next_op(&self) -> u64 {
         self.next_op.fetch_add(1, Ordering::Relaxed)
     }
 
-    pub fn lease_left(&self) -> Duration {
+    pub(super) fn lease_left(&self) -> Duration {
         self.lease_until.lock().saturating_sub(self.env.boot())
     }
 
-    pub fn check_lease(&self) -> Result<()> {
+    pub(super) fn check_lease(&self) -> Result<()> {
         if self.lease_left().is_zero() {
             let m = format!("storage server '{}' has no lease: it does not reach the metadata leader", self.cfg.name);
             return Err(Error::new(Code::LeaseExpired, m));
@@ -374,7 +374,7 @@ impl Node {
         Ok(())
     }
 
-    pub fn check_session(&self, session: SessionId, epoch: u64) -> Result<()> {
+    pub(super) fn check_session(&self, session: SessionId, epoch: u64) -> Result<()> {
         let evictions = self.evictions.lock();
         let evicted = evictions.min_epoch.get(&session).is_some_and(|(min, _)| epoch < *min);
         if evicted || session < evictions.below.0 {
@@ -384,24 +384,24 @@ impl Node {
     }
 
     /// The rights of a capability that have not ended.
-    pub fn rights_left(&self, c: &Capability) -> Rights {
+    pub(super) fn rights_left(&self, c: &Capability) -> Rights {
         if self.cfg.end_capabilities { self.endings.read().left(c) } else { c.rights }
     }
 
     /// How late it is here, for updates to say; `None`: they live for ever.
-    pub fn clock(&self) -> Option<Clock> {
+    pub(super) fn clock(&self) -> Option<Clock> {
         let life = self.cfg.update_life_ms;
         (life != 0).then(|| Clock { now: self.env.boot().as_millis() as u64 + 1, life })
     }
 
     /// To be held while an update of a session is in work, from before it is checked whether that was evicted.
-    pub fn in_work(self: &Arc<Self>, session: SessionId) -> InWork {
+    pub(super) fn in_work(self: &Arc<Self>, session: SessionId) -> InWork {
         *self.evictions.lock().in_work.entry(session).or_default() += 1;
         InWork { node: self.clone(), session }
     }
 
     /// The replica of a chain on a target of this server.
-    pub fn replica(&self, target: TargetId, chain: ChainId) -> Result<Arc<Replica>> {
+    pub(super) fn replica(&self, target: TargetId, chain: ChainId) -> Result<Arc<Replica>> {
         self.replicas.lock().get(&(target, chain)).cloned().ok_or_else(|| {
             self.kick.notify_one();
             let m = format!("target {target} of storage server '{}' has no replica of chain {chain}", self.cfg.name);
@@ -410,13 +410,13 @@ impl Node {
     }
 
     /// The replica on a target of this server with the lowest chain from this one on.
-    pub fn next_replica(&self, target: TargetId, from: ChainId) -> Option<Arc<Replica>> {
+    pub(super) fn next_replica(&self, target: TargetId, from: ChainId) -> Option<Arc<Replica>> {
         let replicas = self.replicas.lock();
         replicas.range((target, from)..=(target, ChainId::MAX)).next().map(|(_, r)| r.clone())
     }
 
     /// Whether a chain that the target was ever given something of has no other replica in sync than the one there.
-    pub fn is_last(&self, target: TargetId) -> bool {
+    pub(super) fn is_last(&self, target: TargetId) -> bool {
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().filter(|r| r.id == target).cloned().collect();
         let used = self.target(target).and_then(|t| t.engine.used());
         let had = |r: &Arc<Replica>| used.as_ref().is_none_or(|used| used.contains(&r.chain));
@@ -424,7 +424,7 @@ impl Node {
     }
 
     /// What was asked for is done on these targets, on all if there are none; how they are then. `NoEnt`: no such target here.
-    pub fn scrub(&self, ask: Option<Ask>, targets: &[TargetId]) -> Result<Vec<pb::ScrubStatus>> {
+    pub(super) fn scrub(&self, ask: Option<Ask>, targets: &[TargetId]) -> Result<Vec<pb::ScrubStatus>> {
         if let Some(unknown) = targets.iter().find(|t| self.target(**t).is_none()) {
             let m = format!("storage server '{}' has no target {unknown}", self.cfg.name);
             return Err(Error::new(Code::NoEnt, m));
@@ -438,16 +438,16 @@ impl Node {
         Ok(each.collect())
     }
 
-    pub fn targets(&self) -> Arc<Vec<Arc<Target>>> {
+    pub(super) fn targets(&self) -> Arc<Vec<Arc<Target>>> {
         self.targets.load_full()
     }
 
-    pub fn target(&self, id: TargetId) -> Option<Arc<Target>> {
+    pub(super) fn target(&self, id: TargetId) -> Option<Arc<Target>> {
         self.targets.load().iter().find(|t| t.id() == id).cloned()
     }
 
     /// Flushes and scrubs a target from now on.
-    pub fn tend(self: &Arc<Self>, target: &Arc<Target>) {
+    pub(super) fn tend(self: &Arc<Self>, target: &Arc<Target>) {
         let (t, env, every) = (target.clone(), self.env.clone(), Duration::from_millis(self.cfg.flush_ms));
         let flush = async move {
             loop {
@@ -465,7 +465,7 @@ impl Node {
 
     /// Has one more target registered while the others serve; its number. An error leaves all as it was here; whether the metadata servers
     /// know of it already is not known then, and no matter: it may be tried again.
-    pub async fn add_target(&self, engine: Arc<Engine>) -> Result<TargetId> {
+    pub(super) async fn add_target(&self, engine: Arc<Engine>) -> Result<TargetId> {
         let (done, answer) = oneshot::channel();
         let target = Target::new(engine, self.env.random_u64());
         {
@@ -478,12 +478,12 @@ impl Node {
         answer.await.map_err(|_| Error::new(Code::Disconnected, "this storage server is stopping"))?
     }
 
-    pub fn refused_targets(&self) -> Vec<Arc<RefusedTarget>> {
+    pub(super) fn refused_targets(&self) -> Vec<Arc<RefusedTarget>> {
         self.refused_targets.lock().clone()
     }
 
     /// Has what is out come back.
-    pub fn look_after(self: &Arc<Self>, refused: Arc<RefusedTarget>) {
+    pub(super) fn look_after(self: &Arc<Self>, refused: Arc<RefusedTarget>) {
         let task = self.env.spawn(refused_targets::come_back(self.clone(), refused));
         self.tending.lock().push((0, task));
     }
@@ -529,13 +529,13 @@ impl Node {
     }
 
     /// The cluster that it is in, once that is known.
-    pub fn fs(&self) -> Option<[u8; 16]> {
+    pub(super) fn fs(&self) -> Option<[u8; 16]> {
         *self.fs.lock()
     }
 
     /// Folders that an administrator has taken out of the configuration are not looked after any more; the others are looked at now, those of
     /// targets that have failed, too.
-    pub fn look_again(self: &Arc<Self>, configured: &[TargetConfig]) {
+    pub(super) fn look_again(self: &Arc<Self>, configured: &[TargetConfig]) {
         for t in self.targets().iter().filter(|t| t.failed()) {
             if let Some(path) = t.engine.path() {
                 let why = Error::new(Code::Io, format!("{}: it had failed", path.display()));
@@ -549,7 +549,7 @@ impl Node {
     }
 
     /// A target that was out serves again; empty at first, if its table was lost.
-    pub fn is_back(&self, refused: &Arc<RefusedTarget>, id: TargetId, is_empty: bool) {
+    pub(super) fn is_back(&self, refused: &Arc<RefusedTarget>, id: TargetId, is_empty: bool) {
         self.refused_targets.lock().retain(|o| !Arc::ptr_eq(o, refused));
         if is_empty {
             self.emptied.lock().insert(id);
@@ -559,7 +559,7 @@ impl Node {
     }
 
     /// Takes a newer map: every replica gets its chain's new state.
-    pub fn apply_map(self: &Arc<Self>, map: pb::ClusterMap) -> Result<()> {
+    pub(super) fn apply_map(self: &Arc<Self>, map: pb::ClusterMap) -> Result<()> {
         let _one = self.applying.lock();
         let before = self.map.load_full();
         if map.version <= before.version() {
@@ -640,7 +640,7 @@ impl Node {
     }
 
     /// Gives up its lease and its replicas, which hold on to this node.
-    pub fn stop(&self) {
+    pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         *self.lease_until.lock() = Duration::ZERO;
         self.joining.lock().clear(); // who waits is told
@@ -648,17 +648,17 @@ impl Node {
     }
 
     /// What went on for its targets, to be waited for.
-    pub fn untended(&self) -> Vec<JoinHandle<()>> {
+    pub(super) fn untended(&self) -> Vec<JoinHandle<()>> {
         let tasks = std::mem::take(&mut *self.tending.lock());
         tasks.iter().for_each(|(_, task)| task.abort());
         tasks.into_iter().map(|(_, task)| task).collect()
     }
 
-    pub fn stopped(&self) -> bool {
+    pub(super) fn stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
 
-    pub fn status(&self) -> pb::StatusReply {
+    pub(super) fn status(&self) -> pb::StatusReply {
         let lease_left_ms = self.lease_left().as_millis() as u64;
         let target = |t: &Arc<Target>| {
             let u = t.engine.usage();

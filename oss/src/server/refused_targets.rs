@@ -42,7 +42,7 @@ enum What {
 }
 
 /// One of them, until it is back.
-pub struct RefusedTarget {
+pub(super) struct RefusedTarget {
     pub path: PathBuf,
     what: Mutex<What>,
     /// What becomes of it.
@@ -66,16 +66,16 @@ impl RefusedTarget {
         Arc::new(refused)
     }
 
-    pub fn damaged(damaged: Damaged) -> Arc<RefusedTarget> {
+    pub(super) fn damaged(damaged: Damaged) -> Arc<RefusedTarget> {
         RefusedTarget::new(damaged.path.clone(), What::Damaged(Arc::new(damaged)))
     }
 
-    pub fn refused(path: PathBuf, why: Error) -> Arc<RefusedTarget> {
+    pub(super) fn refused(path: PathBuf, why: Error) -> Arc<RefusedTarget> {
         RefusedTarget::new(path, What::Refused(why))
     }
 
     /// Whose it is, where that is known.
-    pub fn id(&self) -> Option<TargetIdentity> {
+    pub(super) fn id(&self) -> Option<TargetIdentity> {
         match &*self.what.lock() {
             What::Damaged(d) => d.id.clone(),
             What::Refused(_) => None,
@@ -90,7 +90,7 @@ impl RefusedTarget {
     }
 
     /// For the status. `number`: what it must be, where its folder does not tell.
-    pub fn status(&self, number: Option<u32>) -> pb::RefusedTarget {
+    pub(super) fn status(&self, number: Option<u32>) -> pb::RefusedTarget {
         let number = self.id().map(|id| id.target_id).filter(|id| *id != TARGET_UNASSIGNED).or(number);
         pb::RefusedTarget {
             path: self.path.display().to_string(),
@@ -101,7 +101,7 @@ impl RefusedTarget {
     }
 
     /// An administrator wants it looked at now; what is missing is made, if its configuration says so.
-    pub fn look_again(&self, as_configured: &TargetConfig) {
+    pub(super) fn look_again(&self, as_configured: &TargetConfig) {
         *self.asked.lock() = Some(as_configured.clone());
         self.news.notify_one();
     }
@@ -141,7 +141,7 @@ impl RefusedTarget {
 }
 
 /// In words.
-pub fn notice(r: &pb::RefusedTarget) -> String {
+pub(super) fn notice(r: &pb::RefusedTarget) -> String {
     let name = r.target.map_or_else(|| "a target".into(), |id| format!("target {id}"));
     format!("{name} is out of service: {}; {}", r.why, r.now)
 }

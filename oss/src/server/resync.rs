@@ -34,7 +34,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(2);
 /// Between two questions whether a target that others fill has room for this fill.
 const TURN: Duration = Duration::from_millis(200);
 /// In SYNC_LIST's `offset`: only the chunk named, if it exists.
-pub const LIST_ONE: u32 = 1;
+pub(super) const LIST_ONE: u32 = 1;
 const FIRST: ChunkId = ChunkId { ino: 0, data: 0, index: 0 };
 
 /// What came of a push.

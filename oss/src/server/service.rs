@@ -34,7 +34,7 @@ const TURN_WAIT: Duration = Duration::from_secs(2);
 const MAX_LIST: u32 = 4096;
 const BLOCK: u32 = checksum::BLOCK as u32;
 
-pub struct OssService {
+pub(super) struct OssService {
     pub node: Arc<Node>,
     pub relay: Arc<Relay>,
 }

@@ -26,21 +26,21 @@ pub(super) struct Copies {
 }
 
 impl Copies {
-    pub fn abort(&self) {
+    pub(super) fn abort(&self) {
         self.outgoing.values().for_each(|(_, _, task)| task.abort());
     }
 
-    pub fn abort_and_forget(&mut self) {
+    pub(super) fn abort_and_forget(&mut self) {
         self.abort();
         self.outgoing.clear();
     }
 
-    pub fn is_sending(&self, to: u64) -> bool {
+    pub(super) fn is_sending(&self, to: u64) -> bool {
         self.outgoing.contains_key(&to)
     }
 
     /// A task that sends has ended. Whether that was the last copy to this peer.
-    pub fn sent(&mut self, to: u64, id: u64) -> bool {
+    pub(super) fn sent(&mut self, to: u64, id: u64) -> bool {
         let last = self.outgoing.get(&to).is_some_and(|o| o.0 == id);
         if last {
             self.outgoing.remove(&to);
@@ -49,12 +49,12 @@ impl Copies {
     }
 
     /// The lowest entry that a copy on its way out is of.
-    pub fn oldest(&self) -> Option<u64> {
+    pub(super) fn oldest(&self) -> Option<u64> {
         self.outgoing.values().map(|o| o.1).min()
     }
 
     /// Whether all of this copy has come.
-    pub fn has_come(&self, from: u64, id: Option<u64>, meta: &SnapshotMetadata) -> bool {
+    pub(super) fn has_come(&self, from: u64, id: Option<u64>, meta: &SnapshotMetadata) -> bool {
         self.incoming.as_ref().is_some_and(|i| {
             i.complete && i.from == from && Some(i.id) == id && (i.index, i.term) == (meta.index, meta.term)
         })
@@ -67,7 +67,7 @@ impl Copies {
     }
 
     /// The log says that the state is void; from here on it may be overwritten.
-    pub fn restore_marked(&mut self, sm: &dyn StateMachine, id: u64) -> Result<()> {
+    pub(super) fn restore_marked(&mut self, sm: &dyn StateMachine, id: u64) -> Result<()> {
         let first = self.incoming.as_mut().filter(|i| i.id == id).and_then(|i| i.first.take());
         let Some((chunk, reply)) = first else { return Ok(()) };
         match sm.restore_begin() {

@@ -22,7 +22,7 @@ pub(super) struct Damage {
 
 impl Damage {
     /// Reported and counted once, until the state is replaced.
-    pub fn note(&mut self, e: Error) {
+    pub(super) fn note(&mut self, e: Error) {
         if self.found.is_none() {
             tracing::error!("the state of this metadata server is damaged: {e}");
             self.count += 1;

@@ -9,20 +9,20 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::super::{MemberChange, members::Group, reads, transport::Word};
 
-pub type Reply = oneshot::Sender<Result<()>>;
+pub(super) type Reply = oneshot::Sender<Result<()>>;
 
-pub struct Proposal {
+pub(crate) struct Proposal {
     pub data: Bytes,
     pub reply: oneshot::Sender<Result<Bytes>>,
 }
 
-pub enum RaftInput {
+pub(crate) enum RaftInput {
     Batch(Batch, Reply),
     Chunk(pb::SnapshotChunk, Reply),
 }
 
 /// Raft messages of one peer, and what it says of itself.
-pub struct Batch {
+pub(crate) struct Batch {
     pub from: u64,
     pub stamp: u64,
     pub applied: u64,
@@ -31,7 +31,7 @@ pub struct Batch {
     pub messages: Vec<Message>,
 }
 
-pub enum Control {
+pub(crate) enum Control {
     /// To 0: to whoever is placed best.
     Transfer(u64, Reply),
     Change(MemberChange, Reply),
@@ -43,7 +43,7 @@ pub enum Control {
     Stop,
 }
 
-pub struct Inputs {
+pub(crate) struct Inputs {
     pub raft: mpsc::Receiver<RaftInput>,
     pub proposals: mpsc::Receiver<Proposal>,
     pub reads: mpsc::Receiver<reads::Reply>,
@@ -51,7 +51,7 @@ pub struct Inputs {
     pub words: mpsc::Receiver<Word>,
 }
 
-pub struct Shared {
+pub(crate) struct Shared {
     pub status: Mutex<pb::RaftStatus>,
     pub stopped: watch::Sender<Option<Error>>,
 }

@@ -26,7 +26,7 @@ pub(super) struct Job {
 }
 
 impl Job {
-    pub fn of(op: LogOp) -> Job {
+    pub(super) fn of(op: LogOp) -> Job {
         Job { ops: vec![op], ..Job::default() }
     }
 }
@@ -39,7 +39,7 @@ pub(super) struct LogQueue {
 
 impl LogQueue {
     /// Starts the task, which tells `events` of what it has written. `late`: see [`SlowLog`].
-    pub fn start(
+    pub(super) fn start(
         log: Arc<dyn LogStore>,
         env: &Env,
         late: Duration,
@@ -53,16 +53,16 @@ impl LogQueue {
     }
 
     /// `Overloaded`: the log cannot keep up.
-    pub fn write(&self, job: Job) -> Result<()> {
+    pub(super) fn write(&self, job: Job) -> Result<()> {
         self.jobs.try_send(job).map_err(|_| behind())
     }
 
     /// A place in the queue, for a change that is made only if there is one.
-    pub fn reserve(&self) -> Result<Permit<'_, Job>> {
+    pub(super) fn reserve(&self) -> Result<Permit<'_, Job>> {
         self.jobs.try_reserve().map_err(|_| behind())
     }
 
-    pub fn is_slow(&self, now: Duration) -> bool {
+    pub(super) fn is_slow(&self, now: Duration) -> bool {
         self.slow.lock().is_slow(now)
     }
 }

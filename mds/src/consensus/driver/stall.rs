@@ -24,7 +24,7 @@ pub(super) struct Stall {
 
 impl Stall {
     /// Something that was handed out waits for space for the state.
-    pub fn is_blocked(&self) -> bool {
+    pub(super) fn is_blocked(&self) -> bool {
         self.backlog.is_some() || self.unfinished.is_some()
     }
 }

@@ -27,12 +27,12 @@ pub(super) struct Waiters {
 }
 
 impl Waiters {
-    pub fn add(&mut self, index: u64, term: u64, waiter: Waiter) {
+    pub(super) fn add(&mut self, index: u64, term: u64, waiter: Waiter) {
         self.proposed.insert(index, (term, waiter));
     }
 
     /// These entries are applied, with these replies. `joint`: the configuration is a joint one.
-    pub fn answer(&mut self, entries: &[Entry], replies: Vec<Bytes>, joint: bool) {
+    pub(super) fn answer(&mut self, entries: &[Entry], replies: Vec<Bytes>, joint: bool) {
         for (e, reply) in entries.iter().zip(replies) {
             let Some((term, waiter)) = self.proposed.remove(&e.index) else { continue };
             match waiter {
@@ -51,14 +51,14 @@ impl Waiters {
     }
 
     /// Answers the changes whose end a majority knows of.
-    pub fn answer_changes(&mut self, majority_knows: impl FnOnce(u64) -> bool) {
+    pub(super) fn answer_changes(&mut self, majority_knows: impl FnOnce(u64) -> bool) {
         if self.joint_left.take_if(|index| majority_knows(*index)).is_some() {
             self.leaving_joint.drain(..).for_each(|w| drop(w.send(Ok(()))));
         }
     }
 
     /// Nobody knows (yet) whether what they wait for will happen.
-    pub fn fail(&mut self) {
+    pub(super) fn fail(&mut self) {
         for (_, waiter) in std::mem::take(&mut self.proposed).into_values() {
             match waiter {
                 Waiter::Proposal(w) => drop(w.send(Err(lost()))),

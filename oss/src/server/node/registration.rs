@@ -96,7 +96,7 @@ impl Node {
     }
 
     /// One attempt to register. `EINVAL`: this server or its targets belong elsewhere, trying again is no use.
-    pub async fn register(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) -> Result<()> {
+    pub(crate) async fn register(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) -> Result<()> {
         self.register_with(mds, listening, None).await
     }
 
@@ -169,7 +169,7 @@ impl Node {
     }
 
     /// Registers, then sends heartbeats for ever.
-    pub async fn stay_registered(self: Arc<Self>, mut mds: MdsLink, listening: Vec<Endpoint>) {
+    pub(crate) async fn stay_registered(self: Arc<Self>, mut mds: MdsLink, listening: Vec<Endpoint>) {
         let period = Duration::from_millis(self.cfg.heartbeat_ms);
         loop {
             self.let_go();
