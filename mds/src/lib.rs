@@ -1,12 +1,33 @@
 //! The metadata server: a namespace agreed on by Raft, the cluster map, sessions and their opens.
 //!
-//! `namespace`, `cluster` and `leases` are pure state machines; `consensus` wraps raft-rs and its log; `server` is the thin shell
-//! that connects them to the fabric. `folder` is what a server keeps on disk, `offline` works on it while no server does.
+//! | module | idea |
+//! |---|---|
+//! | `namespace` | the state machine that the log is applied to: files, locks, sessions |
+//! | `cluster` | the cluster map and its rules |
+//! | `leases` | what clients may remember |
+//! | `sessions` | when the leader last heard of each session, and what each has open |
+//! | `lock_waiters` | who waits for locks, and whose turn it is |
+//! | `request_dedup` | requests that come more than once have one outcome |
+//! | `recent_changes` | what the last entries of the log changed, for followers and storage servers |
+//! | `trim_progress` | how far cuts and deletions have come at the storage servers |
+//! | `consensus` | raft-rs and its log |
+//! | `server` | the thin shell that connects all of these to the fabric |
+//! | `data_dir` | what a server keeps on disk |
+//! | `offline` | works on a folder while no server does |
+//!
+//! All but the last four are pure: they have no clock, socket, thread or randomness.
+
+#![warn(unreachable_pub)]
 
 pub mod cluster;
 pub mod consensus;
-mod folder;
+mod data_dir;
 pub mod leases;
+pub mod lock_waiters;
 pub mod namespace;
 pub mod offline;
+mod recent_changes;
+pub mod request_dedup;
 pub mod server;
+mod sessions;
+mod trim_progress;

@@ -3,6 +3,8 @@
 //! `chain` is the replication protocol as a pure state machine; `engine` keeps chunks on a `device`; `server` is the thin
 //! shell that connects them to the fabric.
 
+#![warn(unreachable_pub)]
+
 pub mod chain;
 pub mod device;
 pub mod engine;

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
 use bytes::Bytes;
 use prost::Message;
-use strake_mds::{cluster::deal::make_chains, namespace::Namespace};
+use strake_mds::{cluster::chain_table::make_chains, namespace::Namespace};
 use strake_proto::pb::{self, log_command::Command, op::Op, seal::Step};
 use strake_store::{Batch, MemStore, MetaStore, Reader};
 

@@ -9,11 +9,11 @@ use strake_oss::{
     engine::{
         Engine, Key, Options, Position, TargetIdentity, Update,
         record::{
-            Header, SCRUB_KEY, Segment, TALLY_KEY, TARGET_KEY, decode_target, encode_target, header_key,
+            Header, SCRUB_KEY, Segment, TABLE_DIGEST_KEY, TARGET_KEY, decode_target, encode_target, header_key,
             parse_header_key, parse_segment_key, segment_key,
         },
         superblock::Superblock,
-        tally::{Mark, Tally},
+        table_digest::{Mark, TableDigest},
     },
 };
 use strake_proto::{
@@ -74,8 +74,8 @@ fn records(i: &mut Input) {
     let body = [&[1], body].concat();
     let value = if kind & 4 == 0 { sealed(key, &body) } else { Bytes::copy_from_slice(&body) };
     let _ = (parse_header_key(key), parse_segment_key(key));
-    if let Ok(t) = Tally::decode(&sealed(TALLY_KEY, &body)) {
-        assert_eq!(t.encode(), sealed(TALLY_KEY, &body));
+    if let Ok(t) = TableDigest::decode(&sealed(TABLE_DIGEST_KEY, &body)) {
+        assert_eq!(t.encode(), sealed(TABLE_DIGEST_KEY, &body));
     }
     if let Ok(p) = Position::decode(&sealed(SCRUB_KEY, &body)) {
         assert_eq!(p.encode(), sealed(SCRUB_KEY, &body));
@@ -121,8 +121,8 @@ async fn target(i: &mut Input<'_>) {
             device.write(copy * BLOCK, vec![Buf::copy_from(&block)]).await.expect("memory");
         }
     }
-    // As an older version makes it: a target with a tally would be refused for any strange record.
-    let _ = table.commit(Batch { ops: vec![(Bytes::from_static(TALLY_KEY), None)] });
+    // As an older version makes it: a target with a digest would be refused for any strange record.
+    let _ = table.commit(Batch { ops: vec![(Bytes::from_static(TABLE_DIGEST_KEY), None)] });
     for _ in 0..i.u8() % 8 {
         let (key, value) = pair(i);
         let _ = table.commit(Batch { ops: vec![(key, Some(value))] });

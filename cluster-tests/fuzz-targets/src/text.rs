@@ -9,7 +9,7 @@ use strake_fuse::{
     table::Mounted,
     vfs::fuzzing::{map_part, read_caller, read_groups},
 };
-use strake_mds::server::{disk::read_identity, parse_peer};
+use strake_mds::server::{parse_peer, read_identity};
 use strake_oss::device::{
     nvme::{Format, IDENTIFY},
     spdk::TransportId,

@@ -26,10 +26,10 @@ use super::{
 };
 
 /// Chains of one entry.
-pub const AT_ONCE: usize = 256;
+pub(crate) const AT_ONCE: usize = 256;
 
 /// Chains that nobody serves, and of which all that were in sync are gone for good or long dead.
-pub fn stranded(map: &pb::ClusterMap, dead: &BTreeSet<TargetId>) -> Vec<ChainId> {
+pub(crate) fn stranded(map: &pb::ClusterMap, dead: &BTreeSet<TargetId>) -> Vec<ChainId> {
     let targets: BTreeMap<TargetId, &pb::Target> = map.targets.iter().map(|t| (t.id, t)).collect();
     let open = recovery::in_doubt(map);
     let gone = |r: &pb::Replica| {
@@ -43,7 +43,7 @@ pub fn stranded(map: &pb::ClusterMap, dead: &BTreeSet<TargetId>) -> Vec<ChainId>
 /// Those of `chains` on which this file has data by the state, or may have: it has been written
 /// there and was not cut, or it is not known yet how far it was written. One that is open for
 /// writing may have bytes that its writer has yet to report.
-pub fn held(map: &MapView, ino: u64, r: &pb::InodeRecord, chains: &BTreeSet<ChainId>) -> BTreeSet<ChainId> {
+pub(crate) fn held(map: &MapView, ino: u64, r: &pb::InodeRecord, chains: &BTreeSet<ChainId>) -> BTreeSet<ChainId> {
     let Some(layout) = &r.layout else { return BTreeSet::new() };
     let Ok(stripes) = StripeMap::resolve(ino, layout, map) else {
         // One that this program cannot read may name any.
@@ -63,7 +63,7 @@ fn copies(map: &pb::ClusterMap, c: &pb::Chain) -> usize {
 }
 
 /// Where chains can begin anew.
-pub struct Homes<'a> {
+pub(crate) struct Homes<'a> {
     map: &'a pb::ClusterMap,
     domains: Domains<'a>,
     /// Chains that each target is to have.
@@ -71,7 +71,7 @@ pub struct Homes<'a> {
 }
 
 impl<'a> Homes<'a> {
-    pub fn new(map: &'a pb::ClusterMap) -> Homes<'a> {
+    pub(crate) fn new(map: &'a pb::ClusterMap) -> Homes<'a> {
         let mut has = BTreeMap::new();
         map.chains.iter().flat_map(|c| &c.preferred).for_each(|t| *has.entry(*t).or_default() += 1);
         Homes { map, domains: Domains::new(map), has }
@@ -80,7 +80,7 @@ impl<'a> Homes<'a> {
     /// The chain with new replicas: those of its targets that are there, others for the rest.
     /// `blank`: nothing of this chain is on a target, and it knows that it is not to take anything
     /// of it. `None`: there are too few.
-    pub fn of(&mut self, chain: ChainId, blank: impl Fn(TargetId, &pb::Chain) -> bool) -> Option<pb::Chain> {
+    pub(crate) fn of(&mut self, chain: ChainId, blank: impl Fn(TargetId, &pb::Chain) -> bool) -> Option<pb::Chain> {
         let c = self.map.chains.iter().find(|c| c.id == chain)?;
         let want = copies(self.map, c);
         let set = self.map.sets.iter().find(|s| s.chains.contains(&c.id));
@@ -121,7 +121,7 @@ impl<'a> Homes<'a> {
 }
 
 /// `EBUSY` if a chain has changed since it was found to hold nothing.
-pub fn begin(map: &mut pb::ClusterMap, b: &pb::ChainsAnew) -> Result<()> {
+pub(crate) fn begin(map: &mut pb::ClusterMap, b: &pb::ChainsAnew) -> Result<()> {
     let (mut next, open) = (map.clone(), recovery::in_doubt(map));
     let no = |code, id: ChainId, why: &str| Err(Error::new(code, format!("chain {id} does not begin anew: {why}")));
     if b.chains.len() > AT_ONCE {

@@ -17,7 +17,7 @@ const LOOK: usize = 32;
 const LEAST: f64 = 0.001;
 
 /// What a target stores of each chain, bytes; `None` if it did not say.
-pub type Stored<'a> = dyn Fn(TargetId) -> Option<&'a [(ChainId, u64)]> + 'a;
+pub(crate) type Stored<'a> = dyn Fn(TargetId) -> Option<&'a [(ChainId, u64)]> + 'a;
 
 /// A target that may give and take.
 struct Level<'a> {
@@ -48,7 +48,7 @@ impl Level<'_> {
 }
 
 /// Evens out what differs by more than `percent` points between the fullest and the emptiest of the targets that are alive and stay.
-pub struct Balance {
+pub(crate) struct Balance {
     percent: u32,
     /// It has begun, and goes on until they differ by half as much only.
     going: bool,
@@ -56,14 +56,14 @@ pub struct Balance {
 
 impl Balance {
     /// `percent` 0: nothing is moved.
-    pub fn new(percent: u32) -> Balance {
+    pub(crate) fn new(percent: u32) -> Balance {
         Balance { percent, going: false }
     }
 
     /// Chains that are to get other targets now, with a sentence about each: of chains that rest with all replicas in sync, the largest
     /// that does not make the taker fuller than the giver is then. Where they may stand is as for any other move; they get no closer to
     /// other copies, and chains of a pool stay within it.
-    pub fn plan(&mut self, map: &pb::ClusterMap, stored: &Stored) -> Vec<(pb::Chain, String)> {
+    pub(crate) fn plan(&mut self, map: &pb::ClusterMap, stored: &Stored) -> Vec<(pb::Chain, String)> {
         if self.percent == 0 {
             return Vec::new();
         }

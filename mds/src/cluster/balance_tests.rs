@@ -4,7 +4,7 @@ use pb::ReplicaState::{ReplicaServing, ReplicaSyncing};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use super::*;
-use crate::cluster::deal::make_chains;
+use crate::cluster::chain_table::make_chains;
 
 const MIB: u64 = 1 << 20;
 const CHUNK: u64 = 4 * MIB;

@@ -6,18 +6,18 @@ use strake_proto::{NodeId, TargetId, pb};
 
 /// A rack, or a server without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Rack<'a> {
+pub(crate) enum Rack<'a> {
     Named(&'a str),
     Alone(NodeId),
 }
 
 /// Where each target stands.
-pub struct Domains<'a> {
+pub(crate) struct Domains<'a> {
     of: BTreeMap<TargetId, (NodeId, Rack<'a>)>,
 }
 
 impl<'a> Domains<'a> {
-    pub fn new(map: &'a pb::ClusterMap) -> Domains<'a> {
+    pub(crate) fn new(map: &'a pb::ClusterMap) -> Domains<'a> {
         let racks: BTreeMap<NodeId, &str> = map.nodes.iter().map(|n| (n.id, &*n.rack)).collect();
         let rack = |node| match racks.get(&node) {
             Some(&name) if !name.is_empty() => Rack::Named(name),
@@ -27,17 +27,17 @@ impl<'a> Domains<'a> {
     }
 
     /// The rack of a target, `None` if it is not registered.
-    pub fn rack(&self, t: TargetId) -> Option<Rack<'a>> {
+    pub(crate) fn rack(&self, t: TargetId) -> Option<Rack<'a>> {
         self.of.get(&t).map(|o| o.1)
     }
 
     /// Whether both are registered and on different servers.
-    pub fn servers_differ(&self, a: TargetId, b: TargetId) -> bool {
+    pub(crate) fn servers_differ(&self, a: TargetId, b: TargetId) -> bool {
         matches!((self.of.get(&a), self.of.get(&b)), (Some(a), Some(b)) if a.0 != b.0)
     }
 
     /// How many of the others stand in the rack of `t`.
-    pub fn crowd<'b>(&self, t: TargetId, others: impl IntoIterator<Item = &'b TargetId>) -> usize {
+    pub(crate) fn crowd<'b>(&self, t: TargetId, others: impl IntoIterator<Item = &'b TargetId>) -> usize {
         others.into_iter().filter(|o| **o != t && self.rack(**o) == self.rack(t)).count()
     }
 }

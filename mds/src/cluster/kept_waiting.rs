@@ -8,19 +8,19 @@ use std::{collections::BTreeMap, time::Duration};
 use strake_proto::NodeId;
 
 /// A wait is believed for so long. A leader without a majority ends sooner, and its waits with it.
-pub const LONGEST: Duration = Duration::from_secs(10);
+pub(crate) const LONGEST: Duration = Duration::from_secs(10);
 
 /// When those arrived that wait, by the node that sent them.
 #[derive(Default)]
-pub struct KeptWaiting(BTreeMap<NodeId, Vec<Duration>>);
+pub(crate) struct KeptWaiting(BTreeMap<NodeId, Vec<Duration>>);
 
 impl KeptWaiting {
-    pub fn begin(&mut self, arrived: Duration, node: NodeId) {
+    pub(crate) fn begin(&mut self, arrived: Duration, node: NodeId) {
         self.0.entry(node).or_default().push(arrived);
     }
 
     /// Whether it was believed to the end.
-    pub fn end(&mut self, now: Duration, arrived: Duration, node: NodeId) -> bool {
+    pub(crate) fn end(&mut self, now: Duration, arrived: Duration, node: NodeId) -> bool {
         let Some(all) = self.0.get_mut(&node) else { return false };
         let Some(at) = all.iter().position(|a| *a == arrived) else { return false };
         all.swap_remove(at);
@@ -31,7 +31,7 @@ impl KeptWaiting {
     }
 
     /// When the first one arrived of those of a node that are believed.
-    pub fn since(&self, now: Duration, node: NodeId) -> Option<Duration> {
+    pub(crate) fn since(&self, now: Duration, node: NodeId) -> Option<Duration> {
         self.0.get(&node)?.iter().copied().filter(|a| is_believed(now, *a)).min()
     }
 }

@@ -20,7 +20,7 @@ use strake_proto::{
 use super::{
     anew,
     balance::Balance,
-    deal,
+    chain_table,
     kept_waiting::KeptWaiting,
     membership, moves, recovery,
     rows::Membership,
@@ -29,7 +29,7 @@ use super::{
 };
 
 /// New targets wait this long for company before chains are made; as long lies between two looks at what is missing.
-pub const SETTLE: Duration = Duration::from_secs(1);
+pub(crate) const SETTLE: Duration = Duration::from_secs(1);
 /// Small changes of a target's used bytes reach the map this often.
 const USED_PERIOD: Duration = Duration::from_secs(10);
 /// Between two looks at how full targets are.
@@ -52,7 +52,7 @@ const STEPS_OUT: Duration = Duration::from_secs(3);
 const FORGIVEN: Duration = Duration::from_secs(600);
 
 #[derive(Clone, Copy, Debug)]
-pub struct Options {
+pub(crate) struct Options {
     /// How long a storage server may act on an answered heartbeat.
     pub lease: Duration,
     /// The first chains are made once so many targets are alive; 0: any.
@@ -68,7 +68,7 @@ pub struct Options {
 
 /// A map change to propose. [`Manager::resolved`] must be called with what became of it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Proposal {
+pub(crate) struct Proposal {
     pub update: pb::MapUpdate,
     /// One sentence per chain and target changed, for the log.
     pub why: Vec<String>,
@@ -112,7 +112,7 @@ struct Shun {
 }
 
 /// See the module.
-pub struct Manager {
+pub(crate) struct Manager {
     options: Options,
     elected: Duration,
     seen: BTreeMap<TargetId, Seen>,
@@ -145,7 +145,7 @@ pub struct Manager {
 
 impl Manager {
     /// `now` (time since boot) is the election, or later; all leases count as renewed then.
-    pub fn new(options: Options, now: Duration, map: &MapView) -> Manager {
+    pub(crate) fn new(options: Options, now: Duration, map: &MapView) -> Manager {
         let mut m = Manager {
             options,
             elected: now,
@@ -174,7 +174,7 @@ impl Manager {
     }
 
     /// To be called with every map that was applied, before anything else that uses it.
-    pub fn map_changed(&mut self, now: Duration, map: &MapView) {
+    pub(crate) fn map_changed(&mut self, now: Duration, map: &MapView) {
         if self.known == Some(map.version()) {
             return;
         }
@@ -192,7 +192,7 @@ impl Manager {
     }
 
     /// All were heard of just now: for a server that did not run for a while and could not listen.
-    pub fn all_heard(&mut self, now: Duration) {
+    pub(crate) fn all_heard(&mut self, now: Duration) {
         self.elected = now;
         self.slow.restart();
         for s in self.seen.values_mut() {
@@ -202,7 +202,7 @@ impl Manager {
 
     /// The number up to which every storage server that may hold a lease refuses the sessions evicted by then; `u64::MAX` when
     /// none holds one.
-    pub fn known_to_all(&self, now: Duration, map: &MapView) -> u64 {
+    pub(crate) fn known_to_all(&self, now: Duration, map: &MapView) -> u64 {
         let servers = map.map.nodes.iter().filter(|n| n.role == strake_proto::map::ROLE_OSS);
         let told = servers.map(|n| self.told.get(&n.id).copied().unwrap_or((self.elected, 0)));
         let holds = |at: Duration| now.saturating_sub(at.max(self.elected)) <= self.options.lease;
@@ -210,25 +210,25 @@ impl Manager {
     }
 
     /// Whether nothing that sessions evicted by this number and before wrote can arrive any more.
-    pub fn all_know(&self, now: Duration, eviction: u64, map: &MapView) -> bool {
+    pub(crate) fn all_know(&self, now: Duration, eviction: u64, map: &MapView) -> bool {
         self.known_to_all(now, map) >= eviction
     }
 
     /// Whether no replica in sync of a chain has anything in work, or will have, that sessions sent which were evicted by this
     /// number and before. A replica that comes into sync later does so in a newer epoch.
-    pub fn chain_knows(&self, eviction: u64, chain: &pb::Chain, map: &MapView) -> bool {
+    pub(crate) fn chain_knows(&self, eviction: u64, chain: &pb::Chain, map: &MapView) -> bool {
         self.known_of(chain, map) >= eviction
     }
 
     /// The last eviction that all replicas in sync of a chain know of; 0 while one of them has not been heard of.
-    pub fn known_of(&self, chain: &pb::Chain, map: &MapView) -> u64 {
+    pub(crate) fn known_of(&self, chain: &pb::Chain, map: &MapView) -> u64 {
         let number = |t| self.told.get(&map.node_of(t)?.id).map(|told| told.1);
         chain.serving().map(|t| number(t).unwrap_or(0)).min().unwrap_or(u64::MAX)
     }
 
     /// A heartbeat arrived at `now`. `ESTALE` asks the sender to register first: its node, target or stamp is not the
     /// registered one.
-    pub fn heartbeat(&mut self, now: Duration, h: &pb::HeartbeatRequest, map: &MapView) -> Result<()> {
+    pub(crate) fn heartbeat(&mut self, now: Duration, h: &pb::HeartbeatRequest, map: &MapView) -> Result<()> {
         if map.node(h.node).is_none_or(|n| n.role != strake_proto::map::ROLE_OSS) {
             return Err(Error::new(
                 Code::Stale,
@@ -282,13 +282,13 @@ impl Manager {
 
     /// The heartbeat of this node that arrived at `now` is kept waiting until it is confirmed that
     /// this server leads.
-    pub fn waits(&mut self, now: Duration, node: NodeId) {
+    pub(crate) fn waits(&mut self, now: Duration, node: NodeId) {
         self.kept_waiting.begin(now, node);
     }
 
     /// The one that arrived then waits no longer. Its targets count as heard of now: the next one
     /// was not sent before.
-    pub fn answered(&mut self, now: Duration, arrived: Duration, node: NodeId, map: &MapView) {
+    pub(crate) fn answered(&mut self, now: Duration, arrived: Duration, node: NodeId, map: &MapView) {
         if !self.kept_waiting.end(now, arrived, node) || self.shunned(now, node) {
             return;
         }
@@ -318,7 +318,7 @@ impl Manager {
     /// The lease to answer a heartbeat with, in milliseconds; 0 for a node that is shut out, which gives up the one that it has. To be
     /// asked when leadership was confirmed after the heartbeat arrived, and answered together with the newest applied map.
     /// `Overloaded`: none now, ask again.
-    pub fn grant(&self, now: Duration, node: NodeId, map: &MapView) -> Result<u32> {
+    pub(crate) fn grant(&self, now: Duration, node: NodeId, map: &MapView) -> Result<u32> {
         if self.shunned(now, node) {
             return Ok(0);
         }
@@ -330,7 +330,7 @@ impl Manager {
 
     /// Targets of a node that are to leave their chains until there is space, for the answer to its heartbeat. A cut or a
     /// removal cannot be made where the chunk table takes no writes, though other replicas could make it.
-    pub fn step_out(&mut self, now: Duration, node: NodeId, map: &MapView) -> Vec<TargetId> {
+    pub(crate) fn step_out(&mut self, now: Duration, node: NodeId, map: &MapView) -> Vec<TargetId> {
         let mut out = Vec::new();
         // A leader before this one may have asked others.
         if now.saturating_sub(self.elected) < STEPS_OUT {
@@ -368,7 +368,7 @@ impl Manager {
     }
 
     /// How much longer the lease of a target counts, zero if it ran out.
-    pub fn lease_left(&self, now: Duration, target: &pb::Target) -> Duration {
+    pub(crate) fn lease_left(&self, now: Duration, target: &pb::Target) -> Duration {
         self.lease_from(target).map_or(Duration::ZERO, |from| (from + self.options.lease).saturating_sub(now))
     }
 
@@ -386,7 +386,7 @@ impl Manager {
     }
 
     /// All that is due at `now`, `None` if nothing is or a proposal is under way.
-    pub fn tick(&mut self, now: Duration, map: &MapView) -> Option<Proposal> {
+    pub(crate) fn tick(&mut self, now: Duration, map: &MapView) -> Option<Proposal> {
         if self.in_flight {
             return None;
         }
@@ -439,7 +439,7 @@ impl Manager {
             return None;
         }
         self.dealt = now;
-        let (chains, sets) = deal::make_chains(&map.map, self.options.chains_per_target)?;
+        let (chains, sets) = chain_table::make_chains(&map.map, self.options.chains_per_target)?;
         let why = vec![format!("{} new chains in {} sets", chains.len(), sets.len())];
         Some(Proposal { update: pb::MapUpdate { chains, sets, ..Default::default() }, why })
     }
@@ -473,7 +473,7 @@ impl Manager {
 
     /// The proposal was applied or refused (`known`), or its fate is unknown: then this manager proposes and grants
     /// nothing more to those concerned until it is, or the next leader's takes over.
-    pub fn resolved(&mut self, known: bool) {
+    pub(crate) fn resolved(&mut self, known: bool) {
         self.in_doubt = !known;
         if known {
             self.in_flight = false;
@@ -483,18 +483,18 @@ impl Manager {
 
     /// Whether a proposal's fate is unknown. It is known, and [`Manager::resolved`], once anything proposed later in the same term has
     /// been applied.
-    pub fn in_doubt(&self) -> bool {
+    pub(crate) fn in_doubt(&self) -> bool {
         self.in_doubt
     }
 
     /// Chains that nobody serves, and of which all that were in sync are gone for good or dead for long, with their epochs.
-    pub fn stranded(&self, now: Duration, map: &MapView) -> Vec<(ChainId, u64)> {
+    pub(crate) fn stranded(&self, now: Duration, map: &MapView) -> Vec<(ChainId, u64)> {
         let all = anew::stranded(&map.map, &self.long_dead(now, &map.map));
         all.into_iter().filter_map(|c| Some((c, map.chain(c)?.epoch))).collect()
     }
 
     /// Whether a target has nothing of a chain that nobody serves, and takes nothing of it before that changes.
-    pub fn is_blank(&self, now: Duration, target: TargetId, chain: &pb::Chain, map: &MapView) -> bool {
+    pub(crate) fn is_blank(&self, now: Duration, target: TargetId, chain: &pb::Chain, map: &MapView) -> bool {
         let alive = |t: &pb::Target| !self.lease_left(now, t).is_zero();
         let seen =
             self.seen.get(&target).filter(|s| map.target(target).is_some_and(|t| t.stamp == s.stamp && alive(t)));

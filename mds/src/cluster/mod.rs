@@ -1,19 +1,19 @@
 //! The cluster map: who is in the cluster and which replicas of which chain are in sync.
 //!
 //! [`state`] holds the part that is agreed on by Raft: pure functions on the map, called at apply. [`membership`] holds the
-//! rules for one chain, [`deal`] which chains there are, [`moves`] and [`balance`] which replicas move where, [`recovery`] the rules for a group that begins anew, [`anew`] those for chains that hold nothing. [`manager`] holds
+//! rules for one chain, [`chain_table`] which chains there are, [`moves`] and [`balance`] which replicas move where, [`recovery`] the rules for a group that begins anew, [`anew`] those for chains that hold nothing. [`manager`] holds
 //! what only the leader knows, heartbeats and leases, and turns it into proposals;
 //! [`kept_waiting`] tells heartbeats that wait from silence; [`slow`] judges what heartbeats say of devices.
 
-pub mod anew;
-pub mod balance;
-pub mod deal;
-pub mod domains;
-pub mod kept_waiting;
-pub mod manager;
+pub(crate) mod anew;
+pub(crate) mod balance;
+pub mod chain_table;
+pub(crate) mod domains;
+pub(crate) mod kept_waiting;
+pub(crate) mod manager;
 pub mod membership;
 pub mod moves;
-pub mod recovery;
+pub(crate) mod recovery;
 pub mod rows;
 pub mod slow;
 pub mod state;

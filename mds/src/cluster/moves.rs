@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use strake_proto::{ChainId, Code, Error, Result, TargetId, map::ChainExt, pb};
 
 use super::{
-    deal::{self, RichAndPoor},
+    chain_table::{self, RichAndPoor},
     domains::{Domains, Rack},
     recovery, slow,
     state::commit,
@@ -359,7 +359,7 @@ pub fn plan(
 ) -> Vec<(pb::Chain, String)> {
     let racks = map.nodes.iter().any(|n| !n.rack.is_empty());
     let pools = map.sets.iter().any(|s| !s.pool.is_empty());
-    let heads = tidy.map(|per| deal::rich_and_poor(map, per)).unwrap_or_default();
+    let heads = tidy.map(|per| chain_table::rich_and_poor(map, per)).unwrap_or_default();
     let tidy = tidy.is_some() && (racks || pools);
     let full = map.targets.iter().any(is_full) && map.chains.iter().any(is_moving);
     if !tidy && heads.is_empty() && dead.is_empty() && !full && map.targets.iter().all(|t| !t.draining) {
@@ -526,7 +526,7 @@ mod tests {
         m.chains.clear();
         m.pools.clear();
         m.nodes = (1001..=1005).map(|id| pb::Node { id, ..Default::default() }).collect();
-        let (chains, sets) = crate::cluster::deal::make_chains(&m, 8).unwrap();
+        let (chains, sets) = crate::cluster::chain_table::make_chains(&m, 8).unwrap();
         (m.chains, m.sets) = (chains, sets);
         m.targets[0].alive = false;
         for c in m.chains.iter_mut().filter(|c| c.preferred.len() > 1) {

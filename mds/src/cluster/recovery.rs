@@ -13,17 +13,17 @@ use strake_proto::{ChainId, Code, Error, Incarnation, Kin, Result, TargetId, map
 use super::state::{FIRST_OSS_NODE, commit};
 
 /// Chains that one target may say something of.
-pub const MAX_SIGHTS: usize = 65_536;
+pub(crate) const MAX_SIGHTS: usize = 65_536;
 const MAX_REPLICAS: usize = 16;
 
 /// The incarnation of a map's group.
-pub fn incarnation(map: &pb::ClusterMap) -> Incarnation {
+pub(crate) fn incarnation(map: &pb::ClusterMap) -> Incarnation {
     Incarnation(map.incarnation)
 }
 
 /// Makes it the map of incarnation `r.incarnation`, of which no metadata server is known yet. `EINVAL` if that is not later than
 /// the map's own.
-pub fn recover(map: &mut pb::ClusterMap, r: &pb::Recover) -> Result<()> {
+pub(crate) fn recover(map: &mut pb::ClusterMap, r: &pb::Recover) -> Result<()> {
     let (own, new) = (incarnation(map), Incarnation(r.incarnation));
     if own.kin(new) != Kin::Newer {
         return Err(Error::new(Code::Inval, format!("incarnation {new} is not later than {own}")));
@@ -47,12 +47,12 @@ pub fn recover(map: &mut pb::ClusterMap, r: &pb::Recover) -> Result<()> {
 }
 
 /// The chains of which it is not known what is in sync.
-pub fn in_doubt(map: &pb::ClusterMap) -> BTreeSet<ChainId> {
+pub(crate) fn in_doubt(map: &pb::ClusterMap) -> BTreeSet<ChainId> {
     map.doubts.iter().map(|d| d.chain).collect()
 }
 
 /// Takes note of what a registering server's targets know, and ends doubts that it resolves.
-pub fn hear(map: &mut pb::ClusterMap, targets: &[(TargetId, &[pb::ChainSight])]) {
+pub(crate) fn hear(map: &mut pb::ClusterMap, targets: &[(TargetId, &[pb::ChainSight])]) {
     for d in &mut map.doubts {
         for (target, sights) in targets {
             let sight = sights.iter().find(|s| s.chain == d.chain);
@@ -80,7 +80,7 @@ fn makes_sense(replicas: &[pb::Replica]) -> bool {
 
 /// An administrator says that these targets are lost for good. `ENOENT` for one that is neither registered nor waited for; those that
 /// no chain waits for are passed over.
-pub fn give_up(map: &mut pb::ClusterMap, targets: &[TargetId]) -> Result<()> {
+pub(crate) fn give_up(map: &mut pb::ClusterMap, targets: &[TargetId]) -> Result<()> {
     let awaited = all_awaited(map);
     if let Some(t) = targets.iter().find(|t| map.targets.iter().all(|h| h.id != **t) && !awaited.contains(t)) {
         return Err(Error::new(Code::NoEnt, format!("target {t} is not registered")));
@@ -107,7 +107,7 @@ fn awaited(d: &pb::Doubt) -> impl Iterator<Item = TargetId> + '_ {
 }
 
 /// All targets that chains wait for.
-pub fn all_awaited(map: &pb::ClusterMap) -> Vec<TargetId> {
+pub(crate) fn all_awaited(map: &pb::ClusterMap) -> Vec<TargetId> {
     map.doubts.iter().flat_map(awaited).collect::<BTreeSet<_>>().into_iter().collect()
 }
 

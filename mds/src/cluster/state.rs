@@ -11,7 +11,7 @@ use strake_proto::{
     pb,
 };
 
-use super::{deal, membership, recovery};
+use super::{chain_table, membership, recovery};
 
 /// Node ids below are Raft ids of metadata servers, from here on those of storage servers.
 pub const FIRST_OSS_NODE: NodeId = 1001;
@@ -228,7 +228,7 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
             }
             None => {
                 check_new_chain(c)?;
-                if next.chains.len() >= deal::MAX_CHAINS || u64::from(c.id) >= deal::ids(map).1 {
+                if next.chains.len() >= chain_table::MAX_CHAINS || u64::from(c.id) >= chain_table::ids(map).1 {
                     let m = format!("chain {}: the cluster has all the chains that it can have", c.id);
                     return Err(Error::new(Code::NoSpc, m));
                 }

@@ -1,7 +1,7 @@
 //! Tests of the map's pure functions.
 
 use super::*;
-use crate::cluster::deal::make_chains;
+use crate::cluster::chain_table::make_chains;
 use ReplicaState::*;
 
 pub(crate) fn uuid(n: u8) -> bytes::Bytes {

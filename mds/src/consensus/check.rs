@@ -10,7 +10,7 @@ use super::log::MAX_INDEX;
 
 /// The reason why `m` must be dropped, `None` if it may be stepped. Up to index `sent` the log is known to be that of the
 /// leader of `m`'s term.
-pub fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Option<&'static str> {
+pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Option<&'static str> {
     use MessageType::*;
     if m.to != raft.id {
         return Some("is for another member");

@@ -133,7 +133,7 @@ impl Core {
             written,
         };
         core.own_timeout();
-        if core.voters() == [core.id] {
+        if core.conf().voters == [core.id] {
             core.quiet = 0;
             core.raw.campaign().map_err(oops)?;
         }
@@ -485,24 +485,11 @@ impl Core {
         self.raw.store().applied
     }
 
-    /// Where members are that were taken in by entries which are applied and still in the log.
-    pub fn taken_in(&self) -> Vec<(u64, String)> {
-        let (applied, _) = self.applied_to();
-        let changes = self.image().entries.iter().filter(|e| e.index <= applied);
-        let changes = changes.filter(|e| e.get_entry_type() == EntryType::EntryConfChangeV2);
-        let at = changes.filter_map(|e| endpoint_of(&ConfChangeV2::parse_from_bytes(&e.data).ok()?));
-        let conf = self.conf();
-        at.filter(|(id, _)| conf.voters.contains(id) || conf.learners.contains(id)).collect()
-    }
-
     pub fn image(&self) -> &LogImage {
         &self.raw.store().image
     }
     pub fn conf(&self) -> &ConfState {
         &self.raw.store().conf
-    }
-    pub fn voters(&self) -> &[u64] {
-        &self.conf().voters
     }
     pub fn has_lost_state(&self) -> bool {
         self.lost_state
@@ -521,7 +508,7 @@ impl Core {
 
     /// Whether a majority of the voters knows, as far as this leader heard, that everything up to `index` is committed.
     pub fn majority_knows(&self, index: u64) -> bool {
-        let (raft, voters) = (&self.raw.raft, self.voters());
+        let (raft, voters) = (&self.raw.raft, &self.conf().voters);
         let knows = |id: &u64| {
             let known = if *id == raft.id {
                 raft.raft_log.committed
@@ -560,6 +547,22 @@ impl Core {
             raft.election_elapsed = raft.randomized_election_timeout().saturating_sub(short.max(1));
         }
     }
+}
+
+/// The only voter: nobody else could lead.
+pub fn is_only_voter(core: &Core) -> bool {
+    let c = core.conf();
+    c.voters_outgoing.is_empty() && c.voters == [core.raw.raft.id]
+}
+
+/// Where members are that were taken in by entries which are applied and still in the log.
+pub fn taken_in(core: &Core) -> Vec<(u64, String)> {
+    let (applied, _) = core.applied_to();
+    let changes = core.image().entries.iter().filter(|e| e.index <= applied);
+    let changes = changes.filter(|e| e.get_entry_type() == EntryType::EntryConfChangeV2);
+    let at = changes.filter_map(|e| endpoint_of(&ConfChangeV2::parse_from_bytes(&e.data).ok()?));
+    let conf = core.conf();
+    at.filter(|(id, _)| conf.voters.contains(id) || conf.learners.contains(id)).collect()
 }
 
 fn bad_state(m: &str) -> Error {

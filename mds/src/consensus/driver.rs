@@ -1,127 +1,58 @@
 //! The task that feeds the protocol: it batches proposals, hands changes to the log's task (one durable write for all
-//! that waits) and sends messages while the write runs. `apply` has what is done with what is committed, `copy` the snapshots, `damage` what
-//! becomes of a state that is damaged, `members` the changes of the group.
+//! that waits) and sends messages while the write runs.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `inputs.rs` | what comes from outside |
+//! | `log_queue.rs` | the log's task, and the way to it |
+//! | `apply.rs` | what is done with what is committed |
+//! | `waiters.rs` | who waits for that |
+//! | `stall.rs` | what waits for space on the disk |
+//! | `copy.rs` | copies of a state, out and in |
+//! | `damage.rs` | what becomes of a state that is damaged |
+//! | `members.rs` | changes of the group, and who should lead |
 
 mod apply;
 mod copy;
 mod damage;
+mod inputs;
+mod log_queue;
 mod members;
+mod stall;
+mod waiters;
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, atomic::Ordering::Relaxed},
-    time::Duration,
-};
+use std::sync::{Arc, atomic::Ordering::Relaxed};
 
-use bytes::Bytes;
-use parking_lot::Mutex;
 use protobuf::Message as _;
 use raft::{
     StateRole,
-    eraftpb::{ConfState, Entry, Message, MessageType},
+    eraftpb::{ConfState, Message, MessageType},
 };
 use strake_fabric::{Endpoint, Env, watch};
-use strake_proto::{Code, Error, Result, pb};
-use tokio::{
-    sync::{mpsc, oneshot},
-    task::JoinHandle,
-    time::MissedTickBehavior,
-};
+use strake_proto::{Code, Error, Result};
+use tokio::{sync::mpsc, task::JoinHandle, time::MissedTickBehavior};
 
 use super::{
-    Config, Leadership, LogImage, LogOp, LogStore, MemberChange, StateMachine,
-    core::{Core, Output},
-    health::SlowLog,
-    members::{Group, NO_STATE},
+    Config, Leadership, LogImage, LogStore, StateMachine,
+    core::{Core, Output, is_only_voter, taken_in},
+    members::NO_STATE,
     reads::{self, Reads},
-    snapshot::Incoming,
     transport::{Health, Peers, Word},
 };
-use members::{Heard, not_member};
+use copy::Copies;
+use damage::Damage;
+pub(super) use inputs::{Batch, Control, Inputs, Proposal, RaftInput, Shared};
+use log_queue::{Event, Job, LogQueue, MAX_UNPERSISTED};
+use members::{Standing, not_member};
+use stall::{Stall, ToApply};
+use waiters::{Waiter, Waiters};
 
-/// Batches on their way to the log.
-const MAX_UNPERSISTED: usize = 16;
 /// Proposals taken together, and their bytes.
 const BATCH: (usize, usize) = (1024, 4 << 20);
-const RETRY: Duration = Duration::from_millis(200);
 /// Metadata servers whose logs are known, those that were replaced too.
 const MAX_PEERS: usize = 1024;
 
-pub type Reply = oneshot::Sender<Result<()>>;
-
-pub struct Proposal {
-    pub data: Bytes,
-    pub reply: oneshot::Sender<Result<Bytes>>,
-}
-
-pub enum RaftInput {
-    Batch(Batch, Reply),
-    Chunk(pb::SnapshotChunk, Reply),
-}
-
-/// Raft messages of one peer, and what it says of itself.
-pub struct Batch {
-    pub from: u64,
-    pub stamp: u64,
-    pub applied: u64,
-    pub disk: u32,
-    pub endpoint: Option<Endpoint>,
-    pub messages: Vec<Message>,
-}
-
-pub enum Control {
-    /// To 0: to whoever is placed best.
-    Transfer(u64, Reply),
-    Change(MemberChange, Reply),
-    Group(oneshot::Sender<Group>),
-    /// The state may be damaged: is it given up?
-    Damaged(oneshot::Sender<bool>),
-    /// Another life of the group has begun without this member.
-    Retire(Error),
-    Stop,
-}
-
-pub struct Inputs {
-    pub raft: mpsc::Receiver<RaftInput>,
-    pub proposals: mpsc::Receiver<Proposal>,
-    pub reads: mpsc::Receiver<reads::Reply>,
-    pub control: mpsc::Receiver<Control>,
-    pub words: mpsc::Receiver<Word>,
-}
-
-pub struct Shared {
-    pub status: Mutex<pb::RaftStatus>,
-    pub stopped: watch::Sender<Option<Error>>,
-}
-
-/// For the log's task: changes to write, then which ready they were of.
-struct Job {
-    ops: Vec<LogOp>,
-    number: Option<u64>,
-    /// The changes mark the start of this incoming copy.
-    restoring: Option<u64>,
-}
-
-/// What the driver's own tasks tell it.
-enum Event {
-    Persisted { number: Option<u64>, restoring: Vec<u64> },
-    Stalled(Error),
-    Failed(Error),
-    Synced(u64, Result<()>),
-    Sent { to: u64, id: u64, result: Result<()> },
-}
-
-enum Waiter {
-    Proposal(oneshot::Sender<Result<Bytes>>),
-    Change(Reply),
-}
-
-struct ToApply {
-    entries: Vec<Entry>,
-    conf: Option<ConfState>,
-}
-
-pub struct Driver {
+pub(super) struct Driver {
     cfg: Arc<Config>,
     env: Env,
     core: Core,
@@ -129,52 +60,25 @@ pub struct Driver {
     peers: Arc<Peers>,
     shared: Arc<Shared>,
     leadership: watch::Sender<Leadership>,
-    inputs: Option<Inputs>,
     events: mpsc::Receiver<Event>,
     events_tx: mpsc::Sender<Event>,
-    jobs: mpsc::Sender<Job>,
+    log: LogQueue,
     tasks: Vec<JoinHandle<()>>,
-    waiters: BTreeMap<u64, (u64, Waiter)>,
-    /// Changes that are applied and wait for the end of the joint configuration, and until a majority knows of it: a
-    /// member that does not know still needs a majority of the old members to be elected.
-    leaving_joint: Vec<Reply>,
-    /// The last entry of those changes, once the joint configuration has ended.
-    joint_left: Option<u64>,
+    waiters: Waiters,
     reads: Reads,
-    /// Applying these found the disk full.
-    backlog: Option<ToApply>,
-    /// The end of a copy of the leader's state, which found the disk full.
-    unfinished: Option<Output>,
-    /// The disk is full, or the state is damaged and no other member has one, with what it said.
-    stalled: Option<Error>,
-    /// What is wrong with the state, until it is replaced; and how often something was.
-    damage: Option<Error>,
-    damages: u64,
-    /// Ticks without a state and without a leader.
-    forsaken: u32,
+    stall: Stall,
+    damage: Damage,
+    copies: Copies,
+    standing: Standing,
+    /// The state is being made durable.
     syncing: bool,
-    /// Copies on their way out: peer → (id, index, task).
-    outgoing: BTreeMap<u64, (u64, u64, JoinHandle<()>)>,
-    incoming: Option<Incoming>,
-    /// Term and whether this member led, when last looked.
-    was: (u64, bool),
     /// The membership is to be given with the next apply, though it did not change.
     conf_unknown: bool,
-    heard: BTreeMap<u64, Heard>,
-    /// When this member began to lead, and when it last handed on because of its disk.
-    led_since: Duration,
-    yielded: Duration,
-    /// Since when its disk is slow or full.
-    unfit: Option<Duration>,
-    /// Ticks since this member applied its own removal.
-    removed: Option<u32>,
     health: Arc<Health>,
-    slow: Arc<Mutex<SlowLog>>,
 }
 
 impl Driver {
-    #[allow(clippy::too_many_arguments)]
-    pub fn new(
+    pub(super) fn new(
         cfg: Arc<Config>,
         env: Env,
         image: LogImage,
@@ -183,7 +87,6 @@ impl Driver {
         peers: Arc<Peers>,
         shared: Arc<Shared>,
         leadership: watch::Sender<Leadership>,
-        inputs: Inputs,
     ) -> Result<Driver> {
         let conf = sm.conf_state();
         let core = Core::new(&cfg, image, sm.applied(), &conf, env.random_u64())?;
@@ -191,15 +94,12 @@ impl Driver {
             sm.void();
         }
         // The map may not name them yet: the leader that took them in may have been lost in that moment.
-        for (id, endpoint) in core.taken_in() {
+        for (id, endpoint) in taken_in(&core) {
             endpoint.parse().into_iter().for_each(|e| peers.set(id, e));
         }
         let health = peers.sender().health.clone();
         let (events_tx, events) = mpsc::channel(256);
-        let (jobs, jobs_rx) = mpsc::channel(256);
-        let slow = Arc::new(Mutex::new(SlowLog::new(cfg.slow_write)));
-        let timer = Timer { env: env.clone(), slow: slow.clone() };
-        let writer = env.spawn(write_log(log, jobs_rx, events_tx.clone(), timer));
+        let (log, writer) = LogQueue::start(log, &env, cfg.slow_write, events_tx.clone());
         Ok(Driver {
             cfg,
             env,
@@ -208,39 +108,24 @@ impl Driver {
             peers,
             shared,
             leadership,
-            inputs: Some(inputs),
             events,
             events_tx,
-            jobs,
+            log,
             tasks: vec![writer],
-            waiters: BTreeMap::new(),
-            leaving_joint: Vec::new(),
-            joint_left: None,
+            waiters: Waiters::default(),
             reads: Reads::default(),
-            backlog: None,
-            unfinished: None,
-            stalled: None,
-            damage: None,
-            damages: 0,
-            forsaken: 0,
+            stall: Stall::default(),
+            damage: Damage::default(),
+            copies: Copies::default(),
+            standing: Standing::default(),
             syncing: false,
-            outgoing: BTreeMap::new(),
-            incoming: None,
-            was: (0, false),
             conf_unknown: conf.is_empty(),
-            heard: BTreeMap::new(),
-            led_since: Duration::ZERO,
-            yielded: Duration::ZERO,
-            unfit: None,
-            removed: None,
             health,
-            slow,
         })
     }
 
     /// Runs until it is stopped or cannot go on.
-    pub async fn run(mut self) {
-        let Some(mut inputs) = self.inputs.take() else { return };
+    pub(super) async fn run(mut self, mut inputs: Inputs) {
         let cause = match self.drive(&mut inputs).await {
             Ok(()) => Error::new(Code::Disconnected, "this metadata server was stopped"),
             Err(e) => {
@@ -253,7 +138,7 @@ impl Driver {
         let l = Leadership { term: self.core.term(), leader: 0, ready: false, since: self.env.boot() };
         self.leadership.send_replace(l);
         self.tasks.iter().for_each(JoinHandle::abort);
-        self.outgoing.values().for_each(|(_, _, task)| task.abort());
+        self.copies.abort();
         self.core.conf().voters.iter().chain(&self.core.conf().learners).for_each(|id| self.peers.remove(*id));
     }
 
@@ -308,24 +193,18 @@ impl Driver {
             return Some(Error::not_leader(0));
         }
         if self.core.is_leader() {
-            return self.stalled.clone();
+            return self.stall.why.clone();
         }
-        if let (Some(e), 0) = (&self.stalled, self.core.leader()) {
+        if let (Some(e), 0) = (&self.stall.why, self.core.leader()) {
             return Some(e.clone());
         }
         Some(Error::not_leader(self.core.leader() as u32))
     }
 
-    /// The only voter: nobody else could lead.
-    fn alone(&self) -> bool {
-        let c = self.core.conf();
-        c.voters_outgoing.is_empty() && c.voters == [self.cfg.id]
-    }
-
     /// On a full disk this member, alone, still answers reads from what it has applied: that is everything that was
     /// answered in this term, and in terms before. What is committed beyond it nobody was told of.
     fn reads_while_stalled(&self) -> bool {
-        self.stalled.is_some() && self.alone() && self.leads_own_term()
+        self.stall.why.is_some() && is_only_voter(&self.core) && self.leads_own_term()
     }
 
     fn leads_own_term(&self) -> bool {
@@ -334,19 +213,19 @@ impl Driver {
 
     /// The disk is full, or the state is damaged: another member should lead, where there is one.
     fn stall(&mut self, e: Error) {
-        if self.stalled.is_none() {
+        if self.stall.why.is_none() {
             tracing::error!("this metadata server takes no changes for now: {e}");
         }
-        if self.alone() {
-            self.fail_waiters();
+        if is_only_voter(&self.core) {
+            self.waiters.fail();
         } else {
             self.core.set_stalled(true);
         }
-        self.stalled = Some(e);
+        self.stall.why = Some(e);
     }
 
     fn unstall(&mut self) {
-        if self.stalled.take().is_some() {
+        if self.stall.why.take().is_some() {
             tracing::info!("this metadata server takes changes again");
             self.core.set_stalled(false);
         }
@@ -381,7 +260,7 @@ impl Driver {
         for (i, p) in batch.into_iter().enumerate() {
             match &proposed {
                 Ok((index, term)) => {
-                    self.waiters.insert(index + i as u64, (*term, Waiter::Proposal(p.reply)));
+                    self.waiters.add(index + i as u64, *term, Waiter::Proposal(p.reply));
                 }
                 Err(e) => drop(p.reply.send(Err(e.clone()))),
             }
@@ -422,9 +301,9 @@ impl Driver {
                 format!("{MAX_PEERS} metadata servers are known, {from} is one too many"),
             )),
             None => {
-                let slot = self.jobs.try_reserve().map_err(|_| behind())?;
+                let slot = self.log.reserve()?;
                 let op = self.core.note_peer(from, stamp);
-                slot.send(Job { ops: vec![op], number: None, restoring: None });
+                slot.send(Job::of(op));
                 Ok(())
             }
         }
@@ -435,11 +314,7 @@ impl Driver {
             let s = m.get_snapshot();
             let needless = self.core.needs_no_copy(s.get_metadata().index, s.get_metadata().term);
             let id = s.data.as_ref().try_into().map(u64::from_le_bytes).ok();
-            let there = self.incoming.as_ref().is_some_and(|i| {
-                let meta = s.get_metadata();
-                i.complete && i.from == m.from && Some(i.id) == id && (i.index, i.term) == (meta.index, meta.term)
-            });
-            if !there && !needless {
+            if !self.copies.has_come(m.from, id, s.get_metadata()) && !needless {
                 tracing::warn!(from = m.from, "dropped a raft snapshot whose data did not arrive");
                 return;
             }
@@ -447,20 +322,16 @@ impl Driver {
         self.core.step(m);
     }
 
-    fn write(&mut self, job: Job) -> Result<()> {
-        self.jobs.try_send(job).map_err(|_| behind())
-    }
-
     fn event(&mut self, event: Event) -> Result<()> {
         match event {
             Event::Persisted { number, restoring } => {
-                if !self.is_blocked() {
+                if !self.stall.is_blocked() {
                     self.unstall();
                 }
                 if let Some(n) = number {
                     self.core.persisted(n).into_iter().for_each(|m| self.send(m));
                 }
-                restoring.into_iter().try_for_each(|id| self.restore_marked(id))
+                restoring.into_iter().try_for_each(|id| self.copies.restore_marked(&*self.sm, id))
             }
             Event::Stalled(e) => {
                 self.stall(e);
@@ -469,8 +340,7 @@ impl Driver {
             Event::Failed(e) => Err(e),
             Event::Synced(index, result) => self.synced(index, result),
             Event::Sent { to, id, result } => {
-                if self.outgoing.get(&to).is_some_and(|o| o.0 == id) {
-                    self.outgoing.remove(&to);
+                if self.copies.sent(to, id) {
                     if let Err(e) = &result {
                         tracing::warn!(to, "copying the state failed, will be tried again: {e}");
                     }
@@ -492,7 +362,7 @@ impl Driver {
         }
         loop {
             self.try_again()?;
-            if self.is_blocked() || self.core.unpersisted() >= MAX_UNPERSISTED {
+            if self.stall.is_blocked() || self.core.unpersisted() >= MAX_UNPERSISTED {
                 break;
             }
             let Some(out) = self.core.ready() else { break };
@@ -503,30 +373,25 @@ impl Driver {
         if self.reads_while_stalled() {
             self.reads.allow_all();
         }
-        self.answer_changes();
+        self.waiters.answer_changes(|index| self.core.majority_knows(index));
         self.maybe_sync();
         self.publish();
         Ok(())
     }
 
-    /// Something that was handed out waits for space for the state.
-    fn is_blocked(&self) -> bool {
-        self.backlog.is_some() || self.unfinished.is_some()
-    }
-
     fn try_again(&mut self) -> Result<()> {
-        if !self.is_blocked() {
+        if !self.stall.is_blocked() {
             return Ok(());
         }
-        if let Some(out) = self.unfinished.take() {
+        if let Some(out) = self.stall.unfinished.take() {
             self.output(out)?;
         }
-        if self.unfinished.is_none()
-            && let Some(work) = self.backlog.take()
+        if self.stall.unfinished.is_none()
+            && let Some(work) = self.stall.backlog.take()
         {
             self.apply(work)?;
         }
-        if !self.is_blocked() {
+        if !self.stall.is_blocked() {
             self.unstall();
         }
         Ok(())
@@ -538,14 +403,14 @@ impl Driver {
                 // The log must not say that the copy is whole before it is.
                 Err(e) if e.code == Code::NoSpc => {
                     self.stall(e);
-                    self.unfinished = Some(out);
+                    self.stall.unfinished = Some(out);
                     return Ok(());
                 }
                 r => r?,
             }
         }
         if let Some(ops) = out.persist {
-            self.write(Job { ops, number: Some(out.number), restoring: None })?;
+            self.log.write(Job { ops, number: Some(out.number), restoring: None })?;
         }
         out.messages.into_iter().for_each(|m| self.send(m));
         out.reads.into_iter().for_each(|(number, index)| self.reads.allow(number, index));
@@ -573,35 +438,23 @@ impl Driver {
     /// What waits for a leadership that ended gets its answer.
     fn notice_role(&mut self) {
         let now = (self.core.term(), self.core.is_leader());
-        if now.1 && now != self.was {
-            self.led_since = self.env.boot();
+        if now.1 && now != self.standing.was {
+            self.standing.led_since = self.env.boot();
         }
-        if self.was.1 && now != self.was {
+        if self.standing.was.1 && now != self.standing.was {
             self.fail_all(&Error::not_leader(self.core.leader() as u32));
         }
-        self.was = now;
+        self.standing.was = now;
     }
 
     fn fail_all(&mut self, reads: &Error) {
-        self.fail_waiters();
+        self.waiters.fail();
         self.reads.fail(reads);
-    }
-
-    /// Nobody knows (yet) whether what they wait for will happen.
-    fn fail_waiters(&mut self) {
-        for (_, waiter) in std::mem::take(&mut self.waiters).into_values() {
-            match waiter {
-                Waiter::Proposal(w) => drop(w.send(Err(lost()))),
-                Waiter::Change(w) => drop(w.send(Err(lost()))),
-            }
-        }
-        self.joint_left = None;
-        self.leaving_joint.drain(..).for_each(|w| drop(w.send(Err(lost()))));
     }
 
     fn publish(&mut self) {
         let (term, leader) = (self.core.term(), self.core.leader());
-        let ready = self.leads_own_term() && (self.stalled.is_none() || self.alone());
+        let ready = self.leads_own_term() && (self.stall.why.is_none() || is_only_voter(&self.core));
         let since = self.env.boot();
         self.leadership.send_if_modified(|l| {
             let changed = (l.term, l.leader, l.ready) != (term, leader, ready);
@@ -630,68 +483,11 @@ impl Driver {
         (status.first_index, status.last_index) = (image.first(), image.last());
         status.voters.clone_from(&self.core.conf().voters);
         status.learners.clone_from(&self.core.conf().learners);
-        (status.no_state, status.damages) = (self.core.has_lost_state(), self.damages);
-        status.damage = self.damage.as_ref().map(|e| e.message.clone()).unwrap_or_default();
+        (status.no_state, status.damages) = (self.core.has_lost_state(), self.damage.count);
+        status.damage = self.damage.found.as_ref().map(|e| e.message.clone()).unwrap_or_default();
     }
-}
-
-fn behind() -> Error {
-    Error::new(Code::Overloaded, "the raft log cannot keep up")
-}
-
-fn lost() -> Error {
-    let m = "this metadata server could not finish a change; it may or may not have been made";
-    Error::new(Code::Disconnected, m)
 }
 
 fn conf_bytes(conf: &ConfState) -> Result<Vec<u8>> {
     conf.write_to_bytes().map_err(|e| Error::new(Code::Inval, e.to_string()))
-}
-
-/// Takes the time of the log's writes.
-struct Timer {
-    env: Env,
-    slow: Arc<Mutex<SlowLog>>,
-}
-
-impl Timer {
-    fn begin(&self) {
-        self.slow.lock().begin(self.env.boot());
-    }
-    fn end(&self) {
-        self.slow.lock().end(self.env.boot());
-    }
-}
-
-/// Writes what waits, all of it at once. A full disk is waited out; other errors end the member.
-async fn write_log(log: Arc<dyn LogStore>, mut jobs: mpsc::Receiver<Job>, events: mpsc::Sender<Event>, timer: Timer) {
-    while let Some(first) = jobs.recv().await {
-        let (mut ops, mut number) = (first.ops, first.number);
-        let mut restoring: Vec<u64> = first.restoring.into_iter().collect();
-        for _ in 0..MAX_UNPERSISTED {
-            let Ok(job) = jobs.try_recv() else { break };
-            ops.extend(job.ops);
-            number = job.number.or(number);
-            restoring.extend(job.restoring);
-        }
-        while !ops.is_empty() {
-            timer.begin();
-            let written = log.write(&ops).await;
-            timer.end();
-            match written {
-                Ok(()) => break,
-                Err(e) if e.code == Code::NoSpc => {
-                    let _ = events.send(Event::Stalled(e)).await;
-                    tokio::time::sleep(RETRY).await;
-                }
-                Err(e) => {
-                    let _ = events.send(Event::Failed(e)).await;
-                    return;
-                }
-            }
-        }
-        if events.send(Event::Persisted { number, restoring }).await.is_err() {
-            return;
-        }
-    }
 }

@@ -19,7 +19,7 @@ const PROBATION: Duration = Duration::from_secs(60);
 
 /// See the module. Times are of any clock that never goes back.
 #[derive(Debug)]
-pub struct SlowLog {
+pub(super) struct SlowLog {
     /// A write that takes longer is late; zero: none is.
     limit: Duration,
     /// When the write under way began.
@@ -33,17 +33,17 @@ pub struct SlowLog {
 }
 
 impl SlowLog {
-    pub fn new(limit: Duration) -> SlowLog {
+    pub(super) fn new(limit: Duration) -> SlowLog {
         SlowLog { limit, running: None, since: None, late: 0, timely: 0, last_late: Duration::ZERO, slow: false }
     }
 
     /// A write begins.
-    pub fn begin(&mut self, now: Duration) {
+    pub(super) fn begin(&mut self, now: Duration) {
         self.running = Some(now);
     }
 
     /// The write that was begun has ended.
-    pub fn end(&mut self, now: Duration) {
+    pub(super) fn end(&mut self, now: Duration) {
         let Some(began) = self.running.take() else { return };
         if self.is_late(now.saturating_sub(began)) {
             self.forget_old(now);
@@ -68,7 +68,7 @@ impl SlowLog {
     }
 
     /// Whether the log is slow.
-    pub fn is_slow(&mut self, now: Duration) -> bool {
+    pub(super) fn is_slow(&mut self, now: Duration) -> bool {
         let age = self.running.map_or(Duration::ZERO, |began| now.saturating_sub(began));
         if self.is_late(age) {
             self.last_late = now;

@@ -27,6 +27,6 @@ impl Drain for ToTracing {
     }
 }
 
-pub fn logger() -> Logger {
+pub(super) fn logger() -> Logger {
     Logger::root(ToTracing, slog::o!())
 }

@@ -9,13 +9,13 @@ use strake_proto::{Code, Error, Result};
 use super::MemberChange;
 
 /// A member that is at most so many entries behind has caught up.
-pub const CAUGHT_UP: u64 = 1000;
+pub(crate) const CAUGHT_UP: u64 = 1000;
 
 /// What a member said of its disk, as bits of `RaftBatch.disk`.
-pub const DISK_FULL: u32 = 1;
-pub const DISK_SLOW: u32 = 2;
+pub(crate) const DISK_FULL: u32 = 1;
+pub(crate) const DISK_SLOW: u32 = 2;
 /// It waits for a copy of the state.
-pub const NO_STATE: u32 = 4;
+pub(crate) const NO_STATE: u32 = 4;
 
 /// A member as another one knows it. What only a leader hears of is zero elsewhere.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

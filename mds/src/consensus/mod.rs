@@ -9,12 +9,12 @@
 mod check;
 pub mod core;
 pub mod disk_log;
-pub mod driver;
+mod driver;
 mod health;
 pub mod log;
 mod logger;
-pub mod mem_log;
-pub mod members;
+mod mem_log;
+pub(crate) mod members;
 mod node;
 mod pages;
 mod reads;

@@ -59,12 +59,11 @@ impl Node {
         let shared = Arc::new(Shared { status: Mutex::default(), stopped: watch::channel(None).0 });
         let inputs =
             Inputs { raft: raft_rx, proposals: proposals_rx, reads: reads_rx, control: control_rx, words: words_rx };
-        let driver =
-            Driver::new(cfg.clone(), env.clone(), image, log, sm, peers.clone(), shared.clone(), watch_tx, inputs)?;
+        let driver = Driver::new(cfg.clone(), env.clone(), image, log, sm, peers.clone(), shared.clone(), watch_tx)?;
         for (id, endpoint) in &cfg.peers {
             peers.set(*id, endpoint.clone());
         }
-        env.spawn(driver.run());
+        env.spawn(driver.run(inputs));
         Ok(Node { cfg, shared, peers, raft, proposals, reads, control, leadership })
     }
 

@@ -6,9 +6,9 @@
 use strake_proto::{Code, Error, Result, checksum::crc32c};
 
 pub const PAGE: usize = 4096;
-pub const HEAD: usize = 32;
+pub(super) const HEAD: usize = 32;
 /// Payload bytes of a page.
-pub const BODY: usize = PAGE - HEAD;
+pub(super) const BODY: usize = PAGE - HEAD;
 const MAGIC: &[u8; 8] = b"STRKRAFT";
 const VERSION: u32 = 1;
 const FIRST: u8 = 1;
@@ -30,7 +30,7 @@ pub struct SegmentHeader {
 }
 
 /// Members a header has room for.
-pub const MAX_VOTERS: usize = 64;
+pub(super) const MAX_VOTERS: usize = 64;
 
 pub fn encode_header(h: &SegmentHeader) -> [u8; PAGE] {
     let mut p = [0; PAGE];

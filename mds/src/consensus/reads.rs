@@ -3,10 +3,10 @@
 use strake_proto::{Error, Result};
 use tokio::sync::oneshot;
 
-pub type Reply = oneshot::Sender<Result<()>>;
+pub(super) type Reply = oneshot::Sender<Result<()>>;
 
 #[derive(Default)]
-pub struct Reads {
+pub(super) struct Reads {
     number: u64,
     gathering: Vec<Reply>,
     /// Asked for under this number.
@@ -16,15 +16,15 @@ pub struct Reads {
 }
 
 impl Reads {
-    pub fn add(&mut self, reply: Reply) {
+    pub(super) fn add(&mut self, reply: Reply) {
         self.gathering.push(reply);
     }
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.gathering.len()
     }
 
     /// The number to ask for a read index under, if it is time to.
-    pub fn ask(&mut self) -> Option<u64> {
+    pub(super) fn ask(&mut self) -> Option<u64> {
         if self.asked.is_some() || self.gathering.is_empty() {
             return None;
         }
@@ -33,13 +33,13 @@ impl Reads {
         Some(self.number)
     }
 
-    pub fn allow(&mut self, number: u64, index: u64) {
+    pub(super) fn allow(&mut self, number: u64, index: u64) {
         if let Some((_, replies)) = self.asked.take_if(|(n, _)| *n == number) {
             self.allowed.push((index, replies));
         }
     }
 
-    pub fn applied(&mut self, index: u64) {
+    pub(super) fn applied(&mut self, index: u64) {
         self.allowed.retain_mut(|(needed, replies)| {
             let wait = *needed > index;
             if !wait {
@@ -50,12 +50,12 @@ impl Reads {
     }
 
     /// This member cannot answer any of them.
-    pub fn fail(&mut self, e: &Error) {
+    pub(super) fn fail(&mut self, e: &Error) {
         self.answer(|| Err(e.clone()));
     }
 
     /// All of them may look at what is applied now.
-    pub fn allow_all(&mut self) {
+    pub(super) fn allow_all(&mut self) {
         self.answer(|| Ok(()));
     }
 

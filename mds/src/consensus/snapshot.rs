@@ -20,7 +20,7 @@ const CHUNK: usize = 1 << 20;
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A copy on its way to a peer.
-pub struct Outgoing {
+pub(super) struct Outgoing {
     pub id: u64,
     pub index: u64,
     pub term: u64,
@@ -31,7 +31,7 @@ pub struct Outgoing {
 }
 
 /// A copy that arrives.
-pub struct Incoming {
+pub(super) struct Incoming {
     pub from: u64,
     pub id: u64,
     pub index: u64,
@@ -43,7 +43,7 @@ pub struct Incoming {
     pub first: Option<(pb::SnapshotChunk, oneshot::Sender<Result<()>>)>,
 }
 
-pub async fn send(s: Arc<Sender>, out: Outgoing) -> Result<()> {
+pub(super) async fn send(s: Arc<Sender>, out: Outgoing) -> Result<()> {
     let conn = s.fabric.connect(&out.endpoint, None).await?;
     let sent = send_over(&s, &out, &*conn).await;
     conn.close();

@@ -27,7 +27,7 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
 /// What every batch from this member says about it, and what its tasks use.
-pub struct Sender {
+pub(super) struct Sender {
     pub id: u64,
     pub cluster: [u8; 16],
     pub stamp: u64,
@@ -40,7 +40,7 @@ pub struct Sender {
 
 /// What this member says of itself with every batch.
 #[derive(Default)]
-pub struct Health {
+pub(super) struct Health {
     pub applied: AtomicU64,
     /// Bits as in [`super::members`].
     pub disk: AtomicU32,
@@ -49,7 +49,7 @@ pub struct Health {
 }
 
 /// What the driver is told.
-pub enum Word {
+pub(super) enum Word {
     /// A batch to this peer may be lost.
     Lost(u64),
     /// A peer says that this member was removed, or that its group was recovered without it.
@@ -62,13 +62,13 @@ struct Peer {
     task: JoinHandle<()>,
 }
 
-pub struct Peers {
+pub(super) struct Peers {
     sender: Arc<Sender>,
     peers: Mutex<BTreeMap<u64, Peer>>,
 }
 
 impl Sender {
-    pub fn batch(&self, to: u64, messages: &[eraftpb::Message]) -> Result<Message> {
+    pub(super) fn batch(&self, to: u64, messages: &[eraftpb::Message]) -> Result<Message> {
         let encode = |m: &eraftpb::Message| {
             m.write_to_bytes().map(Into::into).map_err(|e| strake_proto::Error::new(Code::Inval, e.to_string()))
         };
@@ -88,15 +88,15 @@ impl Sender {
 }
 
 impl Peers {
-    pub fn new(sender: Sender) -> Peers {
+    pub(super) fn new(sender: Sender) -> Peers {
         Peers { sender: Arc::new(sender), peers: Mutex::default() }
     }
-    pub fn sender(&self) -> Arc<Sender> {
+    pub(super) fn sender(&self) -> Arc<Sender> {
         self.sender.clone()
     }
 
     /// Where a member is from now on. Connects at once, so that members know each other's logs before they need to.
-    pub fn set(&self, id: u64, endpoint: Endpoint) {
+    pub(super) fn set(&self, id: u64, endpoint: Endpoint) {
         let mut peers = self.peers.lock();
         if id == self.sender.id || peers.get(&id).is_some_and(|p| p.endpoint == endpoint) {
             return;
@@ -107,15 +107,15 @@ impl Peers {
             old.task.abort();
         }
     }
-    pub fn remove(&self, id: u64) {
+    pub(super) fn remove(&self, id: u64) {
         if let Some(p) = self.peers.lock().remove(&id) {
             p.task.abort();
         }
     }
-    pub fn endpoint(&self, id: u64) -> Option<Endpoint> {
+    pub(super) fn endpoint(&self, id: u64) -> Option<Endpoint> {
         self.peers.lock().get(&id).map(|p| p.endpoint.clone())
     }
-    pub fn send(&self, m: eraftpb::Message) {
+    pub(super) fn send(&self, m: eraftpb::Message) {
         if let Some(p) = self.peers.lock().get(&m.to) {
             let _ = p.queue.try_send(m);
         }

@@ -9,20 +9,20 @@ use strake_proto::{Code, Error, Result, pb};
 
 use super::perm::{S_IFDIR, S_IFLNK, S_IFMT, in_group};
 
-pub const ACCESS: &[u8] = b"system.posix_acl_access";
-pub const DEFAULT: &[u8] = b"system.posix_acl_default";
+pub(super) const ACCESS: &[u8] = b"system.posix_acl_access";
+pub(super) const DEFAULT: &[u8] = b"system.posix_acl_default";
 
 const VERSION: u32 = 2;
 const HEAD: usize = 4;
 const ENTRY: usize = 8;
 /// Longest encoding, as in Linux's FUSE: one page, 511 entries.
-pub const SIZE_MAX: usize = 4096;
+pub(super) const SIZE_MAX: usize = 4096;
 /// The id of an entry that names nobody.
 const NOBODY: u32 = u32::MAX;
 
 /// Whom an entry is about. The numbers are those of the encoding, whose order is that of the entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tag {
+pub(super) enum Tag {
     Owner,
     User(u32),
     Group,
@@ -45,7 +45,7 @@ impl Tag {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub(super) struct Entry {
     pub tag: Tag,
     /// `rwx`, 0 to 7.
     pub perm: u32,
@@ -53,7 +53,7 @@ pub struct Entry {
 
 /// A valid list: owner, named users, group, named groups, mask (at least if anybody is named), others.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Acl(Vec<Entry>);
+pub(super) struct Acl(Vec<Entry>);
 
 fn bad<T>(what: impl Into<String>) -> Result<T> {
     Err(Error::new(Code::Inval, what.into()))
@@ -83,7 +83,7 @@ fn entry(b: &[u8; ENTRY]) -> Result<Entry> {
 impl Acl {
     /// Reads a list; `None` for one without entries, which stands for no list. `EINVAL` for anything malformed,
     /// `EOPNOTSUPP` for another version, `E2BIG` beyond [`SIZE_MAX`].
-    pub fn parse(bytes: &[u8]) -> Result<Option<Acl>> {
+    pub(super) fn parse(bytes: &[u8]) -> Result<Option<Acl>> {
         if bytes.len() > SIZE_MAX {
             return Err(Error::new(Code::TooBig, format!("an ACL of {} bytes; {SIZE_MAX} are the limit", bytes.len())));
         }
@@ -106,7 +106,7 @@ impl Acl {
     }
 
     /// A stored list. What was stored was valid; were it not, it would grant nothing beyond the mode.
-    pub fn stored(bytes: &[u8]) -> Option<Acl> {
+    pub(super) fn stored(bytes: &[u8]) -> Option<Acl> {
         Acl::parse(bytes).ok().flatten()
     }
 
@@ -129,7 +129,7 @@ impl Acl {
         self.0.iter().any(|e| matches!(e.tag, Tag::User(_) | Tag::NamedGroup(_)))
     }
 
-    pub fn encode(&self) -> Bytes {
+    pub(super) fn encode(&self) -> Bytes {
         let mut b = BytesMut::with_capacity(HEAD + ENTRY * self.0.len());
         b.put_u32_le(VERSION);
         for e in &self.0 {
@@ -157,18 +157,18 @@ impl Acl {
     }
 
     /// The permission bits that a mode has beside this list.
-    pub fn mode_bits(&self) -> u32 {
+    pub(super) fn mode_bits(&self) -> u32 {
         let bits = |tag| self.perm(tag).unwrap_or(0);
         bits(Tag::Owner) << 6 | bits(self.group_class()) << 3 | bits(Tag::Other)
     }
 
     /// Whether the permission bits say all that the list does.
-    pub fn is_mode_only(&self) -> bool {
+    pub(super) fn is_mode_only(&self) -> bool {
         self.0.len() == 3
     }
 
     /// Follows a chmod(2).
-    pub fn chmod(&mut self, mode: u32) {
+    pub(super) fn chmod(&mut self, mode: u32) {
         for (tag, shift) in [(Tag::Owner, 6), (self.group_class(), 3), (Tag::Other, 0)] {
             if let Some(perm) = self.perm_mut(tag) {
                 *perm = mode >> shift & 7;
@@ -178,7 +178,7 @@ impl Acl {
 
     /// Whether the list grants all of `want` to a caller who is not the owner. The first class that matches decides;
     /// among groups any that grants it all.
-    pub fn grants(&self, c: &pb::Creds, group: u32, want: u32) -> bool {
+    pub(super) fn grants(&self, c: &pb::Creds, group: u32, want: u32) -> bool {
         let mask = self.perm(Tag::Mask).unwrap_or(7);
         if let Some(perm) = self.perm(Tag::User(c.uid)) {
             return want & !(perm & mask) == 0;
@@ -196,7 +196,7 @@ impl Acl {
     }
 
     /// For a directory's default list: mode and access list of what is made in it with `mode`. The umask does not count.
-    pub fn inherit(&self, mode: u32) -> (u32, Option<Acl>) {
+    pub(super) fn inherit(&self, mode: u32) -> (u32, Option<Acl>) {
         let mut acl = self.clone();
         for (tag, shift) in [(Tag::Owner, 6), (acl.group_class(), 3), (Tag::Other, 0)] {
             if let Some(perm) = acl.perm_mut(tag) {
@@ -209,19 +209,19 @@ impl Acl {
 }
 
 /// What `Attr.acls` says of an inode.
-pub fn kinds(r: &pb::InodeRecord) -> u32 {
+pub(super) fn kinds(r: &pb::InodeRecord) -> u32 {
     u32::from(!r.acl.is_empty()) | u32::from(!r.default_acl.is_empty()) << 1
 }
 
 /// Lists and mode of an inode made with `mode` in a directory.
-pub struct Born {
+pub(super) struct Born {
     pub mode: u32,
     pub acl: Bytes,
     pub default_acl: Bytes,
 }
 
 /// What an inode inherits: from the directory's default list, or from the umask where there is none.
-pub fn born(dir: &pb::InodeRecord, mode: u32, umask: u32) -> Born {
+pub(super) fn born(dir: &pb::InodeRecord, mode: u32, umask: u32) -> Born {
     let list = Acl::stored(&dir.default_acl).filter(|_| mode & S_IFMT != S_IFLNK);
     let Some(default) = list else {
         return Born { mode: mode & !(umask & 0o777), acl: Bytes::new(), default_acl: Bytes::new() };

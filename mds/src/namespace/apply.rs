@@ -31,8 +31,8 @@ use crate::cluster;
 use pb::log_command::Command;
 
 /// Replies kept per session; beyond, the oldest goes and with it the answer to a late retry.
-pub const MAX_REPLIES: usize = 4_096;
-pub const MAX_EVICTED: usize = 10_000;
+pub(super) const MAX_REPLIES: usize = 4_096;
+pub(super) const MAX_EVICTED: usize = 10_000;
 const MAX_SESSIONS: usize = 65_536;
 /// Longest hostname and version a client may register.
 const MAX_TEXT: usize = 255;
@@ -44,7 +44,7 @@ const FIRST_INO: u64 = 2;
 
 /// A session and the sequence numbers whose replies are kept.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Session {
+pub(super) struct Session {
     pub record: pb::SessionRecord,
     pub seqs: BTreeSet<u64>,
 }
@@ -57,7 +57,7 @@ fn wordless(reply: &pb::MetaReply) -> pb::MetaReply {
 }
 
 /// The state after the entries so far, as far as it differs from store and memory.
-pub struct Apply<'a> {
+pub(super) struct Apply<'a> {
     store: &'a dyn Reader,
     memory: &'a Memory,
     batch: Layer,
@@ -84,7 +84,7 @@ fn refusal(code: Code, message: &str) -> pb::LogReply {
 }
 
 impl<'a> Apply<'a> {
-    pub fn new(store: &'a dyn Reader, memory: &'a Memory, hash_mask: u64) -> Apply<'a> {
+    pub(super) fn new(store: &'a dyn Reader, memory: &'a Memory, hash_mask: u64) -> Apply<'a> {
         Apply {
             store,
             memory,
@@ -99,7 +99,7 @@ impl<'a> Apply<'a> {
     }
 
     /// Everything to write, the header last changed included; the rest of `self` is for [`Memory`].
-    pub fn take_batch(&mut self) -> Batch {
+    pub(super) fn take_batch(&mut self) -> Batch {
         let mut layer = std::mem::take(&mut self.batch);
         for (id, s) in &self.sessions {
             let value = s.as_ref().map(|s| s.record.encode_to_vec().into());
@@ -110,7 +110,7 @@ impl<'a> Apply<'a> {
     }
 
     /// One entry. An `Err` is this member's trouble with its store; the batch must be given up.
-    pub fn entry(&mut self, index: u64, data: &Bytes) -> Result<pb::LogReply> {
+    pub(super) fn entry(&mut self, index: u64, data: &Bytes) -> Result<pb::LogReply> {
         if index <= self.header.applied_index {
             return Ok(refusal(Code::ReplyGone, "the log entry was applied before"));
         }

@@ -17,7 +17,7 @@ use super::{
 const FORMAT_SPARSE: u32 = 3;
 
 impl Run<'_, '_> {
-    pub fn setattr(&mut self, o: &pb::SetAttr) -> Res<pb::OpResult> {
+    pub(super) fn setattr(&mut self, o: &pb::SetAttr) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
         perm::changeable(&r)?;
         let before = r.clone();
@@ -69,7 +69,7 @@ impl Run<'_, '_> {
     }
 
     /// What was given to others of the file ends, if this change may have taken the right to it.
-    pub fn end_rights(&mut self, before: &pb::InodeRecord, after: &pb::InodeRecord) {
+    pub(super) fn end_rights(&mut self, before: &pb::InodeRecord, after: &pb::InodeRecord) {
         if perm::takes_away(before, after) {
             let ino = after.attr().ino;
             self.t.notes.endings.push(Ending { session: 0, ino, rights: Rights::ALL });
@@ -136,7 +136,7 @@ impl Run<'_, '_> {
     }
 
     /// Needs no permission of its own: whoever was let write holds a capability.
-    pub fn extend(&mut self, o: &pb::Extend) -> Res<pb::OpResult> {
+    pub(super) fn extend(&mut self, o: &pb::Extend) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
         perm::changeable(&r)?;
         check_has_data(r.attr())?;
@@ -154,7 +154,7 @@ impl Run<'_, '_> {
         Ok(shown(&self.save(r)))
     }
 
-    pub fn setlayout(&mut self, o: &pb::SetLayout) -> Res<pb::OpResult> {
+    pub(super) fn setlayout(&mut self, o: &pb::SetLayout) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
         perm::check(self.by.creds, &r, W)?;
         if perm::is_dir(r.attr()) {

@@ -16,7 +16,7 @@ use super::{
 use pb::op::Op;
 
 /// Whether an operation of a list may choose chains.
-pub fn any_chooses(ops: &[pb::Op]) -> bool {
+pub(super) fn any_chooses(ops: &[pb::Op]) -> bool {
     ops.iter().any(|o| match &o.op {
         Some(Op::Create(_) | Op::Tmpfile(_)) => true,
         Some(Op::Mknod(o)) => matches!(o.mode & perm::S_IFMT, 0 | perm::S_IFREG),
@@ -27,7 +27,7 @@ pub fn any_chooses(ops: &[pb::Op]) -> bool {
 
 impl Run<'_, '_> {
     /// The layout of a new file. It is noted if there is none only because targets are away.
-    pub fn chosen(&self, spec: &pb::LayoutSpec, ino: Ino, data_id: u64, generation: u32) -> Res<pb::Layout> {
+    pub(super) fn chosen(&self, spec: &pb::LayoutSpec, ino: Ino, data_id: u64, generation: u32) -> Res<pb::Layout> {
         self.t.place.layout(spec, ino, data_id, generation).map_err(|e| {
             if matches!(e.code, Code::NoSpc | Code::NoDev) && self.t.place.waits(spec) {
                 self.t.notes.away.set(true);
@@ -39,7 +39,7 @@ impl Run<'_, '_> {
 
 impl Placement {
     /// Whether a file of any kind waits. Looked at once for a map: nearly always none does.
-    pub fn any_waits(&self) -> bool {
+    pub(super) fn any_waits(&self) -> bool {
         *self.waiting.get_or_init(|| {
             let map = &self.view.map;
             let pools = map.pools.iter().map(|p| &p.name[..]).chain([""]);
@@ -52,7 +52,7 @@ impl Placement {
 
     /// Whether a file of this resolved specification gets no chain now, and would if targets came
     /// back that are away.
-    pub fn waits(&self, spec: &pb::LayoutSpec) -> bool {
+    pub(super) fn waits(&self, spec: &pb::LayoutSpec) -> bool {
         let Ok(pool) = self.pool(&spec.pool) else { return false };
         let members: Option<BTreeSet<TargetId>> = pool.map(|p| p.targets.iter().copied().collect());
         let member = |t| members.as_ref().is_none_or(|m| m.contains(&t));

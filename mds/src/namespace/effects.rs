@@ -21,7 +21,7 @@ pub struct Ending {
 
 /// What a transaction saw and did.
 #[derive(Default)]
-pub struct Notes {
+pub(crate) struct Notes {
     /// Inodes whose records it read, those that are not there included.
     pub looked: RefCell<BTreeSet<Ino>>,
     /// Of those that it read: by how many sessions they may be written, where by any.
@@ -80,7 +80,7 @@ impl Effect {
 
 /// The inodes that an operation is about by number. One that it finds through the operation before it is not meant: its sender
 /// did not know of it.
-pub fn named(op: &pb::Op) -> impl Iterator<Item = Ino> {
+pub(crate) fn named(op: &pb::Op) -> impl Iterator<Item = Ino> {
     let both = match &op.op {
         Some(Op::Lookup(o)) => [o.parent, 0],
         Some(Op::Getattr(o)) => [o.ino, 0],
@@ -122,12 +122,12 @@ pub fn named(op: &pb::Op) -> impl Iterator<Item = Ino> {
 }
 
 /// Whether an operation sets what a write changes too.
-pub fn sets(op: &pb::Op) -> bool {
+pub(crate) fn sets(op: &pb::Op) -> bool {
     matches!(op.op, Some(Op::Setattr(_) | Op::Setxattr(_) | Op::Removexattr(_)))
 }
 
 /// Whether an operation makes its sender one who may write a file, unless that fails or it is one already.
-pub fn enlists(op: &pb::Op) -> bool {
+pub(crate) fn enlists(op: &pb::Op) -> bool {
     match &op.op {
         Some(Op::Open(o)) => writers::asks_to_write(o.flags),
         Some(Op::Create(o)) => writers::asks_to_write(o.flags),
@@ -137,7 +137,7 @@ pub fn enlists(op: &pb::Op) -> bool {
 }
 
 /// Whether an operation is answered with something that may be remembered.
-pub fn tells(op: &pb::Op) -> bool {
+pub(crate) fn tells(op: &pb::Op) -> bool {
     use Op::{Close, GetLock, GetSeal, Getlayout, PathOf, Release, SetLock, Statfs};
     !matches!(
         op.op,
@@ -148,7 +148,7 @@ pub fn tells(op: &pb::Op) -> bool {
 }
 
 /// The inodes of which a list of changes and its results tell: those that it names, and those that it ended on.
-pub fn told(ops: &[pb::Op], results: &[pb::OpResult]) -> BTreeSet<Ino> {
+pub(crate) fn told(ops: &[pb::Op], results: &[pb::OpResult]) -> BTreeSet<Ino> {
     let mut out = BTreeSet::new();
     // The first results of a list that was undone tell of what never was.
     if results.len() > 1 && results.last().is_some_and(|r| r.status.is_some()) {

@@ -13,7 +13,7 @@ use super::{
 };
 
 /// The next of the numbers that order deletions, cuts and evictions.
-pub fn number(t: &mut Txn<'_>) -> u64 {
+pub(super) fn number(t: &mut Txn<'_>) -> u64 {
     let n = t.header.next_number;
     t.header.next_number += 1;
     n
@@ -21,19 +21,19 @@ pub fn number(t: &mut Txn<'_>) -> u64 {
 
 /// Puts the chunks of a file's present data id on the list of what is to be deleted. Whether any exist the mds does
 /// not know: writers report an end after they wrote.
-pub fn discard_data(t: &mut Txn<'_>, r: &pb::InodeRecord) {
+pub(super) fn discard_data(t: &mut Txn<'_>, r: &pb::InodeRecord) {
     let Some(layout) = &r.layout else { return };
     discard(t, pb::GcRecord { ino: r.attr().ino, layout: Some(layout.clone()), size: r.attr().size });
 }
 
 /// Puts chunks there.
-pub fn discard(t: &mut Txn<'_>, chunks: pb::GcRecord) {
+pub(super) fn discard(t: &mut Txn<'_>, chunks: pb::GcRecord) {
     let key = keys::numbered(keys::GC, number(t));
     t.put(key, chunks.encode_to_vec());
 }
 
 /// The bytes from `size` on are to go: leaves a [`pb::Trim`]. None may reappear when the file grows again.
-pub fn cut(t: &mut Txn<'_>, r: &mut pb::InodeRecord, size: u64) {
+pub(super) fn cut(t: &mut Txn<'_>, r: &mut pb::InodeRecord, size: u64) {
     let before = r.trim.unwrap_or(pb::Trim { size, ..Default::default() });
     let trim = pb::Trim { number: number(t), size: before.size.min(size), fence: before.fence.max(r.fence) };
     t.put(keys::numbered(keys::TRIM, r.attr().ino), trim.encode_to_vec());
@@ -41,7 +41,7 @@ pub fn cut(t: &mut Txn<'_>, r: &mut pb::InodeRecord, size: u64) {
 }
 
 /// Removes an inode that nothing refers to any more.
-pub fn remove_inode(t: &mut Txn<'_>, r: &pb::InodeRecord) -> Res<()> {
+pub(super) fn remove_inode(t: &mut Txn<'_>, r: &pb::InodeRecord) -> Res<()> {
     let ino = r.attr().ino;
     if r.xattrs > 0 {
         let mut found = Vec::new();
@@ -69,7 +69,7 @@ pub fn remove_inode(t: &mut Txn<'_>, r: &pb::InodeRecord) -> Res<()> {
 }
 
 /// Removes those of the inodes that are orphans; nobody has them open any more.
-pub fn free_orphans(t: &mut Txn<'_>, inos: &[Ino]) -> Res<()> {
+pub(super) fn free_orphans(t: &mut Txn<'_>, inos: &[Ino]) -> Res<()> {
     for ino in inos {
         let key = keys::numbered(keys::ORPHAN, *ino);
         if t.get(&key)?.is_none() {
@@ -84,7 +84,7 @@ pub fn free_orphans(t: &mut Txn<'_>, inos: &[Ino]) -> Res<()> {
 }
 
 /// The chunks of these records are gone.
-pub fn gc_done(t: &mut Txn<'_>, numbers: &[u64]) -> Res<()> {
+pub(super) fn gc_done(t: &mut Txn<'_>, numbers: &[u64]) -> Res<()> {
     for n in numbers {
         let key = keys::numbered(keys::GC, *n);
         if t.get(&key)?.is_some() {
@@ -95,7 +95,7 @@ pub fn gc_done(t: &mut Txn<'_>, numbers: &[u64]) -> Res<()> {
 }
 
 /// The cut with this number is done; a newer one of the same inode stays.
-pub fn trim_done(t: &mut Txn<'_>, done: &pb::TrimDone) -> Res<()> {
+pub(super) fn trim_done(t: &mut Txn<'_>, done: &pb::TrimDone) -> Res<()> {
     let Some(mut r) = t.inode(done.ino)? else { return Ok(()) };
     if r.trim.is_none_or(|trim| trim.number != done.number) {
         return Ok(());

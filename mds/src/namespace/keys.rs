@@ -5,37 +5,37 @@ use bytes::{BufMut, Bytes, BytesMut};
 use siphasher::sip::SipHasher24;
 use strake_proto::{Ino, SessionId, pb};
 
-pub const HEADER: &[u8] = b"H";
-pub const MAP: &[u8] = b"M";
-pub const DENTRY: u8 = b'd';
-pub const INODE: u8 = b'i';
-pub const XATTR: u8 = b'x';
-pub const SESSION: u8 = b's';
-pub const REPLY: u8 = b'r';
-pub const ORPHAN: u8 = b'o';
-pub const GC: u8 = b'g';
-pub const TRIM: u8 = b't';
-pub const EVICTED: u8 = b'e';
-pub const WRITER: u8 = b'w';
-pub const LOCK: u8 = b'l';
-pub const LOCK_TOTAL: u8 = b'k';
-pub const LOCK_INDEX: u8 = b'j';
-pub const EXTENTS: u8 = b'm';
+pub(super) const HEADER: &[u8] = b"H";
+pub(super) const MAP: &[u8] = b"M";
+pub(super) const DENTRY: u8 = b'd';
+pub(super) const INODE: u8 = b'i';
+pub(super) const XATTR: u8 = b'x';
+pub(super) const SESSION: u8 = b's';
+pub(super) const REPLY: u8 = b'r';
+pub(super) const ORPHAN: u8 = b'o';
+pub(super) const GC: u8 = b'g';
+pub(super) const TRIM: u8 = b't';
+pub(super) const EVICTED: u8 = b'e';
+pub(super) const WRITER: u8 = b'w';
+pub(super) const LOCK: u8 = b'l';
+pub(super) const LOCK_TOTAL: u8 = b'k';
+pub(super) const LOCK_INDEX: u8 = b'j';
+pub(super) const EXTENTS: u8 = b'm';
 
 /// Names of one directory whose hashes collide; a 257th is refused with `ENOSPC` (odds: beyond any directory).
-pub const SLOTS: u64 = 256;
+pub(super) const SLOTS: u64 = 256;
 /// Reserved for directories that are split over shards.
 const BUCKET: u16 = 0;
 
 /// `prefix | number`: inodes, sessions, orphans, gc, trims, evictions, and the prefix of what hangs below a number.
-pub fn numbered(prefix: u8, number: u64) -> Bytes {
+pub(super) fn numbered(prefix: u8, number: u64) -> Bytes {
     let mut b = BytesMut::with_capacity(9);
     b.put_u8(prefix);
     b.put_u64(number);
     b.freeze()
 }
 
-pub fn xattr(ino: Ino, name: &[u8]) -> Bytes {
+pub(super) fn xattr(ino: Ino, name: &[u8]) -> Bytes {
     let mut b = BytesMut::with_capacity(9 + name.len());
     b.put_u8(XATTR);
     b.put_u64(ino);
@@ -43,7 +43,7 @@ pub fn xattr(ino: Ino, name: &[u8]) -> Bytes {
     b.freeze()
 }
 
-pub fn reply(session: SessionId, seq: u64) -> Bytes {
+pub(super) fn reply(session: SessionId, seq: u64) -> Bytes {
     let mut b = BytesMut::with_capacity(17);
     b.put_u8(REPLY);
     b.put_u64(session);
@@ -52,7 +52,7 @@ pub fn reply(session: SessionId, seq: u64) -> Bytes {
 }
 
 /// A file that a session may write; the value is the log index of its last open, big-endian.
-pub fn writer(session: SessionId, ino: Ino) -> Bytes {
+pub(super) fn writer(session: SessionId, ino: Ino) -> Bytes {
     let mut b = BytesMut::with_capacity(17);
     b.put_u8(WRITER);
     b.put_u64(session);
@@ -61,7 +61,7 @@ pub fn writer(session: SessionId, ino: Ino) -> Bytes {
 }
 
 /// What an owner has locked in a file. Cut after 17 bytes, all of a session's owners there; after 9, all owners.
-pub fn lock(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind) -> Bytes {
+pub(super) fn lock(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind) -> Bytes {
     let mut b = BytesMut::with_capacity(26);
     b.put_u8(LOCK);
     b.put_u64(ino);
@@ -72,10 +72,10 @@ pub fn lock(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind) -> Byt
 }
 
 /// The part of a key of a lock that says whose it is.
-pub const LOCK_OWNER: usize = 26;
+pub(super) const LOCK_OWNER: usize = 26;
 
 /// A range that an owner has locked in a file, by its last byte.
-pub fn lock_range(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind, end: u64) -> Bytes {
+pub(super) fn lock_range(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind, end: u64) -> Bytes {
     let mut b = BytesMut::with_capacity(LOCK_OWNER + 8);
     b.put_slice(&lock(ino, session, owner, kind));
     b.put_u64(end);
@@ -83,7 +83,7 @@ pub fn lock_range(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind, 
 }
 
 /// Whose lock a key below [`LOCK`] is: inode, session, owner and kind.
-pub fn parse_lock(key: &[u8]) -> Option<(Ino, SessionId, u64, pb::LockKind)> {
+pub(super) fn parse_lock(key: &[u8]) -> Option<(Ino, SessionId, u64, pb::LockKind)> {
     if !matches!(key.len(), LOCK_OWNER | 34) {
         return None;
     }
@@ -95,10 +95,10 @@ fn number(key: &[u8], at: usize) -> Option<u64> {
 }
 
 /// The part of a key of the index of locks up to the range's last byte.
-pub const LOCK_INDEX_END: usize = 20;
+pub(super) const LOCK_INDEX_END: usize = 20;
 
 /// A locked range among all of a file of its kind, type and class.
-pub fn lock_index(
+pub(super) fn lock_index(
     ino: Ino,
     kind: pb::LockKind,
     (write, class): (bool, u8),
@@ -117,7 +117,7 @@ pub fn lock_index(
 }
 
 /// Of a key below [`LOCK_INDEX`]: kind, whether for writing, last byte, session and owner.
-pub fn parse_lock_index(key: &[u8]) -> Option<(pb::LockKind, bool, u64, SessionId, u64)> {
+pub(super) fn parse_lock_index(key: &[u8]) -> Option<(pb::LockKind, bool, u64, SessionId, u64)> {
     if key.len() != LOCK_INDEX_END + 16 || key[10] > 1 {
         return None;
     }
@@ -126,7 +126,7 @@ pub fn parse_lock_index(key: &[u8]) -> Option<(pb::LockKind, bool, u64, SessionI
 }
 
 /// How much a session has locked in a file; session 0: all sessions, inode 0: all files.
-pub fn lock_total(session: SessionId, ino: Ino) -> Bytes {
+pub(super) fn lock_total(session: SessionId, ino: Ino) -> Bytes {
     let mut b = BytesMut::with_capacity(17);
     b.put_u8(LOCK_TOTAL);
     b.put_u64(session);
@@ -135,7 +135,7 @@ pub fn lock_total(session: SessionId, ino: Ino) -> Bytes {
 }
 
 /// A page of a sealed file's manifest: the digests of its extents.
-pub fn extents(ino: Ino, page: u64) -> Bytes {
+pub(super) fn extents(ino: Ino, page: u64) -> Bytes {
     let mut b = BytesMut::with_capacity(17);
     b.put_u8(EXTENTS);
     b.put_u64(ino);
@@ -143,7 +143,7 @@ pub fn extents(ino: Ino, page: u64) -> Bytes {
     b.freeze()
 }
 
-pub fn dentry(dir: Ino, cookie: u64) -> Bytes {
+pub(super) fn dentry(dir: Ino, cookie: u64) -> Bytes {
     let mut b = BytesMut::with_capacity(19);
     b.put_u8(DENTRY);
     b.put_u64(dir);
@@ -153,27 +153,27 @@ pub fn dentry(dir: Ino, cookie: u64) -> Bytes {
 }
 
 /// The big-endian number in the last eight bytes of a key; `None` for a key that no program of ours wrote.
-pub fn last_number(key: &[u8]) -> Option<u64> {
+pub(super) fn last_number(key: &[u8]) -> Option<u64> {
     key.last_chunk::<8>().map(|b| u64::from_be_bytes(*b))
 }
 
 /// Where a directory's names sit. A cookie is 55 bits of keyed hash and an 8-bit slot for names whose hashes collide:
 /// it belongs to one name as long as that name exists, so a listing can go on from it whatever others do.
-pub struct NameHash {
+pub(super) struct NameHash {
     sip: SipHasher24,
     mask: u64,
 }
 
 impl NameHash {
     /// `mask` thins out the hash so that tests can make collisions; all ones otherwise.
-    pub fn new(key: &[u8], mask: u64) -> NameHash {
+    pub(super) fn new(key: &[u8], mask: u64) -> NameHash {
         let key: [u8; 16] = key.try_into().unwrap_or_default();
         NameHash { sip: SipHasher24::new_with_key(&key), mask }
     }
 
     /// The first of the [`SLOTS`] cookies a name may have. Never below 256, so 0, 1 and 2 stay free for "start", "."
     /// and "..", and never above 2^63 - 1.
-    pub fn first_cookie(&self, name: &[u8]) -> u64 {
+    pub(super) fn first_cookie(&self, name: &[u8]) -> u64 {
         ((self.sip.hash(name) >> 9) & self.mask).max(1) << 8
     }
 }

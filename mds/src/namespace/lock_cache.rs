@@ -27,7 +27,7 @@ type Records = Arc<BTreeMap<Bytes, Bytes>>;
 
 /// See the module.
 #[derive(Default)]
-pub struct LockCache(Mutex<Files>);
+pub(super) struct LockCache(Mutex<Files>);
 
 #[derive(Default)]
 struct Files {
@@ -87,7 +87,7 @@ impl Files {
 
 impl LockCache {
     /// After a commit, before anybody reads again.
-    pub fn committed<'a>(&self, ops: impl Iterator<Item = &'a (Bytes, Option<Bytes>)>) {
+    pub(super) fn committed<'a>(&self, ops: impl Iterator<Item = &'a (Bytes, Option<Bytes>)>) {
         let mut files = self.0.lock();
         for (key, value) in ops {
             if let Some(ino) = file(key) {
@@ -97,7 +97,7 @@ impl LockCache {
     }
 
     /// The store is another one.
-    pub fn clear(&self) {
+    pub(super) fn clear(&self) {
         *self.0.lock() = Files::default();
     }
 
@@ -112,12 +112,12 @@ impl LockCache {
 }
 
 /// What of a batch [`LockCache::committed`] is to be told.
-pub fn of_locks(batch: &Batch) -> Vec<(Bytes, Option<Bytes>)> {
+pub(super) fn of_locks(batch: &Batch) -> Vec<(Bytes, Option<Bytes>)> {
     batch.ops.iter().filter(|(key, _)| file(key).is_some()).cloned().collect()
 }
 
 /// The store as it is read with the cache. No commit may come while it is used.
-pub struct Cached<'a> {
+pub(super) struct Cached<'a> {
     pub store: &'a dyn MetaStore,
     pub cache: &'a LockCache,
 }

@@ -1,5 +1,5 @@
 //! File locks as part of the state: who has locked what, so that it outlives leaders and restarts. `docs/locks.md` has the
-//! rules. Who waits is not state, see `server/waits.rs`.
+//! rules. Who waits is not state, see `lock_waiters`.
 
 use std::collections::{BTreeMap, BTreeSet};
 

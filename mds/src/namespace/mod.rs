@@ -12,7 +12,7 @@ mod acl;
 mod apply;
 mod attrs;
 mod away;
-pub mod effects;
+pub(crate) mod effects;
 mod gc;
 mod keys;
 mod lock_cache;
@@ -227,7 +227,7 @@ impl Namespace {
 
     /// Reads up to `bytes` bytes of what is stored, after a key: damage that nobody met yet is noted. Returns how many they were, and
     /// the last key, `None` at the end.
-    pub fn verify(&self, after: Option<&Bytes>, bytes: usize) -> Result<(usize, Option<Bytes>)> {
+    pub fn scrub(&self, after: Option<&Bytes>, bytes: usize) -> Result<(usize, Option<Bytes>)> {
         let from = after.map_or(std::ops::Bound::Unbounded, |k| std::ops::Bound::Excluded(&k[..]));
         let mut read = 0;
         for pair in self.store.range(from, std::ops::Bound::Unbounded) {

@@ -13,7 +13,7 @@ use super::{
     txn::{Res, Spot, fail},
 };
 
-pub const LINK_MAX: u32 = 65_000;
+pub(super) const LINK_MAX: u32 = 65_000;
 const SYMLINK_MAX: usize = 4095;
 /// Names of an inode kept in its record.
 const LINKS_KEPT: usize = 32;
@@ -130,7 +130,7 @@ impl Run<'_, '_> {
         Ok(r)
     }
 
-    pub fn new_data_id(&mut self) -> u64 {
+    pub(super) fn new_data_id(&mut self) -> u64 {
         let id = self.t.header.next_data_id;
         self.t.header.next_data_id += 1;
         id
@@ -142,7 +142,7 @@ impl Run<'_, '_> {
         self.save(dir);
     }
 
-    pub fn create(&mut self, o: &pb::Create) -> Res<pb::OpResult> {
+    pub(super) fn create(&mut self, o: &pb::Create) -> Res<pb::OpResult> {
         let dir = self.dir(o.parent, X)?;
         check_name(&o.name, Code::IsDir)?;
         let cookie = match self.t.find(dir.attr().ino, &o.name)? {
@@ -164,7 +164,7 @@ impl Run<'_, '_> {
     }
 
     /// A file that only its opener has: an orphan from the start.
-    pub fn tmpfile(&mut self, o: &pb::Tmpfile) -> Res<pb::OpResult> {
+    pub(super) fn tmpfile(&mut self, o: &pb::Tmpfile) -> Res<pb::OpResult> {
         let dir = self.dir(o.parent, W | X)?;
         let new = New { layout: o.layout.clone(), ..New::plain(o.mode, perm::S_IFREG, o.umask) };
         let mut r = self.make(&dir, new)?;
@@ -176,14 +176,14 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { created: true, ..self.open_as(r, o.flags)? })
     }
 
-    pub fn mkdir(&mut self, o: &pb::Mkdir) -> Res<pb::OpResult> {
+    pub(super) fn mkdir(&mut self, o: &pb::Mkdir) -> Res<pb::OpResult> {
         let (dir, cookie) = self.vacancy(o.parent, &o.name)?;
         // Linux ignores set-id bits asked of mkdir; the sticky bit counts.
         let r = self.add(dir, cookie, &o.name, New::plain(o.mode & 0o1777, perm::S_IFDIR, o.umask))?;
         Ok(shown(&r))
     }
 
-    pub fn mknod(&mut self, o: &pb::Mknod) -> Res<pb::OpResult> {
+    pub(super) fn mknod(&mut self, o: &pb::Mknod) -> Res<pb::OpResult> {
         let (dir, cookie) = self.vacancy(o.parent, &o.name)?;
         let kind = match o.mode & perm::S_IFMT {
             0 => perm::S_IFREG,
@@ -205,7 +205,7 @@ impl Run<'_, '_> {
         Ok(opened(&r))
     }
 
-    pub fn symlink(&mut self, o: &pb::Symlink) -> Res<pb::OpResult> {
+    pub(super) fn symlink(&mut self, o: &pb::Symlink) -> Res<pb::OpResult> {
         if o.target.is_empty() {
             return fail(Code::NoEnt, "empty symbolic link target");
         }
@@ -222,7 +222,7 @@ impl Run<'_, '_> {
         Ok(shown(&r))
     }
 
-    pub fn link(&mut self, o: &pb::Link) -> Res<pb::OpResult> {
+    pub(super) fn link(&mut self, o: &pb::Link) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
         let (mut dir, cookie) = self.vacancy(o.parent, &o.name)?;
         if perm::is_dir(r.attr()) {
@@ -260,7 +260,7 @@ impl Run<'_, '_> {
         }
     }
 
-    pub fn unlink(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
+    pub(super) fn unlink(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
         let mut s = self.side(parent, name, Code::IsDir)?;
         perm::may_delete(self.by.creds, &s.dir, &s.inode)?;
         if s.is_dir() {
@@ -274,7 +274,7 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, attr: left.and_then(|r| r.attr), ..Default::default() })
     }
 
-    pub fn rmdir(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
+    pub(super) fn rmdir(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
         let mut s = self.side(parent, name, if name == b".." { Code::NotEmpty } else { Code::Inval })?;
         perm::may_delete(self.by.creds, &s.dir, &s.inode)?;
         if !s.is_dir() {
@@ -314,7 +314,7 @@ impl Run<'_, '_> {
         Ok(Some(self.save(r)))
     }
 
-    pub fn rename(&mut self, o: &pb::Rename) -> Res<pb::OpResult> {
+    pub(super) fn rename(&mut self, o: &pb::Rename) -> Res<pb::OpResult> {
         let known = RENAME_NOREPLACE | RENAME_EXCHANGE | if self.by.rules >= 1 { RENAME_WHITEOUT } else { 0 };
         let [exchange, noreplace, whiteout] =
             [RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT].map(|flag| o.flags & flag != 0);

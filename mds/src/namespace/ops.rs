@@ -13,20 +13,20 @@ use super::{
 };
 use pb::op::Op;
 
-pub const NAME_MAX: usize = 255;
+pub(super) const NAME_MAX: usize = 255;
 /// Operations in one list.
 const MAX_OPS: usize = 16_384;
 /// Encoded bytes of one reply; with its envelope it must fit a frame's body.
 const MAX_REPLY: usize = 3 << 20;
 const READDIR_DEFAULT: u32 = 1_000;
-pub const READDIR_MAX: u32 = 16_384;
+pub(super) const READDIR_MAX: u32 = 16_384;
 /// Longest path that `path_of` answers.
 const MAX_PATH: usize = 64 << 10;
-pub const DIR_SIZE: u64 = 4096;
+pub(super) const DIR_SIZE: u64 = 4096;
 
 /// Who asks, and when.
 #[derive(Clone, Copy)]
-pub struct By<'a> {
+pub(super) struct By<'a> {
     pub creds: &'a pb::Creds,
     /// 0: the server itself.
     pub session: SessionId,
@@ -39,7 +39,7 @@ pub struct By<'a> {
 }
 
 /// One list of operations on its way.
-pub struct Run<'a, 't> {
+pub(super) struct Run<'a, 't> {
     pub t: &'a mut Txn<'t>,
     pub by: By<'a>,
     /// What inode id 0 means.
@@ -49,7 +49,7 @@ pub struct Run<'a, 't> {
 }
 
 /// Runs a list; the second part says whether every operation succeeded. `mutations` allows operations that change.
-pub fn run(t: &mut Txn<'_>, by: By<'_>, ops: &[pb::Op], mutations: bool) -> Result<(pb::MetaReply, bool), Fail> {
+pub(super) fn run(t: &mut Txn<'_>, by: By<'_>, ops: &[pb::Op], mutations: bool) -> Result<(pb::MetaReply, bool), Fail> {
     if by.rules >= super::RULES_STEPS {
         t.steps.allow(steps::OF_A_LIST);
     }
@@ -81,12 +81,12 @@ pub fn run(t: &mut Txn<'_>, by: By<'_>, ops: &[pb::Op], mutations: bool) -> Resu
 }
 
 /// A result that ends on an inode and shows its attributes.
-pub fn shown(r: &pb::InodeRecord) -> pb::OpResult {
+pub(super) fn shown(r: &pb::InodeRecord) -> pb::OpResult {
     pb::OpResult { ino: r.attr().ino, attr: r.attr, ..Default::default() }
 }
 
 /// Names that can be made or removed. `here`: what "." and ".." are answered with.
-pub fn check_name(name: &[u8], here: Code) -> Res<()> {
+pub(super) fn check_name(name: &[u8], here: Code) -> Res<()> {
     if name.is_empty() {
         return fail(Code::NoEnt, "empty name");
     }
@@ -103,7 +103,7 @@ pub fn check_name(name: &[u8], here: Code) -> Res<()> {
 }
 
 /// Shorthands for a record whose attributes are always there.
-pub trait Inode {
+pub(super) trait Inode {
     fn attr(&self) -> &pb::Attr;
     fn attr_mut(&mut self) -> &mut pb::Attr;
 }
@@ -180,16 +180,16 @@ impl Run<'_, '_> {
         Ok(r)
     }
 
-    pub fn id(&self, ino: Ino) -> Ino {
+    pub(super) fn id(&self, ino: Ino) -> Ino {
         if ino == 0 { self.prev } else { ino }
     }
 
-    pub fn inode(&self, ino: Ino) -> Res<pb::InodeRecord> {
+    pub(super) fn inode(&self, ino: Ino) -> Res<pb::InodeRecord> {
         self.t.need(self.id(ino))
     }
 
     /// A directory in which the caller has all of `mask`.
-    pub fn dir(&self, ino: Ino, mask: u32) -> Res<pb::InodeRecord> {
+    pub(super) fn dir(&self, ino: Ino, mask: u32) -> Res<pb::InodeRecord> {
         let d = self.inode(ino)?;
         if !perm::is_dir(d.attr()) {
             return fail(Code::NotDir, format!("inode {} is not a directory", d.attr().ino));
@@ -199,14 +199,14 @@ impl Run<'_, '_> {
     }
 
     /// Changes an inode and counts the change.
-    pub fn edit(&mut self, ino: Ino, change: impl FnOnce(&mut pb::InodeRecord)) -> Res<pb::InodeRecord> {
+    pub(super) fn edit(&mut self, ino: Ino, change: impl FnOnce(&mut pb::InodeRecord)) -> Res<pb::InodeRecord> {
         let mut r = self.t.need(ino)?;
         change(&mut r);
         Ok(self.save(r))
     }
 
     /// Stores an inode with a new ctime and change count.
-    pub fn save(&mut self, mut r: pb::InodeRecord) -> pb::InodeRecord {
+    pub(super) fn save(&mut self, mut r: pb::InodeRecord) -> pb::InodeRecord {
         let now = self.t.now();
         let a = r.attr_mut();
         a.ctime_ns = now;
@@ -243,7 +243,7 @@ impl Run<'_, '_> {
     }
 
     /// The answer to an allowed open; one for writing makes the session a writer.
-    pub fn open_as(&mut self, mut r: pb::InodeRecord, flags: u32) -> Res<pb::OpResult> {
+    pub(super) fn open_as(&mut self, mut r: pb::InodeRecord, flags: u32) -> Res<pb::OpResult> {
         let mut result = opened(&r);
         if writers::asks_to_write(flags) && perm::is_file(r.attr()) {
             writers::enlist(self.t, &self.by, &mut r)?;
@@ -259,7 +259,7 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, ..Default::default() })
     }
 
-    pub fn may_open(&self, r: &pb::InodeRecord, flags: u32) -> Res<()> {
+    pub(super) fn may_open(&self, r: &pb::InodeRecord, flags: u32) -> Res<()> {
         let mask = perm::mask_of_open(flags);
         match r.attr().mode & perm::S_IFMT {
             perm::S_IFDIR if mask & W != 0 => return fail(Code::IsDir, "a directory cannot be opened for writing"),
@@ -352,7 +352,7 @@ impl Run<'_, '_> {
     }
 
     /// The resolved layout specification of a file made in `dir`.
-    pub fn spec_in(&self, dir: &pb::InodeRecord, asked: Option<&pb::LayoutSpec>) -> Res<pb::LayoutSpec> {
+    pub(super) fn spec_in(&self, dir: &pb::InodeRecord, asked: Option<&pb::LayoutSpec>) -> Res<pb::LayoutSpec> {
         let root = if dir.attr().ino == ROOT_INO { None } else { self.t.need(ROOT_INO)?.default_layout };
         if let Some(s) = asked {
             placement::validate(s)?;
@@ -390,11 +390,11 @@ impl Run<'_, '_> {
 }
 
 /// A result with what the holder of an open file needs.
-pub fn opened(r: &pb::InodeRecord) -> pb::OpResult {
+pub(super) fn opened(r: &pb::InodeRecord) -> pb::OpResult {
     pb::OpResult { layout: r.layout.clone(), ..shown(r) }
 }
 
-pub fn check_size(size: u64) -> Res<()> {
+pub(super) fn check_size(size: u64) -> Res<()> {
     if size > MAX_FILE_SIZE {
         return fail(Code::FBig, format!("{size} bytes; the largest file is {MAX_FILE_SIZE}"));
     }

@@ -6,51 +6,51 @@ use strake_proto::{Code, Error, Result, ops::O_ACCMODE, pb};
 
 use super::{acl::Acl, ops::Inode};
 
-pub const S_IFMT: u32 = 0o170_000;
-pub const S_IFSOCK: u32 = 0o140_000;
-pub const S_IFLNK: u32 = 0o120_000;
-pub const S_IFREG: u32 = 0o100_000;
-pub const S_IFBLK: u32 = 0o060_000;
-pub const S_IFDIR: u32 = 0o040_000;
-pub const S_IFCHR: u32 = 0o020_000;
-pub const S_IFIFO: u32 = 0o010_000;
-pub const S_ISUID: u32 = 0o4000;
-pub const S_ISGID: u32 = 0o2000;
-pub const S_ISVTX: u32 = 0o1000;
+pub(super) const S_IFMT: u32 = 0o170_000;
+pub(super) const S_IFSOCK: u32 = 0o140_000;
+pub(super) const S_IFLNK: u32 = 0o120_000;
+pub(super) const S_IFREG: u32 = 0o100_000;
+pub(super) const S_IFBLK: u32 = 0o060_000;
+pub(super) const S_IFDIR: u32 = 0o040_000;
+pub(super) const S_IFCHR: u32 = 0o020_000;
+pub(super) const S_IFIFO: u32 = 0o010_000;
+pub(super) const S_ISUID: u32 = 0o4000;
+pub(super) const S_ISGID: u32 = 0o2000;
+pub(super) const S_ISVTX: u32 = 0o1000;
 const S_IXGRP: u32 = 0o010;
 
-pub const R: u32 = 4;
-pub const W: u32 = 2;
-pub const X: u32 = 1;
+pub(super) const R: u32 = 4;
+pub(super) const W: u32 = 2;
+pub(super) const X: u32 = 1;
 
 /// Linux x86-64 open flags that decide what an open may do.
 /// Set by the kernel for the open of a program to run: it needs the x bit and not the r bit.
 const FMODE_EXEC: u32 = 0x20;
 
-pub fn is_dir(a: &pb::Attr) -> bool {
+pub(super) fn is_dir(a: &pb::Attr) -> bool {
     a.mode & S_IFMT == S_IFDIR
 }
 
-pub fn is_file(a: &pb::Attr) -> bool {
+pub(super) fn is_file(a: &pb::Attr) -> bool {
     a.mode & S_IFMT == S_IFREG
 }
 
-pub fn is_root(c: &pb::Creds) -> bool {
+pub(super) fn is_root(c: &pb::Creds) -> bool {
     c.uid == 0
 }
 
-pub fn owns(c: &pb::Creds, a: &pb::Attr) -> bool {
+pub(super) fn owns(c: &pb::Creds, a: &pb::Attr) -> bool {
     is_root(c) || c.uid == a.uid
 }
 
 /// The groups must be [in order](in_order).
-pub fn in_group(c: &pb::Creds, gid: u32) -> bool {
+pub(super) fn in_group(c: &pb::Creds, gid: u32) -> bool {
     debug_assert!(c.groups.is_sorted(), "groups that are searched are in order");
     c.gid == gid || c.groups.binary_search(&gid).is_ok()
 }
 
 /// The same caller with the groups in order, so that looking for one costs little however many there are.
-pub fn in_order(c: &pb::Creds) -> Cow<'_, pb::Creds> {
+pub(super) fn in_order(c: &pb::Creds) -> Cow<'_, pb::Creds> {
     if c.groups.is_sorted() {
         return Cow::Borrowed(c);
     }
@@ -60,7 +60,7 @@ pub fn in_order(c: &pb::Creds) -> Cow<'_, pb::Creds> {
 }
 
 /// `EPERM` if the file is sealed: nobody changes anything of it, root included.
-pub fn changeable(r: &pb::InodeRecord) -> Result<()> {
+pub(super) fn changeable(r: &pb::InodeRecord) -> Result<()> {
     if r.seal.is_none() {
         return Ok(());
     }
@@ -69,7 +69,7 @@ pub fn changeable(r: &pb::InodeRecord) -> Result<()> {
 }
 
 /// `EACCES` unless mode bits and ACL grant all of `mask` ([`R`] | [`W`] | [`X`]). `EPERM`: to write what is sealed.
-pub fn check(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> Result<()> {
+pub(super) fn check(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> Result<()> {
     let a = r.attr();
     if mask & W != 0 {
         changeable(r)?;
@@ -102,7 +102,7 @@ fn is_granted(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> bool {
 }
 
 /// What an open with these flags needs of the mode bits.
-pub fn mask_of_open(flags: u32) -> u32 {
+pub(super) fn mask_of_open(flags: u32) -> u32 {
     match flags & O_ACCMODE {
         0 if flags & FMODE_EXEC != 0 => X,
         0 => R,
@@ -112,7 +112,7 @@ pub fn mask_of_open(flags: u32) -> u32 {
 }
 
 /// Whether a name of `victim` may be taken out of `dir`.
-pub fn may_delete(c: &pb::Creds, dir: &pb::InodeRecord, victim: &pb::InodeRecord) -> Result<()> {
+pub(super) fn may_delete(c: &pb::Creds, dir: &pb::InodeRecord, victim: &pb::InodeRecord) -> Result<()> {
     check(c, dir, W | X)?;
     changeable(victim)?;
     let (dir, victim) = (dir.attr(), victim.attr());
@@ -124,7 +124,7 @@ pub fn may_delete(c: &pb::Creds, dir: &pb::InodeRecord, victim: &pb::InodeRecord
 }
 
 /// Mode and group of an inode made in `dir`.
-pub fn born(c: &pb::Creds, dir: &pb::Attr, mode: u32) -> (u32, u32) {
+pub(super) fn born(c: &pb::Creds, dir: &pb::Attr, mode: u32) -> (u32, u32) {
     if dir.mode & S_ISGID == 0 {
         return (mode, c.gid);
     }
@@ -138,7 +138,7 @@ pub fn born(c: &pb::Creds, dir: &pb::Attr, mode: u32) -> (u32, u32) {
 
 /// The mode after somebody other than root changed the contents of a file of group `gid`. `strangers`: whoever is not in the group takes
 /// set-group-id also where the group has no execution, as Linux does since 6.1.
-pub fn after_write(c: &pb::Creds, gid: u32, mode: u32, strangers: bool) -> u32 {
+pub(super) fn after_write(c: &pb::Creds, gid: u32, mode: u32, strangers: bool) -> u32 {
     if is_root(c) || mode & S_IFMT != S_IFREG {
         return mode;
     }
@@ -147,7 +147,7 @@ pub fn after_write(c: &pb::Creds, gid: u32, mode: u32, strangers: bool) -> u32 {
 }
 
 /// The mode after a change of owner or group, by whomever.
-pub fn after_chown(c: &pb::Creds, a: &pb::Attr) -> u32 {
+pub(super) fn after_chown(c: &pb::Creds, a: &pb::Attr) -> u32 {
     if is_dir(a) {
         return a.mode;
     }
@@ -156,18 +156,18 @@ pub fn after_chown(c: &pb::Creds, a: &pb::Attr) -> u32 {
 }
 
 /// Whether a caller may take set-id bits and capabilities off a file: its owner, and whoever may write it.
-pub fn may_strip(c: &pb::Creds, r: &pb::InodeRecord) -> bool {
+pub(super) fn may_strip(c: &pb::Creds, r: &pb::InodeRecord) -> bool {
     owns(c, r.attr()) || is_file(r.attr()) && is_granted(c, r, W)
 }
 
 /// A mode set for a writer by a kernel that takes the set-id bits off itself.
-pub fn only_drops_set_ids(c: &pb::Creds, r: &pb::InodeRecord, mode: u32) -> bool {
+pub(super) fn only_drops_set_ids(c: &pb::Creds, r: &pb::InodeRecord, mode: u32) -> bool {
     let now = r.attr().mode & 0o7777;
     mode & 0o7777 == now & !(S_ISUID | S_ISGID) | mode & now & S_ISGID && may_strip(c, r)
 }
 
 /// Whether a change of a file may take a right to its data from somebody.
-pub fn takes_away(before: &pb::InodeRecord, after: &pb::InodeRecord) -> bool {
+pub(super) fn takes_away(before: &pb::InodeRecord, after: &pb::InodeRecord) -> bool {
     let (b, a) = (before.attr(), after.attr());
     let lists = before.acl != after.acl;
     is_file(a) && ((b.uid, b.gid) != (a.uid, a.gid) || b.mode & 0o777 & !a.mode != 0 || lists)

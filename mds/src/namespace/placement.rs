@@ -98,7 +98,7 @@ type Candidates = [Vec<Candidate>; MAX_COPIES as usize];
 
 /// A cluster map and what choosing needs of it, computed once per map.
 #[derive(Default)]
-pub struct Placement {
+pub(super) struct Placement {
     pub view: Arc<MapView>,
     all: Candidates,
     /// By name, once somebody asked.
@@ -108,7 +108,7 @@ pub struct Placement {
 }
 
 /// Checks a request's own words; whether targets and pool exist is checked against the map where it is used.
-pub fn validate(s: &pb::LayoutSpec) -> Result<()> {
+pub(super) fn validate(s: &pb::LayoutSpec) -> Result<()> {
     let bad = |m: String| Err(Error::new(Code::Inval, m));
     if !s.stripe_size.is_multiple_of(STRIPE_UNIT) {
         return bad(format!("stripe size {} is not a multiple of 64 KiB", s.stripe_size));
@@ -167,7 +167,7 @@ fn over(spec: &pb::LayoutSpec, under: &pb::LayoutSpec) -> pb::LayoutSpec {
 }
 
 impl Placement {
-    pub fn new(view: Arc<MapView>) -> Placement {
+    pub(super) fn new(view: Arc<MapView>) -> Placement {
         let all = by_copies(|copies| candidates(&view, copies, "", |_| true));
         let pools = view.map.pools.iter().map(|p| (p.name.clone(), OnceLock::new())).collect();
         Placement { view, all, pools, waiting: OnceLock::new() }
@@ -175,7 +175,7 @@ impl Placement {
 
     /// The whole specification for a file: `layers` from the most to the least specific, below them the defaults of
     /// the file system.
-    pub fn resolve<'a>(&self, layers: impl IntoIterator<Item = &'a pb::LayoutSpec>) -> Result<pb::LayoutSpec> {
+    pub(super) fn resolve<'a>(&self, layers: impl IntoIterator<Item = &'a pb::LayoutSpec>) -> Result<pb::LayoutSpec> {
         let mut s = pb::LayoutSpec::default();
         for layer in layers {
             s = over(&s, layer);
@@ -197,7 +197,7 @@ impl Placement {
     }
 
     /// `EINVAL` if a directory's default names a pool or a target that is not there.
-    pub fn validate_default(&self, s: &pb::LayoutSpec) -> Result<()> {
+    pub(super) fn validate_default(&self, s: &pb::LayoutSpec) -> Result<()> {
         validate(s)?;
         if s.pool != "none" && s.pool != "ignore" {
             self.pool(&s.pool)?;
@@ -216,7 +216,7 @@ impl Placement {
     }
 
     /// Members of a pool, `None` for the pool "" of all.
-    pub fn pool(&self, name: &str) -> Result<Option<&pb::Pool>> {
+    pub(super) fn pool(&self, name: &str) -> Result<Option<&pb::Pool>> {
         if name.is_empty() {
             return Ok(None);
         }
@@ -262,7 +262,7 @@ impl Placement {
     }
 
     /// A layout for a new file. `spec` is resolved; the choice depends on nothing but it, the map and `ino`.
-    pub fn layout(&self, spec: &pb::LayoutSpec, ino: Ino, data_id: u64, generation: u32) -> Result<pb::Layout> {
+    pub(super) fn layout(&self, spec: &pb::LayoutSpec, ino: Ino, data_id: u64, generation: u32) -> Result<pb::Layout> {
         let chains = self.chains(spec, ino)?;
         let set = self.as_set(&chains, spec.copies);
         let chains = if set.is_some() { Vec::new() } else { chains };
@@ -270,7 +270,7 @@ impl Placement {
     }
 
     /// What [`Placement::layout`] would give now, without choosing; see `OpResult.effective`.
-    pub fn effective(&self, spec: &pb::LayoutSpec) -> Result<pb::Layout> {
+    pub(super) fn effective(&self, spec: &pb::LayoutSpec) -> Result<pb::Layout> {
         let count = match spec.targets.len() {
             0 => stripes(spec, self.usable(spec)?.len()),
             n => n,
@@ -509,7 +509,7 @@ fn by_weight(mut left: Vec<Way>, count: usize, ino: Ino) -> Vec<ChainId> {
 
 /// Free and used space as `statfs` shows it: what files take of which there are so many copies, each on a node of its own. Targets that are
 /// silent count with what they said last; `lfs df` shows each target's raw bytes.
-pub fn statfs(place: &Placement, header: &pb::StateHeader, pool: &str, copies: u32) -> Result<pb::StatfsReply> {
+pub(super) fn statfs(place: &Placement, header: &pb::StateHeader, pool: &str, copies: u32) -> Result<pb::StatfsReply> {
     let pool = place.pool(pool)?;
     let (mut total, mut free): (BTreeMap<u32, u64>, BTreeMap<u32, u64>) = Default::default();
     let mut targets = Vec::new();

@@ -10,21 +10,21 @@ use std::collections::BTreeSet;
 const MOST: usize = 65_536;
 
 #[derive(Default)]
-pub struct Queue {
+pub(super) struct Queue {
     keys: BTreeSet<u64>,
     /// Every live key below is in `keys`.
     known_below: u64,
 }
 
 /// What a search through the store found: keys in order, and whether there are no more.
-pub struct Found {
+pub(super) struct Found {
     pub keys: Vec<u64>,
     pub all: bool,
 }
 
 impl Queue {
     /// A commit added or removed a key.
-    pub fn note(&mut self, key: u64, live: bool) {
+    pub(super) fn note(&mut self, key: u64, live: bool) {
         if !live {
             self.keys.remove(&key);
         } else if key < self.known_below {
@@ -38,7 +38,7 @@ impl Queue {
     }
 
     /// The lowest `limit` keys. `search(from, most)` looks in the store for keys from `from` on, where more are needed.
-    pub fn lowest(&mut self, limit: usize, search: impl FnOnce(u64, usize) -> Found) -> Vec<u64> {
+    pub(super) fn lowest(&mut self, limit: usize, search: impl FnOnce(u64, usize) -> Found) -> Vec<u64> {
         if self.keys.len() < limit && self.known_below < u64::MAX {
             let found = search(self.known_below, MOST - self.keys.len().min(MOST));
             self.known_below = match found.keys.last() {

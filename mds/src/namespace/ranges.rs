@@ -75,7 +75,7 @@ fn classes(total: &pb::LockTotal, kind: LockKind, write: bool) -> u64 {
 }
 
 /// A range came into the file.
-pub fn note(total: &mut pb::LockTotal, kind: LockKind, s: &Span) {
+pub(super) fn note(total: &mut pb::LockTotal, kind: LockKind, s: &Span) {
     total.ranged = true;
     if kind != LockKind::LockFlock {
         let of = if s.write { &mut total.write_classes } else { &mut total.read_classes };
@@ -84,7 +84,12 @@ pub fn note(total: &mut pb::LockTotal, kind: LockKind, s: &Span) {
 }
 
 /// Shows the locks in the way, until `each` answers false.
-pub fn barring(t: &Txn<'_>, total: &pb::LockTotal, want: &Want, mut each: impl FnMut(Owner, Span) -> bool) -> Res<()> {
+pub(super) fn barring(
+    t: &Txn<'_>,
+    total: &pb::LockTotal,
+    want: &Want,
+    mut each: impl FnMut(Owner, Span) -> bool,
+) -> Res<()> {
     let mut go_on = true;
     for write in [true, false] {
         // Readers are in no reader's way.
@@ -109,7 +114,7 @@ pub fn barring(t: &Txn<'_>, total: &pb::LockTotal, want: &Want, mut each: impl F
 }
 
 /// What an owner has that meets a range or touches it, in order.
-pub fn near(t: &Txn<'_>, ino: Ino, who: &Owner, start: u64, end: u64) -> Res<Vec<Span>> {
+pub(super) fn near(t: &Txn<'_>, ino: Ino, who: &Owner, start: u64, end: u64) -> Res<Vec<Span>> {
     let mut out = Vec::new();
     each_of(t, ino, who, start.saturating_sub(1), |s| {
         let meets = s.start <= end.saturating_add(1);
@@ -120,7 +125,7 @@ pub fn near(t: &Txn<'_>, ino: Ino, who: &Owner, start: u64, end: u64) -> Res<Vec
 }
 
 /// How many ranges an owner has in a file; of many not all are counted.
-pub fn left(t: &Txn<'_>, ino: Ino, who: &Owner) -> Res<u64> {
+pub(super) fn left(t: &Txn<'_>, ino: Ino, who: &Owner) -> Res<u64> {
     let mut n = 0;
     each_of(t, ino, who, 0, |_| {
         n += 1;
@@ -142,7 +147,7 @@ fn each_of(t: &Txn<'_>, ino: Ino, who: &Owner, from: u64, mut each: impl FnMut(S
 }
 
 /// Writes what an owner has now instead of what it had, of the ranges that are in either.
-pub fn replace(t: &mut Txn<'_>, ino: Ino, who: &Owner, had: &[Span], has: &[Span]) {
+pub(super) fn replace(t: &mut Txn<'_>, ino: Ino, who: &Owner, had: &[Span], has: &[Span]) {
     for s in had.iter().filter(|s| !has.contains(s)) {
         remove(t, ino, who, s);
     }
@@ -157,14 +162,14 @@ fn insert(t: &mut Txn<'_>, ino: Ino, who: &Owner, s: &Span) {
     t.put(index_key(ino, who, s), index_value(s));
 }
 
-pub fn remove(t: &mut Txn<'_>, ino: Ino, who: &Owner, s: &Span) {
+pub(super) fn remove(t: &mut Txn<'_>, ino: Ino, who: &Owner, s: &Span) {
     t.delete(key(ino, who, s));
     t.delete(index_key(ino, who, s));
 }
 
 /// Brings the locks of a file into this form. Costs its sender nothing: it is done once, for what
 /// others left.
-pub fn convert(t: &mut Txn<'_>, ino: Ino, total: &mut pb::LockTotal) -> Res<()> {
+pub(super) fn convert(t: &mut Txn<'_>, ino: Ino, total: &mut pb::LockTotal) -> Res<()> {
     let steps = t.steps.left();
     t.steps.allow(u64::MAX);
     for (who, spans) in locks::of_file(t, ino)?.held {

@@ -17,7 +17,7 @@ use super::{
 };
 use pb::repair::What;
 
-pub fn repair(t: &mut Txn<'_>, r: &pb::Repair) -> Res<()> {
+pub(super) fn repair(t: &mut Txn<'_>, r: &pb::Repair) -> Res<()> {
     match &r.what {
         Some(What::Chunks(c)) => chunks(t, c),
         Some(What::End(e)) => end(t, e),

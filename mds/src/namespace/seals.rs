@@ -22,7 +22,7 @@ use pb::seal::Step;
 const FORMAT_SEALED: u32 = 4;
 
 /// Drops the pages of a manifest.
-pub fn forget_pages(t: &mut Txn<'_>, r: &pb::InodeRecord) {
+pub(super) fn forget_pages(t: &mut Txn<'_>, r: &pb::InodeRecord) {
     let pages = r.seal.as_ref().map_or(0, |s| s.pages);
     (0..pages).for_each(|n| t.delete(keys::extents(r.attr().ino, n)));
 }
@@ -34,7 +34,7 @@ fn told(r: &pb::InodeRecord) -> pb::OpResult {
 
 impl Run<'_, '_> {
     /// What a manifest says may be used to guess at the contents: only who may read those may have it.
-    pub fn get_seal(&mut self, o: &pb::GetSeal) -> Res<pb::OpResult> {
+    pub(super) fn get_seal(&mut self, o: &pb::GetSeal) -> Res<pb::OpResult> {
         let r = self.inode(o.ino)?;
         perm::check(self.by.creds, &r, R)?;
         if r.seal.is_none() {
@@ -51,7 +51,7 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, seal: r.seal, data, ..Default::default() })
     }
 
-    pub fn seal(&mut self, o: &pb::Seal) -> Res<pb::OpResult> {
+    pub(super) fn seal(&mut self, o: &pb::Seal) -> Res<pb::OpResult> {
         let r = self.inode(o.ino)?;
         if !perm::owns(self.by.creds, r.attr()) {
             return fail(Code::Perm, "only the owner and root may seal a file");

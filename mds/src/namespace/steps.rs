@@ -14,21 +14,21 @@ use super::{
 use pb::op::Op;
 
 /// What one list may cost, about 40 ms. 8,192 lookups cost 7 parts in 8 of it.
-pub const OF_A_LIST: u64 = 400_000;
+pub(super) const OF_A_LIST: u64 = 400_000;
 /// Beginning an operation.
-pub const OPERATION: u64 = 10;
+pub(super) const OPERATION: u64 = 10;
 /// Reading a record.
-pub const RECORD: u64 = 10;
+pub(super) const RECORD: u64 = 10;
 /// Another one that lies beside it in the store.
-pub const NEXT: u64 = 4;
+pub(super) const NEXT: u64 = 4;
 /// Writing a record.
-pub const WRITE: u64 = 10;
+pub(super) const WRITE: u64 = 10;
 /// Levels from a directory up to the root that a rename looks at. A path of 4,096 bytes has half as
 /// many.
-pub const DEPTH: u64 = 4_096;
+pub(super) const DEPTH: u64 = 4_096;
 
 /// What is left to a list. What is no list of a client's has no bound.
-pub struct Steps(Cell<u64>);
+pub(super) struct Steps(Cell<u64>);
 
 impl Default for Steps {
     fn default() -> Steps {
@@ -38,16 +38,16 @@ impl Default for Steps {
 
 impl Steps {
     /// From now on there are so many.
-    pub fn allow(&self, steps: u64) {
+    pub(super) fn allow(&self, steps: u64) {
         self.0.set(steps);
     }
 
-    pub fn left(&self) -> u64 {
+    pub(super) fn left(&self) -> u64 {
         self.0.get()
     }
 
     /// `E2BIG` when there are none left, from then on.
-    pub fn take(&self, steps: u64) -> Res<()> {
+    pub(super) fn take(&self, steps: u64) -> Res<()> {
         if self.spend(steps) {
             return Ok(());
         }
@@ -55,7 +55,7 @@ impl Steps {
     }
 
     /// Takes what was done already. Whether that was allowed.
-    pub fn spend(&self, steps: u64) -> bool {
+    pub(super) fn spend(&self, steps: u64) -> bool {
         let left = self.0.get().checked_sub(steps);
         self.0.set(left.unwrap_or(0));
         left.is_some()
@@ -64,7 +64,7 @@ impl Steps {
 
 /// What it costs to read an inode and to decide by its lists who may do something, as operations do
 /// up to twice.
-pub fn of_inode(r: &pb::InodeRecord) -> u64 {
+pub(super) fn of_inode(r: &pb::InodeRecord) -> u64 {
     // An entry of a list has 8 bytes.
     RECORD + (r.acl.len() + r.default_acl.len()) as u64 / 4 + 2 * r.links.len() as u64
 }
@@ -86,12 +86,12 @@ fn moves(op: &pb::Op) -> Option<[Ino; 2]> {
 }
 
 /// Whether it has to be looked at if a list is heavy.
-pub fn is_looked_at(ops: &[pb::Op]) -> bool {
+pub(super) fn is_looked_at(ops: &[pb::Op]) -> bool {
     ops.len() > FEW || ops.iter().any(|o| moves(o).is_some() || matches!(o.op, Some(Op::PathOf(_) | Op::Readdir(_))))
 }
 
 /// Whether a list may cost much: guessed from what it names, as far as that is too much already.
-pub fn is_heavy(t: &Txn<'_>, ops: &[pb::Op]) -> Res<bool> {
+pub(super) fn is_heavy(t: &Txn<'_>, ops: &[pb::Op]) -> Res<bool> {
     t.steps.allow(HEAVY);
     match ops.iter().try_for_each(|op| guess(t, op)) {
         Ok(()) => Ok(false),

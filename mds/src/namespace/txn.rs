@@ -18,13 +18,13 @@ use super::{
 /// Why an operation did not happen. An `Op` failure is an answer, the same on every member. A `Store` failure is this
 /// member's own trouble: nothing may be answered, the whole batch is given up. `Later`: the list that it is in has not run,
 /// on any member, and may come again under its number.
-pub enum Fail {
+pub(super) enum Fail {
     Op(Error),
     Store(Error),
     Later(Error),
 }
 
-pub type Res<T> = Result<T, Fail>;
+pub(super) type Res<T> = Result<T, Fail>;
 
 impl From<Error> for Fail {
     fn from(e: Error) -> Fail {
@@ -33,12 +33,12 @@ impl From<Error> for Fail {
 }
 
 /// A failed operation with its cause in words.
-pub fn fail<T>(code: Code, message: impl Into<String>) -> Res<T> {
+pub(super) fn fail<T>(code: Code, message: impl Into<String>) -> Res<T> {
     Err(Fail::Op(Error::new(code, message)))
 }
 
 /// Reads a stored record; bytes that are none are this member's corruption.
-pub fn decode<M: Message + Default>(key: &[u8], value: Bytes) -> Res<M> {
+pub(super) fn decode<M: Message + Default>(key: &[u8], value: Bytes) -> Res<M> {
     M::decode(value).map_err(|e| {
         let m = format!("metadata record {:02x?} is damaged ({e})", key);
         Fail::Store(Error::new(Code::Corrupt, m))
@@ -47,23 +47,23 @@ pub fn decode<M: Message + Default>(key: &[u8], value: Bytes) -> Res<M> {
 
 /// Writes not in the store yet; `None` = deleted. Inodes stay decoded, they change often within a batch.
 #[derive(Default)]
-pub struct Layer {
+pub(super) struct Layer {
     kv: BTreeMap<Bytes, Option<Bytes>>,
     inodes: BTreeMap<Ino, Option<pb::InodeRecord>>,
 }
 
 impl Layer {
     /// Puts a later layer on top of this one.
-    pub fn merge(&mut self, later: Layer) {
+    pub(super) fn merge(&mut self, later: Layer) {
         self.kv.extend(later.kv);
         self.inodes.extend(later.inodes);
     }
 
-    pub fn put(&mut self, key: Bytes, value: Option<Bytes>) {
+    pub(super) fn put(&mut self, key: Bytes, value: Option<Bytes>) {
         self.kv.insert(key, value);
     }
 
-    pub fn into_batch(self) -> strake_store::Batch {
+    pub(super) fn into_batch(self) -> strake_store::Batch {
         let mut ops: Vec<_> = self.kv.into_iter().collect();
         let inodes = self.inodes.into_iter();
         ops.extend(inodes.map(|(ino, r)| (keys::numbered(keys::INODE, ino), r.map(|r| r.encode_to_vec().into()))));
@@ -72,13 +72,13 @@ impl Layer {
 }
 
 /// Where a name is, or where it would go.
-pub enum Spot {
+pub(super) enum Spot {
     Taken(u64, pb::DentryRecord),
     /// `None`: all slots of its hash are taken.
     Free(Option<u64>),
 }
 
-pub struct Txn<'a> {
+pub(super) struct Txn<'a> {
     store: &'a dyn Reader,
     base: &'a Layer,
     own: Layer,
@@ -90,7 +90,7 @@ pub struct Txn<'a> {
 }
 
 impl<'a> Txn<'a> {
-    pub fn new(
+    pub(super) fn new(
         store: &'a dyn Reader,
         base: &'a Layer,
         header: pb::StateHeader,
@@ -103,15 +103,15 @@ impl<'a> Txn<'a> {
     }
 
     /// What it wrote, the header it leaves, and what it saw and did.
-    pub fn finish(self) -> (Layer, pb::StateHeader, Notes) {
+    pub(super) fn finish(self) -> (Layer, pb::StateHeader, Notes) {
         (self.own, self.header, self.notes)
     }
 
-    pub fn now(&self) -> i64 {
+    pub(super) fn now(&self) -> i64 {
         self.header.now_ns
     }
 
-    pub fn get(&self, key: &[u8]) -> Res<Option<Bytes>> {
+    pub(super) fn get(&self, key: &[u8]) -> Res<Option<Bytes>> {
         self.steps.take(steps::RECORD)?;
         if let Some(v) = self.own.kv.get(key).or_else(|| self.base.kv.get(key)) {
             return Ok(v.clone());
@@ -119,19 +119,19 @@ impl<'a> Txn<'a> {
         self.store.get(key).map_err(Fail::Store)
     }
 
-    pub fn put(&mut self, key: Bytes, value: impl Into<Bytes>) {
+    pub(super) fn put(&mut self, key: Bytes, value: impl Into<Bytes>) {
         self.steps.spend(steps::WRITE);
         self.own.kv.insert(key, Some(value.into()));
     }
 
-    pub fn delete(&mut self, key: Bytes) {
+    pub(super) fn delete(&mut self, key: Bytes) {
         self.steps.spend(steps::WRITE);
         self.own.kv.insert(key, None);
     }
 
     /// Calls `each` for the pairs after `after` and within `prefix`, in key order, until it answers false. True if it
     /// saw them all. Inode records are not seen (they are never listed).
-    pub fn scan(&self, prefix: &[u8], after: &[u8], each: impl FnMut(&[u8], Bytes) -> Res<bool>) -> Res<bool> {
+    pub(super) fn scan(&self, prefix: &[u8], after: &[u8], each: impl FnMut(&[u8], Bytes) -> Res<bool>) -> Res<bool> {
         let from = if after < prefix { Bound::Included(prefix) } else { Bound::Excluded(after) };
         let end = prefix_end(prefix);
         let to = end.as_deref().map_or(Bound::Unbounded, Bound::Excluded);
@@ -139,7 +139,7 @@ impl<'a> Txn<'a> {
     }
 
     /// Likewise for those between two keys.
-    pub fn range(
+    pub(super) fn range(
         &self,
         from: Bound<&[u8]>,
         to: Bound<&[u8]>,
@@ -182,7 +182,7 @@ impl<'a> Txn<'a> {
         }
     }
 
-    pub fn inode(&self, ino: Ino) -> Res<Option<pb::InodeRecord>> {
+    pub(super) fn inode(&self, ino: Ino) -> Res<Option<pb::InodeRecord>> {
         let r = self.read_inode(ino)?;
         self.steps.take(r.as_ref().map_or(steps::RECORD, steps::of_inode))?;
         Ok(r)
@@ -210,25 +210,25 @@ impl<'a> Txn<'a> {
     }
 
     /// The inode, or `ENOENT`.
-    pub fn need(&self, ino: Ino) -> Res<pb::InodeRecord> {
+    pub(super) fn need(&self, ino: Ino) -> Res<pb::InodeRecord> {
         match self.inode(ino)? {
             Some(r) => Ok(r),
             None => fail(Code::NoEnt, format!("inode {ino} does not exist (any more)")),
         }
     }
 
-    pub fn put_inode(&mut self, ino: Ino, record: pb::InodeRecord) {
+    pub(super) fn put_inode(&mut self, ino: Ino, record: pb::InodeRecord) {
         self.notes.changed.insert(ino);
         self.put_unseen(ino, record);
     }
 
     /// Stores a record of which clients see the same as before.
-    pub fn put_unseen(&mut self, ino: Ino, record: pb::InodeRecord) {
+    pub(super) fn put_unseen(&mut self, ino: Ino, record: pb::InodeRecord) {
         self.steps.spend(steps::WRITE);
         self.own.inodes.insert(ino, Some(record));
     }
 
-    pub fn delete_inode(&mut self, ino: Ino) {
+    pub(super) fn delete_inode(&mut self, ino: Ino) {
         self.notes.changed.insert(ino);
         self.own.inodes.insert(ino, None);
     }
@@ -239,7 +239,7 @@ impl<'a> Txn<'a> {
     }
 
     /// Walks the slots of the name's hash up to the first that was never used.
-    pub fn find(&self, dir: Ino, name: &[u8]) -> Res<Spot> {
+    pub(super) fn find(&self, dir: Ino, name: &[u8]) -> Res<Spot> {
         let first = self.names.first_cookie(name);
         let mut free = None;
         for cookie in first..first + SLOTS {
@@ -253,13 +253,13 @@ impl<'a> Txn<'a> {
         Ok(Spot::Free(free))
     }
 
-    pub fn put_name(&mut self, dir: Ino, cookie: u64, name: &[u8], ino: Ino, kind: u32) {
+    pub(super) fn put_name(&mut self, dir: Ino, cookie: u64, name: &[u8], ino: Ino, kind: u32) {
         let d = pb::DentryRecord { ino, r#type: kind, name: Bytes::copy_from_slice(name) };
         self.put(keys::dentry(dir, cookie), d.encode_to_vec());
     }
 
     /// Within a run of colliding names the slot stays marked, so that those behind it are still found.
-    pub fn remove_name(&mut self, dir: Ino, cookie: u64) -> Res<()> {
+    pub(super) fn remove_name(&mut self, dir: Ino, cookie: u64) -> Res<()> {
         let last_slot = cookie % SLOTS == SLOTS - 1;
         if !last_slot && self.dentry(dir, cookie + 1)?.is_some() {
             self.put(keys::dentry(dir, cookie), Bytes::new());

@@ -15,26 +15,26 @@ use strake_store::{Batch, MetaStore, PairIter, Reader};
 
 /// What was found damaged first.
 #[derive(Default)]
-pub struct Damage {
+pub(super) struct Damage {
     any: AtomicBool,
     first: Mutex<Option<Error>>,
 }
 
 impl Damage {
     /// Notes an error, if it is one of damage.
-    pub fn note(&self, e: &Error) {
+    pub(super) fn note(&self, e: &Error) {
         if e.code == Code::Corrupt {
             self.first.lock().get_or_insert_with(|| e.clone());
             self.any.store(true, Relaxed);
         }
     }
 
-    pub fn found(&self) -> Option<Error> {
+    pub(super) fn found(&self) -> Option<Error> {
         if self.any.load(Relaxed) { self.first.lock().clone() } else { None }
     }
 
     /// What was damaged is gone.
-    pub fn forget(&self) {
+    pub(super) fn forget(&self) {
         *self.first.lock() = None;
         self.any.store(false, Relaxed);
     }
@@ -49,7 +49,7 @@ impl Damage {
 }
 
 /// See the module.
-pub struct Watched {
+pub(super) struct Watched {
     pub store: Arc<dyn MetaStore>,
     pub damage: Arc<Damage>,
 }

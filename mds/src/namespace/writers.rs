@@ -20,14 +20,14 @@ use super::{
 const NOBODY: u32 = 65_534;
 
 /// What whoever may write a file may do to its data, besides reading it.
-pub const TO_WRITE: Rights = Rights::WRITE.and(Rights::TRIM);
+pub(super) const TO_WRITE: Rights = Rights::WRITE.and(Rights::TRIM);
 
-pub fn asks_to_write(flags: u32) -> bool {
+pub(super) fn asks_to_write(flags: u32) -> bool {
     flags & O_ACCMODE != 0
 }
 
 /// The session may write the file from now on.
-pub fn enlist(t: &mut Txn<'_>, by: &By<'_>, r: &mut pb::InodeRecord) -> Res<()> {
+pub(super) fn enlist(t: &mut Txn<'_>, by: &By<'_>, r: &mut pb::InodeRecord) -> Res<()> {
     let ino = r.attr().ino;
     let key = keys::writer(by.session, ino);
     if t.get(&key)?.is_none() {
@@ -42,7 +42,7 @@ pub fn enlist(t: &mut Txn<'_>, by: &By<'_>, r: &mut pb::InodeRecord) -> Res<()> 
 
 /// How a writer went.
 #[derive(Clone, Copy)]
-pub enum Left {
+pub(super) enum Left {
     /// All it wrote is reported.
     Clean,
     /// It may have left bytes beyond the recorded end.
@@ -52,7 +52,7 @@ pub enum Left {
 }
 
 /// The session writes the file no longer. `opened`: only if that was its last open.
-pub fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Option<u64>, left: Left) -> Res<()> {
+pub(super) fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Option<u64>, left: Left) -> Res<()> {
     let key = keys::writer(session, ino);
     let Some(last) = t.get(&key)? else { return Ok(()) };
     let goes = opened.is_none_or(|o| last == o.to_be_bytes()[..]);
@@ -90,7 +90,7 @@ pub fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Option<u64
 }
 
 /// What evicted writers did not report of their ends was found out. `surplus` stays: another writer may have left some, too.
-pub fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()> {
+pub(super) fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()> {
     let before = t.need(e.ino)?;
     if before.fence == 0 || before.fence != e.fence || before.attr().change != e.change {
         return fail(Code::Stale, format!("inode {:#x} was changed since its end was looked for", e.ino));
@@ -113,7 +113,7 @@ pub fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()> {
 
 /// What a write undoes is not set while it is to be found out how far an evicted session wrote: that would undo it. The leader
 /// waits before such a list goes to the log; this is for an eviction that comes between.
-pub fn may_set(by: &By<'_>, r: &pb::InodeRecord) -> Res<()> {
+pub(super) fn may_set(by: &By<'_>, r: &pb::InodeRecord) -> Res<()> {
     if r.fence == 0 || !by.ends_matter {
         return Ok(());
     }
@@ -122,7 +122,7 @@ pub fn may_set(by: &By<'_>, r: &pb::InodeRecord) -> Res<()> {
 }
 
 /// The session has ended; `left` is how it left all that it did not release.
-pub fn release_all(t: &mut Txn<'_>, session: SessionId, left: Left) -> Res<()> {
+pub(super) fn release_all(t: &mut Txn<'_>, session: SessionId, left: Left) -> Res<()> {
     let mut inos = Vec::new();
     t.scan(&keys::numbered(keys::WRITER, session), &[], |key, _| {
         inos.extend(keys::last_number(key));

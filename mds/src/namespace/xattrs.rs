@@ -39,7 +39,7 @@ fn no_xattr<T>() -> Res<T> {
 }
 
 impl Run<'_, '_> {
-    pub fn getxattr(&mut self, o: &pb::GetXattr) -> Res<pb::OpResult> {
+    pub(super) fn getxattr(&mut self, o: &pb::GetXattr) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
         self.may_xattr(&r, &o.name, false)?;
         let ino = r.attr().ino;
@@ -56,7 +56,7 @@ impl Run<'_, '_> {
         }
     }
 
-    pub fn listxattr(&mut self, ino: Ino) -> Res<pb::OpResult> {
+    pub(super) fn listxattr(&mut self, ino: Ino) -> Res<pb::OpResult> {
         let r = self.inode(ino)?;
         let ino = r.attr().ino;
         let mut names = Vec::new();
@@ -76,7 +76,7 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, names, ..Default::default() })
     }
 
-    pub fn setxattr(&mut self, o: &pb::SetXattr) -> Res<pb::OpResult> {
+    pub(super) fn setxattr(&mut self, o: &pb::SetXattr) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
         perm::changeable(&r)?;
         if o.flags & !(XATTR_CREATE | XATTR_REPLACE) != 0 {
@@ -134,7 +134,7 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    pub fn removexattr(&mut self, o: &pb::RemoveXattr) -> Res<pb::OpResult> {
+    pub(super) fn removexattr(&mut self, o: &pb::RemoveXattr) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
         perm::changeable(&r)?;
         let weakens = o.name == CAPABILITY && perm::may_strip(self.by.creds, &r);
@@ -179,7 +179,7 @@ impl Run<'_, '_> {
     }
 
     /// The contents change, or the owner: what the file's program may do beyond its caller's rights goes.
-    pub fn drop_capability(&mut self, r: &mut pb::InodeRecord) -> Res<()> {
+    pub(super) fn drop_capability(&mut self, r: &mut pb::InodeRecord) -> Res<()> {
         if r.xattrs == 0 {
             return Ok(());
         }

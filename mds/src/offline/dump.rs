@@ -17,7 +17,7 @@ use strake_store::Reader;
 
 use super::{inspect, inval};
 use crate::{
-    folder::{State, hex},
+    data_dir::{State, hex},
     namespace::{Namespace, check_lock_index},
 };
 

@@ -15,7 +15,7 @@ use strake_store::MetaStore;
 use super::{CACHE, membership};
 use crate::{
     consensus::{DiskLog, LogImage},
-    folder::{self, LOG, Record, STATE, Sizes, State},
+    data_dir::{self, LOG, Record, STATE, Sizes, State},
     namespace::Namespace,
 };
 
@@ -108,13 +108,13 @@ pub(super) fn open(dir: &Path) -> Result<Folder> {
         return Err(absent("there is no such folder"));
     }
     let record = Record::read(dir)?.ok_or_else(|| absent("this is no metadata server's folder: it has no identity"))?;
-    let lock = folder::lock(dir).map_err(|e| Error::new(e.code, format!("{}; stop that first", e.message)))?;
+    let lock = data_dir::lock(dir).map_err(|e| Error::new(e.code, format!("{}; stop that first", e.message)))?;
     if !dir.join(STATE).is_dir() {
         return Err(absent("it holds no state; nothing can be had from it"));
     }
     let store: Arc<dyn MetaStore> = Arc::new(Sizes::of(dir)?.store(dir, CACHE)?);
     let log = DiskLog::peek(&dir.join(LOG), record.cluster, record.member);
-    let state = Namespace::open(store.clone()).map_err(|e| folder::at(dir, e))?;
+    let state = Namespace::open(store.clone()).map_err(|e| data_dir::at(dir, e))?;
     let (header, map) = (state.header(), state.map().map.clone());
     let mut conf = membership(&header.conf_state)?;
     if conf.voters.is_empty()

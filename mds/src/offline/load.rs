@@ -19,7 +19,7 @@ use super::{
     finish, membership, new_id, next_incarnation, spent_ids,
 };
 use crate::{
-    folder::{self, LOG, Record, STATE, Sizes, State},
+    data_dir::{self, LOG, Record, STATE, Sizes, State},
     namespace::{FORMAT_VERSION, Namespace},
 };
 
@@ -54,9 +54,9 @@ pub struct Outcome {
 pub fn load(dir: &Path, from: &mut dyn BufRead, o: &Options, progress: impl FnMut(String)) -> Result<Outcome> {
     let existed = dir.exists();
     strake_store::make_folder(dir)?;
-    let lock = folder::lock(dir)?;
+    let lock = data_dir::lock(dir)?;
     match Record::read(dir)? {
-        None => folder::refuse_foreign(dir)?,
+        None => data_dir::refuse_foreign(dir)?,
         Some(Record { state: State::Loading, .. }) => {}
         Some(r) => {
             let m = format!("{} is the folder of metadata server {}; give an empty one", dir.display(), r.member);
@@ -81,7 +81,7 @@ pub fn load(dir: &Path, from: &mut dyn BufRead, o: &Options, progress: impl FnMu
 fn wipe(dir: &Path) -> Result<()> {
     for name in [STATE, LOG] {
         match fs::remove_dir_all(dir.join(name)) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(folder::at(&dir.join(name), e)),
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(data_dir::at(&dir.join(name), e)),
             _ => {}
         }
     }
@@ -91,13 +91,13 @@ fn wipe(dir: &Path) -> Result<()> {
 fn load_locked(dir: &Path, from: &mut dyn BufRead, o: &Options, progress: impl FnMut(String)) -> Result<Outcome> {
     let mut lines = Lines { from, number: 0, offset: 0, sum: 0 };
     let head = read_head(&mut lines)?;
-    let cluster = folder::cluster_id(&o.cluster_key, &head.fs_name);
+    let cluster = data_dir::cluster_id(&o.cluster_key, &head.fs_name);
     Record { member: o.id.unwrap_or(0), cluster, state: State::Loading }.write(dir)?;
     let store: Arc<dyn MetaStore> = Arc::new(Sizes::of(dir)?.store(dir, CACHE)?);
     let records = read_records(&mut lines, &*store, progress)?;
     let state = Namespace::open(store.clone())?;
     let (header, map) = (state.header(), state.map());
-    let same = (header.applied_index, header.applied_term, folder::hex(&header.fs_uuid), map.map.incarnation)
+    let same = (header.applied_index, header.applied_term, data_dir::hex(&header.fs_uuid), map.map.incarnation)
         == (head.index, head.term, head.fs_uuid.clone(), head.incarnation);
     if !same || header.fs_uuid.is_empty() {
         return Err(Error::new(Code::Corrupt, "the dump's first line does not describe the state that follows it"));
@@ -109,7 +109,7 @@ fn load_locked(dir: &Path, from: &mut dyn BufRead, o: &Options, progress: impl F
     let incarnation = next_incarnation(Incarnation(head.incarnation), o.beyond, o.random.0)?;
     begin_anew(&store, member, incarnation, &spent)?;
     finish(dir, &store, cluster, member, o.random.1)?;
-    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| folder::at(dir, e))?;
+    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| data_dir::at(dir, e))?;
     Ok(Outcome { member, incarnation, fs_name: head.fs_name, records, inodes: header.inodes })
 }
 

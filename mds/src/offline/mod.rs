@@ -22,7 +22,7 @@ use strake_store::MetaStore;
 use crate::{
     cluster::state::FIRST_OSS_NODE,
     consensus::DiskLog,
-    folder::{LOG, Record, Sizes, State},
+    data_dir::{LOG, Record, Sizes, State},
     namespace::Namespace,
 };
 

@@ -27,7 +27,7 @@ use super::{
     inval, new_id, next_incarnation, spent_ids,
 };
 use crate::{
-    folder::{Record, State},
+    data_dir::{Record, State},
     namespace::Namespace,
 };
 

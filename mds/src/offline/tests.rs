@@ -21,7 +21,7 @@ use super::{
     recover::{Options, Recovery},
 };
 use crate::{
-    folder::{Record, Sizes, State},
+    data_dir::{Record, Sizes, State},
     namespace::Namespace,
     server::{Config, MdsServer, start_on_disk},
 };

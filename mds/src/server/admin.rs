@@ -6,12 +6,12 @@ use strake_fabric::admin;
 use strake_proto::{Code, Error, pb};
 use tonic::{Request, Response, Status};
 
-use super::Mds;
+use super::{service::Mds, status};
 use pb::admin_server::{Admin, AdminServer};
 
 struct Shell(Arc<Mds>);
 
-fn status(e: Error) -> Status {
+fn refusal(e: Error) -> Status {
     let code = match e.code {
         Code::NoEnt => tonic::Code::NotFound,
         Code::Exist => tonic::Code::AlreadyExists,
@@ -28,7 +28,7 @@ fn status(e: Error) -> Status {
 #[tonic::async_trait]
 impl Admin for Shell {
     async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusReply>, Status> {
-        Ok(Response::new(self.0.status()))
+        Ok(Response::new(status::status(&self.0.member, &self.0.followers)))
     }
 
     async fn scrub(&self, _: Request<pb::ScrubRequest>) -> Result<Response<pb::ScrubReply>, Status> {
@@ -42,7 +42,7 @@ impl Admin for Shell {
     async fn pool_change(&self, r: Request<pb::PoolChangeRequest>) -> Result<Response<pb::PoolChangeReply>, Status> {
         let r = r.into_inner();
         let change = pb::PoolChange { pool: r.pool, action: r.action, targets: r.targets };
-        self.0.change_pool(change).await.map_err(status)?;
+        self.0.membership.change_pool(change).await.map_err(refusal)?;
         Ok(Response::new(pb::PoolChangeReply {}))
     }
 }
@@ -53,7 +53,7 @@ pub(super) fn serve(
     at: SocketAddr,
     cluster_key: &[u8; 32],
 ) -> strake_proto::Result<impl Future<Output = ()> + Send + use<>> {
-    let env = mds.env.clone();
+    let env = mds.member.env.clone();
     let router = admin::builder().add_service(AdminServer::new(Shell(mds)));
     admin::serve(at, env, cluster_key, router)
 }

@@ -9,7 +9,7 @@ use std::{
 use strake_proto::{ChainId, Result, pb};
 use tokio::time::sleep;
 
-use super::Mds;
+use super::member::Member;
 use crate::cluster::anew::{AT_ONCE, Homes};
 use pb::log_command::Command;
 
@@ -22,81 +22,79 @@ const IDLE: u32 = 20;
 const PAGE: usize = 256 << 10;
 
 /// For ever.
-pub(super) async fn run(mds: &Mds) {
+pub(super) async fn run(member: &Member) {
     // Chains on which files had data, at this epoch: when to look again.
     let mut later: BTreeMap<ChainId, (u64, Duration)> = BTreeMap::new();
-    let again = match mds.cfg.rebuild_after() {
+    let again = match member.cfg.rebuild_after() {
         Duration::ZERO => AGAIN,
         some => AGAIN.min(some * 5),
     };
     loop {
         sleep(LOOK).await;
-        let now = mds.env.boot();
-        let stranded = mds.with_lead(|l| Ok(l.manager.stranded(now, &mds.map()))).unwrap_or_default();
+        let now = member.env.boot();
+        let stranded = member.with_lead(|l| Ok(l.manager.stranded(now, &member.map()))).unwrap_or_default();
         later.retain(|c, _| stranded.iter().any(|s| s.0 == *c));
         let is_due = |(chain, epoch): &&(ChainId, u64)| {
             later.get(chain).is_none_or(|(seen, until)| seen != epoch || *until <= now)
         };
         let due: Vec<ChainId> = stranded.iter().filter(is_due).take(AT_ONCE).map(|c| c.0).collect();
-        let planned = mds.homes(&due);
+        let planned = homes(member, &due);
         if planned.is_empty() {
             continue;
         }
-        let held = match mds.holders(planned.iter().map(|c| c.id).collect()).await {
+        let held = match holders(member, planned.iter().map(|c| c.id).collect()).await {
             Ok(held) => held,
             Err(e) => {
                 tracing::warn!("whether files have data on chains that nobody serves is not known: {e}");
                 due.iter().copied().collect()
             }
         };
-        let took = mds.env.boot().saturating_sub(now);
+        let took = member.env.boot().saturating_sub(now);
         for c in planned.iter().filter(|c| held.contains(&c.id)) {
             later.insert(c.id, (c.epoch - 1, now + took + again.max(took * IDLE)));
         }
-        mds.begin_anew(planned.into_iter().filter(|c| !held.contains(&c.id)).collect()).await;
+        begin_anew(member, planned.into_iter().filter(|c| !held.contains(&c.id)).collect()).await;
     }
 }
 
-impl Mds {
-    /// How chains can begin anew, as far as there are targets for that.
-    fn homes(&self, chains: &[ChainId]) -> Vec<pb::Chain> {
-        let now = self.env.boot();
-        let planned = self.with_lead(|l| {
-            let map = self.map();
-            let (mut homes, blank) = (Homes::new(&map.map), |t, c: &pb::Chain| l.manager.is_blank(now, t, c, &map));
-            Ok(chains.iter().filter_map(|c| homes.of(*c, blank)).collect())
-        });
-        planned.unwrap_or_default()
-    }
+/// How chains can begin anew, as far as there are targets for that.
+fn homes(member: &Member, chains: &[ChainId]) -> Vec<pb::Chain> {
+    let now = member.env.boot();
+    let planned = member.with_lead(|l| {
+        let map = member.map();
+        let (mut homes, blank) = (Homes::new(&map.map), |t, c: &pb::Chain| l.manager.is_blank(now, t, c, &map));
+        Ok(chains.iter().filter_map(|c| homes.of(*c, blank)).collect())
+    });
+    planned.unwrap_or_default()
+}
 
-    /// Those of the chains on which files have data, or may have, by a state in which nobody serves
-    /// them.
-    async fn holders(&self, mut chains: BTreeSet<ChainId>) -> Result<BTreeSet<ChainId>> {
-        let (mut held, mut after) = (BTreeSet::new(), None);
-        loop {
-            let (more, last) = self.machine.namespace.holders(after.as_ref(), PAGE, &chains)?;
-            chains.retain(|c| !more.contains(c));
-            held.extend(more);
-            after = last;
-            if after.is_none() || chains.is_empty() {
-                return Ok(held);
-            }
-            // Others have their turn.
-            sleep(Duration::from_millis(1)).await;
+/// Those of the chains on which files have data, or may have, by a state in which nobody serves
+/// them.
+async fn holders(member: &Member, mut chains: BTreeSet<ChainId>) -> Result<BTreeSet<ChainId>> {
+    let (mut held, mut after) = (BTreeSet::new(), None);
+    loop {
+        let (more, last) = member.machine.namespace.holders(after.as_ref(), PAGE, &chains)?;
+        chains.retain(|c| !more.contains(c));
+        held.extend(more);
+        after = last;
+        if after.is_none() || chains.is_empty() {
+            return Ok(held);
         }
+        // Others have their turn.
+        sleep(Duration::from_millis(1)).await;
     }
+}
 
-    async fn begin_anew(&self, chains: Vec<pb::Chain>) {
-        if chains.is_empty() {
-            return;
-        }
-        let said: Vec<String> = chains.iter().map(|c| c.id.to_string()).collect();
-        let said = said.join(", ");
-        match self.propose(Command::ChainsAnew(pb::ChainsAnew { chains })).await {
-            Ok(_) => tracing::warn!(
-                "cluster: nobody is left of chains {said}; no file has data there, so nothing is lost and they begin anew on other targets"
-            ),
-            Err(e) => tracing::info!("chains {said} do not begin anew yet: {e}"),
-        }
+async fn begin_anew(member: &Member, chains: Vec<pb::Chain>) {
+    if chains.is_empty() {
+        return;
+    }
+    let said: Vec<String> = chains.iter().map(|c| c.id.to_string()).collect();
+    let said = said.join(", ");
+    match member.propose(Command::ChainsAnew(pb::ChainsAnew { chains })).await {
+        Ok(_) => tracing::warn!(
+            "cluster: nobody is left of chains {said}; no file has data there, so nothing is lost and they begin anew on other targets"
+        ),
+        Err(e) => tracing::info!("chains {said} do not begin anew yet: {e}"),
     }
 }

@@ -1,41 +1,42 @@
 //! Answers lists of operations that change something, each once however often it comes. See `docs/leases.md`.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, sync::Arc};
 
-use strake_fabric::Peer;
-use strake_proto::{Code, Error, Ino, Result, SessionId, cap::long_ago, pb};
+use parking_lot::Mutex;
+use strake_proto::{Code, Error, Ino, Result, cap::long_ago, pb};
 
 use super::{
-    Mds,
-    attempts::Begun,
-    heavy::Turn,
-    leader,
+    call::Call,
+    chunks::Trims,
+    disk_space::Need,
+    fair::Fair,
+    locks::LockService,
+    member::{Member, never_ran},
     reads::shown,
-    recalls::Asker,
-    room::Need,
-    service::{Gives, misread, ok},
+    session_service::SessionService,
+    wire::{misread, ok},
 };
 use crate::{
     leases::rows::Reporting,
     namespace::{RULES, effects},
+    request_dedup::{Begun, RequestDedup},
 };
 
 /// A request that is looked at; dropped, it may come again.
 struct Looking<'a> {
-    mds: &'a Mds,
-    by: Asker,
-    seq: u64,
+    changes: &'a Changes,
+    call: &'a Call<'a>,
 }
 
 impl Drop for Looking<'_> {
     fn drop(&mut self) {
-        self.mds.attempts.lock().not_looked(self.by.session, self.seq);
+        self.changes.request_dedup.lock().not_looked(self.call.session(), self.call.seq);
     }
 }
 
 impl Looking<'_> {
     fn pass(self) -> Result<()> {
-        self.mds.attempts.lock().passed(self.by.session, self.seq)
+        self.changes.request_dedup.lock().passed(self.call.session(), self.call.seq)
     }
 }
 
@@ -44,46 +45,54 @@ fn refusal(e: &Error) -> pb::MetaReply {
     pb::MetaReply { results: vec![pb::OpResult { status: Some(e.to_status()), ..Default::default() }], granted: vec![] }
 }
 
-impl Mds {
+/// See the module.
+pub(super) struct Changes {
+    pub member: Arc<Member>,
+    pub sessions: Arc<SessionService>,
+    pub locks: Arc<LockService>,
+    pub trims: Arc<Trims>,
+    pub fair: Arc<Fair>,
+    pub request_dedup: Mutex<RequestDedup>,
+}
+
+impl Changes {
+    /// Forgets the requests of sessions that have ended.
+    pub(super) fn forget_ended(&self) {
+        self.request_dedup.lock().retain(|id| self.member.machine.namespace.session(id).is_some());
+    }
+
     /// A list that changes something.
-    pub(super) async fn change(
-        &self,
-        peer: &Peer,
-        term: u64,
-        epoch: u64,
-        mut request: pb::MetaRequest,
-    ) -> Result<pb::MetaReply> {
-        let by = Asker { session: request.session, connection: request.connection };
-        let (seq, number) = (request.seq, (request.seq, request.lowest_unanswered));
+    pub(super) async fn change(&self, call: &Call<'_>, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let (term, recalls) = (call.term, &self.member.recalls);
         // Before it is asked whether the list ran: if not, its entry comes later.
-        let before = self.machine.namespace.version();
-        self.recalls.in_time(term, by)?;
-        self.recalls.dropped(term, by, seq, &std::mem::take(&mut request.dropped))?;
+        let before = self.member.machine.namespace.version();
+        recalls.in_time(term, call.by)?;
+        recalls.dropped(call, &std::mem::take(&mut request.dropped))?;
         (request.follower, request.ends_matter, request.rules) = (false, true, RULES);
         let looking = match self.begin(&request)? {
             Begun::Refused(e) => return Ok(refusal(&e)),
-            Begun::First => Some(Looking { mds: self, by, seq }),
+            Begun::First => Some(Looking { changes: self, call }),
             Begun::Again => None,
         };
         // Of one that ran the entry is not known: what it gives to read is to be asked for once more.
         let looked = if looking.is_some() { before + 1 } else { long_ago(before) };
-        if let (Some(_), Err(e)) = (&looking, self.check_room(term, by, &request.ops)?) {
-            return Ok(self.refuse_list(by, seq, &e));
+        if let (Some(_), Err(e)) = (&looking, self.check_space(call, &request.ops)?) {
+            return Ok(self.refuse_list(call, &e));
         }
         // What others have written before comes before this: a size and times that are set now must stay.
-        self.have_reported(term, by, &request.ops).await?;
+        self.have_reported(call, &request.ops).await?;
         if looking.is_some() {
-            match self.check_locks(term, by.session, seq, &request.ops).await {
-                Err(e) if !e.is_retryable() => return Ok(self.refuse_list(by, seq, &e)),
+            match self.locks.check_locks(call, &request.ops).await {
+                Err(e) if !e.is_retryable() => return Ok(self.refuse_list(call, &e)),
                 r => r?,
             }
         }
-        let turn = self.heavy_turn(peer, request.session, &request.ops).await?;
-        let in_log = self.turn_of(&self.fair.changes, peer, by.session, request.ops.len()).await?;
+        let turn = self.fair.heavy_turn(call.peer, request.session, &request.ops).await?;
+        let in_log = self.fair.change_turn(call.peer, call.session(), request.ops.len()).await?;
         looking.as_ref().map_or(Ok(()), |_| self.check_targets(&request))?;
-        let expected = self.recalls.expect(term, by.session, seq)?;
+        let expected = recalls.expect(call)?;
         // Again, after all the waiting.
-        self.recalls.in_time(term, by)?;
+        recalls.in_time(term, call.by)?;
         looking.map_or(Ok(()), Looking::pass)?;
         let ops = request.ops.clone();
         let mut reply = match self.propose_list(request).await? {
@@ -91,106 +100,97 @@ impl Mds {
             Err(e) => return Ok(refusal(&e)),
         };
         drop((turn, in_log));
-        let depends = self.recalls.outcome(term, &expected)?;
+        let depends = recalls.outcome(term, &expected)?;
         drop(expected);
         if reply.results.iter().all(ok) {
-            self.note_locks(by.session, &ops);
-            self.wait_for_trims(term, &ops, &reply.results).await?;
-            self.note_handles(term, by, number, Gives { epoch, looked }, &ops, &mut reply.results)?;
+            self.locks.note_locks(call, &ops);
+            self.trims.wait_for_trims(term, &ops, &reply.results).await?;
+            self.sessions.note_handles(call, looked, &ops, &mut reply.results)?;
         }
-        self.recalls.settled(term, &depends).await?;
-        if self.was_refused_for_nothing(term, by.session, &ops, &reply.results).await? {
+        recalls.settled(term, &depends).await?;
+        if self.locks.was_refused_for_nothing(call, &ops, &reply.results).await? {
             let m = "the lock that was in the way is given up by now; try again";
             return Ok(refusal(&Error::new(Code::Overloaded, m)));
         }
         if reply.results.iter().all(ok) {
-            self.wait_for_held_back(term, by, &ops, &reply.results).await?;
-            self.recalls.settled(term, &depends).await?;
-            self.tell_writers(term, by.session, &ops).await?;
-            self.mark_pages(by.session, &ops, &mut reply.results)?;
+            self.wait_for_held_back(call, &ops, &reply.results).await?;
+            recalls.settled(term, &depends).await?;
+            self.locks.tell_writers(call, &ops).await?;
+            self.locks.mark_pages(call, &ops, &mut reply.results)?;
         }
-        self.recalls.leave_out_of_names(term, &ops, &mut reply.results)?;
-        self.recalls.ends_known(term, &shown(&reply)).await?;
-        reply.granted = self.recalls.held(term, by, &effects::told(&ops, &reply.results))?;
+        recalls.leave_out_of_names(term, &ops, &mut reply.results)?;
+        recalls.ends_known(term, &shown(&reply)).await?;
+        reply.granted = recalls.held(call, &effects::told(&ops, &reply.results))?;
         Ok(reply)
     }
 
-    /// A list that is much work has to wait until no other such list is answered. Every list of a client comes here.
-    pub(super) async fn heavy_turn(&self, peer: &Peer, session: SessionId, ops: &[pb::Op]) -> Result<Option<Turn>> {
-        self.fair.changes.note(session);
-        if !self.machine.namespace.is_heavy(ops)? {
-            return Ok(None);
-        }
-        self.heavy.turn(&peer.addr, self.fair.changes.others(session)).await.map(Some)
-    }
-
     fn begin(&self, r: &pb::MetaRequest) -> Result<Begun> {
-        let ran = || self.machine.namespace.has_reply(r.session, r.seq);
+        let ran = || self.member.machine.namespace.has_reply(r.session, r.seq);
         if ran() {
             // An attempt that nobody waited for to the end may count as one that may run yet.
-            self.attempts.lock().ran(r.session, r.seq);
+            self.request_dedup.lock().ran(r.session, r.seq);
             return Ok(Begun::Again);
         }
-        self.machine.namespace.takes_number(r.session, r.seq)?;
-        let begun = self.attempts.lock().begin(r.session, r.seq, r.lowest_unanswered)?;
+        self.member.machine.namespace.takes_number(r.session, r.seq)?;
+        let begun = self.request_dedup.lock().begin(r.session, r.seq, r.lowest_unanswered)?;
         // It may have run since, and is not among those that were proposed any more.
         if begun == Begun::First && ran() {
-            self.attempts.lock().not_looked(r.session, r.seq);
+            self.request_dedup.lock().not_looked(r.session, r.seq);
             return Ok(Begun::Again);
         }
         Ok(begun)
     }
 
-    fn refuse_list(&self, by: Asker, seq: u64, e: &Error) -> pb::MetaReply {
-        self.attempts.lock().refused(by.session, seq, e);
+    fn refuse_list(&self, call: &Call<'_>, e: &Error) -> pb::MetaReply {
+        self.request_dedup.lock().refused(call.session(), call.seq, e);
         refusal(e)
     }
 
     /// Whether there is room for it: the inner error is its answer.
-    fn check_room(&self, term: u64, by: Asker, ops: &[pb::Op]) -> Result<Result<()>> {
+    fn check_space(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<Result<()>> {
         let writes = ops.iter().filter(|o| effects::enlists(o)).count();
-        if !self.recalls.may_write(term, by.session, writes)? {
-            let m = format!("session {} has too many files open for writing; close some", by.session);
+        if !self.member.recalls.may_write(call, writes)? {
+            let m = format!("session {} has too many files open for writing; close some", call.session());
             return Ok(Err(Error::new(Code::Overloaded, m)));
         }
-        Ok(self.room.check(Need::of_list(ops)))
+        Ok(self.member.disk_space.check(Need::of_list(ops)))
     }
 
     /// Refuses for now what would be told that no target takes a file, while targets are away that
     /// would. An answer from the log would hold for ever.
     fn check_targets(&self, r: &pb::MetaRequest) -> Result<()> {
-        if self.machine.namespace.waits_for_targets(r.session, r.creds.as_ref(), &r.ops)? {
+        if self.member.machine.namespace.waits_for_targets(r.session, r.creds.as_ref(), &r.ops)? {
             let m = "all storage targets that could take the file are away; see strake status";
             return Err(Error::new(Code::Overloaded, m));
         }
         Ok(())
     }
 
-    async fn have_reported(&self, term: u64, by: Asker, ops: &[pb::Op]) -> Result<()> {
+    async fn have_reported(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         let set = ops.iter().filter(|o| effects::sets(o)).flat_map(effects::named).collect();
-        let asked = self.recalls.ask(term, by.session, &set)?;
+        let asked = self.member.recalls.ask(call, &set)?;
         if !asked.is_empty() {
             Reporting::AskedToSet.taken();
         }
-        self.recalls.reported(term, &asked).await?;
-        self.recalls.ends_known(term, &set).await
+        self.member.recalls.reported(call.term, &asked).await?;
+        self.member.recalls.ends_known(call.term, &set).await
     }
 
     /// Has a list agreed on and applied. The inner error is its answer: there is no room for it.
     async fn propose_list(&self, request: pb::MetaRequest) -> Result<Result<pb::MetaReply>> {
         let (session, seq) = (request.session, request.seq);
-        let ran = self.propose_anyway(pb::log_command::Command::Meta(request)).await;
+        let ran = self.member.propose_anyway(pb::log_command::Command::Meta(request)).await;
         let e = match ran {
             Ok(ran) => {
-                self.attempts.lock().ran(session, seq);
+                self.request_dedup.lock().ran(session, seq);
                 let Some(pb::log_reply::Reply::Meta(reply)) = ran.reply else { return Err(misread()) };
                 return Ok(Ok(reply));
             }
-            Err(e) if !leader::never_ran(&e) => return Err(e),
+            Err(e) if !never_ran(&e) => return Err(e),
             Err(e) => e,
         };
         let full = e.code == Code::NoSpc;
-        let last = self.attempts.lock().not_taken(session, seq, full.then_some(&e));
+        let last = self.request_dedup.lock().not_taken(session, seq, full.then_some(&e));
         match full {
             true if last => Ok(Err(e)),
             true => Err(Error::new(Code::Disconnected, e.message)),
@@ -200,9 +200,9 @@ impl Mds {
 
     /// Whoever may write a file from now on waits for what others hold back of it: sent later it would lie over what is newer. They
     /// have been told by now that they are not alone, and hold nothing more back.
-    async fn wait_for_held_back(&self, term: u64, by: Asker, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
+    async fn wait_for_held_back(&self, call: &Call<'_>, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
         let opened = ops.iter().zip(results).filter(|(o, _)| effects::enlists(o));
         let opened: BTreeSet<Ino> = opened.map(|(_, r)| r.attr.as_ref().map_or(r.ino, |a| a.ino)).collect();
-        self.recalls.wait_for_holders(term, by.session, &opened).await
+        self.member.recalls.wait_for_holders(call, &opened).await
     }
 }

@@ -17,7 +17,7 @@ use futures_util::{
     stream::{self, FuturesUnordered, StreamExt},
 };
 use parking_lot::Mutex;
-use strake_fabric::{Connection, Fabric, Message};
+use strake_fabric::{Connection, Message};
 use strake_proto::{
     ChunkId, Code, Error, Ino, Result,
     data::{DataReply, DataRequest, FLAG_TOMBSTONE, Version},
@@ -25,23 +25,18 @@ use strake_proto::{
     map::{ChainExt, MapView},
     opcode, pb,
 };
-use tokio::time::{Instant, sleep_until, timeout};
-
-use super::{
-    Mds,
-    steps::{Did, Progress},
+use tokio::{
+    sync::Notify,
+    time::{Instant, sleep_until},
 };
-use pb::log_command::Command;
 
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// After a connect failed, whoever wants that server is told so for this long, at once, before it is tried again: with many who wait, each
-/// would otherwise try for a second, one after the other.
-const FAILURE_STANDS: Duration = Duration::from_millis(500);
+use super::member::Member;
+use crate::trim_progress::{Did, TrimProgress};
+use pb::{log_command::Command, op::Op};
+
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// After so long a file makes way for others, if some wait.
 const TURN: Duration = Duration::from_secs(3);
-/// Beyond so many connections those that broke are forgotten.
-const MAX_LINKS: usize = 1024;
 /// Chains of one file that are asked at the same time.
 pub(super) const CHAINS_AT_ONCE: usize = 16;
 /// Files that are being cut at the same time.
@@ -51,77 +46,12 @@ const RETRY_MIN: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(5);
 /// Jobs that wait for another try; beyond, new ones wait in the state.
 const MAX_LATER: usize = 4096;
+/// How long the reply to a shrink waits for the bytes to be gone from every replica.
+const TRIM_WAIT: Duration = Duration::from_secs(25);
+/// How long the reply to an open does; then the client asks again.
+const OPEN_WAIT: Duration = Duration::from_secs(4);
 const CUT_POLL: Duration = Duration::from_secs(1);
 const DELETE_POLL: Duration = Duration::from_millis(200);
-
-/// The connection to one server, or how the last try for one ended.
-#[derive(Default)]
-struct Link {
-    open: Option<Arc<dyn Connection>>,
-    failed: Option<(Instant, Error)>,
-}
-
-/// Locked while it is made.
-type Slot = Arc<tokio::sync::Mutex<Link>>;
-
-/// One connection per storage server, by the best of its endpoints that answered, and kept until it breaks.
-pub(super) struct Links {
-    fabric: Arc<dyn Fabric>,
-    /// By their endpoints.
-    open: Mutex<BTreeMap<Vec<String>, Slot>>,
-}
-
-impl Links {
-    pub fn new(fabric: Arc<dyn Fabric>) -> Links {
-        Links { fabric, open: Mutex::default() }
-    }
-
-    pub fn fabric(&self) -> &dyn Fabric {
-        &*self.fabric
-    }
-
-    fn slot(&self, at: &[String]) -> Slot {
-        let mut open = self.open.lock();
-        if open.len() >= MAX_LINKS && !open.contains_key(at) {
-            // Servers that came back at other addresses, again and again.
-            open.retain(|_, s| s.try_lock().map_or(true, |l| l.open.as_ref().is_some_and(|c| !c.is_closed())));
-        }
-        open.entry(at.to_vec()).or_default().clone()
-    }
-
-    /// The connection to a storage server, made if there is none. A failure is that of all who waited for it, and of who asks soon after.
-    pub async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
-        let slot = self.slot(&node.endpoints);
-        let mut slot = slot.lock().await;
-        if let Some(c) = slot.open.as_ref().filter(|c| !c.is_closed()) {
-            return Ok(c.clone());
-        }
-        if let Some((at, e)) = &slot.failed
-            && at.elapsed() < FAILURE_STANDS
-        {
-            return Err(e.clone());
-        }
-        let made = self.connect(node).await;
-        *slot = match &made {
-            Ok(c) => Link { open: Some(c.clone()), failed: None },
-            Err(e) => Link { open: None, failed: Some((Instant::now(), e.clone())) },
-        };
-        made
-    }
-
-    async fn connect(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
-        let mut last = Error::new(Code::Inval, format!("storage server '{}' has no endpoint", node.name));
-        let failed = |e: Error| e.context(format_args!("storage server '{}'", node.name));
-        for at in self.fabric.ways(&node.endpoints).map_err(failed)? {
-            match timeout(CONNECT_TIMEOUT, self.fabric.connect(&at, None)).await {
-                Ok(Ok(c)) => return Ok(c),
-                Ok(Err(e)) => last = e.context(format_args!("storage server '{}' at {at}", node.name)),
-                Err(_) => last = Error::new(Code::TimedOut, format!("storage server '{}' at {at}", node.name)),
-            }
-        }
-        Err(last)
-    }
-}
 
 /// Cuts that a leader has made in its term.
 #[derive(Default)]
@@ -139,78 +69,125 @@ impl CutsMade {
     }
 }
 
-/// Files whose size went down: their chunks are cut on every chain, then the shrink is answered.
-pub(super) async fn cut_files(mds: &Mds, term: u64) {
-    // What was made and is not in the log yet: when it is, the file is written again, and another cut may come after that.
-    let made = &mds.cuts_made;
-    made.lock().begin(term);
-    let progress = &Progress::default();
-    let wanted = |(ino, number): (Ino, u64)| mds.machine.namespace.trim_of(ino).is_some_and(|t| t.number == number);
-    let list = |n: usize| {
-        made.lock().cuts.retain(|cut| wanted(*cut));
-        let trims = mds.machine.namespace.trims(n);
-        if trims.len() < n {
-            // All there are. A cut that was replaced by a later one is not gone on with.
-            progress.retain(|number| trims.iter().any(|(_, t, _)| t.number == number));
-        }
-        trims.into_iter().map(|(ino, t, layout)| ((ino, t.number), (ino, t, layout))).collect::<Vec<_>>()
-    };
-    let job = |(ino, trim, layout): (Ino, pb::Trim, pb::Layout)| async move {
-        if !made.lock().cuts.contains(&(ino, trim.number)) {
-            fenced(mds, trim.fence)?;
-            let map = mds.map();
-            let stripes = StripeMap::resolve(ino, &layout, &map)?;
-            if trim_chunks(mds, &map, &stripes, Some(&trim), (progress, trim.number)).await? == Did::Part {
-                return Ok(Did::Part);
-            }
-            made.lock().cuts.insert((ino, trim.number));
-        }
-        Ok(Did::All)
-    };
-    let done = |keys: Vec<(Ino, u64)>| async move {
-        let each = |(ino, number)| mds.propose(Command::TrimDone(pb::TrimDone { ino, number }));
-        try_join_all(keys.into_iter().map(each)).await.map(|_| ())
-    };
-    work_off(CUTS_AT_ONCE, (CUT_POLL, RETRY_MAX), || mds.trim_wanted.notified(), list, job, done).await;
+/// See the module.
+pub(super) struct Trims {
+    member: Arc<Member>,
+    /// A reply waits for a file to be cut.
+    trim_wanted: Notify,
+    cuts_made: Mutex<CutsMade>,
 }
 
-/// A cut because of an evicted session's writes waits until none of them can arrive after it.
-pub(super) fn fenced(mds: &Mds, eviction: u64) -> Result<()> {
-    let now = mds.env.boot();
-    if eviction == 0 || mds.with_lead(|l| Ok(l.manager.all_know(now, eviction, &mds.map())))? {
-        return Ok(());
+impl Trims {
+    pub(super) fn new(member: Arc<Member>) -> Trims {
+        Trims { member, trim_wanted: Notify::new(), cuts_made: Mutex::default() }
     }
-    Err(Error::new(Code::Overloaded, format!("not all storage servers know of eviction {eviction} yet")))
+
+    /// Files whose size went down: their chunks are cut on every chain, then the shrink is answered.
+    pub(super) async fn cut_files(&self, term: u64) {
+        // What was made and is not in the log yet: when it is, the file is written again, and another cut may come after that.
+        let made = &self.cuts_made;
+        made.lock().begin(term);
+        let progress = &TrimProgress::default();
+        let wanted =
+            |(ino, number): (Ino, u64)| self.member.machine.namespace.trim_of(ino).is_some_and(|t| t.number == number);
+        let list = |n: usize| {
+            made.lock().cuts.retain(|cut| wanted(*cut));
+            let trims = self.member.machine.namespace.trims(n);
+            if trims.len() < n {
+                // All there are. A cut that was replaced by a later one is not gone on with.
+                progress.retain(|number| trims.iter().any(|(_, t, _)| t.number == number));
+            }
+            trims.into_iter().map(|(ino, t, layout)| ((ino, t.number), (ino, t, layout))).collect::<Vec<_>>()
+        };
+        let job = |(ino, trim, layout): (Ino, pb::Trim, pb::Layout)| async move {
+            if !made.lock().cuts.contains(&(ino, trim.number)) {
+                self.member.check_fence(trim.fence)?;
+                let map = self.member.map();
+                let stripes = StripeMap::resolve(ino, &layout, &map)?;
+                if trim_chunks(&self.member, &map, &stripes, Some(&trim), (progress, trim.number)).await? == Did::Part {
+                    return Ok(Did::Part);
+                }
+                made.lock().cuts.insert((ino, trim.number));
+            }
+            Ok(Did::All)
+        };
+        let done = |keys: Vec<(Ino, u64)>| async move {
+            let each = |(ino, number)| self.member.propose(Command::TrimDone(pb::TrimDone { ino, number }));
+            try_join_all(keys.into_iter().map(each)).await.map(|_| ())
+        };
+        work_off(CUTS_AT_ONCE, (CUT_POLL, RETRY_MAX), || self.trim_wanted.notified(), list, job, done).await;
+    }
+
+    /// Files that are gone: all their chunks are removed.
+    pub(super) async fn delete_files(&self) {
+        let progress = &TrimProgress::default();
+        let list = |n: usize| {
+            self.member.machine.namespace.gc_queue(n).into_iter().map(|(n, r)| (n, (n, r))).collect::<Vec<_>>()
+        };
+        let job = |(number, r): (u64, pb::GcRecord)| async move {
+            let Some(layout) = &r.layout else { return Ok(Did::All) };
+            let map = self.member.map();
+            let stripes = StripeMap::resolve(r.ino, layout, &map)?;
+            fenced_before(&self.member, number, &stripes, &map)?;
+            trim_chunks(&self.member, &map, &stripes, None, (progress, number)).await
+        };
+        let done = |numbers: Vec<u64>| async move {
+            self.member.propose(Command::GcDone(pb::GcDone { numbers })).await.map(|_| ())
+        };
+        work_off(self.member.cfg.gc_parallel, (DELETE_POLL, RETRY_MAX), std::future::pending, list, job, done).await;
+    }
+
+    /// Holds the reply of a list that sets sizes or gives leave to write until no bytes beyond a cut are left anywhere:
+    /// they must not come back when the file grows again, and what is written from now on must not be cut.
+    pub(super) async fn wait_for_trims(&self, term: u64, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
+        for (op, r) in ops.iter().zip(results) {
+            let (ino, limit) = match &op.op {
+                Some(Op::Setattr(s)) if s.size.is_some() => (s.ino, TRIM_WAIT),
+                Some(Op::Extend(e)) => (e.ino, TRIM_WAIT),
+                Some(Op::Open(_) | Op::Create(_) | Op::Tmpfile(_)) if r.writer != 0 => (0, OPEN_WAIT),
+                _ => continue,
+            };
+            self.wait_for_trim(term, if ino == 0 { r.ino } else { ino }, limit).await?;
+        }
+        Ok(())
+    }
+
+    async fn wait_for_trim(&self, term: u64, ino: Ino, limit: Duration) -> Result<()> {
+        let mut applied = self.member.machine.applied_watch();
+        let mut leadership = self.member.leadership.clone();
+        let deadline = tokio::time::Instant::now() + limit;
+        while self.member.machine.namespace.trim_of(ino).is_some() {
+            if self.member.leading()? != term {
+                return Err(Error::not_leader(0));
+            }
+            self.trim_wanted.notify_one();
+            tokio::select! {
+                biased;
+                r = applied.changed() => r.map_err(|_| Error::new(Code::Disconnected, "the server stops"))?,
+                r = leadership.changed() => r.map_err(|_| Error::new(Code::Disconnected, "the server stops"))?,
+                () = tokio::time::sleep_until(deadline) => {
+                    let m = format!("inode {ino:#x} was cut, but not all replicas have dropped the bytes yet");
+                    // Asked again under the same number, a list that ran waits on.
+                    return Err(Error::new(if limit < TRIM_WAIT { Code::Overloaded } else { Code::TimedOut }, m));
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 /// For a deletion, which has its number from the same counter: a write that arrives later makes a chunk that no file has. Whoever had
 /// the file open closed it, or was evicted before this number was given. Only the file's own chains matter, in the epochs of `map`.
-fn fenced_before(mds: &Mds, number: u64, stripes: &StripeMap, map: &MapView) -> Result<()> {
+fn fenced_before(member: &Member, number: u64, stripes: &StripeMap, map: &MapView) -> Result<()> {
     for id in stripes.chains.iter().collect::<BTreeSet<_>>() {
         let Some(chain) = map.chain(*id).filter(|c| !c.lost) else { continue };
         // Who has not been heard of knows of none. Asked in this order: what is evicted in between counts.
-        let known = mds.with_lead(|l| Ok(l.manager.known_of(chain, map)))?;
-        if let Some(eviction) = mds.machine.namespace.eviction_after(known).filter(|eviction| *eviction < number) {
+        let known = member.with_lead(|l| Ok(l.manager.known_of(chain, map)))?;
+        if let Some(eviction) = member.machine.namespace.eviction_after(known).filter(|eviction| *eviction < number) {
             return Err(Error::new(Code::Overloaded, format!("not all of chain {id} know of eviction {eviction} yet")));
         }
     }
     Ok(())
-}
-
-/// Files that are gone: all their chunks are removed.
-pub(super) async fn delete_files(mds: &Mds) {
-    let progress = &Progress::default();
-    let list = |n: usize| mds.machine.namespace.gc_queue(n).into_iter().map(|(n, r)| (n, (n, r))).collect::<Vec<_>>();
-    let job = |(number, r): (u64, pb::GcRecord)| async move {
-        let Some(layout) = &r.layout else { return Ok(Did::All) };
-        let map = mds.map();
-        let stripes = StripeMap::resolve(r.ino, layout, &map)?;
-        fenced_before(mds, number, &stripes, &map)?;
-        trim_chunks(mds, &map, &stripes, None, (progress, number)).await
-    };
-    let done =
-        |numbers: Vec<u64>| async move { mds.propose(Command::GcDone(pb::GcDone { numbers })).await.map(|_| ()) };
-    work_off(mds.cfg.gc_parallel, (DELETE_POLL, RETRY_MAX), std::future::pending, list, job, done).await;
 }
 
 /// Runs `job` for all that `list` names, at most `parallel` at a time, and reports the finished ones by `done`. Looks for
@@ -343,11 +320,11 @@ fn failed<K: Ord + Copy + std::fmt::Debug>(busy: &mut BTreeMap<K, Job>, key: K, 
 /// Cuts a file's chunks on all its chains, or removes all if its data is gone for good. `number`: of
 /// the job. It makes way for others after a while, and after a failure begins nothing more.
 async fn trim_chunks(
-    mds: &Mds,
+    member: &Member,
     map: &MapView,
     stripes: &StripeMap,
     trim: Option<&pb::Trim>,
-    (progress, number): (&Progress, u64),
+    (progress, number): (&TrimProgress, u64),
 ) -> Result<Did> {
     let requests = trim_requests(stripes, trim.map(|t| t.size), map)?;
     let until = progress.has_room(requests.len()).then(|| Instant::now() + TURN);
@@ -359,11 +336,11 @@ async fn trim_chunks(
             if stop.load(Ordering::Relaxed) || until.is_some_and(|until| Instant::now() >= until) {
                 return Ok(Did::Part);
             }
-            let conn = mds.links.get(&node).await?;
+            let conn = member.links.get(&node).await?;
             let request = step.request(&first);
             let reply = match trim {
                 None => call(&*conn, &request).await?,
-                Some(trim) => cut_once(mds, &*conn, stripes.ino, trim, request.clone()).await?,
+                Some(trim) => cut_once(member, &*conn, stripes.ino, trim, request.clone()).await?,
             };
             step = step.after(&request, &reply)?;
             progress.put(at, step.clone());
@@ -394,20 +371,20 @@ async fn trim_chunks(
 
 /// One round of a cut: a number for it, then the cut with it.
 async fn cut_once(
-    mds: &Mds,
+    member: &Member,
     conn: &dyn Connection,
     ino: Ino,
     trim: &pb::Trim,
     request: DataRequest,
 ) -> Result<DataReply> {
-    let term = mds.with_lead(|l| Ok(l.term))?;
+    let term = member.with_lead(|l| Ok(l.term))?;
     let version = Version { epoch: term, number: 0 };
     let number = call(conn, &DataRequest { version, seq: 0, ..request.clone() }).await?.version.number;
     if number == 0 {
         return Err(Error::new(Code::Protocol, "a storage server of an older version cuts without a number"));
     }
     // Only now: a number that is given after another cut of the file is done would undo what was written since.
-    if mds.machine.namespace.trim_of(ino).is_none_or(|t| t.number != trim.number) {
+    if member.machine.namespace.trim_of(ino).is_none_or(|t| t.number != trim.number) {
         let m = format!("cut {} of inode {ino:#x} is made or replaced", trim.number);
         return Err(Error::new(Code::Stale, m));
     }
@@ -447,78 +424,9 @@ fn trim_requests(stripes: &StripeMap, size: Option<u64>, map: &MapView) -> Resul
 mod tests {
     use std::sync::atomic::AtomicUsize;
 
-    use async_trait::async_trait;
-    use strake_fabric::{Endpoint, Listener, Pool, Service};
+    use tokio::time::timeout;
 
     use super::*;
-
-    /// Reaches everybody, by TCP only, but for the host `dead`, which is silent. Counts what it is asked for without reaching it.
-    struct Nowhere(Pool, Arc<AtomicUsize>);
-
-    #[async_trait]
-    impl Fabric for Nowhere {
-        async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
-            if matches!(to, Endpoint::Rdma(..)) || to.to_string().contains(":dead:") {
-                self.1.fetch_add(1, Ordering::Relaxed);
-                tokio::time::sleep(CONNECT_TIMEOUT * 2).await;
-            }
-            Ok(Arc::new(Open(AtomicBool::new(false))))
-        }
-        async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
-            Err(Error::new(Code::OpNotSupp, "nothing listens here"))
-        }
-        fn pool(&self) -> &Pool {
-            &self.0
-        }
-    }
-
-    struct Open(AtomicBool);
-
-    #[async_trait]
-    impl Connection for Open {
-        async fn call(&self, _: Message, _: Duration) -> Result<Message> {
-            Err(Error::new(Code::Disconnected, "nobody"))
-        }
-        fn is_closed(&self) -> bool {
-            self.0.load(Ordering::Relaxed)
-        }
-        fn addr(&self) -> String {
-            "nowhere".into()
-        }
-        fn close(&self) {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
-
-    #[tokio::test]
-    async fn links_that_broke_are_forgotten_when_there_are_many() {
-        let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20), Arc::default())));
-        let node = |n: usize| pb::Node { endpoints: vec![format!("tcp:h:{n}")], ..Default::default() };
-        let kept = links.get(&node(1)).await.unwrap();
-        for n in 2..=3 * MAX_LINKS {
-            links.get(&node(n)).await.unwrap().close();
-            assert!(links.open.lock().len() <= MAX_LINKS);
-        }
-        let again = links.get(&node(1)).await.unwrap();
-        assert!(Arc::ptr_eq(&kept, &again), "one that works stays");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn who_waits_for_a_dead_server_is_told_with_the_first_and_it_is_tried_again_later() {
-        let tried = Arc::new(AtomicUsize::new(0));
-        let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20), tried.clone())));
-        let node = |host: &str| pb::Node { endpoints: vec![format!("tcp:{host}:1")], ..Default::default() };
-        let (dead, start) = (node("dead"), Instant::now());
-        let all = futures_util::future::join_all((0..100).map(|_| links.get(&dead))).await;
-        assert!(all.iter().all(|r| r.as_ref().is_err_and(|e| e.code == Code::TimedOut)));
-        assert_eq!((tried.load(Ordering::Relaxed), start.elapsed()), (1, CONNECT_TIMEOUT));
-        // So is who comes soon after, but not who wants another one.
-        assert!(links.get(&dead).await.is_err() && links.get(&node("h")).await.is_ok());
-        assert_eq!((tried.load(Ordering::Relaxed), start.elapsed()), (1, CONNECT_TIMEOUT));
-        tokio::time::sleep(FAILURE_STANDS).await;
-        assert!(links.get(&dead).await.is_err());
-        assert_eq!(tried.load(Ordering::Relaxed), 2);
-    }
 
     /// More than are remembered to have failed, and few at a time.
     #[tokio::test(start_paused = true)]
@@ -605,22 +513,5 @@ mod tests {
         let (least, most) = (turns.iter().min().unwrap(), turns.iter().max().unwrap());
         // 318 s, of which each of them has 8 / 40.
         assert!(*least >= 19 && most - least <= 2, "{turns:?}");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_road_that_leads_nowhere_is_not_tried_again_while_another_is_open() {
-        let tried = Arc::new(AtomicUsize::new(0));
-        let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20), tried.clone())));
-        let both = ["rdma:h:1", "tcp:h:1"].map(String::from).to_vec();
-        let node = pb::Node { endpoints: both, ..Default::default() };
-        let start = Instant::now();
-        let all = try_join_all((0..8).map(|_| links.get(&node))).await.unwrap();
-        assert!(all.iter().all(|c| Arc::ptr_eq(c, &all[0])), "who waited has the same");
-        assert!(Arc::ptr_eq(&all[0], &links.get(&node).await.unwrap()));
-        assert_eq!((tried.load(Ordering::Relaxed), start.elapsed()), (1, CONNECT_TIMEOUT));
-        // It is when the other one breaks.
-        all[0].close();
-        assert!(!links.get(&node).await.unwrap().is_closed());
-        assert_eq!(tried.load(Ordering::Relaxed), 2);
     }
 }

@@ -1,4 +1,4 @@
-//! A metadata server from its folder, see [`folder`](crate::folder).
+//! A metadata server from its folder, see [`data_dir`](crate::data_dir).
 
 use std::{
     fs::{self, File},
@@ -9,10 +9,15 @@ use strake_fabric::{Env, Identity, Pool, Roads, private};
 use strake_proto::{CapKey, Code, Error, Result};
 use strake_store::FjallStore;
 
-use super::{Config, Disk, MdsServer, Parts, admin, room};
+use super::{
+    admin,
+    config::Config,
+    disk_space,
+    start::{Disk, MdsServer, Parts, start_with},
+};
 use crate::{
     consensus::{DiskLog, LogImage, LogStore as _, disk_log},
-    folder::{self, LOG, RESERVE, Record, STATE, Sizes, State, cluster_id},
+    data_dir::{self, LOG, RESERVE, Record, STATE, Sizes, State, cluster_id},
     namespace::Namespace,
 };
 
@@ -45,13 +50,13 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
         cluster,
     };
     let admin_at = cfg.admin;
-    let reserve = cfg.reserve_bytes.unwrap_or_else(|| room::default_reserve(sizes.total));
+    let reserve = cfg.reserve_bytes.unwrap_or_else(|| disk_space::default_reserve(sizes.total));
     let disk = Disk { reserve_file: Some(cfg.dir.join(RESERVE)), reserve, segment: sizes.segment, set_aside };
-    let mut server = super::start_with(cfg, parts, disk).await?;
+    let mut server = start_with(cfg, parts, disk).await?;
     server.lock = Some(lock);
     if let Some(at) = admin_at {
         let serve = admin::serve(server.mds.clone(), at, &cluster_key)?;
-        server.tasks.push(server.mds.env.spawn(serve));
+        server.tasks.push(server.mds.member.env.spawn(serve));
     }
     Ok(server)
 }
@@ -59,7 +64,7 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
 /// Opens the state, or makes it. One that is damaged is set aside where it can be had again: `log` has all that was ever agreed on, or
 /// other members have a copy. What was wrong with it comes with the empty one in its place.
 fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore, Option<Error>)> {
-    let (dir, aside) = (&cfg.dir, cfg.dir.join(folder::DAMAGED));
+    let (dir, aside) = (&cfg.dir, cfg.dir.join(data_dir::DAMAGED));
     let open = || {
         let store = Arc::new(sizes.store(dir, cfg.cache_bytes)?);
         let applied = Namespace::open(store.clone())?.header().applied_index;
@@ -70,7 +75,7 @@ fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore
             let whole = log.restoring.is_none() && applied >= log.base.0;
             if whole && aside.exists() {
                 tracing::info!("the state is whole: removes the damaged one that was set aside");
-                fs::remove_dir_all(&aside).map_err(|e| folder::at(&aside, e))?;
+                fs::remove_dir_all(&aside).map_err(|e| data_dir::at(&aside, e))?;
             }
             return Ok((store, None));
         }
@@ -88,10 +93,10 @@ fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore
     }
     tracing::error!("the metadata state is damaged, is set aside as {} and made anew: {damage}", aside.display());
     if aside.exists() {
-        fs::remove_dir_all(&aside).map_err(|e| folder::at(&aside, e))?;
+        fs::remove_dir_all(&aside).map_err(|e| data_dir::at(&aside, e))?;
     }
-    fs::rename(dir.join(STATE), &aside).map_err(|e| folder::at(&aside, e))?;
-    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| folder::at(dir, e))?;
+    fs::rename(dir.join(STATE), &aside).map_err(|e| data_dir::at(&aside, e))?;
+    File::open(dir).and_then(|d| d.sync_all()).map_err(|e| data_dir::at(dir, e))?;
     Ok((sizes.store(dir, cfg.cache_bytes)?, Some(damage)))
 }
 
@@ -105,11 +110,11 @@ pub fn read_identity(text: &str) -> Result<String> {
 fn open_folder(cfg: &Config, cluster: [u8; 16]) -> Result<File> {
     let dir = &cfg.dir;
     strake_store::make_folder(dir)?;
-    let lock = folder::lock(dir)?;
+    let lock = data_dir::lock(dir)?;
     let record = match Record::read(dir)? {
         Some(r) => r,
         None => {
-            folder::refuse_foreign(dir)?;
+            data_dir::refuse_foreign(dir)?;
             let fresh = Record { member: cfg.id, cluster, state: State::New };
             fresh.write(dir)?;
             fresh
@@ -144,15 +149,9 @@ fn open_folder(cfg: &Config, cluster: [u8; 16]) -> Result<File> {
     Ok(lock)
 }
 
-/// Has the folder say that its member was removed, so that it is refused from now on.
-pub(super) fn mark_removed(cfg: &Config, cluster: [u8; 16]) {
-    if let Err(e) = (Record { member: cfg.id, cluster, state: State::Removed }).write(&cfg.dir) {
-        tracing::warn!("cannot mark the folder as that of a removed member: {e}");
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::start::mark_removed;
     use std::path::Path;
 
     use strake_fabric::Endpoint;

@@ -20,8 +20,9 @@ use tokio::{
 };
 
 use super::{
-    Mds,
-    service::{encode, few_numbers},
+    fair::Fair,
+    member::Member,
+    wire::{encode, few_numbers},
 };
 use crate::{consensus::StateMachine as _, namespace::ReadAt};
 
@@ -44,17 +45,15 @@ struct Frontier {
 
 type Waiting = oneshot::Sender<Result<Arc<Frontier>>>;
 
-/// What a member keeps for reads while it does not lead.
+/// Reads that wait while this member does not lead.
 #[derive(Default)]
-pub(super) struct Following {
+struct Gathering {
     /// Reads that wait for the next frontier.
     gathered: Mutex<Vec<Waiting>>,
     wanted: Notify,
-    pub answered: AtomicU64,
-    pub refused: AtomicU64,
 }
 
-impl Following {
+impl Gathering {
     /// A frontier that was asked for after this was called.
     async fn frontier(&self) -> Result<Arc<Frontier>> {
         let (tell, told) = oneshot::channel();
@@ -76,15 +75,15 @@ fn cannot(why: &str) -> Error {
 }
 
 /// Asks for frontiers for ever: one at a time, for all who wait.
-pub(super) async fn run(mds: Arc<Mds>) {
+pub(super) async fn run(followers: Arc<Followers>) {
     let mut link = None;
     loop {
-        mds.following.wanted.notified().await;
-        let waiting = std::mem::take(&mut *mds.following.gathered.lock());
+        followers.gathering.wanted.notified().await;
+        let waiting = std::mem::take(&mut *followers.gathering.gathered.lock());
         if waiting.is_empty() {
             continue;
         }
-        let asked = timeout(ASK, mds.ask_frontier(&mut link)).await;
+        let asked = timeout(ASK, followers.ask_frontier(&mut link)).await;
         let frontier = asked.unwrap_or_else(|_| Err(cannot("the leader does not answer"))).map(Arc::new);
         if frontier.is_err()
             && let Some((_, conn)) = link.take()
@@ -95,19 +94,34 @@ pub(super) async fn run(mds: Arc<Mds>) {
     }
 }
 
-impl Mds {
+/// See the module.
+pub(super) struct Followers {
+    member: Arc<Member>,
+    fair: Arc<Fair>,
+    gathering: Gathering,
+    pub answered: AtomicU64,
+    pub refused: AtomicU64,
+}
+
+impl Followers {
+    pub(super) fn new(member: Arc<Member>, fair: Arc<Fair>) -> Followers {
+        let (answered, refused) = (AtomicU64::new(0), AtomicU64::new(0));
+        Followers { member, fair, gathering: Gathering::default(), answered, refused }
+    }
+
     /// Asks who leads. `link`: the leader that was asked last, and the connection to it.
     async fn ask_frontier(&self, link: &mut Option<(u64, Arc<dyn Connection>)>) -> Result<Frontier> {
-        let leader = self.leadership.borrow().leader;
+        let leader = self.member.leadership.borrow().leader;
         let conn = match link {
             Some((id, conn)) if *id == leader && !conn.is_closed() => conn.clone(),
             _ => {
-                let at = self.node.endpoint_of(leader).ok_or_else(|| cannot("it knows of no leader"))?;
-                let conn = self.links.fabric().connect(&at, None).await.map_err(|e| cannot(&e.message))?;
+                let at = self.member.node.endpoint_of(leader).ok_or_else(|| cannot("it knows of no leader"))?;
+                let conn = self.member.links.fabric().connect(&at, None).await.map_err(|e| cannot(&e.message))?;
                 link.insert((leader, conn)).1.clone()
             }
         };
-        let request = pb::FrontierRequest { member: self.cfg.id, incarnation: self.map().map.incarnation };
+        let request =
+            pb::FrontierRequest { member: self.member.cfg.id, incarnation: self.member.map().map.incarnation };
         let m = Message::new(opcode::FRONTIER, request.encode_to_vec());
         let m = conn.call(m, ASK).await.map_err(|e| cannot(&e.message))?;
         let body = few_numbers(MAX_UNSETTLED, UNSETTLED_TAG, m.body)?;
@@ -117,15 +131,15 @@ impl Mds {
 
     /// Tells a member that does not lead what it may tell of. `NotLeader`; `NotServing`: nothing now; `NotMember`: it is no member any more.
     pub(super) async fn frontier(&self, request: pb::FrontierRequest) -> Result<Bytes> {
-        let term = self.leading()?;
-        if self.machine.is_former(request.member) {
+        let term = self.member.leading()?;
+        if self.member.machine.is_former(request.member) {
             let m = format!("metadata server {} was removed from its group", request.member);
             return Err(Error::new(Code::NotMember, m));
         }
-        self.node.read_barrier().await?;
-        let index = self.machine.namespace.version();
+        self.member.node.read_barrier().await?;
+        let index = self.member.machine.namespace.version();
         // After the index: of what was applied up to that nothing is missing.
-        let unsettled = self.recalls.awaited(term, MAX_UNSETTLED)?;
+        let unsettled = self.member.recalls.awaited(term, MAX_UNSETTLED)?;
         Ok(encode(&pb::FrontierReply { index, unsettled }))
     }
 
@@ -133,30 +147,30 @@ impl Mds {
     /// server cannot, at the moment.
     pub(super) async fn follow(&self, peer: &Peer, request: pb::MetaRequest) -> Result<pb::MetaReply> {
         let outcome = self.read_following(peer, &request).await;
-        let counter = if outcome.is_ok() { &self.following.answered } else { &self.following.refused };
+        let counter = if outcome.is_ok() { &self.answered } else { &self.refused };
         counter.fetch_add(1, Relaxed);
         outcome
     }
 
     async fn read_following(&self, peer: &Peer, request: &pb::MetaRequest) -> Result<pb::MetaReply> {
         let creds = request.creds.clone().unwrap_or_default();
-        let elsewhere = || self.leading().err().unwrap_or_else(|| Error::not_leader(0));
+        let elsewhere = || self.member.leading().err().unwrap_or_else(|| Error::not_leader(0));
         if !request.ops.iter().all(only_looks) {
             return Err(elsewhere());
         }
         for _ in 0..LOOKS {
             // Its session is not known here: it is the turn of its connection.
-            let turn = self.turn_of(&self.fair.reads, peer, peer.id, 0).await?;
-            let frontier = self.following.frontier().await?;
+            let turn = self.fair.read_turn(peer, peer.id).await?;
+            let frontier = self.gathering.frontier().await?;
             drop(turn);
-            let mut applied = self.machine.applied_watch();
+            let mut applied = self.member.machine.applied_watch();
             match timeout(BEHIND, applied.wait_for(|index| *index >= frontier.index)).await {
                 Ok(Ok(_)) => {}
                 Ok(Err(_)) => return Err(cannot("it stops")),
                 Err(_) => return Err(cannot("it is behind")),
             }
-            let turn = self.heavy_turn(peer, request.session, &request.ops).await?;
-            let read = self.machine.namespace.read_following(request.session, &creds, &request.ops);
+            let turn = self.fair.heavy_turn(peer, request.session, &request.ops).await?;
+            let read = self.member.machine.namespace.read_following(request.session, &creds, &request.ops);
             drop(turn);
             // Whose session has ended only the leader says.
             let read = read.map_err(|e| cannot(&e.message))?;
@@ -170,7 +184,7 @@ impl Mds {
     /// Whether the answer is what the leader could have answered when it told the frontier.
     fn may_tell(&self, frontier: &Frontier, read: &ReadAt) -> bool {
         let settled = read.looked.is_disjoint(&frontier.unsettled);
-        settled && self.machine.same_since(frontier.index, &read.looked)
+        settled && self.member.machine.same_since(frontier.index, &read.looked)
     }
 }
 

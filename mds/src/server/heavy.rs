@@ -101,7 +101,7 @@ impl Drop for Turn {
 
 impl Heavy {
     /// Waits for a list's turn. `others`: other sessions are active.
-    pub async fn turn(&self, addr: &str, others: bool) -> Result<Turn> {
+    pub(super) async fn turn(&self, addr: &str, others: bool) -> Result<Turn> {
         let line = self.of_machine(machine(addr));
         let of_machine = line.turn().await?;
         let of_all = self.all.turn().await?;

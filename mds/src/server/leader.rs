@@ -4,17 +4,28 @@
 use std::{sync::Arc, time::Duration};
 
 use strake_fabric::watch;
-use strake_proto::{Code, Error, Result, map::ROLE_MDS, pb};
+use strake_proto::{Code, Result, map::ROLE_MDS, pb};
 use tokio::time::sleep;
 
-use super::{Lead, Mds, anew, chunks, ends, sessions::Sessions, waits::Waits};
+use super::{
+    anew,
+    changes::Changes,
+    chunks::Trims,
+    lease_service,
+    locks::LockService,
+    member::{BATCH, Lead, Member, never_ran},
+    session_service::SessionService,
+    size_recovery,
+};
 use crate::{
     cluster::{
         manager::{Manager, Options, Proposal},
         slow,
     },
     consensus::Leadership,
+    lock_waiters::LockWaiters,
     namespace::PLACEMENT,
+    sessions::Sessions,
 };
 use pb::log_command::Command;
 
@@ -29,12 +40,11 @@ const MIN_GRACE: Duration = Duration::from_secs(6);
 const ORPHAN_PAUSE: Duration = Duration::from_secs(1);
 const ORPHAN_TICK: Duration = Duration::from_millis(500);
 const ORPHANS: usize = 16_384;
-/// Sessions or inodes named in one log entry.
-pub(super) const BATCH: usize = 1024;
 
 /// Follows leadership for ever.
-pub(super) async fn run(mds: Arc<Mds>) {
-    let mut leadership = mds.leadership.clone();
+pub(super) async fn run(leader: Arc<Leader>) {
+    let member = &leader.member;
+    let mut leadership = member.leadership.clone();
     loop {
         let l = *leadership.borrow_and_update();
         if !l.ready {
@@ -47,11 +57,11 @@ pub(super) async fn run(mds: Arc<Mds>) {
         tokio::select! {
             biased;
             () = lost(&mut leadership, l.term) => (),
-            () = mds.lead(l.term) => (),
+            () = leader.lead(l.term) => (),
         }
-        *mds.lead.lock() = None;
-        mds.recalls.stop();
-        mds.machine.namespace.lock_news().listen(false);
+        *member.lead.lock() = None;
+        member.recalls.stop();
+        member.machine.namespace.lock_news().listen(false);
         tracing::info!(term = l.term, "this metadata server leads no longer");
     }
 }
@@ -65,73 +75,77 @@ async fn lost(leadership: &mut watch::Receiver<Leadership>, term: u64) {
     }
 }
 
-/// Whether a failed proposal certainly did not and will not run.
-pub(super) fn never_ran(e: &Error) -> bool {
-    !matches!(e.code, Code::Disconnected | Code::TimedOut)
+/// See the module.
+pub(super) struct Leader {
+    pub member: Arc<Member>,
+    pub sessions: Arc<SessionService>,
+    pub changes: Arc<Changes>,
+    pub locks: Arc<LockService>,
+    pub trims: Arc<Trims>,
 }
 
-impl Mds {
+impl Leader {
     async fn lead(&self, term: u64) {
         while let Err(e) = self.format().await {
             tracing::warn!("formatting the file system: {e}");
             sleep(CLUSTER_TICK).await;
         }
-        let now = self.env.boot();
+        let now = self.member.env.boot();
         let options = Options {
-            lease: self.cfg.lease(),
-            expect_targets: self.cfg.expect_targets,
-            chains_per_target: self.cfg.chains_per_target,
-            balance_percent: self.cfg.balance_percent,
-            rebuild_after: self.cfg.rebuild_after(),
+            lease: self.member.cfg.lease(),
+            expect_targets: self.member.cfg.expect_targets,
+            chains_per_target: self.member.cfg.chains_per_target,
+            balance_percent: self.member.cfg.balance_percent,
+            rebuild_after: self.member.cfg.rebuild_after(),
             slow: slow::Options {
-                factor: self.cfg.slow_factor,
-                floor: Duration::from_millis(self.cfg.slow_floor_ms),
-                lasts: Duration::from_millis(self.cfg.slow_for_ms),
-                drain: self.cfg.drain_slow,
+                factor: self.member.cfg.slow_factor,
+                floor: Duration::from_millis(self.member.cfg.slow_floor_ms),
+                lasts: Duration::from_millis(self.member.cfg.slow_for_ms),
+                drain: self.member.cfg.drain_slow,
             },
         };
         let mut sessions = Sessions::default();
-        for (id, s) in self.machine.namespace.sessions() {
+        for (id, s) in self.member.machine.namespace.sessions() {
             sessions.inherit(now, id, s.epoch);
         }
-        let manager = Manager::new(options, now, &self.map());
-        while let Err(e) = self.recalls.start(term, &self.machine.namespace) {
+        let manager = Manager::new(options, now, &self.member.map());
+        while let Err(e) = self.member.recalls.start(term, &self.member.machine.namespace) {
             tracing::warn!("reading who writes what: {e}");
             sleep(CLUSTER_TICK).await;
         }
-        self.machine.namespace.lock_news().listen(true);
-        *self.lead.lock() = Some(Lead { term, manager, sessions, waits: Waits::default() });
+        self.member.machine.namespace.lock_news().listen(true);
+        *self.member.lead.lock() = Some(Lead { term, manager, sessions, lock_waiters: LockWaiters::default() });
         tokio::join!(
             self.announce(),
             self.settings(),
             self.tick_cluster(),
             self.end_sessions(),
             self.free_orphans(),
-            self.serve_locks(),
-            self.end_leases(),
-            chunks::cut_files(self, term),
-            ends::find_ends(self, term),
-            chunks::delete_files(self),
-            anew::run(self),
+            self.locks.serve(),
+            lease_service::end_leases(&self.member),
+            self.trims.cut_files(term),
+            size_recovery::find_ends(&self.member, term),
+            self.trims.delete_files(),
+            anew::run(&self.member),
         );
     }
 
     async fn format(&self) -> Result<()> {
-        if !self.machine.namespace.header().fs_uuid.is_empty() {
+        if !self.member.machine.namespace.header().fs_uuid.is_empty() {
             return Ok(());
         }
         let format = pb::Format {
-            fs_uuid: self.env.random_bytes::<16>().to_vec().into(),
-            fs_name: self.cfg.fs_name.clone(),
-            name_hash_key: self.env.random_bytes::<16>().to_vec().into(),
-            default_copies: self.cfg.default_copies,
+            fs_uuid: self.member.env.random_bytes::<16>().to_vec().into(),
+            fs_name: self.member.cfg.fs_name.clone(),
+            name_hash_key: self.member.env.random_bytes::<16>().to_vec().into(),
+            default_copies: self.member.cfg.default_copies,
             root_mode: 0o755,
-            root_uid: self.cfg.root_uid,
-            root_gid: self.cfg.root_gid,
+            root_uid: self.member.cfg.root_uid,
+            root_gid: self.member.cfg.root_gid,
             placement: PLACEMENT,
         };
-        self.propose(Command::Format(format)).await?;
-        tracing::info!(name = self.cfg.fs_name, "made a new file system");
+        self.member.propose(Command::Format(format)).await?;
+        tracing::info!(name = self.member.cfg.fs_name, "made a new file system");
         Ok(())
     }
 
@@ -141,7 +155,7 @@ impl Mds {
         loop {
             match self.announcement().await {
                 Ok(None) => {}
-                Ok(Some(change)) => match self.propose(Command::MdsNodes(change)).await {
+                Ok(Some(change)) => match self.member.propose(Command::MdsNodes(change)).await {
                     Ok(_) => continue,
                     Err(e) => tracing::warn!("announcing the metadata servers: {e}"),
                 },
@@ -153,9 +167,9 @@ impl Mds {
 
     /// Has the map say what this leader's configuration says of all chains.
     async fn settings(&self) {
-        let asked = pb::Settings { min_copies: self.cfg.min_copies };
-        while self.map().map.min_copies.max(1) != asked.min_copies {
-            match self.propose(Command::Settings(asked)).await {
+        let asked = pb::Settings { min_copies: self.member.cfg.min_copies };
+        while self.member.map().map.min_copies.max(1) != asked.min_copies {
+            match self.member.propose(Command::Settings(asked)).await {
                 Ok(_) => tracing::info!("chains take writes with {} or more copies in sync", asked.min_copies),
                 Err(e) => tracing::warn!("setting min_copies: {e}"),
             }
@@ -165,22 +179,22 @@ impl Mds {
 
     /// How the map must change to name the members, `None`: it does.
     async fn announcement(&self) -> Result<Option<pb::MdsNodes>> {
-        let (map, group) = (self.map(), self.node.group().await?);
+        let (map, group) = (self.member.map(), self.member.node.group().await?);
         let known = |id: u32| map.map.nodes.iter().find(|n| n.id == id && n.role == ROLE_MDS);
         let mut nodes = Vec::new();
         for m in &group.members {
             let id = u32::try_from(m.id).unwrap_or(0);
-            let own = id == self.own_id();
+            let own = id == self.member.own_id();
             // A configuration may be older than the last replacement: only members count. What it says of them counts more
             // than an older map, and the change that took a member in more than nothing.
-            let configured = self.cfg.peers.iter().find(|p| p.0 == m.id).map(|p| &p.1);
+            let configured = self.member.cfg.peers.iter().find(|p| p.0 == m.id).map(|p| &p.1);
             let at = match own {
-                true => Some(self.advertised.get().unwrap_or(&self.cfg.listen)),
+                true => Some(self.member.advertised.get().unwrap_or(&self.member.cfg.listen)),
                 false => configured.or(m.endpoint.as_ref().filter(|_| known(id).is_none())),
             };
             let Some(at) = at else { continue };
             let (name, version) = match known(id) {
-                _ if own => (self.cfg.name(), env!("CARGO_PKG_VERSION").into()),
+                _ if own => (self.member.cfg.name(), env!("CARGO_PKG_VERSION").into()),
                 Some(n) => (n.name.clone(), n.version.clone()),
                 None => (format!("mds-{id}"), String::new()),
             };
@@ -196,22 +210,22 @@ impl Mds {
 
     async fn tick_cluster(&self) {
         loop {
-            let before = self.env.boot();
+            let before = self.member.env.boot();
             sleep(CLUSTER_TICK).await;
-            let now = self.env.boot();
-            let proposal = self.with_lead(|l| {
+            let now = self.member.env.boot();
+            let proposal = self.member.with_lead(|l| {
                 if now.saturating_sub(before) > STALL {
                     l.manager.all_heard(now);
                     l.sessions.all_heard(now);
                 }
-                let map = self.map();
+                let map = self.member.map();
                 l.manager.map_changed(now, &map);
                 Ok(l.manager.tick(now, &map))
             });
             self.lift_fences();
             if let Ok(Some(p)) = proposal {
                 self.change_map(p).await;
-            } else if self.with_lead(|l| Ok(l.manager.in_doubt())).unwrap_or(false) {
+            } else if self.member.with_lead(|l| Ok(l.manager.in_doubt())).unwrap_or(false) {
                 self.settle_map().await;
             }
             self.judge_slow(now).await;
@@ -220,14 +234,14 @@ impl Mds {
 
     /// Names targets that are slow beside the others, and has one of them drained.
     async fn judge_slow(&self, now: Duration) {
-        let judged = self.with_lead(|l| {
-            let (map, slow) = (self.map(), &mut l.manager.slow);
-            Ok((slow.judge(now, self.env.unix_ms(), &map), slow.to_drain(now, &map.map)))
+        let judged = self.member.with_lead(|l| {
+            let (map, slow) = (self.member.map(), &mut l.manager.slow);
+            Ok((slow.judge(now, self.member.env.unix_ms(), &map), slow.to_drain(now, &map.map)))
         });
         let Ok((said, change)) = judged else { return };
         said.iter().for_each(|s| tracing::warn!("cluster: {s}"));
         let Some(change) = change else { return };
-        match self.propose(Command::TargetChange(change)).await {
+        match self.member.propose(Command::TargetChange(change)).await {
             Ok(_) => tracing::warn!(
                 "cluster: target {} is drained, because it is slow. `strake target keep {0}` calls it off",
                 change.target
@@ -238,10 +252,12 @@ impl Mds {
 
     /// Lets those go on who wait for what evicted sessions wrote, once that can arrive nowhere any more.
     fn lift_fences(&self) {
-        if self.recalls.fences() {
-            let known = self.with_lead(|l| Ok((l.term, l.manager.known_to_all(self.env.boot(), &self.map()))));
+        if self.member.recalls.fences() {
+            let known = self
+                .member
+                .with_lead(|l| Ok((l.term, l.manager.known_to_all(self.member.env.boot(), &self.member.map()))));
             // A leader no longer: they are sent elsewhere.
-            let _ = known.and_then(|(term, upto)| self.recalls.fenced(term, upto));
+            let _ = known.and_then(|(term, upto)| self.member.recalls.fenced(term, upto));
         }
     }
 
@@ -249,16 +265,16 @@ impl Mds {
         for w in &p.why {
             tracing::info!("cluster: {w}");
         }
-        let known = match self.propose(Command::MapUpdate(p.update)).await {
+        let known = match self.member.propose(Command::MapUpdate(p.update)).await {
             Ok(_) => true,
             Err(e) => {
                 tracing::info!("the map change was not made: {e}");
                 never_ran(&e)
             }
         };
-        let now = self.env.boot();
-        let _ = self.with_lead(|l| {
-            l.manager.map_changed(now, &self.map());
+        let now = self.member.env.boot();
+        let _ = self.member.with_lead(|l| {
+            l.manager.map_changed(now, &self.member.map());
             l.manager.resolved(known);
             Ok(())
         });
@@ -267,13 +283,13 @@ impl Mds {
     /// A lone server whose disk was full leads on, and a map change that was under way may have been made. It is known when something
     /// behind it in the log was applied: a change that changes nothing.
     async fn settle_map(&self) {
-        let nothing = pb::MapUpdate { expect_version: self.map().version(), ..Default::default() };
-        match self.propose(Command::MapUpdate(nothing)).await {
+        let nothing = pb::MapUpdate { expect_version: self.member.map().version(), ..Default::default() };
+        match self.member.propose(Command::MapUpdate(nothing)).await {
             Err(e) if e.code != Code::Busy => tracing::debug!("whether the map was changed is not known yet: {e}"),
             _ => {
-                let now = self.env.boot();
-                let _ = self.with_lead(|l| {
-                    l.manager.map_changed(now, &self.map());
+                let now = self.member.env.boot();
+                let _ = self.member.with_lead(|l| {
+                    l.manager.map_changed(now, &self.member.map());
                     l.manager.resolved(true);
                     Ok(())
                 });
@@ -282,34 +298,34 @@ impl Mds {
     }
 
     async fn end_sessions(&self) {
-        let term = self.cfg.session_term();
+        let term = self.member.cfg.session_term();
         let pause = (term / 16).clamp(Duration::from_millis(20), Duration::from_secs(1));
         loop {
             sleep(pause).await;
-            let now = self.env.boot();
-            let known = self.machine.namespace.sessions();
-            let silent = self.with_lead(|l| {
+            let now = self.member.env.boot();
+            let known = self.member.machine.namespace.sessions();
+            let silent = self.member.with_lead(|l| {
                 for (id, s) in &known {
                     // Ended since it was listed? Then it must not come back into the table.
-                    if self.machine.namespace.session(*id).is_some() {
+                    if self.member.machine.namespace.session(*id).is_some() {
                         l.sessions.learn(now, *id, s.epoch);
                     }
                 }
                 for id in l.sessions.ids() {
-                    if self.machine.namespace.session(id).is_none() {
+                    if self.member.machine.namespace.session(id).is_none() {
                         l.sessions.remove(id);
-                        l.waits.remove(id);
+                        l.lock_waiters.remove(id);
                     }
                 }
                 Ok(l.sessions.expire(now, term))
             });
-            self.attempts.lock().retain(|id| self.machine.namespace.session(id).is_some());
-            self.owners.lock().retain(|id| self.machine.namespace.session(id).is_some());
+            self.changes.forget_ended();
+            self.sessions.forget_ended();
             let Ok(silent) = silent else { continue };
             for batch in silent.chunks(BATCH) {
                 tracing::warn!(sessions = ?batch, "sessions were silent for their term and are evicted");
                 let end = pb::SessionEnd { sessions: batch.to_vec(), evict: true };
-                if let Err(e) = self.propose(Command::SessionEnd(end)).await {
+                if let Err(e) = self.member.propose(Command::SessionEnd(end)).await {
                     tracing::warn!("ending sessions: {e}");
                 }
             }
@@ -319,20 +335,24 @@ impl Mds {
     /// Frees files without a name that nobody has open. What was open under a former leader is known when all sessions of then have told it, at the latest
     /// when their term is over.
     async fn free_orphans(&self) {
-        let (began, term) = (self.env.boot(), self.cfg.session_term());
+        let (began, term) = (self.member.env.boot(), self.member.cfg.session_term());
         sleep(MIN_GRACE).await;
-        while self.env.boot().saturating_sub(began) < term
-            && !self.with_lead(|l| Ok(l.sessions.all_told())).unwrap_or(false)
+        while self.member.env.boot().saturating_sub(began) < term
+            && !self.member.with_lead(|l| Ok(l.sessions.all_told())).unwrap_or(false)
         {
             sleep(ORPHAN_TICK).await;
         }
         loop {
             sleep(ORPHAN_TICK).await;
-            let orphans = self.machine.namespace.orphans(ORPHANS);
-            let now = self.env.boot();
-            let Ok(free) = self.with_lead(|l| Ok(l.sessions.free(now, &orphans, ORPHAN_PAUSE))) else { continue };
+            let orphans = self.member.machine.namespace.orphans(ORPHANS);
+            let now = self.member.env.boot();
+            let Ok(free) = self.member.with_lead(|l| Ok(l.sessions.free(now, &orphans, ORPHAN_PAUSE))) else {
+                continue;
+            };
             for batch in free.chunks(BATCH) {
-                if let Err(e) = self.propose(Command::FreeOrphans(pb::FreeOrphans { inos: batch.to_vec() })).await {
+                if let Err(e) =
+                    self.member.propose(Command::FreeOrphans(pb::FreeOrphans { inos: batch.to_vec() })).await
+                {
                     tracing::warn!("freeing removed files: {e}");
                 }
             }

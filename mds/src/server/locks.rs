@@ -1,22 +1,23 @@
 //! The leader's part in locks: refuses what is in somebody's way without an entry in the log, keeps what is free for the one
-//! whose turn it is, and tells clients of their turns. The rules are in `docs/locks.md`, the table in `waits`.
+//! whose turn it is, and tells clients of their turns. The rules are in `docs/locks.md`, the table in `lock_waiters`.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use strake_fabric::Peer;
+use strake_fabric::watch;
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::{
-    Mds, chunks,
-    service::encode,
-    trying::{self, Verdict},
-    waits::{Entry, MAX_LOOKS, MAX_SEARCH, Waits, is_of_pages},
-};
-use crate::namespace::{
-    locks::{self, Owner, Want},
-    spans::Span,
+use super::{call::Call, member::Member, wire::encode};
+use crate::{
+    lock_waiters::{
+        Entry, LockWaiters, MAX_LOOKS, MAX_SEARCH, is_of_pages,
+        verdict::{self, Verdict},
+    },
+    namespace::{
+        locks::{self, Owner, Want},
+        spans::Span,
+    },
 };
 use pb::op::Op;
 
@@ -37,47 +38,58 @@ fn wants(session: SessionId, ops: &[pb::Op]) -> Vec<Want> {
     ops.iter().filter_map(want).collect()
 }
 
-impl Mds {
+/// See the module.
+pub(super) struct LockService {
+    member: Arc<Member>,
+    /// Somebody who waits for a lock may have his turn.
+    turns: watch::Sender<u64>,
+}
+
+impl LockService {
+    pub(super) fn new(member: Arc<Member>) -> LockService {
+        LockService { member, turns: watch::Sender::new(0) }
+    }
+
     /// Before a client's new list goes to the log: `LockConflict` for a lock that somebody else has. While it is another's
     /// turn, this waits for what becomes of that; a patient one is told of a conflict at once. `Overloaded` while something
     /// that an evicted session wrote may still arrive.
-    pub(super) async fn check_locks(&self, term: u64, session: SessionId, seq: u64, ops: &[pb::Op]) -> Result<()> {
-        let wants = wants(session, ops);
+    pub(super) async fn check_locks(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
+        let wants = wants(call.session(), ops);
         if wants.is_empty() {
             return Ok(());
         }
-        self.node.read_barrier().await?;
-        if self.machine.namespace.has_reply(session, seq) {
+        self.member.node.read_barrier().await?;
+        if self.member.machine.namespace.has_reply(call.session(), call.seq) {
             return Ok(());
         }
         for want in &wants {
             let fence = match (wants.len(), ops) {
                 // In a list, one operation makes room for the next.
-                (1, [op]) => self.check_lock(term, want, op).await?,
-                _ => self.machine.namespace.barring(want, 0)?.1,
+                (1, [op]) => self.check_lock(call.term, want, op).await?,
+                _ => self.member.machine.namespace.barring(want, 0)?.1,
             };
-            chunks::fenced(self, fence)?;
+            self.member.check_fence(fence)?;
         }
         Ok(())
     }
 
-    /// See [`Mds::check_locks`]. Returns the fence of the file.
+    /// See [`LockService::check_locks`]. Returns the fence of the file.
     async fn check_lock(&self, term: u64, want: &Want, op: &pb::Op) -> Result<u64> {
         let patient = matches!(&op.op, Some(Op::SetLock(o)) if o.patient);
         let mut turns = self.turns.subscribe();
         let mut asked = BTreeSet::new();
         loop {
-            let now = self.env.boot();
-            let (barring, fence, turn) = self.with_lead(|l| {
+            let now = self.member.env.boot();
+            let (barring, fence, turn) = self.member.with_lead(|l| {
                 // What was given up a moment ago may be somebody's by now.
-                if l.waits.look(now, want.ino, |w| self.is_barred(w))? {
+                if l.lock_waiters.look(now, want.ino, |w| self.is_barred(w))? {
                     self.tell_turns();
                 }
-                let turn = l.waits.is_anothers_turn(now, want);
-                let (barring, fence) = self.machine.namespace.barring(want, MAX_ASKED)?;
+                let turn = l.lock_waiters.is_anothers_turn(now, want);
+                let (barring, fence) = self.member.machine.namespace.barring(want, MAX_ASKED)?;
                 Ok((barring, fence, turn))
             })?;
-            let verdict = trying::judge(want, patient, &barring, turn, &asked);
+            let verdict = verdict::judge(want, patient, &barring, turn, &asked);
             if let Verdict::Ask(new) = verdict {
                 self.ask_holders(term, want.ino, new, &mut asked).await?;
                 continue;
@@ -105,7 +117,7 @@ impl Mds {
         barring: &[(Owner, Span)],
         asked: &mut BTreeSet<SessionId>,
     ) -> Result<bool> {
-        let new = trying::to_ask(want, barring, asked);
+        let new = verdict::to_ask(want, barring, asked);
         if new.is_empty() {
             return Ok(false);
         }
@@ -120,58 +132,57 @@ impl Mds {
         new: BTreeSet<SessionId>,
         asked: &mut BTreeSet<SessionId>,
     ) -> Result<()> {
-        self.recalls.check_locks(term, ino, &new).await?;
+        self.member.recalls.check_locks(term, ino, &new).await?;
         asked.extend(new);
         Ok(())
     }
 
-    /// Whether the log refused a try because of a lock that is given up by now. Between [`Mds::check_locks`] and the log may come a
+    /// Whether the log refused a try because of a lock that is given up by now. Between [`LockService::check_locks`] and the log may come a
     /// lock whose caller had gone, which is given up at once: its holder is asked before a conflict is told, as it would have been there.
     pub(super) async fn was_refused_for_nothing(
         &self,
-        term: u64,
-        session: SessionId,
+        call: &Call<'_>,
         ops: &[pb::Op],
         results: &[pb::OpResult],
     ) -> Result<bool> {
         let ([op], [result]) = (ops, results) else { return Ok(false) };
         let patient = matches!(&op.op, Some(Op::SetLock(o)) if o.patient);
         let refused = result.status.as_ref().is_some_and(|s| s.code == Code::LockConflict as u32);
-        let Some(want) = wants(session, ops).pop().filter(|_| refused && !patient) else { return Ok(false) };
+        let Some(want) = wants(call.session(), ops).pop().filter(|_| refused && !patient) else { return Ok(false) };
         let mut asked = BTreeSet::new();
-        let barring = || self.machine.namespace.barring(&want, MAX_ASKED);
-        while self.settle(term, &want, &barring()?.0, &mut asked).await? {}
+        let barring = || self.member.machine.namespace.barring(&want, MAX_ASKED);
+        while self.settle(call.term, &want, &barring()?.0, &mut asked).await? {}
         Ok(barring()?.0.is_empty())
     }
 
     fn want_pages(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
-        if holders.is_empty() { Ok(()) } else { self.recalls.want_pages(term, ino, holders) }
+        if holders.is_empty() { Ok(()) } else { self.member.recalls.want_pages(term, ino, holders) }
     }
 
     /// Has sessions give pages back that others wait for.
     fn want_all_pages(&self) -> Result<()> {
-        let term = self.leading()?;
-        let wanted = self.with_lead(|l| {
+        let term = self.member.leading()?;
+        let wanted = self.member.with_lead(|l| {
             let barring = |want: &Want| {
-                let found = self.machine.namespace.barring(want, MAX_ASKED)?.0;
+                let found = self.member.machine.namespace.barring(want, MAX_ASKED)?.0;
                 Ok(found.into_iter().map(|(who, _)| who).collect())
             };
-            let holders = |ino| Ok((ino, l.waits.keep_waiting(ino, barring)?));
-            l.waits.pages_wanted().into_iter().map(holders).collect::<Result<Vec<_>>>()
+            let holders = |ino| Ok((ino, l.lock_waiters.keep_waiting(ino, barring)?));
+            l.lock_waiters.pages_wanted().into_iter().map(holders).collect::<Result<Vec<_>>>()
         })?;
         wanted.into_iter().try_for_each(|(ino, holders)| self.want_pages(term, ino, &holders))
     }
 
     /// After a client's list ran: what it got of pages is its own when those who may write the file know.
-    pub(super) async fn tell_writers(&self, term: u64, session: SessionId, ops: &[pb::Op]) -> Result<()> {
-        for want in wants(session, ops).iter().filter(|want| is_of_pages(want)) {
-            self.recalls.tell_writers(term, session, want.ino).await?;
+    pub(super) async fn tell_writers(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
+        for want in wants(call.session(), ops).iter().filter(|want| is_of_pages(want)) {
+            self.member.recalls.tell_writers(call.term, call.session(), want.ino).await?;
         }
         Ok(())
     }
 
     /// Says of what may be written from now on, or was cut, that others have pages of it.
-    pub(super) fn mark_pages(&self, session: SessionId, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
+    pub(super) fn mark_pages(&self, call: &Call<'_>, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
         for (op, r) in ops.iter().zip(results) {
             let marks = match &op.op {
                 Some(Op::Setattr(s)) => s.size.is_some(),
@@ -179,54 +190,52 @@ impl Mds {
             };
             if marks {
                 let ino = r.attr.as_ref().map_or(r.ino, |a| a.ino);
-                r.pages = self.machine.namespace.pages_of_others(ino, session)?;
+                r.pages = self.member.machine.namespace.pages_of_others(ino, call.session())?;
             }
         }
         Ok(())
     }
 
     /// Before a list is read that asks for a lock in the way.
-    pub(super) async fn settle_questions(&self, term: u64, session: SessionId, ops: &[pb::Op]) -> Result<()> {
+    pub(super) async fn settle_questions(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         for op in ops {
             if let Some(Op::GetLock(o)) = &op.op
-                && let Ok((who, Some(span), _)) = locks::want(o.ino, session, o.owner, o.kind, o.span.as_ref())
+                && let Ok((who, Some(span), _)) = locks::want(o.ino, call.session(), o.owner, o.kind, o.span.as_ref())
             {
                 let (want, mut asked) = (Want { ino: o.ino, who, span }, BTreeSet::new());
-                let barring = || self.machine.namespace.barring(&want, MAX_ASKED);
-                while self.settle(term, &want, &barring()?.0, &mut asked).await? {}
+                let barring = || self.member.machine.namespace.barring(&want, MAX_ASKED);
+                while self.settle(call.term, &want, &barring()?.0, &mut asked).await? {}
             }
         }
         Ok(())
     }
 
     /// After a client's list ran: who got what he waited for waits no longer.
-    pub(super) fn note_locks(&self, session: SessionId, ops: &[pb::Op]) {
+    pub(super) fn note_locks(&self, call: &Call<'_>, ops: &[pb::Op]) {
         let over = |o: &pb::Op| match &o.op {
             Some(Op::SetLock(o)) if o.wait != 0 => Some(o.wait),
             _ => None,
         };
         let over: Vec<u64> = ops.iter().filter_map(over).collect();
         if !over.is_empty() {
-            let now = self.env.boot();
-            let _ = self.with_lead(|l| {
-                over.into_iter().for_each(|id| l.waits.given(now, session, id));
+            let now = self.member.env.boot();
+            let _ = self.member.with_lead(|l| {
+                over.into_iter().for_each(|id| l.lock_waiters.given(now, call.session(), id));
                 Ok(())
             });
             self.tell_turns();
         }
     }
 
-    pub(super) async fn lock_wait(&self, peer: &Peer, request: pb::LockWaitRequest) -> Result<Bytes> {
+    pub(super) async fn wait(&self, request: pb::LockWaitRequest) -> Result<Bytes> {
         let session = request.session;
-        self.owns(peer, session)?;
-        self.heard(session)?;
         let entry = |w: &pb::LockWait| {
             let (who, span, _) = locks::want(w.ino, session, w.owner, w.kind, w.span.as_ref())?;
             let span = span.ok_or_else(|| Error::new(Code::Inval, "nobody waits for an unlock"))?;
             Ok(Entry { id: w.id, want: Want { ino: w.ino, who, span }, trying: w.trying })
         };
         let list: Vec<Entry> = request.waits.iter().map(entry).collect::<Result<_>>()?;
-        self.node.read_barrier().await?;
+        self.member.node.read_barrier().await?;
         let mut turns = self.turns.subscribe();
         let number = request.number;
         let mut reply = self.enlist(session, number, &list)?;
@@ -235,9 +244,9 @@ impl Mds {
         let deadline = Instant::now() + POLL;
         while reply == pb::LockWaitReply::default() && !list.is_empty() {
             let over = timeout_at(deadline, turns.changed()).await.is_err();
-            let newest = self.with_lead(|l| {
-                reply.ready = l.waits.ready(session);
-                Ok(l.waits.is_newest(session, number))
+            let newest = self.member.with_lead(|l| {
+                reply.ready = l.lock_waiters.ready(session);
+                Ok(l.lock_waiters.is_newest(session, number))
             })?;
             if over || !newest {
                 break;
@@ -248,43 +257,43 @@ impl Mds {
 
     /// Takes a list: what can be said of it at once.
     fn enlist(&self, session: SessionId, number: u64, list: &[Entry]) -> Result<pb::LockWaitReply> {
-        let namespace = &self.machine.namespace;
-        let now = self.env.boot();
-        self.with_lead(|l| {
+        let namespace = &self.member.machine.namespace;
+        let now = self.member.env.boot();
+        self.member.with_lead(|l| {
             if namespace.session(session).is_none() {
                 return Err(Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
             }
-            let files = l.waits.set(now, session, number, list)?;
+            let files = l.lock_waiters.set(now, session, number, list)?;
             let (mut reply, mut looks) = (pb::LockWaitReply::default(), MAX_LOOKS);
             let owners = |w: &Want| Ok(namespace.barring(w, MAX_SEARCH)?.0.into_iter().map(|(who, _)| who).collect());
             for e in list.iter().filter(|e| e.want.who.kind == pb::LockKind::LockPosix && !e.trying) {
-                if l.waits.is_deadlock(&e.want, &mut looks, owners)? {
+                if l.lock_waiters.is_deadlock(&e.want, &mut looks, owners)? {
                     reply.deadlock.push(e.id);
                 }
             }
             for ino in files {
-                l.waits.look(now, ino, |w| self.is_barred(w))?;
+                l.lock_waiters.look(now, ino, |w| self.is_barred(w))?;
             }
-            reply.ready = l.waits.ready(session);
+            reply.ready = l.lock_waiters.ready(session);
             reply.ready.retain(|id| !reply.deadlock.contains(id));
             Ok(reply)
         })
     }
 
     /// Looks after those who wait, as long as this server leads.
-    pub(super) async fn serve_locks(&self) {
-        let news = self.machine.namespace.lock_news();
+    pub(super) async fn serve(&self) {
+        let news = self.member.machine.namespace.lock_news();
         loop {
             tokio::select! {
                 biased;
                 () = news.changed() => {}
                 () = sleep(TICK) => {}
             }
-            let (changed, now) = (news.take(), self.env.boot());
-            let seen = self.with_lead(|l| {
-                let mut files = l.waits.expire(now);
+            let (changed, now) = (news.take(), self.member.env.boot());
+            let seen = self.member.with_lead(|l| {
+                let mut files = l.lock_waiters.expire(now);
                 files.extend(changed);
-                self.look_at(now, &mut l.waits, &files);
+                self.look_at(now, &mut l.lock_waiters, &files);
                 Ok(!files.is_empty())
             });
             if seen.unwrap_or(false) {
@@ -296,7 +305,7 @@ impl Mds {
 
     /// Whether locks are in the way.
     fn is_barred(&self, want: &Want) -> Result<bool> {
-        Ok(!self.machine.namespace.barring(want, 1)?.0.is_empty())
+        Ok(!self.member.machine.namespace.barring(want, 1)?.0.is_empty())
     }
 
     fn tell_turns(&self) {
@@ -306,7 +315,7 @@ impl Mds {
         });
     }
 
-    fn look_at(&self, now: Duration, waits: &mut Waits, files: &BTreeSet<Ino>) {
+    fn look_at(&self, now: Duration, waits: &mut LockWaiters, files: &BTreeSet<Ino>) {
         for ino in files {
             // A state that cannot be read now is looked at again.
             let _ = waits.look(now, *ino, |w| self.is_barred(w));

@@ -9,45 +9,46 @@ use strake_fabric::watch;
 use strake_proto::{Code, Error, Incarnation, Ino, Result, pb};
 use strake_store::{Batch, MetaStore};
 
-use super::{endings::Endings, recalls::Recalls, recent::Recent};
+use super::recalls::Recalls;
 use crate::{
     consensus::{Committed, StateMachine, StateSnapshot},
     namespace::{Namespace, effects::Effect},
+    recent_changes::{RecentChanges, endings::Endings},
 };
 
 /// See the module.
-pub struct Machine {
+pub(super) struct Machine {
     pub namespace: Namespace,
     /// As the namespace has it.
     store: Arc<dyn MetaStore>,
     applied: watch::Sender<u64>,
     recalls: Arc<Recalls>,
-    recent: Mutex<Recent>,
+    recent_changes: Mutex<RecentChanges>,
     endings: Mutex<Endings>,
 }
 
 impl Machine {
     /// `recalls` is told of everything that is applied.
-    pub fn open(store: Arc<dyn MetaStore>, recalls: Arc<Recalls>) -> Result<Machine> {
+    pub(super) fn open(store: Arc<dyn MetaStore>, recalls: Arc<Recalls>) -> Result<Machine> {
         let namespace = Namespace::open(store)?;
         let index = namespace.header().applied_index;
-        let (applied, recent) = (watch::Sender::new(index), Mutex::new(Recent::new(index)));
+        let (applied, recent_changes) = (watch::Sender::new(index), Mutex::new(RecentChanges::new(index)));
         let endings = Mutex::new(Endings::new(index));
-        Ok(Machine { store: namespace.store(), namespace, applied, recalls, recent, endings })
+        Ok(Machine { store: namespace.store(), namespace, applied, recalls, recent_changes, endings })
     }
 
     /// The last applied index, whenever it changes.
-    pub fn applied_watch(&self) -> watch::Receiver<u64> {
+    pub(super) fn applied_watch(&self) -> watch::Receiver<u64> {
         self.applied.subscribe()
     }
 
     /// Whether certainly none of these was changed after entry `index`, in what was applied up to now.
-    pub fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
-        self.recent.lock().same_since(index, inos)
+    pub(super) fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
+        self.recent_changes.lock().same_since(index, inos)
     }
 
     /// What ended rights after entry `known`, in what was applied up to now.
-    pub fn endings_after(&self, known: u64) -> pb::Endings {
+    pub(super) fn endings_after(&self, known: u64) -> pb::Endings {
         self.endings.lock().after(known)
     }
 }
@@ -66,7 +67,7 @@ impl StateMachine for Machine {
         let entries: Vec<_> = entries.into_iter().map(|e| (e.index, e.term, e.data)).collect();
         // Before any reader can see it.
         let tell = |effects: &[Effect]| {
-            self.recent.lock().note(last.0, effects.iter().flat_map(|e| e.changed.iter().copied()));
+            self.recent_changes.lock().note(last.0, effects.iter().flat_map(|e| e.changed.iter().copied()));
             let ended = effects.iter().flat_map(|e| e.endings.iter().map(|x| (e.index, *x)));
             self.endings.lock().note(last.0, ended);
             self.recalls.tell(effects);
@@ -113,7 +114,7 @@ impl StateMachine for Machine {
     }
 
     fn restore_end(&self, index: u64, term: u64, conf_state: Vec<u8>) -> Result<()> {
-        *self.recent.lock() = Recent::new(index);
+        *self.recent_changes.lock() = RecentChanges::new(index);
         *self.endings.lock() = Endings::new(index);
         self.recalls.begin();
         self.namespace.reload()?;

@@ -1,14 +1,11 @@
 //! Answers lists of operations that change nothing, and says what of the answer may be remembered. See `docs/leases.md`.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, sync::Arc};
 
-use strake_fabric::Peer;
 use strake_proto::{Code, Error, Ino, Result, pb};
 
 use super::{
-    Mds,
-    recalls::{Asker, Depends},
-    service::Gives,
+    call::Call, fair::Fair, locks::LockService, member::Member, recalls::Depends, session_service::SessionService,
 };
 use crate::{leases::rows::Leader, namespace::effects};
 
@@ -34,61 +31,55 @@ pub(super) fn shown(reply: &pb::MetaReply) -> BTreeSet<Ino> {
     reply.results.iter().filter_map(|r| r.attr.as_ref()).map(|a| a.ino).collect()
 }
 
-impl Mds {
+/// See the module.
+pub(super) struct Reads {
+    pub member: Arc<Member>,
+    pub sessions: Arc<SessionService>,
+    pub locks: Arc<LockService>,
+    pub fair: Arc<Fair>,
+}
+
+impl Reads {
     /// A list that changes nothing.
-    pub(super) async fn read(
-        &self,
-        peer: &Peer,
-        term: u64,
-        epoch: u64,
-        request: pb::MetaRequest,
-    ) -> Result<pb::MetaReply> {
-        let by = Asker { session: request.session, connection: request.connection };
-        let turn = self.turn_of(&self.fair.reads, peer, by.session, 0).await?;
-        self.node.read_barrier().await?;
+    pub(super) async fn read(&self, call: &Call<'_>, request: pb::MetaRequest) -> Result<pb::MetaReply> {
+        let turn = self.fair.read_turn(call.peer, call.session()).await?;
+        self.member.node.read_barrier().await?;
         drop(turn);
-        self.settle_questions(term, by.session, &request.ops).await?;
-        let mut look = self.look_once_reported(peer, term, by, &request).await?;
+        self.locks.settle_questions(call, &request.ops).await?;
+        let mut look = self.look_once_reported(call, &request).await?;
         // At once: a file without a name is there only as long as somebody has it open.
-        self.note_handles(
-            term,
-            by,
-            (request.seq, request.lowest_unanswered),
-            Gives { epoch, looked: look.version + 1 },
-            &request.ops,
-            &mut look.reply.results,
-        )?;
-        self.recalls.settled(term, &look.depends).await?;
-        look.reply.granted = self.recalls.held(term, by, &look.noted)?;
+        self.sessions.note_handles(call, look.version + 1, &request.ops, &mut look.reply.results)?;
+        self.member.recalls.settled(call.term, &look.depends).await?;
+        look.reply.granted = self.member.recalls.held(call, &look.noted)?;
         Ok(look.reply)
     }
 
     /// Reads, and has others who write a file that is shown report first how it is, and what evicted ones did not report found out.
-    async fn look_once_reported(&self, peer: &Peer, term: u64, by: Asker, request: &pb::MetaRequest) -> Result<Look> {
+    async fn look_once_reported(&self, call: &Call<'_>, request: &pb::MetaRequest) -> Result<Look> {
         let mut reported = BTreeSet::new();
         for _ in 0..ASKS {
-            let turn = self.heavy_turn(peer, request.session, &request.ops).await?;
-            let mut look = self.look(term, by, request)?;
+            let turn = self.fair.heavy_turn(call.peer, request.session, &request.ops).await?;
+            let mut look = self.look(call, request)?;
             drop(turn);
             let shown = shown(&look.reply);
             let new: BTreeSet<Ino> = shown.difference(&reported).copied().collect();
-            let asked = self.recalls.ask(term, by.session, &new)?;
+            let asked = self.member.recalls.ask(call, &new)?;
             if asked.is_empty() && look.endless.is_disjoint(&shown) {
                 // A listing may show many: they are asked for one by one.
-                self.recalls.leave_out(term, by.session, &mut look.reply.results)?;
+                self.member.recalls.leave_out(call, &mut look.reply.results)?;
                 return Ok(look);
             }
-            self.recalls.reported(term, &asked).await?;
-            self.recalls.ends_known(term, &shown).await?;
+            self.member.recalls.reported(call.term, &asked).await?;
+            self.member.recalls.ends_known(call.term, &shown).await?;
             reported.extend(new);
         }
         Err(Error::new(Code::Overloaded, "what is asked for changes too fast; try again"))
     }
 
-    fn look(&self, term: u64, by: Asker, request: &pb::MetaRequest) -> Result<Look> {
+    fn look(&self, call: &Call<'_>, request: &pb::MetaRequest) -> Result<Look> {
         let creds = request.creds.clone().unwrap_or_default();
-        let namespace = &self.machine.namespace;
-        let tells = by.connection != 0 && request.ops.iter().any(effects::tells);
+        let namespace = &self.member.machine.namespace;
+        let tells = call.by.connection != 0 && request.ops.iter().any(effects::tells);
         let mut wanted: BTreeSet<Ino> =
             if tells { request.ops.iter().flat_map(effects::named).collect() } else { BTreeSet::new() };
         let mut looks = 0;
@@ -99,12 +90,12 @@ impl Mds {
             } else {
                 Leader::Looked.taken()
             }
-            let before = self.recalls.grant(term, by, &wanted)?;
-            let read = namespace.read_at(by.session, &creds, &request.ops)?;
+            let before = self.member.recalls.grant(call, &wanted)?;
+            let read = namespace.read_at(call.session(), &creds, &request.ops)?;
             if tells {
                 wanted.clone_from(&read.looked);
             }
-            let (ticket, mut noted) = self.recalls.ticket(term, by, &wanted)?;
+            let (ticket, mut noted) = self.member.recalls.ticket(call, &wanted)?;
             // Who notes a lease after a change is not told of that one.
             let late = !noted.is_subset(&before) && namespace.version() != read.version;
             if late && looks < LOOKS {

@@ -9,16 +9,12 @@ use std::{
     time::Duration,
 };
 
-use bytes::Bytes;
 use parking_lot::Mutex;
-use strake_fabric::{Env, Peer, watch};
+use strake_fabric::{Env, watch};
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
-use tokio::{
-    sync::Notify,
-    time::{Instant, sleep, timeout_at},
-};
+use tokio::{sync::Notify, time::sleep};
 
-use super::{Mds, leader::BATCH, service::encode};
+use super::call::{Asker, Call};
 use crate::{
     leases::{
         Connection, Leases, Limits, Number,
@@ -31,10 +27,7 @@ use crate::{
     },
     namespace::{Namespace, effects::Effect},
 };
-use pb::log_command::Command;
 
-/// How long a client waits for something to forget. Less than it waits for an answer.
-const POLL: Duration = Duration::from_secs(3);
 /// How long a session is waited for that is asked what it still has locked.
 const CHECK: Duration = Duration::from_secs(2);
 /// How often those who do not answer are looked for.
@@ -46,17 +39,9 @@ const ENDS_WAIT: Duration = Duration::from_secs(4);
 
 /// What an answer depends on: inodes, or all of them if it is not known, as of a ticket.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Depends {
+pub(super) struct Depends {
     pub inos: Option<BTreeSet<Ino>>,
     pub ticket: Number,
-}
-
-/// Who asks, and on which connection.
-#[derive(Clone, Copy)]
-pub struct Asker {
-    pub session: SessionId,
-    /// 0: the answer will not be remembered.
-    pub connection: Connection,
 }
 
 struct Table {
@@ -154,7 +139,7 @@ impl Table {
 }
 
 /// See the module. There is a table only while this server leads.
-pub struct Recalls {
+pub(super) struct Recalls {
     env: Env,
     limits: Limits,
     table: Mutex<Option<Table>>,
@@ -167,7 +152,7 @@ pub struct Recalls {
 }
 
 /// A request on its way through the log.
-pub struct Expected<'a> {
+pub(super) struct Expected<'a> {
     recalls: &'a Recalls,
     key: (SessionId, u64),
 }
@@ -181,7 +166,7 @@ impl Drop for Expected<'_> {
 }
 
 impl Recalls {
-    pub fn new(env: Env, limits: Limits) -> Recalls {
+    pub(super) fn new(env: Env, limits: Limits) -> Recalls {
         let (news, alarm) = (watch::Sender::new(0), Notify::new());
         let recalls = Recalls { env, limits, table: Mutex::new(None), evicted: Mutex::default(), news, alarm };
         recalls.begin();
@@ -189,12 +174,12 @@ impl Recalls {
     }
 
     /// From now on this is told of all that is applied.
-    pub fn begin(&self) {
+    pub(super) fn begin(&self) {
         self.evicted.lock().begin(self.env.boot());
     }
 
     /// This server leads from now on.
-    pub fn start(&self, term: u64, namespace: &Namespace) -> Result<()> {
+    pub(super) fn start(&self, term: u64, namespace: &Namespace) -> Result<()> {
         // First: of those that are evicted from here on this is told.
         let in_state = || namespace.evicted_after(0).iter().map(|e| e.session).collect();
         let before = self.evicted.lock().may_live(self.env.boot(), self.limits.term, in_state);
@@ -219,7 +204,7 @@ impl Recalls {
     }
 
     /// It leads no longer: who waits here is sent elsewhere.
-    pub fn stop(&self) {
+    pub(super) fn stop(&self) {
         if let Some(t) = self.table.lock().take() {
             t.bells.values().for_each(|bell| bell.notify_waiters());
         }
@@ -243,7 +228,7 @@ impl Recalls {
     }
 
     /// Entries are being applied: nobody has seen yet what they do.
-    pub fn tell(&self, effects: &[Effect]) {
+    pub(super) fn tell(&self, effects: &[Effect]) {
         let now = self.env.boot();
         for (id, _) in effects.iter().flat_map(|e| &e.ended).filter(|(_, goodbye)| !goodbye) {
             self.evicted.lock().note(now, self.limits.term, *id);
@@ -264,7 +249,7 @@ impl Recalls {
 
     // --- a session's connection ---
 
-    pub fn hello(&self, term: u64, by: Asker, lives_on: bool) -> Result<()> {
+    pub(super) fn hello(&self, term: u64, by: Asker, lives_on: bool) -> Result<()> {
         self.with_news(term, |t, _| {
             if t.leases.hello(by.session, by.connection, lives_on) {
                 t.reports.ask_again(by.session);
@@ -277,7 +262,7 @@ impl Recalls {
     }
 
     /// A session that had ended before it said hello.
-    fn gone(&self, term: u64, id: SessionId, lives_on: bool) -> Result<()> {
+    pub(super) fn gone(&self, term: u64, id: SessionId, lives_on: bool) -> Result<()> {
         self.with_news(term, |t, now| t.leases.ended(now, id, !lives_on))
     }
 
@@ -297,7 +282,7 @@ impl Recalls {
     }
 
     /// A renewal is answered: for how many milliseconds there may be leases.
-    pub fn renewed(&self, term: u64, session: SessionId, connection: Connection) -> Result<u32> {
+    pub(super) fn renewed(&self, term: u64, session: SessionId, connection: Connection) -> Result<u32> {
         self.with_news(term, |t, now| {
             let lives = t.leases.meets(session, connection) && t.leases.renewed(now, session);
             if lives { u32::try_from(self.limits.term.as_millis()).unwrap_or(u32::MAX) } else { 0 }
@@ -305,7 +290,7 @@ impl Recalls {
     }
 
     /// Takes acknowledgements, and returns what else is to be forgotten and reported, with the bell that rings when there is more.
-    fn poll(&self, term: u64, r: &pb::RecallRequest) -> Result<(pb::RecallReply, Arc<Notify>)> {
+    pub(super) fn poll(&self, term: u64, r: &pb::RecallRequest) -> Result<(pb::RecallReply, Arc<Notify>)> {
         let id = r.session;
         self.with_news(term, |t, now| {
             if !t.leases.meets(id, r.connection) {
@@ -330,20 +315,20 @@ impl Recalls {
     // --- answers ---
 
     /// Notes leases on what is about to be read. Returns those that are held then.
-    pub fn grant(&self, term: u64, to: Asker, inos: &BTreeSet<Ino>) -> Result<BTreeSet<Ino>> {
-        self.with(term, |t, now| inos.iter().copied().filter(|ino| t.grant(now, to, *ino)).collect())
+    pub(super) fn grant(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<BTreeSet<Ino>> {
+        self.with(call.term, |t, now| inos.iter().copied().filter(|ino| t.grant(now, call.by, *ino)).collect())
     }
 
     /// The state was read: the ticket of the answer, and the leases on what was looked at.
-    pub fn ticket(&self, term: u64, to: Asker, inos: &BTreeSet<Ino>) -> Result<(Number, BTreeSet<Ino>)> {
-        self.with(term, |t, now| {
+    pub(super) fn ticket(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<(Number, BTreeSet<Ino>)> {
+        self.with(call.term, |t, now| {
             let ticket = t.leases.ticket();
-            (ticket, inos.iter().copied().filter(|ino| t.grant(now, to, *ino)).collect())
+            (ticket, inos.iter().copied().filter(|ino| t.grant(now, call.by, *ino)).collect())
         })
     }
 
     /// Before a change is looked at. `Disconnected` when it was sent on a connection that its session has left.
-    pub fn in_time(&self, term: u64, by: Asker) -> Result<()> {
+    pub(super) fn in_time(&self, term: u64, by: Asker) -> Result<()> {
         if by.connection != 0 && self.with(term, |t, _| t.leases.is_late(by.session, by.connection))? {
             let m = "the session has not said hello on this connection, or has a newer one; connect again and say it";
             return Err(Error::new(Code::Disconnected, m));
@@ -352,33 +337,35 @@ impl Recalls {
     }
 
     /// Leases that a session gives back with a request.
-    pub fn dropped(&self, term: u64, by: Asker, seq: u64, inos: &[Ino]) -> Result<()> {
-        self.with(term, |t, now| t.leases.dropped(now, by.session, by.connection, seq, inos))
+    pub(super) fn dropped(&self, call: &Call<'_>, inos: &[Ino]) -> Result<()> {
+        let by = call.by;
+        self.with(call.term, |t, now| t.leases.dropped(now, by.session, by.connection, call.seq, inos))
     }
 
     /// What of this may be remembered by who asked.
-    pub fn held(&self, term: u64, by: Asker, inos: &BTreeSet<Ino>) -> Result<Vec<Ino>> {
+    pub(super) fn held(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<Vec<Ino>> {
+        let by = call.by;
         let holds = |t: &Table, ino| t.leases.holds(by.session, by.connection, ino);
-        self.with(term, |t, _| inos.iter().copied().filter(|ino| holds(t, *ino)).collect())
+        self.with(call.term, |t, _| inos.iter().copied().filter(|ino| holds(t, *ino)).collect())
     }
 
     /// Whether a session may become the writer of so many more files. What is on its way is not counted.
-    pub fn may_write(&self, term: u64, session: SessionId, more: usize) -> Result<bool> {
+    pub(super) fn may_write(&self, call: &Call<'_>, more: usize) -> Result<bool> {
         let most = self.limits.of_writer;
-        self.with(term, |t, _| more == 0 || t.writers.files(session) + more <= most)
+        self.with(call.term, |t, _| more == 0 || t.writers.files(call.session()) + more <= most)
     }
 
     /// A request goes to the log.
-    pub fn expect(&self, term: u64, session: SessionId, seq: u64) -> Result<Expected<'_>> {
-        let key = (session, seq);
-        self.with(term, |t, _| {
+    pub(super) fn expect(&self, call: &Call<'_>) -> Result<Expected<'_>> {
+        let key = (call.session(), call.seq);
+        self.with(call.term, |t, _| {
             t.expected.entry(key).or_insert(None);
         })?;
         Ok(Expected { recalls: self, key })
     }
 
     /// What the answer of a request depends on that went through the log. One that had run before: on anything.
-    pub fn outcome(&self, term: u64, of: &Expected<'_>) -> Result<Depends> {
+    pub(super) fn outcome(&self, term: u64, of: &Expected<'_>) -> Result<Depends> {
         self.with(term, |t, _| {
             let known = t.expected.get(&of.key).cloned().flatten();
             known.unwrap_or(Depends { inos: None, ticket: t.leases.ticket() })
@@ -387,7 +374,7 @@ impl Recalls {
 
     /// Waits until nobody remembers what was before that on which an answer depends, and nothing that an evicted session wrote there
     /// can arrive any more.
-    pub async fn settled(&self, term: u64, on: &Depends) -> Result<()> {
+    pub(super) async fn settled(&self, term: u64, on: &Depends) -> Result<()> {
         let mut waits = false;
         self.until(term, |t, now| {
             if t.leases.in_grace(now) {
@@ -409,7 +396,7 @@ impl Recalls {
     }
 
     /// The inodes of which an answer would have to wait now. `NotServing`: all would, or these are more than `most`.
-    pub fn awaited(&self, term: u64, most: usize) -> Result<Vec<Ino>> {
+    pub(super) fn awaited(&self, term: u64, most: usize) -> Result<Vec<Ino>> {
         let awaited = |t: &mut Table, now| {
             let mut inos = t.leases.awaited(most).filter(|_| !t.leases.in_grace(now))?;
             inos.extend(t.fences.keys().chain(t.ends.keys().filter(|ino| !t.fences.contains_key(ino))));
@@ -420,12 +407,12 @@ impl Recalls {
     }
 
     /// Whether something that evicted sessions wrote may still arrive somewhere.
-    pub fn fences(&self) -> bool {
+    pub(super) fn fences(&self) -> bool {
         self.table.lock().as_ref().is_some_and(|t| !t.fences.is_empty())
     }
 
     /// All storage servers refuse the sessions evicted by this number and before, and have done with what they sent.
-    pub fn fenced(&self, term: u64, upto: u64) -> Result<()> {
+    pub(super) fn fenced(&self, term: u64, upto: u64) -> Result<()> {
         let less = self.with(term, |t, _| {
             let before = t.fences.len();
             t.fences.retain(|_, eviction| *eviction > upto);
@@ -438,13 +425,13 @@ impl Recalls {
     }
 
     /// Some files of which it is to be found out how far they go, by the last eviction.
-    pub fn endless(&self, limit: usize) -> Vec<(Ino, u64)> {
+    pub(super) fn endless(&self, limit: usize) -> Vec<(Ino, u64)> {
         let table = self.table.lock();
         table.iter().flat_map(|t| &t.ends).take(limit).map(|(ino, eviction)| (*ino, *eviction)).collect()
     }
 
     /// That was found out of these, up to this eviction.
-    pub fn ends_found(&self, term: u64, found: &[(Ino, u64)]) -> Result<()> {
+    pub(super) fn ends_found(&self, term: u64, found: &[(Ino, u64)]) -> Result<()> {
         self.with(term, |t, now| {
             for (ino, upto) in found {
                 if t.ends.get(ino).is_some_and(|eviction| eviction <= upto) {
@@ -459,7 +446,7 @@ impl Recalls {
 
     /// Waits until it is known how far these files go, which takes as long as a chain of theirs has nobody who answers: `Overloaded`,
     /// before who asks would take this server for dead. He asks again.
-    pub async fn ends_known(&self, term: u64, inos: &BTreeSet<Ino>) -> Result<()> {
+    pub(super) async fn ends_known(&self, term: u64, inos: &BTreeSet<Ino>) -> Result<()> {
         let mut waits = false;
         let known = self.until(term, |t, _| {
             let known = t.ends.is_empty() || !inos.iter().any(|ino| t.ends.contains_key(ino));
@@ -486,34 +473,34 @@ impl Recalls {
     // --- reports ---
 
     /// Asks others who write these files to report, and returns what to wait for.
-    pub fn ask(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
-        self.ask_those(term, session, inos, |_, _| true)
+    pub(super) fn ask(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
+        self.ask_those(call, inos, |_, _| true)
     }
 
     /// A session may write these files, and others have been told so. Asks those who may hold something of them back to report, and
     /// waits for it. They hold nothing more back then, unless one was left as the only writer meanwhile.
-    pub async fn wait_for_holders(&self, term: u64, session: SessionId, inos: &BTreeSet<Ino>) -> Result<()> {
+    pub(super) async fn wait_for_holders(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<()> {
+        let term = call.term;
         let before = self.with(term, |t, _| t.writers.holders(inos))?;
-        let asked = self.ask_those(term, session, inos, |ino, id| before.are(ino, id))?;
+        let asked = self.ask_those(call, inos, |ino, id| before.are(ino, id))?;
         if asked.is_empty() {
             return Ok(());
         }
         Reporting::AskedToWrite.taken();
         self.reported(term, &asked).await?;
-        self.with(term, |t, _| t.writers.have_reported(before, session))
+        self.with(term, |t, _| t.writers.have_reported(before, call.session()))
     }
 
     fn ask_those(
         &self,
-        term: u64,
-        session: SessionId,
+        call: &Call<'_>,
         inos: &BTreeSet<Ino>,
         are: impl Fn(Ino, SessionId) -> bool,
     ) -> Result<Vec<(SessionId, Number)>> {
-        let asked = self.with(term, |t, now| {
+        let asked = self.with(call.term, |t, now| {
             let mut asked = Vec::new();
             for ino in inos {
-                let those = t.writers.others(session, *ino).filter(|id| are(*ino, *id));
+                let those = t.writers.others(call.session(), *ino).filter(|id| are(*ino, *id));
                 for id in those.collect::<Vec<_>>() {
                     asked.push((id, t.reports.ask(now, id, *ino)));
                     t.ring(id);
@@ -528,14 +515,14 @@ impl Recalls {
     }
 
     /// Waits until these have reported, or cannot any more.
-    pub async fn reported(&self, term: u64, asked: &[(SessionId, Number)]) -> Result<()> {
+    pub(super) async fn reported(&self, term: u64, asked: &[(SessionId, Number)]) -> Result<()> {
         self.until(term, |t, _| asked.iter().all(|(id, number)| t.reports.is_in(*id, *number))).await
     }
 
     // --- locks ---
 
     /// These sessions have locks in somebody's way. Has each give up what none of its programs holds any more, unless it does not answer.
-    pub async fn check_locks(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
+    pub(super) async fn check_locks(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
         let asked = self.with(term, |t, now| {
             let in_grace = t.leases.in_grace(now);
             let ask = |id: &SessionId| Some((*id, t.checks.ask(now, *id, ino, in_grace)?));
@@ -554,7 +541,7 @@ impl Recalls {
 
     /// A session has pages of a file from now on. Others that may write it change nothing of it any more without its lock: returns when
     /// they know, and what they changed before is done.
-    pub async fn tell_writers(&self, term: u64, session: SessionId, ino: Ino) -> Result<()> {
+    pub(super) async fn tell_writers(&self, term: u64, session: SessionId, ino: Ino) -> Result<()> {
         let telling = self.with(term, |t, now| {
             let others = t.writers.others(session, ino);
             let telling = t.pages.tell(now, ino, others, |id| t.leases.connection(id));
@@ -571,7 +558,7 @@ impl Recalls {
     }
 
     /// Somebody waits for pages of a file that these sessions have: each is asked to give them back, unless it was and works at it.
-    pub fn want_pages(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
+    pub(super) fn want_pages(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
         let any = self.with(term, |t, now| {
             let new = t.pages.want(now, ino, holders);
             new.iter().for_each(|id| t.ring(*id));
@@ -584,7 +571,7 @@ impl Recalls {
     }
 
     /// These sessions cannot report about these files yet.
-    fn excuse(&self, those: &[(SessionId, Ino)]) {
+    pub(super) fn excuse(&self, those: &[(SessionId, Ino)]) {
         let now = self.env.boot();
         if let Some(t) = self.table.lock().as_mut() {
             those.iter().for_each(|(id, ino)| t.reports.excuse(now, *id, *ino));
@@ -592,8 +579,9 @@ impl Recalls {
     }
 
     /// Leaves out of a listing what somebody else may still have to report, and what is not known yet.
-    pub fn leave_out(&self, term: u64, session: SessionId, results: &mut [pb::OpResult]) -> Result<()> {
-        self.with(term, |t, _| {
+    pub(super) fn leave_out(&self, call: &Call<'_>, results: &mut [pb::OpResult]) -> Result<()> {
+        let session = call.session();
+        self.with(call.term, |t, _| {
             let written = |ino| t.ends.contains_key(&ino) || t.writers.others(session, ino).next().is_some();
             for e in results.iter_mut().flat_map(|r| &mut r.entries).filter(|e| e.attr.is_some()) {
                 if written(e.ino) {
@@ -605,7 +593,7 @@ impl Recalls {
     }
 
     /// Leaves out of what is told of a name that went or moved how its file is, where that is not known yet: only the name matters.
-    pub fn leave_out_of_names(&self, term: u64, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
+    pub(super) fn leave_out_of_names(&self, term: u64, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
         use pb::op::Op::{Rename, Unlink};
         self.with(term, |t, _| {
             for (op, r) in ops.iter().zip(results) {
@@ -619,21 +607,31 @@ impl Recalls {
 
     // --- time ---
 
-    /// How long nothing ends by itself.
-    fn pause(&self) -> Duration {
+    /// How long a session is silent before it counts as gone.
+    pub(super) fn silence(&self) -> Duration {
+        self.limits.silence
+    }
+
+    /// Waits until something may end by itself. Whether that is now; if not, something was added whose end may be the next.
+    pub(super) async fn next_end(&self) -> bool {
         let now = self.env.boot();
         let next = self.table.lock().as_ref().and_then(|t| t.next_end(now));
-        next.map_or(TICK, |at| at.saturating_sub(now).min(TICK))
+        let pause = next.map_or(TICK, |at| at.saturating_sub(now).min(TICK));
+        tokio::select! {
+            biased;
+            () = sleep(pause) => true,
+            () = self.alarm.notified() => false,
+        }
     }
 
     /// Who is asked to report, or for pages of mappings.
-    fn asked(&self) -> BTreeSet<SessionId> {
+    pub(super) fn asked(&self) -> BTreeSet<SessionId> {
         self.table.lock().as_ref().map(|t| t.reports.asked().chain(t.pages.asked()).collect()).unwrap_or_default()
     }
 
     /// Ends what is over. Returns the sessions that did not forget for too long, and those that did not report, with the file. Those
     /// that are `gone` have not been heard of for a while.
-    fn tick(&self, gone: &BTreeSet<SessionId>) -> (Vec<SessionId>, Vec<(SessionId, Ino)>) {
+    pub(super) fn tick(&self, gone: &BTreeSet<SessionId>) -> (Vec<SessionId>, Vec<(SessionId, Ino)>) {
         let now = self.env.boot();
         let mut table = self.table.lock();
         let Some(t) = table.as_mut() else { return Default::default() };
@@ -652,74 +650,5 @@ impl Recalls {
         drop(table);
         self.tell_news();
         (silent, late)
-    }
-}
-
-impl Mds {
-    /// Before a renewal is agreed on: the first one on its connection says what its sender has forgotten.
-    pub(super) fn hello(&self, term: u64, r: &pb::SessionRenewRequest) -> Result<()> {
-        if r.hello && r.connection != 0 {
-            let by = Asker { session: r.session, connection: r.connection };
-            self.recalls.hello(term, by, r.lives_on)?;
-            if self.machine.namespace.session(r.session).is_none() {
-                self.recalls.gone(term, r.session, r.lives_on)?;
-            }
-        }
-        Ok(())
-    }
-
-    pub(super) async fn recall(&self, peer: &Peer, request: pb::RecallRequest) -> Result<Bytes> {
-        self.owns(peer, request.session)?;
-        self.heard(request.session)?;
-        let term = self.leading()?;
-        let deadline = Instant::now() + POLL;
-        let (mut reply, bell) = self.recalls.poll(term, &request)?;
-        // A report is told of beside the request that waits.
-        let tells = !(request.reported.is_empty() && request.working.is_empty() && request.locks_checked.is_empty());
-        while reply == pb::RecallReply::default() && !tells {
-            let rung = bell.notified();
-            tokio::pin!(rung);
-            // From here on no ringing is missed.
-            rung.as_mut().enable();
-            reply = self.recalls.poll(term, &request)?.0;
-            if reply != pb::RecallReply::default() || timeout_at(deadline, rung).await.is_err() {
-                break;
-            }
-        }
-        Ok(encode(&reply))
-    }
-
-    /// Looks after what ends by itself, as long as this server leads.
-    pub(super) async fn end_leases(&self) {
-        loop {
-            tokio::select! {
-                biased;
-                () = sleep(self.recalls.pause()) => {}
-                () = self.recalls.alarm.notified() => continue,
-            }
-            let (now, silence) = (self.env.boot(), self.recalls.limits.silence);
-            let gone = match self.recalls.asked() {
-                asked if asked.is_empty() => asked,
-                asked => self.with_lead(|l| Ok(l.sessions.silent(now, silence, asked))).unwrap_or_default(),
-            };
-            let (mut silent, late) = self.recalls.tick(&gone);
-            // A report waits for the cut of its file, or for its end to be found, like everything that makes it grow; its sender
-            // cannot help that.
-            let namespace = &self.machine.namespace;
-            let held_up = |ino| namespace.trim_of(ino).is_some() || !matches!(namespace.endless(ino), Ok(None));
-            let (excused, late): (Vec<_>, Vec<_>) = late.into_iter().partition(|(_, ino)| held_up(*ino));
-            self.recalls.excuse(&excused);
-            late.iter().for_each(|_| Reporting::Late.taken());
-            silent.extend(late.into_iter().map(|(id, _)| id));
-            silent.sort_unstable();
-            silent.dedup();
-            for batch in silent.chunks(BATCH) {
-                tracing::warn!(sessions = ?batch, "sessions do not forget or report what they are asked to and are evicted");
-                let end = pb::SessionEnd { sessions: batch.to_vec(), evict: true };
-                if let Err(e) = self.propose(Command::SessionEnd(end)).await {
-                    tracing::warn!("ending sessions: {e}");
-                }
-            }
-        }
     }
 }

@@ -4,10 +4,10 @@
 //! knows of its chain at one epoch, [`slot`] the one update (or hold) that a chunk has in flight, [`core`] the machine:
 //! [`Input`]s go in, [`Output`]s come out, and the shell in [`crate::server`] carries them out.
 
-pub mod core;
+mod core;
 pub mod rows;
-pub mod slot;
-pub mod view;
+pub(crate) mod slot;
+mod view;
 
 #[cfg(test)]
 mod model;

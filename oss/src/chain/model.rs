@@ -18,7 +18,7 @@ use super::{ChainCore, Input, Op, OpId, Outcome, Output, View, What};
 use clients::Client;
 use store::{Chunk, Store};
 
-pub const CHUNKS: u64 = 2;
+pub(super) const CHUNKS: u64 = 2;
 const N: usize = 3;
 const CLIENTS: usize = 2;
 const CHAIN: u32 = 1;
@@ -84,7 +84,7 @@ enum Msg {
     Reply { client: usize, value: u64, losses: u64, result: Result<(Version, Vec<Stamp>, bool)> },
 }
 
-pub struct Cluster {
+pub(super) struct Cluster {
     rng: u64,
     chains: BTreeMap<u64, pb::Chain>,
     version: u64,
@@ -128,7 +128,7 @@ fn err(code: Code) -> Error {
 }
 
 impl Cluster {
-    pub fn new(seed: u64) -> Cluster {
+    pub(super) fn new(seed: u64) -> Cluster {
         let replicas =
             (0..N as u32).map(|t| pb::Replica { target: t, state: ReplicaState::ReplicaServing as i32 }).collect();
         let chain = pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: vec![0, 1, 2], lost: false };
@@ -176,7 +176,7 @@ impl Cluster {
     }
 
     /// One random thing happens.
-    pub fn step(&mut self) {
+    pub(super) fn step(&mut self) {
         let i = self.rand(N as u64) as usize;
         let changes = self.faults && (!self.calm || self.rand(50) == 0);
         match self.rand(if changes { 1000 } else { 960 }) {
@@ -200,7 +200,7 @@ impl Cluster {
     }
 
     /// Faults end; everything must come together.
-    pub fn settle(&mut self) {
+    pub(super) fn settle(&mut self) {
         self.faults = false;
         self.r.iter_mut().for_each(|r| r.cut = false);
         for _ in 0..40_000 {

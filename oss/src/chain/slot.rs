@@ -13,14 +13,14 @@ use super::{
 };
 
 #[derive(Clone, Debug, Default, Hash)]
-pub struct Slot {
+pub(crate) struct Slot {
     pub current: Option<Current>,
     pub queue: VecDeque<Op>,
 }
 
 impl Slot {
     /// Whether what is committed may be older than what a reader was told elsewhere.
-    pub fn is_dirty(&self, at_tail: bool) -> bool {
+    pub(crate) fn is_dirty(&self, at_tail: bool) -> bool {
         let Some(Current::Update(u)) = &self.current else { return false };
         let (row, dirty) = match (u.shown, at_tail) {
             _ if u.dropped => return false,
@@ -36,13 +36,13 @@ impl Slot {
 }
 
 #[derive(Clone, Debug, Hash)]
-pub enum Current {
+pub(crate) enum Current {
     Hold(OpId),
     Update(Box<Update>),
 }
 
 #[derive(Clone, Debug, Hash)]
-pub enum Staging {
+pub(crate) enum Staging {
     Pending,
     Ok,
     Failed(Error),
@@ -50,7 +50,7 @@ pub enum Staging {
 
 /// Where the update stands with the successor, in the present epoch.
 #[derive(Clone, Debug, Hash)]
-pub enum Next {
+pub(crate) enum Next {
     /// Not asked.
     Idle,
     Asked,
@@ -63,7 +63,7 @@ pub enum Next {
 }
 
 #[derive(Clone, Debug, Hash)]
-pub struct Update {
+pub(crate) struct Update {
     pub op: OpId,
     /// Repetitions of the same forward, answered with it.
     pub also: Vec<OpId>,
@@ -85,7 +85,7 @@ pub struct Update {
 
 /// What the tables of `docs/replication.md` say is due.
 #[derive(Debug)]
-pub enum Due {
+pub(crate) enum Due {
     Wait,
     Forward(TargetId),
     Commit(Vec<Stamp>),
@@ -97,7 +97,7 @@ pub enum Due {
 }
 
 impl Update {
-    pub fn new(op: &Op, version: Version, prev: Version, writer: Writer) -> Update {
+    pub(crate) fn new(op: &Op, version: Version, prev: Version, writer: Writer) -> Update {
         Update {
             op: op.id,
             also: Vec::new(),
@@ -114,7 +114,7 @@ impl Update {
         }
     }
 
-    pub fn due(&mut self, view: &View) -> Due {
+    pub(crate) fn due(&mut self, view: &View) -> Due {
         if self.dropped {
             return if matches!(self.staging, Staging::Pending) { Due::Wait } else { Due::Free };
         }
@@ -150,7 +150,7 @@ impl Update {
     }
 
     /// Forgets what was said to the successor of the epoch before.
-    pub fn new_epoch(&mut self) {
+    pub(crate) fn new_epoch(&mut self) {
         self.next = Next::Idle;
         self.attempt = self.attempt.wrapping_add(1);
     }
@@ -158,7 +158,7 @@ impl Update {
 
 /// How a successor's refusal is to be taken.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Refusal {
+pub(crate) enum Refusal {
     /// It has not made the update and will not, in this epoch, whichever attempt arrives.
     Final,
     /// Not now; or there is no answer, and it may have made it.
@@ -168,7 +168,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    pub fn of(code: Code) -> Refusal {
+    pub(crate) fn of(code: Code) -> Refusal {
         match code {
             Code::VersionGap => Refusal::Gap,
             Code::StaleEpoch

@@ -11,9 +11,9 @@
 
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
-pub mod file;
+mod file;
 pub mod mem;
-pub mod meter;
+mod meter;
 mod node;
 pub mod nvme;
 #[cfg(any(test, feature = "conformance"))]
@@ -21,7 +21,7 @@ mod random;
 pub mod spdk;
 #[cfg(test)]
 mod tests;
-pub mod uring;
+mod uring;
 
 use std::{path::Path, sync::Arc};
 

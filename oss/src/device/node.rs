@@ -41,7 +41,7 @@ fn rotates(file: &File, block: bool) -> bool {
 impl Node {
     /// Bypasses the page cache where the file system allows it, and says so where it does not. A block device is opened for
     /// this node alone: `Busy` if it is mounted or another one has it.
-    pub fn open(path: &Path) -> Result<Node> {
+    pub(super) fn open(path: &Path) -> Result<Node> {
         let name = path.display().to_string();
         if passthrough::is_namespace(path) {
             let (file, ns) = Namespace::open(path)?;
@@ -85,7 +85,7 @@ impl Node {
     }
 
     /// See [`Device::spare`](super::Device::spare).
-    pub fn spare(&self) -> u64 {
+    pub(super) fn spare(&self) -> u64 {
         if !self.can_discard {
             return u64::MAX;
         }
@@ -98,7 +98,7 @@ impl Node {
     }
 
     /// Buffers as direct I/O needs them: copied into one aligned buffer unless every one is aligned and there are few.
-    pub fn aligned(&self, pool: &Pool, bufs: Vec<Buf>) -> Vec<Buf> {
+    pub(super) fn aligned(&self, pool: &Pool, bufs: Vec<Buf>) -> Vec<Buf> {
         let fits =
             |b: &Buf| b.len().is_multiple_of(BLOCK as usize) && (b.as_ptr() as usize).is_multiple_of(BLOCK as usize);
         if bufs.len() <= libc::UIO_MAXIOV as usize && (!self.direct || bufs.iter().all(fits)) {
@@ -115,7 +115,7 @@ impl Node {
 
     /// An error of the device. The kernel has many names for those (`ENODATA` for a bad sector, `EREMOTEIO`, `EILSEQ`): to all above
     /// they are one, unless it is only that there is no space or memory.
-    pub fn error(&self, what: &str, offset: u64, len: u64, mut e: Error) -> Error {
+    pub(super) fn error(&self, what: &str, offset: u64, len: u64, mut e: Error) -> Error {
         if !matches!(e.code, Code::NoSpc | Code::DQuot | Code::NoMem) {
             e.code = Code::Io;
         }

@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// `count` blocks from `start`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Extent {
+pub(super) struct Extent {
     pub start: u64,
     pub count: u64,
 }
 
 /// Appends blocks to a list, growing its last extent where they adjoin.
-pub fn push_block(list: &mut Vec<Extent>, block: u64) {
+pub(super) fn push_block(list: &mut Vec<Extent>, block: u64) {
     match list.last_mut() {
         Some(last) if last.start + last.count == block => last.count += 1,
         _ => list.push(Extent { start: block, count: 1 }),
@@ -18,7 +18,7 @@ pub fn push_block(list: &mut Vec<Extent>, block: u64) {
 }
 
 /// Sorted and with adjoining extents joined.
-pub fn coalesce(mut list: Vec<Extent>) -> Vec<Extent> {
+pub(super) fn coalesce(mut list: Vec<Extent>) -> Vec<Extent> {
     list.sort_unstable();
     let mut out: Vec<Extent> = Vec::with_capacity(list.len());
     for e in list {
@@ -33,7 +33,7 @@ pub fn coalesce(mut list: Vec<Extent>) -> Vec<Extent> {
 /// Free extents by place and by size. Best fit: the smallest one that holds the whole request, lowest place first; a
 /// request larger than every free extent is served in pieces, largest first.
 #[derive(Debug, Default)]
-pub struct Allocator {
+pub(super) struct Allocator {
     by_start: BTreeMap<u64, u64>,
     by_size: BTreeSet<(u64, u64)>,
     free: u64,
@@ -41,7 +41,7 @@ pub struct Allocator {
 
 impl Allocator {
     /// All of `[start, end)` free.
-    pub fn new(start: u64, end: u64) -> Allocator {
+    pub(super) fn new(start: u64, end: u64) -> Allocator {
         let mut a = Allocator::default();
         if end > start {
             a.insert(Extent { start, count: end - start });
@@ -49,12 +49,12 @@ impl Allocator {
         a
     }
 
-    pub fn free_blocks(&self) -> u64 {
+    pub(super) fn free_blocks(&self) -> u64 {
         self.free
     }
 
     /// `count` blocks in as few extents as possible, or `None` if fewer than `count` + `reserve` are free.
-    pub fn alloc(&mut self, count: u64, reserve: u64) -> Option<Vec<Extent>> {
+    pub(super) fn alloc(&mut self, count: u64, reserve: u64) -> Option<Vec<Extent>> {
         if count.checked_add(reserve).is_none_or(|need| need > self.free) {
             return None;
         }
@@ -76,7 +76,7 @@ impl Allocator {
 
     /// Gives blocks back. They must be allocated: blocks that are free already stay free and are reported as `false`.
     #[must_use]
-    pub fn free(&mut self, e: Extent) -> bool {
+    pub(super) fn free(&mut self, e: Extent) -> bool {
         if e.count == 0 {
             return true;
         }
@@ -101,7 +101,7 @@ impl Allocator {
 
     /// Marks blocks of a free area as taken (rebuilding from the table); `false` if any of them is taken or outside.
     #[must_use]
-    pub fn take(&mut self, e: Extent) -> bool {
+    pub(super) fn take(&mut self, e: Extent) -> bool {
         let Some((start, count)) = self.by_start.range(..=e.start).next_back().map(|(s, c)| (*s, *c)) else {
             return false;
         };

@@ -10,8 +10,8 @@ use tokio::sync::OwnedMutexGuard;
 use super::{
     Engine, Shared, State,
     alloc::{Extent, coalesce},
-    record::{self, TALLY_KEY, header_key, segment_key},
-    tally::{Mark, Tally},
+    record::{self, TABLE_DIGEST_KEY, header_key, segment_key},
+    table_digest::{Mark, TableDigest},
 };
 use crate::device::BLOCK;
 
@@ -148,14 +148,14 @@ impl Shared {
     fn commit_frozen(&self, _gate: OwnedMutexGuard<()>) -> Result<()> {
         let mut batch = self.frozen();
         let changed = !batch.is_empty();
-        let mut tally = self.state.lock().tally;
+        let mut digest = self.state.lock().digest;
         if changed {
-            if let Err(e) = self.sum_up(&mut batch, &mut tally).and_then(|()| self.table.commit(batch)) {
+            if let Err(e) = self.sum_up(&mut batch, &mut digest).and_then(|()| self.table.commit(batch)) {
                 self.state.lock().abort();
                 return Err(e.context("chunk table"));
             }
             // The next flush goes on from what the table holds, durable or not.
-            self.state.lock().tally = tally;
+            self.state.lock().digest = digest;
             if let Err(e) = self.table.sync() {
                 if e.code == Code::NoSpc {
                     // The store has not tried, so nothing is lost: the same records are committed again by the next flush.
@@ -168,10 +168,10 @@ impl Shared {
                 s.failed = Some(Error::new(Code::Io, m));
                 return s.check();
             }
-            Mark { uuid: self.identity.lock().target_uuid, flushes: tally.flushes }.send(&*self.device, &self.pool);
+            Mark { uuid: self.identity.lock().target_uuid, flushes: digest.flushes }.send(&*self.device, &self.pool);
         }
         let mut s = self.state.lock();
-        s.tally = tally;
+        s.digest = digest;
         s.headers.end();
         s.segments.end();
         s.flushed = s.flushing;
@@ -184,8 +184,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Appends the tally of the table as the batch leaves it.
-    fn sum_up(&self, batch: &mut Batch, tally: &mut Tally) -> Result<()> {
+    /// Appends the digest of the table as the batch leaves it.
+    fn sum_up(&self, batch: &mut Batch, digest: &mut TableDigest) -> Result<()> {
         for (key, new) in &batch.ops {
             let old = match self.table.get(key) {
                 // A store that met a full disk may be closed until the next commit opens it again.
@@ -197,15 +197,15 @@ impl Shared {
             };
             if let Some(old) = old {
                 // Decayed since it was added: what it was then is not known.
-                tally.unsure |= record::unseal(key, &old).is_err();
-                tally.remove(key, &old);
+                digest.unsure |= record::unseal(key, &old).is_err();
+                digest.remove(key, &old);
             }
             if let Some(new) = new {
-                tally.add(key, new);
+                digest.add(key, new);
             }
         }
-        tally.flushes = tally.flushes.saturating_add(1);
-        batch.put(TALLY_KEY, tally.encode());
+        digest.flushes = digest.flushes.saturating_add(1);
+        batch.put(TABLE_DIGEST_KEY, digest.encode());
         Ok(())
     }
 

@@ -38,23 +38,23 @@ pub struct Ask {
 
 /// See the module.
 #[derive(Default)]
-pub struct Grants {
+pub(super) struct Grants {
     sessions: BTreeMap<SessionId, Grant>,
     total: u64,
 }
 
 impl Grants {
     /// Blocks granted, to all sessions.
-    pub fn total(&self) -> u64 {
+    pub(super) fn total(&self) -> u64 {
         self.total
     }
 
-    pub fn of(&self, session: SessionId) -> u64 {
+    pub(super) fn of(&self, session: SessionId) -> u64 {
         self.sessions.get(&session).map_or(0, |g| g.blocks)
     }
 
     /// A session asks. `free`: what updates may take, granted or not. Returns what it has from now on; `None`: it has asked later.
-    pub fn ask(&mut self, now: Duration, ask: Ask, free: u64) -> Option<u64> {
+    pub(super) fn ask(&mut self, now: Duration, ask: Ask, free: u64) -> Option<u64> {
         self.expire(now);
         let Ask { session, seq, keep, want } = ask;
         if self.sessions.get(&session).is_some_and(|g| seq < g.seq) {
@@ -76,7 +76,7 @@ impl Grants {
     }
 
     /// The session's update takes `blocks` of the target: as many as it has of them come out of its grant, and are returned.
-    pub fn take(&mut self, session: SessionId, blocks: u64) -> u64 {
+    pub(super) fn take(&mut self, session: SessionId, blocks: u64) -> u64 {
         let Some(g) = self.sessions.get_mut(&session) else { return 0 };
         let taken = blocks.min(g.blocks);
         g.blocks -= taken;
@@ -85,7 +85,7 @@ impl Grants {
     }
 
     /// An update that had taken so many was not made, and will be sent again.
-    pub fn give_back(&mut self, session: SessionId, blocks: u64) {
+    pub(super) fn give_back(&mut self, session: SessionId, blocks: u64) {
         if let Some(g) = self.sessions.get_mut(&session) {
             g.blocks += blocks;
             self.total += blocks;
@@ -93,7 +93,7 @@ impl Grants {
     }
 
     /// Forgets those who have not asked for too long.
-    pub fn expire(&mut self, now: Duration) {
+    pub(super) fn expire(&mut self, now: Duration) {
         let over = self.sessions.extract_if(.., |_, g| g.until <= now);
         self.total -= over.map(|(_, g)| g.blocks).sum::<u64>();
     }

@@ -23,27 +23,27 @@
 //! | `target.rs` | the folder of a target: device, table, lock |
 //! | `used.rs` | of which chains it was ever given something, for when the table is lost |
 //! | `record.rs`, `superblock.rs` | the formats |
-//! | `tally.rs` | how a table that lost synced changes is noticed |
+//! | `table_digest.rs` | how a table that lost synced changes is noticed |
 //! | `overlay.rs`, `alloc.rs` | the table's part in memory; free space |
-//! | `kept.rs` | free space that is kept back from new data |
+//! | `reserve.rs` | free space that is kept back from new data |
 //! | `grants.rs` | free space that is promised to sessions |
 
 mod alloc;
+mod chain_views;
 mod check;
 mod findings;
 mod flush;
 mod grants;
-mod kept;
 mod list;
 mod open;
 mod overlay;
 mod position;
 mod read;
 pub mod record;
-mod sights;
+mod reserve;
 mod stage;
 pub mod superblock;
-pub mod tally;
+pub mod table_digest;
 mod target;
 #[cfg(test)]
 mod tests;
@@ -60,17 +60,17 @@ use std::{
 };
 
 use alloc::{Allocator, Extent};
+use chain_views::ChainView;
 pub use check::{Look, STEP};
 pub use findings::Found;
 pub use grants::Ask;
 use grants::Grants;
-use kept::Kept;
 pub use list::Forgot;
 use overlay::Overlay;
 use parking_lot::Mutex;
 pub use position::Position;
 use record::{Header, Segment};
-use sights::Sight;
+use reserve::Reserve;
 pub use stage::Staged;
 use strake_fabric::{Buf, Pool};
 pub use strake_proto::data::ListEntry;
@@ -80,7 +80,7 @@ use strake_proto::{
 };
 use strake_store::{MetaStore, fjall_store::DEFAULT_CACHE};
 use superblock::Superblock;
-use tally::Tally;
+use table_digest::TableDigest;
 use target::Folder;
 #[cfg(test)]
 pub(crate) use target::open_device;
@@ -257,7 +257,7 @@ struct State {
     /// Blocks of each chain's chunks, of those that have any.
     stored: BTreeMap<ChainId, u64>,
     /// Of the table as it was last synced.
-    tally: Tally,
+    digest: TableDigest,
     /// Set when durability can no longer be promised; nothing is changed any more.
     failed: Option<Error>,
 }
@@ -278,12 +278,12 @@ struct Shared {
     table: Arc<dyn MetaStore>,
     pool: Pool,
     options: Options,
-    kept: Kept,
+    reserve: Reserve,
     /// Blocks that chunks can use.
     capacity: u64,
     superblock: tokio::sync::Mutex<Superblock>,
     identity: Mutex<TargetIdentity>,
-    sights: Mutex<BTreeMap<ChainId, Sight>>,
+    chain_views: Mutex<BTreeMap<ChainId, ChainView>>,
     state: Mutex<State>,
     /// Held by the flush that runs.
     gate: Arc<tokio::sync::Mutex<()>>,
@@ -338,7 +338,7 @@ impl Engine {
         let waiting: u64 = s.reclaim.iter().flat_map(|(_, list)| list).map(|e| e.count).sum();
         let get = |n: &AtomicU64| n.load(Ordering::Relaxed);
         Usage {
-            capacity: self.shared.capacity.saturating_sub(self.shared.kept.total()) * BLOCK,
+            capacity: self.shared.capacity.saturating_sub(self.shared.reserve.total()) * BLOCK,
             used: (self.shared.capacity - s.alloc.free_blocks()).saturating_sub(waiting) * BLOCK,
             granted: s.grants.total() * BLOCK,
             chunks: s.chunks,
@@ -360,7 +360,7 @@ impl Engine {
     pub fn grant(&self, now: Duration, ask: Ask) -> Result<u64> {
         let spare = self.shared.device.spare() / BLOCK;
         let mut s = self.shared.state.lock();
-        let free = s.alloc.free_blocks().saturating_sub(self.shared.kept.total()).min(spare);
+        let free = s.alloc.free_blocks().saturating_sub(self.shared.reserve.total()).min(spare);
         s.grants.ask(now, ask, free).ok_or_else(|| Error::new(Code::Stale, "a later question for space was answered"))
     }
 

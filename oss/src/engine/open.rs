@@ -13,16 +13,16 @@ use strake_store::{Batch, MetaStore};
 use super::{
     Counters, Engine, Key, Options, Shared, State, TargetIdentity,
     alloc::{Allocator, Extent, coalesce},
+    chain_views,
     grants::Grants,
-    kept::Kept,
     overlay::Overlay,
     record::{
-        HEADER_PREFIX, HOLE, Header, SEGMENT_PREFIX, Segment, TALLY_KEY, TARGET_KEY, decode_target, encode_target,
-        parse_header_key, parse_segment_key,
+        HEADER_PREFIX, HOLE, Header, SEGMENT_PREFIX, Segment, TABLE_DIGEST_KEY, TARGET_KEY, decode_target,
+        encode_target, parse_header_key, parse_segment_key,
     },
-    sights,
+    reserve::Reserve,
     superblock::{DATA_START, Superblock},
-    tally::{Mark, Tally},
+    table_digest::{Mark, TableDigest},
     target::Folder,
     used::Used,
 };
@@ -76,12 +76,12 @@ impl Engine {
         let counters = Counters::default();
         let mark = Mark::read(&*device, &pool, superblock.identity.target_uuid).await;
         let target_uuid = superblock.identity.target_uuid;
-        let mut found = Tally::default();
+        let mut found = TableDigest::default();
         let (chunks, has) = count_chunks(&*table, &counters, &mut found)?;
         let Space { alloc, lost, stored } =
             rebuild(&*table, superblock.blocks, &counters, &mut found).map_err(|e| e.context(device.name()))?;
         found.unsure = counters.damaged.load(Ordering::Relaxed) > 0;
-        let tally = check_tally(&*table, found, mark).map_err(|e| e.context(device.name()))?;
+        let digest = check_digest(&*table, found, mark).map_err(|e| e.context(device.name()))?;
         let state = State {
             headers: Overlay::new(options.cached_records),
             segments: Overlay::new(options.cached_records),
@@ -102,15 +102,15 @@ impl Engine {
             flushing_bytes: 0,
             chunks,
             stored,
-            tally,
+            digest,
             failed: None,
         };
         let shared = Shared {
-            kept: Kept::of(capacity),
+            reserve: Reserve::of(capacity),
             capacity,
             identity: Mutex::new(superblock.identity.clone()),
             superblock: tokio::sync::Mutex::new(superblock),
-            sights: Mutex::new(sights::load(&*table)?),
+            chain_views: Mutex::new(chain_views::load(&*table)?),
             state: Mutex::new(state),
             gate: Default::default(),
             overwriters: Default::default(),
@@ -134,7 +134,7 @@ pub(super) fn empty_table(table: &dyn MetaStore, target_uuid: &[u8; 16], flushes
     table.clear()?;
     let mut batch = Batch::default();
     batch.put(TARGET_KEY, encode_target(target_uuid));
-    batch.put(TALLY_KEY, Tally { flushes, ..Tally::default() }.encode());
+    batch.put(TABLE_DIGEST_KEY, TableDigest { flushes, ..TableDigest::default() }.encode());
     table.commit(batch)?;
     table.sync()
 }
@@ -157,8 +157,8 @@ fn check_table(table: &dyn MetaStore, superblock: &Superblock, device: &str) -> 
     Ok(())
 }
 
-/// The tally to go on from. `found`: of the records in the table; `mark`: how many flushes the device knows of.
-fn check_tally(table: &dyn MetaStore, found: Tally, mark: u64) -> Result<Tally> {
+/// The digest to go on from. `found`: of the records in the table; `mark`: how many flushes the device knows of.
+fn check_digest(table: &dyn MetaStore, found: TableDigest, mark: u64) -> Result<TableDigest> {
     let lost = |what: String| {
         let m = format!(
             "the chunk table lost changes that were synced ({what}); leave the target out, its replicas go on, and make a \
@@ -166,11 +166,11 @@ fn check_tally(table: &dyn MetaStore, found: Tally, mark: u64) -> Result<Tally> 
         );
         Err(Error::new(Code::Corrupt, m))
     };
-    let stored = match table.get(TALLY_KEY)? {
-        Some(value) => Tally::decode(&value)?,
-        // Made by a version before the tally, and never flushed since.
+    let stored = match table.get(TABLE_DIGEST_KEY)? {
+        Some(value) => TableDigest::decode(&value)?,
+        // Made by a version before the digest, and never flushed since.
         None if mark == 0 => return Ok(found),
-        None => return lost(format!("its tally, while the device knows of {mark} flushes")),
+        None => return lost(format!("its digest, while the device knows of {mark} flushes")),
     };
     if stored.flushes < mark {
         return lost(format!("it is as of flush {}, the device knows of {mark}", stored.flushes));
@@ -179,11 +179,15 @@ fn check_tally(table: &dyn MetaStore, found: Tally, mark: u64) -> Result<Tally> 
         let (want, have) = (stored.records, found.records);
         return lost(format!("its {have} records are not the {want} of flush {}", stored.flushes));
     }
-    Ok(Tally { flushes: stored.flushes, ..found })
+    Ok(TableDigest { flushes: stored.flushes, ..found })
 }
 
 /// How many there are, and the chains that there is any record of.
-fn count_chunks(table: &dyn MetaStore, counters: &Counters, found: &mut Tally) -> Result<(u64, BTreeSet<ChainId>)> {
+fn count_chunks(
+    table: &dyn MetaStore,
+    counters: &Counters,
+    found: &mut TableDigest,
+) -> Result<(u64, BTreeSet<ChainId>)> {
     let (mut live, mut chains) = (0, BTreeSet::new());
     for pair in table.prefix(&[HEADER_PREFIX]) {
         let (k, v) = pair?;
@@ -216,7 +220,7 @@ struct Space {
     stored: BTreeMap<ChainId, u64>,
 }
 
-fn rebuild(table: &dyn MetaStore, blocks: u64, counters: &Counters, found: &mut Tally) -> Result<Space> {
+fn rebuild(table: &dyn MetaStore, blocks: u64, counters: &Counters, found: &mut TableDigest) -> Result<Space> {
     let mut space = Space { alloc: Allocator::new(DATA_START, blocks), lost: BTreeSet::new(), stored: BTreeMap::new() };
     for pair in table.prefix(&[SEGMENT_PREFIX]) {
         let (k, v) = pair?;

@@ -4,10 +4,10 @@
 use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
 /// A record, or that there is none.
-pub type Slot<V> = Option<Arc<V>>;
+pub(super) type Slot<V> = Option<Arc<V>>;
 
 /// One kind of record. Newest first: `dirty`, `flushing`, `cache`; what none of them has is asked of the store.
-pub struct Overlay<K, V> {
+pub(super) struct Overlay<K, V> {
     dirty: BTreeMap<K, Slot<V>>,
     flushing: Arc<BTreeMap<K, Slot<V>>>,
     /// Two generations: when the young one is full it becomes the old one and the old one is dropped.
@@ -18,13 +18,13 @@ pub struct Overlay<K, V> {
 }
 
 impl<K: Ord + Copy, V> Overlay<K, V> {
-    pub fn new(cached: usize) -> Overlay<K, V> {
+    pub(super) fn new(cached: usize) -> Overlay<K, V> {
         let empty = BTreeMap::new;
         Overlay { dirty: empty(), flushing: Arc::default(), young: empty(), old: empty(), limit: (cached / 2).max(16) }
     }
 
     /// `None`: not known here.
-    pub fn get(&mut self, key: &K) -> Option<Slot<V>> {
+    pub(super) fn get(&mut self, key: &K) -> Option<Slot<V>> {
         if let Some(v) = self.dirty.get(key).or_else(|| self.flushing.get(key)).or_else(|| self.young.get(key)) {
             return Some(v.clone());
         }
@@ -34,17 +34,17 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
     }
 
     /// As [`Overlay::get`], of changes alone: `None` also for what is only cached.
-    pub fn changed_one(&self, key: &K) -> Option<Slot<V>> {
+    pub(super) fn changed_one(&self, key: &K) -> Option<Slot<V>> {
         self.dirty.get(key).or_else(|| self.flushing.get(key)).cloned()
     }
 
     /// A change, to be flushed.
-    pub fn put(&mut self, key: K, value: Slot<V>) {
+    pub(super) fn put(&mut self, key: K, value: Slot<V>) {
         self.dirty.insert(key, value);
     }
 
     /// What the store holds, as read while nothing was flushed in between.
-    pub fn cache(&mut self, key: K, value: Slot<V>) {
+    pub(super) fn cache(&mut self, key: K, value: Slot<V>) {
         self.young.insert(key, value);
         if self.young.len() >= self.limit {
             self.old = std::mem::take(&mut self.young);
@@ -52,7 +52,7 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
     }
 
     /// The store's record is damaged: one that is only cached and whole is dirty again. Whether there was one.
-    pub fn heal(&mut self, key: &K, is_whole: impl Fn(&V) -> bool) -> bool {
+    pub(super) fn heal(&mut self, key: &K, is_whole: impl Fn(&V) -> bool) -> bool {
         if self.changed_one(key).is_some() {
             return false;
         }
@@ -64,22 +64,22 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
         found
     }
 
-    pub fn dirty_len(&self) -> usize {
+    pub(super) fn dirty_len(&self) -> usize {
         self.dirty.len()
     }
 
     /// Freezes what is dirty for a flush. Nothing may be in flush.
-    pub fn begin(&mut self) {
+    pub(super) fn begin(&mut self) {
         debug_assert!(self.flushing.is_empty());
         self.flushing = Arc::new(std::mem::take(&mut self.dirty));
     }
 
-    pub fn flushing(&self) -> Arc<BTreeMap<K, Slot<V>>> {
+    pub(super) fn flushing(&self) -> Arc<BTreeMap<K, Slot<V>>> {
         self.flushing.clone()
     }
 
     /// The store holds what was frozen.
-    pub fn end(&mut self) {
+    pub(super) fn end(&mut self) {
         for (k, v) in &*std::mem::take(&mut self.flushing) {
             self.old.remove(k);
             self.cache(*k, v.clone());
@@ -87,14 +87,14 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
     }
 
     /// The store may not hold what was frozen: dirty again, below what changed meanwhile.
-    pub fn abort(&mut self) {
+    pub(super) fn abort(&mut self) {
         for (k, v) in &*std::mem::take(&mut self.flushing) {
             self.dirty.entry(*k).or_insert_with(|| v.clone());
         }
     }
 
     /// Changed records in `[from, to)` in order, at most `max`, and whether there are more.
-    pub fn changed(&self, from: Bound<K>, to: Bound<K>, max: usize) -> (BTreeMap<K, Slot<V>>, bool) {
+    pub(super) fn changed(&self, from: Bound<K>, to: Bound<K>, max: usize) -> (BTreeMap<K, Slot<V>>, bool) {
         let mut out: BTreeMap<K, Slot<V>> = BTreeMap::new();
         for map in [&*self.flushing, &self.dirty] {
             out.extend(map.range((from, to)).take(max + 1).map(|(k, v)| (*k, v.clone())));

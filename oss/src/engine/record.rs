@@ -26,16 +26,16 @@ const MAX_DEVICE_BLOCK: u64 = 1 << 48;
 
 pub const HEADER_PREFIX: u8 = b'h';
 pub const SEGMENT_PREFIX: u8 = b's';
-/// What was last known of a chain, see [`sights`](super::sights).
-pub const SIGHT_PREFIX: u8 = b'c';
+/// What was last known of a chain, see [`chain_views`](super::chain_views).
+pub const CHAIN_VIEW_PREFIX: u8 = b'c';
 /// The record that ties the table to its device.
 pub const TARGET_KEY: &[u8] = b"t";
 /// What was found damaged, see [`findings`](super::findings).
 pub const FINDING_PREFIX: u8 = b'd';
 /// How far the scrub has come, see [`position`](super::position).
 pub const SCRUB_KEY: &[u8] = b"p";
-/// The record that sums up all headers and segments, see [`tally`](super::tally).
-pub const TALLY_KEY: &[u8] = b"f";
+/// The record that sums up all headers and segments, see [`table_digest`](super::table_digest).
+pub const TABLE_DIGEST_KEY: &[u8] = b"f";
 
 /// A header record: what is known of a chunk besides its bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -20,10 +20,10 @@ use super::{
     ChunkMeta, Engine, Key, Shared, Update, add,
     alloc::{Extent, push_block},
     damaged,
-    kept::{Claim, Want},
     overlay::Slot,
     read::{View, find, segments_of},
     record::{HOLE, Header, MAX_SEGS, SEG_BLOCKS, Segment},
+    reserve::{Claim, Want},
 };
 
 /// More segments than this in one write are copied into one buffer first (the kernel's limit is 1,024).
@@ -458,7 +458,7 @@ impl Engine {
             let s = self.shared.state.lock();
             (s.alloc.free_blocks(), s.grants.total())
         };
-        let kept = self.shared.kept.total();
+        let kept = self.shared.reserve.total();
         let [count, free, kept, granted] = [count, free, kept, granted].map(|n| n * BLOCK as u64);
         let m = format!(
             "{key}: no space for {count} bytes on {} ({free} free, {kept} of them kept for truncation and overwriting, {granted} for \
@@ -605,12 +605,12 @@ impl Shared {
     /// `None`: not so many are free for who may take so much.
     fn alloc(self: &Arc<Self>, want: Want) -> Option<Space> {
         // Not under the lock: it asks the file system below.
-        if want.fresh() > 0 && self.device.spare() < self.kept.below {
+        if want.fresh() > 0 && self.device.spare() < self.reserve.below {
             return None;
         }
         let mut s = self.state.lock();
         let (total, own) = (s.grants.total(), want.session().map_or(0, |session| s.grants.of(session)));
-        let extents = s.alloc.alloc(want.count, self.kept.from(want, total, own))?;
+        let extents = s.alloc.alloc(want.count, self.reserve.from(want, total, own))?;
         let granted = want.session().map(|session| (session, s.grants.take(session, want.count)));
         s.replacing += want.replaced;
         Some(Space { shared: self.clone(), extents, replaces: want.replaced, granted, in_flight: false })

@@ -19,7 +19,7 @@ use super::{
     Engine, Options, TargetIdentity,
     open::{empty_table, is_of_another},
     superblock::Superblock,
-    tally::Mark,
+    table_digest::Mark,
     used::{self, Used},
 };
 use crate::device::{self, BLOCK, Device};

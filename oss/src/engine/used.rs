@@ -19,7 +19,7 @@ const MAGIC: &[u8; 8] = b"STRKCHN1";
 const HEAD: usize = 24;
 const RECORD: usize = 8;
 
-pub struct Used {
+pub(super) struct Used {
     uuid: [u8; 16],
     known: Mutex<Known>,
 }
@@ -38,7 +38,7 @@ fn record(uuid: &[u8; 16], chain: ChainId) -> [u8; RECORD] {
 }
 
 /// What the file of a target in this folder says, `None` if it is absent, of another target or not whole.
-pub fn read(folder: &Path, uuid: &[u8; 16]) -> Option<BTreeSet<ChainId>> {
+pub(super) fn read(folder: &Path, uuid: &[u8; 16]) -> Option<BTreeSet<ChainId>> {
     let bytes = fs::read(folder.join(NAME)).ok()?;
     let (head, records) = bytes.split_at_checked(HEAD)?;
     if head[..8] != MAGIC[..] || head[8..] != uuid[..] {
@@ -53,7 +53,7 @@ pub fn read(folder: &Path, uuid: &[u8; 16]) -> Option<BTreeSet<ChainId>> {
 
 impl Used {
     /// Of a target whose table is whole and has something of the chains `has`.
-    pub fn open(folder: &Path, uuid: [u8; 16], has: &BTreeSet<ChainId>) -> io::Result<Used> {
+    pub(super) fn open(folder: &Path, uuid: [u8; 16], has: &BTreeSet<ChainId>) -> io::Result<Used> {
         let before = read(folder, &uuid);
         let chains: BTreeSet<ChainId> = before.iter().flatten().chain(has).copied().collect();
         if before.as_ref() != Some(&chains) {
@@ -70,7 +70,7 @@ impl Used {
     }
 
     /// Something of this chain is about to be stored. Waits for the disk the first time, and holds up others who come for the first time.
-    pub fn note(&self, chain: ChainId) -> io::Result<()> {
+    pub(super) fn note(&self, chain: ChainId) -> io::Result<()> {
         let mut k = self.known.lock();
         if k.chains.contains(&chain) {
             return Ok(());
@@ -82,7 +82,7 @@ impl Used {
         Ok(())
     }
 
-    pub fn chains(&self) -> BTreeSet<ChainId> {
+    pub(super) fn chains(&self) -> BTreeSet<ChainId> {
         self.known.lock().chains.clone()
     }
 }

@@ -112,37 +112,37 @@ const LEAST_LIFE_MS: u32 = 1000;
 const LONGEST_SCRUB_S: u64 = 100 * 365 * 86_400;
 
 mod defaults {
-    pub fn create() -> bool {
+    pub(super) fn create() -> bool {
         true
     }
-    pub fn heartbeat() -> u64 {
+    pub(super) fn heartbeat() -> u64 {
         250
     }
-    pub fn flush() -> u64 {
+    pub(super) fn flush() -> u64 {
         1000
     }
-    pub fn sync_parallel() -> usize {
+    pub(super) fn sync_parallel() -> usize {
         4
     }
-    pub fn scrub_rate() -> u64 {
+    pub(super) fn scrub_rate() -> u64 {
         32 << 20
     }
-    pub fn scrub_every() -> u64 {
+    pub(super) fn scrub_every() -> u64 {
         7 * 86_400
     }
-    pub fn keep_until_read() -> bool {
+    pub(super) fn keep_until_read() -> bool {
         true
     }
-    pub fn end_capabilities() -> bool {
+    pub(super) fn end_capabilities() -> bool {
         true
     }
-    pub fn max_requests() -> usize {
+    pub(super) fn max_requests() -> usize {
         1024
     }
-    pub fn peer_timeout() -> u64 {
+    pub(super) fn peer_timeout() -> u64 {
         4000
     }
-    pub fn update_life() -> u32 {
+    pub(super) fn update_life() -> u32 {
         15_000
     }
 }

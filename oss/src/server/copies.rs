@@ -47,7 +47,7 @@ const AWAY_PATIENCE: Duration = Duration::from_millis(500);
 /// Members of a chain that are out of service. Most are dead, but one that was shut out for a bad
 /// link may be reached from here.
 #[derive(Default)]
-pub struct Away(Mutex<Asked>);
+pub(super) struct Away(Mutex<Asked>);
 
 #[derive(Default)]
 struct Asked {
@@ -81,7 +81,7 @@ fn is_recent(at: Instant, now: Instant) -> bool {
 
 /// Targets that have left a chain and still have something of it.
 #[derive(Default)]
-pub struct Formers(Mutex<BTreeMap<TargetId, Instant>>);
+pub(super) struct Formers(Mutex<BTreeMap<TargetId, Instant>>);
 
 impl Formers {
     /// Whether that is news.

@@ -16,13 +16,13 @@ use strake_proto::{TargetId, data::Version, pb};
 use crate::engine::{Engine, Found, Key, Look};
 
 /// Findings that are kept; what is left out of the list is counted.
-pub const KEPT: usize = 1024;
+pub(super) const KEPT: usize = 1024;
 /// Chunks known to be damaged still. What comes beyond them is counted as often as it is found.
 const KEPT_OPEN: usize = 65_536;
 
 /// A chunk that stays damaged.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Still {
+pub(super) struct Still {
     /// Epoch of its chain when it was last tried to repair it.
     pub epoch: u64,
     /// Of the chunk then.
@@ -38,7 +38,7 @@ pub struct Still {
 
 /// What became of a damaged chunk.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub(super) enum Outcome {
     /// From another target, or from this one's memory (`None`).
     Repaired(Option<TargetId>),
     /// Damaged still.
@@ -48,7 +48,7 @@ pub enum Outcome {
 }
 
 #[derive(Clone, Debug)]
-pub struct Finding {
+pub(super) struct Finding {
     pub key: Key,
     /// From the first to the last damaged byte of the chunk; all of it if empty.
     pub part: Range<u32>,
@@ -63,7 +63,7 @@ pub struct Finding {
 
 /// Chunks, in this life of the server; those that an earlier one left damaged count, too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub(super) struct Counts {
     /// Found damaged, whatever became of them.
     pub damaged: u64,
     pub repaired: u64,
@@ -81,7 +81,7 @@ struct Inner {
 
 /// See the module documentation.
 #[derive(Default)]
-pub struct Damage {
+pub(super) struct Damage {
     inner: Mutex<Inner>,
     /// Keeps what stays damaged.
     engine: Option<Arc<Engine>>,
@@ -91,7 +91,7 @@ pub struct Damage {
 
 impl Damage {
     /// Begins with what earlier lives of the server found.
-    pub fn of(engine: Arc<Engine>) -> Damage {
+    pub(super) fn of(engine: Arc<Engine>) -> Damage {
         let mut inner = Inner::default();
         for (key, found) in engine.findings(KEPT_OPEN) {
             let Found { lost, record, part, bytes, unix_ms, epoch, version, left, cause } = found;
@@ -109,9 +109,9 @@ impl Damage {
     }
 
     /// Makes what was written down durable.
-    pub async fn sync(&self) {
+    pub(super) async fn sync(&self) {
         let Some(engine) = self.engine.as_ref().filter(|_| self.unsynced.swap(false, Ordering::AcqRel)) else { return };
-        if let Err(e) = engine.sync_sights().await {
+        if let Err(e) = engine.sync_chain_views().await {
             tracing::warn!("{}: cannot keep what was found damaged: {e}", engine.device().name());
         }
     }
@@ -141,7 +141,7 @@ impl Damage {
     }
 
     /// A look at a damaged chunk, and what became of it. Whether that is news.
-    pub fn report(&self, key: Key, look: &Look, outcome: &Outcome, unix_ms: u64) -> bool {
+    pub(super) fn report(&self, key: Key, look: &Look, outcome: &Outcome, unix_ms: u64) -> bool {
         let mut inner = self.inner.lock();
         let was = inner.open.get(&key).cloned();
         let before = was.as_ref().map(|s| s.lost);
@@ -176,7 +176,7 @@ impl Damage {
     }
 
     /// The chunk is whole, or no more.
-    pub fn whole(&self, key: &Key) {
+    pub(super) fn whole(&self, key: &Key) {
         let mut inner = self.inner.lock();
         if inner.open.contains_key(key) {
             inner.settle(key, &Outcome::Gone);
@@ -186,7 +186,7 @@ impl Damage {
     }
 
     /// Why there was no good copy of something in this part of a chunk when it was last looked for, if that was in this epoch.
-    pub fn lost_in(&self, key: &Key, epoch: u64, part: &Range<u32>) -> Option<String> {
+    pub(super) fn lost_in(&self, key: &Key, epoch: u64, part: &Range<u32>) -> Option<String> {
         let inner = self.inner.lock();
         let still = inner.open.get(key).filter(|s| s.lost && s.epoch == epoch)?;
         let overlaps = |d: &Range<u32>| d.start < part.end && part.start < d.end;
@@ -194,16 +194,16 @@ impl Damage {
     }
 
     /// Chunks that are still damaged.
-    pub fn open(&self) -> Vec<(Key, Still)> {
+    pub(super) fn open(&self) -> Vec<(Key, Still)> {
         self.inner.lock().open.iter().map(|(k, s)| (*k, s.clone())).collect()
     }
 
-    pub fn counts(&self) -> Counts {
+    pub(super) fn counts(&self) -> Counts {
         self.inner.lock().counts
     }
 
     /// The findings kept, oldest first, and how many were left out.
-    pub fn findings(&self) -> (Vec<pb::DamageFinding>, u64) {
+    pub(super) fn findings(&self) -> (Vec<pb::DamageFinding>, u64) {
         let inner = self.inner.lock();
         (inner.list.iter().map(Finding::on_the_wire).collect(), inner.left_out)
     }

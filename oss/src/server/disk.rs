@@ -10,7 +10,7 @@ use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, Use};
 use strake_proto::{CapKey, Code, Error, Result, TargetId, ids::TARGET_UNASSIGNED};
 use tokio::sync::Mutex;
 
-use super::{Config, OssServer, Parts, TargetConfig, admin, node::Node, out::Out};
+use super::{Config, OssServer, Parts, TargetConfig, admin, node::Node, refused_targets::RefusedTarget};
 use crate::engine::{self, Engine, Opened, Options, TargetIdentity, TargetLayout};
 
 /// Reads the configuration anew.
@@ -27,7 +27,7 @@ pub(super) struct More {
 impl More {
     /// Makes, opens and registers the targets that the configuration has come to name; their numbers. Those before one that fails stay. Those that are
     /// out of service are looked at again.
-    pub async fn add(&self, node: &Arc<Node>) -> Result<Vec<TargetId>> {
+    pub(super) async fn add(&self, node: &Arc<Node>) -> Result<Vec<TargetId>> {
         let busy = |_| Error::new(Code::Busy, "targets are being added; try again when they are");
         let mut known = self.known.try_lock().map_err(busy)?;
         let cfg = (self.reread)()?;
@@ -60,14 +60,14 @@ pub async fn start_on_disk_with(cfg: Config, env: Env, cluster_key: [u8; 32], re
         return Err(Error::new(Code::Inval, "storage server configuration: targets must name at least one folder"));
     }
     let pool = pool_for(&cfg.listen)?;
-    let (targets, out) = open_all(&cfg, &env, &pool).await?;
+    let (targets, refused) = open_all(&cfg, &env, &pool).await?;
     let known = Mutex::new(cfg.targets.iter().map(|t| t.path.clone()).collect());
     let more = Arc::new(More { reread, pool: pool.clone(), known });
     let fabric = Roads::new(env.clone(), Identity::server(&cluster_key), None, pool, Default::default());
     let cap_key = CapKey::from_cluster_key(&cluster_key);
     let at = cfg.admin;
     let parts = Parts { env: env.clone(), fabric: Arc::new(fabric), targets, cap_key };
-    let mut server = super::start_without(cfg, parts, out).await?;
+    let mut server = super::start_without(cfg, parts, refused).await?;
     if let Some(at) = at {
         server.tasks.push(env.spawn(admin::serve(server.node.clone(), more.clone(), at, &cluster_key)?));
     }
@@ -76,8 +76,8 @@ pub async fn start_on_disk_with(cfg: Config, env: Env, cluster_key: [u8; 32], re
 }
 
 /// Those that can be served, and the others.
-async fn open_all(cfg: &Config, env: &Env, pool: &Pool) -> Result<(Vec<Arc<Engine>>, Vec<Arc<Out>>)> {
-    let (mut targets, mut out) = (Vec::new(), Vec::new());
+async fn open_all(cfg: &Config, env: &Env, pool: &Pool) -> Result<(Vec<Arc<Engine>>, Vec<Arc<RefusedTarget>>)> {
+    let (mut targets, mut refused) = (Vec::new(), Vec::new());
     let announced: Vec<Result<()>> =
         cfg.targets.iter().map(|t| engine::announce_device(&t.path, t.device.as_deref())).collect();
     for (t, announced) in cfg.targets.iter().zip(announced) {
@@ -88,12 +88,12 @@ async fn open_all(cfg: &Config, env: &Env, pool: &Pool) -> Result<(Vec<Arc<Engin
         };
         match opened {
             Ok(Opened::Whole(engine)) => targets.push(engine),
-            Ok(Opened::Damaged(d)) => out.push(Out::damaged(d)),
+            Ok(Opened::Damaged(d)) => refused.push(RefusedTarget::damaged(d)),
             Err(e) if e.code == Code::Inval => return Err(e),
-            Err(e) => out.push(Out::refused(t.path.clone(), e)),
+            Err(e) => refused.push(RefusedTarget::refused(t.path.clone(), e)),
         }
     }
-    Ok((targets, out))
+    Ok((targets, refused))
 }
 
 /// As large as may be registered, where others come by RDMA.

@@ -14,7 +14,7 @@ const RIGHTS: usize = 3;
 type Whose = (Ino, SessionId);
 
 /// See the module.
-pub struct Endings {
+pub(super) struct Endings {
     most: usize,
     /// The log index up to which all is told.
     known: u64,
@@ -38,12 +38,12 @@ impl Endings {
     }
 
     /// What the metadata servers are to go on from.
-    pub fn known(&self) -> u64 {
+    pub(super) fn known(&self) -> u64 {
         self.known
     }
 
     /// Takes in what follows on what is known.
-    pub fn take(&mut self, told: &pb::Endings) {
+    pub(super) fn take(&mut self, told: &pb::Endings) {
         if told.through < self.known {
             // Of a log that is not as long: what is known is of another one, and this is told from its beginning.
             *self = Endings::new(self.most);
@@ -75,7 +75,7 @@ impl Endings {
     }
 
     /// The rights of a capability that have not ended.
-    pub fn left(&self, c: &Capability) -> Rights {
+    pub(super) fn left(&self, c: &Capability) -> Rights {
         if c.as_of == 0 {
             // Of a metadata server that does not say: good until it expires.
             return c.rights;

@@ -101,7 +101,7 @@ impl Replica {
             let page = self.engine().list(self.chain, after, PAGE)?;
             let Some(last) = page.last().map(|e| e.chunk) else { return Ok(pass) };
             if !std::mem::replace(&mut known, true) {
-                self.engine().sync_sights().await?;
+                self.engine().sync_chain_views().await?;
             }
             let asked = page.into_iter().map(|e| async move { (e.chunk, self.can_go(epoch, &e).await) });
             let mut answers = stream::iter(asked).buffered(self.node.cfg.sync_parallel);

@@ -5,12 +5,12 @@
 //! | `service.rs` | requests as they arrive: rights, sanity, dispatch |
 //! | `replica.rs` | carries out what a chain's state machine asks for |
 //! | `trim.rs` | cutting what a file has behind its end |
-//! | `sync.rs`, `pace.rs` | filling a replica that is out of sync; how that makes way for applications |
+//! | `resync.rs`, `backpressure.rs` | filling a replica that is out of sync; how that makes way for applications |
 //! | `repair.rs`, `damage.rs` | repairing a damaged chunk; what was found damaged |
 //! | `copies.rs` | copies that are not in sync, as sources for that |
 //! | `leave.rs` | what a target has of a chain that it has left |
 //! | `scrub.rs` | reading everything now and then, to find damage before a reader does |
-//! | `out.rs` | targets that are missing or damaged: the others serve, and they come back by themselves |
+//! | `refused_targets.rs` | targets that are missing or damaged: the others serve, and they come back by themselves |
 //! | `node.rs` | what all parts share, the cluster map; `node/registration.rs`: registration, heartbeats, lease |
 //! | `peers.rs` | connections to other servers |
 //! | `places.rs` | paths of damaged files, for the log |
@@ -18,22 +18,22 @@
 //! | `disk.rs`, `admin.rs` | starting from target folders; gRPC status |
 
 mod admin;
-pub mod config;
+mod backpressure;
+mod config;
 mod copies;
 mod damage;
 mod disk;
 mod endings;
 mod leave;
 mod node;
-mod out;
-mod pace;
 mod peers;
 mod places;
+mod refused_targets;
 mod repair;
 mod replica;
+mod resync;
 mod scrub;
 mod service;
-mod sync;
 #[cfg(test)]
 mod tests;
 mod trim;
@@ -43,9 +43,9 @@ use std::{sync::Arc, time::Duration};
 pub use config::{Config, TargetConfig};
 pub use disk::{Reread, start_on_disk, start_on_disk_with};
 use node::Node;
-use out::Out;
 use peers::{MdsLink, Peers};
 use places::Places;
+use refused_targets::RefusedTarget;
 pub use scrub::Ask;
 use strake_fabric::{Endpoint, Env, Fabric, Listener, Relay};
 use strake_proto::{CapKey, Code, Result, TargetId, pb};
@@ -78,12 +78,12 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
 }
 
 /// As [`start`], where some targets are out of service.
-async fn start_without(cfg: Config, parts: Parts, out: Vec<Arc<Out>>) -> Result<OssServer> {
+async fn start_without(cfg: Config, parts: Parts, refused: Vec<Arc<RefusedTarget>>) -> Result<OssServer> {
     cfg.check()?;
     let (env, fabric) = (parts.env.clone(), parts.fabric.clone());
     let peers = Peers::new(env.clone(), fabric.clone());
     let places = Places::new(fabric.clone(), cfg.mds.clone());
-    let node = Node::new(cfg, parts, (peers, places), out.clone());
+    let node = Node::new(cfg, parts, (peers, places), refused.clone());
     let mut listeners = Vec::new();
     let relay = Arc::new(Relay::new(fabric.clone()));
     for at in &node.cfg.listen {
@@ -103,7 +103,7 @@ async fn start_without(cfg: Config, parts: Parts, out: Vec<Arc<Out>>) -> Result<
     }
     let tasks = vec![env.spawn(node.clone().stay_registered(mds, endpoints.clone()))];
     // Others may have been taken out since, and are looked after.
-    out.into_iter().for_each(|o| node.look_after(o));
+    refused.into_iter().for_each(|o| node.look_after(o));
     node.targets().iter().for_each(|t| node.tend(t));
     Ok(OssServer { node, listeners, endpoints, more: None, tasks })
 }

@@ -29,12 +29,12 @@ use tokio::{
 
 use super::{
     Config, Parts, TargetConfig,
+    backpressure::{Fills, Foreground},
     damage::Damage,
     endings::Endings,
-    out::{self, Out},
-    pace::{Fills, Foreground},
     peers::Peers,
     places::Places,
+    refused_targets::{self, RefusedTarget},
     replica::Replica,
     scrub::{self, Ask, Scrub},
 };
@@ -54,7 +54,7 @@ const SHARED: usize = 64;
 const BULK: usize = 512;
 const BULK_SHARED: usize = 16;
 /// A request with more bytes than this waits for its turn among those like it.
-pub const HEAVY: usize = 64 << 10;
+pub(super) const HEAVY: usize = 64 << 10;
 /// For so long a chunk table takes no writes before others are told.
 const TABLE_FULL: Duration = Duration::from_secs(1);
 /// How long a new target is tried to be registered.
@@ -63,7 +63,7 @@ const JOIN: Duration = Duration::from_secs(20);
 const REPAIRS: usize = 4;
 
 /// One target in this life of the process.
-pub struct Target {
+pub(super) struct Target {
     pub engine: Arc<Engine>,
     pub stamp: u64,
     /// `TARGET_UNASSIGNED` until registered.
@@ -109,14 +109,14 @@ impl Target {
         })
     }
 
-    pub fn id(&self) -> TargetId {
+    pub(super) fn id(&self) -> TargetId {
         self.id.load(Ordering::Acquire)
     }
-    pub fn failed(&self) -> bool {
+    pub(super) fn failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
     /// A replica lacks what its successor has. For lack of space: until there is some. Else this target is out for good.
-    pub fn fail(&self, why: &Error) {
+    pub(super) fn fail(&self, why: &Error) {
         if why.code == Code::NoSpc {
             let is_in = |n: u32| n.is_multiple_of(2).then_some(n + 1);
             if self.lapses.fetch_update(Ordering::AcqRel, Ordering::Acquire, is_in).is_ok() {
@@ -127,17 +127,17 @@ impl Target {
         }
     }
     /// It fails for that, and is let go when nothing that it has is needed, if it is damage.
-    pub fn cannot_be_read(&self, why: &Error) {
+    pub(super) fn cannot_be_read(&self, why: &Error) {
         if why.code == Code::Corrupt {
             self.unreadable.lock().get_or_insert_with(|| why.clone());
         }
         self.fail(why);
     }
-    pub fn lacks_space(&self) -> bool {
+    pub(super) fn lacks_space(&self) -> bool {
         self.lapses.load(Ordering::Acquire) % 2 == 1
     }
     /// Before the mds is told that this target is out: from then on it may be behind in each of its chains.
-    pub fn check_in(&self) -> Result<()> {
+    pub(super) fn check_in(&self) -> Result<()> {
         if self.failed() || self.lacks_space() {
             return Err(Error::new(Code::NotServing, format!("target {} is out of its chains", self.id())));
         }
@@ -165,7 +165,7 @@ impl Target {
         self.table_full.lock().is_some_and(|since| now.saturating_sub(since) >= TABLE_FULL)
     }
     /// An error of the engine: one of the device takes the target out.
-    pub fn note(&self, e: &Error) {
+    pub(super) fn note(&self, e: &Error) {
         if e.code == Code::Io {
             self.fail(e);
         }
@@ -175,7 +175,7 @@ impl Target {
         let device = self.engine.device();
         pb::DeviceTimes { rotates: device.rotates(), ..device.meter().summary() }
     }
-    pub fn has_room(&self) -> bool {
+    pub(super) fn has_room(&self) -> bool {
         let u = self.engine.usage();
         u.capacity.saturating_sub(u.used + u.granted) > ROOM.min(u.capacity / 8) && self.engine.device().spare() > ROOM
     }
@@ -194,7 +194,7 @@ struct Evictions {
 }
 
 /// An update of a session, in work until this is dropped.
-pub struct InWork {
+pub(super) struct InWork {
     node: Arc<Node>,
     session: SessionId,
 }
@@ -268,7 +268,7 @@ struct Joining {
     done: oneshot::Sender<Result<TargetId>>,
 }
 
-pub struct Node {
+pub(super) struct Node {
     pub cfg: Config,
     pub env: Env,
     /// For targets that it opens while it runs.
@@ -279,7 +279,7 @@ pub struct Node {
     /// Changed by the task that registers them, and no other.
     targets: ArcSwap<Vec<Arc<Target>>>,
     /// Targets of its configuration that are out of service.
-    out: Mutex<Vec<Arc<Out>>>,
+    refused_targets: Mutex<Vec<Arc<RefusedTarget>>>,
     /// The cluster that it has found itself in, once it has.
     fs: Mutex<Option<[u8; 16]>>,
     /// Those that have come back empty in this life of the server.
@@ -313,14 +313,19 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new(cfg: Config, parts: Parts, (peers, places): (Peers, Places), out: Vec<Arc<Out>>) -> Arc<Node> {
+    pub(super) fn new(
+        cfg: Config,
+        parts: Parts,
+        (peers, places): (Peers, Places),
+        refused: Vec<Arc<RefusedTarget>>,
+    ) -> Arc<Node> {
         let Parts { env, fabric, targets, cap_key } = parts;
         let targets = targets.into_iter().map(|e| Target::new(e, env.random_u64())).collect();
         Arc::new(Node {
             clients: Turns::shared(cfg.max_requests, SHARED),
             bulk: Turns::shared(BULK, BULK_SHARED),
             targets: ArcSwap::from_pointee(targets),
-            out: Mutex::new(out),
+            refused_targets: Mutex::new(refused),
             fs: Mutex::default(),
             emptied: Mutex::default(),
             joined: AtomicU64::new(0),
@@ -348,20 +353,20 @@ impl Node {
     }
 
     /// A session is active here: what others have in work is bounded.
-    pub fn note(&self, session: SessionId) {
+    pub(super) fn note(&self, session: SessionId) {
         self.clients.note(session);
         self.bulk.note(session);
     }
 
-    pub fn next_op(&self) -> u64 {
+    pub(super) fn next_op(&self) -> u64 {
         self.next_op.fetch_add(1, Ordering::Relaxed)
     }
 
-    pub fn lease_left(&self) -> Duration {
+    pub(super) fn lease_left(&self) -> Duration {
         self.lease_until.lock().saturating_sub(self.env.boot())
     }
 
-    pub fn check_lease(&self) -> Result<()> {
+    pub(super) fn check_lease(&self) -> Result<()> {
         if self.lease_left().is_zero() {
             let m = format!("storage server '{}' has no lease: it does not reach the metadata leader", self.cfg.name);
             return Err(Error::new(Code::LeaseExpired, m));
@@ -369,7 +374,7 @@ impl Node {
         Ok(())
     }
 
-    pub fn check_session(&self, session: SessionId, epoch: u64) -> Result<()> {
+    pub(super) fn check_session(&self, session: SessionId, epoch: u64) -> Result<()> {
         let evictions = self.evictions.lock();
         let evicted = evictions.min_epoch.get(&session).is_some_and(|(min, _)| epoch < *min);
         if evicted || session < evictions.below.0 {
@@ -379,24 +384,24 @@ impl Node {
     }
 
     /// The rights of a capability that have not ended.
-    pub fn rights_left(&self, c: &Capability) -> Rights {
+    pub(super) fn rights_left(&self, c: &Capability) -> Rights {
         if self.cfg.end_capabilities { self.endings.read().left(c) } else { c.rights }
     }
 
     /// How late it is here, for updates to say; `None`: they live for ever.
-    pub fn clock(&self) -> Option<Clock> {
+    pub(super) fn clock(&self) -> Option<Clock> {
         let life = self.cfg.update_life_ms;
         (life != 0).then(|| Clock { now: self.env.boot().as_millis() as u64 + 1, life })
     }
 
     /// To be held while an update of a session is in work, from before it is checked whether that was evicted.
-    pub fn in_work(self: &Arc<Self>, session: SessionId) -> InWork {
+    pub(super) fn in_work(self: &Arc<Self>, session: SessionId) -> InWork {
         *self.evictions.lock().in_work.entry(session).or_default() += 1;
         InWork { node: self.clone(), session }
     }
 
     /// The replica of a chain on a target of this server.
-    pub fn replica(&self, target: TargetId, chain: ChainId) -> Result<Arc<Replica>> {
+    pub(super) fn replica(&self, target: TargetId, chain: ChainId) -> Result<Arc<Replica>> {
         self.replicas.lock().get(&(target, chain)).cloned().ok_or_else(|| {
             self.kick.notify_one();
             let m = format!("target {target} of storage server '{}' has no replica of chain {chain}", self.cfg.name);
@@ -405,13 +410,13 @@ impl Node {
     }
 
     /// The replica on a target of this server with the lowest chain from this one on.
-    pub fn next_replica(&self, target: TargetId, from: ChainId) -> Option<Arc<Replica>> {
+    pub(super) fn next_replica(&self, target: TargetId, from: ChainId) -> Option<Arc<Replica>> {
         let replicas = self.replicas.lock();
         replicas.range((target, from)..=(target, ChainId::MAX)).next().map(|(_, r)| r.clone())
     }
 
     /// Whether a chain that the target was ever given something of has no other replica in sync than the one there.
-    pub fn is_last(&self, target: TargetId) -> bool {
+    pub(super) fn is_last(&self, target: TargetId) -> bool {
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().filter(|r| r.id == target).cloned().collect();
         let used = self.target(target).and_then(|t| t.engine.used());
         let had = |r: &Arc<Replica>| used.as_ref().is_none_or(|used| used.contains(&r.chain));
@@ -419,7 +424,7 @@ impl Node {
     }
 
     /// What was asked for is done on these targets, on all if there are none; how they are then. `NoEnt`: no such target here.
-    pub fn scrub(&self, ask: Option<Ask>, targets: &[TargetId]) -> Result<Vec<pb::ScrubStatus>> {
+    pub(super) fn scrub(&self, ask: Option<Ask>, targets: &[TargetId]) -> Result<Vec<pb::ScrubStatus>> {
         if let Some(unknown) = targets.iter().find(|t| self.target(**t).is_none()) {
             let m = format!("storage server '{}' has no target {unknown}", self.cfg.name);
             return Err(Error::new(Code::NoEnt, m));
@@ -433,16 +438,16 @@ impl Node {
         Ok(each.collect())
     }
 
-    pub fn targets(&self) -> Arc<Vec<Arc<Target>>> {
+    pub(super) fn targets(&self) -> Arc<Vec<Arc<Target>>> {
         self.targets.load_full()
     }
 
-    pub fn target(&self, id: TargetId) -> Option<Arc<Target>> {
+    pub(super) fn target(&self, id: TargetId) -> Option<Arc<Target>> {
         self.targets.load().iter().find(|t| t.id() == id).cloned()
     }
 
     /// Flushes and scrubs a target from now on.
-    pub fn tend(self: &Arc<Self>, target: &Arc<Target>) {
+    pub(super) fn tend(self: &Arc<Self>, target: &Arc<Target>) {
         let (t, env, every) = (target.clone(), self.env.clone(), Duration::from_millis(self.cfg.flush_ms));
         let flush = async move {
             loop {
@@ -460,7 +465,7 @@ impl Node {
 
     /// Has one more target registered while the others serve; its number. An error leaves all as it was here; whether the metadata servers
     /// know of it already is not known then, and no matter: it may be tried again.
-    pub async fn add_target(&self, engine: Arc<Engine>) -> Result<TargetId> {
+    pub(super) async fn add_target(&self, engine: Arc<Engine>) -> Result<TargetId> {
         let (done, answer) = oneshot::channel();
         let target = Target::new(engine, self.env.random_u64());
         {
@@ -473,13 +478,13 @@ impl Node {
         answer.await.map_err(|_| Error::new(Code::Disconnected, "this storage server is stopping"))?
     }
 
-    pub fn out(&self) -> Vec<Arc<Out>> {
-        self.out.lock().clone()
+    pub(super) fn refused_targets(&self) -> Vec<Arc<RefusedTarget>> {
+        self.refused_targets.lock().clone()
     }
 
     /// Has what is out come back.
-    pub fn look_after(self: &Arc<Self>, out: Arc<Out>) {
-        let task = self.env.spawn(out::come_back(self.clone(), out));
+    pub(super) fn look_after(self: &Arc<Self>, refused: Arc<RefusedTarget>) {
+        let task = self.env.spawn(refused_targets::come_back(self.clone(), refused));
         self.tending.lock().push((0, task));
     }
 
@@ -488,20 +493,21 @@ impl Node {
         let map = self.map.load_full();
         for t in self.targets().iter() {
             let why = t.unreadable.lock().clone();
-            let why = why.filter(|_| out::needed(&map, &t.engine.identity(), t.engine.used().as_ref()).is_none());
+            let why =
+                why.filter(|_| refused_targets::needed(&map, &t.engine.identity(), t.engine.used().as_ref()).is_none());
             let Some(damaged) = why.and_then(|why| t.engine.as_damaged(why)) else { continue };
-            self.take_out(t, Out::damaged(damaged));
+            self.take_out(t, RefusedTarget::damaged(damaged));
         }
     }
 
     /// A target that serves does so no more; somebody looks after it.
-    fn take_out(self: &Arc<Self>, t: &Arc<Target>, out: Arc<Out>) {
+    fn take_out(self: &Arc<Self>, t: &Arc<Target>, refused: Arc<RefusedTarget>) {
         let others = self.targets().iter().filter(|o| !Arc::ptr_eq(o, t)).cloned().collect();
         self.targets.store(Arc::new(others));
         self.replicas.lock().retain(|(id, _), _| *id != t.id());
         self.tending.lock().extract_if(.., |(stamp, _)| *stamp == t.stamp).for_each(|(_, task)| task.abort());
-        self.out.lock().push(out.clone());
-        self.look_after(out);
+        self.refused_targets.lock().push(refused.clone());
+        self.look_after(refused);
     }
 
     /// Targets that the cluster with this map cannot have would keep the others out of it.
@@ -515,45 +521,45 @@ impl Node {
             });
             // Who moved a target here may not have waited for the end of its lease there.
             let waits = |e: &Error| e.code == Code::Busy && self.env.boot().saturating_sub(self.started) < JOIN;
-            let why = twice.or_else(|| out::unfit(map, &self.cfg.name, &id)).filter(|e| !waits(e));
+            let why = twice.or_else(|| refused_targets::unfit(map, &self.cfg.name, &id)).filter(|e| !waits(e));
             if let (Some(why), Some(path)) = (why, t.engine.path()) {
-                self.take_out(t, Out::refused(path.clone(), why.context(path.display())));
+                self.take_out(t, RefusedTarget::refused(path.clone(), why.context(path.display())));
             }
         }
     }
 
     /// The cluster that it is in, once that is known.
-    pub fn fs(&self) -> Option<[u8; 16]> {
+    pub(super) fn fs(&self) -> Option<[u8; 16]> {
         *self.fs.lock()
     }
 
     /// Folders that an administrator has taken out of the configuration are not looked after any more; the others are looked at now, those of
     /// targets that have failed, too.
-    pub fn look_again(self: &Arc<Self>, configured: &[TargetConfig]) {
+    pub(super) fn look_again(self: &Arc<Self>, configured: &[TargetConfig]) {
         for t in self.targets().iter().filter(|t| t.failed()) {
             if let Some(path) = t.engine.path() {
                 let why = Error::new(Code::Io, format!("{}: it had failed", path.display()));
-                self.take_out(t, Out::refused(path, why));
+                self.take_out(t, RefusedTarget::refused(path, why));
             }
         }
-        self.out.lock().retain(|o| configured.iter().any(|t| t.path == o.path));
-        for o in self.out() {
+        self.refused_targets.lock().retain(|o| configured.iter().any(|t| t.path == o.path));
+        for o in self.refused_targets() {
             configured.iter().filter(|t| t.path == o.path).for_each(|t| o.look_again(t));
         }
     }
 
     /// A target that was out serves again; empty at first, if its table was lost.
-    pub fn is_back(&self, out: &Arc<Out>, id: TargetId, is_empty: bool) {
-        self.out.lock().retain(|o| !Arc::ptr_eq(o, out));
+    pub(super) fn is_back(&self, refused: &Arc<RefusedTarget>, id: TargetId, is_empty: bool) {
+        self.refused_targets.lock().retain(|o| !Arc::ptr_eq(o, refused));
         if is_empty {
             self.emptied.lock().insert(id);
         } else {
-            tracing::info!("target {id} is back in service: {}", out.path.display());
+            tracing::info!("target {id} is back in service: {}", refused.path.display());
         }
     }
 
     /// Takes a newer map: every replica gets its chain's new state.
-    pub fn apply_map(self: &Arc<Self>, map: pb::ClusterMap) -> Result<()> {
+    pub(super) fn apply_map(self: &Arc<Self>, map: pb::ClusterMap) -> Result<()> {
         let _one = self.applying.lock();
         let before = self.map.load_full();
         if map.version <= before.version() {
@@ -565,7 +571,7 @@ impl Node {
         }
         let first = before.version() == 0;
         let map = Arc::new(MapView::new(map)?);
-        self.note_sights(&map);
+        self.note_chain_views(&map);
         self.map.store(map.clone());
         for target in self.targets().iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
             let id = target.id();
@@ -596,13 +602,13 @@ impl Node {
 
     /// Writes down what its targets are to act on from now on. Not of chains of which the metadata servers have yet to hear what is
     /// in sync: what was known before is what they ask for.
-    fn note_sights(&self, map: &MapView) {
+    fn note_chain_views(&self, map: &MapView) {
         let doubted = doubted(map);
         for t in self.targets().iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
             let left: Vec<ChainId> = t.engine.known_chains();
             let left = left.into_iter().filter_map(|id| map.chain(id)).filter(|c| has_left(c, t.id()));
             let chains = map.chains_of(t.id()).chain(left).filter(|c| !doubted.contains(&c.id));
-            if let Err(e) = t.engine.note_sights(chains) {
+            if let Err(e) = t.engine.note_chain_views(chains) {
                 tracing::warn!("target {}: cannot write down the state of its chains: {e}", t.id());
             }
         }
@@ -619,22 +625,22 @@ impl Node {
     fn identities(&self) -> Vec<TargetIdentity> {
         let (serving, fs) = (self.targets(), self.fs());
         let own = |id: &TargetIdentity| id.fs_uuid == [0; 16] || fs.is_none_or(|fs| fs == id.fs_uuid);
-        let out = self.out().into_iter().filter_map(|o| o.id()).filter(own);
-        serving.iter().map(|t| t.engine.identity()).chain(out).collect()
+        let refused = self.refused_targets().into_iter().filter_map(|o| o.id()).filter(own);
+        serving.iter().map(|t| t.engine.identity()).chain(refused).collect()
     }
 
     /// Those that are out. Where one folder does not tell which target it is to have, and the cluster misses one of this server, it is that.
     fn refused(&self) -> Vec<pb::RefusedTarget> {
-        let (out, map, node) = (self.out(), self.map.load(), self.id.load(Ordering::Acquire));
+        let (refused, map, node) = (self.refused_targets(), self.map.load(), self.id.load(Ordering::Acquire));
         let known: BTreeSet<TargetId> = self.identities().iter().map(|id| id.target_id).collect();
         let mut missing = map.map.targets.iter().filter(|t| t.node == node && !known.contains(&t.id)).map(|t| t.id);
-        let only = (missing.next(), missing.next(), out.iter().filter(|o| o.id().is_none()).count());
+        let only = (missing.next(), missing.next(), refused.iter().filter(|o| o.id().is_none()).count());
         let number = if let (Some(id), None, 1) = only { Some(id) } else { None };
-        out.iter().map(|o| o.status(number.filter(|_| o.id().is_none()))).collect()
+        refused.iter().map(|o| o.status(number.filter(|_| o.id().is_none()))).collect()
     }
 
     /// Gives up its lease and its replicas, which hold on to this node.
-    pub fn stop(&self) {
+    pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         *self.lease_until.lock() = Duration::ZERO;
         self.joining.lock().clear(); // who waits is told
@@ -642,17 +648,17 @@ impl Node {
     }
 
     /// What went on for its targets, to be waited for.
-    pub fn untended(&self) -> Vec<JoinHandle<()>> {
+    pub(super) fn untended(&self) -> Vec<JoinHandle<()>> {
         let tasks = std::mem::take(&mut *self.tending.lock());
         tasks.iter().for_each(|(_, task)| task.abort());
         tasks.into_iter().map(|(_, task)| task).collect()
     }
 
-    pub fn stopped(&self) -> bool {
+    pub(super) fn stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
 
-    pub fn status(&self) -> pb::StatusReply {
+    pub(super) fn status(&self) -> pb::StatusReply {
         let lease_left_ms = self.lease_left().as_millis() as u64;
         let target = |t: &Arc<Target>| {
             let u = t.engine.usage();
@@ -678,7 +684,7 @@ impl Node {
             }
         };
         let refused = self.refused();
-        let mut notices: Vec<String> = refused.iter().map(out::notice).collect();
+        let mut notices: Vec<String> = refused.iter().map(refused_targets::notice).collect();
         for id in self.emptied.lock().iter() {
             notices.push(format!(
                 "target {id} had lost its chunk table since this server started, or before; it came back empty and is filled from other replicas"

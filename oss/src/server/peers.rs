@@ -14,7 +14,7 @@ const CONNECT: Duration = Duration::from_secs(1);
 /// Keeps messages that wait for others apart from those they wait for, so that full windows cannot block in a circle:
 /// what goes to a replica with `n` replicas behind it travels on a connection of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Lane {
+pub(super) enum Lane {
     Forward(u8),
     Flush(u8),
     /// Answered by the receiver alone.
@@ -32,7 +32,7 @@ struct Slot {
 
 type Shared = Arc<tokio::sync::Mutex<Slot>>;
 
-pub struct Peers {
+pub(super) struct Peers {
     env: Env,
     fabric: Arc<dyn Fabric>,
     conns: Mutex<BTreeMap<(NodeId, Lane), Shared>>,
@@ -45,12 +45,12 @@ fn unanswered(e: &Error) -> bool {
 }
 
 impl Peers {
-    pub fn new(env: Env, fabric: Arc<dyn Fabric>) -> Peers {
+    pub(super) fn new(env: Env, fabric: Arc<dyn Fabric>) -> Peers {
         Peers { env, fabric, conns: Mutex::default(), failing: Mutex::default() }
     }
 
     /// Calls a node of the map. Connection errors read as `Disconnected`.
-    pub async fn call(
+    pub(super) async fn call(
         &self,
         map: &MapView,
         node: NodeId,
@@ -104,12 +104,12 @@ impl Peers {
     }
 
     /// What went over each road.
-    pub fn roads(&self) -> Vec<pb::RoadStatus> {
+    pub(super) fn roads(&self) -> Vec<pb::RoadStatus> {
         traffic::roads(&*self.fabric)
     }
 
     /// Nodes that lately did not answer, for the heartbeat.
-    pub fn unreachable(&self) -> Vec<NodeId> {
+    pub(super) fn unreachable(&self) -> Vec<NodeId> {
         let now = self.env.boot();
         let mut failing = self.failing.lock();
         failing.retain(|_, at| now.saturating_sub(*at) < RECENT);
@@ -125,7 +125,7 @@ async fn connect(fabric: &dyn Fabric, to: &Endpoint) -> Result<Arc<dyn Connectio
 }
 
 /// The way to the leading metadata server.
-pub struct MdsLink {
+pub(super) struct MdsLink {
     fabric: Arc<dyn Fabric>,
     finder: LeaderFinder,
     open: Option<(Endpoint, Arc<dyn Connection>)>,
@@ -133,12 +133,12 @@ pub struct MdsLink {
 
 impl MdsLink {
     /// `configured`: the servers to ask before a map says who they are.
-    pub fn new(fabric: Arc<dyn Fabric>, configured: Vec<Endpoint>) -> MdsLink {
+    pub(super) fn new(fabric: Arc<dyn Fabric>, configured: Vec<Endpoint>) -> MdsLink {
         MdsLink { fabric, finder: LeaderFinder::new(configured), open: None }
     }
 
     /// One attempt. After a failure the next attempt goes to the leader if the answer named it, else to the next server.
-    pub async fn call(&mut self, map: &MapView, m: Message, timeout: Duration) -> Result<Message> {
+    pub(super) async fn call(&mut self, map: &MapView, m: Message, timeout: Duration) -> Result<Message> {
         self.finder.learn(map.mds());
         let (at, conn) = self.connection().await?;
         let result = conn.call(m, timeout).await;
@@ -174,7 +174,7 @@ impl MdsLink {
     }
 
     /// Whoever answered last is not the one to ask: on to the next.
-    pub fn reject(&mut self) {
+    pub(super) fn reject(&mut self) {
         if let Some((at, conn)) = self.open.take() {
             conn.close();
             self.finder.failed(&at);

@@ -16,19 +16,19 @@ const PATIENCE: Duration = Duration::from_secs(3);
 const AT_ONCE: usize = 16;
 
 /// See the module.
-pub struct Places {
+pub(super) struct Places {
     link: Mutex<MdsLink>,
     turns: Semaphore,
 }
 
 impl Places {
-    pub fn new(fabric: Arc<dyn Fabric>, mds: Vec<Endpoint>) -> Places {
+    pub(super) fn new(fabric: Arc<dyn Fabric>, mds: Vec<Endpoint>) -> Places {
         Places { link: Mutex::new(MdsLink::new(fabric, mds)), turns: Semaphore::new(AT_ONCE) }
     }
 
     /// The path of the file that has a chunk, and where in it the chunk begins. `NoEnt`: no file
     /// with a name has it.
-    pub async fn of(&self, map: &MapView, chunk: ChunkId) -> Result<(String, u64)> {
+    pub(super) async fn of(&self, map: &MapView, chunk: ChunkId) -> Result<(String, u64)> {
         let many = |_| Error::new(Code::Overloaded, "too many are asked for at once");
         let _turn = self.turns.try_acquire().map_err(many)?;
         let late = |_| Error::new(Code::TimedOut, format!("no metadata server answered in {PATIENCE:?}"));

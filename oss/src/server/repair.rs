@@ -17,7 +17,7 @@ use super::{
     damage::{Outcome, Still},
     peers::Lane,
     replica::Replica,
-    sync::LIST_ONE,
+    resync::LIST_ONE,
 };
 use crate::{
     chain::{OpId, View},
@@ -170,7 +170,7 @@ impl Replica {
     }
 
     /// The chunk table itself cannot be read in places: no copy of a chunk mends that. The target leaves its chains if all of them
-    /// go on without it, and comes back empty where it is damage (`out.rs`); else it serves what it can.
+    /// go on without it, and comes back empty where it is damage (`refused_targets.rs`); else it serves what it can.
     pub(super) fn cannot_look(&self, e: &Error) {
         if matches!(e.code, Code::Corrupt | Code::Io) && !self.node.is_last(self.id) {
             self.target.cannot_be_read(e);

@@ -24,7 +24,7 @@ use super::{
     node::{InWork, Node, Target},
     peers::Lane,
     repair::Unrepaired,
-    sync::was_removed,
+    resync::was_removed,
     trim::{Cuts, Forget},
 };
 use crate::{
@@ -36,7 +36,7 @@ use crate::{
 const RETRY: Duration = Duration::from_millis(20);
 
 /// An update as it came, kept until it is answered.
-pub struct Carried {
+pub(super) struct Carried {
     pub request: DataRequest,
     pub payload: Vec<Buf>,
     pub trace: u64,
@@ -63,7 +63,7 @@ struct Inner {
     ops: BTreeMap<OpId, Running>,
 }
 
-pub struct Replica {
+pub(super) struct Replica {
     pub node: Arc<Node>,
     pub target: Arc<Target>,
     pub chain: ChainId,
@@ -98,7 +98,7 @@ impl Local for Store<'_> {
 }
 
 /// A chunk's slot, held; given back when dropped.
-pub struct Hold {
+pub(super) struct Hold {
     replica: Arc<Replica>,
     op: OpId,
 }
@@ -110,7 +110,7 @@ impl Drop for Hold {
 }
 
 /// What the request's update is to the engine.
-pub fn update_of(c: &Carried) -> Result<Update> {
+pub(super) fn update_of(c: &Carried) -> Result<Update> {
     let (r, data) = (&c.request, || c.payload.clone());
     Ok(match r.kind {
         Kind::Write => Update::Write { offset: r.offset, data: data(), sums: r.sums.clone() },
@@ -126,7 +126,13 @@ pub fn update_of(c: &Carried) -> Result<Update> {
 }
 
 impl Replica {
-    pub fn new(node: Arc<Node>, target: Arc<Target>, id: TargetId, chain: ChainId, stale_through: u64) -> Arc<Replica> {
+    pub(super) fn new(
+        node: Arc<Node>,
+        target: Arc<Target>,
+        id: TargetId,
+        chain: ChainId,
+        stale_through: u64,
+    ) -> Arc<Replica> {
         let core = ChainCore::new(chain, Stamp { target: id, stamp: target.stamp }, stale_through);
         let inner = Mutex::new(Inner { core, ops: BTreeMap::new() });
         let (synced, cuts, kept) = (AtomicU64::new(0), Cuts::default(), AtomicU64::new(0));
@@ -134,43 +140,43 @@ impl Replica {
         Arc::new(Replica { node, target, chain, id, inner, synced, cuts, formers, away, kept })
     }
 
-    pub fn engine(&self) -> &Arc<Engine> {
+    pub(super) fn engine(&self) -> &Arc<Engine> {
         &self.target.engine
     }
-    pub fn key(&self, chunk: ChunkId) -> Key {
+    pub(super) fn key(&self, chunk: ChunkId) -> Key {
         Key { chain: self.chain, chunk }
     }
-    pub fn view(&self) -> View {
+    pub(super) fn view(&self) -> View {
         self.inner.lock().core.view().clone()
     }
     /// See [`ChainCore::busy_from`].
-    pub fn busy_from(&self, from: ChunkId) -> Vec<u64> {
+    pub(super) fn busy_from(&self, from: ChunkId) -> Vec<u64> {
         self.inner.lock().core.busy_from(from)
     }
     /// See [`ChainCore::data_is_gone`].
-    pub fn data_is_gone(&self, data: u64) {
+    pub(super) fn data_is_gone(&self, data: u64) {
         self.inner.lock().core.data_is_gone(data);
     }
-    pub fn is_gone(&self, data: u64) -> bool {
+    pub(super) fn is_gone(&self, data: u64) -> bool {
         self.inner.lock().core.is_gone(data)
     }
     /// See [`ChainCore::version_of`].
-    pub fn version_of(&self, op: OpId) -> Option<Version> {
+    pub(super) fn version_of(&self, op: OpId) -> Option<Version> {
         self.inner.lock().core.version_of(op)
     }
-    pub fn stamp(&self) -> Stamp {
+    pub(super) fn stamp(&self) -> Stamp {
         self.inner.lock().core.stamp()
     }
-    pub fn check_read(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
+    pub(super) fn check_read(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
         self.target.check_in()?;
         self.inner.lock().core.read(chunk, epoch)
     }
     /// As [`Replica::check_read`], of all chunks of the file from this one on.
-    pub fn check_read_from(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
+    pub(super) fn check_read_from(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
         self.target.check_in()?;
         self.inner.lock().core.read_all(chunk..=&ChunkId { index: u64::MAX, ..*chunk }, epoch)
     }
-    pub fn check_member(&self, epoch: u64) -> Result<()> {
+    pub(super) fn check_member(&self, epoch: u64) -> Result<()> {
         let known = {
             let inner = self.inner.lock();
             inner.core.check_member(epoch).map_err(|e| (e, inner.core.view().epoch))
@@ -183,20 +189,20 @@ impl Replica {
         })
     }
     /// See [`ChainCore::heard_round`].
-    pub fn heard_round(&self, epoch: u64, session: SessionId, round: u64) -> Result<()> {
+    pub(super) fn heard_round(&self, epoch: u64, session: SessionId, round: u64) -> Result<()> {
         self.inner.lock().core.heard_round(epoch, session, round)
     }
-    pub fn has_failed(&self) -> bool {
+    pub(super) fn has_failed(&self) -> bool {
         self.inner.lock().core.failed()
     }
-    pub fn heard_predecessor(&self, epoch: u64) {
+    pub(super) fn heard_predecessor(&self, epoch: u64) {
         self.inner.lock().core.heard_predecessor(epoch);
     }
 
     // --- into the core
 
     /// Hands an update to the chain and waits for what becomes of it.
-    pub async fn submit(self: &Arc<Self>, carried: Carried, what: What) -> Result<Outcome> {
+    pub(super) async fn submit(self: &Arc<Self>, carried: Carried, what: What) -> Result<Outcome> {
         let r = &carried.request;
         let (id, chunk, epoch) = (self.node.next_op(), r.chunk, r.epoch);
         let op = Op { id, chunk, epoch, eager: self.target.has_room(), what };
@@ -211,7 +217,7 @@ impl Replica {
     }
 
     /// Waits until nothing is in flight for a chunk and keeps it so.
-    pub async fn hold(self: &Arc<Self>, chunk: ChunkId, epoch: u64) -> Result<Hold> {
+    pub(super) async fn hold(self: &Arc<Self>, chunk: ChunkId, epoch: u64) -> Result<Hold> {
         let id = self.node.next_op();
         let (reply, answer) = oneshot::channel();
         let op = Op { id, chunk, epoch, eager: true, what: What::Hold };
@@ -238,7 +244,7 @@ impl Replica {
         self.run(&mut inner, Input::Op(op));
     }
 
-    pub fn feed(self: &Arc<Self>, input: Input) {
+    pub(super) fn feed(self: &Arc<Self>, input: Input) {
         self.run(&mut self.inner.lock(), input);
     }
 
@@ -393,7 +399,7 @@ impl Replica {
     // --- to other replicas
 
     /// Calls the oss of a target of this chain.
-    pub async fn call(&self, to: TargetId, lane: Lane, m: Message) -> Result<(DataReply, Vec<Buf>)> {
+    pub(super) async fn call(&self, to: TargetId, lane: Lane, m: Message) -> Result<(DataReply, Vec<Buf>)> {
         let map = self.node.map.load_full();
         let target = map.target(to).ok_or_else(|| {
             Error::new(Code::NotServing, format!("target {to} of chain {} is not in the map", self.chain))
@@ -442,7 +448,7 @@ impl Replica {
 
     /// Flushes this replica and all behind it, the SYNCING one too: it may have become in sync in a newer epoch, and must
     /// then hold what is called stable in this one. Their stamps, this one's first.
-    pub async fn flush_chain(&self, epoch: u64) -> Result<Vec<Stamp>> {
+    pub(super) async fn flush_chain(&self, epoch: u64) -> Result<Vec<Stamp>> {
         self.flush_all(epoch, None).await.map(|(stamps, _)| stamps)
     }
 
@@ -480,7 +486,7 @@ impl Replica {
     }
 
     /// Flushes this target.
-    pub async fn flush(&self) -> Result<()> {
+    pub(super) async fn flush(&self) -> Result<()> {
         let r = self.engine().flush().await;
         if let Err(e) = &r {
             self.target.note(e);
@@ -489,12 +495,12 @@ impl Replica {
     }
 
     /// Fills the successor before it is in sync: flush it without waiting for replicas behind.
-    pub async fn flush_successor(&self, to: TargetId, epoch: u64) -> Result<()> {
+    pub(super) async fn flush_successor(&self, to: TargetId, epoch: u64) -> Result<()> {
         self.forward_flush(to, epoch, None).await.map(drop)
     }
 
     /// Whether work for an epoch is still wanted.
-    pub fn goes_on(&self, epoch: u64) -> bool {
+    pub(super) fn goes_on(&self, epoch: u64) -> bool {
         !self.node.stopped() && self.view().epoch == epoch
     }
 
@@ -505,7 +511,7 @@ impl Replica {
     }
 
     /// A FORWARD as it arrives.
-    pub async fn forwarded(self: &Arc<Self>, carried: Carried) -> Result<DataReply> {
+    pub(super) async fn forwarded(self: &Arc<Self>, carried: Carried) -> Result<DataReply> {
         let r = &carried.request;
         let [prev] = r.writers[..] else {
             return Err(Error::new(Code::Protocol, "FORWARD does not say what it builds on"));
@@ -527,7 +533,7 @@ impl Replica {
     }
 
     /// An update as it arrives from a client, or from the mds (session 0).
-    pub async fn update(self: &Arc<Self>, carried: Carried, stable: bool) -> Result<DataReply> {
+    pub(super) async fn update(self: &Arc<Self>, carried: Carried, stable: bool) -> Result<DataReply> {
         let r = &carried.request;
         let epoch = r.epoch;
         let replay = (r.flags & FLAG_REPLAY != 0).then_some(r.version);
@@ -551,7 +557,7 @@ impl Replica {
 
     /// `left`: in this epoch the target is no replica of the chain any more; and whether that has all the replicas that it shall have, in
     /// sync.
-    pub fn take_view(self: &Arc<Self>, view: View, left: Option<bool>) {
+    pub(super) fn take_view(self: &Arc<Self>, view: View, left: Option<bool>) {
         let epoch = view.epoch;
         let before = self.view().epoch;
         self.feed(Input::View(view));
@@ -577,7 +583,7 @@ impl Replica {
     }
 
     /// Whether the tail's report says that its successor is filled.
-    pub fn has_synced(&self) -> bool {
+    pub(super) fn has_synced(&self) -> bool {
         let inner = self.inner.lock();
         let v = inner.core.view();
         let filled = v.tail && v.syncing_successor().is_some() && self.synced.load(Ordering::Acquire) == v.epoch;
@@ -586,7 +592,7 @@ impl Replica {
 }
 
 /// A body-less reply.
-pub fn reply(r: &DataReply, payload: Vec<Buf>) -> Message {
+pub(super) fn reply(r: &DataReply, payload: Vec<Buf>) -> Message {
     let body: Bytes = r.encode();
     Message::new(0, body).with_payload(payload)
 }

@@ -65,18 +65,18 @@ struct State {
 }
 
 /// The scrub of one target.
-pub struct Scrub {
+pub(super) struct Scrub {
     state: Mutex<State>,
     news: Notify,
 }
 
 impl Scrub {
     /// Goes on from where an earlier life of the server has left it.
-    pub fn new(position: Position) -> Scrub {
+    pub(super) fn new(position: Position) -> Scrub {
         Scrub { state: Mutex::new(State { position, ..State::default() }), news: Notify::new() }
     }
 
-    pub fn ask(&self, what: Ask) {
+    pub(super) fn ask(&self, what: Ask) {
         self.state.lock().ask = Some(what);
         self.news.notify_one();
     }

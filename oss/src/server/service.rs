@@ -18,10 +18,10 @@ use strake_proto::{
 use tokio::time::Instant;
 
 use super::{
+    backpressure::Awaited,
     node::{HEAVY, Node, Target},
-    pace::Awaited,
     replica::{Carried, Replica, reply},
-    sync::LIST_ONE,
+    resync::LIST_ONE,
     trim::{Forget, goes_on, trim},
 };
 use crate::engine::{Ask, Key};
@@ -34,7 +34,7 @@ const TURN_WAIT: Duration = Duration::from_secs(2);
 const MAX_LIST: u32 = 4096;
 const BLOCK: u32 = checksum::BLOCK as u32;
 
-pub struct OssService {
+pub(super) struct OssService {
     pub node: Arc<Node>,
     pub relay: Arc<Relay>,
 }

@@ -38,7 +38,7 @@ type File = (u64, u64);
 
 /// The numbers that a replica gave as head, in one epoch: requests of another one are refused before they come here.
 #[derive(Default)]
-pub struct Cuts(Mutex<Given>);
+pub(super) struct Cuts(Mutex<Given>);
 
 #[derive(Default)]
 struct Given {
@@ -151,7 +151,7 @@ pub(super) struct Forget {
 
 impl Forget {
     /// What a FORWARD_FLUSH says of it.
-    pub fn of(r: &DataRequest) -> Option<Forget> {
+    pub(super) fn of(r: &DataRequest) -> Option<Forget> {
         (r.flags & FLAG_TOMBSTONE != 0).then_some(Forget { from: r.chunk, most: r.len })
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use strake_client::unlocking::Unlocks;
 use strake_fuse::vfs::owners::{Key, Known};
-use strake_mds::{leases::Number, namespace::locks::Want, server::waits::Entry};
+use strake_mds::{leases::Number, lock_waiters::Entry, namespace::locks::Want};
 use strake_proto::{Ino, SessionId};
 
 pub const FILE: Ino = 2;

@@ -4,15 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use strake_mds::{
     leases::checks::Checks,
+    lock_waiters::{
+        Entry, LockWaiters, MAX_LOOKS,
+        verdict::{self, Verdict},
+    },
     namespace::{
         locks::{Locks, Owner, Want},
         spans::{self, Span},
     },
-    server::{
-        attempts::{Attempts, Begun},
-        trying::{self, Verdict},
-        waits::{MAX_LOOKS, Waits},
-    },
+    request_dedup::{Begun, RequestDedup},
 };
 use strake_proto::{Code, Error, SessionId, pb::LockKind};
 
@@ -36,8 +36,8 @@ pub(super) struct Log {
 pub(super) struct Leader {
     pub term: u64,
     pub checks: Checks,
-    pub waits: Waits,
-    pub attempts: Attempts,
+    pub lock_waiters: LockWaiters,
+    pub request_dedup: RequestDedup,
     /// Which mounts have said hello, on which connection.
     pub greeted: [Option<u64>; MOUNTS],
     /// Lists that are to be answered, with their connections.
@@ -50,8 +50,8 @@ impl Leader {
         Leader {
             term,
             checks: Checks::new(term),
-            waits: Waits::default(),
-            attempts: Attempts::default(),
+            lock_waiters: LockWaiters::default(),
+            request_dedup: RequestDedup::default(),
             greeted: [None; MOUNTS],
             polls: [None; MOUNTS],
             tasks: Vec::new(),
@@ -124,14 +124,14 @@ impl World {
             }
             Body::Set(set) => self.takes_set(mount, connection, session, set),
             Body::List(number, entries) => {
-                let before = self.leader.waits.clone();
-                let Ok(files) = self.leader.waits.set(NOW, session, number, &entries) else { return };
+                let before = self.leader.lock_waiters.clone();
+                let Ok(files) = self.leader.lock_waiters.set(NOW, session, number, &entries) else { return };
                 let mut looks = MAX_LOOKS;
                 let owners = |w: &Want| Ok(self.log.locks.barring(w).map(|(who, _)| who).collect());
-                let is_dead = |e: &&strake_mds::server::waits::Entry| {
+                let is_dead = |e: &&Entry| {
                     e.want.who.kind == LockKind::LockPosix
                         && !e.trying
-                        && self.leader.waits.is_deadlock(&e.want, &mut looks, owners) == Ok(true)
+                        && self.leader.lock_waiters.is_deadlock(&e.want, &mut looks, owners) == Ok(true)
                 };
                 let dead: Vec<u64> = entries.iter().filter(is_dead).map(|e| e.id).collect();
                 let looked = self.fault != Fault::LeftNotLooked || entries.len() >= before.len();
@@ -139,7 +139,7 @@ impl World {
                     self.look();
                 }
                 // One that was overtaken is answered, and changes nothing.
-                if !self.leader.waits.is_newest(session, number) {
+                if !self.leader.lock_waiters.is_newest(session, number) {
                     return self.send(mount, connection, Body::Turns(number, Vec::new(), Vec::new()));
                 }
                 self.leader.polls[mount] = Some((number, connection));
@@ -160,7 +160,7 @@ impl World {
         self.log.replies.retain(|(id, seq), _| *id != session || *seq >= lowest);
         if let Some(outcome) = self.log.replies.get(&(session, set.seq)) {
             let outcome = *outcome;
-            self.leader.attempts.ran(session, set.seq);
+            self.leader.request_dedup.ran(session, set.seq);
             return self.send(mount, connection, Body::Outcome(set.seq, outcome));
         }
         if set.seq < lowest {
@@ -168,13 +168,13 @@ impl World {
         }
         let write = matches!(set.edit, Edit::Lock(true));
         let want = self.want(session, set.number, write);
-        let step = match self.leader.attempts.begin(session, set.seq, set.lowest) {
+        let step = match self.leader.request_dedup.begin(session, set.seq, set.lowest) {
             Ok(Begun::Refused(_)) if self.fault != Fault::RefusedForgotten => {
                 return self.send(mount, connection, Body::Outcome(set.seq, Outcome::Conflict));
             }
             Ok(Begun::Again) => Step::Passed,
             Ok(_) if !matches!(set.edit, Edit::Lock(_)) => {
-                let _ = self.leader.attempts.passed(session, set.seq);
+                let _ = self.leader.request_dedup.passed(session, set.seq);
                 Step::Passed
             }
             Ok(_) => Step::Looks,
@@ -198,12 +198,12 @@ impl World {
     fn look(&mut self) {
         let locks = &self.log.locks;
         let barred = |w: &Want| Ok(locks.barring(w).next().is_some());
-        let _ = self.leader.waits.look(NOW, FILE, barred);
+        let _ = self.leader.lock_waiters.look(NOW, FILE, barred);
     }
 
     fn answer_poll(&mut self, mount: usize, session: SessionId, dead: Vec<u64>) {
         if let Some((number, connection)) = self.leader.polls[mount].take() {
-            let mut ready = self.leader.waits.ready(session);
+            let mut ready = self.leader.lock_waiters.ready(session);
             ready.retain(|id| !dead.contains(id));
             self.send(mount, connection, Body::Turns(number, ready, dead));
         }
@@ -214,8 +214,8 @@ impl World {
         for mount in 0..MOUNTS {
             let session = self.mounts[mount].session;
             if let Some((number, _)) = self.leader.polls[mount] {
-                let stale = !self.leader.waits.is_newest(session, number);
-                if stale || !self.leader.waits.ready(session).is_empty() {
+                let stale = !self.leader.lock_waiters.is_newest(session, number);
+                if stale || !self.leader.lock_waiters.ready(session).is_empty() {
                     self.answer_poll(mount, session, Vec::new());
                 }
             }
@@ -229,9 +229,9 @@ impl World {
 
     /// What a step of this task finds.
     fn verdict(&self, t: &Task) -> Verdict {
-        let turn = self.leader.waits.is_anothers_turn(NOW, &t.want);
+        let turn = self.leader.lock_waiters.is_anothers_turn(NOW, &t.want);
         let barring = self.barring(&t.want);
-        match trying::judge(&t.want, t.set.patient, &barring, turn, &t.asked) {
+        match verdict::judge(&t.want, t.set.patient, &barring, turn, &t.asked) {
             Verdict::Ask(_) if self.fault == Fault::NotAsked => Verdict::Refused(""),
             v => v,
         }
@@ -275,18 +275,18 @@ impl World {
                     Verdict::Ask(new) => self.ask(&mut t, new),
                     Verdict::Refused(m) => {
                         let e = Error::new(Code::LockConflict, m);
-                        self.leader.attempts.refused(session, seq, &e);
+                        self.leader.request_dedup.refused(session, seq, &e);
                         outcome = Some(Outcome::Conflict);
                     }
                     Verdict::AfterTurn => {}
-                    Verdict::Free if self.leader.attempts.passed(session, seq).is_err() => return self.tell(),
+                    Verdict::Free if self.leader.request_dedup.passed(session, seq).is_err() => return self.tell(),
                     Verdict::Free => t.step = Step::Passed,
                 }
             }
             Step::Passed => outcome = self.runs(&mut t),
             Step::InTheLog => {
                 let barring = self.barring(&t.want);
-                let new = trying::to_ask(&t.want, &barring, &t.asked);
+                let new = verdict::to_ask(&t.want, &barring, &t.asked);
                 if !new.is_empty() && !matches!(self.fault, Fault::LogRefusalTold | Fault::NotAsked) {
                     self.ask(&mut t, new);
                 } else if barring.is_empty() && self.fault != Fault::LogRefusalTold {
@@ -309,7 +309,7 @@ impl World {
     /// An entry of the log. Its answer, if there is one yet.
     fn runs(&mut self, t: &mut Task) -> Option<Outcome> {
         let key = (t.want.who.session, t.set.seq);
-        self.leader.attempts.ran(key.0, key.1);
+        self.leader.request_dedup.ran(key.0, key.1);
         if self.log.lowest.get(&key.0).is_some_and(|l| key.1 < *l) {
             // Refused: nobody waits for it.
             return Some(Outcome::Conflict);
@@ -326,7 +326,7 @@ impl World {
             }
             outcome => {
                 if t.set.wait != 0 && outcome != Outcome::Conflict {
-                    self.leader.waits.given(NOW, key.0, t.set.wait);
+                    self.leader.lock_waiters.given(NOW, key.0, t.set.wait);
                 }
                 if self.fault != Fault::TurnsNotGiven {
                     self.look();
@@ -343,9 +343,9 @@ impl World {
         self.log.locks.held.retain(|(who, _)| who.session != session);
         self.log.replies.retain(|(id, _), _| *id != session);
         self.leader.checks.ended(session);
-        self.leader.waits.remove(session);
+        self.leader.lock_waiters.remove(session);
         let sessions = self.log.sessions.clone();
-        self.leader.attempts.retain(|id| sessions.contains(&id));
+        self.leader.request_dedup.retain(|id| sessions.contains(&id));
         self.leader.tasks.retain(|t| t.mount != mount);
         (self.leader.greeted[mount], self.leader.polls[mount]) = (None, None);
         for p in &mut self.mounts[mount].programs {

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 
 use strake_client::{unlocking, waiting_list::List};
 use strake_fuse::vfs::owners::{Around, Ended, Key, Outcome as Became, Owners};
-use strake_mds::{leases::Number, server::waits::Entry};
+use strake_mds::{leases::Number, lock_waiters::Entry};
 use strake_proto::{Ino, SessionId, pb};
 
 use super::{

@@ -5,7 +5,7 @@
 use std::{sync::Arc, time::Duration};
 
 use strake_mds::namespace::Namespace;
-use strake_oss::engine::record::{TALLY_KEY, TARGET_KEY};
+use strake_oss::engine::record::{TABLE_DIGEST_KEY, TARGET_KEY};
 use strake_proto::{Code, Error, Result};
 use strake_store::{MemStore, MetaStore as _};
 use tokio::time::sleep;
@@ -43,7 +43,7 @@ impl Cluster {
         let mds = self.mds.iter().find(|m| m.node == node);
         let oss = self.oss.iter().find(|o| o.node == node);
         let hit = match (what, mds, oss) {
-            (Stored::Table, _, Some(o)) => o.table.flip(dice, |k| k != TARGET_KEY && k != TALLY_KEY),
+            (Stored::Table, _, Some(o)) => o.table.flip(dice, |k| k != TARGET_KEY && k != TABLE_DIGEST_KEY),
             (Stored::State, Some(m), _) => m.store.spoil(dice, |_| true),
             (Stored::Log, Some(m), _) => {
                 m.log.damage();

@@ -13,7 +13,7 @@ use prost::Message as _;
 use strake_client::{Client, Config, Handover};
 use strake_fabric::{Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
 use strake_mds::{
-    cluster::deal::make_chains,
+    cluster::chain_table::make_chains,
     namespace::{Namespace, RULES},
 };
 use strake_proto::{

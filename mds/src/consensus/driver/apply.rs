@@ -2,12 +2,14 @@
 
 use bytes::Bytes;
 use raft::eraftpb::{ConfState, Entry, EntryType};
-use strake_proto::{Code, Error, Result};
+use strake_proto::{Code, Result};
 use tokio::runtime::RuntimeFlavor;
 
 use super::{
-    super::{Committed, log::entry_cost},
-    Driver, Event, Job, ToApply, Waiter, conf_bytes, lost,
+    super::{Committed, Config, LogImage, core::is_only_voter, log::entry_cost},
+    Driver, conf_bytes,
+    log_queue::{Event, Job},
+    stall::ToApply,
 };
 
 impl Driver {
@@ -28,15 +30,15 @@ impl Driver {
             Ok(r) => r,
             Err(e) if e.code == Code::NoSpc => {
                 self.stall(e);
-                self.backlog = Some(work);
+                self.stall.backlog = Some(work);
                 return Ok(());
             }
             // Whatever these entries ask for, the others do it: this member must not answer in their place.
-            Err(e) if e.code == Code::Corrupt && !self.alone() => {
-                self.backlog = Some(work);
-                self.note_damage(e.clone());
+            Err(e) if e.code == Code::Corrupt && !is_only_voter(&self.core) => {
+                self.stall.backlog = Some(work);
+                self.damage.note(e.clone());
                 self.mind_damage();
-                if self.backlog.is_some() {
+                if self.stall.backlog.is_some() {
                     self.stall(e);
                 }
                 return Ok(());
@@ -44,36 +46,12 @@ impl Driver {
             Err(e) => return Err(e.context("applying metadata changes")),
         };
         self.conf_unknown = false;
-        self.answer(&work, replies);
+        self.waiters.answer(&work.entries, replies, !self.core.conf().voters_outgoing.is_empty());
         self.core.applied(last.0, last.1);
         if let Some(conf) = work.conf {
             self.membership_changed(&conf);
         }
         Ok(())
-    }
-
-    fn answer(&mut self, work: &ToApply, replies: Vec<Bytes>) {
-        for (e, reply) in work.entries.iter().zip(replies) {
-            let Some((term, waiter)) = self.waiters.remove(&e.index) else { continue };
-            match waiter {
-                Waiter::Proposal(w) if term == e.term => drop(w.send(Ok(reply))),
-                Waiter::Proposal(w) => drop(w.send(Err(lost()))),
-                Waiter::Change(w) if term != e.term => drop(w.send(Err(lost()))),
-                Waiter::Change(w) if e.get_entry_type() == EntryType::EntryNormal => {
-                    let _ = w.send(Err(Error::new(Code::Busy, "another membership change was under way; try again")));
-                }
-                Waiter::Change(w) => self.leaving_joint.push(w),
-            }
-        }
-        if self.core.conf().voters_outgoing.is_empty() && !self.leaving_joint.is_empty() && self.joint_left.is_none() {
-            self.joint_left = work.entries.last().map(|e| e.index);
-        }
-    }
-
-    pub(super) fn answer_changes(&mut self) {
-        if self.joint_left.take_if(|index| self.core.majority_knows(*index)).is_some() {
-            self.leaving_joint.drain(..).for_each(|w| drop(w.send(Ok(()))));
-        }
     }
 
     fn membership_changed(&mut self, conf: &ConfState) {
@@ -82,9 +60,9 @@ impl Driver {
             self.core.step_down();
         }
         let member = [&conf.voters, &conf.voters_outgoing, &conf.learners].iter().any(|l| l.contains(&self.cfg.id));
-        if !member && self.removed.is_none() {
+        if !member && self.standing.removed.is_none() {
             tracing::warn!("this metadata server was removed from its group and will stop");
-            self.removed = Some(0);
+            self.standing.removed = Some(0);
         }
     }
 
@@ -93,7 +71,12 @@ impl Driver {
         let image = self.core.image();
         let long = image.bytes() > self.cfg.log_bytes || image.entries.len() > self.cfg.log_entries;
         let (index, _) = self.core.applied_to();
-        if !long || self.syncing || self.core.has_lost_state() || self.cut_target(index) <= image.base.0 {
+        let oldest_copy = self.copies.oldest();
+        if !long
+            || self.syncing
+            || self.core.has_lost_state()
+            || cut_target(&self.cfg, image, oldest_copy, index) <= image.base.0
+        {
             return;
         }
         self.syncing = true;
@@ -110,29 +93,13 @@ impl Driver {
         self.tasks.push(task);
     }
 
-    /// Up to where to cut if everything up to `durable` may go: half the limit stays, and what copies under way need.
-    fn cut_target(&self, durable: u64) -> u64 {
-        let image = self.core.image();
-        let (mut kept, mut index) = (0, image.last());
-        while let Some(e) = image.get(index) {
-            kept += entry_cost(e);
-            if kept > self.cfg.log_bytes / 2 || image.last() - index >= self.cfg.log_entries as u64 / 2 {
-                break;
-            }
-            index -= 1;
-        }
-        let hard_limit = image.bytes() > self.cfg.log_bytes.saturating_mul(4);
-        let copies = self.outgoing.values().map(|o| o.1).min().filter(|_| !hard_limit).unwrap_or(u64::MAX);
-        index.min(durable).min(copies)
-    }
-
     pub(super) fn synced(&mut self, index: u64, result: Result<()>) -> Result<()> {
         self.syncing = false;
         match result {
             Ok(()) if !self.core.has_lost_state() => {
-                let target = self.cut_target(index);
+                let target = cut_target(&self.cfg, self.core.image(), self.copies.oldest(), index);
                 match self.core.cut(target) {
-                    Some(op) => self.write(Job { ops: vec![op], number: None, restoring: None }),
+                    Some(op) => self.log.write(Job::of(op)),
                     None => Ok(()),
                 }
             }
@@ -141,11 +108,27 @@ impl Driver {
                 tracing::error!("the metadata state cannot be made durable, the raft log grows: {e}");
                 Ok(())
             }
-            Err(e) if e.code == Code::Corrupt && !self.alone() => {
-                self.note_damage(e);
+            Err(e) if e.code == Code::Corrupt && !is_only_voter(&self.core) => {
+                self.damage.note(e);
                 Ok(())
             }
             Err(e) => Err(e.context("making the metadata state durable")),
         }
     }
+}
+
+/// Up to where to cut if everything up to `durable` may go: half the limit stays, and what copies under way need, of
+/// which the oldest is of entry `oldest_copy`.
+fn cut_target(cfg: &Config, image: &LogImage, oldest_copy: Option<u64>, durable: u64) -> u64 {
+    let (mut kept, mut index) = (0, image.last());
+    while let Some(e) = image.get(index) {
+        kept += entry_cost(e);
+        if kept > cfg.log_bytes / 2 || image.last() - index >= cfg.log_entries as u64 / 2 {
+            break;
+        }
+        index -= 1;
+    }
+    let hard_limit = image.bytes() > cfg.log_bytes.saturating_mul(4);
+    let copies = oldest_copy.filter(|_| !hard_limit).unwrap_or(u64::MAX);
+    index.min(durable).min(copies)
 }

@@ -9,36 +9,48 @@ use super::Driver;
 /// what was left of its state, and can be elected where the others gave up theirs as well.
 const PATIENCE: u32 = 100;
 
-impl Driver {
+/// What is wrong with the state.
+#[derive(Default)]
+pub(super) struct Damage {
+    /// Until the state is replaced.
+    pub found: Option<Error>,
+    /// How often something was found.
+    pub count: u64,
+    /// Ticks without a state and without a leader.
+    leaderless_ticks: u32,
+}
+
+impl Damage {
     /// Reported and counted once, until the state is replaced.
-    pub(super) fn note_damage(&mut self, e: Error) {
-        if self.damage.is_none() {
+    pub(super) fn note(&mut self, e: Error) {
+        if self.found.is_none() {
             tracing::error!("the state of this metadata server is damaged: {e}");
-            self.damages += 1;
-            self.damage = Some(e);
+            self.count += 1;
+            self.found = Some(e);
         }
     }
+}
 
+impl Driver {
     /// Gives up a state that is damaged, once another member is known to have one.
     pub(super) fn mind_damage(&mut self) {
         if self.core.has_lost_state() {
             return;
         }
         if let Some(e) = self.sm.damage() {
-            self.note_damage(e);
+            self.damage.note(e);
         }
-        if self.damage.is_some() && self.unfinished.is_none() && self.group().another_has_state() {
+        if self.damage.found.is_some() && self.stall.unfinished.is_none() && self.group().another_has_state() {
             self.give_up_state();
         }
     }
 
     fn give_up_state(&mut self) {
         tracing::warn!("this metadata server gives its damaged state up, and will copy that of another one");
-        let handed = self.backlog.take().and_then(|work| work.entries.last().map(|e| e.index));
+        let handed = self.stall.backlog.take().and_then(|work| work.entries.last().map(|e| e.index));
         self.core.lose_state(handed);
         self.sm.void();
-        self.outgoing.values().for_each(|(_, _, task)| task.abort());
-        self.outgoing.clear();
+        self.copies.abort_and_forget();
         self.unstall();
         self.fail_all(&Error::not_leader(0));
         self.hand_over(false);
@@ -62,9 +74,9 @@ impl Driver {
             self.hand_over(true);
         }
         let nobody = self.core.leader() == 0 || self.core.is_leader();
-        let waits = self.damage.is_some() && self.core.has_lost_state() && nobody;
-        self.forsaken = if waits { self.forsaken + 1 } else { 0 };
-        if self.forsaken > PATIENCE * self.cfg.election_ticks.1 as u32 {
+        let waits = self.damage.found.is_some() && self.core.has_lost_state() && nobody;
+        self.damage.leaderless_ticks = if waits { self.damage.leaderless_ticks + 1 } else { 0 };
+        if self.damage.leaderless_ticks > PATIENCE * self.cfg.election_ticks.1 as u32 {
             let m = "its state is damaged, and nobody leads who could give it another; start it again";
             return Err(Error::new(Code::Corrupt, m));
         }

@@ -1,6 +1,6 @@
 //! The driver's part in changes of the members and of the leadership: what it knows of the others, and what follows from it.
 
-use std::{sync::atomic::Ordering::Relaxed, time::Duration};
+use std::{collections::BTreeMap, sync::atomic::Ordering::Relaxed, time::Duration};
 
 use strake_proto::{Code, Error, Result};
 
@@ -9,7 +9,9 @@ use super::{
         MemberChange,
         members::{DISK_FULL, DISK_SLOW, Group, Member},
     },
-    Batch, Driver, Reply, Waiter,
+    Driver,
+    inputs::{Batch, Reply},
+    waiters::Waiter,
 };
 
 /// A removed member goes on voting for so many election timeouts: until the others know that its removal is committed, one of
@@ -19,10 +21,25 @@ const LINGER: u32 = 6;
 const OFFICE: u32 = 40;
 
 /// What was last heard of another member.
-pub(super) struct Heard {
+struct PeerProgress {
     at: Duration,
     applied: u64,
     disk: u32,
+}
+
+/// How this member stands in the group: whether it should lead, and whether it still belongs to it.
+#[derive(Default)]
+pub(super) struct Standing {
+    peer_progress: BTreeMap<u64, PeerProgress>,
+    /// Term and whether this member led, when last looked.
+    pub was: (u64, bool),
+    /// When this member began to lead, and when it last handed on because of its disk.
+    pub led_since: Duration,
+    yielded: Duration,
+    /// Since when its disk is slow or full.
+    unfit: Option<Duration>,
+    /// Ticks since this member applied its own removal.
+    pub removed: Option<u32>,
 }
 
 impl Driver {
@@ -31,7 +48,9 @@ impl Driver {
     }
 
     pub(super) fn heard_of(&mut self, b: &Batch) {
-        self.heard.insert(b.from, Heard { at: self.env.boot(), applied: b.applied, disk: b.disk });
+        self.standing
+            .peer_progress
+            .insert(b.from, PeerProgress { at: self.env.boot(), applied: b.applied, disk: b.disk });
         let conf = self.core.conf();
         // A new member's configuration may be older than the group, and it knows of no other source before its first copy.
         let of_group = conf.voters.is_empty() || conf.voters.contains(&b.from) || conf.learners.contains(&b.from);
@@ -49,7 +68,7 @@ impl Driver {
         ids.dedup_by_key(|(id, _)| *id);
         let member = |(id, voter): (u64, bool)| {
             let own = id == self.cfg.id;
-            let heard = self.heard.get(&id);
+            let heard = self.standing.peer_progress.get(&id);
             Member {
                 id,
                 endpoint: self.peers.endpoint(id),
@@ -58,7 +77,7 @@ impl Driver {
                 matched: if own { self.core.image().last() } else { self.core.matched(id).unwrap_or(0) },
                 applied: if own { self.core.applied_to().0 } else { heard.map_or(0, |h| h.applied) },
                 heard: if own { Some(Duration::ZERO) } else { heard.map(|h| now.saturating_sub(h.at)) },
-                copying: self.outgoing.contains_key(&id),
+                copying: self.copies.is_sending(id),
                 stamp: if own { Some(self.core.image().stamp) } else { self.core.image().peers.get(&id).copied() },
                 disk: if own { self.health.disk.load(Relaxed) } else { heard.map_or(0, |h| h.disk) },
             }
@@ -72,7 +91,7 @@ impl Driver {
             committed: self.core.committed(),
             members: ids.into_iter().map(member).collect(),
             patience,
-            fresh: now.saturating_sub(self.led_since) < patience,
+            fresh: now.saturating_sub(self.standing.led_since) < patience,
         }
     }
 
@@ -103,7 +122,7 @@ impl Driver {
                 if let MemberChange::AddLearner { id, endpoint } = change {
                     self.peers.set(id, endpoint);
                 }
-                self.waiters.insert(index, (term, Waiter::Change(reply)));
+                self.waiters.add(index, term, Waiter::Change(reply));
             }
             Err(e) => drop(reply.send(Err(e))),
         }
@@ -111,13 +130,13 @@ impl Driver {
 
     /// Once a tick: is this member's time over, or its disk unfit to lead?
     pub(super) fn look_after_members(&mut self) -> Result<()> {
-        if let Some(ticks) = &mut self.removed {
+        if let Some(ticks) = &mut self.standing.removed {
             *ticks += 1;
             if *ticks > LINGER * self.cfg.election_ticks.1 as u32 {
                 return Err(not_member(self.cfg.id));
             }
         }
-        let slow = self.slow.lock().is_slow(self.env.boot());
+        let slow = self.log.is_slow(self.env.boot());
         let was = if slow {
             self.health.disk.fetch_or(DISK_SLOW, Relaxed)
         } else {
@@ -139,13 +158,13 @@ impl Driver {
         let disk = self.health.disk.load(Relaxed);
         let now = self.env.boot();
         if disk == 0 {
-            self.unfit = None;
+            self.standing.unfit = None;
             return;
         }
         // What slows this disk may slow theirs: they have a moment to find out and say so.
-        let unfit = *self.unfit.get_or_insert(now);
+        let unfit = *self.standing.unfit.get_or_insert(now);
         let settled = now.saturating_sub(unfit) >= 2 * self.election();
-        let since = self.led_since.max(self.yielded);
+        let since = self.standing.led_since.max(self.standing.yielded);
         if !settled || !self.leads_own_term() || now.saturating_sub(since) < OFFICE * self.election() {
             return;
         }
@@ -154,7 +173,7 @@ impl Driver {
         if let Some(to) = group.successor().filter(fit) {
             let why = if disk & DISK_FULL != 0 { "full" } else { "slow" };
             tracing::warn!(to, "hands leadership over: the disk here is {why}");
-            self.yielded = now;
+            self.standing.yielded = now;
             self.core.transfer(to);
         }
     }

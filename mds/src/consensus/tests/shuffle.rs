@@ -274,7 +274,7 @@ impl World {
     }
 
     fn others_have_state(&self, id: u64) -> bool {
-        let voters = self.nodes[&id].core.voters();
+        let voters = self.nodes[&id].core.conf().voters.clone();
         voters.len() > 2 && voters.contains(&id) && voters.iter().all(|id| !self.nodes[id].core.has_lost_state())
     }
 
@@ -310,8 +310,8 @@ impl World {
         let who = self.nodes[&id].core.conf().learners.first().copied().filter(|_| what > 1).unwrap_or(any);
         let has_state = !self.nodes[&who].core.has_lost_state();
         let n = self.node(id);
-        let voters = n.core.voters().len();
-        let is_voter = n.core.voters().contains(&who);
+        let voters = n.core.conf().voters.len();
+        let is_voter = n.core.conf().voters.contains(&who);
         let kind = match what {
             0 if who != id && (!is_voter || voters > 3) => ConfChangeType::RemoveNode,
             1 if !is_voter => ConfChangeType::AddLearnerNode,
@@ -327,7 +327,7 @@ impl World {
             };
             let mut change = ConfChangeV2 { changes: vec![one(who, kind)].into(), ..Default::default() };
             let ready = has_state && n.core.matched(who).is_some_and(|m| m > 0);
-            if what == 3 && ready && with != id && n.core.voters().contains(&with) {
+            if what == 3 && ready && with != id && n.core.conf().voters.contains(&with) {
                 change.mut_changes().push(one(with, ConfChangeType::RemoveNode));
                 change.set_transition(ConfChangeTransition::Implicit);
             }

@@ -3,7 +3,7 @@
 use super::*;
 
 /// What clients can see of each inode, as bytes; `None` where there is too much to look at it each time.
-pub fn visible(store: &dyn Reader) -> Option<BTreeMap<Ino, Vec<u8>>> {
+pub(super) fn visible(store: &dyn Reader) -> Option<BTreeMap<Ino, Vec<u8>>> {
     let mut out: BTreeMap<Ino, Vec<u8>> = BTreeMap::new();
     for (n, pair) in store.prefix(b"").enumerate() {
         let (k, v) = pair.unwrap();
@@ -26,7 +26,7 @@ pub fn visible(store: &dyn Reader) -> Option<BTreeMap<Ino, Vec<u8>>> {
 }
 
 /// Every inode that looks different was told of.
-pub fn check(before: Option<BTreeMap<Ino, Vec<u8>>>, after: &dyn Reader, told: &[Effect]) {
+pub(super) fn check(before: Option<BTreeMap<Ino, Vec<u8>>>, after: &dyn Reader, told: &[Effect]) {
     let (Some(before), Some(after)) = (before, visible(after)) else { return };
     let inos: BTreeSet<Ino> = before.keys().chain(after.keys()).copied().collect();
     let differ: BTreeSet<Ino> = inos.into_iter().filter(|ino| before.get(ino) != after.get(ino)).collect();

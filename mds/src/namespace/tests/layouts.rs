@@ -265,7 +265,7 @@ fn a_files_layout_can_change_only_before_it_has_data() {
 /// Gives each target so many chains of each number of copies.
 fn deal(fs: &mut Fs, per: usize) {
     let map = fs.ns.map();
-    let (chains, sets) = crate::cluster::deal::make_chains(&map.map, per).unwrap();
+    let (chains, sets) = crate::cluster::chain_table::make_chains(&map.map, per).unwrap();
     let u = pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() };
     assert_eq!(fs.log(Command::MapUpdate(u)).status, None);
 }

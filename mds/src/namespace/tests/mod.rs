@@ -29,26 +29,26 @@ use strake_store::{MemStore, Reader};
 use super::{FORMAT_VERSION, Namespace, PLACEMENT, RULES, effects::Effect, keys, perm};
 use pb::{log_command::Command, op::Op};
 
-pub const ROOT: Ino = 1;
-pub const T0: i64 = 1_700_000_000_000_000_000;
+pub(super) const ROOT: Ino = 1;
+pub(super) const T0: i64 = 1_700_000_000_000_000_000;
 
-pub fn creds(uid: u32) -> pb::Creds {
+pub(super) fn creds(uid: u32) -> pb::Creds {
     pb::Creds { uid, gid: uid, groups: vec![] }
 }
 
-pub fn op(op: Op) -> pb::Op {
+pub(super) fn op(op: Op) -> pb::Op {
     pb::Op { op: Some(op) }
 }
 
-pub fn bytes(s: &str) -> Bytes {
+pub(super) fn bytes(s: &str) -> Bytes {
     Bytes::copy_from_slice(s.as_bytes())
 }
 
-pub fn entry(now_ns: i64, command: Command) -> Bytes {
+pub(super) fn entry(now_ns: i64, command: Command) -> Bytes {
     pb::LogCommand { now_ns, command: Some(command) }.encode_to_vec().into()
 }
 
-pub fn format() -> Command {
+pub(super) fn format() -> Command {
     Command::Format(pb::Format {
         fs_uuid: vec![7; 16].into(),
         fs_name: "test".into(),
@@ -59,12 +59,12 @@ pub fn format() -> Command {
     })
 }
 
-pub fn code_of(s: Option<&pb::Status>) -> Option<Code> {
+pub(super) fn code_of(s: Option<&pb::Status>) -> Option<Code> {
     s.map(|s| Code::from_wire(s.code))
 }
 
 /// A namespace with one session, and commands as functions. Time goes on by a second per command.
-pub struct Fs {
+pub(super) struct Fs {
     pub store: MemStore,
     pub ns: Namespace,
     pub index: u64,
@@ -79,17 +79,17 @@ pub struct Fs {
 }
 
 impl Fs {
-    pub fn new() -> Fs {
+    pub(super) fn new() -> Fs {
         Fs::with_mask(u64::MAX)
     }
 
     /// With few hash bits, so that names collide.
-    pub fn with_mask(mask: u64) -> Fs {
+    pub(super) fn with_mask(mask: u64) -> Fs {
         Fs::with(mask, 1, format())
     }
 
     /// Formatted as this program does, with so many chains headed by each target.
-    pub fn with_chains(per: usize) -> Fs {
+    pub(super) fn with_chains(per: usize) -> Fs {
         let Command::Format(f) = format() else { unreachable!() };
         Fs::with(u64::MAX, per, Command::Format(pb::Format { placement: PLACEMENT, ..f }))
     }
@@ -129,13 +129,13 @@ impl Fs {
         }
         self.targets(|t| t.alive = true);
         let map = self.ns.map();
-        let (chains, sets) = crate::cluster::deal::make_chains(&map.map, per).unwrap();
+        let (chains, sets) = crate::cluster::chain_table::make_chains(&map.map, per).unwrap();
         let u = pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() };
         assert_eq!(self.log(Command::MapUpdate(u)).status, None);
     }
 
     /// Changes all targets of the map.
-    pub fn targets(&mut self, change: impl FnMut(&mut pb::Target)) {
+    pub(super) fn targets(&mut self, change: impl FnMut(&mut pb::Target)) {
         let map = self.ns.map();
         let mut targets = map.map.targets.clone();
         targets.iter_mut().for_each(change);
@@ -143,7 +143,7 @@ impl Fs {
         assert_eq!(self.log(Command::MapUpdate(u)).status, None);
     }
 
-    pub fn open_session(&mut self, client: u8) -> u64 {
+    pub(super) fn open_session(&mut self, client: u8) -> u64 {
         let o =
             pb::SessionOpenRequest { client_uuid: vec![client; 16].into(), hostname: "h".into(), ..Default::default() };
         match self.log(Command::SessionOpen(o)).reply {
@@ -153,7 +153,7 @@ impl Fs {
     }
 
     /// Applies one command.
-    pub fn log(&mut self, command: Command) -> pb::LogReply {
+    pub(super) fn log(&mut self, command: Command) -> pb::LogReply {
         self.index += 1;
         self.now += 1_000_000_000;
         let e = (self.index, 1, entry(self.now, command));
@@ -167,7 +167,7 @@ impl Fs {
     }
 
     /// Runs a list as `self.creds`, through the log if it changes anything.
-    pub fn list(&mut self, ops: Vec<pb::Op>) -> Vec<pb::OpResult> {
+    pub(super) fn list(&mut self, ops: Vec<pb::Op>) -> Vec<pb::OpResult> {
         if !Namespace::is_mutation(&ops) {
             return self.ns.read(self.session, &self.creds, &ops).results;
         }
@@ -187,7 +187,7 @@ impl Fs {
         }
     }
 
-    pub fn try_one(&mut self, o: Op) -> Result<pb::OpResult, Code> {
+    pub(super) fn try_one(&mut self, o: Op) -> Result<pb::OpResult, Code> {
         let r = self.list(vec![op(o)]).remove(0);
         match code_of(r.status.as_ref()) {
             Some(code) => Err(code),
@@ -196,17 +196,17 @@ impl Fs {
     }
 
     #[track_caller]
-    pub fn one(&mut self, o: Op) -> pb::OpResult {
+    pub(super) fn one(&mut self, o: Op) -> pb::OpResult {
         self.try_one(o.clone()).unwrap_or_else(|e| panic!("{o:?}: {e:?}"))
     }
 
     #[track_caller]
-    pub fn fails(&mut self, o: Op, code: Code) {
+    pub(super) fn fails(&mut self, o: Op, code: Code) {
         assert_eq!(self.try_one(o.clone()).map(|r| r.ino), Err(code), "{o:?}");
     }
 
     /// The same as another user.
-    pub fn as_user<T>(&mut self, uid: u32, f: impl FnOnce(&mut Fs) -> T) -> T {
+    pub(super) fn as_user<T>(&mut self, uid: u32, f: impl FnOnce(&mut Fs) -> T) -> T {
         let before = std::mem::replace(&mut self.creds, creds(uid));
         let out = f(self);
         self.creds = before;
@@ -214,29 +214,29 @@ impl Fs {
     }
 
     #[track_caller]
-    pub fn mkdir(&mut self, parent: Ino, name: &str) -> Ino {
+    pub(super) fn mkdir(&mut self, parent: Ino, name: &str) -> Ino {
         self.one(Op::Mkdir(pb::Mkdir { parent, name: bytes(name), mode: 0o755, umask: 0 })).ino
     }
     #[track_caller]
-    pub fn create(&mut self, parent: Ino, name: &str) -> Ino {
+    pub(super) fn create(&mut self, parent: Ino, name: &str) -> Ino {
         self.one(mk_create(parent, name)).ino
     }
     #[track_caller]
-    pub fn attr(&mut self, ino: Ino) -> pb::Attr {
+    pub(super) fn attr(&mut self, ino: Ino) -> pb::Attr {
         self.one(Op::Getattr(pb::GetAttr { ino })).attr.unwrap()
     }
-    pub fn record(&self, ino: Ino) -> Option<pb::InodeRecord> {
+    pub(super) fn record(&self, ino: Ino) -> Option<pb::InodeRecord> {
         self.ns.inode(ino)
     }
-    pub fn lookup(&mut self, parent: Ino, name: &str) -> Result<Ino, Code> {
+    pub(super) fn lookup(&mut self, parent: Ino, name: &str) -> Result<Ino, Code> {
         self.try_one(Op::Lookup(pb::Lookup { parent, name: bytes(name) })).map(|r| r.ino)
     }
-    pub fn path(&mut self, ino: Ino) -> Result<String, Code> {
+    pub(super) fn path(&mut self, ino: Ino) -> Result<String, Code> {
         let r = self.try_one(Op::PathOf(pb::PathOf { ino }))?;
         Ok(String::from_utf8(r.data.to_vec()).unwrap())
     }
     /// All names of a directory, read `limit` at a time.
-    pub fn names(&mut self, dir: Ino, limit: u32) -> Vec<String> {
+    pub(super) fn names(&mut self, dir: Ino, limit: u32) -> Vec<String> {
         let (mut cookie, mut names) = (0, Vec::new());
         loop {
             let r = self.one(Op::Readdir(pb::Readdir { dir, cookie, limit, attrs: true }));
@@ -254,31 +254,31 @@ impl Fs {
     }
 }
 
-pub fn mk_create(parent: Ino, name: &str) -> Op {
+pub(super) fn mk_create(parent: Ino, name: &str) -> Op {
     Op::Create(pb::Create { parent, name: bytes(name), mode: 0o644, exclusive: true, layout: None, flags: 2, umask: 0 })
 }
-pub fn mk_unlink(parent: Ino, name: &str) -> Op {
+pub(super) fn mk_unlink(parent: Ino, name: &str) -> Op {
     Op::Unlink(pb::Unlink { parent, name: bytes(name) })
 }
-pub fn mk_rmdir(parent: Ino, name: &str) -> Op {
+pub(super) fn mk_rmdir(parent: Ino, name: &str) -> Op {
     Op::Rmdir(pb::Rmdir { parent, name: bytes(name) })
 }
-pub fn mk_link(ino: Ino, parent: Ino, name: &str) -> Op {
+pub(super) fn mk_link(ino: Ino, parent: Ino, name: &str) -> Op {
     Op::Link(pb::Link { ino, parent, name: bytes(name) })
 }
-pub fn mk_rename(parent: Ino, name: &str, new_parent: Ino, new_name: &str, flags: u32) -> Op {
+pub(super) fn mk_rename(parent: Ino, name: &str, new_parent: Ino, new_name: &str, flags: u32) -> Op {
     Op::Rename(pb::Rename { parent, name: bytes(name), new_parent, new_name: bytes(new_name), flags })
 }
-pub fn mk_size(ino: Ino, size: u64) -> Op {
+pub(super) fn mk_size(ino: Ino, size: u64) -> Op {
     Op::Setattr(pb::SetAttr { ino, size: Some(size), ..Default::default() })
 }
 
-pub fn dump(store: &dyn Reader) -> Vec<(Bytes, Bytes)> {
+pub(super) fn dump(store: &dyn Reader) -> Vec<(Bytes, Bytes)> {
     store.prefix(b"").map(Result::unwrap).collect()
 }
 
 /// SHA-256 over all pairs, each with its lengths.
-pub fn digest(store: &dyn Reader) -> String {
+pub(super) fn digest(store: &dyn Reader) -> String {
     let mut h = Sha256::new();
     for (k, v) in dump(store) {
         for part in [&k, &v] {
@@ -290,7 +290,7 @@ pub fn digest(store: &dyn Reader) -> String {
 }
 
 /// Everything that must be true of a state, whatever happened before.
-pub fn fsck(fs: &Fs) {
+pub(super) fn fsck(fs: &Fs) {
     let mut inodes: BTreeMap<Ino, pb::InodeRecord> = BTreeMap::new();
     let mut names: BTreeMap<Ino, Vec<(Ino, Bytes)>> = BTreeMap::new();
     let mut in_dir: BTreeMap<Ino, u64> = BTreeMap::new();

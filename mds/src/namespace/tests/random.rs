@@ -7,16 +7,16 @@ use super::*;
 use strake_proto::layout::splitmix64;
 
 /// Draws that are the same for ever.
-pub struct Dice(pub u64);
+pub(super) struct Dice(pub u64);
 
 impl Dice {
-    pub fn below(&mut self, n: u64) -> u64 {
+    pub(super) fn below(&mut self, n: u64) -> u64 {
         splitmix64(&mut self.0) % n
     }
-    pub fn one_in(&mut self, n: u64) -> bool {
+    pub(super) fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
-    pub fn name(&mut self) -> Bytes {
+    pub(super) fn name(&mut self) -> Bytes {
         let names = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "some longer name", ".", "..", ""];
         let n = if self.one_in(30) { names.len() } else { 11 };
         bytes(names[self.below(n as u64) as usize])

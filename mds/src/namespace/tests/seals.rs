@@ -5,10 +5,10 @@ use strake_proto::seal::{self as arithmetic, EXTENT, PAGE};
 use super::*;
 use pb::seal::Step;
 
-pub fn begin(ino: Ino) -> Op {
+pub(super) fn begin(ino: Ino) -> Op {
     Op::Seal(pb::Seal { ino, id: 0, step: Some(Step::Begin(pb::SealBegin {})) })
 }
-pub fn undo(ino: Ino) -> Op {
+pub(super) fn undo(ino: Ino) -> Op {
     Op::Seal(pb::Seal { ino, id: 0, step: Some(Step::Undo(pb::SealUndo {})) })
 }
 fn page(ino: Ino, id: u64, number: u64, digests: usize) -> Op {
@@ -26,7 +26,7 @@ fn get(ino: Ino, page: Option<u64>) -> Op {
 }
 
 /// A file in the root, for all to write, that nobody has open.
-pub fn closed(fs: &mut Fs, name: &str, size: u64) -> Ino {
+pub(super) fn closed(fs: &mut Fs, name: &str, size: u64) -> Ino {
     let o =
         pb::Create { parent: ROOT, name: bytes(name), mode: 0o666, exclusive: true, flags: 2, ..Default::default() };
     let made = fs.one(Op::Create(o));
@@ -39,7 +39,7 @@ pub fn closed(fs: &mut Fs, name: &str, size: u64) -> Ino {
 }
 
 /// All the steps. Returns the id of the seal.
-pub fn seal(fs: &mut Fs, ino: Ino) -> u64 {
+pub(super) fn seal(fs: &mut Fs, ino: Ino) -> u64 {
     let r = fs.one(begin(ino));
     let (id, size) = (r.seal.unwrap().id, r.attr.unwrap().size);
     for n in 0..arithmetic::pages(size) {

@@ -124,7 +124,7 @@ async fn nobody_is_on_record_as_writing_more_than_a_session_may() {
     }
     let third = c.request(vec![create("c", 1)]);
     let made = c.send(&third).await.unwrap();
-    assert!(super::super::service::ok(&made[0]));
+    assert!(super::super::wire::ok(&made[0]));
     // Closing it gives up nothing: what it wrote may not be reported yet.
     c.one(Op::Close(pb::Close { ino: made[0].ino })).await;
     assert_eq!(c.fails(create("d", 1)).await, Code::Overloaded);

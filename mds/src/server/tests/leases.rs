@@ -10,7 +10,7 @@ const TERM: Duration = Duration::from_millis(1500);
 const AWHILE: Duration = Duration::from_millis(700);
 
 /// A client that remembers nothing and says so.
-pub struct Holder<'a> {
+pub(super) struct Holder<'a> {
     pub c: Client<'a>,
     w: &'a World,
     connection: u64,
@@ -18,26 +18,26 @@ pub struct Holder<'a> {
 }
 
 impl<'a> Holder<'a> {
-    pub async fn new(w: &'a World, uuid: u8) -> Holder<'a> {
+    pub(super) async fn new(w: &'a World, uuid: u8) -> Holder<'a> {
         Holder::of(w, w.client(uuid).await).await
     }
 
-    pub async fn of(w: &'a World, c: Client<'a>) -> Holder<'a> {
+    pub(super) async fn of(w: &'a World, c: Client<'a>) -> Holder<'a> {
         let mut h = Holder { c, w, connection: 0, acknowledged: 0 };
         assert_eq!(h.hello(false).await, 1500);
         h
     }
 
-    pub async fn hello(&mut self, lives_on: bool) -> u32 {
+    pub(super) async fn hello(&mut self, lives_on: bool) -> u32 {
         self.connection += 1;
         self.renewal(self.connection, true, lives_on).await.unwrap()
     }
 
-    pub async fn hello_again(&mut self) {
+    pub(super) async fn hello_again(&mut self) {
         self.hello(false).await;
     }
 
-    pub async fn renew(&self) -> u32 {
+    pub(super) async fn renew(&self) -> u32 {
         self.renewal(self.connection, false, false).await.unwrap()
     }
 
@@ -47,28 +47,28 @@ impl<'a> Holder<'a> {
         r.map(|r| r.lease_ms).map_err(|e| e.code)
     }
 
-    pub fn request(&mut self, op: Op) -> pb::MetaRequest {
+    pub(super) fn request(&mut self, op: Op) -> pb::MetaRequest {
         pb::MetaRequest { connection: self.connection, ..self.c.request(vec![op]) }
     }
 
-    pub async fn send(&self, r: &pb::MetaRequest) -> pb::MetaReply {
+    pub(super) async fn send(&self, r: &pb::MetaRequest) -> pb::MetaReply {
         let r: pb::MetaReply = self.w.ask(Role::Client, opcode::META, r).await.unwrap();
         assert!(r.results.iter().all(|r| r.status.is_none()), "{:?}", r.results);
         r
     }
 
-    pub async fn one(&mut self, op: Op) -> pb::MetaReply {
+    pub(super) async fn one(&mut self, op: Op) -> pb::MetaReply {
         let r = self.request(op);
         self.send(&r).await
     }
 
-    pub fn recall(&self, reported: Vec<u64>) -> pb::RecallRequest {
+    pub(super) fn recall(&self, reported: Vec<u64>) -> pb::RecallRequest {
         let (session, connection, acknowledged) = (self.c.session, self.connection, self.acknowledged);
         pb::RecallRequest { session, connection, acknowledged, reported, ..Default::default() }
     }
 
     /// Acknowledges what came before, and waits for more.
-    pub async fn poll(&mut self, reported: Vec<u64>) -> pb::RecallReply {
+    pub(super) async fn poll(&mut self, reported: Vec<u64>) -> pb::RecallReply {
         let r = self.recall(reported);
         let r: pb::RecallReply = self.w.ask(Role::Client, opcode::RECALL, &r).await.unwrap();
         self.acknowledged = r.recalls.iter().map(|r| r.number).fold(self.acknowledged, u64::max);
@@ -76,7 +76,7 @@ impl<'a> Holder<'a> {
     }
 
     /// Forgets what it is told to; what that was.
-    pub async fn forget(&mut self) -> Vec<u64> {
+    pub(super) async fn forget(&mut self) -> Vec<u64> {
         let r = self.poll(vec![]).await;
         let more = timeout(Duration::from_millis(100), self.poll(vec![])).await;
         assert!(more.is_err(), "nothing else: {more:?}");
@@ -84,26 +84,26 @@ impl<'a> Holder<'a> {
     }
 }
 
-pub fn getattr(ino: u64) -> Op {
+pub(super) fn getattr(ino: u64) -> Op {
     Op::Getattr(pb::GetAttr { ino })
 }
-pub fn chmod(ino: u64, mode: u32) -> Op {
+pub(super) fn chmod(ino: u64, mode: u32) -> Op {
     Op::Setattr(pb::SetAttr { ino, mode: Some(mode), ..Default::default() })
 }
-pub fn open(ino: u64, flags: u32) -> Op {
+pub(super) fn open(ino: u64, flags: u32) -> Op {
     Op::Open(pb::Open { ino, flags })
 }
-pub fn list() -> Op {
+pub(super) fn list() -> Op {
     Op::Readdir(pb::Readdir { dir: ROOT_INO, attrs: true, ..Default::default() })
 }
-pub fn extend(ino: u64, end: u64) -> Op {
+pub(super) fn extend(ino: u64, end: u64) -> Op {
     Op::Extend(pb::Extend { ino, end, holes: false })
 }
-pub fn size(r: &pb::MetaReply) -> u64 {
+pub(super) fn size(r: &pb::MetaReply) -> u64 {
     r.results[0].attr.unwrap().size
 }
 
-pub async fn timed<T>(f: impl Future<Output = T>) -> (T, Duration) {
+pub(super) async fn timed<T>(f: impl Future<Output = T>) -> (T, Duration) {
     let began = Instant::now();
     (f.await, began.elapsed())
 }
@@ -115,7 +115,7 @@ async fn lone() -> World {
 }
 
 /// With a storage server, so that there can be files.
-pub async fn with_files() -> (World, std::sync::Arc<world::FakeOss>) {
+pub(super) async fn with_files() -> (World, std::sync::Arc<world::FakeOss>) {
     let w = lone().await;
     let oss = w.oss(1).await;
     until("chains", || w.mds.iter().flatten().any(|(_, s)| s.status().map.unwrap().sets.len() == 1)).await;

@@ -98,7 +98,7 @@ async fn the_map_follows_the_group_whoever_does_not_see_to_it() {
     ask(&w, learn(new)).await.unwrap();
     let leader = w.leader().await;
     let old = (leader as u64 + 1) % 3 + 1;
-    let node = w.mds[leader].as_ref().unwrap().1.mds.node.clone();
+    let node = w.mds[leader].as_ref().unwrap().1.mds.member.node.clone();
     // Until the learner has caught up.
     while let Err(e) = node.change_members(MemberChange::Step { promote: vec![new], remove: vec![old] }).await {
         assert_eq!(e.code, Code::Busy, "{e}");
@@ -125,7 +125,7 @@ async fn a_learner_is_met_after_all_who_took_it_in_were_lost() {
     let new = w.join().await as u64 + 1;
     let add = MemberChange::AddLearner { id: new, endpoint: Endpoint::Sim(new as u32) };
     let leader = w.leader().await;
-    let node = w.mds[leader].as_ref().unwrap().1.mds.node.clone();
+    let node = w.mds[leader].as_ref().unwrap().1.mds.member.node.clone();
     node.change_members(add).await.unwrap();
     (0..3).for_each(|i| w.kill(i));
     for i in 0..3 {
@@ -153,9 +153,9 @@ async fn a_learner_that_nobody_knows_the_place_of_is_taken_in_again() {
     w.net.cut_off.lock().insert(new as u32);
     let add = MemberChange::AddLearner { id: new, endpoint: Endpoint::Sim(new as u32) };
     let leader = w.leader().await;
-    let node = w.mds[leader].as_ref().unwrap().1.mds.node.clone();
+    let node = w.mds[leader].as_ref().unwrap().1.mds.member.node.clone();
     node.change_members(add).await.unwrap();
-    w.mds.iter().take(3).for_each(|m| m.as_ref().unwrap().1.mds.node.forget_peer(new));
+    w.mds.iter().take(3).for_each(|m| m.as_ref().unwrap().1.mds.member.node.forget_peer(new));
     let of = |r: &pb::MembersReply| r.members.iter().find(|m| m.id == new).unwrap().clone();
     w.net.cut_off.lock().clear();
     assert_eq!(of(&once(&w, None).await.unwrap()).endpoint, "");

@@ -5,7 +5,6 @@ mod away;
 mod damage;
 mod disk;
 mod endings;
-mod ends;
 mod followers;
 mod full_disk;
 mod holding;
@@ -15,6 +14,7 @@ mod locks;
 mod members;
 mod owners;
 mod places;
+mod size_recovery;
 mod spoilt;
 mod world;
 
@@ -182,12 +182,12 @@ async fn a_map_change_of_which_nobody_knows_does_not_stop_those_that_follow() {
     let alive = || server.status().map.unwrap().targets[0].alive;
     until("it is alive", alive).await;
     let mds = &server.mds;
-    let lost = mds.with_lead(|l| {
-        let proposal = l.manager.tick(mds.env.boot() + Duration::from_secs(60), &mds.map());
+    let lost = mds.member.with_lead(|l| {
+        let proposal = l.manager.tick(mds.member.env.boot() + Duration::from_secs(60), &mds.member.map());
         l.manager.resolved(false);
         Ok(proposal.is_some())
     });
-    assert!(lost.unwrap() && mds.with_lead(|l| Ok(l.manager.in_doubt())).unwrap());
+    assert!(lost.unwrap() && mds.member.with_lead(|l| Ok(l.manager.in_doubt())).unwrap());
     oss.up.store(false, Ordering::Relaxed);
     until("it is seen that it is dead", || !alive()).await;
 }

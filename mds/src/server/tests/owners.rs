@@ -123,7 +123,7 @@ async fn a_session_that_jumps_in_its_numbers_harms_itself_alone() {
     a.one(mkdir("a")).await;
     b.one(mkdir("b")).await;
     let server = w.server().await;
-    let log = || server.mds.machine.namespace.version();
+    let log = || server.mds.member.machine.namespace.version();
     let before = log();
     let numbered = |c: &mut Client<'_>, seq, lowest, name: &str| {
         let own = c.seq;
@@ -191,5 +191,5 @@ async fn a_flood_of_changes_leaves_the_next_turn_to_another_client() {
         assert!(r.is_ok() || r.as_ref().is_err_and(|e| e.code == Code::Overloaded), "{r:?}");
     }
     assert!(done.load(Relaxed) > 1024, "what waited had its turn later");
-    assert_eq!(w.server().await.mds.fair.changes.in_work(), 0);
+    assert_eq!(w.server().await.mds.changes.fair.changes.in_work(), 0);
 }

@@ -8,7 +8,7 @@ use strake_proto::{Code, Error, Result};
 use strake_store::{Batch, MemStore, MetaStore, Pair, PairIter, Reader};
 
 #[derive(Clone, Default)]
-pub struct Spoilt {
+pub(super) struct Spoilt {
     store: MemStore,
     bad: Arc<Mutex<Vec<u8>>>,
 }
@@ -35,7 +35,7 @@ fn range<'a>(pairs: PairIter<'a>, bad: &'a Mutex<Vec<u8>>) -> PairIter<'a> {
 
 impl Spoilt {
     /// From now on, until all is replaced, records with these bytes cannot be read.
-    pub fn spoil(&self, bytes: &[u8]) {
+    pub(super) fn spoil(&self, bytes: &[u8]) {
         *self.bad.lock() = bytes.to_vec();
     }
 }

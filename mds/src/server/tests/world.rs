@@ -30,7 +30,7 @@ use crate::{
     server::{Config, MdsServer, Parts, start},
 };
 
-pub const KEY: [u8; 32] = [5; 32];
+pub(super) const KEY: [u8; 32] = [5; 32];
 
 struct TestClock(Instant);
 
@@ -45,14 +45,14 @@ impl Clock for TestClock {
 
 /// Services by `sim:N`.
 #[derive(Default)]
-pub struct Net {
+pub(super) struct Net {
     services: Mutex<BTreeMap<u32, Arc<dyn Service>>>,
     peers: AtomicU64,
     /// Members that no other server reaches, and that reach none. Clients reach them.
     pub cut_off: Mutex<BTreeSet<u32>>,
 }
 
-pub struct NetFabric {
+pub(super) struct NetFabric {
     net: Arc<Net>,
     /// 0: of nobody in particular.
     from: u32,
@@ -60,7 +60,7 @@ pub struct NetFabric {
     pool: Pool,
 }
 
-pub struct NetConnection {
+pub(super) struct NetConnection {
     net: Arc<Net>,
     from: u32,
     to: u32,
@@ -85,14 +85,14 @@ fn sim(at: &Endpoint) -> Result<u32> {
 }
 
 impl Net {
-    pub fn connect(self: &Arc<Self>, to: u32, role: Role) -> Arc<NetConnection> {
+    pub(super) fn connect(self: &Arc<Self>, to: u32, role: Role) -> Arc<NetConnection> {
         self.connect_from(0, to, role)
     }
     fn connect_from(self: &Arc<Self>, from: u32, to: u32, role: Role) -> Arc<NetConnection> {
         let id = self.peers.fetch_add(1, Ordering::Relaxed);
         Arc::new(NetConnection { net: self.clone(), from, to, role, id, closed: AtomicBool::new(false) })
     }
-    pub fn fabric(self: &Arc<Self>, role: Role) -> Arc<NetFabric> {
+    pub(super) fn fabric(self: &Arc<Self>, role: Role) -> Arc<NetFabric> {
         self.fabric_of(0, role)
     }
     fn fabric_of(self: &Arc<Self>, from: u32, role: Role) -> Arc<NetFabric> {
@@ -160,7 +160,7 @@ impl Connection for NetConnection {
     }
 }
 
-pub struct World {
+pub(super) struct World {
     pub net: Arc<Net>,
     started: Instant,
     pub logs: Vec<Arc<MemLog>>,
@@ -172,7 +172,7 @@ pub struct World {
 }
 
 impl World {
-    pub async fn new(members: usize, change: impl Fn(&mut Config) + 'static) -> World {
+    pub(super) async fn new(members: usize, change: impl Fn(&mut Config) + 'static) -> World {
         let voters: Vec<u64> = (1..=members as u64).collect();
         let log = |i: &u64| Arc::new(MemLog::new(voters.clone(), 1000 + i, Duration::from_micros(500)));
         let mut w = World {
@@ -195,7 +195,7 @@ impl World {
         Env::new(Arc::new(TestClock(self.started)), [seed; 32])
     }
 
-    pub async fn start(&mut self, i: usize) {
+    pub(super) async fn start(&mut self, i: usize) {
         let env = self.env(i as u8 + 1);
         let mut cfg = Config::new(i as u64 + 1, Endpoint::Sim(i as u32 + 1), "/unused".into());
         cfg.chains_per_target = 1;
@@ -218,7 +218,7 @@ impl World {
     }
 
     /// Starts a new, empty server that waits to be taken in; returns its number.
-    pub async fn join(&mut self) -> usize {
+    pub(super) async fn join(&mut self) -> usize {
         let i = self.logs.len();
         self.logs.push(Arc::new(MemLog::new(vec![], 1001 + i as u64, Duration::from_micros(500))));
         self.stores.push(Arc::new(Spoilt::default()));
@@ -228,14 +228,14 @@ impl World {
     }
 
     /// What a member kept is gone. It must not run.
-    pub fn wipe(&mut self, i: usize, voters: Vec<u64>) {
+    pub(super) fn wipe(&mut self, i: usize, voters: Vec<u64>) {
         assert!(self.mds[i].is_none());
         self.logs[i] = Arc::new(MemLog::new(voters, 5000 + i as u64, Duration::from_micros(500)));
         self.stores[i] = Arc::new(Spoilt::default());
     }
 
     /// Ends a member without a goodbye.
-    pub fn kill(&mut self, i: usize) {
+    pub(super) fn kill(&mut self, i: usize) {
         if let Some((env, server)) = self.mds[i].take() {
             env.kill();
             drop(server);
@@ -244,7 +244,7 @@ impl World {
     }
 
     /// The member that leads, once there is one.
-    pub async fn leader(&self) -> usize {
+    pub(super) async fn leader(&self) -> usize {
         let find = async {
             loop {
                 if let Some(i) = self.mds.iter().position(|m| m.as_ref().is_some_and(|(_, s)| s.leads())) {
@@ -256,13 +256,13 @@ impl World {
         timeout(Duration::from_secs(30), find).await.expect("a leader within 30 s")
     }
 
-    pub async fn server(&self) -> &MdsServer {
+    pub(super) async fn server(&self) -> &MdsServer {
         let i = self.leader().await;
         &self.mds[i].as_ref().unwrap().1
     }
 
     /// Asks the leader, whoever that is, until it answers.
-    pub async fn ask<R: prost::Message + Default>(
+    pub(super) async fn ask<R: prost::Message + Default>(
         &self,
         role: Role,
         opcode: u16,
@@ -280,17 +280,17 @@ impl World {
         panic!("no answer for 30 s");
     }
 
-    pub async fn ask_at(&self, i: usize, role: Role, opcode: u16, body: Bytes) -> Result<Message> {
+    pub(super) async fn ask_at(&self, i: usize, role: Role, opcode: u16, body: Bytes) -> Result<Message> {
         let conn = self.net.connect(i as u32 + 1, role);
         conn.call(Message::new(opcode, body), Duration::from_secs(40)).await
     }
 
-    pub async fn client(&self, uuid: u8) -> Client<'_> {
+    pub(super) async fn client(&self, uuid: u8) -> Client<'_> {
         self.client_that(uuid, false, &[]).await
     }
 
     /// One that may hold back what it writes, and that knows that others are dead.
-    pub async fn client_that(&self, uuid: u8, write_back: bool, dead: &[u8]) -> Client<'_> {
+    pub(super) async fn client_that(&self, uuid: u8, write_back: bool, dead: &[u8]) -> Client<'_> {
         let dead = dead.iter().map(|n| vec![*n; 16].into()).collect();
         let body =
             pb::SessionOpenRequest { client_uuid: vec![uuid; 16].into(), write_back, dead, ..Default::default() };
@@ -299,7 +299,7 @@ impl World {
     }
 
     /// Starts a storage server with one target that lives until its [`FakeOss::up`] is cleared.
-    pub async fn oss(&self, n: u8) -> Arc<FakeOss> {
+    pub(super) async fn oss(&self, n: u8) -> Arc<FakeOss> {
         let oss = Arc::new(FakeOss { up: AtomicBool::new(true), refuse: AtomicBool::new(false), ..Default::default() });
         let at = Endpoint::Sim(100 + u32::from(n));
         let listener = self.net.fabric(Role::Server).listen(&at, oss.clone()).await.unwrap();
@@ -325,7 +325,7 @@ impl World {
 
 /// Heartbeats, and notes what it is asked to trim, and for the ends of files.
 #[derive(Default)]
-pub struct FakeOss {
+pub(super) struct FakeOss {
     pub up: AtomicBool,
     /// Trims are refused.
     pub refuse: AtomicBool,
@@ -389,7 +389,7 @@ impl FakeOss {
     }
 
     /// Whether it would refuse all these rights by a capability now.
-    pub fn refuses(&self, cap: &Capability, rights: Rights) -> bool {
+    pub(super) fn refuses(&self, cap: &Capability, rights: Rights) -> bool {
         let e = self.endings.lock();
         let as_of = index_near(cap.as_of, e.through);
         let meets = |x: &&pb::Ending| [0, cap.ino].contains(&x.ino) && [0, cap.session].contains(&x.session);
@@ -445,7 +445,7 @@ impl Service for FakeOss {
 }
 
 /// A client that sends what it is told.
-pub struct Client<'a> {
+pub(super) struct Client<'a> {
     pub world: &'a World,
     pub session: u64,
     pub open: pb::SessionOpenReply,
@@ -453,7 +453,7 @@ pub struct Client<'a> {
 }
 
 impl Client<'_> {
-    pub fn request(&mut self, ops: Vec<pb::op::Op>) -> pb::MetaRequest {
+    pub(super) fn request(&mut self, ops: Vec<pb::op::Op>) -> pb::MetaRequest {
         let ops: Vec<pb::Op> = ops.into_iter().map(|op| pb::Op { op: Some(op) }).collect();
         let seq = if crate::namespace::Namespace::is_mutation(&ops) { self.seq + 1 } else { 0 };
         self.seq = self.seq.max(seq);
@@ -467,25 +467,25 @@ impl Client<'_> {
             ..Default::default()
         }
     }
-    pub async fn send(&self, request: &pb::MetaRequest) -> Result<Vec<pb::OpResult>> {
+    pub(super) async fn send(&self, request: &pb::MetaRequest) -> Result<Vec<pb::OpResult>> {
         self.world.ask::<pb::MetaReply>(Role::Client, opcode::META, request).await.map(|r| r.results)
     }
-    pub async fn run(&mut self, ops: Vec<pb::op::Op>) -> Result<Vec<pb::OpResult>> {
+    pub(super) async fn run(&mut self, ops: Vec<pb::op::Op>) -> Result<Vec<pb::OpResult>> {
         let r = self.request(ops);
         self.send(&r).await
     }
     /// One operation that must succeed.
-    pub async fn one(&mut self, op: pb::op::Op) -> pb::OpResult {
+    pub(super) async fn one(&mut self, op: pb::op::Op) -> pb::OpResult {
         let mut results = self.run(vec![op]).await.unwrap();
         let r = results.pop().unwrap();
         assert!(r.status.as_ref().is_none_or(|s| s.code == 0), "{:?}", r.status);
         r
     }
-    pub async fn fails(&mut self, op: pb::op::Op) -> Code {
+    pub(super) async fn fails(&mut self, op: pb::op::Op) -> Code {
         let results = self.run(vec![op]).await.unwrap();
         Code::from_wire(results[0].status.as_ref().map_or(0, |s| s.code))
     }
-    pub async fn renew(&self, reassert: bool, opens: &[u64]) -> Result<pb::SessionRenewReply> {
+    pub(super) async fn renew(&self, reassert: bool, opens: &[u64]) -> Result<pb::SessionRenewReply> {
         let r =
             pb::SessionRenewRequest { session: self.session, reassert, opens: opens.to_vec(), ..Default::default() };
         self.world.ask(Role::Client, opcode::SESSION_RENEW, &r).await
@@ -493,7 +493,7 @@ impl Client<'_> {
 }
 
 /// Waits until `f` is true, at most a minute of the test's time.
-pub async fn until(what: &str, mut f: impl FnMut() -> bool) {
+pub(super) async fn until(what: &str, mut f: impl FnMut() -> bool) {
     for _ in 0..6000 {
         if f() {
             return;

@@ -10,23 +10,23 @@ use strake_proto::{
 use crate::chain::{Committed, Local, OpId};
 
 /// Writers that a chunk remembers: fewer than [`strake_proto::data::KEPT_WRITERS`], so that runs go beyond them.
-pub const KEPT: usize = 8;
+pub(super) const KEPT: usize = 8;
 
 /// A chunk is the list of the updates applied to it; every update has a number of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Chunk {
+pub(super) struct Chunk {
     pub state: Committed,
     pub list: Vec<u64>,
 }
 
-pub struct Store {
+pub(super) struct Store {
     pub chunks: BTreeMap<ChunkId, Chunk>,
     pub values: BTreeMap<OpId, (ChunkId, u64)>,
 }
 
 impl Store {
     /// How many others changed a chunk after one that did.
-    pub fn changes_since(&self, chunk: ChunkId, value: u64) -> usize {
+    pub(super) fn changes_since(&self, chunk: ChunkId, value: u64) -> usize {
         self.chunks.get(&chunk).map_or(0, |c| c.list.iter().rev().position(|v| *v == value).unwrap_or(0))
     }
 }

@@ -45,7 +45,7 @@ const MEMORY: u8 = 2;
 const TRANSPORT_ID: usize = 1024;
 
 /// What is told to the thread.
-pub enum Event {
+pub(super) enum Event {
     /// A queue pair of this generation failed, or could not be had.
     Failed(u64),
     Close,
@@ -53,7 +53,7 @@ pub enum Event {
 
 /// A controller and the namespace on it. Pointers of SPDK's, good until it is detached.
 #[derive(Clone, Copy)]
-pub struct Controller {
+pub(super) struct Controller {
     env: &'static Env,
     pub at: *mut c_void,
     pub namespace: *mut c_void,
@@ -94,7 +94,7 @@ fn answers_memory(way: &Way) -> Result<()> {
 
 impl Controller {
     /// Blocks while the controller is reached and set up.
-    pub fn connect(env: &'static Env, id: &TransportId) -> Result<Controller> {
+    pub(super) fn connect(env: &'static Env, id: &TransportId) -> Result<Controller> {
         // Neither SPDK nor DPDK says so when the kernel does not lock what they have it map for the controller, which then reads and
         // writes nothing there.
         if let (Way::Pcie(_), Some(limit)) = (&id.way, lock_limit()) {
@@ -142,7 +142,7 @@ impl Controller {
         Ok(())
     }
 
-    pub fn format(&self) -> Result<Format> {
+    pub(super) fn format(&self) -> Result<Format> {
         let (api, ns) = (&self.env.api, self.namespace);
         // SAFETY: an active namespace of a connected controller.
         let (sector, metadata, blocks) = unsafe {
@@ -154,28 +154,28 @@ impl Controller {
     }
 
     /// Bytes of one command at most.
-    pub fn most(&self) -> u64 {
+    pub(super) fn most(&self) -> u64 {
         // SAFETY: an active namespace of a connected controller.
         let most = unsafe { (self.env.api.spdk_nvme_ns_get_max_io_xfer_size)(self.namespace) };
         u64::from(most).min(1 << 20) / super::BLOCK * super::BLOCK
     }
 
     /// Whether what it acknowledged can be lost before a flush.
-    pub fn is_volatile(&self) -> bool {
+    pub(super) fn is_volatile(&self) -> bool {
         // SAFETY: the controller's 4096 bytes of Identify, which SPDK keeps as NVMe lays them out.
         unsafe { *(self.env.api.spdk_nvme_ctrlr_get_data)(self.at).add(VWC) & 1 == 1 }
     }
 
     /// Whether a controller on PCIe works, by what it says of itself: nothing is asked of it that a dead one would leave unanswered.
     /// Those over a network are known by their keep-alives.
-    pub fn works(&self, way: &Way) -> bool {
+    pub(super) fn works(&self, way: &Way) -> bool {
         // SAFETY: a connected controller, whose registers are mapped.
         let status = || unsafe { (self.env.api.spdk_nvme_ctrlr_get_regs_csts)(self.at) };
         !matches!(way, Way::Pcie(_)) || status() & (RDY | CFS) == RDY
     }
 
     /// Only when no queue pair of it is left. `failed`: it would not answer a proper farewell.
-    pub fn detach(self, failed: bool) {
+    pub(super) fn detach(self, failed: bool) {
         // SAFETY: connected, and not used any more.
         unsafe {
             if failed {
@@ -186,7 +186,7 @@ impl Controller {
     }
 
     /// Until the device is dropped, and all of its queue pairs are gone.
-    pub fn serve(mut self, shared: &Shared, id: &TransportId, format: Format, events: &Receiver<Event>) {
+    pub(super) fn serve(mut self, shared: &Shared, id: &TransportId, format: Format, events: &Receiver<Event>) {
         let mut closed = false;
         while !closed {
             let failed = match events.recv_timeout(LOOK) {

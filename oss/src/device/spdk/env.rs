@@ -26,7 +26,7 @@ const IOVA_VA: i32 = 2;
 static ANNOUNCED: Mutex<(BTreeSet<PciAddress>, bool)> = Mutex::new((BTreeSet::new(), false));
 
 /// See the module.
-pub struct Env {
+pub(super) struct Env {
     pub api: Api,
     allowed: BTreeSet<PciAddress>,
     /// It was started for RDMA, which needs hugepages.
@@ -46,7 +46,7 @@ struct Regions {
 }
 
 /// Tells of a device before the first one is opened.
-pub fn announce(id: &TransportId) {
+pub(super) fn announce(id: &TransportId) {
     let mut a = ANNOUNCED.lock();
     match id.way {
         Way::Pcie(at) => drop(a.0.insert(at)),
@@ -90,7 +90,7 @@ fn arguments(allowed: &BTreeSet<PciAddress>, rdma: bool, narrow: bool, core: usi
 }
 
 /// The one environment, made at the first call with what was announced until then. Its error is final.
-pub fn get(core: usize) -> Result<&'static Env> {
+pub(super) fn get(core: usize) -> Result<&'static Env> {
     static ENV: OnceLock<Result<Env>> = OnceLock::new();
     let env = ENV.get_or_init(|| {
         // DPDK pins the thread that starts it, and keeps it for itself.
@@ -144,7 +144,7 @@ fn start(core: usize) -> Result<Env> {
 
 impl Env {
     /// Takes a namespace for one device of this process. `Busy`: another has it. `Perm`: it came too late.
-    pub fn claim(&'static self, id: &TransportId) -> Result<Claim> {
+    pub(super) fn claim(&'static self, id: &TransportId) -> Result<Claim> {
         let late = match id.way {
             Way::Pcie(at) if !self.allowed.contains(&at) => Some("looks at no PCI device but those that were"),
             Way::Rdma(_) if !self.rdma => Some("was started without what RDMA needs"),
@@ -162,7 +162,7 @@ impl Env {
     }
 
     /// Whether a controller reaches that memory by itself, and not only through a copy.
-    pub fn reaches(&self, way: &Way, region: Option<&Arc<Region>>) -> bool {
+    pub(super) fn reaches(&self, way: &Way, region: Option<&Arc<Region>>) -> bool {
         match (way, region) {
             // The kernel's sockets do.
             (Way::Tcp(_), _) => true,
@@ -195,7 +195,7 @@ impl Env {
     }
 
     /// Memory that every controller reaches.
-    pub fn allocate(&'static self, len: usize) -> Option<Dma> {
+    pub(super) fn allocate(&'static self, len: usize) -> Option<Dma> {
         // SAFETY: no address is asked for, so none is written.
         let at = unsafe { (self.api.spdk_dma_zmalloc)(len, super::super::BLOCK as usize, ptr::null_mut()) };
         ptr::NonNull::new(at.cast()).map(|at| Dma { env: self, at, len })
@@ -203,7 +203,7 @@ impl Env {
 }
 
 /// A namespace that one device of this process has.
-pub struct Claim {
+pub(super) struct Claim {
     env: &'static Env,
     key: (Way, u32),
 }
@@ -215,7 +215,7 @@ impl Drop for Claim {
 }
 
 /// Memory of [`Env::allocate`].
-pub struct Dma {
+pub(super) struct Dma {
     env: &'static Env,
     at: ptr::NonNull<u8>,
     len: usize,
@@ -225,7 +225,7 @@ pub struct Dma {
 unsafe impl Send for Dma {}
 
 impl Dma {
-    pub fn bytes(&mut self) -> &mut [u8] {
+    pub(super) fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: `len` bytes that this value owns, zeroed when made.
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.len) }
     }

@@ -7,7 +7,7 @@ use strake_proto::{Code, Error, Result};
 
 /// `struct spdk_nvme_cpl`: a completion queue entry (NVMe Base 2.0, 3.3.3.2).
 #[repr(C)]
-pub struct Completion {
+pub(super) struct Completion {
     dw0: u32,
     dw1: u32,
     head: u16,
@@ -19,7 +19,7 @@ pub struct Completion {
 
 const _: () = assert!(size_of::<Completion>() == 16);
 
-pub type Done = extern "C" fn(*mut c_void, *const Completion);
+pub(super) type Done = extern "C" fn(*mut c_void, *const Completion);
 
 /// In the order in which they must be opened, all symbols for all: SPDK's are linked against less than they use.
 const LIBRARIES: &[(&str, bool)] = &[
@@ -40,7 +40,7 @@ const LIBRARIES: &[(&str, bool)] = &[
 macro_rules! functions {
     ($($name:ident: fn($($arg:ty),*) $(-> $out:ty)?;)*) => {
         /// The functions, as long as this process lives.
-        pub struct Api { $(pub $name: unsafe extern "C" fn($($arg),*) $(-> $out)?,)* }
+        pub(super) struct Api { $(pub $name: unsafe extern "C" fn($($arg),*) $(-> $out)?,)* }
 
         impl Api {
             fn find() -> Result<Api> {
@@ -102,7 +102,7 @@ fn last_error() -> String {
 }
 
 /// Opens them for good: DPDK's threads run their code as long as the process lives. `NoEnt`, in a sentence that says what to install.
-pub fn load() -> Result<Api> {
+pub(super) fn load() -> Result<Api> {
     open_all(LIBRARIES)?;
     let at = symbol("rte_version\0")?;
     // SAFETY: the function of that name has this prototype in every release of DPDK, and may be called before all others.

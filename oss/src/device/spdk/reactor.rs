@@ -82,7 +82,7 @@ extern "C" fn done(ticket: *mut c_void, completion: *const Completion) {
     t.ended.borrow_mut().push((t.op, t.piece, status));
 }
 
-pub struct Reactor {
+pub(super) struct Reactor {
     shared: Arc<Shared>,
     index: usize,
     pair: Option<*mut c_void>,
@@ -106,7 +106,7 @@ pub struct Reactor {
 }
 
 impl Reactor {
-    pub fn new(shared: Arc<Shared>, index: usize) -> Reactor {
+    pub(super) fn new(shared: Arc<Shared>, index: usize) -> Reactor {
         Reactor {
             shared,
             index,
@@ -126,7 +126,7 @@ impl Reactor {
     }
 
     /// Until the device is dropped and everything has ended.
-    pub fn serve(mut self) {
+    pub(super) fn serve(mut self) {
         if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
             tracing::error!("{}: a reactor panicked; its part of the operations fails from now on", self.shared.name);
             self.shared.queues[self.index].close();
@@ -169,7 +169,7 @@ impl Reactor {
     }
 
     /// Makes a queue pair; whether there is one.
-    pub fn connect(&mut self) -> bool {
+    pub(super) fn connect(&mut self) -> bool {
         // Counted first: the controller is not reset while there may be a queue pair.
         self.shared.pairs.fetch_add(1, SeqCst);
         if self.shared.is_up() {

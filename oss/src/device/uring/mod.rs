@@ -2,7 +2,7 @@
 //! at a time; the thread submits all that wait in one system call and sleeps in the kernel until one ends or another is
 //! queued.
 
-pub mod passthrough;
+pub(super) mod passthrough;
 mod ring;
 
 use std::{
@@ -26,7 +26,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use super::{Device, Meter, check_range, node::Node};
 
 /// Operations in the kernel at a time, unless told otherwise.
-pub const DEPTH: usize = 256;
+pub(super) const DEPTH: usize = 256;
 /// Largest single operation: lengths are 32 bits in the ring.
 const MAX_LEN: u64 = 1 << 30;
 

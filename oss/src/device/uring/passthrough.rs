@@ -23,7 +23,7 @@ const URING_CMD_IO_VEC: u32 = 0xc048_4e81;
 const IDENTIFY_COMMAND: u8 = 0x06;
 
 /// A namespace whose commands this process may give.
-pub struct Namespace {
+pub(crate) struct Namespace {
     id: u32,
     pub format: Format,
     /// Bytes of one command at most.
@@ -85,7 +85,7 @@ impl Command {
 }
 
 /// Where a command's data lie.
-pub enum Data {
+pub(crate) enum Data {
     None,
     /// Of a registered region, if there is an index.
     One(*const u8, Option<u16>),
@@ -93,7 +93,7 @@ pub enum Data {
 }
 
 /// Whether it is a character device of an NVMe namespace; by the name that the kernel has for it, whatever `path` is called.
-pub fn is_namespace(path: &Path) -> bool {
+pub(crate) fn is_namespace(path: &Path) -> bool {
     path.metadata().ok().and_then(|m| kernel_name(&m)).is_some_and(|n| n.starts_with("ng"))
 }
 
@@ -110,7 +110,7 @@ fn kernel_name(node: &Metadata) -> Option<String> {
 
 impl Namespace {
     /// Opens the character device for one user alone: `Busy` if its block device is mounted or another target's.
-    pub fn open(path: &Path) -> Result<(File, Namespace)> {
+    pub(crate) fn open(path: &Path) -> Result<(File, Namespace)> {
         let name = path.display();
         let about = |e: std::io::Error| Error::from(e).context(path.display());
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(about)?;
@@ -137,7 +137,7 @@ impl Namespace {
     }
 
     /// The entry for a read, a write or a flush of `len` bytes at `offset`.
-    pub fn entry(&self, opcode: u8, offset: u64, len: u64, data: &Data, user_data: u64) -> squeue::Entry128 {
+    pub(crate) fn entry(&self, opcode: u8, offset: u64, len: u64, data: &Data, user_data: u64) -> squeue::Entry128 {
         let mut c = Command { opcode, nsid: self.id, ..Command::default() };
         let (mut op, mut slot) = (URING_CMD_IO, None);
         match *data {

@@ -7,7 +7,7 @@ use std::{
 };
 
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
-pub use io_uring::{
+pub(super) use io_uring::{
     cqueue::{Entry as SmallAnswer, Entry32 as LargeAnswer},
     squeue::{Entry as Small, Entry128 as Large},
 };
@@ -122,7 +122,7 @@ impl Registered {
 }
 
 /// Entries of a ring: small ones for files and block devices, large ones for NVMe commands.
-pub trait Entries: squeue::EntryMarker {
+pub(super) trait Entries: squeue::EntryMarker {
     fn of(entry: squeue::Entry) -> Self;
     fn command(entry: squeue::Entry128) -> Option<Self>;
 }
@@ -145,7 +145,7 @@ impl Entries for Large {
     }
 }
 
-pub struct Ring<S: Entries, C: cqueue::EntryMarker> {
+pub(super) struct Ring<S: Entries, C: cqueue::EntryMarker> {
     // Before `registered`: the ring goes first.
     ring: IoUring<S, C>,
     registered: Registered,
@@ -174,7 +174,7 @@ fn build<S: squeue::EntryMarker, C: cqueue::EntryMarker>(entries: u32) -> std::i
 }
 
 /// Says whether there is a ring, and runs it until its device is dropped.
-pub fn serve<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>>(
+pub(super) fn serve<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>>(
     made: std::io::Result<Ring<S, C>>,
     started: &SyncSender<std::io::Result<()>>,
 ) {
@@ -193,7 +193,7 @@ pub fn serve<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>>(
 }
 
 impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
-    pub fn new(node: Arc<Node>, queue: Arc<Queue>, depth: usize) -> std::io::Result<Ring<S, C>> {
+    pub(super) fn new(node: Arc<Node>, queue: Arc<Queue>, depth: usize) -> std::io::Result<Ring<S, C>> {
         // Room for the wake-up and an entry of each operation; more are submitted in between.
         let ring = build((depth as u32 + 1).next_power_of_two())?;
         ring.submitter().register_files(&[node.file.as_raw_fd()])?;

@@ -30,7 +30,7 @@ pub(super) struct Powered {
 }
 
 impl Powered {
-    pub fn new(bed: &Bed, left: Option<u64>) -> Arc<Powered> {
+    pub(super) fn new(bed: &Bed, left: Option<u64>) -> Arc<Powered> {
         let (store, device) = (bed.table.clone(), bed.device.clone());
         Arc::new(Powered { store, device, left: Mutex::new(left), written: Mutex::default() })
     }

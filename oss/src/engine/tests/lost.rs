@@ -17,8 +17,8 @@ use crate::{
         mem::{Op, Tear},
     },
     engine::{
-        record::{self, TALLY_KEY, header_key},
-        tally::{Mark, Tally},
+        record::{self, TABLE_DIGEST_KEY, header_key},
+        table_digest::{Mark, TableDigest},
     },
 };
 
@@ -242,8 +242,8 @@ async fn a_record_that_is_missing_stale_or_too_much_is_refused() {
     refused(&bed, "records are not").await;
     put(&bed.table, &dead, None);
     drop(bed.open().await);
-    put(&bed.table, TALLY_KEY, None);
-    refused(&bed, "its tally").await;
+    put(&bed.table, TABLE_DIGEST_KEY, None);
+    refused(&bed, "its digest").await;
 }
 
 /// A damaged record still costs its chunk only, and does not hide that another one is missing.
@@ -269,14 +269,14 @@ async fn damage_and_loss_together_are_refused() {
     let e = bed.open().await;
     apply(&e, key(1), write(0, b"newer"), 3).await.unwrap();
     e.flush().await.unwrap();
-    assert!(!Tally::decode(&bed.table.get(TALLY_KEY).unwrap().unwrap()).unwrap().unsure);
+    assert!(!TableDigest::decode(&bed.table.get(TABLE_DIGEST_KEY).unwrap().unwrap()).unwrap().unsure);
     drop(bed.open().await);
 }
 
 #[tokio::test]
-async fn a_target_of_a_version_without_tally_opens_and_is_watched_from_then_on() {
+async fn a_target_of_a_version_without_a_digest_opens_and_is_watched_from_then_on() {
     let bed = filled().await;
-    put(&bed.table, TALLY_KEY, None);
+    put(&bed.table, TABLE_DIGEST_KEY, None);
     bed.device.write(2 * BLOCK, vec![Buf::copy_from(&[0; 2 * BLOCK as usize])]).await.unwrap();
     let e = bed.open().await;
     let whole = contents(&e).await.unwrap();
@@ -293,7 +293,7 @@ async fn a_target_of_a_version_without_tally_opens_and_is_watched_from_then_on()
     // The mark of another target that had this device before says nothing.
     let other = Mark { uuid: [9; 16], flushes: 1000 }.encode();
     bed.device.write(2 * BLOCK, vec![Buf::copy_from(&other), Buf::copy_from(&other)]).await.unwrap();
-    put(&bed.table, TALLY_KEY, None);
+    put(&bed.table, TABLE_DIGEST_KEY, None);
     drop(bed.open().await);
 }
 

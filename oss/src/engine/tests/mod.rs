@@ -39,7 +39,7 @@ pub(super) struct Bed {
 }
 
 impl Bed {
-    pub async fn new(blocks: u64) -> Bed {
+    pub(super) async fn new(blocks: u64) -> Bed {
         let bed = Bed {
             device: Arc::new(MemDevice::new((256 + blocks) * BLOCK)),
             table: MemStore::new(),
@@ -49,11 +49,11 @@ impl Bed {
         bed
     }
 
-    pub async fn open(&self) -> Arc<Engine> {
+    pub(super) async fn open(&self) -> Arc<Engine> {
         self.try_open().await.unwrap()
     }
 
-    pub async fn try_open(&self) -> strake_proto::Result<Arc<Engine>> {
+    pub(super) async fn try_open(&self) -> strake_proto::Result<Arc<Engine>> {
         let table = Arc::new(self.table.clone());
         Engine::open(self.device.clone(), table, Pool::default(), self.options.clone()).await
     }

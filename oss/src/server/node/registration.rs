@@ -17,7 +17,7 @@ use strake_proto::{
 use tokio::time::Instant;
 
 use super::{
-    super::{endings::Endings, out, peers::MdsLink, replica::Replica},
+    super::{endings::Endings, peers::MdsLink, refused_targets, replica::Replica},
     Node, Target, follows,
 };
 
@@ -71,7 +71,7 @@ impl Node {
             capacity: t.engine.usage().capacity,
             stamp: t.stamp,
             id: id.target_id,
-            sights: t.engine.sights(),
+            sights: t.engine.chain_views(),
             follows: Some(stamps.get(&id.target_uuid[..]).copied().unwrap_or(0)),
         });
         pb::RegisterRequest {
@@ -92,11 +92,11 @@ impl Node {
             let m = format!("another folder of this server holds target {}, too; it is a copy", id.target_id);
             return Err(Error::new(Code::Inval, m));
         }
-        out::unfit(map, &self.cfg.name, &id).map_or(Ok(()), Err)
+        refused_targets::unfit(map, &self.cfg.name, &id).map_or(Ok(()), Err)
     }
 
     /// One attempt to register. `EINVAL`: this server or its targets belong elsewhere, trying again is no use.
-    pub async fn register(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) -> Result<()> {
+    pub(crate) async fn register(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) -> Result<()> {
         self.register_with(mds, listening, None).await
     }
 
@@ -169,7 +169,7 @@ impl Node {
     }
 
     /// Registers, then sends heartbeats for ever.
-    pub async fn stay_registered(self: Arc<Self>, mut mds: MdsLink, listening: Vec<Endpoint>) {
+    pub(crate) async fn stay_registered(self: Arc<Self>, mut mds: MdsLink, listening: Vec<Endpoint>) {
         let period = Duration::from_millis(self.cfg.heartbeat_ms);
         loop {
             self.let_go();

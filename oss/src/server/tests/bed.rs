@@ -31,15 +31,15 @@ use crate::{
     server::{Config, OssServer, Parts, start},
 };
 
-pub const CHAIN: u32 = 1;
-pub const SESSION: u64 = 77;
+pub(super) const CHAIN: u32 = 1;
+pub(super) const SESSION: u64 = 77;
 const LEASE: Duration = Duration::from_secs(2);
 
-pub fn chunk(index: u64) -> ChunkId {
+pub(super) fn chunk(index: u64) -> ChunkId {
     ChunkId { ino: 4, data: 9, index }
 }
 
-pub fn bytes(seed: u64, len: usize) -> Vec<u8> {
+pub(super) fn bytes(seed: u64, len: usize) -> Vec<u8> {
     let mut s = seed;
     (0..len).map(|_| strake_proto::layout::splitmix64(&mut s) as u8).collect()
 }
@@ -60,7 +60,7 @@ impl Clock for TokioClock {
 type Services = BTreeMap<u32, (u64, Arc<dyn Service>)>;
 
 #[derive(Default)]
-pub struct Net {
+pub(super) struct Net {
     services: Mutex<Services>,
     /// Nodes nobody reaches and that reach nobody.
     pub cut: Mutex<BTreeSet<u32>>,
@@ -156,7 +156,7 @@ impl Fabric for End {
 // --- the authority
 
 #[derive(Default)]
-pub struct Authority {
+pub(super) struct Authority {
     pub map: Mutex<pb::ClusterMap>,
     seen: Mutex<BTreeMap<u32, Instant>>,
     pub evicted: Mutex<Vec<pb::Evicted>>,
@@ -178,10 +178,10 @@ pub struct Authority {
 }
 
 impl Authority {
-    pub fn chain(&self) -> pb::Chain {
+    pub(super) fn chain(&self) -> pb::Chain {
         self.map.lock().chains[0].clone()
     }
-    pub fn states(&self) -> Vec<(u32, ReplicaState)> {
+    pub(super) fn states(&self) -> Vec<(u32, ReplicaState)> {
         self.chain().replicas.iter().map(|r| (r.target, r.state())).collect()
     }
     fn change(map: &mut pb::ClusterMap, change: impl Fn(&mut pb::Replica)) {
@@ -228,14 +228,14 @@ impl Authority {
         Some(e)
     }
     /// In the next entry of the log a session loses rights.
-    pub fn end(&self, session: u64, ino: u64, rights: Rights) -> u64 {
+    pub(super) fn end(&self, session: u64, ino: u64, rights: Rights) -> u64 {
         let mut all = self.endings.lock();
         let e = all.get_or_insert_default();
         e.through += 1;
         e.all.push(pb::Ending { index: e.through, session, ino, rights: rights.0 });
         e.through
     }
-    pub fn tick(&self) {
+    pub(super) fn tick(&self) {
         let (seen, failed, out) = (self.seen.lock(), self.failed.lock(), self.shut_out.lock());
         let lost =
             |t: u32| failed.contains(&t) || out.contains(&t) || seen.get(&t).is_none_or(|at| at.elapsed() >= LEASE);
@@ -338,7 +338,7 @@ impl Service for Authority {
 
 // --- the cluster
 
-pub struct Node {
+pub(super) struct Node {
     pub device: Arc<MemDevice>,
     pub table: MemStore,
     env: Option<Env>,
@@ -346,7 +346,7 @@ pub struct Node {
     life: u8,
 }
 
-pub struct Cluster {
+pub(super) struct Cluster {
     pub net: Arc<Net>,
     pub authority: Arc<Authority>,
     pub nodes: Vec<Node>,
@@ -364,12 +364,12 @@ fn identity(i: u8) -> TargetIdentity {
 
 impl Cluster {
     /// `n` servers with one target each, which are one chain.
-    pub async fn start(n: u32) -> Cluster {
+    pub(super) async fn start(n: u32) -> Cluster {
         Cluster::start_with(n, |_| {}).await
     }
 
     /// With servers that are configured otherwise.
-    pub async fn start_with(n: u32, tune: fn(&mut Config)) -> Cluster {
+    pub(super) async fn start_with(n: u32, tune: fn(&mut Config)) -> Cluster {
         let net = Arc::new(Net::default());
         let authority = Arc::new(Authority::default());
         authority.map.lock().fs_uuid = vec![1; 16].into();
@@ -396,7 +396,7 @@ impl Cluster {
         c
     }
 
-    pub async fn boot(&mut self, i: usize) {
+    pub(super) async fn boot(&mut self, i: usize) {
         let (clock, net) = (self.clock, self.net.clone());
         let n = &mut self.nodes[i];
         n.life += 1;
@@ -412,7 +412,7 @@ impl Cluster {
     }
 
     /// Ends a server at once; what it had not flushed is lost.
-    pub fn kill(&mut self, i: usize) {
+    pub(super) fn kill(&mut self, i: usize) {
         let n = &mut self.nodes[i];
         if let Some(env) = n.env.take() {
             env.kill();
@@ -423,17 +423,17 @@ impl Cluster {
     }
 
     /// Takes all from a server that was killed.
-    pub async fn wipe(&mut self, i: usize) {
+    pub(super) async fn wipe(&mut self, i: usize) {
         let n = &mut self.nodes[i];
         (n.device, n.table) = (Arc::new(MemDevice::new(64 << 20)), MemStore::new());
         Engine::format(&*n.device, &n.table, identity(i as u8)).await.unwrap();
     }
 
-    pub async fn call(&self, to: u32, op: u16, r: &DataRequest, data: &[u8]) -> Result<(DataReply, Vec<u8>)> {
+    pub(super) async fn call(&self, to: u32, op: u16, r: &DataRequest, data: &[u8]) -> Result<(DataReply, Vec<u8>)> {
         self.call_as(Role::Client, to, op, r, data).await
     }
 
-    pub async fn call_as(
+    pub(super) async fn call_as(
         &self,
         role: Role,
         to: u32,
@@ -450,7 +450,7 @@ impl Cluster {
         Ok((DataReply::decode(&reply.body)?, got))
     }
 
-    pub fn cap(&self, rights: Rights) -> Capability {
+    pub(super) fn cap(&self, rights: Rights) -> Capability {
         let expiry_ms = 1_700_000_000_000 + 3_600_000;
         Capability {
             ino: 4,
@@ -465,18 +465,18 @@ impl Cluster {
     }
 
     /// Addressed to target `to` at the current epoch, with all rights.
-    pub fn request(&self, to: u32, index: u64) -> DataRequest {
+    pub(super) fn request(&self, to: u32, index: u64) -> DataRequest {
         let all = Rights::READ.and(Rights::WRITE).and(Rights::TRIM);
         let cap = Some(self.key.seal(&self.cap(all)));
         DataRequest { cap, session: SESSION, ..DataRequest::new(CHAIN, self.authority.chain().epoch, to, chunk(index)) }
     }
 
-    pub fn head(&self) -> u32 {
+    pub(super) fn head(&self) -> u32 {
         MapView::new(self.authority.map.lock().clone()).unwrap().chain(CHAIN).unwrap().head().unwrap_or(0)
     }
 
     /// Tries until it succeeds or fails for good, as a client does.
-    pub async fn retry<F>(&self, op: u16, data: &[u8], make: F) -> Result<(DataReply, Vec<u8>)>
+    pub(super) async fn retry<F>(&self, op: u16, data: &[u8], make: F) -> Result<(DataReply, Vec<u8>)>
     where
         F: Fn() -> DataRequest,
     {
@@ -494,7 +494,7 @@ impl Cluster {
     }
 
     /// As the metadata servers do: cuts the file's chunks from `index` on, tries until it is done.
-    pub async fn trim(&self, index: u64, len: u32) -> DataReply {
+    pub(super) async fn trim(&self, index: u64, len: u32) -> DataReply {
         let ask = async |seq| {
             let version = Version { epoch: 1, number: 0 };
             let cut = DataRequest { len, seq, version, session: 0, cap: None, ..self.request(self.head(), index) };
@@ -514,22 +514,22 @@ impl Cluster {
         }
     }
 
-    pub fn write_request(&self, index: u64, offset: u32, data: &[u8], seq: u64) -> DataRequest {
+    pub(super) fn write_request(&self, index: u64, offset: u32, data: &[u8], seq: u64) -> DataRequest {
         let sums = block_sums(u64::from(offset), [data]);
         let (kind, len) = (Kind::Write, data.len() as u32);
         DataRequest { kind, offset, len, seq, sums, ..self.request(self.head(), index) }
     }
 
-    pub async fn write(&self, index: u64, offset: u32, data: &[u8], seq: u64) -> Result<DataReply> {
+    pub(super) async fn write(&self, index: u64, offset: u32, data: &[u8], seq: u64) -> Result<DataReply> {
         self.retry(opcode::WRITE, data, || self.write_request(index, offset, data, seq)).await.map(|r| r.0)
     }
 
-    pub async fn flush(&self) -> Result<DataReply> {
+    pub(super) async fn flush(&self) -> Result<DataReply> {
         self.retry(opcode::FLUSH, &[], || self.request(self.head(), 0)).await.map(|r| r.0)
     }
 
     /// A read at one replica, checked against its checksums.
-    pub async fn read(&self, to: u32, index: u64, offset: u32, len: u32) -> Result<(Version, Vec<u8>)> {
+    pub(super) async fn read(&self, to: u32, index: u64, offset: u32, len: u32) -> Result<(Version, Vec<u8>)> {
         let make = || DataRequest { offset, len, ..self.request(to, index) };
         let (r, data) = self.retry(opcode::READ, &[], make).await?;
         assert_eq!(data.len(), r.len as usize);
@@ -538,7 +538,7 @@ impl Cluster {
     }
 
     /// Where a replica says that data is, from (index, offset) on: index, offset, length.
-    pub async fn extents(&self, to: u32, from: (u64, u32)) -> Vec<(u64, u32, u32)> {
+    pub(super) async fn extents(&self, to: u32, from: (u64, u32)) -> Vec<(u64, u32, u32)> {
         let make = || DataRequest { offset: from.1, len: 100, ..self.request(to, from.0) };
         let (_, data) = self.retry(opcode::EXTENTS, &[], make).await.unwrap();
         let found = Extents::decode(&data, from).unwrap();
@@ -547,7 +547,7 @@ impl Cluster {
     }
 
     /// Waits until all replicas serve.
-    pub async fn whole(&self) {
+    pub(super) async fn whole(&self) {
         let until = Instant::now() + Duration::from_secs(60);
         while self.authority.states().iter().any(|(_, s)| *s != ReplicaState::ReplicaServing) {
             assert!(Instant::now() < until, "the chain stays at {:?}", self.authority.states());

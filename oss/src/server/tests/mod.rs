@@ -1,5 +1,6 @@
 //! Clusters of storage servers under failures.
 
+mod backpressure;
 mod bed;
 mod bounds;
 mod copies;
@@ -8,9 +9,8 @@ mod grants;
 mod kept;
 mod leaving;
 mod numbers;
-mod out;
-mod pace;
 mod refused;
+mod refused_targets;
 mod rot;
 mod scrub;
 mod tcp;

@@ -12,7 +12,7 @@ use strake_proto::pb;
 
 use super::{
     bed::bytes,
-    out::{Bed, until},
+    refused_targets::{Bed, until},
     tcp::{KEY, config},
 };
 use crate::{

@@ -1,8 +1,8 @@
 //! What this target last acted on: the newest state of each of its chains, kept in the chunk table.
 //!
 //! Metadata servers that lost their newest state ask for it, to learn which replicas may be in sync (`docs/membership.md`, "After a
-//! recovery"). A sight is put into the table before anything is done in its epoch. The table's syncs keep the order of what was
-//! put, so wherever an update that was made stable in an epoch survives, its sight does.
+//! recovery"). A view of a chain is put into the table before anything is done in its epoch. The table's syncs keep the order of what was
+//! put, so wherever an update that was made stable in an epoch survives, its view does.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{ChainId, Code, Error, Result, pb};
@@ -10,7 +10,7 @@ use strake_store::{Batch, MetaStore};
 
 use super::{
     Engine,
-    record::{self, SIGHT_PREFIX},
+    record::{self, CHAIN_VIEW_PREFIX},
 };
 
 /// As many replicas as no chain has.
@@ -18,7 +18,7 @@ const MAX_REPLICAS: usize = 16;
 
 /// The state of a chain as of an epoch.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Sight {
+pub(super) struct ChainView {
     pub epoch: u64,
     pub replicas: Vec<pb::Replica>,
     /// Seen since this target was opened.
@@ -27,7 +27,7 @@ pub struct Sight {
 
 fn key(chain: ChainId) -> Bytes {
     let mut b = BytesMut::with_capacity(5);
-    b.put_u8(SIGHT_PREFIX);
+    b.put_u8(CHAIN_VIEW_PREFIX);
     b.put_u32(chain);
     b.freeze()
 }
@@ -45,7 +45,7 @@ fn encode(key: &[u8], epoch: u64, replicas: &[pb::Replica]) -> Bytes {
     record::seal(key, b)
 }
 
-fn decode(key: &[u8], value: &[u8]) -> Result<Sight> {
+fn decode(key: &[u8], value: &[u8]) -> Result<ChainView> {
     let bad = || Error::new(Code::Corrupt, "the chunk table's record of a chain is damaged");
     let body = record::unseal(key, value)?;
     let (epoch, rest) = body.split_first_chunk::<8>().ok_or_else(bad)?;
@@ -60,17 +60,17 @@ fn decode(key: &[u8], value: &[u8]) -> Result<Sight> {
         Ok(pb::Replica { target: u32::from_le_bytes([b[0], b[1], b[2], b[3]]), state })
     };
     let replicas = each.iter().map(replica).collect::<Result<_>>()?;
-    Ok(Sight { epoch: u64::from_le_bytes(*epoch), replicas, lived: false })
+    Ok(ChainView { epoch: u64::from_le_bytes(*epoch), replicas, lived: false })
 }
 
 /// Reads all of a table. A damaged one is left out: it is as if the target had never known of that chain.
-pub(super) fn load(table: &dyn MetaStore) -> Result<std::collections::BTreeMap<ChainId, Sight>> {
+pub(super) fn load(table: &dyn MetaStore) -> Result<std::collections::BTreeMap<ChainId, ChainView>> {
     let mut all = std::collections::BTreeMap::new();
-    for pair in table.prefix(&[SIGHT_PREFIX]) {
+    for pair in table.prefix(&[CHAIN_VIEW_PREFIX]) {
         let (k, v) = pair?;
         let chain = k.get(1..).and_then(|b| b.try_into().ok()).map(u32::from_be_bytes);
         match (chain, decode(&k, &v)) {
-            (Some(chain), Ok(sight)) => drop(all.insert(chain, sight)),
+            (Some(chain), Ok(view)) => drop(all.insert(chain, view)),
             (_, e) => tracing::error!("what was known of a chain ({k:02x?}) cannot be read: {:?}", e.err()),
         }
     }
@@ -79,12 +79,12 @@ pub(super) fn load(table: &dyn MetaStore) -> Result<std::collections::BTreeMap<C
 
 impl Engine {
     /// Writes down newer states of chains, before anything is done by them. Durable with the next sync.
-    pub fn note_sights<'a>(&self, chains: impl Iterator<Item = &'a pb::Chain>) -> Result<()> {
-        let mut sights = self.shared.sights.lock();
+    pub fn note_chain_views<'a>(&self, chains: impl Iterator<Item = &'a pb::Chain>) -> Result<()> {
+        let mut views = self.shared.chain_views.lock();
         let mut batch = Batch::default();
         let mut seen = Vec::new();
         for c in chains.filter(|c| c.replicas.len() <= MAX_REPLICAS) {
-            let known = sights.get(&c.id);
+            let known = views.get(&c.id);
             if known.is_some_and(|s| s.lived && s.epoch >= c.epoch) {
                 continue;
             }
@@ -93,34 +93,34 @@ impl Engine {
                 let value = encode(&key, c.epoch, &c.replicas);
                 batch.put(key, value);
             }
-            seen.push((c.id, Sight { epoch: c.epoch, replicas: c.replicas.clone(), lived: true }));
+            seen.push((c.id, ChainView { epoch: c.epoch, replicas: c.replicas.clone(), lived: true }));
         }
         if !batch.is_empty() {
             self.shared.table.commit(batch)?;
         }
-        sights.extend(seen);
+        views.extend(seen);
         Ok(())
     }
 
     /// Chains of which this target knows something.
     pub fn known_chains(&self) -> Vec<ChainId> {
-        self.shared.sights.lock().keys().copied().collect()
+        self.shared.chain_views.lock().keys().copied().collect()
     }
 
     /// What this target knows of its chains, and of those that it has left.
-    pub fn sights(&self) -> Vec<pb::ChainSight> {
-        let sights = self.shared.sights.lock();
-        let sight = |(chain, s): (&ChainId, &Sight)| pb::ChainSight {
+    pub fn chain_views(&self) -> Vec<pb::ChainSight> {
+        let views = self.shared.chain_views.lock();
+        let view = |(chain, s): (&ChainId, &ChainView)| pb::ChainSight {
             chain: *chain,
             epoch: s.epoch,
             replicas: s.replicas.clone(),
             lived: s.lived,
         };
-        sights.iter().map(sight).collect()
+        views.iter().map(view).collect()
     }
 
-    /// Makes the table, and with it the sights noted so far, durable.
-    pub async fn sync_sights(&self) -> Result<()> {
+    /// Makes the table, and with it the views noted so far, durable.
+    pub async fn sync_chain_views(&self) -> Result<()> {
         let table = self.shared.table.clone();
         if !self.shared.options.offload_store {
             return table.sync();
@@ -144,7 +144,7 @@ mod tests {
         assert_eq!(&k[..], b"c\0\0\x0a\x0b");
         let v = encode(&k, 9, &replicas());
         assert_eq!(&v[..20], b"\x01\x09\0\0\0\0\0\0\0\x02\x03\0\0\0\x01\x04\x03\x02\x01\x04");
-        assert_eq!(decode(&k, &v).unwrap(), Sight { epoch: 9, replicas: replicas(), lived: false });
+        assert_eq!(decode(&k, &v).unwrap(), ChainView { epoch: 9, replicas: replicas(), lived: false });
     }
 
     #[test]

@@ -27,7 +27,7 @@ struct Session {
 
 /// See the module.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Attempts {
+pub struct RequestDedup {
     sessions: BTreeMap<SessionId, Session>,
 }
 
@@ -36,8 +36,8 @@ pub struct Attempts {
 pub enum Begun {
     /// One that was refused with this.
     Refused(Error),
-    /// The only attempt: it is looked at from now on, until it is [`passed`](Attempts::passed),
-    /// [`refused`](Attempts::refused) or [`not_looked`](Attempts::not_looked) at.
+    /// The only attempt: it is looked at from now on, until it is [`passed`](RequestDedup::passed),
+    /// [`refused`](RequestDedup::refused) or [`not_looked`](RequestDedup::not_looked) at.
     First,
     /// One that may run, or have run, already: only the log can tell.
     Again,
@@ -47,7 +47,7 @@ fn given_up(seq: u64) -> Error {
     Error::new(Code::ReplyGone, format!("the sender of request {seq} waits for no answer to it any more"))
 }
 
-impl Attempts {
+impl RequestDedup {
     /// A request has come. `lowest`: what its sender says it waits for at least. `Overloaded` while another attempt is looked at, or too
     /// many changes of the session are; `ReplyGone` when nobody waits for it.
     pub fn begin(&mut self, session: SessionId, seq: u64, lowest: u64) -> Result<Begun> {
@@ -112,7 +112,7 @@ impl Attempts {
         }
     }
 
-    /// The log did not take this attempt. Whether no other may run: then it is [`refused`](Attempts::refused) from now on, or without
+    /// The log did not take this attempt. Whether no other may run: then it is [`refused`](RequestDedup::refused) from now on, or without
     /// an error may come again.
     pub fn not_taken(&mut self, session: SessionId, seq: u64, with: Option<&Error>) -> bool {
         match self.sessions.get_mut(&session).and_then(|s| s.attempts.get_mut(&seq)) {
@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn who_was_refused_is_refused_again() {
-        let mut t = Attempts::default();
+        let mut t = RequestDedup::default();
         assert_eq!(t.begin(1, 5, 4), Ok(Begun::First));
         assert_eq!(code(t.begin(1, 5, 4)), Code::Overloaded, "not while the first attempt may still pass");
         t.refused(1, 5, &busy());
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn what_was_proposed_is_for_the_log_to_tell_until_it_has() {
-        let mut t = Attempts::default();
+        let mut t = RequestDedup::default();
         assert_eq!(t.begin(1, 5, 0), Ok(Begun::First));
         t.not_looked(1, 5);
         assert_eq!(t.begin(1, 5, 0), Ok(Begun::First));
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn what_the_log_does_not_take_is_refused_unless_another_attempt_may_run() {
-        let mut t = Attempts::default();
+        let mut t = RequestDedup::default();
         t.begin(1, 5, 0).unwrap();
         t.passed(1, 5).unwrap();
         t.begin(1, 5, 0).unwrap();
@@ -194,7 +194,7 @@ mod tests {
 
     #[test]
     fn a_session_that_waits_for_everything_fills_nothing() {
-        let mut t = Attempts::default();
+        let mut t = RequestDedup::default();
         for seq in 1..3_000 {
             t.begin(1, seq, 0).unwrap();
             t.refused(1, seq, &busy());

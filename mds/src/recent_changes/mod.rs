@@ -1,6 +1,8 @@
 //! What was changed lately, so that it can be said whether what was read now is what was there some entries ago. A pure table,
 //! see `docs/follower-reads.md`.
 
+pub(crate) mod endings;
+
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use strake_proto::Ino;
@@ -9,7 +11,7 @@ use strake_proto::Ino;
 const MOST: usize = 16_384;
 
 /// See the module.
-pub struct Recent {
+pub(crate) struct RecentChanges {
     /// The last entry that changed an inode.
     last: BTreeMap<Ino, u64>,
     /// The same and former ones by their entries.
@@ -18,14 +20,14 @@ pub struct Recent {
     floor: u64,
 }
 
-impl Recent {
+impl RecentChanges {
     /// Entries up to `applied` are not known.
-    pub fn new(applied: u64) -> Recent {
-        Recent { last: BTreeMap::new(), order: VecDeque::new(), floor: applied }
+    pub(crate) fn new(applied: u64) -> RecentChanges {
+        RecentChanges { last: BTreeMap::new(), order: VecDeque::new(), floor: applied }
     }
 
     /// The entries up to `index`, from after those that were noted before, changed these inodes.
-    pub fn note(&mut self, index: u64, changed: impl IntoIterator<Item = Ino>) {
+    pub(crate) fn note(&mut self, index: u64, changed: impl IntoIterator<Item = Ino>) {
         for ino in changed {
             if self.last.insert(ino, index) != Some(index) {
                 self.order.push_back((index, ino));
@@ -42,7 +44,7 @@ impl Recent {
     }
 
     /// Whether certainly none of these was changed after entry `index`.
-    pub fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
+    pub(crate) fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
         index >= self.floor && inos.iter().all(|ino| self.last.get(ino).is_none_or(|last| *last <= index))
     }
 }
@@ -54,7 +56,7 @@ mod tests {
     #[test]
     fn what_was_changed_is_known_for_a_while() {
         let set = |inos: &[Ino]| inos.iter().copied().collect::<BTreeSet<_>>();
-        let mut r = Recent::new(10);
+        let mut r = RecentChanges::new(10);
         assert!(r.same_since(10, &set(&[7])) && !r.same_since(9, &set(&[])), "what was before the start is not known");
         r.note(12, [7, 8, 7]);
         r.note(14, [8]);

@@ -37,7 +37,7 @@ pub(super) struct Bed {
 }
 
 impl Bed {
-    pub async fn new(chain: &[u32]) -> Bed {
+    pub(super) async fn new(chain: &[u32]) -> Bed {
         let dir = tempfile::tempdir().unwrap();
         let (authority, mds) = authority().await;
         let mut cfgs = [0, 1].map(|i| config(i, dir.path(), mds.endpoint()));
@@ -55,15 +55,15 @@ impl Bed {
         b
     }
 
-    pub async fn start(&mut self, i: usize) {
+    pub(super) async fn start(&mut self, i: usize) {
         self.servers[i] = Some(start_on_disk(self.cfgs[i].clone(), Env::system(), KEY).await.unwrap());
     }
 
-    pub async fn stop(&mut self, i: usize) {
+    pub(super) async fn stop(&mut self, i: usize) {
         self.servers[i].take().unwrap().shutdown().await.unwrap();
     }
 
-    pub fn server(&self, i: usize) -> &OssServer {
+    pub(super) fn server(&self, i: usize) -> &OssServer {
         self.servers[i].as_ref().unwrap()
     }
 
@@ -87,7 +87,7 @@ impl Bed {
         DataRequest { cap, session: SESSION, ..DataRequest::new(CHAIN, self.authority.chain().epoch, to, chunk(index)) }
     }
 
-    pub async fn write(&self, i: usize, head: u32, index: u64, data: &[u8]) {
+    pub(super) async fn write(&self, i: usize, head: u32, index: u64, data: &[u8]) {
         let make = || DataRequest {
             kind: Kind::Write,
             flags: FLAG_STABLE,
@@ -99,7 +99,7 @@ impl Bed {
         assert!(call(self.server(i), opcode::WRITE, make, data).await.0.stable);
     }
 
-    pub async fn is_whole(&self, i: usize, target: u32, want: &[Vec<u8>], what: &str) {
+    pub(super) async fn is_whole(&self, i: usize, target: u32, want: &[Vec<u8>], what: &str) {
         for (index, data) in want.iter().enumerate() {
             let read = || DataRequest { len: 4 << 20, ..self.request(target, index as u64) };
             let got = call(self.server(i), opcode::READ, read, &[]).await.1;
@@ -108,13 +108,13 @@ impl Bed {
     }
 
     /// Targets that the server serves.
-    pub fn serves(&self, i: usize) -> Vec<u32> {
+    pub(super) fn serves(&self, i: usize) -> Vec<u32> {
         let mut all: Vec<u32> = self.server(i).status().targets.iter().map(|t| t.id).collect();
         all.sort_unstable();
         all
     }
 
-    pub fn notices(&self) -> String {
+    pub(super) fn notices(&self) -> String {
         self.server(1).status().notices.join("\n")
     }
 }

@@ -14,7 +14,7 @@ const PAGE: usize = 8_192;
 
 /// See the module. Filled by what is applied alone, so that it is the same on all members, as far back
 /// as each goes.
-pub struct Endings {
+pub(crate) struct Endings {
     /// In order of the log, with the index of their entry.
     all: VecDeque<(u64, Ending)>,
     /// What entries after this one ended is all here.
@@ -25,12 +25,12 @@ pub struct Endings {
 
 impl Endings {
     /// What entries up to `applied` ended is not known.
-    pub fn new(applied: u64) -> Endings {
+    pub(crate) fn new(applied: u64) -> Endings {
         Endings { all: VecDeque::new(), floor: applied, through: applied }
     }
 
     /// Entries up to `through` are applied, from after those that were before; these are what they ended.
-    pub fn note(&mut self, through: u64, ended: impl IntoIterator<Item = (u64, Ending)>) {
+    pub(crate) fn note(&mut self, through: u64, ended: impl IntoIterator<Item = (u64, Ending)>) {
         self.all.extend(ended);
         self.through = through;
         while self.all.len() > MOST
@@ -45,7 +45,7 @@ impl Endings {
     }
 
     /// The next of them for a server that knows those up to an entry.
-    pub fn after(&self, known: u64) -> pb::Endings {
+    pub(crate) fn after(&self, known: u64) -> pb::Endings {
         // Of a log that went on further than this one: told from the beginning, it finds out.
         let known = if known > self.through { 0 } else { known };
         let floor = if known < self.floor { self.floor } else { 0 };

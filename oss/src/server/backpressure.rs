@@ -14,11 +14,11 @@ const YIELD: u32 = 3;
 /// But it stays above this part of its limit.
 const LEAST: u32 = 8;
 /// Applications count for so long after their last request: the next one mostly follows at once. Also how often a fill that waits looks again.
-pub const QUIET: Duration = Duration::from_millis(10);
+pub(super) const QUIET: Duration = Duration::from_millis(10);
 
 /// The requests of one target that an application waits for: those of clients, and updates that another replica forwards for them.
 #[derive(Default)]
-pub struct Foreground(Mutex<State>);
+pub(super) struct Foreground(Mutex<State>);
 
 #[derive(Default)]
 struct State {
@@ -28,17 +28,17 @@ struct State {
 }
 
 impl Foreground {
-    pub fn is_busy(&self, now: Instant) -> bool {
+    pub(super) fn is_busy(&self, now: Instant) -> bool {
         let s = self.0.lock();
         s.in_work > 0 || s.ended.is_some_and(|at| now.saturating_duration_since(at) < QUIET)
     }
 }
 
 /// A request that an application waits for, in work until this is dropped.
-pub struct Awaited(Arc<Target>);
+pub(super) struct Awaited(Arc<Target>);
 
 impl Awaited {
-    pub fn new(target: Arc<Target>) -> Awaited {
+    pub(super) fn new(target: Arc<Target>) -> Awaited {
         target.foreground.0.lock().in_work += 1;
         Awaited(target)
     }
@@ -58,11 +58,11 @@ const IDLE: Duration = Duration::from_secs(1);
 
 /// The chains that fill a target, and when each was last heard of.
 #[derive(Default)]
-pub struct Fills(Mutex<BTreeMap<ChainId, Instant>>);
+pub(super) struct Fills(Mutex<BTreeMap<ChainId, Instant>>);
 
 impl Fills {
     /// Whether a chain may begin to fill the target, or go on.
-    pub fn admits(&self, chain: ChainId, now: Instant) -> bool {
+    pub(super) fn admits(&self, chain: ChainId, now: Instant) -> bool {
         let mut all = self.0.lock();
         all.retain(|_, at| now.saturating_duration_since(*at) < IDLE);
         let admits = all.len() < FILLS || all.contains_key(&chain);
@@ -72,17 +72,17 @@ impl Fills {
         admits
     }
 
-    pub fn hears(&self, chain: ChainId, now: Instant) {
+    pub(super) fn hears(&self, chain: ChainId, now: Instant) {
         self.0.lock().entry(chain).and_modify(|at| *at = now);
     }
 
-    pub fn ends(&self, chain: ChainId) {
+    pub(super) fn ends(&self, chain: ChainId) {
         self.0.lock().remove(&chain);
     }
 }
 
 /// How long a fill waits after a piece that took so long. `limit`: how long the piece takes at the fill's highest rate, zero if that has none.
-pub fn pause(limit: Duration, took: Duration, busy: bool) -> Duration {
+pub(super) fn pause(limit: Duration, took: Duration, busy: bool) -> Duration {
     if !busy {
         return limit;
     }

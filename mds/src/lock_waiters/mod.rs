@@ -1,6 +1,8 @@
 //! Who waits for locks, and whose turn it is: what only the leader knows of them. A pure table. Clients say what they wait
 //! for again and again (see `docs/locks.md`), so a new leader begins with an empty one.
 
+pub mod verdict;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     time::Duration,
@@ -10,16 +12,16 @@ use strake_proto::{Code, Error, Ino, Result, SessionId, pb::LockKind};
 
 use crate::namespace::locks::{Owner, Want};
 
-/// Waits of one session, and of all.
+/// LockWaiters of one session, and of all.
 pub const MAX_OF_SESSION: usize = 1_024;
 pub const MAX_WAITS: usize = 65_536;
 /// How long a lock is kept free for the one whose turn it is.
 pub const TURN: Duration = Duration::from_secs(2);
-/// Waits of a session that sends no list for so long are forgotten.
+/// LockWaiters of a session that sends no list for so long are forgotten.
 pub const SILENCE: Duration = Duration::from_secs(10);
 /// Owners that the search for a deadlock looks at.
 pub const MAX_SEARCH: usize = 1_000;
-/// Waits that the searches for one list look at.
+/// LockWaiters that the searches for one list look at.
 pub const MAX_LOOKS: usize = 4_096;
 
 /// One entry of a client's list.
@@ -47,13 +49,13 @@ struct Member {
     heard: Duration,
     /// Of its last list.
     number: u64,
-    /// Waits that are over, while a list on its way may still name them.
+    /// LockWaiters that are over, while a list on its way may still name them.
     over: BTreeSet<u64>,
 }
 
 /// See the module.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Waits {
+pub struct LockWaiters {
     next: u64,
     /// By ticket: in the order in which they came.
     waiters: BTreeMap<u64, Waiter>,
@@ -62,7 +64,7 @@ pub struct Waits {
     members: BTreeMap<SessionId, Member>,
 }
 
-impl Waits {
+impl LockWaiters {
     /// Everybody's waits.
     pub fn len(&self) -> usize {
         self.waiters.len()
@@ -304,13 +306,13 @@ mod tests {
     }
 
     /// Whether there is a turn that there was not.
-    fn look(t: &mut Waits, now: Duration, locks: &Locks) -> bool {
+    fn look(t: &mut LockWaiters, now: Duration, locks: &Locks) -> bool {
         t.look(now, 50, |w| Ok(locks.barring(w).next().is_some())).unwrap()
     }
 
     #[test]
     fn turns_go_in_order_and_keep_others_out() {
-        let mut t = Waits::default();
+        let mut t = LockWaiters::default();
         let held_by_5 = held(&[(who(5, 1), span(0, 9, true))]);
         t.set(s(0), 1, 1, &[entry(7, want(1, 1, 50, true))]).unwrap();
         t.set(s(0), 2, 2, &[entry(7, want(2, 1, 50, false)), entry(8, want(2, 2, 50, false))]).unwrap();
@@ -342,7 +344,7 @@ mod tests {
 
     #[test]
     fn turns_end_and_silent_clients_are_forgotten() {
-        let mut t = Waits::default();
+        let mut t = LockWaiters::default();
         t.set(s(0), 1, 4, &[entry(1, want(1, 1, 50, true))]).unwrap();
         t.set(s(0), 2, 5, &[entry(1, want(2, 1, 50, true))]).unwrap();
         look(&mut t, s(0), &held(&[]));
@@ -365,7 +367,7 @@ mod tests {
 
     #[test]
     fn a_list_replaces_the_last_one() {
-        let mut t = Waits::default();
+        let mut t = LockWaiters::default();
         let (a, b) = (want(1, 1, 50, true), want(1, 2, 60, true));
         t.set(s(0), 1, 7, &[entry(1, a), entry(2, b)]).unwrap();
         t.set(s(0), 2, 8, &[entry(1, want(2, 1, 50, true))]).unwrap();
@@ -390,7 +392,7 @@ mod tests {
 
     #[test]
     fn circles_are_found_across_clients_and_files() {
-        let mut t = Waits::default();
+        let mut t = LockWaiters::default();
         // 1 has file 10 and waits for 20; 2 has 20 and waits for 30; 3 has 30.
         let has = |w: &Want| Ok(in_the_way(&held(&[(who(w.ino / 10, 1), span(0, 9, true))]), w));
         t.set(s(0), 1, 14, &[entry(1, want(1, 1, 20, false))]).unwrap();

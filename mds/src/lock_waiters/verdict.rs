@@ -1,4 +1,4 @@
-//! What becomes of a try for a lock, from what the leader sees of it at one moment. Pure; the shell is `locks`.
+//! What becomes of a try for a lock, from what the leader sees of it at one moment. Pure; the shell is `server::locks`.
 
 use std::collections::BTreeSet;
 

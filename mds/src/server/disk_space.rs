@@ -1,6 +1,6 @@
-//! Room on the disk: which changes are still accepted, so that the log and the state practically never meet a full disk.
+//! Space on the disk: which changes are still accepted, so that the log and the state practically never meet a full disk.
 //!
-//! A file of [`Room::reserve`] bytes is kept in the server's folder. When so little is left that growth must end, the file
+//! A file of [`DiskSpace::reserve`] bytes is kept in the server's folder. When so little is left that growth must end, the file
 //! is deleted: what is removed, and the group's own business, goes on in its place. It is made again when there is space.
 
 use std::{fs, path::PathBuf, sync::Arc};
@@ -19,7 +19,7 @@ const MOST: u64 = 256 * MIB;
 
 /// What a change asks of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Need {
+pub(super) enum Need {
     /// Makes things go, or keeps the group going.
     Little,
     /// Writes anew what is there.
@@ -29,7 +29,7 @@ pub enum Need {
 }
 
 impl Need {
-    pub fn of(command: &Command) -> Need {
+    pub(super) fn of(command: &Command) -> Need {
         match command {
             Command::Meta(m) => Need::of_list(&m.ops),
             Command::PoolChange(_) => Need::Some,
@@ -38,7 +38,7 @@ impl Need {
         }
     }
 
-    pub fn of_list(ops: &[pb::Op]) -> Need {
+    pub(super) fn of_list(ops: &[pb::Op]) -> Need {
         ops.iter().map(Need::of_op).max().unwrap_or(Need::Little)
     }
 
@@ -58,7 +58,7 @@ impl Need {
 }
 
 /// See the module.
-pub struct Room {
+pub(super) struct DiskSpace {
     store: Arc<dyn MetaStore>,
     /// The reserve, absent where there are no files.
     file: Option<PathBuf>,
@@ -77,20 +77,20 @@ struct State {
 }
 
 /// The reserve for a file system of so many bytes.
-pub fn default_reserve(total: u64) -> u64 {
+pub(super) fn default_reserve(total: u64) -> u64 {
     (total / SHARE).min(MOST)
 }
 
-impl Room {
+impl DiskSpace {
     /// `segment`: bytes that the log takes at once.
-    pub fn new(store: Arc<dyn MetaStore>, file: Option<PathBuf>, reserve: u64, segment: u64) -> Room {
+    pub(super) fn new(store: Arc<dyn MetaStore>, file: Option<PathBuf>, reserve: u64, segment: u64) -> DiskSpace {
         let kept = file.as_ref().and_then(|f| fs::metadata(f).ok()).map_or(0, |m| m.len());
         let margin = segment + (reserve / 8).min(MIB * 16);
-        Room { store, file, reserve, margin, state: Mutex::new(State { kept, short: false }) }
+        DiskSpace { store, file, reserve, margin, state: Mutex::new(State { kept, short: false }) }
     }
 
     /// Looks at the disk, and deletes or makes the reserve. Returns whether growth must wait, and the bytes free.
-    pub fn look(&self) -> (bool, u64) {
+    pub(super) fn look(&self) -> (bool, u64) {
         if self.reserve == 0 {
             return (false, u64::MAX);
         }
@@ -126,7 +126,7 @@ impl Room {
     }
 
     /// `NoSpc` if the disk has no room for such a change.
-    pub fn check(&self, need: Need) -> Result<()> {
+    pub(super) fn check(&self, need: Need) -> Result<()> {
         let (short, free) = self.look();
         let least = match need {
             _ if !short => return Ok(()),
@@ -203,7 +203,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("reserve");
         let disk = Arc::new(Disk(Mutex::new(100 * MIB), file.clone()));
-        let room = Room::new(disk.clone(), Some(file.clone()), 8 * MIB, 4 * MIB);
+        let room = DiskSpace::new(disk.clone(), Some(file.clone()), 8 * MIB, 4 * MIB);
         let ok = |need| room.check(need).is_ok();
         assert!(ok(Need::Growth) && file.metadata().unwrap().len() == 8 * MIB);
         *disk.0.lock() = 13 * MIB;
@@ -221,10 +221,10 @@ mod tests {
         *disk.0.lock() = 18 * MIB;
         assert!(ok(Need::Growth) && file.exists());
         // One that is there from before counts.
-        let again = Room::new(disk.clone(), Some(file.clone()), 8 * MIB, 4 * MIB);
+        let again = DiskSpace::new(disk.clone(), Some(file.clone()), 8 * MIB, 4 * MIB);
         *disk.0.lock() = 13 * MIB;
         assert!(again.check(Need::Growth).is_ok());
-        let off = Room::new(disk.clone(), None, 0, 4 * MIB);
+        let off = DiskSpace::new(disk.clone(), None, 0, 4 * MIB);
         *disk.0.lock() = 0;
         assert!(off.check(Need::Growth).is_ok());
     }

@@ -5,7 +5,7 @@
 //! changes that were synced, without an error. A target with such a table would offer zeros for lost chunks, and as the
 //! first source of its chain have the good copies removed. So it is refused when it is opened.
 //!
-//! The [`Tally`] changes in the same batch as what it sums up: changes lost from the middle do not fit it. The [`Mark`] is
+//! The [`TableDigest`] changes in the same batch as what it sums up: changes lost from the middle do not fit it. The [`Mark`] is
 //! written after the table's sync, and so is never ahead of it: changes lost from the end fall behind it. Formats are in
 //! `docs/formats.md`, "Chunk store".
 
@@ -26,8 +26,8 @@ const MARK_BLOCK: u64 = 2;
 
 /// Sums over all header and segment records, each wrapping at 2^64. See `docs/formats.md`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
-    /// Batches that changed the table, since it was made or since its first with a tally.
+pub struct TableDigest {
+    /// Batches that changed the table, since it was made or since its first with a digest.
     pub flushes: u64,
     pub records: u64,
     /// Over keys alone, so that a damaged value does not hide a lost record.
@@ -48,7 +48,7 @@ fn value_sum(value: &[u8]) -> u64 {
     scatter(u64::from(crc))
 }
 
-impl Tally {
+impl TableDigest {
     pub fn add(&mut self, key: &[u8], value: &[u8]) {
         self.records = self.records.wrapping_add(1);
         self.keys = self.keys.wrapping_add(scatter(u64::from(crc32c(key))));
@@ -61,8 +61,8 @@ impl Tally {
         self.values = self.values.wrapping_sub(value_sum(value));
     }
 
-    /// Whether a table whose records give `found` is the one this tally was made of.
-    pub fn fits(&self, found: &Tally) -> bool {
+    /// Whether a table whose records give `found` is the one this digest was made of.
+    pub fn fits(&self, found: &TableDigest) -> bool {
         let values = self.values == found.values || self.unsure || found.unsure;
         (self.records, self.keys) == (found.records, found.keys) && values
     }
@@ -75,22 +75,22 @@ impl Tally {
         for n in [self.flushes, self.records, self.keys, self.values] {
             b.put_u64_le(n);
         }
-        record::seal(record::TALLY_KEY, b)
+        record::seal(record::TABLE_DIGEST_KEY, b)
     }
 
-    /// `Corrupt` for anything that [`Tally::encode`] could not have made.
-    pub fn decode(value: &[u8]) -> Result<Tally> {
-        let bad = || Error::new(Code::Corrupt, "the chunk table's tally is damaged");
-        let body: &[u8; 35] = record::unseal(record::TALLY_KEY, value)?.try_into().map_err(|_| bad())?;
+    /// `Corrupt` for anything that [`TableDigest::encode`] could not have made.
+    pub fn decode(value: &[u8]) -> Result<TableDigest> {
+        let bad = || Error::new(Code::Corrupt, "the chunk table's digest is damaged");
+        let body: &[u8; 35] = record::unseal(record::TABLE_DIGEST_KEY, value)?.try_into().map_err(|_| bad())?;
         if body[0] & !UNSURE != 0 || body[1..3] != [0, 0] {
             return Err(bad());
         }
         let at = |i: usize| body[i..i + 8].iter().rev().fold(0, |v, x| v << 8 | u64::from(*x));
-        Ok(Tally { unsure: body[0] != 0, flushes: at(3), records: at(11), keys: at(19), values: at(27) })
+        Ok(TableDigest { unsure: body[0] != 0, flushes: at(3), records: at(11), keys: at(19), values: at(27) })
     }
 }
 
-/// On the device: the table of target `uuid` was synced with a tally of `flushes`.
+/// On the device: the table of target `uuid` was synced with a digest of `flushes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
     pub uuid: [u8; 16],
@@ -164,33 +164,33 @@ mod tests {
         b.iter().map(|x| format!("{x:02x}")).collect()
     }
 
-    fn tally() -> Tally {
-        Tally { flushes: 0x0102, records: 3, keys: 0xa1a2_a3a4_a5a6_a7a8, values: u64::MAX, unsure: true }
+    fn digest() -> TableDigest {
+        TableDigest { flushes: 0x0102, records: 3, keys: 0xa1a2_a3a4_a5a6_a7a8, values: u64::MAX, unsure: true }
     }
 
     #[test]
     fn bytes_are_fixed_for_ever() {
-        let t = tally().encode();
+        let t = digest().encode();
         assert_eq!(hex(&t), "0101000002010000000000000300000000000000a8a7a6a5a4a3a2a1ffffffffffffffffc2f1a985");
-        assert_eq!(Tally::decode(&t).unwrap(), tally());
+        assert_eq!(TableDigest::decode(&t).unwrap(), digest());
         let m = Mark { uuid: [0xee; 16], flushes: 0x0203 }.encode();
         assert_eq!(hex(&m[..40]), "535452414b454d4b0100000000000000eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee0302000000000000");
         assert!(m[40..LEN - 4].iter().all(|b| *b == 0));
         assert_eq!(hex(&m[LEN - 4..]), "3b50a577");
-        let mut one = Tally::default();
+        let mut one = TableDigest::default();
         one.add(b"key", b"value and its checksum");
         assert_eq!((one.records, one.keys, one.values), (1, 0xc54484d75e32448e, 0xc8937ddb6611fb8a));
     }
 
     #[test]
     fn every_flip_and_cut_is_found() {
-        let (t, m) = (tally().encode(), Mark { uuid: [7; 16], flushes: 9 }.encode());
+        let (t, m) = (digest().encode(), Mark { uuid: [7; 16], flushes: 9 }.encode());
         for bit in 0..t.len() * 8 {
             let mut b = t.to_vec();
             b[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(Tally::decode(&b).unwrap_err().code, Code::Corrupt, "bit {bit}");
+            assert_eq!(TableDigest::decode(&b).unwrap_err().code, Code::Corrupt, "bit {bit}");
         }
-        (0..t.len()).for_each(|n| assert!(Tally::decode(&t[..n]).is_err(), "cut at {n}"));
+        (0..t.len()).for_each(|n| assert!(TableDigest::decode(&t[..n]).is_err(), "cut at {n}"));
         for bit in 0..m.len() * 8 {
             let mut b = m;
             b[bit / 8] ^= 1 << (bit % 8);
@@ -202,7 +202,7 @@ mod tests {
     fn a_sum_does_not_depend_on_the_order_and_notices_what_is_missing_or_stale() {
         let pairs: Vec<_> = (0..50u8).map(|n| ([b'h', n], [n, 0, 1, 2, n ^ 5, 3])).collect();
         let of = |list: &mut dyn Iterator<Item = &([u8; 2], [u8; 6])>| {
-            let mut t = Tally::default();
+            let mut t = TableDigest::default();
             list.for_each(|(k, v)| t.add(k, v));
             t
         };
@@ -213,7 +213,7 @@ mod tests {
             assert!(!all.fits(&without));
             without.add(k, &[9; 6]);
             assert!(!all.fits(&without));
-            assert!(all.fits(&Tally { unsure: true, ..without }), "a damaged record costs its chunk only");
+            assert!(all.fits(&TableDigest { unsure: true, ..without }), "a damaged record costs its chunk only");
             without.remove(k, &[9; 6]);
             without.add(k, v);
             assert_eq!(without, all);

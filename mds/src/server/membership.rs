@@ -1,7 +1,7 @@
 //! Management of the group of metadata servers while clients work: what `strake mds list|add|remove|transfer|replace` ask
 //! for, and the cluster map that tells clients and storage servers who the members are. See `docs/membership.md`.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use prost::Message as _;
@@ -9,7 +9,7 @@ use strake_fabric::{Endpoint, Message};
 use strake_proto::{Code, Error, Ino, Result, map::ROLE_MDS, opcode, pb};
 use tokio::time::timeout;
 
-use super::{Mds, service::encode};
+use super::{member::Member, wire::encode};
 use crate::{
     cluster::{
         recovery,
@@ -35,7 +35,12 @@ fn node_id(id: u64) -> u32 {
     u32::try_from(id).unwrap_or(0)
 }
 
-impl Mds {
+/// See the module.
+pub(super) struct Membership {
+    pub member: Arc<Member>,
+}
+
+impl Membership {
     /// Lists or changes the members. `NotLeader`: the change was not made, ask the one it names.
     pub(super) async fn members(&self, request: pb::MembersRequest) -> Result<Bytes> {
         let mut learner = 0;
@@ -45,31 +50,31 @@ impl Mds {
             Some(Change::Step(s)) => self.step(s).await?,
             Some(Change::Transfer(t)) => self.transfer(t.to).await?,
             Some(Change::GiveUp(g)) => {
-                self.leading()?;
-                self.propose(Command::GiveUp(g)).await?;
+                self.member.leading()?;
+                self.member.propose(Command::GiveUp(g)).await?;
             }
             Some(Change::Target(c)) => {
-                self.leading()?;
-                self.propose(Command::TargetChange(c)).await?;
+                self.member.leading()?;
+                self.member.propose(Command::TargetChange(c)).await?;
             }
             Some(Change::Pool(p)) => self.change_pool(p).await?,
             Some(Change::Repair(r)) => {
-                self.leading()?;
-                self.node.read_barrier().await?;
-                named(&r).into_iter().try_for_each(|ino| self.machine.namespace.check_record(ino))?;
-                self.propose(Command::Repair(r)).await?;
+                self.member.leading()?;
+                self.member.node.read_barrier().await?;
+                named(&r).into_iter().try_for_each(|ino| self.member.machine.namespace.check_record(ino))?;
+                self.member.propose(Command::Repair(r)).await?;
             }
         }
-        let group = self.node.group().await?;
+        let group = self.member.node.group().await?;
         Ok(encode(&pb::MembersReply { learner, ..self.members_reply(&group) }))
     }
 
     /// Every client has the map, so there are no more pools in it than somebody can have meant. A request is looked at before it is in
     /// the log.
     pub(super) async fn change_pool(&self, p: pb::PoolChange) -> Result<()> {
-        self.leading()?;
-        self.node.read_barrier().await?;
-        let map = self.map();
+        self.member.leading()?;
+        self.member.node.read_barrier().await?;
+        let map = self.member.map();
         state::pool_change(&mut map.map.clone(), &p)?;
         if p.action == state::pool_action::NEW && map.map.pools.len() >= MOST_POOLS {
             return Err(Error::new(
@@ -77,18 +82,11 @@ impl Mds {
                 format!("there are {MOST_POOLS} pools; destroy one that is not needed"),
             ));
         }
-        self.propose(Command::PoolChange(p)).await.map(drop)
-    }
-
-    /// Targets that are slow, as far as this server leads and so knows.
-    pub(super) fn slow_targets(&self) -> Vec<pb::SlowTarget> {
-        let lead = self.lead.lock();
-        let named = lead.iter().flat_map(|l| l.manager.slow.named());
-        named.map(|(target, slow)| pb::SlowTarget { target, slow: Some(*slow) }).collect()
+        self.member.propose(Command::PoolChange(p)).await.map(drop)
     }
 
     fn members_reply(&self, group: &Group) -> pb::MembersReply {
-        let map = self.map();
+        let map = self.member.map();
         let member = |m: &crate::consensus::members::Member| {
             let node = map.node(node_id(m.id));
             let known = node.and_then(|n| n.endpoints.first().cloned());
@@ -106,7 +104,7 @@ impl Mds {
             }
         };
         pb::MembersReply {
-            id: self.cfg.id,
+            id: self.member.cfg.id,
             leader: group.leader,
             term: group.term,
             last_index: group.last,
@@ -116,30 +114,30 @@ impl Mds {
             learner: 0,
             incarnation: map.map.incarnation,
             awaited: recovery::all_awaited(&map.map),
-            slow: self.slow_targets(),
+            slow: slow_targets(&self.member),
         }
     }
 
     /// Who this server is and what it knows of a group.
     pub(super) async fn probed(&self) -> Result<Bytes> {
-        let group = self.node.group().await?;
+        let group = self.member.node.group().await?;
         Ok(encode(&pb::MemberInfo {
-            id: self.cfg.id,
-            stamp: self.node.stamp(),
-            cluster: self.node.cluster().to_vec().into(),
+            id: self.member.cfg.id,
+            stamp: self.member.node.stamp(),
+            cluster: self.member.node.cluster().to_vec().into(),
             voters: group.voters().map(|m| m.id).collect(),
             version: env!("CARGO_PKG_VERSION").into(),
-            name: self.cfg.name(),
+            name: self.member.cfg.name(),
         }))
     }
 
     /// Takes the new server at `endpoint` in as a learner; returns its id. Nothing happens when it is a member already.
     async fn learn(&self, endpoint: &str) -> Result<u64> {
-        self.leading()?;
+        self.member.leading()?;
         let at: Endpoint = endpoint.parse()?;
         let info = self.probe(&at).await.map_err(|e| e.context(format_args!("the server at {at}")))?;
-        let group = self.node.group().await?;
-        let map = self.map();
+        let group = self.member.node.group().await?;
+        let map = self.member.map();
         let named = |e: Error| e.context(format_args!("the server at {at}"));
         match group.get(info.id) {
             // Repeated. One that has not yet been heard of is known by its address.
@@ -147,15 +145,15 @@ impl Mds {
             Some(m) if m.stamp.is_none() && m.endpoint.as_ref() == Some(&at) => {}
             // Or not even by that: the leader that took it in was lost before it had told.
             Some(m) if m.stamp.is_none() && m.endpoint.is_none() && !m.voter => {
-                check_new(&info, &self.node.cluster(), &[]).map_err(named)?;
-                self.node.set_peer(info.id, at.clone());
+                check_new(&info, &self.member.node.cluster(), &[]).map_err(named)?;
+                self.member.node.set_peer(info.id, at.clone());
             }
             Some(m) if m.stamp.is_some() && m.endpoint.as_ref() == Some(&at) => return Err(named(lost_log(info.id))),
             _ => {
                 let former = map.map.former.iter().map(|id| u64::from(*id));
                 let used: Vec<u64> = group.members.iter().map(|m| m.id).chain(former).collect();
-                check_new(&info, &self.node.cluster(), &used).map_err(named)?;
-                self.node.change_members(MemberChange::AddLearner { id: info.id, endpoint: at.clone() }).await?;
+                check_new(&info, &self.member.node.cluster(), &used).map_err(named)?;
+                self.member.node.change_members(MemberChange::AddLearner { id: info.id, endpoint: at.clone() }).await?;
                 tracing::info!(id = info.id, at = endpoint, "a new metadata server learns");
             }
         }
@@ -171,13 +169,13 @@ impl Mds {
             version: info.version,
             ..Default::default()
         };
-        self.propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![node], gone: Vec::new() })).await?;
+        self.member.propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![node], gone: Vec::new() })).await?;
         Ok(info.id)
     }
 
     async fn probe(&self, at: &Endpoint) -> Result<pb::MemberInfo> {
         let unreachable = |why: &str| inval(format!("cannot be reached ({why}); start it first"));
-        let conn = match timeout(PROBE_TIMEOUT, self.links.fabric().connect(at, None)).await {
+        let conn = match timeout(PROBE_TIMEOUT, self.member.links.fabric().connect(at, None)).await {
             Err(_) => return Err(unreachable("no answer")),
             Ok(Err(e)) if e.code == Code::Unauthenticated => {
                 return Err(inval("is of another cluster: its cluster key differs"));
@@ -192,28 +190,28 @@ impl Mds {
 
     /// Promotes and removes. A leader that is to go hands over first and leaves the step to its successor.
     async fn step(&self, step: pb::MemberStep) -> Result<()> {
-        self.leading()?;
+        self.member.leading()?;
         if step.promote.len() + step.remove.len() > MAX_STEP {
             return Err(inval(format!("a step names at most {MAX_STEP} members")));
         }
-        if step.remove.contains(&self.cfg.id) {
-            let others = self.node.group().await?.voters().filter(|m| m.id != self.cfg.id).count();
+        if step.remove.contains(&self.member.cfg.id) {
+            let others = self.member.node.group().await?.voters().filter(|m| m.id != self.member.cfg.id).count();
             if others == 0 {
                 return Err(inval(format!(
                     "metadata server {} is the only voter; add another one before it is removed",
-                    self.cfg.id
+                    self.member.cfg.id
                 )));
             }
             tracing::info!("hands leadership over, to be removed");
             self.transfer(0).await?;
-            return Err(Error::not_leader(node_id(self.leadership.borrow().leader)));
+            return Err(Error::not_leader(node_id(self.member.leadership.borrow().leader)));
         }
         let gone: Vec<u32> = step.remove.iter().map(|id| node_id(*id)).collect();
-        self.node.change_members(MemberChange::Step { promote: step.promote, remove: step.remove }).await?;
+        self.member.node.change_members(MemberChange::Step { promote: step.promote, remove: step.remove }).await?;
         if !gone.is_empty() {
             // Clients need not try them any more. That the change itself is done counts more than this: the leader's
             // `announce` does it, too.
-            if let Err(e) = self.propose(Command::MdsNodes(pb::MdsNodes { nodes: Vec::new(), gone })).await {
+            if let Err(e) = self.member.propose(Command::MdsNodes(pb::MdsNodes { nodes: Vec::new(), gone })).await {
                 tracing::warn!("the map still names members that were removed: {e}");
             }
         }
@@ -221,20 +219,20 @@ impl Mds {
     }
 
     async fn transfer(&self, to: u64) -> Result<()> {
-        self.leading()?;
-        if to == self.cfg.id {
+        self.member.leading()?;
+        if to == self.member.cfg.id {
             return Ok(());
         }
-        self.node.transfer(to).await
+        self.member.node.transfer(to).await
     }
 
     /// Keeps the connections to the other members as the map has it: those that the configuration does not name, and none
     /// to those that were removed.
     pub(super) async fn follow_map(&self) {
-        let mut applied = self.machine.applied_watch();
+        let mut applied = self.member.machine.applied_watch();
         let mut version = u64::MAX;
         loop {
-            let map = self.map();
+            let map = self.member.map();
             if map.version() != version {
                 version = map.version();
                 self.meet(&map.map);
@@ -246,14 +244,21 @@ impl Mds {
     }
 
     fn meet(&self, map: &pb::ClusterMap) {
-        for n in map.nodes.iter().filter(|n| n.role == ROLE_MDS && n.id != self.own_id()) {
-            let configured = self.cfg.peers.iter().any(|p| p.0 == u64::from(n.id));
+        for n in map.nodes.iter().filter(|n| n.role == ROLE_MDS && n.id != self.member.own_id()) {
+            let configured = self.member.cfg.peers.iter().any(|p| p.0 == u64::from(n.id));
             if let Some(at) = n.endpoints.iter().find_map(|e| e.parse().ok()).filter(|_| !configured) {
-                self.node.set_peer(u64::from(n.id), at);
+                self.member.node.set_peer(u64::from(n.id), at);
             }
         }
-        map.former.iter().for_each(|id| self.node.forget_peer(u64::from(*id)));
+        map.former.iter().for_each(|id| self.member.node.forget_peer(u64::from(*id)));
     }
+}
+
+/// Targets that are slow, as far as this server leads and so knows.
+pub(super) fn slow_targets(member: &Member) -> Vec<pb::SlowTarget> {
+    let lead = member.lead.lock();
+    let named = lead.iter().flat_map(|l| l.manager.slow.named());
+    named.map(|(target, slow)| pb::SlowTarget { target, slow: Some(*slow) }).collect()
 }
 
 /// The inodes that a repair is about.

@@ -9,13 +9,13 @@ use strake_proto::{
 };
 
 /// A storage server works so long on one TRIM, and says then where to go on.
-pub const TRIM_BUDGET_MS: u32 = 3000;
+pub(crate) const TRIM_BUDGET_MS: u32 = 3000;
 /// Steps that are remembered, of all jobs.
 const MOST: usize = 1 << 17;
 
 /// What a job has come to when it gives its place back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Did {
+pub(crate) enum Did {
     All,
     /// It goes on when others had their turn.
     Part,
@@ -24,7 +24,7 @@ pub enum Did {
 /// Where the removal of a file's chunks on a chain goes on: the first chunk left, and TRIM's `seq`
 /// for data that is gone for good.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Step {
+pub(crate) struct TrimStep {
     index: u64,
     seq: u64,
     /// The chain's, when it was said.
@@ -37,14 +37,14 @@ pub struct Step {
 /// All is done.
 const END: u64 = u64::MAX;
 
-impl Step {
+impl TrimStep {
     /// Whether nothing is left, and that is sure without asking.
-    pub fn is_done(&self, epoch: u64) -> bool {
+    pub(crate) fn is_done(&self, epoch: u64) -> bool {
         self.index == END && self.epoch == epoch
     }
 
     /// The request that goes on where former ones have come to.
-    pub fn request(&self, first: &DataRequest) -> DataRequest {
+    pub(crate) fn request(&self, first: &DataRequest) -> DataRequest {
         let mut r = DataRequest { offset: TRIM_BUDGET_MS, ..first.clone() };
         if self.index > r.chunk.index || self.seq > 0 {
             // The chunk before was cut by the first one.
@@ -56,13 +56,13 @@ impl Step {
     /// What is left after the answer to such a request. If no replica of then is known to have been
     /// in sync all the time, what was done may be undone: it begins anew. An older version's answer
     /// says that all is done.
-    pub fn after(&self, request: &DataRequest, reply: &DataReply) -> Result<Step> {
+    pub(crate) fn after(&self, request: &DataRequest, reply: &DataReply) -> Result<TrimStep> {
         let same = |s: &Stamp| self.stamps.contains(s);
-        if *self != Step::default() && self.epoch != request.epoch && !reply.stamps.iter().any(same) {
-            return Ok(Step::default());
+        if *self != TrimStep::default() && self.epoch != request.epoch && !reply.stamps.iter().any(same) {
+            return Ok(TrimStep::default());
         }
         let gone = request.flags & FLAG_TOMBSTONE != 0;
-        let step = |index, seq| Step { index, seq, epoch: request.epoch, stamps: reply.stamps.clone() };
+        let step = |index, seq| TrimStep { index, seq, epoch: request.epoch, stamps: reply.stamps.clone() };
         if reply.stable || reply.len == 0 {
             return Ok(step(END, u64::from(gone)));
         }
@@ -78,26 +78,26 @@ impl Step {
 /// By the number of the cut or deletion, and by chain. A job that fails, or makes way, goes on
 /// there.
 #[derive(Default)]
-pub struct Progress(Mutex<BTreeMap<(u64, ChainId), Step>>);
+pub(crate) struct TrimProgress(Mutex<BTreeMap<(u64, ChainId), TrimStep>>);
 
-impl Progress {
+impl TrimProgress {
     /// Whether so many more can be remembered. A job of which they cannot ends in one turn.
-    pub fn has_room(&self, chains: usize) -> bool {
+    pub(crate) fn has_room(&self, chains: usize) -> bool {
         self.0.lock().len() + chains <= MOST
     }
 
-    pub fn of(&self, at: (u64, ChainId)) -> Step {
+    pub(crate) fn of(&self, at: (u64, ChainId)) -> TrimStep {
         self.0.lock().get(&at).cloned().unwrap_or_default()
     }
 
-    pub fn put(&self, at: (u64, ChainId), step: Step) {
+    pub(crate) fn put(&self, at: (u64, ChainId), step: TrimStep) {
         let mut all = self.0.lock();
         if all.len() < MOST || all.contains_key(&at) {
             all.insert(at, step);
         }
     }
 
-    pub fn done(&self, number: u64) {
+    pub(crate) fn done(&self, number: u64) {
         let mut all = self.0.lock();
         let chains: Vec<_> = all.range((number, 0)..=(number, ChainId::MAX)).map(|(at, _)| *at).collect();
         for at in chains {
@@ -106,7 +106,7 @@ impl Progress {
     }
 
     /// Forgets those of jobs that others have ended.
-    pub fn retain(&self, wanted: impl Fn(u64) -> bool) {
+    pub(crate) fn retain(&self, wanted: impl Fn(u64) -> bool) {
         self.0.lock().retain(|(number, _), _| wanted(*number));
     }
 }
@@ -135,7 +135,7 @@ mod tests {
     #[test]
     fn a_trim_goes_on_where_its_answer_says() {
         let first = DataRequest { len: 100, ..DataRequest::new(7, 1, 1, CHUNK) };
-        let none = Step::default();
+        let none = TrimStep::default();
         let begun = none.request(&first);
         assert_eq!((begun.chunk.index, begun.len, begun.offset), (3, 100, TRIM_BUDGET_MS));
         let step = none.after(&begun, &left(500, 1)).unwrap();
@@ -161,7 +161,7 @@ mod tests {
     #[test]
     fn what_was_done_counts_in_another_epoch_if_a_replica_was_in_sync_all_the_time() {
         let first = |epoch| DataRequest { len: 100, ..DataRequest::new(7, epoch, 1, CHUNK) };
-        let step = Step::default().after(&first(1), &left(500, 1)).unwrap();
+        let step = TrimStep::default().after(&first(1), &left(500, 1)).unwrap();
         let done = step.after(&step.request(&first(1)), &all_done(&[1, 2])).unwrap();
         assert!(done.is_done(1) && !done.is_done(2), "in another epoch it is asked");
         for step in [step, done] {
@@ -169,15 +169,15 @@ mod tests {
             assert!(step.after(&again, &all_done(&[7, 2])).unwrap().is_done(2));
             // All of then are gone, or were out of sync: what they had removed may be there.
             for by in [&[7, 8][..], &[]] {
-                assert_eq!(step.after(&again, &all_done(by)).unwrap(), Step::default());
+                assert_eq!(step.after(&again, &all_done(by)).unwrap(), TrimStep::default());
             }
         }
     }
 
     #[test]
     fn how_far_a_job_came_is_kept_until_it_is_done() {
-        let progress = Progress::default();
-        let step = |index| Step { index, ..Step::default() };
+        let progress = TrimProgress::default();
+        let step = |index| TrimStep { index, ..TrimStep::default() };
         for at in [(5, 1), (5, 2), (6, 1)] {
             progress.put(at, step(9));
         }

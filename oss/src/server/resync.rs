@@ -18,8 +18,8 @@ use strake_proto::{
 use tokio::time::Instant;
 
 use super::{
+    backpressure::{QUIET, pause},
     copies::{stand_in, stands_for},
-    pace::{QUIET, pause},
     peers::Lane,
     replica::{Carried, Replica, update_of},
 };
@@ -34,7 +34,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(2);
 /// Between two questions whether a target that others fill has room for this fill.
 const TURN: Duration = Duration::from_millis(200);
 /// In SYNC_LIST's `offset`: only the chunk named, if it exists.
-pub const LIST_ONE: u32 = 1;
+pub(super) const LIST_ONE: u32 = 1;
 const FIRST: ChunkId = ChunkId { ino: 0, data: 0, index: 0 };
 
 /// What came of a push.
@@ -131,7 +131,7 @@ impl Replica {
             return Err(e.context(format_args!("{unread} chunks cannot be sent, {pushed} others were")));
         }
         // That the successor may come into sync from here on must not be forgotten by those who know it.
-        self.engine().sync_sights().await?;
+        self.engine().sync_chain_views().await?;
         Ok(pushed)
     }
 

@@ -1,6 +1,8 @@
 //! What only the leader knows about client sessions: when each was last heard of, and what it holds open. A pure table;
 //! a new leader starts with all sessions as just heard of and nothing open, and clients tell it what they hold.
 
+pub(crate) mod owners;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     time::Duration,
@@ -9,13 +11,13 @@ use std::{
 use strake_proto::{Code, Error, Ino, Result, SessionId};
 
 /// Sessions at the same time.
-pub const MAX_SESSIONS: usize = 65_536;
+pub(crate) const MAX_SESSIONS: usize = 65_536;
 /// Inodes one session may hold open.
-pub const MAX_OPENS: usize = 1 << 20;
+pub(crate) const MAX_OPENS: usize = 1 << 20;
 /// Inodes that all sessions together may hold open; one that several hold counts for each.
-pub const MAX_ALL_OPENS: usize = 1 << 23;
+pub(crate) const MAX_ALL_OPENS: usize = 1 << 23;
 /// So many are open to each session whatever the others hold, so that some cannot shut out the rest.
-pub const FREE_OPENS: usize = 128;
+pub(crate) const FREE_OPENS: usize = 128;
 /// Requests of a session whose answer it waits for, and of which it is known whether they were counted.
 const KEPT: usize = 4096;
 
@@ -33,7 +35,7 @@ struct Counted {
 
 /// A file that counts too often is freed too late, one that counts too seldom too early. So in doubt opens count and closes do not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WasCounted {
+pub(crate) enum WasCounted {
     Yes,
     No,
     /// So many are waited for that it is not known any more.
@@ -51,7 +53,7 @@ struct Entry {
 
 /// See the module.
 #[derive(Default)]
-pub struct Sessions {
+pub(crate) struct Sessions {
     entries: BTreeMap<SessionId, Entry>,
     /// How many sessions hold an inode open.
     holders: BTreeMap<Ino, u32>,
@@ -70,34 +72,31 @@ fn gone(id: SessionId) -> Error {
 }
 
 impl Sessions {
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.entries.len()
-    }
-    pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
     }
 
     /// A session that the namespace knows. Keeps what is known of it.
-    pub fn learn(&mut self, now: Duration, id: SessionId, epoch: u64) {
+    pub(crate) fn learn(&mut self, now: Duration, id: SessionId, epoch: u64) {
         let fresh = || Entry { heard: now, epoch, opens: BTreeMap::new(), counted: Counted::default(), ending: false };
         self.entries.entry(id).or_insert_with(fresh);
     }
 
     /// One that a former leader may have let open files.
-    pub fn inherit(&mut self, now: Duration, id: SessionId, epoch: u64) {
+    pub(crate) fn inherit(&mut self, now: Duration, id: SessionId, epoch: u64) {
         self.learn(now, id, epoch);
         self.untold.insert(id);
     }
 
     /// Whether everything that is open is in this table: all who were inherited have told what they hold, or have ended.
-    pub fn all_told(&self) -> bool {
+    pub(crate) fn all_told(&self) -> bool {
         self.untold.is_empty()
     }
 
     /// A session was heard of at `now`; its epoch. `None`: not in this table. `Overloaded` while its end is on the way: only the log says that it
     /// has ended. This leader may be replaced before that is in it, and then the session lives: a client that was told otherwise would use it
     /// again and count its requests from 1, each of which had an answer.
-    pub fn heard(&mut self, now: Duration, id: SessionId) -> Result<Option<u64>> {
+    pub(crate) fn heard(&mut self, now: Duration, id: SessionId) -> Result<Option<u64>> {
         match self.entries.get_mut(&id) {
             None => Ok(None),
             Some(e) if e.ending => {
@@ -112,20 +111,20 @@ impl Sessions {
     }
 
     /// All were heard of just now: for a server that did not run for a while and could not listen.
-    pub fn all_heard(&mut self, now: Duration) {
+    pub(crate) fn all_heard(&mut self, now: Duration) {
         for e in self.entries.values_mut() {
             e.heard = e.heard.max(now);
         }
     }
 
     /// Which of these were not heard of for `silence`: since this server began to lead, for those of a former leader.
-    pub fn silent(&self, now: Duration, silence: Duration, of: BTreeSet<SessionId>) -> BTreeSet<SessionId> {
+    pub(crate) fn silent(&self, now: Duration, silence: Duration, of: BTreeSet<SessionId>) -> BTreeSet<SessionId> {
         let is = |id: &SessionId| self.entries.get(id).is_some_and(|e| now.saturating_sub(e.heard) >= silence);
         of.into_iter().filter(is).collect()
     }
 
     /// Sessions silent for `term`, now marked as ending. Those marked before and still there are named again.
-    pub fn expire(&mut self, now: Duration, term: Duration) -> Vec<SessionId> {
+    pub(crate) fn expire(&mut self, now: Duration, term: Duration) -> Vec<SessionId> {
         let mut out = Vec::new();
         for (id, e) in &mut self.entries {
             e.ending |= now.saturating_sub(e.heard) >= term;
@@ -137,7 +136,7 @@ impl Sessions {
     }
 
     /// The session has ended: nothing of it is open.
-    pub fn remove(&mut self, id: SessionId) {
+    pub(crate) fn remove(&mut self, id: SessionId) {
         self.untold.remove(&id);
         if let Some(e) = self.entries.remove(&id) {
             for ino in e.opens.keys() {
@@ -158,7 +157,12 @@ impl Sessions {
 
     /// Whether what the request `seq` opens and closes was counted on this connection; its sender waits for answers from `lowest` on.
     /// `Disconnected`: it was sent on an older connection, and all that is open has been told since.
-    pub fn was_counted(&mut self, id: SessionId, connection: u64, (seq, lowest): (u64, u64)) -> Result<WasCounted> {
+    pub(crate) fn was_counted(
+        &mut self,
+        id: SessionId,
+        connection: u64,
+        (seq, lowest): (u64, u64),
+    ) -> Result<WasCounted> {
         let e = self.entries.get_mut(&id).ok_or_else(|| gone(id))?;
         if connection == 0 || seq == 0 {
             return Ok(WasCounted::No);
@@ -182,7 +186,7 @@ impl Sessions {
     }
 
     /// All that the request opens and closes has been counted.
-    pub fn count(&mut self, id: SessionId, connection: u64, seq: u64) {
+    pub(crate) fn count(&mut self, id: SessionId, connection: u64, seq: u64) {
         let Some(c) = self.entries.get_mut(&id).map(|e| &mut e.counted) else { return };
         if seq == 0 || c.connection != connection || seq < c.answered.max(c.forgotten) {
             return;
@@ -196,7 +200,7 @@ impl Sessions {
     }
 
     /// One more handle. `ENOENT` for an orphan that is being freed.
-    pub fn open(&mut self, id: SessionId, ino: Ino) -> Result<()> {
+    pub(crate) fn open(&mut self, id: SessionId, ino: Ino) -> Result<()> {
         if self.freeing.contains(&ino) {
             return Err(Error::new(Code::NoEnt, "the file was removed"));
         }
@@ -219,7 +223,7 @@ impl Sessions {
     }
 
     /// One handle less; one that is not known is ignored.
-    pub fn close(&mut self, id: SessionId, ino: Ino) {
+    pub(crate) fn close(&mut self, id: SessionId, ino: Ino) {
         let Some(e) = self.entries.get_mut(&id) else { return };
         let Some(n) = e.opens.get_mut(&ino) else { return };
         *n -= 1;
@@ -230,7 +234,7 @@ impl Sessions {
     }
 
     /// All that a session holds open, once per handle; replaces what was known.
-    pub fn reassert(&mut self, id: SessionId, opens: &[Ino]) -> Result<()> {
+    pub(crate) fn reassert(&mut self, id: SessionId, opens: &[Ino]) -> Result<()> {
         let e = self.entries.get_mut(&id).ok_or_else(|| gone(id))?;
         let had = std::mem::take(&mut e.opens);
         // What is not answered yet is not in the list: if it comes again it counts on top of that.
@@ -250,21 +254,21 @@ impl Sessions {
     }
 
     /// Ids of all sessions in the table.
-    pub fn ids(&self) -> Vec<SessionId> {
+    pub(crate) fn ids(&self) -> Vec<SessionId> {
         self.entries.keys().copied().collect()
     }
 
     /// Inodes a session holds open, 0 for an unknown one.
-    pub fn opens_of(&self, id: SessionId) -> usize {
+    pub(crate) fn opens_of(&self, id: SessionId) -> usize {
         self.entries.get(&id).map_or(0, |e| e.opens.len())
     }
-    pub fn idle_of(&self, now: Duration, id: SessionId) -> Option<Duration> {
+    pub(crate) fn idle_of(&self, now: Duration, id: SessionId) -> Option<Duration> {
         self.entries.get(&id).map(|e| now.saturating_sub(e.heard))
     }
 
     /// Of the current orphans, those that nobody has had open for `pause`: they count as being freed from now on. An open
     /// that was being answered while the last name went is in the table before the pause is over.
-    pub fn free(&mut self, now: Duration, orphans: &[Ino], pause: Duration) -> Vec<Ino> {
+    pub(crate) fn free(&mut self, now: Duration, orphans: &[Ino], pause: Duration) -> Vec<Ino> {
         let current: BTreeSet<Ino> = orphans.iter().copied().collect();
         self.freeing.retain(|i| current.contains(i));
         self.idle.retain(|i, _| current.contains(i));

@@ -19,17 +19,17 @@ const MAGIC: &str = "strake mds";
 const VERSION: u32 = 1;
 const IDENTITY: &str = "identity";
 const LOCK: &str = "lock";
-pub const LOG: &str = "log";
-pub const STATE: &str = "state";
+pub(crate) const LOG: &str = "log";
+pub(crate) const STATE: &str = "state";
 /// A state that was found damaged, until there is a whole one.
-pub const DAMAGED: &str = "state.damaged";
-pub const RESERVE: &str = "reserve";
+pub(crate) const DAMAGED: &str = "state.damaged";
+pub(crate) const RESERVE: &str = "reserve";
 /// Bytes of the Raft log that are kept, where the disk is not small.
-pub const LOG_BYTES: u64 = 64 << 20;
+pub(crate) const LOG_BYTES: u64 = 64 << 20;
 
 /// What an identity file says.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Record {
+pub(crate) struct Record {
     pub member: u64,
     pub cluster: [u8; 16],
     pub state: State,
@@ -80,17 +80,17 @@ impl State {
     }
 }
 
-pub fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 impl Record {
-    pub fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         let state = self.state.text();
         format!("{MAGIC} {VERSION}\nmember {}\ncluster {}\nstate {state}\n", self.member, hex(&self.cluster))
     }
 
-    pub fn parse(text: &str) -> Result<Record> {
+    pub(crate) fn parse(text: &str) -> Result<Record> {
         let bad = || Error::new(Code::Corrupt, "not what a metadata server wrote; restore the file");
         let mut lines = text.lines();
         let version = lines.next().and_then(|l| l.strip_prefix(MAGIC)).and_then(|v| v.trim().parse::<u32>().ok());
@@ -117,7 +117,7 @@ impl Record {
     }
 
     /// What the folder says, `None` if it has no identity yet.
-    pub fn read(dir: &Path) -> Result<Option<Record>> {
+    pub(crate) fn read(dir: &Path) -> Result<Option<Record>> {
         let path = dir.join(IDENTITY);
         match fs::read_to_string(&path) {
             Ok(text) => Record::parse(&text).map(Some).map_err(|e| at(&path, e)),
@@ -127,7 +127,7 @@ impl Record {
     }
 
     /// Writes it durably, whole or not at all.
-    pub fn write(&self, dir: &Path) -> Result<()> {
+    pub(crate) fn write(&self, dir: &Path) -> Result<()> {
         let (path, tmp) = (dir.join(IDENTITY), dir.join("identity.tmp"));
         if fs::read_to_string(&path).is_ok_and(|t| t == self.text()) {
             return Ok(());
@@ -143,12 +143,12 @@ impl Record {
     }
 }
 
-pub fn at(path: &Path, e: impl Into<Error>) -> Error {
+pub(crate) fn at(path: &Path, e: impl Into<Error>) -> Error {
     e.into().context(path.display())
 }
 
 /// The group's name on its wire and its disks: one secret and one file system name make one.
-pub fn cluster_id(cluster_key: &[u8; 32], fs_name: &str) -> [u8; 16] {
+pub(crate) fn cluster_id(cluster_key: &[u8; 32], fs_name: &str) -> [u8; 16] {
     let full = derive_key(cluster_key, &format!("strake metadata group v1 {fs_name}"));
     let mut id = [0; 16];
     id.copy_from_slice(&full[..16]);
@@ -156,7 +156,7 @@ pub fn cluster_id(cluster_key: &[u8; 32], fs_name: &str) -> [u8; 16] {
 }
 
 /// Locks the folder until the file is closed. `Busy` while a server or another command has it.
-pub fn lock(dir: &Path) -> Result<File> {
+pub(crate) fn lock(dir: &Path) -> Result<File> {
     let path = dir.join(LOCK);
     let lock = File::options().create(true).truncate(false).write(true).open(&path).map_err(|e| at(&path, e))?;
     if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -166,7 +166,7 @@ pub fn lock(dir: &Path) -> Result<File> {
 }
 
 /// A folder without an identity must hold nothing but what a start that was cut short leaves.
-pub fn refuse_foreign(dir: &Path) -> Result<()> {
+pub(crate) fn refuse_foreign(dir: &Path) -> Result<()> {
     for entry in fs::read_dir(dir).map_err(|e| at(dir, e))? {
         let name = entry.map_err(|e| at(dir, e))?.file_name();
         if name != LOCK && name != "identity.tmp" && name != "lost+found" {
@@ -182,7 +182,7 @@ pub fn refuse_foreign(dir: &Path) -> Result<()> {
 }
 
 /// What fits the disk below a folder: on a small one all of it has to do with less at once.
-pub struct Sizes {
+pub(crate) struct Sizes {
     /// Bytes of the file system.
     pub total: u64,
     /// Bytes of a segment of the Raft log.
@@ -190,18 +190,18 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    pub fn of(dir: &Path) -> Result<Sizes> {
+    pub(crate) fn of(dir: &Path) -> Result<Sizes> {
         let s = statvfs(dir).map_err(|e| at(dir, io::Error::from(e)))?;
         let total = s.f_blocks.saturating_mul(s.f_frsize);
         Ok(Sizes { total, segment: (total / 64).clamp(1 << 20, LOG_BYTES) & !4095 })
     }
 
-    pub fn log(&self) -> DiskOptions {
+    pub(crate) fn log(&self) -> DiskOptions {
         DiskOptions { segment_bytes: self.segment as usize }
     }
 
     /// Opens the state, or makes it.
-    pub fn store(&self, dir: &Path, cache_bytes: u64) -> Result<FjallStore> {
+    pub(crate) fn store(&self, dir: &Path, cache_bytes: u64) -> Result<FjallStore> {
         let memtable_bytes = (self.total / 64).clamp(1 << 20, 64 << 20);
         let journal_bytes = (self.total / 8).clamp(64 << 20, 256 << 20);
         let options = fjall_store::Options { cache_bytes, journal_bytes, memtable_bytes, ..Default::default() };

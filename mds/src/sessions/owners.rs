@@ -11,11 +11,11 @@ use strake_proto::{Code, Error, Result, SessionId};
 /// that.
 const OF_CONNECTION: usize = 64;
 /// Sessions of one machine.
-pub const OF_MACHINE: usize = 4_096;
+pub(crate) const OF_MACHINE: usize = 4_096;
 
 /// See the module.
 #[derive(Debug, Default)]
-pub struct Owners {
+pub(crate) struct Owners {
     /// By connection: the sessions that were proved on it.
     proved: BTreeMap<u64, BTreeSet<SessionId>>,
     machines: BTreeMap<SessionId, String>,
@@ -25,7 +25,7 @@ pub struct Owners {
 impl Owners {
     /// Whether a machine may open another session on this connection. `Overloaded`, with what is
     /// the matter.
-    pub fn may_open(&self, connection: u64, machine: &str) -> Result<()> {
+    pub(crate) fn may_open(&self, connection: u64, machine: &str) -> Result<()> {
         let full = |m: String| Err(Error::new(Code::Overloaded, m));
         if self.proved.get(&connection).is_some_and(|s| s.len() >= OF_CONNECTION) {
             return full(format!("{OF_CONNECTION} sessions were opened on one connection, which is the limit"));
@@ -40,7 +40,7 @@ impl Owners {
 
     /// The client on this connection, of this machine, knows the session's secret. It counts there from now
     /// on, unless that machine has its share: what others opened for it counts for them then.
-    pub fn prove(&mut self, connection: u64, machine: &str, session: SessionId) {
+    pub(crate) fn prove(&mut self, connection: u64, machine: &str, session: SessionId) {
         self.proved.entry(connection).or_default().insert(session);
         let full = self.counts.get(machine).is_some_and(|n| *n >= OF_MACHINE);
         if self.machines.get(&session).is_some_and(|known| known == machine || full) {
@@ -51,17 +51,17 @@ impl Owners {
         *self.counts.entry(machine.to_owned()).or_default() += 1;
     }
 
-    pub fn has_proved(&self, connection: u64, session: SessionId) -> bool {
+    pub(crate) fn has_proved(&self, connection: u64, session: SessionId) -> bool {
         self.proved.get(&connection).is_some_and(|s| s.contains(&session))
     }
 
     /// A connection is over.
-    pub fn disconnected(&mut self, connection: u64) {
+    pub(crate) fn disconnected(&mut self, connection: u64) {
         self.proved.remove(&connection);
     }
 
     /// A session has ended.
-    pub fn leave(&mut self, session: SessionId) {
+    pub(crate) fn leave(&mut self, session: SessionId) {
         let Some(machine) = self.machines.remove(&session) else { return };
         if let Some(n) = self.counts.get_mut(&machine) {
             *n -= 1;
@@ -72,7 +72,7 @@ impl Owners {
     }
 
     /// Forgets sessions that are no more.
-    pub fn retain(&mut self, lives: impl Fn(SessionId) -> bool) {
+    pub(crate) fn retain(&mut self, lives: impl Fn(SessionId) -> bool) {
         let gone: Vec<SessionId> = self.machines.keys().copied().filter(|id| !lives(*id)).collect();
         gone.into_iter().for_each(|id| self.leave(id));
     }

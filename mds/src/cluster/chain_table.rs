@@ -236,5 +236,5 @@ fn short(heads: usize, per: usize) -> usize {
 }
 
 #[cfg(test)]
-#[path = "deal_tests.rs"]
+#[path = "chain_table_tests.rs"]
 mod tests;

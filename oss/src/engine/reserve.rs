@@ -15,7 +15,7 @@ const MOST_OVERWRITE: u64 = (64 << 20) / BLOCK;
 
 /// Blocks kept back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kept {
+pub(super) struct Reserve {
     /// For cutting and punching, which may take all that is free.
     pub cut: u64,
     /// For blocks that take the place of others.
@@ -27,7 +27,7 @@ pub struct Kept {
 
 /// What an update may take of the free blocks.
 #[derive(Clone, Copy, Debug)]
-pub enum Claim {
+pub(super) enum Claim {
     /// What is neither kept nor granted, and what is granted to this session, if any.
     Data(Option<SessionId>),
     /// All: it gives space back.
@@ -36,7 +36,7 @@ pub enum Claim {
 
 /// Blocks that an update needs.
 #[derive(Clone, Copy, Debug)]
-pub struct Want {
+pub(super) struct Want {
     pub count: u64,
     /// Those of them that take the place of others.
     pub replaced: u64,
@@ -45,11 +45,11 @@ pub struct Want {
 
 impl Want {
     /// Blocks by which the target is fuller afterwards.
-    pub fn fresh(&self) -> u64 {
+    pub(super) fn fresh(&self) -> u64 {
         self.count - self.replaced
     }
 
-    pub fn session(&self) -> Option<SessionId> {
+    pub(super) fn session(&self) -> Option<SessionId> {
         match self.claim {
             Claim::Data(session) => session,
             Claim::All => None,
@@ -57,14 +57,14 @@ impl Want {
     }
 }
 
-impl Kept {
+impl Reserve {
     /// Of a target of so many blocks.
-    pub fn of(capacity: u64) -> Kept {
+    pub(super) fn of(capacity: u64) -> Reserve {
         let overwrite = (capacity / OVERWRITE_PART).min(MOST_OVERWRITE);
-        Kept { cut: (capacity / CUT_PART).clamp(16, 4096), overwrite, below: overwrite * BLOCK }
+        Reserve { cut: (capacity / CUT_PART).clamp(16, 4096), overwrite, below: overwrite * BLOCK }
     }
 
-    pub fn total(&self) -> u64 {
+    pub(super) fn total(&self) -> u64 {
         self.cut + self.overwrite
     }
 
@@ -73,7 +73,7 @@ impl Kept {
     ///
     /// Of a grant, new blocks take first. New ones beyond it leave all that is kept, and the
     /// grants; others may take what is kept for them.
-    pub fn from(&self, want: Want, granted: u64, own: u64) -> u64 {
+    pub(super) fn from(&self, want: Want, granted: u64, own: u64) -> u64 {
         if matches!(want.claim, Claim::All) {
             return 0;
         }
@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn new_data_leaves_what_is_kept_and_overwriting_takes_it() {
-        let k = Kept { cut: 16, overwrite: 100, below: 0 };
+        let k = Reserve { cut: 16, overwrite: 100, below: 0 };
         assert_eq!(k.from(data(10, 0, None), 0, 0), 116);
         assert_eq!(k.from(data(10, 10, None), 0, 0), 16);
         // Half of each: both limits hold, that of new data as if the replaced blocks were back
@@ -107,8 +107,8 @@ mod tests {
         // What was granted is there also while others overwrite.
         assert_eq!((k.from(data(10, 0, Some(1)), 50, 30), k.from(data(40, 0, Some(1)), 50, 30)), (36, 136));
         assert_eq!(k.from(Want { claim: Claim::All, ..data(10, 0, None) }, 50, 0), 0);
-        assert_eq!(Kept::of(256), Kept { cut: 16, overwrite: 4, below: 4 * BLOCK });
-        assert_eq!(Kept::of(1 << 40).total(), 4096 + MOST_OVERWRITE);
+        assert_eq!(Reserve::of(256), Reserve { cut: 16, overwrite: 4, below: 4 * BLOCK });
+        assert_eq!(Reserve::of(1 << 40).total(), 4096 + MOST_OVERWRITE);
     }
 
     /// Whatever comes in which order: while each overwrite is no larger than what is kept for it,
@@ -117,7 +117,7 @@ mod tests {
     fn overwriting_always_finds_what_was_kept() {
         for seed in 0..300 {
             let mut rng = StdRng::seed_from_u64(seed);
-            let k = Kept { cut: 4, overwrite: 20, below: 0 };
+            let k = Reserve { cut: 4, overwrite: 20, below: 0 };
             let (mut free, mut stored, mut grant) = (rng.random_range(24..200u64), 0u64, 0u64);
             // Blocks that a flush gives back.
             let mut replaced = 0u64;

@@ -16,11 +16,10 @@ use strake_proto::{
 };
 
 use super::{
-    Mds,
-    chunks::{CHAINS_AT_ONCE, fenced, work_off},
-    steps::Did,
+    chunks::{CHAINS_AT_ONCE, work_off},
+    member::Member,
 };
-use crate::leases::rows::Leader;
+use crate::{leases::rows::Leader, trim_progress::Did};
 use pb::log_command::Command;
 
 /// Files that are looked at at the same time.
@@ -32,29 +31,29 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 const BLOCK_LEN: u32 = BLOCK as u32;
 
 /// Has the ends of all such files put into the log, for ever.
-pub(super) async fn find_ends(mds: &Mds, term: u64) {
-    let list = |n: usize| mds.recalls.endless(n).into_iter().map(|file| (file, file.0)).collect::<Vec<_>>();
-    let done = |found: Vec<(Ino, u64)>| async move { mds.recalls.ends_found(term, &found) };
-    let job = |ino| async move { find_end(mds, ino).await.map(|()| Did::All) };
+pub(super) async fn find_ends(member: &Member, term: u64) {
+    let list = |n: usize| member.recalls.endless(n).into_iter().map(|file| (file, file.0)).collect::<Vec<_>>();
+    let done = |found: Vec<(Ino, u64)>| async move { member.recalls.ends_found(term, &found) };
+    let job = |ino| async move { find_end(member, ino).await.map(|()| Did::All) };
     work_off(AT_ONCE, (POLL, RETRY_MAX), std::future::pending, list, job, done).await;
 }
 
 /// `Ok`: it is known, or nobody needs to know any more.
-async fn find_end(mds: &Mds, ino: Ino) -> Result<()> {
-    let Some(r) = mds.machine.namespace.endless(ino)? else { return Ok(()) };
+async fn find_end(member: &Member, ino: Ino) -> Result<()> {
+    let Some(r) = member.machine.namespace.endless(ino)? else { return Ok(()) };
     if r.trim.is_some() {
         // What is about to go must not be taken for what was written.
         return Err(Error::new(Code::Overloaded, "the file waits to be cut"));
     }
-    fenced(mds, r.fence)?;
+    member.check_fence(r.fence)?;
     let attr = r.attr.unwrap_or_default();
     let end = match &r.layout {
-        Some(layout) if attr.size < MAX_FILE_SIZE => stored_end(mds, ino, layout, attr.size, r.fence).await?,
+        Some(layout) if attr.size < MAX_FILE_SIZE => stored_end(member, ino, layout, attr.size, r.fence).await?,
         _ => 0,
     };
     Leader::EndSought.taken();
     let found = pb::EndFound { ino, fence: r.fence, change: attr.change, end };
-    match mds.propose(Command::EndFound(found)).await {
+    match member.propose(Command::EndFound(found)).await {
         Ok(_) => {
             if end > attr.size {
                 Leader::EndFound.taken();
@@ -73,25 +72,32 @@ async fn find_end(mds: &Mds, ino: Ino) -> Result<()> {
 
 /// Where the last byte ends that the storage servers have from `size` on, 0 if they have none. Once no session can put anything
 /// there any more that was evicted by this number or before.
-async fn stored_end(mds: &Mds, ino: Ino, layout: &pb::Layout, size: u64, fence: u64) -> Result<u64> {
-    let map = mds.map();
+async fn stored_end(member: &Member, ino: Ino, layout: &pb::Layout, size: u64, fence: u64) -> Result<u64> {
+    let map = member.map();
     let stripes = StripeMap::resolve(ino, layout, &map)?;
     let mut chains = stripes.chains.clone();
     chains.sort_unstable();
     chains.dedup();
-    let ends = chains.into_iter().map(|chain| end_on(mds, &map, &stripes, chain, size, fence));
+    let ends = chains.into_iter().map(|chain| end_on(member, &map, &stripes, chain, size, fence));
     let ends = stream::iter(ends).buffer_unordered(CHAINS_AT_ONCE);
     ends.try_fold(0, |all, end| async move { Ok(end.max(all)) }).await
 }
 
 /// Likewise on one chain. Any replica may answer that may answer a reader; the tail always may.
-async fn end_on(mds: &Mds, map: &MapView, stripes: &StripeMap, id: ChainId, size: u64, fence: u64) -> Result<u64> {
+async fn end_on(
+    member: &Member,
+    map: &MapView,
+    stripes: &StripeMap,
+    id: ChainId,
+    size: u64,
+    fence: u64,
+) -> Result<u64> {
     let chain = map.chain(id).ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
     if chain.lost {
         return Ok(0); // with all it had
     }
     let not_yet = |m: String| Error::new(Code::NotServing, m);
-    if !mds.with_lead(|l| Ok(l.manager.chain_knows(fence, chain, map)))? {
+    if !member.with_lead(|l| Ok(l.manager.chain_knows(fence, chain, map)))? {
         return Err(not_yet(format!("not all of chain {id} know of eviction {fence} yet")));
     }
     let (mut unsure, mut failed) = (None, None);
@@ -101,7 +107,7 @@ async fn end_on(mds: &Mds, map: &MapView, stripes: &StripeMap, id: ChainId, size
         let node = map.node_of(target).ok_or_else(|| Error::new(Code::Io, format!("target {target} has no node")))?;
         let chunk = ChunkId { ino: stripes.ino, data: stripes.data, index: 0 };
         let looked = async {
-            let conn = mds.links.get(node).await?;
+            let conn = member.links.get(node).await?;
             end_at(&*conn, DataRequest::new(id, chain.epoch, target, chunk), stripes, size).await
         };
         match looked.await {

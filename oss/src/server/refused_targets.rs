@@ -42,7 +42,7 @@ enum What {
 }
 
 /// One of them, until it is back.
-pub struct Out {
+pub(super) struct RefusedTarget {
     pub path: PathBuf,
     what: Mutex<What>,
     /// What becomes of it.
@@ -52,25 +52,30 @@ pub struct Out {
     news: Notify,
 }
 
-impl Out {
-    fn new(path: PathBuf, what: What) -> Arc<Out> {
-        let out =
-            Out { path, what: Mutex::new(what), now: Mutex::default(), asked: Mutex::default(), news: Notify::new() };
-        tracing::error!("a target is out of service, the others go on: {}; {NEXT_STEP}", out.why());
-        *out.now.lock() = NEXT_STEP.into();
-        Arc::new(out)
+impl RefusedTarget {
+    fn new(path: PathBuf, what: What) -> Arc<RefusedTarget> {
+        let refused = RefusedTarget {
+            path,
+            what: Mutex::new(what),
+            now: Mutex::default(),
+            asked: Mutex::default(),
+            news: Notify::new(),
+        };
+        tracing::error!("a target is refused of service, the others go on: {}; {NEXT_STEP}", refused.why());
+        *refused.now.lock() = NEXT_STEP.into();
+        Arc::new(refused)
     }
 
-    pub fn damaged(damaged: Damaged) -> Arc<Out> {
-        Out::new(damaged.path.clone(), What::Damaged(Arc::new(damaged)))
+    pub(super) fn damaged(damaged: Damaged) -> Arc<RefusedTarget> {
+        RefusedTarget::new(damaged.path.clone(), What::Damaged(Arc::new(damaged)))
     }
 
-    pub fn refused(path: PathBuf, why: Error) -> Arc<Out> {
-        Out::new(path, What::Refused(why))
+    pub(super) fn refused(path: PathBuf, why: Error) -> Arc<RefusedTarget> {
+        RefusedTarget::new(path, What::Refused(why))
     }
 
     /// Whose it is, where that is known.
-    pub fn id(&self) -> Option<TargetIdentity> {
+    pub(super) fn id(&self) -> Option<TargetIdentity> {
         match &*self.what.lock() {
             What::Damaged(d) => d.id.clone(),
             What::Refused(_) => None,
@@ -85,7 +90,7 @@ impl Out {
     }
 
     /// For the status. `number`: what it must be, where its folder does not tell.
-    pub fn status(&self, number: Option<u32>) -> pb::RefusedTarget {
+    pub(super) fn status(&self, number: Option<u32>) -> pb::RefusedTarget {
         let number = self.id().map(|id| id.target_id).filter(|id| *id != TARGET_UNASSIGNED).or(number);
         pb::RefusedTarget {
             path: self.path.display().to_string(),
@@ -96,7 +101,7 @@ impl Out {
     }
 
     /// An administrator wants it looked at now; what is missing is made, if its configuration says so.
-    pub fn look_again(&self, as_configured: &TargetConfig) {
+    pub(super) fn look_again(&self, as_configured: &TargetConfig) {
         *self.asked.lock() = Some(as_configured.clone());
         self.news.notify_one();
     }
@@ -136,7 +141,7 @@ impl Out {
 }
 
 /// In words.
-pub fn notice(r: &pb::RefusedTarget) -> String {
+pub(super) fn notice(r: &pb::RefusedTarget) -> String {
     let name = r.target.map_or_else(|| "a target".into(), |id| format!("target {id}"));
     format!("{name} is out of service: {}; {}", r.why, r.now)
 }
@@ -204,30 +209,30 @@ pub(super) fn needed(map: &MapView, of: &TargetIdentity, used: Option<&BTreeSet<
 }
 
 /// Has a target come back: as it is, when it is whole again, or empty, when nothing that it had is needed.
-pub(super) async fn come_back(node: Arc<Node>, out: Arc<Out>) {
+pub(super) async fn come_back(node: Arc<Node>, refused: Arc<RefusedTarget>) {
     loop {
-        let damaged = match &*out.what.lock() {
+        let damaged = match &*refused.what.lock() {
             What::Damaged(d) if d.table_only => Some(d.clone()),
             _ => None,
         };
         let engine = match damaged {
-            Some(d) => emptied(&node, &out, &d).await,
-            None => whole(&node, &out).await,
+            Some(d) => emptied(&node, &refused, &d).await,
+            None => whole(&node, &refused).await,
         };
         let Some((engine, is_empty)) = engine else { continue };
-        match register(&node, &out, engine).await {
-            Ok(id) => return node.is_back(&out, id, is_empty),
+        match register(&node, &refused, engine).await {
+            Ok(id) => return node.is_back(&refused, id, is_empty),
             Err(e) if e.code == Code::Disconnected => return, // the server stops
-            Err(e) => out.is(What::Refused(e.context(out.path.display()))),
+            Err(e) => refused.is(What::Refused(e.context(refused.path.display()))),
         }
     }
 }
 
-async fn register(node: &Node, out: &Out, engine: Arc<Engine>) -> Result<u32> {
+async fn register(node: &Node, refused: &RefusedTarget, engine: Arc<Engine>) -> Result<u32> {
     loop {
         match node.add_target(engine.clone()).await {
             Err(e) if !matches!(e.code, Code::Disconnected | Code::Inval | Code::NoSpc) => {
-                out.is_now(format!("it is whole and cannot be registered: {e}"));
+                refused.is_now(format!("it is whole and cannot be registered: {e}"));
                 tokio::time::sleep(LOOK).await;
             }
             other => return other,
@@ -236,52 +241,52 @@ async fn register(node: &Node, out: &Out, engine: Arc<Engine>) -> Result<u32> {
 }
 
 /// Looks at it after a while. `None`: it is to be gone on with what it was found to be.
-async fn whole(node: &Node, out: &Out) -> Option<(Arc<Engine>, bool)> {
-    let lacks = matches!(&*out.what.lock(), What::Refused(e) if matches!(e.code, Code::NoEnt | Code::Busy));
+async fn whole(node: &Node, refused: &RefusedTarget) -> Option<(Arc<Engine>, bool)> {
+    let lacks = matches!(&*refused.what.lock(), What::Refused(e) if matches!(e.code, Code::NoEnt | Code::Busy));
     let pause = if lacks { SOON } else { LATER };
-    *out.now.lock() = format!("it is looked at again every {pause:?}, and at SIGHUP; {NEXT_STEP}");
-    if !out.is_asked() {
-        out.nap(pause).await;
+    *refused.now.lock() = format!("it is looked at again every {pause:?}, and at SIGHUP; {NEXT_STEP}");
+    if !refused.is_asked() {
+        refused.nap(pause).await;
     }
-    let asked = out.asked.lock().take();
+    let asked = refused.asked.lock().take();
     // What was found damaged keeps its folder locked.
-    let why = out.why();
-    *out.what.lock() = What::Refused(why);
-    let path = out.path.clone();
+    let why = refused.why();
+    *refused.what.lock() = What::Refused(why);
+    let path = refused.path.clone();
     let as_it_is = || TargetConfig { path, size: 0, device: None, force: false, create: false };
     let config = asked.unwrap_or_else(as_it_is);
     match disk::open(&config, &node.cfg.name, node.fs(), &node.env, &node.pool).await {
         Ok(Opened::Whole(engine)) => return Some((engine, false)),
-        Ok(Opened::Damaged(d)) => out.is(What::Damaged(Arc::new(d))),
-        Err(e) => out.is(What::Refused(e)),
+        Ok(Opened::Damaged(d)) => refused.is(What::Damaged(Arc::new(d))),
+        Err(e) => refused.is(What::Refused(e)),
     }
     None
 }
 
 /// Waits until nothing that it had is needed. `None`: it is to be looked at again instead.
-async fn emptied(node: &Node, out: &Out, damaged: &Arc<Damaged>) -> Option<(Arc<Engine>, bool)> {
+async fn emptied(node: &Node, refused: &RefusedTarget, damaged: &Arc<Damaged>) -> Option<(Arc<Engine>, bool)> {
     loop {
-        out.nap(LOOK).await;
-        if out.is_asked() {
+        refused.nap(LOOK).await;
+        if refused.is_asked() {
             // Somebody may have put a good table back. It is opened with the lock of this one.
             let why = damaged.why.clone();
-            *out.what.lock() = What::Refused(why);
+            *refused.what.lock() = What::Refused(why);
             return None;
         }
         let Some(of) = &damaged.id else { return None };
         // Without a lease the map may be one of a metadata server that lags behind.
         let unsure = || node.check_lease().err().map(|e| e.message);
         if let Some(why) = needed(&node.map.load(), of, damaged.used.as_ref()).or_else(unsure) {
-            out.is_now(why);
+            refused.is_now(why);
             continue;
         }
         match empty(node, damaged).await {
             Ok(engine) => return Some((engine, true)),
             // Whoever used it last, while it was in service, still does.
-            Err(e) if e.code == Code::Busy => out.is_now(e.message),
+            Err(e) if e.code == Code::Busy => refused.is_now(e.message),
             Err(e) => {
-                out.is_now(format!("it cannot be made empty: {e}; {NEXT_STEP}"));
-                out.nap(AGAIN).await;
+                refused.is_now(format!("it cannot be made empty: {e}; {NEXT_STEP}"));
+                refused.nap(AGAIN).await;
             }
         }
     }
@@ -294,8 +299,8 @@ async fn empty(node: &Node, damaged: &Damaged) -> Result<Arc<Engine>> {
     tracing::warn!(
         "target {id} lost its chunk table and comes back empty, to be filled; what was damaged is kept as {kept}"
     );
-    engine.note_sights(node.map.load().chains_of(id))?;
-    engine.sync_sights().await?;
+    engine.note_chain_views(node.map.load().chains_of(id))?;
+    engine.sync_chain_views().await?;
     Ok(engine)
 }
 

@@ -1,0 +1,57 @@
+//! What comes to the driver from outside.
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use raft::eraftpb::Message;
+use strake_fabric::{Endpoint, watch};
+use strake_proto::{Error, Result, pb};
+use tokio::sync::{mpsc, oneshot};
+
+use super::super::{MemberChange, members::Group, reads, transport::Word};
+
+pub(super) type Reply = oneshot::Sender<Result<()>>;
+
+pub(crate) struct Proposal {
+    pub data: Bytes,
+    pub reply: oneshot::Sender<Result<Bytes>>,
+}
+
+pub(crate) enum RaftInput {
+    Batch(Batch, Reply),
+    Chunk(pb::SnapshotChunk, Reply),
+}
+
+/// Raft messages of one peer, and what it says of itself.
+pub(crate) struct Batch {
+    pub from: u64,
+    pub stamp: u64,
+    pub applied: u64,
+    pub disk: u32,
+    pub endpoint: Option<Endpoint>,
+    pub messages: Vec<Message>,
+}
+
+pub(crate) enum Control {
+    /// To 0: to whoever is placed best.
+    Transfer(u64, Reply),
+    Change(MemberChange, Reply),
+    Group(oneshot::Sender<Group>),
+    /// The state may be damaged: is it given up?
+    Damaged(oneshot::Sender<bool>),
+    /// Another life of the group has begun without this member.
+    Retire(Error),
+    Stop,
+}
+
+pub(crate) struct Inputs {
+    pub raft: mpsc::Receiver<RaftInput>,
+    pub proposals: mpsc::Receiver<Proposal>,
+    pub reads: mpsc::Receiver<reads::Reply>,
+    pub control: mpsc::Receiver<Control>,
+    pub words: mpsc::Receiver<Word>,
+}
+
+pub(crate) struct Shared {
+    pub status: Mutex<pb::RaftStatus>,
+    pub stopped: watch::Sender<Option<Error>>,
+}

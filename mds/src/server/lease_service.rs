@@ -1,0 +1,68 @@
+//! Clients ask what they are to forget or report; who does not do so in time is evicted.
+
+use bytes::Bytes;
+use std::time::Duration;
+use strake_proto::{Result, pb};
+use tokio::time::{Instant, timeout_at};
+
+use super::{
+    member::{BATCH, Member},
+    wire::encode,
+};
+use crate::leases::rows::Reporting;
+use pb::log_command::Command;
+
+/// How long a client waits for something to forget. Less than it waits for an answer.
+const POLL: Duration = Duration::from_secs(3);
+
+/// Answers a client that asks what it is to forget, report or check.
+pub(super) async fn recall(member: &Member, request: pb::RecallRequest) -> Result<Bytes> {
+    let term = member.leading()?;
+    let deadline = Instant::now() + POLL;
+    let (mut reply, bell) = member.recalls.poll(term, &request)?;
+    // A report is told of beside the request that waits.
+    let tells = !(request.reported.is_empty() && request.working.is_empty() && request.locks_checked.is_empty());
+    while reply == pb::RecallReply::default() && !tells {
+        let rung = bell.notified();
+        tokio::pin!(rung);
+        // From here on no ringing is missed.
+        rung.as_mut().enable();
+        reply = member.recalls.poll(term, &request)?.0;
+        if reply != pb::RecallReply::default() || timeout_at(deadline, rung).await.is_err() {
+            break;
+        }
+    }
+    Ok(encode(&reply))
+}
+
+/// Looks after what ends by itself, as long as this server leads.
+pub(super) async fn end_leases(member: &Member) {
+    loop {
+        if !member.recalls.next_end().await {
+            continue;
+        }
+        let (now, silence) = (member.env.boot(), member.recalls.silence());
+        let gone = match member.recalls.asked() {
+            asked if asked.is_empty() => asked,
+            asked => member.with_lead(|l| Ok(l.sessions.silent(now, silence, asked))).unwrap_or_default(),
+        };
+        let (mut silent, late) = member.recalls.tick(&gone);
+        // A report waits for the cut of its file, or for its end to be found, like everything that makes it grow; its sender
+        // cannot help that.
+        let namespace = &member.machine.namespace;
+        let held_up = |ino| namespace.trim_of(ino).is_some() || !matches!(namespace.endless(ino), Ok(None));
+        let (excused, late): (Vec<_>, Vec<_>) = late.into_iter().partition(|(_, ino)| held_up(*ino));
+        member.recalls.excuse(&excused);
+        late.iter().for_each(|_| Reporting::Late.taken());
+        silent.extend(late.into_iter().map(|(id, _)| id));
+        silent.sort_unstable();
+        silent.dedup();
+        for batch in silent.chunks(BATCH) {
+            tracing::warn!(sessions = ?batch, "sessions do not forget or report what they are asked to and are evicted");
+            let end = pb::SessionEnd { sessions: batch.to_vec(), evict: true };
+            if let Err(e) = member.propose(Command::SessionEnd(end)).await {
+                tracing::warn!("ending sessions: {e}");
+            }
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! What `strake status` shows of a metadata server.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use strake_fabric::traffic;
+use strake_proto::pb;
+
+use super::{followers::Followers, member::Member, membership::slow_targets};
+use crate::cluster::{recovery, slow::words};
+
+/// Queues are counted up to here.
+const STATUS_LIMIT: usize = 10_000;
+
+pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply {
+    let ns = &member.machine.namespace;
+    let (header, map, now) = (ns.header(), member.map(), member.env.boot());
+    let mut notices = Vec::new();
+    if member.leading().is_err() {
+        notices.push("not the leader: idle times and opens of sessions are known to the leader only".into());
+    }
+    if member.disk_space.look().0 {
+        notices.push("the disk is almost full: nothing new is accepted here until there is space".into());
+    }
+    notices.extend(damage_notices(member));
+    let awaited = recovery::all_awaited(&map.map);
+    if !awaited.is_empty() {
+        notices.push(format!(
+            "since the recovery {} chains wait to hear from targets {awaited:?}: start their servers, or see `strake mds give-up`",
+            map.map.doubts.len()
+        ));
+    }
+    let slow = slow_targets(member);
+    notices.extend(slow_notices(&map.map, &slow));
+    let lead = member.lead.lock();
+    let sessions = ns.sessions().into_iter().map(|(id, s)| pb::SessionStatus {
+        id,
+        hostname: s.hostname,
+        pid: s.pid,
+        version: s.version,
+        idle_ms: lead.as_ref().and_then(|l| l.sessions.idle_of(now, id)).map_or(0, |d| d.as_millis() as u64),
+        opens: lead.as_ref().map_or(0, |l| l.sessions.opens_of(id) as u32),
+        locks: ns.locked_by(id),
+    });
+    let targets = map.map.targets.iter().map(|t| pb::TargetStatus {
+        id: t.id,
+        capacity: t.capacity,
+        used: t.used,
+        lease_left_ms: lead.as_ref().map_or(0, |l| l.manager.lease_left(now, t).as_millis() as u64),
+        slow: slow.iter().find(|s| s.target == t.id).and_then(|s| s.slow),
+        ..Default::default()
+    });
+    pb::StatusReply {
+        refused: Vec::new(),
+        role: "mds".into(),
+        node: member.own_id(),
+        name: member.cfg.name(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        pid: u64::from(std::process::id()),
+        uptime_ms: now.saturating_sub(member.started).as_millis() as u64,
+        raft: Some(member.node.status()),
+        sessions: sessions.collect(),
+        targets: targets.collect(),
+        inodes: header.inodes,
+        orphans: ns.orphans(STATUS_LIMIT).len() as u64,
+        gc_queue: ns.gc_waiting(STATUS_LIMIT) as u64,
+        notices,
+        roads: traffic::roads(member.links.fabric()),
+        map: Some(map.map.clone()),
+        locks: ns.locked_by(0),
+        lock_waits: lead.as_ref().map_or(0, |l| l.lock_waiters.len() as u64),
+        follower_reads: followers.answered.load(Relaxed),
+        follower_refusals: followers.refused.load(Relaxed),
+    }
+}
+
+/// What was wrong with this server's own state, and what becomes of it.
+fn damage_notices(member: &Member) -> Vec<String> {
+    let raft = member.node.status();
+    let mut all = Vec::new();
+    match (raft.no_state, raft.damage.as_str()) {
+        (true, "") => all.push("waits for a copy of the metadata state from the leader".into()),
+        (true, why) => all.push(format!("its metadata state was damaged ({why}): waits for a copy from the leader")),
+        (false, "") if raft.damages > 0 => all.push(format!(
+            "its metadata state was found damaged {} times since it started, and copied anew: look after its disk",
+            raft.damages
+        )),
+        (false, "") => {}
+        (false, why) => all.push(format!(
+            "its metadata state is damaged ({why}), and no other member has one to copy: see docs/operations.md, 'Damaged metadata'"
+        )),
+    }
+    all.extend(member.set_aside.as_ref().map(|why| {
+        format!(
+            "its metadata state was damaged when it started ({why}), was set aside and made anew: look after its disk"
+        )
+    }));
+    all
+}
+
+/// What is slow, and what is drained for that.
+fn slow_notices(map: &pb::ClusterMap, slow: &[pb::SlowTarget]) -> Vec<String> {
+    let drained = map.targets.iter().filter_map(|t| Some((t.id, t.slow.as_ref()?)));
+    let named = |(id, s): (u32, &pb::Slow)| {
+        format!(
+            "target {id} is drained because it was slow ({}): replace its device, or `strake target keep {id}`",
+            words(s)
+        )
+    };
+    let mut all: Vec<String> = drained.clone().map(named).collect();
+    let others = slow.iter().filter(|s| drained.clone().all(|(id, _)| id != s.target));
+    all.extend(others.filter_map(|s| Some(format!("target {} is slow: {}", s.target, words(s.slow.as_ref()?)))));
+    all
+}
