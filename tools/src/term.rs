@@ -55,7 +55,7 @@ impl Progress {
         }
     }
 
-    pub fn done(self) {
+    pub fn done(&mut self) {
         if self.live && !self.last.is_empty() {
             eprintln!();
         }

@@ -1,26 +1,15 @@
-//! `strake fsck`: metadata and stored chunks cross-checked while the file system is in use.
-//!
-//! The namespace is walked through the client library; every target lists the chunks it has ([`look`]). What differs
-//! ([`findings`]) is looked at a second time after a pause, because a file may have changed in between, and reported only if it
-//! still differs. Chunks that the metadata servers are about to delete are counted apart: a removed file keeps them for a grace
-//! period. It changes nothing unless it is asked to [`repair`].
+//! `strake fsck`: metadata and stored chunks cross-checked while the file system is in use, by [`strake_fsck`].
 
-mod findings;
-mod look;
-mod repair;
-
-use std::{collections::BTreeMap, path::PathBuf, process::ExitCode};
+use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
 use clap::Args;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
-use strake_client::Creds;
 use strake_fabric::{ClientKey, Endpoint, Env, Identity, Pool, Roads};
+use strake_fsck::{Checker, Fate, Outcome, text};
 use strake_proto::Result;
 
 use crate::{config, dev::Cluster, mount, term::Progress};
-use findings::text;
-use look::{Checker, Outcome};
-use repair::Fate;
 
 #[derive(Args)]
 pub struct FsckArgs {
@@ -58,19 +47,19 @@ pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
         let identity = Identity::server(&key);
         let client = mount::connect(&mds, ClientKey::of(&key)).await?;
         let fabric = Roads::new(Env::system(), identity, None, Pool::default(), Default::default());
-        let creds = Creds { uid: 0, gid: 0, groups: vec![] };
-        let progress = Progress::new();
         let mds = mds.iter().map(|e| e.parse()).collect::<Result<Vec<Endpoint>>>()?;
+        let progress = Arc::new(Mutex::new(Progress::new()));
+        let say = progress.clone();
         let mut checker =
-            Checker { client, fabric, creds, mds, connections: BTreeMap::new(), progress, repairs: args.repair };
+            Checker::new(client, Arc::new(fabric), mds, args.repair, move |line| say.lock().say(line));
         let result = async {
             let outcome = checker.run(args.read_data).await?;
             let fates = if args.repair { Some(checker.repair(&outcome).await?) } else { None };
             Ok((outcome, fates))
         };
         let result: Result<_> = result.await;
-        checker.progress.done();
-        checker.client.close().await?;
+        checker.close().await?;
+        progress.lock().done();
         let (outcome, fates) = result?;
         report(&outcome, fates.as_deref(), args.json);
         Ok(if left(&outcome, fates.as_deref()) == 0 { ExitCode::SUCCESS } else { ExitCode::from(FOUND) })

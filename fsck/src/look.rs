@@ -9,7 +9,7 @@ use std::{
 use bytes::Bytes;
 use prost::Message as _;
 use strake_client::{Client, Creds};
-use strake_fabric::{Connection, Endpoint, Fabric, Message, Roads};
+use strake_fabric::{Connection, Endpoint, Fabric, Message};
 use strake_proto::{
     ChunkId, Code, Error, Ino, NodeId, Result, TargetId,
     data::{DataRequest, ListEntry},
@@ -18,14 +18,16 @@ use strake_proto::{
     opcode, pb,
 };
 
-use super::findings::{FileInfo, Finding, Pending, compare, tombstones};
-use crate::term::Progress;
+use crate::findings::{FileInfo, Finding, Pending, compare, tombstones};
 
 /// What one or two looks found.
 #[derive(Default)]
 pub struct Outcome {
+    /// What was found, in order.
     pub findings: Vec<Finding>,
+    /// Files, each once.
     pub files: u64,
+    /// Chunk replicas.
     pub chunks: u64,
     /// Chunk replicas that wait for their deletion.
     pub pending: u64,
@@ -37,16 +39,15 @@ pub struct Outcome {
     pub only_copies: BTreeSet<(Ino, u64, u32)>,
 }
 
+/// A look at a file system, with all it needs.
 pub struct Checker {
-    pub client: Client,
-    pub fabric: Roads,
-    pub creds: Creds,
-    pub mds: Vec<Endpoint>,
-    pub connections: BTreeMap<NodeId, Arc<dyn Connection>>,
-    pub progress: Progress,
-    /// Tombstones that nobody needs are findings. They cost a little space and do no harm, so they are so
-    /// only for who wants them forgotten.
-    pub repairs: bool,
+    pub(crate) client: Client,
+    fabric: Arc<dyn Fabric>,
+    creds: Creds,
+    mds: Vec<Endpoint>,
+    connections: BTreeMap<NodeId, Arc<dyn Connection>>,
+    progress: Box<dyn FnMut(String) + Send>,
+    repairs: bool,
 }
 
 /// What a server gives at most.
@@ -55,11 +56,31 @@ const PAGE: u32 = 4096;
 const LEADERLESS: Duration = Duration::from_secs(15);
 
 impl Checker {
+    /// `fabric` must act as a server: storage servers list their chunks for no one else. `repairs`: tombstones that
+    /// nobody needs are findings, too. They cost a little space and do no harm. `progress` is told what goes on.
+    pub fn new(
+        client: Client,
+        fabric: Arc<dyn Fabric>,
+        mds: Vec<Endpoint>,
+        repairs: bool,
+        progress: impl FnMut(String) + Send + 'static,
+    ) -> Checker {
+        let creds = Creds { uid: 0, gid: 0, groups: vec![] };
+        let progress = Box::new(progress);
+        Checker { client, fabric, creds, mds, connections: BTreeMap::new(), progress, repairs }
+    }
+
+    /// Ends the client's session.
+    pub async fn close(self) -> Result<()> {
+        self.client.close().await
+    }
+
+    /// Looks, and looks again at what differs. `read_data`: also reads every byte of every file.
     pub async fn run(&mut self, read_data: bool) -> Result<Outcome> {
         let mut outcome = self.pass().await?;
         if !outcome.findings.is_empty() {
             // Files being written, deleted or truncated look wrong for a moment.
-            self.progress.say(format!("{} differences; looking again", outcome.findings.len()));
+            (self.progress)(format!("{} differences; looking again", outcome.findings.len()));
             tokio::time::sleep(Duration::from_secs(3)).await;
             let again = self.pass().await?;
             outcome.only_copies.extend(&again.only_copies);
@@ -75,14 +96,14 @@ impl Checker {
         Ok(outcome)
     }
 
-    pub async fn pass(&mut self) -> Result<Outcome> {
+    pub(crate) async fn pass(&mut self) -> Result<Outcome> {
         // Chunks first, what is pending last: a file deleted after its chunks were listed is then known to be gone or
         // going, and a file made after them has its chunks missing from the list, which is no finding.
         let map = self.client.fetch_map().await?;
         let mut lists = BTreeMap::new();
         let mut chunks = 0;
         for target in map.map.targets.iter().filter(|t| t.alive) {
-            self.progress.say(format!("listing the chunks of target {}", target.id));
+            (self.progress)(format!("listing the chunks of target {}", target.id));
             for chain in map.chains_of(target.id).filter(|c| c.serving().any(|t| t == target.id)) {
                 let list = self.list(&map, chain, target.id).await?;
                 chunks += list.len() as u64;
@@ -122,12 +143,12 @@ impl Checker {
     }
 
     /// What is about to be deleted.
-    pub async fn going(&self) -> Result<Pending> {
+    pub(crate) async fn going(&self) -> Result<Pending> {
         self.of_leader(async |c| going(c).await).await
     }
 
     /// Asks the metadata servers in turn until the leader answers.
-    pub async fn of_leader<T>(&self, ask: impl AsyncFn(&dyn Connection) -> Result<T>) -> Result<T> {
+    pub(crate) async fn of_leader<T>(&self, ask: impl AsyncFn(&dyn Connection) -> Result<T>) -> Result<T> {
         let (start, mut last) = (Instant::now(), Error::new(Code::NoDev, "no metadata server is known"));
         loop {
             for at in &self.mds {
@@ -189,7 +210,7 @@ impl Checker {
                         },
                     }
                 }
-                self.progress.say(format!("{} files walked", files.len()));
+                (self.progress)(format!("{} files walked", files.len()));
                 if page.end || page.entries.is_empty() {
                     break;
                 }
@@ -215,7 +236,7 @@ impl Checker {
     }
 
     async fn read_file(&mut self, ino: Ino, path: String) -> Option<Finding> {
-        self.progress.say(format!("reading {path}"));
+        (self.progress)(format!("reading {path}"));
         let all = async {
             let (file, attr) = self.client.open(&self.creds, ino, 0).await?;
             for at in (0..attr.size).step_by(4 << 20) {
@@ -303,7 +324,7 @@ async fn going(c: &dyn Connection) -> Result<Pending> {
 }
 
 /// Which of the files somebody has open for writing.
-pub async fn written(c: &dyn Connection, inos: &[Ino]) -> Result<BTreeSet<Ino>> {
+pub(crate) async fn written(c: &dyn Connection, inos: &[Ino]) -> Result<BTreeSet<Ino>> {
     let mut all = BTreeSet::new();
     for part in inos.chunks(PAGE as usize) {
         let request = pb::PendingRequest { kind: 4, after: 0, limit: PAGE, inos: part.to_vec() };

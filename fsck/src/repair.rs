@@ -1,4 +1,4 @@
-//! `strake fsck --repair`: has the metadata leader put right what was found, and looks again.
+//! Has the metadata leader put right what was found, and looks again.
 //!
 //! What is to be deleted goes where removed files' chunks go: it is done although servers fail meanwhile. The metadata servers do
 //! nothing of it unless their state says the same, so whatever changed since the look is safe.
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use strake_fabric::{Connection, Message};
 use strake_proto::{ChunkId, Code, Ino, Result, opcode, pb};
 
-use super::{
+use crate::{
     findings::{Finding, Place},
     look::{Checker, Outcome, written},
 };
@@ -28,15 +28,24 @@ const POLL: Duration = Duration::from_millis(300);
 /// What became of a finding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fate {
+    /// It is gone; the text says how.
     Repaired(&'static str),
-    Left { why: String, next: &'static str },
+    /// It is still there.
+    Left {
+        /// The cause.
+        why: String,
+        /// What an admin can do.
+        next: &'static str,
+    },
 }
 
 impl Fate {
+    /// Whether it is gone.
     pub fn is_repaired(&self) -> bool {
         matches!(self, Fate::Repaired(_))
     }
 
+    /// As an entry of the report in JSON; `finding`: its text.
     pub fn as_json(&self, finding: &str) -> Value {
         match self {
             Fate::Repaired(what) => json!({ "finding": finding, "repaired": true, "what": what }),
@@ -230,7 +239,7 @@ impl Checker {
         let mut refused = BTreeMap::new();
         let count = plan.jobs.len();
         for (n, (job, chains)) in plan.jobs.iter().enumerate() {
-            self.progress.say(format!("repair {} of {count}", n + 1));
+            (self.progress)(format!("repair {} of {count}", n + 1));
             let request = job.request(chains);
             match self.of_leader(async |c| ask(c, request.clone()).await).await {
                 Ok(()) => {}
@@ -249,7 +258,7 @@ impl Checker {
         let waiting = self.deletions(&plan).await?;
         let mut now = self.pass().await?;
         if findings.iter().any(|f| again(f, &now)) {
-            self.progress.say("something is still there; looking again");
+            (self.progress)("something is still there; looking again".into());
             tokio::time::sleep(Duration::from_secs(3)).await;
             now = self.pass().await?;
         }
@@ -289,7 +298,7 @@ impl Checker {
             if waiting.is_empty() || start.elapsed() > DELETION {
                 return Ok(waiting);
             }
-            self.progress.say(format!("{} deletions are not done yet", waiting.len()));
+            (self.progress)(format!("{} deletions are not done yet", waiting.len()));
             tokio::time::sleep(POLL).await;
         }
     }

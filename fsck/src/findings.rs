@@ -10,24 +10,27 @@ use strake_proto::{
     pb,
 };
 
-/// One thing that should not be.
+/// One thing that should not be. `ino` and `data` name a file's inode and its data, `target` where it was found, and
+/// paths are as seen from the root.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[allow(missing_docs, reason = "the fields mean the same in all variants")]
 pub enum Finding {
-    /// Chunks of a file that no name and no deletion in progress refers to.
+    /// Chunks that no file and no pending deletion refers to.
     Leaked { ino: Ino, data: u64, target: TargetId, chains: BTreeSet<u32>, chunks: u64 },
-    /// Tombstones of data that no file and no deletion in progress has: a power loss brought them back.
+    /// Tombstones of data that no file and no pending deletion has: a power loss brought them back.
     Tombstones { ino: Ino, data: u64, target: TargetId, chains: BTreeSet<u32>, tombstones: u64 },
     /// A chunk on a chain that the file's layout does not put it on.
     Misplaced { chunk: ChunkId, path: String, chain: u32, target: TargetId, place: Place },
     /// In-sync replicas of one chunk disagree.
     Diverged { chunk: String, chain: u32, versions: Vec<(TargetId, String)> },
-    /// A chunk wholly beyond the end of its file, which nobody has open for writing.
+    /// A chunk wholly beyond the end of its file, which no client has open for writing.
     BeyondEnd { chunk: ChunkId, path: String, target: TargetId, size: u64 },
     /// A directory entry whose inode cannot be read; `gone`: because there is none.
     Dangling { path: String, parent: Ino, name: Vec<u8>, ino: Ino, error: String, gone: bool },
     /// A directory that has another name already.
     TwoParents { path: String, ino: Ino },
-    /// Chunks that no replica in sync has, below the end of a file in which nobody made a hole and that nobody has open for writing.
+    /// Chunks that no replica in sync has, below the end of a file that has no holes and that no client has open for
+    /// writing.
     Missing { path: String, ino: Ino, chunks: u64, first: u64 },
     /// A file with stripes on a chain whose last copies were given up.
     Lost { path: String, chains: Vec<u32> },
@@ -38,13 +41,13 @@ pub enum Finding {
 /// Where a misplaced chunk should be.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
+    /// The chain that the layout says.
     pub chain: u32,
     /// All replicas in sync there have it, readable, the same and not shorter.
     pub there: bool,
     /// The chain that it is on has other chunks of the file.
     pub beside_others: bool,
-    /// The file's size, if that reaches no stripe of the chunk. Then nothing of it shows in the
-    /// file, wherever it is.
+    /// The file's size, if that reaches no stripe of the chunk. Then nothing of it shows in the file, wherever it is.
     pub beyond: Option<u64>,
 }
 
@@ -79,7 +82,7 @@ impl Finding {
     }
 }
 
-pub struct FileInfo {
+pub(crate) struct FileInfo {
     pub path: String,
     pub size: u64,
     /// All up to its size is data.
@@ -88,13 +91,13 @@ pub struct FileInfo {
 }
 
 /// What the metadata servers are about to delete: the lowest size in bytes that a pair of inode and data id is cut to.
-pub type Pending = BTreeMap<(Ino, u64), u64>;
+pub(crate) type Pending = BTreeMap<(Ino, u64), u64>;
 
-pub type Lists = BTreeMap<(u32, TargetId), Vec<ListEntry>>;
+pub(crate) type Lists = BTreeMap<(u32, TargetId), Vec<ListEntry>>;
 
 /// What the lists say against what the files say; and how many chunk replicas wait for their deletion. What belongs to one of the
 /// `unread` inodes nobody knows.
-pub fn compare(
+pub(crate) fn compare(
     map: &MapView,
     files: &BTreeMap<Ino, FileInfo>,
     lists: &Lists,
@@ -154,7 +157,7 @@ pub fn compare(
 
 /// Tombstones that nobody needs: of data that no file has, none of the `unread` ones either, and that no
 /// deletion is about.
-pub fn tombstones(
+pub(crate) fn tombstones(
     files: &BTreeMap<Ino, FileInfo>,
     lists: &Lists,
     pending: &Pending,
