@@ -4,53 +4,36 @@
 use std::{
     collections::BTreeMap,
     future::Future,
-    sync::{
-        Arc, LazyLock, Weak,
-        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
-    },
+    pin::Pin,
+    sync::{Arc, LazyLock, Weak, atomic::AtomicU64},
     time::Duration,
 };
 
-use arc_swap::ArcSwap;
-use bytes::Bytes;
 use futures_util::stream::{self, StreamExt};
 use parking_lot::Mutex;
-use prost::Message as _;
-use strake_fabric::{Buf, BufMut, Endpoint, Env, Fabric, LeaderFinder, watch};
-use strake_proto::{
-    ChainId, Code, Error, Incarnation, Ino, Kin, NodeId, Result, SessionId, TargetId, map::MapView, opcode, pb,
-};
+use strake_fabric::{Buf, BufMut, Env, Fabric, watch};
+use strake_proto::{ChainId, Ino, SessionId, TargetId, pb};
 use tokio::{
-    sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, RwLock, Semaphore},
+    sync::{Mutex as AsyncMutex, Notify, OwnedSemaphorePermit, Semaphore},
     time::Instant,
 };
 
 use crate::{
     api::names::op,
-    config::{Config, Counters},
-    data::clocks::Clocks,
-    data::connections::Connections,
-    data::rdma_connections::RdmaConnections,
-    data::relays::Relays,
-    data::route,
-    handover,
+    config::Config,
+    data::{clocks::Clocks, connections::Connections, rdma_connections::RdmaConnections, relays::Relays},
     inode::{Inode, Release},
-    leases::lease_cache::LeaseCache,
-    leases::open_cache::OpenCache,
-    leases::recalls::{self, Acknowledged},
-    leases::recent_lookups::RecentLookups,
-    locks::OwnerQueues,
-    locks::lock_waiters::LockWaiters,
-    locks::page_locks::PageLocks,
-    metadata::followers::Followers,
-    metadata::opens::Openings,
-    metadata::{Link, Session},
+    leases::{
+        lease_cache::{Forgetting, LeaseCache},
+        open_cache::OpenCache,
+        recalls::{self, Acknowledged},
+        recent_lookups::RecentLookups,
+    },
+    locks::{OwnerQueues, lock_waiters::LockWaiters, page_locks::PageLocks},
+    metadata::service::{Metadata, SessionOwner},
     read::cache::Cache,
-    shared::retry::{Backoff, in_doubt},
-    shared::unreachable::{Kind, Unreachable},
-    write::grants::Grants,
-    write::unstable::Unstable,
-    write::writeback,
+    shared::Shared,
+    write::{grants::Grants, unstable::Unstable, writeback},
 };
 
 /// What an unstable write keeps alive until it is stable.
@@ -61,37 +44,17 @@ pub(crate) struct Hold {
 }
 
 pub(crate) struct Core {
-    pub cfg: Config,
-    pub env: Env,
-    pub fabric: Arc<dyn Fabric>,
-    pub stats: Counters,
-    pub uuid: [u8; 16],
-    map: ArcSwap<MapView>,
-    pub map_changed: watch::Sender<u64>,
-    map_refresh: AsyncMutex<()>,
-    /// Ended requests for a map.
-    map_refreshes: AtomicU64,
-    pub(crate) finder: Mutex<LeaderFinder>,
-    pub(crate) link: AsyncMutex<Link>,
-    pub(crate) followers: Followers,
-    pub(crate) session: Mutex<Option<Arc<Session>>>,
-    pub(crate) session_change: AsyncMutex<()>,
+    pub shared: Arc<Shared>,
+    pub metadata: Arc<Metadata>,
     inodes: Mutex<BTreeMap<Ino, Weak<Inode>>>,
     /// Files that are to be released, see [`Core::release_later`], and the last opening before that.
     releases: Mutex<BTreeMap<Ino, (Release, u64)>>,
-    pub(crate) openings: Openings,
     pub locks: OwnerQueues,
     pub lock_waiters: LockWaiters,
     pub(crate) pages: PageLocks,
-    pub lease_cache: LeaseCache,
+    pub lease_cache: Arc<LeaseCache>,
     pub recent_lookups: RecentLookups,
     pub open_cache: OpenCache,
-    /// See [`Core::reassertions`].
-    pub(crate) reassertions: AtomicU64,
-    /// Held to tell of closes, alone to tell of everything on the same connection.
-    pub(crate) closing: RwLock<()>,
-    /// Leases began on a new connection.
-    pub(crate) greeted: Notify,
     pub(crate) recalls: Acknowledged,
     pub connections: Connections,
     /// Ways to servers that are not reached.
@@ -120,11 +83,6 @@ pub(crate) struct Core {
     pub(crate) flushing: Mutex<BTreeMap<ChainId, Arc<AsyncMutex<()>>>>,
     /// A run of zeros, for holes.
     pub zero: Buf,
-    closed: AtomicBool,
-    /// Its session ends, and there will be no other.
-    ending: AtomicBool,
-    pub(crate) read_only: AtomicBool,
-    pub(crate) unreachable: Mutex<Unreachable>,
 }
 
 /// Sizes that are being reported at a time.
@@ -132,9 +90,6 @@ const SIZES_AT_ONCE: usize = 32;
 /// How long a release may wait for others, and how many make one request.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(200);
 const RELEASES_AT_ONCE: usize = 1024;
-
-/// Whoever waits longer for servers has it told in the log.
-const TOO_LONG: Duration = Duration::from_secs(3);
 
 /// Zeros for holes, of all clients of the process; memory that nobody writes to takes none.
 static ZEROS: LazyLock<Buf> = LazyLock::new(|| BufMut::unpooled(1 << 20).freeze());
@@ -146,77 +101,28 @@ pub(crate) fn room_for(bytes: usize) -> u32 {
     bytes.div_ceil(ROOM_UNIT).min(u32::MAX as usize) as u32
 }
 
-/// One operation's time limit and pauses.
-pub(crate) struct Attempts {
-    what: &'static str,
-    began: Instant,
-    deadline: Instant,
-    backoff: Backoff,
-    /// An attempt may have run without an answer.
-    pub in_doubt: bool,
-}
-
-impl Attempts {
-    pub fn left(&self) -> Duration {
-        self.deadline.saturating_duration_since(Instant::now())
-    }
-
-    /// After a failed attempt: pauses, or gives up with the cause when the time is over. A new cluster map ends the
-    /// pause early.
-    pub async fn pause(&mut self, core: &Core, cause: Error) -> Result<()> {
-        self.in_doubt |= in_doubt(&cause);
-        Counters::add(&core.stats.retries, 1);
-        let waited = self.began.elapsed();
-        core.stats.stalled(waited);
-        let left = self.left();
-        if waited >= TOO_LONG {
-            core.tell_stuck();
-        }
-        if left.is_zero() || core.is_closed() {
-            let m = format!("{}: gave up after {:.1} s: {cause}", self.what, waited.as_secs_f64());
-            return Err(Error::new(Code::TimedOut, m));
-        }
-        let mut changed = core.map_changed.subscribe();
-        let pause = self.backoff.next(core.env.random_u64()).min(left);
-        tokio::select! {
-            biased;
-            _ = changed.changed() => {}
-            () = tokio::time::sleep(pause) => {}
-        }
-        Ok(())
-    }
-}
-
 impl Core {
-    pub fn new(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Core {
+    pub fn new(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Arc<Core> {
+        let shared = Arc::new(Shared::new(cfg, env, fabric));
+        Arc::new_cyclic(|core: &Weak<Core>| Core::of(shared, core.clone()))
+    }
+
+    fn of(shared: Arc<Shared>, owner: Weak<dyn SessionOwner>) -> Core {
         let rooms = |bytes: usize| Arc::new(Semaphore::new((bytes / ROOM_UNIT).clamp(1, Semaphore::MAX_PERMITS)));
-        let mut finder = LeaderFinder::new(cfg.mds.clone());
-        finder.learn(cfg.handover.iter().flat_map(|k| k.mds()));
-        let uuid = cfg.handover.as_ref().map(|k| k.uuid()).or(cfg.uuid).unwrap_or_else(|| env.random_bytes());
-        let relays = Arc::new(Relays::new(env.clone(), cfg.relay, &uuid));
+        let (cfg, pool) = (&shared.cfg, shared.fabric.pool());
+        let relays = Arc::new(Relays::new(shared.env.clone(), cfg.relay, &shared.uuid));
+        let lease_cache: Arc<LeaseCache> = Arc::default();
+        let metadata = Metadata::new(shared.clone(), relays.clone(), lease_cache.clone(), owner);
         Core {
-            uuid,
-            map: ArcSwap::default(),
-            map_changed: watch::Sender::new(0),
-            map_refresh: AsyncMutex::default(),
-            map_refreshes: AtomicU64::new(0),
-            finder: Mutex::new(finder),
-            link: AsyncMutex::default(),
-            followers: Followers::default(),
-            session: Mutex::new(None),
-            session_change: AsyncMutex::default(),
+            metadata: Arc::new(metadata),
+            lease_cache,
             inodes: Mutex::default(),
             releases: Mutex::default(),
-            openings: Openings::default(),
             locks: OwnerQueues::default(),
             lock_waiters: LockWaiters::default(),
             pages: PageLocks::default(),
-            lease_cache: LeaseCache::default(),
             recent_lookups: RecentLookups::default(),
             open_cache: OpenCache::default(),
-            reassertions: AtomicU64::new(0),
-            closing: RwLock::default(),
-            greeted: Notify::new(),
             recalls: Acknowledged::default(),
             clocks: Clocks::default(),
             connections: Connections::relayed(cfg.connections_per_node.max(1), relays.clone()),
@@ -224,145 +130,18 @@ impl Core {
             rdma_connections: RdmaConnections::new(cfg.connections_per_node),
             pieces: Arc::new(Semaphore::new(cfg.max_inflight_pieces.max(1))),
             unstable_room: rooms(cfg.unstable_limit),
-            cache: Mutex::new(Cache::new((cfg.cache_bytes as u64).min(fabric.pool().stats().limit / 2))),
+            cache: Mutex::new(Cache::new((cfg.cache_bytes as u64).min(pool.stats().limit / 2))),
             unstable: Mutex::default(),
             flush_wanted: Notify::new(),
             holding: Mutex::default(),
             held_order: AtomicU64::new(1),
-            inherited: watch::Sender::new(cfg.handover.as_ref().is_none_or(|k| k.former_session() == 0)),
+            inherited: watch::Sender::new(shared.cfg.handover.as_ref().is_none_or(|k| k.former_session() == 0)),
             grants: Mutex::default(),
             asking_grants: Mutex::default(),
             flushing: Mutex::default(),
             zero: ZEROS.clone(),
-            closed: AtomicBool::new(false),
-            ending: AtomicBool::new(false),
-            unreachable: Mutex::default(),
-            read_only: AtomicBool::new(cfg.read_only),
-            stats: Counters::default(),
-            fabric,
-            env,
-            cfg,
+            shared,
         }
-    }
-
-    pub fn attempts(&self, what: &'static str) -> Attempts {
-        self.attempts_for(what, self.cfg.op_timeout)
-    }
-
-    pub fn attempts_for(&self, what: &'static str, limit: Duration) -> Attempts {
-        let began = Instant::now();
-        Attempts { what, began, deadline: began + limit, backoff: Backoff::default(), in_doubt: false }
-    }
-
-    pub fn is_closed(&self) -> bool {
-        self.closed.load(Relaxed)
-    }
-    pub fn set_closed(&self) {
-        self.closed.store(true, Relaxed);
-    }
-    pub fn is_ending(&self) -> bool {
-        self.ending.load(Relaxed)
-    }
-    pub fn set_ending(&self) {
-        self.ending.store(true, Relaxed);
-    }
-
-    /// Runs an operation to its end even if the caller goes away: what was begun is finished or retried, never left
-    /// half done.
-    pub async fn detached<T, F>(&self, f: F) -> Result<T>
-    where
-        T: Send + 'static,
-        F: Future<Output = Result<T>> + Send + 'static,
-    {
-        let running = self.env.spawn(handover::numbered(handover::numbers(), f));
-        running.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))?
-    }
-
-    // --- servers that are away ---
-
-    /// A server did not answer, or cannot do what it is for.
-    pub fn failed(&self, kind: Kind, who: &str, e: &Error) {
-        self.unreachable.lock().failed(kind, who, &e.message, Instant::now());
-    }
-
-    pub fn answered(&self, kind: Kind, who: &str) {
-        let back = self.unreachable.lock().answered(kind, who, Instant::now());
-        if let Some((what, after)) = back {
-            tracing::info!("{what} again after {:.1} s", after.as_secs_f64());
-        }
-    }
-
-    fn tell_stuck(&self) {
-        let Some(list) = self.unreachable.lock().stuck() else { return };
-        let limit = self.cfg.op_timeout;
-        match limit >= crate::FOREVER {
-            true => tracing::warn!("waiting for {list}; programs wait until they answer"),
-            false => tracing::warn!("waiting for {list}; calls fail after {} s", limit.as_secs()),
-        }
-    }
-
-    // --- cluster map ---
-
-    pub fn map(&self) -> Arc<MapView> {
-        self.map.load_full()
-    }
-
-    /// Takes a map if it is newer.
-    pub fn install_map(&self, map: pb::ClusterMap) -> Result<()> {
-        let have = self.map.load();
-        if map.version <= have.version() && have.version() != 0 {
-            return Ok(());
-        }
-        // Numbers of versions say nothing between two groups that were made from what was left of one.
-        let (own, theirs) = (Incarnation(have.map.incarnation), Incarnation(map.incarnation));
-        if have.version() != 0 && own.kin(theirs) == Kin::Twin {
-            let m = format!(
-                "a metadata server of incarnation {theirs} answered, which was recovered apart from {own}; one of the two must be stopped"
-            );
-            return Err(Error::new(Code::NotLeader, m));
-        }
-        let view = MapView::new(map)?;
-        let mds: Vec<Endpoint> = view.mds();
-        {
-            // One at a time writes them down.
-            let mut finder = self.finder.lock();
-            if let Some(k) = self.cfg.handover.as_ref().filter(|_| !mds.is_empty()) {
-                k.set_mds(&mds);
-            }
-            finder.learn(mds);
-        }
-        let version = view.version();
-        let view = Arc::new(view);
-        self.relays.learn(&view);
-        self.map.store(view);
-        self.map_changed.send_replace(version);
-        Ok(())
-    }
-
-    /// Asks for a map newer than `than`; one request serves all who ask at once. Quiet when there is none yet.
-    pub async fn refresh_map(self: &Arc<Self>, than: u64) {
-        let ended = self.map_refreshes.load(Relaxed);
-        let _one = self.map_refresh.lock().await;
-        if self.map.load().version() > than || self.map_refreshes.load(Relaxed) != ended {
-            return;
-        }
-        let body = Bytes::from(pb::MapRequest { have: than, latest: false }.encode_to_vec());
-        let mut at = self.attempts_for("fetching the cluster map", Duration::from_secs(1));
-        let reply = self.mds_call(opcode::MAP, |_| body.clone(), Duration::from_secs(1), &mut at).await;
-        match reply.and_then(|m| crate::metadata::decode::<pb::MapReply>(&m)) {
-            Ok(pb::MapReply { map: Some(map) }) => {
-                if let Err(e) = self.install_map(map) {
-                    tracing::warn!("{e}");
-                }
-            }
-            Ok(_) => {}
-            Err(e) => tracing::debug!("{e}"),
-        }
-        self.map_refreshes.fetch_add(1, Relaxed);
-    }
-
-    pub fn local_node(&self, map: &MapView) -> Option<NodeId> {
-        route::local_node(map, &self.cfg.hostname)
     }
 
     // --- inodes ---
@@ -399,7 +178,7 @@ impl Core {
             new.surplus |= old.surplus;
             new.kept.extend(old.kept.iter().cloned());
         }
-        all.insert(ino, (new, self.openings.last()));
+        all.insert(ino, (new, self.metadata.openings().last()));
     }
 
     /// What may be told now of what was released in this session; what belongs to a lost one was released by its end. The servers take
@@ -409,7 +188,7 @@ impl Core {
         let mine = std::mem::take(&mut *all).into_iter().filter(|(_, (r, _))| r.writer.session == session);
         let (due, later): (Vec<_>, Vec<_>) = mine.partition(|(ino, (r, last))| {
             let needed = |i: Arc<Inode>| i.is_open_before(r.writer);
-            !self.openings.may_open(*ino, *last) && !self.live_inode(*ino).is_some_and(needed)
+            !self.metadata.openings().may_open(*ino, *last) && !self.live_inode(*ino).is_some_and(needed)
         });
         all.extend(later);
         due.into_iter().map(|(ino, (r, _))| (ino, r)).collect()
@@ -417,13 +196,13 @@ impl Core {
 
     /// Tells what was released.
     pub async fn send_releases(self: Arc<Self>) {
-        let Some(session) = self.current_session() else { return };
+        let Some(session) = self.metadata.current_session() else { return };
         let all = self.due_releases(session.id);
         for part in all.chunks(RELEASES_AT_ONCE) {
             let one = |(ino, r): &(Ino, Release)| {
                 op(pb::op::Op::Release(pb::Release { ino: *ino, writer: r.writer.index, surplus: r.surplus }))
             };
-            if let Err(e) = self.meta(&pb::Creds::default(), part.iter().map(one).collect()).await {
+            if let Err(e) = self.metadata.meta(&pb::Creds::default(), part.iter().map(one).collect()).await {
                 tracing::debug!("releasing files: {e}");
                 part.iter().for_each(|(ino, r)| self.release_later(*ino, Some(r.clone())));
             }
@@ -434,18 +213,22 @@ impl Core {
 
     pub fn start_background(self: &Arc<Self>) {
         let weak = Arc::downgrade(self);
-        self.env.spawn(every(weak.clone(), |c| c.renew_interval(), |c| async move { c.renew().await }));
-        let extend = self.cfg.extend_interval;
-        self.env.spawn(every(weak.clone(), move |_| extend, |c| async move { c.push_sizes().await }));
+        self.shared.env.spawn(every(
+            weak.clone(),
+            |c| c.metadata.renew_interval(),
+            |c| async move { c.metadata.clone().renew().await },
+        ));
+        let extend = self.shared.cfg.extend_interval;
+        self.shared.env.spawn(every(weak.clone(), move |_| extend, |c| async move { c.push_sizes().await }));
         let release = |c: Arc<Core>| async move { c.send_releases().await };
-        self.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, release));
+        self.shared.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, release));
         let close = |c: Arc<Core>| async move { c.close_idle().await };
-        self.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, close));
-        if self.cfg.write_back || !*self.inherited.borrow() {
-            self.env.spawn(every(weak.clone(), |_| writeback::LOOK, |c| async move { c.send_due().await }));
+        self.shared.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, close));
+        if self.shared.cfg.write_back || !*self.inherited.borrow() {
+            self.shared.env.spawn(every(weak.clone(), |_| writeback::LOOK, |c| async move { c.send_due().await }));
         }
-        self.env.spawn(recalls::serve(weak.clone()));
-        self.env.spawn(flush_loop(weak));
+        self.shared.env.spawn(recalls::serve(weak.clone()));
+        self.shared.env.spawn(flush_loop(weak));
     }
 
     /// Reports all sizes that grew, some at a time.
@@ -475,7 +258,7 @@ where
         drop(c);
         tokio::time::sleep(pause).await;
         match core.upgrade() {
-            Some(c) if !c.is_closed() => f(c).await,
+            Some(c) if !c.shared.is_closed() => f(c).await,
             _ => return,
         }
     }
@@ -485,14 +268,52 @@ where
 async fn flush_loop(core: Weak<Core>) {
     loop {
         let Some(c) = core.upgrade() else { return };
-        if c.is_closed() {
+        if c.shared.is_closed() {
             return;
         }
         tokio::select! {
             biased;
             () = c.flush_wanted.notified() => {}
-            () = tokio::time::sleep((c.cfg.flush_age / 4).max(Duration::from_millis(1))) => {}
+            () = tokio::time::sleep((c.shared.cfg.flush_age / 4).max(Duration::from_millis(1))) => {}
         }
         c.flush_due();
+    }
+}
+
+impl SessionOwner for Core {
+    fn forget_all(&self) -> Option<Forgetting> {
+        let forgetting = self.lease_cache.connected();
+        self.forget_bytes();
+        forgetting
+    }
+
+    fn forget_bytes(&self) {
+        self.cache.lock().clear();
+    }
+
+    fn forget_kept(&self) {
+        self.retire_kept();
+    }
+
+    fn open_in(&self, session: SessionId) -> Vec<Ino> {
+        let inodes = self.live_inodes();
+        inodes.iter().flat_map(|i| std::iter::repeat_n(i.ino, i.handles_of(session))).collect()
+    }
+
+    fn forget_ends(&self, session: SessionId) {
+        self.live_inodes().iter().for_each(|i| i.forget_end(session));
+    }
+
+    fn lost(&self, session: SessionId) {
+        {
+            let mut unstable = self.unstable.lock();
+            unstable.forget_session(session).values().for_each(|h| h.inode.lost_with(session, Vec::new()));
+        }
+        self.live_inodes().iter().for_each(|i| i.back.lose(|parts| i.lost_with(session, parts)));
+        self.holding.lock().clear();
+    }
+
+    fn reopen_all(self: Arc<Self>) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+        Box::pin(async move { self.reopen_strangers().await })
     }
 }

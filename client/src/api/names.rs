@@ -70,12 +70,12 @@ pub struct DirPage {
 
 impl Client {
     async fn read_op(&self, creds: &pb::Creds, o: pb::op::Op) -> Result<pb::OpResult> {
-        one(self.core.meta(creds, vec![op(o)]).await?)
+        one(self.core.metadata.meta(creds, vec![op(o)]).await?)
     }
 
     async fn write_op(&self, creds: &pb::Creds, o: pb::op::Op) -> Result<pb::OpResult> {
         let (core, creds) = (self.core.clone(), creds.clone());
-        self.core.detached(async move { one(core.meta(&creds, vec![op(o)]).await?) }).await
+        self.core.shared.detached(async move { one(core.metadata.meta(&creds, vec![op(o)]).await?) }).await
     }
 
     async fn merged(&self, r: pb::OpResult) -> Result<pb::Attr> {
@@ -84,7 +84,7 @@ impl Client {
 
     /// The inode behind a name. `ENOENT`, `ENOTDIR`, `EACCES`.
     pub async fn lookup(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
-        match self.core.lease_cache.lookup(self.core.env.boot(), creds, parent, name) {
+        match self.core.lease_cache.lookup(self.core.shared.env.boot(), creds, parent, name) {
             Some(Some(attr)) => {
                 self.core.recent_lookups.note(attr.ino, Bytes::new());
                 return self.core.merge(attr).await;
@@ -111,7 +111,7 @@ impl Client {
         {
             self.core.tell_all(&inode).await?;
         }
-        if let Some(attr) = self.core.lease_cache.attr(self.core.env.boot(), ino) {
+        if let Some(attr) = self.core.lease_cache.attr(self.core.shared.env.boot(), ino) {
             return self.core.merge(attr).await;
         }
         self.merged(self.read_op(creds, pb::op::Op::Getattr(pb::GetAttr { ino })).await?).await
@@ -121,7 +121,7 @@ impl Client {
     /// client that were begun before are done first.
     pub async fn setattr(&self, creds: &pb::Creds, set: pb::SetAttr) -> Result<pb::Attr> {
         let (core, creds) = (self.core.clone(), creds.clone());
-        self.core.detached(async move { core.setattr(&creds, set, false).await }).await
+        self.core.shared.detached(async move { core.setattr(&creds, set, false).await }).await
     }
 
     /// Whether `creds` may do what `mask` (R_OK 4 | W_OK 2 | X_OK 1) asks. `EACCES`.
@@ -215,7 +215,7 @@ impl Client {
     pub async fn getxattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         // Linux asks for the ACLs of whatever it checks, and few files have any.
         let acl = ACLS.iter().find(|(acl, _)| *acl == name).map(|(_, bit)| bit);
-        if let (Some(bit), Some(attr)) = (acl, self.core.lease_cache.attr(self.core.env.boot(), ino))
+        if let (Some(bit), Some(attr)) = (acl, self.core.lease_cache.attr(self.core.shared.env.boot(), ino))
             && attr.acls & bit == 0
             && attr.mode & S_IFMT != S_IFLNK
         {
@@ -311,9 +311,9 @@ impl Client {
             for inode in holding {
                 core.tell_all(&inode).await?;
             }
-            core.meta(&creds, ops).await
+            core.metadata.meta(&creds, ops).await
         };
-        self.core.detached(running).await
+        self.core.shared.detached(running).await
     }
 }
 
@@ -367,7 +367,11 @@ impl Core {
             self.push_size(i).await?;
         }
         let ops = vec![op(pb::op::Op::Setattr(set))];
-        let r = if by_handle { self.meta_as_opener(creds, ops).await? } else { ok(self.meta(creds, ops).await?)? };
+        let r = if by_handle {
+            self.meta_as_opener(creds, ops).await?
+        } else {
+            ok(self.metadata.meta(creds, ops).await?)?
+        };
         let r = one(r)?;
         if r.pages {
             self.pages.mark(r.ino);

@@ -116,27 +116,27 @@ impl Clocks {
 impl Core {
     /// How late it is at a storage server, for an update that is sent there now.
     pub(crate) async fn clock_at(self: &Arc<Self>, node: &pb::Node) -> Result<Heard> {
-        let now = self.env.boot();
+        let now = self.shared.env.boot();
         let Some(heard) = self.clocks.of(node.id, now) else { return self.ask_clock(node).await };
         if heard.is_old(now) {
             let (core, node) = (self.clone(), node.clone());
             if self.clocks.asks_again(node.id) {
-                self.env.spawn(async move { drop(core.ask_clock(&node).await) });
+                self.shared.env.spawn(async move { drop(core.ask_clock(&node).await) });
             }
         }
         Ok(heard)
     }
 
     async fn ask_clock(&self, node: &pb::Node) -> Result<Heard> {
-        let conn = self.connections.get(&self.fabric, node).await?;
-        let asked = self.env.boot();
+        let conn = self.connections.get(&self.shared.fabric, node).await?;
+        let asked = self.shared.env.boot();
         let reply = conn.call(Message::new(opcode::CLOCK, Vec::new()), ASK_TRY).await;
         let clock = match reply.and_then(|m| Clock::decode(&m.body)) {
             Ok(clock) => Some(clock),
             Err(e) if in_doubt(&e) => return Err(e),
             Err(_) => None,
         };
-        let heard = Heard { clock, asked, answered: self.env.boot(), asking: false };
+        let heard = Heard { clock, asked, answered: self.shared.env.boot(), asking: false };
         self.clocks.put(node.id, heard);
         Ok(heard)
     }
@@ -146,7 +146,7 @@ impl Core {
         let chain = chain_of(map, chain)?;
         let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;
         let node = node_of(map, head)?;
-        let heard = self.clock_at(node).await.inspect_err(|e| self.failed(Server::Storage, &node.name, e))?;
+        let heard = self.clock_at(node).await.inspect_err(|e| self.shared.failed(Server::Storage, &node.name, e))?;
         Ok((node.id, heard))
     }
 
@@ -160,7 +160,7 @@ impl Core {
         if heard.says() == 0 || e.code != Code::Protocol {
             return e;
         }
-        let now = self.env.boot();
+        let now = self.shared.env.boot();
         self.clocks.put(node, Heard { clock: None, asked: now, answered: now, asking: false });
         Error { code: Code::Overloaded, ..e }
     }
@@ -172,17 +172,18 @@ impl Core {
         let until = match copies {
             Copies::None => return,
             Copies::Until(until) => until,
-            Copies::Always => self.env.boot() + FENCE_FOREVER,
+            Copies::Always => self.shared.env.boot() + FENCE_FOREVER,
         };
         let over = async {
-            while let Some(left) = until.checked_sub(self.env.boot()).filter(|left| !left.is_zero()) {
+            while let Some(left) = until.checked_sub(self.shared.env.boot()).filter(|left| !left.is_zero()) {
                 tokio::time::sleep(left).await;
             }
         };
         let fenced = async {
             // Of a lost session storage servers may not have heard.
-            let is_present = || self.current_session().is_some_and(|s| s.id == session);
-            let fenced = is_present() && self.fence_at(inode, at, until.saturating_sub(self.env.boot())).await.is_ok();
+            let is_present = || self.metadata.current_session().is_some_and(|s| s.id == session);
+            let fenced =
+                is_present() && self.fence_at(inode, at, until.saturating_sub(self.shared.env.boot())).await.is_ok();
             if !(fenced && is_present()) {
                 std::future::pending::<()>().await;
             }

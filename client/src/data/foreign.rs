@@ -67,10 +67,10 @@ impl Core {
         at_range: u64,
         into: Foreign,
     ) -> Result<Arrived> {
-        let mut at = self.attempts("read");
+        let mut at = self.shared.attempts("read");
         let mut retry = Retry::begin(self, inode, false, MAX_CORRUPT_ROUNDS - 1).await?;
         loop {
-            let map = self.map();
+            let map = self.shared.map();
             match self.read_foreign_round(&map, inode, p, &into, &retry.cap).await {
                 Ok(a) => return Ok(Arrived { range: at_range..at_range + u64::from(p.len), ..a }),
                 Err(e) => retry.after(&map, &mut at, e).await?,
@@ -122,7 +122,7 @@ impl Core {
         let m = self.data_call(map, chain, target, m, Way::Lane(&AtomicI64::default())).await?;
         let r = DataReply::decode(&m.body)?;
         let a = arrived(p, &r, m).map_err(|what| {
-            Counters::add(&self.stats.corrupt_replies, 1);
+            Counters::add(&self.shared.stats.corrupt_replies, 1);
             Error::new(Code::Corrupt, format!("chunk {} from target {target}: {what}", p.chunk))
         })?;
         let mut came = ByRoad::came(&a.here);
@@ -174,13 +174,13 @@ impl Core {
                 Err(e) => first_error = first_error.or(Some(e)),
             }
         }
-        Counters::add(&self.stats.written_bytes, done);
+        Counters::add(&self.shared.stats.written_bytes, done);
         (session, done, first_error.map_or(Ok(()), Err))
     }
 
     /// As [`Core::update`].
     async fn write_foreign_piece(self: &Arc<Self>, w: Sent<'_>) -> Result<()> {
-        let mut at = self.attempts("write");
+        let mut at = self.shared.attempts("write");
         let at_chunk = (w.piece.chain, w.piece.chunk);
         let mut under_way = UnderWay { core: self, inode: w.inode, at: at_chunk, session: w.session, settled: false };
         let r = self.repeat_foreign(&w, &mut at).await;
@@ -203,7 +203,7 @@ impl Core {
             if retry.cap.session != w.session {
                 return Err(session_lost());
             }
-            let map = self.map();
+            let map = self.shared.map();
             match self.try_foreign(&map, w, &retry.cap).await {
                 Ok(()) => return Ok(()),
                 Err(e) => retry.after(&map, at, e).await?,

@@ -85,7 +85,7 @@ impl Core {
         let chunk = ChunkId { ino: stripes.ino, data: stripes.data, index: from.0 };
         let read = |_: TargetId, _: DataReply, payload: Vec<Buf>| {
             let whole =
-                if let [one] = &payload[..] { one.clone() } else { buffers::copy(self.fabric.pool(), &payload) };
+                if let [one] = &payload[..] { one.clone() } else { buffers::copy(self.shared.fabric.pool(), &payload) };
             Extents::decode(&whole, from)
         };
         let request = DataRequest { offset: from.1, len: most, ..DataRequest::new(chain, 0, 0, chunk) };

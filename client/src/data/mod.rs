@@ -37,12 +37,13 @@ use strake_proto::{
 use self::replica_attempts::{Retry, Round, Way};
 use crate::{
     config::Counters,
-    core::{Attempts, Core, Hold, room_for},
+    core::{Core, Hold, room_for},
     data::buffers::Content,
     data::clocks::Copies,
     handover::{self, KeptWrite},
     inode::{Cap, Inode, UpdateAt},
-    metadata::Session,
+    metadata::session::Session,
+    shared::Attempts,
     shared::retry::{DataVerdict, data_verdict, in_doubt},
     shared::unreachable::Kind as Server,
     write::unstable::Entry,
@@ -113,7 +114,7 @@ pub(crate) fn node_of(map: &MapView, target: TargetId) -> Result<&pb::Node> {
 impl Core {
     pub(crate) async fn connection_to(&self, map: &MapView, target: TargetId) -> Result<Arc<dyn Connection>> {
         let node = node_of(map, target)?;
-        self.connections.get(&self.fabric, node).await
+        self.connections.get(&self.shared.fabric, node).await
     }
 
     /// One request, and what it says of the server that it went to.
@@ -129,12 +130,12 @@ impl Core {
         let reply = self.data_call_once(chain, node, m, way).await;
         match &reply {
             Err(e) if matches!(e.code, Code::Disconnected | Code::TimedOut) => {
-                self.failed(Server::Storage, &node.name, e);
+                self.shared.failed(Server::Storage, &node.name, e);
                 self.clocks.forget(node.id);
             }
             // The map changed: it says nothing.
             Err(e) if e.code == Code::StaleEpoch => {}
-            _ => self.answered(Server::Storage, &node.name),
+            _ => self.shared.answered(Server::Storage, &node.name),
         }
         reply
     }
@@ -154,24 +155,24 @@ impl Core {
     fn wait_for_absent(&self, map: &MapView, chain: &pb::Chain, e: &Error) {
         let absent = chain.replicas.iter().filter(|r| r.state() != pb::ReplicaState::ReplicaServing);
         for node in absent.filter_map(|r| map.node_of(r.target)) {
-            self.failed(Server::Storage, &node.name, e);
+            self.shared.failed(Server::Storage, &node.name, e);
         }
     }
 
     /// One request. Ends early when the chain changes meanwhile: the addressed replica may never answer.
     async fn data_call_once(&self, chain: &pb::Chain, node: &pb::Node, m: Message, way: Way<'_>) -> Result<Message> {
-        let mut changed = self.map_changed.subscribe();
-        let is_old = || self.map().chain(chain.id).is_none_or(|c| c.epoch != chain.epoch);
+        let mut changed = self.shared.map_changes();
+        let is_old = || self.shared.map().chain(chain.id).is_none_or(|c| c.epoch != chain.epoch);
         let conn = match way {
-            Way::Shared(_) => self.connections.get(&self.fabric, node).await?,
-            Way::Lane(_) => self.rdma_connections.get(&self.fabric, node, &self.connections).await?,
+            Way::Shared(_) => self.connections.get(&self.shared.fabric, node).await?,
+            Way::Lane(_) => self.rdma_connections.get(&self.shared.fabric, node, &self.connections).await?,
         };
         if is_old() {
             return Err(Error::new(Code::StaleEpoch, format!("chain {} changed", chain.id)));
         }
-        Counters::add(&self.stats.data_requests, 1);
-        Counters::add(&self.stats.data_reads, u64::from(m.opcode == opcode::READ));
-        Counters::add(&self.stats.data_writes, u64::from(m.opcode == opcode::WRITE));
+        Counters::add(&self.shared.stats.data_requests, 1);
+        Counters::add(&self.shared.stats.data_reads, u64::from(m.opcode == opcode::READ));
+        Counters::add(&self.shared.stats.data_writes, u64::from(m.opcode == opcode::WRITE));
         way.hands(1);
         let call = conn.call(m, DATA_TRY);
         tokio::pin!(call);
@@ -214,23 +215,23 @@ impl Core {
     /// The pause after a failed attempt, with a new map if that may help.
     pub(crate) async fn refresh_and_pause(self: &Arc<Self>, map: &MapView, at: &mut Attempts, e: Error) -> Result<()> {
         if e.code != Code::Overloaded {
-            self.refresh_map(map.version()).await;
+            self.metadata.refresh_map(map.version()).await;
         }
-        at.pause(self, e).await
+        at.pause(&self.shared, e).await
     }
 
     /// An oss does not know the session: asks the metadata servers, who decide.
     pub(crate) async fn verify_session(self: &Arc<Self>) {
-        if let Some(s) = self.current_session() {
-            self.clone().renew().await;
-            if self.current_session().is_some_and(|n| n.id == s.id) {
+        if let Some(s) = self.metadata.current_session() {
+            self.metadata.clone().renew().await;
+            if self.metadata.current_session().is_some_and(|n| n.id == s.id) {
                 tracing::debug!(session = s.id, "an oss refused the session that the metadata servers still know");
             }
         }
     }
 
     fn session_of(&self, id: SessionId) -> Option<Arc<Session>> {
-        self.current_session().filter(|s| s.id == id)
+        self.metadata.current_session().filter(|s| s.id == id)
     }
 
     pub(crate) fn round_of(&self, session: SessionId) -> u64 {
@@ -271,7 +272,7 @@ impl Core {
             if retry.cap.session != u.session {
                 return Err(session_lost());
             }
-            let map = self.map();
+            let map = self.shared.map();
             let e = match self.try_update(&map, &mut *u, &retry.cap, &sums).await {
                 Ok(r) => return Ok(r),
                 Err(e) => e,
@@ -282,13 +283,13 @@ impl Core {
             }
             // Somebody changes the caller's memory, or a link is bad: from now on send what nobody can change.
             resends += 1;
-            Counters::add(&self.stats.resends, 1);
+            Counters::add(&self.shared.stats.resends, 1);
             if let Content::Bytes(b) = &mut u.data {
-                *b = vec![buffers::copy(self.fabric.pool(), b)];
+                *b = vec![buffers::copy(self.shared.fabric.pool(), b)];
             }
             sums = sums_of(u);
             if resends > 1 {
-                at.pause(self, e).await?;
+                at.pause(&self.shared, e).await?;
             }
         }
     }
@@ -370,7 +371,7 @@ impl Core {
                 Err(e) => first_error = first_error.or(Some(e)),
             }
         }
-        Counters::add(&self.stats.written_bytes, done);
+        Counters::add(&self.shared.stats.written_bytes, done);
         (session, done, first_error.map_or(Ok(()), Err))
     }
 
@@ -384,7 +385,7 @@ impl Core {
         let lost = || Error::new(Code::NoSession, "the session was lost before a write");
         let is_other = |id: SessionId| only.is_some_and(|only| only != id);
         // Before a capability is asked for in another one.
-        if is_other(self.current_session().map_or(0, |s| s.id)) {
+        if is_other(self.metadata.current_session().map_or(0, |s| s.id)) {
             return Err(lost());
         }
         let cap = self.capability(inode, true, None).await?;
@@ -392,7 +393,7 @@ impl Core {
             return Err(lost());
         }
         let gone = || if only.is_some() { lost() } else { session_lost() };
-        let session = self.current_session().filter(|s| s.id == cap.session).ok_or_else(gone)?;
+        let session = self.metadata.current_session().filter(|s| s.id == cap.session).ok_or_else(gone)?;
         let take = || session.take_data_numbers(n);
         let first = match handover::numbers() {
             Some(numbers) => numbers.data(session.id, take),
@@ -410,7 +411,7 @@ impl Core {
         (session, seq): (SessionId, u64),
         room: Option<tokio::sync::OwnedSemaphorePermit>,
     ) -> Result<()> {
-        let mut at = self.attempts("write");
+        let mut at = self.shared.attempts("write");
         let mut u = Update {
             inode,
             chain: p.chain,
@@ -430,7 +431,7 @@ impl Core {
 
     /// Makes an unstable write outlive this process.
     pub(crate) fn keep_write(&self, chain: ChainId, order: u64, entry: &mut Entry<Hold>) {
-        if let Some(k) = &self.cfg.handover {
+        if let Some(k) = &self.shared.cfg.handover {
             entry.kept = k.put_write(order, &KeptWrite::of(chain, entry));
         }
     }
@@ -448,7 +449,7 @@ impl Core {
         if r.stable && !unstable.overlaps(p.chain, p.chunk, p.offset, u64::from(p.len)) {
             return Ok(());
         }
-        if self.current_session().is_none_or(|s| s.id != session) {
+        if self.metadata.current_session().is_none_or(|s| s.id != session) {
             // It would never be replayed under its number.
             return Err(session_lost());
         }
@@ -462,7 +463,7 @@ impl Core {
             seq,
             version: r.version,
             stamps: r.stamps.clone(),
-            at_ms: self.env.boot().as_millis() as u64,
+            at_ms: self.shared.env.boot().as_millis() as u64,
             tag: Arc::new(Hold { inode: inode.clone(), _room: room }),
         };
         self.keep_write(p.chain, unstable.mark(), &mut entry);
@@ -487,7 +488,7 @@ impl Core {
     async fn read_piece(self: &Arc<Self>, inode: &Inode, p: Piece) -> Result<Vec<Buf>> {
         let read = |target, r: DataReply, payload: Vec<Buf>| {
             let bad = |what: &str| {
-                Counters::add(&self.stats.corrupt_replies, 1);
+                Counters::add(&self.shared.stats.corrupt_replies, 1);
                 Error::new(Code::Corrupt, format!("chunk {} from target {target}: {what}", p.chunk))
             };
             if r.len > p.len || buffers::total(&payload) != r.len as usize {
@@ -514,10 +515,10 @@ impl Core {
         as_writer: bool,
         q: &Question<'_, T>,
     ) -> Result<T> {
-        let mut at = self.attempts(what);
+        let mut at = self.shared.attempts(what);
         let mut retry = Retry::begin(self, inode, as_writer, MAX_CORRUPT_ROUNDS - 1).await?;
         loop {
-            let map = self.map();
+            let map = self.shared.map();
             match self.ask_round(&map, q, &retry.cap).await {
                 Ok(answer) => return Ok(answer),
                 Err(e) => retry.after(&map, &mut at, e).await?,

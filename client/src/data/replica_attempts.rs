@@ -14,10 +14,13 @@ use strake_proto::{
 use super::{chain_of, not_serving};
 use crate::{
     config::Counters,
-    core::{Attempts, Core},
+    core::Core,
     data::route,
     inode::{Cap, Inode},
-    shared::retry::{DataVerdict, data_verdict},
+    shared::{
+        Attempts, Shared,
+        retry::{DataVerdict, data_verdict},
+    },
 };
 
 /// New capabilities asked for one request, before a refusal is an error. Rights end while requests are on their way, and
@@ -35,17 +38,17 @@ impl Default for NewCaps {
 
 impl NewCaps {
     /// Returns when the next one may be asked for: the first at once. The refusal, if there were too many.
-    pub async fn next(&mut self, core: &Core, at: &mut Attempts, refusal: Error) -> Result<()> {
+    pub async fn next(&mut self, shared: &Shared, at: &mut Attempts, refusal: Error) -> Result<()> {
         let first = self.0 == MAX_NEW_CAPS;
         if self.0 == 0 {
             return Err(refusal);
         }
         self.0 -= 1;
         if first {
-            Counters::add(&core.stats.retries, 1);
+            Counters::add(&shared.stats.retries, 1);
             return Ok(());
         }
-        at.pause(core, refusal).await
+        at.pause(shared, refusal).await
     }
 }
 
@@ -92,13 +95,13 @@ impl<'a> Retry<'a> {
                 self.core.refresh_and_pause(map, at, e).await
             }
             DataVerdict::NewCapability => {
-                self.caps.next(self.core, at, e).await?;
+                self.caps.next(&self.core.shared, at, e).await?;
                 self.cap = self.core.capability(self.inode, self.as_writer, Some(&self.cap)).await?;
                 Ok(())
             }
             DataVerdict::SessionLost => {
                 self.core.verify_session().await;
-                at.pause(self.core, e).await?;
+                at.pause(&self.core.shared, e).await?;
                 self.cap = self.core.capability(self.inode, self.as_writer, None).await?;
                 Ok(())
             }
@@ -125,9 +128,9 @@ impl<'a> Round<'a> {
     /// Those that may be asked for a chunk; an error where there is none.
     pub fn begin(core: &'a Core, map: &'a MapView, chain: ChainId, chunk: ChunkId) -> Result<Round<'a>> {
         let chain = chain_of(map, chain)?;
-        let order = match core.cfg.read_replica {
+        let order = match core.shared.cfg.read_replica {
             Some(n) => route::only_replica(chain, n)?,
-            None => route::read_order(map, chain, chunk, core.local_node(map)),
+            None => route::read_order(map, chain, chunk, route::local_node(map, &core.shared.cfg.hostname)),
         };
         if order.is_empty() {
             return Err(core.deserted(map, chain));

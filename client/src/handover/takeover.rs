@@ -46,8 +46,8 @@ impl Client {
         let core = &self.core;
         let opened: Vec<Result<File>> =
             stream::iter(files.iter().map(|f| core.open_again(*f))).buffered(OPENS_AT_ONCE).collect().await;
-        let Some(keep) = core.cfg.handover.clone() else { return opened };
-        let is_same = core.current_session().is_some_and(|s| s.id == keep.former_session());
+        let Some(keep) = core.shared.cfg.handover.clone() else { return opened };
+        let is_same = core.metadata.current_session().is_some_and(|s| s.id == keep.former_session());
         if !is_same && keep.former_session() != 0 {
             tracing::warn!("the session ended while the mount had no daemon: unfinished writes of open files are lost");
         }
@@ -64,7 +64,7 @@ impl Client {
         requests.iter().for_each(|n| core.expect_append(n));
         core.inherited.send_replace(true);
         // Their writes hold what flushes them.
-        drop(core.env.spawn(async move {
+        drop(core.shared.env.spawn(async move {
             for file in strays {
                 let ino = file.ino();
                 if let Err(e) = file.close().await {
@@ -73,13 +73,13 @@ impl Client {
             }
         }));
         // Counts opens anew: those of the former client are among them no more.
-        core.reassert().await;
+        core.metadata.reassert().await;
         opened
     }
 
     /// A request of a former client does not come again.
     pub fn abandon(&self, request: &Numbers) {
-        if let Some(s) = self.core.current_session() {
+        if let Some(s) = self.core.metadata.current_session() {
             s.abandon(request);
         }
     }
@@ -88,7 +88,7 @@ impl Client {
 impl Core {
     /// Of an append that may come again: others are not told of a size without it. Whoever has the end of the file asks for the size first.
     fn expect_append(self: &Arc<Self>, request: &Numbers) {
-        let present = self.current_session().map(|s| s.id);
+        let present = self.metadata.current_session().map(|s| s.id);
         let Some((ino, append)) = request.appended().filter(|(_, a)| Some(a.session) == present) else { return };
         if let Some(inode) = self.live_inode(ino) {
             request.await_append(AwaitedAppend::new(inode, append.end));
@@ -116,8 +116,8 @@ impl Core {
     async fn open_again(self: &Arc<Self>, f: Former) -> Result<File> {
         let open = op(pb::op::Op::Open(pb::Open { ino: f.ino, flags: f.flags & (O_ACCMODE | O_APPEND) }));
         // The right was checked when it was opened first.
-        let opening = self.opening(Some(f.ino), f.flags).await;
-        let r = ok(self.meta(&pb::Creds::default(), vec![open]).await?)?;
+        let opening = self.metadata.opening(Some(f.ino), f.flags).await;
+        let r = ok(self.metadata.meta(&pb::Creds::default(), vec![open]).await?)?;
         self.file(r, &pb::Creds { uid: f.uid, gid: f.gid, groups: Vec::new() }, f.flags, opening).await
     }
 
@@ -130,11 +130,11 @@ impl Core {
             return;
         }
         // Closed, and the metadata servers were not told yet.
-        let Some(session) = self.current_session().filter(|_| is_same) else { return };
+        let Some(session) = self.metadata.current_session().filter(|_| is_same) else { return };
         let (ino, index, surplus) = (former.ino(), former.writer(), former.surplus());
         if let Some((end, holes, _)) = former.unreported() {
             let extend = op(pb::op::Op::Extend(pb::Extend { ino, end, holes }));
-            if let Err(e) = self.meta(&pb::Creds::default(), vec![extend]).await.and_then(ok) {
+            if let Err(e) = self.metadata.meta(&pb::Creds::default(), vec![extend]).await.and_then(ok) {
                 tracing::warn!(ino, "the size of a file that was being closed could not be reported: {e}");
             }
         }

@@ -672,10 +672,10 @@ impl Core {
         creds: &pb::Creds,
         ops: Vec<pb::Op>,
     ) -> Result<Vec<pb::OpResult>> {
-        let r = ok(self.meta_within(only, creds, ops.clone()).await?);
+        let r = ok(self.metadata.meta_within(only, creds, ops.clone()).await?);
         match r {
             Err(e) if matches!(e.code, Code::Access | Code::Perm) && creds.uid != 0 => {
-                ok(self.meta_within(only, &pb::Creds::default(), ops).await?)
+                ok(self.metadata.meta_within(only, &pb::Creds::default(), ops).await?)
             }
             r => r,
         }
@@ -692,7 +692,7 @@ impl Core {
         let _one = inode.reporting.lock().await;
         loop {
             // First: what there is to report may be another session's by then, never a former one's.
-            let session = self.current_session().map(|s| s.id);
+            let session = self.metadata.current_session().map(|s| s.id);
             let Some((writes, extend, creds)) = inode.to_report() else { return Ok(()) };
             let holes = extend.holes;
             match self.as_opener_within(session, &creds, vec![op(pb::op::Op::Extend(extend))]).await {
@@ -715,7 +715,7 @@ impl Core {
 
     /// The size for a read that begins now, if it is known under a lease: then nobody else may write the file. With its tenure.
     pub(crate) fn known_size(&self, inode: &Inode) -> Option<(u64, Tenure)> {
-        let (attr, tenure) = self.lease_cache.data(self.env.boot(), inode.ino)?;
+        let (attr, tenure) = self.lease_cache.data(self.shared.env.boot(), inode.ino)?;
         Some((inode.take_attr(&attr).size.min(MAX_FILE_SIZE), tenure))
     }
 
@@ -723,7 +723,7 @@ impl Core {
     pub(crate) async fn fresh_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
         if self.known_size(inode).is_none() {
             let get = op(pb::op::Op::Getattr(pb::GetAttr { ino: inode.ino }));
-            let r = ok(self.meta(&pb::Creds::default(), vec![get]).await?)?;
+            let r = ok(self.metadata.meta(&pb::Creds::default(), vec![get]).await?)?;
             if let Some(a) = r.first().and_then(|r| r.attr.as_ref()) {
                 inode.take_attr(a);
             }
@@ -734,8 +734,8 @@ impl Core {
     /// A capability that is good for a while. `refused`: an oss did not like this one.
     pub(crate) async fn capability(self: &Arc<Self>, inode: &Inode, write: bool, refused: Option<&Cap>) -> Result<Cap> {
         let good = |c: &Cap| {
-            self.current_session().is_some_and(|s| s.id == c.session)
-                && c.expiry_ms > self.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
+            self.metadata.current_session().is_some_and(|s| s.id == c.session)
+                && c.expiry_ms > self.shared.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
                 && refused.is_none_or(|r| r.bytes != c.bytes)
                 && inode.strangers(c.session) == 0
         };
@@ -756,8 +756,8 @@ impl Core {
     /// Opens an inode again for a new capability, in the present session. Handles that were opened in a lost session
     /// become known to the present one.
     async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
-        let session = self.session().await?;
-        let opening = self.opening(Some(inode.ino), old.flags).await;
+        let session = self.metadata.session().await?;
+        let opening = self.metadata.opening(Some(inode.ino), old.flags).await;
         let strangers = inode.strangers(session.id);
         let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
         let mut ops = vec![open()];
@@ -769,9 +769,9 @@ impl Core {
         let r = self.meta_as_opener(&old.creds, ops).await.map_err(|e| e.context("reopening the file"))?;
         if strangers > 0 {
             let closed = inode.adopt(session.id, strangers);
-            self.counted_open(opening.since);
+            self.metadata.counted_open(opening.since);
             if closed > 0 {
-                self.tell_closed(&vec![inode.ino; closed], opening.since).await;
+                self.metadata.tell_closed(&vec![inode.ino; closed], opening.since).await;
             }
         }
         let index = r.iter().map(|r| r.writer).max().unwrap_or(0);
@@ -781,8 +781,8 @@ impl Core {
     }
 
     /// After a lost session: makes the new one know all open files, so that unlinked ones stay.
-    pub(crate) async fn reopen_all(self: &Arc<Self>) {
-        let Some(s) = self.current_session() else { return };
+    pub(crate) async fn reopen_strangers(self: &Arc<Self>) {
+        let Some(s) = self.metadata.current_session() else { return };
         for inode in self.live_inodes() {
             if inode.strangers(s.id) > 0 {
                 let write = inode.cap(true).is_some();

@@ -82,16 +82,16 @@ impl OpenCache {
 impl Core {
     /// Opens a file for reading without a message, if that is known to be allowed and the file is kept open.
     pub(crate) fn open_kept(self: &Arc<Self>, creds: &pb::Creds, ino: Ino, flags: u32) -> Option<(File, pb::Attr)> {
-        let attr = self.lease_cache.open(self.env.boot(), creds, ino)?;
+        let attr = self.lease_cache.open(self.shared.env.boot(), creds, ino)?;
         let open = self.open_cache.used(ino)?;
         let attr = open.inode.take_attr(&attr);
-        Counters::add(&self.stats.cached_opens, 1);
+        Counters::add(&self.shared.stats.cached_opens, 1);
         Some((File::new(self, open, creds, flags), attr))
     }
 
     /// A file was opened for reading. It stays open if it may be opened again from memory.
     pub(crate) fn keep_open(self: &Arc<Self>, open: &Arc<Open>, creds: &pb::Creds) {
-        if !self.is_closed() && self.lease_cache.open(self.env.boot(), creds, open.inode.ino).is_some() {
+        if !self.shared.is_closed() && self.lease_cache.open(self.shared.env.boot(), creds, open.inode.ino).is_some() {
             self.close_kept(self.open_cache.keep(open.clone()));
         }
     }
@@ -104,7 +104,7 @@ impl Core {
 
     /// Closes the files that nobody has open without a word: the metadata servers are about to be told what is, or know of no
     /// session any more.
-    pub(crate) fn forget_kept(&self) {
+    pub(crate) fn retire_kept(&self) {
         let all = std::mem::take(&mut *self.open_cache.0.lock());
         for (open, _) in all.files.into_values() {
             let _ = self.retire(open);
@@ -125,15 +125,15 @@ impl Core {
 
     /// All at once, many in one request.
     fn close_kept(self: &Arc<Self>, files: Vec<Arc<Open>>) {
-        let since = self.reassertions();
+        let since = self.metadata.reassertions();
         let closed: Vec<Ino> = files.into_iter().filter_map(|open| self.retire(open)).collect();
         if closed.is_empty() {
             return;
         }
         let core = self.clone();
-        self.env.spawn(async move {
+        self.shared.env.spawn(async move {
             for part in closed.chunks(CLOSES_AT_ONCE) {
-                core.tell_closed(part, since).await;
+                core.metadata.tell_closed(part, since).await;
             }
         });
     }
@@ -141,7 +141,7 @@ impl Core {
     /// Closes a file, if nobody has it open any more. The inode, if the metadata servers are to be told.
     fn retire(&self, open: Arc<Open>) -> Option<Ino> {
         let Open { inode, session } = Arc::into_inner(open)?;
-        let counts = inode.closed(session, self.current_session().map(|s| s.id));
+        let counts = inode.closed(session, self.metadata.current_session().map(|s| s.id));
         self.release_later(inode.ino, inode.release());
         counts.then_some(inode.ino)
     }

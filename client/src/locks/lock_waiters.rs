@@ -13,7 +13,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use crate::{core::Core, locks::waiting_list::List, metadata::META_TRY, shared::retry::meta_passes};
+use crate::{core::Core, locks::waiting_list::List, metadata::link::META_TRY, shared::retry::meta_passes};
 
 /// How long a list that changed waits for the answer to the one before: many changes make one list.
 const TOGETHER: Duration = Duration::from_millis(10);
@@ -45,10 +45,10 @@ impl Place {
         let news = Arc::new(Notify::new());
         let waits = &core.lock_waiters;
         let mut list = waits.list.lock();
-        let id = list.number(now(&core.env));
+        let id = list.number(now(&core.shared.env));
         let wait = pb::LockWait { id, ino, owner, kind: kind as i32, span: Some(span), trying: false };
         if list.enter(wait, news.clone()) {
-            core.env.spawn(core.clone().serve_lock_waits());
+            core.shared.env.spawn(core.clone().serve_lock_waits());
         }
         Place { core: core.clone(), id, news, done: false }
     }
@@ -90,12 +90,12 @@ impl Core {
         loop {
             let (waits, number) = {
                 let mut list = self.lock_waiters.list.lock();
-                let closed = self.is_closed();
+                let closed = self.shared.is_closed();
                 if closed {
                     wake(list.fail(&Error::new(Code::Io, "the client was closed")));
                 }
                 let Some(waits) = list.told(closed) else { return };
-                (waits, list.number(now(&self.env)))
+                (waits, list.number(now(&self.shared.env)))
             };
             let mut call = std::pin::pin!(self.tell_lock_waits(waits, number));
             let answer = tokio::select! {
@@ -121,13 +121,13 @@ impl Core {
     }
 
     async fn tell_lock_waits(self: &Arc<Self>, waits: Vec<pb::LockWait>, number: u64) -> Result<pb::LockWaitReply> {
-        let session = self.session().await?;
+        let session = self.metadata.session().await?;
         let body = Bytes::from(pb::LockWaitRequest { session: session.id, waits, number }.encode_to_vec());
-        let mut at = self.attempts_for("waiting for a lock", META_TRY);
-        let reply: Result<Message> = self.mds_call(opcode::LOCK_WAIT, |_| body.clone(), META_TRY, &mut at).await;
+        let mut at = self.shared.attempts_for("waiting for a lock", META_TRY);
+        let reply: Result<Message> = self.metadata.call(opcode::LOCK_WAIT, |_| body.clone(), META_TRY, &mut at).await;
         if reply.as_ref().is_err_and(|e| e.code == Code::NoSession) {
-            self.session_gone(&session);
+            self.metadata.session_gone(&session);
         }
-        crate::metadata::decode(&reply?)
+        crate::metadata::ops::decode(&reply?)
     }
 }

@@ -166,7 +166,7 @@ impl Drop for Given {
         let (core, undo, session) = (self.core.clone(), std::mem::take(&mut self.undo), self.locked.session);
         let unlocking = self.core.locks.unlockings.begin(self.ino, self.owner);
         let leftover = std::mem::take(&mut self.leftover);
-        self.core.env.spawn(async move {
+        self.core.shared.env.spawn(async move {
             let undone = core.surely(session, &undo, None).await;
             if undone.is_err_and(|e| e.code == Code::LockConflict) {
                 // What was a lock for writing has been one for reading since, and others read there by now.
@@ -215,7 +215,7 @@ impl Client {
     pub async fn get_lock(&self, ino: Ino, lock: &Lock) -> Result<Option<Holder>> {
         let (owner, kind, span) = (lock.owner, lock.kind as i32, Some(lock.span()));
         let get = op(pb::op::Op::GetLock(pb::GetLock { ino, owner, kind, span }));
-        let found = ok(self.core.meta(&pb::Creds::default(), vec![get]).await?)?.pop().and_then(|r| r.lock);
+        let found = ok(self.core.metadata.meta(&pb::Creds::default(), vec![get]).await?)?.pop().and_then(|r| r.lock);
         let own = self.session();
         Ok(found.and_then(|l| {
             let s = l.spans.first()?;
@@ -261,7 +261,7 @@ impl Client {
         let (core, lock, leftover) = (self.core.clone(), *lock, Leftover::default());
         let unlockings = core.locks.unlockings.clone();
         let mut caller = Caller { unlockings, ino, owner: lock.owner, leftover: Some(leftover.clone()) };
-        let asked = self.core.detached(async move { core.try_lock(ino, &lock, take, leftover).await });
+        let asked = self.core.shared.detached(async move { core.try_lock(ino, &lock, take, leftover).await });
         let given = asked.await;
         caller.leftover = None;
         given
@@ -316,7 +316,7 @@ impl Client {
 
     /// The present session at the metadata servers, 0 while there is none.
     pub fn session(&self) -> SessionId {
-        self.core.current_session().map_or(0, |s| s.id)
+        self.core.metadata.current_session().map_or(0, |s| s.id)
     }
 }
 
@@ -379,7 +379,7 @@ impl Core {
     pub(crate) async fn lock_end(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<End> {
         let placing = inode.placing.clone().lock_owned().await;
         self.send_held(inode).await;
-        let session = self.current_session().map_or(0, |s| s.id);
+        let session = self.metadata.current_session().map_or(0, |s| s.id);
         // One look for both: that nobody needs to be asked, and the size.
         if let Some((size, _)) = self.known_size(inode) {
             return Ok(End { placing: Some(placing), lock: None, session, size });
@@ -421,9 +421,9 @@ impl Core {
     /// Somebody else is about to be told of a conflict: returns when nothing of the file is locked here that nobody holds any more.
     pub(crate) async fn check_locks(&self, ino: Ino) {
         // Programs of a mount are known a moment after its client has connected.
-        while self.cfg.handover.is_some() && self.locks.programs.get().is_none() {
+        while self.shared.cfg.handover.is_some() && self.locks.programs.get().is_none() {
             let _ = tokio::time::timeout(Duration::from_millis(100), self.locks.has_programs.notified()).await;
-            if self.is_closed() {
+            if self.shared.is_closed() {
                 return;
             }
         }
@@ -435,9 +435,9 @@ impl Core {
 
     fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>, kept: Unlock) {
         let (core, lock, lane) = (self.clone(), *lock, self.locks.enter(ino, lock));
-        self.env.spawn(async move {
+        self.shared.env.spawn(async move {
             let _lane = lane.await;
-            let session = core.current_session().map_or(0, |s| s.id);
+            let session = core.metadata.current_session().map_or(0, |s| s.id);
             let _ = core.surely(session, &[lock.set(ino)], tell).await;
             drop(kept);
         });
@@ -450,7 +450,7 @@ impl Core {
         let mut tries = TRIES;
         let given = loop {
             tries -= 1;
-            match self.meta(&pb::Creds::default(), vec![take.clone()]).await.and_then(ok).and_then(locked) {
+            match self.metadata.meta(&pb::Creds::default(), vec![take.clone()]).await.and_then(ok).and_then(locked) {
                 // What was in the way is given up by now.
                 Err(e) if e.code == Code::Overloaded && tries > 0 => {}
                 r => break r,
@@ -459,9 +459,9 @@ impl Core {
         let (locked, before) = match given {
             // It may have run: better not to have it than to have it unknown to its owner.
             Err(e) if in_doubt(&e) => {
-                let (core, session) = (self.clone(), self.current_session().map_or(0, |s| s.id));
+                let (core, session) = (self.clone(), self.metadata.current_session().map_or(0, |s| s.id));
                 let unlocking = self.locks.unlockings.begin(ino, lock.owner);
-                self.env.spawn(async move {
+                self.shared.env.spawn(async move {
                     let _ = core.surely(session, &[unlock.set(ino)], None).await;
                     drop((lane, unlocking, leftover));
                 });
@@ -482,14 +482,20 @@ impl Core {
     /// a lost session is given up already.
     async fn surely(self: &Arc<Self>, session: SessionId, ops: &[pb::Op], mut tell: Option<Tell>) -> Result<Locked> {
         loop {
-            let r = self.meta(&pb::Creds::default(), ops.to_vec()).await.and_then(ok).and_then(locked).map(|l| l.0);
+            let r = self
+                .metadata
+                .meta(&pb::Creds::default(), ops.to_vec())
+                .await
+                .and_then(ok)
+                .and_then(locked)
+                .map(|l| l.0);
             // A server whose log cannot be written refuses unlocks, too, until there is space.
             let again = r.as_ref().is_err_and(|e| in_doubt(e) || e.code == Code::NoSpc);
             if let Some(tell) = tell.take() {
                 let _ = tell.send(r.clone());
             }
-            let lost = self.current_session().is_none_or(|s| s.id != session);
-            if !again || lost || self.is_closed() {
+            let lost = self.metadata.current_session().is_none_or(|s| s.id != session);
+            if !again || lost || self.shared.is_closed() {
                 return r;
             }
             tracing::warn!("a lock could not be given up yet");

@@ -78,7 +78,7 @@ impl Using {
 impl Drop for Using {
     fn drop(&mut self) {
         let locks = &self.core.pages;
-        locks.table.lock().ended(self.core.env.boot(), self.ino, self.what);
+        locks.table.lock().ended(self.core.shared.env.boot(), self.ino, self.what);
         locks.news.notify_waiters();
     }
 }
@@ -117,7 +117,7 @@ impl PageLocks {
 impl Core {
     /// Whether pages of mappings are kept in order with other clients.
     pub(crate) fn locks_pages(&self) -> bool {
-        self.cfg.page_locks && !self.pages.unknown.load(Relaxed)
+        self.shared.cfg.page_locks && !self.pages.unknown.load(Relaxed)
     }
 
     /// A use without the lock. `None`: others may have pages of the file.
@@ -126,7 +126,7 @@ impl Core {
         if table.is_marked(ino) {
             return None;
         }
-        match table.enter(self.env.boot(), ino, (Mode::Write, true), 0) {
+        match table.enter(self.shared.env.boot(), ino, (Mode::Write, true), 0) {
             Enter::Begun(what) => Some(Using { core: self.clone(), ino, what }),
             _ => None,
         }
@@ -142,18 +142,18 @@ impl Core {
         loop {
             let mut news = std::pin::pin!(self.pages.news.notified());
             news.as_mut().enable();
-            let session = match self.current_session() {
+            let session = match self.metadata.current_session() {
                 Some(s) => s.id,
                 None if free && !self.pages.is_marked(ino) => 0,
-                None => self.session().await?.id,
+                None => self.metadata.session().await?.id,
             };
-            let enter = self.pages.table.lock().enter(self.env.boot(), ino, (mode, free), session);
+            let enter = self.pages.table.lock().enter(self.shared.env.boot(), ino, (mode, free), session);
             match enter {
                 Enter::Begun(what) => return Ok(Using { core: self.clone(), ino, what }),
                 // To its end, also if the caller goes away.
                 Enter::Ask => {
                     let core = self.clone();
-                    self.detached(async move { core.ask_for_pages(ino, mode).await }).await?;
+                    self.shared.detached(async move { core.ask_for_pages(ino, mode).await }).await?;
                 }
                 Enter::GiveUp => self.leave_pages(ino, true).await,
                 Enter::Wait => news.await,
@@ -169,7 +169,7 @@ impl Core {
         let wanted = match &asked {
             Ok(locked) => {
                 let mut table = self.pages.table.lock();
-                table.granted(self.env.boot(), ino, mode, locked.session)
+                table.granted(self.shared.env.boot(), ino, mode, locked.session)
             }
             Err(e) => {
                 if e.code == Code::Inval {
@@ -184,7 +184,7 @@ impl Core {
         self.pages.news.notify_waiters();
         if wanted {
             let core = self.clone();
-            self.env.spawn(async move { core.leave_pages(ino, false).await });
+            self.shared.env.spawn(async move { core.leave_pages(ino, false).await });
         }
         asked.map(drop)
     }
@@ -196,9 +196,9 @@ impl Core {
         self.leave_pages(ino, false).await;
         // Pages of before it was marked, and what was held back.
         self.take_pages_back(ino).await;
-        let session = self.current_session().map_or(0, |s| s.id);
-        if self.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session)
-            && self.pages.table.lock().leave_former(self.env.boot(), ino, session)
+        let session = self.metadata.current_session().map_or(0, |s| s.id);
+        if self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session)
+            && self.pages.table.lock().leave_former(self.shared.env.boot(), ino, session)
         {
             // A former process of the mount may have had it.
             self.unlock_pages(ino).await;
@@ -213,7 +213,7 @@ impl Core {
         loop {
             let mut news = std::pin::pin!(self.pages.news.notified());
             news.as_mut().enable();
-            let now = self.env.boot();
+            let now = self.shared.env.boot();
             let leave = self.pages.table.lock().leave(now, ino, at_once);
             match leave {
                 Leave::Done => return,
@@ -228,7 +228,7 @@ impl Core {
                 Leave::Go(held) => {
                     // To its end, also if the caller goes away.
                     let core = self.clone();
-                    let _ = self.env.spawn(async move { core.unlock_held(ino, held.session).await }).await;
+                    let _ = self.shared.env.spawn(async move { core.unlock_held(ino, held.session).await }).await;
                     return;
                 }
             }
@@ -255,7 +255,7 @@ impl Core {
     /// Nothing that was written under the lock is sent again later: others may have written there
     /// since.
     async fn settle_writes(self: &Arc<Self>, inode: &Arc<Inode>, session: SessionId) {
-        let is_same = || self.current_session().is_some_and(|s| s.id == session) && !self.is_closed();
+        let is_same = || self.metadata.current_session().is_some_and(|s| s.id == session) && !self.shared.is_closed();
         while is_same() {
             let settled = match self.fence(inode).await {
                 Ok(()) => self.flush_inode(inode.ino).await,

@@ -175,17 +175,17 @@ impl Core {
     ) -> Taken {
         let len = buffers::total(data);
         let through = flags & (O_DSYNC | O_DIRECT | O_APPEND) != 0 || len >= LARGE || len == 0;
-        if !self.cfg.write_back || through || inode.is_doubtful() {
+        if !self.shared.cfg.write_back || through || inode.is_doubtful() {
             return Taken::Through;
         }
-        let Some(session) = self.current_session().filter(|s| s.may_hold_back) else { return Taken::Through };
+        let Some(session) = self.metadata.current_session().filter(|s| s.may_hold_back) else { return Taken::Through };
         // Others that map the file must find everything sent.
         let Some(_using) = self.use_freely(inode.ino) else { return Taken::Through };
         let mut state = inode.back.state.lock();
         if state.held.is_barred() || !self.is_sole_writer(inode, session.id, &mut state.leased_in) {
             return Taken::Through;
         }
-        let all = room_for(self.cfg.unstable_limit) as usize;
+        let all = room_for(self.shared.cfg.unstable_limit) as usize;
         let room = self.unstable_room.clone().try_acquire_many_owned(room_for(len));
         let Some(room) = room.ok().filter(|_| self.unstable_room.available_permits() >= all / 4) else {
             return Taken::Full;
@@ -195,7 +195,7 @@ impl Core {
         }
         let joins = state.held.joins(offset, GRANT_UNIT);
         let Some(cost) = self.cost(inode, session.id, offset, len as u64, joins) else { return Taken::Through };
-        match self.grants.lock().hold(self.env.boot(), &cost) {
+        match self.grants.lock().hold(self.shared.env.boot(), &cost) {
             Verdict::Yes => {}
             Verdict::Full => return Taken::Full,
             Verdict::Ask => return Taken::Ask,
@@ -209,15 +209,15 @@ impl Core {
         if state.held.is_empty() {
             self.holding.lock().insert(inode.ino, inode.clone());
         }
-        let (now, mut at) = (self.env.boot(), offset);
+        let (now, mut at) = (self.shared.env.boot(), offset);
         for (b, tag) in data.iter().zip(tags).filter(|(b, _)| !b.is_empty()) {
             state.held.hold(now, at, b.clone(), tag);
             at += b.len() as u64;
         }
         let enough = state.held.bytes() >= ENOUGH || self.unstable_room.available_permits() < all / 2;
         drop(state);
-        Counters::add(&self.stats.written_bytes, len as u64);
-        Counters::add(&self.stats.held_writes, 1);
+        Counters::add(&self.shared.stats.written_bytes, len as u64);
+        Counters::add(&self.shared.stats.held_writes, 1);
         if enough {
             self.send_soon(inode);
         }
@@ -226,7 +226,7 @@ impl Core {
 
     /// Whether this session is the only writer that the metadata servers have on record, and others are told so when that changes.
     fn is_sole_writer(&self, inode: &Inode, session: SessionId, leased_in: &mut Option<Tenure>) -> bool {
-        let now = self.env.boot();
+        let now = self.shared.env.boot();
         match self.lease_cache.data(now, inode.ino) {
             Some((attr, tenure)) => {
                 inode.learn(&attr);
@@ -237,7 +237,7 @@ impl Core {
             None => return false,
         }
         // It is looked at the session last: from when another is taken, nothing of the former one is held back.
-        inode.may_hold_back(session) && self.current_session().is_some_and(|s| s.id == session)
+        inode.may_hold_back(session) && self.metadata.current_session().is_some_and(|s| s.id == session)
     }
 
     /// What goes with the buffers of a write. `None`: it would not outlive this process, though it should.
@@ -252,7 +252,7 @@ impl Core {
     ) -> Option<Vec<Tag>> {
         let (mut tags, mut at, mut room) = (Vec::with_capacity(data.len()), offset, Some(room));
         for b in data {
-            let record = match &self.cfg.handover {
+            let record = match &self.shared.cfg.handover {
                 Some(k) => {
                     let w = KeptWrite::held(ino, session, at, b, (creds.uid, creds.gid))?;
                     Some(k.put_write(self.next_held(), &w)?)
@@ -282,7 +282,7 @@ impl Core {
             let (core, inode) = (self.clone(), inode.clone());
             // Whoever waits may go away. And the numbers of the request that he works for are not for this.
             let sending = handover::numbered(None, async move { core.send_all(&inode).await });
-            let _ = self.env.spawn(sending).await;
+            let _ = self.shared.env.spawn(sending).await;
         }
     }
 
@@ -290,14 +290,14 @@ impl Core {
     fn send_soon(self: &Arc<Self>, inode: &Arc<Inode>) {
         if inode.back.sending.try_lock().is_ok() {
             let (core, inode) = (self.clone(), inode.clone());
-            self.env.spawn(handover::numbered(None, async move { core.send_all(&inode).await }));
+            self.shared.env.spawn(handover::numbered(None, async move { core.send_all(&inode).await }));
         }
     }
 
     /// Sends what has waited for long enough, or all when memory runs short.
     pub(crate) async fn send_due(self: Arc<Self>) {
-        let short = self.unstable_room.available_permits() < room_for(self.cfg.unstable_limit) as usize / 2;
-        let before = self.env.boot().saturating_sub(if short { Duration::ZERO } else { PATIENCE });
+        let short = self.unstable_room.available_permits() < room_for(self.shared.cfg.unstable_limit) as usize / 2;
+        let before = self.shared.env.boot().saturating_sub(if short { Duration::ZERO } else { PATIENCE });
         let holding: Vec<Arc<Inode>> = self.holding.lock().values().cloned().collect();
         for inode in holding.iter().filter(|i| i.back.state.lock().held.is_due(before)) {
             self.send_soon(inode);
@@ -308,7 +308,7 @@ impl Core {
     async fn send_all(self: &Arc<Self>, inode: &Arc<Inode>) {
         let turn = inode.back.sending.clone().lock_owned().await;
         let join = |a: &Tag, b: &Tag| a.session == b.session && a.creds == b.creds;
-        let most = if self.cfg.handover.is_some() { LONGEST_KEPT } else { LONGEST };
+        let most = if self.shared.cfg.handover.is_some() { LONGEST_KEPT } else { LONGEST };
         let runs = {
             let state = &mut *inode.back.state.lock();
             state.sending = std::mem::take(&mut state.waiting);
@@ -352,7 +352,7 @@ impl Core {
     /// Bytes as they are sent. What must outlive this process must lie in one piece; if there is no memory for that, each part is sent
     /// by itself.
     fn in_one(&self, bytes: Vec<Buf>) -> Vec<Vec<Buf>> {
-        let Some(keep) = self.cfg.handover.as_ref().filter(|_| bytes.len() > 1) else { return vec![bytes] };
+        let Some(keep) = self.shared.cfg.handover.as_ref().filter(|_| bytes.len() > 1) else { return vec![bytes] };
         let one = buffers::copy(keep.pool(), &bytes);
         if one.kept().is_some() { vec![vec![one]] } else { bytes.into_iter().map(|b| vec![b]).collect() }
     }
@@ -412,12 +412,13 @@ impl Core {
             let part = buffers::cut(bytes, (p.file_offset - at) as usize, p.len as usize);
             let number = (session, seq);
             // So that the next process repeats it under its number: this one may arrive late.
-            let kept = self.cfg.handover.as_ref().and_then(|k| k.put_write(seq, &KeptWrite::sent(&p, number, &part)?));
+            let kept =
+                self.shared.cfg.handover.as_ref().and_then(|k| k.put_write(seq, &KeptWrite::sent(&p, number, &part)?));
             let share = room.as_mut().and_then(|r| {
                 let n = (room_for(p.len as usize) as usize).min(r.num_permits());
                 r.split(n)
             });
-            let flags = if self.may_take_granted(&self.map(), p.chain) { FLAG_GRANTED } else { 0 };
+            let flags = if self.may_take_granted(&self.shared.map(), p.chain) { FLAG_GRANTED } else { 0 };
             sending.push(async move {
                 let done = self.write_piece(inode, p, Content::Bytes(part), flags, number, share).await;
                 drop(kept);
@@ -453,7 +454,7 @@ impl Core {
             }
         }
         let core = self.clone();
-        self.env.spawn(async move {
+        self.shared.env.spawn(async move {
             join_all(again.into_iter().map(|(w, bytes, by)| core.send_again(&inode, w, bytes, by))).await;
             core.has_sent(&inode, turn);
         });

@@ -59,7 +59,7 @@ impl File {
             return Ok(());
         }
         let space = client.statfs(&pb::Creds::default(), "").await?;
-        lacking(&core.map(), &of, &space.targets).map_or(Ok(()), Err)
+        lacking(&core.shared.map(), &of, &space.targets).map_or(Ok(()), Err)
     }
 }
 

@@ -66,7 +66,7 @@ impl File {
             return Ok(Vec::new());
         }
         h.inode.check_placed()?;
-        Counters::add(&h.core.stats.read_bytes, end - offset);
+        Counters::add(&h.core.shared.stats.read_bytes, end - offset);
         h.core.read_foreign(&h.inode, offset..end, &into.slice(0..end - offset)).await
     }
 

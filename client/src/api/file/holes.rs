@@ -43,7 +43,7 @@ impl File {
             outcome?;
             if stable { h.core.push_size(&h.inode).await } else { Ok(()) }
         };
-        self.0.core.detached(punching).await
+        self.0.core.shared.detached(punching).await
     }
 
     /// Where the first data at or behind `offset` begins. `ENXIO` if there is only a hole up to the end, or `offset` is there.

@@ -74,7 +74,7 @@ impl File {
 
     fn as_of(&self, tenure: u64) -> AsOf {
         let (core, inode) = (&self.0.core, &self.0.inode);
-        match core.lease_cache.tenure(core.env.boot(), inode.ino) == Some(tenure) {
+        match core.lease_cache.tenure(core.shared.env.boot(), inode.ino) == Some(tenure) {
             true => AsOf::Tenure(tenure),
             // Recalled meanwhile: they may be of before.
             false => AsOf::Change(0),
@@ -113,13 +113,13 @@ impl File {
                 n => n?,
             };
             if !core.pages.is_mine(inode.ino)
-                && (tenure.is_none() || core.lease_cache.tenure(core.env.boot(), inode.ino) != tenure)
+                && (tenure.is_none() || core.lease_cache.tenure(core.shared.env.boot(), inode.ino) != tenure)
             {
                 // Somebody may have cut the file meanwhile: then there are bytes beyond its end.
                 inode.may_be_cut();
             }
             if n < len { Err(Error::new(Code::NoSpc, "no space left for a page of a mapping")) } else { Ok(()) }
         };
-        self.0.core.detached(writing).await
+        self.0.core.shared.detached(writing).await
     }
 }

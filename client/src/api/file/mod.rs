@@ -37,7 +37,7 @@ use crate::{
     data::buffers,
     inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
     leases::open_cache,
-    metadata::opens::Opening,
+    metadata::openings::Opening,
     read::cache::{Change, Part, Reader, Tenure, UNIT},
     read::readahead::ReadAhead,
     write::writeback::{Taken, covers, overlay},
@@ -117,21 +117,21 @@ impl Client {
         let (core, creds) = (self.core.clone(), creds.clone());
         let opening = async move {
             if flags & O_ACCMODE != 0 {
-                core.may_alter()?;
+                core.shared.may_alter()?;
             }
             let open = |flags| op(pb::op::Op::Open(pb::Open { ino, flags }));
-            let opening = core.opening(Some(ino), flags).await;
-            let mut r = ok(core.meta(&creds, vec![open(flags & (O_ACCMODE | O_APPEND))]).await?);
+            let opening = core.metadata.opening(Some(ino), flags).await;
+            let mut r = ok(core.metadata.meta(&creds, vec![open(flags & (O_ACCMODE | O_APPEND))]).await?);
             // Most programs may be read: those are opened as any file is, so that they can be kept open.
             if exec != 0 && flags & O_ACCMODE == 0 && r.as_ref().is_err_and(|e| e.code == Code::Access) {
                 flags |= exec;
-                r = ok(core.meta(&creds, vec![open(exec)]).await?);
+                r = ok(core.metadata.meta(&creds, vec![open(exec)]).await?);
             }
             let r = r?;
             let file = core.file(r, &creds, flags, opening).await?;
             file.truncate_at_open(flags & O_TRUNC != 0).await
         };
-        self.core.detached(opening).await
+        self.core.shared.detached(opening).await
     }
 
     /// Whether a file is open in this client.
@@ -156,13 +156,13 @@ impl Client {
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
             let create = pb::Create { parent, name, mode: bits, exclusive, layout, flags: flags_sent, umask };
-            let opening = core.opening(None, flags).await;
-            let r = ok(core.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
+            let opening = core.metadata.opening(None, flags).await;
+            let r = ok(core.metadata.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
             let created = r.last().is_some_and(|r| r.created);
             let file = core.file(r, &creds, flags, opening).await?;
             file.truncate_at_open(flags & O_TRUNC != 0 && !created).await
         };
-        self.core.detached(opening).await
+        self.core.shared.detached(opening).await
     }
 
     /// Makes and opens a regular file without a name, as if in the directory `parent`. It is gone when it is closed, unless
@@ -179,13 +179,13 @@ impl Client {
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
             let make = pb::Tmpfile { parent, mode: bits, umask, flags: flags_sent, linkable, layout: None };
-            let opening = core.opening(None, flags).await;
-            let r = ok(core.meta(&creds, vec![op(pb::op::Op::Tmpfile(make))]).await?)?;
+            let opening = core.metadata.opening(None, flags).await;
+            let r = ok(core.metadata.meta(&creds, vec![op(pb::op::Op::Tmpfile(make))]).await?)?;
             let file = core.file(r, &creds, flags, opening).await?;
             let attr = file.attr();
             Ok((file, attr))
         };
-        self.core.detached(opening).await
+        self.core.shared.detached(opening).await
     }
 }
 
@@ -217,12 +217,13 @@ impl Core {
         let (writer, pages) = (r.writer, r.pages);
         match made.await {
             Ok((inode, session)) => {
-                let keep = self.cfg.handover.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
+                let keep =
+                    self.shared.cfg.handover.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
                 if pages {
                     self.pages.mark(inode.ino);
                 }
                 inode.opened(session, writer, keep);
-                self.counted_open(opening.since);
+                self.metadata.counted_open(opening.since);
                 if !open_cache::is_kept(flags) {
                     self.stop_keeping(inode.ino);
                 }
@@ -238,9 +239,9 @@ impl Core {
             }
             Err(e) => {
                 // The server counts it as open.
-                self.counted_open(opening.since);
-                self.tell_closed(&[attr.ino], opening.since).await;
-                let session = self.current_session().map_or(0, |s| s.id);
+                self.metadata.counted_open(opening.since);
+                self.metadata.tell_closed(&[attr.ino], opening.since).await;
+                let session = self.metadata.current_session().map_or(0, |s| s.id);
                 let release = match self.live_inode(attr.ino) {
                     Some(inode) => inode.opened_again(session, writer),
                     None => {
@@ -255,11 +256,11 @@ impl Core {
 
     /// The layout's arithmetic; with a newer map if it names chains that this one lacks.
     async fn resolve(self: &Arc<Self>, ino: Ino, layout: &pb::Layout) -> Result<StripeMap> {
-        let map = self.map();
+        let map = self.shared.map();
         match StripeMap::resolve(ino, layout, &map) {
             Err(e) if e.code == Code::Io => {
-                self.refresh_map(map.version()).await;
-                StripeMap::resolve(ino, layout, &self.map())
+                self.metadata.refresh_map(map.version()).await;
+                StripeMap::resolve(ino, layout, &self.shared.map())
             }
             r => r,
         }
@@ -275,7 +276,7 @@ impl Core {
                 let id = cache.expect_ahead(inode.ino, tenure, part.clone(), Instant::now(), rx);
                 let Some(id) = id else { return part.start };
                 let (core, inode) = (self.clone(), inode.clone());
-                self.env.spawn(async move {
+                self.shared.env.spawn(async move {
                     let bytes = core.read_range(&inode, part).await.ok();
                     core.cache.lock().arrived(id, bytes, Instant::now());
                     done.send_replace(true);
@@ -295,7 +296,7 @@ impl Core {
     ) -> Result<Vec<Buf>> {
         match part {
             Part::Here(bufs) => {
-                Counters::add(&self.stats.cached_bytes, buffers::total(&bufs) as u64);
+                Counters::add(&self.shared.stats.cached_bytes, buffers::total(&bufs) as u64);
                 Ok(bufs)
             }
             Part::Fetch(range) => self.fetch(inode, tenure, range, reader).await,
@@ -305,7 +306,7 @@ impl Core {
                 let again = self.cache.lock().plan(inode.ino, tenure, range.clone(), reader);
                 match <[Part; 1]>::try_from(again) {
                     Ok([Part::Here(bufs)]) => {
-                        Counters::add(&self.stats.cached_bytes, buffers::total(&bufs) as u64);
+                        Counters::add(&self.shared.stats.cached_bytes, buffers::total(&bufs) as u64);
                         Ok(bufs)
                     }
                     _ => self.read_range(inode, range).await,
@@ -373,7 +374,7 @@ impl Handle {
             creds: creds.clone(),
             flags,
             open: Mutex::new(Some(open)),
-            ahead: Mutex::new(ReadAhead::new(core.cfg.read_ahead_bytes as u64)),
+            ahead: Mutex::new(ReadAhead::new(core.shared.cfg.read_ahead_bytes as u64)),
             told_errors: [(); 3].map(|()| AtomicU64::new(inode.errors())),
             closed: AtomicBool::new(false),
             since: inode.handle_opened(flags),
@@ -448,7 +449,7 @@ impl File {
         h.inode.check_placed()?;
         // First: what arrives meanwhile is where the rest comes from.
         let over = h.inode.back.look(&(offset..end));
-        Counters::add(&h.core.stats.read_bytes, end - offset);
+        Counters::add(&h.core.shared.stats.read_bytes, end - offset);
         if covers(&over, &(offset..end)) {
             return Ok(over.into_iter().map(|(_, b)| b).collect());
         }
@@ -490,8 +491,8 @@ impl File {
                 Part::Coming(..) | Part::Fetch(_) => return None,
             }
         }
-        Counters::add(&h.core.stats.cached_bytes, range.end - range.start);
-        Counters::add(&h.core.stats.read_bytes, range.end - range.start);
+        Counters::add(&h.core.shared.stats.cached_bytes, range.end - range.start);
+        Counters::add(&h.core.shared.stats.read_bytes, range.end - range.start);
         Some(out)
     }
 
@@ -575,7 +576,7 @@ impl File {
             core.send_held(inode).await;
             me.write_alone(offset, data).await
         };
-        self.0.core.detached(writing).await
+        self.0.core.shared.detached(writing).await
     }
 
     fn hold_back(&self, offset: u64, data: &[Buf]) -> Result<Taken> {
@@ -590,7 +591,7 @@ impl File {
 
     /// As [`File::write`], from a slice (copied), all of it.
     pub async fn write_all_at(&self, offset: u64, data: &[u8]) -> Result<()> {
-        let mut b = self.0.core.fabric.pool().get(data.len()).await?;
+        let mut b = self.0.core.shared.fabric.pool().get(data.len()).await?;
         b.copy_from_slice(data);
         let n = self.write(offset, vec![b.freeze()]).await?;
         if n < data.len() { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(()) }
@@ -671,7 +672,7 @@ impl File {
         let me = self.clone();
         let set = pb::SetAttr { ino: self.ino(), size: Some(size), ..Default::default() };
         let h = &self.0;
-        h.core.detached(async move { me.0.core.setattr(&me.0.creds, set, true).await }).await
+        h.core.shared.detached(async move { me.0.core.setattr(&me.0.creds, set, true).await }).await
     }
 
     /// The file reaches at least to `end`; what is new reads as zeros. Unlike [`File::truncate`] it never cuts off what
@@ -689,7 +690,7 @@ impl File {
             let attr = attr.ok_or_else(|| Error::new(Code::Protocol, "no attributes in the answer to an extension"))?;
             Ok(h.inode.take_attr(attr))
         };
-        self.0.core.detached(extending).await
+        self.0.core.shared.detached(extending).await
     }
 
     /// Returns when all bytes written are stable on every in-sync replica and the size is in the metadata servers'
@@ -726,7 +727,7 @@ impl File {
             let outcome = h.core.sync_inode(&h.inode).await;
             me.tell_errors(by).and(outcome)
         };
-        self.0.core.detached(syncing).await
+        self.0.core.shared.detached(syncing).await
     }
 
     /// Flushes and closes, for all clones. The file is closed even when it fails.
@@ -739,7 +740,7 @@ impl File {
         let h = &self.0;
         let Some(open) = h.open.lock().take().and_then(Arc::into_inner) else { return outcome };
         let core = h.core.clone();
-        let gone = h.core.detached(async move {
+        let gone = h.core.shared.detached(async move {
             forget(core, open).await;
             Ok(())
         });
@@ -761,7 +762,7 @@ fn up_to_the_largest(offset: u64, data: Vec<Buf>) -> Result<Vec<Buf>> {
 /// Tells the metadata server that a handle is gone.
 async fn forget(core: Arc<Core>, open: Open) {
     let inode = &open.inode;
-    let (now, since) = (core.current_session().map(|s| s.id), core.reassertions());
+    let (now, since) = (core.metadata.current_session().map(|s| s.id), core.metadata.reassertions());
     let counted = inode.closed(open.session, now);
     if inode.handles() == 0 {
         // A killed program's write or append goes on by itself. Once this client is not on record, nobody looks out for it.
@@ -773,7 +774,7 @@ async fn forget(core: Arc<Core>, open: Open) {
         core.leave_closed_pages(inode.ino).await;
     }
     if counted {
-        core.tell_closed(&[inode.ino], since).await;
+        core.metadata.tell_closed(&[inode.ino], since).await;
     }
     core.release_later(inode.ino, inode.release());
 }
@@ -781,12 +782,12 @@ async fn forget(core: Arc<Core>, open: Open) {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.inode.handle_closed(self.since, self.flags);
-        if self.closed.load(Relaxed) || self.core.is_closed() || tokio::runtime::Handle::try_current().is_err() {
+        if self.closed.load(Relaxed) || self.core.shared.is_closed() || tokio::runtime::Handle::try_current().is_err() {
             return;
         }
         let (core, inode) = (self.core.clone(), self.inode.clone());
         let open = self.open.get_mut().take().and_then(Arc::into_inner);
-        self.core.env.spawn(async move {
+        self.core.shared.env.spawn(async move {
             if let Err(e) = core.sync_inode(&inode).await {
                 tracing::warn!(ino = inode.ino, "a file that nobody closed could not be flushed: {e}");
             }
