@@ -45,17 +45,16 @@ impl Client {
         let closing = async move {
             let mut outcome = Ok(());
             // What is held back keeps its file.
-            for inode in core.live_inodes() {
+            for inode in core.files.live_inodes() {
                 outcome = outcome.and(core.sync_inode(&inode).await);
             }
             // The end of the session makes up for it.
-            let _ = tokio::time::timeout(RELEASING, core.clone().send_releases()).await;
+            let _ = tokio::time::timeout(RELEASING, core.files.clone().send_releases()).await;
             if let Err(e) = core.metadata.end_session().await {
                 tracing::info!("the session will end by itself: {e}");
             }
             core.shared.set_closed();
-            core.connections.close();
-            core.rdma_connections.close();
+            core.storage.close();
             outcome
         };
         self.core.shared.detached(closing).await
@@ -75,17 +74,13 @@ impl Client {
 
     /// Over which connections it reaches the storage servers, and what went over each kind of fabric.
     pub fn roads(&self) -> Roads {
-        Roads {
-            roads: traffic::roads(&*self.core.shared.fabric),
-            ways: [self.core.connections.ways(), self.core.rdma_connections.ways()].concat(),
-            ..Default::default()
-        }
+        Roads { roads: traffic::roads(&*self.core.shared.fabric), ways: self.core.storage.ways(), ..Default::default() }
     }
 
     /// As [`Client::roads`], and by which roads bytes of this file came from storage servers and went there, since this client has it in use.
     /// Their sums are all that was moved, zeros of holes and what was sent again included.
     pub fn file_roads(&self, ino: Ino) -> Roads {
-        let Some(inode) = self.core.live_inode(ino) else { return self.roads() };
+        let Some(inode) = self.core.files.live_inode(ino) else { return self.roads() };
         let (fetched, sent) = (inode.fetched.look(), inode.sent.look());
         let of = |road: Road| pb::FileRoad { road: road.name().into(), fetched: fetched[road], sent: sent[road] };
         Roads { file: Road::ALL.into_iter().map(of).collect(), ..self.roads() }
@@ -169,7 +164,7 @@ impl Client {
 
     /// What this client did since it was connected.
     pub fn stats(&self) -> Stats {
-        let (unstable_bytes, cache_bytes) = (self.core.unstable.lock().bytes(), self.core.cache.lock().used());
+        let (unstable_bytes, cache_bytes) = (self.core.updates.unstable_bytes(), self.core.cache.lock().used());
         let holding: Vec<_> = self.core.holding.lock().values().cloned().collect();
         let held_bytes = holding.iter().map(|i| i.back.bytes()).sum();
         let relayed = self.core.relays.made.load(std::sync::atomic::Ordering::Relaxed);

@@ -8,7 +8,12 @@ use bytes::Bytes;
 use strake_proto::{Code, Error, Ino, Result, pb};
 use tokio::time::Instant;
 
-use crate::{Client, core::Core, write::writeback::Back};
+use crate::{
+    Client,
+    core::Core,
+    metadata::ops::{ok, op},
+    write::writeback::Back,
+};
 
 /// POSIX ACLs, and their bits in `Attr.acls`.
 const ACLS: [(&[u8], u32); 2] = [(b"system.posix_acl_access", 1), (b"system.posix_acl_default", 2)];
@@ -16,18 +21,6 @@ const S_IFMT: u32 = 0o170_000;
 const S_IFLNK: u32 = 0o120_000;
 /// How long [`Client::set_layout`] and [`Client::seal`] wait for those who are closing the file.
 const CLOSING: Duration = Duration::from_secs(1);
-
-pub(crate) fn op(o: pb::op::Op) -> pb::Op {
-    pb::Op { op: Some(o) }
-}
-
-/// The results of a list that went through, or its failure.
-pub(crate) fn ok(mut results: Vec<pb::OpResult>) -> Result<Vec<pb::OpResult>> {
-    match results.last_mut().and_then(|r| r.status.take()) {
-        Some(s) if s.code != 0 => Err(s.into()),
-        _ => Ok(results),
-    }
-}
 
 fn attr_of(r: pb::OpResult) -> Result<pb::Attr> {
     r.attr.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the attributes out"))
@@ -106,7 +99,7 @@ impl Client {
 
     /// Attributes, with the size and mtime of this client's own writes.
     pub async fn getattr(&self, creds: &pb::Creds, ino: Ino) -> Result<pb::Attr> {
-        if let Some(inode) = self.core.live_inode(ino)
+        if let Some(inode) = self.core.files.live_inode(ino)
             && (inode.is_dirty() || !inode.back.is_empty())
         {
             self.core.tell_all(&inode).await?;
@@ -273,7 +266,7 @@ impl Client {
             match self.write_op(creds, change.clone()).await {
                 // Closed a moment ago, perhaps: the kernel does not wait for that, and releases are told in groups.
                 Err(e) if e.code == Code::Busy && Instant::now() < end => {
-                    self.core.clone().send_releases().await;
+                    self.core.files.clone().send_releases().await;
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
                 r => return r,
@@ -326,7 +319,7 @@ impl Core {
     /// Attributes from the metadata server as this client's user must see them. What this client wrote is reported
     /// first, so that the mtime seen now is the one seen later.
     pub(crate) async fn merge(self: &Arc<Self>, attr: pb::Attr) -> Result<pb::Attr> {
-        let Some(inode) = self.live_inode(attr.ino) else { return Ok(attr) };
+        let Some(inode) = self.files.live_inode(attr.ino) else { return Ok(attr) };
         if inode.is_dirty() || !inode.back.is_empty() {
             self.tell_all(&inode).await?;
         }
@@ -341,7 +334,7 @@ impl Core {
         by_handle: bool,
     ) -> Result<pb::Attr> {
         set.holes = set.size.is_some();
-        let inode = self.live_inode(set.ino);
+        let inode = self.files.live_inode(set.ino);
         let size = set.size;
         // Nobody has pages beyond the end then, unless the lock is lost before the file is cut. It cannot be kept so long: who is asked
         // for a report before may wait for it.
@@ -360,15 +353,15 @@ impl Core {
             _ => None,
         };
         if let (Some(i), Some(_)) = (&inode, size) {
-            self.fence(i).await?;
+            self.updates.fence(i).await?;
         }
         if let Some(i) = &inode {
             // Own writes count as made before: an mtime set now must stay.
-            self.push_size(i).await?;
+            self.files.push_size(i).await?;
         }
         let ops = vec![op(pb::op::Op::Setattr(set))];
         let r = if by_handle {
-            self.meta_as_opener(creds, ops).await?
+            self.files.meta_as_opener(creds, ops).await?
         } else {
             ok(self.metadata.meta(creds, ops).await?)?
         };
@@ -390,7 +383,7 @@ impl Core {
             return Ok(attr);
         };
         if let Some(size) = size {
-            self.unstable.lock().clip(i.ino, size);
+            self.updates.clip(i.ino, size);
             self.cache.lock().forget(i.ino);
             i.resized(&attr);
         }

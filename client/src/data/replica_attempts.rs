@@ -11,10 +11,12 @@ use strake_proto::{
     pb,
 };
 
-use super::{chain_of, not_serving};
+use super::{
+    chains::{chain_of, not_serving},
+    service::Storage,
+};
 use crate::{
     config::Counters,
-    core::Core,
     data::route,
     inode::{Cap, Inode},
     shared::{
@@ -54,7 +56,7 @@ impl NewCaps {
 
 /// The connection that a request takes.
 #[derive(Clone, Copy)]
-pub(super) enum Way<'a> {
+pub(crate) enum Way<'a> {
     /// The one to its node. Counts the requests that servers may have had.
     Shared(Option<&'a AtomicI64>),
     /// A lane, which ends with a call that ends early. Counts likewise.
@@ -70,8 +72,8 @@ impl Way<'_> {
 }
 
 /// A request, or the rounds of a question, through failures.
-pub(super) struct Retry<'a> {
-    core: &'a Arc<Core>,
+pub(crate) struct Retry<'a> {
+    storage: &'a Arc<Storage>,
     inode: &'a Inode,
     as_writer: bool,
     /// What the next attempt is made with.
@@ -82,9 +84,14 @@ pub(super) struct Retry<'a> {
 
 impl<'a> Retry<'a> {
     /// `as_writer`: under the right to write. `corrupt`: other attempts, where all had bad bytes.
-    pub async fn begin(core: &'a Arc<Core>, inode: &'a Inode, as_writer: bool, corrupt: u32) -> Result<Retry<'a>> {
-        let cap = core.capability(inode, as_writer, None).await?;
-        Ok(Retry { core, inode, as_writer, cap, caps: NewCaps::default(), corrupt })
+    pub async fn begin(
+        storage: &'a Arc<Storage>,
+        inode: &'a Inode,
+        as_writer: bool,
+        corrupt: u32,
+    ) -> Result<Retry<'a>> {
+        let cap = storage.files.capability(inode, as_writer, None).await?;
+        Ok(Retry { storage, inode, as_writer, cap, caps: NewCaps::default(), corrupt })
     }
 
     /// The pause after an attempt under `map`, and what may help. The error, where nothing does.
@@ -92,28 +99,28 @@ impl<'a> Retry<'a> {
         match data_verdict(&e) {
             DataVerdict::OtherReplica if self.corrupt > 0 => {
                 self.corrupt -= 1;
-                self.core.refresh_and_pause(map, at, e).await
+                self.storage.refresh_and_pause(map, at, e).await
             }
             DataVerdict::NewCapability => {
-                self.caps.next(&self.core.shared, at, e).await?;
-                self.cap = self.core.capability(self.inode, self.as_writer, Some(&self.cap)).await?;
+                self.caps.next(&self.storage.shared, at, e).await?;
+                self.cap = self.storage.files.capability(self.inode, self.as_writer, Some(&self.cap)).await?;
                 Ok(())
             }
             DataVerdict::SessionLost => {
-                self.core.verify_session().await;
-                at.pause(&self.core.shared, e).await?;
-                self.cap = self.core.capability(self.inode, self.as_writer, None).await?;
+                self.storage.verify_session().await;
+                at.pause(&self.storage.shared, e).await?;
+                self.cap = self.storage.files.capability(self.inode, self.as_writer, None).await?;
                 Ok(())
             }
-            DataVerdict::Refresh | DataVerdict::AskTail => self.core.refresh_and_pause(map, at, e).await,
+            DataVerdict::Refresh | DataVerdict::AskTail => self.storage.refresh_and_pause(map, at, e).await,
             _ => Err(e),
         }
     }
 }
 
 /// The replicas of a chain in turn, each once.
-pub(super) struct Round<'a> {
-    core: &'a Core,
+pub(crate) struct Round<'a> {
+    storage: &'a Storage,
     map: &'a MapView,
     pub chain: &'a pb::Chain,
     order: Vec<TargetId>,
@@ -126,17 +133,17 @@ pub(super) struct Round<'a> {
 
 impl<'a> Round<'a> {
     /// Those that may be asked for a chunk; an error where there is none.
-    pub fn begin(core: &'a Core, map: &'a MapView, chain: ChainId, chunk: ChunkId) -> Result<Round<'a>> {
+    pub fn begin(storage: &'a Storage, map: &'a MapView, chain: ChainId, chunk: ChunkId) -> Result<Round<'a>> {
         let chain = chain_of(map, chain)?;
-        let order = match core.shared.cfg.read_replica {
+        let order = match storage.shared.cfg.read_replica {
             Some(n) => route::only_replica(chain, n)?,
-            None => route::read_order(map, chain, chunk, route::local_node(map, &core.shared.cfg.hostname)),
+            None => route::read_order(map, chain, chunk, route::local_node(map, &storage.shared.cfg.hostname)),
         };
         if order.is_empty() {
-            return Err(core.deserted(map, chain));
+            return Err(storage.deserted(map, chain));
         }
         let last = not_serving(format!("chain {} has no replica in sync", chain.id));
-        Ok(Round { core, map, chain, order, passing: None, no_lane: None, last })
+        Ok(Round { storage, map, chain, order, passing: None, no_lane: None, last })
     }
 
     pub fn next(&mut self) -> Option<TargetId> {
@@ -169,7 +176,7 @@ impl<'a> Round<'a> {
     /// The error of a round in which nobody answered: the last one, `Corrupt` only if all that answered had bad bytes.
     pub fn over(self) -> Error {
         if let Some(e) = self.passing.as_ref().filter(|e| e.code == Code::NotServing) {
-            self.core.wait_for_absent(self.map, self.chain, e);
+            self.storage.wait_for_absent(self.map, self.chain, e);
         }
         self.passing.or(self.no_lane).unwrap_or(self.last)
     }

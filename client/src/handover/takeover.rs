@@ -11,11 +11,12 @@ use strake_proto::{Code, Ino, Result, pb};
 
 use crate::{
     Client, File, Numbers,
-    api::names::{ok, op},
-    core::{Core, Hold, room_for},
+    core::Core,
     data::buffers::{self, Content},
     handover::{Handover, KeptInode, KeptWrite, WriteKind},
     inode::{AwaitedAppend, Inode, O_ACCMODE, O_WRONLY, Release, Writer},
+    metadata::ops::{ok, op},
+    write::service::{Hold, room_for},
     write::unstable::Entry,
 };
 
@@ -90,7 +91,7 @@ impl Core {
     fn expect_append(self: &Arc<Self>, request: &Numbers) {
         let present = self.metadata.current_session().map(|s| s.id);
         let Some((ino, append)) = request.appended().filter(|(_, a)| Some(a.session) == present) else { return };
-        if let Some(inode) = self.live_inode(ino) {
+        if let Some(inode) = self.files.live_inode(ino) {
             request.await_append(AwaitedAppend::new(inode, append.end));
         }
         self.unlock_end(ino, None);
@@ -101,7 +102,7 @@ impl Core {
     async fn open_strays(self: &Arc<Self>, writes: &[(u64, KeptWrite, Record)]) -> Vec<File> {
         let inos: BTreeSet<Ino> = writes.iter().map(|(_, w, _)| w.chunk.ino).collect();
         let mut strays = Vec::new();
-        for ino in inos.into_iter().filter(|i| self.live_inode(*i).is_none()) {
+        for ino in inos.into_iter().filter(|i| self.files.live_inode(*i).is_none()) {
             match self.open_again(Former { ino, flags: O_WRONLY, uid: 0, gid: 0 }).await {
                 Ok(file) => strays.push(file),
                 Err(e) if matches!(e.code, Code::NoEnt | Code::Stale) => {} // removed since
@@ -122,7 +123,7 @@ impl Core {
     }
 
     async fn inherit(self: &Arc<Self>, former: Arc<KeptInode>, is_same: bool) {
-        if let Some(inode) = self.live_inode(former.ino()) {
+        if let Some(inode) = self.files.live_inode(former.ino()) {
             inode.inherit(&former, is_same);
             if former.unreported().is_some() && !is_same {
                 inode.fail_loudly("the session was lost; bytes written since the last fsync may be lost");
@@ -139,7 +140,7 @@ impl Core {
             }
         }
         let writer = Writer { session: session.id, index };
-        self.release_later(ino, Some(Release { writer, surplus, kept: vec![former] }));
+        self.files.release_later(ino, Some(Release { writer, surplus, kept: vec![former] }));
     }
 
     async fn inherit_writes(
@@ -151,7 +152,7 @@ impl Core {
         let (mut blocks, mut back) = (BTreeMap::new(), BTreeMap::new());
         for (order, w, record) in writes {
             // Removed, or it could not be opened, see `open_strays`.
-            let Some(inode) = self.live_inode(w.chunk.ino) else { continue };
+            let Some(inode) = self.files.live_inode(w.chunk.ino) else { continue };
             if !is_same {
                 inode.fail_loudly("bytes written before the mount was restarted may be lost");
                 continue;
@@ -180,7 +181,7 @@ impl Core {
         } else {
             Content::Bytes(data.into_iter().collect())
         };
-        let room = self.unstable_room.clone().try_acquire_many_owned(room_for(buffers::total(data.bytes()))).ok();
+        let room = self.updates.room().clone().try_acquire_many_owned(room_for(buffers::total(data.bytes()))).ok();
         let entry = Entry {
             chunk: w.chunk,
             offset: w.offset,
@@ -194,9 +195,7 @@ impl Core {
             tag: Arc::new(Hold { inode, _room: room }),
             kept: Some(record),
         };
-        let mut unstable = self.unstable.lock();
-        unstable.add_again(w.chain, order, entry);
-        unstable.resume_after(order);
+        self.updates.inherit(w.chain, order, entry);
     }
 }
 

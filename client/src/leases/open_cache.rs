@@ -142,7 +142,7 @@ impl Core {
     fn retire(&self, open: Arc<Open>) -> Option<Ino> {
         let Open { inode, session } = Arc::into_inner(open)?;
         let counts = inode.closed(session, self.metadata.current_session().map(|s| s.id));
-        self.release_later(inode.ino, inode.release());
+        self.files.release_later(inode.ino, inode.release());
         counts.then_some(inode.ino)
     }
 }

@@ -165,7 +165,7 @@ impl Core {
                 return core.give_pages_back(ino).await;
             }
             forgotten(core.lease_cache.give_back(ino)).await;
-            if let Some(inode) = core.live_inode(ino) {
+            if let Some(inode) = core.files.live_inode(ino) {
                 inode.appended_again().await;
                 let _placed = inode.placing.lock().await;
                 if let Err(e) = core.tell_all(&inode).await {

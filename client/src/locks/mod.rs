@@ -28,12 +28,12 @@ use tokio::{
 
 use crate::{
     Client,
-    api::names::{ok, op},
     core::Core,
     handover::KeptInode,
     inode::Inode,
     locks::lock_waiters::Place,
     locks::unlocking::{Unlocking, Unlockings, Unlocks},
+    metadata::ops::{ok, op},
     shared::retry::in_doubt,
 };
 pub use pb::{LockKind, LockType};
@@ -381,7 +381,7 @@ impl Core {
         self.send_held(inode).await;
         let session = self.metadata.current_session().map_or(0, |s| s.id);
         // One look for both: that nobody needs to be asked, and the size.
-        if let Some((size, _)) = self.known_size(inode) {
+        if let Some((size, _)) = self.files.known_size(inode) {
             return Ok(End { placing: Some(placing), lock: None, session, size });
         }
         // Others may be asked for reports, and wait for one from here. Who has the lock needs to keep nobody from the size.
@@ -390,7 +390,7 @@ impl Core {
         let Locked { session, .. } = Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
         let lock = EndLock { core: self.clone(), ino: inode.ino, kept };
         self.send_held(inode).await;
-        let size = self.fresh_size(inode).await?;
+        let size = self.files.fresh_size(inode).await?;
         Ok(End { placing: None, lock: Some(lock), session, size })
     }
 

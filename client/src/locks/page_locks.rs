@@ -237,7 +237,7 @@ impl Core {
 
     async fn unlock_held(self: &Arc<Self>, ino: Ino, session: SessionId) {
         self.take_pages_back(ino).await;
-        if let Some(inode) = self.live_inode(ino) {
+        if let Some(inode) = self.files.live_inode(ino) {
             self.settle_writes(&inode, session).await;
         }
         self.unlock_pages(ino).await;
@@ -247,7 +247,7 @@ impl Core {
 
     async fn take_pages_back(self: &Arc<Self>, ino: Ino) {
         forgotten(self.lease_cache.give_back(ino)).await;
-        if let Some(inode) = self.live_inode(ino) {
+        if let Some(inode) = self.files.live_inode(ino) {
             self.send_held(&inode).await;
         }
     }
@@ -257,8 +257,8 @@ impl Core {
     async fn settle_writes(self: &Arc<Self>, inode: &Arc<Inode>, session: SessionId) {
         let is_same = || self.metadata.current_session().is_some_and(|s| s.id == session) && !self.shared.is_closed();
         while is_same() {
-            let settled = match self.fence(inode).await {
-                Ok(()) => self.flush_inode(inode.ino).await,
+            let settled = match self.updates.fence(inode).await {
+                Ok(()) => self.updates.flush_inode(inode.ino).await,
                 Err(e) => Err(e),
             };
             match settled {

@@ -8,6 +8,18 @@ pub(crate) fn decode<M: prost::Message + Default>(m: &Message) -> Result<M> {
     M::decode(m.body.clone()).map_err(|e| Error::new(Code::Protocol, format!("a metadata server's reply: {e}")))
 }
 
+pub(crate) fn op(o: pb::op::Op) -> pb::Op {
+    pb::Op { op: Some(o) }
+}
+
+/// The results of a list that went through, or its failure.
+pub(crate) fn ok(mut results: Vec<pb::OpResult>) -> Result<Vec<pb::OpResult>> {
+    match results.last_mut().and_then(|r| r.status.take()) {
+        Some(s) if s.code != 0 => Err(s.into()),
+        _ => Ok(results),
+    }
+}
+
 /// Whether a list changes anything.
 pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
     ops.iter().any(strake_proto::ops::is_mutation)

@@ -13,20 +13,24 @@ use tokio::sync::{Mutex as AsyncMutex, OwnedSemaphorePermit};
 
 use crate::{
     config::Counters,
-    core::{Core, Hold, room_for},
-    data::clocks::Copies,
-    data::{Update, replica_attempts::NewCaps},
+    data::{clocks::Copies, replica_attempts::NewCaps},
     inode::{Inode, UpdateAt},
-    shared::Attempts,
-    shared::retry::{DataVerdict, data_verdict},
-    write::unstable::{Entry, Replay},
+    shared::{
+        Attempts,
+        retry::{DataVerdict, data_verdict},
+    },
+    write::{
+        service::{Hold, Updates, room_for},
+        unstable::{Entry, Replay},
+        updates::Update,
+    },
 };
 
 /// More unstable writes to a chunk than it remembers writers could not be told from lost ones.
 const WRITES_PER_CHUNK: usize = KEPT_WRITERS / 2;
 
 /// Drops what is kept of a file's bytes when it is dropped.
-struct Forget<'a>(&'a Core, Ino);
+struct Forget<'a>(&'a Updates, Ino);
 
 impl Drop for Forget<'_> {
     fn drop(&mut self) {
@@ -34,19 +38,19 @@ impl Drop for Forget<'_> {
     }
 }
 
-impl Core {
+impl Updates {
     /// Waits for room for `len` unstable bytes. `ETIMEDOUT` when none comes free in time.
     pub(crate) async fn reserve(self: &Arc<Self>, len: usize) -> Result<OwnedSemaphorePermit> {
         let total = room_for(self.shared.cfg.unstable_limit).max(1);
         let n = room_for(len).min(total);
-        if let Ok(p) = self.unstable_room.clone().try_acquire_many_owned(n) {
-            if self.unstable_room.available_permits() < total as usize / 2 {
+        if let Ok(p) = self.room().clone().try_acquire_many_owned(n) {
+            if self.room().available_permits() < total as usize / 2 {
                 self.flush_wanted.notify_one();
             }
             return Ok(p);
         }
         let mut at = self.shared.attempts("waiting for earlier writes to become stable");
-        let wait = self.unstable_room.clone().acquire_many_owned(n);
+        let wait = self.room().clone().acquire_many_owned(n);
         tokio::pin!(wait);
         loop {
             self.flush_wanted.notify_one();
@@ -65,7 +69,7 @@ impl Core {
         let limit = self.shared.cfg.unstable_limit as u64;
         let due = {
             let u = self.unstable.lock();
-            let short = self.unstable_room.available_permits() < room_for(self.shared.cfg.unstable_limit) as usize / 2;
+            let short = self.room().available_permits() < room_for(self.shared.cfg.unstable_limit) as usize / 2;
             let old = now.saturating_sub(self.shared.cfg.flush_age.as_millis() as u64);
             u.due(old, if short { 0 } else { limit / 4 }, WRITES_PER_CHUNK)
         };
@@ -174,7 +178,7 @@ impl Core {
     ) -> Result<Option<Stamp>> {
         let (mut refused, mut new_caps) = (None, NewCaps::default());
         loop {
-            let cap = match self.capability(inode, true, refused.as_ref()).await {
+            let cap = match self.files.capability(inode, true, refused.as_ref()).await {
                 Ok(c) => c,
                 Err(e) if e.code == Code::TimedOut => return Err(e),
                 Err(e) => {
@@ -187,11 +191,11 @@ impl Core {
             let request = DataRequest {
                 session: cap.session,
                 cap: Some(cap.bytes),
-                round: self.round_of(cap.session),
+                round: self.storage.round_of(cap.session),
                 ..request.clone()
             };
             let m = Message::new(opcode::FLUSH, Vec::new());
-            let e = match self.to_head(&map, chain, m, request, None).await {
+            let e = match self.storage.to_head(&map, chain, m, request, None).await {
                 Ok((head, r, _)) => match r.stamps.iter().find(|s| s.target == head && r.stable) {
                     Some(s) => return Ok(Some(*s)),
                     None => {
@@ -207,13 +211,13 @@ impl Core {
                     refused = Some(cap);
                 }
                 DataVerdict::SessionLost => {
-                    self.verify_session().await;
+                    self.storage.verify_session().await;
                     at.pause(&self.shared, e).await?;
                     if self.unstable.lock().sample(chain).is_none() {
                         return Ok(None);
                     }
                 }
-                DataVerdict::Refresh | DataVerdict::AskTail => self.refresh_and_pause(&map, at, e).await?,
+                DataVerdict::Refresh | DataVerdict::AskTail => self.storage.refresh_and_pause(&map, at, e).await?,
                 _ => return Err(e.context("flush")),
             }
         }

@@ -23,7 +23,7 @@ use tokio::sync::OwnedMutexGuard;
 
 use crate::{
     core::Core,
-    data::{chain_of, session_lost},
+    data::chains::{chain_of, session_lost},
     inode::{Cap, Inode},
     shared::retry::{DataVerdict, data_verdict},
     write::grants::{Ask, Cost},
@@ -110,10 +110,10 @@ impl Core {
     }
 
     async fn ask_grant(self: &Arc<Self>, inode: &Inode, ask: &Ask, chain: ChainId) -> Result<u64> {
-        let cap = self.capability(inode, true, None).await?;
+        let cap = self.files.capability(inode, true, None).await?;
         match self.ask_grant_with(&cap, inode, ask, chain).await {
             Err(e) if data_verdict(&e) == DataVerdict::NewCapability => {
-                let cap = self.capability(inode, true, Some(&cap)).await?;
+                let cap = self.files.capability(inode, true, Some(&cap)).await?;
                 self.ask_grant_with(&cap, inode, ask, chain).await
             }
             answer => answer,
@@ -136,7 +136,7 @@ impl Core {
             ..DataRequest::new(chain.id, chain.epoch, ask.target, chunk)
         };
         self.shared.stats.grant_requests.fetch_add(1, Relaxed);
-        let conn = self.connection_to(&map, ask.target).await?;
+        let conn = self.storage.connection_to(&map, ask.target).await?;
         let reply = conn.call(Message::new(opcode::GRANT, request.encode()), ASK_TRY).await?;
         Ok(u64::from(DataReply::decode(&reply.body)?.len))
     }

@@ -24,14 +24,15 @@ use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, OwnedSemaphorePermit};
 use crate::{
     api::file::O_APPEND,
     config::Counters,
-    core::{Core, room_for},
+    core::Core,
     data::buffers::{self, Content},
-    data::session_lost,
+    data::chains::session_lost,
     handover::{self, KeptWrite},
     inode::Inode,
     read::cache::Tenure,
     write::dirty::{Dirty, Run, gaps},
     write::grants::{Cost, Verdict},
+    write::service::room_for,
 };
 
 /// Writes of so many bytes gain nothing by waiting.
@@ -186,8 +187,8 @@ impl Core {
             return Taken::Through;
         }
         let all = room_for(self.shared.cfg.unstable_limit) as usize;
-        let room = self.unstable_room.clone().try_acquire_many_owned(room_for(len));
-        let Some(room) = room.ok().filter(|_| self.unstable_room.available_permits() >= all / 4) else {
+        let room = self.updates.room().clone().try_acquire_many_owned(room_for(len));
+        let Some(room) = room.ok().filter(|_| self.updates.room().available_permits() >= all / 4) else {
             return Taken::Full;
         };
         if state.held.bytes() + len as u64 > MOST {
@@ -214,7 +215,7 @@ impl Core {
             state.held.hold(now, at, b.clone(), tag);
             at += b.len() as u64;
         }
-        let enough = state.held.bytes() >= ENOUGH || self.unstable_room.available_permits() < all / 2;
+        let enough = state.held.bytes() >= ENOUGH || self.updates.room().available_permits() < all / 2;
         drop(state);
         Counters::add(&self.shared.stats.written_bytes, len as u64);
         Counters::add(&self.shared.stats.held_writes, 1);
@@ -296,7 +297,7 @@ impl Core {
 
     /// Sends what has waited for long enough, or all when memory runs short.
     pub(crate) async fn send_due(self: Arc<Self>) {
-        let short = self.unstable_room.available_permits() < room_for(self.shared.cfg.unstable_limit) as usize / 2;
+        let short = self.updates.room().available_permits() < room_for(self.shared.cfg.unstable_limit) as usize / 2;
         let before = self.shared.env.boot().saturating_sub(if short { Duration::ZERO } else { PATIENCE });
         let holding: Vec<Arc<Inode>> = self.holding.lock().values().cloned().collect();
         for inode in holding.iter().filter(|i| i.back.state.lock().held.is_due(before)) {
@@ -402,7 +403,7 @@ impl Core {
     ) -> Result<()> {
         let stripes = inode.placed().stripes;
         let pieces: Vec<Piece> = stripes.split(at, buffers::total(bytes) as u64).collect();
-        let numbers = self.data_numbers(inode, pieces.len() as u64, None).await?;
+        let numbers = self.updates.data_numbers(inode, pieces.len() as u64, None).await?;
         if numbers.0 != session {
             // Others may have written since it was lost.
             return Err(session_lost());
@@ -420,7 +421,7 @@ impl Core {
             });
             let flags = if self.may_take_granted(&self.shared.map(), p.chain) { FLAG_GRANTED } else { 0 };
             sending.push(async move {
-                let done = self.write_piece(inode, p, Content::Bytes(part), flags, number, share).await;
+                let done = self.updates.write_piece(inode, p, Content::Bytes(part), flags, number, share).await;
                 drop(kept);
                 done
             });
@@ -469,7 +470,8 @@ impl Core {
         let _turn = inode.ranges.lock(range.clone()).await;
         let len = bytes.len() as u32;
         let p = Piece { chunk: w.chunk, chain: w.chain, offset: w.offset, len, file_offset: w.file_offset };
-        let outcome = self.write_piece(inode, p, Content::Bytes(vec![bytes]), 0, (w.session, w.seq), None).await;
+        let outcome =
+            self.updates.write_piece(inode, p, Content::Bytes(vec![bytes]), 0, (w.session, w.seq), None).await;
         self.has_arrived(inode, &by, range, outcome);
     }
 }

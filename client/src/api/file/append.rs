@@ -118,7 +118,7 @@ impl File {
         loop {
             // First, so that the session is on record as a writer before the end is looked for; and
             // a new one may wait for reports of others.
-            let session = core.capability(inode, true, None).await?.session;
+            let session = core.files.capability(inode, true, None).await?.session;
             let end = core.lock_end(inode).await?;
             if end.session == session {
                 let (call, next) = part.map_or(((0, 0), 0), |p| (p.call, p.offset));

@@ -47,7 +47,7 @@ impl File {
         let (core, inode) = (&self.0.core, &self.0.inode);
         let client = crate::Client { core: core.clone() };
         core.send_held(inode).await;
-        let size = core.fresh_size(inode).await?;
+        let size = core.files.fresh_size(inode).await?;
         let overlap = size.min(offset.saturating_add(len)).saturating_sub(offset);
         let there = match overlap {
             0 => 0,

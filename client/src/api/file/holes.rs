@@ -34,14 +34,14 @@ impl File {
             h.inode.punches();
             let change = Change::begin(&h.core.cache, h.inode.ino, offset..end);
             let stable = h.flags & O_DSYNC != 0;
-            let outcome = h.core.punch_range(&h.inode, offset..end, stable).await;
+            let outcome = h.core.updates.punch_range(&h.inode, offset..end, stable).await;
             drop(change);
             h.inode.touched(&h.creds);
             if outcome.is_err() {
                 h.inode.write_failed(0);
             }
             outcome?;
-            if stable { h.core.push_size(&h.inode).await } else { Ok(()) }
+            if stable { h.core.files.push_size(&h.inode).await } else { Ok(()) }
         };
         self.0.core.shared.detached(punching).await
     }
@@ -61,7 +61,7 @@ impl File {
         let h = &self.0;
         self.check(true, "")?;
         h.core.send_held(&h.inode).await;
-        let size = h.core.fresh_size(&h.inode).await?;
+        let size = h.core.files.fresh_size(&h.inode).await?;
         let none = || Error::new(Code::NxIo, "nothing but the end of the file is there");
         if offset >= size {
             return Err(none());
@@ -70,8 +70,8 @@ impl File {
         match (h.inode.may_have_holes(), data) {
             (false, true) => Ok(offset),
             (false, false) => Ok(size),
-            (true, true) => h.core.seek_data(&h.inode, offset).await?.filter(|at| *at < size).ok_or_else(none),
-            (true, false) => h.core.seek_hole(&h.inode, offset, size).await,
+            (true, true) => h.core.storage.seek_data(&h.inode, offset).await?.filter(|at| *at < size).ok_or_else(none),
+            (true, false) => h.core.storage.seek_hole(&h.inode, offset, size).await,
         }
     }
 }

@@ -5,7 +5,7 @@ use strake_proto::{Code, Error, Result, SessionId};
 
 use super::{File, Way};
 use crate::{
-    data::session_lost,
+    data::chains::session_lost,
     inode::{O_ACCMODE, O_WRONLY},
     locks::page_locks::Using,
     locks::pages::Mode,
@@ -41,12 +41,12 @@ impl File {
                 return Ok((bufs, as_of, None));
             }
             if !core.pages.is_marked(inode.ino) {
-                core.fresh_size(inode).await?;
+                core.files.fresh_size(inode).await?;
                 let using = core.use_freely(inode.ino);
                 let begun = {
                     // A recall's pages are taken back when this is over: either it is seen here, or it waits for this page-in.
                     let _telling = core.lease_cache.telling();
-                    let known = core.known_size(inode);
+                    let known = core.files.known_size(inode);
                     using.zip(known).inspect(|_| asked())
                 };
                 if let Some((using, (size, tenure))) = begun {
@@ -67,7 +67,7 @@ impl File {
             }
             // Whoever is asked for the size may wait for the lock to be given up.
             drop(using);
-            core.fresh_size(inode).await?;
+            core.files.fresh_size(inode).await?;
             core.pages.sized(inode.ino, number);
         }
     }
@@ -84,8 +84,8 @@ impl File {
     /// Without the lock: others may store there.
     async fn read_unlocked(&self, offset: u64, len: usize, asked: impl Fn()) -> Result<(Vec<Buf>, AsOf)> {
         let h = &self.0;
-        let size = h.core.fresh_size(&h.inode).await?;
-        let leased = h.core.known_size(&h.inode).map(|(_, tenure)| tenure);
+        let size = h.core.files.fresh_size(&h.inode).await?;
+        let leased = h.core.files.known_size(&h.inode).map(|(_, tenure)| tenure);
         // Bytes that are read from here on are no older.
         let change = h.inode.attr().change;
         asked();
@@ -107,7 +107,7 @@ impl File {
             if end <= offset {
                 return Ok(());
             }
-            let (len, tenure) = ((end - offset) as usize, core.known_size(inode).map(|(_, tenure)| tenure));
+            let (len, tenure) = ((end - offset) as usize, core.files.known_size(inode).map(|(_, tenure)| tenure));
             let n = match me.write_now(offset, vec![data.slice(0..len)], Way { only, within: true }).await {
                 Err(e) if e.code == Code::NoSession => return Err(session_lost()),
                 n => n?,

@@ -31,13 +31,14 @@ pub use mapped::AsOf;
 
 use crate::{
     Client,
-    api::names::{Mode, ok, op},
+    api::names::Mode,
     config::Counters,
     core::Core,
     data::buffers,
     inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
     leases::open_cache,
     metadata::openings::Opening,
+    metadata::ops::{ok, op},
     read::cache::{Change, Part, Reader, Tenure, UNIT},
     read::readahead::ReadAhead,
     write::writeback::{Taken, covers, overlay},
@@ -136,7 +137,7 @@ impl Client {
 
     /// Whether a file is open in this client.
     pub fn is_open(&self, ino: Ino) -> bool {
-        self.core.live_inode(ino).is_some() && !self.core.open_cache.holds_alone(ino)
+        self.core.files.live_inode(ino).is_some() && !self.core.open_cache.holds_alone(ino)
     }
 
     /// Creates and opens a regular file in one request; opens it when it is there, unless `exclusive` (`EEXIST`).
@@ -209,7 +210,7 @@ impl Core {
             let sealed: &[u8; CAP_LEN] =
                 r.capability[..].try_into().map_err(|_| bad("no capability for an open file"))?;
             let session = cap::peek(sealed).session;
-            let inode = self.inode(attr.ino, || Inode::new(attr, placed.clone()));
+            let inode = self.files.inode(attr.ino, || Inode::new(attr, placed.clone()));
             inode.set_placed(placed, &attr);
             inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND | O_EXEC), creds)?;
             Ok((inode, session))
@@ -242,13 +243,13 @@ impl Core {
                 self.metadata.counted_open(opening.since);
                 self.metadata.tell_closed(&[attr.ino], opening.since).await;
                 let session = self.metadata.current_session().map_or(0, |s| s.id);
-                let release = match self.live_inode(attr.ino) {
+                let release = match self.files.live_inode(attr.ino) {
                     Some(inode) => inode.opened_again(session, writer),
                     None => {
                         Some(Release { writer: Writer { session, index: writer }, surplus: false, kept: Vec::new() })
                     }
                 };
-                self.release_later(attr.ino, release);
+                self.files.release_later(attr.ino, release);
                 Err(e)
             }
         }
@@ -277,7 +278,7 @@ impl Core {
                 let Some(id) = id else { return part.start };
                 let (core, inode) = (self.clone(), inode.clone());
                 self.shared.env.spawn(async move {
-                    let bytes = core.read_range(&inode, part).await.ok();
+                    let bytes = core.storage.read_range(&inode, part).await.ok();
                     core.cache.lock().arrived(id, bytes, Instant::now());
                     done.send_replace(true);
                 });
@@ -309,7 +310,7 @@ impl Core {
                         Counters::add(&self.shared.stats.cached_bytes, buffers::total(&bufs) as u64);
                         Ok(bufs)
                     }
-                    _ => self.read_range(inode, range).await,
+                    _ => self.storage.read_range(inode, range).await,
                 }
             }
         }
@@ -328,7 +329,7 @@ impl Core {
             Reader::Streams => None,
         };
         let expected = Expected { core: self, id };
-        let bufs = self.read_range(inode, range).await?;
+        let bufs = self.storage.read_range(inode, range).await?;
         expected.arrived(&bufs);
         Ok(bufs)
     }
@@ -336,9 +337,9 @@ impl Core {
     /// All bytes written through this client are stable and the size is in the metadata log.
     pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
         self.send_held(inode).await;
-        self.fence(inode).await?;
-        self.flush_inode(inode.ino).await?;
-        self.push_size(inode).await
+        self.updates.fence(inode).await?;
+        self.updates.flush_inode(inode.ino).await?;
+        self.files.push_size(inode).await
     }
 }
 
@@ -435,7 +436,7 @@ impl File {
     pub async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
-        let size = h.core.fresh_size(&h.inode).await?;
+        let size = h.core.files.fresh_size(&h.inode).await?;
         self.read_below(size, offset, len).await
     }
 
@@ -454,10 +455,10 @@ impl File {
             return Ok(over.into_iter().map(|(_, b)| b).collect());
         }
         // What another may write must not be kept.
-        let known = h.core.known_size(&h.inode).filter(|_| h.flags & O_DIRECT == 0 && !h.inode.is_doubtful());
+        let known = h.core.files.known_size(&h.inode).filter(|_| h.flags & O_DIRECT == 0 && !h.inode.is_doubtful());
         let bufs = match known {
             Some((_, tenure)) => self.read_cached(offset..end, size, tenure).await?,
-            None => h.core.read_range(&h.inode, offset..end).await?,
+            None => h.core.storage.read_range(&h.inode, offset..end).await?,
         };
         Ok(if over.is_empty() { bufs } else { overlay(&bufs, &(offset..end), over) })
     }
@@ -467,7 +468,7 @@ impl File {
     pub fn read_ready(&self, offset: u64, len: usize) -> Option<Vec<Buf>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading").ok()?;
-        let (size, tenure) = h.core.known_size(&h.inode)?;
+        let (size, tenure) = h.core.files.known_size(&h.inode)?;
         h.inode.check_placed().ok()?;
         let range = offset..offset.saturating_add(len as u64).min(size);
         if h.flags & O_DIRECT != 0 || range.is_empty() || h.inode.is_doubtful() {
@@ -622,11 +623,11 @@ impl File {
         let end = offset + len as u64;
         let stable = h.flags & O_DSYNC != 0;
         // Room first: who waits for it must not hold up the flush that makes it.
-        let room = if stable { None } else { Some(h.core.reserve(len).await?) };
+        let room = if stable { None } else { Some(h.core.updates.reserve(len).await?) };
         let _turn = h.inode.ranges.lock(offset..end).await;
         h.inode.begins(&(offset..end));
         let change = Change::begin(&h.core.cache, h.inode.ino, offset..end);
-        let (session, done, outcome) = h.core.write_range(&h.inode, offset, &data, (stable, only), room).await;
+        let (session, done, outcome) = h.core.updates.write_range(&h.inode, offset, &data, (stable, only), room).await;
         drop(change);
         if done > 0 {
             let range = offset..offset + done;
@@ -644,7 +645,7 @@ impl File {
             _ => {}
         }
         if stable {
-            h.core.push_size(&h.inode).await?;
+            h.core.files.push_size(&h.inode).await?;
         }
         Ok(done as usize)
     }
@@ -685,7 +686,7 @@ impl File {
         let me = self.clone();
         let extending = async move {
             let (h, extend) = (&me.0, op(pb::op::Op::Extend(pb::Extend { ino: me.ino(), end, holes: true })));
-            let r = h.core.meta_as_opener(&h.creds, vec![extend]).await?;
+            let r = h.core.files.meta_as_opener(&h.creds, vec![extend]).await?;
             let attr = r.first().and_then(|r| r.attr.as_ref());
             let attr = attr.ok_or_else(|| Error::new(Code::Protocol, "no attributes in the answer to an extension"))?;
             Ok(h.inode.take_attr(attr))
@@ -776,7 +777,7 @@ async fn forget(core: Arc<Core>, open: Open) {
     if counted {
         core.metadata.tell_closed(&[inode.ino], since).await;
     }
-    core.release_later(inode.ino, inode.release());
+    core.files.release_later(inode.ino, inode.release());
 }
 
 impl Drop for Handle {
