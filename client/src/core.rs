@@ -2,34 +2,33 @@
 //! background tasks that keep them fresh.
 
 use std::{
-    collections::BTreeMap,
     future::Future,
     pin::Pin,
-    sync::{Arc, Weak, atomic::AtomicU64},
-    time::Duration,
+    sync::{Arc, Weak},
 };
 
-use futures_util::stream::{self, StreamExt};
 use parking_lot::Mutex;
-use strake_fabric::{Env, Fabric, watch};
-use strake_proto::{Ino, Result, SessionId, TargetId};
-use tokio::{sync::Mutex as AsyncMutex, time::Instant};
+use strake_fabric::{Env, Fabric};
+use strake_proto::{Ino, Result, SessionId};
 
 use crate::{
     config::Config,
     data::{relays::Relays, service::Storage},
     inode::{Inode, files::Files},
     leases::{
+        acknowledged::Acknowledged,
         lease_cache::{Forgetting, LeaseCache},
         open_cache::OpenCache,
-        recalls::{self, Acknowledged},
         recent_lookups::RecentLookups,
     },
-    locks::{OwnerQueues, lock_waiters::LockWaiters, page_locks::PageLocks},
+    locks::{lock_waiters::LockWaiters, owner_queues::OwnerQueues, page_uses::PageLocks},
     metadata::service::{Metadata, SessionOwner},
     read::cache::Cache,
     shared::Shared,
-    write::{grants::Grants, service::Updates, writeback},
+    write::{
+        held_writes::{Below, WriteBack},
+        service::Updates,
+    },
 };
 
 pub(crate) struct Core {
@@ -39,31 +38,18 @@ pub(crate) struct Core {
     pub storage: Arc<Storage>,
     pub updates: Arc<Updates>,
     pub locks: OwnerQueues,
-    pub lock_waiters: LockWaiters,
-    pub(crate) pages: PageLocks,
+    pub lock_waiters: Arc<LockWaiters>,
+    pub pages: Arc<PageLocks>,
+    pub writeback: Arc<WriteBack>,
     pub lease_cache: Arc<LeaseCache>,
     pub recent_lookups: RecentLookups,
-    pub open_cache: OpenCache,
+    pub open_cache: Arc<OpenCache>,
     pub(crate) recalls: Acknowledged,
     /// Ways to servers that are not reached.
     pub(crate) relays: Arc<Relays>,
     /// Bytes of files that were read.
     pub cache: Arc<Mutex<Cache>>,
-    /// Files of which something is held back or on its way. Taken within the lock of what is held back.
-    pub(crate) holding: Mutex<BTreeMap<Ino, Arc<Inode>>>,
-    /// Places of writes that are held back among them.
-    pub(crate) held_order: AtomicU64,
-    /// What a former process held back, wrote and did not report is known.
-    pub(crate) inherited: watch::Sender<bool>,
-    /// What may be held back, by the space that is granted. Taken within the lock of what is held back.
-    pub(crate) grants: Mutex<Grants>,
-    pub(crate) asking_grants: Mutex<BTreeMap<TargetId, Arc<AsyncMutex<()>>>>,
 }
-
-/// Sizes that are being reported at a time.
-const SIZES_AT_ONCE: usize = 32;
-/// How long a release may wait for others.
-const RELEASE_INTERVAL: Duration = Duration::from_millis(200);
 
 impl Core {
     pub fn new(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Arc<Core> {
@@ -80,105 +66,43 @@ impl Core {
         let storage = Arc::new(Storage::new(shared.clone(), metadata.clone(), files.clone(), relays.clone()));
         let cache = Cache::new((cfg.cache_bytes as u64).min(pool.stats().limit / 2));
         let cache = Arc::new(Mutex::new(cache));
-        let services = (shared.clone(), metadata.clone(), files.clone(), storage.clone());
-        let updates = Updates::new(services.0, services.1, services.2, services.3, cache.clone());
+        let updates = Updates::new(shared.clone(), metadata.clone(), files.clone(), storage.clone(), cache.clone());
+        let (updates, pages) = (Arc::new(updates), Arc::new(PageLocks::new(shared.clone())));
+        let lock_waiters = LockWaiters::new(shared.clone(), metadata.clone());
+        let open_cache = OpenCache::new(shared.clone(), metadata.clone(), files.clone(), lease_cache.clone());
+        let writeback = WriteBack::new(Below {
+            shared: shared.clone(),
+            metadata: metadata.clone(),
+            files: files.clone(),
+            storage: storage.clone(),
+            updates: updates.clone(),
+            pages: pages.clone(),
+            lease_cache: lease_cache.clone(),
+            cache: cache.clone(),
+        });
         Core {
             metadata,
             files,
             storage,
-            updates: Arc::new(updates),
+            updates,
             lease_cache,
             cache,
             relays,
+            lock_waiters: Arc::new(lock_waiters),
+            pages,
+            writeback: Arc::new(writeback),
+            open_cache: Arc::new(open_cache),
             locks: OwnerQueues::default(),
-            lock_waiters: LockWaiters::default(),
-            pages: PageLocks::default(),
             recent_lookups: RecentLookups::default(),
-            open_cache: OpenCache::default(),
             recalls: Acknowledged::default(),
-            holding: Mutex::default(),
-            held_order: AtomicU64::new(1),
-            inherited: watch::Sender::new(shared.cfg.handover.as_ref().is_none_or(|k| k.former_session() == 0)),
-            grants: Mutex::default(),
-            asking_grants: Mutex::default(),
             shared,
         }
     }
 
     /// Sends what is held back of a file, and reports its size and mtime: from here on whoever asks is told all of it.
     pub(crate) async fn tell_all(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
-        self.send_held(inode).await;
+        self.writeback.send_held(inode).await;
         self.files.push_size(inode).await
-    }
-
-    // --- background ---
-
-    pub fn start_background(self: &Arc<Self>) {
-        let weak = Arc::downgrade(self);
-        self.shared.env.spawn(every(
-            weak.clone(),
-            |c| c.metadata.renew_interval(),
-            |c| async move { c.metadata.clone().renew().await },
-        ));
-        let extend = self.shared.cfg.extend_interval;
-        self.shared.env.spawn(every(weak.clone(), move |_| extend, |c| async move { c.push_sizes().await }));
-        let release = |c: Arc<Core>| async move { c.files.clone().send_releases().await };
-        self.shared.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, release));
-        let close = |c: Arc<Core>| async move { c.close_idle().await };
-        self.shared.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, close));
-        if self.shared.cfg.write_back || !*self.inherited.borrow() {
-            self.shared.env.spawn(every(weak.clone(), |_| writeback::LOOK, |c| async move { c.send_due().await }));
-        }
-        self.shared.env.spawn(recalls::serve(weak.clone()));
-        self.shared.env.spawn(flush_loop(weak));
-    }
-
-    /// Reports all sizes that grew, some at a time.
-    async fn push_sizes(self: Arc<Self>) {
-        self.cache.lock().age(Instant::now());
-        let dirty = self.files.live_inodes().into_iter().filter(|inode| inode.is_dirty());
-        let report = |inode: Arc<Inode>| {
-            let core = self.clone();
-            async move {
-                if let Err(e) = core.files.push_size(&inode).await {
-                    tracing::warn!(ino = inode.ino, "could not report the size of a file: {e}");
-                }
-            }
-        };
-        stream::iter(dirty.map(report)).buffer_unordered(SIZES_AT_ONCE).collect::<()>().await;
-    }
-}
-
-/// Calls `f` again and again until the client is gone.
-async fn every<F>(core: Weak<Core>, pause: impl Fn(&Core) -> Duration, f: impl Fn(Arc<Core>) -> F)
-where
-    F: Future<Output = ()>,
-{
-    loop {
-        let Some(c) = core.upgrade() else { return };
-        let pause = pause(&c);
-        drop(c);
-        tokio::time::sleep(pause).await;
-        match core.upgrade() {
-            Some(c) if !c.shared.is_closed() => f(c).await,
-            _ => return,
-        }
-    }
-}
-
-/// Flushes chains whose unstable bytes are old or many, on a timer and when somebody waits for room.
-async fn flush_loop(core: Weak<Core>) {
-    loop {
-        let Some(c) = core.upgrade() else { return };
-        if c.shared.is_closed() {
-            return;
-        }
-        tokio::select! {
-            biased;
-            () = c.updates.flush_wanted() => {}
-            () = tokio::time::sleep((c.shared.cfg.flush_age / 4).max(Duration::from_millis(1))) => {}
-        }
-        c.updates.flush_due();
     }
 }
 
@@ -194,7 +118,7 @@ impl SessionOwner for Core {
     }
 
     fn forget_kept(&self) {
-        self.retire_kept();
+        self.open_cache.retire_kept();
     }
 
     fn open_in(&self, session: SessionId) -> Vec<Ino> {
@@ -209,7 +133,7 @@ impl SessionOwner for Core {
     fn lost(&self, session: SessionId) {
         self.updates.lose(session);
         self.files.live_inodes().iter().for_each(|i| i.back.lose(|parts| i.lost_with(session, parts)));
-        self.holding.lock().clear();
+        self.writeback.hold_nothing();
     }
 
     fn reopen_all(self: Arc<Self>) -> Pin<Box<dyn Future<Output = ()> + Send>> {

@@ -20,7 +20,7 @@ impl Client {
                 opened.inode().clone()
             }
         };
-        core.send_held(&inode).await;
+        core.writeback.send_held(&inode).await;
         let (stripes, size) = (inode.placed().stripes, inode.size());
         let counts = chains(&stripes).into_iter().map(|chain| core.storage.stored(&inode, &stripes, chain, size));
         Ok(try_join_all(counts).await?.into_iter().sum())

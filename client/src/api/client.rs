@@ -11,6 +11,7 @@ use strake_proto::{
 };
 
 use crate::{
+    background,
     config::{Config, Stats},
     core::Core,
     leases::lease_cache::Forget,
@@ -34,7 +35,7 @@ impl Client {
         core.metadata.session_within(core.shared.cfg.connect_timeout).await?;
         // Says hello: leases are there from the beginning. If this fails, the next renewal does it.
         core.metadata.clone().renew().await;
-        core.start_background();
+        background::start(&core);
         Ok(Client { core })
     }
 
@@ -165,7 +166,7 @@ impl Client {
     /// What this client did since it was connected.
     pub fn stats(&self) -> Stats {
         let (unstable_bytes, cache_bytes) = (self.core.updates.unstable_bytes(), self.core.cache.lock().used());
-        let holding: Vec<_> = self.core.holding.lock().values().cloned().collect();
+        let holding: Vec<_> = self.core.writeback.holding();
         let held_bytes = holding.iter().map(|i| i.back.bytes()).sum();
         let relayed = self.core.relays.made.load(std::sync::atomic::Ordering::Relaxed);
         Stats { relayed, unstable_bytes, held_bytes, cache_bytes, ..self.core.shared.stats.read() }

@@ -12,7 +12,7 @@ use crate::{
     Client,
     core::Core,
     metadata::ops::{ok, op},
-    write::writeback::Back,
+    write::back::Back,
 };
 
 /// POSIX ACLs, and their bits in `Attr.acls`.
@@ -300,7 +300,7 @@ impl Client {
     pub async fn compound(&self, creds: &pb::Creds, ops: Vec<pb::Op>) -> Result<Vec<pb::OpResult>> {
         let (core, creds) = (self.core.clone(), creds.clone());
         let running = async move {
-            let holding: Vec<_> = core.holding.lock().values().cloned().collect();
+            let holding: Vec<_> = core.writeback.holding();
             for inode in holding {
                 core.tell_all(&inode).await?;
             }
@@ -345,7 +345,7 @@ impl Core {
         // Own writes count as made before, those too that were not sent.
         let bar = inode.as_ref().filter(|_| size.is_some()).map(Back::bar);
         if let Some(i) = &inode {
-            self.send_held(i).await;
+            self.writeback.send_held(i).await;
         }
         // A new size waits for writes under way and holds later ones up; what was read ahead goes.
         let guard = match (&inode, size) {

@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::Arc,
 };
 
 use futures_util::stream::{self, StreamExt};
@@ -63,7 +63,7 @@ impl Client {
         }
         core.inherit_writes(&keep, writes, is_same).await;
         requests.iter().for_each(|n| core.expect_append(n));
-        core.inherited.send_replace(true);
+        core.writeback.set_inherited();
         // Their writes hold what flushes them.
         drop(core.shared.env.spawn(async move {
             for file in strays {
@@ -162,7 +162,7 @@ impl Core {
             match (w.kind, data) {
                 (WriteKind::Unstable | WriteKind::Punch, data) => self.inherit_write(order, w, data, inode, record),
                 (WriteKind::Sent | WriteKind::Held, Some(data)) => {
-                    self.held_order.fetch_max(order + 1, Relaxed);
+                    self.writeback.go_on_after(order);
                     back.entry(inode.ino).or_insert_with(|| (inode, Vec::new())).1.push((w, data, record));
                 }
                 (WriteKind::Sent | WriteKind::Held, None) => {
@@ -171,7 +171,7 @@ impl Core {
             }
         }
         for (inode, left) in back.into_values() {
-            self.inherit_back(inode, left).await;
+            self.writeback.inherit_back(inode, left).await;
         }
     }
 

@@ -22,13 +22,16 @@ use tokio::sync::{Mutex as AsyncMutex, watch};
 use crate::{
     handover::{Handover, KeptInode},
     inode::missing::Missing,
+    write::back::Back,
     write::ranges::RangeLock,
-    write::writeback::Back,
 };
 
 pub(crate) use strake_proto::ops::O_ACCMODE;
 pub(crate) const O_WRONLY: u32 = 1;
 pub(crate) const O_RDWR: u32 = 2;
+pub(crate) const O_APPEND: u32 = 0o2000;
+/// Linux's `FMODE_EXEC`: the kernel opens a program to run it. No program can ask for it by open(2).
+pub(crate) const O_EXEC: u32 = 0o40;
 
 /// Bits that a write takes.
 const SET_IDS: u32 = 0o6000;
@@ -58,6 +61,13 @@ pub(crate) struct Placed {
 
 /// Where an update goes.
 pub(crate) type UpdateAt = (ChainId, ChunkId);
+
+/// An open file as the metadata servers know it. Several that programs have open may be one there.
+pub(crate) struct Open {
+    pub inode: Arc<Inode>,
+    /// That opened it.
+    pub session: SessionId,
+}
 
 struct State {
     attr: pb::Attr,

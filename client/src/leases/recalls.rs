@@ -2,12 +2,10 @@
 //! that is acknowledged by the next one. See `docs/leases.md`.
 
 use std::{
-    cmp::Ordering,
     sync::{Arc, Weak},
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::Message;
 use strake_proto::{Ino, Result, SessionId, opcode, pb};
@@ -66,26 +64,6 @@ struct Told {
     reported: Vec<u64>,
     working: Vec<u64>,
     locks_checked: Vec<u64>,
-}
-
-/// Up to which number everything that was recalled on a connection is forgotten.
-#[derive(Default)]
-pub(crate) struct Acknowledged(Mutex<(u64, u64)>);
-
-impl Acknowledged {
-    fn upto(&self, connection: u64) -> u64 {
-        let (of, number) = *self.0.lock();
-        if of == connection { number } else { 0 }
-    }
-
-    fn note(&self, connection: u64, number: u64) {
-        let mut known = self.0.lock();
-        match known.0.cmp(&connection) {
-            Ordering::Less => *known = (connection, number),
-            Ordering::Equal => known.1 = known.1.max(number),
-            Ordering::Greater => {}
-        }
-    }
 }
 
 impl Core {
@@ -160,7 +138,7 @@ impl Core {
         let core = self.clone();
         let mut telling = self.shared.env.spawn(async move {
             // A former process of the mount may have held something back.
-            let _ = core.inherited.subscribe().wait_for(|known| *known).await;
+            core.writeback.inheritance_known().await;
             if pages {
                 return core.give_pages_back(ino).await;
             }

@@ -4,7 +4,9 @@
 //! an owner is on its way, the same owner's other requests wait ([`OwnerQueues`]), so that none of them overtakes it.
 
 pub(crate) mod lock_waiters;
+pub(crate) mod owner_queues;
 pub(crate) mod page_locks;
+pub(crate) mod page_uses;
 #[doc(hidden)]
 pub mod pages;
 #[doc(hidden)]
@@ -12,19 +14,10 @@ pub mod unlocking;
 #[doc(hidden)]
 pub mod waiting_list;
 
-use std::{
-    future::Future,
-    pin::Pin,
-    sync::{Arc, OnceLock},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
-use futures_util::future::{Either, FutureExt, ready};
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
-use tokio::{
-    sync::{Mutex, Notify, OwnedMutexGuard, Semaphore, oneshot},
-    task::coop::unconstrained,
-};
+use tokio::sync::{OwnedMutexGuard, oneshot};
 
 use crate::{
     Client,
@@ -36,11 +29,9 @@ use crate::{
     metadata::ops::{ok, op},
     shared::retry::in_doubt,
 };
+pub use owner_queues::{MAX_WAITS, Programs};
 pub use pb::{LockKind, LockType};
 
-/// Waits of one client at the same time; the metadata servers take no more.
-pub const MAX_WAITS: usize = 1024;
-const LANES: usize = 64;
 /// How often a try is made that the servers' log refused because of what is given up by then.
 const TRIES: u32 = 3;
 
@@ -97,48 +88,6 @@ pub struct Locked {
     pub session: SessionId,
     /// Ranges that the owner has locked in the file now.
     pub left: u64,
-}
-
-/// Whoever asks for locks on behalf of programs, as a mount does.
-pub trait Programs: Send + Sync {
-    /// Returns when all that programs have given up before this was called is being given up at the client.
-    fn settled(&self) -> Pin<Box<dyn Future<Output = ()> + Send>>;
-}
-
-/// Requests of one owner for one file, one after the other. Owners share lanes.
-pub(crate) struct OwnerQueues {
-    lanes: [Arc<Mutex<()>>; LANES],
-    waits: Arc<Semaphore>,
-    unlockings: Arc<Unlockings>,
-    programs: OnceLock<Arc<dyn Programs>>,
-    has_programs: Notify,
-}
-
-impl Default for OwnerQueues {
-    fn default() -> OwnerQueues {
-        OwnerQueues {
-            lanes: std::array::from_fn(|_| Arc::default()),
-            waits: Arc::new(Semaphore::new(MAX_WAITS)),
-            unlockings: Arc::default(),
-            programs: OnceLock::new(),
-            has_programs: Notify::new(),
-        }
-    }
-}
-
-impl OwnerQueues {
-    /// The place in the queue is that of this call, not of the first poll: what an owner asks for next, perhaps in another thread, must
-    /// not overtake a task that is to unlock and has not begun.
-    fn enter(&self, ino: Ino, lock: &Lock) -> impl Future<Output = OwnedMutexGuard<()>> + Send + use<> {
-        let mut mix = ino.rotate_left(32) ^ lock.owner;
-        let lane = strake_proto::layout::splitmix64(&mut mix) as usize % LANES;
-        // A task that has done much would not be let into the queue.
-        let mut turn = Box::pin(unconstrained(self.lanes[lane].clone().lock_owned()));
-        match turn.as_mut().now_or_never() {
-            Some(lane) => Either::Left(ready(lane)),
-            None => Either::Right(turn),
-        }
-    }
 }
 
 /// A lock that was given and whose caller does not know yet. Dropped, it is given back.
@@ -247,7 +196,7 @@ impl Client {
         let conflict = |r: &Result<Given>| r.as_ref().is_err_and(|e| e.code == Code::LockConflict);
         let mut given = self.try_lock(ino, lock, lock.take(ino, true, 0)).await;
         if conflict(&given) {
-            let mut place = Place::new(&self.core, ino, lock.owner, lock.kind, lock.span());
+            let mut place = Place::new(&self.core.lock_waiters, ino, lock.owner, lock.kind, lock.span());
             while conflict(&given) {
                 place.turn().await?;
                 given = self.try_lock(ino, lock, lock.take(ino, true, place.id())).await;
@@ -378,7 +327,7 @@ impl Core {
     /// For an append. Nobody needs to be asked while nobody else may write the file.
     pub(crate) async fn lock_end(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<End> {
         let placing = inode.placing.clone().lock_owned().await;
-        self.send_held(inode).await;
+        self.writeback.send_held(inode).await;
         let session = self.metadata.current_session().map_or(0, |s| s.id);
         // One look for both: that nobody needs to be asked, and the size.
         if let Some((size, _)) = self.files.known_size(inode) {
@@ -389,7 +338,7 @@ impl Core {
         let kept = inode.note_end();
         let Locked { session, .. } = Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
         let lock = EndLock { core: self.clone(), ino: inode.ino, kept };
-        self.send_held(inode).await;
+        self.writeback.send_held(inode).await;
         let size = self.files.fresh_size(inode).await?;
         Ok(End { placing: None, lock: Some(lock), session, size })
     }
@@ -434,7 +383,7 @@ impl Core {
     }
 
     fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>, kept: Unlock) {
-        let (core, lock, lane) = (self.clone(), *lock, self.locks.enter(ino, lock));
+        let (core, lock, lane) = (self.clone(), *lock, self.locks.enter(ino, lock.owner));
         self.shared.env.spawn(async move {
             let _lane = lane.await;
             let session = core.metadata.current_session().map_or(0, |s| s.id);
@@ -445,7 +394,7 @@ impl Core {
 
     /// One request for a lock, which runs to its end.
     async fn try_lock(self: Arc<Self>, ino: Ino, lock: &Lock, take: pb::Op, leftover: Leftover) -> Result<Given> {
-        let lane = self.locks.enter(ino, lock).await;
+        let lane = self.locks.enter(ino, lock.owner).await;
         let unlock = Lock { mode: LockType::LockUnlock, ..*lock };
         let mut tries = TRIES;
         let given = loop {
@@ -501,30 +450,5 @@ impl Core {
             tracing::warn!("a lock could not be given up yet");
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn turns_are_taken_in_the_order_in_which_they_were_asked_for() {
-        let lanes = OwnerQueues::default();
-        let first = lanes.enter(1, &END).await;
-        let (second, mut third) = (lanes.enter(1, &END), Box::pin(lanes.enter(1, &END)));
-        assert!(third.as_mut().now_or_never().is_none());
-        drop(first);
-        // Nobody has looked at the second yet.
-        assert!(third.as_mut().now_or_never().is_none());
-        let mut second = second.now_or_never().expect("its turn");
-        assert!(third.as_mut().now_or_never().is_none());
-        drop(second);
-        drop(third.now_or_never().expect("the last turn"));
-        // Who does not want it any more is in nobody's way.
-        second = lanes.enter(1, &END).await;
-        drop(lanes.enter(1, &END));
-        drop(second);
-        assert!(lanes.enter(1, &END).now_or_never().is_some());
     }
 }

@@ -2,36 +2,25 @@
 //! shell around [`Pages`].
 
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
+    sync::{Arc, atomic::Ordering::Relaxed},
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use strake_proto::{Code, Ino, Result, SessionId};
-use tokio::{sync::Notify, time::sleep};
+use tokio::time::sleep;
 
 use crate::{
     Client,
     core::Core,
     inode::Inode,
     leases::lease_cache::forgotten,
-    locks::pages::{Enter, Leave, Mode, Number, Pages, Use},
+    locks::page_uses::Using,
+    locks::pages::{Enter, Leave, Mode},
     locks::{Lock, LockKind, LockType},
 };
 
 /// Before what could not be made stable is tried again.
 const PAUSE: Duration = Duration::from_millis(250);
-
-#[derive(Default)]
-pub(crate) struct PageLocks {
-    table: Mutex<Pages>,
-    news: Notify,
-    /// The servers know no such lock.
-    unknown: AtomicBool,
-}
 
 /// Of a client there is one at a time for each file; appends have number 0.
 fn lock(mode: Mode) -> Lock {
@@ -42,96 +31,7 @@ fn lock(mode: Mode) -> Lock {
     Lock { kind: LockKind::LockPages, owner: 1, mode, start: 0, end: u64::MAX, pid: 0 }
 }
 
-/// A use of a file: while it lasts others change nothing of it, and have no page that they could
-/// store to.
-pub struct Using {
-    core: Arc<Core>,
-    ino: Ino,
-    what: Use,
-}
-
-impl Using {
-    /// The lock, and the session that has it. `None`: nobody else maps the file.
-    pub(crate) fn lock(&self) -> Option<(Number, SessionId)> {
-        match self.what {
-            Use::Free => None,
-            Use::Locked { number, session, .. } => Some((number, session)),
-        }
-    }
-
-    /// Only in this session may anything be written.
-    pub(crate) fn session(&self) -> Option<SessionId> {
-        self.lock().map(|(_, session)| session)
-    }
-
-    pub(crate) fn is_sized(&self) -> bool {
-        matches!(self.what, Use::Locked { sized: true, .. })
-    }
-
-    /// Ends it; whether nobody else has changed the file since is to be asked for with what is
-    /// returned.
-    pub(crate) fn over(self) -> Use {
-        self.what
-    }
-}
-
-impl Drop for Using {
-    fn drop(&mut self) {
-        let locks = &self.core.pages;
-        locks.table.lock().ended(self.core.shared.env.boot(), self.ino, self.what);
-        locks.news.notify_waiters();
-    }
-}
-
-impl PageLocks {
-    pub fn is_marked(&self, ino: Ino) -> bool {
-        self.table.lock().is_marked(ino)
-    }
-
-    /// Others have pages of the file.
-    pub fn mark(&self, ino: Ino) {
-        self.table.lock().mark(ino);
-    }
-
-    /// Whether what was done in such a use is still all that was done.
-    pub fn lasts(&self, ino: Ino, what: Use) -> bool {
-        self.table.lock().lasts(ino, what)
-    }
-
-    /// The size was asked for under this lock.
-    pub fn sized(&self, ino: Ino, of: Number) {
-        self.table.lock().sized(ino, of);
-    }
-
-    /// Whether a lock of the file is held, or just being given up.
-    pub fn is_mine(&self, ino: Ino) -> bool {
-        self.table.lock().is_mine(ino)
-    }
-
-    /// The session in which this lock is held, if it is.
-    pub fn holds(&self, ino: Ino, number: Number) -> Option<SessionId> {
-        self.table.lock().holds(ino, number)
-    }
-}
-
 impl Core {
-    /// Whether pages of mappings are kept in order with other clients.
-    pub(crate) fn locks_pages(&self) -> bool {
-        self.shared.cfg.page_locks && !self.pages.unknown.load(Relaxed)
-    }
-
-    /// A use without the lock. `None`: others may have pages of the file.
-    pub(crate) fn use_freely(self: &Arc<Self>, ino: Ino) -> Option<Using> {
-        let mut table = self.pages.table.lock();
-        if table.is_marked(ino) {
-            return None;
-        }
-        match table.enter(self.shared.env.boot(), ino, (Mode::Write, true), 0) {
-            Enter::Begun(what) => Some(Using { core: self.clone(), ino, what }),
-            _ => None,
-        }
-    }
-
     /// Bytes of a file are to be changed. Nothing is asked for while nobody else maps it.
     pub(crate) async fn use_to_change(self: &Arc<Self>, ino: Ino) -> Result<Using> {
         self.use_pages(ino, Mode::Write, true).await
@@ -149,7 +49,7 @@ impl Core {
             };
             let enter = self.pages.table.lock().enter(self.shared.env.boot(), ino, (mode, free), session);
             match enter {
-                Enter::Begun(what) => return Ok(Using { core: self.clone(), ino, what }),
+                Enter::Begun(what) => return Ok(Using::new(&self.pages, ino, what)),
                 // To its end, also if the caller goes away.
                 Enter::Ask => {
                     let core = self.clone();
@@ -248,7 +148,7 @@ impl Core {
     async fn take_pages_back(self: &Arc<Self>, ino: Ino) {
         forgotten(self.lease_cache.give_back(ino)).await;
         if let Some(inode) = self.files.live_inode(ino) {
-            self.send_held(&inode).await;
+            self.writeback.send_held(&inode).await;
         }
     }
 

@@ -22,11 +22,11 @@ use strake_proto::{
 use tokio::sync::OwnedMutexGuard;
 
 use crate::{
-    core::Core,
     data::chains::{chain_of, session_lost},
     inode::{Cap, Inode},
     shared::retry::{DataVerdict, data_verdict},
     write::grants::{Ask, Cost},
+    write::held_writes::WriteBack,
 };
 
 /// Who waits to hold something back waits no longer than this for an answer.
@@ -43,7 +43,7 @@ fn blocks(p: &Piece) -> u64 {
     (u64::from(p.offset) % GRANT_UNIT + u64::from(p.len)).div_ceil(GRANT_UNIT)
 }
 
-impl Core {
+impl WriteBack {
     /// What writing a range takes of targets at most. `joins`: its first block counts for what was written just before it. `None`: a
     /// chain takes no updates now.
     pub(crate) fn cost(&self, inode: &Inode, session: SessionId, at: u64, len: u64, joins: bool) -> Option<Cost> {

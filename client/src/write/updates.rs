@@ -29,7 +29,7 @@ use crate::{
         clocks::Copies,
         replica_attempts::Retry,
     },
-    handover::{self, KeptWrite},
+    handover::{self},
     inode::{Cap, Inode, UpdateAt},
     shared::{
         Attempts,
@@ -265,7 +265,7 @@ impl Updates {
     /// Makes an unstable write outlive this process.
     pub(crate) fn keep_write(&self, chain: ChainId, order: u64, entry: &mut Entry<Hold>) {
         if let Some(k) = &self.shared.cfg.handover {
-            entry.kept = k.put_write(order, &KeptWrite::of(chain, entry));
+            entry.kept = k.put_write(order, &entry.kept_as(chain));
         }
     }
 

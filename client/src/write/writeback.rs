@@ -14,25 +14,28 @@ use futures_util::{
 use parking_lot::Mutex;
 use strake_fabric::{Buf, Record};
 use strake_proto::{
-    ChainId, Code, Error, Ino, Result, SessionId, TargetId,
+    Code, Error, Ino, Result, SessionId,
     data::{FLAG_GRANTED, GRANT_UNIT},
     layout::Piece,
     pb,
 };
-use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, OwnedSemaphorePermit};
+use tokio::sync::{OwnedMutexGuard, OwnedSemaphorePermit};
 
 use crate::{
-    api::file::O_APPEND,
     config::Counters,
-    core::Core,
     data::buffers::{self, Content},
     data::chains::session_lost,
     handover::{self, KeptWrite},
     inode::Inode,
+    inode::O_APPEND,
     read::cache::Tenure,
-    write::dirty::{Dirty, Run, gaps},
-    write::grants::{Cost, Verdict},
+    write::grants::Verdict,
     write::service::room_for,
+    write::{
+        back::{Tag, Taken, Write},
+        dirty::Run,
+        held_writes::WriteBack,
+    },
 };
 
 /// Writes of so many bytes gain nothing by waiting.
@@ -54,117 +57,7 @@ const RUNS_AT_ONCE: usize = 32;
 const O_DSYNC: u32 = 0o10000;
 const O_DIRECT: u32 = 0o40000;
 
-/// What goes with a write that is held back.
-struct Write {
-    creds: pb::Creds,
-    session: SessionId,
-    /// Its share of [`crate::Config::unstable_limit`], until it is sent.
-    room: Mutex<Option<OwnedSemaphorePermit>>,
-    /// What outlives this process, until it has arrived.
-    _record: Option<Record>,
-}
-
-type Tag = Arc<Write>;
-
-#[derive(Default)]
-struct State {
-    held: Dirty<Tag>,
-    /// The tenure in which the lease was seen last.
-    leased_in: Option<Tenure>,
-    /// What it takes of targets: what waits, and what is on its way.
-    waiting: Cost,
-    sending: Cost,
-}
-
-/// What is held back of one file.
-#[derive(Default)]
-pub(crate) struct Back {
-    state: Mutex<State>,
-    /// One who sends at a time.
-    sending: Arc<AsyncMutex<()>>,
-}
-
-/// Keeps writes to a file from being held back until it is dropped.
-pub(crate) struct Bar(Arc<Inode>);
-
-impl Drop for Bar {
-    fn drop(&mut self) {
-        self.0.back.state.lock().held.unbar();
-    }
-}
-
-/// What became of a write.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Taken {
-    Held,
-    /// Not before something was sent.
-    Full,
-    /// Not before space was asked for.
-    Ask,
-    /// It is to be sent now.
-    Through,
-}
-
-impl Back {
-    pub fn is_empty(&self) -> bool {
-        self.state.lock().held.is_empty()
-    }
-
-    /// Bytes that were not sent yet.
-    pub fn bytes(&self) -> u64 {
-        self.state.lock().held.bytes()
-    }
-
-    /// Where the last byte ends that has not arrived.
-    pub fn end(&self) -> u64 {
-        self.state.lock().held.end()
-    }
-
-    /// What of a range has not arrived, to lie over what servers and cache say. To be asked for before they are.
-    pub fn look(&self, r: &Range<u64>) -> Vec<(u64, Buf)> {
-        self.state.lock().held.look(r)
-    }
-
-    pub fn bar(inode: &Arc<Inode>) -> Bar {
-        inode.back.state.lock().held.bar();
-        Bar(inode.clone())
-    }
-
-    /// The session is lost, and with it what it was granted. `tell`: if anything else goes with it.
-    pub fn lose(&self, tell: impl FnOnce(Vec<Range<u64>>)) {
-        let mut state = self.state.lock();
-        state.waiting = Cost::default();
-        let parts = state.held.lose();
-        if !parts.is_empty() {
-            tell(parts);
-        }
-    }
-
-    /// Targets that what is held back or on its way goes to, with the chain.
-    pub fn targets(&self) -> Vec<(TargetId, ChainId)> {
-        let state = self.state.lock();
-        state.waiting.targets().chain(state.sending.targets()).collect()
-    }
-}
-
-/// Whether all of a range is among these.
-pub(crate) fn covers(over: &[(u64, Buf)], r: &Range<u64>) -> bool {
-    gaps(r, over.iter().map(|(at, b)| *at..*at + b.len() as u64)).is_empty()
-}
-
-/// Bytes of a range with others laid over them.
-pub(crate) fn overlay(under: &[Buf], r: &Range<u64>, over: Vec<(u64, Buf)>) -> Vec<Buf> {
-    let (mut out, mut at) = (Vec::new(), r.start);
-    for (from, bytes) in over {
-        out.extend(buffers::cut(under, (at - r.start) as usize, (from - at) as usize));
-        at = from + bytes.len() as u64;
-        out.push(bytes);
-    }
-    out.extend(buffers::cut(under, (at - r.start) as usize, (r.end - at) as usize));
-    out
-}
-
-impl Core {
+impl WriteBack {
     /// Holds a write back if it may.
     pub(crate) fn hold_back(
         self: &Arc<Self>,
@@ -181,7 +74,7 @@ impl Core {
         }
         let Some(session) = self.metadata.current_session().filter(|s| s.may_hold_back) else { return Taken::Through };
         // Others that map the file must find everything sent.
-        let Some(_using) = self.use_freely(inode.ino) else { return Taken::Through };
+        let Some(_using) = self.pages.use_freely(inode.ino) else { return Taken::Through };
         let mut state = inode.back.state.lock();
         if state.held.is_barred() || !self.is_sole_writer(inode, session.id, &mut state.leased_in) {
             return Taken::Through;

@@ -135,7 +135,7 @@ impl File {
         loop {
             let mut tail = self.tail(kept.take(), part.as_ref()).await?;
             let ino = self.0.inode.ino;
-            let using = match self.0.core.use_freely(ino) {
+            let using = match self.0.core.pages.use_freely(ino) {
                 Some(using) => using,
                 // Others must be told the size meanwhile: who has pages may wait for it.
                 None if !self.0.core.lock_end_now(&self.0.inode, &mut tail.end).await => continue,

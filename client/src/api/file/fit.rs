@@ -46,7 +46,7 @@ impl File {
     pub async fn check_room(&self, offset: u64, len: u64) -> Result<()> {
         let (core, inode) = (&self.0.core, &self.0.inode);
         let client = crate::Client { core: core.clone() };
-        core.send_held(inode).await;
+        core.writeback.send_held(inode).await;
         let size = core.files.fresh_size(inode).await?;
         let overlap = size.min(offset.saturating_add(len)).saturating_sub(offset);
         let there = match overlap {

@@ -58,7 +58,7 @@ impl File {
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
         check_len(into)?;
         // What this client holds back is nowhere else.
-        h.core.send_held(&h.inode).await;
+        h.core.writeback.send_held(&h.inode).await;
         let size = h.core.files.fresh_size(&h.inode).await?;
         h.inode.check_missing(h.since, &(offset..offset.saturating_add(into.len())))?;
         let end = offset.saturating_add(into.len()).min(size);
@@ -91,7 +91,7 @@ impl File {
         let (core, inode) = (&self.0.core, &self.0.inode);
         let _using = core.use_to_change(inode.ino).await?;
         for _ in 0..TURNS {
-            core.send_held(inode).await;
+            core.writeback.send_held(inode).await;
             // What is not stable may be written once more, and must not be so over this.
             core.updates.flush_inode(inode.ino).await?;
             self.tell_errors(Teller::Write)?;

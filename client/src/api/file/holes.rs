@@ -3,7 +3,7 @@
 use strake_proto::{Code, Error, Result, layout::MAX_FILE_SIZE};
 
 use super::{File, O_DSYNC, Teller};
-use crate::{read::cache::Change, write::writeback::Back};
+use crate::{read::cache::Change, write::back::Back};
 
 impl File {
     /// Makes `[offset, offset + len)` zeros, without changing the size; whole blocks of 4 KiB take no space any more. What it
@@ -28,7 +28,7 @@ impl File {
             me.tell_errors(Teller::Write)?;
             let _using = h.core.use_to_change(h.inode.ino).await?;
             let _bar = Back::bar(&h.inode);
-            h.core.send_held(&h.inode).await;
+            h.core.writeback.send_held(&h.inode).await;
             let _turn = h.inode.ranges.lock(offset..end).await;
             h.inode.check_placed()?;
             h.inode.punches();
@@ -60,7 +60,7 @@ impl File {
     async fn seek(&self, offset: u64, data: bool) -> Result<u64> {
         let h = &self.0;
         self.check(true, "")?;
-        h.core.send_held(&h.inode).await;
+        h.core.writeback.send_held(&h.inode).await;
         let size = h.core.files.fresh_size(&h.inode).await?;
         let none = || Error::new(Code::NxIo, "nothing but the end of the file is there");
         if offset >= size {

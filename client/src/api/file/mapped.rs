@@ -7,7 +7,7 @@ use super::{File, Way};
 use crate::{
     data::chains::session_lost,
     inode::{O_ACCMODE, O_WRONLY},
-    locks::page_locks::Using,
+    locks::page_uses::Using,
     locks::pages::Mode,
 };
 
@@ -36,13 +36,13 @@ impl File {
         let (core, inode) = (&self.0.core, &self.0.inode);
         self.check(self.0.flags & O_ACCMODE != O_WRONLY, "reading")?;
         loop {
-            if !core.locks_pages() {
+            if !core.pages.locks_pages() {
                 let (bufs, as_of) = self.read_unlocked(offset, len, asked).await?;
                 return Ok((bufs, as_of, None));
             }
             if !core.pages.is_marked(inode.ino) {
                 core.files.fresh_size(inode).await?;
-                let using = core.use_freely(inode.ino);
+                let using = core.pages.use_freely(inode.ino);
                 let begun = {
                     // A recall's pages are taken back when this is over: either it is seen here, or it waits for this page-in.
                     let _telling = core.lease_cache.telling();
@@ -56,7 +56,7 @@ impl File {
             }
             let mode = if inode.may_be_stored_to() { Mode::Write } else { Mode::Read };
             let using = match core.use_pages(inode.ino, mode, false).await {
-                Err(_) if !core.locks_pages() => continue,
+                Err(_) if !core.pages.locks_pages() => continue,
                 using => using?,
             };
             let Some((number, _)) = using.lock() else { continue };
@@ -101,7 +101,7 @@ impl File {
         let me = self.clone();
         let writing = async move {
             let (core, inode) = (&me.0.core, &me.0.inode);
-            core.send_held(inode).await;
+            core.writeback.send_held(inode).await;
             // Nobody else is asked: who asks for the file may wait for this.
             let end = inode.size().min(offset.saturating_add(data.len() as u64));
             if end <= offset {

@@ -35,19 +35,16 @@ use crate::{
     config::Counters,
     core::Core,
     data::buffers,
-    inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
+    inode::{Inode, O_ACCMODE, O_APPEND, O_EXEC, O_RDWR, O_WRONLY, Open, Placed, Release, Writer},
     leases::open_cache,
     metadata::openings::Opening,
     metadata::ops::{ok, op},
     read::cache::{Change, Part, Reader, Tenure, UNIT},
     read::readahead::ReadAhead,
-    write::writeback::{Taken, covers, overlay},
+    write::back::{Taken, covers, overlay},
 };
 
 const O_TRUNC: u32 = 0o1000;
-pub(crate) const O_APPEND: u32 = 0o2000;
-/// Linux's `FMODE_EXEC`: the kernel opens a program to run it. No program can ask for it by open(2).
-pub(crate) const O_EXEC: u32 = 0o40;
 const O_DSYNC: u32 = 0o10000;
 const O_DIRECT: u32 = 0o40000;
 /// Reads of fewer bytes do not keep buffers of the pool.
@@ -57,13 +54,6 @@ const SMALL: usize = 64 << 10;
 /// the bytes are safe.
 #[derive(Clone)]
 pub struct File(Arc<Handle>);
-
-/// An open file as the metadata servers know it. Several that programs have open may be one there.
-pub(crate) struct Open {
-    pub inode: Arc<Inode>,
-    /// That opened it.
-    pub session: SessionId,
-}
 
 /// How bytes are written.
 #[derive(Clone, Copy, Default)]
@@ -111,9 +101,9 @@ impl Client {
     pub async fn open(&self, creds: &pb::Creds, ino: Ino, flags: u32) -> Result<(File, pb::Attr)> {
         let (mut flags, exec) = (flags & !O_EXEC, flags & O_EXEC);
         if open_cache::is_kept(flags)
-            && let Some(open) = self.core.open_kept(creds, ino, flags)
+            && let Some((open, attr)) = self.core.open_cache.open_kept(creds, ino)
         {
-            return Ok(open);
+            return Ok((File::new(&self.core, open, creds, flags), attr));
         }
         let (core, creds) = (self.core.clone(), creds.clone());
         let opening = async move {
@@ -226,11 +216,11 @@ impl Core {
                 inode.opened(session, writer, keep);
                 self.metadata.counted_open(opening.since);
                 if !open_cache::is_kept(flags) {
-                    self.stop_keeping(inode.ino);
+                    self.open_cache.stop_keeping(inode.ino);
                 }
                 let open = Arc::new(Open { inode, session });
                 if open_cache::is_kept(flags) {
-                    self.keep_open(&open, creds);
+                    self.open_cache.keep_open(&open, creds);
                 }
                 let file = File::new(self, open, creds, flags);
                 if flags & O_ACCMODE == O_RDWR {
@@ -336,7 +326,7 @@ impl Core {
 
     /// All bytes written through this client are stable and the size is in the metadata log.
     pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
-        self.send_held(inode).await;
+        self.writeback.send_held(inode).await;
         self.updates.fence(inode).await?;
         self.updates.flush_inode(inode.ino).await?;
         self.files.push_size(inode).await
@@ -565,8 +555,8 @@ impl File {
             let (core, inode) = (&me.0.core, &me.0.inode);
             for _ in 0..2 {
                 match taken {
-                    Taken::Full => core.send_held(inode).await,
-                    Taken::Ask => core.ask_space(inode, offset, len as u64).await,
+                    Taken::Full => core.writeback.send_held(inode).await,
+                    Taken::Ask => core.writeback.ask_space(inode, offset, len as u64).await,
                     Taken::Held | Taken::Through => break,
                 }
                 taken = me.hold_back(offset, &data)?;
@@ -574,7 +564,7 @@ impl File {
             if taken == Taken::Held {
                 return Ok(len);
             }
-            core.send_held(inode).await;
+            core.writeback.send_held(inode).await;
             me.write_alone(offset, data).await
         };
         self.0.core.shared.detached(writing).await
@@ -587,7 +577,7 @@ impl File {
         if end > MAX_FILE_SIZE {
             return Ok(Taken::Through);
         }
-        Ok(h.core.hold_back(&h.inode, &h.creds, h.flags, offset, data))
+        Ok(h.core.writeback.hold_back(&h.inode, &h.creds, h.flags, offset, data))
     }
 
     /// As [`File::write`], from a slice (copied), all of it.
@@ -770,7 +760,7 @@ async fn forget(core: Arc<Core>, open: Open) {
         drop((inode.appending.lock().await, inode.ranges.lock_all().await));
     }
     // What a write that ran beside the close left. Nobody waits for it who may write next, once this client is not on record.
-    core.send_held(inode).await;
+    core.writeback.send_held(inode).await;
     if inode.handles() == 0 {
         core.leave_closed_pages(inode.ino).await;
     }
