@@ -91,7 +91,12 @@ impl<'a> Retry<'a> {
         corrupt: u32,
     ) -> Result<Retry<'a>> {
         let cap = storage.files.capability(inode, as_writer, None).await?;
-        Ok(Retry { storage, inode, as_writer, cap, caps: NewCaps::default(), corrupt })
+        Ok(Retry::with(storage, inode, as_writer, corrupt, cap))
+    }
+
+    /// As [`Retry::begin`], the first attempt with a capability that the caller has just looked up.
+    pub fn with(storage: &'a Arc<Storage>, inode: &'a Inode, as_writer: bool, corrupt: u32, cap: Cap) -> Retry<'a> {
+        Retry { storage, inode, as_writer, cap, caps: NewCaps::default(), corrupt }
     }
 
     /// The pause after an attempt under `map`, and what may help. The error, where nothing does.

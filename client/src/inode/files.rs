@@ -165,12 +165,15 @@ impl Files {
 
     /// The size for a read that begins now: asks the metadata server unless it is known under a lease.
     pub(crate) async fn fresh_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
-        if self.known_size(inode).is_none() {
-            let get = op(pb::op::Op::Getattr(pb::GetAttr { ino: inode.ino }));
-            let r = ok(self.metadata.meta(&pb::Creds::default(), vec![get]).await?)?;
-            if let Some(a) = r.first().and_then(|r| r.attr.as_ref()) {
-                inode.take_attr(a);
-            }
+        if self.known_size(inode).is_some() { Ok(inode.size()) } else { self.ask_size(inode).await }
+    }
+
+    /// The size for a read that begins now, if the metadata server has just to be asked.
+    pub(crate) async fn ask_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
+        let get = op(pb::op::Op::Getattr(pb::GetAttr { ino: inode.ino }));
+        let r = ok(self.metadata.meta(&pb::Creds::default(), vec![get]).await?)?;
+        if let Some(a) = r.first().and_then(|r| r.attr.as_ref()) {
+            inode.take_attr(a);
         }
         Ok(inode.size())
     }

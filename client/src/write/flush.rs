@@ -300,6 +300,7 @@ impl Updates {
             data: p.data,
             session: p.session,
             seq,
+            cap: None,
             flags: FLAG_REPLAY,
             version: p.version,
             copies: Copies::default(),

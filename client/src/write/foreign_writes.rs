@@ -62,7 +62,7 @@ impl Updates {
         let stripes = inode.placed().stripes;
         let all: Vec<Piece> = stripes.split(offset, from.len()).collect();
         let (session, first) = match self.data_numbers(inode, all.len() as u64, None).await {
-            Ok(n) => n,
+            Ok((cap, first)) => (cap.session, first),
             Err(e) => return (0, 0, Err(e)),
         };
         let writes = all.iter().zip(first..).map(|(p, seq)| {

@@ -35,7 +35,8 @@ impl Updates {
         let stripes = inode.placed().stripes;
         // One number for all chunks, each of which remembers it: a repetition after a restart of the mount may find other chunks,
         // and what the last daemon sent may arrive late.
-        let number = self.data_numbers(inode, 1, None).await?;
+        let (cap, seq) = self.data_numbers(inode, 1, None).await?;
+        let number = (cap.session, seq);
         let punch = |chain| self.punch_chain(inode, &stripes, chain, range.clone(), stable, number);
         let punches = chains(&stripes).into_iter().map(punch);
         join_all(punches).await.into_iter().collect()
@@ -64,7 +65,7 @@ impl Updates {
             let punches = std::mem::replace(&mut wanted, rest).into_iter();
             let pieces: Vec<Piece> = punches.filter_map(|i| piece(stripes, chain, i, &range)).collect();
             let flags = if stable { FLAG_STABLE } else { 0 };
-            let punch = |p: Piece| self.write_piece(inode, p, Content::Hole(p.len), flags, number, None);
+            let punch = |p: Piece| self.write_piece(inode, p, Content::Hole(p.len), flags, number, None, None);
             // All, though one may fail: none may arrive after the range is free for others.
             let done: Vec<Result<()>> =
                 stream::iter(pieces).map(punch).buffer_unordered(PUNCHES_AT_ONCE).collect().await;

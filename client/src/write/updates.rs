@@ -73,6 +73,8 @@ pub(crate) struct Update<'a> {
     pub data: Content,
     pub session: u64,
     pub seq: u64,
+    /// What the first attempt is made with, if its sender has just looked it up.
+    pub cap: Option<Cap>,
     pub flags: u8,
     pub version: Version,
     /// That servers may take yet.
@@ -100,7 +102,10 @@ impl Updates {
 
     async fn repeat_update(self: &Arc<Self>, u: &mut Update<'_>, at: &mut Attempts) -> Result<DataReply> {
         let mut resends = 0;
-        let mut retry = Retry::begin(&self.storage, u.inode, true, 0).await?;
+        let mut retry = match u.cap.take() {
+            Some(cap) => Retry::with(&self.storage, u.inode, true, 0, cap),
+            None => Retry::begin(&self.storage, u.inode, true, 0).await?,
+        };
         let sums_of = |u: &Update| block_sums(u64::from(u.offset), u.data.bytes().iter().map(|b| &b[..]));
         let mut sums = sums_of(u);
         loop {
@@ -170,7 +175,7 @@ impl Updates {
     }
 
     /// Puts bytes on their replicas. The caller holds the range's lock. `stable`: on disk, not only in memory. `only`: in no other
-    /// session; see [`Core::data_numbers`].
+    /// session; see [`Updates::data_numbers`].
     pub(crate) async fn write_range(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
@@ -181,7 +186,7 @@ impl Updates {
     ) -> (SessionId, u64, Result<()>) {
         let stripes = inode.placed().stripes;
         let len = buffers::total(data) as u64;
-        let (session, first) = match self.data_numbers(inode, stripes.split(offset, len).count() as u64, only).await {
+        let (cap, first) = match self.data_numbers(inode, stripes.split(offset, len).count() as u64, only).await {
             Ok(n) => n,
             Err(e) => return (0, 0, Err(e)),
         };
@@ -192,7 +197,7 @@ impl Updates {
                 let n = (room_for(p.len as usize) as usize).min(r.num_permits());
                 r.split(n)
             });
-            self.write_piece(inode, p, Content::Bytes(part), flags, (session, seq), share)
+            self.write_piece(inode, p, Content::Bytes(part), flags, (cap.session, seq), Some(cap.clone()), share)
         });
         let writes: Vec<_> = writes.collect();
         let mut done = 0;
@@ -205,7 +210,7 @@ impl Updates {
             }
         }
         Counters::add(&self.shared.stats.written_bytes, done);
-        (session, done, first_error.map_or(Ok(()), Err))
+        (cap.session, done, first_error.map_or(Ok(()), Err))
     }
 
     /// Numbers for the pieces of one write: the present session, and the first of them. `NoSession` if that is another one than `only`.
@@ -214,7 +219,7 @@ impl Updates {
         inode: &Inode,
         n: u64,
         only: Option<SessionId>,
-    ) -> Result<(SessionId, u64)> {
+    ) -> Result<(Cap, u64)> {
         let lost = || Error::new(Code::NoSession, "the session was lost before a write");
         let is_other = |id: SessionId| only.is_some_and(|only| only != id);
         // Before a capability is asked for in another one.
@@ -232,7 +237,7 @@ impl Updates {
             Some(numbers) => numbers.data(session.id, take),
             None => take(),
         };
-        Ok((session.id, first))
+        Ok((cap, first))
     }
 
     pub(crate) async fn write_piece(
@@ -242,6 +247,7 @@ impl Updates {
         data: Content,
         flags: u8,
         (session, seq): (SessionId, u64),
+        cap: Option<Cap>,
         room: Option<tokio::sync::OwnedSemaphorePermit>,
     ) -> Result<()> {
         let mut at = self.shared.attempts("write");
@@ -253,6 +259,7 @@ impl Updates {
             data,
             session,
             seq,
+            cap,
             flags,
             version: Version::default(),
             copies: Copies::default(),

@@ -180,6 +180,13 @@ impl WriteBack {
         }
     }
 
+    /// As [`WriteBack::send_held`], for a task that runs to its end: it takes no other one.
+    pub(crate) async fn send_held_here(self: &Arc<Self>, inode: &Arc<Inode>) {
+        if !inode.back.is_empty() {
+            handover::numbered(None, self.send_all(inode)).await;
+        }
+    }
+
     /// Begins to, unless somebody does.
     fn send_soon(self: &Arc<Self>, inode: &Arc<Inode>) {
         if inode.back.sending.try_lock().is_ok() {
@@ -296,13 +303,13 @@ impl WriteBack {
     ) -> Result<()> {
         let stripes = inode.placed().stripes;
         let pieces: Vec<Piece> = stripes.split(at, buffers::total(bytes) as u64).collect();
-        let numbers = self.updates.data_numbers(inode, pieces.len() as u64, None).await?;
-        if numbers.0 != session {
+        let (cap, first) = self.updates.data_numbers(inode, pieces.len() as u64, None).await?;
+        if cap.session != session {
             // Others may have written since it was lost.
             return Err(session_lost());
         }
         let mut sending = Vec::with_capacity(pieces.len());
-        for (p, seq) in pieces.into_iter().zip(numbers.1..) {
+        for (p, seq) in pieces.into_iter().zip(first..) {
             let part = buffers::cut(bytes, (p.file_offset - at) as usize, p.len as usize);
             let number = (session, seq);
             // So that the next process repeats it under its number: this one may arrive late.
@@ -313,8 +320,10 @@ impl WriteBack {
                 r.split(n)
             });
             let flags = if self.may_take_granted(&self.shared.map(), p.chain) { FLAG_GRANTED } else { 0 };
+            let cap = Some(cap.clone());
             sending.push(async move {
-                let done = self.updates.write_piece(inode, p, Content::Bytes(part), flags, number, share).await;
+                let part = Content::Bytes(part);
+                let done = self.updates.write_piece(inode, p, part, flags, number, cap, share).await;
                 drop(kept);
                 done
             });
@@ -364,7 +373,7 @@ impl WriteBack {
         let len = bytes.len() as u32;
         let p = Piece { chunk: w.chunk, chain: w.chain, offset: w.offset, len, file_offset: w.file_offset };
         let outcome =
-            self.updates.write_piece(inode, p, Content::Bytes(vec![bytes]), 0, (w.session, w.seq), None).await;
+            self.updates.write_piece(inode, p, Content::Bytes(vec![bytes]), 0, (w.session, w.seq), None, None).await;
         self.has_arrived(inode, &by, range, outcome);
     }
 }

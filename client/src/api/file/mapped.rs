@@ -50,7 +50,7 @@ impl File {
                     using.zip(known).inspect(|_| asked())
                 };
                 if let Some((using, (size, tenure))) = begun {
-                    let bufs = self.read_below(size, offset, len).await?;
+                    let bufs = self.read_below(size, None, offset, len).await?;
                     return Ok((bufs, self.as_of(tenure), Some(using)));
                 }
             }
@@ -62,7 +62,7 @@ impl File {
             let Some((number, _)) = using.lock() else { continue };
             if using.is_sized() {
                 asked();
-                let bufs = self.read_below(inode.size(), offset, len).await?;
+                let bufs = self.read_below(inode.size(), None, offset, len).await?;
                 return Ok((bufs, AsOf::Locked(number), Some(using)));
             }
             // Whoever is asked for the size may wait for the lock to be given up.
@@ -89,7 +89,7 @@ impl File {
         // Bytes that are read from here on are no older.
         let change = h.inode.attr().change;
         asked();
-        let bufs = self.read_below(size, offset, len).await?;
+        let bufs = self.read_below(size, None, offset, len).await?;
         Ok((bufs, leased.map_or(AsOf::Change(change), |t| self.as_of(t))))
     }
 

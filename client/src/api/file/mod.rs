@@ -426,11 +426,14 @@ impl File {
     pub async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
-        let size = h.core.files.fresh_size(&h.inode).await?;
-        self.read_below(size, offset, len).await
+        // Under a lease the size says in which tenure the bytes are, too.
+        let known = h.core.files.known_size(&h.inode).map(|(_, tenure)| tenure);
+        let size = if known.is_some() { h.inode.size() } else { h.core.files.ask_size(&h.inode).await? };
+        self.read_below(size, known, offset, len).await
     }
 
-    async fn read_below(&self, size: u64, offset: u64, len: usize) -> Result<Vec<Buf>> {
+    /// `tenure`: if it has just been looked up.
+    async fn read_below(&self, size: u64, tenure: Option<Tenure>, offset: u64, len: usize) -> Result<Vec<Buf>> {
         let h = &self.0;
         h.inode.check_missing(h.since, &(offset..offset.saturating_add(len as u64)))?;
         let end = offset.saturating_add(len as u64).min(size);
@@ -445,9 +448,9 @@ impl File {
             return Ok(over.into_iter().map(|(_, b)| b).collect());
         }
         // What another may write must not be kept.
-        let known = h.core.files.known_size(&h.inode).filter(|_| h.flags & O_DIRECT == 0 && !h.inode.is_doubtful());
-        let bufs = match known {
-            Some((_, tenure)) => self.read_cached(offset..end, size, tenure).await?,
+        let known = tenure.or_else(|| Some(h.core.files.known_size(&h.inode)?.1));
+        let bufs = match known.filter(|_| h.flags & O_DIRECT == 0 && !h.inode.is_doubtful()) {
+            Some(tenure) => self.read_cached(offset..end, size, tenure).await?,
             None => h.core.storage.read_range(&h.inode, offset..end).await?,
         };
         Ok(if over.is_empty() { bufs } else { overlay(&bufs, &(offset..end), over) })
@@ -555,7 +558,7 @@ impl File {
             let (core, inode) = (&me.0.core, &me.0.inode);
             for _ in 0..2 {
                 match taken {
-                    Taken::Full => core.writeback.send_held(inode).await,
+                    Taken::Full => core.writeback.send_held_here(inode).await,
                     Taken::Ask => core.writeback.ask_space(inode, offset, len as u64).await,
                     Taken::Held | Taken::Through => break,
                 }
@@ -564,7 +567,7 @@ impl File {
             if taken == Taken::Held {
                 return Ok(len);
             }
-            core.writeback.send_held(inode).await;
+            core.writeback.send_held_here(inode).await;
             me.write_alone(offset, data).await
         };
         self.0.core.shared.detached(writing).await
