@@ -38,6 +38,7 @@
 #![warn(missing_docs)]
 
 mod api;
+mod background;
 mod config;
 mod core;
 mod data;
@@ -62,7 +63,7 @@ pub use handover::{Handover, Numbers, numbered, takeover::Former};
 pub use leases::lease_cache::{Forget, Forgetting};
 pub use locks::{
     Holder, Lock, LockKind, LockType, Locked, MAX_WAITS, Programs,
-    page_locks::Using,
+    page_uses::Using,
     unlocking::{Unlocking, Unlocks},
 };
 #[doc(hidden)]

@@ -11,6 +11,7 @@ use strake_proto::{
 };
 
 use crate::{
+    background,
     config::{Config, Stats},
     core::Core,
     leases::lease_cache::Forget,
@@ -30,11 +31,11 @@ impl Client {
     ///
     /// `Unauthenticated` when the key is another cluster's, `TimedOut` when no leader answers.
     pub async fn connect(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Result<Client> {
-        let core = Arc::new(Core::new(cfg, env, fabric));
-        core.session_within(core.cfg.connect_timeout).await?;
+        let core = Core::new(cfg, env, fabric);
+        core.metadata.session_within(core.shared.cfg.connect_timeout).await?;
         // Says hello: leases are there from the beginning. If this fails, the next renewal does it.
-        core.clone().renew().await;
-        core.start_background();
+        core.metadata.clone().renew().await;
+        background::start(&core);
         Ok(Client { core })
     }
 
@@ -45,47 +46,42 @@ impl Client {
         let closing = async move {
             let mut outcome = Ok(());
             // What is held back keeps its file.
-            for inode in core.live_inodes() {
+            for inode in core.files.live_inodes() {
                 outcome = outcome.and(core.sync_inode(&inode).await);
             }
             // The end of the session makes up for it.
-            let _ = tokio::time::timeout(RELEASING, core.clone().send_releases()).await;
-            if let Err(e) = core.end_session().await {
+            let _ = tokio::time::timeout(RELEASING, core.files.clone().send_releases()).await;
+            if let Err(e) = core.metadata.end_session().await {
                 tracing::info!("the session will end by itself: {e}");
             }
-            core.set_closed();
-            core.connections.close();
-            core.rdma_connections.close();
+            core.shared.set_closed();
+            core.storage.close();
             outcome
         };
-        self.core.detached(closing).await
+        self.core.shared.detached(closing).await
     }
 
     /// The newest cluster map this client has.
     pub fn map(&self) -> Arc<MapView> {
-        self.core.map()
+        self.core.shared.map()
     }
 
     /// The newest cluster map the metadata servers have.
     pub async fn fetch_map(&self) -> Result<Arc<MapView>> {
-        self.core.session().await?;
-        self.core.refresh_map(self.core.map().version()).await;
-        Ok(self.core.map())
+        self.core.metadata.session().await?;
+        self.core.metadata.refresh_map(self.core.shared.map().version()).await;
+        Ok(self.core.shared.map())
     }
 
     /// Over which connections it reaches the storage servers, and what went over each kind of fabric.
     pub fn roads(&self) -> Roads {
-        Roads {
-            roads: traffic::roads(&*self.core.fabric),
-            ways: [self.core.connections.ways(), self.core.rdma_connections.ways()].concat(),
-            ..Default::default()
-        }
+        Roads { roads: traffic::roads(&*self.core.shared.fabric), ways: self.core.storage.ways(), ..Default::default() }
     }
 
     /// As [`Client::roads`], and by which roads bytes of this file came from storage servers and went there, since this client has it in use.
     /// Their sums are all that was moved, zeros of holes and what was sent again included.
     pub fn file_roads(&self, ino: Ino) -> Roads {
-        let Some(inode) = self.core.live_inode(ino) else { return self.roads() };
+        let Some(inode) = self.core.files.live_inode(ino) else { return self.roads() };
         let (fetched, sent) = (inode.fetched.look(), inode.sent.look());
         let of = |road: Road| pb::FileRoad { road: road.name().into(), fetched: fetched[road], sent: sent[road] };
         Roads { file: Road::ALL.into_iter().map(of).collect(), ..self.roads() }
@@ -93,11 +89,11 @@ impl Client {
 
     /// Why no storage server is reached by RDMA; `None`: at least one is.
     pub fn no_rdma(&self) -> Option<String> {
-        let map = self.core.map();
+        let map = self.core.shared.map();
         let servers = map.map.nodes.iter().filter(|n| n.role != ROLE_MDS);
         let mut why = None;
         for node in servers {
-            match self.core.fabric.ways(&node.endpoints) {
+            match self.core.shared.fabric.ways(&node.endpoints) {
                 Ok(ways) if ways.iter().any(|w| matches!(w, Endpoint::Rdma(..))) => return None,
                 Ok(_) => {}
                 Err(e) => why = why.or(Some(e.message)),
@@ -112,28 +108,28 @@ impl Client {
 
     /// The root directory.
     pub fn root(&self) -> Ino {
-        self.core.current_session().map_or(ROOT_INO, |s| s.root)
+        self.core.metadata.current_session().map_or(ROOT_INO, |s| s.root)
     }
 
     /// The file system's UUID, 16 bytes.
     pub fn fs_uuid(&self) -> Vec<u8> {
-        self.core.current_session().map_or_else(Vec::new, |s| s.fs_uuid.to_vec())
+        self.core.metadata.current_session().map_or_else(Vec::new, |s| s.fs_uuid.to_vec())
     }
 
     /// From now on nothing is opened for writing and no name, attribute, layout or byte is changed: `EROFS`. What was written
     /// before is still made safe and its size reported, and locks work.
     pub fn set_read_only(&self, yes: bool) {
-        self.core.read_only.store(yes, std::sync::atomic::Ordering::Relaxed);
+        self.core.shared.set_read_only(yes);
     }
 
     /// While this stays the same, nobody else has changed the bytes of a file. `None`: it is not known whether somebody has.
     pub fn tenure(&self, ino: Ino) -> Option<u64> {
-        self.core.lease_cache.tenure(self.core.env.boot(), ino)
+        self.core.lease_cache.tenure(self.core.shared.env.boot(), ino)
     }
 
     /// The attributes of a file that nobody else can change now, with its tenure.
     pub fn leased(&self, ino: Ino) -> Option<(Attr, u64)> {
-        self.core.lease_cache.data(self.core.env.boot(), ino)
+        self.core.lease_cache.data(self.core.shared.env.boot(), ino)
     }
 
     /// The session in which this lock of a file's pages is held, if it is: while it is nobody else changes the file.
@@ -154,30 +150,30 @@ impl Client {
 
     /// For how long a copy of exactly these attributes may be kept, 0: not at all.
     pub fn attr_valid(&self, attr: &Attr) -> Duration {
-        self.core.lease_cache.attr_valid(self.core.env.boot(), attr)
+        self.core.lease_cache.attr_valid(self.core.shared.env.boot(), attr)
     }
 
     /// For how long it may be believed that a name in a directory means this inode, or that there is no such name. 0: not at all.
     pub fn name_valid(&self, dir: Ino, name: &[u8], to: Option<Ino>) -> Duration {
-        self.core.lease_cache.name_valid(self.core.env.boot(), dir, name, to)
+        self.core.lease_cache.name_valid(self.core.shared.env.boot(), dir, name, to)
     }
 
     /// Servers that did not answer last, and why; empty when all do.
     pub fn away(&self) -> String {
-        self.core.unreachable.lock().list()
+        self.core.shared.unreachable()
     }
 
     /// What this client did since it was connected.
     pub fn stats(&self) -> Stats {
-        let (unstable_bytes, cache_bytes) = (self.core.unstable.lock().bytes(), self.core.cache.lock().used());
-        let holding: Vec<_> = self.core.holding.lock().values().cloned().collect();
+        let (unstable_bytes, cache_bytes) = (self.core.updates.unstable_bytes(), self.core.cache.lock().used());
+        let holding: Vec<_> = self.core.writeback.holding();
         let held_bytes = holding.iter().map(|i| i.back.bytes()).sum();
         let relayed = self.core.relays.made.load(std::sync::atomic::Ordering::Relaxed);
-        Stats { relayed, unstable_bytes, held_bytes, cache_bytes, ..self.core.stats.read() }
+        Stats { relayed, unstable_bytes, held_bytes, cache_bytes, ..self.core.shared.stats.read() }
     }
 
     /// Where buffers for [`File::write`] should come from: aligned, so that nothing is copied on the way.
     pub fn pool(&self) -> &strake_fabric::Pool {
-        self.core.fabric.pool()
+        self.core.shared.fabric.pool()
     }
 }

@@ -8,7 +8,12 @@ use bytes::Bytes;
 use strake_proto::{Code, Error, Ino, Result, pb};
 use tokio::time::Instant;
 
-use crate::{Client, core::Core, write::writeback::Back};
+use crate::{
+    Client,
+    core::Core,
+    metadata::ops::{ok, op},
+    write::back::Back,
+};
 
 /// POSIX ACLs, and their bits in `Attr.acls`.
 const ACLS: [(&[u8], u32); 2] = [(b"system.posix_acl_access", 1), (b"system.posix_acl_default", 2)];
@@ -16,18 +21,6 @@ const S_IFMT: u32 = 0o170_000;
 const S_IFLNK: u32 = 0o120_000;
 /// How long [`Client::set_layout`] and [`Client::seal`] wait for those who are closing the file.
 const CLOSING: Duration = Duration::from_secs(1);
-
-pub(crate) fn op(o: pb::op::Op) -> pb::Op {
-    pb::Op { op: Some(o) }
-}
-
-/// The results of a list that went through, or its failure.
-pub(crate) fn ok(mut results: Vec<pb::OpResult>) -> Result<Vec<pb::OpResult>> {
-    match results.last_mut().and_then(|r| r.status.take()) {
-        Some(s) if s.code != 0 => Err(s.into()),
-        _ => Ok(results),
-    }
-}
 
 fn attr_of(r: pb::OpResult) -> Result<pb::Attr> {
     r.attr.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the attributes out"))
@@ -70,12 +63,12 @@ pub struct DirPage {
 
 impl Client {
     async fn read_op(&self, creds: &pb::Creds, o: pb::op::Op) -> Result<pb::OpResult> {
-        one(self.core.meta(creds, vec![op(o)]).await?)
+        one(self.core.metadata.meta(creds, vec![op(o)]).await?)
     }
 
     async fn write_op(&self, creds: &pb::Creds, o: pb::op::Op) -> Result<pb::OpResult> {
         let (core, creds) = (self.core.clone(), creds.clone());
-        self.core.detached(async move { one(core.meta(&creds, vec![op(o)]).await?) }).await
+        self.core.shared.detached(async move { one(core.metadata.meta(&creds, vec![op(o)]).await?) }).await
     }
 
     async fn merged(&self, r: pb::OpResult) -> Result<pb::Attr> {
@@ -84,7 +77,7 @@ impl Client {
 
     /// The inode behind a name. `ENOENT`, `ENOTDIR`, `EACCES`.
     pub async fn lookup(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
-        match self.core.lease_cache.lookup(self.core.env.boot(), creds, parent, name) {
+        match self.core.lease_cache.lookup(self.core.shared.env.boot(), creds, parent, name) {
             Some(Some(attr)) => {
                 self.core.recent_lookups.note(attr.ino, Bytes::new());
                 return self.core.merge(attr).await;
@@ -106,12 +99,12 @@ impl Client {
 
     /// Attributes, with the size and mtime of this client's own writes.
     pub async fn getattr(&self, creds: &pb::Creds, ino: Ino) -> Result<pb::Attr> {
-        if let Some(inode) = self.core.live_inode(ino)
+        if let Some(inode) = self.core.files.live_inode(ino)
             && (inode.is_dirty() || !inode.back.is_empty())
         {
             self.core.tell_all(&inode).await?;
         }
-        if let Some(attr) = self.core.lease_cache.attr(self.core.env.boot(), ino) {
+        if let Some(attr) = self.core.lease_cache.attr(self.core.shared.env.boot(), ino) {
             return self.core.merge(attr).await;
         }
         self.merged(self.read_op(creds, pb::op::Op::Getattr(pb::GetAttr { ino })).await?).await
@@ -121,7 +114,7 @@ impl Client {
     /// client that were begun before are done first.
     pub async fn setattr(&self, creds: &pb::Creds, set: pb::SetAttr) -> Result<pb::Attr> {
         let (core, creds) = (self.core.clone(), creds.clone());
-        self.core.detached(async move { core.setattr(&creds, set, false).await }).await
+        self.core.shared.detached(async move { core.setattr(&creds, set, false).await }).await
     }
 
     /// Whether `creds` may do what `mask` (R_OK 4 | W_OK 2 | X_OK 1) asks. `EACCES`.
@@ -215,7 +208,7 @@ impl Client {
     pub async fn getxattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         // Linux asks for the ACLs of whatever it checks, and few files have any.
         let acl = ACLS.iter().find(|(acl, _)| *acl == name).map(|(_, bit)| bit);
-        if let (Some(bit), Some(attr)) = (acl, self.core.lease_cache.attr(self.core.env.boot(), ino))
+        if let (Some(bit), Some(attr)) = (acl, self.core.lease_cache.attr(self.core.shared.env.boot(), ino))
             && attr.acls & bit == 0
             && attr.mode & S_IFMT != S_IFLNK
         {
@@ -273,7 +266,7 @@ impl Client {
             match self.write_op(creds, change.clone()).await {
                 // Closed a moment ago, perhaps: the kernel does not wait for that, and releases are told in groups.
                 Err(e) if e.code == Code::Busy && Instant::now() < end => {
-                    self.core.clone().send_releases().await;
+                    self.core.files.clone().send_releases().await;
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
                 r => return r,
@@ -307,13 +300,13 @@ impl Client {
     pub async fn compound(&self, creds: &pb::Creds, ops: Vec<pb::Op>) -> Result<Vec<pb::OpResult>> {
         let (core, creds) = (self.core.clone(), creds.clone());
         let running = async move {
-            let holding: Vec<_> = core.holding.lock().values().cloned().collect();
+            let holding: Vec<_> = core.writeback.holding();
             for inode in holding {
                 core.tell_all(&inode).await?;
             }
-            core.meta(&creds, ops).await
+            core.metadata.meta(&creds, ops).await
         };
-        self.core.detached(running).await
+        self.core.shared.detached(running).await
     }
 }
 
@@ -326,7 +319,7 @@ impl Core {
     /// Attributes from the metadata server as this client's user must see them. What this client wrote is reported
     /// first, so that the mtime seen now is the one seen later.
     pub(crate) async fn merge(self: &Arc<Self>, attr: pb::Attr) -> Result<pb::Attr> {
-        let Some(inode) = self.live_inode(attr.ino) else { return Ok(attr) };
+        let Some(inode) = self.files.live_inode(attr.ino) else { return Ok(attr) };
         if inode.is_dirty() || !inode.back.is_empty() {
             self.tell_all(&inode).await?;
         }
@@ -341,7 +334,7 @@ impl Core {
         by_handle: bool,
     ) -> Result<pb::Attr> {
         set.holes = set.size.is_some();
-        let inode = self.live_inode(set.ino);
+        let inode = self.files.live_inode(set.ino);
         let size = set.size;
         // Nobody has pages beyond the end then, unless the lock is lost before the file is cut. It cannot be kept so long: who is asked
         // for a report before may wait for it.
@@ -352,7 +345,7 @@ impl Core {
         // Own writes count as made before, those too that were not sent.
         let bar = inode.as_ref().filter(|_| size.is_some()).map(Back::bar);
         if let Some(i) = &inode {
-            self.send_held(i).await;
+            self.writeback.send_held(i).await;
         }
         // A new size waits for writes under way and holds later ones up; what was read ahead goes.
         let guard = match (&inode, size) {
@@ -360,14 +353,18 @@ impl Core {
             _ => None,
         };
         if let (Some(i), Some(_)) = (&inode, size) {
-            self.fence(i).await?;
+            self.updates.fence(i).await?;
         }
         if let Some(i) = &inode {
             // Own writes count as made before: an mtime set now must stay.
-            self.push_size(i).await?;
+            self.files.push_size(i).await?;
         }
         let ops = vec![op(pb::op::Op::Setattr(set))];
-        let r = if by_handle { self.meta_as_opener(creds, ops).await? } else { ok(self.meta(creds, ops).await?)? };
+        let r = if by_handle {
+            self.files.meta_as_opener(creds, ops).await?
+        } else {
+            ok(self.metadata.meta(creds, ops).await?)?
+        };
         let r = one(r)?;
         if r.pages {
             self.pages.mark(r.ino);
@@ -386,7 +383,7 @@ impl Core {
             return Ok(attr);
         };
         if let Some(size) = size {
-            self.unstable.lock().clip(i.ino, size);
+            self.updates.clip(i.ino, size);
             self.cache.lock().forget(i.ino);
             i.resized(&attr);
         }

@@ -3,41 +3,23 @@
 //! can be made any more, though nobody may have been reached since. See `docs/replication.md`,
 //! "Retries".
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, time::Duration};
 
 use parking_lot::Mutex;
-use strake_fabric::Message;
-use strake_proto::{
-    ChainId, Code, Error, NodeId, Result, SessionId,
-    data::Clock,
-    map::{ChainExt, MapView},
-    opcode, pb,
-};
+use strake_proto::{NodeId, data::Clock};
 
-use crate::{
-    core::Core,
-    data::{chain_of, node_of},
-    inode::{Inode, UpdateAt},
-    shared::retry::in_doubt,
-    shared::unreachable::Kind as Server,
-};
-
-const ASK_TRY: Duration = Duration::from_secs(5);
 /// How long a server of a former version, which does not know the question, is not asked again.
 const UNKNOWN_STANDS: Duration = Duration::from_secs(10);
-/// How long the head of a chain is tried to be told of what may be made for ever.
-const FENCE_FOREVER: Duration = Duration::from_secs(1);
-
 /// What a server said.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Heard {
     /// `None`: it does not tell.
-    clock: Option<Clock>,
+    pub clock: Option<Clock>,
     /// On the own clock.
-    asked: Duration,
-    answered: Duration,
+    pub asked: Duration,
+    pub answered: Duration,
     /// It is being asked again.
-    asking: bool,
+    pub asking: bool,
 }
 
 impl Heard {
@@ -56,7 +38,7 @@ impl Heard {
     }
 
     /// It is to be asked again in time.
-    fn is_old(&self, now: Duration) -> bool {
+    pub fn is_old(&self, now: Duration) -> bool {
         self.clock.is_some() && !self.asking && now >= self.asked + self.stands(6)
     }
 }
@@ -90,7 +72,7 @@ impl Copies {
 pub(crate) struct Clocks(Mutex<BTreeMap<NodeId, Heard>>);
 
 impl Clocks {
-    fn of(&self, node: NodeId, now: Duration) -> Option<Heard> {
+    pub fn of(&self, node: NodeId, now: Duration) -> Option<Heard> {
         self.0.lock().get(&node).copied().filter(|h| h.is_good(now))
     }
 
@@ -100,97 +82,15 @@ impl Clocks {
     }
 
     /// Whether the caller is to ask it again: one does so for all.
-    fn asks_again(&self, node: NodeId) -> bool {
+    pub fn asks_again(&self, node: NodeId) -> bool {
         self.0.lock().get_mut(&node).is_some_and(|h| !std::mem::replace(&mut h.asking, true))
     }
 
-    fn put(&self, node: NodeId, heard: Heard) {
+    pub fn put(&self, node: NodeId, heard: Heard) {
         let mut all = self.0.lock();
         // An answer that was overtaken says less.
         if all.get(&node).is_none_or(|h| h.asked < heard.asked) {
             all.insert(node, heard);
-        }
-    }
-}
-
-impl Core {
-    /// How late it is at a storage server, for an update that is sent there now.
-    pub(crate) async fn clock_at(self: &Arc<Self>, node: &pb::Node) -> Result<Heard> {
-        let now = self.env.boot();
-        let Some(heard) = self.clocks.of(node.id, now) else { return self.ask_clock(node).await };
-        if heard.is_old(now) {
-            let (core, node) = (self.clone(), node.clone());
-            if self.clocks.asks_again(node.id) {
-                self.env.spawn(async move { drop(core.ask_clock(&node).await) });
-            }
-        }
-        Ok(heard)
-    }
-
-    async fn ask_clock(&self, node: &pb::Node) -> Result<Heard> {
-        let conn = self.connections.get(&self.fabric, node).await?;
-        let asked = self.env.boot();
-        let reply = conn.call(Message::new(opcode::CLOCK, Vec::new()), ASK_TRY).await;
-        let clock = match reply.and_then(|m| Clock::decode(&m.body)) {
-            Ok(clock) => Some(clock),
-            Err(e) if in_doubt(&e) => return Err(e),
-            Err(_) => None,
-        };
-        let heard = Heard { clock, asked, answered: self.env.boot(), asking: false };
-        self.clocks.put(node.id, heard);
-        Ok(heard)
-    }
-
-    /// As [`Core::clock_at`], of the head of a chain.
-    pub(crate) async fn clock_of_head(self: &Arc<Self>, map: &MapView, chain: ChainId) -> Result<(NodeId, Heard)> {
-        let chain = chain_of(map, chain)?;
-        let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;
-        let node = node_of(map, head)?;
-        let heard = self.clock_at(node).await.inspect_err(|e| self.failed(Server::Storage, &node.name, e))?;
-        Ok((node.id, heard))
-    }
-
-    /// An update is refused by a server that does not know what it says of its time: one of a
-    /// former version took the place of that which told it. It is to be sent again without.
-    pub(crate) fn knows_no_clock(&self, node: NodeId, heard: &Heard, e: Error) -> Error {
-        if e.code == Code::Overloaded {
-            // Its clock may have begun anew.
-            self.clocks.forget(node);
-        }
-        if heard.says() == 0 || e.code != Code::Protocol {
-            return e;
-        }
-        let now = self.env.boot();
-        self.clocks.put(node, Heard { clock: None, asked: now, answered: now, asking: false });
-        Error { code: Code::Overloaded, ..e }
-    }
-
-    /// Returns when no copy of an update that was given up can be made any more over what is
-    /// written from now on, by whomever: the head of its chain has heard of the present round, or
-    /// takes nothing that old. `copies`: those that were sent.
-    pub(crate) async fn outlive(self: &Arc<Self>, inode: &Inode, at: UpdateAt, session: SessionId, copies: Copies) {
-        let until = match copies {
-            Copies::None => return,
-            Copies::Until(until) => until,
-            Copies::Always => self.env.boot() + FENCE_FOREVER,
-        };
-        let over = async {
-            while let Some(left) = until.checked_sub(self.env.boot()).filter(|left| !left.is_zero()) {
-                tokio::time::sleep(left).await;
-            }
-        };
-        let fenced = async {
-            // Of a lost session storage servers may not have heard.
-            let is_present = || self.current_session().is_some_and(|s| s.id == session);
-            let fenced = is_present() && self.fence_at(inode, at, until.saturating_sub(self.env.boot())).await.is_ok();
-            if !(fenced && is_present()) {
-                std::future::pending::<()>().await;
-            }
-        };
-        tokio::select! {
-            biased;
-            () = over => {}
-            () = fenced => {}
         }
     }
 }

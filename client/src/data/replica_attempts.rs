@@ -11,13 +11,18 @@ use strake_proto::{
     pb,
 };
 
-use super::{chain_of, not_serving};
+use super::{
+    chains::{chain_of, not_serving},
+    service::Storage,
+};
 use crate::{
     config::Counters,
-    core::{Attempts, Core},
     data::route,
     inode::{Cap, Inode},
-    shared::retry::{DataVerdict, data_verdict},
+    shared::{
+        Attempts, Shared,
+        retry::{DataVerdict, data_verdict},
+    },
 };
 
 /// New capabilities asked for one request, before a refusal is an error. Rights end while requests are on their way, and
@@ -35,23 +40,23 @@ impl Default for NewCaps {
 
 impl NewCaps {
     /// Returns when the next one may be asked for: the first at once. The refusal, if there were too many.
-    pub async fn next(&mut self, core: &Core, at: &mut Attempts, refusal: Error) -> Result<()> {
+    pub async fn next(&mut self, shared: &Shared, at: &mut Attempts, refusal: Error) -> Result<()> {
         let first = self.0 == MAX_NEW_CAPS;
         if self.0 == 0 {
             return Err(refusal);
         }
         self.0 -= 1;
         if first {
-            Counters::add(&core.stats.retries, 1);
+            Counters::add(&shared.stats.retries, 1);
             return Ok(());
         }
-        at.pause(core, refusal).await
+        at.pause(shared, refusal).await
     }
 }
 
 /// The connection that a request takes.
 #[derive(Clone, Copy)]
-pub(super) enum Way<'a> {
+pub(crate) enum Way<'a> {
     /// The one to its node. Counts the requests that servers may have had.
     Shared(Option<&'a AtomicI64>),
     /// A lane, which ends with a call that ends early. Counts likewise.
@@ -67,8 +72,8 @@ impl Way<'_> {
 }
 
 /// A request, or the rounds of a question, through failures.
-pub(super) struct Retry<'a> {
-    core: &'a Arc<Core>,
+pub(crate) struct Retry<'a> {
+    storage: &'a Arc<Storage>,
     inode: &'a Inode,
     as_writer: bool,
     /// What the next attempt is made with.
@@ -79,9 +84,19 @@ pub(super) struct Retry<'a> {
 
 impl<'a> Retry<'a> {
     /// `as_writer`: under the right to write. `corrupt`: other attempts, where all had bad bytes.
-    pub async fn begin(core: &'a Arc<Core>, inode: &'a Inode, as_writer: bool, corrupt: u32) -> Result<Retry<'a>> {
-        let cap = core.capability(inode, as_writer, None).await?;
-        Ok(Retry { core, inode, as_writer, cap, caps: NewCaps::default(), corrupt })
+    pub async fn begin(
+        storage: &'a Arc<Storage>,
+        inode: &'a Inode,
+        as_writer: bool,
+        corrupt: u32,
+    ) -> Result<Retry<'a>> {
+        let cap = storage.files.capability(inode, as_writer, None).await?;
+        Ok(Retry::with(storage, inode, as_writer, corrupt, cap))
+    }
+
+    /// As [`Retry::begin`], the first attempt with a capability that the caller has just looked up.
+    pub fn with(storage: &'a Arc<Storage>, inode: &'a Inode, as_writer: bool, corrupt: u32, cap: Cap) -> Retry<'a> {
+        Retry { storage, inode, as_writer, cap, caps: NewCaps::default(), corrupt }
     }
 
     /// The pause after an attempt under `map`, and what may help. The error, where nothing does.
@@ -89,28 +104,28 @@ impl<'a> Retry<'a> {
         match data_verdict(&e) {
             DataVerdict::OtherReplica if self.corrupt > 0 => {
                 self.corrupt -= 1;
-                self.core.refresh_and_pause(map, at, e).await
+                self.storage.refresh_and_pause(map, at, e).await
             }
             DataVerdict::NewCapability => {
-                self.caps.next(self.core, at, e).await?;
-                self.cap = self.core.capability(self.inode, self.as_writer, Some(&self.cap)).await?;
+                self.caps.next(&self.storage.shared, at, e).await?;
+                self.cap = self.storage.files.capability(self.inode, self.as_writer, Some(&self.cap)).await?;
                 Ok(())
             }
             DataVerdict::SessionLost => {
-                self.core.verify_session().await;
-                at.pause(self.core, e).await?;
-                self.cap = self.core.capability(self.inode, self.as_writer, None).await?;
+                self.storage.verify_session().await;
+                at.pause(&self.storage.shared, e).await?;
+                self.cap = self.storage.files.capability(self.inode, self.as_writer, None).await?;
                 Ok(())
             }
-            DataVerdict::Refresh | DataVerdict::AskTail => self.core.refresh_and_pause(map, at, e).await,
+            DataVerdict::Refresh | DataVerdict::AskTail => self.storage.refresh_and_pause(map, at, e).await,
             _ => Err(e),
         }
     }
 }
 
 /// The replicas of a chain in turn, each once.
-pub(super) struct Round<'a> {
-    core: &'a Core,
+pub(crate) struct Round<'a> {
+    storage: &'a Storage,
     map: &'a MapView,
     pub chain: &'a pb::Chain,
     order: Vec<TargetId>,
@@ -123,17 +138,17 @@ pub(super) struct Round<'a> {
 
 impl<'a> Round<'a> {
     /// Those that may be asked for a chunk; an error where there is none.
-    pub fn begin(core: &'a Core, map: &'a MapView, chain: ChainId, chunk: ChunkId) -> Result<Round<'a>> {
+    pub fn begin(storage: &'a Storage, map: &'a MapView, chain: ChainId, chunk: ChunkId) -> Result<Round<'a>> {
         let chain = chain_of(map, chain)?;
-        let order = match core.cfg.read_replica {
+        let order = match storage.shared.cfg.read_replica {
             Some(n) => route::only_replica(chain, n)?,
-            None => route::read_order(map, chain, chunk, core.local_node(map)),
+            None => route::read_order(map, chain, chunk, route::local_node(map, &storage.shared.cfg.hostname)),
         };
         if order.is_empty() {
-            return Err(core.deserted(map, chain));
+            return Err(storage.deserted(map, chain));
         }
         let last = not_serving(format!("chain {} has no replica in sync", chain.id));
-        Ok(Round { core, map, chain, order, passing: None, no_lane: None, last })
+        Ok(Round { storage, map, chain, order, passing: None, no_lane: None, last })
     }
 
     pub fn next(&mut self) -> Option<TargetId> {
@@ -166,7 +181,7 @@ impl<'a> Round<'a> {
     /// The error of a round in which nobody answered: the last one, `Corrupt` only if all that answered had bad bytes.
     pub fn over(self) -> Error {
         if let Some(e) = self.passing.as_ref().filter(|e| e.code == Code::NotServing) {
-            self.core.wait_for_absent(self.map, self.chain, e);
+            self.storage.wait_for_absent(self.map, self.chain, e);
         }
         self.passing.or(self.no_lane).unwrap_or(self.last)
     }

@@ -6,6 +6,7 @@
 pub(crate) mod takeover;
 
 use std::{
+    any::Any,
     future::Future,
     io,
     os::fd::{BorrowedFd, OwnedFd},
@@ -18,7 +19,6 @@ use std::{
     },
 };
 
-use crate::{data::buffers::Content, inode::AwaitedAppend, write::unstable::Entry};
 use parking_lot::Mutex;
 use strake_fabric::{Buf, Endpoint, Kept, KeptAt, Pool, REGION, Record, Records};
 use strake_proto::{
@@ -289,7 +289,7 @@ pub struct Numbers {
     /// Bit 0: the mutation's number was used in this life. Bit 1: that of its data. Bit 2: the append's offset.
     used: AtomicU64,
     /// Dropped with this.
-    awaited: Mutex<Option<AwaitedAppend>>,
+    awaited: Mutex<Option<Box<dyn Any + Send + Sync>>>,
 }
 
 mod number {
@@ -347,8 +347,8 @@ impl Numbers {
     }
 
     /// Until the request is answered or given up its append is awaited.
-    pub(crate) fn await_append(&self, append: AwaitedAppend) {
-        *self.awaited.lock() = Some(append);
+    pub(crate) fn await_append(&self, append: impl Any + Send + Sync) {
+        *self.awaited.lock() = Some(Box::new(append));
     }
 
     /// Whether others wait for the append of this request.
@@ -537,22 +537,6 @@ const WRITE_LEN: usize = 11;
 const WRITE_KIND: usize = 15;
 
 impl KeptWrite {
-    pub fn of<T>(chain: ChainId, e: &Entry<T>) -> KeptWrite {
-        KeptWrite {
-            chain,
-            chunk: e.chunk,
-            offset: e.offset,
-            file_offset: e.file_offset,
-            session: e.session,
-            seq: e.seq,
-            version: e.version,
-            stamps: e.stamps.clone(),
-            len: e.data.span() as usize,
-            at: place_of(e.data.bytes()),
-            kind: if matches!(e.data, Content::Hole(_)) { WriteKind::Punch } else { WriteKind::Unstable },
-        }
-    }
-
     /// One that is held back: `bytes`, which must lie in kept memory, at `at` of the file, by `owner` (uid and gid).
     pub fn held(ino: Ino, session: SessionId, at: u64, bytes: &Buf, owner: (u32, u32)) -> Option<KeptWrite> {
         Some(KeptWrite {
@@ -651,7 +635,7 @@ impl KeptWrite {
 }
 
 /// Where bytes lie, if they are one piece of kept memory.
-fn place_of(data: &[Buf]) -> Option<KeptAt> {
+pub(crate) fn place_of(data: &[Buf]) -> Option<KeptAt> {
     match data {
         [one] => one.kept(),
         _ => None,

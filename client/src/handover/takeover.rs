@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::Arc,
 };
 
 use futures_util::stream::{self, StreamExt};
@@ -11,11 +11,12 @@ use strake_proto::{Code, Ino, Result, pb};
 
 use crate::{
     Client, File, Numbers,
-    api::names::{ok, op},
-    core::{Core, Hold, room_for},
+    core::Core,
     data::buffers::{self, Content},
     handover::{Handover, KeptInode, KeptWrite, WriteKind},
     inode::{AwaitedAppend, Inode, O_ACCMODE, O_WRONLY, Release, Writer},
+    metadata::ops::{ok, op},
+    write::service::{Hold, room_for},
     write::unstable::Entry,
 };
 
@@ -46,8 +47,8 @@ impl Client {
         let core = &self.core;
         let opened: Vec<Result<File>> =
             stream::iter(files.iter().map(|f| core.open_again(*f))).buffered(OPENS_AT_ONCE).collect().await;
-        let Some(keep) = core.cfg.handover.clone() else { return opened };
-        let is_same = core.current_session().is_some_and(|s| s.id == keep.former_session());
+        let Some(keep) = core.shared.cfg.handover.clone() else { return opened };
+        let is_same = core.metadata.current_session().is_some_and(|s| s.id == keep.former_session());
         if !is_same && keep.former_session() != 0 {
             tracing::warn!("the session ended while the mount had no daemon: unfinished writes of open files are lost");
         }
@@ -62,9 +63,9 @@ impl Client {
         }
         core.inherit_writes(&keep, writes, is_same).await;
         requests.iter().for_each(|n| core.expect_append(n));
-        core.inherited.send_replace(true);
+        core.writeback.set_inherited();
         // Their writes hold what flushes them.
-        drop(core.env.spawn(async move {
+        drop(core.shared.env.spawn(async move {
             for file in strays {
                 let ino = file.ino();
                 if let Err(e) = file.close().await {
@@ -73,13 +74,13 @@ impl Client {
             }
         }));
         // Counts opens anew: those of the former client are among them no more.
-        core.reassert().await;
+        core.metadata.reassert().await;
         opened
     }
 
     /// A request of a former client does not come again.
     pub fn abandon(&self, request: &Numbers) {
-        if let Some(s) = self.core.current_session() {
+        if let Some(s) = self.core.metadata.current_session() {
             s.abandon(request);
         }
     }
@@ -88,9 +89,9 @@ impl Client {
 impl Core {
     /// Of an append that may come again: others are not told of a size without it. Whoever has the end of the file asks for the size first.
     fn expect_append(self: &Arc<Self>, request: &Numbers) {
-        let present = self.current_session().map(|s| s.id);
+        let present = self.metadata.current_session().map(|s| s.id);
         let Some((ino, append)) = request.appended().filter(|(_, a)| Some(a.session) == present) else { return };
-        if let Some(inode) = self.live_inode(ino) {
+        if let Some(inode) = self.files.live_inode(ino) {
             request.await_append(AwaitedAppend::new(inode, append.end));
         }
         self.unlock_end(ino, None);
@@ -101,7 +102,7 @@ impl Core {
     async fn open_strays(self: &Arc<Self>, writes: &[(u64, KeptWrite, Record)]) -> Vec<File> {
         let inos: BTreeSet<Ino> = writes.iter().map(|(_, w, _)| w.chunk.ino).collect();
         let mut strays = Vec::new();
-        for ino in inos.into_iter().filter(|i| self.live_inode(*i).is_none()) {
+        for ino in inos.into_iter().filter(|i| self.files.live_inode(*i).is_none()) {
             match self.open_again(Former { ino, flags: O_WRONLY, uid: 0, gid: 0 }).await {
                 Ok(file) => strays.push(file),
                 Err(e) if matches!(e.code, Code::NoEnt | Code::Stale) => {} // removed since
@@ -116,13 +117,13 @@ impl Core {
     async fn open_again(self: &Arc<Self>, f: Former) -> Result<File> {
         let open = op(pb::op::Op::Open(pb::Open { ino: f.ino, flags: f.flags & (O_ACCMODE | O_APPEND) }));
         // The right was checked when it was opened first.
-        let opening = self.opening(Some(f.ino), f.flags).await;
-        let r = ok(self.meta(&pb::Creds::default(), vec![open]).await?)?;
+        let opening = self.metadata.opening(Some(f.ino), f.flags).await;
+        let r = ok(self.metadata.meta(&pb::Creds::default(), vec![open]).await?)?;
         self.file(r, &pb::Creds { uid: f.uid, gid: f.gid, groups: Vec::new() }, f.flags, opening).await
     }
 
     async fn inherit(self: &Arc<Self>, former: Arc<KeptInode>, is_same: bool) {
-        if let Some(inode) = self.live_inode(former.ino()) {
+        if let Some(inode) = self.files.live_inode(former.ino()) {
             inode.inherit(&former, is_same);
             if former.unreported().is_some() && !is_same {
                 inode.fail_loudly("the session was lost; bytes written since the last fsync may be lost");
@@ -130,16 +131,16 @@ impl Core {
             return;
         }
         // Closed, and the metadata servers were not told yet.
-        let Some(session) = self.current_session().filter(|_| is_same) else { return };
+        let Some(session) = self.metadata.current_session().filter(|_| is_same) else { return };
         let (ino, index, surplus) = (former.ino(), former.writer(), former.surplus());
         if let Some((end, holes, _)) = former.unreported() {
             let extend = op(pb::op::Op::Extend(pb::Extend { ino, end, holes }));
-            if let Err(e) = self.meta(&pb::Creds::default(), vec![extend]).await.and_then(ok) {
+            if let Err(e) = self.metadata.meta(&pb::Creds::default(), vec![extend]).await.and_then(ok) {
                 tracing::warn!(ino, "the size of a file that was being closed could not be reported: {e}");
             }
         }
         let writer = Writer { session: session.id, index };
-        self.release_later(ino, Some(Release { writer, surplus, kept: vec![former] }));
+        self.files.release_later(ino, Some(Release { writer, surplus, kept: vec![former] }));
     }
 
     async fn inherit_writes(
@@ -151,7 +152,7 @@ impl Core {
         let (mut blocks, mut back) = (BTreeMap::new(), BTreeMap::new());
         for (order, w, record) in writes {
             // Removed, or it could not be opened, see `open_strays`.
-            let Some(inode) = self.live_inode(w.chunk.ino) else { continue };
+            let Some(inode) = self.files.live_inode(w.chunk.ino) else { continue };
             if !is_same {
                 inode.fail_loudly("bytes written before the mount was restarted may be lost");
                 continue;
@@ -161,7 +162,7 @@ impl Core {
             match (w.kind, data) {
                 (WriteKind::Unstable | WriteKind::Punch, data) => self.inherit_write(order, w, data, inode, record),
                 (WriteKind::Sent | WriteKind::Held, Some(data)) => {
-                    self.held_order.fetch_max(order + 1, Relaxed);
+                    self.writeback.go_on_after(order);
                     back.entry(inode.ino).or_insert_with(|| (inode, Vec::new())).1.push((w, data, record));
                 }
                 (WriteKind::Sent | WriteKind::Held, None) => {
@@ -170,7 +171,7 @@ impl Core {
             }
         }
         for (inode, left) in back.into_values() {
-            self.inherit_back(inode, left).await;
+            self.writeback.inherit_back(inode, left).await;
         }
     }
 
@@ -180,7 +181,7 @@ impl Core {
         } else {
             Content::Bytes(data.into_iter().collect())
         };
-        let room = self.unstable_room.clone().try_acquire_many_owned(room_for(buffers::total(data.bytes()))).ok();
+        let room = self.updates.room().clone().try_acquire_many_owned(room_for(buffers::total(data.bytes()))).ok();
         let entry = Entry {
             chunk: w.chunk,
             offset: w.offset,
@@ -194,9 +195,7 @@ impl Core {
             tag: Arc::new(Hold { inode, _room: room }),
             kept: Some(record),
         };
-        let mut unstable = self.unstable.lock();
-        unstable.add_again(w.chain, order, entry);
-        unstable.resume_after(order);
+        self.updates.inherit(w.chain, order, entry);
     }
 }
 

@@ -3,6 +3,7 @@
 //! The size a reader sees is the larger of the metadata server's and the end of this client's own writes. Own writes are
 //! reported (`Extend`) in the background, and before anything returns that promises or shows the size.
 
+pub(crate) mod files;
 mod missing;
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
@@ -19,21 +20,18 @@ use strake_proto::{
 use tokio::sync::{Mutex as AsyncMutex, watch};
 
 use crate::{
-    api::names::{ok, op},
-    core::Core,
     handover::{Handover, KeptInode},
     inode::missing::Missing,
-    read::cache::Tenure,
+    write::back::Back,
     write::ranges::RangeLock,
-    write::writeback::Back,
 };
 
 pub(crate) use strake_proto::ops::O_ACCMODE;
 pub(crate) const O_WRONLY: u32 = 1;
 pub(crate) const O_RDWR: u32 = 2;
-
-/// Capabilities are renewed when less than this is left, milliseconds.
-const RENEW_BEFORE_MS: u64 = 120_000;
+pub(crate) const O_APPEND: u32 = 0o2000;
+/// Linux's `FMODE_EXEC`: the kernel opens a program to run it. No program can ask for it by open(2).
+pub(crate) const O_EXEC: u32 = 0o40;
 
 /// Bits that a write takes.
 const SET_IDS: u32 = 0o6000;
@@ -43,9 +41,9 @@ const SET_IDS: u32 = 0o6000;
 pub(crate) struct Cap {
     pub bytes: [u8; CAP_LEN],
     pub session: SessionId,
-    expiry_ms: u64,
-    creds: pb::Creds,
-    flags: u32,
+    pub(super) expiry_ms: u64,
+    pub(super) creds: pb::Creds,
+    pub(super) flags: u32,
 }
 
 /// The session that a file was opened for writing in, and the highest `writer` of the answers.
@@ -63,6 +61,13 @@ pub(crate) struct Placed {
 
 /// Where an update goes.
 pub(crate) type UpdateAt = (ChainId, ChunkId);
+
+/// An open file as the metadata servers know it. Several that programs have open may be one there.
+pub(crate) struct Open {
+    pub inode: Arc<Inode>,
+    /// That opened it.
+    pub session: SessionId,
+}
 
 struct State {
     attr: pb::Attr,
@@ -110,8 +115,8 @@ pub(crate) struct Inode {
     /// What was written and not sent. Its lock is taken before that of the state.
     pub back: Back,
     /// One report or capability renewal at a time.
-    reporting: AsyncMutex<()>,
-    capping: AsyncMutex<()>,
+    pub(super) reporting: AsyncMutex<()>,
+    pub(super) capping: AsyncMutex<()>,
     /// Serialises appends.
     pub appending: Arc<AsyncMutex<()>>,
     /// Held from when it is decided without a lock where an append goes until it is there. Reports wait for it.
@@ -381,7 +386,7 @@ impl Inode {
     fn wrote_up_to(&self, session: SessionId, range: &Range<u64>, end: u64, creds: &pb::Creds) -> Result<()> {
         let mut s = self.state.lock();
         if s.lost == session {
-            return Err(crate::data::session_lost());
+            return Err(crate::data::chains::session_lost());
         }
         s.missing.written(range);
         s.note_write(end, creds);
@@ -652,144 +657,5 @@ impl Inode {
         let s = self.state.lock();
         let error = || s.error.clone().unwrap_or(Error::new(Code::Io, "a write was lost"));
         (s.errors > seen).then(|| (s.errors, error(), s.loud > seen))
-    }
-}
-
-impl Core {
-    /// A request on behalf of an open handle. The right was checked at open, as for any file descriptor: when the mode
-    /// has changed since (or never allowed it, as for a file created read-only), it still holds.
-    pub(crate) async fn meta_as_opener(
-        self: &Arc<Self>,
-        creds: &pb::Creds,
-        ops: Vec<pb::Op>,
-    ) -> Result<Vec<pb::OpResult>> {
-        self.as_opener_within(None, creds, ops).await
-    }
-
-    async fn as_opener_within(
-        self: &Arc<Self>,
-        only: Option<SessionId>,
-        creds: &pb::Creds,
-        ops: Vec<pb::Op>,
-    ) -> Result<Vec<pb::OpResult>> {
-        let r = ok(self.meta_within(only, creds, ops.clone()).await?);
-        match r {
-            Err(e) if matches!(e.code, Code::Access | Code::Perm) && creds.uid != 0 => {
-                ok(self.meta_within(only, &pb::Creds::default(), ops).await?)
-            }
-            r => r,
-        }
-    }
-
-    /// Sends what is held back of a file, and reports its size and mtime: from here on whoever asks is told all of it.
-    pub(crate) async fn tell_all(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
-        self.send_held(inode).await;
-        self.push_size(inode).await
-    }
-
-    /// Reports own writes to the metadata server: size and mtime.
-    pub(crate) async fn push_size(self: &Arc<Self>, inode: &Inode) -> Result<()> {
-        let _one = inode.reporting.lock().await;
-        loop {
-            // First: what there is to report may be another session's by then, never a former one's.
-            let session = self.current_session().map(|s| s.id);
-            let Some((writes, extend, creds)) = inode.to_report() else { return Ok(()) };
-            let holes = extend.holes;
-            match self.as_opener_within(session, &creds, vec![op(pb::op::Op::Extend(extend))]).await {
-                Ok(r) => {
-                    inode.reported(writes, holes, r.first().and_then(|r| r.attr.as_ref()));
-                    return Ok(());
-                }
-                // What is left to report is another thing now.
-                Err(e) if e.code == Code::NoSession => {}
-                Err(e) => {
-                    if matches!(e.code, Code::NoEnt | Code::Stale) {
-                        // The file is gone; there is nobody left to tell.
-                        inode.reported(writes, holes, None);
-                    }
-                    return Err(e.context("reporting the size"));
-                }
-            }
-        }
-    }
-
-    /// The size for a read that begins now, if it is known under a lease: then nobody else may write the file. With its tenure.
-    pub(crate) fn known_size(&self, inode: &Inode) -> Option<(u64, Tenure)> {
-        let (attr, tenure) = self.lease_cache.data(self.env.boot(), inode.ino)?;
-        Some((inode.take_attr(&attr).size.min(MAX_FILE_SIZE), tenure))
-    }
-
-    /// The size for a read that begins now: asks the metadata server unless it is known under a lease.
-    pub(crate) async fn fresh_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
-        if self.known_size(inode).is_none() {
-            let get = op(pb::op::Op::Getattr(pb::GetAttr { ino: inode.ino }));
-            let r = ok(self.meta(&pb::Creds::default(), vec![get]).await?)?;
-            if let Some(a) = r.first().and_then(|r| r.attr.as_ref()) {
-                inode.take_attr(a);
-            }
-        }
-        Ok(inode.size())
-    }
-
-    /// A capability that is good for a while. `refused`: an oss did not like this one.
-    pub(crate) async fn capability(self: &Arc<Self>, inode: &Inode, write: bool, refused: Option<&Cap>) -> Result<Cap> {
-        let good = |c: &Cap| {
-            self.current_session().is_some_and(|s| s.id == c.session)
-                && c.expiry_ms > self.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
-                && refused.is_none_or(|r| r.bytes != c.bytes)
-                && inode.strangers(c.session) == 0
-        };
-        let none = || Error::new(Code::BadF, "the file is not open for this kind of access");
-        let c = inode.cap(write).ok_or_else(none)?;
-        if good(&c) {
-            return Ok(c);
-        }
-        let _one = inode.capping.lock().await;
-        let c = inode.cap(write).ok_or_else(none)?;
-        if good(&c) {
-            return Ok(c);
-        }
-        self.reopen(inode, &c).await?;
-        inode.cap(write).ok_or_else(none)
-    }
-
-    /// Opens an inode again for a new capability, in the present session. Handles that were opened in a lost session
-    /// become known to the present one.
-    async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
-        let session = self.session().await?;
-        let opening = self.opening(Some(inode.ino), old.flags).await;
-        let strangers = inode.strangers(session.id);
-        let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
-        let mut ops = vec![open()];
-        // One open per handle that the session must learn of; else the one open is taken back at once.
-        ops.extend((1..strangers).map(|_| open()));
-        if strangers == 0 {
-            ops.push(op(pb::op::Op::Close(pb::Close { ino: inode.ino })));
-        }
-        let r = self.meta_as_opener(&old.creds, ops).await.map_err(|e| e.context("reopening the file"))?;
-        if strangers > 0 {
-            let closed = inode.adopt(session.id, strangers);
-            self.counted_open(opening.since);
-            if closed > 0 {
-                self.tell_closed(&vec![inode.ino; closed], opening.since).await;
-            }
-        }
-        let index = r.iter().map(|r| r.writer).max().unwrap_or(0);
-        self.release_later(inode.ino, inode.opened_again(session.id, index));
-        let first = r.first().ok_or_else(|| Error::new(Code::Protocol, "an empty answer to an open"))?;
-        inode.take_cap(&first.capability, session.id, old.flags, &old.creds)
-    }
-
-    /// After a lost session: makes the new one know all open files, so that unlinked ones stay.
-    pub(crate) async fn reopen_all(self: &Arc<Self>) {
-        let Some(s) = self.current_session() else { return };
-        for inode in self.live_inodes() {
-            if inode.strangers(s.id) > 0 {
-                let write = inode.cap(true).is_some();
-                if let Err(e) = self.capability(&inode, write, None).await {
-                    tracing::warn!(ino = inode.ino, "an open file could not be reopened: {e}");
-                }
-            }
-        }
     }
 }

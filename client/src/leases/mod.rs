@@ -2,6 +2,7 @@
 //!
 //! [`Table`] is pure; [`lease_cache`] is the shell around it.
 
+pub(crate) mod acknowledged;
 pub(crate) mod lease_cache;
 pub(crate) mod open_cache;
 pub(crate) mod recalls;

@@ -2,12 +2,10 @@
 //! that is acknowledged by the next one. See `docs/leases.md`.
 
 use std::{
-    cmp::Ordering,
     sync::{Arc, Weak},
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::Message;
 use strake_proto::{Ino, Result, SessionId, opcode, pb};
@@ -16,8 +14,11 @@ use tokio::time::{sleep, timeout};
 use crate::{
     config::Counters,
     core::Core,
-    leases::lease_cache::{Forgetting, forgotten},
-    metadata::{Leader, META_TRY, decode},
+    leases::lease_cache::forgotten,
+    metadata::{
+        link::{Leader, META_TRY},
+        ops::decode,
+    },
 };
 
 /// How long there may be no leases before it is looked again whether there are.
@@ -35,12 +36,12 @@ const WORKING: Duration = Duration::from_secs(1);
 pub(crate) async fn serve(core: Weak<Core>) {
     let mut waits = true;
     loop {
-        let Some(c) = core.upgrade().filter(|c| !c.is_closed()) else { return };
-        let Some((leader, session)) = c.greeted_leader().await else {
-            let _ = timeout(LOOK, c.greeted.notified()).await;
+        let Some(c) = core.upgrade().filter(|c| !c.shared.is_closed()) else { return };
+        let Some((leader, session)) = c.metadata.greeted_leader().await else {
+            let _ = timeout(LOOK, c.metadata.leases_begin()).await;
             continue;
         };
-        if std::mem::take(&mut waits) && c.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session) {
+        if std::mem::take(&mut waits) && c.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session) {
             // What a former daemon told the kernel may be recalled, too.
             let _ = timeout(COPIES, c.lease_cache.copies_known()).await;
         }
@@ -50,7 +51,7 @@ pub(crate) async fn serve(core: Weak<Core>) {
             Ok(r) => c.answer_asked(&leader, session, r),
             Err(e) => {
                 tracing::debug!("asking for recalls: {e}");
-                c.leader_failed(&leader, &e).await;
+                c.metadata.leader_failed(&leader, &e).await;
                 sleep(PAUSE).await;
             }
         }
@@ -65,46 +66,7 @@ struct Told {
     locks_checked: Vec<u64>,
 }
 
-/// Up to which number everything that was recalled on a connection is forgotten.
-#[derive(Default)]
-pub(crate) struct Acknowledged(Mutex<(u64, u64)>);
-
-impl Acknowledged {
-    fn upto(&self, connection: u64) -> u64 {
-        let (of, number) = *self.0.lock();
-        if of == connection { number } else { 0 }
-    }
-
-    fn note(&self, connection: u64, number: u64) {
-        let mut known = self.0.lock();
-        match known.0.cmp(&connection) {
-            Ordering::Less => *known = (connection, number),
-            Ordering::Equal => known.1 = known.1.max(number),
-            Ordering::Greater => {}
-        }
-    }
-}
-
 impl Core {
-    /// The leader, if this client has leases of it, and the session they belong to.
-    async fn greeted_leader(self: &Arc<Self>) -> Option<(Leader, SessionId)> {
-        let session = self.current_session()?.id;
-        let leader = self.leader().await.ok()?;
-        self.lease_cache.is_greeted(session, leader.number).then_some((leader, session))
-    }
-
-    /// Forgets everything that is known under leases.
-    pub(crate) fn forget_all(&self) -> Option<Forgetting> {
-        let forgetting = self.lease_cache.connected();
-        self.forget_bytes();
-        forgetting
-    }
-
-    /// Frees the memory of bytes that nobody reads any more: their tenure is over.
-    pub(crate) fn forget_bytes(&self) {
-        self.cache.lock().clear();
-    }
-
     /// One request: acknowledges what is forgotten, tells of reports, and forgets what the answer recalls. With something to tell it
     /// is answered at once.
     async fn ask_recalls(
@@ -129,7 +91,7 @@ impl Core {
         let inos: Vec<Ino> = r.recalls.iter().map(|r| r.ino).collect();
         let forgetting = self.lease_cache.recalled(&inos);
         if !inos.is_empty() {
-            Counters::add(&self.stats.recalls, inos.len() as u64);
+            Counters::add(&self.shared.stats.recalls, inos.len() as u64);
             let mut cache = self.cache.lock();
             inos.iter().for_each(|ino| cache.forget(*ino));
         }
@@ -143,11 +105,11 @@ impl Core {
 
     fn answer_asked(self: &Arc<Self>, leader: &Leader, session: SessionId, asked: pb::RecallReply) {
         for asked in asked.reports {
-            self.env.spawn(self.clone().report(leader.clone(), session, asked));
+            self.shared.env.spawn(self.clone().report(leader.clone(), session, asked));
         }
         for pb::Recall { number, ino, .. } in asked.locks {
             let (core, leader) = (self.clone(), leader.clone());
-            self.env.spawn(async move {
+            self.shared.env.spawn(async move {
                 core.check_locks(ino).await;
                 let answer = || Told { locks_checked: vec![number], ..Told::default() };
                 core.tell_until_told(&leader, session, answer).await;
@@ -157,7 +119,7 @@ impl Core {
 
     /// Whether what was asked on this connection is still waited for: on a new one it is asked again.
     fn is_asked(&self, leader: &Leader, session: SessionId) -> bool {
-        self.lease_cache.is_greeted(session, leader.number) && !leader.conn.is_closed() && !self.is_closed()
+        self.lease_cache.is_greeted(session, leader.number) && !leader.conn.is_closed() && !self.shared.is_closed()
     }
 
     async fn tell_until_told(self: &Arc<Self>, leader: &Leader, session: SessionId, told: impl Fn() -> Told) {
@@ -174,14 +136,14 @@ impl Core {
     async fn report(self: Arc<Self>, leader: Leader, session: SessionId, asked: pb::Recall) {
         let pb::Recall { number, ino, pages } = asked;
         let core = self.clone();
-        let mut telling = self.env.spawn(async move {
+        let mut telling = self.shared.env.spawn(async move {
             // A former process of the mount may have held something back.
-            let _ = core.inherited.subscribe().wait_for(|known| *known).await;
+            core.writeback.inheritance_known().await;
             if pages {
                 return core.give_pages_back(ino).await;
             }
             forgotten(core.lease_cache.give_back(ino)).await;
-            if let Some(inode) = core.live_inode(ino) {
+            if let Some(inode) = core.files.live_inode(ino) {
                 inode.appended_again().await;
                 let _placed = inode.placing.lock().await;
                 if let Err(e) = core.tell_all(&inode).await {

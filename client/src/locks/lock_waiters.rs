@@ -13,22 +13,27 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use crate::{core::Core, locks::waiting_list::List, metadata::META_TRY, shared::retry::meta_passes};
+use super::waiting_list::List;
+use crate::{
+    metadata::{link::META_TRY, ops::decode, service::Metadata},
+    shared::{Shared, retry::meta_passes},
+};
 
 /// How long a list that changed waits for the answer to the one before: many changes make one list.
 const TOGETHER: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_millis(250);
 
 /// See the module.
-#[derive(Default)]
 pub(crate) struct LockWaiters {
+    shared: Arc<Shared>,
+    metadata: Arc<Metadata>,
     list: Mutex<List<Arc<Notify>>>,
     changed: Notify,
 }
 
 /// A place in the list; dropped, it is given up.
 pub(crate) struct Place {
-    core: Arc<Core>,
+    waiters: Arc<LockWaiters>,
     id: u64,
     news: Arc<Notify>,
     /// The leader knows by itself that this wait is over.
@@ -41,21 +46,20 @@ impl Place {
         self.id
     }
 
-    pub fn new(core: &Arc<Core>, ino: Ino, owner: u64, kind: pb::LockKind, span: pb::LockSpan) -> Place {
+    pub fn new(waits: &Arc<LockWaiters>, ino: Ino, owner: u64, kind: pb::LockKind, span: pb::LockSpan) -> Place {
         let news = Arc::new(Notify::new());
-        let waits = &core.lock_waiters;
         let mut list = waits.list.lock();
-        let id = list.number(now(&core.env));
+        let id = list.number(now(&waits.shared.env));
         let wait = pb::LockWait { id, ino, owner, kind: kind as i32, span: Some(span), trying: false };
         if list.enter(wait, news.clone()) {
-            core.env.spawn(core.clone().serve_lock_waits());
+            waits.shared.env.spawn(waits.clone().serve());
         }
-        Place { core: core.clone(), id, news, done: false }
+        Place { waiters: waits.clone(), id, news, done: false }
     }
 
     /// Returns when the lock may be there for this one. `Deadlock` when it never will be.
     pub async fn turn(&self) -> Result<()> {
-        let waits = &self.core.lock_waiters;
+        let waits = &self.waiters;
         waits.list.lock().waits(self.id);
         waits.changed.notify_one();
         loop {
@@ -69,7 +73,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let waits = &self.core.lock_waiters;
+        let waits = &self.waiters;
         if waits.list.lock().leave(self.id, self.done) {
             waits.changed.notify_one();
         }
@@ -85,49 +89,53 @@ fn wake(waiters: Vec<Arc<Notify>>) {
     waiters.iter().for_each(|news| news.notify_one());
 }
 
-impl Core {
-    async fn serve_lock_waits(self: Arc<Self>) {
+impl LockWaiters {
+    pub fn new(shared: Arc<Shared>, metadata: Arc<Metadata>) -> LockWaiters {
+        LockWaiters { shared, metadata, list: Mutex::default(), changed: Notify::new() }
+    }
+
+    async fn serve(self: Arc<Self>) {
         loop {
             let (waits, number) = {
-                let mut list = self.lock_waiters.list.lock();
-                let closed = self.is_closed();
+                let mut list = self.list.lock();
+                let closed = self.shared.is_closed();
                 if closed {
                     wake(list.fail(&Error::new(Code::Io, "the client was closed")));
                 }
                 let Some(waits) = list.told(closed) else { return };
-                (waits, list.number(now(&self.env)))
+                (waits, list.number(now(&self.shared.env)))
             };
-            let mut call = std::pin::pin!(self.tell_lock_waits(waits, number));
+            let mut call = std::pin::pin!(self.tell(waits, number));
             let answer = tokio::select! {
                 biased;
                 r = &mut call => Some(r),
                 // The next list says all again, so an answer that is lost here is given again.
-                () = self.lock_waiters.changed.notified() => timeout(TOGETHER, call).await.ok(),
+                () = self.changed.notified() => timeout(TOGETHER, call).await.ok(),
             };
             match answer {
-                None => self.lock_waiters.list.lock().not_told(),
-                Some(Ok(r)) => wake(self.lock_waiters.list.lock().answered(&r)),
+                None => self.list.lock().not_told(),
+                Some(Ok(r)) => wake(self.list.lock().answered(&r)),
                 Some(Err(e)) if meta_passes(&e) || e.code == Code::NoSession => {
                     tracing::debug!("waiting for locks: {e}");
-                    self.lock_waiters.list.lock().not_told();
+                    self.list.lock().not_told();
                     sleep(PAUSE).await;
                 }
                 Some(Err(e)) => {
-                    wake(self.lock_waiters.list.lock().fail(&e));
+                    wake(self.list.lock().fail(&e));
                     sleep(PAUSE).await;
                 }
             }
         }
     }
 
-    async fn tell_lock_waits(self: &Arc<Self>, waits: Vec<pb::LockWait>, number: u64) -> Result<pb::LockWaitReply> {
-        let session = self.session().await?;
+    async fn tell(self: &Arc<Self>, waits: Vec<pb::LockWait>, number: u64) -> Result<pb::LockWaitReply> {
+        let session = self.metadata.session().await?;
         let body = Bytes::from(pb::LockWaitRequest { session: session.id, waits, number }.encode_to_vec());
-        let mut at = self.attempts_for("waiting for a lock", META_TRY);
-        let reply: Result<Message> = self.mds_call(opcode::LOCK_WAIT, |_| body.clone(), META_TRY, &mut at).await;
+        let mut at = self.shared.attempts_for("waiting for a lock", META_TRY);
+        let reply: Result<Message> = self.metadata.call(opcode::LOCK_WAIT, |_| body.clone(), META_TRY, &mut at).await;
         if reply.as_ref().is_err_and(|e| e.code == Code::NoSession) {
-            self.session_gone(&session);
+            self.metadata.session_gone(&session);
         }
-        crate::metadata::decode(&reply?)
+        decode(&reply?)
     }
 }

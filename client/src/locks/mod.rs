@@ -4,7 +4,9 @@
 //! an owner is on its way, the same owner's other requests wait ([`OwnerQueues`]), so that none of them overtakes it.
 
 pub(crate) mod lock_waiters;
+pub(crate) mod owner_queues;
 pub(crate) mod page_locks;
+pub(crate) mod page_uses;
 #[doc(hidden)]
 pub mod pages;
 #[doc(hidden)]
@@ -12,35 +14,24 @@ pub mod unlocking;
 #[doc(hidden)]
 pub mod waiting_list;
 
-use std::{
-    future::Future,
-    pin::Pin,
-    sync::{Arc, OnceLock},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
-use futures_util::future::{Either, FutureExt, ready};
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
-use tokio::{
-    sync::{Mutex, Notify, OwnedMutexGuard, Semaphore, oneshot},
-    task::coop::unconstrained,
-};
+use tokio::sync::{OwnedMutexGuard, oneshot};
 
 use crate::{
     Client,
-    api::names::{ok, op},
     core::Core,
     handover::KeptInode,
     inode::Inode,
     locks::lock_waiters::Place,
     locks::unlocking::{Unlocking, Unlockings, Unlocks},
+    metadata::ops::{ok, op},
     shared::retry::in_doubt,
 };
+pub use owner_queues::{MAX_WAITS, Programs};
 pub use pb::{LockKind, LockType};
 
-/// Waits of one client at the same time; the metadata servers take no more.
-pub const MAX_WAITS: usize = 1024;
-const LANES: usize = 64;
 /// How often a try is made that the servers' log refused because of what is given up by then.
 const TRIES: u32 = 3;
 
@@ -99,48 +90,6 @@ pub struct Locked {
     pub left: u64,
 }
 
-/// Whoever asks for locks on behalf of programs, as a mount does.
-pub trait Programs: Send + Sync {
-    /// Returns when all that programs have given up before this was called is being given up at the client.
-    fn settled(&self) -> Pin<Box<dyn Future<Output = ()> + Send>>;
-}
-
-/// Requests of one owner for one file, one after the other. Owners share lanes.
-pub(crate) struct OwnerQueues {
-    lanes: [Arc<Mutex<()>>; LANES],
-    waits: Arc<Semaphore>,
-    unlockings: Arc<Unlockings>,
-    programs: OnceLock<Arc<dyn Programs>>,
-    has_programs: Notify,
-}
-
-impl Default for OwnerQueues {
-    fn default() -> OwnerQueues {
-        OwnerQueues {
-            lanes: std::array::from_fn(|_| Arc::default()),
-            waits: Arc::new(Semaphore::new(MAX_WAITS)),
-            unlockings: Arc::default(),
-            programs: OnceLock::new(),
-            has_programs: Notify::new(),
-        }
-    }
-}
-
-impl OwnerQueues {
-    /// The place in the queue is that of this call, not of the first poll: what an owner asks for next, perhaps in another thread, must
-    /// not overtake a task that is to unlock and has not begun.
-    fn enter(&self, ino: Ino, lock: &Lock) -> impl Future<Output = OwnedMutexGuard<()>> + Send + use<> {
-        let mut mix = ino.rotate_left(32) ^ lock.owner;
-        let lane = strake_proto::layout::splitmix64(&mut mix) as usize % LANES;
-        // A task that has done much would not be let into the queue.
-        let mut turn = Box::pin(unconstrained(self.lanes[lane].clone().lock_owned()));
-        match turn.as_mut().now_or_never() {
-            Some(lane) => Either::Left(ready(lane)),
-            None => Either::Right(turn),
-        }
-    }
-}
-
 /// A lock that was given and whose caller does not know yet. Dropped, it is given back.
 struct Given {
     core: Arc<Core>,
@@ -166,7 +115,7 @@ impl Drop for Given {
         let (core, undo, session) = (self.core.clone(), std::mem::take(&mut self.undo), self.locked.session);
         let unlocking = self.core.locks.unlockings.begin(self.ino, self.owner);
         let leftover = std::mem::take(&mut self.leftover);
-        self.core.env.spawn(async move {
+        self.core.shared.env.spawn(async move {
             let undone = core.surely(session, &undo, None).await;
             if undone.is_err_and(|e| e.code == Code::LockConflict) {
                 // What was a lock for writing has been one for reading since, and others read there by now.
@@ -215,7 +164,7 @@ impl Client {
     pub async fn get_lock(&self, ino: Ino, lock: &Lock) -> Result<Option<Holder>> {
         let (owner, kind, span) = (lock.owner, lock.kind as i32, Some(lock.span()));
         let get = op(pb::op::Op::GetLock(pb::GetLock { ino, owner, kind, span }));
-        let found = ok(self.core.meta(&pb::Creds::default(), vec![get]).await?)?.pop().and_then(|r| r.lock);
+        let found = ok(self.core.metadata.meta(&pb::Creds::default(), vec![get]).await?)?.pop().and_then(|r| r.lock);
         let own = self.session();
         Ok(found.and_then(|l| {
             let s = l.spans.first()?;
@@ -247,7 +196,7 @@ impl Client {
         let conflict = |r: &Result<Given>| r.as_ref().is_err_and(|e| e.code == Code::LockConflict);
         let mut given = self.try_lock(ino, lock, lock.take(ino, true, 0)).await;
         if conflict(&given) {
-            let mut place = Place::new(&self.core, ino, lock.owner, lock.kind, lock.span());
+            let mut place = Place::new(&self.core.lock_waiters, ino, lock.owner, lock.kind, lock.span());
             while conflict(&given) {
                 place.turn().await?;
                 given = self.try_lock(ino, lock, lock.take(ino, true, place.id())).await;
@@ -261,7 +210,7 @@ impl Client {
         let (core, lock, leftover) = (self.core.clone(), *lock, Leftover::default());
         let unlockings = core.locks.unlockings.clone();
         let mut caller = Caller { unlockings, ino, owner: lock.owner, leftover: Some(leftover.clone()) };
-        let asked = self.core.detached(async move { core.try_lock(ino, &lock, take, leftover).await });
+        let asked = self.core.shared.detached(async move { core.try_lock(ino, &lock, take, leftover).await });
         let given = asked.await;
         caller.leftover = None;
         given
@@ -316,7 +265,7 @@ impl Client {
 
     /// The present session at the metadata servers, 0 while there is none.
     pub fn session(&self) -> SessionId {
-        self.core.current_session().map_or(0, |s| s.id)
+        self.core.metadata.current_session().map_or(0, |s| s.id)
     }
 }
 
@@ -378,10 +327,10 @@ impl Core {
     /// For an append. Nobody needs to be asked while nobody else may write the file.
     pub(crate) async fn lock_end(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<End> {
         let placing = inode.placing.clone().lock_owned().await;
-        self.send_held(inode).await;
-        let session = self.current_session().map_or(0, |s| s.id);
+        self.writeback.send_held(inode).await;
+        let session = self.metadata.current_session().map_or(0, |s| s.id);
         // One look for both: that nobody needs to be asked, and the size.
-        if let Some((size, _)) = self.known_size(inode) {
+        if let Some((size, _)) = self.files.known_size(inode) {
             return Ok(End { placing: Some(placing), lock: None, session, size });
         }
         // Others may be asked for reports, and wait for one from here. Who has the lock needs to keep nobody from the size.
@@ -389,8 +338,8 @@ impl Core {
         let kept = inode.note_end();
         let Locked { session, .. } = Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
         let lock = EndLock { core: self.clone(), ino: inode.ino, kept };
-        self.send_held(inode).await;
-        let size = self.fresh_size(inode).await?;
+        self.writeback.send_held(inode).await;
+        let size = self.files.fresh_size(inode).await?;
         Ok(End { placing: None, lock: Some(lock), session, size })
     }
 
@@ -421,9 +370,9 @@ impl Core {
     /// Somebody else is about to be told of a conflict: returns when nothing of the file is locked here that nobody holds any more.
     pub(crate) async fn check_locks(&self, ino: Ino) {
         // Programs of a mount are known a moment after its client has connected.
-        while self.cfg.handover.is_some() && self.locks.programs.get().is_none() {
+        while self.shared.cfg.handover.is_some() && self.locks.programs.get().is_none() {
             let _ = tokio::time::timeout(Duration::from_millis(100), self.locks.has_programs.notified()).await;
-            if self.is_closed() {
+            if self.shared.is_closed() {
                 return;
             }
         }
@@ -434,10 +383,10 @@ impl Core {
     }
 
     fn spawn_unlock(self: &Arc<Self>, ino: Ino, lock: &Lock, tell: Option<Tell>, kept: Unlock) {
-        let (core, lock, lane) = (self.clone(), *lock, self.locks.enter(ino, lock));
-        self.env.spawn(async move {
+        let (core, lock, lane) = (self.clone(), *lock, self.locks.enter(ino, lock.owner));
+        self.shared.env.spawn(async move {
             let _lane = lane.await;
-            let session = core.current_session().map_or(0, |s| s.id);
+            let session = core.metadata.current_session().map_or(0, |s| s.id);
             let _ = core.surely(session, &[lock.set(ino)], tell).await;
             drop(kept);
         });
@@ -445,12 +394,12 @@ impl Core {
 
     /// One request for a lock, which runs to its end.
     async fn try_lock(self: Arc<Self>, ino: Ino, lock: &Lock, take: pb::Op, leftover: Leftover) -> Result<Given> {
-        let lane = self.locks.enter(ino, lock).await;
+        let lane = self.locks.enter(ino, lock.owner).await;
         let unlock = Lock { mode: LockType::LockUnlock, ..*lock };
         let mut tries = TRIES;
         let given = loop {
             tries -= 1;
-            match self.meta(&pb::Creds::default(), vec![take.clone()]).await.and_then(ok).and_then(locked) {
+            match self.metadata.meta(&pb::Creds::default(), vec![take.clone()]).await.and_then(ok).and_then(locked) {
                 // What was in the way is given up by now.
                 Err(e) if e.code == Code::Overloaded && tries > 0 => {}
                 r => break r,
@@ -459,9 +408,9 @@ impl Core {
         let (locked, before) = match given {
             // It may have run: better not to have it than to have it unknown to its owner.
             Err(e) if in_doubt(&e) => {
-                let (core, session) = (self.clone(), self.current_session().map_or(0, |s| s.id));
+                let (core, session) = (self.clone(), self.metadata.current_session().map_or(0, |s| s.id));
                 let unlocking = self.locks.unlockings.begin(ino, lock.owner);
-                self.env.spawn(async move {
+                self.shared.env.spawn(async move {
                     let _ = core.surely(session, &[unlock.set(ino)], None).await;
                     drop((lane, unlocking, leftover));
                 });
@@ -482,43 +431,24 @@ impl Core {
     /// a lost session is given up already.
     async fn surely(self: &Arc<Self>, session: SessionId, ops: &[pb::Op], mut tell: Option<Tell>) -> Result<Locked> {
         loop {
-            let r = self.meta(&pb::Creds::default(), ops.to_vec()).await.and_then(ok).and_then(locked).map(|l| l.0);
+            let r = self
+                .metadata
+                .meta(&pb::Creds::default(), ops.to_vec())
+                .await
+                .and_then(ok)
+                .and_then(locked)
+                .map(|l| l.0);
             // A server whose log cannot be written refuses unlocks, too, until there is space.
             let again = r.as_ref().is_err_and(|e| in_doubt(e) || e.code == Code::NoSpc);
             if let Some(tell) = tell.take() {
                 let _ = tell.send(r.clone());
             }
-            let lost = self.current_session().is_none_or(|s| s.id != session);
-            if !again || lost || self.is_closed() {
+            let lost = self.metadata.current_session().is_none_or(|s| s.id != session);
+            if !again || lost || self.shared.is_closed() {
                 return r;
             }
             tracing::warn!("a lock could not be given up yet");
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn turns_are_taken_in_the_order_in_which_they_were_asked_for() {
-        let lanes = OwnerQueues::default();
-        let first = lanes.enter(1, &END).await;
-        let (second, mut third) = (lanes.enter(1, &END), Box::pin(lanes.enter(1, &END)));
-        assert!(third.as_mut().now_or_never().is_none());
-        drop(first);
-        // Nobody has looked at the second yet.
-        assert!(third.as_mut().now_or_never().is_none());
-        let mut second = second.now_or_never().expect("its turn");
-        assert!(third.as_mut().now_or_never().is_none());
-        drop(second);
-        drop(third.now_or_never().expect("the last turn"));
-        // Who does not want it any more is in nobody's way.
-        second = lanes.enter(1, &END).await;
-        drop(lanes.enter(1, &END));
-        drop(second);
-        assert!(lanes.enter(1, &END).now_or_never().is_some());
     }
 }

@@ -2,36 +2,25 @@
 //! shell around [`Pages`].
 
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
-    },
+    sync::{Arc, atomic::Ordering::Relaxed},
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use strake_proto::{Code, Ino, Result, SessionId};
-use tokio::{sync::Notify, time::sleep};
+use tokio::time::sleep;
 
 use crate::{
     Client,
     core::Core,
     inode::Inode,
     leases::lease_cache::forgotten,
-    locks::pages::{Enter, Leave, Mode, Number, Pages, Use},
+    locks::page_uses::Using,
+    locks::pages::{Enter, Leave, Mode},
     locks::{Lock, LockKind, LockType},
 };
 
 /// Before what could not be made stable is tried again.
 const PAUSE: Duration = Duration::from_millis(250);
-
-#[derive(Default)]
-pub(crate) struct PageLocks {
-    table: Mutex<Pages>,
-    news: Notify,
-    /// The servers know no such lock.
-    unknown: AtomicBool,
-}
 
 /// Of a client there is one at a time for each file; appends have number 0.
 fn lock(mode: Mode) -> Lock {
@@ -42,96 +31,7 @@ fn lock(mode: Mode) -> Lock {
     Lock { kind: LockKind::LockPages, owner: 1, mode, start: 0, end: u64::MAX, pid: 0 }
 }
 
-/// A use of a file: while it lasts others change nothing of it, and have no page that they could
-/// store to.
-pub struct Using {
-    core: Arc<Core>,
-    ino: Ino,
-    what: Use,
-}
-
-impl Using {
-    /// The lock, and the session that has it. `None`: nobody else maps the file.
-    pub(crate) fn lock(&self) -> Option<(Number, SessionId)> {
-        match self.what {
-            Use::Free => None,
-            Use::Locked { number, session, .. } => Some((number, session)),
-        }
-    }
-
-    /// Only in this session may anything be written.
-    pub(crate) fn session(&self) -> Option<SessionId> {
-        self.lock().map(|(_, session)| session)
-    }
-
-    pub(crate) fn is_sized(&self) -> bool {
-        matches!(self.what, Use::Locked { sized: true, .. })
-    }
-
-    /// Ends it; whether nobody else has changed the file since is to be asked for with what is
-    /// returned.
-    pub(crate) fn over(self) -> Use {
-        self.what
-    }
-}
-
-impl Drop for Using {
-    fn drop(&mut self) {
-        let locks = &self.core.pages;
-        locks.table.lock().ended(self.core.env.boot(), self.ino, self.what);
-        locks.news.notify_waiters();
-    }
-}
-
-impl PageLocks {
-    pub fn is_marked(&self, ino: Ino) -> bool {
-        self.table.lock().is_marked(ino)
-    }
-
-    /// Others have pages of the file.
-    pub fn mark(&self, ino: Ino) {
-        self.table.lock().mark(ino);
-    }
-
-    /// Whether what was done in such a use is still all that was done.
-    pub fn lasts(&self, ino: Ino, what: Use) -> bool {
-        self.table.lock().lasts(ino, what)
-    }
-
-    /// The size was asked for under this lock.
-    pub fn sized(&self, ino: Ino, of: Number) {
-        self.table.lock().sized(ino, of);
-    }
-
-    /// Whether a lock of the file is held, or just being given up.
-    pub fn is_mine(&self, ino: Ino) -> bool {
-        self.table.lock().is_mine(ino)
-    }
-
-    /// The session in which this lock is held, if it is.
-    pub fn holds(&self, ino: Ino, number: Number) -> Option<SessionId> {
-        self.table.lock().holds(ino, number)
-    }
-}
-
 impl Core {
-    /// Whether pages of mappings are kept in order with other clients.
-    pub(crate) fn locks_pages(&self) -> bool {
-        self.cfg.page_locks && !self.pages.unknown.load(Relaxed)
-    }
-
-    /// A use without the lock. `None`: others may have pages of the file.
-    pub(crate) fn use_freely(self: &Arc<Self>, ino: Ino) -> Option<Using> {
-        let mut table = self.pages.table.lock();
-        if table.is_marked(ino) {
-            return None;
-        }
-        match table.enter(self.env.boot(), ino, (Mode::Write, true), 0) {
-            Enter::Begun(what) => Some(Using { core: self.clone(), ino, what }),
-            _ => None,
-        }
-    }
-
     /// Bytes of a file are to be changed. Nothing is asked for while nobody else maps it.
     pub(crate) async fn use_to_change(self: &Arc<Self>, ino: Ino) -> Result<Using> {
         self.use_pages(ino, Mode::Write, true).await
@@ -142,18 +42,18 @@ impl Core {
         loop {
             let mut news = std::pin::pin!(self.pages.news.notified());
             news.as_mut().enable();
-            let session = match self.current_session() {
+            let session = match self.metadata.current_session() {
                 Some(s) => s.id,
                 None if free && !self.pages.is_marked(ino) => 0,
-                None => self.session().await?.id,
+                None => self.metadata.session().await?.id,
             };
-            let enter = self.pages.table.lock().enter(self.env.boot(), ino, (mode, free), session);
+            let enter = self.pages.table.lock().enter(self.shared.env.boot(), ino, (mode, free), session);
             match enter {
-                Enter::Begun(what) => return Ok(Using { core: self.clone(), ino, what }),
+                Enter::Begun(what) => return Ok(Using::new(&self.pages, ino, what)),
                 // To its end, also if the caller goes away.
                 Enter::Ask => {
                     let core = self.clone();
-                    self.detached(async move { core.ask_for_pages(ino, mode).await }).await?;
+                    self.shared.detached(async move { core.ask_for_pages(ino, mode).await }).await?;
                 }
                 Enter::GiveUp => self.leave_pages(ino, true).await,
                 Enter::Wait => news.await,
@@ -169,7 +69,7 @@ impl Core {
         let wanted = match &asked {
             Ok(locked) => {
                 let mut table = self.pages.table.lock();
-                table.granted(self.env.boot(), ino, mode, locked.session)
+                table.granted(self.shared.env.boot(), ino, mode, locked.session)
             }
             Err(e) => {
                 if e.code == Code::Inval {
@@ -184,7 +84,7 @@ impl Core {
         self.pages.news.notify_waiters();
         if wanted {
             let core = self.clone();
-            self.env.spawn(async move { core.leave_pages(ino, false).await });
+            self.shared.env.spawn(async move { core.leave_pages(ino, false).await });
         }
         asked.map(drop)
     }
@@ -196,9 +96,9 @@ impl Core {
         self.leave_pages(ino, false).await;
         // Pages of before it was marked, and what was held back.
         self.take_pages_back(ino).await;
-        let session = self.current_session().map_or(0, |s| s.id);
-        if self.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session)
-            && self.pages.table.lock().leave_former(self.env.boot(), ino, session)
+        let session = self.metadata.current_session().map_or(0, |s| s.id);
+        if self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session)
+            && self.pages.table.lock().leave_former(self.shared.env.boot(), ino, session)
         {
             // A former process of the mount may have had it.
             self.unlock_pages(ino).await;
@@ -213,7 +113,7 @@ impl Core {
         loop {
             let mut news = std::pin::pin!(self.pages.news.notified());
             news.as_mut().enable();
-            let now = self.env.boot();
+            let now = self.shared.env.boot();
             let leave = self.pages.table.lock().leave(now, ino, at_once);
             match leave {
                 Leave::Done => return,
@@ -228,7 +128,7 @@ impl Core {
                 Leave::Go(held) => {
                     // To its end, also if the caller goes away.
                     let core = self.clone();
-                    let _ = self.env.spawn(async move { core.unlock_held(ino, held.session).await }).await;
+                    let _ = self.shared.env.spawn(async move { core.unlock_held(ino, held.session).await }).await;
                     return;
                 }
             }
@@ -237,7 +137,7 @@ impl Core {
 
     async fn unlock_held(self: &Arc<Self>, ino: Ino, session: SessionId) {
         self.take_pages_back(ino).await;
-        if let Some(inode) = self.live_inode(ino) {
+        if let Some(inode) = self.files.live_inode(ino) {
             self.settle_writes(&inode, session).await;
         }
         self.unlock_pages(ino).await;
@@ -247,18 +147,18 @@ impl Core {
 
     async fn take_pages_back(self: &Arc<Self>, ino: Ino) {
         forgotten(self.lease_cache.give_back(ino)).await;
-        if let Some(inode) = self.live_inode(ino) {
-            self.send_held(&inode).await;
+        if let Some(inode) = self.files.live_inode(ino) {
+            self.writeback.send_held(&inode).await;
         }
     }
 
     /// Nothing that was written under the lock is sent again later: others may have written there
     /// since.
     async fn settle_writes(self: &Arc<Self>, inode: &Arc<Inode>, session: SessionId) {
-        let is_same = || self.current_session().is_some_and(|s| s.id == session) && !self.is_closed();
+        let is_same = || self.metadata.current_session().is_some_and(|s| s.id == session) && !self.shared.is_closed();
         while is_same() {
-            let settled = match self.fence(inode).await {
-                Ok(()) => self.flush_inode(inode.ino).await,
+            let settled = match self.updates.fence(inode).await {
+                Ok(()) => self.updates.flush_inode(inode.ino).await,
                 Err(e) => Err(e),
             };
             match settled {

@@ -2,169 +2,26 @@
 //!
 //! What a follower says is not remembered, and whatever goes wrong there, the leader is asked instead.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
-use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Connection, Endpoint, Message};
-use strake_proto::{Code, Error, Ino, Result, opcode, ops::only_looks, pb};
-use tokio::{
-    sync::Mutex as AsyncMutex,
-    time::{Instant, timeout},
-};
+use strake_fabric::{Endpoint, Message};
+use strake_proto::{Code, Error, Result, opcode, ops::only_looks, pb};
+use tokio::time::{Instant, timeout};
 
-use crate::{
-    config::{Counters, FollowerReads},
-    core::Core,
-    metadata::{check, decode},
+use super::{
+    ops::{check, decode},
+    service::Metadata,
 };
-use pb::op::Op;
+use crate::config::{Counters, FollowerReads};
 
 /// A follower has so long for an answer, the connection included.
 const TRY: Duration = Duration::from_millis(700);
-/// One that failed is left alone for so long.
-const LEFT_ALONE: Duration = Duration::from_secs(2);
-/// Lists in a row that only the leader could answer, after which it is left alone too.
-const MOST_MISSES: u32 = 8;
-/// How long it counts who could say something of an inode.
-const HINT: Duration = Duration::from_secs(1);
-/// More hints are not remembered, nor those of lists that name more inodes.
-const MOST_HINTS: usize = 4096;
-const FEW: usize = 16;
-/// So many operations are not worth their leases.
-const MANY_OPS: usize = 256;
-/// Nor is what comes in a listing after so many entries: a quarter of the leases that a session may have.
-const LARGE: usize = 16_384;
-/// Listings that are counted.
-const MOST_LISTINGS: usize = 256;
 
-/// What is known of inodes and servers: pure, times come from outside.
-#[derive(Default)]
-struct Policy {
-    /// Until when it counts, and whether a follower is to be asked.
-    hints: BTreeMap<Ino, (Instant, bool)>,
-    /// Entries that were had of a directory since its listing was begun.
-    listed: BTreeMap<Ino, usize>,
-    left_alone: BTreeMap<Endpoint, Instant>,
-    misses: u32,
-}
-
-impl Policy {
-    /// Whether a list that only looks is to be sent to a follower.
-    fn wants(&self, now: Instant, mode: FollowerReads, ops: &[pb::Op]) -> bool {
-        let hint = |ino| self.hints.get(&ino).filter(|(until, _)| now < *until).map(|(_, follower)| *follower);
-        let few = ops.len() <= FEW;
-        match mode {
-            FollowerReads::Never => false,
-            _ if few && ops.iter().any(|o| hint(named(o)) == Some(false)) => false,
-            FollowerReads::Always => true,
-            FollowerReads::Auto => {
-                ops.len() >= MANY_OPS || few && ops.iter().any(|o| hint(named(o)) == Some(true) || self.goes_on(o))
-            }
-        }
-    }
-
-    /// Whether this is a later part of a large listing.
-    fn goes_on(&self, op: &pb::Op) -> bool {
-        let Some(Op::Readdir(o)) = &op.op else { return false };
-        o.cookie != 0 && self.listed.get(&o.dir).is_some_and(|n| *n >= LARGE)
-    }
-
-    fn hint(&mut self, now: Instant, ops: &[pb::Op], follower: bool, which: impl Fn(Ino) -> bool) {
-        if ops.len() > FEW {
-            return;
-        }
-        for ino in ops.iter().map(named).filter(|ino| *ino != 0 && which(*ino)) {
-            // What a follower could not say is the leader's for as long as that counts.
-            let sent_back = self.hints.get(&ino).is_some_and(|(until, follower)| now < *until && !follower);
-            if !(follower && sent_back) {
-                self.hints.insert(ino, (now + HINT, follower));
-            }
-        }
-        if self.hints.len() > MOST_HINTS {
-            self.hints.retain(|_, (until, _)| now < *until);
-        }
-        if self.hints.len() > MOST_HINTS {
-            self.hints.clear();
-        }
-    }
-
-    /// A list was answered, by whomever.
-    fn answered(&mut self, ops: &[pb::Op], results: &[pb::OpResult]) {
-        for (op, r) in ops.iter().zip(results) {
-            let Some(Op::Readdir(o)) = &op.op else { continue };
-            let before = if o.cookie == 0 { 0 } else { self.listed.get(&o.dir).copied().unwrap_or(0) };
-            self.listed.remove(&o.dir);
-            if !r.end && o.dir != 0 && self.listed.len() < MOST_LISTINGS {
-                self.listed.insert(o.dir, before + r.entries.len());
-            }
-        }
-        if self.listed.len() >= MOST_LISTINGS {
-            // Most were given up.
-            self.listed.clear();
-        }
-    }
-
-    /// The server to ask, of those that there are: the one whose turn it is for this client that is not left alone.
-    fn whom(&self, now: Instant, all: &[Endpoint], leader: Option<&Endpoint>, turn: u64) -> Option<Endpoint> {
-        let followers: Vec<&Endpoint> = all.iter().filter(|e| Some(*e) != leader).collect();
-        let first = (turn % followers.len().max(1) as u64) as usize;
-        let mut in_turn = followers.iter().cycle().skip(first).take(followers.len());
-        in_turn.find(|e| self.left_alone.get(**e).is_none_or(|until| *until <= now)).map(|e| (*e).clone())
-    }
-
-    /// It failed (`miss`: it said that only the leader can answer this).
-    fn failed(&mut self, now: Instant, at: &Endpoint, miss: bool) {
-        self.misses += 1;
-        if !miss || self.misses >= MOST_MISSES {
-            self.misses = 0;
-            self.left_alone.retain(|_, until| now < *until);
-            self.left_alone.insert(at.clone(), now + LEFT_ALONE);
-        }
-    }
-}
-
-/// The inode that an operation names, of those of which something can be leased; 0: none.
-fn named(op: &pb::Op) -> Ino {
-    match &op.op {
-        Some(Op::Lookup(o)) => o.parent,
-        Some(Op::Getattr(o)) => o.ino,
-        Some(Op::Readdir(o)) => o.dir,
-        Some(Op::Readlink(o)) => o.ino,
-        Some(Op::Getxattr(o)) => o.ino,
-        Some(Op::Listxattr(o)) => o.ino,
-        Some(Op::Access(o)) => o.ino,
-        _ => 0,
-    }
-}
-
-/// See the module.
-#[derive(Default)]
-pub(crate) struct Followers {
-    policy: Mutex<Policy>,
-    /// The connection to the one that was asked last.
-    link: AsyncMutex<Option<(Endpoint, Arc<dyn Connection>)>>,
-    /// Where the leader was found last.
-    leader: Mutex<Option<Endpoint>>,
-}
-
-impl Followers {
-    pub fn leader_is(&self, at: &Endpoint) {
-        *self.leader.lock() = Some(at.clone());
-    }
-
-    /// The leader has answered a list of looks: what it does not grant, others can say as well.
-    pub fn told_by_leader(&self, ops: &[pb::Op], reply: &pb::MetaReply) {
-        let mut policy = self.policy.lock();
-        policy.hint(Instant::now(), ops, true, |ino| !reply.granted.contains(&ino));
-        policy.answered(ops, &reply.results);
-    }
-}
-
-impl Core {
+impl Metadata {
     /// The answer of a follower, if one is to be asked and can say it.
     pub(crate) async fn ask_follower(self: &Arc<Self>, request: &pb::MetaRequest) -> Option<Vec<pb::OpResult>> {
-        let mode = self.cfg.follower_reads;
+        let mode = self.shared.cfg.follower_reads;
         if mode == FollowerReads::Never || !request.ops.iter().all(only_looks) {
             return None;
         }
@@ -174,8 +31,8 @@ impl Core {
                 return None;
             }
             let leader = self.followers.leader.lock().clone()?;
-            let turn = u64::from_le_bytes(self.uuid[..8].try_into().unwrap_or_default());
-            policy.whom(now, &self.map().mds::<Endpoint>(), Some(&leader), turn)?
+            let turn = u64::from_le_bytes(self.shared.uuid[..8].try_into().unwrap_or_default());
+            policy.whom(now, &self.shared.map().mds::<Endpoint>(), Some(&leader), turn)?
         };
         let body = pb::MetaRequest { follower: true, ..request.clone() };
         let m = Message::new(opcode::META, body.encode_to_vec());
@@ -186,7 +43,7 @@ impl Core {
             Ok(reply) => {
                 policy.misses = 0;
                 policy.answered(&request.ops, &reply.results);
-                Counters::add(&self.stats.follower_reads, 1);
+                Counters::add(&self.shared.stats.follower_reads, 1);
                 Some(reply.results)
             }
             Err(e) => {
@@ -196,7 +53,7 @@ impl Core {
                 if miss {
                     policy.hint(now, &request.ops, false, |_| true);
                 }
-                Counters::add(&self.stats.follower_refusals, 1);
+                Counters::add(&self.shared.stats.follower_refusals, 1);
                 None
             }
         }
@@ -209,86 +66,13 @@ impl Core {
                 Some((to, conn)) if to == at && !conn.is_closed() => conn.clone(),
                 _ => {
                     *link = None;
-                    let conn = self.fabric.connect(at, None).await?;
+                    let conn = self.shared.fabric.connect(at, None).await?;
                     link.insert((at.clone(), conn)).1.clone()
                 }
             }
         };
-        Counters::add(&self.stats.meta_requests, 1);
-        Counters::add(&self.stats.operations, 1);
+        Counters::add(&self.shared.stats.meta_requests, 1);
+        Counters::add(&self.shared.stats.operations, 1);
         check(decode(&conn.call(m, TRY).await?)?, sent)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn op(op: Op) -> pb::Op {
-        pb::Op { op: Some(op) }
-    }
-    fn stat(ino: Ino) -> pb::Op {
-        op(Op::Getattr(pb::GetAttr { ino }))
-    }
-    fn list(dir: Ino, cookie: u64) -> pb::Op {
-        op(Op::Readdir(pb::Readdir { dir, cookie, limit: 1000, attrs: true }))
-    }
-    fn page(n: usize, end: bool) -> pb::OpResult {
-        pb::OpResult { entries: vec![pb::DirEntry::default(); n], end, ..Default::default() }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn what_is_not_leased_goes_to_followers() {
-        use FollowerReads::{Always, Auto, Never};
-        let (mut p, now) = (Policy::default(), Instant::now());
-        assert!(
-            !p.wants(now, Auto, &[stat(7)]) && p.wants(now, Always, &[stat(7)]) && !p.wants(now, Never, &[stat(7)])
-        );
-        assert!(p.wants(now, Auto, &vec![stat(7); MANY_OPS]) && !p.wants(now, Auto, &vec![stat(7); MANY_OPS - 1]));
-        p.hint(now, &[stat(7), stat(8)], true, |ino| ino == 7);
-        assert!(p.wants(now, Auto, &[stat(7)]) && !p.wants(now, Auto, &[stat(8)]) && !p.wants(now, Never, &[stat(7)]));
-        assert!(!p.wants(now + HINT, Auto, &[stat(7)]), "then it is looked again whether there are leases");
-        p.hint(now, &[stat(7)], false, |_| true);
-        assert!(!p.wants(now, Auto, &[stat(9), stat(7)]) && !p.wants(now, Always, &[stat(7)]));
-        p.hint(now, &[stat(7)], true, |_| true);
-        assert!(!p.wants(now, Auto, &[stat(7)]), "the leader's answer does not send it back");
-        assert!(p.wants(now + HINT, Always, &[stat(7)]));
-        for n in 0..3 * MOST_HINTS as Ino {
-            p.hint(now, &[stat(n + 1)], true, |_| true);
-        }
-        assert!(p.hints.len() <= MOST_HINTS);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn large_listings_go_on_at_followers() {
-        let (mut p, now) = (Policy::default(), Instant::now());
-        let wants = |p: &Policy, o| p.wants(now, FollowerReads::Auto, &[o]);
-        for n in 0..LARGE / 1000 + 1 {
-            assert!(!wants(&p, list(7, n as u64)));
-            p.answered(&[list(7, n as u64)], &[page(1000, false)]);
-        }
-        assert!(
-            wants(&p, list(7, 99)) && !wants(&p, list(8, 99)) && !wants(&p, list(7, 0)),
-            "one that begins does not"
-        );
-        p.answered(&[list(7, 99)], &[page(10, true)]);
-        assert!(!wants(&p, list(7, 99)) && p.listed.is_empty());
-        (1..2000).for_each(|dir| p.answered(&[list(dir, 0)], &[page(5, false)]));
-        assert!(p.listed.len() <= MOST_LISTINGS);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn followers_are_asked_in_turn_and_left_alone_when_they_fail() {
-        let (mut p, now) = (Policy::default(), Instant::now());
-        let e = Endpoint::Sim;
-        let all = [e(1), e(2), e(3)];
-        let whom = |p: &Policy, now, turn| p.whom(now, &all, Some(&e(2)), turn);
-        assert_eq!((whom(&p, now, 0), whom(&p, now, 1), whom(&p, now, 2)), (Some(e(1)), Some(e(3)), Some(e(1))));
-        p.failed(now, &e(1), false);
-        assert_eq!((whom(&p, now, 0), whom(&p, now + LEFT_ALONE, 0)), (Some(e(3)), Some(e(1))));
-        (1..MOST_MISSES).for_each(|_| p.failed(now, &e(3), true));
-        assert_eq!(whom(&p, now, 0), Some(e(3)));
-        p.failed(now, &e(3), true);
-        assert_eq!((whom(&p, now, 0), p.whom(now, &[], None, 5)), (None, None));
     }
 }

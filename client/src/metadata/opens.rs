@@ -10,30 +10,21 @@
 //! An open of before that is not answered yet has no say in that, so a release waits for it.
 
 use std::{
-    collections::BTreeMap,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering::SeqCst},
-    },
+    sync::{Arc, atomic::Ordering::SeqCst},
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::Message;
 use strake_proto::{Code, Ino, Result, opcode, pb};
-use tokio::{
-    sync::{OwnedRwLockReadGuard, RwLock},
-    time::timeout,
-};
+use tokio::time::timeout;
 
-use crate::{
-    api::names::op,
-    config::Counters,
-    core::Core,
-    inode::O_ACCMODE,
-    metadata::{HELLO_TRY, META_TRY},
+use super::{
+    link::{HELLO_TRY, META_TRY},
+    openings::{Beside, Opening},
+    service::Metadata,
 };
+use crate::{config::Counters, inode::O_ACCMODE};
 
 /// A server that has too much to do is told of a close so often, with a pause; then all is told to it, later.
 const ATTEMPTS: u32 = 20;
@@ -43,96 +34,34 @@ const LONG_PAUSE: Duration = Duration::from_secs(10);
 /// So long a reassertion waits for opens that are under way, and those that are about to be asked for wait with it.
 const QUIET: Duration = Duration::from_millis(500);
 
-#[derive(Default)]
-pub(crate) struct Openings {
-    /// Those for writing that were asked for and whose handles do not count yet, by rising numbers. Which file one is of may be known only
-    /// by its answer.
-    writing: Mutex<(u64, BTreeMap<u64, Option<Ino>>)>,
-    /// Held by all that are under way, and by a reassertion on a connection that is in use.
-    gate: Arc<RwLock<()>>,
-    /// Reassertions that did not wait any longer for those under way.
-    beside: AtomicUsize,
-}
-
-impl Openings {
-    fn begin(&self, ino: Option<Ino>) -> u64 {
-        let (last, under_way) = &mut *self.writing.lock();
-        *last += 1;
-        under_way.insert(*last, ino);
-        *last
-    }
-
-    /// The number of the last one for writing.
-    pub fn last(&self) -> u64 {
-        self.writing.lock().0
-    }
-
-    /// Whether one for writing up to `number` is under way that may be of this file.
-    pub fn may_open(&self, ino: Ino, number: u64) -> bool {
-        self.writing.lock().1.range(..=number).any(|(_, of)| of.is_none_or(|of| of == ino))
-    }
-}
-
-/// Counts one of [`Openings::beside`].
-struct Beside<'a>(&'a AtomicUsize);
-
-impl<'a> Beside<'a> {
-    fn begin(n: &'a AtomicUsize) -> Beside<'a> {
-        n.fetch_add(1, SeqCst);
-        Beside(n)
-    }
-}
-
-impl Drop for Beside<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, SeqCst);
-    }
-}
-
-/// An open, from before it is asked for until its handle counts.
-pub(crate) struct Opening {
-    core: Arc<Core>,
-    /// See [`Core::reassertions`]. One that never was: during this open all is told.
-    pub since: u64,
-    /// Of one for writing.
-    number: Option<u64>,
-    _gate: OwnedRwLockReadGuard<()>,
-}
-
-impl Drop for Opening {
-    fn drop(&mut self) {
-        if let Some(n) = self.number {
-            self.core.openings.writing.lock().1.remove(&n);
-        }
-    }
-}
-
-impl Core {
+impl Metadata {
     /// An open is about to be asked for. `ino`: of this file, if that is known.
     pub(crate) async fn opening(self: &Arc<Self>, ino: Option<Ino>, flags: u32) -> Opening {
         let gate = self.openings.gate.clone().read_owned().await;
         let number = (flags & O_ACCMODE != 0).then(|| self.openings.begin(ino));
         let since = if self.openings.beside.load(SeqCst) > 0 { u64::MAX } else { self.reassertions() };
-        Opening { core: self.clone(), since, number, _gate: gate }
-    }
-
-    /// How often all was told, or is being told. To be taken before an open is asked for, and before a close is counted.
-    pub(crate) fn reassertions(&self) -> u64 {
-        self.reassertions.load(SeqCst)
-    }
-
-    /// All that is open from here on is not in this reassertion.
-    pub(crate) fn begin_reassertion(&self) {
-        self.reassertions.fetch_add(1, SeqCst);
+        self.openings.opening(since, number, gate)
     }
 
     /// An open counts from now on, which was asked for at `since`, or does not, and its close is to be told. If all was told meanwhile, that was
     /// without it.
     pub(crate) fn counted_open(self: &Arc<Self>, since: u64) {
-        let (core, now) = (self.clone(), self.reassertions());
+        let now = self.reassertions();
         if now != since {
-            self.env.spawn(async move { core.reassert_after(now).await });
+            self.spawn(move |me| async move { me.reassert_after(now).await });
         }
+    }
+
+    /// A task that keeps the client alive until it ends: what is told must not come from one that is half gone.
+    fn spawn<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Metadata>) -> F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let (owner, work) = (self.owner(), work(self.clone()));
+        self.shared.env.spawn(async move {
+            work.await;
+            drop(owner);
+        });
     }
 
     /// Tells everything that this session has open, whatever the leader believed before. If it takes nothing now, it is told later.
@@ -140,18 +69,17 @@ impl Core {
         self.reassert_after(self.reassertions()).await;
     }
 
-    /// As [`Core::reassert`], unless all was told since the reassertion of this number.
+    /// As [`Metadata::reassert`], unless all was told since the reassertion of this number.
     async fn reassert_after(self: &Arc<Self>, number: u64) {
         let Err(mut e) = self.try_reassert(number).await else { return };
-        let core = self.clone();
-        self.env.spawn(async move {
+        self.spawn(move |me| async move {
             let mut pause = PAUSE;
             loop {
                 tracing::debug!("reasserting: {e}");
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(LONG_PAUSE);
-                match core.try_reassert(core.reassertions()).await {
-                    Err(again) if !core.is_closed() => e = again,
+                match me.try_reassert(me.reassertions()).await {
+                    Err(again) if !me.shared.is_closed() => e = again,
                     _ => return,
                 }
             }
@@ -183,7 +111,7 @@ impl Core {
     /// Tells of files that were closed at `since`, once for each handle.
     pub(crate) async fn tell_closed(self: &Arc<Self>, inos: &[Ino], since: u64) {
         let Some(s) = self.current_session() else { return };
-        let close = |ino: &Ino| op(pb::op::Op::Close(pb::Close { ino: *ino }));
+        let close = |ino: &Ino| pb::Op { op: Some(pb::op::Op::Close(pb::Close { ino: *ino })) };
         let ops: Vec<_> = inos.iter().map(close).collect();
         let Ok(turn) = s.begin(None) else { return };
         for _ in 0..ATTEMPTS {
@@ -201,8 +129,8 @@ impl Core {
                 ops: ops.clone(),
                 ..Default::default()
             };
-            Counters::add(&self.stats.meta_requests, 1);
-            Counters::add(&self.stats.operations, 1);
+            Counters::add(&self.shared.stats.meta_requests, 1);
+            Counters::add(&self.shared.stats.operations, 1);
             match leader.conn.call(Message::new(opcode::META, request.encode_to_vec()), META_TRY).await {
                 Ok(_) => return,
                 Err(e) if e.code == Code::Overloaded => {
@@ -220,11 +148,10 @@ impl Core {
             }
         }
         drop(turn);
-        let core = self.clone();
-        self.env.spawn(async move {
+        self.spawn(move |me| async move {
             tokio::time::sleep(LONG_PAUSE).await;
-            if core.reassertions() == since {
-                core.reassert().await;
+            if me.reassertions() == since {
+                me.reassert().await;
             }
         });
     }

@@ -13,19 +13,24 @@ use tokio::sync::{Mutex as AsyncMutex, OwnedSemaphorePermit};
 
 use crate::{
     config::Counters,
-    core::{Attempts, Core, Hold, room_for},
-    data::clocks::Copies,
-    data::{Update, replica_attempts::NewCaps},
+    data::{clocks::Copies, replica_attempts::NewCaps},
     inode::{Inode, UpdateAt},
-    shared::retry::{DataVerdict, data_verdict},
-    write::unstable::{Entry, Replay},
+    shared::{
+        Attempts,
+        retry::{DataVerdict, data_verdict},
+    },
+    write::{
+        service::{Hold, Updates, room_for},
+        unstable::{Entry, Replay},
+        updates::Update,
+    },
 };
 
 /// More unstable writes to a chunk than it remembers writers could not be told from lost ones.
 const WRITES_PER_CHUNK: usize = KEPT_WRITERS / 2;
 
 /// Drops what is kept of a file's bytes when it is dropped.
-struct Forget<'a>(&'a Core, Ino);
+struct Forget<'a>(&'a Updates, Ino);
 
 impl Drop for Forget<'_> {
     fn drop(&mut self) {
@@ -33,19 +38,19 @@ impl Drop for Forget<'_> {
     }
 }
 
-impl Core {
+impl Updates {
     /// Waits for room for `len` unstable bytes. `ETIMEDOUT` when none comes free in time.
     pub(crate) async fn reserve(self: &Arc<Self>, len: usize) -> Result<OwnedSemaphorePermit> {
-        let total = room_for(self.cfg.unstable_limit).max(1);
+        let total = room_for(self.shared.cfg.unstable_limit).max(1);
         let n = room_for(len).min(total);
-        if let Ok(p) = self.unstable_room.clone().try_acquire_many_owned(n) {
-            if self.unstable_room.available_permits() < total as usize / 2 {
+        if let Ok(p) = self.room().clone().try_acquire_many_owned(n) {
+            if self.room().available_permits() < total as usize / 2 {
                 self.flush_wanted.notify_one();
             }
             return Ok(p);
         }
-        let mut at = self.attempts("waiting for earlier writes to become stable");
-        let wait = self.unstable_room.clone().acquire_many_owned(n);
+        let mut at = self.shared.attempts("waiting for earlier writes to become stable");
+        let wait = self.room().clone().acquire_many_owned(n);
         tokio::pin!(wait);
         loop {
             self.flush_wanted.notify_one();
@@ -53,27 +58,27 @@ impl Core {
             tokio::select! {
                 biased;
                 p = &mut wait => return p.map_err(|_| Error::new(Code::Io, "the client is being shut down")),
-                r = at.pause(self, busy()) => r?,
+                r = at.pause(&self.shared, busy()) => r?,
             }
         }
     }
 
     /// Starts flushes in the background for chains that need one.
     pub(crate) fn flush_due(self: &Arc<Self>) {
-        let now = self.env.boot().as_millis() as u64;
-        let limit = self.cfg.unstable_limit as u64;
+        let now = self.shared.env.boot().as_millis() as u64;
+        let limit = self.shared.cfg.unstable_limit as u64;
         let due = {
             let u = self.unstable.lock();
-            let short = self.unstable_room.available_permits() < room_for(self.cfg.unstable_limit) as usize / 2;
-            let old = now.saturating_sub(self.cfg.flush_age.as_millis() as u64);
+            let short = self.room().available_permits() < room_for(self.shared.cfg.unstable_limit) as usize / 2;
+            let old = now.saturating_sub(self.shared.cfg.flush_age.as_millis() as u64);
             u.due(old, if short { 0 } else { limit / 4 }, WRITES_PER_CHUNK)
         };
         for chain in due {
             let Ok(turn) = self.flush_lock(chain).try_lock_owned() else { continue };
             let core = self.clone();
-            self.env.spawn(async move {
+            self.shared.env.spawn(async move {
                 let mark = core.unstable.lock().mark();
-                let mut at = core.attempts("flushing in the background");
+                let mut at = core.shared.attempts("flushing in the background");
                 if let Err(e) = core.flush_locked(chain, None, mark, &mut at).await {
                     tracing::warn!(chain, "{e}");
                 }
@@ -93,7 +98,7 @@ impl Core {
             (u.chains_of(ino), u.mark())
         };
         let flushes = chains.into_iter().map(|chain| async move {
-            let mut at = self.attempts("fsync");
+            let mut at = self.shared.attempts("fsync");
             let _turn = self.flush_lock(chain).lock_owned().await;
             self.flush_locked(chain, Some(ino), mark, &mut at).await
         });
@@ -105,7 +110,7 @@ impl Core {
     pub(crate) async fn fence(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
         let chains = inode.given_up.lock().clone();
         let fences = chains.into_iter().map(|(chain, (chunk, round))| async move {
-            let fenced = self.fence_at(inode, (chain, chunk), self.cfg.op_timeout).await;
+            let fenced = self.fence_at(inode, (chain, chunk), self.shared.cfg.op_timeout).await;
             // A head that answers anything else has heard of it; a chain that is lost makes nothing.
             fenced.or_else(|e| if e.is_retryable() { Err(e) } else { Ok(()) })?;
             let mut given_up = inode.given_up.lock();
@@ -124,7 +129,7 @@ impl Core {
         (chain, chunk): UpdateAt,
         limit: Duration,
     ) -> Result<()> {
-        let mut at = self.attempts_for("flush after a write that was given up", limit);
+        let mut at = self.shared.attempts_for("flush after a write that was given up", limit);
         self.send_flush(chain, inode, DataRequest::new(chain, 0, 0, chunk), &mut at).await.map(drop)
     }
 
@@ -173,7 +178,7 @@ impl Core {
     ) -> Result<Option<Stamp>> {
         let (mut refused, mut new_caps) = (None, NewCaps::default());
         loop {
-            let cap = match self.capability(inode, true, refused.as_ref()).await {
+            let cap = match self.files.capability(inode, true, refused.as_ref()).await {
                 Ok(c) => c,
                 Err(e) if e.code == Code::TimedOut => return Err(e),
                 Err(e) => {
@@ -182,15 +187,15 @@ impl Core {
                     return Ok(None);
                 }
             };
-            let map = self.map();
+            let map = self.shared.map();
             let request = DataRequest {
                 session: cap.session,
                 cap: Some(cap.bytes),
-                round: self.round_of(cap.session),
+                round: self.storage.round_of(cap.session),
                 ..request.clone()
             };
             let m = Message::new(opcode::FLUSH, Vec::new());
-            let e = match self.to_head(&map, chain, m, request, None).await {
+            let e = match self.storage.to_head(&map, chain, m, request, None).await {
                 Ok((head, r, _)) => match r.stamps.iter().find(|s| s.target == head && r.stable) {
                     Some(s) => return Ok(Some(*s)),
                     None => {
@@ -202,17 +207,17 @@ impl Core {
             };
             match data_verdict(&e) {
                 DataVerdict::NewCapability => {
-                    new_caps.next(self, at, e).await.map_err(|e| e.context("flush"))?;
+                    new_caps.next(&self.shared, at, e).await.map_err(|e| e.context("flush"))?;
                     refused = Some(cap);
                 }
                 DataVerdict::SessionLost => {
-                    self.verify_session().await;
-                    at.pause(self, e).await?;
+                    self.storage.verify_session().await;
+                    at.pause(&self.shared, e).await?;
                     if self.unstable.lock().sample(chain).is_none() {
                         return Ok(None);
                     }
                 }
-                DataVerdict::Refresh | DataVerdict::AskTail => self.refresh_and_pause(&map, at, e).await?,
+                DataVerdict::Refresh | DataVerdict::AskTail => self.storage.refresh_and_pause(&map, at, e).await?,
                 _ => return Err(e.context("flush")),
             }
         }
@@ -242,7 +247,7 @@ impl Core {
             writes = plan.len(),
             "a replica restarted: writing unstable bytes again"
         );
-        Counters::add(&self.stats.replays, plan.len() as u64);
+        Counters::add(&self.shared.stats.replays, plan.len() as u64);
         // What was read since they were lost is without them.
         let _forget = Forget(self, inode.ino);
         let limit = at.left();
@@ -284,9 +289,9 @@ impl Core {
         limit: Duration,
     ) -> Result<Option<(u64, Entry<Hold>)>> {
         let lost = || Error::new(Code::Io, "the session was lost");
-        let session = self.current_session().filter(|s| s.id == p.session).ok_or_else(lost)?;
+        let session = self.metadata.current_session().filter(|s| s.id == p.session).ok_or_else(lost)?;
         let seq = p.seq.unwrap_or_else(|| session.take_data_numbers(1));
-        let mut at = self.attempts_for("repeating a write", limit);
+        let mut at = self.shared.attempts_for("repeating a write", limit);
         let mut u = Update {
             inode,
             chain,
@@ -295,6 +300,7 @@ impl Core {
             data: p.data,
             session: p.session,
             seq,
+            cap: None,
             flags: FLAG_REPLAY,
             version: p.version,
             copies: Copies::default(),
@@ -310,7 +316,7 @@ impl Core {
             seq,
             version: r.version,
             stamps: r.stamps,
-            at_ms: self.env.boot().as_millis() as u64,
+            at_ms: self.shared.env.boot().as_millis() as u64,
             tag: p.tag,
         };
         if r.stable {

@@ -22,11 +22,11 @@ use strake_proto::{
 use tokio::sync::OwnedMutexGuard;
 
 use crate::{
-    core::Core,
-    data::{chain_of, session_lost},
+    data::chains::{chain_of, session_lost},
     inode::{Cap, Inode},
     shared::retry::{DataVerdict, data_verdict},
     write::grants::{Ask, Cost},
+    write::held_writes::WriteBack,
 };
 
 /// Who waits to hold something back waits no longer than this for an answer.
@@ -43,11 +43,11 @@ fn blocks(p: &Piece) -> u64 {
     (u64::from(p.offset) % GRANT_UNIT + u64::from(p.len)).div_ceil(GRANT_UNIT)
 }
 
-impl Core {
+impl WriteBack {
     /// What writing a range takes of targets at most. `joins`: its first block counts for what was written just before it. `None`: a
     /// chain takes no updates now.
     pub(crate) fn cost(&self, inode: &Inode, session: SessionId, at: u64, len: u64, joins: bool) -> Option<Cost> {
-        let (map, stripes) = (self.map(), inode.placed().stripes);
+        let (map, stripes) = (self.shared.map(), inode.placed().stripes);
         let mut cost = Cost::new(session);
         for p in stripes.split(at, len) {
             let n = blocks(&p) - u64::from(joins && p.file_offset == at);
@@ -65,13 +65,13 @@ impl Core {
 
     /// Asks for the space that keeps a write from being held back.
     pub(crate) async fn ask_space(self: &Arc<Self>, inode: &Arc<Inode>, at: u64, len: u64) {
-        let Some(session) = self.current_session() else { return };
+        let Some(session) = self.metadata.current_session() else { return };
         let Some(cost) = self.cost(inode, session.id, at, len, false) else { return };
-        let lacking = self.grants.lock().lacking(self.env.boot(), &cost);
+        let lacking = self.grants.lock().lacking(self.shared.env.boot(), &cost);
         let asking = lacking.into_iter().map(async |(target, chain, more)| {
             let _one = self.turn_to_ask(target).await;
             // Another may have asked for enough while this one waited.
-            if self.grants.lock().lacking(self.env.boot(), &cost).iter().any(|(t, ..)| *t == target) {
+            if self.grants.lock().lacking(self.shared.env.boot(), &cost).iter().any(|(t, ..)| *t == target) {
                 self.ask_target(inode, target, chain, more).await;
             }
         });
@@ -80,14 +80,14 @@ impl Core {
 
     /// Asks for what is held back to stay granted, and for more before it is needed.
     pub(crate) fn renew_space(self: &Arc<Self>, holding: &[Arc<Inode>]) {
-        let mut due: BTreeSet<TargetId> = self.grants.lock().due(self.env.boot()).into_iter().collect();
+        let mut due: BTreeSet<TargetId> = self.grants.lock().due(self.shared.env.boot()).into_iter().collect();
         for inode in holding {
             if due.is_empty() {
                 return;
             }
             for (target, chain) in inode.back.targets().into_iter().filter(|(t, _)| due.remove(t)) {
                 let (core, inode) = (self.clone(), inode.clone());
-                self.env.spawn(async move {
+                self.shared.env.spawn(async move {
                     let _one = core.turn_to_ask(target).await;
                     core.ask_target(&inode, target, chain, 0).await;
                 });
@@ -102,18 +102,18 @@ impl Core {
     }
 
     async fn ask_target(self: &Arc<Self>, inode: &Inode, target: TargetId, chain: ChainId, more: u64) {
-        let ask = self.grants.lock().ask(self.env.boot(), target, more);
+        let ask = self.grants.lock().ask(self.shared.env.boot(), target, more);
         let granted = tokio::time::timeout(ASK_TRY, self.ask_grant(inode, &ask, chain)).await;
         let granted =
             granted.ok().and_then(|r| r.inspect_err(|e| tracing::debug!(target, "no space granted: {e}")).ok());
-        self.grants.lock().answered(self.env.boot(), &ask, granted);
+        self.grants.lock().answered(self.shared.env.boot(), &ask, granted);
     }
 
     async fn ask_grant(self: &Arc<Self>, inode: &Inode, ask: &Ask, chain: ChainId) -> Result<u64> {
-        let cap = self.capability(inode, true, None).await?;
+        let cap = self.files.capability(inode, true, None).await?;
         match self.ask_grant_with(&cap, inode, ask, chain).await {
             Err(e) if data_verdict(&e) == DataVerdict::NewCapability => {
-                let cap = self.capability(inode, true, Some(&cap)).await?;
+                let cap = self.files.capability(inode, true, Some(&cap)).await?;
                 self.ask_grant_with(&cap, inode, ask, chain).await
             }
             answer => answer,
@@ -124,7 +124,7 @@ impl Core {
         if cap.session != ask.session {
             return Err(session_lost());
         }
-        let map = self.map();
+        let map = self.shared.map();
         let chain = chain_of(&map, chain)?;
         let chunk = ChunkId { ino: inode.ino, data: inode.placed().stripes.data, index: 0 };
         let request = DataRequest {
@@ -135,8 +135,8 @@ impl Core {
             cap: Some(cap.bytes),
             ..DataRequest::new(chain.id, chain.epoch, ask.target, chunk)
         };
-        self.stats.grant_requests.fetch_add(1, Relaxed);
-        let conn = self.connection_to(&map, ask.target).await?;
+        self.shared.stats.grant_requests.fetch_add(1, Relaxed);
+        let conn = self.storage.connection_to(&map, ask.target).await?;
         let reply = conn.call(Message::new(opcode::GRANT, request.encode()), ASK_TRY).await?;
         Ok(u64::from(DataReply::decode(&reply.body)?.len))
     }

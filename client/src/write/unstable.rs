@@ -20,7 +20,7 @@ use strake_proto::{
 
 use crate::{
     data::buffers::{self, Content},
-    handover::KeptWrite,
+    handover::{KeptWrite, WriteKind, place_of},
 };
 
 /// One unstable write: a part of one chunk. `T` is what the shell needs to send it again (the inode, its share of the
@@ -40,6 +40,26 @@ pub(crate) struct Entry<T> {
     pub tag: Arc<T>,
     /// What outlives the process, as long as the entry.
     pub kept: Option<Record>,
+}
+
+impl<T> Entry<T> {
+    /// As it is kept for the next process.
+    pub fn kept_as(&self, chain: ChainId) -> KeptWrite {
+        let e = self;
+        KeptWrite {
+            chain,
+            chunk: e.chunk,
+            offset: e.offset,
+            file_offset: e.file_offset,
+            session: e.session,
+            seq: e.seq,
+            version: e.version,
+            stamps: e.stamps.clone(),
+            len: e.data.span() as usize,
+            at: place_of(e.data.bytes()),
+            kind: if matches!(e.data, Content::Hole(_)) { WriteKind::Punch } else { WriteKind::Unstable },
+        }
+    }
 }
 
 impl<T> Entry<T> {

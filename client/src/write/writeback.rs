@@ -14,24 +14,28 @@ use futures_util::{
 use parking_lot::Mutex;
 use strake_fabric::{Buf, Record};
 use strake_proto::{
-    ChainId, Code, Error, Ino, Result, SessionId, TargetId,
+    Code, Error, Ino, Result, SessionId,
     data::{FLAG_GRANTED, GRANT_UNIT},
     layout::Piece,
     pb,
 };
-use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, OwnedSemaphorePermit};
+use tokio::sync::{OwnedMutexGuard, OwnedSemaphorePermit};
 
 use crate::{
-    api::file::O_APPEND,
     config::Counters,
-    core::{Core, room_for},
     data::buffers::{self, Content},
-    data::session_lost,
+    data::chains::session_lost,
     handover::{self, KeptWrite},
     inode::Inode,
+    inode::O_APPEND,
     read::cache::Tenure,
-    write::dirty::{Dirty, Run, gaps},
-    write::grants::{Cost, Verdict},
+    write::grants::Verdict,
+    write::service::room_for,
+    write::{
+        back::{Tag, Taken, Write},
+        dirty::Run,
+        held_writes::WriteBack,
+    },
 };
 
 /// Writes of so many bytes gain nothing by waiting.
@@ -53,117 +57,7 @@ const RUNS_AT_ONCE: usize = 32;
 const O_DSYNC: u32 = 0o10000;
 const O_DIRECT: u32 = 0o40000;
 
-/// What goes with a write that is held back.
-struct Write {
-    creds: pb::Creds,
-    session: SessionId,
-    /// Its share of [`crate::Config::unstable_limit`], until it is sent.
-    room: Mutex<Option<OwnedSemaphorePermit>>,
-    /// What outlives this process, until it has arrived.
-    _record: Option<Record>,
-}
-
-type Tag = Arc<Write>;
-
-#[derive(Default)]
-struct State {
-    held: Dirty<Tag>,
-    /// The tenure in which the lease was seen last.
-    leased_in: Option<Tenure>,
-    /// What it takes of targets: what waits, and what is on its way.
-    waiting: Cost,
-    sending: Cost,
-}
-
-/// What is held back of one file.
-#[derive(Default)]
-pub(crate) struct Back {
-    state: Mutex<State>,
-    /// One who sends at a time.
-    sending: Arc<AsyncMutex<()>>,
-}
-
-/// Keeps writes to a file from being held back until it is dropped.
-pub(crate) struct Bar(Arc<Inode>);
-
-impl Drop for Bar {
-    fn drop(&mut self) {
-        self.0.back.state.lock().held.unbar();
-    }
-}
-
-/// What became of a write.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Taken {
-    Held,
-    /// Not before something was sent.
-    Full,
-    /// Not before space was asked for.
-    Ask,
-    /// It is to be sent now.
-    Through,
-}
-
-impl Back {
-    pub fn is_empty(&self) -> bool {
-        self.state.lock().held.is_empty()
-    }
-
-    /// Bytes that were not sent yet.
-    pub fn bytes(&self) -> u64 {
-        self.state.lock().held.bytes()
-    }
-
-    /// Where the last byte ends that has not arrived.
-    pub fn end(&self) -> u64 {
-        self.state.lock().held.end()
-    }
-
-    /// What of a range has not arrived, to lie over what servers and cache say. To be asked for before they are.
-    pub fn look(&self, r: &Range<u64>) -> Vec<(u64, Buf)> {
-        self.state.lock().held.look(r)
-    }
-
-    pub fn bar(inode: &Arc<Inode>) -> Bar {
-        inode.back.state.lock().held.bar();
-        Bar(inode.clone())
-    }
-
-    /// The session is lost, and with it what it was granted. `tell`: if anything else goes with it.
-    pub fn lose(&self, tell: impl FnOnce(Vec<Range<u64>>)) {
-        let mut state = self.state.lock();
-        state.waiting = Cost::default();
-        let parts = state.held.lose();
-        if !parts.is_empty() {
-            tell(parts);
-        }
-    }
-
-    /// Targets that what is held back or on its way goes to, with the chain.
-    pub fn targets(&self) -> Vec<(TargetId, ChainId)> {
-        let state = self.state.lock();
-        state.waiting.targets().chain(state.sending.targets()).collect()
-    }
-}
-
-/// Whether all of a range is among these.
-pub(crate) fn covers(over: &[(u64, Buf)], r: &Range<u64>) -> bool {
-    gaps(r, over.iter().map(|(at, b)| *at..*at + b.len() as u64)).is_empty()
-}
-
-/// Bytes of a range with others laid over them.
-pub(crate) fn overlay(under: &[Buf], r: &Range<u64>, over: Vec<(u64, Buf)>) -> Vec<Buf> {
-    let (mut out, mut at) = (Vec::new(), r.start);
-    for (from, bytes) in over {
-        out.extend(buffers::cut(under, (at - r.start) as usize, (from - at) as usize));
-        at = from + bytes.len() as u64;
-        out.push(bytes);
-    }
-    out.extend(buffers::cut(under, (at - r.start) as usize, (r.end - at) as usize));
-    out
-}
-
-impl Core {
+impl WriteBack {
     /// Holds a write back if it may.
     pub(crate) fn hold_back(
         self: &Arc<Self>,
@@ -175,19 +69,19 @@ impl Core {
     ) -> Taken {
         let len = buffers::total(data);
         let through = flags & (O_DSYNC | O_DIRECT | O_APPEND) != 0 || len >= LARGE || len == 0;
-        if !self.cfg.write_back || through || inode.is_doubtful() {
+        if !self.shared.cfg.write_back || through || inode.is_doubtful() {
             return Taken::Through;
         }
-        let Some(session) = self.current_session().filter(|s| s.may_hold_back) else { return Taken::Through };
+        let Some(session) = self.metadata.current_session().filter(|s| s.may_hold_back) else { return Taken::Through };
         // Others that map the file must find everything sent.
-        let Some(_using) = self.use_freely(inode.ino) else { return Taken::Through };
+        let Some(_using) = self.pages.use_freely(inode.ino) else { return Taken::Through };
         let mut state = inode.back.state.lock();
         if state.held.is_barred() || !self.is_sole_writer(inode, session.id, &mut state.leased_in) {
             return Taken::Through;
         }
-        let all = room_for(self.cfg.unstable_limit) as usize;
-        let room = self.unstable_room.clone().try_acquire_many_owned(room_for(len));
-        let Some(room) = room.ok().filter(|_| self.unstable_room.available_permits() >= all / 4) else {
+        let all = room_for(self.shared.cfg.unstable_limit) as usize;
+        let room = self.updates.room().clone().try_acquire_many_owned(room_for(len));
+        let Some(room) = room.ok().filter(|_| self.updates.room().available_permits() >= all / 4) else {
             return Taken::Full;
         };
         if state.held.bytes() + len as u64 > MOST {
@@ -195,7 +89,7 @@ impl Core {
         }
         let joins = state.held.joins(offset, GRANT_UNIT);
         let Some(cost) = self.cost(inode, session.id, offset, len as u64, joins) else { return Taken::Through };
-        match self.grants.lock().hold(self.env.boot(), &cost) {
+        match self.grants.lock().hold(self.shared.env.boot(), &cost) {
             Verdict::Yes => {}
             Verdict::Full => return Taken::Full,
             Verdict::Ask => return Taken::Ask,
@@ -209,15 +103,15 @@ impl Core {
         if state.held.is_empty() {
             self.holding.lock().insert(inode.ino, inode.clone());
         }
-        let (now, mut at) = (self.env.boot(), offset);
+        let (now, mut at) = (self.shared.env.boot(), offset);
         for (b, tag) in data.iter().zip(tags).filter(|(b, _)| !b.is_empty()) {
             state.held.hold(now, at, b.clone(), tag);
             at += b.len() as u64;
         }
-        let enough = state.held.bytes() >= ENOUGH || self.unstable_room.available_permits() < all / 2;
+        let enough = state.held.bytes() >= ENOUGH || self.updates.room().available_permits() < all / 2;
         drop(state);
-        Counters::add(&self.stats.written_bytes, len as u64);
-        Counters::add(&self.stats.held_writes, 1);
+        Counters::add(&self.shared.stats.written_bytes, len as u64);
+        Counters::add(&self.shared.stats.held_writes, 1);
         if enough {
             self.send_soon(inode);
         }
@@ -226,7 +120,7 @@ impl Core {
 
     /// Whether this session is the only writer that the metadata servers have on record, and others are told so when that changes.
     fn is_sole_writer(&self, inode: &Inode, session: SessionId, leased_in: &mut Option<Tenure>) -> bool {
-        let now = self.env.boot();
+        let now = self.shared.env.boot();
         match self.lease_cache.data(now, inode.ino) {
             Some((attr, tenure)) => {
                 inode.learn(&attr);
@@ -237,7 +131,7 @@ impl Core {
             None => return false,
         }
         // It is looked at the session last: from when another is taken, nothing of the former one is held back.
-        inode.may_hold_back(session) && self.current_session().is_some_and(|s| s.id == session)
+        inode.may_hold_back(session) && self.metadata.current_session().is_some_and(|s| s.id == session)
     }
 
     /// What goes with the buffers of a write. `None`: it would not outlive this process, though it should.
@@ -252,7 +146,7 @@ impl Core {
     ) -> Option<Vec<Tag>> {
         let (mut tags, mut at, mut room) = (Vec::with_capacity(data.len()), offset, Some(room));
         for b in data {
-            let record = match &self.cfg.handover {
+            let record = match &self.shared.cfg.handover {
                 Some(k) => {
                     let w = KeptWrite::held(ino, session, at, b, (creds.uid, creds.gid))?;
                     Some(k.put_write(self.next_held(), &w)?)
@@ -282,7 +176,14 @@ impl Core {
             let (core, inode) = (self.clone(), inode.clone());
             // Whoever waits may go away. And the numbers of the request that he works for are not for this.
             let sending = handover::numbered(None, async move { core.send_all(&inode).await });
-            let _ = self.env.spawn(sending).await;
+            let _ = self.shared.env.spawn(sending).await;
+        }
+    }
+
+    /// As [`WriteBack::send_held`], for a task that runs to its end: it takes no other one.
+    pub(crate) async fn send_held_here(self: &Arc<Self>, inode: &Arc<Inode>) {
+        if !inode.back.is_empty() {
+            handover::numbered(None, self.send_all(inode)).await;
         }
     }
 
@@ -290,14 +191,14 @@ impl Core {
     fn send_soon(self: &Arc<Self>, inode: &Arc<Inode>) {
         if inode.back.sending.try_lock().is_ok() {
             let (core, inode) = (self.clone(), inode.clone());
-            self.env.spawn(handover::numbered(None, async move { core.send_all(&inode).await }));
+            self.shared.env.spawn(handover::numbered(None, async move { core.send_all(&inode).await }));
         }
     }
 
     /// Sends what has waited for long enough, or all when memory runs short.
     pub(crate) async fn send_due(self: Arc<Self>) {
-        let short = self.unstable_room.available_permits() < room_for(self.cfg.unstable_limit) as usize / 2;
-        let before = self.env.boot().saturating_sub(if short { Duration::ZERO } else { PATIENCE });
+        let short = self.updates.room().available_permits() < room_for(self.shared.cfg.unstable_limit) as usize / 2;
+        let before = self.shared.env.boot().saturating_sub(if short { Duration::ZERO } else { PATIENCE });
         let holding: Vec<Arc<Inode>> = self.holding.lock().values().cloned().collect();
         for inode in holding.iter().filter(|i| i.back.state.lock().held.is_due(before)) {
             self.send_soon(inode);
@@ -308,7 +209,7 @@ impl Core {
     async fn send_all(self: &Arc<Self>, inode: &Arc<Inode>) {
         let turn = inode.back.sending.clone().lock_owned().await;
         let join = |a: &Tag, b: &Tag| a.session == b.session && a.creds == b.creds;
-        let most = if self.cfg.handover.is_some() { LONGEST_KEPT } else { LONGEST };
+        let most = if self.shared.cfg.handover.is_some() { LONGEST_KEPT } else { LONGEST };
         let runs = {
             let state = &mut *inode.back.state.lock();
             state.sending = std::mem::take(&mut state.waiting);
@@ -352,7 +253,7 @@ impl Core {
     /// Bytes as they are sent. What must outlive this process must lie in one piece; if there is no memory for that, each part is sent
     /// by itself.
     fn in_one(&self, bytes: Vec<Buf>) -> Vec<Vec<Buf>> {
-        let Some(keep) = self.cfg.handover.as_ref().filter(|_| bytes.len() > 1) else { return vec![bytes] };
+        let Some(keep) = self.shared.cfg.handover.as_ref().filter(|_| bytes.len() > 1) else { return vec![bytes] };
         let one = buffers::copy(keep.pool(), &bytes);
         if one.kept().is_some() { vec![vec![one]] } else { bytes.into_iter().map(|b| vec![b]).collect() }
     }
@@ -402,24 +303,27 @@ impl Core {
     ) -> Result<()> {
         let stripes = inode.placed().stripes;
         let pieces: Vec<Piece> = stripes.split(at, buffers::total(bytes) as u64).collect();
-        let numbers = self.data_numbers(inode, pieces.len() as u64, None).await?;
-        if numbers.0 != session {
+        let (cap, first) = self.updates.data_numbers(inode, pieces.len() as u64, None).await?;
+        if cap.session != session {
             // Others may have written since it was lost.
             return Err(session_lost());
         }
         let mut sending = Vec::with_capacity(pieces.len());
-        for (p, seq) in pieces.into_iter().zip(numbers.1..) {
+        for (p, seq) in pieces.into_iter().zip(first..) {
             let part = buffers::cut(bytes, (p.file_offset - at) as usize, p.len as usize);
             let number = (session, seq);
             // So that the next process repeats it under its number: this one may arrive late.
-            let kept = self.cfg.handover.as_ref().and_then(|k| k.put_write(seq, &KeptWrite::sent(&p, number, &part)?));
+            let kept =
+                self.shared.cfg.handover.as_ref().and_then(|k| k.put_write(seq, &KeptWrite::sent(&p, number, &part)?));
             let share = room.as_mut().and_then(|r| {
                 let n = (room_for(p.len as usize) as usize).min(r.num_permits());
                 r.split(n)
             });
-            let flags = if self.may_take_granted(&self.map(), p.chain) { FLAG_GRANTED } else { 0 };
+            let flags = if self.may_take_granted(&self.shared.map(), p.chain) { FLAG_GRANTED } else { 0 };
+            let cap = Some(cap.clone());
             sending.push(async move {
-                let done = self.write_piece(inode, p, Content::Bytes(part), flags, number, share).await;
+                let part = Content::Bytes(part);
+                let done = self.updates.write_piece(inode, p, part, flags, number, cap, share).await;
                 drop(kept);
                 done
             });
@@ -453,7 +357,7 @@ impl Core {
             }
         }
         let core = self.clone();
-        self.env.spawn(async move {
+        self.shared.env.spawn(async move {
             join_all(again.into_iter().map(|(w, bytes, by)| core.send_again(&inode, w, bytes, by))).await;
             core.has_sent(&inode, turn);
         });
@@ -468,7 +372,8 @@ impl Core {
         let _turn = inode.ranges.lock(range.clone()).await;
         let len = bytes.len() as u32;
         let p = Piece { chunk: w.chunk, chain: w.chain, offset: w.offset, len, file_offset: w.file_offset };
-        let outcome = self.write_piece(inode, p, Content::Bytes(vec![bytes]), 0, (w.session, w.seq), None).await;
+        let outcome =
+            self.updates.write_piece(inode, p, Content::Bytes(vec![bytes]), 0, (w.session, w.seq), None, None).await;
         self.has_arrived(inode, &by, range, outcome);
     }
 }

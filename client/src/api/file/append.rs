@@ -91,7 +91,7 @@ impl File {
                 None => me.append_new(data, part).await,
             }
         };
-        self.0.core.detached(appending).await
+        self.0.core.shared.detached(appending).await
     }
 
     /// Under which number the end of the file is kept for a piece of an append by this handle.
@@ -118,7 +118,7 @@ impl File {
         loop {
             // First, so that the session is on record as a writer before the end is looked for; and
             // a new one may wait for reports of others.
-            let session = core.capability(inode, true, None).await?.session;
+            let session = core.files.capability(inode, true, None).await?.session;
             let end = core.lock_end(inode).await?;
             if end.session == session {
                 let (call, next) = part.map_or(((0, 0), 0), |p| (p.call, p.offset));
@@ -135,7 +135,7 @@ impl File {
         loop {
             let mut tail = self.tail(kept.take(), part.as_ref()).await?;
             let ino = self.0.inode.ino;
-            let using = match self.0.core.use_freely(ino) {
+            let using = match self.0.core.pages.use_freely(ino) {
                 Some(using) => using,
                 // Others must be told the size meanwhile: who has pages may wait for it.
                 None if !self.0.core.lock_end_now(&self.0.inode, &mut tail.end).await => continue,
@@ -165,15 +165,15 @@ impl File {
 
     /// Keeps the end of the file for the next piece; its number.
     fn keep_end(&self, mut tail: Tail, len: usize) -> Option<u64> {
-        let limit = self.0.core.cfg.append_hold;
+        let limit = self.0.core.shared.cfg.append_hold;
         if limit.is_zero() {
             return None;
         }
-        let number = self.0.core.env.random_u64();
+        let number = self.0.core.shared.env.random_u64();
         (tail.number, tail.next) = (number, tail.next + len as u64);
         *self.0.tail.lock() = Some(tail);
         let handle = std::sync::Arc::downgrade(&self.0);
-        self.0.core.env.spawn(async move {
+        self.0.core.shared.env.spawn(async move {
             tokio::time::sleep(limit).await;
             if let Some(h) = handle.upgrade() {
                 File(h).end_append(number);

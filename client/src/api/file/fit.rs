@@ -46,8 +46,8 @@ impl File {
     pub async fn check_room(&self, offset: u64, len: u64) -> Result<()> {
         let (core, inode) = (&self.0.core, &self.0.inode);
         let client = crate::Client { core: core.clone() };
-        core.send_held(inode).await;
-        let size = core.fresh_size(inode).await?;
+        core.writeback.send_held(inode).await;
+        let size = core.files.fresh_size(inode).await?;
         let overlap = size.min(offset.saturating_add(len)).saturating_sub(offset);
         let there = match overlap {
             0 => 0,
@@ -59,7 +59,7 @@ impl File {
             return Ok(());
         }
         let space = client.statfs(&pb::Creds::default(), "").await?;
-        lacking(&core.map(), &of, &space.targets).map_or(Ok(()), Err)
+        lacking(&core.shared.map(), &of, &space.targets).map_or(Ok(()), Err)
     }
 }
 

@@ -58,16 +58,16 @@ impl File {
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
         check_len(into)?;
         // What this client holds back is nowhere else.
-        h.core.send_held(&h.inode).await;
-        let size = h.core.fresh_size(&h.inode).await?;
+        h.core.writeback.send_held(&h.inode).await;
+        let size = h.core.files.fresh_size(&h.inode).await?;
         h.inode.check_missing(h.since, &(offset..offset.saturating_add(into.len())))?;
         let end = offset.saturating_add(into.len()).min(size);
         if offset >= end {
             return Ok(Vec::new());
         }
         h.inode.check_placed()?;
-        Counters::add(&h.core.stats.read_bytes, end - offset);
-        h.core.read_foreign(&h.inode, offset..end, &into.slice(0..end - offset)).await
+        Counters::add(&h.core.shared.stats.read_bytes, end - offset);
+        h.core.storage.read_foreign(&h.inode, offset..end, &into.slice(0..end - offset)).await
     }
 
     /// Writes foreign memory at `offset`, a multiple of 4 KiB: the storage servers read it, and every byte is on disk in all replicas when this
@@ -91,12 +91,12 @@ impl File {
         let (core, inode) = (&self.0.core, &self.0.inode);
         let _using = core.use_to_change(inode.ino).await?;
         for _ in 0..TURNS {
-            core.send_held(inode).await;
+            core.writeback.send_held(inode).await;
             // What is not stable may be written once more, and must not be so over this.
-            core.flush_inode(inode.ino).await?;
+            core.updates.flush_inode(inode.ino).await?;
             self.tell_errors(Teller::Write)?;
             let _turn = inode.ranges.lock(range.clone()).await;
-            if !core.is_unstable(inode, &range) {
+            if !core.updates.is_unstable(inode, &range) {
                 return self.write_foreign_now(range, from, sums).await;
             }
         }
@@ -106,14 +106,15 @@ impl File {
     async fn write_foreign_now(&self, range: Range<u64>, from: &Foreign, sums: &[u32]) -> Result<()> {
         let h = &self.0;
         let mut writing = Writing::begin(&h.core, &h.inode, range.clone());
-        let (session, done, outcome) = h.core.write_foreign(&h.inode, range.start, (from, sums), &writing.handed).await;
+        let (session, done, outcome) =
+            h.core.updates.write_foreign(&h.inode, range.start, (from, sums), &writing.handed).await;
         writing.ended = outcome.is_ok();
         if done > 0 {
             h.inode.wrote(session, range.start..range.start + done, &h.creds)?;
         }
         outcome?;
         if h.flags & O_DSYNC != 0 {
-            h.core.push_size(&h.inode).await?;
+            h.core.files.push_size(&h.inode).await?;
         }
         Ok(())
     }

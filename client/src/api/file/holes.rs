@@ -3,7 +3,7 @@
 use strake_proto::{Code, Error, Result, layout::MAX_FILE_SIZE};
 
 use super::{File, O_DSYNC, Teller};
-use crate::{read::cache::Change, write::writeback::Back};
+use crate::{read::cache::Change, write::back::Back};
 
 impl File {
     /// Makes `[offset, offset + len)` zeros, without changing the size; whole blocks of 4 KiB take no space any more. What it
@@ -28,22 +28,22 @@ impl File {
             me.tell_errors(Teller::Write)?;
             let _using = h.core.use_to_change(h.inode.ino).await?;
             let _bar = Back::bar(&h.inode);
-            h.core.send_held(&h.inode).await;
+            h.core.writeback.send_held(&h.inode).await;
             let _turn = h.inode.ranges.lock(offset..end).await;
             h.inode.check_placed()?;
             h.inode.punches();
             let change = Change::begin(&h.core.cache, h.inode.ino, offset..end);
             let stable = h.flags & O_DSYNC != 0;
-            let outcome = h.core.punch_range(&h.inode, offset..end, stable).await;
+            let outcome = h.core.updates.punch_range(&h.inode, offset..end, stable).await;
             drop(change);
             h.inode.touched(&h.creds);
             if outcome.is_err() {
                 h.inode.write_failed(0);
             }
             outcome?;
-            if stable { h.core.push_size(&h.inode).await } else { Ok(()) }
+            if stable { h.core.files.push_size(&h.inode).await } else { Ok(()) }
         };
-        self.0.core.detached(punching).await
+        self.0.core.shared.detached(punching).await
     }
 
     /// Where the first data at or behind `offset` begins. `ENXIO` if there is only a hole up to the end, or `offset` is there.
@@ -60,8 +60,8 @@ impl File {
     async fn seek(&self, offset: u64, data: bool) -> Result<u64> {
         let h = &self.0;
         self.check(true, "")?;
-        h.core.send_held(&h.inode).await;
-        let size = h.core.fresh_size(&h.inode).await?;
+        h.core.writeback.send_held(&h.inode).await;
+        let size = h.core.files.fresh_size(&h.inode).await?;
         let none = || Error::new(Code::NxIo, "nothing but the end of the file is there");
         if offset >= size {
             return Err(none());
@@ -70,8 +70,8 @@ impl File {
         match (h.inode.may_have_holes(), data) {
             (false, true) => Ok(offset),
             (false, false) => Ok(size),
-            (true, true) => h.core.seek_data(&h.inode, offset).await?.filter(|at| *at < size).ok_or_else(none),
-            (true, false) => h.core.seek_hole(&h.inode, offset, size).await,
+            (true, true) => h.core.storage.seek_data(&h.inode, offset).await?.filter(|at| *at < size).ok_or_else(none),
+            (true, false) => h.core.storage.seek_hole(&h.inode, offset, size).await,
         }
     }
 }

@@ -5,9 +5,9 @@ use strake_proto::{Code, Error, Result, SessionId};
 
 use super::{File, Way};
 use crate::{
-    data::session_lost,
+    data::chains::session_lost,
     inode::{O_ACCMODE, O_WRONLY},
-    locks::page_locks::Using,
+    locks::page_uses::Using,
     locks::pages::Mode,
 };
 
@@ -36,45 +36,45 @@ impl File {
         let (core, inode) = (&self.0.core, &self.0.inode);
         self.check(self.0.flags & O_ACCMODE != O_WRONLY, "reading")?;
         loop {
-            if !core.locks_pages() {
+            if !core.pages.locks_pages() {
                 let (bufs, as_of) = self.read_unlocked(offset, len, asked).await?;
                 return Ok((bufs, as_of, None));
             }
             if !core.pages.is_marked(inode.ino) {
-                core.fresh_size(inode).await?;
-                let using = core.use_freely(inode.ino);
+                core.files.fresh_size(inode).await?;
+                let using = core.pages.use_freely(inode.ino);
                 let begun = {
                     // A recall's pages are taken back when this is over: either it is seen here, or it waits for this page-in.
                     let _telling = core.lease_cache.telling();
-                    let known = core.known_size(inode);
+                    let known = core.files.known_size(inode);
                     using.zip(known).inspect(|_| asked())
                 };
                 if let Some((using, (size, tenure))) = begun {
-                    let bufs = self.read_below(size, offset, len).await?;
+                    let bufs = self.read_below(size, None, offset, len).await?;
                     return Ok((bufs, self.as_of(tenure), Some(using)));
                 }
             }
             let mode = if inode.may_be_stored_to() { Mode::Write } else { Mode::Read };
             let using = match core.use_pages(inode.ino, mode, false).await {
-                Err(_) if !core.locks_pages() => continue,
+                Err(_) if !core.pages.locks_pages() => continue,
                 using => using?,
             };
             let Some((number, _)) = using.lock() else { continue };
             if using.is_sized() {
                 asked();
-                let bufs = self.read_below(inode.size(), offset, len).await?;
+                let bufs = self.read_below(inode.size(), None, offset, len).await?;
                 return Ok((bufs, AsOf::Locked(number), Some(using)));
             }
             // Whoever is asked for the size may wait for the lock to be given up.
             drop(using);
-            core.fresh_size(inode).await?;
+            core.files.fresh_size(inode).await?;
             core.pages.sized(inode.ino, number);
         }
     }
 
     fn as_of(&self, tenure: u64) -> AsOf {
         let (core, inode) = (&self.0.core, &self.0.inode);
-        match core.lease_cache.tenure(core.env.boot(), inode.ino) == Some(tenure) {
+        match core.lease_cache.tenure(core.shared.env.boot(), inode.ino) == Some(tenure) {
             true => AsOf::Tenure(tenure),
             // Recalled meanwhile: they may be of before.
             false => AsOf::Change(0),
@@ -84,12 +84,12 @@ impl File {
     /// Without the lock: others may store there.
     async fn read_unlocked(&self, offset: u64, len: usize, asked: impl Fn()) -> Result<(Vec<Buf>, AsOf)> {
         let h = &self.0;
-        let size = h.core.fresh_size(&h.inode).await?;
-        let leased = h.core.known_size(&h.inode).map(|(_, tenure)| tenure);
+        let size = h.core.files.fresh_size(&h.inode).await?;
+        let leased = h.core.files.known_size(&h.inode).map(|(_, tenure)| tenure);
         // Bytes that are read from here on are no older.
         let change = h.inode.attr().change;
         asked();
-        let bufs = self.read_below(size, offset, len).await?;
+        let bufs = self.read_below(size, None, offset, len).await?;
         Ok((bufs, leased.map_or(AsOf::Change(change), |t| self.as_of(t))))
     }
 
@@ -101,25 +101,25 @@ impl File {
         let me = self.clone();
         let writing = async move {
             let (core, inode) = (&me.0.core, &me.0.inode);
-            core.send_held(inode).await;
+            core.writeback.send_held(inode).await;
             // Nobody else is asked: who asks for the file may wait for this.
             let end = inode.size().min(offset.saturating_add(data.len() as u64));
             if end <= offset {
                 return Ok(());
             }
-            let (len, tenure) = ((end - offset) as usize, core.known_size(inode).map(|(_, tenure)| tenure));
+            let (len, tenure) = ((end - offset) as usize, core.files.known_size(inode).map(|(_, tenure)| tenure));
             let n = match me.write_now(offset, vec![data.slice(0..len)], Way { only, within: true }).await {
                 Err(e) if e.code == Code::NoSession => return Err(session_lost()),
                 n => n?,
             };
             if !core.pages.is_mine(inode.ino)
-                && (tenure.is_none() || core.lease_cache.tenure(core.env.boot(), inode.ino) != tenure)
+                && (tenure.is_none() || core.lease_cache.tenure(core.shared.env.boot(), inode.ino) != tenure)
             {
                 // Somebody may have cut the file meanwhile: then there are bytes beyond its end.
                 inode.may_be_cut();
             }
             if n < len { Err(Error::new(Code::NoSpc, "no space left for a page of a mapping")) } else { Ok(()) }
         };
-        self.0.core.detached(writing).await
+        self.0.core.shared.detached(writing).await
     }
 }

@@ -31,22 +31,20 @@ pub use mapped::AsOf;
 
 use crate::{
     Client,
-    api::names::{Mode, ok, op},
+    api::names::Mode,
     config::Counters,
     core::Core,
     data::buffers,
-    inode::{Inode, O_ACCMODE, O_RDWR, O_WRONLY, Placed, Release, Writer},
+    inode::{Inode, O_ACCMODE, O_APPEND, O_EXEC, O_RDWR, O_WRONLY, Open, Placed, Release, Writer},
     leases::open_cache,
-    metadata::opens::Opening,
+    metadata::openings::Opening,
+    metadata::ops::{ok, op},
     read::cache::{Change, Part, Reader, Tenure, UNIT},
     read::readahead::ReadAhead,
-    write::writeback::{Taken, covers, overlay},
+    write::back::{Taken, covers, overlay},
 };
 
 const O_TRUNC: u32 = 0o1000;
-pub(crate) const O_APPEND: u32 = 0o2000;
-/// Linux's `FMODE_EXEC`: the kernel opens a program to run it. No program can ask for it by open(2).
-pub(crate) const O_EXEC: u32 = 0o40;
 const O_DSYNC: u32 = 0o10000;
 const O_DIRECT: u32 = 0o40000;
 /// Reads of fewer bytes do not keep buffers of the pool.
@@ -56,13 +54,6 @@ const SMALL: usize = 64 << 10;
 /// the bytes are safe.
 #[derive(Clone)]
 pub struct File(Arc<Handle>);
-
-/// An open file as the metadata servers know it. Several that programs have open may be one there.
-pub(crate) struct Open {
-    pub inode: Arc<Inode>,
-    /// That opened it.
-    pub session: SessionId,
-}
 
 /// How bytes are written.
 #[derive(Clone, Copy, Default)]
@@ -110,33 +101,33 @@ impl Client {
     pub async fn open(&self, creds: &pb::Creds, ino: Ino, flags: u32) -> Result<(File, pb::Attr)> {
         let (mut flags, exec) = (flags & !O_EXEC, flags & O_EXEC);
         if open_cache::is_kept(flags)
-            && let Some(open) = self.core.open_kept(creds, ino, flags)
+            && let Some((open, attr)) = self.core.open_cache.open_kept(creds, ino)
         {
-            return Ok(open);
+            return Ok((File::new(&self.core, open, creds, flags), attr));
         }
         let (core, creds) = (self.core.clone(), creds.clone());
         let opening = async move {
             if flags & O_ACCMODE != 0 {
-                core.may_alter()?;
+                core.shared.may_alter()?;
             }
             let open = |flags| op(pb::op::Op::Open(pb::Open { ino, flags }));
-            let opening = core.opening(Some(ino), flags).await;
-            let mut r = ok(core.meta(&creds, vec![open(flags & (O_ACCMODE | O_APPEND))]).await?);
+            let opening = core.metadata.opening(Some(ino), flags).await;
+            let mut r = ok(core.metadata.meta(&creds, vec![open(flags & (O_ACCMODE | O_APPEND))]).await?);
             // Most programs may be read: those are opened as any file is, so that they can be kept open.
             if exec != 0 && flags & O_ACCMODE == 0 && r.as_ref().is_err_and(|e| e.code == Code::Access) {
                 flags |= exec;
-                r = ok(core.meta(&creds, vec![open(exec)]).await?);
+                r = ok(core.metadata.meta(&creds, vec![open(exec)]).await?);
             }
             let r = r?;
             let file = core.file(r, &creds, flags, opening).await?;
             file.truncate_at_open(flags & O_TRUNC != 0).await
         };
-        self.core.detached(opening).await
+        self.core.shared.detached(opening).await
     }
 
     /// Whether a file is open in this client.
     pub fn is_open(&self, ino: Ino) -> bool {
-        self.core.live_inode(ino).is_some() && !self.core.open_cache.holds_alone(ino)
+        self.core.files.live_inode(ino).is_some() && !self.core.open_cache.holds_alone(ino)
     }
 
     /// Creates and opens a regular file in one request; opens it when it is there, unless `exclusive` (`EEXIST`).
@@ -156,13 +147,13 @@ impl Client {
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
             let create = pb::Create { parent, name, mode: bits, exclusive, layout, flags: flags_sent, umask };
-            let opening = core.opening(None, flags).await;
-            let r = ok(core.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
+            let opening = core.metadata.opening(None, flags).await;
+            let r = ok(core.metadata.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
             let created = r.last().is_some_and(|r| r.created);
             let file = core.file(r, &creds, flags, opening).await?;
             file.truncate_at_open(flags & O_TRUNC != 0 && !created).await
         };
-        self.core.detached(opening).await
+        self.core.shared.detached(opening).await
     }
 
     /// Makes and opens a regular file without a name, as if in the directory `parent`. It is gone when it is closed, unless
@@ -179,13 +170,13 @@ impl Client {
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
             let make = pb::Tmpfile { parent, mode: bits, umask, flags: flags_sent, linkable, layout: None };
-            let opening = core.opening(None, flags).await;
-            let r = ok(core.meta(&creds, vec![op(pb::op::Op::Tmpfile(make))]).await?)?;
+            let opening = core.metadata.opening(None, flags).await;
+            let r = ok(core.metadata.meta(&creds, vec![op(pb::op::Op::Tmpfile(make))]).await?)?;
             let file = core.file(r, &creds, flags, opening).await?;
             let attr = file.attr();
             Ok((file, attr))
         };
-        self.core.detached(opening).await
+        self.core.shared.detached(opening).await
     }
 }
 
@@ -209,7 +200,7 @@ impl Core {
             let sealed: &[u8; CAP_LEN] =
                 r.capability[..].try_into().map_err(|_| bad("no capability for an open file"))?;
             let session = cap::peek(sealed).session;
-            let inode = self.inode(attr.ino, || Inode::new(attr, placed.clone()));
+            let inode = self.files.inode(attr.ino, || Inode::new(attr, placed.clone()));
             inode.set_placed(placed, &attr);
             inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND | O_EXEC), creds)?;
             Ok((inode, session))
@@ -217,18 +208,19 @@ impl Core {
         let (writer, pages) = (r.writer, r.pages);
         match made.await {
             Ok((inode, session)) => {
-                let keep = self.cfg.handover.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
+                let keep =
+                    self.shared.cfg.handover.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
                 if pages {
                     self.pages.mark(inode.ino);
                 }
                 inode.opened(session, writer, keep);
-                self.counted_open(opening.since);
+                self.metadata.counted_open(opening.since);
                 if !open_cache::is_kept(flags) {
-                    self.stop_keeping(inode.ino);
+                    self.open_cache.stop_keeping(inode.ino);
                 }
                 let open = Arc::new(Open { inode, session });
                 if open_cache::is_kept(flags) {
-                    self.keep_open(&open, creds);
+                    self.open_cache.keep_open(&open, creds);
                 }
                 let file = File::new(self, open, creds, flags);
                 if flags & O_ACCMODE == O_RDWR {
@@ -238,16 +230,16 @@ impl Core {
             }
             Err(e) => {
                 // The server counts it as open.
-                self.counted_open(opening.since);
-                self.tell_closed(&[attr.ino], opening.since).await;
-                let session = self.current_session().map_or(0, |s| s.id);
-                let release = match self.live_inode(attr.ino) {
+                self.metadata.counted_open(opening.since);
+                self.metadata.tell_closed(&[attr.ino], opening.since).await;
+                let session = self.metadata.current_session().map_or(0, |s| s.id);
+                let release = match self.files.live_inode(attr.ino) {
                     Some(inode) => inode.opened_again(session, writer),
                     None => {
                         Some(Release { writer: Writer { session, index: writer }, surplus: false, kept: Vec::new() })
                     }
                 };
-                self.release_later(attr.ino, release);
+                self.files.release_later(attr.ino, release);
                 Err(e)
             }
         }
@@ -255,11 +247,11 @@ impl Core {
 
     /// The layout's arithmetic; with a newer map if it names chains that this one lacks.
     async fn resolve(self: &Arc<Self>, ino: Ino, layout: &pb::Layout) -> Result<StripeMap> {
-        let map = self.map();
+        let map = self.shared.map();
         match StripeMap::resolve(ino, layout, &map) {
             Err(e) if e.code == Code::Io => {
-                self.refresh_map(map.version()).await;
-                StripeMap::resolve(ino, layout, &self.map())
+                self.metadata.refresh_map(map.version()).await;
+                StripeMap::resolve(ino, layout, &self.shared.map())
             }
             r => r,
         }
@@ -275,8 +267,8 @@ impl Core {
                 let id = cache.expect_ahead(inode.ino, tenure, part.clone(), Instant::now(), rx);
                 let Some(id) = id else { return part.start };
                 let (core, inode) = (self.clone(), inode.clone());
-                self.env.spawn(async move {
-                    let bytes = core.read_range(&inode, part).await.ok();
+                self.shared.env.spawn(async move {
+                    let bytes = core.storage.read_range(&inode, part).await.ok();
                     core.cache.lock().arrived(id, bytes, Instant::now());
                     done.send_replace(true);
                 });
@@ -295,7 +287,7 @@ impl Core {
     ) -> Result<Vec<Buf>> {
         match part {
             Part::Here(bufs) => {
-                Counters::add(&self.stats.cached_bytes, buffers::total(&bufs) as u64);
+                Counters::add(&self.shared.stats.cached_bytes, buffers::total(&bufs) as u64);
                 Ok(bufs)
             }
             Part::Fetch(range) => self.fetch(inode, tenure, range, reader).await,
@@ -305,10 +297,10 @@ impl Core {
                 let again = self.cache.lock().plan(inode.ino, tenure, range.clone(), reader);
                 match <[Part; 1]>::try_from(again) {
                     Ok([Part::Here(bufs)]) => {
-                        Counters::add(&self.stats.cached_bytes, buffers::total(&bufs) as u64);
+                        Counters::add(&self.shared.stats.cached_bytes, buffers::total(&bufs) as u64);
                         Ok(bufs)
                     }
-                    _ => self.read_range(inode, range).await,
+                    _ => self.storage.read_range(inode, range).await,
                 }
             }
         }
@@ -327,17 +319,17 @@ impl Core {
             Reader::Streams => None,
         };
         let expected = Expected { core: self, id };
-        let bufs = self.read_range(inode, range).await?;
+        let bufs = self.storage.read_range(inode, range).await?;
         expected.arrived(&bufs);
         Ok(bufs)
     }
 
     /// All bytes written through this client are stable and the size is in the metadata log.
     pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
-        self.send_held(inode).await;
-        self.fence(inode).await?;
-        self.flush_inode(inode.ino).await?;
-        self.push_size(inode).await
+        self.writeback.send_held(inode).await;
+        self.updates.fence(inode).await?;
+        self.updates.flush_inode(inode.ino).await?;
+        self.files.push_size(inode).await
     }
 }
 
@@ -373,7 +365,7 @@ impl Handle {
             creds: creds.clone(),
             flags,
             open: Mutex::new(Some(open)),
-            ahead: Mutex::new(ReadAhead::new(core.cfg.read_ahead_bytes as u64)),
+            ahead: Mutex::new(ReadAhead::new(core.shared.cfg.read_ahead_bytes as u64)),
             told_errors: [(); 3].map(|()| AtomicU64::new(inode.errors())),
             closed: AtomicBool::new(false),
             since: inode.handle_opened(flags),
@@ -434,11 +426,14 @@ impl File {
     pub async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
-        let size = h.core.fresh_size(&h.inode).await?;
-        self.read_below(size, offset, len).await
+        // Under a lease the size says in which tenure the bytes are, too.
+        let known = h.core.files.known_size(&h.inode).map(|(_, tenure)| tenure);
+        let size = if known.is_some() { h.inode.size() } else { h.core.files.ask_size(&h.inode).await? };
+        self.read_below(size, known, offset, len).await
     }
 
-    async fn read_below(&self, size: u64, offset: u64, len: usize) -> Result<Vec<Buf>> {
+    /// `tenure`: if it has just been looked up.
+    async fn read_below(&self, size: u64, tenure: Option<Tenure>, offset: u64, len: usize) -> Result<Vec<Buf>> {
         let h = &self.0;
         h.inode.check_missing(h.since, &(offset..offset.saturating_add(len as u64)))?;
         let end = offset.saturating_add(len as u64).min(size);
@@ -448,15 +443,15 @@ impl File {
         h.inode.check_placed()?;
         // First: what arrives meanwhile is where the rest comes from.
         let over = h.inode.back.look(&(offset..end));
-        Counters::add(&h.core.stats.read_bytes, end - offset);
+        Counters::add(&h.core.shared.stats.read_bytes, end - offset);
         if covers(&over, &(offset..end)) {
             return Ok(over.into_iter().map(|(_, b)| b).collect());
         }
         // What another may write must not be kept.
-        let known = h.core.known_size(&h.inode).filter(|_| h.flags & O_DIRECT == 0 && !h.inode.is_doubtful());
-        let bufs = match known {
-            Some((_, tenure)) => self.read_cached(offset..end, size, tenure).await?,
-            None => h.core.read_range(&h.inode, offset..end).await?,
+        let known = tenure.or_else(|| Some(h.core.files.known_size(&h.inode)?.1));
+        let bufs = match known.filter(|_| h.flags & O_DIRECT == 0 && !h.inode.is_doubtful()) {
+            Some(tenure) => self.read_cached(offset..end, size, tenure).await?,
+            None => h.core.storage.read_range(&h.inode, offset..end).await?,
         };
         Ok(if over.is_empty() { bufs } else { overlay(&bufs, &(offset..end), over) })
     }
@@ -466,7 +461,7 @@ impl File {
     pub fn read_ready(&self, offset: u64, len: usize) -> Option<Vec<Buf>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading").ok()?;
-        let (size, tenure) = h.core.known_size(&h.inode)?;
+        let (size, tenure) = h.core.files.known_size(&h.inode)?;
         h.inode.check_placed().ok()?;
         let range = offset..offset.saturating_add(len as u64).min(size);
         if h.flags & O_DIRECT != 0 || range.is_empty() || h.inode.is_doubtful() {
@@ -490,8 +485,8 @@ impl File {
                 Part::Coming(..) | Part::Fetch(_) => return None,
             }
         }
-        Counters::add(&h.core.stats.cached_bytes, range.end - range.start);
-        Counters::add(&h.core.stats.read_bytes, range.end - range.start);
+        Counters::add(&h.core.shared.stats.cached_bytes, range.end - range.start);
+        Counters::add(&h.core.shared.stats.read_bytes, range.end - range.start);
         Some(out)
     }
 
@@ -563,8 +558,8 @@ impl File {
             let (core, inode) = (&me.0.core, &me.0.inode);
             for _ in 0..2 {
                 match taken {
-                    Taken::Full => core.send_held(inode).await,
-                    Taken::Ask => core.ask_space(inode, offset, len as u64).await,
+                    Taken::Full => core.writeback.send_held_here(inode).await,
+                    Taken::Ask => core.writeback.ask_space(inode, offset, len as u64).await,
                     Taken::Held | Taken::Through => break,
                 }
                 taken = me.hold_back(offset, &data)?;
@@ -572,10 +567,10 @@ impl File {
             if taken == Taken::Held {
                 return Ok(len);
             }
-            core.send_held(inode).await;
+            core.writeback.send_held_here(inode).await;
             me.write_alone(offset, data).await
         };
-        self.0.core.detached(writing).await
+        self.0.core.shared.detached(writing).await
     }
 
     fn hold_back(&self, offset: u64, data: &[Buf]) -> Result<Taken> {
@@ -585,12 +580,12 @@ impl File {
         if end > MAX_FILE_SIZE {
             return Ok(Taken::Through);
         }
-        Ok(h.core.hold_back(&h.inode, &h.creds, h.flags, offset, data))
+        Ok(h.core.writeback.hold_back(&h.inode, &h.creds, h.flags, offset, data))
     }
 
     /// As [`File::write`], from a slice (copied), all of it.
     pub async fn write_all_at(&self, offset: u64, data: &[u8]) -> Result<()> {
-        let mut b = self.0.core.fabric.pool().get(data.len()).await?;
+        let mut b = self.0.core.shared.fabric.pool().get(data.len()).await?;
         b.copy_from_slice(data);
         let n = self.write(offset, vec![b.freeze()]).await?;
         if n < data.len() { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(()) }
@@ -621,11 +616,11 @@ impl File {
         let end = offset + len as u64;
         let stable = h.flags & O_DSYNC != 0;
         // Room first: who waits for it must not hold up the flush that makes it.
-        let room = if stable { None } else { Some(h.core.reserve(len).await?) };
+        let room = if stable { None } else { Some(h.core.updates.reserve(len).await?) };
         let _turn = h.inode.ranges.lock(offset..end).await;
         h.inode.begins(&(offset..end));
         let change = Change::begin(&h.core.cache, h.inode.ino, offset..end);
-        let (session, done, outcome) = h.core.write_range(&h.inode, offset, &data, (stable, only), room).await;
+        let (session, done, outcome) = h.core.updates.write_range(&h.inode, offset, &data, (stable, only), room).await;
         drop(change);
         if done > 0 {
             let range = offset..offset + done;
@@ -643,7 +638,7 @@ impl File {
             _ => {}
         }
         if stable {
-            h.core.push_size(&h.inode).await?;
+            h.core.files.push_size(&h.inode).await?;
         }
         Ok(done as usize)
     }
@@ -671,7 +666,7 @@ impl File {
         let me = self.clone();
         let set = pb::SetAttr { ino: self.ino(), size: Some(size), ..Default::default() };
         let h = &self.0;
-        h.core.detached(async move { me.0.core.setattr(&me.0.creds, set, true).await }).await
+        h.core.shared.detached(async move { me.0.core.setattr(&me.0.creds, set, true).await }).await
     }
 
     /// The file reaches at least to `end`; what is new reads as zeros. Unlike [`File::truncate`] it never cuts off what
@@ -684,12 +679,12 @@ impl File {
         let me = self.clone();
         let extending = async move {
             let (h, extend) = (&me.0, op(pb::op::Op::Extend(pb::Extend { ino: me.ino(), end, holes: true })));
-            let r = h.core.meta_as_opener(&h.creds, vec![extend]).await?;
+            let r = h.core.files.meta_as_opener(&h.creds, vec![extend]).await?;
             let attr = r.first().and_then(|r| r.attr.as_ref());
             let attr = attr.ok_or_else(|| Error::new(Code::Protocol, "no attributes in the answer to an extension"))?;
             Ok(h.inode.take_attr(attr))
         };
-        self.0.core.detached(extending).await
+        self.0.core.shared.detached(extending).await
     }
 
     /// Returns when all bytes written are stable on every in-sync replica and the size is in the metadata servers'
@@ -726,7 +721,7 @@ impl File {
             let outcome = h.core.sync_inode(&h.inode).await;
             me.tell_errors(by).and(outcome)
         };
-        self.0.core.detached(syncing).await
+        self.0.core.shared.detached(syncing).await
     }
 
     /// Flushes and closes, for all clones. The file is closed even when it fails.
@@ -739,7 +734,7 @@ impl File {
         let h = &self.0;
         let Some(open) = h.open.lock().take().and_then(Arc::into_inner) else { return outcome };
         let core = h.core.clone();
-        let gone = h.core.detached(async move {
+        let gone = h.core.shared.detached(async move {
             forget(core, open).await;
             Ok(())
         });
@@ -761,32 +756,32 @@ fn up_to_the_largest(offset: u64, data: Vec<Buf>) -> Result<Vec<Buf>> {
 /// Tells the metadata server that a handle is gone.
 async fn forget(core: Arc<Core>, open: Open) {
     let inode = &open.inode;
-    let (now, since) = (core.current_session().map(|s| s.id), core.reassertions());
+    let (now, since) = (core.metadata.current_session().map(|s| s.id), core.metadata.reassertions());
     let counted = inode.closed(open.session, now);
     if inode.handles() == 0 {
         // A killed program's write or append goes on by itself. Once this client is not on record, nobody looks out for it.
         drop((inode.appending.lock().await, inode.ranges.lock_all().await));
     }
     // What a write that ran beside the close left. Nobody waits for it who may write next, once this client is not on record.
-    core.send_held(inode).await;
+    core.writeback.send_held(inode).await;
     if inode.handles() == 0 {
         core.leave_closed_pages(inode.ino).await;
     }
     if counted {
-        core.tell_closed(&[inode.ino], since).await;
+        core.metadata.tell_closed(&[inode.ino], since).await;
     }
-    core.release_later(inode.ino, inode.release());
+    core.files.release_later(inode.ino, inode.release());
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
         self.inode.handle_closed(self.since, self.flags);
-        if self.closed.load(Relaxed) || self.core.is_closed() || tokio::runtime::Handle::try_current().is_err() {
+        if self.closed.load(Relaxed) || self.core.shared.is_closed() || tokio::runtime::Handle::try_current().is_err() {
             return;
         }
         let (core, inode) = (self.core.clone(), self.inode.clone());
         let open = self.open.get_mut().take().and_then(Arc::into_inner);
-        self.core.env.spawn(async move {
+        self.core.shared.env.spawn(async move {
             if let Err(e) = core.sync_inode(&inode).await {
                 tracing::warn!(ino = inode.ino, "a file that nobody closed could not be flushed: {e}");
             }

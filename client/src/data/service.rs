@@ -1,0 +1,84 @@
+//! What the client keeps to talk to storage servers. Others see methods only.
+
+use crate::data::relays::Relays;
+use std::sync::Arc;
+use std::sync::LazyLock;
+use strake_fabric::BufMut;
+
+use strake_fabric::Buf;
+use strake_proto::{
+    ChainId, Result, TargetId,
+    data::{DataReply, DataRequest},
+    pb,
+};
+use tokio::sync::{Semaphore, SemaphorePermit};
+
+use crate::{
+    data::{chains::shut_down, clocks::Clocks, connections::Connections, rdma_connections::RdmaConnections},
+    inode::files::Files,
+    metadata::service::Metadata,
+    shared::Shared,
+};
+
+/// Times all replicas may answer with bad bytes before the reader is told.
+pub(crate) const MAX_CORRUPT_ROUNDS: u32 = 2;
+
+/// Something to ask a replica of a chain, and how to read its answer.
+pub(crate) struct Question<'a, T> {
+    pub opcode: u16,
+    pub chain: ChainId,
+    /// Chunk, offset and length; the rest is filled in.
+    pub request: DataRequest,
+    /// `Corrupt`: another replica may do better.
+    pub read: &'a (dyn Fn(TargetId, DataReply, Vec<Buf>) -> Result<T> + Sync),
+}
+
+/// See the module.
+pub(crate) struct Storage {
+    pub(crate) shared: Arc<Shared>,
+    pub(super) metadata: Arc<Metadata>,
+    pub(super) files: Arc<Files>,
+    pub(super) connections: Connections,
+    /// For foreign memory.
+    pub(super) rdma_connections: RdmaConnections,
+    /// How late it is at storage servers.
+    pub(super) clocks: Clocks,
+    /// Data requests in flight.
+    pieces: Semaphore,
+    /// A run of zeros, for holes.
+    pub(super) zero: Buf,
+}
+
+impl Storage {
+    pub fn new(shared: Arc<Shared>, metadata: Arc<Metadata>, files: Arc<Files>, relays: Arc<Relays>) -> Storage {
+        let (connections, pieces) = (shared.cfg.connections_per_node, shared.cfg.max_inflight_pieces.max(1));
+        Storage {
+            connections: Connections::relayed(connections.max(1), relays),
+            rdma_connections: RdmaConnections::new(connections),
+            clocks: Clocks::default(),
+            pieces: Semaphore::new(pieces),
+            zero: ZEROS.clone(),
+            shared,
+            metadata,
+            files,
+        }
+    }
+
+    /// Waits until another data request may be sent.
+    pub async fn slot(&self) -> Result<SemaphorePermit<'_>> {
+        self.pieces.acquire().await.map_err(|_| shut_down())
+    }
+
+    /// The connections that are open.
+    pub fn ways(&self) -> Vec<pb::WayStatus> {
+        [self.connections.ways(), self.rdma_connections.ways()].concat()
+    }
+
+    pub fn close(&self) {
+        self.connections.close();
+        self.rdma_connections.close();
+    }
+}
+
+/// Zeros for holes, of all clients of the process; memory that nobody writes to takes none.
+static ZEROS: LazyLock<Buf> = LazyLock::new(|| BufMut::unpooled(1 << 20).freeze());

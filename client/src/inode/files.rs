@@ -1,0 +1,242 @@
+//! Files that this client has in use: their inodes, the right to read and write them, what is reported of them, and what is
+//! released when nobody has them open any more.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Weak},
+};
+
+use parking_lot::Mutex;
+use strake_proto::{Code, Error, Ino, Result, SessionId, layout::MAX_FILE_SIZE, pb};
+
+use crate::{
+    inode::{Cap, Inode, Release},
+    leases::lease_cache::LeaseCache,
+    metadata::{
+        ops::{ok, op},
+        service::Metadata,
+    },
+    read::cache::Tenure,
+    shared::Shared,
+};
+
+/// Capabilities are renewed when less than this is left, milliseconds.
+const RENEW_BEFORE_MS: u64 = 120_000;
+
+/// Releases in one request.
+const RELEASES_AT_ONCE: usize = 1024;
+
+/// See the module.
+pub(crate) struct Files {
+    shared: Arc<Shared>,
+    metadata: Arc<Metadata>,
+    lease_cache: Arc<LeaseCache>,
+    inodes: Mutex<BTreeMap<Ino, Weak<Inode>>>,
+    /// Files that are to be released, see [`Files::release_later`], and the last opening before that.
+    releases: Mutex<BTreeMap<Ino, (Release, u64)>>,
+}
+
+impl Files {
+    pub fn new(shared: Arc<Shared>, metadata: Arc<Metadata>, lease_cache: Arc<LeaseCache>) -> Files {
+        Files { shared, metadata, lease_cache, inodes: Mutex::default(), releases: Mutex::default() }
+    }
+
+    /// The shared state of an inode if this client has it in use.
+    pub fn live_inode(&self, ino: Ino) -> Option<Arc<Inode>> {
+        self.inodes.lock().get(&ino).and_then(Weak::upgrade)
+    }
+
+    /// The shared state of an inode, made by `new` if it is not in use yet.
+    pub fn inode(&self, ino: Ino, new: impl FnOnce() -> Inode) -> Arc<Inode> {
+        let mut all = self.inodes.lock();
+        if let Some(i) = all.get(&ino).and_then(Weak::upgrade) {
+            return i;
+        }
+        if all.len() >= 64 && all.len().is_power_of_two() {
+            all.retain(|_, w| w.strong_count() > 0);
+        }
+        let i = Arc::new(new());
+        all.insert(ino, Arc::downgrade(&i));
+        i
+    }
+
+    pub fn live_inodes(&self) -> Vec<Arc<Inode>> {
+        self.inodes.lock().values().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The metadata servers learn in a while, many files in one request, that this client does not write them any more.
+    pub fn release_later(&self, ino: Ino, release: Option<Release>) {
+        let Some(mut new) = release.filter(|r| r.writer.index != 0) else { return };
+        let mut all = self.releases.lock();
+        if let Some((old, _)) = all.get(&ino).filter(|(old, _)| old.writer.session == new.writer.session) {
+            new.writer.index = new.writer.index.max(old.writer.index);
+            new.surplus |= old.surplus;
+            new.kept.extend(old.kept.iter().cloned());
+        }
+        all.insert(ino, (new, self.metadata.openings().last()));
+    }
+
+    /// What may be told now of what was released in this session; what belongs to a lost one was released by its end. The servers take
+    /// the end of a file's last open for the end of all before it, so those must have been answered, and none of them be in use.
+    fn due_releases(&self, session: SessionId) -> Vec<(Ino, Release)> {
+        let mut all = self.releases.lock();
+        let mine = std::mem::take(&mut *all).into_iter().filter(|(_, (r, _))| r.writer.session == session);
+        let (due, later): (Vec<_>, Vec<_>) = mine.partition(|(ino, (r, last))| {
+            let needed = |i: Arc<Inode>| i.is_open_before(r.writer);
+            !self.metadata.openings().may_open(*ino, *last) && !self.live_inode(*ino).is_some_and(needed)
+        });
+        all.extend(later);
+        due.into_iter().map(|(ino, (r, _))| (ino, r)).collect()
+    }
+
+    /// Tells what was released.
+    pub async fn send_releases(self: Arc<Self>) {
+        let Some(session) = self.metadata.current_session() else { return };
+        let all = self.due_releases(session.id);
+        for part in all.chunks(RELEASES_AT_ONCE) {
+            let one = |(ino, r): &(Ino, Release)| {
+                op(pb::op::Op::Release(pb::Release { ino: *ino, writer: r.writer.index, surplus: r.surplus }))
+            };
+            if let Err(e) = self.metadata.meta(&pb::Creds::default(), part.iter().map(one).collect()).await {
+                tracing::debug!("releasing files: {e}");
+                part.iter().for_each(|(ino, r)| self.release_later(*ino, Some(r.clone())));
+            }
+        }
+    }
+}
+
+impl Files {
+    /// A request on behalf of an open handle. The right was checked at open, as for any file descriptor: when the mode
+    /// has changed since (or never allowed it, as for a file created read-only), it still holds.
+    pub(crate) async fn meta_as_opener(
+        self: &Arc<Self>,
+        creds: &pb::Creds,
+        ops: Vec<pb::Op>,
+    ) -> Result<Vec<pb::OpResult>> {
+        self.as_opener_within(None, creds, ops).await
+    }
+
+    async fn as_opener_within(
+        self: &Arc<Self>,
+        only: Option<SessionId>,
+        creds: &pb::Creds,
+        ops: Vec<pb::Op>,
+    ) -> Result<Vec<pb::OpResult>> {
+        let r = ok(self.metadata.meta_within(only, creds, ops.clone()).await?);
+        match r {
+            Err(e) if matches!(e.code, Code::Access | Code::Perm) && creds.uid != 0 => {
+                ok(self.metadata.meta_within(only, &pb::Creds::default(), ops).await?)
+            }
+            r => r,
+        }
+    }
+
+    /// Reports own writes to the metadata server: size and mtime.
+    pub(crate) async fn push_size(self: &Arc<Self>, inode: &Inode) -> Result<()> {
+        let _one = inode.reporting.lock().await;
+        loop {
+            // First: what there is to report may be another session's by then, never a former one's.
+            let session = self.metadata.current_session().map(|s| s.id);
+            let Some((writes, extend, creds)) = inode.to_report() else { return Ok(()) };
+            let holes = extend.holes;
+            match self.as_opener_within(session, &creds, vec![op(pb::op::Op::Extend(extend))]).await {
+                Ok(r) => {
+                    inode.reported(writes, holes, r.first().and_then(|r| r.attr.as_ref()));
+                    return Ok(());
+                }
+                // What is left to report is another thing now.
+                Err(e) if e.code == Code::NoSession => {}
+                Err(e) => {
+                    if matches!(e.code, Code::NoEnt | Code::Stale) {
+                        // The file is gone; there is nobody left to tell.
+                        inode.reported(writes, holes, None);
+                    }
+                    return Err(e.context("reporting the size"));
+                }
+            }
+        }
+    }
+
+    /// The size for a read that begins now, if it is known under a lease: then nobody else may write the file. With its tenure.
+    pub(crate) fn known_size(&self, inode: &Inode) -> Option<(u64, Tenure)> {
+        let (attr, tenure) = self.lease_cache.data(self.shared.env.boot(), inode.ino)?;
+        Some((inode.take_attr(&attr).size.min(MAX_FILE_SIZE), tenure))
+    }
+
+    /// The size for a read that begins now: asks the metadata server unless it is known under a lease.
+    pub(crate) async fn fresh_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
+        if self.known_size(inode).is_some() { Ok(inode.size()) } else { self.ask_size(inode).await }
+    }
+
+    /// The size for a read that begins now, if the metadata server has just to be asked.
+    pub(crate) async fn ask_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
+        let get = op(pb::op::Op::Getattr(pb::GetAttr { ino: inode.ino }));
+        let r = ok(self.metadata.meta(&pb::Creds::default(), vec![get]).await?)?;
+        if let Some(a) = r.first().and_then(|r| r.attr.as_ref()) {
+            inode.take_attr(a);
+        }
+        Ok(inode.size())
+    }
+
+    /// A capability that is good for a while. `refused`: an oss did not like this one.
+    pub(crate) async fn capability(self: &Arc<Self>, inode: &Inode, write: bool, refused: Option<&Cap>) -> Result<Cap> {
+        let good = |c: &Cap| {
+            self.metadata.current_session().is_some_and(|s| s.id == c.session)
+                && c.expiry_ms > self.shared.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
+                && refused.is_none_or(|r| r.bytes != c.bytes)
+                && inode.strangers(c.session) == 0
+        };
+        let none = || Error::new(Code::BadF, "the file is not open for this kind of access");
+        let c = inode.cap(write).ok_or_else(none)?;
+        if good(&c) {
+            return Ok(c);
+        }
+        let _one = inode.capping.lock().await;
+        let c = inode.cap(write).ok_or_else(none)?;
+        if good(&c) {
+            return Ok(c);
+        }
+        self.reopen(inode, &c).await?;
+        inode.cap(write).ok_or_else(none)
+    }
+
+    /// Opens an inode again for a new capability, in the present session. Handles that were opened in a lost session
+    /// become known to the present one.
+    async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
+        let session = self.metadata.session().await?;
+        let opening = self.metadata.opening(Some(inode.ino), old.flags).await;
+        let strangers = inode.strangers(session.id);
+        let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
+        let mut ops = vec![open()];
+        // One open per handle that the session must learn of; else the one open is taken back at once.
+        ops.extend((1..strangers).map(|_| open()));
+        if strangers == 0 {
+            ops.push(op(pb::op::Op::Close(pb::Close { ino: inode.ino })));
+        }
+        let r = self.meta_as_opener(&old.creds, ops).await.map_err(|e| e.context("reopening the file"))?;
+        if strangers > 0 {
+            let closed = inode.adopt(session.id, strangers);
+            self.metadata.counted_open(opening.since);
+            if closed > 0 {
+                self.metadata.tell_closed(&vec![inode.ino; closed], opening.since).await;
+            }
+        }
+        let index = r.iter().map(|r| r.writer).max().unwrap_or(0);
+        self.release_later(inode.ino, inode.opened_again(session.id, index));
+        let first = r.first().ok_or_else(|| Error::new(Code::Protocol, "an empty answer to an open"))?;
+        inode.take_cap(&first.capability, session.id, old.flags, &old.creds)
+    }
+
+    /// After a lost session: makes the new one know all open files, so that unlinked ones stay.
+    pub(crate) async fn reopen_strangers(self: &Arc<Self>) {
+        let Some(s) = self.metadata.current_session() else { return };
+        for inode in self.live_inodes() {
+            if inode.strangers(s.id) > 0 {
+                let write = inode.cap(true).is_some();
+                if let Err(e) = self.capability(&inode, write, None).await {
+                    tracing::warn!(ino = inode.ino, "an open file could not be reopened: {e}");
+                }
+            }
+        }
+    }
+}

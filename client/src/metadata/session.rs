@@ -1,0 +1,129 @@
+//! One session at the metadata servers, and the numbers of its requests.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{
+            AtomicU64,
+            Ordering::{Relaxed, SeqCst},
+        },
+    },
+    time::Duration,
+};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use strake_proto::{Code, Error, Result, SessionId, pb};
+
+use super::request_ids::RequestIds;
+use crate::handover::{Handover, Numbers};
+
+/// One session at the metadata servers.
+pub(crate) struct Session {
+    pub id: SessionId,
+    pub root: u64,
+    pub term: Duration,
+    pub fs_uuid: Bytes,
+    request_ids: Mutex<RequestIds>,
+    /// Numbers of data writes: a space of their own. With kept memory it is there.
+    data_seq: AtomicU64,
+    /// See [`strake_proto::data::DataRequest::round`]. With kept memory it is there.
+    round: AtomicU64,
+    /// The metadata servers ask for what it holds back before they tell others of a file.
+    pub may_hold_back: bool,
+    keep: Option<Arc<Handover>>,
+}
+
+impl Session {
+    /// As the servers opened it. With a handover its numbers go on where those of a former client ended.
+    pub fn new(opened: &pb::SessionOpenReply, may_hold_back: bool, keep: Option<Arc<Handover>>) -> Session {
+        let request_ids = match &keep {
+            Some(k) => RequestIds::resume(k.next_mutation().load(Relaxed), k.in_doubt(opened.session)),
+            None => RequestIds::default(),
+        };
+        Session {
+            id: opened.session,
+            root: opened.root,
+            term: Duration::from_millis(u64::from(opened.term_ms)),
+            fs_uuid: opened.fs_uuid.clone(),
+            request_ids: Mutex::new(request_ids),
+            data_seq: AtomicU64::new(1),
+            round: AtomicU64::new(0),
+            may_hold_back,
+            keep,
+        }
+    }
+
+    /// The first of `n` numbers for data writes.
+    pub(crate) fn take_data_numbers(&self, n: u64) -> u64 {
+        match &self.keep {
+            Some(k) => k.take_data_numbers(n),
+            None => self.data_seq.fetch_add(n, Relaxed),
+        }
+    }
+
+    fn rounds(&self) -> &AtomicU64 {
+        self.keep.as_ref().map_or(&self.round, |k| k.round())
+    }
+
+    /// What data requests that are sent now say.
+    pub(crate) fn round(&self) -> u64 {
+        self.rounds().load(SeqCst)
+    }
+
+    /// An update is given up that may be on its way: what is written from now on is not to be overwritten by it.
+    /// Which round begins.
+    pub(crate) fn next_round(&self) -> u64 {
+        self.rounds().fetch_add(1, SeqCst) + 1
+    }
+
+    /// An update that was sent in this round may be on its way and is sent again: in a later one, so that the copy is not made once this was heard of.
+    pub(crate) fn leave_round(&self, round: u64) {
+        // Whoever is not the first to leave it finds the next one.
+        let _ = self.rounds().compare_exchange(round, round + 1, SeqCst, SeqCst);
+    }
+
+    /// A number for a mutation, or for what opens and closes files: the one that a former client used for the same request, or a new one. `EIO` when that
+    /// client's session is lost: it ran or it did not.
+    pub(crate) fn begin(&self, numbers: Option<&Numbers>) -> Result<Turn<'_>> {
+        if let Some((session, n)) = numbers.and_then(Numbers::mutation) {
+            if session != self.id {
+                let m = "the session was lost while the mount was restarted, and with it the answer";
+                return Err(Error::new(Code::Io, m));
+            }
+            return Ok(Turn(self, n));
+        }
+        let mut request_ids = self.request_ids.lock();
+        let n = request_ids.begin();
+        if let Some(k) = &self.keep {
+            k.next_mutation().store(request_ids.next(), Relaxed);
+        }
+        drop(request_ids);
+        if let Some(numbers) = numbers {
+            numbers.set_mutation(self.id, n);
+        }
+        Ok(Turn(self, n))
+    }
+
+    pub(crate) fn lowest_unanswered(&self) -> u64 {
+        self.request_ids.lock().lowest_unanswered()
+    }
+
+    /// Nobody will repeat it.
+    pub(crate) fn abandon(&self, numbers: &Numbers) {
+        if let Some((session, n)) = numbers.mutation()
+            && session == self.id
+        {
+            self.request_ids.lock().end(n);
+        }
+    }
+}
+
+/// A mutation's number, given back when its answer came or nobody waits for one.
+pub(crate) struct Turn<'a>(&'a Session, pub u64);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.request_ids.lock().end(self.1);
+    }
+}
