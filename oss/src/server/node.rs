@@ -268,15 +268,17 @@ struct Joining {
     done: oneshot::Sender<Result<TargetId>>,
 }
 
-/// Targets that do not serve.
+/// What becomes of targets: those that do not serve, and what goes on for those that do.
 #[derive(Default)]
-struct OffDuty {
+struct Duty {
     /// Targets of its configuration that are out of service.
     refused: Mutex<Vec<Arc<RefusedTarget>>>,
     /// Those that have come back empty in this life of the server.
     emptied: Mutex<BTreeSet<TargetId>>,
     /// Targets that are to be registered too.
     joining: Mutex<VecDeque<Joining>>,
+    /// What goes on for each target, by its stamp.
+    tending: Mutex<Vec<(u64, JoinHandle<()>)>>,
 }
 
 /// The metadata group that this server belongs to.
@@ -321,10 +323,8 @@ pub(super) struct Node {
     pub places: Places,
     /// Changed by the task that registers them, and no other.
     targets: ArcSwap<Vec<Arc<Target>>>,
-    off_duty: OffDuty,
+    duty: Duty,
     group: Group,
-    /// What goes on for each target, by its stamp.
-    tending: Mutex<Vec<(u64, JoinHandle<()>)>>,
     pub id: AtomicU32,
     pub map: ArcSwap<MapView>,
     /// Heartbeat now: the map is stale, or there is news.
@@ -355,9 +355,8 @@ impl Node {
                 bulk: Turns::shared(BULK, BULK_SHARED),
             },
             targets: ArcSwap::from_pointee(targets),
-            off_duty: OffDuty { refused: Mutex::new(refused), ..OffDuty::default() },
+            duty: Duty { refused: Mutex::new(refused), ..Duty::default() },
             group: Group::default(),
-            tending: Mutex::default(),
             pool: fabric.pool().clone(),
             cap_key,
             peers,
@@ -485,7 +484,7 @@ impl Node {
         let env = &self.env;
         let scrub = env.spawn(scrub::run(self.clone(), target.clone()));
         let heal = env.spawn(scrub::heal(self.clone(), target.clone()));
-        self.tending.lock().extend([env.spawn(flush), scrub, heal].map(|task| (target.stamp, task)));
+        self.duty.tending.lock().extend([env.spawn(flush), scrub, heal].map(|task| (target.stamp, task)));
     }
 
     /// Has one more target registered while the others serve; its number. An error leaves all as it was here; whether the metadata servers
@@ -494,7 +493,7 @@ impl Node {
         let (done, answer) = oneshot::channel();
         let target = Target::new(engine, self.env.random_u64());
         {
-            let mut joining = self.off_duty.joining.lock();
+            let mut joining = self.duty.joining.lock();
             if !self.stopped() {
                 joining.push_back(Joining { target, until: Instant::now() + JOIN, done });
             }
@@ -504,13 +503,13 @@ impl Node {
     }
 
     pub(super) fn refused_targets(&self) -> Vec<Arc<RefusedTarget>> {
-        self.off_duty.refused.lock().clone()
+        self.duty.refused.lock().clone()
     }
 
     /// Has what is out come back.
     pub(super) fn look_after(self: &Arc<Self>, refused: Arc<RefusedTarget>) {
         let task = self.env.spawn(refused_targets::come_back(self.clone(), refused));
-        self.tending.lock().push((0, task));
+        self.duty.tending.lock().push((0, task));
     }
 
     /// Targets whose tables cannot be read have left their chains. When nothing of theirs is needed they are as those that were found so at the start.
@@ -530,8 +529,8 @@ impl Node {
         let others = self.targets().iter().filter(|o| !Arc::ptr_eq(o, t)).cloned().collect();
         self.targets.store(Arc::new(others));
         self.replicas.lock().retain(|(id, _), _| *id != t.id());
-        self.tending.lock().extract_if(.., |(stamp, _)| *stamp == t.stamp).for_each(|(_, task)| task.abort());
-        self.off_duty.refused.lock().push(refused.clone());
+        self.duty.tending.lock().extract_if(.., |(stamp, _)| *stamp == t.stamp).for_each(|(_, task)| task.abort());
+        self.duty.refused.lock().push(refused.clone());
         self.look_after(refused);
     }
 
@@ -567,7 +566,7 @@ impl Node {
                 self.take_out(t, RefusedTarget::refused(path, why));
             }
         }
-        self.off_duty.refused.lock().retain(|o| configured.iter().any(|t| t.path == o.path));
+        self.duty.refused.lock().retain(|o| configured.iter().any(|t| t.path == o.path));
         for o in self.refused_targets() {
             configured.iter().filter(|t| t.path == o.path).for_each(|t| o.look_again(t));
         }
@@ -575,9 +574,9 @@ impl Node {
 
     /// A target that was out serves again; empty at first, if its table was lost.
     pub(super) fn is_back(&self, refused: &Arc<RefusedTarget>, id: TargetId, is_empty: bool) {
-        self.off_duty.refused.lock().retain(|o| !Arc::ptr_eq(o, refused));
+        self.duty.refused.lock().retain(|o| !Arc::ptr_eq(o, refused));
         if is_empty {
-            self.off_duty.emptied.lock().insert(id);
+            self.duty.emptied.lock().insert(id);
         } else {
             tracing::info!("target {id} is back in service: {}", refused.path.display());
         }
@@ -668,13 +667,13 @@ impl Node {
     pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         *self.lease.until.lock() = Duration::ZERO;
-        self.off_duty.joining.lock().clear(); // who waits is told
+        self.duty.joining.lock().clear(); // who waits is told
         self.replicas.lock().clear();
     }
 
     /// What went on for its targets, to be waited for.
     pub(super) fn untended(&self) -> Vec<JoinHandle<()>> {
-        let tasks = std::mem::take(&mut *self.tending.lock());
+        let tasks = std::mem::take(&mut *self.duty.tending.lock());
         tasks.iter().for_each(|(_, task)| task.abort());
         tasks.into_iter().map(|(_, task)| task).collect()
     }
@@ -710,7 +709,7 @@ impl Node {
         };
         let refused = self.refused();
         let mut notices: Vec<String> = refused.iter().map(refused_targets::notice).collect();
-        for id in self.off_duty.emptied.lock().iter() {
+        for id in self.duty.emptied.lock().iter() {
             notices.push(format!(
                 "target {id} had lost its chunk table since this server started, or before; it came back empty and is filled from other replicas"
             ));

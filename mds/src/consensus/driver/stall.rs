@@ -1,4 +1,4 @@
-//! What was handed out and waits: for space on the disk, or until a damaged state is replaced. And what is damaged.
+//! What was handed out and waits for space on the disk, or until a damaged state is replaced.
 
 use raft::eraftpb::{ConfState, Entry};
 use strake_proto::Error;

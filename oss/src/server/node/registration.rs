@@ -28,7 +28,7 @@ const REGISTER_TIMEOUT: Duration = Duration::from_secs(5);
 impl Node {
     /// One attempt to register the first target that is to join.
     async fn join(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) {
-        let Some(j) = self.off_duty.joining.lock().pop_front() else { return };
+        let Some(j) = self.duty.joining.lock().pop_front() else { return };
         match self.register_with(mds, listening, Some(&j.target)).await {
             Ok(()) => {
                 tracing::info!("target {} is registered", j.target.id());
@@ -40,7 +40,7 @@ impl Node {
             }
             Err(e) => {
                 tracing::warn!("a new target is not registered yet, trying again: {e}");
-                self.off_duty.joining.lock().push_back(j);
+                self.duty.joining.lock().push_back(j);
             }
         }
     }
