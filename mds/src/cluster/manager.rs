@@ -111,6 +111,18 @@ struct Shun {
     backoff: Duration,
 }
 
+/// When the leader last did what it does now and then.
+struct LastTimes {
+    /// Looked for chains that are missing.
+    chains: Duration,
+    /// Put into the map how full targets are.
+    usage: Duration,
+    /// Looked for targets that are fuller than others.
+    balance: Duration,
+    /// Looked for replicas that could stand better.
+    tidy: Duration,
+}
+
 /// See the module.
 pub(crate) struct Manager {
     options: Options,
@@ -126,13 +138,9 @@ pub(crate) struct Manager {
     since: BTreeMap<ChainId, (u64, u64)>,
     targets: usize,
     last_registration: Duration,
-    /// When chains were last looked for that are missing.
-    dealt: Duration,
-    used_written: Duration,
+    last: LastTimes,
     balance: Balance,
-    balanced: Duration,
-    /// When replicas were last looked for that could stand better, and the map's version if there was nothing to do then.
-    tidied: Duration,
+    /// The map's version, if no replica could stand better when that was last looked for.
     tidy: Option<u64>,
     shuns: BTreeMap<NodeId, Shun>,
     /// Since when each node heartbeats without a gap, and its last one.
@@ -157,11 +165,8 @@ impl Manager {
             since: BTreeMap::new(),
             targets: map.map.targets.len(),
             last_registration: now,
-            dealt: now,
-            used_written: now,
+            last: LastTimes { chains: now, usage: now, balance: now, tidy: now },
             balance: Balance::new(options.balance_percent),
-            balanced: now,
-            tidied: now,
             tidy: None,
             shuns: BTreeMap::new(),
             beating: BTreeMap::new(),
@@ -407,11 +412,11 @@ impl Manager {
             return Some(self.proposes(map, new));
         }
         let mut chains = self.changed_chains(map, &alive, &mut why);
-        let tidy = now.saturating_sub(self.tidied) >= TIDY_PERIOD && self.tidy != Some(map.version());
+        let tidy = now.saturating_sub(self.last.tidy) >= TIDY_PERIOD && self.tidy != Some(map.version());
         let per = tidy.then_some(self.options.chains_per_target);
         let planned = moves::plan(&next, &chains, &self.long_dead(now, &next), per);
         if tidy {
-            self.tidied = now;
+            self.last.tidy = now;
             let nothing = planned.is_empty() && targets.is_empty() && chains.is_empty();
             self.tidy = nothing.then_some(map.version());
         }
@@ -432,13 +437,13 @@ impl Manager {
     /// What is missing of chains. It is long and goes alone, when nobody has come or gone; other changes have the next turn.
     fn new_chains(&mut self, now: Duration, map: &MapView, alive: usize) -> Option<Proposal> {
         // Not looked for at every tick: should the change be refused, others go on.
-        let settled = now.saturating_sub(self.last_registration.max(self.dealt)) >= SETTLE;
+        let settled = now.saturating_sub(self.last_registration.max(self.last.chains)) >= SETTLE;
         // Later ones do not wait for those that are down just then.
         let waits = map.map.sets.is_empty() && alive < self.options.expect_targets;
         if !settled || waits {
             return None;
         }
-        self.dealt = now;
+        self.last.chains = now;
         let (chains, sets) = chain_table::make_chains(&map.map, self.options.chains_per_target)?;
         let why = vec![format!("{} new chains in {} sets", chains.len(), sets.len())];
         Some(Proposal { update: pb::MapUpdate { chains, sets, ..Default::default() }, why })
@@ -446,10 +451,10 @@ impl Manager {
 
     /// Moves that make targets equally full, in the map with these chains.
     fn evened(&mut self, now: Duration, mut map: pb::ClusterMap, changed: &[pb::Chain]) -> Vec<(pb::Chain, String)> {
-        if now.saturating_sub(self.balanced) < BALANCE_PERIOD {
+        if now.saturating_sub(self.last.balance) < BALANCE_PERIOD {
             return Vec::new();
         }
-        self.balanced = now;
+        self.last.balance = now;
         let changed: BTreeMap<ChainId, &pb::Chain> = changed.iter().map(|c| (c.id, c)).collect();
         let open = recovery::in_doubt(&map);
         for c in &mut map.chains {
@@ -516,9 +521,9 @@ impl Manager {
     }
 
     fn changed_targets(&mut self, now: Duration, map: &MapView, why: &mut Vec<String>) -> Vec<pb::Target> {
-        let period = now.saturating_sub(self.used_written) >= USED_PERIOD;
+        let period = now.saturating_sub(self.last.usage) >= USED_PERIOD;
         if period {
-            self.used_written = now;
+            self.last.usage = now;
         }
         let mut changed = Vec::new();
         for t in &map.map.targets {

@@ -21,7 +21,12 @@ use raft::{
 };
 use strake_proto::{Code, Error, Result, layout::splitmix64};
 
-use super::{Config, LogImage, LogOp, check, logger::logger};
+use super::{
+    check,
+    log::{LogImage, LogOp},
+    logger::logger,
+    types::Config,
+};
 
 /// raft-rs reads all committed and unapplied entries at once when it asks to be elected (bounded upstream by #530):
 /// with more than this many it does not ask.

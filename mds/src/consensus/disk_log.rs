@@ -21,8 +21,7 @@ use strake_proto::{Code, Error, Result};
 use tokio::sync::oneshot;
 
 use super::{
-    LogImage, LogOp, LogStore,
-    log::{decode_ops, encode_op},
+    log::{LogImage, LogOp, LogStore, decode_ops, encode_op},
     pages::{self, MAX_VOTERS, PAGE, SegmentHeader},
 };
 

@@ -7,18 +7,20 @@
 //! | `log_queue.rs` | the log's task, and the way to it |
 //! | `apply.rs` | what is done with what is committed |
 //! | `waiters.rs` | who waits for that |
-//! | `stall.rs` | what waits for space on the disk |
-//! | `copy.rs` | copies of a state, out and in |
+//! | `stall.rs` | what waits for space on the disk, or for another state |
+//! | `copies.rs`, `copy.rs` | copies of a state, out and in |
 //! | `damage.rs` | what becomes of a state that is damaged |
-//! | `members.rs` | changes of the group, and who should lead |
+//! | `standing.rs`, `members.rs` | changes of the group, and who should lead |
 
 mod apply;
+mod copies;
 mod copy;
 mod damage;
 mod inputs;
 mod log_queue;
 mod members;
 mod stall;
+mod standing;
 mod waiters;
 
 use std::sync::{Arc, atomic::Ordering::Relaxed};
@@ -33,18 +35,18 @@ use strake_proto::{Code, Error, Result};
 use tokio::{sync::mpsc, task::JoinHandle, time::MissedTickBehavior};
 
 use super::{
-    Config, Leadership, LogImage, LogStore, StateMachine,
     core::{Core, Output, is_only_voter, taken_in},
-    members::NO_STATE,
+    log::{LogImage, LogStore},
+    members::{NO_STATE, not_member},
     reads::{self, Reads},
     transport::{Health, Peers, Word},
+    types::{Config, Leadership, StateMachine},
 };
-use copy::Copies;
-use damage::Damage;
+use copies::Copies;
 pub(super) use inputs::{Batch, Control, Inputs, Proposal, RaftInput, Shared};
 use log_queue::{Event, Job, LogQueue, MAX_UNPERSISTED};
-use members::{Standing, not_member};
-use stall::{Stall, ToApply};
+use stall::{Damage, Stall, ToApply};
+use standing::Standing;
 use waiters::{Waiter, Waiters};
 
 /// Proposals taken together, and their bytes.

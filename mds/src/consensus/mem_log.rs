@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 
-use super::{LogImage, LogOp, LogStore};
+use super::log::{LogImage, LogOp, LogStore};
 
 /// Outlives the node that writes to it, like a disk. Share it by `Arc`.
 pub struct MemLog {

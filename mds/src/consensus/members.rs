@@ -6,7 +6,7 @@ use raft::eraftpb::{ConfChangeSingle, ConfChangeTransition, ConfChangeType, Conf
 use strake_fabric::Endpoint;
 use strake_proto::{Code, Error, Result};
 
-use super::MemberChange;
+use super::types::MemberChange;
 
 /// A member that is at most so many entries behind has caught up.
 pub(crate) const CAUGHT_UP: u64 = 1000;
@@ -210,6 +210,13 @@ fn one(id: u64, kind: ConfChangeType) -> ConfChangeSingle {
 
 fn single(id: u64, kind: ConfChangeType) -> ConfChangeV2 {
     ConfChangeV2 { changes: vec![one(id, kind)].into(), ..Default::default() }
+}
+
+/// The end of a member that is one no longer.
+pub(crate) fn not_member(id: u64) -> Error {
+    let m =
+        format!("metadata server {id} was removed from its group; its folder is of no more use, and its id is spent");
+    Error::new(Code::NotMember, m)
 }
 
 #[cfg(test)]

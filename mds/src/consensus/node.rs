@@ -12,11 +12,12 @@ use strake_proto::{Code, Error, Incarnation, Kin, Result, opcode, pb};
 use tokio::sync::{mpsc, oneshot};
 
 use super::{
-    Config, Leadership, LogStore, MemberChange, StateMachine,
     driver::{Batch, Control, Driver, Inputs, Proposal, RaftInput, Shared},
+    log::LogStore,
     members::{DISK_FULL, Group},
     reads,
     transport::{Health, Peers, Sender},
+    types::{Config, Leadership, MemberChange, StateMachine},
 };
 
 /// Messages from peers that wait for the driver.

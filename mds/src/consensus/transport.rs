@@ -18,7 +18,7 @@ use strake_fabric::{Connection, Endpoint, Env, Fabric, Message};
 use strake_proto::{Code, Result, opcode, pb};
 use tokio::{sync::mpsc, task::JoinHandle};
 
-use super::StateMachine;
+use super::types::StateMachine;
 
 const QUEUE: usize = 1024;
 /// Bytes of messages in one batch; one message may be longer.

@@ -12,16 +12,16 @@ use strake_proto::{Code, Error, Ino, Result, SessionId, pb::LockKind};
 
 use crate::namespace::locks::{Owner, Want};
 
-/// LockWaiters of one session, and of all.
+/// Waits of one session, and of all.
 pub const MAX_OF_SESSION: usize = 1_024;
 pub const MAX_WAITS: usize = 65_536;
 /// How long a lock is kept free for the one whose turn it is.
 pub const TURN: Duration = Duration::from_secs(2);
-/// LockWaiters of a session that sends no list for so long are forgotten.
+/// Waits of a session that sends no list for so long are forgotten.
 pub const SILENCE: Duration = Duration::from_secs(10);
 /// Owners that the search for a deadlock looks at.
 pub const MAX_SEARCH: usize = 1_000;
-/// LockWaiters that the searches for one list look at.
+/// Waits that the searches for one list look at.
 pub const MAX_LOOKS: usize = 4_096;
 
 /// One entry of a client's list.
@@ -49,7 +49,7 @@ struct Member {
     heard: Duration,
     /// Of its last list.
     number: u64,
-    /// LockWaiters that are over, while a list on its way may still name them.
+    /// Waits that are over, while a list on its way may still name them.
     over: BTreeSet<u64>,
 }
 

@@ -33,7 +33,8 @@ impl Fair {
         Fair { reads: Turns::new(MOST), changes: Turns::new(MOST), heavy: Heavy::default(), machine }
     }
 
-    /// Waits for the turn of a session that the peer has shown to be its own, for a list that changes nothing.
+    /// Waits for the turn of a session that the peer has shown to be its own, for a list that
+    /// changes nothing.
     pub(super) async fn read_turn(&self, peer: &Peer, session: SessionId) -> Result<Option<Turn>> {
         turn_of(&self.reads, peer, session, 0).await
     }

@@ -41,7 +41,7 @@ pub(super) async fn end_leases(member: &Member) {
         if !member.recalls.next_end().await {
             continue;
         }
-        let (now, silence) = (member.env.boot(), member.recalls.silence());
+        let (now, silence) = (member.env.boot(), member.recalls.limits.silence);
         let gone = match member.recalls.asked() {
             asked if asked.is_empty() => asked,
             asked => member.with_lead(|l| Ok(l.sessions.silent(now, silence, asked))).unwrap_or_default(),

@@ -8,7 +8,7 @@ use strake_fabric::watch;
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::{call::Call, member::Member, wire::encode};
+use super::{call::Call, member::Member, recalls::bump, wire::encode};
 use crate::{
     lock_waiters::{
         Entry, LockWaiters, MAX_LOOKS, MAX_SEARCH, is_of_pages,
@@ -309,10 +309,7 @@ impl LockService {
     }
 
     fn tell_turns(&self) {
-        self.turns.send_if_modified(|n| {
-            *n += 1;
-            true
-        });
+        bump(&self.turns);
     }
 
     fn look_at(&self, now: Duration, waits: &mut LockWaiters, files: &BTreeSet<Ino>) {

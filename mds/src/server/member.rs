@@ -1,4 +1,5 @@
-//! This server as a member of the group: its log and its state, and what it alone knows while it leads.
+//! This server as a member of the group: its log, its state, and what it alone knows while it
+//! leads.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -98,8 +99,8 @@ impl Member {
         }
     }
 
-    /// What follows an evicted session's writes waits until none of them can arrive after it: `Overloaded` until all
-    /// storage servers know of the eviction.
+    /// `Overloaded` until all storage servers know of an eviction: what follows the session's writes
+    /// waits until none of them can arrive after it.
     pub(super) fn check_fence(&self, eviction: u64) -> Result<()> {
         let now = self.env.boot();
         if eviction == 0 || self.with_lead(|l| Ok(l.manager.all_know(now, eviction, &self.map())))? {

@@ -141,7 +141,7 @@ impl Table {
 /// See the module. There is a table only while this server leads.
 pub(super) struct Recalls {
     env: Env,
-    limits: Limits,
+    pub(super) limits: Limits,
     table: Mutex<Option<Table>>,
     /// On every server, for when it leads.
     evicted: Mutex<Evicted>,
@@ -163,6 +163,14 @@ impl Drop for Expected<'_> {
             t.expected.remove(&self.key);
         }
     }
+}
+
+/// Tells all who watch a counter.
+pub(super) fn bump(counter: &watch::Sender<u64>) {
+    counter.send_if_modified(|n| {
+        *n += 1;
+        true
+    });
 }
 
 impl Recalls {
@@ -208,14 +216,7 @@ impl Recalls {
         if let Some(t) = self.table.lock().take() {
             t.bells.values().for_each(|bell| bell.notify_waiters());
         }
-        self.tell_news();
-    }
-
-    fn tell_news(&self) {
-        self.news.send_if_modified(|n| {
-            *n += 1;
-            true
-        });
+        bump(&self.news);
     }
 
     /// Runs `f` on the table of the leader of this term.
@@ -243,7 +244,7 @@ impl Recalls {
             self.alarm.notify_one();
         }
         if effects.iter().any(|e| !e.ended.is_empty()) {
-            self.tell_news();
+            bump(&self.news);
         }
     }
 
@@ -276,7 +277,7 @@ impl Recalls {
             (result, before.0 && !after.0 || after.1 < before.1 || after.2 < before.2)
         })?;
         if news {
-            self.tell_news();
+            bump(&self.news);
         }
         Ok(result)
     }
@@ -419,7 +420,7 @@ impl Recalls {
             t.fences.len() < before
         })?;
         if less {
-            self.tell_news();
+            bump(&self.news);
         }
         Ok(())
     }
@@ -440,7 +441,7 @@ impl Recalls {
                 }
             }
         })?;
-        self.tell_news();
+        bump(&self.news);
         Ok(())
     }
 
@@ -607,12 +608,8 @@ impl Recalls {
 
     // --- time ---
 
-    /// How long a session is silent before it counts as gone.
-    pub(super) fn silence(&self) -> Duration {
-        self.limits.silence
-    }
-
-    /// Waits until something may end by itself. Whether that is now; if not, something was added whose end may be the next.
+    /// Waits until something may end by itself, and says whether it may now. If not, something was
+    /// added whose end may be the next.
     pub(super) async fn next_end(&self) -> bool {
         let now = self.env.boot();
         let next = self.table.lock().as_ref().and_then(|t| t.next_end(now));
@@ -648,7 +645,7 @@ impl Recalls {
         silent.extend(keep_pages.into_iter().map(|(id, _)| id));
         let late = t.reports.overdue(now, self.limits.patience, gone);
         drop(table);
-        self.tell_news();
+        bump(&self.news);
         (silent, late)
     }
 }

@@ -199,7 +199,7 @@ impl MdsServer {
         self.mds.member.node.shutdown().await;
     }
 
-    /// LockWaiters until this server has stopped by itself for good, and says why: its log or state failed, or (`NotMember`) it
+    /// Waits until this server has stopped by itself for good, and says why: its log or state failed, or (`NotMember`) it
     /// was removed from the group, which its folder then says, too. The process should end then.
     pub async fn stopped(&self) -> Error {
         let cause = self.mds.member.node.stopped().await;

@@ -10,8 +10,8 @@ use futures_util::future::join_all;
 use strake_fabric::{Buf, BufMut, Pool};
 use strake_proto::Code;
 
+use super::api::{BLOCK, Device};
 pub use super::random::{Done, random_io};
-use super::{BLOCK, Device};
 
 /// Bytes that [`all`] uses, from the start of the device.
 pub const SIZE: u64 = 8 << 20;

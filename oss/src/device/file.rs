@@ -8,8 +8,8 @@ use strake_proto::{Code, Error, Result};
 use tokio::sync::{RwLock, Semaphore};
 
 use super::{
-    Device, Meter, check_range,
-    meter::{Begun, Class},
+    api::{Device, check_range},
+    meter::{Begun, Class, Meter},
     node::Node,
 };
 

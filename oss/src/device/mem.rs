@@ -11,8 +11,8 @@ use strake_fabric::{Buf, BufMut};
 use strake_proto::{Code, Error, Result};
 
 use super::{
-    BLOCK, Device, Meter, check_range,
-    meter::{Begun, Class},
+    api::{BLOCK, Device, check_range},
+    meter::{Begun, Class, Meter},
 };
 
 type Block = Box<[u8; BLOCK as usize]>;

@@ -11,7 +11,7 @@ use strake_fabric::{Buf, Pool};
 use strake_proto::{Code, Error, Result};
 
 use super::{
-    BLOCK,
+    api::BLOCK,
     uring::passthrough::{self, Namespace},
 };
 
@@ -84,7 +84,7 @@ impl Node {
         Ok(Node { file, capacity: bytes / BLOCK * BLOCK, direct, can_discard, name, rotates, namespace: None })
     }
 
-    /// See [`Device::spare`](super::Device::spare).
+    /// See [`Device::spare`](super::api::Device::spare).
     pub(super) fn spare(&self) -> u64 {
         if !self.can_discard {
             return u64::MAX;

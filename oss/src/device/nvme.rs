@@ -3,7 +3,7 @@
 
 use strake_proto::{Code, Error, Result};
 
-use super::BLOCK;
+use super::api::BLOCK;
 
 /// I/O commands.
 pub const FLUSH: u8 = 0x00;

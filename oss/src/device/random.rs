@@ -13,7 +13,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_fabric::{Buf, Pool};
 use tokio::task::JoinSet;
 
-use super::{BLOCK, Device};
+use super::api::{BLOCK, Device};
 
 const PAGE: usize = BLOCK as usize;
 /// Each has blocks of its own, and does one thing after the other.

@@ -36,7 +36,7 @@ impl State {
     fn abort(&mut self) {
         self.headers.abort();
         self.segments.abort();
-        let freed = std::mem::take(&mut self.flushing_freed);
+        let freed = std::mem::take(&mut self.in_flush.freed);
         self.freed.extend(freed);
     }
 }
@@ -77,9 +77,9 @@ impl Engine {
             s.abort(); // of a flush whose caller went away
             s.headers.begin();
             s.segments.begin();
-            s.flushing_freed = std::mem::take(&mut s.freed);
-            s.flushing = s.committed;
-            s.flushing_bytes = s.dirty_bytes;
+            s.in_flush.freed = std::mem::take(&mut s.freed);
+            s.in_flush.committed = s.committed;
+            s.in_flush.dirty_bytes = s.dirty_bytes;
         }
         if let Err(e) = shared.device.flush().await {
             // The kernel reports a lost write once; a second flush would claim success.
@@ -174,9 +174,9 @@ impl Shared {
         s.digest = digest;
         s.headers.end();
         s.segments.end();
-        s.flushed = s.flushing;
-        s.dirty_bytes -= s.flushing_bytes;
-        let (epoch, freed) = (s.epoch, std::mem::take(&mut s.flushing_freed));
+        s.flushed = s.in_flush.committed;
+        s.dirty_bytes -= s.in_flush.dirty_bytes;
+        let (epoch, freed) = (s.epoch, std::mem::take(&mut s.in_flush.freed));
         if !freed.is_empty() {
             s.reclaim.push_back((epoch, freed));
         }

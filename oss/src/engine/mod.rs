@@ -223,6 +223,14 @@ fn add(counter: &AtomicU64, n: u64) {
     counter.fetch_add(n, Ordering::Relaxed);
 }
 
+/// What the flush that runs has of [`State`].
+#[derive(Default)]
+struct InFlush {
+    freed: Vec<Extent>,
+    committed: u64,
+    dirty_bytes: u64,
+}
+
 /// Everything that changes, under one lock that is never held over I/O.
 struct State {
     headers: Overlay<Key, Header>,
@@ -238,21 +246,18 @@ struct State {
     staging: BTreeSet<Key>,
     /// Blocks replaced by commits since the last flush began, or whose write was abandoned.
     freed: Vec<Extent>,
-    /// The same of the flush that runs.
-    flushing_freed: Vec<Extent>,
     /// Freed blocks whose flush is done, by the epoch in which it was; see [`State::epoch`].
     reclaim: VecDeque<(u64, Vec<Extent>)>,
     /// Counts flushes. A reader that began in epoch `e` may look at blocks freed in epoch `e` or later.
     epoch: u64,
     /// Readers at work by the epoch they began in.
     readers: BTreeMap<u64, usize>,
-    /// Commits so far; of them, those in the flush that runs; and those durable.
+    /// Commits so far, and those of them durable.
     committed: u64,
-    flushing: u64,
     flushed: u64,
-    /// Staged bytes not durable, and those of them in the flush that runs.
+    /// Staged bytes not durable.
     dirty_bytes: u64,
-    flushing_bytes: u64,
+    in_flush: InFlush,
     chunks: u64,
     /// Blocks of each chain's chunks, of those that have any.
     stored: BTreeMap<ChainId, u64>,

@@ -11,7 +11,7 @@ use strake_proto::{ChainId, Code, Error, Result};
 use strake_store::{Batch, MetaStore};
 
 use super::{
-    Counters, Engine, Key, Options, Shared, State, TargetIdentity,
+    Counters, Engine, InFlush, Key, Options, Shared, State, TargetIdentity,
     alloc::{Allocator, Extent, coalesce},
     chain_views,
     grants::Grants,
@@ -91,15 +91,13 @@ impl Engine {
             lost,
             staging: Default::default(),
             freed: Vec::new(),
-            flushing_freed: Vec::new(),
             reclaim: Default::default(),
             epoch: 0,
             readers: Default::default(),
             committed: 0,
-            flushing: 0,
             flushed: 0,
             dirty_bytes: 0,
-            flushing_bytes: 0,
+            in_flush: InFlush::default(),
             chunks,
             stored,
             digest,

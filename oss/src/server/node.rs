@@ -201,7 +201,7 @@ pub(super) struct InWork {
 
 impl Drop for InWork {
     fn drop(&mut self) {
-        let mut ev = self.node.evictions.lock();
+        let mut ev = self.node.revoked.evictions.lock();
         if let Some(n) = ev.in_work.get_mut(&self.session) {
             *n -= 1;
             if *n == 0 {
@@ -268,6 +268,51 @@ struct Joining {
     done: oneshot::Sender<Result<TargetId>>,
 }
 
+/// What becomes of targets: those that do not serve, and what goes on for those that do.
+#[derive(Default)]
+struct Duty {
+    /// Targets of its configuration that are out of service.
+    refused: Mutex<Vec<Arc<RefusedTarget>>>,
+    /// Those that have come back empty in this life of the server.
+    emptied: Mutex<BTreeSet<TargetId>>,
+    /// Targets that are to be registered too.
+    joining: Mutex<VecDeque<Joining>>,
+    /// What goes on for each target, by its stamp.
+    tending: Mutex<Vec<(u64, JoinHandle<()>)>>,
+}
+
+/// The metadata group that this server belongs to.
+#[derive(Default)]
+struct Group {
+    /// The cluster that it has found itself in, once it has.
+    fs: Mutex<Option<[u8; 16]>>,
+    /// Incarnation of the metadata group that it last registered with.
+    joined: AtomicU64,
+}
+
+/// Whose request is worked on next, of clients.
+pub(super) struct RequestTurns {
+    pub(super) clients: Turns,
+    /// Likewise of requests with many bytes, by these. They wait here first.
+    pub(super) bulk: Turns,
+}
+
+/// The lease that this server holds from the metadata servers.
+#[derive(Default)]
+struct Lease {
+    /// On the boot clock.
+    until: Mutex<Duration>,
+    /// Heartbeats sent. One at a time: no lease is taken from the answer to an earlier one.
+    beats: AtomicU64,
+}
+
+/// Sessions and rights that are over.
+#[derive(Default)]
+struct Revoked {
+    evictions: Mutex<Evictions>,
+    endings: RwLock<Endings>,
+}
+
 pub(super) struct Node {
     pub cfg: Config,
     pub env: Env,
@@ -278,34 +323,17 @@ pub(super) struct Node {
     pub places: Places,
     /// Changed by the task that registers them, and no other.
     targets: ArcSwap<Vec<Arc<Target>>>,
-    /// Targets of its configuration that are out of service.
-    refused_targets: Mutex<Vec<Arc<RefusedTarget>>>,
-    /// The cluster that it has found itself in, once it has.
-    fs: Mutex<Option<[u8; 16]>>,
-    /// Those that have come back empty in this life of the server.
-    emptied: Mutex<BTreeSet<TargetId>>,
-    /// Of the metadata group that it last registered with.
-    joined: AtomicU64,
-    /// Targets that are to be registered too.
-    joining: Mutex<VecDeque<Joining>>,
-    /// What goes on for each target, by its stamp.
-    tending: Mutex<Vec<(u64, JoinHandle<()>)>>,
+    duty: Duty,
+    group: Group,
     pub id: AtomicU32,
     pub map: ArcSwap<MapView>,
     /// Heartbeat now: the map is stale, or there is news.
     pub kick: Notify,
-    /// Whose request is worked on next, of clients.
-    pub clients: Turns,
-    /// Likewise of requests with many bytes, by these. They wait here first.
-    pub bulk: Turns,
+    pub turns: RequestTurns,
     pub started: Duration,
     replicas: Mutex<BTreeMap<(TargetId, ChainId), Arc<Replica>>>,
-    /// On the boot clock.
-    lease_until: Mutex<Duration>,
-    /// Heartbeats sent. One at a time: no lease is taken from the answer to an earlier one.
-    beats: AtomicU64,
-    evictions: Mutex<Evictions>,
-    endings: RwLock<Endings>,
+    lease: Lease,
+    revoked: Revoked,
     next_op: AtomicU64,
     stopped: AtomicBool,
     /// One map at a time, in order.
@@ -322,15 +350,13 @@ impl Node {
         let Parts { env, fabric, targets, cap_key } = parts;
         let targets = targets.into_iter().map(|e| Target::new(e, env.random_u64())).collect();
         Arc::new(Node {
-            clients: Turns::shared(cfg.max_requests, SHARED),
-            bulk: Turns::shared(BULK, BULK_SHARED),
+            turns: RequestTurns {
+                clients: Turns::shared(cfg.max_requests, SHARED),
+                bulk: Turns::shared(BULK, BULK_SHARED),
+            },
             targets: ArcSwap::from_pointee(targets),
-            refused_targets: Mutex::new(refused),
-            fs: Mutex::default(),
-            emptied: Mutex::default(),
-            joined: AtomicU64::new(0),
-            joining: Mutex::default(),
-            tending: Mutex::default(),
+            duty: Duty { refused: Mutex::new(refused), ..Duty::default() },
+            group: Group::default(),
             pool: fabric.pool().clone(),
             cap_key,
             peers,
@@ -340,10 +366,8 @@ impl Node {
             kick: Notify::new(),
             started: env.boot(),
             replicas: Mutex::default(),
-            lease_until: Mutex::default(),
-            beats: AtomicU64::new(0),
-            evictions: Mutex::default(),
-            endings: RwLock::default(),
+            lease: Lease::default(),
+            revoked: Revoked::default(),
             next_op: AtomicU64::new(1),
             stopped: AtomicBool::new(false),
             applying: Mutex::default(),
@@ -354,8 +378,8 @@ impl Node {
 
     /// A session is active here: what others have in work is bounded.
     pub(super) fn note(&self, session: SessionId) {
-        self.clients.note(session);
-        self.bulk.note(session);
+        self.turns.clients.note(session);
+        self.turns.bulk.note(session);
     }
 
     pub(super) fn next_op(&self) -> u64 {
@@ -363,7 +387,7 @@ impl Node {
     }
 
     pub(super) fn lease_left(&self) -> Duration {
-        self.lease_until.lock().saturating_sub(self.env.boot())
+        self.lease.until.lock().saturating_sub(self.env.boot())
     }
 
     pub(super) fn check_lease(&self) -> Result<()> {
@@ -375,7 +399,7 @@ impl Node {
     }
 
     pub(super) fn check_session(&self, session: SessionId, epoch: u64) -> Result<()> {
-        let evictions = self.evictions.lock();
+        let evictions = self.revoked.evictions.lock();
         let evicted = evictions.min_epoch.get(&session).is_some_and(|(min, _)| epoch < *min);
         if evicted || session < evictions.below.0 {
             return Err(Error::new(Code::NoSession, format!("session {session:x} was evicted")));
@@ -385,7 +409,7 @@ impl Node {
 
     /// The rights of a capability that have not ended.
     pub(super) fn rights_left(&self, c: &Capability) -> Rights {
-        if self.cfg.end_capabilities { self.endings.read().left(c) } else { c.rights }
+        if self.cfg.end_capabilities { self.revoked.endings.read().left(c) } else { c.rights }
     }
 
     /// How late it is here, for updates to say; `None`: they live for ever.
@@ -396,7 +420,7 @@ impl Node {
 
     /// To be held while an update of a session is in work, from before it is checked whether that was evicted.
     pub(super) fn in_work(self: &Arc<Self>, session: SessionId) -> InWork {
-        *self.evictions.lock().in_work.entry(session).or_default() += 1;
+        *self.revoked.evictions.lock().in_work.entry(session).or_default() += 1;
         InWork { node: self.clone(), session }
     }
 
@@ -460,7 +484,7 @@ impl Node {
         let env = &self.env;
         let scrub = env.spawn(scrub::run(self.clone(), target.clone()));
         let heal = env.spawn(scrub::heal(self.clone(), target.clone()));
-        self.tending.lock().extend([env.spawn(flush), scrub, heal].map(|task| (target.stamp, task)));
+        self.duty.tending.lock().extend([env.spawn(flush), scrub, heal].map(|task| (target.stamp, task)));
     }
 
     /// Has one more target registered while the others serve; its number. An error leaves all as it was here; whether the metadata servers
@@ -469,7 +493,7 @@ impl Node {
         let (done, answer) = oneshot::channel();
         let target = Target::new(engine, self.env.random_u64());
         {
-            let mut joining = self.joining.lock();
+            let mut joining = self.duty.joining.lock();
             if !self.stopped() {
                 joining.push_back(Joining { target, until: Instant::now() + JOIN, done });
             }
@@ -479,13 +503,13 @@ impl Node {
     }
 
     pub(super) fn refused_targets(&self) -> Vec<Arc<RefusedTarget>> {
-        self.refused_targets.lock().clone()
+        self.duty.refused.lock().clone()
     }
 
     /// Has what is out come back.
     pub(super) fn look_after(self: &Arc<Self>, refused: Arc<RefusedTarget>) {
         let task = self.env.spawn(refused_targets::come_back(self.clone(), refused));
-        self.tending.lock().push((0, task));
+        self.duty.tending.lock().push((0, task));
     }
 
     /// Targets whose tables cannot be read have left their chains. When nothing of theirs is needed they are as those that were found so at the start.
@@ -505,8 +529,8 @@ impl Node {
         let others = self.targets().iter().filter(|o| !Arc::ptr_eq(o, t)).cloned().collect();
         self.targets.store(Arc::new(others));
         self.replicas.lock().retain(|(id, _), _| *id != t.id());
-        self.tending.lock().extract_if(.., |(stamp, _)| *stamp == t.stamp).for_each(|(_, task)| task.abort());
-        self.refused_targets.lock().push(refused.clone());
+        self.duty.tending.lock().extract_if(.., |(stamp, _)| *stamp == t.stamp).for_each(|(_, task)| task.abort());
+        self.duty.refused.lock().push(refused.clone());
         self.look_after(refused);
     }
 
@@ -530,7 +554,7 @@ impl Node {
 
     /// The cluster that it is in, once that is known.
     pub(super) fn fs(&self) -> Option<[u8; 16]> {
-        *self.fs.lock()
+        *self.group.fs.lock()
     }
 
     /// Folders that an administrator has taken out of the configuration are not looked after any more; the others are looked at now, those of
@@ -542,7 +566,7 @@ impl Node {
                 self.take_out(t, RefusedTarget::refused(path, why));
             }
         }
-        self.refused_targets.lock().retain(|o| configured.iter().any(|t| t.path == o.path));
+        self.duty.refused.lock().retain(|o| configured.iter().any(|t| t.path == o.path));
         for o in self.refused_targets() {
             configured.iter().filter(|t| t.path == o.path).for_each(|t| o.look_again(t));
         }
@@ -550,9 +574,9 @@ impl Node {
 
     /// A target that was out serves again; empty at first, if its table was lost.
     pub(super) fn is_back(&self, refused: &Arc<RefusedTarget>, id: TargetId, is_empty: bool) {
-        self.refused_targets.lock().retain(|o| !Arc::ptr_eq(o, refused));
+        self.duty.refused.lock().retain(|o| !Arc::ptr_eq(o, refused));
         if is_empty {
-            self.emptied.lock().insert(id);
+            self.duty.emptied.lock().insert(id);
         } else {
             tracing::info!("target {id} is back in service: {}", refused.path.display());
         }
@@ -616,7 +640,7 @@ impl Node {
 
     /// The latest incarnation of the metadata group that one of its targets has belonged to, or the server itself.
     fn incarnation(&self) -> Incarnation {
-        let joined = self.joined.load(Ordering::Acquire);
+        let joined = self.group.joined.load(Ordering::Acquire);
         let known = self.identities().into_iter().map(|id| id.incarnation).chain([joined]);
         known.map(Incarnation).max_by_key(|i| i.era()).unwrap_or_default()
     }
@@ -642,14 +666,14 @@ impl Node {
     /// Gives up its lease and its replicas, which hold on to this node.
     pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
-        *self.lease_until.lock() = Duration::ZERO;
-        self.joining.lock().clear(); // who waits is told
+        *self.lease.until.lock() = Duration::ZERO;
+        self.duty.joining.lock().clear(); // who waits is told
         self.replicas.lock().clear();
     }
 
     /// What went on for its targets, to be waited for.
     pub(super) fn untended(&self) -> Vec<JoinHandle<()>> {
-        let tasks = std::mem::take(&mut *self.tending.lock());
+        let tasks = std::mem::take(&mut *self.duty.tending.lock());
         tasks.iter().for_each(|(_, task)| task.abort());
         tasks.into_iter().map(|(_, task)| task).collect()
     }
@@ -685,7 +709,7 @@ impl Node {
         };
         let refused = self.refused();
         let mut notices: Vec<String> = refused.iter().map(refused_targets::notice).collect();
-        for id in self.emptied.lock().iter() {
+        for id in self.duty.emptied.lock().iter() {
             notices.push(format!(
                 "target {id} had lost its chunk table since this server started, or before; it came back empty and is filled from other replicas"
             ));

@@ -202,9 +202,9 @@ impl OssService {
         node.note(session);
         let bulk = match bytes / HEAVY {
             0 => None,
-            weight => Some(node.bulk.take(&peer.addr, session, weight, TURN_WAIT).await?),
+            weight => Some(node.turns.bulk.take(&peer.addr, session, weight, TURN_WAIT).await?),
         };
-        Ok((bulk, node.clients.take(&peer.addr, session, 1, TURN_WAIT).await?))
+        Ok((bulk, node.turns.clients.take(&peer.addr, session, 1, TURN_WAIT).await?))
     }
 
     fn open_cap(&self, r: &DataRequest) -> Result<Capability> {

@@ -6,7 +6,11 @@ use strake_proto::{Code, Result};
 use tokio::runtime::RuntimeFlavor;
 
 use super::{
-    super::{Committed, Config, LogImage, core::is_only_voter, log::entry_cost},
+    super::{
+        core::is_only_voter,
+        log::{LogImage, entry_cost},
+        types::{Committed, Config},
+    },
     Driver, conf_bytes,
     log_queue::{Event, Job},
     stall::ToApply,

@@ -1,105 +1,15 @@
 //! The bulk copy of a state, out to a member that is behind and in from the leader.
 
-use std::collections::BTreeMap;
-
 use protobuf::Message as _;
-use raft::eraftpb::{ConfState, Message, SnapshotMetadata};
+use raft::eraftpb::{ConfState, Message};
 use strake_proto::{Code, Error, Result, pb};
-use tokio::task::JoinHandle;
 
 use super::{
-    super::{
-        StateMachine,
-        snapshot::{self, Incoming, Outgoing},
-    },
+    super::snapshot::{self, Incoming, Outgoing},
     Driver, conf_bytes,
     inputs::Reply,
     log_queue::{Event, Job},
 };
-
-/// Copies of a state that are under way.
-#[derive(Default)]
-pub(super) struct Copies {
-    /// On their way out: peer → (id, index, task).
-    outgoing: BTreeMap<u64, (u64, u64, JoinHandle<()>)>,
-    incoming: Option<Incoming>,
-}
-
-impl Copies {
-    pub(super) fn abort(&self) {
-        self.outgoing.values().for_each(|(_, _, task)| task.abort());
-    }
-
-    pub(super) fn abort_and_forget(&mut self) {
-        self.abort();
-        self.outgoing.clear();
-    }
-
-    pub(super) fn is_sending(&self, to: u64) -> bool {
-        self.outgoing.contains_key(&to)
-    }
-
-    /// A task that sends has ended. Whether that was the last copy to this peer.
-    pub(super) fn sent(&mut self, to: u64, id: u64) -> bool {
-        let last = self.outgoing.get(&to).is_some_and(|o| o.0 == id);
-        if last {
-            self.outgoing.remove(&to);
-        }
-        last
-    }
-
-    /// The lowest entry that a copy on its way out is of.
-    pub(super) fn oldest(&self) -> Option<u64> {
-        self.outgoing.values().map(|o| o.1).min()
-    }
-
-    /// Whether all of this copy has come.
-    pub(super) fn has_come(&self, from: u64, id: Option<u64>, meta: &SnapshotMetadata) -> bool {
-        self.incoming.as_ref().is_some_and(|i| {
-            i.complete && i.from == from && Some(i.id) == id && (i.index, i.term) == (meta.index, meta.term)
-        })
-    }
-
-    fn expects(&self, chunk: &pb::SnapshotChunk) -> bool {
-        self.incoming.as_ref().is_some_and(|i| {
-            i.first.is_none() && !i.complete && (i.from, i.id, i.next) == (chunk.from, chunk.snapshot, chunk.number)
-        })
-    }
-
-    /// The log says that the state is void; from here on it may be overwritten.
-    pub(super) fn restore_marked(&mut self, sm: &dyn StateMachine, id: u64) -> Result<()> {
-        let first = self.incoming.as_mut().filter(|i| i.id == id).and_then(|i| i.first.take());
-        let Some((chunk, reply)) = first else { return Ok(()) };
-        match sm.restore_begin() {
-            Ok(()) => self.take_pairs(sm, chunk, reply),
-            Err(e) if comes_again(&e) => {
-                self.incoming = None;
-                let _ = reply.send(Err(e));
-                Ok(())
-            }
-            Err(e) => Err(e.context("dropping the old state")),
-        }
-    }
-
-    fn take_pairs(&mut self, sm: &dyn StateMachine, chunk: pb::SnapshotChunk, reply: Reply) -> Result<()> {
-        let pairs = chunk.pairs.into_iter().map(|p| (p.key, p.value)).collect();
-        match sm.restore_pairs(pairs) {
-            Ok(()) => {
-                if let Some(i) = &mut self.incoming {
-                    (i.next, i.complete) = (chunk.number + 1, chunk.last);
-                }
-                let _ = reply.send(Ok(()));
-                Ok(())
-            }
-            Err(e) if comes_again(&e) => {
-                self.incoming = None;
-                let _ = reply.send(Err(e));
-                Ok(())
-            }
-            Err(e) => Err(e.context("taking over the leader's state")),
-        }
-    }
-}
 
 impl Driver {
     pub(super) fn finish_restore(&mut self, index: u64, term: u64, conf: &ConfState) -> Result<()> {
@@ -176,9 +86,4 @@ impl Driver {
         }
         self.copies.take_pairs(&*self.sm, chunk, reply)
     }
-}
-
-/// The leader will send the copy again: when there is space, the old state is not read any more, or what was damaged is gone.
-fn comes_again(e: &Error) -> bool {
-    matches!(e.code, Code::NoSpc | Code::Busy | Code::Corrupt)
 }

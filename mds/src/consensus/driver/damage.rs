@@ -9,28 +9,6 @@ use super::Driver;
 /// what was left of its state, and can be elected where the others gave up theirs as well.
 const PATIENCE: u32 = 100;
 
-/// What is wrong with the state.
-#[derive(Default)]
-pub(super) struct Damage {
-    /// Until the state is replaced.
-    pub found: Option<Error>,
-    /// How often something was found.
-    pub count: u64,
-    /// Ticks without a state and without a leader.
-    leaderless_ticks: u32,
-}
-
-impl Damage {
-    /// Reported and counted once, until the state is replaced.
-    pub(super) fn note(&mut self, e: Error) {
-        if self.found.is_none() {
-            tracing::error!("the state of this metadata server is damaged: {e}");
-            self.count += 1;
-            self.found = Some(e);
-        }
-    }
-}
-
 impl Driver {
     /// Gives up a state that is damaged, once another member is known to have one.
     pub(super) fn mind_damage(&mut self) {

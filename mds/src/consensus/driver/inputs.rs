@@ -7,7 +7,7 @@ use strake_fabric::{Endpoint, watch};
 use strake_proto::{Error, Result, pb};
 use tokio::sync::{mpsc, oneshot};
 
-use super::super::{MemberChange, members::Group, reads, transport::Word};
+use super::super::{members::Group, reads, transport::Word, types::MemberChange};
 
 pub(super) type Reply = oneshot::Sender<Result<()>>;
 

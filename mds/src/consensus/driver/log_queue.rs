@@ -10,7 +10,10 @@ use tokio::{
     task::JoinHandle,
 };
 
-use super::super::{LogOp, LogStore, health::SlowLog};
+use super::super::{
+    health::SlowLog,
+    log::{LogOp, LogStore},
+};
 
 /// Batches on their way to the log.
 pub(super) const MAX_UNPERSISTED: usize = 16;

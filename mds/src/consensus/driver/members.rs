@@ -1,16 +1,17 @@
 //! The driver's part in changes of the members and of the leadership: what it knows of the others, and what follows from it.
 
-use std::{collections::BTreeMap, sync::atomic::Ordering::Relaxed, time::Duration};
+use std::{sync::atomic::Ordering::Relaxed, time::Duration};
 
 use strake_proto::{Code, Error, Result};
 
 use super::{
     super::{
-        MemberChange,
-        members::{DISK_FULL, DISK_SLOW, Group, Member},
+        members::{DISK_FULL, DISK_SLOW, Group, Member, not_member},
+        types::MemberChange,
     },
     Driver,
     inputs::{Batch, Reply},
+    standing::PeerProgress,
     waiters::Waiter,
 };
 
@@ -19,28 +20,6 @@ use super::{
 const LINGER: u32 = 6;
 /// A leader is in office for so many election timeouts before it hands on because of its disk, and between two tries.
 const OFFICE: u32 = 40;
-
-/// What was last heard of another member.
-struct PeerProgress {
-    at: Duration,
-    applied: u64,
-    disk: u32,
-}
-
-/// How this member stands in the group: whether it should lead, and whether it still belongs to it.
-#[derive(Default)]
-pub(super) struct Standing {
-    peer_progress: BTreeMap<u64, PeerProgress>,
-    /// Term and whether this member led, when last looked.
-    pub was: (u64, bool),
-    /// When this member began to lead, and when it last handed on because of its disk.
-    pub led_since: Duration,
-    yielded: Duration,
-    /// Since when its disk is slow or full.
-    unfit: Option<Duration>,
-    /// Ticks since this member applied its own removal.
-    pub removed: Option<u32>,
-}
 
 impl Driver {
     fn election(&self) -> Duration {
@@ -177,11 +156,4 @@ impl Driver {
             self.core.transfer(to);
         }
     }
-}
-
-/// The end of a member that is one no longer.
-pub(super) fn not_member(id: u64) -> Error {
-    let m =
-        format!("metadata server {id} was removed from its group; its folder is of no more use, and its id is spent");
-    Error::new(Code::NotMember, m)
 }

@@ -25,7 +25,7 @@ use super::{
     env::Env,
     transport::{TransportId, Way},
 };
-use crate::device::nvme::Format;
+use crate::device::{api::BLOCK, nvme::Format};
 
 /// How often the admin queue is looked at: it sends the keep-alives that fabrics want every few seconds.
 const LOOK: Duration = Duration::from_millis(500);
@@ -157,7 +157,7 @@ impl Controller {
     pub(super) fn most(&self) -> u64 {
         // SAFETY: an active namespace of a connected controller.
         let most = unsafe { (self.env.api.spdk_nvme_ns_get_max_io_xfer_size)(self.namespace) };
-        u64::from(most).min(1 << 20) / super::BLOCK * super::BLOCK
+        u64::from(most).min(1 << 20) / BLOCK * BLOCK
     }
 
     /// Whether what it acknowledged can be lost before a flush.

@@ -15,6 +15,7 @@ use super::{
     ffi::{self, Api},
     transport::{PciAddress, TransportId, Way},
 };
+use crate::device::api::BLOCK;
 
 /// Regions registered at most: 4 GiB of buffers.
 const MAX_REGIONS: usize = 1024;
@@ -197,7 +198,7 @@ impl Env {
     /// Memory that every controller reaches.
     pub(super) fn allocate(&'static self, len: usize) -> Option<Dma> {
         // SAFETY: no address is asked for, so none is written.
-        let at = unsafe { (self.api.spdk_dma_zmalloc)(len, super::super::BLOCK as usize, ptr::null_mut()) };
+        let at = unsafe { (self.api.spdk_dma_zmalloc)(len, BLOCK as usize, ptr::null_mut()) };
         ptr::NonNull::new(at.cast()).map(|at| Dma { env: self, at, len })
     }
 }

@@ -38,7 +38,11 @@ use tokio::sync::{OwnedRwLockReadGuard, OwnedSemaphorePermit, RwLock, Semaphore,
 use transport::Way;
 pub use transport::{PREFIX, TransportId};
 
-use super::{BLOCK, Device, Meter, check_range, nvme::Format};
+use super::{
+    api::{BLOCK, Device, check_range},
+    meter::Meter,
+    nvme::Format,
+};
 
 /// Operations at a time for each CPU.
 const DEPTH: usize = 256;

@@ -23,7 +23,11 @@ use strake_fabric::{Buf, BufMut, Pool};
 use strake_proto::{Code, Error, Result};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
-use super::{Device, Meter, check_range, node::Node};
+use super::{
+    api::{Device, check_range},
+    meter::Meter,
+    node::Node,
+};
 
 /// Operations in the kernel at a time, unless told otherwise.
 pub(super) const DEPTH: usize = 256;

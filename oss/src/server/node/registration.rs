@@ -28,7 +28,7 @@ const REGISTER_TIMEOUT: Duration = Duration::from_secs(5);
 impl Node {
     /// One attempt to register the first target that is to join.
     async fn join(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) {
-        let Some(j) = self.joining.lock().pop_front() else { return };
+        let Some(j) = self.duty.joining.lock().pop_front() else { return };
         match self.register_with(mds, listening, Some(&j.target)).await {
             Ok(()) => {
                 tracing::info!("target {} is registered", j.target.id());
@@ -40,7 +40,7 @@ impl Node {
             }
             Err(e) => {
                 tracing::warn!("a new target is not registered yet, trying again: {e}");
-                self.joining.lock().push_back(j);
+                self.duty.joining.lock().push_back(j);
             }
         }
     }
@@ -110,7 +110,7 @@ impl Node {
         // Those that serve need their next heartbeat before their lease is over.
         let patience = new.map_or(REGISTER_TIMEOUT, |_| Duration::from_millis(self.cfg.heartbeat_ms));
         let now = Self::newest(mds, &map, patience).await?;
-        *self.fs.lock() = now.fs_uuid[..].try_into().ok();
+        *self.group.fs.lock() = now.fs_uuid[..].try_into().ok();
         self.refuse_unfit(&now);
         if let Some(new) = new {
             self.check_fit(new, &now)?;
@@ -153,10 +153,10 @@ impl Node {
             }
             t.id.store(*id, Ordering::Release);
         }
-        if self.joined.swap(now, Ordering::AcqRel) != now {
+        if self.group.joined.swap(now, Ordering::AcqRel) != now {
             // Another log: what is known of it is nothing, and all sessions of before are evicted.
-            *self.endings.write() = Endings::default();
-            *self.lease_until.lock() = Duration::ZERO;
+            *self.revoked.endings.write() = Endings::default();
+            *self.lease.until.lock() = Duration::ZERO;
         }
         self.id.store(r.node, Ordering::Release);
         if new.is_some() {
@@ -241,11 +241,11 @@ impl Node {
             map_version,
             targets: self.targets().iter().map(report).collect(),
             unreachable: self.peers.unreachable(),
-            evicted_seen: self.evictions.lock().over(),
+            evicted_seen: self.revoked.evictions.lock().over(),
             incarnation: self.incarnation().0,
             leaseless: self.lease_left().is_zero(),
-            number: self.beats.fetch_add(1, Ordering::Relaxed) + 1,
-            endings_known: self.cfg.end_capabilities.then(|| self.endings.read().known()),
+            number: self.lease.beats.fetch_add(1, Ordering::Relaxed) + 1,
+            endings_known: self.cfg.end_capabilities.then(|| self.revoked.endings.read().known()),
         }
     }
 
@@ -258,7 +258,7 @@ impl Node {
         let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to a heartbeat: {e}"));
         let r = pb::HeartbeatReply::decode(&m.body[..]).map_err(bad)?;
         {
-            let mut ev = self.evictions.lock();
+            let mut ev = self.revoked.evictions.lock();
             r.evicted.iter().for_each(|e| ev.add(e));
         }
         // The map first: a lease must not cover what the answer has just taken away.
@@ -268,7 +268,7 @@ impl Node {
         self.step_out(&r.step_out);
         let more_ended = r.endings.as_ref().is_some_and(|e| e.more);
         if let Some(endings) = r.endings.filter(|_| self.cfg.end_capabilities) {
-            self.endings.write().take(&endings);
+            self.revoked.endings.write().take(&endings);
         }
         if r.evicted.len() >= MAX_EVICTED || more_ended {
             // More may be pending: after a restart a lease would let sessions in that were evicted long ago, and rights that ended.
@@ -281,7 +281,7 @@ impl Node {
         }
         // Clocks may differ in their rates by a tenth, as those of clients may.
         let until = sent + Duration::from_millis(u64::from(r.lease_ms)) / 10 * 9;
-        let mut lease = self.lease_until.lock();
+        let mut lease = self.lease.until.lock();
         *lease = until.max(*lease);
         Ok(())
     }
@@ -297,7 +297,7 @@ impl Node {
 
     /// Others cannot reach this node. The metadata server need not wait for the end of the lease once it is told.
     fn give_up_lease(&self) {
-        let before = std::mem::take(&mut *self.lease_until.lock());
+        let before = std::mem::take(&mut *self.lease.until.lock());
         if before > self.env.boot() {
             tracing::warn!("other storage servers cannot reach this one; it gives its lease up");
             self.kick.notify_one();

@@ -1,0 +1,131 @@
+//! What a group of members is told and asked, and the state machine that it drives.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use bytes::Bytes;
+use strake_fabric::Endpoint;
+use strake_proto::{Incarnation, Result};
+
+/// A log entry that a majority holds. `data` is empty for a leader's first entry and for membership changes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Committed {
+    pub index: u64,
+    pub term: u64,
+    pub data: Bytes,
+}
+
+/// A frozen view of the applied state and what it is a view of.
+pub struct StateSnapshot {
+    /// Index and term of the last entry applied to it.
+    pub index: u64,
+    pub term: u64,
+    /// The membership as of that entry, as given to [`StateMachine::apply`].
+    pub conf_state: Vec<u8>,
+    pub view: Box<dyn strake_store::Reader>,
+}
+
+/// What is replicated. All methods are called from one task, except `sync` and reads of a snapshot's view.
+pub trait StateMachine: Send + Sync + 'static {
+    /// Index and term of the last applied entry; zeros at first.
+    fn applied(&self) -> (u64, u64);
+    /// The membership kept with the applied state, empty at first. Opaque bytes.
+    fn conf_state(&self) -> Vec<u8>;
+    /// Applies in order, in one atomic commit that also records `last` and, if given, the membership. One reply per
+    /// entry, in order. Needs not be durable. `NoSpc` and `Corrupt` mean that nothing was applied and that the same call may be
+    /// repeated: there is no space, or the state is damaged. Any other error stops the node, `Corrupt` that of the only voter.
+    fn apply(&self, entries: Vec<Committed>, last: (u64, u64), conf_state: Option<Vec<u8>>) -> Result<Vec<Bytes>>;
+    /// Makes the applied state durable; the log is cut only after that.
+    fn sync(&self) -> Result<()>;
+    fn snapshot(&self) -> Result<StateSnapshot>;
+    /// Whether the state says that a member of this id was removed from the group. True for ever then.
+    fn is_former(&self, _id: u64) -> bool {
+        false
+    }
+    /// Which life of the group the state is of; `None` while there is no state.
+    fn incarnation(&self) -> Option<Incarnation> {
+        None
+    }
+    /// The state is lost, and will be replaced by a copy: until `restore_end` nobody may be told of it.
+    fn void(&self) {}
+    /// What is wrong with the state, if it was found damaged since it was begun: what is read from here is an error or whole, but
+    /// some of it is missing. Such a state is given up where another member has one.
+    fn damage(&self) -> Option<strake_proto::Error> {
+        None
+    }
+    /// Forgets everything: pairs of another member's state follow. Until `restore_end` the state is never read. `Busy`: an old
+    /// view of it still is; try again.
+    fn restore_begin(&self) -> Result<()>;
+    fn restore_pairs(&self, pairs: Vec<(Bytes, Bytes)>) -> Result<()>;
+    fn restore_end(&self, index: u64, term: u64, conf_state: Vec<u8>) -> Result<()>;
+}
+
+/// How a member behaves. [`Config::new`] has the defaults.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// This member; never 0, never used again after the member was removed or lost its log.
+    pub id: u64,
+    /// Which cluster; batches of another one are refused.
+    pub cluster: [u8; 16],
+    /// Where the other members are. Those added later come with the change that adds them, or by [`Node::set_peer`](super::Node::set_peer).
+    pub peers: BTreeMap<u64, Endpoint>,
+    /// One tick. Election and heartbeat are counted in ticks.
+    pub tick: Duration,
+    pub heartbeat_ticks: usize,
+    /// A member that hears nothing for a random number of ticks in `min..max` asks to be elected.
+    pub election_ticks: (usize, usize),
+    /// Append messages on their way to one follower.
+    pub max_inflight: usize,
+    /// Longest entry that may be proposed, bytes.
+    pub max_entry: usize,
+    /// Bytes of entries not yet committed beyond which proposals are refused as `Overloaded`.
+    pub max_uncommitted: u64,
+    /// The log is cut when it holds more bytes or entries than this (about half is kept for slow followers).
+    pub log_bytes: usize,
+    pub log_entries: usize,
+    /// Proposals and reads that wait for the driver, each; more are `Overloaded`.
+    pub queue: usize,
+    /// A log write that takes longer is late; see [`health`](super::health). Zero: none is.
+    pub slow_write: Duration,
+}
+
+impl Config {
+    pub fn new(id: u64, cluster: [u8; 16], peers: BTreeMap<u64, Endpoint>) -> Config {
+        Config {
+            id,
+            cluster,
+            peers,
+            tick: Duration::from_millis(50),
+            heartbeat_ticks: 2,
+            election_ticks: (8, 13),
+            max_inflight: 64,
+            max_entry: 2 << 20,
+            max_uncommitted: 32 << 20,
+            log_bytes: 64 << 20,
+            log_entries: 100_000,
+            queue: 4096,
+            slow_write: Duration::from_millis(300),
+        }
+    }
+}
+
+/// Who leads, as this member sees it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Leadership {
+    pub term: u64,
+    /// 0: not known.
+    pub leader: u64,
+    /// This member leads, has applied an entry of its own term, and is not handing leadership over.
+    pub ready: bool,
+    /// When this became so (time since boot, see [`strake_fabric::Env::boot`]).
+    pub since: Duration,
+}
+
+/// A change of the group's members. Each is one log entry; one at a time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MemberChange {
+    /// Starts to copy everything to a new member, which does not vote yet.
+    AddLearner { id: u64, endpoint: Endpoint },
+    /// Learners that have caught up vote, and members go, all in one step (joint consensus where it is more than one): no
+    /// moment with a smaller quorum. Not the leader itself.
+    Step { promote: Vec<u64>, remove: Vec<u64> },
+}
