@@ -46,7 +46,7 @@ pub struct Checker {
     creds: Creds,
     mds: Vec<Endpoint>,
     connections: BTreeMap<NodeId, Arc<dyn Connection>>,
-    progress: Box<dyn FnMut(String) + Send>,
+    pub(crate) progress: Box<dyn FnMut(String) + Send>,
     repairs: bool,
 }
 

@@ -50,8 +50,7 @@ pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
         let mds = mds.iter().map(|e| e.parse()).collect::<Result<Vec<Endpoint>>>()?;
         let progress = Arc::new(Mutex::new(Progress::new()));
         let say = progress.clone();
-        let mut checker =
-            Checker::new(client, Arc::new(fabric), mds, args.repair, move |line| say.lock().say(line));
+        let mut checker = Checker::new(client, Arc::new(fabric), mds, args.repair, move |line| say.lock().say(line));
         let result = async {
             let outcome = checker.run(args.read_data).await?;
             let fates = if args.repair { Some(checker.repair(&outcome).await?) } else { None };

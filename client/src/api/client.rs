@@ -1,5 +1,6 @@
 //! The client as its callers see it.
 
+use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 
 use strake_fabric::{Endpoint, Env, Fabric, Road, traffic};
@@ -30,35 +31,39 @@ impl Client {
     /// Connects and opens a session. Waits up to [`Config::connect_timeout`] for a metadata leader.
     ///
     /// `Unauthenticated` when the key is another cluster's, `TimedOut` when no leader answers.
-    pub async fn connect(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Result<Client> {
-        let core = Core::new(cfg, env, fabric);
-        core.metadata.session_within(core.shared.cfg.connect_timeout).await?;
-        // Says hello: leases are there from the beginning. If this fails, the next renewal does it.
-        core.metadata.clone().renew().await;
-        background::start(&core);
-        Ok(Client { core })
+    pub fn connect(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> BoxFuture<'static, Result<Client>> {
+        Box::pin(async move {
+            let core = Core::new(cfg, env, fabric);
+            core.metadata.session_within(core.shared.cfg.connect_timeout).await?;
+            // Says hello: leases are there from the beginning. If this fails, the next renewal does it.
+            core.metadata.clone().renew().await;
+            background::start(&core);
+            Ok(Client { core })
+        })
     }
 
     /// Makes everything written stable, then ends the session, if it can be reached within seconds; open files are closed by that.
     /// An error is of data that was lost. The client does nothing afterwards, even if this fails.
-    pub async fn close(&self) -> Result<()> {
-        let core = self.core.clone();
-        let closing = async move {
-            let mut outcome = Ok(());
-            // What is held back keeps its file.
-            for inode in core.files.live_inodes() {
-                outcome = outcome.and(core.sync_inode(&inode).await);
-            }
-            // The end of the session makes up for it.
-            let _ = tokio::time::timeout(RELEASING, core.files.clone().send_releases()).await;
-            if let Err(e) = core.metadata.end_session().await {
-                tracing::info!("the session will end by itself: {e}");
-            }
-            core.shared.set_closed();
-            core.storage.close();
-            outcome
-        };
-        self.core.shared.detached(closing).await
+    pub fn close<'a>(&'a self) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let core = self.core.clone();
+            let closing = async move {
+                let mut outcome = Ok(());
+                // What is held back keeps its file.
+                for inode in core.files.live_inodes() {
+                    outcome = outcome.and(core.sync_inode(&inode).await);
+                }
+                // The end of the session makes up for it.
+                let _ = tokio::time::timeout(RELEASING, core.files.clone().send_releases()).await;
+                if let Err(e) = core.metadata.end_session().await {
+                    tracing::info!("the session will end by itself: {e}");
+                }
+                core.shared.set_closed();
+                core.storage.close();
+                outcome
+            };
+            self.core.shared.detached(closing).await
+        })
     }
 
     /// The newest cluster map this client has.

@@ -2,6 +2,7 @@
 //!
 //! Mutations run to their end even if the caller's future is dropped.
 
+use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
@@ -327,68 +328,70 @@ impl Core {
     }
 
     /// `by_handle`: through a handle that is open for writing.
-    pub(crate) async fn setattr(
-        self: &Arc<Self>,
-        creds: &pb::Creds,
+    pub(crate) fn setattr<'a>(
+        self: &'a Arc<Self>,
+        creds: &'a pb::Creds,
         mut set: pb::SetAttr,
         by_handle: bool,
-    ) -> Result<pb::Attr> {
-        set.holes = set.size.is_some();
-        let inode = self.files.live_inode(set.ino);
-        let size = set.size;
-        // Nobody has pages beyond the end then, unless the lock is lost before the file is cut. It cannot be kept so long: who is asked
-        // for a report before may wait for it.
-        let used = match size {
-            Some(_) => Some(self.use_to_change(set.ino).await?.over()),
-            None => None,
-        };
-        // Own writes count as made before, those too that were not sent.
-        let bar = inode.as_ref().filter(|_| size.is_some()).map(Back::bar);
-        if let Some(i) = &inode {
-            self.writeback.send_held(i).await;
-        }
-        // A new size waits for writes under way and holds later ones up; what was read ahead goes.
-        let guard = match (&inode, size) {
-            (Some(i), Some(_)) => Some(i.ranges.lock_all().await),
-            _ => None,
-        };
-        if let (Some(i), Some(_)) = (&inode, size) {
-            self.updates.fence(i).await?;
-        }
-        if let Some(i) = &inode {
-            // Own writes count as made before: an mtime set now must stay.
-            self.files.push_size(i).await?;
-        }
-        let ops = vec![op(pb::op::Op::Setattr(set))];
-        let r = if by_handle {
-            self.files.meta_as_opener(creds, ops).await?
-        } else {
-            ok(self.metadata.meta(creds, ops).await?)?
-        };
-        let r = one(r)?;
-        if r.pages {
-            self.pages.mark(r.ino);
-        }
-        let (ino, attr) = (r.ino, attr_of(r)?);
-        let cut = async {
-            if used.is_some_and(|used| !self.pages.lasts(ino, used))
-                && let Err(e) = self.use_to_change(ino).await
-            {
-                tracing::warn!(ino, "others may have pages of a file that was cut: {e}");
+    ) -> BoxFuture<'a, Result<pb::Attr>> {
+        Box::pin(async move {
+            set.holes = set.size.is_some();
+            let inode = self.files.live_inode(set.ino);
+            let size = set.size;
+            // Nobody has pages beyond the end then, unless the lock is lost before the file is cut. It cannot be kept so long: who is asked
+            // for a report before may wait for it.
+            let used = match size {
+                Some(_) => Some(self.use_to_change(set.ino).await?.over()),
+                None => None,
+            };
+            // Own writes count as made before, those too that were not sent.
+            let bar = inode.as_ref().filter(|_| size.is_some()).map(Back::bar);
+            if let Some(i) = &inode {
+                self.writeback.send_held(i).await;
             }
-        };
-        let Some(i) = inode else {
+            // A new size waits for writes under way and holds later ones up; what was read ahead goes.
+            let guard = match (&inode, size) {
+                (Some(i), Some(_)) => Some(i.ranges.lock_all().await),
+                _ => None,
+            };
+            if let (Some(i), Some(_)) = (&inode, size) {
+                self.updates.fence(i).await?;
+            }
+            if let Some(i) = &inode {
+                // Own writes count as made before: an mtime set now must stay.
+                self.files.push_size(i).await?;
+            }
+            let ops = vec![op(pb::op::Op::Setattr(set))];
+            let r = if by_handle {
+                self.files.meta_as_opener(creds, ops).await?
+            } else {
+                ok(self.metadata.meta(creds, ops).await?)?
+            };
+            let r = one(r)?;
+            if r.pages {
+                self.pages.mark(r.ino);
+            }
+            let (ino, attr) = (r.ino, attr_of(r)?);
+            let cut = async {
+                if used.is_some_and(|used| !self.pages.lasts(ino, used))
+                    && let Err(e) = self.use_to_change(ino).await
+                {
+                    tracing::warn!(ino, "others may have pages of a file that was cut: {e}");
+                }
+            };
+            let Some(i) = inode else {
+                cut.await;
+                self.leave_closed_pages(ino).await;
+                return Ok(attr);
+            };
+            if let Some(size) = size {
+                self.updates.clip(i.ino, size);
+                self.cache.lock().forget(i.ino);
+                i.resized(&attr);
+            }
+            drop((guard, bar));
             cut.await;
-            self.leave_closed_pages(ino).await;
-            return Ok(attr);
-        };
-        if let Some(size) = size {
-            self.updates.clip(i.ino, size);
-            self.cache.lock().forget(i.ino);
-            i.resized(&attr);
-        }
-        drop((guard, bar));
-        cut.await;
-        Ok(i.take_attr(&attr))
+            Ok(i.take_attr(&attr))
+        })
     }
 }

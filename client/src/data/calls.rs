@@ -1,5 +1,6 @@
 //! One request to one storage server, and what it says of the server.
 
+use futures_util::future::BoxFuture;
 use std::{
     sync::{Arc, atomic::AtomicI64},
     time::Duration,
@@ -129,21 +130,30 @@ impl Storage {
     }
 
     /// The pause after a failed attempt, with a new map if that may help.
-    pub(crate) async fn refresh_and_pause(self: &Arc<Self>, map: &MapView, at: &mut Attempts, e: Error) -> Result<()> {
-        if e.code != Code::Overloaded {
-            self.metadata.refresh_map(map.version()).await;
-        }
-        at.pause(&self.shared, e).await
+    pub(crate) fn refresh_and_pause<'a>(
+        self: &'a Arc<Self>,
+        map: &'a MapView,
+        at: &'a mut Attempts,
+        e: Error,
+    ) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move {
+            if e.code != Code::Overloaded {
+                self.metadata.refresh_map(map.version()).await;
+            }
+            at.pause(&self.shared, e).await
+        })
     }
 
     /// An oss does not know the session: asks the metadata servers, who decide.
-    pub(crate) async fn verify_session(self: &Arc<Self>) {
-        if let Some(s) = self.metadata.current_session() {
-            self.metadata.clone().renew().await;
-            if self.metadata.current_session().is_some_and(|n| n.id == s.id) {
-                tracing::debug!(session = s.id, "an oss refused the session that the metadata servers still know");
+    pub(crate) fn verify_session<'a>(self: &'a Arc<Self>) -> BoxFuture<'a, ()> {
+        Box::pin(async move {
+            if let Some(s) = self.metadata.current_session() {
+                self.metadata.clone().renew().await;
+                if self.metadata.current_session().is_some_and(|n| n.id == s.id) {
+                    tracing::debug!(session = s.id, "an oss refused the session that the metadata servers still know");
+                }
             }
-        }
+        })
     }
 
     pub(crate) fn session_of(&self, id: SessionId) -> Option<Arc<Session>> {

@@ -1,5 +1,6 @@
 //! Connections to object storage servers: a few per node, made when first needed and again after they broke.
 
+use futures_util::future::BoxFuture;
 use std::{
     collections::BTreeMap,
     sync::{
@@ -65,41 +66,47 @@ impl Connections {
     }
 
     /// A working connection to a node, in turn among its connections.
-    pub async fn get(&self, fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
-        let n = self.nodes.lock().entry(node.id).or_insert_with(|| self.new_node()).clone();
-        let turn = n.turn.fetch_add(1, Relaxed) % n.slots.len();
-        if self.relays.is_some() {
-            n.notice_ends();
-        }
-        let mut slot = n.slots[turn].lock().await;
-        let ended = *n.ended.lock();
-        if let Some((c, made)) = &slot.conn
-            && !c.is_closed()
-            && ended.is_none_or(|ended| *made >= ended)
-        {
-            return Ok(c.clone());
-        }
-        if let Some((at, e)) = &slot.failed
-            && at.elapsed() < FAILURE_STANDS
-        {
-            return Err(e.clone());
-        }
-        slot.conn = None;
-        let direct = connect(fabric, node);
-        let made = match &self.relays {
-            Some(relays) => relays.reach(fabric, node, direct).await,
-            None => direct.await,
-        };
-        match made {
-            Ok(c) => {
-                *slot = Slot { conn: Some((c.clone(), Instant::now())), failed: None };
-                Ok(c)
+    pub fn get<'a>(
+        &'a self,
+        fabric: &'a Arc<dyn Fabric>,
+        node: &'a pb::Node,
+    ) -> BoxFuture<'a, Result<Arc<dyn Connection>>> {
+        Box::pin(async move {
+            let n = self.nodes.lock().entry(node.id).or_insert_with(|| self.new_node()).clone();
+            let turn = n.turn.fetch_add(1, Relaxed) % n.slots.len();
+            if self.relays.is_some() {
+                n.notice_ends();
             }
-            Err(e) => {
-                slot.failed = Some((Instant::now(), e.clone()));
-                Err(e)
+            let mut slot = n.slots[turn].lock().await;
+            let ended = *n.ended.lock();
+            if let Some((c, made)) = &slot.conn
+                && !c.is_closed()
+                && ended.is_none_or(|ended| *made >= ended)
+            {
+                return Ok(c.clone());
             }
-        }
+            if let Some((at, e)) = &slot.failed
+                && at.elapsed() < FAILURE_STANDS
+            {
+                return Err(e.clone());
+            }
+            slot.conn = None;
+            let direct = connect(fabric, node);
+            let made = match &self.relays {
+                Some(relays) => relays.reach(fabric, node, direct).await,
+                None => direct.await,
+            };
+            match made {
+                Ok(c) => {
+                    *slot = Slot { conn: Some((c.clone(), Instant::now())), failed: None };
+                    Ok(c)
+                }
+                Err(e) => {
+                    slot.failed = Some((Instant::now(), e.clone()));
+                    Err(e)
+                }
+            }
+        })
     }
 
     fn new_node(&self) -> Arc<Node> {

@@ -1,5 +1,6 @@
 //! Finding holes, and how much of a file is stored. See `docs/client.md`.
 
+use futures_util::future::BoxFuture;
 use std::{
     collections::BTreeSet,
     sync::{
@@ -48,23 +49,28 @@ pub(crate) fn file_offset(stripes: &StripeMap, (index, offset): (u64, u32)) -> u
 }
 
 impl Storage {
-    pub(crate) async fn extents(
-        self: &Arc<Self>,
-        inode: &Inode,
-        stripes: &StripeMap,
+    pub(crate) fn extents<'a>(
+        self: &'a Arc<Self>,
+        inode: &'a Inode,
+        stripes: &'a StripeMap,
         chain: ChainId,
         from: (u64, u32),
         most: u32,
-    ) -> Result<Extents> {
-        let chunk = ChunkId { ino: stripes.ino, data: stripes.data, index: from.0 };
-        let read = |_: TargetId, _: DataReply, payload: Vec<Buf>| {
-            let whole =
-                if let [one] = &payload[..] { one.clone() } else { buffers::copy(self.shared.fabric.pool(), &payload) };
-            Extents::decode(&whole, from)
-        };
-        let request = DataRequest { offset: from.1, len: most, ..DataRequest::new(chain, 0, 0, chunk) };
-        let question = Question { opcode: opcode::EXTENTS, chain, request, read: &read };
-        self.ask(inode, "looking for holes", !inode.is_readable(), &question).await
+    ) -> BoxFuture<'a, Result<Extents>> {
+        Box::pin(async move {
+            let chunk = ChunkId { ino: stripes.ino, data: stripes.data, index: from.0 };
+            let read = |_: TargetId, _: DataReply, payload: Vec<Buf>| {
+                let whole = if let [one] = &payload[..] {
+                    one.clone()
+                } else {
+                    buffers::copy(self.shared.fabric.pool(), &payload)
+                };
+                Extents::decode(&whole, from)
+            };
+            let request = DataRequest { offset: from.1, len: most, ..DataRequest::new(chain, 0, 0, chunk) };
+            let question = Question { opcode: opcode::EXTENTS, chain, request, read: &read };
+            self.ask(inode, "looking for holes", !inode.is_readable(), &question).await
+        })
     }
 
     pub(crate) async fn stored(

@@ -1,6 +1,7 @@
 //! Striped reads: one request per piece of a chunk, in parallel, each answered by a replica of the reader's choice and
 //! checked against the checksums in its reply.
 
+use futures_util::future::BoxFuture;
 use std::{ops::Range, sync::Arc};
 
 use futures_util::future::join_all;
@@ -37,26 +38,28 @@ impl Storage {
         Ok(out)
     }
 
-    async fn read_piece(self: &Arc<Self>, inode: &Inode, p: Piece) -> Result<Vec<Buf>> {
-        let read = |target, r: DataReply, payload: Vec<Buf>| {
-            let bad = |what: &str| {
-                Counters::add(&self.shared.stats.corrupt_replies, 1);
-                Error::new(Code::Corrupt, format!("chunk {} from target {target}: {what}", p.chunk))
+    fn read_piece<'a>(self: &'a Arc<Self>, inode: &'a Inode, p: Piece) -> BoxFuture<'a, Result<Vec<Buf>>> {
+        Box::pin(async move {
+            let read = |target, r: DataReply, payload: Vec<Buf>| {
+                let bad = |what: &str| {
+                    Counters::add(&self.shared.stats.corrupt_replies, 1);
+                    Error::new(Code::Corrupt, format!("chunk {} from target {target}: {what}", p.chunk))
+                };
+                if r.len > p.len || buffers::total(&payload) != r.len as usize {
+                    return Err(bad("the reply's length is wrong"));
+                }
+                if let Some(i) = verify(u64::from(p.offset), payload.iter().map(|b| &b[..]), &r.sums) {
+                    return Err(bad(&format!("block {i} does not match its checksum")));
+                }
+                let mut out = payload;
+                buffers::push_zeros(&mut out, &self.zero, (p.len - r.len) as usize);
+                inode.fetched.add(ByRoad::came(&out));
+                Ok(out)
             };
-            if r.len > p.len || buffers::total(&payload) != r.len as usize {
-                return Err(bad("the reply's length is wrong"));
-            }
-            if let Some(i) = verify(u64::from(p.offset), payload.iter().map(|b| &b[..]), &r.sums) {
-                return Err(bad(&format!("block {i} does not match its checksum")));
-            }
-            let mut out = payload;
-            buffers::push_zeros(&mut out, &self.zero, (p.len - r.len) as usize);
-            inode.fetched.add(ByRoad::came(&out));
-            Ok(out)
-        };
-        let request = DataRequest { offset: p.offset, len: p.len, ..DataRequest::new(p.chain, 0, 0, p.chunk) };
-        let question = Question { opcode: opcode::READ, chain: p.chain, request, read: &read };
-        self.ask(inode, "read", false, &question).await
+            let request = DataRequest { offset: p.offset, len: p.len, ..DataRequest::new(p.chain, 0, 0, p.chunk) };
+            let question = Question { opcode: opcode::READ, chain: p.chain, request, read: &read };
+            self.ask(inode, "read", false, &question).await
+        })
     }
 
     /// Asks replicas until one answers. `as_writer`: under the right to write.

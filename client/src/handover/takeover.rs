@@ -1,5 +1,6 @@
 //! Taking the place of a client that died: see `docs/restart.md`.
 
+use futures_util::future::BoxFuture;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -43,39 +44,47 @@ impl Client {
     ///
     /// A file that cannot be opened any more is an error in its place. What could not be taken over is told by its
     /// file's next write, fsync and close as `EIO`.
-    pub async fn take_over(&self, files: &[Former], requests: &[Arc<Numbers>]) -> Vec<Result<File>> {
-        let core = &self.core;
-        let opened: Vec<Result<File>> =
-            stream::iter(files.iter().map(|f| core.open_again(*f))).buffered(OPENS_AT_ONCE).collect().await;
-        let Some(keep) = core.shared.cfg.handover.clone() else { return opened };
-        let is_same = core.metadata.current_session().is_some_and(|s| s.id == keep.former_session());
-        if !is_same && keep.former_session() != 0 {
-            tracing::warn!("the session ended while the mount had no daemon: unfinished writes of open files are lost");
-        }
-        let writes = keep.left_writes();
-        let strays = if is_same { core.open_strays(&writes).await } else { Vec::new() };
-        for former in keep.left_inodes() {
-            let former = Arc::new(former);
-            core.inherit(former.clone(), is_same).await;
-            if is_same && former.ends() {
-                core.unlock_end(former.ino(), Some(former));
+    pub fn take_over<'a>(
+        &'a self,
+        files: &'a [Former],
+        requests: &'a [Arc<Numbers>],
+    ) -> BoxFuture<'a, Vec<Result<File>>> {
+        Box::pin(async move {
+            let core = &self.core;
+            let opened: Vec<Result<File>> =
+                stream::iter(files.iter().copied().map(|f| core.open_again(f))).buffered(OPENS_AT_ONCE).collect().await;
+            let Some(keep) = core.shared.cfg.handover.clone() else { return opened };
+            let is_same = core.metadata.current_session().is_some_and(|s| s.id == keep.former_session());
+            if !is_same && keep.former_session() != 0 {
+                tracing::warn!(
+                    "the session ended while the mount had no daemon: unfinished writes of open files are lost"
+                );
             }
-        }
-        core.inherit_writes(&keep, writes, is_same).await;
-        requests.iter().for_each(|n| core.expect_append(n));
-        core.writeback.set_inherited();
-        // Their writes hold what flushes them.
-        drop(core.shared.env.spawn(async move {
-            for file in strays {
-                let ino = file.ino();
-                if let Err(e) = file.close().await {
-                    tracing::warn!(ino, "a file that was closed before the restart is not safe yet: {e}");
+            let writes = keep.left_writes();
+            let strays = if is_same { core.open_strays(&writes).await } else { Vec::new() };
+            for former in keep.left_inodes() {
+                let former = Arc::new(former);
+                core.inherit(former.clone(), is_same).await;
+                if is_same && former.ends() {
+                    core.unlock_end(former.ino(), Some(former));
                 }
             }
-        }));
-        // Counts opens anew: those of the former client are among them no more.
-        core.metadata.reassert().await;
-        opened
+            core.inherit_writes(&keep, writes, is_same).await;
+            requests.iter().for_each(|n| core.expect_append(n));
+            core.writeback.set_inherited();
+            // Their writes hold what flushes them.
+            drop(core.shared.env.spawn(async move {
+                for file in strays {
+                    let ino = file.ino();
+                    if let Err(e) = file.close().await {
+                        tracing::warn!(ino, "a file that was closed before the restart is not safe yet: {e}");
+                    }
+                }
+            }));
+            // Counts opens anew: those of the former client are among them no more.
+            core.metadata.reassert().await;
+            opened
+        })
     }
 
     /// A request of a former client does not come again.

@@ -1,6 +1,7 @@
 //! Files that this client has in use: their inodes, the right to read and write them, what is reported of them, and what is
 //! released when nobody has them open any more.
 
+use futures_util::future::BoxFuture;
 use std::{
     collections::BTreeMap,
     sync::{Arc, Weak},
@@ -116,19 +117,21 @@ impl Files {
         self.as_opener_within(None, creds, ops).await
     }
 
-    async fn as_opener_within(
-        self: &Arc<Self>,
+    fn as_opener_within<'a>(
+        self: &'a Arc<Self>,
         only: Option<SessionId>,
-        creds: &pb::Creds,
+        creds: &'a pb::Creds,
         ops: Vec<pb::Op>,
-    ) -> Result<Vec<pb::OpResult>> {
-        let r = ok(self.metadata.meta_within(only, creds, ops.clone()).await?);
-        match r {
-            Err(e) if matches!(e.code, Code::Access | Code::Perm) && creds.uid != 0 => {
-                ok(self.metadata.meta_within(only, &pb::Creds::default(), ops).await?)
+    ) -> BoxFuture<'a, Result<Vec<pb::OpResult>>> {
+        Box::pin(async move {
+            let r = ok(self.metadata.meta_within(only, creds, ops.clone()).await?);
+            match r {
+                Err(e) if matches!(e.code, Code::Access | Code::Perm) && creds.uid != 0 => {
+                    ok(self.metadata.meta_within(only, &pb::Creds::default(), ops).await?)
+                }
+                r => r,
             }
-            r => r,
-        }
+        })
     }
 
     /// Reports own writes to the metadata server: size and mtime.
@@ -179,25 +182,32 @@ impl Files {
     }
 
     /// A capability that is good for a while. `refused`: an oss did not like this one.
-    pub(crate) async fn capability(self: &Arc<Self>, inode: &Inode, write: bool, refused: Option<&Cap>) -> Result<Cap> {
-        let good = |c: &Cap| {
-            self.metadata.current_session().is_some_and(|s| s.id == c.session)
-                && c.expiry_ms > self.shared.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
-                && refused.is_none_or(|r| r.bytes != c.bytes)
-                && inode.strangers(c.session) == 0
-        };
-        let none = || Error::new(Code::BadF, "the file is not open for this kind of access");
-        let c = inode.cap(write).ok_or_else(none)?;
-        if good(&c) {
-            return Ok(c);
-        }
-        let _one = inode.capping.lock().await;
-        let c = inode.cap(write).ok_or_else(none)?;
-        if good(&c) {
-            return Ok(c);
-        }
-        self.reopen(inode, &c).await?;
-        inode.cap(write).ok_or_else(none)
+    pub(crate) fn capability<'a>(
+        self: &'a Arc<Self>,
+        inode: &'a Inode,
+        write: bool,
+        refused: Option<&'a Cap>,
+    ) -> BoxFuture<'a, Result<Cap>> {
+        Box::pin(async move {
+            let good = |c: &Cap| {
+                self.metadata.current_session().is_some_and(|s| s.id == c.session)
+                    && c.expiry_ms > self.shared.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
+                    && refused.is_none_or(|r| r.bytes != c.bytes)
+                    && inode.strangers(c.session) == 0
+            };
+            let none = || Error::new(Code::BadF, "the file is not open for this kind of access");
+            let c = inode.cap(write).ok_or_else(none)?;
+            if good(&c) {
+                return Ok(c);
+            }
+            let _one = inode.capping.lock().await;
+            let c = inode.cap(write).ok_or_else(none)?;
+            if good(&c) {
+                return Ok(c);
+            }
+            self.reopen(inode, &c).await?;
+            inode.cap(write).ok_or_else(none)
+        })
     }
 
     /// Opens an inode again for a new capability, in the present session. Handles that were opened in a lost session

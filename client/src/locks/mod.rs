@@ -14,6 +14,7 @@ pub mod unlocking;
 #[doc(hidden)]
 pub mod waiting_list;
 
+use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
@@ -206,14 +207,16 @@ impl Client {
         given.map(Given::take)
     }
 
-    async fn try_lock(&self, ino: Ino, lock: &Lock, take: pb::Op) -> Result<Given> {
-        let (core, lock, leftover) = (self.core.clone(), *lock, Leftover::default());
-        let unlockings = core.locks.unlockings.clone();
-        let mut caller = Caller { unlockings, ino, owner: lock.owner, leftover: Some(leftover.clone()) };
-        let asked = self.core.shared.detached(async move { core.try_lock(ino, &lock, take, leftover).await });
-        let given = asked.await;
-        caller.leftover = None;
-        given
+    fn try_lock<'a>(&'a self, ino: Ino, lock: &'a Lock, take: pb::Op) -> BoxFuture<'a, Result<Given>> {
+        Box::pin(async move {
+            let (core, lock, leftover) = (self.core.clone(), *lock, Leftover::default());
+            let unlockings = core.locks.unlockings.clone();
+            let mut caller = Caller { unlockings, ino, owner: lock.owner, leftover: Some(leftover.clone()) };
+            let asked = self.core.shared.detached(async move { core.try_lock(ino, &lock, take, leftover).await });
+            let given = asked.await;
+            caller.leftover = None;
+            given
+        })
     }
 
     async fn unlock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {

@@ -1,5 +1,6 @@
 //! The connection to the metadata leader: finding it, and calls that follow it.
 
+use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
@@ -63,55 +64,57 @@ impl Metadata {
     }
 
     /// The connection to the leader. Makes one to the next candidate when there is none; fails when that one fails.
-    pub(crate) async fn leader(self: &Arc<Self>) -> Result<Leader> {
-        let mut link = self.link.lock().await;
-        if let Some(l) = link.current.as_ref().filter(|l| !l.conn.is_closed()) {
-            return Ok(l.clone());
-        }
-        link.current = None;
-        let none = || Error::new(Code::Inval, "no metadata server is configured");
-        let at = self.finder.lock().whom().ok_or_else(none)?;
-        let map = self.shared.map();
-        let node = map.map.nodes.iter().find(|n| n.endpoints.iter().any(|e| e.parse() == Ok(at.clone())));
-        let silent = || Err(Error::new(Code::TimedOut, "does not answer"));
-        let direct = async {
-            timeout(CONNECT_TIMEOUT, self.shared.fabric.connect(&at, None)).await.unwrap_or_else(|_| silent())
-        };
-        let asked = match node {
-            Some(node) => timeout(CONNECT_TIMEOUT, self.relays.reach(&self.shared.fabric, node, direct)).await,
-            None => Ok(direct.await),
-        };
-        let conn = match asked.unwrap_or_else(|_| silent()) {
-            Ok(conn) => conn,
-            Err(e) => return Err(self.unreachable(&mut link, &at, e)),
-        };
-        link.refused = 0;
-        let leader = Leader { conn, at, number: (link.number + 1).max(self.shared.env.boot().as_nanos() as u64) };
-        link.number = leader.number;
-        if let Some(s) = self.current_session() {
-            let patience = (HELLO_TRY * 2u32.saturating_pow(link.slow)).min(META_TRY);
-            match self.renew_on(&leader, &s, true, patience).await {
-                // No session: the leader is right, the session is what must be replaced, by whoever needs it.
-                Ok(()) => self.shared.answered(Kind::Metadata, ""),
-                Err(e) if e.code == Code::NoSession => {}
-                Err(e) => {
-                    // Likely it has much to do: who begins anew each time adds to that.
-                    link.slow = if e.code == Code::TimedOut { (link.slow + 1).min(8) } else { 0 };
-                    self.learn_leader(&leader, &e).await;
-                    self.note_failure(&leader, &e);
-                    return Err(e);
+    pub(crate) fn leader<'a>(self: &'a Arc<Self>) -> BoxFuture<'a, Result<Leader>> {
+        Box::pin(async move {
+            let mut link = self.link.lock().await;
+            if let Some(l) = link.current.as_ref().filter(|l| !l.conn.is_closed()) {
+                return Ok(l.clone());
+            }
+            link.current = None;
+            let none = || Error::new(Code::Inval, "no metadata server is configured");
+            let at = self.finder.lock().whom().ok_or_else(none)?;
+            let map = self.shared.map();
+            let node = map.map.nodes.iter().find(|n| n.endpoints.iter().any(|e| e.parse() == Ok(at.clone())));
+            let silent = || Err(Error::new(Code::TimedOut, "does not answer"));
+            let direct = async {
+                timeout(CONNECT_TIMEOUT, self.shared.fabric.connect(&at, None)).await.unwrap_or_else(|_| silent())
+            };
+            let asked = match node {
+                Some(node) => timeout(CONNECT_TIMEOUT, self.relays.reach(&self.shared.fabric, node, direct)).await,
+                None => Ok(direct.await),
+            };
+            let conn = match asked.unwrap_or_else(|_| silent()) {
+                Ok(conn) => conn,
+                Err(e) => return Err(self.unreachable(&mut link, &at, e)),
+            };
+            link.refused = 0;
+            let leader = Leader { conn, at, number: (link.number + 1).max(self.shared.env.boot().as_nanos() as u64) };
+            link.number = leader.number;
+            if let Some(s) = self.current_session() {
+                let patience = (HELLO_TRY * 2u32.saturating_pow(link.slow)).min(META_TRY);
+                match self.renew_on(&leader, &s, true, patience).await {
+                    // No session: the leader is right, the session is what must be replaced, by whoever needs it.
+                    Ok(()) => self.shared.answered(Kind::Metadata, ""),
+                    Err(e) if e.code == Code::NoSession => {}
+                    Err(e) => {
+                        // Likely it has much to do: who begins anew each time adds to that.
+                        link.slow = if e.code == Code::TimedOut { (link.slow + 1).min(8) } else { 0 };
+                        self.learn_leader(&leader, &e).await;
+                        self.note_failure(&leader, &e);
+                        return Err(e);
+                    }
                 }
             }
-        }
-        link.made += 1;
-        if link.made > 1 {
-            Counters::add(&self.shared.stats.failovers, 1);
-        }
-        link.slow = 0;
-        self.finder.lock().found(&leader.at);
-        self.followers.leader_is(&leader.at);
-        link.current = Some(leader.clone());
-        Ok(leader)
+            link.made += 1;
+            if link.made > 1 {
+                Counters::add(&self.shared.stats.failovers, 1);
+            }
+            link.slow = 0;
+            self.finder.lock().found(&leader.at);
+            self.followers.leader_is(&leader.at);
+            link.current = Some(leader.clone());
+            Ok(leader)
+        })
     }
 
     /// A host that does not resolve or refuses now may do better later; a wrong key never does. But one among several may be no

@@ -9,6 +9,7 @@
 //! Who may write a file goes by numbers instead: a release names the last open that it knows of, and has no effect after a later one.
 //! An open of before that is not answered yet has no say in that, so a release waits for it.
 
+use futures_util::future::BoxFuture;
 use std::{
     sync::{Arc, atomic::Ordering::SeqCst},
     time::Duration,
@@ -109,50 +110,52 @@ impl Metadata {
     }
 
     /// Tells of files that were closed at `since`, once for each handle.
-    pub(crate) async fn tell_closed(self: &Arc<Self>, inos: &[Ino], since: u64) {
-        let Some(s) = self.current_session() else { return };
-        let close = |ino: &Ino| pb::Op { op: Some(pb::op::Op::Close(pb::Close { ino: *ino })) };
-        let ops: Vec<_> = inos.iter().map(close).collect();
-        let Ok(turn) = s.begin(None) else { return };
-        for _ in 0..ATTEMPTS {
-            let beside = self.closing.read().await;
-            let Ok(leader) = self.leader().await else { return };
-            if self.reassertions() != since {
-                return;
-            }
-            let request = pb::MetaRequest {
-                session: s.id,
-                seq: turn.1,
-                lowest_unanswered: s.lowest_unanswered(),
-                creds: Some(pb::Creds::default()),
-                connection: leader.number,
-                ops: ops.clone(),
-                ..Default::default()
-            };
-            Counters::add(&self.shared.stats.meta_requests, 1);
-            Counters::add(&self.shared.stats.operations, 1);
-            match leader.conn.call(Message::new(opcode::META, request.encode_to_vec()), META_TRY).await {
-                Ok(_) => return,
-                Err(e) if e.code == Code::Overloaded => {
-                    drop(beside);
-                    tokio::time::sleep(PAUSE).await;
+    pub(crate) fn tell_closed<'a>(self: &'a Arc<Self>, inos: &'a [Ino], since: u64) -> BoxFuture<'a, ()> {
+        Box::pin(async move {
+            let Some(s) = self.current_session() else { return };
+            let close = |ino: &Ino| pb::Op { op: Some(pb::op::Op::Close(pb::Close { ino: *ino })) };
+            let ops: Vec<_> = inos.iter().map(close).collect();
+            let Ok(turn) = s.begin(None) else { return };
+            for _ in 0..ATTEMPTS {
+                let beside = self.closing.read().await;
+                let Ok(leader) = self.leader().await else { return };
+                if self.reassertions() != since {
+                    return;
                 }
-                Err(e) if e.code == Code::NoSession => return self.session_gone(&s),
-                Err(e) => {
-                    tracing::debug!("closing files: {e}");
-                    if self.leader_failed(&leader, &e).await {
-                        return;
+                let request = pb::MetaRequest {
+                    session: s.id,
+                    seq: turn.1,
+                    lowest_unanswered: s.lowest_unanswered(),
+                    creds: Some(pb::Creds::default()),
+                    connection: leader.number,
+                    ops: ops.clone(),
+                    ..Default::default()
+                };
+                Counters::add(&self.shared.stats.meta_requests, 1);
+                Counters::add(&self.shared.stats.operations, 1);
+                match leader.conn.call(Message::new(opcode::META, request.encode_to_vec()), META_TRY).await {
+                    Ok(_) => return,
+                    Err(e) if e.code == Code::Overloaded => {
+                        drop(beside);
+                        tokio::time::sleep(PAUSE).await;
                     }
-                    break;
+                    Err(e) if e.code == Code::NoSession => return self.session_gone(&s),
+                    Err(e) => {
+                        tracing::debug!("closing files: {e}");
+                        if self.leader_failed(&leader, &e).await {
+                            return;
+                        }
+                        break;
+                    }
                 }
             }
-        }
-        drop(turn);
-        self.spawn(move |me| async move {
-            tokio::time::sleep(LONG_PAUSE).await;
-            if me.reassertions() == since {
-                me.reassert().await;
-            }
-        });
+            drop(turn);
+            self.spawn(move |me| async move {
+                tokio::time::sleep(LONG_PAUSE).await;
+                if me.reassertions() == since {
+                    me.reassert().await;
+                }
+            });
+        })
     }
 }

@@ -1,5 +1,6 @@
 //! The session and its leases: opened, renewed, lost and ended.
 
+use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
@@ -24,52 +25,54 @@ impl Metadata {
         self.session_within(self.shared.cfg.op_timeout).await
     }
 
-    pub(crate) async fn session_within(self: &Arc<Self>, limit: Duration) -> Result<Arc<Session>> {
-        if let Some(s) = self.current_session() {
-            return Ok(s);
-        }
-        let _one = self.session_change.lock().await;
-        if let Some(s) = self.current_session() {
-            return Ok(s);
-        }
-        if self.shared.is_ending() {
-            return Err(Error::new(Code::Io, "the client is being closed"));
-        }
-        let body = pb::SessionOpenRequest {
-            client_uuid: self.shared.uuid.to_vec().into(),
-            hostname: self.shared.cfg.hostname.clone(),
-            version: self.shared.cfg.version.clone(),
-            pid: self.shared.cfg.pid,
-            dead: self.shared.cfg.dead.iter().map(|uuid| uuid.to_vec().into()).collect(),
-            incarnation: self.shared.map().map.incarnation,
-            write_back: self.shared.cfg.write_back,
-            proves: true,
-        };
-        let mut at = self.shared.attempts_for("opening a session", limit);
-        let body = Bytes::from(body.encode_to_vec());
-        let m = self.call(opcode::SESSION_OPEN, |_| body.clone(), META_TRY, &mut at).await;
-        let m = m.map_err(|e| match (e.code, self.shared.unreachable()) {
-            (Code::TimedOut, list) if !list.is_empty() => {
-                Error::new(Code::TimedOut, format!("no answer in {:.0} s from {list}", limit.as_secs_f64()))
+    pub(crate) fn session_within<'a>(self: &'a Arc<Self>, limit: Duration) -> BoxFuture<'a, Result<Arc<Session>>> {
+        Box::pin(async move {
+            if let Some(s) = self.current_session() {
+                return Ok(s);
             }
-            _ => e,
-        })?;
-        let mut r: pb::SessionOpenReply = decode(&m)?;
-        if let Some(map) = r.map.take() {
-            self.install_map(map)?;
-        }
-        let handover = self.shared.cfg.handover.clone();
-        if let Some(k) = &handover {
-            k.set_session(r.session);
-        }
-        let may_hold_back = self.shared.cfg.write_back && r.write_back;
-        let s = Arc::new(Session::new(&r, may_hold_back, handover));
-        if self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == s.id) {
-            // What a former process had on its way, and nobody repeats.
-            s.next_round();
-        }
-        *self.session.lock() = Some(s.clone());
-        Ok(s)
+            let _one = self.session_change.lock().await;
+            if let Some(s) = self.current_session() {
+                return Ok(s);
+            }
+            if self.shared.is_ending() {
+                return Err(Error::new(Code::Io, "the client is being closed"));
+            }
+            let body = pb::SessionOpenRequest {
+                client_uuid: self.shared.uuid.to_vec().into(),
+                hostname: self.shared.cfg.hostname.clone(),
+                version: self.shared.cfg.version.clone(),
+                pid: self.shared.cfg.pid,
+                dead: self.shared.cfg.dead.iter().map(|uuid| uuid.to_vec().into()).collect(),
+                incarnation: self.shared.map().map.incarnation,
+                write_back: self.shared.cfg.write_back,
+                proves: true,
+            };
+            let mut at = self.shared.attempts_for("opening a session", limit);
+            let body = Bytes::from(body.encode_to_vec());
+            let m = self.call(opcode::SESSION_OPEN, |_| body.clone(), META_TRY, &mut at).await;
+            let m = m.map_err(|e| match (e.code, self.shared.unreachable()) {
+                (Code::TimedOut, list) if !list.is_empty() => {
+                    Error::new(Code::TimedOut, format!("no answer in {:.0} s from {list}", limit.as_secs_f64()))
+                }
+                _ => e,
+            })?;
+            let mut r: pb::SessionOpenReply = decode(&m)?;
+            if let Some(map) = r.map.take() {
+                self.install_map(map)?;
+            }
+            let handover = self.shared.cfg.handover.clone();
+            if let Some(k) = &handover {
+                k.set_session(r.session);
+            }
+            let may_hold_back = self.shared.cfg.write_back && r.write_back;
+            let s = Arc::new(Session::new(&r, may_hold_back, handover));
+            if self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == s.id) {
+                // What a former process had on its way, and nobody repeats.
+                s.next_round();
+            }
+            *self.session.lock() = Some(s.clone());
+            Ok(s)
+        })
     }
 
     /// The servers do not know `session` any more: its unstable writes are lost to their files. The next operation
@@ -111,69 +114,74 @@ impl Metadata {
     }
 
     /// Renews the session and its leases; on a new connection it says hello, having forgotten everything.
-    pub(crate) async fn renew_on(
-        &self,
-        leader: &Leader,
-        s: &Session,
+    pub(crate) fn renew_on<'a>(
+        &'a self,
+        leader: &'a Leader,
+        s: &'a Session,
         reassert: bool,
         patience: Duration,
-    ) -> Result<()> {
-        let closed = || Error::new(Code::Io, "the client was closed");
-        let owner = self.owner().ok_or_else(closed)?;
-        let hello = !self.lease_cache.is_greeted(s.id, leader.number);
-        if hello {
-            forgotten(owner.forget_all()).await;
-        }
-        let mut opens = Vec::new();
-        if reassert {
-            owner.forget_kept();
-            self.begin_reassertion();
-            // Once per handle: the server counts.
-            opens = owner.open_in(s.id);
-        }
-        // What a former daemon of the mount told the kernel it may remember yet.
-        let lives_on = hello && self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == s.id);
-        let (session, map, connection) = (s.id, self.shared.map(), leader.number);
-        let (map_version, incarnation) = (map.version(), map.map.incarnation);
-        // Whose session it is, once for each connection.
-        let client_uuid = if hello || reassert { Bytes::copy_from_slice(&self.shared.uuid) } else { Bytes::new() };
-        let body = pb::SessionRenewRequest {
-            session,
-            map_version,
-            reassert,
-            opens,
-            connection,
-            hello,
-            lives_on,
-            incarnation,
-            client_uuid,
-        };
-        let m = Message::new(opcode::SESSION_RENEW, body.encode_to_vec());
-        Counters::add(&self.shared.stats.meta_requests, 1);
-        let sent = self.shared.env.boot();
-        let m = leader.conn.call(m, patience).await?;
-        let r: pb::SessionRenewReply = decode(&m)?;
-        if r.lease_ms != 0 {
-            let term = Duration::from_millis(u64::from(r.lease_ms));
-            if self.lease_cache.renewed(self.shared.env.boot(), sent, term) {
-                owner.forget_bytes();
-            }
-            self.lease_cache.greeted(s.id, leader.number);
+    ) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let closed = || Error::new(Code::Io, "the client was closed");
+            let owner = self.owner().ok_or_else(closed)?;
+            let hello = !self.lease_cache.is_greeted(s.id, leader.number);
             if hello {
-                self.greeted.notify_one();
+                forgotten(owner.forget_all()).await;
             }
-        } else {
-            // The same server was elected again. What was asked for on this connection may run yet, so another one is greeted.
-            self.lease_cache.greeted(0, 0);
-            if !hello {
-                Holder::NoLeases.taken();
-                return Err(Error::new(Code::Disconnected, "the metadata leader has no leases for this connection"));
+            let mut opens = Vec::new();
+            if reassert {
+                owner.forget_kept();
+                self.begin_reassertion();
+                // Once per handle: the server counts.
+                opens = owner.open_in(s.id);
             }
-        }
-        match r.map {
-            Some(map) => self.install_map(map),
-            None => Ok(()),
-        }
+            // What a former daemon of the mount told the kernel it may remember yet.
+            let lives_on = hello && self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == s.id);
+            let (session, map, connection) = (s.id, self.shared.map(), leader.number);
+            let (map_version, incarnation) = (map.version(), map.map.incarnation);
+            // Whose session it is, once for each connection.
+            let client_uuid = if hello || reassert { Bytes::copy_from_slice(&self.shared.uuid) } else { Bytes::new() };
+            let body = pb::SessionRenewRequest {
+                session,
+                map_version,
+                reassert,
+                opens,
+                connection,
+                hello,
+                lives_on,
+                incarnation,
+                client_uuid,
+            };
+            let m = Message::new(opcode::SESSION_RENEW, body.encode_to_vec());
+            Counters::add(&self.shared.stats.meta_requests, 1);
+            let sent = self.shared.env.boot();
+            let m = leader.conn.call(m, patience).await?;
+            let r: pb::SessionRenewReply = decode(&m)?;
+            if r.lease_ms != 0 {
+                let term = Duration::from_millis(u64::from(r.lease_ms));
+                if self.lease_cache.renewed(self.shared.env.boot(), sent, term) {
+                    owner.forget_bytes();
+                }
+                self.lease_cache.greeted(s.id, leader.number);
+                if hello {
+                    self.greeted.notify_one();
+                }
+            } else {
+                // The same server was elected again. What was asked for on this connection may run yet, so another one is greeted.
+                self.lease_cache.greeted(0, 0);
+                if !hello {
+                    Holder::NoLeases.taken();
+                    return Err(Error::new(
+                        Code::Disconnected,
+                        "the metadata leader has no leases for this connection",
+                    ));
+                }
+            }
+            match r.map {
+                Some(map) => self.install_map(map),
+                None => Ok(()),
+            }
+        })
     }
 
     /// Background: keeps the session, or replaces a lost one and reopens what is open.

@@ -1,5 +1,6 @@
 //! Lists of operations, sent to the leader or to a follower; mutations run exactly once.
 
+use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 
 use prost::Message as _;
@@ -24,69 +25,71 @@ impl Metadata {
     }
 
     /// As [`Core::meta`], for what makes sense in one session only: `NoSession` when there is another.
-    pub(crate) async fn meta_within(
-        self: &Arc<Self>,
+    pub(crate) fn meta_within<'a>(
+        self: &'a Arc<Self>,
         only: Option<SessionId>,
-        creds: &pb::Creds,
+        creds: &'a pb::Creds,
         ops: Vec<pb::Op>,
-    ) -> Result<Vec<pb::OpResult>> {
-        if alters(&ops) {
-            self.shared.may_alter()?;
-        }
-        let mut at = self.shared.attempts("metadata request");
-        let mutation = is_mutation(&ops);
-        // What it opens and closes counts once, however often it arrives.
-        let counts = ops.iter().any(|o| matches!(o.op, Some(pb::op::Op::Open(_) | pb::op::Op::Close(_))));
-        let one_try = if is_resize(&ops) { SHRINK_TRY } else { META_TRY };
-        let sent = ops.len();
-        let numbers = if mutation && keeps_number(&ops) { handover::numbers() } else { None };
-        let mut request = pb::MetaRequest { creds: Some(creds.clone()), ops, ..Default::default() };
-        loop {
-            let s = self.session().await?;
-            if only.is_some_and(|id| id != s.id) {
-                return Err(Error::new(Code::NoSession, "the session was lost"));
+    ) -> BoxFuture<'a, Result<Vec<pb::OpResult>>> {
+        Box::pin(async move {
+            if alters(&ops) {
+                self.shared.may_alter()?;
             }
-            let turn = if mutation || counts { Some(s.begin(numbers.as_deref())?) } else { None };
-            request.session = s.id;
-            request.seq = turn.as_ref().map_or(0, |t| t.1);
-            request.lowest_unanswered = s.lowest_unanswered();
-            if !mutation && let Some(results) = self.ask_follower(&request).await {
-                return Ok(results);
+            let mut at = self.shared.attempts("metadata request");
+            let mutation = is_mutation(&ops);
+            // What it opens and closes counts once, however often it arrives.
+            let counts = ops.iter().any(|o| matches!(o.op, Some(pb::op::Op::Open(_) | pb::op::Op::Close(_))));
+            let one_try = if is_resize(&ops) { SHRINK_TRY } else { META_TRY };
+            let sent = ops.len();
+            let numbers = if mutation && keeps_number(&ops) { handover::numbers() } else { None };
+            let mut request = pb::MetaRequest { creds: Some(creds.clone()), ops, ..Default::default() };
+            loop {
+                let s = self.session().await?;
+                if only.is_some_and(|id| id != s.id) {
+                    return Err(Error::new(Code::NoSession, "the session was lost"));
+                }
+                let turn = if mutation || counts { Some(s.begin(numbers.as_deref())?) } else { None };
+                request.session = s.id;
+                request.seq = turn.as_ref().map_or(0, |t| t.1);
+                request.lowest_unanswered = s.lowest_unanswered();
+                if !mutation && let Some(results) = self.ask_follower(&request).await {
+                    return Ok(results);
+                }
+                let mut asking = self.lease_cache.begin(&request.ops);
+                request.dropped = std::mem::take(&mut asking.dropped);
+                forgotten(asking.forgetting.take()).await;
+                let body = request.encode_to_vec();
+                let on = |connection| {
+                    // Fields may come in any order: the number of the connection goes behind the rest.
+                    let last = pb::MetaRequest { connection, ..Default::default() };
+                    [&body[..], &last.encode_to_vec()].concat().into()
+                };
+                let reply = self.call(opcode::META, on, one_try, &mut at).await;
+                drop(turn);
+                match reply {
+                    Ok(m) => {
+                        let reply = check(decode::<pb::MetaReply>(&m)?, sent)?;
+                        asking.answered(self.shared.env.boot(), creds, &request.ops, &reply);
+                        if !mutation && self.shared.cfg.follower_reads != FollowerReads::Never {
+                            self.followers.told_by_leader(&request.ops, &reply);
+                        }
+                        return Ok(reply.results);
+                    }
+                    Err(e) if e.code == Code::NoSession => {
+                        self.session_gone(&s);
+                        if at.in_doubt && !is_repeatable(&request.ops) {
+                            return Err(e.context("the session was lost and with it the answer"));
+                        }
+                        at.pause(&self.shared, e).await?;
+                    }
+                    Err(e) => {
+                        if !at.in_doubt && !in_doubt(&e) {
+                            asking.never_ran();
+                        }
+                        return Err(e);
+                    }
+                }
             }
-            let mut asking = self.lease_cache.begin(&request.ops);
-            request.dropped = std::mem::take(&mut asking.dropped);
-            forgotten(asking.forgetting.take()).await;
-            let body = request.encode_to_vec();
-            let on = |connection| {
-                // Fields may come in any order: the number of the connection goes behind the rest.
-                let last = pb::MetaRequest { connection, ..Default::default() };
-                [&body[..], &last.encode_to_vec()].concat().into()
-            };
-            let reply = self.call(opcode::META, on, one_try, &mut at).await;
-            drop(turn);
-            match reply {
-                Ok(m) => {
-                    let reply = check(decode::<pb::MetaReply>(&m)?, sent)?;
-                    asking.answered(self.shared.env.boot(), creds, &request.ops, &reply);
-                    if !mutation && self.shared.cfg.follower_reads != FollowerReads::Never {
-                        self.followers.told_by_leader(&request.ops, &reply);
-                    }
-                    return Ok(reply.results);
-                }
-                Err(e) if e.code == Code::NoSession => {
-                    self.session_gone(&s);
-                    if at.in_doubt && !is_repeatable(&request.ops) {
-                        return Err(e.context("the session was lost and with it the answer"));
-                    }
-                    at.pause(&self.shared, e).await?;
-                }
-                Err(e) => {
-                    if !at.in_doubt && !in_doubt(&e) {
-                        asking.never_ran();
-                    }
-                    return Err(e);
-                }
-            }
-        }
+        })
     }
 }

@@ -1,5 +1,6 @@
 //! Making written bytes stable: flushes of chains, and replays of what a restarted replica lost.
 
+use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 
 use futures_util::future::join_all;
@@ -92,17 +93,19 @@ impl Updates {
     }
 
     /// Makes stable what this client wrote to an inode: every chain it touched, in parallel.
-    pub(crate) async fn flush_inode(self: &Arc<Self>, ino: Ino) -> Result<()> {
-        let (chains, mark) = {
-            let u = self.unstable.lock();
-            (u.chains_of(ino), u.mark())
-        };
-        let flushes = chains.into_iter().map(|chain| async move {
-            let mut at = self.shared.attempts("fsync");
-            let _turn = self.flush_lock(chain).lock_owned().await;
-            self.flush_locked(chain, Some(ino), mark, &mut at).await
-        });
-        join_all(flushes).await.into_iter().collect()
+    pub(crate) fn flush_inode<'a>(self: &'a Arc<Self>, ino: Ino) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let (chains, mark) = {
+                let u = self.unstable.lock();
+                (u.chains_of(ino), u.mark())
+            };
+            let flushes = chains.into_iter().map(|chain| async move {
+                let mut at = self.shared.attempts("fsync");
+                let _turn = self.flush_lock(chain).lock_owned().await;
+                self.flush_locked(chain, Some(ino), mark, &mut at).await
+            });
+            join_all(flushes).await.into_iter().collect()
+        })
     }
 
     /// Returns when updates of the file that were given up, and are on their way yet, will not be made over anything that is written or cut
@@ -169,58 +172,60 @@ impl Updates {
     /// been in sync longest, while one behind it may have been filled, in the same life, from a source that had lost
     /// bytes. `None`: the file whose right it was sent under cannot be opened any
     /// more; its bytes were given up.
-    async fn send_flush(
-        self: &Arc<Self>,
+    fn send_flush<'a>(
+        self: &'a Arc<Self>,
         chain: ChainId,
-        inode: &Inode,
+        inode: &'a Inode,
         request: DataRequest,
-        at: &mut Attempts,
-    ) -> Result<Option<Stamp>> {
-        let (mut refused, mut new_caps) = (None, NewCaps::default());
-        loop {
-            let cap = match self.files.capability(inode, true, refused.as_ref()).await {
-                Ok(c) => c,
-                Err(e) if e.code == Code::TimedOut => return Err(e),
-                Err(e) => {
-                    inode.fail(e.context("written bytes cannot be made stable"));
-                    self.unstable.lock().forget_inode(inode.ino);
-                    return Ok(None);
-                }
-            };
-            let map = self.shared.map();
-            let request = DataRequest {
-                session: cap.session,
-                cap: Some(cap.bytes),
-                round: self.storage.round_of(cap.session),
-                ..request.clone()
-            };
-            let m = Message::new(opcode::FLUSH, Vec::new());
-            let e = match self.storage.to_head(&map, chain, m, request, None).await {
-                Ok((head, r, _)) => match r.stamps.iter().find(|s| s.target == head && r.stable) {
-                    Some(s) => return Ok(Some(*s)),
-                    None => {
-                        let m = format!("chain {chain} answered a flush without its head's stamp");
-                        return Err(Error::new(Code::Protocol, m));
-                    }
-                },
-                Err(e) => e,
-            };
-            match data_verdict(&e) {
-                DataVerdict::NewCapability => {
-                    new_caps.next(&self.shared, at, e).await.map_err(|e| e.context("flush"))?;
-                    refused = Some(cap);
-                }
-                DataVerdict::SessionLost => {
-                    self.storage.verify_session().await;
-                    at.pause(&self.shared, e).await?;
-                    if self.unstable.lock().sample(chain).is_none() {
+        at: &'a mut Attempts,
+    ) -> BoxFuture<'a, Result<Option<Stamp>>> {
+        Box::pin(async move {
+            let (mut refused, mut new_caps) = (None, NewCaps::default());
+            loop {
+                let cap = match self.files.capability(inode, true, refused.as_ref()).await {
+                    Ok(c) => c,
+                    Err(e) if e.code == Code::TimedOut => return Err(e),
+                    Err(e) => {
+                        inode.fail(e.context("written bytes cannot be made stable"));
+                        self.unstable.lock().forget_inode(inode.ino);
                         return Ok(None);
                     }
+                };
+                let map = self.shared.map();
+                let request = DataRequest {
+                    session: cap.session,
+                    cap: Some(cap.bytes),
+                    round: self.storage.round_of(cap.session),
+                    ..request.clone()
+                };
+                let m = Message::new(opcode::FLUSH, Vec::new());
+                let e = match self.storage.to_head(&map, chain, m, request, None).await {
+                    Ok((head, r, _)) => match r.stamps.iter().find(|s| s.target == head && r.stable) {
+                        Some(s) => return Ok(Some(*s)),
+                        None => {
+                            let m = format!("chain {chain} answered a flush without its head's stamp");
+                            return Err(Error::new(Code::Protocol, m));
+                        }
+                    },
+                    Err(e) => e,
+                };
+                match data_verdict(&e) {
+                    DataVerdict::NewCapability => {
+                        new_caps.next(&self.shared, at, e).await.map_err(|e| e.context("flush"))?;
+                        refused = Some(cap);
+                    }
+                    DataVerdict::SessionLost => {
+                        self.storage.verify_session().await;
+                        at.pause(&self.shared, e).await?;
+                        if self.unstable.lock().sample(chain).is_none() {
+                            return Ok(None);
+                        }
+                    }
+                    DataVerdict::Refresh | DataVerdict::AskTail => self.storage.refresh_and_pause(&map, at, e).await?,
+                    _ => return Err(e.context("flush")),
                 }
-                DataVerdict::Refresh | DataVerdict::AskTail => self.storage.refresh_and_pause(&map, at, e).await?,
-                _ => return Err(e.context("flush")),
             }
-        }
+        })
     }
 
     /// Sends the lost bytes of one inode on one chain again. No write of this client to the inode is under way
@@ -281,48 +286,50 @@ impl Updates {
     }
 
     /// One lost part. The entry to keep if it is still not stable.
-    async fn replay_part(
-        self: &Arc<Self>,
+    fn replay_part<'a>(
+        self: &'a Arc<Self>,
         chain: ChainId,
-        inode: &Arc<Inode>,
+        inode: &'a Arc<Inode>,
         p: Replay<Hold>,
         limit: Duration,
-    ) -> Result<Option<(u64, Entry<Hold>)>> {
-        let lost = || Error::new(Code::Io, "the session was lost");
-        let session = self.metadata.current_session().filter(|s| s.id == p.session).ok_or_else(lost)?;
-        let seq = p.seq.unwrap_or_else(|| session.take_data_numbers(1));
-        let mut at = self.shared.attempts_for("repeating a write", limit);
-        let mut u = Update {
-            inode,
-            chain,
-            chunk: p.chunk,
-            offset: p.offset,
-            data: p.data,
-            session: p.session,
-            seq,
-            cap: None,
-            flags: FLAG_REPLAY,
-            version: p.version,
-            copies: Copies::default(),
-        };
-        let r = self.update(&mut u, &mut at).await?;
-        let mut entry = Entry {
-            kept: None,
-            chunk: p.chunk,
-            offset: p.offset,
-            file_offset: p.file_offset,
-            data: u.data,
-            session: p.session,
-            seq,
-            version: r.version,
-            stamps: r.stamps,
-            at_ms: self.shared.env.boot().as_millis() as u64,
-            tag: p.tag,
-        };
-        if r.stable {
-            return Ok(None);
-        }
-        self.keep_write(chain, p.order, &mut entry);
-        Ok(Some((p.order, entry)))
+    ) -> BoxFuture<'a, Result<Option<(u64, Entry<Hold>)>>> {
+        Box::pin(async move {
+            let lost = || Error::new(Code::Io, "the session was lost");
+            let session = self.metadata.current_session().filter(|s| s.id == p.session).ok_or_else(lost)?;
+            let seq = p.seq.unwrap_or_else(|| session.take_data_numbers(1));
+            let mut at = self.shared.attempts_for("repeating a write", limit);
+            let mut u = Update {
+                inode,
+                chain,
+                chunk: p.chunk,
+                offset: p.offset,
+                data: p.data,
+                session: p.session,
+                seq,
+                cap: None,
+                flags: FLAG_REPLAY,
+                version: p.version,
+                copies: Copies::default(),
+            };
+            let r = self.update(&mut u, &mut at).await?;
+            let mut entry = Entry {
+                kept: None,
+                chunk: p.chunk,
+                offset: p.offset,
+                file_offset: p.file_offset,
+                data: u.data,
+                session: p.session,
+                seq,
+                version: r.version,
+                stamps: r.stamps,
+                at_ms: self.shared.env.boot().as_millis() as u64,
+                tag: p.tag,
+            };
+            if r.stable {
+                return Ok(None);
+            }
+            self.keep_write(chain, p.order, &mut entry);
+            Ok(Some((p.order, entry)))
+        })
     }
 }

@@ -1,5 +1,6 @@
 //! Making holes. See `docs/client.md`.
 
+use futures_util::future::BoxFuture;
 use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
 use futures_util::{
@@ -43,38 +44,40 @@ impl Updates {
     }
 
     /// Chunks that hold nothing need no punch, unless bytes of this client may be written to them once more.
-    async fn punch_chain(
-        self: &Arc<Self>,
-        inode: &Arc<Inode>,
-        stripes: &StripeMap,
+    fn punch_chain<'a>(
+        self: &'a Arc<Self>,
+        inode: &'a Arc<Inode>,
+        stripes: &'a StripeMap,
         chain: ChainId,
         range: Range<u64>,
         stable: bool,
         number: (SessionId, u64),
-    ) -> Result<()> {
-        let last = stripes.locate(range.end - 1).0.chunk.index;
-        let mut from = block_of(stripes, range.start);
-        let unstable = self.unstable.lock().chunks_of(chain, inode.ino);
-        let mut wanted: BTreeSet<u64> = unstable.into_iter().filter(|i| (from.0..=last).contains(i)).collect();
-        loop {
-            let page = self.storage.extents(inode, stripes, chain, from, PAGE).await?;
-            wanted.extend(page.found.iter().map(|e| e.index).filter(|i| *i <= last));
-            let next = page.next.filter(|n| n.0 <= last);
-            // The last one may go on on the next page: then it is punched with that.
-            let rest = next.map_or_else(BTreeSet::new, |n| wanted.split_off(&n.0));
-            let punches = std::mem::replace(&mut wanted, rest).into_iter();
-            let pieces: Vec<Piece> = punches.filter_map(|i| piece(stripes, chain, i, &range)).collect();
-            let flags = if stable { FLAG_STABLE } else { 0 };
-            let punch = |p: Piece| self.write_piece(inode, p, Content::Hole(p.len), flags, number, None, None);
-            // All, though one may fail: none may arrive after the range is free for others.
-            let done: Vec<Result<()>> =
-                stream::iter(pieces).map(punch).buffer_unordered(PUNCHES_AT_ONCE).collect().await;
-            done.into_iter().collect::<Result<()>>()?;
-            match next {
-                Some(n) => from = n,
-                None => return Ok(()),
+    ) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let last = stripes.locate(range.end - 1).0.chunk.index;
+            let mut from = block_of(stripes, range.start);
+            let unstable = self.unstable.lock().chunks_of(chain, inode.ino);
+            let mut wanted: BTreeSet<u64> = unstable.into_iter().filter(|i| (from.0..=last).contains(i)).collect();
+            loop {
+                let page = self.storage.extents(inode, stripes, chain, from, PAGE).await?;
+                wanted.extend(page.found.iter().map(|e| e.index).filter(|i| *i <= last));
+                let next = page.next.filter(|n| n.0 <= last);
+                // The last one may go on on the next page: then it is punched with that.
+                let rest = next.map_or_else(BTreeSet::new, |n| wanted.split_off(&n.0));
+                let punches = std::mem::replace(&mut wanted, rest).into_iter();
+                let pieces: Vec<Piece> = punches.filter_map(|i| piece(stripes, chain, i, &range)).collect();
+                let flags = if stable { FLAG_STABLE } else { 0 };
+                let punch = |p: Piece| self.write_piece(inode, p, Content::Hole(p.len), flags, number, None, None);
+                // All, though one may fail: none may arrive after the range is free for others.
+                let done: Vec<Result<()>> =
+                    stream::iter(pieces).map(punch).buffer_unordered(PUNCHES_AT_ONCE).collect().await;
+                done.into_iter().collect::<Result<()>>()?;
+                match next {
+                    Some(n) => from = n,
+                    None => return Ok(()),
+                }
             }
-        }
+        })
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! An update goes to the head of its chain and keeps its number through every retry, so that it is applied once.
 
+use futures_util::future::BoxFuture;
 use std::{
     sync::{
         Arc,
@@ -240,33 +241,35 @@ impl Updates {
         Ok((cap, first))
     }
 
-    pub(crate) async fn write_piece(
-        self: &Arc<Self>,
-        inode: &Arc<Inode>,
+    pub(crate) fn write_piece<'a>(
+        self: &'a Arc<Self>,
+        inode: &'a Arc<Inode>,
         p: Piece,
         data: Content,
         flags: u8,
         (session, seq): (SessionId, u64),
         cap: Option<Cap>,
         room: Option<tokio::sync::OwnedSemaphorePermit>,
-    ) -> Result<()> {
-        let mut at = self.shared.attempts("write");
-        let mut u = Update {
-            inode,
-            chain: p.chain,
-            chunk: p.chunk,
-            offset: p.offset,
-            data,
-            session,
-            seq,
-            cap,
-            flags,
-            version: Version::default(),
-            copies: Copies::default(),
-        };
-        let r = self.update(&mut u, &mut at).await?;
-        let data = u.data;
-        self.keep_unstable(p, data, (session, seq), &r, inode, room)
+    ) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let mut at = self.shared.attempts("write");
+            let mut u = Update {
+                inode,
+                chain: p.chain,
+                chunk: p.chunk,
+                offset: p.offset,
+                data,
+                session,
+                seq,
+                cap,
+                flags,
+                version: Version::default(),
+                copies: Copies::default(),
+            };
+            let r = self.update(&mut u, &mut at).await?;
+            let data = u.data;
+            self.keep_unstable(p, data, (session, seq), &r, inode, room)
+        })
     }
 
     /// Makes an unstable write outlive this process.

@@ -5,6 +5,7 @@
 //! acknowledged, and the metadata leader asks for a report after that, which sends what it finds under the same lock: so nothing
 //! is held back that the report did not send.
 
+use futures_util::future::BoxFuture;
 use std::{ops::Range, sync::Arc, time::Duration};
 
 use futures_util::{
@@ -229,25 +230,27 @@ impl WriteBack {
         }
     }
 
-    async fn send_run(self: &Arc<Self>, inode: &Arc<Inode>, run: Run<Tag>) {
-        let range = run.at..run.end();
-        // Who wrote here before is done first.
-        let _turn = inode.ranges.lock(range.clone()).await;
-        let Some(first) = run.parts.first().map(|(_, tag)| tag.clone()) else { return };
-        let bytes: Vec<Buf> = run.parts.iter().map(|(b, _)| b.clone()).collect();
-        let mut room: Option<OwnedSemaphorePermit> = None;
-        for more in run.parts.iter().filter_map(|(_, tag)| tag.room.lock().take()) {
-            match &mut room {
-                Some(room) => room.merge(more),
-                None => room = Some(more),
+    fn send_run<'a>(self: &'a Arc<Self>, inode: &'a Arc<Inode>, run: Run<Tag>) -> BoxFuture<'a, ()> {
+        Box::pin(async move {
+            let range = run.at..run.end();
+            // Who wrote here before is done first.
+            let _turn = inode.ranges.lock(range.clone()).await;
+            let Some(first) = run.parts.first().map(|(_, tag)| tag.clone()) else { return };
+            let bytes: Vec<Buf> = run.parts.iter().map(|(b, _)| b.clone()).collect();
+            let mut room: Option<OwnedSemaphorePermit> = None;
+            for more in run.parts.iter().filter_map(|(_, tag)| tag.room.lock().take()) {
+                match &mut room {
+                    Some(room) => room.merge(more),
+                    None => room = Some(more),
+                }
             }
-        }
-        let mut at = run.at;
-        for piece in self.in_one(bytes) {
-            let len = buffers::total(&piece) as u64;
-            self.send_bytes(inode, &first, at, piece, room.as_mut()).await;
-            at += len;
-        }
+            let mut at = run.at;
+            for piece in self.in_one(bytes) {
+                let len = buffers::total(&piece) as u64;
+                self.send_bytes(inode, &first, at, piece, room.as_mut()).await;
+                at += len;
+            }
+        })
     }
 
     /// Bytes as they are sent. What must outlive this process must lie in one piece; if there is no memory for that, each part is sent

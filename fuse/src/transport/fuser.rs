@@ -301,7 +301,13 @@ impl Filesystem for Transport {
         let (who, n) = (caller(req), name(n));
         self.run(async move |s| match s.vfs.create(who, parent.0, &n, mode, umask, flags).await {
             Ok((attr, o)) => {
-                reply.created(&NOT_KEPT, &file_attr(&attr.into()), GENERATION, FileHandle(o.handle), kernel::OPEN_FLAGS);
+                reply.created(
+                    &NOT_KEPT,
+                    &file_attr(&attr.into()),
+                    GENERATION,
+                    FileHandle(o.handle),
+                    kernel::OPEN_FLAGS,
+                );
             }
             Err(e) => reply.error(errno(&e)),
         });

@@ -37,8 +37,7 @@ const WANTED: [InitFlags; 12] = [
 ];
 
 /// Every open is answered with these: another mount may write the data, so the kernel keeps none of it.
-pub(crate) const OPEN_FLAGS: FopenFlags =
-    FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
+pub(crate) const OPEN_FLAGS: FopenFlags = FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
 
 /// Answers the kernel's INIT.
 pub(crate) fn negotiate(kernel: &mut KernelConfig) {

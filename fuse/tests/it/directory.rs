@@ -1,6 +1,5 @@
 //! A directory of many entries, read through one mount while another changes it.
 
-
 use std::{
     collections::BTreeMap,
     fs::{self, File},

@@ -1,6 +1,5 @@
 //! A descriptor on a real mount tells which file of which file system it is, and where the servers are, and nothing else.
 
-
 use std::{
     fs::{self, File, OpenOptions},
     os::{

@@ -1,7 +1,6 @@
 //! Programs that wait for servers which do not answer: killed they go away, signalled they wait on, and the mount itself
 //! can be taken away.
 
-
 use std::{
     fs,
     io::{BufRead, BufReader, Read, Write},

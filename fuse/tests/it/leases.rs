@@ -1,6 +1,5 @@
 //! What the kernel of a mount keeps under leases, and that it forgets what is recalled.
 
-
 use std::{
     fs,
     os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},

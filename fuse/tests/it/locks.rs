@@ -1,6 +1,5 @@
 //! What a program sees of locks that its mount has lost, or asked for and gave back.
 
-
 use std::{
     fs::File,
     io,

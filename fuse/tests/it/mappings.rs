@@ -1,7 +1,6 @@
 //! Memory mappings of files on a real kernel mount beside all other ways to change them: see
 //! `mappings.py`.
 
-
 use std::{path::Path, process::Command, time::Duration};
 
 use crate::common::Cluster;

@@ -1,6 +1,5 @@
 //! A real kernel mount over a cluster in this process, used as programs use it: see `posix.sh` and `names.sh`.
 
-
 use std::{path::Path, process::Command, time::Duration};
 
 use crate::common::Cluster;

@@ -1,7 +1,6 @@
 //! Names and directories that another mount changes between two requests of one system call,
 //! without a kernel.
 
-
 use crate::common::Cluster;
 use strake_client::{Client, Creds};
 use strake_fuse::vfs::{Caller, Change, Time, Vfs};

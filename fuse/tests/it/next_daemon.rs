@@ -1,6 +1,5 @@
 //! A daemon that takes a mount over. The kernel's part is this test's, over a socket whose messages are requests and replies.
 
-
 use std::{
     fs,
     os::fd::{AsRawFd, OwnedFd},

@@ -1,6 +1,5 @@
 //! The VFS core without a kernel: what no request of the fuser transport reaches.
 
-
 use std::time::Duration;
 
 use crate::common::Cluster;

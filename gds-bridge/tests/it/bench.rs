@@ -1,6 +1,5 @@
 //! The benchmark's own logic: its rows, and that a strict run is refused whose tier changed.
 
-
 use crate::served::Served;
 use strake_gds::{
     Fault, Options, Policy, Tier, Unavailable,

@@ -1,6 +1,5 @@
 //! Files of a cluster, by the real client, to a device and back. The cluster is the one in memory of the client's own tests.
 
-
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering::SeqCst},

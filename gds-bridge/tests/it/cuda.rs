@@ -1,7 +1,6 @@
 //! The CUDA side against a stand-in for the driver library, which is compiled here. It shows that functions, types, pointer checks and
 //! error codes fit together as the API describes them; no GPU and no real driver is in it.
 
-
 use std::{
     ffi::{CString, c_int, c_long, c_void},
     os::unix::ffi::OsStrExt,

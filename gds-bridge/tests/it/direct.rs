@@ -1,7 +1,6 @@
 //! The road on which storage servers read and write the device's memory: the real client and bridge, host memory as the device, and the network in
 //! memory of the client's own tests, which lends as RDMA does.
 
-
 use std::{
     sync::{
         Arc,

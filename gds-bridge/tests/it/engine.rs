@@ -1,6 +1,5 @@
 //! The bridge on host memory: roads, accounts, changes of tier in mid-run, faults, bad input.
 
-
 use std::{
     sync::{
         Arc,
@@ -9,8 +8,8 @@ use std::{
     time::Duration,
 };
 
-use futures_util::FutureExt;
 use crate::ram::*;
+use futures_util::FutureExt;
 use strake_client::Arrived;
 use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
 use strake_gds::{

@@ -1,9 +1,8 @@
 //! The committed kernel text, run by an interpreter of the part of PTX that it uses, against the checksums of the library that the client verifies
 //! with. It shows that the text computes what it should; that drivers take it is shown by a GPU only.
 
-
-use proptest::prelude::*;
 use crate::ptx::{Kernel, Memory};
+use proptest::prelude::*;
 use strake_proto::checksum::{combine, crc32c};
 
 const TEXT: &str = include_str!("../../src/cuda/crc32c.ptx");

@@ -1,6 +1,5 @@
 //! Parts of sealed files by cuFile from copies on this node: the stand-in of cuFile reads them, and is told to fail and to lie.
 
-
 use std::{
     collections::HashMap,
     fs::{self, File},
@@ -9,8 +8,8 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use crate::ram::*;
+use parking_lot::Mutex;
 use strake_fabric::{Pool, Road};
 use strake_gds::{
     Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report, Tier, Transfer,

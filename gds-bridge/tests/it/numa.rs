@@ -1,6 +1,5 @@
 //! Slots and threads near the device: a process of its own, whose threads are counted.
 
-
 use std::{fs, path::Path, sync::Arc};
 
 use crate::ram::*;

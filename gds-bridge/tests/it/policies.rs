@@ -1,6 +1,5 @@
 //! What a call, its files and its bridge demand together.
 
-
 use std::sync::Arc;
 
 use crate::ram::*;

@@ -1,6 +1,5 @@
 //! The Python module's tests, with the cluster that they need. `gds-bridge/python/test` builds the module and runs this.
 
-
 use std::{path::Path, process::Command};
 
 use crate::served::Served;

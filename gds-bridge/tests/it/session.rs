@@ -1,6 +1,5 @@
 //! Sessions: files by path, whole files that replace others, errors, over sockets to the cluster in memory.
 
-
 use std::{collections::BTreeMap, sync::Arc};
 
 use crate::ram::{MIB, pattern};

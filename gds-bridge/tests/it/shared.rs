@@ -1,6 +1,5 @@
 //! Several bridges in a process: what they register is registered once, counted once, and let go with the last of them.
 
-
 use std::sync::Arc;
 
 use crate::ram::*;

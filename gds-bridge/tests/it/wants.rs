@@ -1,6 +1,5 @@
 //! Tiers that fail for want of something: what is said of it, and what later calls do.
 
-
 use std::sync::Arc;
 
 use crate::ram::*;

@@ -1,5 +1,6 @@
 //! A metadata server from its folder, see [`data_dir`](crate::data_dir).
 
+use futures_util::future::BoxFuture;
 use std::{
     fs::{self, File},
     sync::Arc,
@@ -25,40 +26,42 @@ use crate::{
 /// of the cluster share; what clients and other clusters must not forge is derived from it.
 ///
 /// Errors name the folder and what is wrong with it: in use, of another member or cluster, newer, damaged.
-pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Result<MdsServer> {
-    cfg.check()?;
-    let cluster = cluster_id(&cluster_key, &cfg.fs_name);
-    let lock = open_folder(&cfg, cluster)?;
-    private::mend_all(&cfg.dir);
-    let sizes = Sizes::of(&cfg.dir)?;
-    let mut voters: Vec<u64> = cfg.peers.iter().map(|p| p.0).chain([cfg.id]).collect();
-    voters.sort_unstable();
-    voters.dedup();
-    if cfg.join {
-        voters.clear();
-    }
-    let log = DiskLog::open(&cfg.dir.join(LOG), cluster, cfg.id, &voters, env.random_u64(), sizes.log())?;
-    let (store, set_aside) = open_state(&cfg, &sizes, &log.load().await?)?;
-    Record { member: cfg.id, cluster, state: State::Complete }.write(&cfg.dir)?;
-    let fabric = Roads::new(env.clone(), Identity::server(&cluster_key), None, Pool::default(), Default::default());
-    let parts = Parts {
-        env,
-        fabric: Arc::new(fabric),
-        log: Arc::new(log),
-        store: Arc::new(store),
-        cap_key: CapKey::from_cluster_key(&cluster_key),
-        cluster,
-    };
-    let admin_at = cfg.admin;
-    let reserve = cfg.reserve_bytes.unwrap_or_else(|| disk_space::default_reserve(sizes.total));
-    let disk = Disk { reserve_file: Some(cfg.dir.join(RESERVE)), reserve, segment: sizes.segment, set_aside };
-    let mut server = start_with(cfg, parts, disk).await?;
-    server.lock = Some(lock);
-    if let Some(at) = admin_at {
-        let serve = admin::serve(server.mds.clone(), at, &cluster_key)?;
-        server.tasks.push(server.mds.member.env.spawn(serve));
-    }
-    Ok(server)
+pub fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> BoxFuture<'static, Result<MdsServer>> {
+    Box::pin(async move {
+        cfg.check()?;
+        let cluster = cluster_id(&cluster_key, &cfg.fs_name);
+        let lock = open_folder(&cfg, cluster)?;
+        private::mend_all(&cfg.dir);
+        let sizes = Sizes::of(&cfg.dir)?;
+        let mut voters: Vec<u64> = cfg.peers.iter().map(|p| p.0).chain([cfg.id]).collect();
+        voters.sort_unstable();
+        voters.dedup();
+        if cfg.join {
+            voters.clear();
+        }
+        let log = DiskLog::open(&cfg.dir.join(LOG), cluster, cfg.id, &voters, env.random_u64(), sizes.log())?;
+        let (store, set_aside) = open_state(&cfg, &sizes, &log.load().await?)?;
+        Record { member: cfg.id, cluster, state: State::Complete }.write(&cfg.dir)?;
+        let fabric = Roads::new(env.clone(), Identity::server(&cluster_key), None, Pool::default(), Default::default());
+        let parts = Parts {
+            env,
+            fabric: Arc::new(fabric),
+            log: Arc::new(log),
+            store: Arc::new(store),
+            cap_key: CapKey::from_cluster_key(&cluster_key),
+            cluster,
+        };
+        let admin_at = cfg.admin;
+        let reserve = cfg.reserve_bytes.unwrap_or_else(|| disk_space::default_reserve(sizes.total));
+        let disk = Disk { reserve_file: Some(cfg.dir.join(RESERVE)), reserve, segment: sizes.segment, set_aside };
+        let mut server = start_with(cfg, parts, disk).await?;
+        server.lock = Some(lock);
+        if let Some(at) = admin_at {
+            let serve = admin::serve(server.mds.clone(), at, &cluster_key)?;
+            server.tasks.push(server.mds.member.env.spawn(serve));
+        }
+        Ok(server)
+    })
 }
 
 /// Opens the state, or makes it. One that is damaged is set aside where it can be had again: `log` has all that was ever agreed on, or

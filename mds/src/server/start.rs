@@ -1,5 +1,6 @@
 //! Starting and stopping a metadata server, made of its parts.
 
+use futures_util::future::BoxFuture;
 use std::{
     collections::BTreeMap,
     path::PathBuf,
@@ -82,83 +83,86 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<MdsServer> {
     start_with(cfg, parts, Disk { reserve_file: None, reserve, segment: LOG_BYTES, set_aside: None }).await
 }
 
-pub(super) async fn start_with(cfg: Config, parts: Parts, disk: Disk) -> Result<MdsServer> {
-    cfg.check()?;
-    let disk_space = DiskSpace::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
-    // Before there is anything that must not wait.
-    disk_space.look();
-    let recalls = Arc::new(Recalls::new(parts.env.clone(), cfg.leases()));
-    let machine = Arc::new(Machine::open(parts.store, recalls.clone())?);
-    let peers: BTreeMap<u64, Endpoint> = cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
-    let raft = consensus::Config {
-        tick: Duration::from_millis(cfg.tick_ms),
-        slow_write: Duration::from_millis(cfg.slow_disk_ms),
-        log_bytes: disk.segment.max(LEAST_LOG_BYTES) as usize,
-        ..consensus::Config::new(cfg.id, parts.cluster, peers)
-    };
-    let node = Node::start(raft, parts.env.clone(), parts.fabric.clone(), parts.log, machine.clone()).await?;
-    let member = Arc::new(Member {
-        env: parts.env.clone(),
-        machine: machine.clone(),
-        recalls,
-        leadership: node.leadership(),
-        node,
-        lead: Mutex::new(None),
-        links: Links::new(parts.fabric.clone()),
-        disk_space,
-        advertised: OnceLock::new(),
-        set_aside: disk.set_aside,
-        started: parts.env.boot(),
-        cfg,
-    });
-    let fair = Arc::new(Fair::new(machine));
-    let sessions = Arc::new(SessionService::new(member.clone(), parts.cap_key));
-    let locks = Arc::new(LockService::new(member.clone()));
-    let trims = Arc::new(Trims::new(member.clone()));
-    let changes = Arc::new(Changes {
-        member: member.clone(),
-        sessions: sessions.clone(),
-        locks: locks.clone(),
-        trims: trims.clone(),
-        fair: fair.clone(),
-        request_dedup: Mutex::default(),
-    });
-    let reads = Reads { member: member.clone(), sessions: sessions.clone(), locks: locks.clone(), fair: fair.clone() };
-    let leader = Arc::new(Leader {
-        member: member.clone(),
-        sessions: sessions.clone(),
-        changes: changes.clone(),
-        locks: locks.clone(),
-        trims,
-    });
-    let mds = Arc::new(Mds {
-        sessions,
-        locks,
-        reads,
-        changes,
-        followers: Arc::new(Followers::new(member.clone(), fair)),
-        membership: Arc::new(Membership { member: member.clone() }),
-        relay: Relay::new(parts.fabric.clone()),
-        refused: AtomicU64::new(0),
-        member,
-    });
-    let listener = parts.fabric.listen(&mds.member.cfg.listen, mds.clone()).await?;
-    let endpoint = listener.endpoint().clone();
-    let advertised = mds.member.cfg.advertise.clone().unwrap_or_else(|| endpoint.clone());
-    mds.member.node.set_endpoint(advertised.clone());
-    let _ = mds.member.advertised.set(advertised);
-    let membership = mds.membership.clone();
-    let mut tasks = vec![
-        mds.member.env.spawn(leader::run(leader)),
-        mds.member.env.spawn(async move { membership.follow_map().await }),
-        mds.member.env.spawn(followers::run(mds.followers.clone())),
-        mds.member.env.spawn(scrub::run(mds.member.clone())),
-    ];
-    if disk.reserve > 0 {
-        tasks.push(mds.member.env.spawn(watch_disk_space(mds.member.clone())));
-    }
-    tracing::info!(id = mds.member.cfg.id, at = %endpoint, "metadata server listens");
-    Ok(MdsServer { mds, endpoint, listener: Some(listener), tasks, lock: None })
+pub(super) fn start_with(cfg: Config, parts: Parts, disk: Disk) -> BoxFuture<'static, Result<MdsServer>> {
+    Box::pin(async move {
+        cfg.check()?;
+        let disk_space = DiskSpace::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
+        // Before there is anything that must not wait.
+        disk_space.look();
+        let recalls = Arc::new(Recalls::new(parts.env.clone(), cfg.leases()));
+        let machine = Arc::new(Machine::open(parts.store, recalls.clone())?);
+        let peers: BTreeMap<u64, Endpoint> = cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
+        let raft = consensus::Config {
+            tick: Duration::from_millis(cfg.tick_ms),
+            slow_write: Duration::from_millis(cfg.slow_disk_ms),
+            log_bytes: disk.segment.max(LEAST_LOG_BYTES) as usize,
+            ..consensus::Config::new(cfg.id, parts.cluster, peers)
+        };
+        let node = Node::start(raft, parts.env.clone(), parts.fabric.clone(), parts.log, machine.clone()).await?;
+        let member = Arc::new(Member {
+            env: parts.env.clone(),
+            machine: machine.clone(),
+            recalls,
+            leadership: node.leadership(),
+            node,
+            lead: Mutex::new(None),
+            links: Links::new(parts.fabric.clone()),
+            disk_space,
+            advertised: OnceLock::new(),
+            set_aside: disk.set_aside,
+            started: parts.env.boot(),
+            cfg,
+        });
+        let fair = Arc::new(Fair::new(machine));
+        let sessions = Arc::new(SessionService::new(member.clone(), parts.cap_key));
+        let locks = Arc::new(LockService::new(member.clone()));
+        let trims = Arc::new(Trims::new(member.clone()));
+        let changes = Arc::new(Changes {
+            member: member.clone(),
+            sessions: sessions.clone(),
+            locks: locks.clone(),
+            trims: trims.clone(),
+            fair: fair.clone(),
+            request_dedup: Mutex::default(),
+        });
+        let reads =
+            Reads { member: member.clone(), sessions: sessions.clone(), locks: locks.clone(), fair: fair.clone() };
+        let leader = Arc::new(Leader {
+            member: member.clone(),
+            sessions: sessions.clone(),
+            changes: changes.clone(),
+            locks: locks.clone(),
+            trims,
+        });
+        let mds = Arc::new(Mds {
+            sessions,
+            locks,
+            reads,
+            changes,
+            followers: Arc::new(Followers::new(member.clone(), fair)),
+            membership: Arc::new(Membership { member: member.clone() }),
+            relay: Relay::new(parts.fabric.clone()),
+            refused: AtomicU64::new(0),
+            member,
+        });
+        let listener = parts.fabric.listen(&mds.member.cfg.listen, mds.clone()).await?;
+        let endpoint = listener.endpoint().clone();
+        let advertised = mds.member.cfg.advertise.clone().unwrap_or_else(|| endpoint.clone());
+        mds.member.node.set_endpoint(advertised.clone());
+        let _ = mds.member.advertised.set(advertised);
+        let membership = mds.membership.clone();
+        let mut tasks = vec![
+            mds.member.env.spawn(leader::run(leader)),
+            mds.member.env.spawn(async move { membership.follow_map().await }),
+            mds.member.env.spawn(followers::run(mds.followers.clone())),
+            mds.member.env.spawn(scrub::run(mds.member.clone())),
+        ];
+        if disk.reserve > 0 {
+            tasks.push(mds.member.env.spawn(watch_disk_space(mds.member.clone())));
+        }
+        tracing::info!(id = mds.member.cfg.id, at = %endpoint, "metadata server listens");
+        Ok(MdsServer { mds, endpoint, listener: Some(listener), tasks, lock: None })
+    })
 }
 
 /// Also members that do not lead give up their reserve when they need it.
@@ -191,12 +195,14 @@ impl MdsServer {
     }
 
     /// Hands leadership over if it can, then stops. What was acknowledged is durable already.
-    pub async fn shutdown(mut self) {
-        if self.mds.member.leading().is_ok() {
-            let _ = tokio::time::timeout(Duration::from_secs(1), self.mds.member.node.transfer(0)).await;
-        }
-        self.listener = None;
-        self.mds.member.node.shutdown().await;
+    pub fn shutdown(mut self) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            if self.mds.member.leading().is_ok() {
+                let _ = tokio::time::timeout(Duration::from_secs(1), self.mds.member.node.transfer(0)).await;
+            }
+            self.listener = None;
+            self.mds.member.node.shutdown().await;
+        })
     }
 
     /// Waits until this server has stopped by itself for good, and says why: its log or state failed, or (`NotMember`) it

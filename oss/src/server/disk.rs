@@ -1,5 +1,6 @@
 //! A storage server from its target folders.
 
+use futures_util::future::BoxFuture;
 use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
@@ -54,25 +55,32 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
 }
 
 /// As [`start_on_disk`]; `reread` gives the configuration as it is then, which may name more targets than before.
-pub async fn start_on_disk_with(cfg: Config, env: Env, cluster_key: [u8; 32], reread: Reread) -> Result<OssServer> {
-    cfg.check()?;
-    if cfg.targets.is_empty() {
-        return Err(Error::new(Code::Inval, "storage server configuration: targets must name at least one folder"));
-    }
-    let pool = pool_for(&cfg.listen)?;
-    let (targets, refused) = open_all(&cfg, &env, &pool).await?;
-    let known = Mutex::new(cfg.targets.iter().map(|t| t.path.clone()).collect());
-    let more = Arc::new(More { reread, pool: pool.clone(), known });
-    let fabric = Roads::new(env.clone(), Identity::server(&cluster_key), None, pool, Default::default());
-    let cap_key = CapKey::from_cluster_key(&cluster_key);
-    let at = cfg.admin;
-    let parts = Parts { env: env.clone(), fabric: Arc::new(fabric), targets, cap_key };
-    let mut server = super::start_without(cfg, parts, refused).await?;
-    if let Some(at) = at {
-        server.tasks.push(env.spawn(admin::serve(server.node.clone(), more.clone(), at, &cluster_key)?));
-    }
-    server.more = Some(more);
-    Ok(server)
+pub fn start_on_disk_with(
+    cfg: Config,
+    env: Env,
+    cluster_key: [u8; 32],
+    reread: Reread,
+) -> BoxFuture<'static, Result<OssServer>> {
+    Box::pin(async move {
+        cfg.check()?;
+        if cfg.targets.is_empty() {
+            return Err(Error::new(Code::Inval, "storage server configuration: targets must name at least one folder"));
+        }
+        let pool = pool_for(&cfg.listen)?;
+        let (targets, refused) = open_all(&cfg, &env, &pool).await?;
+        let known = Mutex::new(cfg.targets.iter().map(|t| t.path.clone()).collect());
+        let more = Arc::new(More { reread, pool: pool.clone(), known });
+        let fabric = Roads::new(env.clone(), Identity::server(&cluster_key), None, pool, Default::default());
+        let cap_key = CapKey::from_cluster_key(&cluster_key);
+        let at = cfg.admin;
+        let parts = Parts { env: env.clone(), fabric: Arc::new(fabric), targets, cap_key };
+        let mut server = super::start_without(cfg, parts, refused).await?;
+        if let Some(at) = at {
+            server.tasks.push(env.spawn(admin::serve(server.node.clone(), more.clone(), at, &cluster_key)?));
+        }
+        server.more = Some(more);
+        Ok(server)
+    })
 }
 
 /// Those that can be served, and the others.

@@ -38,6 +38,7 @@ mod service;
 mod tests;
 mod trim;
 
+use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 
 pub use config::{Config, TargetConfig};
@@ -78,34 +79,36 @@ pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
 }
 
 /// As [`start`], where some targets are out of service.
-async fn start_without(cfg: Config, parts: Parts, refused: Vec<Arc<RefusedTarget>>) -> Result<OssServer> {
-    cfg.check()?;
-    let (env, fabric) = (parts.env.clone(), parts.fabric.clone());
-    let peers = Peers::new(env.clone(), fabric.clone());
-    let places = Places::new(fabric.clone(), cfg.mds.clone());
-    let node = Node::new(cfg, parts, (peers, places), refused.clone());
-    let mut listeners = Vec::new();
-    let relay = Arc::new(Relay::new(fabric.clone()));
-    for at in &node.cfg.listen {
-        let service = service::OssService { node: node.clone(), relay: relay.clone() };
-        listeners.push(fabric.listen(at, Arc::new(service)).await?);
-    }
-    let endpoints: Vec<Endpoint> = listeners.iter().map(|l| l.endpoint().clone()).collect();
-    let mut mds = MdsLink::new(fabric, node.cfg.mds.clone());
-    let mut pause = Duration::from_millis(50);
-    while let Err(e) = node.register(&mut mds, &endpoints).await {
-        if e.code == Code::Inval {
-            return Err(e.context(format!("storage server '{}' cannot join", node.cfg.name)));
+fn start_without(cfg: Config, parts: Parts, refused: Vec<Arc<RefusedTarget>>) -> BoxFuture<'static, Result<OssServer>> {
+    Box::pin(async move {
+        cfg.check()?;
+        let (env, fabric) = (parts.env.clone(), parts.fabric.clone());
+        let peers = Peers::new(env.clone(), fabric.clone());
+        let places = Places::new(fabric.clone(), cfg.mds.clone());
+        let node = Node::new(cfg, parts, (peers, places), refused.clone());
+        let mut listeners = Vec::new();
+        let relay = Arc::new(Relay::new(fabric.clone()));
+        for at in &node.cfg.listen {
+            let service = service::OssService { node: node.clone(), relay: relay.clone() };
+            listeners.push(fabric.listen(at, Arc::new(service)).await?);
         }
-        tracing::warn!("registration failed, trying again: {e}");
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(Duration::from_secs(1));
-    }
-    let tasks = vec![env.spawn(node.clone().stay_registered(mds, endpoints.clone()))];
-    // Others may have been taken out since, and are looked after.
-    refused.into_iter().for_each(|o| node.look_after(o));
-    node.targets().iter().for_each(|t| node.tend(t));
-    Ok(OssServer { node, listeners, endpoints, more: None, tasks })
+        let endpoints: Vec<Endpoint> = listeners.iter().map(|l| l.endpoint().clone()).collect();
+        let mut mds = MdsLink::new(fabric, node.cfg.mds.clone());
+        let mut pause = Duration::from_millis(50);
+        while let Err(e) = node.register(&mut mds, &endpoints).await {
+            if e.code == Code::Inval {
+                return Err(e.context(format!("storage server '{}' cannot join", node.cfg.name)));
+            }
+            tracing::warn!("registration failed, trying again: {e}");
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(Duration::from_secs(1));
+        }
+        let tasks = vec![env.spawn(node.clone().stay_registered(mds, endpoints.clone()))];
+        // Others may have been taken out since, and are looked after.
+        refused.into_iter().for_each(|o| node.look_after(o));
+        node.targets().iter().for_each(|t| node.tend(t));
+        Ok(OssServer { node, listeners, endpoints, more: None, tasks })
+    })
 }
 
 impl OssServer {
@@ -124,33 +127,37 @@ impl OssServer {
     }
 
     /// Reads the configuration again: targets that are new in it join, and those that are out of service are looked at. The new ones.
-    pub async fn reload(&self) -> Result<Vec<TargetId>> {
-        match &self.more {
-            Some(more) => more.add(&self.node).await,
-            None => Ok(Vec::new()),
-        }
+    pub fn reload<'a>(&'a self) -> BoxFuture<'a, Result<Vec<TargetId>>> {
+        Box::pin(async move {
+            match &self.more {
+                Some(more) => more.add(&self.node).await,
+                None => Ok(Vec::new()),
+            }
+        })
     }
 
     /// Stops serving, flushes, and ends; its targets may be opened again. Chains go on without it once its lease has
     /// run out.
-    pub async fn shutdown(mut self) -> Result<()> {
-        self.stop();
-        for t in std::mem::take(&mut self.tasks) {
-            let _ = t.await; // ended by `stop`
-        }
-        let mut result = Ok(());
-        for t in self.node.targets().iter() {
-            result = result.and(t.engine.flush().await);
-            t.damage.sync().await;
-        }
-        let engines: Vec<_> = self.node.targets().iter().map(|t| Arc::downgrade(&t.engine)).collect();
-        drop(self);
-        // Requests in progress and connections still hold them for a moment.
-        let until = tokio::time::Instant::now() + Duration::from_secs(5);
-        while engines.iter().any(|e| e.strong_count() > 0) && tokio::time::Instant::now() < until {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-        result
+    pub fn shutdown(mut self) -> BoxFuture<'static, Result<()>> {
+        Box::pin(async move {
+            self.stop();
+            for t in std::mem::take(&mut self.tasks) {
+                let _ = t.await; // ended by `stop`
+            }
+            let mut result = Ok(());
+            for t in self.node.targets().iter() {
+                result = result.and(t.engine.flush().await);
+                t.damage.sync().await;
+            }
+            let engines: Vec<_> = self.node.targets().iter().map(|t| Arc::downgrade(&t.engine)).collect();
+            drop(self);
+            // Requests in progress and connections still hold them for a moment.
+            let until = tokio::time::Instant::now() + Duration::from_secs(5);
+            while engines.iter().any(|e| e.strong_count() > 0) && tokio::time::Instant::now() < until {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            result
+        })
     }
 
     fn stop(&mut self) {

@@ -1,6 +1,5 @@
 //! Two mounts of one cluster of processes see one truth: the cases of `cluster-tests/coherence`.
 
-
 #[test]
 fn two_mounts_see_one_truth() {
     crate::suite::run("coherence/run", &[]);

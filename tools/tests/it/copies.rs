@@ -3,7 +3,6 @@
 //! place. Either way nothing is lost.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
-
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,

@@ -1,7 +1,6 @@
 //! A program that uses cuFile, on a mount of a cluster of processes: leases, recalls and permissions are the real ones. The driver is a stand-in.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
-
 use std::{
     path::{Path, PathBuf},
     process::Command,

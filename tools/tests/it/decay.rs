@@ -2,7 +2,6 @@
 //! target, and every file, are there all the time.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
-
 use std::{
     fs::{self, File},
     io::Write,

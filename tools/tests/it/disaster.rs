@@ -1,6 +1,5 @@
 //! A metadata group that lost its majority, or everything, begins anew: `strake mds inspect|recover|dump|load` on real processes.
 
-
 use std::{
     fs,
     net::TcpListener,

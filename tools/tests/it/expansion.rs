@@ -1,6 +1,5 @@
 //! A cluster that grows, and one that lost for good what nobody else had.
 
-
 use std::{fs, path::Path, thread, time::Duration};
 
 use crate::cluster::{Cluster, pattern};

@@ -1,7 +1,6 @@
 //! Reads by metadata servers that do not lead, with real processes: a mount lists a directory at a follower, which is killed meanwhile.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
-
 use std::{
     fs,
     path::{Path, PathBuf},

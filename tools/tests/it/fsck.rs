@@ -3,7 +3,6 @@
 //! gone.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
-
 use std::{
     fs,
     io::Write,
@@ -18,8 +17,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bytes::Bytes;
 use crate::common::{ok, strake, text};
+use bytes::Bytes;
 use prost::Message as _;
 use serde_json::Value;
 use strake_fabric::{Buf, Env, Fabric, Identity, Message, Pool, Roads, keyfile};

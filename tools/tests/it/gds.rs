@@ -1,7 +1,6 @@
 //! `strake gds`, and the bridge on the files of a cluster of real processes, over TCP.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
-
 use std::{
     fs,
     path::{Path, PathBuf},

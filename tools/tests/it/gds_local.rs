@@ -1,7 +1,6 @@
 //! `strake gds stage`, `copies` and `unstage` on a cluster of real processes, and the tier that reads what they made.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
-
 use std::{
     fs,
     io::Write as _,

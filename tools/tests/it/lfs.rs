@@ -3,7 +3,6 @@
 #[path = "../../../fuse/tests/it/common/mod.rs"]
 mod mounted;
 
-
 use std::{
     ffi::{CStr, CString},
     fs::File,

@@ -1,6 +1,5 @@
 //! What `strake` says of wrong configurations, and of a local cluster that is asked for in another way than it was made.
 
-
 use std::{
     fs,
     net::TcpListener,

@@ -1,7 +1,6 @@
 //! Locks between the mounts of a real cluster, held by programs: `locks.py`. And what a killed mount leaves.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
-
 use std::{
     fs,
     io::{BufRead, BufReader, Write},

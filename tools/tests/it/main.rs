@@ -1,6 +1,8 @@
 //! The integration tests of the crate, as one program: most of the time of a test program goes into linking it.
 
 mod chaos;
+#[path = "common/cluster.rs"]
+mod cluster;
 mod coherence;
 mod common;
 mod copies;
@@ -25,8 +27,6 @@ mod restart;
 mod scrub;
 mod seal;
 mod shares;
-mod targets;
-#[path = "common/cluster.rs"]
-mod cluster;
 #[path = "common/suite.rs"]
 mod suite;
+mod targets;

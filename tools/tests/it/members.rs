@@ -1,6 +1,5 @@
 //! The group of metadata servers changes under a mount that works: `strake mds list|add|remove|transfer|replace`.
 
-
 use std::{
     fs,
     io::Write,

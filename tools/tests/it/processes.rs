@@ -1,6 +1,5 @@
 //! The binary as a user runs it: real processes, bad configurations, small clusters.
 
-
 use std::{
     fs,
     io::{Read, Write},

@@ -2,7 +2,6 @@
 //! by path and offset; without one they are an error, never other bytes.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
-
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,

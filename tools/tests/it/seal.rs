@@ -1,6 +1,5 @@
 //! Sealed files on a real cluster: what a damaged device makes of them, and that seals outlive all processes.
 
-
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,

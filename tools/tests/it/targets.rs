@@ -1,6 +1,5 @@
 //! Data moves between targets under a mount that is used: `strake target` and `strake node`.
 
-
 use std::{
     fs,
     os::unix::fs::symlink,

@@ -6,6 +6,7 @@ mod foreign;
 mod holes;
 mod mapped;
 
+use futures_util::future::BoxFuture;
 use std::{
     ops::Range,
     sync::{
@@ -182,67 +183,71 @@ impl Client {
 
 impl Core {
     /// A handle from the answer to an open.
-    pub(crate) async fn file(
-        self: &Arc<Self>,
+    pub(crate) fn file<'a>(
+        self: &'a Arc<Self>,
         mut r: Vec<pb::OpResult>,
-        creds: &pb::Creds,
+        creds: &'a pb::Creds,
         flags: u32,
         opening: Opening,
-    ) -> Result<File> {
-        let bad = |m: &str| Error::new(Code::Protocol, m);
-        let r = r.pop().ok_or_else(|| bad("an empty answer to an open"))?;
-        let attr = r.attr.ok_or_else(|| bad("no attributes in the answer to an open"))?;
-        let made = async {
-            let not_regular = || Error::new(Code::IsDir, "only regular files are opened for data");
-            let layout = r.layout.ok_or_else(not_regular)?;
-            let stripes = Arc::new(self.resolve(attr.ino, &layout).await?);
-            let placed = Placed { layout, stripes };
-            let sealed: &[u8; CAP_LEN] =
-                r.capability[..].try_into().map_err(|_| bad("no capability for an open file"))?;
-            let session = cap::peek(sealed).session;
-            let inode = self.files.inode(attr.ino, || Inode::new(attr, placed.clone()));
-            inode.set_placed(placed, &attr);
-            inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND | O_EXEC), creds)?;
-            Ok((inode, session))
-        };
-        let (writer, pages) = (r.writer, r.pages);
-        match made.await {
-            Ok((inode, session)) => {
-                let keep =
-                    self.shared.cfg.handover.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
-                if pages {
-                    self.pages.mark(inode.ino);
-                }
-                inode.opened(session, writer, keep);
-                self.metadata.counted_open(opening.since);
-                if !open_cache::is_kept(flags) {
-                    self.open_cache.stop_keeping(inode.ino);
-                }
-                let open = Arc::new(Open { inode, session });
-                if open_cache::is_kept(flags) {
-                    self.open_cache.keep_open(&open, creds);
-                }
-                let file = File::new(self, open, creds, flags);
-                if flags & O_ACCMODE == O_RDWR {
-                    self.leave_shared_pages(file.ino()).await;
-                }
-                Ok(file)
-            }
-            Err(e) => {
-                // The server counts it as open.
-                self.metadata.counted_open(opening.since);
-                self.metadata.tell_closed(&[attr.ino], opening.since).await;
-                let session = self.metadata.current_session().map_or(0, |s| s.id);
-                let release = match self.files.live_inode(attr.ino) {
-                    Some(inode) => inode.opened_again(session, writer),
-                    None => {
-                        Some(Release { writer: Writer { session, index: writer }, surplus: false, kept: Vec::new() })
+    ) -> BoxFuture<'a, Result<File>> {
+        Box::pin(async move {
+            let bad = |m: &str| Error::new(Code::Protocol, m);
+            let r = r.pop().ok_or_else(|| bad("an empty answer to an open"))?;
+            let attr = r.attr.ok_or_else(|| bad("no attributes in the answer to an open"))?;
+            let made = async {
+                let not_regular = || Error::new(Code::IsDir, "only regular files are opened for data");
+                let layout = r.layout.ok_or_else(not_regular)?;
+                let stripes = Arc::new(self.resolve(attr.ino, &layout).await?);
+                let placed = Placed { layout, stripes };
+                let sealed: &[u8; CAP_LEN] =
+                    r.capability[..].try_into().map_err(|_| bad("no capability for an open file"))?;
+                let session = cap::peek(sealed).session;
+                let inode = self.files.inode(attr.ino, || Inode::new(attr, placed.clone()));
+                inode.set_placed(placed, &attr);
+                inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND | O_EXEC), creds)?;
+                Ok((inode, session))
+            };
+            let (writer, pages) = (r.writer, r.pages);
+            match made.await {
+                Ok((inode, session)) => {
+                    let keep =
+                        self.shared.cfg.handover.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
+                    if pages {
+                        self.pages.mark(inode.ino);
                     }
-                };
-                self.files.release_later(attr.ino, release);
-                Err(e)
+                    inode.opened(session, writer, keep);
+                    self.metadata.counted_open(opening.since);
+                    if !open_cache::is_kept(flags) {
+                        self.open_cache.stop_keeping(inode.ino);
+                    }
+                    let open = Arc::new(Open { inode, session });
+                    if open_cache::is_kept(flags) {
+                        self.open_cache.keep_open(&open, creds);
+                    }
+                    let file = File::new(self, open, creds, flags);
+                    if flags & O_ACCMODE == O_RDWR {
+                        self.leave_shared_pages(file.ino()).await;
+                    }
+                    Ok(file)
+                }
+                Err(e) => {
+                    // The server counts it as open.
+                    self.metadata.counted_open(opening.since);
+                    self.metadata.tell_closed(&[attr.ino], opening.since).await;
+                    let session = self.metadata.current_session().map_or(0, |s| s.id);
+                    let release = match self.files.live_inode(attr.ino) {
+                        Some(inode) => inode.opened_again(session, writer),
+                        None => Some(Release {
+                            writer: Writer { session, index: writer },
+                            surplus: false,
+                            kept: Vec::new(),
+                        }),
+                    };
+                    self.files.release_later(attr.ino, release);
+                    Err(e)
+                }
             }
-        }
+        })
     }
 
     /// The layout's arithmetic; with a newer map if it names chains that this one lacks.
@@ -278,32 +283,34 @@ impl Core {
     }
 
     /// One part of a read: from the cache if it came, else from the servers.
-    async fn fetch_part(
-        self: &Arc<Self>,
-        inode: &Inode,
+    fn fetch_part<'a>(
+        self: &'a Arc<Self>,
+        inode: &'a Inode,
         tenure: Tenure,
         part: Part,
         reader: Reader,
-    ) -> Result<Vec<Buf>> {
-        match part {
-            Part::Here(bufs) => {
-                Counters::add(&self.shared.stats.cached_bytes, buffers::total(&bufs) as u64);
-                Ok(bufs)
-            }
-            Part::Fetch(range) => self.fetch(inode, tenure, range, reader).await,
-            Part::Coming(mut done, range) => {
-                // An error means that the fetcher is gone; the range is then not here either.
-                let _ = done.wait_for(|d| *d).await;
-                let again = self.cache.lock().plan(inode.ino, tenure, range.clone(), reader);
-                match <[Part; 1]>::try_from(again) {
-                    Ok([Part::Here(bufs)]) => {
-                        Counters::add(&self.shared.stats.cached_bytes, buffers::total(&bufs) as u64);
-                        Ok(bufs)
+    ) -> BoxFuture<'a, Result<Vec<Buf>>> {
+        Box::pin(async move {
+            match part {
+                Part::Here(bufs) => {
+                    Counters::add(&self.shared.stats.cached_bytes, buffers::total(&bufs) as u64);
+                    Ok(bufs)
+                }
+                Part::Fetch(range) => self.fetch(inode, tenure, range, reader).await,
+                Part::Coming(mut done, range) => {
+                    // An error means that the fetcher is gone; the range is then not here either.
+                    let _ = done.wait_for(|d| *d).await;
+                    let again = self.cache.lock().plan(inode.ino, tenure, range.clone(), reader);
+                    match <[Part; 1]>::try_from(again) {
+                        Ok([Part::Here(bufs)]) => {
+                            Counters::add(&self.shared.stats.cached_bytes, buffers::total(&bufs) as u64);
+                            Ok(bufs)
+                        }
+                        _ => self.storage.read_range(inode, range).await,
                     }
-                    _ => self.storage.read_range(inode, range).await,
                 }
             }
-        }
+        })
     }
 
     /// Bytes that are not here; they are kept, unless somebody is passing through who will not come back.
@@ -695,9 +702,11 @@ impl File {
     }
 
     /// What close(2) does: as [`File::fsync`].
-    pub async fn flush(&self) -> Result<()> {
-        self.check(true, "")?;
-        self.sync(Teller::Close).await
+    pub fn flush<'a>(&'a self) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move {
+            self.check(true, "")?;
+            self.sync(Teller::Close).await
+        })
     }
 
     /// Bytes that were written are lost, and this call is to tell so: the first sync or close, as on Linux. What was lost
@@ -725,21 +734,23 @@ impl File {
     }
 
     /// Flushes and closes, for all clones. The file is closed even when it fails.
-    pub async fn close(self) -> Result<()> {
-        if self.0.closed.swap(true, Relaxed) {
-            return Err(Error::new(Code::BadF, "the file is closed"));
-        }
-        self.0.tail.lock().take();
-        let outcome = self.sync(Teller::Close).await;
-        let h = &self.0;
-        let Some(open) = h.open.lock().take().and_then(Arc::into_inner) else { return outcome };
-        let core = h.core.clone();
-        let gone = h.core.shared.detached(async move {
-            forget(core, open).await;
-            Ok(())
-        });
-        let gone = gone.await;
-        outcome.and(gone)
+    pub fn close(self) -> BoxFuture<'static, Result<()>> {
+        Box::pin(async move {
+            if self.0.closed.swap(true, Relaxed) {
+                return Err(Error::new(Code::BadF, "the file is closed"));
+            }
+            self.0.tail.lock().take();
+            let outcome = self.sync(Teller::Close).await;
+            let h = &self.0;
+            let Some(open) = h.open.lock().take().and_then(Arc::into_inner) else { return outcome };
+            let core = h.core.clone();
+            let gone = h.core.shared.detached(async move {
+                forget(core, open).await;
+                Ok(())
+            });
+            let gone = gone.await;
+            outcome.and(gone)
+        })
     }
 }
 
