@@ -23,7 +23,7 @@ impl Metadata {
         self.meta_within(None, creds, ops).await
     }
 
-    /// As [`Core::meta`], for what makes sense in one session only: `NoSession` when there is another.
+    /// As [`Metadata::meta`], for what makes sense in one session only: `NoSession` when there is another.
     pub(crate) async fn meta_within(
         self: &Arc<Self>,
         only: Option<SessionId>,
