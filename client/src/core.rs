@@ -1,5 +1,9 @@
-//! What all handles of one client share: the cluster map, the session, connections, bounded resources, and the
-//! background tasks that keep them fresh.
+//! Wires the services of one client, and owns what is left between them. The services, from the bottom up:
+//!
+//! [`Shared`] ← [`Metadata`] ← [`Files`] ← [`Storage`] ← [`Updates`] ← [`WriteBack`]
+//!
+//! Each is given those before it and calls only those. [`Metadata`] tells whoever has files open in its
+//! session what becomes of it by the trait [`SessionOwner`], which is here.
 
 use std::{
     future::Future,

@@ -31,9 +31,13 @@
 //! | `handover/` | what a client leaves to the one that takes its place |
 //! | `shared/` | retries, and servers that do not answer |
 //!
+//! `core.rs` wires them, `background.rs` has what goes on by itself. In each folder `service.rs` (in `write/` also
+//! `held_writes.rs`) has the state of a service; the files beside it are what is done with it.
+//!
 //! Pure tables without clock, task or socket: `leases/table.rs`, `leases/recent_lookups.rs`, `locks/pages.rs`,
 //! `locks/waiting_list.rs`, `write/dirty.rs`, `write/grants.rs`, `write/unstable.rs`, `write/ranges.rs`,
-//! `read/cache.rs`, `read/readahead.rs`, `metadata/request_ids.rs`, `data/route.rs`, `shared/retry.rs`.
+//! `read/cache.rs`, `read/readahead.rs`, `metadata/request_ids.rs`, `metadata/ops.rs`, `data/route.rs`,
+//! `shared/retry.rs`.
 
 #![warn(missing_docs)]
 

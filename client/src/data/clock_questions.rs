@@ -49,7 +49,7 @@ impl Storage {
         Ok(heard)
     }
 
-    /// As [`Core::clock_at`], of the head of a chain.
+    /// As [`Storage::clock_at`], of the head of a chain.
     pub(crate) async fn clock_of_head(self: &Arc<Self>, map: &MapView, chain: ChainId) -> Result<(NodeId, Heard)> {
         let chain = chain_of(map, chain)?;
         let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;

@@ -46,7 +46,7 @@ impl Storage {
         join_all(reads).await.into_iter().collect()
     }
 
-    /// As [`Core::ask`].
+    /// As [`Storage::ask`].
     async fn read_foreign_piece(
         self: &Arc<Self>,
         inode: &Inode,
@@ -65,7 +65,7 @@ impl Storage {
         }
     }
 
-    /// As [`Core::ask_round`].
+    /// As `Storage::ask_round`.
     async fn read_foreign_round(
         &self,
         map: &MapView,

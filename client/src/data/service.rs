@@ -1,11 +1,8 @@
 //! What the client keeps to talk to storage servers. Others see methods only.
 
-use crate::data::relays::Relays;
-use std::sync::Arc;
-use std::sync::LazyLock;
-use strake_fabric::BufMut;
+use std::sync::{Arc, LazyLock};
 
-use strake_fabric::Buf;
+use strake_fabric::{Buf, BufMut};
 use strake_proto::{
     ChainId, Result, TargetId,
     data::{DataReply, DataRequest},
@@ -14,7 +11,9 @@ use strake_proto::{
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::{
-    data::{chains::shut_down, clocks::Clocks, connections::Connections, rdma_connections::RdmaConnections},
+    data::{
+        chains::shut_down, clocks::Clocks, connections::Connections, rdma_connections::RdmaConnections, relays::Relays,
+    },
     inode::files::Files,
     metadata::service::Metadata,
     shared::Shared,

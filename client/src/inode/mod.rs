@@ -69,6 +69,16 @@ pub(crate) struct Open {
     pub session: SessionId,
 }
 
+/// Write-back errors of an inode. Each handle reports those that came in its time, once.
+#[derive(Default)]
+struct Errors {
+    /// How many there were so far.
+    count: u64,
+    last: Option<Error>,
+    /// Which of them was the last that each kind of call tells.
+    loud: u64,
+}
+
 struct State {
     attr: pb::Attr,
     /// End of the furthest own write that is not reported yet.
@@ -99,11 +109,7 @@ struct State {
     surplus: bool,
     /// A write failed: it may take effect yet.
     doubtful: bool,
-    /// Write-back errors so far, and the last one; each handle reports those that came in its time, once.
-    errors: u64,
-    error: Option<Error>,
-    /// Of the errors so far, the last that each kind of call tells.
-    loud: u64,
+    errors: Errors,
     placed: Placed,
     /// What outlives this process, while this client may write the file.
     kept: Option<Arc<KeptInode>>,
@@ -183,8 +189,8 @@ impl State {
     }
 
     fn fail(&mut self, e: Error) {
-        self.errors += 1;
-        self.error = Some(e);
+        self.errors.count += 1;
+        self.errors.last = Some(e);
         self.holes = true;
         self.kept.iter().for_each(|k| k.set_failed());
     }
@@ -252,9 +258,7 @@ impl Inode {
                 writer: None,
                 surplus: false,
                 doubtful: false,
-                errors: 0,
-                error: None,
-                loud: 0,
+                errors: Errors::default(),
                 placed,
                 kept: None,
             }),
@@ -637,7 +641,7 @@ impl Inode {
     }
 
     pub fn errors(&self) -> u64 {
-        self.state.lock().errors
+        self.state.lock().errors.count
     }
 
     /// Written bytes are nowhere any more: those who have the file open are not to find older ones there.
@@ -649,13 +653,13 @@ impl Inode {
     pub fn fail_loudly(&self, m: &str) {
         self.fail(Error::new(Code::Io, m));
         let mut s = self.state.lock();
-        s.loud = s.errors;
+        s.errors.loud = s.errors.count;
     }
 
     /// The last error if there were any since `seen`, and whether each kind of call is to tell of it.
     pub fn error_since(&self, seen: u64) -> Option<(u64, Error, bool)> {
         let s = self.state.lock();
-        let error = || s.error.clone().unwrap_or(Error::new(Code::Io, "a write was lost"));
-        (s.errors > seen).then(|| (s.errors, error(), s.loud > seen))
+        let error = || s.errors.last.clone().unwrap_or(Error::new(Code::Io, "a write was lost"));
+        (s.errors.count > seen).then(|| (s.errors.count, error(), s.errors.loud > seen))
     }
 }

@@ -24,7 +24,7 @@ impl Metadata {
         self.meta_within(None, creds, ops).await
     }
 
-    /// As [`Core::meta`], for what makes sense in one session only: `NoSession` when there is another.
+    /// As [`Metadata::meta`], for what makes sense in one session only: `NoSession` when there is another.
     pub(crate) fn meta_within<'a>(
         self: &'a Arc<Self>,
         only: Option<SessionId>,

@@ -50,8 +50,10 @@ struct Sent<'a> {
 }
 
 impl Updates {
-    /// Has the storage servers read a range from foreign memory, and returns when it is stable. `sums`: of each 4 KiB of it; it begins at a multiple
-    /// of that. The caller holds the range's lock. `handed` counts the requests that servers may have had. `Resend`: the bytes are not those that were summed.
+    /// Has the storage servers read a range from foreign memory, and returns when it is stable. `sums`
+    /// are those of each 4 KiB of it; it begins at a multiple of that. The caller holds the range's lock.
+    /// `handed` counts the requests that servers may have had. `Resend`: the bytes are not those that
+    /// were summed.
     pub(crate) async fn write_foreign(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
@@ -94,7 +96,7 @@ impl Updates {
         (session, done, first_error.map_or(Ok(()), Err))
     }
 
-    /// As [`Core::update`].
+    /// As [`Updates::update`].
     async fn write_foreign_piece(self: &Arc<Self>, w: Sent<'_>) -> Result<()> {
         let mut at = self.shared.attempts("write");
         let at_chunk = (w.piece.chain, w.piece.chunk);
@@ -112,7 +114,7 @@ impl Updates {
         r
     }
 
-    /// As [`Core::repeat_update`].
+    /// As `Updates::repeat_update`.
     async fn repeat_foreign(self: &Arc<Self>, w: &Sent<'_>, at: &mut Attempts) -> Result<()> {
         let mut retry = Retry::begin(&self.storage, w.inode, true, 0).await?;
         loop {
