@@ -445,7 +445,7 @@ impl Bench {
         out
     }
 
-    fn clean(self) -> Result<()> {
+    fn clean(mut self) -> Result<()> {
         self.progress.done();
         for t in [Transport::Dev, Transport::Fuser] {
             // Else the file system's content would go with the folder.

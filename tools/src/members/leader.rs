@@ -97,7 +97,7 @@ impl Group {
     }
 
     /// Nothing more is said.
-    pub fn done(self) {
+    pub fn done(mut self) {
         self.progress.done();
     }
 

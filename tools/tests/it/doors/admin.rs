@@ -10,10 +10,8 @@ use std::{
 
 use strake_proto::{Code, pb};
 
-use super::{
-    Doors,
-    common::{ok, refused, strake, text},
-};
+use super::Doors;
+use crate::common::{ok, refused, strake, text};
 
 /// Connections that strangers hold, and more than a server lets wait.
 const SILENT: usize = 300;

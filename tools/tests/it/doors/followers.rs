@@ -2,10 +2,8 @@
 
 use std::{path::Path, time::Instant};
 
-use super::{
-    Doors,
-    common::{ok, strake, text},
-};
+use super::Doors;
+use crate::common::{ok, strake, text};
 
 #[test]
 fn followers_say_who_leads() {

@@ -7,10 +7,8 @@ use std::{
     process::Command,
 };
 
-use super::{
-    Doors, can_mount,
-    common::{ok, strake, text},
-};
+use super::{Doors, can_mount};
+use crate::common::{ok, strake, text};
 
 /// What others may do anything with, below a folder and the folder itself; not below `but`.
 fn open_to_others(folder: &Path, but: &Path, found: &mut Vec<(PathBuf, u32)>) {

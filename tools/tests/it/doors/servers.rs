@@ -17,10 +17,8 @@ use strake_fabric::{
 };
 use strake_proto::{Code, Error, Result};
 
-use super::{
-    Doors, can_mount,
-    common::{ok, refused, strake, text},
-};
+use super::{Doors, can_mount};
+use crate::common::{ok, refused, strake, text};
 
 /// Counts the requests that clients trust it with.
 #[derive(Default)]
