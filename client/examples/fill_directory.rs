@@ -1,5 +1,6 @@
-//! Makes a directory of many files with few requests: `fill_directory MDS,... KEYFILE NAME COUNT`. The files are named stay-0 and so
-//! on, in the new directory NAME of the root. Used by `cluster-tests/posix/big-directory`.
+//! Makes a directory of many files with few requests: `fill_directory MDS,... KEYFILE NAME COUNT`.
+//! The files are named stay-0 and so on, in the new directory NAME of the root. Used by
+//! `cluster-tests/posix/big-directory`.
 
 use std::{env, error::Error, sync::Arc};
 
@@ -15,8 +16,11 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<()> {
     let args: Vec<String> = env::args().skip(1).collect();
-    let [mds, key_file, name, count] = &args[..] else { return Err("usage: MDS,... KEYFILE NAME COUNT".into()) };
-    let (mds, count) = (mds.split(',').map(str::parse).collect::<strake_proto::Result<_>>()?, count.parse()?);
+    let [mds, key_file, name, count] = &args[..] else {
+        return Err("usage: MDS,... KEYFILE NAME COUNT".into());
+    };
+    let (mds, count) =
+        (mds.split(',').map(str::parse).collect::<strake_proto::Result<_>>()?, count.parse()?);
     let env = Env::system();
     let fabric = TcpFabric::new(
         env.clone(),
@@ -35,7 +39,8 @@ async fn main() -> Result<()> {
             mode: 0o100_644,
             ..Default::default()
         };
-        let ops = (start..count.min(start + AT_ONCE)).map(|i| pb::Op { op: Some(Op::Mknod(make(i))) });
+        let ops =
+            (start..count.min(start + AT_ONCE)).map(|i| pb::Op { op: Some(Op::Mknod(make(i))) });
         let made = client.compound(&root, ops.collect()).await?;
         if let Some(status) = made.into_iter().find_map(|r| r.status) {
             return Err(format!("file {start} or one after it: {}", status.message).into());

@@ -1,5 +1,6 @@
-//! Times writes of 4 KiB, in order and at random, with and without write-back by turns: `small_writes MDS,... KEYFILE MIB ROUNDS`. Each
-//! round's file is synced at its end, which counts. Used for `docs/performance.md`.
+//! Times writes of 4 KiB, in order and at random, with and without write-back by turns:
+//! `small_writes MDS,... KEYFILE MIB ROUNDS`. Each round's file is synced at its end, which counts.
+//! Used for `docs/performance.md`.
 
 use std::{env, error::Error, sync::Arc, time::Instant};
 
@@ -16,8 +17,13 @@ async fn connect(mds: &str, key_file: &str, write_back: bool) -> Result<Client> 
     let mds = mds.split(',').map(str::parse).collect::<strake_proto::Result<_>>()?;
     let env = Env::system();
     let pool = Pool::new(512 << 20);
-    let fabric =
-        TcpFabric::new(env.clone(), Identity::client(read_client(key_file.as_ref())?), None, pool, Default::default());
+    let fabric = TcpFabric::new(
+        env.clone(),
+        Identity::client(read_client(key_file.as_ref())?),
+        None,
+        pool,
+        Default::default(),
+    );
     Ok(Client::connect(Config { write_back, ..Config::new(mds) }, env, Arc::new(fabric)).await?)
 }
 
@@ -38,15 +44,22 @@ async fn write(client: &Client, file: &File, blocks: u64, random: bool) -> Resul
 #[tokio::main]
 async fn main() -> Result<()> {
     let args: Vec<String> = env::args().skip(1).collect();
-    let [mds, key_file, mib, rounds] = &args[..] else { return Err("usage: MDS,... KEYFILE MIB ROUNDS".into()) };
+    let [mds, key_file, mib, rounds] = &args[..] else {
+        return Err("usage: MDS,... KEYFILE MIB ROUNDS".into());
+    };
     let (blocks, rounds) = ((mib.parse::<u64>()? << 20) / BLOCK, rounds.parse::<u64>()?);
-    let clients = [("through", connect(mds, key_file, false).await?), ("back", connect(mds, key_file, true).await?)];
+    let clients = [
+        ("through", connect(mds, key_file, false).await?),
+        ("back", connect(mds, key_file, true).await?),
+    ];
     let root = Creds::default();
     for round in 0..rounds {
         for random in [false, true] {
             for (how, client) in &clients {
                 let name = format!("small-{round}-{random}-{how}");
-                let (file, _) = client.create(&root, client.root(), name.as_bytes(), 0o644, RDWR, false, None).await?;
+                let (file, _) = client
+                    .create(&root, client.root(), name.as_bytes(), 0o644, RDWR, false, None)
+                    .await?;
                 let before = client.stats().data_writes;
                 let (written, synced) = write(client, &file, blocks, random).await?;
                 let requests = client.stats().data_writes - before;

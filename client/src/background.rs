@@ -1,5 +1,5 @@
-//! What a client does by itself, at intervals: it renews its session, reports sizes, releases files, sends what it held back,
-//! flushes, and serves recalls.
+//! What a client does by itself, at intervals: it renews its session, reports sizes, releases
+//! files, sends what it held back, flushes, and serves recalls.
 
 use std::{
     future::Future,
@@ -26,7 +26,11 @@ pub(crate) fn start(core: &Arc<Core>) {
         |c| async move { c.metadata.clone().renew().await },
     ));
     let extend = core.shared.cfg.extend_interval;
-    core.shared.env.spawn(every(weak.clone(), move |_| extend, |c| async move { push_sizes(c).await }));
+    core.shared.env.spawn(every(
+        weak.clone(),
+        move |_| extend,
+        |c| async move { push_sizes(c).await },
+    ));
     let release = |c: Arc<Core>| async move { c.files.clone().send_releases().await };
     core.shared.env.spawn(every(weak.clone(), |_| RELEASE_INTERVAL, release));
     let close = |c: Arc<Core>| async move { c.open_cache.clone().close_idle().await };
@@ -74,7 +78,8 @@ where
     }
 }
 
-/// Flushes chains whose unstable bytes are old or many, on a timer and when somebody waits for room.
+/// Flushes chains whose unstable bytes are old or many, on a timer and when somebody waits for
+/// room.
 async fn flush_loop(core: Weak<Core>) {
     loop {
         let Some(c) = core.upgrade() else { return };

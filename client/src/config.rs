@@ -15,8 +15,8 @@ use crate::handover::Handover;
 /// As [`Config::op_timeout`]: without end. A hundred years, because time is added to it.
 pub const FOREVER: Duration = Duration::from_secs(100 * 366 * 86_400);
 
-/// What is asked of metadata servers that do not lead: their answers are as good, but cannot be remembered. See
-/// `docs/follower-reads.md`.
+/// What is asked of metadata servers that do not lead: their answers are as good, but cannot be
+/// remembered. See `docs/follower-reads.md`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FollowerReads {
     /// Only what would not be remembered anyhow, or is too much for it.
@@ -41,8 +41,8 @@ pub struct Config {
     pub pid: u64,
     /// Longest read-ahead window of one open file, bytes; 0 turns read-ahead off.
     pub read_ahead_bytes: usize,
-    /// Memory for bytes of files that were read or read ahead, over all files; at most half of the fabric's buffer pool is
-    /// taken. 0: nothing is kept, and nothing read ahead.
+    /// Memory for bytes of files that were read or read ahead, over all files; at most half of the
+    /// fabric's buffer pool is taken. 0: nothing is kept, and nothing read ahead.
     pub cache_bytes: usize,
     /// Data requests in flight, over all files.
     pub max_inflight_pieces: usize,
@@ -52,19 +52,23 @@ pub struct Config {
     pub flush_age: Duration,
     /// How often sizes that grew are reported to the metadata server in the background.
     pub extend_interval: Duration,
-    /// How long one operation is retried through failures before it fails with `ETIMEDOUT`; [`FOREVER`] for no end.
+    /// How long one operation is retried through failures before it fails with `ETIMEDOUT`;
+    /// [`FOREVER`] for no end.
     pub op_timeout: Duration,
     /// How long [`crate::Client::connect`] tries to get a session.
     pub connect_timeout: Duration,
     /// Change nothing: see [`crate::Client::set_read_only`].
     pub read_only: bool,
-    /// Hold back what is written to files that nobody else may write, and send it later in larger pieces; see `docs/client.md`.
+    /// Hold back what is written to files that nobody else may write, and send it later in larger
+    /// pieces; see `docs/client.md`.
     pub write_back: bool,
-    /// Keep pages of memory mappings in order with what other clients map and write; see `docs/mappings.md`.
+    /// Keep pages of memory mappings in order with what other clients map and write; see
+    /// `docs/mappings.md`.
     pub page_locks: bool,
     /// Connections to each object storage server.
     pub connections_per_node: usize,
-    /// Read from this replica of each chain only (0 = first), to verify copies one by one. `None`: from any.
+    /// Read from this replica of each chain only (0 = first), to verify copies one by one. `None`:
+    /// from any.
     pub read_replica: Option<usize>,
     /// What is asked of metadata servers that do not lead.
     pub follower_reads: FollowerReads,
@@ -72,9 +76,11 @@ pub struct Config {
     pub relay: bool,
     /// This client's uuid; random unless given.
     pub uuid: Option<[u8; 16]>,
-    /// How long the end of a file is kept for the next piece of an append at most ([`crate::File::append_part`]); 0: not at all.
+    /// How long the end of a file is kept for the next piece of an append at most
+    /// ([`crate::File::append_part`]); 0: not at all.
     pub append_hold: Duration,
-    /// Uuids of clients that are certainly gone; their sessions end when this one's begins. At most 64.
+    /// Uuids of clients that are certainly gone; their sessions end when this one's begins. At most
+    /// 64.
     pub dead: Vec<[u8; 16]>,
     /// Memory for what must outlive this process. Its uuid goes over `uuid`.
     pub handover: Option<Arc<Handover>>,
@@ -150,9 +156,11 @@ stats!({
     held_writes,
     /// Opens that were answered from memory.
     cached_opens,
-    /// Requests to metadata servers, retries included; those by which recalls are waited for are not.
+    /// Requests to metadata servers, retries included; those by which recalls are waited for are
+    /// not.
     meta_requests,
-    /// Of those, requests about names and files: all but what keeps the session, its leases and the cluster map.
+    /// Of those, requests about names and files: all but what keeps the session, its leases and the
+    /// cluster map.
     operations,
     /// Of those, lists that a metadata server answered which does not lead.
     follower_reads,
@@ -166,7 +174,8 @@ stats!({
     data_reads,
     /// See `data_reads`.
     data_writes,
-    /// Questions to storage targets for the space of what is held back; not among the data requests.
+    /// Questions to storage targets for the space of what is held back; not among the data
+    /// requests.
     grant_requests,
     /// Inodes that the metadata servers had this client forget.
     recalls,

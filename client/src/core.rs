@@ -1,9 +1,10 @@
-//! Wires the services of one client, and owns what is left between them. The services, from the bottom up:
+//! Wires the services of one client, and owns what is left between them. The services, from the
+//! bottom up:
 //!
 //! [`Shared`] ← [`Metadata`] ← [`Files`] ← [`Storage`] ← [`Updates`] ← [`WriteBack`]
 //!
-//! Each is given those before it and calls only those. [`Metadata`] tells whoever has files open in its
-//! session what becomes of it by the trait [`SessionOwner`], which is here.
+//! Each is given those before it and calls only those. [`Metadata`] tells whoever has files open in
+//! its session what becomes of it by the trait [`SessionOwner`], which is here.
 
 use std::{
     future::Future,
@@ -65,15 +66,24 @@ impl Core {
         let (cfg, pool) = (&shared.cfg, shared.fabric.pool());
         let relays = Arc::new(Relays::new(shared.env.clone(), cfg.relay, &shared.uuid));
         let lease_cache: Arc<LeaseCache> = Arc::default();
-        let metadata = Arc::new(Metadata::new(shared.clone(), relays.clone(), lease_cache.clone(), owner));
+        let metadata =
+            Arc::new(Metadata::new(shared.clone(), relays.clone(), lease_cache.clone(), owner));
         let files = Arc::new(Files::new(shared.clone(), metadata.clone(), lease_cache.clone()));
-        let storage = Arc::new(Storage::new(shared.clone(), metadata.clone(), files.clone(), relays.clone()));
+        let storage =
+            Arc::new(Storage::new(shared.clone(), metadata.clone(), files.clone(), relays.clone()));
         let cache = Cache::new((cfg.cache_bytes as u64).min(pool.stats().limit / 2));
         let cache = Arc::new(Mutex::new(cache));
-        let updates = Updates::new(shared.clone(), metadata.clone(), files.clone(), storage.clone(), cache.clone());
+        let updates = Updates::new(
+            shared.clone(),
+            metadata.clone(),
+            files.clone(),
+            storage.clone(),
+            cache.clone(),
+        );
         let (updates, pages) = (Arc::new(updates), Arc::new(PageLocks::new(shared.clone())));
         let lock_waiters = LockWaiters::new(shared.clone(), metadata.clone());
-        let open_cache = OpenCache::new(shared.clone(), metadata.clone(), files.clone(), lease_cache.clone());
+        let open_cache =
+            OpenCache::new(shared.clone(), metadata.clone(), files.clone(), lease_cache.clone());
         let writeback = WriteBack::new(Below {
             shared: shared.clone(),
             metadata: metadata.clone(),
@@ -103,7 +113,8 @@ impl Core {
         }
     }
 
-    /// Sends what is held back of a file, and reports its size and mtime: from here on whoever asks is told all of it.
+    /// Sends what is held back of a file, and reports its size and mtime: from here on whoever asks
+    /// is told all of it.
     pub(crate) async fn tell_all(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
         self.writeback.send_held(inode).await;
         self.files.push_size(inode).await
@@ -136,7 +147,10 @@ impl SessionOwner for Core {
 
     fn lost(&self, session: SessionId) {
         self.updates.lose(session);
-        self.files.live_inodes().iter().for_each(|i| i.back.lose(|parts| i.lost_with(session, parts)));
+        self.files
+            .live_inodes()
+            .iter()
+            .for_each(|i| i.back.lose(|parts| i.lost_with(session, parts)));
         self.writeback.hold_nothing();
     }
 

@@ -1,4 +1,5 @@
-//! The file system as a library: names, attributes and striped file I/O over the metadata and object storage servers.
+//! The file system as a library: names, attributes and striped file I/O over the metadata and
+//! object storage servers.
 //!
 //! ```no_run
 //! # async fn example(fabric: std::sync::Arc<dyn strake_fabric::Fabric>) -> strake_proto::Result<()> {
@@ -14,7 +15,8 @@
 //! # }
 //! ```
 //!
-//! What is cached, for how long, and what happens to unstable bytes when servers fail is in `docs/client.md`.
+//! What is cached, for how long, and what happens to unstable bytes when servers fail is in
+//! `docs/client.md`.
 //!
 //! Where to read, by folder:
 //!
@@ -31,13 +33,14 @@
 //! | `handover/` | what a client leaves to the one that takes its place |
 //! | `shared/` | retries, and servers that do not answer |
 //!
-//! `core.rs` wires them, `background.rs` has what goes on by itself. In each folder `service.rs` (in `write/` also
-//! `held_writes.rs`) has the state of a service; the files beside it are what is done with it.
+//! `core.rs` wires them, `background.rs` has what goes on by itself. In each folder `service.rs`
+//! (in `write/` also `held_writes.rs`) has the state of a service; the files beside it are what is
+//! done with it.
 //!
-//! Pure tables without clock, task or socket: `leases/table.rs`, `leases/recent_lookups.rs`, `locks/pages.rs`,
-//! `locks/waiting_list.rs`, `write/dirty.rs`, `write/grants.rs`, `write/unstable.rs`, `write/ranges.rs`,
-//! `read/cache.rs`, `read/readahead.rs`, `metadata/request_ids.rs`, `metadata/ops.rs`, `data/route.rs`,
-//! `shared/retry.rs`.
+//! Pure tables without clock, task or socket: `leases/table.rs`, `leases/recent_lookups.rs`,
+//! `locks/pages.rs`, `locks/waiting_list.rs`, `write/dirty.rs`, `write/grants.rs`,
+//! `write/unstable.rs`, `write/ranges.rs`, `read/cache.rs`, `read/readahead.rs`,
+//! `metadata/request_ids.rs`, `metadata/ops.rs`, `data/route.rs`, `shared/retry.rs`.
 
 #![warn(missing_docs)]
 

@@ -1,5 +1,6 @@
-//! What the TCP fabric costs beside a bare socket, both ends in this process over loopback:
-//! `cargo run --release -p strake-fabric --example echo_bench [MiB]`. CPU seconds are of both ends together.
+//! What the TCP fabric costs beside a bare socket, both ends in this process over loopback: `cargo
+//! run --release -p strake-fabric --example echo_bench [MiB]`. CPU seconds are of both ends
+//! together.
 
 use std::{
     sync::Arc,
@@ -10,7 +11,8 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use rustix::time::{ClockId, clock_gettime};
 use strake_fabric::{
-    Buf, Connection, Endpoint, Env, Fabric, Identity, Message, Peer, Pool, Service, TcpFabric, tcp::Options,
+    Buf, Connection, Endpoint, Env, Fabric, Identity, Message, Peer, Pool, Service, TcpFabric,
+    tcp::Options,
 };
 use strake_proto::{Result, opcode};
 use tokio::{
@@ -56,7 +58,11 @@ impl Clock {
     }
     fn calls(&self, what: &str, n: usize) {
         let (wall, used) = (self.wall.elapsed().as_secs_f64(), cpu() - self.cpu);
-        println!("{what:<34} {:>6.1} us/call  {:>6.1} us CPU", wall * 1e6 / n as f64, used * 1e6 / n as f64);
+        println!(
+            "{what:<34} {:>6.1} us/call  {:>6.1} us CPU",
+            wall * 1e6 / n as f64,
+            used * 1e6 / n as f64
+        );
     }
 }
 
@@ -119,7 +125,13 @@ async fn calls(conn: &Arc<dyn Connection>, total: usize, depth: usize, make: imp
 #[tokio::main]
 async fn main() {
     let mib: usize = std::env::args().nth(1).and_then(|a| a.parse().ok()).unwrap_or(4096);
-    let f = TcpFabric::new(Env::system(), Identity::server(&[1; 32]), None, Pool::default(), Options::default());
+    let f = TcpFabric::new(
+        Env::system(),
+        Identity::server(&[1; 32]),
+        None,
+        Pool::default(),
+        Options::default(),
+    );
     let mut data = f.pool().get_now(MIB);
     data.fill(7);
     let data = data.freeze();
@@ -134,8 +146,10 @@ async fn main() {
         c.bytes("raw socket, 1 MiB", mib * MIB);
         for depth in [1, 8] {
             let c = Clock::start();
-            calls(&conn, mib, depth, || Message::new(opcode::WRITE, vec![0; 96]).with_payload(vec![data.clone()]))
-                .await;
+            calls(&conn, mib, depth, || {
+                Message::new(opcode::WRITE, vec![0; 96]).with_payload(vec![data.clone()])
+            })
+            .await;
             c.bytes(&format!("write 1 MiB, {depth} in flight"), mib * MIB);
             let c = Clock::start();
             calls(&conn, mib, depth, || Message::new(opcode::READ, vec![0; 96])).await;
@@ -147,7 +161,8 @@ async fn main() {
         c.calls("raw socket, 192 B", n);
         for depth in [1, 64] {
             let c = Clock::start();
-            calls(&conn, n / depth * depth, depth, || Message::new(opcode::ECHO, vec![0; 128])).await;
+            calls(&conn, n / depth * depth, depth, || Message::new(opcode::ECHO, vec![0; 128]))
+                .await;
             c.calls(&format!("echo 128 B, {depth} in flight"), n / depth * depth);
         }
     }

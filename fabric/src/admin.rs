@@ -45,7 +45,13 @@ const SILENCE: Duration = Duration::from_secs(15);
 fn identity(cluster_key: &[u8; 32]) -> Identity {
     let key = derive_key(cluster_key, "strake admin v1");
     let nobody = derive_key(&key, "nobody");
-    Identity { role: Role::Server, server_key: Some(key), client_key: nobody, signing: None, servers: None }
+    Identity {
+        role: Role::Server,
+        server_key: Some(key),
+        client_key: nobody,
+        signing: None,
+        servers: None,
+    }
 }
 
 /// Listens until the future that is returned is dropped. Fails at once if the address cannot be
@@ -86,14 +92,16 @@ pub fn builder() -> tonic::transport::Server {
 /// Connects to a server's administration.
 pub async fn connect(addr: &str, cluster_key: &[u8; 32]) -> Result<Channel> {
     let failed = |e: &dyn std::fmt::Display| Error::new(Code::Disconnected, format!("{addr}: {e}"));
-    let endpoint = tonic::transport::Endpoint::from_shared(format!("http://{addr}")).map_err(|e| failed(&e))?;
+    let endpoint = tonic::transport::Endpoint::from_shared(format!("http://{addr}"))
+        .map_err(|e| failed(&e))?;
     let mut stream = TcpStream::connect(addr).await.map_err(|e| failed(&e))?;
     let _ = stream.set_nodelay(true);
     let party = Party::new(identity(cluster_key), None, Env::system().random_bytes());
     handshake::dial(&mut stream, &party).await.map_err(|e| match e.code {
-        Code::Unauthenticated => {
-            Error::new(e.code, format!("{addr}: administration needs the cluster key: {}", e.message))
-        }
+        Code::Unauthenticated => Error::new(
+            e.code,
+            format!("{addr}: administration needs the cluster key: {}", e.message),
+        ),
         _ => failed(&e.message),
     })?;
     let mut stream = Some(TokioIo::new(stream));
@@ -136,7 +144,8 @@ impl Door {
             half_open.push_back(tasks.spawn(async move {
                 match admit(stream, &party, open).await {
                     Ok(admitted) => drop(passed.send(admitted).await),
-                    Err(e) => refused.warn(|| format!("administration: refused a connection from {from}: {e}")),
+                    Err(e) => refused
+                        .warn(|| format!("administration: refused a connection from {from}: {e}")),
                 }
             }));
         }
@@ -149,12 +158,15 @@ impl Door {
 
 async fn admit(mut stream: TcpStream, party: &Party, open: Arc<Semaphore>) -> Result<Admitted> {
     let _ = stream.set_nodelay(true);
-    let late = |_| Error::new(Code::TimedOut, format!("the handshake took longer than {HANDSHAKE:?}"));
-    let agreed = timeout(HANDSHAKE, handshake::answer(&mut stream, party)).await.map_err(late)??;
+    let late =
+        |_| Error::new(Code::TimedOut, format!("the handshake took longer than {HANDSHAKE:?}"));
+    let agreed =
+        timeout(HANDSHAKE, handshake::answer(&mut stream, party)).await.map_err(late)??;
     if agreed.role != Role::Server {
         return Err(Error::new(Code::Unauthenticated, "the dialer has no administrator's key"));
     }
-    let full = |_| Error::new(Code::Overloaded, format!("{OPEN} administrators are connected already"));
+    let full =
+        |_| Error::new(Code::Overloaded, format!("{OPEN} administrators are connected already"));
     Ok(Admitted { stream, _place: open.try_acquire_owned().map_err(full)? })
 }
 
@@ -170,13 +182,21 @@ impl Connected for Admitted {
 }
 
 impl AsyncRead for Admitted {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_read(cx, buf)
     }
 }
 
 impl AsyncWrite for Admitted {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, buf)
     }
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -1,11 +1,12 @@
 //! The one buffer type from socket to disk: page-aligned, pooled, shared by reference.
 //!
-//! A [`Pool`] hands out [`BufMut`]s of power-of-two capacity from 4 KiB up; a filled one is frozen into a [`Buf`], which
-//! can be sliced and cloned without copying, and goes back to the pool when the last clone is dropped. Memory is
-//! zeroed once, when it comes from the system, and not again: **the contents of a fresh buffer are unspecified**
-//! (they are some earlier buffer's), so whoever hands one out must fill it first. Buffers up to 4 MiB lie in
-//! [`Region`]s, which an io_uring registers once. Larger ones are mappings of their own, of
-//! which only what is written takes memory and time: a peer may announce much and send little.
+//! A [`Pool`] hands out [`BufMut`]s of power-of-two capacity from 4 KiB up; a filled one is frozen
+//! into a [`Buf`], which can be sliced and cloned without copying, and goes back to the pool when
+//! the last clone is dropped. Memory is zeroed once, when it comes from the system, and not again:
+//! **the contents of a fresh buffer are unspecified** (they are some earlier buffer's), so whoever
+//! hands one out must fill it first. Buffers up to 4 MiB lie in [`Region`]s, which an io_uring
+//! registers once. Larger ones are mappings of their own, of which only what is written takes
+//! memory and time: a peer may announce much and send little.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
@@ -51,7 +52,8 @@ unsafe impl Sync for Block {}
 
 impl Block {
     fn layout(cap: usize) -> Layout {
-        // Callers bound lengths far below `isize::MAX`: the wire by 16 MiB, files by their requests.
+        // Callers bound lengths far below `isize::MAX`: the wire by 16 MiB, files by their
+        // requests.
         Layout::from_size_align(cap, ALIGN).expect("a buffer length below isize::MAX")
     }
 
@@ -117,7 +119,8 @@ struct Shared {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStats {
     pub limit: u64,
-    /// Capacity of the buffers that are out; those of [`Pool::get_now`] may take it beyond the limit.
+    /// Capacity of the buffers that are out; those of [`Pool::get_now`] may take it beyond the
+    /// limit.
     pub used: u64,
     /// Memory kept for reuse.
     pub free: u64,
@@ -148,8 +151,9 @@ fn capacity(len: usize) -> usize {
 }
 
 impl Pool {
-    /// A pool whose buffers that are out take at most `limit` bytes (rounded down to 4 KiB). Regions, at least one, are kept
-    /// for reuse up to the same limit; buffers above 4 MiB, or for which no region has room in one piece, come on top.
+    /// A pool whose buffers that are out take at most `limit` bytes (rounded down to 4 KiB).
+    /// Regions, at least one, are kept for reuse up to the same limit; buffers above 4 MiB, or for
+    /// which no region has room in one piece, come on top.
     pub fn new(limit: u64) -> Pool {
         let pages = (limit / ALIGN as u64).min(Semaphore::MAX_PERMITS as u64 / 2) as usize;
         Pool {
@@ -165,8 +169,8 @@ impl Pool {
         }
     }
 
-    /// A pool whose buffers lie in kept memory from `offset` on, as many regions as fit; what finds no room there lies
-    /// elsewhere ([`Buf::kept`] tells).
+    /// A pool whose buffers lie in kept memory from `offset` on, as many regions as fit; what finds
+    /// no room there lies elsewhere ([`Buf::kept`] tells).
     pub fn kept(memory: Arc<Kept>, offset: usize) -> Pool {
         let mut pool = Pool::new((memory.len().saturating_sub(offset) / REGION * REGION) as u64);
         let shared = Arc::get_mut(&mut pool.shared).expect("a pool that nobody else has yet");
@@ -174,8 +178,8 @@ impl Pool {
         pool
     }
 
-    /// The block of kept memory that a buffer of a former process lay in, all of it visible. `None` if there is no such
-    /// block, or it is in use.
+    /// The block of kept memory that a buffer of a former process lay in, all of it visible. `None`
+    /// if there is no such block, or it is in use.
     pub fn take_kept(&self, at: usize, capacity: usize) -> Option<BufMut> {
         let s = &self.shared;
         let place = s.arena.lock().take_at(at, capacity, s.regions())?;
@@ -184,13 +188,15 @@ impl Pool {
         Some(BufMut::new(block, capacity, Some(Home { pool: s.clone(), pages: 0 })))
     }
 
-    /// A buffer of exactly `len` visible bytes (contents unspecified), start aligned to [`ALIGN`]. Waits while the
-    /// pool's limit is reached, first come first served; `NoMem` if `len` alone is beyond it.
+    /// A buffer of exactly `len` visible bytes (contents unspecified), start aligned to [`ALIGN`].
+    /// Waits while the pool's limit is reached, first come first served; `NoMem` if `len` alone is
+    /// beyond it.
     pub async fn get(&self, len: usize) -> Result<BufMut> {
         let s = &self.shared;
         let cap = capacity(len);
         if cap as u64 > s.limit {
-            let m = format!("a buffer of {len} bytes is more than the whole pool of {} bytes", s.limit);
+            let m =
+                format!("a buffer of {len} bytes is more than the whole pool of {} bytes", s.limit);
             return Err(Error::new(Code::NoMem, m));
         }
         let pages = (cap / ALIGN) as u32;
@@ -198,8 +204,9 @@ impl Pool {
         Ok(self.take(len, cap, pages))
     }
 
-    /// Buffers of these lengths. Waits once, for room for all of them; what is more than the whole pool comes on top. Who
-    /// holds buffers of the pool already must set a time limit: others may do the same.
+    /// Buffers of these lengths. Waits once, for room for all of them; what is more than the whole
+    /// pool comes on top. Who holds buffers of the pool already must set a time limit: others may
+    /// do the same.
     pub async fn get_all(&self, lens: &[usize]) -> Result<Vec<BufMut>> {
         let wanted: usize = lens.iter().map(|l| capacity(*l) / ALIGN).sum();
         let mut room = wanted.min((self.shared.limit / ALIGN as u64) as usize) as u32;
@@ -318,7 +325,8 @@ impl BufMut {
         BufMut { block, len, home, road: Road::Local, went: Went::default() }
     }
 
-    /// Its bytes came by this road. A new buffer, and one that is written again, is [`Road::Local`].
+    /// Its bytes came by this road. A new buffer, and one that is written again, is
+    /// [`Road::Local`].
     pub fn came_by(&mut self, road: Road) {
         self.road = road;
     }
@@ -424,7 +432,10 @@ impl Buf {
     #[must_use]
     pub fn slice(&self, r: Range<usize>) -> Buf {
         assert!(r.start <= r.end && r.end <= self.len());
-        Buf { owner: self.owner.clone(), range: self.range.start + r.start..self.range.start + r.end }
+        Buf {
+            owner: self.owner.clone(),
+            range: self.range.start + r.start..self.range.start + r.end,
+        }
     }
 
     /// Takes the first `n` bytes off, without copying. Panics when there are fewer.
@@ -465,7 +476,8 @@ impl Buf {
         }
     }
 
-    /// How bytes of the whole buffer, of which this may be a part, were sent since it was filled; those that were sent twice count twice.
+    /// How bytes of the whole buffer, of which this may be a part, were sent since it was filled;
+    /// those that were sent twice count twice.
     pub fn went(&self) -> ByRoad {
         match &self.owner {
             Owner::Pooled(b) => b.went.look(),
@@ -477,7 +489,12 @@ impl Buf {
     pub fn kept(&self) -> Option<KeptAt> {
         let Owner::Pooled(b) = &self.owner else { return None };
         let at = b.block.place.as_ref()?.kept_at()?;
-        Some(KeptAt { block: at, capacity: b.block.cap, start: self.range.start, len: self.range.len() })
+        Some(KeptAt {
+            block: at,
+            capacity: b.block.cap,
+            start: self.range.start,
+            len: self.range.len(),
+        })
     }
 
     /// Whether start address and length are multiples of [`ALIGN`], as `O_DIRECT` wants them.
@@ -556,7 +573,9 @@ mod tests {
         let mut pages = vec![0u8; b.capacity() / ALIGN];
         // SAFETY: the buffer's memory is mapped, and there is a byte for each of its pages: none is
         // smaller.
-        let rc = unsafe { libc::mincore(b.as_ptr().cast_mut().cast(), b.capacity(), pages.as_mut_ptr()) };
+        let rc = unsafe {
+            libc::mincore(b.as_ptr().cast_mut().cast(), b.capacity(), pages.as_mut_ptr())
+        };
         assert_eq!(rc, 0);
         pages.iter().filter(|p| **p & 1 == 1).count()
     }
@@ -587,7 +606,10 @@ mod tests {
         assert_eq!((part.road(), Buf::copy_from(&part).road()), (Road::Tcp, Road::Local));
         part.sent_by(Road::Rdma);
         b.slice(30..40).sent_by(Road::RdmaStream);
-        assert_eq!((b.went()[Road::Rdma], b.went()[Road::RdmaStream], b.went().sum()), (20, 10, 30));
+        assert_eq!(
+            (b.went()[Road::Rdma], b.went()[Road::RdmaStream], b.went().sum()),
+            (20, 10, 30)
+        );
         drop(part);
         // Written again, or used by somebody else: nothing of it is left.
         let b = b.try_mut().unwrap().freeze();

@@ -27,7 +27,8 @@ pub const FAILS: u16 = 0x71;
 pub const BACK: u16 = 0x72;
 /// Its handler panics.
 pub const PANICS: u16 = 0x73;
-/// Answered with as many payload bytes as the body says, of an opcode whose payload the transport sums.
+/// Answered with as many payload bytes as the body says, of an opcode whose payload the transport
+/// sums.
 pub const GENERATE: u16 = 0x74;
 
 /// A service that echoes, and waits, fails or calls back when asked to.
@@ -120,7 +121,8 @@ impl Service for TestService {
 
 /// Bytes that differ from place to place and from seed to seed.
 pub fn pattern(len: usize, seed: usize) -> Buf {
-    let bytes: Vec<u8> = (0..len).map(|i| (i.wrapping_mul(31) ^ (i >> 8) ^ seed.wrapping_mul(101)) as u8).collect();
+    let bytes: Vec<u8> =
+        (0..len).map(|i| (i.wrapping_mul(31) ^ (i >> 8) ^ seed.wrapping_mul(101)) as u8).collect();
     Buf::copy_from(&bytes)
 }
 
@@ -134,8 +136,9 @@ fn flat(payload: &[Buf]) -> Vec<u8> {
 
 macro_rules! checks {
     ($($check:ident)*) => {
-        /// Runs every check between two fabrics of one cluster, and says how long each took; `at` is where `listener` can listen (anew for each
-        /// check). There is no other way to run one: who conforms, conforms to all.
+        /// Runs every check between two fabrics of one cluster, and says how long each took; `at`
+        /// is where `listener` can listen (anew for each check). There is no other way to run one:
+        /// who conforms, conforms to all.
         pub async fn all(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
             $(
                 let start = std::time::Instant::now();
@@ -173,13 +176,20 @@ async fn sizes(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
             }
             let whole = pattern(payload, body);
             let (a, b) = (payload / 3, payload / 2);
-            let parts = vec![whole.slice(0..a), whole.slice(a..b), whole.slice(b..b), whole.slice(b..payload)];
+            let parts = vec![
+                whole.slice(0..a),
+                whole.slice(a..b),
+                whole.slice(b..b),
+                whole.slice(b..payload),
+            ];
             let text = pattern(body, 1);
             let got = e.conn.call(echo(text.to_vec(), parts), LONG).await.expect("echo");
             assert!(got.body[..] == text[..] && got.trace == 77, "body of {body}");
             assert!(flat(&got.payload) == whole[..], "payload of {payload}");
             assert_eq!(got.payload.len(), usize::from(payload > 0));
-            assert!(got.payload.iter().all(|b| b.as_ptr().addr().is_multiple_of(crate::buf::ALIGN)));
+            assert!(
+                got.payload.iter().all(|b| b.as_ptr().addr().is_multiple_of(crate::buf::ALIGN))
+            );
         }
     }
     for n in [0usize, 5, 4096, 3 << 20] {
@@ -203,7 +213,9 @@ async fn concurrency(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) 
             let payload = if i % 7 == 0 { vec![pattern(i * 13, i)] } else { vec![] };
             let got = e.conn.call(echo(i.to_string(), payload), LONG).await.expect("echo");
             assert_eq!(got.body, i.to_string());
-            assert!(flat(&got.payload) == if i % 7 == 0 { pattern(i * 13, i).to_vec() } else { vec![] });
+            assert!(
+                flat(&got.payload) == if i % 7 == 0 { pattern(i * 13, i).to_vec() } else { vec![] }
+            );
         }
     });
     join_all(calls).await;
@@ -248,10 +260,12 @@ async fn back_calls(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     assert_eq!(got.code, Code::OpNotSupp);
 }
 
-/// A call ends at its deadline; given-up calls take no place for good and their late answers go nowhere.
+/// A call ends at its deadline; given-up calls take no place for good and their late answers go
+/// nowhere.
 async fn timeouts_and_dropped_calls(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
-    let got = e.conn.call(Message::new(GATED, ""), Duration::from_millis(30)).await.expect_err("late");
+    let got =
+        e.conn.call(Message::new(GATED, ""), Duration::from_millis(30)).await.expect_err("late");
     assert_eq!(got.code, Code::TimedOut);
     for round in 0..4 {
         // More than any window, all dropped while they run or wait.
@@ -265,7 +279,8 @@ async fn timeouts_and_dropped_calls(dialer: &dyn Fabric, listener: &dyn Fabric, 
         e.service.until(|s| s.running.load(SeqCst) == 0).await;
         for i in 0..300 {
             let body = format!("{round}.{i}");
-            let got = e.conn.call(echo(body.clone(), vec![pattern(10, i)]), LONG).await.expect("echo");
+            let got =
+                e.conn.call(echo(body.clone(), vec![pattern(10, i)]), LONG).await.expect("echo");
             assert_eq!(got.body, body);
         }
         e.service.gate.0.forget_permits(usize::MAX);
@@ -289,7 +304,8 @@ async fn windows(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     assert!(calls.await.into_iter().all(|r| r.is_ok_and(|m| m.payload_len() == 4 << 20)));
 }
 
-/// However a connection ends: calls in flight end, later ones fail at once, the service is told once.
+/// However a connection ends: calls in flight end, later ones fail at once, the service is told
+/// once.
 async fn endings(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
     assert!(!e.conn.is_closed());

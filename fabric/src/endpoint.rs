@@ -20,10 +20,15 @@ pub enum Endpoint {
 impl FromStr for Endpoint {
     type Err = Error;
 
-    /// `tcp:HOST:PORT` or `rdma:HOST:PORT`; `tcp:` may be left out. IPv6 addresses stand in brackets.
+    /// `tcp:HOST:PORT` or `rdma:HOST:PORT`; `tcp:` may be left out. IPv6 addresses stand in
+    /// brackets.
     fn from_str(s: &str) -> Result<Endpoint, Error> {
-        let bad =
-            || Error::new(Code::Inval, format!("'{s}' is not an endpoint; expected tcp:HOST:PORT or rdma:HOST:PORT"));
+        let bad = || {
+            Error::new(
+                Code::Inval,
+                format!("'{s}' is not an endpoint; expected tcp:HOST:PORT or rdma:HOST:PORT"),
+            )
+        };
         if let Some(n) = s.strip_prefix("sim:") {
             return n.parse().map(Endpoint::Sim).map_err(|_| bad());
         }

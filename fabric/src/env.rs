@@ -1,9 +1,11 @@
-//! What a process gets from outside itself: time, randomness and tasks. One value per process (or per simulated node), so
-//! that the simulator can drive many nodes in one thread from one seed and kill any of them.
+//! What a process gets from outside itself: time, randomness and tasks. One value per process (or
+//! per simulated node), so that the simulator can drive many nodes in one thread from one seed and
+//! kill any of them.
 //!
-//! Monotonic timers are tokio's (`tokio::time`), which the simulator runs paused. Code under simulation must not ask
-//! the system for time or randomness in any other way, must not iterate over randomly seeded hash maps, and must
-//! mark every `select!` as `biased`, and must use [`crate::watch`] in place of tokio's.
+//! Monotonic timers are tokio's (`tokio::time`), which the simulator runs paused. Code under
+//! simulation must not ask the system for time or randomness in any other way, must not iterate
+//! over randomly seeded hash maps, and must mark every `select!` as `biased`, and must use
+//! [`crate::watch`] in place of tokio's.
 
 use std::{future::Future, sync::Arc, time::Duration};
 
@@ -48,7 +50,8 @@ impl Env {
     /// The system's clock and randomness.
     pub fn system() -> Env {
         let mut seed = [0u8; 32];
-        // A machine without a random source cannot make keys or session ids; there is nothing to fall back on.
+        // A machine without a random source cannot make keys or session ids; there is nothing to
+        // fall back on.
         getrandom::fill(&mut seed).expect("the kernel's random source");
         Env::new(Arc::new(SystemClock), seed)
     }

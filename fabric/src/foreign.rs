@@ -1,5 +1,6 @@
-//! Memory that is not of a pool: a GPU's, exported as a dma-buf, or host memory in its place. A request may lend it to the peer over a
-//! connection that [`crate::Connection::lends`], instead of buffers: the bytes then pass nothing of this process.
+//! Memory that is not of a pool: a GPU's, exported as a dma-buf, or host memory in its place. A
+//! request may lend it to the peer over a connection that [`crate::Connection::lends`], instead of
+//! buffers: the bytes then pass nothing of this process.
 
 use std::{
     any::Any,
@@ -24,7 +25,8 @@ struct Memory {
     addr: u64,
 }
 
-/// A range of foreign memory. Clones and slices hold what keeps it in place: the descriptor, or what was given for host memory.
+/// A range of foreign memory. Clones and slices hold what keeps it in place: the descriptor, or
+/// what was given for host memory.
 #[derive(Clone)]
 pub struct Foreign {
     memory: Arc<Memory>,
@@ -36,20 +38,27 @@ impl Foreign {
     /// `len` bytes of this process's memory; `keep` is held as long as anybody may reach them.
     ///
     /// # Safety
-    /// The memory stays mapped while `keep` is held. A peer that it is lent to may write it at any time until then, so nobody holds
-    /// references to it.
+    /// The memory stays mapped while `keep` is held. A peer that it is lent to may write it at any
+    /// time until then, so nobody holds references to it.
     pub unsafe fn host(start: *mut u8, len: u64, keep: Arc<dyn Any + Send + Sync>) -> Foreign {
         Foreign {
-            memory: Arc::new(Memory { place: Place::Host(keep), addr: start.expose_provenance() as u64 }),
+            memory: Arc::new(Memory {
+                place: Place::Host(keep),
+                addr: start.expose_provenance() as u64,
+            }),
             range: 0..len,
         }
     }
 
-    /// `len` bytes from `offset` of a dma-buf, which their owner calls by the address `addr`. Offset and address lie equally within a page. The
-    /// kernel keeps the memory as long as the descriptor is open.
+    /// `len` bytes from `offset` of a dma-buf, which their owner calls by the address `addr`.
+    /// Offset and address lie equally within a page. The kernel keeps the memory as long as the
+    /// descriptor is open.
     pub fn dma_buf(fd: OwnedFd, offset: u64, addr: u64, len: u64) -> Foreign {
         debug_assert_eq!(offset % ALIGN as u64, addr % ALIGN as u64);
-        Foreign { memory: Arc::new(Memory { place: Place::DmaBuf(fd, offset), addr }), range: 0..len }
+        Foreign {
+            memory: Arc::new(Memory { place: Place::DmaBuf(fd, offset), addr }),
+            range: 0..len,
+        }
     }
 
     /// Bytes.
@@ -71,10 +80,14 @@ impl Foreign {
     #[must_use]
     pub fn slice(&self, r: Range<u64>) -> Foreign {
         assert!(r.start <= r.end && r.end <= self.len());
-        Foreign { memory: self.memory.clone(), range: self.range.start + r.start..self.range.start + r.end }
+        Foreign {
+            memory: self.memory.clone(),
+            range: self.range.start + r.start..self.range.start + r.end,
+        }
     }
 
-    /// The dma-buf, and the offset in it of the first byte; `None`: it is memory of this process, at [`Foreign::addr`].
+    /// The dma-buf, and the offset in it of the first byte; `None`: it is memory of this process,
+    /// at [`Foreign::addr`].
     pub fn exported(&self) -> Option<(BorrowedFd<'_>, u64)> {
         match &self.memory.place {
             Place::DmaBuf(fd, offset) => Some((fd.as_fd(), offset + self.range.start)),

@@ -1,8 +1,10 @@
-//! Memory that outlives the process: a memfd that somebody else holds too, with fixed-size records and room for buffers.
+//! Memory that outlives the process: a memfd that somebody else holds too, with fixed-size records
+//! and room for buffers.
 //!
-//! Whoever maps it next finds the records that were whole when the last holder died. All access goes through 64 bit
-//! atomics, so a process killed at any instruction leaves each word old or new. What is in the file is this mount's own, but
-//! it is read as if it came from outside: every number is checked where it is used.
+//! Whoever maps it next finds the records that were whole when the last holder died. All access
+//! goes through 64 bit atomics, so a process killed at any instruction leaves each word old or new.
+//! What is in the file is this mount's own, but it is read as if it came from outside: every number
+//! is checked where it is used.
 
 use std::{
     ffi::c_void,
@@ -32,7 +34,8 @@ pub struct Kept {
     len: usize,
 }
 
-// SAFETY: the mapping is only reached through atomics and through buffers that an allocator gives to one owner each.
+// SAFETY: the mapping is only reached through atomics and through buffers that an allocator gives
+// to one owner each.
 unsafe impl Send for Kept {}
 // SAFETY: as above.
 unsafe impl Sync for Kept {}
@@ -40,7 +43,10 @@ unsafe impl Sync for Kept {}
 impl Kept {
     /// New memory of `len` bytes, all zero; pages take memory when they are first written.
     pub fn create(len: usize) -> io::Result<Arc<Kept>> {
-        let fd = rustix::fs::memfd_create("strake-mount", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let fd = rustix::fs::memfd_create(
+            "strake-mount",
+            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+        )?;
         rustix::fs::ftruncate(&fd, len as u64)?;
         // Nobody who gets the descriptor can take pages away under a mapping.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
@@ -51,12 +57,17 @@ impl Kept {
     pub fn map(fd: OwnedFd) -> io::Result<Arc<Kept>> {
         let len = rustix::fs::fstat(&fd)?.st_size as usize;
         if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "the kept memory could shrink while it is mapped"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "the kept memory could shrink while it is mapped",
+            ));
         }
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory in use.
-        let start = unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED, &fd, 0)? };
-        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at 0"))?;
+        let start =
+            unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED, &fd, 0)? };
+        let start =
+            NonNull::new(start.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at 0"))?;
         Ok(Arc::new(Kept { fd, start, len }))
     }
 
@@ -91,7 +102,9 @@ impl Kept {
                 Err(Errno::NXIO) => break,
                 Err(_) => return vec![range],
             };
-            let Ok(end) = rustix::fs::seek(&self.fd, SeekFrom::Hole(start as u64)) else { return vec![range] };
+            let Ok(end) = rustix::fs::seek(&self.fd, SeekFrom::Hole(start as u64)) else {
+                return vec![range];
+            };
             parts.push(start.max(range.start)..(end as usize).min(range.end));
             at = end as usize;
         }
@@ -102,7 +115,8 @@ impl Kept {
     pub fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(WORD), "word at {offset}");
         let at = self.bytes(offset, WORD).expect("a word within the kept memory");
-        // SAFETY: 8 aligned bytes inside the mapping, which lives as long as `self`; all access to them is atomic.
+        // SAFETY: 8 aligned bytes inside the mapping, which lives as long as `self`; all access to
+        // them is atomic.
         unsafe { AtomicU64::from_ptr(at.as_ptr().cast()) }
     }
 }
@@ -128,18 +142,28 @@ impl Records {
         (words + 1) * count * WORD
     }
 
-    /// Opens the table at `offset`. Also returns the records that a former process left. Panics when the table does not
-    /// lie inside the memory.
-    pub fn open(memory: Arc<Kept>, offset: usize, words: usize, count: usize) -> (Arc<Records>, Vec<Record>) {
-        assert!(offset + Records::size(words, count) <= memory.len(), "a table beyond the kept memory");
+    /// Opens the table at `offset`. Also returns the records that a former process left. Panics
+    /// when the table does not lie inside the memory.
+    pub fn open(
+        memory: Arc<Kept>,
+        offset: usize,
+        words: usize,
+        count: usize,
+    ) -> (Arc<Records>, Vec<Record>) {
+        assert!(
+            offset + Records::size(words, count) <= memory.len(),
+            "a table beyond the kept memory"
+        );
         let table = Arc::new(Records { memory, offset, words, free: Mutex::default() });
         let size = (words + 1) * WORD;
         let written = table.memory.written(offset..offset + size * count);
-        let was_written = |index: usize| written.iter().any(|w| w.contains(&(offset + index * size)));
+        let was_written =
+            |index: usize| written.iter().any(|w| w.contains(&(offset + index * size)));
         let (mut free, mut left) = (Vec::new(), Vec::new());
         for index in (0..count).rev() {
             // What nobody wrote is not looked at, because looking would make it take memory.
-            let in_use = was_written(index) && table.at(index as u32, 0).load(Ordering::Acquire) != 0;
+            let in_use =
+                was_written(index) && table.at(index as u32, 0).load(Ordering::Acquire) != 0;
             if in_use {
                 left.push(Record { table: table.clone(), index: index as u32 });
             } else {
@@ -155,7 +179,8 @@ impl Records {
         self.memory.word(self.offset + (index as usize * (self.words + 1) + word) * WORD)
     }
 
-    /// Keeps these words, the rest zero, as long as the record is held; `None` when the table is full.
+    /// Keeps these words, the rest zero, as long as the record is held; `None` when the table is
+    /// full.
     pub fn put(self: &Arc<Records>, words: &[u64]) -> Option<Record> {
         let index = self.free.lock().pop()?;
         for i in 0..self.words {
@@ -208,7 +233,11 @@ mod tests {
         let mut records = records.into_iter();
         drop(records.next());
         let reused = table.put(&[7]).unwrap();
-        assert_eq!((reused.get(0), reused.get(1), reused.get(2)), (7, 0, 0), "nothing of the former record");
+        assert_eq!(
+            (reused.get(0), reused.get(1), reused.get(2)),
+            (7, 0, 0),
+            "nothing of the former record"
+        );
         drop(reused);
         let kept: Vec<Record> = records.collect();
         kept[0].set(2, 99);
@@ -220,7 +249,10 @@ mod tests {
         let mut seen: Vec<_> = left.iter().map(|r| (r.get(0), r.get(1), r.get(2))).collect();
         seen.sort_unstable();
         assert_eq!(seen, vec![(1, 11, 99), (2, 12, 0), (3, 13, 0)]);
-        assert!(table.put(&[5]).is_some() && table.put(&[6]).is_some(), "the first came back with its guard");
+        assert!(
+            table.put(&[5]).is_some() && table.put(&[6]).is_some(),
+            "the first came back with its guard"
+        );
         drop(left);
         let all: Vec<_> = (0..4).filter_map(|n| table.put(&[n])).collect();
         assert_eq!(all.len(), 4);

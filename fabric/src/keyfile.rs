@@ -1,5 +1,6 @@
-//! Files with a key, which only their owner may read. The cluster key: 64 hexadecimal digits. The key of clients: likewise, and in a second
-//! line the word `servers` and the public half of what servers sign with.
+//! Files with a key, which only their owner may read. The cluster key: 64 hexadecimal digits. The
+//! key of clients: likewise, and in a second line the word `servers` and the public half of what
+//! servers sign with.
 
 use std::{fs, os::unix::fs::PermissionsExt, path::Path};
 
@@ -45,7 +46,9 @@ impl ClientKey {
         let key = decode_hex(lines.next()?)?;
         let servers = match lines.next() {
             None => None,
-            Some(line) => Some(VerifyingKey::from_bytes(&decode_hex(line.strip_prefix(SERVERS)?.trim())?).ok()?),
+            Some(line) => Some(
+                VerifyingKey::from_bytes(&decode_hex(line.strip_prefix(SERVERS)?.trim())?).ok()?,
+            ),
         };
         lines.next().is_none().then_some(ClientKey { key, servers })
     }
@@ -55,7 +58,10 @@ impl ClientKey {
 pub fn read(path: &Path) -> Result<[u8; 32]> {
     let text = private(path)?;
     decode_hex(text.trim()).ok_or_else(|| match ClientKey::parse(&text) {
-        Some(_) => invalid(path, "is a key of clients, which is not enough here; the servers have the cluster key"),
+        Some(_) => invalid(
+            path,
+            "is a key of clients, which is not enough here; the servers have the cluster key",
+        ),
         None => invalid(path, "is not 64 hexadecimal digits"),
     })
 }
@@ -110,7 +116,9 @@ mod tests {
         assert_eq!(old.text().len(), 65, "a former version's file");
         assert_eq!(ClientKey::parse(old.text().trim()), Some(old));
         let text = key.text();
-        for bad in ["", "servers", &text.replace("servers", "server"), &text[..80], &format!("{text}x\n")] {
+        for bad in
+            ["", "servers", &text.replace("servers", "server"), &text[..80], &format!("{text}x\n")]
+        {
             assert_eq!(ClientKey::parse(bad), None, "{bad}");
         }
     }

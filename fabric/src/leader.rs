@@ -1,13 +1,16 @@
-//! Which metadata server to ask next: a pure list with a cursor and a hint. For clients, storage servers and tools alike.
+//! Which metadata server to ask next: a pure list with a cursor and a hint. For clients, storage
+//! servers and tools alike.
 
 use crate::Endpoint;
 
-/// After so many fruitless rounds over the servers of the cluster map, one that only the configuration names has a turn.
+/// After so many fruitless rounds over the servers of the cluster map, one that only the
+/// configuration names has a turn.
 const ROUNDS: usize = 3;
 
-/// Finds the leader: who somebody says it is first, then the servers of the newest cluster map in turn. Those that only the
-/// configuration names are asked first of all, before there is a map, and later seldom: most likely they were removed, and
-/// each costs a timeout. But the map may be old, so they are never forgotten.
+/// Finds the leader: who somebody says it is first, then the servers of the newest cluster map in
+/// turn. Those that only the configuration names are asked first of all, before there is a map, and
+/// later seldom: most likely they were removed, and each costs a timeout. But the map may be old,
+/// so they are never forgotten.
 #[derive(Debug)]
 pub struct LeaderFinder {
     configured: Vec<Endpoint>,
@@ -47,7 +50,8 @@ impl LeaderFinder {
         self.turns += 1;
         let round = ROUNDS * self.mapped.len() + 1;
         if !self.mapped.is_empty() && self.turns.is_multiple_of(round) {
-            let spare: Vec<&Endpoint> = self.configured.iter().filter(|e| !self.mapped.contains(e)).collect();
+            let spare: Vec<&Endpoint> =
+                self.configured.iter().filter(|e| !self.mapped.contains(e)).collect();
             if !spare.is_empty() {
                 return Some(spare[(self.turns / round - 1) % spare.len()].clone());
             }

@@ -1,8 +1,9 @@
 //! Moving requests, replies and bulk bytes between StrakeFS processes.
 //!
-//! A [`Fabric`] connects and listens; a [`Connection`] carries calls, many at a time, in both directions; a
-//! [`Service`] answers them. TCP and RDMA are implementations, the simulator's network another. Bulk bytes travel in
-//! [`Buf`]s: aligned, pooled, shared by reference from socket to disk.
+//! A [`Fabric`] connects and listens; a [`Connection`] carries calls, many at a time, in both
+//! directions; a [`Service`] answers them. TCP and RDMA are implementations, the simulator's
+//! network another. Bulk bytes travel in [`Buf`]s: aligned, pooled, shared by reference from socket
+//! to disk.
 
 #[cfg(feature = "admin")]
 pub mod admin;
@@ -68,13 +69,14 @@ pub struct Message {
     pub body: Bytes,
     /// Bulk bytes in order. A received payload is one segment, from the receiver's pool.
     pub payload: Vec<Buf>,
-    /// Of an answer as [`Connection::call`] returns it: how the request's payload went. The answer's own payload tells by
-    /// [`Buf::road`] how it came.
+    /// Of an answer as [`Connection::call`] returns it: how the request's payload went. The
+    /// answer's own payload tells by [`Buf::road`] how it came.
     pub went: Road,
-    /// Of a request: memory that is lent in place of its payload, or for that of the answer. READ and WRITE only, and only over a
-    /// connection that [`Connection::lends`].
+    /// Of a request: memory that is lent in place of its payload, or for that of the answer. READ
+    /// and WRITE only, and only over a connection that [`Connection::lends`].
     pub lend: Option<Lend>,
-    /// Of an answer: bytes of its payload that the peer wrote to what was lent, from the start. [`Message::payload`] is empty then.
+    /// Of an answer: bytes of its payload that the peer wrote to what was lent, from the start.
+    /// [`Message::payload`] is empty then.
     pub placed: u32,
 }
 
@@ -104,7 +106,8 @@ pub struct Peer {
     pub back: Option<Arc<dyn Connection>>,
 }
 
-/// Answers requests. Called concurrently, once per request; a bounded number at a time per connection.
+/// Answers requests. Called concurrently, once per request; a bounded number at a time per
+/// connection.
 #[async_trait]
 pub trait Service: Send + Sync + 'static {
     /// The reply's opcode is ignored. An error reaches the caller as it is, code and message.
@@ -116,12 +119,14 @@ pub trait Service: Send + Sync + 'static {
 /// One connection to a peer. Calls are answered in any order.
 #[async_trait]
 pub trait Connection: Send + Sync + 'static {
-    /// Sends and waits. Waits for room first when the window is full. Dropping the future abandons the answer, never
-    /// the connection. Errors of the transport: `Disconnected`, `TimedOut` (the request may have run), `Protocol`.
+    /// Sends and waits. Waits for room first when the window is full. Dropping the future abandons
+    /// the answer, never the connection. Errors of the transport: `Disconnected`, `TimedOut` (the
+    /// request may have run), `Protocol`.
     async fn call(&self, request: Message, timeout: std::time::Duration) -> Result<Message>;
     fn is_closed(&self) -> bool;
-    /// Whether a request may lend foreign memory ([`Message::lend`]). When such a call has ended, in whatever way, the peer reaches nothing of it
-    /// any more; one that is given up or whose answer does not come ends the connection for that.
+    /// Whether a request may lend foreign memory ([`Message::lend`]). When such a call has ended,
+    /// in whatever way, the peer reaches nothing of it any more; one that is given up or whose
+    /// answer does not come ends the connection for that.
     fn lends(&self) -> bool {
         false
     }
@@ -137,10 +142,16 @@ pub trait Connection: Send + Sync + 'static {
 
 #[async_trait]
 pub trait Fabric: Send + Sync + 'static {
-    /// Connects and completes the handshake. `back` answers requests that the peer sends over this connection.
-    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>>;
-    /// As [`Fabric::connect`], proving no more than the client key: what is asked over it has the rights
-    /// of a client, and whoever answers is a server. For servers that pass on what clients ask.
+    /// Connects and completes the handshake. `back` answers requests that the peer sends over this
+    /// connection.
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>>;
+    /// As [`Fabric::connect`], proving no more than the client key: what is asked over it has the
+    /// rights of a client, and whoever answers is a server. For servers that pass on what clients
+    /// ask.
     async fn connect_as_client(&self, to: &Endpoint) -> Result<Arc<dyn Connection>> {
         let m = format!("this fabric does not connect to {to} for a client");
         Err(Error::new(strake_proto::Code::OpNotSupp, m))
@@ -175,9 +186,9 @@ impl Listener {
     }
 }
 
-/// What a process proves in the handshake: that it knows the key of its role. Derived from the cluster key by
-/// [`strake_proto::cap::derive_key`] with purposes "strake server v1" and "strake client v1"; what servers sign with, likewise,
-/// with "strake signing v1".
+/// What a process proves in the handshake: that it knows the key of its role. Derived from the
+/// cluster key by [`strake_proto::cap::derive_key`] with purposes "strake server v1" and "strake
+/// client v1"; what servers sign with, likewise, with "strake signing v1".
 #[derive(Clone)]
 pub struct Identity {
     pub role: Role,
@@ -186,7 +197,8 @@ pub struct Identity {
     pub client_key: [u8; 32],
     /// Of servers: what clients tell them by.
     pub signing: Option<SigningKey>,
-    /// Of clients: what servers must have signed with. Without it any holder of the client key passes for a server.
+    /// Of clients: what servers must have signed with. Without it any holder of the client key
+    /// passes for a server.
     pub servers: Option<VerifyingKey>,
 }
 
@@ -208,11 +220,20 @@ impl Identity {
     /// Of a server: as a client that tells servers from other clients.
     pub fn as_client(&self) -> Identity {
         let servers = self.signing.as_ref().map(SigningKey::verifying_key).or(self.servers);
-        Identity { role: Role::Client, server_key: None, client_key: self.client_key, signing: None, servers }
+        Identity {
+            role: Role::Client,
+            server_key: None,
+            client_key: self.client_key,
+            signing: None,
+            servers,
+        }
     }
 }
 
 /// The answer to an opcode a service does not know.
 pub fn unknown_opcode(opcode: u16) -> Error {
-    Error::new(strake_proto::Code::OpNotSupp, format!("this server does not know request {opcode:#06x}"))
+    Error::new(
+        strake_proto::Code::OpNotSupp,
+        format!("this server does not know request {opcode:#06x}"),
+    )
 }

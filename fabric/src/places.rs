@@ -111,7 +111,9 @@ impl Places {
             Role::Client => {
                 let own = t.clients.entry(from).or_default();
                 if *own >= share {
-                    return full(format!("{share} connections come from {from}, which is the share of one machine"));
+                    return full(format!(
+                        "{share} connections come from {from}, which is the share of one machine"
+                    ));
                 }
                 *own += 1;
                 t.open.0 += 1;
@@ -204,7 +206,11 @@ mod tests {
         let ms = |n| t0 + Duration::from_millis(n);
         let mut quiet = p.enter(at(1), t0).ok().unwrap();
         let mut flood: Vec<_> = (0..3).map(|i| p.enter(at(2), ms(i)).ok().unwrap()).collect();
-        assert_eq!(p.enter(at(3), ms(100)).err(), Some(Duration::from_millis(400)), "each has a moment");
+        assert_eq!(
+            p.enter(at(3), ms(100)).err(),
+            Some(Duration::from_millis(400)),
+            "each has a moment"
+        );
         let mut new = p.enter(at(2), ms(500)).ok().unwrap();
         assert!(is_pushed(&mut flood[0]) && !is_pushed(&mut flood[1]) && !is_pushed(&mut quiet));
         let _last = p.enter(at(3), ms(501)).ok().unwrap();
@@ -218,7 +224,8 @@ mod tests {
 
     #[test]
     fn who_has_most_is_known_after_any_coming_and_going() {
-        let (p, mut now, mut halves, mut seed) = (places(20, 100), Instant::now(), Vec::new(), 3u64);
+        let (p, mut now, mut halves, mut seed) =
+            (places(20, 100), Instant::now(), Vec::new(), 3u64);
         for _ in 0..3000 {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let pick = seed >> 33;

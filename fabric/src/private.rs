@@ -90,7 +90,8 @@ mod tests {
     fn what_others_could_read_is_mended_and_links_are_not_followed() {
         let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let set = |p: &Path, m| fs::set_permissions(p, fs::Permissions::from_mode(m)).unwrap();
-        let (sub, file, kept) = (dir.path().join("sub"), dir.path().join("sub/f"), other.path().join("theirs"));
+        let (sub, file, kept) =
+            (dir.path().join("sub"), dir.path().join("sub/f"), other.path().join("theirs"));
         fs::create_dir(&sub).unwrap();
         for f in [&file, &kept] {
             fs::write(f, "x").unwrap();

@@ -1,5 +1,5 @@
-//! Where pooled buffers lie: large regions of memory that a device or a NIC can register once, cut by a buddy allocator
-//! (Knowlton 1965).
+//! Where pooled buffers lie: large regions of memory that a device or a NIC can register once, cut
+//! by a buddy allocator (Knowlton 1965).
 
 use std::{
     collections::BTreeSet,
@@ -21,8 +21,8 @@ pub const REGION: usize = 4 << 20;
 const HUGE: usize = 2 << 20;
 const ORDERS: usize = (REGION / ALIGN).trailing_zeros() as usize + 1;
 
-/// Memory that stays where it is as long as anyone holds it. Whoever registers it with the kernel must hold it until
-/// after that registration, or other memory may appear at its addresses.
+/// Memory that stays where it is as long as anyone holds it. Whoever registers it with the kernel
+/// must hold it until after that registration, or other memory may appear at its addresses.
 pub struct Region {
     id: u64,
     ptr: NonNull<u8>,
@@ -30,7 +30,8 @@ pub struct Region {
     kept: Option<Arc<Kept>>,
 }
 
-// SAFETY: a region is only an address range that it keeps mapped; who may use which part is the arena's business.
+// SAFETY: a region is only an address range that it keeps mapped; who may use which part is the
+// arena's business.
 unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
@@ -44,9 +45,9 @@ impl Region {
     fn of_kept(memory: &Arc<Kept>, offset: usize) -> Option<Region> {
         let ptr = memory.bytes(offset, REGION)?;
         for page in (0..REGION).step_by(ALIGN) {
-            // A page that cannot be written yet when the kernel copies a request into it cannot be made so once this process
-            // is being killed: that request would fail with EIO instead of going to the next daemon. Adding 0 would not do,
-            // compilers make a mere read of it.
+            // A page that cannot be written yet when the kernel copies a request into it cannot be
+            // made so once this process is being killed: that request would fail with EIO instead
+            // of going to the next daemon. Adding 0 would not do, compilers make a mere read of it.
             let word = memory.word(offset + page);
             let now = word.load(Relaxed);
             let _ = word.compare_exchange(now, now, Relaxed, Relaxed);
@@ -56,11 +57,14 @@ impl Region {
 
     fn map() -> Option<Region> {
         let (long, prot) = (REGION + HUGE, ProtFlags::READ | ProtFlags::WRITE);
-        // SAFETY: a new private mapping at an address of the kernel's choice touches no memory in use.
-        let start = unsafe { mmap_anonymous(ptr::null_mut(), long, prot, MapFlags::PRIVATE).ok()? }.cast::<u8>();
+        // SAFETY: a new private mapping at an address of the kernel's choice touches no memory in
+        // use.
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), long, prot, MapFlags::PRIVATE).ok()? }
+            .cast::<u8>();
         let skip = start.align_offset(HUGE);
         let at = start.wrapping_add(skip);
-        // SAFETY: `at` to `at + REGION` stays; what is unmapped is the rest of the mapping just made, and nobody knows it.
+        // SAFETY: `at` to `at + REGION` stays; what is unmapped is the rest of the mapping just
+        // made, and nobody knows it.
         unsafe {
             for (from, len) in [(start, skip), (at.wrapping_add(REGION), HUGE - skip)] {
                 if len > 0 {
@@ -134,8 +138,8 @@ impl Place {
 #[derive(Default)]
 pub struct Arena {
     regions: Vec<Arc<Region>>,
-    /// Positions of free blocks of `ALIGN << order` bytes; no two of them are buddies. The lowest is taken first, so that
-    /// the same warm memory is used again and again.
+    /// Positions of free blocks of `ALIGN << order` bytes; no two of them are buddies. The lowest
+    /// is taken first, so that the same warm memory is used again and again.
     free: [BTreeSet<usize>; ORDERS],
     used: usize,
     source: Source,
@@ -154,13 +158,16 @@ impl Arena {
     fn add_region(&mut self) -> Option<()> {
         let region = match &self.source {
             Source::System => Region::map()?,
-            Source::Kept { memory, offset } => Region::of_kept(memory, offset + self.regions.len() * REGION)?,
+            Source::Kept { memory, offset } => {
+                Region::of_kept(memory, offset + self.regions.len() * REGION)?
+            }
         };
         self.regions.push(Arc::new(region));
         Some(())
     }
 
-    /// The free block of `cap` bytes at a position that [`Place::kept_at`] told; `None` if there is none or it is in use.
+    /// The free block of `cap` bytes at a position that [`Place::kept_at`] told; `None` if there is
+    /// none or it is in use.
     pub fn take_at(&mut self, at: usize, cap: usize, regions: usize) -> Option<Place> {
         if !(ALIGN..=REGION).contains(&cap)
             || !cap.is_power_of_two()
@@ -189,8 +196,8 @@ impl Arena {
         Some(Place { region: self.regions[at / REGION].clone(), at })
     }
 
-    /// `cap` bytes, a power of two from [`ALIGN`] to [`REGION`]; `None` if there is no such block and more than `regions`
-    /// regions would be needed.
+    /// `cap` bytes, a power of two from [`ALIGN`] to [`REGION`]; `None` if there is no such block
+    /// and more than `regions` regions would be needed.
     pub fn take(&mut self, cap: usize, regions: usize) -> Option<Place> {
         let wanted = order(cap);
         let found = (wanted..ORDERS).find_map(|o| Some((o, self.free[o].pop_first()?)));
@@ -282,7 +289,8 @@ mod tests {
     fn blocks_are_taken_again_where_they_were() {
         let memory = Kept::create(3 * REGION).unwrap();
         let mut first = Arena::kept(memory.clone(), REGION);
-        let places: Vec<Place> = [ALIGN, 1 << 20, ALIGN << 3].map(|cap| first.take(cap, 2).unwrap()).into();
+        let places: Vec<Place> =
+            [ALIGN, 1 << 20, ALIGN << 3].map(|cap| first.take(cap, 2).unwrap()).into();
         let at: Vec<usize> = places.iter().map(|p| p.kept_at().unwrap()).collect();
         // SAFETY: the block is ours and its region is held.
         unsafe { places[1].as_ptr().write_bytes(7, 1 << 20) };
@@ -293,7 +301,9 @@ mod tests {
         assert_eq!(unsafe { again.as_ptr().add((1 << 20) - 1).read() }, 7);
         assert!(second.take_at(at[1], ALIGN, 2).is_none(), "in use");
         let small = second.take_at(at[0], ALIGN, 2).unwrap();
-        for (at, cap) in [(1, ALIGN), (0, 3 * ALIGN), (2 * REGION, ALIGN), (0, 2 * REGION), (REGION, 0)] {
+        for (at, cap) in
+            [(1, ALIGN), (0, 3 * ALIGN), (2 * REGION, ALIGN), (0, 2 * REGION), (REGION, 0)]
+        {
             assert!(second.take_at(at, cap, 2).is_none(), "{cap} at {at}");
         }
         second.put(&again, 1 << 20);

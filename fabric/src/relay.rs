@@ -1,11 +1,12 @@
 //! Passing requests on to a server that their sender does not reach: a link may be cut between two
 //! machines while others reach both.
 //!
-//! A client that hears nothing from a server asks another one to pass its requests on ([`through`]).
-//! That one ([`Relay`]) connects to the server with no more than the client key, once for each
-//! connection that is passed on, so that the server sees a client's connection like any other: what
-//! it has proved of its sessions counts for it alone. Requests and answers pass unchanged. The
-//! relay takes addresses from its own cluster map only, so that it leads nowhere else.
+//! A client that hears nothing from a server asks another one to pass its requests on
+//! ([`through`]). That one ([`Relay`]) connects to the server with no more than the client key,
+//! once for each connection that is passed on, so that the server sees a client's connection like
+//! any other: what it has proved of its sessions counts for it alone. Requests and answers pass
+//! unchanged. The relay takes addresses from its own cluster map only, so that it leads nowhere
+//! else.
 
 use std::{
     collections::BTreeMap,
@@ -55,8 +56,9 @@ impl Head {
 
     fn decode(b: &[u8]) -> Result<Head> {
         let bad = || Error::new(Code::Protocol, "a request that is to be passed on is cut short");
-        let part =
-            |from: usize| -> Result<[u8; 4]> { b.get(from..from + 4).and_then(|p| p.try_into().ok()).ok_or_else(bad) };
+        let part = |from: usize| -> Result<[u8; 4]> {
+            b.get(from..from + 4).and_then(|p| p.try_into().ok()).ok_or_else(bad)
+        };
         let [low, high, ..] = part(4)?;
         Ok(Head {
             node: u32::from_le_bytes(part(0)?),
@@ -118,7 +120,8 @@ impl Relay {
             return Err(Error::new(Code::Inval, "this cannot be passed on"));
         }
         let onward = self.enter(peer, head.node)?;
-        let reached = self.reach(&onward, endpoints).await.and_then(|conn| still_wanted(peer, conn));
+        let reached =
+            self.reach(&onward, endpoints).await.and_then(|conn| still_wanted(peer, conn));
         let (conn, answer) = match reached {
             Ok(conn) if head.opcode == 0 => return Ok(answer_of(&conn)),
             Ok(conn) => {
@@ -136,7 +139,8 @@ impl Relay {
                 if conn.is_some_and(|c| c.is_closed())
                     && let Some(back) = &peer.back
                 {
-                    // In this order: what comes over an open connection would be given a new way on.
+                    // In this order: what comes over an open connection would be given a new way
+                    // on.
                     back.close();
                     self.disconnected(peer);
                 }
@@ -161,7 +165,10 @@ impl Relay {
         let mut open = self.open.lock();
         if let Some(o) = open.get(&peer.id) {
             if o.node != node {
-                return Err(Error::new(Code::Inval, "a connection is passed on to one server only"));
+                return Err(Error::new(
+                    Code::Inval,
+                    "a connection is passed on to one server only",
+                ));
             }
             return Ok(o.clone());
         }
@@ -193,7 +200,8 @@ impl Relay {
             return Ok(c.clone());
         }
         let node = onward.node;
-        let none = || Error::new(Code::Inval, format!("server {node} is none to pass requests on to"));
+        let none =
+            || Error::new(Code::Inval, format!("server {node} is none to pass requests on to"));
         let endpoints = endpoints(node).ok_or_else(none)?;
         let mut last = Error::new(Code::Disconnected, format!("server {node} has no TCP endpoint"));
         let by_tcp = |e: &Endpoint| matches!(e, Endpoint::Tcp(..) | Endpoint::Sim(_));
@@ -245,7 +253,11 @@ impl Drop for Relayed {
 
 /// Has the server at the other end of `via` pass on all that is sent to `node`. The connection must
 /// be nobody else's: it ends with this one.
-pub async fn through(via: Arc<dyn Connection>, node: NodeId, limit: Duration) -> Result<Arc<Relayed>> {
+pub async fn through(
+    via: Arc<dyn Connection>,
+    node: NodeId,
+    limit: Duration,
+) -> Result<Arc<Relayed>> {
     let mut new = Relayed { via, node, to: String::new(), retired: AtomicBool::new(false) };
     let there = new.call(Message::new(0, ""), limit).await?;
     new.to = String::from_utf8_lossy(&there.body).into_owned();
@@ -256,7 +268,10 @@ pub async fn through(via: Arc<dyn Connection>, node: NodeId, limit: Duration) ->
 impl Connection for Relayed {
     async fn call(&self, m: Message, limit: Duration) -> Result<Message> {
         if m.lend.is_some() {
-            return Err(Error::new(Code::OpNotSupp, "memory cannot be lent through another server"));
+            return Err(Error::new(
+                Code::OpNotSupp,
+                "memory cannot be lent through another server",
+            ));
         }
         let limit_ms = u32::try_from(limit.as_millis()).unwrap_or(u32::MAX);
         let body = Head { node: self.node, opcode: m.opcode, limit_ms }.before(&m.body);
@@ -316,9 +331,8 @@ mod tests {
             self.peers.lock().push((peer.role, peer.id));
             match m.opcode {
                 opcode::ECHO => Ok(m),
-                opcode::READ => {
-                    Ok(Message::new(opcode::READ, "").with_payload(vec![crate::conformance::pattern(MUCH, 1)]))
-                }
+                opcode::READ => Ok(Message::new(opcode::READ, "")
+                    .with_payload(vec![crate::conformance::pattern(MUCH, 1)])),
                 _ => Err(Error::not_leader(3)),
             }
         }
@@ -337,7 +351,8 @@ mod tests {
     impl Service for Passes {
         async fn handle(&self, peer: &Peer, m: Message) -> Result<Message> {
             let target = self.target.lock().clone();
-            let known = |node| (node == TARGET).then(|| target.iter().map(ToString::to_string).collect());
+            let known =
+                |node| (node == TARGET).then(|| target.iter().map(ToString::to_string).collect());
             self.relay.handle(peer, m, known).await
         }
         fn disconnected(&self, peer: &Peer) {
@@ -393,10 +408,12 @@ mod tests {
     #[tokio::test]
     async fn requests_and_answers_pass_unchanged_and_each_connection_is_one_at_the_server() {
         let bed = bed().await;
-        let (a, b) = (bed.via(&client(), TARGET).await.unwrap(), bed.via(&client(), TARGET).await.unwrap());
+        let (a, b) =
+            (bed.via(&client(), TARGET).await.unwrap(), bed.via(&client(), TARGET).await.unwrap());
         for conn in [&a, &a, &b] {
             let payload = crate::conformance::pattern(100_000, 5);
-            let m = Message { trace: 9, ..Message::new(opcode::ECHO, "body") }.with_payload(vec![payload.clone()]);
+            let m = Message { trace: 9, ..Message::new(opcode::ECHO, "body") }
+                .with_payload(vec![payload.clone()]);
             let got = conn.call(m, LONG).await.unwrap();
             assert_eq!(&got.body[..], b"body");
             assert!(got.payload.len() == 1 && got.payload[0][..] == payload[..]);
@@ -406,7 +423,10 @@ mod tests {
         assert!(!a.is_closed() && !a.lends());
         let peers = bed.target.peers.lock().clone();
         assert!(peers.iter().all(|p| p.0 == Role::Client), "{peers:?}");
-        assert!(peers[0].1 == peers[1].1 && peers[0].1 != peers[2].1, "a proof counts for its sender: {peers:?}");
+        assert!(
+            peers[0].1 == peers[1].1 && peers[0].1 != peers[2].1,
+            "a proof counts for its sender: {peers:?}"
+        );
         drop(a);
         bed.until(|bed| bed.target.gone.load(SeqCst) == 1).await;
         assert_eq!(bed.passes.relay.open.lock().len(), 1);
@@ -422,7 +442,8 @@ mod tests {
         assert_eq!(e.code, Code::Disconnected);
         bed.until(|_| conn.is_closed()).await;
         assert!(bed.passes.relay.open.lock().is_empty());
-        // No new one is made in its place without the client's knowledge, and a new client hears why.
+        // No new one is made in its place without the client's knowledge, and a new client hears
+        // why.
         let e = bed.via(&client(), TARGET).await.err().unwrap();
         assert_eq!(e.code, Code::Disconnected, "{e}");
         bed.until(|bed| bed.passes.relay.open.lock().is_empty()).await;
@@ -444,7 +465,11 @@ mod tests {
             let body = Head { node, opcode, limit_ms: 1000 }.before(b"");
             conn.call(Message::new(opcode::RELAY, body), LONG).await
         };
-        assert_eq!(ask(TARGET, opcode::RELAY).await.unwrap_err().code, Code::Inval, "no chain of relays");
+        assert_eq!(
+            ask(TARGET, opcode::RELAY).await.unwrap_err().code,
+            Code::Inval,
+            "no chain of relays"
+        );
         ask(TARGET, opcode::ECHO).await.unwrap();
         assert_eq!(ask(8, opcode::ECHO).await.unwrap_err().code, Code::Inval, "one server only");
         let short = conn.call(Message::new(opcode::RELAY, vec![0; HEAD - 1]), LONG).await;
@@ -471,7 +496,10 @@ mod tests {
         }
         let e = bed.via(&from, TARGET).await.err().unwrap();
         assert!(e.code == Code::Overloaded && e.message.contains("from tcp:127.0.0.1"), "{e}");
-        mine[5].call(Message::new(opcode::ECHO, ""), LONG).await.expect("those that are there go on");
+        mine[5]
+            .call(Message::new(opcode::ECHO, ""), LONG)
+            .await
+            .expect("those that are there go on");
         mine.pop();
         bed.until(|bed| bed.passes.relay.open.lock().len() < MOST_OF_MACHINE).await;
         bed.via(&from, TARGET).await.unwrap();
@@ -515,7 +543,8 @@ mod tests {
     async fn a_connection_that_ends_while_the_server_is_reached_is_not_passed_on() {
         let bed = bed().await;
         let back = Arc::new(Ends(AtomicBool::new(false)));
-        let peer = Peer { role: Role::Client, addr: "tcp:h:1".into(), id: 5, back: Some(back.clone()) };
+        let peer =
+            Peer { role: Role::Client, addr: "tcp:h:1".into(), id: 5, back: Some(back.clone()) };
         let asked = Head { node: TARGET, opcode: opcode::ECHO, limit_ms: u32::MAX }.before(b"");
         let at = bed.of_target.as_ref().unwrap().endpoint().to_string();
         let relay = &bed.passes.relay;

@@ -1,5 +1,5 @@
-//! One fabric of several roads: each endpoint says which one leads to it, and of a server's endpoints the best is taken that both
-//! ends have.
+//! One fabric of several roads: each endpoint says which one leads to it, and of a server's
+//! endpoints the best is taken that both ends have.
 
 use std::sync::{Arc, Once, OnceLock};
 
@@ -7,8 +7,8 @@ use async_trait::async_trait;
 use strake_proto::{Code, Error, Result};
 
 use crate::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, RdmaFabric, Service, TcpFabric, Traffic,
-    conn::Options, rdma,
+    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, RdmaFabric, Service, TcpFabric,
+    Traffic, conn::Options, rdma,
 };
 
 /// Which roads may be taken to a server that is reached by several.
@@ -24,8 +24,8 @@ pub enum Use {
 }
 
 impl Use {
-    /// The pool for a program that takes these roads: a smaller one, and said so, where RDMA is all there is and the limit for locked memory
-    /// allows no more. `NoMem`: it allows none.
+    /// The pool for a program that takes these roads: a smaller one, and said so, where RDMA is all
+    /// there is and the limit for locked memory allows no more. `NoMem`: it allows none.
     pub fn pool(self, wanted: Pool) -> Result<Pool> {
         if self != Use::Rdma {
             return Ok(wanted);
@@ -37,8 +37,9 @@ impl Use {
     }
 }
 
-/// TCP for `tcp:` endpoints and RDMA for `rdma:` ones, with one pool. Neither ever stands in for the other: where a machine has no RDMA,
-/// using an `rdma:` endpoint is an error that says what is missing.
+/// TCP for `tcp:` endpoints and RDMA for `rdma:` ones, with one pool. Neither ever stands in for
+/// the other: where a machine has no RDMA, using an `rdma:` endpoint is an error that says what is
+/// missing.
 #[derive(Clone)]
 pub struct Roads {
     choice: Use,
@@ -52,12 +53,36 @@ pub struct Roads {
 
 impl Roads {
     /// As [`TcpFabric::new`].
-    pub fn new(env: Env, identity: Identity, cluster_uuid: Option<[u8; 16]>, pool: Pool, options: Options) -> Roads {
-        let tcp = TcpFabric::new(env.clone(), identity.clone(), cluster_uuid, pool.clone(), options.clone());
+    pub fn new(
+        env: Env,
+        identity: Identity,
+        cluster_uuid: Option<[u8; 16]>,
+        pool: Pool,
+        options: Options,
+    ) -> Roads {
+        let tcp = TcpFabric::new(
+            env.clone(),
+            identity.clone(),
+            cluster_uuid,
+            pool.clone(),
+            options.clone(),
+        );
         let new_rdma = Arc::new(move || {
-            RdmaFabric::new(env.clone(), identity.clone(), cluster_uuid, pool.clone(), options.clone())
+            RdmaFabric::new(
+                env.clone(),
+                identity.clone(),
+                cluster_uuid,
+                pool.clone(),
+                options.clone(),
+            )
         });
-        Roads { choice: Use::Best, tcp, rdma: Arc::default(), new_rdma, said: Arc::new(Once::new()) }
+        Roads {
+            choice: Use::Best,
+            tcp,
+            rdma: Arc::default(),
+            new_rdma,
+            said: Arc::new(Once::new()),
+        }
     }
 
     /// The same roads, of which only these are taken to servers that have several.
@@ -93,7 +118,11 @@ impl Roads {
 
 #[async_trait]
 impl Fabric for Roads {
-    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         self.road(to)?.connect(to, back).await
     }
 
@@ -111,7 +140,8 @@ impl Fabric for Roads {
 
     fn ways(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
         let all = endpoints.iter().filter_map(|e| e.parse().ok());
-        let (rdma, mut others): (Vec<Endpoint>, Vec<_>) = all.partition(|e| matches!(e, Endpoint::Rdma(..)));
+        let (rdma, mut others): (Vec<Endpoint>, Vec<_>) =
+            all.partition(|e| matches!(e, Endpoint::Rdma(..)));
         let lacks = |road: &str, asked: &str| {
             let m = format!(
                 "the server has no {road} endpoint, only {}, and {asked} was asked for",
@@ -130,7 +160,8 @@ impl Fabric for Roads {
                 Err(e) if others.is_empty() => Err(e),
                 Err(e) => {
                     match e.code {
-                        // There is RDMA at both ends, and it is a setting that keeps it from being used.
+                        // There is RDMA at both ends, and it is a setting that keeps it from being
+                        // used.
                         Code::NoMem => self.said.call_once(|| tracing::warn!("{}", e.message)),
                         _ => tracing::debug!("not by RDMA: {e}"),
                     }
@@ -152,14 +183,21 @@ mod tests {
     use crate::conformance::TestService;
 
     fn roads() -> Roads {
-        Roads::new(Env::system(), Identity::server(&[1; 32]), None, Pool::new(16 << 20), Options::default())
+        Roads::new(
+            Env::system(),
+            Identity::server(&[1; 32]),
+            None,
+            Pool::new(16 << 20),
+            Options::default(),
+        )
     }
 
     #[tokio::test]
     async fn an_endpoint_is_never_reached_by_another_road() {
         let roads = roads();
         let service = Arc::new(TestService::default());
-        let guard = roads.listen(&"tcp:127.0.0.1:0".parse().unwrap(), service.clone()).await.unwrap();
+        let guard =
+            roads.listen(&"tcp:127.0.0.1:0".parse().unwrap(), service.clone()).await.unwrap();
         assert!(roads.connect(guard.endpoint(), None).await.is_ok());
         let Endpoint::Tcp(host, port) = guard.endpoint().clone() else { unreachable!() };
         let rdma = Endpoint::Rdma(host, port);
@@ -177,7 +215,9 @@ mod tests {
     fn the_best_road_that_both_ends_have_is_taken_and_no_other_than_asked_for() {
         let (tcp, rdma) = ("tcp:10.0.0.1:1".to_string(), "rdma:10.0.0.1:2".to_string());
         let both = [tcp.clone(), rdma.clone()];
-        let said = |r: Result<Vec<Endpoint>>| r.map(|v| v.iter().map(Endpoint::to_string).collect::<Vec<_>>());
+        let said = |r: Result<Vec<Endpoint>>| {
+            r.map(|v| v.iter().map(Endpoint::to_string).collect::<Vec<_>>())
+        };
         let ways = |choice, e: &[String]| said(roads().only(choice).ways(e));
         assert_eq!(ways(Use::Tcp, &both).unwrap(), [tcp.as_str()]);
         assert_eq!(ways(Use::Best, std::slice::from_ref(&tcp)).unwrap(), [tcp.as_str()]);
@@ -213,7 +253,11 @@ mod tests {
         let of = conn.traffic();
         assert!(of.sent > 100_000 && of.received > 100_000 && of.sent < 101_000, "{of:?}");
         let total = |f: &Roads| f.roads()[0];
-        assert!(total(&near).0 == "tcp" && total(&near).1.connections == 1 && total(&near).1.sent >= of.sent);
+        assert!(
+            total(&near).0 == "tcp"
+                && total(&near).1.connections == 1
+                && total(&near).1.sent >= of.sent
+        );
         assert!(total(&far).1.received >= of.sent);
         drop(conn);
         service.until(|s| s.disconnected.load(std::sync::atomic::Ordering::SeqCst) == 1).await;

@@ -21,10 +21,11 @@ pub enum Road {
     Local,
     /// Through a TCP stream.
     Tcp,
-    /// Between two RDMA devices, but through the stream of frames, and copied between there and the buffer: a large payload for which
-    /// there was no memory to lend.
+    /// Between two RDMA devices, but through the stream of frames, and copied between there and the
+    /// buffer: a large payload for which there was no memory to lend.
     RdmaStream,
-    /// Between two RDMA devices and straight into or out of the buffer; or with its frame, if it has no more than 4 KiB.
+    /// Between two RDMA devices and straight into or out of the buffer; or with its frame, if it
+    /// has no more than 4 KiB.
     Rdma,
 }
 
@@ -129,7 +130,8 @@ impl Went {
     }
 }
 
-/// Connections that are open, and bytes since the beginning: of frames, and of payloads whichever way they went.
+/// Connections that are open, and bytes since the beginning: of frames, and of payloads whichever
+/// way they went.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     pub connections: u64,
@@ -178,7 +180,10 @@ impl Totals {
     /// A connection's counter, which counts here too.
     pub fn open(&self) -> Counter {
         self.0.connections.fetch_add(1, Relaxed);
-        Counter { own: Counters { connections: 1.into(), ..Counters::default() }, all: self.0.clone() }
+        Counter {
+            own: Counters { connections: 1.into(), ..Counters::default() },
+            all: self.0.clone(),
+        }
     }
 }
 

@@ -1,15 +1,16 @@
-//! Whose request is worked on next, where only so many are at a time. A request has a weight: a long
-//! read keeps a device busy as long as many short ones. Peers are sessions, on machines. One that
-//! asks for much leaves room for others, and waits among its own:
+//! Whose request is worked on next, where only so many are at a time. A request has a weight: a
+//! long read keeps a device busy as long as many short ones. Peers are sessions, on machines. One
+//! that asks for much leaves room for others, and waits among its own:
 //!
 //! - A machine has no more requests in work than there is room left: half of all if it is alone, a
-//!   third beside another one. A session has a quarter of all at most.
-//! - A session with nothing in work may go beyond its machine's share, but not into the last eighth.
+//! third beside another one. A session has a quarter of all at most.
+//! - A session with nothing in work may go beyond its machine's share, but not into the last
+//!   eighth.
 //! - What becomes free goes to the machine with the least in work, there to the session with the
-//!   least; among those with as little, to the one whose last turn is the longest ago.
+//! least; among those with as little, to the one whose last turn is the longest ago.
 //! - Where a limit is set for it ([`Turns::shared`]), a machine has no more than that in work while
-//!   another session than the asking one is active, wherever: a device works in order of arrival,
-//!   so others wait for all that is in work. It is less while turns go on late ([`Share`]).
+//! another session than the asking one is active, wherever: a device works in order of arrival,
+//! so others wait for all that is in work. It is less while turns go on late ([`Share`]).
 //!
 //! [`Table`] is pure: it has no clock and waits for nothing. [`Turns`] waits.
 
@@ -180,7 +181,9 @@ impl<T: Waits> Table<T> {
             s.waiting.retain(|(_, w)| !w.is_over());
             *m.1 -= before - s.waiting.len();
         }
-        if s.waiting.len() >= MOST_OF_SESSION || *m.1 >= max * MOST_OF_MACHINE && !s.waiting.is_empty() {
+        if s.waiting.len() >= MOST_OF_SESSION
+            || *m.1 >= max * MOST_OF_MACHINE && !s.waiting.is_empty()
+        {
             return Asked::Refused(what);
         }
         s.waiting.push_back((weight, what));
@@ -333,10 +336,18 @@ impl Turns {
 
     /// Waits until a request that came from there is to be worked on. `weight`: 1, or more.
     /// `Overloaded`, after `limit`: it had no turn, or too many wait already.
-    pub async fn take(&self, addr: &str, session: SessionId, weight: usize, limit: Duration) -> Result<Turn> {
+    pub async fn take(
+        &self,
+        addr: &str,
+        session: SessionId,
+        weight: usize,
+        limit: Duration,
+    ) -> Result<Turn> {
         let name: Name = (machine(addr).into(), session);
         let full = |why: &str| {
-            let m = format!("this server works on as many requests of this client as it can{why}; try again");
+            let m = format!(
+                "this server works on as many requests of this client as it can{why}; try again"
+            );
             Error::new(Code::Overloaded, m)
         };
         let turn = {
@@ -401,7 +412,10 @@ impl Turns {
                 let mut table = self.table.lock();
                 table.now = self.since.elapsed();
                 let begun = table.done(&name, weight);
-                begun.into_iter().map(|(name, weight, tx)| (self.give(&mut table, name, weight), tx)).collect()
+                begun
+                    .into_iter()
+                    .map(|(name, weight, tx)| (self.give(&mut table, name, weight), tx))
+                    .collect()
             };
             for (turn, tx) in begun {
                 // One that nobody takes is over at once, and not by its drop: a chain of them would
@@ -485,8 +499,13 @@ mod tests {
     fn what_is_heavy_takes_as_much_room() {
         let mut t = Table::new(64);
         let (a, b) = (name("a", 1), name("b", 1));
-        let heavy = |t: &mut Table<Asks>, of| matches!(t.ask(of, 5, Asks(Rc::default())), Asked::Now);
-        assert_eq!((0..20).filter(|_| heavy(&mut t, &a)).count(), 4, "a quarter, and the rest of the last one");
+        let heavy =
+            |t: &mut Table<Asks>, of| matches!(t.ask(of, 5, Asks(Rc::default())), Asked::Now);
+        assert_eq!(
+            (0..20).filter(|_| heavy(&mut t, &a)).count(),
+            4,
+            "a quarter, and the rest of the last one"
+        );
         assert_eq!(t.work, 20);
         assert_eq!(ask(&mut t, &b, 100), 16);
         check(&t);
@@ -687,7 +706,9 @@ mod tests {
         let waits: Vec<_> = (0..200)
             .map(|_| {
                 let t = t.clone();
-                tokio::spawn(async move { drop(t.take("tcp:a:2", 1, 1, Duration::from_secs(9)).await) })
+                tokio::spawn(
+                    async move { drop(t.take("tcp:a:2", 1, 1, Duration::from_secs(9)).await) },
+                )
             })
             .collect();
         tokio::task::yield_now().await;

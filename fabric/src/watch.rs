@@ -1,7 +1,9 @@
-//! A value and the news that it changed: the part of `tokio::sync::watch` that the simulated code needs.
+//! A value and the news that it changed: the part of `tokio::sync::watch` that the simulated code
+//! needs.
 //!
-//! tokio's own wakes its receivers in an order drawn from the runtime's random numbers, which no seed reaches. This one
-//! wakes them in the order in which they began to wait, so that the simulator can replay a run.
+//! tokio's own wakes its receivers in an order drawn from the runtime's random numbers, which no
+//! seed reaches. This one wakes them in the order in which they began to wait, so that the
+//! simulator can replay a run.
 
 use std::{
     fmt,
@@ -53,7 +55,11 @@ pub fn channel<T>(value: T) -> (Sender<T>, Receiver<T>) {
 
 impl<T> Sender<T> {
     pub fn new(value: T) -> Sender<T> {
-        Sender(Arc::new(Shared { value: RwLock::new(value), version: AtomicU64::new(0), news: Notify::new() }))
+        Sender(Arc::new(Shared {
+            value: RwLock::new(value),
+            version: AtomicU64::new(0),
+            news: Notify::new(),
+        }))
     }
 
     /// A receiver that has seen the present value.
@@ -190,7 +196,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_change_between_looking_and_waiting_is_not_missed() {
         let (tx, mut rx) = channel(1);
-        assert!(timeout(Duration::from_secs(1), rx.changed()).await.is_err(), "the first value is no news");
+        assert!(
+            timeout(Duration::from_secs(1), rx.changed()).await.is_err(),
+            "the first value is no news"
+        );
         assert_eq!(tx.send_replace(2), 1);
         rx.changed().await.unwrap();
         assert_eq!(*rx.borrow(), 2);
@@ -198,7 +207,10 @@ mod tests {
         assert!(timeout(Duration::from_secs(1), rx.changed()).await.is_err());
         tx.send_replace(3);
         assert_eq!(*rx.borrow_and_update(), 3);
-        assert!(timeout(Duration::from_secs(1), rx.changed()).await.is_err(), "seen by borrow_and_update");
+        assert!(
+            timeout(Duration::from_secs(1), rx.changed()).await.is_err(),
+            "seen by borrow_and_update"
+        );
     }
 
     #[tokio::test(start_paused = true)]

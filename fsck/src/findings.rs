@@ -10,8 +10,8 @@ use strake_proto::{
     pb,
 };
 
-/// One thing that should not be. `ino` and `data` name a file's inode and its data, `target` where it was found, and
-/// paths are as seen from the root.
+/// One thing that should not be. `ino` and `data` name a file's inode and its data, `target` where
+/// it was found, and paths are as seen from the root.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[allow(missing_docs, reason = "the fields mean the same in all variants")]
 pub enum Finding {
@@ -29,8 +29,8 @@ pub enum Finding {
     Dangling { path: String, parent: Ino, name: Vec<u8>, ino: Ino, error: String, gone: bool },
     /// A directory that has another name already.
     TwoParents { path: String, ino: Ino },
-    /// Chunks that no replica in sync has, below the end of a file that has no holes and that no client has open for
-    /// writing.
+    /// Chunks that no replica in sync has, below the end of a file that has no holes and that no
+    /// client has open for writing.
     Missing { path: String, ino: Ino, chunks: u64, first: u64 },
     /// A file with stripes on a chain whose last copies were given up.
     Lost { path: String, chains: Vec<u32> },
@@ -47,7 +47,8 @@ pub struct Place {
     pub there: bool,
     /// The chain that it is on has other chunks of the file.
     pub beside_others: bool,
-    /// The file's size, if that reaches no stripe of the chunk. Then nothing of it shows in the file, wherever it is.
+    /// The file's size, if that reaches no stripe of the chunk. Then nothing of it shows in the
+    /// file, wherever it is.
     pub beyond: Option<u64>,
 }
 
@@ -90,13 +91,14 @@ pub(crate) struct FileInfo {
     pub map: StripeMap,
 }
 
-/// What the metadata servers are about to delete: the lowest size in bytes that a pair of inode and data id is cut to.
+/// What the metadata servers are about to delete: the lowest size in bytes that a pair of inode and
+/// data id is cut to.
 pub(crate) type Pending = BTreeMap<(Ino, u64), u64>;
 
 pub(crate) type Lists = BTreeMap<(u32, TargetId), Vec<ListEntry>>;
 
-/// What the lists say against what the files say; and how many chunk replicas wait for their deletion. What belongs to one of the
-/// `unread` inodes nobody knows.
+/// What the lists say against what the files say; and how many chunk replicas wait for their
+/// deletion. What belongs to one of the `unread` inodes nobody knows.
 pub(crate) fn compare(
     map: &MapView,
     files: &BTreeMap<Ino, FileInfo>,
@@ -111,33 +113,42 @@ pub(crate) fn compare(
         for e in list.iter().filter(|e| !e.tombstone) {
             let (chunk, target) = (e.chunk, *target);
             let cut = pending.get(&(chunk.ino, chunk.data));
-            let is_cut = |f: &FileInfo| cut.is_some_and(|size| chunk.index >= f.map.cut(*size).first_gone);
+            let is_cut =
+                |f: &FileInfo| cut.is_some_and(|size| chunk.index >= f.map.cut(*size).first_gone);
             match files.get(&chunk.ino).filter(|f| f.map.data == chunk.data) {
                 None if cut == Some(&0) => waiting += 1,
                 None if unread.contains(&chunk.ino) => {}
                 None => {
-                    let (chains, chunks) = leaks.entry((chunk.ino, chunk.data, target)).or_default();
+                    let (chains, chunks) =
+                        leaks.entry((chunk.ino, chunk.data, target)).or_default();
                     chains.insert(*chain);
                     *chunks += 1;
                 }
                 Some(f) if f.map.chains.contains(chain) && is_cut(f) => waiting += 1,
                 Some(f) if f.map.chain_of(chunk.index) != *chain => {
                     let place = place(map, f, lists, e, *chain);
-                    findings.push(Finding::Misplaced { chunk, path: f.path.clone(), chain: *chain, target, place });
+                    findings.push(Finding::Misplaced {
+                        chunk,
+                        path: f.path.clone(),
+                        chain: *chain,
+                        target,
+                        place,
+                    });
                 }
                 Some(f) if chunk.index >= f.map.cut(f.size).first_gone => {
-                    findings.push(Finding::BeyondEnd { chunk, path: f.path.clone(), target, size: f.size });
+                    findings.push(Finding::BeyondEnd {
+                        chunk,
+                        path: f.path.clone(),
+                        target,
+                        size: f.size,
+                    });
                 }
                 Some(_) => {}
             }
         }
     }
-    findings.extend(leaks.into_iter().map(|((ino, data, target), (chains, chunks))| Finding::Leaked {
-        ino,
-        data,
-        target,
-        chains,
-        chunks,
+    findings.extend(leaks.into_iter().map(|((ino, data, target), (chains, chunks))| {
+        Finding::Leaked { ino, data, target, chains, chunks }
     }));
     for chain in &map.map.chains {
         findings.extend(diverged(chain, lists));
@@ -147,7 +158,8 @@ pub(crate) fn compare(
     findings.extend(dense.filter_map(|(ino, f)| missing(map, *ino, f, lists)));
     for f in files.values().filter(|f| f.size > 0) {
         let used: BTreeSet<u32> = f.map.chains.iter().copied().collect();
-        let chains: Vec<u32> = used.into_iter().filter(|id| map.chain(*id).is_some_and(|c| c.lost)).collect();
+        let chains: Vec<u32> =
+            used.into_iter().filter(|id| map.chain(*id).is_some_and(|c| c.lost)).collect();
         if !chains.is_empty() {
             findings.push(Finding::Lost { path: f.path.clone(), chains });
         }
@@ -155,8 +167,8 @@ pub(crate) fn compare(
     (findings, waiting)
 }
 
-/// Tombstones that nobody needs: of data that no file has, none of the `unread` ones either, and that no
-/// deletion is about.
+/// Tombstones that nobody needs: of data that no file has, none of the `unread` ones either, and
+/// that no deletion is about.
 pub(crate) fn tombstones(
     files: &BTreeMap<Ino, FileInfo>,
     lists: &Lists,
@@ -174,14 +186,20 @@ pub(crate) fn tombstones(
             }
         }
     }
-    let finding =
-        |((ino, data, target), (chains, tombstones))| Finding::Tombstones { ino, data, target, chains, tombstones };
+    let finding = |((ino, data, target), (chains, tombstones))| Finding::Tombstones {
+        ino,
+        data,
+        target,
+        chains,
+        tombstones,
+    };
     all.into_iter().map(finding).collect()
 }
 
 fn place(map: &MapView, file: &FileInfo, lists: &Lists, e: &ListEntry, on: u32) -> Place {
     let chain = file.map.chain_of(e.chunk.index);
-    let members: Vec<TargetId> = map.chain(chain).map(|c| c.serving().collect()).unwrap_or_default();
+    let members: Vec<TargetId> =
+        map.chain(chain).map(|c| c.serving().collect()).unwrap_or_default();
     let of = |t: &TargetId| {
         let list = lists.get(&(chain, *t))?;
         let at = list.binary_search_by_key(&e.chunk, |e| e.chunk).ok()?;
@@ -201,10 +219,15 @@ fn missing(map: &MapView, ino: Ino, f: &FileInfo, lists: &Lists) -> Option<Findi
     let is_nowhere = |index: &u64| {
         let chunk = ChunkId { ino, data: f.map.data, index: *index };
         let chain = f.map.chain_of(*index);
-        let of = map.chain(chain).filter(|c| !c.lost).into_iter().flat_map(|c| c.serving().collect::<Vec<_>>());
+        let of = map
+            .chain(chain)
+            .filter(|c| !c.lost)
+            .into_iter()
+            .flat_map(|c| c.serving().collect::<Vec<_>>());
         let listed: Vec<&Vec<ListEntry>> = of.filter_map(|t| lists.get(&(chain, t))).collect();
-        let has =
-            |list: &&Vec<ListEntry>| list.binary_search_by_key(&chunk, |e| e.chunk).is_ok_and(|at| !list[at].tombstone);
+        let has = |list: &&Vec<ListEntry>| {
+            list.binary_search_by_key(&chunk, |e| e.chunk).is_ok_and(|at| !list[at].tombstone)
+        };
         !listed.is_empty() && !listed.iter().any(has)
     };
     let mut nowhere = (0..f.map.cut(f.size).first_gone).filter(is_nowhere);
@@ -224,7 +247,12 @@ fn diverged(chain: &pb::Chain, lists: &Lists) -> Vec<Finding> {
     let tell = |v: Option<&(Version, bool, u32)>| match v {
         None => "absent".to_string(),
         Some((v, tombstone, len)) => {
-            format!("{}.{}{}", v.epoch, v.number, if *tombstone { " removed".into() } else { format!(" {len} bytes") })
+            format!(
+                "{}.{}{}",
+                v.epoch,
+                v.number,
+                if *tombstone { " removed".into() } else { format!(" {len} bytes") }
+            )
         }
     };
     let differs = |by: &BTreeMap<TargetId, (Version, bool, u32)>| {
@@ -245,25 +273,38 @@ fn diverged(chain: &pb::Chain, lists: &Lists) -> Vec<Finding> {
 pub fn text(f: &Finding) -> String {
     match f {
         Finding::Leaked { ino, data, target, chunks, .. } => {
-            format!("leaked: {chunks} chunks of inode {ino:#x}, data {data:#x}, on target {target}: no file has them")
+            format!(
+                "leaked: {chunks} chunks of inode {ino:#x}, data {data:#x}, on target {target}: no file has them"
+            )
         }
         Finding::Tombstones { ino, data, target, tombstones, .. } => {
-            format!("tombstones: {tombstones} of inode {ino:#x}, data {data:#x}, on target {target}: no file has them")
+            format!(
+                "tombstones: {tombstones} of inode {ino:#x}, data {data:#x}, on target {target}: no file has them"
+            )
         }
         Finding::Misplaced { chunk, path, chain, target, place } => {
             let right = match (place.beyond, place.there) {
-                (Some(size), _) => format!("{}, and the file has {size} bytes, which do not reach it", place.chain),
+                (Some(size), _) => {
+                    format!("{}, and the file has {size} bytes, which do not reach it", place.chain)
+                }
                 (None, true) => format!("{}, which has it, too", place.chain),
-                (None, false) => format!("{}, which does not have it whole: a hole, or the only copy", place.chain),
+                (None, false) => format!(
+                    "{}, which does not have it whole: a hole, or the only copy",
+                    place.chain
+                ),
             };
-            format!("misplaced: chunk {chunk} ({path}) on target {target}, chain {chain}; its chain is {right}")
+            format!(
+                "misplaced: chunk {chunk} ({path}) on target {target}, chain {chain}; its chain is {right}"
+            )
         }
         Finding::Diverged { chunk, chain, versions } => {
             let v: Vec<String> = versions.iter().map(|(t, v)| format!("target {t}: {v}")).collect();
             format!("diverged: chunk {chunk} of chain {chain}: {}", v.join(", "))
         }
         Finding::BeyondEnd { chunk, path, target, size } => {
-            format!("beyond the end: chunk {chunk} ({path}) on target {target}; the file has {size} bytes")
+            format!(
+                "beyond the end: chunk {chunk} ({path}) on target {target}; the file has {size} bytes"
+            )
         }
         Finding::Dangling { path, parent, ino, error, .. } => {
             format!("dangling: {path} (inode {ino:#x}, in directory {parent:#x}): {error}")
@@ -273,7 +314,9 @@ pub fn text(f: &Finding) -> String {
                 "missing: {chunks} chunks of {path} (inode {ino:#x}), the first its number {first}: no replica in sync has them"
             )
         }
-        Finding::TwoParents { path, ino } => format!("directory with two names: {path} (inode {ino:#x})"),
+        Finding::TwoParents { path, ino } => {
+            format!("directory with two names: {path} (inode {ino:#x})")
+        }
         Finding::Lost { path, chains } => {
             let list = chains.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
             format!("lost: {path} has stripes on chains {list}, whose last copies were given up")
@@ -292,9 +335,15 @@ mod tests {
     }
 
     fn map() -> MapView {
-        let serving = |target| pb::Replica { target, state: pb::ReplicaState::ReplicaServing as i32 };
-        let chain =
-            |id| pb::Chain { id, epoch: 1, replicas: vec![serving(1), serving(2)], preferred: vec![1, 2], lost: false };
+        let serving =
+            |target| pb::Replica { target, state: pb::ReplicaState::ReplicaServing as i32 };
+        let chain = |id| pb::Chain {
+            id,
+            epoch: 1,
+            replicas: vec![serving(1), serving(2)],
+            preferred: vec![1, 2],
+            lost: false,
+        };
         let target = |id| pb::Target { id, alive: true, ..Default::default() };
         let map = pb::ClusterMap {
             chains: vec![chain(1), chain(2)],
@@ -317,7 +366,10 @@ mod tests {
             ((2, 1), vec![entry(7, 1, 1)]),
             ((2, 2), vec![entry(7, 1, 1)]),
         ]);
-        assert_eq!(compare(&map(), &files(), &lists, &Pending::new(), &BTreeSet::new()), (vec![], 0));
+        assert_eq!(
+            compare(&map(), &files(), &lists, &Pending::new(), &BTreeSet::new()),
+            (vec![], 0)
+        );
     }
 
     #[test]
@@ -330,8 +382,9 @@ mod tests {
                 ((2, 2), second),
             ])
         };
-        let found =
-            |files: &_, second, pending: &_| compare(&map(), files, &lists(second), pending, &BTreeSet::new()).0;
+        let found = |files: &_, second, pending: &_| {
+            compare(&map(), files, &lists(second), pending, &BTreeSet::new()).0
+        };
         let gone = Finding::Missing { path: "/f".into(), ino: 7, chunks: 1, first: 1 };
         assert_eq!(found(&files(), vec![], &Pending::new()), std::slice::from_ref(&gone));
         let removed = ListEntry { tombstone: true, ..entry(7, 1, 1) };
@@ -371,11 +424,17 @@ mod tests {
         let (found, waiting) = compare(&map(), &files(), &lists, &Pending::new(), &BTreeSet::new());
         assert_eq!(waiting, 0);
         let has = |f: fn(&Finding) -> bool| found.iter().any(f);
-        assert!(has(|f| matches!(f, Finding::Leaked { ino: 8, target: 1, chunks: 2, .. })), "{found:?}");
+        assert!(
+            has(|f| matches!(f, Finding::Leaked { ino: 8, target: 1, chunks: 2, .. })),
+            "{found:?}"
+        );
         let misplaced = |f: &Finding| matches!(f, Finding::Misplaced { target: 1, place, .. } if !place.there && place.beside_others);
         assert!(found.iter().any(misplaced), "{found:?}");
         assert!(has(|f| matches!(f, Finding::BeyondEnd { target: 1, .. })), "{found:?}");
-        assert!(has(|f| matches!(f, Finding::Diverged { chunk, .. } if chunk == "7.1.0")), "{found:?}");
+        assert!(
+            has(|f| matches!(f, Finding::Diverged { chunk, .. } if chunk == "7.1.0")),
+            "{found:?}"
+        );
         // Nobody knows what an inode has that cannot be read.
         let unread = BTreeSet::from([8]);
         let (found, _) = compare(&map(), &files(), &lists, &Pending::new(), &unread);
@@ -424,7 +483,10 @@ mod tests {
         assert!(!place_of(vec![ListEntry { tombstone: true, ..entry(7, 1, 1) }]).there);
         assert!(!place_of(vec![ListEntry { len: 9, ..entry(7, 1, 1) }]).there, "shorter");
         assert!(!place_of(vec![entry(7, 1, 2)]).there, "they disagree");
-        assert!(!place_of(vec![ListEntry { version: Version::default(), ..entry(7, 1, 1) }]).there, "damaged");
+        assert!(
+            !place_of(vec![ListEntry { version: Version::default(), ..entry(7, 1, 1) }]).there,
+            "damaged"
+        );
     }
 
     #[test]

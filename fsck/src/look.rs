@@ -56,8 +56,9 @@ const PAGE: u32 = 4096;
 const LEADERLESS: Duration = Duration::from_secs(15);
 
 impl Checker {
-    /// `fabric` must act as a server: storage servers list their chunks for no one else. `repairs`: tombstones that
-    /// nobody needs are findings, too. They cost a little space and do no harm. `progress` is told what goes on.
+    /// `fabric` must act as a server: storage servers list their chunks for no one else. `repairs`:
+    /// tombstones that nobody needs are findings, too. They cost a little space and do no harm.
+    /// `progress` is told what goes on.
     pub fn new(
         client: Client,
         fabric: Arc<dyn Fabric>,
@@ -91,14 +92,17 @@ impl Checker {
         if read_data {
             let (_, unreadable) = self.walk(true).await?;
             // What else it finds, both looks above have found.
-            outcome.findings.extend(unreadable.into_iter().filter(|f| matches!(f, Finding::Unreadable { .. })));
+            outcome
+                .findings
+                .extend(unreadable.into_iter().filter(|f| matches!(f, Finding::Unreadable { .. })));
         }
         Ok(outcome)
     }
 
     pub(crate) async fn pass(&mut self) -> Result<Outcome> {
-        // Chunks first, what is pending last: a file deleted after its chunks were listed is then known to be gone or
-        // going, and a file made after them has its chunks missing from the list, which is no finding.
+        // Chunks first, what is pending last: a file deleted after its chunks were listed is then
+        // known to be gone or going, and a file made after them has its chunks missing from the
+        // list, which is no finding.
         let map = self.client.fetch_map().await?;
         let mut lists = BTreeMap::new();
         let mut chunks = 0;
@@ -121,7 +125,9 @@ impl Checker {
         let (found, pending) = compare(&map, &files, &lists, &going, &unread);
         findings.extend(found);
         let mut unneeded = tombstones(&files, &lists, &going, &unread);
-        let count = |f: &Finding| if let Finding::Tombstones { tombstones, .. } = f { *tombstones } else { 0 };
+        let count = |f: &Finding| {
+            if let Finding::Tombstones { tombstones, .. } = f { *tombstones } else { 0 }
+        };
         let tombstones = unneeded.iter().map(count).sum();
         if self.repairs {
             findings.append(&mut unneeded);
@@ -132,14 +138,23 @@ impl Checker {
             Finding::Missing { ino, .. } => Some(*ino),
             _ => None,
         };
-        let inos: Vec<Ino> = findings.iter().filter_map(beyond).collect::<BTreeSet<_>>().into_iter().collect();
+        let inos: Vec<Ino> =
+            findings.iter().filter_map(beyond).collect::<BTreeSet<_>>().into_iter().collect();
         if !inos.is_empty() {
             let written = self.of_leader(async |c| written(c, &inos).await).await?;
             findings.retain(|f| beyond(f).is_none_or(|ino| !written.contains(&ino)));
         }
         findings.sort();
         let only_copies = findings.iter().filter_map(Finding::only_copy).collect();
-        Ok(Outcome { findings, files: files.len() as u64, chunks, pending, tombstones, listed, only_copies })
+        Ok(Outcome {
+            findings,
+            files: files.len() as u64,
+            chunks,
+            pending,
+            tombstones,
+            listed,
+            only_copies,
+        })
     }
 
     /// What is about to be deleted.
@@ -148,8 +163,12 @@ impl Checker {
     }
 
     /// Asks the metadata servers in turn until the leader answers.
-    pub(crate) async fn of_leader<T>(&self, ask: impl AsyncFn(&dyn Connection) -> Result<T>) -> Result<T> {
-        let (start, mut last) = (Instant::now(), Error::new(Code::NoDev, "no metadata server is known"));
+    pub(crate) async fn of_leader<T>(
+        &self,
+        ask: impl AsyncFn(&dyn Connection) -> Result<T>,
+    ) -> Result<T> {
+        let (start, mut last) =
+            (Instant::now(), Error::new(Code::NoDev, "no metadata server is known"));
         loop {
             for at in &self.mds {
                 let connect = async { self.fabric.connect(at, None).await };
@@ -184,7 +203,10 @@ impl Checker {
                 };
                 for e in &page.entries {
                     if e.cookie <= cookie {
-                        return Err(Error::new(Code::Protocol, format!("{path}/ is listed out of order")));
+                        return Err(Error::new(
+                            Code::Protocol,
+                            format!("{path}/ is listed out of order"),
+                        ));
                     }
                     cookie = e.cookie;
                     let path = format!("{path}/{}", String::from_utf8_lossy(&e.name));
@@ -248,8 +270,9 @@ impl Checker {
     }
 
     async fn connection(&mut self, map: &MapView, target: TargetId) -> Result<Arc<dyn Connection>> {
-        let node =
-            map.node_of(target).ok_or_else(|| Error::new(Code::NoDev, format!("target {target} has no node")))?;
+        let node = map
+            .node_of(target)
+            .ok_or_else(|| Error::new(Code::NoDev, format!("target {target} has no node")))?;
         if let Some(c) = self.connections.get(&node.id).filter(|c| !c.is_closed()) {
             return Ok(c.clone());
         }
@@ -266,19 +289,29 @@ impl Checker {
         Err(failed)
     }
 
-    async fn list(&mut self, map: &MapView, chain: &pb::Chain, target: TargetId) -> Result<Vec<ListEntry>> {
+    async fn list(
+        &mut self,
+        map: &MapView,
+        chain: &pb::Chain,
+        target: TargetId,
+    ) -> Result<Vec<ListEntry>> {
         let connection = self.connection(map, target).await?;
         let mut all: Vec<ListEntry> = Vec::new();
         let mut after = ChunkId { ino: 0, data: 0, index: 0 };
         loop {
-            let request = DataRequest { len: PAGE, ..DataRequest::new(chain.id, chain.epoch, target, after) };
-            let reply =
-                connection.call(Message::new(opcode::LIST_CHUNKS, request.encode()), Duration::from_secs(30)).await?;
+            let request =
+                DataRequest { len: PAGE, ..DataRequest::new(chain.id, chain.epoch, target, after) };
+            let reply = connection
+                .call(Message::new(opcode::LIST_CHUNKS, request.encode()), Duration::from_secs(30))
+                .await?;
             let bytes: Vec<u8> = reply.payload.iter().flat_map(|b| b.iter().copied()).collect();
             let page = ListEntry::decode_all(&bytes)?;
             let Some(last) = page.last() else { return Ok(all) };
             if !ListEntry::in_order(&page, (!all.is_empty()).then_some(after)) {
-                return Err(Error::new(Code::Protocol, format!("target {target} lists its chunks out of order")));
+                return Err(Error::new(
+                    Code::Protocol,
+                    format!("target {target} lists its chunks out of order"),
+                ));
             }
             after = last.chunk;
             let full = page.len() as u32 >= PAGE;
@@ -295,20 +328,27 @@ fn passes(e: &Error) -> bool {
     matches!(e.code, Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Overloaded)
 }
 
-async fn ask_pending(c: &dyn Connection, request: pb::PendingRequest) -> Result<Vec<pb::PendingItem>> {
+async fn ask_pending(
+    c: &dyn Connection,
+    request: pb::PendingRequest,
+) -> Result<Vec<pb::PendingItem>> {
     let body = Bytes::from(request.encode_to_vec());
     let reply = c.call(Message::new(opcode::PENDING, body), Duration::from_secs(10)).await?;
-    let reply = pb::PendingReply::decode(reply.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+    let reply = pb::PendingReply::decode(reply.body)
+        .map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
     Ok(reply.items)
 }
 
-/// All that is about to go. A deletion that ends between the listing of chunks and this looks leaked until the second look.
+/// All that is about to go. A deletion that ends between the listing of chunks and this looks
+/// leaked until the second look.
 async fn going(c: &dyn Connection) -> Result<Pending> {
     let mut all = Pending::new();
     for kind in 1..=3 {
         let mut after = 0;
         loop {
-            let items = ask_pending(c, pb::PendingRequest { kind, after, limit: PAGE, inos: vec![] }).await?;
+            let items =
+                ask_pending(c, pb::PendingRequest { kind, after, limit: PAGE, inos: vec![] })
+                    .await?;
             let Some(last) = items.last() else { break };
             if last.key <= after {
                 return Err(Error::new(Code::Protocol, "items out of order"));

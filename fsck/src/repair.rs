@@ -1,7 +1,8 @@
 //! Has the metadata leader put right what was found, and looks again.
 //!
-//! What is to be deleted goes where removed files' chunks go: it is done although servers fail meanwhile. The metadata servers do
-//! nothing of it unless their state says the same, so whatever changed since the look is safe.
+//! What is to be deleted goes where removed files' chunks go: it is done although servers fail
+//! meanwhile. The metadata servers do nothing of it unless their state says the same, so whatever
+//! changed since the look is safe.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -49,7 +50,9 @@ impl Fate {
     pub fn as_json(&self, finding: &str) -> Value {
         match self {
             Fate::Repaired(what) => json!({ "finding": finding, "repaired": true, "what": what }),
-            Fate::Left { why, next } => json!({ "finding": finding, "repaired": false, "why": why, "next": next }),
+            Fate::Left { why, next } => {
+                json!({ "finding": finding, "repaired": false, "why": why, "next": next })
+            }
         }
     }
 }
@@ -101,10 +104,14 @@ impl Job {
                 chains: chains.iter().copied().collect(),
                 misplaced: *misplaced,
             }),
-            Job::End { ino, data, size } => What::End(pb::RepairEnd { ino: *ino, data_id: *data, size: *size }),
-            Job::Name { parent, name, ino } => {
-                What::Name(pb::RepairName { parent: *parent, name: Bytes::copy_from_slice(name), ino: *ino })
+            Job::End { ino, data, size } => {
+                What::End(pb::RepairEnd { ino: *ino, data_id: *data, size: *size })
             }
+            Job::Name { parent, name, ino } => What::Name(pb::RepairName {
+                parent: *parent,
+                name: Bytes::copy_from_slice(name),
+                ino: *ino,
+            }),
         };
         pb::Repair { what: Some(what) }
     }
@@ -118,7 +125,8 @@ impl Job {
     }
 }
 
-/// What is to be asked for, with the chains it is about; and for each finding the job that repairs it, or why there is none.
+/// What is to be asked for, with the chains it is about; and for each finding the job that repairs
+/// it, or why there is none.
 struct Plan {
     jobs: BTreeMap<Job, BTreeSet<u32>>,
     each: Vec<Result<Job, Fate>>,
@@ -152,14 +160,18 @@ impl Kept {
             return Some(left(why, next));
         }
         let open = self.open.contains(&at);
-        open.then(|| left("somebody has the file open for writing", "run fsck again when nobody writes it"))
+        open.then(|| {
+            left("somebody has the file open for writing", "run fsck again when nobody writes it")
+        })
     }
 }
 
 /// Where files have something that goes only because it is beyond their end.
 fn beyond(findings: &[Finding]) -> BTreeSet<(Ino, u64, u32)> {
     let of = |f: &Finding| match f {
-        Finding::Misplaced { chunk, chain, place, .. } if place.beyond.is_some() && !place.there => {
+        Finding::Misplaced { chunk, chain, place, .. }
+            if place.beyond.is_some() && !place.there =>
+        {
             Some((chunk.ino, chunk.data, *chain))
         }
         _ => None,
@@ -175,8 +187,12 @@ impl Plan {
             let Ok(job) = job else { continue };
             let chains = jobs.entry(job.clone()).or_default();
             match f {
-                Finding::Leaked { chains: on, .. } | Finding::Tombstones { chains: on, .. } => chains.extend(on),
-                Finding::Misplaced { chain, .. } if matches!(job, Job::Chunks { .. }) => drop(chains.insert(*chain)),
+                Finding::Leaked { chains: on, .. } | Finding::Tombstones { chains: on, .. } => {
+                    chains.extend(on)
+                }
+                Finding::Misplaced { chain, .. } if matches!(job, Job::Chunks { .. }) => {
+                    drop(chains.insert(*chain))
+                }
                 _ => {}
             }
         }
@@ -190,7 +206,9 @@ fn job(f: &Finding, kept: &Kept) -> Result<Job, Fate> {
         Finding::Leaked { ino, data, .. } | Finding::Tombstones { ino, data, .. } => {
             Ok(Job::Chunks { ino: *ino, data: *data, misplaced: false })
         }
-        Finding::BeyondEnd { chunk, size, .. } => Ok(Job::End { ino: chunk.ino, data: chunk.data, size: *size }),
+        Finding::BeyondEnd { chunk, size, .. } => {
+            Ok(Job::End { ino: chunk.ino, data: chunk.data, size: *size })
+        }
         Finding::Dangling { parent, name, ino, gone: true, .. } => {
             Ok(Job::Name { parent: *parent, name: name.clone(), ino: *ino })
         }
@@ -222,12 +240,14 @@ fn job(f: &Finding, kept: &Kept) -> Result<Job, Fate> {
             "its last copies were given up",
             "restore the file from elsewhere, or `strake target keep` the target if it is back",
         )),
-        Finding::Missing { .. } => {
-            Err(left("there is no copy to repair them from; reads give zeros there", "restore the file from elsewhere"))
-        }
-        Finding::Unreadable { .. } => {
-            Err(left("no good copy was found", "see `strake scrub`, and restore the file from elsewhere"))
-        }
+        Finding::Missing { .. } => Err(left(
+            "there is no copy to repair them from; reads give zeros there",
+            "restore the file from elsewhere",
+        )),
+        Finding::Unreadable { .. } => Err(left(
+            "no good copy was found",
+            "see `strake scrub`, and restore the file from elsewhere",
+        )),
     }
 }
 
@@ -243,7 +263,8 @@ impl Checker {
             let request = job.request(chains);
             match self.of_leader(async |c| ask(c, request.clone()).await).await {
                 Ok(()) => {}
-                // It is gone, by an attempt whose answer was lost or without us; the next look tells.
+                // It is gone, by an attempt whose answer was lost or without us; the next look
+                // tells.
                 Err(e) if e.code == Code::NoEnt => {}
                 Err(e) => drop(refused.insert(job, e)),
             }
@@ -272,7 +293,9 @@ impl Checker {
                 None => proven(f, &now, job.done()),
             },
             // What was wrong with it may have gone with the rest.
-            Err(_) if !is_judged_by_reading(f) && is_gone(f, &now) => Fate::Repaired("it is gone, with something else"),
+            Err(_) if !is_judged_by_reading(f) && is_gone(f, &now) => {
+                Fate::Repaired("it is gone, with something else")
+            }
             Err(fate) => fate.clone(),
         };
         Ok(findings.iter().zip(&plan.each).map(fate).collect())
@@ -281,7 +304,8 @@ impl Checker {
     async fn kept(&self, seen: &Outcome) -> Result<Kept> {
         let mut open = beyond(&seen.findings);
         if !open.is_empty() {
-            let inos: Vec<Ino> = open.iter().map(|at| at.0).collect::<BTreeSet<_>>().into_iter().collect();
+            let inos: Vec<Ino> =
+                open.iter().map(|at| at.0).collect::<BTreeSet<_>>().into_iter().collect();
             let written = self.of_leader(async |c| written(c, &inos).await).await?;
             open.retain(|at| written.contains(&at.0));
         }
@@ -293,7 +317,8 @@ impl Checker {
         let start = Instant::now();
         loop {
             let going = self.going().await?;
-            let waiting = plan.jobs.keys().filter(|j| j.queued().is_some_and(|key| going.contains_key(&key)));
+            let waiting =
+                plan.jobs.keys().filter(|j| j.queued().is_some_and(|key| going.contains_key(&key)));
             let waiting: BTreeSet<Job> = waiting.cloned().collect();
             if waiting.is_empty() || start.elapsed() > DELETION {
                 return Ok(waiting);
@@ -313,7 +338,9 @@ async fn ask(c: &dyn Connection, repair: pb::Repair) -> Result<()> {
 fn said_no(e: &strake_proto::Error) -> Fate {
     let next = match e.code {
         Code::Busy => "run fsck again when it is not in use",
-        Code::Exist => "run fsck again; if it stays, the inode has no name that can be reached: tell the developers",
+        Code::Exist => {
+            "run fsck again; if it stays, the inode has no name that can be reached: tell the developers"
+        }
         Code::Inval => {
             "if the metadata was recovered from an older state, see \"When the group is lost\" in docs/operations.md"
         }
@@ -328,7 +355,9 @@ fn proven(f: &Finding, now: &Outcome, done: &'static str) -> Fate {
         return left("it is still there", next);
     }
     match f.targets().iter().find(|t| !now.listed.contains(t)) {
-        Some(t) => left(format!("target {t} cannot be asked now"), "run fsck again when it is back"),
+        Some(t) => {
+            left(format!("target {t} cannot be asked now"), "run fsck again when it is back")
+        }
         None => Fate::Repaired(done),
     }
 }
@@ -351,14 +380,19 @@ fn again(f: &Finding, now: &Outcome) -> bool {
         (Tombstones { ino, data, target, .. }, Tombstones { ino: i, data: d, target: t, .. }) => {
             (ino, data, target) == (i, d, t)
         }
-        (Misplaced { chunk, chain, target, .. }, Misplaced { chunk: c, chain: on, target: t, .. }) => {
-            (chunk, chain, target) == (c, on, t)
+        (
+            Misplaced { chunk, chain, target, .. },
+            Misplaced { chunk: c, chain: on, target: t, .. },
+        ) => (chunk, chain, target) == (c, on, t),
+        (BeyondEnd { chunk, target, .. }, BeyondEnd { chunk: c, target: t, .. }) => {
+            (chunk, target) == (c, t)
         }
-        (BeyondEnd { chunk, target, .. }, BeyondEnd { chunk: c, target: t, .. }) => (chunk, target) == (c, t),
         (Dangling { parent, name, ino, .. }, Dangling { parent: p, name: n, ino: i, .. }) => {
             (parent, name, ino) == (p, n, i)
         }
-        (Diverged { chunk, chain, .. }, Diverged { chunk: c, chain: on, .. }) => (chunk, chain) == (c, on),
+        (Diverged { chunk, chain, .. }, Diverged { chunk: c, chain: on, .. }) => {
+            (chunk, chain) == (c, on)
+        }
         _ => f == n,
     })
 }
@@ -385,17 +419,33 @@ mod tests {
     fn what_is_at_several_targets_is_asked_for_once() {
         let plan = plan(&[leak(1, 4), leak(2, 4), leak(3, 6)], &BTreeSet::new());
         let jobs: Vec<_> = plan.jobs.iter().collect();
-        assert_eq!(jobs, [(&Job::Chunks { ino: 8, data: 5, misplaced: false }, &BTreeSet::from([4, 6]))]);
+        assert_eq!(
+            jobs,
+            [(&Job::Chunks { ino: 8, data: 5, misplaced: false }, &BTreeSet::from([4, 6]))]
+        );
         assert!(plan.each.iter().all(Result::is_ok));
     }
 
     #[test]
     fn tombstones_go_with_the_chunks_of_the_same_data() {
-        let tombstones = Finding::Tombstones { ino: 8, data: 5, target: 2, chains: BTreeSet::from([9]), tombstones: 4 };
+        let tombstones = Finding::Tombstones {
+            ino: 8,
+            data: 5,
+            target: 2,
+            chains: BTreeSet::from([9]),
+            tombstones: 4,
+        };
         let plan = plan(&[leak(1, 4), tombstones.clone()], &BTreeSet::new());
         let jobs: Vec<_> = plan.jobs.iter().collect();
-        assert_eq!(jobs, [(&Job::Chunks { ino: 8, data: 5, misplaced: false }, &BTreeSet::from([4, 9]))]);
-        let now = Outcome { listed: BTreeSet::from([2]), findings: vec![tombstones.clone()], ..Default::default() };
+        assert_eq!(
+            jobs,
+            [(&Job::Chunks { ino: 8, data: 5, misplaced: false }, &BTreeSet::from([4, 9]))]
+        );
+        let now = Outcome {
+            listed: BTreeSet::from([2]),
+            findings: vec![tombstones.clone()],
+            ..Default::default()
+        };
         assert!(!proven(&tombstones, &now, "done").is_repaired());
     }
 
@@ -404,7 +454,11 @@ mod tests {
         let only = |findings: &[Finding]| findings.iter().filter_map(Finding::only_copy).collect();
         let jobs = |findings: &[Finding]| plan(findings, &only(findings)).jobs.len();
         assert_eq!(jobs(&[misplaced(0, true, false), misplaced(1, true, false)]), 1);
-        assert_eq!(jobs(&[misplaced(0, true, false), misplaced(1, false, false)]), 0, "a chain is cleared as a whole");
+        assert_eq!(
+            jobs(&[misplaced(0, true, false), misplaced(1, false, false)]),
+            0,
+            "a chain is cleared as a whole"
+        );
         assert_eq!(jobs(&[misplaced(0, true, true)]), 0);
         let in_one_look_only = only(&[misplaced(1, false, false)]);
         assert_eq!(plan(&[misplaced(0, true, false)], &in_one_look_only).jobs.len(), 0);
@@ -413,24 +467,35 @@ mod tests {
     #[test]
     fn what_is_beyond_the_end_goes_though_its_chain_does_not_have_it() {
         let only = |findings: &[Finding]| findings.iter().filter_map(Finding::only_copy).collect();
-        let jobs = |findings: &[Finding]| plan(findings, &only(findings)).jobs.into_iter().collect::<Vec<_>>();
+        let jobs = |findings: &[Finding]| {
+            plan(findings, &only(findings)).jobs.into_iter().collect::<Vec<_>>()
+        };
         let cleared = Job::Chunks { ino: 7, data: 1, misplaced: true };
         assert_eq!(jobs(&[misplaced(6, false, false)]), [(cleared, BTreeSet::from([1]))]);
         let both = [misplaced(6, false, false), misplaced(1, false, false)];
         assert_eq!(jobs(&both), [], "a chain is cleared as a whole");
         let said = |f: &Finding, kept: &Kept| job(f, kept).unwrap_err().to_string();
         let kept = Kept { only: only(&both), ..Kept::default() };
-        assert!(said(&both[0], &kept).contains("others of it there") && said(&both[1], &kept).contains("a hole"));
+        assert!(
+            said(&both[0], &kept).contains("others of it there")
+                && said(&both[1], &kept).contains("a hole")
+        );
         // On a chain of the file it is cut off.
         let cut = Job::End { ino: 7, data: 1, size: 500 };
-        assert_eq!(jobs(&[misplaced(6, false, true), misplaced(1, false, true)]), [(cut, BTreeSet::new())]);
+        assert_eq!(
+            jobs(&[misplaced(6, false, true), misplaced(1, false, true)]),
+            [(cut, BTreeSet::new())]
+        );
         // Who writes the file may be about to say that it goes as far.
         let open = beyond(&both);
         assert_eq!(open, BTreeSet::from([(7, 1, 1)]));
         let kept = Kept { open, ..Kept::default() };
         assert!(said(&both[0], &kept).contains("open for writing"));
         assert_eq!(Plan::new(&[misplaced(0, true, false), both[0].clone()], &kept).jobs.len(), 0);
-        assert_eq!(beyond(&[misplaced(6, true, false), misplaced(1, false, false)]), BTreeSet::new());
+        assert_eq!(
+            beyond(&[misplaced(6, true, false), misplaced(1, false, false)]),
+            BTreeSet::new()
+        );
     }
 
     #[test]
@@ -452,7 +517,13 @@ mod tests {
         let mut now = Outcome { listed: BTreeSet::from([1]), ..Default::default() };
         assert_eq!(proven(&leak(1, 4), &now, "done"), Fate::Repaired("done"));
         assert!(!proven(&leak(2, 4), &now, "done").is_repaired());
-        now.findings = vec![Finding::Leaked { ino: 8, data: 5, target: 1, chains: BTreeSet::from([4]), chunks: 1 }];
+        now.findings = vec![Finding::Leaked {
+            ino: 8,
+            data: 5,
+            target: 1,
+            chains: BTreeSet::from([4]),
+            chunks: 1,
+        }];
         assert!(!proven(&leak(1, 4), &now, "done").is_repaired(), "some are left");
     }
 }

@@ -1,5 +1,6 @@
-//! Mounts the memory limit at a folder until it is unmounted: `cargo run --release -p strake-fuse --example fuse_limit
-//! -- FOLDER [MIB] [THREADS]`. Then, for example, `dd if=FOLDER/data of=/dev/null bs=1M iflag=direct`.
+//! Mounts the memory limit at a folder until it is unmounted: `cargo run --release -p strake-fuse
+//! --example fuse_limit -- FOLDER [MIB] [THREADS]`. Then, for example, `dd if=FOLDER/data
+//! of=/dev/null bs=1M iflag=direct`.
 
 use strake_fuse::{MountConfig, mount_memory_limit};
 

@@ -1,5 +1,6 @@
-//! The FUSE memory limit: one big file answered from memory through the very transport settings of the mount. What a
-//! read or write reaches here is what `/dev/fuse` allows on this machine; benches divide by it.
+//! The FUSE memory limit: one big file answered from memory through the very transport settings of
+//! the mount. What a read or write reaches here is what `/dev/fuse` allows on this machine; benches
+//! divide by it.
 
 use std::{
     ffi::OsStr,
@@ -9,9 +10,9 @@ use std::{
 };
 
 use fuser::{
-    Errno, FileAttr, FileHandle, FileType, Filesystem, Generation, INodeNo, KernelConfig, LockOwner, OpenFlags,
-    ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite, ReplyXattr, Request,
-    TimeOrNow, WriteFlags,
+    Errno, FileAttr, FileHandle, FileType, Filesystem, Generation, INodeNo, KernelConfig,
+    LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen,
+    ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use strake_proto::{Error, Result};
 
@@ -30,8 +31,9 @@ pub struct MemoryLimit {
     session: MountedSession,
 }
 
-/// Mounts a file system whose only file, [`MEMORY_FILE`], has `size` bytes: byte `i` is `i * 31 mod 251` within each
-/// MiB. Writes are taken and forgotten. `cfg` gives mountpoint and threads; its timeouts are not used.
+/// Mounts a file system whose only file, [`MEMORY_FILE`], has `size` bytes: byte `i` is `i * 31 mod
+/// 251` within each MiB. Writes are taken and forgotten. `cfg` gives mountpoint and threads; its
+/// timeouts are not used.
 pub fn mount_memory_limit(cfg: &MountConfig, size: u64) -> Result<MemoryLimit> {
     mountpoint::check(cfg)?;
     let cfg = MountConfig { fsname: "strake-memory".into(), ..cfg.clone() };
@@ -112,7 +114,9 @@ impl Filesystem for MemoryFs {
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         match self.attr(INodeNo(FILE_INO)) {
-            Some(a) if parent == INodeNo::ROOT && name == MEMORY_FILE => reply.entry(&FOREVER, &a, Generation(0)),
+            Some(a) if parent == INodeNo::ROOT && name == MEMORY_FILE => {
+                reply.entry(&FOREVER, &a, Generation(0))
+            }
             _ => reply.error(Errno::ENOENT),
         }
     }
@@ -157,7 +161,8 @@ impl Filesystem for MemoryFs {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let len = u64::from(size.min(kernel::MAX_REQUEST)).min(self.size.saturating_sub(offset)) as usize;
+        let len =
+            u64::from(size.min(kernel::MAX_REQUEST)).min(self.size.saturating_sub(offset)) as usize;
         let start = (offset % u64::from(kernel::MAX_REQUEST)) as usize;
         reply.data(&self.pattern[start..start + len]);
     }
@@ -185,7 +190,14 @@ impl Filesystem for MemoryFs {
         reply.ok();
     }
 
-    fn readdir(&self, _: &Request, _: INodeNo, _: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+    fn readdir(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
         if offset == 0 {
             let _ = reply.add(INodeNo(FILE_INO), 1, FileType::RegularFile, MEMORY_FILE);
         }

@@ -22,12 +22,15 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct MountConfig {
     pub mountpoint: PathBuf,
-    /// Let other users than the mounting one in. Permissions are checked by the kernel and by the mds either way.
+    /// Let other users than the mounting one in. Permissions are checked by the kernel and by the
+    /// mds either way.
     pub allow_other: bool,
     pub read_only: bool,
-    /// Flags of mount(2), without that for read-only; [`crate::table::DEFAULT_FLAGS`] unless told otherwise.
+    /// Flags of mount(2), without that for read-only; [`crate::table::DEFAULT_FLAGS`] unless told
+    /// otherwise.
     pub flags: MountFlags,
-    /// Threads that take requests from the kernel; 1 to 64. The work itself runs on the tokio runtime.
+    /// Threads that take requests from the kernel; 1 to 64. The work itself runs on the tokio
+    /// runtime.
     pub threads: usize,
     /// One `/dev/fuse` descriptor per thread.
     pub clone_fd: bool,
@@ -35,10 +38,11 @@ pub struct MountConfig {
     pub fsname: String,
     /// The type shown is `fuse.SUBTYPE`. `lfs` looks for `fuse.strake`.
     pub subtype: String,
-    /// How long the kernel may use attributes without asking again, at most: its copies end with the leases. 0 asks each time.
+    /// How long the kernel may use attributes without asking again, at most: its copies end with
+    /// the leases. 0 asks each time.
     pub attr_timeout: Duration,
-    /// How long the kernel may use a name without asking again, likewise. Where it is not 0 the kernel takes off what is mounted on a folder
-    /// inside of this mount when names are taken back.
+    /// How long the kernel may use a name without asking again, likewise. Where it is not 0 the
+    /// kernel takes off what is mounted on a folder inside of this mount when names are taken back.
     pub entry_timeout: Duration,
     /// Requests worked on at a time; more wait in the kernel.
     pub max_requests: usize,
@@ -80,7 +84,8 @@ pub enum Transport {
     /// Our own.
     #[default]
     Dev,
-    /// The fuser crate: cannot let go of killed programs, has no `O_TMPFILE`, lets the kernel keep no copies.
+    /// The fuser crate: cannot let go of killed programs, has no `O_TMPFILE`, lets the kernel keep
+    /// no copies.
     Fuser,
 }
 
@@ -100,8 +105,9 @@ enum Session {
 
 /// Mounts `client`'s file system. Must be called on a tokio runtime, which then does the work.
 ///
-/// Errors say what to do: `ENOENT` and `ENOTDIR` for the mountpoint, `EBUSY` when StrakeFS is mounted there already,
-/// `ENODEV` without `/dev/fuse`, `EPERM` when neither root nor fusermount3 is there to mount.
+/// Errors say what to do: `ENOENT` and `ENOTDIR` for the mountpoint, `EBUSY` when StrakeFS is
+/// mounted there already, `ENODEV` without `/dev/fuse`, `EPERM` when neither root nor fusermount3
+/// is there to mount.
 pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
     mountpoint::check(&cfg)?;
     if cfg.fsname.is_empty() {
@@ -117,27 +123,32 @@ pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
         }
         Transport::Fuser => {
             let runtime = tokio::runtime::Handle::current();
-            Session::Fuser(MountedSession::start(fuser::Transport::new(vfs.clone(), &cfg, runtime), &cfg)?)
+            Session::Fuser(MountedSession::start(
+                fuser::Transport::new(vfs.clone(), &cfg, runtime),
+                &cfg,
+            )?)
         }
     };
     tracing::info!(mountpoint = %mountpoint::shown(&cfg.mountpoint), "mounted");
     Ok(Mount { session, mountpoint: Some(cfg.mountpoint), vfs, lost: OnceLock::new() })
 }
 
-/// Asks for what is to be shown of the mount when servers are away, and keeps it. To be done before [`attach`]: without it
-/// umount(8), which looks at the mount first, would wait for them.
+/// Asks for what is to be shown of the mount when servers are away, and keeps it. To be done before
+/// [`attach`]: without it umount(8), which looks at the mount first, would wait for them.
 pub async fn learn(cfg: &MountConfig, client: &Client, keep: &Arc<Handover>) -> Result<()> {
     Vfs::new(client.clone(), Some(keep.clone())).within(cfg.root).learn().await
 }
 
-/// Mounts for a daemon that is still to come: the descriptors of `/dev/fuse` that [`serve`] wants. Errors as [`mount`].
+/// Mounts for a daemon that is still to come: the descriptors of `/dev/fuse` that [`serve`] wants.
+/// Errors as [`mount`].
 pub fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
     mountpoint::check(cfg)?;
     dev::attach(cfg)
 }
 
-/// Serves a mount that [`attach`] made, in the place of former daemons if there were any: see `docs/restart.md`. `keep` is
-/// the one that `client` was connected with. `interim`: what answered until now.
+/// Serves a mount that [`attach`] made, in the place of former daemons if there were any: see
+/// `docs/restart.md`. `keep` is the one that `client` was connected with. `interim`: what answered
+/// until now.
 pub async fn serve(
     cfg: &MountConfig,
     client: Client,
@@ -145,7 +156,8 @@ pub async fn serve(
     descriptors: Vec<OwnedFd>,
     interim: Option<Interim>,
 ) -> Result<Mount> {
-    let vfs = Arc::new(Vfs::new(client, Some(keep.clone())).within(cfg.root).synchronous(cfg.is_sync()));
+    let vfs =
+        Arc::new(Vfs::new(client, Some(keep.clone())).within(cfg.root).synchronous(cfg.is_sync()));
     let agreed = Arc::default();
     let serve = dev::Serve::new(vfs.clone(), cfg, Arc::clone(&agreed), Some(keep)).await;
     Ok(Mount {
@@ -165,7 +177,8 @@ impl Mount {
         }
     }
 
-    /// Returns when it is unmounted, by [`Mount::unmount`] or by `umount(8)`, and every handle is closed.
+    /// Returns when it is unmounted, by [`Mount::unmount`] or by `umount(8)`, and every handle is
+    /// closed.
     pub async fn wait(&self) -> Result<()> {
         let result = self.unmounted().await;
         if let Err(e) = self.vfs.close_all().await {
@@ -174,7 +187,8 @@ impl Mount {
         result
     }
 
-    /// After [`Mount::wait`]: why bytes may be lost of files that were still open at the end, as after `umount -f`.
+    /// After [`Mount::wait`]: why bytes may be lost of files that were still open at the end, as
+    /// after `umount -f`.
     pub fn lost(&self) -> Option<&Error> {
         self.lost.get()
     }
@@ -185,7 +199,12 @@ impl Mount {
             Session::Dev(s) if s.is_over() => {}
             Session::Dev(_) => match &self.mountpoint {
                 Some(at) => mountpoint::detach(at, false)?,
-                None => return Err(Error::new(Code::Inval, "this mount is its supervisor's to unmount")),
+                None => {
+                    return Err(Error::new(
+                        Code::Inval,
+                        "this mount is its supervisor's to unmount",
+                    ));
+                }
             },
             Session::Fuser(s) => s.unmount()?,
         }
@@ -209,7 +228,9 @@ impl Mount {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
                 r => Ok(r?),
             },
-            Session::Fuser(_) => Err(Error::new(Code::OpNotSupp, "notifications go over our own transport only")),
+            Session::Fuser(_) => {
+                Err(Error::new(Code::OpNotSupp, "notifications go over our own transport only"))
+            }
         }
     }
 }

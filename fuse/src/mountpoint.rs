@@ -11,7 +11,10 @@ use std::{
 
 use rustix::{
     mount::{MountFlags, UnmountFlags},
-    net::{AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType},
+    net::{
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags,
+        SocketType,
+    },
 };
 use strake_proto::{Code, Error, Result};
 
@@ -28,19 +31,38 @@ pub(crate) fn attach(cfg: &MountConfig, fd: BorrowedFd<'_>) -> Result<()> {
     flags.set(MountFlags::RDONLY, cfg.read_only);
     let (uid, gid) = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
     let other = if cfg.allow_other { ",allow_other" } else { "" };
-    let data = format!("fd={},rootmode=40000,user_id={uid},group_id={gid},default_permissions{other}", fd.as_raw_fd());
+    let data = format!(
+        "fd={},rootmode=40000,user_id={uid},group_id={gid},default_permissions{other}",
+        fd.as_raw_fd()
+    );
     let kind = format!("fuse.{}", cfg.subtype);
-    let data = std::ffi::CString::new(data).map_err(|_| Error::new(Code::Inval, "a NUL in a mount option"))?;
-    rustix::mount::mount(cfg.fsname.as_str(), &cfg.mountpoint, kind.as_str(), flags, data.as_c_str())
-        .map_err(|e| explain(cfg, &io::Error::from(e)))
+    let data = std::ffi::CString::new(data)
+        .map_err(|_| Error::new(Code::Inval, "a NUL in a mount option"))?;
+    rustix::mount::mount(
+        cfg.fsname.as_str(),
+        &cfg.mountpoint,
+        kind.as_str(),
+        flags,
+        data.as_c_str(),
+    )
+    .map_err(|e| explain(cfg, &io::Error::from(e)))
 }
 
 /// Mounts by fusermount3, for those who are not root; returns the `/dev/fuse` that it opened.
 pub(crate) fn attach_as_user(cfg: &MountConfig) -> Result<OwnedFd> {
     // Kept open over exec: fusermount3 finds its end by number.
-    let (ours, its) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::empty(), None)
-        .map_err(io::Error::from)?;
-    let mut options = format!("fsname={},subtype={},default_permissions", escaped(&cfg.fsname), escaped(&cfg.subtype));
+    let (ours, its) = rustix::net::socketpair(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::empty(),
+        None,
+    )
+    .map_err(io::Error::from)?;
+    let mut options = format!(
+        "fsname={},subtype={},default_permissions",
+        escaped(&cfg.fsname),
+        escaped(&cfg.subtype)
+    );
     if cfg.allow_other {
         options.push_str(",allow_other");
     }
@@ -53,7 +75,10 @@ pub(crate) fn attach_as_user(cfg: &MountConfig) -> Result<OwnedFd> {
     }
     let mut child = fusermount_command();
     child.arg("-o").arg(options).arg("--").arg(&cfg.mountpoint);
-    child.env("_FUSE_COMMFD", its.as_raw_fd().to_string()).stdin(Stdio::null()).stderr(Stdio::piped());
+    child
+        .env("_FUSE_COMMFD", its.as_raw_fd().to_string())
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped());
     let child = child.spawn().map_err(|e| Error::from(e).context("starting fusermount3"))?;
     drop(its);
     let fd = receive_fd(&ours);
@@ -77,7 +102,12 @@ fn receive_fd(from: &OwnedFd) -> io::Result<Option<OwnedFd>> {
     let mut byte = [0];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    rustix::net::recvmsg(from, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    rustix::net::recvmsg(
+        from,
+        &mut [IoSliceMut::new(&mut byte)],
+        &mut control,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
     let fds = control.drain().find_map(|m| match m {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,
@@ -85,17 +115,24 @@ fn receive_fd(from: &OwnedFd) -> io::Result<Option<OwnedFd>> {
     Ok(fds)
 }
 
-/// Ends the mount. `EBUSY` while it is in use, unless `lazy`: then it is gone for all who come later.
+/// Ends the mount. `EBUSY` while it is in use, unless `lazy`: then it is gone for all who come
+/// later.
 pub(crate) fn detach(at: &Path, lazy: bool) -> Result<()> {
     let shown = shown(at);
-    let busy =
-        || Error::new(Code::Busy, format!("cannot unmount {shown}: it is in use; `fuser -vm {shown}` shows by whom"));
+    let busy = || {
+        Error::new(
+            Code::Busy,
+            format!("cannot unmount {shown}: it is in use; `fuser -vm {shown}` shows by whom"),
+        )
+    };
     let flags = if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() };
     match rustix::mount::unmount(at, flags) {
         Ok(()) => return Ok(()),
         Err(rustix::io::Errno::BUSY) => return Err(busy()),
         Err(rustix::io::Errno::PERM) if !rustix::process::geteuid().is_root() => {}
-        Err(e) => return Err(Error::from(io::Error::from(e)).context(format!("unmounting {shown}"))),
+        Err(e) => {
+            return Err(Error::from(io::Error::from(e)).context(format!("unmounting {shown}")));
+        }
     }
     let out = fusermount_command().arg(if lazy { "-uz" } else { "-u" }).arg("--").arg(at).output();
     let out = out.map_err(|e| Error::from(e).context("starting fusermount3"))?;
@@ -112,21 +149,35 @@ pub(crate) fn check(cfg: &MountConfig) -> Result<()> {
     let at = shown(&cfg.mountpoint);
     match fs::metadata(&cfg.mountpoint) {
         Ok(m) if m.is_dir() => {}
-        Ok(_) => return Err(Error::new(Code::NotDir, format!("mountpoint {at} is not a folder; name one"))),
+        Ok(_) => {
+            return Err(Error::new(
+                Code::NotDir,
+                format!("mountpoint {at} is not a folder; name one"),
+            ));
+        }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Err(Error::new(Code::NoEnt, format!("mountpoint {at} does not exist; create it with mkdir")));
+            return Err(Error::new(
+                Code::NoEnt,
+                format!("mountpoint {at} does not exist; create it with mkdir"),
+            ));
         }
         Err(e) if e.raw_os_error() == Some(libc::ENOTCONN) => {
-            let m = format!("mountpoint {at} holds a mount whose daemon is gone; run `umount -l {at}` first");
+            let m = format!(
+                "mountpoint {at} holds a mount whose daemon is gone; run `umount -l {at}` first"
+            );
             return Err(Error::new(Code::Busy, m));
         }
         Err(e) => return Err(Error::from(e).context(format!("mountpoint {at}"))),
     }
     if mounted_at(&cfg.mountpoint) {
-        return Err(Error::new(Code::Busy, format!("StrakeFS is already mounted at {at}; run `umount {at}` first")));
+        return Err(Error::new(
+            Code::Busy,
+            format!("StrakeFS is already mounted at {at}; run `umount {at}` first"),
+        ));
     }
     if !Path::new("/dev/fuse").exists() {
-        let m = "/dev/fuse is missing: run `modprobe fuse`, or give the container `--device /dev/fuse`";
+        let m =
+            "/dev/fuse is missing: run `modprobe fuse`, or give the container `--device /dev/fuse`";
         return Err(Error::new(Code::NoDev, m));
     }
     if !rustix::process::geteuid().is_root() && fusermount().is_none() {
@@ -151,11 +202,12 @@ fn fusermount_command() -> Command {
 /// Whether the topmost mount at this folder is a StrakeFS one.
 fn mounted_at(folder: &Path) -> bool {
     let Ok(folder) = folder.canonicalize() else { return false };
-    table::topmost(&table::mounts().unwrap_or_default(), &folder).is_some_and(|m| m.kind == "fuse.strake")
+    table::topmost(&table::mounts().unwrap_or_default(), &folder)
+        .is_some_and(|m| m.kind == "fuse.strake")
 }
 
-/// Changes a mount as `mount -o remount` does: read-only or not, and what the kernel keeps of it. `EBUSY` for read-only while
-/// files are open for writing.
+/// Changes a mount as `mount -o remount` does: read-only or not, and what the kernel keeps of it.
+/// `EBUSY` for read-only while files are open for writing.
 pub fn remount(at: &Path, read_only: bool, mut flags: MountFlags) -> Result<()> {
     flags.set(MountFlags::RDONLY, read_only);
     rustix::mount::mount_remount(at, flags, c"").map_err(|e| {
@@ -170,12 +222,15 @@ pub fn remount(at: &Path, read_only: bool, mut flags: MountFlags) -> Result<()> 
 pub(crate) fn explain(cfg: &MountConfig, e: &io::Error) -> Error {
     let at = shown(&cfg.mountpoint);
     let text = e.to_string();
-    let mut err = Error::from(io::Error::new(e.kind(), text.clone())).context(format!("cannot mount at {at}"));
+    let mut err = Error::from(io::Error::new(e.kind(), text.clone()))
+        .context(format!("cannot mount at {at}"));
     if e.kind() == io::ErrorKind::PermissionDenied || text.contains("Operation not permitted") {
         err.code = Code::Perm;
-        err.message.push_str("; mounting needs root or fusermount3, in a container `--cap-add SYS_ADMIN`");
+        err.message
+            .push_str("; mounting needs root or fusermount3, in a container `--cap-add SYS_ADMIN`");
         if cfg.allow_other {
-            err.message.push_str("; allow_other as a user needs `user_allow_other` in /etc/fuse.conf");
+            err.message
+                .push_str("; allow_other as a user needs `user_allow_other` in /etc/fuse.conf");
         }
     }
     err

@@ -1,4 +1,5 @@
-//! The kernel's mount table, and the flags of mounts by name. Asks no file system: any of them may hang.
+//! The kernel's mount table, and the flags of mounts by name. Asks no file system: any of them may
+//! hang.
 
 use std::{
     ffi::OsString,
@@ -18,7 +19,8 @@ pub struct Mounted {
     pub parent: u64,
     /// `MAJOR:MINOR`, the same for all mounts of one file system.
     pub device: String,
-    /// What of the file system it shows: `/` is all of it, anything else a part that was bound to another place.
+    /// What of the file system it shows: `/` is all of it, anything else a part that was bound to
+    /// another place.
     pub root: PathBuf,
     /// Where it is.
     pub at: PathBuf,
@@ -33,12 +35,14 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    /// Of a line of the table; `None` for what is none. Paths and sources are whatever bytes users chose.
+    /// Of a line of the table; `None` for what is none. Paths and sources are whatever bytes users
+    /// chose.
     pub fn parse(line: &[u8]) -> Option<Mounted> {
         let dash = line.windows(3).position(|w| w == b" - ")?;
         let front: Vec<&[u8]> = line[..dash].split(|b| *b == b' ').collect();
         let back: Vec<&[u8]> = line[dash + 3..].split(|b| *b == b' ').collect();
-        let ([id, parent, device, root, at, options, ..], [kind, source, super_options]) = (&front[..], &back[..])
+        let ([id, parent, device, root, at, options, ..], [kind, source, super_options]) =
+            (&front[..], &back[..])
         else {
             return None;
         };
@@ -63,7 +67,10 @@ fn text(bytes: Vec<u8>) -> String {
 
 /// What is mounted in this process's namespace, what was mounted later further down.
 pub fn mounts() -> io::Result<Vec<Mounted>> {
-    Ok(fs::read("/proc/self/mountinfo")?.split(|b| *b == b'\n').filter_map(Mounted::parse).collect())
+    Ok(fs::read("/proc/self/mountinfo")?
+        .split(|b| *b == b'\n')
+        .filter_map(Mounted::parse)
+        .collect())
 }
 
 /// Of what is mounted at exactly this path the one that is on top.
@@ -72,17 +79,19 @@ pub fn topmost<'a>(mounts: &'a [Mounted], at: &Path) -> Option<&'a Mounted> {
     here().rfind(|m| !here().any(|on| on.parent == m.id && on.id != m.id))
 }
 
-/// Whether unmounting this one leaves its file system mounted: it is a bind mount of a part, or the file system is mounted
-/// elsewhere in this namespace, too.
+/// Whether unmounting this one leaves its file system mounted: it is a bind mount of a part, or the
+/// file system is mounted elsewhere in this namespace, too.
 pub fn stays_mounted(mounts: &[Mounted], m: &Mounted) -> bool {
-    m.root != Path::new("/") || mounts.iter().any(|other| other.device == m.device && other.id != m.id)
+    m.root != Path::new("/")
+        || mounts.iter().any(|other| other.device == m.device && other.id != m.id)
 }
 
 /// The kernel writes blank, tab, newline and backslash as `\ooo`.
 fn unescape(mut rest: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(rest.len());
     while let Some((&first, tail)) = rest.split_first() {
-        let octal = tail.get(..3).filter(|_| first == b'\\').and_then(|d| std::str::from_utf8(d).ok());
+        let octal =
+            tail.get(..3).filter(|_| first == b'\\').and_then(|d| std::str::from_utf8(d).ok());
         match octal.and_then(|d| u8::from_str_radix(d, 8).ok()) {
             Some(byte) => {
                 out.push(byte);
@@ -161,7 +170,9 @@ mod tests {
         assert_eq!((m.at, m.source.as_str()), (PathBuf::from("/mnt/a b"), "h1,h2:/x y"));
         let options = (m.options.as_str(), m.kind.as_str(), m.super_options.as_str());
         assert_eq!(options, ("rw,noatime", "fuse.strake", "ro,user_id=0,group_id=0"));
-        for bad in ["", "nonsense", "1 2 3 - a b c", "x 35 0:1 / /a rw - t s o", "36 35 0:1 / /a rw - t s"] {
+        for bad in
+            ["", "nonsense", "1 2 3 - a b c", "x 35 0:1 / /a rw - t s o", "36 35 0:1 / /a rw - t s"]
+        {
             assert_eq!(Mounted::parse(bad.as_bytes()), None, "{bad}");
         }
         assert_eq!(unescape(br"a\134b\04"), br"a\b\04");
@@ -181,7 +192,9 @@ mod tests {
         let below = line("40 30 0:45 / /a rw - fuse.strake h:/ rw");
         let above = line("41 40 0:46 / /a rw - tmpfs t rw");
         let inside = line("42 41 0:47 / /a/b rw - tmpfs t rw");
-        for all in [[below.clone(), above.clone(), inside.clone()], [inside, above.clone(), below.clone()]] {
+        for all in
+            [[below.clone(), above.clone(), inside.clone()], [inside, above.clone(), below.clone()]]
+        {
             assert_eq!(topmost(&all, Path::new("/a")), Some(&above));
             assert_eq!(topmost(&all, Path::new("/c")), None);
         }
@@ -201,7 +214,10 @@ mod tests {
             stays_mounted(&table, m)
         };
         assert!(!stays(&own, &[&own, &other]));
-        assert!(stays(&part, &[&own, &part]) && stays(&part, &[&part]), "also where the rest is mounted elsewhere");
+        assert!(
+            stays(&part, &[&own, &part]) && stays(&part, &[&part]),
+            "also where the rest is mounted elsewhere"
+        );
         assert!(stays(&all, &[&own, &all]) && stays(&own, &[&own, &all]), "whichever goes first");
     }
 

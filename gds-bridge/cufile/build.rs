@@ -1,4 +1,5 @@
-//! Gives the library the name by which programs ask for it. Its threads stay, so it stays, too, when a program closes it.
+//! Gives the library the name by which programs ask for it. Its threads stay, so it stays, too,
+//! when a program closes it.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -1,4 +1,5 @@
-//! Moves bytes between a cluster and memory in place of a GPU's by `gpu-rdma` only, some by `bounce-rdma` only, and compares them. For `cluster-tests/vm/run gpu`.
+//! Moves bytes between a cluster and memory in place of a GPU's by `gpu-rdma` only, some by
+//! `bounce-rdma` only, and compares them. For `cluster-tests/vm/run gpu`.
 //!
 //! ```text
 //! direct_rdma once MDS KEY      a save and a load, with a hole and odd ends; lanes, memory freed in mid-call
@@ -42,8 +43,11 @@ impl Job {
     async fn new(mds: &str, key: &str) -> Done<Job> {
         let identity = Identity::client(keyfile::read_client(Path::new(key))?);
         let pool = Use::Rdma.pool(Pool::new(64 * MIB))?;
-        let roads = Roads::new(Env::system(), identity, None, pool, Connections::default()).only(Use::Rdma);
-        let client = Client::connect(Config::new(vec![mds.parse()?]), Env::system(), Arc::new(roads)).await?;
+        let roads =
+            Roads::new(Env::system(), identity, None, pool, Connections::default()).only(Use::Rdma);
+        let client =
+            Client::connect(Config::new(vec![mds.parse()?]), Env::system(), Arc::new(roads))
+                .await?;
         let mem = HostMem::new();
         mem.play_sums();
         let options = Options { slot_bytes: 256 << 10, ..Options::default() };
@@ -55,15 +59,22 @@ impl Job {
     }
 
     async fn file(&self, name: &str) -> Done<File> {
-        let layout = Some(LayoutSpec { stripe_size: 128 << 10, stripe_count: -1, ..Default::default() });
+        let layout =
+            Some(LayoutSpec { stripe_size: 128 << 10, stripe_count: -1, ..Default::default() });
         let me = Creds::default();
-        Ok(self.client.create(&me, self.client.root(), name.as_bytes(), 0o644, RDWR_CREAT, false, layout).await?.0)
+        Ok(self
+            .client
+            .create(&me, self.client.root(), name.as_bytes(), 0o644, RDWR_CREAT, false, layout)
+            .await?
+            .0)
     }
 
     fn device(&self, seed: u64, len: u64) -> Done<(u64, Vec<u8>)> {
         let mut s = seed;
-        let bytes: Vec<u8> =
-            (0..len.div_ceil(8)).flat_map(|_| splitmix64(&mut s).to_le_bytes()).take(len as usize).collect();
+        let bytes: Vec<u8> = (0..len.div_ceil(8))
+            .flat_map(|_| splitmix64(&mut s).to_le_bytes())
+            .take(len as usize)
+            .collect();
         let addr = self.mem.alloc(len)?;
         self.mem.poke(addr, &bytes)?;
         Ok((addr, bytes))
@@ -78,7 +89,12 @@ impl Job {
         let loaded = self.bridge.load(&range(to), DIRECT).await?;
         ensure(self.mem.peek(to, len)? == bytes, "other bytes came back")?;
         for r in [&saved, &loaded] {
-            ensure(r.is_all(Tier::GpuRdma) && r.checksums == Checksums::Gpu && r.by_road[Road::Tcp] == 0, r)?;
+            ensure(
+                r.is_all(Tier::GpuRdma)
+                    && r.checksums == Checksums::Gpu
+                    && r.by_road[Road::Tcp] == 0,
+                r,
+            )?;
         }
         self.mem.free(from)?;
         self.mem.free(to)?;
@@ -96,7 +112,10 @@ impl Job {
         ensure(self.mem.peek(to, 2 * MIB)? == bytes, "other bytes came back over host memory")?;
         for r in [&saved, &loaded] {
             println!("{r}");
-            ensure(r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == 2 * MIB, r)?;
+            ensure(
+                r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == 2 * MIB,
+                r,
+            )?;
         }
         self.mem.free(from)?;
         Ok(self.mem.free(to)?)
@@ -111,18 +130,29 @@ impl Job {
         file.truncate(4 * MIB).await?;
         file.write_all_at(4 * MIB, b"end").await?;
         let (to, _) = self.device(2, MIB + 3)?;
-        let all = [Transfer { file: Arc::new(file.clone()), offset: 3 * MIB, gpu: to, len: MIB + 3 }];
+        let all =
+            [Transfer { file: Arc::new(file.clone()), offset: 3 * MIB, gpu: to, len: MIB + 3 }];
         let r = self.bridge.load(&all, DIRECT).await?;
         let got = self.mem.peek(to, MIB + 3)?;
-        ensure(got[77..1 << 20].iter().all(|b| *b == 0) && got[1 << 20..] == *b"end", "a hole is not zeros")?;
+        ensure(
+            got[77..1 << 20].iter().all(|b| *b == 0) && got[1 << 20..] == *b"end",
+            "a hole is not zeros",
+        )?;
         println!("{r}");
         let ways = self.client.roads().ways;
-        let lanes: Vec<String> =
-            ways.iter().map(|w| format!("{}: {} sent, {} received", w.endpoint, w.sent, w.received)).collect();
+        let lanes: Vec<String> = ways
+            .iter()
+            .map(|w| format!("{}: {} sent, {} received", w.endpoint, w.sent, w.received))
+            .collect();
         println!("connections:\n{}", lanes.join("\n"));
         let mut by_server = std::collections::BTreeMap::<u32, usize>::new();
-        ways.iter().for_each(|w| *by_server.entry(w.node).or_default() += usize::from(w.endpoint.starts_with("rdma:")));
-        ensure(by_server.len() == 2 && by_server.values().all(|n| *n >= 4), format!("too few lanes: {by_server:?}"))?;
+        ways.iter().for_each(|w| {
+            *by_server.entry(w.node).or_default() += usize::from(w.endpoint.starts_with("rdma:"))
+        });
+        ensure(
+            by_server.len() == 2 && by_server.values().all(|n| *n >= 4),
+            format!("too few lanes: {by_server:?}"),
+        )?;
         println!("queue pairs by server: {by_server:?}");
         self.freed_in_mid_call(&file).await?;
         self.bounced(&file).await?;

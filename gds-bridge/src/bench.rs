@@ -1,4 +1,5 @@
-//! What `strake gds bench` measures: the bridge beside what the device can do at all and beside the loop that people write by hand, in one run.
+//! What `strake gds bench` measures: the bridge beside what the device can do at all and beside the
+//! loop that people write by hand, in one run.
 
 use std::{sync::Arc, time::Instant};
 
@@ -14,7 +15,8 @@ use crate::{
 };
 
 const MIB: u64 = 1 << 20;
-/// Pinned memory that the ceiling is measured with: two pieces of this, so that one is copied while the other is looked at.
+/// Pinned memory that the ceiling is measured with: two pieces of this, so that one is copied while
+/// the other is looked at.
 const PIECE: usize = 4 << 20;
 const O_DIRECT: u32 = 0o40000;
 const RDWR_CREATE_NEW: u32 = 2 | (libc::O_CREAT | libc::O_EXCL) as u32;
@@ -28,7 +30,8 @@ pub struct Plan {
     pub path: String,
     /// The file is there, and is only loaded.
     pub loads: bool,
-    /// Its size, a multiple of 1 MiB; of a file that is there no more than that is loaded, whole MiB.
+    /// Its size, a multiple of 1 MiB; of a file that is there no more than that is loaded, whole
+    /// MiB.
     pub bytes: u64,
     /// Workers of each row.
     pub threads: Vec<usize>,
@@ -83,7 +86,8 @@ pub struct Figures {
     pub strict: bool,
     /// Copies between pinned host memory and the device, one stream, nothing else.
     pub ceiling: Rates,
-    /// One thread and ordinary memory: read 1 MiB, copy it to the device, wait, and again; and the other way.
+    /// One thread and ordinary memory: read 1 MiB, copy it to the device, wait, and again; and the
+    /// other way.
     pub pageable_loop: Rates,
     /// By workers.
     pub rows: Vec<Row>,
@@ -97,12 +101,17 @@ pub fn refusal<'a>(reports: impl IntoIterator<Item = &'a Report>) -> Option<Stri
     for r in reports {
         if let Some(s) = r.switches.first() {
             let to = s.to.map_or("nothing", Tier::name);
-            return Some(format!("the tier changed in the middle of a call, from {} to {to}: {}", s.from, s.why));
+            return Some(format!(
+                "the tier changed in the middle of a call, from {} to {to}: {}",
+                s.from, s.why
+            ));
         }
         for (tier, _) in r.by_tier.iter().filter(|(_, bytes)| **bytes > 0) {
             match first {
                 Some(before) if before != tier => {
-                    return Some(format!("some bytes took {before} and others {tier}: ask for one with --policy"));
+                    return Some(format!(
+                        "some bytes took {before} and others {tier}: ask for one with --policy"
+                    ));
                 }
                 _ => first = Some(tier),
             }
@@ -115,8 +124,8 @@ fn rate(bytes: u64, begun: Instant) -> f64 {
     bytes as f64 / begun.elapsed().as_secs_f64().max(1e-9)
 }
 
-/// Measures. `EINVAL` for a plan that cannot be; what a session or call says otherwise. In a strict run the error of a call that its policy ended
-/// is the refusal.
+/// Measures. `EINVAL` for a plan that cannot be; what a session or call says otherwise. In a strict
+/// run the error of a call that its policy ended is the refusal.
 pub fn run(plan: &Plan) -> Result<Figures> {
     run_with(plan, Session::open)
 }
@@ -125,7 +134,10 @@ pub fn run(plan: &Plan) -> Result<Figures> {
 #[doc(hidden)]
 pub fn run_with(plan: &Plan, mut open: impl FnMut(&Setup) -> Result<Session>) -> Result<Figures> {
     if plan.bytes == 0 || !plan.bytes.is_multiple_of(MIB) || plan.threads.is_empty() {
-        return Err(Error::new(Code::Inval, "the size must be a multiple of 1 MiB, and there must be a row"));
+        return Err(Error::new(
+            Code::Inval,
+            "the size must be a multiple of 1 MiB, and there must be a row",
+        ));
     }
     let mut figures: Option<Figures> = None;
     let mut known = None;
@@ -257,7 +269,8 @@ impl Bench {
         (0..self.bytes).step_by(MIB as usize).map(block).collect()
     }
 
-    /// One thread, one stream: 1 MiB between the file and ordinary memory, then between that and the device, and wait.
+    /// One thread, one stream: 1 MiB between the file and ordinary memory, then between that and
+    /// the device, and wait.
     fn pageable_loop(&self, load: bool) -> Result<f64> {
         let file = self.file()?;
         let mut block = vec![0; MIB as usize];
@@ -268,7 +281,8 @@ impl Bench {
                 block = self.session.read(file, at, MIB as usize)?;
             }
             let gpu = self.gpu + at;
-            // SAFETY: the block has as many bytes, and nobody touches it until the stream was drained.
+            // SAFETY: the block has as many bytes, and nobody touches it until the stream was
+            // drained.
             let given = unsafe {
                 if load {
                     stream.load(gpu, block.as_ptr(), block.len())
@@ -286,11 +300,21 @@ impl Bench {
         Ok(rate(self.bytes, begun))
     }
 
-    /// Saves new bytes, unless the sums of what is there are known; wipes them, loads them, and looks whether they are the same.
-    fn row(&mut self, plan: &Plan, threads: usize, f: &Figures, known: Option<&[u32]>) -> Result<Row, Failed> {
+    /// Saves new bytes, unless the sums of what is there are known; wipes them, loads them, and
+    /// looks whether they are the same.
+    fn row(
+        &mut self,
+        plan: &Plan,
+        threads: usize,
+        f: &Figures,
+        known: Option<&[u32]>,
+    ) -> Result<Row, Failed> {
         let direction = if plan.loads { crate::Direction::Load } else { crate::Direction::Save };
         let all = self.bytes;
-        let nothing = |e: Error| Failed { error: e, report: Box::new(Report::nothing(direction, plan.policy, all, 1)) };
+        let nothing = |e: Error| Failed {
+            error: e,
+            report: Box::new(Report::nothing(direction, plan.policy, all, 1)),
+        };
         let whole = [self.whole().map_err(nothing)?];
         let (sums, saved, save_and_fsync) = match known {
             Some(sums) => (sums.to_vec(), None, None),
@@ -382,8 +406,15 @@ fn ceiling(device: &Arc<dyn GpuMem>, gpu: u64, bytes: u64, load: bool) -> Result
                 stream.wait(mark)?;
             }
             let host = slots[which].as_mut_ptr();
-            // SAFETY: the slot has `n` bytes, nobody looks at them, and it lives until the stream, dropped first, has been waited for.
-            unsafe { if load { stream.load(gpu + at, host, n)? } else { stream.save(host, gpu + at, n)? } }
+            // SAFETY: the slot has `n` bytes, nobody looks at them, and it lives until the stream,
+            // dropped first, has been waited for.
+            unsafe {
+                if load {
+                    stream.load(gpu + at, host, n)?
+                } else {
+                    stream.save(host, gpu + at, n)?
+                }
+            }
             marks[which] = Some(stream.mark()?);
             at += n as u64;
         }

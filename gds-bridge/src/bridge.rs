@@ -44,13 +44,16 @@ pub struct Options {
     pub slots: usize,
     /// Largest part, bytes: a power of two from 256 KiB to 4 MiB.
     pub slot_bytes: usize,
-    /// Host memory that all bridges of the process have pinned at most, when this one pins more, bytes; what several use counts once. `None`: half of
-    /// `RLIMIT_MEMLOCK`, or 512 MiB of its own where that is without limit.
+    /// Host memory that all bridges of the process have pinned at most, when this one pins more,
+    /// bytes; what several use counts once. `None`: half of `RLIMIT_MEMLOCK`, or 512 MiB of its own
+    /// where that is without limit.
     pub pinned_limit: Option<u64>,
-    /// `GpuRdma` and `LocalGds` may be used although the device does not verify their bytes: those are verified at the storage server only, or when the copy was made.
+    /// `GpuRdma` and `LocalGds` may be used although the device does not verify their bytes: those
+    /// are verified at the storage server only, or when the copy was made.
     pub accept_oss_checksum: bool,
-    /// The device sums what it received and what it gave, and the sums are compared with the host's. It costs a part of the device's and of the
-    /// processor's time. Where the device cannot, reports say so.
+    /// The device sums what it received and what it gave, and the sums are compared with the
+    /// host's. It costs a part of the device's and of the processor's time. Where the device
+    /// cannot, reports say so.
     pub verify_on_gpu: bool,
     /// Which tiers bytes may take, whatever a call allows.
     pub policy: Policy,
@@ -58,7 +61,8 @@ pub struct Options {
     pub local: Option<PathBuf>,
     /// The program that opens cuFile before this process does: `strake`, by its path or name.
     pub prober: PathBuf,
-    /// Where the system says which memory and processors are near the device; another folder than `/sys` is for tests.
+    /// Where the system says which memory and processors are near the device; another folder than
+    /// `/sys` is for tests.
     pub sysfs: PathBuf,
 }
 
@@ -107,7 +111,8 @@ pub struct Transfer {
     pub len: u64,
 }
 
-/// Moves bytes between files and one device. Clones are the same bridge. Must be dropped where waiting a moment is allowed.
+/// Moves bytes between files and one device. Clones are the same bridge. Must be dropped where
+/// waiting a moment is allowed.
 #[derive(Clone)]
 pub struct Bridge(Arc<Inner>);
 
@@ -126,7 +131,8 @@ pub(crate) struct Inner {
     policy: Policy,
     /// Parts that are copied are verified by the device; otherwise why not.
     sums: Result<(), String>,
-    /// The device can sum its memory; otherwise why not. Parts that pass no host memory are always verified by it where it can.
+    /// The device can sum its memory; otherwise why not. Parts that pass no host memory are always
+    /// verified by it where it can.
     pub device_sums: Result<(), String>,
     /// Who reads copies on this node; `None`: no folder with any was named.
     pub local: Option<Local>,
@@ -167,17 +173,29 @@ struct Ongoing<'a> {
 }
 
 impl Bridge {
-    /// A bridge to a device, for files of one client. Runs the self-tests; a device on which they fail makes a bridge, too, whose calls say why they fail.
+    /// A bridge to a device, for files of one client. Runs the self-tests; a device on which they
+    /// fail makes a bridge, too, whose calls say why they fail.
     ///
     /// `EINVAL` for options out of range.
-    pub async fn open(device: Arc<dyn GpuMem>, network: Arc<dyn Network>, options: Options) -> Result<Bridge> {
+    pub async fn open(
+        device: Arc<dyn GpuMem>,
+        network: Arc<dyn Network>,
+        options: Options,
+    ) -> Result<Bridge> {
         options.check()?;
-        let Hands { workers, part, width, regions, notice, numa, unpinned } = Hands::new(&device, &options)?;
+        let Hands { workers, part, width, regions, notice, numa, unpinned } =
+            Hands::new(&device, &options)?;
         let device_sums = match device.refuses(Tier::GpuRdma) {
-            Some(_) if !options.verify_on_gpu && options.local.is_none() => Err("it was not asked for".into()),
+            Some(_) if !options.verify_on_gpu && options.local.is_none() => {
+                Err("it was not asked for".into())
+            }
             _ => device.sums(),
         };
-        let sums = if options.verify_on_gpu { device_sums.clone() } else { Err("it was not asked for".into()) };
+        let sums = if options.verify_on_gpu {
+            device_sums.clone()
+        } else {
+            Err("it was not asked for".into())
+        };
         let local = open_local(&device, &options).await?;
         let bridge = Bridge(Arc::new(Inner {
             device,
@@ -205,8 +223,8 @@ impl Bridge {
         Ok(bridge)
     }
 
-    /// Moves a pattern through every tier and back; what comes of it is where the tiers stand from now on. Tiers that rest after a failure may be used
-    /// again.
+    /// Moves a pattern through every tier and back; what comes of it is where the tiers stand from
+    /// now on. Tiers that rest after a failure may be used again.
     pub async fn self_test(&self) -> ByTier<Standing> {
         self.0.rests.end();
         self.test_all().await
@@ -220,8 +238,10 @@ impl Bridge {
             self.0.standings.lock()[tier] = standing;
         }
         let mut all = self.0.standings.lock();
-        // They are one road of the device's, so that a test says nothing of which is faster: the better one is taken first.
-        if let (Standing::Available(_), Standing::Available(m)) = (&all[Tier::BounceRdma], all[Tier::BounceTcp].clone())
+        // They are one road of the device's, so that a test says nothing of which is faster: the
+        // better one is taken first.
+        if let (Standing::Available(_), Standing::Available(m)) =
+            (&all[Tier::BounceRdma], all[Tier::BounceTcp].clone())
         {
             all[Tier::BounceRdma] = Standing::Available(m);
         }
@@ -239,7 +259,8 @@ impl Bridge {
         &self.0.tally
     }
 
-    /// What there is less of than was wanted, for people: slots, pinned buffers, memory and processors near the device.
+    /// What there is less of than was wanted, for people: slots, pinned buffers, memory and
+    /// processors near the device.
     pub fn notice(&self) -> Option<&str> {
         self.0.notice.as_deref()
     }
@@ -259,18 +280,21 @@ impl Bridge {
         (self.0.regions.count() * REGION) as u64
     }
 
-    /// Reads ranges of files into the device's memory. When it returns, all bytes are there and a kernel may use them. What the bridge
-    /// ([`Options::policy`]) and the files ([`Strict`](crate::Strict)) demand counts beside `policy`.
+    /// Reads ranges of files into the device's memory. When it returns, all bytes are there and a
+    /// kernel may use them. What the bridge ([`Options::policy`]) and the files
+    /// ([`Strict`](crate::Strict)) demand counts beside `policy`.
     ///
-    /// `EINVAL` when a range is not of this device, is longer than its allocation, or overlaps another one, or no tier meets all policies; `EOPNOTSUPP` when no tier is
-    /// available that the policy allows; `EIO` when that comes to pass in the middle, or a file ends before its range does; `ENODEV`
-    /// when the context is gone; otherwise what the file system says.
+    /// `EINVAL` when a range is not of this device, is longer than its allocation, or overlaps
+    /// another one, or no tier meets all policies; `EOPNOTSUPP` when no tier is available that the
+    /// policy allows; `EIO` when that comes to pass in the middle, or a file ends before its range
+    /// does; `ENODEV` when the context is gone; otherwise what the file system says.
     pub async fn load(&self, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
         self.call(Direction::Load, all, policy).await
     }
 
-    /// Writes what is in the device's memory to ranges of files, as [`strake_client::File::write`] does: to be safe it takes an fsync. Whatever is
-    /// to write the memory must have ended before. Errors as of [`Bridge::load`]; ranges may not overlap in a file.
+    /// Writes what is in the device's memory to ranges of files, as [`strake_client::File::write`]
+    /// does: to be safe it takes an fsync. Whatever is to write the memory must have ended before.
+    /// Errors as of [`Bridge::load`]; ranges may not overlap in a file.
     pub async fn save(&self, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
         self.call(Direction::Save, all, policy).await
     }
@@ -284,10 +308,16 @@ impl Bridge {
             Standing::Unavailable(Unavailable::NoRdma { .. }) => Some(false),
             Standing::Unavailable(_) => None,
         };
-        all.iter().any(|(_, s)| lost(s)) || rdma.is_some_and(|had| had != self.0.network.no_rdma().is_none())
+        all.iter().any(|(_, s)| lost(s))
+            || rdma.is_some_and(|had| had != self.0.network.no_rdma().is_none())
     }
 
-    async fn call(&self, direction: Direction, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
+    async fn call(
+        &self,
+        direction: Direction,
+        all: &[Transfer],
+        policy: Policy,
+    ) -> Result<Report, Failed> {
         let (begun, inner) = (Instant::now(), &self.0);
         if self.is_changed() {
             self.test_all().await;
@@ -313,12 +343,14 @@ impl Bridge {
         };
         if ongoing.run.lock().road().is_some() {
             let parts = Parts { all, size: inner.part as u64, range: 0, done: 0 };
-            let moves = stream::iter(parts).map(|p| inner.part(&ongoing, p)).buffer_unordered(inner.width);
+            let moves =
+                stream::iter(parts).map(|p| inner.part(&ongoing, p)).buffer_unordered(inner.width);
             moves.for_each(|()| ready(())).await;
         }
         let ranges = ongoing.moved.iter().map(|n| n.load(Relaxed)).collect();
         let (mut report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
-        let unsummed = ongoing.unsummed.into_inner().map(|f| format!("the device did not sum all of it: {f}"));
+        let unsummed =
+            ongoing.unsummed.into_inner().map(|f| format!("the device did not sum all of it: {f}"));
         report.not_on_gpu = inner.not_on_gpu(&report).or(unsummed);
         inner.remember(&report);
         match outcome {
@@ -358,9 +390,14 @@ impl Inner {
         let inval = |i: usize, m: String| Error::new(Code::Inval, format!("range {i}: {m}"));
         for (i, t) in all.iter().enumerate().filter(|(_, t)| t.len > 0) {
             if t.offset.checked_add(t.len).is_none_or(|end| end > MAX_FILE_SIZE) {
-                return Err(inval(i, format!("{} bytes from {} on end beyond the largest file", t.len, t.offset)));
+                return Err(inval(
+                    i,
+                    format!("{} bytes from {} on end beyond the largest file", t.len, t.offset),
+                ));
             }
-            self.device.check(t.gpu, t.len).map_err(|f| Error::from(f).context(format!("range {i}")))?;
+            self.device
+                .check(t.gpu, t.len)
+                .map_err(|f| Error::from(f).context(format!("range {i}")))?;
         }
         let place = |i: usize| match direction {
             Direction::Load => (0, all[i].gpu),
@@ -371,7 +408,8 @@ impl Inner {
         for w in order.windows(2) {
             let ((a, at), (b, next)) = (place(w[0]), place(w[1]));
             if a == b && next < at + all[w[0]].len {
-                let wherein = if direction == Direction::Load { "the device's memory" } else { "the file" };
+                let wherein =
+                    if direction == Direction::Load { "the device's memory" } else { "the file" };
                 return Err(inval(w[1], format!("it overlaps range {} in {wherein}", w[0])));
             }
         }
@@ -405,13 +443,19 @@ impl Inner {
             Ok(None) => {}
             Err(e) => {
                 let (t, end) = (&call.all[p.range], p.offset + p.len as u64);
-                let place = format!("range {}: bytes {} to {end} of inode {:#x}", p.range, p.offset, t.file.id());
+                let place = format!(
+                    "range {}: bytes {} to {end} of inode {:#x}",
+                    p.range,
+                    p.offset,
+                    t.file.id()
+                );
                 call.run.lock().fail(e.context(place));
             }
         }
     }
 
-    /// By which tier it went, its bytes by road, and how many by way of a slot. `None`: the call has ended.
+    /// By which tier it went, its bytes by road, and how many by way of a slot. `None`: the call
+    /// has ended.
     async fn load_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         loop {
             // Not to fetch what nobody wants any more.
@@ -419,10 +463,13 @@ impl Inner {
             let Some(tier) = call.run.lock().road_for(copy.is_some()) else { return Ok(None) };
             let went = match (tier, copy) {
                 (Tier::GpuRdma, _) => {
-                    let beside = |tier, f: &Fault| call.run.lock().lost(tier, Unavailable::Lost(f.clone()));
+                    let beside =
+                        |tier, f: &Fault| call.run.lock().lost(tier, Unavailable::Lost(f.clone()));
                     self.load_direct(&call.flight.0, p.place(call), &beside).await
                 }
-                (Tier::LocalGds, Some(copy)) => self.load_local(&call.flight.0, copy, p.place(call)).await,
+                (Tier::LocalGds, Some(copy)) => {
+                    self.load_local(&call.flight.0, copy, p.place(call)).await
+                }
                 _ => match self.load_by_host(call, p).await? {
                     Some(moved) => return Ok(Some(moved)),
                     None => continue,
@@ -435,13 +482,16 @@ impl Inner {
         }
     }
 
-    /// As [`Inner::load_part`], over host memory. `None` also when the first tier that is left passes none.
+    /// As [`Inner::load_part`], over host memory. `None` also when the first tier that is left
+    /// passes none.
     async fn load_by_host(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         let bufs = call.all[p.range].file.read(p.offset, p.len).await?;
         let got: usize = bufs.iter().map(Buf::len).sum();
         if got < p.len {
-            let m =
-                format!("the file ends after {} bytes, in the middle of what was to be loaded", p.offset + got as u64);
+            let m = format!(
+                "the file ends after {} bytes, in the middle of what was to be loaded",
+                p.offset + got as u64
+            );
             return Err(Error::new(Code::Io, m));
         }
         let came = ByRoad::came(&bufs);
@@ -510,7 +560,8 @@ impl Inner {
         }
     }
 
-    /// What the calls after this one are to know: which tiers failed for want of something, and which did not.
+    /// What the calls after this one are to know: which tiers failed for want of something, and
+    /// which did not.
     fn remember(&self, report: &Report) {
         let wanted = |s: &Switch| matches!(s.why, Unavailable::Resting(_));
         for (tier, _) in report.by_tier.iter().filter(|(_, bytes)| **bytes > 0) {
@@ -553,10 +604,12 @@ impl Inner {
         Ok(())
     }
 
-    /// Where the tiers stand in a direction: where the device makes no checksums, nothing is saved straight from its memory.
+    /// Where the tiers stand in a direction: where the device makes no checksums, nothing is saved
+    /// straight from its memory.
     pub fn standings_of(&self, direction: Direction) -> ByTier<Standing> {
         let mut all = self.standings.lock().clone();
-        if let (Direction::Save, Standing::Available(_), Err(why)) = (direction, &all[Tier::GpuRdma], &self.device_sums)
+        if let (Direction::Save, Standing::Available(_), Err(why)) =
+            (direction, &all[Tier::GpuRdma], &self.device_sums)
         {
             all[Tier::GpuRdma] = Standing::Unavailable(Unavailable::NoSums { why: why.clone() });
         }
@@ -568,7 +621,8 @@ impl Inner {
 
     /// What everybody who has a say in a call allows.
     fn demanded(&self, all: &[Transfer], policy: Policy) -> Result<Policy> {
-        let of_bridge = both(("the policy of the call", policy), ("that of the bridge", self.policy))?;
+        let of_bridge =
+            both(("the policy of the call", policy), ("that of the bridge", self.policy))?;
         let mut own = all.iter().enumerate().filter(|(_, t)| t.file.policy() != Policy::Prefer);
         own.try_fold(of_bridge, |policy, (i, t)| {
             both(
@@ -578,7 +632,8 @@ impl Inner {
         })
     }
 
-    /// A call. Without a copy for anything, or for something that no other tier may take, copies are not available to it.
+    /// A call. Without a copy for anything, or for something that no other tier may take, copies
+    /// are not available to it.
     fn begin(&self, asked: u64, policy: Policy, direction: Direction, copies: &Copies) -> Run {
         let (mut standings, consent) = (self.standings_of(direction), self.accepts());
         if let Some(why) = &copies.missing {
@@ -589,7 +644,11 @@ impl Inner {
         }
         // What some files have does not serve for all.
         let partly = copies.missing.is_some().then_some(Tier::LocalGds);
-        self.rests.take_out(&mut standings, Asked { policy, direction, consent, partly }, Instant::now());
+        self.rests.take_out(
+            &mut standings,
+            Asked { policy, direction, consent, partly },
+            Instant::now(),
+        );
         let mut run = Run::begin(asked, policy, direction, &standings, consent);
         if let Some(why) = &copies.missing {
             run.not_for_all(Tier::LocalGds, why.clone());
@@ -608,7 +667,8 @@ impl Inner {
     }
 
     fn not_on_gpu(&self, report: &Report) -> Option<String> {
-        let straight: u64 = report.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
+        let straight: u64 =
+            report.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
         let direct = straight == report.asked && straight > 0;
         if direct { self.device_sums.clone().err() } else { self.sums.clone().err() }
     }
@@ -658,13 +718,20 @@ impl Hands {
     fn new(device: &Arc<dyn GpuMem>, options: &Options) -> Result<Hands> {
         let shape = (options.workers, options.slots, options.slot_bytes);
         let placing = Placing::of(&options.sysfs, device.pci());
-        let near: (_, &dyn Fn(*mut u8, usize)) = (placing.moves_to(), &|start, len| placing.prepare(start, len));
+        let near: (_, &dyn Fn(*mut u8, usize)) =
+            (placing.moves_to(), &|start, len| placing.prepare(start, len));
         let pins = Pins::new(device, shape, options.pinned_limit, near);
         let (slots, part, regions, less, unpinned) = match pins {
             Ok(p) => (p.slots, p.slot_bytes, p.regions, p.notice, None),
             Err(e) => {
                 let none = (0..options.workers).map(|_| Vec::new()).collect();
-                (none, MIN_SLOT, Regions::none(device), Some(format!("nothing is pinned: {e}")), Some(e))
+                (
+                    none,
+                    MIN_SLOT,
+                    Regions::none(device),
+                    Some(format!("nothing is pinned: {e}")),
+                    Some(e),
+                )
             }
         };
         let width = slots.iter().map(|s| s.len().max(2)).sum();
@@ -681,7 +748,12 @@ impl Hands {
 
 impl Part {
     fn place<'a>(&self, call: &'a Ongoing<'_>) -> Place<'a> {
-        Place { file: &*call.all[self.range].file, offset: self.offset, gpu: self.gpu, len: self.len as u64 }
+        Place {
+            file: &*call.all[self.range].file,
+            offset: self.offset,
+            gpu: self.gpu,
+            len: self.len as u64,
+        }
     }
 }
 
@@ -694,7 +766,13 @@ async fn open_local(device: &Arc<dyn GpuMem>, options: &Options) -> Result<Optio
 }
 
 fn direct_done(tier: Tier, w: Went) -> Moved {
-    let done = Done { staged: w.staged, saved: None, summed: w.summed, unsummed: w.unsummed, sums: Vec::new() };
+    let done = Done {
+        staged: w.staged,
+        saved: None,
+        summed: w.summed,
+        unsummed: w.unsummed,
+        sums: Vec::new(),
+    };
     (tier, w.by, done)
 }
 
@@ -715,6 +793,9 @@ fn unaligned(offset: u64, lost: Option<String>) -> Error {
 
 impl fmt::Debug for Bridge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Bridge").field("device", &self.0.device.name()).field("standings", &self.standings()).finish()
+        f.debug_struct("Bridge")
+            .field("device", &self.0.device.name())
+            .field("standings", &self.standings())
+            .finish()
     }
 }

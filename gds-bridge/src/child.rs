@@ -1,4 +1,5 @@
-//! Other processes that look at a driver, which may hang or crash there: how long they are waited for, and how they ended.
+//! Other processes that look at a driver, which may hang or crash there: how long they are waited
+//! for, and how they ended.
 
 use std::{
     os::unix::process::ExitStatusExt,
@@ -7,7 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a killed one may take to be gone. One that a driver holds in the kernel may stay for ever; it is left then.
+/// How long a killed one may take to be gone. One that a driver holds in the kernel may stay for
+/// ever; it is left then.
 pub const GOING: Duration = Duration::from_secs(1);
 
 /// Waits for its end, until then.

@@ -1,4 +1,5 @@
-//! Workers: threads that feed one stream each and wait for it, so that no task of the runtime has to.
+//! Workers: threads that feed one stream each and wait for it, so that no task of the runtime has
+//! to.
 
 use std::{
     collections::VecDeque,
@@ -21,11 +22,12 @@ use crate::{
     pins::{Regions, Slot},
 };
 
-/// Bytes that came by RDMA may take one more copy if they are fewer in one piece: payloads that came with their frame, and what the client's
-/// cache has copied.
+/// Bytes that came by RDMA may take one more copy if they are fewer in one piece: payloads that
+/// came with their frame, and what the client's cache has copied.
 const SMALL: usize = 64 << 10;
 
-/// What holds the copies of one call together: who gives the call up waits for those that the device has begun.
+/// What holds the copies of one call together: who gives the call up waits for those that the
+/// device has begun.
 #[derive(Default)]
 pub struct Call {
     state: Mutex<CallState>,
@@ -136,8 +138,8 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Starts the thread, on these processors if any are named; where it could not be put there, why. It has as many copies under way as it has
-    /// slots, and at least two.
+    /// Starts the thread, on these processors if any are named; where it could not be put there,
+    /// why. It has as many copies under way as it has slots, and at least two.
     pub fn start(
         device: Arc<dyn GpuMem>,
         slots: Vec<Slot>,
@@ -151,7 +153,9 @@ impl Copier {
             let _ = placed.send(moved.err().map(|e| e.to_string()));
             let depth = slots.len().max(2);
             match device.stream() {
-                Ok(stream) => Worker { stream, slots, regions, depth, flying: VecDeque::new() }.run(queue),
+                Ok(stream) => {
+                    Worker { stream, slots, regions, depth, flying: VecDeque::new() }.run(queue)
+                }
                 Err(e) => refuse_all(queue, &e),
             }
         })?;
@@ -159,11 +163,16 @@ impl Copier {
         Ok((copier, told.recv().ok().flatten()))
     }
 
-    /// Has a part copied; the caller bounds how many. The tier tells whether the host memory must be pinned.
+    /// Has a part copied; the caller bounds how many. The tier tells whether the host memory must
+    /// be pinned.
     pub async fn copy(&self, call: &Arc<Call>, tier: Tier, work: Work) -> Result<Done, Fault> {
         let (answer, answered) = oneshot::channel();
         let job = Job { call: call.clone(), tier, work, answer };
-        let gone = || Fault::Driver { call: "a worker", code: Code::Io.errno(), name: "its thread has ended".into() };
+        let gone = || Fault::Driver {
+            call: "a worker",
+            code: Code::Io.errno(),
+            name: "its thread has ended".into(),
+        };
         self.jobs.as_ref().ok_or_else(gone)?.send(job).map_err(|_| gone())?;
         answered.await.map_err(|_| gone())?
     }
@@ -261,7 +270,8 @@ struct Worker {
 impl Worker {
     fn run(mut self, mut queue: mpsc::UnboundedReceiver<Job>) {
         loop {
-            let next = if self.flying.is_empty() { queue.blocking_recv() } else { queue.try_recv().ok() };
+            let next =
+                if self.flying.is_empty() { queue.blocking_recv() } else { queue.try_recv().ok() };
             match next {
                 Some(job) => {
                     while self.flying.len() >= self.depth {
@@ -282,11 +292,17 @@ impl Worker {
         let (begun, held) = match work {
             Work::Load { from, to, sum } => {
                 let begun = self.begin_load(tier, &from, to, &mut stage);
-                (begun.and_then(|staged| Ok((staged, self.check_load(sum, &from, to)?))), Held::Load { _from: from })
+                (
+                    begun.and_then(|staged| Ok((staged, self.check_load(sum, &from, to)?))),
+                    Held::Load { _from: from },
+                )
             }
             Work::Save { from, mut into, sum } => {
                 let begun = self.begin_save(tier, from, &mut into, &mut stage);
-                (begun.and_then(|staged| Ok((staged, self.check_save(sum, from, into.len())?))), Held::Save { into })
+                (
+                    begun.and_then(|staged| Ok((staged, self.check_save(sum, from, into.len())?))),
+                    Held::Save { into },
+                )
             }
             Work::Sum { from, len } => match self.stream.sum(from, len) {
                 Ok(number) => (Ok((0, Checked::No)), Held::Sum(number)),
@@ -300,7 +316,16 @@ impl Worker {
                     Checked::By(c) => (Some(c), None),
                     Checked::Without(why) => (None, Some(why)),
                 };
-                self.flying.push_back(Flying { landing, mark, held, stage, staged, check, unsummed, answer });
+                self.flying.push_back(Flying {
+                    landing,
+                    mark,
+                    held,
+                    stage,
+                    staged,
+                    check,
+                    unsummed,
+                    answer,
+                });
             }
             Err(e) => {
                 // Some of its copies may have begun.
@@ -340,7 +365,8 @@ impl Worker {
         }
     }
 
-    /// What its bytes may have to take one more copy through; of the pageable tier it is made when it is needed.
+    /// What its bytes may have to take one more copy through; of the pageable tier it is made when
+    /// it is needed.
     fn stage(&mut self, tier: Tier, work: &Work) -> Option<Stage> {
         // There is one for each that may be under way.
         let slot = tier != Tier::Pageable && !matches!(work, Work::Sum { .. });
@@ -359,7 +385,13 @@ impl Worker {
     }
 
     /// Returns the bytes that took one more copy.
-    fn begin_load(&mut self, tier: Tier, from: &[Buf], to: u64, stage: &mut Option<Stage>) -> Result<u64, Fault> {
+    fn begin_load(
+        &mut self,
+        tier: Tier,
+        from: &[Buf],
+        to: u64,
+        stage: &mut Option<Stage>,
+    ) -> Result<u64, Fault> {
         let (mut done, mut staged) = (0, 0);
         let all = from.iter().map(Buf::len).sum();
         for b in from {
@@ -368,14 +400,17 @@ impl Worker {
             } else if tier == Tier::BounceRdma && b.road() == Road::Rdma && b.len() >= SMALL {
                 return Err(not_straight(b.len(), b.region().is_some()));
             } else {
-                let room = staging(tier, stage, all).filter(|s| s.bytes().len() - staged >= b.len());
+                let room =
+                    staging(tier, stage, all).filter(|s| s.bytes().len() - staged >= b.len());
                 let room = room.ok_or_else(|| no_slot(b.len()))?.as_mut_ptr().wrapping_add(staged);
-                // SAFETY: the stage has that room, and it is another one than that of the segments before.
+                // SAFETY: the stage has that room, and it is another one than that of the segments
+                // before.
                 unsafe { room.copy_from_nonoverlapping(b.as_ptr(), b.len()) };
                 staged += b.len();
                 room.cast_const()
             };
-            // SAFETY: `from` and the stage are held, unchanged, until the copy's mark was waited for or the stream drained.
+            // SAFETY: `from` and the stage are held, unchanged, until the copy's mark was waited
+            // for or the stream drained.
             unsafe { self.stream.load(to + done, source, b.len())? };
             done += b.len() as u64;
         }
@@ -392,14 +427,17 @@ impl Worker {
     ) -> Result<u64, Fault> {
         let len = into.len();
         if self.suits(tier, into.region()) {
-            // SAFETY: `into` is held until the copy's mark was waited for or the stream drained, and nobody else has it.
+            // SAFETY: `into` is held until the copy's mark was waited for or the stream drained,
+            // and nobody else has it.
             unsafe { self.stream.save(into.as_mut_ptr(), from, len)? };
             return Ok(0);
         }
         if tier == Tier::BounceRdma && len >= SMALL {
             return Err(not_straight(len, into.region().is_some()));
         }
-        let stage = staging(tier, stage, len).filter(|s| s.bytes().len() >= len).ok_or_else(|| no_slot(len))?;
+        let stage = staging(tier, stage, len)
+            .filter(|s| s.bytes().len() >= len)
+            .ok_or_else(|| no_slot(len))?;
         // SAFETY: the stage is held as long, and used by this copy alone.
         unsafe { self.stream.save(stage.as_mut_ptr(), from, len)? };
         Ok(len as u64)
@@ -450,7 +488,8 @@ impl Worker {
     }
 }
 
-/// What a copy of so many bytes is staged in. The memory of the pageable tier is not pinned, and touched only where it is used.
+/// What a copy of so many bytes is staged in. The memory of the pageable tier is not pinned, and
+/// touched only where it is used.
 fn staging(tier: Tier, stage: &mut Option<Stage>, bytes: usize) -> Option<&mut Stage> {
     if tier == Tier::Pageable && stage.is_none() {
         *stage = Some(Stage::Plain(BufMut::unpooled(bytes)));
@@ -458,7 +497,8 @@ fn staging(tier: Tier, stage: &mut Option<Stage>, bytes: usize) -> Option<&mut S
     stage.as_mut()
 }
 
-/// Bytes for RDMA that the device cannot copy from or to where they lie. `pooled`: that is in a region of the client's pool.
+/// Bytes for RDMA that the device cannot copy from or to where they lie. `pooled`: that is in a
+/// region of the client's pool.
 fn not_straight(bytes: usize, pooled: bool) -> Fault {
     let why = if pooled {
         "they are received or sent by RDMA in memory that could not be registered with the device, too: raise pinned_limit, or the limit for \
@@ -471,7 +511,11 @@ fn not_straight(bytes: usize, pooled: bool) -> Fault {
 }
 
 fn no_sums() -> Fault {
-    Fault::Driver { call: "a sum", code: Code::Io.errno(), name: "the device said nothing of it".into() }
+    Fault::Driver {
+        call: "a sum",
+        code: Code::Io.errno(),
+        name: "the device said nothing of it".into(),
+    }
 }
 
 fn no_slot(bytes: usize) -> Fault {

@@ -1,4 +1,5 @@
-//! The road on which the storage servers read and write the device's memory: one part, and its self-test. See `docs/gds.md`.
+//! The road on which the storage servers read and write the device's memory: one part, and its
+//! self-test. See `docs/gds.md`.
 
 use std::{
     sync::Arc,
@@ -22,14 +23,16 @@ use crate::{
     selftest::{Scratch, pattern},
 };
 
-/// Bytes that a storage server sends with its answer at most, where it can write the memory that it was lent.
+/// Bytes that a storage server sends with its answer at most, where it can write the memory that it
+/// was lent.
 const WITH_ANSWER: u64 = 4096;
 
 /// Why a part did not go this way.
 pub enum Stop {
     /// The tier is to blame: another one may do.
     Tier(Fault),
-    /// As above, for this call: it is for want of something of these servers, or of the device, of which others and later calls may have enough.
+    /// As above, for this call: it is for want of something of these servers, or of the device, of
+    /// which others and later calls may have enough.
     Want(Fault),
     /// As above, but it is no reason for later calls to leave the tier alone.
     Once(Fault),
@@ -48,7 +51,8 @@ impl From<Fault> for Stop {
 pub struct Went {
     /// Its bytes by road.
     pub by: ByRoad,
-    /// Bytes that were not written by a storage server but copied by the device, from a slot: zeros of holes, and what came with an answer.
+    /// Bytes that were not written by a storage server but copied by the device, from a slot: zeros
+    /// of holes, and what came with an answer.
     pub staged: u64,
     /// The device has summed all of it.
     pub summed: bool,
@@ -65,7 +69,8 @@ pub struct Place<'a> {
     pub len: u64,
 }
 
-/// What the network has against it: the tier is to blame for what is not there or may not be lent, the call for all else.
+/// What the network has against it: the tier is to blame for what is not there or may not be lent,
+/// the call for all else.
 fn stopped(e: Error, len: u64) -> Stop {
     match e.code {
         Code::OpNotSupp | Code::NoMem | Code::Overloaded | Code::Busy => {
@@ -75,11 +80,14 @@ fn stopped(e: Error, len: u64) -> Stop {
     }
 }
 
-/// What a server sent through host memory instead of writing it where it was to: it may, for want of memory that its card reads from.
+/// What a server sent through host memory instead of writing it where it was to: it may, for want
+/// of memory that its card reads from.
 fn sent_along(all: &[Arrived], len: u64) -> Option<Stop> {
     let here = |a: &Arrived| a.here.iter().map(|b| b.len() as u64).sum::<u64>();
     let most = all.iter().map(here).max().filter(|n| *n > WITH_ANSWER)?;
-    let why = format!("one sent {most} bytes with its answer, through host memory, instead of writing them there");
+    let why = format!(
+        "one sent {most} bytes with its answer, through host memory, instead of writing them there"
+    );
     Some(Stop::Want(Fault::Export { bytes: len, why }))
 }
 
@@ -96,9 +104,15 @@ pub fn no_sums(f: Fault) -> Fault {
 }
 
 impl Inner {
-    /// Has the storage servers write a part into the device's memory. What they say of their sums is compared with what the device says of its
-    /// own, if it sums; a part that differs is fetched once more. `beside` is told of a tier over host memory that failed to copy the rest.
-    pub async fn load_direct(&self, flight: &Arc<Call>, p: Place<'_>, beside: &Beside<'_>) -> Result<Went, Stop> {
+    /// Has the storage servers write a part into the device's memory. What they say of their sums
+    /// is compared with what the device says of its own, if it sums; a part that differs is fetched
+    /// once more. `beside` is told of a tier over host memory that failed to copy the rest.
+    pub async fn load_direct(
+        &self,
+        flight: &Arc<Call>,
+        p: Place<'_>,
+        beside: &Beside<'_>,
+    ) -> Result<Went, Stop> {
         let memory = self.device.export(p.gpu, p.len)?;
         let mut damaged = None;
         for _ in 0..2 {
@@ -106,14 +120,17 @@ impl Inner {
             let got = all.last().map_or(0, |a| a.range.end);
             if got < p.len {
                 let end = p.offset + got;
-                let m = format!("the file ends after {end} bytes, in the middle of what was to be loaded");
+                let m = format!(
+                    "the file ends after {end} bytes, in the middle of what was to be loaded"
+                );
                 return Err(Stop::Call(Error::new(Code::Io, m)));
             }
             if let Some(stop) = sent_along(&all, p.len) {
                 return Err(stop);
             }
             self.device.arrived()?;
-            let (staged, unsummed) = self.fill_up(flight, p.gpu, &all, beside).await.map_err(wanting)?;
+            let (staged, unsummed) =
+                self.fill_up(flight, p.gpu, &all, beside).await.map_err(wanting)?;
             let verified = match unsummed {
                 Some(why) => Err(why),
                 None => self.verify_direct(flight, p.gpu, &all).await,
@@ -132,10 +149,13 @@ impl Inner {
             self.device.check(p.gpu, p.len)?;
             return Ok(Went { by: roads(&all), staged, summed, unsummed });
         }
-        Err(Stop::Call(damaged.map_or_else(|| Error::new(Code::Io, "a part that was not loaded"), Error::from)))
+        Err(Stop::Call(
+            damaged.map_or_else(|| Error::new(Code::Io, "a part that was not loaded"), Error::from),
+        ))
     }
 
-    /// Puts what no server wrote into the device's memory. How many bytes, and why the device did not sum them, if it was to.
+    /// Puts what no server wrote into the device's memory. How many bytes, and why the device did
+    /// not sum them, if it was to.
     async fn fill_up(
         &self,
         flight: &Arc<Call>,
@@ -161,8 +181,8 @@ impl Inner {
         Ok((staged, unsummed))
     }
 
-    /// One copy to the device, by the first road over host memory that can: what failed is to blame, not the tier that it was for. Why the device did
-    /// not sum it, if it was to.
+    /// One copy to the device, by the first road over host memory that can: what failed is to
+    /// blame, not the tier that it was for. Why the device did not sum it, if it was to.
     async fn copy_beside(
         &self,
         flight: &Arc<Call>,
@@ -171,10 +191,12 @@ impl Inner {
         beside: &Beside<'_>,
     ) -> Result<Option<Fault>, Fault> {
         let len = from.iter().map(|b| b.len() as u64).sum();
-        let why =
-            || "neither bounce-tcp nor pageable is available, by one of which what no server writes is copied".into();
+        let why = || {
+            "neither bounce-tcp nor pageable is available, by one of which what no server writes is copied".into()
+        };
         let mut last = Fault::Export { bytes: len, why: why() };
-        for tier in [Tier::BounceTcp, Tier::Pageable].into_iter().filter(|t| self.is_available(*t)) {
+        for tier in [Tier::BounceTcp, Tier::Pageable].into_iter().filter(|t| self.is_available(*t))
+        {
             let work = Work::Load { from: from.to_vec(), to, sum: self.device_sums.is_ok() };
             let f = match self.worker().copy(flight, tier, work).await {
                 Ok(done) => return Ok(done.unsummed),
@@ -196,7 +218,12 @@ impl Inner {
     }
 
     /// Whether the device summed what the servers wrote, and found it right.
-    async fn verify_direct(&self, flight: &Arc<Call>, gpu: u64, all: &[Arrived]) -> Result<bool, Fault> {
+    async fn verify_direct(
+        &self,
+        flight: &Arc<Call>,
+        gpu: u64,
+        all: &[Arrived],
+    ) -> Result<bool, Fault> {
         if self.device_sums.is_err() {
             return Ok(false);
         }
@@ -215,8 +242,8 @@ impl Inner {
         Ok(self.worker().copy(flight, Tier::GpuRdma, work).await?.sums)
     }
 
-    /// Has the storage servers read a part from the device's memory, by the sums that the device makes of it first. If they find others, both are
-    /// made once more.
+    /// Has the storage servers read a part from the device's memory, by the sums that the device
+    /// makes of it first. If they find others, both are made once more.
     pub async fn save_direct(&self, flight: &Arc<Call>, p: Place<'_>) -> Result<Went, Stop> {
         let memory = self.device.export(p.gpu, p.len)?;
         for again in [true, false] {
@@ -225,7 +252,12 @@ impl Inner {
                 Ok(()) => {
                     // Of memory that was freed meanwhile nobody knows whose bytes these are.
                     self.device.check(p.gpu, p.len)?;
-                    return Ok(Went { by: ByRoad::of(Road::Rdma, p.len), staged: 0, summed: true, unsummed: None });
+                    return Ok(Went {
+                        by: ByRoad::of(Road::Rdma, p.len),
+                        staged: 0,
+                        summed: true,
+                        unsummed: None,
+                    });
                 }
                 Err(e) if e.code == Code::Resend && again => {}
                 Err(e) if e.code == Code::Resend => {
@@ -256,19 +288,23 @@ fn whole(sums: &[u32], len: u64) -> u32 {
     sums.iter().zip(lens).fold(0, |all, (sum, n)| combine(all, *sum, n))
 }
 
-/// How long a self-test may wait for the cluster. A reply takes milliseconds; who opens a bridge is not to wait for servers that are away.
+/// How long a self-test may wait for the cluster. A reply takes milliseconds; who opens a bridge is
+/// not to wait for servers that are away.
 const PATIENCE: Duration = Duration::from_secs(15);
 
 /// As [`there_and_back`], but a cluster that does not answer makes the tier unavailable.
 pub async fn test(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
     let tested = tokio::time::timeout(PATIENCE, there_and_back(bridge, bounce)).await;
     tested.unwrap_or_else(|_| {
-        Err(Unavailable::NoScratch { why: format!("the cluster did not answer within {} s", PATIENCE.as_secs()) })
+        Err(Unavailable::NoScratch {
+            why: format!("the cluster did not answer within {} s", PATIENCE.as_secs()),
+        })
     })
 }
 
-/// Moves patterns from the device's memory to a file without a name and back. What it measures is how much faster or slower that is than the same
-/// file over host memory, in the terms of `bounce`, which knows no network.
+/// Moves patterns from the device's memory to a file without a name and back. What it measures is
+/// how much faster or slower that is than the same file over host memory, in the terms of `bounce`,
+/// which knows no network.
 async fn there_and_back(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
     let file = bridge.network.scratch().await.map_err(no_file)?;
     let (part, count) = (bridge.part as u64, bridge.workers.len() as u64);
@@ -318,7 +354,10 @@ impl Took {
             let secs = direct.as_secs_f64().max(1e-9);
             of.map_or(bytes as f64 / secs, |of| of * other.as_secs_f64() / secs)
         };
-        Measured { load: rate(self.load, bounce.map(|m| m.load)), save: rate(self.save, bounce.map(|m| m.save)) }
+        Measured {
+            load: rate(self.load, bounce.map(|m| m.load)),
+            save: rate(self.save, bounce.map(|m| m.save)),
+        }
     }
 }
 
@@ -352,7 +391,9 @@ impl Test<'_> {
         let begun = Instant::now();
         self.bridge.load_direct(self.flight, at(self.to), &|_, _| {}).await.map_err(stop)?;
         took.load[0] = begun.elapsed();
-        let came = self.copy(Work::Save { from: self.to, into: BufMut::unpooled(sent.len()), sum: false }).await?;
+        let came = self
+            .copy(Work::Save { from: self.to, into: BufMut::unpooled(sent.len()), sum: false })
+            .await?;
         let came = came.unwrap_or_else(|| BufMut::unpooled(0));
         if came.len() != sent.len() || came[..] != sent[..] {
             let at = sent.iter().zip(came.iter()).position(|(a, b)| a != b).unwrap_or(came.len());

@@ -18,7 +18,8 @@ pub trait FileIo: Send + Sync + 'static {
     /// What tells it from other files, for messages and to find ranges that overlap.
     fn id(&self) -> u64;
 
-    /// The bytes of a range, verified; fewer only where the file ends. By which road they came is marked on the buffers ([`Buf::road`]).
+    /// The bytes of a range, verified; fewer only where the file ends. By which road they came is
+    /// marked on the buffers ([`Buf::road`]).
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>>;
 
     /// Writes all of it, or fails. By which roads it went: as many bytes as there are.
@@ -29,7 +30,8 @@ pub trait FileIo: Send + Sync + 'static {
         Policy::Prefer
     }
 
-    /// As [`File::read_foreign`]. `EOPNOTSUPP`: no server reaches the device's memory; whoever wraps a file passes it on.
+    /// As [`File::read_foreign`]. `EOPNOTSUPP`: no server reaches the device's memory; whoever
+    /// wraps a file passes it on.
     async fn read_direct(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>>;
 
     /// As [`File::write_foreign`].
@@ -54,7 +56,9 @@ impl Strict {
 /// Two policies that hold for the same bytes, with their names. `EINVAL` if no tier meets both.
 pub(crate) fn both((what, a): (&str, Policy), (other, b): (&str, Policy)) -> Result<Policy> {
     a.and(b).ok_or_else(|| {
-        let m = format!("{what} is {a}, and {other} is {b}: no tier meets both, so nothing may be moved");
+        let m = format!(
+            "{what} is {a}, and {other} is {b}: no tier meets both, so nothing may be moved"
+        );
         Error::new(Code::Inval, m)
     })
 }
@@ -143,7 +147,10 @@ impl FileIo for Watched {
 
 /// What a file says that no storage server has, or none that reaches the device's memory.
 pub fn not_direct() -> Error {
-    Error::new(Code::OpNotSupp, "this file is on no storage server that would reach the device's memory")
+    Error::new(
+        Code::OpNotSupp,
+        "this file is on no storage server that would reach the device's memory",
+    )
 }
 
 /// What a bridge asks of the client whose files it moves.
@@ -160,7 +167,8 @@ pub trait Network: Send + Sync + 'static {
         Ok(None)
     }
 
-    /// A file for the self-test of the road that passes no host memory, which is gone when it is dropped.
+    /// A file for the self-test of the road that passes no host memory, which is gone when it is
+    /// dropped.
     async fn scratch(&self) -> Result<Arc<dyn FileIo>> {
         Err(not_direct())
     }
@@ -178,10 +186,16 @@ impl Network for Client {
 
     /// As the process may know it.
     async fn sealed(&self, ino: u64) -> Result<Option<Sealed>> {
-        let groups = rustix::process::getgroups().unwrap_or_default().into_iter().map(|g| g.as_raw()).collect();
+        let groups = rustix::process::getgroups()
+            .unwrap_or_default()
+            .into_iter()
+            .map(|g| g.as_raw())
+            .collect();
         let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         match self.get_seal(&Creds { uid, gid, groups }, ino, None).await {
-            Ok((info, _)) => info.manifest.map(|m| of_manifest(&self.fs_uuid(), ino, &m)).transpose(),
+            Ok((info, _)) => {
+                info.manifest.map(|m| of_manifest(&self.fs_uuid(), ino, &m)).transpose()
+            }
             Err(e) if e.code == Code::NoData => Ok(None),
             Err(e) => Err(e),
         }
@@ -253,7 +267,8 @@ impl FileIo for File {
     }
 }
 
-/// Each of `len` bytes once. What was sent again, or by more than one road, counts as the road that proves the least; what was not sent yet went by none.
+/// Each of `len` bytes once. What was sent again, or by more than one road, counts as the road that
+/// proves the least; what was not sent yet went by none.
 fn once(went: ByRoad, len: u64) -> ByRoad {
     let (mut all, mut left) = (ByRoad::default(), len);
     for road in [Road::Local, Road::Tcp, Road::RdmaStream, Road::Rdma] {
@@ -276,6 +291,10 @@ mod tests {
         assert_eq!(once(went, 130)[Road::Local], 30, "held back");
         went.add(Road::Tcp, 40);
         let all = once(went, 100);
-        assert_eq!((all[Road::Tcp], all[Road::Rdma], all.sum()), (40, 60, 100), "some were sent again");
+        assert_eq!(
+            (all[Road::Tcp], all[Road::Rdma], all.sum()),
+            (40, 60, 100),
+            "some were sent again"
+        );
     }
 }

@@ -24,12 +24,13 @@ use crate::{
     pins::Registry,
 };
 
-/// First address; nothing of the process can lie there (not canonical on x86-64, beyond user space on AArch64).
+/// First address; nothing of the process can lie there (not canonical on x86-64, beyond user space
+/// on AArch64).
 const BASE: u64 = 0x00d0_0000_0000_0000;
 const ALIGN: u64 = 2 << 20;
 
-/// A stand-in for a device. Its addresses mean nothing to the process, its streams copy as late as they may, and it fails where and
-/// as it is told. Clones are the same device.
+/// A stand-in for a device. Its addresses mean nothing to the process, its streams copy as late as
+/// they may, and it fails where and as it is told. Clones are the same device.
 #[derive(Clone, Default)]
 pub struct HostMem(Arc<Mutex<State>>);
 
@@ -158,7 +159,8 @@ struct Block {
     len: usize,
 }
 
-// SAFETY: memory of its own, which is only reached through addresses; those who do keep to the promises of `GpuMem`.
+// SAFETY: memory of its own, which is only reached through addresses; those who do keep to the
+// promises of `GpuMem`.
 unsafe impl Send for Block {}
 // SAFETY: as above.
 unsafe impl Sync for Block {}
@@ -183,7 +185,8 @@ struct Lent {
     len: usize,
 }
 
-// SAFETY: only an address; what makes it valid is the promise of who lent it, which is not bound to a thread.
+// SAFETY: only an address; what makes it valid is the promise of who lent it, which is not bound to
+// a thread.
 unsafe impl Send for Lent {}
 
 /// Copies that are to fail.
@@ -207,7 +210,8 @@ pub struct Copied {
 }
 
 impl HostMem {
-    /// A device that fails nowhere and really locks what it pins (mlock(2)), as far as the process may.
+    /// A device that fails nowhere and really locks what it pins (mlock(2)), as far as the process
+    /// may.
     pub fn new() -> HostMem {
         HostMem::default()
     }
@@ -254,7 +258,8 @@ impl HostMem {
         self.0.lock().destroy();
     }
 
-    /// The copy after the next `copies` ones fails, and all others from there on, until [`HostMem::mend`].
+    /// The copy after the next `copies` ones fails, and all others from there on, until
+    /// [`HostMem::mend`].
     pub fn fail_after(&self, copies: u64, fault: Fault) {
         let mut s = self.0.lock();
         s.failing = Some(Failing { from: s.copies + copies, fault, pinned_only: false });
@@ -295,13 +300,15 @@ impl HostMem {
         gate.0.lock().1
     }
 
-    /// From now on plays a device that sees what others write into exported memory only when it is told to look ([`GpuMem::arrived`]). They must not write
-    /// while it looks: for tests on one thread.
+    /// From now on plays a device that sees what others write into exported memory only when it is
+    /// told to look ([`GpuMem::arrived`]). They must not write while it looks: for tests on one
+    /// thread.
     pub fn see_late(&self) {
         self.0.lock().late.get_or_insert_default();
     }
 
-    /// From now on plays a device that sums its memory. The work is done by this machine: for tests.
+    /// From now on plays a device that sums its memory. The work is done by this machine: for
+    /// tests.
     pub fn play_sums(&self) {
         self.0.lock().sums = true;
     }
@@ -343,11 +350,12 @@ impl HostMem {
         self.0.lock().driver.pins.lock().told
     }
 
-    /// Takes memory of the process for the device's, at its own address, until [`HostMem::take_back`] is told the same.
+    /// Takes memory of the process for the device's, at its own address, until
+    /// [`HostMem::take_back`] is told the same.
     ///
     /// # Safety
-    /// Until then the memory stays mapped, and is written by nobody else while a call moves it (while one loads into it: not read
-    /// either).
+    /// Until then the memory stays mapped, and is written by nobody else while a call moves it
+    /// (while one loads into it: not read either).
     pub unsafe fn lend(&self, start: *mut u8, len: usize) {
         self.0.lock().lent.push(Lent { start, len });
     }
@@ -375,7 +383,8 @@ impl HostMem {
         self.0.lock().hold(addr, len)
     }
 
-    /// Puts bytes where [`HostMem::hold`] holds as many or more, whether they were freed meanwhile or not.
+    /// Puts bytes where [`HostMem::hold`] holds as many or more, whether they were freed meanwhile
+    /// or not.
     pub(crate) fn fill(&self, memory: &Foreign, bytes: &[u8]) -> Result<(), Fault> {
         let s = self.0.lock();
         if s.context_gone {
@@ -413,14 +422,19 @@ impl State {
             let end = start + bytes.len as u64;
             if addr < end {
                 let beyond = Fault::Beyond { addr, len, end };
-                return if len <= end - addr { Ok((*start, (addr - start) as usize)) } else { Err(beyond) };
+                return if len <= end - addr {
+                    Ok((*start, (addr - start) as usize))
+                } else {
+                    Err(beyond)
+                };
             }
         }
         let freed = self.freed.iter().any(|(start, end)| (*start..*end).contains(&addr));
         Err(if freed { Fault::Freed { addr } } else { Fault::Foreign { addr } })
     }
 
-    /// Where a range lies in this process: valid for reading and writing `len` bytes while the lock is held.
+    /// Where a range lies in this process: valid for reading and writing `len` bytes while the lock
+    /// is held.
     fn place(&mut self, addr: u64, len: u64) -> Result<*mut u8, Fault> {
         if let Some(lent) = self.is_lent(addr, len).filter(|_| !self.context_gone) {
             return Ok(lent);
@@ -429,14 +443,16 @@ impl State {
         Ok(self.blocks[&block].start.wrapping_add(at))
     }
 
-    /// So many bytes from there, which stay in place as long as what this returns is held, also when they are freed meanwhile.
+    /// So many bytes from there, which stay in place as long as what this returns is held, also
+    /// when they are freed meanwhile.
     fn hold(&mut self, addr: u64, len: u64) -> Result<Foreign, Fault> {
         let start = self.place(addr, len)?;
         let keep: Arc<dyn Any + Send + Sync> = match self.is_lent(addr, len) {
             Some(_) => Arc::new(()),
             None => self.blocks[&self.find(addr, len)?.0].clone(),
         };
-        // SAFETY: a block is in place as long as it is held; what was lent to this device, as long as a call moves it, by the promise of who did.
+        // SAFETY: a block is in place as long as it is held; what was lent to this device, as long
+        // as a call moves it, by the promise of who did.
         Ok(unsafe { Foreign::host(start, len, keep) })
     }
 
@@ -496,7 +512,8 @@ impl State {
     fn destroy(&mut self) {
         self.context_gone = true;
         let mut pins = self.driver.pins.lock();
-        let mine: Vec<usize> = pins.all.iter().filter(|(_, (_, by))| *by == self.number).map(|(at, _)| *at).collect();
+        let mine: Vec<usize> =
+            pins.all.iter().filter(|(_, (_, by))| *by == self.number).map(|(at, _)| *at).collect();
         for at in mine {
             pins.remove(at);
         }
@@ -510,14 +527,16 @@ impl State {
             self.destroy();
         }
         let pinned = self.is_pinned(c.host.addr(), c.len);
-        if let Some(f) = self.failing.as_ref().filter(|f| n >= f.from && (pinned || !f.pinned_only)) {
+        if let Some(f) = self.failing.as_ref().filter(|f| n >= f.from && (pinned || !f.pinned_only))
+        {
             return Err(f.fault.clone());
         }
         let device = self.place(c.device, c.len as u64)?;
         let corrupt = self.corrupt_after.take_if(|at| n >= *at).is_some();
         let (from, to) = if c.to_device { (c.host, device) } else { (device, c.host) };
-        // SAFETY: the host's end is valid until this copy was waited for, as the caller of `load` or `save` promised; the device's is
-        // as `place` says. They may be the same memory only if somebody lent a buffer of the bridge's own: hence `copy_from`.
+        // SAFETY: the host's end is valid until this copy was waited for, as the caller of `load`
+        // or `save` promised; the device's is as `place` says. They may be the same memory only if
+        // somebody lent a buffer of the bridge's own: hence `copy_from`.
         unsafe {
             to.copy_from(from, c.len);
             *to.add(c.len / 2) ^= u8::from(corrupt);
@@ -595,7 +614,11 @@ impl GpuMem for HostMem {
     }
 
     fn pci(&self) -> Result<String, String> {
-        self.0.lock().pci.clone().ok_or_else(|| "there is no GPU, only host memory in its place".into())
+        self.0
+            .lock()
+            .pci
+            .clone()
+            .ok_or_else(|| "there is no GPU, only host memory in its place".into())
     }
 
     unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), Fault> {
@@ -617,8 +640,10 @@ impl GpuMem for HostMem {
                 return Err(refused(format!("{already} of {limit} bytes are taken")));
             }
             Some(_) => {}
-            // SAFETY: the caller says that these pages are mapped; locking them changes none of their bytes.
-            None => unsafe { rustix::mm::mlock(start.cast(), len) }.map_err(|e| refused(format!("mlock: {e}")))?,
+            // SAFETY: the caller says that these pages are mapped; locking them changes none of
+            // their bytes.
+            None => unsafe { rustix::mm::mlock(start.cast(), len) }
+                .map_err(|e| refused(format!("mlock: {e}")))?,
         }
         pins.told.made += 1;
         pins.all.insert(at, (len, s.number));
@@ -635,7 +660,11 @@ impl GpuMem for HostMem {
     }
 
     fn sums(&self) -> Result<(), String> {
-        if self.0.lock().sums { Ok(()) } else { Err("there is no GPU, only host memory in its place".into()) }
+        if self.0.lock().sums {
+            Ok(())
+        } else {
+            Err("there is no GPU, only host memory in its place".into())
+        }
     }
 
     fn export(&self, addr: u64, len: u64) -> Result<Foreign, Fault> {
@@ -709,7 +738,9 @@ impl HostStream {
             }
             if c.host.is_null() {
                 match self.device.peek(c.device, c.len as u64) {
-                    Ok(bytes) => drop(self.told.insert(self.done, (block_sums(0, [&bytes[..]]), bytes.len()))),
+                    Ok(bytes) => drop(
+                        self.told.insert(self.done, (block_sums(0, [&bytes[..]]), bytes.len())),
+                    ),
                     Err(e) => self.faults.push_back((self.done, e)),
                 }
             } else if let Err(e) = self.device.0.lock().copy(&c) {

@@ -76,7 +76,8 @@ fn faults_come_when_they_were_ordered() {
     m.corrupt_after(1);
     assert_eq!(load(2), [Ok(()), Ok(())]);
     assert_eq!(m.peek(a, 64).unwrap().iter().filter(|b| **b != 7).count(), 1);
-    let fault = Fault::Driver { call: "cuMemcpyHtoDAsync", code: 719, name: "launch failed".into() };
+    let fault =
+        Fault::Driver { call: "cuMemcpyHtoDAsync", code: 719, name: "launch failed".into() };
     m.fail_after(1, fault.clone());
     assert_eq!(load(3), [Ok(()), Err(fault.clone()), Err(fault.clone())]);
     m.fail_pinned_after(0, fault);
@@ -93,7 +94,9 @@ fn faults_come_when_they_were_ordered() {
 #[tokio::test]
 async fn every_reason_can_be_forced_on_every_tier() {
     let mem = HostMem::new();
-    let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(Pool::default()), Options::default()).await.unwrap();
+    let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(Pool::default()), Options::default())
+        .await
+        .unwrap();
     for why in reason::tests::all() {
         Tier::ALL.iter().for_each(|t| mem.refuse(*t, Some(why.clone())));
         let (found, before) = (bridge.self_test().await, mem.copied());
@@ -105,6 +108,9 @@ async fn every_reason_can_be_forced_on_every_tier() {
         bridge.self_test().await;
         assert_eq!(mem.copied(), before);
         Tier::ALL.iter().for_each(|t| mem.refuse(*t, None));
-        assert!(matches!(bridge.self_test().await[Tier::Pageable], Standing::Available(_)), "{why}");
+        assert!(
+            matches!(bridge.self_test().await[Tier::Pageable], Standing::Available(_)),
+            "{why}"
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! Ranges of files into GPU memory and back, with a report of the road that every byte took. See `docs/gds.md`.
+//! Ranges of files into GPU memory and back, with a report of the road that every byte took. See
+//! `docs/gds.md`.
 //!
 //! ```no_run
 //! # async fn example(client: strake_client::Client, file: strake_client::File) -> Result<(), Box<dyn std::error::Error>> {
@@ -15,10 +16,12 @@
 //! # Ok(()) }
 //! ```
 //!
-//! Where to read: [`plan`] decides which tier a part takes and is pure; [`Bridge`] (`bridge.rs`) cuts calls into parts and drives it;
-//! `copier.rs` has the threads that copy; `direct.rs` is the road on which nothing is copied here, [`local`] the one from a copy on this node; `rest.rs` knows which tiers to leave alone for a while;
-//! [`session`] is all of it for programs that are not asynchronous; `pins.rs` registers host memory, `numa.rs` says where it should lie; [`GpuMem`] is the device, implemented by [`Cuda`] and
-//! [`HostMem`].
+//! Where to read: [`plan`] decides which tier a part takes and is pure; [`Bridge`] (`bridge.rs`)
+//! cuts calls into parts and drives it; `copier.rs` has the threads that copy; `direct.rs` is the
+//! road on which nothing is copied here, [`local`] the one from a copy on this node; `rest.rs`
+//! knows which tiers to leave alone for a while; [`session`] is all of it for programs that are not
+//! asynchronous; `pins.rs` registers host memory, `numa.rs` says where it should lie; [`GpuMem`] is
+//! the device, implemented by [`Cuda`] and [`HostMem`].
 
 #![warn(missing_docs)]
 

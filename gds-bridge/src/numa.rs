@@ -1,5 +1,5 @@
-//! Which memory and which processors are near a device, as sysfs tells, and how to get there. All of it is best effort: what is not known or
-//! refused is said, and nothing fails for it.
+//! Which memory and which processors are near a device, as sysfs tells, and how to get there. All
+//! of it is best effort: what is not known or refused is said, and nothing fails for it.
 
 use std::{fs, io, path::Path, ptr};
 
@@ -56,14 +56,17 @@ impl Near {
         Near {
             node,
             memory: has_memory(sysfs, node),
-            cpus: allowed.and_then(|allowed| near(&list_of(sysfs, &format!("node{node}/cpulist"))?, &allowed)),
+            cpus: allowed.and_then(|allowed| {
+                near(&list_of(sysfs, &format!("node{node}/cpulist"))?, &allowed)
+            }),
         }
     }
 }
 
 /// Whether this machine has more than one node: otherwise all is near.
 pub(crate) fn has_several(sysfs: &Path) -> bool {
-    list_of(sysfs, "online").is_ok_and(|l| l.iter().map(|(a, b)| u64::from(b - a) + 1).sum::<u64>() > 1)
+    list_of(sysfs, "online")
+        .is_ok_and(|l| l.iter().map(|(a, b)| u64::from(b - a) + 1).sum::<u64>() > 1)
 }
 
 fn near(there: &List, allowed: &CpuSet) -> Result<Option<CpuSet>, String> {
@@ -93,7 +96,10 @@ fn has_memory(sysfs: &Path, node: u32) -> Result<(), String> {
 /// The node of a PCI device.
 fn node_of(sysfs: &Path, pci: &str) -> Result<u32, String> {
     // It comes from a driver: no other path is made of it.
-    if pci.is_empty() || !pci.bytes().all(|b| b.is_ascii_hexdigit() || b == b':' || b == b'.') || pci.contains("..") {
+    if pci.is_empty()
+        || !pci.bytes().all(|b| b.is_ascii_hexdigit() || b == b':' || b == b'.')
+        || pci.contains("..")
+    {
         return Err(format!("'{}' is no PCI address", pci.escape_default()));
     }
     let path = sysfs.join("bus/pci/devices").join(pci).join("numa_node");
@@ -103,9 +109,14 @@ fn node_of(sysfs: &Path, pci: &str) -> Result<u32, String> {
         Ok(n) => u32::try_from(n).ok().filter(|n| *n <= LAST_NODE),
         Err(_) => None,
     };
-    let node = node.ok_or_else(|| format!("{} says '{}', which is no node", path.display(), shown(&text)))?;
+    let node = node
+        .ok_or_else(|| format!("{} says '{}', which is no node", path.display(), shown(&text)))?;
     let online = list_of(sysfs, "online")?;
-    if has(&online, node) { Ok(node) } else { Err(format!("node {node}, of device {pci}, is not online")) }
+    if has(&online, node) {
+        Ok(node)
+    } else {
+        Err(format!("node {node}, of device {pci}, is not online"))
+    }
 }
 
 /// First and last of each run.
@@ -118,7 +129,9 @@ fn has(list: &List, n: u32) -> bool {
 fn list_of(sysfs: &Path, name: &str) -> Result<List, String> {
     let path = sysfs.join("devices/system/node").join(name);
     let text = read(&path)?;
-    parse(text.trim()).ok_or_else(|| format!("{} says '{}', which is no list of numbers", path.display(), shown(&text)))
+    parse(text.trim()).ok_or_else(|| {
+        format!("{} says '{}', which is no list of numbers", path.display(), shown(&text))
+    })
 }
 
 /// `0-3,8-11`, as the kernel writes sets; nothing is the empty one.
@@ -126,7 +139,9 @@ fn parse(text: &str) -> Option<List> {
     if text.is_empty() {
         return Some(List::new());
     }
-    let number = |s: &str| s.parse::<u32>().ok().filter(|n| *n <= 1 << 20 && s.bytes().all(|b| b.is_ascii_digit()));
+    let number = |s: &str| {
+        s.parse::<u32>().ok().filter(|n| *n <= 1 << 20 && s.bytes().all(|b| b.is_ascii_digit()))
+    };
     let run = |s: &str| {
         let (a, b) = s.split_once('-').unwrap_or((s, s));
         let run = (number(a)?, number(b)?);
@@ -144,7 +159,8 @@ fn shown(text: &str) -> String {
     text.trim().chars().take(40).flat_map(char::escape_default).collect()
 }
 
-/// Has pages come from a node as long as it has some, and those move there that were touched already, unless somebody holds them where they are: mbind(2).
+/// Has pages come from a node as long as it has some, and those move there that were touched
+/// already, unless somebody holds them where they are: mbind(2).
 pub(crate) fn prefer(start: *mut u8, len: usize, node: u32) -> io::Result<()> {
     let mut mask = [0 as c_ulong; (LAST_NODE / WORD) as usize + 1];
     let word = mask.get_mut((node / WORD) as usize).ok_or(io::ErrorKind::InvalidInput)?;
@@ -212,12 +228,14 @@ impl Placing {
         *self.near.as_ref()?.cpus.as_ref().ok()?
     }
 
-    /// What came of it, and what is to be said of that. `slots`: where they begin; they were touched. `threads`: what there was against moving each.
+    /// What came of it, and what is to be said of that. `slots`: where they begin; they were
+    /// touched. `threads`: what there was against moving each.
     pub fn done(self, slots: &[*const u8], threads: &[Option<String>]) -> (Numa, Option<String>) {
         let Placing { mut numa, several, near, refused } = self;
         let Some(near) = near else {
             let why = numa.why.as_ref().filter(|_| several);
-            let said = why.map(|why| format!("slots and threads are not placed near the device: {why}"));
+            let said =
+                why.map(|why| format!("slots and threads are not placed near the device: {why}"));
             return (numa, said);
         };
         let (node, mut said) = (near.node, Vec::new());
@@ -226,18 +244,23 @@ impl Placing {
         let elsewhere = numa.slots.map_or(0, |there| slots.len() - there);
         if elsewhere > 0 || several {
             let why = near.memory.err().or(refused.into_inner());
-            let why = why.or_else(|| (elsewhere > 0).then(|| format!("{elsewhere} found no room there")));
-            said.extend(why.map(|why| format!("slots are not all on node {node}, the device's: {why}")));
+            let why =
+                why.or_else(|| (elsewhere > 0).then(|| format!("{elsewhere} found no room there")));
+            said.extend(
+                why.map(|why| format!("slots are not all on node {node}, the device's: {why}")),
+            );
         }
-        let against =
-            near.cpus.err().or_else(|| threads.iter().flatten().next().map(|e| format!("sched_setaffinity: {e}")));
+        let against = near
+            .cpus
+            .err()
+            .or_else(|| threads.iter().flatten().next().map(|e| format!("sched_setaffinity: {e}")));
         numa.threads = Some(match &against {
             Some(_) => 0,
             None => threads.len(),
         });
-        said.extend(
-            against.map(|why| format!("threads are not all on the processors of node {node}, the device's: {why}")),
-        );
+        said.extend(against.map(|why| {
+            format!("threads are not all on the processors of node {node}, the device's: {why}")
+        }));
         (numa, (!said.is_empty()).then(|| said.join("; ")))
     }
 }
@@ -284,7 +307,19 @@ mod tests {
         assert_eq!(parse("0-3,8-11"), Some(vec![(0, 3), (8, 11)]));
         assert_eq!(parse("7"), Some(vec![(7, 7)]));
         assert_eq!(parse(""), Some(vec![]));
-        for bad in ["a", "1-", "-1", "3-1", "1,,2", "1;2", "+1", " 1", "0-4294967295", "99999999999999999999", "0x1"] {
+        for bad in [
+            "a",
+            "1-",
+            "-1",
+            "3-1",
+            "1,,2",
+            "1;2",
+            "+1",
+            " 1",
+            "0-4294967295",
+            "99999999999999999999",
+            "0x1",
+        ] {
             assert_eq!(parse(bad), None, "{bad}");
         }
     }
@@ -314,7 +349,10 @@ mod tests {
         }
         let missing = Numa::of(&s.0, Ok("0000:01:00.0".into())).why.unwrap();
         assert!(missing.contains("0000:01:00.0/numa_node: No such file"), "{missing}");
-        assert_eq!(Numa::of(&s.0, Err("it does not tell".into())).why.as_deref(), Some("it does not tell"));
+        assert_eq!(
+            Numa::of(&s.0, Err("it does not tell".into())).why.as_deref(),
+            Some("it does not tell")
+        );
     }
 
     #[test]
@@ -334,7 +372,8 @@ mod tests {
 
     #[test]
     fn a_node_without_memory_gets_none_and_it_is_told() {
-        let files = [("device", "1"), ("online", "0-1"), ("has_memory", "0"), ("node1/cpulist", "4000")];
+        let files =
+            [("device", "1"), ("online", "0-1"), ("has_memory", "0"), ("node1/cpulist", "4000")];
         let s = Sys::new("memory", &files);
         let placing = Placing::of(&s.0, Ok(PCI.into()));
         let mut page = vec![0u8; 4096];
@@ -343,7 +382,10 @@ mod tests {
         let (numa, said) = placing.done(&[], &[None]);
         let said = said.unwrap();
         assert_eq!((numa.node, numa.threads), (Some(1), Some(0)));
-        assert!(said.contains("slots are not all on node 1, the device's: it has no memory"), "{said}");
+        assert!(
+            said.contains("slots are not all on node 1, the device's: it has no memory"),
+            "{said}"
+        );
         assert!(said.contains("threads are not all on the processors of node 1"), "{said}");
         // Older kernels; and a machine of one node has nothing to say.
         fs::remove_file(s.0.join("devices/system/node/has_memory")).unwrap();
@@ -360,8 +402,10 @@ mod tests {
         let len = 1 << 20;
         // SAFETY: a new mapping, which is let go at the end of the test.
         let start: *mut u8 = unsafe {
-            let (prot, flags) =
-                (rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE, rustix::mm::MapFlags::PRIVATE);
+            let (prot, flags) = (
+                rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE,
+                rustix::mm::MapFlags::PRIVATE,
+            );
             rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, flags).unwrap().cast()
         };
         match prefer(start, len, 0) {
@@ -383,7 +427,9 @@ mod tests {
                         assert_eq!(node_at(start).unwrap(), other);
                         prefer(start, len, 0).unwrap();
                     }
-                    None => println!("skipped: moving memory, because one node alone has some here"),
+                    None => {
+                        println!("skipped: moving memory, because one node alone has some here")
+                    }
                 }
                 assert!(bytes.iter().all(|b| *b == 7), "what is there stays");
                 // The policy itself, which says nothing of other memory.

@@ -1,4 +1,5 @@
-//! Host memory that is registered with the device: slots of the bridge's own, and the regions of the client's buffers as they are seen.
+//! Host memory that is registered with the device: slots of the bridge's own, and the regions of
+//! the client's buffers as they are seen.
 
 use std::{
     collections::HashMap,
@@ -23,9 +24,9 @@ const UNLIMITED: u64 = 512 << 20;
 /// The smallest slot that is worth a copy.
 pub const MIN_SLOT: usize = 256 << 10;
 
-/// What is registered with a driver, by all bridges of this process that use it. A driver takes the same memory once, and what it took is
-/// pinned for all of its devices: so each region of a client's buffers is registered by whoever needs it first, and stays until the last
-/// one is gone.
+/// What is registered with a driver, by all bridges of this process that use it. A driver takes the
+/// same memory once, and what it took is pinned for all of its devices: so each region of a
+/// client's buffers is registered by whoever needs it first, and stays until the last one is gone.
 #[derive(Default)]
 pub struct Registry(Mutex<Known>);
 
@@ -56,7 +57,12 @@ impl Registry {
     ///
     /// # Safety
     /// As of [`GpuMem::pin`], until [`Registry::unpin`] returned.
-    unsafe fn pin(&self, device: &Arc<dyn GpuMem>, (start, len): (*mut u8, usize), limit: u64) -> Result<(), Fault> {
+    unsafe fn pin(
+        &self,
+        device: &Arc<dyn GpuMem>,
+        (start, len): (*mut u8, usize),
+        limit: u64,
+    ) -> Result<(), Fault> {
         let mut known = self.0.lock();
         if !known.has_room(len, limit) {
             let why = format!("the bridges of this process have {} of {limit} bytes", known.bytes);
@@ -74,8 +80,8 @@ impl Registry {
         known.bytes -= len as u64;
     }
 
-    /// Registers a region if nobody has, and counts one use more, unless `again`. Returns whose registration it is; `None`: there is no room for
-    /// it within `limit`.
+    /// Registers a region if nobody has, and counts one use more, unless `again`. Returns whose
+    /// registration it is; `None`: there is no room for it within `limit`.
     fn take(
         &self,
         region: &Arc<Region>,
@@ -152,10 +158,12 @@ impl Mapping {
     fn new(len: usize) -> Result<Mapping, Fault> {
         let refused = |why: String| Fault::Pin { bytes: len as u64, why };
         let prot = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new private mapping at an address of the kernel's choice touches no memory in use.
+        // SAFETY: a new private mapping at an address of the kernel's choice touches no memory in
+        // use.
         let start = unsafe { mmap_anonymous(ptr::null_mut(), len, prot, MapFlags::PRIVATE) };
         let start = start.map_err(|e| refused(format!("mmap: {e}")))?;
-        let start = NonNull::new(start.cast()).ok_or_else(|| refused("mmap gave nothing".into()))?;
+        let start =
+            NonNull::new(start.cast()).ok_or_else(|| refused("mmap gave nothing".into()))?;
         Ok(Mapping { start, len })
     }
 }
@@ -175,7 +183,8 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// No more than `limit` bytes are pinned with it; `prepare` is told where it lies before anybody touches it.
+    /// No more than `limit` bytes are pinned with it; `prepare` is told where it lies before
+    /// anybody touches it.
     pub fn new(
         device: &Arc<dyn GpuMem>,
         len: usize,
@@ -191,7 +200,8 @@ impl Slot {
     }
 
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: mapped as long as `self` lives; who writes through `as_mut_ptr` has `self` to itself meanwhile.
+        // SAFETY: mapped as long as `self` lives; who writes through `as_mut_ptr` has `self` to
+        // itself meanwhile.
         unsafe { std::slice::from_raw_parts(self.memory.start.as_ptr(), self.memory.len) }
     }
 
@@ -230,9 +240,13 @@ impl Budget {
         let memlock = getrlimit(Resource::Memlock).current;
         let (limit, own, because) = match (asked, memlock) {
             (Some(l), _) => (l, l, format!("pinned_limit is {l} bytes")),
-            (None, Some(l)) => (l / 2, l / 2, format!("RLIMIT_MEMLOCK is {l} bytes, of which half is taken")),
+            (None, Some(l)) => {
+                (l / 2, l / 2, format!("RLIMIT_MEMLOCK is {l} bytes, of which half is taken"))
+            }
             // There is nothing to share.
-            (None, None) => (u64::MAX, UNLIMITED, format!("no more than {UNLIMITED} bytes are taken")),
+            (None, None) => {
+                (u64::MAX, UNLIMITED, format!("no more than {UNLIMITED} bytes are taken"))
+            }
         };
         let others = format!(", and other bridges of this process have {taken} bytes");
         Budget { limit, own, because: if taken > 0 { because + &others } else { because } }
@@ -240,9 +254,11 @@ impl Budget {
 }
 
 impl Pins {
-    /// Slots for `workers`, `each` of `slot_bytes` (a power of two of at least [`MIN_SLOT`]); smaller ones, then fewer, where that is too
-    /// much. An error if there cannot be even two of the smallest. `limit`: what all bridges that share the driver may have pinned. `prepare` is
-    /// told of each slot's memory before anybody touches it; the client's buffers are moved to the node `near` when they are pinned.
+    /// Slots for `workers`, `each` of `slot_bytes` (a power of two of at least [`MIN_SLOT`]);
+    /// smaller ones, then fewer, where that is too much. An error if there cannot be even two of
+    /// the smallest. `limit`: what all bridges that share the driver may have pinned. `prepare` is
+    /// told of each slot's memory before anybody touches it; the client's buffers are moved to the
+    /// node `near` when they are pinned.
     pub fn new(
         device: &Arc<dyn GpuMem>,
         (workers, each, slot_bytes): (usize, usize, usize),
@@ -254,14 +270,19 @@ impl Pins {
         let Budget { limit, own, because } = Budget::new(limit, before);
         let room = own.min(limit.saturating_sub(before));
         let mut refused = None;
-        let sizes = std::iter::successors(Some(slot_bytes), |s| Some(s / 2)).take_while(|s| *s >= MIN_SLOT);
+        let sizes =
+            std::iter::successors(Some(slot_bytes), |s| Some(s / 2)).take_while(|s| *s >= MIN_SLOT);
         let tries = sizes.map(|size| (workers, each, size)).chain([(1, 2, MIN_SLOT)]);
         for (workers, each, size) in tries {
             let taken = (workers * each * size) as u64;
             if taken > room {
                 continue;
             }
-            let row = || (0..each).map(|_| Slot::new(device, size, limit, prepare)).collect::<Result<Vec<_>, _>>();
+            let row = || {
+                (0..each)
+                    .map(|_| Slot::new(device, size, limit, prepare))
+                    .collect::<Result<Vec<_>, _>>()
+            };
             match (0..workers).map(|_| row()).collect::<Result<Vec<_>, _>>() {
                 Ok(slots) => {
                     let rest = ((room - taken) / REGION as u64) as usize;
@@ -310,7 +331,14 @@ struct Mine {
 impl Regions {
     fn new(device: &Arc<dyn GpuMem>, limit: u64, own: u64, near: Option<u32>) -> Arc<Regions> {
         let (registry, most) = (device.registry(), (own / REGION as u64) as usize);
-        Arc::new(Regions { device: device.clone(), registry, limit, near, most, mine: Mutex::default() })
+        Arc::new(Regions {
+            device: device.clone(),
+            registry,
+            limit,
+            near,
+            most,
+            mine: Mutex::default(),
+        })
     }
 
     /// None, for where nothing can be pinned.
@@ -343,7 +371,10 @@ impl Regions {
             Ok(by) => by.map(|by| mine.used.insert(region.id(), by)).is_some(),
             Err(Fault::ContextGone) => false,
             Err(e) => {
-                tracing::info!("{} regions of the client's buffers are pinned, no more: {e}", mine.used.len());
+                tracing::info!(
+                    "{} regions of the client's buffers are pinned, no more: {e}",
+                    mine.used.len()
+                );
                 mine.refused = true;
                 false
             }
@@ -422,10 +453,18 @@ mod tests {
         let mut bufs: Vec<BufMut> = (0..4).map(|_| pool.get_now(REGION)).collect();
         bufs[0].fill(7);
         let small = pool.get_now(5000);
-        let pinned: Vec<bool> = bufs.iter().chain(&bufs).map(|b| p.regions.has(b.region())).collect();
-        assert_eq!(pinned, [true, true, false, false, true, true, false, false], "9 MiB are two regions");
+        let pinned: Vec<bool> =
+            bufs.iter().chain(&bufs).map(|b| p.regions.has(b.region())).collect();
+        assert_eq!(
+            pinned,
+            [true, true, false, false, true, true, false, false],
+            "9 MiB are two regions"
+        );
         assert!(bufs[0].iter().all(|b| *b == 7), "wherever it was moved");
-        assert!(!p.regions.has(small.region()) && !p.regions.has(Buf::copy_from(b"not of the pool").region()));
+        assert!(
+            !p.regions.has(small.region())
+                && !p.regions.has(Buf::copy_from(b"not of the pool").region())
+        );
         assert_eq!((p.regions.count(), m.pinned()), (2, (48 + 8) << 20));
         let regions = p.regions.clone();
         drop(p);

@@ -1,4 +1,5 @@
-//! Which tier each part of a call takes. No clock, no memory, no I/O: what happens is told to it, what to do is asked of it.
+//! Which tier each part of a call takes. No clock, no memory, no I/O: what happens is told to it,
+//! what to do is asked of it.
 
 use strake_fabric::{ByRoad, Road};
 use strake_proto::{Code, Error};
@@ -32,8 +33,9 @@ pub enum Standing {
     Unavailable(Unavailable),
 }
 
-/// Tiers that a call may take, the fastest first; a draw goes to the better tier. And the others that its policy allows, with their
-/// reasons. `consent`: tiers that pass no host memory may be used though the device does not verify their bytes.
+/// Tiers that a call may take, the fastest first; a draw goes to the better tier. And the others
+/// that its policy allows, with their reasons. `consent`: tiers that pass no host memory may be
+/// used though the device does not verify their bytes.
 pub fn choose(
     policy: Policy,
     direction: Direction,
@@ -43,7 +45,9 @@ pub fn choose(
     let (mut able, mut unable) = (Vec::new(), Vec::new());
     for (tier, standing) in standings.iter().filter(|(t, _)| policy.allows(*t)) {
         match standing {
-            Standing::Available(_) if tier.is_straight() && !consent => unable.push((tier, Unavailable::NoConsent)),
+            Standing::Available(_) if tier.is_straight() && !consent => {
+                unable.push((tier, Unavailable::NoConsent))
+            }
             Standing::Available(m) => able.push((tier, m.of(direction))),
             Standing::Unavailable(why) => unable.push((tier, why.clone())),
         }
@@ -60,7 +64,8 @@ pub fn choose(
 /// | goes by a tier | the next tier, or ended if there is none | struck off, and told | ended |
 /// | ended | as it is | as it is | the first cause stays |
 ///
-/// `moved` is taken in every state: parts that were under way when the call was ended, or its tier changed, may arrive.
+/// `moved` is taken in every state: parts that were under way when the call was ended, or its tier
+/// changed, may arrive.
 #[derive(Debug)]
 pub struct Run {
     policy: Policy,
@@ -72,7 +77,8 @@ pub struct Run {
     by_tier: ByTier<u64>,
     staged: u64,
     by_road: ByRoad,
-    /// Bytes whose sums the device has confirmed, and those of them that went straight into its memory or out of it.
+    /// Bytes whose sums the device has confirmed, and those of them that went straight into its
+    /// memory or out of it.
     verified: u64,
     verified_direct: u64,
     switches: Vec<Switch>,
@@ -83,11 +89,20 @@ pub struct Run {
 
 impl Run {
     /// A call of so many bytes. Without a tier for it, it has ended.
-    pub fn begin(asked: u64, policy: Policy, direction: Direction, standings: &ByTier<Standing>, consent: bool) -> Run {
+    pub fn begin(
+        asked: u64,
+        policy: Policy,
+        direction: Direction,
+        standings: &ByTier<Standing>,
+        consent: bool,
+    ) -> Run {
         let (roads, unavailable) = choose(policy, direction, standings, consent);
         let ended = roads.is_empty().then(|| {
             let why = in_words(&unavailable);
-            Error::new(Code::OpNotSupp, format!("no tier is available that the policy {policy} allows: {why}"))
+            Error::new(
+                Code::OpNotSupp,
+                format!("no tier is available that the policy {policy} allows: {why}"),
+            )
         });
         Run {
             policy,
@@ -117,7 +132,8 @@ impl Run {
         if self.ended.is_some() { None } else { self.roads.first().copied() }
     }
 
-    /// As [`Run::road`], for a part of a file that has a copy on this node or not. The call has ended just now if only copies are left and it has none.
+    /// As [`Run::road`], for a part of a file that has a copy on this node or not. The call has
+    /// ended just now if only copies are left and it has none.
     pub fn road_for(&mut self, copied: bool) -> Option<Tier> {
         self.road()?;
         let found = self.roads.iter().copied().find(|t| copied || *t != Tier::LocalGds);
@@ -133,7 +149,8 @@ impl Run {
         found
     }
 
-    /// Some files of the call cannot take a tier that others take: told with the tiers that were not available.
+    /// Some files of the call cannot take a tier that others take: told with the tiers that were
+    /// not available.
     pub fn not_for_all(&mut self, tier: Tier, why: Unavailable) {
         if self.roads.contains(&tier) {
             self.unavailable.push((tier, why));
@@ -152,29 +169,41 @@ impl Run {
     }
 
     fn last_lost(&self, of: impl Fn(Tier) -> bool) -> Option<String> {
-        let failed = |s: &&Switch| matches!(s.why, Unavailable::Lost(_) | Unavailable::Resting(_)) && of(s.from);
+        let failed = |s: &&Switch| {
+            matches!(s.why, Unavailable::Lost(_) | Unavailable::Resting(_)) && of(s.from)
+        };
         self.switches.iter().rev().find(failed).map(|s| format!("{}: {}", s.from, s.why))
     }
 
-    /// The tier for a part that was fetched and lies in host memory: of those left, the first that bytes of these roads can take. With
-    /// [`Tier::BounceRdma`] those of other roads than RDMA are bounced, too, and count as [`Tier::BounceTcp`]. `None`: as for [`Run::road`], or
-    /// the call has ended just now, because the policy allows no tier for them.
+    /// The tier for a part that was fetched and lies in host memory: of those left, the first that
+    /// bytes of these roads can take. With [`Tier::BounceRdma`] those of other roads than RDMA are
+    /// bounced, too, and count as [`Tier::BounceTcp`]. `None`: as for [`Run::road`], or the call
+    /// has ended just now, because the policy allows no tier for them.
     pub fn road_of(&mut self, came: ByRoad) -> Option<Tier> {
         let first = self.road()?;
         // It is in host memory already, so that a copy on this node is nothing to it.
         let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds).unwrap_or(first);
         let Some(tier) = self.roads.iter().find_map(|t| self.takes(*t, came)) else {
             let lost = self.last_lost(|_| true).map(|lost| format!("; {lost}")).unwrap_or_default();
-            let m =
-                format!("bytes of a part came by {}, and {} allows no tier for them{lost}", said(came), self.policy);
+            let m = format!(
+                "bytes of a part came by {}, and {} allows no tier for them{lost}",
+                said(came),
+                self.policy
+            );
             self.ended = Some(Error::new(Code::Io, m));
             return None;
         };
-        let lowest = if came[Road::Rdma] < came.sum() && tier.is_bounce() { Tier::BounceTcp } else { tier };
+        let lowest =
+            if came[Road::Rdma] < came.sum() && tier.is_bounce() { Tier::BounceTcp } else { tier };
         if lowest > first && !self.other_road {
             self.other_road = true;
             let why = Unavailable::CameBy(worst(came));
-            self.switches.push(Switch { after: self.by_tier.sum(), from: first, to: Some(lowest), why });
+            self.switches.push(Switch {
+                after: self.by_tier.sum(),
+                from: first,
+                to: Some(lowest),
+                why,
+            });
         }
         Some(tier)
     }
@@ -188,18 +217,24 @@ impl Run {
         let has = |t: Tier| self.roads.contains(&t);
         let (rdma, others) = (came[Road::Rdma] > 0, came[Road::Rdma] < came.sum());
         // What may not be called what it is, is not called something less either.
-        let whole = !rdma || has(Tier::BounceRdma) || (has(Tier::BounceTcp) && self.policy.allows(Tier::BounceRdma));
+        let whole = !rdma
+            || has(Tier::BounceRdma)
+            || (has(Tier::BounceTcp) && self.policy.allows(Tier::BounceRdma));
         let fits = whole && (!others || has(Tier::BounceTcp));
         let by_rdma = rdma && has(Tier::BounceRdma);
         fits.then_some(if by_rdma { Tier::BounceRdma } else { Tier::BounceTcp })
     }
 
-    /// A part arrived that took this tier, bytes of these roads, `staged` of them by way of one more copy.
-    /// Its bytes by tier.
+    /// A part arrived that took this tier, bytes of these roads, `staged` of them by way of one
+    /// more copy. Its bytes by tier.
     pub fn moved(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {
         let split = self.count(tier, by, staged);
         for (tier, bytes) in split.iter().filter(|(_, bytes)| **bytes > 0) {
-            assert!(self.policy.allows(tier), "{} does not allow {tier}, by which {bytes} bytes went", self.policy);
+            assert!(
+                self.policy.allows(tier),
+                "{} does not allow {tier}, by which {bytes} bytes went",
+                self.policy
+            );
         }
         split
     }
@@ -210,8 +245,9 @@ impl Run {
         self.verified_direct += if tier.is_straight() { bytes } else { 0 };
     }
 
-    /// A part was saved. Only now it is known by which roads it went, and the call has ended if the policy does not allow what they make of
-    /// the tier. The bytes count all the same: they were moved. Its bytes by tier.
+    /// A part was saved. Only now it is known by which roads it went, and the call has ended if the
+    /// policy does not allow what they make of the tier. The bytes count all the same: they were
+    /// moved. Its bytes by tier.
     pub fn saved(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {
         let less = self.policy.allows(Tier::BounceRdma) && !self.roads.contains(&Tier::BounceRdma);
         let tier = match tier.is_bounce() {
@@ -245,12 +281,13 @@ impl Run {
         split
     }
 
-    /// A tier failed; several parts may say so of the same one. If it is not the first one, the network had chosen it (of the two that bounce), or
-    /// it was used beside the first.
+    /// A tier failed; several parts may say so of the same one. If it is not the first one, the
+    /// network had chosen it (of the two that bounce), or it was used beside the first.
     pub fn lost(&mut self, tier: Tier, why: Unavailable) {
         let Some(at) = self.roads.iter().position(|t| *t == tier) else { return };
         // Copies on this node are for parts that have one; the others go by what follows.
-        let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds || tier == *t).unwrap_or(tier);
+        let first =
+            self.roads.iter().copied().find(|t| *t != Tier::LocalGds || tier == *t).unwrap_or(tier);
         self.roads.remove(at);
         if self.ended.is_some() {
             return;
@@ -266,7 +303,9 @@ impl Run {
         if self.roads.is_empty() {
             let (policy, others) = (self.policy, in_words(&self.unavailable));
             let others = if others.is_empty() { others } else { format!("; {others}") };
-            let m = format!("{tier} failed in the middle of the call, and {policy} allows no other: {why}{others}");
+            let m = format!(
+                "{tier} failed in the middle of the call, and {policy} allows no other: {why}{others}"
+            );
             self.ended = Some(Error::new(Code::Io, m));
         }
         self.switches.push(Switch { after: self.by_tier.sum(), from: tier, to, why });
@@ -277,12 +316,18 @@ impl Run {
         self.ended.get_or_insert(e);
     }
 
-    /// The account, and whether the call succeeded. `ranges`: bytes moved of each, counted by who completed the parts.
-    pub fn finish(self, ranges: Vec<u64>, took: std::time::Duration) -> (Report, Result<(), Error>) {
+    /// The account, and whether the call succeeded. `ranges`: bytes moved of each, counted by who
+    /// completed the parts.
+    pub fn finish(
+        self,
+        ranges: Vec<u64>,
+        took: std::time::Duration,
+    ) -> (Report, Result<(), Error>) {
         let moved = self.by_tier.sum();
         assert_eq!(ranges.iter().sum::<u64>(), moved, "bytes by range and bytes by tier differ");
         assert_eq!(self.by_road.sum(), moved, "bytes by road and bytes by tier differ");
-        let straight: u64 = self.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
+        let straight: u64 =
+            self.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
         let direct = straight > self.verified_direct;
         assert!(self.verified <= moved);
         let checksum = (moved > 0).then_some(match self.verified == moved {
@@ -318,13 +363,17 @@ impl Run {
 
 /// The roads that are in it.
 fn said(by: ByRoad) -> String {
-    let all: Vec<_> = by.iter().filter(|(_, n)| *n > 0).map(|(road, n)| format!("{road} ({n})")).collect();
+    let all: Vec<_> =
+        by.iter().filter(|(_, n)| *n > 0).map(|(road, n)| format!("{road} ({n})")).collect();
     all.join(" and ")
 }
 
 /// The road in it that proves the least.
 fn worst(by: ByRoad) -> Road {
-    [Road::Tcp, Road::Local, Road::RdmaStream].into_iter().find(|r| by[*r] > 0).unwrap_or(Road::Rdma)
+    [Road::Tcp, Road::Local, Road::RdmaStream]
+        .into_iter()
+        .find(|r| by[*r] > 0)
+        .unwrap_or(Road::Rdma)
 }
 
 fn in_words(all: &[(Tier, Unavailable)]) -> String {
@@ -374,7 +423,10 @@ mod tests {
     fn the_fastest_is_first_and_a_draw_goes_to_the_better_tier() {
         let order = |p, speeds| choose(p, Direction::Load, &standings(speeds), true).0;
         use Tier::*;
-        assert_eq!(order(Policy::Prefer, [24, 0, 20, 35, 3]), [BounceTcp, GpuRdma, BounceRdma, Pageable]);
+        assert_eq!(
+            order(Policy::Prefer, [24, 0, 20, 35, 3]),
+            [BounceTcp, GpuRdma, BounceRdma, Pageable]
+        );
         assert_eq!(order(Policy::Prefer, [9, 9, 9, 9, 9]), Tier::ALL);
         assert_eq!(order(Policy::AtLeast(BounceRdma), [24, 0, 20, 35, 3]), [GpuRdma, BounceRdma]);
         assert_eq!(order(Policy::Require(Pageable), [24, 0, 20, 35, 3]), [Pageable]);
@@ -388,15 +440,24 @@ mod tests {
             Tier::Pageable => Standing::Available(Measured { load: 2.0, save: 1.0 }),
             _ => Standing::Unavailable(Unavailable::NotTested),
         });
-        assert_eq!(choose(Policy::Prefer, Direction::Load, &two, true).0, [Tier::Pageable, Tier::BounceTcp]);
-        assert_eq!(choose(Policy::Prefer, Direction::Save, &two, true).0, [Tier::BounceTcp, Tier::Pageable]);
+        assert_eq!(
+            choose(Policy::Prefer, Direction::Load, &two, true).0,
+            [Tier::Pageable, Tier::BounceTcp]
+        );
+        assert_eq!(
+            choose(Policy::Prefer, Direction::Save, &two, true).0,
+            [Tier::BounceTcp, Tier::Pageable]
+        );
     }
 
     #[test]
     fn gpu_rdma_needs_consent_and_says_that_nobody_verified() {
         let all = standings([5, 0, 0, 4, 0]);
         let (roads, unable) = choose(Policy::Prefer, Direction::Load, &all, false);
-        assert_eq!((roads, &unable[0]), (vec![Tier::BounceTcp], &(Tier::GpuRdma, Unavailable::NoConsent)));
+        assert_eq!(
+            (roads, &unable[0]),
+            (vec![Tier::BounceTcp], &(Tier::GpuRdma, Unavailable::NoConsent))
+        );
         let refused = Run::begin(1, Policy::Require(Tier::GpuRdma), Direction::Load, &all, false);
         let (report, r) = refused.finish(vec![0], Duration::ZERO);
         let e = r.unwrap_err();
@@ -426,10 +487,14 @@ mod tests {
                 assert!(e.message.contains(&format!("{tier}: {why}")), "{e}");
                 assert_eq!((e.code, report.moved()), (Code::OpNotSupp, 0));
                 assert_eq!(report.unavailable, [(tier, why.clone())]);
-                let all = Run::begin(1, Policy::Prefer, Direction::Save, &none, true).finish(vec![0], Duration::ZERO);
+                let all = Run::begin(1, Policy::Prefer, Direction::Save, &none, true)
+                    .finish(vec![0], Duration::ZERO);
                 assert_eq!(all.0.unavailable.len(), 5);
                 let e = all.1.unwrap_err();
-                assert!(Tier::ALL.iter().all(|t| e.message.contains(&format!("{t}: {why}"))), "{e}");
+                assert!(
+                    Tier::ALL.iter().all(|t| e.message.contains(&format!("{t}: {why}"))),
+                    "{e}"
+                );
             }
         }
     }
@@ -441,18 +506,25 @@ mod tests {
         r.moved(Tier::BounceTcp, tcp(30), 10);
         r.lost(Tier::BounceTcp, lost());
         assert_eq!(r.road(), Some(Tier::Pageable));
-        // Others were under way: one more failure says nothing new, an arrival counts as what it was.
+        // Others were under way: one more failure says nothing new, an arrival counts as what it
+        // was.
         r.lost(Tier::BounceTcp, lost());
         r.moved(Tier::BounceTcp, tcp(20), 0);
         r.moved(Tier::Pageable, tcp(50), 0);
         let (report, outcome) = r.finish(vec![60, 40], Duration::ZERO);
         outcome.unwrap();
-        assert_eq!((report.by_tier[Tier::BounceTcp], report.by_tier[Tier::Pageable], report.staged), (50, 50, 10));
+        assert_eq!(
+            (report.by_tier[Tier::BounceTcp], report.by_tier[Tier::Pageable], report.staged),
+            (50, 50, 10)
+        );
         let to = Some(Tier::Pageable);
         assert_eq!(report.switches, [Switch { after: 30, from: Tier::BounceTcp, to, why: lost() }]);
         assert!(!report.is_all(Tier::BounceTcp));
         let json = serde_json::to_value(&report).unwrap();
-        assert_eq!((&json["by_tier"]["bounce-tcp"], &json["switches"][0]["to"]), (&50.into(), &"pageable".into()));
+        assert_eq!(
+            (&json["by_tier"]["bounce-tcp"], &json["switches"][0]["to"]),
+            (&50.into(), &"pageable".into())
+        );
         assert!(json["unavailable"]["gpu-rdma"].as_str().unwrap().contains("not tested"), "{json}");
     }
 
@@ -467,7 +539,12 @@ mod tests {
             r.fail(Error::new(Code::Io, "a later cause"));
             let (report, outcome) = r.finish(vec![30], Duration::ZERO);
             let e = outcome.unwrap_err();
-            assert!(e.code == Code::Io && e.message.contains("allows no other") && e.message.contains("999"), "{e}");
+            assert!(
+                e.code == Code::Io
+                    && e.message.contains("allows no other")
+                    && e.message.contains("999"),
+                "{e}"
+            );
             assert_eq!((report.moved(), report.by_tier[Tier::Pageable]), (30, 0));
             assert_eq!(report.switches[0].to, None);
         }
@@ -515,19 +592,27 @@ mod tests {
         let (report, outcome) = r.finish(vec![100], Duration::ZERO);
         outcome.unwrap();
         assert_eq!((report.by_tier[Tier::BounceRdma], report.by_tier[Tier::BounceTcp]), (25, 75));
-        assert_eq!((report.by_road[Road::Rdma], report.by_road[Road::Tcp], report.by_road.sum()), (55, 35, 100));
+        assert_eq!(
+            (report.by_road[Road::Rdma], report.by_road[Road::Tcp], report.by_road.sum()),
+            (55, 35, 100)
+        );
         let told = |from, to, why| Switch { after: 0, from, to: Some(to), why };
-        let all: Vec<Switch> = report.switches.iter().map(|s| Switch { after: 0, ..s.clone() }).collect();
+        let all: Vec<Switch> =
+            report.switches.iter().map(|s| Switch { after: 0, ..s.clone() }).collect();
         let came = told(Tier::BounceRdma, Tier::BounceTcp, Unavailable::CameBy(Road::Tcp));
         assert_eq!(all, [came, told(Tier::BounceRdma, Tier::BounceTcp, lost())]);
         let json = serde_json::to_value(&report).unwrap();
-        assert_eq!((&json["by_road"]["rdma-stream"], &json["by_road"]["tcp"]), (&10.into(), &35.into()));
+        assert_eq!(
+            (&json["by_road"]["rdma-stream"], &json["by_road"]["tcp"]),
+            (&10.into(), &35.into())
+        );
     }
 
     #[test]
     fn a_lower_road_than_asked_ends_the_call_before_a_byte_of_it_is_copied() {
         let strict = [Policy::Require(Tier::BounceRdma), Policy::AtLeast(Tier::BounceRdma)];
-        let lower = [tcp(10), ByRoad::of(Road::Local, 10), ByRoad::of(Road::RdmaStream, 10), both(1, 9)];
+        let lower =
+            [tcp(10), ByRoad::of(Road::Local, 10), ByRoad::of(Road::RdmaStream, 10), both(1, 9)];
         for (policy, came) in strict.into_iter().flat_map(|p| lower.map(|l| (p, l))) {
             let mut r = run(policy, [0, 0, 9, 9, 30]);
             assert_eq!(r.road_of(rdma(30)), Some(Tier::BounceRdma));
@@ -543,9 +628,15 @@ mod tests {
         assert_eq!(r.road_of(tcp(30)), Some(Tier::BounceTcp));
         assert_eq!(r.road_of(both(29, 1)), None);
         let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
-        assert!(e.message.contains("came by tcp (29) and rdma (1), and require:bounce-tcp allows"), "{e}");
+        assert!(
+            e.message.contains("came by tcp (29) and rdma (1), and require:bounce-tcp allows"),
+            "{e}"
+        );
         // Other tiers say nothing of the network.
-        assert_eq!(run(Policy::Require(Tier::Pageable), [0, 0, 9, 9, 3]).road_of(both(1, 2)), Some(Tier::Pageable));
+        assert_eq!(
+            run(Policy::Require(Tier::Pageable), [0, 0, 9, 9, 3]).road_of(both(1, 2)),
+            Some(Tier::Pageable)
+        );
     }
 
     #[test]
@@ -556,11 +647,21 @@ mod tests {
         assert_eq!(r.road(), None);
         let (report, outcome) = r.finish(vec![60], Duration::ZERO);
         let e = outcome.unwrap_err();
-        assert!(e.code == Code::Io && e.message.contains("10 bytes of a part went by tcp (10) and rdma (20)"), "{e}");
+        assert!(
+            e.code == Code::Io
+                && e.message.contains("10 bytes of a part went by tcp (10) and rdma (20)"),
+            "{e}"
+        );
         assert_eq!((report.by_tier[Tier::BounceRdma], report.by_tier[Tier::BounceTcp]), (50, 10));
         let mut r = run(Policy::Require(Tier::BounceTcp), [0, 0, 9, 9, 30]);
         r.saved(Tier::BounceTcp, rdma(30), 0);
-        assert!(r.finish(vec![30], Duration::ZERO).1.unwrap_err().message.contains("makes it bounce-rdma"));
+        assert!(
+            r.finish(vec![30], Duration::ZERO)
+                .1
+                .unwrap_err()
+                .message
+                .contains("makes it bounce-rdma")
+        );
     }
 
     #[test]
@@ -571,10 +672,17 @@ mod tests {
             r.moved(tier, tcp(100), 0);
             r.finish(vec![100], Duration::ZERO).0.checksums
         };
-        assert_eq!((of(100, Tier::BounceTcp), of(99, Tier::BounceTcp)), (Checksums::Gpu, Checksums::Host));
-        assert_eq!((of(100, Tier::GpuRdma), of(99, Tier::GpuRdma)), (Checksums::Gpu, Checksums::None));
+        assert_eq!(
+            (of(100, Tier::BounceTcp), of(99, Tier::BounceTcp)),
+            (Checksums::Gpu, Checksums::Host)
+        );
+        assert_eq!(
+            (of(100, Tier::GpuRdma), of(99, Tier::GpuRdma)),
+            (Checksums::Gpu, Checksums::None)
+        );
         let none = standings([0, 0, 0, 9, 3]);
-        let nothing = Run::begin(0, Policy::Prefer, Direction::Load, &none, true).finish(vec![0], Duration::ZERO);
+        let nothing = Run::begin(0, Policy::Prefer, Direction::Load, &none, true)
+            .finish(vec![0], Duration::ZERO);
         assert_eq!(nothing.0.checksums, Checksums::None);
     }
 
@@ -593,14 +701,20 @@ mod tests {
         r.lost(Tier::BounceTcp, lost());
         assert_eq!(r.road_of(tcp(60)), None);
         let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
-        assert!(e.message.contains("allows no tier for them; bounce-tcp: it failed in a call"), "{e}");
+        assert!(
+            e.message.contains("allows no tier for them; bounce-tcp: it failed in a call"),
+            "{e}"
+        );
     }
 
     #[test]
     fn a_part_without_a_copy_takes_the_next_tier_or_ends_the_call() {
         let mut r = run(Policy::Prefer, [0, 9, 0, 5, 3]);
         r.not_for_all(Tier::LocalGds, Unavailable::NotSealed { ino: 7 });
-        assert_eq!((r.road_for(true), r.road_for(false)), (Some(Tier::LocalGds), Some(Tier::BounceTcp)));
+        assert_eq!(
+            (r.road_for(true), r.road_for(false)),
+            (Some(Tier::LocalGds), Some(Tier::BounceTcp))
+        );
         // That another file has one is no lower road than asked.
         assert_eq!(r.road_of(tcp(40)), Some(Tier::BounceTcp));
         r.moved(Tier::BounceTcp, tcp(40), 0);
@@ -608,26 +722,43 @@ mod tests {
         let (report, outcome) = r.finish(vec![100], Duration::ZERO);
         outcome.unwrap();
         assert!(report.switches.is_empty(), "{report}");
-        assert_eq!((report.by_tier[Tier::LocalGds], report.checksum), (60, Some(Checksum::AtOssOnly)));
+        assert_eq!(
+            (report.by_tier[Tier::LocalGds], report.checksum),
+            (60, Some(Checksum::AtOssOnly))
+        );
         assert!(report.unavailable.contains(&(Tier::LocalGds, Unavailable::NotSealed { ino: 7 })));
 
         let mut r = run(Policy::AtLeast(Tier::LocalGds), [5, 9, 9, 9, 9]);
         r.not_for_all(Tier::LocalGds, Unavailable::NotSealed { ino: 7 });
         assert_eq!(r.road_for(false), Some(Tier::GpuRdma));
         r.lost(Tier::GpuRdma, lost());
-        assert_eq!((r.road_for(true), r.road_for(false), r.road_for(true)), (Some(Tier::LocalGds), None, None));
+        assert_eq!(
+            (r.road_for(true), r.road_for(false), r.road_for(true)),
+            (Some(Tier::LocalGds), None, None)
+        );
         let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
-        assert!(e.code == Code::Io && e.message.contains("has no copy") && e.message.contains("is not sealed"), "{e}");
+        assert!(
+            e.code == Code::Io
+                && e.message.contains("has no copy")
+                && e.message.contains("is not sealed"),
+            "{e}"
+        );
         assert!(e.message.contains("; gpu-rdma: it failed in a call"), "{e}");
     }
 
     #[test]
     fn a_tier_beside_the_first_one_that_fails_is_told() {
         let mut r = run(Policy::Prefer, [9, 0, 0, 5, 3]);
-        assert_eq!((r.road(), r.beside(Tier::GpuRdma)), (Some(Tier::GpuRdma), Some(Tier::BounceTcp)));
+        assert_eq!(
+            (r.road(), r.beside(Tier::GpuRdma)),
+            (Some(Tier::GpuRdma), Some(Tier::BounceTcp))
+        );
         assert_eq!(r.lost_beside(), None);
         r.lost(Tier::BounceTcp, lost());
-        assert_eq!((r.road(), r.beside(Tier::GpuRdma)), (Some(Tier::GpuRdma), Some(Tier::Pageable)));
+        assert_eq!(
+            (r.road(), r.beside(Tier::GpuRdma)),
+            (Some(Tier::GpuRdma), Some(Tier::Pageable))
+        );
         r.lost(Tier::Pageable, lost());
         assert_eq!((r.road(), r.beside(Tier::GpuRdma)), (Some(Tier::GpuRdma), None));
         assert!(r.lost_beside().unwrap().starts_with("pageable: it failed in a call"));
@@ -635,7 +766,10 @@ mod tests {
         let (report, outcome) = r.finish(vec![100], Duration::ZERO);
         outcome.unwrap();
         let told = |from, to| Switch { after: 0, from, to, why: lost() };
-        assert_eq!(report.switches, [told(Tier::BounceTcp, Some(Tier::Pageable)), told(Tier::Pageable, None)]);
+        assert_eq!(
+            report.switches,
+            [told(Tier::BounceTcp, Some(Tier::Pageable)), told(Tier::Pageable, None)]
+        );
     }
 
     fn policies() -> impl Strategy<Value = Policy> {

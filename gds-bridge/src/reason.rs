@@ -6,7 +6,8 @@ use strake_fabric::Road;
 
 use crate::mem::Fault;
 
-/// Why a tier cannot be used; as text one sentence that names what is missing and, where there is something to do, what.
+/// Why a tier cannot be used; as text one sentence that names what is missing and, where there is
+/// something to do, what.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unavailable {
     /// A library that it needs cannot be opened.
@@ -75,7 +76,8 @@ pub enum Unavailable {
         /// What cannot be read.
         why: String,
     },
-    /// The process has StrakeFS's own library in the place of cuFile, and NVIDIA's would call into it.
+    /// The process has StrakeFS's own library in the place of cuFile, and NVIDIA's would call into
+    /// it.
     OwnCuFile,
     /// There is no library of NVIDIA's.
     NoCuFile {
@@ -126,7 +128,8 @@ pub enum Unavailable {
     },
     /// It failed in a call.
     Lost(Fault),
-    /// It failed in a call for want of something that its self-test does not see, and is left alone for a while.
+    /// It failed in a call for want of something that its self-test does not see, and is left alone
+    /// for a while.
     Resting(Fault),
     /// The device gives no access any more.
     Device(Fault),
@@ -292,11 +295,17 @@ pub(crate) mod tests {
             Unavailable::CameBy(Road::Tcp),
             Unavailable::NoConsent,
             Unavailable::NoFolder,
-            Unavailable::BadFolder { dir: "/copies".into(), why: "it may be written by others".into() },
+            Unavailable::BadFolder {
+                dir: "/copies".into(),
+                why: "it may be written by others".into(),
+            },
             Unavailable::NoModules { why: "no such file".into() },
             Unavailable::OwnCuFile,
             Unavailable::NoCuFile { why: "no such file".into() },
-            Unavailable::OldCuFile { library: "libcufile.so.0".into(), symbol: "cuFileGetStatsL3".into() },
+            Unavailable::OldCuFile {
+                library: "libcufile.so.0".into(),
+                symbol: "cuFileGetStatsL3".into(),
+            },
             Unavailable::CuFile { why: "cuFileDriverOpen failed with 5007".into() },
             Unavailable::NoProbe { program: "strake".into(), why: "no such file".into() },
             Unavailable::NotSealed { ino: 77 },
@@ -354,8 +363,17 @@ pub(crate) mod tests {
         let all = all();
         for (i, u) in all.iter().enumerate() {
             let text = u.to_string();
-            assert!(text.len() > 20 && !text.contains('\n') && !text.contains(". ") && !text.ends_with('.'), "{text}");
-            assert!(all[..i].iter().all(|o| o.kind() != u.kind() && o.to_string() != text), "{text}");
+            assert!(
+                text.len() > 20
+                    && !text.contains('\n')
+                    && !text.contains(". ")
+                    && !text.ends_with('.'),
+                "{text}"
+            );
+            assert!(
+                all[..i].iter().all(|o| o.kind() != u.kind() && o.to_string() != text),
+                "{text}"
+            );
         }
         let none = Unavailable::NoDevice { wanted: 0, found: 0 }.to_string();
         assert!(none.contains("no GPU") && none.contains("CUDA_VISIBLE_DEVICES"), "{none}");

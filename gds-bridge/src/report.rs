@@ -26,7 +26,8 @@ pub enum Checksum {
     AtClient,
     /// By the device, in its memory; what passed host memory by the client, too.
     OnGpu,
-    /// By the storage server only, or when the copy on this node was made: what happened on the way from there is not known.
+    /// By the storage server only, or when the copy on this node was made: what happened on the way
+    /// from there is not known.
     AtOssOnly,
 }
 
@@ -86,8 +87,8 @@ pub struct Switch {
     pub why: Unavailable,
 }
 
-/// What a call did, a failed one included: then it tells what is certain to have been moved, and the rest of the destination holds
-/// anything.
+/// What a call did, a failed one included: then it tells what is certain to have been moved, and
+/// the rest of the destination holds anything.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     /// Which way.
@@ -100,10 +101,12 @@ pub struct Report {
     pub ranges: Vec<u64>,
     /// Bytes moved by each tier.
     pub by_tier: ByTier<u64>,
-    /// Of those, bytes that were copied once more in host memory, because the client's buffer was not of the kind that the tier takes.
+    /// Of those, bytes that were copied once more in host memory, because the client's buffer was
+    /// not of the kind that the tier takes.
     pub staged: u64,
-    /// The same bytes by the road of the network that they took, as the transport that moved each payload says; bytes from the client's
-    /// cache by that which brought them there. What was copied on the way into or out of the client's buffers, and zeros of holes, is `local`.
+    /// The same bytes by the road of the network that they took, as the transport that moved each
+    /// payload says; bytes from the client's cache by that which brought them there. What was
+    /// copied on the way into or out of the client's buffers, and zeros of holes, is `local`.
     #[serde(serialize_with = "roads")]
     pub by_road: ByRoad,
     /// Changes of tier, in order.
@@ -211,7 +214,13 @@ pub struct Failed {
 
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({} of {} bytes were moved)", self.error, self.report.moved(), self.report.asked)
+        write!(
+            f,
+            "{} ({} of {} bytes were moved)",
+            self.error,
+            self.report.moved(),
+            self.report.asked
+        )
     }
 }
 

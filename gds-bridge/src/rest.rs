@@ -1,5 +1,5 @@
-//! Tiers that failed in calls for want of something that their self-tests do not see: they are left alone for a while, longer each time, where
-//! another tier may go on. No clock: the time is told.
+//! Tiers that failed in calls for want of something that their self-tests do not see: they are left
+//! alone for a while, longer each time, where another tier may go on. No clock: the time is told.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,8 @@ use parking_lot::Mutex;
 
 use crate::{ByTier, Direction, Policy, Tier, Unavailable, mem::Fault, plan::Standing};
 
-/// How long after the first failure. A try may cost seconds, and what is wanting (memory, connections) may be there soon.
+/// How long after the first failure. A try may cost seconds, and what is wanting (memory,
+/// connections) may be there soon.
 const FIRST: Duration = Duration::from_secs(10);
 /// How often that is doubled, one failure after the other.
 const DOUBLED: u32 = 4;
@@ -61,16 +62,18 @@ impl Rests {
         *self.0.lock() = ByTier::new(|_| Default::default());
     }
 
-    /// Takes those that rest from the tiers that a call may take, as long as the policy leaves another one in their place. A call that allows nothing
-    /// else tries.
+    /// Takes those that rest from the tiers that a call may take, as long as the policy leaves
+    /// another one in their place. A call that allows nothing else tries.
     pub fn take_out(&self, standings: &mut ByTier<Standing>, asked: Asked, now: Instant) {
         let Asked { policy, direction, consent, partly } = asked;
         let rests = self.0.lock();
-        let rests = |t: Tier| rests[t][way(direction)].until.as_ref().filter(|(until, _)| now < *until);
+        let rests =
+            |t: Tier| rests[t][way(direction)].until.as_ref().filter(|(until, _)| now < *until);
         for tier in Tier::ALL {
             let Some((_, why)) = rests(tier) else { continue };
             let serves = |t: Tier| {
-                let able = matches!(standings[t], Standing::Available(_)) && (!t.is_straight() || consent);
+                let able =
+                    matches!(standings[t], Standing::Available(_)) && (!t.is_straight() || consent);
                 t != tier && Some(t) != partly && able && policy.allows(t) && rests(t).is_none()
             };
             // What comes by RDMA and is not called so counts as its neighbour, and as nothing else.
@@ -99,7 +102,13 @@ mod tests {
     }
 
     /// The tiers that rest for a call.
-    fn resting(r: &Rests, policy: Policy, direction: Direction, consent: bool, now: Instant) -> Vec<Tier> {
+    fn resting(
+        r: &Rests,
+        policy: Policy,
+        direction: Direction,
+        consent: bool,
+        now: Instant,
+    ) -> Vec<Tier> {
         rest_of(r, Asked { policy, direction, consent, partly: None }, now)
     }
 
@@ -113,7 +122,9 @@ mod tests {
     #[test]
     fn a_tier_rests_longer_each_time_until_it_works_and_in_one_direction() {
         let (r, begun) = (Rests::new(), Instant::now());
-        let rests = |at: Duration| !resting(&r, Policy::Prefer, Direction::Save, true, begun + at).is_empty();
+        let rests = |at: Duration| {
+            !resting(&r, Policy::Prefer, Direction::Save, true, begun + at).is_empty()
+        };
         assert!(!rests(Duration::ZERO));
         let mut now = Duration::ZERO;
         for secs in [10, 20, 40, 80, 160, 160] {

@@ -30,7 +30,8 @@ pub fn no_folder(tier: Tier, local: Option<&Path>) -> Option<Unavailable> {
     check_folder(dir).err().map(bad)
 }
 
-/// Why a tier cannot even be tested on a device. `unpinned`: why it has no pinned memory. `no_rdma`: why nothing comes by RDMA.
+/// Why a tier cannot even be tested on a device. `unpinned`: why it has no pinned memory.
+/// `no_rdma`: why nothing comes by RDMA.
 pub fn refused(
     device: &dyn GpuMem,
     tier: Tier,
@@ -41,13 +42,16 @@ pub fn refused(
     let pinned = tier.is_bounce();
     let without = || unpinned.filter(|_| pinned).cloned().map(Unavailable::NotPinned);
     let by_rdma = matches!(tier, Tier::GpuRdma | Tier::BounceRdma);
-    let unreached = || if by_rdma { no_rdma().map(|why| Unavailable::NoRdma { why }) } else { None };
+    let unreached =
+        || if by_rdma { no_rdma().map(|why| Unavailable::NoRdma { why }) } else { None };
     device.refuses(tier).or_else(|| no_folder(tier, local)).or_else(unreached).or_else(without)
 }
 
 pub(crate) async fn test(bridge: &Inner, tier: Tier) -> Standing {
     let outcome =
-        match refused(&*bridge.device, tier, bridge.folder(), bridge.unpinned.as_ref(), || bridge.network.no_rdma()) {
+        match refused(&*bridge.device, tier, bridge.folder(), bridge.unpinned.as_ref(), || {
+            bridge.network.no_rdma()
+        }) {
             Some(why) => Err(why),
             None if tier == Tier::GpuRdma => direct::test(bridge, bridge.bounce()).await,
             None if tier == Tier::LocalGds => local::test(bridge, bridge.bounce()).await,
@@ -76,7 +80,8 @@ impl Drop for Scratch<'_> {
 async fn there_and_back(bridge: &Inner, tier: Tier) -> Result<Measured, Unavailable> {
     let (device, part, workers) = (&*bridge.device, bridge.part as u64, bridge.workers.len());
     // A device that is nearly full still has room for one part.
-    let room = [workers, 1].into_iter().find_map(|n| Some((n, device.alloc(n as u64 * part).ok()?)));
+    let room =
+        [workers, 1].into_iter().find_map(|n| Some((n, device.alloc(n as u64 * part).ok()?)));
     let no_room = || Unavailable::TestStopped(Fault::NoMemory { bytes: part });
     let (at_once, addr) = room.ok_or_else(no_room)?;
     // Freed after the flight is over, also when the test is given up.
@@ -84,21 +89,30 @@ async fn there_and_back(bridge: &Inner, tier: Tier) -> Result<Measured, Unavaila
     let flight = Flight(Arc::default());
     let mut seed = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
     let mut took = [Duration::ZERO; 2];
-    // First buffers that lie outside of the pool's regions, then such as the client has; what counts is the second. RDMA knows only those.
+    // First buffers that lie outside of the pool's regions, then such as the client has; what
+    // counts is the second. RDMA knows only those.
     let kinds: &[bool] = if tier == Tier::BounceRdma { &[true] } else { &[false, true] };
     for pooled in kinds.iter().copied() {
         took = [Duration::ZERO; 2];
         let all: Vec<usize> = (0..workers).collect();
         for group in all.chunks(at_once) {
             let places = || group.iter().map(|w| (*w, scratch.addr + (*w % at_once) as u64 * part));
-            let sent: Vec<Buf> = group.iter().map(|_| pattern(buffer(bridge, pooled), &mut seed)).collect();
+            let sent: Vec<Buf> =
+                group.iter().map(|_| pattern(buffer(bridge, pooled), &mut seed)).collect();
             let begun = Instant::now();
-            let load = |((w, to), b)| bridge.copy_by(w, &flight.0, tier, Work::Load { from: vec![b], to, sum: false });
+            let load = |((w, to), b)| {
+                bridge.copy_by(w, &flight.0, tier, Work::Load { from: vec![b], to, sum: false })
+            };
             let loads = places().zip(sent.iter().cloned()).map(load);
             try_join_all(loads).await.map_err(Unavailable::TestStopped)?;
             let loaded = Instant::now();
             let save = |(w, from)| {
-                bridge.copy_by(w, &flight.0, tier, Work::Save { from, into: buffer(bridge, pooled), sum: false })
+                bridge.copy_by(
+                    w,
+                    &flight.0,
+                    tier,
+                    Work::Save { from, into: buffer(bridge, pooled), sum: false },
+                )
             };
             let came = try_join_all(places().map(save)).await.map_err(Unavailable::TestStopped)?;
             took[0] += loaded - begun;

@@ -60,7 +60,8 @@ impl TierStatus {
     }
 }
 
-/// What there is to say of the tiers without a device, and why there is none. `local`: the folder for copies on this node.
+/// What there is to say of the tiers without a device, and why there is none. `local`: the folder
+/// for copies on this node.
 pub fn without(why: &Unavailable, local: Option<&Path>) -> Vec<TierStatus> {
     all(|tier| Standing::Unavailable(no_folder(tier, local).unwrap_or_else(|| why.clone())))
 }
@@ -69,7 +70,9 @@ pub fn without(why: &Unavailable, local: Option<&Path>) -> Vec<TierStatus> {
 pub fn untested(device: &dyn GpuMem, local: Option<&Path>) -> Vec<TierStatus> {
     all(|tier| {
         let no_rdma = || Some(NO_CLIENT.to_string());
-        Standing::Unavailable(refused(device, tier, local, None, no_rdma).unwrap_or(Unavailable::NotTested))
+        Standing::Unavailable(
+            refused(device, tier, local, None, no_rdma).unwrap_or(Unavailable::NotTested),
+        )
     })
 }
 

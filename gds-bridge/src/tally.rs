@@ -84,16 +84,25 @@ mod tests {
         t.add(7, Direction::Load, &by(Tier::Pageable, 1));
         t.add(7, Direction::Save, &by(Tier::GpuRdma, 2));
         let seven = t.files()[&7].clone();
-        assert_eq!((seven.loaded.sum(), seven.loaded[Tier::BounceTcp], seven.loaded[Tier::Pageable]), (11, 10, 1));
+        assert_eq!(
+            (seven.loaded.sum(), seven.loaded[Tier::BounceTcp], seven.loaded[Tier::Pageable]),
+            (11, 10, 1)
+        );
         assert_eq!((seven.saved.sum(), seven.saved[Tier::GpuRdma]), (2, 2));
         for id in 100..100 + FILES as u64 - 1 {
             t.add(id, Direction::Load, &by(Tier::BounceTcp, 1));
         }
         let files = t.files();
-        assert_eq!((files.len(), files.contains_key(&7), files.contains_key(&8)), (FILES, true, false));
+        assert_eq!(
+            (files.len(), files.contains_key(&7), files.contains_key(&8)),
+            (FILES, true, false)
+        );
         t.add(7, Direction::Load, &by(Tier::BounceTcp, 1));
         t.add(1, Direction::Load, &by(Tier::BounceTcp, 1));
         let files = t.files();
-        assert_eq!((files.len(), files.contains_key(&7), files.contains_key(&100)), (FILES, true, false));
+        assert_eq!(
+            (files.len(), files.contains_key(&7), files.contains_key(&100)),
+            (FILES, true, false)
+        );
     }
 }

@@ -1,5 +1,6 @@
-//! The safetensors format: eight bytes with the length of a JSON header, the header, the tensors' bytes without gaps. The header is
-//! decoded by the format's own library; what is done here is never to believe it more than the file is long. Pure.
+//! The safetensors format: eight bytes with the length of a JSON header, the header, the tensors'
+//! bytes without gaps. The header is decoded by the format's own library; what is done here is
+//! never to believe it more than the file is long. Pure.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -44,7 +45,8 @@ fn bad(m: impl std::fmt::Display) -> Error {
     Error::new(Code::Inval, format!("not a safetensors file: {m}"))
 }
 
-/// Bytes of the header behind the [`PREFIX`], in a file of `size` bytes. `EINVAL` where the file is too short for it or it is too long.
+/// Bytes of the header behind the [`PREFIX`], in a file of `size` bytes. `EINVAL` where the file is
+/// too short for it or it is too long.
 pub fn header_len(prefix: &[u8], size: u64) -> Result<usize> {
     let prefix = prefix.first_chunk::<PREFIX>().ok_or_else(|| bad("it has fewer than 8 bytes"))?;
     let n = u64::from_le_bytes(*prefix);
@@ -58,15 +60,18 @@ pub fn header_len(prefix: &[u8], size: u64) -> Result<usize> {
 }
 
 impl Header {
-    /// Of the bytes behind the [`PREFIX`], in a file of `size` bytes. `EINVAL` unless every tensor has as many bytes as its type and shape
-    /// say, and all together fill the file from the header to the end without gaps.
+    /// Of the bytes behind the [`PREFIX`], in a file of `size` bytes. `EINVAL` unless every tensor
+    /// has as many bytes as its type and shape say, and all together fill the file from the header
+    /// to the end without gaps.
     pub fn parse(json: &[u8], size: u64) -> Result<Header> {
         if json.first() != Some(&b'{') {
             return Err(bad("its header does not begin with '{'"));
         }
         let m: Metadata = serde_json::from_slice(json).map_err(|e| bad(format!("header: {e}")))?;
         let data = (PREFIX + json.len()) as u64;
-        let end = data.checked_add(m.data_len() as u64).ok_or_else(|| bad("its tensors are larger than any file"))?;
+        let end = data
+            .checked_add(m.data_len() as u64)
+            .ok_or_else(|| bad("its tensors are larger than any file"))?;
         if end != size {
             return Err(bad(format!("its tensors end at byte {end}, and the file has {size}")));
         }
@@ -81,10 +86,13 @@ impl Header {
         Ok(Header { tensors, notes, data })
     }
 
-    /// How to lay the tensors out in one piece of memory: where each begins there, and how large it is. As in the file, if that gives each an
-    /// address that is a multiple of its elements' size; otherwise one by one.
+    /// How to lay the tensors out in one piece of memory: where each begins there, and how large it
+    /// is. As in the file, if that gives each an address that is a multiple of its elements' size;
+    /// otherwise one by one.
     pub fn layout(&self) -> (Vec<u64>, u64) {
-        let aligned = |t: &Tensor| (t.offset - self.data).is_multiple_of((t.dtype.bitsize() as u64 / 8).max(1));
+        let aligned = |t: &Tensor| {
+            (t.offset - self.data).is_multiple_of((t.dtype.bitsize() as u64 / 8).max(1))
+        };
         if self.tensors.iter().all(aligned) {
             let places = self.tensors.iter().map(|t| t.offset - self.data).collect();
             return (places, self.tensors.last().map_or(0, |t| t.offset - self.data + t.len));
@@ -115,8 +123,9 @@ pub struct New {
 /// Address and bytes of each.
 pub type Ranges = Vec<(u64, u64)>;
 
-/// The beginning of a file with these tensors, and which range of the device's memory comes behind it, in order: the types with the largest
-/// elements first, as the format's library does it, so that each is aligned. `EINVAL` for a name that is there twice or is the format's own, or a
+/// The beginning of a file with these tensors, and which range of the device's memory comes behind
+/// it, in order: the types with the largest elements first, as the format's library does it, so
+/// that each is aligned. `EINVAL` for a name that is there twice or is the format's own, or a
 /// tensor that has no whole number of bytes.
 pub fn build(tensors: &[New], notes: &BTreeMap<String, String>) -> Result<(Vec<u8>, Ranges)> {
     let inval = |t: &New, m: &str| Error::new(Code::Inval, format!("tensor '{}': {m}", t.name));
@@ -134,14 +143,23 @@ pub fn build(tensors: &[New], notes: &BTreeMap<String, String>) -> Result<(Vec<u
     let (mut at, mut infos, mut ranges) = (0usize, Vec::new(), Vec::new());
     for t in order {
         let bits = t.shape.iter().try_fold(t.dtype.bitsize(), |n, d| n.checked_mul(*d));
-        let len = bits.filter(|n| n % 8 == 0).map(|n| n / 8).ok_or_else(|| inval(t, "has no whole number of bytes"))?;
+        let len = bits
+            .filter(|n| n % 8 == 0)
+            .map(|n| n / 8)
+            .ok_or_else(|| inval(t, "has no whole number of bytes"))?;
         let end = at.checked_add(len).ok_or_else(|| inval(t, "is larger than any file"))?;
-        infos.push((t.name.clone(), TensorInfo { dtype: t.dtype, shape: t.shape.clone(), data_offsets: (at, end) }));
+        infos.push((
+            t.name.clone(),
+            TensorInfo { dtype: t.dtype, shape: t.shape.clone(), data_offsets: (at, end) },
+        ));
         ranges.push((t.gpu, len as u64));
         at = end;
     }
-    let notes = (!notes.is_empty()).then(|| notes.iter().map(|(k, v)| (k.clone(), v.clone())).collect());
-    let wrong = |e: &dyn std::fmt::Display| Error::new(Code::Inval, format!("the header cannot be made: {e}"));
+    let notes =
+        (!notes.is_empty()).then(|| notes.iter().map(|(k, v)| (k.clone(), v.clone())).collect());
+    let wrong = |e: &dyn std::fmt::Display| {
+        Error::new(Code::Inval, format!("the header cannot be made: {e}"))
+    };
     let m = Metadata::new(notes, infos).map_err(|e| wrong(&e))?;
     let mut json = serde_json::to_vec(&m).map_err(|e| wrong(&e))?;
     json.resize(json.len().next_multiple_of(PREFIX), b' ');
@@ -187,7 +205,8 @@ mod tests {
         let h = parsed(json, 26).unwrap();
         assert_eq!(h.notes["format"], "pt");
         assert_eq!(h.data, 8 + json.len() as u64);
-        let seen: Vec<_> = h.tensors.iter().map(|t| (&t.name[..], t.dtype, t.offset - h.data, t.len)).collect();
+        let seen: Vec<_> =
+            h.tensors.iter().map(|t| (&t.name[..], t.dtype, t.offset - h.data, t.len)).collect();
         assert_eq!(seen[..2], [("b", Dtype::F32, 0, 24), ("a", Dtype::BF16, 24, 2)]);
         assert_eq!(h.tensors[0].shape, [2, 3]);
         // The empty one would begin at 26, which is no address for 8 bytes.
@@ -225,7 +244,9 @@ mod tests {
             let start = &json[..json.len().min(120)];
             assert!(e.code == Code::Inval && e.message.contains("not a safetensors file"), "{start}: {e}");
         }
-        for (prefix, size) in [(&[][..], 0), (&[1; 7], 7), (&[255; 8], u64::MAX), (&[9, 0, 0, 0, 0, 0, 0, 0], 16)] {
+        for (prefix, size) in
+            [(&[][..], 0), (&[1; 7], 7), (&[255; 8], u64::MAX), (&[9, 0, 0, 0, 0, 0, 0, 0], 16)]
+        {
             assert_eq!(header_len(prefix, size).unwrap_err().code, Code::Inval, "{prefix:?}");
         }
     }

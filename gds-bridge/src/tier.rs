@@ -9,7 +9,8 @@ use std::{
 use serde::{Serialize, Serializer};
 use strake_proto::{Code, Error, Result};
 
-/// A road between the storage servers and GPU memory. The order is that of [`Tier::ALL`]: the fewest stops first.
+/// A road between the storage servers and GPU memory. The order is that of [`Tier::ALL`]: the
+/// fewest stops first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tier {
     /// The storage server reads and writes GPU memory by RDMA.
@@ -26,7 +27,8 @@ pub enum Tier {
 
 impl Tier {
     /// All of them, best first.
-    pub const ALL: [Tier; 5] = [Tier::GpuRdma, Tier::LocalGds, Tier::BounceRdma, Tier::BounceTcp, Tier::Pageable];
+    pub const ALL: [Tier; 5] =
+        [Tier::GpuRdma, Tier::LocalGds, Tier::BounceRdma, Tier::BounceTcp, Tier::Pageable];
 
     /// As users write it.
     pub const fn name(self) -> &'static str {
@@ -39,7 +41,8 @@ impl Tier {
         }
     }
 
-    /// Whether its bytes pass pinned host memory: what the device does is the same, the network makes the difference.
+    /// Whether its bytes pass pinned host memory: what the device does is the same, the network
+    /// makes the difference.
     pub const fn is_bounce(self) -> bool {
         matches!(self, Tier::BounceRdma | Tier::BounceTcp)
     }
@@ -104,7 +107,9 @@ impl Policy {
         match (self, other) {
             (Policy::Prefer, p) | (p, Policy::Prefer) => Some(p),
             (Policy::AtLeast(a), Policy::AtLeast(b)) => Some(Policy::AtLeast(a.min(b))),
-            (Policy::Require(t), p) | (p, Policy::Require(t)) => p.allows(t).then_some(Policy::Require(t)),
+            (Policy::Require(t), p) | (p, Policy::Require(t)) => {
+                p.allows(t).then_some(Policy::Require(t))
+            }
         }
     }
 }
@@ -126,7 +131,10 @@ impl FromStr for Policy {
             None if s == "prefer" => Ok(Policy::Prefer),
             Some(("require", tier)) => Ok(Policy::Require(tier.parse()?)),
             Some(("at-least", tier)) => Ok(Policy::AtLeast(tier.parse()?)),
-            _ => Err(Error::new(Code::Inval, format!("`{s}` is no policy: prefer, at-least:TIER or require:TIER is"))),
+            _ => Err(Error::new(
+                Code::Inval,
+                format!("`{s}` is no policy: prefer, at-least:TIER or require:TIER is"),
+            )),
         }
     }
 }
@@ -193,27 +201,42 @@ mod tests {
         for p in policies {
             assert_eq!(p.to_string().parse::<Policy>().unwrap(), p);
         }
-        for bad in
-            ["", "require", "require:", "require:gpu", "at-least:prefer", "atleast:pageable", "Prefer", "prefer:"]
-        {
+        for bad in [
+            "",
+            "require",
+            "require:",
+            "require:gpu",
+            "at-least:prefer",
+            "atleast:pageable",
+            "Prefer",
+            "prefer:",
+        ] {
             assert_eq!(bad.parse::<Policy>().unwrap_err().code, Code::Inval, "{bad}");
         }
         let e = "require:rdma".parse::<Policy>().unwrap_err();
-        assert!(e.message.contains("gpu-rdma, local-gds, bounce-rdma, bounce-tcp, pageable"), "{e}");
+        assert!(
+            e.message.contains("gpu-rdma, local-gds, bounce-rdma, bounce-tcp, pageable"),
+            "{e}"
+        );
     }
 
     #[test]
     fn what_policies_allow() {
-        let allowed = |p: Policy| Tier::ALL.into_iter().filter(|t| p.allows(*t)).collect::<Vec<_>>();
+        let allowed =
+            |p: Policy| Tier::ALL.into_iter().filter(|t| p.allows(*t)).collect::<Vec<_>>();
         assert_eq!(allowed(Policy::Prefer), Tier::ALL);
         assert_eq!(allowed(Policy::Require(Tier::BounceRdma)), [Tier::BounceRdma]);
-        assert_eq!(allowed(Policy::AtLeast(Tier::BounceRdma)), [Tier::GpuRdma, Tier::LocalGds, Tier::BounceRdma]);
+        assert_eq!(
+            allowed(Policy::AtLeast(Tier::BounceRdma)),
+            [Tier::GpuRdma, Tier::LocalGds, Tier::BounceRdma]
+        );
     }
 
     #[test]
     fn two_policies_allow_what_both_do() {
         let all = || {
-            let of_tiers = Tier::ALL.into_iter().flat_map(|t| [Policy::Require(t), Policy::AtLeast(t)]);
+            let of_tiers =
+                Tier::ALL.into_iter().flat_map(|t| [Policy::Require(t), Policy::AtLeast(t)]);
             std::iter::once(Policy::Prefer).chain(of_tiers)
         };
         for (a, b) in all().flat_map(|a| all().map(move |b| (a, b))) {

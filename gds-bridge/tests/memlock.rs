@@ -14,14 +14,17 @@ use strake_gds::{Bridge, HostMem, Options, Policy, Tier};
 async fn a_limit_of_8_mib_makes_a_smaller_pool_that_says_so() {
     let limit = getrlimit(Resource::Memlock);
     let maximum = limit.maximum.map_or(8 * MIB, |m| m.min(8 * MIB));
-    setrlimit(Resource::Memlock, Rlimit { current: Some(maximum), maximum: limit.maximum }).unwrap();
+    setrlimit(Resource::Memlock, Rlimit { current: Some(maximum), maximum: limit.maximum })
+        .unwrap();
     if maximum < 8 * MIB {
         println!("skipped: no more than {maximum} bytes may be locked here, this test wants 8 MiB");
         return;
     }
     let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
     // Really locked: nothing is simulated here.
-    let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), Options::default()).await.unwrap();
+    let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), Options::default())
+        .await
+        .unwrap();
     let notice = bridge.notice().unwrap();
     assert!(notice.contains("12 pinned slots of 256 KiB and 0 pinned regions"), "{notice}");
     assert!(notice.contains("RLIMIT_MEMLOCK is 8388608 bytes"), "{notice}");
@@ -34,9 +37,11 @@ async fn a_limit_of_8_mib_makes_a_smaller_pool_that_says_so() {
     drop(bridge);
     assert_eq!((mem.pinned(), locked()), (0, 0));
 
-    // More than may be locked was asked for: the system has the last word, unless the process is above its limit.
+    // More than may be locked was asked for: the system has the last word, unless the process is
+    // above its limit.
     let options = Options { pinned_limit: Some(1 << 30), ..Options::default() };
-    let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap();
+    let bridge =
+        Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap();
     if mem.pinned() > 8 * MIB {
         println!("skipped the rest: this process may lock more than its limit (CAP_IPC_LOCK)");
         return;

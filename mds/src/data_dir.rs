@@ -1,7 +1,9 @@
-//! The folder of a metadata server: `lock`, `identity`, `log/` (Raft), `state/` (the namespace), `reserve` (space kept back), at times `state.damaged/`.
+//! The folder of a metadata server: `lock`, `identity`, `log/` (Raft), `state/` (the namespace),
+//! `reserve` (space kept back), at times `state.damaged/`.
 //!
-//! `identity` says whose folder it is and what may be done with it. It is written before anything else and once more when
-//! everything is there; from then on a missing log is a damaged one, never a new one.
+//! `identity` says whose folder it is and what may be done with it. It is written before anything
+//! else and once more when everything is there; from then on a missing log is a damaged one, never
+//! a new one.
 
 use std::{
     fs::{self, File},
@@ -42,7 +44,8 @@ pub enum State {
     Complete,
     /// The member was removed from its group, or its group was recovered without it.
     Removed,
-    /// A recovery was begun that makes it the folder of member `to` of a new incarnation; not of use before that is done.
+    /// A recovery was begun that makes it the folder of member `to` of a new incarnation; not of
+    /// use before that is done.
     Recovering {
         to: u64,
         incarnation: Incarnation,
@@ -57,7 +60,9 @@ impl State {
             State::New => "new".into(),
             State::Complete => "complete".into(),
             State::Removed => "removed".into(),
-            State::Recovering { to, incarnation } => format!("recovering {to} {:016x}", incarnation.0),
+            State::Recovering { to, incarnation } => {
+                format!("recovering {to} {:016x}", incarnation.0)
+            }
             State::Loading => "loading".into(),
         }
     }
@@ -87,13 +92,21 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 impl Record {
     pub(crate) fn text(&self) -> String {
         let state = self.state.text();
-        format!("{MAGIC} {VERSION}\nmember {}\ncluster {}\nstate {state}\n", self.member, hex(&self.cluster))
+        format!(
+            "{MAGIC} {VERSION}\nmember {}\ncluster {}\nstate {state}\n",
+            self.member,
+            hex(&self.cluster)
+        )
     }
 
     pub(crate) fn parse(text: &str) -> Result<Record> {
-        let bad = || Error::new(Code::Corrupt, "not what a metadata server wrote; restore the file");
+        let bad =
+            || Error::new(Code::Corrupt, "not what a metadata server wrote; restore the file");
         let mut lines = text.lines();
-        let version = lines.next().and_then(|l| l.strip_prefix(MAGIC)).and_then(|v| v.trim().parse::<u32>().ok());
+        let version = lines
+            .next()
+            .and_then(|l| l.strip_prefix(MAGIC))
+            .and_then(|v| v.trim().parse::<u32>().ok());
         match version {
             None => return Err(bad()),
             Some(v) if v > VERSION => {
@@ -102,7 +115,9 @@ impl Record {
             }
             Some(_) => (),
         }
-        let mut value = |key: &str| lines.next().and_then(|l| l.strip_prefix(key)).map(str::trim).ok_or_else(bad);
+        let mut value = |key: &str| {
+            lines.next().and_then(|l| l.strip_prefix(key)).map(str::trim).ok_or_else(bad)
+        };
         let member = value("member ")?.parse().map_err(|_| bad())?;
         let cluster_hex = value("cluster ")?;
         let state = State::parse(value("state ")?).ok_or_else(bad)?;
@@ -158,9 +173,17 @@ pub(crate) fn cluster_id(cluster_key: &[u8; 32], fs_name: &str) -> [u8; 16] {
 /// Locks the folder until the file is closed. `Busy` while a server or another command has it.
 pub(crate) fn lock(dir: &Path) -> Result<File> {
     let path = dir.join(LOCK);
-    let lock = File::options().create(true).truncate(false).write(true).open(&path).map_err(|e| at(&path, e))?;
+    let lock = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(&path)
+        .map_err(|e| at(&path, e))?;
     if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-        return Err(Error::new(Code::Busy, format!("{} is in use by another metadata server", dir.display())));
+        return Err(Error::new(
+            Code::Busy,
+            format!("{} is in use by another metadata server", dir.display()),
+        ));
     }
     Ok(lock)
 }
@@ -204,7 +227,12 @@ impl Sizes {
     pub(crate) fn store(&self, dir: &Path, cache_bytes: u64) -> Result<FjallStore> {
         let memtable_bytes = (self.total / 64).clamp(1 << 20, 64 << 20);
         let journal_bytes = (self.total / 8).clamp(64 << 20, 256 << 20);
-        let options = fjall_store::Options { cache_bytes, journal_bytes, memtable_bytes, ..Default::default() };
+        let options = fjall_store::Options {
+            cache_bytes,
+            journal_bytes,
+            memtable_bytes,
+            ..Default::default()
+        };
         FjallStore::open_with(dir.join(STATE), &options)
     }
 }
@@ -216,14 +244,19 @@ mod tests {
     #[test]
     fn identity_is_golden_and_checked() {
         let r = Record { member: 3, cluster: [0xab; 16], state: State::Complete };
-        let golden = "strake mds 1\nmember 3\ncluster abababababababababababababababab\nstate complete\n";
+        let golden =
+            "strake mds 1\nmember 3\ncluster abababababababababababababababab\nstate complete\n";
         assert_eq!(r.text(), golden);
         assert_eq!(Record::parse(golden).unwrap(), r);
-        assert_eq!(Record::parse(&golden.replace("mds 1", "mds 2")).unwrap_err().code, Code::Protocol);
+        assert_eq!(
+            Record::parse(&golden.replace("mds 1", "mds 2")).unwrap_err().code,
+            Code::Protocol
+        );
         for n in 0..golden.len() - 1 {
             assert!(Record::parse(&golden[..n]).is_err(), "cut at {n}");
         }
-        let recovering = State::Recovering { to: 4, incarnation: Incarnation(0x0001_00c0_ffee_0000) };
+        let recovering =
+            State::Recovering { to: 4, incarnation: Incarnation(0x0001_00c0_ffee_0000) };
         for (state, text) in [
             (State::New, "new"),
             (State::Removed, "removed"),
@@ -234,9 +267,17 @@ mod tests {
             assert_eq!(r.text(), golden.replace("complete", text));
             assert_eq!(Record::parse(&r.text()).unwrap(), r);
         }
-        let odd = ["recovering", "recovering 4", "recovering 4 1", "recovering x 000100c0ffee0000", "new 1", "else"];
+        let odd = [
+            "recovering",
+            "recovering 4",
+            "recovering 4 1",
+            "recovering x 000100c0ffee0000",
+            "new 1",
+            "else",
+        ];
         let odd = odd.map(|o| golden.replace("complete", o));
-        let bad = ["", "x", "strake oss 1\n", &golden.replace("ab", "zz"), &golden.replace("abab", "é")];
+        let bad =
+            ["", "x", "strake oss 1\n", &golden.replace("ab", "zz"), &golden.replace("abab", "é")];
         for bad in bad.into_iter().chain(odd.iter().map(String::as_str)) {
             assert_eq!(Record::parse(bad).unwrap_err().code, Code::Corrupt, "{bad}");
         }

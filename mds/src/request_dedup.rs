@@ -1,5 +1,6 @@
-//! What the leader knows of clients' changes beside the log: which may run yet, and which it refused without an entry. A
-//! request may come more than once, also at the same time over two connections, and has one outcome. A pure table.
+//! What the leader knows of clients' changes beside the log: which may run yet, and which it
+//! refused without an entry. A request may come more than once, also at the same time over two
+//! connections, and has one outcome. A pure table.
 
 use std::collections::BTreeMap;
 
@@ -44,12 +45,16 @@ pub enum Begun {
 }
 
 fn given_up(seq: u64) -> Error {
-    Error::new(Code::ReplyGone, format!("the sender of request {seq} waits for no answer to it any more"))
+    Error::new(
+        Code::ReplyGone,
+        format!("the sender of request {seq} waits for no answer to it any more"),
+    )
 }
 
 impl RequestDedup {
-    /// A request has come. `lowest`: what its sender says it waits for at least. `Overloaded` while another attempt is looked at, or too
-    /// many changes of the session are; `ReplyGone` when nobody waits for it.
+    /// A request has come. `lowest`: what its sender says it waits for at least. `Overloaded` while
+    /// another attempt is looked at, or too many changes of the session are; `ReplyGone` when
+    /// nobody waits for it.
     pub fn begin(&mut self, session: SessionId, seq: u64, lowest: u64) -> Result<Begun> {
         let s = self.sessions.entry(session).or_default();
         if lowest > s.lowest {
@@ -62,7 +67,10 @@ impl RequestDedup {
         match s.attempts.get_mut(&seq) {
             Some(Attempt::Refused(e)) => return Ok(Begun::Refused(e.clone())),
             Some(Attempt::Looked) => {
-                return Err(Error::new(Code::Overloaded, "an earlier attempt at the same request is looked at"));
+                return Err(Error::new(
+                    Code::Overloaded,
+                    "an earlier attempt at the same request is looked at",
+                ));
             }
             Some(Attempt::Proposed(open)) => {
                 *open += 1;
@@ -71,9 +79,17 @@ impl RequestDedup {
             None => {}
         }
         if s.attempts.len() >= MAX_OF_SESSION {
-            let oldest = s.attempts.iter().find(|(_, a)| matches!(a, Attempt::Refused(_))).map(|(seq, _)| *seq);
-            let full =
-                || Error::new(Code::Overloaded, format!("{MAX_OF_SESSION} changes of session {session} are under way"));
+            let oldest = s
+                .attempts
+                .iter()
+                .find(|(_, a)| matches!(a, Attempt::Refused(_)))
+                .map(|(seq, _)| *seq);
+            let full = || {
+                Error::new(
+                    Code::Overloaded,
+                    format!("{MAX_OF_SESSION} changes of session {session} are under way"),
+                )
+            };
             s.attempts.remove(&oldest.ok_or_else(full)?);
         }
         s.attempts.insert(seq, Attempt::Looked);
@@ -90,7 +106,8 @@ impl RequestDedup {
         Ok(())
     }
 
-    /// It was looked at, and its sender is told this, now and whenever it comes again: it never runs.
+    /// It was looked at, and its sender is told this, now and whenever it comes again: it never
+    /// runs.
     pub fn refused(&mut self, session: SessionId, seq: u64, with: &Error) {
         if let Some(s) = self.sessions.get_mut(&session).filter(|s| seq >= s.lowest) {
             s.attempts.insert(seq, Attempt::Refused(with.clone()));
@@ -112,8 +129,8 @@ impl RequestDedup {
         }
     }
 
-    /// The log did not take this attempt. Whether no other may run: then it is [`refused`](RequestDedup::refused) from now on, or without
-    /// an error may come again.
+    /// The log did not take this attempt. Whether no other may run: then it is
+    /// [`refused`](RequestDedup::refused) from now on, or without an error may come again.
     pub fn not_taken(&mut self, session: SessionId, seq: u64, with: Option<&Error>) -> bool {
         match self.sessions.get_mut(&session).and_then(|s| s.attempts.get_mut(&seq)) {
             Some(Attempt::Proposed(open)) if *open > 1 => *open -= 1,
@@ -150,7 +167,11 @@ mod tests {
     fn who_was_refused_is_refused_again() {
         let mut t = RequestDedup::default();
         assert_eq!(t.begin(1, 5, 4), Ok(Begun::First));
-        assert_eq!(code(t.begin(1, 5, 4)), Code::Overloaded, "not while the first attempt may still pass");
+        assert_eq!(
+            code(t.begin(1, 5, 4)),
+            Code::Overloaded,
+            "not while the first attempt may still pass"
+        );
         t.refused(1, 5, &busy());
         assert_eq!(
             (t.begin(1, 5, 4), t.begin(1, 4, 4), t.begin(2, 5, 4)),
@@ -158,7 +179,10 @@ mod tests {
         );
         // Its sender has the answer and goes on.
         assert_eq!(t.begin(1, 6, 6), Ok(Begun::First));
-        assert_eq!((code(t.begin(1, 5, 4)), code(t.begin(1, 4, 4))), (Code::ReplyGone, Code::ReplyGone));
+        assert_eq!(
+            (code(t.begin(1, 5, 4)), code(t.begin(1, 4, 4))),
+            (Code::ReplyGone, Code::ReplyGone)
+        );
         assert_eq!(t.sessions[&1].attempts.len(), 1);
         assert_eq!(t.passed(1, 4).unwrap_err().code, Code::ReplyGone);
         t.refused(1, 5, &busy());

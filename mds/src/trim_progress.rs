@@ -58,18 +58,29 @@ impl TrimStep {
     /// says that all is done.
     pub(crate) fn after(&self, request: &DataRequest, reply: &DataReply) -> Result<TrimStep> {
         let same = |s: &Stamp| self.stamps.contains(s);
-        if *self != TrimStep::default() && self.epoch != request.epoch && !reply.stamps.iter().any(same) {
+        if *self != TrimStep::default()
+            && self.epoch != request.epoch
+            && !reply.stamps.iter().any(same)
+        {
             return Ok(TrimStep::default());
         }
         let gone = request.flags & FLAG_TOMBSTONE != 0;
-        let step = |index, seq| TrimStep { index, seq, epoch: request.epoch, stamps: reply.stamps.clone() };
+        let step = |index, seq| TrimStep {
+            index,
+            seq,
+            epoch: request.epoch,
+            stamps: reply.stamps.clone(),
+        };
         if reply.stable || reply.len == 0 {
             return Ok(step(END, u64::from(gone)));
         }
         let next = step(reply.version.number, u64::from(reply.len - 1));
         let from = (if gone { request.seq } else { 0 }, request.chunk.index);
         if (next.seq, next.index) <= from || next.seq > u64::from(gone) {
-            return Err(Error::new(Code::Protocol, "a storage server's TRIM does not come forward"));
+            return Err(Error::new(
+                Code::Protocol,
+                "a storage server's TRIM does not come forward",
+            ));
         }
         Ok(next)
     }
@@ -99,7 +110,8 @@ impl TrimProgress {
 
     pub(crate) fn done(&self, number: u64) {
         let mut all = self.0.lock();
-        let chains: Vec<_> = all.range((number, 0)..=(number, ChainId::MAX)).map(|(at, _)| *at).collect();
+        let chains: Vec<_> =
+            all.range((number, 0)..=(number, ChainId::MAX)).map(|(at, _)| *at).collect();
         for at in chains {
             all.remove(&at);
         }
@@ -144,9 +156,16 @@ mod tests {
         // Done; by one that knows no steps; and one that stays where it is.
         assert!(step.after(&next, &all_done(&[1])).unwrap().is_done(1));
         assert!(none.after(&begun, &DataReply::default()).unwrap().is_done(1));
-        assert!(step.after(&next, &left(500, 1)).is_err() && step.after(&next, &left(1, 2)).is_err());
+        assert!(
+            step.after(&next, &left(500, 1)).is_err() && step.after(&next, &left(1, 2)).is_err()
+        );
         // For good: all are removed first, then the tombstones are forgotten.
-        let gone = DataRequest { len: u32::MAX, flags: FLAG_TOMBSTONE, chunk: ChunkId { index: 0, ..CHUNK }, ..first };
+        let gone = DataRequest {
+            len: u32::MAX,
+            flags: FLAG_TOMBSTONE,
+            chunk: ChunkId { index: 0, ..CHUNK },
+            ..first
+        };
         let removing = none.after(&gone, &left(500, 1)).unwrap();
         let removed = removing.request(&gone);
         let step = removing.after(&removed, &left(20, 2)).unwrap();
@@ -155,7 +174,11 @@ mod tests {
         assert!(step.after(&forgets, &left(600, 1)).is_err(), "no step back");
         let done = step.after(&forgets, &all_done(&[1])).unwrap();
         let asks = done.request(&gone);
-        assert_eq!((asks.chunk.index, asks.seq), (u64::MAX, 1), "nothing is left to do, and the data stays gone");
+        assert_eq!(
+            (asks.chunk.index, asks.seq),
+            (u64::MAX, 1),
+            "nothing is left to do, and the data stays gone"
+        );
     }
 
     #[test]
@@ -191,6 +214,10 @@ mod tests {
         assert!(!progress.has_room(1));
         progress.put((9, 1), step(1));
         progress.put((8, 5), step(2));
-        assert_eq!((progress.of((9, 1)).index, progress.of((8, 5)).index), (0, 2), "a bounded number of them");
+        assert_eq!(
+            (progress.of((9, 1)).index, progress.of((8, 5)).index),
+            (0, 2),
+            "a bounded number of them"
+        );
     }
 }

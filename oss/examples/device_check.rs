@@ -1,13 +1,17 @@
-//! The conformance suite of devices on one that is named, and then random operations on it, each block verified.
+//! The conformance suite of devices on one that is named, and then random operations on it, each
+//! block verified.
 //!
-//! `cargo run --release -p strake-oss --features conformance --example device_check -- DEVICE --erase [SECONDS [SEED]]`
+//! `cargo run --release -p strake-oss --features conformance --example device_check -- DEVICE
+//! --erase [SECONDS [SEED]]`
 //!
-//! DEVICE is what a target's `device` may be, or a file. **All that is on it is lost.** Without SECONDS: 600. The seed is printed.
-//! At the end: how many bytes were copied once more on their way to the device, and that a device nobody uses takes no CPU.
-//! `--reads SECONDS`: instead, what was written and flushed is read again and again, for a controller that is taken away meanwhile.
-//! `--reset FILE`: instead, `1` is written to FILE, a PCI function's `reset` in sysfs, while nobody uses the device, several times, and
-//! it works again. Then once more, and at once it is given back, which takes no longer.
-//! `--bad-read OFFSET`, `--bad-write OFFSET`: instead, that the device fails there is reported as it must be, and the rest serves on.
+//! DEVICE is what a target's `device` may be, or a file. **All that is on it is lost.** Without
+//! SECONDS: 600. The seed is printed. At the end: how many bytes were copied once more on their way
+//! to the device, and that a device nobody uses takes no CPU. `--reads SECONDS`: instead, what was
+//! written and flushed is read again and again, for a controller that is taken away meanwhile.
+//! `--reset FILE`: instead, `1` is written to FILE, a PCI function's `reset` in sysfs, while nobody
+//! uses the device, several times, and it works again. Then once more, and at once it is given
+//! back, which takes no longer. `--bad-read OFFSET`, `--bad-write OFFSET`: instead, that the device
+//! fails there is reported as it must be, and the rest serves on.
 
 use std::{
     path::Path,
@@ -30,7 +34,8 @@ const IDLE: Duration = Duration::from_millis(50);
 
 async fn at_rest(d: &dyn Device) -> ExitCode {
     println!("copied: {} bytes", d.copied());
-    let used = || Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).expect("time that passed");
+    let used =
+        || Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).expect("time that passed");
     // What is about to sleep sleeps then.
     tokio::time::sleep(Duration::from_millis(200)).await;
     let before = used();
@@ -40,10 +45,12 @@ async fn at_rest(d: &dyn Device) -> ExitCode {
     if took > IDLE { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
-/// Of a device whose controller is dead before it is given back: SPDK waits for 10 s for one to shut down.
+/// Of a device whose controller is dead before it is given back: SPDK waits for 10 s for one to
+/// shut down.
 const FAREWELL: Duration = Duration::from_secs(15);
 
-/// As many as there are, by so much more apart: at each moment between two looks of the driver's at its controller.
+/// As many as there are, by so much more apart: at each moment between two looks of the driver's at
+/// its controller.
 const RESETS: u32 = 10;
 const BETWEEN: Duration = Duration::from_millis(57);
 
@@ -54,7 +61,10 @@ async fn reset(d: Arc<dyn Device>, file: &str) -> ExitCode {
         tokio::time::sleep(BETWEEN * n).await;
         reset();
         let (reads, longest) = conformance::flushed(&*d, Duration::from_millis(500)).await;
-        println!("reset: {reads} reads after it are as written; the longest took {} ms", longest.as_millis());
+        println!(
+            "reset: {reads} reads after it are as written; the longest took {} ms",
+            longest.as_millis()
+        );
     }
     reset();
     let start = Instant::now();
@@ -89,7 +99,8 @@ async fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     if let ["--reads", seconds] = rest {
-        let (reads, longest) = conformance::flushed(&*d, Duration::from_secs(number(seconds))).await;
+        let (reads, longest) =
+            conformance::flushed(&*d, Duration::from_secs(number(seconds))).await;
         println!("{reads} reads are as written; the longest took {} ms", longest.as_millis());
         return at_rest(&*d).await;
     }

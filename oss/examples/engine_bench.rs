@@ -1,7 +1,9 @@
-//! What the chunk engine costs over the device below it: the same sizes and depths against both, in one run.
+//! What the chunk engine costs over the device below it: the same sizes and depths against both, in
+//! one run.
 //!
-//! `cargo run --release --example engine_bench -- FOLDER [MiB]` makes a target in `FOLDER/bench-target` and removes it.
-//! Prints rates and CPU time of the whole process per operation and per GB; ratios matter, not absolute figures.
+//! `cargo run --release --example engine_bench -- FOLDER [MiB]` makes a target in
+//! `FOLDER/bench-target` and removes it. Prints rates and CPU time of the whole process per
+//! operation and per GB; ratios matter, not absolute figures.
 
 use std::{
     path::Path,
@@ -13,7 +15,10 @@ use futures_util::stream::{self, StreamExt, TryStreamExt};
 use strake_fabric::{Buf, Pool};
 use strake_oss::{
     device::{self, Device},
-    engine::{Engine, Key, Options, TargetIdentity, TargetLayout, Update, create_target_dir, open_target_dir},
+    engine::{
+        Engine, Key, Options, TargetIdentity, TargetLayout, Update, create_target_dir,
+        open_target_dir,
+    },
 };
 use strake_proto::{ChunkId, Result, checksum::block_sums, data::Version};
 
@@ -26,7 +31,12 @@ fn cpu() -> Duration {
     Duration::new(u.tv_sec as u64, u.tv_nsec as u32)
 }
 
-async fn measure<F: Future<Output = Result<()>>>(name: &str, ops: usize, bytes: usize, run: F) -> Result<()> {
+async fn measure<F: Future<Output = Result<()>>>(
+    name: &str,
+    ops: usize,
+    bytes: usize,
+    run: F,
+) -> Result<()> {
     let (start, cpu_start) = (Instant::now(), cpu());
     run.await?;
     let (wall, used) = (start.elapsed().as_secs_f64(), (cpu() - cpu_start).as_secs_f64());
@@ -42,8 +52,16 @@ async fn measure<F: Future<Output = Result<()>>>(name: &str, ops: usize, bytes: 
 }
 
 /// Runs `op(0..count)` with [`DEPTH`] at a time.
-async fn each<F: Future<Output = Result<()>>>(count: usize, op: impl FnMut(usize) -> F) -> Result<()> {
-    stream::iter(0..count).map(op).map(Ok).try_buffer_unordered(DEPTH).try_for_each(|()| async { Ok(()) }).await
+async fn each<F: Future<Output = Result<()>>>(
+    count: usize,
+    op: impl FnMut(usize) -> F,
+) -> Result<()> {
+    stream::iter(0..count)
+        .map(op)
+        .map(Ok)
+        .try_buffer_unordered(DEPTH)
+        .try_for_each(|()| async { Ok(()) })
+        .await
 }
 
 fn spread(i: usize, of: usize) -> usize {
@@ -68,16 +86,29 @@ async fn raw(path: &Path, mib: usize) -> Result<()> {
         let b = b.clone();
         async move { d.write((at * len) as u64, vec![b]).await }
     };
-    let read = |len: usize, at: usize| async move { d.read((at * len) as u64, pool.get(len).await?).await.map(|_| ()) };
+    let read = |len: usize, at: usize| async move {
+        d.read((at * len) as u64, pool.get(len).await?).await.map(|_| ())
+    };
     println!("device: {}, direct: {}", d.name(), d.direct());
     measure("device write 1 MiB", mib, MIB, each(mib, |i| write(MIB, i, &big))).await?;
     measure("device write 1 MiB again", mib, MIB, each(mib, |i| write(MIB, i, &big))).await?;
     d.flush().await?;
     measure("device read 1 MiB", mib, MIB, each(mib, |i| read(MIB, i))).await?;
-    measure("device write 4 KiB random", SMALL, 4096, each(SMALL, |i| write(4096, spread(i, mib * 256), &small)))
-        .await?;
+    measure(
+        "device write 4 KiB random",
+        SMALL,
+        4096,
+        each(SMALL, |i| write(4096, spread(i, mib * 256), &small)),
+    )
+    .await?;
     d.flush().await?;
-    measure("device read 4 KiB random", SMALL, 4096, each(SMALL, |i| read(4096, spread(i, mib * 256)))).await
+    measure(
+        "device read 4 KiB random",
+        SMALL,
+        4096,
+        each(SMALL, |i| read(4096, spread(i, mib * 256))),
+    )
+    .await
 }
 
 fn key(index: usize) -> Key {
@@ -86,9 +117,12 @@ fn key(index: usize) -> Key {
 
 async fn update(e: &Engine, index: usize, offset: usize, data: Buf, sums: Vec<u32>) -> Result<()> {
     loop {
-        let update = Update::Write { offset: offset as u32, data: vec![data.clone()], sums: sums.clone() };
+        let update =
+            Update::Write { offset: offset as u32, data: vec![data.clone()], sums: sums.clone() };
         match e.stage(key(index), update).await {
-            Ok(staged) => return e.commit(staged, Version { epoch: 1, number: 1 }, Vec::new()).map(|_| ()),
+            Ok(staged) => {
+                return e.commit(staged, Version { epoch: 1, number: 1 }, Vec::new()).map(|_| ());
+            }
             // Another one of this run has the chunk; the chain would queue behind it.
             Err(e) if e.code == strake_proto::Code::Busy => tokio::task::yield_now().await,
             Err(e) => return Err(e),
@@ -97,8 +131,13 @@ async fn update(e: &Engine, index: usize, offset: usize, data: Buf, sums: Vec<u3
 }
 
 async fn engine(path: &Path, mib: usize) -> Result<()> {
-    let id =
-        TargetIdentity { fs_uuid: [0; 16], target_uuid: [1; 16], target_id: 0, node: "bench".into(), incarnation: 0 };
+    let id = TargetIdentity {
+        fs_uuid: [0; 16],
+        target_uuid: [1; 16],
+        target_id: 0,
+        node: "bench".into(),
+        incarnation: 0,
+    };
     create_target_dir(path, TargetLayout::File { size: ((mib * 3 + 64) * MIB) as u64 }, id).await?;
     let pool = Pool::default();
     let e = open_target_dir(path, None, pool.clone(), Options::default()).await?.whole()?;
@@ -110,7 +149,9 @@ async fn engine(path: &Path, mib: usize) -> Result<()> {
         async move { update(e, i * len / (4 * MIB), i * len % (4 * MIB), b, sums).await }
     };
     let read = |i: usize, len: usize| async move {
-        e.read(&key(i * len / (4 * MIB)), (i * len % (4 * MIB)) as u32, len as u32).await.map(|_| ())
+        e.read(&key(i * len / (4 * MIB)), (i * len % (4 * MIB)) as u32, len as u32)
+            .await
+            .map(|_| ())
     };
     let with_flush = |name: &'static str, ops, len, run| async move {
         measure(name, ops, len, async {
@@ -120,13 +161,31 @@ async fn engine(path: &Path, mib: usize) -> Result<()> {
         })
         .await
     };
-    with_flush("engine write 1 MiB + flush", mib, MIB, Box::pin(each(mib, |i| write(i, MIB, &big, &big_sums)))).await?;
-    with_flush("engine overwrite 1 MiB + flush", mib, MIB, Box::pin(each(mib, |i| write(i, MIB, &big, &big_sums))))
-        .await?;
+    with_flush(
+        "engine write 1 MiB + flush",
+        mib,
+        MIB,
+        Box::pin(each(mib, |i| write(i, MIB, &big, &big_sums))),
+    )
+    .await?;
+    with_flush(
+        "engine overwrite 1 MiB + flush",
+        mib,
+        MIB,
+        Box::pin(each(mib, |i| write(i, MIB, &big, &big_sums))),
+    )
+    .await?;
     measure("engine read 1 MiB", mib, MIB, each(mib, |i| read(i, MIB))).await?;
     let random = |i| write(spread(i, mib * 256), 4096, &small, &small_sums);
-    with_flush("engine write 4 KiB random + flush", SMALL, 4096, Box::pin(each(SMALL, random))).await?;
-    measure("engine read 4 KiB random", SMALL, 4096, each(SMALL, |i| read(spread(i, mib * 256), 4096))).await
+    with_flush("engine write 4 KiB random + flush", SMALL, 4096, Box::pin(each(SMALL, random)))
+        .await?;
+    measure(
+        "engine read 4 KiB random",
+        SMALL,
+        4096,
+        each(SMALL, |i| read(spread(i, mib * 256), 4096)),
+    )
+    .await
 }
 
 #[tokio::main(worker_threads = 2)]
@@ -134,7 +193,8 @@ async fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let folder = args.next().unwrap_or_else(|| ".".into());
     let mib: usize = args.next().and_then(|s| s.parse().ok()).unwrap_or(512);
-    let (file, target) = (Path::new(&folder).join("bench-device"), Path::new(&folder).join("bench-target"));
+    let (file, target) =
+        (Path::new(&folder).join("bench-device"), Path::new(&folder).join("bench-target"));
     let result = async {
         raw(&file, mib).await?;
         engine(&target, mib).await

@@ -1,7 +1,8 @@
 //! Which chunks of a file may be on which chains, in the 29 bits that a capability has for it.
 //!
-//! The mds says it with each capability, an oss refuses what is elsewhere. Files of one stripe, along a chain set or of
-//! few stripes are told exactly, others by a mask. Storage servers of before this ignore the bits.
+//! The mds says it with each capability, an oss refuses what is elsewhere. Files of one stripe,
+//! along a chain set or of few stripes are told exactly, others by a mask. Storage servers of
+//! before this ignore the bits.
 
 use crate::{
     ChainId,
@@ -86,13 +87,15 @@ impl Bound {
             return Bound::List { count, chains: list };
         }
         let sets = map.map.sets.iter().filter(|s| s.copies == c.copies);
-        let first = sets.filter_map(|s| Some((s, s.chains.iter().position(|c| *c == chains[0])? as u32)));
-        let is_along = |(s, at): &(&pb::ChainSet, u32)| set_members(&s.chains, 0, *at, count) == chains;
+        let first =
+            sets.filter_map(|s| Some((s, s.chains.iter().position(|c| *c == chains[0])? as u32)));
+        let is_along =
+            |(s, at): &(&pb::ChainSet, u32)| set_members(&s.chains, 0, *at, count) == chains;
         first.filter(is_along).find_map(|(s, at)| along(s.id, at, count)).unwrap_or(mask)
     }
 
-    /// Whether a file with this bound may have its chunk `index` on a chain; without an index, whether it may have any
-    /// chunk there.
+    /// Whether a file with this bound may have its chunk `index` on a chain; without an index,
+    /// whether it may have any chunk there.
     pub fn fits(self, chain: ChainId, index: Option<u64>, map: &MapView) -> Fits {
         let below = |bits: u32| index.is_none_or(|i| i.checked_shr(bits).unwrap_or(0) == 0);
         let known = index.is_none_or(|i| i < MAX_INDEX);
@@ -106,7 +109,9 @@ impl Bound {
                 fits(known && turn(count).map_or(chains.contains(&chain), |at| chains[at] == chain))
             }
             Bound::Set { set, start, count } => {
-                let Some(set) = map.set(set).filter(|s| !s.chains.is_empty()) else { return Fits::Unknown };
+                let Some(set) = map.set(set).filter(|s| !s.chains.is_empty()) else {
+                    return Fits::Unknown;
+                };
                 let member = |at: usize| set.chains[(start as usize + at) % set.chains.len()];
                 let any = || (0..count as usize).any(|at| member(at) == chain);
                 fits(known && turn(count).map_or_else(any, |at| member(at) == chain))
@@ -119,7 +124,9 @@ impl Bound {
         let (form, rest) = match self {
             Bound::Any => (0, 0),
             Bound::One { chain, bits } => (ONE, chain & low(CHAIN_BITS) | bits << CHAIN_BITS),
-            Bound::Set { set, start, count } => (SET, set | start << SET_BITS | count << (SET_BITS + PLACE_BITS)),
+            Bound::Set { set, start, count } => {
+                (SET, set | start << SET_BITS | count << (SET_BITS + PLACE_BITS))
+            }
             Bound::List { count, chains } => {
                 let each = BITS / count;
                 (count + 1, (0..count).fold(0, |all, i| all | chains[i as usize] << (i * each)))
@@ -153,7 +160,8 @@ impl Bound {
 
 /// Along a set, if the numbers are small enough.
 fn along(set: u32, start: u32, count: u32) -> Option<Bound> {
-    let small = set <= low(SET_BITS) && start <= low(PLACE_BITS) && (1..=low(PLACE_BITS)).contains(&count);
+    let small =
+        set <= low(SET_BITS) && start <= low(PLACE_BITS) && (1..=low(PLACE_BITS)).contains(&count);
     small.then_some(Bound::Set { set, start, count })
 }
 
@@ -165,13 +173,21 @@ mod tests {
     use crate::layout::EOF;
 
     fn map() -> MapView {
-        let set = pb::ChainSet { id: 3, copies: 1, chains: (100..120).collect(), ..Default::default() };
+        let set =
+            pb::ChainSet { id: 3, copies: 1, chains: (100..120).collect(), ..Default::default() };
         MapView::new(pb::ClusterMap { sets: vec![set], ..Default::default() }).unwrap()
     }
 
     fn layout(units: u32, chains: &[ChainId], set: Option<pb::ChainSetRef>) -> pb::Layout {
         let stripe_size = units * STRIPE_UNIT;
-        let c = pb::Component { end: EOF, stripe_size, copies: 1, chains: chains.to_vec(), set, ..Default::default() };
+        let c = pb::Component {
+            end: EOF,
+            stripe_size,
+            copies: 1,
+            chains: chains.to_vec(),
+            set,
+            ..Default::default()
+        };
         pb::Layout { generation: 1, components: vec![c], drafts: 0 }
     }
 
@@ -191,7 +207,10 @@ mod tests {
         assert_eq!(of(272, &[9, 7]), Bound::Mask(1 << 9 | 1 << 7));
         assert_eq!(of(64, &[1 << 20]), Bound::Mask(1 << ((1 << 20) % BITS)));
         let set = |set, seed| Some(pb::ChainSetRef { set, seed, start: 19, count: 17 });
-        assert_eq!(Bound::of(&layout(64, &[], set(3, 0)), &map), Bound::Set { set: 3, start: 19, count: 17 });
+        assert_eq!(
+            Bound::of(&layout(64, &[], set(3, 0)), &map),
+            Bound::Set { set: 3, start: 19, count: 17 }
+        );
         assert!(matches!(Bound::of(&layout(64, &[], set(3, 5)), &map), Bound::Mask(_)));
         assert_eq!(Bound::of(&pb::Layout::default(), &map), Bound::Any);
         assert_eq!(Bound::Set { set: 9, start: 0, count: 1 }.fits(1, Some(0), &map), Fits::Unknown);

@@ -1,5 +1,6 @@
-//! Capabilities: what a data request must carry so that whoever speaks the protocol by hand reaches nothing he was
-//! not given. The mds makes them, an oss checks them; both know the key, clients do not.
+//! Capabilities: what a data request must carry so that whoever speaks the protocol by hand reaches
+//! nothing he was not given. The mds makes them, an oss checks them; both know the key, clients do
+//! not.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
@@ -39,12 +40,14 @@ pub struct Capability {
     pub rights: Rights,
     /// Where the file's chunks are.
     pub bound: Bound,
-    /// The first log entry that the look at the right knew nothing of, see [`as_of`]. 0: not said, by a metadata server of
-    /// a version before this. What ends the right in this entry or a later one ends the capability.
+    /// The first log entry that the look at the right knew nothing of, see [`as_of`]. 0: not said,
+    /// by a metadata server of a version before this. What ends the right in this entry or a later
+    /// one ends the capability.
     pub as_of: u32,
 }
 
-/// A log index as capabilities have it: modulo 2^32, and the one before where that is 0, which errs to the safe side.
+/// A log index as capabilities have it: modulo 2^32, and the one before where that is 0, which errs
+/// to the safe side.
 pub const fn as_of(index: u64) -> u32 {
     match index as u32 {
         0 => u32::MAX,
@@ -52,12 +55,14 @@ pub const fn as_of(index: u64) -> u32 {
     }
 }
 
-/// The index of an entry of which no capability that is still good knows nothing: whatever ended, ended it.
+/// The index of an entry of which no capability that is still good knows nothing: whatever ended,
+/// ended it.
 pub const fn long_ago(applied: u64) -> u64 {
     applied.wrapping_sub(1 << 30)
 }
 
-/// The log index that [`as_of`] made, by one that is not 2^31 entries away. 0 for what lies before the log's beginning.
+/// The log index that [`as_of`] made, by one that is not 2^31 entries away. 0 for what lies before
+/// the log's beginning.
 pub const fn index_near(as_of: u32, known: u64) -> u64 {
     let ahead = as_of.wrapping_sub(known as u32).cast_signed() as i64;
     let near = known.wrapping_add_signed(ahead);
@@ -73,7 +78,8 @@ const RIGHTS: u32 = (1 << RIGHTS_BITS) - 1;
 pub struct CapKey([u8; 32]);
 
 fn mac(key: &[u8; 32], parts: &[&[u8]]) -> [u8; 32] {
-    // HMAC pads a short key with zeros to the hash's block of 64 bytes; doing it here makes the length fit by type.
+    // HMAC pads a short key with zeros to the hash's block of 64 bytes; doing it here makes the
+    // length fit by type.
     let mut block = [0u8; 64];
     block[..32].copy_from_slice(key);
     let mut m = Hmac::<Sha256>::new(&block.into());
@@ -83,7 +89,8 @@ fn mac(key: &[u8; 32], parts: &[&[u8]]) -> [u8; 32] {
     m.finalize().into_bytes().into()
 }
 
-/// A key for one purpose out of another key: HMAC-SHA256 over the purpose's name (RFC 2104, NIST SP 800-108 style).
+/// A key for one purpose out of another key: HMAC-SHA256 over the purpose's name (RFC 2104, NIST SP
+/// 800-108 style).
 pub fn derive_key(key: &[u8; 32], purpose: &str) -> [u8; 32] {
     mac(key, &[purpose.as_bytes()])
 }
@@ -186,7 +193,11 @@ mod tests {
         for known in [0, 5, end - 3, end, end + 3, 7 * end + (1 << 31)] {
             for index in [known.saturating_sub(2000), known, known + 1, known + 100_000] {
                 let near = index_near(as_of(index), known);
-                assert_eq!(near, if index % end == 0 { index.saturating_sub(1) } else { index }, "{index} at {known}");
+                assert_eq!(
+                    near,
+                    if index % end == 0 { index.saturating_sub(1) } else { index },
+                    "{index} at {known}"
+                );
                 assert_ne!(as_of(index), 0);
             }
             assert!(index_near(as_of(long_ago(known)), known) < known.max(1));

@@ -1,4 +1,5 @@
-//! CRC32C per 4 KiB block: computed once by the writer, carried, stored beside the extent, checked by every reader.
+//! CRC32C per 4 KiB block: computed once by the writer, carried, stored beside the extent, checked
+//! by every reader.
 
 use std::sync::OnceLock;
 
@@ -35,8 +36,13 @@ pub fn pieces(offset: u64, len: usize) -> usize {
     (last - first + 1) as usize
 }
 
-/// Calls `found` with the checksum of each block that a range starting at `offset` in its chunk touches, in order.
-fn each_sum<'a>(offset: u64, bytes: impl IntoIterator<Item = &'a [u8]>, mut found: impl FnMut(u32)) {
+/// Calls `found` with the checksum of each block that a range starting at `offset` in its chunk
+/// touches, in order.
+fn each_sum<'a>(
+    offset: u64,
+    bytes: impl IntoIterator<Item = &'a [u8]>,
+    mut found: impl FnMut(u32),
+) {
     let mut room = BLOCK - (offset % BLOCK as u64) as usize;
     let mut open: Option<u32> = None;
     for mut seg in bytes {
@@ -55,16 +61,21 @@ fn each_sum<'a>(offset: u64, bytes: impl IntoIterator<Item = &'a [u8]>, mut foun
     open.into_iter().for_each(found);
 }
 
-/// Checksums of a range that starts at `offset` in its chunk: one per block it touches, the first and the last of
-/// which may be partial. `bytes` may come in segments of any size.
+/// Checksums of a range that starts at `offset` in its chunk: one per block it touches, the first
+/// and the last of which may be partial. `bytes` may come in segments of any size.
 pub fn block_sums<'a>(offset: u64, bytes: impl IntoIterator<Item = &'a [u8]>) -> Vec<u32> {
     let mut sums = Vec::new();
     each_sum(offset, bytes, |s| sums.push(s));
     sums
 }
 
-/// Index of the first piece whose checksum differs, `None` when all match. `Some(0)` if the counts differ.
-pub fn verify<'a>(offset: u64, bytes: impl IntoIterator<Item = &'a [u8]>, sums: &[u32]) -> Option<usize> {
+/// Index of the first piece whose checksum differs, `None` when all match. `Some(0)` if the counts
+/// differ.
+pub fn verify<'a>(
+    offset: u64,
+    bytes: impl IntoIterator<Item = &'a [u8]>,
+    sums: &[u32],
+) -> Option<usize> {
     let (mut n, mut bad) = (0, None);
     each_sum(offset, bytes, |s| {
         if bad.is_none() && sums.get(n) != Some(&s) {
@@ -75,8 +86,8 @@ pub fn verify<'a>(offset: u64, bytes: impl IntoIterator<Item = &'a [u8]>, sums: 
     if n == sums.len() { bad } else { Some(0) }
 }
 
-/// What a word at the start of a block of zeros does to the block's checksum, as a basis: for each highest bit of the effect the
-/// effect and the word.
+/// What a word at the start of a block of zeros does to the block's checksum, as a basis: for each
+/// highest bit of the effect the effect and the word.
 fn effects() -> (u32, [(u32, u32); 32]) {
     let sum_of = |word: u32| {
         let mut block = [0; BLOCK];
@@ -99,8 +110,9 @@ fn effects() -> (u32, [(u32, u32); 32]) {
     (zero, basis)
 }
 
-/// The first four bytes of a block that is zeros behind them and has this checksum. There is one for each, since a CRC of 32 bits is linear
-/// and none of four bytes next to each other hides another.
+/// The first four bytes of a block that is zeros behind them and has this checksum. There is one
+/// for each, since a CRC of 32 bits is linear and none of four bytes next to each other hides
+/// another.
 pub fn block_with_sum(sum: u32) -> [u8; 4] {
     static EFFECTS: OnceLock<(u32, [(u32, u32); 32])> = OnceLock::new();
     let (zero, basis) = EFFECTS.get_or_init(effects);
@@ -123,7 +135,10 @@ mod tests {
         assert_eq!(crc32c(b"123456789"), 0xe306_9283); // RFC 3720 check value
         for n in 0..=9 {
             let (a, b) = b"123456789".split_at(n);
-            assert_eq!((crc32c_both(a, b), combine(crc32c(a), crc32c(b), b.len())), (0xe306_9283, 0xe306_9283));
+            assert_eq!(
+                (crc32c_both(a, b), combine(crc32c(a), crc32c(b), b.len())),
+                (0xe306_9283, 0xe306_9283)
+            );
         }
     }
 

@@ -1,4 +1,5 @@
-//! The one error type. Each case has a POSIX errno; what happened and what to do next is in the message.
+//! The one error type. Each case has a POSIX errno; what happened and what to do next is in the
+//! message.
 
 use std::fmt;
 
@@ -63,7 +64,8 @@ codes! {
     NotLeader = 1000 => 11,
     /// The chain epoch of a data request is not the replica's. Refresh the map and retry.
     StaleEpoch = 1001 => 11,
-    /// The addressed replica may not serve this (not in sync, not the head, chunk dirty). Refresh and retry elsewhere.
+    /// The addressed replica may not serve this (not in sync, not the head, chunk dirty). Refresh
+    /// and retry elsewhere.
     NotServing = 1002 => 11,
     /// The sender's own lease ran out; it must renew before it serves.
     LeaseExpired = 1003 => 11,
@@ -85,13 +87,15 @@ codes! {
     Corrupt = 1011 => 5,
     /// A retried request whose reply is no longer kept: it ran, its answer is lost.
     ReplyGone = 1012 => 5,
-    /// Chain write refused: the successor's committed version is ahead or behind. Full chunk needed.
+    /// Chain write refused: the successor's committed version is ahead or behind. Full chunk
+    /// needed.
     VersionGap = 1013 => 11,
     /// The peer did not prove that it belongs to this cluster.
     Unauthenticated = 1014 => 13,
     /// A write to be repeated was overtaken by another session's; its bytes are lost.
     Overtaken = 1015 => 5,
-    /// Another owner's lock is in the way. Not to be tried again by itself: the program is told, or waits for its turn.
+    /// Another owner's lock is in the way. Not to be tried again by itself: the program is told, or
+    /// waits for its turn.
     LockConflict = 1016 => 11,
     /// The metadata server was removed from its group and serves nobody any more.
     NotMember = 1017 => 116,
@@ -126,7 +130,8 @@ impl Error {
         self
     }
 
-    /// Whether the same request may be tried again (after a refresh or a pause) and can then succeed.
+    /// Whether the same request may be tried again (after a refresh or a pause) and can then
+    /// succeed.
     pub const fn is_retryable(&self) -> bool {
         matches!(
             self.code,
@@ -157,7 +162,11 @@ impl From<std::io::Error> for Error {
     /// Keeps the errno where this type has it, `EIO` otherwise.
     fn from(e: std::io::Error) -> Error {
         let code = match e.raw_os_error() {
-            Some(n) => Code::ALL.iter().copied().find(|c| (*c as u16) < 1000 && c.errno() == n).unwrap_or(Code::Io),
+            Some(n) => Code::ALL
+                .iter()
+                .copied()
+                .find(|c| (*c as u16) < 1000 && c.errno() == n)
+                .unwrap_or(Code::Io),
             None => match e.kind() {
                 std::io::ErrorKind::UnexpectedEof
                 | std::io::ErrorKind::ConnectionReset
@@ -173,7 +182,11 @@ impl From<std::io::Error> for Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.message.is_empty() { write!(f, "{:?}", self.code) } else { f.write_str(&self.message) }
+        if self.message.is_empty() {
+            write!(f, "{:?}", self.code)
+        } else {
+            f.write_str(&self.message)
+        }
     }
 }
 

@@ -1,8 +1,10 @@
-//! The frame every connection carries after the handshake: a 64-byte header, a control body, an optional payload.
+//! The frame every connection carries after the handshake: a 64-byte header, a control body, an
+//! optional payload.
 //!
-//! All integers are little-endian. The header is covered by its own CRC32C, the body by `body_crc`. The payload is
-//! covered end to end by block checksums in the body of data requests; `payload_crc` is the same bytes' CRC32C
-//! (combined from those blocks where they are known) and 0 when [`FLAG_PAYLOAD_SUMMED`] is not set.
+//! All integers are little-endian. The header is covered by its own CRC32C, the body by `body_crc`.
+//! The payload is covered end to end by block checksums in the body of data requests; `payload_crc`
+//! is the same bytes' CRC32C (combined from those blocks where they are known) and 0 when
+//! [`FLAG_PAYLOAD_SUMMED`] is not set.
 
 use crate::{Code, Error, Result, checksum::crc32c};
 
@@ -13,10 +15,11 @@ pub const MAX_BODY: u32 = 4 << 20;
 /// Longest payload a receiver accepts: one whole chunk.
 pub const MAX_PAYLOAD: u32 = 16 << 20;
 
-/// `payload_crc` is set and the receiver checks it (payloads that carry no block checksums of their own).
+/// `payload_crc` is set and the receiver checks it (payloads that carry no block checksums of their
+/// own).
 pub const FLAG_PAYLOAD_SUMMED: u8 = 1;
-/// Requests: regions of the sender's memory follow the body. Responses: the payload is not behind the body, it was written to
-/// the requester's memory. Only where the transport can (RDMA).
+/// Requests: regions of the sender's memory follow the body. Responses: the payload is not behind
+/// the body, it was written to the requester's memory. Only where the transport can (RDMA).
 pub const FLAG_REGIONS: u8 = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,7 +110,10 @@ impl Header {
             trace: u64_at(40),
         };
         if h.body_len > MAX_BODY || h.payload_len > MAX_PAYLOAD {
-            return Err(bad(format!("frame too large (body {}, payload {})", h.body_len, h.payload_len)));
+            return Err(bad(format!(
+                "frame too large (body {}, payload {})",
+                h.body_len, h.payload_len
+            )));
         }
         Ok(h)
     }

@@ -4,7 +4,8 @@ use std::{fmt, str::FromStr};
 
 use crate::{Code, Error};
 
-/// Inode id. Bits 63..48 are the shard an inode was born in (always 0 today), the rest a counter of the namespace state.
+/// Inode id. Bits 63..48 are the shard an inode was born in (always 0 today), the rest a counter of
+/// the namespace state.
 pub type Ino = u64;
 /// Names the bytes of one layout instance of a file; never reused.
 pub type DataId = u64;
@@ -39,8 +40,8 @@ impl fmt::Display for ChunkId {
     }
 }
 
-/// Lustre-style file identifier, `[seq:oid:ver]`, a bijection of the inode id:
-/// `seq = 0x200000400 + (ino >> 32)`, `oid = ino & 0xffffffff`, `ver = 0`; the root is `[0x200000007:0x1:0x0]`.
+/// Lustre-style file identifier, `[seq:oid:ver]`, a bijection of the inode id: `seq = 0x200000400 +
+/// (ino >> 32)`, `oid = ino & 0xffffffff`, `ver = 0`; the root is `[0x200000007:0x1:0x0]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fid {
     pub seq: u64,
@@ -68,7 +69,11 @@ impl Fid {
         if self.seq == FID_SEQ_ROOT {
             return if self.oid == 1 { Ok(ROOT_INO) } else { Err(bad()) };
         }
-        let high = self.seq.checked_sub(FID_SEQ_NORMAL).filter(|h| *h <= u64::from(u32::MAX)).ok_or_else(bad)?;
+        let high = self
+            .seq
+            .checked_sub(FID_SEQ_NORMAL)
+            .filter(|h| *h <= u64::from(u32::MAX))
+            .ok_or_else(bad)?;
         match (high << 32) | u64::from(self.oid) {
             0 | ROOT_INO => Err(bad()),
             ino => Ok(ino),
@@ -85,21 +90,32 @@ impl fmt::Display for Fid {
 impl FromStr for Fid {
     type Err = Error;
 
-    /// Accepts `[0x200000403:0x11f:0x0]` with or without brackets, hexadecimal with or without `0x`.
+    /// Accepts `[0x200000403:0x11f:0x0]` with or without brackets, hexadecimal with or without
+    /// `0x`.
     fn from_str(s: &str) -> Result<Fid, Error> {
-        let bad = || Error::new(Code::Inval, format!("'{s}' is not a FID; expected [seq:oid:ver] in hexadecimal"));
+        let bad = || {
+            Error::new(
+                Code::Inval,
+                format!("'{s}' is not a FID; expected [seq:oid:ver] in hexadecimal"),
+            )
+        };
         let inner = match (s.strip_prefix('['), s.ends_with(']')) {
             (Some(rest), true) => &rest[..rest.len() - 1],
             (None, false) => s,
             _ => return Err(bad()),
         };
-        let mut parts = inner.split(':').map(|p| u64::from_str_radix(p.trim_start_matches("0x"), 16));
+        let mut parts =
+            inner.split(':').map(|p| u64::from_str_radix(p.trim_start_matches("0x"), 16));
         let mut next = || parts.next().and_then(Result::ok).ok_or_else(bad);
         let (seq, oid, ver) = (next()?, next()?, next()?);
         if parts.next().is_some() {
             return Err(bad());
         }
-        Ok(Fid { seq, oid: u32::try_from(oid).map_err(|_| bad())?, ver: u32::try_from(ver).map_err(|_| bad())? })
+        Ok(Fid {
+            seq,
+            oid: u32::try_from(oid).map_err(|_| bad())?,
+            ver: u32::try_from(ver).map_err(|_| bad())?,
+        })
     }
 }
 
@@ -119,7 +135,12 @@ mod tests {
 
     #[test]
     fn foreign_fids_are_refused() {
-        for s in ["[0x200000007:0x2:0x0]", "[0x1:0x1:0x0]", "[0x200000400:0x5:0x1]", "[0x200000400:0x1:0x0]"] {
+        for s in [
+            "[0x200000007:0x2:0x0]",
+            "[0x1:0x1:0x0]",
+            "[0x200000400:0x5:0x1]",
+            "[0x200000400:0x1:0x0]",
+        ] {
             assert_eq!(s.parse::<Fid>().unwrap().to_ino().unwrap_err().code, Code::Inval, "{s}");
         }
         for s in ["", "[1:2]", "[1:2:3:4]", "1:2:3]", "[x:1:2]", "[1:100000000:0]"] {

@@ -1,9 +1,10 @@
 //! Which life of a metadata group something belongs to.
 //!
-//! A group that lost its quorum for good, or all its members, begins anew from what is left: a survivor's folder or a dump.
-//! What happened after that state is lost, and the former members may come back and know nothing of it. So each beginning
-//! is an incarnation of its own, in the cluster map and in whatever speaks with metadata servers: its **era** counts up, and
-//! its lower 48 bits are random, because two people may recover the same group twice.
+//! A group that lost its quorum for good, or all its members, begins anew from what is left: a
+//! survivor's folder or a dump. What happened after that state is lost, and the former members may
+//! come back and know nothing of it. So each beginning is an incarnation of its own, in the cluster
+//! map and in whatever speaks with metadata servers: its **era** counts up, and its lower 48 bits
+//! are random, because two people may recover the same group twice.
 
 use std::{cmp::Ordering, fmt};
 
@@ -21,20 +22,26 @@ pub enum Kin {
     Older,
     /// One's own was given up.
     Newer,
-    /// Of the same era: both were made from what was left of the same group. One of the two has to go.
+    /// Of the same era: both were made from what was left of the same group. One of the two has to
+    /// go.
     Twin,
 }
 
 const ERA_SHIFT: u32 = 48;
 const RANDOM: u64 = (1 << ERA_SHIFT) - 1;
-/// Numbers that a group of an era gives out begin at the era times this, so that no two eras give out the same.
+/// Numbers that a group of an era gives out begin at the era times this, so that no two eras give
+/// out the same.
 const SPAN: u32 = 32;
 
 impl Incarnation {
-    /// The one of an era that `random` makes different from others. `EINVAL` for the last era and beyond.
+    /// The one of an era that `random` makes different from others. `EINVAL` for the last era and
+    /// beyond.
     pub fn new(era: u64, random: u64) -> Result<Incarnation> {
         if era == 0 || era >= u64::from(u16::MAX) {
-            return Err(Error::new(Code::Inval, format!("era {era} is none that a recovery can begin (1 to 65534)")));
+            return Err(Error::new(
+                Code::Inval,
+                format!("era {era} is none that a recovery can begin (1 to 65534)"),
+            ));
         }
         Ok(Incarnation(era << ERA_SHIFT | random & RANDOM))
     }
@@ -62,7 +69,11 @@ impl Incarnation {
 impl fmt::Display for Incarnation {
     /// `2-00c0ffee1234`; the first one is `0`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0 == 0 { f.write_str("0") } else { write!(f, "{}-{:012x}", self.era(), self.0 & RANDOM) }
+        if self.0 == 0 {
+            f.write_str("0")
+        } else {
+            write!(f, "{}-{:012x}", self.era(), self.0 & RANDOM)
+        }
     }
 }
 
@@ -73,8 +84,11 @@ mod tests {
     #[test]
     fn eras_are_in_order_and_twins_are_told_apart() {
         let first = Incarnation::default();
-        let (a, b, c) =
-            (Incarnation::new(1, 7).unwrap(), Incarnation::new(1, 8).unwrap(), Incarnation::new(2, 7).unwrap());
+        let (a, b, c) = (
+            Incarnation::new(1, 7).unwrap(),
+            Incarnation::new(1, 8).unwrap(),
+            Incarnation::new(2, 7).unwrap(),
+        );
         for (own, other, kin) in [
             (first, first, Kin::Same),
             (a, a, Kin::Same),
@@ -86,7 +100,11 @@ mod tests {
         ] {
             assert_eq!(own.kin(other), kin, "{own} {other}");
         }
-        assert_eq!(Incarnation::new(3, u64::MAX).unwrap().era(), 3, "the random part does not spill");
+        assert_eq!(
+            Incarnation::new(3, u64::MAX).unwrap().era(),
+            3,
+            "the random part does not spill"
+        );
         for era in [0, 65_535, u64::MAX] {
             assert_eq!(Incarnation::new(era, 1).unwrap_err().code, Code::Inval);
         }

@@ -1,7 +1,9 @@
-//! What a mount answers to ioctl(2) on an open regular file, so that a library in the program can open the same file by itself.
+//! What a mount answers to ioctl(2) on an open regular file, so that a library in the program can
+//! open the same file by itself.
 //!
-//! Numbers are in the byte order of the machine, as in every ioctl: both ends are on one machine. A reader believes an answer only as far
-//! as it checks it: any file system may answer the same number with anything.
+//! Numbers are in the byte order of the machine, as in every ioctl: both ends are on one machine. A
+//! reader believes an answer only as far as it checks it: any file system may answer the same
+//! number with anything.
 
 use crate::{Code, Error, Ino, Result};
 
@@ -62,7 +64,8 @@ fn check(answer: &[u8], bytes: usize) -> Result<[u8; 16]> {
     if answer.len() < bytes || answer[..8] != MAGIC {
         return Err(not_ours());
     }
-    let (version, size) = (u32::from_ne_bytes(array(answer, 8)), u32::from_ne_bytes(array(answer, 12)));
+    let (version, size) =
+        (u32::from_ne_bytes(array(answer, 8)), u32::from_ne_bytes(array(answer, 12)));
     if version != VERSION || size as usize != bytes {
         let m = format!(
             "the mount answers in version {version} with {size} bytes; version {VERSION} with {bytes} is known here"
@@ -85,7 +88,8 @@ impl OpenedFile {
     /// `EINVAL`: no answer of a mount; `EOPNOTSUPP`: one of another version.
     pub fn decode(answer: &[u8]) -> Result<OpenedFile> {
         let uuid = check(answer, FILE_BYTES)?;
-        let (ino, flags) = (u64::from_ne_bytes(array(answer, HEAD)), u32::from_ne_bytes(array(answer, HEAD + 8)));
+        let (ino, flags) =
+            (u64::from_ne_bytes(array(answer, HEAD)), u32::from_ne_bytes(array(answer, HEAD + 8)));
         Ok(OpenedFile { uuid, ino, flags })
     }
 }
@@ -118,7 +122,9 @@ impl Servers {
         let len = u32::from_ne_bytes(array(answer, HEAD)) as usize;
         let text = answer[HEAD + 8..SERVERS_BYTES].get(..len);
         let text = text.and_then(|t| std::str::from_utf8(t).ok());
-        let text = text.ok_or_else(|| Error::new(Code::Inval, "the mount's list of metadata servers is no text"))?;
+        let text = text.ok_or_else(|| {
+            Error::new(Code::Inval, "the mount's list of metadata servers is no text")
+        })?;
         Ok(Servers { uuid, endpoints: text.into() })
     }
 }
@@ -134,7 +140,8 @@ mod tests {
 
     #[test]
     fn answers_are_read_as_they_are_written() {
-        let file = OpenedFile { uuid: *b"0123456789abcdef", ino: 0x1122_3344_5566_7788, flags: 0o100_002 };
+        let file =
+            OpenedFile { uuid: *b"0123456789abcdef", ino: 0x1122_3344_5566_7788, flags: 0o100_002 };
         let bytes = file.encode();
         assert_eq!((bytes.len(), OpenedFile::decode(&bytes)), (FILE_BYTES, Ok(file)));
         assert_eq!(&bytes[..8], b"strakeio");
@@ -148,7 +155,9 @@ mod tests {
         let many: Vec<String> = (0..500).map(|n| format!("tcp:server{n}:7400")).collect();
         let s = Servers::decode(&Servers::encode([0; 16], &many)).unwrap();
         let kept: Vec<&str> = s.endpoints.split(',').collect();
-        assert!(kept.len() > 200 && kept.len() < 500 && kept.iter().zip(&many).all(|(a, b)| a == b));
+        assert!(
+            kept.len() > 200 && kept.len() < 500 && kept.iter().zip(&many).all(|(a, b)| a == b)
+        );
     }
 
     /// What another file system may answer.
@@ -159,7 +168,10 @@ mod tests {
         for len in 0..FILE_BYTES {
             assert_eq!(OpenedFile::decode(&file[..len]).unwrap_err().code, Code::Inval);
         }
-        assert!(OpenedFile::decode(&[0; FILE_BYTES]).is_err() && OpenedFile::decode(&[0xff; 5000]).is_err());
+        assert!(
+            OpenedFile::decode(&[0; FILE_BYTES]).is_err()
+                && OpenedFile::decode(&[0xff; 5000]).is_err()
+        );
         assert!(OpenedFile::decode(&servers).is_err() && Servers::decode(&file).is_err());
         for at in 0..16 {
             let (mut f, mut s) = (file.clone(), servers.clone());

@@ -1,8 +1,8 @@
 //! Where a byte of a file lives: pure arithmetic over a layout and the cluster map.
 //!
-//! A file is cut into stripes of `stripe_size`, dealt round-robin over the component's chains. A stripe is one chunk,
-//! or several of at most 16 MiB when it is larger. Chunk indices grow with the offset in the file, so "everything
-//! beyond a size" is a range of indices on every chain.
+//! A file is cut into stripes of `stripe_size`, dealt round-robin over the component's chains. A
+//! stripe is one chunk, or several of at most 16 MiB when it is larger. Chunk indices grow with the
+//! offset in the file, so "everything beyond a size" is a range of indices on every chain.
 
 use crate::{ChainId, ChunkId, Code, Error, Ino, Result, map::MapView, pb};
 
@@ -37,7 +37,8 @@ pub struct Piece {
     pub file_offset: u64,
 }
 
-/// What a size cuts on every chain: chunks from `first_gone` on go, chunk `first_gone - 1` keeps `kept` bytes.
+/// What a size cuts on every chain: chunks from `first_gone` on go, chunk `first_gone - 1` keeps
+/// `kept` bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     pub first_gone: u64,
@@ -46,21 +47,33 @@ pub struct Cut {
 }
 
 impl StripeMap {
-    /// `EINVAL` for a layout that no mds of this version makes, `EIO` for one that names chains the map lacks.
+    /// `EINVAL` for a layout that no mds of this version makes, `EIO` for one that names chains the
+    /// map lacks.
     pub fn resolve(ino: Ino, layout: &pb::Layout, map: &MapView) -> Result<StripeMap> {
         let [c] = &layout.components[..] else {
-            return Err(Error::new(Code::OpNotSupp, "composite layouts are not supported by this version"));
+            return Err(Error::new(
+                Code::OpNotSupp,
+                "composite layouts are not supported by this version",
+            ));
         };
         if c.pattern != 0 || c.start != 0 || c.end != EOF {
-            return Err(Error::new(Code::OpNotSupp, "this layout pattern is not supported by this version"));
+            return Err(Error::new(
+                Code::OpNotSupp,
+                "this layout pattern is not supported by this version",
+            ));
         }
         if c.stripe_size == 0 || !c.stripe_size.is_multiple_of(STRIPE_UNIT) {
-            return Err(Error::new(Code::Inval, format!("stripe size {} is not a multiple of 64 KiB", c.stripe_size)));
+            return Err(Error::new(
+                Code::Inval,
+                format!("stripe size {} is not a multiple of 64 KiB", c.stripe_size),
+            ));
         }
         let chains = match &c.set {
             None => c.chains.clone(),
             Some(s) => {
-                let set = map.set(s.set).ok_or_else(|| Error::new(Code::Io, format!("chain set {} unknown", s.set)))?;
+                let set = map
+                    .set(s.set)
+                    .ok_or_else(|| Error::new(Code::Io, format!("chain set {} unknown", s.set)))?;
                 set_members(&set.chains, s.seed, s.start, s.count)
             }
         };
@@ -81,9 +94,14 @@ impl StripeMap {
         let sub = within / MAX_CHUNK;
         // Saturating: an offset may come from a peer and lie beyond every file.
         let start = stripe * self.stripe_size;
-        let end = start.saturating_add((sub + 1) * MAX_CHUNK).min(start.saturating_add(self.stripe_size));
+        let end =
+            start.saturating_add((sub + 1) * MAX_CHUNK).min(start.saturating_add(self.stripe_size));
         let piece = Piece {
-            chunk: ChunkId { ino: self.ino, data: self.data, index: stripe * self.chunks_per_stripe() + sub },
+            chunk: ChunkId {
+                ino: self.ino,
+                data: self.data,
+                index: stripe * self.chunks_per_stripe() + sub,
+            },
             chain: self.chains[(stripe % self.chains.len() as u64) as usize],
             offset: (within - sub * MAX_CHUNK) as u32,
             len: 0,
@@ -107,7 +125,8 @@ impl StripeMap {
         })
     }
 
-    /// The file offset that a chunk's first byte has, and how many bytes belong in it. `None` for a chunk beyond every file.
+    /// The file offset that a chunk's first byte has, and how many bytes belong in it. `None` for a
+    /// chunk beyond every file.
     pub fn place_of(&self, index: u64) -> Option<(u64, u64)> {
         let k = self.chunks_per_stripe();
         let (stripe, sub) = (index / k, index % k);
@@ -153,8 +172,9 @@ impl StripeMap {
     }
 }
 
-/// `count` chains of a set: the set's members in a seeded order (seed 0: their own), from position `start`, wrapping.
-/// The order is a Fisher-Yates shuffle driven by SplitMix64, from the last position down.
+/// `count` chains of a set: the set's members in a seeded order (seed 0: their own), from position
+/// `start`, wrapping. The order is a Fisher-Yates shuffle driven by SplitMix64, from the last
+/// position down.
 pub fn set_members(chains: &[ChainId], seed: u64, start: u32, count: u32) -> Vec<ChainId> {
     if chains.is_empty() {
         return Vec::new();
@@ -166,7 +186,9 @@ pub fn set_members(chains: &[ChainId], seed: u64, start: u32, count: u32) -> Vec
             order.swap(i, (splitmix64(&mut state) % (i as u64 + 1)) as usize);
         }
     }
-    (0..(count as usize).min(MAX_STRIPES)).map(|i| order[(start as usize + i) % order.len()]).collect()
+    (0..(count as usize).min(MAX_STRIPES))
+        .map(|i| order[(start as usize + i) % order.len()])
+        .collect()
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014): the only generator that placement may use.
@@ -202,20 +224,34 @@ mod tests {
     #[test]
     fn layouts_that_cannot_be_served_are_refused() {
         let map = MapView::default();
-        let good = pb::Component { end: EOF, stripe_size: STRIPE_UNIT, chains: vec![1], ..Default::default() };
+        let good = pb::Component {
+            end: EOF,
+            stripe_size: STRIPE_UNIT,
+            chains: vec![1],
+            ..Default::default()
+        };
         let resolve = |components| {
             let layout = pb::Layout { generation: 1, components, drafts: 0 };
             StripeMap::resolve(1, &layout, &map).map(drop).map_err(|e| e.code)
         };
         assert_eq!(resolve(vec![good.clone()]), Ok(()));
         for pattern in [1, 2, 77] {
-            assert_eq!(resolve(vec![pb::Component { pattern, ..good.clone() }]), Err(Code::OpNotSupp));
+            assert_eq!(
+                resolve(vec![pb::Component { pattern, ..good.clone() }]),
+                Err(Code::OpNotSupp)
+            );
         }
         assert_eq!(resolve(vec![]), Err(Code::OpNotSupp));
         assert_eq!(resolve(vec![good.clone(), good.clone()]), Err(Code::OpNotSupp));
         assert_eq!(resolve(vec![pb::Component { start: 1, ..good.clone() }]), Err(Code::OpNotSupp));
-        assert_eq!(resolve(vec![pb::Component { stripe_size: 1, ..good.clone() }]), Err(Code::Inval));
-        assert_eq!(resolve(vec![pb::Component { chains: vec![], ..good.clone() }]), Err(Code::Inval));
+        assert_eq!(
+            resolve(vec![pb::Component { stripe_size: 1, ..good.clone() }]),
+            Err(Code::Inval)
+        );
+        assert_eq!(
+            resolve(vec![pb::Component { chains: vec![], ..good.clone() }]),
+            Err(Code::Inval)
+        );
         let set = Some(pb::ChainSetRef { set: 5, count: 1, ..Default::default() });
         assert_eq!(resolve(vec![pb::Component { set, ..good }]), Err(Code::Io));
     }

@@ -1,4 +1,5 @@
-//! The cluster map with its indices, as every process holds it: immutable, replaced whole when a newer one comes.
+//! The cluster map with its indices, as every process holds it: immutable, replaced whole when a
+//! newer one comes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,8 +15,8 @@ use prost::{
 use crate::{ChainId, Code, Error, NodeId, Result, TargetId, pb};
 use pb::ReplicaState;
 
-/// Evictions in one answer to a heartbeat at most. With so many there may be more: the storage server asks again at once, and
-/// takes no lease before it has them all.
+/// Evictions in one answer to a heartbeat at most. With so many there may be more: the storage
+/// server asks again at once, and takes no lease before it has them all.
 pub const MAX_EVICTED: usize = 1024;
 
 pub const ROLE_MDS: u32 = 1;
@@ -36,14 +37,18 @@ fn index<T>(items: &[T], id: impl Fn(&T) -> u32, what: &str) -> Result<BTreeMap<
     let mut m = BTreeMap::new();
     for (i, x) in items.iter().enumerate() {
         if m.insert(id(x), i).is_some() {
-            return Err(Error::new(Code::Protocol, format!("cluster map names {what} {} twice", id(x))));
+            return Err(Error::new(
+                Code::Protocol,
+                format!("cluster map names {what} {} twice", id(x)),
+            ));
         }
     }
     Ok(m)
 }
 
 impl MapView {
-    /// Refuses a map that names an id twice, refers to one it lacks, or has a target twice in a chain.
+    /// Refuses a map that names an id twice, refers to one it lacks, or has a target twice in a
+    /// chain.
     pub fn new(map: pb::ClusterMap) -> Result<MapView> {
         let v = MapView {
             chains: index(&map.chains, |c| c.id, "chain")?,
@@ -69,8 +74,9 @@ impl MapView {
         Ok(v)
     }
 
-    /// A message followed by this map as its field `tag`: what encoding the message with the map in that field gives, in another
-    /// order at most. A new map goes to a thousand clients at once: it is encoded once.
+    /// A message followed by this map as its field `tag`: what encoding the message with the map in
+    /// that field gives, in another order at most. A new map goes to a thousand clients at once: it
+    /// is encoded once.
     pub fn encode_behind(&self, message: &impl prost::Message, tag: u32) -> Vec<u8> {
         let map = self.encoded.get_or_init(|| self.map.encode_to_vec().into());
         let mut out = Vec::with_capacity(message.encoded_len() + map.len() + 16);
@@ -117,7 +123,8 @@ pub trait ChainExt {
     fn serving(&self) -> impl Iterator<Item = TargetId> + '_;
     fn head(&self) -> Option<TargetId>;
     fn tail(&self) -> Option<TargetId>;
-    /// The one to forward updates of `target` to: the next SERVING one, or for the tail the SYNCING one.
+    /// The one to forward updates of `target` to: the next SERVING one, or for the tail the SYNCING
+    /// one.
     fn successor(&self, target: TargetId) -> Option<(TargetId, ReplicaState)>;
     fn state_of(&self, target: TargetId) -> Option<ReplicaState>;
     /// The OST index of this chain.
@@ -138,7 +145,9 @@ impl ChainExt for pb::Chain {
         let mut after = self
             .replicas
             .iter()
-            .filter(|r| matches!(r.state(), ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing))
+            .filter(|r| {
+                matches!(r.state(), ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing)
+            })
             .skip_while(|r| r.target != target)
             .skip(1);
         after.next().map(|r| (r.target, r.state()))
@@ -165,7 +174,11 @@ mod tests {
         let c = pb::Chain {
             id: 1,
             epoch: 1,
-            replicas: vec![replica(4, ReplicaServing), replica(2, ReplicaServing), replica(7, ReplicaSyncing)],
+            replicas: vec![
+                replica(4, ReplicaServing),
+                replica(2, ReplicaServing),
+                replica(7, ReplicaSyncing),
+            ],
             preferred: vec![2, 4, 7],
             lost: false,
         };
@@ -180,12 +193,27 @@ mod tests {
         let t = pb::Target { id: 1, ..Default::default() };
         let twice = pb::ClusterMap { targets: vec![t.clone(), t], ..Default::default() };
         assert!(MapView::new(twice).is_err());
-        let chain = pb::Chain { id: 1, replicas: vec![replica(9, ReplicaState::ReplicaServing)], ..Default::default() };
-        assert!(MapView::new(pb::ClusterMap { chains: vec![chain], ..Default::default() }).is_err());
-        let targets = vec![pb::Target { id: 1, ..Default::default() }, pb::Target { id: 2, ..Default::default() }];
+        let chain = pb::Chain {
+            id: 1,
+            replicas: vec![replica(9, ReplicaState::ReplicaServing)],
+            ..Default::default()
+        };
+        assert!(
+            MapView::new(pb::ClusterMap { chains: vec![chain], ..Default::default() }).is_err()
+        );
+        let targets = vec![
+            pb::Target { id: 1, ..Default::default() },
+            pb::Target { id: 2, ..Default::default() },
+        ];
         let serving = |id| replica(id, ReplicaState::ReplicaServing);
         let chain = |replicas| pb::Chain { id: 1, replicas, ..Default::default() };
-        let map = |c| MapView::new(pb::ClusterMap { chains: vec![c], targets: targets.clone(), ..Default::default() });
+        let map = |c| {
+            MapView::new(pb::ClusterMap {
+                chains: vec![c],
+                targets: targets.clone(),
+                ..Default::default()
+            })
+        };
         assert!(map(chain(vec![serving(1), serving(2)])).is_ok());
         let circle = map(chain(vec![serving(1), serving(2), serving(1)]));
         assert!(circle.unwrap_err().message.contains("target 1 twice"));

@@ -54,7 +54,8 @@ pub const FORWARD_FLUSH: u16 = 0x0112;
 /// Chain-internal resync: list versions of the successor, put a whole chunk, finish.
 pub const SYNC_LIST: u16 = 0x0113;
 pub const SYNC_PUT: u16 = 0x0114;
-/// A target that has left a chain asks a replica in sync whether that can read all of a chunk (0.0.0: says that it is there).
+/// A target that has left a chain asks a replica in sync whether that can read all of a chunk
+/// (0.0.0: says that it is there).
 pub const VOUCH: u16 = 0x0115;
 /// What a target has of a chunk, whatever its place in the chain: the reader judges by checksums.
 pub const READ_COPY: u16 = 0x0116;

@@ -1,5 +1,6 @@
-//! Which rows of the tables in `docs/` were taken by real code, for tests that demand that each is. A count is a thread's own
-//! number: taking a row costs an addition. The simulator, which runs everything in one thread, reads what its runs took.
+//! Which rows of the tables in `docs/` were taken by real code, for tests that demand that each is.
+//! A count is a thread's own number: taking a row costs an addition. The simulator, which runs
+//! everything in one thread, reads what its runs took.
 
 /// Declares the rows of a table, each with the name that it has in the documents.
 #[macro_export]
@@ -56,8 +57,13 @@ mod tests {
         Some::Other.taken();
         Some::One.taken();
         assert_eq!(Some::counts(), [("one", 1), ("other", 2)]);
-        std::thread::spawn(|| assert_eq!(Some::counts(), [("one", 0), ("other", 0)])).join().unwrap();
+        std::thread::spawn(|| assert_eq!(Some::counts(), [("one", 0), ("other", 0)]))
+            .join()
+            .unwrap();
         Some::reset();
-        assert_eq!((Some::counts(), Some::NAMES), (vec![("one", 0), ("other", 0)], &["one", "other"][..]));
+        assert_eq!(
+            (Some::counts(), Some::NAMES),
+            (vec![("one", 0), ("other", 0)], &["one", "other"][..])
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! The arithmetic of sealed files: how one is cut into extents, and the Merkle tree hash over them. See `docs/seal.md`.
+//! The arithmetic of sealed files: how one is cut into extents, and the Merkle tree hash over them.
+//! See `docs/seal.md`.
 
 use sha2::{Digest as _, Sha256};
 
@@ -13,7 +14,8 @@ pub const MAX_EXTENTS: u64 = 1 << 18;
 /// Digests in one page of a manifest.
 pub const PAGE: usize = 1024;
 
-/// Bytes of each extent, but the last, of a file of `size` bytes: [`EXTENT`], doubled until [`MAX_EXTENTS`] are enough.
+/// Bytes of each extent, but the last, of a file of `size` bytes: [`EXTENT`], doubled until
+/// [`MAX_EXTENTS`] are enough.
 pub fn extent_size(size: u64) -> u64 {
     EXTENT * size.div_ceil(EXTENT * MAX_EXTENTS).max(1).next_power_of_two()
 }
@@ -34,7 +36,8 @@ pub fn digests_in(size: u64, number: u64) -> usize {
     left.min(PAGE as u64) as usize
 }
 
-/// Takes the bytes of one extent: a leaf of the tree of RFC 6962, SHA-256 over a zero byte and the extent.
+/// Takes the bytes of one extent: a leaf of the tree of RFC 6962, SHA-256 over a zero byte and the
+/// extent.
 pub struct Leaf(Sha256);
 
 impl Default for Leaf {
@@ -62,7 +65,10 @@ pub fn root(leaves: &[Digest]) -> Digest {
     let mut level = leaves.to_vec();
     while level.len() > 1 {
         // One without a neighbour goes up as it is, which is where the RFC puts it.
-        level = level.chunks(2).map(|pair| if let [l, r] = pair { node(l, r) } else { pair[0] }).collect();
+        level = level
+            .chunks(2)
+            .map(|pair| if let [l, r] = pair { node(l, r) } else { pair[0] })
+            .collect();
     }
     level.first().copied().unwrap_or(*first)
 }
@@ -119,7 +125,10 @@ mod tests {
         assert_eq!((extent_size(1), extents(1), pages(1), digests_in(1, 0)), (EXTENT, 1, 1, 1));
         let tib = 1 << 40;
         assert_eq!((extent_size(tib), extents(tib), pages(tib)), (EXTENT, MAX_EXTENTS, 256));
-        assert_eq!((digests_in(tib, 255), digests_in(tib, 256), digests_in(tib, u64::MAX)), (PAGE, 0, 0));
+        assert_eq!(
+            (digests_in(tib, 255), digests_in(tib, 256), digests_in(tib, u64::MAX)),
+            (PAGE, 0, 0)
+        );
         assert_eq!((extent_size(tib + 1), extents(tib + 1)), (2 * EXTENT, MAX_EXTENTS / 2 + 1));
         assert_eq!((pages(tib + 1), digests_in(tib + 1, 128)), (129, 1));
         for size in [MAX_FILE_SIZE, MAX_FILE_SIZE - 1, MAX_FILE_SIZE / 3] {

@@ -1,13 +1,15 @@
 //! The store on disk: fjall, a log-structured merge tree with one journal.
 //!
-//! A commit is written to the journal file (so it survives the process) but not fsynced (so it may not survive the
-//! machine); [`sync`](MetaStore::sync) fsyncs the journal. The contents live in one keyspace whose name counts how often
-//! the store was cleared: clearing makes the next, empty one in a single durable step and then drops the old one, so that
-//! a crash leaves either all of the old contents or none.
+//! A commit is written to the journal file (so it survives the process) but not fsynced (so it may
+//! not survive the machine); [`sync`](MetaStore::sync) fsyncs the journal. The contents live in one
+//! keyspace whose name counts how often the store was cleared: clearing makes the next, empty one
+//! in a single durable step and then drops the old one, so that a crash leaves either all of the
+//! old contents or none.
 //!
-//! fjall takes no more writes after one that failed. Where the cause was a full disk, the next commit that finds space
-//! again opens the store anew; until then reads go on from what is open. A failed commit may still reach the journal when
-//! fjall lets go of it, so what its keys held before is written back first. Where the cause was damage, or a read met some, only clearing helps: all
+//! fjall takes no more writes after one that failed. Where the cause was a full disk, the next
+//! commit that finds space again opens the store anew; until then reads go on from what is open. A
+//! failed commit may still reach the journal when fjall lets go of it, so what its keys held before
+//! is written back first. Where the cause was damage, or a read met some, only clearing helps: all
 //! of it is removed then, fjall's own lists included, and an empty store made in its place.
 
 use std::{
@@ -35,11 +37,12 @@ use crate::{Batch, MetaStore, PairIter, Reader, check_key, is_empty_range, journ
 pub const DEFAULT_CACHE: u64 = 64 << 20;
 /// With less free space a store that met a full disk is not opened again.
 const REOPEN_ROOM: u64 = 1 << 20;
-/// fjall does not say what a background write died of. With less free space it is a full disk; with more it is taken for
-/// one that had space again, once in so long.
+/// fjall does not say what a background write died of. With less free space it is a full disk; with
+/// more it is taken for one that had space again, once in so long.
 const LITTLE: u64 = 1 << 30;
 const UNKNOWN_AGAIN: Duration = Duration::from_secs(60);
-/// What flushes and compactions lacked may still be lacking: tried again with so much more space, or after so long.
+/// What flushes and compactions lacked may still be lacking: tried again with so much more space,
+/// or after so long.
 const MORE: u64 = 64 << 20;
 const BACKGROUND_PAUSE: Duration = Duration::from_secs(10);
 
@@ -57,7 +60,12 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { cache_bytes: DEFAULT_CACHE, journal_bytes: 256 << 20, memtable_bytes: 64 << 20, threads: 2 }
+        Options {
+            cache_bytes: DEFAULT_CACHE,
+            journal_bytes: 256 << 20,
+            memtable_bytes: 64 << 20,
+            threads: 2,
+        }
     }
 }
 
@@ -127,7 +135,8 @@ impl FjallStore {
         let Some(open) = &state.open else { return Err(closed()) };
         let Err(e) = f(open) else { return Ok(()) };
         // Unless it was this write that failed, it left nothing behind.
-        let undo = if matches!(e, fjall::Error::Poisoned) { Batch::default() } else { undo(&state)? };
+        let undo =
+            if matches!(e, fjall::Error::Poisoned) { Batch::default() } else { undo(&state)? };
         drop(state);
         Err(self.state.write().failed(&e, undo, self.free_bytes()))
     }
@@ -145,12 +154,15 @@ impl FjallStore {
 
     fn recover(&self, state: &mut State) -> Result<()> {
         let Some(failure) = &state.failure else { return Ok(()) };
-        let refused = |why: &str| Err(failure.cause.clone().context(format!("metadata store: {why}")));
+        let refused =
+            |why: &str| Err(failure.cause.clone().context(format!("metadata store: {why}")));
         if failure.cause.code != Code::NoSpc {
             return refused("it takes no more writes after an error; fix the cause and restart");
         }
         let free = self.free_bytes();
-        let early = |(when, had): (Instant, u64)| when.elapsed() < BACKGROUND_PAUSE && free < had.saturating_add(MORE);
+        let early = |(when, had): (Instant, u64)| {
+            when.elapsed() < BACKGROUND_PAUSE && free < had.saturating_add(MORE)
+        };
         if free < REOPEN_ROOM || failure.background.is_some_and(early) {
             return refused("it takes no writes until there is space");
         }
@@ -159,7 +171,9 @@ impl FjallStore {
                 Ok(open) => drop(open),
                 Err(open) => {
                     state.open = Some(open);
-                    return refused("it takes writes again when what is being read from it has been read");
+                    return refused(
+                        "it takes writes again when what is being read from it has been read",
+                    );
                 }
             }
         }
@@ -186,11 +200,17 @@ impl FjallStore {
         let Some(old) = state.open.clone() else { return Err(fjall::Error::Poisoned) };
         let generation = old.generation + 1;
         let keyspace = open_keyspace(&old.db, &self.path, generation, &self.options)?;
-        state.open = Some(Arc::new(Open { db: old.db.clone(), generation, keyspace, damaged: AtomicBool::new(false) }));
+        state.open = Some(Arc::new(Open {
+            db: old.db.clone(),
+            generation,
+            keyspace,
+            damaged: AtomicBool::new(false),
+        }));
         old.db.delete_keyspace(old.keyspace.clone())
     }
 
-    /// An empty store in the place of one that takes no more writes. `Busy` while that one is still read.
+    /// An empty store in the place of one that takes no more writes. `Busy` while that one is still
+    /// read.
     fn begin_anew(&self) -> Result<()> {
         let mut state = self.state.write();
         if let Some(open) = state.open.take()
@@ -199,7 +219,8 @@ impl FjallStore {
             state.open = Some(open);
             return Err(Error::new(Code::Busy, "metadata store: it is still read"));
         }
-        let what = |e: Error| e.context(format!("metadata store {}, made anew", self.path.display()));
+        let what =
+            |e: Error| e.context(format!("metadata store {}, made anew", self.path.display()));
         remove_contents(&self.path).map_err(|e| what(e.into()))?;
         state.open = Some(Arc::new(Open::at(&self.path, &self.options).map_err(what)?));
         (state.failure, state.unknown) = (None, None);
@@ -256,7 +277,11 @@ impl State {
             None => map_error(e),
         };
         tracing::error!("the store takes no more writes: {cause}");
-        self.failure = Some(Failure { cause: cause.clone(), undo, background: background.filter(|b| b.1 < LITTLE) });
+        self.failure = Some(Failure {
+            cause: cause.clone(),
+            undo,
+            background: background.filter(|b| b.1 < LITTLE),
+        });
         cause.context("metadata store")
     }
 
@@ -301,7 +326,9 @@ impl Open {
         }
         .map_err(what)?;
         match guarded(|| newest(&db, path, options)) {
-            Ok((generation, keyspace)) => Ok(Open { db, generation, keyspace, damaged: AtomicBool::new(false) }),
+            Ok((generation, keyspace)) => {
+                Ok(Open { db, generation, keyspace, damaged: AtomicBool::new(false) })
+            }
             Err(e) => {
                 let _ = catch_unwind(AssertUnwindSafe(|| drop(db))); // of what has panicked, that may panic too
                 Err(what(e))
@@ -317,7 +344,8 @@ impl Open {
     }
 
     fn commit(&self, batch: &Batch) -> fjall::Result<()> {
-        // All operations of a batch get one sequence number, so of several on one key only the last may go in.
+        // All operations of a batch get one sequence number, so of several on one key only the last
+        // may go in.
         let ops: BTreeMap<_, _> = batch.ops.iter().map(|(k, v)| (&k[..], v)).collect();
         let mut b = self.db.batch().durability(Some(PersistMode::Buffer));
         for (key, value) in ops {
@@ -332,8 +360,11 @@ impl Open {
 
 /// The generation that counts.
 fn newest(db: &Database, path: &Path, options: &Options) -> fjall::Result<(u64, Keyspace)> {
-    let mut generations: Vec<u64> =
-        db.list_keyspace_names().iter().filter_map(|n| n.strip_prefix("meta-")?.parse().ok()).collect();
+    let mut generations: Vec<u64> = db
+        .list_keyspace_names()
+        .iter()
+        .filter_map(|n| n.strip_prefix("meta-")?.parse().ok())
+        .collect();
     generations.sort_unstable();
     let generation = generations.pop().unwrap_or(0);
     let keyspace = open_keyspace(db, path, generation, options)?;
@@ -344,17 +375,24 @@ fn newest(db: &Database, path: &Path, options: &Options) -> fjall::Result<(u64, 
     Ok((generation, keyspace))
 }
 
-/// fjall takes some of what it reads for granted: what is damaged there is no reason for this process to end.
+/// fjall takes some of what it reads for granted: what is damaged there is no reason for this
+/// process to end.
 fn guarded<T>(f: impl FnOnce() -> fjall::Result<T>) -> fjall::Result<T> {
     catch_unwind(AssertUnwindSafe(f)).unwrap_or(Err(fjall::Error::Unrecoverable))
 }
 
 /// Opens or makes the keyspace of a generation of the store in `path`.
-fn open_keyspace(db: &Database, path: &Path, generation: u64, options: &Options) -> fjall::Result<Keyspace> {
-    let options = || KeyspaceCreateOptions::default().max_memtable_size(options.memtable_bytes.max(1 << 20));
+fn open_keyspace(
+    db: &Database,
+    path: &Path,
+    generation: u64,
+    options: &Options,
+) -> fjall::Result<Keyspace> {
+    let options =
+        || KeyspaceCreateOptions::default().max_memtable_size(options.memtable_bytes.max(1 << 20));
     let keyspace = db.keyspace(&format!("meta-{generation}"), options)?;
-    // fjall (3.1.13) makes the folders of this keyspace and of its list of keyspaces in there and does not sync their names:
-    // without them what its journal holds is forgotten.
+    // fjall (3.1.13) makes the folders of this keyspace and of its list of keyspaces in there and
+    // does not sync their names: without them what its journal holds is forgotten.
     File::open(path.join("keyspaces"))?.sync_all()?;
     Ok(keyspace)
 }
@@ -375,7 +413,9 @@ fn map_error(e: &fjall::Error) -> Error {
         fjall::Error::Io(e) | fjall::Error::Storage(LsmError::Io(e)) => io(e),
         fjall::Error::Locked => Error::new(Code::Busy, "another process has it open"),
         fjall::Error::InvalidVersion(None) => damage(e),
-        fjall::Error::InvalidVersion(_) => Error::new(Code::OpNotSupp, format!("made by another version: {e}")),
+        fjall::Error::InvalidVersion(_) => {
+            Error::new(Code::OpNotSupp, format!("made by another version: {e}"))
+        }
         fjall::Error::Storage(_)
         | fjall::Error::JournalRecovery(_)
         | fjall::Error::Decompress(_)
@@ -409,7 +449,8 @@ impl FjallView {
 
 impl Reader for FjallView {
     fn get(&self, key: &[u8]) -> Result<Option<Bytes>> {
-        let value = self.snapshot.get(&self.open.keyspace, key).map_err(|e| self.open.unread(&e))?;
+        let value =
+            self.snapshot.get(&self.open.keyspace, key).map_err(|e| self.open.unread(&e))?;
         Ok(value.map(|v| Bytes::copy_from_slice(&v)))
     }
 
@@ -512,8 +553,16 @@ mod tests {
         c.put("c", "3");
         s.commit(c).unwrap();
         let all: Vec<_> = s.prefix(b"").map(Result::unwrap).collect();
-        assert_eq!(all, [("a".into(), "0".into()), ("c".into(), "3".into())], "the failed commit was undone");
-        s.state.write().failed(&fjall::Error::Io(std::io::Error::from_raw_os_error(5)), Batch::default(), 0);
+        assert_eq!(
+            all,
+            [("a".into(), "0".into()), ("c".into(), "3".into())],
+            "the failed commit was undone"
+        );
+        s.state.write().failed(
+            &fjall::Error::Io(std::io::Error::from_raw_os_error(5)),
+            Batch::default(),
+            0,
+        );
         assert_eq!(s.commit(b.clone()).unwrap_err().code, Code::Io);
         assert_eq!(s.commit(b).unwrap_err().code, Code::Io);
         assert_eq!(s.get(b"a").unwrap().unwrap(), "0");
@@ -523,13 +572,23 @@ mod tests {
     fn background_writes_that_keep_failing_are_told() {
         let dir = tempfile::tempdir().unwrap();
         let s = FjallStore::open(dir.path()).unwrap();
-        assert_eq!(s.state.write().failed(&fjall::Error::Poisoned, Batch::default(), LITTLE).code, Code::NoSpc);
+        assert_eq!(
+            s.state.write().failed(&fjall::Error::Poisoned, Batch::default(), LITTLE).code,
+            Code::NoSpc
+        );
         s.sync().unwrap();
-        assert_eq!(s.state.write().failed(&fjall::Error::Poisoned, Batch::default(), LITTLE).code, Code::Io);
+        assert_eq!(
+            s.state.write().failed(&fjall::Error::Poisoned, Batch::default(), LITTLE).code,
+            Code::Io
+        );
         assert_eq!(s.sync().unwrap_err().code, Code::Io);
         // With little space they are waited out, but not at once.
         s.state.write().failure = None;
-        let e = s.state.write().failed(&fjall::Error::Poisoned, Batch::default(), s.free_bytes().min(LITTLE - 1));
+        let e = s.state.write().failed(
+            &fjall::Error::Poisoned,
+            Batch::default(),
+            s.free_bytes().min(LITTLE - 1),
+        );
         assert_eq!(e.code, Code::NoSpc);
     }
 

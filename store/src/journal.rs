@@ -1,14 +1,17 @@
 //! The end of fjall's journal after a loss of power.
 //!
-//! What was written to the journal since its last fsync reaches the disk in any order, each sector for itself. fjall (3.1) cuts the journal
-//! where a batch is not complete, but takes one that is complete, with other bytes in its middle than were written, for damage and
-//! does not open. Here the active journal is cut before the first such batch, as fjall does it with the others. Journals before it were
-//! fsynced as a whole. Whether a batch was lost that had been synced is for those to say who use the store: the metadata server's log
-//! begins after what it had applied, a storage target's mark tells how far its table was.
+//! What was written to the journal since its last fsync reaches the disk in any order, each sector
+//! for itself. fjall (3.1) cuts the journal where a batch is not complete, but takes one that is
+//! complete, with other bytes in its middle than were written, for damage and does not open. Here
+//! the active journal is cut before the first such batch, as fjall does it with the others.
+//! Journals before it were fsynced as a whole. Whether a batch was lost that had been synced is for
+//! those to say who use the store: the metadata server's log begins after what it had applied, a
+//! storage target's mark tells how far its table was.
 //!
-//! The format is that of fjall's `journal/entry.rs`: a batch is a start (tag 1, items `u32`, sequence number `u64`), items (tag 2, type `u8`, compression `u8`, keyspace
-//! `u64`, key length `u16`, value length `u32`, stored length `u32`, key, value) or clears (tag 4, keyspace `u64`), and an end (tag 3, XXH3 of
-//! its items `u64`, magic).
+//! The format is that of fjall's `journal/entry.rs`: a batch is a start (tag 1, items `u32`,
+//! sequence number `u64`), items (tag 2, type `u8`, compression `u8`, keyspace `u64`, key length
+//! `u16`, value length `u32`, stored length `u32`, key, value) or clears (tag 4, keyspace `u64`),
+//! and an end (tag 3, XXH3 of its items `u64`, magic).
 
 use std::{
     fs::{self, OpenOptions},
@@ -24,12 +27,14 @@ const ITEM: u8 = 2;
 const END: u8 = 3;
 const CLEAR: u8 = 4;
 
-/// Cuts the journal of the store in `path` before its first batch that is complete and not as it was written. The bytes that went; `None` if
-/// there is no such batch.
+/// Cuts the journal of the store in `path` before its first batch that is complete and not as it
+/// was written. The bytes that went; `None` if there is no such batch.
 pub fn cut_torn_end(path: &Path) -> io::Result<Option<u64>> {
     let Some(journal) = active(path)? else { return Ok(None) };
     let file = OpenOptions::new().read(true).write(true).open(journal)?;
-    let Some(good) = end_of_good(BufReader::with_capacity(1 << 20, &file))? else { return Ok(None) };
+    let Some(good) = end_of_good(BufReader::with_capacity(1 << 20, &file))? else {
+        return Ok(None);
+    };
     let gone = file.metadata()?.len().saturating_sub(good);
     file.set_len(good)?;
     file.sync_all()?;
@@ -41,7 +46,8 @@ fn active(path: &Path) -> io::Result<Option<PathBuf>> {
     let mut newest: Option<(u64, PathBuf)> = None;
     for entry in fs::read_dir(path)? {
         let journal = entry?.path();
-        let number = journal.file_name().and_then(|n| n.to_str()?.strip_suffix(".jnl")?.parse().ok());
+        let number =
+            journal.file_name().and_then(|n| n.to_str()?.strip_suffix(".jnl")?.parse().ok());
         if let Some(n) = number.filter(|n| newest.as_ref().is_none_or(|(newest, _)| n > newest)) {
             newest = Some((n, journal));
         }
@@ -78,7 +84,8 @@ impl<R: Read> Journal<R> {
     }
 }
 
-/// Where the last good batch ends, if one follows that is complete and not good. What is not complete is fjall's to cut.
+/// Where the last good batch ends, if one follows that is complete and not good. What is not
+/// complete is fjall's to cut.
 fn end_of_good(from: impl Read) -> io::Result<Option<u64>> {
     let mut j = Journal { from, at: 0, sum: Xxh3::new() };
     match walk(&mut j) {
@@ -105,7 +112,8 @@ fn walk<R: Read>(j: &mut Journal<R>) -> io::Result<Option<u64>> {
                 if packed == 0 && [v0, v1, v2, v3] != [s0, s1, s2, s3] {
                     return Ok(Some(good));
                 }
-                let (key, stored) = (u16::from_le_bytes([k0, k1]), u32::from_le_bytes([s0, s1, s2, s3]));
+                let (key, stored) =
+                    (u16::from_le_bytes([k0, k1]), u32::from_le_bytes([s0, s1, s2, s3]));
                 j.sum.update(&[tag]);
                 j.sum.update(&head);
                 j.sum(u64::from(key) + u64::from(stored))?;
@@ -162,8 +170,10 @@ mod tests {
     /// How many batches are there, in order and none beyond; whether it still takes others.
     fn left(dir: &Path) -> u8 {
         let s = FjallStore::open(dir).unwrap();
-        let n = (0..BATCHES).take_while(|n| s.get(key(*n).as_bytes()).unwrap().is_some()).count() as u8;
-        let whole = |i| s.get(key(i).as_bytes()).unwrap() == (i < n).then(|| vec![i + 100; 1500].into());
+        let n =
+            (0..BATCHES).take_while(|n| s.get(key(*n).as_bytes()).unwrap().is_some()).count() as u8;
+        let whole =
+            |i| s.get(key(i).as_bytes()).unwrap() == (i < n).then(|| vec![i + 100; 1500].into());
         assert!((0..BATCHES).all(whole), "{n}");
         assert_eq!(s.get(b"last").unwrap(), n.checked_sub(1).map(|n| vec![n; 3].into()));
         let mut b = Batch::default();
@@ -219,7 +229,8 @@ mod tests {
         assert_eq!(cut_torn_end(empty.path()).unwrap(), None);
     }
 
-    /// Bits of lengths stay as they are: fjall asks for as much memory as they say. Its checksum does not cover the sequence number.
+    /// Bits of lengths stay as they are: fjall asks for as much memory as they say. Its checksum
+    /// does not cover the sequence number.
     #[test]
     fn any_damage_leaves_what_stands_before_it() {
         let (dir, journal) = store();

@@ -1,8 +1,8 @@
 //! The embedded ordered key-value store below the mds namespace and the oss chunk table.
 //!
-//! A commit is atomic and visible at once; it is durable after the next [`MetaStore::sync`]. Two implementations:
-//! [`fjall`](fjall_store) on disk, and [`mem`] in memory, which models a crash: what was not synced may be lost, but only a
-//! suffix of whole commits.
+//! A commit is atomic and visible at once; it is durable after the next [`MetaStore::sync`]. Two
+//! implementations: [`fjall`](fjall_store) on disk, and [`mem`] in memory, which models a crash:
+//! what was not synced may be lost, but only a suffix of whole commits.
 
 pub mod fjall_store;
 mod folder;
@@ -46,7 +46,10 @@ pub type PairIter<'a> = Box<dyn Iterator<Item = Result<Pair>> + Send + 'a>;
 /// `EINVAL` for a key that no store can hold.
 pub fn check_key(key: &[u8]) -> Result<()> {
     if key.is_empty() || key.len() > MAX_KEY {
-        return Err(Error::new(Code::Inval, format!("store keys have 1 to {MAX_KEY} bytes, not {}", key.len())));
+        return Err(Error::new(
+            Code::Inval,
+            format!("store keys have 1 to {MAX_KEY} bytes, not {}", key.len()),
+        ));
     }
     Ok(())
 }
@@ -77,9 +80,10 @@ pub trait Reader: Send + Sync {
 }
 
 pub trait MetaStore: Reader {
-    /// Makes a batch visible, all or nothing. Survives the process at once, the machine after [`MetaStore::sync`].
-    /// `NoSpc` when the disk is full: nothing changed, reads go on, and a later commit works when there is space again.
-    /// `Inval` for a key that is empty or longer than [`MAX_KEY`].
+    /// Makes a batch visible, all or nothing. Survives the process at once, the machine after
+    /// [`MetaStore::sync`]. `NoSpc` when the disk is full: nothing changed, reads go on, and a
+    /// later commit works when there is space again. `Inval` for a key that is empty or longer than
+    /// [`MAX_KEY`].
     fn commit(&self, batch: Batch) -> Result<()>;
     /// Makes every commit so far durable.
     fn sync(&self) -> Result<()>;
@@ -87,12 +91,13 @@ pub trait MetaStore: Reader {
     fn snapshot(&self) -> Result<Box<dyn Reader>>;
     /// Bytes on disk, roughly.
     fn disk_bytes(&self) -> u64;
-    /// Bytes that the file system below still has for this process; `u64::MAX` where there is no such limit.
+    /// Bytes that the file system below still has for this process; `u64::MAX` where there is no
+    /// such limit.
     fn free_bytes(&self) -> u64 {
         u64::MAX
     }
-    /// Deletes everything (before a snapshot from a peer is loaded). Snapshots taken earlier keep their view. `Busy`: a store that
-    /// is damaged is still read; try again.
+    /// Deletes everything (before a snapshot from a peer is loaded). Snapshots taken earlier keep
+    /// their view. `Busy`: a store that is damaged is still read; try again.
     fn clear(&self) -> Result<()>;
 }
 

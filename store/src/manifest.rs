@@ -1,9 +1,10 @@
 //! Whether fjall's lists of tables are as they were written.
 //!
-//! A keyspace's folder has a list `vN` for each version of its tables, and in `current` the number N (`u64`), the XXH3 of the
-//! whole list (`u128`) and 0 (`u8`: which sum). fjall (3.1) writes the sum and never looks at it: with a flipped bit it opens with a
-//! table missing, or with the tables of another version. The list is synced before `current` names it, so that the two fit
-//! after any crash.
+//! A keyspace's folder has a list `vN` for each version of its tables, and in `current` the number
+//! N (`u64`), the XXH3 of the whole list (`u128`) and 0 (`u8`: which sum). fjall (3.1) writes the
+//! sum and never looks at it: with a flipped bit it opens with a table missing, or with the tables
+//! of another version. The list is synced before `current` names it, so that the two fit after any
+//! crash.
 
 use std::{
     fs, io,
@@ -23,7 +24,11 @@ pub fn check(path: &Path) -> Result<()> {
         let keyspace = keyspace?.path();
         match fs::read(keyspace.join("current")) {
             // Being made, or being removed.
-            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => continue,
+            Err(e)
+                if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
+            {
+                continue;
+            }
             current => check_list(&keyspace, &current?)?,
         }
     }
@@ -31,8 +36,12 @@ pub fn check(path: &Path) -> Result<()> {
 }
 
 fn check_list(keyspace: &Path, current: &[u8]) -> Result<()> {
-    let damaged = |at: PathBuf| Error::new(Code::Corrupt, format!("{} is not as it was written", at.display()));
-    let parts = current.split_first_chunk::<8>().and_then(|(n, rest)| Some((n, rest.split_first_chunk::<16>()?)));
+    let damaged = |at: PathBuf| {
+        Error::new(Code::Corrupt, format!("{} is not as it was written", at.display()))
+    };
+    let parts = current
+        .split_first_chunk::<8>()
+        .and_then(|(n, rest)| Some((n, rest.split_first_chunk::<16>()?)));
     let Some((number, (sum, [0]))) = parts else { return Err(damaged(keyspace.join("current"))) };
     let list = keyspace.join(format!("v{}", u64::from_le_bytes(*number)));
     match fs::read(&list) {
@@ -67,7 +76,9 @@ mod tests {
                     let mut bad = good.clone();
                     bad[bit / 8] ^= 1 << (bit % 8);
                     fs::write(&path, &bad).unwrap();
-                    let e = FjallStore::open(dir.path()).err().unwrap_or_else(|| panic!("{name}: bit {bit}"));
+                    let e = FjallStore::open(dir.path())
+                        .err()
+                        .unwrap_or_else(|| panic!("{name}: bit {bit}"));
                     assert!(
                         e.code == Code::Corrupt && e.message.contains("is not as it was written"),
                         "{name}: bit {bit}: {e}"

@@ -1,8 +1,10 @@
-//! The store in memory, for the simulator and tests: every read, commit and crash is exact and repeatable.
+//! The store in memory, for the simulator and tests: every read, commit and crash is exact and
+//! repeatable.
 //!
-//! Keys hold their versions (commit number and value), so that snapshots are a number, and a crash is "forget all above
-//! a number": the versions between the last sync and now are what a power loss may take, from the end, whole commits
-//! at a time. Versions that neither a snapshot nor a crash can reach are dropped as keys are written and at each sync.
+//! Keys hold their versions (commit number and value), so that snapshots are a number, and a crash
+//! is "forget all above a number": the versions between the last sync and now are what a power loss
+//! may take, from the end, whole commits at a time. Versions that neither a snapshot nor a crash
+//! can reach are dropped as keys are written and at each sync.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -30,7 +32,8 @@ pub enum Fault {
     Sync,
 }
 
-/// A [`MetaStore`] in memory. Clones share the contents, so a simulated machine keeps one across restarts of its process.
+/// A [`MetaStore`] in memory. Clones share the contents, so a simulated machine keeps one across
+/// restarts of its process.
 #[derive(Clone, Default)]
 pub struct MemStore {
     inner: Arc<Mutex<Inner>>,
@@ -62,8 +65,9 @@ impl MemStore {
         MemStore::default()
     }
 
-    /// Loses power. `keep` is told how many commits are not synced and says how many of them, counted from the oldest,
-    /// reached the disk all the same. Open snapshots must not be used any more.
+    /// Loses power. `keep` is told how many commits are not synced and says how many of them,
+    /// counted from the oldest, reached the disk all the same. Open snapshots must not be used any
+    /// more.
     pub fn crash(&self, keep: impl FnOnce(usize) -> usize) {
         let mut s = self.inner.lock();
         let unsynced = s.unsynced.len();
@@ -77,19 +81,21 @@ impl MemStore {
         s.mark_synced();
     }
 
-    /// From now on syncs are acknowledged and do nothing, as by a build that forgot its fsync: for tests that must notice.
+    /// From now on syncs are acknowledged and do nothing, as by a build that forgot its fsync: for
+    /// tests that must notice.
     pub fn skip_sync(&self) {
         self.inner.lock().skip_sync = true;
     }
 
-    /// Makes the next `n` operations of a kind fail with `code`, as a full (`NoSpc`) or broken (`Io`) disk does.
-    /// 0 ends it.
+    /// Makes the next `n` operations of a kind fail with `code`, as a full (`NoSpc`) or broken
+    /// (`Io`) disk does. 0 ends it.
     pub fn fail_next(&self, what: Fault, n: u64, code: Code) {
         self.inner.lock().faults.insert(what, (n, code));
     }
 
-    /// Inverts a bit of one of the values whose key is one of these, as a medium does that decays beneath the store's own checksums: reads give the
-    /// wrong bytes. Which one the dice say; its key, if there is any.
+    /// Inverts a bit of one of the values whose key is one of these, as a medium does that decays
+    /// beneath the store's own checksums: reads give the wrong bytes. Which one the dice say; its
+    /// key, if there is any.
     pub fn flip(&self, dice: u64, these: impl Fn(&[u8]) -> bool) -> Option<Bytes> {
         let mut s = self.inner.lock();
         let (key, len) = s.pick(dice, these)?;
@@ -104,8 +110,9 @@ impl MemStore {
         Some(key)
     }
 
-    /// One of the values whose key is one of these cannot be read (`Corrupt`) until it is written anew, as with a store that finds its own checksum
-    /// wrong. Which one the dice say; its key, if there is any.
+    /// One of the values whose key is one of these cannot be read (`Corrupt`) until it is written
+    /// anew, as with a store that finds its own checksum wrong. Which one the dice say; its key, if
+    /// there is any.
     pub fn spoil(&self, dice: u64, these: impl Fn(&[u8]) -> bool) -> Option<Bytes> {
         let mut s = self.inner.lock();
         let (key, _) = s.pick(dice, these)?;
@@ -140,8 +147,13 @@ impl Inner {
     /// One of these keys that have a value, and how long that is.
     fn pick(&self, dice: u64, these: impl Fn(&[u8]) -> bool) -> Option<(Bytes, usize)> {
         let live = |(k, v): (&Bytes, &Versions)| Some((k.clone(), v.last()?.1.as_ref()?.len()));
-        let all: Vec<_> =
-            self.map.iter().filter(|(k, _)| these(k)).filter_map(live).filter(|(_, len)| *len > 0).collect();
+        let all: Vec<_> = self
+            .map
+            .iter()
+            .filter(|(k, _)| these(k))
+            .filter_map(live)
+            .filter(|(_, len)| *len > 0)
+            .collect();
         all.get((dice & 0xf_ffff) as usize % all.len().max(1)).cloned()
     }
 
@@ -160,7 +172,9 @@ impl Inner {
     /// Changes a key's versions, keeping the byte count and the map free of empty entries.
     fn edit(&mut self, key: Bytes, change: impl FnOnce(&mut Versions)) {
         let size = |v: &Versions| {
-            v.iter().map(|(_, value)| (key.len() + value.as_ref().map_or(0, Bytes::len)) as u64).sum::<u64>()
+            v.iter()
+                .map(|(_, value)| (key.len() + value.as_ref().map_or(0, Bytes::len)) as u64)
+                .sum::<u64>()
         };
         let mut versions = self.map.remove(&key).unwrap_or_default();
         let before = size(&versions);
@@ -452,12 +466,22 @@ mod tests {
         assert_eq!(s.get(&key).unwrap().unwrap(), wrong, "it stays so");
         let view = s.snapshot().unwrap();
         let key = s.spoil(70, |_| true).unwrap();
-        assert_eq!((s.get(&key).unwrap_err().code, view.get(&key).unwrap_err().code), (Code::Corrupt, Code::Corrupt));
+        assert_eq!(
+            (s.get(&key).unwrap_err().code, view.get(&key).unwrap_err().code),
+            (Code::Corrupt, Code::Corrupt)
+        );
         assert!(s.get(b"k071").is_ok());
         let read: Vec<_> = s.prefix(b"k").collect();
-        assert!(read.len() == 200 && read.iter().filter(|r| r.is_err()).count() == 1 && read[70].is_err());
+        assert!(
+            read.len() == 200
+                && read.iter().filter(|r| r.is_err()).count() == 1
+                && read[70].is_err()
+        );
         put(&s, "k070", "new");
-        assert_eq!((&s.get(&key).unwrap().unwrap()[..], s.prefix(b"k").all(|r| r.is_ok())), (&b"new"[..], true));
+        assert_eq!(
+            (&s.get(&key).unwrap().unwrap()[..], s.prefix(b"k").all(|r| r.is_ok())),
+            (&b"new"[..], true)
+        );
         s.spoil(70, |_| true).unwrap();
         s.clear().unwrap();
         assert!(s.get(&key).unwrap().is_none());

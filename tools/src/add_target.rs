@@ -1,5 +1,6 @@
-//! `strake target add`: one more target for a storage server that serves. It goes into the server's configuration, so that it is there
-//! after a restart too, and the server is told to read that again.
+//! `strake target add`: one more target for a storage server that serves. It goes into the server's
+//! configuration, so that it is there after a restart too, and the server is told to read that
+//! again.
 
 use std::{
     fmt::Write as _,
@@ -29,7 +30,8 @@ pub struct AddArgs {
     /// Folder of a local cluster (see `strake up`).
     #[arg(long, default_value = "strake-cluster")]
     dir: PathBuf,
-    /// The storage server's configuration file, instead of a local cluster; on the server's machine.
+    /// The storage server's configuration file, instead of a local cluster; on the server's
+    /// machine.
     #[arg(long, conflicts_with_all = ["server", "dir"], requires = "path")]
     config: Option<PathBuf>,
     /// Folder of the target: absent or empty, or with a target of this cluster.
@@ -38,7 +40,8 @@ pub struct AddArgs {
     /// Size of the file that holds its data, GiB.
     #[arg(long, conflicts_with = "device", value_parser = clap::value_parser!(u64).range(1..=MAX_TARGET_GIB))]
     size_gib: Option<u64>,
-    /// Block device or NVMe namespace (/dev/ngXnY) that holds its data, instead of a file; or spdk:TRANSPORT-ID.
+    /// Block device or NVMe namespace (/dev/ngXnY) that holds its data, instead of a file; or
+    /// spdk:TRANSPORT-ID.
     #[arg(long, requires = "config")]
     device: Option<PathBuf>,
     /// The device need not be blank: all that is on it is lost.
@@ -49,7 +52,8 @@ pub struct AddArgs {
     json: bool,
 }
 
-/// The server makes the target, which for a large file on a slow disk takes a while, and has it registered.
+/// The server makes the target, which for a large file on a slow disk takes a while, and has it
+/// registered.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 pub fn run(a: &AddArgs) -> Result<ExitCode> {
@@ -67,7 +71,10 @@ pub fn run(a: &AddArgs) -> Result<ExitCode> {
         [] => "the server had it already".to_string(),
         new => {
             let names: Vec<String> = new.iter().map(u32::to_string).collect();
-            format!("target {} is new; data moves there by itself: `strake target list` shows it", names.join(", "))
+            format!(
+                "target {} is new; data moves there by itself: `strake target list` shows it",
+                names.join(", ")
+            )
         }
     };
     match a.json {
@@ -77,14 +84,19 @@ pub fn run(a: &AddArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The error, after what had been written is taken back; not where the server may have the target all the same.
+/// The error, after what had been written is taken back; not where the server may have the target
+/// all the same.
 fn taken_back(e: Error, back: impl FnOnce() -> Result<()>) -> Error {
     if e.code == Code::TimedOut {
-        return e.context("the target stays in the configuration; `strake target list` shows whether it is there");
+        return e.context(
+            "the target stays in the configuration; `strake target list` shows whether it is there",
+        );
     }
     match back() {
         Ok(()) => e.context("nothing was added"),
-        Err(b) => e.context(format_args!("the target is not added but still in the configuration ({b}); take it out")),
+        Err(b) => e.context(format_args!(
+            "the target is not added but still in the configuration ({b}); take it out"
+        )),
     }
 }
 
@@ -101,7 +113,11 @@ fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
     let folder = config.parent().unwrap_or(Path::new("/"));
     if folder.join("cluster.toml").exists() {
         let name = config.file_stem().unwrap_or_default().display();
-        let m = format!("`strake up` writes {}: use --server {name} --dir {}", config.display(), folder.display());
+        let m = format!(
+            "`strake up` writes {}: use --server {name} --dir {}",
+            config.display(),
+            folder.display()
+        );
         return Err(Error::new(Code::Inval, m));
     }
     let _alone = alone_in(folder)?;
@@ -112,7 +128,10 @@ fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
         e.context("with one more [[oss.targets]] at its end it would be no configuration of a storage server; add the target by hand")
     })?;
     if cfg.targets.iter().filter(|t| t.path == path).count() > 1 {
-        return Err(Error::new(Code::Exist, format!("{} names {} already", config.display(), path.display())));
+        return Err(Error::new(
+            Code::Exist,
+            format!("{} names {} already", config.display(), path.display()),
+        ));
     }
     let admin = cfg.admin.ok_or_else(|| {
         let m = "has no `admin` address, so the server cannot be told: add the target there by hand and restart it";
@@ -120,8 +139,8 @@ fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
     })?;
     let key = file::read_key(&serve::cluster_key_of(&before)?)?;
     replace(config, &after).map_err(about)?;
-    let targets =
-        tell(&admin.to_string(), &key).map_err(|e| taken_back(e, || replace(config, &before).map_err(about)))?;
+    let targets = tell(&admin.to_string(), &key)
+        .map_err(|e| taken_back(e, || replace(config, &before).map_err(about)))?;
     if a.force {
         // Once was meant.
         replace(config, &with_target(&before, &path, a, false)?).map_err(about)?;
@@ -159,7 +178,10 @@ fn whole(device: &Path) -> Result<PathBuf> {
 
 fn quoted(path: &Path) -> Result<toml::Value> {
     let text = path.to_str().ok_or_else(|| {
-        Error::new(Code::Inval, format!("{} is not UTF-8, which a configuration must be", path.display()))
+        Error::new(
+            Code::Inval,
+            format!("{} is not UTF-8, which a configuration must be", path.display()),
+        )
     })?;
     Ok(toml::Value::String(text.into()))
 }
@@ -178,20 +200,25 @@ fn replace(path: &Path, text: &str) -> std::io::Result<()> {
     fs::File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
-/// Has a server read its configuration again; the targets that are new to it. `ETIMEDOUT`: whether it has them is not known.
+/// Has a server read its configuration again; the targets that are new to it. `ETIMEDOUT`: whether
+/// it has them is not known.
 fn tell(admin: &str, key: &[u8; 32]) -> Result<Vec<u32>> {
     use tonic::Code::{FailedPrecondition, Unimplemented};
     crate::run(1, async {
         let server = tokio::time::timeout(status::PATIENCE, status::admin(admin, key)).await;
         let server = server.unwrap_or_else(|_| Err(Error::new(Code::Disconnected, admin)));
-        let mut server = server.map_err(|e| e.context("the storage server does not answer, start it first"))?;
+        let mut server =
+            server.map_err(|e| e.context("the storage server does not answer, start it first"))?;
         match tokio::time::timeout(PATIENCE, server.add_targets(pb::AddTargetsRequest {})).await {
             Ok(Ok(answer)) => Ok(answer.into_inner().targets),
             Ok(Err(e)) if matches!(e.code(), FailedPrecondition | Unimplemented) => {
                 Err(Error::new(Code::Inval, e.message()))
             }
             Ok(Err(e)) => Err(Error::new(Code::TimedOut, format!("{admin}: {}", e.message()))),
-            Err(_) => Err(Error::new(Code::TimedOut, format!("{admin}: no answer in {} s", PATIENCE.as_secs()))),
+            Err(_) => Err(Error::new(
+                Code::TimedOut,
+                format!("{admin}: no answer in {} s", PATIENCE.as_secs()),
+            )),
         }
     })
 }

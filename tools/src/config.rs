@@ -1,4 +1,5 @@
-//! One configuration format for every role: TOML, flags override it, an unknown key is an error with its line.
+//! One configuration format for every role: TOML, flags override it, an unknown key is an error
+//! with its line.
 
 use std::{borrow::Cow, fs, path::Path};
 
@@ -22,7 +23,8 @@ fn invalid(message: String) -> Error {
 pub fn load<T: DeserializeOwned>(path: Option<&Path>, overrides: Overrides) -> Result<T> {
     let (name, text) = match path {
         Some(p) => {
-            let text = fs::read_to_string(p).map_err(|e| Error::from(e).context(format!("config {}", p.display())))?;
+            let text = fs::read_to_string(p)
+                .map_err(|e| Error::from(e).context(format!("config {}", p.display())))?;
             (p.display().to_string(), text)
         }
         None => ("flags".to_string(), String::new()),
@@ -34,20 +36,23 @@ pub fn load<T: DeserializeOwned>(path: Option<&Path>, overrides: Overrides) -> R
 pub fn parse<T: DeserializeOwned>(name: &str, text: &str, overrides: Overrides) -> Result<T> {
     let values: Vec<String> = overrides.iter().map(|(_, _, value)| value.to_string()).collect();
     let mut file = DeTable::parse(text).map_err(|e| located(name, text, &e))?;
-    // What flags say goes into the file's own tree, which knows the lines: an unknown key is found with its line whether
-    // or not the file alone would be complete.
+    // What flags say goes into the file's own tree, which knows the lines: an unknown key is found
+    // with its line whether or not the file alone would be complete.
     for ((section, key, _), value) in overrides.iter().zip(&values) {
         let into = if section.is_empty() {
             file.get_mut()
         } else {
             let empty = || of_flags(DeValue::Table(DeTable::new()));
-            let entry = file.get_mut().entry(of_flags(Cow::Borrowed(*section))).or_insert_with(empty);
+            let entry =
+                file.get_mut().entry(of_flags(Cow::Borrowed(*section))).or_insert_with(empty);
             match entry.get_mut() {
                 DeValue::Table(t) => t,
                 _ => return Err(invalid(format!("{name}: '{section}' must be a section"))),
             }
         };
-        let value = DeValue::parse(value).map_err(|e| invalid(format!("{key}: {}", e.message())))?.into_inner();
+        let value = DeValue::parse(value)
+            .map_err(|e| invalid(format!("{key}: {}", e.message())))?
+            .into_inner();
         into.insert(of_flags(Cow::Borrowed(*key)), of_flags(value));
     }
     T::deserialize(toml::de::Deserializer::from(file)).map_err(|e| located(name, text, &e))
@@ -71,15 +76,20 @@ fn located(name: &str, text: &str, e: &toml::de::Error) -> Error {
 /// What to log: what `STRAKE_LOG` says, or else the configuration.
 pub fn log_filter(configured: &str) -> Result<String> {
     match std::env::var("STRAKE_LOG") {
-        Ok(filter) if !filter.is_empty() => check_log(&filter).map_err(|e| e.context("STRAKE_LOG")).map(|()| filter),
+        Ok(filter) if !filter.is_empty() => {
+            check_log(&filter).map_err(|e| e.context("STRAKE_LOG")).map(|()| filter)
+        }
         _ => check_log(configured).map(|()| configured.to_string()),
     }
 }
 
-/// `EINVAL` for a log filter that would show nothing of what was meant: each part is a level or `MODULE=LEVEL`.
+/// `EINVAL` for a log filter that would show nothing of what was meant: each part is a level or
+/// `MODULE=LEVEL`.
 fn check_log(filter: &str) -> Result<()> {
     let level = |s: &str| {
-        let named = ["off", "error", "warn", "info", "debug", "trace"].iter().any(|l| s.eq_ignore_ascii_case(l));
+        let named = ["off", "error", "warn", "info", "debug", "trace"]
+            .iter()
+            .any(|l| s.eq_ignore_ascii_case(l));
         named || matches!(s, "0" | "1" | "2" | "3" | "4" | "5")
     };
     for part in filter.split(',').map(str::trim) {
@@ -101,7 +111,8 @@ fn check_log(filter: &str) -> Result<()> {
     }
 }
 
-/// A configuration file of each kind as text, read and checked as its program does at its start; `kind` chooses which.
+/// A configuration file of each kind as text, read and checked as its program does at its start;
+/// `kind` chooses which.
 pub fn read_text(kind: u8, text: &str) -> Result<()> {
     match kind % 4 {
         0 => crate::serve::check_mds(text),
@@ -117,7 +128,8 @@ pub fn write_key(path: &Path, key: &[u8; 32]) -> Result<()> {
     write_private(path, &format!("{hex}\n"))
 }
 
-/// Writes the key of clients, or what one of a former version lacks. One of another cluster is `EEXIST`. Whether there was something to write.
+/// Writes the key of clients, or what one of a former version lacks. One of another cluster is
+/// `EEXIST`. Whether there was something to write.
 pub fn write_client_key(path: &Path, key: &ClientKey) -> Result<bool> {
     let about = |e: std::io::Error| Error::from(e).context(format!("key file {}", path.display()));
     if !path.try_exists().map_err(about)? {
@@ -125,7 +137,10 @@ pub fn write_client_key(path: &Path, key: &ClientKey) -> Result<bool> {
     }
     let had = read_client(path)?;
     if had.key != key.key {
-        let m = format!("key file {}: is of another cluster; remove it, or name another file", path.display());
+        let m = format!(
+            "key file {}: is of another cluster; remove it, or name another file",
+            path.display()
+        );
         return Err(Error::new(Code::Exist, m));
     }
     if had == *key {
@@ -134,7 +149,8 @@ pub fn write_client_key(path: &Path, key: &ClientKey) -> Result<bool> {
     let mut new = path.as_os_str().to_os_string();
     new.push(format!(".{}.new", std::process::id()));
     let new = Path::new(&new);
-    let renewed = write_private(new, &key.text()).and_then(|()| fs::rename(new, path).map_err(about));
+    let renewed =
+        write_private(new, &key.text()).and_then(|()| fs::rename(new, path).map_err(about));
     if renewed.is_err() {
         let _ = fs::remove_file(new);
     }
@@ -174,7 +190,8 @@ mod tests {
 
     #[test]
     fn flags_override_and_complete_the_file() {
-        let f: File = parse("f", "[server]\nname = 'a'\n", vec![("server", "id", 7.into())]).unwrap();
+        let f: File =
+            parse("f", "[server]\nname = 'a'\n", vec![("server", "id", 7.into())]).unwrap();
         assert_eq!(f, File { server: Server { id: 7, name: "a".into() } });
         let f: File = parse("f", "[server]\nid = 1\n", vec![("server", "id", 9.into())]).unwrap();
         assert_eq!(f.server.id, 9);
@@ -214,18 +231,24 @@ mod tests {
 
     #[test]
     fn log_filters() {
-        for good in ["info", "WARN", "off", "strake_mds=debug,info", "strake_oss::server=trace, warn"] {
+        for good in
+            ["info", "WARN", "off", "strake_mds=debug,info", "strake_oss::server=trace, warn"]
+        {
             check_log(good).unwrap();
         }
-        for bad in ["", "inof", "strake_mds", "info,", "strake_mds=loud", "=info", "strake_mds[=info"] {
+        for bad in
+            ["", "inof", "strake_mds", "info,", "strake_mds=loud", "=info", "strake_mds[=info"]
+        {
             assert_eq!(check_log(bad).unwrap_err().code, Code::Inval, "{bad}");
         }
     }
 
-    /// The keys that a table of a configuration takes, as its own refusal of an unknown one lists them.
+    /// The keys that a table of a configuration takes, as its own refusal of an unknown one lists
+    /// them.
     fn keys(kind: u8, table: &str) -> Vec<String> {
         let e = read_text(kind, &format!("{table}\nno_such_key = 1\n")).unwrap_err();
-        let names: Vec<String> = e.message.split('`').skip(1).step_by(2).map(String::from).collect();
+        let names: Vec<String> =
+            e.message.split('`').skip(1).step_by(2).map(String::from).collect();
         assert!(names.len() > 2 && names[0] == "no_such_key", "{e}");
         names[1..].to_vec()
     }
@@ -233,7 +256,11 @@ mod tests {
     #[track_caller]
     fn documented(heading: &str, keys: &[String]) {
         let text = include_str!("../../docs/operations.md");
-        let section = text.split(&format!("\n## {heading}\n")).nth(1).and_then(|t| t.split("\n## ").next()).unwrap();
+        let section = text
+            .split(&format!("\n## {heading}\n"))
+            .nth(1)
+            .and_then(|t| t.split("\n## ").next())
+            .unwrap();
         for k in keys {
             let named = [format!("`{k}`"), format!("`[{k}]`")].iter().any(|n| section.contains(n));
             assert!(named, "`{k}` is not in docs/operations.md, {heading}");
@@ -270,7 +297,10 @@ mod tests {
         write_private(&path, &ClientKey::from(key.key).text()).unwrap();
         assert!(write_client_key(&path, &key).unwrap() && !write_client_key(&path, &key).unwrap());
         assert_eq!(read_client(&path).unwrap(), key);
-        assert_eq!(write_client_key(&path, &ClientKey::of(&[2; 32])).unwrap_err().code, Code::Exist);
+        assert_eq!(
+            write_client_key(&path, &ClientKey::of(&[2; 32])).unwrap_err().code,
+            Code::Exist
+        );
         assert!(read_key(&path).unwrap_err().message.contains("a key of clients"));
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left there");
     }

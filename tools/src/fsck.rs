@@ -1,4 +1,5 @@
-//! `strake fsck`: metadata and stored chunks cross-checked while the file system is in use, by [`strake_fsck`].
+//! `strake fsck`: metadata and stored chunks cross-checked while the file system is in use, by
+//! [`strake_fsck`].
 
 use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
@@ -25,9 +26,10 @@ pub struct FsckArgs {
     /// Also read every byte of every file and check its checksums.
     #[arg(long)]
     read_data: bool,
-    /// Repair what can be repaired safely while the file system is in use: leaked chunks, chunks beyond the end of their file,
-    /// misplaced ones that are beyond it or that their chain has, too, tombstones that nobody
-    /// needs, and names of inodes that do not exist. Looks again afterwards.
+    /// Repair what can be repaired safely while the file system is in use: leaked chunks, chunks
+    /// beyond the end of their file, misplaced ones that are beyond it or that their chain has,
+    /// too, tombstones that nobody needs, and names of inodes that do not exist. Looks again
+    /// afterwards.
     #[arg(long)]
     repair: bool,
     /// Print the outcome as JSON.
@@ -50,7 +52,9 @@ pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
         let mds = mds.iter().map(|e| e.parse()).collect::<Result<Vec<Endpoint>>>()?;
         let progress = Arc::new(Mutex::new(Progress::new()));
         let say = progress.clone();
-        let mut checker = Checker::new(client, Arc::new(fabric), mds, args.repair, move |line| say.lock().say(line));
+        let mut checker = Checker::new(client, Arc::new(fabric), mds, args.repair, move |line| {
+            say.lock().say(line)
+        });
         let result = async {
             let outcome = checker.run(args.read_data).await?;
             let fates = if args.repair { Some(checker.repair(&outcome).await?) } else { None };
@@ -61,7 +65,11 @@ pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
         progress.lock().done();
         let (outcome, fates) = result?;
         report(&outcome, fates.as_deref(), args.json);
-        Ok(if left(&outcome, fates.as_deref()) == 0 { ExitCode::SUCCESS } else { ExitCode::from(FOUND) })
+        Ok(if left(&outcome, fates.as_deref()) == 0 {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::from(FOUND)
+        })
     })
 }
 
@@ -100,9 +108,13 @@ fn report(o: &Outcome, fates: Option<&[Fate]>, as_json: bool) {
         Some(_) if left == 0 => format!("{all} findings, all repaired"),
         Some(_) => format!("{all} findings, {left} not repaired"),
     };
-    let pending = if o.pending > 0 { format!(" ({} pending deletion)", o.pending) } else { String::new() };
+    let pending =
+        if o.pending > 0 { format!(" ({} pending deletion)", o.pending) } else { String::new() };
     if o.tombstones > 0 && fates.is_none() {
-        println!("{} tombstones of removed files take some space; --repair has them forgotten", o.tombstones);
+        println!(
+            "{} tombstones of removed files take some space; --repair has them forgotten",
+            o.tombstones
+        );
     }
     println!("{} files, {} chunk replicas{pending}: {verdict}", o.files, o.chunks);
 }

@@ -1,6 +1,6 @@
-//! `strake`: every role of StrakeFS in one binary. Invoked as `lfs`, it is the Lustre-like tool, as `mount.strake`
-//! mount(8)'s helper. A library so that what
-//! reads text from outside can be fuzzed; the program is [`main`].
+//! `strake`: every role of StrakeFS in one binary. Invoked as `lfs`, it is the Lustre-like tool, as
+//! `mount.strake` mount(8)'s helper. A library so that what reads text from outside can be fuzzed;
+//! the program is [`main`].
 
 mod add_target;
 mod bench;
@@ -99,7 +99,10 @@ pub fn main() -> ExitCode {
     }
     let command = Cli::parse().command;
     let mounts = matches!(command, Command::Mount(_) | Command::Umount(_));
-    let prints = matches!(command, Command::Status(_) | Command::Scrub(_) | Command::Stats(_) | Command::Gds(_));
+    let prints = matches!(
+        command,
+        Command::Status(_) | Command::Scrub(_) | Command::Stats(_) | Command::Gds(_)
+    );
     if prints || matches!(command, Command::Lfs { .. }) {
         end_with_the_pipe();
     }
@@ -132,8 +135,9 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// A closed pipe (`strake status | head`) ends the program quietly instead of by a panic in println. For what only prints:
-/// it would end a server or a mount whose peer or log reader goes away.
+/// A closed pipe (`strake status | head`) ends the program quietly instead of by a panic in
+/// println. For what only prints: it would end a server or a mount whose peer or log reader goes
+/// away.
 fn end_with_the_pipe() {
     // SAFETY: restoring a signal's default disposition before any thread exists.
     unsafe {
@@ -158,7 +162,10 @@ fn exit_code(status: i32) -> ExitCode {
 /// Runs a future on a multi-threaded runtime with `threads` workers (0 = one per core).
 fn run<T>(threads: usize, future: impl Future<Output = Result<T>>) -> Result<T> {
     if threads > MAX_THREADS {
-        return Err(Error::new(Code::Inval, format!("`threads` is at most {MAX_THREADS}; 0 is one per core")));
+        return Err(Error::new(
+            Code::Inval,
+            format!("`threads` is at most {MAX_THREADS}; 0 is one per core"),
+        ));
     }
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     if threads > 0 {
@@ -175,7 +182,8 @@ fn init_log(filter: &str) {
         .with_ansi(ansi)
         .with_target(false)
         .with_writer(std::io::stderr)
-        // A log that cannot be written (full disk, reader gone) is lost; telling so on stderr would panic.
+        // A log that cannot be written (full disk, reader gone) is lost; telling so on stderr would
+        // panic.
         .log_internal_errors(false)
         .init();
 }

@@ -1,7 +1,9 @@
-//! How a mount that takes over from a killed one tells the metadata servers so, instead of waiting for its session's term.
+//! How a mount that takes over from a killed one tells the metadata servers so, instead of waiting
+//! for its session's term.
 //!
-//! Each mount keeps a file with its client's uuid, locked as long as the process lives. One that can be locked has no owner
-//! any more: the next mount of the same cluster names its uuid when it opens its session.
+//! Each mount keeps a file with its client's uuid, locked as long as the process lives. One that
+//! can be locked has no owner any more: the next mount of the same cluster names its uuid when it
+//! opens its session.
 
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
@@ -19,7 +21,8 @@ const STALE: Duration = Duration::from_secs(3600);
 /// As many as one session may name.
 const MAX_DEAD: usize = 64;
 
-/// The files' folder unless configured: of root, else of the user; none where the system has neither.
+/// The files' folder unless configured: of root, else of the user; none where the system has
+/// neither.
 pub fn default_folder() -> Option<PathBuf> {
     if rustix::process::geteuid().is_root() {
         return Some("/run/strake".into());
@@ -37,9 +40,11 @@ pub struct Lifeline {
 }
 
 impl Lifeline {
-    /// Announces this process as the client `uuid` of the cluster at `mds`, and looks for dead ones.
+    /// Announces this process as the client `uuid` of the cluster at `mds`, and looks for dead
+    /// ones.
     pub fn start(folder: &Path, mds: &[String], uuid: [u8; 16]) -> Result<Lifeline> {
-        let failed = |e: std::io::Error| Error::from(e).context(format_args!("{}", folder.display()));
+        let failed =
+            |e: std::io::Error| Error::from(e).context(format_args!("{}", folder.display()));
         fs::create_dir_all(folder).map_err(failed)?;
         // One that somebody named may be for more than mounts.
         if default_folder().as_deref() == Some(folder) {
@@ -51,8 +56,15 @@ impl Lifeline {
         // Under another name until it is locked and whole.
         let hidden = folder.join(format!(".{name}"));
         let path = folder.join(format!("{name}.client"));
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&hidden).map_err(failed)?;
-        file.try_lock().map_err(|_| Error::new(Code::Busy, format!("{}: locked by another", hidden.display())))?;
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&hidden)
+            .map_err(failed)?;
+        file.try_lock().map_err(|_| {
+            Error::new(Code::Busy, format!("{}: locked by another", hidden.display()))
+        })?;
         file.write_all(format!("{name} {cluster}\n").as_bytes()).map_err(failed)?;
         fs::rename(&hidden, &path).map_err(failed)?;
         Ok(Lifeline { _locked: file, path, dead, files })
@@ -75,7 +87,10 @@ impl Drop for Lifeline {
 /// What a former version let everybody read.
 fn mend(path: &Path) {
     if private::mend(path).is_ok_and(|mended| mended) {
-        tracing::warn!("{}: other users could read it; it is its owner's alone now", path.display());
+        tracing::warn!(
+            "{}: other users could read it; it is its owner's alone now",
+            path.display()
+        );
     }
 }
 
@@ -146,7 +161,12 @@ mod tests {
         assert_eq!(Lifeline::start(dir.path(), &b, [6; 16]).unwrap().dead, vec![[4; 16]]);
         for entry in fs::read_dir(dir.path()).unwrap() {
             let entry = entry.unwrap();
-            assert_eq!(entry.metadata().unwrap().permissions().mode() & 0o077, 0, "{:?}", entry.file_name());
+            assert_eq!(
+                entry.metadata().unwrap().permissions().mode() & 0o077,
+                0,
+                "{:?}",
+                entry.file_name()
+            );
         }
         third.told();
         assert!(!dir.path().join("x.client").exists());

@@ -23,7 +23,11 @@ struct Found {
 
 /// Lines that name the files with data on one of these chains, as far as they are found within a
 /// time.
-pub(crate) async fn files_on(mds: &[String], key: ClientKey, chains: &BTreeSet<ChainId>) -> Vec<String> {
+pub(crate) async fn files_on(
+    mds: &[String],
+    key: ClientKey,
+    chains: &BTreeSet<ChainId>,
+) -> Vec<String> {
     let mut found = Found::default();
     let all = async {
         let client = mount::connect(mds, key).await?;
@@ -38,10 +42,14 @@ pub(crate) async fn files_on(mds: &[String], key: ClientKey, chains: &BTreeSet<C
     match end {
         Ok(Ok(())) if lines.is_empty() => lines.push("  none".into()),
         Ok(Ok(())) => {}
-        Ok(Err(e)) => lines.push(format!("  not all files are known ({e}); `strake fsck` names them")),
+        Ok(Err(e)) => {
+            lines.push(format!("  not all files are known ({e}); `strake fsck` names them"))
+        }
         Err(_) => {
             let (n, s) = (found.files, PATIENCE.as_secs());
-            lines.push(format!("  {n} files were looked at in {s} s, not all there are; `strake fsck` names them"));
+            lines.push(format!(
+                "  {n} files were looked at in {s} s, not all there are; `strake fsck` names them"
+            ));
         }
     }
     lines

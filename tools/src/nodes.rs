@@ -24,7 +24,8 @@ pub enum Command {
     Drain(NodesArgs),
     /// Let them stay.
     Keep(NodesArgs),
-    /// Take stopped storage servers, on which nothing is needed any more, out of the cluster with all of their targets.
+    /// Take stopped storage servers, on which nothing is needed any more, out of the cluster with
+    /// all of their targets.
     Remove(NodesArgs),
 }
 
@@ -68,10 +69,19 @@ pub fn run(command: Command) -> Result<ExitCode> {
 pub(crate) fn targets_of(map: &MapView, names: &[String]) -> Result<Vec<TargetId>> {
     let mut ids = Vec::new();
     for name in names {
-        let node = map.map.nodes.iter().find(|n| n.role == ROLE_OSS && n.name == *name).ok_or_else(|| {
-            let all: Vec<&str> = map.map.nodes.iter().filter(|n| n.role == ROLE_OSS).map(|n| &*n.name).collect();
-            Error::new(Code::NoEnt, format!("there is no storage server '{name}'; there are {}", all.join(", ")))
-        })?;
+        let node = map
+            .map
+            .nodes
+            .iter()
+            .find(|n| n.role == ROLE_OSS && n.name == *name)
+            .ok_or_else(|| {
+                let all: Vec<&str> =
+                    map.map.nodes.iter().filter(|n| n.role == ROLE_OSS).map(|n| &*n.name).collect();
+                Error::new(
+                    Code::NoEnt,
+                    format!("there is no storage server '{name}'; there are {}", all.join(", ")),
+                )
+            })?;
         ids.extend(map.map.targets.iter().filter(|t| t.node == node.id).map(|t| t.id));
     }
     Ok(ids)
@@ -82,10 +92,18 @@ fn list(reach: &Reach) -> Result<ExitCode> {
     crate::run(1, async {
         let map = group.map().await?;
         group.done();
-        let all: Vec<Server> =
-            map.map.nodes.iter().filter(|n| n.role == ROLE_OSS).map(|n| Server::of(&map, n)).collect();
+        let all: Vec<Server> = map
+            .map
+            .nodes
+            .iter()
+            .filter(|n| n.role == ROLE_OSS)
+            .map(|n| Server::of(&map, n))
+            .collect();
         match reach.json {
-            true => println!("{:#}", json!({ "nodes": all.iter().map(Server::as_json).collect::<Vec<_>>() })),
+            true => println!(
+                "{:#}",
+                json!({ "nodes": all.iter().map(Server::as_json).collect::<Vec<_>>() })
+            ),
             false => print!("{}", rows(&all)),
         }
         Ok(ExitCode::SUCCESS)
@@ -129,7 +147,11 @@ impl Server<'_> {
     }
 
     fn percent(&self) -> f64 {
-        targets::percent(&pb::Target { used: self.used, capacity: self.capacity, ..Default::default() })
+        targets::percent(&pb::Target {
+            used: self.used,
+            capacity: self.capacity,
+            ..Default::default()
+        })
     }
 
     fn as_json(&self) -> Value {
@@ -143,8 +165,10 @@ impl Server<'_> {
 }
 
 fn rows(all: &[Server]) -> String {
-    let head =
-        ["SERVER", "RACK", "STATE", "TARGETS", "USED", "CAPACITY", "FULL", "REPLICAS", "HEADS", "LEAVING", "ARRIVING"];
+    let head = [
+        "SERVER", "RACK", "STATE", "TARGETS", "USED", "CAPACITY", "FULL", "REPLICAS", "HEADS",
+        "LEAVING", "ARRIVING",
+    ];
     let row = |s: &Server| {
         let rack = if s.node.rack.is_empty() { "-" } else { &s.node.rack };
         let targets = s.targets.iter().map(TargetId::to_string).collect::<Vec<_>>().join(",");
@@ -162,5 +186,9 @@ fn rows(all: &[Server]) -> String {
             s.held.arriving.to_string(),
         ]
     };
-    table(&std::iter::once(head.map(String::from).to_vec()).chain(all.iter().map(row)).collect::<Vec<_>>())
+    table(
+        &std::iter::once(head.map(String::from).to_vec())
+            .chain(all.iter().map(row))
+            .collect::<Vec<_>>(),
+    )
 }

@@ -1,4 +1,5 @@
-//! `strake pool list|new|add|remove|destroy`: named groups of targets that files can be kept to (`lfs setstripe -p`).
+//! `strake pool list|new|add|remove|destroy`: named groups of targets that files can be kept to
+//! (`lfs setstripe -p`).
 
 use std::process::ExitCode;
 
@@ -21,7 +22,8 @@ pub enum Command {
     New(PoolArgs),
     /// Put targets into a pool.
     Add(MembersArgs),
-    /// Take targets out of a pool: what files of the pool have there moves to those that stay in it.
+    /// Take targets out of a pool: what files of the pool have there moves to those that stay in
+    /// it.
     Remove(MembersArgs),
     /// Remove a pool. Its files stay where they are, and are no longer kept together.
     Destroy(NameArgs),
@@ -72,11 +74,18 @@ fn change(pool: &str, action: u32, targets: Vec<TargetId>) -> pb::PoolChange {
     pb::PoolChange { pool: pool.into(), action, targets }
 }
 
-/// All members leave at once: one after the other, what is on them would move to those that are left.
+/// All members leave at once: one after the other, what is on them would move to those that are
+/// left.
 fn destroy(a: &NameArgs) -> Result<ExitCode> {
     let mut group = Group::new(&a.reach)?;
     let map = crate::run(1, group.map())?;
-    let members = map.map.pools.iter().find(|p| p.name == a.pool).map(|p| p.targets.clone()).unwrap_or_default();
+    let members = map
+        .map
+        .pools
+        .iter()
+        .find(|p| p.name == a.pool)
+        .map(|p| p.targets.clone())
+        .unwrap_or_default();
     group.done();
     let mut steps = vec![change(&a.pool, DESTROY, Vec::new())];
     if !members.is_empty() {
@@ -139,7 +148,12 @@ fn rows(map: &MapView) -> String {
     for p in &map.map.pools {
         let members = p.targets.iter().map(TargetId::to_string).collect::<Vec<_>>().join(",");
         let (used, all) = space(map, p);
-        rows.push(vec![p.name.clone(), if members.is_empty() { "-".into() } else { members }, size(used), size(all)]);
+        rows.push(vec![
+            p.name.clone(),
+            if members.is_empty() { "-".into() } else { members },
+            size(used),
+            size(all),
+        ]);
     }
     table(&rows)
 }
@@ -159,7 +173,10 @@ mod tests {
     #[test]
     fn pools_are_shown_with_their_space() {
         let target = |id| pb::Target { id, used: 1 << 20, capacity: 4 << 20, ..Default::default() };
-        let pool = |(name, targets): (&str, &[u32])| pb::Pool { name: name.into(), targets: targets.to_vec() };
+        let pool = |(name, targets): (&str, &[u32])| pb::Pool {
+            name: name.into(),
+            targets: targets.to_vec(),
+        };
         let map = MapView::new(pb::ClusterMap {
             targets: (0..3).map(target).collect(),
             pools: [("fast", &[0, 2][..]), ("empty", &[])].map(pool).to_vec(),
@@ -176,7 +193,11 @@ mod tests {
     #[test]
     fn a_repetition_that_finds_it_done_is_no_error() {
         let e = |code| Error::new(code, "x");
-        assert!(is_done(NEW, &e(Code::Exist)) && is_done(ADD, &e(Code::Exist)) && !is_done(ADD, &e(Code::NoEnt)));
+        assert!(
+            is_done(NEW, &e(Code::Exist))
+                && is_done(ADD, &e(Code::Exist))
+                && !is_done(ADD, &e(Code::NoEnt))
+        );
         assert!(is_done(DESTROY, &e(Code::NoEnt)) && !is_done(DESTROY, &e(Code::NotEmpty)));
     }
 }

@@ -1,4 +1,5 @@
-//! `strake scrub`: has storage targets read all they hold, and shows how far they are and what they found damaged, by path.
+//! `strake scrub`: has storage targets read all they hold, and shows how far they are and what they
+//! found damaged, by path.
 
 use std::{
     collections::BTreeMap,
@@ -130,7 +131,11 @@ pub(crate) struct Damage {
 }
 
 /// Of all targets that answer; and what is said of servers that do not.
-pub(crate) async fn without_good_copy(addrs: Vec<String>, mds: Vec<String>, key: [u8; 32]) -> Damage {
+pub(crate) async fn without_good_copy(
+    addrs: Vec<String>,
+    mds: Vec<String>,
+    key: [u8; 32],
+) -> Damage {
     let mut answers = match look(&Servers { addrs, key }, &[]).await {
         Ok(answers) => answers,
         Err(e) => return Damage { unknown: vec![format!("  {e}")], ..Damage::default() },
@@ -139,7 +144,9 @@ pub(crate) async fn without_good_copy(addrs: Vec<String>, mds: Vec<String>, key:
     let places = name(&answers, Some((mds, ClientKey::of(&key)))).await;
     let (mut damage, mut left_out) = (Damage::default(), 0);
     for (_, t) in &answers.targets {
-        damage.lost.extend(t.findings.iter().map(|f| format!("  {}", sentence(t.target, f, &places))));
+        damage
+            .lost
+            .extend(t.findings.iter().map(|f| format!("  {}", sentence(t.target, f, &places))));
         left_out += t.findings_left_out;
     }
     if left_out > 0 {
@@ -150,7 +157,12 @@ pub(crate) async fn without_good_copy(addrs: Vec<String>, mds: Vec<String>, key:
 }
 
 /// Asks one server.
-async fn ask(addr: &str, key: &[u8; 32], action: u32, targets: Vec<u32>) -> Result<Vec<pb::ScrubStatus>> {
+async fn ask(
+    addr: &str,
+    key: &[u8; 32],
+    action: u32,
+    targets: Vec<u32>,
+) -> Result<Vec<pb::ScrubStatus>> {
     let failed = |m: &str| Error::new(Code::Disconnected, format!("{addr}: {m}"));
     let call = async {
         let request = pb::ScrubRequest { action, targets };
@@ -177,9 +189,13 @@ async fn look(servers: &Servers, targets: &[u32]) -> Result<Answers> {
         return Err(e.clone().context("no storage server answers"));
     }
     answers.targets.sort_by_key(|(_, t)| t.target);
-    if let Some(missing) = targets.iter().find(|m| answers.targets.iter().all(|(_, t)| t.target != **m)) {
-        let known: Vec<String> = answers.targets.iter().map(|(_, t)| t.target.to_string()).collect();
-        let m = format!("no server that answers has target {missing}; there are {}", known.join(", "));
+    if let Some(missing) =
+        targets.iter().find(|m| answers.targets.iter().all(|(_, t)| t.target != **m))
+    {
+        let known: Vec<String> =
+            answers.targets.iter().map(|(_, t)| t.target.to_string()).collect();
+        let m =
+            format!("no server that answers has target {missing}; there are {}", known.join(", "));
         return Err(Error::new(Code::NoEnt, m));
     }
     answers.targets.retain(|(_, t)| targets.is_empty() || targets.contains(&t.target));
@@ -207,8 +223,12 @@ async fn until_done(servers: &Servers, targets: &[u32]) -> Result<Answers> {
     let mut progress = Progress::new();
     loop {
         let now = look(servers, targets).await?;
-        let busy: Vec<&pb::ScrubStatus> =
-            now.targets.iter().map(|(_, t)| t).filter(|t| t.running || (t.under_way && !t.paused)).collect();
+        let busy: Vec<&pb::ScrubStatus> = now
+            .targets
+            .iter()
+            .map(|(_, t)| t)
+            .filter(|t| t.running || (t.under_way && !t.paused))
+            .collect();
         if busy.is_empty() {
             progress.done();
             return Ok(now);
@@ -216,12 +236,18 @@ async fn until_done(servers: &Servers, targets: &[u32]) -> Result<Answers> {
         let (bytes, total) = busy.iter().fold((0, 0), |(b, t), s| (b + s.bytes, t + s.bytes_total));
         let eta = busy.iter().map(|s| s.eta_s).max().unwrap_or(0);
         let left = if eta > 0 { format!(", {} left", span(eta)) } else { String::new() };
-        progress.say(format!("{} targets at work, {} of {} read{left}", busy.len(), size(bytes), size(total)));
+        progress.say(format!(
+            "{} targets at work, {} of {} read{left}",
+            busy.len(),
+            size(bytes),
+            size(total)
+        ));
         tokio::time::sleep(POLL).await;
     }
 }
 
-/// Finds the files that the findings lie in. Without a way to the metadata servers, or an answer, there are no places.
+/// Finds the files that the findings lie in. Without a way to the metadata servers, or an answer,
+/// there are no places.
 async fn name(answers: &Answers, mds: Option<(Vec<String>, ClientKey)>) -> Places {
     let mut places = Places::new();
     let inos = answers.targets.iter().flat_map(|(_, t)| t.findings.iter().map(|f| f.ino));
@@ -239,7 +265,9 @@ async fn name(answers: &Answers, mds: Option<(Vec<String>, ClientKey)>) -> Place
     match tokio::time::timeout(PATHS, all).await {
         Ok(Ok(())) => {}
         Ok(Err(e)) => eprintln!("strake: paths are not known: {e}"),
-        Err(_) => eprintln!("strake: some paths are not known: the metadata servers took longer than {PATHS:?}"),
+        Err(_) => eprintln!(
+            "strake: some paths are not known: the metadata servers took longer than {PATHS:?}"
+        ),
     }
     places
 }
@@ -252,17 +280,17 @@ async fn place(client: &Client, ino: Ino) -> Result<Place> {
     Ok(Place { path, map: StripeMap::resolve(ino, &layout, &client.map())? })
 }
 
-/// A finding in words that hold for its file: path, first byte and length. What is not known is `None`.
+/// A finding in words that hold for its file: path, first byte and length. What is not known is
+/// `None`.
 fn locate(f: &pb::DamageFinding, places: &Places) -> (Option<String>, Option<(u64, u64)>) {
     let Some(Ok(place)) = places.get(&f.ino) else { return (None, None) };
     // Other bytes that the file had before.
     if place.map.data != f.data_id {
         return (None, None);
     }
-    let at = place
-        .map
-        .place_of(f.index)
-        .map(|(start, most)| if f.len == 0 { (start, most) } else { (start + u64::from(f.offset), u64::from(f.len)) });
+    let at = place.map.place_of(f.index).map(|(start, most)| {
+        if f.len == 0 { (start, most) } else { (start + u64::from(f.offset), u64::from(f.len)) }
+    });
     (Some(place.path.clone()), at)
 }
 
@@ -297,7 +325,9 @@ fn print(answers: &Answers, places: &Places) {
     let head = ["TARGET", "SERVER", "STATE", "PASS", "READ", "CHUNKS", "LEFT", "LAST COMPLETE"];
     let head = head.iter().chain(&["DAMAGED", "REPAIRED", "LOST"]);
     let mut rows = vec![head.map(|h| h.to_string()).collect::<Vec<_>>()];
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
+    let now =
+        SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis()
+            as u64;
     for (addr, t) in &answers.targets {
         let is = match (t.running, t.under_way, t.paused) {
             (true, ..) => format!("running {:.1} %", percent(t)),
@@ -306,7 +336,9 @@ fn print(answers: &Answers, places: &Places) {
             _ if t.every_s == 0 => "off".into(),
             _ => "idle".into(),
         };
-        let ago = |ms: u64| format!("{} ago, took {}", span(now.saturating_sub(ms) / 1000), span(t.took_ms / 1000));
+        let ago = |ms: u64| {
+            format!("{} ago, took {}", span(now.saturating_sub(ms) / 1000), span(t.took_ms / 1000))
+        };
         rows.push(vec![
             t.target.to_string(),
             addr.clone(),
@@ -389,7 +421,8 @@ fn as_json(answers: &Answers, places: &Places) -> Value {
             "findings_left_out": t.findings_left_out,
         })
     };
-    let sum = |n: fn(&pb::ScrubStatus) -> u64| answers.targets.iter().map(|(_, t)| n(t)).sum::<u64>();
+    let sum =
+        |n: fn(&pb::ScrubStatus) -> u64| answers.targets.iter().map(|(_, t)| n(t)).sum::<u64>();
     json!({
         "targets": answers.targets.iter().map(target).collect::<Vec<_>>(),
         "silent": answers.silent.iter().map(|(a, e)| json!({ "admin": a, "error": e.message })).collect::<Vec<_>>(),
@@ -402,8 +435,17 @@ mod tests {
     use super::*;
 
     fn finding() -> pb::DamageFinding {
-        let lost = pb::DamageFinding { lost: true, cause: "no other copy".into(), ..Default::default() };
-        pb::DamageFinding { ino: 7, data_id: 1, index: 3, offset: 4096, len: 8192, bytes: 4097, ..lost }
+        let lost =
+            pb::DamageFinding { lost: true, cause: "no other copy".into(), ..Default::default() };
+        pb::DamageFinding {
+            ino: 7,
+            data_id: 1,
+            index: 3,
+            offset: 4096,
+            len: 8192,
+            bytes: 4097,
+            ..lost
+        }
     }
 
     fn places() -> Places {
@@ -419,7 +461,10 @@ mod tests {
         let whole = pb::DamageFinding { offset: 0, len: 0, ..finding() };
         assert_eq!(locate(&whole, &places()).1, Some((3 << 20, 1 << 20)));
         let words = sentence(2, &f, &places());
-        assert_eq!(words, "/a/b: 8192 bytes at 3149824, chunk 7.1.3 on target 2: LOST: no other copy");
+        assert_eq!(
+            words,
+            "/a/b: 8192 bytes at 3149824, chunk 7.1.3 on target 2: LOST: no other copy"
+        );
         for (f, places, word) in [
             (pb::DamageFinding { data_id: 2, ..finding() }, places(), "deleted"),
             (pb::DamageFinding { ino: 8, ..finding() }, places(), "deleted"),
@@ -432,7 +477,8 @@ mod tests {
 
     #[test]
     fn exit_statuses() {
-        let target = |t: pb::ScrubStatus| Answers { targets: vec![("a".into(), t)], ..Answers::default() };
+        let target =
+            |t: pb::ScrubStatus| Answers { targets: vec![("a".into(), t)], ..Answers::default() };
         let good = || pb::ScrubStatus { damaged: 5, repaired: 5, ..Default::default() };
         assert_eq!(verdict(&target(good())), 0);
         assert_eq!(verdict(&target(pb::ScrubStatus { lost: 1, ..good() })), LOST);

@@ -128,7 +128,8 @@ pub fn mds(args: MdsArgs) -> Result<ExitCode> {
                     tracing::warn!("{cause}");
                     return Ok(ExitCode::SUCCESS);
                 }
-                // Its log or its state cannot go on: whoever supervises this process must hear of it.
+                // Its log or its state cannot go on: whoever supervises this process must hear of
+                // it.
                 _ => return Err(cause),
             },
         }
@@ -154,7 +155,8 @@ pub fn oss(args: OssArgs) -> Result<ExitCode> {
     raise_file_limit();
     crate::run(file.threads, async move {
         let mut hup = signal(SignalKind::hangup()).map_err(Error::from)?;
-        let server = strake_oss::server::start_on_disk_with(file.oss, Env::system(), key, reread).await?;
+        let server =
+            strake_oss::server::start_on_disk_with(file.oss, Env::system(), key, reread).await?;
         tracing::info!("object storage server is up at {}", server.endpoint());
         let mut end = std::pin::pin!(until_signal());
         loop {
@@ -194,8 +196,8 @@ pub fn oss_config(name: &str, text: &str) -> Result<strake_oss::server::Config> 
     Ok(cfg)
 }
 
-/// A server has a descriptor for each client, and some for each target; a shell allows a thousand, often. From now on as many as
-/// may be.
+/// A server has a descriptor for each client, and some for each target; a shell allows a thousand,
+/// often. From now on as many as may be.
 fn raise_file_limit() {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
@@ -224,10 +226,12 @@ mod tests {
     #[test]
     fn a_storage_server_listens_at_one_endpoint_or_several() {
         let of = |rest: &str| {
-            let text = format!("cluster_key = '/k'\n[oss]\nname = 'a'\nmds = ['tcp:h:1']\n{rest}\n");
+            let text =
+                format!("cluster_key = '/k'\n[oss]\nname = 'a'\nmds = ['tcp:h:1']\n{rest}\n");
             oss_config("f", &text).map(|c| {
-                let said =
-                    |l: Vec<strake_fabric::Endpoint>| l.iter().map(|e| e.to_string()).collect::<Vec<_>>().join(" ");
+                let said = |l: Vec<strake_fabric::Endpoint>| {
+                    l.iter().map(|e| e.to_string()).collect::<Vec<_>>().join(" ")
+                };
                 (said(c.listen), said(c.advertise))
             })
         };
@@ -236,9 +240,17 @@ mod tests {
         assert_eq!(of("listen = 'tcp:h:7,rdma:i:8'").unwrap(), is("tcp:h:7 rdma:i:8", ""));
         let both = "listen = ['tcp:0.0.0.0:7', 'rdma:i:8']\nadvertise = ['tcp:h:7', 'rdma:i:8']";
         assert_eq!(of(both).unwrap(), is("tcp:0.0.0.0:7 rdma:i:8", "tcp:h:7 rdma:i:8"));
-        assert_eq!(of("listen = 'tcp:h:7'\nadvertise = 'tcp:g:7'").unwrap(), is("tcp:h:7", "tcp:g:7"));
-        for bad in ["listen = []", "listen = ''", "listen = 7", "listen = ['tcp:h:7', 'ib:h:8']", "listen = 'tcp:h:7,'"]
-        {
+        assert_eq!(
+            of("listen = 'tcp:h:7'\nadvertise = 'tcp:g:7'").unwrap(),
+            is("tcp:h:7", "tcp:g:7")
+        );
+        for bad in [
+            "listen = []",
+            "listen = ''",
+            "listen = 7",
+            "listen = ['tcp:h:7', 'ib:h:8']",
+            "listen = 'tcp:h:7,'",
+        ] {
             assert!(of(bad).is_err(), "{bad}");
         }
     }

@@ -31,7 +31,8 @@ pub struct StatusArgs {
     /// Admin addresses of servers, HOST:PORT, instead of a local cluster.
     #[arg(long, value_delimiter = ',')]
     admin: Vec<String>,
-    /// File with the cluster key, for --admin [default: that of --dir, else /etc/strake/cluster.key].
+    /// File with the cluster key, for --admin [default: that of --dir, else
+    /// /etc/strake/cluster.key].
     #[arg(long, env = KEY_VARIABLE)]
     cluster_key: Option<PathBuf>,
     #[arg(long)]
@@ -51,7 +52,8 @@ pub const KEY_VARIABLE: &str = "STRAKE_CLUSTER_KEY";
 const KEY: &str = "/etc/strake/cluster.key";
 const DIR: &str = "strake-cluster";
 
-/// The cluster key for servers that are named by address: of the file that is given, of a local cluster, or where servers have it.
+/// The cluster key for servers that are named by address: of the file that is given, of a local
+/// cluster, or where servers have it.
 pub fn key_for(given: Option<&Path>, dir: Option<&Path>) -> Result<[u8; 32]> {
     if let Some(path) = given {
         return config::read_key(path);
@@ -75,7 +77,8 @@ pub fn key_for(given: Option<&Path>, dir: Option<&Path>) -> Result<[u8; 32]> {
 /// The administration of one server.
 pub async fn admin(addr: &str, key: &[u8; 32]) -> Result<AdminClient<Channel>> {
     let connected = tokio::time::timeout(PATIENCE, strake_fabric::admin::connect(addr, key)).await;
-    let late = |_| Err(Error::new(Code::Disconnected, format!("{addr}: no answer in {PATIENCE:?}")));
+    let late =
+        |_| Err(Error::new(Code::Disconnected, format!("{addr}: no answer in {PATIENCE:?}")));
     Ok(AdminClient::new(connected.unwrap_or_else(late)?).max_decoding_message_size(MAX_STATUS))
 }
 
@@ -83,7 +86,11 @@ pub async fn admin(addr: &str, key: &[u8; 32]) -> Result<AdminClient<Channel>> {
 pub async fn ask(addr: &str, key: &[u8; 32]) -> Result<pb::StatusReply> {
     let failed = |e: &dyn std::fmt::Display| Error::new(Code::Disconnected, format!("{addr}: {e}"));
     let call = async {
-        let reply = admin(addr, key).await?.status(pb::StatusRequest {}).await.map_err(|e| failed(&e.message()))?;
+        let reply = admin(addr, key)
+            .await?
+            .status(pb::StatusRequest {})
+            .await
+            .map_err(|e| failed(&e.message()))?;
         Ok(reply.into_inner())
     };
     tokio::time::timeout(PATIENCE, call).await.map_err(|_| failed(&"no answer in 2 s"))?
@@ -94,7 +101,9 @@ pub async fn leader_status(mds: &[String], key: &[u8; 32]) -> Result<pb::StatusR
     let mut cause = Error::new(Code::NoDev, "no metadata server leads");
     for addr in mds {
         match ask(addr, key).await {
-            Ok(s) if s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0) => return Ok(s),
+            Ok(s) if s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0) => {
+                return Ok(s);
+            }
             Ok(_) => {}
             Err(e) => cause = e,
         }
@@ -125,7 +134,9 @@ pub fn status(args: &StatusArgs) -> Result<ExitCode> {
         print_nodes(&answers);
         behind.iter().for_each(|b| println!("note: {}", b.why()));
         for (target, n) in without_good_copy(&answers) {
-            println!("note: target {target}: {n} chunks have no good copy; `strake scrub` names the files");
+            println!(
+                "note: target {target}: {n} chunks have no good copy; `strake scrub` names the files"
+            );
         }
         if let Some(map) = map {
             print_map(map, args.verbose);
@@ -179,11 +190,14 @@ const CATCH_UP: Duration = Duration::from_secs(3);
 
 /// Metadata servers that do not catch up with what the leader said first.
 async fn stay_behind(answers: &Answers, key: &[u8; 32]) -> Vec<Behind> {
-    let leads = |s: &&pb::StatusReply| s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0);
+    let leads =
+        |s: &&pb::StatusReply| s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0);
     let known = || answers.iter().filter_map(|(a, r)| Some((a, r.as_ref().ok()?)));
     let Some(leader) = known().map(|(_, s)| s).find(leads) else { return Vec::new() };
-    let mut late: Vec<String> =
-        known().filter(|(_, s)| !Behind::of(leader, &[(*s).clone()]).is_empty()).map(|(a, _)| a.clone()).collect();
+    let mut late: Vec<String> = known()
+        .filter(|(_, s)| !Behind::of(leader, &[(*s).clone()]).is_empty())
+        .map(|(a, _)| a.clone())
+        .collect();
     let start = std::time::Instant::now();
     loop {
         let mut behind = Vec::new();
@@ -203,12 +217,14 @@ async fn stay_behind(answers: &Answers, key: &[u8; 32]) -> Vec<Behind> {
 
 /// 0: in full service. 1: nobody answered. 2: something is missing.
 fn verdict(answers: &Answers, map: Option<&pb::ClusterMap>) -> u8 {
-    let known: Vec<&pb::StatusReply> = answers.iter().filter_map(|(_, r)| r.as_ref().ok()).collect();
+    let known: Vec<&pb::StatusReply> =
+        answers.iter().filter_map(|(_, r)| r.as_ref().ok()).collect();
     if known.is_empty() {
         return 1;
     }
     let rafts: Vec<&pb::RaftStatus> = known.iter().filter_map(|s| s.raft.as_ref()).collect();
-    // Of a leader that was not asked the word of the others is taken. Storage servers alone know of none.
+    // Of a leader that was not asked the word of the others is taken. Storage servers alone know of
+    // none.
     let confirmed = |id: u64| rafts.iter().find(|r| r.id == id).is_none_or(|r| r.leader == id);
     let led = rafts.is_empty() || rafts.iter().any(|r| r.leader != 0 && confirmed(r.leader));
     let whole = map.is_some_and(|m| !m.chains.is_empty() && is_whole(m));
@@ -244,7 +260,9 @@ fn print_nodes(answers: &Answers) {
     let mut rows = vec![head.map(String::from).to_vec()];
     for (addr, r) in answers {
         rows.push(match r {
-            Err(e) => vec!["-".into(), "-".into(), addr.clone(), format!("unreachable ({})", e.message)],
+            Err(e) => {
+                vec!["-".into(), "-".into(), addr.clone(), format!("unreachable ({})", e.message)]
+            }
             Ok(s) => {
                 let raft = s.raft.clone().unwrap_or_default();
                 let on_mds = |v: String| if s.raft.is_some() { v } else { "-".into() };
@@ -274,10 +292,16 @@ fn print_nodes(answers: &Answers) {
             println!("{}: by {} {n} connections, {sent} sent, {received} received", s.name, r.road);
         }
     }
-    for s in answers.iter().filter_map(|(_, r)| r.as_ref().ok()).filter(|s| s.follower_reads + s.follower_refusals > 0)
+    for s in answers
+        .iter()
+        .filter_map(|(_, r)| r.as_ref().ok())
+        .filter(|s| s.follower_reads + s.follower_refusals > 0)
     {
         let (told, sent) = (s.follower_reads, s.follower_refusals);
-        println!("{}: {told} reads answered while it did not lead, {sent} sent to the leader", s.name);
+        println!(
+            "{}: {told} reads answered while it did not lead, {sent} sent to the leader",
+            s.name
+        );
     }
 }
 
@@ -294,16 +318,29 @@ fn state_name(s: ReplicaState) -> &'static str {
 
 fn print_map(map: &pb::ClusterMap, verbose: bool) {
     println!();
-    let mut rows = vec![["TARGET", "NODE", "STATE", "CAPACITY", "USED", "FULL", "CHAINS"].map(String::from).to_vec()];
+    let mut rows = vec![
+        ["TARGET", "NODE", "STATE", "CAPACITY", "USED", "FULL", "CHAINS"]
+            .map(String::from)
+            .to_vec(),
+    ];
     for t in &map.targets {
-        let node = map.nodes.iter().find(|n| n.id == t.node).map_or_else(|| t.node.to_string(), |n| n.name.clone());
+        let node = map
+            .nodes
+            .iter()
+            .find(|n| n.id == t.node)
+            .map_or_else(|| t.node.to_string(), |n| n.name.clone());
         let of = map.chains.iter().filter(|c| c.state_of(t.id).is_some());
         let (mut serving, mut all) = (0, 0);
         for c in of {
             all += 1;
             serving += usize::from(c.state_of(t.id) == Some(ReplicaState::ReplicaServing));
         }
-        let state = [(t.alive, "alive"), (!t.alive, "dead"), (t.draining, "draining"), (t.slow.is_some(), "slow")];
+        let state = [
+            (t.alive, "alive"),
+            (!t.alive, "dead"),
+            (t.draining, "draining"),
+            (t.slow.is_some(), "slow"),
+        ];
         let words: Vec<&str> = state.iter().filter(|(is, _)| *is).map(|(_, word)| *word).collect();
         rows.push(vec![
             t.id.to_string(),
@@ -317,7 +354,8 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
         ]);
     }
     print!("{}", table(&rows));
-    let whole = map.chains.iter().filter(|c| !c.lost && c.serving().count() == c.replicas.len()).count();
+    let whole =
+        map.chains.iter().filter(|c| !c.lost && c.serving().count() == c.replicas.len()).count();
     let lost = match map.chains.iter().filter(|c| c.lost).count() {
         0 => String::new(),
         n => format!(", {n} given up: `strake fsck` names the files that had stripes there"),
@@ -331,7 +369,9 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
             map.min_copies
         ),
     }
-    for c in map.chains.iter().filter(|c| verbose || !c.lost && c.serving().count() < c.replicas.len()) {
+    for c in
+        map.chains.iter().filter(|c| verbose || !c.lost && c.serving().count() < c.replicas.len())
+    {
         let replicas: Vec<String> =
             c.replicas.iter().map(|r| format!("{}:{}", r.target, state_name(r.state()))).collect();
         let lost = if c.lost { ", given up" } else { "" };
@@ -340,13 +380,16 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
 }
 
 fn print_sessions(answers: &Answers) {
-    let leader = answers.iter().filter_map(|(_, r)| r.as_ref().ok()).find(|s| !s.sessions.is_empty());
+    let leader =
+        answers.iter().filter_map(|(_, r)| r.as_ref().ok()).find(|s| !s.sessions.is_empty());
     let Some(s) = leader else { return };
     println!("\n{} inodes, {} orphans, {} files being deleted", s.inodes, s.orphans, s.gc_queue);
     if s.locks + s.lock_waits > 0 {
         println!("{} ranges locked, {} requests wait for a lock", s.locks, s.lock_waits);
     }
-    let mut rows = vec![["SESSION", "HOST", "PID", "VERSION", "OPENS", "LOCKS", "IDLE"].map(String::from).to_vec()];
+    let mut rows = vec![
+        ["SESSION", "HOST", "PID", "VERSION", "OPENS", "LOCKS", "IDLE"].map(String::from).to_vec(),
+    ];
     for c in &s.sessions {
         let idle = format!("{} ms", c.idle_ms);
         rows.push(vec![
@@ -418,8 +461,10 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>, behind: &[Behind]) -
             "pools": m.pools.iter().map(|p| json!({ "name": p.name, "targets": p.targets })).collect::<Vec<_>>(),
         })
     });
-    let behind: Vec<Value> =
-        behind.iter().map(|b| json!({ "name": b.name, "applied": b.applied, "committed": b.committed })).collect();
+    let behind: Vec<Value> = behind
+        .iter()
+        .map(|b| json!({ "name": b.name, "applied": b.applied, "committed": b.committed }))
+        .collect();
     json!({ "servers": servers, "map": map, "behind": behind })
 }
 
@@ -439,7 +484,13 @@ mod tests {
             raft: Some(pb::RaftStatus { applied, committed, ..Default::default() }),
             ..Default::default()
         };
-        let all = [at("a", 90, 90), at("b", 89, 95), at("c", 0, 0), at("d", 100, 100), pb::StatusReply::default()];
+        let all = [
+            at("a", 90, 90),
+            at("b", 89, 95),
+            at("c", 0, 0),
+            at("d", 100, 100),
+            pb::StatusReply::default(),
+        ];
         let behind = Behind::of(&at("d", 80, 90), &all);
         assert_eq!(behind.iter().map(|b| b.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
         assert!(behind[1].why().starts_with("c has applied entry 0 of 90 and does not catch up"));
@@ -456,7 +507,8 @@ mod tests {
         let mut lacking = good.clone();
         lacking.chains[0].replicas[0].state = ReplicaState::ReplicaOffline as i32;
         let empty = pb::ClusterMap::default();
-        let refusing = pb::StatusReply { refused: vec![pb::RefusedTarget::default()], ..Default::default() };
+        let refusing =
+            pb::StatusReply { refused: vec![pb::RefusedTarget::default()], ..Default::default() };
         let of_targets = |lost| pb::StatusReply {
             targets: vec![pb::TargetStatus { id: 7, lost, ..Default::default() }],
             ..Default::default()

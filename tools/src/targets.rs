@@ -1,5 +1,6 @@
-//! `strake target list|wait|drain|keep|remove|replace`: where data lies, and its way to other targets. The
-//! metadata leader moves it (`docs/replication.md`, "Moves"); these commands say what is wanted and show how far it is.
+//! `strake target list|wait|drain|keep|remove|replace`: where data lies, and its way to other
+//! targets. The metadata leader moves it (`docs/replication.md`, "Moves"); these commands say what
+//! is wanted and show how far it is.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -40,13 +41,15 @@ pub enum Command {
     Add(AddArgs),
     /// Show targets, how full they are, and what is on its way.
     List(ListArgs),
-    /// Wait until nothing moves between targets any more, as after one was added; shows how far it is.
+    /// Wait until nothing moves between targets any more, as after one was added; shows how far it
+    /// is.
     Wait(ListArgs),
     /// Move everything on targets to others, while the file system is used; waits for the end.
     Drain(DrainArgs),
     /// Let draining targets stay: what has not moved yet does not.
     Keep(TargetsArgs),
-    /// Say that dead targets never come back: what only they had is lost, and programs are told so (EIO) instead of waiting.
+    /// Say that dead targets never come back: what only they had is lost, and programs are told so
+    /// (EIO) instead of waiting.
     GiveUp(TargetsArgs),
     /// Take stopped targets, on which nothing is needed any more, out of the cluster.
     Remove(TargetsArgs),
@@ -94,7 +97,8 @@ pub struct ReplaceArgs {
 const LOOK: Duration = Duration::from_millis(400);
 /// Nothing moves and nothing will: that takes longer than any pause between two moves.
 const STUCK: Duration = Duration::from_secs(15);
-/// Nothing has moved, and nothing will: longer than a leader takes to plan the next move by what heartbeats say.
+/// Nothing has moved, and nothing will: longer than a leader takes to plan the next move by what
+/// heartbeats say.
 const SETTLED: Duration = Duration::from_secs(5);
 
 pub fn run(command: Command) -> Result<ExitCode> {
@@ -109,12 +113,17 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Keep(a) => act(&a.reach, async |g| keep(g, &a.reach, &a.target).await),
         Command::GiveUp(a) => act(&a.reach, async |g| give_up(g, &a.reach, &a.target).await),
         Command::Remove(a) => act(&a.reach, async |g| remove(g, &a.target).await),
-        Command::Replace(a) => act(&a.reach, async |g| drain(g, &[a.old], Some(a.new), !a.no_wait).await),
+        Command::Replace(a) => {
+            act(&a.reach, async |g| drain(g, &[a.old], Some(a.new), !a.no_wait).await)
+        }
     }
 }
 
 /// Does it, then shows what is said of it and all targets.
-pub(crate) fn act(reach: &Reach, work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>) -> Result<ExitCode> {
+pub(crate) fn act(
+    reach: &Reach,
+    work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>,
+) -> Result<ExitCode> {
     let mut group = Group::new(reach)?;
     crate::run(1, async {
         let outcome = work(&mut group).await;
@@ -124,13 +133,17 @@ pub(crate) fn act(reach: &Reach, work: impl AsyncFnOnce(&mut Group) -> Result<Ve
         };
         group.done();
         match (outcome, now) {
-            (Ok(said), Some((map, slow))) if reach.json => println!("{:#}", as_json(&map, &slow, &said)),
+            (Ok(said), Some((map, slow))) if reach.json => {
+                println!("{:#}", as_json(&map, &slow, &said))
+            }
             (Ok(said), Some((map, slow))) => {
                 said.iter().for_each(|line| println!("{line}"));
                 print!("{}{}", rows(&map, &slow), slowness(&map, &slow, unix_ms()));
             }
             (Err(e), _) if e.code == Code::TimedOut => {
-                eprintln!("strake: {e}; what was accepted goes on by itself: `strake target list` shows how far it is");
+                eprintln!(
+                    "strake: {e}; what was accepted goes on by itself: `strake target list` shows how far it is"
+                );
                 return Ok(ExitCode::from(UNFINISHED));
             }
             (Err(e), _) => return Err(e),
@@ -154,7 +167,12 @@ async fn change(g: &mut Group, c: pb::TargetChange) -> Result<()> {
     }
 }
 
-pub(crate) async fn change_each(g: &mut Group, ids: &[TargetId], action: u32, what: &str) -> Result<Vec<String>> {
+pub(crate) async fn change_each(
+    g: &mut Group,
+    ids: &[TargetId],
+    action: u32,
+    what: &str,
+) -> Result<Vec<String>> {
     let mut said = Vec::new();
     for target in ids {
         change(g, pb::TargetChange { target: *target, action, heir: None, slow: None }).await?;
@@ -163,8 +181,8 @@ pub(crate) async fn change_each(g: &mut Group, ids: &[TargetId], action: u32, wh
     Ok(said)
 }
 
-/// One after the other. Those that a former call has taken out are no reason to refuse: it may have got stuck at the next one, or its
-/// answer was lost.
+/// One after the other. Those that a former call has taken out are no reason to refuse: it may have
+/// got stuck at the next one, or its answer was lost.
 pub(crate) async fn remove(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
     let mut said = Vec::new();
     for target in ids {
@@ -186,7 +204,8 @@ fn lost(map: &MapView) -> BTreeSet<ChainId> {
 async fn give_up(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<String>> {
     let before = lost(&g.map().await?);
     let damaged = without_good_copy(reach).await?;
-    let mut said = change_each(g, ids, GIVE_UP, "is given up; what others have of it moves").await?;
+    let mut said =
+        change_each(g, ids, GIVE_UP, "is given up; what others have of it moves").await?;
     said.extend(of_damage(damaged));
     let new: BTreeSet<ChainId> = lost(&g.map().await?).difference(&before).copied().collect();
     if !new.is_empty() {
@@ -254,7 +273,12 @@ fn list(chains: &BTreeSet<ChainId>) -> String {
     chains.iter().map(ChainId::to_string).collect::<Vec<_>>().join(", ")
 }
 
-pub(crate) async fn drain(g: &mut Group, ids: &[TargetId], heir: Option<TargetId>, wait: bool) -> Result<Vec<String>> {
+pub(crate) async fn drain(
+    g: &mut Group,
+    ids: &[TargetId],
+    heir: Option<TargetId>,
+    wait: bool,
+) -> Result<Vec<String>> {
     for target in ids {
         change(g, pb::TargetChange { target: *target, action: DRAIN, heir, slow: None }).await?;
     }
@@ -266,10 +290,14 @@ pub(crate) async fn drain(g: &mut Group, ids: &[TargetId], heir: Option<TargetId
     loop {
         let map = g.map().await?;
         if let Some(t) = ids.iter().find(|id| map.target(**id).is_none_or(|t| !t.draining)) {
-            return Err(Error::new(Code::Busy, format!("target {t} is to stay after all, or was removed")));
+            return Err(Error::new(
+                Code::Busy,
+                format!("target {t} is to stay after all, or was removed"),
+            ));
         }
         let left: Vec<Held> = ids.iter().map(|id| Held::of(&map, *id)).collect();
-        let (all, moving) = (left.iter().map(|h| h.all).sum(), left.iter().map(|h| h.leaving).sum::<usize>());
+        let (all, moving) =
+            (left.iter().map(|h| h.all).sum(), left.iter().map(|h| h.leaving).sum::<usize>());
         if all == 0 {
             return Ok(vec![format!(
                 "targets {} are empty: stop them, then `strake target remove {}`",
@@ -295,15 +323,24 @@ fn progress(first: usize, left: usize, moving: usize, bytes: u64, taken: Duratio
         0 => String::new(),
         n => format!(", about {} s more", (taken.as_secs_f64() / n as f64 * left as f64).ceil()),
     };
-    format!("{done} of {first} replicas have moved, {moving} on their way, {} still there{eta}", size(bytes))
+    format!(
+        "{done} of {first} replicas have moved, {moving} on their way, {} still there{eta}",
+        size(bytes)
+    )
 }
 
-/// Until all chains rest, have all of their copies and have done so for a while: the leader looks once a second for what could stand better.
+/// Until all chains rest, have all of their copies and have done so for a while: the leader looks
+/// once a second for what could stand better.
 async fn wait(g: &mut Group) -> Result<Vec<String>> {
     let (start, mut first, mut rests) = (Instant::now(), None, Instant::now());
     loop {
         let map = g.map().await?;
-        let moving = map.map.chains.iter().filter(|c| !c.lost && (is_moving(c) || is_filled(&map, c))).count();
+        let moving = map
+            .map
+            .chains
+            .iter()
+            .filter(|c| !c.lost && (is_moving(c) || is_filled(&map, c)))
+            .count();
         if moving > 0 {
             rests = Instant::now();
         } else if rests.elapsed() > SETTLED {
@@ -311,7 +348,11 @@ async fn wait(g: &mut Group) -> Result<Vec<String>> {
         }
         let left = uneven(&map);
         let first: u64 = *first.get_or_insert(left);
-        g.pause(&format!("{moving} chains on their way, {}", evening(first, left, start.elapsed()))).await?;
+        g.pause(&format!(
+            "{moving} chains on their way, {}",
+            evening(first, left, start.elapsed())
+        ))
+        .await?;
         tokio::time::sleep(LOOK).await;
     }
 }
@@ -319,14 +360,17 @@ async fn wait(g: &mut Group) -> Result<Vec<String>> {
 /// A replica that is there is yet to come into sync.
 fn is_filled(map: &MapView, c: &pb::Chain) -> bool {
     let comes = |r: &pb::Replica| {
-        r.state() != pb::ReplicaState::ReplicaServing && map.target(r.target).is_some_and(|t| t.alive)
+        r.state() != pb::ReplicaState::ReplicaServing
+            && map.target(r.target).is_some_and(|t| t.alive)
     };
     c.replicas.iter().any(comes)
 }
 
-/// Bytes that would have to move for all targets that are alive and stay to be as full as each other.
+/// Bytes that would have to move for all targets that are alive and stay to be as full as each
+/// other.
 fn uneven(map: &MapView) -> u64 {
-    let stay: Vec<&pb::Target> = map.map.targets.iter().filter(|t| t.alive && !t.draining).collect();
+    let stay: Vec<&pb::Target> =
+        map.map.targets.iter().filter(|t| t.alive && !t.draining).collect();
     let sum = |of: fn(&pb::Target) -> u64| stay.iter().map(|t| u128::from(of(t))).sum::<u128>();
     let (used, capacity) = (sum(|t| t.used), sum(|t| t.capacity).max(1));
     let share = |t: &&pb::Target| (u128::from(t.capacity) * used / capacity) as u64;
@@ -336,12 +380,16 @@ fn uneven(map: &MapView) -> u64 {
 fn evening(first: u64, left: u64, taken: Duration) -> String {
     let eta = match first.saturating_sub(left) {
         0 => String::new(),
-        n => format!(", about {} s more at most", (taken.as_secs_f64() / n as f64 * left as f64).ceil()),
+        n => format!(
+            ", about {} s more at most",
+            (taken.as_secs_f64() / n as f64 * left as f64).ceil()
+        ),
     };
     format!("{} above even{eta}", size(left))
 }
 
-/// Whether replicas are on their way from or to these targets, or may wait for their turn: a target has all that it moves at a time.
+/// Whether replicas are on their way from or to these targets, or may wait for their turn: a target
+/// has all that it moves at a time.
 fn is_under_way(map: &MapView, ids: &[TargetId]) -> bool {
     let mut ends: BTreeMap<TargetId, usize> = BTreeMap::new();
     // Without a source a chain waits for ever.
@@ -358,9 +406,14 @@ fn is_under_way(map: &MapView, ids: &[TargetId]) -> bool {
 
 /// Why nothing moves.
 fn stuck(map: &MapView, ids: &[TargetId]) -> Error {
-    let holds = |c: &&pb::Chain| !c.lost && ids.iter().any(|t| c.preferred.contains(t) || c.state_of(*t).is_some());
-    let (dead, other): (Vec<&pb::Chain>, _) = map.map.chains.iter().filter(holds).partition(|c| c.head().is_none());
-    let list = |chains: &[&pb::Chain]| chains.iter().map(|c| c.id.to_string()).collect::<Vec<_>>().join(", ");
+    let holds = |c: &&pb::Chain| {
+        !c.lost && ids.iter().any(|t| c.preferred.contains(t) || c.state_of(*t).is_some())
+    };
+    let (dead, other): (Vec<&pb::Chain>, _) =
+        map.map.chains.iter().filter(holds).partition(|c| c.head().is_none());
+    let list = |chains: &[&pb::Chain]| {
+        chains.iter().map(|c| c.id.to_string()).collect::<Vec<_>>().join(", ")
+    };
     let why = match dead.is_empty() {
         true => {
             let m = "no other storage server is alive that can take a copy and has none of it; add one, or start those that are down";
@@ -461,7 +514,10 @@ fn slowness(map: &MapView, now: &[pb::SlowTarget], unix_ms: u64) -> String {
         let long = span(unix_ms.saturating_sub(s.since_ms) / 1000);
         let then = match (t.slow.is_some(), t.draining) {
             (true, _) => {
-                format!(". It is drained for that: replace its device, or `strake target keep {}` calls it off", t.id)
+                format!(
+                    ". It is drained for that: replace its device, or `strake target keep {}` calls it off",
+                    t.id
+                )
             }
             (false, true) => ". It is drained".into(),
             (false, false) => String::new(),
@@ -472,7 +528,10 @@ fn slowness(map: &MapView, now: &[pb::SlowTarget], unix_ms: u64) -> String {
 }
 
 fn rows(map: &MapView, slow: &[pb::SlowTarget]) -> String {
-    let head = ["TARGET", "SERVER", "STATE", "USED", "CAPACITY", "FULL", "REPLICAS", "HEADS", "LEAVING", "ARRIVING"];
+    let head = [
+        "TARGET", "SERVER", "STATE", "USED", "CAPACITY", "FULL", "REPLICAS", "HEADS", "LEAVING",
+        "ARRIVING",
+    ];
     let mut rows = vec![head.map(String::from).to_vec()];
     for t in &map.map.targets {
         let h = Held::of(map, t.id);
@@ -513,7 +572,8 @@ mod tests {
 
     #[test]
     fn silent_servers_are_not_called_damage() {
-        let (lost, unknown) = (vec!["  /f: bytes 0 to 9".to_string()], vec!["  a:1: no answer in 2 s".to_string()]);
+        let (lost, unknown) =
+            (vec!["  /f: bytes 0 to 9".to_string()], vec!["  a:1: no answer in 2 s".to_string()]);
         let of = |lost: &[String], unknown: &[String]| {
             of_damage(Damage { lost: lost.to_vec(), unknown: unknown.to_vec() }).join("\n")
         };
@@ -523,7 +583,9 @@ mod tests {
         let both = of(&lost, &unknown);
         let at = |what: &str| both.find(what).unwrap_or(usize::MAX);
         assert!(
-            at("only good copy") < at("/f:") && at("/f:") < at("not known") && at("not known") < at("a:1"),
+            at("only good copy") < at("/f:")
+                && at("/f:") < at("not known")
+                && at("not known") < at("a:1"),
             "{both}"
         );
     }
@@ -537,7 +599,8 @@ mod tests {
             alive: id < 3,
             ..Default::default()
         };
-        let node = |id| pb::Node { id, role: ROLE_OSS, name: format!("oss{id}"), ..Default::default() };
+        let node =
+            |id| pb::Node { id, role: ROLE_OSS, name: format!("oss{id}"), ..Default::default() };
         let replica = |(target, state): (u32, i32)| pb::Replica { target, state };
         let chain = |id, on: &[(u32, i32)], preferred: &[u32]| pb::Chain {
             id,
@@ -570,7 +633,10 @@ mod tests {
         assert_eq!(uneven(&MapView::new(m.clone()).unwrap()), 30 << 20);
         m.targets[0].draining = true;
         assert_eq!(uneven(&MapView::new(m).unwrap()), 0, "what is emptied is no part of it");
-        assert_eq!(evening(30 << 20, 10 << 20, Duration::from_secs(10)), "10.0 MiB above even, about 5 s more at most");
+        assert_eq!(
+            evening(30 << 20, 10 << 20, Duration::from_secs(10)),
+            "10.0 MiB above even, about 5 s more at most"
+        );
         assert_eq!(evening(30 << 20, 30 << 20, Duration::from_secs(10)), "30.0 MiB above even");
     }
 
@@ -596,8 +662,13 @@ mod tests {
 
     #[test]
     fn slow_targets_are_shown_with_what_is_done_about_them() {
-        let slow =
-            pb::Slow { since_ms: 1_700_000_000_000, what: 2, each_us: 45_000, peers_us: 300, ..Default::default() };
+        let slow = pb::Slow {
+            since_ms: 1_700_000_000_000,
+            what: 2,
+            each_us: 45_000,
+            peers_us: 300,
+            ..Default::default()
+        };
         let mut m = map().map;
         (m.targets[1].slow, m.targets[1].draining) = (Some(slow), true);
         let m = MapView::new(m).unwrap();
@@ -610,11 +681,16 @@ mod tests {
         );
         assert!(lines.contains("`strake target keep 1`") && !lines.contains("keep 2"), "{lines}");
         let json = as_json(&m, &now, &[]);
-        let told =
-            [0, 1, 2].map(|t| (&json["targets"][t]["slow"]["each_us"], &json["targets"][t]["drained_because_slow"]));
+        let told = [0, 1, 2].map(|t| {
+            (&json["targets"][t]["slow"]["each_us"], &json["targets"][t]["drained_because_slow"])
+        });
         assert_eq!(
             told,
-            [(&Value::Null, &json!(false)), (&json!(45_000), &json!(true)), (&json!(45_000), &json!(false))]
+            [
+                (&Value::Null, &json!(false)),
+                (&json!(45_000), &json!(true)),
+                (&json!(45_000), &json!(false))
+            ]
         );
     }
 

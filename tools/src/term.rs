@@ -65,7 +65,9 @@ impl Progress {
 /// Rows with columns padded to their widest cell, two blanks apart.
 pub fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+    let width = |c: usize| {
+        rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0)
+    };
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let mut out = String::new();
     for row in rows {
@@ -87,7 +89,10 @@ mod tests {
     fn sizes_and_tables() {
         assert_eq!(size(1023), "1023 B");
         assert_eq!(size(3 << 30), "3.0 GiB");
-        assert_eq!([59, 3599, 7260, 266_400].map(span), ["59 s", "59 min 59 s", "2 h 1 min", "3 d 2 h"]);
+        assert_eq!(
+            [59, 3599, 7260, 266_400].map(span),
+            ["59 s", "59 min 59 s", "2 h 1 min", "3 d 2 h"]
+        );
         let rows = vec![vec!["a".into(), "b".into()], vec!["long".into(), "c".into()]];
         assert_eq!(table(&rows), "a     b\nlong  c\n");
     }

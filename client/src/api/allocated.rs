@@ -7,7 +7,8 @@ use super::client::Client;
 use crate::data::holes::chains;
 
 impl Client {
-    /// Bytes that the servers store of a regular file, each copy but the first left out; holes take none.
+    /// Bytes that the servers store of a regular file, each copy but the first left out; holes take
+    /// none.
     pub async fn allocated(&self, ino: Ino) -> Result<u64> {
         let core = &self.core;
         let opened;
@@ -22,7 +23,9 @@ impl Client {
         };
         core.writeback.send_held(&inode).await;
         let (stripes, size) = (inode.placed().stripes, inode.size());
-        let counts = chains(&stripes).into_iter().map(|chain| core.storage.stored(&inode, &stripes, chain, size));
+        let counts = chains(&stripes)
+            .into_iter()
+            .map(|chain| core.storage.stored(&inode, &stripes, chain, size));
         Ok(try_join_all(counts).await?.into_iter().sum())
     }
 }

@@ -31,19 +31,25 @@ impl Client {
     /// Connects and opens a session. Waits up to [`Config::connect_timeout`] for a metadata leader.
     ///
     /// `Unauthenticated` when the key is another cluster's, `TimedOut` when no leader answers.
-    pub fn connect(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> BoxFuture<'static, Result<Client>> {
+    pub fn connect(
+        cfg: Config,
+        env: Env,
+        fabric: Arc<dyn Fabric>,
+    ) -> BoxFuture<'static, Result<Client>> {
         Box::pin(async move {
             let core = Core::new(cfg, env, fabric);
             core.metadata.session_within(core.shared.cfg.connect_timeout).await?;
-            // Says hello: leases are there from the beginning. If this fails, the next renewal does it.
+            // Says hello: leases are there from the beginning. If this fails, the next renewal does
+            // it.
             core.metadata.clone().renew().await;
             background::start(&core);
             Ok(Client { core })
         })
     }
 
-    /// Makes everything written stable, then ends the session, if it can be reached within seconds; open files are closed by that.
-    /// An error is of data that was lost. The client does nothing afterwards, even if this fails.
+    /// Makes everything written stable, then ends the session, if it can be reached within seconds;
+    /// open files are closed by that. An error is of data that was lost. The client does nothing
+    /// afterwards, even if this fails.
     pub fn close<'a>(&'a self) -> BoxFuture<'a, Result<()>> {
         Box::pin(async move {
             let core = self.core.clone();
@@ -78,17 +84,27 @@ impl Client {
         Ok(self.core.shared.map())
     }
 
-    /// Over which connections it reaches the storage servers, and what went over each kind of fabric.
+    /// Over which connections it reaches the storage servers, and what went over each kind of
+    /// fabric.
     pub fn roads(&self) -> Roads {
-        Roads { roads: traffic::roads(&*self.core.shared.fabric), ways: self.core.storage.ways(), ..Default::default() }
+        Roads {
+            roads: traffic::roads(&*self.core.shared.fabric),
+            ways: self.core.storage.ways(),
+            ..Default::default()
+        }
     }
 
-    /// As [`Client::roads`], and by which roads bytes of this file came from storage servers and went there, since this client has it in use.
-    /// Their sums are all that was moved, zeros of holes and what was sent again included.
+    /// As [`Client::roads`], and by which roads bytes of this file came from storage servers and
+    /// went there, since this client has it in use. Their sums are all that was moved, zeros of
+    /// holes and what was sent again included.
     pub fn file_roads(&self, ino: Ino) -> Roads {
         let Some(inode) = self.core.files.live_inode(ino) else { return self.roads() };
         let (fetched, sent) = (inode.fetched.look(), inode.sent.look());
-        let of = |road: Road| pb::FileRoad { road: road.name().into(), fetched: fetched[road], sent: sent[road] };
+        let of = |road: Road| pb::FileRoad {
+            road: road.name().into(),
+            fetched: fetched[road],
+            sent: sent[road],
+        };
         Roads { file: Road::ALL.into_iter().map(of).collect(), ..self.roads() }
     }
 
@@ -108,7 +124,9 @@ impl Client {
                 break;
             }
         }
-        Some(why.unwrap_or_else(|| "no storage server has an RDMA endpoint that this client may use".into()))
+        Some(why.unwrap_or_else(|| {
+            "no storage server has an RDMA endpoint that this client may use".into()
+        }))
     }
 
     /// The root directory.
@@ -121,13 +139,14 @@ impl Client {
         self.core.metadata.current_session().map_or_else(Vec::new, |s| s.fs_uuid.to_vec())
     }
 
-    /// From now on nothing is opened for writing and no name, attribute, layout or byte is changed: `EROFS`. What was written
-    /// before is still made safe and its size reported, and locks work.
+    /// From now on nothing is opened for writing and no name, attribute, layout or byte is changed:
+    /// `EROFS`. What was written before is still made safe and its size reported, and locks work.
     pub fn set_read_only(&self, yes: bool) {
         self.core.shared.set_read_only(yes);
     }
 
-    /// While this stays the same, nobody else has changed the bytes of a file. `None`: it is not known whether somebody has.
+    /// While this stays the same, nobody else has changed the bytes of a file. `None`: it is not
+    /// known whether somebody has.
     pub fn tenure(&self, ino: Ino) -> Option<u64> {
         self.core.lease_cache.tenure(self.core.shared.env.boot(), ino)
     }
@@ -137,18 +156,21 @@ impl Client {
         self.core.lease_cache.data(self.core.shared.env.boot(), ino)
     }
 
-    /// The session in which this lock of a file's pages is held, if it is: while it is nobody else changes the file.
+    /// The session in which this lock of a file's pages is held, if it is: while it is nobody else
+    /// changes the file.
     pub fn holds_pages(&self, ino: Ino, number: u64) -> Option<strake_proto::SessionId> {
         self.core.pages.holds(ino, number)
     }
 
-    /// From now on copies of what this client tells may be kept, for as long as [`Client::attr_valid`] and
-    /// [`Client::name_valid`] say: `copies` is told when one is not valid any more. Once; false: somebody keeps copies already.
+    /// From now on copies of what this client tells may be kept, for as long as
+    /// [`Client::attr_valid`] and [`Client::name_valid`] say: `copies` is told when one is not
+    /// valid any more. Once; false: somebody keeps copies already.
     pub fn set_copies(&self, copies: Arc<dyn Forget>) -> bool {
         self.core.lease_cache.set_copies(copies)
     }
 
-    /// To be held from before it is asked for how long a copy is valid until it is made: in between none is taken back.
+    /// To be held from before it is asked for how long a copy is valid until it is made: in between
+    /// none is taken back.
     pub fn telling(&self) -> parking_lot::RwLockReadGuard<'_, ()> {
         self.core.lease_cache.telling()
     }
@@ -158,7 +180,8 @@ impl Client {
         self.core.lease_cache.attr_valid(self.core.shared.env.boot(), attr)
     }
 
-    /// For how long it may be believed that a name in a directory means this inode, or that there is no such name. 0: not at all.
+    /// For how long it may be believed that a name in a directory means this inode, or that there
+    /// is no such name. 0: not at all.
     pub fn name_valid(&self, dir: Ino, name: &[u8], to: Option<Ino>) -> Duration {
         self.core.lease_cache.name_valid(self.core.shared.env.boot(), dir, name, to)
     }
@@ -170,14 +193,16 @@ impl Client {
 
     /// What this client did since it was connected.
     pub fn stats(&self) -> Stats {
-        let (unstable_bytes, cache_bytes) = (self.core.updates.unstable_bytes(), self.core.cache.lock().used());
+        let (unstable_bytes, cache_bytes) =
+            (self.core.updates.unstable_bytes(), self.core.cache.lock().used());
         let holding: Vec<_> = self.core.writeback.holding();
         let held_bytes = holding.iter().map(|i| i.back.bytes()).sum();
         let relayed = self.core.relays.made.load(std::sync::atomic::Ordering::Relaxed);
         Stats { relayed, unstable_bytes, held_bytes, cache_bytes, ..self.core.shared.stats.read() }
     }
 
-    /// Where buffers for [`File::write`] should come from: aligned, so that nothing is copied on the way.
+    /// Where buffers for [`File::write`] should come from: aligned, so that nothing is copied on
+    /// the way.
     pub fn pool(&self) -> &strake_fabric::Pool {
         self.core.shared.fabric.pool()
     }

@@ -1,4 +1,5 @@
-//! The namespace: one method per operation, each one request. Attributes are merged with what this client wrote.
+//! The namespace: one method per operation, each one request. Attributes are merged with what this
+//! client wrote.
 //!
 //! Mutations run to their end even if the caller's future is dropped.
 
@@ -27,7 +28,8 @@ fn attr_of(r: pb::OpResult) -> Result<pb::Attr> {
     r.attr.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the attributes out"))
 }
 
-/// With which permission bits something is made. From a number: with these, whatever the caller's umask is.
+/// With which permission bits something is made. From a number: with these, whatever the caller's
+/// umask is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Mode {
     /// Permission bits, of a node also its type.
@@ -69,7 +71,10 @@ impl Client {
 
     async fn write_op(&self, creds: &pb::Creds, o: pb::op::Op) -> Result<pb::OpResult> {
         let (core, creds) = (self.core.clone(), creds.clone());
-        self.core.shared.detached(async move { one(core.metadata.meta(&creds, vec![op(o)]).await?) }).await
+        self.core
+            .shared
+            .detached(async move { one(core.metadata.meta(&creds, vec![op(o)]).await?) })
+            .await
     }
 
     async fn merged(&self, r: pb::OpResult) -> Result<pb::Attr> {
@@ -92,7 +97,8 @@ impl Client {
         self.merged(r).await
     }
 
-    /// The inode behind a name as the metadata servers know it now, whatever this client remembers and whoever asks.
+    /// The inode behind a name as the metadata servers know it now, whatever this client remembers
+    /// and whoever asks.
     pub async fn lookup_now(&self, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
         let o = pb::op::Op::Lookup(pb::Lookup { parent, name: name.to_vec().into() });
         attr_of(self.read_op(&pb::Creds::default(), o).await?)
@@ -111,8 +117,8 @@ impl Client {
         self.merged(self.read_op(creds, pb::op::Op::Getattr(pb::GetAttr { ino })).await?).await
     }
 
-    /// Changes attributes. With a size it returns when the bytes beyond it are gone from every replica; writes of this
-    /// client that were begun before are done first.
+    /// Changes attributes. With a size it returns when the bytes beyond it are gone from every
+    /// replica; writes of this client that were begun before are done first.
     pub async fn setattr(&self, creds: &pb::Creds, set: pb::SetAttr) -> Result<pb::Attr> {
         let (core, creds) = (self.core.clone(), creds.clone());
         self.core.shared.detached(async move { core.setattr(&creds, set, false).await }).await
@@ -124,9 +130,18 @@ impl Client {
     }
 
     /// Makes a directory.
-    pub async fn mkdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8], mode: impl Into<Mode>) -> Result<pb::Attr> {
+    pub async fn mkdir(
+        &self,
+        creds: &pb::Creds,
+        parent: Ino,
+        name: &[u8],
+        mode: impl Into<Mode>,
+    ) -> Result<pb::Attr> {
         let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
-        attr_of(self.write_op(creds, pb::op::Op::Mkdir(pb::Mkdir { parent, name, mode: bits, umask })).await?)
+        attr_of(
+            self.write_op(creds, pb::op::Op::Mkdir(pb::Mkdir { parent, name, mode: bits, umask }))
+                .await?,
+        )
     }
 
     /// Makes a file, fifo, socket or device, by the type in `mode`; `rdev` is Linux-encoded.
@@ -144,9 +159,17 @@ impl Client {
     }
 
     /// Makes a symbolic link to `target`, which need not exist.
-    pub async fn symlink(&self, creds: &pb::Creds, parent: Ino, name: &[u8], target: &[u8]) -> Result<pb::Attr> {
+    pub async fn symlink(
+        &self,
+        creds: &pb::Creds,
+        parent: Ino,
+        name: &[u8],
+        target: &[u8],
+    ) -> Result<pb::Attr> {
         let (name, target) = (name.to_vec().into(), target.to_vec().into());
-        attr_of(self.write_op(creds, pb::op::Op::Symlink(pb::Symlink { parent, name, target })).await?)
+        attr_of(
+            self.write_op(creds, pb::op::Op::Symlink(pb::Symlink { parent, name, target })).await?,
+        )
     }
 
     /// Whether a name led to the inode lately.
@@ -154,7 +177,8 @@ impl Client {
         self.core.recent_lookups.has(ino)
     }
 
-    /// The target of a symbolic link, also of one that was found and has gone since. `EINVAL` for anything else.
+    /// The target of a symbolic link, also of one that was found and has gone since. `EINVAL` for
+    /// anything else.
     pub async fn readlink(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<u8>> {
         if let Some(target) = self.core.recent_lookups.target(ino) {
             return Ok(target.to_vec());
@@ -162,13 +186,21 @@ impl Client {
         Ok(self.read_op(creds, pb::op::Op::Readlink(pb::Readlink { ino })).await?.data.to_vec())
     }
 
-    /// Gives an inode another name. Returns its attributes, with the new count of links. `EPERM` for a directory.
-    pub async fn link(&self, creds: &pb::Creds, ino: Ino, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+    /// Gives an inode another name. Returns its attributes, with the new count of links. `EPERM`
+    /// for a directory.
+    pub async fn link(
+        &self,
+        creds: &pb::Creds,
+        ino: Ino,
+        parent: Ino,
+        name: &[u8],
+    ) -> Result<pb::Attr> {
         let o = pb::op::Op::Link(pb::Link { ino, parent, name: name.to_vec().into() });
         self.merged(self.write_op(creds, o).await?).await
     }
 
-    /// Removes a name that is not a directory's. The data goes when neither a name nor an open file is left.
+    /// Removes a name that is not a directory's. The data goes when neither a name nor an open file
+    /// is left.
     pub async fn unlink(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<()> {
         let o = pb::op::Op::Unlink(pb::Unlink { parent, name: name.to_vec().into() });
         self.write_op(creds, o).await.map(drop)
@@ -180,8 +212,15 @@ impl Client {
         self.write_op(creds, o).await.map(|r| r.ino)
     }
 
-    /// `flags`: RENAME_NOREPLACE 1, RENAME_EXCHANGE 2, RENAME_WHITEOUT 4 (`EINVAL` by older metadata servers).
-    pub async fn rename(&self, creds: &pb::Creds, from: (Ino, &[u8]), to: (Ino, &[u8]), flags: u32) -> Result<()> {
+    /// `flags`: RENAME_NOREPLACE 1, RENAME_EXCHANGE 2, RENAME_WHITEOUT 4 (`EINVAL` by older
+    /// metadata servers).
+    pub async fn rename(
+        &self,
+        creds: &pb::Creds,
+        from: (Ino, &[u8]),
+        to: (Ino, &[u8]),
+        flags: u32,
+    ) -> Result<()> {
         let o = pb::op::Op::Rename(pb::Rename {
             parent: from.0,
             name: from.1.to_vec().into(),
@@ -192,10 +231,19 @@ impl Client {
         self.write_op(creds, o).await.map(drop)
     }
 
-    /// Entries after `cookie` (0 = from the start, else of the last entry seen), at most `limit`, with attributes if
-    /// wanted.
-    pub async fn readdir(&self, creds: &pb::Creds, dir: Ino, cookie: u64, limit: u32, attrs: bool) -> Result<DirPage> {
-        let r = self.read_op(creds, pb::op::Op::Readdir(pb::Readdir { dir, cookie, limit, attrs })).await?;
+    /// Entries after `cookie` (0 = from the start, else of the last entry seen), at most `limit`,
+    /// with attributes if wanted.
+    pub async fn readdir(
+        &self,
+        creds: &pb::Creds,
+        dir: Ino,
+        cookie: u64,
+        limit: u32,
+        attrs: bool,
+    ) -> Result<DirPage> {
+        let r = self
+            .read_op(creds, pb::op::Op::Readdir(pb::Readdir { dir, cookie, limit, attrs }))
+            .await?;
         let mut page = DirPage { entries: r.entries, end: r.end };
         for e in &mut page.entries {
             if let Some(a) = e.attr.take() {
@@ -205,11 +253,13 @@ impl Client {
         Ok(page)
     }
 
-    /// The value of an extended attribute, `ENODATA` where there is none. Namespaces as in xattr(7).
+    /// The value of an extended attribute, `ENODATA` where there is none. Namespaces as in
+    /// xattr(7).
     pub async fn getxattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
         // Linux asks for the ACLs of whatever it checks, and few files have any.
         let acl = ACLS.iter().find(|(acl, _)| *acl == name).map(|(_, bit)| bit);
-        if let (Some(bit), Some(attr)) = (acl, self.core.lease_cache.attr(self.core.shared.env.boot(), ino))
+        if let (Some(bit), Some(attr)) =
+            (acl, self.core.lease_cache.attr(self.core.shared.env.boot(), ino))
             && attr.acls & bit == 0
             && attr.mode & S_IFMT != S_IFLNK
         {
@@ -220,9 +270,18 @@ impl Client {
     }
 
     /// `flags`: XATTR_CREATE 1, XATTR_REPLACE 2.
-    pub async fn setxattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8], value: &[u8], flags: u32) -> Result<()> {
+    pub async fn setxattr(
+        &self,
+        creds: &pb::Creds,
+        ino: Ino,
+        name: &[u8],
+        value: &[u8],
+        flags: u32,
+    ) -> Result<()> {
         let (name, value) = (name.to_vec().into(), value.to_vec().into());
-        self.write_op(creds, pb::op::Op::Setxattr(pb::SetXattr { ino, name, value, flags })).await.map(drop)
+        self.write_op(creds, pb::op::Op::Setxattr(pb::SetXattr { ino, name, value, flags }))
+            .await
+            .map(drop)
     }
 
     /// The names of the extended attributes that the caller may see.
@@ -237,14 +296,21 @@ impl Client {
         self.write_op(creds, o).await.map(drop)
     }
 
-    /// Space of the file system, or of one pool if named: of files with as many copies as the root's default layout says.
+    /// Space of the file system, or of one pool if named: of files with as many copies as the
+    /// root's default layout says.
     pub async fn statfs(&self, creds: &pb::Creds, pool: &str) -> Result<pb::StatfsReply> {
         self.statfs_in(creds, pool, 0).await
     }
 
     /// As [`Client::statfs`], with the default layout of a directory.
-    pub async fn statfs_in(&self, creds: &pb::Creds, pool: &str, dir: Ino) -> Result<pb::StatfsReply> {
-        let r = self.read_op(creds, pb::op::Op::Statfs(pb::Statfs { pool: pool.into(), dir })).await?;
+    pub async fn statfs_in(
+        &self,
+        creds: &pb::Creds,
+        pool: &str,
+        dir: Ino,
+    ) -> Result<pb::StatfsReply> {
+        let r =
+            self.read_op(creds, pb::op::Op::Statfs(pb::Statfs { pool: pool.into(), dir })).await?;
         r.statfs.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the space out"))
     }
 
@@ -254,10 +320,17 @@ impl Client {
         Ok(LayoutInfo { layout: r.layout, spec: r.spec, effective: r.effective })
     }
 
-    /// A directory's default (`None` deletes it), or the layout of a file without data (`EEXIST` when it has some,
-    /// `EBUSY` while somebody has it open for writing).
-    pub async fn set_layout(&self, creds: &pb::Creds, ino: Ino, layout: Option<pb::LayoutSpec>) -> Result<()> {
-        self.once_closed(creds, pb::op::Op::Setlayout(pb::SetLayout { ino, layout })).await.map(drop)
+    /// A directory's default (`None` deletes it), or the layout of a file without data (`EEXIST`
+    /// when it has some, `EBUSY` while somebody has it open for writing).
+    pub async fn set_layout(
+        &self,
+        creds: &pb::Creds,
+        ino: Ino,
+        layout: Option<pb::LayoutSpec>,
+    ) -> Result<()> {
+        self.once_closed(creds, pb::op::Op::Setlayout(pb::SetLayout { ino, layout }))
+            .await
+            .map(drop)
     }
 
     /// A change of a file that nobody may have open for writing, else `EBUSY`.
@@ -265,7 +338,8 @@ impl Client {
         let end = Instant::now() + CLOSING;
         loop {
             match self.write_op(creds, change.clone()).await {
-                // Closed a moment ago, perhaps: the kernel does not wait for that, and releases are told in groups.
+                // Closed a moment ago, perhaps: the kernel does not wait for that, and releases are
+                // told in groups.
                 Err(e) if e.code == Code::Busy && Instant::now() < end => {
                     self.core.files.clone().send_releases().await;
                     tokio::time::sleep(Duration::from_millis(50)).await;
@@ -275,15 +349,24 @@ impl Client {
         }
     }
 
-    /// How a file is sealed, `ENODATA` where it is not; with `page` also the digests of that page of its manifest.
-    pub async fn get_seal(&self, creds: &pb::Creds, ino: Ino, page: Option<u64>) -> Result<(pb::SealInfo, Bytes)> {
+    /// How a file is sealed, `ENODATA` where it is not; with `page` also the digests of that page
+    /// of its manifest.
+    pub async fn get_seal(
+        &self,
+        creds: &pb::Creds,
+        ino: Ino,
+        page: Option<u64>,
+    ) -> Result<(pb::SealInfo, Bytes)> {
         let r = self.read_op(creds, pb::op::Op::GetSeal(pb::GetSeal { ino, page })).await?;
-        let info = r.seal.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the seal out"))?;
+        let info = r
+            .seal
+            .ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the seal out"))?;
         Ok((info, r.data))
     }
 
-    /// One step of sealing a file, see `docs/seal.md`. How it is sealed then, `None` when it is not any more. `EBUSY` while somebody
-    /// has it open for writing, `EPERM` for others than the owner and root, `ESTALE` when the seal named was undone.
+    /// One step of sealing a file, see `docs/seal.md`. How it is sealed then, `None` when it is not
+    /// any more. `EBUSY` while somebody has it open for writing, `EPERM` for others than the owner
+    /// and root, `ESTALE` when the seal named was undone.
     pub async fn seal(&self, creds: &pb::Creds, step: pb::Seal) -> Result<Option<pb::SealInfo>> {
         Ok(self.once_closed(creds, pb::op::Op::Seal(step)).await?.seal)
     }
@@ -293,11 +376,13 @@ impl Client {
         Ok(self.read_op(creds, pb::op::Op::PathOf(pb::PathOf { ino })).await?.data.to_vec())
     }
 
-    /// Runs a list of operations in one round trip (many stats, a walk, create and set): see `MetaRequest`. If any of
-    /// them mutates, the list is atomic. The results end with the first failure, if any, as a status.
+    /// Runs a list of operations in one round trip (many stats, a walk, create and set): see
+    /// `MetaRequest`. If any of them mutates, the list is atomic. The results end with the first
+    /// failure, if any, as a status.
     ///
-    /// Sizes are the metadata server's, and an `Open` or `Create` in the list is the caller's to `Close`; it is
-    /// not reasserted after a failover. Use [`Client::open`] and [`Client::create`] for files to be kept open.
+    /// Sizes are the metadata server's, and an `Open` or `Create` in the list is the caller's to
+    /// `Close`; it is not reasserted after a failover. Use [`Client::open`] and [`Client::create`]
+    /// for files to be kept open.
     pub async fn compound(&self, creds: &pb::Creds, ops: Vec<pb::Op>) -> Result<Vec<pb::OpResult>> {
         let (core, creds) = (self.core.clone(), creds.clone());
         let running = async move {
@@ -317,8 +402,8 @@ fn one(results: Vec<pb::OpResult>) -> Result<pb::OpResult> {
 }
 
 impl Core {
-    /// Attributes from the metadata server as this client's user must see them. What this client wrote is reported
-    /// first, so that the mtime seen now is the one seen later.
+    /// Attributes from the metadata server as this client's user must see them. What this client
+    /// wrote is reported first, so that the mtime seen now is the one seen later.
     pub(crate) async fn merge(self: &Arc<Self>, attr: pb::Attr) -> Result<pb::Attr> {
         let Some(inode) = self.files.live_inode(attr.ino) else { return Ok(attr) };
         if inode.is_dirty() || !inode.back.is_empty() {
@@ -338,8 +423,8 @@ impl Core {
             set.holes = set.size.is_some();
             let inode = self.files.live_inode(set.ino);
             let size = set.size;
-            // Nobody has pages beyond the end then, unless the lock is lost before the file is cut. It cannot be kept so long: who is asked
-            // for a report before may wait for it.
+            // Nobody has pages beyond the end then, unless the lock is lost before the file is cut.
+            // It cannot be kept so long: who is asked for a report before may wait for it.
             let used = match size {
                 Some(_) => Some(self.use_to_change(set.ino).await?.over()),
                 None => None,
@@ -349,7 +434,8 @@ impl Core {
             if let Some(i) = &inode {
                 self.writeback.send_held(i).await;
             }
-            // A new size waits for writes under way and holds later ones up; what was read ahead goes.
+            // A new size waits for writes under way and holds later ones up; what was read ahead
+            // goes.
             let guard = match (&inode, size) {
                 (Some(i), Some(_)) => Some(i.ranges.lock_all().await),
                 _ => None,

@@ -68,7 +68,8 @@ pub(crate) fn road(bufs: &[Buf]) -> Option<Road> {
     bufs.iter().all(|b| b.road() == first).then_some(first)
 }
 
-/// A copy in one buffer that belongs to no pool; it is said to have come as the bytes did, if they came by one road.
+/// A copy in one buffer that belongs to no pool; it is said to have come as the bytes did, if they
+/// came by one road.
 pub(crate) fn detached(bufs: &[Buf]) -> Buf {
     let mut to = BufMut::unpooled(total(bufs));
     to.came_by(road(bufs).unwrap_or_default());
@@ -119,9 +120,13 @@ mod tests {
             b.came_by(road);
             b.freeze()
         };
-        let (one, two) = ([by(Road::Rdma), by(Road::Rdma).slice(3..7)], [by(Road::Rdma), by(Road::Tcp)]);
+        let (one, two) =
+            ([by(Road::Rdma), by(Road::Rdma).slice(3..7)], [by(Road::Rdma), by(Road::Tcp)]);
         assert_eq!((road(&one), road(&two), road(&[])), (Some(Road::Rdma), None, None));
-        assert_eq!((detached(&one).road(), copy(&Pool::default(), &one).road()), (Road::Rdma, Road::Local));
+        assert_eq!(
+            (detached(&one).road(), copy(&Pool::default(), &one).road()),
+            (Road::Rdma, Road::Local)
+        );
         let mut z = Vec::new();
         push_zeros(&mut z, &Buf::copy_from(&[0; 8]), 21);
         assert_eq!(total(&z), 21);

@@ -25,11 +25,16 @@ use crate::{
     shared::{Attempts, retry::in_doubt, unreachable::Kind as Server},
 };
 
-/// One attempt at a request. A server that died is noticed by the transport and by the map much earlier.
+/// One attempt at a request. A server that died is noticed by the transport and by the map much
+/// earlier.
 const DATA_TRY: Duration = Duration::from_secs(10);
 
 impl Storage {
-    pub(crate) async fn connection_to(&self, map: &MapView, target: TargetId) -> Result<Arc<dyn Connection>> {
+    pub(crate) async fn connection_to(
+        &self,
+        map: &MapView,
+        target: TargetId,
+    ) -> Result<Arc<dyn Connection>> {
         let node = node_of(map, target)?;
         self.connections.get(&self.shared.fabric, node).await
     }
@@ -60,7 +65,10 @@ impl Storage {
     /// A chain without any replica that may answer waits for the servers of all of them.
     pub(crate) fn deserted(&self, map: &MapView, chain: &pb::Chain) -> Error {
         if chain.lost {
-            let m = format!("the last copies were on targets that an administrator gave up (chain {})", chain.id);
+            let m = format!(
+                "the last copies were on targets that an administrator gave up (chain {})",
+                chain.id
+            );
             return Error::new(Code::Io, m);
         }
         let e = not_serving(format!("chain {} has no replica in sync", chain.id));
@@ -70,19 +78,29 @@ impl Storage {
 
     /// For people: who is waited for.
     pub(super) fn wait_for_absent(&self, map: &MapView, chain: &pb::Chain, e: &Error) {
-        let absent = chain.replicas.iter().filter(|r| r.state() != pb::ReplicaState::ReplicaServing);
+        let absent =
+            chain.replicas.iter().filter(|r| r.state() != pb::ReplicaState::ReplicaServing);
         for node in absent.filter_map(|r| map.node_of(r.target)) {
             self.shared.failed(Server::Storage, &node.name, e);
         }
     }
 
-    /// One request. Ends early when the chain changes meanwhile: the addressed replica may never answer.
-    async fn data_call_once(&self, chain: &pb::Chain, node: &pb::Node, m: Message, way: Way<'_>) -> Result<Message> {
+    /// One request. Ends early when the chain changes meanwhile: the addressed replica may never
+    /// answer.
+    async fn data_call_once(
+        &self,
+        chain: &pb::Chain,
+        node: &pb::Node,
+        m: Message,
+        way: Way<'_>,
+    ) -> Result<Message> {
         let mut changed = self.shared.map_changes();
         let is_old = || self.shared.map().chain(chain.id).is_none_or(|c| c.epoch != chain.epoch);
         let conn = match way {
             Way::Shared(_) => self.connections.get(&self.shared.fabric, node).await?,
-            Way::Lane(_) => self.rdma_connections.get(&self.shared.fabric, node, &self.connections).await?,
+            Way::Lane(_) => {
+                self.rdma_connections.get(&self.shared.fabric, node, &self.connections).await?
+            }
         };
         if is_old() {
             return Err(Error::new(Code::StaleEpoch, format!("chain {} changed", chain.id)));
@@ -112,8 +130,8 @@ impl Storage {
         }
     }
 
-    /// Sends an update or a flush to the head of a chain, which is returned with the answer and the road that the bytes took. `handed` counts what
-    /// it may have had.
+    /// Sends an update or a flush to the head of a chain, which is returned with the answer and the
+    /// road that the bytes took. `handed` counts what it may have had.
     pub(crate) async fn to_head(
         &self,
         map: &MapView,
@@ -125,7 +143,8 @@ impl Storage {
         let chain = chain_of(map, chain)?;
         let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;
         let body = DataRequest { chain: chain.id, epoch: chain.epoch, target: head, ..r }.encode();
-        let reply = self.data_call(map, chain, head, Message { body, ..m }, Way::Shared(handed)).await?;
+        let reply =
+            self.data_call(map, chain, head, Message { body, ..m }, Way::Shared(handed)).await?;
         Ok((head, DataReply::decode(&reply.body)?, reply.went))
     }
 
@@ -150,7 +169,10 @@ impl Storage {
             if let Some(s) = self.metadata.current_session() {
                 self.metadata.clone().renew().await;
                 if self.metadata.current_session().is_some_and(|n| n.id == s.id) {
-                    tracing::debug!(session = s.id, "an oss refused the session that the metadata servers still know");
+                    tracing::debug!(
+                        session = s.id,
+                        "an oss refused the session that the metadata servers still know"
+                    );
                 }
             }
         })
@@ -164,7 +186,8 @@ impl Storage {
         self.session_of(session).map_or(0, |s| s.round())
     }
 
-    /// An attempt at an update ended so: where a copy may be on its way yet, the next one is made in another round than this one was.
+    /// An attempt at an update ended so: where a copy may be on its way yet, the next one is made
+    /// in another round than this one was.
     pub(crate) fn attempted(&self, session: SessionId, round: u64, handed: bool, e: &Error) {
         if let Some(s) = self.session_of(session).filter(|_| handed && in_doubt(e)) {
             s.leave_round(round);

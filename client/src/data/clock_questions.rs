@@ -50,11 +50,18 @@ impl Storage {
     }
 
     /// As [`Storage::clock_at`], of the head of a chain.
-    pub(crate) async fn clock_of_head(self: &Arc<Self>, map: &MapView, chain: ChainId) -> Result<(NodeId, Heard)> {
+    pub(crate) async fn clock_of_head(
+        self: &Arc<Self>,
+        map: &MapView,
+        chain: ChainId,
+    ) -> Result<(NodeId, Heard)> {
         let chain = chain_of(map, chain)?;
         let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;
         let node = node_of(map, head)?;
-        let heard = self.clock_at(node).await.inspect_err(|e| self.shared.failed(Server::Storage, &node.name, e))?;
+        let heard = self
+            .clock_at(node)
+            .await
+            .inspect_err(|e| self.shared.failed(Server::Storage, &node.name, e))?;
         Ok((node.id, heard))
     }
 

@@ -59,7 +59,9 @@ impl Copies {
     /// Another one is sent. Clocks may run at rates that differ by a tenth.
     pub fn sends(&mut self, heard: &Heard) {
         let one = match heard.clock {
-            Some(c) => Copies::Until(heard.answered + Duration::from_millis(c.life.into()) * 10 / 9),
+            Some(c) => {
+                Copies::Until(heard.answered + Duration::from_millis(c.life.into()) * 10 / 9)
+            }
             None => Copies::Always,
         };
         if one > *self {
@@ -111,7 +113,9 @@ mod tests {
         let h = heard(100, 15_000);
         assert_eq!(h.says(), 777);
         assert!(h.is_good(S * 104) && !h.is_good(S * 105));
-        assert!(!h.is_old(S * 102) && h.is_old(S * 103) && !Heard { asking: true, ..h }.is_old(S * 103));
+        assert!(
+            !h.is_old(S * 102) && h.is_old(S * 103) && !Heard { asking: true, ..h }.is_old(S * 103)
+        );
         let none = heard(100, 0);
         assert_eq!(none.says(), 0);
         assert!(none.is_good(S * 109) && !none.is_good(S * 110) && !none.is_old(S * 109));

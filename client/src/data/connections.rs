@@ -1,4 +1,5 @@
-//! Connections to object storage servers: a few per node, made when first needed and again after they broke.
+//! Connections to object storage servers: a few per node, made when first needed and again after
+//! they broke.
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -35,8 +36,8 @@ struct Node {
 }
 
 impl Node {
-    /// One whose end nobody has noticed yet is as silent as the one that was noticed, and each would
-    /// be waited for in turn.
+    /// One whose end nobody has noticed yet is as silent as the one that was noticed, and each
+    /// would be waited for in turn.
     fn notice_ends(&self) {
         let mut any = false;
         for mut slot in self.slots.iter().filter_map(|s| s.try_lock().ok()) {
@@ -119,10 +120,18 @@ impl Connections {
         let nodes = self.nodes.lock();
         let mut all = Vec::new();
         for (node, n) in nodes.iter() {
-            let open = n.slots.iter().filter_map(|s| s.try_lock().ok()?.conn.clone().filter(|c| !c.0.is_closed()));
+            let open = n
+                .slots
+                .iter()
+                .filter_map(|s| s.try_lock().ok()?.conn.clone().filter(|c| !c.0.is_closed()));
             all.extend(open.map(|(c, _)| {
                 let t = c.traffic();
-                pb::WayStatus { node: *node, endpoint: c.addr(), sent: t.sent, received: t.received }
+                pb::WayStatus {
+                    node: *node,
+                    endpoint: c.addr(),
+                    sent: t.sent,
+                    received: t.received,
+                }
             }));
         }
         all
@@ -141,8 +150,9 @@ impl Connections {
     }
 }
 
-/// What is missing for a connection, here or there, may come: whoever may wait does so, as for a server that is away, and it is told as one
-/// that is, also where the server answered that it has too many connections. Only who is refused for what he is hears so.
+/// What is missing for a connection, here or there, may come: whoever may wait does so, as for a
+/// server that is away, and it is told as one that is, also where the server answered that it has
+/// too many connections. Only who is refused for what he is hears so.
 fn away(e: Error) -> Error {
     match e.code {
         Code::Unauthenticated | Code::Protocol | Code::TimedOut => e,
@@ -151,13 +161,20 @@ fn away(e: Error) -> Error {
 }
 
 async fn connect(fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
-    let mut last = Error::new(Code::Disconnected, format!("node {} ({}) has no usable endpoint", node.id, node.name));
+    let mut last = Error::new(
+        Code::Disconnected,
+        format!("node {} ({}) has no usable endpoint", node.id, node.name),
+    );
     let failed = |e: Error| away(e).context(format_args!("connecting to {}", node.name));
     for endpoint in fabric.ways(&node.endpoints).map_err(failed)? {
         last = match tokio::time::timeout(CONNECT_TIMEOUT, fabric.connect(&endpoint, None)).await {
             Ok(Ok(c)) => return Ok(c),
-            Ok(Err(e)) => away(e).context(format_args!("connecting to {} at {endpoint}", node.name)),
-            Err(_) => Error::new(Code::TimedOut, format!("{} at {endpoint} does not answer", node.name)),
+            Ok(Err(e)) => {
+                away(e).context(format_args!("connecting to {} at {endpoint}", node.name))
+            }
+            Err(_) => {
+                Error::new(Code::TimedOut, format!("{} at {endpoint} does not answer", node.name))
+            }
         };
     }
     Err(last)
@@ -196,7 +213,11 @@ mod tests {
 
     #[async_trait]
     impl Fabric for Reached {
-        async fn connect(&self, _: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        async fn connect(
+            &self,
+            _: &Endpoint,
+            _: Option<Arc<dyn Service>>,
+        ) -> Result<Arc<dyn Connection>> {
             match *self.why_not.lock() {
                 Some(code) => Err(Error::new(code, "of this reason")),
                 None => Ok(Arc::new(Open)),
@@ -234,7 +255,11 @@ mod tests {
 
     #[async_trait]
     impl Fabric for Counts {
-        async fn connect(&self, _: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        async fn connect(
+            &self,
+            _: &Endpoint,
+            _: Option<Arc<dyn Service>>,
+        ) -> Result<Arc<dyn Connection>> {
             Ok(Arc::new(Numbered(self.0.fetch_add(1, Relaxed), AtomicBool::new(false))))
         }
         async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
@@ -248,9 +273,16 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn when_one_connection_ends_no_other_one_of_before_is_waited_for() {
         let fabric: Arc<dyn Fabric> = Arc::new(Counts(AtomicUsize::new(0), Pool::new(1 << 20)));
-        let node = pb::Node { id: 4, name: "oss4".into(), endpoints: vec!["tcp:h:1".into()], ..Default::default() };
+        let node = pb::Node {
+            id: 4,
+            name: "oss4".into(),
+            endpoints: vec!["tcp:h:1".into()],
+            ..Default::default()
+        };
         let relays = Arc::new(Relays::new(strake_fabric::Env::system(), true, &[0; 16]));
-        for (conns, renewed) in [(Connections::relayed(3, relays), true), (Connections::new(3), false)] {
+        for (conns, renewed) in
+            [(Connections::relayed(3, relays), true), (Connections::new(3), false)]
+        {
             let mut all = Vec::new();
             for _ in 0..3 {
                 all.push(conns.get(&fabric, &node).await.unwrap());
@@ -276,7 +308,12 @@ mod tests {
     async fn a_connect_that_fails_for_lack_of_anything_is_a_server_that_is_away() {
         let reached = Arc::new(Reached { why_not: Mutex::default(), pool: Pool::new(1 << 20) });
         let fabric: Arc<dyn Fabric> = reached.clone();
-        let node = pb::Node { id: 4, name: "oss4".into(), endpoints: vec!["rdma:h:1".into()], ..Default::default() };
+        let node = pb::Node {
+            id: 4,
+            name: "oss4".into(),
+            endpoints: vec!["rdma:h:1".into()],
+            ..Default::default()
+        };
         let conns = Connections::new(1);
         for code in Code::ALL {
             *reached.why_not.lock() = Some(*code);

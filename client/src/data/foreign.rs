@@ -12,20 +12,23 @@ use strake_proto::{
 
 use super::buffers;
 
-/// A piece of a range that was read: so many bytes are in foreign memory, or came with the answer, and the rest of it are zeros of a hole.
+/// A piece of a range that was read: so many bytes are in foreign memory, or came with the answer,
+/// and the rest of it are zeros of a hole.
 #[derive(Clone, Debug)]
 pub struct Arrived {
     /// Where it begins, counted from the beginning of the range, and its bytes.
     pub range: Range<u64>,
     /// Bytes from there on that the storage server wrote into the memory that it was lent.
     pub placed: u64,
-    /// Their CRC32C, by the block sums that are stored with them. It was not compared with what is in that memory.
+    /// Their CRC32C, by the block sums that are stored with them. It was not compared with what is
+    /// in that memory.
     pub sum: u32,
     /// Bytes from there on that came with the answer, because they were few. They are verified.
     pub here: Vec<Buf>,
 }
 
-/// What an answer says, or what is wrong with it. The place in the range is left for the caller to fill in.
+/// What an answer says, or what is wrong with it. The place in the range is left for the caller to
+/// fill in.
 pub(super) fn arrived(p: Piece, r: &DataReply, m: Message) -> std::result::Result<Arrived, String> {
     let here = buffers::total(&m.payload);
     if r.len > p.len || m.placed as usize + here != r.len as usize || (here > 0 && m.placed > 0) {
@@ -69,7 +72,9 @@ mod tests {
     #[test]
     fn sums_of_blocks_make_the_sum_of_the_range() {
         let bytes: Vec<u8> = (0..20_000u32).map(|i| (i * 7 / 3) as u8).collect();
-        for (offset, len) in [(0, 20_000), (4096, 8192), (1, 4095), (4095, 2), (100, 19_000), (0, 1)] {
+        for (offset, len) in
+            [(0, 20_000), (4096, 8192), (1, 4095), (4095, 2), (100, 19_000), (0, 1)]
+        {
             let part = &bytes[..len];
             let sums = block_sums(offset, [part]);
             assert_eq!(whole_sum(offset as u32, len as u32, &sums), crc32c(part), "{offset} {len}");
@@ -80,7 +85,8 @@ mod tests {
     fn an_answer_that_does_not_add_up_is_damage() {
         let chunk = ChunkId { ino: 1, data: 2, index: 3 };
         let p = Piece { chunk, chain: 4, offset: 0, len: 10_000, file_offset: 0 };
-        let reply = |len, sums: usize| DataReply { len, sums: vec![7; sums], ..DataReply::default() };
+        let reply =
+            |len, sums: usize| DataReply { len, sums: vec![7; sums], ..DataReply::default() };
         let placed = |placed| Message { placed, ..Message::default() };
         let ok = arrived(p, &reply(9000, 3), placed(9000)).unwrap();
         assert_eq!((ok.placed, ok.here.len()), (9000, 0));

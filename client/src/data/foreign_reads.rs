@@ -1,5 +1,5 @@
-//! Striped reads into foreign memory, a GPU's for one: the storage servers write there by themselves. What is asked of whom, and
-//! what is done after an error, is as for all other reads.
+//! Striped reads into foreign memory, a GPU's for one: the storage servers write there by
+//! themselves. What is asked of whom, and what is done after an error, is as for all other reads.
 
 use std::{
     ops::Range,

@@ -29,7 +29,8 @@ use crate::{
 
 /// Extents asked for at once.
 pub(crate) const PAGE: u32 = 256;
-/// Requests to one chain for the size of what it stores, each about 256 MiB of data. What they do not reach is taken for data.
+/// Requests to one chain for the size of what it stores, each about 256 MiB of data. What they do
+/// not reach is taken for data.
 const MOST_COUNTS: usize = 128;
 
 /// The chains of a layout, each once.
@@ -67,7 +68,8 @@ impl Storage {
                 };
                 Extents::decode(&whole, from)
             };
-            let request = DataRequest { offset: from.1, len: most, ..DataRequest::new(chain, 0, 0, chunk) };
+            let request =
+                DataRequest { offset: from.1, len: most, ..DataRequest::new(chain, 0, 0, chunk) };
             let question = Question { opcode: opcode::EXTENTS, chain, request, read: &read };
             self.ask(inode, "looking for holes", !inode.is_readable(), &question).await
         })
@@ -94,9 +96,14 @@ impl Storage {
     }
 
     /// The first data at or behind `offset`, `None` where only a hole is left.
-    pub(crate) async fn seek_data(self: &Arc<Self>, inode: &Inode, offset: u64) -> Result<Option<u64>> {
+    pub(crate) async fn seek_data(
+        self: &Arc<Self>,
+        inode: &Inode,
+        offset: u64,
+    ) -> Result<Option<u64>> {
         let stripes = inode.placed().stripes;
-        let firsts = chains(&stripes).into_iter().map(|c| self.first_data(inode, &stripes, c, offset));
+        let firsts =
+            chains(&stripes).into_iter().map(|c| self.first_data(inode, &stripes, c, offset));
         let first = try_join_all(firsts).await?.into_iter().flatten().min();
         Ok(first.map(|at| at.max(offset)))
     }
@@ -120,10 +127,17 @@ impl Storage {
     }
 
     /// The first hole at or behind `offset`, which is below `size`, where the last one begins.
-    pub(crate) async fn seek_hole(self: &Arc<Self>, inode: &Inode, offset: u64, size: u64) -> Result<u64> {
+    pub(crate) async fn seek_hole(
+        self: &Arc<Self>,
+        inode: &Inode,
+        offset: u64,
+        size: u64,
+    ) -> Result<u64> {
         let stripes = inode.placed().stripes;
         let first = AtomicU64::new(size);
-        let walks = chains(&stripes).into_iter().map(|c| self.first_hole(inode, &stripes, c, offset, &first));
+        let walks = chains(&stripes)
+            .into_iter()
+            .map(|c| self.first_hole(inode, &stripes, c, offset, &first));
         try_join_all(walks).await?;
         Ok(first.into_inner().max(offset))
     }

@@ -1,5 +1,6 @@
-//! Connections of their own for foreign memory, several to each storage server: one queue pair into a GPU's memory is slower than its link, and
-//! a call that is given up ends its connection, which is to hurt nobody else.
+//! Connections of their own for foreign memory, several to each storage server: one queue pair into
+//! a GPU's memory is slower than its link, and a call that is given up ends its connection, which
+//! is to hurt nobody else.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -10,10 +11,12 @@ use tokio::time::Instant;
 
 use crate::data::connections::Connections;
 
-/// Connections to each storage server at least, whatever the number of other connections. They are spread over the rails as those are.
+/// Connections to each storage server at least, whatever the number of other connections. They are
+/// spread over the rails as those are.
 pub(crate) const LANES: usize = 4;
 
-/// After failing so long to open one to a server that is reached otherwise, it has none. It is more than a dead server's connections stay open.
+/// After failing so long to open one to a server that is reached otherwise, it has none. It is more
+/// than a dead server's connections stay open.
 const GIVE_UP: Duration = Duration::from_secs(4);
 /// A failure so long ago says nothing of the next one.
 const FORGET: Duration = Duration::from_secs(10);
@@ -26,11 +29,14 @@ pub(crate) struct RdmaConnections {
 
 impl RdmaConnections {
     pub fn new(wanted: usize) -> RdmaConnections {
-        RdmaConnections { connections: Connections::new(wanted.max(LANES)), failing: Mutex::default() }
+        RdmaConnections {
+            connections: Connections::new(wanted.max(LANES)),
+            failing: Mutex::default(),
+        }
     }
 
-    /// The next one in turn to a node, opened when it is first needed. `OpNotSupp`: there is none that lends memory, or none can be opened
-    /// although the server is reached by `others`.
+    /// The next one in turn to a node, opened when it is first needed. `OpNotSupp`: there is none
+    /// that lends memory, or none can be opened although the server is reached by `others`.
     pub async fn get(
         &self,
         fabric: &Arc<dyn Fabric>,
@@ -40,8 +46,10 @@ impl RdmaConnections {
         match self.open(fabric, node).await {
             Err(e) if matches!(e.code, Code::Disconnected | Code::TimedOut) => {
                 if self.has_failed_long(node.id) && others.get(fabric, node).await.is_ok() {
-                    let m =
-                        format_args!("{} is reached, but not by RDMA, so that no memory can be lent to it", node.name);
+                    let m = format_args!(
+                        "{} is reached, but not by RDMA, so that no memory can be lent to it",
+                        node.name
+                    );
                     return Err(Error { code: Code::OpNotSupp, ..e }.context(m));
                 }
                 Err(e)
@@ -68,7 +76,10 @@ impl RdmaConnections {
         let node = &without_tcp(node)?;
         // What is missing here does not come by waiting, and others can do without it.
         let missing = |e: Error| match fabric.ways(&node.endpoints) {
-            Err(why) => Error { code: Code::OpNotSupp, ..why.context(format_args!("lending memory to {}", node.name)) },
+            Err(why) => Error {
+                code: Code::OpNotSupp,
+                ..why.context(format_args!("lending memory to {}", node.name))
+            },
             Ok(_) => e,
         };
         let conn = self.connections.get(fabric, node).await.map_err(missing)?;
@@ -92,7 +103,8 @@ fn no_lane(node: &pb::Node) -> Error {
 
 /// The same node, of which TCP is no endpoint.
 fn without_tcp(node: &pb::Node) -> Result<pb::Node> {
-    let endpoints: Vec<String> = node.endpoints.iter().filter(|e| !e.starts_with("tcp:")).cloned().collect();
+    let endpoints: Vec<String> =
+        node.endpoints.iter().filter(|e| !e.starts_with("tcp:")).cloned().collect();
     if endpoints.is_empty() {
         return Err(no_lane(node));
     }
@@ -132,7 +144,11 @@ mod tests {
 
     #[async_trait]
     impl Fabric for NoRdma {
-        async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        async fn connect(
+            &self,
+            to: &Endpoint,
+            _: Option<Arc<dyn Service>>,
+        ) -> Result<Arc<dyn Connection>> {
             match to {
                 Endpoint::Tcp(..) if *self.tcp.lock() => Ok(Arc::new(Open)),
                 _ => Err(Error::new(Code::Disconnected, "refused")),
@@ -172,7 +188,10 @@ mod tests {
             tokio::time::sleep(Duration::from_millis(300)).await;
         };
         assert!(begun.elapsed() >= GIVE_UP, "it may be on its way back");
-        assert!(e.code == Code::OpNotSupp && e.message.starts_with("oss4 is reached, but not by RDMA"), "{e}");
+        assert!(
+            e.code == Code::OpNotSupp && e.message.starts_with("oss4 is reached, but not by RDMA"),
+            "{e}"
+        );
     }
 
     /// Connects after a while, unless it is out of order, and counts how often it was asked to.
@@ -208,7 +227,11 @@ mod tests {
 
     #[async_trait]
     impl Fabric for Slow {
-        async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        async fn connect(
+            &self,
+            to: &Endpoint,
+            _: Option<Arc<dyn Service>>,
+        ) -> Result<Arc<dyn Connection>> {
             assert!(matches!(to, Endpoint::Rdma(..)), "{to}");
             let n = self.asked.fetch_add(1, SeqCst);
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -238,7 +261,8 @@ mod tests {
         for (wanted, there) in [(1, 4), (4, 4), (6, 6)] {
             let (lanes, others) = (RdmaConnections::new(wanted), Connections::new(1));
             slow.asked.store(0, SeqCst);
-            // The names of the lanes of so many requests at once, each how often; who got none counts as nobody.
+            // The names of the lanes of so many requests at once, each how often; who got none
+            // counts as nobody.
             let take = async |requests: usize| {
                 let all = (0..requests).map(|_| lanes.get(&fabric, &node, &others));
                 let mut of = BTreeMap::<String, usize>::new();
@@ -262,7 +286,8 @@ mod tests {
             assert_eq!(take(2 * there).await, named(&second, 2));
             assert_eq!(slow.asked.load(SeqCst), there + 1);
 
-            // Where that fails too, who comes to its turn hears so, the others have theirs, and it is tried again later.
+            // Where that fails too, who comes to its turn hears so, the others have theirs, and it
+            // is tried again later.
             slow.out_of_order.store(true, SeqCst);
             take(1).await;
             lanes.get(&fabric, &node, &others).await.unwrap().close();
@@ -271,7 +296,10 @@ mod tests {
             slow.out_of_order.store(false, SeqCst);
             tokio::time::sleep(Duration::from_secs(1)).await;
             let got = take(there).await;
-            assert!(got.len() == there && got.contains_key(&format!("lane {}", there + 2)), "{got:?}");
+            assert!(
+                got.len() == there && got.contains_key(&format!("lane {}", there + 2)),
+                "{got:?}"
+            );
         }
     }
 
@@ -283,7 +311,10 @@ mod tests {
             ..Default::default()
         };
         let e = without_tcp(&node(&["tcp:h:1"])).unwrap_err();
-        assert!(e.code == Code::OpNotSupp && e.message.starts_with("oss4 is not reached by RDMA"), "{e}");
+        assert!(
+            e.code == Code::OpNotSupp && e.message.starts_with("oss4 is not reached by RDMA"),
+            "{e}"
+        );
         assert_eq!(without_tcp(&node(&["tcp:h:1", "rdma:h:2"])).unwrap().endpoints, ["rdma:h:2"]);
     }
 }

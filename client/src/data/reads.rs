@@ -1,5 +1,5 @@
-//! Striped reads: one request per piece of a chunk, in parallel, each answered by a replica of the reader's choice and
-//! checked against the checksums in its reply.
+//! Striped reads: one request per piece of a chunk, in parallel, each answered by a replica of the
+//! reader's choice and checked against the checksums in its reply.
 
 use futures_util::future::BoxFuture;
 use std::{ops::Range, sync::Arc};
@@ -27,9 +27,14 @@ use crate::{
 
 impl Storage {
     /// Bytes of a range that lies below the file's size; holes as zeros.
-    pub(crate) async fn read_range(self: &Arc<Self>, inode: &Inode, range: Range<u64>) -> Result<Vec<Buf>> {
+    pub(crate) async fn read_range(
+        self: &Arc<Self>,
+        inode: &Inode,
+        range: Range<u64>,
+    ) -> Result<Vec<Buf>> {
         let stripes = inode.placed().stripes;
-        let reads = stripes.split(range.start, range.end - range.start).map(|p| self.read_piece(inode, p));
+        let reads =
+            stripes.split(range.start, range.end - range.start).map(|p| self.read_piece(inode, p));
         let reads: Vec<_> = reads.collect();
         let mut out = Vec::new();
         for r in join_all(reads).await {
@@ -38,17 +43,26 @@ impl Storage {
         Ok(out)
     }
 
-    fn read_piece<'a>(self: &'a Arc<Self>, inode: &'a Inode, p: Piece) -> BoxFuture<'a, Result<Vec<Buf>>> {
+    fn read_piece<'a>(
+        self: &'a Arc<Self>,
+        inode: &'a Inode,
+        p: Piece,
+    ) -> BoxFuture<'a, Result<Vec<Buf>>> {
         Box::pin(async move {
             let read = |target, r: DataReply, payload: Vec<Buf>| {
                 let bad = |what: &str| {
                     Counters::add(&self.shared.stats.corrupt_replies, 1);
-                    Error::new(Code::Corrupt, format!("chunk {} from target {target}: {what}", p.chunk))
+                    Error::new(
+                        Code::Corrupt,
+                        format!("chunk {} from target {target}: {what}", p.chunk),
+                    )
                 };
                 if r.len > p.len || buffers::total(&payload) != r.len as usize {
                     return Err(bad("the reply's length is wrong"));
                 }
-                if let Some(i) = verify(u64::from(p.offset), payload.iter().map(|b| &b[..]), &r.sums) {
+                if let Some(i) =
+                    verify(u64::from(p.offset), payload.iter().map(|b| &b[..]), &r.sums)
+                {
                     return Err(bad(&format!("block {i} does not match its checksum")));
                 }
                 let mut out = payload;
@@ -56,7 +70,11 @@ impl Storage {
                 inode.fetched.add(ByRoad::came(&out));
                 Ok(out)
             };
-            let request = DataRequest { offset: p.offset, len: p.len, ..DataRequest::new(p.chain, 0, 0, p.chunk) };
+            let request = DataRequest {
+                offset: p.offset,
+                len: p.len,
+                ..DataRequest::new(p.chain, 0, 0, p.chunk)
+            };
             let question = Question { opcode: opcode::READ, chain: p.chain, request, read: &read };
             self.ask(inode, "read", false, &question).await
         })
@@ -102,8 +120,23 @@ impl Storage {
     ) -> Result<T> {
         let _slot = self.slot().await?;
         let (session, cap) = (cap.session, Some(cap.bytes));
-        let request = DataRequest { chain: chain.id, epoch: chain.epoch, target, session, cap, ..q.request.clone() };
-        let m = self.data_call(map, chain, target, Message::new(q.opcode, request.encode()), Way::Shared(None)).await?;
+        let request = DataRequest {
+            chain: chain.id,
+            epoch: chain.epoch,
+            target,
+            session,
+            cap,
+            ..q.request.clone()
+        };
+        let m = self
+            .data_call(
+                map,
+                chain,
+                target,
+                Message::new(q.opcode, request.encode()),
+                Way::Shared(None),
+            )
+            .await?;
         (q.read)(target, DataReply::decode(&m.body)?, m.payload)
     }
 }

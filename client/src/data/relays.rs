@@ -1,9 +1,9 @@
 //! Servers that are not reached: another one passes requests on, see [`strake_fabric::relay`]. One
 //! link that is cut holds nothing up by that.
 //!
-//! The direct way is tried first and alone for a while. One that is refused is not gone round: there
-//! is a machine, and no server on it. What was made through another server is left as soon as the
-//! direct way is there again.
+//! The direct way is tried first and alone for a while. One that is refused is not gone round:
+//! there is a machine, and no server on it. What was made through another server is left as soon as
+//! the direct way is there again.
 
 use std::{
     future::Future,
@@ -89,7 +89,11 @@ impl Relays {
     }
 
     /// Through another server, if one is there that reaches it.
-    async fn around(&self, fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Option<Arc<dyn Connection>> {
+    async fn around(
+        &self,
+        fabric: &Arc<dyn Fabric>,
+        node: &pb::Node,
+    ) -> Option<Arc<dyn Connection>> {
         let map = self.map.load_full();
         let others: Vec<&pb::Node> = candidates(&map, node).collect();
         for _ in 0..ASKED.min(others.len()) {
@@ -97,7 +101,11 @@ impl Relays {
             let asked = timeout(ONE, through(fabric, via, node.id)).await;
             match asked.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "does not answer"))) {
                 Ok(conn) => {
-                    tracing::info!("{} is reached through {}: it does not answer here", node.name, via.name);
+                    tracing::info!(
+                        "{} is reached through {}: it does not answer here",
+                        node.name,
+                        via.name
+                    );
                     self.made.fetch_add(1, Relaxed);
                     self.look_again(fabric, node, &conn);
                     return Some(conn);
@@ -133,7 +141,9 @@ impl Relays {
 
 /// The servers that may pass requests on to this one: of its own kind first, which know it best.
 fn candidates<'a>(map: &'a MapView, node: &'a pb::Node) -> impl Iterator<Item = &'a pb::Node> {
-    let others = |same: bool| map.map.nodes.iter().filter(move |n| n.id != node.id && (n.role == node.role) == same);
+    let others = |same: bool| {
+        map.map.nodes.iter().filter(move |n| n.id != node.id && (n.role == node.role) == same)
+    };
     let of_its_kind = others(true).count();
     others(true).chain(others(false).filter(move |_| of_its_kind < ASKED))
 }
@@ -168,7 +178,11 @@ mod tests {
 
     #[async_trait]
     impl Fabric for Nobody {
-        async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        async fn connect(
+            &self,
+            to: &Endpoint,
+            _: Option<Arc<dyn Service>>,
+        ) -> Result<Arc<dyn Connection>> {
             self.0.lock().push(to.to_string());
             Err(Error::new(Code::Disconnected, "refused"))
         }
@@ -189,7 +203,8 @@ mod tests {
             endpoints: vec![format!("tcp:n{id}:1")],
             ..Default::default()
         };
-        let map = pb::ClusterMap { version: 1, nodes: (1..=6).map(node).collect(), ..Default::default() };
+        let map =
+            pb::ClusterMap { version: 1, nodes: (1..=6).map(node).collect(), ..Default::default() };
         Arc::new(MapView::new(map).unwrap())
     }
 
@@ -215,7 +230,11 @@ mod tests {
             (false, Code::TimedOut, 1000, &[]),
         ] {
             let (relays, begun) = (relays(on), Instant::now());
-            let e = relays.reach(&fabric, map.node(4).unwrap(), failing(code, after)).await.err().unwrap();
+            let e = relays
+                .reach(&fabric, map.node(4).unwrap(), failing(code, after))
+                .await
+                .err()
+                .unwrap();
             assert_eq!(e.code, code, "what the direct way said");
             assert_eq!(std::mem::take(&mut *nobody.0.lock()), asked, "{code:?} after {after} ms");
             assert!(begun.elapsed() <= Duration::from_millis(after) + GRACE);

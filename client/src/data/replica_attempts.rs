@@ -1,4 +1,5 @@
-//! What is done after an error, for all reads and writes: whom to ask next, and when and with what to try again.
+//! What is done after an error, for all reads and writes: whom to ask next, and when and with what
+//! to try again.
 
 use std::sync::{
     Arc,
@@ -25,8 +26,9 @@ use crate::{
     },
 };
 
-/// New capabilities asked for one request, before a refusal is an error. Rights end while requests are on their way, and
-/// each storage server learns of it in its own time, so one request may be refused more than once.
+/// New capabilities asked for one request, before a refusal is an error. Rights end while requests
+/// are on their way, and each storage server learns of it in its own time, so one request may be
+/// refused more than once.
 const MAX_NEW_CAPS: u32 = 8;
 
 /// The new capabilities that one request may have yet.
@@ -39,7 +41,8 @@ impl Default for NewCaps {
 }
 
 impl NewCaps {
-    /// Returns when the next one may be asked for: the first at once. The refusal, if there were too many.
+    /// Returns when the next one may be asked for: the first at once. The refusal, if there were
+    /// too many.
     pub async fn next(&mut self, shared: &Shared, at: &mut Attempts, refusal: Error) -> Result<()> {
         let first = self.0 == MAX_NEW_CAPS;
         if self.0 == 0 {
@@ -95,7 +98,13 @@ impl<'a> Retry<'a> {
     }
 
     /// As [`Retry::begin`], the first attempt with a capability that the caller has just looked up.
-    pub fn with(storage: &'a Arc<Storage>, inode: &'a Inode, as_writer: bool, corrupt: u32, cap: Cap) -> Retry<'a> {
+    pub fn with(
+        storage: &'a Arc<Storage>,
+        inode: &'a Inode,
+        as_writer: bool,
+        corrupt: u32,
+        cap: Cap,
+    ) -> Retry<'a> {
         Retry { storage, inode, as_writer, cap, caps: NewCaps::default(), corrupt }
     }
 
@@ -108,7 +117,11 @@ impl<'a> Retry<'a> {
             }
             DataVerdict::NewCapability => {
                 self.caps.next(&self.storage.shared, at, e).await?;
-                self.cap = self.storage.files.capability(self.inode, self.as_writer, Some(&self.cap)).await?;
+                self.cap = self
+                    .storage
+                    .files
+                    .capability(self.inode, self.as_writer, Some(&self.cap))
+                    .await?;
                 Ok(())
             }
             DataVerdict::SessionLost => {
@@ -117,7 +130,9 @@ impl<'a> Retry<'a> {
                 self.cap = self.storage.files.capability(self.inode, self.as_writer, None).await?;
                 Ok(())
             }
-            DataVerdict::Refresh | DataVerdict::AskTail => self.storage.refresh_and_pause(map, at, e).await,
+            DataVerdict::Refresh | DataVerdict::AskTail => {
+                self.storage.refresh_and_pause(map, at, e).await
+            }
             _ => Err(e),
         }
     }
@@ -138,11 +153,21 @@ pub(crate) struct Round<'a> {
 
 impl<'a> Round<'a> {
     /// Those that may be asked for a chunk; an error where there is none.
-    pub fn begin(storage: &'a Storage, map: &'a MapView, chain: ChainId, chunk: ChunkId) -> Result<Round<'a>> {
+    pub fn begin(
+        storage: &'a Storage,
+        map: &'a MapView,
+        chain: ChainId,
+        chunk: ChunkId,
+    ) -> Result<Round<'a>> {
         let chain = chain_of(map, chain)?;
         let order = match storage.shared.cfg.read_replica {
             Some(n) => route::only_replica(chain, n)?,
-            None => route::read_order(map, chain, chunk, route::local_node(map, &storage.shared.cfg.hostname)),
+            None => route::read_order(
+                map,
+                chain,
+                chunk,
+                route::local_node(map, &storage.shared.cfg.hostname),
+            ),
         };
         if order.is_empty() {
             return Err(storage.deserted(map, chain));
@@ -158,10 +183,14 @@ impl<'a> Round<'a> {
     /// Takes in what one answered. The error, where no other one would do better.
     pub fn failed(&mut self, e: Error) -> Result<()> {
         match data_verdict(&e) {
-            DataVerdict::Fail | DataVerdict::NewCapability | DataVerdict::SessionLost => return Err(e),
+            DataVerdict::Fail | DataVerdict::NewCapability | DataVerdict::SessionLost => {
+                return Err(e);
+            }
             DataVerdict::AskTail => {
                 // The tail always knows what is committed.
-                if let Some(i) = self.chain.tail().and_then(|t| self.order.iter().position(|o| *o == t)) {
+                if let Some(i) =
+                    self.chain.tail().and_then(|t| self.order.iter().position(|o| *o == t))
+                {
                     let tail = self.order.remove(i);
                     self.order.insert(0, tail);
                 }
@@ -178,7 +207,8 @@ impl<'a> Round<'a> {
         self.no_lane = Some(e);
     }
 
-    /// The error of a round in which nobody answered: the last one, `Corrupt` only if all that answered had bad bytes.
+    /// The error of a round in which nobody answered: the last one, `Corrupt` only if all that
+    /// answered had bad bytes.
     pub fn over(self) -> Error {
         if let Some(e) = self.passing.as_ref().filter(|e| e.code == Code::NotServing) {
             self.storage.wait_for_absent(self.map, self.chain, e);

@@ -7,9 +7,14 @@ use strake_proto::{
     pb,
 };
 
-/// Serving replicas in the order a reader tries them: the one on `local` first if there is one, the others from a
-/// position that depends on the chunk, so that readers of one file use all copies.
-pub fn read_order(map: &MapView, chain: &pb::Chain, chunk: ChunkId, local: Option<NodeId>) -> Vec<TargetId> {
+/// Serving replicas in the order a reader tries them: the one on `local` first if there is one, the
+/// others from a position that depends on the chunk, so that readers of one file use all copies.
+pub fn read_order(
+    map: &MapView,
+    chain: &pb::Chain,
+    chunk: ChunkId,
+    local: Option<NodeId>,
+) -> Vec<TargetId> {
     let mut order: Vec<TargetId> = chain.serving().collect();
     if order.len() > 1 {
         let mut seed = chunk.ino.wrapping_mul(31).wrapping_add(chunk.index);
@@ -24,18 +29,26 @@ pub fn read_order(map: &MapView, chain: &pb::Chain, chunk: ChunkId, local: Optio
     order
 }
 
-/// The `n`-th replica of the chain as it was made (0 = first), and no other: for verifying copies one by one.
+/// The `n`-th replica of the chain as it was made (0 = first), and no other: for verifying copies
+/// one by one.
 ///
 /// `Inval` if the chain has fewer copies, `NotServing` while that one is out of sync.
 pub fn only_replica(chain: &pb::Chain, n: usize) -> Result<Vec<TargetId>> {
     let target = *chain.preferred.get(n).ok_or_else(|| {
-        let m = format!("chain {} has {} copies; there is no replica {n}", chain.id, chain.preferred.len());
+        let m = format!(
+            "chain {} has {} copies; there is no replica {n}",
+            chain.id,
+            chain.preferred.len()
+        );
         Error::new(Code::Inval, m)
     })?;
     if chain.serving().any(|t| t == target) {
         return Ok(vec![target]);
     }
-    Err(Error::new(Code::NotServing, format!("replica {n} of chain {} (target {target}) is out of sync", chain.id)))
+    Err(Error::new(
+        Code::NotServing,
+        format!("replica {n} of chain {} (target {target}) is out of sync", chain.id),
+    ))
 }
 
 /// The node that runs on this host, if the map has one.
@@ -43,7 +56,9 @@ pub fn local_node(map: &MapView, hostname: &str) -> Option<NodeId> {
     map.map
         .nodes
         .iter()
-        .find(|n| n.role == strake_proto::map::ROLE_OSS && !hostname.is_empty() && n.name == hostname)
+        .find(|n| {
+            n.role == strake_proto::map::ROLE_OSS && !hostname.is_empty() && n.name == hostname
+        })
         .map(|n| n.id)
 }
 
@@ -56,7 +71,9 @@ mod tests {
         let off = pb::ReplicaState::ReplicaOffline as i32;
         let replica = |target, state| pb::Replica { target, state };
         MapView::new(pb::ClusterMap {
-            nodes: (1..=4).map(|id| pb::Node { id, role: 2, name: format!("n{id}"), ..Default::default() }).collect(),
+            nodes: (1..=4)
+                .map(|id| pb::Node { id, role: 2, name: format!("n{id}"), ..Default::default() })
+                .collect(),
             targets: (1..=4).map(|id| pb::Target { id, node: id, ..Default::default() }).collect(),
             chains: vec![pb::Chain {
                 id: 1,

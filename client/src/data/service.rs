@@ -12,7 +12,8 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::{
     data::{
-        chains::shut_down, clocks::Clocks, connections::Connections, rdma_connections::RdmaConnections, relays::Relays,
+        chains::shut_down, clocks::Clocks, connections::Connections,
+        rdma_connections::RdmaConnections, relays::Relays,
     },
     inode::files::Files,
     metadata::service::Metadata,
@@ -49,8 +50,14 @@ pub(crate) struct Storage {
 }
 
 impl Storage {
-    pub fn new(shared: Arc<Shared>, metadata: Arc<Metadata>, files: Arc<Files>, relays: Arc<Relays>) -> Storage {
-        let (connections, pieces) = (shared.cfg.connections_per_node, shared.cfg.max_inflight_pieces.max(1));
+    pub fn new(
+        shared: Arc<Shared>,
+        metadata: Arc<Metadata>,
+        files: Arc<Files>,
+        relays: Arc<Relays>,
+    ) -> Storage {
+        let (connections, pieces) =
+            (shared.cfg.connections_per_node, shared.cfg.max_inflight_pieces.max(1));
         Storage {
             connections: Connections::relayed(connections.max(1), relays),
             rdma_connections: RdmaConnections::new(connections),

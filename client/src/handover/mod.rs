@@ -1,7 +1,9 @@
-//! What a client leaves to the one that takes its place, in memory that outlives the process: see `docs/restart.md`.
+//! What a client leaves to the one that takes its place, in memory that outlives the process: see
+//! `docs/restart.md`.
 //!
-//! [`Handover`] is that memory with its tables. The client writes down what only it knows (numbers it gave out, unreported
-//! sizes, unstable writes) before it acts on it; the owner of the client, the mount, adds its handles and requests.
+//! [`Handover`] is that memory with its tables. The client writes down what only it knows (numbers
+//! it gave out, unreported sizes, unstable writes) before it acts on it; the owner of the client,
+//! the mount, adds its handles and requests.
 
 pub(crate) mod takeover;
 
@@ -29,10 +31,13 @@ use strake_proto::{
 
 /// "strake" and the version of this layout.
 const LAYOUT: u64 = u64::from_be_bytes(*b"strake\0\x05");
-/// Those before, which are parts of this one: without writes that were not answered, without rounds, and without numbers of owners of
-/// locks.
-const LAYOUTS_BEFORE: [u64; 3] =
-    [u64::from_be_bytes(*b"strake\0\x02"), u64::from_be_bytes(*b"strake\0\x03"), u64::from_be_bytes(*b"strake\0\x04")];
+/// Those before, which are parts of this one: without writes that were not answered, without
+/// rounds, and without numbers of owners of locks.
+const LAYOUTS_BEFORE: [u64; 3] = [
+    u64::from_be_bytes(*b"strake\0\x02"),
+    u64::from_be_bytes(*b"strake\0\x03"),
+    u64::from_be_bytes(*b"strake\0\x04"),
+];
 
 impl std::fmt::Debug for Handover {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -132,10 +137,24 @@ impl Handover {
         let (handles, left_handles) = open(HANDLES, HANDLE_WORDS, MOST_HANDLES);
         let (inodes, left_inodes) = open(INODES, INODE_WORDS, MOST_INODES);
         let (writes, left_writes) = open(WRITES, WRITE_WORDS, MOST_WRITES);
-        let left = Left { requests: left_requests, handles: left_handles, inodes: left_inodes, writes: left_writes };
+        let left = Left {
+            requests: left_requests,
+            handles: left_handles,
+            inodes: left_inodes,
+            writes: left_writes,
+        };
         let pool = Pool::kept(memory.clone(), BUFFERS);
         let former = memory.word(head::SESSION * 8).load(Acquire);
-        Ok(Arc::new(Handover { memory, pool, requests, handles, inodes, writes, left: Mutex::new(left), former }))
+        Ok(Arc::new(Handover {
+            memory,
+            pool,
+            requests,
+            handles,
+            inodes,
+            writes,
+            left: Mutex::new(left),
+            former,
+        }))
     }
 
     /// To hand on to the next one.
@@ -161,7 +180,8 @@ impl Handover {
         self.memory.word(n * 8)
     }
 
-    /// A word of the head that is the client's owner's, 0 to 15; 0 at first. Panics beyond, like indexing.
+    /// A word of the head that is the client's owner's, 0 to 15; 0 at first. Panics beyond, like
+    /// indexing.
     pub fn owner_word(&self, n: usize) -> &AtomicU64 {
         assert!(n < head::OWNER_WORDS, "word {n} of the owner");
         self.word(head::OWNER + n)
@@ -176,8 +196,8 @@ impl Handover {
         self.word(head::SESSION).store(id, Release);
     }
 
-    /// Writes down the metadata servers of the newest map: the configuration may name only such as are gone by now. As many as
-    /// there is room for.
+    /// Writes down the metadata servers of the newest map: the configuration may name only such as
+    /// are gone by now. As many as there is room for.
     pub(crate) fn set_mds(&self, endpoints: &[Endpoint]) {
         let mut text = String::new();
         for e in endpoints.iter().map(Endpoint::to_string) {
@@ -209,11 +229,14 @@ impl Handover {
 
     fn mds_text(&self) -> String {
         let selector = self.word(head::MDS).load(Acquire);
-        let Some(at) = (selector & 0xff).checked_sub(1).and_then(|i| head::MDS_TEXTS.get(i as usize)) else {
+        let Some(at) =
+            (selector & 0xff).checked_sub(1).and_then(|i| head::MDS_TEXTS.get(i as usize))
+        else {
             return String::new();
         };
         let len = ((selector >> 8) as usize).min(head::MDS_BYTES);
-        let words = (0..len.div_ceil(8)).flat_map(|i| self.word(at + i).load(Relaxed).to_le_bytes());
+        let words =
+            (0..len.div_ceil(8)).flat_map(|i| self.word(at + i).load(Relaxed).to_le_bytes());
         String::from_utf8_lossy(&words.take(len).collect::<Vec<u8>>()).into_owned()
     }
 
@@ -256,8 +279,9 @@ impl Handover {
 
     /// The mutations of `session` that a former client may have sent, and nobody has repeated yet.
     pub(crate) fn in_doubt(&self, session: SessionId) -> Vec<u64> {
-        let number =
-            |r: &Record| (r.get(number::SESSION) == session).then(|| r.get(number::MUTATION)).filter(|n| *n != 0);
+        let number = |r: &Record| {
+            (r.get(number::SESSION) == session).then(|| r.get(number::MUTATION)).filter(|n| *n != 0)
+        };
         self.left.lock().requests.iter().filter_map(number).collect()
     }
 
@@ -282,11 +306,12 @@ impl Handover {
     }
 }
 
-/// The numbers that one request of the mount's kernel uses: a repetition of the request uses the same ones, so that what
-/// was done is not done twice.
+/// The numbers that one request of the mount's kernel uses: a repetition of the request uses the
+/// same ones, so that what was done is not done twice.
 pub struct Numbers {
     record: Record,
-    /// Bit 0: the mutation's number was used in this life. Bit 1: that of its data. Bit 2: the append's offset.
+    /// Bit 0: the mutation's number was used in this life. Bit 1: that of its data. Bit 2: the
+    /// append's offset.
     used: AtomicU64,
     /// Dropped with this.
     awaited: Mutex<Option<Box<dyn Any + Send + Sync>>>,
@@ -310,7 +335,10 @@ tokio::task_local! {
 }
 
 /// Runs `work` on behalf of a request with these numbers.
-pub fn numbered<F: Future>(numbers: Option<Arc<Numbers>>, work: F) -> impl Future<Output = F::Output> {
+pub fn numbered<F: Future>(
+    numbers: Option<Arc<Numbers>>,
+    work: F,
+) -> impl Future<Output = F::Output> {
     NUMBERS.scope(numbers, work)
 }
 
@@ -337,7 +365,8 @@ impl Numbers {
     /// What a former client was to append, and the inode it was about.
     pub(crate) fn appended(&self) -> Option<(Ino, Appended)> {
         let get = |word| self.record.get(word);
-        let (next, end, session) = (get(number::APPEND), get(number::APPEND_END), get(number::DATA_SESSION));
+        let (next, end, session) =
+            (get(number::APPEND), get(number::APPEND_END), get(number::DATA_SESSION));
         (next != 0).then(|| (get(number::INO), Appended { offset: next - 1, end, session }))
     }
 
@@ -360,15 +389,15 @@ impl Numbers {
         self.used.fetch_or(bit, Relaxed) & bit == 0
     }
 
-    /// The session and number of its mutation that a former client may have sent. `None`: it sent none, or this client
-    /// has used it.
+    /// The session and number of its mutation that a former client may have sent. `None`: it sent
+    /// none, or this client has used it.
     pub(crate) fn mutation(&self) -> Option<(SessionId, u64)> {
         let n = self.record.get(number::MUTATION);
         (n != 0 && self.first_use(1)).then(|| (self.record.get(number::SESSION), n))
     }
 
-    /// A mutation is about to be sent under this number, for the first time. Only the first one of a request is kept: it
-    /// is the one that must not run twice.
+    /// A mutation is about to be sent under this number, for the first time. Only the first one of
+    /// a request is kept: it is the one that must not run twice.
     pub(crate) fn set_mutation(&self, session: SessionId, n: u64) {
         if self.first_use(1) {
             self.record.set(number::SESSION, session);
@@ -376,7 +405,8 @@ impl Numbers {
         }
     }
 
-    /// The first number of the request's data writes in `session`, taken by `take` unless a former client did.
+    /// The first number of the request's data writes in `session`, taken by `take` unless a former
+    /// client did.
     pub(crate) fn data(&self, session: SessionId, take: impl FnOnce() -> u64) -> u64 {
         if !self.first_use(2) {
             return take();
@@ -416,7 +446,8 @@ pub(crate) struct Appended {
     pub session: SessionId,
 }
 
-/// What is kept of a file that this client has open for writing, until the metadata servers know that it has not.
+/// What is kept of a file that this client has open for writing, until the metadata servers know
+/// that it has not.
 pub(crate) struct KeptInode(Record);
 
 mod inode {
@@ -465,7 +496,13 @@ impl KeptInode {
     pub fn unreported(&self) -> Option<(u64, bool, (u32, u32))> {
         let (owner, flags) = (self.0.get(inode::OWNER), self.0.get(inode::FLAGS));
         let dirty = flags & inode::DIRTY != 0;
-        dirty.then(|| (self.0.get(inode::END), flags & inode::HOLES != 0, ((owner >> 32) as u32, owner as u32)))
+        dirty.then(|| {
+            (
+                self.0.get(inode::END),
+                flags & inode::HOLES != 0,
+                ((owner >> 32) as u32, owner as u32),
+            )
+        })
     }
 
     pub fn set_surplus(&self) {
@@ -510,7 +547,8 @@ pub(crate) enum WriteKind {
     Punch,
     /// About to be sent, under its number. It may have arrived.
     Sent,
-    /// Held back. It was not sent: it has a place in the file only, and who wrote it instead of a number.
+    /// Held back. It was not sent: it has a place in the file only, and who wrote it instead of a
+    /// number.
     Held,
 }
 
@@ -537,8 +575,15 @@ const WRITE_LEN: usize = 11;
 const WRITE_KIND: usize = 15;
 
 impl KeptWrite {
-    /// One that is held back: `bytes`, which must lie in kept memory, at `at` of the file, by `owner` (uid and gid).
-    pub fn held(ino: Ino, session: SessionId, at: u64, bytes: &Buf, owner: (u32, u32)) -> Option<KeptWrite> {
+    /// One that is held back: `bytes`, which must lie in kept memory, at `at` of the file, by
+    /// `owner` (uid and gid).
+    pub fn held(
+        ino: Ino,
+        session: SessionId,
+        at: u64,
+        bytes: &Buf,
+        owner: (u32, u32),
+    ) -> Option<KeptWrite> {
         Some(KeptWrite {
             chain: 0,
             chunk: ChunkId { ino, data: 0, index: 0 },
@@ -655,7 +700,10 @@ mod tests {
             session: 6,
             seq: 7,
             version: Version { epoch: 8, number: 9 },
-            stamps: vec![Stamp { target: 1, stamp: 2 }, Stamp { target: u32::MAX, stamp: u64::MAX }],
+            stamps: vec![
+                Stamp { target: 1, stamp: 2 },
+                Stamp { target: u32::MAX, stamp: u64::MAX },
+            ],
             len: 100,
             at,
             kind: if n == 3 { WriteKind::Punch } else { WriteKind::Unstable },
@@ -712,7 +760,10 @@ mod tests {
         assert_eq!(inodes[0].unreported(), Some((5, false, (1, 2))));
         let request = second.left_requests().pop().unwrap();
         let append = Appended { offset: 0, end: 10, session: 6 };
-        assert_eq!((request.unique(), request.owner_word(), request.appended()), (55, 3, Some((77, append))));
+        assert_eq!(
+            (request.unique(), request.owner_word(), request.appended()),
+            (55, 3, Some((77, append)))
+        );
         assert_eq!(request.mutation(), Some((6, 10)), "the same number");
         assert_eq!(request.mutation(), None, "once");
         assert_eq!((request.data(6, || 99), request.data(6, || 99)), (20, 99));
@@ -765,7 +816,12 @@ mod tests {
     #[test]
     fn a_damaged_place_has_no_bytes() {
         let keep = Handover::create([1; 16], 4 << 20).unwrap();
-        let r = keep.put_write(1, &write(1, Some(KeptAt { block: 0, capacity: 4096, start: 4000, len: 100 }))).unwrap();
+        let r = keep
+            .put_write(
+                1,
+                &write(1, Some(KeptAt { block: 0, capacity: 4096, start: 4000, len: 100 })),
+            )
+            .unwrap();
         assert_eq!(KeptWrite::read(&r).at, None);
     }
 }

@@ -39,11 +39,12 @@ pub struct Former {
 }
 
 impl Client {
-    /// Goes on where the client died whose [`Handover`] this one was given: opens its files again, in the order given, and takes
-    /// over what it had written and not finished. `requests`: those it had in work, which may come again.
+    /// Goes on where the client died whose [`Handover`] this one was given: opens its files again,
+    /// in the order given, and takes over what it had written and not finished. `requests`: those
+    /// it had in work, which may come again.
     ///
-    /// A file that cannot be opened any more is an error in its place. What could not be taken over is told by its
-    /// file's next write, fsync and close as `EIO`.
+    /// A file that cannot be opened any more is an error in its place. What could not be taken over
+    /// is told by its file's next write, fsync and close as `EIO`.
     pub fn take_over<'a>(
         &'a self,
         files: &'a [Former],
@@ -52,9 +53,13 @@ impl Client {
         Box::pin(async move {
             let core = &self.core;
             let opened: Vec<Result<File>> =
-                stream::iter(files.iter().copied().map(|f| core.open_again(f))).buffered(OPENS_AT_ONCE).collect().await;
+                stream::iter(files.iter().copied().map(|f| core.open_again(f)))
+                    .buffered(OPENS_AT_ONCE)
+                    .collect()
+                    .await;
             let Some(keep) = core.shared.cfg.handover.clone() else { return opened };
-            let is_same = core.metadata.current_session().is_some_and(|s| s.id == keep.former_session());
+            let is_same =
+                core.metadata.current_session().is_some_and(|s| s.id == keep.former_session());
             if !is_same && keep.former_session() != 0 {
                 tracing::warn!(
                     "the session ended while the mount had no daemon: unfinished writes of open files are lost"
@@ -77,7 +82,10 @@ impl Client {
                 for file in strays {
                     let ino = file.ino();
                     if let Err(e) = file.close().await {
-                        tracing::warn!(ino, "a file that was closed before the restart is not safe yet: {e}");
+                        tracing::warn!(
+                            ino,
+                            "a file that was closed before the restart is not safe yet: {e}"
+                        );
                     }
                 }
             }));
@@ -96,18 +104,22 @@ impl Client {
 }
 
 impl Core {
-    /// Of an append that may come again: others are not told of a size without it. Whoever has the end of the file asks for the size first.
+    /// Of an append that may come again: others are not told of a size without it. Whoever has the
+    /// end of the file asks for the size first.
     fn expect_append(self: &Arc<Self>, request: &Numbers) {
         let present = self.metadata.current_session().map(|s| s.id);
-        let Some((ino, append)) = request.appended().filter(|(_, a)| Some(a.session) == present) else { return };
+        let Some((ino, append)) = request.appended().filter(|(_, a)| Some(a.session) == present)
+        else {
+            return;
+        };
         if let Some(inode) = self.files.live_inode(ino) {
             request.await_append(AwaitedAppend::new(inode, append.end));
         }
         self.unlock_end(ino, None);
     }
 
-    /// Files that nobody had open any more and whose writes are not known to be stable: the servers were away when they were
-    /// closed.
+    /// Files that nobody had open any more and whose writes are not known to be stable: the servers
+    /// were away when they were closed.
     async fn open_strays(self: &Arc<Self>, writes: &[(u64, KeptWrite, Record)]) -> Vec<File> {
         let inos: BTreeSet<Ino> = writes.iter().map(|(_, w, _)| w.chunk.ino).collect();
         let mut strays = Vec::new();
@@ -116,7 +128,10 @@ impl Core {
                 Ok(file) => strays.push(file),
                 Err(e) if matches!(e.code, Code::NoEnt | Code::Stale) => {} // removed since
                 Err(e) => {
-                    tracing::warn!(ino, "what was written to a closed file and is not known to be safe is lost: {e}")
+                    tracing::warn!(
+                        ino,
+                        "what was written to a closed file and is not known to be safe is lost: {e}"
+                    )
                 }
             }
         }
@@ -124,18 +139,22 @@ impl Core {
     }
 
     async fn open_again(self: &Arc<Self>, f: Former) -> Result<File> {
-        let open = op(pb::op::Op::Open(pb::Open { ino: f.ino, flags: f.flags & (O_ACCMODE | O_APPEND) }));
+        let open =
+            op(pb::op::Op::Open(pb::Open { ino: f.ino, flags: f.flags & (O_ACCMODE | O_APPEND) }));
         // The right was checked when it was opened first.
         let opening = self.metadata.opening(Some(f.ino), f.flags).await;
         let r = ok(self.metadata.meta(&pb::Creds::default(), vec![open]).await?)?;
-        self.file(r, &pb::Creds { uid: f.uid, gid: f.gid, groups: Vec::new() }, f.flags, opening).await
+        self.file(r, &pb::Creds { uid: f.uid, gid: f.gid, groups: Vec::new() }, f.flags, opening)
+            .await
     }
 
     async fn inherit(self: &Arc<Self>, former: Arc<KeptInode>, is_same: bool) {
         if let Some(inode) = self.files.live_inode(former.ino()) {
             inode.inherit(&former, is_same);
             if former.unreported().is_some() && !is_same {
-                inode.fail_loudly("the session was lost; bytes written since the last fsync may be lost");
+                inode.fail_loudly(
+                    "the session was lost; bytes written since the last fsync may be lost",
+                );
             }
             return;
         }
@@ -144,8 +163,13 @@ impl Core {
         let (ino, index, surplus) = (former.ino(), former.writer(), former.surplus());
         if let Some((end, holes, _)) = former.unreported() {
             let extend = op(pb::op::Op::Extend(pb::Extend { ino, end, holes }));
-            if let Err(e) = self.metadata.meta(&pb::Creds::default(), vec![extend]).await.and_then(ok) {
-                tracing::warn!(ino, "the size of a file that was being closed could not be reported: {e}");
+            if let Err(e) =
+                self.metadata.meta(&pb::Creds::default(), vec![extend]).await.and_then(ok)
+            {
+                tracing::warn!(
+                    ino,
+                    "the size of a file that was being closed could not be reported: {e}"
+                );
             }
         }
         let writer = Writer { session: session.id, index };
@@ -169,10 +193,15 @@ impl Core {
             // Without its bytes it can only be found stable, or lost.
             let data = w.at.and_then(|at| kept_bytes(keep.pool(), at, &mut blocks));
             match (w.kind, data) {
-                (WriteKind::Unstable | WriteKind::Punch, data) => self.inherit_write(order, w, data, inode, record),
+                (WriteKind::Unstable | WriteKind::Punch, data) => {
+                    self.inherit_write(order, w, data, inode, record)
+                }
                 (WriteKind::Sent | WriteKind::Held, Some(data)) => {
                     self.writeback.go_on_after(order);
-                    back.entry(inode.ino).or_insert_with(|| (inode, Vec::new())).1.push((w, data, record));
+                    back.entry(inode.ino)
+                        .or_insert_with(|| (inode, Vec::new()))
+                        .1
+                        .push((w, data, record));
                 }
                 (WriteKind::Sent | WriteKind::Held, None) => {
                     inode.fail_loudly("bytes written before the mount was restarted are lost");
@@ -184,13 +213,25 @@ impl Core {
         }
     }
 
-    fn inherit_write(&self, order: u64, w: KeptWrite, data: Option<Buf>, inode: Arc<Inode>, record: Record) {
+    fn inherit_write(
+        &self,
+        order: u64,
+        w: KeptWrite,
+        data: Option<Buf>,
+        inode: Arc<Inode>,
+        record: Record,
+    ) {
         let data = if w.kind == WriteKind::Punch {
             Content::Hole(w.len as u32)
         } else {
             Content::Bytes(data.into_iter().collect())
         };
-        let room = self.updates.room().clone().try_acquire_many_owned(room_for(buffers::total(data.bytes()))).ok();
+        let room = self
+            .updates
+            .room()
+            .clone()
+            .try_acquire_many_owned(room_for(buffers::total(data.bytes())))
+            .ok();
         let entry = Entry {
             chunk: w.chunk,
             offset: w.offset,

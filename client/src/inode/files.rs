@@ -1,5 +1,5 @@
-//! Files that this client has in use: their inodes, the right to read and write them, what is reported of them, and what is
-//! released when nobody has them open any more.
+//! Files that this client has in use: their inodes, the right to read and write them, what is
+//! reported of them, and what is released when nobody has them open any more.
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -33,13 +33,24 @@ pub(crate) struct Files {
     metadata: Arc<Metadata>,
     lease_cache: Arc<LeaseCache>,
     inodes: Mutex<BTreeMap<Ino, Weak<Inode>>>,
-    /// Files that are to be released, see [`Files::release_later`], and the last opening before that.
+    /// Files that are to be released, see [`Files::release_later`], and the last opening before
+    /// that.
     releases: Mutex<BTreeMap<Ino, (Release, u64)>>,
 }
 
 impl Files {
-    pub fn new(shared: Arc<Shared>, metadata: Arc<Metadata>, lease_cache: Arc<LeaseCache>) -> Files {
-        Files { shared, metadata, lease_cache, inodes: Mutex::default(), releases: Mutex::default() }
+    pub fn new(
+        shared: Arc<Shared>,
+        metadata: Arc<Metadata>,
+        lease_cache: Arc<LeaseCache>,
+    ) -> Files {
+        Files {
+            shared,
+            metadata,
+            lease_cache,
+            inodes: Mutex::default(),
+            releases: Mutex::default(),
+        }
     }
 
     /// The shared state of an inode if this client has it in use.
@@ -65,11 +76,14 @@ impl Files {
         self.inodes.lock().values().filter_map(Weak::upgrade).collect()
     }
 
-    /// The metadata servers learn in a while, many files in one request, that this client does not write them any more.
+    /// The metadata servers learn in a while, many files in one request, that this client does not
+    /// write them any more.
     pub fn release_later(&self, ino: Ino, release: Option<Release>) {
         let Some(mut new) = release.filter(|r| r.writer.index != 0) else { return };
         let mut all = self.releases.lock();
-        if let Some((old, _)) = all.get(&ino).filter(|(old, _)| old.writer.session == new.writer.session) {
+        if let Some((old, _)) =
+            all.get(&ino).filter(|(old, _)| old.writer.session == new.writer.session)
+        {
             new.writer.index = new.writer.index.max(old.writer.index);
             new.surplus |= old.surplus;
             new.kept.extend(old.kept.iter().cloned());
@@ -77,14 +91,17 @@ impl Files {
         all.insert(ino, (new, self.metadata.openings().last()));
     }
 
-    /// What may be told now of what was released in this session; what belongs to a lost one was released by its end. The servers take
-    /// the end of a file's last open for the end of all before it, so those must have been answered, and none of them be in use.
+    /// What may be told now of what was released in this session; what belongs to a lost one was
+    /// released by its end. The servers take the end of a file's last open for the end of all
+    /// before it, so those must have been answered, and none of them be in use.
     fn due_releases(&self, session: SessionId) -> Vec<(Ino, Release)> {
         let mut all = self.releases.lock();
-        let mine = std::mem::take(&mut *all).into_iter().filter(|(_, (r, _))| r.writer.session == session);
+        let mine =
+            std::mem::take(&mut *all).into_iter().filter(|(_, (r, _))| r.writer.session == session);
         let (due, later): (Vec<_>, Vec<_>) = mine.partition(|(ino, (r, last))| {
             let needed = |i: Arc<Inode>| i.is_open_before(r.writer);
-            !self.metadata.openings().may_open(*ino, *last) && !self.live_inode(*ino).is_some_and(needed)
+            !self.metadata.openings().may_open(*ino, *last)
+                && !self.live_inode(*ino).is_some_and(needed)
         });
         all.extend(later);
         due.into_iter().map(|(ino, (r, _))| (ino, r)).collect()
@@ -96,9 +113,15 @@ impl Files {
         let all = self.due_releases(session.id);
         for part in all.chunks(RELEASES_AT_ONCE) {
             let one = |(ino, r): &(Ino, Release)| {
-                op(pb::op::Op::Release(pb::Release { ino: *ino, writer: r.writer.index, surplus: r.surplus }))
+                op(pb::op::Op::Release(pb::Release {
+                    ino: *ino,
+                    writer: r.writer.index,
+                    surplus: r.surplus,
+                }))
             };
-            if let Err(e) = self.metadata.meta(&pb::Creds::default(), part.iter().map(one).collect()).await {
+            if let Err(e) =
+                self.metadata.meta(&pb::Creds::default(), part.iter().map(one).collect()).await
+            {
                 tracing::debug!("releasing files: {e}");
                 part.iter().for_each(|(ino, r)| self.release_later(*ino, Some(r.clone())));
             }
@@ -107,8 +130,9 @@ impl Files {
 }
 
 impl Files {
-    /// A request on behalf of an open handle. The right was checked at open, as for any file descriptor: when the mode
-    /// has changed since (or never allowed it, as for a file created read-only), it still holds.
+    /// A request on behalf of an open handle. The right was checked at open, as for any file
+    /// descriptor: when the mode has changed since (or never allowed it, as for a file created
+    /// read-only), it still holds.
     pub(crate) async fn meta_as_opener(
         self: &Arc<Self>,
         creds: &pb::Creds,
@@ -138,11 +162,13 @@ impl Files {
     pub(crate) async fn push_size(self: &Arc<Self>, inode: &Inode) -> Result<()> {
         let _one = inode.reporting.lock().await;
         loop {
-            // First: what there is to report may be another session's by then, never a former one's.
+            // First: what there is to report may be another session's by then, never a former
+            // one's.
             let session = self.metadata.current_session().map(|s| s.id);
             let Some((writes, extend, creds)) = inode.to_report() else { return Ok(()) };
             let holes = extend.holes;
-            match self.as_opener_within(session, &creds, vec![op(pb::op::Op::Extend(extend))]).await {
+            match self.as_opener_within(session, &creds, vec![op(pb::op::Op::Extend(extend))]).await
+            {
                 Ok(r) => {
                     inode.reported(writes, holes, r.first().and_then(|r| r.attr.as_ref()));
                     return Ok(());
@@ -160,13 +186,15 @@ impl Files {
         }
     }
 
-    /// The size for a read that begins now, if it is known under a lease: then nobody else may write the file. With its tenure.
+    /// The size for a read that begins now, if it is known under a lease: then nobody else may
+    /// write the file. With its tenure.
     pub(crate) fn known_size(&self, inode: &Inode) -> Option<(u64, Tenure)> {
         let (attr, tenure) = self.lease_cache.data(self.shared.env.boot(), inode.ino)?;
         Some((inode.take_attr(&attr).size.min(MAX_FILE_SIZE), tenure))
     }
 
-    /// The size for a read that begins now: asks the metadata server unless it is known under a lease.
+    /// The size for a read that begins now: asks the metadata server unless it is known under a
+    /// lease.
     pub(crate) async fn fresh_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
         if self.known_size(inode).is_some() { Ok(inode.size()) } else { self.ask_size(inode).await }
     }
@@ -191,7 +219,8 @@ impl Files {
         Box::pin(async move {
             let good = |c: &Cap| {
                 self.metadata.current_session().is_some_and(|s| s.id == c.session)
-                    && c.expiry_ms > self.shared.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
+                    && c.expiry_ms
+                        > self.shared.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
                     && refused.is_none_or(|r| r.bytes != c.bytes)
                     && inode.strangers(c.session) == 0
             };
@@ -210,20 +239,24 @@ impl Files {
         })
     }
 
-    /// Opens an inode again for a new capability, in the present session. Handles that were opened in a lost session
-    /// become known to the present one.
+    /// Opens an inode again for a new capability, in the present session. Handles that were opened
+    /// in a lost session become known to the present one.
     async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
         let session = self.metadata.session().await?;
         let opening = self.metadata.opening(Some(inode.ino), old.flags).await;
         let strangers = inode.strangers(session.id);
         let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
         let mut ops = vec![open()];
-        // One open per handle that the session must learn of; else the one open is taken back at once.
+        // One open per handle that the session must learn of; else the one open is taken back at
+        // once.
         ops.extend((1..strangers).map(|_| open()));
         if strangers == 0 {
             ops.push(op(pb::op::Op::Close(pb::Close { ino: inode.ino })));
         }
-        let r = self.meta_as_opener(&old.creds, ops).await.map_err(|e| e.context("reopening the file"))?;
+        let r = self
+            .meta_as_opener(&old.creds, ops)
+            .await
+            .map_err(|e| e.context("reopening the file"))?;
         if strangers > 0 {
             let closed = inode.adopt(session.id, strangers);
             self.metadata.counted_open(opening.since);
@@ -233,7 +266,8 @@ impl Files {
         }
         let index = r.iter().map(|r| r.writer).max().unwrap_or(0);
         self.release_later(inode.ino, inode.opened_again(session.id, index));
-        let first = r.first().ok_or_else(|| Error::new(Code::Protocol, "an empty answer to an open"))?;
+        let first =
+            r.first().ok_or_else(|| Error::new(Code::Protocol, "an empty answer to an open"))?;
         inode.take_cap(&first.capability, session.id, old.flags, &old.creds)
     }
 

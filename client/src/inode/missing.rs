@@ -47,7 +47,8 @@ impl Missing {
     /// These bytes are there.
     pub fn written(&mut self, r: &Range<u64>) {
         if !self.parts.is_empty() {
-            self.parts = self.parts.drain(..).flat_map(|p| subtract(p, std::slice::from_ref(r))).collect();
+            self.parts =
+                self.parts.drain(..).flat_map(|p| subtract(p, std::slice::from_ref(r))).collect();
         }
     }
 
@@ -80,7 +81,12 @@ mod tests {
         m.lost(100..200);
         m.lost(300..300);
         let c = m.opened();
-        assert!(m.bars(a, &(150..151)) && m.bars(b, &(0..101)) && !m.bars(a, &(0..100)) && !m.bars(a, &(200..300)));
+        assert!(
+            m.bars(a, &(150..151))
+                && m.bars(b, &(0..101))
+                && !m.bars(a, &(0..100))
+                && !m.bars(a, &(200..300))
+        );
         assert!(!m.bars(c, &(150..151)), "it sees what there is");
         assert_eq!(m.end(), 200);
         m.written(&(120..130));

@@ -1,7 +1,9 @@
-//! What all open handles of one inode share in this client: size, layout, capabilities, locks, errors.
+//! What all open handles of one inode share in this client: size, layout, capabilities, locks,
+//! errors.
 //!
-//! The size a reader sees is the larger of the metadata server's and the end of this client's own writes. Own writes are
-//! reported (`Extend`) in the background, and before anything returns that promises or shows the size.
+//! The size a reader sees is the larger of the metadata server's and the end of this client's own
+//! writes. Own writes are reported (`Extend`) in the background, and before anything returns that
+//! promises or shows the size.
 
 pub(crate) mod files;
 mod missing;
@@ -30,7 +32,8 @@ pub(crate) use strake_proto::ops::O_ACCMODE;
 pub(crate) const O_WRONLY: u32 = 1;
 pub(crate) const O_RDWR: u32 = 2;
 pub(crate) const O_APPEND: u32 = 0o2000;
-/// Linux's `FMODE_EXEC`: the kernel opens a program to run it. No program can ask for it by open(2).
+/// Linux's `FMODE_EXEC`: the kernel opens a program to run it. No program can ask for it by
+/// open(2).
 pub(crate) const O_EXEC: u32 = 0o40;
 
 /// Bits that a write takes.
@@ -83,8 +86,8 @@ struct State {
     attr: pb::Attr,
     /// End of the furthest own write that is not reported yet.
     local_end: u64,
-    /// How far a write of this client was begun, and whether one began beyond what it knew of, or punched, that is not
-    /// reported yet.
+    /// How far a write of this client was begun, and whether one began beyond what it knew of, or
+    /// punched, that is not reported yet.
     begun: u64,
     holes: bool,
     /// Own writes so far, and how many of them the metadata server knows of.
@@ -103,7 +106,8 @@ struct State {
     handles: BTreeMap<SessionId, usize>,
     read_cap: Option<Cap>,
     write_cap: Option<Cap>,
-    /// As what the metadata servers have this client on record as a writer, while any handle is open.
+    /// As what the metadata servers have this client on record as a writer, while any handle is
+    /// open.
     writer: Option<Writer>,
     /// A write failed that may have left bytes beyond the end.
     surplus: bool,
@@ -125,11 +129,14 @@ pub(crate) struct Inode {
     pub(super) capping: AsyncMutex<()>,
     /// Serialises appends.
     pub appending: Arc<AsyncMutex<()>>,
-    /// Held from when it is decided without a lock where an append goes until it is there. Reports wait for it.
+    /// Held from when it is decided without a lock where an append goes until it is there. Reports
+    /// wait for it.
     pub placing: Arc<AsyncMutex<()>>,
-    /// Appends that a former client of the mount had in work and that may come again. Reports wait for them, and no other append goes below.
+    /// Appends that a former client of the mount had in work and that may come again. Reports wait
+    /// for them, and no other append goes below.
     awaited: watch::Sender<Awaited>,
-    /// Chains with updates that were given up and may be on their way, with a chunk of each and the round that fences them off.
+    /// Chains with updates that were given up and may be on their way, with a chunk of each and the
+    /// round that fences them off.
     pub given_up: Mutex<BTreeMap<ChainId, (ChunkId, u64)>>,
     /// Bytes that came from storage servers and that went there, by road.
     pub fetched: RoadCounter,
@@ -176,7 +183,8 @@ pub(crate) struct Release {
 
 impl State {
     fn note_write(&mut self, end: u64, creds: &pb::Creds) {
-        // A report stands for all writes since the last one. If anybody's takes set-id bits, which root's does not, it does.
+        // A report stands for all writes since the last one. If anybody's takes set-id bits, which
+        // root's does not, it does.
         let hides = creds.uid == 0 && self.last_writer.uid != 0 && self.writes != self.reported;
         self.local_end = self.local_end.max(end);
         self.writes += 1;
@@ -271,7 +279,8 @@ impl Inode {
         self.state.lock().placed.clone()
     }
 
-    /// Takes a layout if it is newer (set on a file that had no data yet), and the attributes that came with it.
+    /// Takes a layout if it is newer (set on a file that had no data yet), and the attributes that
+    /// came with it.
     pub fn set_placed(&self, placed: Placed, attr: &pb::Attr) {
         let mut s = self.state.lock();
         if placed.layout.generation > s.placed.layout.generation {
@@ -280,15 +289,18 @@ impl Inode {
         s.take_attr(attr);
     }
 
-    /// `ESTALE` once the bytes are stored under another name than this open file's layout gives them: somebody set a new
-    /// layout while the file had no data.
+    /// `ESTALE` once the bytes are stored under another name than this open file's layout gives
+    /// them: somebody set a new layout while the file had no data.
     pub fn check_placed(&self) -> Result<()> {
         let s = self.state.lock();
         let here = s.placed.layout.components.first().map_or(0, |c| c.data_id);
         if s.attr.data_id == here {
             return Ok(());
         }
-        Err(Error::new(Code::Stale, "the file was given another layout while it was open; open it again"))
+        Err(Error::new(
+            Code::Stale,
+            "the file was given another layout while it was open; open it again",
+        ))
     }
 
     // --- attributes and size ---
@@ -308,7 +320,8 @@ impl Inode {
         self.state.lock().take_attr(attr);
     }
 
-    /// Takes attributes unless they are older than those here. Returns them as [`Inode::attr`] does.
+    /// Takes attributes unless they are older than those here. Returns them as [`Inode::attr`]
+    /// does.
     pub fn take_attr(&self, attr: &pb::Attr) -> pb::Attr {
         self.learn(attr);
         self.attr()
@@ -344,15 +357,14 @@ impl Inode {
     /// `EIO` for a handle that would read something else where written bytes are lost.
     pub fn check_missing(&self, since: u64, range: &Range<u64>) -> Result<()> {
         if self.state.lock().missing.bars(since, range) {
-            let m =
-                "these bytes were written and are lost: the metadata servers gave this client up; open the file again";
+            let m = "these bytes were written and are lost: the metadata servers gave this client up; open the file again";
             return Err(Error::new(Code::Io, m));
         }
         Ok(())
     }
 
-    /// A write of this client to these bytes begins. One that leaves a block free behind all that is known to be there makes
-    /// a hole.
+    /// A write of this client to these bytes begins. One that leaves a block free behind all that
+    /// is known to be there makes a hole.
     pub fn begins(&self, range: &Range<u64>) {
         let mut s = self.state.lock();
         let known = s.attr.size.max(s.local_end).max(s.begun).min(MAX_FILE_SIZE);
@@ -383,11 +395,22 @@ impl Inode {
     }
 
     /// Likewise, where the write must not move the file's end.
-    pub fn wrote_within(&self, session: SessionId, range: Range<u64>, creds: &pb::Creds) -> Result<()> {
+    pub fn wrote_within(
+        &self,
+        session: SessionId,
+        range: Range<u64>,
+        creds: &pb::Creds,
+    ) -> Result<()> {
         self.wrote_up_to(session, &range, 0, creds)
     }
 
-    fn wrote_up_to(&self, session: SessionId, range: &Range<u64>, end: u64, creds: &pb::Creds) -> Result<()> {
+    fn wrote_up_to(
+        &self,
+        session: SessionId,
+        range: &Range<u64>,
+        end: u64,
+        creds: &pb::Creds,
+    ) -> Result<()> {
         let mut s = self.state.lock();
         if s.lost == session {
             return Err(crate::data::chains::session_lost());
@@ -402,8 +425,8 @@ impl Inode {
         self.state.lock().note_write(0, creds);
     }
 
-    /// A session of this client is lost, and with it what it wrote beyond the end: that end must not be reported, zeros would
-    /// be read there. Whoever finds nothing to report is told of it.
+    /// A session of this client is lost, and with it what it wrote beyond the end: that end must
+    /// not be reported, zeros would be read there. Whoever finds nothing to report is told of it.
     pub fn forget_end(&self, session: SessionId) {
         let mut s = self.state.lock();
         s.lost = session;
@@ -429,12 +452,13 @@ impl Inode {
         s.writes != s.reported
     }
 
-    /// Whether what this session writes may be held back, if nobody else may write: it is on record as a writer and will be asked, and
-    /// no set-id bits are to go with the first write.
+    /// Whether what this session writes may be held back, if nobody else may write: it is on record
+    /// as a writer and will be asked, and no set-id bits are to go with the first write.
     pub fn may_hold_back(&self, session: SessionId) -> bool {
         let s = self.state.lock();
         let here = s.placed.layout.components.first().map_or(0, |c| c.data_id);
-        let listed = s.writer.is_some_and(|w| w.session == session) && s.handles.contains_key(&session);
+        let listed =
+            s.writer.is_some_and(|w| w.session == session) && s.handles.contains_key(&session);
         listed && s.attr.data_id == here && s.attr.mode & SET_IDS == 0 && !s.doubtful
     }
 
@@ -462,7 +486,8 @@ impl Inode {
         }
     }
 
-    /// The size was set through this client, with no write of its own under way: nothing of before counts any more.
+    /// The size was set through this client, with no write of its own under way: nothing of before
+    /// counts any more.
     pub fn resized(&self, attr: &pb::Attr) {
         let mut s = self.state.lock();
         s.reported = s.writes;
@@ -472,7 +497,8 @@ impl Inode {
         s.attr = *attr;
     }
 
-    /// The lock of an append is about to be asked for; what is returned is to be held until it was given up.
+    /// The lock of an append is about to be asked for; what is returned is to be held until it was
+    /// given up.
     pub fn note_end(&self) -> Option<Arc<KeptInode>> {
         let kept = self.state.lock().kept.clone();
         kept.inspect(|k| k.set_ends())
@@ -488,8 +514,9 @@ impl Inode {
         let _ = self.awaited.subscribe().wait_for(|a| a.appends == 0).await;
     }
 
-    /// What a former client of the mount knew of the file. `is_same`: this client has its session. Else what it wrote beyond
-    /// the end was cut with the session, and the end must not be reported: zeros would be read there.
+    /// What a former client of the mount knew of the file. `is_same`: this client has its session.
+    /// Else what it wrote beyond the end was cut with the session, and the end must not be
+    /// reported: zeros would be read there.
     pub fn inherit(&self, former: &KeptInode, is_same: bool) {
         if let Some((end, holes, (uid, gid))) = former.unreported().filter(|_| is_same) {
             let mut s = self.state.lock();
@@ -525,10 +552,12 @@ impl Inode {
         s.release()
     }
 
-    /// Whether there are handles, none of them from an open as late as this one of the same session.
+    /// Whether there are handles, none of them from an open as late as this one of the same
+    /// session.
     pub fn is_open_before(&self, last: Writer) -> bool {
         let s = self.state.lock();
-        !s.handles.is_empty() && s.writer.is_some_and(|w| w.session == last.session && w.index < last.index)
+        !s.handles.is_empty()
+            && s.writer.is_some_and(|w| w.session == last.session && w.index < last.index)
     }
 
     /// What to release when the last handle has gone.
@@ -555,7 +584,8 @@ impl Inode {
         s.kept.iter().for_each(|k| k.set_surplus());
     }
 
-    /// Whether a write of this client failed: no bytes are to be kept, they may change by themselves.
+    /// Whether a write of this client failed: no bytes are to be kept, they may change by
+    /// themselves.
     pub fn is_doubtful(&self) -> bool {
         self.state.lock().doubtful
     }
@@ -588,7 +618,8 @@ impl Inode {
         self.state.lock().handles.iter().filter(|(s, _)| **s != session).map(|(_, n)| n).sum()
     }
 
-    /// The session learned of so many handles more. Returns how many of them are not there any more.
+    /// The session learned of so many handles more. Returns how many of them are not there any
+    /// more.
     fn adopt(&self, session: SessionId, told: usize) -> usize {
         let (mut s, mut left) = (self.state.lock(), told);
         s.handles.retain(|of, n| {
@@ -603,7 +634,13 @@ impl Inode {
     }
 
     /// Keeps the capability that an open was answered with.
-    pub fn take_cap(&self, bytes: &[u8], session: SessionId, flags: u32, creds: &pb::Creds) -> Result<()> {
+    pub fn take_cap(
+        &self,
+        bytes: &[u8],
+        session: SessionId,
+        flags: u32,
+        creds: &pb::Creds,
+    ) -> Result<()> {
         let m = "the metadata server gave no capability for an open file";
         let bytes: [u8; CAP_LEN] = bytes.try_into().map_err(|_| Error::new(Code::Protocol, m))?;
         let seen = cap::peek(&bytes);
@@ -627,8 +664,8 @@ impl Inode {
 
     /// Bytes that were written are lost: every handle's next fsync or close says so.
     ///
-    /// To be called before they are taken off the record of what is to be sent or flushed, or under its lock: a sync that finds nothing
-    /// there must find the error.
+    /// To be called before they are taken off the record of what is to be sent or flushed, or under
+    /// its lock: a sync that finds nothing there must find the error.
     pub fn fail(&self, e: Error) {
         self.state.lock().fail(e);
     }
@@ -644,7 +681,8 @@ impl Inode {
         self.state.lock().errors.count
     }
 
-    /// Written bytes are nowhere any more: those who have the file open are not to find older ones there.
+    /// Written bytes are nowhere any more: those who have the file open are not to find older ones
+    /// there.
     pub fn misses(&self, part: Range<u64>) {
         self.state.lock().missing.lost(part);
     }
@@ -656,7 +694,8 @@ impl Inode {
         s.errors.loud = s.errors.count;
     }
 
-    /// The last error if there were any since `seen`, and whether each kind of call is to tell of it.
+    /// The last error if there were any since `seen`, and whether each kind of call is to tell of
+    /// it.
     pub fn error_since(&self, seen: u64) -> Option<(u64, Error, bool)> {
         let s = self.state.lock();
         let error = || s.errors.last.clone().unwrap_or(Error::new(Code::Io, "a write was lost"));

@@ -1,4 +1,5 @@
-//! What this client may answer from memory, and how it learns and forgets it: the shell around [`Table`], see `docs/leases.md`.
+//! What this client may answer from memory, and how it learns and forgets it: the shell around
+//! [`Table`], see `docs/leases.md`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,7 +25,8 @@ use pb::op::Op;
 /// More than this are not told apart any more.
 const MOST_TENURES: usize = 65_536;
 
-/// Since when the bytes of files are as they are, but for what this client writes. Numbers rise with every end of a tenure.
+/// Since when the bytes of files are as they are, but for what this client writes. Numbers rise
+/// with every end of a tenure.
 #[derive(Default)]
 struct Tenures {
     last: Tenure,
@@ -62,17 +64,20 @@ struct Leased {
 
 /// Whoever keeps copies of what [`crate::Client`] told, as the kernel of a mount does.
 pub trait Forget: Send + Sync {
-    /// Forgets what is known of these inodes, and with `names` the names in all directories. Must not wait for a request to this
-    /// client. `None`: that is done; else it is when the future ends.
+    /// Forgets what is known of these inodes, and with `names` the names in all directories. Must
+    /// not wait for a request to this client. `None`: that is done; else it is when the future
+    /// ends.
     fn forget(&self, inos: &[Ino], names: bool) -> Option<Forgetting>;
 
-    /// Somebody else wants to know how a file is. What was stored through memory mappings of it is written, and its pages are forgotten.
+    /// Somebody else wants to know how a file is. What was stored through memory mappings of it is
+    /// written, and its pages are forgotten.
     fn give_back(&self, _: Ino) -> Option<Forgetting> {
         None
     }
 }
 
-/// Ends when what was taken back cannot be believed any more. Until then nobody may be told that it is forgotten.
+/// Ends when what was taken back cannot be believed any more. Until then nobody may be told that it
+/// is forgotten.
 pub type Forgetting = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Waits for that.
@@ -86,7 +91,8 @@ pub(crate) async fn forgotten(copies: Option<Forgetting>) {
 #[derive(Default)]
 pub(crate) struct LeaseCache {
     leased: Mutex<Leased>,
-    /// Held for reading while somebody is told for how long he may keep a copy; for writing before copies are taken back.
+    /// Held for reading while somebody is told for how long he may keep a copy; for writing before
+    /// copies are taken back.
     telling: RwLock<()>,
     copies: OnceLock<Arc<dyn Forget>>,
     has_copies: Notify,
@@ -132,7 +138,8 @@ impl LeaseCache {
         self.take_back(&known, true)
     }
 
-    /// A renewal that was sent at `sent` was answered. Whether there had been no leases before: what was known without is void.
+    /// A renewal that was sent at `sent` was answered. Whether there had been no leases before:
+    /// what was known without is void.
     pub fn renewed(&self, now: Duration, sent: Duration, term: Duration) -> bool {
         let known = {
             let Leased { table, tenures } = &mut *self.leased.lock();
@@ -165,7 +172,8 @@ impl LeaseCache {
 
     fn take_back(&self, inos: &[Ino], names: bool) -> Option<Forgetting> {
         let copies = self.copies.get().filter(|_| !inos.is_empty())?;
-        // Whoever is just telling what was known a moment ago is done after this; others find it forgotten.
+        // Whoever is just telling what was known a moment ago is done after this; others find it
+        // forgotten.
         drop(self.telling.write());
         copies.forget(inos, names)
     }
@@ -215,7 +223,8 @@ impl LeaseCache {
         self.leased.lock().table.attr(now, ino).copied().inspect(|_| Holder::Remembered.taken())
     }
 
-    /// The attributes of a file whose bytes nobody else can change now, and its tenure: while that is the same, nobody has.
+    /// The attributes of a file whose bytes nobody else can change now, and its tenure: while that
+    /// is the same, nobody has.
     pub fn data(&self, now: Duration, ino: Ino) -> Option<(pb::Attr, Tenure)> {
         let leased = self.leased.lock();
         Some((*leased.table.attr(now, ino)?, leased.tenures.of(ino)))
@@ -228,7 +237,13 @@ impl LeaseCache {
     }
 
     /// What a lookup would find: `Some(None)`: no such name.
-    pub fn lookup(&self, now: Duration, creds: &pb::Creds, dir: Ino, name: &[u8]) -> Option<Option<pb::Attr>> {
+    pub fn lookup(
+        &self,
+        now: Duration,
+        creds: &pb::Creds,
+        dir: Ino,
+        name: &[u8],
+    ) -> Option<Option<pb::Attr>> {
         let searcher = self.searcher(creds);
         let table = &self.leased.lock().table;
         match table.name(now, dir, name, searcher)? {
@@ -243,9 +258,13 @@ impl LeaseCache {
         self.leased.lock().table.open(now, ino, opener).copied()
     }
 
-    /// Those of the files of which it is known that somebody may open them. Asked for only if something was forgotten since
-    /// `forgotten`, which is brought up to date.
-    pub fn openable<'a>(&self, forgotten: &mut u64, files: impl Iterator<Item = &'a Ino>) -> Option<BTreeSet<Ino>> {
+    /// Those of the files of which it is known that somebody may open them. Asked for only if
+    /// something was forgotten since `forgotten`, which is brought up to date.
+    pub fn openable<'a>(
+        &self,
+        forgotten: &mut u64,
+        files: impl Iterator<Item = &'a Ino>,
+    ) -> Option<BTreeSet<Ino>> {
         let table = &self.leased.lock().table;
         if std::mem::replace(forgotten, table.forgot_openers()) == *forgotten {
             return None;
@@ -260,7 +279,8 @@ impl LeaseCache {
 
     // --- requests ---
 
-    /// A list is about to be sent. When [`Asking::forgetting`] has ended, nobody has a copy any more of what is not leased from then on.
+    /// A list is about to be sent. When [`Asking::forgetting`] has ended, nobody has a copy any
+    /// more of what is not leased from then on.
     pub fn begin(&self, ops: &[pb::Op]) -> Asking<'_> {
         let mut leased = self.leased.lock();
         let Leased { table, tenures } = &mut *leased;
@@ -284,10 +304,20 @@ impl LeaseCache {
 
 impl Asking<'_> {
     /// It was answered: keeps what it says of what was granted.
-    pub fn answered(mut self, now: Duration, creds: &pb::Creds, ops: &[pb::Op], reply: &pb::MetaReply) {
+    pub fn answered(
+        mut self,
+        now: Duration,
+        creds: &pb::Creds,
+        ops: &[pb::Op],
+        reply: &pb::MetaReply,
+    ) {
         let granted: BTreeSet<Ino> = reply.granted.iter().copied().collect();
         let searcher = self.memory.searcher(creds);
-        let told = if granted.is_empty() { nothing() } else { told(ops, &reply.results, &granted, searcher) };
+        let told = if granted.is_empty() {
+            nothing()
+        } else {
+            told(ops, &reply.results, &granted, searcher)
+        };
         let table = &mut self.memory.leased.lock().table;
         match self.change.take() {
             Some(change) => table.change_answered(now, self.token, &change, told),
@@ -329,7 +359,8 @@ fn nothing() -> Told<pb::Attr> {
     Told { attrs: Vec::new(), names: Vec::new(), openers: Vec::new() }
 }
 
-/// Files of which a list may take bytes away. One that a name in it leads to is not among them: it is recalled like anybody else's.
+/// Files of which a list may take bytes away. One that a name in it leads to is not among them: it
+/// is recalled like anybody else's.
 fn cuts_of(ops: &[pb::Op]) -> Vec<Ino> {
     let cut = |o: &pb::Op| match &o.op {
         Some(Op::Setattr(s)) if s.size.is_some() => Some(s.ino),
@@ -375,7 +406,12 @@ fn change_of(ops: &[pb::Op]) -> Change {
 }
 
 /// What the results say of inodes that were granted.
-fn told(ops: &[pb::Op], results: &[pb::OpResult], granted: &BTreeSet<Ino>, searcher: u64) -> Told<pb::Attr> {
+fn told(
+    ops: &[pb::Op],
+    results: &[pb::OpResult],
+    granted: &BTreeSet<Ino>,
+    searcher: u64,
+) -> Told<pb::Attr> {
     let mut told = nothing();
     let mut prev = 0;
     for (op, r) in ops.iter().zip(results) {
@@ -388,7 +424,9 @@ fn told(ops: &[pb::Op], results: &[pb::OpResult], granted: &BTreeSet<Ino>, searc
             }
         };
         match (&op.op, failure) {
-            (Some(Op::Lookup(o)), n) if Code::from_wire(n) == Code::NoEnt => name(here(o.parent), &o.name, None),
+            (Some(Op::Lookup(o)), n) if Code::from_wire(n) == Code::NoEnt => {
+                name(here(o.parent), &o.name, None)
+            }
             (_, n) if n != 0 => break,
             (Some(Op::Lookup(o)), _) => name(here(o.parent), &o.name, Some(r.ino)),
             (Some(Op::Create(o)), _) => name(here(o.parent), &o.name, Some(r.ino)),
@@ -412,7 +450,12 @@ fn told(ops: &[pb::Op], results: &[pb::OpResult], granted: &BTreeSet<Ino>, searc
             for e in &r.entries {
                 if granted.contains(&dir) {
                     // Who may read a directory need not have the right to search it.
-                    told.names.push(Name { dir, name: e.name.clone(), to: Some(e.ino), searcher: None });
+                    told.names.push(Name {
+                        dir,
+                        name: e.name.clone(),
+                        to: Some(e.ino),
+                        searcher: None,
+                    });
                 }
                 told.attrs.extend(e.attr.filter(|a| granted.contains(&a.ino)).map(|a| (a.ino, a)));
             }

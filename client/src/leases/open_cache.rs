@@ -1,6 +1,6 @@
-//! Files that were opened for reading stay open at the metadata servers when programs close them, as long as the lease lives under
-//! which it is known who may open them: to open one again costs no message, and what a name leads to is there until it is
-//! really closed. See `docs/leases.md`.
+//! Files that were opened for reading stay open at the metadata servers when programs close them,
+//! as long as the lease lives under which it is known who may open them: to open one again costs no
+//! message, and what a name leads to is there until it is really closed. See `docs/leases.md`.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -15,7 +15,8 @@ use crate::{
     shared::Shared,
 };
 
-/// Files kept open for later. Times a thousand clients they are still half of what metadata servers allow.
+/// Files kept open for later. Times a thousand clients they are still half of what metadata servers
+/// allow.
 const MOST: usize = 4096;
 /// Closed in one request.
 const CLOSES_AT_ONCE: usize = 1024;
@@ -54,7 +55,12 @@ pub(crate) struct OpenCache {
 }
 
 impl OpenCache {
-    pub fn new(shared: Arc<Shared>, metadata: Arc<Metadata>, files: Arc<Files>, leases: Arc<LeaseCache>) -> OpenCache {
+    pub fn new(
+        shared: Arc<Shared>,
+        metadata: Arc<Metadata>,
+        files: Arc<Files>,
+        leases: Arc<LeaseCache>,
+    ) -> OpenCache {
         OpenCache { shared, metadata, files, lease_cache: leases, table: Mutex::default() }
     }
 
@@ -69,7 +75,9 @@ impl OpenCache {
     /// Whether it is open only because it is kept so.
     pub fn holds_alone(&self, ino: Ino) -> bool {
         let all = self.table.lock();
-        all.files.get(&ino).is_some_and(|(open, _)| Arc::strong_count(open) == 1 && open.inode.handles() == 1)
+        all.files
+            .get(&ino)
+            .is_some_and(|(open, _)| Arc::strong_count(open) == 1 && open.inode.handles() == 1)
     }
 
     /// Keeps a file open. Returns what is not kept open any more for it.
@@ -90,7 +98,8 @@ impl OpenCache {
 }
 
 impl OpenCache {
-    /// Opens a file for reading without a message, if that is known to be allowed and the file is kept open.
+    /// Opens a file for reading without a message, if that is known to be allowed and the file is
+    /// kept open.
     pub(crate) fn open_kept(&self, creds: &pb::Creds, ino: Ino) -> Option<(Arc<Open>, pb::Attr)> {
         let attr = self.lease_cache.open(self.shared.env.boot(), creds, ino)?;
         let open = self.used(ino)?;
@@ -101,7 +110,9 @@ impl OpenCache {
 
     /// A file was opened for reading. It stays open if it may be opened again from memory.
     pub(crate) fn keep_open(self: &Arc<Self>, open: &Arc<Open>, creds: &pb::Creds) {
-        if !self.shared.is_closed() && self.lease_cache.open(self.shared.env.boot(), creds, open.inode.ino).is_some() {
+        if !self.shared.is_closed()
+            && self.lease_cache.open(self.shared.env.boot(), creds, open.inode.ino).is_some()
+        {
             self.close_kept(self.keep(open.clone()));
         }
     }
@@ -112,8 +123,8 @@ impl OpenCache {
         self.close_kept(kept.into_iter().collect());
     }
 
-    /// Closes the files that nobody has open without a word: the metadata servers are about to be told what is, or know of no
-    /// session any more.
+    /// Closes the files that nobody has open without a word: the metadata servers are about to be
+    /// told what is, or know of no session any more.
     pub(crate) fn retire_kept(&self) {
         let all = std::mem::take(&mut *self.table.lock());
         for (open, _) in all.files.into_values() {
@@ -126,8 +137,11 @@ impl OpenCache {
         let gone = {
             let mut all = self.table.lock();
             let all = &mut *all;
-            let Some(open) = self.lease_cache.openable(&mut all.forgotten, all.files.keys()) else { return };
-            let gone: Vec<Ino> = all.files.keys().copied().filter(|ino| !open.contains(ino)).collect();
+            let Some(open) = self.lease_cache.openable(&mut all.forgotten, all.files.keys()) else {
+                return;
+            };
+            let gone: Vec<Ino> =
+                all.files.keys().copied().filter(|ino| !open.contains(ino)).collect();
             gone.into_iter().filter_map(|ino| all.take(ino)).collect()
         };
         self.close_kept(gone);
@@ -148,7 +162,8 @@ impl OpenCache {
         });
     }
 
-    /// Closes a file, if nobody has it open any more. The inode, if the metadata servers are to be told.
+    /// Closes a file, if nobody has it open any more. The inode, if the metadata servers are to be
+    /// told.
     fn retire(&self, open: Arc<Open>) -> Option<Ino> {
         let Open { inode, session } = Arc::into_inner(open)?;
         let counts = inode.closed(session, self.metadata.current_session().map(|s| s.id));

@@ -1,5 +1,5 @@
-//! What the metadata leader recalls: a request that waits at the leader, again and again. What it names is forgotten, or reported, and
-//! that is acknowledged by the next one. See `docs/leases.md`.
+//! What the metadata leader recalls: a request that waits at the leader, again and again. What it
+//! names is forgotten, or reported, and that is acknowledged by the next one. See `docs/leases.md`.
 
 use std::{
     sync::{Arc, Weak},
@@ -24,7 +24,8 @@ use crate::{
 /// How long there may be no leases before it is looked again whether there are.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// How long a recall waits for a mount that begins. Longer than what a former daemon told is believed.
+/// How long a recall waits for a mount that begins. Longer than what a former daemon told is
+/// believed.
 const COPIES: Duration = Duration::from_secs(2);
 /// After a request that failed.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -41,7 +42,9 @@ pub(crate) async fn serve(core: Weak<Core>) {
             let _ = timeout(LOOK, c.metadata.leases_begin()).await;
             continue;
         };
-        if std::mem::take(&mut waits) && c.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session) {
+        if std::mem::take(&mut waits)
+            && c.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session)
+        {
             // What a former daemon told the kernel may be recalled, too.
             let _ = timeout(COPIES, c.lease_cache.copies_known()).await;
         }
@@ -58,7 +61,8 @@ pub(crate) async fn serve(core: Weak<Core>) {
     }
 }
 
-/// What is told of reports: those that were made, and those that take longer. And the questions about locks that are answered.
+/// What is told of reports: those that were made, and those that take longer. And the questions
+/// about locks that are answered.
 #[derive(Default)]
 struct Told {
     reported: Vec<u64>,
@@ -67,8 +71,8 @@ struct Told {
 }
 
 impl Core {
-    /// One request: acknowledges what is forgotten, tells of reports, and forgets what the answer recalls. With something to tell it
-    /// is answered at once.
+    /// One request: acknowledges what is forgotten, tells of reports, and forgets what the answer
+    /// recalls. With something to tell it is answered at once.
     async fn ask_recalls(
         self: &Arc<Self>,
         leader: &Leader,
@@ -86,7 +90,10 @@ impl Core {
             checks_locks: true,
             locks_checked,
         };
-        let m = leader.conn.call(Message::new(opcode::RECALL, request.encode_to_vec()), META_TRY).await?;
+        let m = leader
+            .conn
+            .call(Message::new(opcode::RECALL, request.encode_to_vec()), META_TRY)
+            .await?;
         let r: pb::RecallReply = decode(&m)?;
         let inos: Vec<Ino> = r.recalls.iter().map(|r| r.ino).collect();
         let forgetting = self.lease_cache.recalled(&inos);
@@ -117,12 +124,20 @@ impl Core {
         }
     }
 
-    /// Whether what was asked on this connection is still waited for: on a new one it is asked again.
+    /// Whether what was asked on this connection is still waited for: on a new one it is asked
+    /// again.
     fn is_asked(&self, leader: &Leader, session: SessionId) -> bool {
-        self.lease_cache.is_greeted(session, leader.number) && !leader.conn.is_closed() && !self.shared.is_closed()
+        self.lease_cache.is_greeted(session, leader.number)
+            && !leader.conn.is_closed()
+            && !self.shared.is_closed()
     }
 
-    async fn tell_until_told(self: &Arc<Self>, leader: &Leader, session: SessionId, told: impl Fn() -> Told) {
+    async fn tell_until_told(
+        self: &Arc<Self>,
+        leader: &Leader,
+        session: SessionId,
+        told: impl Fn() -> Told,
+    ) {
         while self.is_asked(leader, session) {
             match self.ask_recalls(leader, session, told()).await {
                 Ok(more) => return self.answer_asked(leader, session, more),
@@ -147,7 +162,10 @@ impl Core {
                 inode.appended_again().await;
                 let _placed = inode.placing.lock().await;
                 if let Err(e) = core.tell_all(&inode).await {
-                    tracing::warn!(ino, "somebody asks for the size of a file that could not be reported: {e}");
+                    tracing::warn!(
+                        ino,
+                        "somebody asks for the size of a file that could not be reported: {e}"
+                    );
                 }
             }
         });
@@ -162,6 +180,10 @@ impl Core {
                 Err(e) => tracing::debug!("telling of a report that takes long: {e}"),
             }
         }
-        self.tell_until_told(&leader, session, || Told { reported: vec![number], ..Told::default() }).await;
+        self.tell_until_told(&leader, session, || Told {
+            reported: vec![number],
+            ..Told::default()
+        })
+        .await;
     }
 }

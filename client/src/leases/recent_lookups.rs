@@ -1,5 +1,5 @@
-//! What names led to lately, for whoever follows one in two steps: when the name has gone in between, that must not fail what
-//! succeeds on a local disk.
+//! What names led to lately, for whoever follows one in two steps: when the name has gone in
+//! between, that must not fail what succeeds on a local disk.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,8 @@ use strake_proto::Ino;
 /// Inodes in each of two generations.
 const MOST: usize = 4096;
 
-/// Inodes that were found by a name, with the target of a symbolic link. The last few thousand of them.
+/// Inodes that were found by a name, with the target of a symbolic link. The last few thousand of
+/// them.
 #[derive(Default)]
 pub(crate) struct RecentLookups(Mutex<[BTreeMap<Ino, Bytes>; 2]>);
 

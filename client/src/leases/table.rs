@@ -1,5 +1,5 @@
-//! What a client may answer from memory: what it was told under leases, and when it must not any more. A pure table, see
-//! `docs/leases.md`.
+//! What a client may answer from memory: what it was told under leases, and when it must not any
+//! more. A pure table, see `docs/leases.md`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,15 +11,16 @@ use strake_proto::Ino;
 
 use crate::rows::Holder;
 
-/// When something happened, in the order of events of one table. They count while requests are under way.
+/// When something happened, in the order of events of one table. They count while requests are
+/// under way.
 type Event = u64;
 
 /// A request that is under way. To be given back by [`Table::end`].
 #[derive(Debug, PartialEq, Eq, Hash, Clone, Copy, PartialOrd, Ord)]
 pub struct Token(Event);
 
-/// Inodes behind names that a change may take away: their leases are given back with it, so nobody tells of what others do to them from
-/// then on, and whoever has a copy must forget it before.
+/// Inodes behind names that a change may take away: their leases are given back with it, so nobody
+/// tells of what others do to them from then on, and whoever has a copy must forget it before.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Dropped {
     /// The inodes.
@@ -75,7 +76,12 @@ struct Known<A> {
 
 impl<A> Default for Known<A> {
     fn default() -> Known<A> {
-        Known { attr: None, names: BTreeMap::new(), searchers: BTreeSet::new(), openers: BTreeSet::new() }
+        Known {
+            attr: None,
+            names: BTreeMap::new(),
+            searchers: BTreeSet::new(),
+            openers: BTreeSet::new(),
+        }
     }
 }
 
@@ -149,7 +155,8 @@ impl<A> Table<A> {
         // Clocks may differ in their rates by a tenth.
         let until = sent + term / 10 * 9;
         if self.until.is_none() {
-            // What was asked for while there were none: its lease may be over at the leader, and its recall forgotten.
+            // What was asked for while there were none: its lease may be over at the leader, and
+            // its recall forgotten.
             Holder::Anew.taken();
             self.void_all();
         } else {
@@ -176,7 +183,8 @@ impl<A> Table<A> {
         Holder::Connected.taken();
         self.until = None;
         self.void_all();
-        // What was given up was sent on a former one, and does not count as this session's own any more.
+        // What was given up was sent on a former one, and does not count as this session's own any
+        // more.
         self.changing.retain(|_, n| {
             *n &= !GIVEN_UP;
             *n > 0
@@ -214,7 +222,8 @@ impl<A> Table<A> {
         }
     }
 
-    /// Whether an answer that was granted for `ino` is still true of all of it but what own changes hit.
+    /// Whether an answer that was granted for `ino` is still true of all of it but what own changes
+    /// hit.
     fn is_valid(&self, now: Duration, token: Token, ino: Ino) -> bool {
         let voided = self.voids.inodes.get(&ino).is_some_and(|at| *at > token.0);
         self.lives(now) && self.voids.all <= token.0 && !voided
@@ -228,7 +237,8 @@ impl<A> Table<A> {
         self.changing_names.range((dir, Bytes::new())..).next().is_some_and(|((d, _), _)| *d == dir)
     }
 
-    /// Keeps attributes that were granted with the answer to a request. False: they may be old already.
+    /// Keeps attributes that were granted with the answer to a request. False: they may be old
+    /// already.
     pub fn keep_attr(&mut self, now: Duration, token: Token, ino: Ino, attr: A) -> bool {
         let voided = self.voids.attrs.get(&ino).is_some_and(|at| *at > token.0);
         if voided || self.changes_names_in(ino) || !self.stands(now, token, ino) {
@@ -271,9 +281,14 @@ impl<A> Table<A> {
         stands
     }
 
-    /// The attributes, for whoever opens a file that he has opened for reading before: he still may.
+    /// The attributes, for whoever opens a file that he has opened for reading before: he still
+    /// may.
     pub fn open(&self, now: Duration, ino: Ino, opener: u64) -> Option<&A> {
-        self.known.get(&ino).filter(|k| self.lives(now) && k.openers.contains(&opener))?.attr.as_ref()
+        self.known
+            .get(&ino)
+            .filter(|k| self.lives(now) && k.openers.contains(&opener))?
+            .attr
+            .as_ref()
     }
 
     /// Whether it is known of anybody that he may open the file.
@@ -298,7 +313,8 @@ impl<A> Table<A> {
 
     /// What is behind a name, if that is known; `Some(None)`: nothing.
     pub fn name(&self, now: Duration, dir: Ino, name: &[u8], searcher: u64) -> Option<Option<Ino>> {
-        let known = self.known.get(&dir).filter(|k| self.lives(now) && k.searchers.contains(&searcher))?;
+        let known =
+            self.known.get(&dir).filter(|k| self.lives(now) && k.searchers.contains(&searcher))?;
         known.names.get(name).copied()
     }
 
@@ -330,19 +346,21 @@ impl<A> Table<A> {
         (self.names, self.forgot_names) = (0, false);
         if !self.requests.is_empty() {
             self.now += 1;
-            self.voids = Voids { all: self.now, forgotten: self.voids.forgotten, ..Default::default() };
+            self.voids =
+                Voids { all: self.now, forgotten: self.voids.forgotten, ..Default::default() };
         }
     }
 
-    /// A request that changes something is about to be sent. Returns what it may change, to be given to [`Table::change_ends`], and
-    /// whose leases it gives back.
+    /// A request that changes something is about to be sent. Returns what it may change, to be
+    /// given to [`Table::change_ends`], and whose leases it gives back.
     pub fn change_begins(&mut self, mut change: Change) -> (Change, Dropped) {
         if change.names.is_empty() {
             Holder::OwnInode.taken()
         } else {
             Holder::OwnName.taken()
         }
-        let behind = |(dir, name): &(Ino, Bytes)| self.known.get(dir)?.names.get(name).copied().flatten();
+        let behind =
+            |(dir, name): &(Ino, Bytes)| self.known.get(dir)?.names.get(name).copied().flatten();
         let mut inos: Vec<Ino> = change.names.iter().filter_map(behind).collect();
         inos.retain(|ino| !change.inodes.contains(ino));
         let mut names = false;
@@ -360,8 +378,9 @@ impl<A> Table<A> {
         (change, Dropped { inos, names })
     }
 
-    /// It was answered. `told`: what the answer, which was granted, says of what is there since; kept where nothing else has
-    /// changed since the request's token was taken, which was after [`Table::change_begins`].
+    /// It was answered. `told`: what the answer, which was granted, says of what is there since;
+    /// kept where nothing else has changed since the request's token was taken, which was after
+    /// [`Table::change_begins`].
     pub fn change_answered(&mut self, now: Duration, token: Token, change: &Change, told: Told<A>) {
         let since = |at: Option<&Event>| at.is_some_and(|at| *at > token.0);
         let alone = |ino: &Ino| {
@@ -370,12 +389,16 @@ impl<A> Table<A> {
         };
         let told_of = told.attrs.len() + told.names.len();
         let attrs = told.attrs.into_iter();
-        let attrs = attrs.filter(|(i, _)| alone(i) && !since(self.voids.attrs.get(i)) && !self.changes_names_in(*i));
+        let attrs = attrs.filter(|(i, _)| {
+            alone(i) && !since(self.voids.attrs.get(i)) && !self.changes_names_in(*i)
+        });
         let attrs: Vec<_> = attrs.collect();
         let names = told.names.into_iter().filter(|n| {
             let key = (n.dir, n.name.clone());
             let in_work = self.changing_names.get(&key).copied().unwrap_or(0);
-            alone(&n.dir) && !since(self.voids.names.get(&key)) && in_work == u32::from(change.names.contains(&key))
+            alone(&n.dir)
+                && !since(self.voids.names.get(&key))
+                && in_work == u32::from(change.names.contains(&key))
         });
         let names: Vec<_> = names.collect();
         if !attrs.is_empty() || !names.is_empty() {
@@ -391,8 +414,8 @@ impl<A> Table<A> {
         names.into_iter().for_each(|n| self.put_name(n));
     }
 
-    /// It was answered, or nobody waits for the answer any more: then it may run yet, and what it may change is not kept before
-    /// there is another connection.
+    /// It was answered, or nobody waits for the answer any more: then it may run yet, and what it
+    /// may change is not kept before there is another connection.
     pub fn change_ends(&mut self, change: &Change, answered: bool) {
         if !answered {
             Holder::GivenUp.taken();
@@ -473,12 +496,22 @@ mod tests {
     fn what_was_granted_is_known_until_the_term_is_over() {
         let mut t = table();
         let token = t.begin();
-        assert!(t.keep_attr(at(1), token, FILE, 7) && t.keep_name(at(1), token, found(&NAME, Some(FILE), 5)));
+        assert!(
+            t.keep_attr(at(1), token, FILE, 7)
+                && t.keep_name(at(1), token, found(&NAME, Some(FILE), 5))
+        );
         t.end(token);
-        assert_eq!((t.attr(at(8), FILE), t.name(at(8), DIR, b"n", 5)), (Some(&7), Some(Some(FILE))));
+        assert_eq!(
+            (t.attr(at(8), FILE), t.name(at(8), DIR, b"n", 5)),
+            (Some(&7), Some(Some(FILE)))
+        );
         assert_eq!(t.name(at(8), DIR, b"n", 6), None, "another may not be allowed to search");
         assert_eq!(t.name(at(8), DIR, b"m", 5), None);
-        assert_eq!((t.attr(at(9), FILE), t.name(at(9), DIR, b"n", 5)), (None, None), "0.9 of the term");
+        assert_eq!(
+            (t.attr(at(9), FILE), t.name(at(9), DIR, b"n", 5)),
+            (None, None),
+            "0.9 of the term"
+        );
         assert!(t.expire(at(9)) && !t.expire(at(9)));
         t.renewed(at(10), at(10), TERM);
         assert_eq!(t.attr(at(10), FILE), None, "voided for good");
@@ -513,7 +546,9 @@ mod tests {
         t.void(FILE);
         let new = t.begin();
         assert!(
-            !t.keep_attr(at(0), old, FILE, 1) && t.keep_attr(at(0), old, DIR, 1) && t.keep_attr(at(0), new, FILE, 2)
+            !t.keep_attr(at(0), old, FILE, 1)
+                && t.keep_attr(at(0), old, DIR, 1)
+                && t.keep_attr(at(0), new, FILE, 2)
         );
         t.void(FILE);
         assert_eq!(t.attr(at(0), FILE), None);
@@ -537,16 +572,25 @@ mod tests {
         let (change, Dropped { inos: dropped, .. }) = t.change_begins(of_name());
         assert_eq!(dropped, [FILE]);
         let during = t.begin();
-        assert_eq!((t.name(at(0), DIR, b"n", 0), t.name(at(0), DIR, b"m", 0)), (None, Some(Some(FILE))));
+        assert_eq!(
+            (t.name(at(0), DIR, b"n", 0), t.name(at(0), DIR, b"m", 0)),
+            (None, Some(Some(FILE)))
+        );
         assert_eq!((t.attr(at(0), DIR), t.attr(at(0), FILE)), (None, None));
         assert!(!t.keep_attr(at(0), during, DIR, 1) && !t.keep_attr(at(0), during, FILE, 1));
         assert!(
-            !t.keep_name(at(0), during, found(&NAME, None, 0)) && t.keep_name(at(0), during, found(&other, None, 0))
+            !t.keep_name(at(0), during, found(&NAME, None, 0))
+                && t.keep_name(at(0), during, found(&other, None, 0))
         );
         t.change_ends(&change, true);
-        assert!(!t.keep_attr(at(0), during, DIR, 1) && !t.keep_name(at(0), during, found(&NAME, None, 0)));
+        assert!(
+            !t.keep_attr(at(0), during, DIR, 1)
+                && !t.keep_name(at(0), during, found(&NAME, None, 0))
+        );
         let after = t.begin();
-        assert!(t.keep_attr(at(0), after, DIR, 2) && t.keep_name(at(0), after, found(&NAME, None, 0)));
+        assert!(
+            t.keep_attr(at(0), after, DIR, 2) && t.keep_name(at(0), after, found(&NAME, None, 0))
+        );
     }
 
     #[test]
@@ -566,7 +610,9 @@ mod tests {
         t.change_ends(&three, true);
         let token = t.begin();
         assert!(
-            t.keep_name(at(0), token, found(&NAME, None, 0)) && t.changing.is_empty() && t.changing_names.is_empty()
+            t.keep_name(at(0), token, found(&NAME, None, 0))
+                && t.changing.is_empty()
+                && t.changing_names.is_empty()
         );
     }
 

@@ -1,5 +1,6 @@
-//! What this client's programs wait for: one list, told to the metadata leader again and again, whoever that is. It says
-//! whose turn it is; the waiter then asks for the lock. See `docs/locks.md`.
+//! What this client's programs wait for: one list, told to the metadata leader again and again,
+//! whoever that is. It says whose turn it is; the waiter then asks for the lock. See
+//! `docs/locks.md`.
 
 use std::{sync::Arc, time::Duration};
 
@@ -46,11 +47,18 @@ impl Place {
         self.id
     }
 
-    pub fn new(waits: &Arc<LockWaiters>, ino: Ino, owner: u64, kind: pb::LockKind, span: pb::LockSpan) -> Place {
+    pub fn new(
+        waits: &Arc<LockWaiters>,
+        ino: Ino,
+        owner: u64,
+        kind: pb::LockKind,
+        span: pb::LockSpan,
+    ) -> Place {
         let news = Arc::new(Notify::new());
         let mut list = waits.list.lock();
         let id = list.number(now(&waits.shared.env));
-        let wait = pb::LockWait { id, ino, owner, kind: kind as i32, span: Some(span), trying: false };
+        let wait =
+            pb::LockWait { id, ino, owner, kind: kind as i32, span: Some(span), trying: false };
         if list.enter(wait, news.clone()) {
             waits.shared.env.spawn(waits.clone().serve());
         }
@@ -128,11 +136,17 @@ impl LockWaiters {
         }
     }
 
-    async fn tell(self: &Arc<Self>, waits: Vec<pb::LockWait>, number: u64) -> Result<pb::LockWaitReply> {
+    async fn tell(
+        self: &Arc<Self>,
+        waits: Vec<pb::LockWait>,
+        number: u64,
+    ) -> Result<pb::LockWaitReply> {
         let session = self.metadata.session().await?;
-        let body = Bytes::from(pb::LockWaitRequest { session: session.id, waits, number }.encode_to_vec());
+        let body =
+            Bytes::from(pb::LockWaitRequest { session: session.id, waits, number }.encode_to_vec());
         let mut at = self.shared.attempts_for("waiting for a lock", META_TRY);
-        let reply: Result<Message> = self.metadata.call(opcode::LOCK_WAIT, |_| body.clone(), META_TRY, &mut at).await;
+        let reply: Result<Message> =
+            self.metadata.call(opcode::LOCK_WAIT, |_| body.clone(), META_TRY, &mut at).await;
         if reply.as_ref().is_err_and(|e| e.code == Code::NoSession) {
             self.metadata.session_gone(&session);
         }

@@ -1,7 +1,9 @@
-//! File locks, between all clients: flock(2), POSIX and open-file-description locks. `docs/locks.md` has the rules.
+//! File locks, between all clients: flock(2), POSIX and open-file-description locks.
+//! `docs/locks.md` has the rules.
 //!
-//! A caller may stop waiting at any time: what he did not get to see is undone. Until that is done, and while a request of
-//! an owner is on its way, the same owner's other requests wait ([`OwnerQueues`]), so that none of them overtakes it.
+//! A caller may stop waiting at any time: what he did not get to see is undone. Until that is done,
+//! and while a request of an owner is on its way, the same owner's other requests wait
+//! ([`OwnerQueues`]), so that none of them overtakes it.
 
 pub(crate) mod lock_waiters;
 pub(crate) mod owner_queues;
@@ -47,7 +49,8 @@ pub struct Lock {
     pub mode: LockType,
     /// First byte.
     pub start: u64,
-    /// Last byte; `u64::MAX` is the end of the file, however long it gets. An flock is from 0 to there.
+    /// Last byte; `u64::MAX` is the end of the file, however long it gets. An flock is from 0 to
+    /// there.
     pub end: u64,
     /// The process, for those who ask who is in the way.
     pub pid: u32,
@@ -60,12 +63,26 @@ impl Lock {
 
     fn set(&self, ino: Ino) -> pb::Op {
         let (kind, span) = (self.kind as i32, Some(self.span()));
-        op(pb::op::Op::SetLock(pb::SetLock { ino, owner: self.owner, kind, span, ..Default::default() }))
+        op(pb::op::Op::SetLock(pb::SetLock {
+            ino,
+            owner: self.owner,
+            kind,
+            span,
+            ..Default::default()
+        }))
     }
 
     fn take(&self, ino: Ino, patient: bool, wait: u64) -> pb::Op {
         let (kind, span) = (self.kind as i32, Some(self.span()));
-        op(pb::op::Op::SetLock(pb::SetLock { ino, owner: self.owner, kind, span, undo: true, patient, wait }))
+        op(pb::op::Op::SetLock(pb::SetLock {
+            ino,
+            owner: self.owner,
+            kind,
+            span,
+            undo: true,
+            patient,
+            wait,
+        }))
     }
 }
 
@@ -113,13 +130,15 @@ impl Given {
 impl Drop for Given {
     fn drop(&mut self) {
         let Some(lane) = self.lane.take().filter(|_| can_spawn()) else { return };
-        let (core, undo, session) = (self.core.clone(), std::mem::take(&mut self.undo), self.locked.session);
+        let (core, undo, session) =
+            (self.core.clone(), std::mem::take(&mut self.undo), self.locked.session);
         let unlocking = self.core.locks.unlockings.begin(self.ino, self.owner);
         let leftover = std::mem::take(&mut self.leftover);
         self.core.shared.env.spawn(async move {
             let undone = core.surely(session, &undo, None).await;
             if undone.is_err_and(|e| e.code == Code::LockConflict) {
-                // What was a lock for writing has been one for reading since, and others read there by now.
+                // What was a lock for writing has been one for reading since, and others read there
+                // by now.
                 let _ = core.surely(session, &weakened(undo), None).await;
             }
             drop((lane, unlocking, leftover));
@@ -127,8 +146,9 @@ impl Drop for Given {
     }
 }
 
-/// What a request leaves that is still under way when its caller waits no longer: it will be undone.
-/// It lasts until that is done: it is what others wait for, not the undoing, which begins later.
+/// What a request leaves that is still under way when its caller waits no longer: it will be
+/// undone. It lasts until that is done: it is what others wait for, not the undoing, which begins
+/// later.
 #[derive(Clone, Default)]
 struct Leftover(Arc<parking_lot::Mutex<Option<Unlocking>>>);
 
@@ -165,21 +185,30 @@ impl Client {
     pub async fn get_lock(&self, ino: Ino, lock: &Lock) -> Result<Option<Holder>> {
         let (owner, kind, span) = (lock.owner, lock.kind as i32, Some(lock.span()));
         let get = op(pb::op::Op::GetLock(pb::GetLock { ino, owner, kind, span }));
-        let found = ok(self.core.metadata.meta(&pb::Creds::default(), vec![get]).await?)?.pop().and_then(|r| r.lock);
+        let found = ok(self.core.metadata.meta(&pb::Creds::default(), vec![get]).await?)?
+            .pop()
+            .and_then(|r| r.lock);
         let own = self.session();
         Ok(found.and_then(|l| {
             let s = l.spans.first()?;
             let mode = LockType::try_from(s.r#type).ok()?;
-            Some(Holder { mode, start: s.start, end: s.end, pid: if l.session == own { s.pid } else { 0 } })
+            Some(Holder {
+                mode,
+                start: s.start,
+                end: s.end,
+                pid: if l.session == own { s.pid } else { 0 },
+            })
         }))
     }
 
-    /// Locks or unlocks. `LockConflict` (`EAGAIN`) when another owner's lock is in the way and `wait` is false.
+    /// Locks or unlocks. `LockConflict` (`EAGAIN`) when another owner's lock is in the way and
+    /// `wait` is false.
     ///
-    /// With `wait` it returns when the lock is there, however long that takes, or with `Deadlock` when waiting would never
-    /// end. Dropping the future leaves everything as it was; only a lock for
-    /// writing that it was to make one for reading may have become that. `NoLock` at a limit (see `docs/locks.md`). An unlock that
-    /// fails with `TimedOut` or `NoSpc` is gone on with until it succeeds.
+    /// With `wait` it returns when the lock is there, however long that takes, or with `Deadlock`
+    /// when waiting would never end. Dropping the future leaves everything as it was; only a lock
+    /// for writing that it was to make one for reading may have become that. `NoLock` at a limit
+    /// (see `docs/locks.md`). An unlock that fails with `TimedOut` or `NoSpc` is gone on with until
+    /// it succeeds.
     pub async fn set_lock(&self, ino: Ino, lock: &Lock, wait: bool) -> Result<Locked> {
         if lock.mode == LockType::LockUnlock {
             return self.unlock(ino, lock).await;
@@ -187,7 +216,12 @@ impl Client {
         if !wait {
             return self.try_lock(ino, lock, lock.take(ino, false, 0)).await.map(Given::take);
         }
-        let full = |_| Error::new(Code::NoLock, format!("{MAX_WAITS} programs of this mount wait for locks already"));
+        let full = |_| {
+            Error::new(
+                Code::NoLock,
+                format!("{MAX_WAITS} programs of this mount wait for locks already"),
+            )
+        };
         let _one = self.core.locks.waits.try_acquire().map_err(full)?;
         self.wait_for_lock(ino, lock).await
     }
@@ -197,7 +231,8 @@ impl Client {
         let conflict = |r: &Result<Given>| r.as_ref().is_err_and(|e| e.code == Code::LockConflict);
         let mut given = self.try_lock(ino, lock, lock.take(ino, true, 0)).await;
         if conflict(&given) {
-            let mut place = Place::new(&self.core.lock_waiters, ino, lock.owner, lock.kind, lock.span());
+            let mut place =
+                Place::new(&self.core.lock_waiters, ino, lock.owner, lock.kind, lock.span());
             while conflict(&given) {
                 place.turn().await?;
                 given = self.try_lock(ino, lock, lock.take(ino, true, place.id())).await;
@@ -207,12 +242,21 @@ impl Client {
         given.map(Given::take)
     }
 
-    fn try_lock<'a>(&'a self, ino: Ino, lock: &'a Lock, take: pb::Op) -> BoxFuture<'a, Result<Given>> {
+    fn try_lock<'a>(
+        &'a self,
+        ino: Ino,
+        lock: &'a Lock,
+        take: pb::Op,
+    ) -> BoxFuture<'a, Result<Given>> {
         Box::pin(async move {
             let (core, lock, leftover) = (self.core.clone(), *lock, Leftover::default());
             let unlockings = core.locks.unlockings.clone();
-            let mut caller = Caller { unlockings, ino, owner: lock.owner, leftover: Some(leftover.clone()) };
-            let asked = self.core.shared.detached(async move { core.try_lock(ino, &lock, take, leftover).await });
+            let mut caller =
+                Caller { unlockings, ino, owner: lock.owner, leftover: Some(leftover.clone()) };
+            let asked = self
+                .core
+                .shared
+                .detached(async move { core.try_lock(ino, &lock, take, leftover).await });
             let given = asked.await;
             caller.leftover = None;
             given
@@ -223,8 +267,8 @@ impl Client {
         self.give_up(ino, lock, self.unlocking(ino, lock.owner)).await
     }
 
-    /// Unlocks what an owner is giving up, from this call on, whether the future is waited for or not. It is gone on with until it
-    /// succeeds.
+    /// Unlocks what an owner is giving up, from this call on, whether the future is waited for or
+    /// not. It is gone on with until it succeeds.
     pub fn give_up(
         &self,
         ino: Ino,
@@ -233,13 +277,15 @@ impl Client {
     ) -> impl Future<Output = Result<Locked>> + Send + use<> {
         let (tell, answer) = oneshot::channel();
         if can_spawn() {
-            let (lock, kept) = (Lock { mode: LockType::LockUnlock, ..*lock }, Unlock::of(unlocking));
+            let (lock, kept) =
+                (Lock { mode: LockType::LockUnlock, ..*lock }, Unlock::of(unlocking));
             self.core.spawn_unlock(ino, &lock, Some(tell), kept);
         }
         async { answer.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))? }
     }
 
-    /// An owner is about to give something up. Until this is dropped, those who would be told of a conflict wait.
+    /// An owner is about to give something up. Until this is dropped, those who would be told of a
+    /// conflict wait.
     pub fn unlocking(&self, ino: Ino, owner: u64) -> Unlocking {
         self.core.locks.unlockings.begin(ino, owner)
     }
@@ -277,8 +323,9 @@ fn can_spawn() -> bool {
     tokio::runtime::Handle::try_current().is_ok()
 }
 
-/// Where a file ends, once all that was held back is sent. Until this is dropped nobody else appends: he finds the lock taken, or where there
-/// is none, he asks for the size, and no report is made here meanwhile.
+/// Where a file ends, once all that was held back is sent. Until this is dropped nobody else
+/// appends: he finds the lock taken, or where there is none, he asks for the size, and no report is
+/// made here meanwhile.
 pub(crate) struct End {
     placing: Option<OwnedMutexGuard<()>>,
     lock: Option<EndLock>,
@@ -296,8 +343,14 @@ struct EndLock {
 }
 
 /// Of a client there is one at a time for each file.
-const END: Lock =
-    Lock { kind: LockKind::LockAppend, owner: 0, mode: LockType::LockWrite, start: 0, end: u64::MAX, pid: 0 };
+const END: Lock = Lock {
+    kind: LockKind::LockAppend,
+    owner: 0,
+    mode: LockType::LockWrite,
+    start: 0,
+    end: u64::MAX,
+    pid: 0,
+};
 
 impl Drop for EndLock {
     fn drop(&mut self) {
@@ -322,7 +375,9 @@ impl Unlock {
 
 fn locked(r: Vec<pb::OpResult>) -> Result<(Locked, Vec<pb::LockSpan>)> {
     let l = r.into_iter().next_back().and_then(|r| r.lock);
-    let l = l.ok_or_else(|| Error::new(Code::Protocol, "the metadata server does not say what it locked"))?;
+    let l = l.ok_or_else(|| {
+        Error::new(Code::Protocol, "the metadata server does not say what it locked")
+    })?;
     Ok((Locked { session: l.session, left: l.left }, l.spans))
 }
 
@@ -336,18 +391,20 @@ impl Core {
         if let Some((size, _)) = self.files.known_size(inode) {
             return Ok(End { placing: Some(placing), lock: None, session, size });
         }
-        // Others may be asked for reports, and wait for one from here. Who has the lock needs to keep nobody from the size.
+        // Others may be asked for reports, and wait for one from here. Who has the lock needs to
+        // keep nobody from the size.
         drop(placing);
         let kept = inode.note_end();
-        let Locked { session, .. } = Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
+        let Locked { session, .. } =
+            Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
         let lock = EndLock { core: self.clone(), ino: inode.ino, kept };
         self.writeback.send_held(inode).await;
         let size = self.files.fresh_size(inode).await?;
         Ok(End { placing: None, lock: Some(lock), session, size })
     }
 
-    /// For an append that goes on for long: others are told the size again, and still nobody else appends. False, and the end is
-    /// anybody's from now on, where another has the lock.
+    /// For an append that goes on for long: others are told the size again, and still nobody else
+    /// appends. False, and the end is anybody's from now on, where another has the lock.
     pub(crate) async fn lock_end_now(self: &Arc<Self>, inode: &Arc<Inode>, end: &mut End) -> bool {
         if end.lock.is_some() {
             return true;
@@ -370,11 +427,16 @@ impl Core {
         }
     }
 
-    /// Somebody else is about to be told of a conflict: returns when nothing of the file is locked here that nobody holds any more.
+    /// Somebody else is about to be told of a conflict: returns when nothing of the file is locked
+    /// here that nobody holds any more.
     pub(crate) async fn check_locks(&self, ino: Ino) {
         // Programs of a mount are known a moment after its client has connected.
         while self.shared.cfg.handover.is_some() && self.locks.programs.get().is_none() {
-            let _ = tokio::time::timeout(Duration::from_millis(100), self.locks.has_programs.notified()).await;
+            let _ = tokio::time::timeout(
+                Duration::from_millis(100),
+                self.locks.has_programs.notified(),
+            )
+            .await;
             if self.shared.is_closed() {
                 return;
             }
@@ -396,13 +458,25 @@ impl Core {
     }
 
     /// One request for a lock, which runs to its end.
-    async fn try_lock(self: Arc<Self>, ino: Ino, lock: &Lock, take: pb::Op, leftover: Leftover) -> Result<Given> {
+    async fn try_lock(
+        self: Arc<Self>,
+        ino: Ino,
+        lock: &Lock,
+        take: pb::Op,
+        leftover: Leftover,
+    ) -> Result<Given> {
         let lane = self.locks.enter(ino, lock.owner).await;
         let unlock = Lock { mode: LockType::LockUnlock, ..*lock };
         let mut tries = TRIES;
         let given = loop {
             tries -= 1;
-            match self.metadata.meta(&pb::Creds::default(), vec![take.clone()]).await.and_then(ok).and_then(locked) {
+            match self
+                .metadata
+                .meta(&pb::Creds::default(), vec![take.clone()])
+                .await
+                .and_then(ok)
+                .and_then(locked)
+            {
                 // What was in the way is given up by now.
                 Err(e) if e.code == Code::Overloaded && tries > 0 => {}
                 r => break r,
@@ -411,7 +485,8 @@ impl Core {
         let (locked, before) = match given {
             // It may have run: better not to have it than to have it unknown to its owner.
             Err(e) if in_doubt(&e) => {
-                let (core, session) = (self.clone(), self.metadata.current_session().map_or(0, |s| s.id));
+                let (core, session) =
+                    (self.clone(), self.metadata.current_session().map_or(0, |s| s.id));
                 let unlocking = self.locks.unlockings.begin(ino, lock.owner);
                 self.shared.env.spawn(async move {
                     let _ = core.surely(session, &[unlock.set(ino)], None).await;
@@ -430,9 +505,14 @@ impl Core {
         Ok(Given { core: self, ino, owner: lock.owner, undo, locked, lane: Some(lane), leftover })
     }
 
-    /// Has a list run that gives locks up, and goes on after the caller was told that it takes too long. What belongs to
-    /// a lost session is given up already.
-    async fn surely(self: &Arc<Self>, session: SessionId, ops: &[pb::Op], mut tell: Option<Tell>) -> Result<Locked> {
+    /// Has a list run that gives locks up, and goes on after the caller was told that it takes too
+    /// long. What belongs to a lost session is given up already.
+    async fn surely(
+        self: &Arc<Self>,
+        session: SessionId,
+        ops: &[pb::Op],
+        mut tell: Option<Tell>,
+    ) -> Result<Locked> {
         loop {
             let r = self
                 .metadata

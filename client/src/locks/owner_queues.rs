@@ -21,7 +21,8 @@ const LANES: usize = 64;
 
 /// Whoever asks for locks on behalf of programs, as a mount does.
 pub trait Programs: Send + Sync {
-    /// Returns when all that programs have given up before this was called is being given up at the client.
+    /// Returns when all that programs have given up before this was called is being given up at the
+    /// client.
     fn settled(&self) -> Pin<Box<dyn Future<Output = ()> + Send>>;
 }
 
@@ -47,9 +48,14 @@ impl Default for OwnerQueues {
 }
 
 impl OwnerQueues {
-    /// The place in the queue is that of this call, not of the first poll: what an owner asks for next, perhaps in another thread, must
-    /// not overtake a task that is to unlock and has not begun.
-    pub(super) fn enter(&self, ino: Ino, owner: u64) -> impl Future<Output = OwnedMutexGuard<()>> + Send + use<> {
+    /// The place in the queue is that of this call, not of the first poll: what an owner asks for
+    /// next, perhaps in another thread, must not overtake a task that is to unlock and has not
+    /// begun.
+    pub(super) fn enter(
+        &self,
+        ino: Ino,
+        owner: u64,
+    ) -> impl Future<Output = OwnedMutexGuard<()>> + Send + use<> {
         let mut mix = ino.rotate_left(32) ^ owner;
         let lane = strake_proto::layout::splitmix64(&mut mix) as usize % LANES;
         // A task that has done much would not be let into the queue.

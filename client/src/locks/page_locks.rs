@@ -38,7 +38,12 @@ impl Core {
     }
 
     /// See [`Pages::enter`].
-    pub(crate) async fn use_pages(self: &Arc<Self>, ino: Ino, mode: Mode, free: bool) -> Result<Using> {
+    pub(crate) async fn use_pages(
+        self: &Arc<Self>,
+        ino: Ino,
+        mode: Mode,
+        free: bool,
+    ) -> Result<Using> {
         loop {
             let mut news = std::pin::pin!(self.pages.news.notified());
             news.as_mut().enable();
@@ -47,13 +52,16 @@ impl Core {
                 None if free && !self.pages.is_marked(ino) => 0,
                 None => self.metadata.session().await?.id,
             };
-            let enter = self.pages.table.lock().enter(self.shared.env.boot(), ino, (mode, free), session);
+            let enter =
+                self.pages.table.lock().enter(self.shared.env.boot(), ino, (mode, free), session);
             match enter {
                 Enter::Begun(what) => return Ok(Using::new(&self.pages, ino, what)),
                 // To its end, also if the caller goes away.
                 Enter::Ask => {
                     let core = self.clone();
-                    self.shared.detached(async move { core.ask_for_pages(ino, mode).await }).await?;
+                    self.shared
+                        .detached(async move { core.ask_for_pages(ino, mode).await })
+                        .await?;
                 }
                 Enter::GiveUp => self.leave_pages(ino, true).await,
                 Enter::Wait => news.await,
@@ -73,7 +81,9 @@ impl Core {
             }
             Err(e) => {
                 if e.code == Code::Inval {
-                    tracing::warn!("the metadata servers are too old to keep mappings of several mounts in order: {e}");
+                    tracing::warn!(
+                        "the metadata servers are too old to keep mappings of several mounts in order: {e}"
+                    );
                     self.pages.unknown.store(true, Relaxed);
                     self.pages.table.lock().unmark(ino);
                 }
@@ -128,7 +138,11 @@ impl Core {
                 Leave::Go(held) => {
                     // To its end, also if the caller goes away.
                     let core = self.clone();
-                    let _ = self.shared.env.spawn(async move { core.unlock_held(ino, held.session).await }).await;
+                    let _ = self
+                        .shared
+                        .env
+                        .spawn(async move { core.unlock_held(ino, held.session).await })
+                        .await;
                     return;
                 }
             }
@@ -155,7 +169,10 @@ impl Core {
     /// Nothing that was written under the lock is sent again later: others may have written there
     /// since.
     async fn settle_writes(self: &Arc<Self>, inode: &Arc<Inode>, session: SessionId) {
-        let is_same = || self.metadata.current_session().is_some_and(|s| s.id == session) && !self.shared.is_closed();
+        let is_same = || {
+            self.metadata.current_session().is_some_and(|s| s.id == session)
+                && !self.shared.is_closed()
+        };
         while is_same() {
             let settled = match self.updates.fence(inode).await {
                 Ok(()) => self.updates.flush_inode(inode.ino).await,
@@ -164,7 +181,10 @@ impl Core {
             match settled {
                 Ok(()) => return,
                 Err(e) => {
-                    tracing::warn!(ino = inode.ino, "pages of a file are wanted, and what was stored is not safe: {e}")
+                    tracing::warn!(
+                        ino = inode.ino,
+                        "pages of a file are wanted, and what was stored is not safe: {e}"
+                    )
                 }
             }
             sleep(PAUSE).await;

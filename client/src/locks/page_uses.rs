@@ -67,7 +67,12 @@ impl Drop for Using {
 
 impl PageLocks {
     pub fn new(shared: Arc<Shared>) -> PageLocks {
-        PageLocks { shared, table: Mutex::default(), news: Notify::new(), unknown: AtomicBool::new(false) }
+        PageLocks {
+            shared,
+            table: Mutex::default(),
+            news: Notify::new(),
+            unknown: AtomicBool::new(false),
+        }
     }
 
     /// Whether pages of mappings are kept in order with other clients.

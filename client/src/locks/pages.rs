@@ -158,7 +158,13 @@ impl Pages {
 
     /// Bytes of a file are to be changed, or pages of it handed out. `free`: it may be so without
     /// the lock while the file is not marked.
-    pub fn enter(&mut self, now: Duration, ino: Ino, (mode, free): (Mode, bool), session: SessionId) -> Enter {
+    pub fn enter(
+        &mut self,
+        now: Duration,
+        ino: Ino,
+        (mode, free): (Mode, bool),
+        session: SessionId,
+    ) -> Enter {
         let marked = self.is_file_marked(ino);
         let f = self.files.entry(ino).or_default();
         if free && !marked {
@@ -229,7 +235,9 @@ impl Pages {
     /// The session in which this lock is held, if it is.
     pub fn holds(&self, ino: Ino, number: Number) -> Option<SessionId> {
         match self.files.get(&ino)?.lock {
-            Lock::Held(held) | Lock::Leaving(held) => Some(held.session).filter(|_| held.number == number),
+            Lock::Held(held) | Lock::Leaving(held) => {
+                Some(held.session).filter(|_| held.number == number)
+            }
             Lock::None | Lock::Asked { .. } => None,
         }
     }
@@ -257,7 +265,8 @@ impl Pages {
             _ => (now, false),
         };
         let hold = (now.saturating_sub(asked) / 2).clamp(HOLD, LONGEST_HOLD);
-        let held = Held { mode, session, number: self.last, since: now, hold, used: None, sized: false };
+        let held =
+            Held { mode, session, number: self.last, since: now, hold, used: None, sized: false };
         (f.lock, f.users) = (Lock::Held(held), 0);
         wanted
     }
@@ -312,7 +321,15 @@ impl Pages {
         let none = f.lock == Lock::None;
         if none {
             let mode = Mode::Write;
-            f.lock = Lock::Leaving(Held { mode, session, number: 0, since: now, hold: HOLD, used: None, sized: false });
+            f.lock = Lock::Leaving(Held {
+                mode,
+                session,
+                number: 0,
+                since: now,
+                hold: HOLD,
+                used: None,
+                sized: false,
+            });
         }
         none
     }

@@ -39,11 +39,19 @@ fn who_wants_pages_waits_for_what_was_begun_before_and_for_nothing_later() {
     let before = begun(p.enter(ms(0), F, (Mode::Write, true), 1));
     p.wanted(F);
     assert_eq!(p.leave(ms(0), F, false), Leave::Wait(None));
-    assert_eq!(p.enter(ms(0), F, (Mode::Write, true), 1), Enter::Ask, "from now on the lock is needed");
+    assert_eq!(
+        p.enter(ms(0), F, (Mode::Write, true), 1),
+        Enter::Ask,
+        "from now on the lock is needed"
+    );
     assert_eq!(p.enter(ms(0), F, (Mode::Read, false), 1), Enter::Wait);
     p.ended(ms(1), F, before);
     assert!(!p.lasts(F, before));
-    assert_eq!(p.leave(ms(1), F, false), Leave::Done, "who waits for the lock may wait for this answer");
+    assert_eq!(
+        p.leave(ms(1), F, false),
+        Leave::Done,
+        "who waits for the lock may wait for this answer"
+    );
 }
 
 #[test]
@@ -111,7 +119,11 @@ fn a_lock_goes_with_its_session() {
     p.granted(ms(1), F, Mode::Write, 2);
     let now = begun(p.enter(ms(0), F, (Mode::Write, false), 2));
     p.ended(ms(2), F, lost);
-    assert_eq!(p.leave(ms(900), F, false), Leave::Wait(None), "only one use is over, of the lost one");
+    assert_eq!(
+        p.leave(ms(900), F, false),
+        Leave::Wait(None),
+        "only one use is over, of the lost one"
+    );
     assert!(!p.lasts(F, lost) && p.lasts(F, now));
 }
 
@@ -131,11 +143,19 @@ fn the_lock_of_a_former_process_is_not_given_up_once_this_one_asks_for_it() {
 #[test]
 fn the_size_is_known_as_long_as_the_lock() {
     let mut p = Pages::default();
-    let Use::Locked { number, sized: false, .. } = got(&mut p, ms(0), Mode::Read, 1) else { panic!() };
+    let Use::Locked { number, sized: false, .. } = got(&mut p, ms(0), Mode::Read, 1) else {
+        panic!()
+    };
     p.sized(F, number + 1);
-    assert!(matches!(begun(p.enter(ms(0), F, (Mode::Read, false), 1)), Use::Locked { sized: false, .. }));
+    assert!(matches!(
+        begun(p.enter(ms(0), F, (Mode::Read, false), 1)),
+        Use::Locked { sized: false, .. }
+    ));
     p.sized(F, number);
-    assert!(matches!(begun(p.enter(ms(0), F, (Mode::Read, false), 1)), Use::Locked { sized: true, .. }));
+    assert!(matches!(
+        begun(p.enter(ms(0), F, (Mode::Read, false), 1)),
+        Use::Locked { sized: true, .. }
+    ));
 }
 
 #[test]

@@ -47,7 +47,10 @@ impl Table {
 
     /// What is being given up of a file, to be compared with what is later.
     pub fn of(&self, ino: Ino) -> Unlocks {
-        Unlocks { begun: self.begun[ino as usize % COUNTS], under_way: !self.is_done(ino, u64::MAX) }
+        Unlocks {
+            begun: self.begun[ino as usize % COUNTS],
+            under_way: !self.is_done(ino, u64::MAX),
+        }
     }
 
     /// What was begun last.

@@ -86,7 +86,8 @@ impl<W: Clone> List<W> {
             return None;
         }
         self.shrunk = false;
-        let one = |w: &Waiter<W>| pb::LockWait { trying: matches!(w.state, State::Trying), ..w.wait };
+        let one =
+            |w: &Waiter<W>| pb::LockWait { trying: matches!(w.state, State::Trying), ..w.wait };
         Some(self.all.values().map(one).collect())
     }
 
@@ -109,8 +110,10 @@ impl<W: Clone> List<W> {
 
     /// The leader has answered.
     pub fn answered(&mut self, r: &pb::LockWaitReply) -> Vec<W> {
-        let deadlock = || Error::new(Code::Deadlock, "whoever has this lock waits for one of its owner's");
-        let failed: Vec<W> = r.deadlock.iter().filter_map(|id| self.set(*id, State::Failed(deadlock()))).collect();
+        let deadlock =
+            || Error::new(Code::Deadlock, "whoever has this lock waits for one of its owner's");
+        let failed: Vec<W> =
+            r.deadlock.iter().filter_map(|id| self.set(*id, State::Failed(deadlock()))).collect();
         let ready = r.ready.iter().filter_map(|id| self.set(*id, State::Ready));
         failed.into_iter().chain(ready).collect()
     }

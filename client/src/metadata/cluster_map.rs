@@ -31,7 +31,8 @@ impl Metadata {
         if map.version <= have.version() && have.version() != 0 {
             return Ok(());
         }
-        // Numbers of versions say nothing between two groups that were made from what was left of one.
+        // Numbers of versions say nothing between two groups that were made from what was left of
+        // one.
         let (own, theirs) = (Incarnation(have.map.incarnation), Incarnation(map.incarnation));
         if have.version() != 0 && own.kin(theirs) == Kin::Twin {
             let m = format!(
@@ -56,7 +57,8 @@ impl Metadata {
         Ok(())
     }
 
-    /// Asks for a map newer than `than`; one request serves all who ask at once. Quiet when there is none yet.
+    /// Asks for a map newer than `than`; one request serves all who ask at once. Quiet when there
+    /// is none yet.
     pub async fn refresh_map(self: &Arc<Self>, than: u64) {
         let ended = self.refresh.ended.load(Relaxed);
         let _one = self.refresh.turn.lock().await;

@@ -21,7 +21,8 @@ const MOST_HINTS: usize = 4096;
 const FEW: usize = 16;
 /// So many operations are not worth their leases.
 const MANY_OPS: usize = 256;
-/// Nor is what comes in a listing after so many entries: a quarter of the leases that a session may have.
+/// Nor is what comes in a listing after so many entries: a quarter of the leases that a session may
+/// have.
 const LARGE: usize = 16_384;
 /// Listings that are counted.
 const MOST_LISTINGS: usize = 256;
@@ -40,14 +41,17 @@ pub(super) struct Policy {
 impl Policy {
     /// Whether a list that only looks is to be sent to a follower.
     pub fn wants(&self, now: Instant, mode: FollowerReads, ops: &[pb::Op]) -> bool {
-        let hint = |ino| self.hints.get(&ino).filter(|(until, _)| now < *until).map(|(_, follower)| *follower);
+        let hint = |ino| {
+            self.hints.get(&ino).filter(|(until, _)| now < *until).map(|(_, follower)| *follower)
+        };
         let few = ops.len() <= FEW;
         match mode {
             FollowerReads::Never => false,
             _ if few && ops.iter().any(|o| hint(named(o)) == Some(false)) => false,
             FollowerReads::Always => true,
             FollowerReads::Auto => {
-                ops.len() >= MANY_OPS || few && ops.iter().any(|o| hint(named(o)) == Some(true) || self.goes_on(o))
+                ops.len() >= MANY_OPS
+                    || few && ops.iter().any(|o| hint(named(o)) == Some(true) || self.goes_on(o))
             }
         }
     }
@@ -58,13 +62,20 @@ impl Policy {
         o.cookie != 0 && self.listed.get(&o.dir).is_some_and(|n| *n >= LARGE)
     }
 
-    pub fn hint(&mut self, now: Instant, ops: &[pb::Op], follower: bool, which: impl Fn(Ino) -> bool) {
+    pub fn hint(
+        &mut self,
+        now: Instant,
+        ops: &[pb::Op],
+        follower: bool,
+        which: impl Fn(Ino) -> bool,
+    ) {
         if ops.len() > FEW {
             return;
         }
         for ino in ops.iter().map(named).filter(|ino| *ino != 0 && which(*ino)) {
             // What a follower could not say is the leader's for as long as that counts.
-            let sent_back = self.hints.get(&ino).is_some_and(|(until, follower)| now < *until && !follower);
+            let sent_back =
+                self.hints.get(&ino).is_some_and(|(until, follower)| now < *until && !follower);
             if !(follower && sent_back) {
                 self.hints.insert(ino, (now + HINT, follower));
             }
@@ -81,7 +92,8 @@ impl Policy {
     pub fn answered(&mut self, ops: &[pb::Op], results: &[pb::OpResult]) {
         for (op, r) in ops.iter().zip(results) {
             let Some(Op::Readdir(o)) = &op.op else { continue };
-            let before = if o.cookie == 0 { 0 } else { self.listed.get(&o.dir).copied().unwrap_or(0) };
+            let before =
+                if o.cookie == 0 { 0 } else { self.listed.get(&o.dir).copied().unwrap_or(0) };
             self.listed.remove(&o.dir);
             if !r.end && o.dir != 0 && self.listed.len() < MOST_LISTINGS {
                 self.listed.insert(o.dir, before + r.entries.len());
@@ -93,12 +105,21 @@ impl Policy {
         }
     }
 
-    /// The server to ask, of those that there are: the one whose turn it is for this client that is not left alone.
-    pub fn whom(&self, now: Instant, all: &[Endpoint], leader: Option<&Endpoint>, turn: u64) -> Option<Endpoint> {
+    /// The server to ask, of those that there are: the one whose turn it is for this client that is
+    /// not left alone.
+    pub fn whom(
+        &self,
+        now: Instant,
+        all: &[Endpoint],
+        leader: Option<&Endpoint>,
+        turn: u64,
+    ) -> Option<Endpoint> {
         let followers: Vec<&Endpoint> = all.iter().filter(|e| Some(*e) != leader).collect();
         let first = (turn % followers.len().max(1) as u64) as usize;
         let mut in_turn = followers.iter().cycle().skip(first).take(followers.len());
-        in_turn.find(|e| self.left_alone.get(**e).is_none_or(|until| *until <= now)).map(|e| (*e).clone())
+        in_turn
+            .find(|e| self.left_alone.get(**e).is_none_or(|until| *until <= now))
+            .map(|e| (*e).clone())
     }
 
     /// It failed (`miss`: it said that only the leader can answer this).
@@ -171,12 +192,24 @@ mod tests {
         use FollowerReads::{Always, Auto, Never};
         let (mut p, now) = (Policy::default(), Instant::now());
         assert!(
-            !p.wants(now, Auto, &[stat(7)]) && p.wants(now, Always, &[stat(7)]) && !p.wants(now, Never, &[stat(7)])
+            !p.wants(now, Auto, &[stat(7)])
+                && p.wants(now, Always, &[stat(7)])
+                && !p.wants(now, Never, &[stat(7)])
         );
-        assert!(p.wants(now, Auto, &vec![stat(7); MANY_OPS]) && !p.wants(now, Auto, &vec![stat(7); MANY_OPS - 1]));
+        assert!(
+            p.wants(now, Auto, &vec![stat(7); MANY_OPS])
+                && !p.wants(now, Auto, &vec![stat(7); MANY_OPS - 1])
+        );
         p.hint(now, &[stat(7), stat(8)], true, |ino| ino == 7);
-        assert!(p.wants(now, Auto, &[stat(7)]) && !p.wants(now, Auto, &[stat(8)]) && !p.wants(now, Never, &[stat(7)]));
-        assert!(!p.wants(now + HINT, Auto, &[stat(7)]), "then it is looked again whether there are leases");
+        assert!(
+            p.wants(now, Auto, &[stat(7)])
+                && !p.wants(now, Auto, &[stat(8)])
+                && !p.wants(now, Never, &[stat(7)])
+        );
+        assert!(
+            !p.wants(now + HINT, Auto, &[stat(7)]),
+            "then it is looked again whether there are leases"
+        );
         p.hint(now, &[stat(7)], false, |_| true);
         assert!(!p.wants(now, Auto, &[stat(9), stat(7)]) && !p.wants(now, Always, &[stat(7)]));
         p.hint(now, &[stat(7)], true, |_| true);
@@ -212,7 +245,10 @@ mod tests {
         let e = Endpoint::Sim;
         let all = [e(1), e(2), e(3)];
         let whom = |p: &Policy, now, turn| p.whom(now, &all, Some(&e(2)), turn);
-        assert_eq!((whom(&p, now, 0), whom(&p, now, 1), whom(&p, now, 2)), (Some(e(1)), Some(e(3)), Some(e(1))));
+        assert_eq!(
+            (whom(&p, now, 0), whom(&p, now, 1), whom(&p, now, 2)),
+            (Some(e(1)), Some(e(3)), Some(e(1)))
+        );
         p.failed(now, &e(1), false);
         assert_eq!((whom(&p, now, 0), whom(&p, now + LEFT_ALONE, 0)), (Some(e(3)), Some(e(1))));
         (1..MOST_MISSES).for_each(|_| p.failed(now, &e(3), true));

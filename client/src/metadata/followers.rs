@@ -1,6 +1,8 @@
-//! Reads that metadata servers which do not lead may answer: who is asked what. See `docs/follower-reads.md`.
+//! Reads that metadata servers which do not lead may answer: who is asked what. See
+//! `docs/follower-reads.md`.
 //!
-//! What a follower says is not remembered, and whatever goes wrong there, the leader is asked instead.
+//! What a follower says is not remembered, and whatever goes wrong there, the leader is asked
+//! instead.
 
 use std::{sync::Arc, time::Duration};
 
@@ -20,7 +22,10 @@ const TRY: Duration = Duration::from_millis(700);
 
 impl Metadata {
     /// The answer of a follower, if one is to be asked and can say it.
-    pub(crate) async fn ask_follower(self: &Arc<Self>, request: &pb::MetaRequest) -> Option<Vec<pb::OpResult>> {
+    pub(crate) async fn ask_follower(
+        self: &Arc<Self>,
+        request: &pb::MetaRequest,
+    ) -> Option<Vec<pb::OpResult>> {
         let mode = self.shared.cfg.follower_reads;
         if mode == FollowerReads::Never || !request.ops.iter().all(only_looks) {
             return None;
@@ -59,7 +64,12 @@ impl Metadata {
         }
     }
 
-    async fn send_to_follower(&self, at: &Endpoint, m: Message, sent: usize) -> Result<pb::MetaReply> {
+    async fn send_to_follower(
+        &self,
+        at: &Endpoint,
+        m: Message,
+        sent: usize,
+    ) -> Result<pb::MetaReply> {
         let conn = {
             let mut link = self.followers.link.lock().await;
             match link.as_ref() {

@@ -24,8 +24,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 const MIN_TRY: Duration = Duration::from_millis(1);
 
 impl Metadata {
-    /// Sends a request to the leader, whoever that is, until it is answered or the time is over. `body`: for the connection of
-    /// this number.
+    /// Sends a request to the leader, whoever that is, until it is answered or the time is over.
+    /// `body`: for the connection of this number.
     pub(crate) async fn call(
         self: &Arc<Self>,
         opcode: u16,
@@ -63,7 +63,8 @@ impl Metadata {
         }
     }
 
-    /// The connection to the leader. Makes one to the next candidate when there is none; fails when that one fails.
+    /// The connection to the leader. Makes one to the next candidate when there is none; fails when
+    /// that one fails.
     pub(crate) fn leader<'a>(self: &'a Arc<Self>) -> BoxFuture<'a, Result<Leader>> {
         Box::pin(async move {
             let mut link = self.link.lock().await;
@@ -74,13 +75,22 @@ impl Metadata {
             let none = || Error::new(Code::Inval, "no metadata server is configured");
             let at = self.finder.lock().whom().ok_or_else(none)?;
             let map = self.shared.map();
-            let node = map.map.nodes.iter().find(|n| n.endpoints.iter().any(|e| e.parse() == Ok(at.clone())));
+            let node = map
+                .map
+                .nodes
+                .iter()
+                .find(|n| n.endpoints.iter().any(|e| e.parse() == Ok(at.clone())));
             let silent = || Err(Error::new(Code::TimedOut, "does not answer"));
             let direct = async {
-                timeout(CONNECT_TIMEOUT, self.shared.fabric.connect(&at, None)).await.unwrap_or_else(|_| silent())
+                timeout(CONNECT_TIMEOUT, self.shared.fabric.connect(&at, None))
+                    .await
+                    .unwrap_or_else(|_| silent())
             };
             let asked = match node {
-                Some(node) => timeout(CONNECT_TIMEOUT, self.relays.reach(&self.shared.fabric, node, direct)).await,
+                Some(node) => {
+                    timeout(CONNECT_TIMEOUT, self.relays.reach(&self.shared.fabric, node, direct))
+                        .await
+                }
                 None => Ok(direct.await),
             };
             let conn = match asked.unwrap_or_else(|_| silent()) {
@@ -88,17 +98,23 @@ impl Metadata {
                 Err(e) => return Err(self.unreachable(&mut link, &at, e)),
             };
             link.refused = 0;
-            let leader = Leader { conn, at, number: (link.number + 1).max(self.shared.env.boot().as_nanos() as u64) };
+            let leader = Leader {
+                conn,
+                at,
+                number: (link.number + 1).max(self.shared.env.boot().as_nanos() as u64),
+            };
             link.number = leader.number;
             if let Some(s) = self.current_session() {
                 let patience = (HELLO_TRY * 2u32.saturating_pow(link.slow)).min(META_TRY);
                 match self.renew_on(&leader, &s, true, patience).await {
-                    // No session: the leader is right, the session is what must be replaced, by whoever needs it.
+                    // No session: the leader is right, the session is what must be replaced, by
+                    // whoever needs it.
                     Ok(()) => self.shared.answered(Kind::Metadata, ""),
                     Err(e) if e.code == Code::NoSession => {}
                     Err(e) => {
                         // Likely it has much to do: who begins anew each time adds to that.
-                        link.slow = if e.code == Code::TimedOut { (link.slow + 1).min(8) } else { 0 };
+                        link.slow =
+                            if e.code == Code::TimedOut { (link.slow + 1).min(8) } else { 0 };
                         self.learn_leader(&leader, &e).await;
                         self.note_failure(&leader, &e);
                         return Err(e);
@@ -117,27 +133,37 @@ impl Metadata {
         })
     }
 
-    /// A host that does not resolve or refuses now may do better later; a wrong key never does. But one among several may be no
-    /// server of the cluster, and a session shows that the key is right.
+    /// A host that does not resolve or refuses now may do better later; a wrong key never does. But
+    /// one among several may be no server of the cluster, and a session shows that the key is
+    /// right.
     fn unreachable(&self, link: &mut Link, at: &Endpoint, e: Error) -> Error {
         self.finder.lock().failed(at);
         self.shared.failed(Kind::Metadata, &at.to_string(), &e);
         let e = e.context(format_args!("metadata server {at}"));
         link.refused = if e.code == Code::Unauthenticated { link.refused + 1 } else { 0 };
         let by_all = link.refused >= self.finder.lock().all().len();
-        if by_all && self.current_session().is_none() { e } else { Error { code: Code::Disconnected, ..e } }
+        if by_all && self.current_session().is_none() {
+            e
+        } else {
+            Error { code: Code::Disconnected, ..e }
+        }
     }
 
-    /// One that does not lead may name one that was taken in a moment ago: its map has that one's address.
+    /// One that does not lead may name one that was taken in a moment ago: its map has that one's
+    /// address.
     async fn learn_leader(&self, asked: &Leader, e: &Error) {
         let map = self.shared.map();
         if e.code != Code::NotLeader || e.leader == 0 || map.node(e.leader).is_some() {
             return;
         }
-        let m = Message::new(opcode::MAP, pb::MapRequest { have: map.version(), latest: false }.encode_to_vec());
+        let m = Message::new(
+            opcode::MAP,
+            pb::MapRequest { have: map.version(), latest: false }.encode_to_vec(),
+        );
         let reply = asked.conn.call(m, Duration::from_secs(1)).await;
-        let map =
-            reply.and_then(|m| decode::<pb::MapReply>(&m)).and_then(|r| r.map.map_or(Ok(()), |m| self.install_map(m)));
+        let map = reply
+            .and_then(|m| decode::<pb::MapReply>(&m))
+            .and_then(|r| r.map.map_or(Ok(()), |m| self.install_map(m)));
         if let Err(e) = map {
             tracing::debug!("asking {} who leads: {e}", asked.at);
         }
@@ -149,7 +175,8 @@ impl Metadata {
         finder.failed(&leader.at);
         if e.code == Code::NotLeader && e.leader != 0 {
             let map = self.shared.map();
-            let hint = map.node(e.leader).and_then(|n| n.endpoints.iter().find_map(|e| e.parse().ok()));
+            let hint =
+                map.node(e.leader).and_then(|n| n.endpoints.iter().find_map(|e| e.parse().ok()));
             if let Some(h) = hint {
                 finder.hint(h);
             }

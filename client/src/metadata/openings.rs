@@ -14,8 +14,8 @@ use tokio::sync::{OwnedRwLockReadGuard, RwLock};
 
 #[derive(Default)]
 pub(crate) struct Openings {
-    /// Those for writing that were asked for and whose handles do not count yet, by rising numbers. Which file one is of may be known only
-    /// by its answer.
+    /// Those for writing that were asked for and whose handles do not count yet, by rising numbers.
+    /// Which file one is of may be known only by its answer.
     writing: Mutex<(u64, BTreeMap<u64, Option<Ino>>)>,
     /// Held by all that are under way, and by a reassertion on a connection that is in use.
     pub gate: Arc<RwLock<()>>,
@@ -32,7 +32,12 @@ impl Openings {
     }
 
     /// An open of this number, or of no number, is under way.
-    pub fn opening(self: &Arc<Self>, since: u64, number: Option<u64>, gate: OwnedRwLockReadGuard<()>) -> Opening {
+    pub fn opening(
+        self: &Arc<Self>,
+        since: u64,
+        number: Option<u64>,
+        gate: OwnedRwLockReadGuard<()>,
+    ) -> Opening {
         Opening { openings: self.clone(), since, number, _gate: gate }
     }
 
@@ -66,7 +71,8 @@ impl Drop for Beside<'_> {
 /// An open, from before it is asked for until its handle counts.
 pub(crate) struct Opening {
     openings: Arc<Openings>,
-    /// See [`super::service::Metadata::reassertions`]. One that never was: during this open all is told.
+    /// See [`super::service::Metadata::reassertions`]. One that never was: during this open all is
+    /// told.
     pub since: u64,
     /// Of one for writing.
     number: Option<u64>,

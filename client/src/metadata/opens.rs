@@ -1,13 +1,16 @@
-//! What the metadata leader is told of open files: each open and close as it happens, and on a new connection all that are open, a
-//! *reassertion*, which takes the place of what was told before. It counts: told of one close twice, it would take a file that is
-//! open for closed, and free it if it has no name any more. So a close is told once; when that fails a new connection is made, and
-//! on that all is told without it. Should the network bring it twice, the leader knows its number.
+//! What the metadata leader is told of open files: each open and close as it happens, and on a new
+//! connection all that are open, a *reassertion*, which takes the place of what was told before. It
+//! counts: told of one close twice, it would take a file that is open for closed, and free it if it
+//! has no name any more. So a close is told once; when that fails a new connection is made, and on
+//! that all is told without it. Should the network bring it twice, the leader knows its number.
 //!
-//! An open that was asked for before a reassertion and is answered after it may be counted or not: all is told again. On a connection that
-//! is in use nobody asks for an open meanwhile, or each would ask for the next reassertion, for as long as programs open files.
+//! An open that was asked for before a reassertion and is answered after it may be counted or not:
+//! all is told again. On a connection that is in use nobody asks for an open meanwhile, or each
+//! would ask for the next reassertion, for as long as programs open files.
 //!
-//! Who may write a file goes by numbers instead: a release names the last open that it knows of, and has no effect after a later one.
-//! An open of before that is not answered yet has no say in that, so a release waits for it.
+//! Who may write a file goes by numbers instead: a release names the last open that it knows of,
+//! and has no effect after a later one. An open of before that is not answered yet has no say in
+//! that, so a release waits for it.
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -27,12 +30,14 @@ use super::{
 };
 use crate::{config::Counters, inode::O_ACCMODE};
 
-/// A server that has too much to do is told of a close so often, with a pause; then all is told to it, later.
+/// A server that has too much to do is told of a close so often, with a pause; then all is told to
+/// it, later.
 const ATTEMPTS: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(250);
 /// Between two attempts at a reassertion, at most.
 const LONG_PAUSE: Duration = Duration::from_secs(10);
-/// So long a reassertion waits for opens that are under way, and those that are about to be asked for wait with it.
+/// So long a reassertion waits for opens that are under way, and those that are about to be asked
+/// for wait with it.
 const QUIET: Duration = Duration::from_millis(500);
 
 impl Metadata {
@@ -40,12 +45,13 @@ impl Metadata {
     pub(crate) async fn opening(self: &Arc<Self>, ino: Option<Ino>, flags: u32) -> Opening {
         let gate = self.openings.gate.clone().read_owned().await;
         let number = (flags & O_ACCMODE != 0).then(|| self.openings.begin(ino));
-        let since = if self.openings.beside.load(SeqCst) > 0 { u64::MAX } else { self.reassertions() };
+        let since =
+            if self.openings.beside.load(SeqCst) > 0 { u64::MAX } else { self.reassertions() };
         self.openings.opening(since, number, gate)
     }
 
-    /// An open counts from now on, which was asked for at `since`, or does not, and its close is to be told. If all was told meanwhile, that was
-    /// without it.
+    /// An open counts from now on, which was asked for at `since`, or does not, and its close is to
+    /// be told. If all was told meanwhile, that was without it.
     pub(crate) fn counted_open(self: &Arc<Self>, since: u64) {
         let now = self.reassertions();
         if now != since {
@@ -53,7 +59,8 @@ impl Metadata {
         }
     }
 
-    /// A task that keeps the client alive until it ends: what is told must not come from one that is half gone.
+    /// A task that keeps the client alive until it ends: what is told must not come from one that
+    /// is half gone.
     fn spawn<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Metadata>) -> F)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -65,7 +72,8 @@ impl Metadata {
         });
     }
 
-    /// Tells everything that this session has open, whatever the leader believed before. If it takes nothing now, it is told later.
+    /// Tells everything that this session has open, whatever the leader believed before. If it
+    /// takes nothing now, it is told later.
     pub(crate) async fn reassert(self: &Arc<Self>) {
         self.reassert_after(self.reassertions()).await;
     }
@@ -87,7 +95,8 @@ impl Metadata {
         });
     }
 
-    /// One attempt at a reassertion, unless there was another after that of this number. An error, if nobody else tells all then.
+    /// One attempt at a reassertion, unless there was another after that of this number. An error,
+    /// if nobody else tells all then.
     async fn try_reassert(self: &Arc<Self>, number: u64) -> Result<()> {
         // Whoever connects tells all. Not while opens wait.
         if self.leader().await.is_err() {
@@ -98,7 +107,9 @@ impl Metadata {
             let _alone = self.closing.write().await;
             let quiet = timeout(QUIET, self.openings.gate.write()).await;
             let _beside = quiet.is_err().then(|| Beside::begin(&self.openings.beside));
-            let (Some(s), true) = (self.current_session(), self.reassertions() == number) else { return Ok(()) };
+            let (Some(s), true) = (self.current_session(), self.reassertions() == number) else {
+                return Ok(());
+            };
             let Ok(leader) = self.leader().await else { return Ok(()) };
             match self.renew_on(&leader, &s, true, HELLO_TRY).await {
                 Ok(()) => return Ok(()),
@@ -106,11 +117,19 @@ impl Metadata {
             }
         };
         // Without its session nothing is open.
-        if self.leader_failed(&leader, &e).await || e.code == Code::NoSession { Ok(()) } else { Err(e) }
+        if self.leader_failed(&leader, &e).await || e.code == Code::NoSession {
+            Ok(())
+        } else {
+            Err(e)
+        }
     }
 
     /// Tells of files that were closed at `since`, once for each handle.
-    pub(crate) fn tell_closed<'a>(self: &'a Arc<Self>, inos: &'a [Ino], since: u64) -> BoxFuture<'a, ()> {
+    pub(crate) fn tell_closed<'a>(
+        self: &'a Arc<Self>,
+        inos: &'a [Ino],
+        since: u64,
+    ) -> BoxFuture<'a, ()> {
         Box::pin(async move {
             let Some(s) = self.current_session() else { return };
             let close = |ino: &Ino| pb::Op { op: Some(pb::op::Op::Close(pb::Close { ino: *ino })) };
@@ -133,7 +152,11 @@ impl Metadata {
                 };
                 Counters::add(&self.shared.stats.meta_requests, 1);
                 Counters::add(&self.shared.stats.operations, 1);
-                match leader.conn.call(Message::new(opcode::META, request.encode_to_vec()), META_TRY).await {
+                match leader
+                    .conn
+                    .call(Message::new(opcode::META, request.encode_to_vec()), META_TRY)
+                    .await
+                {
                     Ok(_) => return,
                     Err(e) if e.code == Code::Overloaded => {
                         drop(beside);

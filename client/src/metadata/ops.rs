@@ -5,7 +5,8 @@ use strake_proto::{Code, Error, Result, pb};
 
 /// A reply's body.
 pub(crate) fn decode<M: prost::Message + Default>(m: &Message) -> Result<M> {
-    M::decode(m.body.clone()).map_err(|e| Error::new(Code::Protocol, format!("a metadata server's reply: {e}")))
+    M::decode(m.body.clone())
+        .map_err(|e| Error::new(Code::Protocol, format!("a metadata server's reply: {e}")))
 }
 
 pub(crate) fn op(o: pb::op::Op) -> pb::Op {
@@ -25,22 +26,26 @@ pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
     ops.iter().any(strake_proto::ops::is_mutation)
 }
 
-/// Whether a list changes what others see: names, attributes, layouts or bytes. Not what only says who is there, nor what makes
-/// earlier writes safe: files that were written are opened again for that.
+/// Whether a list changes what others see: names, attributes, layouts or bytes. Not what only says
+/// who is there, nor what makes earlier writes safe: files that were written are opened again for
+/// that.
 pub(crate) fn alters(ops: &[pb::Op]) -> bool {
     use pb::op::Op::*;
-    let harmless = |o: &pb::Op| matches!(o.op, Some(Open(_) | Close(_) | Release(_) | SetLock(_) | Extend(_)));
+    let harmless =
+        |o: &pb::Op| matches!(o.op, Some(Open(_) | Close(_) | Release(_) | SetLock(_) | Extend(_)));
     is_mutation(ops) && !ops.iter().all(harmless)
 }
 
-/// Whether running a list twice does what running it once does, as far as its sender can tell. What a lost session had locked
-/// is lost with it.
+/// Whether running a list twice does what running it once does, as far as its sender can tell. What
+/// a lost session had locked is lost with it.
 pub(crate) fn is_repeatable(ops: &[pb::Op]) -> bool {
     use pb::op::Op::*;
-    ops.iter().all(|o| matches!(o.op, Some(Open(_) | Close(_) | Release(_) | SetLock(_)))) || !is_mutation(ops)
+    ops.iter().all(|o| matches!(o.op, Some(Open(_) | Close(_) | Release(_) | SetLock(_))))
+        || !is_mutation(ops)
 }
 
-/// Whether a repetition after a restart of the mount must find the answer of the first run. The others may run twice.
+/// Whether a repetition after a restart of the mount must find the answer of the first run. The
+/// others may run twice.
 pub(crate) fn keeps_number(ops: &[pb::Op]) -> bool {
     !is_repeatable(ops) && !ops.iter().all(|o| matches!(o.op, Some(pb::op::Op::Extend(_))))
 }
@@ -67,7 +72,10 @@ mod tests {
     #[test]
     fn replies_of_the_wrong_shape_are_refused() {
         let ok = pb::OpResult::default;
-        let bad = || pb::OpResult { status: Some(Error::new(Code::NoEnt, "").to_status()), ..Default::default() };
+        let bad = || pb::OpResult {
+            status: Some(Error::new(Code::NoEnt, "").to_status()),
+            ..Default::default()
+        };
         let reply = |results| pb::MetaReply { results, granted: Vec::new() };
         assert!(check(reply(vec![ok(), ok()]), 2).is_ok());
         assert!(check(reply(vec![ok(), bad()]), 3).is_ok());
@@ -90,8 +98,11 @@ mod tests {
         ] {
             assert!(!alters(&[good]));
         }
-        for bad in [op(Setattr(Default::default())), op(Unlink(Default::default())), op(Setlayout(Default::default()))]
-        {
+        for bad in [
+            op(Setattr(Default::default())),
+            op(Unlink(Default::default())),
+            op(Setlayout(Default::default())),
+        ] {
             assert!(alters(std::slice::from_ref(&bad)));
             assert!(alters(&[op(Release(Default::default())), bad]));
         }
@@ -101,8 +112,14 @@ mod tests {
     fn reads_have_no_number() {
         use pb::op::Op::*;
         let op = |op| pb::Op { op: Some(op) };
-        assert!(!is_mutation(&[op(Getattr(pb::GetAttr { ino: 1 })), op(Open(pb::Open { ino: 1, flags: 0 }))]));
-        assert!(is_mutation(&[op(Open(pb::Open { ino: 1, flags: 2 }))]), "it makes the session a writer");
+        assert!(!is_mutation(&[
+            op(Getattr(pb::GetAttr { ino: 1 })),
+            op(Open(pb::Open { ino: 1, flags: 0 }))
+        ]));
+        assert!(
+            is_mutation(&[op(Open(pb::Open { ino: 1, flags: 2 }))]),
+            "it makes the session a writer"
+        );
         assert!(is_mutation(&[
             op(Getattr(pb::GetAttr { ino: 1 })),
             op(Extend(pb::Extend { ino: 1, ..Default::default() }))

@@ -14,7 +14,9 @@ use super::{
     service::Metadata,
     session::Session,
 };
-use crate::{config::Counters, leases::lease_cache::forgotten, rows::Holder, shared::unreachable::Kind};
+use crate::{
+    config::Counters, leases::lease_cache::forgotten, rows::Holder, shared::unreachable::Kind,
+};
 
 /// How often leases are renewed. They live about three times as long.
 const LEASE_RENEWAL: Duration = Duration::from_millis(400);
@@ -25,7 +27,10 @@ impl Metadata {
         self.session_within(self.shared.cfg.op_timeout).await
     }
 
-    pub(crate) fn session_within<'a>(self: &'a Arc<Self>, limit: Duration) -> BoxFuture<'a, Result<Arc<Session>>> {
+    pub(crate) fn session_within<'a>(
+        self: &'a Arc<Self>,
+        limit: Duration,
+    ) -> BoxFuture<'a, Result<Arc<Session>>> {
         Box::pin(async move {
             if let Some(s) = self.current_session() {
                 return Ok(s);
@@ -51,9 +56,10 @@ impl Metadata {
             let body = Bytes::from(body.encode_to_vec());
             let m = self.call(opcode::SESSION_OPEN, |_| body.clone(), META_TRY, &mut at).await;
             let m = m.map_err(|e| match (e.code, self.shared.unreachable()) {
-                (Code::TimedOut, list) if !list.is_empty() => {
-                    Error::new(Code::TimedOut, format!("no answer in {:.0} s from {list}", limit.as_secs_f64()))
-                }
+                (Code::TimedOut, list) if !list.is_empty() => Error::new(
+                    Code::TimedOut,
+                    format!("no answer in {:.0} s from {list}", limit.as_secs_f64()),
+                ),
                 _ => e,
             })?;
             let mut r: pb::SessionOpenReply = decode(&m)?;
@@ -75,8 +81,8 @@ impl Metadata {
         })
     }
 
-    /// The servers do not know `session` any more: its unstable writes are lost to their files. The next operation
-    /// opens a new session.
+    /// The servers do not know `session` any more: its unstable writes are lost to their files. The
+    /// next operation opens a new session.
     pub(crate) fn session_gone(&self, session: &Session) {
         let owner = self.owner();
         let mut current = self.session.lock();
@@ -95,7 +101,10 @@ impl Metadata {
             owner.forget_kept();
         }
         Counters::add(&self.shared.stats.sessions_lost, 1);
-        tracing::warn!(session = session.id, "the session is gone; unstable writes of open files are lost");
+        tracing::warn!(
+            session = session.id,
+            "the session is gone; unstable writes of open files are lost"
+        );
         if let Some(owner) = owner {
             owner.lost(session.id);
         }
@@ -113,7 +122,8 @@ impl Metadata {
         (term / 4).clamp(Duration::from_millis(10), LEASE_RENEWAL)
     }
 
-    /// Renews the session and its leases; on a new connection it says hello, having forgotten everything.
+    /// Renews the session and its leases; on a new connection it says hello, having forgotten
+    /// everything.
     pub(crate) fn renew_on<'a>(
         &'a self,
         leader: &'a Leader,
@@ -136,11 +146,16 @@ impl Metadata {
                 opens = owner.open_in(s.id);
             }
             // What a former daemon of the mount told the kernel it may remember yet.
-            let lives_on = hello && self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == s.id);
+            let lives_on = hello
+                && self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == s.id);
             let (session, map, connection) = (s.id, self.shared.map(), leader.number);
             let (map_version, incarnation) = (map.version(), map.map.incarnation);
             // Whose session it is, once for each connection.
-            let client_uuid = if hello || reassert { Bytes::copy_from_slice(&self.shared.uuid) } else { Bytes::new() };
+            let client_uuid = if hello || reassert {
+                Bytes::copy_from_slice(&self.shared.uuid)
+            } else {
+                Bytes::new()
+            };
             let body = pb::SessionRenewRequest {
                 session,
                 map_version,
@@ -167,7 +182,8 @@ impl Metadata {
                     self.greeted.notify_one();
                 }
             } else {
-                // The same server was elected again. What was asked for on this connection may run yet, so another one is greeted.
+                // The same server was elected again. What was asked for on this connection may run
+                // yet, so another one is greeted.
                 self.lease_cache.greeted(0, 0);
                 if !hello {
                     Holder::NoLeases.taken();
@@ -225,7 +241,10 @@ impl Metadata {
         let Some(s) = self.session.lock().take() else { return Ok(()) };
         let body = Bytes::from(pb::SessionCloseRequest { session: s.id }.encode_to_vec());
         let mut at = self.shared.attempts_for("closing the session", Duration::from_secs(5));
-        match self.call(opcode::SESSION_CLOSE, |_| body.clone(), Duration::from_secs(2), &mut at).await {
+        match self
+            .call(opcode::SESSION_CLOSE, |_| body.clone(), Duration::from_secs(2), &mut at)
+            .await
+        {
             Err(e) if e.code != Code::NoSession => Err(e),
             _ => Ok(()),
         }

@@ -22,7 +22,8 @@ impl RequestIds {
         self.waiting.insert(seq);
         seq
     }
-    /// Goes on where a former client was: it gave out numbers below `next`, and those of `waiting` may be repeated.
+    /// Goes on where a former client was: it gave out numbers below `next`, and those of `waiting`
+    /// may be repeated.
     pub fn resume(next: u64, waiting: Vec<u64>) -> RequestIds {
         RequestIds { next: next.max(1), waiting: waiting.into_iter().collect() }
     }

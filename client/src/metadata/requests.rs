@@ -11,20 +11,28 @@ use super::{
     ops::{alters, check, decode, is_mutation, is_repeatable, is_resize, keeps_number},
     service::Metadata,
 };
-use crate::{config::FollowerReads, handover, leases::lease_cache::forgotten, shared::retry::in_doubt};
+use crate::{
+    config::FollowerReads, handover, leases::lease_cache::forgotten, shared::retry::in_doubt,
+};
 
 /// A shrink is answered when the bytes are gone from every replica.
 const SHRINK_TRY: Duration = Duration::from_secs(30);
 
 impl Metadata {
-    /// Runs a list of operations; mutations exactly once. The answer ends with the first failure, if any.
+    /// Runs a list of operations; mutations exactly once. The answer ends with the first failure,
+    /// if any.
     ///
     /// `EIO` when the session was lost while a mutation was in doubt: it may or may not have run.
-    pub(crate) async fn meta(self: &Arc<Self>, creds: &pb::Creds, ops: Vec<pb::Op>) -> Result<Vec<pb::OpResult>> {
+    pub(crate) async fn meta(
+        self: &Arc<Self>,
+        creds: &pb::Creds,
+        ops: Vec<pb::Op>,
+    ) -> Result<Vec<pb::OpResult>> {
         self.meta_within(None, creds, ops).await
     }
 
-    /// As [`Metadata::meta`], for what makes sense in one session only: `NoSession` when there is another.
+    /// As [`Metadata::meta`], for what makes sense in one session only: `NoSession` when there is
+    /// another.
     pub(crate) fn meta_within<'a>(
         self: &'a Arc<Self>,
         only: Option<SessionId>,
@@ -38,17 +46,21 @@ impl Metadata {
             let mut at = self.shared.attempts("metadata request");
             let mutation = is_mutation(&ops);
             // What it opens and closes counts once, however often it arrives.
-            let counts = ops.iter().any(|o| matches!(o.op, Some(pb::op::Op::Open(_) | pb::op::Op::Close(_))));
+            let counts = ops
+                .iter()
+                .any(|o| matches!(o.op, Some(pb::op::Op::Open(_) | pb::op::Op::Close(_))));
             let one_try = if is_resize(&ops) { SHRINK_TRY } else { META_TRY };
             let sent = ops.len();
             let numbers = if mutation && keeps_number(&ops) { handover::numbers() } else { None };
-            let mut request = pb::MetaRequest { creds: Some(creds.clone()), ops, ..Default::default() };
+            let mut request =
+                pb::MetaRequest { creds: Some(creds.clone()), ops, ..Default::default() };
             loop {
                 let s = self.session().await?;
                 if only.is_some_and(|id| id != s.id) {
                     return Err(Error::new(Code::NoSession, "the session was lost"));
                 }
-                let turn = if mutation || counts { Some(s.begin(numbers.as_deref())?) } else { None };
+                let turn =
+                    if mutation || counts { Some(s.begin(numbers.as_deref())?) } else { None };
                 request.session = s.id;
                 request.seq = turn.as_ref().map_or(0, |t| t.1);
                 request.lowest_unanswered = s.lowest_unanswered();
@@ -60,7 +72,8 @@ impl Metadata {
                 forgotten(asking.forgetting.take()).await;
                 let body = request.encode_to_vec();
                 let on = |connection| {
-                    // Fields may come in any order: the number of the connection goes behind the rest.
+                    // Fields may come in any order: the number of the connection goes behind the
+                    // rest.
                     let last = pb::MetaRequest { connection, ..Default::default() };
                     [&body[..], &last.encode_to_vec()].concat().into()
                 };

@@ -14,7 +14,10 @@ use strake_fabric::LeaderFinder;
 use strake_proto::{Ino, SessionId};
 use tokio::sync::{Mutex as AsyncMutex, Notify, RwLock};
 
-use super::{cluster_map::Refresh, follower_policy::Followers, link::Link, openings::Openings, session::Session};
+use super::{
+    cluster_map::Refresh, follower_policy::Followers, link::Link, openings::Openings,
+    session::Session,
+};
 use crate::{
     data::relays::Relays,
     leases::lease_cache::{Forgetting, LeaseCache},
@@ -31,7 +34,8 @@ pub(crate) trait SessionOwner: Send + Sync {
     fn forget_kept(&self);
     /// The files that the session has open, once for each handle.
     fn open_in(&self, session: SessionId) -> Vec<Ino>;
-    /// The session is lost. Before there can be another one: what it wrote beyond the ends of files is not reported.
+    /// The session is lost. Before there can be another one: what it wrote beyond the ends of files
+    /// is not reported.
     fn forget_ends(&self, session: SessionId);
     /// Likewise, after that: unstable writes are lost to their files.
     fn lost(&self, session: SessionId);
@@ -105,7 +109,8 @@ impl Metadata {
         self.greeted.notified().await;
     }
 
-    /// How often all was told, or is being told. To be taken before an open is asked for, and before a close is counted.
+    /// How often all was told, or is being told. To be taken before an open is asked for, and
+    /// before a close is counted.
     pub fn reassertions(&self) -> u64 {
         self.reassertions.load(SeqCst)
     }

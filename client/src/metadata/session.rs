@@ -35,10 +35,17 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// As the servers opened it. With a handover its numbers go on where those of a former client ended.
-    pub fn new(opened: &pb::SessionOpenReply, may_hold_back: bool, keep: Option<Arc<Handover>>) -> Session {
+    /// As the servers opened it. With a handover its numbers go on where those of a former client
+    /// ended.
+    pub fn new(
+        opened: &pb::SessionOpenReply,
+        may_hold_back: bool,
+        keep: Option<Arc<Handover>>,
+    ) -> Session {
         let request_ids = match &keep {
-            Some(k) => RequestIds::resume(k.next_mutation().load(Relaxed), k.in_doubt(opened.session)),
+            Some(k) => {
+                RequestIds::resume(k.next_mutation().load(Relaxed), k.in_doubt(opened.session))
+            }
             None => RequestIds::default(),
         };
         Session {
@@ -71,24 +78,27 @@ impl Session {
         self.rounds().load(SeqCst)
     }
 
-    /// An update is given up that may be on its way: what is written from now on is not to be overwritten by it.
-    /// Which round begins.
+    /// An update is given up that may be on its way: what is written from now on is not to be
+    /// overwritten by it. Which round begins.
     pub(crate) fn next_round(&self) -> u64 {
         self.rounds().fetch_add(1, SeqCst) + 1
     }
 
-    /// An update that was sent in this round may be on its way and is sent again: in a later one, so that the copy is not made once this was heard of.
+    /// An update that was sent in this round may be on its way and is sent again: in a later one,
+    /// so that the copy is not made once this was heard of.
     pub(crate) fn leave_round(&self, round: u64) {
         // Whoever is not the first to leave it finds the next one.
         let _ = self.rounds().compare_exchange(round, round + 1, SeqCst, SeqCst);
     }
 
-    /// A number for a mutation, or for what opens and closes files: the one that a former client used for the same request, or a new one. `EIO` when that
-    /// client's session is lost: it ran or it did not.
+    /// A number for a mutation, or for what opens and closes files: the one that a former client
+    /// used for the same request, or a new one. `EIO` when that client's session is lost: it ran or
+    /// it did not.
     pub(crate) fn begin(&self, numbers: Option<&Numbers>) -> Result<Turn<'_>> {
         if let Some((session, n)) = numbers.and_then(Numbers::mutation) {
             if session != self.id {
-                let m = "the session was lost while the mount was restarted, and with it the answer";
+                let m =
+                    "the session was lost while the mount was restarted, and with it the answer";
                 return Err(Error::new(Code::Io, m));
             }
             return Ok(Turn(self, n));

@@ -1,10 +1,12 @@
-//! Bytes of files that were read, or are being read ahead, kept while nobody else can change them: as long as a *tenure* lasts, see
-//! [`crate::leases::lease_cache::Memory::data`]. Pure bookkeeping, over all files, bounded in memory.
+//! Bytes of files that were read, or are being read ahead, kept while nobody else can change them:
+//! as long as a *tenure* lasts, see [`crate::leases::lease_cache::Memory::data`]. Pure bookkeeping,
+//! over all files, bounded in memory.
 //!
-//! What is kept lies in three queues, each in the order of its last use. *Ahead*: what was read ahead and not read to its end yet.
-//! *Once*: what was read once. *Often*: what was read again. Room is made at the old end of *Once*; *Often*, which takes half of the
-//! memory at most, gives what was used longest ago back to *Once*. So a scan, which reads everything once, never pushes out
-//! what is read again and again.
+//! What is kept lies in three queues, each in the order of its last use. *Ahead*: what was read
+//! ahead and not read to its end yet. *Once*: what was read once. *Often*: what was read again.
+//! Room is made at the old end of *Once*; *Often*, which takes half of the memory at most, gives
+//! what was used longest ago back to *Once*. So a scan, which reads everything once, never pushes
+//! out what is read again and again.
 
 use std::{collections::BTreeMap, ops::Range, time::Duration};
 
@@ -81,8 +83,9 @@ pub(crate) struct Cache {
     changes: BTreeMap<u64, (Ino, Range<u64>)>,
 }
 
-/// A change of bytes by this client that is under way. A replica may show the old bytes to one reader and the new ones to another until it is
-/// over: nothing that is read there meanwhile is kept.
+/// A change of bytes by this client that is under way. A replica may show the old bytes to one
+/// reader and the new ones to another until it is over: nothing that is read there meanwhile is
+/// kept.
 pub(crate) struct Change<'a> {
     cache: &'a Mutex<Cache>,
     number: u64,
@@ -113,7 +116,8 @@ pub(crate) enum Part {
 pub(crate) enum Reader {
     /// What it read may be read again.
     Returns,
-    /// It reads more than there is room for, in order: what was read ahead for it is dropped when it was read.
+    /// It reads more than there is room for, in order: what was read ahead for it is dropped when
+    /// it was read.
     Streams,
 }
 
@@ -151,7 +155,13 @@ impl Cache {
     // --- reading ---
 
     /// Cuts a read into parts.
-    pub fn plan(&mut self, ino: Ino, tenure: Tenure, range: Range<u64>, reader: Reader) -> Vec<Part> {
+    pub fn plan(
+        &mut self,
+        ino: Ino,
+        tenure: Tenure,
+        range: Range<u64>,
+        reader: Reader,
+    ) -> Vec<Part> {
         let mut out = Vec::new();
         let mut at = range.start;
         while at < range.end {
@@ -166,11 +176,13 @@ impl Cache {
         out
     }
 
-    /// What is there at a place before `end`: the beginning of its extent, where the part ends, and whether it is an extent at all
-    /// (if not, it is a gap).
+    /// What is there at a place before `end`: the beginning of its extent, where the part ends, and
+    /// whether it is an extent at all (if not, it is a gap).
     fn part_at(&self, ino: Ino, tenure: Tenure, at: u64, end: u64) -> Option<(u64, u64, bool)> {
         let file = self.files.get(&ino).filter(|f| f.tenure == tenure)?;
-        if let Some((start, e)) = file.extents.range(..=at).next_back().filter(|(start, e)| *start + e.len > at) {
+        if let Some((start, e)) =
+            file.extents.range(..=at).next_back().filter(|(start, e)| *start + e.len > at)
+        {
             return Some((*start, (start + e.len).min(end), true));
         }
         let next = file.extents.range(at..end).next()?;
@@ -181,7 +193,9 @@ impl Cache {
     pub fn is_here(&self, ino: Ino, tenure: Tenure, range: &Range<u64>) -> bool {
         let mut at = range.start;
         while at < range.end {
-            let Some((start, end, true)) = self.part_at(ino, tenure, at, range.end) else { return false };
+            let Some((start, end, true)) = self.part_at(ino, tenure, at, range.end) else {
+                return false;
+            };
             if !matches!(self.files[&ino].extents[&start].state, State::Here(_)) {
                 return false;
             }
@@ -192,7 +206,9 @@ impl Cache {
 
     fn take(&mut self, ino: Ino, start: u64, range: Range<u64>, reader: Reader) -> Part {
         let gap = Part::Fetch(range.clone());
-        let Some(e) = self.files.get_mut(&ino).and_then(|f| f.extents.get_mut(&start)) else { return gap };
+        let Some(e) = self.files.get_mut(&ino).and_then(|f| f.extents.get_mut(&start)) else {
+            return gap;
+        };
         let bufs = match &e.state {
             State::Coming(rx) => return Part::Coming(rx.clone(), range),
             State::Here(bufs) => bufs,
@@ -228,9 +244,13 @@ impl Cache {
         out
     }
 
-    /// A read of bytes that are not here begins, to be told of by [`Cache::arrived`]. `None`: they will not be kept.
+    /// A read of bytes that are not here begins, to be told of by [`Cache::arrived`]. `None`: they
+    /// will not be kept.
     pub fn expect(&mut self, ino: Ino, tenure: Tenure, range: Range<u64>) -> Option<u64> {
-        if self.limit == 0 || self.files.get(&ino).is_some_and(|f| f.tenure > tenure) || self.is_changing(ino, &range) {
+        if self.limit == 0
+            || self.files.get(&ino).is_some_and(|f| f.tenure > tenure)
+            || self.is_changing(ino, &range)
+        {
             return None;
         }
         self.stamps += 1;
@@ -238,7 +258,8 @@ impl Cache {
         Some(self.stamps)
     }
 
-    /// A range that is missing begins to be read ahead. `None`: there is no room, or it is being changed.
+    /// A range that is missing begins to be read ahead. `None`: there is no room, or it is being
+    /// changed.
     pub fn expect_ahead(
         &mut self,
         ino: Ino,
@@ -250,14 +271,27 @@ impl Cache {
         let len = range.end - range.start;
         let held = len.next_power_of_two().max(SMALLEST);
         let no_room = self.ahead + held > self.limit / 4 * 3;
-        if no_room || self.is_changing(ino, &range) || !self.open(ino, tenure) || !self.make_room(held) {
+        if no_room
+            || self.is_changing(ino, &range)
+            || !self.open(ino, tenure)
+            || !self.make_room(held)
+        {
             return None;
         }
         self.stamps += 1;
         (self.used, self.ahead) = (self.used + held, self.ahead + held);
         let (stamp, start) = (self.stamps, range.start);
-        let e = Extent { len, held, state: State::Coming(done), served: 0, queue: Queue::Ahead, stamp, since: now };
-        let file = self.files.entry(ino).or_insert_with(|| File { tenure, extents: BTreeMap::new() });
+        let e = Extent {
+            len,
+            held,
+            state: State::Coming(done),
+            served: 0,
+            queue: Queue::Ahead,
+            stamp,
+            since: now,
+        };
+        let file =
+            self.files.entry(ino).or_insert_with(|| File { tenure, extents: BTreeMap::new() });
         file.extents.insert(start, e);
         self.fetches.insert(stamp, Fetch { ino, tenure, range, ahead: true });
         Some(stamp)
@@ -270,7 +304,9 @@ impl Cache {
         match bytes {
             Some(bytes) if f.ahead => {
                 let file = self.files.get_mut(&f.ino);
-                let Some(e) = file.and_then(|file| file.extents.get_mut(&f.range.start)).filter(|e| e.stamp == id)
+                let Some(e) = file
+                    .and_then(|file| file.extents.get_mut(&f.range.start))
+                    .filter(|e| e.stamp == id)
                 else {
                     return;
                 };
@@ -292,8 +328,19 @@ impl Cache {
         self.stamps += 1;
         self.used += held;
         let (len, stamp) = (f.range.end - f.range.start, self.stamps);
-        let e = Extent { len, held, state: State::Here(bytes), served: len, queue: Queue::Once, stamp, since: now };
-        let file = self.files.entry(f.ino).or_insert_with(|| File { tenure: f.tenure, extents: BTreeMap::new() });
+        let e = Extent {
+            len,
+            held,
+            state: State::Here(bytes),
+            served: len,
+            queue: Queue::Once,
+            stamp,
+            since: now,
+        };
+        let file = self
+            .files
+            .entry(f.ino)
+            .or_insert_with(|| File { tenure: f.tenure, extents: BTreeMap::new() });
         file.extents.insert(f.range.start, e);
         self.queues[Queue::Once as usize].insert(stamp, (f.ino, f.range.start));
     }
@@ -333,7 +380,9 @@ impl Cache {
     }
 
     fn move_to(&mut self, ino: Ino, start: u64, queue: Queue, stamp: u64) {
-        let Some(e) = self.files.get_mut(&ino).and_then(|f| f.extents.get_mut(&start)) else { return };
+        let Some(e) = self.files.get_mut(&ino).and_then(|f| f.extents.get_mut(&start)) else {
+            return;
+        };
         let (held, from, old) = (e.held, e.queue, e.stamp);
         (e.queue, e.stamp) = (queue, stamp);
         self.queues[from as usize].remove(&old);
@@ -384,11 +433,17 @@ impl Cache {
         if range.start >= range.end {
             return;
         }
-        let overlaps = |f: &Fetch| f.ino == ino && f.range.start < range.end && range.start < f.range.end;
+        let overlaps =
+            |f: &Fetch| f.ino == ino && f.range.start < range.end && range.start < f.range.end;
         self.fetches.retain(|_, f| !overlaps(f));
         let Some(f) = self.files.get(&ino) else { return };
-        let first = f.extents.range(..range.start).next_back().filter(|(s, e)| **s + e.len > range.start);
-        let gone: Vec<u64> = first.into_iter().chain(f.extents.range(range.clone())).map(|(start, _)| *start).collect();
+        let first =
+            f.extents.range(..range.start).next_back().filter(|(s, e)| **s + e.len > range.start);
+        let gone: Vec<u64> = first
+            .into_iter()
+            .chain(f.extents.range(range.clone()))
+            .map(|(start, _)| *start)
+            .collect();
         gone.into_iter().for_each(|start| self.remove(ino, start));
     }
 
@@ -406,7 +461,8 @@ impl Cache {
 
     /// What was read ahead, and for too long not read, may be dropped for other bytes.
     pub fn age(&mut self, now: Instant) {
-        while let Some((stamp, (ino, start))) = self.queues[Queue::Ahead as usize].first_key_value() {
+        while let Some((stamp, (ino, start))) = self.queues[Queue::Ahead as usize].first_key_value()
+        {
             let (stamp, ino, start) = (*stamp, *ino, *start);
             let since = self.files.get(&ino).and_then(|f| f.extents.get(&start)).map(|e| e.since);
             match since {
@@ -433,7 +489,13 @@ mod tests {
     }
 
     /// Reads bytes of a file, keeping them as the client does; what they are.
-    fn read(c: &mut Cache, ino: Ino, tenure: Tenure, r: Range<u64>, fill: u8) -> (Vec<u8>, Vec<&'static str>) {
+    fn read(
+        c: &mut Cache,
+        ino: Ino,
+        tenure: Tenure,
+        r: Range<u64>,
+        fill: u8,
+    ) -> (Vec<u8>, Vec<&'static str>) {
         let mut kinds = Vec::new();
         let mut out = Vec::new();
         for p in c.plan(ino, tenure, r, Reader::Returns) {
@@ -468,7 +530,11 @@ mod tests {
             read(&mut c, INO, 1, 5..30, 6),
             ([vec![6; 5], vec![5; 10], vec![6; 10]].concat(), vec!["fetch", "here", "fetch"])
         );
-        assert!(c.is_here(INO, 1, &(5..30)) && !c.is_here(INO, 1, &(4..30)) && !c.is_here(INO, 1, &(5..31)));
+        assert!(
+            c.is_here(INO, 1, &(5..30))
+                && !c.is_here(INO, 1, &(4..30))
+                && !c.is_here(INO, 1, &(5..31))
+        );
         assert!(!c.is_here(INO, 2, &(5..30)) && !c.is_here(8, 1, &(5..30)));
         // What overlaps goes, and nothing else.
         c.invalidate(INO, 19..20);
@@ -566,7 +632,8 @@ mod tests {
         assert!(!c.is_here(INO, 1, &(8 * KIB..8 * KIB + 1)), "nobody came for it");
     }
 
-    /// Replicas may answer with old bytes until a write is over, and others may have seen the new ones by then.
+    /// Replicas may answer with old bytes until a write is over, and others may have seen the new
+    /// ones by then.
     #[tokio::test(start_paused = true)]
     async fn what_is_read_while_it_is_changed_is_not_kept() {
         let cache = Mutex::new(Cache::new(1 << 20));
@@ -598,8 +665,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is read, written, recalled and read ahead in whatever order: a read never gives other bytes than were there
-        /// at its time, the memory is bounded, and the counts are right.
+        /// Whatever is read, written, recalled and read ahead in whatever order: a read never gives
+        /// other bytes than were there at its time, the memory is bounded, and the counts are
+        /// right.
         #[test]
         fn reads_are_never_old(ops in prop::collection::vec((0u8..8, 0u64..3, 0u64..40, 1u64..20), 1..200), limit in 0u64..20) {
             let now = Instant::now();

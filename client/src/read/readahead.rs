@@ -1,8 +1,8 @@
 //! When to read ahead, and how far: a pure policy, one per open file.
 //!
-//! A read that starts near where an earlier one ended is sequential. Two in a row open a window behind the reader; each
-//! further one doubles it up to the limit. A seek closes it. Requests of a kernel arrive in any order, so "near"
-//! allows for some disorder.
+//! A read that starts near where an earlier one ended is sequential. Two in a row open a window
+//! behind the reader; each further one doubles it up to the limit. A seek closes it. Requests of a
+//! kernel arrive in any order, so "near" allows for some disorder.
 
 use std::ops::Range;
 
@@ -29,13 +29,15 @@ impl ReadAhead {
         ReadAhead { limit, front: 0, run: 0, window: 0, asked: 0 }
     }
 
-    /// A read of `len` bytes at `offset` in a file of `size` bytes came. Returns the range to fetch ahead.
+    /// A read of `len` bytes at `offset` in a file of `size` bytes came. Returns the range to fetch
+    /// ahead.
     pub fn on_read(&mut self, offset: u64, len: u64, size: u64) -> Option<Range<u64>> {
         if self.limit == 0 || len == 0 {
             return None;
         }
         let end = offset.saturating_add(len);
-        let near = offset <= self.front.saturating_add(SLACK) && end.saturating_add(SLACK) >= self.front;
+        let near =
+            offset <= self.front.saturating_add(SLACK) && end.saturating_add(SLACK) >= self.front;
         // The very first read of a file counts as sequential only from its start.
         if near && (self.run > 0 || offset == 0) {
             self.run = self.run.saturating_add(1);
@@ -48,9 +50,10 @@ impl ReadAhead {
             return None;
         }
         let start = self.asked.max(self.front);
-        let reach = self.front.saturating_add(self.window.max(FIRST_WINDOW.min(self.limit))).min(size);
-        // Asking for more in small steps keeps servers, network and reader busy at the same time: with large ones they
-        // take turns.
+        let reach =
+            self.front.saturating_add(self.window.max(FIRST_WINDOW.min(self.limit))).min(size);
+        // Asking for more in small steps keeps servers, network and reader busy at the same time:
+        // with large ones they take turns.
         let step = (self.window / 8).max(FIRST_WINDOW).min(self.window / 2);
         if start >= reach || (self.window > 0 && start - self.front > self.window - step) {
             return None;
@@ -76,7 +79,8 @@ impl ReadAhead {
         self.asked = self.asked.min(end);
     }
 
-    /// What was to be read ahead is not there when it is read: there was no room for it, or not for so long.
+    /// What was to be read ahead is not there when it is read: there was no room for it, or not for
+    /// so long.
     pub fn wasted(&mut self) {
         self.window = (self.window / 2).max(FIRST_WINDOW.min(self.limit));
         self.asked = self.front;

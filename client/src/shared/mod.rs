@@ -1,5 +1,5 @@
-//! What every service of the client uses: its configuration, the newest cluster map, counters, and how operations are
-//! repeated.
+//! What every service of the client uses: its configuration, the newest cluster map, counters, and
+//! how operations are repeated.
 
 pub mod retry;
 pub mod unreachable;
@@ -62,8 +62,8 @@ impl Attempts {
         self.deadline.saturating_duration_since(Instant::now())
     }
 
-    /// After a failed attempt: pauses, or gives up with the cause when the time is over. A new cluster map ends the
-    /// pause early.
+    /// After a failed attempt: pauses, or gives up with the cause when the time is over. A new
+    /// cluster map ends the pause early.
     pub async fn pause(&mut self, shared: &Shared, cause: Error) -> Result<()> {
         self.in_doubt |= in_doubt(&cause);
         Counters::add(&shared.stats.retries, 1);
@@ -90,7 +90,12 @@ impl Attempts {
 
 impl Shared {
     pub fn new(cfg: Config, env: Env, fabric: Arc<dyn Fabric>) -> Shared {
-        let uuid = cfg.handover.as_ref().map(|k| k.uuid()).or(cfg.uuid).unwrap_or_else(|| env.random_bytes());
+        let uuid = cfg
+            .handover
+            .as_ref()
+            .map(|k| k.uuid())
+            .or(cfg.uuid)
+            .unwrap_or_else(|| env.random_bytes());
         Shared {
             uuid,
             map: ArcSwap::default(),
@@ -112,7 +117,13 @@ impl Shared {
 
     pub fn attempts_for(&self, what: &'static str, limit: Duration) -> Attempts {
         let began = Instant::now();
-        Attempts { what, began, deadline: began + limit, backoff: Backoff::default(), in_doubt: false }
+        Attempts {
+            what,
+            began,
+            deadline: began + limit,
+            backoff: Backoff::default(),
+            in_doubt: false,
+        }
     }
 
     // --- how far the client's life is ---
@@ -145,8 +156,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Runs an operation to its end even if the caller goes away: what was begun is finished or retried, never left
-    /// half done.
+    /// Runs an operation to its end even if the caller goes away: what was begun is finished or
+    /// retried, never left half done.
     pub async fn detached<T, F>(&self, f: F) -> Result<T>
     where
         T: Send + 'static,

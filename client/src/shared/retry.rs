@@ -7,7 +7,8 @@ use strake_proto::{Code, Error};
 const FIRST: Duration = Duration::from_millis(5);
 const LONGEST: Duration = Duration::from_millis(250);
 
-/// Exponential pauses from 5 to 250 ms, each shortened by up to half so that clients do not march in step.
+/// Exponential pauses from 5 to 250 ms, each shortened by up to half so that clients do not march
+/// in step.
 #[derive(Debug, Default)]
 pub struct Backoff {
     attempt: u32,
@@ -28,7 +29,8 @@ impl Backoff {
 pub enum DataVerdict {
     /// Fetch the cluster map, pause, try again.
     Refresh,
-    /// This replica may not answer now (dirty chunk, or out of sync): ask the tail, else as `Refresh`.
+    /// This replica may not answer now (dirty chunk, or out of sync): ask the tail, else as
+    /// `Refresh`.
     AskTail,
     /// Bytes changed on the way: send a private copy.
     Resend,
@@ -88,7 +90,11 @@ mod tests {
             let e = Error::new(*code, "");
             let v = data_verdict(&e);
             match code {
-                Code::StaleEpoch | Code::LeaseExpired | Code::Overloaded | Code::Disconnected | Code::TimedOut => {
+                Code::StaleEpoch
+                | Code::LeaseExpired
+                | Code::Overloaded
+                | Code::Disconnected
+                | Code::TimedOut => {
                     assert_eq!(v, DataVerdict::Refresh);
                 }
                 Code::NoSpc | Code::DQuot | Code::Inval | Code::Io | Code::Overtaken => {

@@ -1,4 +1,5 @@
-//! Servers that do not answer, told once when somebody has waited for them and once when they are back. Pure.
+//! Servers that do not answer, told once when somebody has waited for them and once when they are
+//! back. Pure.
 
 use std::{collections::BTreeMap, fmt::Write as _, time::Duration};
 
@@ -46,14 +47,17 @@ impl Unreachable {
         (s.last, s.reason) = (now, reason);
     }
 
-    /// It answers. What to tell of those that were told to be away: which, and for how long they were.
+    /// It answers. What to tell of those that were told to be away: which, and for how long they
+    /// were.
     pub fn answered(&mut self, kind: Kind, who: &str, now: Instant) -> Option<(String, Duration)> {
         if self.servers.is_empty() {
             return None;
         }
         let back: Vec<_> = match kind {
             Kind::Metadata => self.servers.extract_if(.., |(k, _), _| *k == kind).collect(),
-            Kind::Storage => self.servers.remove_entry(&(kind, who.to_string())).into_iter().collect(),
+            Kind::Storage => {
+                self.servers.remove_entry(&(kind, who.to_string())).into_iter().collect()
+            }
         };
         let since = back.iter().filter(|(_, s)| s.told).map(|(_, s)| s.since).min()?;
         let text = match kind {
@@ -77,11 +81,13 @@ impl Unreachable {
         let mut out = String::new();
         for (kind, name) in [(Kind::Metadata, "metadata"), (Kind::Storage, "storage")] {
             let all = self.servers.iter().filter(|((k, _), _)| *k == kind);
-            let all: Vec<String> = all.map(|((_, who), s)| format!("{who} ({})", s.reason)).collect();
+            let all: Vec<String> =
+                all.map(|((_, who), s)| format!("{who} ({})", s.reason)).collect();
             if all.is_empty() {
                 continue;
             }
-            let (and, s) = (if out.is_empty() { "" } else { " and " }, if all.len() == 1 { "" } else { "s" });
+            let (and, s) =
+                (if out.is_empty() { "" } else { " and " }, if all.len() == 1 { "" } else { "s" });
             let _ = write!(out, "{and}{name} server{s} {}", all.join(", "));
         }
         out
@@ -101,15 +107,24 @@ mod tests {
         a.failed(Kind::Metadata, "m1", "Connection refused", t);
         a.failed(Kind::Metadata, "m2", "does not answer", t + S);
         a.failed(Kind::Metadata, "m1", "Connection refused", t + 2 * S);
-        assert_eq!(a.stuck().unwrap(), "metadata servers m1 (Connection refused), m2 (does not answer)");
+        assert_eq!(
+            a.stuck().unwrap(),
+            "metadata servers m1 (Connection refused), m2 (does not answer)"
+        );
         a.failed(Kind::Metadata, "m2", "does not answer", t + 3 * S);
         assert_eq!(a.stuck(), None, "told already");
         a.failed(Kind::Storage, "oss1", "gone", t + 3 * S);
         assert!(a.stuck().unwrap().ends_with(" and storage server oss1 (gone)"));
         assert_eq!(a.answered(Kind::Storage, "oss2", t + 9 * S), None);
-        assert_eq!(a.answered(Kind::Metadata, "m3", t + 9 * S), Some(("metadata servers answer".into(), 9 * S)));
+        assert_eq!(
+            a.answered(Kind::Metadata, "m3", t + 9 * S),
+            Some(("metadata servers answer".into(), 9 * S))
+        );
         assert_eq!(a.answered(Kind::Metadata, "m3", t + 9 * S), None);
-        assert_eq!(a.answered(Kind::Storage, "oss1", t + 9 * S), Some(("storage server oss1 answers".into(), 6 * S)));
+        assert_eq!(
+            a.answered(Kind::Storage, "oss1", t + 9 * S),
+            Some(("storage server oss1 answers".into(), 6 * S))
+        );
         assert_eq!(a.list(), "");
     }
 

@@ -79,7 +79,8 @@ impl Back {
         self.state.lock().held.end()
     }
 
-    /// What of a range has not arrived, to lie over what servers and cache say. To be asked for before they are.
+    /// What of a range has not arrived, to lie over what servers and cache say. To be asked for
+    /// before they are.
     pub fn look(&self, r: &Range<u64>) -> Vec<(u64, Buf)> {
         self.state.lock().held.look(r)
     }

@@ -1,7 +1,8 @@
 //! What was written to one file and not sent yet: pure bookkeeping, see `docs/leases.md`.
 //!
-//! Two layers lie over what the servers have: what is on its way to them, and over that what was written since. A byte leaves the
-//! lower layer only when it has arrived, or is lost; so a reader who looks here first, and at the servers then, misses none.
+//! Two layers lie over what the servers have: what is on its way to them, and over that what was
+//! written since. A byte leaves the lower layer only when it has arrived, or is lost; so a reader
+//! who looks here first, and at the servers then, misses none.
 
 use std::{
     collections::BTreeMap,
@@ -35,7 +36,13 @@ pub struct Dirty<T> {
 
 impl<T> Default for Dirty<T> {
     fn default() -> Dirty<T> {
-        Dirty { lower: Layer::new(), upper: Layer::new(), bytes: 0, since: Duration::ZERO, barred: 0 }
+        Dirty {
+            lower: Layer::new(),
+            upper: Layer::new(),
+            bytes: 0,
+            since: Duration::ZERO,
+            barred: 0,
+        }
     }
 }
 
@@ -61,7 +68,8 @@ fn end<T>(layer: &Layer<T>) -> u64 {
 
 /// Beginnings of what overlaps a range.
 fn within<T>(layer: &Layer<T>, r: &Range<u64>) -> Vec<u64> {
-    let before = layer.range(..r.start).next_back().filter(|(at, (b, _))| **at + b.len() as u64 > r.start);
+    let before =
+        layer.range(..r.start).next_back().filter(|(at, (b, _))| **at + b.len() as u64 > r.start);
     before.into_iter().chain(layer.range(r.clone())).map(|(at, _)| *at).collect()
 }
 
@@ -81,7 +89,8 @@ impl<T: Clone> Dirty<T> {
         end(&self.lower).max(end(&self.upper))
     }
 
-    /// Whether bytes that begin here go on with what was written before, within a block of so many bytes.
+    /// Whether bytes that begin here go on with what was written before, within a block of so many
+    /// bytes.
     pub fn joins(&self, at: u64, block: u64) -> bool {
         !at.is_multiple_of(block) && !within(&self.upper, &(at - 1..at)).is_empty()
     }
@@ -120,7 +129,9 @@ impl<T: Clone> Dirty<T> {
             let Some((b, tag)) = self.upper.remove(&at) else { continue };
             let end = at + b.len() as u64;
             self.bytes -= b.len() as u64;
-            for left in [at..end.min(r.start), at.max(r.end)..end].into_iter().filter(|l| l.start < l.end) {
+            for left in
+                [at..end.min(r.start), at.max(r.end)..end].into_iter().filter(|l| l.start < l.end)
+            {
                 let part = b.slice((left.start - at) as usize..(left.end - at) as usize);
                 self.bytes += part.len() as u64;
                 self.upper.insert(left.start, (part, tag.clone()));
@@ -128,8 +139,8 @@ impl<T: Clone> Dirty<T> {
         }
     }
 
-    /// All of the upper layer is to be sent; nothing may be on its way. Neighbours that `join` make one run, of at most `most` bytes
-    /// unless a single part is longer.
+    /// All of the upper layer is to be sent; nothing may be on its way. Neighbours that `join` make
+    /// one run, of at most `most` bytes unless a single part is longer.
     pub fn take(&mut self, most: u64, join: impl Fn(&T, &T) -> bool) -> Vec<Run<T>> {
         assert!(self.lower.is_empty(), "what is on its way must arrive first");
         self.lower = std::mem::take(&mut self.upper);
@@ -151,12 +162,14 @@ impl<T: Clone> Dirty<T> {
         runs
     }
 
-    /// Bytes that were already on their way when they came here, to be sent once more. Nothing else may be.
+    /// Bytes that were already on their way when they came here, to be sent once more. Nothing else
+    /// may be.
     pub fn put_lower(&mut self, at: u64, bytes: Buf, tag: T) {
         self.lower.insert(at, (bytes, tag));
     }
 
-    /// These have arrived, or are lost. Whether they were still on their way as far as is known here.
+    /// These have arrived, or are lost. Whether they were still on their way as far as is known
+    /// here.
     pub fn settled(&mut self, r: Range<u64>) -> bool {
         within(&self.lower, &r).into_iter().filter_map(|at| self.lower.remove(&at)).count() > 0
     }
@@ -232,10 +245,23 @@ mod tests {
         }
         h.hold(ms(10), 100, buf(9, 1), 1);
         h.hold(ms(11), 200, buf(9, 1), 1);
-        assert!(h.joins(101, 64) && h.joins(50, 64) && !h.joins(64, 64) && !h.joins(150, 64) && !h.joins(200, 64));
-        assert!((h.bytes(), h.end()) == (102, 201) && h.is_due(ms(0)) && !Dirty::<u8>::default().is_due(ms(9)));
+        assert!(
+            h.joins(101, 64)
+                && h.joins(50, 64)
+                && !h.joins(64, 64)
+                && !h.joins(150, 64)
+                && !h.joins(200, 64)
+        );
+        assert!(
+            (h.bytes(), h.end()) == (102, 201)
+                && h.is_due(ms(0))
+                && !Dirty::<u8>::default().is_due(ms(9))
+        );
         let runs = h.take(60, |a, b| a == b);
-        assert_eq!(runs.iter().map(|r| r.at..r.end()).collect::<Vec<_>>(), [0..60, 60..100, 100..101, 200..201]);
+        assert_eq!(
+            runs.iter().map(|r| r.at..r.end()).collect::<Vec<_>>(),
+            [0..60, 60..100, 100..101, 200..201]
+        );
         assert!(!h.is_empty() && h.bytes() == 0 && h.end() == 201 && !h.is_due(ms(99)));
         assert!(runs.iter().all(|r| h.settled(r.at..r.end())));
         assert!(h.is_empty() && h.end() == 0);
@@ -254,12 +280,16 @@ mod tests {
         assert!(h.settled(0..30));
         assert_eq!(look(&h, 5..40), [(10, vec![2; 10])]);
         let lost = h.lose();
-        assert_eq!((lost.len(), lost.first().cloned(), h.lose(), h.bytes()), (1, Some(10..20), vec![], 0));
+        assert_eq!(
+            (lost.len(), lost.first().cloned(), h.lose(), h.bytes()),
+            (1, Some(10..20), vec![], 0)
+        );
     }
 
     proptest! {
-        /// Whatever is written, sent, arrives or is looked at: what is here lies over what has arrived exactly as a file says that is
-        /// written at once; nothing is sent that was overwritten before; and nothing is kept that is gone.
+        /// Whatever is written, sent, arrives or is looked at: what is here lies over what has
+        /// arrived exactly as a file says that is written at once; nothing is sent that was
+        /// overwritten before; and nothing is kept that is gone.
         #[test]
         fn it_is_the_same_file(ops in prop::collection::vec((0u8..6, 0u64..60, 1u64..20), 1..120)) {
             let (mut h, mut file, mut disk) = (Dirty::default(), [0u8; 80], [0u8; 80]);

@@ -70,7 +70,8 @@ impl Updates {
         let limit = self.shared.cfg.unstable_limit as u64;
         let due = {
             let u = self.unstable.lock();
-            let short = self.room().available_permits() < room_for(self.shared.cfg.unstable_limit) as usize / 2;
+            let short = self.room().available_permits()
+                < room_for(self.shared.cfg.unstable_limit) as usize / 2;
             let old = now.saturating_sub(self.shared.cfg.flush_age.as_millis() as u64);
             u.due(old, if short { 0 } else { limit / 4 }, WRITES_PER_CHUNK)
         };
@@ -108,13 +109,15 @@ impl Updates {
         })
     }
 
-    /// Returns when updates of the file that were given up, and are on their way yet, will not be made over anything that is written or cut
-    /// from now on, by whomever: the heads of their chains have heard of the present round.
+    /// Returns when updates of the file that were given up, and are on their way yet, will not be
+    /// made over anything that is written or cut from now on, by whomever: the heads of their
+    /// chains have heard of the present round.
     pub(crate) async fn fence(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
         let chains = inode.given_up.lock().clone();
         let fences = chains.into_iter().map(|(chain, (chunk, round))| async move {
             let fenced = self.fence_at(inode, (chain, chunk), self.shared.cfg.op_timeout).await;
-            // A head that answers anything else has heard of it; a chain that is lost makes nothing.
+            // A head that answers anything else has heard of it; a chain that is lost makes
+            // nothing.
             fenced.or_else(|e| if e.is_retryable() { Err(e) } else { Ok(()) })?;
             let mut given_up = inode.given_up.lock();
             if given_up.get(&chain).is_some_and(|(_, newest)| *newest == round) {
@@ -163,15 +166,18 @@ impl Updates {
                 self.replay(chain, &hold.inode, &stamps, covered, at).await?;
             }
             if at.left().is_zero() {
-                return Err(Error::new(Code::TimedOut, format!("chain {chain} does not become stable")));
+                return Err(Error::new(
+                    Code::TimedOut,
+                    format!("chain {chain} does not become stable"),
+                ));
             }
         }
     }
 
-    /// A flush, repeated until it is answered: the head's stamp. Only the head counts: members join at the tail, so it has
-    /// been in sync longest, while one behind it may have been filled, in the same life, from a source that had lost
-    /// bytes. `None`: the file whose right it was sent under cannot be opened any
-    /// more; its bytes were given up.
+    /// A flush, repeated until it is answered: the head's stamp. Only the head counts: members join
+    /// at the tail, so it has been in sync longest, while one behind it may have been filled, in
+    /// the same life, from a source that had lost bytes. `None`: the file whose right it was sent
+    /// under cannot be opened any more; its bytes were given up.
     fn send_flush<'a>(
         self: &'a Arc<Self>,
         chain: ChainId,
@@ -200,13 +206,17 @@ impl Updates {
                 };
                 let m = Message::new(opcode::FLUSH, Vec::new());
                 let e = match self.storage.to_head(&map, chain, m, request, None).await {
-                    Ok((head, r, _)) => match r.stamps.iter().find(|s| s.target == head && r.stable) {
-                        Some(s) => return Ok(Some(*s)),
-                        None => {
-                            let m = format!("chain {chain} answered a flush without its head's stamp");
-                            return Err(Error::new(Code::Protocol, m));
+                    Ok((head, r, _)) => {
+                        match r.stamps.iter().find(|s| s.target == head && r.stable) {
+                            Some(s) => return Ok(Some(*s)),
+                            None => {
+                                let m = format!(
+                                    "chain {chain} answered a flush without its head's stamp"
+                                );
+                                return Err(Error::new(Code::Protocol, m));
+                            }
                         }
-                    },
+                    }
                     Err(e) => e,
                 };
                 match data_verdict(&e) {
@@ -221,15 +231,17 @@ impl Updates {
                             return Ok(None);
                         }
                     }
-                    DataVerdict::Refresh | DataVerdict::AskTail => self.storage.refresh_and_pause(&map, at, e).await?,
+                    DataVerdict::Refresh | DataVerdict::AskTail => {
+                        self.storage.refresh_and_pause(&map, at, e).await?
+                    }
                     _ => return Err(e.context("flush")),
                 }
             }
         })
     }
 
-    /// Sends the lost bytes of one inode on one chain again. No write of this client to the inode is under way
-    /// meanwhile, so that what is replayed never lands on top of something newer.
+    /// Sends the lost bytes of one inode on one chain again. No write of this client to the inode
+    /// is under way meanwhile, so that what is replayed never lands on top of something newer.
     async fn replay(
         self: &Arc<Self>,
         chain: ChainId,
@@ -244,7 +256,9 @@ impl Updates {
             (u.plan(chain, inode.ino, mark, stamps), u.is_bereft(chain, inode.ino, mark, stamps))
         };
         if bereft {
-            inode.fail_loudly("bytes written before the mount was restarted were lost with a storage server");
+            inode.fail_loudly(
+                "bytes written before the mount was restarted were lost with a storage server",
+            );
         }
         tracing::warn!(
             chain,
@@ -256,8 +270,10 @@ impl Updates {
         // What was read since they were lost is without them.
         let _forget = Forget(self, inode.ino);
         let limit = at.left();
-        let ranges: Vec<_> = plan.iter().map(|p| p.file_offset..p.file_offset + p.data.span()).collect();
-        let parts = join_all(plan.into_iter().map(|p| self.replay_part(chain, inode, p, limit))).await;
+        let ranges: Vec<_> =
+            plan.iter().map(|p| p.file_offset..p.file_offset + p.data.span()).collect();
+        let parts =
+            join_all(plan.into_iter().map(|p| self.replay_part(chain, inode, p, limit))).await;
         let mut again = Vec::new();
         let mut dead = None;
         for (p, range) in parts.into_iter().zip(ranges) {
@@ -275,7 +291,10 @@ impl Updates {
             }
         }
         if let Some(e) = dead {
-            inode.fail(Error { code: Code::Io, ..e.context("unstable bytes could not be written again") });
+            inode.fail(Error {
+                code: Code::Io,
+                ..e.context("unstable bytes could not be written again")
+            });
         }
         let mut u = self.unstable.lock();
         u.replayed(chain, inode.ino, mark);
@@ -295,7 +314,8 @@ impl Updates {
     ) -> BoxFuture<'a, Result<Option<(u64, Entry<Hold>)>>> {
         Box::pin(async move {
             let lost = || Error::new(Code::Io, "the session was lost");
-            let session = self.metadata.current_session().filter(|s| s.id == p.session).ok_or_else(lost)?;
+            let session =
+                self.metadata.current_session().filter(|s| s.id == p.session).ok_or_else(lost)?;
             let seq = p.seq.unwrap_or_else(|| session.take_data_numbers(1));
             let mut at = self.shared.attempts_for("repeating a write", limit);
             let mut u = Update {

@@ -1,6 +1,7 @@
-//! Striped writes of foreign memory, a GPU's for one: the storage servers read it by themselves. Two things differ from other writes.
-//! A write is stable when it is answered: its bytes are not here, so that they could not be sent again after a storage server lost
-//! them. And nobody repeats a write by himself whose bytes changed on the way: the sums are the caller's.
+//! Striped writes of foreign memory, a GPU's for one: the storage servers read it by themselves.
+//! Two things differ from other writes. A write is stable when it is answered: its bytes are not
+//! here, so that they could not be sent again after a storage server lost them. And nobody repeats
+//! a write by himself whose bytes changed on the way: the sums are the caller's.
 
 use std::{
     ops::Range,
@@ -50,10 +51,10 @@ struct Sent<'a> {
 }
 
 impl Updates {
-    /// Has the storage servers read a range from foreign memory, and returns when it is stable. `sums`
-    /// are those of each 4 KiB of it; it begins at a multiple of that. The caller holds the range's lock.
-    /// `handed` counts the requests that servers may have had. `Resend`: the bytes are not those that
-    /// were summed.
+    /// Has the storage servers read a range from foreign memory, and returns when it is stable.
+    /// `sums` are those of each 4 KiB of it; it begins at a multiple of that. The caller holds the
+    /// range's lock. `handed` counts the requests that servers may have had. `Resend`: the bytes
+    /// are not those that were summed.
     pub(crate) async fn write_foreign(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
@@ -100,7 +101,13 @@ impl Updates {
     async fn write_foreign_piece(self: &Arc<Self>, w: Sent<'_>) -> Result<()> {
         let mut at = self.shared.attempts("write");
         let at_chunk = (w.piece.chain, w.piece.chunk);
-        let mut under_way = UnderWay { core: self, inode: w.inode, at: at_chunk, session: w.session, settled: false };
+        let mut under_way = UnderWay {
+            core: self,
+            inode: w.inode,
+            at: at_chunk,
+            session: w.session,
+            settled: false,
+        };
         let r = self.repeat_foreign(&w, &mut at).await;
         under_way.settled = match &r {
             Ok(()) => true,
@@ -170,7 +177,8 @@ impl Updates {
         Ok(())
     }
 
-    /// Whether anything of this client's that is not stable lies in a range: what is written there must not be written again over it.
+    /// Whether anything of this client's that is not stable lies in a range: what is written there
+    /// must not be written again over it.
     pub(crate) fn is_unstable(&self, inode: &Inode, range: &Range<u64>) -> bool {
         let (stripes, unstable) = (inode.placed().stripes, self.unstable.lock());
         stripes

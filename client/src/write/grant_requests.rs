@@ -1,4 +1,5 @@
-//! Asking storage targets for the space of what is held back. The rules are in `docs/leases.md`, "Space"; the numbers are [`Grants`]'s.
+//! Asking storage targets for the space of what is held back. The rules are in `docs/leases.md`,
+//! "Space"; the numbers are [`Grants`]'s.
 //!
 //! [`Grants`]: crate::write::grants::Grants
 
@@ -44,9 +45,16 @@ fn blocks(p: &Piece) -> u64 {
 }
 
 impl WriteBack {
-    /// What writing a range takes of targets at most. `joins`: its first block counts for what was written just before it. `None`: a
-    /// chain takes no updates now.
-    pub(crate) fn cost(&self, inode: &Inode, session: SessionId, at: u64, len: u64, joins: bool) -> Option<Cost> {
+    /// What writing a range takes of targets at most. `joins`: its first block counts for what was
+    /// written just before it. `None`: a chain takes no updates now.
+    pub(crate) fn cost(
+        &self,
+        inode: &Inode,
+        session: SessionId,
+        at: u64,
+        len: u64,
+        joins: bool,
+    ) -> Option<Cost> {
         let (map, stripes) = (self.shared.map(), inode.placed().stripes);
         let mut cost = Cost::new(session);
         for p in stripes.split(at, len) {
@@ -71,7 +79,13 @@ impl WriteBack {
         let asking = lacking.into_iter().map(async |(target, chain, more)| {
             let _one = self.turn_to_ask(target).await;
             // Another may have asked for enough while this one waited.
-            if self.grants.lock().lacking(self.shared.env.boot(), &cost).iter().any(|(t, ..)| *t == target) {
+            if self
+                .grants
+                .lock()
+                .lacking(self.shared.env.boot(), &cost)
+                .iter()
+                .any(|(t, ..)| *t == target)
+            {
                 self.ask_target(inode, target, chain, more).await;
             }
         });
@@ -80,7 +94,8 @@ impl WriteBack {
 
     /// Asks for what is held back to stay granted, and for more before it is needed.
     pub(crate) fn renew_space(self: &Arc<Self>, holding: &[Arc<Inode>]) {
-        let mut due: BTreeSet<TargetId> = self.grants.lock().due(self.shared.env.boot()).into_iter().collect();
+        let mut due: BTreeSet<TargetId> =
+            self.grants.lock().due(self.shared.env.boot()).into_iter().collect();
         for inode in holding {
             if due.is_empty() {
                 return;
@@ -101,11 +116,18 @@ impl WriteBack {
         turn.lock_owned().await
     }
 
-    async fn ask_target(self: &Arc<Self>, inode: &Inode, target: TargetId, chain: ChainId, more: u64) {
+    async fn ask_target(
+        self: &Arc<Self>,
+        inode: &Inode,
+        target: TargetId,
+        chain: ChainId,
+        more: u64,
+    ) {
         let ask = self.grants.lock().ask(self.shared.env.boot(), target, more);
         let granted = tokio::time::timeout(ASK_TRY, self.ask_grant(inode, &ask, chain)).await;
-        let granted =
-            granted.ok().and_then(|r| r.inspect_err(|e| tracing::debug!(target, "no space granted: {e}")).ok());
+        let granted = granted
+            .ok()
+            .and_then(|r| r.inspect_err(|e| tracing::debug!(target, "no space granted: {e}")).ok());
         self.grants.lock().answered(self.shared.env.boot(), &ask, granted);
     }
 
@@ -120,7 +142,13 @@ impl WriteBack {
         }
     }
 
-    async fn ask_grant_with(&self, cap: &Cap, inode: &Inode, ask: &Ask, chain: ChainId) -> Result<u64> {
+    async fn ask_grant_with(
+        &self,
+        cap: &Cap,
+        inode: &Inode,
+        ask: &Ask,
+        chain: ChainId,
+    ) -> Result<u64> {
         if cap.session != ask.session {
             return Err(session_lost());
         }

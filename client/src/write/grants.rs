@@ -1,8 +1,10 @@
-//! Space that storage targets have granted to this client, and how much of it is spoken for: pure bookkeeping, see `docs/leases.md`,
-//! "Space". All numbers are blocks of [`strake_proto::data::GRANT_UNIT`] bytes.
+//! Space that storage targets have granted to this client, and how much of it is spoken for: pure
+//! bookkeeping, see `docs/leases.md`, "Space". All numbers are blocks of
+//! [`strake_proto::data::GRANT_UNIT`] bytes.
 //!
-//! What is believed to be granted is never more than what the target keeps free: it is lowered when an update is answered that may have
-//! taken of it, and by all that were answered while a question was on its way, since nobody knows which came first.
+//! What is believed to be granted is never more than what the target keeps free: it is lowered when
+//! an update is answered that may have taken of it, and by all that were answered while a question
+//! was on its way, since nobody knows which came first.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -15,7 +17,8 @@ use strake_proto::{
 const AHEAD: u64 = MAX_GRANT / 2;
 /// With less left it is asked for more.
 const LOW: u64 = AHEAD / 2;
-/// What may be held back, beyond what is already, while a question is on its way: the target may take away the rest.
+/// What may be held back, beyond what is already, while a question is on its way: the target may
+/// take away the rest.
 const MEANWHILE: u64 = MAX_GRANT / 16;
 /// A target that gave less than was asked for is left alone for so long.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -97,7 +100,8 @@ struct Account {
 }
 
 impl Account {
-    /// What may be held back. A little less than what was granted: a block at which two pieces meet is taken by both.
+    /// What may be held back. A little less than what was granted: a block at which two pieces meet
+    /// is taken by both.
     fn usable(&self, now: Duration) -> u64 {
         if now < self.until { self.granted - self.granted.div_ceil(64) } else { 0 }
     }
@@ -187,7 +191,8 @@ impl Grants {
         cost.targets.iter().filter_map(lacks).collect()
     }
 
-    /// Targets to ask now, so that what is held back stays granted and there is more when it is needed.
+    /// Targets to ask now, so that what is held back stays granted and there is more when it is
+    /// needed.
     pub fn due(&mut self, now: Duration) -> Vec<TargetId> {
         self.accounts.retain(|_, a| a.held > 0 || a.is_asking || now < a.until);
         let is_due = |a: &Account| {
@@ -211,7 +216,10 @@ impl Grants {
 
     /// What it answered; `None` if it did not.
     pub fn answered(&mut self, now: Duration, ask: &Ask, granted: Option<u64>) {
-        let Some(a) = self.accounts.get_mut(&ask.target).filter(|_| ask.session == self.session) else { return };
+        let Some(a) = self.accounts.get_mut(&ask.target).filter(|_| ask.session == self.session)
+        else {
+            return;
+        };
         a.is_asking = false;
         if let Some(n) = granted {
             a.granted = n.min(MAX_GRANT).saturating_sub(a.settled - ask.settled);
@@ -242,7 +250,10 @@ mod tests {
     #[test]
     fn nothing_is_held_back_without_a_grant_or_when_it_has_run_out() {
         let mut b = Grants::default();
-        assert_eq!((b.hold(S, &cost(1, 10)), b.lacking(S, &cost(1, 10))), (Verdict::Ask, vec![(7, 3, 10)]));
+        assert_eq!(
+            (b.hold(S, &cost(1, 10)), b.lacking(S, &cost(1, 10))),
+            (Verdict::Ask, vec![(7, 3, 10)])
+        );
         let ask = b.ask(S, 7, 10);
         assert_eq!((ask.keep, ask.want), (0, AHEAD + 10));
         b.answered(S, &ask, Some(AHEAD + 10));
@@ -268,11 +279,15 @@ mod tests {
         assert_eq!(b.hold(S, &cost(1, 1)), Verdict::No, "taken");
         let ask = b.ask(S, 7, 10);
         b.answered(S, &ask, None);
-        assert_eq!((b.hold(S, &cost(1, 1)), b.hold(S * 2, &cost(1, MAX_GRANT))), (Verdict::No, Verdict::Full));
+        assert_eq!(
+            (b.hold(S, &cost(1, 1)), b.hold(S * 2, &cost(1, MAX_GRANT))),
+            (Verdict::No, Verdict::Full)
+        );
     }
 
     proptest! {
-        /// However updates and questions overtake each other: what is held back finds space at the target.
+        /// However updates and questions overtake each other: what is held back finds space at the
+        /// target.
         #[test]
         fn what_is_held_back_is_granted(ops in prop::collection::vec((0u8..7, 1u64..400, any::<bool>()), 1..200)) {
             let (mut b, mut now, mut at_target) = (Grants::default(), S, 0u64);

@@ -1,4 +1,5 @@
-//! Write-back: the files of which something is held back, and the space that is granted for it. Others see methods only.
+//! Write-back: the files of which something is held back, and the space that is granted for it.
+//! Others see methods only.
 
 use std::{
     collections::BTreeMap,
@@ -47,13 +48,15 @@ pub(crate) struct WriteBack {
     pub(super) pages: Arc<PageLocks>,
     pub(super) lease_cache: Arc<LeaseCache>,
     pub(super) cache: Arc<Mutex<Cache>>,
-    /// Files of which something is held back or on its way. Taken within the lock of what is held back.
+    /// Files of which something is held back or on its way. Taken within the lock of what is held
+    /// back.
     pub(super) holding: Mutex<BTreeMap<Ino, Arc<Inode>>>,
     /// Places of writes that are held back among them.
     pub(super) held_order: AtomicU64,
     /// What a former process held back, wrote and did not report is known.
     inherited: watch::Sender<bool>,
-    /// What may be held back, by the space that is granted. Taken within the lock of what is held back.
+    /// What may be held back, by the space that is granted. Taken within the lock of what is held
+    /// back.
     pub(super) grants: Mutex<Grants>,
     pub(super) asking_grants: Mutex<BTreeMap<TargetId, Arc<AsyncMutex<()>>>>,
 }

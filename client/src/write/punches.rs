@@ -34,8 +34,8 @@ impl Updates {
         stable: bool,
     ) -> Result<()> {
         let stripes = inode.placed().stripes;
-        // One number for all chunks, each of which remembers it: a repetition after a restart of the mount may find other chunks,
-        // and what the last daemon sent may arrive late.
+        // One number for all chunks, each of which remembers it: a repetition after a restart of
+        // the mount may find other chunks, and what the last daemon sent may arrive late.
         let (cap, seq) = self.data_numbers(inode, 1, None).await?;
         let number = (cap.session, seq);
         let punch = |chain| self.punch_chain(inode, &stripes, chain, range.clone(), stable, number);
@@ -43,7 +43,8 @@ impl Updates {
         join_all(punches).await.into_iter().collect()
     }
 
-    /// Chunks that hold nothing need no punch, unless bytes of this client may be written to them once more.
+    /// Chunks that hold nothing need no punch, unless bytes of this client may be written to them
+    /// once more.
     fn punch_chain<'a>(
         self: &'a Arc<Self>,
         inode: &'a Arc<Inode>,
@@ -57,7 +58,8 @@ impl Updates {
             let last = stripes.locate(range.end - 1).0.chunk.index;
             let mut from = block_of(stripes, range.start);
             let unstable = self.unstable.lock().chunks_of(chain, inode.ino);
-            let mut wanted: BTreeSet<u64> = unstable.into_iter().filter(|i| (from.0..=last).contains(i)).collect();
+            let mut wanted: BTreeSet<u64> =
+                unstable.into_iter().filter(|i| (from.0..=last).contains(i)).collect();
             loop {
                 let page = self.storage.extents(inode, stripes, chain, from, PAGE).await?;
                 wanted.extend(page.found.iter().map(|e| e.index).filter(|i| *i <= last));
@@ -65,12 +67,18 @@ impl Updates {
                 // The last one may go on on the next page: then it is punched with that.
                 let rest = next.map_or_else(BTreeSet::new, |n| wanted.split_off(&n.0));
                 let punches = std::mem::replace(&mut wanted, rest).into_iter();
-                let pieces: Vec<Piece> = punches.filter_map(|i| piece(stripes, chain, i, &range)).collect();
+                let pieces: Vec<Piece> =
+                    punches.filter_map(|i| piece(stripes, chain, i, &range)).collect();
                 let flags = if stable { FLAG_STABLE } else { 0 };
-                let punch = |p: Piece| self.write_piece(inode, p, Content::Hole(p.len), flags, number, None, None);
+                let punch = |p: Piece| {
+                    self.write_piece(inode, p, Content::Hole(p.len), flags, number, None, None)
+                };
                 // All, though one may fail: none may arrive after the range is free for others.
-                let done: Vec<Result<()>> =
-                    stream::iter(pieces).map(punch).buffer_unordered(PUNCHES_AT_ONCE).collect().await;
+                let done: Vec<Result<()>> = stream::iter(pieces)
+                    .map(punch)
+                    .buffer_unordered(PUNCHES_AT_ONCE)
+                    .collect()
+                    .await;
                 done.into_iter().collect::<Result<()>>()?;
                 match next {
                     Some(n) => from = n,

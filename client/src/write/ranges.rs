@@ -1,6 +1,8 @@
-//! Byte-range locks of one inode inside one client: writes that overlap take their turns, in the order they came.
+//! Byte-range locks of one inode inside one client: writes that overlap take their turns, in the
+//! order they came.
 //!
-//! [`Queue`] is the pure part. A waiter goes when nothing that came before it, waiting or holding, overlaps it.
+//! [`Queue`] is the pure part. A waiter goes when nothing that came before it, waiting or holding,
+//! overlaps it.
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
@@ -30,7 +32,11 @@ impl Queue {
         !self.entries.range(..ticket).any(|(_, e)| overlap(&e.range, range))
     }
 
-    fn enter(&mut self, range: Range<u64>, wake: impl FnOnce() -> oneshot::Sender<()>) -> (u64, bool) {
+    fn enter(
+        &mut self,
+        range: Range<u64>,
+        wake: impl FnOnce() -> oneshot::Sender<()>,
+    ) -> (u64, bool) {
         let ticket = self.next;
         self.next += 1;
         let free = self.is_free(ticket, &range);
@@ -43,7 +49,9 @@ impl Queue {
         let ready: Vec<u64> = self
             .entries
             .range(ticket..)
-            .filter(|(t, e)| e.wake.is_some() && overlap(&e.range, &gone.range) && self.is_free(**t, &e.range))
+            .filter(|(t, e)| {
+                e.wake.is_some() && overlap(&e.range, &gone.range) && self.is_free(**t, &e.range)
+            })
             .map(|(t, _)| *t)
             .collect();
         for t in ready {
@@ -100,7 +108,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Whatever comes and goes, two holders never overlap, and overlapping ones go in the order they came.
+        /// Whatever comes and goes, two holders never overlap, and overlapping ones go in the order
+        /// they came.
         #[test]
         fn holders_never_overlap_and_order_is_kept(ops in prop::collection::vec((0u64..50, 1u64..20, any::<bool>()), 1..80)) {
             let mut q = Queue::default();
@@ -145,7 +154,9 @@ mod tests {
         let l = RangeLock::default();
         let first = l.lock(0..10).await;
         // Given up while it waits.
-        assert!(tokio::time::timeout(std::time::Duration::from_millis(1), l.lock(5..15)).await.is_err());
+        assert!(
+            tokio::time::timeout(std::time::Duration::from_millis(1), l.lock(5..15)).await.is_err()
+        );
         let third = l.lock(10..15).await;
         drop((first, third));
         l.lock_all().await;

@@ -88,7 +88,10 @@ impl Updates {
     /// What a lost session wrote is lost to its files.
     pub fn lose(&self, session: SessionId) {
         let mut unstable = self.unstable.lock();
-        unstable.forget_session(session).values().for_each(|h| h.inode.lost_with(session, Vec::new()));
+        unstable
+            .forget_session(session)
+            .values()
+            .for_each(|h| h.inode.lost_with(session, Vec::new()));
     }
 
     /// An unstable write of a former client, which had this place among all.

@@ -1,10 +1,11 @@
-//! Which written bytes are not yet known to be stable, and what to send again when a replica restarted: pure
-//! bookkeeping.
+//! Which written bytes are not yet known to be stable, and what to send again when a replica
+//! restarted: pure bookkeeping.
 //!
-//! A write that is answered *unstable* is kept with the start stamps of the replicas that took it. A flush of its chain
-//! is answered with stamps of replicas that flushed (the shell counts the head's only). If one of them is the same life
-//! of the same replica, the bytes were there and are now on disk, and the chain's other members agree with it. If none is,
-//! the bytes may be lost and are sent again.
+//! A write that is answered *unstable* is kept with the start stamps of the replicas that took it.
+//! A flush of its chain is answered with stamps of replicas that flushed (the shell counts the
+//! head's only). If one of them is the same life of the same replica, the bytes were there and are
+//! now on disk, and the chain's other members agree with it. If none is, the bytes may be lost and
+//! are sent again.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,8 +24,8 @@ use crate::{
     handover::{KeptWrite, WriteKind, place_of},
 };
 
-/// One unstable write: a part of one chunk. `T` is what the shell needs to send it again (the inode, its share of the
-/// memory limit).
+/// One unstable write: a part of one chunk. `T` is what the shell needs to send it again (the
+/// inode, its share of the memory limit).
 pub(crate) struct Entry<T> {
     pub chunk: ChunkId,
     /// From the start of the chunk.
@@ -57,7 +58,11 @@ impl<T> Entry<T> {
             stamps: e.stamps.clone(),
             len: e.data.span() as usize,
             at: place_of(e.data.bytes()),
-            kind: if matches!(e.data, Content::Hole(_)) { WriteKind::Punch } else { WriteKind::Unstable },
+            kind: if matches!(e.data, Content::Hole(_)) {
+                WriteKind::Punch
+            } else {
+                WriteKind::Unstable
+            },
         }
     }
 }
@@ -123,7 +128,8 @@ impl<T> Unstable<T> {
         self.next = self.next.max(order.saturating_add(1));
     }
 
-    /// A part that was replayed and is unstable again, in its old place: a flush that someone waits for must cover it.
+    /// A part that was replayed and is unstable again, in its old place: a flush that someone waits
+    /// for must cover it.
     pub fn add_again(&mut self, chain: ChainId, order: u64, entry: Entry<T>) {
         self.put(chain, order, entry);
     }
@@ -141,12 +147,18 @@ impl<T> Unstable<T> {
 
     /// Whether anything of the chain from below `mark` is left (of one inode, or of any).
     pub fn pending(&self, chain: ChainId, mark: u64, ino: Option<Ino>) -> bool {
-        self.chains.get(&chain).is_some_and(|c| c.range(..(mark, 0)).any(|(_, e)| ino.is_none_or(|i| e.chunk.ino == i)))
+        self.chains.get(&chain).is_some_and(|c| {
+            c.range(..(mark, 0)).any(|(_, e)| ino.is_none_or(|i| e.chunk.ino == i))
+        })
     }
 
     /// Chains with unstable bytes of an inode.
     pub fn chains_of(&self, ino: Ino) -> Vec<ChainId> {
-        self.chains.iter().filter(|(_, c)| c.values().any(|e| e.chunk.ino == ino)).map(|(id, _)| *id).collect()
+        self.chains
+            .iter()
+            .filter(|(_, c)| c.values().any(|e| e.chunk.ino == ino))
+            .map(|(id, _)| *id)
+            .collect()
     }
 
     /// Some write of the chain: its chunk names a file whose capability permits the flush.
@@ -154,8 +166,8 @@ impl<T> Unstable<T> {
         self.chains.get(&chain)?.values().next()
     }
 
-    /// Chains whose oldest write is from `before_ms` or earlier, and those with more than `bytes` or with more than
-    /// `per_chunk` writes to one chunk.
+    /// Chains whose oldest write is from `before_ms` or earlier, and those with more than `bytes`
+    /// or with more than `per_chunk` writes to one chunk.
     pub fn due(&self, before_ms: u64, bytes: u64, per_chunk: usize) -> Vec<ChainId> {
         let is_due = |c: &BTreeMap<Key, Entry<T>>| {
             let mut counts: BTreeMap<ChunkId, usize> = BTreeMap::new();
@@ -170,9 +182,15 @@ impl<T> Unstable<T> {
         self.chains.iter().filter(|(_, c)| is_due(c)).map(|(id, _)| *id).collect()
     }
 
-    /// A flush was answered with these stamps: drops what is stable now. Returns the tags, by inode, of what may be
-    /// lost. Of such an inode nothing is dropped yet: a later write that survived says what must not be replayed.
-    pub fn flushed(&mut self, chain: ChainId, mark: u64, stamps: &[Stamp]) -> BTreeMap<Ino, Arc<T>> {
+    /// A flush was answered with these stamps: drops what is stable now. Returns the tags, by
+    /// inode, of what may be lost. Of such an inode nothing is dropped yet: a later write that
+    /// survived says what must not be replayed.
+    pub fn flushed(
+        &mut self,
+        chain: ChainId,
+        mark: u64,
+        stamps: &[Stamp],
+    ) -> BTreeMap<Ino, Arc<T>> {
         let Some(c) = self.chains.get(&chain) else { return BTreeMap::new() };
         let lost: BTreeMap<Ino, Arc<T>> = c
             .range(..(mark, 0))
@@ -183,9 +201,10 @@ impl<T> Unstable<T> {
         lost
     }
 
-    /// The lost bytes of one inode on one chain, without those that a later write covers: disjoint, so that they can be
-    /// sent in any order. What survived is left alone: it may be newer. So is what was answered after the flush was sent, of which
-    /// its answer says nothing: the replica may have restarted since.
+    /// The lost bytes of one inode on one chain, without those that a later write covers: disjoint,
+    /// so that they can be sent in any order. What survived is left alone: it may be newer. So is
+    /// what was answered after the flush was sent, of which its answer says nothing: the replica
+    /// may have restarted since.
     pub fn plan(&self, chain: ChainId, ino: Ino, mark: u64, stamps: &[Stamp]) -> Vec<Replay<T>> {
         let mut covered: BTreeMap<ChunkId, Vec<Range<u64>>> = BTreeMap::new();
         let mut out = Vec::new();
@@ -213,25 +232,28 @@ impl<T> Unstable<T> {
         out
     }
 
-    /// Whether bytes of an inode on a chain are lost that nobody has any more: a former client had them elsewhere than in
-    /// kept memory.
+    /// Whether bytes of an inode on a chain are lost that nobody has any more: a former client had
+    /// them elsewhere than in kept memory.
     pub fn is_bereft(&self, chain: ChainId, ino: Ino, mark: u64, stamps: &[Stamp]) -> bool {
         let lost = |e: &Entry<T>| e.chunk.ino == ino && e.data.span() == 0 && !e.survives(stamps);
         self.chains.get(&chain).is_some_and(|c| c.range(..(mark, 0)).any(|(_, e)| lost(e)))
     }
 
-    /// The plan for an inode on a chain was carried out: forgets what was stable at `mark`, and what was lost (as far as it is still
-    /// unstable it was added anew). What was answered later stays, stable or not: older bytes that stay must not be replayed over it.
+    /// The plan for an inode on a chain was carried out: forgets what was stable at `mark`, and
+    /// what was lost (as far as it is still unstable it was added anew). What was answered later
+    /// stays, stable or not: older bytes that stay must not be replayed over it.
     pub fn replayed(&mut self, chain: ChainId, ino: Ino, mark: u64) {
         self.retain(chain, |order, e| e.chunk.ino != ino || order >= mark);
     }
 
-    /// Whether unstable bytes of a chunk overlap these: then a stable write is kept too, lest they be replayed over it.
+    /// Whether unstable bytes of a chunk overlap these: then a stable write is kept too, lest they
+    /// be replayed over it.
     pub fn overlaps(&self, chain: ChainId, chunk: ChunkId, offset: u32, len: u64) -> bool {
         let r = u64::from(offset)..u64::from(offset) + len;
-        self.chains
-            .get(&chain)
-            .is_some_and(|c| c.values().any(|e| e.chunk == chunk && e.range().start < r.end && r.start < e.range().end))
+        self.chains.get(&chain).is_some_and(|c| {
+            c.values()
+                .any(|e| e.chunk == chunk && e.range().start < r.end && r.start < e.range().end)
+        })
     }
 
     /// Forgets everything of an inode on all chains.
@@ -337,7 +359,10 @@ mod tests {
             session: 1,
             seq: u64::from(byte),
             version: Version::default(),
-            stamps: stamps.iter().map(|(target, stamp)| Stamp { target: *target, stamp: *stamp }).collect(),
+            stamps: stamps
+                .iter()
+                .map(|(target, stamp)| Stamp { target: *target, stamp: *stamp })
+                .collect(),
             at_ms: 0,
             tag: Arc::new(()),
             kept: None,
@@ -365,8 +390,9 @@ mod tests {
         assert_eq!((u.bytes(), u.pending(7, u64::MAX, None)), (0, false));
     }
 
-    /// A flush is answered by the replica's second life, which lost the first bytes and has the second; before they are replayed it
-    /// restarts once more, and its third life is given bytes over the second ones. These must not be replayed over them later.
+    /// A flush is answered by the replica's second life, which lost the first bytes and has the
+    /// second; before they are replayed it restarts once more, and its third life is given bytes
+    /// over the second ones. These must not be replayed over them later.
     #[test]
     fn what_was_written_since_a_flush_was_sent_is_left_to_the_next_one() {
         let mut u = Unstable::default();
@@ -382,7 +408,11 @@ mod tests {
         u.replayed(7, 1, mark);
         let mark = u.mark();
         assert!(u.flushed(7, mark, &stamps(&[(1, 3)])).contains_key(&1));
-        assert_eq!(planned(&u, mark, &stamps(&[(1, 3)])), [(20, 5)], "without what was written over it");
+        assert_eq!(
+            planned(&u, mark, &stamps(&[(1, 3)])),
+            [(20, 5)],
+            "without what was written over it"
+        );
     }
 
     #[test]
@@ -403,12 +433,18 @@ mod tests {
         let mut u = Unstable::default();
         u.add(7, entry(0, 1, 10, &[(1, 1)]));
         u.add(7, entry(4, 0, 10, &[(1, 1)]));
-        assert_eq!((u.bytes(), u.chunks_of(7, 1), u.chunks_of(7, 2)), (10, BTreeSet::from([0]), BTreeSet::new()));
+        assert_eq!(
+            (u.bytes(), u.chunks_of(7, 1), u.chunks_of(7, 2)),
+            (10, BTreeSet::from([0]), BTreeSet::new())
+        );
         assert!(u.overlaps(7, CHUNK, 13, 1) && !u.overlaps(7, CHUNK, 14, 1));
         u.clip(1, 8);
         let plan = u.plan(7, 1, u.mark(), &[]);
         assert!(matches!(plan[0].data, Content::Hole(4)));
-        assert!(matches!(&plan[1].data, Content::Bytes(b) if b[0].len() == 4), "what was punched is not written again");
+        assert!(
+            matches!(&plan[1].data, Content::Bytes(b) if b[0].len() == 4),
+            "what was punched is not written again"
+        );
         assert!(!u.is_bereft(7, 1, u.mark(), &[]));
         u.forget_inode(1);
         assert_eq!((u.bytes(), u.chains_of(1)), (0, vec![]));
@@ -438,7 +474,12 @@ mod tests {
     impl Default for Server {
         fn default() -> Server {
             let bytes = vec![0; 72];
-            Server { life: 1, bytes: bytes.clone(), seqs: BTreeSet::new(), durable: (bytes, BTreeSet::new()) }
+            Server {
+                life: 1,
+                bytes: bytes.clone(),
+                seqs: BTreeSet::new(),
+                durable: (bytes, BTreeSet::new()),
+            }
         }
     }
 
@@ -472,7 +513,10 @@ mod tests {
                 let number = p.seq.unwrap_or(seq);
                 if !self.update(number, p.offset, &p.data) {
                     let e = entry(p.offset, 1, 0, &[]);
-                    again.push((p.order, Entry { data: p.data, seq: number, stamps: vec![self.stamp()], ..e }));
+                    again.push((
+                        p.order,
+                        Entry { data: p.data, seq: number, stamps: vec![self.stamp()], ..e },
+                    ));
                 }
             }
             u.replayed(3, 1, mark);
@@ -481,8 +525,9 @@ mod tests {
     }
 
     proptest! {
-        /// Writes and punches on a server that forgets some suffix of a first life; then a second life takes more. After the
-        /// replay the chunk holds what it would hold had nothing been lost.
+        /// Writes and punches on a server that forgets some suffix of a first life; then a second
+        /// life takes more. After the replay the chunk holds what it would hold had nothing been
+        /// lost.
         #[test]
         fn a_replay_restores_the_last_writer_of_every_byte(
             first in prop::collection::vec((0u32..64, 1usize..32, prop::bool::weighted(0.3)), 0..12),
@@ -524,7 +569,8 @@ mod tests {
             prop_assert!(!u.pending(3, u64::MAX, None));
         }
 
-        /// A server that restarts at any time, between a flush, its answer and the replay that follows from that, while writes go on.
+        /// A server that restarts at any time, between a flush, its answer and the replay that
+        /// follows from that, while writes go on.
         #[test]
         fn whatever_restarts_when_the_last_writer_of_every_byte_stays(
             steps in prop::collection::vec((0u8..9, 0u32..48, 1usize..24), 1..60),

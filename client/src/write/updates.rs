@@ -1,6 +1,7 @@
 //! Striped writes: one update per piece of a chunk, in parallel, each repeated through failures.
 //!
-//! An update goes to the head of its chain and keeps its number through every retry, so that it is applied once.
+//! An update goes to the head of its chain and keeps its number through every retry, so that it is
+//! applied once.
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -47,7 +48,8 @@ const MAX_RESENDS: u32 = 8;
 /// How long the head of a chain is tried to be told of what may be made for ever.
 const FENCE_FOREVER: Duration = Duration::from_secs(1);
 
-/// An update that is under way. Dropped without having been settled it is given up, and may be on its way yet.
+/// An update that is under way. Dropped without having been settled it is given up, and may be on
+/// its way yet.
 pub(super) struct UnderWay<'a> {
     pub core: &'a Updates,
     pub inode: &'a Inode,
@@ -83,9 +85,13 @@ pub(crate) struct Update<'a> {
 }
 
 impl Updates {
-    /// One update, repeated with the same number until it is answered. Where it is given up, a new round begins, and no copy of it is
-    /// made any more when this returns.
-    pub(crate) async fn update(self: &Arc<Self>, u: &mut Update<'_>, at: &mut Attempts) -> Result<DataReply> {
+    /// One update, repeated with the same number until it is answered. Where it is given up, a new
+    /// round begins, and no copy of it is made any more when this returns.
+    pub(crate) async fn update(
+        self: &Arc<Self>,
+        u: &mut Update<'_>,
+        at: &mut Attempts,
+    ) -> Result<DataReply> {
         let (inode, at_chunk, session) = (u.inode, (u.chain, u.chunk), u.session);
         let mut under_way = UnderWay { core: self, inode, at: at_chunk, session, settled: false };
         let r = self.repeat_update(u, at).await;
@@ -101,13 +107,18 @@ impl Updates {
         r
     }
 
-    async fn repeat_update(self: &Arc<Self>, u: &mut Update<'_>, at: &mut Attempts) -> Result<DataReply> {
+    async fn repeat_update(
+        self: &Arc<Self>,
+        u: &mut Update<'_>,
+        at: &mut Attempts,
+    ) -> Result<DataReply> {
         let mut resends = 0;
         let mut retry = match u.cap.take() {
             Some(cap) => Retry::with(&self.storage, u.inode, true, 0, cap),
             None => Retry::begin(&self.storage, u.inode, true, 0).await?,
         };
-        let sums_of = |u: &Update| block_sums(u64::from(u.offset), u.data.bytes().iter().map(|b| &b[..]));
+        let sums_of =
+            |u: &Update| block_sums(u64::from(u.offset), u.data.bytes().iter().map(|b| &b[..]));
         let mut sums = sums_of(u);
         loop {
             if retry.cap.session != u.session {
@@ -122,7 +133,8 @@ impl Updates {
                 retry.after(&map, at, e).await?;
                 continue;
             }
-            // Somebody changes the caller's memory, or a link is bad: from now on send what nobody can change.
+            // Somebody changes the caller's memory, or a link is bad: from now on send what nobody
+            // can change.
             resends += 1;
             Counters::add(&self.shared.stats.resends, 1);
             if let Content::Bytes(b) = &mut u.data {
@@ -163,7 +175,8 @@ impl Updates {
         let (handed, before) = (AtomicI64::new(0), u.copies);
         u.copies.sends(&heard);
         let sent = self.storage.to_head(map, u.chain, m, request, Some(&handed)).await;
-        let sent = sent.inspect_err(|e| self.storage.attempted(u.session, round, handed.load(Relaxed) > 0, e));
+        let sent = sent
+            .inspect_err(|e| self.storage.attempted(u.session, round, handed.load(Relaxed) > 0, e));
         if handed.load(Relaxed) == 0 || sent.as_ref().map_or_else(is_answer, |_| true) {
             u.copies = before;
         }
@@ -175,8 +188,8 @@ impl Updates {
         Ok(reply)
     }
 
-    /// Puts bytes on their replicas. The caller holds the range's lock. `stable`: on disk, not only in memory. `only`: in no other
-    /// session; see [`Updates::data_numbers`].
+    /// Puts bytes on their replicas. The caller holds the range's lock. `stable`: on disk, not only
+    /// in memory. `only`: in no other session; see [`Updates::data_numbers`].
     pub(crate) async fn write_range(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
@@ -187,10 +200,11 @@ impl Updates {
     ) -> (SessionId, u64, Result<()>) {
         let stripes = inode.placed().stripes;
         let len = buffers::total(data) as u64;
-        let (cap, first) = match self.data_numbers(inode, stripes.split(offset, len).count() as u64, only).await {
-            Ok(n) => n,
-            Err(e) => return (0, 0, Err(e)),
-        };
+        let (cap, first) =
+            match self.data_numbers(inode, stripes.split(offset, len).count() as u64, only).await {
+                Ok(n) => n,
+                Err(e) => return (0, 0, Err(e)),
+            };
         let flags = if stable { FLAG_STABLE } else { 0 };
         let writes = stripes.split(offset, len).zip(first..).map(|(p, seq)| {
             let part = buffers::cut(data, (p.file_offset - offset) as usize, p.len as usize);
@@ -198,7 +212,15 @@ impl Updates {
                 let n = (room_for(p.len as usize) as usize).min(r.num_permits());
                 r.split(n)
             });
-            self.write_piece(inode, p, Content::Bytes(part), flags, (cap.session, seq), Some(cap.clone()), share)
+            self.write_piece(
+                inode,
+                p,
+                Content::Bytes(part),
+                flags,
+                (cap.session, seq),
+                Some(cap.clone()),
+                share,
+            )
         });
         let writes: Vec<_> = writes.collect();
         let mut done = 0;
@@ -214,7 +236,8 @@ impl Updates {
         (cap.session, done, first_error.map_or(Ok(()), Err))
     }
 
-    /// Numbers for the pieces of one write: the present session, and the first of them. `NoSession` if that is another one than `only`.
+    /// Numbers for the pieces of one write: the present session, and the first of them. `NoSession`
+    /// if that is another one than `only`.
     pub(crate) async fn data_numbers(
         self: &Arc<Self>,
         inode: &Inode,
@@ -232,7 +255,8 @@ impl Updates {
             return Err(lost());
         }
         let gone = || if only.is_some() { lost() } else { session_lost() };
-        let session = self.metadata.current_session().filter(|s| s.id == cap.session).ok_or_else(gone)?;
+        let session =
+            self.metadata.current_session().filter(|s| s.id == cap.session).ok_or_else(gone)?;
         let take = || session.take_data_numbers(n);
         let first = match handover::numbers() {
             Some(numbers) => numbers.data(session.id, take),
@@ -317,22 +341,33 @@ impl Updates {
     /// Returns when no copy of an update that was given up can be made any more over what is
     /// written from now on, by whomever: the head of its chain has heard of the present round, or
     /// takes nothing that old. `copies`: those that were sent.
-    pub(crate) async fn outlive(self: &Arc<Self>, inode: &Inode, at: UpdateAt, session: SessionId, copies: Copies) {
+    pub(crate) async fn outlive(
+        self: &Arc<Self>,
+        inode: &Inode,
+        at: UpdateAt,
+        session: SessionId,
+        copies: Copies,
+    ) {
         let until = match copies {
             Copies::None => return,
             Copies::Until(until) => until,
             Copies::Always => self.shared.env.boot() + FENCE_FOREVER,
         };
         let over = async {
-            while let Some(left) = until.checked_sub(self.shared.env.boot()).filter(|left| !left.is_zero()) {
+            while let Some(left) =
+                until.checked_sub(self.shared.env.boot()).filter(|left| !left.is_zero())
+            {
                 tokio::time::sleep(left).await;
             }
         };
         let fenced = async {
             // Of a lost session storage servers may not have heard.
             let is_present = || self.metadata.current_session().is_some_and(|s| s.id == session);
-            let fenced =
-                is_present() && self.fence_at(inode, at, until.saturating_sub(self.shared.env.boot())).await.is_ok();
+            let fenced = is_present()
+                && self
+                    .fence_at(inode, at, until.saturating_sub(self.shared.env.boot()))
+                    .await
+                    .is_ok();
             if !(fenced && is_present()) {
                 std::future::pending::<()>().await;
             }

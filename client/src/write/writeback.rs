@@ -1,9 +1,10 @@
-//! Write-back: what is written to a file that nobody else may write is held back, and sent later in larger pieces. The rules are in
-//! `docs/leases.md`, what is held back is in [`Dirty`].
+//! Write-back: what is written to a file that nobody else may write is held back, and sent later in
+//! larger pieces. The rules are in `docs/leases.md`, what is held back is in [`Dirty`].
 //!
-//! Whether a write may be held back is looked at, and it is put there, under one lock. A recall ends the file's tenure before it is
-//! acknowledged, and the metadata leader asks for a report after that, which sends what it finds under the same lock: so nothing
-//! is held back that the report did not send.
+//! Whether a write may be held back is looked at, and it is put there, under one lock. A recall
+//! ends the file's tenure before it is acknowledged, and the metadata leader asks for a report
+//! after that, which sends what it finds under the same lock: so nothing is held back that the
+//! report did not send.
 
 use futures_util::future::BoxFuture;
 use std::{ops::Range, sync::Arc, time::Duration};
@@ -45,7 +46,8 @@ const LARGE: usize = 1 << 20;
 const ENOUGH: u64 = 4 << 20;
 /// More than this of one file is not held back: writers wait until it is sent.
 const MOST: u64 = 32 << 20;
-/// The longest piece that is sent; and if it is to outlive this process, for which memory must be found in one piece.
+/// The longest piece that is sent; and if it is to outlive this process, for which memory must be
+/// found in one piece.
 const LONGEST: u64 = 16 << 20;
 const LONGEST_KEPT: u64 = 1 << 20;
 /// For so long bytes wait for more.
@@ -73,7 +75,9 @@ impl WriteBack {
         if !self.shared.cfg.write_back || through || inode.is_doubtful() {
             return Taken::Through;
         }
-        let Some(session) = self.metadata.current_session().filter(|s| s.may_hold_back) else { return Taken::Through };
+        let Some(session) = self.metadata.current_session().filter(|s| s.may_hold_back) else {
+            return Taken::Through;
+        };
         // Others that map the file must find everything sent.
         let Some(_using) = self.pages.use_freely(inode.ino) else { return Taken::Through };
         let mut state = inode.back.state.lock();
@@ -82,14 +86,17 @@ impl WriteBack {
         }
         let all = room_for(self.shared.cfg.unstable_limit) as usize;
         let room = self.updates.room().clone().try_acquire_many_owned(room_for(len));
-        let Some(room) = room.ok().filter(|_| self.updates.room().available_permits() >= all / 4) else {
+        let Some(room) = room.ok().filter(|_| self.updates.room().available_permits() >= all / 4)
+        else {
             return Taken::Full;
         };
         if state.held.bytes() + len as u64 > MOST {
             return Taken::Full;
         }
         let joins = state.held.joins(offset, GRANT_UNIT);
-        let Some(cost) = self.cost(inode, session.id, offset, len as u64, joins) else { return Taken::Through };
+        let Some(cost) = self.cost(inode, session.id, offset, len as u64, joins) else {
+            return Taken::Through;
+        };
         match self.grants.lock().hold(self.shared.env.boot(), &cost) {
             Verdict::Yes => {}
             Verdict::Full => return Taken::Full,
@@ -109,7 +116,8 @@ impl WriteBack {
             state.held.hold(now, at, b.clone(), tag);
             at += b.len() as u64;
         }
-        let enough = state.held.bytes() >= ENOUGH || self.updates.room().available_permits() < all / 2;
+        let enough =
+            state.held.bytes() >= ENOUGH || self.updates.room().available_permits() < all / 2;
         drop(state);
         Counters::add(&self.shared.stats.written_bytes, len as u64);
         Counters::add(&self.shared.stats.held_writes, 1);
@@ -119,23 +127,34 @@ impl WriteBack {
         Taken::Held
     }
 
-    /// Whether this session is the only writer that the metadata servers have on record, and others are told so when that changes.
-    fn is_sole_writer(&self, inode: &Inode, session: SessionId, leased_in: &mut Option<Tenure>) -> bool {
+    /// Whether this session is the only writer that the metadata servers have on record, and others
+    /// are told so when that changes.
+    fn is_sole_writer(
+        &self,
+        inode: &Inode,
+        session: SessionId,
+        leased_in: &mut Option<Tenure>,
+    ) -> bool {
         let now = self.shared.env.boot();
         match self.lease_cache.data(now, inode.ino) {
             Some((attr, tenure)) => {
                 inode.learn(&attr);
                 *leased_in = Some(tenure);
             }
-            // While an own change is under way the attributes are not known, but the lease is still held.
-            None if leased_in.is_some() && self.lease_cache.tenure(now, inode.ino) == *leased_in => {}
+            // While an own change is under way the attributes are not known, but the lease is still
+            // held.
+            None if leased_in.is_some()
+                && self.lease_cache.tenure(now, inode.ino) == *leased_in => {}
             None => return false,
         }
-        // It is looked at the session last: from when another is taken, nothing of the former one is held back.
-        inode.may_hold_back(session) && self.metadata.current_session().is_some_and(|s| s.id == session)
+        // It is looked at the session last: from when another is taken, nothing of the former one
+        // is held back.
+        inode.may_hold_back(session)
+            && self.metadata.current_session().is_some_and(|s| s.id == session)
     }
 
-    /// What goes with the buffers of a write. `None`: it would not outlive this process, though it should.
+    /// What goes with the buffers of a write. `None`: it would not outlive this process, though it
+    /// should.
     fn tags(
         &self,
         ino: Ino,
@@ -171,11 +190,13 @@ impl WriteBack {
 
     // --- sending ---
 
-    /// Sends what is held back of a file, and returns when it is with all replicas, or lost: then the file's handles tell of it.
+    /// Sends what is held back of a file, and returns when it is with all replicas, or lost: then
+    /// the file's handles tell of it.
     pub(crate) async fn send_held(self: &Arc<Self>, inode: &Arc<Inode>) {
         if !inode.back.is_empty() {
             let (core, inode) = (self.clone(), inode.clone());
-            // Whoever waits may go away. And the numbers of the request that he works for are not for this.
+            // Whoever waits may go away. And the numbers of the request that he works for are not
+            // for this.
             let sending = handover::numbered(None, async move { core.send_all(&inode).await });
             let _ = self.shared.env.spawn(sending).await;
         }
@@ -192,14 +213,18 @@ impl WriteBack {
     fn send_soon(self: &Arc<Self>, inode: &Arc<Inode>) {
         if inode.back.sending.try_lock().is_ok() {
             let (core, inode) = (self.clone(), inode.clone());
-            self.shared.env.spawn(handover::numbered(None, async move { core.send_all(&inode).await }));
+            self.shared
+                .env
+                .spawn(handover::numbered(None, async move { core.send_all(&inode).await }));
         }
     }
 
     /// Sends what has waited for long enough, or all when memory runs short.
     pub(crate) async fn send_due(self: Arc<Self>) {
-        let short = self.updates.room().available_permits() < room_for(self.shared.cfg.unstable_limit) as usize / 2;
-        let before = self.shared.env.boot().saturating_sub(if short { Duration::ZERO } else { PATIENCE });
+        let short = self.updates.room().available_permits()
+            < room_for(self.shared.cfg.unstable_limit) as usize / 2;
+        let before =
+            self.shared.env.boot().saturating_sub(if short { Duration::ZERO } else { PATIENCE });
         let holding: Vec<Arc<Inode>> = self.holding.lock().values().cloned().collect();
         for inode in holding.iter().filter(|i| i.back.state.lock().held.is_due(before)) {
             self.send_soon(inode);
@@ -230,7 +255,11 @@ impl WriteBack {
         }
     }
 
-    fn send_run<'a>(self: &'a Arc<Self>, inode: &'a Arc<Inode>, run: Run<Tag>) -> BoxFuture<'a, ()> {
+    fn send_run<'a>(
+        self: &'a Arc<Self>,
+        inode: &'a Arc<Inode>,
+        run: Run<Tag>,
+    ) -> BoxFuture<'a, ()> {
         Box::pin(async move {
             let range = run.at..run.end();
             // Who wrote here before is done first.
@@ -253,12 +282,18 @@ impl WriteBack {
         })
     }
 
-    /// Bytes as they are sent. What must outlive this process must lie in one piece; if there is no memory for that, each part is sent
-    /// by itself.
+    /// Bytes as they are sent. What must outlive this process must lie in one piece; if there is no
+    /// memory for that, each part is sent by itself.
     fn in_one(&self, bytes: Vec<Buf>) -> Vec<Vec<Buf>> {
-        let Some(keep) = self.shared.cfg.handover.as_ref().filter(|_| bytes.len() > 1) else { return vec![bytes] };
+        let Some(keep) = self.shared.cfg.handover.as_ref().filter(|_| bytes.len() > 1) else {
+            return vec![bytes];
+        };
         let one = buffers::copy(keep.pool(), &bytes);
-        if one.kept().is_some() { vec![vec![one]] } else { bytes.into_iter().map(|b| vec![b]).collect() }
+        if one.kept().is_some() {
+            vec![vec![one]]
+        } else {
+            bytes.into_iter().map(|b| vec![b]).collect()
+        }
     }
 
     async fn send_bytes(
@@ -316,17 +351,23 @@ impl WriteBack {
             let part = buffers::cut(bytes, (p.file_offset - at) as usize, p.len as usize);
             let number = (session, seq);
             // So that the next process repeats it under its number: this one may arrive late.
-            let kept =
-                self.shared.cfg.handover.as_ref().and_then(|k| k.put_write(seq, &KeptWrite::sent(&p, number, &part)?));
+            let kept = self
+                .shared
+                .cfg
+                .handover
+                .as_ref()
+                .and_then(|k| k.put_write(seq, &KeptWrite::sent(&p, number, &part)?));
             let share = room.as_mut().and_then(|r| {
                 let n = (room_for(p.len as usize) as usize).min(r.num_permits());
                 r.split(n)
             });
-            let flags = if self.may_take_granted(&self.shared.map(), p.chain) { FLAG_GRANTED } else { 0 };
+            let flags =
+                if self.may_take_granted(&self.shared.map(), p.chain) { FLAG_GRANTED } else { 0 };
             let cap = Some(cap.clone());
             sending.push(async move {
                 let part = Content::Bytes(part);
-                let done = self.updates.write_piece(inode, p, part, flags, number, cap, share).await;
+                let done =
+                    self.updates.write_piece(inode, p, part, flags, number, cap, share).await;
                 drop(kept);
                 done
             });
@@ -336,22 +377,35 @@ impl WriteBack {
 
     // --- after a former process ---
 
-    /// What a former process held back of a file, in the order it was written, and what it was sending, which may have arrived: that is
-    /// sent once more under the same numbers, before anything else.
-    pub(crate) async fn inherit_back(self: &Arc<Self>, inode: Arc<Inode>, left: Vec<(KeptWrite, Buf, Record)>) {
+    /// What a former process held back of a file, in the order it was written, and what it was
+    /// sending, which may have arrived: that is sent once more under the same numbers, before
+    /// anything else.
+    pub(crate) async fn inherit_back(
+        self: &Arc<Self>,
+        inode: Arc<Inode>,
+        left: Vec<(KeptWrite, Buf, Record)>,
+    ) {
         let turn = inode.back.sending.clone().lock_owned().await;
-        let (sent, held): (Vec<_>, Vec<_>) = left.into_iter().partition(|(w, ..)| w.kind == handover::WriteKind::Sent);
+        let (sent, held): (Vec<_>, Vec<_>) =
+            left.into_iter().partition(|(w, ..)| w.kind == handover::WriteKind::Sent);
         let mut again = Vec::new();
         {
             let mut state = inode.back.state.lock();
             self.holding.lock().insert(inode.ino, inode.clone());
             for (w, bytes, record) in held {
-                if let Some(cost) = self.cost(&inode, w.session, w.file_offset, bytes.len() as u64, false) {
+                if let Some(cost) =
+                    self.cost(&inode, w.session, w.file_offset, bytes.len() as u64, false)
+                {
                     self.grants.lock().count(&cost);
                     state.waiting.merge(cost);
                 }
                 let creds = pb::Creds { uid: w.owner().0, gid: w.owner().1, groups: Vec::new() };
-                state.held.hold(Duration::ZERO, w.file_offset, bytes.clone(), self.inherited(w.session, creds, record));
+                state.held.hold(
+                    Duration::ZERO,
+                    w.file_offset,
+                    bytes.clone(),
+                    self.inherited(w.session, creds, record),
+                );
             }
             for (w, bytes, record) in sent {
                 let by = self.inherited(w.session, pb::Creds::default(), record);
@@ -361,7 +415,8 @@ impl WriteBack {
         }
         let core = self.clone();
         self.shared.env.spawn(async move {
-            join_all(again.into_iter().map(|(w, bytes, by)| core.send_again(&inode, w, bytes, by))).await;
+            join_all(again.into_iter().map(|(w, bytes, by)| core.send_again(&inode, w, bytes, by)))
+                .await;
             core.has_sent(&inode, turn);
         });
     }
@@ -374,9 +429,17 @@ impl WriteBack {
         let range = w.file_offset..w.file_offset + bytes.len() as u64;
         let _turn = inode.ranges.lock(range.clone()).await;
         let len = bytes.len() as u32;
-        let p = Piece { chunk: w.chunk, chain: w.chain, offset: w.offset, len, file_offset: w.file_offset };
-        let outcome =
-            self.updates.write_piece(inode, p, Content::Bytes(vec![bytes]), 0, (w.session, w.seq), None, None).await;
+        let p = Piece {
+            chunk: w.chunk,
+            chain: w.chain,
+            offset: w.offset,
+            len,
+            file_offset: w.file_offset,
+        };
+        let outcome = self
+            .updates
+            .write_piece(inode, p, Content::Bytes(vec![bytes]), 0, (w.session, w.seq), None, None)
+            .await;
         self.has_arrived(inode, &by, range, outcome);
     }
 }

@@ -1,4 +1,5 @@
-//! Bytes that were read are kept: what costs no message, what takes them away, and how much memory they take.
+//! Bytes that were read are kept: what costs no message, what takes them away, and how much memory
+//! they take.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,7 +18,8 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
 }
 
 async fn put(c: &Client, name: &[u8], data: &[u8]) -> Ino {
-    let (f, _) = c.create(&user(), c.root(), name, 0o644, RW, true, striped(1 << 20, -1)).await.unwrap();
+    let (f, _) =
+        c.create(&user(), c.root(), name, 0o644, RW, true, striped(1 << 20, -1)).await.unwrap();
     f.write_all_at(0, data).await.unwrap();
     let ino = f.ino();
     f.close().await.unwrap();
@@ -65,7 +67,10 @@ async fn to_open_read_and_close_a_file_once_more_costs_no_message() {
     let (f, _) = a.open(&user(), ino, RW).await.unwrap();
     f.write_all_at(10, b"new").await.unwrap();
     f.close().await.unwrap();
-    assert_eq!(get(&open(&b, ino).await, 8, 6).await, [&data[8..10], b"new", &data[13..14]].concat());
+    assert_eq!(
+        get(&open(&b, ino).await, 8, 6).await,
+        [&data[8..10], b"new", &data[13..14]].concat()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -88,7 +93,8 @@ async fn a_leader_that_was_elected_again_is_greeted_on_a_new_connection() {
     look(0).await;
 }
 
-/// What a mount's kernel would be told to forget, and how many requests the metadata servers had had by then.
+/// What a mount's kernel would be told to forget, and how many requests the metadata servers had
+/// had by then.
 #[derive(Clone)]
 struct Kernel(Arc<Mds>, Arc<Mutex<Vec<(Ino, u64)>>>);
 
@@ -103,7 +109,8 @@ impl Forget for Kernel {
     }
 }
 
-/// A change gives back the lease on what is behind the name, and may fail: whoever keeps copies of that is told before it is sent.
+/// A change gives back the lease on what is behind the name, and may fail: whoever keeps copies of
+/// that is told before it is sent.
 #[tokio::test(start_paused = true)]
 async fn copies_of_what_a_change_gives_back_are_forgotten_before() {
     let c = Cluster::new(2, 1);
@@ -129,7 +136,8 @@ async fn small_reads_anywhere_are_kept_while_nobody_else_may_write() {
     let ino = put(&a, b"f", &data).await;
     let f = open(&b, ino).await;
     let mut rnd = 3;
-    let places: Vec<usize> = (0..200).map(|_| splitmix64(&mut rnd) as usize % (8 * MIB - 5000)).collect();
+    let places: Vec<usize> =
+        (0..200).map(|_| splitmix64(&mut rnd) as usize % (8 * MIB - 5000)).collect();
     let read_all = async |data: &[u8]| {
         for at in &places {
             assert!(get(&f, *at, 5000).await == data[*at..*at + 5000]);
@@ -242,7 +250,11 @@ async fn a_file_that_is_cut_by_its_number_is_read_anew() {
         for size in [0, 10] {
             let set = pb::SetAttr { ino, size: Some(size), ..Default::default() };
             match by_list {
-                true => drop(a.compound(&user(), vec![pb::Op { op: Some(pb::op::Op::Setattr(set)) }]).await.unwrap()),
+                true => drop(
+                    a.compound(&user(), vec![pb::Op { op: Some(pb::op::Op::Setattr(set)) }])
+                        .await
+                        .unwrap(),
+                ),
                 false => drop(a.setattr(&user(), set).await.unwrap()),
             }
         }

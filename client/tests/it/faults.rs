@@ -89,14 +89,21 @@ async fn lost_replies_never_apply_twice() {
         c.net.lose_replies(1, 1);
         f.write_all_at(i * 65536, &[i as u8; 65536]).await.unwrap();
         let name = format!("n{i}");
-        a.create(&user(), a.root(), name.as_bytes(), 0o600, RW, true, None).await.unwrap().0.close().await.unwrap();
+        a.create(&user(), a.root(), name.as_bytes(), 0o600, RW, true, None)
+            .await
+            .unwrap()
+            .0
+            .close()
+            .await
+            .unwrap();
     }
     assert_eq!(c.oss.counts(|n| n.applied), 20);
     assert!(c.oss.counts(|n| n.known) > 0);
     assert!(content(&f).await == (0..20u8).flat_map(|i| vec![i; 65536]).collect::<Vec<_>>());
 }
 
-/// The file may have no name any more: told of one close twice, the servers would free it under the other handle.
+/// The file may have no name any more: told of one close twice, the servers would free it under the
+/// other handle.
 #[tokio::test(start_paused = true)]
 async fn a_close_is_told_once_though_its_answer_is_lost() {
     let c = Cluster::new(2, 1);
@@ -126,7 +133,8 @@ async fn a_new_leader_is_found_by_hint_and_without_and_opens_are_reasserted() {
         }
         let name = format!("by{leader}");
         let began = tokio::time::Instant::now();
-        let (n, _) = a.create(&user(), a.root(), name.as_bytes(), 0o600, RW, true, None).await.unwrap();
+        let (n, _) =
+            a.create(&user(), a.root(), name.as_bytes(), 0o600, RW, true, None).await.unwrap();
         assert!(began.elapsed() < Duration::from_secs(2));
         assert_eq!(c.mds.opens(), 3, "two old handles are reasserted");
         n.close().await.unwrap();
@@ -160,7 +168,11 @@ async fn dirty_replicas_send_the_reader_to_the_tail() {
     f.write_all_at(0, &vec![8; 4 << 20]).await.unwrap();
     let d = a.open(&user(), f.ino(), 0o40000).await.unwrap().0;
     d.read(0, 4 << 20).await.unwrap();
-    assert!(c.oss.counts(|n| n.reads.values().all(|r| *r >= 10)), "{:?}", c.oss.counts(|n| n.reads.clone()));
+    assert!(
+        c.oss.counts(|n| n.reads.values().all(|r| *r >= 10)),
+        "{:?}",
+        c.oss.counts(|n| n.reads.clone())
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -219,8 +231,8 @@ async fn an_evicted_client_loses_unstable_bytes_loudly_and_works_on() {
     assert_eq!(c.mds.opens(), 0);
 }
 
-/// The servers cut what a session wrote beyond the end when it is lost. Were its end reported by the next one, zeros would be
-/// read there.
+/// The servers cut what a session wrote beyond the end when it is lost. Were its end reported by
+/// the next one, zeros would be read there.
 #[tokio::test(start_paused = true)]
 async fn an_evicted_client_does_not_report_the_end_of_bytes_that_were_cut() {
     let c = Cluster::new(2, 1);
@@ -228,7 +240,8 @@ async fn an_evicted_client_does_not_report_the_end_of_bytes_that_were_cut() {
     let f = file(&a, -1).await;
     f.write_all_at(0, &[1; 1000]).await.unwrap();
     f.fsync().await.unwrap();
-    // Seen by the report, seen by a write: the order in which a client learns of it must not matter.
+    // Seen by the report, seen by a write: the order in which a client learns of it must not
+    // matter.
     for by_write in [false, true] {
         f.write_all_at(1000, &[2; 9000]).await.unwrap();
         c.mds.evict_all();
@@ -250,7 +263,8 @@ async fn an_evicted_client_does_not_report_the_end_of_bytes_that_were_cut() {
     assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().size, 1010);
 }
 
-/// As SQLite does with its journal: fsync fails, and what was written is to be read back. Older bytes, or none, must not be found there.
+/// As SQLite does with its journal: fsync fails, and what was written is to be read back. Older
+/// bytes, or none, must not be found there.
 #[tokio::test(start_paused = true)]
 async fn lost_bytes_are_an_error_to_those_who_had_the_file_open() {
     let c = Cluster::new(2, 1);
@@ -268,14 +282,24 @@ async fn lost_bytes_are_an_error_to_those_who_had_the_file_open() {
             assert_eq!(old.read(at, len).await.unwrap_err().errno(), 5, "{at} {len}");
             assert!(old.read_ready(at, len).is_none());
         }
-        assert!(old.read(0, 1000).await.unwrap().iter().flat_map(|b| b.to_vec()).eq([1; 1000]), "these are there");
+        assert!(
+            old.read(0, 1000).await.unwrap().iter().flat_map(|b| b.to_vec()).eq([1; 1000]),
+            "these are there"
+        );
         assert!(old.read(10_000, 10).await.unwrap().is_empty(), "nobody wrote there");
     }
-    assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().size, 10_000, "it does not shrink under them");
+    assert_eq!(
+        a.getattr(&user(), f.ino()).await.unwrap().size,
+        10_000,
+        "it does not shrink under them"
+    );
     let (new, _) = a.open(&user(), f.ino(), RW).await.unwrap();
     assert!(content(&new).await == [1; 1000]);
     new.write_all_at(1000, &[3; 500]).await.unwrap();
-    assert!(f.read(1000, 500).await.unwrap().iter().flat_map(|b| b.to_vec()).eq([3; 500]), "written anew");
+    assert!(
+        f.read(1000, 500).await.unwrap().iter().flat_map(|b| b.to_vec()).eq([3; 500]),
+        "written anew"
+    );
     assert_eq!(f.read(1400, 200).await.unwrap_err().errno(), 5);
     f.close().await.unwrap();
     assert_eq!(reader.close().await.unwrap_err().errno(), 5, "once for each open file");
@@ -344,7 +368,11 @@ async fn a_dead_chain_is_an_error_after_the_time_limit_and_heals_before_it() {
     c.take_out(0);
     let began = tokio::time::Instant::now();
     write.await.unwrap().unwrap();
-    assert!(began.elapsed() < Duration::from_secs(2), "the new map ends the wait: {:?}", began.elapsed());
+    assert!(
+        began.elapsed() < Duration::from_secs(2),
+        "the new map ends the wait: {:?}",
+        began.elapsed()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -407,12 +435,14 @@ async fn what_has_ended_is_asked_for_anew_at_once() {
         f.fsync().await.unwrap();
         assert_eq!(a.stats().unstable_bytes, 0);
     }
-    // Each message takes its time here; a pause of 2.5 ms at least for each of the 54 refusals would be more.
+    // Each message takes its time here; a pause of 2.5 ms at least for each of the 54 refusals
+    // would be more.
     assert!(begun.elapsed() < Duration::from_millis(100), "{:?}", begun.elapsed());
     assert_eq!(c.mds.opens(), 2, "renewals leave no open behind");
     // Refused again and again, a flush and a write are repeated as often.
     let one = c.client(2).await;
-    let g = one.create(&user(), one.root(), b"g", 0o644, RW, false, striped(65536, 1)).await.unwrap().0;
+    let g =
+        one.create(&user(), one.root(), b"g", 0o644, RW, false, striped(65536, 1)).await.unwrap().0;
     c.oss.faults(|f| f.bad_cap = 8);
     g.write_all_at(0, &[1; 10]).await.unwrap();
     c.oss.faults(|f| f.bad_cap = 8);
@@ -458,7 +488,8 @@ async fn replays_go_on_when_the_right_they_began_under_has_ended() {
     assert!(!c.mds.is_written(ino), "released again");
 }
 
-/// Writers, readers, restarts, map changes, lost replies and leader changes together, from a few seeds.
+/// Writers, readers, restarts, map changes, lost replies and leader changes together, from a few
+/// seeds.
 #[tokio::test(start_paused = true)]
 async fn what_was_written_before_a_client_became_read_only_is_made_safe() {
     let c = Cluster::new(3, 2);

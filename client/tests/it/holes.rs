@@ -36,7 +36,8 @@ impl Model {
         let end = (at + len).min(self.bytes.len());
         self.bytes[at.min(end)..end].fill(0);
         let all = &self.bytes;
-        self.stored.retain(|b| all[b * BLOCK..((b + 1) * BLOCK).min(all.len())].iter().any(|b| *b != 0));
+        self.stored
+            .retain(|b| all[b * BLOCK..((b + 1) * BLOCK).min(all.len())].iter().any(|b| *b != 0));
     }
     fn truncate(&mut self, size: usize) {
         self.bytes.resize(size, 0);
@@ -68,7 +69,9 @@ async fn check(f: &File, m: &Model, at: usize) {
 
 #[tokio::test(start_paused = true)]
 async fn writes_punches_and_cuts_equal_a_model() {
-    for (targets, copies, stripe, count) in [(4u32, 1u32, 65536u32, -1i32), (3, 3, 1 << 20, 2), (2, 2, 262_144, 1)] {
+    for (targets, copies, stripe, count) in
+        [(4u32, 1u32, 65536u32, -1i32), (3, 3, 1 << 20, 2), (2, 2, 262_144, 1)]
+    {
         let c = Cluster::new(targets, copies);
         let a = c.client(1).await;
         let f = file(&a, stripe, count).await;
@@ -96,7 +99,10 @@ async fn writes_punches_and_cuts_equal_a_model() {
                 }
                 _ => {
                     f.fsync().await.unwrap();
-                    assert_eq!(a.allocated(f.ino()).await.unwrap(), (m.stored.len() * BLOCK) as u64);
+                    assert_eq!(
+                        a.allocated(f.ino()).await.unwrap(),
+                        (m.stored.len() * BLOCK) as u64
+                    );
                 }
             }
             for at in [0, at, at + len, next(2 << 20)] {
@@ -202,7 +208,8 @@ async fn punches_that_were_lost_are_made_again_in_order() {
         f.punch(100_000, 150_000).await.unwrap();
         f.write_all_at(150_000, &[3; 10]).await.unwrap();
         c.restart(&[0, 1, 2]);
-        // Made before the loss is noticed: what is punched was lost, and is written again but for this.
+        // Made before the loss is noticed: what is punched was lost, and is written again but for
+        // this.
         f.punch(50_000, 10).await.unwrap();
         let mut want = vec![1; 400_000];
         want[..300_000].fill(2);
@@ -246,9 +253,13 @@ async fn unstable_punches_outlive_a_daemon() {
         };
         std::thread::scope(|s| {
             s.spawn(|| {
-                let paused = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build();
+                let paused = tokio::runtime::Builder::new_current_thread()
+                    .enable_all()
+                    .start_paused(true)
+                    .build();
                 paused.unwrap().block_on(async {
-                    let a = c.client_with(1, Config { handover: Some(keep.clone()), ..config() }).await;
+                    let a =
+                        c.client_with(1, Config { handover: Some(keep.clone()), ..config() }).await;
                     let f = file(&a, 65536, -1).await;
                     f.write(0, kept(1, 300_000)).await.unwrap();
                     f.fsync().await.unwrap();
@@ -273,7 +284,11 @@ async fn unstable_punches_outlive_a_daemon() {
         want[100_000..200_000].fill(0);
         want[120_000..120_005].fill(3);
         assert!(content(&f).await == want);
-        assert_eq!(f.seek_hole(0).await.unwrap(), 102_400, "the metadata servers were told of holes");
+        assert_eq!(
+            f.seek_hole(0).await.unwrap(),
+            102_400,
+            "the metadata servers were told of holes"
+        );
         assert!(b.getattr(&user(), 102).await.unwrap().sparse);
         f.close().await.unwrap();
     }

@@ -16,11 +16,16 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
 
 #[tokio::test(start_paused = true)]
 async fn striped_io_of_random_sizes_equals_a_model() {
-    for (targets, copies, stripe, count) in [(4u32, 1u32, 65536u32, -1i32), (3, 3, 1 << 20, 2), (2, 2, 262_144, 1)] {
+    for (targets, copies, stripe, count) in
+        [(4u32, 1u32, 65536u32, -1i32), (3, 3, 1 << 20, 2), (2, 2, 262_144, 1)]
+    {
         let c = Cluster::new(targets, copies);
         let a = c.client(1).await;
         let b = c.client(2).await;
-        let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(stripe, count)).await.unwrap();
+        let (f, _) = a
+            .create(&user(), a.root(), b"f", 0o644, RW, true, striped(stripe, count))
+            .await
+            .unwrap();
         let mut model: Vec<u8> = Vec::new();
         let mut rnd = u64::from(stripe);
         for i in 0..60 {
@@ -70,7 +75,8 @@ async fn striped_io_of_random_sizes_equals_a_model() {
 async fn parallel_writers_of_one_file_fill_it_completely() {
     let c = Cluster::new(4, 2);
     let a = c.client(1).await;
-    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(65536, -1)).await.unwrap();
+    let (f, _) =
+        a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(65536, -1)).await.unwrap();
     let data = pattern(7, 8 << 20);
     let writes = data.chunks(100_000).enumerate().map(|(i, part)| {
         let (f, part) = (f.clone(), part.to_vec());
@@ -88,10 +94,12 @@ async fn overlapping_writes_land_in_the_order_they_were_called() {
     let c = Cluster::new(3, 1);
     c.oss.faults(|f| f.write_delay = Duration::from_millis(3));
     let a = c.client(1).await;
-    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(65536, -1)).await.unwrap();
+    let (f, _) =
+        a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(65536, -1)).await.unwrap();
     let mut running = Vec::new();
     for i in 0..20u8 {
-        let mut w = Box::pin(f.write(u64::from(i) * 1000, vec![Buf::copy_from(&vec![i + 1; 150_000])]));
+        let mut w =
+            Box::pin(f.write(u64::from(i) * 1000, vec![Buf::copy_from(&vec![i + 1; 150_000])]));
         // Polled once, so that the order of the calls is known; then half of them are dropped.
         assert!(tokio::time::timeout(Duration::ZERO, &mut w).await.is_err());
         if i % 2 == 0 {
@@ -147,7 +155,11 @@ async fn a_layout_set_while_it_was_open_is_never_read_past() {
     f.write_all_at(0, b"hello").await.unwrap();
     f.fsync().await.unwrap();
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!(old.read(0, 100).await.unwrap_err().code, Code::Stale, "not zeros from where nothing was written");
+    assert_eq!(
+        old.read(0, 100).await.unwrap_err().code,
+        Code::Stale,
+        "not zeros from where nothing was written"
+    );
     let (new, _) = b.open(&user(), ino, 0).await.unwrap();
     assert_eq!(join(&new.read(0, 100).await.unwrap()), b"hello");
 }
@@ -187,7 +199,8 @@ async fn a_time_that_was_set_after_a_write_stays() {
 async fn read_ahead_serves_a_sequential_reader_and_never_old_bytes() {
     let c = Cluster::new(4, 1);
     let (a, b) = (c.client(1).await, c.client(2).await);
-    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(1 << 20, -1)).await.unwrap();
+    let (f, _) =
+        a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(1 << 20, -1)).await.unwrap();
     let mut data = pattern(3, 24 << 20);
     f.write_all_at(0, &data).await.unwrap();
     let ino = f.ino();
@@ -222,7 +235,8 @@ async fn what_is_ready_is_read_without_waiting_and_never_old() {
     let c = Cluster::new(4, 2);
     let (a, b) = (c.client(1).await, c.client(2).await);
     let data = pattern(5, 8 << 20);
-    let (f, _) = a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(1 << 20, -1)).await.unwrap();
+    let (f, _) =
+        a.create(&user(), a.root(), b"f", 0o644, RW, true, striped(1 << 20, -1)).await.unwrap();
     f.write_all_at(0, &data).await.unwrap();
     let ino = f.ino();
     f.close().await.unwrap();
@@ -230,11 +244,16 @@ async fn what_is_ready_is_read_without_waiting_and_never_old() {
     let step = 1 << 20;
     assert!(g.read_ready(0, step).is_none(), "nothing was read ahead");
     for i in 0..3 {
-        assert!(join(&g.read((i * step) as u64, step).await.unwrap()) == data[i * step..(i + 1) * step]);
+        assert!(
+            join(&g.read((i * step) as u64, step).await.unwrap()) == data[i * step..(i + 1) * step]
+        );
     }
     tokio::time::sleep(Duration::from_millis(50)).await; // what was asked for arrives
     assert!(join(&g.read_ready(3 * step as u64, step).unwrap()) == data[3 * step..4 * step]);
-    assert!(join(&g.read_ready(3 * step as u64, step).unwrap()) == data[3 * step..4 * step], "and once more");
+    assert!(
+        join(&g.read_ready(3 * step as u64, step).unwrap()) == data[3 * step..4 * step],
+        "and once more"
+    );
     // An own write takes it away, and that of another.
     g.write_all_at(4 * step as u64, b"new").await.unwrap();
     assert!(g.read_ready(4 * step as u64, 3).is_none());
@@ -286,7 +305,8 @@ async fn nobody_appends_between_the_pieces_of_an_append() {
     // Alone, and beside another client.
     for round in 0..2u8 {
         let end = want.len() as u64;
-        let elsewhere = if round == 0 { g.clone() } else { b.open(&user(), f.ino(), APPEND).await.unwrap().0 };
+        let elsewhere =
+            if round == 0 { g.clone() } else { b.open(&user(), f.ino(), APPEND).await.unwrap().0 };
         let first = f.append_part(bytes(1), part(1, 500, true), ()).await.unwrap();
         assert_eq!((first.offset, first.len), (end, 10));
         let theirs = other(&elsewhere, 9);
@@ -329,7 +349,8 @@ async fn nobody_appends_between_the_pieces_of_an_append() {
         assert_eq!(piece.offset, end + 10 * n);
         tokio::time::sleep(Duration::from_millis(300)).await;
         if n > 2 {
-            let look = tokio::time::timeout(Duration::from_millis(150), b.getattr(&user(), f.ino())).await;
+            let look =
+                tokio::time::timeout(Duration::from_millis(150), b.getattr(&user(), f.ino())).await;
             assert_eq!(look.expect("told").unwrap().size, end + 10 * (n + 1));
         }
     }
@@ -359,7 +380,11 @@ async fn what_reaches_beyond_the_largest_size_is_cut() {
     f.truncate(LARGEST - 5).await.unwrap();
     let cut = f.append_part(bytes(), part, ()).await.unwrap();
     assert_eq!((cut.offset, cut.len, cut.kept), (LARGEST - 5, 5, None));
-    assert_eq!(join(&f.read(LARGEST - 6, 20).await.unwrap()), [5; 6], "one of the first write, five of this one");
+    assert_eq!(
+        join(&f.read(LARGEST - 6, 20).await.unwrap()),
+        [5; 6],
+        "one of the first write, five of this one"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -424,7 +449,9 @@ async fn what_is_known_under_a_lease_costs_no_request_until_somebody_changes_it(
     }
     assert_eq!(c.mds.asked(), asked, "five seconds of stats, from memory");
     for size in [3, 9] {
-        a.setattr(&user(), pb::SetAttr { ino, size: Some(size), ..Default::default() }).await.unwrap();
+        a.setattr(&user(), pb::SetAttr { ino, size: Some(size), ..Default::default() })
+            .await
+            .unwrap();
         assert_eq!(b.getattr(&user(), ino).await.unwrap().size, size);
     }
     // Another leader: what the former one granted is over.
@@ -490,7 +517,8 @@ async fn a_file_is_opened_again_without_a_request_until_somebody_changes_it() {
     c.mds.elect(1);
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(c.mds.opens(), 0);
-    // Nor is a file kept open that is written here: others shall know when nobody writes it any more.
+    // Nor is a file kept open that is written here: others shall know when nobody writes it any
+    // more.
     open(0).await.0.close().await.unwrap();
     let (w, _) = open(RW).await;
     open(0).await.0.close().await.unwrap();

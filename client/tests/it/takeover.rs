@@ -1,5 +1,5 @@
-//! A client dies; the next one with its kept memory goes on. The first one is leaked in a runtime that is gone: nothing of it
-//! runs any more and nothing is cleaned up, as if it had been killed.
+//! A client dies; the next one with its kept memory goes on. The first one is leaked in a runtime
+//! that is gone: nothing of it runs any more and nothing is cleaned up, as if it had been killed.
 
 use std::{sync::Arc, time::Duration};
 
@@ -64,7 +64,11 @@ async fn unstable_bytes_and_sizes_are_taken_over() {
         f.fsync().await.unwrap();
         assert_eq!((b.stats().replays > 0, c.mds.size_of(INO)), (restarted, 350_000));
         f.write_all_at(0, &[1]).await.unwrap();
-        assert_eq!(c.oss.counts(|n| n.round), 1, "what the former client had on its way is given up");
+        assert_eq!(
+            c.oss.counts(|n| n.round),
+            1,
+            "what the former client had on its way is given up"
+        );
         f.fsync().await.unwrap();
         c.restart(&[0, 1, 2]);
         assert!(join(&f.read(0, 1 << 20).await.unwrap()) == want, "stable now");
@@ -124,7 +128,8 @@ async fn what_is_lost_with_its_session_is_told_by_each_call() {
     f.close().await.unwrap();
 }
 
-/// A soft mount's close gives up while the servers are away; what was written goes on to be sent, by the next daemon too.
+/// A soft mount's close gives up while the servers are away; what was written goes on to be sent,
+/// by the next daemon too.
 #[tokio::test(start_paused = true)]
 async fn writes_of_a_file_that_nobody_has_open_are_taken_over() {
     let (c, keep) = (Cluster::new(3, 2), new_keep());
@@ -252,7 +257,11 @@ async fn an_append_of_a_lost_session_is_an_error() {
     let left = keep.left_requests();
     let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
     let f = b.take_over(&[former], &left).await.pop().unwrap().unwrap();
-    assert_eq!(f.write_all_at(0, &[7]).await.unwrap_err().code, Code::Io, "what was not synced is lost");
+    assert_eq!(
+        f.write_all_at(0, &[7]).await.unwrap_err().code,
+        Code::Io,
+        "what was not synced is lost"
+    );
     let e = numbered(left.first().cloned(), f.append(kept(&keep, 5, 10))).await.unwrap_err();
     assert!(e.code == Code::Io && e.message.contains("during an append"), "{e}");
     assert_eq!(join(&g.read(0, 100).await.unwrap()), [7; 20]);

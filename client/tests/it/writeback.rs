@@ -1,4 +1,5 @@
-//! What is held back: when, in which pieces it is sent, what others and the next process find of it, and who is told when it is lost.
+//! What is held back: when, in which pieces it is sent, what others and the next process find of
+//! it, and who is told when it is lost.
 
 use std::{sync::Arc, time::Duration};
 
@@ -52,7 +53,10 @@ async fn small_writes_are_sent_in_large_pieces_and_read_at_once() {
     assert!(f.read_ready(5000, 100_000).map(|b| join(&b)).unwrap() == want[5000..105_000]);
     assert_eq!(a.stats().data_requests, before, "from memory");
     f.fsync().await.unwrap();
-    assert_eq!((a.stats().data_writes, a.stats().held_bytes, c.mds.size_of(f.ino())), (1, 0, 1 << 20));
+    assert_eq!(
+        (a.stats().data_writes, a.stats().held_bytes, c.mds.size_of(f.ino())),
+        (1, 0, 1 << 20)
+    );
     c.restart(&[0, 1]);
     assert!(content(&f).await == want, "stable");
     f.close().await.unwrap();
@@ -78,7 +82,11 @@ async fn what_waits_is_sent_by_itself_and_when_somebody_here_looks() {
     let set = pb::SetAttr { ino: f.ino(), mtime_ns: Some(77), ..Default::default() };
     assert_eq!(a.setattr(&user(), set).await.unwrap().mtime_ns, 77);
     tokio::time::sleep(Duration::from_secs(3)).await;
-    assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().mtime_ns, 77, "a time that was set stays");
+    assert_eq!(
+        a.getattr(&user(), f.ino()).await.unwrap().mtime_ns,
+        77,
+        "a time that was set stays"
+    );
     f.write_all_at(1 << 20, &[5; 10]).await.unwrap();
     assert_eq!((f.seek_data(4096).await.unwrap(), f.seek_hole(0).await.unwrap()), (1 << 20, 4096));
     f.write_all_at(5, &[6; 10]).await.unwrap();
@@ -121,7 +129,8 @@ async fn writes_that_go_through_lie_over_what_was_held_back_before() {
     assert!(content(&f).await == want);
 }
 
-/// A release takes the session off the record for all opens up to the one that it names, also for one that was answered later.
+/// A release takes the session off the record for all opens up to the one that it names, also for
+/// one that was answered later.
 #[tokio::test(start_paused = true)]
 async fn a_file_is_not_released_before_an_earlier_open_is_answered_and_closed() {
     let c = cluster(2, 1);
@@ -227,7 +236,11 @@ async fn what_is_lost_with_the_session_is_told_by_each_handle_once_and_never_sen
             assert_eq!(f.fsync().await.unwrap_err().code, Code::Io, "late: {late}");
             f.fsync().await.unwrap();
         }
-        assert_eq!(f.read(0, 100).await.unwrap_err().code, Code::Io, "older bytes are not taken for those");
+        assert_eq!(
+            f.read(0, 100).await.unwrap_err().code,
+            Code::Io,
+            "older bytes are not taken for those"
+        );
         if !late {
             let (new, _) = a.open(&user(), f.ino(), RW).await.unwrap();
             assert_eq!(content(&new).await, [1; 100]);
@@ -271,7 +284,11 @@ async fn without_space_granted_writes_go_through_and_tell_of_it() {
     c.oss.faults(|f| f.full = false);
     f.write_all_at(0, &[2; 100]).await.unwrap();
     f.fsync().await.unwrap();
-    assert_eq!((held(&a).0, c.oss.counts(|n| n.granted)), (0, 0), "it has just failed, and it is not asked at once");
+    assert_eq!(
+        (held(&a).0, c.oss.counts(|n| n.granted)),
+        (0, 0),
+        "it has just failed, and it is not asked at once"
+    );
     f.close().await.unwrap();
     tokio::time::sleep(Duration::from_secs(1)).await;
     let (f, _) = a.open(&user(), f_ino(&c), RW).await.unwrap();
@@ -344,7 +361,12 @@ async fn memory_for_what_is_held_back_is_bounded() {
         f.write_all_at((i * 4 * KIB) as u64, &[i as u8; 4 * KIB]).await.unwrap();
         want.extend([i as u8; 4 * KIB]);
         let s = a.stats();
-        assert!(s.held_bytes + s.unstable_bytes <= 1 << 20, "{} {}", s.held_bytes, s.unstable_bytes);
+        assert!(
+            s.held_bytes + s.unstable_bytes <= 1 << 20,
+            "{} {}",
+            s.held_bytes,
+            s.unstable_bytes
+        );
     }
     assert!(content(&f).await == want);
     assert!(a.stats().data_writes < 200);
@@ -398,7 +420,9 @@ async fn take_over(c: &Cluster, keep: &Handover, open: bool) -> (Client, Vec<Fil
     let keep = next(keep);
     let b = c.client_with(2, with(&keep)).await;
     let former = Former { ino: 102, flags: RW, uid: 1000, gid: 1000 };
-    let files = b.take_over(if open { std::slice::from_ref(&former) } else { &[] }, &keep.left_requests()).await;
+    let files = b
+        .take_over(if open { std::slice::from_ref(&former) } else { &[] }, &keep.left_requests())
+        .await;
     (b, files.into_iter().map(Result::unwrap).collect())
 }
 
@@ -418,9 +442,15 @@ async fn what_was_held_back_is_taken_over() {
             f.write(1000, kept(&keep, 2, 5000)).await.unwrap();
             if sending > 0 {
                 // It arrives: before the next process repeats it, or long after.
-                c.oss.faults(|f| f.write_delay = Duration::from_millis(if sending == 1 { 1 } else { 100_000 }));
+                c.oss.faults(|f| {
+                    f.write_delay = Duration::from_millis(if sending == 1 { 1 } else { 100_000 })
+                });
                 let sync = f.fsync();
-                let _ = tokio::time::timeout(Duration::from_millis(if sending == 1 { 2 } else { 20 }), sync).await;
+                let _ = tokio::time::timeout(
+                    Duration::from_millis(if sending == 1 { 2 } else { 20 }),
+                    sync,
+                )
+                .await;
             }
             f.write(2000, kept(&keep, 3, 10)).await.unwrap();
             f.write(4 << 20, kept(&keep, 4, 10)).await.unwrap();
@@ -453,7 +483,8 @@ async fn what_was_held_back_is_taken_over() {
     }
 }
 
-/// Somebody asks for the file while nobody has taken over yet what the dead process held back of it.
+/// Somebody asks for the file while nobody has taken over yet what the dead process held back of
+/// it.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_reported_before_it_is_known_what_was_held_back() {
     let (c, keep) = (cluster(2, 1), Handover::create([7; 16], 64 << 20).unwrap());
@@ -469,7 +500,9 @@ async fn nothing_is_reported_before_it_is_known_what_was_held_back() {
     tokio::pin!(report);
     assert!(tokio::time::timeout(Duration::from_secs(20), &mut report).await.is_err());
     assert!(c.mds.worked() > 10);
-    let files = b.take_over(&[Former { ino: 102, flags: RW, uid: 1000, gid: 1000 }], &former.left_requests()).await;
+    let files = b
+        .take_over(&[Former { ino: 102, flags: RW, uid: 1000, gid: 1000 }], &former.left_requests())
+        .await;
     report.await;
     assert_eq!((c.mds.size_of(102), c.oss.counts(|n| n.applied)), (100, 1));
     assert_eq!(content(files[0].as_ref().unwrap()).await, [1; 100]);
@@ -505,7 +538,8 @@ async fn what_is_not_in_kept_memory_goes_through() {
     assert_eq!(held(&a).0, 1);
 }
 
-/// With the session goes the lock: then both ask for the size and for each other's reports, and one place is to be given once.
+/// With the session goes the lock: then both ask for the size and for each other's reports, and one
+/// place is to be given once.
 #[tokio::test(start_paused = true)]
 async fn an_append_that_loses_its_session_begins_anew() {
     let c = cluster(1, 1);
@@ -513,22 +547,32 @@ async fn an_append_that_loses_its_session_begins_anew() {
     let f = file(&b).await;
     f.write_all_at(0, &[1; 10]).await.unwrap();
     c.oss.faults(|f| f.write_delay = Duration::from_secs(1));
-    let (g, h) = (a.open(&user(), f.ino(), RW).await.unwrap().0, other.open(&user(), f.ino(), RW).await.unwrap().0);
-    // Its own bytes are held back no more, and take a second: the first append waits for them with the lock held.
+    let (g, h) = (
+        a.open(&user(), f.ino(), RW).await.unwrap().0,
+        other.open(&user(), f.ino(), RW).await.unwrap().0,
+    );
+    // Its own bytes are held back no more, and take a second: the first append waits for them with
+    // the lock held.
     let first = tokio::spawn(async move { g.append(vec![Buf::copy_from(&[2; 10])]).await });
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(!first.is_finished());
     c.mds.evict_all();
-    let second = tokio::time::timeout(Duration::from_secs(60), h.append(vec![Buf::copy_from(&[3; 10])])).await;
+    let second =
+        tokio::time::timeout(Duration::from_secs(60), h.append(vec![Buf::copy_from(&[3; 10])]))
+            .await;
     let second = second.expect("no waiting for ever").unwrap();
-    let first =
-        tokio::time::timeout(Duration::from_secs(60), first).await.expect("no waiting for ever").unwrap().unwrap();
+    let first = tokio::time::timeout(Duration::from_secs(60), first)
+        .await
+        .expect("no waiting for ever")
+        .unwrap()
+        .unwrap();
     assert!(first.abs_diff(second) >= 10, "at {first} and {second}");
     let got = content(&h).await;
     assert_eq!((got[first as usize], got[second as usize]), (2, 3), "{got:?}");
 }
 
-/// While an append sends what was held back another client comes to append, too, has the lock, and waits for a report of this one.
+/// While an append sends what was held back another client comes to append, too, has the lock, and
+/// waits for a report of this one.
 #[tokio::test(start_paused = true)]
 async fn an_append_that_is_not_alone_any_more_waits_for_the_lock() {
     let c = cluster(1, 1);
@@ -540,8 +584,12 @@ async fn an_append_that_is_not_alone_any_more_waits_for_the_lock() {
     let first = tokio::spawn(async move { at_once.append(vec![Buf::copy_from(&[2; 10])]).await });
     tokio::time::sleep(Duration::from_millis(100)).await;
     let g = b.open(&user(), f.ino(), RW).await.unwrap().0;
-    let both = async { (g.append(vec![Buf::copy_from(&[3; 10])]).await.unwrap(), first.await.unwrap().unwrap()) };
-    let both = tokio::time::timeout(Duration::from_secs(30), both).await.expect("neither waits for the other for ever");
+    let both = async {
+        (g.append(vec![Buf::copy_from(&[3; 10])]).await.unwrap(), first.await.unwrap().unwrap())
+    };
+    let both = tokio::time::timeout(Duration::from_secs(30), both)
+        .await
+        .expect("neither waits for the other for ever");
     assert_eq!(both, (10, 20), "who has the lock is the first");
     let want = [[1; 10], [3; 10], [2; 10]].concat();
     assert_eq!((content(&f).await, content(&g).await), (want.clone(), want));
@@ -550,8 +598,8 @@ async fn an_append_that_is_not_alone_any_more_waits_for_the_lock() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever one client does with a file, in whatever order and with however many at once: it reads what a file says that is written
-    /// at once, and so does everybody after an fsync.
+    /// Whatever one client does with a file, in whatever order and with however many at once: it
+    /// reads what a file says that is written at once, and so does everybody after an fsync.
     #[test]
     fn it_is_the_same_file(ops in prop::collection::vec((0u8..14, 0u64..40_000, 1usize..9000), 1..80)) {
         let paused = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();

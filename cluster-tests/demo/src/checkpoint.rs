@@ -1,5 +1,5 @@
-//! A checkpoint as eight ranks write it (temporary name, fsync, rename), with the metadata leader and an object server
-//! killed in the middle.
+//! A checkpoint as eight ranks write it (temporary name, fsync, rename), with the metadata leader
+//! and an object server killed in the middle.
 
 use std::{
     fs::{self, File},
@@ -26,9 +26,11 @@ use crate::{
 
 const RANKS: usize = 8;
 const BLOCK: usize = 1 << 20;
-/// Each rank syncs after this many bytes, so that at the kill part of what was written is synced and part is not.
+/// Each rank syncs after this many bytes, so that at the kill part of what was written is synced
+/// and part is not.
 const SYNC_EVERY: u64 = 96 << 20;
-/// The servers are killed once this much is written, of which at least `MIN_IN_FLIGHT` by ranks still writing.
+/// The servers are killed once this much is written, of which at least `MIN_IN_FLIGHT` by ranks
+/// still writing.
 const MIN_IN_FLIGHT: u64 = 1_000_000_000;
 
 /// How often the metadata service is probed.
@@ -73,7 +75,10 @@ pub fn run(cluster: &Cluster, work: &Path, total: u64, report: &mut Report) -> R
             .collect();
         let probe = s.spawn(|| probe_metadata(work, &probed));
         let killed = kill_in_flight(cluster, &dir, &progress);
-        let sums = ranks.into_iter().map(|t| t.join().map_err(|_| "a rank panicked")?).collect::<Result<Vec<String>>>();
+        let sums = ranks
+            .into_iter()
+            .map(|t| t.join().map_err(|_| "a rank panicked")?)
+            .collect::<Result<Vec<String>>>();
         probed.store(true, Relaxed);
         let probe = probe.join().map_err(|_| "the probe panicked")?;
         Ok((sums?, killed?, probe?))
@@ -88,13 +93,20 @@ pub fn run(cluster: &Cluster, work: &Path, total: u64, report: &mut Report) -> R
     report.stall(data.max(metadata));
     let now = leader(&cluster.status()?).ok_or("no metadata leader after the failure")?;
     if now.1 == killed.leader.1 || now.0 == killed.leader.0 {
-        return Err(format!("no election took place: leader {} term {} before and after", now.0, now.1).into());
+        return Err(format!(
+            "no election took place: leader {} term {} before and after",
+            now.0, now.1
+        )
+        .into());
     }
     println!(
         "    killed {} (leader, term {}) and {}; {} leads in term {}",
         killed.leader.0, killed.leader.1, killed.oss, now.0, now.1
     );
-    fs::write(cluster.state_file("checkpoint.json"), json!({ "sha256": sums, "bytes": per_rank }).to_string())?;
+    fs::write(
+        cluster.state_file("checkpoint.json"),
+        json!({ "sha256": sums, "bytes": per_rank }).to_string(),
+    )?;
     step("checkpoint verified while both are still down");
     let t = Instant::now();
     let n = verify(&dir, &cluster.state_file("checkpoint.json"))?;
@@ -114,7 +126,13 @@ fn fill(block: &mut [u8], rank: usize, number: u64) {
     }
 }
 
-fn write_rank(dir: &Path, rank: usize, bytes: u64, progress: &Progress, line: &Barrier) -> Result<String> {
+fn write_rank(
+    dir: &Path,
+    rank: usize,
+    bytes: u64,
+    progress: &Progress,
+    line: &Barrier,
+) -> Result<String> {
     let (tmp, name) = (dir.join(format!(".rank{rank}.tmp")), dir.join(format!("rank{rank}.pt")));
     let failed = |what: &str, e: std::io::Error| format!("rank {rank}: {what}: {e}");
     let mut file = progress.timed(|| File::create(&tmp)).map_err(|e| failed("create", e))?;
@@ -147,8 +165,8 @@ struct Killed {
     oss: String,
 }
 
-/// Waits until enough is in flight, then kills the leader and an object server that holds stripes of these files and
-/// was writing a moment ago.
+/// Waits until enough is in flight, then kills the leader and an object server that holds stripes
+/// of these files and was writing a moment ago.
 fn kill_in_flight(cluster: &Cluster, dir: &Path, progress: &Progress) -> Result<Killed> {
     let start = Instant::now();
     let open_enough = || {
@@ -170,7 +188,10 @@ fn kill_in_flight(cluster: &Cluster, dir: &Path, progress: &Progress) -> Result<
         moved = written_by(&cluster.status()?, &victim);
     }
     if moved == moved_before {
-        return Err(format!("{victim} was idle: it wrote nothing for 5 s while ranks were writing").into());
+        return Err(format!(
+            "{victim} was idle: it wrote nothing for 5 s while ranks were writing"
+        )
+        .into());
     }
     let pids = [cluster.pid_of(&leader.0)?, cluster.pid_of(&victim)?];
     let (written, synced) = at_the_kill(progress, || pids.iter().try_for_each(|pid| kill(*pid)))?;
@@ -183,14 +204,17 @@ fn kill_in_flight(cluster: &Cluster, dir: &Path, progress: &Progress) -> Result<
     Ok(Killed { leader, oss: victim })
 }
 
-/// Kills at a moment when bytes are written and not synced, and every rank still writes. What is counted before the kill
-/// as written, and after it as synced, was each on its side of it.
+/// Kills at a moment when bytes are written and not synced, and every rank still writes. What is
+/// counted before the kill as written, and after it as synced, was each on its side of it.
 fn at_the_kill(progress: &Progress, kill: impl FnOnce() -> Result<()>) -> Result<(u64, u64)> {
     let start = Instant::now();
     let mut written = progress.written.load(Relaxed);
     while progress.synced.load(Relaxed) + BLOCK as u64 > written {
         if start.elapsed() > Duration::from_secs(10) {
-            return Err("everything written was synced for 10 s; nothing would be in flight at the kill".into());
+            return Err(
+                "everything written was synced for 10 s; nothing would be in flight at the kill"
+                    .into(),
+            );
         }
         sleep(Duration::from_millis(1));
         written = progress.written.load(Relaxed);
@@ -201,13 +225,16 @@ fn at_the_kill(progress: &Progress, kill: impl FnOnce() -> Result<()>) -> Result
         return Err("a rank had finished before the kill; give a larger --checkpoint-gib".into());
     }
     if synced >= written {
-        return Err(format!("all of the {written} bytes written were synced when the servers were killed").into());
+        return Err(format!(
+            "all of the {written} bytes written were synced when the servers were killed"
+        )
+        .into());
     }
     Ok((written, synced))
 }
 
-/// Small operations from before the kill to after the election: creating a file and removing it, every 50 ms. Returns how
-/// long the longest took, and how many there were.
+/// Small operations from before the kill to after the election: creating a file and removing it,
+/// every 50 ms. Returns how long the longest took, and how many there were.
 fn probe_metadata(dir: &Path, stop: &AtomicBool) -> Result<(Duration, u64)> {
     let path = dir.join(".probe");
     let (mut longest, mut number) = (Duration::ZERO, 0);
@@ -229,24 +256,36 @@ fn leader(status: &Value) -> Option<(String, u64)> {
         .iter()
         .filter(|s| s["raft"].is_object() && s["raft"]["leader"] == s["raft"]["id"])
         .max_by_key(|s| s["raft"]["term"].as_u64())
-        .map(|s| (s["name"].as_str().unwrap_or_default().to_string(), s["raft"]["term"].as_u64().unwrap_or(0)))
+        .map(|s| {
+            (
+                s["name"].as_str().unwrap_or_default().to_string(),
+                s["raft"]["term"].as_u64().unwrap_or(0),
+            )
+        })
 }
 
 /// The object server of a file's first stripe, as `lfs getstripe` tells it.
 fn serving_oss(cluster: &Cluster, status: &Value, file: &Path) -> Result<String> {
     let index: u64 = cluster.lfs(&["getstripe", "-i", path(file)?])?.trim().parse()?;
     let map = &status["map"];
-    let find = |list: &Value, id: &Value| list.as_array().and_then(|a| a.iter().find(|x| x["id"] == *id)).cloned();
-    let target = find(&map["targets"], &json!(index)).ok_or("the file's target is not in the map")?;
+    let find = |list: &Value, id: &Value| {
+        list.as_array().and_then(|a| a.iter().find(|x| x["id"] == *id)).cloned()
+    };
+    let target =
+        find(&map["targets"], &json!(index)).ok_or("the file's target is not in the map")?;
     let node = find(&map["nodes"], &target["node"]).ok_or("the target's node is not in the map")?;
     Ok(node["name"].as_str().unwrap_or_default().to_string())
 }
 
 fn written_by(status: &Value, name: &str) -> u64 {
-    let Some(server) = status["servers"].as_array().and_then(|a| a.iter().find(|s| s["name"] == name)) else {
+    let Some(server) =
+        status["servers"].as_array().and_then(|a| a.iter().find(|s| s["name"] == name))
+    else {
         return 0;
     };
-    server["targets"].as_array().map_or(0, |t| t.iter().filter_map(|t| t["write_bytes"].as_u64()).sum())
+    server["targets"]
+        .as_array()
+        .map_or(0, |t| t.iter().filter_map(|t| t["write_bytes"].as_u64()).sum())
 }
 
 /// Compares every rank's file with the sums taken while it was written. Returns the bytes verified.
@@ -261,7 +300,9 @@ pub fn verify(dir: &Path, sums: &Path) -> Result<u64> {
             let Some(path) = files.get(r) else { return Ok(bytes) };
             let (sum, n) = sha256_of(path).map_err(|e| format!("{}: {e}", path.display()))?;
             if want["bytes"] != n || want["sha256"][r] != sum {
-                return Err(format!("{} is not what rank {r} wrote ({n} bytes)", path.display()).into());
+                return Err(
+                    format!("{} is not what rank {r} wrote ({n} bytes)", path.display()).into()
+                );
             }
             bytes += n;
         }
@@ -303,7 +344,10 @@ mod tests {
     #[test]
     fn the_kill_comes_while_bytes_are_in_flight() {
         let mib = BLOCK as u64;
-        assert_eq!(at_the_kill(&progress(9 * mib, 4 * mib), || Ok(())).unwrap(), (9 * mib, 4 * mib));
+        assert_eq!(
+            at_the_kill(&progress(9 * mib, 4 * mib), || Ok(())).unwrap(),
+            (9 * mib, 4 * mib)
+        );
         // Everything is synced at first: the kill waits for what comes.
         let p = progress(4 * mib, 4 * mib);
         thread::scope(|s| {

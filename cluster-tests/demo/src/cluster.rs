@@ -44,8 +44,14 @@ pub fn kill(pid: i32) -> Result<()> {
 /// Damaged chunks that each target has met since its server started, by server and target.
 fn damage(status: &Value) -> BTreeMap<String, u64> {
     let servers = status["servers"].as_array().map_or(&[][..], |a| a);
-    let targets = servers.iter().flat_map(|s| s["targets"].as_array().into_iter().flatten().map(move |t| (s, t)));
-    targets.map(|(s, t)| (format!("{} {}", s["pid"], t["id"]), t["checksum_errors"].as_u64().unwrap_or(1))).collect()
+    let targets = servers
+        .iter()
+        .flat_map(|s| s["targets"].as_array().into_iter().flatten().map(move |t| (s, t)));
+    targets
+        .map(|(s, t)| {
+            (format!("{} {}", s["pid"], t["id"]), t["checksum_errors"].as_u64().unwrap_or(1))
+        })
+        .collect()
 }
 
 impl Cluster {
@@ -54,15 +60,29 @@ impl Cluster {
         // The binary that was built together with this one.
         let strake = env::current_exe()?.with_file_name("strake");
         if !strake.exists() {
-            return Err(format!("{} is missing; build it with `cargo build --release`", strake.display()).into());
+            return Err(format!(
+                "{} is missing; build it with `cargo build --release`",
+                strake.display()
+            )
+            .into());
         }
-        Ok(Cluster { strake, dir: root.join("cluster"), mount: root.join("mnt"), root: root.to_path_buf() })
+        Ok(Cluster {
+            strake,
+            dir: root.join("cluster"),
+            mount: root.join("mnt"),
+            root: root.to_path_buf(),
+        })
     }
 
     pub fn strake(&self, args: &[&str]) -> Result<String> {
         let out = Command::new(&self.strake).args(args).output()?;
         if !out.status.success() {
-            return Err(format!("strake {} failed: {}", args.join(" "), String::from_utf8_lossy(&out.stderr)).into());
+            return Err(format!(
+                "strake {} failed: {}",
+                args.join(" "),
+                String::from_utf8_lossy(&out.stderr)
+            )
+            .into());
         }
         Ok(String::from_utf8(out.stdout)?)
     }
@@ -73,17 +93,29 @@ impl Cluster {
 
     pub fn up(&self) -> Result<()> {
         let status = Command::new(&self.strake)
-            .args(["up", "--timeout", "120", "--dir", path(&self.dir)?, "--mount", path(&self.mount)?])
+            .args([
+                "up",
+                "--timeout",
+                "120",
+                "--dir",
+                path(&self.dir)?,
+                "--mount",
+                path(&self.mount)?,
+            ])
             .stdout(std::process::Stdio::null())
             .status()?;
         if status.success() { Ok(()) } else { Err("strake up failed".into()) }
     }
 
-    /// Everything `strake status` knows. Servers that are down are part of the answer, not an error.
+    /// Everything `strake status` knows. Servers that are down are part of the answer, not an
+    /// error.
     pub fn status(&self) -> Result<Value> {
-        let out = Command::new(&self.strake).args(["status", "--json", "--dir", path(&self.dir)?]).output()?;
-        serde_json::from_slice(&out.stdout)
-            .map_err(|e| format!("strake status: {e}: {}", String::from_utf8_lossy(&out.stderr)).into())
+        let out = Command::new(&self.strake)
+            .args(["status", "--json", "--dir", path(&self.dir)?])
+            .output()?;
+        serde_json::from_slice(&out.stdout).map_err(|e| {
+            format!("strake status: {e}: {}", String::from_utf8_lossy(&out.stderr)).into()
+        })
     }
 
     /// See [`damage`].
@@ -96,12 +128,18 @@ impl Cluster {
         let start = Instant::now();
         loop {
             let s = self.status()?;
-            let up = s["servers"].as_array().is_some_and(|a| a.iter().all(|v| v["reachable"] == true));
+            let up =
+                s["servers"].as_array().is_some_and(|a| a.iter().all(|v| v["reachable"] == true));
             if up && s["map"]["whole"] == true {
                 return Ok(());
             }
             if start.elapsed() > limit {
-                return Err(format!("chains not in sync after {} s: {}", limit.as_secs(), s["map"]["chains"]).into());
+                return Err(format!(
+                    "chains not in sync after {} s: {}",
+                    limit.as_secs(),
+                    s["map"]["chains"]
+                )
+                .into());
             }
             sleep(Duration::from_millis(200));
         }
@@ -156,7 +194,11 @@ mod tests {
                 { "pid": pid, "targets": [{ "id": 3, "checksum_errors": errors }, { "id": 4 }] }] })
         };
         let one = damage(&of(7, 0));
-        assert_eq!(one, BTreeMap::from([("7 3".into(), 0), ("7 4".into(), 1)]), "what is not told is no good news");
+        assert_eq!(
+            one,
+            BTreeMap::from([("7 3".into(), 0), ("7 4".into(), 1)]),
+            "what is not told is no good news"
+        );
         assert_ne!(one, damage(&of(7, 1)));
         assert_ne!(one, damage(&of(8, 0)), "a server that started again forgets what it met");
         assert!(damage(&json!({})).is_empty());

@@ -1,6 +1,7 @@
-//! The main job, end to end, as `./demo` runs it: a real cluster and mount, real samples packed into shards and read
-//! back, a checkpoint written by eight ranks while the metadata leader and an object server are killed, everything
-//! proven by SHA-256. It uses the `strake` binary and the mount from outside, like any user.
+//! The main job, end to end, as `./demo` runs it: a real cluster and mount, real samples packed
+//! into shards and read back, a checkpoint written by eight ranks while the metadata leader and an
+//! object server are killed, everything proven by SHA-256. It uses the `strake` binary and the
+//! mount from outside, like any user.
 
 mod checkpoint;
 mod cluster;
@@ -36,7 +37,9 @@ fn options() -> Result<Options> {
             "-h" | "--help" => return Err(USAGE.into()),
             "--dir" => o.dir = args.next().ok_or(USAGE)?.into(),
             "--checkpoint-gib" => o.checkpoint_gib = args.next().ok_or(USAGE)?.parse()?,
-            flag if flag.starts_with('-') => return Err(format!("unknown option {flag}\n{USAGE}").into()),
+            flag if flag.starts_with('-') => {
+                return Err(format!("unknown option {flag}\n{USAGE}").into());
+            }
             folder if o.folder.is_none() => o.folder = Some(folder.into()),
             _ => return Err(USAGE.into()),
         }
@@ -65,7 +68,9 @@ fn run(o: &Options) -> Result<()> {
     let mut report = Report::default();
     fs::create_dir_all(&o.dir)?;
     let cluster = Cluster::new(&o.dir)?;
-    step("cluster up: 3 metadata servers, 4 object servers with 2 targets each, 2 copies of everything");
+    step(
+        "cluster up: 3 metadata servers, 4 object servers with 2 targets each, 2 copies of everything",
+    );
     let t = Instant::now();
     cluster.up()?;
     report.row("cluster up and mounted", 0, t.elapsed());
@@ -87,9 +92,15 @@ fn run(o: &Options) -> Result<()> {
     ));
     let t = Instant::now();
     let shards = shards::pack(&samples, &work.join("shards"))?;
-    report.row(&format!("packed {} samples into {} shards", samples.len(), shards.len()), bytes, t.elapsed());
+    report.row(
+        &format!("packed {} samples into {} shards", samples.len(), shards.len()),
+        bytes,
+        t.elapsed(),
+    );
 
-    step("caches dropped; all shards read by 4 readers, every sample's SHA-256 compared with its source");
+    step(
+        "caches dropped; all shards read by 4 readers, every sample's SHA-256 compared with its source",
+    );
     cluster.drop_caches()?;
     let t = Instant::now();
     let verified = shards::verify(&shards, &samples, 4)?;
@@ -110,14 +121,17 @@ fn run(o: &Options) -> Result<()> {
         let mount = cluster.mount_replica(replica)?;
         let there = mount.path.join("demo");
         let t = Instant::now();
-        let moved: Vec<PathBuf> =
-            shards.iter().map(|s| there.join("shards").join(s.file_name().unwrap_or_default())).collect();
+        let moved: Vec<PathBuf> = shards
+            .iter()
+            .map(|s| there.join("shards").join(s.file_name().unwrap_or_default()))
+            .collect();
         let mut n = shards::verify(&moved, &samples, 4)?;
         n += checkpoint::verify(&there.join("checkpoint"), &cluster.state_file("checkpoint.json"))?;
         report.row(&format!("verified from replica {} alone", replica + 1), n, t.elapsed());
         report.verified(n);
     }
-    // A server that finds a chunk damaged takes it from the other replica and answers well: then it was not this one alone.
+    // A server that finds a chunk damaged takes it from the other replica and answers well: then it
+    // was not this one alone.
     if cluster.damage()? != damage {
         return Err(
             "a chunk was damaged and repaired, or a server restarted, while each replica was to answer alone".into()

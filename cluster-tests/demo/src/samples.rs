@@ -34,16 +34,21 @@ pub fn collect(folder: Option<&Path>) -> Result<Vec<Sample>> {
             Ok(samples)
         };
     }
-    let enough = |s: &[Sample]| s.len() >= MIN_FILES && s.iter().map(|s| s.len).sum::<u64>() >= MIN_BYTES;
+    let enough =
+        |s: &[Sample]| s.len() >= MIN_FILES && s.iter().map(|s| s.len).sum::<u64>() >= MIN_BYTES;
     for root in roots(&std::env::var("HOME").unwrap_or_default()) {
-        // Missing folders are normal here; what counts is what there is in the end. Many small files come first, so
-        // stop each walk early enough to leave room for larger ones.
+        // Missing folders are normal here; what counts is what there is in the end. Many small
+        // files come first, so stop each walk early enough to leave room for larger ones.
         let _ = walk(Path::new(&root), &mut samples, &enough);
         if enough(&samples) {
             return Ok(samples);
         }
     }
-    Err(format!("this machine has only {} files to use as samples; name a folder: ./demo FOLDER", samples.len()).into())
+    Err(format!(
+        "this machine has only {} files to use as samples; name a folder: ./demo FOLDER",
+        samples.len()
+    )
+    .into())
 }
 
 /// Where any machine with Rust has files. None lies in another: a file counts once.
@@ -81,7 +86,11 @@ fn walk(dir: &Path, samples: &mut Vec<Sample>, enough: &dyn Fn(&[Sample]) -> boo
 fn sample(path: PathBuf, number: usize) -> Result<Sample> {
     let mut bytes = Vec::new();
     File::open(&path)?.read_to_end(&mut bytes)?;
-    let ext = path.extension().and_then(|e| e.to_str()).filter(|e| e.len() <= 16 && e.is_ascii()).unwrap_or("bin");
+    let ext = path
+        .extension()
+        .and_then(|e| e.to_str())
+        .filter(|e| e.len() <= 16 && e.is_ascii())
+        .unwrap_or("bin");
     Ok(Sample {
         name: format!("{number:08}.{}", ext.to_ascii_lowercase()),
         len: bytes.len() as u64,

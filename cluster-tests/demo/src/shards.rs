@@ -18,8 +18,8 @@ use crate::{Result, samples::Sample};
 
 const SHARD_BYTES: u64 = 16 << 20;
 
-/// Packs the samples in order; each shard is synced before the next is begun. The samples' bytes are taken from their
-/// sources again, so a source that changes in between is found by `verify`.
+/// Packs the samples in order; each shard is synced before the next is begun. The samples' bytes
+/// are taken from their sources again, so a source that changes in between is found by `verify`.
 pub fn pack(samples: &[Sample], dir: &Path) -> Result<Vec<PathBuf>> {
     fs::create_dir_all(dir)?;
     let mut shards = Vec::new();
@@ -58,25 +58,32 @@ fn write_shard(shard: &Path, samples: &[Sample]) -> Result<()> {
     Ok(())
 }
 
-/// Reads all shards with `readers` threads; every sample must be there once, with its source's SHA-256. Returns bytes.
+/// Reads all shards with `readers` threads; every sample must be there once, with its source's
+/// SHA-256. Returns bytes.
 pub fn verify(shards: &[PathBuf], samples: &[Sample], readers: usize) -> Result<u64> {
     let expected: BTreeMap<&str, &Sample> = samples.iter().map(|s| (s.name.as_str(), s)).collect();
     let (queue, bytes, count) = (Mutex::new(shards.iter()), AtomicU64::new(0), AtomicU64::new(0));
     let reader = || -> Result<()> {
         loop {
-            let Some(shard) = queue.lock().map_err(|_| "a reader failed")?.next() else { return Ok(()) };
+            let Some(shard) = queue.lock().map_err(|_| "a reader failed")?.next() else {
+                return Ok(());
+            };
             let mut tar = tar::Archive::new(BufReader::with_capacity(1 << 20, File::open(shard)?));
             for entry in tar.entries()? {
                 let mut entry = entry?;
                 let name = entry.path()?.to_string_lossy().into_owned();
-                let want =
-                    expected.get(name.as_str()).ok_or_else(|| format!("{}: unknown sample {name}", shard.display()))?;
+                let want = expected
+                    .get(name.as_str())
+                    .ok_or_else(|| format!("{}: unknown sample {name}", shard.display()))?;
                 let mut data = Vec::with_capacity(want.len as usize);
                 entry.read_to_end(&mut data)?;
                 if <[u8; 32]>::from(Sha256::digest(&data)) != want.sha256 {
-                    return Err(
-                        format!("{}: sample {name} differs from {}", shard.display(), want.path.display()).into()
-                    );
+                    return Err(format!(
+                        "{}: sample {name} differs from {}",
+                        shard.display(),
+                        want.path.display()
+                    )
+                    .into());
                 }
                 bytes.fetch_add(data.len() as u64, Ordering::Relaxed);
                 count.fetch_add(1, Ordering::Relaxed);

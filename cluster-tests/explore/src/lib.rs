@@ -1,9 +1,10 @@
-//! Runs protocol cores through every order of events of small cases, breadth first, so that the first story found of a
-//! broken promise is a shortest one.
+//! Runs protocol cores through every order of events of small cases, breadth first, so that the
+//! first story found of a broken promise is a shortest one.
 //!
-//! A [`Model`] is a world of real cores and the network between them; `leases` is that of `docs/leases.md`, `writeback` that of its
-//! section "Write-back", `chain` that of `docs/replication.md`, `pages` that of "Between nodes" in `docs/mappings.md`,
-//! `locks` that of `docs/locks.md`.
+//! A [`Model`] is a world of real cores and the network between them; `leases` is that of
+//! `docs/leases.md`, `writeback` that of its section "Write-back", `chain` that of
+//! `docs/replication.md`, `pages` that of "Between nodes" in `docs/mappings.md`, `locks` that of
+//! `docs/locks.md`.
 
 pub mod chain;
 pub mod leases;
@@ -29,11 +30,13 @@ pub trait Model: Clone + Hash {
     fn act(&mut self, action: &Self::Action) -> Result<(), String>;
 }
 
-/// Goes on with actions whose text begins like this, one after the other. Panics where there is none, or one breaks a promise.
+/// Goes on with actions whose text begins like this, one after the other. Panics where there is
+/// none, or one breaks a promise.
 pub fn after<M: Model>(mut world: M, script: &[&str]) -> M {
     for line in script {
         let action = world.actions().into_iter().find(|a| format!("{a:?}").starts_with(line));
-        let action = action.unwrap_or_else(|| panic!("{line} cannot happen; what can is {:?}", world.actions()));
+        let action = action
+            .unwrap_or_else(|| panic!("{line} cannot happen; what can is {:?}", world.actions()));
         world.act(&action).unwrap();
     }
     world
@@ -60,8 +63,8 @@ fn fingerprint(m: &impl Hash) -> u64 {
     h.finish()
 }
 
-/// Explores everything that can come of `first`, up to `most` worlds. Worlds are told apart by 64 bits: among ten million two are
-/// taken for one with a probability of 3 in a million.
+/// Explores everything that can come of `first`, up to `most` worlds. Worlds are told apart by 64
+/// bits: among ten million two are taken for one with a probability of 3 in a million.
 pub fn explore<M: Model>(first: M, most: usize) -> Explored<M::Action> {
     let mut out = Explored { states: 1, steps: 0, depth: 0, cut: false, broken: None };
     // How each world was reached: from which, by its how manieth action.
@@ -118,7 +121,8 @@ fn story<M: Model>(first: &M, seen: &HashMap<u64, (u64, u32)>, mut to: u64) -> V
     out
 }
 
-/// Panics with the story if a promise breaks anywhere in a world of these bounds, or if the world is larger than a test may be.
+/// Panics with the story if a promise breaks anywhere in a world of these bounds, or if the world
+/// is larger than a test may be.
 pub fn holds<M: Model>(bounds: &impl Debug, first: M) {
     let start = std::time::Instant::now();
     let seen = explore(first, 1_000_000);
@@ -126,6 +130,12 @@ pub fn holds<M: Model>(bounds: &impl Debug, first: M) {
         let story: Vec<String> = story.iter().map(|a| format!("  {a:?}")).collect();
         panic!("{why}:\n{}", story.join("\n"));
     }
-    println!("{bounds:?}: {} states, {} steps, depth {}, {:?}", seen.states, seen.steps, seen.depth, start.elapsed());
+    println!(
+        "{bounds:?}: {} states, {} steps, depth {}, {:?}",
+        seen.states,
+        seen.steps,
+        seen.depth,
+        start.elapsed()
+    );
     assert!(!seen.cut, "{} states were not all", seen.states);
 }

@@ -165,13 +165,15 @@ struct OfChain {
     /// What comes too early or too late is refused, instead of waiting
     #[arg(long)]
     refusals: bool,
-    /// Try of one world in so many whether it can become whole again (0: of those only in which nothing can happen any more)
+    /// Try of one world in so many whether it can become whole again (0: of those only in which
+    /// nothing can happen any more)
     #[arg(long, default_value_t = 0)]
     settle: u64,
     /// A mistake made on purpose, to be found
     #[arg(long, value_enum, default_value = "none")]
     fault: chain::Fault,
-    /// Stop after so many different worlds (some 100 bytes each, and some 3,000 for each of the two farthest levels)
+    /// Stop after so many different worlds (some 100 bytes each, and some 3,000 for each of the two
+    /// farthest levels)
     #[arg(long, default_value_t = 50_000_000)]
     most: usize,
 }

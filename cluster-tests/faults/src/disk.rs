@@ -1,5 +1,6 @@
-//! A disk that can lose power: ext4 on a loop device over a sparse file. Its shutdown call, made for tests like this one,
-//! drops what was written but not synced, journal included; processes alone cannot lose that when they are killed.
+//! A disk that can lose power: ext4 on a loop device over a sparse file. Its shutdown call, made
+//! for tests like this one, drops what was written but not synced, journal included; processes
+//! alone cannot lose that when they are killed.
 
 use std::{
     fs::File,
@@ -25,8 +26,13 @@ pub struct Disk {
 }
 
 fn command(name: &str, args: &[&str], paths: &[&Path]) -> Result<()> {
-    let out = Command::new(name).args(args).args(paths).output().map_err(|e| format!("{name}: {e}"))?;
-    if out.status.success() { Ok(()) } else { Err(format!("{name}: {}", String::from_utf8_lossy(&out.stderr)).into()) }
+    let out =
+        Command::new(name).args(args).args(paths).output().map_err(|e| format!("{name}: {e}"))?;
+    if out.status.success() {
+        Ok(())
+    } else {
+        Err(format!("{name}: {}", String::from_utf8_lossy(&out.stderr)).into())
+    }
 }
 
 impl Disk {
@@ -55,12 +61,18 @@ impl Disk {
         let how = NO_LOG_FLUSH;
         // SAFETY: the call reads one u32, which lives through it.
         if unsafe { libc::ioctl(top.as_raw_fd(), SHUTDOWN, &raw const how) } != 0 {
-            return Err(format!("shutting {} down: {}", self.at.display(), std::io::Error::last_os_error()).into());
+            return Err(format!(
+                "shutting {} down: {}",
+                self.at.display(),
+                std::io::Error::last_os_error()
+            )
+            .into());
         }
         Ok(())
     }
 
-    /// After all processes that used it are gone. The kernel may close their last files a moment later.
+    /// After all processes that used it are gone. The kernel may close their last files a moment
+    /// later.
     pub fn power_up(&self) -> Result<()> {
         let start = Instant::now();
         while let Err(e) = command("umount", &[], &[&self.at]) {

@@ -35,7 +35,11 @@ impl Promise {
         let path = mount.join(&self.name);
         let Some((len, sum)) = &self.content else {
             // Not exists(): it takes the error of a broken mount for absence.
-            return if path.try_exists()? { Err("was unlinked but is there".into()) } else { Ok(()) };
+            return if path.try_exists()? {
+                Err("was unlinked but is there".into())
+            } else {
+                Ok(())
+            };
         };
         let mut bytes = Vec::new();
         File::open(&path)?.take(*len).read_to_end(&mut bytes)?;
@@ -82,7 +86,9 @@ impl Journal {
         for line in fs::read_to_string(&self.path)?.lines() {
             let f: Vec<&str> = line.split(' ').collect();
             let p = match f[..] {
-                ["has", name, len, sum] => Promise { name: name.into(), content: Some((len.parse()?, sum.into())) },
+                ["has", name, len, sum] => {
+                    Promise { name: name.into(), content: Some((len.parse()?, sum.into())) }
+                }
                 ["gone", name] => Promise { name: name.into(), content: None },
                 _ => return Err(format!("journal line {line:?}").into()),
             };
@@ -100,7 +106,10 @@ mod tests {
     fn the_last_promise_on_a_name_counts_and_broken_ones_are_seen() {
         let dir = env_dir("journal");
         let j = Journal::create(&dir.join("j")).unwrap();
-        let has = |n: &str, b: &[u8]| Promise { name: n.into(), content: Some((b.len() as u64, sha256(b))) };
+        let has = |n: &str, b: &[u8]| Promise {
+            name: n.into(),
+            content: Some((b.len() as u64, sha256(b))),
+        };
         let gone = |n: &str| Promise { name: n.into(), content: None };
         for p in [has("a", b"1"), has("b", b"22"), gone("a")] {
             j.note(&p).unwrap();
@@ -114,7 +123,8 @@ mod tests {
         assert!(has("c", b"").check(&dir).is_err());
         assert!(gone("b").check(&dir).is_err());
         assert!(gone("c").check(&dir).is_ok());
-        // Here the mount is a file, so every name below it is an error, as on a mount whose process died.
+        // Here the mount is a file, so every name below it is an error, as on a mount whose process
+        // died.
         assert!(gone("c").check(&dir.join("b")).is_err());
         fs::remove_dir_all(dir).unwrap();
     }

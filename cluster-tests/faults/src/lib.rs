@@ -1,11 +1,14 @@
-//! SIGKILL of every role at random times under load, on a real cluster of real processes; the verifier lives outside it.
+//! SIGKILL of every role at random times under load, on a real cluster of real processes; the
+//! verifier lives outside it.
 //!
-//! Writers create files on the mount, fsync and rename them. After a call that promises durability has returned, the
-//! promise is written to a journal outside the cluster and synced, and only then counts. Then processes die: some, or all
-//! at once. The cluster is started again and every promise of every round is checked.
+//! Writers create files on the mount, fsync and rename them. After a call that promises durability
+//! has returned, the promise is written to a journal outside the cluster and synced, and only then
+//! counts. Then processes die: some, or all at once. The cluster is started again and every promise
+//! of every round is checked.
 //!
-//! What a killed process wrote without syncing stays in the kernel, so SIGKILL alone cannot see a missing fsync. With
-//! [`Options::power`] the cluster lives on a disk that loses power, too, and forgets what was not synced.
+//! What a killed process wrote without syncing stays in the kernel, so SIGKILL alone cannot see a
+//! missing fsync. With [`Options::power`] the cluster lives on a disk that loses power, too, and
+//! forgets what was not synced.
 
 mod disk;
 mod journal;
@@ -39,7 +42,8 @@ pub struct Options {
     pub rounds: u32,
     /// Of the choice of victims, times and contents.
     pub seed: u64,
-    /// A folder that does not exist yet: cluster, journal and mount point. Removed when all was well.
+    /// A folder that does not exist yet: cluster, journal and mount point. Removed when all was
+    /// well.
     pub dir: PathBuf,
     /// Copies of each file's data.
     pub mirror: u32,
@@ -52,7 +56,8 @@ pub struct Options {
 /// What came of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// Promises that did not hold, processes that ended by themselves, and findings of `strake fsck` at the end.
+    /// Promises that did not hold, processes that ended by themselves, and findings of `strake
+    /// fsck` at the end.
     pub broken: u64,
     /// Promises made and then checked.
     pub promises: u64,
@@ -78,8 +83,9 @@ impl Cluster {
         self.ready_to_restart()?.go()
     }
 
-    /// A process that runs `strake up` once told to. It is made while this program has no file of the mount open: a
-    /// child made later would inherit such files, and closing them in exec waits for the very servers it shall start.
+    /// A process that runs `strake up` once told to. It is made while this program has no file of
+    /// the mount open: a child made later would inherit such files, and closing them in exec waits
+    /// for the very servers it shall start.
     fn ready_to_restart(&self) -> Result<Restart> {
         let child = Command::new("sh")
             .args(["-c", "read -r go && exec \"$@\"", "sh"])
@@ -97,15 +103,22 @@ impl Cluster {
         Ok(Restart(child))
     }
 
-    /// Findings of `strake fsck`, printed. What a dead client left beyond the end of a file goes when its session ends,
-    /// so it is asked again for a while.
+    /// Findings of `strake fsck`, printed. What a dead client left beyond the end of a file goes
+    /// when its session ends, so it is asked again for a while.
     fn fsck(&self) -> Result<u64> {
         let start = Instant::now();
         loop {
-            let out = Command::new(&self.strake).arg("fsck").arg("--read-data").arg("--dir").arg(&self.dir).output()?;
+            let out = Command::new(&self.strake)
+                .arg("fsck")
+                .arg("--read-data")
+                .arg("--dir")
+                .arg(&self.dir)
+                .output()?;
             let text = String::from_utf8_lossy(&out.stdout);
             if !matches!(out.status.code(), Some(0 | 4)) {
-                return Err(format!("strake fsck: {text}{}", String::from_utf8_lossy(&out.stderr)).into());
+                return Err(
+                    format!("strake fsck: {text}{}", String::from_utf8_lossy(&out.stderr)).into()
+                );
             }
             let mut found: Vec<&str> = text.lines().collect();
             let sum = found.pop().unwrap_or_default();
@@ -143,16 +156,19 @@ impl Cluster {
         let _ = Command::new(&self.strake).arg("down").arg("--dir").arg(&self.dir).output();
     }
 
-    /// All signals leave within microseconds of each other, right after the disk's power went if it can. Waiting for dying
-    /// processes, which still hold their locks and ports, is left to `strake up`, except where the disk needs them gone.
-    /// Returns what the disk lost, in words.
+    /// All signals leave within microseconds of each other, right after the disk's power went if it
+    /// can. Waiting for dying processes, which still hold their locks and ports, is left to `strake
+    /// up`, except where the disk needs them gone. Returns what the disk lost, in words.
     fn kill(&self, roles: &[&str], seed: u64) -> Result<String> {
         let open = |role: &&str| -> Result<OwnedFd> {
             let pid = self.pid(role)?;
-            // SAFETY: a system call without pointers; the pid is of a process of the cluster this program started.
+            // SAFETY: a system call without pointers; the pid is of a process of the cluster this
+            // program started.
             let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
             if fd < 0 {
-                return Err(format!("{role}, pid {pid}: {}", std::io::Error::last_os_error()).into());
+                return Err(
+                    format!("{role}, pid {pid}: {}", std::io::Error::last_os_error()).into()
+                );
             }
             // SAFETY: a descriptor the kernel just made for us.
             Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
@@ -162,14 +178,17 @@ impl Cluster {
         let lost = self.disks.cut_power(&servers.collect::<Vec<_>>(), seed)?;
         for p in &processes {
             // SAFETY: no siginfo is passed; the descriptor is open.
-            unsafe { libc::syscall(libc::SYS_pidfd_send_signal, p.as_raw_fd(), libc::SIGKILL, 0, 0) };
+            unsafe {
+                libc::syscall(libc::SYS_pidfd_send_signal, p.as_raw_fd(), libc::SIGKILL, 0, 0)
+            };
         }
         if self.disks.stay() {
             return Ok(lost);
         }
         for (p, role) in processes.iter().zip(roles) {
             let mut poll = libc::pollfd { fd: p.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-            // SAFETY: one pollfd that lives through the call. Readable means that every thread has ended.
+            // SAFETY: one pollfd that lives through the call. Readable means that every thread has
+            // ended.
             if unsafe { libc::poll(&mut poll, 1, 30_000) } != 1 {
                 return Err(format!("{role} still runs 30 s after SIGKILL").into());
             }
@@ -181,10 +200,19 @@ impl Cluster {
 
 type Pids = BTreeMap<&'static str, i32>;
 
-/// Roles that were not killed but ended: they do not run any more, or `strake up` had to start them again.
-fn ended_unasked(before: &Pids, now: &Pids, victims: &[&str], runs: impl Fn(i32) -> bool) -> Vec<&'static str> {
+/// Roles that were not killed but ended: they do not run any more, or `strake up` had to start them
+/// again.
+fn ended_unasked(
+    before: &Pids,
+    now: &Pids,
+    victims: &[&str],
+    runs: impl Fn(i32) -> bool,
+) -> Vec<&'static str> {
     let same = |role: &str, pid: i32| victims.contains(&role) || before.get(role) == Some(&pid);
-    now.iter().filter(|(role, pid)| !same(role, **pid) || !runs(**pid)).map(|(role, _)| *role).collect()
+    now.iter()
+        .filter(|(role, pid)| !same(role, **pid) || !runs(**pid))
+        .map(|(role, _)| *role)
+        .collect()
 }
 
 /// A zombie does not run.
@@ -209,7 +237,8 @@ impl Restart {
     }
 }
 
-/// Whether this machine has what such a [`Power`] needs; the error says what is missing. `dir` must exist.
+/// Whether this machine has what such a [`Power`] needs; the error says what is missing. `dir` must
+/// exist.
 pub fn can_lose(power: Power, dir: &Path) -> Result<()> {
     let dir = dir.join("probe");
     fs::create_dir(&dir)?;
@@ -261,7 +290,8 @@ fn rounds(o: &Options, cluster: &Cluster, journal: &Journal) -> Result<u64> {
         let mut lost = String::new();
         let up = writers::under_load(&cluster.mount, round, rng.random(), journal, || {
             sleep(alive);
-            // A slow machine may need longer for its first promise; without one the round would show nothing.
+            // A slow machine may need longer for its first promise; without one the round would
+            // show nothing.
             let late = Instant::now() + Duration::from_secs(60);
             while journal.len() == before && Instant::now() < late {
                 sleep(Duration::from_millis(10));
@@ -272,7 +302,10 @@ fn rounds(o: &Options, cluster: &Cluster, journal: &Journal) -> Result<u64> {
             Ok(restart.go().map(|()| t.elapsed()))
         })?;
         let made = journal.len() - before;
-        let who = format!("round {round}: killed {} after {alive:.1?}{lost}; {made} promises", victims.join(" "));
+        let who = format!(
+            "round {round}: killed {} after {alive:.1?}{lost}; {made} promises",
+            victims.join(" ")
+        );
         match up {
             Ok(up) => {
                 let known = broken.len();
@@ -284,7 +317,9 @@ fn rounds(o: &Options, cluster: &Cluster, journal: &Journal) -> Result<u64> {
                 println!("{who}; up again in {up:.1?}; {} broken", broken.len() - known);
             }
             Err(e) => {
-                println!("{who}\nBROKEN: the cluster did not come back, and with it everything promised: {e}");
+                println!(
+                    "{who}\nBROKEN: the cluster did not come back, and with it everything promised: {e}"
+                );
                 return Ok(journal.current()?.len() as u64);
             }
         }

@@ -1,4 +1,5 @@
-//! `strake-faults`: the kill test on a cluster of its own. Exit status 0: all held; 2: something broke; 1: it could not run.
+//! `strake-faults`: the kill test on a cluster of its own. Exit status 0: all held; 2: something
+//! broke; 1: it could not run.
 
 use std::{env, process::ExitCode};
 
@@ -15,7 +16,8 @@ const USAGE: &str = "usage: strake-faults [--rounds N] [--seed N] [--dir DIR] [-
 fn options() -> Result<Options> {
     let strake = env::current_exe()?.with_file_name("strake");
     let dir = env::temp_dir().join("strake-faults");
-    let mut o = Options { strake, rounds: 30, seed: 1, dir, mirror: 2, all: false, power: Power::Stays };
+    let mut o =
+        Options { strake, rounds: 30, seed: 1, dir, mirror: 2, all: false, power: Power::Stays };
     let mut args = env::args().skip(1);
     while let Some(a) = args.next() {
         let mut value = || args.next().ok_or_else(|| format!("{a} needs a value\n{USAGE}"));

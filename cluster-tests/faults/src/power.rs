@@ -48,7 +48,8 @@ impl Disks {
         matches!(self, Disks::None)
     }
 
-    /// The power of these servers' folders goes; all of it where it cannot go apart. Says what it took, where that is known.
+    /// The power of these servers' folders goes; all of it where it cannot go apart. Says what it
+    /// took, where that is known.
     pub fn cut_power(&self, servers: &[PathBuf], seed: u64) -> Result<String> {
         match self {
             Disks::None => Ok(String::new()),

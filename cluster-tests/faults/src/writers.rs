@@ -1,4 +1,5 @@
-//! The load: threads that write, sync, rename and unlink until the mount fails them or the round ends.
+//! The load: threads that write, sync, rename and unlink until the mount fails them or the round
+//! ends.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -43,8 +44,15 @@ pub fn under_load<T>(
     })
 }
 
-/// Errors of the mount end the writer quietly (its servers were killed); errors of the journal end the test.
-fn writer(mount: &Path, prefix: &str, seed: u64, journal: &Journal, stop: &AtomicBool) -> Result<()> {
+/// Errors of the mount end the writer quietly (its servers were killed); errors of the journal end
+/// the test.
+fn writer(
+    mount: &Path,
+    prefix: &str,
+    seed: u64,
+    journal: &Journal,
+    stop: &AtomicBool,
+) -> Result<()> {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut number = 0u32;
     while !stop.load(Relaxed) {
@@ -99,11 +107,13 @@ fn whole(mount: &Path, name: &str, rng: &mut StdRng) -> io::Result<Promise> {
     Ok(has(name, &content))
 }
 
-/// A file that grows and is synced again and again; each sync is a promise on what there is by then. False when the mount
-/// failed.
+/// A file that grows and is synced again and again; each sync is a promise on what there is by
+/// then. False when the mount failed.
 fn growing(mount: &Path, name: &str, rng: &mut StdRng, journal: &Journal) -> Result<bool> {
     let mut content = Vec::new();
-    let Ok(mut f) = OpenOptions::new().create_new(true).append(true).open(mount.join(name)) else { return Ok(false) };
+    let Ok(mut f) = OpenOptions::new().create_new(true).append(true).open(mount.join(name)) else {
+        return Ok(false);
+    };
     for _ in 0..8 {
         let more = bytes(rng, 200_000);
         content.extend_from_slice(&more);
@@ -128,10 +138,12 @@ fn closed(mount: &Path, name: &str, rng: &mut StdRng) -> io::Result<Promise> {
     }
 }
 
-/// A file with `O_SYNC` or `O_DSYNC` that grows: each write is a promise. False when the mount failed.
+/// A file with `O_SYNC` or `O_DSYNC` that grows: each write is a promise. False when the mount
+/// failed.
 fn at_once(mount: &Path, name: &str, rng: &mut StdRng, journal: &Journal) -> Result<bool> {
     let flag = if rng.random() { libc::O_SYNC } else { libc::O_DSYNC };
-    let open = OpenOptions::new().create_new(true).append(true).custom_flags(flag).open(mount.join(name));
+    let open =
+        OpenOptions::new().create_new(true).append(true).custom_flags(flag).open(mount.join(name));
     let (Ok(mut f), mut content) = (open, Vec::new()) else { return Ok(false) };
     for _ in 0..8 {
         let more = bytes(rng, 60_000);

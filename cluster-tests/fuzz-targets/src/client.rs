@@ -1,4 +1,5 @@
-//! The client library among servers that answer anything: programs get errors, the mount does not die.
+//! The client library among servers that answer anything: programs get errors, the mount does not
+//! die.
 
 use std::{sync::Arc, time::Duration};
 
@@ -30,15 +31,25 @@ struct Servers {
 }
 
 fn map() -> pb::ClusterMap {
-    let node =
-        |id: u32, role: u32, at: u32| pb::Node { id, role, endpoints: vec![format!("sim:{at}")], ..Default::default() };
+    let node = |id: u32, role: u32, at: u32| pb::Node {
+        id,
+        role,
+        endpoints: vec![format!("sim:{at}")],
+        ..Default::default()
+    };
     let replica = |target| pb::Replica { target, state: ReplicaState::ReplicaServing as i32 };
     pb::ClusterMap {
         version: 1,
         nodes: vec![node(1, 1, MDS), node(1001, 2, OSS)],
         targets: (0..2).map(|id| pb::Target { id, node: 1001, ..Default::default() }).collect(),
         chains: (0..2)
-            .map(|t| pb::Chain { id: t + 1, epoch: 1, replicas: vec![replica(t)], preferred: vec![t], lost: false })
+            .map(|t| pb::Chain {
+                id: t + 1,
+                epoch: 1,
+                replicas: vec![replica(t)],
+                preferred: vec![t],
+                lost: false,
+            })
             .collect(),
         sets: vec![pb::ChainSet { id: 1, copies: 1, chains: vec![1, 2], ..Default::default() }],
         ..Default::default()
@@ -49,21 +60,31 @@ impl Servers {
     fn good(&self, m: &Message) -> Result<(Vec<u8>, Vec<Buf>)> {
         let body = match m.opcode {
             opcode::SESSION_OPEN => {
-                let session =
-                    pb::SessionOpenReply { session: 7, epoch: 1, term_ms: 4000, root: 1, ..Default::default() };
+                let session = pb::SessionOpenReply {
+                    session: 7,
+                    epoch: 1,
+                    term_ms: 4000,
+                    root: 1,
+                    ..Default::default()
+                };
                 pb::SessionOpenReply { map: Some(map()), ..session }.encode_to_vec()
             }
-            opcode::SESSION_RENEW => pb::SessionRenewReply { lease_ms: 1500, ..Default::default() }.encode_to_vec(),
+            opcode::SESSION_RENEW => {
+                pb::SessionRenewReply { lease_ms: 1500, ..Default::default() }.encode_to_vec()
+            }
             opcode::RECALL => {
                 let r = pb::RecallRequest::decode(m.body.clone()).expect("the client's own");
-                let next = vec![pb::Recall { number: r.acknowledged + 1, ino: 5, ..Default::default() }];
-                pb::RecallReply { recalls: next.clone(), reports: next.clone(), locks: next }.encode_to_vec()
+                let next =
+                    vec![pb::Recall { number: r.acknowledged + 1, ino: 5, ..Default::default() }];
+                pb::RecallReply { recalls: next.clone(), reports: next.clone(), locks: next }
+                    .encode_to_vec()
             }
             opcode::SESSION_CLOSE => Vec::new(),
             opcode::MAP => pb::MapReply { map: Some(map()) }.encode_to_vec(),
             opcode::META => {
                 let r = pb::MetaRequest::decode(m.body.clone()).expect("the client's own");
-                pb::MetaReply { results: r.ops.iter().map(result).collect(), granted: vec![1, 5] }.encode_to_vec()
+                pb::MetaReply { results: r.ops.iter().map(result).collect(), granted: vec![1, 5] }
+                    .encode_to_vec()
             }
             opcode::CLOCK => Clock { now: 1, life: 15_000 }.encode().to_vec(),
             _ => return data(m),
@@ -73,12 +94,25 @@ impl Servers {
 }
 
 fn result(op: &pb::Op) -> pb::OpResult {
-    let attr = pb::Attr { ino: 5, mode: 0o100_644, nlink: 1, size: 300_000, data_id: 6, ..Default::default() };
+    let attr = pb::Attr {
+        ino: 5,
+        mode: 0o100_644,
+        nlink: 1,
+        size: 300_000,
+        data_id: 6,
+        ..Default::default()
+    };
     let mut r = pb::OpResult { ino: 5, attr: Some(attr), ..Default::default() };
     match &op.op {
         Some(Op::Open(_) | Op::Create(_)) => {
             let set = Some(pb::ChainSetRef { set: 1, seed: 0, start: 0, count: 2 });
-            let c = pb::Component { end: u64::MAX, stripe_size: 65_536, data_id: 6, set, ..Default::default() };
+            let c = pb::Component {
+                end: u64::MAX,
+                stripe_size: 65_536,
+                data_id: 6,
+                set,
+                ..Default::default()
+            };
             r.layout = Some(pb::Layout { generation: 1, components: vec![c], drafts: 0 });
             let all = Rights::READ.and(Rights::WRITE).and(Rights::TRIM);
             let cap = Capability {
@@ -95,7 +129,13 @@ fn result(op: &pb::Op) -> pb::OpResult {
             r.created = true;
         }
         Some(Op::Readdir(_)) => {
-            r.entries = vec![pb::DirEntry { name: "a".into(), ino: 5, r#type: 8, cookie: 300, attr: Some(attr) }];
+            r.entries = vec![pb::DirEntry {
+                name: "a".into(),
+                ino: 5,
+                r#type: 8,
+                cookie: 300,
+                attr: Some(attr),
+            }];
             r.end = true;
         }
         Some(Op::Statfs(_)) => r.statfs = Some(pb::StatfsReply::default()),
@@ -108,7 +148,8 @@ fn data(m: &Message) -> Result<(Vec<u8>, Vec<Buf>)> {
     let q = DataRequest::decode(&m.body).expect("the client's own");
     let version = Version { epoch: 1, number: 1 };
     let stamps = vec![Stamp { target: q.target, stamp: 1 }];
-    let mut r = DataReply { stable: q.kind == Kind::None, version, epoch: 1, stamps, ..Default::default() };
+    let mut r =
+        DataReply { stable: q.kind == Kind::None, version, epoch: 1, stamps, ..Default::default() };
     let mut payload = Vec::new();
     if m.opcode == opcode::READ {
         let bytes = vec![0x5a; q.len.min(65_536) as usize];
@@ -130,9 +171,14 @@ impl Service for Servers {
     async fn handle(&self, _: &Peer, m: Message) -> Result<Message> {
         let rest = std::mem::take(&mut *self.answers.lock());
         let mut i = Input(&rest);
-        let reply = self.good(&m).and_then(|(body, payload)| strange(&mut i, m.opcode, body, payload));
+        let reply =
+            self.good(&m).and_then(|(body, payload)| strange(&mut i, m.opcode, body, payload));
         *self.answers.lock() = i.0.to_vec();
-        let pause = if m.opcode == opcode::RECALL { Duration::from_secs(1) } else { Duration::from_micros(200) };
+        let pause = if m.opcode == opcode::RECALL {
+            Duration::from_secs(1)
+        } else {
+            Duration::from_micros(200)
+        };
         tokio::time::sleep(pause).await;
         reply
     }
@@ -143,7 +189,11 @@ fn strange(i: &mut Input, op: u16, mut body: Vec<u8>, mut payload: Vec<Buf>) -> 
     match i.u8() {
         1 => {
             let code = Code::ALL[usize::from(i.u8()) % Code::ALL.len()];
-            return Err(Error { code, message: "as the input says".into(), leader: u32::from(i.u8() % 4) });
+            return Err(Error {
+                code,
+                message: "as the input says".into(),
+                leader: u32::from(i.u8() % 4),
+            });
         }
         2 => body = i.bytes().to_vec(),
         // Appended to a control message, fields replace what it said.
@@ -170,7 +220,9 @@ fn strange(i: &mut Input, op: u16, mut body: Vec<u8>, mut payload: Vec<Buf>) -> 
                 epoch: i.number(),
                 len: i.number() as u32,
                 sums: vec![i.u32(); n],
-                stamps: (0..i.u8() % 4).map(|_| Stamp { target: i.number() as u32, stamp: i.number() }).collect(),
+                stamps: (0..i.u8() % 4)
+                    .map(|_| Stamp { target: i.number() as u32, stamp: i.number() })
+                    .collect(),
             };
             body = r.encode().to_vec();
         }
@@ -224,7 +276,14 @@ async fn act(client: &Client, i: &mut Input<'_>) {
                     let _ = client.allocated(5).await;
                 }
             }
-            2 => drop(client.setattr(&me, pb::SetAttr { ino: 5, size: Some(i.number()), ..Default::default() }).await),
+            2 => drop(
+                client
+                    .setattr(
+                        &me,
+                        pb::SetAttr { ino: 5, size: Some(i.number()), ..Default::default() },
+                    )
+                    .await,
+            ),
             3 => drop(client.mkdir(&me, 1, b"d", 0o755).await),
             4 => drop(client.readdir(&me, 1, 0, 10, true).await),
             5 => drop(client.readlink(&me, 5).await),
@@ -234,8 +293,17 @@ async fn act(client: &Client, i: &mut Input<'_>) {
             9 => drop(client.unlink(&me, 1, b"a").await),
             10 => drop(client.rename(&me, (1, b"a"), (1, b"b"), 0).await),
             11 => drop(client.fetch_map().await),
-            12 | 13 => file = client.create(&me, 1, b"a", 0o644, 2, false, None).await.ok().map(|f| f.0).or(file),
-            14 => file = client.open(&me, 5, u32::from(i.u8() % 4)).await.ok().map(|f| f.0).or(file),
+            12 | 13 => {
+                file = client
+                    .create(&me, 1, b"a", 0o644, 2, false, None)
+                    .await
+                    .ok()
+                    .map(|f| f.0)
+                    .or(file)
+            }
+            14 => {
+                file = client.open(&me, 5, u32::from(i.u8() % 4)).await.ok().map(|f| f.0).or(file)
+            }
             15 => tokio::time::sleep(Duration::from_millis(500)).await,
             n => {
                 if let Some(f) = &file {

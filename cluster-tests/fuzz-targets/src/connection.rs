@@ -40,7 +40,11 @@ pub fn run(data: &[u8]) {
 struct Script<'a>(&'a [u8]);
 
 impl AsyncRead for Script<'_> {
-    fn poll_read(mut self: Pin<&mut Self>, _: &mut Context<'_>, to: &mut ReadBuf<'_>) -> Poll<std::io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+        to: &mut ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
         let n = to.remaining().min(self.0.len());
         to.put_slice(&self.0[..n]);
         self.0 = &self.0[n..];
@@ -49,7 +53,11 @@ impl AsyncRead for Script<'_> {
 }
 
 impl AsyncWrite for Script<'_> {
-    fn poll_write(self: Pin<&mut Self>, _: &mut Context<'_>, b: &[u8]) -> Poll<std::io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+        b: &[u8],
+    ) -> Poll<std::io::Result<usize>> {
         Poll::Ready(Ok(b.len()))
     }
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<std::io::Result<()>> {
@@ -156,9 +164,12 @@ async fn to_server(bytes: Vec<u8>) {
     let (mut near, far) = duplex(64 << 10);
     let (rd, wr) = tokio::io::split(far);
     let (_stop, stopping) = tokio::sync::watch::channel(());
-    let served =
-        tokio::spawn(async move { fabric().accept_over(rd, wr, "fuzz".into(), Arc::new(Echo), stopping).await });
-    dial(&mut near, &Party::new(server(), Some([2; 16]), [3; 32])).await.expect("a proper handshake");
+    let served = tokio::spawn(async move {
+        fabric().accept_over(rd, wr, "fuzz".into(), Arc::new(Echo), stopping).await
+    });
+    dial(&mut near, &Party::new(server(), Some([2; 16]), [3; 32]))
+        .await
+        .expect("a proper handshake");
     say(near, bytes).await;
     served.await.expect("no panic").expect("the handshake was proper");
 }
@@ -167,15 +178,19 @@ async fn to_server(bytes: Vec<u8>) {
 async fn to_client(bytes: Vec<u8>) {
     let (mut near, far) = duplex(64 << 10);
     let (rd, wr) = tokio::io::split(far);
-    let dialled = tokio::spawn(async move { fabric().connect_over(rd, wr, "fuzz".into(), Some(Arc::new(Echo))).await });
-    answer(&mut near, &Party::new(server(), Some([2; 16]), [3; 32])).await.expect("a proper handshake");
+    let dialled = tokio::spawn(async move {
+        fabric().connect_over(rd, wr, "fuzz".into(), Some(Arc::new(Echo))).await
+    });
+    answer(&mut near, &Party::new(server(), Some([2; 16]), [3; 32]))
+        .await
+        .expect("a proper handshake");
     let conn = dialled.await.expect("no panic").expect("a proper handshake");
     let calls: Vec<_> = (0..4)
         .map(|_| {
             let conn = conn.clone();
-            tokio::spawn(
-                async move { conn.call(Message::new(opcode::ECHO, vec![1, 2, 3]), Duration::from_secs(5)).await },
-            )
+            tokio::spawn(async move {
+                conn.call(Message::new(opcode::ECHO, vec![1, 2, 3]), Duration::from_secs(5)).await
+            })
         })
         .collect();
     tokio::task::yield_now().await;

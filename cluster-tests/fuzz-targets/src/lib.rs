@@ -1,8 +1,10 @@
-//! What each fuzz target does with an input: everything that decodes bytes from outside, and what then acts on them.
+//! What each fuzz target does with an input: everything that decodes bytes from outside, and what
+//! then acts on them.
 //!
-//! The bodies live here and not beside libFuzzer so that the normal test run replays the committed corpus through them
-//! (`tests/corpus.rs`). `cluster-tests/fuzz/run` runs them under libFuzzer. Inputs are read by [`input::Input`]: a choice or
-//! two, then the bytes in question, so that one target covers what belongs together.
+//! The bodies live here and not beside libFuzzer so that the normal test run replays the committed
+//! corpus through them (`tests/corpus.rs`). `cluster-tests/fuzz/run` runs them under libFuzzer.
+//! Inputs are read by [`input::Input`]: a choice or two, then the bytes in question, so that one
+//! target covers what belongs together.
 
 pub mod client;
 pub mod connection;
@@ -19,7 +21,8 @@ pub mod safetensors;
 pub mod text;
 pub mod world;
 
-/// A target's name, which is also that of its folder in `cluster-tests/fuzz/corpus`, and what it does.
+/// A target's name, which is also that of its folder in `cluster-tests/fuzz/corpus`, and what it
+/// does.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.

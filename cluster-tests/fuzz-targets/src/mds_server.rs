@@ -1,4 +1,5 @@
-//! A whole metadata server and peers that send it anything: clients, storage servers and other metadata servers.
+//! A whole metadata server and peers that send it anything: clients, storage servers and other
+//! metadata servers.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,7 +23,8 @@ use crate::{
 const CLUSTER: [u8; 16] = [4; 16];
 const ME: u32 = 1;
 
-/// The first byte chooses between a server that leads alone and one of three, to whom the others speak.
+/// The first byte chooses between a server that leads alone and one of three, to whom the others
+/// speak.
 pub fn run(data: &[u8]) {
     let mut i = Input(data);
     let alone = i.u8() % 2 == 0;
@@ -75,7 +77,10 @@ fn request(i: &mut Input) -> (Role, Message) {
     let (op, body): (u16, Vec<u8>) = match i.u8() % 16 {
         0 => (i.u16(), i.bytes().to_vec()),
         1 => {
-            let r = pb::SessionOpenRequest { client_uuid: vec![i.u8() % 4; 16].into(), ..Default::default() };
+            let r = pb::SessionOpenRequest {
+                client_uuid: vec![i.u8() % 4; 16].into(),
+                ..Default::default()
+            };
             (opcode::SESSION_OPEN, r.encode_to_vec())
         }
         2 => {
@@ -94,7 +99,9 @@ fn request(i: &mut Input) -> (Role, Message) {
             };
             (opcode::SESSION_RENEW, r.encode_to_vec())
         }
-        3 => (opcode::SESSION_CLOSE, pb::SessionCloseRequest { session: i.number() }.encode_to_vec()),
+        3 => {
+            (opcode::SESSION_CLOSE, pb::SessionCloseRequest { session: i.number() }.encode_to_vec())
+        }
         4 => (opcode::REGISTER, register(i)),
         5 => (opcode::HEARTBEAT, heartbeat(i)),
         6 | 7 => (opcode::RAFT, batch(i)),
@@ -113,7 +120,8 @@ fn meta(i: &mut Input) -> Vec<u8> {
     let bytes = namespace::command(i);
     match pb::LogCommand::decode(bytes.clone()).map(|c| c.command) {
         Ok(Some(pb::log_command::Command::Meta(m))) => {
-            // Those without a number are often looks, which one that does not lead may be asked for.
+            // Those without a number are often looks, which one that does not lead may be asked
+            // for.
             let follower = m.seq % 2 == 0;
             pb::MetaRequest { follower, ..m }.encode_to_vec()
         }
@@ -150,11 +158,13 @@ fn lock_wait(i: &mut Input) -> Vec<u8> {
     };
     let session = u64::from(i.u8() % 4);
     let number = u64::from(i.u8());
-    pb::LockWaitRequest { session, number, waits: (0..i.u8() % 6).map(|_| wait(i)).collect() }.encode_to_vec()
+    pb::LockWaitRequest { session, number, waits: (0..i.u8() % 6).map(|_| wait(i)).collect() }
+        .encode_to_vec()
 }
 
 fn sight(i: &mut Input) -> pb::ChainSight {
-    let replica = |i: &mut Input| pb::Replica { target: i.number() as u32, state: i32::from(i.u8() % 7) };
+    let replica =
+        |i: &mut Input| pb::Replica { target: i.number() as u32, state: i32::from(i.u8() % 7) };
     pb::ChainSight {
         chain: i.number() as u32,
         epoch: i.number(),
@@ -191,7 +201,12 @@ fn device(i: &mut Input) -> pb::DeviceTimes {
         median_us: i.number(),
         p99_us: i.number(),
     };
-    pb::DeviceTimes { reads: Some(op(i)), changes: Some(op(i)), stalled_ms: i.number(), rotates: false }
+    pb::DeviceTimes {
+        reads: Some(op(i)),
+        changes: Some(op(i)),
+        stalled_ms: i.number(),
+        rotates: false,
+    }
 }
 
 fn heartbeat(i: &mut Input) -> Vec<u8> {
@@ -207,7 +222,9 @@ fn heartbeat(i: &mut Input) -> Vec<u8> {
         synced_chains: vec![i.number() as u32],
         chunks: 0,
         lapses: i.number() as u32,
-        stored: (0..i.u8() % 4).map(|_| pb::ChainBytes { chain: i.number() as u32, bytes: i.number() }).collect(),
+        stored: (0..i.u8() % 4)
+            .map(|_| pb::ChainBytes { chain: i.number() as u32, bytes: i.number() })
+            .collect(),
         device: (i.u8() & 1 == 1).then(|| device(i)),
         table_full: i.u8() & 1 == 1,
     };
@@ -253,8 +270,10 @@ fn chunk(i: &mut Input) -> Vec<u8> {
     if i.u8() == 0 {
         return i.bytes().to_vec();
     }
-    let pair =
-        |i: &mut Input| pb::Pair { key: Bytes::copy_from_slice(i.bytes()), value: Bytes::copy_from_slice(i.bytes()) };
+    let pair = |i: &mut Input| pb::Pair {
+        key: Bytes::copy_from_slice(i.bytes()),
+        value: Bytes::copy_from_slice(i.bytes()),
+    };
     pb::SnapshotChunk {
         from: 2 + u64::from(i.u8() & 1),
         to: 1,

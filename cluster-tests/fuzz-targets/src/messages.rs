@@ -1,4 +1,5 @@
-//! Bodies of the wire: the fixed layouts of the data plane, capabilities, control messages, cluster map and layouts.
+//! Bodies of the wire: the fixed layouts of the data plane, capabilities, control messages, cluster
+//! map and layouts.
 
 use prost::Message;
 use strake_fabric::{
@@ -35,7 +36,8 @@ pub fn run(data: &[u8]) {
 /// A header that decodes encodes to the same bytes (reserved ones aside) and keeps its limits.
 fn frame_header(data: &[u8]) {
     let Some(bytes) = data.first_chunk::<HEADER_LEN>() else { return };
-    // Once as it is, once with magic and checksum made right, so that the fields behind them are reached.
+    // Once as it is, once with magic and checksum made right, so that the fields behind them are
+    // reached.
     let mut right = *bytes;
     right[0..4].copy_from_slice(b"STRK");
     let crc = strake_proto::checksum::crc32c(&right[..60]);
@@ -61,7 +63,8 @@ fn data_request(data: &[u8]) {
     assert_eq!(DataRequest::decode(&again).unwrap(), r);
 }
 
-/// What a peer over RDMA says of its memory and of itself. Regions once as they are, once with their checksum made right.
+/// What a peer over RDMA says of its memory and of itself. Regions once as they are, once with
+/// their checksum made right.
 fn lent_memory(data: &[u8]) {
     let mut right = data.to_vec();
     if let Some((head, rest)) = data.split_first_chunk::<REGIONS_HEAD>() {
@@ -72,7 +75,12 @@ fn lent_memory(data: &[u8]) {
         if let Ok(r) = Regions::decode(b) {
             assert_eq!(r.encode(), b);
             assert!(r.payload.len() <= MAX_PARTS);
-            assert!(r.payload.iter().chain(&r.room).all(|r| r.len > 0 && r.addr.checked_add(r.len.into()).is_some()));
+            assert!(
+                r.payload
+                    .iter()
+                    .chain(&r.room)
+                    .all(|r| r.len > 0 && r.addr.checked_add(r.len.into()).is_some())
+            );
         }
     }
     if let Ok(a) = AskRoom::decode(data) {
@@ -165,7 +173,8 @@ macro_rules! rounds {
     }};
 }
 
-/// Control messages, administration and stored records decode or fail, and what decodes survives another round.
+/// Control messages, administration and stored records decode or fail, and what decodes survives
+/// another round.
 fn control(data: &[u8]) {
     let Some((kind, data)) = data.split_first() else { return };
     rounds!(*kind, data,

@@ -1,5 +1,6 @@
-//! Log entries applied to the namespace: whatever they say, it does not panic, and two members that apply them in other
-//! batches, with restarts in between, come to the same state and give the same replies.
+//! Log entries applied to the namespace: whatever they say, it does not panic, and two members that
+//! apply them in other batches, with restarts in between, come to the same state and give the same
+//! replies.
 
 use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
@@ -62,14 +63,27 @@ impl Member {
             }));
         }
         let map = m.ns.map();
-        let targets = map.map.targets.iter().map(|t| pb::Target { alive: true, ..t.clone() }).collect();
-        m.good(Command::MapUpdate(pb::MapUpdate { expect_version: map.version(), targets, ..Default::default() }));
+        let targets =
+            map.map.targets.iter().map(|t| pb::Target { alive: true, ..t.clone() }).collect();
+        m.good(Command::MapUpdate(pb::MapUpdate {
+            expect_version: map.version(),
+            targets,
+            ..Default::default()
+        }));
         let map = m.ns.map();
         let (chains, sets) = make_chains(&map.map, 1).expect("live targets");
-        m.good(Command::MapUpdate(pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() }));
+        m.good(Command::MapUpdate(pb::MapUpdate {
+            expect_version: map.version(),
+            chains,
+            sets,
+            ..Default::default()
+        }));
         for n in 0..2 {
             let client_uuid = vec![n; 16].into();
-            m.good(Command::SessionOpen(pb::SessionOpenRequest { client_uuid, ..Default::default() }));
+            m.good(Command::SessionOpen(pb::SessionOpenRequest {
+                client_uuid,
+                ..Default::default()
+            }));
         }
         m
     }
@@ -80,7 +94,8 @@ impl Member {
     }
 
     fn apply(&mut self, entries: &[Bytes]) -> Vec<pb::LogReply> {
-        let numbered: Vec<_> = entries.iter().zip(self.index + 1..).map(|(e, n)| (n, 1, e.clone())).collect();
+        let numbered: Vec<_> =
+            entries.iter().zip(self.index + 1..).map(|(e, n)| (n, 1, e.clone())).collect();
         self.index += entries.len() as u64;
         self.ns.apply(&numbered, (self.index, 1), None).expect("the store works")
     }
@@ -90,7 +105,10 @@ impl Member {
     }
 
     fn state(&self) -> BTreeMap<Bytes, Bytes> {
-        self.store.range(Bound::Unbounded, Bound::Unbounded).collect::<Result<_, _>>().expect("the store works")
+        self.store
+            .range(Bound::Unbounded, Bound::Unbounded)
+            .collect::<Result<_, _>>()
+            .expect("the store works")
     }
 }
 
@@ -129,7 +147,8 @@ fn spec(i: &mut Input) -> pb::LayoutSpec {
 }
 
 fn acl_name(i: &mut Input) -> Bytes {
-    let name: &[u8] = if i.u8() & 1 == 1 { b"system.posix_acl_access" } else { b"system.posix_acl_default" };
+    let name: &[u8] =
+        if i.u8() & 1 == 1 { b"system.posix_acl_access" } else { b"system.posix_acl_default" };
     Bytes::from_static(name)
 }
 
@@ -168,7 +187,13 @@ fn seal(i: &mut Input) -> pb::Seal {
         3 => {
             let sum = Bytes::from(vec![how; 32]);
             let (size, extent_size) = (i.number(), 4 << 20);
-            Some(Step::Finish(pb::Manifest { size, extent_size, sha256: sum.clone(), root: sum, time_ns: 0 }))
+            Some(Step::Finish(pb::Manifest {
+                size,
+                extent_size,
+                sha256: sum.clone(),
+                root: sum,
+                time_ns: 0,
+            }))
         }
         _ => Some(Step::Undo(pb::SealUndo {})),
     };
@@ -186,9 +211,24 @@ fn op(i: &mut Input) -> pb::Op {
             flags: u32::from(i.u8()),
             umask: 0,
         }),
-        1 => Op::Mkdir(pb::Mkdir { parent: ino(i), name: name(i), mode: u32::from(i.u16()), umask: 0 }),
-        2 => Op::Mknod(pb::Mknod { parent: ino(i), name: name(i), mode: u32::from(i.u16()), rdev: i.u32(), umask: 0 }),
-        3 => Op::Symlink(pb::Symlink { parent: ino(i), name: name(i), target: Bytes::copy_from_slice(i.bytes()) }),
+        1 => Op::Mkdir(pb::Mkdir {
+            parent: ino(i),
+            name: name(i),
+            mode: u32::from(i.u16()),
+            umask: 0,
+        }),
+        2 => Op::Mknod(pb::Mknod {
+            parent: ino(i),
+            name: name(i),
+            mode: u32::from(i.u16()),
+            rdev: i.u32(),
+            umask: 0,
+        }),
+        3 => Op::Symlink(pb::Symlink {
+            parent: ino(i),
+            name: name(i),
+            target: Bytes::copy_from_slice(i.bytes()),
+        }),
         4 => Op::Link(pb::Link { ino: ino(i), parent: ino(i), name: name(i) }),
         5 => Op::Unlink(pb::Unlink { parent: ino(i), name: name(i) }),
         6 => Op::Rmdir(pb::Rmdir { parent: ino(i), name: name(i) }),
@@ -214,9 +254,14 @@ fn op(i: &mut Input) -> pb::Op {
             value: Bytes::copy_from_slice(i.bytes()),
             flags: u32::from(i.u8() % 4),
         }),
-        11 => Op::Removexattr(pb::RemoveXattr { ino: ino(i), name: Bytes::from([b"user.", &name(i)[..]].concat()) }),
+        11 => Op::Removexattr(pb::RemoveXattr {
+            ino: ino(i),
+            name: Bytes::from([b"user.", &name(i)[..]].concat()),
+        }),
         12 => Op::Extend(pb::Extend { ino: ino(i), end: i.number(), holes: i.u8() & 1 == 1 }),
-        13 => Op::Setlayout(pb::SetLayout { ino: ino(i), layout: (i.u8() & 1 == 1).then(|| spec(i)) }),
+        13 => {
+            Op::Setlayout(pb::SetLayout { ino: ino(i), layout: (i.u8() & 1 == 1).then(|| spec(i)) })
+        }
         14 => Op::Lookup(pb::Lookup { parent: ino(i), name: name(i) }),
         15 => Op::Getattr(pb::GetAttr { ino: ino(i) }),
         16 => Op::Open(pb::Open { ino: ino(i), flags: u32::from(i.u8()) }),
@@ -227,7 +272,10 @@ fn op(i: &mut Input) -> pb::Op {
             attrs: i.u8() & 1 == 1,
         }),
         18 => Op::Readlink(pb::Readlink { ino: ino(i) }),
-        19 => Op::Getxattr(pb::GetXattr { ino: ino(i), name: Bytes::from([b"user.", &name(i)[..]].concat()) }),
+        19 => Op::Getxattr(pb::GetXattr {
+            ino: ino(i),
+            name: Bytes::from([b"user.", &name(i)[..]].concat()),
+        }),
         20 => Op::Listxattr(pb::ListXattr { ino: ino(i) }),
         21 => Op::Statfs(pb::Statfs::default()),
         22 => Op::Getlayout(pb::GetLayout { ino: ino(i) }),
@@ -235,7 +283,14 @@ fn op(i: &mut Input) -> pb::Op {
         24 => Op::Access(pb::Access { ino: ino(i), mask: u32::from(i.u8()) }),
         28 | 29 => {
             let (owner, kind, span) = lock(i);
-            Op::SetLock(pb::SetLock { ino: ino(i), owner, kind, span, undo: i.u8() & 1 == 1, ..Default::default() })
+            Op::SetLock(pb::SetLock {
+                ino: ino(i),
+                owner,
+                kind,
+                span,
+                undo: i.u8() & 1 == 1,
+                ..Default::default()
+            })
         }
         30 => {
             let (owner, kind, span) = lock(i);
@@ -249,7 +304,9 @@ fn op(i: &mut Input) -> pb::Op {
             linkable: i.u8() & 1 == 1,
             layout: None,
         }),
-        26 => Op::Setxattr(pb::SetXattr { ino: ino(i), name: acl_name(i), value: acl(i), flags: 0 }),
+        26 => {
+            Op::Setxattr(pb::SetXattr { ino: ino(i), name: acl_name(i), value: acl(i), flags: 0 })
+        }
         27 => Op::Removexattr(pb::RemoveXattr { ino: ino(i), name: acl_name(i) }),
         31 => Op::Seal(seal(i)),
         _ => return pb::Op::decode(i.bytes()).unwrap_or_default(),
@@ -279,8 +336,16 @@ fn repair(i: &mut Input) -> pb::Repair {
             chains: vec![i.number() as u32 % 4],
             misplaced: i.u8() % 2 == 1,
         }),
-        1 => What::End(pb::RepairEnd { ino: ino(i), data_id: u64::from(i.u8() % 8), size: i.number() }),
-        _ => What::Name(pb::RepairName { parent: ino(i), name: Bytes::copy_from_slice(i.bytes()), ino: ino(i) }),
+        1 => What::End(pb::RepairEnd {
+            ino: ino(i),
+            data_id: u64::from(i.u8() % 8),
+            size: i.number(),
+        }),
+        _ => What::Name(pb::RepairName {
+            parent: ino(i),
+            name: Bytes::copy_from_slice(i.bytes()),
+            ino: ino(i),
+        }),
     };
     pb::Repair { what: Some(what) }
 }
@@ -294,7 +359,10 @@ pub fn command(i: &mut Input) -> Bytes {
             client_uuid: vec![i.u8() % 4; 16].into(),
             ..Default::default()
         }),
-        2 => Command::SessionEnd(pb::SessionEnd { sessions: vec![i.number(), i.number()], evict: i.u8() & 1 == 1 }),
+        2 => Command::SessionEnd(pb::SessionEnd {
+            sessions: vec![i.number(), i.number()],
+            evict: i.u8() & 1 == 1,
+        }),
         3 => Command::GcDone(pb::GcDone { numbers: vec![i.number(), i.number()] }),
         4 => Command::TrimDone(pb::TrimDone { ino: ino(i), number: i.number() }),
         5 => Command::FreeOrphans(pb::FreeOrphans { inos: vec![ino(i), ino(i)] }),
@@ -314,7 +382,8 @@ pub fn command(i: &mut Input) -> Bytes {
         }
         11 => Command::Repair(repair(i)),
         12 => {
-            let (ino, fence, change, end) = (ino(i), u64::from(i.u8() % 16), u64::from(i.u8() % 8), i.number());
+            let (ino, fence, change, end) =
+                (ino(i), u64::from(i.u8() % 16), u64::from(i.u8() % 8), i.number());
             Command::EndFound(pb::EndFound { ino, fence, change, end })
         }
         14 => Command::ChainsAnew(pb::ChainsAnew { chains: map_update(i).chains }),
@@ -381,7 +450,8 @@ fn two_members(i: &mut Input) {
     let _ = (one.ns.gc_queue(100), one.ns.trims(100), one.ns.orphans(100), one.ns.evicted_after(0));
 }
 
-/// Records that no program of ours wrote: refused when the state is opened, or answered with errors.
+/// Records that no program of ours wrote: refused when the state is opened, or answered with
+/// errors.
 fn strange_state(i: &mut Input) {
     let mut m = Member::new();
     for _ in 0..i.u8() % 8 {
@@ -396,7 +466,11 @@ fn strange_state(i: &mut Input) {
         let value = match i.u8() % 4 {
             0 => None,
             // Appended to a record, fields replace what it said.
-            1 => m.store.get(&key).expect("the store works").map(|v| Bytes::from([&v[..], i.bytes()].concat())),
+            1 => m
+                .store
+                .get(&key)
+                .expect("the store works")
+                .map(|v| Bytes::from([&v[..], i.bytes()].concat())),
             _ => Some(Bytes::copy_from_slice(i.bytes())),
         };
         let _ = m.store.commit(Batch { ops: vec![(key, value)] });

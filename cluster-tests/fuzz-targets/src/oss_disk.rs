@@ -1,4 +1,5 @@
-//! What lies on a target's device and in its chunk table: superblocks and records, alone and as a whole target to open.
+//! What lies on a target's device and in its chunk table: superblocks and records, alone and as a
+//! whole target to open.
 
 use std::sync::Arc;
 
@@ -9,8 +10,8 @@ use strake_oss::{
     engine::{
         Engine, Key, Options, Position, TargetIdentity, Update,
         record::{
-            Header, SCRUB_KEY, Segment, TABLE_DIGEST_KEY, TARGET_KEY, decode_target, encode_target, header_key,
-            parse_header_key, parse_segment_key, segment_key,
+            Header, SCRUB_KEY, Segment, TABLE_DIGEST_KEY, TARGET_KEY, decode_target, encode_target,
+            header_key, parse_header_key, parse_segment_key, segment_key,
         },
         superblock::Superblock,
         table_digest::{Mark, TableDigest},
@@ -109,7 +110,13 @@ fn key(i: &mut Input) -> Key {
 async fn target(i: &mut Input<'_>) {
     let device = Arc::new(MemDevice::new(4 << 20));
     let table = MemStore::new();
-    let id = TargetIdentity { fs_uuid: [1; 16], target_uuid: [2; 16], target_id: 3, node: "n".into(), incarnation: 0 };
+    let id = TargetIdentity {
+        fs_uuid: [1; 16],
+        target_uuid: [2; 16],
+        target_id: 3,
+        node: "n".into(),
+        incarnation: 0,
+    };
     Engine::format(&*device, &table, id).await.expect("a device of 4 MiB");
     if i.u8() == 0 {
         for copy in 0..2 {
@@ -127,7 +134,9 @@ async fn target(i: &mut Input<'_>) {
         let (key, value) = pair(i);
         let _ = table.commit(Batch { ops: vec![(key, Some(value))] });
     }
-    let open = || Engine::open(device.clone(), Arc::new(table.clone()), Pool::default(), Options::default());
+    let open = || {
+        Engine::open(device.clone(), Arc::new(table.clone()), Pool::default(), Options::default())
+    };
     let Ok(engine) = open().await else { return };
     for number in 0..32 {
         if i.is_empty() {
@@ -159,7 +168,11 @@ fn pair(i: &mut Input) -> (Bytes, Bytes) {
                 (s.blocks[at], s.sums[at]) = (i.number().wrapping_add(200), i.u32());
             }
             s.blocks.iter_mut().filter(|b| **b != u64::MAX).for_each(|b| *b &= (1 << 47) - 1);
-            let value = if i.u8() & 1 == 0 { s.encode(&key) } else { sealed(&key, &[&[1], i.bytes()].concat()) };
+            let value = if i.u8() & 1 == 0 {
+                s.encode(&key)
+            } else {
+                sealed(&key, &[&[1], i.bytes()].concat())
+            };
             (key, value)
         }
     }
@@ -171,7 +184,10 @@ async fn act(engine: &Arc<Engine>, i: &mut Input<'_>, number: u64) {
         0 if i.u8() & 1 == 0 => drop(engine.meta(&key)),
         0 => {
             if let Ok(Some(look)) = engine.check_whole(&key).await {
-                assert!(look.damaged.iter().all(|d| d.start < d.end && d.end <= look.len), "{look:?}");
+                assert!(
+                    look.damaged.iter().all(|d| d.start < d.end && d.end <= look.len),
+                    "{look:?}"
+                );
             }
         }
         1 => drop(engine.list(1, None, usize::from(i.u8())).map(|l| l.len())),
@@ -194,14 +210,22 @@ async fn act(engine: &Arc<Engine>, i: &mut Input<'_>, number: u64) {
                     let damaged = (0..i.u8() % 3).map(|_| i.u32()..i.u32()).collect();
                     Update::Replace { data, sums, tombstone, damaged }
                 }
-                3 => Update::Write { offset: i.u32(), data, sums: vec![i.u32(); usize::from(i.u8())] },
+                3 => Update::Write {
+                    offset: i.u32(),
+                    data,
+                    sums: vec![i.u32(); usize::from(i.u8())],
+                },
                 _ => Update::Write { offset, data, sums },
             };
             let version = Version { epoch: 1, number: number + 1 };
             if let Ok(staged) = engine.stage(key, update).await
                 && i.u8() != 0
             {
-                let _ = engine.commit(staged, version, vec![Writer { session: 1, seq: number, version }]);
+                let _ = engine.commit(
+                    staged,
+                    version,
+                    vec![Writer { session: 1, seq: number, version }],
+                );
             }
         }
     }

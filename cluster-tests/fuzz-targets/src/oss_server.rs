@@ -75,7 +75,9 @@ fn version(i: &mut Input) -> Version {
 
 fn result<T>(i: &mut Input, ok: T) -> Result<T> {
     match i.u8() {
-        n @ 0..128 => Err(Error::new(Code::ALL[usize::from(n) % Code::ALL.len()], "as the input says")),
+        n @ 0..128 => {
+            Err(Error::new(Code::ALL[usize::from(n) % Code::ALL.len()], "as the input says"))
+        }
         _ => Ok(ok),
     }
 }
@@ -117,7 +119,12 @@ fn core(i: &mut Input) {
                         replay: (i.u8() & 1 == 1).then(|| version(i)),
                         round: 0,
                     },
-                    2 | 3 => What::Forward { session: 1, seq: i.number(), version: version(i), prev: version(i) },
+                    2 | 3 => What::Forward {
+                        session: 1,
+                        seq: i.number(),
+                        version: version(i),
+                        prev: version(i),
+                    },
                     _ => What::Hold,
                 };
                 let chunk = chunk(i);
@@ -126,7 +133,11 @@ fn core(i: &mut Input) {
                 ChainInput::Op(Op { id: next, chunk, epoch, eager: i.u8() & 1 == 1, what })
             }
             5 | 6 => ChainInput::Staged { op, result: result(i, ()) },
-            7 | 8 => ChainInput::Answer { op, attempt, result: result(i, vec![Stamp { target: 1, stamp: 1 }]) },
+            7 | 8 => ChainInput::Answer {
+                op,
+                attempt,
+                result: result(i, vec![Stamp { target: 1, stamp: 1 }]),
+            },
             9 => ChainInput::Pushed { op, attempt, result: result(i, ()) },
             10 => ChainInput::Retry { op, attempt },
             _ => ChainInput::Release { op },
@@ -164,7 +175,12 @@ impl Service for Authority {
         if m.opcode == opcode::REGISTER {
             let r = pb::RegisterRequest::decode(&m.body[..]).expect("the server's own");
             let target_ids = (0..r.targets.len() as u32).collect();
-            let reply = pb::RegisterReply { node: 1001, target_ids, fs_uuid: map.fs_uuid.clone(), map: Some(map) };
+            let reply = pb::RegisterReply {
+                node: 1001,
+                target_ids,
+                fs_uuid: map.fs_uuid.clone(),
+                map: Some(map),
+            };
             return Ok(Message::new(0, reply.encode_to_vec()));
         }
         if m.opcode == opcode::MAP {
@@ -177,20 +193,31 @@ impl Service for Authority {
         }
         let evicted = vec![pb::Evicted { number: 1, session: 66, min_epoch: 2, below: false }];
         let step_out = vec![0, 1, 2];
-        let reply = pb::HeartbeatReply { lease_ms: 2000, map: Some(map), evicted, endings: None, step_out };
+        let reply =
+            pb::HeartbeatReply { lease_ms: 2000, map: Some(map), evicted, endings: None, step_out };
         Ok(Message::new(0, reply.encode_to_vec()))
     }
 }
 
 /// One node with three targets, which are the chain.
 fn map() -> pb::ClusterMap {
-    let target = |id: u32| pb::Target { id, node: 1001, uuid: vec![id as u8 + 1; 16].into(), ..Default::default() };
+    let target = |id: u32| pb::Target {
+        id,
+        node: 1001,
+        uuid: vec![id as u8 + 1; 16].into(),
+        ..Default::default()
+    };
     let serving = |target| pb::Replica { target, state: ReplicaState::ReplicaServing as i32 };
     let (replicas, preferred) = ((0..3).map(serving).collect(), vec![0, 1, 2]);
     pb::ClusterMap {
         version: 1,
         fs_uuid: vec![1; 16].into(),
-        nodes: vec![pb::Node { id: 1001, role: 2, endpoints: vec!["sim:1".into()], ..Default::default() }],
+        nodes: vec![pb::Node {
+            id: 1001,
+            role: 2,
+            endpoints: vec!["sim:1".into()],
+            ..Default::default()
+        }],
         targets: (0..3).map(target).collect(),
         chains: vec![pb::Chain { id: 1, epoch: 1, replicas, preferred, lost: false }],
         ..Default::default()
@@ -209,7 +236,8 @@ async fn boot(net: &Arc<Net>, env: strake_fabric::Env) -> OssServer {
             incarnation: 0,
         };
         Engine::format(&*device, &table, id).await.expect("a device of 8 MiB");
-        let engine = Engine::open(device, Arc::new(table), Pool::default(), Options::default()).await;
+        let engine =
+            Engine::open(device, Arc::new(table), Pool::default(), Options::default()).await;
         targets.push(engine.expect("what was just made"));
     }
     let cfg = Config::new("n", Endpoint::Sim(ME), vec![Endpoint::Sim(MDS)]);
@@ -220,7 +248,11 @@ async fn boot(net: &Arc<Net>, env: strake_fabric::Env) -> OssServer {
 
 async fn server(mut i: Input<'_>) {
     let net = Net::new();
-    let mds = Arc::new(Authority { map: Mutex::new(map()), raw: Mutex::default(), beats: AtomicU64::new(0) });
+    let mds = Arc::new(Authority {
+        map: Mutex::new(map()),
+        raw: Mutex::default(),
+        beats: AtomicU64::new(0),
+    });
     net.put(MDS, mds.clone());
     let env = world::env(1);
     let server = boot(&net, env.clone()).await;
@@ -291,8 +323,15 @@ fn request(i: &mut Input, epoch: u64) -> (Role, Message) {
     let epoch = if i.u8() == 255 { i.number() } else { epoch };
     let target = u32::from(i.u8() % 4);
     let mut r = DataRequest::new(1, epoch, target, chunk);
-    r.kind = [Kind::Write, Kind::Write, Kind::None, Kind::Truncate, Kind::Remove, Kind::Replace, Kind::Punch]
-        [usize::from(i.u8()) % 7];
+    r.kind = [
+        Kind::Write,
+        Kind::Write,
+        Kind::None,
+        Kind::Truncate,
+        Kind::Remove,
+        Kind::Replace,
+        Kind::Punch,
+    ][usize::from(i.u8()) % 7];
     (r.offset, r.session, r.seq) = (u32::from(i.u16()), 77, i.number());
     r.flags = i.u8() & 0x1e;
     r.version = version(i);

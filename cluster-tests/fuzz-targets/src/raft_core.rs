@@ -1,11 +1,14 @@
-//! One member of a Raft group among peers that send anything. It keeps its own rules: entries are handed out in order and
-//! once, what it asks to be written can be replayed, and it starts again from that.
+//! One member of a Raft group among peers that send anything. It keeps its own rules: entries are
+//! handed out in order and once, what it asks to be written can be replayed, and it starts again
+//! from that.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
 use protobuf::Message as _;
-use raft::eraftpb::{ConfChangeSingle, ConfChangeType, ConfChangeV2, Entry, EntryType, Message, MessageType};
+use raft::eraftpb::{
+    ConfChangeSingle, ConfChangeType, ConfChangeV2, Entry, EntryType, Message, MessageType,
+};
 use strake_mds::consensus::{Config, LogImage, LogOp, core::Core};
 
 use crate::input::Input;

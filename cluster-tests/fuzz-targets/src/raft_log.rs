@@ -1,4 +1,5 @@
-//! The Raft log as found on a disk: pages, changes, and whole folders, which are refused or read and then written on.
+//! The Raft log as found on a disk: pages, changes, and whole folders, which are refused or read
+//! and then written on.
 
 use std::{
     fs,
@@ -50,8 +51,14 @@ fn changes(data: &[u8]) {
 fn pages(data: &[u8]) {
     let _ = decode_header(data);
     // The same bytes as the fields of a header page whose checksum is right.
-    let header =
-        SegmentHeader { cluster: CLUSTER, member: 1, segment: 1, first_batch: 1, stamp: STAMP, voters: vec![1] };
+    let header = SegmentHeader {
+        cluster: CLUSTER,
+        member: 1,
+        segment: 1,
+        first_batch: 1,
+        stamp: STAMP,
+        voters: vec![1],
+    };
     let mut page = encode_header(&header);
     let n = data.len().min(PAGE - 12);
     page[8..8 + n].copy_from_slice(&data[..n]);
@@ -70,8 +77,18 @@ fn change(i: &mut Input) -> LogOp {
         1 => LogOp::Reset { index, term },
         2 => LogOp::Restoring { index, term },
         3 => LogOp::Peer { id: index, stamp: term },
-        4 => LogOp::HardState(HardState { term, vote: index, commit: i.number(), ..Default::default() }),
-        _ => LogOp::Append(Entry { index, term, data: i.bytes().to_vec().into(), ..Default::default() }),
+        4 => LogOp::HardState(HardState {
+            term,
+            vote: index,
+            commit: i.number(),
+            ..Default::default()
+        }),
+        _ => LogOp::Append(Entry {
+            index,
+            term,
+            data: i.bytes().to_vec().into(),
+            ..Default::default()
+        }),
     }
 }
 
@@ -89,7 +106,14 @@ fn segment(i: &mut Input, number: u64) -> Vec<u8> {
     let strange = i.u8();
     let first_batch = if strange & 1 == 0 { 1 } else { i.number() };
     let segment = if strange & 2 == 0 { number } else { i.number() };
-    let h = SegmentHeader { cluster: CLUSTER, member: 1, segment, first_batch, stamp: STAMP, voters: vec![1, 2, 3] };
+    let h = SegmentHeader {
+        cluster: CLUSTER,
+        member: 1,
+        segment,
+        first_batch,
+        stamp: STAMP,
+        voters: vec![1, 2, 3],
+    };
     let mut out = encode_header(&h).to_vec();
     let batches = 1 + i.u8() % 6;
     for n in 0..u64::from(batches) {
@@ -130,7 +154,8 @@ impl Folder {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let shm = Path::new("/dev/shm");
         let base = if shm.is_dir() { shm.to_path_buf() } else { std::env::temp_dir() };
-        let at = base.join(format!("strake-fuzz-{}-{}", std::process::id(), NEXT.fetch_add(1, Relaxed)));
+        let at =
+            base.join(format!("strake-fuzz-{}-{}", std::process::id(), NEXT.fetch_add(1, Relaxed)));
         fs::create_dir_all(&at).expect("a folder for temporary files");
         Folder(at)
     }
@@ -149,9 +174,17 @@ fn open(dir: &Path) -> strake_proto::Result<DiskLog> {
 /// What opens must take writes, and be the same when it is opened again.
 fn folder(i: &mut Input) {
     let dir = Folder::new();
-    let write = |name: &str, bytes: &[u8]| fs::write(dir.0.join(name), bytes).expect("room for a small file");
-    let h =
-        SegmentHeader { cluster: CLUSTER, member: 1, segment: 0, first_batch: 0, stamp: STAMP, voters: vec![1, 2, 3] };
+    let write = |name: &str, bytes: &[u8]| {
+        fs::write(dir.0.join(name), bytes).expect("room for a small file")
+    };
+    let h = SegmentHeader {
+        cluster: CLUSTER,
+        member: 1,
+        segment: 0,
+        first_batch: 0,
+        stamp: STAMP,
+        voters: vec![1, 2, 3],
+    };
     match i.u8() {
         0 => {}
         1 => write("member", i.bytes()),
@@ -167,7 +200,12 @@ fn folder(i: &mut Input) {
         let mut image = log.load().await.expect("it is open");
         for _ in 0..i.u8() % 8 {
             let (index, term) = (image.last() + 1, image.term(image.last()).unwrap_or(1));
-            let ops = vec![LogOp::Append(Entry { index, term, data: i.bytes().to_vec().into(), ..Default::default() })];
+            let ops = vec![LogOp::Append(Entry {
+                index,
+                term,
+                data: i.bytes().to_vec().into(),
+                ..Default::default()
+            })];
             if log.write(&ops).await.is_err() {
                 return;
             }

@@ -4,7 +4,8 @@ use strake_gds::tensors::read;
 
 use crate::input::Input;
 
-/// The first byte chooses whether the file is as long as its header says, as long as the input, or of any length.
+/// The first byte chooses whether the file is as long as its header says, as long as the input, or
+/// of any length.
 pub fn run(data: &[u8]) {
     let mut i = Input(data);
     let size = match i.u8() % 3 {

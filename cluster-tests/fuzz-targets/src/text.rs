@@ -1,5 +1,6 @@
-//! Text from people and from the kernel: configurations, command lines, addresses, key and identity files, devices of SPDK, `/proc`, and what
-//! `lfs` reads from a mount and prints; and what an NVMe controller says of a namespace.
+//! Text from people and from the kernel: configurations, command lines, addresses, key and identity
+//! files, devices of SPDK, `/proc`, and what `lfs` reads from a mount and prints; and what an NVMe
+//! controller says of a namespace.
 
 use std::{ffi::OsString, os::unix::ffi::OsStringExt};
 
@@ -39,8 +40,13 @@ fn small(bytes: &[u8]) {
     if let Ok(e) = text.parse::<Endpoint>() {
         assert_eq!(e.to_string().parse::<Endpoint>().expect("its own text"), e);
     }
-    let _ =
-        (parse_peer(text), read_groups(text), read_caller(text), Mounted::parse(bytes), read_mount_words(text, text));
+    let _ = (
+        parse_peer(text),
+        read_groups(text),
+        read_caller(text),
+        Mounted::parse(bytes),
+        read_mount_words(text, text),
+    );
     if let Some(key) = decode_hex(text) {
         let again: String = key.iter().map(|b| format!("{b:02x}")).collect();
         assert_eq!(decode_hex(&again), Some(key));
@@ -72,7 +78,11 @@ fn small(bytes: &[u8]) {
 
 fn map(i: &mut Input) -> MapView {
     let target = |id| pb::Target { id, alive: id != 1, ..Default::default() };
-    let plain = pb::ClusterMap { fs_name: "f".into(), targets: (0..3).map(target).collect(), ..Default::default() };
+    let plain = pb::ClusterMap {
+        fs_name: "f".into(),
+        targets: (0..3).map(target).collect(),
+        ..Default::default()
+    };
     let decoded = pb::ClusterMap::decode(i.bytes()).ok().and_then(|m| MapView::new(m).ok());
     decoded.unwrap_or_else(|| MapView::new(plain).expect("a small map"))
 }

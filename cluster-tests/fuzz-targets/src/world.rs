@@ -4,7 +4,9 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use strake_fabric::{Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_fabric::{
+    Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service,
+};
 use strake_proto::{Code, Error, Result};
 
 struct TokioClock(tokio::time::Instant);
@@ -25,7 +27,8 @@ pub fn env(seed: u8) -> Env {
 
 /// Runs to the end. Time passes when nothing else can happen.
 pub fn run<T>(what: impl Future<Output = T>) -> T {
-    let built = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let built =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
     built.expect("a runtime without drivers").block_on(what)
 }
 
@@ -86,14 +89,22 @@ impl Connection for Conn {
 
 #[async_trait]
 impl Fabric for End {
-    async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        _: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         match to {
-            Endpoint::Sim(n) if self.0.services.lock().contains_key(n) => Ok(Arc::new(Conn(self.0.clone(), *n))),
+            Endpoint::Sim(n) if self.0.services.lock().contains_key(n) => {
+                Ok(Arc::new(Conn(self.0.clone(), *n)))
+            }
             _ => Err(Error::new(Code::Disconnected, "nobody is there")),
         }
     }
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
-        let Endpoint::Sim(n) = *at else { return Err(Error::new(Code::Inval, "not in this network")) };
+        let Endpoint::Sim(n) = *at else {
+            return Err(Error::new(Code::Inval, "not in this network"));
+        };
         self.0.put(n, service);
         Ok(Listener::new(at.clone(), Box::new(())))
     }

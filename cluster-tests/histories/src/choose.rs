@@ -19,8 +19,9 @@ pub enum Mix {
     All,
     /// Likewise, and most of them only look.
     Looks,
-    /// What is one step also by way of Linux: files and directories have different names, and directories are renamed within the first
-    /// ones only. Linux compares what it had looked up, at two moments, where a name of the one kind replaces one of the other.
+    /// What is one step also by way of Linux: files and directories have different names, and
+    /// directories are renamed within the first ones only. Linux compares what it had looked up, at
+    /// two moments, where a name of the one kind replaces one of the other.
     Kernel,
 }
 
@@ -49,7 +50,12 @@ impl Chooser {
 
     fn root(&self, rng: &mut impl Rng) -> Ino {
         // Mostly the first, so that clients meet.
-        self.roots.choose(rng).filter(|_| rng.random_bool(0.4)).or(self.roots.first()).copied().unwrap_or_default()
+        self.roots
+            .choose(rng)
+            .filter(|_| rng.random_bool(0.4))
+            .or(self.roots.first())
+            .copied()
+            .unwrap_or_default()
     }
 
     fn ino(&self, rng: &mut impl Rng, files: bool) -> Option<Ino> {
@@ -82,7 +88,9 @@ impl Chooser {
         }
         // A directory's names are in the first ones where Linux is in between.
         let dirs = matches!(dice, 12..20 | 56..62) || dice >= 62 && rng.random_bool(0.2);
-        let place = |s: &Chooser, rng: &mut _| if dirs && s.mix == Mix::Kernel { s.root(rng) } else { s.dir(rng) };
+        let place = |s: &Chooser, rng: &mut _| {
+            if dirs && s.mix == Mix::Kernel { s.root(rng) } else { s.dir(rng) }
+        };
         let (dir, name) = (place(self, rng), self.name(rng, dirs));
         Some(match dice {
             0..12 => Op::Create { dir, name, exclusive: rng.random_bool(0.5) },

@@ -57,7 +57,8 @@ fn outcome(o: &Outcome) -> String {
 
 /// One operation in one line.
 pub fn record(r: &Record) -> String {
-    let end = if matches!(r.outcome, Outcome::Unknown(_)) { "...".into() } else { r.reply.to_string() };
+    let end =
+        if matches!(r.outcome, Outcome::Unknown(_)) { "...".into() } else { r.reply.to_string() };
     format!("client {} [{} {end}] {}: {}", r.client, r.call, op(&r.op), outcome(&r.outcome))
 }
 
@@ -65,7 +66,9 @@ fn why(w: &Why) -> String {
     match w {
         Why::Refused(e) => format!("it would be refused: {e:?}"),
         Why::Succeeds => "it would succeed".into(),
-        Why::OtherInode(0) => "it would tell another inode, one that was made without an answer".into(),
+        Why::OtherInode(0) => {
+            "it would tell another inode, one that was made without an answer".into()
+        }
         Why::OtherInode(ino) => format!("it would tell inode {ino}"),
         Why::OtherAttr(a) => format!("it would tell links {}, mode {:o}", a.nlink, a.mode),
         Why::OtherNames(all) => format!("it would list {}", names(all)),
@@ -75,25 +78,34 @@ fn why(w: &Why) -> String {
     }
 }
 
-/// The history as far as `end`: what was called later is left out, what was answered later is not known yet.
+/// The history as far as `end`: what was called later is left out, what was answered later is not
+/// known yet.
 fn until(history: &History, end: u64) -> History {
     let seen = |r: &Record| match r {
         r if r.call > end => None,
-        r if r.reply > end => Some(Record { outcome: Outcome::Unknown("not answered yet".into()), ..r.clone() }),
+        r if r.reply > end => {
+            Some(Record { outcome: Outcome::Unknown("not answered yet".into()), ..r.clone() })
+        }
         r => Some(r.clone()),
     };
-    History { head: history.head.clone(), records: history.records.iter().filter_map(seen).collect() }
+    History {
+        head: history.head.clone(),
+        records: history.records.iter().filter_map(seen).collect(),
+    }
 }
 
-/// The first answer after which no order explains what was told so far: its place among the records, and the history until then.
+/// The first answer after which no order explains what was told so far: its place among the
+/// records, and the history until then.
 pub fn first_impossible(history: &History, limit: u64) -> Option<(usize, History)> {
-    let mut ends: Vec<(u64, usize)> = history.records.iter().enumerate().map(|(i, r)| (r.reply, i)).collect();
+    let mut ends: Vec<(u64, usize)> =
+        history.records.iter().enumerate().map(|(i, r)| (r.reply, i)).collect();
     ends.sort();
     let at = ends.partition_point(|(end, _)| !check(&until(history, *end), limit).is_rejected());
     ends.get(at).map(|(end, i)| (*i, until(history, *end)))
 }
 
-/// The verdict in words; of a rejected history the first answer that cannot be, how far an order goes, and what blocks it.
+/// The verdict in words; of a rejected history the first answer that cannot be, how far an order
+/// goes, and what blocks it.
 pub fn explain(history: &History, verdict: &Verdict, limit: u64) -> String {
     let Verdict::Rejected { .. } = verdict else {
         return match verdict {
@@ -104,7 +116,8 @@ pub fn explain(history: &History, verdict: &Verdict, limit: u64) -> String {
     let mut text = String::from("NOT LINEARIZABLE\n");
     let cut = first_impossible(history, limit);
     if let Some((at, _)) = &cut {
-        let _ = writeln!(text, "the first answer that cannot be:\n  {}", record(&history.records[*at]));
+        let _ =
+            writeln!(text, "the first answer that cannot be:\n  {}", record(&history.records[*at]));
     }
     let cut = cut.map_or_else(|| history.clone(), |(_, h)| h);
     if let Verdict::Rejected { deepest, .. } = check(&cut, limit) {
@@ -115,7 +128,11 @@ pub fn explain(history: &History, verdict: &Verdict, limit: u64) -> String {
 
 fn prefix(text: &mut String, history: &History, d: &Deepest) {
     let skipped = d.order.len().saturating_sub(SHOWN);
-    let _ = writeln!(text, "the longest order found explains {} operations, the last of them:", d.order.len());
+    let _ = writeln!(
+        text,
+        "the longest order found explains {} operations, the last of them:",
+        d.order.len()
+    );
     for at in &d.order[skipped..] {
         let _ = writeln!(text, "  {}", record(&history.records[*at]));
     }

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 /// The number of an inode, as the file system tells it.
 pub type Ino = u64;
 
-/// One operation on the namespace. Directories and inodes are named by number, so that each is one step: a path would be several.
+/// One operation on the namespace. Directories and inodes are named by number, so that each is one
+/// step: a path would be several.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Op {
@@ -52,7 +53,10 @@ pub enum How {
 impl Op {
     /// Whether it changes nothing whatever it is answered.
     pub fn is_read(&self) -> bool {
-        matches!(self, Op::Lookup { .. } | Op::Getattr { .. } | Op::Open { .. } | Op::Readdir { .. })
+        matches!(
+            self,
+            Op::Lookup { .. } | Op::Getattr { .. } | Op::Open { .. } | Op::Readdir { .. }
+        )
     }
 }
 
@@ -94,8 +98,9 @@ pub enum Errno {
     Inval,
     #[serde(rename = "ENOTEMPTY")]
     NotEmpty,
-    /// What is asked about is no longer there; or Linux could not put a directory that has moved where it is now, because somebody is at
-    /// work where it was. Nothing was done; of what there is it tells nothing.
+    /// What is asked about is no longer there; or Linux could not put a directory that has moved
+    /// where it is now, because somebody is at work where it was. Nothing was done; of what there
+    /// is it tells nothing.
     #[serde(rename = "ESTALE")]
     Stale,
 }
@@ -123,7 +128,8 @@ impl Errno {
 pub enum Outcome {
     Done(Answer),
     Failed(Errno),
-    /// It ran, will run, or never does: the client died, gave up or was told that nobody knows. Why, in words.
+    /// It ran, will run, or never does: the client died, gave up or was told that nobody knows.
+    /// Why, in words.
     Unknown(String),
 }
 
@@ -131,8 +137,8 @@ pub enum Outcome {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub client: u32,
-    /// When it was called and when it was answered, on one clock for all clients: an operation precedes another if its `reply` is
-    /// less than the other's `call`. Only the order counts.
+    /// When it was called and when it was answered, on one clock for all clients: an operation
+    /// precedes another if its `reply` is less than the other's `call`. Only the order counts.
     pub call: u64,
     /// Without a meaning where the outcome is unknown.
     pub reply: u64,
@@ -152,10 +158,12 @@ pub struct History {
 pub struct Head {
     /// For people: a seed, a command.
     pub source: String,
-    /// Directories that were there and empty at the beginning, with the mode [`NEW_DIR`]; they are never renamed or removed.
+    /// Directories that were there and empty at the beginning, with the mode [`NEW_DIR`]; they are
+    /// never renamed or removed.
     pub roots: Vec<Ino>,
-    /// Some operations came by way of Linux, which looks both names of a rename up first and does nothing where it found the same
-    /// inode twice, though never at one moment: two names of a file, or one that another mount renames meanwhile.
+    /// Some operations came by way of Linux, which looks both names of a rename up first and does
+    /// nothing where it found the same inode twice, though never at one moment: two names of a
+    /// file, or one that another mount renames meanwhile.
     pub kernel: bool,
 }
 
@@ -172,7 +180,9 @@ impl History {
     /// Reads what [`History::write`] wrote.
     pub fn read(from: impl BufRead) -> io::Result<History> {
         let mut lines = from.lines();
-        let head = lines.next().ok_or_else(|| io::Error::new(io::ErrorKind::UnexpectedEof, "an empty file"))??;
+        let head = lines
+            .next()
+            .ok_or_else(|| io::Error::new(io::ErrorKind::UnexpectedEof, "an empty file"))??;
         let mut history = History { head: serde_json::from_str(&head)?, records: Vec::new() };
         for line in lines {
             history.records.push(serde_json::from_str(&line?)?);
@@ -182,9 +192,14 @@ impl History {
 
     /// The share of operations during which an operation of another client was under way, 0 to 1.
     pub fn overlap(&self) -> f64 {
-        let end = |r: &Record| if matches!(r.outcome, Outcome::Unknown(_)) { r.reply.max(r.call) } else { r.reply };
-        let meets =
-            |a: &Record| self.records.iter().any(|b| a.client != b.client && a.call <= end(b) && b.call <= end(a));
+        let end = |r: &Record| {
+            if matches!(r.outcome, Outcome::Unknown(_)) { r.reply.max(r.call) } else { r.reply }
+        };
+        let meets = |a: &Record| {
+            self.records
+                .iter()
+                .any(|b| a.client != b.client && a.call <= end(b) && b.call <= end(a))
+        };
         let overlapping = self.records.iter().filter(|r| meets(r)).count();
         overlapping as f64 / self.records.len().max(1) as f64
     }

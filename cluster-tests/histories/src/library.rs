@@ -60,7 +60,8 @@ impl Library {
         Ok(match op {
             Op::Create { dir, name, exclusive } => {
                 let flags = if *exclusive { RDWR } else { 0 };
-                let (file, attr) = c.create(by, *dir, name.as_bytes(), NEW_FILE, flags, *exclusive, None).await?;
+                let (file, attr) =
+                    c.create(by, *dir, name.as_bytes(), NEW_FILE, flags, *exclusive, None).await?;
                 self.hold(file);
                 inode(&attr)
             }
@@ -72,19 +73,27 @@ impl Library {
                 self.hold(file);
                 inode(&attr)
             }
-            Op::Chmod { ino, mode } => {
-                inode(&c.setattr(by, SetAttr { ino: *ino, mode: Some(*mode), ..Default::default() }).await?)
-            }
+            Op::Chmod { ino, mode } => inode(
+                &c.setattr(by, SetAttr { ino: *ino, mode: Some(*mode), ..Default::default() })
+                    .await?,
+            ),
             Op::Link { ino, dir, name } => inode(&c.link(by, *ino, *dir, name.as_bytes()).await?),
-            Op::Unlink { dir, name } => c.unlink(by, *dir, name.as_bytes()).await.map(|()| Answer::Done)?,
-            Op::Rmdir { dir, name } => c.rmdir(by, *dir, name.as_bytes()).await.map(|_| Answer::Done)?,
+            Op::Unlink { dir, name } => {
+                c.unlink(by, *dir, name.as_bytes()).await.map(|()| Answer::Done)?
+            }
+            Op::Rmdir { dir, name } => {
+                c.rmdir(by, *dir, name.as_bytes()).await.map(|_| Answer::Done)?
+            }
             Op::Rename { dir, name, to_dir, to_name, how } => {
                 let (from, to) = ((*dir, name.as_bytes()), (*to_dir, to_name.as_bytes()));
                 c.rename(by, from, to, rename_flags(*how)).await.map(|()| Answer::Done)?
             }
             Op::Readdir { dir } => {
                 let page = c.readdir(by, *dir, 0, PAGE, false).await?;
-                let names = page.entries.iter().map(|e| (String::from_utf8_lossy(&e.name).into_owned(), e.ino));
+                let names = page
+                    .entries
+                    .iter()
+                    .map(|e| (String::from_utf8_lossy(&e.name).into_owned(), e.ino));
                 Answer::Names(names.collect())
             }
         })

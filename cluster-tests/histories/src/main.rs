@@ -52,7 +52,12 @@ fn check_files(files: &[PathBuf], limit: u64) -> ExitCode {
             Ok(history) => {
                 let verdict = check(&history, limit);
                 good &= verdict.is_linearizable();
-                print!("{} ({}): {}", file.display(), history.head.source, explain(&history, &verdict, limit));
+                print!(
+                    "{} ({}): {}",
+                    file.display(),
+                    history.head.source,
+                    explain(&history, &verdict, limit)
+                );
             }
             Err(e) => {
                 good = false;

@@ -6,9 +6,12 @@ use std::{
     sync::Arc,
 };
 
-use crate::history::{Answer, Attr, Errno, Head, History, How, Ino, NEW_DIR, NEW_FILE, Op, Outcome, Record};
+use crate::history::{
+    Answer, Attr, Errno, Head, History, How, Ino, NEW_DIR, NEW_FILE, Op, Outcome, Record,
+};
 
-/// Which operation made an inode: the model's own name of it. An operation whose answer nobody knows makes one, too.
+/// Which operation made an inode: the model's own name of it. An operation whose answer nobody
+/// knows makes one, too.
 type Key = u32;
 
 /// Keys of the directories that were there from the beginning.
@@ -203,8 +206,15 @@ impl State {
     }
 
     fn make(&mut self, key: Key, ino: Ino, dir: bool) {
-        let inode =
-            Inode { key, ino, dir, names: 1, mode: if dir { NEW_DIR } else { NEW_FILE }, linked: false, moved: None };
+        let inode = Inode {
+            key,
+            ino,
+            dir,
+            names: 1,
+            mode: if dir { NEW_DIR } else { NEW_FILE },
+            linked: false,
+            moved: None,
+        };
         if let Err(at) = self.inodes.binary_search_by_key(&key, |i| i.key) {
             self.inodes.insert(at, inode);
         }
@@ -218,10 +228,13 @@ impl State {
             let kind = if i.dir { "dir" } else { "file" };
             format!("{kind} {} (links {}, mode {:o})", ino(i), a.nlink, a.mode)
         };
-        let named =
-            self.names.iter().map(|n| format!("{}/{} = {}", ino(self.inode(n.dir)), n.name, about(self.inode(n.to))));
+        let named = self.names.iter().map(|n| {
+            format!("{}/{} = {}", ino(self.inode(n.dir)), n.name, about(self.inode(n.to)))
+        });
         let gone = self.inodes.iter().filter(|i| i.names == 0).map(ino).collect::<Vec<_>>();
-        named.chain((!gone.is_empty()).then(|| format!("without a name: {}", gone.join(" ")))).collect()
+        named
+            .chain((!gone.is_empty()).then(|| format!("without a name: {}", gone.join(" "))))
+            .collect()
     }
 }
 
@@ -232,9 +245,19 @@ impl Model {
             Outcome::Done(Answer::Inode { ino, .. }) if makes(&r.op) => Some(*ino),
             _ => None,
         };
-        let made = history.records.iter().filter_map(made).chain(history.head.roots.iter().copied()).collect();
-        let reply = |r: &Record| if matches!(r.outcome, Outcome::Unknown(_)) { u64::MAX } else { r.reply };
-        Model { kernel: history.head.kernel, made, replies: history.records.iter().map(reply).collect() }
+        let made = history
+            .records
+            .iter()
+            .filter_map(made)
+            .chain(history.head.roots.iter().copied())
+            .collect();
+        let reply =
+            |r: &Record| if matches!(r.outcome, Outcome::Unknown(_)) { u64::MAX } else { r.reply };
+        Model {
+            kernel: history.head.kernel,
+            made,
+            replies: history.records.iter().map(reply).collect(),
+        }
     }
 
     /// Whether the operation may also have done nothing, as told on [`Head::kernel`].
@@ -242,7 +265,8 @@ impl Model {
         let Op::Rename { dir, name, to_dir, to_name, how } = &r.op else { return false };
         let (Ok(d), Ok(to_d)) = (s.numbered(*dir), s.numbered(*to_dir)) else { return false };
         let meanwhile = |(from, by): (u64, Key)| {
-            from == mark(d.key, name) && self.replies.get(by as usize).is_some_and(|reply| *reply > r.call)
+            from == mark(d.key, name)
+                && self.replies.get(by as usize).is_some_and(|reply| *reply > r.call)
         };
         self.kernel
             && *how != How::NoReplace
@@ -253,7 +277,10 @@ impl Model {
     /// Runs an operation, the `key`th of its history, which must tell what it told.
     pub fn step(&self, s: &State, key: usize, r: &Record) -> Result<Step, Why> {
         let key = key as Key;
-        let by_number = matches!(r.op, Op::Getattr { .. } | Op::Open { .. } | Op::Chmod { .. } | Op::Readdir { .. });
+        let by_number = matches!(
+            r.op,
+            Op::Getattr { .. } | Op::Open { .. } | Op::Chmod { .. } | Op::Readdir { .. }
+        );
         let o = match &r.outcome {
             Outcome::Failed(Errno::Stale) if self.kernel && !by_number => return Ok(Step::Same),
             Outcome::Failed(Errno::Stale) => &Outcome::Failed(Errno::NoEnt),
@@ -297,7 +324,14 @@ impl Model {
         }
     }
 
-    fn create(&self, s: &State, key: Key, at: (Ino, &str), exclusive: bool, o: &Outcome) -> Result<Step, Why> {
+    fn create(
+        &self,
+        s: &State,
+        key: Key,
+        at: (Ino, &str),
+        exclusive: bool,
+        o: &Outcome,
+    ) -> Result<Step, Why> {
         let d = s.numbered(at.0)?;
         let there = s.find(d.key, at.1);
         let refused = refuse()
@@ -322,7 +356,14 @@ impl Model {
         }
     }
 
-    fn made(&self, s: &State, key: Key, at: (Key, &str), dir: bool, o: &Outcome) -> Result<Step, Why> {
+    fn made(
+        &self,
+        s: &State,
+        key: Key,
+        at: (Key, &str),
+        dir: bool,
+        o: &Outcome,
+    ) -> Result<Step, Why> {
         let ino = match o {
             Outcome::Done(Answer::Inode { ino, .. }) => *ino,
             _ => 0,
@@ -371,7 +412,14 @@ impl Model {
         Ok(Step::To(next))
     }
 
-    fn rename(&self, s: &State, key: Key, [from, to]: [(Ino, &str); 2], how: How, o: &Outcome) -> Result<Step, Why> {
+    fn rename(
+        &self,
+        s: &State,
+        key: Key,
+        [from, to]: [(Ino, &str); 2],
+        how: How,
+        o: &Outcome,
+    ) -> Result<Step, Why> {
         let (d, to_d) = (s.numbered(from.0)?, s.numbered(to.0)?);
         let (a, b) = (s.find(d.key, from.1), s.find(to_d.key, to.1));
         let exchange = how == How::Exchange;

@@ -1,7 +1,8 @@
-//! Operations through Linux: system calls on a mounted file system, of which each is one step of its servers.
+//! Operations through Linux: system calls on a mounted file system, of which each is one step of
+//! its servers.
 //!
-//! Directories and inodes are held by `O_PATH` descriptors, so that no path is walked. What a lookup found is looked at by a call of
-//! its own, which is an operation of its own in the history.
+//! Directories and inodes are held by `O_PATH` descriptors, so that no path is walked. What a
+//! lookup found is looked at by a call of its own, which is an operation of its own in the history.
 
 use std::{
     collections::BTreeMap,
@@ -39,7 +40,14 @@ fn by_fd(fd: RawFd) -> io::Result<CString> {
 
 fn open(dir: RawFd, name: &CStr, flags: libc::c_int) -> io::Result<OwnedFd> {
     // SAFETY: a string with its end; the descriptor that comes is nobody else's.
-    unsafe { Ok(OwnedFd::from_raw_fd(checked(libc::openat(dir, name.as_ptr(), flags | libc::O_CLOEXEC, NEW_FILE))?)) }
+    unsafe {
+        Ok(OwnedFd::from_raw_fd(checked(libc::openat(
+            dir,
+            name.as_ptr(),
+            flags | libc::O_CLOEXEC,
+            NEW_FILE,
+        ))?))
+    }
 }
 
 fn stat(fd: RawFd) -> io::Result<libc::stat> {
@@ -77,7 +85,8 @@ impl Mount {
     }
 
     fn try_perform(&mut self, op: &Op) -> io::Result<Answer> {
-        // SAFETY (all calls below): strings with their ends, which live through the call, and descriptors that are open.
+        // SAFETY (all calls below): strings with their ends, which live through the call, and
+        // descriptors that are open.
         match op {
             Op::Create { dir, name, exclusive } => {
                 let excl = if *exclusive { libc::O_EXCL } else { 0 };
@@ -112,7 +121,9 @@ impl Mount {
                 let (old, dir, name) = (by_fd(self.fd(*ino)?)?, self.fd(*dir)?, c(name)?);
                 let follow = libc::AT_SYMLINK_FOLLOW;
                 // SAFETY: as said.
-                checked(unsafe { libc::linkat(libc::AT_FDCWD, old.as_ptr(), dir, name.as_ptr(), follow) })?;
+                checked(unsafe {
+                    libc::linkat(libc::AT_FDCWD, old.as_ptr(), dir, name.as_ptr(), follow)
+                })?;
                 Ok(Answer::Done)
             }
             Op::Unlink { dir, name } | Op::Rmdir { dir, name } => {
@@ -122,10 +133,13 @@ impl Mount {
                 Ok(Answer::Done)
             }
             Op::Rename { dir, name, to_dir, to_name, how } => {
-                let (dir, to_dir, name, to_name) = (self.fd(*dir)?, self.fd(*to_dir)?, c(name)?, c(to_name)?);
+                let (dir, to_dir, name, to_name) =
+                    (self.fd(*dir)?, self.fd(*to_dir)?, c(name)?, c(to_name)?);
                 let flags = rename_flags(*how);
                 // SAFETY: as said.
-                checked(unsafe { libc::renameat2(dir, name.as_ptr(), to_dir, to_name.as_ptr(), flags) })?;
+                checked(unsafe {
+                    libc::renameat2(dir, name.as_ptr(), to_dir, to_name.as_ptr(), flags)
+                })?;
                 Ok(Answer::Done)
             }
             Op::Readdir { dir } => self.list(*dir),
@@ -138,7 +152,9 @@ impl Mount {
         let mut s: libc::statx = unsafe { std::mem::zeroed() };
         let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC;
         // SAFETY: an empty string with its end, and a struct for the callee to fill.
-        checked(unsafe { libc::statx(fd.as_raw_fd(), c"".as_ptr(), flags, libc::STATX_INO, &mut s) })?;
+        checked(unsafe {
+            libc::statx(fd.as_raw_fd(), c"".as_ptr(), flags, libc::STATX_INO, &mut s)
+        })?;
         let ino = s.stx_ino;
         self.met.insert(ino, open(libc::AT_FDCWD, &by_fd(fd.as_raw_fd())?, libc::O_PATH)?);
         Ok(Answer::Inode { ino, attr: None })
@@ -148,12 +164,17 @@ impl Mount {
         let fd = open(self.fd(dir)?, c".", libc::O_RDONLY | libc::O_DIRECTORY)?;
         let mut bytes = vec![0u8; LISTING];
         // SAFETY: a buffer of that length.
-        let n = unsafe { libc::syscall(libc::SYS_getdents64, fd.as_raw_fd(), bytes.as_mut_ptr(), LISTING) };
+        let n = unsafe {
+            libc::syscall(libc::SYS_getdents64, fd.as_raw_fd(), bytes.as_mut_ptr(), LISTING)
+        };
         let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
         let (mut names, mut rest) = (Vec::new(), &bytes[..n]);
-        // struct linux_dirent64: the number (8), an offset (8), this record's length (2), a type (1), the name.
+        // struct linux_dirent64: the number (8), an offset (8), this record's length (2), a type
+        // (1), the name.
         while let Some((head, _)) = rest.split_first_chunk::<19>() {
-            let ino = u64::from_le_bytes([head[0], head[1], head[2], head[3], head[4], head[5], head[6], head[7]]);
+            let ino = u64::from_le_bytes([
+                head[0], head[1], head[2], head[3], head[4], head[5], head[6], head[7],
+            ]);
             let len = usize::from(u16::from_le_bytes([head[16], head[17]]));
             let name = CStr::from_bytes_until_nul(&rest[19..len]).map_err(io::Error::other)?;
             let name = name.to_string_lossy().into_owned();

@@ -1,9 +1,11 @@
-//! Looks for one order that explains a history: the search of Wing and Gong, with Lowe's memory of what was tried.
+//! Looks for one order that explains a history: the search of Wing and Gong, with Lowe's memory of
+//! what was tried.
 //!
-//! Three things make it fast. An operation that may be next and changes nothing is put next at once: whatever order there is, one
-//! with this operation here is as good. What was reached in another order is not gone into twice: what is left depends on the
-//! operations that are done and the state alone. And what need not have run is put as late as it can be: before something
-//! that comes out otherwise without it.
+//! Three things make it fast. An operation that may be next and changes nothing is put next at
+//! once: whatever order there is, one with this operation here is as good. What was reached in
+//! another order is not gone into twice: what is left depends on the operations that are done and
+//! the state alone. And what need not have run is put as late as it can be: before something that
+//! comes out otherwise without it.
 
 use std::{
     collections::HashSet,
@@ -18,7 +20,8 @@ use crate::{
 /// What the search found.
 #[derive(Debug)]
 pub enum Verdict {
-    /// With the records in an order that explains it; those of unknown outcome that it leaves out never ran.
+    /// With the records in an order that explains it; those of unknown outcome that it leaves out
+    /// never ran.
     Linearizable {
         order: Vec<usize>,
         steps: u64,
@@ -52,9 +55,9 @@ impl Verdict {
     /// States gone into.
     pub fn steps(&self) -> u64 {
         match self {
-            Verdict::Linearizable { steps, .. } | Verdict::Rejected { steps, .. } | Verdict::Undecided { steps } => {
-                *steps
-            }
+            Verdict::Linearizable { steps, .. }
+            | Verdict::Rejected { steps, .. }
+            | Verdict::Undecided { steps } => *steps,
         }
     }
 }
@@ -64,7 +67,8 @@ pub const LIMIT: u64 = 2_000_000;
 
 /// Whether there is an order, by at most `limit` states gone into.
 ///
-/// Where many operations are of unknown outcome, those orders are looked for first in which few of them follow each other.
+/// Where many operations are of unknown outcome, those orders are looked for first in which few of
+/// them follow each other.
 pub fn check(history: &History, limit: u64) -> Verdict {
     let mut steps = 0;
     for chain in [1, 2] {
@@ -174,7 +178,8 @@ impl<'h> Search<'h> {
                     return Verdict::Linearizable { order: self.places(&self.order), steps };
                 }
                 if self.best.as_ref().is_none_or(|b| b.0 < known) {
-                    self.best = Some((known, self.order.clone(), node.state.clone(), node.done.clone()));
+                    self.best =
+                        Some((known, self.order.clone(), node.state.clone(), node.done.clone()));
                 }
                 nodes.push(node);
             }
@@ -189,7 +194,9 @@ impl<'h> Search<'h> {
             done.set(i);
             // What follows one that need not run depends on what was possible before it.
             let before = (!self.items[i].must_run()).then_some((i, &node.state, node.chain));
-            if node.chain + usize::from(before.is_some()) <= self.chain && self.is_new(&done, &state, before) {
+            if node.chain + usize::from(before.is_some()) <= self.chain
+                && self.is_new(&done, &state, before)
+            {
                 self.order.push(i);
                 next = Some((done, state, Some(i)));
             }
@@ -198,13 +205,19 @@ impl<'h> Search<'h> {
     }
 
     /// Whether nothing was tried from here yet.
-    fn is_new(&mut self, done: &Bits, state: &State, before: Option<(usize, &State, usize)>) -> bool {
+    fn is_new(
+        &mut self,
+        done: &Bits,
+        state: &State,
+        before: Option<(usize, &State, usize)>,
+    ) -> bool {
         let half = |h: &RandomState| u128::from(h.hash_one((done, state, before)));
         let place = half(&self.hashers[0]) << 64 | half(&self.hashers[1]);
         self.seen.insert(place)
     }
 
-    /// Those that may come next: not done, and called before every answer to one that must still run.
+    /// Those that may come next: not done, and called before every answer to one that must still
+    /// run.
     fn next_ones(&self, done: &Bits) -> Vec<usize> {
         let mut horizon = u64::MAX;
         let mut open = Vec::new();
@@ -221,7 +234,8 @@ impl<'h> Search<'h> {
         open
     }
 
-    /// Does all that changes nothing, and finds what may change something. `last`: what was done last, and where.
+    /// Does all that changes nothing, and finds what may change something. `last`: what was done
+    /// last, and where.
     fn enter(&mut self, mut done: Bits, state: State, last: Option<(usize, &Node)>) -> Node {
         let len = self.order.len();
         loop {
@@ -246,7 +260,9 @@ impl<'h> Search<'h> {
                 continue;
             }
             let mut chain = 0;
-            if let Some((u, parent)) = last.filter(|(u, _)| !self.items[*u].must_run() && self.order.len() == len) {
+            if let Some((u, parent)) =
+                last.filter(|(u, _)| !self.items[*u].must_run() && self.order.len() == len)
+            {
                 chain = parent.chain + 1;
                 choices.retain(|(x, to)| !self.is_as_good_later(parent, u, *x, to));
             }
@@ -256,7 +272,8 @@ impl<'h> Search<'h> {
         }
     }
 
-    /// Whether `u`, which need not run, and then `x` lead where `x` and then `u` do: that order is tried, too.
+    /// Whether `u`, which need not run, and then `x` lead where `x` and then `u` do: that order is
+    /// tried, too.
     fn is_as_good_later(&self, parent: &Node, u: usize, x: usize, to: &State) -> bool {
         let later = |from: &State| {
             let item = &self.items[u];
@@ -279,6 +296,10 @@ impl<'h> Search<'h> {
             Some((item.at, self.model.step(state, item.at, item.record).err()?))
         };
         let blocked = self.next_ones(done).into_iter().filter(|i| self.items[*i].must_run());
-        Deepest { order: self.places(order), state: state.clone(), blocked: blocked.filter_map(why).collect() }
+        Deepest {
+            order: self.places(order),
+            state: state.clone(),
+            blocked: blocked.filter_map(why).collect(),
+        }
     }
 }

@@ -32,22 +32,40 @@ impl Clients {
         report.row("sessions opened, 32 at a time", "3 s", ms(took), n as f64);
         let each = (after.rss.saturating_sub(before.rss)) as f64 / n as f64;
         let measured = format!("{} each ({} threads for all)", mib(each), after.threads);
-        report.row("memory of a session in this process, its map included", "0.5 MiB", measured, each);
+        report.row(
+            "memory of a session in this process, its map included",
+            "0.5 MiB",
+            measured,
+            each,
+        );
         Ok(clients)
     }
 
     /// As many that ask followers so.
-    pub async fn connect_as(cluster: &Cluster, n: usize, follower_reads: FollowerReads) -> Result<Clients> {
-        let mds = cluster.mds.iter().map(|s| s.parse()).collect::<strake_proto::Result<Vec<Endpoint>>>()?;
+    pub async fn connect_as(
+        cluster: &Cluster,
+        n: usize,
+        follower_reads: FollowerReads,
+    ) -> Result<Clients> {
+        let mds = cluster
+            .mds
+            .iter()
+            .map(|s| s.parse())
+            .collect::<strake_proto::Result<Vec<Endpoint>>>()?;
         let (env, counts) = (Env::system(), Arc::default());
         let identity = Identity::client(cluster.client_key);
         let tcp = TcpFabric::new(env.clone(), identity, None, Pool::default(), Default::default());
         let fabric: Arc<dyn Fabric> = Arc::new(Counting::new(Arc::new(tcp), Arc::clone(&counts)));
         let one = |i: usize| {
-            let config = Config { hostname: format!("scale-{i}"), follower_reads, ..Config::new(mds.clone()) };
+            let config = Config {
+                hostname: format!("scale-{i}"),
+                follower_reads,
+                ..Config::new(mds.clone())
+            };
             Client::connect(config, env.clone(), fabric.clone())
         };
-        let all: Vec<Client> = stream::iter((0..n).map(one)).buffer_unordered(AT_ONCE).try_collect().await?;
+        let all: Vec<Client> =
+            stream::iter((0..n).map(one)).buffer_unordered(AT_ONCE).try_collect().await?;
         // SAFETY: these only read the ids of this process.
         let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
         Ok(Clients { all, me: Creds { uid, gid, groups: vec![] }, counts })
@@ -57,7 +75,8 @@ impl Clients {
         self.counts.lock().clone()
     }
 
-    /// Has each do this, all at once, and returns how long each took, sorted; the first failure is an error.
+    /// Has each do this, all at once, and returns how long each took, sorted; the first failure is
+    /// an error.
     pub async fn each<F, Fut>(&self, f: F) -> Result<Vec<Duration>>
     where
         F: Fn(usize, Client) -> Fut,
@@ -90,6 +109,8 @@ impl Clients {
     }
 
     pub async fn close(self) {
-        stream::iter(self.all).for_each_concurrent(AT_ONCE, |c| async move { drop(c.close().await) }).await;
+        stream::iter(self.all)
+            .for_each_concurrent(AT_ONCE, |c| async move { drop(c.close().await) })
+            .await;
     }
 }

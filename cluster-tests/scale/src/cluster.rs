@@ -47,8 +47,10 @@ impl Cluster {
             return Err(format!("{} exists already; name another --dir", c.dir.display()).into());
         }
         let said = c.up()?;
-        let mds =
-            said.lines().find_map(|l| l.strip_prefix("metadata")).ok_or("`strake up` names no metadata servers")?;
+        let mds = said
+            .lines()
+            .find_map(|l| l.strip_prefix("metadata"))
+            .ok_or("`strake up` names no metadata servers")?;
         c.mds = mds.trim().split(',').map(String::from).collect();
         c.client_key = read_client(&c.dir.join("client.key"))?;
         Ok(c)
@@ -58,7 +60,18 @@ impl Cluster {
     pub fn up(&self) -> Result<String> {
         let mut up = Command::new(&self.strake);
         up.arg("up").arg("--dir").arg(&self.dir);
-        up.args(["--mount", "none", "--mds", "3", "--mirror", "2", "--target-gib", "1", "--timeout", "900"]);
+        up.args([
+            "--mount",
+            "none",
+            "--mds",
+            "3",
+            "--mirror",
+            "2",
+            "--target-gib",
+            "1",
+            "--timeout",
+            "900",
+        ]);
         up.args(["--oss", &self.numbers[0], "--targets-per-oss", &self.numbers[1]]);
         let out = up.stdin(Stdio::null()).output()?;
         if !out.status.success() {
@@ -75,13 +88,17 @@ impl Cluster {
 
     /// Of all servers, by name.
     pub fn pids(&self) -> Result<BTreeMap<String, i32>> {
-        let names = (1..=3).map(|n| format!("mds{n}")).chain((1..=self.oss).map(|n| format!("oss{n}")));
+        let names =
+            (1..=3).map(|n| format!("mds{n}")).chain((1..=self.oss).map(|n| format!("oss{n}")));
         names.map(|n| self.pid(&n).map(|pid| (n, pid))).collect()
     }
 
     /// Name of the metadata server that leads.
     pub fn leader(&self) -> Result<String> {
-        let out = Command::new(&self.strake).args(["status", "--json", "--dir"]).arg(&self.dir).output()?;
+        let out = Command::new(&self.strake)
+            .args(["status", "--json", "--dir"])
+            .arg(&self.dir)
+            .output()?;
         let status: Value = serde_json::from_slice(&out.stdout)?;
         let servers = status["servers"].as_array().ok_or("`strake status` lists no servers")?;
         let leads = |s: &&Value| s["raft"]["id"].is_u64() && s["raft"]["id"] == s["raft"]["leader"];
@@ -91,7 +108,8 @@ impl Cluster {
 
     /// SIGKILL.
     pub fn kill(&self, server: &str) -> Result<()> {
-        // SAFETY: sends a signal to a process that this cluster started and whose pid file names it.
+        // SAFETY: sends a signal to a process that this cluster started and whose pid file names
+        // it.
         match unsafe { libc::kill(self.pid(server)?, libc::SIGKILL) } {
             0 => Ok(()),
             _ => Err(format!("killing {server}: {}", std::io::Error::last_os_error()).into()),
@@ -115,14 +133,21 @@ impl Drop for Cluster {
 pub fn usage(pid: i32) -> Result<Usage> {
     let at = if pid == 0 { "/proc/self".to_string() } else { format!("/proc/{pid}") };
     let stat = fs::read_to_string(format!("{at}/stat"))?;
-    // Behind the command, which may hold blanks; times are fields 14 and 15, in hundredths of a second (proc(5)).
-    let fields: Vec<&str> = stat.rsplit_once(')').ok_or("no command in stat")?.1.split_ascii_whitespace().collect();
-    let ticks = |n: usize| fields.get(n - 3).and_then(|f| f.parse::<f64>().ok()).ok_or("a short stat");
+    // Behind the command, which may hold blanks; times are fields 14 and 15, in hundredths of a
+    // second (proc(5)).
+    let fields: Vec<&str> =
+        stat.rsplit_once(')').ok_or("no command in stat")?.1.split_ascii_whitespace().collect();
+    let ticks =
+        |n: usize| fields.get(n - 3).and_then(|f| f.parse::<f64>().ok()).ok_or("a short stat");
     let status = fs::read_to_string(format!("{at}/status"))?;
     let number = |key: &str| {
         let line = status.lines().find_map(|l| l.strip_prefix(key))?;
         line.split_ascii_whitespace().next()?.parse::<u64>().ok()
     };
     let rss = number("VmRSS:").ok_or("no VmRSS")? << 10;
-    Ok(Usage { cpu: (ticks(14)? + ticks(15)?) / 100.0, rss, threads: number("Threads:").unwrap_or(0) })
+    Ok(Usage {
+        cpu: (ticks(14)? + ticks(15)?) / 100.0,
+        rss,
+        threads: number("Threads:").unwrap_or(0),
+    })
 }

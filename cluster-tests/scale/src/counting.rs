@@ -30,7 +30,8 @@ impl Counts {
 
     /// In words.
     pub fn text(&self) -> String {
-        let (meta, recall, renew) = (self.of(opcode::META), self.of(opcode::RECALL), self.of(opcode::SESSION_RENEW));
+        let (meta, recall, renew) =
+            (self.of(opcode::META), self.of(opcode::RECALL), self.of(opcode::SESSION_RENEW));
         format!("{meta} metadata, {recall} recall, {renew} renewal")
     }
 }
@@ -48,7 +49,11 @@ impl Counting {
 
 #[async_trait]
 impl Fabric for Counting {
-    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         let inner = self.inner.connect(to, back).await?;
         Ok(Arc::new(Counted { inner, counts: self.counts.clone() }))
     }

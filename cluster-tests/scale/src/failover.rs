@@ -8,7 +8,12 @@ use tokio::time::{Instant, sleep};
 
 use crate::{Result, clients::Clients, cluster::Cluster, report::Report};
 
-pub async fn measure(cluster: &Cluster, clients: &Clients, rounds: u32, report: &mut Report) -> Result<()> {
+pub async fn measure(
+    cluster: &Cluster,
+    clients: &Clients,
+    rounds: u32,
+    report: &mut Report,
+) -> Result<()> {
     let (mut first, mut last) = (Vec::new(), Vec::new());
     for n in 0..rounds {
         let leader = cluster.leader()?;
@@ -35,7 +40,11 @@ pub async fn measure(cluster: &Cluster, clients: &Clients, rounds: u32, report: 
     }
     first.sort_unstable();
     last.sort_unstable();
-    report.times("the metadata leader is killed: until the first session is served", "1.0 s", &first);
+    report.times(
+        "the metadata leader is killed: until the first session is served",
+        "1.0 s",
+        &first,
+    );
     report.times("until the last of all sessions is served", "2.0 s", &last);
     Ok(())
 }

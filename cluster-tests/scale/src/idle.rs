@@ -22,11 +22,16 @@ pub async fn sample(cluster: &Cluster, seconds: u64) -> Result<Sample> {
     let leader = cluster.leader()?;
     let mut pids = cluster.pids()?;
     pids.insert("self".into(), 0);
-    let look = || pids.iter().map(|(n, pid)| Ok((n.clone(), usage(*pid)?))).collect::<Result<BTreeMap<_, Usage>>>();
+    let look = || {
+        pids.iter()
+            .map(|(n, pid)| Ok((n.clone(), usage(*pid)?)))
+            .collect::<Result<BTreeMap<_, Usage>>>()
+    };
     let (before, began) = (look()?, Instant::now());
     sleep(Duration::from_secs(seconds)).await;
     let (after, seconds) = (look()?, began.elapsed().as_secs_f64());
-    let percent = after.iter().map(|(n, u)| (n.clone(), (u.cpu - before[n].cpu) / seconds * 100.0)).collect();
+    let percent =
+        after.iter().map(|(n, u)| (n.clone(), (u.cpu - before[n].cpu) / seconds * 100.0)).collect();
     Ok(Sample { percent, leader })
 }
 
@@ -43,7 +48,9 @@ pub fn report(alone: &Sample, with: &Sample, report: &mut Report) {
         let (a, b) = (alone.mean(|n| of(alone, n)), with.mean(|n| of(with, n)));
         report.row(what, expected, format!("{a:.1} % → {b:.1} %"), b);
     };
-    row("idle CPU of the metadata leader, without → with sessions", "2 % → 20 %", &|s, n| n == s.leader);
+    row("idle CPU of the metadata leader, without → with sessions", "2 % → 20 %", &|s, n| {
+        n == s.leader
+    });
     let follows = |s: &Sample, n: &str| n.starts_with("mds") && n != s.leader;
     row("idle CPU of a follower", "1 % → 1 %", &follows);
     row("idle CPU of an object server, mean", "0.5 % → 0.5 %", &|_, n| n.starts_with("oss"));
@@ -53,12 +60,21 @@ pub fn report(alone: &Sample, with: &Sample, report: &mut Report) {
 /// Resident memory at the end.
 pub fn memory(cluster: &Cluster, report: &mut Report) -> Result<()> {
     let leader = cluster.leader()?;
-    let all = cluster.pids()?.into_iter().map(|(n, pid)| Ok((n, usage(pid)?))).collect::<Result<BTreeMap<_, _>>>()?;
-    let most =
-        |of: &dyn Fn(&str) -> bool| all.iter().filter(|(n, _)| of(n)).map(|(_, u)| u.rss).max().unwrap_or(0) as f64;
+    let all = cluster
+        .pids()?
+        .into_iter()
+        .map(|(n, pid)| Ok((n, usage(pid)?)))
+        .collect::<Result<BTreeMap<_, _>>>()?;
+    let most = |of: &dyn Fn(&str) -> bool| {
+        all.iter().filter(|(n, _)| of(n)).map(|(_, u)| u.rss).max().unwrap_or(0) as f64
+    };
     let mut row = |what: &str, expected, bytes: f64| report.row(what, expected, mib(bytes), bytes);
     row("memory of the metadata leader at the end", "120 MiB", most(&|n| n == leader));
-    row("memory of a follower, the larger", "80 MiB", most(&|n| n.starts_with("mds") && n != leader));
+    row(
+        "memory of a follower, the larger",
+        "80 MiB",
+        most(&|n| n.starts_with("mds") && n != leader),
+    );
     row("memory of an object server, the largest", "60 MiB", most(&|n| n.starts_with("oss")));
     row("memory of the process with all sessions", "550 MiB", usage(0)?.rss as f64);
     Ok(())

@@ -1,5 +1,6 @@
-//! `strake-scale`: many clients and many targets. Starts a cluster of real processes, opens as many sessions as asked for in this
-//! one, and measures what the docs call "many clients": see `docs/performance.md`.
+//! `strake-scale`: many clients and many targets. Starts a cluster of real processes, opens as many
+//! sessions as asked for in this one, and measures what the docs call "many clients": see
+//! `docs/performance.md`.
 
 mod clients;
 mod cluster;
@@ -101,7 +102,11 @@ async fn run(args: &Args) -> Result<Report> {
     let mut report = Report::new(args);
     let cluster = Cluster::start(args)?;
     eprintln!("the cluster is up; {} server processes", cluster.pids()?.len());
-    let alone = if args.does(Part::Idle) { Some(idle::sample(&cluster, args.idle_seconds).await?) } else { None };
+    let alone = if args.does(Part::Idle) {
+        Some(idle::sample(&cluster, args.idle_seconds).await?)
+    } else {
+        None
+    };
     let clients = Clients::connect(&cluster, args.clients as usize, &mut report).await?;
     if let Some(alone) = alone {
         eprintln!("idle, {} sessions", args.clients);
@@ -127,7 +132,8 @@ async fn run(args: &Args) -> Result<Report> {
 /// A thousand clients have more than a thousand sockets.
 fn raise_file_limit() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: both calls only read or fill `limit`, which outlives them. Should they fail, connecting says so.
+    // SAFETY: both calls only read or fill `limit`, which outlives them. Should they fail,
+    // connecting says so.
     unsafe {
         if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
             limit.rlim_cur = limit.rlim_max;

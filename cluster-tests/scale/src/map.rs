@@ -9,10 +9,19 @@ use crate::{Result, clients::Clients, cluster::Cluster, report::Report};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-pub async fn measure(cluster: &Cluster, clients: &Clients, rounds: u32, report: &mut Report) -> Result<()> {
+pub async fn measure(
+    cluster: &Cluster,
+    clients: &Clients,
+    rounds: u32,
+    report: &mut Report,
+) -> Result<()> {
     let map = clients.all[0].fetch_map().await?;
     let bytes = map.map.encoded_len();
-    let measured = format!("{bytes} bytes, {} targets, {} chains", map.map.targets.len(), map.map.chains.len());
+    let measured = format!(
+        "{bytes} bytes, {} targets, {} chains",
+        map.map.targets.len(),
+        map.map.chains.len()
+    );
     report.row("size of the cluster map", "95,000 bytes", measured, bytes as f64);
     let mut times = Vec::new();
     for n in 0..rounds {
@@ -41,7 +50,9 @@ pub async fn measure(cluster: &Cluster, clients: &Clients, rounds: u32, report: 
                 !has
             });
             if began.elapsed() > LIMIT {
-                return Err(format!("{} clients have no new map after {LIMIT:?}", waiting.len()).into());
+                return Err(
+                    format!("{} clients have no new map after {LIMIT:?}", waiting.len()).into()
+                );
             }
             sleep(Duration::from_millis(2)).await;
         }
@@ -49,6 +60,10 @@ pub async fn measure(cluster: &Cluster, clients: &Clients, rounds: u32, report: 
         sleep(Duration::from_secs(2)).await;
     }
     times.sort_unstable();
-    report.times("an object server dies: from the new map until a client has it", "p50 200 ms, longest 500 ms", &times);
+    report.times(
+        "an object server dies: from the new map until a client has it",
+        "p50 200 ms, longest 500 ms",
+        &times,
+    );
     Ok(())
 }

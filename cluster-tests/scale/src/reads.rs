@@ -1,4 +1,5 @@
-//! Reads that no memory answers: at the leader only, and with followers. What they cost the leader, and how many there are.
+//! Reads that no memory answers: at the leader only, and with followers. What they cost the leader,
+//! and how many there are.
 
 use std::{
     sync::{
@@ -71,7 +72,11 @@ pub async fn measure(cluster: &Cluster, n: usize, report: &mut Report) -> Result
     }
     for (ask, what, expected) in [
         (Ask::Stat, "stats", ["6,000/s, leader 0.10", "4,000/s, leader 0.03"]),
-        (Ask::List, "listings of 1,000 names with attributes", ["300/s, leader 2", "300/s, leader 0.1"]),
+        (
+            Ask::List,
+            "listings of 1,000 names with attributes",
+            ["300/s, leader 2", "300/s, leader 0.1"],
+        ),
     ] {
         let mut sums = [Sum::default(), Sum::default()];
         for _ in 0..TURNS {
@@ -81,7 +86,12 @@ pub async fn measure(cluster: &Cluster, n: usize, report: &mut Report) -> Result
         }
         for (((mode, _), sum), expected) in kinds.iter().zip(&sums).zip(expected) {
             let value = sum.leader * 1000.0 / sum.reads.max(1) as f64;
-            report.row(format!("{what}, {n} clients, follower_reads={mode:?}"), expected, sum.text(), value);
+            report.row(
+                format!("{what}, {n} clients, follower_reads={mode:?}"),
+                expected,
+                sum.text(),
+                value,
+            );
         }
     }
     for (_, clients) in kinds {
@@ -90,7 +100,14 @@ pub async fn measure(cluster: &Cluster, n: usize, report: &mut Report) -> Result
     Ok(())
 }
 
-async fn once(cluster: &Cluster, clients: &Clients, ask: Ask, dir: u64, inos: &[u64], sum: &mut Sum) -> Result<()> {
+async fn once(
+    cluster: &Cluster,
+    clients: &Clients,
+    ask: Ask,
+    dir: u64,
+    inos: &[u64],
+    sum: &mut Sum,
+) -> Result<()> {
     let (stop, reads) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
     let leader = cluster.leader()?;
     let cpu = || -> Result<(f64, f64)> {
@@ -133,14 +150,25 @@ async fn once(cluster: &Cluster, clients: &Clients, ask: Ask, dir: u64, inos: &[
 }
 
 /// By a list of operations, which no memory answers.
-async fn look(client: &Client, me: &strake_client::Creds, ask: Ask, dir: u64, ino: u64) -> Result<()> {
+async fn look(
+    client: &Client,
+    me: &strake_client::Creds,
+    ask: Ask,
+    dir: u64,
+    ino: u64,
+) -> Result<()> {
     let op = match ask {
         Ask::Stat => Op::Getattr(pb::GetAttr { ino }),
         Ask::List => Op::Readdir(pb::Readdir { dir, cookie: 0, limit: NAMES as u32, attrs: true }),
     };
     let results = client.compound(me, vec![pb::Op { op: Some(op) }]).await?;
     match results.first() {
-        Some(r) if r.status.is_none() && (matches!(ask, Ask::Stat) || r.entries.len() as u64 == NAMES) => Ok(()),
+        Some(r)
+            if r.status.is_none()
+                && (matches!(ask, Ask::Stat) || r.entries.len() as u64 == NAMES) =>
+        {
+            Ok(())
+        }
         r => Err(format!("an odd answer: {:?}", r.map(|r| &r.status)).into()),
     }
 }

@@ -54,7 +54,13 @@ impl Report {
         Report { head, rows: Vec::new() }
     }
 
-    pub fn row(&mut self, what: impl Into<String>, expected: &'static str, measured: impl Into<String>, value: f64) {
+    pub fn row(
+        &mut self,
+        what: impl Into<String>,
+        expected: &'static str,
+        measured: impl Into<String>,
+        value: f64,
+    ) {
         let row = Row { what: what.into(), expected, measured: measured.into(), value };
         eprintln!("{}: {} (expected {})", row.what, row.measured, row.expected);
         self.rows.push(row);
@@ -67,7 +73,8 @@ impl Report {
 
     pub fn text(&self, markdown: bool) -> String {
         let head = ["what", "expected", "measured"].map(String::from);
-        let rows = self.rows.iter().map(|r| [r.what.clone(), r.expected.into(), r.measured.clone()]);
+        let rows =
+            self.rows.iter().map(|r| [r.what.clone(), r.expected.into(), r.measured.clone()]);
         let mut out = format!("{}\n\n", self.head);
         if markdown {
             let lines = std::iter::once(head).chain([["---"; 3].map(String::from)]).chain(rows);

@@ -41,7 +41,9 @@ enum Kind {
 
 async fn change(c: &Client, me: &Creds, ino: u64, kind: Kind, n: usize) -> Result<()> {
     match kind {
-        Kind::Names if n.is_multiple_of(2) => c.mknod(me, ino, b"name", 0o100_644u32, 0).await.map(drop)?,
+        Kind::Names if n.is_multiple_of(2) => {
+            c.mknod(me, ino, b"name", 0o100_644u32, 0).await.map(drop)?
+        }
         Kind::Names => c.unlink(me, ino, b"name").await?,
         Kind::Mode => {
             let mode = Some(0o600 + (n % 8) as u32);
@@ -52,7 +54,13 @@ async fn change(c: &Client, me: &Creds, ino: u64, kind: Kind, n: usize) -> Resul
 }
 
 /// All hold a lease, one changes the inode, all look again.
-async fn storms(clients: &Clients, rounds: usize, ino: u64, kind: Kind, report: &mut Report) -> Result<()> {
+async fn storms(
+    clients: &Clients,
+    rounds: usize,
+    ino: u64,
+    kind: Kind,
+    report: &mut Report,
+) -> Result<()> {
     let what = if kind == Kind::Names { "directory" } else { "file" };
     let (mut answered, mut again, mut least) = (Vec::new(), Vec::new(), usize::MAX);
     let mut requests = Vec::new();
@@ -129,7 +137,8 @@ async fn hot(clients: &Clients, dir: u64, report: &mut Report) -> Result<()> {
     let what = "a directory changed without pause while all look every 250 ms";
     report.times(format!("{what}: changes"), "p50 10 ms, p99 100 ms", &answered);
     report.times(format!("{what}: looks"), "p50 10 ms, p99 100 ms", &looks);
-    let measured = format!("{} changes, {}", answered.len(), clients.counts().since(&counted).text());
+    let measured =
+        format!("{} changes, {}", answered.len(), clients.counts().since(&counted).text());
     report.row(
         format!("{what}: in 5 s"),
         "500 changes, 15,000 metadata, 2,000 recall",
@@ -151,7 +160,11 @@ async fn sizes(clients: &Clients, rounds: usize, ino: u64, report: &mut Report) 
             let me = me.clone();
             async move {
                 let size = if i == 0 { n + 1 } else { c.getattr(&me, ino).await?.size };
-                if size < n + 1 { Err(format!("client {i} sees {size} of {} bytes", n + 1).into()) } else { Ok(()) }
+                if size < n + 1 {
+                    Err(format!("client {i} sees {size} of {} bytes", n + 1).into())
+                } else {
+                    Ok(())
+                }
             }
         };
         times.extend(clients.each(look).await?.split_off(1));
@@ -161,7 +174,11 @@ async fn sizes(clients: &Clients, rounds: usize, ino: u64, report: &mut Report) 
     file.close().await?;
     times.sort_unstable();
     requests.sort_unstable();
-    report.times("one writes a file, all others ask for its size at once", "p50 80 ms, p99 150 ms", &times);
+    report.times(
+        "one writes a file, all others ask for its size at once",
+        "p50 80 ms, p99 150 ms",
+        &times,
+    );
     let median = requests[requests.len() / 2];
     let measured = format!("{median} (median), renewals of the meantime included");
     report.row("requests of that", "1,010", measured, median as f64);

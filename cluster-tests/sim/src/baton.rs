@@ -1,6 +1,6 @@
-//! One file that clients hand on: whoever has the baton reads it and must find what was written by whoever had it before, though that
-//! one neither synced nor closed it; then he writes some of it. What the servers cut off, or took the session of, may be lost, and
-//! is then never seen again.
+//! One file that clients hand on: whoever has the baton reads it and must find what was written by
+//! whoever had it before, though that one neither synced nor closed it; then he writes some of it.
+//! What the servers cut off, or took the session of, may be lost, and is then never seen again.
 
 use std::{
     sync::{
@@ -36,7 +36,8 @@ const LENGTH: Duration = Duration::from_secs(25);
 /// Mean time between faults of single messages.
 const MESSAGE_EVERY: Duration = Duration::from_millis(100);
 
-/// What is in a cell: the last write that was answered, by whom, and how often that one had lost its session then.
+/// What is in a cell: the last write that was answered, by whom, and how often that one had lost
+/// its session then.
 #[derive(Clone, Copy, Default)]
 struct Cell {
     tag: u32,
@@ -76,7 +77,8 @@ pub struct Outcome {
     pub simulated: Duration,
 }
 
-/// Rung by a player that has handed the file on with bytes of his held back, as the last of whom this is the number.
+/// Rung by a player that has handed the file on with bytes of his held back, as the last of whom
+/// this is the number.
 #[derive(Default)]
 struct Bell {
     rung: Notify,
@@ -180,10 +182,14 @@ fn check(model: &mut Model, seen: &[u8], by: usize, out: &Mutex<Outcome>) {
         let tag = tag_of(&there);
         let c = model.cells[i];
         if there != cell_of(tag, i) {
-            out.lock().violations.push(format!("player {by}: cell {i} is torn or of another place"));
+            out.lock()
+                .violations
+                .push(format!("player {by}: cell {i} is torn or of another place"));
         } else if tag != c.tag && !c.unknown {
-            let what =
-                format!("player {by}: cell {i} has {tag:#x} and not {:#x}, which player {} wrote", c.tag, c.writer);
+            let what = format!(
+                "player {by}: cell {i} has {tag:#x} and not {:#x}, which player {} wrote",
+                c.tag, c.writer
+            );
             model.missing.push(Missing { what, writer: c.writer, lost: c.lost });
             model.cells[i].tag = tag;
             // Whose it is nobody knows any more; from here on it has to stay.
@@ -213,12 +219,16 @@ async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster) -> Res
         sleep(Duration::from_millis(100)).await;
     }
     let first = cluster.client(0).await?;
-    let (file, attr) = first.create(&root(), first.root(), b"baton", 0o644, RDWR, true, None).await?;
+    let (file, attr) =
+        first.create(&root(), first.root(), b"baton", 0o644, RDWR, true, None).await?;
     file.close().await?;
     if let Some(plant) = plant {
         cluster.net.plant(plant);
     }
-    let baton = Arc::new(AsyncMutex::new(Model { cells: vec![Cell::default(); CELLS], ..Model::default() }));
+    let baton = Arc::new(AsyncMutex::new(Model {
+        cells: vec![Cell::default(); CELLS],
+        ..Model::default()
+    }));
     let (out, stop) = (Arc::new(Mutex::new(Outcome::default())), Arc::new(AtomicBool::new(false)));
     let (mut players, bell) = (Vec::new(), Arc::<Bell>::default());
     for id in 1..=CLIENTS {
@@ -242,7 +252,9 @@ async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster) -> Res
     stop.store(true, Relaxed);
     let mut clients = Vec::new();
     for p in players {
-        clients.push(p.await.map_err(|e| strake_proto::Error::new(strake_proto::Code::Io, e.to_string()))?);
+        clients.push(
+            p.await.map_err(|e| strake_proto::Error::new(strake_proto::Code::Io, e.to_string()))?,
+        );
     }
     let mut model = baton.lock().await;
     let (file, _) = first.open(&root(), attr.ino, 0).await?;
@@ -263,7 +275,8 @@ async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster) -> Res
     Ok(out)
 }
 
-/// Servers die and are cut off, and so are clients: from the metadata servers, from all, and for long enough to lose their sessions.
+/// Servers die and are cut off, and so are clients: from the metadata servers, from all, and for
+/// long enough to lose their sessions.
 async fn harm(cluster: &mut Cluster, rng: &mut StdRng, bell: &Bell) -> Result<()> {
     let end = Instant::now() + LENGTH;
     while Instant::now() < end {
@@ -271,7 +284,8 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, bell: &Bell) -> Result<()
         let nodes = cluster.nodes();
         let node = *nodes.choose(rng).unwrap_or(&1);
         match rng.random_range(0..10) {
-            // Storage servers live: what is not synced goes with one for a while, and is written again.
+            // Storage servers live: what is not synced goes with one for a while, and is written
+            // again.
             0 | 1 if node <= MDS && cluster.is_up(node) => cluster.kill(node, false),
             2 => cluster.isolate(node, rng.random_bool(0.3), None),
             3 => {
@@ -292,7 +306,11 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, bell: &Bell) -> Result<()
             }
             7 => {
                 let max_delay = Duration::from_millis(rng.random_range(1..30));
-                cluster.net.set_weather(Weather { min_delay: Duration::ZERO, max_delay, break_per_mille: 2 });
+                cluster.net.set_weather(Weather {
+                    min_delay: Duration::ZERO,
+                    max_delay,
+                    break_per_mille: 2,
+                });
             }
             _ => cluster.net.heal(),
         }

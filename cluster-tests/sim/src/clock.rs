@@ -1,4 +1,5 @@
-//! A node's clocks: tokio's paused time, with a wall clock that may be wrong, and a clock since boot that may run at another rate.
+//! A node's clocks: tokio's paused time, with a wall clock that may be wrong, and a clock since
+//! boot that may run at another rate.
 
 use std::{
     sync::{
@@ -23,7 +24,8 @@ pub struct SimClock {
     boot: Arc<Mutex<Boot>>,
 }
 
-/// The clock since boot: what it showed when it was set last, how long after the start that was, and its rate since.
+/// The clock since boot: what it showed when it was set last, how long after the start that was,
+/// and its rate since.
 struct Boot {
     showed: Duration,
     at: Duration,
@@ -34,7 +36,11 @@ impl SimClock {
     pub fn new(start: Instant, skew_ns: i64) -> SimClock {
         // Nodes did not boot at the same moment; an hour keeps subtraction safe.
         let boot = Boot { showed: Duration::from_secs(3600), at: Duration::ZERO, rate: 1.0 };
-        SimClock { start, skew_ns: Arc::new(AtomicI64::new(skew_ns)), boot: Arc::new(Mutex::new(boot)) }
+        SimClock {
+            start,
+            skew_ns: Arc::new(AtomicI64::new(skew_ns)),
+            boot: Arc::new(Mutex::new(boot)),
+        }
     }
 
     /// From now on the clock since boot runs at this rate.

@@ -1,4 +1,5 @@
-//! A cluster in the simulator: real metadata servers, object servers and clients on simulated disks, clocks and network.
+//! A cluster in the simulator: real metadata servers, object servers and clients on simulated
+//! disks, clocks and network.
 
 mod tables;
 
@@ -33,7 +34,8 @@ use crate::{
     net::{Network, SimFabric, Weather},
 };
 
-const CALM: Weather = Weather { min_delay: Duration::ZERO, max_delay: Duration::from_millis(3), break_per_mille: 0 };
+const CALM: Weather =
+    Weather { min_delay: Duration::ZERO, max_delay: Duration::from_millis(3), break_per_mille: 0 };
 /// Secret of every simulated cluster.
 const KEY: [u8; 32] = [0x5e; 32];
 /// How long a write of the Raft log takes.
@@ -191,7 +193,8 @@ pub struct Cluster {
 pub struct Scrubbed {
     /// In the last pass of each life of a server.
     pub chunks: u64,
-    /// Of which were found damaged, in any pass. No disk decays here, so there should be none where no read goes wrong.
+    /// Of which were found damaged, in any pass. No disk decays here, so there should be none where
+    /// no read goes wrong.
     pub damaged: u64,
 }
 
@@ -217,7 +220,8 @@ impl Cluster {
         let start = Instant::now();
         let net = Network::new(rng.random(), CALM);
         let voters: Vec<u64> = (1..=u64::from(MDS)).collect();
-        let skew = |rng: &mut StdRng| SimClock::new(start, rng.random_range(-20_000_000..20_000_000));
+        let skew =
+            |rng: &mut StdRng| SimClock::new(start, rng.random_range(-20_000_000..20_000_000));
         let mds = (1..=MDS)
             .map(|node| Mds {
                 node,
@@ -247,8 +251,8 @@ impl Cluster {
         }
     }
 
-    /// From now on all clocks drift, by as much as two may differ, and leases are scarce: few of one session, of an inode and of
-    /// all. Before anything is started.
+    /// From now on all clocks drift, by as much as two may differ, and leases are scarce: few of
+    /// one session, of an inode and of all. Before anything is started.
     pub fn widen(&mut self, seed: u64) {
         self.wide = Some(StdRng::seed_from_u64(seed ^ 0x71de));
         self.drift();
@@ -362,11 +366,14 @@ impl Cluster {
             let fabric = Arc::new(self.net.fabric(node, Role::Server, env.clone()));
             let (device, table, of_life) = (o.device.clone(), o.table.clone(), env.clone());
             let starting = async move {
-                let engine = Engine::open(device, table, Pool::default(), Options::default()).await?;
+                let engine =
+                    Engine::open(device, table, Pool::default(), Options::default()).await?;
                 let cap_key = CapKey::from_cluster_key(&KEY);
-                let parts = oss_server::Parts { env: of_life, fabric, targets: vec![engine], cap_key };
+                let parts =
+                    oss_server::Parts { env: of_life, fabric, targets: vec![engine], cap_key };
                 let mds = (1..=MDS).map(Endpoint::Sim).collect();
-                let mut config = oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
+                let mut config =
+                    oss_server::Config::new(format!("oss{node}"), Endpoint::Sim(node), mds);
                 config.scrub_every_s = SCRUB_EVERY_S;
                 let server = oss_server::start(config, parts).await?;
                 server.scrub(Some(Ask::Start));
@@ -378,7 +385,8 @@ impl Cluster {
         Ok(())
     }
 
-    /// Whether these servers, of those that were started, are all up. An error if one could not start.
+    /// Whether these servers, of those that were started, are all up. An error if one could not
+    /// start.
     fn are_up(&self, nodes: &[u32]) -> Result<bool> {
         let failed = |node: u32| move |e: Error| e.context(format!("starting node {node}"));
         let mut all = true;
@@ -396,7 +404,8 @@ impl Cluster {
         self.are_up(&self.staying()).map(drop)
     }
 
-    /// Registration needs a metadata leader; a start that takes longer than any election is a failure to report.
+    /// Registration needs a metadata leader; a start that takes longer than any election is a
+    /// failure to report.
     async fn wait_up(&self, nodes: &[u32]) -> Result<()> {
         let up = async {
             while !self.are_up(nodes)? {
@@ -410,7 +419,8 @@ impl Cluster {
 
     async fn format_once(&mut self, i: usize) -> Result<()> {
         if !self.oss[i].formatted {
-            let target_uuid = u128::from(self.rng.next_u64()) << 64 | u128::from(self.rng.next_u64());
+            let target_uuid =
+                u128::from(self.rng.next_u64()) << 64 | u128::from(self.rng.next_u64());
             let o = &mut self.oss[i];
             let id = TargetIdentity {
                 fs_uuid: [0; 16],
@@ -434,8 +444,8 @@ impl Cluster {
         }
     }
 
-    /// The process is gone from one instruction to the next; with `power`, its machine too: unsynced disk writes are lost
-    /// or torn. Without, what reached the kernel stays.
+    /// The process is gone from one instruction to the next; with `power`, its machine too:
+    /// unsynced disk writes are lost or torn. Without, what reached the kernel stays.
     pub fn kill(&mut self, node: u32, power: bool) {
         let dice = self.rng.next_u64();
         self.kill_by(node, power, dice);
@@ -516,7 +526,12 @@ impl Cluster {
     }
 
     /// A client that can be killed, which knows that some others were.
-    pub async fn mortal(&mut self, n: u32, uuid: Option<[u8; 16]>, dead: Vec<[u8; 16]>) -> Result<(Client, Env)> {
+    pub async fn mortal(
+        &mut self,
+        n: u32,
+        uuid: Option<[u8; 16]>,
+        dead: Vec<[u8; 16]>,
+    ) -> Result<(Client, Env)> {
         let (mut config, env, fabric) = self.prepare(n);
         (config.uuid, config.dead) = (uuid, dead);
         Ok((Client::connect(config, env.clone(), fabric).await?, env))
@@ -551,7 +566,10 @@ impl Cluster {
 
     /// The metadata server that leads, if one does and knows it.
     pub fn leader(&self) -> Option<u32> {
-        self.mds.iter().find(|m| m.life.as_ref().and_then(|l| l.ask(MdsServer::leads)) == Some(true)).map(|m| m.node)
+        self.mds
+            .iter()
+            .find(|m| m.life.as_ref().and_then(|l| l.ask(MdsServer::leads)) == Some(true))
+            .map(|m| m.node)
     }
 
     /// The newest map that a metadata server has.
@@ -563,11 +581,13 @@ impl Cluster {
     /// The chains of the leader's map, and whether all replicas of all are in sync.
     pub fn whole(&self) -> bool {
         use strake_proto::map::ChainExt;
-        let rests = |c: &strake_proto::pb::Chain| c.serving().count() == c.replicas.len() && !is_moving(c);
+        let rests =
+            |c: &strake_proto::pb::Chain| c.serving().count() == c.replicas.len() && !is_moving(c);
         self.map().is_some_and(|m| !m.chains.is_empty() && m.chains.iter().all(rests))
     }
 
-    /// Cuts the link between two nodes, in both directions or from `a` to `b`, for ever or till then.
+    /// Cuts the link between two nodes, in both directions or from `a` to `b`, for ever or till
+    /// then.
     pub fn cut(&mut self, a: u32, b: u32, one_way: bool, until: Option<Instant>) {
         self.net.note(&format!("cut {a} {b} one_way={one_way}"));
         let fault = self.net.cutting(if one_way { Kind::OneWay } else { Kind::Partition });
@@ -577,7 +597,8 @@ impl Cluster {
         }
     }
 
-    /// Cuts a node off from these others, which is one fault, in both directions or what they send to it.
+    /// Cuts a node off from these others, which is one fault, in both directions or what they send
+    /// to it.
     pub fn cut_off(&mut self, node: u32, from: &[u32], one_way: bool, until: Option<Instant>) {
         self.net.note(&format!("cut off {node} from {from:?} one_way={one_way}"));
         let fault = self.net.cutting(if one_way { Kind::OneWay } else { Kind::Partition });
@@ -592,7 +613,8 @@ impl Cluster {
     /// Cuts a node off from all others, in both directions or one.
     pub fn isolate(&mut self, node: u32, one_way: bool, until: Option<Instant>) {
         let clients = (0..10).map(|n| FIRST_CLIENT + n);
-        let others: Vec<u32> = self.nodes().into_iter().filter(|n| *n != node).chain(clients).collect();
+        let others: Vec<u32> =
+            self.nodes().into_iter().filter(|n| *n != node).chain(clients).collect();
         self.cut_off(node, &others, one_way, until);
     }
 
@@ -611,7 +633,8 @@ impl Cluster {
         }
     }
 
-    /// Something is wrong with a node's disk until [`Cluster::mend_disk`]. Of a metadata server's only that it is full or slow.
+    /// Something is wrong with a node's disk until [`Cluster::mend_disk`]. Of a metadata server's
+    /// only that it is full or slow.
     pub fn harm_disk(&mut self, node: u32, what: Harm, dice: u64) {
         self.mend_disk(node);
         let kind = match what {
@@ -624,14 +647,23 @@ impl Cluster {
         if let Some(m) = self.mds.iter_mut().find(|m| m.node == node) {
             match what {
                 Harm::Slow(by) | Harm::Crawl(by) => m.log.set_latency(LOG_LATENCY + by),
-                Harm::Full | Harm::Filled => m.log.set_fault(Some(Error::new(Code::NoSpc, "injected fault"))),
+                Harm::Full | Harm::Filled => {
+                    m.log.set_fault(Some(Error::new(Code::NoSpc, "injected fault")))
+                }
                 Harm::Error | Harm::Corrupt => return,
             }
-            m.disk = Some(Harmed { what, kind, done: m.log.writes(), failed: m.log.refused(), busy });
+            m.disk =
+                Some(Harmed { what, kind, done: m.log.writes(), failed: m.log.refused(), busy });
         }
         if let Some(o) = self.oss.iter_mut().find(|o| o.node == node) {
             let c = o.device.counters();
-            o.disk = Some(Harmed { what, kind, done: c.reads + c.writes + c.flushes, failed: c.failed, busy });
+            o.disk = Some(Harmed {
+                what,
+                kind,
+                done: c.reads + c.writes + c.flushes,
+                failed: c.failed,
+                busy,
+            });
             o.harmed |= !matches!(what, Harm::Slow(_) | Harm::Crawl(_));
             match what {
                 Harm::Slow(by) => o.device.set_latency(&[Op::Write, Op::Flush], by),
@@ -649,7 +681,8 @@ impl Cluster {
         self.net.made(kind, false);
     }
 
-    /// A block of a storage server's disk that another one has too is stored with a wrong bit from now on, whether the server is up or not.
+    /// A block of a storage server's disk that another one has too is stored with a wrong bit from
+    /// now on, whether the server is up or not.
     pub fn decay(&mut self, node: u32, dice: u64) {
         let Some(o) = self.oss.iter().find(|o| o.node == node) else { return };
         let elsewhere = |b: &[u8]| self.oss.iter().any(|o| o.node != node && o.device.holds(b));
@@ -659,8 +692,9 @@ impl Cluster {
         self.net.made(Kind::Decay, self.nodes().iter().any(|n| self.net.is_busy(*n)));
     }
 
-    /// What was wrong with a node's disk is over. It counts if an operation of the disk met it, and one of the node was under way when it began or ends.
-    /// Whether the server must be started anew to serve again.
+    /// What was wrong with a node's disk is over. It counts if an operation of the disk met it, and
+    /// one of the node was under way when it began or ends. Whether the server must be started anew
+    /// to serve again.
     pub fn mend_disk(&mut self, node: u32) -> bool {
         let busy = self.net.is_busy(node);
         let counts = |h: Harmed, done: u64, failed: u64| {
@@ -732,7 +766,8 @@ impl Cluster {
         Ok(())
     }
 
-    /// All nodes up, all links whole, disks and clocks right: what a system in order recovers under.
+    /// All nodes up, all links whole, disks and clocks right: what a system in order recovers
+    /// under.
     pub async fn repair(&mut self) -> Result<()> {
         self.net.note("repair");
         self.net.heal();
@@ -768,7 +803,8 @@ fn is_written(block: &[u8]) -> bool {
     word(0) != 0 && word(8) == word(0).wrapping_add(1)
 }
 
-/// What plain, harsh and wide runs differ in beside their faults, 0 to 3. A kind is one of 20 seeds in a row, or several: so 20 in a row are alike here.
+/// What plain, harsh and wide runs differ in beside their faults, 0 to 3. A kind is one of 20 seeds
+/// in a row, or several: so 20 in a row are alike here.
 pub fn flavour(seed: u64) -> u64 {
     seed / 20 % 4
 }

@@ -5,7 +5,10 @@ use std::sync::Arc;
 
 use strake_client::Client;
 use strake_fabric::{Endpoint, Fabric, Message, Role};
-use strake_proto::{Code, Error, Result, checksum::BLOCK, data::DataRequest, layout::StripeMap, map::MapView, opcode};
+use strake_proto::{
+    Code, Error, Result, checksum::BLOCK, data::DataRequest, layout::StripeMap, map::MapView,
+    opcode,
+};
 
 use crate::{
     cluster::Cluster,
@@ -23,13 +26,16 @@ pub async fn check(cluster: &Cluster, client: &Client, found: &Shared) -> Result
     if lost.is_empty() {
         return Ok(());
     }
-    let map = cluster.map().ok_or_else(|| Error::new(Code::NotLeader, "no metadata server is up"))?;
+    let map =
+        cluster.map().ok_or_else(|| Error::new(Code::NotLeader, "no metadata server is up"))?;
     let (map, fabric) = (MapView::new(map)?, cluster.fabric(ASKS, Role::Server));
     for block in &lost {
         for (target, bytes) in copies(&map, &fabric, client, block).await? {
             if block.model.check(block.offset, &bytes).is_ok() {
-                let m =
-                    format!("block at {} of inode {:#x} is lost, and target {target} has it", block.offset, block.ino);
+                let m = format!(
+                    "block at {} of inode {:#x} is lost, and target {target} has it",
+                    block.offset, block.ino
+                );
                 found.lock().broken(m);
             }
         }
@@ -39,7 +45,12 @@ pub async fn check(cluster: &Cluster, client: &Client, found: &Shared) -> Result
 }
 
 /// What each target has of a block, if it has it whole.
-async fn copies(map: &MapView, fabric: &Arc<SimFabric>, client: &Client, lost: &Lost) -> Result<Vec<(u32, Vec<u8>)>> {
+async fn copies(
+    map: &MapView,
+    fabric: &Arc<SimFabric>,
+    client: &Client,
+    lost: &Lost,
+) -> Result<Vec<(u32, Vec<u8>)>> {
     let layout = client.get_layout(&root(), lost.ino).await?.layout;
     let layout = layout.ok_or_else(|| Error::new(Code::NoEnt, "it has no data"))?;
     let place = StripeMap::resolve(lost.ino, &layout, map)?;

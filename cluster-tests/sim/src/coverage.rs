@@ -1,4 +1,5 @@
-//! Which rows of the tables in `docs/leases.md`, `docs/locks.md` and `docs/replication.md` the runs of this thread have taken.
+//! Which rows of the tables in `docs/leases.md`, `docs/locks.md` and `docs/replication.md` the runs
+//! of this thread have taken.
 
 use strake_client::rows::Holder;
 use strake_mds::{
@@ -14,7 +15,8 @@ pub type Counts = Vec<(&'static str, Vec<(&'static str, u64)>)>;
 const RARE: &str = "rare; more seeds (./simulate), oss/src/chain/tests.rs, the explorer's chains";
 
 /// Of copies that are not in sync.
-const DECAY: &str = "nothing decays in these seeds; sim/tests/decay.rs, oss/src/server/tests/copies.rs";
+const DECAY: &str =
+    "nothing decays in these seeds; sim/tests/decay.rs, oss/src/server/tests/copies.rs";
 
 /// Rows that the standard seeds do not take, and why or where they are taken instead.
 pub const ELSEWHERE: &[(&str, &str)] = &[
@@ -22,12 +24,18 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("not-renewed", "who has no leases is told so before the table is asked; unit tests"),
     ("ended-alive", "not in these seeds; mds/src/server/tests/leases.rs"),
     ("given-up", "not in these seeds; mds/src/server/tests/leases.rs"),
-    ("end-sought", "nobody who is evicted has a file open there that others write; sim/tests/writeback.rs"),
+    (
+        "end-sought",
+        "nobody who is evicted has a file open there that others write; sim/tests/writeback.rs",
+    ),
     ("end-found", "likewise"),
     ("end-moved", "a file must change within a look; mds/src/namespace/tests/writers.rs"),
     ("own-given-up", "these clients never give up; histories do, and the explorer"),
     ("over", "connections are given up before; the explorer"),
-    ("no-leases", "the same server must be elected again while a connection lives; client/tests/it/cache.rs"),
+    (
+        "no-leases",
+        "the same server must be elected again while a connection lives; client/tests/it/cache.rs",
+    ),
     ("report-asked-to-write", "nobody writes what another has open there; sim/tests/writeback.rs"),
     ("report-sent-again", "not in these seeds; unit tests"),
     ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),
@@ -73,7 +81,11 @@ pub fn counts() -> Counts {
 
 /// Of `docs/leases.md`.
 pub fn leases() -> Counts {
-    vec![("leader", Leader::counts()), ("client", Holder::counts()), ("reports", Reporting::counts())]
+    vec![
+        ("leader", Leader::counts()),
+        ("client", Holder::counts()),
+        ("reports", Reporting::counts()),
+    ]
 }
 
 /// Of `docs/locks.md`.
@@ -109,7 +121,9 @@ pub fn reset() {
 /// Rows that were not taken, though they could have been.
 pub fn missing(counts: &Counts) -> Vec<&'static str> {
     let all = counts.iter().flat_map(|t| &t.1);
-    all.filter(|(row, n)| *n == 0 && ELSEWHERE.iter().all(|e| e.0 != *row)).map(|(row, _)| *row).collect()
+    all.filter(|(row, n)| *n == 0 && ELSEWHERE.iter().all(|e| e.0 != *row))
+        .map(|(row, _)| *row)
+        .collect()
 }
 
 /// As a table for people.
@@ -117,7 +131,10 @@ pub fn text(counts: &Counts) -> String {
     let mut out = String::new();
     for (table, rows) in counts {
         for (row, n) in rows {
-            let why = ELSEWHERE.iter().find(|e| e.0 == *row).map_or(String::new(), |e| format!("  ({})", e.1));
+            let why = ELSEWHERE
+                .iter()
+                .find(|e| e.0 == *row)
+                .map_or(String::new(), |e| format!("  ({})", e.1));
             out.push_str(&format!("{table:8} {row:22} {n:>9}{why}\n"));
         }
     }
@@ -126,8 +143,12 @@ pub fn text(counts: &Counts) -> String {
 
 /// `{"leader": {"elected": 3, ...}, ...}`
 pub fn value(counts: &Counts) -> serde_json::Value {
-    let rows = |rows: &[(&str, u64)]| rows.iter().map(|(row, n)| (row.to_string(), (*n).into())).collect();
-    counts.iter().map(|(table, r)| (table.to_string(), serde_json::Value::Object(rows(r)))).collect()
+    let rows =
+        |rows: &[(&str, u64)]| rows.iter().map(|(row, n)| (row.to_string(), (*n).into())).collect();
+    counts
+        .iter()
+        .map(|(table, r)| (table.to_string(), serde_json::Value::Object(rows(r))))
+        .collect()
 }
 
 /// The same as text.

@@ -1,5 +1,6 @@
-//! The faults of a run as data: a list of timed events, drawn from the seed before the run begins. A run can be given any part of
-//! its list, which is how a failing one is made short ([`crate::shrink`]).
+//! The faults of a run as data: a list of timed events, drawn from the seed before the run begins.
+//! A run can be given any part of its list, which is how a failing one is made short
+//! ([`crate::shrink`]).
 
 use std::{fmt, time::Duration};
 
@@ -26,10 +27,12 @@ pub struct Timed {
     pub fault: Fault,
 }
 
-/// One fault. Nodes are numbered as on the network. What needs a node that is up does nothing to one that is not.
+/// One fault. Nodes are numbered as on the network. What needs a node that is up does nothing to
+/// one that is not.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fault {
-    /// A server dies and is started again after `down`. With `power` its machine loses what was not synced, as `dice` says.
+    /// A server dies and is started again after `down`. With `power` its machine loses what was not
+    /// synced, as `dice` says.
     Crash {
         node: u32,
         power: bool,
@@ -54,7 +57,8 @@ pub enum Fault {
         client: u32,
         lasts: Duration,
     },
-    /// How long messages take at most, and how many connections break (in a thousand messages), from now on.
+    /// How long messages take at most, and how many connections break (in a thousand messages),
+    /// from now on.
     Weather {
         max_delay: Duration,
         break_per_mille: u32,
@@ -83,7 +87,8 @@ pub enum Fault {
         node: u32,
         dice: u64,
     },
-    /// Something on a server's disk decays: while it runs, or in a crash that it is started again from after `down`. The server of a log is replaced.
+    /// Something on a server's disk decays: while it runs, or in a crash that it is started again
+    /// from after `down`. The server of a log is replaced.
     Spoil {
         node: u32,
         what: Stored,
@@ -157,30 +162,47 @@ impl fmt::Display for Fault {
                 write!(f, "{} is cut off from all, {}, for {lasts:?}", called(*node), way(one_way))
             }
             Fault::Cut { a, b, one_way, lasts } => {
-                write!(f, "{} is cut off from {}, {}, for {lasts:?}", called(*a), called(*b), way(one_way))
+                write!(
+                    f,
+                    "{} is cut off from {}, {}, for {lasts:?}",
+                    called(*a),
+                    called(*b),
+                    way(one_way)
+                )
             }
             Fault::Exile { client, lasts } => {
                 write!(f, "{} is cut off from the metadata servers for {lasts:?}", called(*client))
             }
             Fault::Weather { max_delay, break_per_mille } => {
-                write!(f, "messages take up to {max_delay:?}, {break_per_mille} in 1000 break their connection")
+                write!(
+                    f,
+                    "messages take up to {max_delay:?}, {break_per_mille} in 1000 break their connection"
+                )
             }
             Fault::Message { node, what } => {
                 let node = called(*node);
                 match what {
                     Strike::Lose => write!(f, "a message of {node} is lost"),
-                    Strike::Repeat(late) => write!(f, "a message of {node} arrives again {late:?} later"),
+                    Strike::Repeat(late) => {
+                        write!(f, "a message of {node} arrives again {late:?} later")
+                    }
                     Strike::Hold(late) => write!(f, "a message of {node} arrives {late:?} late"),
                     Strike::Break => write!(f, "a message of {node} breaks its connection"),
                 }
             }
-            Fault::Jump { node, seconds } => write!(f, "the clock of {} is {seconds} s off", called(*node)),
+            Fault::Jump { node, seconds } => {
+                write!(f, "the clock of {} is {seconds} s off", called(*node))
+            }
             Fault::Drift { .. } => write!(f, "clocks drift"),
             Fault::Disk { node, what, lasts } => {
                 let node = called(*node);
                 match what {
-                    Harm::Slow(by) => write!(f, "writes to the disk of {node} take {by:?} for {lasts:?}"),
-                    Harm::Crawl(by) => write!(f, "everything takes the disk of {node} {by:?} for {lasts:?}"),
+                    Harm::Slow(by) => {
+                        write!(f, "writes to the disk of {node} take {by:?} for {lasts:?}")
+                    }
+                    Harm::Crawl(by) => {
+                        write!(f, "everything takes the disk of {node} {by:?} for {lasts:?}")
+                    }
                     Harm::Full => write!(f, "writes to the disk of {node} find no space"),
                     Harm::Filled => write!(f, "the disk of {node} is full for {lasts:?}"),
                     Harm::Error => write!(f, "a write to the disk of {node} fails"),
@@ -194,14 +216,20 @@ impl fmt::Display for Fault {
                     Stored::Log => "the log",
                 };
                 match down {
-                    Some(down) => write!(f, "{} crashes and {what} decays, down for {down:?}", called(*node)),
+                    Some(down) => {
+                        write!(f, "{} crashes and {what} decays, down for {down:?}", called(*node))
+                    }
                     None => write!(f, "{what} of {} decays", called(*node)),
                 }
             }
             Fault::Replace { old } => write!(f, "{} is to be replaced by a new one", called(*old)),
-            Fault::Decay { node, .. } => write!(f, "a block on the disk of {} decays", called(*node)),
+            Fault::Decay { node, .. } => {
+                write!(f, "a block on the disk of {} decays", called(*node))
+            }
             Fault::Join => write!(f, "a storage server with a new target joins"),
-            Fault::Move(Change::Drain { target, heir: None }) => write!(f, "target {target} is to be emptied"),
+            Fault::Move(Change::Drain { target, heir: None }) => {
+                write!(f, "target {target} is to be emptied")
+            }
             Fault::Move(Change::Drain { target, heir: Some(h) }) => {
                 write!(f, "target {target} is to be replaced by {h}")
             }
@@ -250,12 +278,17 @@ fn plain(rng: &mut StdRng) -> Vec<Fault> {
         }
         10 => {
             // Power loss of everything, or of every storage server.
-            let (power, from) = (rng.random_bool(0.7), if rng.random_bool(0.5) { 0 } else { FIRST_OSS });
+            let (power, from) =
+                (rng.random_bool(0.7), if rng.random_bool(0.5) { 0 } else { FIRST_OSS });
             nodes.into_iter().filter(|n| *n >= from).map(|n| crash(rng, n, power)).collect()
         }
         11..=14 => {
             let node = any(rng, &nodes);
-            vec![Fault::Isolate { node, one_way: rng.random_bool(0.3), lasts: millis(rng, 50..3000) }]
+            vec![Fault::Isolate {
+                node,
+                one_way: rng.random_bool(0.3),
+                lasts: millis(rng, 50..3000),
+            }]
         }
         15..=17 => {
             let break_per_mille = if rng.random_bool(0.5) { 3 } else { 0 };
@@ -265,7 +298,8 @@ fn plain(rng: &mut StdRng) -> Vec<Fault> {
     }
 }
 
-/// One round where only what is between clients and servers is harmed: chains stay as they are, and what arrives late is of their epoch.
+/// One round where only what is between clients and servers is harmed: chains stay as they are, and
+/// what arrives late is of their epoch.
 fn gentle(rng: &mut StdRng) -> Vec<Fault> {
     if rng.random_bool(0.2) {
         return vec![Fault::Weather { max_delay: millis(rng, 1..30), break_per_mille: 0 }];
@@ -275,10 +309,11 @@ fn gentle(rng: &mut StdRng) -> Vec<Fault> {
     vec![Fault::Cut { a, b, one_way: rng.random_bool(0.5), lasts: millis(rng, 50..2500) }]
 }
 
-/// One round of a run in which disks decay: of one storage server and one metadata server. All other storage servers stay, since each is the only one that
-/// has a good copy of something.
+/// One round of a run in which disks decay: of one storage server and one metadata server. All
+/// other storage servers stay, since each is the only one that has a good copy of something.
 fn tables(rng: &mut StdRng, seed: u64) -> Vec<Fault> {
-    let (oss, mds) = (FIRST_OSS + (seed % u64::from(OSS)) as u32, 1 + (seed % u64::from(MDS)) as u32);
+    let (oss, mds) =
+        (FIRST_OSS + (seed % u64::from(OSS)) as u32, 1 + (seed % u64::from(MDS)) as u32);
     let any_mds = rng.random_range(1..=MDS);
     let (dice, down) = (rng.random(), rng.random_bool(0.5).then(|| millis(rng, 20..800)));
     match rng.random_range(0..20) {
@@ -288,7 +323,11 @@ fn tables(rng: &mut StdRng, seed: u64) -> Vec<Fault> {
         15 => vec![crash(rng, oss, dice & 1 == 0)],
         16 | 17 => {
             let node = if dice & 1 == 0 { oss } else { any_mds };
-            vec![Fault::Isolate { node, one_way: rng.random_bool(0.3), lasts: millis(rng, 50..3000) }]
+            vec![Fault::Isolate {
+                node,
+                one_way: rng.random_bool(0.3),
+                lasts: millis(rng, 50..3000),
+            }]
         }
         18 => vec![Fault::Weather { max_delay: millis(rng, 1..30), break_per_mille: 0 }],
         _ => Vec::new(),
@@ -298,7 +337,8 @@ fn tables(rng: &mut StdRng, seed: u64) -> Vec<Fault> {
 /// What harsh runs have besides. `longer`: disks are full and slow in all that they do.
 fn harsher(rng: &mut StdRng, longer: bool) -> Option<Fault> {
     let nodes = servers();
-    let all: Vec<u32> = nodes.iter().copied().chain((1..=CLIENTS).map(|n| FIRST_CLIENT + n)).collect();
+    let all: Vec<u32> =
+        nodes.iter().copied().chain((1..=CLIENTS).map(|n| FIRST_CLIENT + n)).collect();
     let (a, b) = (any(rng, &nodes), any(rng, &all));
     let lasts = millis(rng, 50..2500);
     match rng.random_range(0..16) {
@@ -307,19 +347,28 @@ fn harsher(rng: &mut StdRng, longer: bool) -> Option<Fault> {
             Some(Fault::Cut { a, b, one_way: rng.random_bool(0.5), lasts })
         }
         4 | 5 => Some(Fault::Jump { node: a, seconds: rng.random_range(-240..240) }),
-        6 => Some(Fault::Disk { node: a, what: if longer { Harm::Filled } else { Harm::Full }, lasts }),
+        6 => Some(Fault::Disk {
+            node: a,
+            what: if longer { Harm::Filled } else { Harm::Full },
+            lasts,
+        }),
         7 => Some(Fault::Disk { node: a, what: Harm::Error, lasts: MENDED }),
         8 | 9 => Some(Fault::Disk { node: a, what: Harm::Corrupt, lasts: MENDED }),
         10..=12 => {
             let by = Duration::from_micros(rng.random_range(500..20_000));
-            Some(Fault::Disk { node: a, what: if longer { Harm::Crawl(by) } else { Harm::Slow(by) }, lasts })
+            Some(Fault::Disk {
+                node: a,
+                what: if longer { Harm::Crawl(by) } else { Harm::Slow(by) },
+                lasts,
+            })
         }
         13 => Some(Fault::Drift { dice: rng.random() }),
         _ => None,
     }
 }
 
-/// A storage server is away for long enough that others take its place, and meanwhile, before and after, blocks decay on all of them.
+/// A storage server is away for long enough that others take its place, and meanwhile, before and
+/// after, blocks decay on all of them.
 fn decay(rng: &mut StdRng, s: &Scenario) -> Vec<Timed> {
     let oss = |rng: &mut StdRng| FIRST_OSS + rng.random_range(0..OSS);
     let (mut all, mut at) = (Vec::new(), Duration::ZERO);
@@ -330,7 +379,8 @@ fn decay(rng: &mut StdRng, s: &Scenario) -> Vec<Timed> {
         }
         let (node, down) = (oss(rng), millis(rng, 1000..12_000));
         if rng.random_bool(0.7) {
-            let fault = Fault::Crash { node, power: rng.random_bool(0.2), dice: rng.random(), down };
+            let fault =
+                Fault::Crash { node, power: rng.random_bool(0.2), dice: rng.random(), down };
             all.push(Timed { at, fault });
         }
         for _ in 0..rng.random_range(1..6) {
@@ -367,7 +417,10 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
             faults.push(Fault::Drift { dice: rng.random() });
             if rng.random_bool(0.3) {
                 let lasts = if rng.random_bool(0.8) { EXILE } else { s.fault_every };
-                faults.push(Fault::Exile { client: FIRST_CLIENT + rng.random_range(1..=CLIENTS), lasts });
+                faults.push(Fault::Exile {
+                    client: FIRST_CLIENT + rng.random_range(1..=CLIENTS),
+                    lasts,
+                });
             }
         }
         all.extend(faults.into_iter().map(|fault| Timed { at, fault }));
@@ -380,8 +433,12 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
         all.push(Timed { at, fault: Fault::Replace { old: rng.random_range(1..=MDS) } });
     }
     if s.tables && rng.random_bool(0.5) {
-        let (at, node) = (s.length.mul_f64(rng.random_range(0.1..0.5)), 1 + (s.seed % u64::from(MDS)) as u32);
-        all.push(Timed { at, fault: Fault::Spoil { node, what: Stored::Log, dice: rng.random(), down: None } });
+        let (at, node) =
+            (s.length.mul_f64(rng.random_range(0.1..0.5)), 1 + (s.seed % u64::from(MDS)) as u32);
+        all.push(Timed {
+            at,
+            fault: Fault::Spoil { node, what: Stored::Log, dice: rng.random(), down: None },
+        });
     }
     if s.moves {
         all.extend(moves::draw(&mut rng, s.length));
@@ -393,13 +450,17 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
         if at >= s.length {
             break;
         }
-        all.push(Timed { at, fault: Fault::Message { node: any(&mut rng, &nodes), what: strike(&mut rng) } });
+        all.push(Timed {
+            at,
+            fault: Fault::Message { node: any(&mut rng, &nodes), what: strike(&mut rng) },
+        });
     }
     all.sort_by_key(|t| t.at);
     all
 }
 
-/// Faults of single messages of these nodes at random times, until the task is aborted: for runs that have no list.
+/// Faults of single messages of these nodes at random times, until the task is aborted: for runs
+/// that have no list.
 pub fn storm(net: Network, seed: u64, nodes: Vec<u32>, every: Duration) -> JoinHandle<()> {
     storm_of(net, seed, nodes, every, strike)
 }

@@ -1,5 +1,6 @@
-//! Small targets that clients with write-back fill, empty and fill again, several at a time: want of space is told by the write that
-//! wants it, and never by a sync of bytes that a write had returned from.
+//! Small targets that clients with write-back fill, empty and fill again, several at a time: want
+//! of space is told by the write that wants it, and never by a sync of bytes that a write had
+//! returned from.
 
 use std::{sync::Arc, time::Duration};
 
@@ -45,7 +46,8 @@ struct Filler {
 impl Filler {
     async fn new(id: u32, client: Client, seed: u64, out: Arc<Mutex<Outcome>>) -> Result<Filler> {
         let name = format!("full{id}");
-        let (file, _) = client.create(&root(), client.root(), name.as_bytes(), 0o644, RDWR, true, None).await?;
+        let (file, _) =
+            client.create(&root(), client.root(), name.as_bytes(), 0o644, RDWR, true, None).await?;
         Ok(Filler { name, client, file, bytes: Vec::new(), rng: StdRng::seed_from_u64(seed), out })
     }
 
@@ -58,7 +60,8 @@ impl Filler {
         let most = [300, 5000, 60_000][self.rng.random_range(0..3)];
         let len = self.rng.random_range(1..most);
         let end = self.bytes.len();
-        let at = if end == 0 || self.rng.random_bool(0.8) { end } else { self.rng.random_range(0..end) };
+        let at =
+            if end == 0 || self.rng.random_bool(0.8) { end } else { self.rng.random_range(0..end) };
         let data = vec![self.rng.random(); len];
         let done = match self.file.write(at as u64, vec![Buf::copy_from(&data)]).await {
             Err(e) if e.code == Code::NoSpc => 0,
@@ -73,7 +76,9 @@ impl Filler {
 
     async fn sync(&self) -> Result<()> {
         match self.file.fsync().await {
-            Err(e) if e.code == Code::NoSpc => self.violation(format!("a sync found no space: {e}")),
+            Err(e) if e.code == Code::NoSpc => {
+                self.violation(format!("a sync found no space: {e}"))
+            }
             other => other?,
         }
         Ok(())
@@ -105,7 +110,11 @@ impl Filler {
         let seen = read_all(&self.file, FILE_BYTES * 2).await?;
         if seen != self.bytes {
             let at = seen.iter().zip(&self.bytes).position(|(a, b)| a != b);
-            self.violation(format!("{} bytes differ from {} at {at:?}", seen.len(), self.bytes.len()));
+            self.violation(format!(
+                "{} bytes differ from {} at {at:?}",
+                seen.len(),
+                self.bytes.len()
+            ));
         }
         self.out.lock().held += self.client.stats().held_writes;
         self.file.close().await

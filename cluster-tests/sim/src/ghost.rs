@@ -1,5 +1,6 @@
-//! Clients that die while they write. What they synced stays; what they wrote beyond the end on record must never be
-//! read, also when somebody else makes the file longer. Some have removed their file before, which they have open still: its chunks go with them.
+//! Clients that die while they write. What they synced stays; what they wrote beyond the end on
+//! record must never be read, also when somebody else makes the file longer. Some have removed
+//! their file before, which they have open still: its chunks go with them.
 
 use std::{sync::Arc, time::Duration};
 
@@ -88,7 +89,9 @@ impl Ghost {
         let zeros = after.get(before.len()..).is_some_and(|a| a == vec![0; a.len()]);
         if size != attr.size || after.len() as u64 != longer || !same || !zeros {
             let at = after.iter().skip(before.len()).position(|b| *b != 0);
-            wrong.push(format!("size {size}, then {longer}: same {same}, zeros beyond {zeros}, first other {at:?}"));
+            wrong.push(format!(
+                "size {size}, then {longer}: same {same}, zeros beyond {zeros}, first other {at:?}"
+            ));
         }
         wrong.into_iter().for_each(|w| found.lock().broken(format!("{}: {w}", self.name)));
         file.close().await
@@ -103,11 +106,16 @@ async fn haunt(
     model: Arc<Mutex<FileModel>>,
 ) -> Result<()> {
     lockers::last_will(&client, &name).await?;
-    let (file, _) = client.create(&root(), client.root(), name.as_bytes(), 0o644, RDWR, false, None).await?;
+    let (file, _) =
+        client.create(&root(), client.root(), name.as_bytes(), 0o644, RDWR, false, None).await?;
     loop {
         // Mostly near the end, so that there is something beyond the reported one at any time.
         let end = model.lock().most_size / CELL as u64;
-        let first = if rng.random_bool(0.8) { end + rng.random_range(0..20) } else { rng.random_range(0..=end) };
+        let first = if rng.random_bool(0.8) {
+            end + rng.random_range(0..20)
+        } else {
+            rng.random_range(0..=end)
+        };
         let (first, count) = (first.min(FILE_BYTES / CELL as u64 - 40), rng.random_range(1..=40));
         let (offset, len) = (first * CELL as u64, count as usize * CELL);
         let mut bytes = vec![0; len];

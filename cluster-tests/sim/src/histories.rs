@@ -1,5 +1,5 @@
-//! Histories of metadata operations: a few clients with a few names under kills and partitions, each history to be explained by one
-//! order. See docs/histories.md.
+//! Histories of metadata operations: a few clients with a few names under kills and partitions,
+//! each history to be explained by one order. See docs/histories.md.
 
 use std::{fmt, sync::Arc, time::Duration};
 
@@ -88,7 +88,9 @@ impl Report {
         match &self.verdict {
             Verdict::Rejected { .. } => Some("not linearizable".into()),
             Verdict::Undecided { .. } => Some("not decided".into()),
-            _ if overlap < OVERLAP => Some(format!("only {:.0} % of the operations overlap", overlap * 100.0)),
+            _ if overlap < OVERLAP => {
+                Some(format!("only {:.0} % of the operations overlap", overlap * 100.0))
+            }
             _ => None,
         }
     }
@@ -96,7 +98,10 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (c, trace) = (&self.counts, self.trace.iter().take(8).map(|b| format!("{b:02x}")).collect::<String>());
+        let (c, trace) = (
+            &self.counts,
+            self.trace.iter().take(8).map(|b| format!("{b:02x}")).collect::<String>(),
+        );
         write!(
             f,
             "{} operations, {:.0} % overlap, {} kills, {} isolations, {} partitions, {} deaths, {} unknown, {} retries, \
@@ -255,7 +260,11 @@ async fn simulate(s: Scenario, cluster: &mut Cluster) -> Result<Report> {
     while !cluster.whole() {
         sleep(Duration::from_millis(100)).await;
     }
-    let head = Head { source: format!("simulator seed {}", s.seed), roots: make_roots(cluster).await?, kernel: false };
+    let head = Head {
+        source: format!("simulator seed {}", s.seed),
+        roots: make_roots(cluster).await?,
+        kernel: false,
+    };
     if let Some(plant) = s.plant {
         cluster.net.plant(plant);
     }
@@ -265,8 +274,15 @@ async fn simulate(s: Scenario, cluster: &mut Cluster) -> Result<Report> {
     let about_them = matches!(s.plant, Some(Plant::LateRecall | Plant::Unsettled));
     let followers = (dice.random_bool(0.5) || about_them).then_some(dice);
     let counts = Counts::default();
-    let mut run =
-        Run { s, recorder, roots: head.roots.clone(), workers: Vec::new(), followers, retired: (0, 0), counts };
+    let mut run = Run {
+        s,
+        recorder,
+        roots: head.roots.clone(),
+        workers: Vec::new(),
+        followers,
+        retired: (0, 0),
+        counts,
+    };
     for place in 1..=CLIENTS {
         run.start(cluster, &mut rng, place, OPS, Vec::new());
     }
@@ -287,7 +303,8 @@ async fn simulate(s: Scenario, cluster: &mut Cluster) -> Result<Report> {
     run.count();
     let mut counts = run.counts;
     let records = std::mem::take(&mut run.recorder.lock().records);
-    counts.unknown = records.iter().filter(|r| matches!(r.outcome, Outcome::Unknown(_))).count() as u32;
+    counts.unknown =
+        records.iter().filter(|r| matches!(r.outcome, Outcome::Unknown(_))).count() as u32;
     let history = History { head, records };
     let verdict = check(&history, LIMIT);
     let (trace, faults) = (cluster.net.trace().0, cluster.net.ledger());
@@ -319,7 +336,14 @@ struct Run {
 
 impl Run {
     /// A client at one of the places, with so many operations to do.
-    fn start(&mut self, cluster: &mut Cluster, rng: &mut StdRng, place: u32, ops: u32, dead: Vec<[u8; 16]>) {
+    fn start(
+        &mut self,
+        cluster: &mut Cluster,
+        rng: &mut StdRng,
+        place: u32,
+        ops: u32,
+        dead: Vec<[u8; 16]>,
+    ) {
         let id = place + CLIENTS * self.counts.deaths;
         let uuid = (u128::from(self.s.seed) << 8 | u128::from(id)).to_be_bytes();
         // Who gives up soon does not know what became of more.
@@ -331,7 +355,14 @@ impl Run {
         config.connect_timeout = PATIENCE;
         let connecting = Client::connect(config, env.clone(), fabric);
         let left = Arc::new(Mutex::new(ops));
-        let worker = Worker { id, place, uuid, env: env.clone(), left: left.clone(), client: Arc::default() };
+        let worker = Worker {
+            id,
+            place,
+            uuid,
+            env: env.clone(),
+            left: left.clone(),
+            client: Arc::default(),
+        };
         let mix = if self.followers.is_some() { Mix::Looks } else { Mix::All };
         let chooser = Chooser::new(mix, &self.roots, id);
         let rng = StdRng::seed_from_u64(rng.random());
@@ -373,7 +404,8 @@ impl Run {
             for (_, node) in starts.extract_if(.., |(at, _)| *at <= now) {
                 cluster.start(node).await?;
             }
-            let after = |rng: &mut StdRng, most| now + Duration::from_millis(rng.random_range(50..most));
+            let after =
+                |rng: &mut StdRng, most| now + Duration::from_millis(rng.random_range(50..most));
             match rng.random_range(0..10) {
                 0..=2 => {
                     let node = self.server(cluster, rng);
@@ -395,9 +427,15 @@ impl Run {
                 7 => {
                     let break_per_mille = *[0, 10, 40].choose(rng).unwrap_or(&0);
                     let max_delay = Duration::from_millis(rng.random_range(1..20));
-                    cluster.net.set_weather(Weather { min_delay: Duration::ZERO, max_delay, break_per_mille });
+                    cluster.net.set_weather(Weather {
+                        min_delay: Duration::ZERO,
+                        max_delay,
+                        break_per_mille,
+                    });
                 }
-                8 if self.counts.deaths < DEATHS && rng.random_bool(0.5) => self.kill_client(cluster, rng),
+                8 if self.counts.deaths < DEATHS && rng.random_bool(0.5) => {
+                    self.kill_client(cluster, rng)
+                }
                 9 if rng.random_bool(0.1) && starts.is_empty() => {
                     for node in 1..=MDS {
                         cluster.kill(node, true);
@@ -419,9 +457,11 @@ impl Run {
 
     fn cut_client(&mut self, cluster: &mut Cluster, rng: &mut StdRng) {
         let client = FIRST_CLIENT + rng.random_range(1..=CLIENTS);
-        let (hears, is_heard) = *[(false, false), (false, true), (true, false)].choose(rng).unwrap_or(&(false, false));
+        let (hears, is_heard) =
+            *[(false, false), (false, true), (true, false)].choose(rng).unwrap_or(&(false, false));
         cluster.net.note(&format!("cut off client {client}: hears {hears}, is heard {is_heard}"));
-        let fault = cluster.net.cutting(if hears || is_heard { Kind::OneWay } else { Kind::Partition });
+        let fault =
+            cluster.net.cutting(if hears || is_heard { Kind::OneWay } else { Kind::Partition });
         for server in 1..=MDS {
             if !hears {
                 cluster.net.block(server, client, fault, None);
@@ -435,7 +475,8 @@ impl Run {
 
     /// One that is at work dies, and perhaps another takes its place, which may know of its end.
     fn kill_client(&mut self, cluster: &mut Cluster, rng: &mut StdRng) {
-        let at_work: Vec<usize> = (0..self.workers.len()).filter(|i| self.workers[*i].works()).collect();
+        let at_work: Vec<usize> =
+            (0..self.workers.len()).filter(|i| self.workers[*i].works()).collect();
         let Some(victim) = at_work.choose(rng) else { return };
         let victim = self.workers.swap_remove(*victim);
         cluster.kill_client(FIRST_CLIENT + victim.place, &victim.env);
@@ -454,7 +495,14 @@ impl Run {
 }
 
 /// One client's operations.
-async fn work(id: u32, client: Client, mut chooser: Chooser, mut rng: StdRng, recorder: Shared, left: &Mutex<u32>) {
+async fn work(
+    id: u32,
+    client: Client,
+    mut chooser: Chooser,
+    mut rng: StdRng,
+    recorder: Shared,
+    left: &Mutex<u32>,
+) {
     let mut library = Library::new(client);
     while *left.lock() > 0 {
         let op = chooser.next(&mut rng);

@@ -1,7 +1,8 @@
-//! Leases that run out under those who lived by them. A client is cut off from the metadata servers, and the leader that gave it its leases
-//! dies: what the next one lets others change it must not be told of any more, or nobody may change it yet. And a storage server gets the answers that
-//! renew its lease late, then is heard by no server any more, while clients reach it: when its chains go on without it, it may not be read.
-//! Storage servers do not die here.
+//! Leases that run out under those who lived by them. A client is cut off from the metadata
+//! servers, and the leader that gave it its leases dies: what the next one lets others change it
+//! must not be told of any more, or nobody may change it yet. And a storage server gets the answers
+//! that renew its lease late, then is heard by no server any more, while clients reach it: when its
+//! chains go on without it, it may not be read. Storage servers do not die here.
 
 use std::{
     sync::{
@@ -93,7 +94,8 @@ async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared) -> Result<()
         tasks.push(tokio::spawn(truth(rng.random()).run(stop.clone())));
         tasks.push(tokio::spawn(truth(rng.random()).in_a_hurry(HURRY).run(stop.clone())));
     }
-    let storm = faults::storm_of(cluster.net.clone(), seed, faults::servers(), MESSAGE_EVERY, strike);
+    let storm =
+        faults::storm_of(cluster.net.clone(), seed, faults::servers(), MESSAGE_EVERY, strike);
     for _ in 0..ROUNDS {
         sleep(Duration::from_millis(rng.random_range(100..1000))).await;
         match rng.random_bool(0.5) {
@@ -106,14 +108,19 @@ async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared) -> Result<()
     cluster.repair().await?;
     stop.store(true, Relaxed);
     for t in tasks {
-        let late = |_| Error::new(Code::TimedOut, "a client did not finish 300 s after the last fault");
-        timeout(Duration::from_secs(300), t).await.map_err(late)?.map_err(|e| Error::new(Code::Io, e.to_string()))?;
+        let late =
+            |_| Error::new(Code::TimedOut, "a client did not finish 300 s after the last fault");
+        timeout(Duration::from_secs(300), t)
+            .await
+            .map_err(late)?
+            .map_err(|e| Error::new(Code::Io, e.to_string()))?;
     }
     scribes::finish(&first, found, &written).await
 }
 
-/// As anywhere, but what is repeated over one connection, which no transport does, comes before a chunk has changed so often that
-/// its record has forgotten the first time. Over connections that were given up copies come as late as they like.
+/// As anywhere, but what is repeated over one connection, which no transport does, comes before a
+/// chunk has changed so often that its record has forgotten the first time. Over connections that
+/// were given up copies come as late as they like.
 fn strike(rng: &mut StdRng) -> Strike {
     match faults::strike(rng) {
         Strike::Repeat(late) => Strike::Repeat(late / 8),
@@ -125,7 +132,8 @@ fn strike(rng: &mut StdRng) -> Strike {
 async fn leader_dies(cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
     let Some(leader) = cluster.leader() else { return Ok(()) };
     cluster.drift_by(rng.random());
-    let (client, all): (u32, Vec<u32>) = (FIRST_CLIENT + rng.random_range(1..=CLIENTS), (1..=MDS).collect());
+    let (client, all): (u32, Vec<u32>) =
+        (FIRST_CLIENT + rng.random_range(1..=CLIENTS), (1..=MDS).collect());
     let until = Instant::now() + Duration::from_millis(rng.random_range(CUT_MS));
     cluster.cut_off(client, &all, false, Some(until));
     sleep(Duration::from_millis(rng.random_range(0..200))).await;
@@ -134,9 +142,11 @@ async fn leader_dies(cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
     cluster.start(leader).await
 }
 
-/// A storage server whose clock is slow, as clocks may be, hears late that its lease goes on, and then is not heard any more.
+/// A storage server whose clock is slow, as clocks may be, hears late that its lease goes on, and
+/// then is not heard any more.
 async fn storage_server_lapses(cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
-    let (node, late) = (FIRST_OSS + rng.random_range(0..OSS), Duration::from_millis(rng.random_range(LATE_MS)));
+    let (node, late) =
+        (FIRST_OSS + rng.random_range(0..OSS), Duration::from_millis(rng.random_range(LATE_MS)));
     if rng.random_bool(0.5) {
         cluster.slow_clock(node);
     } else {

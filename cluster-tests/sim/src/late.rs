@@ -1,5 +1,5 @@
-//! Updates that wait in the network for longer than their client does: the call fails, the program writes something newer there, and then the
-//! copies arrive.
+//! Updates that wait in the network for longer than their client does: the call fails, the program
+//! writes something newer there, and then the copies arrive.
 
 use std::time::Duration;
 
@@ -38,7 +38,8 @@ pub fn run(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
     in_cluster(seed, async |cluster| simulate(seed, plant, cluster).await)?
 }
 
-/// The bytes as they must be. Half of the file is for calls that are given up, the other for those that are not.
+/// The bytes as they must be. Half of the file is for calls that are given up, the other for those
+/// that are not.
 struct Writer {
     file: File,
     bytes: Vec<u8>,
@@ -83,7 +84,11 @@ async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster) -> Res
         let (file, _) = reader.open(&root(), w.file.ino(), RDWR).await?;
         let seen = read_all(&file, 2 * FILE_BYTES as u64).await?;
         if let Some(at) = (0..FILE_BYTES).find(|i| seen.get(*i) != Some(&w.bytes[*i])) {
-            out.violations.push(format!("round {round}: {:?} at {at}, {} was written", seen.get(at), w.bytes[at]));
+            out.violations.push(format!(
+                "round {round}: {:?} at {at}, {} was written",
+                seen.get(at),
+                w.bytes[at]
+            ));
         }
         file.close().await?;
     }

@@ -1,6 +1,7 @@
-//! What is left when all is over, as `strake fsck` would find it: no target in sync may have a chunk that no file has and that no deletion is to
-//! remove, one beyond its file's end, or one on another chain than its file's; and all replicas in sync of a chain have the same chunks, of the same
-//! versions and lengths. No file in which nobody made a hole may lack a chunk.
+//! What is left when all is over, as `strake fsck` would find it: no target in sync may have a
+//! chunk that no file has and that no deletion is to remove, one beyond its file's end, or one on
+//! another chain than its file's; and all replicas in sync of a chain have the same chunks, of the
+//! same versions and lengths. No file in which nobody made a hole may lack a chunk.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -70,7 +71,10 @@ pub async fn check(cluster: &Cluster, client: &Client, found: &Shared) -> Result
             Ok(look) if late => {
                 let mut found = found.lock();
                 if look.going > 0 {
-                    found.broken(format!("{} deletions and cuts are not done {DELETED:?} after the end", look.going));
+                    found.broken(format!(
+                        "{} deletions and cuts are not done {DELETED:?} after the end",
+                        look.going
+                    ));
                 }
                 look.wrong.into_iter().for_each(|w| found.broken(w));
                 return Ok(());
@@ -83,7 +87,8 @@ pub async fn check(cluster: &Cluster, client: &Client, found: &Shared) -> Result
 
 /// Chunks first, what is going last: a file deleted in between is then known to be gone or going.
 async fn look(cluster: &Cluster, fabric: &Arc<SimFabric>, client: &Client) -> Result<Look> {
-    let map = cluster.map().ok_or_else(|| Error::new(Code::NotLeader, "no metadata server is up"))?;
+    let map =
+        cluster.map().ok_or_else(|| Error::new(Code::NotLeader, "no metadata server is up"))?;
     let map = MapView::new(map)?;
     let (mut all, mut wrong) = (Vec::new(), Vec::new());
     for chain in &map.map.chains {
@@ -110,7 +115,8 @@ async fn look(cluster: &Cluster, fabric: &Arc<SimFabric>, client: &Client) -> Re
     let there: BTreeSet<ChunkId> = all.iter().map(|f| f.entry.chunk).collect();
     for (ino, p) in files.iter().filter(|(ino, p)| p.dense && !going.contains(&(**ino, p.data))) {
         let chunk = |index| ChunkId { ino: *ino, data: p.data, index };
-        let missing: Vec<u64> = (0..p.map.cut(p.size).first_gone).filter(|i| !there.contains(&chunk(*i))).collect();
+        let missing: Vec<u64> =
+            (0..p.map.cut(p.size).first_gone).filter(|i| !there.contains(&chunk(*i))).collect();
         if !missing.is_empty() {
             wrong.push(format!(
                 "inode {ino} of {} bytes, in which nobody made a hole, lacks chunks {missing:?}",
@@ -125,7 +131,12 @@ async fn place(client: &Client, map: &MapView, ino: Ino) -> Result<Place> {
     let attr = client.getattr(&root(), ino).await?;
     let layout = client.get_layout(&root(), ino).await?.layout;
     let layout = layout.ok_or_else(|| Error::new(Code::NoEnt, "it has no data"))?;
-    Ok(Place { data: attr.data_id, size: attr.size, dense: !attr.sparse, map: StripeMap::resolve(ino, &layout, map)? })
+    Ok(Place {
+        data: attr.data_id,
+        size: attr.size,
+        dense: !attr.sparse,
+        map: StripeMap::resolve(ino, &layout, map)?,
+    })
 }
 
 /// What is wrong with a chunk's being there.
@@ -155,9 +166,15 @@ fn diverged(chain: &pb::Chain, found: &[Found]) -> Vec<String> {
     for f in found {
         seen.entry(f.entry.chunk).or_default().insert(f.target, (f.entry.version, f.entry.len));
     }
-    let alike = |by: &BTreeMap<TargetId, (Version, u32)>| members.windows(2).all(|w| by.get(&w[0]) == by.get(&w[1]));
+    let alike = |by: &BTreeMap<TargetId, (Version, u32)>| {
+        members.windows(2).all(|w| by.get(&w[0]) == by.get(&w[1]))
+    };
     let parted = seen.into_iter().filter(|(_, by)| !alike(by));
-    parted.map(|(chunk, by)| format!("replicas of chain {} differ in chunk {chunk}: {by:?}", chain.id)).collect()
+    parted
+        .map(|(chunk, by)| {
+            format!("replicas of chain {} differ in chunk {chunk}: {by:?}", chain.id)
+        })
+        .collect()
 }
 
 async fn ask(fabric: &Arc<SimFabric>, at: &Endpoint, request: Message) -> Result<Message> {
@@ -167,12 +184,20 @@ async fn ask(fabric: &Arc<SimFabric>, at: &Endpoint, request: Message) -> Result
     answer
 }
 
-async fn list(fabric: &Arc<SimFabric>, map: &MapView, chain: &pb::Chain, target: TargetId) -> Result<Vec<ListEntry>> {
+async fn list(
+    fabric: &Arc<SimFabric>,
+    map: &MapView,
+    chain: &pb::Chain,
+    target: TargetId,
+) -> Result<Vec<ListEntry>> {
     let at = map.node_of(target).and_then(|n| n.endpoints.first());
-    let at: Endpoint = at.ok_or_else(|| Error::new(Code::NoDev, format!("target {target} has no node")))?.parse()?;
+    let at: Endpoint = at
+        .ok_or_else(|| Error::new(Code::NoDev, format!("target {target} has no node")))?
+        .parse()?;
     let (mut all, mut after) = (Vec::new(), ChunkId { ino: 0, data: 0, index: 0 });
     loop {
-        let request = DataRequest { len: PAGE, ..DataRequest::new(chain.id, chain.epoch, target, after) };
+        let request =
+            DataRequest { len: PAGE, ..DataRequest::new(chain.id, chain.epoch, target, after) };
         let reply = ask(fabric, &at, Message::new(opcode::LIST_CHUNKS, request.encode())).await?;
         let bytes: Vec<u8> = reply.payload.iter().flat_map(|b| b.iter().copied()).collect();
         let page = ListEntry::decode_all(&bytes)?;
@@ -202,7 +227,8 @@ async fn going_at(fabric: &Arc<SimFabric>, at: &Endpoint) -> Result<BTreeSet<(In
     for kind in 1..=3 {
         let request = pb::PendingRequest { kind, after: 0, limit: PAGE, inos: Vec::new() };
         let reply = ask(fabric, at, Message::new(opcode::PENDING, request.encode_to_vec())).await?;
-        let reply = pb::PendingReply::decode(reply.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+        let reply = pb::PendingReply::decode(reply.body)
+            .map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
         all.extend(reply.items.iter().map(|i| (i.ino, i.data_id)));
     }
     Ok(all)

@@ -1,5 +1,6 @@
-//! Faults by kind: how many were made, and how many count. One counts only if it hit a node that was alive, or its link, disk or
-//! clock, while an operation was under way there (see [`crate::net::Network::is_busy`]).
+//! Faults by kind: how many were made, and how many count. One counts only if it hit a node that
+//! was alive, or its link, disk or clock, while an operation was under way there (see
+//! [`crate::net::Network::is_busy`]).
 
 /// Declares the kinds with their names.
 macro_rules! kinds {
@@ -111,7 +112,11 @@ impl Ledger {
     }
     /// As a table for people.
     pub fn text(&self) -> String {
-        self.rows().map(|(name, made, counted)| format!("fault    {name:22} {counted:>9} of {made} made\n")).collect()
+        self.rows()
+            .map(|(name, made, counted)| {
+                format!("fault    {name:22} {counted:>9} of {made} made\n")
+            })
+            .collect()
     }
 }
 

@@ -1,5 +1,5 @@
-//! The deterministic simulator: the real mds, oss and client code in one thread, with network, clocks and disks driven
-//! by one seed. See docs/testing.md.
+//! The deterministic simulator: the real mds, oss and client code in one thread, with network,
+//! clocks and disks driven by one seed. See docs/testing.md.
 
 pub mod baton;
 pub mod clock;

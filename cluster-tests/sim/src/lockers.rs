@@ -1,6 +1,7 @@
-//! Clients that lock, wait, give up waiting, unlock, and close. What one of them has, no other may have: whoever is told that his
-//! unlock was made in the session that had the lock had it until then. And nobody is told of a lock that nobody had any more: one who
-//! closes has it no longer from then on, though its unlock is sent later, when the next one at its place has locks again.
+//! Clients that lock, wait, give up waiting, unlock, and close. What one of them has, no other may
+//! have: whoever is told that his unlock was made in the session that had the lock had it until
+//! then. And nobody is told of a lock that nobody had any more: one who closes has it no longer
+//! from then on, though its unlock is sent later, when the next one at its place has locks again.
 
 use std::{
     collections::BTreeMap,
@@ -92,7 +93,13 @@ impl LockModel {
     }
 
     /// Whether somebody may have had a lock in the way of this one since then.
-    fn was_in_the_way(&self, who: Who, cells: &std::ops::Range<u64>, write: bool, since: u64) -> bool {
+    fn was_in_the_way(
+        &self,
+        who: Who,
+        cells: &std::ops::Range<u64>,
+        write: bool,
+        since: u64,
+    ) -> bool {
         self.may_have.iter().any(|((other, c), (w, until))| {
             (other.0, other.1) == (who.0, who.1)
                 && (other.2, other.3) != (who.2, who.3)
@@ -172,7 +179,14 @@ pub async fn files(client: &Client) -> Result<[Ino; FILES]> {
 }
 
 impl Locker {
-    pub fn new(id: u32, client: Client, seed: u64, found: Shared, model: Model, files: [Ino; FILES]) -> Locker {
+    pub fn new(
+        id: u32,
+        client: Client,
+        seed: u64,
+        found: Shared,
+        model: Model,
+        files: [Ino; FILES],
+    ) -> Locker {
         let places = std::array::from_fn(|n| n as u64);
         Locker { id, client, rng: StdRng::seed_from_u64(seed), found, model, files, places }
     }
@@ -209,7 +223,8 @@ impl Locker {
         if !write {
             // A lock for writing may be one for reading from the moment it is asked for.
             let mut model = self.model.lock();
-            let mine = model.held.get_mut(&who).into_iter().flat_map(|m| m.range_mut(cells.clone()));
+            let mine =
+                model.held.get_mut(&who).into_iter().flat_map(|m| m.range_mut(cells.clone()));
             mine.for_each(|(_, h)| h.write = false);
         }
         let patience = Duration::from_millis(self.rng.random_range(0..1_000));
@@ -243,7 +258,8 @@ impl Locker {
         }
     }
 
-    /// As a mount does: before a program is told of a conflict, what its own client gives up is given up.
+    /// As a mount does: before a program is told of a conflict, what its own client gives up is
+    /// given up.
     async fn set_lock(&self, ino: Ino, l: &Lock, wait: bool) -> Result<Locked> {
         let before = self.client.unlocks(ino);
         let locked = self.client.set_lock(ino, l, wait).await;
@@ -251,14 +267,19 @@ impl Locker {
             return locked;
         }
         self.client.unlocked(ino).await;
-        if before.ended_since(self.client.unlocks(ino)) { self.client.set_lock(ino, l, wait).await } else { locked }
+        if before.ended_since(self.client.unlocks(ino)) {
+            self.client.set_lock(ino, l, wait).await
+        } else {
+            locked
+        }
     }
 
     /// The owner is gone, and another one at its place, before its unlock is sent.
     fn close(&mut self, who: Who, place: usize) {
         let numbers: Vec<Who> = {
             let mut model = self.model.lock();
-            let mine = (0..FILES).flat_map(|file| [false, true].map(|flock| (file, flock, who.2, who.3)));
+            let mine =
+                (0..FILES).flat_map(|file| [false, true].map(|flock| (file, flock, who.2, who.3)));
             mine.filter(|w| model.closes(*w)).collect()
         };
         self.places[place] += OWNERS;
@@ -273,7 +294,10 @@ impl Locker {
                 if let Ok(locked) = client.give_up(ino, &l, unlocking).await
                     && let Some(other) = LockModel::overlap(&had, locked.session)
                 {
-                    let m = format!("{w:?}, closed, and client {} owner {} had the same lock", other.0, other.1);
+                    let m = format!(
+                        "{w:?}, closed, and client {} owner {} had the same lock",
+                        other.0, other.1
+                    );
                     found.lock().broken(m);
                 }
             });
@@ -287,7 +311,10 @@ impl Locker {
             Ok(locked) => {
                 self.model.lock().has_not(who, cells);
                 if let Some(other) = LockModel::overlap(&had, locked.session) {
-                    let m = format!("{who:?} and client {} owner {} had the same lock", other.0, other.1);
+                    let m = format!(
+                        "{who:?} and client {} owner {} had the same lock",
+                        other.0, other.1
+                    );
                     self.found.lock().broken(m);
                 }
             }
@@ -302,7 +329,8 @@ impl Locker {
     pub async fn finish(mut self) {
         let mine: Vec<Who> = {
             let model = self.model.lock();
-            let held = model.held.iter().filter(|(_, cells)| !cells.is_empty()).map(|(who, _)| *who);
+            let held =
+                model.held.iter().filter(|(_, cells)| !cells.is_empty()).map(|(who, _)| *who);
             held.chain(model.unknown.iter().copied()).filter(|who| who.2 == self.id).collect()
         };
         for who in mine {
@@ -311,10 +339,14 @@ impl Locker {
     }
 }
 
-/// How often a holder was not asked, or did not answer: those that seem to hold a lock then need not.
+/// How often a holder was not asked, or did not answer: those that seem to hold a lock then need
+/// not.
 fn unanswered() -> u64 {
     let rows = Checking::counts();
-    rows.iter().filter(|(name, _)| matches!(*name, "lock-not-asked" | "lock-given-up")).map(|(_, n)| n).sum()
+    rows.iter()
+        .filter(|(name, _)| matches!(*name, "lock-not-asked" | "lock-given-up"))
+        .map(|(_, n)| n)
+        .sum()
 }
 
 /// Nobody has anything any more, or is dead: `other` can lock it all, if he waits.
@@ -351,7 +383,10 @@ mod tests {
         let (a, b) = ((0, false, 1, 1), (0, false, 2, 1));
         m.asks(a, 0..4, true);
         let since = m.asks(b, 2..6, false);
-        assert!(m.was_in_the_way(b, &(2..6), false, since) && !m.was_in_the_way(b, &(4..6), false, since));
+        assert!(
+            m.was_in_the_way(b, &(2..6), false, since)
+                && !m.was_in_the_way(b, &(4..6), false, since)
+        );
         assert!(m.closes(a) && !m.closes((1, false, 1, 1)));
         assert!(m.was_in_the_way(b, &(2..6), false, since), "it closed since");
         let since = m.asks(b, 2..6, false);
@@ -360,7 +395,9 @@ mod tests {
         m.given(b, 2..3, false, 72);
         m.keeps(b, &(2..6));
         let since = m.asks(a, 2..6, true);
-        assert!(m.was_in_the_way(a, &(2..3), true, since) && !m.was_in_the_way(a, &(3..6), true, since));
+        assert!(
+            m.was_in_the_way(a, &(2..3), true, since) && !m.was_in_the_way(a, &(3..6), true, since)
+        );
     }
 
     #[test]
@@ -374,7 +411,11 @@ mod tests {
         m.given(b, 0..1, false, 72);
         m.given((1, false, 3, 1), 0..8, true, 73);
         m.given((0, true, 3, 1), 0..8, true, 73);
-        assert_eq!(LockModel::overlap(&m.giving_up(a, 0..2), 71), None, "readers, another file, another kind");
+        assert_eq!(
+            LockModel::overlap(&m.giving_up(a, 0..2), 71),
+            None,
+            "readers, another file, another kind"
+        );
         m.given(b, 3..4, true, 72);
         let had = m.giving_up(a, 0..8);
         assert_eq!(LockModel::overlap(&had, 99), None, "it was lost with its session");

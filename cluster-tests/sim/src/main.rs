@@ -34,7 +34,8 @@ struct Args {
     /// Faults twice as often and of more kinds.
     #[arg(long)]
     harsh: bool,
-    /// Also clocks that drift, scarce leases, clients that only look, and one that keeps to no rule.
+    /// Also clocks that drift, scarce leases, clients that only look, and one that keeps to no
+    /// rule.
     #[arg(long)]
     wide: bool,
     /// Blocks that decay on disks while servers are away and others take their place.
@@ -46,7 +47,8 @@ struct Args {
     /// Also targets that are drained, and kept after all, in every run.
     #[arg(long)]
     moves: bool,
-    /// At the end, as JSON: how often each row of the tables of docs/leases.md was taken. Without it, as a table.
+    /// At the end, as JSON: how often each row of the tables of docs/leases.md was taken. Without
+    /// it, as a table.
     #[arg(long)]
     json: bool,
     /// Run with servers that leave out one kind of sync: most seeds must fail.
@@ -58,7 +60,8 @@ struct Args {
     /// Histories of metadata operations instead: each must be linearizable.
     #[arg(long)]
     histories: bool,
-    /// Files that clients hand on instead: each must see what the one before wrote, though that was held back.
+    /// Files that clients hand on instead: each must see what the one before wrote, though that was
+    /// held back.
     #[arg(long, conflicts_with = "histories")]
     baton: bool,
     /// Leases that run out under clients and storage servers instead.
@@ -73,7 +76,8 @@ struct Args {
     /// With --histories, --baton or --rivals: plant a fault, which most runs must show.
     #[arg(long)]
     plant: Option<Plant>,
-    /// Where to keep runs that fail: with --histories those that are not linearizable, for `strake-histories check`.
+    /// Where to keep runs that fail: with --histories those that are not linearizable, for
+    /// `strake-histories check`.
     #[arg(long, default_value = "histories")]
     keep: PathBuf,
     /// All kinds of run, each seed the kind that it is in `./simulate`.
@@ -82,7 +86,8 @@ struct Args {
     /// With --mixed: a line of JSON for each seed, and one at the end with the rows taken.
     #[arg(long, requires = "mixed")]
     jsonl: bool,
-    /// Make a run that fails short: fewer faults, clients and seconds, as long as the same promise breaks.
+    /// Make a run that fails short: fewer faults, clients and seconds, as long as the same promise
+    /// breaks.
     #[arg(long, conflicts_with_all = ["histories", "baton", "lapse", "outage", "rivals"])]
     shrink: bool,
     /// With --shrink: how many runs it may take.
@@ -117,14 +122,19 @@ fn sweep_mixed(args: &Args) -> u64 {
         if !done.violations.is_empty() {
             failed += 1;
             let file = args.keep.join(format!("seed-{seed}-{}.txt", done.mode.name()));
-            match std::fs::create_dir_all(&args.keep).and_then(|()| std::fs::write(&file, done.text())) {
+            match std::fs::create_dir_all(&args.keep)
+                .and_then(|()| std::fs::write(&file, done.text()))
+            {
                 Ok(()) => kept = Some(file.display().to_string()),
                 Err(e) => eprintln!("seed {seed} is not kept in {}: {e}", file.display()),
             }
         }
         if args.jsonl {
-            let faults: serde_json::Map<_, _> =
-                done.faults.rows().map(|(name, made, counted)| (name.into(), json!([made, counted]))).collect();
+            let faults: serde_json::Map<_, _> = done
+                .faults
+                .rows()
+                .map(|(name, made, counted)| (name.into(), json!([made, counted])))
+                .collect();
             let line = json!({ "seed": seed, "mode": done.mode.name(), "counted": done.faults.counted(), "faults": faults,
                 "simulated": done.simulated.as_secs_f64(), "violations": done.violations, "kept": kept });
             println!("{line}");
@@ -166,7 +176,8 @@ fn shrink_one(args: &Args) -> ExitCode {
     }
 }
 
-/// Runs the seeds as histories. Those that were not decided, or in which too little overlaps, count as failed.
+/// Runs the seeds as histories. Those that were not decided, or in which too little overlaps, count
+/// as failed.
 fn sweep_histories(args: &Args) -> u64 {
     let (mut failed, mut sum) = (0, histories::Sum::default());
     for seed in args.seed..args.seed + args.count {
@@ -354,7 +365,9 @@ fn sweep_files(args: &Args) -> u64 {
                 Err(e) => Some(format!("it failed: {e:?}")),
             };
             if let Some(how) = other {
-                println!("  NOT REPLAYED: the second run of seed {seed} took another course at {how}");
+                println!(
+                    "  NOT REPLAYED: the second run of seed {seed} took another course at {how}"
+                );
                 failed += 1;
             }
         }

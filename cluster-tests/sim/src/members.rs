@@ -1,4 +1,5 @@
-//! An administrator who has a metadata server replaced by a new one while everything else goes on, as `strake mds replace` does.
+//! An administrator who has a metadata server replaced by a new one while everything else goes on,
+//! as `strake mds replace` does.
 
 use std::{
     sync::{
@@ -61,7 +62,10 @@ impl Replacement {
         let begun = Instant::now();
         while !self.is_over() {
             if begun.elapsed() > RECOVERY {
-                let m = format!("metadata server {} is not replaced {RECOVERY:?} after the last fault", self.old);
+                let m = format!(
+                    "metadata server {} is not replaced {RECOVERY:?} after the last fault",
+                    self.old
+                );
                 return Err(Error::new(Code::TimedOut, m));
             }
             sleep(Duration::from_millis(500)).await;
@@ -119,6 +123,8 @@ async fn ask(fabric: &Arc<SimFabric>, at: u32, change: Option<Change>) -> Result
         link.close();
         answer
     };
-    let answer = timeout(PATIENCE, asked).await.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer")))?;
+    let answer = timeout(PATIENCE, asked)
+        .await
+        .unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer")))?;
     pb::MembersReply::decode(answer.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))
 }

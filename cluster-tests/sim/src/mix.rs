@@ -132,7 +132,8 @@ impl Done {
     /// For the file of a failing seed.
     pub fn text(&self) -> String {
         let how = self.mode.option();
-        let shrinks = if self.mode.scenario(self.seed).is_some() { " (--shrink makes it short)" } else { "" };
+        let shrinks =
+            if self.mode.scenario(self.seed).is_some() { " (--shrink makes it short)" } else { "" };
         format!("{self}\nagain: strake-sim{how} --seed {}{shrinks}\n\n{}", self.seed, self.details)
     }
 }
@@ -164,7 +165,10 @@ fn of_files(mode: Mode, s: Scenario) -> Result<Done> {
 
 /// The last events, for people.
 fn last(events: &[String]) -> String {
-    events[events.len().saturating_sub(KEPT)..].iter().map(|e| format!("{}\n", readable(e))).collect()
+    events[events.len().saturating_sub(KEPT)..]
+        .iter()
+        .map(|e| format!("{}\n", readable(e)))
+        .collect()
 }
 
 fn of_baton(seed: u64) -> Result<Done> {
@@ -182,13 +186,22 @@ fn of_lapse(seed: u64) -> Result<Done> {
 fn of_rivals(seed: u64) -> Result<Done> {
     let o = rivals::run(seed, None)?;
     let (trace, faults, violations, details) = (o.trace, o.faults, o.violations, last(&o.events));
-    Ok(Done { mode: Mode::Rivals, seed, trace, faults, simulated: o.simulated, violations, details })
+    Ok(Done {
+        mode: Mode::Rivals,
+        seed,
+        trace,
+        faults,
+        simulated: o.simulated,
+        violations,
+        details,
+    })
 }
 
 fn of_history(seed: u64) -> Result<Done> {
     let r = histories::run(histories::Scenario { seed, plant: None })?;
     let violations: Vec<String> = r.failure().into_iter().collect();
-    let details = if violations.is_empty() { String::new() } else { explain(&r.history, &r.verdict, LIMIT) };
+    let details =
+        if violations.is_empty() { String::new() } else { explain(&r.history, &r.verdict, LIMIT) };
     let (trace, faults, simulated) = (r.trace, r.faults, r.simulated);
     Ok(Done { mode: Mode::History, seed, trace, faults, simulated, violations, details })
 }
@@ -200,7 +213,11 @@ mod tests {
     #[test]
     fn shares_are_kept() {
         for (mode, share) in SHARES {
-            assert_eq!((1001..1021).filter(|s| Mode::of(*s) == mode).count() as u64, share, "{mode:?}");
+            assert_eq!(
+                (1001..1021).filter(|s| Mode::of(*s) == mode).count() as u64,
+                share,
+                "{mode:?}"
+            );
         }
     }
 }

@@ -63,7 +63,9 @@ pub async fn keep_all(cluster: &Cluster) -> Result<()> {
     for target in 0..OSS {
         while let Err(e) = decide(&fabric, Change::Keep { target }).await {
             if begun.elapsed() > RECOVERY {
-                return Err(e.context(format!("target {target} cannot be kept {RECOVERY:?} after the last fault")));
+                return Err(e.context(format!(
+                    "target {target} cannot be kept {RECOVERY:?} after the last fault"
+                )));
             }
             sleep(Duration::from_millis(500)).await;
         }
@@ -74,8 +76,12 @@ pub async fn keep_all(cluster: &Cluster) -> Result<()> {
 /// Asks one metadata server after the other until one does it.
 async fn decide(fabric: &Arc<SimFabric>, change: Change) -> Result<()> {
     let change = match change {
-        Change::Drain { target, heir } => pb::TargetChange { target, action: DRAIN, heir, slow: None },
-        Change::Keep { target } => pb::TargetChange { target, action: KEEP, heir: None, slow: None },
+        Change::Drain { target, heir } => {
+            pb::TargetChange { target, action: DRAIN, heir, slow: None }
+        }
+        Change::Keep { target } => {
+            pb::TargetChange { target, action: KEEP, heir: None, slow: None }
+        }
     };
     let change = pb::members_request::Change::Target(change);
     let body = pb::MembersRequest { change: Some(change) }.encode_to_vec();

@@ -1,9 +1,11 @@
-//! The simulated network: an implementation of [`Fabric`] whose delays, losses and partitions come from the seed.
+//! The simulated network: an implementation of [`Fabric`] whose delays, losses and partitions come
+//! from the seed.
 //!
-//! A connection is between two lives of two nodes. When either dies, calls on it end with `Disconnected`. On a blocked
-//! link nothing arrives; the caller learns so as over TCP: after its dead-peer limit the connection is closed. What a client had sent by then
-//! may arrive all the same, seconds later: its kernel goes on sending what is in the buffer of a closed connection. The server sees the end
-//! of the connection after that.
+//! A connection is between two lives of two nodes. When either dies, calls on it end with
+//! `Disconnected`. On a blocked link nothing arrives; the caller learns so as over TCP: after its
+//! dead-peer limit the connection is closed. What a client had sent by then may arrive all the
+//! same, seconds later: its kernel goes on sending what is in the buffer of a closed connection.
+//! The server sees the end of the connection after that.
 
 use std::{
     collections::BTreeMap,
@@ -18,7 +20,9 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use sha2::{Digest, Sha256};
-use strake_fabric::{Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_fabric::{
+    Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service,
+};
 use strake_proto::{Code, Error, Result, opcode};
 use tokio::{
     sync::oneshot,
@@ -38,13 +42,16 @@ const REPEATED_WITHIN: Duration = Duration::from_millis(200);
 const DEAD_PEER: Duration = Duration::from_secs(2);
 /// After so long the connection of what is held up is given up.
 const HELD_UP: Duration = Duration::from_millis(500);
-/// How many of the requests that are under way when their client gives the connection up arrive all the same, and how much later at most.
+/// How many of the requests that are under way when their client gives the connection up arrive all
+/// the same, and how much later at most.
 const SENT_ON: f64 = 0.8;
 const SENT_ON_WITHIN: Duration = Duration::from_secs(15);
-/// A batch of Raft messages that is longer holds entries; shorter ones are heartbeats and acknowledgements.
+/// A batch of Raft messages that is longer holds entries; shorter ones are heartbeats and
+/// acknowledgements.
 const RAFT_ENTRIES: usize = 200;
 
-/// How often a connection looks whether the other end is silent, and how often in a row it must be: two seconds, as of `strake_fabric::conn::Options`.
+/// How often a connection looks whether the other end is silent, and how often in a row it must be:
+/// two seconds, as of `strake_fabric::conn::Options`.
 const SILENT_TICK: Duration = Duration::from_millis(200);
 const SILENT_TICKS: u32 = 10;
 
@@ -76,7 +83,8 @@ struct State {
     unmet: BTreeMap<u64, Kind>,
     /// Faults of messages that wait for one of that node.
     strikes: Vec<(u32, Strike)>,
-    /// Operations on their way to, from or in each node, and how many messages of theirs came over each link.
+    /// Operations on their way to, from or in each node, and how many messages of theirs came over
+    /// each link.
     under_way: BTreeMap<u32, u32>,
     passed: BTreeMap<(u32, u32), u64>,
     ledger: Ledger,
@@ -103,7 +111,8 @@ struct Late {
     request: Message,
 }
 
-/// The receiver's end of a connection. It ends when the connection is closed and nothing is on its way over it any more.
+/// The receiver's end of a connection. It ends when the connection is closed and nothing is on its
+/// way over it any more.
 struct Far {
     service: Arc<dyn Service>,
     /// How the receiver sees the sender.
@@ -119,7 +128,8 @@ impl Drop for Far {
     }
 }
 
-/// A client's request that has not arrived yet. When its caller does not wait for that any more, it is the network's.
+/// A client's request that has not arrived yet. When its caller does not wait for that any more, it
+/// is the network's.
 struct Sent<'a> {
     connection: &'a SimConnection,
     far: Option<Arc<Far>>,
@@ -164,9 +174,11 @@ impl State {
     }
 }
 
-/// An operation that somebody waits for, or a step of one; not what servers and clients say to each other all the time.
+/// An operation that somebody waits for, or a step of one; not what servers and clients say to each
+/// other all the time.
 fn is_operation(m: &Message) -> bool {
-    let opcode = if m.opcode == opcode::RELAY { strake_fabric::relay::asked(&m.body) } else { m.opcode };
+    let opcode =
+        if m.opcode == opcode::RELAY { strake_fabric::relay::asked(&m.body) } else { m.opcode };
     match opcode {
         opcode::RAFT => m.body.len() > RAFT_ENTRIES,
         opcode::META
@@ -258,7 +270,8 @@ impl Network {
         fault
     }
 
-    /// Nothing sent by `from` reaches `to` any more, for ever or till then. The fault counts once it stops an operation.
+    /// Nothing sent by `from` reaches `to` any more, for ever or till then. The fault counts once
+    /// it stops an operation.
     pub fn block(&self, from: u32, to: u32, fault: u64, until: Option<Instant>) {
         self.state.lock().blocked.entry((from, to)).or_default().push(Block { fault, until });
     }
@@ -312,7 +325,8 @@ impl Network {
         self.state.lock().ledger
     }
 
-    /// No update of this node arrives any more, its connections are given up for that, and the network keeps them.
+    /// No update of this node arrives any more, its connections are given up for that, and the
+    /// network keeps them.
     pub fn hold_up(&self, node: Option<u32>) {
         self.state.lock().held_up = node;
     }
@@ -406,7 +420,8 @@ impl Network {
         self.state.lock().events.len()
     }
 
-    /// Hash of everything that happened so far, the number of messages delivered, and a line per event.
+    /// Hash of everything that happened so far, the number of messages delivered, and a line per
+    /// event.
     pub fn trace(&self) -> ([u8; 32], u64, Vec<String>) {
         let s = self.state.lock();
         (s.trace.clone().finalize().into(), s.messages, s.events.clone())
@@ -414,7 +429,8 @@ impl Network {
 
     fn delay(&self, from: u32, to: u32) -> Duration {
         let mut s = self.state.lock();
-        let (lo, hi) = (s.weather.min_delay.as_nanos() as u64, s.weather.max_delay.as_nanos() as u64);
+        let (lo, hi) =
+            (s.weather.min_delay.as_nanos() as u64, s.weather.max_delay.as_nanos() as u64);
         let usual = Duration::from_nanos(s.rng.random_range(lo..=hi.max(lo)));
         let lag = s.lags.get(&(from, to)).filter(|l| Instant::now() < l.1);
         usual + lag.map_or(Duration::ZERO, |l| l.0)
@@ -460,8 +476,8 @@ struct SimConnection {
     net: Network,
     from: End,
     to: End,
-    /// What the receiver answers with, if it does, until the connection is closed: servers that have connections to each other must not
-    /// keep each other in memory when all is over.
+    /// What the receiver answers with, if it does, until the connection is closed: servers that
+    /// have connections to each other must not keep each other in memory when all is over.
     far: Mutex<Option<Arc<Far>>>,
     closed: Arc<AtomicBool>,
     /// Both ends know that it is gone: nothing comes over it any more.
@@ -485,8 +501,15 @@ impl SimConnection {
         }
     }
 
-    /// One message over one direction: its delay, what strikes it, then whether it arrives. How much later it arrives again.
-    async fn travel(&self, from: u32, to: u32, is_operation: bool, is_reply: bool) -> Result<Option<Duration>> {
+    /// One message over one direction: its delay, what strikes it, then whether it arrives. How
+    /// much later it arrives again.
+    async fn travel(
+        &self,
+        from: u32,
+        to: u32,
+        is_operation: bool,
+        is_reply: bool,
+    ) -> Result<Option<Duration>> {
         sleep(self.net.delay(from, to)).await;
         let (blocks, strike) = {
             let mut s = self.net.state.lock();
@@ -498,7 +521,8 @@ impl SimConnection {
                     }
                 }
             }
-            let strike = if is_operation && blocks.is_empty() { s.strike(from, to, is_reply) } else { None };
+            let strike =
+                if is_operation && blocks.is_empty() { s.strike(from, to, is_reply) } else { None };
             (blocks, strike)
         };
         if !blocks.is_empty() {
@@ -560,8 +584,10 @@ impl SimConnection {
         if let Some(plant) = self.net.planted() {
             plant.tamper_request(&mut request);
         }
-        let far = self.far.lock().clone().ok_or_else(|| strake_fabric::unknown_opcode(request.opcode))?;
-        if request.opcode == opcode::WRITE && self.net.state.lock().held_up == Some(self.from.node) {
+        let far =
+            self.far.lock().clone().ok_or_else(|| strake_fabric::unknown_opcode(request.opcode))?;
+        if request.opcode == opcode::WRITE && self.net.state.lock().held_up == Some(self.from.node)
+        {
             let late = Late { env: self.to.env.clone(), far, request };
             self.net.state.lock().late.push(late);
             sleep(HELD_UP).await;
@@ -612,14 +638,17 @@ impl SimConnection {
         self.close();
     }
 
-    /// Nobody waits for this request any more, and it is on its way. Over a connection that works it arrives soon. Over one that was given up
-    /// perhaps, later.
+    /// Nobody waits for this request any more, and it is on its way. Over a connection that works
+    /// it arrives soon. Over one that was given up perhaps, later.
     fn send_on(&self, far: Arc<Far>, mut request: Message) {
         let (net, from, to) = (self.net.clone(), self.from.node, self.to.node);
         let given_up = self.is_closed() || net.is_blocked(from, to);
         let late = {
             let mut s = net.state.lock();
-            if s.over || self.broken.load(Ordering::SeqCst) || given_up && !s.rng.random_bool(SENT_ON) {
+            if s.over
+                || self.broken.load(Ordering::SeqCst)
+                || given_up && !s.rng.random_bool(SENT_ON)
+            {
                 return;
             }
             // More often soon than late.
@@ -650,7 +679,8 @@ impl SimConnection {
 }
 
 impl SimConnection {
-    /// Returns when nothing has passed for as long as a real connection waits; never where that is not noticed.
+    /// Returns when nothing has passed for as long as a real connection waits; never where that is
+    /// not noticed.
     async fn silent(&self) {
         if !self.net.state.lock().notices_silence {
             return std::future::pending().await;
@@ -678,7 +708,9 @@ impl Connection for SimConnection {
                 }
             }
         };
-        timeout(limit, call).await.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer in time")))
+        timeout(limit, call)
+            .await
+            .unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer in time")))
     }
 
     fn is_closed(&self) -> bool {
@@ -717,7 +749,11 @@ pub struct SimFabric {
 
 #[async_trait]
 impl Fabric for SimFabric {
-    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         let Endpoint::Sim(to) = *to else {
             return Err(Error::new(Code::Inval, format!("{to} is not a node of the simulator")));
         };
@@ -728,13 +764,17 @@ impl Fabric for SimFabric {
         }
         let (there, answers) = {
             let s = self.net.state.lock();
-            let l = s.listening.get(&to).ok_or_else(|| Error::new(Code::Disconnected, format!("sim:{to} refuses")))?;
+            let l = s
+                .listening
+                .get(&to)
+                .ok_or_else(|| Error::new(Code::Disconnected, format!("sim:{to} refuses")))?;
             (End { node: to, life: l.life, env: l.env.clone() }, l.service.clone())
         };
         let here = End { node: self.node, life: self.life, env: self.env.clone() };
         let id = self.net.ids.fetch_add(1, Ordering::Relaxed);
         let make = |from: &End, to: &End, service: Option<Arc<dyn Service>>, peer| {
-            let far = service.map(|service| Arc::new(Far { service, peer, closed: AtomicBool::new(false) }));
+            let far = service
+                .map(|service| Arc::new(Far { service, peer, closed: AtomicBool::new(false) }));
             Arc::new(SimConnection {
                 net: self.net.clone(),
                 from: from.clone(),
@@ -746,7 +786,12 @@ impl Fabric for SimFabric {
                 other: Mutex::new(Weak::new()),
             })
         };
-        let seen = |role, end: &End, back| Peer { role, addr: format!("sim:{}/{}", end.node, end.life), id, back };
+        let seen = |role, end: &End, back| Peer {
+            role,
+            addr: format!("sim:{}/{}", end.node, end.life),
+            id,
+            back,
+        };
         let backward = make(&there, &here, back, seen(Role::Server, &there, None));
         let answering = seen(self.role, &here, Some(backward.clone() as Arc<dyn Connection>));
         let forth = make(&here, &there, Some(answers), answering);

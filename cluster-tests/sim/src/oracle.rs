@@ -1,9 +1,11 @@
-//! What a reader may see: per file and cell of 512 bytes, the tags of the writes whose bytes may be there.
+//! What a reader may see: per file and cell of 512 bytes, the tags of the writes whose bytes may be
+//! there.
 //!
-//! Each write has a tag that no other write has; every word of its bytes names tag and place. A cell holds what the last
-//! fsync made durable, or any later write; after an fsync that succeeded, only the newest. A write that was answered with
-//! an error, or whose fsync was, may be there or not, and a later fsync does not change that. A cell never written reads as
-//! zeros. Anything else is a violated promise.
+//! Each write has a tag that no other write has; every word of its bytes names tag and place. A
+//! cell holds what the last fsync made durable, or any later write; after an fsync that succeeded,
+//! only the newest. A write that was answered with an error, or whose fsync was, may be there or
+//! not, and a later fsync does not change that. A cell never written reads as zeros. Anything else
+//! is a violated promise.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +13,8 @@ pub const CELL: usize = 512;
 /// Tag of bytes never written: zeros.
 const NEVER: u32 = 0;
 
-/// The bytes of a write: 8-byte words, tag in the high half, offset in the file in words in the low half.
+/// The bytes of a write: 8-byte words, tag in the high half, offset in the file in words in the low
+/// half.
 pub fn fill(tag: u32, offset: u64, out: &mut [u8]) {
     for (i, word) in out.chunks_exact_mut(8).enumerate() {
         let place = (offset / 8 + i as u64) as u32;
@@ -31,7 +34,9 @@ struct Cell {
 
 impl Cell {
     fn matches(&self, offset: u64, got: &[u8]) -> bool {
-        self.tags.iter().any(|t| matches(if self.holes.contains(t) { NEVER } else { *t }, offset, got))
+        self.tags
+            .iter()
+            .any(|t| matches(if self.holes.contains(t) { NEVER } else { *t }, offset, got))
     }
 }
 
@@ -94,7 +99,8 @@ impl FileModel {
     /// Whether what lies between may be a hole: read as zeros.
     pub fn check_hole(&self, from: u64, to: u64) -> Result<(), String> {
         for c in from / CELL as u64..to.min(self.most_size).div_ceil(CELL as u64) {
-            self.check(c * CELL as u64, &[0; CELL]).map_err(|e| format!("hole {from} to {to}: {e}"))?;
+            self.check(c * CELL as u64, &[0; CELL])
+                .map_err(|e| format!("hole {from} to {to}: {e}"))?;
         }
         Ok(())
     }
@@ -171,7 +177,9 @@ pub struct NameModel {
 
 impl NameModel {
     pub fn check(&self, listed: &BTreeSet<String>) -> Result<(), String> {
-        if let Some(lost) = self.there.iter().find(|n| !listed.contains(*n) && !self.open.contains(*n)) {
+        if let Some(lost) =
+            self.there.iter().find(|n| !listed.contains(*n) && !self.open.contains(*n))
+        {
             return Err(format!("acknowledged name {lost} is gone"));
         }
         match listed.iter().find(|n| !self.there.contains(*n) && !self.open.contains(*n)) {
@@ -206,7 +214,9 @@ mod tests {
         assert!(m.check(512, &torn).is_err(), "torn within a cell");
         m.synced();
         assert!(m.check(512, &a[512..1024]).is_err(), "stale");
-        assert!(m.check_size(2048).is_ok() && m.check_size(512).is_err() && m.check_size(4096).is_err());
+        assert!(
+            m.check_size(2048).is_ok() && m.check_size(512).is_err() && m.check_size(4096).is_err()
+        );
     }
 
     #[test]
@@ -249,16 +259,28 @@ mod tests {
         assert!(m.check_hole(0, 512).is_err() && m.check_hole(2048, 9000).is_ok());
         m.punched(2, 512, 1024);
         let punched = [&a[..512], &[0; 1024], &a[1536..]].concat();
-        assert!(m.check(0, &a).is_ok() && m.check(0, &punched).is_ok() && m.check_hole(512, 1536).is_ok());
+        assert!(
+            m.check(0, &a).is_ok()
+                && m.check(0, &punched).is_ok()
+                && m.check_hole(512, 1536).is_ok()
+        );
         m.synced();
-        assert!(m.check(0, &a).is_err() && m.check(0, &punched).is_ok() && m.check_hole(0, 1536).is_err());
+        assert!(
+            m.check(0, &a).is_err()
+                && m.check(0, &punched).is_ok()
+                && m.check_hole(0, 1536).is_err()
+        );
         m.wrote(3, 512, 512);
         m.punched(4, 512, 512);
         m.write_failed(4);
         m.synced();
         let mut b = vec![0; 512];
         fill(3, 512, &mut b);
-        assert!(m.check(512, &b).is_ok() && m.check(512, &[0; 512]).is_ok() && m.check(512, &a[512..1024]).is_err());
+        assert!(
+            m.check(512, &b).is_ok()
+                && m.check(512, &[0; 512]).is_ok()
+                && m.check(512, &a[512..1024]).is_err()
+        );
     }
 
     #[test]

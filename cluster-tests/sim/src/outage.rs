@@ -1,5 +1,6 @@
-//! One thing at a time is broken, while clients do small things without a pause: no call may take five seconds, and none may fail. What is broken is one server,
-//! its links to all others or to one, or its disk; then all is mended, and whole again, before the next.
+//! One thing at a time is broken, while clients do small things without a pause: no call may take
+//! five seconds, and none may fail. What is broken is one server, its links to all others or to
+//! one, or its disk; then all is mended, and whole again, before the next.
 
 use std::{
     future::Future,
@@ -93,7 +94,12 @@ pub fn run(seed: u64) -> Result<Outcome> {
     })
 }
 
-async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared, now: &Arc<Mutex<Now>>) -> Result<()> {
+async fn simulate(
+    seed: u64,
+    cluster: &mut Cluster,
+    found: &Shared,
+    now: &Arc<Mutex<Now>>,
+) -> Result<()> {
     let mut rng = StdRng::seed_from_u64(seed ^ 0x0a7e);
     for node in cluster.nodes() {
         cluster.start(node).await?;
@@ -102,7 +108,8 @@ async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared, now: &Arc<Mu
     let (stop, mut tasks) = (Arc::new(AtomicBool::new(false)), Vec::new());
     for id in 1..=CLIENTS {
         let client = cluster.client(id).await?;
-        let of_client = Steady { id, client, found: found.clone(), now: now.clone(), stop: stop.clone() };
+        let of_client =
+            Steady { id, client, found: found.clone(), now: now.clone(), stop: stop.clone() };
         tasks.extend(of_client.start(rng.random()).await?);
     }
     for _ in 0..ROUNDS {
@@ -115,8 +122,12 @@ async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared, now: &Arc<Mu
     }
     stop.store(true, Relaxed);
     for t in tasks {
-        let late = |_| Error::new(Code::TimedOut, "a client did not finish 300 s after the last fault");
-        timeout(Duration::from_secs(300), t).await.map_err(late)?.map_err(|e| Error::new(Code::Io, e.to_string()))?;
+        let late =
+            |_| Error::new(Code::TimedOut, "a client did not finish 300 s after the last fault");
+        timeout(Duration::from_secs(300), t)
+            .await
+            .map_err(late)?
+            .map_err(|e| Error::new(Code::Io, e.to_string()))?;
     }
     Ok(())
 }
@@ -147,7 +158,11 @@ async fn one(cluster: &mut Cluster, rng: &mut StdRng, now: &Arc<Mutex<Now>>) -> 
                 true => (rng.random_bool(0.5), node, other),
                 false => (rng.random_bool(0.5), other, node),
             };
-            broken(format!("the link from {} to {} is cut, one_way={one_way}", called(a), called(b)));
+            broken(format!(
+                "the link from {} to {} is cut, one_way={one_way}",
+                called(a),
+                called(b)
+            ));
             cluster.cut(a, b, one_way, until);
         }
         _ => {
@@ -223,11 +238,14 @@ impl Steady {
         }
     }
 
-    /// What the same client writes, past its memory. Whether it is right other kinds of run look at.
+    /// What the same client writes, past its memory. Whether it is right other kinds of run look
+    /// at.
     async fn reads(self, file: Arc<File>, seed: u64) {
         const O_DIRECT: u32 = 0o40000;
         let mut rng = StdRng::seed_from_u64(seed);
-        let Some((past, _)) = self.call("an open", self.client.open(&root(), file.ino(), O_DIRECT)).await else {
+        let Some((past, _)) =
+            self.call("an open", self.client.open(&root(), file.ino(), O_DIRECT)).await
+        else {
             return;
         };
         while !self.stop.load(Relaxed) {

@@ -1,4 +1,5 @@
-//! Faults that are planted to see a checker find them: what servers or clients of another make might do, done by the network.
+//! Faults that are planted to see a checker find them: what servers or clients of another make
+//! might do, done by the network.
 
 use std::time::Duration;
 
@@ -14,12 +15,13 @@ const ANOTHER: u64 = 1 << 40;
 /// A fault that a run must show.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Plant {
-    /// Clients go on answering from memory what was recalled: they are told to forget something else, and acknowledge that.
+    /// Clients go on answering from memory what was recalled: they are told to forget something
+    /// else, and acknowledge that.
     StaleRead,
     /// No fault: clients hear late of what they are to forget. Everything must hold all the same.
     LateRecall,
-    /// Likewise, and followers tell what they have applied though others may still know what was before: that anything is not settled does
-    /// not reach them.
+    /// Likewise, and followers tell what they have applied though others may still know what was
+    /// before: that anything is not settled does not reach them.
     Unsettled,
     /// Clients say that they have reported a file without having sent what they hold back of it.
     EmptyReport,
@@ -56,7 +58,8 @@ impl Plant {
             }
             (Plant::Unsettled, opcode::FRONTIER) => {
                 let Ok(r) = pb::FrontierReply::decode(reply.body.clone()) else { return };
-                reply.body = pb::FrontierReply { unsettled: Vec::new(), ..r }.encode_to_vec().into();
+                reply.body =
+                    pb::FrontierReply { unsettled: Vec::new(), ..r }.encode_to_vec().into();
             }
             _ => {}
         }

@@ -68,7 +68,12 @@ pub fn run(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
     })
 }
 
-async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster, out: &mut Outcome) -> Result<()> {
+async fn simulate(
+    seed: u64,
+    plant: Option<Plant>,
+    cluster: &mut Cluster,
+    out: &mut Outcome,
+) -> Result<()> {
     for node in cluster.nodes() {
         cluster.start(node).await?;
     }
@@ -79,7 +84,8 @@ async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster, out: &
     let (mut config, env, fabric) = cluster.prepare(0);
     (config.op_timeout, config.write_back) = (PATIENCE, false);
     let client = Client::connect(config, env, fabric).await?;
-    let (file, _) = client.create(&root(), client.root(), b"rivals", 0o644, RDWR, true, None).await?;
+    let (file, _) =
+        client.create(&root(), client.root(), b"rivals", 0o644, RDWR, true, None).await?;
     let ino = file.ino();
     file.write(0, vec![Buf::copy_from(&[1; FILE_BYTES])]).await?;
     file.close().await?;
@@ -118,14 +124,25 @@ async fn one_round(
     let len = rng.random_range(2..9000);
     let (at, byte) = (rng.random_range(0..FILE_BYTES - len), 10 * (round + 1));
     let reach = [Reach::All, Reach::Metadata, Reach::Nobody][rng.random_range(0..3)];
-    cluster.net.note(&format!("round {round}: what {FIRST_CLIENT} sends is kept, then it reaches {reach:?}"));
+    cluster.net.note(&format!(
+        "round {round}: what {FIRST_CLIENT} sends is kept, then it reaches {reach:?}"
+    ));
     // Now and then it has not heard of storage servers for long.
-    sleep(Duration::from_millis(if rng.random_bool(0.3) { 12_000 } else { rng.random_range(0..500) })).await;
+    sleep(Duration::from_millis(if rng.random_bool(0.3) {
+        12_000
+    } else {
+        rng.random_range(0..500)
+    }))
+    .await;
     cluster.net.hold_up(Some(FIRST_CLIENT));
     let (begun, file) = (Instant::now(), mine.clone());
-    let call = tokio::spawn(async move { file.write(at as u64, vec![Buf::copy_from(&vec![byte; len])]).await });
+    let call =
+        tokio::spawn(
+            async move { file.write(at as u64, vec![Buf::copy_from(&vec![byte; len])]).await },
+        );
     sleep(Duration::from_millis(rng.random_range(50..2500))).await;
-    let (mds, oss): (Vec<u32>, Vec<u32>) = ((1..=MDS).collect(), (FIRST_OSS..FIRST_OSS + OSS).collect());
+    let (mds, oss): (Vec<u32>, Vec<u32>) =
+        ((1..=MDS).collect(), (FIRST_OSS..FIRST_OSS + OSS).collect());
     match reach {
         Reach::All => {}
         Reach::Metadata => cluster.cut_off(FIRST_CLIENT, &oss, false, None),
@@ -133,7 +150,10 @@ async fn one_round(
     }
     let ended = call.await.map_err(|e| Error::new(Code::Io, format!("a writer failed: {e}")))?;
     let took = begun.elapsed();
-    cluster.net.note(&format!("round {round}: the call ends after {took:?}: {:?}", ended.as_ref().map_err(|e| e.code)));
+    cluster.net.note(&format!(
+        "round {round}: the call ends after {took:?}: {:?}",
+        ended.as_ref().map_err(|e| e.code)
+    ));
     out.longest = out.longest.max(took);
     match ended {
         Err(e) if matches!(e.code, Code::TimedOut | Code::Io) => out.failed += 1,
@@ -145,7 +165,8 @@ async fn one_round(
     }
     out.soon += u64::from(took < PATIENCE + Duration::from_secs(1));
     // All of it, or a part.
-    let (from, to) = if rng.random_bool(0.5) { (0, len) } else { (len / 4, len / 4 + len.div_ceil(2)) };
+    let (from, to) =
+        if rng.random_bool(0.5) { (0, len) } else { (len / 4, len / 4 + len.div_ceil(2)) };
     let newer = vec![Buf::copy_from(&vec![byte + 1; to - from])];
     if rng.random_bool(0.3) {
         out.late += cluster.net.let_late_through();

@@ -1,4 +1,5 @@
-//! One simulated run: a seed decides everything, and the same seed gives the same trace to the byte.
+//! One simulated run: a seed decides everything, and the same seed gives the same trace to the
+//! byte.
 
 use std::{
     sync::{
@@ -54,7 +55,8 @@ pub struct Scenario {
     pub harsh: bool,
     /// The servers leave out this sync: a run that must end in violations.
     pub skip: Option<Sync>,
-    /// Also: clocks that drift, scarce leases, clients that only look, and one that keeps to no rule ([`crate::wide`]).
+    /// Also: clocks that drift, scarce leases, clients that only look, and one that keeps to no
+    /// rule ([`crate::wide`]).
     pub wide: bool,
     /// Mean simulated time between faults of single messages; zero for none.
     pub message_every: Duration,
@@ -64,13 +66,15 @@ pub struct Scenario {
     pub replaces: bool,
     /// Targets are drained, and kept after all.
     pub moves: bool,
-    /// Blocks decay on disks while servers are away, and what those had is copied to others after a second and a half.
+    /// Blocks decay on disks while servers are away, and what those had is copied to others after a
+    /// second and a half.
     pub decays: bool,
     /// The disks of one storage server and of one metadata server decay.
     pub tables: bool,
     /// Servers live and reach each other; only clients are cut off from some.
     pub gentle: bool,
-    /// Bits of tasks that are left out: writers 0 to 2, lockers 3 to 5, truths 6 to 8, clients that die 9 and 10, what wide runs add 11.
+    /// Bits of tasks that are left out: writers 0 to 2, lockers 3 to 5, truths 6 to 8, clients that
+    /// die 9 and 10, what wide runs add 11.
     pub without: u32,
 }
 
@@ -128,7 +132,8 @@ impl Scenario {
         Scenario { gentle: false, joins: false, replaces: false, moves: false, ..s }
     }
 
-    /// With what takes every row of the tables of leases; faults about as often as in [`Scenario::new`].
+    /// With what takes every row of the tables of leases; faults about as often as in
+    /// [`Scenario::new`].
     pub fn wide(seed: u64) -> Scenario {
         let (length, fault_every) = (Duration::from_secs(15), Duration::from_millis(1500));
         Scenario { wide: true, gentle: false, length, fault_every, ..Scenario::new(seed) }
@@ -171,7 +176,8 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Where another run of the same seed first took another course: a few events before it, and both events.
+    /// Where another run of the same seed first took another course: a few events before it, and
+    /// both events.
     pub fn parting(&self, other: &Outcome) -> Option<String> {
         let (a, b) = (&self.events, &other.events);
         let at = (0..a.len().max(b.len())).find(|i| a.get(*i) != b.get(*i));
@@ -194,9 +200,11 @@ pub fn simulated() -> Duration {
     BEGUN.get().map_or(Duration::ZERO, |b| b.elapsed())
 }
 
-/// What happens in the cluster of a seed, on a single-threaded runtime whose clock only moves when nothing else can.
+/// What happens in the cluster of a seed, on a single-threaded runtime whose clock only moves when
+/// nothing else can.
 pub(crate) fn in_cluster<T>(seed: u64, happens: impl AsyncFnOnce(&mut Cluster) -> T) -> Result<T> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
     let outcome = runtime.block_on(async {
         BEGUN.set(Some(Instant::now()));
         let mut cluster = Cluster::new(seed);
@@ -226,14 +234,23 @@ pub fn run_with(s: Scenario, faults: &[Timed]) -> Result<Outcome> {
     })
 }
 
-fn report(seed: u64, scheduled: usize, cluster: &Cluster, f: &mut Findings, begun: Instant) -> Outcome {
+fn report(
+    seed: u64,
+    scheduled: usize,
+    cluster: &Cluster,
+    f: &mut Findings,
+    begun: Instant,
+) -> Outcome {
     let (trace, messages, events) = cluster.net.trace();
     let scrubbed = cluster.scrubbed();
     let faults = cluster.net.ledger();
     let harms = [Kind::DiskCorrupt.name(), Kind::Decay.name(), Kind::TableDecay.name()];
     let misread = faults.rows().any(|(kind, made, _)| harms.contains(&kind) && made > 0);
     if scrubbed.damaged > 0 && !misread {
-        f.broken(format!("{} chunks were found damaged on disks that do not decay", scrubbed.damaged));
+        f.broken(format!(
+            "{} chunks were found damaged on disks that do not decay",
+            scrubbed.damaged
+        ));
     }
     Outcome {
         seed,
@@ -275,7 +292,8 @@ impl Crew {
         let mut rng = StdRng::seed_from_u64(s.seed ^ 0xc1e7);
         let works = |task: u32| s.without & 1 << task == 0;
         let stop = Arc::new(AtomicBool::new(false));
-        let (mut writing, mut locking, mut looking, mut counted) = (Vec::new(), Vec::new(), Vec::new(), None);
+        let (mut writing, mut locking, mut looking, mut counted) =
+            (Vec::new(), Vec::new(), Vec::new(), None);
         let model = Model::default();
         for id in 1..=CLIENTS {
             let client = cluster.client(id).await?;
@@ -286,22 +304,33 @@ impl Crew {
             };
             if works(CLIENTS + id - 1) {
                 let files = lockers::files(&client).await?;
-                let locker = Locker::new(id, client.clone(), of_locker, found.clone(), model.clone(), files);
+                let locker =
+                    Locker::new(id, client.clone(), of_locker, found.clone(), model.clone(), files);
                 locking.push(tokio::spawn(locker.run(stop.clone())));
             }
             if works(2 * CLIENTS + id - 1) {
-                let truth = Truth::new(id as usize - 1, client.clone(), of_truth, found.clone(), counted.clone());
+                let truth = Truth::new(
+                    id as usize - 1,
+                    client.clone(),
+                    of_truth,
+                    found.clone(),
+                    counted.clone(),
+                );
                 looking.push(tokio::spawn(truth.run(stop.clone())));
             }
             if works(id - 1) && s.gentle {
                 let savers = (0..SAVERS).map(|n| {
-                    let (folder, seed) = (format!("saver{id}-{n}"), s.seed << 16 | u64::from(id) << 8 | n);
-                    tokio::spawn(Saver::new(client.clone(), folder, seed, found.clone()).run(stop.clone()))
+                    let (folder, seed) =
+                        (format!("saver{id}-{n}"), s.seed << 16 | u64::from(id) << 8 | n);
+                    tokio::spawn(
+                        Saver::new(client.clone(), folder, seed, found.clone()).run(stop.clone()),
+                    )
                 });
                 looking.extend(savers);
             }
             if works(id - 1) {
-                let mut actor = Actor::new(id, client, of_actor, found.clone(), flavour(s.seed) >= 2).await?;
+                let mut actor =
+                    Actor::new(id, client, of_actor, found.clone(), flavour(s.seed) >= 2).await?;
                 let stop = stop.clone();
                 writing.push(tokio::spawn(async move {
                     actor.run(stop).await;
@@ -328,7 +357,8 @@ impl Crew {
         self.ghosts.iter_mut().for_each(|g| g.die(cluster, at_once));
     }
 
-    /// Nothing is broken any more: all come to their end, and what they left is looked at. Who looked goes on living.
+    /// Nothing is broken any more: all come to their end, and what they left is looked at. Who
+    /// looked goes on living.
     async fn finish(self, cluster: &mut Cluster, found: &Shared, told: bool) -> Result<Client> {
         // The dead are reported, or missed when their term is over.
         let dead = self.ghosts.iter().filter(|_| told).map(|g| g.uuid).collect();
@@ -337,7 +367,9 @@ impl Crew {
             sleep(SESSION_TERM + Duration::from_secs(2)).await;
         }
         for g in &self.ghosts {
-            g.check(&other, found).await.map_err(|e| e.context(format!("after client {} had died", g.node)))?;
+            g.check(&other, found)
+                .await
+                .map_err(|e| e.context(format!("after client {} had died", g.node)))?;
         }
         for t in self.looking {
             ended(t).await?;
@@ -353,7 +385,12 @@ impl Crew {
     }
 }
 
-async fn simulate(s: Scenario, faults: &[Timed], cluster: &mut Cluster, found: &Shared) -> Result<()> {
+async fn simulate(
+    s: Scenario,
+    faults: &[Timed],
+    cluster: &mut Cluster,
+    found: &Shared,
+) -> Result<()> {
     if s.wide {
         cluster.widen(s.seed);
     }
@@ -393,7 +430,9 @@ async fn simulate(s: Scenario, faults: &[Timed], cluster: &mut Cluster, found: &
 async fn ended<T>(task: tokio::task::JoinHandle<T>) -> Result<T> {
     timeout(Duration::from_secs(300), task)
         .await
-        .map_err(|_| Error::new(Code::TimedOut, "a client did not finish 300 s after the last fault"))?
+        .map_err(|_| {
+            Error::new(Code::TimedOut, "a client did not finish 300 s after the last fault")
+        })?
         .map_err(|e| Error::new(Code::Io, format!("a client failed: {e}")))
 }
 
@@ -416,7 +455,12 @@ enum Mend {
 }
 
 /// Makes the faults, each at its time, and ends them at theirs.
-async fn harm(cluster: &mut Cluster, length: Duration, faults: &[Timed], crew: &mut Crew) -> Result<()> {
+async fn harm(
+    cluster: &mut Cluster,
+    length: Duration,
+    faults: &[Timed],
+    crew: &mut Crew,
+) -> Result<()> {
     cluster.net.note("the faults begin");
     let begun = Instant::now();
     let mut to_mend: Vec<(Duration, Mend)> = Vec::new();
@@ -455,7 +499,12 @@ async fn harm(cluster: &mut Cluster, length: Duration, faults: &[Timed], crew: &
     }
 }
 
-async fn make(cluster: &mut Cluster, fault: &Fault, at: Duration, to_mend: &mut Vec<(Duration, Mend)>) -> Result<()> {
+async fn make(
+    cluster: &mut Cluster,
+    fault: &Fault,
+    at: Duration,
+    to_mend: &mut Vec<(Duration, Mend)>,
+) -> Result<()> {
     let until = |lasts: Duration| Some(Instant::now() + lasts);
     match *fault {
         Fault::Crash { node, power, dice, down } => {
@@ -471,7 +520,11 @@ async fn make(cluster: &mut Cluster, fault: &Fault, at: Duration, to_mend: &mut 
             cluster.cut_off(client, &mds, false, until(lasts));
         }
         Fault::Weather { max_delay, break_per_mille } => {
-            cluster.net.set_weather(Weather { min_delay: Duration::ZERO, max_delay, break_per_mille });
+            cluster.net.set_weather(Weather {
+                min_delay: Duration::ZERO,
+                max_delay,
+                break_per_mille,
+            });
         }
         Fault::Message { node, what } => cluster.net.strike(node, what),
         Fault::Jump { node, seconds } => cluster.jump_clock(node, seconds),

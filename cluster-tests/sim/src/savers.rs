@@ -1,5 +1,5 @@
-//! Clients that make files with data and remove or replace them at once, several at the same time: what is written there is under way when a
-//! connection is given up, and its file is soon gone.
+//! Clients that make files with data and remove or replace them at once, several at the same time:
+//! what is written there is under way when a connection is given up, and its file is soon gone.
 
 use std::{
     sync::{
@@ -55,7 +55,9 @@ impl Saver {
     async fn folder(&self) -> Result<Ino> {
         let (client, name) = (&self.client, self.folder.as_bytes());
         match client.mkdir(&root(), client.root(), name, 0o755).await {
-            Err(e) if e.code == Code::Exist => Ok(client.lookup(&root(), client.root(), name).await?.ino),
+            Err(e) if e.code == Code::Exist => {
+                Ok(client.lookup(&root(), client.root(), name).await?.ino)
+            }
             made => Ok(made?.ino),
         }
     }
@@ -63,7 +65,8 @@ impl Saver {
     async fn save(&mut self, dir: Ino) -> Result<()> {
         self.next += 1;
         let (client, new) = (self.client.clone(), format!("new{}", self.next));
-        let (file, _) = client.create(&root(), dir, new.as_bytes(), 0o644, RDWR, true, None).await?;
+        let (file, _) =
+            client.create(&root(), dir, new.as_bytes(), 0o644, RDWR, true, None).await?;
         let written = self.write(&file).await;
         let closed = file.close().await;
         if self.rng.random_bool(0.5) {

@@ -1,6 +1,7 @@
-//! One truth of bytes: what any client read of a file, or what a write of it left that returned, no client reads anything older than
-//! afterwards. Each client writes one file, and all read all of them, from whatever replica they choose. For clusters whose storage servers
-//! live: what dies with them before it is synced may be seen and go.
+//! One truth of bytes: what any client read of a file, or what a write of it left that returned, no
+//! client reads anything older than afterwards. Each client writes one file, and all read all of
+//! them, from whatever replica they choose. For clusters whose storage servers live: what dies with
+//! them before it is synced may be seen and go.
 
 use std::{
     sync::{
@@ -54,10 +55,12 @@ fn cell_of(version: u32, cell: usize) -> [u8; CELL] {
 
 /// Makes the files of so many clients.
 pub async fn files(client: &Client, count: usize) -> Result<(Model, Vec<Ino>)> {
-    let (mut inos, first) = (Vec::new(), (0..CELLS).flat_map(|c| cell_of(1, c)).collect::<Vec<u8>>());
+    let (mut inos, first) =
+        (Vec::new(), (0..CELLS).flat_map(|c| cell_of(1, c)).collect::<Vec<u8>>());
     for n in 0..count {
         let name = format!("bytes{n}");
-        let (file, attr) = client.create(&root(), client.root(), name.as_bytes(), 0o644, RDWR, true, None).await?;
+        let (file, attr) =
+            client.create(&root(), client.root(), name.as_bytes(), 0o644, RDWR, true, None).await?;
         file.write_all_at(0, &first).await?;
         file.fsync().await?;
         file.close().await?;
@@ -92,7 +95,11 @@ pub async fn start(
 }
 
 /// When nothing is broken any more: everything is read once more, by somebody else.
-pub async fn finish(client: &Client, found: &Shared, (model, inos): &(Model, Vec<Ino>)) -> Result<()> {
+pub async fn finish(
+    client: &Client,
+    found: &Shared,
+    (model, inos): &(Model, Vec<Ino>),
+) -> Result<()> {
     let (rng, model) = (StdRng::seed_from_u64(0), model.clone());
     let mut last = Scribe { id: inos.len(), rng, found: found.clone(), model, files: Vec::new() };
     for (n, ino) in inos.iter().enumerate() {
@@ -147,7 +154,8 @@ impl Scribe {
         self.found.lock().reads += 1;
         for (i, told) in before.iter().map(|c| c.told).enumerate() {
             let there = seen.get(i * CELL..(i + 1) * CELL).unwrap_or_default();
-            let version = there.first_chunk::<8>().map_or(0, |w| (u64::from_le_bytes(*w) >> 32) as u32);
+            let version =
+                there.first_chunk::<8>().map_or(0, |w| (u64::from_le_bytes(*w) >> 32) as u32);
             let begun = {
                 let c = &mut self.model.0.lock()[file][i];
                 c.told = c.told.max(version.min(c.begun));
@@ -155,7 +163,11 @@ impl Scribe {
             };
             let whole = there == cell_of(version, i);
             if !whole || version < told || version > begun {
-                let what = if whole { format!("version {version}") } else { "torn or foreign bytes".into() };
+                let what = if whole {
+                    format!("version {version}")
+                } else {
+                    "torn or foreign bytes".into()
+                };
                 let (id, at) = (self.id + 1, crate::run::simulated());
                 self.found.lock().broken(format!(
                     "client {id}: cell {i} of file {file} ({:#x}) has {what}; {told} had been told, {begun} was begun ({at:.3?})",

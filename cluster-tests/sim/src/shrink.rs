@@ -1,4 +1,5 @@
-//! A run that breaks a promise, made short: fewer faults, less time and fewer clients, as long as the same promise breaks.
+//! A run that breaks a promise, made short: fewer faults, less time and fewer clients, as long as
+//! the same promise breaks.
 
 use std::time::Duration;
 
@@ -117,7 +118,8 @@ pub fn shrink(s: Scenario, most: usize, progress: &mut dyn FnMut(&str)) -> Resul
     let (mut scenario, of) = (s, faults.len());
     let failed = run_with(s, &faults)?;
     let Some(first) = failed.violations.first() else { return Ok(None) };
-    let mut search = Search { promise: promise(first), runs: 1, most, failed: failed.clone(), progress };
+    let mut search =
+        Search { promise: promise(first), runs: 1, most, failed: failed.clone(), progress };
     search.shorter(&mut scenario, &mut faults)?;
     search.alone(&mut scenario, &faults)?;
     search.fewer(scenario, &mut faults)?;
@@ -140,8 +142,13 @@ impl Short {
     /// For people: what was broken, by which faults, and the trace up to there.
     pub fn text(&self) -> String {
         let (s, o) = (&self.scenario, &self.outcome);
-        let mut out =
-            format!("seed {}: shrunk in {} runs from {} faults to {}\n", s.seed, self.runs, self.of, self.faults.len());
+        let mut out = format!(
+            "seed {}: shrunk in {} runs from {} faults to {}\n",
+            s.seed,
+            self.runs,
+            self.of,
+            self.faults.len()
+        );
         o.violations.iter().for_each(|v| out.push_str(&format!("  broken: {v}\n")));
         out.push_str(&format!(
             "  the first fault may come at {:.3} s; after {:?} all is repaired. Who works:\n",
@@ -157,7 +164,10 @@ impl Short {
         }
         let end = o.broken_at.unwrap_or(o.events.len()).min(o.events.len());
         let from = end.saturating_sub(SHOWN);
-        out.push_str(&format!("  events {from} to {end} of {}, up to where it was noticed:\n", o.events.len()));
+        out.push_str(&format!(
+            "  events {from} to {end} of {}, up to where it was noticed:\n",
+            o.events.len()
+        ));
         o.events[from..end].iter().for_each(|e| out.push_str(&format!("  {}\n", readable(e))));
         out
     }
@@ -178,7 +188,12 @@ pub fn readable(event: &str) -> String {
         let (from, to) = nodes.split_once(" > ")?;
         let (op, sizes) = rest.split_once(", ")?;
         let op = u16::from_str_radix(op, 16).ok()?;
-        Some(format!("{} > {}: {}, {sizes}", called(from.parse().ok()?), called(to.parse().ok()?), opcode_name(op)))
+        Some(format!(
+            "{} > {}: {}, {sizes}",
+            called(from.parse().ok()?),
+            called(to.parse().ok()?),
+            opcode_name(op)
+        ))
     });
     format!("{at:10.6} s  {}", message.unwrap_or_else(|| what.into()))
 }
@@ -220,7 +235,9 @@ mod tests {
     #[test]
     fn what_is_read_is_for_people() {
         assert_eq!(
-            readable("1500000000 201 > 101: opcode 0x102, body 90 bytes crc 00c0ffee, payload 4096"),
+            readable(
+                "1500000000 201 > 101: opcode 0x102, body 90 bytes crc 00c0ffee, payload 4096"
+            ),
             "  1.500000 s  client 0 > oss 101: write, body 90 bytes crc 00c0ffee, payload 4096"
         );
         assert_eq!(readable("2000000000 kill 102 power=true"), "  2.000000 s  kill 102 power=true");
@@ -228,7 +245,8 @@ mod tests {
 
     #[test]
     fn a_promise_is_what_is_said_without_numbers() {
-        let (a, b) = ("client 2: file1: at 512: found tag 7", "client 1: file0: at 1024: found tag 33");
+        let (a, b) =
+            ("client 2: file1: at 512: found tag 7", "client 1: file0: at 1024: found tag 33");
         assert_eq!(promise(a), promise(b));
         assert_ne!(promise(a), promise("client 2: file1: size 7, allowed 8..=9"));
     }

@@ -1,4 +1,5 @@
-//! A cluster in which the disk of one target becomes slow, though it fails at nothing: it is found and emptied while clients go on.
+//! A cluster in which the disk of one target becomes slow, though it fails at nothing: it is found
+//! and emptied while clients go on.
 
 use std::time::Duration;
 
@@ -46,7 +47,9 @@ impl Writer {
         let mut files = Vec::new();
         for n in 0..FILES {
             let name = format!("slow{id}.{n}");
-            let (file, _) = client.create(&root(), client.root(), name.as_bytes(), 0o644, RDWR, true, None).await?;
+            let (file, _) = client
+                .create(&root(), client.root(), name.as_bytes(), 0o644, RDWR, true, None)
+                .await?;
             file.write(0, vec![Buf::copy_from(&vec![id as u8; FILE_BYTES])]).await?;
             files.push((file, vec![id as u8; FILE_BYTES]));
         }
@@ -77,7 +80,10 @@ impl Writer {
 }
 
 fn replicas(map: &pb::ClusterMap, target: TargetId) -> usize {
-    map.chains.iter().filter(|c| c.state_of(target).is_some() || c.preferred.contains(&target)).count()
+    map.chains
+        .iter()
+        .filter(|c| c.state_of(target).is_some() || c.preferred.contains(&target))
+        .count()
 }
 
 /// One run. `slow`: so long the second target's disk takes for each write and flush, if it does.
@@ -102,13 +108,16 @@ async fn simulate(seed: u64, slow: Option<Duration>, cluster: &mut Cluster) -> R
         writers.push(tokio::spawn(writer.work(Instant::now() + LENGTH)));
     }
     sleep(EARLY).await;
-    let map = |cluster: &Cluster| cluster.map().ok_or_else(|| Error::new(Code::NotLeader, "no metadata server is up"));
+    let map = |cluster: &Cluster| {
+        cluster.map().ok_or_else(|| Error::new(Code::NotLeader, "no metadata server is up"))
+    };
     let mut out = Outcome { had: replicas(&map(cluster)?, 1), ..Outcome::default() };
     if let Some(by) = slow {
         cluster.harm_disk(FIRST_OSS + 1, Harm::Slow(by), 0);
     }
     for w in writers {
-        let (writes, differ) = w.await.map_err(|e| Error::new(Code::Io, format!("a client failed: {e}")))??;
+        let (writes, differ) =
+            w.await.map_err(|e| Error::new(Code::Io, format!("a client failed: {e}")))??;
         out.writes += writes;
         out.violations.extend(differ);
     }

@@ -1,5 +1,6 @@
-//! One truth: what any client was told, or what was answered to have been done, no client is told to be otherwise afterwards. Each client
-//! changes one file and its name, and looks at those of all, mostly from memory (`docs/leases.md`).
+//! One truth: what any client was told, or what was answered to have been done, no client is told
+//! to be otherwise afterwards. Each client changes one file and its name, and looks at those of
+//! all, mostly from memory (`docs/leases.md`).
 
 use std::{
     sync::{
@@ -59,8 +60,11 @@ fn name(file: usize, number: u64) -> String {
 pub async fn files(client: &Client, count: usize) -> Result<(Model, Vec<Ino>)> {
     let mut inos = Vec::new();
     for file in 0..count {
-        let attr = client.mknod(&root(), client.root(), name(file, 0).as_bytes(), 0o100_644, 0).await?;
-        client.setattr(&root(), SetAttr { ino: attr.ino, mtime_ns: Some(0), ..Default::default() }).await?;
+        let attr =
+            client.mknod(&root(), client.root(), name(file, 0).as_bytes(), 0o100_644, 0).await?;
+        client
+            .setattr(&root(), SetAttr { ino: attr.ino, mtime_ns: Some(0), ..Default::default() })
+            .await?;
         inos.push(attr.ino);
     }
     Ok((Arc::new(Mutex::new(vec![Default::default(); count])), inos))
@@ -68,7 +72,13 @@ pub async fn files(client: &Client, count: usize) -> Result<(Model, Vec<Ino>)> {
 
 impl Truth {
     /// `id`: whose file it changes, from 0.
-    pub fn new(id: usize, client: Client, seed: u64, found: Shared, (model, inos): (Model, Vec<Ino>)) -> Truth {
+    pub fn new(
+        id: usize,
+        client: Client,
+        seed: u64,
+        found: Shared,
+        (model, inos): (Model, Vec<Ino>),
+    ) -> Truth {
         Truth { id, client, rng: StdRng::seed_from_u64(seed), found, model, inos, hurried: None }
     }
 
@@ -115,7 +125,8 @@ impl Truth {
             (self.id, c.begun)
         };
         let result = if what == TIME {
-            let set = SetAttr { ino: self.inos[me], mtime_ns: Some(next as i64), ..Default::default() };
+            let set =
+                SetAttr { ino: self.inos[me], mtime_ns: Some(next as i64), ..Default::default() };
             self.client.setattr(&root(), set).await.map(drop)
         } else {
             let (dir, old, new) = (self.client.root(), name(me, next - 1), name(me, next));
@@ -150,7 +161,9 @@ impl Truth {
         }
         if !before.lost && (seen < before.told || seen > begun) {
             let told = before.told;
-            self.violation(format!("file {file} has version {seen}; {told} had been told, {begun} was begun"));
+            self.violation(format!(
+                "file {file} has version {seen}; {told} had been told, {begun} was begun"
+            ));
         }
     }
 
@@ -158,19 +171,29 @@ impl Truth {
     async fn look_up(&mut self, file: usize) {
         let [time, before] = self.model.lock()[file];
         let number = before.told.saturating_sub(self.rng.random_range(0..2));
-        let looked = self.client.lookup(&root(), self.client.root(), name(file, number).as_bytes()).await;
+        let looked =
+            self.client.lookup(&root(), self.client.root(), name(file, number).as_bytes()).await;
         let after = self.model.lock()[file][NAME];
         self.found.lock().looks += 1;
         match looked {
             Ok(attr) => {
                 if number < before.told && !before.lost {
-                    self.violation(format!("file {file} has the name {number}, and {} had been told", before.told));
+                    self.violation(format!(
+                        "file {file} has the name {number}, and {} had been told",
+                        before.told
+                    ));
                 }
                 self.check_time(file, time, attr.mtime_ns as u64);
             }
             Err(e) if e.code == Code::NoEnt => {
-                if before.is_still() && after.is_still() && number == before.told && after.told == before.told {
-                    self.violation(format!("file {file} does not have the name {number}, and nobody took it"));
+                if before.is_still()
+                    && after.is_still()
+                    && number == before.told
+                    && after.told == before.told
+                {
+                    self.violation(format!(
+                        "file {file} does not have the name {number}, and nobody took it"
+                    ));
                 }
             }
             Err(_) => {}

@@ -1,5 +1,6 @@
-//! What wide runs have beside the rest ([`crate::run::Scenario::wide`]): clients that look at files while others write them, and a
-//! stranger who speaks the protocol by hand and keeps to none of its rules.
+//! What wide runs have beside the rest ([`crate::run::Scenario::wide`]): clients that look at files
+//! while others write them, and a stranger who speaks the protocol by hand and keeps to none of its
+//! rules.
 
 use std::{
     collections::BTreeMap,
@@ -51,12 +52,18 @@ pub async fn start(
         tasks.push(tokio::spawn(Onlooker { client, rng, found, sizes, writers }.run(stop.clone())));
     }
     let (_, _, fabric) = cluster.prepare(STRANGER);
-    let stranger = Stranger { fabric, rng: StdRng::seed_from_u64(seed ^ 0xbad), found: found.clone(), sessions: 0 };
+    let stranger = Stranger {
+        fabric,
+        rng: StdRng::seed_from_u64(seed ^ 0xbad),
+        found: found.clone(),
+        sessions: 0,
+    };
     tasks.push(tokio::spawn(stranger.run(stop.clone())));
     Ok(tasks)
 }
 
-/// The largest size that anybody was told of each file since it was set last: from then on they only grow.
+/// The largest size that anybody was told of each file since it was set last: from then on they
+/// only grow.
 type Sizes = Arc<Mutex<BTreeMap<(Ino, u64), u64>>>;
 
 /// What is known before somebody looks.
@@ -77,7 +84,8 @@ struct Onlooker {
 impl Onlooker {
     async fn run(mut self, stop: Arc<AtomicBool>) {
         while !stop.load(Relaxed) {
-            let (n, file) = (self.rng.random_range(1..=self.writers), self.rng.random_range(0..FILES));
+            let (n, file) =
+                (self.rng.random_range(1..=self.writers), self.rng.random_range(0..FILES));
             if let Err(e) = self.look(n, file).await {
                 tracing::info!("onlooker: {e}");
             }
@@ -92,7 +100,10 @@ impl Onlooker {
         match self.rng.random_range(0..10) {
             0 => {
                 let page = client.readdir(&me, dir, 0, 100, true).await?;
-                page.entries.iter().filter_map(|e| e.attr.as_ref()).for_each(|a| self.told(&known, a));
+                page.entries
+                    .iter()
+                    .filter_map(|e| e.attr.as_ref())
+                    .for_each(|a| self.told(&known, a));
             }
             1 => {
                 let ino = client.lookup(&me, dir, format!("file{file}").as_bytes()).await?.ino;
@@ -110,7 +121,11 @@ impl Onlooker {
 
     fn known(&self) -> Known {
         let found = self.found.lock();
-        Known { sizes: self.sizes.lock().clone(), ends: found.ends.clone(), sizings: found.sizings.clone() }
+        Known {
+            sizes: self.sizes.lock().clone(),
+            ends: found.ends.clone(),
+            sizings: found.sizings.clone(),
+        }
     }
 
     fn told(&self, known: &Known, attr: &pb::Attr) {
@@ -139,8 +154,8 @@ impl Onlooker {
     }
 }
 
-/// Says hello late, again, and in the place of another; never acknowledges a recall; asks in the names of others, and for chunks where its
-/// file has none.
+/// Says hello late, again, and in the place of another; never acknowledges a recall; asks in the
+/// names of others, and for chunks where its file has none.
 struct Stranger {
     fabric: Arc<SimFabric>,
     rng: StdRng,
@@ -157,7 +172,11 @@ fn request(map: &MapView, chain: ChainId, chunk: ChunkId) -> DataRequest {
     DataRequest::new(chain, c.map_or(0, |c| c.epoch), head, chunk)
 }
 
-async fn call<R: prost::Message + Default>(link: &Link, op: u16, request: &impl prost::Message) -> Result<R> {
+async fn call<R: prost::Message + Default>(
+    link: &Link,
+    op: u16,
+    request: &impl prost::Message,
+) -> Result<R> {
     let m = link.call(Message::new(op, request.encode_to_vec()), PATIENCE).await?;
     R::decode(m.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))
 }
@@ -182,12 +201,16 @@ impl Stranger {
         let link = self.fabric.connect(&Endpoint::Sim(server), None).await?;
         self.sessions += 1;
         let uuid = (u128::from(self.sessions) << 64 | 0xbad).to_be_bytes().to_vec();
-        let open =
-            pb::SessionOpenRequest { client_uuid: uuid.into(), hostname: "stranger".into(), ..Default::default() };
+        let open = pb::SessionOpenRequest {
+            client_uuid: uuid.into(),
+            hostname: "stranger".into(),
+            ..Default::default()
+        };
         let opened: pb::SessionOpenReply = call(&link, opcode::SESSION_OPEN, &open).await?;
         let (session, root) = (opened.session, opened.root);
         self.forge(&link, session).await?;
-        let renew = pb::SessionRenewRequest { session, connection: 10, hello: true, ..Default::default() };
+        let renew =
+            pb::SessionRenewRequest { session, connection: 10, hello: true, ..Default::default() };
         let without = pb::SessionRenewRequest { hello: false, ..renew.clone() };
         let renewed: pb::SessionRenewReply = call(&link, opcode::SESSION_RENEW, &without).await?;
         if renewed.lease_ms != 0 {
@@ -199,17 +222,26 @@ impl Stranger {
         let lives_on = pb::SessionRenewRequest { connection: 11, lives_on: true, ..renew.clone() };
         let _: pb::SessionRenewReply = call(&link, opcode::SESSION_RENEW, &lives_on).await?;
         let get = pb::Op { op: Some(pb::op::Op::Getattr(pb::GetAttr { ino: root })) };
-        let read = |connection| pb::MetaRequest { session, connection, ops: vec![get.clone()], ..Default::default() };
+        let read = |connection| pb::MetaRequest {
+            session,
+            connection,
+            ops: vec![get.clone()],
+            ..Default::default()
+        };
         let told: pb::MetaReply = call(&link, opcode::META, &read(9)).await?;
         if !told.granted.is_empty() {
-            self.violation(format!("a lease was granted on a connection that session {session} has left"));
+            self.violation(format!(
+                "a lease was granted on a connection that session {session} has left"
+            ));
         }
         let _: pb::MetaReply = call(&link, opcode::META, &read(11)).await?;
         let map = MapView::new(opened.map.unwrap_or_default())?;
         self.stray(&link, (session, root), &map).await?;
         if self.rng.random_bool(0.5) {
             let close = pb::SessionCloseRequest { session };
-            return call::<pb::SessionCloseReply>(&link, opcode::SESSION_CLOSE, &close).await.map(drop);
+            return call::<pb::SessionCloseReply>(&link, opcode::SESSION_CLOSE, &close)
+                .await
+                .map(drop);
         }
         // It lives, holds a lease and does not answer for it.
         let alive = pb::SessionRenewRequest { connection: 11, hello: false, ..renew };
@@ -226,23 +258,40 @@ impl Stranger {
             let get = pb::Op { op: Some(pb::op::Op::Getattr(pb::GetAttr { ino: 1 })) };
             let meta = pb::MetaRequest { session, ops: vec![get], ..Default::default() };
             let meta = call::<pb::MetaReply>(link, opcode::META, &meta).await.map(drop);
-            let recall = pb::RecallRequest { session, acknowledged: u64::MAX, ..Default::default() };
+            let recall =
+                pb::RecallRequest { session, acknowledged: u64::MAX, ..Default::default() };
             let recall = call::<pb::RecallReply>(link, opcode::RECALL, &recall).await.map(drop);
             let close = pb::SessionCloseRequest { session };
-            let close = call::<pb::SessionCloseReply>(link, opcode::SESSION_CLOSE, &close).await.map(drop);
+            let close =
+                call::<pb::SessionCloseReply>(link, opcode::SESSION_CLOSE, &close).await.map(drop);
             for r in [meta, recall, close] {
                 if r.is_ok() {
-                    self.violation(format!("a request of session {session:#x}, which nobody has, was served"));
+                    self.violation(format!(
+                        "a request of session {session:#x}, which nobody has, was served"
+                    ));
                 }
             }
         }
         Ok(())
     }
 
-    /// Chunks of a file are served where its layout puts them, and nowhere else, whatever the numbers asked for.
-    async fn stray(&mut self, link: &Link, (session, root): (u64, Ino), map: &MapView) -> Result<()> {
-        let spec = pb::LayoutSpec { stripe_count: self.rng.random_range(1..=3), ..Default::default() };
-        let make = pb::Tmpfile { parent: root, mode: 0o600, flags: 2, layout: Some(spec), ..Default::default() };
+    /// Chunks of a file are served where its layout puts them, and nowhere else, whatever the
+    /// numbers asked for.
+    async fn stray(
+        &mut self,
+        link: &Link,
+        (session, root): (u64, Ino),
+        map: &MapView,
+    ) -> Result<()> {
+        let spec =
+            pb::LayoutSpec { stripe_count: self.rng.random_range(1..=3), ..Default::default() };
+        let make = pb::Tmpfile {
+            parent: root,
+            mode: 0o600,
+            flags: 2,
+            layout: Some(spec),
+            ..Default::default()
+        };
         let ops = vec![pb::Op { op: Some(pb::op::Op::Tmpfile(make)) }];
         let creds = Some(pb::Creds::default());
         let (seq, connection) = (1, 11);
@@ -262,7 +311,12 @@ impl Stranger {
             let data = &b"stray"[..];
             let ask = |index| {
                 let chunk = ChunkId { ino: made.ino, data: stripes.data, index };
-                DataRequest { len: data.len() as u32, session, cap: Some(cap), ..request(map, chain, chunk) }
+                DataRequest {
+                    len: data.len() as u32,
+                    session,
+                    cap: Some(cap),
+                    ..request(map, chain, chunk)
+                }
             };
             let (sums, kind) = (block_sums(0, [data]), Kind::Write);
             let write = |index| DataRequest { sums: sums.clone(), kind, seq: 1, ..ask(index) };
@@ -276,7 +330,9 @@ impl Stranger {
             let foreign = (!is_own).then_some(index);
             for index in foreign.into_iter().chain([far]) {
                 if self.data(map, opcode::WRITE, write(index), data).await.is_ok() {
-                    self.violation(format!("chunk {index} was written on chain {chain} of {stripes:?}"));
+                    self.violation(format!(
+                        "chunk {index} was written on chain {chain} of {stripes:?}"
+                    ));
                 }
             }
         }
@@ -285,7 +341,10 @@ impl Stranger {
 
     /// Asks the head of the request's chain.
     async fn data(&self, map: &MapView, op: u16, r: DataRequest, data: &[u8]) -> Result<(), Code> {
-        let at = map.node_of(r.target).and_then(|n| n.endpoints.first()?.parse().ok()).ok_or(Code::NotServing)?;
+        let at = map
+            .node_of(r.target)
+            .and_then(|n| n.endpoints.first()?.parse().ok())
+            .ok_or(Code::NotServing)?;
         let link = self.fabric.connect(&at, None).await.map_err(|e| e.code)?;
         let payload = if data.is_empty() { Vec::new() } else { vec![Buf::copy_from(data)] };
         let m = Message::new(op, r.encode()).with_payload(payload);

@@ -23,7 +23,8 @@ pub const FILE_BYTES: u64 = 1 << 20;
 /// Names of each client that are given to one file after another, and the largest size of these.
 const DOCUMENTS: u32 = 2;
 const DOCUMENT_CELLS: usize = 200;
-/// What can be repaired is repaired so many times so much later: storage servers try again every 30 s.
+/// What can be repaired is repaired so many times so much later: storage servers try again every 30
+/// s.
 const REPAIRED: u32 = 5;
 const REPAIR: Duration = Duration::from_secs(20);
 /// O_RDWR on Linux.
@@ -53,9 +54,11 @@ pub struct Findings {
     pub lost: Vec<Lost>,
     /// How far each file was written by writes that returned.
     pub ends: BTreeMap<Ino, End>,
-    /// How often the size of a file was about to be set, and was; odd while somebody may see either.
+    /// How often the size of a file was about to be set, and was; odd while somebody may see
+    /// either.
     pub sizings: BTreeMap<Ino, u64>,
-    /// Smaller sizes that somebody was told later. Broken promises, unless the writer lost its session: then its bytes are gone.
+    /// Smaller sizes that somebody was told later. Broken promises, unless the writer lost its
+    /// session: then its bytes are gone.
     pub short: Vec<(End, String)>,
 }
 
@@ -122,7 +125,8 @@ pub struct Actor {
     dir: Ino,
     files: Vec<(File, FileModel)>,
     names: NameModel,
-    /// What a document may hold: the file that took its name last, or, if it is not known whether it did, also those before.
+    /// What a document may hold: the file that took its name last, or, if it is not known whether
+    /// it did, also those before.
     documents: BTreeMap<String, Vec<Vec<u8>>>,
     /// Every other document is closed without an fsync, as a program may.
     only_closes: bool,
@@ -131,24 +135,47 @@ pub struct Actor {
 }
 
 impl Actor {
-    pub async fn new(id: u32, client: Client, seed: u64, found: Shared, only_closes: bool) -> Result<Actor> {
-        let dir = match client.mkdir(&root(), client.root(), format!("d{id}").as_bytes(), 0o755).await {
-            Err(e) if e.code == Code::Exist => {
-                client.lookup(&root(), client.root(), format!("d{id}").as_bytes()).await?.ino
-            }
-            r => r?.ino,
-        };
+    pub async fn new(
+        id: u32,
+        client: Client,
+        seed: u64,
+        found: Shared,
+        only_closes: bool,
+    ) -> Result<Actor> {
+        let dir =
+            match client.mkdir(&root(), client.root(), format!("d{id}").as_bytes(), 0o755).await {
+                Err(e) if e.code == Code::Exist => {
+                    client.lookup(&root(), client.root(), format!("d{id}").as_bytes()).await?.ino
+                }
+                r => r?.ino,
+            };
         let mut files = Vec::new();
         for n in 0..FILES {
             let name = format!("file{n}");
-            let (f, _) = client.create(&root(), dir, name.as_bytes(), 0o644, RDWR, false, None).await?;
+            let (f, _) =
+                client.create(&root(), dir, name.as_bytes(), 0o644, RDWR, false, None).await?;
             files.push((f, FileModel::default()));
         }
-        let names = NameModel { there: (0..FILES).map(|n| format!("file{n}")).collect(), ..NameModel::default() };
+        let names = NameModel {
+            there: (0..FILES).map(|n| format!("file{n}")).collect(),
+            ..NameModel::default()
+        };
         let rng = StdRng::seed_from_u64(seed);
         let documents = BTreeMap::new();
         let (next_tag, next_name) = (id << 24 | 1, 0);
-        Ok(Actor { id, client, rng, found, dir, files, names, documents, only_closes, next_tag, next_name })
+        Ok(Actor {
+            id,
+            client,
+            rng,
+            found,
+            dir,
+            files,
+            names,
+            documents,
+            only_closes,
+            next_tag,
+            next_name,
+        })
     }
 
     fn violation(&self, what: String) {
@@ -188,7 +215,11 @@ impl Actor {
         let mut bytes = vec![0; len];
         fill(tag, offset, &mut bytes);
         let (file, model) = &mut self.files[n];
-        tracing::debug!("client {}: writes {offset}+{len} of {:#x}, tag {tag}", self.id, file.ino());
+        tracing::debug!(
+            "client {}: writes {offset}+{len} of {:#x}, tag {tag}",
+            self.id,
+            file.ino()
+        );
         model.wrote(tag, offset, len);
         file.write_all_at(offset, &bytes).await.inspect_err(|_| model.write_failed(tag))?;
         let end = offset + len as u64;
@@ -211,20 +242,31 @@ impl Actor {
         self.next_tag += 1;
         let (file, model) = &mut self.files[n];
         model.punched(tag, first * CELL as u64, count * CELL as u64);
-        file.punch(first * CELL as u64, count * CELL as u64).await.inspect_err(|_| model.write_failed(tag))?;
+        file.punch(first * CELL as u64, count * CELL as u64)
+            .await
+            .inspect_err(|_| model.write_failed(tag))?;
         self.found.lock().punches += 1;
         Ok(())
     }
 
-    /// As a program does that writes a file anew, and as one that cuts off its end or makes it longer.
+    /// As a program does that writes a file anew, and as one that cuts off its end or makes it
+    /// longer.
     async fn truncate(&mut self) -> Result<()> {
         let n = self.rng.random_range(0..FILES);
         let cells = FILE_BYTES / CELL as u64;
-        let size = if self.rng.random_bool(0.5) { 0 } else { self.rng.random_range(0..=cells) * CELL as u64 };
+        let size = if self.rng.random_bool(0.5) {
+            0
+        } else {
+            self.rng.random_range(0..=cells) * CELL as u64
+        };
         let tag = self.next_tag;
         self.next_tag += 1;
         let (file, model) = &mut self.files[n];
-        tracing::debug!("client {}: sets the size of {:#x} to {size}, tag {tag}", self.id, file.ino());
+        tracing::debug!(
+            "client {}: sets the size of {:#x} to {size}, tag {tag}",
+            self.id,
+            file.ino()
+        );
         model.sizing(tag, size);
         {
             let mut found = self.found.lock();
@@ -232,7 +274,11 @@ impl Actor {
             *found.sizings.entry(file.ino()).or_default() |= 1;
         }
         file.truncate(size).await.inspect_err(|_| model.write_failed(tag))?;
-        tracing::debug!("client {}: set the size of {:#x} to {size}, tag {tag}", self.id, file.ino());
+        tracing::debug!(
+            "client {}: set the size of {:#x} to {size}, tag {tag}",
+            self.id,
+            file.ino()
+        );
         model.sized(size);
         let mut found = self.found.lock();
         *found.sizings.entry(file.ino()).or_default() += 1;
@@ -251,7 +297,8 @@ impl Actor {
             (Err(d), Ok(hole)) if d.code == Code::NxIo => (model.most_size.max(at), hole),
             (data, hole) => (data?, hole?),
         };
-        // Between the two calls what is not synced may be lost and written again: they need not agree.
+        // Between the two calls what is not synced may be lost and written again: they need not
+        // agree.
         let mut wrong = model.check_hole(at, data).err();
         if data < at || hole < at {
             wrong = Some(format!("from {at}: data at {data}, a hole at {hole}"));
@@ -284,7 +331,8 @@ impl Actor {
     async fn read_file(&mut self, n: usize) -> Result<()> {
         let bytes = match read_all(&self.files[n].0, FILE_BYTES).await {
             Err(e) if e.code == Code::Io => {
-                // What went with a session is gone to those who had the file open. It was told before, or is yet to be.
+                // What went with a session is gone to those who had the file open. It was told
+                // before, or is yet to be.
                 let _ = self.reopen(n).await;
                 return Err(e);
             }
@@ -305,7 +353,8 @@ impl Actor {
         old.close().await.inspect_err(|_| model.sync_failed())
     }
 
-    /// A name is made, renamed and perhaps removed; each acknowledgement is held against the listing later.
+    /// A name is made, renamed and perhaps removed; each acknowledgement is held against the
+    /// listing later.
     async fn rename_dance(&mut self) -> Result<()> {
         let (a, b) = (format!("n{}", self.next_name), format!("m{}", self.next_name));
         self.next_name += 1;
@@ -323,9 +372,11 @@ impl Actor {
         Ok(())
     }
 
-    /// As an editor saves a document: a new file is written and synced and takes the name of the one before. Now and then the name is removed.
+    /// As an editor saves a document: a new file is written and synced and takes the name of the
+    /// one before. Now and then the name is removed.
     async fn replace(&mut self) -> Result<()> {
-        let (new, name) = (format!("w{}", self.next_name), format!("doc{}", self.rng.random_range(0..DOCUMENTS)));
+        let (new, name) =
+            (format!("w{}", self.next_name), format!("doc{}", self.rng.random_range(0..DOCUMENTS)));
         self.next_name += 1;
         let (dir, client) = (self.dir, self.client.clone());
         if self.rng.random_bool(0.2) && self.names.there.remove(&name) {
@@ -335,7 +386,8 @@ impl Actor {
             return Ok(());
         }
         self.names.open.insert(new.clone());
-        let (file, _) = client.create(&root(), dir, new.as_bytes(), 0o644, RDWR, true, None).await?;
+        let (file, _) =
+            client.create(&root(), dir, new.as_bytes(), 0o644, RDWR, true, None).await?;
         let saved = self.save(&file).await;
         let closed = file.close().await;
         let bytes = closed.and(saved)?;
@@ -367,7 +419,8 @@ impl Actor {
         Ok(all)
     }
 
-    /// What was safe before it took a document's name is what the document holds, to another client.
+    /// What was safe before it took a document's name is what the document holds, to another
+    /// client.
     async fn check_documents(&self, other: &Client) -> Result<()> {
         for (name, may_hold) in &self.documents {
             let found = match other.lookup(&root(), self.dir, name.as_bytes()).await {
@@ -383,7 +436,8 @@ impl Actor {
                 r => r?,
             };
             if !may_hold.contains(&bytes) {
-                let (len, lens): (_, Vec<usize>) = (bytes.len(), may_hold.iter().map(Vec::len).collect());
+                let (len, lens): (_, Vec<usize>) =
+                    (bytes.len(), may_hold.iter().map(Vec::len).collect());
                 self.violation(format!(
                     "{name} has {len} bytes that are none of those saved under it ({lens:?} bytes)"
                 ));
@@ -409,7 +463,9 @@ impl Actor {
         if told.iter().any(|r| r.is_err()) {
             tracing::info!("client {}: file{n}: {told:?}", self.id);
             model.sync_failed();
-            file.fsync().await.map_err(|e| e.context(format!("client {}: last fsync of file{n}", self.id)))?;
+            file.fsync()
+                .await
+                .map_err(|e| e.context(format!("client {}: last fsync of file{n}", self.id)))?;
         }
         model.synced();
         Ok(())
@@ -419,7 +475,8 @@ impl Actor {
         matches!(e.code, Code::Corrupt | Code::Io) && self.found.lock().decays
     }
 
-    /// As [`Actor::read_file`]. What cannot be read after a time in which every repair was tried is noted, block by block; all else must be right.
+    /// As [`Actor::read_file`]. What cannot be read after a time in which every repair was tried is
+    /// noted, block by block; all else must be right.
     async fn last_read(&mut self, n: usize) -> Result<()> {
         for _ in 0..REPAIRED {
             match self.read_file(n).await {
@@ -450,13 +507,15 @@ impl Actor {
     pub async fn finish(mut self, other: &Client) -> Result<()> {
         let lost = self.client.stats().sessions_lost;
         let short = std::mem::take(&mut self.found.lock().short);
-        let (own, others): (Vec<_>, Vec<_>) = short.into_iter().partition(|(e, _)| e.client == self.id);
+        let (own, others): (Vec<_>, Vec<_>) =
+            short.into_iter().partition(|(e, _)| e.client == self.id);
         self.found.lock().short = others;
         own.into_iter().filter(|(e, _)| e.lost == lost).for_each(|(_, m)| self.violation(m));
         for n in 0..FILES {
             self.last_sync(n).await?;
             match self.last_read(n).await {
-                // What went with a session is gone to whoever had the file open; it is open anew now.
+                // What went with a session is gone to whoever had the file open; it is open anew
+                // now.
                 Err(e) if e.code == Code::Io => self.last_read(n).await?,
                 r => r?,
             }

@@ -1,4 +1,5 @@
-//! Every row of the tables of leases is in the documents, and is taken by real code in a few wide runs.
+//! Every row of the tables of leases is in the documents, and is taken by real code in a few wide
+//! runs.
 
 use std::{
     sync::{
@@ -19,8 +20,8 @@ use tokio::time::sleep;
 /// The standard seeds.
 const SEEDS: std::ops::RangeInclusive<u64> = 1..=8;
 const HARSH: std::ops::RangeInclusive<u64> = 1..=12;
-/// What a small change of the code makes of a seed is chance, and some rows are rare: more seeds of each kind, one
-/// after another, while a row is missing.
+/// What a small change of the code makes of a seed is chance, and some rows are rare: more seeds of
+/// each kind, one after another, while a row is missing.
 const MORE: std::ops::RangeInclusive<u64> = 13..=60;
 
 #[test]
@@ -50,16 +51,31 @@ fn wide_runs_replay() {
 
 #[test]
 fn the_documents_name_the_rows() {
-    let names = |c: coverage::Counts| c.iter().flat_map(|t| t.1.iter().map(|r| r.0)).collect::<Vec<_>>();
-    assert_eq!(coverage::documented(include_str!("../../../docs/leases.md")), names(coverage::leases()));
-    assert_eq!(coverage::documented(include_str!("../../../docs/locks.md")), names(coverage::locks()));
-    assert_eq!(coverage::documented(include_str!("../../../docs/replication.md")), names(coverage::chains()));
+    let names =
+        |c: coverage::Counts| c.iter().flat_map(|t| t.1.iter().map(|r| r.0)).collect::<Vec<_>>();
+    assert_eq!(
+        coverage::documented(include_str!("../../../docs/leases.md")),
+        names(coverage::leases())
+    );
+    assert_eq!(
+        coverage::documented(include_str!("../../../docs/locks.md")),
+        names(coverage::locks())
+    );
+    assert_eq!(
+        coverage::documented(include_str!("../../../docs/replication.md")),
+        names(coverage::chains())
+    );
 }
 
-/// The size that a write which has returned gave a file is seen by whoever looks then, on drifting clocks too.
+/// The size that a write which has returned gave a file is seen by whoever looks then, on drifting
+/// clocks too.
 #[test]
 fn sizes_of_files_that_are_being_written_are_seen_at_once() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .unwrap();
     runtime.block_on(async {
         let mut cluster = Cluster::new(9);
         cluster.widen(9);
@@ -70,8 +86,10 @@ fn sizes_of_files_that_are_being_written_are_seen_at_once() {
             sleep(Duration::from_millis(100)).await;
         }
         let (a, b) = (cluster.client(1).await.unwrap(), cluster.client(2).await.unwrap());
-        let (file, attr) = a.create(&root(), a.root(), b"f", 0o644, RDWR, true, None).await.unwrap();
-        let (written, stop) = (Arc::new(std::sync::atomic::AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let (file, attr) =
+            a.create(&root(), a.root(), b"f", 0o644, RDWR, true, None).await.unwrap();
+        let (written, stop) =
+            (Arc::new(std::sync::atomic::AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let writer = tokio::spawn({
             let (written, stop) = (written.clone(), stop.clone());
             async move {

@@ -1,7 +1,7 @@
 //! Payloads that go from memory to memory beside the stream of frames.
 //!
-//! The side that makes a request lends memory; the side that serves it reads and writes there by itself. Over a stream
-//! alone (TCP) there is no such thing, and payloads follow their frames.
+//! The side that makes a request lends memory; the side that serves it reads and writes there by
+//! itself. Over a stream alone (TCP) there is no such thing, and payloads follow their frames.
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -23,12 +23,13 @@ pub const MAX_PARTS: usize = 8;
 pub const REGIONS_HEAD: usize = 8;
 const ENTRY: usize = 16;
 
-/// Moves payloads of one connection. A key given out opens exactly what was lent, to the peer of this connection, until it is
-/// taken back or the connection ends.
+/// Moves payloads of one connection. A key given out opens exactly what was lent, to the peer of
+/// this connection, until it is taken back or the connection ends.
 #[async_trait]
 pub(crate) trait Bulk: Send + Sync + 'static {
-    /// Lends `payload` for reading and `room` for writing. Both are held until [`Bulk::take_back`], or until the connection can
-    /// reach nothing any more. Dropped before it is ready, it has lent nothing. What [`no_memory`] names has lent nothing either.
+    /// Lends `payload` for reading and `room` for writing. Both are held until [`Bulk::take_back`],
+    /// or until the connection can reach nothing any more. Dropped before it is ready, it has lent
+    /// nothing. What [`no_memory`] names has lent nothing either.
     async fn lend(&self, payload: Vec<Buf>, room: Option<BufMut>) -> Result<Loan>;
     /// As [`Bulk::lend`], for memory that is not of a pool. An error has lent nothing.
     async fn lend_foreign(&self, what: &Lend) -> Result<Loan>;
@@ -38,12 +39,13 @@ pub(crate) trait Bulk: Send + Sync + 'static {
     fn revoke(&self, loan: u64);
     /// Fills `to` from the peer's regions, the lengths of which add up to its own.
     async fn fetch(&self, from: &[Region], to: BufMut) -> Result<BufMut>;
-    /// Writes to the start of the peer's region. What goes through the stream after this arrives after it. What [`no_memory`] names
-    /// has written nothing.
+    /// Writes to the start of the peer's region. What goes through the stream after this arrives
+    /// after it. What [`no_memory`] names has written nothing.
     async fn put(&self, payload: Vec<Buf>, to: Region) -> Result<()>;
 }
 
-/// Whether there was no memory to move a payload from or to: it goes through the stream then, which takes longer and little memory.
+/// Whether there was no memory to move a payload from or to: it goes through the stream then, which
+/// takes longer and little memory.
 pub(crate) fn no_memory(e: &Error) -> bool {
     matches!(e.code, Code::NoMem | Code::Overloaded)
 }
@@ -54,7 +56,8 @@ pub(crate) struct Loan {
     pub regions: Regions,
 }
 
-/// Memory of the requester, between body and payload of a request with [`strake_proto::frame::FLAG_REGIONS`].
+/// Memory of the requester, between body and payload of a request with
+/// [`strake_proto::frame::FLAG_REGIONS`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Regions {
     /// Where the request's payload lies, in order. Empty: it follows.
@@ -93,7 +96,8 @@ impl Regions {
     /// Decodes head and rest together. `Protocol`: damaged, or a region that cannot be.
     pub fn decode(b: &[u8]) -> Result<Regions> {
         let bad = |m: &str| Error::new(Code::Protocol, m.to_string());
-        let head = b.first_chunk::<REGIONS_HEAD>().ok_or_else(|| bad("regions that are cut short"))?;
+        let head =
+            b.first_chunk::<REGIONS_HEAD>().ok_or_else(|| bad("regions that are cut short"))?;
         if b.len() != REGIONS_HEAD + Regions::rest(head)? {
             return Err(bad("regions of another length than they say"));
         }
@@ -169,7 +173,8 @@ mod tests {
     use super::*;
 
     fn sample(parts: u32, room: bool) -> Regions {
-        let at = |i: u32| Region { addr: 0x7f00_0000_0000 + u64::from(i), key: 77 + i, len: 4096 + i };
+        let at =
+            |i: u32| Region { addr: 0x7f00_0000_0000 + u64::from(i), key: 77 + i, len: 4096 + i };
         Regions { payload: (0..parts).map(at).collect(), room: room.then(|| at(99)) }
     }
 

@@ -1,11 +1,14 @@
-//! The handshake: which wire version, whose cluster, and proof by both ends that they know the key of the dialer's role.
+//! The handshake: which wire version, whose cluster, and proof by both ends that they know the key
+//! of the dialer's role.
 //!
-//! Four messages, specified in `docs/formats.md`: hello (dialer), welcome with the listener's proof, the dialer's proof,
-//! verdict. A proof is HMAC-SHA256 under the role's key over its side's name and all bytes sent before it, which
-//! hold both nonces; so none can be replayed, nor reflected. Every refusal goes to the other end in words.
+//! Four messages, specified in `docs/formats.md`: hello (dialer), welcome with the listener's
+//! proof, the dialer's proof, verdict. A proof is HMAC-SHA256 under the role's key over its side's
+//! name and all bytes sent before it, which hold both nonces; so none can be replayed, nor
+//! reflected. Every refusal goes to the other end in words.
 //!
-//! All clients share a key with the servers, so that key does not tell a server from another client. A client that knows the servers'
-//! public key has the listener sign as well, which only a server can.
+//! All clients share a key with the servers, so that key does not tell a server from another
+//! client. A client that knows the servers' public key has the listener sign as well, which only a
+//! server can.
 
 use ed25519_dalek::{Signature, Signer as _};
 use strake_proto::{
@@ -95,7 +98,12 @@ impl Hello {
         let role = match b[12] {
             1 => Role::Client,
             2 => Role::Server,
-            r => return Err(Error::new(Code::Protocol, format!("the handshake names an unknown role {r}"))),
+            r => {
+                return Err(Error::new(
+                    Code::Protocol,
+                    format!("the handshake names an unknown role {r}"),
+                ));
+            }
         };
         Ok(Hello {
             versions: (u16::from_le_bytes([b[8], b[9]]), u16::from_le_bytes([b[10], b[11]])),
@@ -153,7 +161,10 @@ fn check_magic(b: &[u8]) -> Result<()> {
     if b.starts_with(&MAGIC) {
         return Ok(());
     }
-    Err(Error::new(Code::Protocol, "the other end does not speak StrakeFS (or is much older or newer)"))
+    Err(Error::new(
+        Code::Protocol,
+        "the other end does not speak StrakeFS (or is much older or newer)",
+    ))
 }
 
 fn array_at<const N: usize>(b: &[u8], at: usize) -> [u8; N] {
@@ -193,7 +204,11 @@ fn pick_version(ours: (u16, u16), theirs: (u16, u16)) -> Result<u16> {
 fn same_cluster(ours: Option<[u8; 16]>, theirs: Option<[u8; 16]>) -> Result<()> {
     match (ours, theirs) {
         (Some(a), Some(b)) if a != b => {
-            let m = format!("another cluster: the listener belongs to {}, the dialer to {}", hex(&a), hex(&b));
+            let m = format!(
+                "another cluster: the listener belongs to {}, the dialer to {}",
+                hex(&a),
+                hex(&b)
+            );
             Err(Error::new(Code::Unauthenticated, m))
         }
         _ => Ok(()),
@@ -204,7 +219,12 @@ fn same_cluster(ours: Option<[u8; 16]>, theirs: Option<[u8; 16]>) -> Result<()> 
 fn judge<'a>(us: &'a Party, hello: &Hello) -> Result<(u16, &'a [u8; 32])> {
     let version = pick_version(us.versions, hello.versions)?;
     same_cluster(us.cluster, hello.cluster)?;
-    let no_key = || Error::new(Code::Unauthenticated, "the listener has no server key; servers cannot connect to it");
+    let no_key = || {
+        Error::new(
+            Code::Unauthenticated,
+            "the listener has no server key; servers cannot connect to it",
+        )
+    };
     Ok((version, us.key(hello.role).ok_or_else(no_key)?))
 }
 
@@ -268,11 +288,17 @@ async fn read_ending<S: AsyncRead + Unpin>(s: &mut S) -> Result<()> {
 /// The dialer's side.
 pub async fn dial<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) -> Result<Agreed> {
     let role = us.identity.role;
-    let no_key = || Error::new(Code::Unauthenticated, "this process is to connect as a server but has no server key");
+    let no_key = || {
+        Error::new(
+            Code::Unauthenticated,
+            "this process is to connect as a server but has no server key",
+        )
+    };
     let key = us.key(role).ok_or_else(no_key)?;
     let signer = us.identity.servers.as_ref();
     let signed = signer.is_some();
-    let hello = Hello { versions: us.versions, role, signed, cluster: us.cluster, nonce: us.nonce }.encode();
+    let hello = Hello { versions: us.versions, role, signed, cluster: us.cluster, nonce: us.nonce }
+        .encode();
     s.write_all(&hello).await.map_err(broken)?;
 
     let mut bytes = [0; WELCOME_LEN];
@@ -283,7 +309,9 @@ pub async fn dial<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) -> R
     }
     let judged = check_welcome(us, key, &hello, &bytes, &welcome);
     let proof = hmac_sha256(key, &[DIALER, &hello, &bytes]);
-    s.write_all(&ending(&judged.as_ref().map(|()| &proof[..]).map_err(Clone::clone))).await.map_err(broken)?;
+    s.write_all(&ending(&judged.as_ref().map(|()| &proof[..]).map_err(Clone::clone)))
+        .await
+        .map_err(broken)?;
     judged?;
     read_ending(s).await?;
     if let Some(servers) = signer {
@@ -297,7 +325,8 @@ pub async fn dial<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) -> R
     Ok(Agreed { version: welcome.version, role })
 }
 
-/// Who holds no more than the key of all clients, and a server as well that is older than its clients' key files.
+/// Who holds no more than the key of all clients, and a server as well that is older than its
+/// clients' key files.
 fn no_server(why: &str) -> Error {
     let m = format!(
         "the listener knows this cluster's client key, but did not prove to be a server of it: {why}. If it is no server, somebody else \
@@ -319,7 +348,10 @@ fn check_welcome(
         return Err(Error::new(Code::Unauthenticated, m));
     }
     if w.version < us.versions.0 || w.version > us.versions.1 {
-        return Err(Error::new(Code::Protocol, format!("the listener picked wire version {}", w.version)));
+        return Err(Error::new(
+            Code::Protocol,
+            format!("the listener picked wire version {}", w.version),
+        ));
     }
     if us.identity.servers.is_some() && !w.signed {
         return Err(no_server("it does not sign"));
@@ -350,7 +382,8 @@ pub async fn answer_if<S: AsyncRead + AsyncWrite + Unpin, P>(
     };
     let signer = us.identity.signing.as_ref().filter(|_| hello.signed);
     let (signed, cluster) = (signer.is_some(), us.cluster);
-    let mut welcome = Welcome { version, status: 0, text: 0, signed, cluster, nonce: us.nonce, proof: [0; 32] };
+    let mut welcome =
+        Welcome { version, status: 0, text: 0, signed, cluster, nonce: us.nonce, proof: [0; 32] };
     welcome.proof = hmac_sha256(key, &[LISTENER, &hello_bytes, &welcome.encode()[..64]]);
     let bytes = welcome.encode();
     s.write_all(&bytes).await.map_err(broken)?;
@@ -366,19 +399,32 @@ pub async fn answer_if<S: AsyncRead + AsyncWrite + Unpin, P>(
     };
     // Only now: a signature is work, which strangers could ask for without end.
     let signature = match &judged {
-        Ok(_) => signer.map(|k| k.sign(&[SIGNATURE, &hello_bytes, &bytes, &proof].concat()).to_bytes()),
+        Ok(_) => {
+            signer.map(|k| k.sign(&[SIGNATURE, &hello_bytes, &bytes, &proof].concat()).to_bytes())
+        }
         Err(_) => None,
     };
     let signed = signature.as_ref().map_or(&[][..], |s| &s[..]);
-    s.write_all(&ending(&judged.as_ref().map(|_| signed).map_err(Clone::clone))).await.map_err(broken)?;
+    s.write_all(&ending(&judged.as_ref().map(|_| signed).map_err(Clone::clone)))
+        .await
+        .map_err(broken)?;
     judged.map(|place| (Agreed { version, role: hello.role }, place))
 }
 
-/// Sends a welcome that refuses. The connection is given up in any case, so failures to send do not matter.
+/// Sends a welcome that refuses. The connection is given up in any case, so failures to send do not
+/// matter.
 pub async fn refuse<S: AsyncWrite + Unpin>(s: &mut S, e: &Error) {
     let (n, text) = text_of(e);
     let (status, nothing) = (status(e.code), [0; 32]);
-    let w = Welcome { version: 0, status, text: n, signed: false, cluster: None, nonce: nothing, proof: nothing };
+    let w = Welcome {
+        version: 0,
+        status,
+        text: n,
+        signed: false,
+        cluster: None,
+        nonce: nothing,
+        proof: nothing,
+    };
     let _ = s.write_all(&[&w.encode()[..], text].concat()).await;
     let _ = s.shutdown().await;
 }
@@ -408,7 +454,8 @@ mod tests {
         let client = Identity::client(server(1).client_key);
         for (id, role) in [(server(1), Role::Server), (client, Role::Client)] {
             for cluster in [None, Some([3; 16])] {
-                let (a, b) = meet(party(id.clone(), cluster, 1), party(server(1), Some([3; 16]), 2)).await;
+                let (a, b) =
+                    meet(party(id.clone(), cluster, 1), party(server(1), Some([3; 16]), 2)).await;
                 assert_eq!(a.unwrap(), Agreed { version: WIRE_VERSION, role });
                 assert_eq!(b.unwrap(), Agreed { version: WIRE_VERSION, role });
             }
@@ -419,7 +466,10 @@ mod tests {
     async fn wrong_keys_clusters_and_versions_are_refused_in_words_at_both_ends() {
         let ok = || party(server(1), Some([3; 16]), 2);
         let (a, b) = meet(party(server(9), None, 1), ok()).await;
-        assert_eq!((a.unwrap_err().code, b.unwrap_err().code), (Code::Unauthenticated, Code::Unauthenticated));
+        assert_eq!(
+            (a.unwrap_err().code, b.unwrap_err().code),
+            (Code::Unauthenticated, Code::Unauthenticated)
+        );
 
         let (a, b) = meet(party(server(1), Some([4; 16]), 1), ok()).await;
         let (a, b) = (a.unwrap_err(), b.unwrap_err());
@@ -456,7 +506,8 @@ mod tests {
                 }
             };
             let (dialer, listener) = (party(server(1), None, 1), party(server(1), None, 2));
-            let (dialed, _, ()) = tokio::join!(dial(&mut a, &dialer), answer(&mut b, &listener), relayed);
+            let (dialed, _, ()) =
+                tokio::join!(dial(&mut a, &dialer), answer(&mut b, &listener), relayed);
             assert_eq!(dialed.unwrap_err().code, Code::Disconnected, "after {told} bytes");
         }
     }
@@ -470,14 +521,17 @@ mod tests {
     async fn a_listener_that_holds_no_more_than_the_client_key_is_no_server() {
         let (a, b) = meet(party(careful(1), None, 1), party(server(1), Some([3; 16]), 2)).await;
         assert!(a.is_ok() && b.is_ok(), "{a:?} {b:?}");
-        // One that plays a server with the key of all clients: it cannot sign, or signs with a key of its own.
+        // One that plays a server with the key of all clients: it cannot sign, or signs with a key
+        // of its own.
         let forger = SigningKey::from_bytes(&[9; 32]);
         for (signing, words) in [(None, "does not sign"), (Some(forger), "another key")] {
             let liar = Identity { signing, server_key: None, ..server(1) };
             let (a, _) = meet(party(careful(1), None, 1), party(liar.clone(), None, 2)).await;
             let e = a.unwrap_err();
             assert!(e.code == Code::Unauthenticated && e.message.contains(words), "{e}");
-            let (a, _) = meet(party(Identity::client(server(1).client_key), None, 1), party(liar, None, 2)).await;
+            let (a, _) =
+                meet(party(Identity::client(server(1).client_key), None, 1), party(liar, None, 2))
+                    .await;
             a.expect("a key file without the public half cannot tell");
         }
     }
@@ -497,7 +551,10 @@ mod tests {
                 onward.write_all(&theirs).await.unwrap();
                 let mut welcome = [0; WELCOME_LEN];
                 onward.read_exact(&mut welcome).await.unwrap();
-                onward.write_all(&ending(&Ok(&hmac_sha256(&key, &[DIALER, &theirs, &welcome])))).await.unwrap();
+                onward
+                    .write_all(&ending(&Ok(&hmac_sha256(&key, &[DIALER, &theirs, &welcome]))))
+                    .await
+                    .unwrap();
                 let mut end = [0; VERDICT_LEN + SIGNATURE_LEN];
                 onward.read_exact(&mut end).await.unwrap();
                 let proof = hmac_sha256(&key, &[LISTENER, &hello, &welcome[..64]]);
@@ -507,7 +564,8 @@ mod tests {
                 relay.write_all(&end).await.unwrap();
             };
             let (dialer, listener) = (party(careful(1), None, 1), party(server(1), None, 2));
-            let (dialed, answered, ()) = tokio::join!(dial(&mut a, &dialer), answer(&mut b, &listener), pass);
+            let (dialed, answered, ()) =
+                tokio::join!(dial(&mut a, &dialer), answer(&mut b, &listener), pass);
             answered.unwrap();
             assert!(dialed.unwrap_err().message.contains("another key"));
         }
@@ -515,7 +573,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_client_key_does_not_make_a_server() {
-        let liar = Identity { role: Role::Server, server_key: Some(server(1).client_key), ..server(1) };
+        let liar =
+            Identity { role: Role::Server, server_key: Some(server(1).client_key), ..server(1) };
         let (a, b) = meet(party(liar, None, 1), party(server(1), None, 2)).await;
         assert!(a.is_err() && b.is_err());
     }
@@ -523,13 +582,15 @@ mod tests {
     #[tokio::test]
     async fn the_highest_common_version_wins() {
         let id = || party(server(1), None, 1);
-        let (a, b) = meet(Party { versions: (1, 5), ..id() }, Party { versions: (2, 3), ..id() }).await;
+        let (a, b) =
+            meet(Party { versions: (1, 5), ..id() }, Party { versions: (2, 3), ..id() }).await;
         assert_eq!((a.unwrap().version, b.unwrap().version), (3, 3));
     }
 
     #[tokio::test]
     async fn any_flipped_bit_of_the_dialer_is_refused() {
-        // What an honest dialer sends, recorded, then replayed with one bit changed against the same nonce.
+        // What an honest dialer sends, recorded, then replayed with one bit changed against the
+        // same nonce.
         for byte in (0..HELLO_LEN).filter(|b| !(8..12).contains(b)) {
             let (mut a, mut relay) = tokio::io::duplex(4096);
             let (mut onward, mut b) = tokio::io::duplex(4096);
@@ -540,7 +601,8 @@ mod tests {
                 onward.write_all(&hello).await.unwrap();
                 let _ = tokio::io::copy_bidirectional(&mut relay, &mut onward).await;
             };
-            let (dialer, listener) = (party(server(1), Some([3; 16]), 1), party(server(1), Some([3; 16]), 2));
+            let (dialer, listener) =
+                (party(server(1), Some([3; 16]), 1), party(server(1), Some([3; 16]), 2));
             let both = async {
                 let answered = async {
                     let r = answer(&mut b, &listener).await;
@@ -564,7 +626,8 @@ mod tests {
         let (cluster, nonce) = (Some([0xcc; 16]), [0xaa; 32]);
         let hello = Hello { versions: (1, 2), role: Role::Server, signed: false, cluster, nonce };
         let text: String = hello.encode().iter().map(|b| format!("{b:02x}")).collect();
-        let want = ["535452414b4548530100020002000100", &"cc".repeat(16), &"aa".repeat(32)].concat();
+        let want =
+            ["535452414b4548530100020002000100", &"cc".repeat(16), &"aa".repeat(32)].concat();
         assert_eq!(text, want);
         assert_eq!(Hello::decode(&hello.encode()).unwrap(), hello);
         let asks = Hello { signed: true, ..hello };
@@ -579,10 +642,14 @@ mod tests {
             proof: hmac_sha256(&[1; 32], &[LISTENER, &hello.encode()]),
         };
         let text: String = w.encode().iter().map(|b| format!("{b:02x}")).collect();
-        let head = ["535452414b4548530100000000000100", &"cc".repeat(16), &"bb".repeat(32)].concat();
+        let head =
+            ["535452414b4548530100000000000100", &"cc".repeat(16), &"bb".repeat(32)].concat();
         assert_eq!(&text[..128], head);
         assert_eq!(Welcome::decode(&w.encode()).unwrap(), w);
-        assert_eq!(ending(&Err(Error::new(Code::Unauthenticated, "no"))), b"\xf6\x03\x02\0\0\0\0\0no");
+        assert_eq!(
+            ending(&Err(Error::new(Code::Unauthenticated, "no"))),
+            b"\xf6\x03\x02\0\0\0\0\0no"
+        );
         assert_eq!(ending(&Ok(&[7; 32])).len(), PROOF_LEN);
     }
 
@@ -595,13 +662,17 @@ mod tests {
         let wire = async {
             let mut hello = [0; HELLO_LEN];
             wire.read_exact(&mut hello).await.unwrap();
-            assert_eq!(hex(&hello), ["535452414b4548530100010001000000", &"00".repeat(16), &"11".repeat(32)].concat());
+            assert_eq!(
+                hex(&hello),
+                ["535452414b4548530100010001000000", &"00".repeat(16), &"11".repeat(32)].concat()
+            );
             let (mut a, mut b) = tokio::io::duplex(4096);
             a.write_all(&hello).await.unwrap();
             let relay = async {
                 let mut welcome = [0; WELCOME_LEN];
                 a.read_exact(&mut welcome).await.unwrap();
-                let head = ["535452414b4548530100000000000100", &"cc".repeat(16), &"22".repeat(32)].concat();
+                let head = ["535452414b4548530100000000000100", &"cc".repeat(16), &"22".repeat(32)]
+                    .concat();
                 assert_eq!(hex(&welcome), head + LISTENER_PROOF);
                 wire.write_all(&welcome).await.unwrap();
                 let mut proof = [0; PROOF_LEN];

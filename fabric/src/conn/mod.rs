@@ -1,8 +1,8 @@
 //! Frames over any stream of bytes: all of a connection but the socket below it.
 //!
-//! `handshake.rs` says who is there, `shared.rs` holds what a connection is, `read.rs` and `write.rs` move its frames. A
-//! transport gives a stream ([`Streams::connect_over`], [`Streams::accept_over`]) and, if payloads do not go through it, a
-//! [`Bulk`].
+//! `handshake.rs` says who is there, `shared.rs` holds what a connection is, `read.rs` and
+//! `write.rs` move its frames. A transport gives a stream ([`Streams::connect_over`],
+//! [`Streams::accept_over`]) and, if payloads do not go through it, a [`Bulk`].
 
 pub mod bulk;
 pub mod handshake;
@@ -46,16 +46,20 @@ pub struct Options {
     pub max_handlers: usize,
     pub connect_timeout: Duration,
     pub handshake_timeout: Duration,
-    /// Accepted connections whose handshake is not over. As many as a thousand clients make when their leader dies: fewer, and they
-    /// come so slowly that those behind give up and begin anew. Beyond it the oldest makes place, see [`crate::places`].
+    /// Accepted connections whose handshake is not over. As many as a thousand clients make when
+    /// their leader dies: fewer, and they come so slowly that those behind give up and begin anew.
+    /// Beyond it the oldest makes place, see [`crate::places`].
     pub max_half_open: usize,
-    /// Accepted connections of one listener: an eighth for servers only, and half of them for one machine at most.
+    /// Accepted connections of one listener: an eighth for servers only, and half of them for one
+    /// machine at most.
     pub max_connections: usize,
-    /// A frame that has begun goes on at least this often, in both directions, or its connection is closed.
+    /// A frame that has begun goes on at least this often, in both directions, or its connection is
+    /// closed.
     pub frame_pause: Duration,
     /// The same while others wait for the memory that it takes.
     pub frame_pause_full: Duration,
-    /// Bytes of the bodies of requests of clients that are longer than 16 KiB, over all connections. Half of them for one machine.
+    /// Bytes of the bodies of requests of clients that are longer than 16 KiB, over all
+    /// connections. Half of them for one machine.
     pub max_body_bytes: usize,
     /// Likewise of answers to clients that are not written yet.
     pub max_answer_bytes: usize,
@@ -113,7 +117,13 @@ pub(crate) struct Streams {
 }
 
 impl Streams {
-    pub fn new(env: Env, identity: Identity, cluster_uuid: Option<[u8; 16]>, pool: Pool, options: Options) -> Streams {
+    pub fn new(
+        env: Env,
+        identity: Identity,
+        cluster_uuid: Option<[u8; 16]>,
+        pool: Pool,
+        options: Options,
+    ) -> Streams {
         let cluster = Arc::new(RwLock::new(cluster_uuid));
         Streams {
             bodies: Arc::new(Shares::new(options.max_body_bytes)),
@@ -161,7 +171,8 @@ impl Streams {
         Ok(Arc::new(Handle::owner(shared::start(self.setup(peer, bulk, addr, back), rd, wr))))
     }
 
-    /// The listener's end of the handshake; serves from then on, if `admit` finds a place for the other end.
+    /// The listener's end of the handshake; serves from then on, if `admit` finds a place for the
+    /// other end.
     pub async fn welcome<R, W, P>(
         &self,
         rd: R,
@@ -178,8 +189,8 @@ impl Streams {
         let mut stream = tokio::io::join(rd, wr);
         let party = self.party();
         let agreed = self.within(handshake::answer_if(&mut stream, &party, admit)).await;
-        let (agreed, place) =
-            agreed.inspect_err(|e| REFUSED.warn(|| format!("refused a connection from {addr}: {e}")))?;
+        let (agreed, place) = agreed
+            .inspect_err(|e| REFUSED.warn(|| format!("refused a connection from {addr}: {e}")))?;
         let (rd, wr) = stream.into_inner();
         Ok((shared::start(self.setup(agreed, bulk, addr, Some(service)), rd, wr), place))
     }
@@ -195,9 +206,9 @@ impl Streams {
 
     async fn within<T>(&self, handshake: impl Future<Output = Result<T>>) -> Result<T> {
         let limit = self.options.handshake_timeout;
-        timeout(limit, handshake)
-            .await
-            .unwrap_or_else(|_| Err(Error::new(Code::TimedOut, format!("the handshake took longer than {limit:?}"))))
+        timeout(limit, handshake).await.unwrap_or_else(|_| {
+            Err(Error::new(Code::TimedOut, format!("the handshake took longer than {limit:?}")))
+        })
     }
 
     fn party(&self) -> Party {

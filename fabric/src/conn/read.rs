@@ -1,5 +1,6 @@
-//! The reader of a connection: frames from the socket to callers and handlers. Headers and bodies pass through one small
-//! buffer, so that many small frames cost one system call; payloads go from the socket into a pool buffer.
+//! The reader of a connection: frames from the socket to callers and handlers. Headers and bodies
+//! pass through one small buffer, so that many small frames cost one system call; payloads go from
+//! the socket into a pool buffer.
 
 use std::{
     pin::Pin,
@@ -28,11 +29,14 @@ use tokio::{
 use super::{
     bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions, expected, no_memory},
     room::{Charge, SHORT_BODY},
-    shared::{Hold, Outgoing, Owed, Phase, Place, Placed, Shared, Waiter, is_summed, outgoing, sum},
+    shared::{
+        Hold, Outgoing, Owed, Phase, Place, Placed, Shared, Waiter, is_summed, outgoing, sum,
+    },
 };
 use crate::{Buf, BufMut, Message, Peer, Road, Role, Service, relay};
 
-/// Payloads with at least so much still to come are waited for in as large parts as the kernel allows.
+/// Payloads with at least so much still to come are waited for in as large parts as the kernel
+/// allows.
 const LARGE: usize = 128 << 10;
 
 /// Bytes per second of a frame at least, while others wait for memory.
@@ -43,8 +47,8 @@ const LINGER: Duration = Duration::from_secs(1);
 
 /// The receiving side of a stream.
 pub trait Incoming: AsyncRead + Send + Unpin + 'static {
-    /// Wake the reader only when so many bytes are there, or as many as fit: each time costs two context switches. False
-    /// where there is no such thing.
+    /// Wake the reader only when so many bytes are there, or as many as fit: each time costs two
+    /// context switches. False where there is no such thing.
     fn wake_at(&self, _bytes: usize) -> bool {
         false
     }
@@ -53,7 +57,8 @@ pub trait Incoming: AsyncRead + Send + Unpin + 'static {
 /// A pipe within the process.
 impl Incoming for tokio::io::ReadHalf<tokio::io::DuplexStream> {}
 
-/// Bytes read ahead. What is read ahead of a payload must be copied into its buffer, so it is kept small.
+/// Bytes read ahead. What is read ahead of a payload must be copied into its buffer, so it is kept
+/// small.
 const AHEAD: usize = 8 << 10;
 
 /// The socket with what was read ahead.
@@ -73,12 +78,17 @@ impl<R: Incoming> Inbox<'_, R> {
         Error::new(Code::Disconnected, format!("receiving from {} failed: {e}", self.shared.addr))
     }
 
-    /// Reads some bytes ahead. `false` at the end of the stream. `within`: a frame has begun, and is to go on.
+    /// Reads some bytes ahead. `false` at the end of the stream. `within`: a frame has begun, and
+    /// is to go on.
     async fn fill(&mut self, within: bool) -> Result<bool> {
         self.buf.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
         let to = &mut self.buf[self.end..];
-        let n = if within { go_on(self.shared, &mut self.rd, to).await } else { self.rd.read(to).await };
+        let n = if within {
+            go_on(self.shared, &mut self.rd, to).await
+        } else {
+            self.rd.read(to).await
+        };
         let n = n.map_err(|e| self.io(e))?;
         self.end += n;
         self.shared.received(n);
@@ -90,7 +100,10 @@ impl<R: Incoming> Inbox<'_, R> {
             if !self.fill(self.end > self.start).await? {
                 let m = match self.end - self.start {
                     0 => format!("{} closed the connection", self.shared.addr),
-                    n => format!("{} closed the connection within a frame ({n} bytes of a header)", self.shared.addr),
+                    n => format!(
+                        "{} closed the connection within a frame ({n} bytes of a header)",
+                        self.shared.addr
+                    ),
                 };
                 return Err(Error::new(Code::Disconnected, m));
             }
@@ -127,8 +140,8 @@ impl<R: Incoming> Inbox<'_, R> {
         Ok(())
     }
 
-    /// As much as there is, and of a large rest as much as fits into the kernel at once. Looks for less in time for a slow
-    /// sender to be seen alive.
+    /// As much as there is, and of a large rest as much as fits into the kernel at once. Looks for
+    /// less in time for a slow sender to be seen alive.
     async fn part(&mut self, to: &mut [u8], large: bool) -> std::io::Result<usize> {
         if large && self.rd.wake_at(to.len()) {
             if let Ok(r) = timeout(self.shared.options.silence / 10, self.rd.read(to)).await {
@@ -173,7 +186,11 @@ impl<R: Incoming> Inbox<'_, R> {
         self.exact(&mut all[REGIONS_HEAD..]).await?;
         let regions = Regions::decode(&all)?;
         if !regions.payload.is_empty() && regions.payload_len() != u64::from(h.payload_len) {
-            let m = format!("regions of {} bytes for a payload of {}", regions.payload_len(), h.payload_len);
+            let m = format!(
+                "regions of {} bytes for a payload of {}",
+                regions.payload_len(),
+                h.payload_len
+            );
             return Err(Error::new(Code::Protocol, m));
         }
         Ok(Some(regions))
@@ -247,8 +264,14 @@ pub(super) async fn run<R: Incoming>(
     peer: &Arc<Peer>,
     service: Option<&Arc<dyn Service>>,
 ) -> Error {
-    let mut inbox =
-        Inbox { shared: s, rd, buf: vec![0; AHEAD].into(), start: 0, end: 0, stopped: AtomicBool::new(false) };
+    let mut inbox = Inbox {
+        shared: s,
+        rd,
+        buf: vec![0; AHEAD].into(),
+        start: 0,
+        end: 0,
+        stopped: AtomicBool::new(false),
+    };
     loop {
         let done = match inbox.header().await {
             Ok(h) if h.version != s.version => Err(Error::new(
@@ -263,7 +286,9 @@ pub(super) async fn run<R: Incoming>(
                     empty(&h)
                 }
                 Kind::KeepAlive => empty(&h),
-                Kind::Hello => Err(Error::new(Code::Protocol, "handshake frame after the handshake")),
+                Kind::Hello => {
+                    Err(Error::new(Code::Protocol, "handshake frame after the handshake"))
+                }
             },
             Err(e) => Err(e),
         };
@@ -285,7 +310,11 @@ fn empty(h: &Header) -> Result<()> {
     Err(Error::new(Code::Protocol, format!("{:?} frame that is not empty", h.kind)))
 }
 
-async fn response<R: Incoming>(s: &Arc<Shared>, inbox: &mut Inbox<'_, R>, h: &Header) -> Result<()> {
+async fn response<R: Incoming>(
+    s: &Arc<Shared>,
+    inbox: &mut Inbox<'_, R>,
+    h: &Header,
+) -> Result<()> {
     let placed = h.flags & FLAG_REGIONS != 0;
     let behind = if placed { 0 } else { h.payload_len };
     let charge = match body_room(s, h, s.passes_on).await {
@@ -307,7 +336,12 @@ async fn response<R: Incoming>(s: &Arc<Shared>, inbox: &mut Inbox<'_, R>, h: &He
     let result = if h.status != 0 {
         inbox.skip(behind).await?;
         let e = pb::Status::decode(body).map_or_else(
-            |_| Error::new(Code::from_wire(u32::from(h.status)), "the peer's error came without a readable text"),
+            |_| {
+                Error::new(
+                    Code::from_wire(u32::from(h.status)),
+                    "the peer's error came without a readable text",
+                )
+            },
             Error::from,
         );
         Err(e)
@@ -316,9 +350,13 @@ async fn response<R: Incoming>(s: &Arc<Shared>, inbox: &mut Inbox<'_, R>, h: &He
     } else {
         match response_buffer(s, h.payload_len as usize).await {
             Ok(buf) => match inbox.payload(h, buf).await? {
-                Payload::Whole(payload) => {
-                    Ok(Message { opcode: h.opcode, trace: h.trace, body, payload, ..Message::default() })
-                }
+                Payload::Whole(payload) => Ok(Message {
+                    opcode: h.opcode,
+                    trace: h.trace,
+                    body,
+                    payload,
+                    ..Message::default()
+                }),
                 Payload::Damaged => Err(damaged()),
             },
             Err(e) => {
@@ -335,7 +373,8 @@ async fn response<R: Incoming>(s: &Arc<Shared>, inbox: &mut Inbox<'_, R>, h: &He
     Ok(())
 }
 
-/// Takes back what was lent to the call, and then answers it, with what was written there if the header says so.
+/// Takes back what was lent to the call, and then answers it, with what was written there if the
+/// header says so.
 async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<Message>) {
     let mut room = None;
     for loan in std::mem::take(&mut waiting.loans) {
@@ -365,7 +404,10 @@ async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<M
             }
         }
         (Ok(_), _) if placed => {
-            let e = Error::new(Code::Protocol, format!("{} wrote a reply to where it had no room", s.addr));
+            let e = Error::new(
+                Code::Protocol,
+                format!("{} wrote a reply to where it had no room", s.addr),
+            );
             s.fail(&e);
             Err(e)
         }
@@ -390,7 +432,8 @@ async fn lend_room(s: Arc<Shared>, body: Bytes) -> Result<Message> {
     Ok(Message::new(opcode::ROOM, loan.regions.encode()))
 }
 
-/// A buffer for a payload to come: from beyond the pool's limit if others keep it full for too long.
+/// A buffer for a payload to come: from beyond the pool's limit if others keep it full for too
+/// long.
 pub(super) async fn pool_buffer(s: &Shared, len: usize) -> BufMut {
     match timeout(s.options.room_wait, s.pool.get(len)).await {
         Ok(Ok(b)) => b,
@@ -398,8 +441,9 @@ pub(super) async fn pool_buffer(s: &Shared, len: usize) -> BufMut {
     }
 }
 
-/// Waits for the pool a while only: who holds its buffers may be waiting for a response behind this one. What is for somebody else
-/// keeps to the pool's limit: that one may ask for much and read nothing.
+/// Waits for the pool a while only: who holds its buffers may be waiting for a response behind this
+/// one. What is for somebody else keeps to the pool's limit: that one may ask for much and read
+/// nothing.
 async fn response_buffer(s: &Arc<Shared>, len: usize) -> Result<BufMut> {
     if len == 0 {
         return Ok(s.pool.get_now(0));
@@ -433,8 +477,9 @@ async fn waiting_for_room<T>(s: &Arc<Shared>, room: impl Future<Output = T>) -> 
     r
 }
 
-/// One that is larger than the whole pool, which may be small where little memory may be locked, has all of its room. Another server
-/// does not wait long for room: what it forwards lies in its own pool meanwhile, and ours may be full of what waits for room in that.
+/// One that is larger than the whole pool, which may be small where little memory may be locked,
+/// has all of its room. Another server does not wait long for room: what it forwards lies in its
+/// own pool meanwhile, and ours may be full of what waits for room in that.
 async fn request_buffer(s: &Shared, len: usize, from: Role) -> Result<BufMut> {
     if len == 0 {
         return Ok(s.pool.get_now(0));
@@ -451,15 +496,18 @@ async fn request_buffer(s: &Shared, len: usize, from: Role) -> Result<BufMut> {
     Ok(room?.swap_remove(0))
 }
 
-/// Room for a body of a client's request, or for a client, before it is read. What servers send each other is bounded by what clients
-/// may send them.
+/// Room for a body of a client's request, or for a client, before it is read. What servers send
+/// each other is bounded by what clients may send them.
 async fn body_room(s: &Arc<Shared>, h: &Header, of_client: bool) -> Result<Option<Charge>> {
     if h.body_len <= SHORT_BODY || !of_client {
         return Ok(None);
     }
     match waiting_for_room(s, s.room.bodies.take(h.body_len as usize)).await {
         Some(room) => Ok(Some(Charge::new(room))),
-        None => Err(Error::new(Code::Overloaded, "this server has too many long requests; try again later")),
+        None => Err(Error::new(
+            Code::Overloaded,
+            "this server has too many long requests; try again later",
+        )),
     }
 }
 
@@ -512,7 +560,9 @@ async fn request<R: Incoming>(
         return Ok(());
     }
     let refusal = match service {
-        _ if s.phase() != Phase::Open => Some(Error::new(Code::Disconnected, "this server is shutting down")),
+        _ if s.phase() != Phase::Open => {
+            Some(Error::new(Code::Disconnected, "this server is shutting down"))
+        }
         None => Some(crate::unknown_opcode(h.opcode)),
         Some(_) => None,
     };
@@ -522,7 +572,10 @@ async fn request<R: Incoming>(
         return Ok(());
     };
     let room = async {
-        let mut place = Place { _body: body_room.map(Charge::until), ..place(s, h.body_len as usize + len).await? };
+        let mut place = Place {
+            _body: body_room.map(Charge::until),
+            ..place(s, h.body_len as usize + len).await?
+        };
         if peer.role == Role::Client && len > INLINE {
             place._upload = Some(s.room.uploads.take(len).await);
         }
@@ -551,7 +604,10 @@ async fn request<R: Incoming>(
         }
         None => {
             inbox.skip(behind).await?;
-            Error::new(Code::Overloaded, "this server has too many requests running; try again later")
+            Error::new(
+                Code::Overloaded,
+                "this server has too many requests running; try again later",
+            )
         }
     };
     answer.send(Err(refusal), None);
@@ -598,7 +654,14 @@ async fn place(s: &Shared, bytes: usize) -> Result<Place> {
     let handler = s.handlers.clone().acquire_owned().await.map_err(closed)?;
     let bytes = bytes.min(s.options.max_inflight_bytes) as u32;
     let bytes = s.handler_bytes.clone().acquire_many_owned(bytes).await.map_err(closed)?;
-    Ok(Place { _handler: handler, _bytes: bytes, _body: None, _upload: None, answer: None, answer_body: None })
+    Ok(Place {
+        _handler: handler,
+        _bytes: bytes,
+        _body: None,
+        _upload: None,
+        answer: None,
+        answer_body: None,
+    })
 }
 
 /// How long the payload of the answer may be, where the request tells.
@@ -619,7 +682,8 @@ struct Answer {
     room: Option<Region>,
     /// The requester keeps memory for this request until it is answered.
     lent: bool,
-    /// A large payload came through the stream: the requester had no memory to lend, and is not asked for more.
+    /// A large payload came through the stream: the requester had no memory to lend, and is not
+    /// asked for more.
     streamed: bool,
     /// It is for a client, who may not read it.
     is_bounded: bool,
@@ -628,7 +692,8 @@ struct Answer {
 }
 
 impl Answer {
-    /// Waits until so much of what was asked for before is written. False: nobody waits for the answer any more.
+    /// Waits until so much of what was asked for before is written. False: nobody waits for the
+    /// answer any more.
     async fn payload_room(&mut self, len: usize) -> bool {
         let s = &self.shared;
         let Some(place) = self.place.as_mut().filter(|_| len > INLINE) else { return true };
@@ -641,7 +706,9 @@ impl Answer {
     /// Room for an answer's long body until it is written.
     async fn body_room(&mut self, len: usize) -> Result<()> {
         let s = &self.shared;
-        let Some(place) = self.place.as_mut().filter(|_| len > SHORT_BODY as usize) else { return Ok(()) };
+        let Some(place) = self.place.as_mut().filter(|_| len > SHORT_BODY as usize) else {
+            return Ok(());
+        };
         let Ok(room) = timeout(s.options.room_wait, s.room.answers.take(len)).await else {
             let m = "this server has too many long answers that are not read; try again later";
             return Err(Error::new(Code::Overloaded, m));
@@ -650,7 +717,8 @@ impl Answer {
         Ok(())
     }
 
-    /// The caller counts from before the request was sent, so after that time it has gone for certain.
+    /// The caller counts from before the request was sent, so after that time it has gone for
+    /// certain.
     fn is_late(&self) -> bool {
         let limit = Duration::from_millis(u64::from(self.header.deadline_ms));
         self.header.deadline_ms > 0 && self.arrived.elapsed() > limit && !self.lent
@@ -699,7 +767,9 @@ impl Answer {
         let s = &self.shared;
         let got = s.call(Message::new(opcode::ROOM, ask.encode()), s.options.silence * 5).await?;
         let room = Regions::decode(&got.body)?.room.filter(|r| r.len >= len);
-        room.ok_or_else(|| Error::new(Code::Protocol, format!("{} gave too little room for a reply", s.addr)))
+        room.ok_or_else(|| {
+            Error::new(Code::Protocol, format!("{} gave too little room for a reply", s.addr))
+        })
     }
 
     fn send(&mut self, result: Result<Message>, placed: Option<Placed>) {
@@ -739,7 +809,13 @@ fn failure(s: &Shared, h: &Header, e: &Error, hold: Hold) -> Result<Outgoing> {
 impl Drop for Answer {
     fn drop(&mut self) {
         if !self.done {
-            self.send(Err(Error::new(Code::Io, "the server failed while it handled this request; see its log")), None);
+            self.send(
+                Err(Error::new(
+                    Code::Io,
+                    "the server failed while it handled this request; see its log",
+                )),
+                None,
+            );
         }
     }
 }

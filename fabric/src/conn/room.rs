@@ -1,5 +1,5 @@
-//! Memory that bodies and answers of clients take. What is shared by all connections is also bounded
-//! for each machine, so that one machine leaves room to the others.
+//! Memory that bodies and answers of clients take. What is shared by all connections is also
+//! bounded for each machine, so that one machine leaves room to the others.
 
 use std::{
     collections::BTreeMap,
@@ -66,7 +66,10 @@ impl Shares {
             if machines.len() >= REMEMBERED && machines.len().is_power_of_two() {
                 machines.retain(|_, m| m.strong_count() > 0);
             }
-            let new = Arc::new(Machine { left: Arc::new(Semaphore::new(self.each)), waiting: AtomicUsize::new(0) });
+            let new = Arc::new(Machine {
+                left: Arc::new(Semaphore::new(self.each)),
+                waiting: AtomicUsize::new(0),
+            });
             machines.insert(name.to_owned(), Arc::downgrade(&new));
             new
         });
@@ -85,7 +88,8 @@ impl Share {
     /// Waits for room. What is more than a machine's share takes all of that.
     pub async fn take(&self, bytes: usize) -> Taken {
         let bytes = bytes.min(self.each) as u32;
-        let _waits = (self.own.left.available_permits() < bytes as usize).then(|| Waits::new(&self.own.waiting));
+        let _waits = (self.own.left.available_permits() < bytes as usize)
+            .then(|| Waits::new(&self.own.waiting));
         let own = self.own.left.clone().acquire_many_owned(bytes).await;
         let all = self.all.clone().acquire_many_owned(bytes).await;
         Taken { _own: own.ok(), _all: all.ok() }
@@ -109,8 +113,8 @@ pub(crate) struct Taken {
     _all: Option<OwnedSemaphorePermit>,
 }
 
-/// The room of a long body: taken until nobody has the body any more, or until what it belongs to is
-/// over. So a request that waits for long, and has read its body, keeps none.
+/// The room of a long body: taken until nobody has the body any more, or until what it belongs to
+/// is over. So a request that waits for long, and has read its body, keeps none.
 #[derive(Clone)]
 pub(crate) struct Charge(Arc<Mutex<Option<Taken>>>);
 
@@ -156,8 +160,8 @@ pub(crate) struct Room {
     pub bodies: Share,
     /// Long bodies of answers that are not written yet.
     pub answers: Share,
-    /// Payloads of answers whose length is known before, from when they are made until they are written: of
-    /// this connection, and of the pool.
+    /// Payloads of answers whose length is known before, from when they are made until they are
+    /// written: of this connection, and of the pool.
     pub payloads: Arc<Semaphore>,
     pub pool: Share,
     /// Payloads of requests, of the pool, from before they are read until the request is answered.
@@ -166,7 +170,13 @@ pub(crate) struct Room {
 
 impl Room {
     pub fn new(o: &Options, bodies: Share, answers: Share, pool: Share, uploads: Share) -> Room {
-        Room { bodies, answers, payloads: Arc::new(Semaphore::new(o.max_inflight_bytes)), pool, uploads }
+        Room {
+            bodies,
+            answers,
+            payloads: Arc::new(Semaphore::new(o.max_inflight_bytes)),
+            pool,
+            uploads,
+        }
     }
 
     pub fn is_short(&self) -> bool {

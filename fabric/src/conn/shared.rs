@@ -1,16 +1,19 @@
-//! One connection after its handshake: calls, their windows, handlers and their limits, liveness, the end.
+//! One connection after its handshake: calls, their windows, handlers and their limits, liveness,
+//! the end.
 //!
-//! Three tasks serve a connection: the reader (`read.rs`), the writer (`write.rs`) and the pulse below. Requests get a task
-//! each while they are handled.
+//! Three tasks serve a connection: the reader (`read.rs`), the writer (`write.rs`) and the pulse
+//! below. Requests get a task each while they are handled.
 //!
-//! **Windows.** A caller holds a slot (and its payload's bytes) from before its request is queued until it is answered or
-//! given up, and longer if the request is still to be written. A receiver runs a bounded number of handlers; a handler's
-//! place is free again when its response is written. When all places are taken the reader stops, which fills the
-//! socket and then the peer's window. It stops for a limited time only, because the answers to this end's own calls
-//! come through the same reader and a handler may be waiting for one; then it refuses requests as `Overloaded`.
+//! **Windows.** A caller holds a slot (and its payload's bytes) from before its request is queued
+//! until it is answered or given up, and longer if the request is still to be written. A receiver
+//! runs a bounded number of handlers; a handler's place is free again when its response is written.
+//! When all places are taken the reader stops, which fills the socket and then the peer's window.
+//! It stops for a limited time only, because the answers to this end's own calls come through the
+//! same reader and a handler may be waiting for one; then it refuses requests as `Overloaded`.
 //!
-//! **Liveness.** An end that owes an answer sends something at least every fifth of `Options::silence`; an end that waits for an
-//! answer and hears nothing for that long gives the connection up. Idle connections send nothing.
+//! **Liveness.** An end that owes an answer sends something at least every fifth of
+//! `Options::silence`; an end that waits for an answer and hears nothing for that long gives the
+//! connection up. Idle connections send nothing.
 
 use std::{
     collections::BTreeMap,
@@ -44,7 +47,8 @@ use super::{
     write,
 };
 use crate::{
-    Buf, Connection, Env, Lend, Message, Peer, Pool, Road, Role, Service, Traffic, quiet::Quiet, traffic::Counter,
+    Buf, Connection, Env, Lend, Message, Peer, Pool, Road, Role, Service, Traffic, quiet::Quiet,
+    traffic::Counter,
 };
 
 static SILENT: Quiet = Quiet::new();
@@ -131,12 +135,13 @@ pub(crate) struct Waiter {
     tx: oneshot::Sender<Result<Message>>,
     /// What the peer may reach until then.
     pub loans: Vec<u64>,
-    /// The peer may not ask for room for its reply, or not again: it may once, because rooms are memory, and not for what answers a
-    /// request for room.
+    /// The peer may not ask for room for its reply, or not again: it may once, because rooms are
+    /// memory, and not for what answers a request for room.
     pub asked: bool,
     /// Bytes of foreign memory that the reply may be written to.
     pub foreign: Option<u32>,
-    /// Taken as long, for the sake of the loans, also of those made later, when nobody waits for the answer any more.
+    /// Taken as long, for the sake of the loans, also of those made later, when nobody waits for
+    /// the answer any more.
     _slot: Arc<Slot>,
 }
 
@@ -177,7 +182,8 @@ pub(crate) struct Shared {
     phase: watch::Sender<Phase>,
     /// The peer takes no new requests.
     going_away: AtomicBool,
-    /// Calls waiting for an answer, and answers owed (handlers, a frame half read, a reader waiting for room).
+    /// Calls waiting for an answer, and answers owed (handlers, a frame half read, a reader waiting
+    /// for room).
     awaited: AtomicU32,
     owed: AtomicU32,
     /// The reader waits for room here, so that silence says nothing about the peer.
@@ -191,7 +197,8 @@ pub(crate) struct Shared {
     pulse: Notify,
 }
 
-/// Whether the transport sums a payload of this opcode: yes, unless its body carries block checksums.
+/// Whether the transport sums a payload of this opcode: yes, unless its body carries block
+/// checksums.
 pub(super) fn is_summed(op: u16) -> bool {
     op < 0x0100 || matches!(op, opcode::EXTENTS | opcode::SYNC_LIST | opcode::LIST_CHUNKS)
 }
@@ -208,7 +215,8 @@ where
     W: AsyncWrite + Send + Unpin + 'static,
 {
     let o = &setup.options;
-    // Every frame in the queue holds a slot or a place, but for keep-alives, refusals (one per slot of the peer) and one GoAway.
+    // Every frame in the queue holds a slot or a place, but for keep-alives, refusals (one per slot
+    // of the peer) and one GoAway.
     let (out, queue) = mpsc::channel(o.max_inflight * 2 + o.max_handlers + 16);
     let shared = Arc::new(Shared {
         window: Arc::new(Semaphore::new(o.max_inflight)),
@@ -249,7 +257,12 @@ where
     shared
 }
 
-async fn run_reader<R: Incoming>(s: Arc<Shared>, rd: R, peer: Arc<Peer>, service: Option<Arc<dyn Service>>) {
+async fn run_reader<R: Incoming>(
+    s: Arc<Shared>,
+    rd: R,
+    peer: Arc<Peer>,
+    service: Option<Arc<dyn Service>>,
+) {
     let ended = tokio::select! {
         biased;
         () = s.closed() => None,
@@ -274,7 +287,8 @@ async fn run_writer<W: AsyncWrite + Unpin>(s: Arc<Shared>, wr: W, queue: mpsc::R
     }
 }
 
-/// Keeps the connection alive while this end owes answers, and gives it up when the peer owes some and is silent.
+/// Keeps the connection alive while this end owes answers, and gives it up when the peer owes some
+/// and is silent.
 async fn run_pulse(s: Arc<Shared>) {
     tokio::select! {
         biased;
@@ -309,10 +323,14 @@ async fn pulse(s: &Arc<Shared>) {
         let excused = s.awaited.load(Relaxed) == 0 || s.stalled.load(Relaxed);
         silent = if now_received == received && !excused { silent + 1 } else { 0 };
         received = now_received;
-        // The first silent tick may have begun after a sign of life within it, hence one less than TICKS.
+        // The first silent tick may have begun after a sign of life within it, hence one less than
+        // TICKS.
         if silent >= TICKS - 1 {
-            SILENT.warn(|| format!("closing the connection to {}: it owes answers and is silent", s.addr));
-            let m = format!("{} is silent for {:?} and is taken for dead", s.addr, s.options.silence);
+            SILENT.warn(|| {
+                format!("closing the connection to {}: it owes answers and is silent", s.addr)
+            });
+            let m =
+                format!("{} is silent for {:?} and is taken for dead", s.addr, s.options.silence);
             s.fail(&Error::new(Code::Disconnected, m));
             return;
         }
@@ -347,7 +365,14 @@ fn check_size(op: u16, body: usize, payload: usize) -> Result<()> {
 }
 
 /// Fills in lengths and checksums. `TooBig` for what no receiver would take.
-pub(super) fn outgoing(s: &Shared, kind: Kind, id: u64, op: u16, m: Message, hold: Hold) -> Result<Outgoing> {
+pub(super) fn outgoing(
+    s: &Shared,
+    kind: Kind,
+    id: u64,
+    op: u16,
+    m: Message,
+    hold: Hold,
+) -> Result<Outgoing> {
     let payload_len = m.payload_len();
     check_size(op, m.body.len(), payload_len)?;
     let mut f = frame(s, kind);
@@ -398,11 +423,14 @@ impl Shared {
         }
     }
 
-    /// Queues a frame. The queue is as long as the windows allow frames to exist, so a full one means that the peer
-    /// does not keep to them; and a closed one, that the connection is gone.
+    /// Queues a frame. The queue is as long as the windows allow frames to exist, so a full one
+    /// means that the peer does not keep to them; and a closed one, that the connection is gone.
     pub fn send(&self, f: Outgoing) {
         if let Err(mpsc::error::TrySendError::Full(_)) = self.out.try_send(f) {
-            self.fail(&Error::new(Code::Protocol, format!("{} does not keep to its window", self.addr)));
+            self.fail(&Error::new(
+                Code::Protocol,
+                format!("{} does not keep to its window", self.addr),
+            ));
         }
     }
 
@@ -427,7 +455,9 @@ impl Shared {
         self.counter.close();
         if self.phase.send_replace(Phase::Closed) != Phase::Closed {
             match cause.code {
-                Code::Protocol => BROKEN.warn(|| format!("closing the connection to {}: {cause}", self.addr)),
+                Code::Protocol => {
+                    BROKEN.warn(|| format!("closing the connection to {}: {cause}", self.addr))
+                }
                 _ => tracing::debug!(peer = %self.addr, "connection ended: {cause}"),
             }
         }
@@ -444,14 +474,21 @@ impl Shared {
     fn gone(&self, cause: &Error) -> Error {
         match cause.code {
             Code::Disconnected => cause.clone(),
-            _ => Error::new(Code::Disconnected, format!("connection to {} lost: {cause}", self.addr)),
+            _ => {
+                Error::new(Code::Disconnected, format!("connection to {} lost: {cause}", self.addr))
+            }
         }
     }
 
-    /// The error of a call that cannot be made, or was not answered, because the connection is over.
+    /// The error of a call that cannot be made, or was not answered, because the connection is
+    /// over.
     pub fn over(&self) -> Error {
         let cause = self.pending.lock().over.clone();
-        self.gone(&cause.unwrap_or_else(|| Error::new(Code::Disconnected, format!("{} is closed", self.addr))))
+        self.gone(
+            &cause.unwrap_or_else(|| {
+                Error::new(Code::Disconnected, format!("{} is closed", self.addr))
+            }),
+        )
     }
 
     pub fn is_over(&self) -> bool {
@@ -462,7 +499,9 @@ impl Shared {
     pub fn peer_goes_away(&self) {
         self.going_away.store(true, Relaxed);
         let mut p = self.pending.lock();
-        p.over.get_or_insert_with(|| Error::new(Code::Disconnected, format!("{} is shutting down", self.addr)));
+        p.over.get_or_insert_with(|| {
+            Error::new(Code::Disconnected, format!("{} is shutting down", self.addr))
+        });
     }
 
     /// Has the peer make a new connection for what comes next.
@@ -470,7 +509,8 @@ impl Shared {
         self.send(frame(self, Kind::GoAway));
     }
 
-    /// Tells the peer that no more requests are taken, answers those that run, for at most `limit`, and closes.
+    /// Tells the peer that no more requests are taken, answers those that run, for at most `limit`,
+    /// and closes.
     pub async fn drain(&self, limit: Duration) {
         self.phase.send_if_modified(|p| {
             let open = *p == Phase::Open;
@@ -490,7 +530,8 @@ impl Shared {
         self.pending.lock().waiting.remove(&id)
     }
 
-    /// Whether somebody waits for this answer, which may be a large one, and it is the first time that its peer asks for room.
+    /// Whether somebody waits for this answer, which may be a large one, and it is the first time
+    /// that its peer asks for room.
     pub fn may_have_room(&self, id: u64) -> bool {
         let mut p = self.pending.lock();
         let waiter = p.waiting.get_mut(&id).filter(|w| !w.tx.is_closed());
@@ -554,8 +595,9 @@ impl Shared {
                 }
             };
             let went = if placed.is_some() { Road::Rdma } else { self.stream_road(payload) };
-            let foreign =
-                foreign.map(|what| if matches!(what, Lend::Room(_)) { what.memory().len() as u32 } else { 0 });
+            let foreign = foreign.map(|what| {
+                if matches!(what, Lend::Room(_)) { what.memory().len() as u32 } else { 0 }
+            });
             let asked = op == opcode::ROOM || foreign.is_some();
             let mut waiter = Waiter { tx, loans: Vec::new(), asked, foreign, _slot: slot.clone() };
             let mut f = outgoing(self, Kind::Request, 0, op, request, Hold::Request(slot.clone()))?;
@@ -588,7 +630,9 @@ impl Shared {
     async fn lend(&self, m: &mut Message, room: usize) -> Result<(Option<Loan>, Option<Placed>)> {
         let len = m.payload_len();
         let large = len > INLINE;
-        let Some(bulk) = self.bulk().filter(|_| large || room > INLINE) else { return Ok((None, None)) };
+        let Some(bulk) = self.bulk().filter(|_| large || room > INLINE) else {
+            return Ok((None, None));
+        };
         let room = if room > INLINE { Some(read::pool_buffer(self, room).await) } else { None };
         let payload = if large { m.payload.clone() } else { Vec::new() };
         let loan = match bulk.lend(payload, room).await {
@@ -604,20 +648,32 @@ impl Shared {
         Ok((Some(loan), placed))
     }
 
-    /// Lends foreign memory. What comes with the loan ends it, and the connection if need be, when it is dropped.
-    async fn lend_foreign(&self, m: &Message, what: &Lend) -> Result<(Loan, Option<Placed>, Lending)> {
+    /// Lends foreign memory. What comes with the loan ends it, and the connection if need be, when
+    /// it is dropped.
+    async fn lend_foreign(
+        &self,
+        m: &Message,
+        what: &Lend,
+    ) -> Result<(Loan, Option<Placed>, Lending)> {
         let none = || {
-            Error::new(Code::OpNotSupp, format!("memory cannot be lent to {}, which is not reached by RDMA", self.addr))
+            Error::new(
+                Code::OpNotSupp,
+                format!("memory cannot be lent to {}, which is not reached by RDMA", self.addr),
+            )
         };
         let bulk = self.bulk().ok_or_else(none)?;
         let len = what.memory().len();
-        let fits = matches!((m.opcode, what), (opcode::READ, Lend::Room(_)) | (opcode::WRITE, Lend::Payload(_)));
+        let fits = matches!(
+            (m.opcode, what),
+            (opcode::READ, Lend::Room(_)) | (opcode::WRITE, Lend::Payload(_))
+        );
         if !fits || !m.payload.is_empty() || len == 0 || len > u64::from(MAX_PAYLOAD) {
             let m = format!("{len} bytes of foreign memory for request {:#06x}", m.opcode);
             return Err(Error::new(Code::Inval, m));
         }
         let loan = bulk.lend_foreign(what).await?;
-        let placed = matches!(what, Lend::Payload(_)).then_some(Placed { len: len as u32, crc: None });
+        let placed =
+            matches!(what, Lend::Payload(_)).then_some(Placed { len: len as u32, crc: None });
         let lending = Lending { bulk, loan: loan.id };
         Ok((loan, placed, lending))
     }
@@ -636,7 +692,8 @@ impl Shared {
     }
 }
 
-/// Foreign memory that is lent to a call: with this the peer reaches nothing of it any more, however the call ended.
+/// Foreign memory that is lent to a call: with this the peer reaches nothing of it any more,
+/// however the call ended.
 struct Lending {
     bulk: Arc<dyn Bulk>,
     loan: u64,
@@ -657,7 +714,8 @@ impl Drop for Owed {
     }
 }
 
-/// A call that waits for its answer; when it ends in any way, the answer is not waited for any more.
+/// A call that waits for its answer; when it ends in any way, the answer is not waited for any
+/// more.
 struct Waiting<'a> {
     shared: &'a Shared,
     slot: Arc<Slot>,
@@ -721,7 +779,9 @@ impl Connection for Handle {
         self.shared.counter.look()
     }
     fn close(&self) {
-        self.shared
-            .fail(&Error::new(Code::Disconnected, format!("connection to {} was closed here", self.shared.addr)));
+        self.shared.fail(&Error::new(
+            Code::Disconnected,
+            format!("connection to {} was closed here", self.shared.addr),
+        ));
     }
 }

@@ -1,5 +1,6 @@
-//! Connections that lend memory, over pipes within this process: what RDMA does with keys and windows, done with a table. So the
-//! code above the transport is tested where there is no device, and a fabric is seen to need no more than this file.
+//! Connections that lend memory, over pipes within this process: what RDMA does with keys and
+//! windows, done with a table. So the code above the transport is tested where there is no device,
+//! and a fabric is seen to need no more than this file.
 
 use std::{
     collections::BTreeMap,
@@ -24,8 +25,8 @@ use super::{
     bulk::{AskRoom, Regions},
 };
 use crate::{
-    Buf, BufMut, Connection, Endpoint, Env, Fabric, Foreign, Identity, Lend, Listener, Message, Peer, Pool, Road,
-    Service, conformance,
+    Buf, BufMut, Connection, Endpoint, Env, Fabric, Foreign, Identity, Lend, Listener, Message,
+    Peer, Pool, Road, Service, conformance,
 };
 
 const LONG: Duration = Duration::from_secs(20);
@@ -150,7 +151,8 @@ impl Bulk for Memory {
                 Lent::Payload(b) => b,
                 other => {
                     let from = other.foreign(false, r.addr, len)?;
-                    // SAFETY: who lends foreign memory keeps it in place, and the table's lock keeps the loan.
+                    // SAFETY: who lends foreign memory keeps it in place, and the table's lock
+                    // keeps the loan.
                     unsafe { to[at..at + len].as_mut_ptr().copy_from(from, len) };
                     at += len;
                     continue;
@@ -204,27 +206,43 @@ struct InMemory {
 impl InMemory {
     fn new() -> InMemory {
         let identity = Identity::server(&[1; 32]);
-        let streams = Streams::new(Env::system(), identity, None, Pool::new(512 << 20), Options::default());
-        InMemory { streams, listeners: Arc::default(), counts: Arc::default(), tables: Arc::default() }
+        let streams =
+            Streams::new(Env::system(), identity, None, Pool::new(512 << 20), Options::default());
+        InMemory {
+            streams,
+            listeners: Arc::default(),
+            counts: Arc::default(),
+            tables: Arc::default(),
+        }
     }
 
     fn ends(&self) -> (Arc<dyn Bulk>, Arc<dyn Bulk>) {
         let (a, b) = (Arc::<Mutex<Table>>::default(), Arc::<Mutex<Table>>::default());
         self.tables.lock().extend([a.clone(), b.clone()]);
         let end = |ours: &Arc<Mutex<Table>>, theirs: &Arc<Mutex<Table>>| {
-            Arc::new(Memory { ours: ours.clone(), theirs: theirs.clone(), counts: self.counts.clone() })
+            Arc::new(Memory {
+                ours: ours.clone(),
+                theirs: theirs.clone(),
+                counts: self.counts.clone(),
+            })
         };
         (end(&a, &b), end(&b, &a))
     }
 
     /// A connection whose ends move payloads by these.
-    async fn join(&self, near: Arc<dyn Bulk>, far: Arc<dyn Bulk>, service: Arc<dyn Service>) -> Arc<dyn Connection> {
+    async fn join(
+        &self,
+        near: Arc<dyn Bulk>,
+        far: Arc<dyn Bulk>,
+        service: Arc<dyn Service>,
+    ) -> Arc<dyn Connection> {
         let (ours, theirs) = tokio::io::duplex(64 << 10);
         let served = self.streams.clone();
         let (rd, wr) = tokio::io::split(theirs);
         self.streams.env.spawn(async move {
             let admit = |_| Ok(());
-            let (shared, ()) = served.welcome(rd, wr, Some(far), "memory".into(), service, admit).await.unwrap();
+            let (shared, ()) =
+                served.welcome(rd, wr, Some(far), "memory".into(), service, admit).await.unwrap();
             shared.closed().await;
         });
         let (rd, wr) = tokio::io::split(ours);
@@ -239,17 +257,24 @@ impl InMemory {
 
 #[async_trait]
 impl Fabric for InMemory {
-    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         let (near, far) = tokio::io::duplex(64 << 10);
         let (ours, theirs) = self.ends();
         {
             let listeners = self.listeners.lock();
             let l = listeners.get(to).filter(|l| l.stop.strong_count() > 0);
-            let l = l.ok_or_else(|| Error::new(Code::Disconnected, format!("nobody listens at {to}")))?;
+            let l =
+                l.ok_or_else(|| Error::new(Code::Disconnected, format!("nobody listens at {to}")))?;
             let (f, service, stop) = (self.streams.clone(), l.service.clone(), l.stopping.clone());
             let (rd, wr) = tokio::io::split(far);
             self.streams.env.spawn(async move {
-                if let Ok((shared, ())) = f.welcome(rd, wr, Some(theirs), "memory".into(), service, |_| Ok(())).await {
+                if let Ok((shared, ())) =
+                    f.welcome(rd, wr, Some(theirs), "memory".into(), service, |_| Ok(())).await
+                {
                     f.attend(&shared, stop).await;
                 }
             });
@@ -261,7 +286,9 @@ impl Fabric for InMemory {
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
         let (stop, stopping) = watch::channel(());
         let stop = Arc::new(stop);
-        self.listeners.lock().insert(at.clone(), Listening { service, stop: Arc::downgrade(&stop), stopping });
+        self.listeners
+            .lock()
+            .insert(at.clone(), Listening { service, stop: Arc::downgrade(&stop), stopping });
         Ok(Listener::new(at.clone(), Box::new(stop)))
     }
 
@@ -275,7 +302,8 @@ async fn conforms_with_lent_memory() {
     let f = InMemory::new();
     conformance::all(&f, &f, &Endpoint::Sim(1)).await;
     assert!(f.counts.fetched.load(SeqCst) > 1 << 20 && f.counts.put.load(SeqCst) > 1 << 20);
-    // Those of connections that ended in the middle go with the connection; this table does not know of its end.
+    // Those of connections that ended in the middle go with the connection; this table does not
+    // know of its end.
     f.tables.lock().clear();
 }
 
@@ -291,11 +319,15 @@ async fn what_was_lent_is_taken_back_before_the_caller_sees_the_answer() {
         let m = Message::new(opcode::ECHO, "x").with_payload(vec![payload.clone()]);
         let got = conn.call(m, LONG).await.unwrap();
         assert!(got.payload_len() == len && got.payload.iter().all(|b| b[..] == payload[..]));
-        assert!(got.went == Road::Rdma && got.payload.iter().all(|b| b.road() == Road::Rdma), "{len}");
+        assert!(
+            got.went == Road::Rdma && got.payload.iter().all(|b| b.road() == Road::Rdma),
+            "{len}"
+        );
         assert_eq!(f.lent(), 0, "{len}");
     }
     // One that is given up lends until it is answered.
-    let m = Message::new(conformance::GATED, "").with_payload(vec![conformance::pattern(100_000, 1)]);
+    let m =
+        Message::new(conformance::GATED, "").with_payload(vec![conformance::pattern(100_000, 1)]);
     assert_eq!(conn.call(m, Duration::from_millis(10)).await.unwrap_err().code, Code::TimedOut);
     assert_eq!(f.lent(), 2);
     service.open(1);
@@ -370,8 +402,8 @@ impl Service for Verbose {
     }
 }
 
-/// All that a server asks of who connected is room. If it lent memory for the answer to that, a client that keeps the answer back
-/// would hold as much as it likes.
+/// All that a server asks of who connected is room. If it lent memory for the answer to that, a
+/// client that keeps the answer back would hold as much as it likes.
 #[tokio::test(start_paused = true)]
 async fn a_request_for_room_is_no_reason_to_lend_any() {
     let f = InMemory::new();
@@ -381,7 +413,10 @@ async fn a_request_for_room_is_no_reason_to_lend_any() {
         tokio::time::sleep(Duration::from_millis(50)).await;
         // The server waits for the answer to its first request.
         let ask = AskRoom { request_id: 1, len: 16 << 20 };
-        conn.call(Message::new(opcode::ROOM, ask.encode()), LONG).await.map(drop).map_err(|e| e.code)
+        conn.call(Message::new(opcode::ROOM, ask.encode()), LONG)
+            .await
+            .map(drop)
+            .map_err(|e| e.code)
     };
     let (answer, asked) = tokio::join!(conn.call(Message::new(0x75, ""), LONG), asks);
     assert_eq!(asked, Err(Code::NoEnt));
@@ -426,26 +461,45 @@ async fn payloads_go_through_the_stream_where_no_memory_may_be_registered() {
         for (near, far) in [(true, false), (false, true), (true, true)] {
             let f = InMemory::new();
             let (ours, theirs) = f.ends();
-            let poor = |bulk: Arc<dyn Bulk>, is| if is { Arc::new(Poor(bulk, code)) as Arc<dyn Bulk> } else { bulk };
-            let conn = f.join(poor(ours, near), poor(theirs, far), Arc::<conformance::TestService>::default()).await;
+            let poor = |bulk: Arc<dyn Bulk>, is| {
+                if is { Arc::new(Poor(bulk, code)) as Arc<dyn Bulk> } else { bulk }
+            };
+            let conn = f
+                .join(
+                    poor(ours, near),
+                    poor(theirs, far),
+                    Arc::<conformance::TestService>::default(),
+                )
+                .await;
             for len in [4096, 4097, 16 << 20] {
                 let payload = conformance::pattern(len, 3);
                 let parts = vec![payload.slice(0..len / 3), payload.slice(len / 3..len)];
-                let got = conn.call(Message::new(opcode::ECHO, "x").with_payload(parts), LONG).await;
+                let got =
+                    conn.call(Message::new(opcode::ECHO, "x").with_payload(parts), LONG).await;
                 if len > 4096 && code == Code::Io {
                     assert_eq!(got.unwrap_err().code, code, "other errors are the call's");
                     continue;
                 }
                 let got = got.unwrap();
-                assert!(got.payload_len() == len && got.payload.iter().all(|b| b[..] == payload[..]), "{len} {code:?}");
+                assert!(
+                    got.payload_len() == len && got.payload.iter().all(|b| b[..] == payload[..]),
+                    "{len} {code:?}"
+                );
                 // It was not straight, and both ends of the call say so.
-                let road = |streamed| if streamed && len > 4096 { Road::RdmaStream } else { Road::Rdma };
-                assert_eq!((got.went, got.payload[0].road()), (road(near), road(true)), "{len} {near} {far}");
+                let road =
+                    |streamed| if streamed && len > 4096 { Road::RdmaStream } else { Road::Rdma };
+                assert_eq!(
+                    (got.went, got.payload[0].road()),
+                    (road(near), road(true)),
+                    "{len} {near} {far}"
+                );
                 assert_eq!(f.lent(), 0, "{len} {code:?}");
             }
             // Room for it is asked for, and refused.
             let n: usize = 100_000;
-            let got = conn.call(Message::new(conformance::GENERATE, n.to_le_bytes().to_vec()), LONG).await;
+            let got = conn
+                .call(Message::new(conformance::GENERATE, n.to_le_bytes().to_vec()), LONG)
+                .await;
             assert_eq!(
                 got.map(|m| m.payload_len()).map_err(|e| e.code),
                 if code == Code::Io { Err(code) } else { Ok(n) }
@@ -456,7 +510,8 @@ async fn payloads_go_through_the_stream_where_no_memory_may_be_registered() {
     }
 }
 
-/// Answers READ with a pattern, as long as its offset says, and WRITE with the sum of what came; both when the gate is open.
+/// Answers READ with a pattern, as long as its offset says, and WRITE with the sum of what came;
+/// both when the gate is open.
 struct Disk(tokio::sync::Semaphore);
 
 #[async_trait]
@@ -468,19 +523,22 @@ impl Service for Disk {
             return Ok(Message::new(opcode::WRITE, sum.to_le_bytes().to_vec()));
         }
         let r = DataRequest::decode(&m.body)?;
-        Ok(Message::new(opcode::READ, "").with_payload(vec![conformance::pattern(r.offset as usize, 9)]))
+        Ok(Message::new(opcode::READ, "")
+            .with_payload(vec![conformance::pattern(r.offset as usize, 9)]))
     }
 }
 
 fn read_of(offset: usize, room: usize) -> Message {
     let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
-    let r = DataRequest { offset: offset as u32, len: room as u32, ..DataRequest::new(1, 1, 1, chunk) };
+    let r =
+        DataRequest { offset: offset as u32, len: room as u32, ..DataRequest::new(1, 1, 1, chunk) };
     Message::new(opcode::READ, r.encode())
 }
 
 /// Memory that is nobody's buffer, all of it `fill`.
 fn device(len: usize, fill: u8) -> (Arc<Vec<Cell>>, Foreign) {
-    let keep = Arc::new((0..len).map(|_| Cell(std::cell::UnsafeCell::new(fill))).collect::<Vec<_>>());
+    let keep =
+        Arc::new((0..len).map(|_| Cell(std::cell::UnsafeCell::new(fill))).collect::<Vec<_>>());
     // SAFETY: cells may be written while they are shared; they are looked at when nobody writes.
     let all = unsafe { Foreign::host(keep.as_ptr().cast_mut().cast(), len as u64, keep.clone()) };
     (keep, all)
@@ -513,7 +571,10 @@ async fn foreign_memory_is_read_and_written_where_it_lies() {
         assert!(got.placed as usize == len && got.payload.is_empty(), "{} of {len}", got.placed);
         let want = conformance::pattern(len, 9);
         assert_eq!(bytes(&memory)[from as usize..from as usize + len], want[..]);
-        let m = Message { lend: Some(Lend::Payload(part.slice(0..len as u64))), ..Message::new(opcode::WRITE, "") };
+        let m = Message {
+            lend: Some(Lend::Payload(part.slice(0..len as u64))),
+            ..Message::new(opcode::WRITE, "")
+        };
         let got = conn.call(m, LONG).await.unwrap();
         assert_eq!(got.body[..], super::shared::sum(&[want]).to_le_bytes());
         assert_eq!((got.went, f.lent()), (Road::Rdma, 0));
@@ -526,7 +587,10 @@ async fn foreign_memory_is_read_and_written_where_it_lies() {
     let long = Message { lend: Some(Lend::Room(all.slice(0..5000))), ..read_of(5001, 5000) };
     assert_eq!(conn.call(long, LONG).await.unwrap_err().code, Code::NoEnt);
     // Neither are requests whose payload is summed on its way, and those that have another payload.
-    for m in [Message::new(opcode::ECHO, ""), read_of(1, 1).with_payload(vec![conformance::pattern(1, 1)])] {
+    for m in [
+        Message::new(opcode::ECHO, ""),
+        read_of(1, 1).with_payload(vec![conformance::pattern(1, 1)]),
+    ] {
         let m = Message { lend: Some(Lend::Payload(all.clone())), ..m };
         assert_eq!(conn.call(m, LONG).await.unwrap_err().code, Code::Inval);
     }
@@ -566,14 +630,22 @@ async fn foreign_memory_is_out_of_reach_when_a_call_has_ended_in_any_way() {
 
 #[tokio::test]
 async fn over_tcp_nothing_is_lent_and_nothing_sent() {
-    let tcp =
-        crate::TcpFabric::new(Env::system(), Identity::server(&[1; 32]), None, Pool::new(16 << 20), Options::default());
+    let tcp = crate::TcpFabric::new(
+        Env::system(),
+        Identity::server(&[1; 32]),
+        None,
+        Pool::new(16 << 20),
+        Options::default(),
+    );
     let service = Arc::new(conformance::TestService::default());
     let guard = tcp.listen(&"tcp:127.0.0.1:0".parse().unwrap(), service.clone()).await.unwrap();
     let conn = tcp.connect(guard.endpoint(), None).await.unwrap();
     let (_memory, all) = device(8192, 7);
     let m = Message { lend: Some(Lend::Payload(all)), ..Message::new(opcode::WRITE, "") };
     let e = conn.call(m, LONG).await.unwrap_err();
-    assert!(e.code == Code::OpNotSupp && e.message.contains("not reached by RDMA") && !conn.lends(), "{e}");
+    assert!(
+        e.code == Code::OpNotSupp && e.message.contains("not reached by RDMA") && !conn.lends(),
+        "{e}"
+    );
     assert_eq!(service.handled.load(SeqCst), 0);
 }

@@ -1,7 +1,10 @@
-//! The writer of a connection: takes what is queued, as much as there is up to a limit, and writes it with as few system
-//! calls as possible. Headers and small bodies are gathered in one scratch buffer; payloads are never copied.
+//! The writer of a connection: takes what is queued, as much as there is up to a limit, and writes
+//! it with as few system calls as possible. Headers and small bodies are gathered in one scratch
+//! buffer; payloads are never copied.
 
-use std::{io::IoSlice, ops::Range, pin::pin, sync::atomic::Ordering::Relaxed, task::Poll, time::Duration};
+use std::{
+    io::IoSlice, ops::Range, pin::pin, sync::atomic::Ordering::Relaxed, task::Poll, time::Duration,
+};
 
 use strake_proto::{Code, Error, frame::HEADER_LEN};
 use tokio::{
@@ -28,8 +31,13 @@ enum Piece {
     Payload(usize, usize),
 }
 
-/// Writes until the socket fails. Ends without an error's cause only when the connection is dropped.
-pub(super) async fn run<W: AsyncWrite + Unpin>(s: &Shared, mut wr: W, mut queue: mpsc::Receiver<Outgoing>) -> Error {
+/// Writes until the socket fails. Ends without an error's cause only when the connection is
+/// dropped.
+pub(super) async fn run<W: AsyncWrite + Unpin>(
+    s: &Shared,
+    mut wr: W,
+    mut queue: mpsc::Receiver<Outgoing>,
+) -> Error {
     let mut batch = Vec::with_capacity(BATCH);
     let mut scratch = Vec::new();
     let mut pieces = Vec::new();
@@ -83,7 +91,8 @@ fn bytes<'a>(piece: &Piece, batch: &'a [Outgoing], scratch: &'a [u8]) -> &'a [u8
     }
 }
 
-/// Waits for a write as long as it makes progress: what is to be written may hold memory that others wait for. `begun`: the batch.
+/// Waits for a write as long as it makes progress: what is to be written may hold memory that
+/// others wait for. `begun`: the batch.
 async fn goes_on<T>(
     s: &Shared,
     write: impl Future<Output = std::io::Result<T>>,
@@ -103,7 +112,8 @@ async fn goes_on<T>(
             return r;
         }
         waited += pause;
-        if waited >= o.frame_pause || s.is_short() && (waited >= least || begun.elapsed() >= batch) {
+        if waited >= o.frame_pause || s.is_short() && (waited >= least || begun.elapsed() >= batch)
+        {
             let m = "the peer does not read what is sent to it";
             return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, m));
         }

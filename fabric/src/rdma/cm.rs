@@ -44,13 +44,16 @@ unsafe impl Send for Event {}
 
 pub fn non_blocking(fd: RawFd) -> Result<AsyncFd<RawFd>> {
     // SAFETY: plain calls on an open descriptor.
-    let rc = unsafe { libc::fcntl(fd, libc::F_SETFL, libc::fcntl(fd, libc::F_GETFL) | libc::O_NONBLOCK) };
+    let rc = unsafe {
+        libc::fcntl(fd, libc::F_SETFL, libc::fcntl(fd, libc::F_GETFL) | libc::O_NONBLOCK)
+    };
     if rc < 0 {
         return Err(os_error("a descriptor that does not block"));
     }
     // SAFETY: callers drop the result before they close the descriptor, see `Events` and `Queue`.
     let registered = unsafe { AsyncFd::register(fd) };
-    registered.map_err(|e| Error::from(std::io::Error::from(e)).context("a descriptor of RDMA events"))
+    registered
+        .map_err(|e| Error::from(std::io::Error::from(e)).context("a descriptor of RDMA events"))
 }
 
 /// Whether the connection manager is there; an error is a sentence.
@@ -97,7 +100,8 @@ impl Events {
             let e = &*raw;
             let private = match e.conn.private_data_len {
                 n if n > 0 && !e.conn.private_data.is_null() => {
-                    std::slice::from_raw_parts(e.conn.private_data.cast::<u8>(), usize::from(n)).to_vec()
+                    std::slice::from_raw_parts(e.conn.private_data.cast::<u8>(), usize::from(n))
+                        .to_vec()
                 }
                 _ => Vec::new(),
             };
@@ -109,13 +113,17 @@ impl Events {
     }
 
     pub async fn next(&self) -> Result<Event> {
-        let fd = self.fd.as_ref().ok_or_else(|| Error::new(Code::Disconnected, "a closed event channel"))?;
+        let fd = self
+            .fd
+            .as_ref()
+            .ok_or_else(|| Error::new(Code::Disconnected, "a closed event channel"))?;
         loop {
             if let Some(e) = self.try_next()? {
                 return Ok(e);
             }
             let mut ready = fd.readable().await?;
-            // An event that comes between the look and this is seen by the next look or wakes again.
+            // An event that comes between the look and this is seen by the next look or wakes
+            // again.
             if let Some(e) = self.try_next()? {
                 return Ok(e);
             }
@@ -134,13 +142,21 @@ pub fn expected(e: Event, kind: c_int, to: &str) -> Result<Event> {
     if e.kind == kind { Ok(e) } else { Err(refused(&e, to)) }
 }
 
-/// What an event says that is not the one hoped for. `Protocol` only for an answer that somebody gave who does not speak this protocol: a
-/// listener that goes away is none, and its kernel rejects for it what it had not answered, without a word.
+/// What an event says that is not the one hoped for. `Protocol` only for an answer that somebody
+/// gave who does not speak this protocol: a listener that goes away is none, and its kernel rejects
+/// for it what it had not answered, without a word.
 fn refused(e: &Event, to: &str) -> Error {
-    if e.kind == event::REJECTED && e.status == verbs::REJ_BY_LISTENER && !Greeting::is_none(&e.private) {
+    if e.kind == event::REJECTED
+        && e.status == verbs::REJ_BY_LISTENER
+        && !Greeting::is_none(&e.private)
+    {
         return match Greeting::decode(&e.private) {
             Ok(g) => {
-                let code = if g.status == 0 { Code::Disconnected } else { Code::from_wire(u32::from(g.status)) };
+                let code = if g.status == 0 {
+                    Code::Disconnected
+                } else {
+                    Code::from_wire(u32::from(g.status))
+                };
                 let why = match code {
                     Code::Overloaded => "it has too many connections",
                     Code::NoMem => "it has no memory for one more",
@@ -155,7 +171,9 @@ fn refused(e: &Event, to: &str) -> Error {
     }
     let why = match e.kind {
         event::REJECTED if e.status == verbs::REJ_NO_LISTENER => "nobody listens there".into(),
-        event::REJECTED if e.status == verbs::REJ_BY_LISTENER => "it went away before it answered".into(),
+        event::REJECTED if e.status == verbs::REJ_BY_LISTENER => {
+            "it went away before it answered".into()
+        }
         event::REJECTED => format!("rejected (reason {})", e.status),
         event::ADDR_ERROR => "no RDMA device leads to that address".into(),
         event::ROUTE_ERROR => "no route".into(),
@@ -192,7 +210,8 @@ impl Id {
         let events = Events::new(lib)?;
         let mut raw = null_mut();
         // SAFETY: an open channel.
-        if unsafe { (lib.rdma_create_id)(events.raw, &raw mut raw, null_mut(), verbs::PS_TCP) } != 0 {
+        if unsafe { (lib.rdma_create_id)(events.raw, &raw mut raw, null_mut(), verbs::PS_TCP) } != 0
+        {
             return Err(os_error("an RDMA connection"));
         }
         Ok(Id { lib, raw, events })
@@ -219,7 +238,8 @@ impl Id {
 
     /// The other end's address.
     pub fn peer(&self) -> String {
-        // SAFETY: a valid id holds the address in a `sockaddr_storage`, of the family that it names.
+        // SAFETY: a valid id holds the address in a `sockaddr_storage`, of the family that it
+        // names.
         unsafe {
             let at = &raw const (*self.raw).dst;
             match c_int::from((*at).ss_family) {
@@ -237,14 +257,23 @@ impl Id {
         }
     }
 
-    /// Finds device, port and path: from the port that has the address `from`, or from the one that the kernel's routes say.
-    pub async fn resolve(&self, from: Option<IpAddr>, to: SocketAddr, limit_ms: c_int, name: &str) -> Result<()> {
+    /// Finds device, port and path: from the port that has the address `from`, or from the one that
+    /// the kernel's routes say.
+    pub async fn resolve(
+        &self,
+        from: Option<IpAddr>,
+        to: SocketAddr,
+        limit_ms: c_int,
+        name: &str,
+    ) -> Result<()> {
         let mut at = sockaddr(to);
         let mut from = from.map(|ip| sockaddr(SocketAddr::new(ip, 0)));
         let from = from.as_mut().map_or(null_mut(), |f| (&raw mut *f).cast());
         // SAFETY: a valid id and addresses that outlive the call; without the first one, null.
-        let rc = unsafe { (self.lib.rdma_resolve_addr)(self.raw, from, (&raw mut at).cast(), limit_ms) };
-        let no_way = |e: Error| Error::new(Code::Disconnected, format!("cannot connect to {name}: {e}"));
+        let rc =
+            unsafe { (self.lib.rdma_resolve_addr)(self.raw, from, (&raw mut at).cast(), limit_ms) };
+        let no_way =
+            |e: Error| Error::new(Code::Disconnected, format!("cannot connect to {name}: {e}"));
         if rc != 0 {
             return Err(no_way(os_error("no RDMA device leads to that address")));
         }
@@ -311,7 +340,8 @@ impl Id {
 
 impl Drop for Id {
     fn drop(&mut self) {
-        // SAFETY: all events were acknowledged; the queue pair is gone, see `Queue`. The channel goes after it.
+        // SAFETY: all events were acknowledged; the queue pair is gone, see `Queue`. The channel
+        // goes after it.
         unsafe { (self.lib.rdma_destroy_id)(self.raw) };
     }
 }
@@ -351,10 +381,14 @@ mod tests {
     #[test]
     fn who_goes_away_before_he_answers_is_away_and_only_an_answer_is_of_another_protocol() {
         let rejected = |private: &[u8]| says(event::REJECTED, verbs::REJ_BY_LISTENER, private);
-        // What a kernel says for a listener that is killed, ends, or drops a request that it had no memory for.
+        // What a kernel says for a listener that is killed, ends, or drops a request that it had no
+        // memory for.
         for none in [&[][..], &[0; 24], &[0; 148]] {
             let e = rejected(none);
-            assert!(e.code == Code::Disconnected && e.message.contains("went away before it answered"), "{e}");
+            assert!(
+                e.code == Code::Disconnected && e.message.contains("went away before it answered"),
+                "{e}"
+            );
         }
         for (kind, status) in [
             (event::REJECTED, verbs::REJ_NO_LISTENER),
@@ -371,7 +405,10 @@ mod tests {
         let greeting = |code: u16| Greeting { message: 0, credits: 0, status: code }.encode();
         for code in [Code::Overloaded, Code::NoMem, Code::Io, Code::Protocol, Code::Disconnected] {
             let e = rejected(&[&greeting(code as u16)[..], &[0; 124]].concat());
-            assert!(e.code == code && e.message.starts_with("rdma:h:1 refused the connection: "), "{e}");
+            assert!(
+                e.code == code && e.message.starts_with("rdma:h:1 refused the connection: "),
+                "{e}"
+            );
         }
         let e = rejected(&greeting(Code::Overloaded as u16));
         assert!(e.message.contains("too many connections"), "{e}");

@@ -39,8 +39,8 @@ pub struct Device {
     pub messages: u32,
     /// Most READs that may be under way, as target and as source.
     pub reads: (u8, u8),
-    /// It checks windows against the bounds of the registration only, so what is lent is registered by itself (soft-RoCE, as of
-    /// Linux 6.1).
+    /// It checks windows against the bounds of the registration only, so what is lent is registered
+    /// by itself (soft-RoCE, as of Linux 6.1).
     loose: bool,
     /// Registered regions by their id. Theirs to hold: unmapped memory must not stay registered.
     regions: Mutex<BTreeMap<u64, Whole>>,
@@ -70,7 +70,8 @@ struct Inbox {
     mr: Option<Registered>,
 }
 
-// SAFETY: the libraries' objects may be used by any thread; what they point to lives as long as this value.
+// SAFETY: the libraries' objects may be used by any thread; what they point to lives as long as
+// this value.
 unsafe impl Send for Device {}
 // SAFETY: as above; the libraries lock for themselves.
 unsafe impl Sync for Device {}
@@ -81,8 +82,8 @@ pub struct Registered {
     pub mr: *mut Mr,
     /// `None`: it is no memory of this process's.
     _locked: Option<Locked>,
-    /// [`Device::spoilt`], of memory that peers reach by this registration's own key. `None`: it is for local use, and nothing remote can be
-    /// done with its key.
+    /// [`Device::spoilt`], of memory that peers reach by this registration's own key. `None`: it is
+    /// for local use, and nothing remote can be done with its key.
     open: Option<Arc<AtomicBool>>,
 }
 
@@ -117,20 +118,26 @@ impl Drop for Registered {
     }
 }
 
-/// Why bytes of a dma-buf are not registered. Whatever the kernel or a driver says: it is about lending them, so others can do without.
+/// Why bytes of a dma-buf are not registered. Whatever the kernel or a driver says: it is about
+/// lending them, so others can do without.
 fn no_dma_buf(name: &str, len: usize, e: &std::io::Error) -> Error {
     match e.raw_os_error() {
         Some(libc::EOPNOTSUPP | libc::EPROTONOSUPPORT | libc::ENOSYS) => verbs::missing(format!(
             "device {name} registers no memory of other devices (dma-buf); use one that does, with a driver and a kernel that do"
         )),
-        _ => Error::new(Code::OpNotSupp, format!("device {name}: {len} bytes of a dma-buf cannot be registered: {e}")),
+        _ => Error::new(
+            Code::OpNotSupp,
+            format!("device {name}: {len} bytes of a dma-buf cannot be registered: {e}"),
+        ),
     }
 }
 
 /// The name of a device's context.
 pub fn name_of(lib: &Lib, ctx: *mut Context) -> String {
     // SAFETY: an open context names its device, whose name is NUL-terminated.
-    unsafe { CStr::from_ptr((lib.ibv_get_device_name)((*ctx).device)) }.to_string_lossy().into_owned()
+    unsafe { CStr::from_ptr((lib.ibv_get_device_name)((*ctx).device)) }
+        .to_string_lossy()
+        .into_owned()
 }
 
 /// Limits of a device; an error in words if it cannot be used.
@@ -147,7 +154,10 @@ pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
         let mut attr: DeviceAttr = std::mem::zeroed();
         match (lib.ibv_query_device)(ctx, &raw mut attr) {
             0 => attr,
-            rc => return Err(Error::from(std::io::Error::from_raw_os_error(rc)).context(format!("device {name}"))),
+            rc => {
+                return Err(Error::from(std::io::Error::from_raw_os_error(rc))
+                    .context(format!("device {name}")));
+            }
         }
     };
     // SAFETY: an open context.
@@ -158,7 +168,9 @@ pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
         )));
     }
     if attr.max_srq_wr < FEWEST as c_int {
-        return Err(verbs::missing(format!("device {name} has no shared receive queues; use another device")));
+        return Err(verbs::missing(format!(
+            "device {name} has no shared receive queues; use another device"
+        )));
     }
     if attr.max_cqe < DEPTH as c_int + FEWEST as c_int {
         return Err(verbs::missing(format!(
@@ -210,7 +222,8 @@ impl Device {
             #[cfg(test)]
             starved: false.into(),
         };
-        let mut init = SrqInitAttr { srq_context: null_mut(), max_wr: messages, max_sge: 1, srq_limit: 0 };
+        let mut init =
+            SrqInitAttr { srq_context: null_mut(), max_wr: messages, max_sge: 1, srq_limit: 0 };
         // SAFETY: a protection domain and attributes that outlive the call.
         device.srq = unsafe { (lib.ibv_create_srq)(pd, &raw mut init) };
         if device.srq.is_null() {
@@ -244,18 +257,23 @@ impl Device {
         self.end_if_spoilt();
     }
 
-    /// To be called, without the lock of a connection, when registrations with keys of their own have gone. A key that could not be taken back opens
-    /// its memory to every queue pair of this protection domain: they are all gone when this returns, and without them it opens nothing. Who connects
-    /// anew gets a domain of its own, see `RdmaFabric::device`.
+    /// To be called, without the lock of a connection, when registrations with keys of their own
+    /// have gone. A key that could not be taken back opens its memory to every queue pair of this
+    /// protection domain: they are all gone when this returns, and without them it opens nothing.
+    /// Who connects anew gets a domain of its own, see `RdmaFabric::device`.
     pub fn end_if_spoilt(&self) {
         if !self.is_spoilt() {
             return;
         }
         // Held until the end: so are others who want to know.
         let mut all = self.queues.lock();
-        let left: Vec<Arc<Queue>> = std::mem::take(&mut *all).iter().filter_map(Weak::upgrade).collect();
+        let left: Vec<Arc<Queue>> =
+            std::mem::take(&mut *all).iter().filter_map(Weak::upgrade).collect();
         if !left.is_empty() {
-            tracing::error!("device {}: all its connections end, because a key cannot be taken back", self.name);
+            tracing::error!(
+                "device {}: all its connections end, because a key cannot be taken back",
+                self.name
+            );
         }
         left.iter().for_each(|q| q.destroy());
         drop(all);
@@ -270,9 +288,15 @@ impl Device {
         let lkey = self.inbox.mr.as_ref().map_or(0, Registered::lkey);
         let addr = self.inbox.start.wrapping_add(i as usize * MESSAGE).addr() as u64;
         let mut sge = Sge { addr, length: MESSAGE as u32, lkey };
-        let mut wr = RecvWr { wr_id: RECV | u64::from(i), next: null_mut(), sg_list: &raw mut sge, num_sge: 1 };
+        let mut wr = RecvWr {
+            wr_id: RECV | u64::from(i),
+            next: null_mut(),
+            sg_list: &raw mut sge,
+            num_sge: 1,
+        };
         let mut bad = null_mut();
-        // SAFETY: queue and request are valid; the buffer is registered and is nobody's until its completion.
+        // SAFETY: queue and request are valid; the buffer is registered and is nobody's until its
+        // completion.
         match unsafe { ((*self.ctx).ops.post_srq_recv)(self.srq, &raw mut wr, &raw mut bad) } {
             0 => Ok(()),
             rc => {
@@ -286,7 +310,8 @@ impl Device {
     pub fn copy_received(&self, i: u32, to: &mut [u8]) {
         assert!(to.len() <= MESSAGE);
         let from = self.inbox.start.wrapping_add(i as usize * MESSAGE);
-        // SAFETY: within the buffers' memory, in one that the device is done with and nobody else uses.
+        // SAFETY: within the buffers' memory, in one that the device is done with and nobody else
+        // uses.
         unsafe { std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), to.len()) }
     }
 
@@ -310,7 +335,9 @@ impl Device {
 
     /// Of the device's own memory.
     fn register_for_good(&self, start: *mut u8, len: usize) -> Result<Registered> {
-        let room = Budget::here().take(What::Stream, len as u64).ok_or_else(|| Budget::here().refusal(len))?;
+        let room = Budget::here()
+            .take(What::Stream, len as u64)
+            .ok_or_else(|| Budget::here().refusal(len))?;
         self.register(start, len, room)
     }
 
@@ -327,13 +354,17 @@ impl Device {
         let kept = region.is_kept().then(|| self.pool.stats().limit);
         let locked = Budget::here().region(had, self.devices, kept)?;
         let made = self.register(region.as_ptr(), REGION, locked);
-        let made = made.inspect_err(|e| tracing::debug!("a region stays unregistered: {e}")).ok().map(Arc::new)?;
+        let made = made
+            .inspect_err(|e| tracing::debug!("a region stays unregistered: {e}"))
+            .ok()
+            .map(Arc::new)?;
         all.insert(region.id(), (made.clone(), region.clone()));
         Some(made)
     }
 
-    /// The registration of memory that lies in `region`, or of exactly these bytes, for `otherwise`, where there is none or it cannot
-    /// be registered whole. The caller holds the memory as long. `Overloaded`: there is no room for it now, but may be later.
+    /// The registration of memory that lies in `region`, or of exactly these bytes, for
+    /// `otherwise`, where there is none or it cannot be registered whole. The caller holds the
+    /// memory as long. `Overloaded`: there is no room for it now, but may be later.
     fn registration(
         &self,
         region: Option<&Arc<Region>>,
@@ -362,21 +393,41 @@ impl Device {
         self.registration(b.region(), b.as_ptr().cast_mut(), b.len(), What::Once)
     }
 
-    /// A registration under which a window may be bound to exactly these bytes, which the caller holds as long.
-    pub fn to_lend(&self, region: Option<&Arc<Region>>, start: *const u8, len: usize) -> Result<Arc<Registered>> {
+    /// A registration under which a window may be bound to exactly these bytes, which the caller
+    /// holds as long.
+    pub fn to_lend(
+        &self,
+        region: Option<&Arc<Region>>,
+        start: *const u8,
+        len: usize,
+    ) -> Result<Arc<Registered>> {
         self.registration(region.filter(|_| !self.loose), start.cast_mut(), len, What::Once)
     }
 
-    /// Registers exactly these bytes of a dma-buf, with a key that opens them for one direction: the kernel binds no windows to such a
-    /// registration. It takes no locked memory: what it holds in place is the exporter's.
-    pub fn of_dma_buf(&self, (fd, offset): (BorrowedFd<'_>, u64), memory: &Foreign, access: u32) -> Result<Registered> {
+    /// Registers exactly these bytes of a dma-buf, with a key that opens them for one direction:
+    /// the kernel binds no windows to such a registration. It takes no locked memory: what it holds
+    /// in place is the exporter's.
+    pub fn of_dma_buf(
+        &self,
+        (fd, offset): (BorrowedFd<'_>, u64),
+        memory: &Foreign,
+        access: u32,
+    ) -> Result<Registered> {
         let register = (self.lib.reg_dmabuf)()?;
         let len = memory.len() as usize;
         let local = if access & verbs::REMOTE_WRITE != 0 { verbs::LOCAL_WRITE } else { 0 };
-        // SAFETY: a valid domain and an open descriptor, which the kernel checks and holds by itself.
-        let mr = unsafe { register(self.pd, offset, len, memory.addr(), fd.as_raw_fd(), local | access as c_int) };
+        // SAFETY: a valid domain and an open descriptor, which the kernel checks and holds by
+        // itself.
+        let mr = unsafe {
+            register(self.pd, offset, len, memory.addr(), fd.as_raw_fd(), local | access as c_int)
+        };
         if !mr.is_null() {
-            return Ok(Registered { lib: self.lib, mr, _locked: None, open: Some(self.spoilt.clone()) });
+            return Ok(Registered {
+                lib: self.lib,
+                mr,
+                _locked: None,
+                open: Some(self.spoilt.clone()),
+            });
         }
         Err(no_dma_buf(&self.name, len, &std::io::Error::last_os_error()))
     }
@@ -399,7 +450,8 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: queue pairs hold the device, so nothing uses these any more; in reverse order of their making.
+        // SAFETY: queue pairs hold the device, so nothing uses these any more; in reverse order of
+        // their making.
         unsafe {
             if !self.srq.is_null() {
                 (self.lib.ibv_destroy_srq)(self.srq);
@@ -420,7 +472,10 @@ mod tests {
     fn memory_that_cannot_be_registered_for_any_reason_is_memory_that_cannot_be_lent() {
         for errno in 1..600 {
             let e = no_dma_buf("mlx5_0", 4096, &std::io::Error::from_raw_os_error(errno));
-            assert!(e.code == Code::OpNotSupp && e.message.contains("device mlx5_0"), "{errno}: {e}");
+            assert!(
+                e.code == Code::OpNotSupp && e.message.contains("device mlx5_0"),
+                "{errno}: {e}"
+            );
         }
     }
 }

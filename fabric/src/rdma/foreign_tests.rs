@@ -15,7 +15,10 @@ use strake_proto::{Code, Result, checksum::crc32c, data::DataRequest, opcode};
 use tokio::{sync::Semaphore, time::timeout};
 
 use super::tests::{here, serve, server, settled, works};
-use crate::{Connection, Fabric, Foreign, Lend, Listener, Message, Peer, RdmaFabric, Road, Service, conformance};
+use crate::{
+    Connection, Fabric, Foreign, Lend, Listener, Message, Peer, RdmaFabric, Road, Service,
+    conformance,
+};
 
 const LONG: Duration = Duration::from_secs(60);
 const KIB: usize = 1 << 10;
@@ -34,8 +37,11 @@ impl Pages {
     }
 
     pub fn lent(self: &Arc<Pages>) -> Foreign {
-        // SAFETY: cells may be written while they are shared, and are mapped as long as they are held.
-        unsafe { Foreign::host(self.0.as_ptr().cast_mut().cast(), self.0.len() as u64, self.clone()) }
+        // SAFETY: cells may be written while they are shared, and are mapped as long as they are
+        // held.
+        unsafe {
+            Foreign::host(self.0.as_ptr().cast_mut().cast(), self.0.len() as u64, self.clone())
+        }
     }
 
     /// When nothing is lent, and nobody looks.
@@ -50,7 +56,8 @@ impl Pages {
     }
 }
 
-/// READ answers with a pattern of the length asked for, WRITE with the sum of what came; each takes a permit and gives it back.
+/// READ answers with a pattern of the length asked for, WRITE with the sum of what came; each takes
+/// a permit and gives it back.
 struct Disk(Semaphore, AtomicU64);
 
 impl Disk {
@@ -70,7 +77,8 @@ impl Service for Disk {
             return Ok(Message::new(opcode::WRITE, crc32c(&m.payload[0]).to_le_bytes().to_vec()));
         }
         let r = DataRequest::decode(&m.body)?;
-        Ok(Message::new(opcode::READ, "").with_payload(vec![conformance::pattern(r.len as usize, 9)]))
+        Ok(Message::new(opcode::READ, "")
+            .with_payload(vec![conformance::pattern(r.len as usize, 9)]))
     }
 }
 
@@ -101,10 +109,15 @@ async fn foreign_memory_is_read_and_written_where_it_lies_over_several_queue_pai
     // Each lane has a part of its own, none of which begins or ends with a page.
     let borders = [1, 100 * KIB, 200 * KIB + 1, 512 * KIB, 512 * KIB + 4097].map(|at| at as u64);
     let parts = [0, 1, 2, 3].map(|i| borders[i]..borders[i + 1]);
-    let reads = lanes.iter().zip(parts.clone()).map(|(c, p)| c.call(read(memory.lent().slice(p)), LONG));
+    let reads =
+        lanes.iter().zip(parts.clone()).map(|(c, p)| c.call(read(memory.lent().slice(p)), LONG));
     for (got, p) in futures_util::future::join_all(reads).await.into_iter().zip(parts.clone()) {
         let got = got.unwrap();
-        assert!(u64::from(got.placed) == p.end - p.start && got.payload.is_empty(), "{p:?}: {}", got.placed);
+        assert!(
+            u64::from(got.placed) == p.end - p.start && got.payload.is_empty(),
+            "{p:?}: {}",
+            got.placed
+        );
     }
     assert_eq!(Arc::strong_count(&memory), 1, "nothing is lent");
     for p in parts.clone() {
@@ -112,7 +125,8 @@ async fn foreign_memory_is_read_and_written_where_it_lies_over_several_queue_pai
         assert!(memory.look()[p.start as usize..p.end as usize] == want[..], "{p:?}");
     }
     assert_eq!(memory.look()[0], 0);
-    let writes = lanes.iter().zip(parts.clone()).map(|(c, p)| c.call(write(memory.lent().slice(p)), LONG));
+    let writes =
+        lanes.iter().zip(parts.clone()).map(|(c, p)| c.call(write(memory.lent().slice(p)), LONG));
     for (got, p) in futures_util::future::join_all(writes).await.into_iter().zip(parts) {
         let got = got.unwrap();
         let want = crc32c(&memory.look()[p.start as usize..p.end as usize]);
@@ -140,8 +154,12 @@ async fn foreign_memory_is_out_of_reach_the_moment_a_call_is_given_up() {
         {
             let call = conn.call(m, if round < 2 { Duration::from_millis(300) } else { LONG });
             tokio::pin!(call);
-            let ended = timeout(Duration::from_millis(if round < 2 { 5000 } else { 300 }), &mut call).await;
-            assert_eq!(ended.map(|r| r.unwrap_err().code).ok(), (round < 2).then_some(Code::TimedOut));
+            let ended =
+                timeout(Duration::from_millis(if round < 2 { 5000 } else { 300 }), &mut call).await;
+            assert_eq!(
+                ended.map(|r| r.unwrap_err().code).ok(),
+                (round < 2).then_some(Code::TimedOut)
+            );
         }
         assert_eq!(Arc::strong_count(&memory), 1, "round {round}: lent still");
         // For that its connection has ended; others have not.
@@ -182,7 +200,12 @@ async fn a_device_that_registers_no_dma_bufs_is_named_and_the_connection_goes_on
     println!("{e}");
     // A device that does register such memory says that this is none.
     let soft = std::env::var("STRAKE_RDMA_SOFT").is_ok();
-    assert!(!soft || e.code == Code::OpNotSupp && e.message.contains("registers no memory of other devices"), "{e}");
+    assert!(
+        !soft
+            || e.code == Code::OpNotSupp
+                && e.message.contains("registers no memory of other devices"),
+        "{e}"
+    );
     assert!(e.message.contains("device ") && !conn.is_closed(), "{e}");
     works(&*conn).await;
 }

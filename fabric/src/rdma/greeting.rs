@@ -1,5 +1,5 @@
-//! Private data of the connection request, its acceptance and its rejection: who speaks what, before anything is set up.
-//! Specified in `docs/formats.md`.
+//! Private data of the connection request, its acceptance and its rejection: who speaks what,
+//! before anything is set up. Specified in `docs/formats.md`.
 
 use strake_proto::{Code, Error, Result};
 
@@ -30,24 +30,33 @@ impl Greeting {
         b
     }
 
-    /// Whether the private data are none: what a kernel sends for a process that went away before it answered.
+    /// Whether the private data are none: what a kernel sends for a process that went away before
+    /// it answered.
     pub fn is_none(b: &[u8]) -> bool {
         b.iter().all(|b| *b == 0)
     }
 
     /// Private data arrive padded with zeros to the length that the network has for them.
     pub fn decode(b: &[u8]) -> Result<Greeting> {
-        let other = || Error::new(Code::Protocol, "the other end does not speak StrakeFS over RDMA");
+        let other =
+            || Error::new(Code::Protocol, "the other end does not speak StrakeFS over RDMA");
         let b = b.first_chunk::<GREETING_LEN>().ok_or_else(other)?;
         if !b.starts_with(&MAGIC) {
             return Err(other());
         }
         let at = |i: usize| u16::from_le_bytes([b[i], b[i + 1]]);
         if at(8) != VERSION {
-            let m = format!("the other end speaks version {} below its frames, this one {VERSION}", at(8));
+            let m = format!(
+                "the other end speaks version {} below its frames, this one {VERSION}",
+                at(8)
+            );
             return Err(Error::new(Code::Protocol, m));
         }
-        let g = Greeting { message: u32::from_le_bytes([b[16], b[17], b[18], b[19]]), credits: at(12), status: at(10) };
+        let g = Greeting {
+            message: u32::from_le_bytes([b[16], b[17], b[18], b[19]]),
+            credits: at(12),
+            status: at(10),
+        };
         if g.status == 0 && (g.credits < 2 || g.message < 64) {
             let m = format!("the other end takes {} messages of {} bytes", g.credits, g.message);
             return Err(Error::new(Code::Protocol, m));
@@ -84,6 +93,10 @@ mod tests {
             assert!(Greeting::decode(&g.encode()).is_err());
         }
         assert!(Greeting::decode(&[0xff; 56]).is_err());
-        assert!(Greeting::is_none(&[]) && Greeting::is_none(&[0; 148]) && !Greeting::is_none(&good.encode()));
+        assert!(
+            Greeting::is_none(&[])
+                && Greeting::is_none(&[0; 148])
+                && !Greeting::is_none(&good.encode())
+        );
     }
 }

@@ -1,5 +1,6 @@
-//! What opens memory to a peer, and for how long: keys that are wrong, foreign or over, one that cannot be taken back, memory that goes. On a real
-//! device, or soft-RoCE, as [`tests`](super::tests).
+//! What opens memory to a peer, and for how long: keys that are wrong, foreign or over, one that
+//! cannot be taken back, memory that goes. On a real device, or soft-RoCE, as
+//! [`tests`](super::tests).
 
 use std::sync::{
     Arc,
@@ -11,7 +12,10 @@ use tokio::io::AsyncWriteExt;
 
 use super::{
     foreign_tests::Pages,
-    tests::{LONG, client_identity, fabric_of, frame, here, is_refusal, raw, read_of, serve, server, works},
+    tests::{
+        LONG, client_identity, fabric_of, frame, here, is_refusal, raw, read_of, serve, server,
+        works,
+    },
     *,
 };
 use crate::{Buf, Lend, Message, conformance, conn::bulk::Regions};
@@ -44,7 +48,14 @@ async fn what_was_not_lent_is_not_read() {
             // Made up.
             4 => Region { key: good.key ^ 1, ..good },
             // Lent to be written.
-            5 => peer.q.lend(Vec::new(), Some(f.pool().get_now(1 << 20))).await.unwrap().regions.room.unwrap(),
+            5 => peer
+                .q
+                .lend(Vec::new(), Some(f.pool().get_now(1 << 20)))
+                .await
+                .unwrap()
+                .regions
+                .room
+                .unwrap(),
             _ => Region { addr: good.addr - 1, ..good },
         };
         let regions = Regions { payload: vec![bad], room: None };
@@ -62,21 +73,27 @@ async fn what_was_not_lent_is_not_read() {
     let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
     peer.wr.write_all(&frame(&loan.regions, conformance::GATED, b"", 4096, 0)).await.unwrap();
     service.until(|s| s.disconnected.load(SeqCst) == 8).await;
-    // Each was a request with what is good: it is answered once the gate is open; damaged, it is to be sent again.
+    // Each was a request with what is good: it is answered once the gate is open; damaged, it is to
+    // be sent again.
     let mut peer = raw(&f, guard.endpoint()).await;
     let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
     service.open(1);
-    // What a silent connection sends to see whether the other end is there is answered, by its device.
+    // What a silent connection sends to see whether the other end is there is answered, by its
+    // device.
     peer.q.probe();
     for (crc, code) in [(crc32c(&data), 0), (crc32c(&data) ^ 1, Code::Resend as u16)] {
-        peer.wr.write_all(&frame(&loan.regions, conformance::GATED, b"", data.len(), crc)).await.unwrap();
+        peer.wr
+            .write_all(&frame(&loan.regions, conformance::GATED, b"", data.len(), crc))
+            .await
+            .unwrap();
         let answer = peer.answer().await;
         assert_eq!((answer.request_id, answer.status), (9, code));
     }
     works(&*friend).await;
 }
 
-/// As above, for what the server writes. All that is lent lies in the middle of memory that is looked at afterwards.
+/// As above, for what the server writes. All that is lent lies in the middle of memory that is
+/// looked at afterwards.
 #[tokio::test]
 async fn what_was_not_lent_is_not_written() {
     const LEN: usize = 300_000;
@@ -111,7 +128,14 @@ async fn what_was_not_lent_is_not_written() {
             // Made up.
             4 => Region { key: good.key ^ 1, ..good },
             // Lent to be read.
-            5 => peer.q.lend_foreign(&Lend::Payload(memory.lent().slice(MIDDLE))).await.unwrap().regions.payload[0],
+            5 => {
+                peer.q
+                    .lend_foreign(&Lend::Payload(memory.lent().slice(MIDDLE)))
+                    .await
+                    .unwrap()
+                    .regions
+                    .payload[0]
+            }
             _ => Region { addr: good.addr - 1, ..good },
         };
         peer.ask(len, bad).await;
@@ -132,7 +156,9 @@ async fn what_was_not_lent_is_not_written() {
     peer.q.take_back(loan.id).await.unwrap();
     let (before, rest) = memory.look().split_at(MIDDLE.start as usize);
     let (middle, after) = rest.split_at(LEN);
-    assert!(middle == &conformance::pattern(LEN, 3)[..] && before.iter().chain(after).all(|b| *b == 7));
+    assert!(
+        middle == &conformance::pattern(LEN, 3)[..] && before.iter().chain(after).all(|b| *b == 7)
+    );
     works(&*friend).await;
 }
 
@@ -141,10 +167,15 @@ static STUCK: AtomicBool = AtomicBool::new(false);
 
 unsafe extern "C" fn dereg_or_not(mr: *mut verbs::Mr) -> std::ffi::c_int {
     // SAFETY: as of the one in its place.
-    if STUCK.load(SeqCst) { libc::EBUSY } else { unsafe { (verbs::lib().unwrap().ibv_dereg_mr)(mr) } }
+    if STUCK.load(SeqCst) {
+        libc::EBUSY
+    } else {
+        unsafe { (verbs::lib().unwrap().ibv_dereg_mr)(mr) }
+    }
 }
 
-/// Memory of this process in the place of a dma-buf, which soft-RoCE does not register: with a key of its own too.
+/// Memory of this process in the place of a dma-buf, which soft-RoCE does not register: with a key
+/// of its own too.
 unsafe extern "C" fn reg_host(
     pd: *mut verbs::Pd,
     _offset: u64,
@@ -167,7 +198,11 @@ async fn a_key_that_cannot_be_taken_back_opens_nothing_when_its_call_has_ended()
     let friend = server.connect(guard.endpoint(), None).await.unwrap();
     let mut f = fabric_of(client_identity(), None, Options::default());
     let lib = verbs::lib().unwrap().clone();
-    f.lib = Box::leak(Box::new(verbs::Lib { ibv_dereg_mr: dereg_or_not, reg_dmabuf: || Ok(reg_host), ..lib }));
+    f.lib = Box::leak(Box::new(verbs::Lib {
+        ibv_dereg_mr: dereg_or_not,
+        reg_dmabuf: || Ok(reg_host),
+        ..lib
+    }));
     let memory = Pages::new(LEN, 7);
     let exposed = memory.lent().addr();
     let lend = || {
@@ -176,7 +211,8 @@ async fn a_key_that_cannot_be_taken_back_opens_nothing_when_its_call_has_ended()
     };
     // Its call ends well; it is given up; it has ended with its connection.
     for round in 0..3 {
-        let (lender, mut second) = (raw(&f, guard.endpoint()).await, raw(&f, guard.endpoint()).await);
+        let (lender, mut second) =
+            (raw(&f, guard.endpoint()).await, raw(&f, guard.endpoint()).await);
         let device = lender.q.device.clone();
         let loan = lender.q.lend_foreign(&lend()).await.unwrap();
         let room = loan.regions.room.unwrap();
@@ -187,7 +223,10 @@ async fn a_key_that_cannot_be_taken_back_opens_nothing_when_its_call_has_ended()
         memory.fill(7);
         STUCK.store(true, SeqCst);
         match round {
-            0 => assert_eq!(lender.q.take_back(loan.id).await.err().map(|e| e.code), Some(Code::Disconnected)),
+            0 => assert_eq!(
+                lender.q.take_back(loan.id).await.err().map(|e| e.code),
+                Some(Code::Disconnected)
+            ),
             1 => lender.q.revoke(loan.id),
             _ => lender.q.end(),
         }
@@ -221,7 +260,8 @@ impl Service for FromKept {
 }
 
 #[tokio::test]
-async fn memory_that_is_gone_is_not_registered_and_what_comes_to_its_addresses_is_registered_anew() {
+async fn memory_that_is_gone_is_not_registered_and_what_comes_to_its_addresses_is_registered_anew()
+{
     const LEN: usize = 1 << 20;
     let Some(at) = here() else { return };
     let f = server();
@@ -238,11 +278,15 @@ async fn memory_that_is_gone_is_not_registered_and_what_comes_to_its_addresses_i
     let (mut known, mut again) = (Vec::new(), 0);
     for n in 1..=8 {
         let got = conn.call(read_of(LEN), LONG).await.unwrap();
-        assert!(got.payload[0][..] == conformance::pattern(LEN, n - 1)[..], "{n}: what lay there before");
+        assert!(
+            got.payload[0][..] == conformance::pattern(LEN, n - 1)[..],
+            "{n}: what lay there before"
+        );
         let addr = service.0.lock().as_ptr().addr();
         again += usize::from(known.contains(&addr));
         known.push(addr);
-        // The one of the last round is gone and another one takes its place, perhaps at the same addresses.
+        // The one of the last round is gone and another one takes its place, perhaps at the same
+        // addresses.
         assert_eq!(device.kept_regions(), [addr as u64], "{n}");
         *service.0.lock() = filled(n);
     }

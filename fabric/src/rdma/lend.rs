@@ -1,4 +1,5 @@
-//! Payloads from memory to memory: lending it to the other end, and reading and writing what it lends.
+//! Payloads from memory to memory: lending it to the other end, and reading and writing what it
+//! lends.
 
 use std::sync::Arc;
 
@@ -20,7 +21,8 @@ use crate::{
     },
 };
 
-/// Memory that the other end may reach through windows. Registrations come first: they go before the memory.
+/// Memory that the other end may reach through windows. Registrations come first: they go before
+/// the memory.
 pub struct Lent {
     _mrs: Vec<Arc<Registered>>,
     _payload: Vec<Buf>,
@@ -89,7 +91,8 @@ impl Queue {
         self.post(s, wr, Wr::Op(Op { _room, held, done }))
     }
 
-    /// Makes as many windows spare as will be bound: after this only an end of the connection can come in between.
+    /// Makes as many windows spare as will be bound: after this only an end of the connection can
+    /// come in between.
     fn windows(&self, s: &mut State, n: usize) -> Result<()> {
         while s.spare.len() < n {
             let w = self.new_window(s)?;
@@ -124,7 +127,10 @@ impl Queue {
         at: (*const u8, usize),
         access: u32,
     ) -> Result<(*mut Mw, data::Region)> {
-        let w = s.spare.pop().ok_or_else(|| Error::new(Code::Io, "a memory window that was not made"))?;
+        let w = s
+            .spare
+            .pop()
+            .ok_or_else(|| Error::new(Code::Io, "a memory window that was not made"))?;
         // SAFETY: a window that is not bound and that nobody else uses.
         let key = unsafe { (*w).rkey };
         // The lowest byte of a key is its user's to choose: another one each time.
@@ -138,7 +144,8 @@ impl Queue {
         Ok((w, data::Region { addr: wr.mw_addr, key, len: at.1 as u32 }))
     }
 
-    /// READs the peer's regions to one place of this end, with its key; what keeps that place is held until all are done, and given back.
+    /// READs the peer's regions to one place of this end, with its key; what keeps that place is
+    /// held until all are done, and given back.
     async fn read_from(&self, from: &[data::Region], to: (u64, u32), held: Held) -> Result<Held> {
         let mut room = self.room(from.len()).await?;
         let rx = {
@@ -152,11 +159,13 @@ impl Queue {
                 (wr.sg_list, wr.num_sge) = (&raw mut sge, 1);
                 (wr.remote_addr, wr.rkey) = (r.addr, r.key);
                 at += u64::from(r.len);
-                // All is held by the last one: they complete in order, and `post` fails for all or none of the rest.
+                // All is held by the last one: they complete in order, and `post` fails for all or
+                // none of the rest.
                 let last = if i + 1 == from.len() { end.take() } else { None };
                 let (held, done) = last.map_or((Held::default(), None), |(h, d)| (h, Some(d)));
                 if let Err(e) = self.post_op(&mut s, &mut wr, &mut room, held, done) {
-                    // What was posted may still write: its place stays until the queue pair is gone.
+                    // What was posted may still write: its place stays until the queue pair is
+                    // gone.
                     if let Some((held, _)) = end {
                         s.strand(held);
                     }
@@ -175,7 +184,8 @@ impl Queue {
         let mut at = 0;
         while at < to.len() {
             let n = stage.piece().min(to.len() - at);
-            // Given back after each piece, so that a small payload does not wait for all of a large one.
+            // Given back after each piece, so that a small payload does not wait for all of a large
+            // one.
             let place = stage.place().await?;
             let goal = (place.addr(), place.lkey());
             let held = Held { place: Some(place), ..Held::default() };
@@ -192,9 +202,11 @@ impl Queue {
 impl Bulk for Queue {
     async fn lend(&self, payload: Vec<Buf>, to: Option<BufMut>) -> Result<Loan> {
         let device = &self.device;
-        let part = |buf: Buf| Ok(Part { mr: device.to_lend(buf.region(), buf.as_ptr(), buf.len())?, buf });
+        let part =
+            |buf: Buf| Ok(Part { mr: device.to_lend(buf.region(), buf.as_ptr(), buf.len())?, buf });
         let parts = self.parts(payload).into_iter().map(part).collect::<Result<Vec<_>>>()?;
-        let to_mr = to.as_ref().map(|b| device.to_lend(b.region(), b.as_ptr(), b.len())).transpose()?;
+        let to_mr =
+            to.as_ref().map(|b| device.to_lend(b.region(), b.as_ptr(), b.len())).transpose()?;
         let mut room = self.room(parts.len() + usize::from(to.is_some())).await?;
         let mut s = self.state.lock();
         let s = &mut *s;
@@ -203,12 +215,19 @@ impl Bulk for Queue {
         let mut windows = Vec::with_capacity(parts.len() + 1);
         let mut bound = || {
             for p in &parts {
-                let (w, r) = self.bind(s, &mut room, &p.mr, (p.buf.as_ptr(), p.buf.len()), verbs::REMOTE_READ)?;
+                let (w, r) = self.bind(
+                    s,
+                    &mut room,
+                    &p.mr,
+                    (p.buf.as_ptr(), p.buf.len()),
+                    verbs::REMOTE_READ,
+                )?;
                 windows.push(w);
                 regions.payload.push(r);
             }
             if let (Some(b), Some(mr)) = (&to, &to_mr) {
-                let (w, r) = self.bind(s, &mut room, mr, (b.as_ptr(), b.len()), verbs::REMOTE_WRITE)?;
+                let (w, r) =
+                    self.bind(s, &mut room, mr, (b.as_ptr(), b.len()), verbs::REMOTE_WRITE)?;
                 windows.push(w);
                 regions.room = Some(r);
             }
@@ -219,15 +238,20 @@ impl Bulk for Queue {
         mrs.extend(to_mr);
         let id = s.next_loan;
         s.next_loan += 1;
-        // Also after an error: the connection is over, and some windows are open until its queue pair is gone.
-        s.loans.insert(id, Lent { _mrs: mrs, _payload: payload, room: to, _foreign: None, windows });
+        // Also after an error: the connection is over, and some windows are open until its queue
+        // pair is gone.
+        s.loans
+            .insert(id, Lent { _mrs: mrs, _payload: payload, room: to, _foreign: None, windows });
         bound.map(|()| Loan { id, regions })
     }
 
     async fn lend_foreign(&self, what: &Lend) -> Result<Loan> {
         let memory = what.memory();
-        let access = if matches!(what, Lend::Room(_)) { verbs::REMOTE_WRITE } else { verbs::REMOTE_READ };
-        let at = || (std::ptr::with_exposed_provenance::<u8>(memory.addr() as usize), memory.len() as usize);
+        let access =
+            if matches!(what, Lend::Room(_)) { verbs::REMOTE_WRITE } else { verbs::REMOTE_READ };
+        let at = || {
+            (std::ptr::with_exposed_provenance::<u8>(memory.addr() as usize), memory.len() as usize)
+        };
         let (mr, room) = match memory.exported() {
             Some(place) => (Arc::new(self.device.of_dma_buf(place, memory, access)?), None),
             None => (self.device.to_lend(None, at().0, at().1)?, Some(self.room(1).await?)),
@@ -246,7 +270,10 @@ impl Bulk for Queue {
                 self.windows(&mut s, 1).map_err(lacks)?;
             }
             let bound = match room {
-                None => Ok((Vec::new(), data::Region { addr: memory.addr(), key: mr.rkey(), len: at().1 as u32 })),
+                None => Ok((
+                    Vec::new(),
+                    data::Region { addr: memory.addr(), key: mr.rkey(), len: at().1 as u32 },
+                )),
                 Some(mut room) => {
                     let bound = self.bind(&mut s, &mut room, &mr, at(), access);
                     bound.map(|(w, region)| (vec![w], region))
@@ -257,7 +284,16 @@ impl Bulk for Queue {
                 s.next_loan += 1;
                 let foreign = Some(memory.clone());
                 let mrs = vec![mr.clone()];
-                s.loans.insert(id, Lent { _mrs: mrs, _payload: Vec::new(), room: None, _foreign: foreign, windows });
+                s.loans.insert(
+                    id,
+                    Lent {
+                        _mrs: mrs,
+                        _payload: Vec::new(),
+                        room: None,
+                        _foreign: foreign,
+                        windows,
+                    },
+                );
                 (id, region)
             })
         };
@@ -333,13 +369,17 @@ impl Bulk for Queue {
         }
         let mr = match self.device.of_mut(&mut to) {
             Ok(mr) => mr,
-            // Neither this process's share-out nor the kernel has room for it. In pieces it comes as well.
+            // Neither this process's share-out nor the kernel has room for it. In pieces it comes
+            // as well.
             Err(e) if no_memory(&e) => return self.fetch_in_pieces(from, to).await,
             Err(e) => return Err(e),
         };
         let (at, lkey) = (to.as_mut_ptr().addr() as u64, mr.lkey());
         let held = Held { mrs: vec![mr], to: Some(to), ..Held::default() };
-        self.read_from(from, (at, lkey), held).await?.to.ok_or_else(|| self.gone(&self.state.lock()))
+        self.read_from(from, (at, lkey), held)
+            .await?
+            .to
+            .ok_or_else(|| self.gone(&self.state.lock()))
     }
 
     async fn put(&self, payload: Vec<Buf>, to: data::Region) -> Result<()> {
@@ -347,12 +387,19 @@ impl Bulk for Queue {
         let parts = self.parts(payload).into_iter().map(part).collect::<Result<Vec<_>>>()?;
         let mut room = self.room(parts.len()).await?;
         if parts.iter().map(|p| p.buf.len()).sum::<usize>() > to.len as usize {
-            return Err(Error::new(Code::Protocol, "a payload that is longer than the room for it"));
+            return Err(Error::new(
+                Code::Protocol,
+                "a payload that is longer than the room for it",
+            ));
         }
         let mut s = self.state.lock();
         let mut at = to.addr;
         for p in parts {
-            let mut sge = Sge { addr: p.buf.as_ptr().addr() as u64, length: p.buf.len() as u32, lkey: p.mr.lkey() };
+            let mut sge = Sge {
+                addr: p.buf.as_ptr().addr() as u64,
+                length: p.buf.len() as u32,
+                lkey: p.mr.lkey(),
+            };
             let mut wr = new_wr(op::WRITE);
             (wr.sg_list, wr.num_sge) = (&raw mut sge, 1);
             (wr.remote_addr, wr.rkey) = (at, to.key);

@@ -1,6 +1,7 @@
-//! Memory that the kernel keeps in place for devices. What all devices together have registered counts against one limit of the
-//! process (`RLIMIT_MEMLOCK`), and so do the buffers that it has registered with io_uring. So it is shared out here: what stays registered
-//! never takes what comes and goes its room.
+//! Memory that the kernel keeps in place for devices. What all devices together have registered
+//! counts against one limit of the process (`RLIMIT_MEMLOCK`), and so do the buffers that it has
+//! registered with io_uring. So it is shared out here: what stays registered never takes what comes
+//! and goes its room.
 
 use std::sync::{
     OnceLock,
@@ -26,7 +27,8 @@ pub enum What {
     Ring,
     /// A payload by itself, for one request.
     Once,
-    /// Buffers of the stream, and those that payloads go through: without them nothing works. Never refused.
+    /// Buffers of the stream, and those that payloads go through: without them nothing works. Never
+    /// refused.
     Stream,
 }
 
@@ -45,9 +47,10 @@ pub struct Had {
     pub kept: u64,
 }
 
-/// The limit and what is taken of it. Half of it is for regions, in equal parts for each device, because a region that two have
-/// registered counts twice; a quarter for what is registered by itself, of which an io_uring may have half; the rest is for receive
-/// buffers, which their number bounds, and for queues.
+/// The limit and what is taken of it. Half of it is for regions, in equal parts for each device,
+/// because a region that two have registered counts twice; a quarter for what is registered by
+/// itself, of which an io_uring may have half; the rest is for receive buffers, which their number
+/// bounds, and for queues.
 pub struct Budget {
     pub limit: u64,
     used: Mutex<Used>,
@@ -79,8 +82,8 @@ impl Budget {
         self.rdma.store(true, Relaxed);
     }
 
-    /// Room for a region, for one of so many devices, which `had` some already. `kept`: it is of kept memory, which leaves a pool of so many
-    /// bytes its room. `None`: there is none now.
+    /// Room for a region, for one of so many devices, which `had` some already. `kept`: it is of
+    /// kept memory, which leaves a pool of so many bytes its room. `None`: there is none now.
     pub fn region(&'static self, had: Had, devices: usize, kept: Option<u64>) -> Option<Locked> {
         let bytes = REGION as u64;
         let pool = kept.map_or(had.pool, |pool| had.pool.max(pool));
@@ -95,7 +98,8 @@ impl Budget {
         self.limit / 2 / devices.max(1) as u64
     }
 
-    /// Likewise, but one region where there is room for one at all: the first device has it, and others do without.
+    /// Likewise, but one region where there is room for one at all: the first device has it, and
+    /// others do without.
     fn share_or_one(&self, devices: usize) -> u64 {
         self.share(devices).max((self.limit / 2).min(REGION as u64))
     }
@@ -104,7 +108,8 @@ impl Budget {
     pub fn take(&'static self, what: What, bytes: u64) -> Option<Locked> {
         let mut u = self.used.lock();
         let (eighth, quarter) = (self.limit / 8, self.limit / 4);
-        // A ring may have got more before RDMA was used. And the kernel counts queues, which drivers make.
+        // A ring may have got more before RDMA was used. And the kernel counts queues, which
+        // drivers make.
         let in_all = u.region + u.ring + u.once + u.stream + bytes <= self.limit - self.limit / 16;
         let fits = match what {
             What::Region => in_all && u.region + bytes <= self.limit / 2,
@@ -125,13 +130,15 @@ impl Budget {
         self.limit / 8 / size as u64 / devices.max(1) as u64
     }
 
-    /// Bytes of each place of a device's stage, where there are so many devices: a power of two. All places of all of them are a 32nd of the limit.
+    /// Bytes of each place of a device's stage, where there are so many devices: a power of two.
+    /// All places of all of them are a 32nd of the limit.
     pub fn piece(&self, devices: usize) -> usize {
         let most = self.limit / 32 / (PLACES * devices.max(1)) as u64;
         1 << most.clamp(ALIGN as u64, LARGEST_PIECE).ilog2()
     }
 
-    /// How large a pool may be to be registered by each of so many devices, bytes, and a sentence if that is less than wanted.
+    /// How large a pool may be to be registered by each of so many devices, bytes, and a sentence
+    /// if that is less than wanted.
     pub fn pool(&self, wanted: u64, devices: usize) -> (u64, Option<String>) {
         let limit = self.limit;
         let may = self.share_or_one(devices) / REGION as u64 * REGION as u64;
@@ -189,9 +196,10 @@ fn limit() -> u64 {
     rustix::process::getrlimit(rustix::process::Resource::Memlock).current.unwrap_or(UNLIMITED)
 }
 
-/// Whether the limit does not hold: with CAP_IPC_LOCK over the machine, which nobody in another user namespace has. `namespace`: the
-/// target of `/proc/self/ns/user`; a kernel without such namespaces has no such file. (The map of user ids does not tell: another
-/// namespace may have the machine's.)
+/// Whether the limit does not hold: with CAP_IPC_LOCK over the machine, which nobody in another
+/// user namespace has. `namespace`: the target of `/proc/self/ns/user`; a kernel without such
+/// namespaces has no such file. (The map of user ids does not tell: another namespace may have the
+/// machine's.)
 fn is_exempt(status: &str, namespace: Option<&str>) -> bool {
     const IPC_LOCK: u32 = 14;
     /// `PROC_USER_INIT_INO` of the kernel.
@@ -201,17 +209,21 @@ fn is_exempt(status: &str, namespace: Option<&str>) -> bool {
     capable && namespace.is_none_or(|n| n == OF_THE_MACHINE)
 }
 
-/// The size of a pool for [`super::RdmaFabric::new`] under this process's limit for locked memory and with this machine's devices, and what to
-/// tell people if it is smaller. `NoMem`: the limit allows none. Who asks is going to use RDMA.
+/// The size of a pool for [`super::RdmaFabric::new`] under this process's limit for locked memory
+/// and with this machine's devices, and what to tell people if it is smaller. `NoMem`: the limit
+/// allows none. Who asks is going to use RDMA.
 pub fn pool_limit(wanted: u64) -> Result<(u64, Option<String>)> {
     Budget::here().keep_for_rdma();
     match Budget::here().pool(wanted, super::probe().map_or(1, |devices| devices.len())) {
-        (0, why) => Err(Error::new(Code::NoMem, why.unwrap_or_else(|| "RDMA: no memory wanted".into()))),
+        (0, why) => {
+            Err(Error::new(Code::NoMem, why.unwrap_or_else(|| "RDMA: no memory wanted".into())))
+        }
         other => Ok(other),
     }
 }
 
-/// `NoMem`, in a sentence, where a pool of this size may not be registered as a whole by each of so many devices.
+/// `NoMem`, in a sentence, where a pool of this size may not be registered as a whole by each of so
+/// many devices.
 pub fn whole_pool(size: u64, devices: usize) -> Result<()> {
     let b = Budget::here();
     if b.share(devices) >= size {
@@ -227,8 +239,8 @@ pub fn whole_pool(size: u64, devices: usize) -> Result<()> {
     Err(Error::new(Code::NoMem, m))
 }
 
-/// Room for a region that is registered with an io_uring: the kernel counts it together with what RDMA has registered, and once for each
-/// ring. `None`: what is left is RDMA's.
+/// Room for a region that is registered with an io_uring: the kernel counts it together with what
+/// RDMA has registered, and once for each ring. `None`: what is left is RDMA's.
 pub fn for_ring() -> Option<Locked> {
     Budget::here().take(What::Ring, REGION as u64)
 }
@@ -254,16 +266,28 @@ mod tests {
         assert_eq!(budget(7 * MIB).pool(256 * MIB, 1).0, 0);
         // Each device registers all of it.
         let (may, why) = budget(64 * MIB).pool(256 * MIB, 2);
-        assert!(may == 16 * MIB && why.as_ref().is_some_and(|m| m.contains("which 2 RDMA devices share")), "{why:?}");
+        assert!(
+            may == 16 * MIB
+                && why.as_ref().is_some_and(|m| m.contains("which 2 RDMA devices share")),
+            "{why:?}"
+        );
         // But for one region, that one of them has.
-        assert_eq!((budget(8 * MIB).pool(256 * MIB, 2).0, budget(7 * MIB).pool(256 * MIB, 2).0), (4 * MIB, 0));
+        assert_eq!(
+            (budget(8 * MIB).pool(256 * MIB, 2).0, budget(7 * MIB).pool(256 * MIB, 2).0),
+            (4 * MIB, 0)
+        );
         let b = budget(8 * MIB);
         let first = b.region(Had::default(), 2, None);
         assert!(first.is_some() && b.region(Had::default(), 2, None).is_none());
     }
 
     /// Regions until there is no room, and the room.
-    fn regions(b: &'static Budget, had: &mut Had, devices: usize, kept: Option<u64>) -> Vec<Locked> {
+    fn regions(
+        b: &'static Budget,
+        had: &mut Had,
+        devices: usize,
+        kept: Option<u64>,
+    ) -> Vec<Locked> {
         let each = std::iter::from_fn(|| {
             let room = b.region(*had, devices, kept)?;
             *(if kept.is_some() { &mut had.kept } else { &mut had.pool }) += REGION as u64;
@@ -289,7 +313,10 @@ mod tests {
         assert_eq!(regions(b, &mut Had::default(), 1, Some(0)).len(), 8, "all room came back");
         // The limit of most machines: never a region of kept memory.
         assert!(regions(budget(8 * MIB), &mut Had::default(), 1, Some(4 * MIB)).is_empty());
-        assert_eq!(regions(budget(UNLIMITED), &mut Had::default(), 1, Some(UNLIMITED / 4)).len(), 1000);
+        assert_eq!(
+            regions(budget(UNLIMITED), &mut Had::default(), 1, Some(UNLIMITED / 4)).len(),
+            1000
+        );
     }
 
     #[test]
@@ -297,7 +324,8 @@ mod tests {
         for devices in 1..=4 {
             let b = budget(256 * MIB);
             let (pool, _) = b.pool(UNLIMITED, devices);
-            let taken: Vec<_> = (0..devices).map(|_| regions(b, &mut Had::default(), devices, None)).collect();
+            let taken: Vec<_> =
+                (0..devices).map(|_| regions(b, &mut Had::default(), devices, None)).collect();
             for of_one in &taken {
                 assert_eq!(of_one.len() as u64 * REGION as u64, pool, "{devices}");
             }
@@ -324,7 +352,8 @@ mod tests {
         let small = budget(8 * MIB);
         small.keep_for_rdma();
         assert!(rings(small).is_empty());
-        // Without RDMA the kernel says how much. Who begins to use it later gets no more than what is left.
+        // Without RDMA the kernel says how much. Who begins to use it later gets no more than what
+        // is left.
         let b = budget(64 * MIB);
         let before: Vec<_> = (0..12).map(|_| b.take(What::Ring, REGION as u64).unwrap()).collect();
         b.keep_for_rdma();
@@ -351,13 +380,18 @@ mod tests {
     #[test]
     fn who_is_refused_may_try_again_unless_it_never_fits() {
         let e = budget(8 * MIB).refusal(MIB as usize);
-        assert!(e.code == Code::Overloaded && e.is_retryable() && e.message.contains("8388608"), "{e}");
+        assert!(
+            e.code == Code::Overloaded && e.is_retryable() && e.message.contains("8388608"),
+            "{e}"
+        );
         assert_eq!(budget(8 * MIB).refusal(REGION + 1).code, Code::NoMem);
     }
 
     #[test]
     fn the_capability_counts_in_the_machines_user_namespace_only() {
-        let status = |caps: &str| format!("Name:\tx\nCapPrm:\t{caps}\nCapEff:\t{caps}\nCapBnd:\t000001ffffffffff\n");
+        let status = |caps: &str| {
+            format!("Name:\tx\nCapPrm:\t{caps}\nCapEff:\t{caps}\nCapBnd:\t000001ffffffffff\n")
+        };
         let (all, none, one) = ("000001ffffffffff", "0000000000000000", "0000000000004000");
         let machine = Some("user:[4026531837]");
         for (caps, namespace, exempt) in [
@@ -366,7 +400,8 @@ mod tests {
             (one, None, true),
             (none, machine, false),
             (none, None, false),
-            // What `unshare --user --map-root-user` gives: all capabilities, none of which the kernel asks for here.
+            // What `unshare --user --map-root-user` gives: all capabilities, none of which the
+            // kernel asks for here.
             (all, Some("user:[4026532281]"), false),
             ("", machine, false),
         ] {

@@ -1,8 +1,10 @@
-//! Frames over RDMA: reliable connections set up by the RDMA connection manager, payloads moved one-sided. See `docs/rdma.md`.
+//! Frames over RDMA: reliable connections set up by the RDMA connection manager, payloads moved
+//! one-sided. See `docs/rdma.md`.
 //!
-//! `verbs.rs` opens the libraries, `cm.rs` makes connections, `device.rs` holds what the connections of a device share,
-//! `locked.rs` how much of it may be registered, `stage.rs` what payloads go through that may not be, `rails.rs` chooses the ports, `queue.rs` is one connection, `stream.rs` the stream of frames over it, `lend.rs`
-//! its payloads.
+//! `verbs.rs` opens the libraries, `cm.rs` makes connections, `device.rs` holds what the
+//! connections of a device share, `locked.rs` how much of it may be registered, `stage.rs` what
+//! payloads go through that may not be, `rails.rs` chooses the ports, `queue.rs` is one connection,
+//! `stream.rs` the stream of frames over it, `lend.rs` its payloads.
 
 mod cm;
 mod device;
@@ -61,7 +63,8 @@ const RECEIVES: u32 = 512;
 const RESOLVE_MS: i32 = 2000;
 /// How often to see whether a device that was removed is back.
 const RETURN: Duration = Duration::from_secs(1);
-/// Setting up a connection takes a few messages of the connection manager, which repeats lost ones after seconds.
+/// Setting up a connection takes a few messages of the connection manager, which repeats lost ones
+/// after seconds.
 const SETUP: Duration = Duration::from_secs(5);
 
 /// Names of the devices that can be used. An error is one sentence that says what is missing.
@@ -109,13 +112,15 @@ pub struct RdmaFabric {
     lib: &'static Lib,
     /// Devices that there were at the start.
     usable: usize,
-    /// By their context's address. Theirs to hold are the connections: a device that is unplugged goes with the last of them.
+    /// By their context's address. Theirs to hold are the connections: a device that is unplugged
+    /// goes with the last of them.
     devices: Arc<Mutex<BTreeMap<usize, Weak<Device>>>>,
     rails: Arc<Ledger>,
 }
 
 impl RdmaFabric {
-    /// As [`crate::TcpFabric::new`]. `OpNotSupp` with one sentence where this machine has no RDMA; see [`pool_limit`] for the pool.
+    /// As [`crate::TcpFabric::new`]. `OpNotSupp` with one sentence where this machine has no RDMA;
+    /// see [`pool_limit`] for the pool.
     pub fn new(
         env: Env,
         identity: Identity,
@@ -162,18 +167,26 @@ impl RdmaFabric {
         let name = to.to_string();
         let addresses = addresses(to).await?;
         self.rails.ports.refresh_in_time().await;
-        let paths = |at: SocketAddr| self.rails.order(&[at.ip()], false).into_iter().map(move |path| (at, path));
+        let paths = |at: SocketAddr| {
+            self.rails.order(&[at.ip()], false).into_iter().map(move |path| (at, path))
+        };
         let all = addresses.into_iter().flat_map(paths).collect();
         // Callers give up after a second or little more: within that each path has its turn.
         let limit = self.streams.options.connect_timeout;
         let name = name.as_str();
         let dialed = rails::in_turn(all, limit, |(at, path)| self.dial_one(at, path, name)).await;
-        let nowhere = || Error::new(Code::Disconnected, format!("cannot connect to {name}: the name has no address"));
+        let nowhere = || {
+            Error::new(
+                Code::Disconnected,
+                format!("cannot connect to {name}: the name has no address"),
+            )
+        };
         dialed.unwrap_or_else(|| Err(nowhere()))
     }
 
     async fn dial_one(&self, at: SocketAddr, path: Path, name: &str) -> Result<Arc<Queue>> {
-        // Also a connect that is given up counts as one that failed on this path, but not one that is answered by a refusal.
+        // Also a connect that is given up counts as one that failed on this path, but not one that
+        // is answered by a refusal.
         let mut rail = self.rails.take(path);
         let id = Id::new(self.lib)?;
         id.resolve(path.from, at, RESOLVE_MS, name).await?;
@@ -200,24 +213,33 @@ impl RdmaFabric {
         q
     }
 
-    /// The same endpoints, the best first: by the rails that lead to each and by the connections that are open there. Equals take turns. Names come
-    /// after addresses.
+    /// The same endpoints, the best first: by the rails that lead to each and by the connections
+    /// that are open there. Equals take turns. Names come after addresses.
     pub fn by_rail(&self, endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
         if endpoints.len() < 2 {
             return endpoints;
         }
-        let ips: Vec<Option<IpAddr>> = endpoints.iter().map(|e| host(e).ok()?.0.parse().ok()).collect();
+        let ips: Vec<Option<IpAddr>> =
+            endpoints.iter().map(|e| host(e).ok()?.0.parse().ok()).collect();
         let known: Vec<IpAddr> = ips.iter().flatten().copied().collect();
-        let mut order: Vec<IpAddr> = self.rails.order(&known, true).into_iter().map(|p| p.to).collect();
+        let mut order: Vec<IpAddr> =
+            self.rails.order(&known, true).into_iter().map(|p| p.to).collect();
         order.dedup();
-        let place = |ip: &Option<IpAddr>| order.iter().position(|o| Some(*o) == *ip).unwrap_or(usize::MAX);
+        let place =
+            |ip: &Option<IpAddr>| order.iter().position(|o| Some(*o) == *ip).unwrap_or(usize::MAX);
         let mut all: Vec<(usize, Endpoint)> = ips.iter().map(place).zip(endpoints).collect();
         all.sort_by_key(|(place, _)| *place);
         all.into_iter().map(|(_, e)| e).collect()
     }
 
     /// `at`: where it listens, with the port that it has.
-    async fn accept_all(self, mut listening: Id, at: SocketAddr, service: Arc<dyn Service>, stop: watch::Receiver<()>) {
+    async fn accept_all(
+        self,
+        mut listening: Id,
+        at: SocketAddr,
+        service: Arc<dyn Service>,
+        stop: watch::Receiver<()>,
+    ) {
         let mut stopping = stop.clone();
         loop {
             tokio::select! {
@@ -225,7 +247,9 @@ impl RdmaFabric {
                 _ = stopped(&mut stopping) => return,
                 () = self.accept_until_removed(&listening, &service, &stop) => {}
             }
-            tracing::warn!("the RDMA device of {at} was removed; it is listened at again when it is back");
+            tracing::warn!(
+                "the RDMA device of {at} was removed; it is listened at again when it is back"
+            );
             // The device goes only when nothing is on it.
             drop(listening);
             listening = loop {
@@ -243,14 +267,20 @@ impl RdmaFabric {
         }
     }
 
-    async fn accept_until_removed(&self, listening: &Id, service: &Arc<dyn Service>, stop: &watch::Receiver<()>) {
+    async fn accept_until_removed(
+        &self,
+        listening: &Id,
+        service: &Arc<dyn Service>,
+        stop: &watch::Receiver<()>,
+    ) {
         let half_open = Arc::new(Semaphore::new(self.streams.options.max_half_open));
         let open = Arc::new(Semaphore::new(self.streams.options.max_connections));
         loop {
             let Ok(half) = half_open.clone().acquire_owned().await else { return };
             match listening.events.next().await {
                 Ok(e) if e.kind == event::CONNECT_REQUEST => {
-                    let (f, service, stop, open) = (self.clone(), service.clone(), stop.clone(), open.clone());
+                    let (f, service, stop, open) =
+                        (self.clone(), service.clone(), stop.clone(), open.clone());
                     let id = Id::of_request(self.lib, e.id);
                     self.streams.env.spawn(async move {
                         let done = match id {
@@ -294,22 +324,32 @@ impl RdmaFabric {
         };
         let Ok(_room) = open.clone().try_acquire_owned() else {
             refuse(&id, Code::Overloaded);
-            return Err(Error::new(Code::Overloaded, format!("{from}: this server has too many connections")));
+            return Err(Error::new(
+                Code::Overloaded,
+                format!("{from}: this server has too many connections"),
+            ));
         };
         let device = self.device(&id).inspect_err(|_| refuse(&id, Code::Io))?;
         // What the other end asks for, within what the device can.
-        let reads = (device.reads.0.min(request.reads.0.max(1)), device.reads.1.min(request.reads.1.max(1)));
+        let reads = (
+            device.reads.0.min(request.reads.0.max(1)),
+            device.reads.1.min(request.reads.1.max(1)),
+        );
         let mut q = Queue::new(device, id, from.clone());
         q.make().inspect_err(|_| refuse(q.id(), Code::NoMem))?;
         q.set_peer(&theirs);
         q.id().accept(&greeting().encode(), reads)?;
         let up = timeout(SETUP, q.id().events.expect(event::ESTABLISHED, &from)).await;
-        up.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, format!("{from} does not finish its connection"))))?;
+        up.unwrap_or_else(|_| {
+            Err(Error::new(Code::TimedOut, format!("{from} does not finish its connection")))
+        })?;
         let q = self.up(q);
         let (rd, wr) = stream::halves(&q);
         let bulk: Arc<dyn Bulk> = q;
         // The handshake tells of refusals itself.
-        if let Ok((shared, ())) = self.streams.welcome(rd, wr, Some(bulk), from, service, |_| Ok(())).await {
+        if let Ok((shared, ())) =
+            self.streams.welcome(rd, wr, Some(bulk), from, service, |_| Ok(())).await
+        {
             drop(half);
             self.streams.attend(&shared, stop).await;
         }
@@ -323,7 +363,9 @@ fn greeting() -> Greeting {
 
 fn host(e: &Endpoint) -> Result<(&str, u16)> {
     match e {
-        Endpoint::Rdma(h, port) => Ok((h.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(h), *port)),
+        Endpoint::Rdma(h, port) => {
+            Ok((h.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(h), *port))
+        }
         _ => Err(Error::new(Code::Inval, format!("{e} is not an RDMA endpoint"))),
     }
 }
@@ -331,14 +373,23 @@ fn host(e: &Endpoint) -> Result<(&str, u16)> {
 async fn addresses(e: &Endpoint) -> Result<Vec<SocketAddr>> {
     let (host, port) = host(e)?;
     let found = tokio::net::lookup_host((host, port)).await;
-    found.map(Iterator::collect).map_err(|e| Error::new(Code::Disconnected, format!("cannot find {host}: {e}")))
+    found
+        .map(Iterator::collect)
+        .map_err(|e| Error::new(Code::Disconnected, format!("cannot find {host}: {e}")))
 }
 
 #[async_trait]
 impl Fabric for RdmaFabric {
-    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         let q = timeout(SETUP, self.dial(to)).await.unwrap_or_else(|_| {
-            Err(Error::new(Code::TimedOut, format!("cannot connect to {to}: no answer within {SETUP:?}")))
+            Err(Error::new(
+                Code::TimedOut,
+                format!("cannot connect to {to}: no answer within {SETUP:?}"),
+            ))
         })?;
         let (rd, wr) = stream::halves(&q);
         self.streams.connect_over(rd, wr, Some(q), to.to_string(), back).await
@@ -347,11 +398,15 @@ impl Fabric for RdmaFabric {
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
         let failed = |e: Error| e.context(format!("cannot listen at {at}"));
         let addr = addresses(at).await.map_err(failed)?;
-        let mut addr = *addr.first().ok_or_else(|| failed(Error::new(Code::Inval, "the name has no address")))?;
+        let mut addr = *addr
+            .first()
+            .ok_or_else(|| failed(Error::new(Code::Inval, "the name has no address")))?;
         let id = Id::new(self.lib).map_err(failed)?;
         let port = id.listen(addr, BACKLOG).map_err(failed)?;
         addr.set_port(port);
-        let Endpoint::Rdma(name, _) = at else { return Err(Error::new(Code::Inval, "not an RDMA endpoint")) };
+        let Endpoint::Rdma(name, _) = at else {
+            return Err(Error::new(Code::Inval, "not an RDMA endpoint"));
+        };
         let endpoint = Endpoint::Rdma(name.clone(), port);
         let (stop, stopping) = watch::channel(());
         self.streams.env.spawn(self.clone().accept_all(id, addr, service, stopping));

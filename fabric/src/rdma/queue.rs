@@ -1,7 +1,8 @@
 //! One connection's queue pair: what is posted, what completes, what the two ends owe each other.
 //!
-//! All that the device may touch is held by the record of its work request ([`Wr`]) or by a loan, and these go only after the
-//! completion, or after the queue pair is destroyed ([`Queue::end`]), whatever became of those who asked for it.
+//! All that the device may touch is held by the record of its work request ([`Wr`]) or by a loan,
+//! and these go only after the completion, or after the queue pair is destroyed ([`Queue::end`]),
+//! whatever became of those who asked for it.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -27,7 +28,9 @@ use super::{
     device::{Device, MESSAGE, RECV, Registered},
     lend::Lent,
     rails::Taken,
-    verbs::{self, CompChannel, Cq, Mw, QpInitAttr, SendWr, Sge, Wc, event, op, os_error, send_flag},
+    verbs::{
+        self, CompChannel, Cq, Mw, QpInitAttr, SendWr, Sge, Wc, event, op, os_error, send_flag,
+    },
 };
 use crate::BufMut;
 
@@ -47,13 +50,15 @@ const SPIN: Duration = Duration::from_micros(50);
 const PROBE: Duration = Duration::from_secs(15);
 /// How long the last messages may take when this end closes.
 const LINGER: Duration = Duration::from_millis(200);
-/// How long a call that is given up may wait for them, which are there in microseconds if the device does as it is to.
+/// How long a call that is given up may wait for them, which are there in microseconds if the
+/// device does as it is to.
 const FLUSH: Duration = Duration::from_millis(20);
 /// Completions taken at once.
 const BATCH: usize = 16;
 
 pub struct Queue {
-    /// Dropped first: what is stranded after the end has registrations, which must not outlive the device.
+    /// Dropped first: what is stranded after the end has registrations, which must not outlive the
+    /// device.
     pub state: Mutex<State>,
     pub device: Arc<Device>,
     /// Dropped after the device: its context is the library's, sure to be open while it has an id.
@@ -70,7 +75,8 @@ pub struct Queue {
     pub rail: Option<Taken>,
 }
 
-// SAFETY: the library's objects allow any thread; the queue pair is used under the lock of `state` only.
+// SAFETY: the library's objects allow any thread; the queue pair is used under the lock of `state`
+// only.
 unsafe impl Send for Queue {}
 // SAFETY: as above.
 unsafe impl Sync for Queue {}
@@ -113,7 +119,8 @@ pub struct State {
     unused: Vec<usize>,
     /// Requests that are posted and not completed.
     under_way: usize,
-    /// What was received and not read. Copied, so that a reader who waits keeps no buffer of the queue that all share.
+    /// What was received and not read. Copied, so that a reader who waits keeps no buffer of the
+    /// queue that all share.
     inbox: VecDeque<Bytes>,
     /// Messages that were taken and the other end was not told of.
     owed: u32,
@@ -136,7 +143,8 @@ pub struct State {
     path_broke: bool,
     /// Halves of the stream that are dropped.
     dropped: u32,
-    /// The queue pair is in its error state: nothing is sent or served any more, and what was posted is completed.
+    /// The queue pair is in its error state: nothing is sent or served any more, and what was
+    /// posted is completed.
     stopped: bool,
     /// The queue pair is destroyed.
     destroyed: bool,
@@ -146,8 +154,9 @@ pub struct State {
 unsafe impl Send for State {}
 
 impl State {
-    /// Whether the next connection should rather take another path. Also where this end gave up because of a silence, in which the last
-    /// messages did not arrive either; but not where the peer closed it or refused something: it was reached.
+    /// Whether the next connection should rather take another path. Also where this end gave up
+    /// because of a silence, in which the last messages did not arrive either; but not where the
+    /// peer closed it or refused something: it was reached.
     fn path_to_blame(&self) -> bool {
         self.path_broke || self.over.is_none() && self.sends > 0
     }
@@ -156,7 +165,8 @@ impl State {
         self.destroyed
     }
 
-    /// The queue pair is about to go while it may have been in use: by a call that was given up, or with its task.
+    /// The queue pair is about to go while it may have been in use: by a call that was given up, or
+    /// with its task.
     fn ends(&mut self) {
         self.path_broke |= self.over.is_none() && self.sends > 0;
     }
@@ -193,18 +203,21 @@ impl Queue {
         }
     }
 
-    /// Makes the queue pair. After an error nothing more can be done with it than to refuse the connection.
+    /// Makes the queue pair. After an error nothing more can be done with it than to refuse the
+    /// connection.
     pub fn make(&mut self) -> Result<()> {
         let q = self;
         let lib = q.device.lib;
-        // SAFETY: an open context; each object is made from valid ones, and `Drop` takes back what was made.
+        // SAFETY: an open context; each object is made from valid ones, and `Drop` takes back what
+        // was made.
         unsafe {
             q.channel = (lib.ibv_create_comp_channel)(q.device.ctx);
             if q.channel.is_null() {
                 return Err(os_error("a completion channel"));
             }
             q.fd = Some(non_blocking((*q.channel).fd)?);
-            // A peer that keeps to no credits may fill every shared buffer before the first look, and what overflows is lost.
+            // A peer that keeps to no credits may fill every shared buffer before the first look,
+            // and what overflows is lost.
             let entries = (DEPTH as u32 + q.device.messages) as i32;
             q.cq = (lib.ibv_create_cq)(q.device.ctx, entries, null_mut(), q.channel, 0);
             if q.cq.is_null() {
@@ -239,7 +252,9 @@ impl Queue {
 
     /// Why the connection is over.
     pub fn gone(&self, s: &State) -> Error {
-        s.over.clone().unwrap_or_else(|| Error::new(Code::Disconnected, format!("{} is closed", self.addr)))
+        s.over
+            .clone()
+            .unwrap_or_else(|| Error::new(Code::Disconnected, format!("{} is closed", self.addr)))
     }
 
     /// Hands a request to the device. After an error the connection is over.
@@ -254,15 +269,16 @@ impl Queue {
         s.posted[i] = Some(record);
         wr.wr_id = i as u64;
         let mut bad = null_mut();
-        // SAFETY: the queue pair is not destroyed, the request points to lists that outlive the call, and to memory that its
-        // record holds.
+        // SAFETY: the queue pair is not destroyed, the request points to lists that outlive the
+        // call, and to memory that its record holds.
         let rc = unsafe { ((*self.device.ctx).ops.post_send)(self.qp, wr, &raw mut bad) };
         if rc == 0 {
             s.under_way += 1;
             return Ok(());
         }
         // Its record stays: what it holds may be in use by those posted before it.
-        let e = Error::from(std::io::Error::from_raw_os_error(rc)).context(format!("sending to {}", self.addr));
+        let e = Error::from(std::io::Error::from_raw_os_error(rc))
+            .context(format!("sending to {}", self.addr));
         self.fail(s, Error { code: Code::Disconnected, ..e });
         Err(self.gone(s))
     }
@@ -291,9 +307,16 @@ impl Queue {
 
     fn poll_locked(&self, s: &mut State, wcs: &mut [Wc; BATCH]) -> usize {
         // SAFETY: the completion queue lives as long as `self`; there is room for so many.
-        let n = unsafe { ((*self.device.ctx).ops.poll_cq)(self.cq, BATCH as i32, wcs.as_mut_ptr()) };
+        let n =
+            unsafe { ((*self.device.ctx).ops.poll_cq)(self.cq, BATCH as i32, wcs.as_mut_ptr()) };
         if n < 0 {
-            self.fail(s, Error::new(Code::Disconnected, format!("completions of {} cannot be read", self.addr)));
+            self.fail(
+                s,
+                Error::new(
+                    Code::Disconnected,
+                    format!("completions of {} cannot be read", self.addr),
+                ),
+            );
             return 0;
         }
         for wc in &wcs[..n as usize] {
@@ -308,9 +331,11 @@ impl Queue {
 
     fn received(&self, s: &mut State, wc: &Wc) {
         let buffer = (wc.wr_id & !RECV) as u32;
-        // Of another kind it would say nothing about the buffer, which may have an earlier message in it.
-        let sent =
-            wc.opcode == verbs::WC_RECV && wc.wc_flags & verbs::WC_WITH_IMM != 0 && wc.byte_len as usize <= MESSAGE;
+        // Of another kind it would say nothing about the buffer, which may have an earlier message
+        // in it.
+        let sent = wc.opcode == verbs::WC_RECV
+            && wc.wc_flags & verbs::WC_WITH_IMM != 0
+            && wc.byte_len as usize <= MESSAGE;
         let mut message = vec![0; if wc.status == 0 && sent { wc.byte_len as usize } else { 0 }];
         self.device.copy_received(buffer, &mut message);
         if let Err(e) = self.device.post_recv(buffer) {
@@ -326,8 +351,10 @@ impl Queue {
         } else {
             s.inbox.push_back(message.into());
         }
-        if !sent || s.inbox.len() as u32 + s.owed > u32::from(CREDITS) || s.credits > s.most_credits {
-            let m = format!("{} does not keep to its credits, or sends what is no message", self.addr);
+        if !sent || s.inbox.len() as u32 + s.owed > u32::from(CREDITS) || s.credits > s.most_credits
+        {
+            let m =
+                format!("{} does not keep to its credits, or sends what is no message", self.addr);
             self.fail(s, Error::new(Code::Protocol, m));
         }
         if let Some(w) = s.reader.take() {
@@ -346,7 +373,8 @@ impl Queue {
             Wr::Probe | Wr::Op(_) | Wr::Stranded { .. } => {}
         }
         if wc.status != 0 {
-            // The queue pair is in its error state: the device is done with it, and others may be under way.
+            // The queue pair is in its error state: the device is done with it, and others may be
+            // under way.
             return self.broken(s, wc);
         }
         if let Wr::Op(Op { held, done: Some(done), .. }) = record {
@@ -356,15 +384,24 @@ impl Queue {
 
     fn broken(&self, s: &mut State, wc: &Wc) {
         // SAFETY: a static, NUL-terminated text for every number.
-        let why = unsafe { CStr::from_ptr((self.device.lib.ibv_wc_status_str)(wc.status)) }.to_string_lossy();
-        // Requests after the first one that broke are flushed, as are those of a connection that one of the ends closed.
+        let why = unsafe { CStr::from_ptr((self.device.lib.ibv_wc_status_str)(wc.status)) }
+            .to_string_lossy();
+        // Requests after the first one that broke are flushed, as are those of a connection that
+        // one of the ends closed.
         s.path_broke |= s.over.is_none() && verbs::is_of_the_path(wc.status);
-        self.fail(s, Error::new(Code::Disconnected, format!("the connection to {} broke: {why}", self.addr)));
+        self.fail(
+            s,
+            Error::new(Code::Disconnected, format!("the connection to {} broke: {why}", self.addr)),
+        );
     }
 
     /// Gives credits back if it is time, and wakes a writer that can go on.
     fn settle(&self, s: &mut State) {
-        if s.owed >= u32::from(CREDITS) / 2 && s.credits >= 1 && s.returns < RETURNS && s.over.is_none() {
+        if s.owed >= u32::from(CREDITS) / 2
+            && s.credits >= 1
+            && s.returns < RETURNS
+            && s.over.is_none()
+        {
             let mut wr = new_wr(op::SEND_WITH_IMM);
             wr.imm_or_key = std::mem::take(&mut s.owed).to_be();
             s.credits -= 1;
@@ -444,7 +481,8 @@ impl Queue {
 
     fn send_message(&self, s: &mut State, mut buf: BufMut) -> Result<()> {
         let mr = self.device.of_message(&mut buf)?;
-        let mut sge = Sge { addr: buf.as_ptr().addr() as u64, length: buf.len() as u32, lkey: mr.lkey() };
+        let mut sge =
+            Sge { addr: buf.as_ptr().addr() as u64, length: buf.len() as u32, lkey: mr.lkey() };
         let mut wr = new_wr(op::SEND_WITH_IMM);
         wr.imm_or_key = std::mem::take(&mut s.owed).to_be();
         (wr.sg_list, wr.num_sge) = (&raw mut sge, 1);
@@ -518,12 +556,17 @@ impl Queue {
 
     /// Waits for the channel, and takes its events.
     async fn completions(&self) -> Result<()> {
-        let fd = self.fd.as_ref().ok_or_else(|| Error::new(Code::Disconnected, "a closed completion channel"))?;
+        let fd = self
+            .fd
+            .as_ref()
+            .ok_or_else(|| Error::new(Code::Disconnected, "a closed completion channel"))?;
         let mut ready = fd.readable().await?;
         let (mut cq, mut context) = (null_mut(), null_mut());
         // SAFETY: the channel lives as long as `self`; each event is acknowledged at once.
         unsafe {
-            while (self.device.lib.ibv_get_cq_event)(self.channel, &raw mut cq, &raw mut context) == 0 {
+            while (self.device.lib.ibv_get_cq_event)(self.channel, &raw mut cq, &raw mut context)
+                == 0
+            {
                 (self.device.lib.ibv_ack_cq_events)(cq, 1);
             }
         }
@@ -534,8 +577,12 @@ impl Queue {
     fn at_event(&self, e: Result<super::cm::Event>) {
         let removed = e.as_ref().is_ok_and(|e| e.kind == event::DEVICE_REMOVAL);
         let why = match e {
-            Ok(e) if e.kind == event::DISCONNECTED => format!("{} closed the connection", self.addr),
-            Ok(e) if e.kind == event::DEVICE_REMOVAL => format!("the device {} was removed", self.device.name),
+            Ok(e) if e.kind == event::DISCONNECTED => {
+                format!("{} closed the connection", self.addr)
+            }
+            Ok(e) if e.kind == event::DEVICE_REMOVAL => {
+                format!("the device {} was removed", self.device.name)
+            }
             Ok(_) => return,
             Err(e) => e.message,
         };
@@ -568,8 +615,8 @@ impl Queue {
         }
     }
 
-    /// Stops the queue pair and takes the completions of all that was posted, and with them the receive buffers that it had
-    /// from the shared queue: with the queue pair they would be lost.
+    /// Stops the queue pair and takes the completions of all that was posted, and with them the
+    /// receive buffers that it had from the shared queue: with the queue pair they would be lost.
     async fn empty(&self) {
         let start = Instant::now();
         self.stop(&mut self.state.lock());
@@ -593,7 +640,8 @@ impl Queue {
         }
     }
 
-    /// Destroys the queue pair. From then on the device touches nothing, and all that was held for it goes.
+    /// Destroys the queue pair. From then on the device touches nothing, and all that was held for
+    /// it goes.
     pub fn end(&self) {
         self.destroy();
         self.device.end_if_spoilt();
@@ -612,7 +660,8 @@ impl Queue {
         if !self.qp.is_null() {
             self.flush(&mut s, &mut wcs);
         }
-        // SAFETY: id, windows and queue pair are valid and not used after this. First the windows: they are bound to it.
+        // SAFETY: id, windows and queue pair are valid and not used after this. First the windows:
+        // they are bound to it.
         unsafe {
             for w in s.windows.drain(..) {
                 if let Some(dealloc) = (*self.device.ctx).ops.dealloc_mw {
@@ -635,8 +684,9 @@ impl Queue {
         drop(records);
     }
 
-    /// Takes the completions of what a stopped queue pair had, and with them its receive buffers of the shared queue, for a short time: a call that
-    /// is given up ends it at once, without [`Queue::empty`].
+    /// Takes the completions of what a stopped queue pair had, and with them its receive buffers of
+    /// the shared queue, for a short time: a call that is given up ends it at once, without
+    /// [`Queue::empty`].
     fn flush(&self, s: &mut State, wcs: &mut [Wc; BATCH]) {
         let begun = std::time::Instant::now();
         loop {
@@ -665,7 +715,8 @@ impl Drop for Queue {
         self.end();
         self.fd = None;
         let lib = self.device.lib;
-        // SAFETY: the queue pair is destroyed, all events are acknowledged; each object is made by the library or null.
+        // SAFETY: the queue pair is destroyed, all events are acknowledged; each object is made by
+        // the library or null.
         unsafe {
             if !self.cq.is_null() {
                 (lib.ibv_destroy_cq)(self.cq);
@@ -696,7 +747,8 @@ mod tests {
             let s = State { over, sends, path_broke, ..State::default() };
             assert_eq!(s.path_to_blame(), blamed, "{:?} {sends} {path_broke}", s.over);
         }
-        // Ended in the middle, by a call that was given up, which looks afterwards as if this end had closed it.
+        // Ended in the middle, by a call that was given up, which looks afterwards as if this end
+        // had closed it.
         for (sends, before, blamed) in [(0, None, false), (3, None, true), (3, closed(), false)] {
             let mut s = State { over: before, sends, ..State::default() };
             s.ends();

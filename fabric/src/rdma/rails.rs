@@ -1,5 +1,6 @@
-//! Rails: the ports of this machine's RDMA devices, and by which of them a peer is reached best. What the kernel tells of them is read
-//! when it is needed and older than a second ([`Ports`]); choosing is pure ([`order`]); what connections met with is remembered ([`Ledger`]).
+//! Rails: the ports of this machine's RDMA devices, and by which of them a peer is reached best.
+//! What the kernel tells of them is read when it is needed and older than a second ([`Ports`]);
+//! choosing is pure ([`order`]); what connections met with is remembered ([`Ledger`]).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -35,7 +36,8 @@ pub struct Rail {
     pub active: bool,
 }
 
-/// From which local address to which other one; without the first, from the one that the kernel's routes say.
+/// From which local address to which other one; without the first, from the one that the kernel's
+/// routes say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Path {
     pub from: Option<IpAddr>,
@@ -66,9 +68,10 @@ pub struct Met {
     pub turn: usize,
 }
 
-/// The paths to a peer that has these addresses, the best first: those that did not fail lately; from ports whose subnet the address
-/// is in, then by the kernel's routes; from near devices, then from far ones; by the fewest connections that share one of their ends. A port
-/// that is not active is left out. An address of this machine is reached from itself.
+/// The paths to a peer that has these addresses, the best first: those that did not fail lately;
+/// from ports whose subnet the address is in, then by the kernel's routes; from near devices, then
+/// from far ones; by the fewest connections that share one of their ends. A port that is not active
+/// is left out. An address of this machine is reached from itself.
 pub fn order(rails: &[Rail], peer: &[IpAddr], met: &Met) -> Vec<Path> {
     let mut all = Vec::new();
     for &to in peer {
@@ -84,20 +87,32 @@ pub fn order(rails: &[Rail], peer: &[IpAddr], met: &Met) -> Vec<Path> {
         }
     }
     let shared = |p: &Path| {
-        let shares = |o: &Path| usize::from(o.to == p.to) + usize::from(o.from.is_some() && o.from == p.from);
+        let shares = |o: &Path| {
+            usize::from(o.to == p.to) + usize::from(o.from.is_some() && o.from == p.from)
+        };
         met.open.iter().map(|(o, n)| shares(o) * n).sum::<usize>()
     };
     let n = all.len().max(1);
     let rank = |(i, (p, far)): (usize, (Path, bool))| {
-        ((met.failed.contains(&p), p.from.is_none(), far, shared(&p), (i + n - met.turn % n) % n), p)
+        (
+            (
+                met.failed.contains(&p),
+                p.from.is_none(),
+                far,
+                shared(&p),
+                (i + n - met.turn % n) % n,
+            ),
+            p,
+        )
     };
     let mut ranked: Vec<_> = all.into_iter().enumerate().map(rank).collect();
     ranked.sort();
     ranked.into_iter().map(|(_, p)| p).collect()
 }
 
-/// Tries one after the other until one succeeds. All are tried within `limit`, whatever becomes of each: one that is silent ends with its
-/// share of the time that is left, and only the last may take longer. The last failure, if none succeeds; `None` without any.
+/// Tries one after the other until one succeeds. All are tried within `limit`, whatever becomes of
+/// each: one that is silent ends with its share of the time that is left, and only the last may
+/// take longer. The last failure, if none succeeds; `None` without any.
 pub async fn in_turn<X, T, F: Future<Output = Result<T>>>(
     all: Vec<X>,
     limit: Duration,
@@ -111,7 +126,10 @@ pub async fn in_turn<X, T, F: Future<Output = Result<T>>>(
         let ended = match left {
             0 => one(x).await,
             _ => timeout(share, one(x)).await.unwrap_or_else(|_| {
-                Err(Error::new(Code::TimedOut, format!("no answer within {share:?}, and there are other ways")))
+                Err(Error::new(
+                    Code::TimedOut,
+                    format!("no answer within {share:?}, and there are other ways"),
+                ))
             }),
         };
         match ended {
@@ -129,8 +147,9 @@ struct Seen {
     near: BTreeSet<u32>,
 }
 
-/// This machine's ports. Reading them takes some hundred system calls, which may wait for a driver: that is done by threads that may wait, with
-/// no lock held that others need, and not for each connection.
+/// This machine's ports. Reading them takes some hundred system calls, which may wait for a driver:
+/// that is done by threads that may wait, with no lock held that others need, and not for each
+/// connection.
 pub struct Ports {
     look: fn() -> (Vec<Rail>, BTreeSet<u32>),
     seen: Mutex<Option<(Instant, Arc<Seen>)>>,
@@ -167,7 +186,8 @@ impl Ports {
         seen.unwrap_or_else(|| self.read())
     }
 
-    /// Makes sure that what is known is not old. One reads for all who wait, however long a driver lets him wait.
+    /// Makes sure that what is known is not old. One reads for all who wait, however long a driver
+    /// lets him wait.
     pub async fn refresh(self: &Arc<Ports>) {
         if self.fresh() {
             return;
@@ -185,7 +205,8 @@ impl Ports {
         let _ = tokio::task::spawn_blocking(reads).await;
     }
 
-    /// Likewise, but a device whose driver hangs does not keep the others from being used: then what was seen last is good enough.
+    /// Likewise, but a device whose driver hangs does not keep the others from being used: then
+    /// what was seen last is good enough.
     pub async fn refresh_in_time(self: &Arc<Ports>) {
         let known = self.seen.lock().is_some();
         if known {
@@ -248,7 +269,8 @@ impl Ledger {
     }
 }
 
-/// A connection's place on its path. One that is dropped before it is [`Taken::well`] counts as failed.
+/// A connection's place on its path. One that is dropped before it is [`Taken::well`] counts as
+/// failed.
 pub struct Taken {
     ledger: Arc<Ledger>,
     path: Path,
@@ -324,7 +346,9 @@ unsafe fn ip_of(a: *const libc::sockaddr) -> Option<IpAddr> {
                 let a = &*a.cast::<libc::sockaddr_in>();
                 Some(Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr)).into())
             }
-            libc::AF_INET6 => Some(Ipv6Addr::from((*a.cast::<libc::sockaddr_in6>()).sin6_addr.s6_addr).into()),
+            libc::AF_INET6 => {
+                Some(Ipv6Addr::from((*a.cast::<libc::sockaddr_in6>()).sin6_addr.s6_addr).into())
+            }
             _ => None,
         }
     }
@@ -341,29 +365,34 @@ fn names(folder: &File) -> Vec<String> {
     all
 }
 
-/// The rails that sysfs shows, which is mounted at `sys`. Link-local addresses are none: only their interface tells where they lead.
+/// The rails that sysfs shows, which is mounted at `sys`. Link-local addresses are none: only their
+/// interface tells where they lead.
 fn here(sys: &File, addresses: &[Address]) -> Vec<Rail> {
     let (devices, nets) = (sys.join("class/infiniband"), sys.join("class/net"));
     let mut all = Vec::new();
     for device in names(&devices) {
         let folder = devices.join(&device);
         // Soft-RoCE is a child of its network interface.
-        let places = [folder.join("device"), nets.join(text(&folder.join("parent"))).join("device")];
+        let places =
+            [folder.join("device"), nets.join(text(&folder.join("parent"))).join("device")];
         let node = places.iter().find_map(|p| text(&p.join("numa_node")).parse().ok());
         for port in names(&folder.join("ports")) {
             let at = folder.join("ports").join(&port);
             let ndevs = at.join("gid_attrs/ndevs");
             // RoCE: each entry of the port's table of addresses belongs to an interface.
-            let mut interfaces: BTreeSet<String> = names(&ndevs).iter().map(|n| text(&ndevs.join(n))).collect();
+            let mut interfaces: BTreeSet<String> =
+                names(&ndevs).iter().map(|n| text(&ndevs.join(n))).collect();
             // InfiniBand: interfaces of IPoIB are children of the device.
             interfaces.extend(names(&nets).into_iter().filter(|n| {
                 let net = nets.join(n);
                 let nth = text(&net.join("dev_port")).parse::<u32>().ok();
-                net.join("device/infiniband").join(&device).exists() && nth.map(|n| n + 1) == port.parse().ok()
+                net.join("device/infiniband").join(&device).exists()
+                    && nth.map(|n| n + 1) == port.parse().ok()
             }));
             let active = text(&at.join("state")).contains("ACTIVE");
             let local = |ip: &IpAddr| matches!(ip, IpAddr::V6(a) if a.is_unicast_link_local());
-            for a in addresses.iter().filter(|a| interfaces.contains(&a.interface) && !local(&a.ip)) {
+            for a in addresses.iter().filter(|a| interfaces.contains(&a.interface) && !local(&a.ip))
+            {
                 all.push(Rail { address: a.ip, prefix: a.prefix, node, active });
             }
         }
@@ -382,11 +411,19 @@ fn near() -> BTreeSet<u32> {
 
 /// `nodes`: their numbers and lists of CPUs.
 fn bound_to(status: &str, nodes: &[(u32, String)]) -> BTreeSet<u32> {
-    let allowed = ranges(status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or_default());
-    let meets = |list: &str| ranges(list).iter().any(|a| allowed.iter().any(|b| a.0 <= b.1 && b.0 <= a.1));
-    let near: BTreeSet<u32> = nodes.iter().filter(|(_, cpus)| meets(cpus)).map(|(n, _)| *n).collect();
+    let allowed = ranges(
+        status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or_default(),
+    );
+    let meets =
+        |list: &str| ranges(list).iter().any(|a| allowed.iter().any(|b| a.0 <= b.1 && b.0 <= a.1));
+    let near: BTreeSet<u32> =
+        nodes.iter().filter(|(_, cpus)| meets(cpus)).map(|(n, _)| *n).collect();
     // A node without CPUs binds nobody.
-    if near.len() == nodes.iter().filter(|(_, cpus)| !cpus.is_empty()).count() { BTreeSet::new() } else { near }
+    if near.len() == nodes.iter().filter(|(_, cpus)| !cpus.is_empty()).count() {
+        BTreeSet::new()
+    } else {
+        near
+    }
 }
 
 /// First and last of each range of a list like `0-3,8`.
@@ -422,7 +459,8 @@ mod tests {
 
     #[test]
     fn an_address_is_reached_from_its_subnet_and_otherwise_by_routes() {
-        let two = [rail("10.0.1.7", 24, None), rail("10.0.2.7", 24, None), rail("fd00:1::7", 64, None)];
+        let two =
+            [rail("10.0.1.7", 24, None), rail("10.0.2.7", 24, None), rail("fd00:1::7", 64, None)];
         for (peer, want) in [
             (&["10.0.2.1"][..], &["10.0.2.7>10.0.2.1"][..]),
             (&["fd00:1::1"], &["fd00:1::7>fd00:1::1"]),
@@ -435,24 +473,43 @@ mod tests {
         }
         assert_eq!(paths(&[], &["10.0.1.1"], &Met::default()), ["*>10.0.1.1"]);
         // IPv4 in a subnet of IPv6 that begins alike is none of it.
-        assert_eq!(paths(&[rail("a00:100::", 24, None)], &["10.0.1.1"], &Met::default()), ["*>10.0.1.1"]);
+        assert_eq!(
+            paths(&[rail("a00:100::", 24, None)], &["10.0.1.1"], &Met::default()),
+            ["*>10.0.1.1"]
+        );
         // One network for all: from each, but to this machine's own address from that one only.
         let flat = [rail("10.0.0.7", 8, None), rail("10.0.0.8", 8, None)];
-        assert_eq!(paths(&flat, &["10.0.1.1"], &Met::default()), ["10.0.0.7>10.0.1.1", "10.0.0.8>10.0.1.1"]);
+        assert_eq!(
+            paths(&flat, &["10.0.1.1"], &Met::default()),
+            ["10.0.0.7>10.0.1.1", "10.0.0.8>10.0.1.1"]
+        );
         assert_eq!(paths(&flat, &["10.0.0.8"], &Met::default()), ["10.0.0.8>10.0.0.8"]);
     }
 
     #[test]
     fn near_rails_come_first_then_far_ones_and_those_that_failed_last() {
-        let rails = [rail("10.0.1.7", 16, Some(0)), rail("10.0.2.7", 16, Some(1)), rail("10.0.3.7", 16, None)];
+        let rails = [
+            rail("10.0.1.7", 16, Some(0)),
+            rail("10.0.2.7", 16, Some(1)),
+            rail("10.0.3.7", 16, None),
+        ];
         let peer = &["10.0.9.1"];
         let bound = Met { near: [1].into(), ..Met::default() };
-        assert_eq!(paths(&rails, peer, &bound), ["10.0.2.7>10.0.9.1", "10.0.3.7>10.0.9.1", "10.0.1.7>10.0.9.1"]);
+        assert_eq!(
+            paths(&rails, peer, &bound),
+            ["10.0.2.7>10.0.9.1", "10.0.3.7>10.0.9.1", "10.0.1.7>10.0.9.1"]
+        );
         // Far ones also when near ones are busy: only where none is left.
         let busy = Met { open: [(path("10.0.2.7", "10.0.8.1"), 50)].into(), ..bound.clone() };
-        assert_eq!(paths(&rails, peer, &busy), ["10.0.3.7>10.0.9.1", "10.0.2.7>10.0.9.1", "10.0.1.7>10.0.9.1"]);
+        assert_eq!(
+            paths(&rails, peer, &busy),
+            ["10.0.3.7>10.0.9.1", "10.0.2.7>10.0.9.1", "10.0.1.7>10.0.9.1"]
+        );
         let failed = Met { failed: [path("10.0.2.7", "10.0.9.1")].into(), ..bound };
-        assert_eq!(paths(&rails, peer, &failed), ["10.0.3.7>10.0.9.1", "10.0.1.7>10.0.9.1", "10.0.2.7>10.0.9.1"]);
+        assert_eq!(
+            paths(&rails, peer, &failed),
+            ["10.0.3.7>10.0.9.1", "10.0.1.7>10.0.9.1", "10.0.2.7>10.0.9.1"]
+        );
         let mut down = rails.clone();
         down[2].active = false;
         assert_eq!(paths(&down, peer, &failed), ["10.0.1.7>10.0.9.1", "10.0.2.7>10.0.9.1"]);
@@ -470,7 +527,9 @@ mod tests {
                 let best = order(&flat, &peer, &met)[0];
                 *met.open.entry(best).or_default() += 1;
             }
-            let of = |is: &dyn Fn(&Path) -> bool| met.open.iter().filter(|(p, _)| is(p)).map(|(_, n)| n).sum::<usize>();
+            let of = |is: &dyn Fn(&Path) -> bool| {
+                met.open.iter().filter(|(p, _)| is(p)).map(|(_, n)| n).sum::<usize>()
+            };
             for r in &flat {
                 assert_eq!(of(&|p| p.from == Some(r.address)), 4, "{met:?}");
             }
@@ -542,7 +601,10 @@ mod tests {
         // However many there are, each has a moment.
         let begun = start.elapsed();
         let (got, _) = tries([vec![None; 40], vec![Some(true)]].concat()).await;
-        assert!(matches!(got, Ok(Some(Ok(40)))) && start.elapsed() - begun < limit + 40 * SHORTEST_SHARE + ms(50));
+        assert!(
+            matches!(got, Ok(Some(Ok(40))))
+                && start.elapsed() - begun < limit + 40 * SHORTEST_SHARE + ms(50)
+        );
     }
 
     #[tokio::test]
@@ -562,7 +624,9 @@ mod tests {
         ports.refresh_in_time().await;
         ports.seen.lock().as_mut().unwrap().0 -= FRESH;
         for _ in 0..3 {
-            timeout(Duration::from_secs(30), ports.refresh_in_time()).await.expect("it waits for the driver");
+            timeout(Duration::from_secs(30), ports.refresh_in_time())
+                .await
+                .expect("it waits for the driver");
             assert_eq!(ports.last().rails.len(), 1);
         }
         assert_eq!(LOOKS.load(SeqCst), 2);
@@ -617,7 +681,8 @@ mod tests {
             std::fs::create_dir_all(at.parent().unwrap()).unwrap();
             std::fs::write(at, what).unwrap();
         };
-        // RoCE with a VLAN on it and an empty entry; IPoIB's second port, down; soft-RoCE near its interface's node.
+        // RoCE with a VLAN on it and an empty entry; IPoIB's second port, down; soft-RoCE near its
+        // interface's node.
         put("infiniband/mlx5_0/device/numa_node", "1\n");
         put("infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n");
         put("infiniband/mlx5_0/ports/1/gid_attrs/ndevs/0", "eth0\n");
@@ -633,7 +698,11 @@ mod tests {
         put("infiniband/rxe0/ports/1/state", "4: ACTIVE\n");
         put("infiniband/rxe0/ports/1/gid_attrs/ndevs/0", "eth1\n");
         put("net/eth1/device/numa_node", "0\n");
-        let address = |interface: &str, s: &str| Address { interface: interface.into(), ip: ip(s), prefix: 24 };
+        let address = |interface: &str, s: &str| Address {
+            interface: interface.into(),
+            ip: ip(s),
+            prefix: 24,
+        };
         let all = [
             address("lo", "127.0.0.1"),
             address("eth0", "10.0.0.1"),
@@ -644,8 +713,10 @@ mod tests {
             address("eth1", "10.2.0.1"),
             address("eth2", "10.3.0.1"),
         ];
-        let found: BTreeMap<String, (Option<u32>, bool)> =
-            here(sys.path(), &all).into_iter().map(|r| (r.address.to_string(), (r.node, r.active))).collect();
+        let found: BTreeMap<String, (Option<u32>, bool)> = here(sys.path(), &all)
+            .into_iter()
+            .map(|r| (r.address.to_string(), (r.node, r.active)))
+            .collect();
         let want = [
             ("10.0.0.1", (Some(1), true)),
             ("10.0.5.1", (Some(1), true)),
@@ -661,9 +732,11 @@ mod tests {
     #[test]
     fn a_process_is_near_the_nodes_whose_cpus_it_may_use() {
         let two = [(0, "0-3,8-11".to_string()), (1, "4-7,12-15".to_string()), (2, String::new())];
-        for (allowed, near) in [("0-15", &[][..]), ("5", &[1]), ("8-11", &[0]), ("3-4", &[]), ("0,9", &[0]), ("", &[])]
+        for (allowed, near) in
+            [("0-15", &[][..]), ("5", &[1]), ("8-11", &[0]), ("3-4", &[]), ("0,9", &[0]), ("", &[])]
         {
-            let status = format!("Name:\tx\nCpus_allowed_list:\t{allowed}\nMems_allowed_list:\t0-1\n");
+            let status =
+                format!("Name:\tx\nCpus_allowed_list:\t{allowed}\nMems_allowed_list:\t0-1\n");
             let want: BTreeSet<u32> = near.iter().copied().collect();
             assert_eq!(bound_to(&status, &two), want, "{allowed}");
         }

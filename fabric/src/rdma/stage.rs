@@ -1,4 +1,5 @@
-//! Registered memory of a device through which payloads go, piece by piece, that cannot be registered where they lie.
+//! Registered memory of a device through which payloads go, piece by piece, that cannot be
+//! registered where they lie.
 
 use std::sync::{
     Arc,
@@ -12,7 +13,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::device::Registered;
 use crate::{BufMut, Pool};
 
-/// Pieces that are under way at a time: one that waits for a peer that vanished keeps its place for seconds.
+/// Pieces that are under way at a time: one that waits for a peer that vanished keeps its place for
+/// seconds.
 pub const PLACES: usize = 4;
 
 /// Made with its device, so that it is there when nothing more may be registered.
@@ -132,8 +134,11 @@ mod tests {
     fn pieces_are_all_of_the_regions_in_order_and_once() {
         let region = |addr: u64, key: u32, len: u32| data::Region { addr, key, len };
         for lens in [&[1u32, 10_000, 4096, 7][..], &[65536], &[4096, 4096], &[1; 8]] {
-            let from: Vec<_> =
-                lens.iter().enumerate().map(|(i, l)| region((i as u64 + 1) << 32, i as u32, *l)).collect();
+            let from: Vec<_> = lens
+                .iter()
+                .enumerate()
+                .map(|(i, l)| region((i as u64 + 1) << 32, i as u32, *l))
+                .collect();
             let total: usize = lens.iter().map(|l| *l as usize).sum();
             for piece in [1, 3, 4096, 5000, total, total + 1] {
                 let (mut at, mut got) = (0, vec![0u64; from.len()]);
@@ -144,7 +149,11 @@ mod tests {
                     assert!(parts.len() <= from.len());
                     for p in parts {
                         let of = &mut got[p.key as usize];
-                        assert_eq!(p.addr, ((u64::from(p.key) + 1) << 32) + *of, "the next bytes of its region");
+                        assert_eq!(
+                            p.addr,
+                            ((u64::from(p.key) + 1) << 32) + *of,
+                            "the next bytes of its region"
+                        );
                         *of += u64::from(p.len);
                     }
                     at += n;

@@ -1,7 +1,9 @@
-//! On a real device, or soft-RoCE: `cluster-tests/vm/run` has one. Elsewhere each test says why it does not run.
+//! On a real device, or soft-RoCE: `cluster-tests/vm/run` has one. Elsewhere each test says why it
+//! does not run.
 //!
-//! `STRAKE_RDMA_ADDR` names the address of an RDMA port of this machine; `STRAKE_RDMA_REMOTE` an endpoint of another one that runs
-//! [`peer_that_serves`], and `STRAKE_RDMA_LINK` the network interface that leads there.
+//! `STRAKE_RDMA_ADDR` names the address of an RDMA port of this machine; `STRAKE_RDMA_REMOTE` an
+//! endpoint of another one that runs [`peer_that_serves`], and `STRAKE_RDMA_LINK` the network
+//! interface that leads there.
 
 use std::{
     sync::{
@@ -100,7 +102,8 @@ async fn little_memory_that_may_be_locked_is_enough() {
     let (_service, guard) = serve(&f, &at).await;
     let conn = f.connect(guard.endpoint(), None).await.unwrap();
     works(&*conn).await;
-    // Kept memory, of which no region may stay registered, and more at a time than may be registered by itself.
+    // Kept memory, of which no region may stay registered, and more at a time than may be
+    // registered by itself.
     let kept = Pool::kept(crate::Kept::create(64 << 20).unwrap(), 0);
     for round in 0..2 {
         let writes = (0..6).map(|n| {
@@ -149,10 +152,18 @@ async fn what_cannot_be_registered_where_it_goes_comes_in_pieces() {
     }
     // More at a time than there are places, in several parts each.
     let calls = (0..24).map(|n| {
-        let (conn, parts) = (&conn, [5000 + n, 300_000, 77].map(|len| conformance::pattern(len, n)));
+        let (conn, parts) =
+            (&conn, [5000 + n, 300_000, 77].map(|len| conformance::pattern(len, n)));
         async move {
             let m = Message::new(opcode::ECHO, "").with_payload(parts.to_vec());
-            let got = conn.call(m, LONG).await.unwrap().payload.iter().flat_map(|p| p.to_vec()).collect::<Vec<u8>>();
+            let got = conn
+                .call(m, LONG)
+                .await
+                .unwrap()
+                .payload
+                .iter()
+                .flat_map(|p| p.to_vec())
+                .collect::<Vec<u8>>();
             assert!(got == parts.iter().flat_map(|p| p.iter().copied()).collect::<Vec<u8>>());
         }
     });
@@ -191,10 +202,16 @@ async fn strangers_are_refused_in_words_and_others_served_on() {
     let f = server();
     let (service, guard) = serve(&f, &at).await;
     let friend = f.connect(guard.endpoint(), None).await.unwrap();
-    for (identity, cluster) in
-        [(Identity::client([9; 32]), None), (Identity::server(&[9; 32]), None), (client_identity(), Some([6; 16]))]
-    {
-        let e = fabric_of(identity, cluster, Options::default()).connect(guard.endpoint(), None).await.err().unwrap();
+    for (identity, cluster) in [
+        (Identity::client([9; 32]), None),
+        (Identity::server(&[9; 32]), None),
+        (client_identity(), Some([6; 16])),
+    ] {
+        let e = fabric_of(identity, cluster, Options::default())
+            .connect(guard.endpoint(), None)
+            .await
+            .err()
+            .unwrap();
         assert_eq!(e.code, Code::Unauthenticated, "{e}");
     }
     works(&*friend).await;
@@ -262,7 +279,10 @@ impl Raw {
     /// Asks for these many bytes, to be written to a place.
     pub async fn ask(&mut self, len: usize, to: Region) {
         let regions = Regions { payload: Vec::new(), room: Some(to) };
-        self.wr.write_all(&frame(&regions, conformance::GENERATE, &len.to_le_bytes(), 0, 0)).await.unwrap();
+        self.wr
+            .write_all(&frame(&regions, conformance::GENERATE, &len.to_le_bytes(), 0, 0))
+            .await
+            .unwrap();
     }
 
     pub async fn answer(&mut self) -> Header {
@@ -285,12 +305,16 @@ impl Raw {
 
 /// That a device refused what it was asked for.
 pub fn is_refusal(e: &Error) -> bool {
-    e.code == Code::Disconnected && (e.message.contains("broke: ") || e.message.contains("closed the connection"))
+    e.code == Code::Disconnected
+        && (e.message.contains("broke: ") || e.message.contains("closed the connection"))
 }
 
 pub fn read_of(len: usize) -> Message {
     let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
-    Message::new(opcode::READ, DataRequest { len: len as u32, ..DataRequest::new(1, 1, 1, chunk) }.encode())
+    Message::new(
+        opcode::READ,
+        DataRequest { len: len as u32, ..DataRequest::new(1, 1, 1, chunk) }.encode(),
+    )
 }
 
 #[tokio::test]
@@ -302,7 +326,9 @@ async fn who_sends_what_is_no_message_is_cut_off_and_others_served_on() {
     const WRITE_WITH_IMM: std::ffi::c_int = 1;
     const SEND: std::ffi::c_int = 2;
     // More credits than there are; no immediate data; a message whose bytes were written elsewhere.
-    for (n, (opcode, credits)) in [(op::SEND_WITH_IMM, u32::MAX), (SEND, 0), (WRITE_WITH_IMM, 0)].iter().enumerate() {
+    for (n, (opcode, credits)) in
+        [(op::SEND_WITH_IMM, u32::MAX), (SEND, 0), (WRITE_WITH_IMM, 0)].iter().enumerate()
+    {
         let mut peer = raw(&f, guard.endpoint()).await;
         let mut wr = queue::new_wr(*opcode);
         wr.imm_or_key = *credits;
@@ -327,7 +353,10 @@ async fn reads_that_one_end_makes_are_those_that_the_other_is_asked_to_serve() {
     q.make().unwrap();
     // Serves three, makes five.
     q.id().connect(&greeting().encode(), (3, 5)).unwrap();
-    let e = timeout(LONG, listening.events.expect(event::CONNECT_REQUEST, "here")).await.unwrap().unwrap();
+    let e = timeout(LONG, listening.events.expect(event::CONNECT_REQUEST, "here"))
+        .await
+        .unwrap()
+        .unwrap();
     let id = Id::of_request(f.lib, e.id).unwrap();
     assert_eq!(e.reads, (5, 3));
     id.reject(&greeting().encode());
@@ -347,7 +376,11 @@ async fn who_fills_all_shared_buffers_at_once_takes_none_away() {
         sleep(Duration::from_millis(200)).await;
         let room = peer.q.ops.clone().acquire_owned().await.unwrap();
         let (done, arrived) = tokio::sync::oneshot::channel();
-        let last = queue::Wr::Op(queue::Op { _room: room, held: queue::Held::default(), done: Some(done) });
+        let last = queue::Wr::Op(queue::Op {
+            _room: room,
+            held: queue::Held::default(),
+            done: Some(done),
+        });
         let all = (1..peer.q.device.messages).map(|_| queue::Wr::Probe).chain([last]);
         for (i, record) in all.enumerate() {
             let mut wr = queue::new_wr(op::SEND_WITH_IMM);
@@ -357,8 +390,13 @@ async fn who_fills_all_shared_buffers_at_once_takes_none_away() {
             }
         }
         std::thread::sleep(Duration::from_millis(500));
-        assert!(timeout(LONG, arrived).await.unwrap().is_ok(), "flood {n}: each has a buffer and is completed");
-        timeout(LONG, service.until(|s| s.disconnected.load(SeqCst) == n)).await.expect("it is cut off");
+        assert!(
+            timeout(LONG, arrived).await.unwrap().is_ok(),
+            "flood {n}: each has a buffer and is completed"
+        );
+        timeout(LONG, service.until(|s| s.disconnected.load(SeqCst) == n))
+            .await
+            .expect("it is cut off");
         timeout(LONG, works(&*friend)).await.expect("others are served on");
     }
 }
@@ -382,12 +420,17 @@ async fn replies_are_written_to_the_offered_room_or_to_one_asked_for() {
     let guard = f.listen(&at, Arc::new(Reader)).await.unwrap();
     let conn = f.connect(guard.endpoint(), None).await.unwrap();
     // The offset says how much more than announced comes.
-    for (len, more) in [(1 << 20, 0), (100, 0), (8192, 1), (5000, 1 << 20), (0, 70_000), (4 << 20, 0)] {
+    for (len, more) in
+        [(1 << 20, 0), (100, 0), (8192, 1), (5000, 1 << 20), (0, 70_000), (4 << 20, 0)]
+    {
         let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
         let ask = DataRequest { len, offset: more, ..DataRequest::new(1, 1, 1, chunk) };
         let got = conn.call(Message::new(opcode::READ, ask.encode()), LONG).await.unwrap();
         let want = conformance::pattern((len + more) as usize, 2);
-        assert!(got.payload_len() == want.len() && got.payload.iter().all(|p| p[..] == want[..]), "{len} {more}");
+        assert!(
+            got.payload_len() == want.len() && got.payload.iter().all(|p| p[..] == want[..]),
+            "{len} {more}"
+        );
     }
     settled(&f).await;
 }
@@ -415,7 +458,8 @@ async fn an_idle_connection_costs_no_cpu() {
     let Some(at) = here() else { return };
     let f = server();
     let (_service, guard) = serve(&f, &at).await;
-    let conns = futures_util::future::join_all((0..8).map(|_| f.connect(guard.endpoint(), None))).await;
+    let conns =
+        futures_util::future::join_all((0..8).map(|_| f.connect(guard.endpoint(), None))).await;
     for c in &conns {
         works(&**c.as_ref().unwrap()).await;
     }
@@ -439,7 +483,9 @@ async fn peer_that_is_killed() {
     let conn = f.connect(&at.parse().unwrap(), None).await.unwrap();
     let big = Buf::copy_from(&conformance::pattern(4 << 20, 1));
     loop {
-        let calls = (0..4).map(|_| conn.call(Message::new(opcode::ECHO, "").with_payload(vec![big.clone()]), LONG));
+        let calls = (0..4).map(|_| {
+            conn.call(Message::new(opcode::ECHO, "").with_payload(vec![big.clone()]), LONG)
+        });
         futures_util::future::join_all(calls).await;
     }
 }
@@ -459,9 +505,13 @@ async fn a_peer_killed_in_mid_transfer() {
             .kill_on_drop(true)
             .spawn()
             .unwrap();
-        timeout(LONG, service.until(|s| s.handled.load(SeqCst) > before + 1)).await.expect("it transfers");
+        timeout(LONG, service.until(|s| s.handled.load(SeqCst) > before + 1))
+            .await
+            .expect("it transfers");
         child.kill().await.unwrap();
-        timeout(LONG, service.until(|s| s.disconnected.load(SeqCst) == round + 1)).await.expect("its end is noticed");
+        timeout(LONG, service.until(|s| s.disconnected.load(SeqCst) == round + 1))
+            .await
+            .expect("its end is noticed");
         works(&*friend).await;
     }
     settled(&f).await;
@@ -471,7 +521,8 @@ async fn a_peer_killed_in_mid_transfer() {
 async fn transfer(c: &dyn Connection, done: &AtomicUsize) -> Error {
     let big = Buf::copy_from(&conformance::pattern(1 << 20, 1));
     loop {
-        let calls = (0..4).map(|_| c.call(Message::new(opcode::ECHO, "").with_payload(vec![big.clone()]), LONG));
+        let calls = (0..4)
+            .map(|_| c.call(Message::new(opcode::ECHO, "").with_payload(vec![big.clone()]), LONG));
         for got in futures_util::future::join_all(calls).await {
             match got {
                 Ok(m) => assert!(m.payload[0][..] == big[..]),
@@ -485,13 +536,17 @@ async fn transfer(c: &dyn Connection, done: &AtomicUsize) -> Error {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
     let var = |name| std::env::var(name).ok();
-    let (Some(at), Some(device), Some(stays)) = (here(), var("STRAKE_RDMA_VANISH"), var("STRAKE_RDMA_STAYS")) else {
+    let (Some(at), Some(device), Some(stays)) =
+        (here(), var("STRAKE_RDMA_VANISH"), var("STRAKE_RDMA_STAYS"))
+    else {
         println!(
             "skipped: STRAKE_RDMA_VANISH and STRAKE_RDMA_STAYS name no soft-RoCE device that may be removed, and no address of another one"
         );
         return;
     };
-    let roads = |identity| Roads::new(Env::system(), identity, None, Pool::new(64 << 20), Options::default());
+    let roads = |identity| {
+        Roads::new(Env::system(), identity, None, Pool::new(64 << 20), Options::default())
+    };
     let (far, near) = (roads(Identity::server(&[1; 32])), roads(client_identity()));
     let service = Arc::new(TestService::default());
     let mut guards = Vec::new();
@@ -513,11 +568,13 @@ async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
     let scene = async {
         more(&[0, 1, 2], 2).await;
         // soft-RoCE waits with it until no process has the device open, and librdmacm keeps it so.
-        let removal = std::process::Command::new("rdma").args(["link", "delete", &device]).spawn().unwrap();
+        let removal =
+            std::process::Command::new("rdma").args(["link", "delete", &device]).spawn().unwrap();
         while !conns[0].is_closed() {
             sleep(Duration::from_millis(5)).await;
         }
-        // By the other device and by TCP they go on over the same connections, and who comes finds the way.
+        // By the other device and by TCP they go on over the same connections, and who comes finds
+        // the way.
         more(&[1, 2], 8).await;
         let e = near.connect(guards[0].endpoint(), None).await.err().unwrap();
         println!("removed: {e}");
@@ -526,7 +583,8 @@ async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
         let start = Instant::now();
         let mut new = None;
         for way in near.ways(&all).unwrap() {
-            if let Ok(Ok(c)) = timeout(Duration::from_millis(1500), near.connect(&way, None)).await {
+            if let Ok(Ok(c)) = timeout(Duration::from_millis(1500), near.connect(&way, None)).await
+            {
                 new = Some(c);
                 break;
             }
@@ -538,7 +596,8 @@ async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
         more(&[1, 2], 4).await;
         removal
     };
-    let others = async { tokio::join!(transfer(&*conns[1], &done[1]), transfer(&*conns[2], &done[2])) };
+    let others =
+        async { tokio::join!(transfer(&*conns[1], &done[1]), transfer(&*conns[2], &done[2])) };
     let (e, _removal) = timeout(4 * LONG, async {
         tokio::select! {
             both = async { tokio::join!(transfer(&*conns[0], &done[0]), scene) } => both,
@@ -547,7 +606,10 @@ async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
     })
     .await
     .expect("the calls end, and those of others go on");
-    assert!(e.code == Code::Disconnected && !e.message.contains("silent"), "found out by waiting only: {e}");
+    assert!(
+        e.code == Code::Disconnected && !e.message.contains("silent"),
+        "found out by waiting only: {e}"
+    );
     println!("removed: {e}; {} and {} calls by the others", count(1), count(2));
     // All that was made on it goes, though somebody keeps the connection.
     for f in [&far, &near] {
@@ -575,14 +637,25 @@ async fn peer_that_serves() {
 
 /// Loses all that this machine sends, or no longer.
 fn cut(interface: &str, cut: bool) {
-    let loss = ["qdisc", "replace", "dev", interface, "root", "netem", "loss", if cut { "100%" } else { "0%" }];
+    let loss = [
+        "qdisc",
+        "replace",
+        "dev",
+        interface,
+        "root",
+        "netem",
+        "loss",
+        if cut { "100%" } else { "0%" },
+    ];
     let done = std::process::Command::new("tc").args(loss).status();
     assert!(done.is_ok_and(|s| s.success()), "tc {loss:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_link_to_another_machine_that_is_cut_and_comes_back() {
-    let (Ok(at), Ok(interface)) = (std::env::var("STRAKE_RDMA_REMOTE"), std::env::var("STRAKE_RDMA_LINK")) else {
+    let (Ok(at), Ok(interface)) =
+        (std::env::var("STRAKE_RDMA_REMOTE"), std::env::var("STRAKE_RDMA_LINK"))
+    else {
         println!(
             "skipped: STRAKE_RDMA_REMOTE and STRAKE_RDMA_LINK name no other machine that serves, and no link to it"
         );
@@ -625,7 +698,9 @@ fn link(interface: &str, state: &str) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connections_are_spread_over_rails_and_take_another_when_one_goes() {
-    let (Ok(all), Ok(interface)) = (std::env::var("STRAKE_RDMA_RAILS"), std::env::var("STRAKE_RDMA_LINK")) else {
+    let (Ok(all), Ok(interface)) =
+        (std::env::var("STRAKE_RDMA_RAILS"), std::env::var("STRAKE_RDMA_LINK"))
+    else {
         println!(
             "skipped: STRAKE_RDMA_RAILS and STRAKE_RDMA_LINK name no two endpoints of another machine, and no link to the second"
         );
@@ -640,7 +715,9 @@ async fn connections_are_spread_over_rails_and_take_another_when_one_goes() {
     for _ in 0..6 {
         conns.push(by_rails(&f, &all).await);
     }
-    let of = |conns: &[Arc<dyn Connection>], at: &Endpoint| conns.iter().filter(|c| c.addr() == at.to_string()).count();
+    let of = |conns: &[Arc<dyn Connection>], at: &Endpoint| {
+        conns.iter().filter(|c| c.addr() == at.to_string()).count()
+    };
     assert_eq!(all.iter().map(|at| of(&conns, at)).collect::<Vec<_>>(), [3, 3]);
     futures_util::future::join_all(conns.iter().map(|c| works(&**c))).await;
     // The port of the second rail is active still, and nothing gets through.
@@ -652,7 +729,10 @@ async fn connections_are_spread_over_rails_and_take_another_when_one_goes() {
     });
     for (addr, got) in futures_util::future::join_all(calls).await {
         let cut_off = addr == all[1].to_string();
-        assert!(got.map_or_else(|e| cut_off && e.code == Code::Disconnected, |_| !cut_off), "{addr}");
+        assert!(
+            got.map_or_else(|e| cut_off && e.code == Code::Disconnected, |_| !cut_off),
+            "{addr}"
+        );
     }
     println!("rails: 3 of 6 connections ended {:?} after the cut", start.elapsed());
     conns.retain(|c| c.addr() == all[0].to_string());
@@ -707,7 +787,10 @@ async fn what_is_missing_is_said_in_one_sentence_and_nothing_falls_back() {
         Ok(devices) => println!("skipped: this machine has RDMA ({})", devices.join(", ")),
         Err(e) => {
             assert_eq!(e.code, Code::OpNotSupp, "{e}");
-            assert!(e.message.starts_with("RDMA is not available: ") && !e.message.contains('\n'), "{e}");
+            assert!(
+                e.message.starts_with("RDMA is not available: ") && !e.message.contains('\n'),
+                "{e}"
+            );
             assert!(e.message.contains("install") || e.message.contains("load"), "{e}");
             let made = RdmaFabric::new(
                 Env::system(),

@@ -1,9 +1,10 @@
 //! What is used of `libibverbs` and `librdmacm`: declarations of our own, opened at run time.
 //!
-//! Functions are looked up under the version of the symbol that the declarations describe, so another ABI is missing and not
-//! misread. The calls of the data path are no symbols: headers inline them to calls through pointers in the device's context,
-//! so layouts matter. Those below are of the stable ABI (rdma-core since version 17, measured on 44) on 64-bit machines,
-//! and checked at compile time.
+//! Functions are looked up under the version of the symbol that the declarations describe, so
+//! another ABI is missing and not misread. The calls of the data path are no symbols: headers
+//! inline them to calls through pointers in the device's context, so layouts matter. Those below
+//! are of the stable ABI (rdma-core since version 17, measured on 44) on 64-bit machines, and
+//! checked at compile time.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_void},
@@ -240,7 +241,11 @@ pub struct CmEvent {
 }
 
 const _: () = {
-    assert!(offset_of!(Context, ops) == 8 && size_of::<Ops>() == 256 && offset_of!(Context, cmd_fd) == 264);
+    assert!(
+        offset_of!(Context, ops) == 8
+            && size_of::<Ops>() == 256
+            && offset_of!(Context, cmd_fd) == 264
+    );
     assert!(offset_of!(Ops, alloc_mw) == 56 && offset_of!(Ops, dealloc_mw) == 72);
     assert!(offset_of!(Ops, poll_cq) == 88 && offset_of!(Ops, req_notify_cq) == 96);
     assert!(offset_of!(Ops, post_srq_recv) == 160 && offset_of!(Ops, post_send) == 200);
@@ -248,18 +253,35 @@ const _: () = {
     assert!(size_of::<Mr>() == 48 && offset_of!(Mr, lkey) == 36 && offset_of!(Mr, rkey) == 40);
     assert!(size_of::<Mw>() == 32 && offset_of!(Mw, rkey) == 16 && offset_of!(Mw, kind) == 24);
     assert!(size_of::<Sge>() == 16);
-    assert!(size_of::<SendWr>() == 128 && offset_of!(SendWr, opcode) == 28 && offset_of!(SendWr, imm_or_key) == 36);
-    assert!(offset_of!(SendWr, remote_addr) == 40 && offset_of!(SendWr, rkey) == 48 && offset_of!(SendWr, mw) == 80);
-    assert!(offset_of!(SendWr, mw_rkey) == 88 && offset_of!(SendWr, mw_mr) == 96 && offset_of!(SendWr, mw_addr) == 104);
+    assert!(
+        size_of::<SendWr>() == 128
+            && offset_of!(SendWr, opcode) == 28
+            && offset_of!(SendWr, imm_or_key) == 36
+    );
+    assert!(
+        offset_of!(SendWr, remote_addr) == 40
+            && offset_of!(SendWr, rkey) == 48
+            && offset_of!(SendWr, mw) == 80
+    );
+    assert!(
+        offset_of!(SendWr, mw_rkey) == 88
+            && offset_of!(SendWr, mw_mr) == 96
+            && offset_of!(SendWr, mw_addr) == 104
+    );
     assert!(offset_of!(SendWr, mw_length) == 112 && offset_of!(SendWr, mw_access) == 120);
     assert!(size_of::<RecvWr>() == 32 && offset_of!(RecvWr, num_sge) == 24);
-    assert!(size_of::<Wc>() == 48 && offset_of!(Wc, byte_len) == 20 && offset_of!(Wc, wc_flags) == 36);
+    assert!(
+        size_of::<Wc>() == 48 && offset_of!(Wc, byte_len) == 20 && offset_of!(Wc, wc_flags) == 36
+    );
     assert!(size_of::<QpInitAttr>() == 64 && offset_of!(QpInitAttr, max_send_wr) == 32);
     assert!(offset_of!(QpInitAttr, qp_type) == 52 && size_of::<SrqInitAttr>() == 24);
     assert!(offset_of!(DeviceAttr, vendor_id) == 96);
     assert!(size_of::<DeviceAttr>() == 232 && offset_of!(DeviceAttr, device_cap_flags) == 116);
     assert!(offset_of!(DeviceAttr, max_cqe) == 132);
-    assert!(offset_of!(DeviceAttr, max_qp_rd_atom) == 144 && offset_of!(DeviceAttr, max_qp_init_rd_atom) == 156);
+    assert!(
+        offset_of!(DeviceAttr, max_qp_rd_atom) == 144
+            && offset_of!(DeviceAttr, max_qp_init_rd_atom) == 156
+    );
     assert!(offset_of!(DeviceAttr, max_mw) == 176 && offset_of!(DeviceAttr, max_srq_wr) == 216);
     assert!(offset_of!(CmId, qp) == 24 && offset_of!(CmId, dst) == 160);
     assert!(size_of::<CmEvent>() == 80 && offset_of!(CmEvent, conn) == 24);
@@ -294,8 +316,9 @@ pub mod send_flag {
     pub const SIGNALED: u32 = 2;
 }
 
-/// Whether a completion's status (`enum ibv_wc_status`) says that nothing gets through, or that the device fails: retries exceeded, no response
-/// in time, fatal, general. All others are of one of the ends: something was refused, or the connection was closed.
+/// Whether a completion's status (`enum ibv_wc_status`) says that nothing gets through, or that the
+/// device fails: retries exceeded, no response in time, fatal, general. All others are of one of
+/// the ends: something was refused, or the connection was closed.
 pub fn is_of_the_path(status: c_int) -> bool {
     matches!(status, 12 | 19..=21)
 }
@@ -390,7 +413,8 @@ library! {
 /// `ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access)`.
 pub type RegDmaBuf = unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
 
-/// Newer than all else that is used, and only needed for memory of GPUs: libraries without it serve for the rest.
+/// Newer than all else that is used, and only needed for memory of GPUs: libraries without it serve
+/// for the rest.
 fn reg_dmabuf() -> Result<RegDmaBuf> {
     static FOUND: OnceLock<RegDmaBuf> = OnceLock::new();
     if let Some(f) = FOUND.get() {
@@ -412,15 +436,18 @@ struct Handle {
     file: &'static str,
 }
 
-const INSTALL: &str = "install rdma-core (Debian: apt install rdma-core ibverbs-providers librdmacm1)";
+const INSTALL: &str =
+    "install rdma-core (Debian: apt install rdma-core ibverbs-providers librdmacm1)";
 
 impl Handle {
     fn open(file: &'static str) -> Result<Handle> {
         let name = CString::new(file).map_err(|_| missing("a library's name".into()))?;
-        // SAFETY: a NUL-terminated name; the libraries' constructors are their own affair. It is never closed.
+        // SAFETY: a NUL-terminated name; the libraries' constructors are their own affair. It is
+        // never closed.
         let raw = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if raw.is_null() {
-            // SAFETY: after a failure it is a NUL-terminated text, valid until the thread's next call.
+            // SAFETY: after a failure it is a NUL-terminated text, valid until the thread's next
+            // call.
             let why = unsafe { CStr::from_ptr(libc::dlerror()) }.to_string_lossy().into_owned();
             return Err(missing(format!("{file} cannot be opened ({why}); {INSTALL}")));
         }
@@ -429,14 +456,21 @@ impl Handle {
 
     fn symbol(&self, name: &str, version: &str) -> Result<*mut c_void> {
         unsafe extern "C" {
-            fn dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void;
+            fn dlvsym(
+                handle: *mut c_void,
+                name: *const c_char,
+                version: *const c_char,
+            ) -> *mut c_void;
         }
         let c = |s: &str| CString::new(s).map_err(|_| missing("a symbol's name".into()));
         let (n, v) = (c(name)?, c(version)?);
         // SAFETY: an open handle and NUL-terminated names.
         let p = unsafe { dlvsym(self.raw, n.as_ptr(), v.as_ptr()) };
         if p.is_null() {
-            let m = format!("{} has no {name} ({version}): it is too old or of another vendor; {INSTALL}", self.file);
+            let m = format!(
+                "{} has no {name} ({version}): it is too old or of another vendor; {INSTALL}",
+                self.file
+            );
             return Err(missing(m));
         }
         Ok(p)
@@ -470,13 +504,18 @@ mod tests {
     #[test]
     fn libraries_that_are_missing_or_others_are_named() {
         let e = Handle::open("libstrake-is-not-there.so.9").err().unwrap();
-        assert!(e.code == Code::OpNotSupp && e.message.contains("libstrake-is-not-there.so.9 cannot be opened"), "{e}");
+        assert!(
+            e.code == Code::OpNotSupp
+                && e.message.contains("libstrake-is-not-there.so.9 cannot be opened"),
+            "{e}"
+        );
         // A library that is there, and is not of rdma-core.
         let other = Handle::open("libc.so.6").unwrap();
         for (name, version) in [("ibv_reg_mr", "IBVERBS_1.1"), ("malloc", "IBVERBS_1.1")] {
             let e = other.symbol(name, version).err().unwrap();
-            let said =
-                format!("libc.so.6 has no {name} ({version}): it is too old or of another vendor; install rdma-core");
+            let said = format!(
+                "libc.so.6 has no {name} ({version}): it is too old or of another vendor; install rdma-core"
+            );
             assert!(e.code == Code::OpNotSupp && e.message.contains(&said), "{e}");
         }
     }

@@ -1,5 +1,5 @@
-//! Frames over TCP: the sockets below [`crate::conn`]. The rest works on any byte stream: see [`TcpFabric::connect_over`]
-//! and [`TcpFabric::accept_over`].
+//! Frames over TCP: the sockets below [`crate::conn`]. The rest works on any byte stream: see
+//! [`TcpFabric::connect_over`] and [`TcpFabric::accept_over`].
 
 use std::{
     net::SocketAddr,
@@ -28,8 +28,8 @@ use crate::{
 
 static STARVED: Quiet = Quiet::new();
 
-/// Connections that nobody has accepted yet. The kernel takes no more than `net.core.somaxconn`, and has who comes then try again
-/// after a second.
+/// Connections that nobody has accepted yet. The kernel takes no more than `net.core.somaxconn`,
+/// and has who comes then try again after a second.
 const BACKLOG: u32 = 4096;
 
 /// The [`Fabric`] over TCP. Clones share everything.
@@ -39,8 +39,8 @@ pub struct TcpFabric {
 }
 
 impl TcpFabric {
-    /// `cluster_uuid`: peers that name another one are refused. A process that learns it later calls
-    /// [`TcpFabric::set_cluster`].
+    /// `cluster_uuid`: peers that name another one are refused. A process that learns it later
+    /// calls [`TcpFabric::set_cluster`].
     pub fn new(
         env: Env,
         identity: Identity,
@@ -71,8 +71,8 @@ impl TcpFabric {
         self.streams.connect_over(rd, wr, None, addr, back).await
     }
 
-    /// The listener's end of [`TcpFabric::connect_over`]. Returns when the connection is over; drains it when `stop`'s sender is
-    /// dropped.
+    /// The listener's end of [`TcpFabric::connect_over`]. Returns when the connection is over;
+    /// drains it when `stop`'s sender is dropped.
     pub async fn accept_over<R, W>(
         &self,
         rd: R,
@@ -90,7 +90,12 @@ impl TcpFabric {
         Ok(())
     }
 
-    async fn accept_all(self, listener: TcpListener, service: Arc<dyn Service>, mut stop: watch::Receiver<()>) {
+    async fn accept_all(
+        self,
+        listener: TcpListener,
+        service: Arc<dyn Service>,
+        mut stop: watch::Receiver<()>,
+    ) {
         let places = Places::new(&self.streams.options);
         loop {
             let accepted = tokio::select! {
@@ -117,7 +122,8 @@ impl TcpFabric {
                     },
                 }
             };
-            let (fabric, service, stop, places) = (self.clone(), service.clone(), stop.clone(), places.clone());
+            let (fabric, service, stop, places) =
+                (self.clone(), service.clone(), stop.clone(), places.clone());
             self.streams.env.spawn(fabric.serve(stream, from, half, places, service, stop));
         }
     }
@@ -150,7 +156,8 @@ impl TcpFabric {
     }
 }
 
-/// No delay for small frames, and probes that find a peer which died while nothing was in flight. Failures cost only that.
+/// No delay for small frames, and probes that find a peer which died while nothing was in flight.
+/// Failures cost only that.
 fn tune(stream: &TcpStream) {
     let fd = stream.as_fd();
     let _ = stream.set_nodelay(true);
@@ -169,7 +176,9 @@ fn leads_nowhere(e: &std::io::Error) -> bool {
 /// Host and port; brackets around an IPv6 address are for the text form only.
 fn host_port(e: &Endpoint) -> Result<(&str, u16)> {
     match e {
-        Endpoint::Tcp(h, p) => Ok((h.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(h), *p)),
+        Endpoint::Tcp(h, p) => {
+            Ok((h.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(h), *p))
+        }
         _ => Err(Error::new(Code::Inval, format!("{e} is not a TCP endpoint"))),
     }
 }
@@ -190,7 +199,11 @@ async fn bind(host: &str, port: u16) -> std::io::Result<TcpListener> {
 
 #[async_trait]
 impl Fabric for TcpFabric {
-    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         let limit = self.streams.options.connect_timeout;
         let stream = match timeout(limit, TcpStream::connect(host_port(to)?)).await {
             Ok(Ok(s)) => s,
@@ -199,7 +212,10 @@ impl Fabric for TcpFabric {
                 return Err(Error::new(code, format!("cannot connect to {to}: {e}")));
             }
             Err(_) => {
-                return Err(Error::new(Code::TimedOut, format!("cannot connect to {to}: no answer within {limit:?}")));
+                return Err(Error::new(
+                    Code::TimedOut,
+                    format!("cannot connect to {to}: no answer within {limit:?}"),
+                ));
             }
         };
         tune(&stream);
@@ -216,7 +232,9 @@ impl Fabric for TcpFabric {
         let failed = |e: std::io::Error| Error::from(e).context(format!("cannot listen at {at}"));
         let listener = bind(host, port).await.map_err(failed)?;
         let port = listener.local_addr().map_err(failed)?.port();
-        let Endpoint::Tcp(name, _) = at else { return Err(Error::new(Code::Inval, "not a TCP endpoint")) };
+        let Endpoint::Tcp(name, _) = at else {
+            return Err(Error::new(Code::Inval, "not a TCP endpoint"));
+        };
         let endpoint = Endpoint::Tcp(name.clone(), port);
         let (stop, stopping) = watch::channel(());
         self.streams.env.spawn(self.clone().accept_all(listener, service, stopping));
@@ -236,9 +254,16 @@ impl Incoming for OwnedReadHalf {
     fn wake_at(&self, bytes: usize) -> bool {
         let bytes = bytes as libc::c_int;
         let (fd, value) = (self.as_ref().as_raw_fd(), (&raw const bytes).cast());
-        // SAFETY: `value` points to a `c_int`, whose size is given. Failure leaves the reader woken more often.
+        // SAFETY: `value` points to a `c_int`, whose size is given. Failure leaves the reader woken
+        // more often.
         unsafe {
-            libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, value, size_of::<libc::c_int>() as u32) == 0
+            libc::setsockopt(
+                fd,
+                libc::SOL_SOCKET,
+                libc::SO_RCVLOWAT,
+                value,
+                size_of::<libc::c_int>() as u32,
+            ) == 0
         }
     }
 }

@@ -1,4 +1,5 @@
-//! The connection code over pipes in memory, in one thread and under paused time, as a simulator runs it.
+//! The connection code over pipes in memory, in one thread and under paused time, as a simulator
+//! runs it.
 
 use std::{
     collections::BTreeMap,
@@ -8,7 +9,8 @@ use std::{
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_fabric::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Service, TcpFabric, conformance, tcp::Options,
+    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Service, TcpFabric, conformance,
+    tcp::Options,
 };
 use strake_proto::{Code, Error, Result};
 use tokio::sync::watch;
@@ -30,15 +32,22 @@ struct Pipes {
 
 #[async_trait]
 impl Fabric for Pipes {
-    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         let (ours, theirs) = tokio::io::duplex(64 << 10);
         {
             let listeners = self.listeners.lock();
             let l = listeners.get(to).filter(|l| l.stop.strong_count() > 0);
-            let l = l.ok_or_else(|| Error::new(Code::Disconnected, format!("nobody listens at {to}")))?;
+            let l =
+                l.ok_or_else(|| Error::new(Code::Disconnected, format!("nobody listens at {to}")))?;
             let (f, service, stopping) = (l.fabric.clone(), l.service.clone(), l.stopping.clone());
             let (rd, wr) = tokio::io::split(theirs);
-            self.env.spawn(async move { f.accept_over(rd, wr, "pipe".into(), service, stopping).await });
+            self.env.spawn(
+                async move { f.accept_over(rd, wr, "pipe".into(), service, stopping).await },
+            );
         }
         let (rd, wr) = tokio::io::split(ours);
         self.fabric.connect_over(rd, wr, to.to_string(), back).await
@@ -47,7 +56,12 @@ impl Fabric for Pipes {
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
         let (stop, stopping) = watch::channel(());
         let stop = Arc::new(stop);
-        let l = Listening { fabric: self.fabric.clone(), service, stop: Arc::downgrade(&stop), stopping };
+        let l = Listening {
+            fabric: self.fabric.clone(),
+            service,
+            stop: Arc::downgrade(&stop),
+            stopping,
+        };
         self.listeners.lock().insert(at.clone(), l);
         Ok(Listener::new(at.clone(), Box::new(stop)))
     }
@@ -60,8 +74,13 @@ impl Fabric for Pipes {
 #[tokio::test(start_paused = true)]
 async fn conforms_under_paused_time() {
     let env = Env::system();
-    let fabric =
-        TcpFabric::new(env.clone(), Identity::server(&[1; 32]), None, Pool::new(512 << 20), Options::default());
+    let fabric = TcpFabric::new(
+        env.clone(),
+        Identity::server(&[1; 32]),
+        None,
+        Pool::new(512 << 20),
+        Options::default(),
+    );
     let pipes = Pipes { fabric, env, listeners: Arc::default() };
     conformance::all(&pipes, &pipes, &Endpoint::Sim(1)).await;
 }

@@ -87,7 +87,8 @@ fn header_of(opcode: u16, body: &[u8], body_len: u32, payload_len: u32) -> [u8; 
 }
 
 async fn echo(conn: &dyn Connection, body: usize, payload: usize) {
-    let payload = if payload == 0 { vec![] } else { vec![Pool::default().get_now(payload).freeze()] };
+    let payload =
+        if payload == 0 { vec![] } else { vec![Pool::default().get_now(payload).freeze()] };
     let m = Message::new(opcode::ECHO, vec![7; body]).with_payload(payload);
     assert_eq!(conn.call(m, LONG).await.unwrap().body.len(), body);
 }
@@ -102,7 +103,11 @@ async fn is_closed(s: &mut TcpStream) -> bool {
 async fn silent_strangers_make_place_for_who_shakes_hands() {
     let options = Options { max_half_open: 8, handshake_timeout: LONG, ..Options::default() };
     let (_f, guard) = serve(16 << 20, options).await;
-    let client = fabric(client_identity(), 16 << 20, Options { handshake_timeout: LONG, ..Options::default() });
+    let client = fabric(
+        client_identity(),
+        16 << 20,
+        Options { handshake_timeout: LONG, ..Options::default() },
+    );
     let there = client.connect(guard.endpoint(), None).await.unwrap();
     let mut mute = Vec::new();
     for _ in 0..40 {
@@ -131,7 +136,10 @@ async fn half_a_payload_gives_its_memory_to_who_waits() {
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
     let began = Instant::now();
     assert!(is_closed(&mut stuck).await);
-    assert!(began.elapsed() > Duration::from_millis(500), "not at once, or it would be made anew at once");
+    assert!(
+        began.elapsed() > Duration::from_millis(500),
+        "not at once, or it would be made anew at once"
+    );
 }
 
 /// A connection from another machine.
@@ -204,15 +212,19 @@ async fn bodies_have_their_room_before_they_are_read() {
     let conn = client.connect(guard.endpoint(), None).await.unwrap();
     let began = Instant::now();
     echo(&*conn, 1000, 0).await;
-    assert!(began.elapsed() < Duration::from_millis(500), "short ones wait for nothing: {:?}", began.elapsed());
+    assert!(
+        began.elapsed() < Duration::from_millis(500),
+        "short ones wait for nothing: {:?}",
+        began.elapsed()
+    );
     for s in &mut stuck {
         assert!(is_closed(s).await);
     }
     echo(&*conn, MAX_BODY as usize, 0).await;
 }
 
-/// Reads out of the pool, as storage servers do; answers with long bodies, as metadata servers do; and
-/// waits with requests that it has read.
+/// Reads out of the pool, as storage servers do; answers with long bodies, as metadata servers do;
+/// and waits with requests that it has read.
 struct Answers {
     pool: Pool,
     made: AtomicUsize,
@@ -275,7 +287,8 @@ async fn greedy(at: &Endpoint, opcode: u16, body: &[u8], times: usize) -> TcpStr
     let Endpoint::Tcp(host, port) = at else { unreachable!() };
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.2:0".parse().unwrap()).unwrap();
-    let mut s = shake(socket.connect(format!("{host}:{port}").parse().unwrap()).await.unwrap()).await;
+    let mut s =
+        shake(socket.connect(format!("{host}:{port}").parse().unwrap()).await.unwrap()).await;
     for _ in 0..times {
         s.write_all(&header_of(opcode, body, body.len() as u32, 0)).await.unwrap();
         s.write_all(body).await.unwrap();
@@ -286,7 +299,8 @@ async fn greedy(at: &Endpoint, opcode: u16, body: &[u8], times: usize) -> TcpStr
 #[tokio::test]
 async fn who_reads_nothing_has_so_much_read_for_it_and_is_left_in_the_end() {
     let (service, guard) =
-        answering(1 << 30, Options { frame_pause: Duration::from_secs(3), ..Options::default() }).await;
+        answering(1 << 30, Options { frame_pause: Duration::from_secs(3), ..Options::default() })
+            .await;
     let mute = greedy(guard.endpoint(), opcode::READ, &reading(4 << 20), 200).await;
     sleep(Duration::from_secs(2)).await;
     let used = service.pool.stats().used;
@@ -298,7 +312,10 @@ async fn who_reads_nothing_has_so_much_read_for_it_and_is_left_in_the_end() {
         }
     };
     timeout(Duration::from_secs(10), end).await.expect("it is not waited for any longer");
-    assert!(service.made.load(SeqCst) < 30, "answers that cannot be sent are not read from the device");
+    assert!(
+        service.made.load(SeqCst) < 30,
+        "answers that cannot be sent are not read from the device"
+    );
     drop(mute);
 }
 
@@ -353,7 +370,8 @@ async fn long_answers_that_nobody_reads_are_bounded_and_short_ones_are_not_held_
 
 #[tokio::test]
 async fn a_request_that_waits_gives_back_the_room_of_its_body() {
-    let (service, guard) = answering(16 << 20, Options { max_body_bytes: 8 << 20, ..Options::default() }).await;
+    let (service, guard) =
+        answering(16 << 20, Options { max_body_bytes: 8 << 20, ..Options::default() }).await;
     let body = vec![0; MAX_BODY as usize];
     let client = fabric(client_identity(), 64 << 20, Options::default());
     let conn = client.connect(guard.endpoint(), None).await.unwrap();

@@ -197,7 +197,11 @@ async fn bad_frames_end_their_connection_only() {
 
 #[tokio::test]
 async fn bad_handshakes_are_dropped() {
-    let options = Options { handshake_timeout: Duration::from_millis(100), max_half_open: 2, ..Options::default() };
+    let options = Options {
+        handshake_timeout: Duration::from_millis(100),
+        max_half_open: 2,
+        ..Options::default()
+    };
     let f = fabric_with(Identity::server(&[1; 32]), None, options);
     let (service, guard) = serve(&f).await;
     // Four that say nothing take all places for a while; then the fifth is served.
@@ -259,7 +263,8 @@ async fn a_peer_killed_in_mid_transfer() {
     let doomed = server_with_env();
     let (service, guard) = serve(&doomed.1).await;
     let conn = f.connect(guard.endpoint(), None).await.unwrap();
-    let calls = futures_util::future::join_all((0..10).map(|_| conn.call(Message::new(GATED, ""), LONG)));
+    let calls =
+        futures_util::future::join_all((0..10).map(|_| conn.call(Message::new(GATED, ""), LONG)));
     let kill = async {
         service.until(|s| s.running.load(SeqCst) == 10).await;
         doomed.0.kill();
@@ -270,14 +275,22 @@ async fn a_peer_killed_in_mid_transfer() {
 
 fn server_with_env() -> (Env, TcpFabric) {
     let env = Env::system();
-    let f = TcpFabric::new(env.clone(), Identity::server(&[1; 32]), None, Pool::default(), Options::default());
+    let f = TcpFabric::new(
+        env.clone(),
+        Identity::server(&[1; 32]),
+        None,
+        Pool::default(),
+        Options::default(),
+    );
     (env, f)
 }
 
 /// A listener's end that shakes hands and then says nothing; what it got so far is read.
 async fn mute_server(listener: tokio::net::TcpListener) -> TcpStream {
     let (mut s, _) = listener.accept().await.unwrap();
-    handshake::answer(&mut s, &Party::new(Identity::server(&[1; 32]), None, [2; 32])).await.unwrap();
+    handshake::answer(&mut s, &Party::new(Identity::server(&[1; 32]), None, [2; 32]))
+        .await
+        .unwrap();
     s
 }
 
@@ -293,7 +306,8 @@ async fn a_silent_peer_is_noticed_in_time_and_a_slow_handler_is_not_taken_for_on
     assert!(e.code == Code::Disconnected && e.message.contains("silent"), "{e}");
     assert!(start.elapsed() >= silence / 2);
 
-    let slow = fabric_with(Identity::server(&[1; 32]), None, Options { silence, ..Options::default() });
+    let slow =
+        fabric_with(Identity::server(&[1; 32]), None, Options { silence, ..Options::default() });
     let (service, guard) = serve(&slow).await;
     let conn = f.connect(guard.endpoint(), None).await.unwrap();
     let call = conn.call(Message::new(GATED, "slow"), LONG);
@@ -307,11 +321,13 @@ async fn a_silent_peer_is_noticed_in_time_and_a_slow_handler_is_not_taken_for_on
 
 #[tokio::test]
 async fn a_reader_without_room_refuses_instead_of_stopping_for_ever() {
-    let tight = Options { max_handlers: 2, room_wait: Duration::from_millis(30), ..Options::default() };
+    let tight =
+        Options { max_handlers: 2, room_wait: Duration::from_millis(30), ..Options::default() };
     let f = fabric_with(Identity::server(&[1; 32]), None, tight);
     let (service, guard) = serve(&f).await;
     let conn = server().connect(guard.endpoint(), None).await.unwrap();
-    let mut calls: FuturesUnordered<_> = (0..3).map(|_| conn.call(Message::new(GATED, ""), LONG)).collect();
+    let mut calls: FuturesUnordered<_> =
+        (0..3).map(|_| conn.call(Message::new(GATED, ""), LONG)).collect();
     // The third is refused while the two still run.
     let refused = calls.next().await.unwrap().unwrap_err();
     assert_eq!(refused.code, Code::Overloaded, "{refused}");
@@ -331,7 +347,10 @@ async fn a_full_pool_holds_up_callers_but_not_answers() {
     let (_service, guard) = serve(&server()).await;
     let conn = f.connect(guard.endpoint(), None).await.unwrap();
     let all = pool.get(1 << 20).await.unwrap();
-    let got = conn.call(echo("").with_payload(vec![conformance::pattern(100_000, 1)]), LONG).await.unwrap();
+    let got = conn
+        .call(echo("").with_payload(vec![conformance::pattern(100_000, 1)]), LONG)
+        .await
+        .unwrap();
     assert!(got.payload[0][..] == conformance::pattern(100_000, 1)[..]);
     assert!(pool.stats().used > 1 << 20);
     drop((all, got));

@@ -1,7 +1,10 @@
-//! How other commands talk to a mount's process: a socket named after the mount's device, with lines of text.
+//! How other commands talk to a mount's process: a socket named after the mount's device, with
+//! lines of text.
 //!
-//! `read-only` and `read-write` are answered `ok` or with what failed; `state` with `state` and what is not safe yet; `stats` with
-//! `stats` and what the daemon has counted, as `NAME=VALUE` by blanks. When all that was written is safe or lost, after the unmount, everybody connected gets a last line `end` with what was lost.
+//! `read-only` and `read-write` are answered `ok` or with what failed; `state` with `state` and
+//! what is not safe yet; `stats` with `stats` and what the daemon has counted, as `NAME=VALUE` by
+//! blanks. When all that was written is safe or lost, after the unmount, everybody connected gets a
+//! last line `end` with what was lost.
 
 use std::{
     io::{self, BufRead, BufReader, Write},
@@ -76,7 +79,8 @@ impl Control {
                     },
                 }
             }
-            // Who connected before must hear the end: it is how he learns what became of what he unmounted.
+            // Who connected before must hear the end: it is how he learns what became of what he
+            // unmounted.
             let Ok(waiting) = socket.into_std() else { return };
             while let Ok((peer, _)) = waiting.accept() {
                 if peer.set_nonblocking(true).is_ok() {
@@ -111,7 +115,11 @@ fn may_ask(peer: &UnixStream) -> bool {
     peer.peer_cred().is_ok_and(|c| c.uid() == 0 || c.uid() == rustix::process::geteuid().as_raw())
 }
 
-async fn serve(peer: UnixStream, tell: mpsc::Sender<Asked>, mut ended: watch::Receiver<Option<String>>) {
+async fn serve(
+    peer: UnixStream,
+    tell: mpsc::Sender<Asked>,
+    mut ended: watch::Receiver<Option<String>>,
+) {
     let (from, mut to) = peer.into_split();
     let mut from = tokio::io::BufReader::new(from.take(1 << 20));
     let mut line = String::new();
@@ -185,7 +193,8 @@ pub enum End {
 }
 
 impl Asker {
-    /// To the process of the mount with this device. An error: there is none, or it is not `owner`'s or root's.
+    /// To the process of the mount with this device. An error: there is none, or it is not
+    /// `owner`'s or root's.
     pub fn connect(device: &str, owner: u32) -> io::Result<Asker> {
         let s = StdStream::connect_addr(&address(device)?)?;
         let uid = rustix::net::sockopt::socket_peercred(&s)?.uid.as_raw();
@@ -221,7 +230,9 @@ impl Asker {
                     None if l == "end" => return End::Said(String::new()),
                     None => {}
                 },
-                Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                Err(e)
+                    if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) =>
+                {
                     return End::NotYet;
                 }
                 Err(_) => return End::Silent,
@@ -237,7 +248,8 @@ impl Asker {
 mod tests {
     use super::*;
 
-    /// As on a busy machine, where the mount is gone before its process has come to look who connected.
+    /// As on a busy machine, where the mount is gone before its process has come to look who
+    /// connected.
     #[tokio::test]
     async fn who_connected_before_the_end_hears_of_it() {
         for close_first in [false, true] {
@@ -272,7 +284,11 @@ mod tests {
                 a.wait(limit)
             })
         };
-        let answers = [(Ask::ReadOnly(true), "ok"), (Ask::State, "state 5 bytes\n wait"), (Ask::Stats, "stats a=1")];
+        let answers = [
+            (Ask::ReadOnly(true), "ok"),
+            (Ask::State, "state 5 bytes\n wait"),
+            (Ask::Stats, "stats a=1"),
+        ];
         for (want, said) in answers {
             let (ask, reply) = control.next().await.unwrap();
             assert_eq!(ask, want);

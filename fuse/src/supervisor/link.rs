@@ -9,8 +9,8 @@ use std::{
 use rustix::{
     io::FdFlags,
     net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-        SendFlags, SocketFlags, SocketType,
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+        SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
     },
 };
 
@@ -24,7 +24,8 @@ const LONGEST: usize = 2048;
 /// What is said.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Message {
-    /// To the first daemon, with the kept memory: connect. `dead`: uuids of clients that are certainly gone.
+    /// To the first daemon, with the kept memory: connect. `dead`: uuids of clients that are
+    /// certainly gone.
     Connect { dead: Vec<[u8; 16]> },
     /// From it: connected, to the file system of this name.
     Connected { name: String },
@@ -107,26 +108,32 @@ impl Link {
     /// Ours, and the one that a child inherits.
     pub fn pair() -> io::Result<(Link, OwnedFd)> {
         let kind = SocketType::SEQPACKET;
-        let (ours, its) = rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
+        let (ours, its) =
+            rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
         rustix::io::fcntl_setfd(&its, FdFlags::empty())?;
         Ok((Link(ours), its))
     }
 
-    /// The end that this process inherited under this number. Must be called once, before anything else is opened.
+    /// The end that this process inherited under this number. Must be called once, before anything
+    /// else is opened.
     pub fn inherited(number: RawFd) -> io::Result<Link> {
         if number <= 2 {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a socket of a supervisor"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "not a socket of a supervisor",
+            ));
         }
-        // SAFETY: the caller inherited this descriptor for this very use; nobody else in the process knows its number. Were
-        // it closed or another file, the calls below would fail and nothing of this process be harmed.
+        // SAFETY: the caller inherited this descriptor for this very use; nobody else in the
+        // process knows its number. Were it closed or another file, the calls below would fail and
+        // nothing of this process be harmed.
         let fd = unsafe { OwnedFd::from_raw_fd(number) };
         rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)?;
         rustix::net::sockopt::socket_type(&fd)?;
         Ok(Link(fd))
     }
 
-    /// From now on receiving fails with `WouldBlock` instead of waiting; what is returned tells when not to. Must be called
-    /// on a tokio runtime.
+    /// From now on receiving fails with `WouldBlock` instead of waiting; what is returned tells
+    /// when not to. Must be called on a tokio runtime.
     pub fn watch(&self) -> io::Result<UnixDatagram> {
         rustix::io::ioctl_fionbio(&self.0, true)?;
         // Only watched, never read as one.
@@ -146,13 +153,15 @@ impl Link {
         Ok(())
     }
 
-    /// The next message, waiting for it unless the socket is set not to. `None`: the other end is gone.
+    /// The next message, waiting for it unless the socket is set not to. `None`: the other end is
+    /// gone.
     pub fn receive(&self) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
         let mut bytes = [0; LONGEST];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::CMSG_CLOEXEC;
-        let got = rustix::net::recvmsg(&self.0, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)?;
+        let got =
+            rustix::net::recvmsg(&self.0, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)?;
         let fds = control.drain().filter_map(|m| match m {
             RecvAncillaryMessage::ScmRights(fds) => Some(fds),
             _ => None,
@@ -161,7 +170,12 @@ impl Link {
         if got.bytes == 0 {
             return Ok(None);
         }
-        let bad = || io::Error::new(io::ErrorKind::InvalidData, "a message that no supervisor or daemon sends");
+        let bad = || {
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                "a message that no supervisor or daemon sends",
+            )
+        };
         Ok(Some((Message::decode(&bytes[..got.bytes]).ok_or_else(bad)?, fds)))
     }
 }
@@ -195,12 +209,17 @@ mod tests {
         let (m, fds) = b.receive().unwrap().unwrap();
         assert_eq!((m, fds.len()), (Message::Connect { dead: vec![[1; 16], [2; 16]] }, MOST_FDS));
         assert_eq!(a.receive().unwrap().unwrap().0, Message::Connected { name: "fs".into() });
-        let texts = |t: &str| [Message::State(t.into()), Message::Counts(t.into()), Message::Ended(t.into())];
+        let texts = |t: &str| {
+            [Message::State(t.into()), Message::Counts(t.into()), Message::Ended(t.into())]
+        };
         let texts = ["", "5 bytes"].map(texts);
         let asked = [Message::Ask, Message::Count];
-        let plain =
-            [Message::Mounted, Message::TakeOver, Message::Serving, Message::Unmounted].into_iter().chain(asked);
-        for m in plain.chain([true, false].map(Message::ReadOnly)).chain(texts.into_iter().flatten()) {
+        let plain = [Message::Mounted, Message::TakeOver, Message::Serving, Message::Unmounted]
+            .into_iter()
+            .chain(asked);
+        for m in
+            plain.chain([true, false].map(Message::ReadOnly)).chain(texts.into_iter().flatten())
+        {
             assert_eq!(Message::decode(&m.encode()), Some(m));
         }
         assert!(Message::State("x".repeat(9999)).encode().len() <= LONGEST);

@@ -1,5 +1,5 @@
-//! What stays when a mount's daemon dies: holds the mount and what the daemon knew, and starts the next daemon. See
-//! `docs/restart.md`.
+//! What stays when a mount's daemon dies: holds the mount and what the daemon knew, and starts the
+//! next daemon. See `docs/restart.md`.
 
 pub mod control;
 pub mod link;
@@ -98,7 +98,12 @@ struct Signals {
 }
 
 impl Supervisor {
-    pub fn new(cfg: MountConfig, program: Program, keep: Arc<Handover>, dead: Vec<[u8; 16]>) -> Supervisor {
+    pub fn new(
+        cfg: MountConfig,
+        program: Program,
+        keep: Arc<Handover>,
+        dead: Vec<[u8; 16]>,
+    ) -> Supervisor {
         Supervisor {
             cfg,
             program,
@@ -112,8 +117,8 @@ impl Supervisor {
         }
     }
 
-    /// Starts the first daemon, mounts when it is connected (`mounted` is called then), and serves until the mount is gone.
-    /// Returns the status to exit with.
+    /// Starts the first daemon, mounts when it is connected (`mounted` is called then), and serves
+    /// until the mount is gone. Returns the status to exit with.
     pub async fn run(mut self, mut mounted: impl FnMut()) -> Result<u8> {
         let failed = |e: io::Error| Error::from(e).context("listening for signals");
         let mut signals = Signals {
@@ -140,7 +145,10 @@ impl Supervisor {
                     Event::Said(m) => self.heard(m),
                     Event::Asked((ask, reply)) => self.asked(&daemon, ask, reply),
                     Event::Upgrade => {
-                        tracing::info!("restarting the daemon with {}", self.program.path.display());
+                        tracing::info!(
+                            "restarting the daemon with {}",
+                            self.program.path.display()
+                        );
                         path.clone_from(&self.program.path);
                         short_lives = 0;
                         daemon.kill();
@@ -190,7 +198,8 @@ impl Supervisor {
         let told = if self.descriptors.is_empty() {
             link.send(&Message::Connect { dead: self.dead.clone() }, &[kept])
         } else {
-            let all: Vec<_> = std::iter::once(kept).chain(self.descriptors.iter().map(AsFd::as_fd)).collect();
+            let all: Vec<_> =
+                std::iter::once(kept).chain(self.descriptors.iter().map(AsFd::as_fd)).collect();
             link.send(&Message::TakeOver, &all)
         };
         if let Err(e) = told {
@@ -248,14 +257,19 @@ impl Supervisor {
                 let _ = reply.send(sent.map_or_else(|e| e.to_string(), |()| "ok".into()));
             }
             (ask, Ok(())) => self.asking.push((ask, reply)),
-            (Ask::State, Err(e)) => drop(reply.send(format!("state the mount's daemon does not answer: {e}"))),
-            (Ask::Stats, Err(e)) => drop(reply.send(format!("the mount's daemon does not answer: {e}"))),
+            (Ask::State, Err(e)) => {
+                drop(reply.send(format!("state the mount's daemon does not answer: {e}")))
+            }
+            (Ask::Stats, Err(e)) => {
+                drop(reply.send(format!("the mount's daemon does not answer: {e}")))
+            }
         }
     }
 
     /// To all who asked this.
     fn reply(&mut self, to: Ask, text: &str) {
-        let (those, others): (Vec<_>, Vec<_>) = self.asking.drain(..).partition(|(ask, _)| *ask == to);
+        let (those, others): (Vec<_>, Vec<_>) =
+            self.asking.drain(..).partition(|(ask, _)| *ask == to);
         self.asking = others;
         for (_, reply) in those {
             let _ = reply.send(text.into());
@@ -269,7 +283,9 @@ impl Supervisor {
         }
         match mountpoint::detach(&self.cfg.mountpoint, false) {
             Err(e) if e.code == Code::Busy => {
-                tracing::warn!("{e}; nobody can open anything there any more, open files go on until they are closed");
+                tracing::warn!(
+                    "{e}; nobody can open anything there any more, open files go on until they are closed"
+                );
                 mountpoint::detach(&self.cfg.mountpoint, true)
             }
             // Gone already: the daemon ends in a moment.
@@ -280,7 +296,11 @@ impl Supervisor {
 }
 
 impl Daemon {
-    async fn next(&mut self, signals: &mut Signals, control: &mut Option<Control>) -> Result<Event> {
+    async fn next(
+        &mut self,
+        signals: &mut Signals,
+        control: &mut Option<Control>,
+    ) -> Result<Event> {
         let asked = async {
             match control {
                 Some(c) => c.next().await,
@@ -306,9 +326,9 @@ impl Daemon {
 }
 
 /// Returns when nothing of a process runs any more. The kernel tells of its end only when its last
-/// thread is gone. That one may wait in the kernel for a lock of an inode or a page, which comes free
-/// when the next daemon answers. A first thread that is a zombie shows that the process was killed:
-/// what else is left of it never leaves the kernel.
+/// thread is gone. That one may wait in the kernel for a lock of an inode or a page, which comes
+/// free when the next daemon answers. A first thread that is a zombie shows that the process was
+/// killed: what else is left of it never leaves the kernel.
 async fn ended(child: &mut Child) -> io::Result<ExitStatus> {
     let mut was_over = false;
     loop {
@@ -350,15 +370,17 @@ async fn said(link: &Link, watch: &UnixDatagram) -> Event {
     }
 }
 
-/// For `strake umount` and remounts. A mount without it works, but unmounting does not wait for what was written.
-/// `at`: where, without symbolic links.
+/// For `strake umount` and remounts. A mount without it works, but unmounting does not wait for
+/// what was written. `at`: where, without symbolic links.
 pub fn listen(at: &std::path::Path) -> Option<Control> {
     let mounts = table::mounts().ok()?;
     let device = &table::topmost(&mounts, at)?.device;
     match Control::listen(device) {
         Ok(c) => Some(c),
         Err(e) => {
-            tracing::warn!("unmounting will not wait for what was written: the socket for {device}: {e}");
+            tracing::warn!(
+                "unmounting will not wait for what was written: the socket for {device}: {e}"
+            );
             None
         }
     }
@@ -394,7 +416,8 @@ mod tests {
         assert_eq!(unread(&link).collect::<Vec<_>>(), said());
     }
 
-    /// Stands for a thread that the kernel holds: the process's first thread is gone, another is not.
+    /// Stands for a thread that the kernel holds: the process's first thread is gone, another is
+    /// not.
     #[tokio::test]
     async fn a_daemon_has_ended_though_a_thread_of_it_is_held() {
         let code = format!(
@@ -403,7 +426,8 @@ threading.Thread(target=time.sleep, args=(60,)).start()
 ctypes.CDLL(None).syscall({}, 0)",
             libc::SYS_exit
         );
-        let mut child = Command::new("python3").arg("-c").arg(code).kill_on_drop(true).spawn().unwrap();
+        let mut child =
+            Command::new("python3").arg("-c").arg(code).kill_on_drop(true).spawn().unwrap();
         let pid = child.id().unwrap();
         let status = tokio::time::timeout(20 * LOOK, ended(&mut child)).await.unwrap().unwrap();
         assert_eq!(status.signal(), Some(libc::SIGKILL));

@@ -1,7 +1,9 @@
-//! `/dev/fuse` through the fuser crate: translates its calls into the [VFS core](crate::vfs)'s and answers.
+//! `/dev/fuse` through the fuser crate: translates its calls into the [VFS core](crate::vfs)'s and
+//! answers.
 //!
-//! fuser's threads parse, and answer reads of bytes that are here already; every other request runs as a task on the
-//! tokio runtime. When too many run, the threads stop taking requests from the kernel until one ends.
+//! fuser's threads parse, and answer reads of bytes that are here already; every other request runs
+//! as a task on the tokio runtime. When too many run, the threads stop taking requests from the
+//! kernel until one ends.
 
 use std::{
     ffi::OsStr,
@@ -14,10 +16,11 @@ use std::{
 };
 
 use fuser::{
-    AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags,
-    Generation, INodeNo, IoctlFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate,
-    ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek,
-    ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+    AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType,
+    Filesystem, FopenFlags, Generation, INodeNo, IoctlFlags, KernelConfig, LockOwner, OpenFlags,
+    RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty,
+    ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr,
+    Request, TimeOrNow, WriteFlags,
 };
 use strake_fabric::{Buf, Pool};
 use strake_proto::{Error, Result, pb};
@@ -46,7 +49,8 @@ struct Shared {
     pool: Pool,
 }
 
-/// The kernel keeps no copies: fuser has no word for taking names back, and does not tell whether an inode was known.
+/// The kernel keeps no copies: fuser has no word for taking names back, and does not tell whether
+/// an inode was known.
 const NOT_KEPT: Duration = Duration::ZERO;
 
 impl Transport {
@@ -70,8 +74,8 @@ impl Transport {
         Some(Lock { kind: LockKind::LockPosix, owner: owner.0, mode, start, end, pid })
     }
 
-    /// Runs a request as a task, first waiting for room. Dropping an unanswered reply answers EIO, so a request is
-    /// answered whatever becomes of its task.
+    /// Runs a request as a task, first waiting for room. Dropping an unanswered reply answers EIO,
+    /// so a request is answered whatever becomes of its task.
     fn run<F>(&self, work: impl FnOnce(Arc<Shared>) -> F)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -166,7 +170,8 @@ fn time(t: TimeOrNow) -> Time {
         TimeOrNow::SpecificTime(t) => Time::At(match t.duration_since(UNIX_EPOCH) {
             Ok(after) => ns(after),
             Err(before) => {
-                // fuser subtracts the nanoseconds of a time before 1970 where it should add them; put that right.
+                // fuser subtracts the nanoseconds of a time before 1970 where it should add them;
+                // put that right.
                 let d = before.duration();
                 let seconds = i64::try_from(d.as_secs()).unwrap_or(i64::MAX / 1_000_000_000);
                 i64::from(d.subsec_nanos()) - seconds.saturating_mul(1_000_000_000)
@@ -232,7 +237,9 @@ impl Filesystem for Transport {
         let who = caller(req);
         let (atime, mtime) = (atime.map(time), mtime.map(time));
         let change = Change { mode, uid, gid, size, atime, mtime, handle: fh.map(|h| h.0) };
-        self.run(async move |s| attr(s.vfs.setattr(who, ino.0, change).await.map(Stat::from), reply));
+        self.run(async move |s| {
+            attr(s.vfs.setattr(who, ino.0, change).await.map(Stat::from), reply)
+        });
     }
 
     fn readlink(&self, req: &Request, ino: INodeNo, reply: ReplyData) {
@@ -243,12 +250,31 @@ impl Filesystem for Transport {
         });
     }
 
-    fn mknod(&self, req: &Request, parent: INodeNo, n: &OsStr, mode: u32, umask: u32, rdev: u32, reply: ReplyEntry) {
+    fn mknod(
+        &self,
+        req: &Request,
+        parent: INodeNo,
+        n: &OsStr,
+        mode: u32,
+        umask: u32,
+        rdev: u32,
+        reply: ReplyEntry,
+    ) {
         let (who, n) = (caller(req), name(n));
-        self.run(async move |s| entry(s.vfs.mknod(who, parent.0, &n, mode, umask, rdev).await, reply));
+        self.run(async move |s| {
+            entry(s.vfs.mknod(who, parent.0, &n, mode, umask, rdev).await, reply)
+        });
     }
 
-    fn mkdir(&self, req: &Request, parent: INodeNo, n: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
+    fn mkdir(
+        &self,
+        req: &Request,
+        parent: INodeNo,
+        n: &OsStr,
+        mode: u32,
+        umask: u32,
+        reply: ReplyEntry,
+    ) {
         let (who, n) = (caller(req), name(n));
         self.run(async move |s| entry(s.vfs.mkdir(who, parent.0, &n, mode, umask).await, reply));
     }
@@ -280,11 +306,21 @@ impl Filesystem for Transport {
     ) {
         let (who, n, newname) = (caller(req), name(n), name(newname));
         self.run(async move |s| {
-            empty(s.vfs.rename(who, (parent.0, &n), (newparent.0, &newname), flags.bits()).await, reply);
+            empty(
+                s.vfs.rename(who, (parent.0, &n), (newparent.0, &newname), flags.bits()).await,
+                reply,
+            );
         });
     }
 
-    fn link(&self, req: &Request, ino: INodeNo, newparent: INodeNo, newname: &OsStr, reply: ReplyEntry) {
+    fn link(
+        &self,
+        req: &Request,
+        ino: INodeNo,
+        newparent: INodeNo,
+        newname: &OsStr,
+        reply: ReplyEntry,
+    ) {
         let (who, newname) = (caller(req), name(newname));
         self.run(async move |s| entry(s.vfs.link(who, ino.0, newparent.0, &newname).await, reply));
     }
@@ -297,7 +333,16 @@ impl Filesystem for Transport {
         });
     }
 
-    fn create(&self, req: &Request, parent: INodeNo, n: &OsStr, mode: u32, umask: u32, flags: i32, reply: ReplyCreate) {
+    fn create(
+        &self,
+        req: &Request,
+        parent: INodeNo,
+        n: &OsStr,
+        mode: u32,
+        umask: u32,
+        flags: i32,
+        reply: ReplyCreate,
+    ) {
         let (who, n) = (caller(req), name(n));
         self.run(async move |s| match s.vfs.create(who, parent.0, &n, mode, umask, flags).await {
             Ok((attr, o)) => {
@@ -324,7 +369,8 @@ impl Filesystem for Transport {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        // A sequential reader finds most bytes read ahead: answered here, they wake no other thread.
+        // A sequential reader finds most bytes read ahead: answered here, they wake no other
+        // thread.
         let ready = {
             let _tasks_go_there = self.runtime.enter();
             self.shared.vfs.read_ready(fh.0, offset, size as usize)
@@ -357,7 +403,8 @@ impl Filesystem for Transport {
         // Pages of a mapping go where they are mapped, whatever the handle's flags say.
         let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let append = flags.0 & libc::O_APPEND != 0;
-        let place = if append { Place::End { at: offset, tid: req.pid() } } else { Place::At(offset) };
+        let place =
+            if append { Place::End { at: offset, tid: req.pid() } } else { Place::At(offset) };
         let strips = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         let who = caller(req);
         self.run(async move |s| {
@@ -412,10 +459,23 @@ impl Filesystem for Transport {
         reply.opened(FileHandle(self.shared.vfs.opendir(who, ino.0)), FopenFlags::empty());
     }
 
-    fn readdir(&self, _: &Request, _: INodeNo, fh: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+    fn readdir(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
         self.run(async move |s| {
-            let take =
-                |e: &Entry| !reply.add(INodeNo(e.ino), e.offset, file_type(e.kind << 12), OsStr::from_bytes(&e.name));
+            let take = |e: &Entry| {
+                !reply.add(
+                    INodeNo(e.ino),
+                    e.offset,
+                    file_type(e.kind << 12),
+                    OsStr::from_bytes(&e.name),
+                )
+            };
             match s.vfs.readdir(fh.0, offset, false, take).await {
                 Ok(()) => reply.ok(),
                 Err(e) => reply.error(errno(&e)),
@@ -423,13 +483,27 @@ impl Filesystem for Transport {
         });
     }
 
-    fn readdirplus(&self, _: &Request, _: INodeNo, fh: FileHandle, offset: u64, mut reply: ReplyDirectoryPlus) {
+    fn readdirplus(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectoryPlus,
+    ) {
         self.run(async move |s| {
             let take = |e: &Entry| {
                 // The kernel ignores the attributes of "." and "..".
                 let bare = pb::Attr { ino: e.ino, mode: e.kind << 12, ..Default::default() };
                 let attr = file_attr(&e.attr.unwrap_or(bare).into());
-                !reply.add(INodeNo(e.ino), e.offset, OsStr::from_bytes(&e.name), &NOT_KEPT, &attr, GENERATION)
+                !reply.add(
+                    INodeNo(e.ino),
+                    e.offset,
+                    OsStr::from_bytes(&e.name),
+                    &NOT_KEPT,
+                    &attr,
+                    GENERATION,
+                )
             };
             match s.vfs.readdir(fh.0, offset, true, take).await {
                 Ok(()) => reply.ok(),
@@ -454,15 +528,35 @@ impl Filesystem for Transport {
                 let block = 4096;
                 let (total, free) = (f.total_bytes / block, f.free_bytes / block);
                 let files = f.inodes.saturating_add(f.free_inodes);
-                reply.statfs(total, free, free, files, f.free_inodes, block as u32, 255, block as u32);
+                reply.statfs(
+                    total,
+                    free,
+                    free,
+                    files,
+                    f.free_inodes,
+                    block as u32,
+                    255,
+                    block as u32,
+                );
             }
             Err(e) => reply.error(errno(&e)),
         });
     }
 
-    fn setxattr(&self, req: &Request, ino: INodeNo, n: &OsStr, value: &[u8], flags: i32, _: u32, reply: ReplyEmpty) {
+    fn setxattr(
+        &self,
+        req: &Request,
+        ino: INodeNo,
+        n: &OsStr,
+        value: &[u8],
+        flags: i32,
+        _: u32,
+        reply: ReplyEmpty,
+    ) {
         let (who, n, value) = (caller(req), name(n), value.to_vec());
-        self.run(async move |s| empty(s.vfs.setxattr(who, ino.0, &n, &value, flags as u32).await, reply));
+        self.run(async move |s| {
+            empty(s.vfs.setxattr(who, ino.0, &n, &value, flags as u32).await, reply)
+        });
     }
 
     fn getxattr(&self, req: &Request, ino: INodeNo, n: &OsStr, size: u32, reply: ReplyXattr) {
@@ -496,7 +590,9 @@ impl Filesystem for Transport {
         reply: ReplyEmpty,
     ) {
         let who = caller(req);
-        self.run(async move |s| empty(s.vfs.fallocate(who, fh.0, (offset, len), mode, ()).await, reply));
+        self.run(async move |s| {
+            empty(s.vfs.fallocate(who, fh.0, (offset, len), mode, ()).await, reply)
+        });
     }
 
     fn getlk(
@@ -511,7 +607,9 @@ impl Filesystem for Transport {
         pid: u32,
         reply: ReplyLock,
     ) {
-        let Some(lock) = Self::lock(owner, start, end, typ, pid) else { return reply.error(Errno::EINVAL) };
+        let Some(lock) = Self::lock(owner, start, end, typ, pid) else {
+            return reply.error(Errno::EINVAL);
+        };
         self.run(async move |s| match s.vfs.getlk(fh.0, &lock).await {
             Ok(None) => reply.locked(start, end, libc::F_UNLCK, 0),
             Ok(Some(h)) => {
@@ -535,11 +633,14 @@ impl Filesystem for Transport {
         sleep: bool,
         reply: ReplyEmpty,
     ) {
-        let Some(lock) = Self::lock(owner, start, end, typ, pid) else { return reply.error(Errno::EINVAL) };
+        let Some(lock) = Self::lock(owner, start, end, typ, pid) else {
+            return reply.error(Errno::EINVAL);
+        };
         if !sleep {
             return self.run(async move |s| empty(s.vfs.setlk(fh.0, &lock, false).await, reply));
         }
-        // Not in the room of all requests: hundreds that wait for a lock must not keep its holder from giving it up.
+        // Not in the room of all requests: hundreds that wait for a lock must not keep its holder
+        // from giving it up.
         let (vfs, thread) = (self.shared.vfs.clone(), req.pid());
         self.runtime.spawn(async move {
             tokio::select! {
@@ -550,7 +651,15 @@ impl Filesystem for Transport {
         });
     }
 
-    fn lseek(&self, _: &Request, _: INodeNo, fh: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
+    fn lseek(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        fh: FileHandle,
+        offset: i64,
+        whence: i32,
+        reply: ReplyLseek,
+    ) {
         self.run(async move |s| match s.vfs.seek(fh.0, offset as u64, whence).await {
             Ok(at) => reply.offset(at as i64),
             Err(e) => reply.error(errno(&e)),
@@ -601,7 +710,10 @@ mod tests {
         // fuser's reading of -1 s + 500 ms is 1.5 s before 1970.
         let wrong = UNIX_EPOCH - Duration::from_millis(1500);
         assert_eq!(time(TimeOrNow::SpecificTime(wrong)), Time::At(-500_000_000));
-        assert_eq!(time(TimeOrNow::SpecificTime(UNIX_EPOCH + Duration::from_nanos(7))), Time::At(7));
+        assert_eq!(
+            time(TimeOrNow::SpecificTime(UNIX_EPOCH + Duration::from_nanos(7))),
+            Time::At(7)
+        );
         assert_eq!(system_time(-1), UNIX_EPOCH - Duration::from_nanos(1));
     }
 }

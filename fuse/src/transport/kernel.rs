@@ -1,9 +1,11 @@
-//! A session of the fuser crate, and what it asks of the kernel: the same for the mount and the memory-limit bench, which
-//! so differ only in who answers.
+//! A session of the fuser crate, and what it asks of the kernel: the same for the mount and the
+//! memory-limit bench, which so differ only in who answers.
 
 use std::{io, path::PathBuf};
 
-use fuser::{Config, Filesystem, FopenFlags, InitFlags, KernelConfig, MountOption, Session, SessionACL};
+use fuser::{
+    Config, Filesystem, FopenFlags, InitFlags, KernelConfig, MountOption, Session, SessionACL,
+};
 use strake_proto::{Code, Error, Result};
 use tokio::sync::watch;
 
@@ -14,9 +16,10 @@ pub(crate) const MAX_REQUEST: u32 = 1 << 20;
 
 /// Used where the kernel offers it. Left out on purpose:
 /// - the writeback cache, which would make the kernel the owner of size and mtime;
-/// - remote flock, since fuser does not tell it from a POSIX lock: it stays the kernel's own, local to the mount;
-/// - shared mappings of direct files, since this transport has no page locks: a page that a mapping changed would be
-///   written back over newer bytes. mmap(2) fails with `ENODEV` instead.
+/// - remote flock, since fuser does not tell it from a POSIX lock: it stays the kernel's own, local
+///   to the mount;
+/// - shared mappings of direct files, since this transport has no page locks: a page that a mapping
+///   changed would be written back over newer bytes. mmap(2) fails with `ENODEV` instead.
 const WANTED: [InitFlags; 12] = [
     InitFlags::FUSE_POSIX_LOCKS,
     InitFlags::FUSE_PARALLEL_DIROPS,
@@ -36,8 +39,10 @@ const WANTED: [InitFlags; 12] = [
     InitFlags::FUSE_HANDLE_KILLPRIV_V2,
 ];
 
-/// Every open is answered with these: another mount may write the data, so the kernel keeps none of it.
-pub(crate) const OPEN_FLAGS: FopenFlags = FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
+/// Every open is answered with these: another mount may write the data, so the kernel keeps none of
+/// it.
+pub(crate) const OPEN_FLAGS: FopenFlags =
+    FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
 
 /// Answers the kernel's INIT.
 pub(crate) fn negotiate(kernel: &mut KernelConfig) {

@@ -1,5 +1,5 @@
-//! Ways for kernel requests to reach the [VFS core](crate::vfs): `/dev/fuse` by our own hands (`dev`), or through the
-//! fuser crate. The conformance suite runs on both.
+//! Ways for kernel requests to reach the [VFS core](crate::vfs): `/dev/fuse` by our own hands
+//! (`dev`), or through the fuser crate. The conformance suite runs on both.
 
 use strake_proto::{Code, Error};
 
@@ -8,8 +8,8 @@ pub(crate) mod fuser;
 pub(crate) mod kernel;
 mod signals;
 
-/// What a program sees. Retries are over when an error gets here, so "try again" would make it spin: that is EIO. Only a lock
-/// that somebody else has is worth another try.
+/// What a program sees. Retries are over when an error gets here, so "try again" would make it
+/// spin: that is EIO. Only a lock that somebody else has is worth another try.
 fn errno(e: &Error) -> i32 {
     match e.errno() {
         libc::EAGAIN if e.code != Code::LockConflict => {

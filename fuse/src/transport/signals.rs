@@ -1,11 +1,13 @@
-//! Whether a program that waits in a request was sent a signal. The fuser crate answers the kernel's INTERRUPT by itself,
-//! with "not known"; so for requests that may take for ever the mount looks at the waiting thread's signals instead.
+//! Whether a program that waits in a request was sent a signal. The fuser crate answers the
+//! kernel's INTERRUPT by itself, with "not known"; so for requests that may take for ever the mount
+//! looks at the waiting thread's signals instead.
 
 use std::{fs, time::Duration};
 
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Returns when the thread has a signal that it must act on. Never, if it lives where this process cannot see it.
+/// Returns when the thread has a signal that it must act on. Never, if it lives where this process
+/// cannot see it.
 pub(super) async fn sent_to(thread: u32) {
     let path = format!("/proc/{thread}/status");
     loop {
@@ -18,10 +20,12 @@ pub(super) async fn sent_to(thread: u32) {
     }
 }
 
-/// Reads `/proc/PID/status`. What the whole process was sent counts if it has one thread: another could act on it. A signal
-/// that kills is sent to each thread.
+/// Reads `/proc/PID/status`. What the whole process was sent counts if it has one thread: another
+/// could act on it. A signal that kills is sent to each thread.
 fn has_signal(status: &str) -> bool {
-    let field = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+    let field = |name: &str| {
+        status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
+    };
     let set = |name| field(name).and_then(|v| u64::from_str_radix(v, 16).ok()).unwrap_or(0);
     let shared = if field("Threads") == Some("1") { set("ShdPnd") } else { 0 };
     (set("SigPnd") | shared) & !set("SigBlk") != 0

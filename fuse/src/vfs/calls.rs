@@ -61,11 +61,18 @@ mod tests {
 
     #[test]
     fn what_the_kernel_counts() {
-        assert_eq!(parse("rchar: 1\nwchar: 2\nsyscr: 3\nsyscw: 18446744073709551615\n"), Some(u64::MAX));
+        assert_eq!(
+            parse("rchar: 1\nwchar: 2\nsyscr: 3\nsyscw: 18446744073709551615\n"),
+            Some(u64::MAX)
+        );
         for odd in ["", "syscw", "syscw:", "syscw: -1", "syscw: x", "xsyscw: 1"] {
             assert_eq!(parse(odd), None, "{odd}");
         }
-        assert!(may_be_cut(MAX_WRITE) && may_be_cut(MAX_WRITE - 63 * 4096) && !may_be_cut(MAX_WRITE / 2));
+        assert!(
+            may_be_cut(MAX_WRITE)
+                && may_be_cut(MAX_WRITE - 63 * 4096)
+                && !may_be_cut(MAX_WRITE / 2)
+        );
     }
 
     #[test]
@@ -78,7 +85,9 @@ mod tests {
         assert_eq!(writes(me), Some(before), "reading does not count");
         tempfile::tempfile().unwrap().write_all(b"x").unwrap();
         assert_eq!(writes(me), Some(before + 1));
-        std::thread::spawn(|| tempfile::tempfile().unwrap().write_all(b"x").unwrap()).join().unwrap();
+        std::thread::spawn(|| tempfile::tempfile().unwrap().write_all(b"x").unwrap())
+            .join()
+            .unwrap();
         assert_eq!(writes(me), Some(before + 1), "another thread's do not");
         assert_eq!((writes(0), writes(u32::MAX)), (None, None));
     }

@@ -1,6 +1,7 @@
 //! Requests about open directories.
 //!
-//! Offsets the kernel sees: 1 is ".", 2 is "..", the rest are the mds's cookies, which are never 0 to 2.
+//! Offsets the kernel sees: 1 is ".", 2 is "..", the rest are the mds's cookies, which are never 0
+//! to 2.
 
 use std::sync::{
     Arc,
@@ -84,7 +85,11 @@ struct Batch {
 impl Batch {
     /// The rest of the batch after `offset`, if the batch has it.
     fn after(&self, offset: u64) -> Option<&[Entry]> {
-        let start = if offset == self.from { 0 } else { self.entries.iter().position(|e| e.offset == offset)? + 1 };
+        let start = if offset == self.from {
+            0
+        } else {
+            self.entries.iter().position(|e| e.offset == offset)? + 1
+        };
         let rest = &self.entries[start..];
         (!rest.is_empty() || self.end).then_some(rest)
     }
@@ -98,12 +103,15 @@ impl Vfs {
         let handle = self.numbering.next();
         let kept = self.keep_directory(handle, ino);
         let (granted, seen) = (AtomicBool::new(false), self.folders.seen(ino));
-        self.dirs.insert(handle, OpenDir { ino, creds, granted, seen, batch: Mutex::default(), _kept: kept });
+        self.dirs.insert(
+            handle,
+            OpenDir { ino, creds, granted, seen, batch: Mutex::default(), _kept: kept },
+        );
         handle
     }
 
-    /// Entries after `offset` (0: from the start), none at the end. `take` returns false when it has no more room;
-    /// what it did not take comes again at the next call.
+    /// Entries after `offset` (0: from the start), none at the end. `take` returns false when it
+    /// has no more room; what it did not take comes again at the next call.
     pub async fn readdir(
         &self,
         handle: u64,
@@ -136,7 +144,8 @@ impl Vfs {
                 taken += 1;
                 offset = entry.offset;
             }
-            // Go on only while nothing at all was taken, so that one answer costs at most one round trip more.
+            // Go on only while nothing at all was taken, so that one answer costs at most one round
+            // trip more.
             if batch.end || taken > 0 {
                 return Ok(());
             }
@@ -160,7 +169,13 @@ impl Vfs {
         let entries = page
             .entries
             .into_iter()
-            .map(|e| Entry { name: e.name.to_vec(), ino: e.ino, kind: e.r#type, offset: e.cookie, attr: e.attr })
+            .map(|e| Entry {
+                name: e.name.to_vec(),
+                ino: e.ino,
+                kind: e.r#type,
+                offset: e.cookie,
+                attr: e.attr,
+            })
             .collect();
         Ok(Batch { from, entries, end, attrs })
     }
@@ -172,7 +187,13 @@ impl Vfs {
 
 fn dots(ino: Ino, root: Ino) -> [Entry; 2] {
     let (ino, parent) = if ino == root { (ROOT_INO, ROOT_INO) } else { (ino, UNKNOWN_INO) };
-    let dot = |name: &[u8], ino, offset| Entry { name: name.to_vec(), ino, kind: S_IFDIR, offset, attr: None };
+    let dot = |name: &[u8], ino, offset| Entry {
+        name: name.to_vec(),
+        ino,
+        kind: S_IFDIR,
+        offset,
+        attr: None,
+    };
     [dot(b".", ino, DOT), dot(b"..", parent, DOTDOT)]
 }
 
@@ -183,7 +204,12 @@ mod tests {
     #[test]
     fn a_batch_continues_where_the_kernel_stopped() {
         let entry = |offset| Entry { name: vec![b'x'], ino: offset, kind: 8, offset, attr: None };
-        let mut b = Batch { from: 0, entries: vec![entry(10), entry(7), entry(90)], end: false, attrs: false };
+        let mut b = Batch {
+            from: 0,
+            entries: vec![entry(10), entry(7), entry(90)],
+            end: false,
+            attrs: false,
+        };
         assert_eq!(b.after(0).unwrap().len(), 3);
         assert_eq!(b.after(10).unwrap()[0].offset, 7);
         assert_eq!(b.after(90), None, "more may follow");

@@ -6,7 +6,10 @@ use strake_client::{AppendPart, AsOf, File, Mode, Using};
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Ino, Result, SessionId, layout::MAX_FILE_SIZE, pb};
 
-use super::{Caller, CopyRange, Counted, Leaving, OpenFile, Opened, Place, Released, Vfs, calls, restart, stale};
+use super::{
+    Caller, CopyRange, Counted, Leaving, OpenFile, Opened, Place, Released, Vfs, calls, restart,
+    stale,
+};
 
 /// Bytes that one request copies at most; the kernel asks again for the rest.
 const MOST_COPIED: u64 = 16 << 20;
@@ -15,7 +18,8 @@ impl Vfs {
     pub async fn open(&self, caller: Caller, ino: Ino, flags: i32) -> Result<Opened> {
         let flags = known_access(flags) | self.always;
         // Who opens a name that is replaced meanwhile opens what it led to.
-        let (creds, known) = (self.creds(caller), self.client.is_open(ino) || self.client.was_found(ino));
+        let (creds, known) =
+            (self.creds(caller), self.client.is_open(ino) || self.client.was_found(ino));
         let (file, attr) = self.client.open(&creds, ino, flags as u32).await.map_err(stale)?;
         if attr.nlink == 0 && !known {
             // It has no name and nobody here has it open: its number comes from a handle of before.
@@ -24,7 +28,9 @@ impl Vfs {
         }
         // Linux cuts the file even then; the kernel has checked the right to write it.
         if flags & libc::O_TRUNC != 0 && flags & libc::O_ACCMODE == libc::O_RDONLY {
-            self.client.setattr(&creds, pb::SetAttr { ino, size: Some(0), ..Default::default() }).await?;
+            self.client
+                .setattr(&creds, pb::SetAttr { ino, size: Some(0), ..Default::default() })
+                .await?;
         }
         Ok(self.keep(file, ino, flags, caller))
     }
@@ -42,16 +48,19 @@ impl Vfs {
         let (flags, exclusive) = (known_access(flags) | self.always, flags & libc::O_EXCL != 0);
         let mode = Mode { bits: mode & 0o7777, umask };
         let creds = self.creds(caller);
-        // The kernel believes the file new and will not cut it; the client does if another mount was faster.
-        let (file, attr) =
-            self.client.create(&creds, self.inner(parent), name, mode, flags as u32, exclusive, None).await?;
+        // The kernel believes the file new and will not cut it; the client does if another mount
+        // was faster.
+        let (file, attr) = self
+            .client
+            .create(&creds, self.inner(parent), name, mode, flags as u32, exclusive, None)
+            .await?;
         let ino = attr.ino;
         self.claims.told(parent, name);
         Ok((attr, self.keep(file, ino, flags, caller)))
     }
 
-    /// open(2) with `O_TMPFILE`: a file without a name in the directory `parent`. Without `O_EXCL` it may get one by
-    /// [`Vfs::link`] while it is open.
+    /// open(2) with `O_TMPFILE`: a file without a name in the directory `parent`. Without `O_EXCL`
+    /// it may get one by [`Vfs::link`] while it is open.
     pub async fn tmpfile(
         &self,
         caller: Caller,
@@ -62,8 +71,10 @@ impl Vfs {
     ) -> Result<(pb::Attr, Opened)> {
         let mode = Mode { bits: mode & 0o7777, umask };
         let (flags, linkable) = (known_access(flags) | self.always, flags & libc::O_EXCL == 0);
-        let (file, attr) =
-            self.client.tmpfile(&self.creds(caller), self.inner(parent), mode, flags as u32, linkable).await?;
+        let (file, attr) = self
+            .client
+            .tmpfile(&self.creds(caller), self.inner(parent), mode, flags as u32, linkable)
+            .await?;
         let ino = attr.ino;
         Ok((attr, self.keep(file, ino, flags, caller)))
     }
@@ -71,7 +82,10 @@ impl Vfs {
     fn keep(&self, file: File, ino: Ino, flags: i32, caller: Caller) -> Opened {
         let handle = self.numbering.next();
         let kept = self.keep_handle(handle, ino, flags, caller);
-        self.files.insert(handle, OpenFile { file: Ok(file), ino, flags, locked_in: AtomicU64::new(0), kept });
+        self.files.insert(
+            handle,
+            OpenFile { file: Ok(file), ino, flags, locked_in: AtomicU64::new(0), kept },
+        );
         Opened { handle }
     }
 
@@ -126,8 +140,8 @@ impl Vfs {
         self.client.getattr(&pb::Creds::default(), ino).await.map(|attr| attr.change)
     }
 
-    /// Before a write by somebody whose writes take set-id bits. The opener's do that by themselves, unless that is root,
-    /// who handed the file on.
+    /// Before a write by somebody whose writes take set-id bits. The opener's do that by
+    /// themselves, unless that is root, who handed the file on.
     pub async fn strip(&self, caller: Caller, handle: u64) -> Result<()> {
         let open = self.files.get(handle)?;
         let file = open.file()?;
@@ -137,7 +151,8 @@ impl Vfs {
         }
         let mut strip = pb::SetAttr { ino: open.ino, drop_privileges: true, ..Default::default() };
         if mode & (libc::S_ISGID | libc::S_IXGRP) == libc::S_ISGID {
-            // Goes only for whoever is not in the file's group, which root, whose right to write this is, is not asked about.
+            // Goes only for whoever is not in the file's group, which root, whose right to write
+            // this is, is not asked about.
             let writer = self.creds(caller);
             let member = writer.gid == gid || writer.groups.contains(&gid);
             strip.mode = (!member).then_some(mode & 0o7777 & !(libc::S_ISUID | libc::S_ISGID));
@@ -145,9 +160,15 @@ impl Vfs {
         self.client.setattr(file.opener(), strip).await.map(drop)
     }
 
-    /// Returns the bytes written. `until` is dropped when nothing more of it can happen, also if the caller goes
-    /// away.
-    pub async fn write(&self, handle: u64, place: Place, data: Buf, until: impl Send + 'static) -> Result<usize> {
+    /// Returns the bytes written. `until` is dropped when nothing more of it can happen, also if
+    /// the caller goes away.
+    pub async fn write(
+        &self,
+        handle: u64,
+        place: Place,
+        data: Buf,
+        until: impl Send + 'static,
+    ) -> Result<usize> {
         let open = self.files.get(handle)?;
         open.check_locks(self)?;
         let file = open.file()?;
@@ -158,8 +179,15 @@ impl Vfs {
         written.map_err(|e| given_up(file, e))
     }
 
-    /// Writes back a page of a memory mapping. It never makes the file longer. `only`: `EIO` in another session of the client.
-    pub async fn write_mapped(&self, handle: u64, offset: u64, data: Buf, only: Option<SessionId>) -> Result<()> {
+    /// Writes back a page of a memory mapping. It never makes the file longer. `only`: `EIO` in
+    /// another session of the client.
+    pub async fn write_mapped(
+        &self,
+        handle: u64,
+        offset: u64,
+        data: Buf,
+        only: Option<SessionId>,
+    ) -> Result<()> {
         let open = self.files.get(handle)?;
         let file = open.file()?;
         file.write_mapped(offset, data, only).await.map_err(|e| given_up(file, e))
@@ -180,16 +208,19 @@ impl Vfs {
         self.files.any(|open| open.ino == ino)
     }
 
-    /// close(2) of one descriptor by the process with this lock owner: what the handle wrote is stable and its size
-    /// recorded, or this is the error. The process's POSIX locks on the file go.
+    /// close(2) of one descriptor by the process with this lock owner: what the handle wrote is
+    /// stable and its size recorded, or this is the error. The process's POSIX locks on the file
+    /// go.
     ///
-    /// The kernel must send this for every descriptor (no `FOPEN_NOFLUSH`): it does not give up locks by itself.
+    /// The kernel must send this for every descriptor (no `FOPEN_NOFLUSH`): it does not give up
+    /// locks by itself.
     pub async fn flush(&self, handle: u64, lock_owner: u64) -> Result<()> {
         let locks = self.note_flush(handle, lock_owner);
         self.finish_flush(handle, locks).await
     }
 
-    /// The first part of [`Vfs::flush`], which does not wait: what the owner locks from now on is not given up with this.
+    /// The first part of [`Vfs::flush`], which does not wait: what the owner locks from now on is
+    /// not given up with this.
     pub(crate) fn note_flush(&self, handle: u64, lock_owner: u64) -> Leaving {
         let ino = self.files.get(handle).map_or(0, |open| open.ino);
         self.closing(ino, lock_owner)
@@ -206,7 +237,8 @@ impl Vfs {
         flushed.and(locks.give_up().await)
     }
 
-    /// Whether [`Vfs::flush`] has nothing to do but to give up locks, and would succeed: it need not be called without any.
+    /// Whether [`Vfs::flush`] has nothing to do but to give up locks, and would succeed: it need
+    /// not be called without any.
     pub fn flush_ready(&self, handle: u64) -> bool {
         self.files.get(handle).is_ok_and(|open| !open.writes() && open.file.is_ok())
     }
@@ -215,9 +247,15 @@ impl Vfs {
         self.files.get(handle)?.file()?.fsync().await
     }
 
-    /// copy_file_range(2): copies up to `len` bytes, fewer at the source's end or when it is much; returns how many. The
-    /// bytes pass through this mount, not through the program. `until` as in [`Vfs::write`].
-    pub async fn copy_range(&self, range: CopyRange, len: u64, until: impl Send + 'static) -> Result<usize> {
+    /// copy_file_range(2): copies up to `len` bytes, fewer at the source's end or when it is much;
+    /// returns how many. The bytes pass through this mount, not through the program. `until` as in
+    /// [`Vfs::write`].
+    pub async fn copy_range(
+        &self,
+        range: CopyRange,
+        len: u64,
+        until: impl Send + 'static,
+    ) -> Result<usize> {
         let (from, to) = (self.files.get(range.from)?, self.files.get(range.to)?);
         let parts = from.file()?.read(range.from_offset, len.min(MOST_COPIED) as usize).await?;
         if parts.is_empty() {
@@ -242,15 +280,16 @@ impl Vfs {
         outcome
     }
 
-    /// The last descriptor and mapping of the handle are gone, and with them the locks that were taken through it.
+    /// The last descriptor and mapping of the handle are gone, and with them the locks that were
+    /// taken through it.
     pub async fn release(&self, handle: u64) {
         if let Some(closed) = self.note_release(handle) {
             self.finish_release(closed).await;
         }
     }
 
-    /// The first part of [`Vfs::release`], which does not wait: from now on the handle is gone, for the next daemon, too, and whoever
-    /// locks the file is somebody else.
+    /// The first part of [`Vfs::release`], which does not wait: from now on the handle is gone, for
+    /// the next daemon, too, and whoever locks the file is somebody else.
     pub(crate) fn note_release(&self, handle: u64) -> Option<Released> {
         let open = self.files.remove(handle)?;
         open.kept.iter().for_each(restart::closing);
@@ -261,7 +300,8 @@ impl Vfs {
     pub(crate) async fn finish_release(&self, closed: Released) {
         let Released { open, locks, _one } = closed;
         if !locks.is_empty() {
-            // Whoever gets the lock next sees what was written under it, also through a mapping. The rest can wait.
+            // Whoever gets the lock next sees what was written under it, also through a mapping.
+            // The rest can wait.
             if open.writes()
                 && let Ok(file) = open.file()
                 && let Err(e) = file.flush().await
@@ -282,8 +322,8 @@ impl Vfs {
         }
     }
 
-    /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; what is to be allocated and
-    /// does not fit now is `ENOSPC`. `until` as in [`Vfs::write`].
+    /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; what is
+    /// to be allocated and does not fit now is `ENOSPC`. `until` as in [`Vfs::write`].
     pub async fn fallocate(
         &self,
         caller: Caller,
@@ -308,7 +348,9 @@ impl Vfs {
         } else {
             file.check_room(offset, len).await?;
         }
-        if mode & libc::FALLOC_FL_KEEP_SIZE == 0 && self.client.getattr(file.opener(), open.ino).await?.size < end {
+        if mode & libc::FALLOC_FL_KEEP_SIZE == 0
+            && self.client.getattr(file.opener(), open.ino).await?.size < end
+        {
             return file.extend(end).await.map(drop);
         }
         file.touch()
@@ -330,8 +372,15 @@ impl Vfs {
     }
 }
 
-/// One piece of an append: the kernel cuts what one write(2) appends into requests, between which nobody else may append.
-async fn append(file: &File, at: u64, tid: u32, data: Buf, until: impl Send + 'static) -> Result<usize> {
+/// One piece of an append: the kernel cuts what one write(2) appends into requests, between which
+/// nobody else may append.
+async fn append(
+    file: &File,
+    at: u64,
+    tid: u32,
+    data: Buf,
+    until: impl Send + 'static,
+) -> Result<usize> {
     let more = calls::may_be_cut(data.len());
     // Only those cost a look.
     let writes = if more || file.kept_end().is_some() { calls::writes(tid) } else { None };
@@ -348,7 +397,10 @@ fn allocation(offset: u64, len: u64, mode: i32) -> Result<(bool, u64)> {
     const KEEP: i32 = libc::FALLOC_FL_KEEP_SIZE;
     const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | KEEP;
     if !matches!(mode & !KEEP, 0 | libc::FALLOC_FL_ZERO_RANGE) && mode != PUNCH {
-        return Err(Error::new(Code::OpNotSupp, format!("fallocate mode {mode:#x} is not supported")));
+        return Err(Error::new(
+            Code::OpNotSupp,
+            format!("fallocate mode {mode:#x} is not supported"),
+        ));
     }
     if len == 0 {
         return Err(Error::new(Code::Inval, "fallocate of no bytes"));
@@ -360,8 +412,8 @@ fn allocation(offset: u64, len: u64, mode: i32) -> Result<(bool, u64)> {
     Ok((mode & !KEEP != 0, end))
 }
 
-/// A write that a soft mount gave up: some of its bytes may be on some replicas. Not every program looks at what write(2)
-/// returns, so the next calls say it too.
+/// A write that a soft mount gave up: some of its bytes may be on some replicas. Not every program
+/// looks at what write(2) returns, so the next calls say it too.
 fn given_up(file: &File, e: Error) -> Error {
     if e.code != Code::TimedOut {
         return e;
@@ -370,7 +422,8 @@ fn given_up(file: &File, e: Error) -> Error {
     Error { code: Code::Io, ..e }
 }
 
-/// Linux's fourth access mode needs the right to read and to write and gives neither, which the kernel sees to.
+/// Linux's fourth access mode needs the right to read and to write and gives neither, which the
+/// kernel sees to.
 fn known_access(flags: i32) -> i32 {
     if flags & libc::O_ACCMODE == libc::O_ACCMODE { flags & !libc::O_WRONLY } else { flags }
 }
@@ -381,13 +434,17 @@ mod tests {
 
     #[test]
     fn access_modes() {
-        let seen = [libc::O_RDONLY, libc::O_WRONLY, libc::O_RDWR, 3 | libc::O_APPEND].map(known_access);
+        let seen =
+            [libc::O_RDONLY, libc::O_WRONLY, libc::O_RDWR, 3 | libc::O_APPEND].map(known_access);
         assert_eq!(seen, [0, 1, 2, 2 | libc::O_APPEND]);
     }
 
     #[test]
     fn allocations() {
-        use libc::{FALLOC_FL_KEEP_SIZE as KEEP, FALLOC_FL_PUNCH_HOLE as PUNCH, FALLOC_FL_ZERO_RANGE as ZERO};
+        use libc::{
+            FALLOC_FL_KEEP_SIZE as KEEP, FALLOC_FL_PUNCH_HOLE as PUNCH,
+            FALLOC_FL_ZERO_RANGE as ZERO,
+        };
         let code = |offset, len, mode| allocation(offset, len, mode).map_err(|e| e.code);
         assert_eq!(code(5, 6, 0), Ok((false, 11)));
         assert_eq!(code(5, 6, KEEP), Ok((false, 11)));

@@ -112,7 +112,8 @@ impl Vfs {
         if let Some((attr, true)) = gone {
             return Some(attr);
         }
-        let open: BTreeMap<Ino, Option<Seen>> = self.dirs.all().iter().map(|d| (d.ino(), d.seen())).collect();
+        let open: BTreeMap<Ino, Option<Seen>> =
+            self.dirs.all().iter().map(|d| (d.ino(), d.seen())).collect();
         let seen = |at: Ino| self.folders.seen(at).or_else(|| open.get(&at).copied().flatten());
         let leads_here = |from: Ino| {
             let up = |at: &Ino| seen(*at).map(|s| s.parent).filter(|parent| *parent != 0);
@@ -135,7 +136,13 @@ impl Vfs {
     }
 
     /// Changes what is known of a removed directory. The kernel has checked whether the caller may.
-    pub(super) fn change_held(&self, caller: Caller, ino: Ino, change: &Change, e: Error) -> Result<pb::Attr> {
+    pub(super) fn change_held(
+        &self,
+        caller: Caller,
+        ino: Ino,
+        change: &Change,
+        e: Error,
+    ) -> Result<pb::Attr> {
         let attr = self.or_held(ino, e)?;
         if change.size.is_some() {
             return Err(Error::new(Code::IsDir, "a directory has no data"));
@@ -149,11 +156,13 @@ impl Vfs {
         let changed = self.folders.change(ino, |a| {
             (a.uid, a.gid) = (change.uid.unwrap_or(a.uid), change.gid.unwrap_or(a.gid));
             if let Some(mode) = change.mode {
-                let stranger = creds.uid != 0 && creds.gid != a.gid && !creds.groups.contains(&a.gid);
+                let stranger =
+                    creds.uid != 0 && creds.gid != a.gid && !creds.groups.contains(&a.gid);
                 let set_gid = if stranger { 0 } else { mode & S_ISGID };
                 a.mode = a.mode & libc::S_IFMT | mode & 0o7777 & !S_ISGID | set_gid;
             }
-            (a.atime_ns, a.mtime_ns) = (time(change.atime, a.atime_ns), time(change.mtime, a.mtime_ns));
+            (a.atime_ns, a.mtime_ns) =
+                (time(change.atime, a.atime_ns), time(change.mtime, a.mtime_ns));
         });
         Ok(changed.unwrap_or(attr))
     }
@@ -191,7 +200,10 @@ mod tests {
             f.removed(ino);
         }
         let (last, here) = f.gone(MOST_GONE as Ino + 1).unwrap();
-        assert_eq!((last.nlink, here, f.gone(1).is_none(), f.gone.lock().len()), (0, true, true, MOST_GONE));
+        assert_eq!(
+            (last.nlink, here, f.gone(1).is_none(), f.gone.lock().len()),
+            (0, true, true, MOST_GONE)
+        );
         assert_eq!(f.change(2, |a| a.mode = 0).unwrap().mode, 0);
         assert_eq!((f.gone(2).unwrap().0.mode, f.change(1, |_| ()).is_none()), (0, true));
     }

@@ -1,4 +1,5 @@
-//! The few questions that ioctl(2) asks of an open file; everything else is asked by extended attributes ([`super::xattr`]).
+//! The few questions that ioctl(2) asks of an open file; everything else is asked by extended
+//! attributes ([`super::xattr`]).
 
 use strake_proto::{
     ioctl::{self, OpenedFile, Servers},
@@ -8,8 +9,8 @@ use strake_proto::{
 use super::Vfs;
 
 impl Vfs {
-    /// What [`strake_proto::ioctl`] describes, of an open regular file. `room`: bytes that the caller has for it. `None`: there is no such
-    /// question, or none of this handle (`ENOTTY`).
+    /// What [`strake_proto::ioctl`] describes, of an open regular file. `room`: bytes that the
+    /// caller has for it. `None`: there is no such question, or none of this handle (`ENOTTY`).
     pub fn ioctl(&self, handle: u64, command: u32, room: usize) -> Option<Vec<u8>> {
         // Those of folders are in another table, and numbers are given out once.
         let open = self.files.get(handle).ok()?;
@@ -19,7 +20,8 @@ impl Vfs {
             ioctl::FILE => OpenedFile { uuid, ino: open.ino, flags: open.flags as u32 }.encode(),
             ioctl::SERVERS => {
                 let servers = map.map.nodes.iter().filter(|n| n.role == ROLE_MDS);
-                let endpoints: Vec<String> = servers.flat_map(|n| n.endpoints.iter().cloned()).collect();
+                let endpoints: Vec<String> =
+                    servers.flat_map(|n| n.endpoints.iter().cloned()).collect();
                 Servers::encode(uuid, &endpoints)
             }
             _ => {

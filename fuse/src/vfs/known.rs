@@ -1,5 +1,5 @@
-//! What is shown of a mount while no server answers: the root's attributes and the space, as last heard. umount(8) looks at both
-//! before it unmounts.
+//! What is shown of a mount while no server answers: the root's attributes and the space, as last
+//! heard. umount(8) looks at both before it unmounts.
 
 use std::sync::{
     Arc,
@@ -23,7 +23,8 @@ pub(crate) struct Known {
 impl Known {
     /// With what a former daemon knew.
     pub fn new(keep: Option<Arc<Handover>>) -> Known {
-        let former = keep.as_ref().map(|k| std::array::from_fn(|n| k.owner_word(KEPT + n).load(Acquire)));
+        let former =
+            keep.as_ref().map(|k| std::array::from_fn(|n| k.owner_word(KEPT + n).load(Acquire)));
         let (root, space) = former.map_or((None, None), read);
         Known { root: Mutex::new(root), space: Mutex::new(space), keep }
     }
@@ -36,7 +37,8 @@ impl Known {
         self.space.lock().clone()
     }
 
-    /// Writes down what changed. Half of it, after a crash, shows times of two moments: nothing worse.
+    /// Writes down what changed. Half of it, after a crash, shows times of two moments: nothing
+    /// worse.
     pub(super) fn write(&self) {
         let Some(keep) = &self.keep else { return };
         let (root, space) = (self.root.lock(), self.space.lock());
@@ -60,7 +62,8 @@ fn words(root: Option<&pb::Attr>, space: Option<&pb::StatfsReply>) -> [u64; 11] 
 
 /// No root has the mode 0, and no file system is without inodes.
 fn read(words: [u64; 11]) -> (Option<pb::Attr>, Option<pb::StatfsReply>) {
-    let [mode, ids, size, atime, mtime, ctime, btime, total_bytes, free_bytes, inodes, free_inodes] = words;
+    let [mode, ids, size, atime, mtime, ctime, btime, total_bytes, free_bytes, inodes, free_inodes] =
+        words;
     let (high, low) = (|w: u64| (w >> 32) as u32, |w: u64| w as u32);
     let root = pb::Attr {
         ino: ROOT_INO,
@@ -75,7 +78,8 @@ fn read(words: [u64; 11]) -> (Option<pb::Attr>, Option<pb::StatfsReply>) {
         btime_ns: btime as i64,
         ..Default::default()
     };
-    let space = pb::StatfsReply { total_bytes, free_bytes, inodes, free_inodes, targets: Vec::new() };
+    let space =
+        pb::StatfsReply { total_bytes, free_bytes, inodes, free_inodes, targets: Vec::new() };
     ((mode != 0).then_some(root), (inodes | free_inodes != 0).then_some(space))
 }
 
@@ -86,11 +90,17 @@ mod tests {
     #[test]
     fn the_next_daemon_knows_what_the_last_one_knew() {
         let keep = Handover::create([1; 16], 1 << 20).unwrap();
-        let next = || Known::new(Some(Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()));
+        let next =
+            || Known::new(Some(Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()));
         assert_eq!((next().root(), next().space()), (None, None));
         let known = Known::new(Some(keep.clone()));
-        let space =
-            pb::StatfsReply { total_bytes: u64::MAX, free_bytes: 2, inodes: 3, free_inodes: 4, targets: vec![] };
+        let space = pb::StatfsReply {
+            total_bytes: u64::MAX,
+            free_bytes: 2,
+            inodes: 3,
+            free_inodes: 4,
+            targets: vec![],
+        };
         *known.space.lock() = Some(space.clone());
         known.write();
         assert_eq!((next().root(), next().space()), (None, Some(space.clone())));

@@ -1,8 +1,10 @@
-//! File locks as the kernel asks for them. `docs/locks.md` has the rules. [`Owners`](super::owners) knows who took locks through which
-//! handles, so that closing a file without locks costs nothing and none stays behind.
+//! File locks as the kernel asks for them. `docs/locks.md` has the rules. [`Owners`](super::owners)
+//! knows who took locks through which handles, so that closing a file without locks costs nothing
+//! and none stays behind.
 //!
-//! The kernel waits for no RELEASE, so a lock may be there a moment longer than its open file. Before a program is told of a conflict
-//! the requests that the kernel has queued are taken ([`Queue`]), and what they give up is given up.
+//! The kernel waits for no RELEASE, so a lock may be there a moment longer than its open file.
+//! Before a program is told of a conflict the requests that the kernel has queued are taken
+//! ([`Queue`]), and what they give up is given up.
 
 use std::{
     future::Future,
@@ -24,8 +26,8 @@ use super::{
 
 /// The largest offset the kernel knows; a lock to there is one to the end of the file.
 const OFFSET_MAX: u64 = i64::MAX as u64;
-/// How long the kernel's queue and unlocks under way are waited for before a conflict is told: both take milliseconds, unless
-/// servers are away.
+/// How long the kernel's queue and unlocks under way are waited for before a conflict is told: both
+/// take milliseconds, unless servers are away.
 const SETTLING: Duration = Duration::from_secs(2);
 
 /// What is about to happen, boxed.
@@ -52,7 +54,11 @@ fn key(ino: Ino, lock: &Lock, handle: u64) -> Key {
 
 /// The kernel's range, whose ends are the largest offset when there is none.
 fn read(lock: &Lock) -> Lock {
-    let end = if lock.kind == LockKind::LockFlock || lock.end >= OFFSET_MAX { u64::MAX } else { lock.end };
+    let end = if lock.kind == LockKind::LockFlock || lock.end >= OFFSET_MAX {
+        u64::MAX
+    } else {
+        lock.end
+    };
     Lock { start: if lock.kind == LockKind::LockFlock { 0 } else { lock.start }, end, ..*lock }
 }
 
@@ -61,8 +67,8 @@ fn unlock_all(flock: bool, number: u64) -> Lock {
     Lock { kind, owner: number, mode: LockType::LockUnlock, start: 0, end: u64::MAX, pid: 0 }
 }
 
-/// Owners that give up all they have in a file. A dying process's request is not waited for; so what was not asked for when
-/// this is dropped is asked for then.
+/// Owners that give up all they have in a file. A dying process's request is not waited for; so
+/// what was not asked for when this is dropped is asked for then.
 pub(crate) struct Leaving {
     client: Client,
     ended: Vec<Ended<Unlocking>>,
@@ -82,7 +88,10 @@ impl Leaving {
         outcome
     }
 
-    fn one(&self, e: Ended<Unlocking>) -> impl Future<Output = Result<strake_client::Locked>> + Send + use<> {
+    fn one(
+        &self,
+        e: Ended<Unlocking>,
+    ) -> impl Future<Output = Result<strake_client::Locked>> + Send + use<> {
         self.client.give_up(e.key.0, &unlock_all(e.key.1, e.number), e.guard)
     }
 }
@@ -147,7 +156,8 @@ impl Vfs {
         }
     }
 
-    /// `F_GETLK`: the first lock in the way of this one. Its `end` is the kernel's largest offset for one to the end.
+    /// `F_GETLK`: the first lock in the way of this one. Its `end` is the kernel's largest offset
+    /// for one to the end.
     pub async fn getlk(&self, handle: u64, lock: &Lock) -> Result<Option<Holder>> {
         let ino = self.files.get(handle)?.ino;
         // Number 0 is nobody's.
@@ -155,14 +165,19 @@ impl Vfs {
         let lock = Lock { owner, ..read(lock) };
         let ask = || self.client.get_lock(ino, &lock);
         let found = self.unless_over(ino, |found| matches!(found, Ok(Some(_))), ask).await?;
-        Ok(found.map(|h| Holder { start: h.start.min(OFFSET_MAX), end: h.end.min(OFFSET_MAX), ..h }))
+        Ok(found.map(|h| Holder {
+            start: h.start.min(OFFSET_MAX),
+            end: h.end.min(OFFSET_MAX),
+            ..h
+        }))
     }
 
-    /// `F_SETLK`, `F_SETLKW` (`wait`), their open-file-description kin, and flock(2). `lock.end` may be the kernel's
-    /// largest offset. `LockConflict` is the program's `EAGAIN`.
+    /// `F_SETLK`, `F_SETLKW` (`wait`), their open-file-description kin, and flock(2). `lock.end`
+    /// may be the kernel's largest offset. `LockConflict` is the program's `EAGAIN`.
     ///
-    /// Waits as long as it takes. Dropping the future (the program was interrupted: `EINTR`) leaves nothing behind.
-    /// To be called without the room that other requests share: those who wait have a limit of their own.
+    /// Waits as long as it takes. Dropping the future (the program was interrupted: `EINTR`) leaves
+    /// nothing behind. To be called without the room that other requests share: those who wait have
+    /// a limit of their own.
     pub async fn setlk(&self, handle: u64, lock: &Lock, wait: bool) -> Result<()> {
         let open = self.files.get(handle)?;
         let (ino, key) = (open.ino, key(open.ino, lock, handle));
@@ -184,7 +199,8 @@ impl Vfs {
             // Closes that are not known yet end the wait when they are.
             ask().await
         } else {
-            self.unless_over(ino, |r| r.as_ref().is_err_and(|e| e.code == Code::LockConflict), ask).await
+            self.unless_over(ino, |r| r.as_ref().is_err_and(|e| e.code == Code::LockConflict), ask)
+                .await
         };
         // No other await from here on: a dropped future has either told nobody or noted everything.
         match &locked {
@@ -200,7 +216,8 @@ impl Vfs {
         locked.map(drop)
     }
 
-    /// Asks, and if the answer is a conflict asks again once all is given up that programs had given up before.
+    /// Asks, and if the answer is a conflict asks again once all is given up that programs had
+    /// given up before.
     async fn unless_over<T, F: Future<Output = T>>(
         &self,
         ino: Ino,
@@ -227,7 +244,8 @@ impl Vfs {
         // Nobody has asked for anything there.
         let known = self.owners.lock().known(key);
         let Some(known) = known else { return Ok(()) };
-        let locked = self.client.set_lock(key.0, &Lock { owner: known.number, ..*lock }, false).await?;
+        let locked =
+            self.client.set_lock(key.0, &Lock { owner: known.number, ..*lock }, false).await?;
         if locked.left == 0 {
             let free = self.owners.lock().has_none(key, known);
             self.freed(free);
@@ -261,9 +279,16 @@ impl Vfs {
         self.leaving(ended)
     }
 
-    /// Goes on with what an owner took through a handle of a former daemon of the same mount, in `session`, whose the
-    /// locks are.
-    pub(super) fn adopt_lock(&self, key: Key, number: u64, handle: u64, session: SessionId, kept: Record) {
+    /// Goes on with what an owner took through a handle of a former daemon of the same mount, in
+    /// `session`, whose the locks are.
+    pub(super) fn adopt_lock(
+        &self,
+        key: Key,
+        number: u64,
+        handle: u64,
+        session: SessionId,
+        kept: Record,
+    ) {
         self.owners.lock().adopt(key, number, handle, kept);
         if let Ok(open) = self.files.get(handle) {
             open.locked_in.store(session, Relaxed);
@@ -299,8 +324,14 @@ mod tests {
 
     #[test]
     fn the_kernels_end_of_file_is_ours() {
-        let l =
-            Lock { kind: LockKind::LockPosix, owner: 1, mode: LockType::LockRead, start: 5, end: OFFSET_MAX, pid: 1 };
+        let l = Lock {
+            kind: LockKind::LockPosix,
+            owner: 1,
+            mode: LockType::LockRead,
+            start: 5,
+            end: OFFSET_MAX,
+            pid: 1,
+        };
         assert_eq!((read(&l).start, read(&l).end), (5, u64::MAX));
         assert_eq!(read(&Lock { end: 9, ..l }).end, 9);
         let flock = read(&Lock { kind: LockKind::LockFlock, end: 0, ..l });

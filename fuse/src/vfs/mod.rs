@@ -1,7 +1,9 @@
-//! What a kernel request means: the file system as a set of calls in plain types, for any transport.
+//! What a kernel request means: the file system as a set of calls in plain types, for any
+//! transport.
 //!
-//! Inode numbers are StrakeFS inode ids, which are never reused, so there is no inode table and no lookup count. Open
-//! files and directories are kept in tables by handle number. Every call may run beside any other.
+//! Inode numbers are StrakeFS inode ids, which are never reused, so there is no inode table and no
+//! lookup count. Open files and directories are kept in tables by handle number. Every call may run
+//! beside any other.
 
 mod calls;
 mod claims;
@@ -87,7 +89,8 @@ pub struct Change {
     pub size: Option<u64>,
     pub atime: Option<Time>,
     pub mtime: Option<Time>,
-    /// The handle of ftruncate(2): the right to cut the file comes from its open, not from its mode.
+    /// The handle of ftruncate(2): the right to cut the file comes from its open, not from its
+    /// mode.
     pub handle: Option<u64>,
 }
 
@@ -208,12 +211,17 @@ impl Vfs {
 
     /// Space as the default layout of the mount's root counts copies, inodes and targets.
     pub async fn statfs(&self) -> Result<pb::StatfsReply> {
-        self.or_last(&self.known.space, self.client.statfs_in(&pb::Creds::default(), "", self.root)).await
+        self.or_last(&self.known.space, self.client.statfs_in(&pb::Creds::default(), "", self.root))
+            .await
     }
 
-    /// An answer, or the last one when the servers that know better have been away for a while. For what umount(8) looks at
-    /// before it unmounts: it must not wait for them.
-    async fn or_last<T: Clone>(&self, last: &Mutex<Option<T>>, asking: impl Future<Output = Result<T>>) -> Result<T> {
+    /// An answer, or the last one when the servers that know better have been away for a while. For
+    /// what umount(8) looks at before it unmounts: it must not wait for them.
+    async fn or_last<T: Clone>(
+        &self,
+        last: &Mutex<Option<T>>,
+        asking: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
         let instead = async {
             loop {
                 tokio::time::sleep(PATIENCE).await;
@@ -244,13 +252,14 @@ impl Vfs {
         }
     }
 
-    /// Learns what is to be shown when servers are away. To be done before there is a mount: see [`Vfs::or_last`].
+    /// Learns what is to be shown when servers are away. To be done before there is a mount: see
+    /// [`Vfs::or_last`].
     pub(crate) async fn learn(&self) -> Result<()> {
         tokio::try_join!(self.getattr(ROOT_INO), self.statfs()).map(drop)
     }
 
-    /// Flushes whatever is still open, after the kernel is gone. Closing it is left to the end of the session. The first error
-    /// is of bytes that may be lost, which no close told.
+    /// Flushes whatever is still open, after the kernel is gone. Closing it is left to the end of
+    /// the session. The first error is of bytes that may be lost, which no close told.
     pub async fn close_all(&self) -> Result<()> {
         let mut outcome = Ok(());
         for open in self.files.drain().into_iter().filter(|o| o.writes()) {
@@ -293,8 +302,9 @@ impl Vfs {
     }
 }
 
-/// What a request about an inode, not a name, failed with: one that is gone is stale (`ESTALE`), upon which the kernel looks the names of
-/// a path up again and finds what is there now, or `ENOENT`.
+/// What a request about an inode, not a name, failed with: one that is gone is stale (`ESTALE`),
+/// upon which the kernel looks the names of a path up again and finds what is there now, or
+/// `ENOENT`.
 fn stale(e: Error) -> Error {
     if e.code == Code::NoEnt { Error::new(Code::Stale, e.message) } else { e }
 }
@@ -319,7 +329,8 @@ impl Stat {
         self.allocated.unwrap_or(self.attr.size).div_ceil(512)
     }
 
-    /// How long the kernel may believe this: not at all where the space is not known; whoever wants to know that asks again.
+    /// How long the kernel may believe this: not at all where the space is not known; whoever wants
+    /// to know that asks again.
     pub fn timeout(&self, usual: Duration) -> Duration {
         if self.attr.sparse && self.allocated.is_none() { Duration::ZERO } else { usual }
     }

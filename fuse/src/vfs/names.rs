@@ -34,14 +34,17 @@ impl Vfs {
         Ok(self.outer(attr))
     }
 
-    /// What stat(2) tells. The space of a file that may have holes is asked of the storage servers; while they do not answer it
-    /// is left out. What is rare is boxed: the room for it would make every request's task some times as large.
+    /// What stat(2) tells. The space of a file that may have holes is asked of the storage servers;
+    /// while they do not answer it is left out. What is rare is boxed: the room for it would make
+    /// every request's task some times as large.
     pub async fn getattr(&self, ino: Ino) -> Result<Stat> {
         let inner = self.inner(ino);
         // Not an access of the caller's: stat(2) needs no right on the file itself.
         let nobody = pb::Creds::default();
         let attr = match inner == self.root {
-            true => Box::pin(self.or_last(&self.known.root, self.client.getattr(&nobody, inner))).await,
+            true => {
+                Box::pin(self.or_last(&self.known.root, self.client.getattr(&nobody, inner))).await
+            }
             false => self.client.getattr(&nobody, inner).await,
         };
         let attr = match attr {
@@ -55,13 +58,16 @@ impl Vfs {
         Ok(Stat { attr, allocated })
     }
 
-    /// How much is stored of a file, if the servers say so. When they did not, nobody waits for them again for a while.
+    /// How much is stored of a file, if the servers say so. When they did not, nobody waits for
+    /// them again for a while.
     async fn count(&self, ino: Ino) -> Option<u64> {
         if self.uncounted.lock().is_some_and(|at| at.elapsed() < COUNT_PAUSE) {
             return None;
         }
         match tokio::time::timeout(COUNT_LIMIT, self.client.allocated(ino)).await {
-            Ok(counted) => counted.inspect_err(|e| tracing::debug!(ino, "counting what is stored: {e}")).ok(),
+            Ok(counted) => {
+                counted.inspect_err(|e| tracing::debug!(ino, "counting what is stored: {e}")).ok()
+            }
             Err(_) => {
                 *self.uncounted.lock() = Some(Instant::now());
                 None
@@ -71,7 +77,13 @@ impl Vfs {
 
     pub async fn setattr(&self, caller: Caller, ino: Ino, change: Change) -> Result<pb::Attr> {
         let ino = self.inner(ino);
-        let mut wanted = pb::SetAttr { ino, mode: change.mode, uid: change.uid, gid: change.gid, ..Default::default() };
+        let mut wanted = pb::SetAttr {
+            ino,
+            mode: change.mode,
+            uid: change.uid,
+            gid: change.gid,
+            ..Default::default()
+        };
         match change.atime {
             Some(Time::Now) => wanted.atime_now = true,
             Some(Time::At(ns)) => wanted.atime_ns = Some(ns),
@@ -82,11 +94,14 @@ impl Vfs {
             Some(Time::At(ns)) => wanted.mtime_ns = Some(ns),
             None => {}
         }
-        // chown(2) of neither user nor group, or a write that Linux wants to take set-id bits and capabilities.
+        // chown(2) of neither user nor group, or a write that Linux wants to take set-id bits and
+        // capabilities.
         wanted.drop_privileges = change == Change { handle: change.handle, ..Change::default() };
         let mut cut = None;
         match (change.size, change.handle) {
-            (Some(size), Some(handle)) => cut = Some(self.files.get(handle)?.file()?.truncate(size).await?),
+            (Some(size), Some(handle)) => {
+                cut = Some(self.files.get(handle)?.file()?.truncate(size).await?)
+            }
             (size, _) => wanted.size = size,
         }
         match cut {
@@ -115,22 +130,45 @@ impl Vfs {
         umask: u32,
         rdev: u32,
     ) -> Result<pb::Attr> {
-        let made = self.client.mknod(&self.creds(c), self.inner(parent), name, Mode { bits: mode, umask }, rdev).await;
+        let made = self
+            .client
+            .mknod(&self.creds(c), self.inner(parent), name, Mode { bits: mode, umask }, rdev)
+            .await;
         made.inspect(|_| self.claims.told(parent, name))
     }
 
-    pub async fn mkdir(&self, c: Caller, parent: Ino, name: &[u8], mode: u32, umask: u32) -> Result<pb::Attr> {
+    pub async fn mkdir(
+        &self,
+        c: Caller,
+        parent: Ino,
+        name: &[u8],
+        mode: u32,
+        umask: u32,
+    ) -> Result<pb::Attr> {
         let parent = self.inner(parent);
-        let made = self.client.mkdir(&self.creds(c), parent, name, Mode { bits: mode, umask }).await;
+        let made =
+            self.client.mkdir(&self.creds(c), parent, name, Mode { bits: mode, umask }).await;
         made.inspect(|a| self.folders.note(a, Some(parent)))
     }
 
-    pub async fn symlink(&self, caller: Caller, parent: Ino, name: &[u8], target: &[u8]) -> Result<pb::Attr> {
+    pub async fn symlink(
+        &self,
+        caller: Caller,
+        parent: Ino,
+        name: &[u8],
+        target: &[u8],
+    ) -> Result<pb::Attr> {
         let made = self.client.symlink(&self.creds(caller), self.inner(parent), name, target).await;
         made.inspect(|_| self.claims.told(parent, name))
     }
 
-    pub async fn link(&self, caller: Caller, ino: Ino, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+    pub async fn link(
+        &self,
+        caller: Caller,
+        ino: Ino,
+        parent: Ino,
+        name: &[u8],
+    ) -> Result<pb::Attr> {
         let made = self.client.link(&self.creds(caller), ino, self.inner(parent), name).await;
         made.inspect(|_| self.claims.told(parent, name))
     }
@@ -145,10 +183,19 @@ impl Vfs {
         Ok(())
     }
 
-    pub async fn rename(&self, caller: Caller, from: (Ino, &[u8]), to: (Ino, &[u8]), flags: u32) -> Result<()> {
+    pub async fn rename(
+        &self,
+        caller: Caller,
+        from: (Ino, &[u8]),
+        to: (Ino, &[u8]),
+        flags: u32,
+    ) -> Result<()> {
         let known = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT;
         if flags & !known != 0 || flags & RENAME_EXCHANGE != 0 && flags != RENAME_EXCHANGE {
-            return Err(Error::new(Code::Inval, format!("rename flags {flags:#x} are not supported")));
+            return Err(Error::new(
+                Code::Inval,
+                format!("rename flags {flags:#x} are not supported"),
+            ));
         }
         let (old, new) = ((self.inner(from.0), from.1), (self.inner(to.0), to.1));
         self.client.rename(&self.creds(caller), old, new, flags).await?;

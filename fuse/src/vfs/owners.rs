@@ -98,7 +98,8 @@ pub trait Around {
     fn keep(&self, key: Key, handle: u64, number: u64) -> Option<Self::Record>;
     /// Whether an owner of this number is giving something up in the file.
     fn is_ending(&self, ino: Ino, number: u64) -> bool;
-    /// One is from now on. `records`: for as long as it lasts, and they say that the owner has ended.
+    /// One is from now on. `records`: for as long as it lasts, and they say that the owner has
+    /// ended.
     fn ends(&self, key: Key, number: u64, records: Vec<Self::Record>) -> Self::Guard;
 }
 
@@ -107,7 +108,11 @@ impl<R> Owners<R> {
         if !key.1 {
             self.files.entry(key.2).or_default().insert(key.0);
         }
-        self.owners.entry(key).or_insert_with(|| Owner { number, asked: 0, handles: BTreeMap::new() })
+        self.owners.entry(key).or_insert_with(|| Owner {
+            number,
+            asked: 0,
+            handles: BTreeMap::new(),
+        })
     }
 
     fn leave(&mut self, key: &Key) -> Option<Owner<R>> {
@@ -128,28 +133,42 @@ impl<R> Owners<R> {
             return owner;
         }
         let elsewhere = self.files.get(&owner).into_iter().flatten();
-        let mut known = elsewhere.filter_map(|other| Some(self.owners.get(&(*other, false, owner))?.number));
+        let mut known =
+            elsewhere.filter_map(|other| Some(self.owners.get(&(*other, false, owner))?.number));
         known.find(|n| !around.is_ending(ino, *n)).unwrap_or_else(|| around.fresh())
     }
 
     /// Those of these handles through which nobody has locks.
     fn free(&self, ino: Ino, handles: impl Iterator<Item = u64>) -> Vec<u64> {
-        let is_used = |h: &u64| self.owners.range(of_file(ino)).any(|(_, o)| o.handles.contains_key(h));
+        let is_used =
+            |h: &u64| self.owners.range(of_file(ino)).any(|(_, o)| o.handles.contains_key(h));
         handles.filter(|h| !is_used(h)).collect()
     }
 
     fn end<A: Around<Record = R>>(&mut self, key: Key, around: &A) -> Option<Ended<A::Guard>> {
         let owner = self.leave(&key)?;
         let (handles, through): (Vec<u64>, Vec<Through<R>>) = owner.handles.into_iter().unzip();
-        let guard = around.ends(key, owner.number, through.into_iter().filter_map(|t| t.kept).collect());
-        Some(Ended { key, number: owner.number, free: self.free(key.0, handles.into_iter()), guard })
+        let guard =
+            around.ends(key, owner.number, through.into_iter().filter_map(|t| t.kept).collect());
+        Some(Ended {
+            key,
+            number: owner.number,
+            free: self.free(key.0, handles.into_iter()),
+            guard,
+        })
     }
 
     /// Somebody asks for a lock: the owner's number. Noted before it is asked for, so that the next
     /// daemon gives up what this one may have got. `None`, unless `sure`: the owner is known by
     /// other handles only. The kernel may have given its number to somebody else since, so it must
     /// be known first whether those are closed.
-    pub fn asks(&mut self, key: Key, handle: u64, sure: bool, around: &impl Around<Record = R>) -> Option<u64> {
+    pub fn asks(
+        &mut self,
+        key: Key,
+        handle: u64,
+        sure: bool,
+        around: &impl Around<Record = R>,
+    ) -> Option<u64> {
         let known = self.owners.get(&key);
         if !sure && known.is_some_and(|o| !o.handles.contains_key(&handle)) {
             return None;
@@ -193,7 +212,11 @@ impl<R> Owners<R> {
     /// The owner had nothing there any more when it unlocked. Which handles have none left of
     /// anybody.
     pub fn has_none(&mut self, key: Key, then: Known) -> Vec<u64> {
-        if self.owners.get(&key).is_none_or(|o| (o.number, o.asked) != (then.number, then.asked) || o.asks()) {
+        if self
+            .owners
+            .get(&key)
+            .is_none_or(|o| (o.number, o.asked) != (then.number, then.asked) || o.asks())
+        {
             return Vec::new();
         }
         let handles = self.leave(&key).map(|o| o.handles).unwrap_or_default();
@@ -201,18 +224,32 @@ impl<R> Owners<R> {
     }
 
     /// A descriptor of the owner was closed: it gives up all it has in the file.
-    pub fn gives_up<A: Around<Record = R>>(&mut self, key: Key, around: &A) -> Option<Ended<A::Guard>> {
+    pub fn gives_up<A: Around<Record = R>>(
+        &mut self,
+        key: Key,
+        around: &A,
+    ) -> Option<Ended<A::Guard>> {
         let owner = self.owners.get(&key)?;
         if owner.asks() {
             // Another of its threads may get a lock yet, which is of the same number.
             let number = owner.number;
-            return Some(Ended { key, number, free: Vec::new(), guard: around.ends(key, number, Vec::new()) });
+            return Some(Ended {
+                key,
+                number,
+                free: Vec::new(),
+                guard: around.ends(key, number, Vec::new()),
+            });
         }
         self.end(key, around)
     }
 
     /// The handle goes: owners that had locks through it alone.
-    pub fn closed<A: Around<Record = R>>(&mut self, ino: Ino, handle: u64, around: &A) -> Vec<Ended<A::Guard>> {
+    pub fn closed<A: Around<Record = R>>(
+        &mut self,
+        ino: Ino,
+        handle: u64,
+        around: &A,
+    ) -> Vec<Ended<A::Guard>> {
         let mut last = Vec::new();
         for (key, owner) in self.owners.range_mut(of_file(ino)) {
             let alone = owner.handles.len() == 1;
@@ -227,7 +264,9 @@ impl<R> Owners<R> {
 
     /// Goes on with what an owner took through a handle of a former daemon.
     pub fn adopt(&mut self, key: Key, number: u64, handle: u64, kept: R) {
-        self.enter(key, number).handles.insert(handle, Through { kept: Some(kept), took: true, asking: 0 });
+        self.enter(key, number)
+            .handles
+            .insert(handle, Through { kept: Some(kept), took: true, asking: 0 });
     }
 
     /// What the next daemon finds of owners, by what it was noted for.
@@ -295,7 +334,10 @@ mod tests {
         assert_eq!(o.asks(ofd, 2, false, &w), Some(101));
         // What comes late of the first one is not about the second.
         o.asked(ofd, 1, 100, Outcome::InDoubt);
-        assert_eq!((o.has_none(ofd, Known { number: 100, asked: 2 }), o.number(ofd)), (vec![], Some(101)));
+        assert_eq!(
+            (o.has_none(ofd, Known { number: 100, asked: 2 }), o.number(ofd)),
+            (vec![], Some(101))
+        );
         o.asked(ofd, 2, 101, Outcome::Holds);
         assert!(o.closed(5, 1, &w).is_empty(), "a release that comes twice");
     }
@@ -311,7 +353,9 @@ mod tests {
     #[test]
     fn a_refused_try_leaves_nothing_and_one_in_doubt_does() {
         let (mut o, w) = (Owners::default(), World::default());
-        for (outcome, left) in [(Outcome::Refused, None), (Outcome::InDoubt, Some(3)), (Outcome::Refused, Some(3))] {
+        for (outcome, left) in
+            [(Outcome::Refused, None), (Outcome::InDoubt, Some(3)), (Outcome::Refused, Some(3))]
+        {
             let number = o.asks((5, true, 3), 3, false, &w).unwrap();
             o.asked((5, true, 3), 3, number, outcome);
             assert_eq!(o.number((5, true, 3)), left, "{outcome:?}");
@@ -328,7 +372,11 @@ mod tests {
             (take(&mut o, &w, f, 1), take(&mut o, &w, g, 2), take(&mut o, &w, (5, false, 2), 1)),
             (100, 100, 101)
         );
-        assert_eq!(o.gives_up(f, &w).map(|e| (e.number, e.free)), Some((100, vec![])), "another locks through it");
+        assert_eq!(
+            o.gives_up(f, &w).map(|e| (e.number, e.free)),
+            Some((100, vec![])),
+            "another locks through it"
+        );
         assert_eq!(take(&mut o, &w, f, 1), 102, "the unlock of the former number is under way");
         w.1.borrow_mut().clear();
         assert_eq!(o.gives_up(f, &w).map(|e| e.number), Some(102));
@@ -346,7 +394,10 @@ mod tests {
         let known = o.known(posix).unwrap();
         assert!(o.has_none(posix, known).is_empty() && o.number(posix) == Some(number));
         o.asked(posix, 2, number, Outcome::Holds);
-        assert!(o.closed(5, 1, &w).is_empty(), "the process may have locks through the other handle");
+        assert!(
+            o.closed(5, 1, &w).is_empty(),
+            "the process may have locks through the other handle"
+        );
         assert_eq!(keys(o.closed(5, 2, &w)), [(posix, number)]);
     }
 
@@ -433,7 +484,9 @@ mod tests {
                 't' => self.threads[n] = Some(self.queue.remove(0)),
                 'n' => match self.threads[n].take() {
                     Some(Asked::Lock(handle)) => self.tasks.push(Task::Noted(handle)),
-                    Some(Asked::Release(handle)) => drop(self.owners.closed(5, handle, &self.world)),
+                    Some(Asked::Release(handle)) => {
+                        drop(self.owners.closed(5, handle, &self.world))
+                    }
                     None => {}
                 },
                 'a' => match self.tasks.remove(n) {
@@ -450,7 +503,10 @@ mod tests {
                 }
             }
             let of_second = self.told.filter(|(handle, _)| *handle == 2);
-            assert!(of_second.is_none_or(|(_, n)| self.held == Some(n)), "the second one's lock was taken");
+            assert!(
+                of_second.is_none_or(|(_, n)| self.held == Some(n)),
+                "the second one's lock was taken"
+            );
         }
     }
 

@@ -1,4 +1,5 @@
-//! What a mount writes down of its handles for its next daemon, and how that one opens them again: `docs/restart.md`.
+//! What a mount writes down of its handles for its next daemon, and how that one opens them again:
+//! `docs/restart.md`.
 
 use std::sync::{Arc, atomic::AtomicU64};
 
@@ -15,8 +16,8 @@ mod word {
     pub const KIND: usize = 2;
     /// Of a file: its flags. Of a lock: its owner.
     pub const FLAGS: usize = 3;
-    /// Of a file: uid and gid of who opened it. Of a lock: the number by which servers know its owner, 0: the owner itself, which a
-    /// former version wrote down.
+    /// Of a file: uid and gid of who opened it. Of a lock: the number by which servers know its
+    /// owner, 0: the owner itself, which a former version wrote down.
     pub const USER: usize = 4;
 }
 
@@ -37,7 +38,12 @@ pub(super) fn closing(record: &Record) {
 }
 
 /// Keeps that an owner took locks through a handle.
-pub(super) fn keep_owner(keep: &Handover, (ino, flock, owner): Key, handle: u64, number: u64) -> Option<Record> {
+pub(super) fn keep_owner(
+    keep: &Handover,
+    (ino, flock, owner): Key,
+    handle: u64,
+    number: u64,
+) -> Option<Record> {
     keep.put_handle(&[handle, ino, if flock { FLOCK } else { POSIX_LOCK }, owner, number])
 }
 
@@ -47,7 +53,13 @@ pub(super) fn ending(record: &Record, flock: bool) {
 }
 
 impl Vfs {
-    pub(super) fn keep_handle(&self, handle: u64, ino: Ino, flags: i32, caller: Caller) -> Option<Record> {
+    pub(super) fn keep_handle(
+        &self,
+        handle: u64,
+        ino: Ino,
+        flags: i32,
+        caller: Caller,
+    ) -> Option<Record> {
         let user = u64::from(caller.uid) << 32 | u64::from(caller.gid);
         self.keep.as_ref()?.put_handle(&[handle, ino, FILE, u64::from(flags as u32), user])
     }
@@ -56,8 +68,8 @@ impl Vfs {
         self.keep.as_ref()?.put_handle(&[handle, ino, DIRECTORY])
     }
 
-    /// Opens again what a former daemon of this mount had open. `requests`: those it had in work. Returns what it was just closing,
-    /// to be gone on with.
+    /// Opens again what a former daemon of this mount had open. `requests`: those it had in work.
+    /// Returns what it was just closing, to be gone on with.
     pub(crate) async fn take_over(&self, requests: &[Arc<Numbers>]) -> Vec<Released> {
         let Some(keep) = &self.keep else { return Vec::new() };
         let (mut files, mut locks, mut closing) = (Vec::new(), Vec::new(), Vec::new());
@@ -81,20 +93,45 @@ impl Vfs {
             let handle = record.get(word::HANDLE);
             let file = file.map_err(|e| {
                 if record.get(word::KIND) == FILE {
-                    tracing::warn!(ino = f.ino, handle, "a file that was open could not be opened again: {e}");
+                    tracing::warn!(
+                        ino = f.ino,
+                        handle,
+                        "a file that was open could not be opened again: {e}"
+                    );
                 }
-                Error { code: Code::Io, ..e.context("the file could not be opened again when the mount was restarted") }
+                Error {
+                    code: Code::Io,
+                    ..e.context("the file could not be opened again when the mount was restarted")
+                }
             });
-            let open =
-                OpenFile { file, ino: f.ino, flags: f.flags as i32, locked_in: AtomicU64::new(0), kept: Some(record) };
+            let open = OpenFile {
+                file,
+                ino: f.ino,
+                flags: f.flags as i32,
+                locked_in: AtomicU64::new(0),
+                kept: Some(record),
+            };
             self.files.insert(handle, open);
         }
         for record in locks {
-            let (handle, ino, owner) = (record.get(word::HANDLE), record.get(word::INO), record.get(word::FLAGS));
+            let (handle, ino, owner) =
+                (record.get(word::HANDLE), record.get(word::INO), record.get(word::FLAGS));
             let number = Some(record.get(word::USER)).filter(|n| *n != 0).unwrap_or(owner);
             match record.get(word::KIND) {
-                POSIX_LOCK => self.adopt_lock((ino, false, owner), number, handle, keep.former_session(), record),
-                FLOCK => self.adopt_lock((ino, true, handle), number, handle, keep.former_session(), record),
+                POSIX_LOCK => self.adopt_lock(
+                    (ino, false, owner),
+                    number,
+                    handle,
+                    keep.former_session(),
+                    record,
+                ),
+                FLOCK => self.adopt_lock(
+                    (ino, true, handle),
+                    number,
+                    handle,
+                    keep.former_session(),
+                    record,
+                ),
                 kind => self.adopt_ending((ino, kind == FLOCK_ENDING), number, record),
             }
         }

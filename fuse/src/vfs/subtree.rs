@@ -1,20 +1,24 @@
-//! A mount whose root is a folder of the file system: the kernel's number for the root is that folder's, and nothing outside
-//! of it is reached. The kernel names only inodes that it was told of, except for "." and "..", which it asks to find an inode by a
-//! file handle: anybody with the right to open handles may make one up.
+//! A mount whose root is a folder of the file system: the kernel's number for the root is that
+//! folder's, and nothing outside of it is reached. The kernel names only inodes that it was told
+//! of, except for "." and "..", which it asks to find an inode by a file handle: anybody with the
+//! right to open handles may make one up.
 
 use strake_client::Client;
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
 
 use super::{Caller, Vfs, stale};
 
-/// The folder at `path` (plain, from the root), looked up with these rights. `ENOENT`, `ENOTDIR`, `EACCES`; symbolic links are not
-/// followed.
+/// The folder at `path` (plain, from the root), looked up with these rights. `ENOENT`, `ENOTDIR`,
+/// `EACCES`; symbolic links are not followed.
 pub async fn find_subtree(client: &Client, creds: &pb::Creds, path: &str) -> Result<Ino> {
     let mut at = client.root();
     for name in path.split('/').filter(|n| !n.is_empty()) {
         let found = client.lookup(creds, at, name.as_bytes()).await;
         let attr = found.map_err(|e| match e.code {
-            Code::NoEnt => Error::new(Code::NoEnt, format!("subtree {path}: there is no '{name}' in the file system")),
+            Code::NoEnt => Error::new(
+                Code::NoEnt,
+                format!("subtree {path}: there is no '{name}' in the file system"),
+            ),
             _ => e.context(format!("subtree {path}: '{name}'")),
         })?;
         let what = match attr.mode & libc::S_IFMT {
@@ -55,9 +59,15 @@ impl Vfs {
         attr
     }
 
-    /// "." or "..", by which the kernel finds what came to it by handle (open_by_handle_at(2), NFS) and is not known to it. An inode
-    /// need not be a directory to be its own ".". `ESTALE`, also for what lies outside.
-    pub(super) async fn lookup_handle(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<pb::Attr> {
+    /// "." or "..", by which the kernel finds what came to it by handle (open_by_handle_at(2), NFS)
+    /// and is not known to it. An inode need not be a directory to be its own ".". `ESTALE`, also
+    /// for what lies outside.
+    pub(super) async fn lookup_handle(
+        &self,
+        caller: Caller,
+        ino: Ino,
+        name: &[u8],
+    ) -> Result<pb::Attr> {
         let found = if name == b"." || ino == self.root {
             self.client.getattr(&pb::Creds::default(), ino).await
         } else {
@@ -73,7 +83,8 @@ impl Vfs {
         Ok(found)
     }
 
-    /// The path of an inode from the mount's root. `ENOENT` by FID, `ESTALE` by handle, when it lies outside.
+    /// The path of an inode from the mount's root. `ENOENT` by FID, `ESTALE` by handle, when it
+    /// lies outside.
     pub(super) async fn path_within(&self, ino: Ino) -> Result<Vec<u8>> {
         // Not an access of the caller's: what is told is only whether it is within.
         let root = pb::Creds::default();
@@ -82,7 +93,8 @@ impl Vfs {
             return Ok(path);
         }
         let base = self.client.path_of(&root, self.root).await?;
-        below(&base, &path).ok_or_else(|| Error::new(Code::Stale, "it lies outside of the mounted folder"))
+        below(&base, &path)
+            .ok_or_else(|| Error::new(Code::Stale, "it lies outside of the mounted folder"))
     }
 }
 
@@ -102,8 +114,9 @@ mod tests {
 
     #[test]
     fn paths_from_a_folder() {
-        let of =
-            |base: &str, path: &str| below(base.as_bytes(), path.as_bytes()).map(|p| String::from_utf8(p).unwrap());
+        let of = |base: &str, path: &str| {
+            below(base.as_bytes(), path.as_bytes()).map(|p| String::from_utf8(p).unwrap())
+        };
         assert_eq!(of("/a/b", "/a/b/c/d").as_deref(), Some("/c/d"));
         assert_eq!(of("/a/b", "/a/b").as_deref(), Some("/"));
         for outside in ["/a/bc", "/a", "/", "/x/a/b"] {

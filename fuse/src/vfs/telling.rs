@@ -1,4 +1,5 @@
-//! For how long the kernel may keep a copy of what it is told: as long as the client knows it under a lease. See `docs/leases.md`.
+//! For how long the kernel may keep a copy of what it is told: as long as the client knows it under
+//! a lease. See `docs/leases.md`.
 
 use std::{sync::Arc, time::Duration};
 

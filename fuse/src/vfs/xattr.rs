@@ -1,15 +1,19 @@
-//! Extended attributes, and the virtual ones through which `lfs` talks to a mount with its caller's rights.
+//! Extended attributes, and the virtual ones through which `lfs` talks to a mount with its caller's
+//! rights.
 //!
-//! Virtual names are not listed. `strake.layout`: a file's encoded [`pb::Layout`], or a directory's own default as a
-//! [`pb::LayoutSpec`] (`ENODATA` if it has none). `strake.effective`: the [`pb::Layout`] a file created in the directory
-//! would get. `strake.spec`, to be set: an encoded [`pb::LayoutSpec`] as a directory's default or an unwritten file's
-//! layout; removing it deletes a directory's default. `strake.fid`: the FID in text. `strake.name`: the file system's name.
-//! `strake.statfs`: an encoded
-//! [`pb::StatfsReply`]. `strake.seal`: how a file is sealed, an encoded [`pb::SealInfo`] (`ENODATA` if it is not); to be set: an
-//! encoded [`pb::Seal`], a step of sealing it; also as `system.strake.seal`, of which the kernel leaves it to the metadata servers
-//! who may: an owner without write permission may seal a file. `strake.seal.N`: the digests of page N of its manifest.
-//! `strake.roads`: how the storage servers are reached, and by which roads bytes of the file came and went, an encoded [`pb::Roads`]. `strake.map.N`: part N of the encoded cluster map, see [`map_part`]. `strake.path.FID`: the path
-//! of that FID from the root of the mount, for root only, since it looks past search permissions.
+//! Virtual names are not listed. `strake.layout`: a file's encoded [`pb::Layout`], or a directory's
+//! own default as a [`pb::LayoutSpec`] (`ENODATA` if it has none). `strake.effective`: the
+//! [`pb::Layout`] a file created in the directory would get. `strake.spec`, to be set: an encoded
+//! [`pb::LayoutSpec`] as a directory's default or an unwritten file's layout; removing it deletes a
+//! directory's default. `strake.fid`: the FID in text. `strake.name`: the file system's name.
+//! `strake.statfs`: an encoded [`pb::StatfsReply`]. `strake.seal`: how a file is sealed, an encoded
+//! [`pb::SealInfo`] (`ENODATA` if it is not); to be set: an encoded [`pb::Seal`], a step of sealing
+//! it; also as `system.strake.seal`, of which the kernel leaves it to the metadata servers who may:
+//! an owner without write permission may seal a file. `strake.seal.N`: the digests of page N of its
+//! manifest. `strake.roads`: how the storage servers are reached, and by which roads bytes of the
+//! file came and went, an encoded [`pb::Roads`]. `strake.map.N`: part N of the encoded cluster map,
+//! see [`map_part`]. `strake.path.FID`: the path of that FID from the root of the mount, for root
+//! only, since it looks past search permissions.
 
 use bytes::Bytes;
 use prost::Message as _;
@@ -39,24 +43,36 @@ impl Vfs {
             Some(rest) => self.get_virtual(caller, ino, rest).await,
             None => match self.client.getxattr(&self.creds(caller), ino, name).await {
                 Ok(value) => Ok(Bytes::from(value)),
-                Err(e) => Err(self.or_held(ino, e).err().unwrap_or_else(|| no_data("the directory was removed"))),
+                Err(e) => Err(self
+                    .or_held(ino, e)
+                    .err()
+                    .unwrap_or_else(|| no_data("the directory was removed"))),
             },
         }
     }
 
     /// `flags`: `XATTR_CREATE` 1, `XATTR_REPLACE` 2.
-    pub async fn setxattr(&self, caller: Caller, ino: Ino, name: &[u8], value: &[u8], flags: u32) -> Result<()> {
+    pub async fn setxattr(
+        &self,
+        caller: Caller,
+        ino: Ino,
+        name: &[u8],
+        value: &[u8],
+        flags: u32,
+    ) -> Result<()> {
         let ino = self.inner(ino);
         let creds = self.creds(caller);
         match of_mount(name) {
             Some(b"spec") => {
-                let spec = pb::LayoutSpec::decode(value)
-                    .map_err(|e| Error::new(Code::Inval, format!("strake.spec is not a layout spec: {e}")))?;
+                let spec = pb::LayoutSpec::decode(value).map_err(|e| {
+                    Error::new(Code::Inval, format!("strake.spec is not a layout spec: {e}"))
+                })?;
                 self.client.set_layout(&creds, ino, Some(spec)).await
             }
             Some(b"seal") => {
-                let step = pb::Seal::decode(value)
-                    .map_err(|e| Error::new(Code::Inval, format!("strake.seal is not a step of sealing: {e}")))?;
+                let step = pb::Seal::decode(value).map_err(|e| {
+                    Error::new(Code::Inval, format!("strake.seal is not a step of sealing: {e}"))
+                })?;
                 self.client.seal(&creds, pb::Seal { ino, ..step }).await.map(drop)
             }
             Some(_) => Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be set")),
@@ -69,7 +85,9 @@ impl Vfs {
         let creds = self.creds(caller);
         match of_mount(name) {
             Some(b"spec") => self.client.set_layout(&creds, ino, None).await,
-            Some(_) => Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be removed")),
+            Some(_) => {
+                Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be removed"))
+            }
             None => self.client.removexattr(&creds, ino, name).await.map_err(stale),
         }
     }
@@ -106,10 +124,19 @@ impl Vfs {
             }
             "effective" => {
                 let found = self.client.get_layout(&self.creds(caller), ino).await?;
-                let layout = found.effective.or(found.layout).ok_or_else(|| no_data("no layout"))?;
+                let layout =
+                    found.effective.or(found.layout).ok_or_else(|| no_data("no layout"))?;
                 return Ok(layout.encode_to_vec().into());
             }
-            "seal" => return Ok(self.client.get_seal(&self.creds(caller), ino, None).await?.0.encode_to_vec().into()),
+            "seal" => {
+                return Ok(self
+                    .client
+                    .get_seal(&self.creds(caller), ino, None)
+                    .await?
+                    .0
+                    .encode_to_vec()
+                    .into());
+            }
             _ => {}
         }
         if let Some(page) = name.strip_prefix("seal.") {
@@ -136,9 +163,9 @@ impl Vfs {
     }
 }
 
-/// Part `number` of the encoded map: version of the map (u64), length of the whole encoding (u64), both little-endian,
-/// then the bytes from `number` × [`MAP_PART`] on. `ENODATA` beyond the end. Parts of different versions do not fit
-/// together: the reader starts again.
+/// Part `number` of the encoded map: version of the map (u64), length of the whole encoding (u64),
+/// both little-endian, then the bytes from `number` × [`MAP_PART`] on. `ENODATA` beyond the end.
+/// Parts of different versions do not fit together: the reader starts again.
 pub fn map_part(version: u64, map: &[u8], number: usize) -> Result<Bytes> {
     let start = number.saturating_mul(MAP_PART);
     if start > 0 && start >= map.len() {

@@ -23,7 +23,9 @@ const COME: u64 = 500;
 async fn fill(client: &Client, creds: &Creds) {
     let dir = client.mkdir(creds, client.root(), b"big", 0o777).await.unwrap().ino;
     let name = |i: usize| format!("stay-{i:06}").into_bytes().into();
-    let make = |i| Op::Mknod(pb::Mknod { parent: dir, name: name(i), mode: 0o100_644, ..Default::default() });
+    let make = |i| {
+        Op::Mknod(pb::Mknod { parent: dir, name: name(i), mode: 0o100_644, ..Default::default() })
+    };
     let all: Vec<_> = (0..STAY).map(|i| pb::Op { op: Some(make(i)) }).collect();
     for part in all.chunks(2_000) {
         let made = client.compound(creds, part.to_vec()).await.unwrap();
@@ -115,7 +117,11 @@ async fn directories_that_another_mount_moves_are_found() {
     let root = at.path().to_owned();
     let make = {
         let root = root.clone();
-        move || ["a", "b", "c", "a/d", "a/d/e"].iter().for_each(|d| fs::create_dir(root.join(d)).unwrap())
+        move || {
+            ["a", "b", "c", "a/d", "a/d/e"]
+                .iter()
+                .for_each(|d| fs::create_dir(root.join(d)).unwrap())
+        }
     };
     tokio::task::spawn_blocking(make).await.unwrap();
     let mut inos = Vec::new();

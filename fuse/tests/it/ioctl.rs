@@ -1,4 +1,5 @@
-//! A descriptor on a real mount tells which file of which file system it is, and where the servers are, and nothing else.
+//! A descriptor on a real mount tells which file of which file system it is, and where the servers
+//! are, and nothing else.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -23,8 +24,13 @@ fn ask<const N: usize>(file: &File, number: u32) -> Result<[u8; N], i32> {
 
 fn look(at: &Path) {
     let path = at.join("file");
-    let file =
-        OpenOptions::new().create(true).truncate(true).write(true).custom_flags(libc::O_DIRECT).open(&path).unwrap();
+    let file = OpenOptions::new()
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(&path)
+        .unwrap();
     let answer = OpenedFile::decode(&ask::<FILE_BYTES>(&file, FILE).unwrap()).unwrap();
     assert_eq!((answer.uuid, answer.ino), ([7; 16], file.metadata().unwrap().ino()));
     let flags = answer.flags as i32;
@@ -52,7 +58,9 @@ async fn tells(transport: Transport) {
     }
     let cluster = Cluster::new();
     cluster.are_at(&["tcp:10.0.0.1:7400".into()]);
-    let m = mount(MountConfig { transport, ..MountConfig::new(at.path()) }, cluster.client().await).await.unwrap();
+    let m = mount(MountConfig { transport, ..MountConfig::new(at.path()) }, cluster.client().await)
+        .await
+        .unwrap();
     let path = at.path().to_path_buf();
     tokio::task::spawn_blocking(move || look(&path)).await.unwrap();
     let unmounted = tokio::time::timeout(Duration::from_secs(60), async {

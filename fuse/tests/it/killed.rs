@@ -1,5 +1,5 @@
-//! Programs that wait for servers which do not answer: killed they go away, signalled they wait on, and the mount itself
-//! can be taken away.
+//! Programs that wait for servers which do not answer: killed they go away, signalled they wait on,
+//! and the mount itself can be taken away.
 
 use std::{
     fs,
@@ -23,8 +23,9 @@ struct Program(Child);
 impl Program {
     /// Runs `before` to its end; `then` is kept for [`Program::go_on`].
     async fn start(at: &Path, before: &str, then: &str) -> Program {
-        let code =
-            format!("import os, signal, sys\n{before}\nprint('ready', flush=True)\nsys.stdin.readline()\n{then}");
+        let code = format!(
+            "import os, signal, sys\n{before}\nprint('ready', flush=True)\nsys.stdin.readline()\n{then}"
+        );
         let mut python = Command::new("python3");
         python.arg("-c").arg(code).current_dir(at).stdin(Stdio::piped()).stdout(Stdio::piped());
         tokio::task::spawn_blocking(move || {
@@ -42,7 +43,8 @@ impl Program {
     async fn go_on(&mut self) {
         self.0.stdin.take().unwrap().write_all(b"\n").unwrap();
         let stack = format!("/proc/{}/stack", self.0.id());
-        until(|| fs::read_to_string(&stack).unwrap().contains("fuse"), "the program never waited").await;
+        until(|| fs::read_to_string(&stack).unwrap().contains("fuse"), "the program never waited")
+            .await;
     }
 
     fn signal(&self, signal: Signal) {
@@ -52,7 +54,11 @@ impl Program {
     /// What it printed after "ready", when it has ended.
     async fn ended(mut self) -> String {
         let pid = Pid::from_child(&self.0);
-        until(|| waitpid(Some(pid), WaitOptions::NOHANG).unwrap().is_some(), "the program did not end").await;
+        until(
+            || waitpid(Some(pid), WaitOptions::NOHANG).unwrap().is_some(),
+            "the program did not end",
+        )
+        .await;
         let mut out = String::new();
         BufReader::new(self.0.stdout.take().unwrap()).read_line(&mut out).unwrap();
         out
@@ -78,7 +84,11 @@ async fn mounted(cluster: &Cluster, at: &Path) -> Option<Mount> {
         println!("skipped: only root sees in /proc/PID/stack what a program waits for");
         return None;
     }
-    let cfg = MountConfig { attr_timeout: Duration::ZERO, entry_timeout: Duration::ZERO, ..MountConfig::new(at) };
+    let cfg = MountConfig {
+        attr_timeout: Duration::ZERO,
+        entry_timeout: Duration::ZERO,
+        ..MountConfig::new(at)
+    };
     Some(mount(cfg, cluster.client().await).await.unwrap())
 }
 
@@ -106,7 +116,9 @@ async fn killed_programs_go_away() {
     }
     // Whatever they had begun, the mount works.
     let file = dir.path().join("after");
-    let written = tokio::task::spawn_blocking(move || fs::write(&file, b"works").and_then(|()| fs::read(&file)));
+    let written = tokio::task::spawn_blocking(move || {
+        fs::write(&file, b"works").and_then(|()| fs::read(&file))
+    });
     assert_eq!(written.await.unwrap().unwrap(), b"works");
     unmounted(&m).await;
 }
@@ -127,7 +139,8 @@ libc, buf = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(100)"
     cluster.stall(true);
     p.go_on().await;
     p.signal(Signal::USR1);
-    // Time enough for the signal to have become an INTERRUPT and to have been looked at: the request is still there.
+    // Time enough for the signal to have become an INTERRUPT and to have been looked at: the
+    // request is still there.
     tokio::time::sleep(Duration::from_millis(200)).await;
     cluster.stall(false);
     assert_eq!(p.ended().await, "signal 10 0\n");
@@ -144,13 +157,18 @@ async fn the_kernel_forgets_what_it_is_told_to() {
     let cluster = Cluster::new();
     cluster.lease(Duration::from_secs(3600));
     let client = cluster.client().await;
-    let cfg = MountConfig { entry_timeout: Duration::from_secs(3600), ..MountConfig::new(dir.path()) };
+    let cfg =
+        MountConfig { entry_timeout: Duration::from_secs(3600), ..MountConfig::new(dir.path()) };
     let m = mount(cfg, client.clone()).await.unwrap();
     let root = client.root();
     let (at, me) = (dir.path().to_path_buf(), strake_client::Creds::default());
     let len = |name: &'static str| {
         let file = at.join(name);
-        async move { tokio::task::spawn_blocking(move || fs::metadata(file).map(|m| m.len()).ok()).await.unwrap() }
+        async move {
+            tokio::task::spawn_blocking(move || fs::metadata(file).map(|m| m.len()).ok())
+                .await
+                .unwrap()
+        }
     };
     let (file, attr) = client.create(&me, root, b"a", 0o644, 2, false, None).await.unwrap();
     assert_eq!(len("a").await, Some(0));
@@ -173,7 +191,9 @@ async fn the_kernel_forgets_what_it_is_told_to() {
 /// umount(8), which looks at the mount before it unmounts it, while no server answers.
 async fn umount(cluster: &Cluster, at: &Path) {
     let at = at.to_path_buf();
-    let unmounting = tokio::task::spawn_blocking(move || Command::new("umount").arg("-i").arg(at).output().unwrap());
+    let unmounting = tokio::task::spawn_blocking(move || {
+        Command::new("umount").arg("-i").arg(at).output().unwrap()
+    });
     let out = tokio::time::timeout(LIMIT, unmounting).await;
     cluster.stall(false);
     let out = out.expect("it waits for servers").unwrap();

@@ -19,7 +19,8 @@ fn keeping(at: &std::path::Path) -> MountConfig {
     MountConfig { entry_timeout: TERM, ..MountConfig::new(at) }
 }
 
-/// A mount with its client, and a client of another mount. `None`, and a line why, where this cannot be tested.
+/// A mount with its client, and a client of another mount. `None`, and a line why, where this
+/// cannot be tested.
 async fn mounted(cluster: &Cluster, cfg: MountConfig) -> Option<(Mount, Client, Client)> {
     if let Err(e) = can_mount(&cfg.mountpoint) {
         println!("skipped: {e}");
@@ -38,7 +39,8 @@ async fn off<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T 
 /// Inode number and permissions behind a path.
 async fn stat(path: impl AsRef<Path>) -> Option<(u64, u32)> {
     let path = path.as_ref().to_path_buf();
-    off(move || fs::symlink_metadata(path).map(|m| (m.ino(), m.permissions().mode() & 0o7777)).ok()).await
+    off(move || fs::symlink_metadata(path).map(|m| (m.ino(), m.permissions().mode() & 0o7777)).ok())
+        .await
 }
 
 async fn unmounted(m: &Mount) {
@@ -65,7 +67,8 @@ async fn attributes_are_kept_until_they_are_recalled() {
     let asked = cluster.requests();
     assert_eq!(stat(&at).await, Some((file, 0o644)));
     assert_eq!(cluster.requests(), asked, "nobody is asked again");
-    // What the mount's own client changes behind the back of the kernel nobody recalls: so it is the kernel who remembers.
+    // What the mount's own client changes behind the back of the kernel nobody recalls: so it is
+    // the kernel who remembers.
     its.setattr(&me, mode(file, 0o640)).await.unwrap();
     assert_eq!(stat(&at).await, Some((file, 0o644)), "the kernel keeps it");
     other.setattr(&me, mode(file, 0o600)).await.unwrap();
@@ -96,7 +99,11 @@ async fn names_are_kept_until_their_directory_is_recalled() {
     assert_eq!((stat(&a).await, stat(&b).await), (Some((file, 0o644)), None));
     assert_eq!(cluster.requests(), asked, "nobody is asked again, nor for what is not there");
     its.rename(&me, (root, b"a"), (root, b"b"), 0).await.unwrap();
-    assert_eq!((stat(&a).await, stat(&b).await), (Some((file, 0o644)), None), "the kernel keeps both");
+    assert_eq!(
+        (stat(&a).await, stat(&b).await),
+        (Some((file, 0o644)), None),
+        "the kernel keeps both"
+    );
     // The client knows names in the directory: whoever recalls it recalls them from the kernel.
     its.lookup(&me, root, b"b").await.unwrap();
     cluster.recall(&[root]).await;
@@ -155,7 +162,10 @@ async fn lists_bring_names_and_attributes() {
     assert_eq!(stat(at.join("f7")).await, Some((files[7], 0o644)), "the kernel keeps it");
     other.unlink(&me, sub, b"f8").await.unwrap();
     cluster.recall(&[sub, files[7], files[8]]).await;
-    assert_eq!((stat(at.join("f7")).await, stat(at.join("f8")).await), (Some((files[7], 0o640)), None));
+    assert_eq!(
+        (stat(at.join("f7")).await, stat(at.join("f8")).await),
+        (Some((files[7], 0o640)), None)
+    );
     assert_eq!(list(at).await.len(), 49);
     unmounted(&m).await;
 }
@@ -172,7 +182,11 @@ async fn of_a_mounted_folder_as_well() {
     assert_eq!((stat(dir.path()).await, stat(&at).await), (Some((1, 0o755)), None));
     its.setattr(&me, mode(sub, 0o750)).await.unwrap();
     let file = its.mknod(&me, sub, b"a", 0o100_644, 0).await.unwrap().ino;
-    assert_eq!((stat(dir.path()).await, stat(&at).await), (Some((1, 0o755)), None), "the kernel keeps both");
+    assert_eq!(
+        (stat(dir.path()).await, stat(&at).await),
+        (Some((1, 0o755)), None),
+        "the kernel keeps both"
+    );
     other.setattr(&me, mode(sub, 0o700)).await.unwrap();
     cluster.recall(&[sub]).await;
     assert_eq!((stat(dir.path()).await, stat(&at).await), (Some((1, 0o700)), Some((file, 0o644))));
@@ -183,7 +197,8 @@ async fn of_a_mounted_folder_as_well() {
 async fn bounds_of_zero_ask_each_time() {
     let (dir, cluster, me) = (tempfile::tempdir().unwrap(), Cluster::new(), Creds::default());
     let none = Duration::ZERO;
-    let cfg = MountConfig { attr_timeout: none, entry_timeout: none, ..MountConfig::new(dir.path()) };
+    let cfg =
+        MountConfig { attr_timeout: none, entry_timeout: none, ..MountConfig::new(dir.path()) };
     let Some((m, its, _)) = mounted(&cluster, cfg).await else { return };
     let at = dir.path().join("a");
     assert_eq!(stat(&at).await, None);
@@ -194,7 +209,8 @@ async fn bounds_of_zero_ask_each_time() {
     unmounted(&m).await;
 }
 
-/// A recall waits for replies on their way. What the kernel was brought and has forgotten is not on its way, however it was brought.
+/// A recall waits for replies on their way. What the kernel was brought and has forgotten is not on
+/// its way, however it was brought.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_recall_does_not_wait_for_what_the_kernel_has_dropped() {
     let (dir, cluster, me) = (tempfile::tempdir().unwrap(), Cluster::new(), Creds::default());
@@ -202,12 +218,17 @@ async fn a_recall_does_not_wait_for_what_the_kernel_has_dropped() {
     let sub = other.mkdir(&me, other.root(), b"d", 0o755).await.unwrap().ino;
     let mut all = Vec::new();
     for n in 0..100 {
-        all.push(other.mknod(&me, sub, format!("f{n}").as_bytes(), 0o100_644, 0).await.unwrap().ino);
+        all.push(
+            other.mknod(&me, sub, format!("f{n}").as_bytes(), 0o100_644, 0).await.unwrap().ino,
+        );
     }
     let at = dir.path().to_path_buf();
     let made = off(move || {
         for _ in 0..2 {
-            let listed: Vec<_> = fs::read_dir(at.join("d")).unwrap().map(|e| e.unwrap().metadata().unwrap()).collect();
+            let listed: Vec<_> = fs::read_dir(at.join("d"))
+                .unwrap()
+                .map(|e| e.unwrap().metadata().unwrap())
+                .collect();
             assert_eq!(listed.len(), 100);
         }
         let [file, folder, link] = ["file", "folder", "link"].map(|n| at.join(n));
@@ -217,7 +238,8 @@ async fn a_recall_does_not_wait_for_what_the_kernel_has_dropped() {
         fs::hard_link(&file, folder.join("also")).unwrap();
         fs::rename(folder.join("also"), folder.join("other")).unwrap();
         fs::File::open(folder.join("other")).unwrap();
-        let unnamed = fs::OpenOptions::new().write(true).custom_flags(libc::O_TMPFILE).open(&at).unwrap();
+        let unnamed =
+            fs::OpenOptions::new().write(true).custom_flags(libc::O_TMPFILE).open(&at).unwrap();
         let made = [file, folder, link].map(|p| fs::symlink_metadata(p).unwrap().ino());
         made.into_iter().chain([unnamed.metadata().unwrap().ino()]).collect::<Vec<_>>()
     })

@@ -33,7 +33,15 @@ async fn a_file_whose_locks_are_lost_is_not_read_or_written_as_if_they_were_ther
     let (before, at) = (client.session(), dir.path().to_path_buf());
     let m = mount(MountConfig::new(dir.path()), client.clone()).await.unwrap();
     let work = tokio::task::spawn_blocking(move || {
-        let open = || File::options().read(true).write(true).create(true).truncate(false).open(at.join("f")).unwrap();
+        let open = || {
+            File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(at.join("f"))
+                .unwrap()
+        };
         let (locked, other) = (open(), open());
         lock(&locked, libc::F_WRLCK).unwrap();
         locked.write_at(b"mine", 0).unwrap();
@@ -47,7 +55,8 @@ async fn a_file_whose_locks_are_lost_is_not_read_or_written_as_if_they_were_ther
         let failed = |r: io::Result<usize>| r.unwrap_err().raw_os_error();
         assert_eq!(failed(locked.write_at(b"not mine", 0)), Some(libc::EIO));
         assert_eq!(failed(locked.read_at(&mut [0; 4], 0)), Some(libc::EIO));
-        // Behind the bytes that went with the session, which are an error to everybody who had the file open.
+        // Behind the bytes that went with the session, which are an error to everybody who had the
+        // file open.
         assert_eq!(other.read_at(&mut [0; 4], 100).expect("it took no locks"), 0);
         assert_eq!(failed(other.read_at(&mut [0; 4], 0)), Some(libc::EIO));
         lock(&locked, libc::F_UNLCK).unwrap();
@@ -65,13 +74,23 @@ async fn a_file_whose_locks_are_lost_is_not_read_or_written_as_if_they_were_ther
 async fn a_lock_that_comes_after_its_caller_has_gone_is_given_back_before_others_are_told_of_it() {
     let cluster = Cluster::new();
     let client = cluster.client().await;
-    let (_, attr) = client.create(&Creds::default(), client.root(), b"f", 0o644, 2, false, None).await.unwrap();
-    let lock = |owner, mode| Lock { kind: LockKind::LockPosix, owner, mode, start: 0, end: u64::MAX, pid: 1 };
+    let (_, attr) =
+        client.create(&Creds::default(), client.root(), b"f", 0o644, 2, false, None).await.unwrap();
+    let lock = |owner, mode| Lock {
+        kind: LockKind::LockPosix,
+        owner,
+        mode,
+        start: 0,
+        end: u64::MAX,
+        pid: 1,
+    };
     for owner in 10..30 {
         cluster.stall(true);
         let asked = lock(owner, LockType::LockWrite);
         let asking = client.set_lock(attr.ino, &asked, false);
-        tokio::time::timeout(Duration::from_millis(20), asking).await.expect_err("no server answers");
+        tokio::time::timeout(Duration::from_millis(20), asking)
+            .await
+            .expect_err("no server answers");
         let mut given_back = std::pin::pin!(client.unlocked(attr.ino));
         let early = tokio::time::timeout(Duration::from_millis(1), given_back.as_mut()).await;
         early.expect_err("the request is under way");

@@ -17,9 +17,12 @@ async fn nothing_is_lost_beside_stores_through_a_mapping() {
     let m = mount(MountConfig::new(dir.path()), cluster.client().await).await.unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mappings.py");
     let at = dir.path().to_path_buf();
-    let run = move || Command::new("timeout").arg("300").arg("python3").arg(script).current_dir(at).output();
+    let run = move || {
+        Command::new("timeout").arg("300").arg("python3").arg(script).current_dir(at).output()
+    };
     let out = tokio::task::spawn_blocking(run).await.unwrap().unwrap();
-    let (text, errors) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    let (text, errors) =
+        (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     println!("{text}");
     // The kernel releases what programs closed a little later.
     let unmounted = tokio::time::timeout(Duration::from_secs(60), async {

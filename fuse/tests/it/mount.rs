@@ -1,4 +1,5 @@
-//! A real kernel mount over a cluster in this process, used as programs use it: see `posix.sh` and `names.sh`.
+//! A real kernel mount over a cluster in this process, used as programs use it: see `posix.sh` and
+//! `names.sh`.
 
 use std::{path::Path, process::Command, time::Duration};
 
@@ -11,12 +12,14 @@ async fn mounted(cluster: &Cluster, at: &Path, transport: Transport) -> Mount {
     mount(cfg, cluster.client().await).await.unwrap()
 }
 
-/// Runs a script of this folder with the mountpoints as arguments; its output is shown when it fails.
+/// Runs a script of this folder with the mountpoints as arguments; its output is shown when it
+/// fails.
 async fn script(name: &str, args: Vec<std::path::PathBuf>) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(name);
     let run = move || Command::new("timeout").arg("120").arg("bash").arg(path).args(args).output();
     let out = tokio::task::spawn_blocking(run).await.unwrap().unwrap();
-    let (text, errors) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    let (text, errors) =
+        (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     println!("{text}");
     assert!(out.status.success(), "{:?}\n{text}\n{errors}", out.status);
 }

@@ -36,11 +36,20 @@ async fn a_rename_that_another_mount_was_faster_with_begins_anew() {
             other.link(&me, file, top, b"third").await.unwrap();
         }
         let look = |pid, dir: Ino| vfs.lookup(thread(pid), dir, &name);
-        let found = |r: strake_proto::Result<strake_proto::pb::Attr>| r.map(|a| a.ino).map_err(|e| e.code);
+        let found =
+            |r: strake_proto::Result<strake_proto::pb::Attr>| r.map(|a| a.ino).map_err(|e| e.code);
         assert_eq!(found(look(1, a).await), Ok(file));
         other.rename(&me, (a, &name), (b, &name), 0).await.unwrap();
-        assert_eq!(found(look(2, b).await), Ok(file), "another thread has not seen the former name");
-        assert_eq!(found(look(1, b).await), Err(Code::Stale), "the kernel would take both names for one file's");
+        assert_eq!(
+            found(look(2, b).await),
+            Ok(file),
+            "another thread has not seen the former name"
+        );
+        assert_eq!(
+            found(look(1, b).await),
+            Err(Code::Stale),
+            "the kernel would take both names for one file's"
+        );
         // It begins anew, by way of the directories.
         vfs.lookup(thread(1), top, b"a").await.unwrap();
         assert_eq!(found(look(1, a).await), Err(Code::NoEnt));
@@ -97,7 +106,11 @@ async fn a_removed_directory_is_there_for_those_who_have_it() {
         // The one that is open, and the one that ".." leads to.
         for ino in [inner, outer] {
             let attr = vfs.getattr(ino).await.unwrap().attr;
-            assert_eq!((attr.ino, attr.nlink, attr.mode & libc::S_IFMT), (ino, 0, libc::S_IFDIR), "{by_other}");
+            assert_eq!(
+                (attr.ino, attr.nlink, attr.mode & libc::S_IFMT),
+                (ino, 0, libc::S_IFDIR),
+                "{by_other}"
+            );
         }
         let change = Change {
             mode: Some(0o2711),
@@ -111,18 +124,33 @@ async fn a_removed_directory_is_there_for_those_who_have_it() {
         assert_eq!(set, attr);
         assert_eq!((attr.mode & 0o7777, attr.uid, attr.mtime_ns, attr.nlink), (0o2711, 5, 77, 0));
         assert!(attr.atime_ns > 1 << 60 && attr.ctime_ns > 1 << 60);
-        let set = vfs.setattr(USER, inner, Change { mode: Some(0o2700), ..Change::default() }).await.unwrap();
+        let set = vfs
+            .setattr(USER, inner, Change { mode: Some(0o2700), ..Change::default() })
+            .await
+            .unwrap();
         assert_eq!(set.mode & 0o7777, 0o700, "of a group that the caller is not in");
         assert_eq!(names(&vfs, open).await, [".", ".."]);
-        assert_eq!(vfs.getxattr(ROOT, inner, b"system.posix_acl_access").await.unwrap_err().code, Code::NoData);
+        assert_eq!(
+            vfs.getxattr(ROOT, inner, b"system.posix_acl_access").await.unwrap_err().code,
+            Code::NoData
+        );
         assert_eq!(vfs.listxattr(ROOT, inner).await.unwrap(), b"");
         // No name is in it, and none comes.
         assert_eq!(code(vfs.lookup(ROOT, inner, b"x").await.map(drop)), Code::NoEnt);
         assert_eq!(code(vfs.mkdir(ROOT, inner, b"x", 0o755, 0).await.map(drop)), Code::NoEnt);
-        assert_eq!(code(vfs.create(ROOT, inner, b"x", 0o644, 0, libc::O_RDWR).await.map(drop)), Code::NoEnt);
-        assert_eq!(code(vfs.tmpfile(ROOT, inner, 0o644, 0, libc::O_RDWR).await.map(drop)), Code::NoEnt);
+        assert_eq!(
+            code(vfs.create(ROOT, inner, b"x", 0o644, 0, libc::O_RDWR).await.map(drop)),
+            Code::NoEnt
+        );
+        assert_eq!(
+            code(vfs.tmpfile(ROOT, inner, 0o644, 0, libc::O_RDWR).await.map(drop)),
+            Code::NoEnt
+        );
         assert_eq!(code(vfs.symlink(ROOT, inner, b"x", b"to").await.map(drop)), Code::NoEnt);
-        assert_eq!(code(vfs.mknod(ROOT, inner, b"x", 0o100_644, 0, 0).await.map(drop)), Code::NoEnt);
+        assert_eq!(
+            code(vfs.mknod(ROOT, inner, b"x", 0o100_644, 0, 0).await.map(drop)),
+            Code::NoEnt
+        );
         assert_eq!(code(vfs.unlink(ROOT, inner, b"x").await), Code::NoEnt);
         assert_eq!(code(vfs.rmdir(ROOT, inner, b"x").await), Code::NoEnt);
         assert_eq!(code(vfs.rename(ROOT, (inner, b"x"), (top, b"x"), 0).await), Code::NoEnt);
@@ -181,7 +209,11 @@ async fn a_program_may_be_run_by_those_who_may_not_read_it() {
         assert_eq!(open(ino, libc::O_RDONLY).await, reads, "{mode:o}");
         // What may be read was checked by the kernel for execution.
         assert_eq!(open(ino, libc::O_RDONLY | EXEC).await, runs, "{mode:o}");
-        assert_eq!(open(ino, libc::O_RDONLY).await, reads, "{mode:o}: having run it gives no right");
+        assert_eq!(
+            open(ino, libc::O_RDONLY).await,
+            reads,
+            "{mode:o}: having run it gives no right"
+        );
         assert_eq!(open(ino, libc::O_WRONLY | EXEC).await, Err(Code::Access), "{mode:o}");
     }
 }

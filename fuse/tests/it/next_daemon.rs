@@ -1,4 +1,5 @@
-//! A daemon that takes a mount over. The kernel's part is this test's, over a socket whose messages are requests and replies.
+//! A daemon that takes a mount over. The kernel's part is this test's, over a socket whose messages
+//! are requests and replies.
 
 use std::{
     fs,
@@ -6,7 +7,9 @@ use std::{
 };
 
 use crate::common::Cluster;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair,
+};
 use strake_client::Handover;
 use strake_fuse::{Interim, MountConfig, learn, serve};
 
@@ -51,17 +54,22 @@ fn said(kernel: &OwnedFd) -> Option<(u64, i32)> {
 /// Of every other thread of this process, the text of a file in `/proc`.
 fn threads(file: &str) -> Vec<String> {
     let me = rustix::thread::gettid().as_raw_nonzero().to_string();
-    let all = fs::read_dir("/proc/self/task").unwrap().map(Result::unwrap).filter(|t| *t.file_name() != *me);
+    let all = fs::read_dir("/proc/self/task")
+        .unwrap()
+        .map(Result::unwrap)
+        .filter(|t| *t.file_name() != *me);
     all.filter_map(|t| fs::read_to_string(t.path().join(file)).ok()).collect()
 }
 
-/// Returns when a thread waits in writev(2) to this descriptor and no other one has anything left to do.
+/// Returns when a thread waits in writev(2) to this descriptor and no other one has anything left
+/// to do.
 fn until_it_waits_to_write(fd: i32) {
     let call = format!("{} {fd:#x} ", libc::SYS_writev);
     while !threads("syscall").iter().any(|s| s.starts_with(&call)) {
         std::thread::yield_now();
     }
-    let is_running = |stat: &String| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('R'));
+    let is_running =
+        |stat: &String| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('R'));
     while threads("stat").iter().any(is_running) {
         std::thread::yield_now();
     }
@@ -76,10 +84,12 @@ async fn it_asks_for_what_was_not_answered_before_it_reads_anything() {
     let keep = Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
     let client = cluster.client_keeping(&keep).await;
 
-    let (kernel, its) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    let (kernel, its) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     let (fd, unread) = (its.as_raw_fd(), its.try_clone().unwrap());
     send(&kernel, &getattr_of_the_root(2), SendFlags::empty()).unwrap();
-    // The kernel is slow to take what it is told: the first thing that the daemon says is waited for.
+    // The kernel is slow to take what it is told: the first thing that the daemon says is waited
+    // for.
     let mut stalled = 0;
     while send(&its, STALLED, SendFlags::DONTWAIT).is_ok() {
         stalled += 1;
@@ -116,7 +126,9 @@ async fn it_has_the_kernel_forget_names_first() {
         }
         let keep = Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
         let client = cluster.client_keeping(&keep).await;
-        let (kernel, its) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let (kernel, its) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .unwrap();
         let entry_timeout = std::time::Duration::from_secs(hour);
         let cfg = MountConfig { entry_timeout, ..MountConfig::new("/") };
         let mount = serve(&cfg, client, keep, vec![its], None).await.unwrap();
@@ -132,7 +144,8 @@ async fn it_has_the_kernel_forget_names_first() {
     }
 }
 
-/// On a hard mount its servers may be away for ever. Whoever is on his way out does not wait for them.
+/// On a hard mount its servers may be away for ever. Whoever is on his way out does not wait for
+/// them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn while_it_waits_for_servers_only_those_who_leave_are_answered() {
     let cluster = Cluster::new();
@@ -140,9 +153,13 @@ async fn while_it_waits_for_servers_only_those_who_leave_are_answered() {
     let client = cluster.client_keeping(&keep).await;
     learn(&MountConfig::new("/"), &client, &keep).await.unwrap();
     let next = || Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
-    let (kernel, its) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    let (kernel, its) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     let its = [its];
-    assert!(Interim::start(&next(), &its).unwrap().is_none(), "what this kernel's requests say cannot be read twice");
+    assert!(
+        Interim::start(&next(), &its).unwrap().is_none(),
+        "what this kernel's requests say cannot be read twice"
+    );
     // As agreed with a kernel that can: version 7.40, FUSE_HAS_RESEND.
     for (n, word) in [(1, 40 << 32), (2, 1 << 39)] {
         keep.owner_word(n).store(word, std::sync::atomic::Ordering::Relaxed);
@@ -175,6 +192,7 @@ async fn while_it_waits_for_servers_only_those_who_leave_are_answered() {
     drop(interim);
     asks(getattr_of_the_root(14));
     let mut head = [0; 40];
-    let (_, len) = recv(&its[0], &mut head, RecvFlags::DONTWAIT).expect("nobody else reads any more");
+    let (_, len) =
+        recv(&its[0], &mut head, RecvFlags::DONTWAIT).expect("nobody else reads any more");
     assert_eq!((u64::from_ne_bytes(head[8..16].try_into().unwrap()), len), (14, 40));
 }

@@ -29,7 +29,8 @@ async fn files_without_a_name() {
     assert_eq!(vfs.read(open.handle, 0, 100).await.unwrap()[0][..], b"hello"[..]);
     vfs.release(open.handle).await;
 
-    let (attr, open) = vfs.tmpfile(ROOT, top, 0o600, 0, libc::O_WRONLY | libc::O_EXCL).await.unwrap();
+    let (attr, open) =
+        vfs.tmpfile(ROOT, top, 0o600, 0, libc::O_WRONLY | libc::O_EXCL).await.unwrap();
     assert_eq!(vfs.link(ROOT, attr.ino, top, b"never").await.unwrap_err().code, Code::NoEnt);
     vfs.release(open.handle).await;
 }
@@ -71,13 +72,23 @@ async fn acls_are_answered_from_what_is_known_until_they_change() {
     cluster.lease(Duration::from_secs(3600));
     let client = cluster.client().await;
     let vfs = Vfs::new(client.clone(), None);
-    let (dir, name) = (vfs.mkdir(ROOT, client.root(), b"d", 0o755, 0).await.unwrap().ino, b"system.posix_acl_access");
+    let (dir, name) = (
+        vfs.mkdir(ROOT, client.root(), b"d", 0o755, 0).await.unwrap().ino,
+        b"system.posix_acl_access",
+    );
     let asked = client.stats().operations;
     assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap_err().code, Code::NoData);
     assert_eq!(client.stats().operations, asked, "the mkdir's answer said so");
     let entry = |tag: u8, id: u32| [&[tag, 0, 5, 0][..], &id.to_le_bytes()].concat();
     let none = u32::MAX;
-    let list = [vec![2, 0, 0, 0], entry(1, none), entry(2, 7), entry(4, none), entry(16, none), entry(32, none)];
+    let list = [
+        vec![2, 0, 0, 0],
+        entry(1, none),
+        entry(2, 7),
+        entry(4, none),
+        entry(16, none),
+        entry(32, none),
+    ];
     vfs.setxattr(ROOT, dir, name, &list.concat(), 0).await.unwrap();
     assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap(), list.concat());
     assert_eq!(vfs.getattr(dir).await.unwrap().attr.acls, 1);
@@ -94,7 +105,8 @@ async fn acls_are_answered_from_what_is_known_until_they_change() {
     assert_eq!(vfs.readdir(again, 0, false, |_| true).await.unwrap_err().code, Code::Access);
 }
 
-/// A stat of a sparse file tells its space while the servers do, and waits for them only once in a while.
+/// A stat of a sparse file tells its space while the servers do, and waits for them only once in a
+/// while.
 #[tokio::test(start_paused = true)]
 async fn space_is_told_while_the_servers_tell_it() {
     let cluster = Cluster::new();
@@ -102,7 +114,8 @@ async fn space_is_told_while_the_servers_tell_it() {
     let vfs = Vfs::new(client.clone(), None);
     let mut made = Vec::new();
     for name in [b"a", b"b"] {
-        let (attr, open) = vfs.create(ROOT, client.root(), name, 0o600, 0, libc::O_RDWR).await.unwrap();
+        let (attr, open) =
+            vfs.create(ROOT, client.root(), name, 0o600, 0, libc::O_RDWR).await.unwrap();
         let mut data = client.pool().get_now(5);
         data.copy_from_slice(b"hello");
         vfs.write(open.handle, Place::At(1 << 20), data.freeze(), ()).await.unwrap();

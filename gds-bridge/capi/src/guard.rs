@@ -58,12 +58,14 @@ pub fn fail(e: &Error) -> c_int {
 
 fn panicked(cause: &(dyn Any + Send)) -> Error {
     let text = cause.downcast_ref::<&str>().copied();
-    let text = text.or_else(|| cause.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text");
+    let text =
+        text.or_else(|| cause.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text");
     Error::new(Code::Io, format!("a fault of this library: {text}"))
 }
 
 fn caught<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
-    // What a panic leaves half done is of this call alone: bridges and files keep their own locks whole.
+    // What a panic leaves half done is of this call alone: bridges and files keep their own locks
+    // whole.
     catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|cause| Err(panicked(&*cause)))
 }
 

@@ -1,6 +1,8 @@
-//! The bridge for programs in C and everything that calls C: `include/strakegds.h` says what each function means. Here is how it is carried out.
+//! The bridge for programs in C and everything that calls C: `include/strakegds.h` says what each
+//! function means. Here is how it is carried out.
 //!
-//! Every function is guarded: a panic ends as an error (`EIO`) of its call, never as one that unwinds into C.
+//! Every function is guarded: a panic ends as an error (`EIO`) of its call, never as one that
+//! unwinds into C.
 
 mod guard;
 mod types;
@@ -108,7 +110,10 @@ pub extern "C" fn strakegds_error() -> *const c_char {
 /// # Safety
 /// Pointers as the header says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn strakegds_open(options: *const Options, bridge: *mut *mut Bridge) -> c_int {
+pub unsafe extern "C" fn strakegds_open(
+    options: *const Options,
+    bridge: *mut *mut Bridge,
+) -> c_int {
     guarded(|| {
         // SAFETY: the caller's promises; options are read as far as their size goes.
         let setup = unsafe { Options::read(options) }?;
@@ -163,8 +168,11 @@ pub unsafe extern "C" fn strakegds_file_open(
             return Err(inval("file is NULL"));
         }
         let opened = Arc::new(session.open_file(path, flags as u32, mode)?);
-        let opened =
-            Box::into_raw(Box::new(OpenFile { file: opened, session: session.clone(), policy: Mutex::default() }));
+        let opened = Box::into_raw(Box::new(OpenFile {
+            file: opened,
+            session: session.clone(),
+            policy: Mutex::default(),
+        }));
         // SAFETY: just checked.
         unsafe { put_out(file, opened, "file") }
     })
@@ -223,7 +231,11 @@ pub unsafe extern "C" fn strakegds_file_sync(file: *mut OpenFile) -> c_int {
 /// # Safety
 /// Pointers as the header says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn strakegds_rename(bridge: *mut Bridge, from: *const c_char, to: *const c_char) -> c_int {
+pub unsafe extern "C" fn strakegds_rename(
+    bridge: *mut Bridge,
+    from: *const c_char,
+    to: *const c_char,
+) -> c_int {
     guarded(|| {
         // SAFETY: the caller's promises.
         unsafe { given(bridge, "bridge")?.0.rename(text(from, "from")?, text(to, "to")?) }
@@ -250,7 +262,8 @@ unsafe fn told(outcome: Result<Report, Failed>, to: *mut ReportOut) -> Result<()
 unsafe fn transfers(session: &Arc<Session>, p: *const Range, n: usize) -> Result<Vec<Transfer>> {
     let transfer = |(i, r): (usize, &Range)| {
         // SAFETY: the caller's promise.
-        let f = unsafe { r.file.as_ref() }.ok_or_else(|| inval(format!("range {i}: file is NULL")))?;
+        let f =
+            unsafe { r.file.as_ref() }.ok_or_else(|| inval(format!("range {i}: file is NULL")))?;
         if !Arc::ptr_eq(&f.session, session) {
             return Err(inval(format!("range {i}: the file is of another bridge")));
         }
@@ -304,7 +317,9 @@ unsafe fn start(
             return Err(inval("call is NULL"));
         }
         // SAFETY: as above.
-        let started = unsafe { session.start(direction, transfers(session, all, n)?, policy, stream as u64) }?;
+        let started = unsafe {
+            session.start(direction, transfers(session, all, n)?, policy, stream as u64)
+        }?;
         // SAFETY: just checked.
         unsafe { put_out(to, Box::into_raw(Box::new(started)), "call") }
     })
@@ -443,7 +458,11 @@ pub unsafe extern "C" fn strakegds_settle(bridge: *mut Bridge) -> c_int {
 /// # Safety
 /// Pointers as the header says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn strakegds_alloc(bridge: *mut Bridge, length: u64, address: *mut u64) -> c_int {
+pub unsafe extern "C" fn strakegds_alloc(
+    bridge: *mut Bridge,
+    length: u64,
+    address: *mut u64,
+) -> c_int {
     guarded(|| {
         // SAFETY: the caller's promise.
         let device = unsafe { given(bridge, "bridge") }?.0.device().clone();
@@ -469,7 +488,12 @@ pub unsafe extern "C" fn strakegds_free(bridge: *mut Bridge, address: u64) -> c_
 /// # Safety
 /// Pointers as the header says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn strakegds_put(bridge: *mut Bridge, to: u64, from: *const c_void, length: usize) -> c_int {
+pub unsafe extern "C" fn strakegds_put(
+    bridge: *mut Bridge,
+    to: u64,
+    from: *const c_void,
+    length: usize,
+) -> c_int {
     guarded(|| {
         if from.is_null() && length > 0 {
             return Err(inval("from is NULL"));
@@ -485,7 +509,12 @@ pub unsafe extern "C" fn strakegds_put(bridge: *mut Bridge, to: u64, from: *cons
 /// # Safety
 /// Pointers as the header says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn strakegds_get(bridge: *mut Bridge, to: *mut c_void, from: u64, length: usize) -> c_int {
+pub unsafe extern "C" fn strakegds_get(
+    bridge: *mut Bridge,
+    to: *mut c_void,
+    from: u64,
+    length: usize,
+) -> c_int {
     guarded(|| {
         if to.is_null() && length > 0 {
             return Err(inval("to is NULL"));
@@ -493,7 +522,8 @@ pub unsafe extern "C" fn strakegds_get(bridge: *mut Bridge, to: *mut c_void, fro
         // SAFETY: the caller's promise.
         let session = &unsafe { given(bridge, "bridge") }?.0;
         let to = if length == 0 { ptr::dangling_mut() } else { to.cast::<u8>() };
-        // SAFETY: just checked, and the caller's promise of its length; C has no other references to it.
+        // SAFETY: just checked, and the caller's promise of its length; C has no other references
+        // to it.
         Ok(session.get(from, unsafe { std::slice::from_raw_parts_mut(to, length) })?)
     })
 }

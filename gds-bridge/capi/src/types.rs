@@ -73,15 +73,19 @@ impl Options {
         }
         // SAFETY: they have a size at least.
         let size = unsafe { (&raw const (*from).size).read() };
-        // Any other size, or one of a program that knows more than this library does, would be read wrong.
+        // Any other size, or one of a program that knows more than this library does, would be read
+        // wrong.
         let known = size_of::<Options>();
         let all = [FIRST, SECOND, THIRD, known];
         if !all.contains(&size) {
-            return Err(inval(format!("options: size is {size}, and this version of the library knows {all:?}")));
+            return Err(inval(format!(
+                "options: size is {size}, and this version of the library knows {all:?}"
+            )));
         }
         // What an older program does not have is zero: the default of each.
         let mut o = MaybeUninit::<Options>::zeroed();
-        // SAFETY: they are as large as they say, which is no more than what is written to; every field may be zero.
+        // SAFETY: they are as large as they say, which is no more than what is written to; every
+        // field may be zero.
         let o = unsafe {
             ptr::copy_nonoverlapping(from.cast::<u8>(), o.as_mut_ptr().cast::<u8>(), size);
             o.assume_init()
@@ -95,13 +99,18 @@ impl Options {
         };
         // SAFETY: as above.
         let mds = unsafe { text(o.mds, "options: mds") }?;
-        let mut setup = Setup::new(mds, or(o.memory, "options: memory", "cuda:0")?.parse::<Memory>()?);
+        let mut setup =
+            Setup::new(mds, or(o.memory, "options: memory", "cuda:0")?.parse::<Memory>()?);
         setup.key = or(o.client_key, "options: client_key", strake_gds::session::KEY)?.into();
         setup.roads = match or(o.fabric, "options: fabric", "auto")? {
             "auto" => Use::Best,
             "tcp" => Use::Tcp,
             "rdma" => Use::Rdma,
-            other => return Err(inval(format!("options: fabric is '{other}'; auto, tcp and rdma are known"))),
+            other => {
+                return Err(inval(format!(
+                    "options: fabric is '{other}'; auto, tcp and rdma are known"
+                )));
+            }
         };
         let or_default = |n: u32, default: usize| if n == 0 { default } else { n as usize };
         let d = &mut setup.options;
@@ -167,7 +176,11 @@ impl ReportOut {
 
 // As a C compiler for 64-bit machines lays them out; the test's program has the same lines.
 const _: () = assert!(
-    size_of::<Options>() == 88 && FIRST == 64 && SECOND == 72 && THIRD == 80 && offset_of!(Options, reserved) == 68
+    size_of::<Options>() == 88
+        && FIRST == 64
+        && SECOND == 72
+        && THIRD == 80
+        && offset_of!(Options, reserved) == 68
 );
 const _: () = assert!(size_of::<Range>() == 32 && offset_of!(Range, length) == 24);
 const _: () = assert!(size_of::<ReportOut>() == 96 && offset_of!(ReportOut, seconds) == 88);

@@ -88,7 +88,9 @@ fn a_program_in_c_asks_for_checksums_on_the_device() {
     let Some(()) = compile("verify.c", &dir.join("verify"), false) else { return };
     let standin = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/standin/libcuda.c");
     let mut cc = Command::new("cc");
-    cc.args(["-shared", "-fPIC", "-O1", "-pthread", "-o"]).arg(dir.join("libcuda.so.1")).arg(standin);
+    cc.args(["-shared", "-fPIC", "-O1", "-pthread", "-o"])
+        .arg(dir.join("libcuda.so.1"))
+        .arg(standin);
     assert!(cc.status().unwrap().success(), "the stand-in for the driver library");
     for memory in ["host", "cuda:0"] {
         let run = Command::new(dir.join("verify"))
@@ -139,7 +141,9 @@ fn the_lines_of_the_page_load_a_file() {
     let lines = lines.replace(from, to).replace("at-least:bounce-tcp", "at-least:pageable");
     let source = AROUND.replace("LINES", &lines);
     std::fs::write(dir.join("page.c"), source).unwrap();
-    let Some(()) = compile(dir.join("page.c").to_str().unwrap(), &dir.join("page"), false) else { return };
+    let Some(()) = compile(dir.join("page.c").to_str().unwrap(), &dir.join("page"), false) else {
+        return;
+    };
     served.block_on(async {
         let c = served.client().await;
         let (f, _) = c.create(&user(), c.root(), b"model.bin", 0o644, 2, true, None).await.unwrap();

@@ -1,5 +1,6 @@
-//! Types and numbers of cuFile's interface as of version 1.20 (`cuFileGetVersion` says 1200), in declarations of our own: integers and pointers, laid
-//! out as a C compiler for 64-bit machines does it. Numbers that a program hands in are plain integers here, because it may hand in any.
+//! Types and numbers of cuFile's interface as of version 1.20 (`cuFileGetVersion` says 1200), in
+//! declarations of our own: integers and pointers, laid out as a C compiler for 64-bit machines
+//! does it. Numbers that a program hands in are plain integers here, because it may hand in any.
 
 use std::{
     ffi::{c_int, c_uint, c_void},
@@ -292,8 +293,11 @@ pub struct Level3 {
 const _: () = assert!(size_of::<Status>() == 8);
 const _: () = assert!(size_of::<Descriptor>() == 24 && offset_of!(Descriptor, handle) == 8);
 const _: () = assert!(size_of::<Properties>() == 56 && offset_of!(Properties, fflags) == 32);
-const _: () =
-    assert!(size_of::<Params>() == 64 && offset_of!(Params, handle) == 40 && offset_of!(Params, cookie) == 56);
+const _: () = assert!(
+    size_of::<Params>() == 64
+        && offset_of!(Params, handle) == 40
+        && offset_of!(Params, cookie) == 56
+);
 const _: () = assert!(size_of::<Event>() == 24 && offset_of!(Event, ret) == 16);
 const _: () = assert!(size_of::<Level1>() == 624 && offset_of!(Level1, readv_ops) == 512);
 const _: () = assert!(size_of::<Level2>() == 1136 && size_of::<PerGpu>() == 248);

@@ -1,4 +1,5 @@
-//! The functions. Where a comment says nothing of safety: pointers are as cuFile's interface has them.
+//! The functions. Where a comment says nothing of safety: pointers are as cuFile's interface has
+//! them.
 #![allow(non_snake_case, reason = "the interface's names")]
 #![allow(clippy::missing_safety_doc, reason = "the interface's: see above")]
 
@@ -86,7 +87,10 @@ pub unsafe extern "C" fn cuFileGetVersion(version: *mut c_int) -> Status {
 pub unsafe extern "C" fn cuFileDriverGetProperties(props: *mut Properties) -> Status {
     control(|| {
         let d = Driver::get()?;
-        let p = Properties { max_batch_io_size: d.params.lock().batch() as c_uint, ..*d.properties.lock() };
+        let p = Properties {
+            max_batch_io_size: d.params.lock().batch() as c_uint,
+            ..*d.properties.lock()
+        };
         // SAFETY: the caller's promise.
         unsafe { put(props, p) }
     })
@@ -132,7 +136,10 @@ pub extern "C" fn cuFileDriverSetMaxPinnedMemSize(kib: usize) -> Status {
 
 /// Takes a file.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFileHandleRegister(handle: *mut *mut c_void, of: *mut Descriptor) -> Status {
+pub unsafe extern "C" fn cuFileHandleRegister(
+    handle: *mut *mut c_void,
+    of: *mut Descriptor,
+) -> Status {
     own_call!(handle_register(handle, of));
     control(|| {
         // SAFETY: the caller's promise.
@@ -170,7 +177,8 @@ fn buf_register(d: &Driver, addr: *const c_void, len: usize, flags: c_int) -> Do
     }
     let (_, cuda) = d.cuda_of_thread()?;
     if let Some(n) = cuda.device_of(addr as u64).map_err(|f| Wrong::from(&f))? {
-        strake_gds::GpuMem::check(&d.cuda(n)?, addr as u64, len as u64).map_err(|f| Wrong::from(&f))?;
+        strake_gds::GpuMem::check(&d.cuda(n)?, addr as u64, len as u64)
+            .map_err(|f| Wrong::from(&f))?;
     } else {
         // Host memory, or none: the ends are looked at.
         crate::host::get(addr as u64, 1)?;
@@ -192,7 +200,11 @@ fn buf_register(d: &Driver, addr: *const c_void, len: usize, flags: c_int) -> Do
 
 /// Notes memory. Nothing depends on it here.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFileBufRegister(addr: *const c_void, len: usize, flags: c_int) -> Status {
+pub unsafe extern "C" fn cuFileBufRegister(
+    addr: *const c_void,
+    len: usize,
+    flags: c_int,
+) -> Status {
     own_call!(buf_register(addr, len, flags));
     control(|| {
         let d = Driver::opened()?;
@@ -289,7 +301,14 @@ fn pieces(of: &OurFile, d: &Driver, way: Way, all: &[IoVec], offset: i64) -> Don
     Ok(done)
 }
 
-unsafe fn vector(way: Way, handle: *mut c_void, iov: *const IoVec, n: usize, offset: i64, flags: c_uint) -> isize {
+unsafe fn vector(
+    way: Way,
+    handle: *mut c_void,
+    iov: *const IoVec,
+    n: usize,
+    offset: i64,
+    flags: c_uint,
+) -> isize {
     moving(|| {
         let d = Driver::open_one()?;
         let handle = d.handle(handle)?;
@@ -314,7 +333,13 @@ unsafe fn vector(way: Way, handle: *mut c_void, iov: *const IoVec, n: usize, off
 
 /// Reads into several pieces of memory.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFileReadv(h: *mut c_void, iov: *const IoVec, n: usize, offset: i64, flags: c_uint) -> isize {
+pub unsafe extern "C" fn cuFileReadv(
+    h: *mut c_void,
+    iov: *const IoVec,
+    n: usize,
+    offset: i64,
+    flags: c_uint,
+) -> isize {
     own_call!(readv(h, iov, n, offset, flags));
     // SAFETY: the caller's promise.
     unsafe { vector(Way::Read, h, iov, n, offset, flags) }
@@ -343,14 +368,20 @@ struct Later {
     bytes: *mut isize,
 }
 
-/// First in the order of its stream: waits for what the program gave to it before; what it gives to it afterwards comes after the call.
+/// First in the order of its stream: waits for what the program gave to it before; what it gives to
+/// it afterwards comes after the call.
 ///
 /// # Safety
 /// As of the interface.
 unsafe fn in_stream(way: Way, handle: *mut c_void, p: &Later, stream: *mut c_void) -> Done<()> {
     let d = Driver::open_one()?;
     let handle = d.handle(handle)?;
-    if p.base.is_null() || p.size.is_null() || p.offset.is_null() || p.base_offset.is_null() || p.bytes.is_null() {
+    if p.base.is_null()
+        || p.size.is_null()
+        || p.offset.is_null()
+        || p.base_offset.is_null()
+        || p.bytes.is_null()
+    {
         return Err(BAD);
     }
     match &*handle {
@@ -365,8 +396,10 @@ unsafe fn in_stream(way: Way, handle: *mut c_void, p: &Later, stream: *mut c_voi
                 });
             }
             // SAFETY: not null, and the program's promise that they lead to values.
-            let (size, offset, base_offset) = unsafe { (p.size.read(), p.offset.read(), p.base_offset.read()) };
-            let asked = Asked { order: Order::Settled, ..plain(way, p.base, size, offset, base_offset) };
+            let (size, offset, base_offset) =
+                unsafe { (p.size.read(), p.offset.read(), p.base_offset.read()) };
+            let asked =
+                Asked { order: Order::Settled, ..plain(way, p.base, size, offset, base_offset) };
             let n = moving(|| io::transfer(&d, of, &asked));
             // SAFETY: as above.
             unsafe { p.bytes.write(n) };
@@ -377,7 +410,9 @@ unsafe fn in_stream(way: Way, handle: *mut c_void, p: &Later, stream: *mut c_voi
             d.stats.passed_on(if way == Way::Read { "reads" } else { "writes" });
             let f = if way == Way::Read { real.read_async } else { real.write_async };
             // SAFETY: the program's arguments, with the handle that the library knows.
-            real.control(f, |f| unsafe { f(h, p.base, p.size, p.offset, p.base_offset, p.bytes, stream) })
+            real.control(f, |f| unsafe {
+                f(h, p.base, p.size, p.offset, p.base_offset, p.bytes, stream)
+            })
         }
     }
 }
@@ -395,7 +430,9 @@ pub unsafe extern "C" fn cuFileReadAsync(
 ) -> Status {
     own_call!(read_async(handle, base, size, offset, base_offset, bytes, stream));
     // SAFETY: the caller's promise.
-    control(|| unsafe { in_stream(Way::Read, handle, &Later { base, size, offset, base_offset, bytes }, stream) })
+    control(|| unsafe {
+        in_stream(Way::Read, handle, &Later { base, size, offset, base_offset, bytes }, stream)
+    })
 }
 
 /// Writes in the order of a stream.
@@ -411,7 +448,9 @@ pub unsafe extern "C" fn cuFileWriteAsync(
 ) -> Status {
     own_call!(write_async(handle, base, size, offset, base_offset, bytes, stream));
     // SAFETY: the caller's promise.
-    control(|| unsafe { in_stream(Way::Write, handle, &Later { base, size, offset, base_offset, bytes }, stream) })
+    control(|| unsafe {
+        in_stream(Way::Write, handle, &Later { base, size, offset, base_offset, bytes }, stream)
+    })
 }
 
 /// Flags of a stream that are known.
@@ -456,7 +495,11 @@ pub unsafe extern "C" fn cuFileBatchIOSetUp(batch: *mut *mut c_void, n: c_uint) 
     own_call!(batch_setup(batch, n));
     control(|| {
         let d = Driver::open_one()?;
-        let done = if batch.is_null() || n == 0 || n as usize > d.params.lock().batch() { Err(BAD) } else { Ok(()) };
+        let done = if batch.is_null() || n == 0 || n as usize > d.params.lock().batch() {
+            Err(BAD)
+        } else {
+            Ok(())
+        };
         d.stats.control(|b| &mut b.batch_setup_ops, &done);
         done?;
         let id = d.new_id();
@@ -472,7 +515,12 @@ fn batch_of(d: &Driver, batch: *mut c_void) -> Done<std::sync::Arc<Batch>> {
 
 /// Begins entries, all or none.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFileBatchIOSubmit(batch: *mut c_void, n: c_uint, all: *mut Params, flags: c_uint) -> Status {
+pub unsafe extern "C" fn cuFileBatchIOSubmit(
+    batch: *mut c_void,
+    n: c_uint,
+    all: *mut Params,
+    flags: c_uint,
+) -> Status {
     own_call!(batch_submit(batch, n, all, flags));
     control(|| {
         let (d, begun) = (Driver::open_one()?, Instant::now());
@@ -640,7 +688,11 @@ pub unsafe extern "C" fn cuFileGetParameterString(n: c_int, to: *mut c_char, len
 
 /// Between what a parameter may be.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFileGetParameterMinMaxValue(n: c_int, least: *mut usize, most: *mut usize) -> Status {
+pub unsafe extern "C" fn cuFileGetParameterMinMaxValue(
+    n: c_int,
+    least: *mut usize,
+    most: *mut usize,
+) -> Status {
     control(|| {
         let (a, b) = Driver::get()?.params.lock().bounds(n)?;
         if most.is_null() {
@@ -687,11 +739,14 @@ pub unsafe extern "C" fn cuFileSetParameterString(n: c_int, value: *const c_char
 
 unsafe fn set_slabs(pool: usize, sizes: *const usize, counts: *const usize, len: c_int) -> Status {
     control(|| {
-        let Some(n) = usize::try_from(len).ok().filter(|n| *n > 0 && !sizes.is_null() && !counts.is_null()) else {
+        let Some(n) =
+            usize::try_from(len).ok().filter(|n| *n > 0 && !sizes.is_null() && !counts.is_null())
+        else {
             return Err(BAD);
         };
         // SAFETY: as many as the program says, just checked for null.
-        let (sizes, counts) = unsafe { (slice::from_raw_parts(sizes, n), slice::from_raw_parts(counts, n)) };
+        let (sizes, counts) =
+            unsafe { (slice::from_raw_parts(sizes, n), slice::from_raw_parts(counts, n)) };
         before()?.params.lock().set_slabs(pool, sizes, counts)
     })
 }
@@ -714,14 +769,22 @@ unsafe fn get_slabs(pool: usize, sizes: *mut usize, counts: *mut usize, len: c_i
 
 /// Kept for the real library.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFileSetParameterPosixPoolSlabArray(s: *const usize, c: *const usize, n: c_int) -> Status {
+pub unsafe extern "C" fn cuFileSetParameterPosixPoolSlabArray(
+    s: *const usize,
+    c: *const usize,
+    n: c_int,
+) -> Status {
     // SAFETY: the caller's promise.
     unsafe { set_slabs(0, s, c, n) }
 }
 
 /// What was set.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFileGetParameterPosixPoolSlabArray(s: *mut usize, c: *mut usize, n: c_int) -> Status {
+pub unsafe extern "C" fn cuFileGetParameterPosixPoolSlabArray(
+    s: *mut usize,
+    c: *mut usize,
+    n: c_int,
+) -> Status {
     // SAFETY: the caller's promise.
     unsafe { get_slabs(0, s, c, n) }
 }
@@ -739,7 +802,11 @@ pub unsafe extern "C" fn cuFileSetParameterGpuBounceBufferSlabArray(
 
 /// What was set.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuFileGetParameterGpuBounceBufferSlabArray(s: *mut usize, c: *mut usize, n: c_int) -> Status {
+pub unsafe extern "C" fn cuFileGetParameterGpuBounceBufferSlabArray(
+    s: *mut usize,
+    c: *mut usize,
+    n: c_int,
+) -> Status {
     // SAFETY: the caller's promise.
     unsafe { get_slabs(1, s, c, n) }
 }

@@ -1,4 +1,5 @@
-//! Batches: entries that threads of this library carry out one by one, and those of other files, which the real library gets.
+//! Batches: entries that threads of this library carry out one by one, and those of other files,
+//! which the real library gets.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -72,7 +73,8 @@ struct State {
     /// Not ended yet.
     waiting: usize,
     ended: VecDeque<Event>,
-    /// The real library's batch, made when it is first needed, and its entries whose end was not told.
+    /// The real library's batch, made when it is first needed, and its entries whose end was not
+    /// told.
     real: usize,
     others: BTreeMap<usize, Other>,
     next_other: usize,
@@ -152,7 +154,12 @@ impl Batch {
         Ok(())
     }
 
-    fn submit_real(&self, driver: &'static Driver, s: &mut State, others: &[(Params, Range)]) -> Done<()> {
+    fn submit_real(
+        &self,
+        driver: &'static Driver,
+        s: &mut State,
+        others: &[(Params, Range)],
+    ) -> Done<()> {
         let real = driver.real()?;
         if s.real == 0 {
             let mut to = ptr::null_mut();
@@ -161,11 +168,16 @@ impl Batch {
             s.real = to as usize;
         }
         let first = s.next_other;
-        let number = |(i, (p, _)): (usize, &(Params, Range))| Params { cookie: (first + i) as *mut c_void, ..*p };
+        let number = |(i, (p, _)): (usize, &(Params, Range))| Params {
+            cookie: (first + i) as *mut c_void,
+            ..*p
+        };
         let mut given: Vec<Params> = others.iter().enumerate().map(number).collect();
         let n = given.len() as u32;
         // SAFETY: as many entries as are said, whose handles are the real library's.
-        real.control(real.batch_submit, |f| unsafe { f(s.real as *mut c_void, n, given.as_mut_ptr(), 0) })?;
+        real.control(real.batch_submit, |f| unsafe {
+            f(s.real as *mut c_void, n, given.as_mut_ptr(), 0)
+        })?;
         s.next_other += others.len();
         for (i, (p, asked)) in others.iter().enumerate() {
             s.others.insert(first + i, Other { cookie: p.cookie as usize, asked: *asked });
@@ -236,7 +248,9 @@ impl Batch {
         n += room as u32;
         let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: there is room for as many events as are asked for.
-        real.control(real.batch_status, |f| unsafe { f(s.real as *mut c_void, 0, &mut n, to.as_mut_ptr(), &mut now) })?;
+        real.control(real.batch_status, |f| unsafe {
+            f(s.real as *mut c_void, 0, &mut n, to.as_mut_ptr(), &mut now)
+        })?;
         let n = (n as usize).min(room);
         let mut told = 0;
         for i in 0..n {
@@ -266,7 +280,8 @@ impl Batch {
         }
     }
 
-    /// Returns when nothing of it uses the program's memory any more. `real`: the real library may be called.
+    /// Returns when nothing of it uses the program's memory any more. `real`: the real library may
+    /// be called.
     pub fn destroy(&self, real: bool) {
         let mut s = self.state.lock();
         s.cancelled = s.given;

@@ -110,14 +110,16 @@ pub struct Driver {
     pub properties: Mutex<Properties>,
     /// Held by who opens the real library's driver, which may never end.
     opening: Mutex<()>,
-    /// The real library's driver was opened. Said while the buffers are locked, so that each is registered there once, by whoever comes second.
+    /// The real library's driver was opened. Said while the buffers are locked, so that each is
+    /// registered there once, by whoever comes second.
     real: AtomicBool,
     pub stats: Stats,
 }
 
 static DRIVER: OnceLock<Driver> = OnceLock::new();
 
-/// Has [`at_exit`] run once more, before what was registered until now: the end of a library that was just opened and may call this one.
+/// Has [`at_exit`] run once more, before what was registered until now: the end of a library that
+/// was just opened and may call this one.
 pub fn ends_before() {
     // SAFETY: the function is there until the process ends.
     unsafe { libc::atexit(at_exit) };
@@ -214,7 +216,8 @@ impl Driver {
         Ok(d)
     }
 
-    /// The same, if it is open. It is counted first and then looked at: whoever closes it looks at the count.
+    /// The same, if it is open. It is counted first and then looked at: whoever closes it looks at
+    /// the count.
     pub fn open_one() -> Done<Working> {
         let driver = Driver::get()?;
         let working = Working { driver, _active: driver.active() };
@@ -354,7 +357,8 @@ impl Driver {
 
     fn open_ours(&self, fd: c_int, found: Found) -> Done<OurFile> {
         // A number that was closed and means another file by now is another registration.
-        let again = |h: &Arc<Handle>| matches!(&**h, Handle::Ours(o) if o.fd == fd && o.found == found);
+        let again =
+            |h: &Arc<Handle>| matches!(&**h, Handle::Ours(o) if o.fd == fd && o.found == found);
         if self.handles.read().values().any(again) {
             return Err(Wrong::Op(abi::HANDLE_ALREADY_REGISTERED));
         }
@@ -364,11 +368,16 @@ impl Driver {
             named => named,
         };
         let Some(servers) = servers else {
-            say(|| format!("descriptor {fd}: its mount names no metadata server, and STRAKE_GDS_MDS is not set"));
+            say(|| {
+                format!(
+                    "descriptor {fd}: its mount names no metadata server, and STRAKE_GDS_MDS is not set"
+                )
+            });
             return Err(Wrong::Op(abi::IO_NOT_SUPPORTED));
         };
         let (home, _) = self.cuda_of_thread()?;
-        let ours = OurFile { found, fd, servers, policy, home, files: Mutex::new(Some(BTreeMap::new())) };
+        let ours =
+            OurFile { found, fd, servers, policy, home, files: Mutex::new(Some(BTreeMap::new())) };
         // Now and not at the first read: whoever may not open it is told here.
         self.place(&ours, home)?;
         Ok(ours)
@@ -376,14 +385,19 @@ impl Driver {
 
     fn register_real(&self, of: &mut Descriptor, regular: bool) -> Done<Handle> {
         let real = match self.real() {
-            Err(Wrong::Op(abi::IO_NOT_SUPPORTED)) if !regular => return Err(Wrong::Op(abi::INVALID_FILE_TYPE)),
+            Err(Wrong::Op(abi::IO_NOT_SUPPORTED)) if !regular => {
+                return Err(Wrong::Op(abi::INVALID_FILE_TYPE));
+            }
             real => real?,
         };
         let mut to = std::ptr::null_mut();
         // SAFETY: writes one pointer; the descriptor is the program's own.
         real.control(real.handle_register, |f| unsafe { f(&mut to, of) })?;
         self.stats.passed_on("handles");
-        Ok(Handle::Real(Foreign { word: to as usize, fd: (of.kind == abi::OPAQUE_FD).then(|| of.fd()) }))
+        Ok(Handle::Real(Foreign {
+            word: to as usize,
+            fd: (of.kind == abi::OPAQUE_FD).then(|| of.fd()),
+        }))
     }
 
     /// The real library with its driver open.
@@ -400,16 +414,19 @@ impl Driver {
             opened.inspect_err(|w| say(|| format!("the driver of {}: {w:?}", real.place())))?;
             let buffers = self.buffers.lock();
             self.real.store(true, SeqCst);
-            // Those that were registered before it was needed; without them its bytes take another buffer, that is all.
+            // Those that were registered before it was needed; without them its bytes take another
+            // buffer, that is all.
             for (addr, len) in buffers.iter() {
                 // SAFETY: the program's memory, which it said is there.
-                let _ = real.control(real.buf_register, |f| unsafe { f(*addr as *const c_void, *len, 0) });
+                let _ = real
+                    .control(real.buf_register, |f| unsafe { f(*addr as *const c_void, *len, 0) });
             }
         }
         Ok(real)
     }
 
-    /// The same, if it was needed before. Waits for nobody who opens it now: what is not of its files has nothing to do with that.
+    /// The same, if it was needed before. Waits for nobody who opens it now: what is not of its
+    /// files has nothing to do with that.
     pub fn real_if_open(&self) -> Option<&'static Real> {
         Real::known().filter(|_| self.real.load(SeqCst))
     }
@@ -474,7 +491,8 @@ impl Driver {
                 return Err(Wrong::Op(abi::INVALID_VALUE));
             }
         };
-        setup.options.verify_on_gpu = set::text("STRAKE_GDS_VERIFY_ON_GPU").is_some_and(|v| v != "0");
+        setup.options.verify_on_gpu =
+            set::text("STRAKE_GDS_VERIFY_ON_GPU").is_some_and(|v| v != "0");
         let failed = |e: strake_proto::Error| {
             say(|| format!("connecting to {}: {e}", of.servers));
             Wrong::of_open(&e)

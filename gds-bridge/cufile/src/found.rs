@@ -1,7 +1,8 @@
 //! Whether a descriptor is of one of our mounts, and may be believed to be.
 //!
-//! Any file system in user space may answer an ioctl(2) with anything, for example with the inode of another file that only the program's user may
-//! write. So an answer is believed only of a mount that root made, or the program's own user: those could reach that file anyway.
+//! Any file system in user space may answer an ioctl(2) with anything, for example with the inode
+//! of another file that only the program's user may write. So an answer is believed only of a mount
+//! that root made, or the program's own user: those could reach that file anyway.
 
 use std::{ffi::c_int, fs, os::fd::BorrowedFd};
 
@@ -67,8 +68,13 @@ pub fn look(fd: c_int) -> Done<Kind> {
         if !named {
             return Ok(Kind::Other(true));
         }
-        // Not past the bridge, whatever the policy says: one of our mounts, which does not know the question or answers it in its own way.
-        say(|| format!("descriptor {fd}: its mount is of type {KIND} and does not say which file it is"));
+        // Not past the bridge, whatever the policy says: one of our mounts, which does not know the
+        // question or answers it in its own way.
+        say(|| {
+            format!(
+                "descriptor {fd}: its mount is of type {KIND} and does not say which file it is"
+            )
+        });
         Err(Wrong::Op(abi::DRIVER_VERSION_MISMATCH))
     };
     let Some(answer) = ask::<FILE_BYTES>(fd, ioctl::FILE)? else { return unknown() };
@@ -101,7 +107,8 @@ pub fn servers(fd: c_int, of: &Found) -> Done<Option<String>> {
     Ok((answer.uuid == of.uuid && !answer.endpoints.is_empty()).then_some(answer.endpoints))
 }
 
-/// Asks until no signal comes between. An error is one of the call: a file of ours that cannot be asked now is not somebody else's.
+/// Asks until no signal comes between. An error is one of the call: a file of ours that cannot be
+/// asked now is not somebody else's.
 fn asked<T>(fd: c_int, what: &str, mut f: impl FnMut() -> rustix::io::Result<T>) -> Done<T> {
     loop {
         match f() {
@@ -119,7 +126,8 @@ fn asked<T>(fd: c_int, what: &str, mut f: impl FnMut() -> rustix::io::Result<T>)
 fn ask<const N: usize>(fd: c_int, number: u32) -> Done<Option<Box<[u8; N]>>> {
     asked(fd, "ioctl", || {
         let mut answer = Box::new([0; N]);
-        // SAFETY: the number says how many bytes are written, and there is room for them; the kernel holds a file system in user space to it.
+        // SAFETY: the number says how many bytes are written, and there is room for them; the
+        // kernel holds a file system in user space to it.
         let code = unsafe { libc::ioctl(fd, number as libc::Ioctl, answer.as_mut_ptr()) };
         if code >= 0 {
             return Ok(Some(answer));
@@ -135,19 +143,23 @@ fn ask<const N: usize>(fd: c_int, number: u32) -> Done<Option<Box<[u8; N]>>> {
 /// The table of mounts.
 pub fn mounts() -> String {
     // Paths may be any bytes.
-    fs::read("/proc/self/mountinfo").map(|t| String::from_utf8_lossy(&t).into_owned()).unwrap_or_default()
+    fs::read("/proc/self/mountinfo")
+        .map(|t| String::from_utf8_lossy(&t).into_owned())
+        .unwrap_or_default()
 }
 
 fn device(stat: &Stat) -> (u32, u32) {
     (major(stat.st_dev), minor(stat.st_dev))
 }
 
-/// Whether the file is of a file system in user space. The table of mounts says so without a question to its servers, as fstatfs(2) is one.
+/// Whether the file is of a file system in user space. The table of mounts says so without a
+/// question to its servers, as fstatfs(2) is one.
 fn in_user_space(fd: c_int, stat: &Stat, mount: Option<&MountOf>) -> Done<bool> {
     if let Some(m) = mount {
         return Ok(m.kind.starts_with("fuse"));
     }
-    // Not in the table, or of a file system that has more numbers than mounts: those have no device, either.
+    // Not in the table, or of a file system that has more numbers than mounts: those have no
+    // device, either.
     if major(stat.st_dev) != 0 {
         return Ok(false);
     }
@@ -165,7 +177,9 @@ fn believe(fd: c_int, stat: &Stat, answer: &OpenedFile, mount: Option<&MountOf>)
         // The number is the user's in the user namespace that the mount was made in.
         match mount.and_then(|m| m.user) {
             Some(user) if user == 0 || user == me => {}
-            Some(user) => why = Some(format!("its mount was made by user {user}, neither root nor user {me}")),
+            Some(user) => {
+                why = Some(format!("its mount was made by user {user}, neither root nor user {me}"))
+            }
             None => why = Some("/proc/self/mountinfo does not say who made its mount".into()),
         }
     }
@@ -191,7 +205,11 @@ fn mounted(table: &str, device: (u32, u32)) -> Option<MountOf> {
         }
         let kind = source.split(' ').next()?.to_string();
         // The last field: options of the file system.
-        let user = source.rsplit(' ').next()?.split(',').find_map(|o| o.strip_prefix("user_id=")?.parse().ok());
+        let user = source
+            .rsplit(' ')
+            .next()?
+            .split(',')
+            .find_map(|o| o.strip_prefix("user_id=")?.parse().ok());
         Some(MountOf { user: user.filter(|_| kind.starts_with("fuse")), kind })
     })
 }
@@ -209,7 +227,11 @@ mod tests {
                      junk\n";
         let found = |device| mounted(table, device).map(|m| (m.kind, m.user));
         assert_eq!(found((0, 55)), Some((KIND.into(), Some(0))));
-        assert_eq!(found((0, 56)), Some((KIND.into(), Some(1000))), "what it calls itself does not count");
+        assert_eq!(
+            found((0, 56)),
+            Some((KIND.into(), Some(1000))),
+            "what it calls itself does not count"
+        );
         assert_eq!(found((8, 1)), Some(("ext4".into(), None)), "not in user space");
         assert_eq!(found((0, 5)), None);
         assert_eq!(mounted("", (0, 55)), None);
@@ -225,6 +247,9 @@ mod tests {
             look(fs::File::open(path).unwrap().as_raw_fd()).unwrap()
         };
         assert!(matches!(kind("/proc/self/exe"), Kind::Other(true)));
-        assert!(matches!(kind("/dev/null"), Kind::Other(false)) && matches!(kind("/"), Kind::Other(false)));
+        assert!(
+            matches!(kind("/dev/null"), Kind::Other(false))
+                && matches!(kind("/"), Kind::Other(false))
+        );
     }
 }

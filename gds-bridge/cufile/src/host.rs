@@ -1,5 +1,5 @@
-//! Host memory of the program. An address that leads nowhere must be an error of the call, not the program's end: bytes pass a file in memory, so
-//! that it is the kernel that meets the address.
+//! Host memory of the program. An address that leads nowhere must be an error of the call, not the
+//! program's end: bytes pass a file in memory, so that it is the kernel that meets the address.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -38,14 +38,17 @@ pub fn put(to: u64, bytes: &[u8]) -> Done<()> {
         while done < piece.len() {
             let rest = &piece[done..];
             // SAFETY: reads from a slice.
-            let n = passed(unsafe { libc::pwrite(file.as_raw_fd(), rest.as_ptr().cast(), rest.len(), done as i64) })?;
+            let n = passed(unsafe {
+                libc::pwrite(file.as_raw_fd(), rest.as_ptr().cast(), rest.len(), done as i64)
+            })?;
             done += n;
         }
         let mut done = 0;
         while done < piece.len() {
             let (to, left) = (at.wrapping_add(done as u64), piece.len() - done);
             // SAFETY: the program gave this memory to be written; the kernel says so if it is none.
-            done += passed(unsafe { libc::pread(file.as_raw_fd(), to as *mut _, left, done as i64) })?;
+            done +=
+                passed(unsafe { libc::pread(file.as_raw_fd(), to as *mut _, left, done as i64) })?;
         }
     }
     Ok(())
@@ -60,14 +63,17 @@ pub fn get(from: u64, len: usize) -> Done<Vec<u8>> {
         while done < piece.len() {
             let (from, left) = (at.wrapping_add(done as u64), piece.len() - done);
             // SAFETY: the program gave this memory to be read; the kernel says so if it is none.
-            done += passed(unsafe { libc::pwrite(file.as_raw_fd(), from as *const _, left, done as i64) })?;
+            done += passed(unsafe {
+                libc::pwrite(file.as_raw_fd(), from as *const _, left, done as i64)
+            })?;
         }
         let mut done = 0;
         while done < piece.len() {
             let rest = &mut piece[done..];
             // SAFETY: writes to a slice.
-            done +=
-                passed(unsafe { libc::pread(file.as_raw_fd(), rest.as_mut_ptr().cast(), rest.len(), done as i64) })?;
+            done += passed(unsafe {
+                libc::pread(file.as_raw_fd(), rest.as_mut_ptr().cast(), rest.len(), done as i64)
+            })?;
         }
     }
     Ok(bytes)

@@ -105,7 +105,11 @@ fn attempt(driver: &Driver, of: &OurFile, asked: &Asked, account: &mut Account) 
     }
     if asked.order == Order::Default {
         // Host memory, too: a copy to or from it may be in the stream.
-        let cuda = if let Memory::Device(_, cuda) = &memory { cuda.clone() } else { driver.cuda(of.home)? };
+        let cuda = if let Memory::Device(_, cuda) = &memory {
+            cuda.clone()
+        } else {
+            driver.cuda(of.home)?
+        };
         cuda.wait_for_default().map_err(|f| Wrong::from(&f))?;
     }
     let place = driver.place(of, if let Memory::Device(n, _) = memory { n } else { of.home })?;
@@ -120,7 +124,9 @@ fn attempt(driver: &Driver, of: &OurFile, asked: &Asked, account: &mut Account) 
 
 fn whereabouts(driver: &Driver, of: &OurFile, addr: u64, len: u64) -> Done<Memory> {
     let fault = |f| Wrong::from(&f);
-    let Some(device) = driver.cuda(of.home)?.device_of(addr).map_err(fault)? else { return Ok(Memory::Host) };
+    let Some(device) = driver.cuda(of.home)?.device_of(addr).map_err(fault)? else {
+        return Ok(Memory::Host);
+    };
     let cuda = driver.cuda(device)?;
     cuda.check(addr, len).map_err(|f| {
         say(|| f.to_string());
@@ -152,9 +158,16 @@ fn one(file: Arc<dyn FileIo>, (gpu, offset): (u64, u64), len: u64) -> [Transfer;
     [Transfer { file, offset, gpu, len }]
 }
 
-/// As pread(2): fewer bytes where the file ends, which is looked at first because the bridge takes a range that goes on beyond for an error. When it
-/// is cut in the meantime, what is left of it is read again.
-fn load(of: &OurFile, place: &Place, at: (u64, u64), size: usize, account: &mut Account) -> Done<usize> {
+/// As pread(2): fewer bytes where the file ends, which is looked at first because the bridge takes
+/// a range that goes on beyond for an error. When it is cut in the meantime, what is left of it is
+/// read again.
+fn load(
+    of: &OurFile,
+    place: &Place,
+    at: (u64, u64),
+    size: usize,
+    account: &mut Account,
+) -> Done<usize> {
     let (session, file) = place;
     let mut end = session.size(file).map_err(|e| io(&e))?;
     for look in 1.. {
@@ -174,11 +187,19 @@ fn load(of: &OurFile, place: &Place, at: (u64, u64), size: usize, account: &mut 
     Ok(0)
 }
 
-/// As pwrite(2) and fdatasync(2): the program's fsync(2) goes to the mount, which knows nothing of these bytes, so they are safe before the call returns.
-fn save(of: &OurFile, place: &Place, at: (u64, u64), size: usize, account: &mut Account) -> Done<usize> {
+/// As pwrite(2) and fdatasync(2): the program's fsync(2) goes to the mount, which knows nothing of
+/// these bytes, so they are safe before the call returns.
+fn save(
+    of: &OurFile,
+    place: &Place,
+    at: (u64, u64),
+    size: usize,
+    account: &mut Account,
+) -> Done<usize> {
     within_bounds(at.1, size)?;
     let (session, file) = place;
-    noted(session.save(&one(file.clone(), at, size as u64), of.policy), account).map_err(|e| io(&e))?;
+    noted(session.save(&one(file.clone(), at, size as u64), of.policy), account)
+        .map_err(|e| io(&e))?;
     session.fsync(file).map_err(|e| io(&e))?;
     Ok(size)
 }
@@ -188,7 +209,12 @@ fn within_bounds(offset: u64, size: usize) -> Done<()> {
     end.map(drop).ok_or(Wrong::Os(libc::EFBIG))
 }
 
-fn read_host((session, file): &Place, at: (u64, u64), size: usize, account: &mut Account) -> Done<usize> {
+fn read_host(
+    (session, file): &Place,
+    at: (u64, u64),
+    size: usize,
+    account: &mut Account,
+) -> Done<usize> {
     let mut done = 0;
     while done < size {
         let want = (size - done).min(HOST_PIECE);
@@ -203,7 +229,12 @@ fn read_host((session, file): &Place, at: (u64, u64), size: usize, account: &mut
     Ok(done)
 }
 
-fn write_host((session, file): &Place, at: (u64, u64), size: usize, account: &mut Account) -> Done<usize> {
+fn write_host(
+    (session, file): &Place,
+    at: (u64, u64),
+    size: usize,
+    account: &mut Account,
+) -> Done<usize> {
     within_bounds(at.1, size)?;
     let mut done = 0;
     while done < size {

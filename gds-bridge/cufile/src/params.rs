@@ -1,5 +1,5 @@
-//! Parameters that a program sets before it opens the driver. They mean something to the real library, which gets them when it is needed, and but for the size of a
-//! batch nothing here.
+//! Parameters that a program sets before it opens the driver. They mean something to the real
+//! library, which gets them when it is needed, and but for the size of a batch nothing here.
 
 use std::{
     collections::BTreeMap,
@@ -44,7 +44,10 @@ impl Set {
     }
 
     pub fn set_size(&mut self, n: c_int, value: usize) -> Done<()> {
-        known((0..SIZES.len() as c_int).contains(&n) && (n != BATCH_SIZE || (1..=MOST_BATCH).contains(&value)))?;
+        known(
+            (0..SIZES.len() as c_int).contains(&n)
+                && (n != BATCH_SIZE || (1..=MOST_BATCH).contains(&value)),
+        )?;
         self.sizes.insert(n, value);
         Ok(())
     }
@@ -92,7 +95,8 @@ impl Set {
         Ok(if n == BATCH_SIZE { (1, MOST_BATCH) } else { (0, usize::MAX) })
     }
 
-    /// Tells the real library, before its driver is opened. What it does not take is its own affair: it has defaults.
+    /// Tells the real library, before its driver is opened. What it does not take is its own
+    /// affair: it has defaults.
     pub fn pass_on(&self, real: &Real) {
         for (n, value) in &self.sizes {
             // SAFETY: numbers only.
@@ -109,7 +113,9 @@ impl Set {
         for (slabs, f) in self.slabs.iter().zip([real.set_posix_slabs, real.set_gpu_slabs]) {
             if let Some((sizes, counts)) = slabs {
                 // SAFETY: as many sizes as counts.
-                let _ = real.control(f, |f| unsafe { f(sizes.as_ptr(), counts.as_ptr(), sizes.len() as c_int) });
+                let _ = real.control(f, |f| unsafe {
+                    f(sizes.as_ptr(), counts.as_ptr(), sizes.len() as c_int)
+                });
             }
         }
     }
@@ -122,7 +128,10 @@ mod tests {
     #[test]
     fn what_was_set_is_told_and_what_is_no_parameter_is_refused() {
         let mut s = Set::default();
-        assert_eq!((s.size(9), s.bool(1), s.bool(2), s.batch()), (Ok(128), Ok(true), Ok(false), 128));
+        assert_eq!(
+            (s.size(9), s.bool(1), s.bool(2), s.batch()),
+            (Ok(128), Ok(true), Ok(false), 128)
+        );
         s.set_size(9, 7).unwrap();
         s.set_bool(1, false).unwrap();
         s.set_string(0, c"DEBUG".into()).unwrap();

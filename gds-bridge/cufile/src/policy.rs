@@ -1,4 +1,5 @@
-//! `STRAKE_GDS_POLICY`: which tiers the bytes of a file may take, for all mounts (`POLICY`) or for one of them (`PATH=POLICY`), several with commas between.
+//! `STRAKE_GDS_POLICY`: which tiers the bytes of a file may take, for all mounts (`POLICY`) or for
+//! one of them (`PATH=POLICY`), several with commas between.
 
 use std::{ffi::OsString, os::unix::ffi::OsStringExt, path::PathBuf};
 
@@ -13,22 +14,27 @@ use crate::{
     wrong::{Done, Wrong, say},
 };
 
-/// What holds for a file: all that is said of it together. A policy that means nothing here, or names no mount, is an error: nobody shall believe that it is met.
+/// What holds for a file: all that is said of it together. A policy that means nothing here, or
+/// names no mount, is an error: nobody shall believe that it is met.
 pub fn of(file: &Found) -> Done<Policy> {
     let Some(text) = set::os("STRAKE_GDS_POLICY") else { return Ok(Policy::Prefer) };
     let device = (major(file.id.0), minor(file.id.0));
     let bad = |text: OsString| Error::new(Code::Inval, format!("{text:?} is not UTF-8"));
-    text.into_string().map_err(bad).and_then(|text| demanded(&text, &found::mounts(), device)).map_err(|e| {
-        say(|| format!("STRAKE_GDS_POLICY: {e}"));
-        Wrong::Op(abi::INVALID_VALUE)
-    })
+    text.into_string()
+        .map_err(bad)
+        .and_then(|text| demanded(&text, &found::mounts(), device))
+        .map_err(|e| {
+            say(|| format!("STRAKE_GDS_POLICY: {e}"));
+            Wrong::Op(abi::INVALID_VALUE)
+        })
 }
 
 fn demanded(text: &str, table: &str, device: (u32, u32)) -> Result<Policy> {
     let device = format!("{}:{}", device.0, device.1);
     text.split(',').try_fold(Policy::Prefer, |all, one| {
         let one = one.trim();
-        let (at, policy) = one.rsplit_once('=').map_or((None, one), |(at, policy)| (Some(at), policy));
+        let (at, policy) =
+            one.rsplit_once('=').map_or((None, one), |(at, policy)| (Some(at), policy));
         let policy = policy.parse::<Policy>()?;
         if let Some(at) = at
             && !devices_at(table, at)?.contains(&&device[..])
@@ -36,7 +42,10 @@ fn demanded(text: &str, table: &str, device: (u32, u32)) -> Result<Policy> {
             return Ok(all);
         }
         all.and(policy).ok_or_else(|| {
-            Error::new(Code::Inval, format!("`{one}` and {all} hold for the same file, and no tier meets both"))
+            Error::new(
+                Code::Inval,
+                format!("`{one}` and {all} hold for the same file, and no tier meets both"),
+            )
         })
     })
 }
@@ -48,7 +57,8 @@ fn devices_at<'a>(table: &'a str, at: &str) -> Result<Vec<&'a str>> {
         let (mount, source) = line.split_once(" - ")?;
         let fields: Vec<&str> = mount.split(' ').collect();
         let (device, point) = (fields.get(2)?, fields.get(4)?);
-        (source.starts_with(&format!("{} ", found::KIND)) && unescaped(point).as_os_str() == named).then_some(*device)
+        (source.starts_with(&format!("{} ", found::KIND)) && unescaped(point).as_os_str() == named)
+            .then_some(*device)
     });
     let devices: Vec<&str> = ours.collect();
     if devices.is_empty() {
@@ -57,7 +67,8 @@ fn devices_at<'a>(table: &'a str, at: &str) -> Result<Vec<&'a str>> {
     Ok(devices)
 }
 
-/// A path as the table of mounts writes it: blanks, line ends and backslashes as a backslash and three octal digits (proc_pid_mountinfo(5)).
+/// A path as the table of mounts writes it: blanks, line ends and backslashes as a backslash and
+/// three octal digits (proc_pid_mountinfo(5)).
 fn unescaped(field: &str) -> PathBuf {
     let (mut bytes, mut rest) = (Vec::new(), field.as_bytes());
     while let [first, tail @ ..] = rest {
@@ -101,22 +112,35 @@ mod tests {
         let some = "at-least:bounce-tcp,/mnt/a=at-least:bounce-rdma, /mnt/b c\\d/=require:pageable";
         assert_eq!(of(some, 55).unwrap(), RDMA, "what all have and what it has itself");
         assert!(of(some, 56).unwrap_err().message.contains("no tier meets both"));
-        assert_eq!(of("/bound=at-least:bounce-rdma", 55).unwrap(), RDMA, "bound elsewhere, the same file system");
+        assert_eq!(
+            of("/bound=at-least:bounce-rdma", 55).unwrap(),
+            RDMA,
+            "bound elsewhere, the same file system"
+        );
         assert_eq!(of("/mnt/a=at-least:bounce-rdma", 56).unwrap(), Policy::Prefer);
     }
 
     #[test]
     fn what_would_not_hold_for_anything_is_an_error() {
-        for bad in
-            ["", "fastest", "/mnt/a=fastest", "/mnt/c=prefer", "/mnt/other=prefer", "=prefer", "prefer,", "/mnt/a"]
-        {
+        for bad in [
+            "",
+            "fastest",
+            "/mnt/a=fastest",
+            "/mnt/c=prefer",
+            "/mnt/other=prefer",
+            "=prefer",
+            "prefer,",
+            "/mnt/a",
+        ] {
             assert_eq!(of(bad, 55).unwrap_err().code, Code::Inval, "{bad}");
         }
     }
 
     #[test]
     fn paths_are_read_as_the_kernel_writes_them() {
-        for (written, is) in [("/a\\040b", "/a b"), ("/a\\", "/a\\"), ("/a\\09x", "/a\\09x"), ("\\134\\012", "\\\n")] {
+        for (written, is) in
+            [("/a\\040b", "/a b"), ("/a\\", "/a\\"), ("/a\\09x", "/a\\09x"), ("\\134\\012", "\\\n")]
+        {
             assert_eq!(unescaped(written), PathBuf::from(is));
         }
     }

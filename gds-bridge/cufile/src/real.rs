@@ -1,4 +1,5 @@
-//! NVIDIA's library, for files that are not ours: opened at run time, when the first such file is registered, and asked nothing before.
+//! NVIDIA's library, for files that are not ours: opened at run time, when the first such file is
+//! registered, and asked nothing before.
 
 use std::{
     cell::Cell,
@@ -31,7 +32,8 @@ macro_rules! functions {
             fn of(library: Library) -> Real {
                 Real {
                     library,
-                    // SAFETY: the symbol is a function of cuFile's interface of this very type, or is not there.
+                    // SAFETY: the symbol is a function of cuFile's interface of this very type, or
+                    // is not there.
                     $($field: unsafe { std::mem::transmute::<*mut c_void, Option<$type>>(library.symbol($symbol)) },)*
                 }
             }
@@ -89,17 +91,27 @@ pub struct Range {
 impl Range {
     /// Whether the file ends after so many bytes.
     fn ends(&self, n: usize) -> bool {
-        let (Some(fd), Some(end)) = (self.fd, i64::try_from(n).ok().and_then(|n| self.offset.checked_add(n))) else {
+        let (Some(fd), Some(end)) =
+            (self.fd, i64::try_from(n).ok().and_then(|n| self.offset.checked_add(n)))
+        else {
             return false;
         };
-        // SAFETY: cuFile has programs keep the descriptor open as long as the handle; of another file the size says the same as of none.
+        // SAFETY: cuFile has programs keep the descriptor open as long as the handle; of another
+        // file the size says the same as of none.
         rustix::fs::fstat(unsafe { BorrowedFd::borrow_raw(fd) }).is_ok_and(|s| s.st_size == end)
     }
 }
 
 /// `cuFileReadAsync` and `cuFileWriteAsync`.
-pub type Stream =
-    unsafe extern "C" fn(*mut c_void, *mut c_void, *mut usize, *mut i64, *mut i64, *mut isize, *mut c_void) -> Status;
+pub type Stream = unsafe extern "C" fn(
+    *mut c_void,
+    *mut c_void,
+    *mut usize,
+    *mut i64,
+    *mut i64,
+    *mut isize,
+    *mut c_void,
+) -> Status;
 
 static REAL: OnceLock<Result<Real, String>> = OnceLock::new();
 
@@ -148,7 +160,8 @@ impl Real {
         REAL.get()?.as_ref().ok()
     }
 
-    /// Calls one of its functions. What it calls of its own by names that lead here comes back to it: see [`inside`].
+    /// Calls one of its functions. What it calls of its own by names that lead here comes back to
+    /// it: see [`inside`].
     pub fn call<F: Copy, T>(&self, f: Option<F>, call: impl FnOnce(F) -> T) -> Done<T> {
         let Some(f) = f else {
             say(|| "the real libcufile is older than what is asked of it".into());
@@ -187,7 +200,8 @@ impl Real {
         }
     }
 
-    /// What it says of a call is a number of bytes, and not one of the codes that it says as if they were bytes.
+    /// What it says of a call is a number of bytes, and not one of the codes that it says as if
+    /// they were bytes.
     fn bytes(&self, n: usize, asked: &Range) -> Done<usize> {
         let code = c_int::try_from(n).ok().filter(|code| CODES.contains(code));
         let believed = match code {
@@ -201,7 +215,12 @@ impl Real {
         if believed {
             return Ok(n);
         }
-        say(|| format!("the real libcufile said {n} bytes where {} were asked for: taken for an error", asked.most));
+        say(|| {
+            format!(
+                "the real libcufile said {n} bytes where {} were asked for: taken for an error",
+                asked.most
+            )
+        });
         Err(Wrong::Op(code.unwrap_or(abi::INTERNAL_ERROR)))
     }
 
@@ -213,14 +232,23 @@ impl Real {
         }
     }
 
-    /// As [`Real::call`], of a function that moves bytes. Version 1.15 and older return positive codes from calls that failed.
-    pub fn moving<F: Copy>(&self, f: Option<F>, asked: &Range, call: impl FnOnce(F) -> isize) -> Done<usize> {
+    /// As [`Real::call`], of a function that moves bytes. Version 1.15 and older return positive
+    /// codes from calls that failed.
+    pub fn moving<F: Copy>(
+        &self,
+        f: Option<F>,
+        asked: &Range,
+        call: impl FnOnce(F) -> isize,
+    ) -> Done<usize> {
         let n = self.call(f, call)?;
         match usize::try_from(n) {
             Ok(n) => self.bytes(n, asked),
-            Err(_) if n == -1 => {
-                Err(Wrong::Os(std::io::Error::last_os_error().raw_os_error().filter(|e| *e != 0).unwrap_or(libc::EIO)))
-            }
+            Err(_) if n == -1 => Err(Wrong::Os(
+                std::io::Error::last_os_error()
+                    .raw_os_error()
+                    .filter(|e| *e != 0)
+                    .unwrap_or(libc::EIO),
+            )),
             Err(_) => Err(Wrong::Op(c_int::try_from(-n).unwrap_or(abi::INTERNAL_ERROR))),
         }
     }
@@ -239,7 +267,8 @@ impl Real {
     }
 }
 
-/// Whether this thread is within the real library: then the call is its own and goes back to it as it is.
+/// Whether this thread is within the real library: then the call is its own and goes back to it as
+/// it is.
 pub fn inside() -> Option<&'static Real> {
     if INSIDE.get() == 0 { None } else { Real::known() }
 }

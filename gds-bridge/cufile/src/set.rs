@@ -1,5 +1,6 @@
-//! What the environment sets. A program that runs with more rights than who started it (set-user-ID, file capabilities) believes none of it: it could load
-//! any library, write over any file, or be sent to anybody's servers.
+//! What the environment sets. A program that runs with more rights than who started it
+//! (set-user-ID, file capabilities) believes none of it: it could load any library, write over any
+//! file, or be sent to anybody's servers.
 
 use std::ffi::c_int;
 

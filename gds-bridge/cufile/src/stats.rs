@@ -1,5 +1,5 @@
-//! What was done. Two accounts: the truth of our files, from the bridge's reports, always; and cuFile's own counters, as far as they mean something here, while a program
-//! has them counted.
+//! What was done. Two accounts: the truth of our files, from the bridge's reports, always; and
+//! cuFile's own counters, as far as they mean something here, while a program has them counted.
 
 use std::{
     collections::BTreeMap,
@@ -116,13 +116,16 @@ impl Truth {
                 Checksums::None => "none",
             };
             *self.checksums.entry(verified).or_default() += r.moved();
-            self.unavailable.extend(r.unavailable.iter().map(|(tier, why)| (*tier, why.to_string())));
+            self.unavailable
+                .extend(r.unavailable.iter().map(|(tier, why)| (*tier, why.to_string())));
         }
     }
 
     fn json(&self) -> Value {
-        let unavailable: BTreeMap<&str, &String> = self.unavailable.iter().map(|(t, why)| (t.name(), why)).collect();
-        let roads: BTreeMap<&str, u64> = self.by_road.iter().map(|(road, n)| (road.name(), n)).collect();
+        let unavailable: BTreeMap<&str, &String> =
+            self.unavailable.iter().map(|(t, why)| (t.name(), why)).collect();
+        let roads: BTreeMap<&str, u64> =
+            self.by_road.iter().map(|(road, n)| (road.name(), n)).collect();
         json!({
             "calls": self.calls.ok, "failed": self.calls.err, "bytes": self.bytes, "by_tier": self.by_tier, "by_road": roads,
             "staged": self.staged, "host_memory": self.host, "checksums": self.checksums, "switches": self.switches,
@@ -131,7 +134,8 @@ impl Truth {
     }
 }
 
-/// By which of cuFile's roads a call went: the GPU's memory, nvidia-fs, or, whatever else it was, not so.
+/// By which of cuFile's roads a call went: the GPU's memory, nvidia-fs, or, whatever else it was,
+/// not so.
 enum Road {
     P2p,
     Nvfs,
@@ -218,7 +222,8 @@ impl All {
     }
 
     fn gpu(&mut self, (device, uuid): (u32, [u8; 16])) -> Option<&mut PerGpu> {
-        let g = self.counters.per_gpu.get_mut(device as usize).filter(|_| (device as usize) < GPUS)?;
+        let g =
+            self.counters.per_gpu.get_mut(device as usize).filter(|_| (device as usize) < GPUS)?;
         g.uuid = uuid;
         self.counters.gpus = self.counters.gpus.max(device + 1);
         Some(g)
@@ -227,7 +232,8 @@ impl All {
     /// The counters, with what follows from them.
     fn level3(&self) -> Level3 {
         let mut all = self.counters;
-        let us = (self.counted + self.since.map_or(Duration::ZERO, |s| s.elapsed())).as_micros() as u64;
+        let us =
+            (self.counted + self.since.map_or(Duration::ZERO, |s| s.elapsed())).as_micros() as u64;
         let b = &mut all.detailed.basic;
         let calls = |c: Counter| c.ok + c.err;
         let avg = |sum: u64, c: Counter| sum.checked_div(calls(c)).unwrap_or(0);
@@ -299,8 +305,17 @@ impl Stats {
     }
 
     /// Memory of a device was registered (with how many bytes) or let go.
-    pub fn buffer(&self, device: Option<(u32, [u8; 16])>, registered: Option<u64>, outcome: &Done<()>) {
-        let at: Place = if registered.is_some() { |b| &mut b.buf_register_ops } else { |b| &mut b.buf_deregister_ops };
+    pub fn buffer(
+        &self,
+        device: Option<(u32, [u8; 16])>,
+        registered: Option<u64>,
+        outcome: &Done<()>,
+    ) {
+        let at: Place = if registered.is_some() {
+            |b| &mut b.buf_register_ops
+        } else {
+            |b| &mut b.buf_deregister_ops
+        };
         self.control(at, outcome);
         let mut all = self.0.lock();
         if !all.counts() {
@@ -393,7 +408,16 @@ mod tests {
 
     fn ended(way: Way, by: By, outcome: Done<usize>) -> Ended<'static> {
         let took = Duration::from_micros(500);
-        Ended { way, by, device: Some((1, [7; 16])), unaligned: true, took, outcome, reports: &[], host: 0 }
+        Ended {
+            way,
+            by,
+            device: Some((1, [7; 16])),
+            unaligned: true,
+            took,
+            outcome,
+            reports: &[],
+            host: 0,
+        }
     }
 
     #[test]
@@ -410,15 +434,27 @@ mod tests {
         s.ended(&ended(Way::Read, By::Call, Ok(4096)));
         let l = s.level3(3).unwrap();
         let b = l.detailed.basic;
-        assert_eq!((b.read_ops, b.read_bytes, b.write_ops), (Counter { ok: 1, err: 1 }, 1 << 20, Counter::default()));
-        assert_eq!((b.batch_complete_ops.ok, b.batch_write_bytes, b.read_lat_sum, b.read_lat_avg), (1, 10, 1000, 500));
+        assert_eq!(
+            (b.read_ops, b.read_bytes, b.write_ops),
+            (Counter { ok: 1, err: 1 }, 1 << 20, Counter::default())
+        );
+        assert_eq!(
+            (b.batch_complete_ops.ok, b.batch_write_bytes, b.read_lat_sum, b.read_lat_avg),
+            (1, 10, 1000, 500)
+        );
         assert_eq!(b.read_bw, (1 << 20) * 1000, "bytes by the time that the calls took");
         assert_eq!((l.detailed.read_sizes[11], l.detailed.write_sizes[0], l.gpus), (1, 1, 2));
         let g = l.per_gpu[1];
-        assert_eq!((g.uuid, g.reads, g.posix_reads, g.nvfs_reads, g.p2p_reads, g.reads_err), ([7; 16], 2, 1, 0, 0, 1));
+        assert_eq!(
+            (g.uuid, g.reads, g.posix_reads, g.nvfs_reads, g.p2p_reads, g.reads_err),
+            ([7; 16], 2, 1, 0, 0, 1)
+        );
         assert_eq!((g.writes, g.posix_writes, g.unaligned_writes), (1, 1, 1));
         let j = s.json();
-        assert_eq!((j["read"]["calls"].as_u64(), j["read"]["bytes"].as_u64()), (Some(4), Some((1 << 20) + 3 * 4096)));
+        assert_eq!(
+            (j["read"]["calls"].as_u64(), j["read"]["bytes"].as_u64()),
+            (Some(4), Some((1 << 20) + 3 * 4096))
+        );
         s.reset();
         assert_eq!(s.level3(3).unwrap().detailed.basic, Level1::default());
         assert_eq!(s.json()["read"]["failed"].as_u64(), Some(1));
@@ -428,7 +464,8 @@ mod tests {
     #[test]
     fn a_call_is_as_straight_as_its_least_straight_byte() {
         let report = |by: &[(Tier, u64)]| {
-            let mut r = Report::nothing(strake_gds::Direction::Load, strake_gds::Policy::Prefer, 4096, 1);
+            let mut r =
+                Report::nothing(strake_gds::Direction::Load, strake_gds::Policy::Prefer, 4096, 1);
             by.iter().for_each(|(tier, n)| r.by_tier[*tier] = *n);
             r
         };

@@ -46,7 +46,8 @@ impl Wrong {
         }
     }
 
-    /// What calls that move bytes return: -1 with errno set, or a negative code. Never anything that could be a number of bytes.
+    /// What calls that move bytes return: -1 with errno set, or a negative code. Never anything
+    /// that could be a number of bytes.
     pub fn negative(self) -> isize {
         match self {
             Wrong::Op(code) => -(code as isize),
@@ -81,9 +82,12 @@ impl Wrong {
     /// Of connecting to the cluster and opening a file there.
     pub fn of_open(e: &Error) -> Wrong {
         match e.code {
-            Code::Access | Code::Perm | Code::RoFs | Code::NoEnt | Code::BadCap | Code::Unauthenticated => {
-                Wrong::Op(abi::PERMISSION_DENIED)
-            }
+            Code::Access
+            | Code::Perm
+            | Code::RoFs
+            | Code::NoEnt
+            | Code::BadCap
+            | Code::Unauthenticated => Wrong::Op(abi::PERMISSION_DENIED),
             Code::Inval => Wrong::Op(abi::INVALID_VALUE),
             Code::NoDev => Wrong::Op(abi::DEVICE_NOT_FOUND),
             _ => Wrong::Op(abi::INTERNAL_ERROR),
@@ -96,14 +100,18 @@ impl From<&Fault> for Wrong {
         match f {
             Fault::Foreign { .. } | Fault::Freed { .. } => Wrong::Op(abi::CUDA_POINTER_INVALID),
             Fault::Beyond { .. } => Wrong::Op(abi::CUDA_POINTER_RANGE_ERROR),
-            // CUDA_ERROR_STREAM_CAPTURE_*: a graph is being recorded, in which nothing may be waited for.
+            // CUDA_ERROR_STREAM_CAPTURE_*: a graph is being recorded, in which nothing may be
+            // waited for.
             Fault::Driver { code: 900..=908, .. } => Wrong::Op(abi::ASYNC_NOT_SUPPORTED),
             Fault::Driver { code, .. } => Wrong::Cuda(*code),
-            Fault::Damaged { .. } | Fault::Export { .. } | Fault::Sums { .. } => Wrong::Os(libc::EIO),
-            Fault::Detour { .. } | Fault::BadCopy { .. } => Wrong::Os(libc::EIO),
-            Fault::ContextGone | Fault::NoMemory { .. } | Fault::NotStraight { .. } | Fault::Pin { .. } => {
-                Wrong::Op(abi::CUDA_DRIVER_ERROR)
+            Fault::Damaged { .. } | Fault::Export { .. } | Fault::Sums { .. } => {
+                Wrong::Os(libc::EIO)
             }
+            Fault::Detour { .. } | Fault::BadCopy { .. } => Wrong::Os(libc::EIO),
+            Fault::ContextGone
+            | Fault::NoMemory { .. }
+            | Fault::NotStraight { .. }
+            | Fault::Pin { .. } => Wrong::Op(abi::CUDA_DRIVER_ERROR),
         }
     }
 }
@@ -122,7 +130,9 @@ impl From<&Unavailable> for Wrong {
 pub fn caught<T>(f: impl FnOnce() -> Done<T>) -> Done<T> {
     catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|cause| {
         let text = cause.downcast_ref::<&str>().copied();
-        let text = text.or_else(|| cause.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text");
+        let text = text
+            .or_else(|| cause.downcast_ref::<String>().map(String::as_str))
+            .unwrap_or("no text");
         say(|| format!("a fault of this library: {text}"));
         Err(Wrong::Op(abi::INTERNAL_ERROR))
     })
@@ -150,7 +160,10 @@ mod tests {
         for code in Code::ALL {
             let e = Error::new(*code, "x");
             for w in [Wrong::of_io(&e), Wrong::of_open(&e)] {
-                assert!(w.negative() < 0 && w.in_event() < 0 && w.status().err >= 5000, "{code:?}: {w:?}");
+                assert!(
+                    w.negative() < 0 && w.in_event() < 0 && w.status().err >= 5000,
+                    "{code:?}: {w:?}"
+                );
                 assert_ne!(w, Wrong::Os(libc::EAGAIN), "{code:?}");
             }
         }

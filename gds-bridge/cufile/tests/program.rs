@@ -1,4 +1,5 @@
-//! A program that uses cuFile, compiled here, on a real mount: with the stand-in of the CUDA driver, and a stand-in of NVIDIA's library or none.
+//! A program that uses cuFile, compiled here, on a real mount: with the stand-in of the CUDA
+//! driver, and a stand-in of NVIDIA's library or none.
 
 #[path = "../../../fuse/tests/it/common/mod.rs"]
 mod common;
@@ -45,12 +46,20 @@ fn statistics_say_what_was_done() {
         (Some(2), Some(1), Some(12288))
     );
     assert_eq!((write["calls"].as_u64(), write["bytes"].as_u64()), (Some(1), Some(8192)));
-    let sum = |v: &serde_json::Value| v.as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum::<u64>();
+    let sum = |v: &serde_json::Value| {
+        v.as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum::<u64>()
+    };
     for (way, bytes) in [(read, 12288), (write, 8192)] {
         assert_eq!(sum(&way["by_tier"]), bytes, "{stats}");
         assert_eq!((sum(&way["by_road"]), sum(&way["checksums"])), (bytes, bytes), "{stats}");
-        assert_eq!((way["by_tier"]["gpu-rdma"].as_u64(), way["by_tier"]["local-gds"].as_u64()), (Some(0), Some(0)));
-        assert!(way["unavailable"]["gpu-rdma"].as_str().is_some_and(|why| !why.is_empty()), "{stats}");
+        assert_eq!(
+            (way["by_tier"]["gpu-rdma"].as_u64(), way["by_tier"]["local-gds"].as_u64()),
+            (Some(0), Some(0))
+        );
+        assert!(
+            way["unavailable"]["gpu-rdma"].as_str().is_some_and(|why| !why.is_empty()),
+            "{stats}"
+        );
     }
     assert_eq!(stats["passed_on"].as_object().map(|o| o.len()), Some(0));
 }
@@ -69,7 +78,10 @@ fn statistics_tell_both_tiers_of_a_call_that_changed_between_them() {
         let of = &stats[way];
         let (bounced, pageable) = (&of["by_tier"]["bounce-tcp"], &of["by_tier"]["pageable"]);
         let (bounced, pageable) = (bounced.as_u64().unwrap(), pageable.as_u64().unwrap());
-        assert!(bounced > before && pageable > 0 && bounced + pageable == before + (8 << 20), "{stats}");
+        assert!(
+            bounced > before && pageable > 0 && bounced + pageable == before + (8 << 20),
+            "{stats}"
+        );
         assert_eq!(of["bytes"].as_u64(), Some(before + (8 << 20)), "{stats}");
         assert_eq!((of["switches"].as_u64(), of["failed"].as_u64()), (Some(1), Some(0)), "{stats}");
     }
@@ -121,7 +133,8 @@ fn files_of_other_file_systems_are_the_real_librarys() {
     assert_eq!(stats["read"]["bytes"].as_u64(), Some(1000), "the batch's own entry");
 }
 
-/// What versions up to 1.15 say of a call that failed is no number of bytes, however many were asked for.
+/// What versions up to 1.15 say of a call that failed is no number of bytes, however many were
+/// asked for.
 #[test]
 fn what_the_real_library_says_of_failures_never_looks_like_bytes() {
     let Some(m) = Mounted::new() else { return };
@@ -147,11 +160,16 @@ fn what_the_real_library_says_of_failures_never_looks_like_bytes() {
         m.ok(c);
     }
     let record = m.left("record");
-    // None of them closed anything: at the end of the process the real library is left alone, which may be past its own.
-    assert!(record.contains("end 5001") && !record.contains("close") && !record.contains("deregister"), "{record}");
+    // None of them closed anything: at the end of the process the real library is left alone, which
+    // may be past its own.
+    assert!(
+        record.contains("end 5001") && !record.contains("close") && !record.contains("deregister"),
+        "{record}"
+    );
 }
 
-/// Version 1.15 refuses files of FUSE with 5027, when they are registered; and what any call with a handle of its own is refused with is told as it is.
+/// Version 1.15 refuses files of FUSE with 5027, when they are registered; and what any call with a
+/// handle of its own is refused with is told as it is.
 #[test]
 fn what_the_real_library_refuses_has_its_own_code() {
     let Some(m) = Mounted::new() else { return };
@@ -159,7 +177,11 @@ fn what_the_real_library_refuses_has_its_own_code() {
         let mut c = m.with_recorder(&["refused", "0", code]);
         c.env("REFUSES_FILES", code);
         m.ok(c);
-        assert_eq!(m.taken("record").matches("handle register fd=").count(), 2, "its driver's own, and the program's");
+        assert_eq!(
+            m.taken("record").matches("handle register fd=").count(),
+            2,
+            "its driver's own, and the program's"
+        );
         let mut c = m.with_recorder(&["passed-on", code]);
         c.env("REFUSES", code);
         m.ok(c);
@@ -200,7 +222,8 @@ fn what_ended_is_told_when_the_real_library_does_not_tell() {
     m.ok(c);
 }
 
-/// A program that runs with more rights than who started it takes neither a key nor a library nor files to write from the environment.
+/// A program that runs with more rights than who started it takes neither a key nor a library nor
+/// files to write from the environment.
 #[test]
 fn privileged_programs_take_nothing_from_the_environment() {
     let Some(m) = Mounted::new() else { return };
@@ -237,7 +260,11 @@ fn without_a_real_library_other_files_are_not_supported_and_ours_are() {
     let mut c = m.with_recorder(&["refused", "0", "5008"]);
     c.env("STRAKE_CUFILE_REAL", "libcufile.so.0");
     m.ok(c);
-    assert!(m.left("log").contains("is StrakeFS's own library of that interface"), "{}", m.left("log"));
+    assert!(
+        m.left("log").contains("is StrakeFS's own library of that interface"),
+        "{}",
+        m.left("log")
+    );
     // And what it says of a file is told.
     let mut c = m.with_recorder(&["refused", "0", "0"]);
     m.ok(c);
@@ -246,7 +273,8 @@ fn without_a_real_library_other_files_are_not_supported_and_ours_are() {
     m.ok(c);
 }
 
-/// As NVIDIA's wheel has it: no `libcufile.so`, and found by no name of ours. The first of that name is this library.
+/// As NVIDIA's wheel has it: no `libcufile.so`, and found by no name of ours. The first of that
+/// name is this library.
 #[test]
 fn the_real_library_is_found_by_the_name_that_the_wheel_gives_it() {
     let Some(m) = Mounted::new() else { return };
@@ -255,16 +283,22 @@ fn the_real_library_is_found_by_the_name_that_the_wheel_gives_it() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/recorder.c");
     cc(&["-shared", "-fPIC", "-Wl,-soname,libcufile.so.0"], &there.join("libcufile.so.0"), &source);
     let mut c = m.with_recorder(&["refused", "0", "0"]);
-    c.env_remove("STRAKE_CUFILE_REAL").env("LD_LIBRARY_PATH", std::env::join_paths([m.dir.path(), &there]).unwrap());
+    c.env_remove("STRAKE_CUFILE_REAL")
+        .env("LD_LIBRARY_PATH", std::env::join_paths([m.dir.path(), &there]).unwrap());
     m.ok(c);
-    assert_eq!(m.left("record").matches("handle register fd=").count(), 2, "its driver's own, and the program's");
+    assert_eq!(
+        m.left("record").matches("handle register fd=").count(),
+        2,
+        "its driver's own, and the program's"
+    );
 }
 
 #[test]
 fn a_mount_that_lies_is_not_believed() {
     let Some(m) = Mounted::new() else { return };
     let table = || std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-    std::fs::write(m.dir.path().join("stranger"), table().replace("user_id=0", "user_id=12345")).unwrap();
+    std::fs::write(m.dir.path().join("stranger"), table().replace("user_id=0", "user_id=12345"))
+        .unwrap();
     std::fs::write(m.dir.path().join("nothing"), "").unwrap();
     let refused = |here: &str, set: &[(&str, &str)]| {
         let mut c = m.with_recorder(&["refused", here, "0"]);
@@ -284,7 +318,8 @@ fn a_mount_that_lies_is_not_believed() {
     let elsewhere = m.left("record").matches("handle register fd=").count();
     assert_eq!(elsewhere, 9 * 2, "one elsewhere each time, and that of the driver's own");
     // Somebody else's number: his file.
-    std::fs::write(m.dir.path().join("another"), table().replace("fuse.strake", "fuse.other")).unwrap();
+    std::fs::write(m.dir.path().join("another"), table().replace("fuse.strake", "fuse.other"))
+        .unwrap();
     let another = m.dir.path().join("another").to_str().unwrap().to_string();
     refused("0", &[("FORGE", "garbage"), ("MOUNTINFO", &another)]);
     refused("0", &[("FORGE", "25"), ("MOUNTINFO", &another)]);
@@ -301,7 +336,12 @@ fn connections_that_cannot_be_say_why() {
     for (name, value, code, word) in [
         ("STRAKE_GDS_KEY", "/nowhere/key", "5025", "/nowhere/key"),
         ("STRAKE_GDS_POLICY", "fastest", "5022", "`fastest` is no policy"),
-        ("STRAKE_GDS_POLICY", "/elsewhere=prefer", "5022", "no StrakeFS is mounted at `/elsewhere`"),
+        (
+            "STRAKE_GDS_POLICY",
+            "/elsewhere=prefer",
+            "5022",
+            "no StrakeFS is mounted at `/elsewhere`",
+        ),
         ("STRAKE_GDS_FABRIC", "ether", "5022", "'ether'"),
         ("STRAKE_GDS_MDS", "a b", "5022", "a b"),
     ] {
@@ -316,13 +356,18 @@ fn connections_that_cannot_be_say_why() {
 fn a_policy_that_cannot_be_met_fails_the_call() {
     let Some(m) = Mounted::new() else { return };
     // Of all mounts, and of this one.
-    for policy in ["require:gpu-rdma".into(), format!("prefer,{}=at-least:gpu-rdma", m.at.path().display())] {
+    for policy in
+        ["require:gpu-rdma".into(), format!("prefer,{}=at-least:gpu-rdma", m.at.path().display())]
+    {
         let mut c = m.program(&["policy"]);
         c.env("STRAKE_GDS_POLICY", policy);
         m.ok(c);
         assert!(m.left("log").contains("gpu-rdma"), "{}", m.left("log"));
         let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
-        assert_eq!((stats["write"]["failed"].as_u64(), stats["write"]["host_memory"].as_u64()), (Some(1), Some(100)));
+        assert_eq!(
+            (stats["write"]["failed"].as_u64(), stats["write"]["host_memory"].as_u64()),
+            (Some(1), Some(100))
+        );
     }
 }
 
@@ -336,7 +381,8 @@ fn files_are_opened_for_the_programs_user() {
     m.ok(m.program(&["permission"]));
 }
 
-/// The library that `STRAKE_CUFILE_REAL` names, which is NVIDIA's: what it says is printed, not judged, but for what may never be.
+/// The library that `STRAKE_CUFILE_REAL` names, which is NVIDIA's: what it says is printed, not
+/// judged, but for what may never be.
 #[test]
 fn the_real_library_gets_its_files() {
     let Some(real) = std::env::var_os("STRAKE_CUFILE_REAL") else {
@@ -350,8 +396,9 @@ fn the_real_library_gets_its_files() {
     println!("{}\n{}", String::from_utf8_lossy(&out.stdout), m.left("log"));
 }
 
-/// A shell command that somebody wants to try: it gets `MOUNT`, and finds this library first, with the stand-in of the driver in `STANDIN`. For PyTorch and
-/// KvikIO: docs/gds.md, "Unmodified programs".
+/// A shell command that somebody wants to try: it gets `MOUNT`, and finds this library first, with
+/// the stand-in of the driver in `STANDIN`. For PyTorch and KvikIO: docs/gds.md, "Unmodified
+/// programs".
 #[test]
 fn a_command_that_is_named_by_who_runs_the_tests() {
     let Ok(command) = std::env::var("STRAKE_CUFILE_TRY") else {
@@ -360,7 +407,8 @@ fn a_command_that_is_named_by_who_runs_the_tests() {
     };
     let Some(m) = Mounted::new() else { return };
     let mut c = m.shell(&command);
-    c.env("STRAKE_GDS_LOG", m.dir.path().join("log")).env("STRAKE_GDS_STATS", m.dir.path().join("stats"));
+    c.env("STRAKE_GDS_LOG", m.dir.path().join("log"))
+        .env("STRAKE_GDS_STATS", m.dir.path().join("stats"));
     let out = m.ok(c);
     println!("{}\n{}\n{}", String::from_utf8_lossy(&out.stdout), m.left("log"), m.left("stats"));
 }
@@ -374,7 +422,9 @@ fn a_program_in_python_is_served_as_the_page_says() {
     let lines = page.split_once("```sh\n").unwrap().1.split_once("```").unwrap().0;
     assert!(lines.contains("STRAKE_GDS_POLICY=at-least:bounce-tcp python3 train.py"), "{lines}");
     // Under a small limit of locked memory nothing is pinned.
-    let lines = lines.replace("/opt/strake", dir.join("opt").to_str().unwrap()).replace(":bounce-tcp", ":pageable");
+    let lines = lines
+        .replace("/opt/strake", dir.join("opt").to_str().unwrap())
+        .replace(":bounce-tcp", ":pageable");
     let script = format!("set -e\n{lines}").replace("cufile STRAKE", "cufile:$STANDIN STRAKE");
     let python = Command::new("python3").arg("--version").output();
     if !python.is_ok_and(|p| p.status.success()) {
@@ -393,18 +443,26 @@ fn a_program_in_python_is_served_as_the_page_says() {
     );
     for script in [script, preload] {
         let mut c = m.shell(&script);
-        c.env_remove("LD_PRELOAD").env("STRAKE_GDS_LOG", dir.join("log")).env("STRAKE_GDS_STATS", dir.join("stats"));
+        c.env_remove("LD_PRELOAD")
+            .env("STRAKE_GDS_LOG", dir.join("log"))
+            .env("STRAKE_GDS_STATS", dir.join("stats"));
         m.ok(c);
         let stats: serde_json::Value = serde_json::from_str(&m.left("stats")).unwrap();
         std::fs::remove_file(dir.join("stats")).unwrap();
         for way in ["read", "write"] {
-            let bytes = stats[way]["by_tier"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum::<u64>();
+            let bytes = stats[way]["by_tier"]
+                .as_object()
+                .unwrap()
+                .values()
+                .map(|n| n.as_u64().unwrap())
+                .sum::<u64>();
             assert_eq!((bytes, stats[way]["failed"].as_u64()), (1_000_003, Some(0)), "{stats}");
         }
     }
 }
 
-/// Names that programs look up: KvikIO (26.10), `torch.cuda.gds` (2.9), and the rest of the interface's 1.20.
+/// Names that programs look up: KvikIO (26.10), `torch.cuda.gds` (2.9), and the rest of the
+/// interface's 1.20.
 const NAMES: &str = "
     HandleRegister HandleDeregister Read Write BufRegister BufDeregister DriverOpen DriverClose DriverClose_v2 DriverGetProperties
     DriverSetPollMode DriverSetMaxCacheSize DriverSetMaxPinnedMemSize DriverSetMaxDirectIOSize GetVersion UseCount
@@ -428,7 +486,8 @@ fn every_name_that_programs_ask_for_is_there() {
     }
 }
 
-/// A header of NVIDIA's, if there is one: the structs are as large as a compiler makes them, and every function has the type that it says.
+/// A header of NVIDIA's, if there is one: the structs are as large as a compiler makes them, and
+/// every function has the type that it says.
 #[test]
 fn structs_are_those_of_the_header() {
     let Some(header) = std::env::var_os("STRAKE_CUFILE_HEADER").map(PathBuf::from) else {
@@ -437,10 +496,14 @@ fn structs_are_those_of_the_header() {
     };
     let dir = tempfile::tempdir().unwrap();
     // The driver's header is not with it; these are the names that it takes from there.
-    std::fs::write(dir.path().join("cuda.h"), "typedef int CUresult;\ntypedef void *CUstream;\n").unwrap();
+    std::fs::write(dir.path().join("cuda.h"), "typedef int CUresult;\ntypedef void *CUstream;\n")
+        .unwrap();
     let source = dir.path().join("layout.c");
     let header = std::fs::canonicalize(header).unwrap();
-    let text = format!("#include <stdint.h>\n#include <stddef.h>\n#include \"{}\"\n{LAYOUT}", header.display());
+    let text = format!(
+        "#include <stdint.h>\n#include <stddef.h>\n#include \"{}\"\n{LAYOUT}",
+        header.display()
+    );
     std::fs::write(&source, text).unwrap();
     let include = format!("-I{}", dir.path().display());
     if cc(&["-D_GNU_SOURCE", "-w", "-c", &include], &dir.path().join("layout.o"), &source) {

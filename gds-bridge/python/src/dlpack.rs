@@ -1,4 +1,5 @@
-//! DLPack: the structs of its header (versions 0.8 and 1.x), read from capsules of others and made for them.
+//! DLPack: the structs of its header (versions 0.8 and 1.x), read from capsules of others and made
+//! for them.
 
 use std::ffi::{CStr, c_void};
 
@@ -58,28 +59,38 @@ pub struct Seen {
 /// Reads a capsule without taking it: its owner frees it when the capsule goes.
 pub fn read(capsule: &Bound<'_, PyAny>) -> PyResult<Seen> {
     let p = capsule.as_ptr();
-    // SAFETY: asks any object whether it is a capsule of that name; the pointer of one is the struct of that name, alive as long as the
-    // capsule, which is borrowed.
+    // SAFETY: asks any object whether it is a capsule of that name; the pointer of one is the
+    // struct of that name, alive as long as the capsule, which is borrowed.
     let (tensor, read_only) = unsafe {
         if ffi::PyCapsule_IsValid(p, NEW.as_ptr()) == 1 {
             let m = ffi::PyCapsule_GetPointer(p, NEW.as_ptr()).cast::<ManagedVersioned>();
             if (*m).version.0 != 1 {
-                return Err(PyBufferError::new_err(format!("DLPack version {} is not known", (*m).version.0)));
+                return Err(PyBufferError::new_err(format!(
+                    "DLPack version {} is not known",
+                    (*m).version.0
+                )));
             }
             (&(*m).tensor, (*m).flags & READ_ONLY != 0)
         } else if ffi::PyCapsule_IsValid(p, OLD.as_ptr()) == 1 {
             (&(*ffi::PyCapsule_GetPointer(p, OLD.as_ptr()).cast::<Managed>()).tensor, false)
         } else {
-            return Err(PyBufferError::new_err("__dlpack__ returned something that is no DLPack capsule"));
+            return Err(PyBufferError::new_err(
+                "__dlpack__ returned something that is no DLPack capsule",
+            ));
         }
     };
-    let n = usize::try_from(tensor.ndim).map_err(|_| PyBufferError::new_err("a negative number of dimensions"))?;
+    let n = usize::try_from(tensor.ndim)
+        .map_err(|_| PyBufferError::new_err("a negative number of dimensions"))?;
     // SAFETY: `ndim` values each, unless that is 0 or (strides) the pointer is null.
-    let values = |p: *const i64| unsafe { if n == 0 { &[][..] } else { std::slice::from_raw_parts(p, n) } };
-    let shape: Option<Vec<usize>> = values(tensor.shape).iter().map(|d| usize::try_from(*d).ok()).collect();
+    let values =
+        |p: *const i64| unsafe { if n == 0 { &[][..] } else { std::slice::from_raw_parts(p, n) } };
+    let shape: Option<Vec<usize>> =
+        values(tensor.shape).iter().map(|d| usize::try_from(*d).ok()).collect();
     let shape = shape.ok_or_else(|| PyBufferError::new_err("a negative dimension"))?;
     if !tensor.strides.is_null() && !is_dense(&shape, values(tensor.strides)) {
-        return Err(PyBufferError::new_err("the tensor is not contiguous: call .contiguous() on it first"));
+        return Err(PyBufferError::new_err(
+            "the tensor is not contiguous: call .contiguous() on it first",
+        ));
     }
     if tensor.lanes != 1 {
         return Err(PyBufferError::new_err("types with lanes are not supported"));
@@ -147,19 +158,36 @@ pub fn write<'py, T: Send + 'static>(
         byte_offset: 0,
     };
     let context = Box::into_raw(kept).cast::<c_void>();
-    let (pointer, name, destructor): (*mut c_void, &CStr, unsafe extern "C" fn(*mut ffi::PyObject)) = if versioned {
-        let m = ManagedVersioned { version: (1, 0), context, deleter: Some(free_versioned::<T>), flags: 0, tensor };
+    let (pointer, name, destructor): (
+        *mut c_void,
+        &CStr,
+        unsafe extern "C" fn(*mut ffi::PyObject),
+    ) = if versioned {
+        let m = ManagedVersioned {
+            version: (1, 0),
+            context,
+            deleter: Some(free_versioned::<T>),
+            flags: 0,
+            tensor,
+        };
         (Box::into_raw(Box::new(m)).cast(), NEW, drop_versioned)
     } else {
         let m = Managed { tensor, context, deleter: Some(free_old::<T>) };
         (Box::into_raw(Box::new(m)).cast(), OLD, drop_old)
     };
-    // SAFETY: a new capsule with a constant name; an error is returned as null with an exception set.
-    unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(pointer, name.as_ptr(), Some(destructor))) }
+    // SAFETY: a new capsule with a constant name; an error is returned as null with an exception
+    // set.
+    unsafe {
+        Bound::from_owned_ptr_or_err(
+            py,
+            ffi::PyCapsule_New(pointer, name.as_ptr(), Some(destructor)),
+        )
+    }
 }
 
 unsafe extern "C" fn free_old<T>(m: *mut Managed) {
-    // SAFETY: made by `write` of these very types, and freed once, by whoever has it last. Needs no interpreter.
+    // SAFETY: made by `write` of these very types, and freed once, by whoever has it last. Needs no
+    // interpreter.
     unsafe {
         let m = Box::from_raw(m);
         drop(Box::from_raw(m.context.cast::<Kept<T>>()));

@@ -5,8 +5,9 @@ use strake_gds::tensors::Dtype;
 /// One type: see [`ALL`].
 type Row = (&'static str, Dtype, Option<(u8, u8)>, Option<&'static str>);
 
-/// Name, its type, DLPack's code and bits, and the array interface's text, where they have one. Eight-bit floats go out as bytes: the
-/// others' names for them are too new to be understood everywhere.
+/// Name, its type, DLPack's code and bits, and the array interface's text, where they have one.
+/// Eight-bit floats go out as bytes: the others' names for them are too new to be understood
+/// everywhere.
 const ALL: [Row; 22] = [
     ("BOOL", Dtype::BOOL, Some((6, 8)), Some("|b1")),
     ("F4", Dtype::F4, None, None),

@@ -1,5 +1,5 @@
-//! The bridge in Python: tensors of PyTorch, CuPy, JAX, NumPy and others, by the protocols that they share. Thin: what is done is in
-//! `strake_gds::session`.
+//! The bridge in Python: tensors of PyTorch, CuPy, JAX, NumPy and others, by the protocols that
+//! they share. Thin: what is done is in `strake_gds::session`.
 
 mod dlpack;
 mod dtype;
@@ -22,7 +22,8 @@ use strake_gds::{
 use strake_proto::Error;
 use tensor::{Block, Device, Given, Tensor};
 
-/// The exception of an error: an OSError with its errno, so that Python makes FileNotFoundError and so on of it.
+/// The exception of an error: an OSError with its errno, so that Python makes FileNotFoundError and
+/// so on of it.
 pub(crate) fn failed(e: Error) -> PyErr {
     PyOSError::new_err((e.code.errno(), e.message))
 }
@@ -53,13 +54,17 @@ fn policy(text: &str) -> PyResult<Policy> {
 
 /// A client of a cluster, and a device: see docs/gds.md.
 ///
-/// `pinned_limit`: bytes of host memory that all bridges of the process have pinned at most, when this one pins more; half of RLIMIT_MEMLOCK, or 512 MiB
-/// of its own where that is without limit. `local`: folder with copies of sealed files on this node, for the tier local-gds. `policy`: what
+/// `pinned_limit`: bytes of host memory that all bridges of the process have pinned at most, when
+/// this one pins more; half of RLIMIT_MEMLOCK, or 512 MiB of its own where that is without limit.
+/// `local`: folder with copies of sealed files on this node, for the tier local-gds. `policy`: what
 /// every call has to meet beside its own policy.
 ///
-/// `mds`: metadata servers, "HOST[:PORT],...". `memory`: "cuda:N", or "host" for this machine's own in place of a device. `fabric`: "auto", "tcp" or
-/// "rdma". `verify_on_gpu`: the device sums its own end of every copy, and the sums are compared; reports say where that was not possible
-/// (`not_on_gpu`). `local`: folder with copies of sealed files on this node (`strake gds stage`). Calls but `start_load` block, and let other threads of Python run meanwhile. Not to be used in a child after fork: make one there.
+/// `mds`: metadata servers, "HOST[:PORT],...". `memory`: "cuda:N", or "host" for this machine's own
+/// in place of a device. `fabric`: "auto", "tcp" or "rdma". `verify_on_gpu`: the device sums its
+/// own end of every copy, and the sums are compared; reports say where that was not possible
+/// (`not_on_gpu`). `local`: folder with copies of sealed files on this node (`strake gds stage`).
+/// Calls but `start_load` block, and let other threads of Python run meanwhile. Not to be used in a
+/// child after fork: make one there.
 #[pyclass(frozen, module = "strake_gds")]
 struct Bridge {
     device: std::sync::Mutex<Option<Arc<Device>>>,
@@ -107,7 +112,10 @@ type Item<'py> = (String, u64, Bound<'py, PyAny>);
 type GivenItem = (String, u64, Given);
 
 fn given(device: &Arc<Device>, items: Vec<Item<'_>>) -> PyResult<Vec<GivenItem>> {
-    items.into_iter().map(|(path, offset, x)| Ok((path, offset, Given::of(device, &x, true)?))).collect()
+    items
+        .into_iter()
+        .map(|(path, offset, x)| Ok((path, offset, Given::of(device, &x, true)?)))
+        .collect()
 }
 
 impl Files {
@@ -155,7 +163,8 @@ impl Call {
     /// Waits for the end, and returns the report or raises what the call would have raised; once.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let going = self.going.lock().unwrap_or_else(|e| e.into_inner()).take();
-        let Going { started, _files, _items } = going.ok_or_else(|| PyValueError::new_err("the call is finished"))?;
+        let Going { started, _files, _items } =
+            going.ok_or_else(|| PyValueError::new_err("the call is finished"))?;
         let outcome = py.detach(|| {
             let outcome = started.finish();
             drop(_files);
@@ -217,7 +226,11 @@ impl Bridge {
             "auto" => Use::Best,
             "tcp" => Use::Tcp,
             "rdma" => Use::Rdma,
-            other => return Err(PyValueError::new_err(format!("fabric is '{other}'; auto, tcp and rdma are known"))),
+            other => {
+                return Err(PyValueError::new_err(format!(
+                    "fabric is '{other}'; auto, tcp and rdma are known"
+                )));
+            }
         };
         let o = &mut setup.options;
         o.pinned_limit = pinned_limit;
@@ -229,10 +242,16 @@ impl Bridge {
         o.local = local;
         o.policy = crate::policy(policy)?;
         let session = py.detach(|| Session::open(&setup)).map_err(failed)?;
-        Ok(Bridge { device: std::sync::Mutex::new(Some(Arc::new(Device { session: Arc::new(session), memory }))) })
+        Ok(Bridge {
+            device: std::sync::Mutex::new(Some(Arc::new(Device {
+                session: Arc::new(session),
+                memory,
+            }))),
+        })
     }
 
-    /// Ends the session when the last tensor of the bridge is gone, too. Whoever calls it twice does nothing.
+    /// Ends the session when the last tensor of the bridge is gone, too. Whoever calls it twice
+    /// does nothing.
     fn close(&self, py: Python<'_>) {
         let device = self.device.lock().unwrap_or_else(|e| e.into_inner()).take();
         py.detach(|| drop(device));
@@ -246,12 +265,12 @@ impl Bridge {
         self.close(py);
     }
 
-    /// The device, what there is less of than was wanted, and the tiers: which are available, and the reasons why the others are not.
+    /// The device, what there is less of than was wanted, and the tiers: which are available, and
+    /// the reasons why the others are not.
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let d = self.device()?;
         let tiers = d.session.tiers().map_err(failed)?;
-        let all =
-            serde_json::json!({ "device": d.session.device().name(), "notice": d.session.notice(), "tiers": tiers });
+        let all = serde_json::json!({ "device": d.session.device().name(), "notice": d.session.notice(), "tiers": tiers });
         from_json(py, &all.to_string())
     }
 
@@ -267,19 +286,24 @@ impl Bridge {
     /// A new tensor of the device, with any contents.
     #[pyo3(signature = (shape, dtype = "U8"))]
     fn alloc(&self, shape: Vec<usize>, dtype: &str) -> PyResult<Tensor> {
-        let kind = dtype::by_name(dtype).ok_or_else(|| PyValueError::new_err(format!("'{dtype}' is no type")))?;
-        let bits = shape.iter().try_fold(kind.bitsize(), |n, d| n.checked_mul(*d)).filter(|n| n % 8 == 0);
+        let kind = dtype::by_name(dtype)
+            .ok_or_else(|| PyValueError::new_err(format!("'{dtype}' is no type")))?;
+        let bits =
+            shape.iter().try_fold(kind.bitsize(), |n, d| n.checked_mul(*d)).filter(|n| n % 8 == 0);
         let len = bits.ok_or_else(|| PyValueError::new_err("no whole number of bytes"))? as u64 / 8;
         Ok(Tensor::new(&Block::new(&self.device()?, len)?, 0, len, kind, shape))
     }
 
-    /// Fills tensors from files, all in one call: `items` are (path, offset, tensor). Returns the report.
+    /// Fills tensors from files, all in one call: `items` are (path, offset, tensor). Returns the
+    /// report.
     ///
-    /// In place of a tensor, here and wherever one is taken, a tuple (address, bytes) is memory of the bridge's that the caller vouches for: an address
-    /// on a GPU is looked up, one with `memory="host"` is believed.
+    /// In place of a tensor, here and wherever one is taken, a tuple (address, bytes) is memory of
+    /// the bridge's that the caller vouches for: an address on a GPU is looked up, one with
+    /// `memory="host"` is believed.
     ///
-    /// `stream`, here and elsewhere: what may still use the tensors was given to this stream (`torch.cuda.current_stream().cuda_stream`; 0 is the
-    /// default one) and is waited for. Without it all streams of the device are.
+    /// `stream`, here and elsewhere: what may still use the tensors was given to this stream
+    /// (`torch.cuda.current_stream().cuda_stream`; 0 is the default one) and is waited for. Without
+    /// it all streams of the device are.
     #[pyo3(signature = (items, policy = "prefer", stream = None))]
     fn load<'py>(
         &self,
@@ -299,10 +323,17 @@ impl Bridge {
         told(py, outcome.map_err(failed)?)
     }
 
-    /// As `load`, but returns at once: the call begins when what `stream` was given before is done, and overlaps with what it is given afterwards, which
-    /// may use the tensors only when `finish()` of what this returns has.
+    /// As `load`, but returns at once: the call begins when what `stream` was given before is done,
+    /// and overlaps with what it is given afterwards, which may use the tensors only when
+    /// `finish()` of what this returns has.
     #[pyo3(signature = (items, policy = "prefer", stream = 0))]
-    fn start_load(&self, py: Python<'_>, items: Vec<Item<'_>>, policy: &str, stream: u64) -> PyResult<Call> {
+    fn start_load(
+        &self,
+        py: Python<'_>,
+        items: Vec<Item<'_>>,
+        policy: &str,
+        stream: u64,
+    ) -> PyResult<Call> {
         let (device, policy) = (self.device()?, crate::policy(policy)?);
         let items = given(&device, items)?;
         let started = py.detach(|| {
@@ -313,7 +344,9 @@ impl Bridge {
             Ok((started, files))
         });
         let (started, files) = started.map_err(failed)?;
-        Ok(Call { going: std::sync::Mutex::new(Some(Going { started, _files: files, _items: items })) })
+        Ok(Call {
+            going: std::sync::Mutex::new(Some(Going { started, _files: files, _items: items })),
+        })
     }
 
     /// Fills one tensor from a file, from `offset` on.
@@ -330,8 +363,9 @@ impl Bridge {
         self.load(py, vec![(path, offset, tensor)], policy, stream)
     }
 
-    /// Makes a file of a tensor, or of a list of them, one behind the other. It is written under another name, made safe (fsync), and takes `path`
-    /// when it is whole, in place of what was there. Returns the report.
+    /// Makes a file of a tensor, or of a list of them, one behind the other. It is written under
+    /// another name, made safe (fsync), and takes `path` when it is whole, in place of what was
+    /// there. Returns the report.
     #[pyo3(signature = (tensors, path, policy = "prefer", mode = 0o644, stream = None))]
     fn save_from<'py>(
         &self,
@@ -356,8 +390,8 @@ impl Bridge {
         told(py, outcome.map_err(failed)?)
     }
 
-    /// A file's size in bytes, and `length` of its bytes from `offset` on (fewer only where it ends) in ordinary memory: for headers and other
-    /// small things, past all tiers and reports.
+    /// A file's size in bytes, and `length` of its bytes from `offset` on (fewer only where it
+    /// ends) in ordinary memory: for headers and other small things, past all tiers and reports.
     #[pyo3(signature = (path, offset = 0, length = 0))]
     fn peek<'py>(
         &self,
@@ -383,7 +417,8 @@ impl Bridge {
         Ok((size, PyBytes::new(py, &bytes)))
     }
 
-    /// What a safetensors file has: name, type and shape of each tensor, and the notes of its maker.
+    /// What a safetensors file has: name, type and shape of each tensor, and the notes of its
+    /// maker.
     fn header<'py>(&self, py: Python<'py>, path: String) -> PyResult<Bound<'py, PyAny>> {
         let device = self.device()?;
         let f = py.detach(|| device.session.open_tensors(&path)).map_err(failed)?;
@@ -397,8 +432,9 @@ impl Bridge {
         from_json(py, &all.to_string())
     }
 
-    /// Loads safetensors files (a path or a list), all in one call, each into one new piece of the device's memory. Returns a dict of the
-    /// tensors by their names, and the report. `ValueError` if two files have a tensor of the same name.
+    /// Loads safetensors files (a path or a list), all in one call, each into one new piece of the
+    /// device's memory. Returns a dict of the tensors by their names, and the report. `ValueError`
+    /// if two files have a tensor of the same name.
     #[pyo3(signature = (paths, policy = "prefer"))]
     fn load_safetensors<'py>(
         &self,
@@ -420,7 +456,10 @@ impl Bridge {
                     for (t, at) in f.header.tensors.iter().zip(places) {
                         let made = Tensor::new(&block, at, t.len, t.dtype, t.shape.clone());
                         if tensors.insert(t.name.clone(), made).is_some() {
-                            return Err(PyValueError::new_err(format!("two files have a tensor '{}'", t.name)));
+                            return Err(PyValueError::new_err(format!(
+                                "two files have a tensor '{}'",
+                                t.name
+                            )));
                         }
                     }
                 }
@@ -437,8 +476,9 @@ impl Bridge {
         Ok((named, report))
     }
 
-    /// Loads safetensors files into tensors that exist, by their names, all in one call. A tensor of the files that is not named is not loaded; a name
-    /// that no file has is a `KeyError`. Returns the report.
+    /// Loads safetensors files into tensors that exist, by their names, all in one call. A tensor
+    /// of the files that is not named is not loaded; a name that no file has is a `KeyError`.
+    /// Returns the report.
     #[pyo3(signature = (tensors, paths, policy = "prefer"))]
     fn load_safetensors_into<'py>(
         &self,
@@ -457,15 +497,20 @@ impl Bridge {
             let files = open_all(session, &paths)?;
             let loaded = (|| {
                 let mut all = Vec::new();
-                let mut missing: std::collections::BTreeSet<&str> = to.keys().map(String::as_str).collect();
+                let mut missing: std::collections::BTreeSet<&str> =
+                    to.keys().map(String::as_str).collect();
                 for f in &files {
-                    all.extend(f.to_places(|n| to.get(n).map(|g| (g.address, g.len))).map_err(failed)?);
+                    all.extend(
+                        f.to_places(|n| to.get(n).map(|g| (g.address, g.len))).map_err(failed)?,
+                    );
                     for t in &f.header.tensors {
                         missing.remove(&t.name[..]);
                     }
                 }
                 if let Some(name) = missing.first() {
-                    return Err(pyo3::exceptions::PyKeyError::new_err(format!("no file has a tensor '{name}'")));
+                    return Err(pyo3::exceptions::PyKeyError::new_err(format!(
+                        "no file has a tensor '{name}'"
+                    )));
                 }
                 session.device().settle().map_err(|f| failed(f.into()))?;
                 Ok(session.load(&all, policy))
@@ -476,10 +521,17 @@ impl Bridge {
         told(py, outcome)
     }
 
-    /// Sets the stripes of files that are made in a folder from now on: on how many targets they lie (-1: all), and the bytes of a stripe (a
-    /// multiple of 65,536; 0: the cluster's default). A file on one target is loaded no faster than its server sends.
+    /// Sets the stripes of files that are made in a folder from now on: on how many targets they
+    /// lie (-1: all), and the bytes of a stripe (a multiple of 65,536; 0: the cluster's default). A
+    /// file on one target is loaded no faster than its server sends.
     #[pyo3(signature = (path, stripe_count = -1, stripe_size = 0))]
-    fn stripe_folder(&self, py: Python<'_>, path: String, stripe_count: i32, stripe_size: u32) -> PyResult<()> {
+    fn stripe_folder(
+        &self,
+        py: Python<'_>,
+        path: String,
+        stripe_count: i32,
+        stripe_size: u32,
+    ) -> PyResult<()> {
         let device = self.device()?;
         let stripes = Stripes { count: stripe_count, size: stripe_size };
         py.detach(|| device.session.stripe_folder(&path, stripes)).map_err(failed)
@@ -503,14 +555,21 @@ impl Bridge {
             let g = Given::of(&device, &x, false)?;
             // Ours knows its type better than the protocols do.
             let kind = own.map(|t| t.get().kind).or(g.kind);
-            let kind =
-                kind.ok_or_else(|| PyTypeError::new_err(format!("tensor '{name}': safetensors has no such type")))?;
+            let kind = kind.ok_or_else(|| {
+                PyTypeError::new_err(format!("tensor '{name}': safetensors has no such type"))
+            })?;
             all.push(New { name, dtype: kind, shape: g.shape.clone(), gpu: g.address });
             held.push(g);
         }
         let outcome = py.detach(|| {
             device.session.device().settle()?;
-            Ok(device.session.save_tensors(&path, mode, &all, &metadata.unwrap_or_default(), policy))
+            Ok(device.session.save_tensors(
+                &path,
+                mode,
+                &all,
+                &metadata.unwrap_or_default(),
+                policy,
+            ))
         });
         drop(held);
         told(py, outcome.map_err(failed)?)

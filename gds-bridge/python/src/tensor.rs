@@ -38,8 +38,9 @@ impl Block {
             Some(stand_in) => {
                 let mut words = vec![0u64; len.div_ceil(8) as usize];
                 let start = words.as_mut_ptr().cast::<u8>();
-                // SAFETY: the vector is neither moved nor dropped before `drop` has taken it back; who uses a tensor during a call that
-                // moves it breaks the rules of every such library.
+                // SAFETY: the vector is neither moved nor dropped before `drop` has taken it back;
+                // who uses a tensor during a call that moves it breaks the rules of every such
+                // library.
                 unsafe { stand_in.lend(start, words.len() * 8) };
                 (start.expose_provenance() as u64, Some(words))
             }
@@ -51,15 +52,18 @@ impl Block {
 impl Drop for Block {
     fn drop(&mut self) {
         match (&mut self.host, self.device.session.host()) {
-            (Some(words), Some(stand_in)) => stand_in.take_back(words.as_mut_ptr().cast(), words.len() * 8),
+            (Some(words), Some(stand_in)) => {
+                stand_in.take_back(words.as_mut_ptr().cast(), words.len() * 8)
+            }
             // A context that is gone has freed it.
             _ => drop(self.device.session.device().free(self.address)),
         }
     }
 }
 
-/// A tensor in memory of the bridge's device. Goes to other libraries by `__dlpack__` (torch.from_dlpack, numpy.from_dlpack) and, on a GPU,
-/// `__cuda_array_interface__`, without a copy.
+/// A tensor in memory of the bridge's device. Goes to other libraries by `__dlpack__`
+/// (torch.from_dlpack, numpy.from_dlpack) and, on a GPU, `__cuda_array_interface__`, without a
+/// copy.
 #[pyclass(frozen, module = "strake_gds")]
 pub struct Tensor {
     block: Arc<Block>,
@@ -120,7 +124,11 @@ impl Tensor {
     /// The other way.
     fn frombytes(&self, py: Python<'_>, bytes: Vec<u8>) -> PyResult<()> {
         if bytes.len() as u64 != self.len {
-            return Err(PyValueError::new_err(format!("{} bytes for a tensor of {}", bytes.len(), self.len)));
+            return Err(PyValueError::new_err(format!(
+                "{} bytes for a tensor of {}",
+                bytes.len(),
+                self.len
+            )));
         }
         let put = py.detach(|| self.block.device.session.put(self.address, &bytes));
         put.map_err(|f| failed(f.into()))
@@ -131,8 +139,9 @@ impl Tensor {
         if self.block.device.memory == Memory::Host {
             return Err(PyAttributeError::new_err("this memory is not on a GPU"));
         }
-        let kind = dtype::typestr(self.kind)
-            .ok_or_else(|| PyAttributeError::new_err(format!("the array interface has no {}", self.dtype())))?;
+        let kind = dtype::typestr(self.kind).ok_or_else(|| {
+            PyAttributeError::new_err(format!("the array interface has no {}", self.dtype()))
+        })?;
         let d = PyDict::new(py);
         d.set_item("version", 3)?;
         d.set_item("shape", self.shape(py)?)?;
@@ -160,7 +169,9 @@ impl Tensor {
         // Whatever stream it will be used on: its bytes are there.
         drop(stream);
         if copy == Some(true) || dl_device.is_some_and(|d| d != self.dlpack_device()) {
-            return Err(PyBufferError::new_err("a tensor of the bridge is shared where it is, never copied"));
+            return Err(PyBufferError::new_err(
+                "a tensor of the bridge is shared where it is, never copied",
+            ));
         }
         let kind = dtype::dlpack(self.kind)
             .ok_or_else(|| PyBufferError::new_err(format!("DLPack has no {}", self.dtype())))?;
@@ -193,14 +204,16 @@ pub struct Given {
 }
 
 impl Given {
-    /// `TypeError` for something that is no tensor, or one in other memory than the bridge's; `BufferError` for one that is not contiguous, or
-    /// is read-only and `written`.
+    /// `TypeError` for something that is no tensor, or one in other memory than the bridge's;
+    /// `BufferError` for one that is not contiguous, or is read-only and `written`.
     ///
     /// A tuple of an address and a number of bytes is taken as it is.
     pub fn of(device: &Arc<Device>, x: &Bound<'_, PyAny>, written: bool) -> PyResult<Given> {
         let interface = x.getattr_opt("__cuda_array_interface__")?;
         let (seen, kind, owner) = match interface {
-            None if x.is_instance_of::<PyTuple>() => (of_address(device, x.extract()?), Some(Dtype::U8), x.clone()),
+            None if x.is_instance_of::<PyTuple>() => {
+                (of_address(device, x.extract()?), Some(Dtype::U8), x.clone())
+            }
             Some(i) => {
                 let (seen, kind) = of_interface(i.cast::<PyDict>()?)?;
                 (seen, kind, x.clone())
@@ -213,14 +226,19 @@ impl Given {
         };
         if !ours {
             let name = device.session.device().name();
-            return Err(PyTypeError::new_err(format!("the tensor is in other memory than the bridge's ({name})")));
+            return Err(PyTypeError::new_err(format!(
+                "the tensor is in other memory than the bridge's ({name})"
+            )));
         }
         if written && seen.read_only {
             return Err(PyBufferError::new_err("the tensor is read-only"));
         }
         let bits = kind.map_or(usize::from(seen.bits), |k| k.bitsize());
         let len = seen.shape.iter().try_fold(bits, |n, d| n.checked_mul(*d)).filter(|n| n % 8 == 0);
-        let len = len.ok_or_else(|| PyBufferError::new_err("the tensor has no whole number of bytes"))? as u64 / 8;
+        let len = len
+            .ok_or_else(|| PyBufferError::new_err("the tensor has no whole number of bytes"))?
+            as u64
+            / 8;
         let mut given = Given {
             address: seen.address,
             len,
@@ -232,7 +250,8 @@ impl Given {
         };
         if let (Some(stand_in), true) = (device.session.host(), len > 0) {
             let start: *mut u8 = ptr::with_exposed_provenance_mut(given.address as usize);
-            // SAFETY: its owner says that the memory is there, and is held as long as this is; what is asked of who calls is in `Block::new`.
+            // SAFETY: its owner says that the memory is there, and is held as long as this is; what
+            // is asked of who calls is in `Block::new`.
             unsafe { stand_in.lend(start, len as usize) };
             given.lent = Some(len as usize);
         }
@@ -266,20 +285,26 @@ fn of_interface(i: &Bound<'_, PyDict>) -> PyResult<(dlpack::Seen, Option<Dtype>)
     let shape: Vec<usize> = item("shape")?.extract()?;
     let text: String = item("typestr")?.extract()?;
     let bytes = text.get(2..).and_then(|n| n.parse::<u8>().ok()).filter(|n| (1..=16).contains(n));
-    let bytes = bytes.ok_or_else(|| PyTypeError::new_err(format!("typestr '{text}' is not known")))?;
+    let bytes =
+        bytes.ok_or_else(|| PyTypeError::new_err(format!("typestr '{text}' is not known")))?;
     if let Some(strides) = i.get_item("strides")?.filter(|s| !s.is_none()) {
         let strides: Vec<i64> = strides.extract()?;
         let elements: Vec<i64> = strides.iter().map(|s| s / i64::from(bytes)).collect();
         let whole = strides.iter().all(|s| s % i64::from(bytes) == 0);
         if strides.len() != shape.len() || !whole || !dlpack::is_dense(&shape, &elements) {
-            return Err(PyBufferError::new_err("the tensor is not contiguous: call .contiguous() on it first"));
+            return Err(PyBufferError::new_err(
+                "the tensor is not contiguous: call .contiguous() on it first",
+            ));
         }
     }
-    let seen = dlpack::Seen { address, device: dlpack::CUDA, code: 0, bits: bytes * 8, shape, read_only };
+    let seen =
+        dlpack::Seen { address, device: dlpack::CUDA, code: 0, bits: bytes * 8, shape, read_only };
     Ok((seen, dtype::by_typestr(&text)))
 }
 
-fn of_dlpack<'py>(x: &Bound<'py, PyAny>) -> PyResult<(dlpack::Seen, Option<Dtype>, Bound<'py, PyAny>)> {
+fn of_dlpack<'py>(
+    x: &Bound<'py, PyAny>,
+) -> PyResult<(dlpack::Seen, Option<Dtype>, Bound<'py, PyAny>)> {
     let Some(export) = x.getattr_opt("__dlpack__")? else {
         let m = "a tensor is needed: something with __dlpack__ or __cuda_array_interface__";
         return Err(PyTypeError::new_err(format!("{m}, not {}", x.get_type().name()?)));

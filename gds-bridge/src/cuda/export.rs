@@ -72,12 +72,17 @@ impl Export {
         if tier != Tier::GpuRdma {
             return None;
         }
-        let old = |symbol: &str| Unavailable::OldLibrary { library: self.library.clone(), symbol: symbol.into() };
+        let old = |symbol: &str| Unavailable::OldLibrary {
+            library: self.library.clone(),
+            symbol: symbol.into(),
+        };
         match self {
             e if !e.dma_buf => Some(Unavailable::NoDmaBuf { device: device.into() }),
             e if e.export.is_none() => Some(old(EXPORT)),
             e if e.is_ordered() => None,
-            e if e.flush_options & BY_HOST == 0 => Some(Unavailable::NoFlush { device: device.into() }),
+            e if e.flush_options & BY_HOST == 0 => {
+                Some(Unavailable::NoFlush { device: device.into() })
+            }
             e if e.flush.is_none() => Some(old(FLUSH)),
             _ => None,
         }
@@ -88,14 +93,17 @@ impl Gpu {
     /// Whole pages around a range, of which the range is lent.
     pub fn export_range(&self, addr: u64, len: u64) -> Result<Foreign, Fault> {
         let refused = |why: String| Fault::Export { bytes: len, why };
-        let export = self.export.export.ok_or_else(|| refused(format!("the driver has no {EXPORT}")))?;
+        let export =
+            self.export.export.ok_or_else(|| refused(format!("the driver has no {EXPORT}")))?;
         // SAFETY: a plain question.
         let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) }.max(1) as u64;
         let (start, end) = (addr - addr % page, (addr + len).next_multiple_of(page));
         let _current = self.enter()?;
         let mut fd: c_int = -1;
-        // SAFETY: the handle of this type is one descriptor, which is written there; the driver refuses ranges that it does not know.
-        let code = unsafe { export((&raw mut fd).cast(), start, (end - start) as usize, DMA_BUF_FD, 0) };
+        // SAFETY: the handle of this type is one descriptor, which is written there; the driver
+        // refuses ranges that it does not know.
+        let code =
+            unsafe { export((&raw mut fd).cast(), start, (end - start) as usize, DMA_BUF_FD, 0) };
         self.table.call(EXPORT, code).map_err(|e| match e {
             Fault::Driver { .. } => refused(e.to_string()),
             e => e,
@@ -110,7 +118,9 @@ impl Gpu {
 
     /// Makes the device see what others wrote, where it does not by itself.
     pub fn flush_writes(&self) -> Result<(), Fault> {
-        let Some(flush) = self.export.flush.filter(|_| !self.export.is_ordered()) else { return Ok(()) };
+        let Some(flush) = self.export.flush.filter(|_| !self.export.is_ordered()) else {
+            return Ok(());
+        };
         let _current = self.enter()?;
         // SAFETY: it touches no memory of this process.
         self.table.call(FLUSH, unsafe { flush(CURRENT_CONTEXT, TO_OWNER) })
@@ -133,7 +143,13 @@ pub fn attribute_of(
 mod tests {
     use super::*;
 
-    unsafe extern "C" fn export(_: *mut c_void, _: u64, _: usize, _: c_int, _: c_ulonglong) -> c_int {
+    unsafe extern "C" fn export(
+        _: *mut c_void,
+        _: u64,
+        _: usize,
+        _: c_int,
+        _: c_ulonglong,
+    ) -> c_int {
         0
     }
 

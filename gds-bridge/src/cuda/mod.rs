@@ -67,7 +67,8 @@ unsafe fn wait(table: &Table, stream: *mut c_void) -> c_int {
     }
 }
 
-/// One GPU, in its primary context: that of PyTorch and of everything that uses the CUDA runtime. Clones are the same.
+/// One GPU, in its primary context: that of PyTorch and of everything that uses the CUDA runtime.
+/// Clones are the same.
 #[derive(Clone)]
 pub struct Cuda(Arc<Gpu>);
 
@@ -83,7 +84,8 @@ struct Gpu {
     kernel: OnceLock<Result<Kernel, String>>,
 }
 
-// SAFETY: the driver's functions may be called by any thread, and the context is only handed back to them.
+// SAFETY: the driver's functions may be called by any thread, and the context is only handed back
+// to them.
 unsafe impl Send for Gpu {}
 // SAFETY: as above.
 unsafe impl Sync for Gpu {}
@@ -103,14 +105,15 @@ impl Cuda {
         Cuda::open_library(Path::new(LIBRARY), device)
     }
 
-    /// The number of the device whose context the calling thread has; 0 if it has none. Of a driver that nobody used yet in this process it is
-    /// the first call.
+    /// The number of the device whose context the calling thread has; 0 if it has none. Of a driver
+    /// that nobody used yet in this process it is the first call.
     pub fn of_thread() -> Result<u32, Unavailable> {
         let table = Table::open(Path::new(LIBRARY))?;
         table.start(0)?;
         let mut found = 0;
         // SAFETY: each call writes one value, which lives through it.
-        unsafe { table.call("cuDeviceGetCount", (table.device_count)(&mut found)) }.map_err(Unavailable::Device)?;
+        unsafe { table.call("cuDeviceGetCount", (table.device_count)(&mut found)) }
+            .map_err(Unavailable::Device)?;
         if found < 1 {
             return Err(Unavailable::NoDevice { wanted: 0, found: 0 });
         }
@@ -120,8 +123,8 @@ impl Cuda {
         Ok(if code == 0 { u32::try_from(device).unwrap_or(0) } else { 0 })
     }
 
-    /// On which device an address lies, by the number of [`Cuda::open`]; `None`: on none that the driver knows, so that it may be host memory or
-    /// nothing.
+    /// On which device an address lies, by the number of [`Cuda::open`]; `None`: on none that the
+    /// driver knows, so that it may be host memory or nothing.
     pub fn device_of(&self, addr: u64) -> Result<Option<u32>, Fault> {
         let _current = self.0.enter()?;
         let p = self.0.place(addr)?;
@@ -132,12 +135,15 @@ impl Cuda {
     pub fn uuid(&self) -> Result<[u8; 16], Fault> {
         let mut uuid = [0; 16];
         // SAFETY: writes sixteen bytes.
-        self.0.table.call("cuDeviceGetUuid", unsafe { (self.0.table.device_uuid)(&mut uuid, self.0.device) })?;
+        self.0.table.call("cuDeviceGetUuid", unsafe {
+            (self.0.table.device_uuid)(&mut uuid, self.0.device)
+        })?;
         Ok(uuid)
     }
 
-    /// Returns when everything is done that the program gave to one of its streams before. Null is the default stream: of the calling thread's context,
-    /// or of the device's primary one where it has none. An error is of the wait or of what was waited for; the number is the driver's.
+    /// Returns when everything is done that the program gave to one of its streams before. Null is
+    /// the default stream: of the calling thread's context, or of the device's primary one where it
+    /// has none. An error is of the wait or of what was waited for; the number is the driver's.
     ///
     /// # Safety
     /// The stream is one of the process, and was not destroyed.
@@ -165,20 +171,27 @@ impl Cuda {
     /// As [`Cuda::open`], with another file than `libcuda.so.1`.
     pub fn open_library(library: &Path, device: u32) -> Result<Cuda, Unavailable> {
         let table = Table::open(library)?;
-        let none = |found: c_int| Unavailable::NoDevice { wanted: device, found: found.max(0) as u32 };
+        let none =
+            |found: c_int| Unavailable::NoDevice { wanted: device, found: found.max(0) as u32 };
         table.start(device)?;
         let failed = Unavailable::Device;
         let mut found = 0;
         // SAFETY: each call writes one value, which lives through it.
-        unsafe { table.call("cuDeviceGetCount", (table.device_count)(&mut found)) }.map_err(failed)?;
-        let wanted = c_int::try_from(device).ok().filter(|n| *n < found).ok_or_else(|| none(found))?;
+        unsafe { table.call("cuDeviceGetCount", (table.device_count)(&mut found)) }
+            .map_err(failed)?;
+        let wanted =
+            c_int::try_from(device).ok().filter(|n| *n < found).ok_or_else(|| none(found))?;
         let (mut number, mut context) = (0, ptr::null_mut());
         let mut name: [c_char; 128] = [0; 128];
         // SAFETY: as above; the name's length is given, and the driver ends it with a zero.
         unsafe {
             table.call("cuDeviceGet", (table.device)(&mut number, wanted)).map_err(failed)?;
-            table.call("cuDeviceGetName", (table.device_name)(name.as_mut_ptr(), 127, number)).map_err(failed)?;
-            table.call("cuDevicePrimaryCtxRetain", (table.context_retain)(&mut context, number)).map_err(failed)?;
+            table
+                .call("cuDeviceGetName", (table.device_name)(name.as_mut_ptr(), 127, number))
+                .map_err(failed)?;
+            table
+                .call("cuDevicePrimaryCtxRetain", (table.context_retain)(&mut context, number))
+                .map_err(failed)?;
         }
         // SAFETY: the last byte was never written.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
@@ -187,7 +200,16 @@ impl Cuda {
         // An older driver does not know the questions: then it cannot do it.
         let export = Export::of(library, export::attribute_of(table.device_attribute, number));
         let (registry, pci) = (pins::registry_of(library), pins::pci_of(library, number));
-        Ok(Cuda(Arc::new(Gpu { table, device: number, context, name, export, registry, pci, kernel })))
+        Ok(Cuda(Arc::new(Gpu {
+            table,
+            device: number,
+            context,
+            name,
+            export,
+            registry,
+            pci,
+            kernel,
+        })))
     }
 }
 
@@ -257,8 +279,9 @@ impl Gpu {
     fn kernel(&self) -> Result<&Kernel, String> {
         let load = || {
             let _current = self.enter().map_err(|e| e.to_string())?;
-            let kernel =
-                self.load_kernel().map_err(|e| format!("the driver does not take the kernel that sums: {e}"))?;
+            let kernel = self
+                .load_kernel()
+                .map_err(|e| format!("the driver does not take the kernel that sums: {e}"))?;
             match self.try_kernel(&kernel) {
                 Ok(()) => Ok(kernel),
                 Err(why) => {
@@ -280,7 +303,8 @@ impl Gpu {
             (&raw mut p.start).cast(),
             (&raw mut p.size).cast(),
         ];
-        // SAFETY: as many attributes as places, each of the size that its attribute has on 64-bit machines.
+        // SAFETY: as many attributes as places, each of the size that its attribute has on 64-bit
+        // machines.
         let code = unsafe { (self.table.pointer_attributes)(5, asked.as_ptr(), to.as_ptr(), addr) };
         self.table.call("cuPointerGetAttributes", code)?;
         Ok(p)
@@ -300,7 +324,9 @@ impl Before for Noted {
     fn wait(self: Box<Self>) -> Result<(), Fault> {
         let _current = self.gpu.enter()?;
         // SAFETY: the event was recorded and not destroyed.
-        self.gpu.table.call("cuEventSynchronize", unsafe { (self.gpu.table.event_wait)(self.event) })
+        self.gpu
+            .table
+            .call("cuEventSynchronize", unsafe { (self.gpu.table.event_wait)(self.event) })
     }
 }
 
@@ -327,7 +353,8 @@ impl GpuMem for Cuda {
         loop {
             let p = self.0.place(at)?;
             // Memory of pools and of mappings has no context, but a device.
-            let ours = p.context == self.0.context || (p.context.is_null() && p.device == self.0.device);
+            let ours =
+                p.context == self.0.context || (p.context.is_null() && p.device == self.0.device);
             // The driver does not tell what was freed from what never was.
             if p.memory != DEVICE_MEMORY || !ours || at < p.start || at - p.start >= p.size {
                 let beyond = Fault::Beyond { addr, len, end: at };
@@ -357,7 +384,9 @@ impl GpuMem for Cuda {
         let stream = stream as Handle;
         let (mut event, mut recording) = (ptr::null_mut(), 0);
         // SAFETY: writes one number; of the stream the caller's promise.
-        table.call("cuStreamIsCapturing", unsafe { (table.stream_capturing)(stream, &mut recording) })?;
+        table.call("cuStreamIsCapturing", unsafe {
+            (table.stream_capturing)(stream, &mut recording)
+        })?;
         if recording != 0 {
             // The event would become part of the graph.
             let name = "the stream records a graph, which nothing can wait for".into();
@@ -411,7 +440,8 @@ impl GpuMem for Cuda {
 
     fn unpin(&self, start: *mut u8) {
         let Ok(_current) = self.0.enter() else { return };
-        // SAFETY: was registered by `pin` in this context; when that is gone, so is the registration.
+        // SAFETY: was registered by `pin` in this context; when that is gone, so is the
+        // registration.
         let code = unsafe { (self.0.table.host_unregister)(start.cast()) };
         if let Err(e) = self.0.table.call("cuMemHostUnregister", code) {
             tracing::debug!("{e}");
@@ -437,14 +467,23 @@ impl GpuMem for Cuda {
     fn stream(&self) -> Result<Box<dyn Stream>, Fault> {
         let mut stream = ptr::null_mut();
         let table = &self.0.table;
-        // SAFETY: the context was retained; the calling thread is the stream's own. The second call writes one handle.
+        // SAFETY: the context was retained; the calling thread is the stream's own. The second call
+        // writes one handle.
         unsafe {
             table.call("cuCtxSetCurrent", (table.context_set)(self.0.context))?;
             table.call("cuStreamCreate", (table.stream_create)(&mut stream, NON_BLOCKING))?;
         }
         let (marks, spare) = (VecDeque::new(), Vec::new());
         let sums = Sums::default();
-        Ok(Box::new(CudaStream { gpu: self.0.clone(), stream, marks, spare, given: 0, broken: None, sums }))
+        Ok(Box::new(CudaStream {
+            gpu: self.0.clone(),
+            stream,
+            marks,
+            spare,
+            given: 0,
+            broken: None,
+            sums,
+        }))
     }
 }
 
@@ -475,7 +514,8 @@ impl CudaStream {
 impl Stream for CudaStream {
     unsafe fn load(&mut self, to: u64, from: *const u8, len: usize) -> Result<(), Fault> {
         self.usable()?;
-        // SAFETY: `from` stays as it is until the copy is over, as the caller promised; the driver knows its own addresses.
+        // SAFETY: `from` stays as it is until the copy is over, as the caller promised; the driver
+        // knows its own addresses.
         let code = unsafe { (self.gpu.table.to_device)(to, from.cast(), len, self.stream) };
         self.gpu.table.call("cuMemcpyHtoDAsync", code)
     }
@@ -510,12 +550,15 @@ impl Stream for CudaStream {
             None => {
                 let mut event = ptr::null_mut();
                 // SAFETY: writes one handle.
-                table.call("cuEventCreate", unsafe { (table.event_create)(&mut event, QUIET_EVENT) })?;
+                table.call("cuEventCreate", unsafe {
+                    (table.event_create)(&mut event, QUIET_EVENT)
+                })?;
                 event
             }
         };
         // SAFETY: event and stream are of this context and were not destroyed.
-        let recorded = table.call("cuEventRecord", unsafe { (table.event_record)(event, self.stream) });
+        let recorded =
+            table.call("cuEventRecord", unsafe { (table.event_record)(event, self.stream) });
         if recorded.is_err() {
             self.spare.push(event);
         }
@@ -541,7 +584,8 @@ impl Stream for CudaStream {
     }
 
     fn drain(&mut self) {
-        // SAFETY: the stream was not destroyed. When it fails the context has ended, and with it its copies.
+        // SAFETY: the stream was not destroyed. When it fails the context has ended, and with it
+        // its copies.
         let code = unsafe { (self.gpu.table.stream_wait)(self.stream) };
         if let Err(e) = self.gpu.table.call("cuStreamSynchronize", code) {
             self.broken.get_or_insert(e);

@@ -24,8 +24,8 @@ struct Registries {
 
 static OURS: AtomicPtr<Registries> = AtomicPtr::new(ptr::null_mut());
 
-/// Those of this process. A child after a fork(2) has its own: what its parent registered is not registered there, and locks that a thread of the
-/// parent held would stay locked.
+/// Those of this process. A child after a fork(2) has its own: what its parent registered is not
+/// registered there, and locks that a thread of the parent held would stay locked.
 fn ours() -> &'static Registries {
     let pid = process::id();
     loop {
@@ -53,7 +53,8 @@ pub fn registry_of(library: &Path) -> Arc<Registry> {
 pub fn pci_of(library: &Path, device: c_int) -> Result<String, String> {
     const SYMBOL: &CStr = c"cuDeviceGetPCIBusId";
     type Ask = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
-    let found = find(library, SYMBOL).ok_or("the driver library has no function cuDeviceGetPCIBusId")?;
+    let found =
+        find(library, SYMBOL).ok_or("the driver library has no function cuDeviceGetPCIBusId")?;
     // SAFETY: the function of this name has this type in the driver's API.
     let ask = unsafe { std::mem::transmute::<*mut c_void, Ask>(found) };
     let mut text: [c_char; 32] = [0; 32];

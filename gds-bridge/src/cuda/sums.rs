@@ -26,7 +26,8 @@ pub struct Kernel {
     function: Handle,
 }
 
-/// Sums of the blocks of one part: written by the device to its own memory, and copied to the host's.
+/// Sums of the blocks of one part: written by the device to its own memory, and copied to the
+/// host's.
 struct Room {
     device: u64,
     host: BufMut,
@@ -52,8 +53,12 @@ impl Gpu {
         let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the text ends with a zero; the calls write one handle each.
         unsafe {
-            self.table.call("cuModuleLoadData", (self.table.module_load)(&mut module, TEXT.as_ptr().cast()))?;
-            let found = (self.table.module_function)(&mut function, module, c"strake_crc32c".as_ptr());
+            self.table.call(
+                "cuModuleLoadData",
+                (self.table.module_load)(&mut module, TEXT.as_ptr().cast()),
+            )?;
+            let found =
+                (self.table.module_function)(&mut function, module, c"strake_crc32c".as_ptr());
             self.table.call("cuModuleGetFunction", found).inspect_err(|_| {
                 (self.table.module_unload)(module);
             })?;
@@ -74,20 +79,27 @@ impl Gpu {
         let room = self.table.call("cuMemAlloc", unsafe { (self.table.alloc)(&mut memory, LEN) });
         room.map_err(|e| e.to_string())?;
         // SAFETY: writes one handle.
-        let made =
-            self.table.call("cuStreamCreate", unsafe { (self.table.stream_create)(&mut stream, super::NON_BLOCKING) });
+        let made = self.table.call("cuStreamCreate", unsafe {
+            (self.table.stream_create)(&mut stream, super::NON_BLOCKING)
+        });
         let told = made.and_then(|()| {
             // SAFETY: `bytes` live until the stream was waited for.
-            let code = unsafe { (self.table.to_device)(memory, bytes.as_ptr().cast(), LEN, stream) };
-            let number =
-                self.table.call("cuMemcpyHtoDAsync", code).and_then(|()| sums.sum(self, kernel, stream, memory, LEN));
+            let code =
+                unsafe { (self.table.to_device)(memory, bytes.as_ptr().cast(), LEN, stream) };
+            let number = self
+                .table
+                .call("cuMemcpyHtoDAsync", code)
+                .and_then(|()| sums.sum(self, kernel, stream, memory, LEN));
             // SAFETY: the stream was made above.
-            let waited = self.table.call("cuStreamSynchronize", unsafe { (self.table.stream_wait)(stream) });
+            let waited =
+                self.table.call("cuStreamSynchronize", unsafe { (self.table.stream_wait)(stream) });
             waited.and(number)
         });
         let outcome = match told.map(|n| sums.summed(n)) {
             Ok(Some(sum)) if sum == crc32c(&bytes) => Ok(()),
-            Ok(sum) => Err(format!("it says {sum:#x?} of bytes whose CRC32C is {:#x}", crc32c(&bytes))),
+            Ok(sum) => {
+                Err(format!("it says {sum:#x?} of bytes whose CRC32C is {:#x}", crc32c(&bytes)))
+            }
             Err(e) => Err(e.to_string()),
         };
         sums.free(self);
@@ -121,29 +133,59 @@ impl Sums {
         }
         // Not pinned it is slower, no more.
         // SAFETY: whole pages, which live until they were unregistered in `free`.
-        let pinned = unsafe { (gpu.table.host_register)(host.as_mut_ptr().cast(), ROOM, PORTABLE) } == 0;
+        let pinned =
+            unsafe { (gpu.table.host_register)(host.as_mut_ptr().cast(), ROOM, PORTABLE) } == 0;
         Ok(Room { device, host, pinned })
     }
 
     /// Queues the kernel and the copy of what it says.
-    pub fn sum(&mut self, gpu: &Gpu, kernel: &Kernel, stream: Handle, from: u64, len: usize) -> Result<u64, Fault> {
+    pub fn sum(
+        &mut self,
+        gpu: &Gpu,
+        kernel: &Kernel,
+        stream: Handle,
+        from: u64,
+        len: usize,
+    ) -> Result<u64, Fault> {
         let blocks = len.div_ceil(BLOCK);
         if blocks > MOST {
             return Err(Fault::NoMemory { bytes: (SAID * blocks) as u64 });
         }
         let mut room = self.room(gpu)?;
-        let (mut from, mut bytes, mut block, mut to) = (from, len as u64, BLOCK as u32, room.device);
-        let mut params: [*mut c_void; 4] =
-            [(&raw mut from).cast(), (&raw mut bytes).cast(), (&raw mut block).cast(), (&raw mut to).cast()];
+        let (mut from, mut bytes, mut block, mut to) =
+            (from, len as u64, BLOCK as u32, room.device);
+        let mut params: [*mut c_void; 4] = [
+            (&raw mut from).cast(),
+            (&raw mut bytes).cast(),
+            (&raw mut block).cast(),
+            (&raw mut to).cast(),
+        ];
         let grid = ((blocks * PIECES) as u32).div_ceil(GROUP);
-        // SAFETY: four parameters of the types that the kernel has, which the call copies; it reads and writes device memory only. The host's
-        // room is held until the sum is asked for or the stream is gone.
+        // SAFETY: four parameters of the types that the kernel has, which the call copies; it reads
+        // and writes device memory only. The host's room is held until the sum is asked for or the
+        // stream is gone.
         let queued = unsafe {
             let none = ptr::null_mut();
-            let code =
-                (gpu.table.launch)(kernel.function, grid, 1, 1, GROUP, 1, 1, 0, stream, params.as_mut_ptr(), none);
+            let code = (gpu.table.launch)(
+                kernel.function,
+                grid,
+                1,
+                1,
+                GROUP,
+                1,
+                1,
+                0,
+                stream,
+                params.as_mut_ptr(),
+                none,
+            );
             gpu.table.call("cuLaunchKernel", code).and_then(|()| {
-                let code = (gpu.table.to_host)(room.host.as_mut_ptr().cast(), room.device, SAID * blocks, stream);
+                let code = (gpu.table.to_host)(
+                    room.host.as_mut_ptr().cast(),
+                    room.device,
+                    SAID * blocks,
+                    stream,
+                );
                 gpu.table.call("cuMemcpyDtoHAsync", code)
             })
         };
@@ -160,7 +202,11 @@ impl Sums {
         for (n, p) in told {
             if n == number {
                 let word = |w: &[u8]| u32::from_le_bytes([w[0], w[1], w[2], w[3]]);
-                let sums = p.room.host.chunks_exact(SAID).map(|said| said.chunks_exact(4).fold(0, |s, w| s ^ word(w)));
+                let sums = p
+                    .room
+                    .host
+                    .chunks_exact(SAID)
+                    .map(|said| said.chunks_exact(4).fold(0, |s, w| s ^ word(w)));
                 found = Some((sums.take(p.len.div_ceil(BLOCK)).collect(), p.len));
             }
             self.spare.push(p.room);

@@ -1,7 +1,8 @@
 //! What is used of the driver library: declarations of our own, opened at run time.
 //!
-//! Names and types are those of CUDA's driver API, whose symbols keep their meaning for good: what changes gets a new name with a
-//! version behind it. Results are plain numbers here, because a driver may return one that no list of today has.
+//! Names and types are those of CUDA's driver API, whose symbols keep their meaning for good: what
+//! changes gets a new name with a version behind it. Results are plain numbers here, because a
+//! driver may return one that no list of today has.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_uint, c_void},
@@ -84,12 +85,17 @@ impl Library {
     fn open(path: &Path) -> Result<Library, Unavailable> {
         let name = path.display().to_string();
         let missing = |why: String| Unavailable::NoLibrary { library: name.clone(), why };
-        let file = CString::new(path.as_os_str().as_bytes()).map_err(|_| missing("its name has a zero byte".into()))?;
-        // SAFETY: opening a library runs its initialisers; that of the driver may be loaded by any thread.
+        let file = CString::new(path.as_os_str().as_bytes())
+            .map_err(|_| missing("its name has a zero byte".into()))?;
+        // SAFETY: opening a library runs its initialisers; that of the driver may be loaded by any
+        // thread.
         let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
-            // SAFETY: the last error of this thread, or null; copied before any other call of the loader.
-            let why = unsafe { libc::dlerror().as_ref().map(|e| CStr::from_ptr(e).to_string_lossy().into_owned()) };
+            // SAFETY: the last error of this thread, or null; copied before any other call of the
+            // loader.
+            let why = unsafe {
+                libc::dlerror().as_ref().map(|e| CStr::from_ptr(e).to_string_lossy().into_owned())
+            };
             return Err(missing(why.unwrap_or_else(|| "the loader does not say why".into())));
         }
         Ok(Library { name, handle })
@@ -98,8 +104,10 @@ impl Library {
     fn symbol(&self, symbol: &CStr) -> Result<Handle, Unavailable> {
         // SAFETY: the handle is of a library that is never closed.
         let found = unsafe { libc::dlsym(self.handle, symbol.as_ptr()) };
-        let missing =
-            || Unavailable::OldLibrary { library: self.name.clone(), symbol: symbol.to_string_lossy().into_owned() };
+        let missing = || Unavailable::OldLibrary {
+            library: self.name.clone(),
+            symbol: symbol.to_string_lossy().into_owned(),
+        };
         if found.is_null() { Err(missing()) } else { Ok(found) }
     }
 }

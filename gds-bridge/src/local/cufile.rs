@@ -1,4 +1,5 @@
-//! cuFile as far as it is used here, behind a small border: NVIDIA's library, or a stand-in that can be told to fail and to lie.
+//! cuFile as far as it is used here, behind a small border: NVIDIA's library, or a stand-in that
+//! can be told to fail and to lie.
 
 use std::{io, os::fd::BorrowedFd, time::Duration};
 
@@ -18,14 +19,16 @@ pub struct Counters {
 
 /// cuFile, with its driver open and its compatibility mode off.
 pub trait CuFile: Send + Sync + 'static {
-    /// Makes a file known to it, which stays open until [`CuFile::deregister`] returned. Its word for the file.
+    /// Makes a file known to it, which stays open until [`CuFile::deregister`] returned. Its word
+    /// for the file.
     fn register(&self, file: BorrowedFd<'_>) -> Result<u64, Fault>;
 
     /// Undoes a [`CuFile::register`].
     fn deregister(&self, handle: u64);
 
-    /// Reads `len` bytes at `offset` of a file to an address of the device, by a thread that has a stream of the device. Returns what the library said as it is:
-    /// bytes; -1 and errno; a negative code; and, up to version 1.15, a code as if it were bytes.
+    /// Reads `len` bytes at `offset` of a file to an address of the device, by a thread that has a
+    /// stream of the device. Returns what the library said as it is: bytes; -1 and errno; a
+    /// negative code; and, up to version 1.15, a code as if it were bytes.
     fn read(&self, handle: u64, to: u64, len: usize, offset: u64) -> isize;
 
     /// What it counted until now.
@@ -40,7 +43,8 @@ pub trait CuFile: Send + Sync + 'static {
     }
 }
 
-/// One read that is believed only if all of it came and the counters say that it went straight. `patience`: how long it waits for others.
+/// One read that is believed only if all of it came and the counters say that it went straight.
+/// `patience`: how long it waits for others.
 pub fn read(
     cufile: &dyn CuFile,
     patience: Duration,
@@ -56,24 +60,29 @@ pub fn read(
     cufile.rounds().read(cufile, patience, len as u64, once)
 }
 
-/// Codes of cuFile, which versions from 1.16 on put into errno, and older ones return as if they were bytes. Nobody asks for so many: they are no whole
-/// blocks.
+/// Codes of cuFile, which versions from 1.16 on put into errno, and older ones return as if they
+/// were bytes. Nobody asks for so many: they are no whole blocks.
 const CODES: std::ops::RangeInclusive<isize> = 5001..=5099;
 
 /// What a read returned.
 fn came(said: isize, errno: &io::Error, len: usize) -> Result<(), Fault> {
-    let failed = |code: isize, name: String| Err(Fault::Driver { call: "cuFileRead", code: code as i32, name });
+    let failed = |code: isize, name: String| {
+        Err(Fault::Driver { call: "cuFileRead", code: code as i32, name })
+    };
     match said {
         -1 => match errno.raw_os_error() {
             // The system has no words for it.
-            Some(code) if CODES.contains(&(code as isize)) => failed(said, format!("errno {code}, a code of cuFile's")),
+            Some(code) if CODES.contains(&(code as isize)) => {
+                failed(said, format!("errno {code}, a code of cuFile's"))
+            }
             _ => failed(said, errno.to_string()),
         },
         ..0 => failed(said, "a code of cuFile's".into()),
         _ if said as usize == len => Ok(()),
-        _ if CODES.contains(&said) => {
-            failed(said, "a code of cuFile's that was returned as if it were a number of bytes".into())
-        }
+        _ if CODES.contains(&said) => failed(
+            said,
+            "a code of cuFile's that was returned as if it were a number of bytes".into(),
+        ),
         _ => failed(said, format!("bytes, where {len} were asked for")),
     }
 }
@@ -105,7 +114,14 @@ mod tests {
         for after in [at(3, 6, 17_384), at(3, 9, 17_383), at(3, 9, 9192), at(4, 7, 17_384)] {
             assert!(matches!(two(after), Err(Fault::Detour { len: 16_384, .. })), "{after:?}");
         }
-        let lies = [at(4, 6, 9192), at(4, 5, 9192), at(3, 5, 9192), at(3, 6, 9191), at(3, 5, 1000), at(0, 0, 0)];
+        let lies = [
+            at(4, 6, 9192),
+            at(4, 5, 9192),
+            at(3, 5, 9192),
+            at(3, 6, 9191),
+            at(3, 5, 1000),
+            at(0, 0, 0),
+        ];
         for after in lies {
             let r = judge(after);
             assert!(matches!(r, Err(Fault::Detour { len: 8192, .. })), "{after:?}: {r:?}");
@@ -130,7 +146,10 @@ mod tests {
             (5100, "os error 5100"),
         ] {
             let e = came(-1, &io::Error::from_raw_os_error(errno), 8192).unwrap_err();
-            assert!(e.to_string().contains(words) && e.to_string().contains("failed with -1"), "{e}");
+            assert!(
+                e.to_string().contains(words) && e.to_string().contains("failed with -1"),
+                "{e}"
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! A stand-in of cuFile for machines without one: reads into a [`HostMem`], counts as the real one does, and fails and lies as it is told.
+//! A stand-in of cuFile for machines without one: reads into a [`HostMem`], counts as the real one
+//! does, and fails and lies as it is told.
 
 use std::{
     os::fd::{AsRawFd, BorrowedFd},
@@ -21,7 +22,8 @@ pub enum Trick {
     Positive(i32),
     /// Reads nothing and returns a negative code, or -1.
     Fails(i32),
-    /// Reads nothing and returns -1 with a code in errno: the system's, or one of cuFile's own, as versions from 1.16 on do.
+    /// Reads nothing and returns -1 with a code in errno: the system's, or one of cuFile's own, as
+    /// versions from 1.16 on do.
     Errno(i32),
     /// Reads all of it, and its counters cannot be had from then on.
     NoCounters,
@@ -113,14 +115,19 @@ impl HostCuFile {
     fn count(&self, posix: u64, straight: u64, bytes: usize) {
         let tricks = self.0.tricks();
         let c = &mut tricks.state.lock().counters;
-        (c.posix, c.straight, c.bytes) = (c.posix + posix, c.straight + straight, c.bytes + bytes as u64);
+        (c.posix, c.straight, c.bytes) =
+            (c.posix + posix, c.straight + straight, c.bytes + bytes as u64);
     }
 }
 
 impl CuFile for HostCuFile {
     fn register(&self, file: BorrowedFd<'_>) -> Result<u64, Fault> {
         if let Some(code) = self.0.tricks().state.lock().refused {
-            return Err(Fault::Driver { call: "cuFileHandleRegister", code, name: "a code of cuFile's".into() });
+            return Err(Fault::Driver {
+                call: "cuFileHandleRegister",
+                code,
+                name: "a code of cuFile's".into(),
+            });
         }
         Ok(file.as_raw_fd() as u64)
     }

@@ -1,4 +1,5 @@
-//! Where NVIDIA's cuFile library is looked for, and how it is opened; for the tier and for StrakeFS's own library of that interface.
+//! Where NVIDIA's cuFile library is looked for, and how it is opened; for the tier and for
+//! StrakeFS's own library of that interface.
 
 use std::{
     ffi::{CStr, CString, OsString, c_void},
@@ -23,18 +24,22 @@ pub fn privileged() -> bool {
     unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
 }
 
-/// A variable of the environment that is set to something. Where [`privileged`] none is believed: it could have any library loaded.
+/// A variable of the environment that is set to something. Where [`privileged`] none is believed:
+/// it could have any library loaded.
 pub fn variable(name: &str) -> Option<OsString> {
     if privileged() { None } else { std::env::var_os(name).filter(|v| !v.is_empty()) }
 }
 
-/// What may be it, in the order in which it is tried: what `STRAKE_CUFILE_REAL` names, or what the loader finds, and then whole names.
+/// What may be it, in the order in which it is tried: what `STRAKE_CUFILE_REAL` names, or what the
+/// loader finds, and then whole names.
 pub fn candidates() -> Vec<PathBuf> {
     if let Some(named) = variable("STRAKE_CUFILE_REAL") {
         return vec![named.into()];
     }
     let path = variable("LD_LIBRARY_PATH").unwrap_or_default();
-    let places = std::env::split_paths(&path).filter(|p| p.is_absolute()).chain(PLACES.iter().map(PathBuf::from));
+    let places = std::env::split_paths(&path)
+        .filter(|p| p.is_absolute())
+        .chain(PLACES.iter().map(PathBuf::from));
     let whole = places.flat_map(|p| NAMES.map(|n| p.join(n))).filter(|p| p.exists());
     NAMES.iter().map(PathBuf::from).chain(whole).collect()
 }
@@ -52,12 +57,16 @@ impl Library {
     /// One that has a `cuFileRead` and is not our own; otherwise why it is not.
     pub fn open(name: &Path) -> Result<Library, String> {
         let shown = name.display();
-        let file = CString::new(name.as_os_str().as_bytes()).map_err(|_| format!("{shown}: a zero byte"))?;
+        let file = CString::new(name.as_os_str().as_bytes())
+            .map_err(|_| format!("{shown}: a zero byte"))?;
         // SAFETY: opening runs its initialisers; those of cuFile only set up memory of their own.
         let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
-            // SAFETY: the last error of this thread, or null; copied before any other call of the loader.
-            let why = unsafe { libc::dlerror().as_ref().map(|e| CStr::from_ptr(e).to_string_lossy().into_owned()) };
+            // SAFETY: the last error of this thread, or null; copied before any other call of the
+            // loader.
+            let why = unsafe {
+                libc::dlerror().as_ref().map(|e| CStr::from_ptr(e).to_string_lossy().into_owned())
+            };
             return Err(why.unwrap_or_else(|| format!("{shown} cannot be opened")));
         }
         let library = Library(handle);

@@ -1,4 +1,5 @@
-//! NVIDIA's library, opened at run time: declarations of our own, names and numbers as of versions 1.15 to 1.20.
+//! NVIDIA's library, opened at run time: declarations of our own, names and numbers as of versions
+//! 1.15 to 1.20.
 
 use std::{
     ffi::{CStr, c_int, c_void},
@@ -44,9 +45,11 @@ impl Status {
     fn check(self, call: &'static str) -> Result<(), Fault> {
         match (self.err, self.cu_err) {
             (0, _) => Ok(()),
-            (CUDA_DRIVER_ERROR, code) => {
-                Err(Fault::Driver { call, code: CUDA_DRIVER_ERROR, name: format!("the CUDA driver said {code}") })
-            }
+            (CUDA_DRIVER_ERROR, code) => Err(Fault::Driver {
+                call,
+                code: CUDA_DRIVER_ERROR,
+                name: format!("the CUDA driver said {code}"),
+            }),
             (code, _) => Err(Fault::Driver { call, code, name: "a code of cuFile's".into() }),
         }
     }
@@ -63,7 +66,9 @@ struct Descriptor {
 }
 
 const _: () = assert!(
-    size_of::<Descriptor>() == 24 && offset_of!(Descriptor, fd) == 8 && offset_of!(Descriptor, operations) == 16
+    size_of::<Descriptor>() == 24
+        && offset_of!(Descriptor, fd) == 8
+        && offset_of!(Descriptor, operations) == 16
 );
 
 macro_rules! functions {
@@ -152,8 +157,10 @@ static OPENED: Mutex<Option<Arc<Nvidia>>> = Mutex::new(None);
 
 fn needed(file: &Path, library: Library, name: &CStr) -> Result<*mut c_void, Unavailable> {
     let found = library.symbol(name);
-    let old =
-        || Unavailable::OldCuFile { library: file.display().to_string(), symbol: name.to_string_lossy().into_owned() };
+    let old = || Unavailable::OldCuFile {
+        library: file.display().to_string(),
+        symbol: name.to_string_lossy().into_owned(),
+    };
     if found.is_null() { Err(old()) } else { Ok(found) }
 }
 
@@ -167,7 +174,8 @@ fn forbidden(modules: &Path) -> Option<Unavailable> {
 }
 
 impl Nvidia {
-    /// The library, with its driver open. `prober` has opened it in another process first: see [`probe`].
+    /// The library, with its driver open. `prober` has opened it in another process first: see
+    /// [`probe`].
     pub fn open(prober: &Path) -> Result<Arc<Nvidia>, Unavailable> {
         let mut opened = OPENED.lock();
         if let Some(o) = &*opened {
@@ -178,7 +186,8 @@ impl Nvidia {
             return Err(why);
         }
         if privileged() && prober.components().count() < 2 {
-            let why = "a program with more rights than who started it does not look for it in PATH".into();
+            let why = "a program with more rights than who started it does not look for it in PATH"
+                .into();
             return Err(Unavailable::NoProbe { program: prober.display().to_string(), why });
         }
         probe::probe(prober, probe::LIMIT)?;
@@ -205,7 +214,8 @@ impl Nvidia {
         Err(Unavailable::NoCuFile { why: all.join("; ") })
     }
 
-    /// As [`Nvidia::open_here`], of a library by its path and with another file than `/proc/modules`, for tests.
+    /// As [`Nvidia::open_here`], of a library by its path and with another file than
+    /// `/proc/modules`, for tests.
     #[doc(hidden)]
     pub fn open_library(library: &Path, modules: &Path) -> Result<Arc<dyn CuFile>, Unavailable> {
         Ok(Arc::new(Nvidia::open_one_of(&[library.into()], modules)?))
@@ -215,11 +225,14 @@ impl Nvidia {
         let table = Table::of(name, library)?;
         let failed = |f: Fault| Unavailable::CuFile { why: f.to_string() };
         let mut version = 0;
-        // SAFETY: the first call writes one number; the others take numbers, or nothing, and are made in the order that the interface asks for.
+        // SAFETY: the first call writes one number; the others take numbers, or nothing, and are
+        // made in the order that the interface asks for.
         unsafe {
             (table.version)(&mut version).check("cuFileGetVersion").map_err(failed)?;
             let off = (table.set_bool)(ALLOW_COMPAT_MODE, 0).check("cuFileSetParameterBool");
-            off.map_err(|f| Unavailable::CuFile { why: format!("its compatibility mode stays on: {f}") })?;
+            off.map_err(|f| Unavailable::CuFile {
+                why: format!("its compatibility mode stays on: {f}"),
+            })?;
             (table.stats_level)(BY_GPU).check("cuFileSetStatsLevel").map_err(failed)?;
             (table.driver_open)().check("cuFileDriverOpen").map_err(failed)?;
             (table.stats_start)().check("cuFileStatsStart").map_err(failed)?;
@@ -234,7 +247,8 @@ impl CuFile for Nvidia {
     fn register(&self, file: BorrowedFd<'_>) -> Result<u64, Fault> {
         let mut handle = ptr::null_mut();
         let fd = file.as_raw_fd();
-        let mut descriptor = Descriptor { kind: OPAQUE_FD, padding: 0, fd, rest: 0, operations: ptr::null() };
+        let mut descriptor =
+            Descriptor { kind: OPAQUE_FD, padding: 0, fd, rest: 0, operations: ptr::null() };
         // SAFETY: writes one handle, and reads the descriptor, which lives through the call.
         let status = unsafe { (self.table.register)(&mut handle, &mut descriptor) };
         status.check("cuFileHandleRegister").map(|()| handle.expose_provenance() as u64)
@@ -247,7 +261,8 @@ impl CuFile for Nvidia {
 
     fn read(&self, handle: u64, to: u64, len: usize, offset: u64) -> isize {
         let place = |n: u64| ptr::with_exposed_provenance_mut::<c_void>(n as usize);
-        // SAFETY: the handle is of a file that is registered; the library asks the driver what the address is, and writes no more than `len` bytes.
+        // SAFETY: the handle is of a file that is registered; the library asks the driver what the
+        // address is, and writes no more than `len` bytes.
         unsafe { (self.table.read)(place(handle), place(to), len, offset as i64, 0) }
     }
 
@@ -279,7 +294,11 @@ mod tests {
                 }
             }
             let got = Layout::of(version).counters(&room);
-            assert_eq!(got, Counters { posix: 9 + 1009, straight: 7 + 8 + 1007 + 1008, bytes: 2 + 1002 }, "{version}");
+            assert_eq!(
+                got,
+                Counters { posix: 9 + 1009, straight: 7 + 8 + 1007 + 1008, bytes: 2 + 1002 },
+                "{version}"
+            );
             room[first - 1] = u64::from(u32::MAX);
             Layout::of(version).counters(&room);
         }
@@ -290,7 +309,12 @@ mod tests {
         let gone = Path::new("/nowhere/modules");
         let r = Nvidia::open_one_of(&["/nowhere/libcufile.so.0".into()], gone).err();
         assert!(matches!(r, Some(Unavailable::NoModules { .. })), "{r:?}");
-        let r = Nvidia::open_one_of(&["/nowhere/libcufile.so.0".into()], Path::new("/proc/version")).err();
-        assert!(matches!(&r, Some(Unavailable::NoCuFile { why }) if why.contains("/nowhere/libcufile.so.0")), "{r:?}");
+        let r =
+            Nvidia::open_one_of(&["/nowhere/libcufile.so.0".into()], Path::new("/proc/version"))
+                .err();
+        assert!(
+            matches!(&r, Some(Unavailable::NoCuFile { why }) if why.contains("/nowhere/libcufile.so.0")),
+            "{r:?}"
+        );
     }
 }

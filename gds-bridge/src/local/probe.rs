@@ -1,4 +1,5 @@
-//! Opening cuFile's driver in another process first: it is known to hang, and a process that it hangs in cannot be helped.
+//! Opening cuFile's driver in another process first: it is known to hang, and a process that it
+//! hangs in cannot be helped.
 
 use std::{
     io::Read,
@@ -15,7 +16,8 @@ use crate::{
 
 /// How long the other process may take.
 pub const LIMIT: Duration = Duration::from_secs(10);
-/// What the other process ends with where cuFile cannot be had; the reason is on its output then, behind [`SAYS`].
+/// What the other process ends with where cuFile cannot be had; the reason is on its output then,
+/// behind [`SAYS`].
 pub const REFUSED: u8 = 3;
 const SAYS: &str = "cuFile: ";
 
@@ -29,10 +31,15 @@ pub fn look() -> Result<(), String> {
 /// Has `prober` (`strake`) look, and waits for it, not longer than that.
 pub fn probe(prober: &Path, limit: Duration) -> Result<(), Unavailable> {
     let mut command = Command::new(prober);
-    command.args(["gds", "look-cufile"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = command
-        .spawn()
-        .map_err(|e| Unavailable::NoProbe { program: prober.display().to_string(), why: e.to_string() })?;
+    command
+        .args(["gds", "look-cufile"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null());
+    let mut child = command.spawn().map_err(|e| Unavailable::NoProbe {
+        program: prober.display().to_string(),
+        why: e.to_string(),
+    })?;
     let Some(status) = reap(&mut child, Instant::now() + limit) else {
         kill(&mut child);
         return Err(Unavailable::Hung { seconds: limit.as_secs() });
@@ -44,7 +51,8 @@ pub fn probe(prober: &Path, limit: Duration) -> Result<(), Unavailable> {
     if status.code() == Some(i32::from(REFUSED))
         && let Some(out) = child.stdout.take()
     {
-        // Its end has ended the pipe, unless it has left a process behind: not more than a line is wanted.
+        // Its end has ended the pipe, unless it has left a process behind: not more than a line is
+        // wanted.
         let _ = out.take(4096).read_to_string(&mut said);
     }
     // Others may print what they like, drivers too.
@@ -65,13 +73,20 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let prober = |name: &str, script: &str| {
             let path = dir.path().join(name);
-            fs::write(&path, format!("#!/bin/sh\n[ \"$*\" = 'gds look-cufile' ] || exit 9\n{script}\n")).unwrap();
+            fs::write(
+                &path,
+                format!("#!/bin/sh\n[ \"$*\" = 'gds look-cufile' ] || exit 9\n{script}\n"),
+            )
+            .unwrap();
             fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).unwrap();
             path
         };
         let long = Duration::from_secs(60);
         assert_eq!(probe(&prober("good", "exit 0"), long), Ok(()));
-        let refused = probe(&prober("refuses", "echo a driver chatters; echo 'cuFile: it is too old'; exit 3"), long);
+        let refused = probe(
+            &prober("refuses", "echo a driver chatters; echo 'cuFile: it is too old'; exit 3"),
+            long,
+        );
         assert_eq!(refused, Err(Unavailable::CuFile { why: "it is too old".into() }));
         let died = |how: &str| Err(Unavailable::Died { how: how.into() });
         assert_eq!(probe(&prober("dies", "kill -SEGV $$"), long), died("was killed by signal 11"));

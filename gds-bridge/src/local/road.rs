@@ -1,4 +1,5 @@
-//! Parts by way of cuFile: threads that read, the verification of what they read, the copies of a call, and the self-test.
+//! Parts by way of cuFile: threads that read, the verification of what they read, the copies of a
+//! call, and the self-test.
 
 use std::{
     collections::{HashMap, VecDeque, hash_map::Entry},
@@ -88,7 +89,8 @@ struct Job {
     answer: Answer,
 }
 
-/// Parts that no thread has begun. One queue for all threads: a read that does not end holds nothing up that another thread can do.
+/// Parts that no thread has begun. One queue for all threads: a read that does not end holds
+/// nothing up that another thread can do.
 #[derive(Default)]
 struct Queue {
     waiting: Mutex<Waiting>,
@@ -128,15 +130,28 @@ impl Queue {
 }
 
 impl Local {
-    /// Opens cuFile and starts as many threads as there are `workers`. What is wrong with cuFile is told by the self-test.
-    pub fn open(device: &Arc<dyn GpuMem>, dir: &Path, prober: &Path, workers: usize) -> strake_proto::Result<Local> {
+    /// Opens cuFile and starts as many threads as there are `workers`. What is wrong with cuFile is
+    /// told by the self-test.
+    pub fn open(
+        device: &Arc<dyn GpuMem>,
+        dir: &Path,
+        prober: &Path,
+        workers: usize,
+    ) -> strake_proto::Result<Local> {
         let cufile = match device.refuses(Tier::LocalGds) {
             Some(why) => Err(why),
             None => device.cufile(prober),
         };
         let count = if cufile.is_ok() { workers } else { 0 };
         let (queue, stuck) = (Arc::<Queue>::default(), AtomicBool::new(false));
-        let mut local = Local { dir: dir.into(), cufile, queue, readers: Vec::new(), next: AtomicU64::new(0), stuck };
+        let mut local = Local {
+            dir: dir.into(),
+            cufile,
+            queue,
+            readers: Vec::new(),
+            next: AtomicU64::new(0),
+            stuck,
+        };
         for _ in 0..count {
             local.readers.push(reader(device.clone(), local.queue.clone())?);
         }
@@ -147,9 +162,13 @@ impl Local {
         &self.dir
     }
 
-    /// Has a part read, by whichever thread is free. Reads that do not end may hold all of them; what was begun is waited for, because its memory is
-    /// not to be given back before.
-    async fn read(&self, patience: Duration, job: impl FnOnce(u64, Answer) -> Job) -> Result<Went, Stop> {
+    /// Has a part read, by whichever thread is free. Reads that do not end may hold all of them;
+    /// what was begun is waited for, because its memory is not to be given back before.
+    async fn read(
+        &self,
+        patience: Duration,
+        job: impl FnOnce(u64, Answer) -> Job,
+    ) -> Result<Went, Stop> {
         let failed = |code: Code, name: &str| {
             Stop::Tier(Fault::Driver { call: "a reader", code: code.errno(), name: name.into() })
         };
@@ -158,9 +177,15 @@ impl Local {
         self.queue.push(job(number, answer));
         loop {
             match timeout(patience, &mut answered).await {
-                Ok(answer) => return answer.unwrap_or_else(|_| Err(failed(Code::Io, "its thread has ended"))),
+                Ok(answer) => {
+                    return answer
+                        .unwrap_or_else(|_| Err(failed(Code::Io, "its thread has ended")));
+                }
                 Err(_) if self.queue.withdraw(number) => {
-                    return Err(failed(Code::TimedOut, "other reads have not ended, and hold this one up"));
+                    return Err(failed(
+                        Code::TimedOut,
+                        "other reads have not ended, and hold this one up",
+                    ));
                 }
                 Err(_) => {}
             }
@@ -218,7 +243,8 @@ impl Job {
             let two = self.middle(stream, first, last)?;
             one.or(two).or(self.end(stream, last, end)?)
         };
-        let (by, staged) = (ByRoad::of(Road::Local, self.len), self.len - last.saturating_sub(first));
+        let (by, staged) =
+            (ByRoad::of(Road::Local, self.len), self.len - last.saturating_sub(first));
         Ok(Went { by, staged, summed: self.sum && unsummed.is_none(), unsummed })
     }
 
@@ -228,7 +254,12 @@ impl Job {
     }
 
     /// Whole blocks, by cuFile. Why the device did not sum them, if it was to.
-    fn middle(&self, stream: &mut dyn Stream, first: u64, last: u64) -> Result<Option<Fault>, Stop> {
+    fn middle(
+        &self,
+        stream: &mut dyn Stream,
+        first: u64,
+        last: u64,
+    ) -> Result<Option<Fault>, Stop> {
         let (to, len) = (self.to + (first - self.offset), (last - first) as usize);
         let from = &self.from;
         if let Err(f) = cufile::read(&*from.cufile, self.patience, from.handle, to, len, first) {
@@ -242,14 +273,18 @@ impl Job {
             Err(f) => return self.without(f).map(Some),
         };
         let said = wait(stream).map(|()| stream.summed_blocks(number))?;
-        let want = from.copy.sums(first / BLOCK64, len / BLOCK).map_err(|e| self.damaged(first, e.to_string()))?;
+        let want = from
+            .copy
+            .sums(first / BLOCK64, len / BLOCK)
+            .map_err(|e| self.damaged(first, e.to_string()))?;
         if said.is_some_and(|said| said == want) {
             return Ok(None);
         }
         Err(self.blame(first, last, Fault::Damaged { addr: to, len: len as u64 }.into()))
     }
 
-    /// Less than a block, at the beginning or the end of a part: the block is read and verified here, and the device copies what is wanted of it.
+    /// Less than a block, at the beginning or the end of a part: the block is read and verified
+    /// here, and the device copies what is wanted of it.
     fn end(&self, stream: &mut dyn Stream, first: u64, last: u64) -> Result<Option<Fault>, Stop> {
         if first == last {
             return Ok(None);
@@ -272,7 +307,8 @@ impl Job {
         }
     }
 
-    /// Whose fault it is that blocks did not arrive: the copy's, if it is not on the disk what it was.
+    /// Whose fault it is that blocks did not arrive: the copy's, if it is not on the disk what it
+    /// was.
     fn blame(&self, first: u64, last: u64, otherwise: Stop) -> Stop {
         match self.from.copy.read(first / BLOCK64, ((last - first) / BLOCK64) as usize) {
             Ok(_) => otherwise,
@@ -317,13 +353,16 @@ impl Copies {
 }
 
 impl Inner {
-    /// Finds the copies for a call. How files are sealed is asked of the metadata servers each time, so that nothing is read that a file held before
-    /// its seal was undone.
+    /// Finds the copies for a call. How files are sealed is asked of the metadata servers each
+    /// time, so that nothing is read that a file held before its seal was undone.
     pub async fn copies(&self, direction: Direction, all: &[Transfer], policy: Policy) -> Copies {
-        let available = matches!(self.standings_of(direction)[Tier::LocalGds], Standing::Available(_));
+        let available =
+            matches!(self.standings_of(direction)[Tier::LocalGds], Standing::Available(_));
         // None are for saves.
         let local = self.local.as_ref().filter(|_| available);
-        let Some((local, Ok(cufile))) = local.filter(|_| policy.allows(Tier::LocalGds)).map(|l| (l, &l.cufile)) else {
+        let Some((local, Ok(cufile))) =
+            local.filter(|_| policy.allows(Tier::LocalGds)).map(|l| (l, &l.cufile))
+        else {
             return Copies::default();
         };
         let (mut found, mut missing) = (HashMap::new(), None);
@@ -335,18 +374,32 @@ impl Inner {
                 place.insert(copy);
             }
         }
-        Copies { of: all.iter().map(|t| found.get(&t.file.id()).cloned().flatten()).collect(), missing }
+        Copies {
+            of: all.iter().map(|t| found.get(&t.file.id()).cloned().flatten()).collect(),
+            missing,
+        }
     }
 
     /// As [`Inner::load_direct`], from a copy.
-    pub async fn load_local(&self, flight: &Arc<Call>, from: &Arc<Open>, p: Place<'_>) -> Result<Went, Stop> {
+    pub async fn load_local(
+        &self,
+        flight: &Arc<Call>,
+        from: &Arc<Open>,
+        p: Place<'_>,
+    ) -> Result<Went, Stop> {
         let size = from.copy.sealed.size;
         if p.offset + p.len > size {
-            let m = format!("the file ends after {size} bytes, in the middle of what was to be loaded");
+            let m =
+                format!("the file ends after {size} bytes, in the middle of what was to be loaded");
             return Err(Stop::Call(Error::new(Code::Io, m)));
         }
-        let gone =
-            || Stop::Tier(Fault::Driver { call: "local-gds", code: Code::Io.errno(), name: "it is not open".into() });
+        let gone = || {
+            Stop::Tier(Fault::Driver {
+                call: "local-gds",
+                code: Code::Io.errno(),
+                name: "it is not open".into(),
+            })
+        };
         let local = self.local.as_ref().ok_or_else(gone)?;
         let patience = from.cufile.patience();
         let job = |number, answer| Job {
@@ -376,15 +429,24 @@ async fn copy_of(
     cufile: &Arc<dyn CuFile>,
 ) -> Result<Arc<Open>, Unavailable> {
     let none = move |why: String| Unavailable::NoCopy { ino, why };
-    let sealed = network.sealed(ino).await.map_err(|e| none(format!("its seal cannot be asked: {}", e.message)))?;
+    let sealed = network
+        .sealed(ino)
+        .await
+        .map_err(|e| none(format!("its seal cannot be asked: {}", e.message)))?;
     let sealed = sealed.ok_or(Unavailable::NotSealed { ino })?;
     let (dir, cufile) = (dir.to_path_buf(), cufile.clone());
     let open = move || match Copy::open(&dir, &sealed) {
-        Ok(None) => Err(none(format!("there is none in '{}': `strake gds stage` makes one", dir.display()))),
-        Ok(Some(copy)) => Open::new(copy, &cufile).map_err(|f| none(format!("cuFile does not take it: {f}"))),
+        Ok(None) => {
+            Err(none(format!("there is none in '{}': `strake gds stage` makes one", dir.display())))
+        }
+        Ok(Some(copy)) => {
+            Open::new(copy, &cufile).map_err(|f| none(format!("cuFile does not take it: {f}")))
+        }
         Err(e) => Err(none(e.message)),
     };
-    spawn_blocking(open).await.unwrap_or_else(|e| Err(Unavailable::NoCopy { ino, why: e.to_string() }))
+    spawn_blocking(open)
+        .await
+        .unwrap_or_else(|e| Err(Unavailable::NoCopy { ino, why: e.to_string() }))
 }
 
 /// Device memory that is freed when nobody uses it any more.
@@ -401,25 +463,35 @@ impl Drop for Memory {
     }
 }
 
-/// Reads patterns from an unnamed file in the folder to the device, and looks at what came. Like [`crate::direct::test`], it measures how much faster or slower
-/// that is than the same bytes from a file of the cluster, in the terms of `bounce`; where there is no cluster, how fast it is.
-pub(crate) async fn test(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
+/// Reads patterns from an unnamed file in the folder to the device, and looks at what came. Like
+/// [`crate::direct::test`], it measures how much faster or slower that is than the same bytes from
+/// a file of the cluster, in the terms of `bounce`; where there is no cluster, how fast it is.
+pub(crate) async fn test(
+    bridge: &Inner,
+    bounce: Option<Measured>,
+) -> Result<Measured, Unavailable> {
     let local = bridge.local.as_ref().ok_or(Unavailable::NoFolder)?;
     let cufile = local.cufile.clone()?;
-    // What other reads hold up, in the queue and up to three times in rounds, has failed before it is taken for hung itself.
+    // What other reads hold up, in the queue and up to three times in rounds, has failed before it
+    // is taken for hung itself.
     let (patience, waits) = (cufile.patience(), cufile.patience() / 5);
     if local.stuck.load(Relaxed) {
         return Err(Unavailable::Hung { seconds: patience.as_secs() });
     }
     let (part, count) = (bridge.part as u64, bridge.workers.len() as u64);
     let mut seed = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
-    let sent: Vec<_> = (0..count).map(|_| pattern(BufMut::unpooled(bridge.part), &mut seed)).collect();
-    let addr = bridge.device.alloc(part).map_err(|_| Unavailable::TestStopped(Fault::NoMemory { bytes: part }))?;
+    let sent: Vec<_> =
+        (0..count).map(|_| pattern(BufMut::unpooled(bridge.part), &mut seed)).collect();
+    let addr = bridge
+        .device
+        .alloc(part)
+        .map_err(|_| Unavailable::TestStopped(Fault::NoMemory { bytes: part }))?;
     let memory = Arc::new(Memory { device: bridge.device.clone(), addr });
     let bad = |why: String| Unavailable::BadFolder { dir: local.dir.display().to_string(), why };
     let (dir, all) = (local.dir.clone(), sent.clone());
     let made = spawn_blocking(move || scratch(&dir, &all)).await.map_err(|e| bad(e.to_string()))?;
-    let from = Open::new(made.map_err(|e| bad(e.message))?, &cufile).map_err(Unavailable::TestStopped)?;
+    let from =
+        Open::new(made.map_err(|e| bad(e.message))?, &cufile).map_err(Unavailable::TestStopped)?;
     // Dropped before the memory; and nothing waits in it for a read that does not end.
     let flight = Flight(Arc::default());
     let mut took = Duration::ZERO;
@@ -446,14 +518,24 @@ pub(crate) async fn test(bridge: &Inner, bounce: Option<Measured>) -> Result<Mea
         })?;
         read.map_err(|stop| match stop {
             Stop::Tier(f) | Stop::Want(f) | Stop::Once(f) => Unavailable::TestStopped(f),
-            Stop::Call(e) => {
-                Unavailable::TestStopped(Fault::Driver { call: "a read", code: e.code.errno(), name: e.message })
-            }
+            Stop::Call(e) => Unavailable::TestStopped(Fault::Driver {
+                call: "a read",
+                code: e.code.errno(),
+                name: e.message,
+            }),
         })?;
         took += begun.elapsed();
-        let came = Work::Save { from: addr + skip, into: BufMut::unpooled(len as usize), sum: false };
-        let came = bridge.worker().copy(&flight.0, bridge.copies_as(), came).await.map_err(Unavailable::TestStopped)?;
-        let (came, sent) = (came.saved.unwrap_or_else(|| BufMut::unpooled(0)), &sent[skip as usize..][..len as usize]);
+        let came =
+            Work::Save { from: addr + skip, into: BufMut::unpooled(len as usize), sum: false };
+        let came = bridge
+            .worker()
+            .copy(&flight.0, bridge.copies_as(), came)
+            .await
+            .map_err(Unavailable::TestStopped)?;
+        let (came, sent) = (
+            came.saved.unwrap_or_else(|| BufMut::unpooled(0)),
+            &sent[skip as usize..][..len as usize],
+        );
         if came[..] != *sent {
             let at = sent.iter().zip(came.iter()).position(|(a, b)| a != b).unwrap_or(came.len());
             return Err(Unavailable::TestFailed { at: at as u64 });
@@ -479,8 +561,14 @@ fn scratch(dir: &Path, parts: &[strake_fabric::Buf]) -> strake_proto::Result<Cop
     making.unnamed()
 }
 
-/// How long the same parts take from a file of the cluster over host memory. `None`: there is no such file.
-async fn by_the_cluster(bridge: &Inner, flight: &Flight, to: u64, parts: &[strake_fabric::Buf]) -> Option<Duration> {
+/// How long the same parts take from a file of the cluster over host memory. `None`: there is no
+/// such file.
+async fn by_the_cluster(
+    bridge: &Inner,
+    flight: &Flight,
+    to: u64,
+    parts: &[strake_fabric::Buf],
+) -> Option<Duration> {
     let measure = async {
         let file = bridge.network.scratch().await.ok()?;
         let mut took = Duration::ZERO;

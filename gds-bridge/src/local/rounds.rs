@@ -1,5 +1,6 @@
-//! Reads of cuFile in rounds. Its counters are of the whole process, so that what they grow by while several reads are under way is nobody's: those that
-//! overlap are a round, which is judged when all of them have ended.
+//! Reads of cuFile in rounds. Its counters are of the whole process, so that what they grow by
+//! while several reads are under way is nobody's: those that overlap are a round, which is judged
+//! when all of them have ended.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -48,15 +49,17 @@ pub struct Rounds {
     changed: Condvar,
 }
 
-/// What waits for a read that does not end: nobody can stop that one, and nothing is known of the others as long.
+/// What waits for a read that does not end: nobody can stop that one, and nothing is known of the
+/// others as long.
 fn held_up(patience: Duration) -> Fault {
     let name = format!("another read has not ended within {patience:?}, and holds this one up");
     Fault::Driver { call: "cuFileRead", code: Code::TimedOut.errno(), name }
 }
 
 impl Rounds {
-    /// Makes a read of so many bytes by `once`, which says whether all of it came, and says whether it is believed. Waits for other reads so long, up
-    /// to three times, then it fails, begun or not.
+    /// Makes a read of so many bytes by `once`, which says whether all of it came, and says whether
+    /// it is believed. Waits for other reads so long, up to three times, then it fails, begun or
+    /// not.
     pub(super) fn read(
         &self,
         cufile: &dyn CuFile,
@@ -108,7 +111,12 @@ impl Rounds {
     }
 
     /// Joins the round under way, or begins one.
-    fn begin(&self, cufile: &dyn CuFile, patience: Duration, alone: bool) -> Result<Arc<OnceLock<Verdict>>, Fault> {
+    fn begin(
+        &self,
+        cufile: &dyn CuFile,
+        patience: Duration,
+        alone: bool,
+    ) -> Result<Arc<OnceLock<Verdict>>, Fault> {
         let mut s = self.state.lock();
         let until = Instant::now() + patience;
         s.alone += usize::from(alone);
@@ -146,7 +154,12 @@ impl Rounds {
         verdict
     }
 
-    fn wait(&self, s: &mut MutexGuard<'_, State>, patience: Duration, until: Instant) -> Result<(), Fault> {
+    fn wait(
+        &self,
+        s: &mut MutexGuard<'_, State>,
+        patience: Duration,
+        until: Instant,
+    ) -> Result<(), Fault> {
         if self.changed.wait_until(s, until).timed_out() { Err(held_up(patience)) } else { Ok(()) }
     }
 }

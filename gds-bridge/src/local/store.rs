@@ -1,4 +1,5 @@
-//! Copies of sealed files in a folder of this node: two files each, the bytes and the sums of their blocks. Format: `docs/formats.md`.
+//! Copies of sealed files in a folder of this node: two files each, the bytes and the sums of their
+//! blocks. Format: `docs/formats.md`.
 
 use std::{
     fs::{self, File, Metadata},
@@ -60,7 +61,8 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 impl Sealed {
-    /// What its copies are called, without the ending: no other file, and no other content of this one, has this name.
+    /// What its copies are called, without the ending: no other file, and no other content of this
+    /// one, has this name.
     pub fn name(&self) -> String {
         format!("{}-{:016x}-{}", hex(&self.fs), self.ino, hex(&self.root))
     }
@@ -106,27 +108,36 @@ impl Header {
         to
     }
 
-    /// `EINVAL` for what is no such header, `EOPNOTSUPP` for one of a later version, `EIO` for a damaged one.
+    /// `EINVAL` for what is no such header, `EOPNOTSUPP` for one of a later version, `EIO` for a
+    /// damaged one.
     pub fn decode(from: &[u8]) -> Result<Header> {
         let bad = |m: &str| Error::new(Code::Inval, m.to_string());
         if from.len() < HEADER || from[..8] != MAGIC {
             return Err(bad("has no header of a copy's sums"));
         }
-        let u32_at = |at: usize| u32::from_le_bytes(from[at..at + 4].try_into().expect("four bytes"));
-        let u64_at = |at: usize| u64::from_le_bytes(from[at..at + 8].try_into().expect("eight bytes"));
+        let u32_at =
+            |at: usize| u32::from_le_bytes(from[at..at + 4].try_into().expect("four bytes"));
+        let u64_at =
+            |at: usize| u64::from_le_bytes(from[at..at + 8].try_into().expect("eight bytes"));
         // Before its sum: what a later version sums is not known.
         if u32_at(8) != VERSION {
-            let m = format!("is of version {}, and this program knows {VERSION}: stage the file again", u32_at(8));
+            let m = format!(
+                "is of version {}, and this program knows {VERSION}: stage the file again",
+                u32_at(8)
+            );
             return Err(Error::new(Code::OpNotSupp, m));
         }
         if u32_at(SUM_AT) != crc32c(&from[..SUM_AT]) {
             return Err(Error::new(Code::Corrupt, "has a damaged header"));
         }
-        let digest = |at: usize| -> Digest { from[at..at + DIGEST].try_into().expect("as many bytes") };
-        let path = from[PATH_AT..SUM_AT].get(..u32_at(12) as usize).and_then(|p| str::from_utf8(p).ok());
+        let digest =
+            |at: usize| -> Digest { from[at..at + DIGEST].try_into().expect("as many bytes") };
+        let path =
+            from[PATH_AT..SUM_AT].get(..u32_at(12) as usize).and_then(|p| str::from_utf8(p).ok());
         let path = path.ok_or_else(|| bad("has a path that is none"))?.to_string();
         let fs = from[16..32].try_into().expect("sixteen bytes");
-        let sealed = Sealed { fs, ino: u64_at(32), size: u64_at(40), sha256: digest(48), root: digest(80) };
+        let sealed =
+            Sealed { fs, ino: u64_at(32), size: u64_at(40), sha256: digest(48), root: digest(80) };
         if sealed.size > MAX_FILE_SIZE {
             return Err(bad("is of more bytes than a file can have"));
         }
@@ -134,7 +145,8 @@ impl Header {
     }
 }
 
-/// What is refused of a folder and what lies in it: who else could write there could put anything into the device.
+/// What is refused of a folder and what lies in it: who else could write there could put anything
+/// into the device.
 fn trusted(m: &Metadata) -> std::result::Result<(), String> {
     let me = rustix::process::geteuid().as_raw();
     if m.uid() != me && m.uid() != 0 {
@@ -148,9 +160,10 @@ fn trusted(m: &Metadata) -> std::result::Result<(), String> {
 
 fn named(path: &Path) -> impl Fn(io::Error) -> Error {
     move |e| match e.raw_os_error() {
-        Some(libc::ENOSPC | libc::EDQUOT) => {
-            Error::new(Code::NoSpc, format!("'{}': there is no room left on its file system", path.display()))
-        }
+        Some(libc::ENOSPC | libc::EDQUOT) => Error::new(
+            Code::NoSpc,
+            format!("'{}': there is no room left on its file system", path.display()),
+        ),
         _ => Error::from(e).context(format!("'{}'", path.display())),
     }
 }
@@ -159,7 +172,8 @@ fn refused(path: &Path, why: &str) -> Error {
     Error::new(Code::Perm, format!("'{}' {why}", path.display()))
 }
 
-/// Looks at a folder for copies. `ENOTDIR`, `EPERM` where others may write to it, what the system says.
+/// Looks at a folder for copies. `ENOTDIR`, `EPERM` where others may write to it, what the system
+/// says.
 pub fn check_folder(dir: &Path) -> Result<()> {
     let m = fs::metadata(dir).map_err(named(dir))?;
     if !m.is_dir() {
@@ -190,15 +204,22 @@ impl Copy {
             Err(e) if e.code == Code::NoEnt => return Ok(None),
             r => r?,
         };
-        let sums =
-            File::options().read(true).custom_flags(libc::O_NOFOLLOW).open(at(SUMS)).map_err(named(&at(SUMS)))?;
+        let sums = File::options()
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(at(SUMS))
+            .map_err(named(&at(SUMS)))?;
         for (file, path) in [(&bytes, &path), (&sums, &at(SUMS))] {
             let m = file.metadata().map_err(named(path))?;
             trusted(&m).map_err(|why| refused(path, &why))?;
         }
-        let header = read_header(&sums).map_err(|e| e.context(format!("'{}'", at(SUMS).display())))?;
+        let header =
+            read_header(&sums).map_err(|e| e.context(format!("'{}'", at(SUMS).display())))?;
         if header.sealed != *of {
-            return Err(Error::new(Code::Corrupt, format!("'{}' is of another file than its name", path.display())));
+            return Err(Error::new(
+                Code::Corrupt,
+                format!("'{}' is of another file than its name", path.display()),
+            ));
         }
         let copy = Copy { sealed: header.sealed, path, bytes, sums };
         copy.check_sizes()?;
@@ -208,8 +229,11 @@ impl Copy {
     fn check_sizes(&self) -> Result<()> {
         let blocks = self.sealed.blocks();
         let size = |f: &File| f.metadata().map(|m| m.len()).map_err(named(&self.path));
-        if (size(&self.bytes)?, size(&self.sums)?) != (blocks * BLOCK as u64, HEADER as u64 + 4 * blocks) {
-            let m = format!("'{}' or its sums have another size than a copy has", self.path.display());
+        if (size(&self.bytes)?, size(&self.sums)?)
+            != (blocks * BLOCK as u64, HEADER as u64 + 4 * blocks)
+        {
+            let m =
+                format!("'{}' or its sums have another size than a copy has", self.path.display());
             return Err(Error::new(Code::Corrupt, m));
         }
         Ok(())
@@ -227,7 +251,8 @@ impl Copy {
         Ok(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 
-    /// Blocks as they are on the disk, compared with their sums. An error says from which byte on they are not what they were.
+    /// Blocks as they are on the disk, compared with their sums. An error says from which byte on
+    /// they are not what they were.
     pub fn read(&self, first: u64, count: usize) -> std::result::Result<BufMut, (u64, String)> {
         let at = first * BLOCK as u64;
         let failed = |e: io::Error| (at, e.to_string());
@@ -286,7 +311,8 @@ fn read_header(sums: &File) -> Result<Header> {
     }
 }
 
-/// A copy that is being made: two files without names, so that nothing is left of one that is not finished.
+/// A copy that is being made: two files without names, so that nothing is left of one that is not
+/// finished.
 pub struct Making {
     dir: PathBuf,
     folder: File,
@@ -301,7 +327,8 @@ pub struct Making {
 }
 
 impl Making {
-    /// Takes the room for all of it. `ENOSPC` where there is not so much, `EOPNOTSUPP` where files need names.
+    /// Takes the room for all of it. `ENOSPC` where there is not so much, `EOPNOTSUPP` where files
+    /// need names.
     pub fn begin(dir: &Path, header: Header) -> Result<Making> {
         check_folder(dir)?;
         let unnamed = || {
@@ -309,8 +336,10 @@ impl Making {
             o.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE);
             o.open(dir).map_err(|e| match e.raw_os_error() {
                 Some(libc::EOPNOTSUPP | libc::EISDIR) => {
-                    let m =
-                        format!("'{}': its file system has no files without names: take ext4 or XFS", dir.display());
+                    let m = format!(
+                        "'{}': its file system has no files without names: take ext4 or XFS",
+                        dir.display()
+                    );
                     Error::new(Code::OpNotSupp, m)
                 }
                 _ => named(dir)(e),
@@ -325,7 +354,10 @@ impl Making {
                 // It is as long as it will be all the same.
                 Err(Errno::OPNOTSUPP) => bytes.set_len(size).map_err(named(dir))?,
                 Err(Errno::NOSPC | Errno::DQUOT) => {
-                    let m = format!("'{}': there is no room for {size} bytes on its file system", dir.display());
+                    let m = format!(
+                        "'{}': there is no room for {size} bytes on its file system",
+                        dir.display()
+                    );
                     return Err(Error::new(Code::NoSpc, m));
                 }
                 r => r.map_err(|e| named(dir)(e.into()))?,
@@ -333,13 +365,25 @@ impl Making {
         }
         sums.write_all_at(&header.encode(), 0).map_err(named(dir))?;
         let folder = File::open(dir).map_err(named(dir))?;
-        Ok(Making { dir: dir.into(), folder, header, bytes, sums, done: 0, made: Vec::new(), summed: 0 })
+        Ok(Making {
+            dir: dir.into(),
+            folder,
+            header,
+            bytes,
+            sums,
+            done: 0,
+            made: Vec::new(),
+            summed: 0,
+        })
     }
 
     /// The next bytes: whole blocks, but at the end of the file.
     pub fn push(&mut self, bytes: &[u8]) -> Result<()> {
         assert!(self.done.is_multiple_of(BLOCK as u64), "a piece behind the last one");
-        assert!(bytes.len() as u64 <= self.header.sealed.size - self.done, "more than the file has");
+        assert!(
+            bytes.len() as u64 <= self.header.sealed.size - self.done,
+            "more than the file has"
+        );
         let (whole, rest) = bytes.split_at(bytes.len() / BLOCK * BLOCK);
         let mut last = [0; BLOCK];
         last[..rest.len()].copy_from_slice(rest);
@@ -375,7 +419,8 @@ impl Making {
             linkat(CWD, own.as_str(), &self.folder, name, AtFlags::SYMLINK_FOLLOW)
         };
         let failed = |e: Errno| named(&self.dir)(e.into());
-        // The sums first: with the bytes it counts. Those of a copy that does not count are in the way.
+        // The sums first: with the bytes it counts. Those of a copy that does not count are in the
+        // way.
         while let Err(e) = link(&self.sums, &at(SUMS)) {
             if e != Errno::EXIST {
                 return Err(failed(e));
@@ -401,8 +446,14 @@ impl Making {
     pub fn unnamed(mut self) -> Result<Copy> {
         self.complete()?;
         let bytes = direct_again(&self.bytes, &self.dir)?;
-        let sums = File::open(format!("/proc/self/fd/{}", self.sums.as_raw_fd())).map_err(named(&self.dir))?;
-        let copy = Copy { sealed: self.header.sealed, path: self.dir.join("of its self-test"), bytes, sums };
+        let sums = File::open(format!("/proc/self/fd/{}", self.sums.as_raw_fd()))
+            .map_err(named(&self.dir))?;
+        let copy = Copy {
+            sealed: self.header.sealed,
+            path: self.dir.join("of its self-test"),
+            bytes,
+            sums,
+        };
         copy.check_sizes()?;
         Ok(copy)
     }
@@ -427,7 +478,8 @@ pub struct Listed {
     pub why: Option<String>,
 }
 
-/// All copies in a folder, those that cannot be used as well, by their paths. What is not a copy is passed over.
+/// All copies in a folder, those that cannot be used as well, by their paths. What is not a copy is
+/// passed over.
 pub fn list(dir: &Path) -> Result<Vec<Listed>> {
     check_folder(dir)?;
     let mut names = std::collections::BTreeMap::<String, bool>::new();
@@ -439,7 +491,8 @@ pub fn list(dir: &Path) -> Result<Vec<Listed>> {
             *names.entry(name.into()).or_default() |= ending == COPY;
         }
     }
-    let mut all: Vec<Listed> = names.into_iter().map(|(name, has)| listed(dir, name, has)).collect();
+    let mut all: Vec<Listed> =
+        names.into_iter().map(|(name, has)| listed(dir, name, has)).collect();
     all.sort_by(|a, b| (&a.path, &a.name).cmp(&(&b.path, &b.name)));
     Ok(all)
 }
@@ -449,7 +502,9 @@ fn listed(dir: &Path, name: String, has: bool) -> Listed {
     let header = File::open(&at).map_err(Error::from).and_then(|f| read_header(&f));
     let opened = match &header {
         Err(e) => Err(e.message.clone()),
-        Ok(_) if dir.join(format!("{name}.{DAMAGED}")).exists() && !has => Err("it was damaged and put aside".into()),
+        Ok(_) if dir.join(format!("{name}.{DAMAGED}")).exists() && !has => {
+            Err("it was damaged and put aside".into())
+        }
         Ok(h) => match Copy::open(dir, &h.sealed) {
             Ok(Some(c)) if c.path.file_stem().is_some_and(|n| *n == *name) => Ok(()),
             Ok(_) => Err("its bytes are not there".to_string()),

@@ -29,7 +29,10 @@ fn headers_are_read_as_they_were_written_and_nothing_else_is() {
     let at = good.encode();
     assert_eq!((at.len(), Header::decode(&at).unwrap()), (HEADER, good));
     let code = |b: &[u8]| Header::decode(b).unwrap_err().code;
-    assert_eq!((code(&[]), code(&at[..HEADER - 1]), code(&[0; HEADER])), (Code::Inval, Code::Inval, Code::Inval));
+    assert_eq!(
+        (code(&[]), code(&at[..HEADER - 1]), code(&[0; HEADER])),
+        (Code::Inval, Code::Inval, Code::Inval)
+    );
     let resealed = |change: fn(&mut [u8])| {
         let mut b = header(12_345).encode();
         change(&mut b);
@@ -38,7 +41,11 @@ fn headers_are_read_as_they_were_written_and_nothing_else_is() {
         Header::decode(&b)
     };
     assert_eq!(resealed(|b| b[8] = 2).unwrap_err().code, Code::OpNotSupp);
-    for bad in [|b: &mut [u8]| b[12..16].fill(0xff), |b: &mut [u8]| b[PATH_AT] = 0xff, |b: &mut [u8]| b[47] = 0xff] {
+    for bad in [
+        |b: &mut [u8]| b[12..16].fill(0xff),
+        |b: &mut [u8]| b[PATH_AT] = 0xff,
+        |b: &mut [u8]| b[47] = 0xff,
+    ] {
         assert_eq!(resealed(bad).unwrap_err().code, Code::Inval);
     }
     // Any bit.
@@ -49,7 +56,9 @@ fn headers_are_read_as_they_were_written_and_nothing_else_is() {
     }
     let long = Header { path: "ä".repeat(4000), ..header(0) };
     let cut = Header::decode(&long.encode()).unwrap().path;
-    assert!(cut.len() <= LONGEST_PATH && cut.len() > LONGEST_PATH - 2 && long.path.starts_with(&cut));
+    assert!(
+        cut.len() <= LONGEST_PATH && cut.len() > LONGEST_PATH - 2 && long.path.starts_with(&cut)
+    );
 }
 
 proptest! {
@@ -80,7 +89,9 @@ fn copies_count_when_they_are_whole_and_are_found_by_what_they_hold() {
         let copy = Copy::open(at, &of).unwrap().unwrap();
         let blocks = of.blocks() as usize;
         let got = copy.read(0, blocks).unwrap();
-        assert!(got[..size as usize] == bytes(size) && got[size as usize..].iter().all(|b| *b == 0));
+        assert!(
+            got[..size as usize] == bytes(size) && got[size as usize..].iter().all(|b| *b == 0)
+        );
         // Another content, another inode, another file system: another copy.
         let others = [
             Sealed { root: [3; 32], ..of.clone() },
@@ -90,7 +101,8 @@ fn copies_count_when_they_are_whole_and_are_found_by_what_they_hold() {
         assert!(others.iter().all(|o| Copy::open(at, o).unwrap().is_none()));
         // Under another file's name it is not believed.
         for ending in [COPY, SUMS] {
-            let (from, to) = (format!("{}.{ending}", of.name()), format!("{}.{ending}", others[1].name()));
+            let (from, to) =
+                (format!("{}.{ending}", of.name()), format!("{}.{ending}", others[1].name()));
             fs::copy(at.join(from), at.join(to)).unwrap();
         }
         assert_eq!(Copy::open(at, &others[1]).unwrap_err().code, Code::Corrupt);
@@ -101,7 +113,10 @@ fn copies_count_when_they_are_whole_and_are_found_by_what_they_hold() {
         assert!(Copy::open(at, &of).unwrap().is_none());
         assert!(made(at, size).publish().unwrap());
         let all = list(at).unwrap();
-        assert_eq!((all.len(), all[0].usable, all[0].path.as_deref()), (1, true, Some("/models/ä.safetensors")));
+        assert_eq!(
+            (all.len(), all[0].usable, all[0].path.as_deref()),
+            (1, true, Some("/models/ä.safetensors"))
+        );
         remove(at, &all[0]).unwrap();
         assert_eq!((fs::read_dir(at).unwrap().count(), list(at).unwrap().len()), (0, 0));
         // Who had it open still reads it.
@@ -137,7 +152,9 @@ fn what_others_may_write_and_what_has_another_size_is_not_believed() {
     let size = 2 * BLOCK as u64;
     made(dir.path(), size).publish().unwrap();
     let at = |ending: &str| dir.path().join(format!("{}.{ending}", sealed(size).name()));
-    let mode = |path: &Path, mode: u32| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    let mode = |path: &Path, mode: u32| {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap()
+    };
     let code = || Copy::open(dir.path(), &sealed(size)).map(|c| c.is_some()).map_err(|e| e.code);
     assert_eq!(fs::metadata(at(COPY)).unwrap().mode() & 0o777, 0o600);
     for path in [dir.path().to_path_buf(), at(COPY), at(SUMS)] {

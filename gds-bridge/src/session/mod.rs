@@ -1,4 +1,5 @@
-//! A client, a device and a bridge between them for programs that are not asynchronous: what the C library and the Python module are made of.
+//! A client, a device and a bridge between them for programs that are not asynchronous: what the C
+//! library and the Python module are made of.
 
 mod path;
 pub mod published;
@@ -14,7 +15,9 @@ use rustix::process::{getegid, geteuid, getgroups};
 pub use stage::Staged;
 pub use start::Started;
 use strake_client::{Client, Creds, File};
-use strake_fabric::{Buf, ClientKey, Endpoint, Env, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT, keyfile};
+use strake_fabric::{
+    Buf, ClientKey, Endpoint, Env, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT, keyfile,
+};
 use strake_proto::{Code, Error, Ino, Result, pb};
 pub use tensors::TensorFile;
 use tokio::runtime::Runtime;
@@ -68,7 +71,8 @@ pub struct Setup {
     pub threads: usize,
     /// The bridge's.
     pub options: Options,
-    /// Folder where `lfs path` finds what this session moves of each file; `None`: it does not ([`published::folder`]).
+    /// Folder where `lfs path` finds what this session moves of each file; `None`: it does not
+    /// ([`published::folder`]).
     pub published: Option<PathBuf>,
 }
 
@@ -91,7 +95,9 @@ impl Setup {
         if self.mds.is_empty() {
             return Err(Error::new(Code::Inval, "no metadata server is named"));
         }
-        let one = |s: &String| s.parse().or_else(|e| format!("{s}:{MDS_PORT}").parse().map_err(|_: Error| e));
+        let one = |s: &String| {
+            s.parse().or_else(|e| format!("{s}:{MDS_PORT}").parse().map_err(|_: Error| e))
+        };
         self.mds.iter().map(one).collect()
     }
 }
@@ -116,10 +122,11 @@ impl From<Stripes> for pb::LayoutSpec {
     }
 }
 
-/// Files of a cluster and memory of a device. Every call but [`Session::start`] blocks until it is done; several threads may call at a time. Not to be used
-/// by tasks of a tokio runtime.
+/// Files of a cluster and memory of a device. Every call but [`Session::start`] blocks until it is
+/// done; several threads may call at a time. Not to be used by tasks of a tokio runtime.
 ///
-/// Its threads do not follow a fork(2): in the child every call is `EINVAL`, and dropping it does nothing.
+/// Its threads do not follow a fork(2): in the child every call is `EINVAL`, and dropping it does
+/// nothing.
 pub struct Session {
     /// Taken when it is dropped.
     inner: Option<Inner>,
@@ -141,7 +148,8 @@ struct Inner {
 impl Session {
     /// Connects to the cluster and opens the device.
     ///
-    /// `EINVAL` for a setup that cannot be, `ENODEV` (with the reason) when there is no such device, what the client says of the cluster.
+    /// `EINVAL` for a setup that cannot be, `ENODEV` (with the reason) when there is no such
+    /// device, what the client says of the cluster.
     pub fn open(setup: &Setup) -> Result<Session> {
         let endpoints = setup.endpoints()?;
         if !(1..=64).contains(&setup.threads) {
@@ -154,22 +162,37 @@ impl Session {
             (None, Memory::Cuda(n)) => Arc::new(Cuda::open(n).map_err(none)?),
             (host, _) => Arc::new(host.clone().unwrap_or_default()),
         };
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(setup.threads).enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(setup.threads)
+            .enable_all()
+            .build()?;
         let (client, bridge) = runtime.block_on(async {
             let client = connect(endpoints, key, setup.roads).await?;
-            let bridge = Bridge::open(device.clone(), Arc::new(client.clone()), setup.options.clone()).await?;
+            let bridge =
+                Bridge::open(device.clone(), Arc::new(client.clone()), setup.options.clone())
+                    .await?;
             Ok::<_, Error>((client, bridge))
         })?;
         if let Some(folder) = &setup.published {
-            runtime.spawn(published::publish(folder.clone(), client.fs_uuid(), bridge.tally().clone()));
+            runtime.spawn(published::publish(
+                folder.clone(),
+                client.fs_uuid(),
+                bridge.tally().clone(),
+            ));
         }
         let creds = setup.creds.clone().unwrap_or_else(mine);
-        let inner = Inner { bridge, device, host, client, creds, fixed: setup.creds.clone(), runtime };
+        let inner =
+            Inner { bridge, device, host, client, creds, fixed: setup.creds.clone(), runtime };
         Ok(Session { inner: Some(inner), pid: process::id() })
     }
 
     fn inner(&self) -> Result<&Inner> {
-        let forked = || Error::new(Code::Inval, "the session was opened before a fork: open one in this process");
+        let forked = || {
+            Error::new(
+                Code::Inval,
+                "the session was opened before a fork: open one in this process",
+            )
+        };
         self.inner.as_ref().filter(|_| self.pid == process::id()).ok_or_else(forked)
     }
 
@@ -204,13 +227,20 @@ impl Session {
         self.inner.as_ref().and_then(|i| i.bridge.notice())
     }
 
-    /// Opens a file. `flags` as of open(2): access mode, O_CREAT (with `mode`), O_EXCL, O_TRUNC, O_DIRECT.
+    /// Opens a file. `flags` as of open(2): access mode, O_CREAT (with `mode`), O_EXCL, O_TRUNC,
+    /// O_DIRECT.
     pub fn open_file(&self, path: &str, flags: u32, mode: u32) -> Result<File> {
         self.run(async |s| s.open_file(path, flags, mode, None).await)
     }
 
     /// As [`Session::open_file`]; a file that is made gets these stripes.
-    pub fn open_striped(&self, path: &str, flags: u32, mode: u32, stripes: Stripes) -> Result<File> {
+    pub fn open_striped(
+        &self,
+        path: &str,
+        flags: u32,
+        mode: u32,
+        stripes: Stripes,
+    ) -> Result<File> {
         self.run(async |s| s.open_file(path, flags, mode, Some(stripes.into())).await)
     }
 
@@ -221,17 +251,28 @@ impl Session {
                 "" => s.client.root(),
                 _ => match path::resolve(&s.client, &s.creds, path).await?.found {
                     Some(attr) if attr.mode & libc::S_IFMT == libc::S_IFDIR => attr.ino,
-                    Some(_) => return Err(Error::new(Code::NotDir, format!("path '{path}' is not a folder"))),
-                    None => return Err(Error::new(Code::NoEnt, format!("path '{path}': there is no such folder"))),
+                    Some(_) => {
+                        return Err(Error::new(
+                            Code::NotDir,
+                            format!("path '{path}' is not a folder"),
+                        ));
+                    }
+                    None => {
+                        return Err(Error::new(
+                            Code::NoEnt,
+                            format!("path '{path}': there is no such folder"),
+                        ));
+                    }
                 },
             };
             s.client.set_layout(&s.creds, ino, Some(stripes.into())).await
         })
     }
 
-    /// Opens a regular file by its inode, for whom the process acts at this moment unless the session was made for somebody: the metadata servers
-    /// ask its permissions, not those of folders that lead to it. Inode ids are never reused, so that it is this file or none. `flags` as of
-    /// [`Session::open_file`], nothing is made or cut.
+    /// Opens a regular file by its inode, for whom the process acts at this moment unless the
+    /// session was made for somebody: the metadata servers ask its permissions, not those of
+    /// folders that lead to it. Inode ids are never reused, so that it is this file or none.
+    /// `flags` as of [`Session::open_file`], nothing is made or cut.
     pub fn open_inode(&self, ino: Ino, flags: u32) -> Result<File> {
         let flags = flags & !(libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u32;
         self.run(async |s| {
@@ -279,7 +320,8 @@ impl Session {
     pub fn write(&self, file: &File, offset: u64, bytes: &[u8]) -> Result<()> {
         self.run(async |_| {
             for (i, piece) in bytes.chunks(REGION).enumerate() {
-                crate::FileIo::write(file, offset + (i * REGION) as u64, Buf::copy_from(piece)).await?;
+                crate::FileIo::write(file, offset + (i * REGION) as u64, Buf::copy_from(piece))
+                    .await?;
             }
             Ok(())
         })
@@ -308,8 +350,14 @@ impl Session {
         self.call(Direction::Save, all, policy)
     }
 
-    fn call(&self, direction: Direction, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
-        let refused = |error| Failed { error, report: Box::new(start::nothing(direction, policy, all)) };
+    fn call(
+        &self,
+        direction: Direction,
+        all: &[Transfer],
+        policy: Policy,
+    ) -> Result<Report, Failed> {
+        let refused =
+            |error| Failed { error, report: Box::new(start::nothing(direction, policy, all)) };
         let inner = self.inner().map_err(refused)?;
         inner.runtime.block_on(async {
             match direction {
@@ -366,20 +414,32 @@ impl fmt::Debug for Session {
 }
 
 impl Inner {
-    async fn open_file(&self, path: &str, flags: u32, mode: u32, layout: Option<pb::LayoutSpec>) -> Result<File> {
+    async fn open_file(
+        &self,
+        path: &str,
+        flags: u32,
+        mode: u32,
+        layout: Option<pb::LayoutSpec>,
+    ) -> Result<File> {
         let (creat, excl) = (flags & libc::O_CREAT as u32 != 0, flags & libc::O_EXCL as u32 != 0);
         let flags = flags & !(libc::O_CREAT | libc::O_EXCL) as u32;
         let place = path::resolve(&self.client, &self.creds, path).await?;
         let named = |e: Error| e.context(format!("path '{path}'"));
         let opened = match place.found {
-            Some(_) if creat && excl => Err(Error::new(Code::Exist, "there is a file of that name")),
-            Some(attr) if attr.mode & libc::S_IFMT == libc::S_IFDIR => Err(Error::new(Code::IsDir, "is a folder")),
+            Some(_) if creat && excl => {
+                Err(Error::new(Code::Exist, "there is a file of that name"))
+            }
+            Some(attr) if attr.mode & libc::S_IFMT == libc::S_IFDIR => {
+                Err(Error::new(Code::IsDir, "is a folder"))
+            }
             Some(attr) if attr.mode & libc::S_IFMT != libc::S_IFREG => {
                 Err(Error::new(Code::Inval, "is not a regular file"))
             }
             Some(attr) => self.client.open(&self.creds, attr.ino, flags).await,
             None if creat => {
-                self.client.create(&self.creds, place.parent, &place.name, mode, flags, excl, layout).await
+                self.client
+                    .create(&self.creds, place.parent, &place.name, mode, flags, excl, layout)
+                    .await
             }
             None => Err(Error::new(Code::NoEnt, "there is no such file")),
         };
@@ -398,7 +458,8 @@ async fn connect(mds: Vec<Endpoint>, key: ClientKey, roads: Use) -> Result<Clien
     let hostname = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let config = strake_client::Config { hostname, ..strake_client::Config::new(mds) };
     let pool = roads.pool(Pool::default())?;
-    let fabric = Roads::new(env.clone(), Identity::client(key), None, pool, Default::default()).only(roads);
+    let fabric =
+        Roads::new(env.clone(), Identity::client(key), None, pool, Default::default()).only(roads);
     Client::connect(config, env, Arc::new(fabric)).await
 }
 

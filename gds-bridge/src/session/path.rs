@@ -22,10 +22,11 @@ fn is(attr: &Attr, kind: u32) -> bool {
     attr.mode & libc::S_IFMT == kind
 }
 
-/// Resolves a path from the root of the file system (a leading `/` changes nothing). Symbolic links are followed, the last one, too.
+/// Resolves a path from the root of the file system (a leading `/` changes nothing). Symbolic links
+/// are followed, the last one, too.
 ///
-/// `EINVAL` for a path without a name or a link to an absolute path, whose place in the file system is not known here; `ELOOP`, `ENOTDIR`,
-/// `ENOENT` for a folder that is not there, `EACCES`.
+/// `EINVAL` for a path without a name or a link to an absolute path, whose place in the file system
+/// is not known here; `ELOOP`, `ENOTDIR`, `ENOENT` for a folder that is not there, `EACCES`.
 pub async fn resolve(client: &Client, creds: &Creds, path: &str) -> Result<Place> {
     let what = |code: Code, m: &str| Error::new(code, format!("path '{path}': {m}"));
     if path.len() > LONGEST {
@@ -47,8 +48,12 @@ pub async fn resolve(client: &Client, creds: &Creds, path: &str) -> Result<Place
         let last = todo.is_empty();
         let attr = match client.lookup(creds, parent, &name).await {
             Ok(attr) => attr,
-            Err(e) if e.code == Code::NoEnt && last => return Ok(Place { parent, name, found: None }),
-            Err(e) if e.code == Code::NoEnt => return Err(what(Code::NoEnt, &format!("there is no folder '{shown}'"))),
+            Err(e) if e.code == Code::NoEnt && last => {
+                return Ok(Place { parent, name, found: None });
+            }
+            Err(e) if e.code == Code::NoEnt => {
+                return Err(what(Code::NoEnt, &format!("there is no folder '{shown}'")));
+            }
             Err(e) => return Err(e.context(format!("path '{path}': '{shown}'"))),
         };
         if is(&attr, libc::S_IFLNK) {

@@ -1,4 +1,5 @@
-//! What living sessions of this node moved, by file and tier, for `lfs path`: each has a file in a folder of its user's, locked as long as it lives.
+//! What living sessions of this node moved, by file and tier, for `lfs path`: each has a file in a
+//! folder of its user's, locked as long as it lives.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -29,7 +30,8 @@ const LARGEST: u64 = 4 << 20;
 /// It is written in place: who reads in the middle reads again.
 const READS: u32 = 20;
 
-/// The folder of this process's sessions: below `/run/strake` for root, else below `$XDG_RUNTIME_DIR/strake`; none where the system has neither.
+/// The folder of this process's sessions: below `/run/strake` for root, else below
+/// `$XDG_RUNTIME_DIR/strake`; none where the system has neither.
 pub fn folder() -> Option<PathBuf> {
     if geteuid().is_root() {
         return Some("/run/strake/gds".into());
@@ -99,14 +101,17 @@ fn all(folder: &Path) -> Vec<PathBuf> {
         let name = p.file_name().and_then(|n| n.to_str()).unwrap_or_default();
         !name.starts_with('.') && name.ends_with(".json")
     };
-    let entries = fs::read_dir(folder).map(|all| all.flatten().map(|e| e.path()).filter(is_one).collect());
+    let entries =
+        fs::read_dir(folder).map(|all| all.flatten().map(|e| e.path()).filter(is_one).collect());
     entries.unwrap_or_default()
 }
 
 /// Removes those of processes that were killed; another process may be at it, too.
 fn remove_dead(folder: &Path) {
     for path in all(folder) {
-        if open(&path).is_ok_and(|f| f.metadata().is_ok_and(|m| m.is_file()) && f.try_lock_shared().is_ok()) {
+        if open(&path)
+            .is_ok_and(|f| f.metadata().is_ok_and(|m| m.is_file()) && f.try_lock_shared().is_ok())
+        {
             let _ = fs::remove_file(&path);
         }
     }
@@ -119,7 +124,9 @@ fn open(path: &Path) -> io::Result<File> {
 
 /// Publishes until it is dropped. A session works as well where this cannot be done.
 pub async fn publish(folder: PathBuf, fs_uuid: Vec<u8>, tally: Arc<Tally>) {
-    let failed = |e: io::Error| tracing::debug!("`lfs path` will not know of this session: {}: {e}", folder.display());
+    let failed = |e: io::Error| {
+        tracing::debug!("`lfs path` will not know of this session: {}: {e}", folder.display())
+    };
     let mut p = match Published::start(&folder, &fs_uuid) {
         Ok(p) => p,
         Err(e) => return failed(e),
@@ -144,9 +151,11 @@ pub struct Seen {
     pub tiers: FileTiers,
 }
 
-/// The living sessions in a folder that moved bytes of this file, by process. What is no session's file is passed over.
+/// The living sessions in a folder that moved bytes of this file, by process. What is no session's
+/// file is passed over.
 pub fn look(folder: &Path, fs_uuid: &[u8], ino: u64) -> Vec<Seen> {
-    let mut seen: Vec<Seen> = all(folder).iter().filter_map(|p| read(p, &hex(fs_uuid), ino)).collect();
+    let mut seen: Vec<Seen> =
+        all(folder).iter().filter_map(|p| read(p, &hex(fs_uuid), ino)).collect();
     seen.sort_by_key(|s| s.pid);
     seen
 }
@@ -182,7 +191,11 @@ fn seen(v: &Value, fs_uuid: &str, ino: u64) -> Option<Seen> {
     let by = |way: &str| ByTier::new(|t: Tier| file[way][t.name()].as_u64().unwrap_or(0));
     // For a terminal: what a process calls itself may have anything in it.
     let program = v["program"].as_str()?.chars().filter(|c| !c.is_control()).take(64).collect();
-    Some(Seen { pid: v["pid"].as_u64()?, program, tiers: FileTiers { loaded: by("loaded"), saved: by("saved") } })
+    Some(Seen {
+        pid: v["pid"].as_u64()?,
+        program,
+        tiers: FileTiers { loaded: by("loaded"), saved: by("saved") },
+    })
 }
 
 #[cfg(test)]
@@ -199,7 +212,10 @@ mod tests {
         tally.add(5, Direction::Load, &by(100));
         let task = tokio::spawn(publish(folder.clone(), vec![1, 0xab], tally.clone()));
         let until = async |ino, loaded: u64| {
-            while look(&folder, &[1, 0xab], ino).first().is_none_or(|s| s.tiers.loaded.sum() != loaded) {
+            while look(&folder, &[1, 0xab], ino)
+                .first()
+                .is_none_or(|s| s.tiers.loaded.sum() != loaded)
+            {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
@@ -208,9 +224,16 @@ mod tests {
         tally.add(6, Direction::Save, &by(3));
         until(5, 111).await;
         let seen = look(&folder, &[1, 0xab], 6);
-        assert_eq!((seen.len(), seen[0].pid, seen[0].tiers.saved[Tier::BounceTcp]), (1, process::id().into(), 3));
+        assert_eq!(
+            (seen.len(), seen[0].pid, seen[0].tiers.saved[Tier::BounceTcp]),
+            (1, process::id().into(), 3)
+        );
         assert!(!seen[0].program.is_empty());
-        assert_eq!((look(&folder, &[2], 5), look(&folder, &[1, 0xab], 7)), (vec![], vec![]), "another's, another file");
+        assert_eq!(
+            (look(&folder, &[2], 5), look(&folder, &[1, 0xab], 7)),
+            (vec![], vec![]),
+            "another's, another file"
+        );
 
         // What lies about there: rubbish, a link to it, a pipe, and the file of a killed process.
         let mine = fs::read_dir(&folder).unwrap().next().unwrap().unwrap().path();
@@ -218,7 +241,8 @@ mod tests {
         fs::write(folder.join("2-0.json"), b"{").unwrap();
         std::os::unix::fs::symlink(&mine, folder.join("3-0.json")).unwrap();
         let pipe = folder.join("4-0.json");
-        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0)
+            .unwrap();
         assert_eq!(look(&folder, &[1, 0xab], 5).len(), 1);
 
         task.abort();
@@ -239,8 +263,16 @@ mod tests {
         let file = json!({ "loaded": { "bounce-tcp": 7, "no-tier": 5, "pageable": -1 } });
         let v = json!({ "version": 1, "pid": 3, "program": "a\u{1b}[2Jb", "fs_uuid": "01", "files": { "9": file } });
         let s = seen(&v, "01", 9).unwrap();
-        assert_eq!((s.program.as_str(), s.tiers.loaded.sum(), s.tiers.saved.sum()), ("a[2Jb", 7, 0));
-        for (key, bad) in [("version", json!(2)), ("pid", json!("x")), ("program", json!(1)), ("files", json!([]))] {
+        assert_eq!(
+            (s.program.as_str(), s.tiers.loaded.sum(), s.tiers.saved.sum()),
+            ("a[2Jb", 7, 0)
+        );
+        for (key, bad) in [
+            ("version", json!(2)),
+            ("pid", json!("x")),
+            ("program", json!(1)),
+            ("files", json!([])),
+        ] {
             let mut v = v.clone();
             v[key] = bad;
             assert_eq!(seen(&v, "01", 9), None, "{key}");

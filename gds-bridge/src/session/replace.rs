@@ -14,7 +14,8 @@ const NAME_MAX: usize = 255;
 /// Bytes of host memory that are written at a time.
 const PIECE: usize = 4 << 20;
 
-/// What a new file is made of: bytes at its beginning, then ranges of the device's memory one behind the other.
+/// What a new file is made of: bytes at its beginning, then ranges of the device's memory one
+/// behind the other.
 #[derive(Clone, Copy, Debug)]
 pub struct Content<'a> {
     /// Bytes of host memory.
@@ -36,11 +37,18 @@ impl Content<'_> {
 }
 
 impl Session {
-    /// Writes a file under a name of its own, makes it safe (fsync), and then gives it `path`, in place of what was there before. A
-    /// reader sees the old file or the new one; after a failure or a crash the old one is there. `mode`: permissions.
+    /// Writes a file under a name of its own, makes it safe (fsync), and then gives it `path`, in
+    /// place of what was there before. A reader sees the old file or the new one; after a failure
+    /// or a crash the old one is there. `mode`: permissions.
     ///
     /// Errors as of [`crate::Bridge::save`], and those of creating and renaming files.
-    pub fn replace(&self, path: &str, mode: u32, content: Content<'_>, policy: Policy) -> Result<Report, Failed> {
+    pub fn replace(
+        &self,
+        path: &str,
+        mode: u32,
+        content: Content<'_>,
+        policy: Policy,
+    ) -> Result<Report, Failed> {
         let asked = content.device.iter().fold(0u64, |sum, (_, len)| sum.saturating_add(*len));
         let nothing = || Report::nothing(Direction::Save, policy, asked, content.device.len());
         let refused = |error| Failed { error, report: Box::new(nothing()) };
@@ -48,11 +56,17 @@ impl Session {
         inner.runtime.block_on(async {
             let place = path::resolve(&inner.client, &inner.creds, path).await.map_err(refused)?;
             if place.found.is_some_and(|a| a.mode & libc::S_IFMT != libc::S_IFREG) {
-                return Err(refused(Error::new(Code::Inval, format!("path '{path}': is not a regular file"))));
+                return Err(refused(Error::new(
+                    Code::Inval,
+                    format!("path '{path}': is not a regular file"),
+                )));
             }
             let name = temporary(&place.name).map_err(refused)?;
-            let created = inner.client.create(&inner.creds, place.parent, &name, mode, 2, true, None).await;
-            let file = Arc::new(created.map_err(|e| refused(e.context(format!("path '{path}': new file"))))?.0);
+            let created =
+                inner.client.create(&inner.creds, place.parent, &name, mode, 2, true, None).await;
+            let file = Arc::new(
+                created.map_err(|e| refused(e.context(format!("path '{path}': new file"))))?.0,
+            );
             let written = inner.write(&file, content, policy).await;
             // A clone of it may be held by a part that was given up.
             let closed = File::clone(&file).close().await;
@@ -61,16 +75,20 @@ impl Session {
                     let to = (place.parent, &place.name[..]);
                     match inner.client.rename(&inner.creds, (place.parent, &name), to, 0).await {
                         Ok(()) => return Ok(report),
-                        Err(e) => {
-                            Err(Failed { error: e.context(format!("naming it '{path}'")), report: Box::new(report) })
-                        }
+                        Err(e) => Err(Failed {
+                            error: e.context(format!("naming it '{path}'")),
+                            report: Box::new(report),
+                        }),
                     }
                 }
                 (Ok(report), Err(error)) => Err(Failed { error, report: Box::new(report) }),
                 (Err(failed), _) => Err(failed),
             };
             if let Err(e) = inner.client.unlink(&inner.creds, place.parent, &name).await {
-                tracing::warn!("the unfinished file {} was not removed: {e}", String::from_utf8_lossy(&name));
+                tracing::warn!(
+                    "the unfinished file {} was not removed: {e}",
+                    String::from_utf8_lossy(&name)
+                );
             }
             outcome
         })
@@ -78,7 +96,12 @@ impl Session {
 }
 
 impl Inner {
-    async fn write(&self, file: &Arc<File>, content: Content<'_>, policy: Policy) -> Result<Report, Failed> {
+    async fn write(
+        &self,
+        file: &Arc<File>,
+        content: Content<'_>,
+        policy: Policy,
+    ) -> Result<Report, Failed> {
         let all = content.transfers(file);
         let report = self.bridge.save(&all, policy).await?;
         let finish = async {

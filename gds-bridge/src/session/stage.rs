@@ -1,4 +1,5 @@
-//! Copies of sealed files on this node: read through the client, compared with the manifest, written to a folder.
+//! Copies of sealed files on this node: read through the client, compared with the manifest,
+//! written to a folder.
 
 use std::{path::Path, time::SystemTime};
 
@@ -35,11 +36,13 @@ pub struct Staged {
 }
 
 impl Session {
-    /// Makes a copy of a sealed file in a folder of this node, unless it is there. `done` is told how many bytes of how many are there, of
-    /// the file. Nothing is left of a copy that was not finished.
+    /// Makes a copy of a sealed file in a folder of this node, unless it is there. `done` is told
+    /// how many bytes of how many are there, of the file. Nothing is left of a copy that was not
+    /// finished.
     ///
-    /// `ENODATA` for a file that is not sealed, `EIO` for one that holds something else than its manifest says, `ENOSPC`, `EPERM` for a folder that
-    /// others may write to, what the file system says of the path.
+    /// `ENODATA` for a file that is not sealed, `EIO` for one that holds something else than its
+    /// manifest says, `ENOSPC`, `EPERM` for a folder that others may write to, what the file system
+    /// says of the path.
     pub fn stage(&self, path: &str, dir: &Path, mut done: impl FnMut(u64, u64)) -> Result<Staged> {
         check_folder(dir)?;
         self.run(async |s| {
@@ -53,26 +56,42 @@ impl Session {
 }
 
 impl Inner {
-    async fn stage(&self, path: &str, file: &File, dir: &Path, done: &mut impl FnMut(u64, u64)) -> Result<Staged> {
+    async fn stage(
+        &self,
+        path: &str,
+        file: &File,
+        dir: &Path,
+        done: &mut impl FnMut(u64, u64),
+    ) -> Result<Staged> {
         let (sealed, digests) = self.manifest(file).await?;
-        let at = |already| Staged { path: path.into(), name: sealed.name(), size: sealed.size, already };
+        let at =
+            |already| Staged { path: path.into(), name: sealed.name(), size: sealed.size, already };
         match Copy::open(dir, &sealed) {
             Ok(Some(_)) => return Ok(at(true)),
             Ok(None) => {}
             // One that cannot be used is in the way of a new one.
-            Err(e) if matches!(e.code, Code::Corrupt | Code::Inval | Code::NoEnt | Code::OpNotSupp) => {
+            Err(e)
+                if matches!(
+                    e.code,
+                    Code::Corrupt | Code::Inval | Code::NoEnt | Code::OpNotSupp
+                ) =>
+            {
                 crate::local::remove_named(dir, &sealed.name())?
             }
             Err(e) => return Err(e),
         }
         let staged_ns = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
-        let mut making = Making::begin(dir, Header { sealed: sealed.clone(), staged_ns, path: path.into() })?;
+        let mut making =
+            Making::begin(dir, Header { sealed: sealed.clone(), staged_ns, path: path.into() })?;
         let (size, each) = (sealed.size, seal::extent_size(sealed.size));
-        let pieces = (0..size.div_ceil(REGION as u64)).map(|n| {
-            let offset = n * REGION as u64;
-            let len = (REGION as u64).min(size - offset) as usize;
-            async move { Ok::<_, Error>((offset, whole(file.read(offset, len).await?, offset, len)?)) }
-        });
+        let pieces =
+            (0..size.div_ceil(REGION as u64)).map(|n| {
+                let offset = n * REGION as u64;
+                let len = (REGION as u64).min(size - offset) as usize;
+                async move {
+                    Ok::<_, Error>((offset, whole(file.read(offset, len).await?, offset, len)?))
+                }
+            });
         let mut arriving = stream::iter(pieces).buffered(AHEAD);
         let (mut leaf, mut digests) = (Leaf::default(), digests.into_iter());
         while let Some((offset, bytes)) = arriving.try_next().await? {
@@ -82,7 +101,9 @@ impl Inner {
             let extent_ends = end.is_multiple_of(each) || end == size;
             if extent_ends && digests.next() != Some(std::mem::take(&mut leaf).finish()) {
                 let from = (end - 1) / each * each;
-                let m = format!("bytes {from} to {end} are not what was sealed: `lfs verify` tells more");
+                let m = format!(
+                    "bytes {from} to {end} are not what was sealed: `lfs verify` tells more"
+                );
                 return Err(Error::new(Code::Corrupt, m));
             }
             done(end, size);
@@ -95,27 +116,44 @@ impl Inner {
     /// What the file holds, by its manifest, and the digests of its extents, which agree with that.
     async fn manifest(&self, file: &File) -> Result<(Sealed, Vec<Digest>)> {
         let creds = self.fixed.clone().unwrap_or_else(super::mine);
-        let not = || Error::new(Code::NoData, "is not sealed, and only sealed files have copies: `lfs seal` first");
+        let not = || {
+            Error::new(
+                Code::NoData,
+                "is not sealed, and only sealed files have copies: `lfs seal` first",
+            )
+        };
         let info = match self.client.get_seal(&creds, file.ino(), None).await {
             Err(e) if e.code == Code::NoData => return Err(not()),
             r => r?.0,
         };
-        let unfinished = || Error::new(Code::NoData, "is immutable without a manifest: `lfs seal` again completes it");
+        let unfinished = || {
+            Error::new(
+                Code::NoData,
+                "is immutable without a manifest: `lfs seal` again completes it",
+            )
+        };
         let manifest = info.manifest.ok_or_else(unfinished)?;
         let sealed = of_manifest(&self.client.fs_uuid(), file.ino(), &manifest)?;
         let mut digests = Vec::new();
         for page in 0..seal::pages(sealed.size) {
             let (_, bytes) = self.client.get_seal(&creds, file.ino(), Some(page)).await?;
-            digests.extend(bytes.chunks_exact(DIGEST).map(|d| Digest::try_from(d).expect("as many bytes")));
+            digests.extend(
+                bytes.chunks_exact(DIGEST).map(|d| Digest::try_from(d).expect("as many bytes")),
+            );
         }
-        if digests.len() as u64 != seal::extents(sealed.size) || seal::root(&digests) != sealed.root {
-            return Err(Error::new(Code::Corrupt, "has a manifest that does not agree with itself"));
+        if digests.len() as u64 != seal::extents(sealed.size) || seal::root(&digests) != sealed.root
+        {
+            return Err(Error::new(
+                Code::Corrupt,
+                "has a manifest that does not agree with itself",
+            ));
         }
         Ok((sealed, digests))
     }
 }
 
-const _: () = assert!(REGION.is_multiple_of(BLOCK) && (seal::EXTENT as usize).is_multiple_of(REGION));
+const _: () =
+    assert!(REGION.is_multiple_of(BLOCK) && (seal::EXTENT as usize).is_multiple_of(REGION));
 
 /// All of a piece, in one. A sealed file is as long as its manifest says.
 fn whole(bufs: Vec<Buf>, offset: u64, len: usize) -> Result<Vec<u8>> {
@@ -124,7 +162,8 @@ fn whole(bufs: Vec<Buf>, offset: u64, len: usize) -> Result<Vec<u8>> {
         all
     });
     if bytes.len() != len {
-        let m = format!("ends after {} bytes, before its manifest says", offset + bytes.len() as u64);
+        let m =
+            format!("ends after {} bytes, before its manifest says", offset + bytes.len() as u64);
         return Err(Error::new(Code::Corrupt, m));
     }
     Ok(bytes)

@@ -11,7 +11,8 @@ use strake_proto::{Code, Error, Result};
 use super::Session;
 use crate::{Direction, Failed, Policy, Report, Transfer, mem::Before};
 
-/// A load or save that goes on by itself. Dropping it waits for its end: the memory is the caller's.
+/// A load or save that goes on by itself. Dropping it waits for its end: the memory is the
+/// caller's.
 pub struct Started {
     thread: Option<JoinHandle<Result<Report, Failed>>>,
     /// To tell what became of a thread that panicked.
@@ -20,13 +21,17 @@ pub struct Started {
 }
 
 impl Session {
-    /// As [`Session::load`] or [`Session::save`], but returns at once. It begins when what the program has given to this stream (a `CUstream`; 0: the
-    /// default one) by now is done, and overlaps with what it gives to it afterwards: that may use the ranges only once [`Started::finish`] returned.
+    /// As [`Session::load`] or [`Session::save`], but returns at once. It begins when what the
+    /// program has given to this stream (a `CUstream`; 0: the default one) by now is done, and
+    /// overlaps with what it gives to it afterwards: that may use the ranges only once
+    /// [`Started::finish`] returned.
     ///
-    /// `EINVAL` in a child after fork(2), `ENODEV` when the context is gone; all else is told by [`Started::finish`].
+    /// `EINVAL` in a child after fork(2), `ENODEV` when the context is gone; all else is told by
+    /// [`Started::finish`].
     ///
     /// # Safety
-    /// The stream is one of the device's primary context, and is not destroyed before this returned.
+    /// The stream is one of the device's primary context, and is not destroyed before this
+    /// returned.
     pub unsafe fn start(
         self: &Arc<Session>,
         direction: Direction,
@@ -76,7 +81,10 @@ impl Started {
         let failed = |error, report| Failed { error, report: Box::new(report) };
         match self.thread.take().filter(|_| self.pid == process::id()) {
             None => {
-                let e = Error::new(Code::Inval, "the call was started before a fork, by the other process");
+                let e = Error::new(
+                    Code::Inval,
+                    "the call was started before a fork, by the other process",
+                );
                 Err(failed(e, self.nothing.clone()))
             }
             Some(thread) => thread.join().unwrap_or_else(|_| {

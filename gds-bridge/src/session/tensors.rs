@@ -22,7 +22,8 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// All of its tensors to one piece of memory, laid out as [`Header::layout`] says: as few ranges as possible.
+    /// All of its tensors to one piece of memory, laid out as [`Header::layout`] says: as few
+    /// ranges as possible.
     pub fn to_block(&self, block: u64) -> Vec<Transfer> {
         let (places, _) = self.header.layout();
         let mut all: Vec<Transfer> = Vec::new();
@@ -30,20 +31,28 @@ impl TensorFile {
             let gpu = block + place;
             match all.last_mut().filter(|l| l.offset + l.len == t.offset && l.gpu + l.len == gpu) {
                 Some(last) => last.len += t.len,
-                None => all.push(Transfer { file: self.file.clone(), offset: t.offset, gpu, len: t.len }),
+                None => all.push(Transfer {
+                    file: self.file.clone(),
+                    offset: t.offset,
+                    gpu,
+                    len: t.len,
+                }),
             }
         }
         all
     }
 
-    /// Tensors to memory that there is already: `to` tells address and bytes for a name, or that it is not wanted. `EINVAL` for one that
-    /// has another size.
+    /// Tensors to memory that there is already: `to` tells address and bytes for a name, or that it
+    /// is not wanted. `EINVAL` for one that has another size.
     pub fn to_places(&self, to: impl Fn(&str) -> Option<(u64, u64)>) -> Result<Vec<Transfer>> {
         let mut all = Vec::new();
         for t in &self.header.tensors {
             let Some((gpu, len)) = to(&t.name) else { continue };
             if len != t.len {
-                let m = format!("{}: tensor '{}' has {} bytes, the memory for it {len}", self.path, t.name, t.len);
+                let m = format!(
+                    "{}: tensor '{}' has {} bytes, the memory for it {len}",
+                    self.path, t.name, t.len
+                );
                 return Err(Error::new(Code::Inval, m));
             }
             all.push(Transfer { file: self.file.clone(), offset: t.offset, gpu, len });
@@ -72,7 +81,8 @@ impl Session {
         Header::parse(&self.read(file, PREFIX as u64, n)?, size)
     }
 
-    /// Writes tensors as a safetensors file that takes `path` when it is whole and safe: see [`Session::replace`].
+    /// Writes tensors as a safetensors file that takes `path` when it is whole and safe: see
+    /// [`Session::replace`].
     pub fn save_tensors(
         &self,
         path: &str,

@@ -11,8 +11,17 @@ use strake_proto::Code;
 
 fn plan(at: &Served, policy: Policy, strict: bool) -> Plan {
     let options = Options { slots: 2, slot_bytes: 256 << 10, ..Options::default() };
-    let setup = Setup { key: at.key.clone(), threads: 2, options, ..Setup::new(&at.mds, Memory::Host) };
-    Plan { setup, path: "/bench".into(), loads: false, bytes: 4 << 20, threads: vec![1, 2], policy, strict }
+    let setup =
+        Setup { key: at.key.clone(), threads: 2, options, ..Setup::new(&at.mds, Memory::Host) };
+    Plan {
+        setup,
+        path: "/bench".into(),
+        loads: false,
+        bytes: 4 << 20,
+        threads: vec![1, 2],
+        policy,
+        strict,
+    }
 }
 
 /// Opens a session, and says so where this machine lets it pin nothing.
@@ -32,14 +41,27 @@ fn a_run_has_its_rows_and_ratios_and_leaves_nothing_behind() {
     assert_eq!((f.rows.iter().map(|r| r.threads).collect::<Vec<_>>(), f.gpu), (vec![1, 2], false));
     for r in &f.rows {
         assert_eq!((r.saved.as_ref().unwrap().moved(), r.loaded.moved()), (4 << 20, 4 << 20));
-        let saves = [r.rates.save, r.save_and_fsync, f.ceiling.save, r.of_ceiling.save, f.pageable_loop.save];
-        for n in [r.rates.load, f.ceiling.load, f.pageable_loop.load].into_iter().chain(saves.map(Option::unwrap)) {
+        let saves = [
+            r.rates.save,
+            r.save_and_fsync,
+            f.ceiling.save,
+            r.of_ceiling.save,
+            f.pageable_loop.save,
+        ];
+        for n in [r.rates.load, f.ceiling.load, f.pageable_loop.load]
+            .into_iter()
+            .chain(saves.map(Option::unwrap))
+        {
             assert!(n.is_finite() && n > 0.0);
         }
         assert!((r.of_ceiling.load * f.ceiling.load / r.rates.load - 1.0).abs() < 1e-6);
         for (of, all, n) in [
             (r.of_pageable_loop.load, f.pageable_loop.load, r.rates.load),
-            (r.of_pageable_loop.save.unwrap(), f.pageable_loop.save.unwrap(), r.rates.save.unwrap()),
+            (
+                r.of_pageable_loop.save.unwrap(),
+                f.pageable_loop.save.unwrap(),
+                r.rates.save.unwrap(),
+            ),
         ] {
             assert!((of * all / n - 1.0).abs() < 1e-6);
         }
@@ -62,23 +84,31 @@ fn a_file_that_is_there_is_loaded_and_stays_as_it_is() {
         s.fsync(&f).unwrap();
         s.close(f).unwrap();
     };
-    let data: Vec<u8> = (0..(3u32 << 20) + 77).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8).collect();
+    let data: Vec<u8> =
+        (0..(3u32 << 20) + 77).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8).collect();
     write("/bench", &data);
     write("/small", &data[..77]);
     let f = bench::run_with(&plan, open).unwrap();
     assert_eq!((f.loads, f.bytes, f.rows.len(), &f.refused), (true, 3 << 20, 2, &None));
     for r in &f.rows {
-        assert_eq!((r.loaded.moved(), &r.saved, r.rates.save, r.save_and_fsync), (3 << 20, &None, None, None));
+        assert_eq!(
+            (r.loaded.moved(), &r.saved, r.rates.save, r.save_and_fsync),
+            (3 << 20, &None, None, None)
+        );
         assert!(r.rates.load > 0.0 && r.of_ceiling.load > 0.0 && r.of_ceiling.save.is_none());
         assert!(r.of_pageable_loop.load > 0.0 && r.of_pageable_loop.save.is_none());
     }
     // No more than was asked for.
-    let less = bench::run_with(&Plan { bytes: 1 << 20, threads: vec![1], ..plan.clone() }, open).unwrap();
+    let less =
+        bench::run_with(&Plan { bytes: 1 << 20, threads: vec![1], ..plan.clone() }, open).unwrap();
     assert_eq!((less.bytes, less.rows[0].loaded.moved()), (1 << 20, 1 << 20));
     let e = bench::run_with(&Plan { path: "/small".into(), ..plan }, open).unwrap_err();
     assert!(e.code == Code::Inval && e.message.contains("smaller than 1 MiB"), "{e}");
     let back = s.open_file("/bench", 0, 0).unwrap();
-    assert!(s.size(&back).unwrap() == data.len() as u64 && s.read(&back, 0, data.len()).unwrap() == data);
+    assert!(
+        s.size(&back).unwrap() == data.len() as u64
+            && s.read(&back, 0, data.len()).unwrap() == data
+    );
     s.close(back).unwrap();
 }
 
@@ -102,7 +132,9 @@ fn a_strict_run_is_refused_when_its_tier_changes() {
         Ok(s)
     };
     let mut rows = 0;
-    let f = bench::run_with(&plan(&served, Policy::Require(Tier::BounceTcp), true), |s| breaking(&mut rows, s));
+    let f = bench::run_with(&plan(&served, Policy::Require(Tier::BounceTcp), true), |s| {
+        breaking(&mut rows, s)
+    });
     let f = match f {
         Err(e) if e.message.contains("no memory can be locked") => return println!("skipped: {e}"),
         f => f.unwrap(),
@@ -120,11 +152,15 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
         let of = |t: &TierStatus| Some([t.load_bytes_per_s?, t.save_bytes_per_s?]);
         s.tiers().unwrap().iter().find(|t| t.tier == tier).and_then(of)
     };
-    // Pinned memory is what a call begins with, which on host memory is a matter of chance; in the second row it stops working.
+    // Pinned memory is what a call begins with, which on host memory is a matter of chance; in the
+    // second row it stops working.
     let breaking = |rows: &mut u32, setup: &Setup| {
         for _ in 0..1000 {
             let s = open(setup)?;
-            let (Some(pinned), Some(other)) = (rates(&s, "bounce-tcp"), rates(&s, "pageable")) else { break };
+            let (Some(pinned), Some(other)) = (rates(&s, "bounce-tcp"), rates(&s, "pageable"))
+            else {
+                break;
+            };
             if pinned[0] > other[0] && pinned[1] > other[1] {
                 *rows += 1;
                 if *rows == 2 {
@@ -139,16 +175,21 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
         let (mut rows, plan) = (0, plan(&served, Policy::Prefer, strict));
         let f = bench::run_with(&plan, |s| breaking(&mut rows, s));
         let f = match f {
-            Err(e) if e.message.contains("no memory can be locked") => return println!("skipped: {e}"),
+            Err(e) if e.message.contains("no memory can be locked") => {
+                return println!("skipped: {e}");
+            }
             f => f.unwrap(),
         };
         let saved = f.rows[1].saved.as_ref().unwrap();
         assert!(saved.by_tier[Tier::BounceTcp] > 0 && saved.by_tier[Tier::Pageable] > 0, "{saved}");
         // And what a script reads of all of them adds up.
         let json = serde_json::to_value(&f).unwrap();
-        for report in json["rows"].as_array().unwrap().iter().flat_map(|r| [&r["saved"], &r["loaded"]]) {
+        for report in
+            json["rows"].as_array().unwrap().iter().flat_map(|r| [&r["saved"], &r["loaded"]])
+        {
             for by in ["by_tier", "by_road"] {
-                let sum: u64 = report[by].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
+                let sum: u64 =
+                    report[by].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
                 assert_eq!(sum, f.bytes, "{report}");
             }
         }
@@ -162,7 +203,8 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
 #[test]
 fn what_a_strict_run_refuses() {
     let served = Served::new(2);
-    let mut f = bench::run_with(&plan(&served, Policy::Require(Tier::Pageable), true), open).unwrap();
+    let mut f =
+        bench::run_with(&plan(&served, Policy::Require(Tier::Pageable), true), open).unwrap();
     assert_eq!(f.refused, None);
     let reports = |f: &bench::Figures| {
         f.rows.iter().flat_map(|r| [r.saved.clone().unwrap(), r.loaded.clone()]).collect::<Vec<_>>()
@@ -174,7 +216,8 @@ fn what_a_strict_run_refuses() {
     let why = bench::refusal(&reports(&f)).unwrap();
     assert!(why.contains("bounce-tcp") && why.contains("pageable"), "{why}");
     let to = Some(Tier::Pageable);
-    let switch = strake_gds::Switch { after: 0, from: Tier::BounceTcp, to, why: Unavailable::NotTested };
+    let switch =
+        strake_gds::Switch { after: 0, from: Tier::BounceTcp, to, why: Unavailable::NotTested };
     f.rows[0].saved.as_mut().unwrap().switches.push(switch);
     assert!(bench::refusal(&reports(&f)).unwrap().contains("from bounce-tcp to pageable"));
 }

@@ -1,4 +1,5 @@
-//! Files of a cluster, by the real client, to a device and back. The cluster is the one in memory of the client's own tests.
+//! Files of a cluster, by the real client, to a device and back. The cluster is the one in memory
+//! of the client's own tests.
 
 use std::sync::{
     Arc,
@@ -16,7 +17,8 @@ const RW: u32 = 2;
 const BOUNCE: Policy = Policy::Require(Tier::BounceTcp);
 
 async fn written(c: &Client, name: &[u8], bytes: &[u8], stripe: u32) -> File {
-    let (f, _) = c.create(&user(), c.root(), name, 0o644, RW, true, striped(stripe, -1)).await.unwrap();
+    let (f, _) =
+        c.create(&user(), c.root(), name, 0o644, RW, true, striped(stripe, -1)).await.unwrap();
     for (i, part) in bytes.chunks(1 << 20).enumerate() {
         f.write_all_at((i as u64) << 20, part).await.unwrap();
     }
@@ -38,7 +40,9 @@ async fn striped_files_arrive_and_what_is_saved_is_read_by_another_mount() {
     let data: Vec<Vec<u8>> = (0..3).map(|i| pattern(i, 2 * MIB + 4321 * i)).collect();
     let mut files = Vec::new();
     for (i, d) in data.iter().enumerate() {
-        files.push(written(&a, format!("f{i}").as_bytes(), d, [64 << 10, 256 << 10, 1 << 20][i]).await);
+        files.push(
+            written(&a, format!("f{i}").as_bytes(), d, [64 << 10, 256 << 10, 1 << 20][i]).await,
+        );
     }
     let tensor = mem.alloc(8 * MIB).unwrap();
     let all = [
@@ -55,8 +59,10 @@ async fn striped_files_arrive_and_what_is_saved_is_read_by_another_mount() {
     }
 
     // A checkpoint: two tensors into one new file, with a gap between them.
-    let (out, _) = a.create(&user(), a.root(), b"out", 0o644, RW, true, striped(65536, -1)).await.unwrap();
-    let saves = [range(&out, 0, tensor, 2 * MIB), range(&out, 3 * MIB + 5, tensor + 2 * MIB, MIB + 77)];
+    let (out, _) =
+        a.create(&user(), a.root(), b"out", 0o644, RW, true, striped(65536, -1)).await.unwrap();
+    let saves =
+        [range(&out, 0, tensor, 2 * MIB), range(&out, 3 * MIB + 5, tensor + 2 * MIB, MIB + 77)];
     let r = bridge.save(&saves, BOUNCE).await.unwrap();
     assert!(r.is_all(Tier::BounceTcp) && r.staged == 0, "{r}");
     out.fsync().await.unwrap();
@@ -97,7 +103,8 @@ async fn damaged_full_and_closed_files_fail_with_their_own_errors() {
     assert!(c.stats().corrupt_replies > 0);
     // None that is good: an error, and the bytes are not counted.
     cluster.oss.faults(|f| f.corrupt.insert(1));
-    let failed = bridge.load(&[range(&uncached, 0, tensor, 2 * MIB)], Policy::Prefer).await.unwrap_err();
+    let failed =
+        bridge.load(&[range(&uncached, 0, tensor, 2 * MIB)], Policy::Prefer).await.unwrap_err();
     assert!(failed.error.code == Code::Corrupt && failed.report.moved() < 2 * MIB, "{failed}");
     cluster.oss.faults(|f| f.corrupt.clear());
 
@@ -148,12 +155,18 @@ impl FileIo for Turning {
     async fn read_direct(&self, offset: u64, into: &Foreign) -> strake_proto::Result<Vec<Arrived>> {
         FileIo::read_direct(&self.file, offset, into).await
     }
-    async fn write_direct(&self, offset: u64, from: &Foreign, sums: &[u32]) -> strake_proto::Result<()> {
+    async fn write_direct(
+        &self,
+        offset: u64,
+        from: &Foreign,
+        sums: &[u32],
+    ) -> strake_proto::Result<()> {
         FileIo::write_direct(&self.file, offset, from, sums).await
     }
 }
 
-/// Each server's transport marks what it moves, as the real ones do; all between there and the report is the real thing.
+/// Each server's transport marks what it moves, as the real ones do; all between there and the
+/// report is the real thing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
     const O_DIRECT: u32 = 0o40000;
@@ -172,7 +185,11 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
     let (uncached, _) = c.open(&user(), f.ino(), RW | O_DIRECT).await.unwrap();
     let by_road = || c.file_roads(f.ino()).file;
     let moved = |of: fn(&strake_proto::pb::FileRoad) -> u64| by_road().iter().map(of).sum::<u64>();
-    assert_eq!((moved(|r| r.sent), by_road()[3].sent), (4 * MIB, 4 * MIB), "what was written, by RDMA");
+    assert_eq!(
+        (moved(|r| r.sent), by_road()[3].sent),
+        (4 * MIB, 4 * MIB),
+        "what was written, by RDMA"
+    );
 
     let strict = Policy::Require(Tier::BounceRdma);
     let r = bridge.load(&[range(&uncached, 0, tensor, 4 * MIB)], strict).await.unwrap();
@@ -181,7 +198,10 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
     let r = bridge.save(&[range(&uncached, 0, tensor, 4 * MIB)], strict).await.unwrap();
     assert!(r.is_all(Tier::BounceRdma), "{r}");
     let tiers = || bridge.tally().files().remove(&f.ino()).unwrap_or_default();
-    assert_eq!((tiers().loaded[Tier::BounceRdma], tiers().saved[Tier::BounceRdma]), (4 * MIB, 4 * MIB));
+    assert_eq!(
+        (tiers().loaded[Tier::BounceRdma], tiers().saved[Tier::BounceRdma]),
+        (4 * MIB, 4 * MIB)
+    );
 
     for (policy, direction) in [strict, Policy::AtLeast(Tier::BounceTcp)]
         .into_iter()
@@ -190,7 +210,8 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
         all_by(Road::Rdma);
         let back = all_by.clone();
         let turn = Box::new(move || back(Road::Tcp));
-        let turning = Arc::new(Turning { file: uncached.clone(), calls: AtomicU64::new(0), at: 8, turn });
+        let turning =
+            Arc::new(Turning { file: uncached.clone(), calls: AtomicU64::new(0), at: 8, turn });
         let all = [Transfer { file: turning, offset: 0, gpu: tensor, len: 4 * MIB }];
         let (fetched, sent) = (moved(|r| r.fetched), moved(|r| r.sent));
         let (roads, before) = (by_road(), tiers());
@@ -207,14 +228,23 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
         };
         assert_eq!(r.moved() == r.asked, policy != strict, "a strict call ends: {r}");
         assert_eq!((r.moved(), r.by_road.sum()), (r.ranges.iter().sum(), r.moved()));
-        assert_eq!((r.by_tier[Tier::BounceRdma], r.by_tier[Tier::Pageable]), (r.by_road[Road::Rdma], 0), "{r}");
+        assert_eq!(
+            (r.by_tier[Tier::BounceRdma], r.by_tier[Tier::Pageable]),
+            (r.by_road[Road::Rdma], 0),
+            "{r}"
+        );
         assert!(r.by_road[Road::Rdma] > 0 && r.by_road[Road::Local] == 0, "{r}");
         let now = tiers();
         let (loaded, saved) = [(now.loaded, before.loaded), (now.saved, before.saved)]
             .map(|(now, before)| strake_gds::ByTier::new(|t| now[t] - before[t]))
             .into();
-        let (of_it, other) = if direction == Direction::Load { (loaded, saved) } else { (saved, loaded) };
-        assert_eq!((of_it, other.sum()), (r.by_tier, 0), "`lfs path` shows the same by tier, of failed calls too");
+        let (of_it, other) =
+            if direction == Direction::Load { (loaded, saved) } else { (saved, loaded) };
+        assert_eq!(
+            (of_it, other.sum()),
+            (r.by_tier, 0),
+            "`lfs path` shows the same by tier, of failed calls too"
+        );
         if policy != strict {
             assert!(r.by_tier[Tier::BounceTcp] > 0, "{r}");
             let (fetched, sent) = (moved(|r| r.fetched) - fetched, moved(|r| r.sent) - sent);
@@ -223,7 +253,11 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
             for (was, now) in roads.iter().zip(by_road()) {
                 let road = Road::ALL.into_iter().find(|r| r.name() == was.road).unwrap();
                 let went = (now.fetched - was.fetched) + (now.sent - was.sent);
-                assert_eq!((&now.road, went), (&was.road, r.by_road[road]), "the same by each road");
+                assert_eq!(
+                    (&now.road, went),
+                    (&was.road, r.by_road[road]),
+                    "the same by each road"
+                );
             }
         } else if direction == Direction::Load {
             assert_eq!(r.by_tier[Tier::BounceTcp], 0, "{r}");

@@ -1,5 +1,6 @@
-//! The CUDA side against a stand-in for the driver library, which is compiled here. It shows that functions, types, pointer checks and
-//! error codes fit together as the API describes them; no GPU and no real driver is in it.
+//! The CUDA side against a stand-in for the driver library, which is compiled here. It shows that
+//! functions, types, pointer checks and error codes fit together as the API describes them; no GPU
+//! and no real driver is in it.
 
 use std::{
     ffi::{CString, c_int, c_long, c_void},
@@ -12,7 +13,8 @@ use std::{
 use crate::ram::{MIB, Ram, pattern, whole};
 use strake_fabric::Pool;
 use strake_gds::{
-    Bridge, Checksums, Cuda, Fault, GpuMem, Options, Policy, Tier, Transfer, Unavailable, plan::Standing,
+    Bridge, Checksums, Cuda, Fault, GpuMem, Options, Policy, Tier, Transfer, Unavailable,
+    plan::Standing,
 };
 use strake_proto::{Code, Error};
 
@@ -20,10 +22,15 @@ const BOUNCE: Policy = Policy::Require(Tier::BounceTcp);
 
 /// The compiled library; `None` (and said so) where there is no compiler.
 fn standin(dir: &Path, flags: &[&str]) -> Option<PathBuf> {
-    let (source, to) =
-        (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/standin/libcuda.c"), dir.join("libcuda.so.1"));
+    let (source, to) = (
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/standin/libcuda.c"),
+        dir.join("libcuda.so.1"),
+    );
     let mut cc = Command::new("cc");
-    cc.args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread", "-o"]).arg(&to).arg(source).args(flags);
+    cc.args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread", "-o"])
+        .arg(&to)
+        .arg(source)
+        .args(flags);
     match cc.output() {
         Ok(out) => assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr)),
         Err(e) => {
@@ -36,7 +43,8 @@ fn standin(dir: &Path, flags: &[&str]) -> Option<PathBuf> {
 
 /// A function of the stand-in's own.
 fn own(library: &Path, name: &str) -> *mut c_void {
-    let (library, name) = (CString::new(library.as_os_str().as_bytes()).unwrap(), CString::new(name).unwrap());
+    let (library, name) =
+        (CString::new(library.as_os_str().as_bytes()).unwrap(), CString::new(name).unwrap());
     // SAFETY: opens what is open already, and looks a name up.
     let f = unsafe { libc::dlsym(libc::dlopen(library.as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
     assert!(!f.is_null());
@@ -45,7 +53,8 @@ fn own(library: &Path, name: &str) -> *mut c_void {
 
 fn set(library: &Path, what: c_int, n: c_long) {
     // SAFETY: the function has this type.
-    let f: unsafe extern "C" fn(c_int, c_long) = unsafe { std::mem::transmute(own(library, "strake_standin_set")) };
+    let f: unsafe extern "C" fn(c_int, c_long) =
+        unsafe { std::mem::transmute(own(library, "strake_standin_set")) };
     // SAFETY: it takes any numbers.
     unsafe { f(what, n) }
 }
@@ -53,7 +62,8 @@ fn set(library: &Path, what: c_int, n: c_long) {
 /// Bytes loaded from pinned memory, from other memory, saved to pinned memory, to other memory.
 fn counts(library: &Path) -> [u64; 4] {
     // SAFETY: the function has this type.
-    let f: unsafe extern "C" fn(c_int) -> u64 = unsafe { std::mem::transmute(own(library, "strake_standin_count")) };
+    let f: unsafe extern "C" fn(c_int) -> u64 =
+        unsafe { std::mem::transmute(own(library, "strake_standin_count")) };
     // SAFETY: these are its counters.
     [0, 1, 2, 3].map(|i| unsafe { f(i) })
 }
@@ -81,9 +91,16 @@ fn rig(flags: &[&str]) -> Option<Rig> {
 
 impl Rig {
     async fn bridge(&self) -> Bridge {
-        let options =
-            Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit: Some(1 << 30), ..Options::default() };
-        Bridge::open(Arc::new(self.gpu.clone()), Arc::new(self.pool.clone()), options).await.unwrap()
+        let options = Options {
+            workers: 3,
+            slots: 2,
+            slot_bytes: 256 << 10,
+            pinned_limit: Some(1 << 30),
+            ..Options::default()
+        };
+        Bridge::open(Arc::new(self.gpu.clone()), Arc::new(self.pool.clone()), options)
+            .await
+            .unwrap()
     }
 }
 
@@ -98,7 +115,8 @@ fn without_the_library_there_is_one_sentence() {
     }
     let e = Cuda::open_library(Path::new("/nowhere/libcuda.so.1"), 0).unwrap_err().to_string();
     assert!(
-        e.starts_with("/nowhere/libcuda.so.1 cannot be opened (") && e.contains("install the NVIDIA driver"),
+        e.starts_with("/nowhere/libcuda.so.1 cannot be opened (")
+            && e.contains("install the NVIDIA driver"),
         "{e}"
     );
     let dir = tempfile::tempdir().unwrap();
@@ -114,7 +132,10 @@ fn old_empty_and_failing_drivers_are_told_apart() {
         standin(dir.path(), flags).map(|library| Cuda::open_library(&library, device).unwrap_err())
     };
     let Some(old) = open(&["-DWITHOUT_EVENTS"], 0) else { return };
-    assert!(matches!(&old, Unavailable::OldLibrary { symbol, .. } if symbol == "cuEventCreate"), "{old}");
+    assert!(
+        matches!(&old, Unavailable::OldLibrary { symbol, .. } if symbol == "cuEventCreate"),
+        "{old}"
+    );
     assert_eq!(open(&["-DDEVICES=0"], 0), Some(Unavailable::NoDevice { wanted: 0, found: 0 }));
     assert_eq!(open(&["-DINIT=100"], 0), Some(Unavailable::NoDevice { wanted: 0, found: 0 }));
     assert_eq!(open(&[], 2), Some(Unavailable::NoDevice { wanted: 2, found: 2 }));
@@ -125,7 +146,10 @@ fn old_empty_and_failing_drivers_are_told_apart() {
     // A number that nobody has a name for, as newer drivers return.
     for code in [5000, -1, i32::MAX] {
         let e = open(&[&format!("-DINIT={code}")], 0).unwrap();
-        assert!(matches!(&e, Unavailable::Device(Fault::Driver { code: c, .. }) if *c == code), "{e}");
+        assert!(
+            matches!(&e, Unavailable::Device(Fault::Driver { code: c, .. }) if *c == code),
+            "{e}"
+        );
     }
 }
 
@@ -149,7 +173,10 @@ fn whole_pages_around_a_range_are_exported_and_writes_of_others_are_flushed_wher
             assert_eq!(word(8), (addr + len).next_multiple_of(4096) - word(0));
             let number = fd.as_raw_fd();
             drop(m);
-            assert!(std::fs::read_link(format!("/proc/self/fd/{number}")).is_err(), "closed with the last holder");
+            assert!(
+                std::fs::read_link(format!("/proc/self/fd/{number}")).is_err(),
+                "closed with the last holder"
+            );
         }
         gpu.arrived().unwrap();
         assert_eq!(number(&r.library, "strake_standin_flushed"), i32::from(unordered));
@@ -198,7 +225,11 @@ fn addresses_are_checked_against_the_driver() {
     assert_eq!(gpu.check(elsewhere, 1), Err(Fault::Foreign { addr: elsewhere }));
     gpu.settle().unwrap();
     assert_eq!(number(&r.library, "strake_standin_settled"), 1);
-    assert_eq!(number(&r.library, "strake_standin_depth"), 0, "the thread's own context is as it was");
+    assert_eq!(
+        number(&r.library, "strake_standin_depth"),
+        0,
+        "the thread's own context is as it was"
+    );
 }
 
 #[test]
@@ -251,7 +282,8 @@ async fn bytes_go_there_and_back_and_the_library_counts_the_same() {
     let bridge = r.bridge().await;
     let s = bridge.standings();
     assert!(
-        matches!(s[Tier::BounceTcp], Standing::Available(_)) && matches!(s[Tier::Pageable], Standing::Available(_))
+        matches!(s[Tier::BounceTcp], Standing::Available(_))
+            && matches!(s[Tier::Pageable], Standing::Available(_))
     );
     let file = Ram::new(1, pattern(1, 3 * MIB + 99), &r.pool);
     let len = 3 * MIB + 99;
@@ -282,8 +314,14 @@ async fn errors_of_the_driver_end_calls_by_their_meaning() {
     set(&r.library, 3, 304);
     let bridge = r.bridge().await;
     let notice = bridge.notice().unwrap();
-    assert!(notice.contains("cuMemHostRegister failed with 304: CUDA_ERROR_OPERATING_SYSTEM"), "{notice}");
-    assert!(matches!(bridge.standings()[Tier::BounceTcp], Standing::Unavailable(Unavailable::NotPinned(_))));
+    assert!(
+        notice.contains("cuMemHostRegister failed with 304: CUDA_ERROR_OPERATING_SYSTEM"),
+        "{notice}"
+    );
+    assert!(matches!(
+        bridge.standings()[Tier::BounceTcp],
+        Standing::Unavailable(Unavailable::NotPinned(_))
+    ));
     set(&r.library, 3, 0);
     let bridge = r.bridge().await;
     let file = Ram::new(1, pattern(1, 2 * MIB), &r.pool);
@@ -305,7 +343,10 @@ async fn errors_of_the_driver_end_calls_by_their_meaning() {
     let freed = Ram::with(1, pattern(1, 2 * MIB), &r.pool, hook);
     let failed = bridge.load(&[whole(&freed, tensor)], Policy::Prefer).await.unwrap_err();
     assert!(failed.error.code == Code::Inval && failed.report.switches.is_empty(), "{failed}");
-    assert!(failed.error.message.contains("is not of memory that this device's context has"), "{failed}");
+    assert!(
+        failed.error.message.contains("is not of memory that this device's context has"),
+        "{failed}"
+    );
 
     let Some(r) = rig(&[]) else { return };
     let bridge = r.bridge().await;
@@ -313,7 +354,10 @@ async fn errors_of_the_driver_end_calls_by_their_meaning() {
     set(&r.library, 1, 5);
     let failed = bridge.load(&[whole(&file, tensor)], Policy::Prefer).await.unwrap_err();
     assert!(failed.error.code == Code::NoDev && failed.report.moved() < 2 * MIB, "{failed}");
-    assert_eq!(bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap_err().error.code, Code::NoDev);
+    assert_eq!(
+        bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap_err().error.code,
+        Code::NoDev
+    );
 }
 
 #[tokio::test]
@@ -323,8 +367,13 @@ async fn two_devices_share_what_is_registered_also_after_the_first_one_is_gone()
     assert_eq!((first.pci(), r.gpu.pci()), (Ok("0000:3b:00.0".into()), Ok("0000:3c:00.0".into())));
     let pool = Pool::new(4 * MIB);
     let open = async |gpu: &Cuda| {
-        let options =
-            Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit: Some(1 << 30), ..Options::default() };
+        let options = Options {
+            workers: 3,
+            slots: 2,
+            slot_bytes: 256 << 10,
+            pinned_limit: Some(1 << 30),
+            ..Options::default()
+        };
         Bridge::open(Arc::new(gpu.clone()), Arc::new(pool.clone()), options).await.unwrap()
     };
     let (a, b) = (open(&first).await, open(&r.gpu).await);
@@ -332,7 +381,10 @@ async fn two_devices_share_what_is_registered_also_after_the_first_one_is_gone()
     let save = async |bridge: &Bridge, gpu: &Cuda| {
         let (out, tensor) = (Ram::new(2, Vec::new(), &pool), gpu.alloc(MIB).unwrap());
         let before = counts(&r.library);
-        let report = bridge.save(&[Transfer { file: out, offset: 0, gpu: tensor, len: MIB }], BOUNCE).await.unwrap();
+        let report = bridge
+            .save(&[Transfer { file: out, offset: 0, gpu: tensor, len: MIB }], BOUNCE)
+            .await
+            .unwrap();
         assert!(report.is_all(Tier::BounceTcp) && report.staged == 0, "{report}");
         assert_eq!(counts(&r.library)[2] - before[2], MIB, "the library finds it registered");
     };
@@ -373,17 +425,33 @@ async fn what_is_damaged_between_host_and_device_is_found_by_the_devices_sums() 
     let all = [Transfer { file: file.clone(), offset: 0, gpu: tensor + 3, len }];
     let bridge = verified(&r).await;
     for policy in [BOUNCE, Policy::Require(Tier::Pageable)] {
-        for report in [bridge.load(&all, policy).await.unwrap(), bridge.save(&all, policy).await.unwrap()] {
-            assert_eq!((report.checksums, report.not_on_gpu.clone()), (Checksums::Gpu, None), "{report}");
-            assert!(report.to_string().contains("checksums: gpu") && report.is_all(policy_tier(policy)), "{report}");
+        for report in
+            [bridge.load(&all, policy).await.unwrap(), bridge.save(&all, policy).await.unwrap()]
+        {
+            assert_eq!(
+                (report.checksums, report.not_on_gpu.clone()),
+                (Checksums::Gpu, None),
+                "{report}"
+            );
+            assert!(
+                report.to_string().contains("checksums: gpu") && report.is_all(policy_tier(policy)),
+                "{report}"
+            );
         }
     }
     for nth in [0, 3, 7] {
         let before = file.bytes.lock().clone();
         set(&r.library, 6, nth);
         let failed = bridge.load(&all, BOUNCE).await.unwrap_err();
-        assert!(failed.error.code == Code::Corrupt && failed.error.message.contains("CRC32Cs differ"), "{failed}");
-        assert!(failed.report.moved() < len && failed.report.switches.is_empty(), "{}", failed.report);
+        assert!(
+            failed.error.code == Code::Corrupt && failed.error.message.contains("CRC32Cs differ"),
+            "{failed}"
+        );
+        assert!(
+            failed.report.moved() < len && failed.report.switches.is_empty(),
+            "{}",
+            failed.report
+        );
         // What came damaged from the device is not written.
         bridge.load(&all, BOUNCE).await.unwrap();
         set(&r.library, 6, nth);
@@ -399,7 +467,10 @@ async fn what_is_damaged_between_host_and_device_is_found_by_the_devices_sums() 
     set(&r.library, 6, 3);
     let report = bridge.load(&all, BOUNCE).await.unwrap();
     assert_eq!(report.checksums, Checksums::Host);
-    assert!(report.to_string().contains("not verified on the GPU: it was not asked for"), "{report}");
+    assert!(
+        report.to_string().contains("not verified on the GPU: it was not asked for"),
+        "{report}"
+    );
     drop((bridge, r.gpu));
     assert_eq!(number(&r.library, "strake_standin_modules"), 0);
 }
@@ -413,7 +484,9 @@ fn policy_tier(p: Policy) -> Tier {
 
 #[tokio::test]
 async fn a_kernel_that_cannot_be_had_or_is_wrong_is_not_used_and_the_report_says_so() {
-    for (what, n, words) in [(7, 218, "does not take the kernel that sums"), (8, 1, "does not work on this device")] {
+    for (what, n, words) in
+        [(7, 218, "does not take the kernel that sums"), (8, 1, "does not work on this device")]
+    {
         let Some(r) = rig(&[]) else { return };
         set(&r.library, what, n);
         let bridge = verified(&r).await;
@@ -422,7 +495,8 @@ async fn a_kernel_that_cannot_be_had_or_is_wrong_is_not_used_and_the_report_says
         let report = bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap();
         assert!(report.is_all(Tier::BounceTcp) && report.checksums == Checksums::Host, "{report}");
         assert!(
-            report.to_string().contains("not verified on the GPU: ") && report.to_string().contains(words),
+            report.to_string().contains("not verified on the GPU: ")
+                && report.to_string().contains(words),
             "{report}"
         );
         drop((bridge, r.gpu));
@@ -442,5 +516,8 @@ async fn a_device_without_memory_for_sums_keeps_its_tiers_and_the_report_says_so
     assert!(report.not_on_gpu.as_ref().unwrap().contains("no room for 131072 bytes"), "{report}");
     assert!(matches!(bridge.standings()[Tier::BounceTcp], Standing::Available(_)));
     set(&r.library, 11, 0);
-    assert_eq!(bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap().checksums, Checksums::Gpu);
+    assert_eq!(
+        bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap().checksums,
+        Checksums::Gpu
+    );
 }

@@ -1,5 +1,6 @@
-//! The table of cuFile's functions against a stand-in of NVIDIA's library, which is compiled here: names, types and counters fit together as the interface
-//! describes them. Nothing of the real one is in it.
+//! The table of cuFile's functions against a stand-in of NVIDIA's library, which is compiled here:
+//! names, types and counters fit together as the interface describes them. Nothing of the real one
+//! is in it.
 
 use std::{
     ffi::{CString, c_int, c_void},
@@ -18,12 +19,16 @@ use strake_gds::{
 /// Something that is there everywhere, in place of what kernels without modules lack.
 const MODULES: &str = "/proc/version";
 
-/// The compiled library; `None` (and said so) where there is no compiler. Each has a name of its own: one that is open is not opened again.
+/// The compiled library; `None` (and said so) where there is no compiler. Each has a name of its
+/// own: one that is open is not opened again.
 fn standin(dir: &Path, flags: &[&str]) -> Option<PathBuf> {
     let to = dir.join(format!("libcufile{}.so.0", flags.concat().replace('/', "")));
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/standin/libcufile.c");
     let mut cc = Command::new("cc");
-    cc.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wno-unused", "-Werror", "-o"]).arg(&to).arg(source).args(flags);
+    cc.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wno-unused", "-Werror", "-o"])
+        .arg(&to)
+        .arg(source)
+        .args(flags);
     match cc.output() {
         Ok(out) => assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr)),
         Err(e) => {
@@ -43,7 +48,8 @@ fn open(dir: &Path, flags: &[&str]) -> Option<(PathBuf, Opened)> {
 }
 
 fn own(library: &Path, name: &str) -> *mut c_void {
-    let (library, name) = (CString::new(library.as_os_str().as_bytes()).unwrap(), CString::new(name).unwrap());
+    let (library, name) =
+        (CString::new(library.as_os_str().as_bytes()).unwrap(), CString::new(name).unwrap());
     // SAFETY: opens what is open already, and looks a name up.
     let f = unsafe { libc::dlsym(libc::dlopen(library.as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
     assert!(!f.is_null());
@@ -62,7 +68,10 @@ fn reads_arrive_and_counters_tell_their_road_in_each_version() {
         // SAFETY: the functions of these names have these types, and take any number or none.
         let (trick, registered) = unsafe {
             (
-                std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(own(&library, "strake_standin_trick")),
+                std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(own(
+                    &library,
+                    "strake_standin_trick",
+                )),
                 std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(own(
                     &library,
                     "strake_standin_registered",
@@ -75,11 +84,19 @@ fn reads_arrive_and_counters_tell_their_road_in_each_version() {
         let addr = to.as_mut_ptr().expose_provenance() as u64;
         assert_eq!(cufile.read(handle, addr, 8192, 4096), 8192);
         assert!(to == data[4096..][..8192]);
-        assert_eq!(cufile.counters().unwrap(), Counters { posix: 0, straight: 1, bytes: 8192 }, "{version}");
+        assert_eq!(
+            cufile.counters().unwrap(),
+            Counters { posix: 0, straight: 1, bytes: 8192 },
+            "{version}"
+        );
         // SAFETY: as above.
         unsafe { trick(1) };
         assert_eq!(cufile.read(handle, addr, 4096, 0), 4096);
-        assert_eq!(cufile.counters().unwrap(), Counters { posix: 1, straight: 1, bytes: 12_288 }, "{version}");
+        assert_eq!(
+            cufile.counters().unwrap(),
+            Counters { posix: 1, straight: 1, bytes: 12_288 },
+            "{version}"
+        );
         for (n, said) in [(2, 5006), (3, -1)] {
             // SAFETY: as above.
             unsafe { trick(n) };
@@ -96,16 +113,26 @@ fn what_cannot_be_used_says_why() {
     let dir = tempfile::tempdir().unwrap();
     let why = |flags: &[&str]| Some(open(dir.path(), flags)?.1.err().unwrap());
     let Some(old) = why(&["-DNO_STATS"]) else { return };
-    assert!(matches!(&old, Unavailable::OldCuFile { symbol, .. } if symbol == "cuFileSetStatsLevel"), "{old}");
+    assert!(
+        matches!(&old, Unavailable::OldCuFile { symbol, .. } if symbol == "cuFileSetStatsLevel"),
+        "{old}"
+    );
     let said = |flags: &[&str], kind: &str, words: &str| {
         let why = why(flags).unwrap();
         assert!(why.kind() == kind && why.to_string().contains(words), "{why}");
     };
-    said(&["-DSTALE"], "cufile", "its compatibility mode stays on: cuFileSetParameterBool failed with 5026");
+    said(
+        &["-DSTALE"],
+        "cufile",
+        "its compatibility mode stays on: cuFileSetParameterBool failed with 5026",
+    );
     said(&["-DNO_DRIVER"], "cufile", "cuFileDriverOpen failed with 5011: the CUDA driver said 999");
     // Ours, by whatever name it is found.
     said(&["-DOURS"], "no-cufile", "is StrakeFS's own library");
-    let gone = Nvidia::open_library(&standin(dir.path(), &[]).unwrap(), Path::new("/nowhere/modules")).err().unwrap();
+    let gone =
+        Nvidia::open_library(&standin(dir.path(), &[]).unwrap(), Path::new("/nowhere/modules"))
+            .err()
+            .unwrap();
     assert_eq!(gone.kind(), "no-modules");
     std::fs::write(dir.path().join("garbage"), b"not a library").unwrap();
     let e = Nvidia::open_library(&dir.path().join("garbage"), Path::new(MODULES)).err().unwrap();

@@ -1,5 +1,6 @@
-//! The road on which storage servers read and write the device's memory: the real client and bridge, host memory as the device, and the network in
-//! memory of the client's own tests, which lends as RDMA does.
+//! The road on which storage servers read and write the device's memory: the real client and
+//! bridge, host memory as the device, and the network in memory of the client's own tests, which
+//! lends as RDMA does.
 
 use std::{
     sync::{
@@ -14,8 +15,8 @@ use crate::ram::{KIB, MIB, pattern};
 use strake_client::{Arrived, Client, File};
 use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
 use strake_gds::{
-    Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Strict, Tier, Transfer,
-    Unavailable, Watched, plan::Standing,
+    Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Strict,
+    Tier, Transfer, Unavailable, Watched, plan::Standing,
 };
 use strake_proto::{Code, Error, Result};
 
@@ -80,11 +81,18 @@ async fn staged(sums: bool, options: Options, slower: Duration) -> Stage {
 }
 
 fn options() -> Options {
-    Options { workers: 3, slots: 2, slot_bytes: PART as usize, pinned_limit: Some(1 << 30), ..Options::default() }
+    Options {
+        workers: 3,
+        slots: 2,
+        slot_bytes: PART as usize,
+        pinned_limit: Some(1 << 30),
+        ..Options::default()
+    }
 }
 
 async fn written(c: &Client, name: &[u8], bytes: &[u8]) -> File {
-    let (f, _) = c.create(&user(), c.root(), name, 0o644, RW, true, striped(65536, -1)).await.unwrap();
+    let (f, _) =
+        c.create(&user(), c.root(), name, 0o644, RW, true, striped(65536, -1)).await.unwrap();
     for (i, part) in bytes.chunks(1 << 20).enumerate() {
         f.write_all_at((i as u64) << 20, part).await.unwrap();
     }
@@ -98,7 +106,11 @@ fn range(f: &File, offset: u64, gpu: u64, len: u64) -> Transfer {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bytes_go_straight_to_the_device_and_back_and_are_stable_and_verified_there() {
     let s = stage(true, options()).await;
-    assert!(matches!(s.bridge.standings()[Tier::GpuRdma], Standing::Available(_)), "{:?}", s.bridge.standings());
+    assert!(
+        matches!(s.bridge.standings()[Tier::GpuRdma], Standing::Available(_)),
+        "{:?}",
+        s.bridge.standings()
+    );
     // Whole parts, a hole, and an end that comes with its answer. Nothing of it was flushed.
     let mut data = pattern(1, MIB + 77);
     let f = written(&s.client, b"f", &data).await;
@@ -114,20 +126,34 @@ async fn bytes_go_straight_to_the_device_and_back_and_are_stable_and_verified_th
     assert!(s.mem.peek(tensor + 3, len).unwrap() == data);
     assert_eq!(s.mem.peek(tensor, 3).unwrap(), [0xaa; 3]);
     assert_eq!(s.mem.peek(tensor + 3 + len, 5).unwrap(), [0xaa; 5]);
-    assert_eq!((r.checksums, r.checksum, &r.not_on_gpu), (Checksums::Gpu, Some(Checksum::OnGpu), &None));
+    assert_eq!(
+        (r.checksums, r.checksum, &r.not_on_gpu),
+        (Checksums::Gpu, Some(Checksum::OnGpu), &None)
+    );
     // Only what no server wrote was copied: zeros, and what came with an answer.
-    let copied = s.mem.copied().load_pinned - before.load_pinned + s.mem.copied().load_pageable - before.load_pageable;
+    let copied = s.mem.copied().load_pinned - before.load_pinned + s.mem.copied().load_pageable
+        - before.load_pageable;
     assert_eq!((r.staged, r.by_road[Road::Rdma] + r.by_road[Road::Local]), (copied, len), "{r}");
     assert!(r.by_road[Road::Rdma] >= MIB + 100 && copied < 2 * MIB + 64 * KIB, "{r}");
     assert!(s.cluster.net.lent().0 >= lent + 17, "a request for each stripe");
-    assert!(s.cluster.net.lent().1 >= 4 * 4, "four lanes to each server: {:?}", s.cluster.net.lent());
+    assert!(
+        s.cluster.net.lent().1 >= 4 * 4,
+        "four lanes to each server: {:?}",
+        s.cluster.net.lent()
+    );
 
-    let (out, _) =
-        s.client.create(&user(), s.client.root(), b"out", 0o644, RW, true, striped(65536, -1)).await.unwrap();
+    let (out, _) = s
+        .client
+        .create(&user(), s.client.root(), b"out", 0o644, RW, true, striped(65536, -1))
+        .await
+        .unwrap();
     let before = (s.mem.copied(), s.client.stats().unstable_bytes);
     let r = s.bridge.save(&[range(&out, 8 * KIB, tensor + 3, len)], DIRECT).await.unwrap();
     assert!(r.is_all(Tier::GpuRdma) && r.staged == 0 && r.checksums == Checksums::Gpu, "{r}");
-    assert!(s.mem.copied() == before.0 && s.client.stats().unstable_bytes <= before.1, "{before:?}");
+    assert!(
+        s.mem.copied() == before.0 && s.client.stats().unstable_bytes <= before.1,
+        "{before:?}"
+    );
     // Nothing of it is lost with all servers' memory.
     s.cluster.restart(&[0, 1, 2, 3]);
     out.fsync().await.unwrap();
@@ -208,7 +234,11 @@ async fn servers_that_go_away_and_refuse_are_waited_for_or_replaced_as_on_other_
     assert!(s.cluster.oss.counts(|c| c.known) > 0, "an answer was lost");
     for save in [false, true] {
         s.cluster.oss.faults(|f| (f.bad_cap, f.no_session) = (2, 1));
-        let r = if save { s.bridge.save(&all, DIRECT).await } else { s.bridge.load(&all, DIRECT).await };
+        let r = if save {
+            s.bridge.save(&all, DIRECT).await
+        } else {
+            s.bridge.load(&all, DIRECT).await
+        };
         assert!(r.unwrap().is_all(Tier::GpuRdma));
     }
     assert!(s.mem.peek(tensor, 2 * MIB).unwrap() == data);
@@ -225,13 +255,22 @@ async fn a_device_without_sums_loads_with_consent_and_does_not_save() {
     let tensor = crate::ram::device(&s.mem, &vec![0; data.len()]);
     let all = [range(&f, 0, tensor, MIB)];
     let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
-    assert!(failed.error.code == Code::OpNotSupp && failed.error.message.contains("accept_oss_checksum"), "{failed}");
+    assert!(
+        failed.error.code == Code::OpNotSupp
+            && failed.error.message.contains("accept_oss_checksum"),
+        "{failed}"
+    );
     let s = stage(false, Options { accept_oss_checksum: true, ..options() }).await;
     let f = written(&s.client, b"f", &data).await;
     let tensor = crate::ram::device(&s.mem, &vec![0; data.len()]);
     let all = [range(&f, 0, tensor, MIB)];
     let r = s.bridge.load(&all, DIRECT).await.unwrap();
-    assert!(r.is_all(Tier::GpuRdma) && r.checksum == Some(Checksum::AtOssOnly) && r.not_on_gpu.is_some(), "{r}");
+    assert!(
+        r.is_all(Tier::GpuRdma)
+            && r.checksum == Some(Checksum::AtOssOnly)
+            && r.not_on_gpu.is_some(),
+        "{r}"
+    );
     assert!(s.mem.peek(tensor, MIB).unwrap() == data);
     let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
     assert!(failed.error.message.contains("take no bytes without checksums"), "{failed}");
@@ -253,28 +292,44 @@ async fn where_nothing_can_be_lent_the_tier_says_so_and_nothing_moves_by_it() {
     // Its self-test fails now, too, and says it.
     let r = s.bridge.load(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
     assert!(
-        r.by_tier[Tier::GpuRdma] == 0 && r.unavailable.iter().any(|(_, why)| why.to_string().contains("as asked")),
+        r.by_tier[Tier::GpuRdma] == 0
+            && r.unavailable.iter().any(|(_, why)| why.to_string().contains("as asked")),
         "{r}"
     );
     s.mem.refuse_exports(None);
     s.bridge.self_test().await;
     assert!(s.bridge.load(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
     // A part of a save that begins within a block goes over host memory, and counts as what it was.
-    let r = s.bridge.save(&[range(&f, 100, tensor + 100, MIB - 100)], Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
-    assert_eq!((r.by_tier[Tier::BounceTcp] + r.by_tier[Tier::BounceRdma]) % PART, PART - 100, "{r}");
+    let r = s
+        .bridge
+        .save(&[range(&f, 100, tensor + 100, MIB - 100)], Policy::AtLeast(Tier::BounceTcp))
+        .await
+        .unwrap();
+    assert_eq!(
+        (r.by_tier[Tier::BounceTcp] + r.by_tier[Tier::BounceRdma]) % PART,
+        PART - 100,
+        "{r}"
+    );
     let failed = s.bridge.save(&[range(&f, 100, tensor + 100, 1000)], DIRECT).await.unwrap_err();
-    assert!(failed.error.code == Code::Inval && failed.error.message.contains("begins at 100"), "{failed}");
+    assert!(
+        failed.error.code == Code::Inval && failed.error.message.contains("begins at 100"),
+        "{failed}"
+    );
     // By TCP: not available, in a sentence.
     (0..4).for_each(|t| s.cluster.net.set_road(node(t), Road::Tcp));
     let (lent, _) = s.cluster.net.lent();
     let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
-    assert!(failed.error.code == Code::OpNotSupp && failed.error.message.contains("reached by RDMA"), "{failed}");
+    assert!(
+        failed.error.code == Code::OpNotSupp && failed.error.message.contains("reached by RDMA"),
+        "{failed}"
+    );
     assert_eq!((s.cluster.net.lent().0, failed.report.moved()), (lent, 0));
     let r = s.bridge.load(&all, Policy::Prefer).await.unwrap();
     assert!(r.by_tier[Tier::GpuRdma] == 0 && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
 }
 
-/// The device sees what was written there when it is told to look, and no earlier. On one thread: nobody writes while it looks.
+/// The device sees what was written there when it is told to look, and no earlier. On one thread:
+/// nobody writes while it looks.
 #[tokio::test]
 async fn what_servers_wrote_is_seen_before_anybody_uses_it() {
     for sums in [true, false] {
@@ -302,7 +357,8 @@ async fn files_that_are_watched_or_have_a_policy_go_the_same_way() {
     let of = |file: Arc<dyn FileIo>, len| [Transfer { file, offset: 0, gpu: tensor, len }];
     let r = s.bridge.load(&of(watched.clone(), size), DIRECT).await.unwrap();
     assert!(r.is_all(Tier::GpuRdma) && s.mem.peek(tensor, size).unwrap() == data, "{r}");
-    let (r, before) = (s.bridge.save(&of(strict.clone(), size), Policy::Prefer).await.unwrap(), watched.end());
+    let (r, before) =
+        (s.bridge.save(&of(strict.clone(), size), Policy::Prefer).await.unwrap(), watched.end());
     assert!(r.is_all(Tier::GpuRdma) && r.policy == DIRECT && before == size, "{r}");
     // Cut meanwhile: the read ends there, and that is noted.
     f.truncate(MIB - 100).await.unwrap();
@@ -341,7 +397,8 @@ impl FileIo for Meanwhile {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn memory_that_is_freed_or_a_context_that_is_destroyed_in_mid_call_ends_it_and_breaks_nothing() {
+async fn memory_that_is_freed_or_a_context_that_is_destroyed_in_mid_call_ends_it_and_breaks_nothing()
+ {
     for (destroy, save) in [(false, false), (false, true), (true, false), (true, true)] {
         let s = stage(true, options()).await;
         let data = pattern(8, 2 * MIB);
@@ -356,14 +413,23 @@ async fn memory_that_is_freed_or_a_context_that_is_destroyed_in_mid_call_ends_it
         });
         let file = Arc::new(Meanwhile { file: f.clone(), calls: AtomicU64::new(0), what });
         let all = [Transfer { file, offset: 0, gpu: tensor, len: 2 * MIB }];
-        let outcome = if save { s.bridge.save(&all, DIRECT).await } else { s.bridge.load(&all, DIRECT).await };
+        let outcome = if save {
+            s.bridge.save(&all, DIRECT).await
+        } else {
+            s.bridge.load(&all, DIRECT).await
+        };
         let failed = outcome.unwrap_err();
         let want = if destroy { Code::NoDev } else { Code::Inval };
-        assert!(failed.error.code == want && failed.report.moved() < 2 * MIB, "{destroy} {save}: {failed}");
+        assert!(
+            failed.error.code == want && failed.report.moved() < 2 * MIB,
+            "{destroy} {save}: {failed}"
+        );
         // Every block is what it was, or what it was to be.
         let got = join(&f.read(0, 2 << 20).await.unwrap());
-        let whole = |(i, b): (usize, &[u8])| [&data, &new].iter().position(|d| d[i * 4096..][..4096] == *b);
-        let whose: Vec<usize> = got.chunks(4096).enumerate().map(|b| whole(b).expect("a block of both")).collect();
+        let whole =
+            |(i, b): (usize, &[u8])| [&data, &new].iter().position(|d| d[i * 4096..][..4096] == *b);
+        let whose: Vec<usize> =
+            got.chunks(4096).enumerate().map(|b| whole(b).expect("a block of both")).collect();
         assert!(whose.contains(&0) && (save || !whose.contains(&1)), "{destroy} {save}: {whose:?}");
         // Foreign pointers are refused before anything moves.
         let (lent, _) = s.cluster.net.lent();
@@ -382,7 +448,10 @@ async fn what_comes_with_the_answers_did_not_go_straight_to_the_device() {
     let all = [range(&f, 0, tensor, MIB)];
     s.cluster.net.stream(true);
     let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
-    assert!(failed.error.message.contains("with its answer") && failed.report.moved() == 0, "{failed}");
+    assert!(
+        failed.error.message.contains("with its answer") && failed.report.moved() == 0,
+        "{failed}"
+    );
     let r = s.bridge.load(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
     assert!(r.by_tier[Tier::GpuRdma] == 0 && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
     let standings = s.bridge.self_test().await;
@@ -409,7 +478,11 @@ async fn one_server_without_rdma_costs_no_load_its_tier_and_a_save_only_its_own(
     assert!(failed.error.message.contains("is not reached by RDMA"), "{failed}");
     let r = s.bridge.save(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
     assert!(r.by_tier[Tier::GpuRdma] < MIB && r.moved() == MIB, "{r}");
-    assert!(matches!(s.bridge.standings()[Tier::GpuRdma], Standing::Available(_)), "{:?}", s.bridge.standings());
+    assert!(
+        matches!(s.bridge.standings()[Tier::GpuRdma], Standing::Available(_)),
+        "{:?}",
+        s.bridge.standings()
+    );
     assert!(s.bridge.load(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
 }
 
@@ -439,7 +512,8 @@ async fn a_write_that_could_not_be_lent_to_anybody_changes_nothing_of_what_is_kn
 async fn a_save_to_a_file_with_o_dsync_has_told_its_size_when_it_returns() {
     let s = stage(true, options()).await;
     let (me, flags) = (user(), RW | O_DSYNC);
-    let made = s.client.create(&me, s.client.root(), b"f", 0o644, flags, true, striped(65536, -1)).await;
+    let made =
+        s.client.create(&me, s.client.root(), b"f", 0o644, flags, true, striped(65536, -1)).await;
     let f = made.unwrap().0;
     let tensor = crate::ram::device(&s.mem, &pattern(13, MIB));
     s.bridge.save(&[range(&f, 0, tensor, MIB)], DIRECT).await.unwrap();
@@ -469,7 +543,10 @@ async fn a_save_that_found_nothing_to_lend_to_is_remembered_by_saves() {
     s.cluster.net.set_road(node(1), Road::Tcp);
     let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
     let rests = |why: &Unavailable| matches!(why, Unavailable::Resting(Fault::Export { .. }));
-    assert!(failed.report.switches.iter().any(|w| w.from == Tier::GpuRdma && rests(&w.why)), "{failed}");
+    assert!(
+        failed.report.switches.iter().any(|w| w.from == Tier::GpuRdma && rests(&w.why)),
+        "{failed}"
+    );
     assert!(!failed.error.message.contains("passed no self-test"), "{failed}");
     // The next ones leave it alone: nothing is lent, and the report says why.
     let lent = s.cluster.net.lent();
@@ -499,7 +576,10 @@ async fn a_hole_that_cannot_be_copied_fails_what_copies_and_not_the_direct_road(
     assert!(r.is_all(Tier::GpuRdma) && r.staged >= MIB && r.checksums == Checksums::Gpu, "{r}");
     assert!(s.mem.peek(tensor, 2 * MIB).unwrap() == want);
     let standings = s.bridge.standings();
-    assert!(matches!(standings[Tier::BounceTcp], Standing::Unavailable(Unavailable::Lost(_))), "{standings:?}");
+    assert!(
+        matches!(standings[Tier::BounceTcp], Standing::Unavailable(Unavailable::Lost(_))),
+        "{standings:?}"
+    );
     assert!(matches!(standings[Tier::GpuRdma], Standing::Available(_)), "{standings:?}");
 }
 
@@ -510,7 +590,8 @@ async fn a_part_beside_the_direct_road_that_fails_is_told() {
     f.fsync().await.unwrap();
     let tensor = crate::ram::device(&s.mem, &pattern(19, MIB));
     s.mem.fail_after(0, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
-    // By the tiers that are left beside it one after the other: then it is their failure, and not the caller's alignment.
+    // By the tiers that are left beside it one after the other: then it is their failure, and not
+    // the caller's alignment.
     let failed = s.bridge.save(&[range(&f, 100, tensor, 1000)], Policy::Prefer).await.unwrap_err();
     assert!(failed.error.code == Code::Io && failed.error.message.contains("as asked"), "{failed}");
     for tier in [Tier::BounceTcp, Tier::Pageable] {
@@ -535,14 +616,24 @@ async fn a_device_without_room_for_sums_uses_the_direct_road_only_with_consent()
                 assert!(s.mem.peek(tensor, MIB).unwrap() == data);
             }
             (false, Err(f)) => {
-                assert!(f.error.message.contains("could not sum its memory") && f.report.moved() == 0, "{f}")
+                assert!(
+                    f.error.message.contains("could not sum its memory") && f.report.moved() == 0,
+                    "{f}"
+                )
             }
             (_, other) => panic!("{consent}: {other:?}"),
         }
         // Storage servers take nothing without.
         let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
-        assert!(failed.error.message.contains("could not sum its memory") && failed.report.moved() == 0, "{failed}");
-        assert!(matches!(s.bridge.standings()[Tier::GpuRdma], Standing::Available(_)), "{:?}", s.bridge.standings());
+        assert!(
+            failed.error.message.contains("could not sum its memory") && failed.report.moved() == 0,
+            "{failed}"
+        );
+        assert!(
+            matches!(s.bridge.standings()[Tier::GpuRdma], Standing::Available(_)),
+            "{:?}",
+            s.bridge.standings()
+        );
         s.mem.limit_room(1 << 30);
         assert_eq!(s.bridge.load(&all, DIRECT).await.unwrap().checksums, Checksums::Gpu);
     }
@@ -569,10 +660,15 @@ async fn a_bridge_opens_though_the_cluster_does_not_answer() {
     let mem = HostMem::new();
     mem.limit_pins(1 << 30);
     mem.play_sums();
-    let bridge = Bridge::open(Arc::new(mem), Arc::new(Away(Pool::new(64 << 20))), options()).await.unwrap();
+    let bridge =
+        Bridge::open(Arc::new(mem), Arc::new(Away(Pool::new(64 << 20))), options()).await.unwrap();
     let why = format!("{:?}", bridge.standings()[Tier::GpuRdma]);
     assert!(why.contains("did not answer"), "{why}");
-    assert!(matches!(bridge.standings()[Tier::BounceTcp], Standing::Available(_)), "{:?}", bridge.standings());
+    assert!(
+        matches!(bridge.standings()[Tier::BounceTcp], Standing::Available(_)),
+        "{:?}",
+        bridge.standings()
+    );
 }
 
 /// Files that can lend nothing say so.
@@ -583,7 +679,9 @@ async fn a_file_of_no_storage_server_has_no_direct_road() {
     let mem = HostMem::new();
     let tensor = mem.alloc(4096).unwrap();
     let m = mem.export(tensor, 4096).unwrap();
-    let no = |e: Error| assert!(e.code == Code::OpNotSupp && e.message.contains("on no storage server"), "{e}");
+    let no = |e: Error| {
+        assert!(e.code == Code::OpNotSupp && e.message.contains("on no storage server"), "{e}")
+    };
     no(FileIo::read_direct(&*file, 0, &m).await.unwrap_err());
     no(FileIo::write_direct(&*file, 0, &m, &[0]).await.unwrap_err());
     mem.free(tensor).unwrap();

@@ -13,8 +13,8 @@ use futures_util::FutureExt;
 use strake_client::Arrived;
 use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
 use strake_gds::{
-    Bridge, Checksum, Checksums, Copied, Direction, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report,
-    Tier, Transfer, Unavailable, not_direct,
+    Bridge, Checksum, Checksums, Copied, Direction, Fault, FileIo, GpuMem, HostMem, Network,
+    Options, Policy, Report, Tier, Transfer, Unavailable, not_direct,
     plan::{Measured, Standing},
 };
 use strake_proto::{Code, Error, layout::splitmix64};
@@ -30,8 +30,12 @@ fn driver_error() -> Fault {
 fn agrees(r: &Report, mem: &HostMem, before: Copied) {
     let now = mem.copied();
     let (pinned, pageable) = match r.direction {
-        Direction::Load => (now.load_pinned - before.load_pinned, now.load_pageable - before.load_pageable),
-        Direction::Save => (now.save_pinned - before.save_pinned, now.save_pageable - before.save_pageable),
+        Direction::Load => {
+            (now.load_pinned - before.load_pinned, now.load_pageable - before.load_pageable)
+        }
+        Direction::Save => {
+            (now.save_pinned - before.save_pinned, now.save_pageable - before.save_pageable)
+        }
     };
     assert_eq!((r.by_tier[Tier::BounceTcp], r.by_tier[Tier::Pageable]), (pinned, pageable), "{r}");
     assert_eq!(r.moved(), r.ranges.iter().sum::<u64>());
@@ -41,9 +45,15 @@ fn agrees(r: &Report, mem: &HostMem, before: Copied) {
 #[tokio::test]
 async fn many_ranges_of_many_files_arrive_and_go_back() {
     let (mem, pool, bridge) = bridge(1 << 30).await;
-    let files: Vec<Arc<Ram>> = (0..3).map(|i| Ram::new(i, pattern(i, 3 * MIB + i * 777), &pool)).collect();
+    let files: Vec<Arc<Ram>> =
+        (0..3).map(|i| Ram::new(i, pattern(i, 3 * MIB + i * 777), &pool)).collect();
     let tensor = mem.alloc(8 * MIB).unwrap();
-    let at = |f: usize, offset, to, len| Transfer { file: files[f].clone(), offset, gpu: tensor + to, len };
+    let at = |f: usize, offset, to, len| Transfer {
+        file: files[f].clone(),
+        offset,
+        gpu: tensor + to,
+        len,
+    };
     let all = [
         at(0, 0, 0, 3 * MIB),
         at(1, 100_001, 3 * MIB + 5, 1_000_003),
@@ -62,21 +72,33 @@ async fn many_ranges_of_many_files_arrive_and_go_back() {
     // A third of each part came from outside of the pool.
     assert!(r.staged > r.asked / 3 - MIB && r.staged < r.asked / 3 + MIB, "{r}");
     for t in &all {
-        let want = files[t.file.id() as usize].bytes.lock()[t.offset as usize..][..t.len as usize].to_vec();
+        let want = files[t.file.id() as usize].bytes.lock()[t.offset as usize..][..t.len as usize]
+            .to_vec();
         assert!(mem.peek(t.gpu, t.len).unwrap() == want);
     }
     // The gaps are as they were.
     assert_eq!(mem.peek(tensor + 3 * MIB, 5).unwrap(), [0xee; 5]);
 
     let out: Vec<Arc<Ram>> = (0..2).map(|i| Ram::new(i, Vec::new(), &pool)).collect();
-    let back = |f: usize, offset, from, len| Transfer { file: out[f].clone(), offset, gpu: tensor + from, len };
-    let all = [back(0, 0, 0, 3 * MIB), back(1, 500, 5 * MIB, 2), back(1, 0, 3 * MIB + 5, 500), back(1, 502, 0, 1)];
+    let back = |f: usize, offset, from, len| Transfer {
+        file: out[f].clone(),
+        offset,
+        gpu: tensor + from,
+        len,
+    };
+    let all = [
+        back(0, 0, 0, 3 * MIB),
+        back(1, 500, 5 * MIB, 2),
+        back(1, 0, 3 * MIB + 5, 500),
+        back(1, 502, 0, 1),
+    ];
     let before = mem.copied();
     let r = bridge.save(&all, BOUNCE).await.unwrap();
     agrees(&r, &mem, before);
     assert_eq!(r.staged, 0, "buffers of the pool are pinned: {r}");
     assert!(*out[0].bytes.lock() == files[0].bytes.lock()[..3 << 20]);
-    let end = [&files[2].bytes.lock()[(256 << 10) - 1..][..2], &files[0].bytes.lock()[..1]].concat();
+    let end =
+        [&files[2].bytes.lock()[(256 << 10) - 1..][..2], &files[0].bytes.lock()[..1]].concat();
     assert_eq!(out[1].bytes.lock()[500..], end);
 }
 
@@ -111,7 +133,8 @@ async fn without_pinned_memory_there_is_the_pageable_tier_or_an_error() {
     agrees(&r, &mem, before);
     assert!(r.is_all(Tier::Pageable) && r.staged == 0);
     assert!(r.to_string().contains("bounce-tcp: no host memory could be pinned"), "{r}");
-    let failed = bridge.load(&[whole(&file, tensor)], Policy::AtLeast(Tier::BounceTcp)).await.unwrap_err();
+    let failed =
+        bridge.load(&[whole(&file, tensor)], Policy::AtLeast(Tier::BounceTcp)).await.unwrap_err();
     assert!(failed.error.code == Code::OpNotSupp && failed.report.moved() == 0, "{failed}");
     for tier in [
         "gpu-rdma: no storage server is reached by RDMA",
@@ -128,8 +151,15 @@ async fn prefer_goes_on_in_mid_run_and_the_account_tells_both_tiers() {
     for direction in [Direction::Load, Direction::Save] {
         let (mem, pool, bridge) = bridge(1 << 30).await;
         let data = pattern(3, 5 * MIB + 1234);
-        let file = Ram::new(1, if direction == Direction::Load { data.clone() } else { vec![0; data.len()] }, &pool);
-        let tensor = device(&mem, &if direction == Direction::Load { vec![0; data.len()] } else { data.clone() });
+        let file = Ram::new(
+            1,
+            if direction == Direction::Load { data.clone() } else { vec![0; data.len()] },
+            &pool,
+        );
+        let tensor = device(
+            &mem,
+            &if direction == Direction::Load { vec![0; data.len()] } else { data.clone() },
+        );
         let all = [whole(&file, tensor)];
         ranked(&bridge, &mem).await;
         let before = mem.copied();
@@ -143,12 +173,17 @@ async fn prefer_goes_on_in_mid_run_and_the_account_tells_both_tiers() {
         let r = r.unwrap();
         let (bounced, pageable) = (r.by_tier[Tier::BounceTcp], r.by_tier[Tier::Pageable]);
         assert!(bounced > 0 && pageable > 0 && bounced + pageable == r.asked, "{r}");
-        // Of a part that failed half way the device made some copies; its bytes went again, by the other tier.
+        // Of a part that failed half way the device made some copies; its bytes went again, by the
+        // other tier.
         let now = mem.copied();
-        let by_device = now.load_pageable - before.load_pageable + now.save_pageable - before.save_pageable;
+        let by_device =
+            now.load_pageable - before.load_pageable + now.save_pageable - before.save_pageable;
         assert_eq!(by_device, pageable);
         let [s] = &r.switches[..] else { panic!("{r}") };
-        assert_eq!((s.from, s.to, &s.why), (Tier::BounceTcp, Some(Tier::Pageable), &Unavailable::Lost(driver_error())));
+        assert_eq!(
+            (s.from, s.to, &s.why),
+            (Tier::BounceTcp, Some(Tier::Pageable), &Unavailable::Lost(driver_error()))
+        );
         assert!(r.to_string().contains("from bounce-tcp to pageable: it failed in a call"), "{r}");
         assert!(mem.peek(tensor, data.len() as u64).unwrap() == data && *file.bytes.lock() == data);
 
@@ -163,11 +198,14 @@ async fn prefer_goes_on_in_mid_run_and_the_account_tells_both_tiers() {
     }
 }
 
-/// Self-tests until they say that pinned memory is the fastest: on host memory that is a matter of chance.
+/// Self-tests until they say that pinned memory is the fastest: on host memory that is a matter of
+/// chance.
 async fn ranked(bridge: &Bridge, _mem: &HostMem) {
     for _ in 0..1000 {
         let s = bridge.self_test().await;
-        let (Standing::Available(a), Standing::Available(b)) = (&s[Tier::BounceTcp], &s[Tier::Pageable]) else {
+        let (Standing::Available(a), Standing::Available(b)) =
+            (&s[Tier::BounceTcp], &s[Tier::Pageable])
+        else {
             panic!("{s:?}");
         };
         if a.load > b.load && a.save > b.save {
@@ -194,7 +232,8 @@ async fn every_refusal_is_told_in_its_words_and_obeyed() {
             let standings = bridge.self_test().await;
             assert_eq!(standings[tier], Standing::Unavailable(why.clone()));
             let before = mem.copied();
-            let failed = bridge.load(&[whole(&file, tensor)], Policy::Require(tier)).await.unwrap_err();
+            let failed =
+                bridge.load(&[whole(&file, tensor)], Policy::Require(tier)).await.unwrap_err();
             assert_eq!((failed.error.code, failed.report.moved()), (Code::OpNotSupp, 0));
             assert!(failed.error.message.contains(&format!("{tier}: {why}")), "{failed}");
             assert_eq!(mem.copied(), before);
@@ -209,7 +248,8 @@ async fn every_refusal_is_told_in_its_words_and_obeyed() {
         (Tier::LocalGds, "no folder with copies"),
         (Tier::BounceRdma, "no storage server is reached by RDMA"),
     ] {
-        let failed = bridge.load(&[whole(&file, tensor)], Policy::Require(never)).await.unwrap_err();
+        let failed =
+            bridge.load(&[whole(&file, tensor)], Policy::Require(never)).await.unwrap_err();
         assert!(failed.error.message.contains(why), "{failed}");
     }
 }
@@ -221,9 +261,13 @@ async fn a_device_that_changes_bytes_fails_its_self_test() {
         let (mem, _pool, bridge) = bridge(1 << 30).await;
         mem.corrupt_after(nth);
         let s = bridge.self_test().await;
-        let Standing::Unavailable(Unavailable::TestFailed { at }) = s[Tier::BounceTcp] else { panic!("{nth}: {s:?}") };
+        let Standing::Unavailable(Unavailable::TestFailed { at }) = s[Tier::BounceTcp] else {
+            panic!("{nth}: {s:?}")
+        };
         assert_eq!(at, 128 * KIB);
-        assert!(matches!(s[Tier::Pageable], Standing::Available(Measured { load, save }) if load > 0.0 && save > 0.0));
+        assert!(
+            matches!(s[Tier::Pageable], Standing::Available(Measured { load, save }) if load > 0.0 && save > 0.0)
+        );
     }
 }
 
@@ -261,13 +305,19 @@ async fn bad_ranges_are_refused_before_anything_moves() {
         (vec![t(u64::MAX - 5, a, 100)], "beyond the largest file"),
         (vec![t(1 << 50, a, 1)], "beyond the largest file"),
         (vec![t(0, u64::MAX - 3, 100)], "not of memory"),
-        (vec![good.clone(), t(500, a + 99, 10)], "range 1: it overlaps range 0 in the device's memory"),
+        (
+            vec![good.clone(), t(500, a + 99, 10)],
+            "range 1: it overlaps range 0 in the device's memory",
+        ),
         (vec![t(500, a + 50, 10), good.clone()], "range 0: it overlaps range 1"),
     ];
     for (all, words) in cases {
         for policy in [Policy::Prefer, BOUNCE, Policy::Require(Tier::GpuRdma)] {
             let failed = bridge.load(&all, policy).await.unwrap_err();
-            assert!(failed.error.code == Code::Inval && failed.error.message.contains(words), "{words}: {failed}");
+            assert!(
+                failed.error.code == Code::Inval && failed.error.message.contains(words),
+                "{words}: {failed}"
+            );
             assert_eq!((failed.report.moved(), failed.report.checksum), (0, None));
         }
     }
@@ -307,7 +357,12 @@ impl FileIo for Gated {
     async fn read_direct(&self, offset: u64, into: &Foreign) -> strake_proto::Result<Vec<Arrived>> {
         self.file.read_direct(offset, into).await
     }
-    async fn write_direct(&self, offset: u64, from: &Foreign, sums: &[u32]) -> strake_proto::Result<()> {
+    async fn write_direct(
+        &self,
+        offset: u64,
+        from: &Foreign,
+        sums: &[u32],
+    ) -> strake_proto::Result<()> {
         self.file.write_direct(offset, from, sums).await
     }
 }
@@ -322,20 +377,29 @@ async fn until(what: impl Fn() -> bool) -> bool {
     tokio::time::timeout(Duration::from_secs(60), wait).await.is_ok()
 }
 
-/// Parts are under way side by side: while the device copies one, others are read, written, and given to the device. Nothing is timed: what holds a part is let
-/// go only when the others were seen.
+/// Parts are under way side by side: while the device copies one, others are read, written, and
+/// given to the device. Nothing is timed: what holds a part is let go only when the others were
+/// seen.
 #[tokio::test]
 async fn reads_writes_and_copies_of_parts_overlap() {
     const PART: u64 = 256 << 10;
     let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
     mem.limit_pins(1 << 30);
-    let options =
-        Options { workers: 1, slots: 4, slot_bytes: PART as usize, pinned_limit: Some(1 << 30), ..Options::default() };
-    let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap();
+    let options = Options {
+        workers: 1,
+        slots: 4,
+        slot_bytes: PART as usize,
+        pinned_limit: Some(1 << 30),
+        ..Options::default()
+    };
+    let bridge =
+        Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap();
     let data = pattern(7, 32 * PART);
     let file = Ram::new(1, data.clone(), &pool);
     let (tensor, len) = (device(&mem, &vec![0; data.len()]), data.len() as u64);
-    let gated = |file| Arc::new(Gated { file, begun: AtomicU64::new(0), go: tokio::sync::Semaphore::new(0) });
+    let gated = |file| {
+        Arc::new(Gated { file, begun: AtomicU64::new(0), go: tokio::sync::Semaphore::new(0) })
+    };
     let f = gated(file);
     let all = [Transfer { file: f.clone(), offset: 0, gpu: tensor, len }];
 
@@ -351,7 +415,10 @@ async fn reads_writes_and_copies_of_parts_overlap() {
     mem.allow_copies(None);
     assert!(others_read, "{} reads", f.begun.load(SeqCst));
     assert!(others_ordered, "one part at a time is copied");
-    assert!(call.await.unwrap().unwrap().is_all(Tier::BounceTcp) && mem.peek(tensor, len).unwrap() == data);
+    assert!(
+        call.await.unwrap().unwrap().is_all(Tier::BounceTcp)
+            && mem.peek(tensor, len).unwrap() == data
+    );
 
     // No write ends, and all parts that may be under way are copied.
     let f = gated(Ram::new(2, Vec::new(), &pool));
@@ -396,14 +463,26 @@ async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
     let before = mem.copied();
     for policy in [RDMA, Policy::AtLeast(Tier::BounceRdma)] {
         let r = bridge.load(&all, policy).await.unwrap();
-        assert!(r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == r.asked, "{r}");
+        assert!(
+            r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == r.asked,
+            "{r}"
+        );
         assert!(mem.peek(tensor, data.len() as u64).unwrap() == data);
         let r = bridge.save(&all, policy).await.unwrap();
-        assert!(r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == r.asked, "{r}");
+        assert!(
+            r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == r.asked,
+            "{r}"
+        );
     }
     let (now, len) = (mem.copied(), data.len() as u64);
-    assert_eq!((now.load_pinned - before.load_pinned, now.save_pinned - before.save_pinned), (2 * len, 2 * len));
-    assert_eq!((now.load_pageable, now.save_pageable), (before.load_pageable, before.save_pageable));
+    assert_eq!(
+        (now.load_pinned - before.load_pinned, now.save_pinned - before.save_pinned),
+        (2 * len, 2 * len)
+    );
+    assert_eq!(
+        (now.load_pageable, now.save_pageable),
+        (before.load_pageable, before.save_pageable)
+    );
     // Exactly TCP it is not: nothing is copied on a load, and a save says what it was.
     let failed = bridge.load(&all, BOUNCE).await.unwrap_err();
     assert!(failed.error.message.contains("came by rdma"), "{failed}");
@@ -416,7 +495,10 @@ async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
     rdma.store(false, SeqCst);
     let failed = bridge.load(&all, RDMA).await.unwrap_err();
     assert_eq!((failed.error.code, failed.report.moved()), (Code::OpNotSupp, 0));
-    assert!(failed.error.message.contains("no storage server is reached by RDMA: there is no device"), "{failed}");
+    assert!(
+        failed.error.message.contains("no storage server is reached by RDMA: there is no device"),
+        "{failed}"
+    );
     rdma.store(true, SeqCst);
     assert!(bridge.load(&all, RDMA).await.unwrap().is_all(Tier::BounceRdma));
 }
@@ -443,21 +525,32 @@ async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_cal
             if r.by_tier[Tier::Pageable] > 0 {
                 continue; // It was faster in the self-test: then the network makes no difference.
             }
-            assert_eq!((r.by_tier[Tier::BounceRdma], r.by_tier[Tier::BounceTcp]), (turn, tail), "{r}");
+            assert_eq!(
+                (r.by_tier[Tier::BounceRdma], r.by_tier[Tier::BounceTcp]),
+                (turn, tail),
+                "{r}"
+            );
             assert_eq!((r.by_road[Road::Rdma], r.by_road[Road::Tcp]), (turn, tail), "{r}");
             assert_eq!((r.moved(), r.ranges.iter().sum::<u64>(), r.by_road.sum()), (len, len, len));
             let now = mem.copied();
-            assert_eq!(now.load_pinned + now.save_pinned - before.load_pinned - before.save_pinned, len);
+            assert_eq!(
+                now.load_pinned + now.save_pinned - before.load_pinned - before.save_pinned,
+                len
+            );
             if direction == Direction::Load {
                 let [s] = &r.switches[..] else { panic!("{r}") };
-                let want = (Tier::BounceRdma, Some(Tier::BounceTcp), &Unavailable::CameBy(Road::Tcp));
+                let want =
+                    (Tier::BounceRdma, Some(Tier::BounceTcp), &Unavailable::CameBy(Road::Tcp));
                 assert_eq!((s.from, s.to, &s.why), want);
             }
         }
         for policy in [RDMA, Policy::AtLeast(Tier::BounceRdma)] {
             let before = mem.copied();
             let failed = call(policy).await.unwrap_err();
-            assert!(failed.error.code == Code::Io && failed.error.message.contains("tcp ("), "{failed}");
+            assert!(
+                failed.error.code == Code::Io && failed.error.message.contains("tcp ("),
+                "{failed}"
+            );
             let (r, now) = (failed.report, mem.copied());
             assert!(r.by_tier[Tier::BounceRdma] > 0 && r.moved() < len, "{r}");
             assert_eq!((r.moved(), r.by_road.sum()), (r.by_tier.sum(), r.ranges.iter().sum()));
@@ -466,7 +559,10 @@ async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_cal
                 assert_eq!(r.by_tier[Tier::BounceTcp], 0, "{r}");
                 assert!(now.load_pinned - before.load_pinned <= turn);
             }
-            assert_eq!((now.load_pageable, now.save_pageable), (before.load_pageable, before.save_pageable));
+            assert_eq!(
+                (now.load_pageable, now.save_pageable),
+                (before.load_pageable, before.save_pageable)
+            );
         }
     }
 }
@@ -483,9 +579,18 @@ async fn rdma_into_memory_that_is_not_registered_is_not_called_straight() {
         let _taken: Vec<_> = (0..4).map(|_| pool.get_now(1 << 20)).collect();
         let failed = bridge.load(&all, RDMA).await.unwrap_err();
         assert!(failed.error.message.contains("registered with the device"), "{failed}");
-        assert!(failed.report.by_tier[Tier::BounceTcp] == 0 && failed.report.staged == 0, "{}", failed.report);
+        assert!(
+            failed.report.by_tier[Tier::BounceTcp] == 0 && failed.report.staged == 0,
+            "{}",
+            failed.report
+        );
         let r = bridge.load(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
-        assert!(r.staged > 0 && r.staged <= r.by_tier[Tier::BounceTcp] && r.by_road[Road::Rdma] == r.asked, "{r}");
+        assert!(
+            r.staged > 0
+                && r.staged <= r.by_tier[Tier::BounceTcp]
+                && r.by_road[Road::Rdma] == r.asked,
+            "{r}"
+        );
         assert!(mem.peek(tensor, 6 * MIB).unwrap() == *file.bytes.lock());
     }
 }
@@ -518,22 +623,32 @@ async fn a_file_that_ends_too_early_or_fails_fails_the_call() {
     let file = Ram::new(0xf, pattern(1, MIB + 10), &pool);
     let t = |f: &Arc<Ram>, len| [Transfer { file: f.clone(), offset: 0, gpu: tensor, len }];
     let failed = bridge.load(&t(&file, MIB + 11), Policy::Prefer).await.unwrap_err();
-    assert!(failed.error.code == Code::Io && failed.error.message.contains("ends after 1048586 bytes"), "{failed}");
+    assert!(
+        failed.error.code == Code::Io && failed.error.message.contains("ends after 1048586 bytes"),
+        "{failed}"
+    );
     assert!(failed.error.message.contains("inode 0xf"), "{failed}");
     assert_eq!(failed.report.moved(), failed.report.ranges[0]);
     assert!(failed.report.moved() < MIB + 10);
 
     for code in [Code::Io, Code::Corrupt, Code::TimedOut, Code::NoSpc] {
-        let hook = move |n| if n == 5 { Err(Error::new(code, "the file system says no")) } else { Ok(()) };
+        let hook =
+            move |n| if n == 5 { Err(Error::new(code, "the file system says no")) } else { Ok(()) };
         let file = Ram::with(2, pattern(1, 4 * MIB), &pool, hook);
         let failed = bridge.load(&t(&file, 4 * MIB), Policy::Prefer).await.unwrap_err();
-        assert!(failed.error.code == code && failed.error.message.ends_with("the file system says no"), "{failed}");
+        assert!(
+            failed.error.code == code && failed.error.message.ends_with("the file system says no"),
+            "{failed}"
+        );
         assert!(failed.report.moved() < 4 * MIB && failed.report.switches.is_empty());
         let file = Ram::with(2, Vec::new(), &pool, hook);
         let failed = bridge.save(&t(&file, 4 * MIB), Policy::Prefer).await.unwrap_err();
         assert!(failed.error.code == code && failed.report.moved() < 4 * MIB, "{failed}");
     }
-    assert!(matches!(bridge.standings()[Tier::BounceTcp], Standing::Available(_)), "no tier is to blame");
+    assert!(
+        matches!(bridge.standings()[Tier::BounceTcp], Standing::Available(_)),
+        "no tier is to blame"
+    );
 }
 
 #[tokio::test]
@@ -545,8 +660,16 @@ async fn memory_that_is_freed_in_mid_run_ends_the_call_whatever_the_policy() {
         let hook = move |n| if n == 7 { freeing.free(tensor).map_err(Error::from) } else { Ok(()) };
         let file = Ram::with(1, pattern(1, 4 * MIB), &pool, hook);
         let failed = bridge.load(&[whole(&file, tensor)], policy).await.unwrap_err();
-        assert!(failed.error.code == Code::Inval && failed.error.message.contains("memory that was freed"), "{failed}");
-        assert!(failed.report.moved() < 4 * MIB && failed.report.switches.is_empty(), "{}", failed.report);
+        assert!(
+            failed.error.code == Code::Inval
+                && failed.error.message.contains("memory that was freed"),
+            "{failed}"
+        );
+        assert!(
+            failed.report.moved() < 4 * MIB && failed.report.switches.is_empty(),
+            "{}",
+            failed.report
+        );
         let again = device(&mem, &vec![0; 4 << 20]);
         bridge.load(&[whole(&file, again)], policy).await.unwrap();
         assert!(mem.peek(again, 4 * MIB).unwrap() == *file.bytes.lock());
@@ -555,7 +678,9 @@ async fn memory_that_is_freed_in_mid_run_ends_the_call_whatever_the_policy() {
 
 #[tokio::test]
 async fn a_context_that_is_destroyed_in_mid_transfer_ends_the_call_whatever_the_policy() {
-    for (i, policy) in [Policy::Prefer, BOUNCE, Policy::AtLeast(Tier::Pageable)].into_iter().enumerate() {
+    for (i, policy) in
+        [Policy::Prefer, BOUNCE, Policy::AtLeast(Tier::Pageable)].into_iter().enumerate()
+    {
         for direction in [Direction::Load, Direction::Save] {
             let (mem, pool, bridge) = bridge(1 << 30).await;
             let tensor = device(&mem, &vec![0; 4 << 20]);
@@ -568,11 +693,19 @@ async fn a_context_that_is_destroyed_in_mid_transfer_ends_the_call_whatever_the_
                 bridge.save(&all, policy).await
             };
             let failed = r.unwrap_err();
-            assert!(failed.error.code == Code::NoDev && failed.error.message.contains("context is gone"), "{failed}");
+            assert!(
+                failed.error.code == Code::NoDev
+                    && failed.error.message.contains("context is gone"),
+                "{failed}"
+            );
             assert!(failed.report.moved() < 4 * MIB && failed.report.switches.is_empty());
             assert_eq!(bridge.load(&all, policy).await.unwrap_err().error.code, Code::NoDev);
             let s = bridge.self_test().await;
-            assert!(s.iter().all(|(_, s)| *s == Standing::Unavailable(Unavailable::Device(Fault::ContextGone))));
+            assert!(
+                s.iter()
+                    .all(|(_, s)| *s
+                        == Standing::Unavailable(Unavailable::Device(Fault::ContextGone)))
+            );
             // Everything is let go without a context, too.
             drop(bridge);
             assert_eq!(mem.pinned(), 0);
@@ -612,7 +745,8 @@ async fn a_call_that_is_given_up_touches_the_device_no_more() {
     let tensor = device(&mem, &vec![0; 4 << 20]);
     let file = Arc::new(Stuck(Ram::new(1, pattern(1, 4 * MIB), &pool)));
     let all = [Transfer { file, offset: 0, gpu: tensor, len: 4 * MIB }];
-    let given_up = tokio::time::timeout(Duration::from_millis(100), bridge.load(&all, BOUNCE)).await;
+    let given_up =
+        tokio::time::timeout(Duration::from_millis(100), bridge.load(&all, BOUNCE)).await;
     assert!(given_up.is_err());
     let copied = mem.copied();
     mem.free(tensor).unwrap();
@@ -623,7 +757,8 @@ async fn a_call_that_is_given_up_touches_the_device_no_more() {
     let file = Ram::new(1, pattern(1, 4 * MIB), &pool);
     mem.slow_down(Duration::from_millis(100));
     let all = [whole(&file, tensor)];
-    let given_up = tokio::time::timeout(Duration::from_millis(300), bridge.load(&all, BOUNCE)).await;
+    let given_up =
+        tokio::time::timeout(Duration::from_millis(300), bridge.load(&all, BOUNCE)).await;
     assert!(given_up.is_err());
     let now = mem.copied();
     assert!(now.load_pinned > copied.load_pinned, "some were under way");
@@ -664,11 +799,17 @@ async fn calls_beside_each_other_share_the_slots_and_a_small_pool() {
             let (bridge, mem, pool) = (bridge.clone(), mem.clone(), pool.clone());
             tokio::spawn(async move {
                 let data = pattern(i, 2 * MIB + i);
-                let (file, out) = (Ram::new(i, data.clone(), &pool), Ram::new(i + 100, Vec::new(), &pool));
+                let (file, out) =
+                    (Ram::new(i, data.clone(), &pool), Ram::new(i + 100, Vec::new(), &pool));
                 let tensor = device(&mem, &vec![0; data.len()]);
                 bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap();
                 assert!(mem.peek(tensor, data.len() as u64).unwrap() == data);
-                let all = [Transfer { file: out.clone(), offset: 0, gpu: tensor, len: data.len() as u64 }];
+                let all = [Transfer {
+                    file: out.clone(),
+                    offset: 0,
+                    gpu: tensor,
+                    len: data.len() as u64,
+                }];
                 bridge.save(&all, BOUNCE).await.unwrap();
                 assert!(*out.bytes.lock() == data);
             })
@@ -679,19 +820,25 @@ async fn calls_beside_each_other_share_the_slots_and_a_small_pool() {
     }
 }
 
-/// Random calls, policies and faults; whatever comes of it, bytes add up, policies hold, and what succeeded is right.
+/// Random calls, policies and faults; whatever comes of it, bytes add up, policies hold, and what
+/// succeeded is right.
 #[tokio::test]
 async fn random_calls_with_faults_equal_a_model() {
     for seed in 0..40u64 {
         let mut s = seed + 1;
         let mut next = |n: u64| splitmix64(&mut s) % n;
         let (mem, pool, bridge) = bridge([1 << 30, 6 * 256 * KIB, 0][next(3) as usize]).await;
-        let files: Vec<Arc<Ram>> = (0..3).map(|i| Ram::new(i, pattern(seed * 10 + i, MIB), &pool)).collect();
+        let files: Vec<Arc<Ram>> =
+            (0..3).map(|i| Ram::new(i, pattern(seed * 10 + i, MIB), &pool)).collect();
         let tensor = device(&mem, &pattern(seed, 4 * MIB));
         for _ in 0..4 {
             let direction = [Direction::Load, Direction::Save][next(2) as usize];
-            let policy = [BOUNCE, Policy::AtLeast(Tier::BounceTcp), Policy::Prefer, Policy::Require(Tier::Pageable)]
-                [next(4) as usize];
+            let policy = [
+                BOUNCE,
+                Policy::AtLeast(Tier::BounceTcp),
+                Policy::Prefer,
+                Policy::Require(Tier::Pageable),
+            ][next(4) as usize];
             // Places that do not overlap: one for each range.
             let all: Vec<Transfer> = (0..next(6))
                 .map(|i| {
@@ -723,7 +870,8 @@ async fn random_calls_with_faults_equal_a_model() {
             };
             assert_eq!(report.moved(), report.ranges.iter().sum::<u64>());
             let now = mem.copied();
-            let pageable = now.load_pageable - before.load_pageable + now.save_pageable - before.save_pageable;
+            let pageable =
+                now.load_pageable - before.load_pageable + now.save_pageable - before.save_pageable;
             assert!(report.by_tier[Tier::Pageable] <= pageable);
             if !policy.allows(Tier::Pageable) {
                 assert_eq!(pageable, 0);
@@ -733,7 +881,8 @@ async fn random_calls_with_faults_equal_a_model() {
             }
             for t in &all {
                 let (i, at, n) = (t.file.id() as usize, t.offset as usize, t.len as usize);
-                let (device, file) = (mem.peek(t.gpu, t.len).unwrap(), files[i].bytes.lock()[at..at + n].to_vec());
+                let (device, file) =
+                    (mem.peek(t.gpu, t.len).unwrap(), files[i].bytes.lock()[at..at + n].to_vec());
                 assert!(device == file, "seed {seed}");
                 assert!(direction == Direction::Save || file == models[i][at..at + n]);
             }
@@ -745,7 +894,13 @@ async fn random_calls_with_faults_equal_a_model() {
 async fn reports_say_how_far_bytes_were_verified() {
     let open = async |mem: &HostMem, verify_on_gpu| {
         mem.limit_pins(1 << 30);
-        let options = Options { workers: 2, slots: 2, slot_bytes: 256 << 10, verify_on_gpu, ..Options::default() };
+        let options = Options {
+            workers: 2,
+            slots: 2,
+            slot_bytes: 256 << 10,
+            verify_on_gpu,
+            ..Options::default()
+        };
         let options = Options { pinned_limit: Some(1 << 30), ..options };
         let pool = Pool::new(64 << 20);
         (Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap(), pool)
@@ -762,7 +917,10 @@ async fn reports_say_how_far_bytes_were_verified() {
         let file = Ram::new(1, pattern(1, MIB + 1), &pool);
         let tensor = device(mem, &vec![0; (1 << 20) + 1]);
         let all = [whole(&file, tensor)];
-        for r in [bridge.load(&all, Policy::Prefer).await.unwrap(), bridge.save(&all, Policy::Prefer).await.unwrap()] {
+        for r in [
+            bridge.load(&all, Policy::Prefer).await.unwrap(),
+            bridge.save(&all, Policy::Prefer).await.unwrap(),
+        ] {
             assert_eq!(r.checksums, want, "{r}");
             assert_eq!(r.not_on_gpu.is_some(), why.is_some());
             assert!(why.is_none_or(|w| r.not_on_gpu.as_ref().unwrap().contains(w)), "{r}");

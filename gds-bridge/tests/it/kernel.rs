@@ -1,5 +1,6 @@
-//! The committed kernel text, run by an interpreter of the part of PTX that it uses, against the checksums of the library that the client verifies
-//! with. It shows that the text computes what it should; that drivers take it is shown by a GPU only.
+//! The committed kernel text, run by an interpreter of the part of PTX that it uses, against the
+//! checksums of the library that the client verifies with. It shows that the text computes what it
+//! should; that drivers take it is shown by a GPU only.
 
 use crate::ptx::{Kernel, Memory};
 use proptest::prelude::*;
@@ -12,8 +13,8 @@ const SUMS: u64 = 0x7f00_8000_0000;
 /// Threads that share a block.
 const PIECES: usize = 32;
 
-/// What the kernel says of the blocks of these bytes, which lie at an odd address if `shift` is; threads of the last group that have no block
-/// must leave what is there alone.
+/// What the kernel says of the blocks of these bytes, which lie at an odd address if `shift` is;
+/// threads of the last group that have no block must leave what is there alone.
 fn sums(kernel: &Kernel, bytes: &[u8], shift: u64, block: u32, threads: u32) -> Vec<u32> {
     let blocks = (bytes.len() as u64).div_ceil(block.into()) as usize;
     let room = vec![0xee; 4 * PIECES * blocks];
@@ -36,21 +37,27 @@ fn the_known_sums_of_the_standard_come_out() {
     // RFC 3720, B.4.
     let up: Vec<u8> = (0..32).collect();
     let down: Vec<u8> = (0..32).rev().collect();
-    for (bytes, want) in
-        [(vec![0; 32], 0x8a91_36aa_u32), (vec![0xff; 32], 0x62a8_ab43), (up, 0x46dd_794e), (down, 0x113f_db5c)]
-    {
+    for (bytes, want) in [
+        (vec![0; 32], 0x8a91_36aa_u32),
+        (vec![0xff; 32], 0x62a8_ab43),
+        (up, 0x46dd_794e),
+        (down, 0x113f_db5c),
+    ] {
         assert_eq!(sums(&k, &bytes, 0, 4096, 1), [want]);
     }
 }
 
 #[test]
 fn blocks_of_a_part_are_summed_each_and_combine_to_the_sum_of_the_part() {
-    let (k, bytes) =
-        (kernel(), (0..70_001u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect::<Vec<_>>());
+    let (k, bytes) = (
+        kernel(),
+        (0..70_001u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect::<Vec<_>>(),
+    );
     let found = sums(&k, &bytes, 3, 4096, 7);
     let want: Vec<u32> = bytes.chunks(4096).map(crc32c).collect();
     assert_eq!(found, want);
-    let whole = found.iter().zip(bytes.chunks(4096)).fold(0, |sum, (s, b)| combine(sum, *s, b.len()));
+    let whole =
+        found.iter().zip(bytes.chunks(4096)).fold(0, |sum, (s, b)| combine(sum, *s, b.len()));
     assert_eq!(whole, crc32c(&bytes));
 }
 

@@ -1,4 +1,5 @@
-//! Parts of sealed files by cuFile from copies on this node: the stand-in of cuFile reads them, and is told to fail and to lie.
+//! Parts of sealed files by cuFile from copies on this node: the stand-in of cuFile reads them, and
+//! is told to fail and to lie.
 
 use std::{
     collections::HashMap,
@@ -12,8 +13,8 @@ use crate::ram::*;
 use parking_lot::Mutex;
 use strake_fabric::{Pool, Road};
 use strake_gds::{
-    Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report, Tier, Transfer,
-    Unavailable,
+    Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report,
+    Tier, Transfer, Unavailable,
     local::{self, Header, Making, Sealed, Trick},
     plan::Standing,
 };
@@ -21,7 +22,8 @@ use strake_proto::{Code, Error, Result};
 
 const LOCAL: Policy = Policy::Require(Tier::LocalGds);
 
-/// A client that knows how files are sealed. The cluster's files are slow, so that copies on this node are the fastest.
+/// A client that knows how files are sealed. The cluster's files are slow, so that copies on this
+/// node are the fastest.
 struct Cluster {
     pool: Pool,
     sealed: Mutex<HashMap<u64, Sealed>>,
@@ -82,35 +84,53 @@ impl Rig {
     }
 
     async fn bridge(&self) -> Bridge {
-        let bridge = Bridge::open(Arc::new(self.mem.clone()), self.cluster.clone(), self.options()).await.unwrap();
+        let bridge = Bridge::open(Arc::new(self.mem.clone()), self.cluster.clone(), self.options())
+            .await
+            .unwrap();
         ranked(&bridge).await;
         bridge
     }
 
     /// A sealed file of the cluster, which nobody may read there unless `readable`.
     fn sealed(&self, ino: u64, bytes: Vec<u8>, readable: bool) -> Arc<Ram> {
-        let sealed = Sealed { fs: [7; 16], ino, size: bytes.len() as u64, sha256: [1; 32], root: [ino as u8; 32] };
+        let sealed = Sealed {
+            fs: [7; 16],
+            ino,
+            size: bytes.len() as u64,
+            sha256: [1; 32],
+            root: [ino as u8; 32],
+        };
         self.cluster.sealed.lock().insert(ino, sealed);
-        let read = move |_| if readable { Ok(()) } else { Err(Error::new(Code::Io, "it was read from the cluster")) };
+        let read = move |_| {
+            if readable {
+                Ok(())
+            } else {
+                Err(Error::new(Code::Io, "it was read from the cluster"))
+            }
+        };
         Ram::with(ino, bytes, &self.cluster.pool, read)
     }
 
     fn stage(&self, f: &Ram) -> std::path::PathBuf {
         let sealed = self.cluster.sealed.lock()[&f.id()].clone();
         let path = self.dir.path().join(format!("{}.copy", sealed.name()));
-        let mut m = Making::begin(self.dir.path(), Header { sealed, staged_ns: 1, path: "/f".into() }).unwrap();
+        let mut m =
+            Making::begin(self.dir.path(), Header { sealed, staged_ns: 1, path: "/f".into() })
+                .unwrap();
         f.bytes.lock().chunks(1 << 20).for_each(|b| m.push(b).unwrap());
         assert!(m.publish().unwrap());
         path
     }
 }
 
-/// Tests until copies are the fastest, if they can be used at all: on a machine that does much else a self-test may be slow.
+/// Tests until copies are the fastest, if they can be used at all: on a machine that does much else
+/// a self-test may be slow.
 async fn ranked(bridge: &Bridge) {
     let slower = || {
         let all = bridge.standings();
         let load = |t| if let Standing::Available(m) = &all[t] { Some(m.load) } else { None };
-        load(Tier::LocalGds).is_some_and(|n| Tier::ALL.into_iter().filter_map(load).any(|other| other > n))
+        load(Tier::LocalGds)
+            .is_some_and(|n| Tier::ALL.into_iter().filter_map(load).any(|other| other > n))
     };
     for _ in 0..100 {
         if !slower() {
@@ -158,8 +178,14 @@ async fn ranges_of_copies_arrive_without_the_cluster_and_the_device_verifies_the
     let reads = rig.mem.tricks().reads();
     let r = bridge.load(&all, LOCAL).await.unwrap();
     adds_up(&r);
-    assert!(r.is_all(Tier::LocalGds) && r.by_road[Road::Local] == r.asked && r.switches.is_empty(), "{r}");
-    assert_eq!((r.checksum, r.checksums, &r.not_on_gpu), (Some(Checksum::OnGpu), Checksums::Gpu, &None));
+    assert!(
+        r.is_all(Tier::LocalGds) && r.by_road[Road::Local] == r.asked && r.switches.is_empty(),
+        "{r}"
+    );
+    assert_eq!(
+        (r.checksum, r.checksums, &r.not_on_gpu),
+        (Some(Checksum::OnGpu), Checksums::Gpu, &None)
+    );
     // Less than a block at each end of a range.
     assert!(r.staged >= 100 + 200 + 97 && r.staged < 100 + 200 + 97 + 2 * 4096, "{r}");
     // 4 parts of a range, and 5 or 6 of the other.
@@ -171,10 +197,16 @@ async fn ranges_of_copies_arrive_without_the_cluster_and_the_device_verifies_the
     assert_eq!(rig.mem.peek(to + 2 * MIB, 3).unwrap(), [0xee; 3], "a gap stays as it is");
     // Behind the end of the file.
     let e = bridge.load(&[at(&g, 50, to, 51)], LOCAL).await.unwrap_err();
-    assert!(e.error.code == Code::Io && e.error.message.contains("the file ends after 100 bytes"), "{e}");
+    assert!(
+        e.error.code == Code::Io && e.error.message.contains("the file ends after 100 bytes"),
+        "{e}"
+    );
     // Nothing is saved that way.
     let e = bridge.save(&[at(&f, 0, to, 100)], LOCAL).await.unwrap_err();
-    assert!(e.error.code == Code::OpNotSupp && e.error.message.contains("nothing is saved to it"), "{e}");
+    assert!(
+        e.error.code == Code::OpNotSupp && e.error.message.contains("nothing is saved to it"),
+        "{e}"
+    );
 }
 
 #[tokio::test]
@@ -184,9 +216,13 @@ async fn without_the_devices_sums_it_takes_consent_and_the_report_says_so() {
     rig.stage(&f);
     let to = rig.mem.alloc(MIB).unwrap();
     let e = rig.bridge().await.load(&[whole(&f, to)], LOCAL).await.unwrap_err();
-    assert!(e.error.code == Code::OpNotSupp && e.error.message.contains("accept_oss_checksum"), "{e}");
+    assert!(
+        e.error.code == Code::OpNotSupp && e.error.message.contains("accept_oss_checksum"),
+        "{e}"
+    );
     let options = Options { accept_oss_checksum: true, ..rig.options() };
-    let bridge = Bridge::open(Arc::new(rig.mem.clone()), rig.cluster.clone(), options).await.unwrap();
+    let bridge =
+        Bridge::open(Arc::new(rig.mem.clone()), rig.cluster.clone(), options).await.unwrap();
     let r = bridge.load(&[whole(&f, to)], LOCAL).await.unwrap();
     adds_up(&r);
     assert!(r.is_all(Tier::LocalGds) && r.checksum == Some(Checksum::AtOssOnly), "{r}");
@@ -200,7 +236,8 @@ async fn a_device_without_room_for_sums_makes_the_tier_rest_or_takes_consent() {
     rig.stage(&f);
     let bridge = rig.bridge().await;
     let options = Options { accept_oss_checksum: true, ..rig.options() };
-    let agreed = Bridge::open(Arc::new(rig.mem.clone()), rig.cluster.clone(), options).await.unwrap();
+    let agreed =
+        Bridge::open(Arc::new(rig.mem.clone()), rig.cluster.clone(), options).await.unwrap();
     let to = rig.mem.alloc(MIB).unwrap();
     // Whole blocks, and ends within one.
     for part in [whole(&f, to), Transfer { file: f.clone(), offset: 100, gpu: to, len: 200 }] {
@@ -210,17 +247,33 @@ async fn a_device_without_room_for_sums_makes_the_tier_rest_or_takes_consent() {
         assert!(r.is_all(Tier::LocalGds) && r.checksum == Some(Checksum::AtOssOnly), "{r}");
         assert!(r.not_on_gpu.as_ref().unwrap().contains("did not sum all of it"), "{r}");
         let failed = bridge.load(std::slice::from_ref(&part), LOCAL).await.unwrap_err();
-        assert!(failed.error.message.contains("could not sum its memory") && failed.report.moved() == 0, "{failed}");
+        assert!(
+            failed.error.message.contains("could not sum its memory") && failed.report.moved() == 0,
+            "{failed}"
+        );
         // Others leave it alone from now on, and no self-test runs.
         let reads = rig.mem.tricks().reads();
         let r = bridge.load(std::slice::from_ref(&part), Policy::Prefer).await.unwrap();
-        assert!(r.by_tier[Tier::LocalGds] == 0 && r.switches.is_empty() && reads == rig.mem.tricks().reads(), "{r}");
+        assert!(
+            r.by_tier[Tier::LocalGds] == 0
+                && r.switches.is_empty()
+                && reads == rig.mem.tricks().reads(),
+            "{r}"
+        );
         let rests = |why: &Unavailable| matches!(why, Unavailable::Resting(Fault::Sums { .. }));
         assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::LocalGds && rests(why)), "{r}");
         // A call that allows nothing else tries, and that it worked is remembered.
         rig.mem.limit_room(64 * MIB);
-        assert!(bridge.load(std::slice::from_ref(&part), LOCAL).await.unwrap().is_all(Tier::LocalGds));
-        assert!(bridge.load(std::slice::from_ref(&part), Policy::Prefer).await.unwrap().is_all(Tier::LocalGds));
+        assert!(
+            bridge.load(std::slice::from_ref(&part), LOCAL).await.unwrap().is_all(Tier::LocalGds)
+        );
+        assert!(
+            bridge
+                .load(std::slice::from_ref(&part), Policy::Prefer)
+                .await
+                .unwrap()
+                .is_all(Tier::LocalGds)
+        );
     }
 }
 
@@ -254,15 +307,22 @@ async fn no_lie_of_cufile_counts_and_strict_calls_never_degrade() {
             assert_eq!(failed.error.code.errno(), libc::EIO, "{failed}");
             assert!(failed.error.message.contains(words), "{trick:?}: {failed}");
             let r = &failed.report;
-            assert!(r.moved() > 0 && r.moved() < size && r.moved() == r.by_tier[Tier::LocalGds], "{trick:?}: {r}");
+            assert!(
+                r.moved() > 0 && r.moved() < size && r.moved() == r.by_tier[Tier::LocalGds],
+                "{trick:?}: {r}"
+            );
             // The device copied nothing but ends of parts.
             let now = rig.mem.copied();
-            let copied = now.load_pinned + now.load_pageable - before.load_pinned - before.load_pageable;
+            let copied =
+                now.load_pinned + now.load_pageable - before.load_pinned - before.load_pageable;
             assert!(copied < 4096, "{trick:?}: {copied}");
             tricks.play(0, None);
             // The next call tests, and the tier is there again.
             let r = bridge.load(&[whole(&f, to)], policy).await.unwrap();
-            assert!(r.is_all(Tier::LocalGds) && rig.mem.peek(to, size).unwrap() == pattern(1, size), "{r}");
+            assert!(
+                r.is_all(Tier::LocalGds) && rig.mem.peek(to, size).unwrap() == pattern(1, size),
+                "{r}"
+            );
         }
         // Who allows it goes on another road, unless nobody knows whom to trust.
         ranked(&bridge).await;
@@ -274,8 +334,15 @@ async fn no_lie_of_cufile_counts_and_strict_calls_never_degrade() {
         }
         let r = outcome.unwrap();
         adds_up(&r);
-        assert!(r.by_tier[Tier::LocalGds] > 0 && r.by_tier[Tier::LocalGds] < size, "{trick:?}: {r}");
-        assert!(r.by_road[Road::Local] == r.by_tier[Tier::LocalGds] && r.switches[0].from == Tier::LocalGds, "{r}");
+        assert!(
+            r.by_tier[Tier::LocalGds] > 0 && r.by_tier[Tier::LocalGds] < size,
+            "{trick:?}: {r}"
+        );
+        assert!(
+            r.by_road[Road::Local] == r.by_tier[Tier::LocalGds]
+                && r.switches[0].from == Tier::LocalGds,
+            "{r}"
+        );
         assert!(r.switches[0].why.to_string().contains(words), "{r}");
         assert!(rig.mem.peek(to, size).unwrap() == pattern(1, size));
     }
@@ -296,10 +363,16 @@ async fn a_damaged_copy_is_never_returned_nor_used_again() {
         let failed = bridge.load(&[whole(&f, to)], LOCAL).await.unwrap_err();
         adds_up(&failed.report);
         assert_eq!(failed.error.code.errno(), libc::EIO, "{failed}");
-        assert!(failed.error.message.contains("is damaged from byte") && failed.error.message.contains("put aside"));
+        assert!(
+            failed.error.message.contains("is damaged from byte")
+                && failed.error.message.contains("put aside")
+        );
         assert!(!path.exists() && path.with_extension("damaged").exists());
         let e = bridge.load(&[whole(&f, to)], LOCAL).await.unwrap_err();
-        assert!(e.error.code == Code::OpNotSupp && e.error.message.contains("has no copy on this node"), "{e}");
+        assert!(
+            e.error.code == Code::OpNotSupp && e.error.message.contains("has no copy on this node"),
+            "{e}"
+        );
         // The tier is none the worse for other files.
         assert!(bridge.load(&[whole(&g, to)], LOCAL).await.unwrap().is_all(Tier::LocalGds));
 
@@ -307,12 +380,26 @@ async fn a_damaged_copy_is_never_returned_nor_used_again() {
         flip(&path, at);
         let r = bridge.load(&[whole(&f, to)], Policy::Prefer).await.unwrap();
         adds_up(&r);
-        assert!(matches!(&r.switches[0].why, Unavailable::Lost(Fault::BadCopy { aside: true, .. })), "{r}");
-        assert!(r.by_tier[Tier::LocalGds] < size && rig.mem.peek(to, size).unwrap() == pattern(1, size), "{r}");
-        assert!(local::list(rig.dir.path()).unwrap().iter().any(|c| c.inode == Some(1) && !c.usable));
+        assert!(
+            matches!(&r.switches[0].why, Unavailable::Lost(Fault::BadCopy { aside: true, .. })),
+            "{r}"
+        );
+        assert!(
+            r.by_tier[Tier::LocalGds] < size && rig.mem.peek(to, size).unwrap() == pattern(1, size),
+            "{r}"
+        );
+        assert!(
+            local::list(rig.dir.path()).unwrap().iter().any(|c| c.inode == Some(1) && !c.usable)
+        );
         let r = bridge.load(&[whole(&f, to)], Policy::Prefer).await.unwrap();
-        assert!(r.by_tier[Tier::LocalGds] == 0 && rig.mem.peek(to, size).unwrap() == pattern(1, size), "{r}");
-        assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::LocalGds && why.kind() == "no-copy"), "{r}");
+        assert!(
+            r.by_tier[Tier::LocalGds] == 0 && rig.mem.peek(to, size).unwrap() == pattern(1, size),
+            "{r}"
+        );
+        assert!(
+            r.unavailable.iter().any(|(t, why)| *t == Tier::LocalGds && why.kind() == "no-copy"),
+            "{r}"
+        );
     }
 }
 
@@ -324,7 +411,9 @@ async fn files_without_a_copy_take_other_tiers_or_fail_before_a_byte_moves() {
     rig.stage(&f);
     let bridge = rig.bridge().await;
     let to = rig.mem.alloc(4 * MIB).unwrap();
-    for (other, word, kind) in [(&g, "has no copy", "no-copy"), (&open, "is not sealed", "not-sealed")] {
+    for (other, word, kind) in
+        [(&g, "has no copy", "no-copy"), (&open, "is not sealed", "not-sealed")]
+    {
         let both = [whole(&f, to), whole(other, to + 2 * MIB)];
         for policy in [LOCAL, Policy::AtLeast(Tier::LocalGds)] {
             for all in [&both[1..], &both[..]] {
@@ -337,14 +426,33 @@ async fn files_without_a_copy_take_other_tiers_or_fail_before_a_byte_moves() {
         adds_up(&r);
         assert_eq!((r.by_tier[Tier::LocalGds], r.by_road[Road::Tcp]), (MIB, MIB), "{r}");
         assert!(r.switches.is_empty(), "nothing failed: {r}");
-        assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::LocalGds && why.kind() == kind), "{r}");
+        assert!(
+            r.unavailable.iter().any(|(t, why)| *t == Tier::LocalGds && why.kind() == kind),
+            "{r}"
+        );
         assert!(rig.mem.peek(to + 2 * MIB, MIB).unwrap() == pattern(other.id(), MIB));
     }
     // Sealed again with another content, the old copy is another file's; unsealed it is nobody's.
     rig.cluster.sealed.lock().get_mut(&1).unwrap().root = [9; 32];
-    assert!(bridge.load(&[whole(&f, to)], LOCAL).await.unwrap_err().error.message.contains("has no copy"));
+    assert!(
+        bridge
+            .load(&[whole(&f, to)], LOCAL)
+            .await
+            .unwrap_err()
+            .error
+            .message
+            .contains("has no copy")
+    );
     rig.cluster.sealed.lock().remove(&1);
-    assert!(bridge.load(&[whole(&f, to)], LOCAL).await.unwrap_err().error.message.contains("is not sealed"));
+    assert!(
+        bridge
+            .load(&[whole(&f, to)], LOCAL)
+            .await
+            .unwrap_err()
+            .error
+            .message
+            .contains("is not sealed")
+    );
 }
 
 #[tokio::test]
@@ -406,22 +514,31 @@ async fn files_that_cufile_refuses_have_no_such_road() {
     // Only that of a copy, after the self-test.
     tricks.refuse_files(Some(5027));
     let e = bridge.load(&[whole(&f, to)], LOCAL).await.unwrap_err();
-    assert!(e.error.code == Code::OpNotSupp && e.error.message.contains(words) && e.report.moved() == 0, "{e}");
+    assert!(
+        e.error.code == Code::OpNotSupp && e.error.message.contains(words) && e.report.moved() == 0,
+        "{e}"
+    );
     let r = bridge.load(&[whole(&f, to)], Policy::Prefer).await.unwrap();
     adds_up(&r);
-    assert!(r.by_tier[Tier::LocalGds] == 0 && rig.mem.peek(to, MIB).unwrap() == pattern(1, MIB), "{r}");
+    assert!(
+        r.by_tier[Tier::LocalGds] == 0 && rig.mem.peek(to, MIB).unwrap() == pattern(1, MIB),
+        "{r}"
+    );
     let told = |why: &Unavailable| why.kind() == "no-copy" && why.to_string().contains(words);
     assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::LocalGds && told(why)), "{r}");
     // That of the self-test's own.
     let s = bridge.self_test().await;
-    let Standing::Unavailable(why @ Unavailable::TestStopped(_)) = &s[Tier::LocalGds] else { panic!("{s:?}") };
+    let Standing::Unavailable(why @ Unavailable::TestStopped(_)) = &s[Tier::LocalGds] else {
+        panic!("{s:?}")
+    };
     assert!(why.to_string().contains(words), "{why}");
     tricks.refuse_files(None);
     bridge.self_test().await;
     assert!(bridge.load(&[whole(&f, to)], LOCAL).await.unwrap().is_all(Tier::LocalGds));
 }
 
-/// While a read is under way, which ends all the same, as the real one has the memory pinned: with the device's sums and without.
+/// While a read is under way, which ends all the same, as the real one has the memory pinned: with
+/// the device's sums and without.
 #[tokio::test]
 async fn memory_that_is_freed_or_a_context_that_is_destroyed_in_mid_call_ends_it() {
     for (destroy, sums, policy) in [
@@ -436,7 +553,8 @@ async fn memory_that_is_freed_or_a_context_that_is_destroyed_in_mid_call_ends_it
         let f = rig.sealed(1, pattern(1, 2 * MIB), true);
         rig.stage(&f);
         let options = Options { accept_oss_checksum: true, ..rig.options() };
-        let bridge = Bridge::open(Arc::new(rig.mem.clone()), rig.cluster.clone(), options).await.unwrap();
+        let bridge =
+            Bridge::open(Arc::new(rig.mem.clone()), rig.cluster.clone(), options).await.unwrap();
         ranked(&bridge).await;
         let to = rig.mem.alloc(2 * MIB).unwrap();
         let tricks = rig.mem.tricks();
@@ -457,11 +575,18 @@ async fn memory_that_is_freed_or_a_context_that_is_destroyed_in_mid_call_ends_it
         let failed = call.await.unwrap().unwrap_err();
         let what = format!("{destroy} {sums} {policy}: {failed}");
         adds_up(&failed.report);
-        let want = if destroy { (Code::NoDev, "context is gone") } else { (Code::Inval, "memory that was freed") };
+        let want = if destroy {
+            (Code::NoDev, "context is gone")
+        } else {
+            (Code::Inval, "memory that was freed")
+        };
         assert!(failed.error.code == want.0 && failed.error.message.contains(want.1), "{what}");
         let r = &failed.report;
         assert!(r.moved() == 0, "what was read went where nobody has memory: {what}");
-        assert!(r.switches.is_empty() && rig.mem.copied() == before, "no other tier is to blame, or to try: {what}");
+        assert!(
+            r.switches.is_empty() && rig.mem.copied() == before,
+            "no other tier is to blame, or to try: {what}"
+        );
         if !destroy {
             let to = rig.mem.alloc(2 * MIB).unwrap();
             assert!(bridge.load(&[whole(&f, to)], LOCAL).await.unwrap().is_all(Tier::LocalGds));
@@ -482,7 +607,10 @@ async fn a_read_that_does_not_end_is_left_behind_with_its_memory() {
     assert_eq!(tricks.reads(), 1);
     let f = rig.sealed(1, pattern(1, MIB), true);
     let to = rig.mem.alloc(MIB).unwrap();
-    assert_eq!(bridge.load(&[whole(&f, to)], Policy::Prefer).await.unwrap().by_tier[Tier::LocalGds], 0);
+    assert_eq!(
+        bridge.load(&[whole(&f, to)], Policy::Prefer).await.unwrap().by_tier[Tier::LocalGds],
+        0
+    );
     drop(bridge);
     tricks.play(0, None);
 }
@@ -514,14 +642,18 @@ async fn a_read_of_a_call_that_does_not_end_holds_no_other_call() {
     let r = load(to + 2 * MIB, Policy::Prefer).await.unwrap().unwrap();
     adds_up(&r);
     assert!(
-        r.by_tier[Tier::LocalGds] == 0 && rig.mem.peek(to + 2 * MIB, 2 * MIB).unwrap() == pattern(1, 2 * MIB),
+        r.by_tier[Tier::LocalGds] == 0
+            && rig.mem.peek(to + 2 * MIB, 2 * MIB).unwrap() == pattern(1, 2 * MIB),
         "{r}"
     );
     assert!(!held.is_finished());
     tricks.play(0, None);
     let r = held.await.unwrap().unwrap();
     adds_up(&r);
-    assert!(r.moved() == 2 * MIB && rig.mem.peek(to, 2 * MIB).unwrap() == pattern(1, 2 * MIB), "{r}");
+    assert!(
+        r.moved() == 2 * MIB && rig.mem.peek(to, 2 * MIB).unwrap() == pattern(1, 2 * MIB),
+        "{r}"
+    );
     // Now that it has ended, the tier is there again.
     tricks.hurry(Duration::from_secs(30));
     let s = bridge.self_test().await;
@@ -553,7 +685,8 @@ async fn a_call_that_is_dropped_waits_for_reads_that_began() {
         }
     });
     assert!(call.await.unwrap_err().is_cancelled());
-    // The one that hung has ended, with those that had begun beside it, and no other begins: its memory is the caller's.
+    // The one that hung has ended, with those that had begun beside it, and no other begins: its
+    // memory is the caller's.
     let reads = tricks.reads();
     assert!((begun + 3..=begun + 5).contains(&reads), "{begun} {reads}");
     rig.mem.free(to).unwrap();

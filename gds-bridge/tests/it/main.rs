@@ -1,4 +1,5 @@
-//! The integration tests of the crate, as one program: most of the time of a test program goes into linking it.
+//! The integration tests of the crate, as one program: most of the time of a test program goes into
+//! linking it.
 
 mod bench;
 mod cluster;

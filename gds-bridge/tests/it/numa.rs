@@ -17,7 +17,9 @@ fn of_threads() -> Vec<String> {
     let mut all = Vec::new();
     for task in fs::read_dir("/proc/self/task").unwrap().flatten() {
         let Ok(status) = fs::read_to_string(task.path().join("status")) else { continue };
-        let field = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_string();
+        let field = |name: &str| {
+            status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_string()
+        };
         if field("Name:") == "strake-gds" {
             all.push(field("Cpus_allowed_list:"));
         }
@@ -41,23 +43,38 @@ async fn a_bridge_lies_near_its_device_as_far_as_it_may_and_says_what_it_may_not
     let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
     mem.limit_pins(1 << 30);
     let open = async |mem: &HostMem| {
-        let options =
-            Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit: Some(1 << 30), ..Options::default() };
+        let options = Options {
+            workers: 3,
+            slots: 2,
+            slot_bytes: 256 << 10,
+            pinned_limit: Some(1 << 30),
+            ..Options::default()
+        };
         let options = Options { sysfs: root.into(), ..options };
         Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap()
     };
     // Nobody knows where it is.
     let bridge = open(&mem).await;
     assert_eq!(bridge.numa().node, None);
-    assert!(bridge.notice().unwrap().contains("not placed near the device: there is no GPU"), "{:?}", bridge.notice());
+    assert!(
+        bridge.notice().unwrap().contains("not placed near the device: there is no GPU"),
+        "{:?}",
+        bridge.notice()
+    );
     drop(bridge);
 
     mem.play_pci("0000:3b:00.0");
     let bridge = open(&mem).await;
     let numa = bridge.numa().clone();
-    assert_eq!((numa.node, numa.threads, of_threads()), (Some(0), Some(3), vec![near.to_string(); 3]));
+    assert_eq!(
+        (numa.node, numa.threads, of_threads()),
+        (Some(0), Some(3), vec![near.to_string(); 3])
+    );
     match bridge.notice() {
-        None => assert!(numa.slots == Some(6) || Path::new("/sys/devices/system/node/node1").exists(), "{numa:?}"),
+        None => assert!(
+            numa.slots == Some(6) || Path::new("/sys/devices/system/node/node1").exists(),
+            "{numa:?}"
+        ),
         Some(refused) if refused.contains("mbind: ") => println!("skipped: {refused}"),
         Some(other) => panic!("{other}"),
     }
@@ -71,7 +88,10 @@ async fn a_bridge_lies_near_its_device_as_far_as_it_may_and_says_what_it_may_not
     write(root, &format!("{nodes}/node0/cpulist"), "902\n");
     let bridge = open(&mem).await;
     let notice = bridge.notice().unwrap();
-    assert!(notice.contains("node 0, the device's: this process may use none of its processors"), "{notice}");
+    assert!(
+        notice.contains("node 0, the device's: this process may use none of its processors"),
+        "{notice}"
+    );
     assert_eq!(bridge.numa().threads, Some(0));
     assert_ne!(of_threads(), vec!["902".to_string(); 3]);
     bridge.load(&[whole(&file, tensor)], Policy::Require(Tier::BounceTcp)).await.unwrap();

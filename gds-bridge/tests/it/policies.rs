@@ -18,9 +18,9 @@ fn driver_error() -> Fault {
 async fn require_and_at_least_never_degrade_in_mid_run() {
     for policy in [BOUNCE, Policy::AtLeast(Tier::BounceTcp)] {
         let (any, ways) = (Policy::Prefer, [Direction::Load, Direction::Save]);
-        for (direction, [call, of_file, of_bridge]) in
-            ways.into_iter().flat_map(|d| [[policy, any, any], [any, policy, any], [any, any, policy]].map(|p| (d, p)))
-        {
+        for (direction, [call, of_file, of_bridge]) in ways.into_iter().flat_map(|d| {
+            [[policy, any, any], [any, policy, any], [any, any, policy]].map(|p| (d, p))
+        }) {
             let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
             mem.limit_pins(1 << 30);
             let bridge = demanding(&mem, Arc::new(pool.clone()), of_bridge).await;
@@ -36,14 +36,20 @@ async fn require_and_at_least_never_degrade_in_mid_run() {
                 bridge.save(&all, call).await
             };
             let failed = r.unwrap_err();
-            assert!(failed.error.code == Code::Io && failed.error.message.contains("allows no other"), "{failed}");
+            assert!(
+                failed.error.code == Code::Io && failed.error.message.contains("allows no other"),
+                "{failed}"
+            );
             assert_eq!(failed.report.policy, policy);
             assert!(failed.error.message.contains("999: CUDA_ERROR_UNKNOWN"), "{failed}");
             let (r, now) = (failed.report, mem.copied());
             assert!(r.moved() > 0 && r.moved() < r.asked && r.by_tier[Tier::Pageable] == 0, "{r}");
             assert_eq!(r.switches[0].to, None);
             // Neither does the device know of any other byte.
-            assert_eq!((now.load_pageable, now.save_pageable), (before.load_pageable, before.save_pageable));
+            assert_eq!(
+                (now.load_pageable, now.save_pageable),
+                (before.load_pageable, before.save_pageable)
+            );
             // After a mend the next call tests by itself and works.
             mem.mend();
             assert!(bridge.load(&all, call).await.unwrap().is_all(Tier::BounceTcp));

@@ -1,4 +1,5 @@
-//! The Python module's tests, with the cluster that they need. `gds-bridge/python/test` builds the module and runs this.
+//! The Python module's tests, with the cluster that they need. `gds-bridge/python/test` builds the
+//! module and runs this.
 
 use std::{path::Path, process::Command};
 
@@ -7,7 +8,9 @@ use crate::served::Served;
 #[test]
 fn python_loads_and_saves() {
     let Some(python) = std::env::var_os("STRAKE_GDS_PYTHON") else {
-        println!("skipped: STRAKE_GDS_PYTHON names no interpreter that has the module: run gds-bridge/python/test");
+        println!(
+            "skipped: STRAKE_GDS_PYTHON names no interpreter that has the module: run gds-bridge/python/test"
+        );
         return;
     };
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -23,9 +26,13 @@ fn python_loads_and_saves() {
             println!("skipped: no C compiler for the stand-in of the driver");
             continue;
         }
-        // What is given to fastsafetensors there is in host memory: on a GPU it wants CUDA's runtime, which the stand-in is not.
-        let files: &[&str] =
-            if memory == "host" { &["test_bridge.py", "test_fastsafetensors.py"] } else { &["test_bridge.py"] };
+        // What is given to fastsafetensors there is in host memory: on a GPU it wants CUDA's
+        // runtime, which the stand-in is not.
+        let files: &[&str] = if memory == "host" {
+            &["test_bridge.py", "test_fastsafetensors.py"]
+        } else {
+            &["test_bridge.py"]
+        };
         for file in files {
             let run = Command::new(&python)
                 .arg(here.join("python/tests").join(file))
@@ -43,7 +50,11 @@ fn python_loads_and_saves() {
             let run = |script: &str| {
                 let mut python = Command::new(&python);
                 python.args(["-c", script]).env("LD_LIBRARY_PATH", served.dir.path());
-                python.envs([("MEMORY", memory), ("POLICY", "at-least:pageable"), ("MDS", &served.mds)]);
+                python.envs([
+                    ("MEMORY", memory),
+                    ("POLICY", "at-least:pageable"),
+                    ("MDS", &served.mds),
+                ]);
                 python.env("KEY", &served.key).output().unwrap()
             };
             if !run(modules).status.success() {
@@ -57,18 +68,30 @@ fn python_loads_and_saves() {
     }
 }
 
-/// The page, block by block: what a part needs beside the module, and the part, as it stands there but for the names of this cluster.
+/// The page, block by block: what a part needs beside the module, and the part, as it stands there
+/// but for the names of this cluster.
 fn page(served: &Served, memory: &str) -> Vec<(&'static str, String)> {
     let page = include_str!("../../../docs/gds.md");
-    let blocks: Vec<&str> = page.split("```python\n").skip(1).map(|b| b.split_once("```").unwrap().0).collect();
+    let blocks: Vec<&str> =
+        page.split("```python\n").skip(1).map(|b| b.split_once("```").unwrap().0).collect();
     // Of the second one there is a test in tools/tests/it/gds_local.rs.
-    let [first, copies, torch, fast] = blocks[..] else { panic!("{} blocks in Python: are all tested?", blocks.len()) };
-    assert!(first.contains("by_road") && copies.contains("local-gds") && fast.contains("PipelineParallel"));
+    let [first, copies, torch, fast] = blocks[..] else {
+        panic!("{} blocks in Python: are all tested?", blocks.len())
+    };
+    assert!(
+        first.contains("by_road")
+            && copies.contains("local-gds")
+            && fast.contains("PipelineParallel")
+    );
     let mut all = vec![("pass", first.to_string())];
     if memory == "host" {
         let (mds, key) = (&served.mds, served.key.display());
         let here = |block: &str| {
-            let names = [("at-least:bounce-tcp", "at-least:pageable"), ("/m/", "/m-"), ("/ckpt/", "/ckpt-")];
+            let names = [
+                ("at-least:bounce-tcp", "at-least:pageable"),
+                ("/m/", "/m-"),
+                ("/ckpt/", "/ckpt-"),
+            ];
             names.iter().fold(block.to_string(), |block, (from, to)| block.replacen(from, to, 2))
         };
         let bridge = format!("\"{mds}\", key=\"{key}\", memory=\"host\"");

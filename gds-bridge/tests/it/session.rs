@@ -1,4 +1,5 @@
-//! Sessions: files by path, whole files that replace others, errors, over sockets to the cluster in memory.
+//! Sessions: files by path, whole files that replace others, errors, over sockets to the cluster in
+//! memory.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -53,7 +54,10 @@ fn a_file_is_replaced_whole_or_not_at_all() {
 
     // A copy that fails: the old file stays, and nothing else is left behind.
     let host = s.host().unwrap();
-    host.fail_after(2, strake_gds::Fault::Driver { call: "cuMemcpyDtoHAsync", code: 719, name: "failed".into() });
+    host.fail_after(
+        2,
+        strake_gds::Fault::Driver { call: "cuMemcpyDtoHAsync", code: 719, name: "failed".into() },
+    );
     let failed = s.replace("/model", 0o640, content, BOUNCE).unwrap_err();
     assert!(failed.error.code == Code::Io && failed.report.moved() < MIB, "{failed}");
     host.mend();
@@ -70,13 +74,17 @@ fn a_file_is_replaced_whole_or_not_at_all() {
     let shorter = Content { head: b"", device: &ranges[1..] };
     s.replace("/model", 0o640, shorter, BOUNCE).unwrap();
     let g = s.open_file("/model", 0, 0).unwrap();
-    assert_eq!((s.size(&g).unwrap(), s.read(&f, 0, 18).unwrap()), (1000, b"a head of 18 bytes".to_vec()));
+    assert_eq!(
+        (s.size(&g).unwrap(), s.read(&f, 0, 18).unwrap()),
+        (1000, b"a head of 18 bytes".to_vec())
+    );
     assert_eq!(served.cluster.mds.names(), [b"model".to_vec()]);
     s.close(f).unwrap();
     s.close(g).unwrap();
 }
 
-/// What has its name was on the servers' disks before: they lose all else, and nobody is left who could send it again.
+/// What has its name was on the servers' disks before: they lose all else, and nobody is left who
+/// could send it again.
 #[test]
 fn a_file_that_replaces_another_is_stable_when_it_has_the_name() {
     let served = Served::new(3);
@@ -85,7 +93,8 @@ fn a_file_that_replaces_another_is_stable_when_it_has_the_name() {
     let a = s.device().alloc(MIB + 77).unwrap();
     s.put(a, &data).unwrap();
     let ranges = [(a, MIB + 77)];
-    s.replace("/model", 0o644, Content { head: b"a head", device: &ranges }, Policy::Prefer).unwrap();
+    s.replace("/model", 0o644, Content { head: b"a head", device: &ranges }, Policy::Prefer)
+        .unwrap();
     served.cluster.restart(&[0, 1, 2]);
     let other = Session::open(&setup(&served)).unwrap();
     let f = other.open_file("/model", 0, 0).unwrap();
@@ -142,8 +151,14 @@ fn tensors_are_saved_and_loaded_as_safetensors() {
     let (wide, bytes) = (device.alloc(2 * MIB).unwrap(), device.alloc(33).unwrap());
     s.put(wide, &w).unwrap();
     s.put(bytes, &b).unwrap();
-    let new = |name: &str, dtype, shape: &[usize], gpu| New { name: name.into(), dtype, shape: shape.into(), gpu };
-    let tensors = [new("bytes", Dtype::U8, &[3, 11], bytes), new("wide", Dtype::F32, &[512, 1024], wide)];
+    let new = |name: &str, dtype, shape: &[usize], gpu| New {
+        name: name.into(),
+        dtype,
+        shape: shape.into(),
+        gpu,
+    };
+    let tensors =
+        [new("bytes", Dtype::U8, &[3, 11], bytes), new("wide", Dtype::F32, &[512, 1024], wide)];
     let notes = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     let r = s.save_tensors("/m", 0o644, &tensors, &notes, Policy::Prefer).unwrap();
     assert_eq!(r.moved(), 2 * MIB + 33);
@@ -161,7 +176,9 @@ fn tensors_are_saved_and_loaded_as_safetensors() {
         s.get(addr, &mut v).unwrap();
         v
     };
-    assert!(at(blocks[0], 2 * MIB) == w && at(blocks[0] + 2 * MIB, 33) == b && at(blocks[1], 33) == b);
+    assert!(
+        at(blocks[0], 2 * MIB) == w && at(blocks[0] + 2 * MIB, 33) == b && at(blocks[1], 33) == b
+    );
 
     // Into memory that is there, and only what is wanted.
     let to = device.alloc(33).unwrap();
@@ -199,7 +216,9 @@ fn what_cannot_be_opened_says_why() {
             assert!(e.code == Code::NoDev && e.message == why.to_string(), "{e}");
         }
     }
-    for (text, is) in [("host", Memory::Host), ("cuda", Memory::Cuda(0)), ("cuda:3", Memory::Cuda(3))] {
+    for (text, is) in
+        [("host", Memory::Host), ("cuda", Memory::Cuda(0)), ("cuda:3", Memory::Cuda(3))]
+    {
         assert_eq!(text.parse::<Memory>().unwrap(), is);
     }
     for bad in ["", "cuda:", "cuda:-1", "gpu", "host:0"] {
@@ -207,7 +226,8 @@ fn what_cannot_be_opened_says_why() {
     }
 }
 
-/// A load that comes after a busy stream waits for it, while others go on; what it is given later is not waited for.
+/// A load that comes after a busy stream waits for it, while others go on; what it is given later
+/// is not waited for.
 #[test]
 fn calls_in_the_order_of_a_stream_go_on_beside_the_program() {
     let served = Served::new(3);
@@ -249,5 +269,8 @@ fn calls_in_the_order_of_a_stream_go_on_beside_the_program() {
     drop(unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 0) }.unwrap());
     host.destroy();
     // SAFETY: as above.
-    assert_eq!(unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 0) }.err().unwrap().code, Code::NoDev);
+    assert_eq!(
+        unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 0) }.err().unwrap().code,
+        Code::NoDev
+    );
 }

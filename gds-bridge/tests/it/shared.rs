@@ -1,4 +1,5 @@
-//! Several bridges in a process: what they register is registered once, counted once, and let go with the last of them.
+//! Several bridges in a process: what they register is registered once, counted once, and let go
+//! with the last of them.
 
 use std::sync::Arc;
 
@@ -12,8 +13,13 @@ const SLOTS: u64 = 6 * 256 * KIB;
 const ONE: u64 = REGION as u64;
 
 async fn over_limit(mem: &HostMem, pool: &Pool, limit: u64) -> Bridge {
-    let options =
-        Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit: Some(limit), ..Options::default() };
+    let options = Options {
+        workers: 3,
+        slots: 2,
+        slot_bytes: 256 << 10,
+        pinned_limit: Some(limit),
+        ..Options::default()
+    };
     Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap()
 }
 
@@ -32,12 +38,16 @@ async fn two_devices_use_one_registration_of_the_clients_buffers_until_the_last_
     let (first, pool) = (HostMem::new(), Pool::new(ONE));
     first.limit_pins(1 << 30);
     let second = first.beside();
-    let (a, b) = (over(&first, Arc::new(pool.clone())).await, over(&second, Arc::new(pool.clone())).await);
+    let (a, b) =
+        (over(&first, Arc::new(pool.clone())).await, over(&second, Arc::new(pool.clone())).await);
     for (bridge, mem) in [(&a, &first), (&b, &second), (&b, &second), (&a, &first)] {
         let r = save(bridge, mem, &pool).await;
         assert_eq!(r.staged, 0, "it is pinned for both: {r}");
     }
-    assert_eq!((a.pinned_buffers(), b.pinned_buffers(), first.pinned()), (ONE, ONE, 2 * SLOTS + ONE));
+    assert_eq!(
+        (a.pinned_buffers(), b.pinned_buffers(), first.pinned()),
+        (ONE, ONE, 2 * SLOTS + ONE)
+    );
     let told = first.pins();
     assert_eq!((told.made, told.twice, told.stray), (13, 0, 0), "{told:?}");
     // Another bridge of the same device, and then the first of all goes, who has registered it.
@@ -65,18 +75,33 @@ async fn the_limit_holds_for_all_bridges_together_and_what_they_share_counts_onc
     let b = over_limit(&mem, &pool, limit).await;
     let notice = b.notice().unwrap();
     assert!(notice.contains("6 pinned slots of 256 KiB and 0 pinned regions"), "{notice}");
-    assert!(notice.contains(&format!("other bridges of this process have {} bytes", SLOTS + ONE)), "{notice}");
+    assert!(
+        notice.contains(&format!("other bridges of this process have {} bytes", SLOTS + ONE)),
+        "{notice}"
+    );
     save(&a, &mem, &pool).await;
     assert_eq!(save(&b, &mem, &pool).await.staged, 0, "it takes nothing of the limit");
     assert_eq!((mem.pinned(), mem.pins().twice), (limit, 0));
     let c = over_limit(&mem, &pool, limit).await;
     let notice = c.notice().unwrap();
-    assert!(notice.starts_with("nothing is pinned: ") && notice.contains("other bridges of this process"), "{notice}");
+    assert!(
+        notice.starts_with("nothing is pinned: ")
+            && notice.contains("other bridges of this process"),
+        "{notice}"
+    );
     // There is room when another one goes.
     drop(b);
     let d = over_limit(&mem, &pool, limit).await;
-    assert!(d.notice().unwrap().contains("6 pinned slots of 256 KiB and 0 pinned regions"), "{:?}", d.notice());
-    assert_eq!(save(&d, &mem, &pool).await.staged, 0, "the other one's region is pinned for it, too");
+    assert!(
+        d.notice().unwrap().contains("6 pinned slots of 256 KiB and 0 pinned regions"),
+        "{:?}",
+        d.notice()
+    );
+    assert_eq!(
+        save(&d, &mem, &pool).await.staged,
+        0,
+        "the other one's region is pinned for it, too"
+    );
     drop((a, c, d));
     assert_eq!((mem.pinned(), mem.pins().stray), (0, 0));
 }
@@ -86,7 +111,8 @@ async fn a_registration_that_went_with_its_context_is_made_anew_by_another_devic
     let (first, pool) = (HostMem::new(), Pool::new(ONE));
     first.limit_pins(1 << 30);
     let second = first.beside();
-    let (a, b) = (over(&first, Arc::new(pool.clone())).await, over(&second, Arc::new(pool.clone())).await);
+    let (a, b) =
+        (over(&first, Arc::new(pool.clone())).await, over(&second, Arc::new(pool.clone())).await);
     assert_eq!(save(&b, &second, &pool).await.staged, 0);
     first.destroy();
     assert_eq!(first.pinned(), SLOTS, "what the first has registered is gone");
@@ -116,7 +142,10 @@ async fn a_tier_without_pinned_memory_stages_what_another_bridge_has_pinned() {
     let r = b.save(&all, Policy::Require(Tier::Pageable)).await.unwrap();
     let now = mem.copied();
     assert!(r.is_all(Tier::Pageable) && r.staged == MIB, "{r}");
-    assert_eq!((now.save_pinned - before.save_pinned, now.save_pageable - before.save_pageable), (0, MIB));
+    assert_eq!(
+        (now.save_pinned - before.save_pinned, now.save_pageable - before.save_pageable),
+        (0, MIB)
+    );
     assert!(*out.bytes.lock() == mem.peek(tensor, MIB).unwrap());
 }
 

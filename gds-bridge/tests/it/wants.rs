@@ -5,7 +5,8 @@ use std::sync::Arc;
 use crate::ram::*;
 use strake_fabric::{Pool, REGION, Road};
 use strake_gds::{
-    Bridge, Checksums, Fault, HostMem, Network, Options, Policy, Tier, Transfer, Unavailable, plan::Standing,
+    Bridge, Checksums, Fault, HostMem, Network, Options, Policy, Tier, Transfer, Unavailable,
+    plan::Standing,
 };
 use strake_proto::Code;
 
@@ -55,7 +56,10 @@ async fn a_payload_outside_the_pools_regions_is_called_that() {
     let r = bridge.load(&all, BOUNCED).await.unwrap();
     assert!(r.by_tier[Tier::BounceRdma] == 0 && r.moved() == MIB, "{r}");
     drop(full);
-    assert!(bridge.load(&all, RDMA).await.unwrap().is_all(Tier::BounceRdma), "a call that allows nothing else tries");
+    assert!(
+        bridge.load(&all, RDMA).await.unwrap().is_all(Tier::BounceRdma),
+        "a call that allows nothing else tries"
+    );
 }
 
 #[tokio::test]
@@ -74,7 +78,10 @@ async fn bounce_rdma_is_not_lost_and_found_by_each_call_where_little_may_be_pinn
     let copied = mem.copied();
     for _ in 0..3 {
         let r = bridge.load(&all, BOUNCED).await.unwrap();
-        assert!(r.is_all(Tier::BounceTcp) && r.switches.is_empty() && r.by_road[Road::Rdma] == 6 * MIB, "{r}");
+        assert!(
+            r.is_all(Tier::BounceTcp) && r.switches.is_empty() && r.by_road[Road::Rdma] == 6 * MIB,
+            "{r}"
+        );
         assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::BounceRdma && rests(why)), "{r}");
         assert!(r.to_string().contains("leave it alone for a while"), "{r}");
     }
@@ -82,7 +89,11 @@ async fn bounce_rdma_is_not_lost_and_found_by_each_call_where_little_may_be_pinn
     assert_eq!(mem.copied().load_pinned - copied.load_pinned, 3 * 6 * MIB);
     // A call that allows nothing else tries.
     let failed = bridge.load(&all, RDMA).await.unwrap_err();
-    assert!(failed.error.code == Code::Io && failed.error.message.contains("registered with the device"), "{failed}");
+    assert!(
+        failed.error.code == Code::Io
+            && failed.error.message.contains("registered with the device"),
+        "{failed}"
+    );
     // Asked to, the bridge tries it again.
     drop(taken);
     bridge.self_test().await;
@@ -103,7 +114,8 @@ async fn a_device_without_room_for_sums_copies_unverified_and_the_report_says_so
         verify_on_gpu: true,
         ..Options::default()
     };
-    let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap();
+    let bridge =
+        Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap();
     let file = Ram::new(1, pattern(1, MIB), &pool);
     let tensor = device(&mem, &vec![0; 1 << 20]);
     let all = [Transfer { file: file.clone(), offset: 0, gpu: tensor, len: MIB }];
@@ -111,10 +123,18 @@ async fn a_device_without_room_for_sums_copies_unverified_and_the_report_says_so
         mem.limit_room(MIB + 4096);
         assert_eq!(bridge.load(&all, policy).await.unwrap().checksums, Checksums::Gpu);
         mem.limit_room(MIB + 4095);
-        for r in [bridge.load(&all, policy).await.unwrap(), bridge.save(&all, policy).await.unwrap()] {
-            assert!(r.moved() == MIB && r.switches.is_empty() && r.checksums == Checksums::Host, "{r}");
+        for r in
+            [bridge.load(&all, policy).await.unwrap(), bridge.save(&all, policy).await.unwrap()]
+        {
+            assert!(
+                r.moved() == MIB && r.switches.is_empty() && r.checksums == Checksums::Host,
+                "{r}"
+            );
             let why = r.not_on_gpu.unwrap();
-            assert!(why.contains("did not sum all of it") && why.contains("no room for 4096 bytes"), "{why}");
+            assert!(
+                why.contains("did not sum all of it") && why.contains("no room for 4096 bytes"),
+                "{why}"
+            );
         }
         let standings = bridge.standings();
         for tier in [Tier::BounceTcp, Tier::Pageable] {

@@ -34,16 +34,24 @@ pub(crate) fn stranded(map: &pb::ClusterMap, dead: &BTreeSet<TargetId>) -> Vec<C
     let open = recovery::in_doubt(map);
     let gone = |r: &pb::Replica| {
         r.state() != ReplicaLastsrv
-            || targets.get(&r.target).is_none_or(|t| !t.alive && (t.given_up || dead.contains(&t.id)))
+            || targets
+                .get(&r.target)
+                .is_none_or(|t| !t.alive && (t.given_up || dead.contains(&t.id)))
     };
-    let is = |c: &&pb::Chain| c.head().is_none() && !open.contains(&c.id) && c.replicas.iter().all(gone);
+    let is =
+        |c: &&pb::Chain| c.head().is_none() && !open.contains(&c.id) && c.replicas.iter().all(gone);
     map.chains.iter().filter(is).map(|c| c.id).collect()
 }
 
 /// Those of `chains` on which this file has data by the state, or may have: it has been written
 /// there and was not cut, or it is not known yet how far it was written. One that is open for
 /// writing may have bytes that its writer has yet to report.
-pub(crate) fn held(map: &MapView, ino: u64, r: &pb::InodeRecord, chains: &BTreeSet<ChainId>) -> BTreeSet<ChainId> {
+pub(crate) fn held(
+    map: &MapView,
+    ino: u64,
+    r: &pb::InodeRecord,
+    chains: &BTreeSet<ChainId>,
+) -> BTreeSet<ChainId> {
     let Some(layout) = &r.layout else { return BTreeSet::new() };
     let Ok(stripes) = StripeMap::resolve(ino, layout, map) else {
         // One that this program cannot read may name any.
@@ -80,7 +88,11 @@ impl<'a> Homes<'a> {
     /// The chain with new replicas: those of its targets that are there, others for the rest.
     /// `blank`: nothing of this chain is on a target, and it knows that it is not to take anything
     /// of it. `None`: there are too few.
-    pub(crate) fn of(&mut self, chain: ChainId, blank: impl Fn(TargetId, &pb::Chain) -> bool) -> Option<pb::Chain> {
+    pub(crate) fn of(
+        &mut self,
+        chain: ChainId,
+        blank: impl Fn(TargetId, &pb::Chain) -> bool,
+    ) -> Option<pb::Chain> {
         let c = self.map.chains.iter().find(|c| c.id == chain)?;
         let want = copies(self.map, c);
         let set = self.map.sets.iter().find(|s| s.chains.contains(&c.id));
@@ -88,13 +100,22 @@ impl<'a> Homes<'a> {
         let could = self.map.targets.iter().filter(|t| t.alive && !t.draining && blank(t.id, c));
         let could: Vec<&pb::Target> = could.collect();
         let mut chosen: Vec<TargetId> = Vec::new();
-        let apart = |chosen: &[TargetId], t| chosen.iter().all(|o| *o != t && self.domains.servers_differ(*o, t));
+        let apart = |chosen: &[TargetId], t| {
+            chosen.iter().all(|o| *o != t && self.domains.servers_differ(*o, t))
+        };
         while chosen.len() < want {
             let fitness = |t: &&&pb::Target| {
                 let outside = pool.is_some_and(|p| !p.targets.contains(&t.id));
                 let full = u128::from(t.used) * 10 / u128::from(t.capacity.max(1));
                 let has = self.has.get(&t.id).copied().unwrap_or(0);
-                (!c.preferred.contains(&t.id), outside, self.domains.crowd(t.id, &chosen), full, has, t.id)
+                (
+                    !c.preferred.contains(&t.id),
+                    outside,
+                    self.domains.crowd(t.id, &chosen),
+                    full,
+                    has,
+                    t.id,
+                )
             };
             match could.iter().filter(|t| apart(&chosen, t.id)).min_by_key(fitness) {
                 Some(t) => chosen.push(t.id),
@@ -114,7 +135,10 @@ impl<'a> Homes<'a> {
         }
         chosen.iter().for_each(|t| *self.has.entry(*t).or_default() += 1);
         let state = |i: usize| if i < serving { ReplicaServing } else { ReplicaOffline };
-        let replica = |(i, target): (usize, &TargetId)| pb::Replica { target: *target, state: state(i) as i32 };
+        let replica = |(i, target): (usize, &TargetId)| pb::Replica {
+            target: *target,
+            state: state(i) as i32,
+        };
         let replicas = chosen.iter().enumerate().map(replica).collect();
         Some(pb::Chain { id: c.id, epoch: c.epoch + 1, replicas, preferred: chosen, lost: false })
     }
@@ -123,7 +147,9 @@ impl<'a> Homes<'a> {
 /// `EBUSY` if a chain has changed since it was found to hold nothing.
 pub(crate) fn begin(map: &mut pb::ClusterMap, b: &pb::ChainsAnew) -> Result<()> {
     let (mut next, open) = (map.clone(), recovery::in_doubt(map));
-    let no = |code, id: ChainId, why: &str| Err(Error::new(code, format!("chain {id} does not begin anew: {why}")));
+    let no = |code, id: ChainId, why: &str| {
+        Err(Error::new(code, format!("chain {id} does not begin anew: {why}")))
+    };
     if b.chains.len() > AT_ONCE {
         return Err(Error::new(Code::Inval, format!("more than {AT_ONCE} chains at once")));
     }
@@ -137,7 +163,8 @@ pub(crate) fn begin(map: &mut pb::ClusterMap, b: &pb::ChainsAnew) -> Result<()> 
         check_chain(new)?;
         let registered = |t: &TargetId| map.targets.iter().any(|h| h.id == *t);
         let members = new.replicas.iter().map(|r| r.target);
-        let states = new.replicas.iter().all(|r| matches!(r.state(), ReplicaServing | ReplicaOffline));
+        let states =
+            new.replicas.iter().all(|r| matches!(r.state(), ReplicaServing | ReplicaOffline));
         if new.lost
             || new.preferred.len() != copies(map, old)
             || !members.eq(new.preferred.iter().copied())
@@ -160,16 +187,29 @@ mod tests {
     /// Targets 0 to 3 on nodes of their own, 0 dead; chain 1 was on 0 alone, chain 2 on 0 and 1,
     /// chain 3 is served.
     fn map() -> pb::ClusterMap {
-        let target = |id| pb::Target { id, node: 1001 + id, capacity: 100, alive: id > 0, ..Default::default() };
+        let target = |id| pb::Target {
+            id,
+            node: 1001 + id,
+            capacity: 100,
+            alive: id > 0,
+            ..Default::default()
+        };
         let chain = |id, on: &[(u32, pb::ReplicaState)]| pb::Chain {
             id,
             epoch: 4,
-            replicas: on.iter().map(|(t, s)| pb::Replica { target: *t, state: *s as i32 }).collect(),
+            replicas: on
+                .iter()
+                .map(|(t, s)| pb::Replica { target: *t, state: *s as i32 })
+                .collect(),
             preferred: on.iter().map(|r| r.0).collect(),
             lost: false,
         };
-        let set =
-            |copies, chains: &[u32]| pb::ChainSet { id: copies, copies, chains: chains.to_vec(), ..Default::default() };
+        let set = |copies, chains: &[u32]| pb::ChainSet {
+            id: copies,
+            copies,
+            chains: chains.to_vec(),
+            ..Default::default()
+        };
         pb::ClusterMap {
             version: 7,
             targets: (0..4).map(target).collect(),
@@ -225,13 +265,18 @@ mod tests {
         gone.targets.remove(0);
         gone.chains[1].preferred = vec![1];
         assert_eq!(of(&gone, 2, &|t| t == 3), Some((5, vec![(3, true), (1, false)])));
-        assert_eq!(of(&gone, 2, &|_| true), Some((5, vec![(1, true), (3, true)])), "two copies, as ever");
+        assert_eq!(
+            of(&gone, 2, &|_| true),
+            Some((5, vec![(1, true), (3, true)])),
+            "two copies, as ever"
+        );
     }
 
     #[test]
     fn a_chain_begins_anew_only_at_the_epoch_in_which_that_was_found() {
         let begins = |m: &pb::ClusterMap| {
-            let chains = [1, 2].iter().map(|c| Homes::new(m).of(*c, |_, _| true).unwrap()).collect();
+            let chains =
+                [1, 2].iter().map(|c| Homes::new(m).of(*c, |_, _| true).unwrap()).collect();
             pb::ChainsAnew { chains }
         };
         let mut m = map();
@@ -260,7 +305,10 @@ mod tests {
         }
         m.chains[0].lost = true;
         begin(&mut m, &b).unwrap();
-        assert_eq!((m.version, m.chains[0].lost, replicas(&m.chains[0])), (8, false, vec![(3, true)]));
+        assert_eq!(
+            (m.version, m.chains[0].lost, replicas(&m.chains[0])),
+            (8, false, vec![(3, true)])
+        );
         assert_eq!(code(begin(&mut m, &b)), Code::Busy, "not twice");
     }
 
@@ -283,9 +331,13 @@ mod tests {
         let both = BTreeSet::from([1, 2]);
         let held = |r: &pb::InodeRecord| Vec::from_iter(held(&view, 9, r, &both));
         let stripe = u64::from(stripe);
-        for (size, want) in
-            [(0, vec![]), (stripe, vec![]), (stripe + 1, vec![1]), (2 * stripe, vec![1]), (2 * stripe + 1, vec![1, 2])]
-        {
+        for (size, want) in [
+            (0, vec![]),
+            (stripe, vec![]),
+            (stripe + 1, vec![1]),
+            (2 * stripe, vec![1]),
+            (2 * stripe + 1, vec![1, 2]),
+        ] {
             assert_eq!(held(&file(size)), want, "{size}");
         }
         for open in [

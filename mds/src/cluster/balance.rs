@@ -1,7 +1,9 @@
-//! Replicas that move so that targets get equally full. A pure function on the map and on what storage servers say they store.
+//! Replicas that move so that targets get equally full. A pure function on the map and on what
+//! storage servers say they store.
 //!
-//! How full a target is, is judged by the chains that it shall have: what comes counts already, what goes counts no more. So moves that
-//! are under way, and what a target has yet to remove, are not evened out a second time.
+//! How full a target is, is judged by the chains that it shall have: what comes counts already,
+//! what goes counts no more. So moves that are under way, and what a target has yet to remove, are
+//! not evened out a second time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +11,8 @@ use strake_proto::{ChainId, TargetId, map::ChainExt, pb};
 
 use super::moves::{FULL, Load, Why, is_whole, moved};
 
-/// Replicas that one target gives away or takes at a time, whatever for, if another is to come on top: it is no emergency.
+/// Replicas that one target gives away or takes at a time, whatever for, if another is to come on
+/// top: it is no emergency.
 const MOVES: usize = 2;
 /// So many of the emptiest targets are looked at for each chain that might move.
 const LOOK: usize = 32;
@@ -47,7 +50,8 @@ impl Level<'_> {
     }
 }
 
-/// Evens out what differs by more than `percent` points between the fullest and the emptiest of the targets that are alive and stay.
+/// Evens out what differs by more than `percent` points between the fullest and the emptiest of the
+/// targets that are alive and stay.
 pub(crate) struct Balance {
     percent: u32,
     /// It has begun, and goes on until they differ by half as much only.
@@ -60,10 +64,15 @@ impl Balance {
         Balance { percent, going: false }
     }
 
-    /// Chains that are to get other targets now, with a sentence about each: of chains that rest with all replicas in sync, the largest
-    /// that does not make the taker fuller than the giver is then. Where they may stand is as for any other move; they get no closer to
-    /// other copies, and chains of a pool stay within it.
-    pub(crate) fn plan(&mut self, map: &pb::ClusterMap, stored: &Stored) -> Vec<(pb::Chain, String)> {
+    /// Chains that are to get other targets now, with a sentence about each: of chains that rest
+    /// with all replicas in sync, the largest that does not make the taker fuller than the giver is
+    /// then. Where they may stand is as for any other move; they get no closer to other copies, and
+    /// chains of a pool stay within it.
+    pub(crate) fn plan(
+        &mut self,
+        map: &pb::ClusterMap,
+        stored: &Stored,
+    ) -> Vec<(pb::Chain, String)> {
         if self.percent == 0 {
             return Vec::new();
         }
@@ -71,15 +80,20 @@ impl Balance {
         let percent = f64::from(self.percent) / 100.0;
         let mut out = Vec::new();
         loop {
-            floor.levels.sort_by(|a, b| b.full().total_cmp(&a.full()).then(a.target.id.cmp(&b.target.id)));
-            let (Some(first), Some(last)) = (floor.levels.first(), floor.levels.last()) else { return out };
+            floor
+                .levels
+                .sort_by(|a, b| b.full().total_cmp(&a.full()).then(a.target.id.cmp(&b.target.id)));
+            let (Some(first), Some(last)) = (floor.levels.first(), floor.levels.last()) else {
+                return out;
+            };
             let differ = first.full() - last.full();
             self.going = differ > if self.going { percent / 2.0 } else { percent };
             if !self.going {
                 return out;
             }
             let Some(m) = floor.next(percent / 2.0) else {
-                // What differs cannot be evened out: it has ended, unless it only waits for what is under way.
+                // What differs cannot be evened out: it has ended, unless it only waits for what is
+                // under way.
                 self.going = !out.is_empty() || floor.is_busy();
                 return out;
             };
@@ -132,7 +146,10 @@ impl<'a> Floor<'a> {
             }
         }
         let judged = |t: &&pb::Target| t.alive && !t.draining && stored(t.id).is_some();
-        let level = |target: &'a pb::Target| Level { target, used: used.get(&target.id).copied().unwrap_or(0) };
+        let level = |target: &'a pb::Target| Level {
+            target,
+            used: used.get(&target.id).copied().unwrap_or(0),
+        };
         let levels = map.targets.iter().filter(judged).map(level).collect();
         Floor { load: Load::new(map), levels, on, taken: BTreeSet::new(), stuck: BTreeSet::new() }
     }
@@ -141,7 +158,8 @@ impl<'a> Floor<'a> {
         self.levels.iter().any(|l| self.load.moving(l.target.id) > 0)
     }
 
-    /// The next move between two that differ by more than this; from the fullest to the emptiest, where that can be.
+    /// The next move between two that differ by more than this; from the fullest to the emptiest,
+    /// where that can be.
     fn next(&mut self, least: f64) -> Option<Move<'a>> {
         let free = |i: &usize| self.load.moving(self.levels[*i].target.id) < MOVES;
         let takers: Vec<usize> = (0..self.levels.len()).rev().filter(free).collect();
@@ -163,14 +181,15 @@ impl<'a> Floor<'a> {
         None
     }
 
-    /// The largest of a giver's chains that the emptiest of these takers may have, or else the next one; of about as many bytes rather
-    /// one that it does not head: its OST index stays.
+    /// The largest of a giver's chains that the emptiest of these takers may have, or else the next
+    /// one; of about as many bytes rather one that it does not head: its OST index stays.
     fn best(&self, from: usize, takers: &[usize], least: f64) -> Option<Move<'a>> {
         let giver = &self.levels[from];
         let id = giver.target.id;
         let taker = |c: &pb::Chain, bytes: u64| {
             let pool = self.load.pools.get(&c.id).filter(|p| p.targets.contains(&id));
-            let member = |to: &&usize| pool.is_none_or(|p| p.targets.contains(&self.levels[**to].target.id));
+            let member =
+                |to: &&usize| pool.is_none_or(|p| p.targets.contains(&self.levels[**to].target.id));
             let may = |to: &&usize| {
                 let to = &self.levels[**to];
                 let worth = LEAST * giver.capacity().min(to.capacity());
@@ -182,9 +201,11 @@ impl<'a> Floor<'a> {
             let differs = |to: &&usize| giver.full() - self.levels[**to].full() > least;
             takers.iter().take_while(differs).filter(member).take(LOOK).find(may).copied()
         };
-        let chains = self.on.get(&id).into_iter().flatten().filter(|(c, _)| !self.taken.contains(&c.id));
-        let may =
-            chains.filter_map(|(chain, bytes)| Some(Move { chain, bytes: *bytes, from, to: taker(chain, *bytes)? }));
+        let chains =
+            self.on.get(&id).into_iter().flatten().filter(|(c, _)| !self.taken.contains(&c.id));
+        let may = chains.filter_map(|(chain, bytes)| {
+            Some(Move { chain, bytes: *bytes, from, to: taker(chain, *bytes)? })
+        });
         may.max_by_key(|m| (m.to, m.bytes.ilog2(), m.chain.ost_index() != id, m.bytes))
     }
 

@@ -41,7 +41,8 @@ impl Bed {
     /// So many chunks of files with so many copies, on any of their chains.
     fn fill(&mut self, seed: u64, copies: usize, chunks: usize) {
         let mut rng = StdRng::seed_from_u64(seed);
-        let of: Vec<ChainId> = self.map.chains.iter().filter(|c| c.preferred.len() == copies).map(|c| c.id).collect();
+        let of: Vec<ChainId> =
+            self.map.chains.iter().filter(|c| c.preferred.len() == copies).map(|c| c.id).collect();
         for _ in 0..chunks {
             *self.bytes.entry(of[rng.random_range(0..of.len())]).or_default() += CHUNK;
         }
@@ -86,9 +87,12 @@ impl Bed {
             let joins = c.preferred.iter().find(|t| c.state_of(**t).is_none()).copied();
             match (is_whole(c), joins) {
                 (true, _) => {}
-                (_, Some(t)) => c.replicas.push(pb::Replica { target: t, state: ReplicaSyncing as i32 }),
+                (_, Some(t)) => {
+                    c.replicas.push(pb::Replica { target: t, state: ReplicaSyncing as i32 })
+                }
                 _ => {
-                    let serving = |t: &TargetId| pb::Replica { target: *t, state: ReplicaServing as i32 };
+                    let serving =
+                        |t: &TargetId| pb::Replica { target: *t, state: ReplicaServing as i32 };
                     c.replicas = c.preferred.iter().map(serving).collect();
                 }
             }
@@ -106,7 +110,10 @@ impl Bed {
             for t in c.replicas.iter().map(|r| r.target).filter(|t| !c.preferred.contains(t)) {
                 *at_once.entry(t).or_default() += 1;
             }
-            c.preferred.iter().filter(|t| c.state_of(**t).is_none()).for_each(|t| *at_once.entry(*t).or_default() += 1);
+            c.preferred
+                .iter()
+                .filter(|t| c.state_of(**t).is_none())
+                .for_each(|t| *at_once.entry(*t).or_default() += 1);
         }
         assert!(at_once.values().all(|n| *n <= MOVES), "{at_once:?}");
         // Nobody is made fuller than the fullest was.
@@ -132,12 +139,16 @@ fn an_empty_target_gets_its_share() {
         b.fill(seed, 2, 8 * 520 / 2);
         b.map.targets.push(target(8, 8, 4400 * MIB));
         b.deal();
-        let (all, one) = (b.bytes.values().sum::<u64>() * 2, b.bytes.values().sum::<u64>() / b.bytes.len() as u64);
+        let (all, one) = (
+            b.bytes.values().sum::<u64>() * 2,
+            b.bytes.values().sum::<u64>() / b.bytes.len() as u64,
+        );
         let least = (all / 9 / one) as usize;
         b.settle();
         assert!(b.spread() <= 0.05, "seed {seed}: {:?}", b.full());
         assert!(b.moves <= least + least / 2, "seed {seed}: {} moves, {least} at least", b.moves);
-        let heads = b.map.chains.iter().filter(|c| c.preferred.len() == 2 && c.preferred[0] == 8).count();
+        let heads =
+            b.map.chains.iter().filter(|c| c.preferred.len() == 2 && c.preferred[0] == 8).count();
         assert!((8..=14).contains(&heads), "seed {seed}: it heads {heads}");
     }
 }
@@ -164,13 +175,16 @@ fn copies_stay_in_their_racks_and_pools() {
     let rack = |t: u32| ["a", "b", "c"][t as usize % 3];
     b.map.chains.clear();
     b.map.sets.clear();
-    b.map.nodes = (0..9).map(|t| pb::Node { id: 1001 + t, rack: rack(t).into(), ..Default::default() }).collect();
+    b.map.nodes = (0..9)
+        .map(|t| pb::Node { id: 1001 + t, rack: rack(t).into(), ..Default::default() })
+        .collect();
     b.map.pools = vec![pb::Pool { name: "p".into(), targets: vec![0, 1, 2, 3] }];
     b.deal();
     // Those of rack a have most, and the pool has some.
     let chains = b.map.chains.clone();
     for c in &chains {
-        let n = c.preferred.iter().filter(|t| rack(**t) == "a").count() as u64 * u64::from(c.id) % 7;
+        let n =
+            c.preferred.iter().filter(|t| rack(**t) == "a").count() as u64 * u64::from(c.id) % 7;
         b.bytes.insert(c.id, n * 5 * CHUNK);
     }
     let pool: BTreeSet<ChainId> =
@@ -204,7 +218,8 @@ fn full_targets_take_nothing_and_even_ones_are_left_alone() {
     assert_eq!(b.plan().len(), 1);
     // Within the bound nothing begins; what has begun goes on to half of it.
     let mut b = Bed::new(2, 1000 * MIB);
-    let own: Vec<ChainId> = b.map.chains.iter().filter(|c| c.preferred == [0]).map(|c| c.id).collect();
+    let own: Vec<ChainId> =
+        b.map.chains.iter().filter(|c| c.preferred == [0]).map(|c| c.id).collect();
     b.bytes.extend(own.iter().map(|c| (*c, 5 * MIB)));
     assert_eq!((b.spread(), b.plan().len()), (0.04, 0));
     b.bytes.insert(own[0], 7 * MIB);
@@ -223,7 +238,9 @@ fn full_targets_take_nothing_and_even_ones_are_left_alone() {
 #[test]
 fn only_what_is_whole_moves() {
     let mut b = Bed::new(4, 1000 * MIB);
-    let on = |b: &Bed| b.map.chains.iter().position(|c| c.preferred.len() == 2 && c.preferred[0] == 0).unwrap();
+    let on = |b: &Bed| {
+        b.map.chains.iter().position(|c| c.preferred.len() == 2 && c.preferred[0] == 0).unwrap()
+    };
     let at = on(&b);
     let (id, follower) = (b.map.chains[at].id, b.map.chains[at].preferred[1]);
     b.bytes.insert(id, 90 * MIB);
@@ -274,7 +291,8 @@ fn who_can_give_nothing_keeps_nobody_else_from_it() {
 #[test]
 fn what_cannot_be_evened_out_starts_nothing_for_later() {
     let mut b = Bed::new(2, 1000 * MIB);
-    let own: Vec<ChainId> = b.map.chains.iter().filter(|c| c.preferred == [0]).map(|c| c.id).collect();
+    let own: Vec<ChainId> =
+        b.map.chains.iter().filter(|c| c.preferred == [0]).map(|c| c.id).collect();
     b.bytes.insert(own[0], 70 * MIB);
     assert_eq!((b.spread(), b.plan().len()), (0.07, 0), "it is one piece");
     b.bytes = own.iter().take(3).map(|c| (*c, 10 * MIB)).collect();

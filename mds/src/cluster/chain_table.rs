@@ -1,5 +1,5 @@
-//! Which chains there are: new ones for targets that head too few, dealt so that what fails is made good by many. Pure functions
-//! on the map; the leader proposes what they give.
+//! Which chains there are: new ones for targets that head too few, dealt so that what fails is made
+//! good by many. Pure functions on the map; the leader proposes what they give.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,25 +17,31 @@ pub const MAX_CHAINS: usize = 32_768;
 /// Chain ids of an era are below the next era times two to this.
 const ERA_CHAINS: u32 = 16;
 
-/// Where the ids of chains that are made now begin, and the first one that none may have. A group that was recovered must not give out
-/// again what was given out after the state that it has.
+/// Where the ids of chains that are made now begin, and the first one that none may have. A group
+/// that was recovered must not give out again what was given out after the state that it has.
 pub(super) fn ids(map: &pb::ClusterMap) -> (u64, u64) {
     let era = recovery::incarnation(map).era();
     (era << ERA_CHAINS, (era + 1) << ERA_CHAINS)
 }
 
-/// Chains and chain sets for what is alive, stays, and heads too few: per number of copies that the live nodes allow, one set in
-/// which each such target heads so many that it has `per` of them, fewer where the map would become too long. The same for
-/// each pool, of chains that have all replicas on its members. `None` if nothing is missing, or there is no room for it.
+/// Chains and chain sets for what is alive, stays, and heads too few: per number of copies that the
+/// live nodes allow, one set in which each such target heads so many that it has `per` of them,
+/// fewer where the map would become too long. The same for each pool, of chains that have all
+/// replicas on its members. `None` if nothing is missing, or there is no room for it.
 ///
-/// A target heads too few if it heads at most half of `per`: what moved away is not made up for chain by chain. Nor if it moved to
-/// others, so that the map does not grow with every target that goes and comes back: no more chains are made of a kind once there are
-/// `per` for each target; then [`rich_and_poor`] is made even. A set's order goes round its heads.
-pub fn make_chains(map: &pb::ClusterMap, per: usize) -> Option<(Vec<pb::Chain>, Vec<pb::ChainSet>)> {
+/// A target heads too few if it heads at most half of `per`: what moved away is not made up for
+/// chain by chain. Nor if it moved to others, so that the map does not grow with every target that
+/// goes and comes back: no more chains are made of a kind once there are `per` for each target;
+/// then [`rich_and_poor`] is made even. A set's order goes round its heads.
+pub fn make_chains(
+    map: &pb::ClusterMap,
+    per: usize,
+) -> Option<(Vec<pb::Chain>, Vec<pb::ChainSet>)> {
     let groups = groups(map);
     let Deals { per, mut left, all } = Deals::new(map, &groups, per);
     let before = ids(map).0 as u32;
-    let mut next_chain: ChainId = map.chains.iter().map(|c| c.id).max().unwrap_or(0).max(before) + 1;
+    let mut next_chain: ChainId =
+        map.chains.iter().map(|c| c.id).max().unwrap_or(0).max(before) + 1;
     let mut next_set = map.sets.iter().map(|s| s.id).max().unwrap_or(0).max(before) + 1;
     let (mut new, mut sets) = (Vec::new(), Vec::new());
     for mut d in all {
@@ -49,7 +55,12 @@ pub fn make_chains(map: &pb::ClusterMap, per: usize) -> Option<(Vec<pb::Chain>, 
         if next_chain > first {
             let chains = (first..next_chain).collect::<Vec<_>>();
             left -= chains.len();
-            sets.push(pb::ChainSet { id: next_set, pool: d.group.pool.to_owned(), copies: d.copies as u32, chains });
+            sets.push(pb::ChainSet {
+                id: next_set,
+                pool: d.group.pool.to_owned(),
+                copies: d.copies as u32,
+                chains,
+            });
             next_set += 1;
         }
     }
@@ -93,7 +104,8 @@ struct Place<'a> {
 fn groups(map: &pb::ClusterMap) -> Vec<Group<'_>> {
     let domains = Domains::new(map);
     let usable = map.targets.iter().filter(|t| t.alive && !t.draining);
-    let all: Vec<Place> = usable.map(|t| Place { id: t.id, node: t.node, rack: domains.rack(t.id) }).collect();
+    let all: Vec<Place> =
+        usable.map(|t| Place { id: t.id, node: t.node, rack: domains.rack(t.id) }).collect();
     let of_pool = |p: &pb::Pool| {
         let members: BTreeSet<TargetId> = p.targets.iter().copied().collect();
         all.iter().copied().filter(|t| members.contains(&t.id)).collect()
@@ -120,11 +132,13 @@ struct Deals<'a> {
 
 impl<'a> Deals<'a> {
     fn new(map: &'a pb::ClusterMap, groups: &'a [Group<'a>], per: usize) -> Deals<'a> {
-        let chains: BTreeMap<ChainId, &pb::Chain> = map.chains.iter().filter(|c| !c.lost).map(|c| (c.id, c)).collect();
+        let chains: BTreeMap<ChainId, &pb::Chain> =
+            map.chains.iter().filter(|c| !c.lost).map(|c| (c.id, c)).collect();
         let mut all = Vec::new();
         for group in groups {
             for copies in 1..=group.kinds {
-                let own = map.sets.iter().filter(|s| s.pool == group.pool && s.copies as usize == copies);
+                let own =
+                    map.sets.iter().filter(|s| s.pool == group.pool && s.copies as usize == copies);
                 let own = own.flat_map(|s| &s.chains).filter_map(|id| chains.get(id).copied());
                 all.push(Deal::new(group, copies, own));
             }
@@ -139,7 +153,8 @@ impl<'a> Deals<'a> {
     }
 }
 
-/// What the chains of one number of copies mean for each target of a group; targets by their position in it.
+/// What the chains of one number of copies mean for each target of a group; targets by their
+/// position in it.
 struct Deal<'a> {
     group: &'a Group<'a>,
     copies: usize,
@@ -153,12 +168,17 @@ struct Deal<'a> {
 }
 
 impl<'a> Deal<'a> {
-    fn new(group: &'a Group<'a>, copies: usize, own: impl Iterator<Item = &'a pb::Chain>) -> Deal<'a> {
+    fn new(
+        group: &'a Group<'a>,
+        copies: usize,
+        own: impl Iterator<Item = &'a pb::Chain>,
+    ) -> Deal<'a> {
         let places = &group.places[..];
         let n = places.len();
         let (heads, follows, partners) = (vec![0; n], vec![0; n], vec![Vec::new(); n]);
         let mut d = Deal { group, copies, places, chains: Vec::new(), heads, follows, partners };
-        let at: BTreeMap<TargetId, usize> = places.iter().enumerate().map(|(i, p)| (p.id, i)).collect();
+        let at: BTreeMap<TargetId, usize> =
+            places.iter().enumerate().map(|(i, p)| (p.id, i)).collect();
         for c in own {
             let known: Vec<usize> = c.preferred.iter().filter_map(|t| at.get(t).copied()).collect();
             d.chains.push((c.id, c.ost_index()));
@@ -200,15 +220,17 @@ impl<'a> Deal<'a> {
     fn rich_and_poor(&self, per: usize) -> Option<RichAndPoor> {
         let heads: BTreeMap<TargetId, usize> =
             self.places.iter().map(|p| p.id).zip(self.heads.iter().copied()).collect();
-        let poor: Vec<TargetId> = heads.iter().filter(|(_, n)| short(**n, per) > 0).map(|(t, _)| *t).collect();
+        let poor: Vec<TargetId> =
+            heads.iter().filter(|(_, n)| short(**n, per) > 0).map(|(t, _)| *t).collect();
         let rich = |t: &TargetId| heads.get(t).is_some_and(|n| *n > per);
         let chains: Vec<ChainId> = self.chains.iter().filter(|c| rich(&c.1)).map(|c| c.0).collect();
         (!poor.is_empty() && !chains.is_empty()).then_some(RichAndPoor { heads, per, chains, poor })
     }
 
-    /// Followers stand on other nodes, in racks with as few of the others as can be. Of these places, first come those that follow in
-    /// the fewest chains, so that all get as many; then those that share the fewest with the others of this one, so that what a
-    /// lost target had is with as many as possible.
+    /// Followers stand on other nodes, in racks with as few of the others as can be. Of these
+    /// places, first come those that follow in the fewest chains, so that all get as many; then
+    /// those that share the fewest with the others of this one, so that what a lost target had is
+    /// with as many as possible.
     fn chain(&mut self, head: usize) -> Vec<TargetId> {
         let n = self.places.len();
         let mut chain = vec![head];
@@ -217,11 +239,14 @@ impl<'a> Deal<'a> {
             let last = chain[chain.len() - 1];
             self.partners[last].iter().for_each(|t| shared[*t] += 1);
             let cost = |t: usize| {
-                let crowd = chain.iter().filter(|c| self.places[**c].rack == self.places[t].rack).count();
-                // The distance from the head rotates equals, so that neighbours do not all pick the same target.
+                let crowd =
+                    chain.iter().filter(|c| self.places[**c].rack == self.places[t].rack).count();
+                // The distance from the head rotates equals, so that neighbours do not all pick the
+                // same target.
                 (crowd, self.follows[t], shared[t], (t + n - head) % n)
             };
-            let apart = |t: &usize| chain.iter().all(|c| self.places[*c].node != self.places[*t].node);
+            let apart =
+                |t: &usize| chain.iter().all(|c| self.places[*c].node != self.places[*t].node);
             let Some(t) = (0..n).filter(apart).min_by_key(|t| cost(*t)) else { break };
             self.join(&chain, t);
             chain.push(t);

@@ -60,7 +60,8 @@ fn chains_stand_on_different_nodes_and_are_dealt_evenly() {
                 let c = map.chains.iter().find(|c| c.id == *id).unwrap();
                 assert_eq!((c.preferred[0] as usize, c.preferred.len(), c.epoch), (i, k + 1, 1));
                 assert_eq!(count(c, ReplicaServing), k + 1);
-                let on: BTreeSet<u32> = c.preferred.iter().map(|t| map.targets[*t as usize].node).collect();
+                let on: BTreeSet<u32> =
+                    c.preferred.iter().map(|t| map.targets[*t as usize].node).collect();
                 assert_eq!(on.len(), k + 1, "two copies on one node");
                 for t in &c.preferred[1..] {
                     follows[*t as usize] += 1;
@@ -74,7 +75,11 @@ fn chains_stand_on_different_nodes_and_are_dealt_evenly() {
             // What a dead target served is taken over by several others.
             let elsewhere = n - usize::from(per);
             let want = (k * (k + 1)).min(elsewhere).div_ceil(2).max(k);
-            assert!(partners.iter().all(|p| p.len() >= want), "{nodes}x{per} copies {}: {partners:?}", k + 1);
+            assert!(
+                partners.iter().all(|p| p.len() >= want),
+                "{nodes}x{per} copies {}: {partners:?}",
+                k + 1
+            );
         }
         assert!(make_chains(&map, 1).is_none(), "everything has its chains");
     }
@@ -88,8 +93,12 @@ fn new_targets_make_new_sets_and_leave_the_old_alone() {
     assert!(make_chains(&map, 1).is_none(), "not alive yet");
     map.targets.last_mut().unwrap().alive = true;
     let (chains, sets) = make_chains(&map, 1).unwrap();
-    // One chain of one and of two copies for the new target, and now three copies are possible for all five.
-    assert_eq!(sets.iter().map(|s| (s.copies, s.chains.len())).collect::<Vec<_>>(), vec![(1, 1), (2, 1), (3, 5)]);
+    // One chain of one and of two copies for the new target, and now three copies are possible for
+    // all five.
+    assert_eq!(
+        sets.iter().map(|s| (s.copies, s.chains.len())).collect::<Vec<_>>(),
+        vec![(1, 1), (2, 1), (3, 5)]
+    );
     let u = pb::MapUpdate { expect_version: map.version, chains, sets, ..Default::default() };
     update(&mut map, &u).unwrap();
     assert_eq!(&map.sets[..before.sets.len()], &before.sets[..]);
@@ -121,10 +130,14 @@ fn a_lost_target_is_made_good_by_all_others() {
     for (map, copies, others) in [(&map, 2, 7), (&map, 3, 7), (&racks, 3, 6), (&racks, 2, 6)] {
         let pairs = shared(map, copies);
         for t in 0..others + 1 {
-            let with: Vec<u32> = pairs.iter().filter(|((a, _), n)| *a == t && **n > 0).map(|(_, n)| *n).collect();
+            let with: Vec<u32> =
+                pairs.iter().filter(|((a, _), n)| *a == t && **n > 0).map(|(_, n)| *n).collect();
             let mean = f64::from(with.iter().sum::<u32>()) / f64::from(others);
             assert_eq!(with.len() as u32, others, "target {t} of {copies} copies: {with:?}");
-            assert!(with.iter().all(|n| f64::from(*n) <= 2.0 * mean), "target {t} of {copies} copies: {with:?}");
+            assert!(
+                with.iter().all(|n| f64::from(*n) <= 2.0 * mean),
+                "target {t} of {copies} copies: {with:?}"
+            );
         }
     }
     // The order of a set goes round its heads.
@@ -140,8 +153,9 @@ fn who_heads_at_most_half_gets_all_of_them() {
     let first = map.chains.len();
     // After an upgrade: each had one.
     deal(&mut map, 8);
-    let heads =
-        |map: &pb::ClusterMap, t| map.chains.iter().filter(|c| c.preferred.len() == 2 && c.preferred[0] == t).count();
+    let heads = |map: &pb::ClusterMap, t| {
+        map.chains.iter().filter(|c| c.preferred.len() == 2 && c.preferred[0] == t).count()
+    };
     assert_eq!((map.chains.len(), heads(&map, 0), heads(&map, 3)), (first * 8, 8, 8));
     // What moved to others is not made up for by new ones, whether it is more than half or all.
     let mut gone = map.clone();
@@ -165,7 +179,11 @@ fn who_heads_at_most_half_gets_all_of_them() {
 /// As if all that is under way were done.
 fn done(map: &mut pb::ClusterMap, chains: Vec<pb::Chain>) {
     for mut c in chains {
-        c.replicas = c.preferred.iter().map(|t| pb::Replica { target: *t, state: ReplicaServing as i32 }).collect();
+        c.replicas = c
+            .preferred
+            .iter()
+            .map(|t| pb::Replica { target: *t, state: ReplicaServing as i32 })
+            .collect();
         let id = c.id;
         *map.chains.iter_mut().find(|h| h.id == id).unwrap() = c;
     }
@@ -187,7 +205,8 @@ fn a_map_does_not_grow_with_targets_that_go_and_come_back() {
     let settle = |map: &mut pb::ClusterMap, dead: &BTreeSet<TargetId>| {
         for _ in 0..100 {
             assert!(make_chains(map, 8).is_none());
-            let moved: Vec<pb::Chain> = plan(map, &[], dead, Some(8)).into_iter().map(|(c, _)| c).collect();
+            let moved: Vec<pb::Chain> =
+                plan(map, &[], dead, Some(8)).into_iter().map(|(c, _)| c).collect();
             if moved.is_empty() {
                 return;
             }
@@ -233,8 +252,12 @@ fn a_pool_has_chains_of_its_own_within_it() {
         pb::Pool { name: "none".into(), targets: vec![] },
     ];
     let (chains, sets) = make_chains(&map, 4).unwrap();
-    let of =
-        |pool: &str| sets.iter().filter(|s| s.pool == pool).map(|s| (s.copies, s.chains.len())).collect::<Vec<_>>();
+    let of = |pool: &str| {
+        sets.iter()
+            .filter(|s| s.pool == pool)
+            .map(|s| (s.copies, s.chains.len()))
+            .collect::<Vec<_>>()
+    };
     assert_eq!(
         (of("p"), of("one"), of("none"), of("")),
         (vec![(1, 12), (2, 12), (3, 12)], vec![(1, 4)], vec![], vec![])
@@ -242,7 +265,10 @@ fn a_pool_has_chains_of_its_own_within_it() {
     for s in &sets {
         for c in chains.iter().filter(|c| s.chains.contains(&c.id)) {
             let pool = map.pools.iter().find(|p| p.name == s.pool).unwrap();
-            assert!(c.id as usize > general && c.preferred.iter().all(|t| pool.targets.contains(t)), "{c:?}");
+            assert!(
+                c.id as usize > general && c.preferred.iter().all(|t| pool.targets.contains(t)),
+                "{c:?}"
+            );
         }
     }
     deal(&mut map, 4);
@@ -263,8 +289,9 @@ fn a_pool_has_chains_of_its_own_within_it() {
 #[test]
 fn the_map_stays_of_bounded_length() {
     let mut map = pb::ClusterMap { version: 1, ..Default::default() };
-    map.targets =
-        (0..4096).map(|id| pb::Target { id, node: 1001 + id / 8, alive: true, ..Default::default() }).collect();
+    map.targets = (0..4096)
+        .map(|id| pb::Target { id, node: 1001 + id / 8, alive: true, ..Default::default() })
+        .collect();
     let (chains, _) = make_chains(&map, 64).unwrap();
     assert_eq!(chains.len(), 4096 * 3 * 2);
     // Those that come later, when there is room for so many more.
@@ -296,8 +323,9 @@ fn the_map_stays_of_bounded_length() {
 #[test]
 fn many_are_made_and_applied_at_once() {
     let mut map = pb::ClusterMap { version: 1, ..Default::default() };
-    map.targets =
-        (0..512).map(|id| pb::Target { id, node: 1001 + id / 4, alive: true, ..Default::default() }).collect();
+    map.targets = (0..512)
+        .map(|id| pb::Target { id, node: 1001 + id / 4, alive: true, ..Default::default() })
+        .collect();
     let (chains, sets) = make_chains(&map, 8).unwrap();
     assert_eq!(chains.len(), 512 * 8 * 3);
     let u = pb::MapUpdate { expect_version: 1, chains, sets, ..Default::default() };

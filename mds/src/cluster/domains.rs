@@ -1,4 +1,5 @@
-//! What fails together: all targets of a storage server, and all servers of a rack. A server that names no rack is one of its own.
+//! What fails together: all targets of a storage server, and all servers of a rack. A server that
+//! names no rack is one of its own.
 
 use std::collections::BTreeMap;
 
@@ -37,7 +38,11 @@ impl<'a> Domains<'a> {
     }
 
     /// How many of the others stand in the rack of `t`.
-    pub(crate) fn crowd<'b>(&self, t: TargetId, others: impl IntoIterator<Item = &'b TargetId>) -> usize {
+    pub(crate) fn crowd<'b>(
+        &self,
+        t: TargetId,
+        others: impl IntoIterator<Item = &'b TargetId>,
+    ) -> usize {
         others.into_iter().filter(|o| **o != t && self.rack(**o) == self.rack(t)).count()
     }
 }
@@ -48,16 +53,24 @@ mod tests {
 
     #[test]
     fn servers_and_racks() {
-        let node = |(id, rack): (NodeId, &str)| pb::Node { id, rack: rack.into(), ..Default::default() };
+        let node =
+            |(id, rack): (NodeId, &str)| pb::Node { id, rack: rack.into(), ..Default::default() };
         let target = |(id, node): (TargetId, NodeId)| pb::Target { id, node, ..Default::default() };
         let map = pb::ClusterMap {
-            nodes: [(1001, "a"), (1002, "a"), (1003, "b"), (1004, ""), (1005, "")].map(node).to_vec(),
-            targets: [(0, 1001), (1, 1001), (2, 1002), (3, 1003), (4, 1004), (5, 1005)].map(target).to_vec(),
+            nodes: [(1001, "a"), (1002, "a"), (1003, "b"), (1004, ""), (1005, "")]
+                .map(node)
+                .to_vec(),
+            targets: [(0, 1001), (1, 1001), (2, 1002), (3, 1003), (4, 1004), (5, 1005)]
+                .map(target)
+                .to_vec(),
             ..Default::default()
         };
         let d = Domains::new(&map);
         assert!(
-            !d.servers_differ(0, 1) && d.servers_differ(0, 2) && !d.servers_differ(0, 9) && !d.servers_differ(8, 9)
+            !d.servers_differ(0, 1)
+                && d.servers_differ(0, 2)
+                && !d.servers_differ(0, 9)
+                && !d.servers_differ(8, 9)
         );
         let all = [0, 1, 2, 3, 4, 5];
         assert_eq!(all.map(|t| d.crowd(t, &all)), [2, 2, 2, 0, 0, 0]);

@@ -1,9 +1,10 @@
-//! What only the leader knows about storage servers, their heartbeats and leases, and the map changes that follow from
-//! it. A pure state machine: heartbeats, ticks and maps in; proposals and grants out. A new leader starts a new one.
+//! What only the leader knows about storage servers, their heartbeats and leases, and the map
+//! changes that follow from it. A pure state machine: heartbeats, ticks and maps in; proposals and
+//! grants out. A new leader starts a new one.
 //!
-//! A lease is counted here from the heartbeat's arrival and by its holder from when it sent it, so the holder stops first.
-//! While a change that takes a target out of a chain is under way, its node is granted nothing: it would go on serving
-//! by the map it has.
+//! A lease is counted here from the heartbeat's arrival and by its holder from when it sent it, so
+//! the holder stops first. While a change that takes a target out of a chain is under way, its node
+//! is granted nothing: it would go on serving by the map it has.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -28,7 +29,8 @@ use super::{
     state,
 };
 
-/// New targets wait this long for company before chains are made; as long lies between two looks at what is missing.
+/// New targets wait this long for company before chains are made; as long lies between two looks at
+/// what is missing.
 pub(crate) const SETTLE: Duration = Duration::from_secs(1);
 /// Small changes of a target's used bytes reach the map this often.
 const USED_PERIOD: Duration = Duration::from_secs(10);
@@ -45,8 +47,8 @@ const GAP: Duration = Duration::from_millis(600);
 /// How long it then stays out at first, and at most.
 const SHUN_MIN: Duration = Duration::from_secs(10);
 const SHUN_MAX: Duration = Duration::from_secs(300);
-/// One that is asked to leave its chains does so within this time, or not at all: a storage server waits less for the
-/// answer to a heartbeat.
+/// One that is asked to leave its chains does so within this time, or not at all: a storage server
+/// waits less for the answer to a heartbeat.
 const STEPS_OUT: Duration = Duration::from_secs(3);
 /// Back for so long, it stays out as at first when it has to go again.
 const FORGIVEN: Duration = Duration::from_secs(600);
@@ -84,7 +86,8 @@ struct Seen {
     /// The stamp of the life whose device failed, and since when that is known.
     failed: Option<u64>,
     failed_at: Duration,
-    /// Of the life with this stamp: how often it left its chains for lack of space, and came back. Odd: it is out.
+    /// Of the life with this stamp: how often it left its chains for lack of space, and came back.
+    /// Odd: it is out.
     lapses: (u64, u32),
     synced: BTreeSet<ChainId>,
     /// Bytes of each chain, in order of the chains; `None`: it does not say.
@@ -205,8 +208,8 @@ impl Manager {
         }
     }
 
-    /// The number up to which every storage server that may hold a lease refuses the sessions evicted by then; `u64::MAX` when
-    /// none holds one.
+    /// The number up to which every storage server that may hold a lease refuses the sessions
+    /// evicted by then; `u64::MAX` when none holds one.
     pub(crate) fn known_to_all(&self, now: Duration, map: &MapView) -> u64 {
         let servers = map.map.nodes.iter().filter(|n| n.role == strake_proto::map::ROLE_OSS);
         let told = servers.map(|n| self.told.get(&n.id).copied().unwrap_or((self.elected, 0)));
@@ -219,21 +222,28 @@ impl Manager {
         self.known_to_all(now, map) >= eviction
     }
 
-    /// Whether no replica in sync of a chain has anything in work, or will have, that sessions sent which were evicted by this
-    /// number and before. A replica that comes into sync later does so in a newer epoch.
+    /// Whether no replica in sync of a chain has anything in work, or will have, that sessions sent
+    /// which were evicted by this number and before. A replica that comes into sync later does so
+    /// in a newer epoch.
     pub(crate) fn chain_knows(&self, eviction: u64, chain: &pb::Chain, map: &MapView) -> bool {
         self.known_of(chain, map) >= eviction
     }
 
-    /// The last eviction that all replicas in sync of a chain know of; 0 while one of them has not been heard of.
+    /// The last eviction that all replicas in sync of a chain know of; 0 while one of them has not
+    /// been heard of.
     pub(crate) fn known_of(&self, chain: &pb::Chain, map: &MapView) -> u64 {
         let number = |t| self.told.get(&map.node_of(t)?.id).map(|told| told.1);
         chain.serving().map(|t| number(t).unwrap_or(0)).min().unwrap_or(u64::MAX)
     }
 
-    /// A heartbeat arrived at `now`. `ESTALE` asks the sender to register first: its node, target or stamp is not the
-    /// registered one.
-    pub(crate) fn heartbeat(&mut self, now: Duration, h: &pb::HeartbeatRequest, map: &MapView) -> Result<()> {
+    /// A heartbeat arrived at `now`. `ESTALE` asks the sender to register first: its node, target
+    /// or stamp is not the registered one.
+    pub(crate) fn heartbeat(
+        &mut self,
+        now: Duration,
+        h: &pb::HeartbeatRequest,
+        map: &MapView,
+    ) -> Result<()> {
         if map.node(h.node).is_none_or(|n| n.role != strake_proto::map::ROLE_OSS) {
             return Err(Error::new(
                 Code::Stale,
@@ -245,7 +255,10 @@ impl Manager {
         }
         for r in &h.targets {
             if map.target(r.target).is_none_or(|t| t.node != h.node || t.stamp != r.stamp) {
-                let m = format!("target {} is registered by another node or start; register it again", r.target);
+                let m = format!(
+                    "target {} is registered by another node or start; register it again",
+                    r.target
+                );
                 return Err(Error::new(Code::Stale, m));
             }
         }
@@ -275,7 +288,8 @@ impl Manager {
             // Only chains it is a member of: the list is bounded by the map.
             let own = |c: &&ChainId| map.chain(**c).is_some_and(|c| c.state_of(r.target).is_some());
             s.synced = r.synced_chains.iter().filter(own).copied().collect();
-            // Nothing is stored, or the server is of a version that does not say what. A list without end is no reason to refuse a lease.
+            // Nothing is stored, or the server is of a version that does not say what. A list
+            // without end is no reason to refuse a lease.
             let says = (!r.stored.is_empty() || r.used == 0) && stored <= recovery::MAX_SIGHTS;
             let known = r.stored.iter().filter(|c| map.chain(c.chain).is_some());
             s.stored = says.then(|| known.map(|c| (c.chain, c.bytes)).collect());
@@ -293,13 +307,21 @@ impl Manager {
 
     /// The one that arrived then waits no longer. Its targets count as heard of now: the next one
     /// was not sent before.
-    pub(crate) fn answered(&mut self, now: Duration, arrived: Duration, node: NodeId, map: &MapView) {
+    pub(crate) fn answered(
+        &mut self,
+        now: Duration,
+        arrived: Duration,
+        node: NodeId,
+        map: &MapView,
+    ) {
         if !self.kept_waiting.end(now, arrived, node) || self.shunned(now, node) {
             return;
         }
         for t in map.map.targets.iter().filter(|t| t.node == node) {
             // Only what it told of: a server may have given up another target since.
-            if let Some(s) = self.seen.get_mut(&t.id).filter(|s| s.stamp == t.stamp && s.at >= arrived) {
+            if let Some(s) =
+                self.seen.get_mut(&t.id).filter(|s| s.stamp == t.stamp && s.at >= arrived)
+            {
                 s.at = s.at.max(now);
             }
         }
@@ -307,34 +329,43 @@ impl Manager {
 
     /// Whether a heartbeat that told of this target has no answer yet.
     fn is_kept_waiting(&self, now: Duration, target: &pb::Target) -> bool {
-        let since = self.kept_waiting.since(now, target.node).filter(|_| !self.shunned(now, target.node));
+        let since =
+            self.kept_waiting.since(now, target.node).filter(|_| !self.shunned(now, target.node));
         since.zip(self.lease_from(target)).is_some_and(|(since, from)| from >= since)
     }
 
-    /// What one says that is shut out. One that comes late is not believed: it may have been granted a lease since.
+    /// What one says that is shut out. One that comes late is not believed: it may have been
+    /// granted a lease since.
     fn note_leaseless(&mut self, h: &pb::HeartbeatRequest) {
         for r in h.targets.iter().filter(|_| h.leaseless) {
-            if let Some(s) = self.seen.get_mut(&r.target).filter(|s| s.stamp == r.stamp && h.number > s.number) {
+            if let Some(s) =
+                self.seen.get_mut(&r.target).filter(|s| s.stamp == r.stamp && h.number > s.number)
+            {
                 s.leaseless = true;
             }
         }
     }
 
-    /// The lease to answer a heartbeat with, in milliseconds; 0 for a node that is shut out, which gives up the one that it has. To be
-    /// asked when leadership was confirmed after the heartbeat arrived, and answered together with the newest applied map.
-    /// `Overloaded`: none now, ask again.
+    /// The lease to answer a heartbeat with, in milliseconds; 0 for a node that is shut out, which
+    /// gives up the one that it has. To be asked when leadership was confirmed after the heartbeat
+    /// arrived, and answered together with the newest applied map. `Overloaded`: none now, ask
+    /// again.
     pub(crate) fn grant(&self, now: Duration, node: NodeId, map: &MapView) -> Result<u32> {
         if self.shunned(now, node) {
             return Ok(0);
         }
         if map.map.targets.iter().any(|t| t.node == node && self.leaving.contains(&t.id)) {
-            return Err(Error::new(Code::Overloaded, "a map change about this node is under way; ask again"));
+            return Err(Error::new(
+                Code::Overloaded,
+                "a map change about this node is under way; ask again",
+            ));
         }
         Ok(u32::try_from(self.options.lease.as_millis()).unwrap_or(u32::MAX))
     }
 
-    /// Targets of a node that are to leave their chains until there is space, for the answer to its heartbeat. A cut or a
-    /// removal cannot be made where the chunk table takes no writes, though other replicas could make it.
+    /// Targets of a node that are to leave their chains until there is space, for the answer to its
+    /// heartbeat. A cut or a removal cannot be made where the chunk table takes no writes, though
+    /// other replicas could make it.
     pub(crate) fn step_out(&mut self, now: Duration, node: NodeId, map: &MapView) -> Vec<TargetId> {
         let mut out = Vec::new();
         // A leader before this one may have asked others.
@@ -345,20 +376,24 @@ impl Manager {
             let full = self.seen.get(&t.id).is_some_and(|s| s.stamp == t.stamp && s.table_full);
             if full && self.can_spare(now, t.id, map) {
                 out.push(t.id);
-                // Before the next of this node is looked at: both at once could be all that a chain has.
+                // Before the next of this node is looked at: both at once could be all that a chain
+                // has.
                 self.seen.entry(t.id).or_default().asked_out = Some(now);
             }
         }
         out
     }
 
-    /// Whether each chain that this target serves, or is to serve, and has data of, has another replica in sync that stays.
+    /// Whether each chain that this target serves, or is to serve, and has data of, has another
+    /// replica in sync that stays.
     fn can_spare(&self, now: Duration, target: TargetId, map: &MapView) -> bool {
         let stored = self.seen.get(&target).and_then(|s| s.stored.as_ref());
-        let has_data = |c: &pb::Chain| stored.is_none_or(|all| all.iter().any(|(id, _)| *id == c.id));
+        let has_data =
+            |c: &pb::Chain| stored.is_none_or(|all| all.iter().any(|(id, _)| *id == c.id));
         let needed = |c: &&pb::Chain| {
             let state = c.state_of(target);
-            matches!(state, Some(ReplicaState::ReplicaServing | ReplicaState::ReplicaLastsrv)) && has_data(c)
+            matches!(state, Some(ReplicaState::ReplicaServing | ReplicaState::ReplicaLastsrv))
+                && has_data(c)
         };
         let stays = |t: TargetId| t != target && map.target(t).is_some_and(|t| self.stays(now, t));
         map.map.chains.iter().filter(needed).all(|c| c.serving().any(stays))
@@ -366,7 +401,9 @@ impl Manager {
 
     /// Whether a target was heard of just now, can serve, and was not asked to leave its chains.
     fn stays(&self, now: Duration, target: &pb::Target) -> bool {
-        let Some(s) = self.seen.get(&target.id).filter(|s| s.stamp == target.stamp) else { return false };
+        let Some(s) = self.seen.get(&target.id).filter(|s| s.stamp == target.stamp) else {
+            return false;
+        };
         let asked = s.asked_out.is_some_and(|at| now.saturating_sub(at) < STEPS_OUT);
         let goes = asked || s.table_full || self.leaving.contains(&target.id);
         !goes && now.saturating_sub(s.at) <= GAP && !self.lease_left(now, target).is_zero()
@@ -374,7 +411,8 @@ impl Manager {
 
     /// How much longer the lease of a target counts, zero if it ran out.
     pub(crate) fn lease_left(&self, now: Duration, target: &pb::Target) -> Duration {
-        self.lease_from(target).map_or(Duration::ZERO, |from| (from + self.options.lease).saturating_sub(now))
+        self.lease_from(target)
+            .map_or(Duration::ZERO, |from| (from + self.options.lease).saturating_sub(now))
     }
 
     /// When the lease of a target counts from, `None` if it has none.
@@ -385,7 +423,8 @@ impl Manager {
             Some(s) if s.lapses.0 == target.stamp && s.lapses.1 % 2 == 1 => None,
             Some(s) if s.stamp == target.stamp => Some(s.at),
             _ if target.alive => Some(self.elected),
-            // It has registered, and may not have had the answer: then it does not know the chains it is in.
+            // It has registered, and may not have had the answer: then it does not know the chains
+            // it is in.
             _ => None,
         }
     }
@@ -404,7 +443,8 @@ impl Manager {
                 *have = t.clone();
             }
         }
-        let alive: BTreeSet<TargetId> = next.targets.iter().filter(|t| t.alive).map(|t| t.id).collect();
+        let alive: BTreeSet<TargetId> =
+            next.targets.iter().filter(|t| t.alive).map(|t| t.id).collect();
         let same = |n: &pb::Target| map.target(n.id).is_some_and(|t| t.alive == n.alive);
         if targets.iter().all(same)
             && let Some(new) = self.new_chains(now, map, alive.len())
@@ -412,7 +452,8 @@ impl Manager {
             return Some(self.proposes(map, new));
         }
         let mut chains = self.changed_chains(map, &alive, &mut why);
-        let tidy = now.saturating_sub(self.last.tidy) >= TIDY_PERIOD && self.tidy != Some(map.version());
+        let tidy =
+            now.saturating_sub(self.last.tidy) >= TIDY_PERIOD && self.tidy != Some(map.version());
         let per = tidy.then_some(self.options.chains_per_target);
         let planned = moves::plan(&next, &chains, &self.long_dead(now, &next), per);
         if tidy {
@@ -431,10 +472,14 @@ impl Manager {
         if targets.is_empty() && chains.is_empty() {
             return None;
         }
-        Some(self.proposes(map, Proposal { update: pb::MapUpdate { chains, targets, ..Default::default() }, why }))
+        Some(self.proposes(
+            map,
+            Proposal { update: pb::MapUpdate { chains, targets, ..Default::default() }, why },
+        ))
     }
 
-    /// What is missing of chains. It is long and goes alone, when nobody has come or gone; other changes have the next turn.
+    /// What is missing of chains. It is long and goes alone, when nobody has come or gone; other
+    /// changes have the next turn.
     fn new_chains(&mut self, now: Duration, map: &MapView, alive: usize) -> Option<Proposal> {
         // Not looked for at every tick: should the change be refused, others go on.
         let settled = now.saturating_sub(self.last_registration.max(self.last.chains)) >= SETTLE;
@@ -450,7 +495,12 @@ impl Manager {
     }
 
     /// Moves that make targets equally full, in the map with these chains.
-    fn evened(&mut self, now: Duration, mut map: pb::ClusterMap, changed: &[pb::Chain]) -> Vec<(pb::Chain, String)> {
+    fn evened(
+        &mut self,
+        now: Duration,
+        mut map: pb::ClusterMap,
+        changed: &[pb::Chain],
+    ) -> Vec<(pb::Chain, String)> {
         if now.saturating_sub(self.last.balance) < BALANCE_PERIOD {
             return Vec::new();
         }
@@ -476,8 +526,9 @@ impl Manager {
         p
     }
 
-    /// The proposal was applied or refused (`known`), or its fate is unknown: then this manager proposes and grants
-    /// nothing more to those concerned until it is, or the next leader's takes over.
+    /// The proposal was applied or refused (`known`), or its fate is unknown: then this manager
+    /// proposes and grants nothing more to those concerned until it is, or the next leader's takes
+    /// over.
     pub(crate) fn resolved(&mut self, known: bool) {
         self.in_doubt = !known;
         if known {
@@ -486,24 +537,35 @@ impl Manager {
         }
     }
 
-    /// Whether a proposal's fate is unknown. It is known, and [`Manager::resolved`], once anything proposed later in the same term has
-    /// been applied.
+    /// Whether a proposal's fate is unknown. It is known, and [`Manager::resolved`], once anything
+    /// proposed later in the same term has been applied.
     pub(crate) fn in_doubt(&self) -> bool {
         self.in_doubt
     }
 
-    /// Chains that nobody serves, and of which all that were in sync are gone for good or dead for long, with their epochs.
+    /// Chains that nobody serves, and of which all that were in sync are gone for good or dead for
+    /// long, with their epochs.
     pub(crate) fn stranded(&self, now: Duration, map: &MapView) -> Vec<(ChainId, u64)> {
         let all = anew::stranded(&map.map, &self.long_dead(now, &map.map));
         all.into_iter().filter_map(|c| Some((c, map.chain(c)?.epoch))).collect()
     }
 
-    /// Whether a target has nothing of a chain that nobody serves, and takes nothing of it before that changes.
-    pub(crate) fn is_blank(&self, now: Duration, target: TargetId, chain: &pb::Chain, map: &MapView) -> bool {
+    /// Whether a target has nothing of a chain that nobody serves, and takes nothing of it before
+    /// that changes.
+    pub(crate) fn is_blank(
+        &self,
+        now: Duration,
+        target: TargetId,
+        chain: &pb::Chain,
+        map: &MapView,
+    ) -> bool {
         let alive = |t: &pb::Target| !self.lease_left(now, t).is_zero();
-        let seen =
-            self.seen.get(&target).filter(|s| map.target(target).is_some_and(|t| t.stamp == s.stamp && alive(t)));
-        let has_none = |s: &Seen| s.stored.as_ref().is_some_and(|all| all.iter().all(|(c, _)| *c != chain.id));
+        let seen = self
+            .seen
+            .get(&target)
+            .filter(|s| map.target(target).is_some_and(|t| t.stamp == s.stamp && alive(t)));
+        let has_none =
+            |s: &Seen| s.stored.as_ref().is_some_and(|all| all.iter().all(|(c, _)| *c != chain.id));
         self.acts(chain, target) && seen.is_some_and(has_none)
     }
 
@@ -513,14 +575,21 @@ impl Manager {
             let at = |s: &Seen| if s.failed == Some(t.stamp) { s.failed_at } else { s.at };
             self.seen.get(&t.id).map_or(self.elected, |s| at(s).max(self.elected))
         };
-        let gone = |t: &&pb::Target| !t.alive && now.saturating_sub(heard(t)) >= self.options.rebuild_after;
+        let gone = |t: &&pb::Target| {
+            !t.alive && now.saturating_sub(heard(t)) >= self.options.rebuild_after
+        };
         match self.options.rebuild_after.is_zero() {
             true => BTreeSet::new(),
             false => map.targets.iter().filter(gone).map(|t| t.id).collect(),
         }
     }
 
-    fn changed_targets(&mut self, now: Duration, map: &MapView, why: &mut Vec<String>) -> Vec<pb::Target> {
+    fn changed_targets(
+        &mut self,
+        now: Duration,
+        map: &MapView,
+        why: &mut Vec<String>,
+    ) -> Vec<pb::Target> {
         let period = now.saturating_sub(self.last.usage) >= USED_PERIOD;
         if period {
             self.last.usage = now;
@@ -552,21 +621,36 @@ impl Manager {
         changed
     }
 
-    fn changed_chains(&self, map: &MapView, alive: &BTreeSet<TargetId>, why: &mut Vec<String>) -> Vec<pb::Chain> {
+    fn changed_chains(
+        &self,
+        map: &MapView,
+        alive: &BTreeSet<TargetId>,
+        why: &mut Vec<String>,
+    ) -> Vec<pb::Chain> {
         let mut changed = Vec::new();
         let open = recovery::in_doubt(&map.map);
         for c in map.map.chains.iter().filter(|c| !c.lost && !open.contains(&c.id)) {
-            let facts =
-                membership::Facts { alive: |t| alive.contains(&t), synced: self.synced(c), acts: |t| self.acts(c, t) };
+            let facts = membership::Facts {
+                alive: |t| alive.contains(&t),
+                synced: self.synced(c),
+                acts: |t| self.acts(c, t),
+            };
             if let Some(n) = membership::evaluate(c, &facts) {
-                why.push(format!("chain {} epoch {}: {} -> {}", c.id, n.epoch, describe(c), describe(&n)));
+                why.push(format!(
+                    "chain {} epoch {}: {} -> {}",
+                    c.id,
+                    n.epoch,
+                    describe(c),
+                    describe(&n)
+                ));
                 changed.push(n);
             }
         }
         changed
     }
 
-    /// Whether the tail says, knowing the chain's current epoch, that its successor holds all it has.
+    /// Whether the tail says, knowing the chain's current epoch, that its successor holds all it
+    /// has.
     fn synced(&self, chain: &pb::Chain) -> bool {
         let Some(tail) = chain.tail() else { return false };
         self.acts(chain, tail) && self.seen.get(&tail).is_some_and(|s| s.synced.contains(&chain.id))
@@ -603,9 +687,9 @@ impl Manager {
         }
     }
 
-    /// A link between two nodes that both reach this server would stall their chains for ever. Of the two the one that
-    /// more nodes complain about goes, of equals the one with the higher id; it is let in again after a while, later
-    /// each time, unless it was in for long.
+    /// A link between two nodes that both reach this server would stall their chains for ever. Of
+    /// the two the one that more nodes complain about goes, of equals the one with the higher id;
+    /// it is let in again after a while, later each time, unless it was in for long.
     fn judge_unreachable(&mut self, now: Duration) {
         let complaints = |node: &NodeId, s: &Shun| {
             // One that is silent or only just back is not cut off, it is dead or starting.
@@ -614,12 +698,14 @@ impl Manager {
                 return 0;
             }
             let lasting = |(since, last): &&(Duration, Duration)| {
-                now.saturating_sub(*last) <= GAP && last.saturating_sub(*since.max(beats_since)) >= SHUN_AFTER
+                now.saturating_sub(*last) <= GAP
+                    && last.saturating_sub(*since.max(beats_since)) >= SHUN_AFTER
             };
             s.reports.values().filter(lasting).count()
         };
         // A node that is out already has no say: what it cannot reach is its own trouble.
-        let out: BTreeSet<NodeId> = self.shuns.iter().filter(|(_, s)| now < s.until).map(|(n, _)| *n).collect();
+        let out: BTreeSet<NodeId> =
+            self.shuns.iter().filter(|(_, s)| now < s.until).map(|(n, _)| *n).collect();
         for s in self.shuns.values_mut() {
             s.reports.retain(|from, _| !out.contains(from));
         }
@@ -631,7 +717,8 @@ impl Manager {
             .filter(|(reports, _)| *reports > 0)
             .max();
         if let Some(s) = worst.and_then(|(_, n)| self.shuns.get_mut(&n)) {
-            let before = if now.saturating_sub(s.until) < FORGIVEN { s.backoff } else { Duration::ZERO };
+            let before =
+                if now.saturating_sub(s.until) < FORGIVEN { s.backoff } else { Duration::ZERO };
             s.backoff = (before * 2).clamp(SHUN_MIN, SHUN_MAX);
             s.until = now + s.backoff;
             s.reports.clear();
@@ -640,12 +727,15 @@ impl Manager {
 }
 
 fn leaving(map: &MapView, chains: &[pb::Chain]) -> BTreeSet<TargetId> {
-    let takes_part =
-        |s: Option<ReplicaState>| matches!(s, Some(ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing));
+    let takes_part = |s: Option<ReplicaState>| {
+        matches!(s, Some(ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing))
+    };
     let mut out = BTreeSet::new();
     for n in chains {
         let Some(old) = map.chain(n.id) else { continue };
-        let left = |t: &&pb::Replica| takes_part(old.state_of(t.target)) && !takes_part(n.state_of(t.target));
+        let left = |t: &&pb::Replica| {
+            takes_part(old.state_of(t.target)) && !takes_part(n.state_of(t.target))
+        };
         out.extend(n.replicas.iter().filter(left).map(|r| r.target));
     }
     out

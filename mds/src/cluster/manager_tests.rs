@@ -14,8 +14,12 @@ mod step_out;
 const LEASE: Duration = Duration::from_secs(2);
 const REBUILD: Duration = Duration::from_secs(60);
 
-const SLOW: slow::Options =
-    slow::Options { factor: 8, floor: Duration::from_millis(20), lasts: Duration::from_secs(30), drain: true };
+const SLOW: slow::Options = slow::Options {
+    factor: 8,
+    floor: Duration::from_millis(20),
+    lasts: Duration::from_secs(30),
+    drain: true,
+};
 
 fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
@@ -46,10 +50,20 @@ impl Rig {
     fn beat(&mut self, now: u64, target: TargetId) {
         self.beat_with(now, target, |_| ()).unwrap();
     }
-    fn beat_with(&mut self, now: u64, target: TargetId, f: impl Fn(&mut pb::HeartbeatRequest)) -> Result<u32> {
+    fn beat_with(
+        &mut self,
+        now: u64,
+        target: TargetId,
+        f: impl Fn(&mut pb::HeartbeatRequest),
+    ) -> Result<u32> {
         let t = self.map.target(target).unwrap();
-        let report =
-            pb::TargetReport { target, stamp: t.stamp, capacity: t.capacity, used: t.used, ..Default::default() };
+        let report = pb::TargetReport {
+            target,
+            stamp: t.stamp,
+            capacity: t.capacity,
+            used: t.used,
+            ..Default::default()
+        };
         let mut h = pb::HeartbeatRequest {
             node: t.node,
             map_version: self.map.version(),
@@ -82,7 +96,12 @@ impl Rig {
         self.chain(copies).replicas.iter().map(|r| (r.target, r.state())).collect()
     }
     fn chain(&self, copies: usize) -> &pb::Chain {
-        self.map.map.chains.iter().find(|c| c.preferred.len() == copies && c.preferred[0] == 0).unwrap()
+        self.map
+            .map
+            .chains
+            .iter()
+            .find(|c| c.preferred.len() == copies && c.preferred[0] == 0)
+            .unwrap()
     }
 }
 
@@ -177,7 +196,10 @@ fn a_new_leader_counts_leases_from_its_election() {
 fn the_last_ones_come_back_by_one_source() {
     let mut r = Rig::new(with_chains(3, 1), 0);
     assert!(r.tick(2000));
-    assert!(r.states(3).iter().all(|s| s.1 == ReplicaLastsrv), "all leases ran out in one evaluation");
+    assert!(
+        r.states(3).iter().all(|s| s.1 == ReplicaLastsrv),
+        "all leases ran out in one evaluation"
+    );
     // Two return, one of them restarted: the other is the source.
     let mut map = r.map.map.clone();
     let mut again = request("n0", &[0]);
@@ -194,7 +216,8 @@ fn the_last_ones_come_back_by_one_source() {
     assert_eq!(states[2], (1, ReplicaOffline));
 }
 
-/// It does not know yet what it is registered as, nor its chains: what it is given back then it would take for its former life's.
+/// It does not know yet what it is registered as, nor its chains: what it is given back then it
+/// would take for its former life's.
 #[test]
 fn who_has_registered_is_alive_from_its_own_first_heartbeat_on() {
     let mut r = Rig::new(with_chains(2, 1), 0);
@@ -281,7 +304,11 @@ fn nothing_is_granted_to_a_node_that_is_being_taken_out() {
     assert_eq!(r.beat_with(2050, 0, |_| ()).unwrap_err().code, Code::Overloaded);
     assert_eq!(r.beat_with(2050, 1, |_| ()).unwrap(), 2000);
     r.m.resolved(false);
-    assert_eq!(r.beat_with(2060, 0, |_| ()).unwrap_err().code, Code::Overloaded, "it may still be applied");
+    assert_eq!(
+        r.beat_with(2060, 0, |_| ()).unwrap_err().code,
+        Code::Overloaded,
+        "it may still be applied"
+    );
     r.apply(2100, &p);
     assert_eq!(r.beat_with(2200, 0, |_| ()).unwrap(), 2000);
 }
@@ -337,7 +364,11 @@ fn a_cut_link_takes_one_node_out_and_a_dead_node_is_not_punished() {
     let (at, who) = refused.unwrap();
     assert!(who == 1 && (1500..2500).contains(&at), "{at} {who}");
     assert_eq!(r.states(2).iter().filter(|s| s.1 == ReplicaServing).count(), 1);
-    assert!(r.map.target(0).unwrap().alive && !r.map.target(1).unwrap().alive && r.map.target(2).unwrap().alive);
+    assert!(
+        r.map.target(0).unwrap().alive
+            && !r.map.target(1).unwrap().alive
+            && r.map.target(2).unwrap().alive
+    );
     // Let in again later.
     for t in (6000..13_000).step_by(250) {
         for target in 0..3 {
@@ -358,7 +389,8 @@ fn a_cut_link_takes_one_node_out_and_a_dead_node_is_not_punished() {
     r.beat(4000, 1);
 }
 
-/// One that is shut out has not to be waited for once it says that it gave its lease up, unless it said so before it had that lease.
+/// One that is shut out has not to be waited for once it says that it gave its lease up, unless it
+/// said so before it had that lease.
 #[test]
 fn who_is_shut_out_gives_its_lease_up() {
     for (number, believed) in [(100, true), (3, false)] {
@@ -394,7 +426,9 @@ fn who_is_cut_off_again_and_again_stays_out_longer_until_the_link_was_good_for_l
         now += 250;
         let mut out = false;
         for target in 0..3 {
-            out |= r.beat_with(now, target, |h| h.unreachable.extend((bad && h.node == 1001).then_some(1002))) == Ok(0);
+            out |= r.beat_with(now, target, |h| {
+                h.unreachable.extend((bad && h.node == 1001).then_some(1002))
+            }) == Ok(0);
         }
         r.tick(now);
         out
@@ -468,7 +502,12 @@ impl World {
     fn new(seed: u64) -> World {
         let map = MapView::new(with_chains(4, 1)).unwrap();
         let m = Manager::new(options(0), ms(0), &map);
-        let oss = map.map.targets.iter().map(|t| Oss { up: true, stamp: t.stamp, ..Oss::default() }).collect();
+        let oss = map
+            .map
+            .targets
+            .iter()
+            .map(|t| Oss { up: true, stamp: t.stamp, ..Oss::default() })
+            .collect();
         let holds = map.map.chains.iter().map(|c| (c.id, c.serving().collect())).collect();
         let history = BTreeMap::from([(map.version(), map.map.clone())]);
         World {
@@ -495,10 +534,22 @@ impl World {
             }
             let serving: BTreeSet<TargetId> = new.serving().collect();
             let holds = self.holds.get_mut(&new.id).unwrap();
-            assert!(serving.is_subset(holds), "chain {}: {serving:?} serve, {holds:?} hold all", new.id);
-            let last: BTreeSet<TargetId> =
-                new.replicas.iter().filter(|r| r.state() == ReplicaLastsrv).map(|r| r.target).collect();
-            assert!(last.is_subset(holds), "chain {}: {last:?} are not of the last in-sync set", new.id);
+            assert!(
+                serving.is_subset(holds),
+                "chain {}: {serving:?} serve, {holds:?} hold all",
+                new.id
+            );
+            let last: BTreeSet<TargetId> = new
+                .replicas
+                .iter()
+                .filter(|r| r.state() == ReplicaLastsrv)
+                .map(|r| r.target)
+                .collect();
+            assert!(
+                last.is_subset(holds),
+                "chain {}: {last:?} are not of the last in-sync set",
+                new.id
+            );
             if old.head().is_none() {
                 assert!(serving.len() <= 1, "two sources");
                 self.rounds[1] += serving.len();
@@ -515,7 +566,8 @@ impl World {
 
     fn report(&mut self, i: usize) -> pb::HeartbeatRequest {
         let (o, id) = (&self.oss[i], i as u32);
-        let mut report = pb::TargetReport { target: id, stamp: o.stamp, failed: o.failed, ..Default::default() };
+        let mut report =
+            pb::TargetReport { target: id, stamp: o.stamp, failed: o.failed, ..Default::default() };
         if let Some(known) = self.history.get(&o.map_version) {
             for c in &known.chains {
                 let syncing = c.replicas.iter().find(|r| r.state() == ReplicaSyncing);
@@ -534,7 +586,11 @@ impl World {
             node: 1001 + id,
             map_version: o.map_version,
             targets: vec![report],
-            unreachable: self.unlinked.iter().filter_map(|(a, b)| (*a == i).then_some(1001 + *b as u32)).collect(),
+            unreachable: self
+                .unlinked
+                .iter()
+                .filter_map(|(a, b)| (*a == i).then_some(1001 + *b as u32))
+                .collect(),
             leaseless: o.lease_until <= self.now,
             number: o.number,
             ..Default::default()
@@ -554,7 +610,8 @@ impl World {
         let mut r = request(&format!("n{i}"), &[i as u8]);
         r.targets[0].stamp = self.rng.next_u64();
         self.oss[i] = Oss { up: true, stamp: r.targets[0].stamp, ..Oss::default() };
-        // Its former life may have been filled; this one may have lost what was not flushed and is behind.
+        // Its former life may have been filled; this one may have lost what was not flushed and is
+        // behind.
         let id = i as u32;
         for c in self.map.map.chains.clone() {
             if c.serving().any(|t| t != id) || c.state_of(id) == Some(ReplicaSyncing) {
@@ -621,10 +678,14 @@ impl World {
             let i = (a.node - 1001) as usize;
             if a.arrives > now {
                 self.answers.push(a);
-            } else if self.oss[i].up && (self.oss[i].stamp, self.oss[i].number) == a.to && !self.oss[i].cut {
+            } else if self.oss[i].up
+                && (self.oss[i].stamp, self.oss[i].number) == a.to
+                && !self.oss[i].cut
+            {
                 self.know(i, a.map_version);
                 let o = &mut self.oss[i];
-                o.lease_until = if a.until.is_zero() { a.until } else { o.lease_until.max(a.until) };
+                o.lease_until =
+                    if a.until.is_zero() { a.until } else { o.lease_until.max(a.until) };
             }
         }
     }
@@ -666,7 +727,8 @@ impl World {
 
     /// Nobody who may read old bytes has a lease.
     fn check(&self) {
-        for (i, o) in self.oss.iter().enumerate().filter(|(_, o)| o.up && o.lease_until > self.now) {
+        for (i, o) in self.oss.iter().enumerate().filter(|(_, o)| o.up && o.lease_until > self.now)
+        {
             for c in &o.serves {
                 let state = self.map.chain(*c).unwrap().state_of(i as u32);
                 let ok = o.failed || matches!(state, Some(ReplicaServing | ReplicaLastsrv));
@@ -688,7 +750,8 @@ fn random_histories_keep_the_invariants() {
         for i in 0..w.oss.len() {
             w.start(i);
         }
-        let done = |w: &World| w.map.map.chains.iter().all(|c| c.serving().count() == c.replicas.len());
+        let done =
+            |w: &World| w.map.map.chains.iter().all(|c| c.serving().count() == c.replicas.len());
         let mut left = 4000;
         while !done(&w) && left > 0 {
             w.unlinked.clear();
@@ -714,12 +777,15 @@ fn random_histories_keep_the_invariants() {
 #[test]
 fn replicas_move_to_an_empty_target_by_what_heartbeats_say() {
     let mut r = Rig::new(with_chains(3, 1), 0);
-    let two = |r: &Rig| r.map.map.chains.iter().filter(|c| c.preferred.len() == 2).cloned().collect::<Vec<_>>();
+    let two = |r: &Rig| {
+        r.map.map.chains.iter().filter(|c| c.preferred.len() == 2).cloned().collect::<Vec<_>>()
+    };
     // Each of the three has a part of two chains; capacity is 1000.
     let old = r.map.map.chains.len() as u32;
     let beat = |r: &mut Rig, now: u64| {
         for t in 0..r.map.map.targets.len() as u32 {
-            let on: Vec<pb::Chain> = two(r).into_iter().filter(|c| c.state_of(t) == Some(ReplicaServing)).collect();
+            let on: Vec<pb::Chain> =
+                two(r).into_iter().filter(|c| c.state_of(t) == Some(ReplicaServing)).collect();
             let stored = on
                 .iter()
                 .filter(|c| c.id <= old)
@@ -747,7 +813,11 @@ fn replicas_move_to_an_empty_target_by_what_heartbeats_say() {
         for c in map.chains.iter_mut().filter(|c| moves::is_moving(c)) {
             moved += 1;
             c.epoch += 1;
-            c.replicas = c.preferred.iter().map(|t| pb::Replica { target: *t, state: ReplicaServing as i32 }).collect();
+            c.replicas = c
+                .preferred
+                .iter()
+                .map(|t| pb::Replica { target: *t, state: ReplicaServing as i32 })
+                .collect();
         }
         map.version += 1;
         r.set(now, map);
@@ -773,7 +843,8 @@ fn reports_of_what_is_stored_are_bounded() {
     assert!(r.m.seen[&0].stored.is_none(), "it is as if it had not said");
 }
 
-/// What is read of a chain for good must have all of an evicted session: whether a server's lease is over does not matter.
+/// What is read of a chain for good must have all of an evicted session: whether a server's lease
+/// is over does not matter.
 #[test]
 fn a_chain_knows_an_eviction_when_all_in_sync_do() {
     let mut r = Rig::new(with_chains(3, 1), 3);
@@ -787,7 +858,11 @@ fn a_chain_knows_an_eviction_when_all_in_sync_do() {
     r.beat_with(200, tail, |h| h.evicted_seen = 9).unwrap();
     assert!(knows(&r, 7) && !knows(&r, 8));
     // The others know nothing of it, and are in other chains.
-    assert!(r.m.known_to_all(ms(200), &r.map) < 5 && r.m.known_to_all(ms(9000), &r.map) == u64::MAX && !knows(&r, 8));
+    assert!(
+        r.m.known_to_all(ms(200), &r.map) < 5
+            && r.m.known_to_all(ms(9000), &r.map) == u64::MAX
+            && !knows(&r, 8)
+    );
     let mut map = r.map.map.clone();
     let chain = map.chains.iter_mut().find(|c| c.id == r.chain(2).id).unwrap();
     chain.epoch += 1;

@@ -1,14 +1,19 @@
-//! Which replicas of a chain are in sync: the rules of `docs/replication.md`, "Membership", one chain at a time.
+//! Which replicas of a chain are in sync: the rules of `docs/replication.md`, "Membership", one
+//! chain at a time.
 //!
-//! `leaves`, `all-leave` and `fill-ends` come in two forms. A lease that ran out is seen by the leader ([`evaluate`]); a restart is seen at apply,
-//! when the new life registers ([`restarted`]), so that it can never be overtaken by a promotion decided before it.
+//! `leaves`, `all-leave` and `fill-ends` come in two forms. A lease that ran out is seen by the
+//! leader ([`evaluate`]); a restart is seen at apply, when the new life registers ([`restarted`]),
+//! so that it can never be overtaken by a promotion decided before it.
 
-use pb::ReplicaState::{self, ReplicaLastsrv, ReplicaOffline, ReplicaServing, ReplicaSyncing, ReplicaWaiting};
+use pb::ReplicaState::{
+    self, ReplicaLastsrv, ReplicaOffline, ReplicaServing, ReplicaSyncing, ReplicaWaiting,
+};
 use strake_proto::{TargetId, map::ChainExt, pb};
 
 use super::rows::Membership;
 
-/// A chain with changed replicas: in the order of the format, one epoch on. `None` if nothing changed.
+/// A chain with changed replicas: in the order of the format, one epoch on. `None` if nothing
+/// changed.
 fn next(old: &pb::Chain, mut replicas: Vec<pb::Replica>) -> Option<pb::Chain> {
     replicas.sort_by_key(|r| match r.state() {
         ReplicaServing => 0,
@@ -67,7 +72,11 @@ where
     A: Fn(TargetId) -> bool,
     B: Fn(TargetId) -> bool,
 {
-    if chain.head().is_some() { with_source(chain, facts) } else { without_source(chain, &facts.alive) }
+    if chain.head().is_some() {
+        with_source(chain, facts)
+    } else {
+        without_source(chain, &facts.alive)
+    }
 }
 
 fn with_source<A, B>(chain: &pb::Chain, facts: &Facts<A, B>) -> Option<pb::Chain>
@@ -108,7 +117,8 @@ where
     let stays = |r: &pb::Replica| match r.state() {
         ReplicaServing => true,
         ReplicaSyncing => wanted(r.target) || !acts(r.target),
-        // One that has just lost its place goes with the next change: who served may not be gone at once.
+        // One that has just lost its place goes with the next change: who served may not be gone at
+        // once.
         _ => wanted(r.target) || chain.state_of(r.target) == Some(ReplicaServing),
     };
     replicas.retain(stays);
@@ -120,7 +130,8 @@ where
         return;
     }
     // One that has not heard yet that those which replace it serve may take itself for the tail.
-    let whole = chain.preferred.iter().all(|t| alive(*t) && chain.state_of(*t) == Some(ReplicaServing));
+    let whole =
+        chain.preferred.iter().all(|t| alive(*t) && chain.state_of(*t) == Some(ReplicaServing));
     let leaves = |r: &pb::Replica| whole && !wanted(r.target) && acts(r.target);
     if let Some(r) = replicas.iter_mut().find(|r| leaves(r) || r.state() == ReplicaWaiting) {
         r.set_state(ReplicaSyncing);
@@ -128,8 +139,13 @@ where
 }
 
 fn without_source(chain: &pb::Chain, alive: &impl Fn(TargetId) -> bool) -> Option<pb::Chain> {
-    // Those that restarted stand behind those that did not (see `restarted`): the first one lost the least.
-    let source = chain.replicas.iter().find(|r| r.state() == ReplicaLastsrv && alive(r.target)).map(|r| r.target);
+    // Those that restarted stand behind those that did not (see `restarted`): the first one lost
+    // the least.
+    let source = chain
+        .replicas
+        .iter()
+        .find(|r| r.state() == ReplicaLastsrv && alive(r.target))
+        .map(|r| r.target);
     let mut replicas = chain.replicas.clone();
     for r in &mut replicas {
         let to = match r.state() {
@@ -243,7 +259,8 @@ mod tests {
         }
     }
 
-    /// Replicas that join and leave: chain, targets it shall have, live ones, synced, acknowledged, what becomes of it.
+    /// Replicas that join and leave: chain, targets it shall have, live ones, synced, acknowledged,
+    /// what becomes of it.
     #[test]
     fn who_is_wanted_joins_and_who_is_not_leaves() {
         let (all, none) = (&[1, 2, 3, 4][..], &[][..]);
@@ -253,16 +270,48 @@ mod tests {
             ("two join", "S1", &[2, 3], all, false, all, "S1 y2 w3"),
             ("is filled", "S1 S2 y3", &[1, 3], all, false, all, "-"),
             ("is in sync: both serve", "S1 S2 y3", &[1, 3], all, true, all, "S1 S2 S3"),
-            ("and both know: the other one reads no more", "S1 S2 S3", &[1, 3], all, false, all, "S1 S3 y2"),
+            (
+                "and both know: the other one reads no more",
+                "S1 S2 S3",
+                &[1, 3],
+                all,
+                false,
+                all,
+                "S1 S3 y2",
+            ),
             ("it does not know yet", "S1 S2 S3", &[1, 3], all, false, &[1, 3], "-"),
             ("stays until it knows", "S1 S3 y2", &[1, 3], all, false, &[1, 3], "-"),
             ("stays though it has all", "S1 S3 y2", &[1, 3], all, true, none, "-"),
             ("goes when it knows", "S1 S3 y2", &[1, 3], all, true, all, "S1 S3"),
             ("goes when its lease is over", "S1 S3 y2", &[1, 3], &[1, 3], false, none, "S1 S3"),
-            ("not wanted, and dies while another is filled", "S1 S2 y3", &[2, 3], &[2, 3, 4], false, all, "S2 y3 o1"),
+            (
+                "not wanted, and dies while another is filled",
+                "S1 S2 y3",
+                &[2, 3],
+                &[2, 3, 4],
+                false,
+                all,
+                "S2 y3 o1",
+            ),
             ("and is dropped then", "S2 y3 o1", &[2, 3], &[2, 3, 4], false, all, "S2 y3"),
-            ("not wanted, and dies as one of three", "S1 S2 S3 o4", &[3, 4], &[2, 3], false, all, "S2 S3 o1 o4"),
-            ("not while one that is wanted is missing", "S1 S2 o3", &[1, 3], &[1, 2], false, all, "-"),
+            (
+                "not wanted, and dies as one of three",
+                "S1 S2 S3 o4",
+                &[3, 4],
+                &[2, 3],
+                false,
+                all,
+                "S2 S3 o1 o4",
+            ),
+            (
+                "not while one that is wanted is missing",
+                "S1 S2 o3",
+                &[1, 3],
+                &[1, 2],
+                false,
+                all,
+                "-",
+            ),
             ("nor when that dies now", "S1 S2 S3", &[1, 3], &[1, 2], false, all, "S1 S2 o3"),
             ("one after the other", "S1 S2 S3 S4", &[3, 4], all, false, all, "S2 S3 S4 y1"),
             ("and the next", "S2 S3 S4 y1", &[3, 4], all, false, all, "S3 S4 y2"),
@@ -279,7 +328,8 @@ mod tests {
             let facts = Facts { alive: |t| live.contains(&t), synced, acts: |t| acts.contains(&t) };
             let next = evaluate(&chain, &facts);
             if let Some(next) = &next {
-                state::check_transition(&chain, next).unwrap_or_else(|e| panic!("{what}: {before}: {e}"));
+                state::check_transition(&chain, next)
+                    .unwrap_or_else(|e| panic!("{what}: {before}: {e}"));
             }
             assert_eq!(text(next), after, "{what}: {before}");
         }

@@ -1,7 +1,9 @@
-//! Replicas that move to other targets: which, where to, and how many at a time. Pure functions on the map.
+//! Replicas that move to other targets: which, where to, and how many at a time. Pure functions on
+//! the map.
 //!
-//! A move is a change of the targets that a chain shall have; rows `joins` to `gone` of `docs/replication.md` do the rest. What is being
-//! moved can be told from the map alone, so a new leader goes on where the former one was.
+//! A move is a change of the targets that a chain shall have; rows `joins` to `gone` of
+//! `docs/replication.md` do the rest. What is being moved can be told from the map alone, so a new
+//! leader goes on where the former one was.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,13 +24,15 @@ pub mod target_action {
     pub const GIVE_UP: u32 = 4;
 }
 
-/// Replicas that one target gives away or takes at a time. One that is dead has no part in it: what it had comes from all others.
+/// Replicas that one target gives away or takes at a time. One that is dead has no part in it: what
+/// it had comes from all others.
 pub const MOVES: usize = 8;
 /// No replica moves to a target that would be fuller then, percent.
 pub(super) const FULL: u128 = 95;
 
-/// What an administrator decided about a target. `ENOENT` if it is not registered, `EINVAL` for an heir that cannot be one, `EBUSY`
-/// for taking one out that is alive or that a chain still needs, and for a drain that only slowness is the reason for ([`slow::may_drain`]).
+/// What an administrator decided about a target. `ENOENT` if it is not registered, `EINVAL` for an
+/// heir that cannot be one, `EBUSY` for taking one out that is alive or that a chain still needs,
+/// and for a drain that only slowness is the reason for ([`slow::may_drain`]).
 pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<()> {
     let mut next = map.clone();
     let inval = |m: String| Err(Error::new(Code::Inval, m));
@@ -49,7 +53,10 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
                     ));
                 }
             }
-            next.targets.iter_mut().filter(|t| t.heir == Some(c.target)).for_each(|t| t.heir = None);
+            next.targets
+                .iter_mut()
+                .filter(|t| t.heir == Some(c.target))
+                .for_each(|t| t.heir = None);
         }
         _ if c.heir.is_some() => return inval("only a target that is emptied has an heir".into()),
         _ if c.slow.is_some() => return inval("a slow target is drained, nothing else".into()),
@@ -62,9 +69,13 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
         target_action::REMOVE => {
             may_go(map, is)?;
             next.targets.retain(|t| t.id != c.target);
-            next.targets.iter_mut().filter(|t| t.heir == Some(c.target)).for_each(|t| t.heir = None);
+            next.targets
+                .iter_mut()
+                .filter(|t| t.heir == Some(c.target))
+                .for_each(|t| t.heir = None);
             next.pools.iter_mut().for_each(|p| p.targets.retain(|t| *t != c.target));
-            // Only lost ones have it still. They want it no more, for one that comes back all the same must not wait for it.
+            // Only lost ones have it still. They want it no more, for one that comes back all the
+            // same must not wait for it.
             for chain in &mut next.chains {
                 chain.replicas.retain(|r| r.target != c.target);
                 if chain.preferred.len() > 1 {
@@ -91,14 +102,21 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
     Ok(())
 }
 
-/// A chain is lost when every target that could be its source was given up, and no longer when one of them is kept after all.
+/// A chain is lost when every target that could be its source was given up, and no longer when one
+/// of them is kept after all.
 fn judge_lost(map: &mut pb::ClusterMap) {
-    let gone: BTreeSet<TargetId> = map.targets.iter().filter(|t| t.given_up).map(|t| t.id).collect();
+    let gone: BTreeSet<TargetId> =
+        map.targets.iter().filter(|t| t.given_up).map(|t| t.id).collect();
     let open = recovery::in_doubt(map);
     for c in map.chains.iter_mut().filter(|c| !open.contains(&c.id) && c.head().is_none()) {
-        let mut sources = c.replicas.iter().filter(|r| r.state() == pb::ReplicaState::ReplicaLastsrv).peekable();
+        let mut sources =
+            c.replicas.iter().filter(|r| r.state() == pb::ReplicaState::ReplicaLastsrv).peekable();
         // Of a lost chain, they may have been taken out.
-        let lost = if sources.peek().is_some() { sources.all(|r| gone.contains(&r.target)) } else { c.lost };
+        let lost = if sources.peek().is_some() {
+            sources.all(|r| gone.contains(&r.target))
+        } else {
+            c.lost
+        };
         if lost != c.lost {
             c.lost = lost;
             c.epoch += 1;
@@ -107,24 +125,35 @@ fn judge_lost(map: &mut pb::ClusterMap) {
 }
 
 fn may_go(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
-    let busy = |why: String| Err(Error::new(Code::Busy, format!("target {} cannot be taken out: {why}", t.id)));
-    let needs = |c: &&pb::Chain| !c.lost && (c.state_of(t.id).is_some() || c.preferred.contains(&t.id));
+    let busy = |why: String| {
+        Err(Error::new(Code::Busy, format!("target {} cannot be taken out: {why}", t.id)))
+    };
+    let needs =
+        |c: &&pb::Chain| !c.lost && (c.state_of(t.id).is_some() || c.preferred.contains(&t.id));
     match map.chains.iter().filter(needs).count() {
         0 => {}
-        n => return busy(format!("it has replicas of {n} chains; drain it first, or give it up if it is lost")),
+        n => {
+            return busy(format!(
+                "it has replicas of {n} chains; drain it first, or give it up if it is lost"
+            ));
+        }
     }
     if map.doubts.iter().any(|d| d.replicas.iter().any(|r| r.target == t.id)) {
         return busy("since a recovery it is not known what it may be needed for".into());
     }
     if t.alive {
-        return busy("it is alive; take it out of its server's `targets`, restart that, and repeat this".into());
+        return busy(
+            "it is alive; take it out of its server's `targets`, restart that, and repeat this"
+                .into(),
+        );
     }
     Ok(())
 }
 
 /// Whether replicas of a chain are on their way.
 pub fn is_moving(c: &pb::Chain) -> bool {
-    c.replicas.len() != c.preferred.len() || c.replicas.iter().any(|r| !c.preferred.contains(&r.target))
+    c.replicas.len() != c.preferred.len()
+        || c.replicas.iter().any(|r| !c.preferred.contains(&r.target))
 }
 
 /// Whether a chain has all the replicas that it shall have, in sync, and no other.
@@ -174,10 +203,15 @@ impl<'a> Load<'a> {
             let has: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
             let wants: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
             // What a target is being filled with has yet to take its space there.
-            let filled = |t: &TargetId| has.contains(t) && c.state_of(*t) != Some(pb::ReplicaState::ReplicaServing);
+            let filled = |t: &TargetId| {
+                has.contains(t) && c.state_of(*t) != Some(pb::ReplicaState::ReplicaServing)
+            };
             let alive = |t: &TargetId| load.targets.get(t).is_some_and(|t| t.alive);
-            let coming: Vec<TargetId> = wants.iter().copied().filter(|t| filled(t) && alive(t)).collect();
-            has.symmetric_difference(&wants).chain(&coming).for_each(|t| *load.moving.entry(*t).or_default() += 1);
+            let coming: Vec<TargetId> =
+                wants.iter().copied().filter(|t| filled(t) && alive(t)).collect();
+            has.symmetric_difference(&wants)
+                .chain(&coming)
+                .for_each(|t| *load.moving.entry(*t).or_default() += 1);
         }
         load
     }
@@ -191,10 +225,12 @@ impl<'a> Load<'a> {
         t.used / self.replicas.get(&t.id).copied().unwrap_or(0).max(1) as u64
     }
 
-    /// The target that takes the place of `old` in a chain: the heir if it may, else one that has all of it still, else the one that is
-    /// least full when what is on its way counts as much as what each replica there has. It is on none of the other replicas' servers, and in a rack with as few of
-    /// them as can be; if that is why, with fewer than `old`. A chain of a pool stays
-    /// within it if a member may take it; if none may, it leaves the pool all the same where what was decided could not be done otherwise.
+    /// The target that takes the place of `old` in a chain: the heir if it may, else one that has
+    /// all of it still, else the one that is least full when what is on its way counts as much as
+    /// what each replica there has. It is on none of the other replicas' servers, and in a rack
+    /// with as few of them as can be; if that is why, with fewer than `old`. A chain of a pool
+    /// stays within it if a member may take it; if none may, it leaves the pool all the same where
+    /// what was decided could not be done otherwise.
     fn heir(&self, c: &pb::Chain, old: &pb::Target, why: Why) -> Option<TargetId> {
         use pb::ReplicaState::{ReplicaServing, ReplicaSyncing, ReplicaWaiting};
         let others: Vec<TargetId> = c.preferred.iter().copied().filter(|t| *t != old.id).collect();
@@ -231,7 +267,12 @@ impl<'a> Load<'a> {
         match old.heir.filter(|h| could.iter().any(|t| t.id == *h)) {
             // It takes as many as it can at a time, and will take this one later.
             Some(h) => Some(h).filter(|h| self.moving(*h) < MOVES),
-            None => could.into_iter().filter(|t| crowd(t) == fewest).filter(free).min_by_key(fullness).map(|t| t.id),
+            None => could
+                .into_iter()
+                .filter(|t| crowd(t) == fewest)
+                .filter(free)
+                .min_by_key(fullness)
+                .map(|t| t.id),
         }
     }
 
@@ -242,20 +283,29 @@ impl<'a> Load<'a> {
     }
 
     /// The target, if its replica of a resting chain is to move for this reason.
-    fn leaves(&self, c: &pb::Chain, t: TargetId, why: Why, dead: &BTreeSet<TargetId>) -> Option<&'a pb::Target> {
+    fn leaves(
+        &self,
+        c: &pb::Chain,
+        t: TargetId,
+        why: Why,
+        dead: &BTreeSet<TargetId>,
+    ) -> Option<&'a pb::Target> {
         let is = self.targets.get(&t).copied()?;
         let yes = match why {
             Why::Dead => dead.contains(&t) && !is.alive,
             Why::Drains => is.draining,
             // A copy that is missing is made good first.
             Why::Crowded => is_whole(c) && self.may_spread(c, t),
-            Why::Pool => is_whole(c) && self.pools.get(&c.id).is_some_and(|p| !p.targets.contains(&t)),
+            Why::Pool => {
+                is_whole(c) && self.pools.get(&c.id).is_some_and(|p| !p.targets.contains(&t))
+            }
             Why::Full | Why::Fuller | Why::Heads => false,
         };
         yes.then_some(is)
     }
 
-    /// Whether some rack has fewer of a target's fellow copies than its own: a cheap answer where copies outnumber racks.
+    /// Whether some rack has fewer of a target's fellow copies than its own: a cheap answer where
+    /// copies outnumber racks.
     fn may_spread(&self, c: &pb::Chain, t: TargetId) -> bool {
         let others = || c.preferred.iter().filter(|o| **o != t);
         let least = |crowd: usize| {
@@ -268,8 +318,14 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// The target, if a chain waits for it in vain: it is to join, and has been dead for long, was given up, or has become too full.
-    fn waits_for(&self, c: &pb::Chain, t: TargetId, dead: &BTreeSet<TargetId>) -> Option<(&'a pb::Target, Why)> {
+    /// The target, if a chain waits for it in vain: it is to join, and has been dead for long, was
+    /// given up, or has become too full.
+    fn waits_for(
+        &self,
+        c: &pb::Chain,
+        t: TargetId,
+        dead: &BTreeSet<TargetId>,
+    ) -> Option<(&'a pb::Target, Why)> {
         use pb::ReplicaState::{ReplicaServing, ReplicaSyncing};
         let is = self.targets.get(&t).copied()?;
         let state = c.state_of(t);
@@ -283,8 +339,8 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// Whether a chain may have a target in the place of another one: on none of the other replicas' servers, as far from them, and not
-    /// out of its pool.
+    /// Whether a chain may have a target in the place of another one: on none of the other
+    /// replicas' servers, as far from them, and not out of its pool.
     pub(super) fn suits(&self, c: &pb::Chain, from: TargetId, to: TargetId) -> bool {
         let others = || c.preferred.iter().filter(|t| **t != from);
         let pool = self.pools.get(&c.id);
@@ -294,13 +350,16 @@ impl<'a> Load<'a> {
             && self.domains.crowd(to, others()) <= self.domains.crowd(from, others())
     }
 
-    /// Whether a target may head a chain in the place of another one: it is in it already, or may take that one's replica without
-    /// becoming fuller than that one is. So it does not undo what was moved to even out how full targets are.
+    /// Whether a target may head a chain in the place of another one: it is in it already, or may
+    /// take that one's replica without becoming fuller than that one is. So it does not undo what
+    /// was moved to even out how full targets are.
     fn may_head(&self, c: &pb::Chain, from: TargetId, to: TargetId) -> bool {
         if c.preferred.contains(&to) {
             return true;
         }
-        let (Some(a), Some(b)) = (self.targets.get(&from), self.targets.get(&to)) else { return false };
+        let (Some(a), Some(b)) = (self.targets.get(&from), self.targets.get(&to)) else {
+            return false;
+        };
         let then = u128::from(b.used) + u128::from(self.each(a)) * (self.moving(to) as u128 + 1);
         let even = then * u128::from(a.capacity) <= u128::from(a.used) * u128::from(b.capacity);
         let room = then * 100 <= u128::from(b.capacity) * FULL;
@@ -347,10 +406,12 @@ impl Why {
     }
 }
 
-/// Chains that are to get other targets now, with a sentence about each: first where a copy is missing because its target has been
-/// dead for long, then where a target drains, then where copies share a rack that need not, then where a pool's chain is on others than its
-/// members, then where a target heads too few. Those in `changed` are left alone. The last three are no emergency and may find nothing
-/// for ever, at the cost of all chains times all targets: only with `tidy`, the chains of each kind that a target heads.
+/// Chains that are to get other targets now, with a sentence about each: first where a copy is
+/// missing because its target has been dead for long, then where a target drains, then where copies
+/// share a rack that need not, then where a pool's chain is on others than its members, then where
+/// a target heads too few. Those in `changed` are left alone. The last three are no emergency and
+/// may find nothing for ever, at the cost of all chains times all targets: only with `tidy`, the
+/// chains of each kind that a target heads.
 pub fn plan(
     map: &pb::ClusterMap,
     changed: &[pb::Chain],
@@ -362,7 +423,12 @@ pub fn plan(
     let heads = tidy.map(|per| chain_table::rich_and_poor(map, per)).unwrap_or_default();
     let tidy = tidy.is_some() && (racks || pools);
     let full = map.targets.iter().any(is_full) && map.chains.iter().any(is_moving);
-    if !tidy && heads.is_empty() && dead.is_empty() && !full && map.targets.iter().all(|t| !t.draining) {
+    if !tidy
+        && heads.is_empty()
+        && dead.is_empty()
+        && !full
+        && map.targets.iter().all(|t| !t.draining)
+    {
         return Vec::new();
     }
     let mut load = Load::new(map);
@@ -374,10 +440,15 @@ pub fn plan(
     let under_way = |c: &&pb::Chain| !busy.contains(&c.id) && is_moving(c) && c.head().is_some();
     for c in map.chains.iter().filter(under_way) {
         // What replaces it never comes, or cannot take it: another place.
-        let Some((old, why)) = c.preferred.iter().find_map(|t| load.waits_for(c, *t, dead)) else { continue };
+        let Some((old, why)) = c.preferred.iter().find_map(|t| load.waits_for(c, *t, dead)) else {
+            continue;
+        };
         if let Some(heir) = load.heir(c, old, why) {
             load.moves(old.id, heir);
-            out.insert(c.id, moved(c, old.id, heir, &(why.words().to_owned() + &load.outside(c, heir))));
+            out.insert(
+                c.id,
+                moved(c, old.id, heir, &(why.words().to_owned() + &load.outside(c, heir))),
+            );
         }
     }
     let reasons = [Why::Dead, Why::Drains, Why::Crowded, Why::Pool];
@@ -386,13 +457,19 @@ pub fn plan(
             if out.contains_key(&c.id) {
                 continue;
             }
-            let Some(old) = c.preferred.iter().rev().find_map(|t| load.leaves(c, *t, why, dead)) else { continue };
+            let Some(old) = c.preferred.iter().rev().find_map(|t| load.leaves(c, *t, why, dead))
+            else {
+                continue;
+            };
             if why != Why::Dead && load.moving(old.id) >= MOVES {
                 continue;
             }
             if let Some(heir) = load.heir(c, old, why) {
                 load.moves(old.id, heir);
-                out.insert(c.id, moved(c, old.id, heir, &(why.words().to_owned() + &load.outside(c, heir))));
+                out.insert(
+                    c.id,
+                    moved(c, old.id, heir, &(why.words().to_owned() + &load.outside(c, heir))),
+                );
             }
         }
     }
@@ -411,7 +488,9 @@ fn spread_heads(load: &mut Load, resting: &[&pb::Chain], mut kind: RichAndPoor, 
             continue;
         }
         let may = |t: &&TargetId| kind.heads[*t] * 2 <= kind.per && load.may_head(c, from, **t);
-        let Some(to) = kind.poor.iter().filter(may).min_by_key(|t| kind.heads[*t]).copied() else { continue };
+        let Some(to) = kind.poor.iter().filter(may).min_by_key(|t| kind.heads[*t]).copied() else {
+            continue;
+        };
         kind.heads.entry(from).and_modify(|n| *n -= 1);
         kind.heads.entry(to).and_modify(|n| *n += 1);
         if !c.preferred.contains(&to) {
@@ -421,7 +500,8 @@ fn spread_heads(load: &mut Load, resting: &[&pb::Chain], mut kind: RichAndPoor, 
     }
 }
 
-/// The chain with another target in the place of one, and a sentence about it. They change places if it has both.
+/// The chain with another target in the place of one, and a sentence about it. They change places
+/// if it has both.
 pub(super) fn moved(c: &pb::Chain, from: TargetId, to: TargetId, why: &str) -> (pb::Chain, String) {
     let mut n = pb::Chain { epoch: c.epoch + 1, ..c.clone() };
     for t in &mut n.preferred {
@@ -445,22 +525,34 @@ mod tests {
     use super::*;
     use crate::cluster::{membership, state};
 
-    /// Four nodes with one target each, a chain of two headed by each, and one node with two targets without chains.
+    /// Four nodes with one target each, a chain of two headed by each, and one node with two
+    /// targets without chains.
     fn map() -> pb::ClusterMap {
-        let target =
-            |(id, node): (TargetId, NodeId)| pb::Target { id, node, capacity: 100, alive: true, ..Default::default() };
+        let target = |(id, node): (TargetId, NodeId)| pb::Target {
+            id,
+            node,
+            capacity: 100,
+            alive: true,
+            ..Default::default()
+        };
         let nodes = [(0, 1001), (1, 1002), (2, 1003), (3, 1004), (4, 1005), (5, 1005)];
         let chain = |(id, on): (u32, [TargetId; 2])| pb::Chain {
             id,
             epoch: 1,
-            replicas: on.iter().map(|t| pb::Replica { target: *t, state: ReplicaServing as i32 }).collect(),
+            replicas: on
+                .iter()
+                .map(|t| pb::Replica { target: *t, state: ReplicaServing as i32 })
+                .collect(),
             preferred: on.to_vec(),
             lost: false,
         };
         pb::ClusterMap {
             version: 7,
             targets: nodes.into_iter().map(target).collect(),
-            chains: [(1, [0, 1]), (2, [1, 2]), (3, [2, 3]), (4, [3, 0])].into_iter().map(chain).collect(),
+            chains: [(1, [0, 1]), (2, [1, 2]), (3, [2, 3]), (4, [3, 0])]
+                .into_iter()
+                .map(chain)
+                .collect(),
             pools: vec![pb::Pool { name: "p".into(), targets: vec![0, 5] }],
             ..Default::default()
         }
@@ -471,7 +563,10 @@ mod tests {
     }
 
     fn planned(map: &pb::ClusterMap) -> Vec<(u32, Vec<TargetId>)> {
-        plan(map, &[], &BTreeSet::new(), Some(1)).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
+        plan(map, &[], &BTreeSet::new(), Some(1))
+            .into_iter()
+            .map(|(c, _)| (c.id, c.preferred))
+            .collect()
     }
 
     #[test]
@@ -492,7 +587,11 @@ mod tests {
         // Nor to what would be too full.
         assert_eq!(planned(&m), [(3, vec![2, 1]), (4, vec![3, 1])]);
         for (chain, _) in plan(&m, &[], &BTreeSet::new(), Some(1)) {
-            let update = pb::MapUpdate { expect_version: m.version, chains: vec![chain], ..Default::default() };
+            let update = pb::MapUpdate {
+                expect_version: m.version,
+                chains: vec![chain],
+                ..Default::default()
+            };
             state::update(&mut m.clone(), &update).unwrap();
         }
     }
@@ -531,7 +630,10 @@ mod tests {
         m.targets[0].alive = false;
         for c in m.chains.iter_mut().filter(|c| c.preferred.len() > 1) {
             c.replicas.sort_by_key(|r| r.target == 0);
-            c.replicas.iter_mut().filter(|r| r.target == 0).for_each(|r| r.set_state(ReplicaOffline));
+            c.replicas
+                .iter_mut()
+                .filter(|r| r.target == 0)
+                .for_each(|r| r.set_state(ReplicaOffline));
         }
         m.chains.retain(|c| c.preferred != [0]);
         let lost = m.chains.iter().filter(|c| c.preferred.contains(&0)).count();
@@ -539,10 +641,16 @@ mod tests {
         let mut takes: BTreeMap<TargetId, usize> = BTreeMap::new();
         for (c, _) in &planned {
             let old = m.chains.iter().find(|o| o.id == c.id).unwrap();
-            c.preferred.iter().filter(|t| !old.preferred.contains(t)).for_each(|t| *takes.entry(*t).or_default() += 1);
+            c.preferred
+                .iter()
+                .filter(|t| !old.preferred.contains(t))
+                .for_each(|t| *takes.entry(*t).or_default() += 1);
         }
         // Two of the five others share a server.
-        assert!(takes.len() >= 4 && takes.values().all(|n| (1..=MOVES).contains(n)), "{lost} lost: {takes:?}");
+        assert!(
+            takes.len() >= 4 && takes.values().all(|n| (1..=MOVES).contains(n)),
+            "{lost} lost: {takes:?}"
+        );
         assert!(planned.len() > 3 * MOVES, "{} of {lost}", planned.len());
     }
 
@@ -558,7 +666,8 @@ mod tests {
         let dead = BTreeSet::from([4]);
         let again: Vec<_> = plan(&m, &[], &dead, Some(1)).into_iter().map(|(c, _)| c).collect();
         assert_eq!(again.iter().map(|c| &c.preferred[..]).collect::<Vec<_>>(), [[2, 1]]);
-        let update = pb::MapUpdate { expect_version: m.version, chains: again, ..Default::default() };
+        let update =
+            pb::MapUpdate { expect_version: m.version, chains: again, ..Default::default() };
         state::update(&mut m.clone(), &update).unwrap();
         // Given up, it is not waited for either.
         target_change(&mut m, &change(4, target_action::GIVE_UP, None)).unwrap();
@@ -573,7 +682,9 @@ mod tests {
         let mut m = map();
         m.chains.truncate(1);
         m.chains[0].preferred = vec![4, 1];
-        m.chains[0].replicas.push(pb::Replica { target: 4, state: pb::ReplicaState::ReplicaSyncing as i32 });
+        m.chains[0]
+            .replicas
+            .push(pb::Replica { target: 4, state: pb::ReplicaState::ReplicaSyncing as i32 });
         m.targets[4].used = 95;
         assert_eq!(planned(&m), []);
         // Back to where it is, though that is full, rather than to what is empty.
@@ -598,8 +709,10 @@ mod tests {
     #[test]
     fn copies_get_out_of_each_others_racks() {
         let mut m = map();
-        let node = |(id, rack): (NodeId, &str)| pb::Node { id, rack: rack.into(), ..Default::default() };
-        m.nodes = [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "")].map(node).to_vec();
+        let node =
+            |(id, rack): (NodeId, &str)| pb::Node { id, rack: rack.into(), ..Default::default() };
+        m.nodes =
+            [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "")].map(node).to_vec();
         // 0 and 1 share a rack, 2 and 3 too.
         assert_eq!(planned(&m), [(1, vec![0, 4]), (3, vec![2, 5])]);
         assert_eq!(plan(&m, &[], &BTreeSet::new(), None), [], "not at every look");
@@ -608,22 +721,29 @@ mod tests {
         m.targets[5].alive = false;
         target_change(&mut m, &change(1, target_action::DRAIN, None)).unwrap();
         assert_eq!(planned(&m), [(1, vec![0, 2]), (2, vec![0, 2]), (3, vec![2, 0])]);
-        // Three copies in two racks: nothing can be done, and that is seen without a look at any target.
+        // Three copies in two racks: nothing can be done, and that is seen without a look at any
+        // target.
         m = map();
         m.chains.truncate(1);
         m.chains[0].preferred = vec![0, 1, 2];
-        m.chains[0].replicas = [0, 1, 2].map(|target| pb::Replica { target, state: ReplicaServing as i32 }).to_vec();
-        m.nodes = [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "b")].map(node).to_vec();
+        m.chains[0].replicas =
+            [0, 1, 2].map(|target| pb::Replica { target, state: ReplicaServing as i32 }).to_vec();
+        m.nodes =
+            [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "b")].map(node).to_vec();
         assert!((0..3).all(|t| !Load::new(&m).may_spread(&m.chains[0], t)));
         assert_eq!(planned(&m), []);
         // A third one.
         m.nodes[4].rack = "c".into();
         assert!(
-            [(0, true), (1, true), (2, false)].iter().all(|(t, is)| Load::new(&m).may_spread(&m.chains[0], *t) == *is)
+            [(0, true), (1, true), (2, false)]
+                .iter()
+                .all(|(t, is)| Load::new(&m).may_spread(&m.chains[0], *t) == *is)
         );
         assert_eq!(planned(&m), [(1, vec![0, 4, 2])]);
         // All in one of two.
-        m.nodes.iter_mut().for_each(|n| n.rack = if n.id == 1005 { "b".into() } else { "a".into() });
+        m.nodes
+            .iter_mut()
+            .for_each(|n| n.rack = if n.id == 1005 { "b".into() } else { "a".into() });
         assert_eq!(planned(&m), [(1, vec![0, 1, 4])]);
         // Where there is but one rack, nothing moves.
         m = map();
@@ -658,7 +778,10 @@ mod tests {
         members(&mut m, &[0, 1]);
         assert_eq!(planned(&m), [(1, vec![0, 3])]);
         let (_, sentence) = plan(&m, &[], &BTreeSet::new(), None).remove(0);
-        assert!(sentence.ends_with("to be emptied; no target of pool 'p' can take it"), "{sentence}");
+        assert!(
+            sentence.ends_with("to be emptied; no target of pool 'p' can take it"),
+            "{sentence}"
+        );
     }
 
     #[test]
@@ -677,13 +800,14 @@ mod tests {
         }
         assert_eq!(planned(&m), [], "these are not there yet");
         let moved = m.chains.iter_mut().find(|c| is_moving(c)).unwrap();
-        moved.replicas = moved.preferred.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
+        moved.replicas =
+            moved.preferred.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
         assert_eq!(planned(&m).len(), 1);
         // A chain that changes otherwise waits, as does one without a source.
         assert_eq!(plan(&m, &m.chains.clone(), &BTreeSet::new(), Some(1)), []);
-        m.chains
-            .iter_mut()
-            .for_each(|c| c.replicas.iter_mut().for_each(|r| r.set_state(pb::ReplicaState::ReplicaLastsrv)));
+        m.chains.iter_mut().for_each(|c| {
+            c.replicas.iter_mut().for_each(|r| r.set_state(pb::ReplicaState::ReplicaLastsrv))
+        });
         assert_eq!(planned(&m), []);
     }
 
@@ -692,13 +816,17 @@ mod tests {
         let mut m = map();
         target_change(&mut m, &change(0, target_action::DRAIN, Some(4))).unwrap();
         let half_way = pb::Chain { preferred: vec![4, 1], ..m.chains[0].clone() };
-        let add = |m: &mut pb::ClusterMap| m.chains.extend((10..30).map(|id| pb::Chain { id, ..half_way.clone() }));
+        let add = |m: &mut pb::ClusterMap| {
+            m.chains.extend((10..30).map(|id| pb::Chain { id, ..half_way.clone() }))
+        };
         add(&mut m);
         assert_eq!(planned(&m), [], "all move");
         for (lost, doubt) in [(true, false), (false, false), (false, true)] {
             for c in m.chains.iter_mut().filter(|c| c.id >= 10) {
                 c.lost = lost;
-                c.replicas.iter_mut().for_each(|r| r.set_state(if doubt { ReplicaServing } else { ReplicaLastsrv }));
+                c.replicas
+                    .iter_mut()
+                    .for_each(|r| r.set_state(if doubt { ReplicaServing } else { ReplicaLastsrv }));
             }
             let of = m.chains.iter().filter(|c| doubt && c.id >= 10);
             m.doubts = of.map(|c| pb::Doubt { chain: c.id, ..Default::default() }).collect();
@@ -712,13 +840,20 @@ mod tests {
         target_change(&mut m, &change(0, target_action::DRAIN, Some(3))).unwrap();
         // The second chain has a copy there already.
         assert_eq!(planned(&m), [(1, vec![3, 1]), (4, vec![3, 4])]);
-        for (id, heir, code) in
-            [(9, None, Code::NoEnt), (0, Some(9), Code::NoEnt), (0, Some(0), Code::Inval), (1, Some(0), Code::Inval)]
-        {
-            let e = target_change(&mut m.clone(), &change(id, target_action::DRAIN, heir)).unwrap_err();
+        for (id, heir, code) in [
+            (9, None, Code::NoEnt),
+            (0, Some(9), Code::NoEnt),
+            (0, Some(0), Code::Inval),
+            (1, Some(0), Code::Inval),
+        ] {
+            let e =
+                target_change(&mut m.clone(), &change(id, target_action::DRAIN, heir)).unwrap_err();
             assert_eq!(e.code, code, "{e}");
         }
-        assert_eq!(target_change(&mut m.clone(), &change(0, 9, None)).unwrap_err().code, Code::Inval);
+        assert_eq!(
+            target_change(&mut m.clone(), &change(0, 9, None)).unwrap_err().code,
+            Code::Inval
+        );
         // One that is to be emptied itself inherits nothing.
         target_change(&mut m, &change(3, target_action::DRAIN, None)).unwrap();
         assert_eq!(m.targets[0].heir, None);
@@ -729,14 +864,18 @@ mod tests {
     #[test]
     fn what_only_lost_targets_had_is_lost_until_one_of_them_is_kept() {
         let mut m = map();
-        let give_up = |m: &mut pb::ClusterMap, t| target_change(m, &change(t, target_action::GIVE_UP, None));
+        let give_up =
+            |m: &mut pb::ClusterMap, t| target_change(m, &change(t, target_action::GIVE_UP, None));
         assert!(give_up(&mut m, 0).unwrap_err().message.contains("is alive"));
         for t in [0, 1] {
             m.targets[t].alive = false;
         }
         m.chains[0].replicas.iter_mut().for_each(|r| r.set_state(ReplicaLastsrv));
         give_up(&mut m, 0).unwrap();
-        assert!(m.targets[0].draining && m.chains.iter().all(|c| !c.lost), "the other one may come back");
+        assert!(
+            m.targets[0].draining && m.chains.iter().all(|c| !c.lost),
+            "the other one may come back"
+        );
         give_up(&mut m, 1).unwrap();
         assert_eq!(
             m.chains.iter().map(|c| (c.lost, c.epoch)).collect::<Vec<_>>(),
@@ -756,7 +895,8 @@ mod tests {
         );
         for (n, to) in [(1, [4, 2]), (3, [3, 5])] {
             m.chains[n].preferred = to.to_vec();
-            m.chains[n].replicas = to.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
+            m.chains[n].replicas =
+                to.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
         }
         // One is taken out, and the other comes back all the same.
         target_change(&mut m, &change(0, target_action::REMOVE, None)).unwrap();
@@ -766,7 +906,11 @@ mod tests {
         assert_eq!((back.chains[0].lost, &back.chains[0].preferred[..]), (false, &[1][..]));
         let facts = membership::Facts { alive: |_| true, synced: false, acts: |_| true };
         let source = membership::evaluate(&back.chains[0], &facts).unwrap();
-        let update = pb::MapUpdate { expect_version: back.version, chains: vec![source], ..Default::default() };
+        let update = pb::MapUpdate {
+            expect_version: back.version,
+            chains: vec![source],
+            ..Default::default()
+        };
         state::update(&mut back, &update).unwrap();
         target_change(&mut m, &change(1, target_action::REMOVE, None)).unwrap();
         assert!(m.chains[0].lost && m.chains[0].replicas.is_empty());
@@ -776,12 +920,16 @@ mod tests {
     #[test]
     fn only_what_nobody_needs_is_taken_out() {
         let mut m = map();
-        let remove = |m: &mut pb::ClusterMap, t| target_change(m, &change(t, target_action::REMOVE, None));
+        let remove =
+            |m: &mut pb::ClusterMap, t| target_change(m, &change(t, target_action::REMOVE, None));
         assert!(remove(&mut m, 0).unwrap_err().message.contains("drain it first"));
         assert!(remove(&mut m, 5).unwrap_err().message.contains("alive"));
         m.targets[5].alive = false;
-        m.doubts =
-            vec![pb::Doubt { chain: 1, replicas: vec![pb::Replica { target: 5, state: 1 }], ..Default::default() }];
+        m.doubts = vec![pb::Doubt {
+            chain: 1,
+            replicas: vec![pb::Replica { target: 5, state: 1 }],
+            ..Default::default()
+        }];
         assert_eq!(remove(&mut m, 5).unwrap_err().code, Code::Busy);
         m.doubts.clear();
         remove(&mut m, 5).unwrap();

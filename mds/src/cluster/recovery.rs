@@ -1,9 +1,12 @@
-//! The cluster map of a group that begins anew, and what its chains' replicas are then worth. Pure functions called at apply.
+//! The cluster map of a group that begins anew, and what its chains' replicas are then worth. Pure
+//! functions called at apply.
 //!
-//! The state that a group is recovered from may be older than the last changes of its chains: a replica that it calls in sync may
-//! have left the in-sync set since, and serve old bytes if it were believed. So a recovery believes nobody: every replica is
-//! LASTSRV and its chain in **doubt**, until all have been heard that can know of a later in-sync set. Storage servers keep what
-//! they last acted on ([`pb::ChainSight`]) and say it when they register. See `docs/membership.md`, "After a recovery".
+//! The state that a group is recovered from may be older than the last changes of its chains: a
+//! replica that it calls in sync may have left the in-sync set since, and serve old bytes if it
+//! were believed. So a recovery believes nobody: every replica is LASTSRV and its chain in
+//! **doubt**, until all have been heard that can know of a later in-sync set. Storage servers keep
+//! what they last acted on ([`pb::ChainSight`]) and say it when they register. See
+//! `docs/membership.md`, "After a recovery".
 
 use std::collections::BTreeSet;
 
@@ -21,15 +24,16 @@ pub(crate) fn incarnation(map: &pb::ClusterMap) -> Incarnation {
     Incarnation(map.incarnation)
 }
 
-/// Makes it the map of incarnation `r.incarnation`, of which no metadata server is known yet. `EINVAL` if that is not later than
-/// the map's own.
+/// Makes it the map of incarnation `r.incarnation`, of which no metadata server is known yet.
+/// `EINVAL` if that is not later than the map's own.
 pub(crate) fn recover(map: &mut pb::ClusterMap, r: &pb::Recover) -> Result<()> {
     let (own, new) = (incarnation(map), Incarnation(r.incarnation));
     if own.kin(new) != Kin::Newer {
         return Err(Error::new(Code::Inval, format!("incarnation {new} is not later than {own}")));
     }
     let members = map.nodes.iter().filter(|n| n.role == ROLE_MDS).map(|n| n.id);
-    let gone: BTreeSet<u32> = members.chain(r.gone.iter().copied()).chain(map.former.iter().copied()).collect();
+    let gone: BTreeSet<u32> =
+        members.chain(r.gone.iter().copied()).chain(map.former.iter().copied()).collect();
     map.former = gone.into_iter().filter(|id| (1..FIRST_OSS_NODE).contains(id)).collect();
     map.nodes.retain(|n| n.role != ROLE_MDS);
     map.targets.iter_mut().for_each(|t| t.alive = false);
@@ -38,7 +42,12 @@ pub(crate) fn recover(map: &mut pb::ClusterMap, r: &pb::Recover) -> Result<()> {
     let former = std::mem::take(&mut map.doubts);
     for c in &mut map.chains {
         let known = former.iter().find(|d| d.chain == c.id).cloned();
-        let fresh = || pb::Doubt { chain: c.id, epoch: c.epoch, replicas: c.replicas.clone(), heard: Vec::new() };
+        let fresh = || pb::Doubt {
+            chain: c.id,
+            epoch: c.epoch,
+            replicas: c.replicas.clone(),
+            heard: Vec::new(),
+        };
         map.doubts.push(pb::Doubt { heard: Vec::new(), ..known.unwrap_or_else(fresh) });
         c.epoch = new.beyond(c.epoch);
         c.replicas.iter_mut().for_each(|r| r.set_state(ReplicaLastsrv));
@@ -78,11 +87,13 @@ fn makes_sense(replicas: &[pb::Replica]) -> bool {
         && replicas.iter().all(|r| r.state() != ReplicaState::ReplicaUnknown)
 }
 
-/// An administrator says that these targets are lost for good. `ENOENT` for one that is neither registered nor waited for; those that
-/// no chain waits for are passed over.
+/// An administrator says that these targets are lost for good. `ENOENT` for one that is neither
+/// registered nor waited for; those that no chain waits for are passed over.
 pub(crate) fn give_up(map: &mut pb::ClusterMap, targets: &[TargetId]) -> Result<()> {
     let awaited = all_awaited(map);
-    if let Some(t) = targets.iter().find(|t| map.targets.iter().all(|h| h.id != **t) && !awaited.contains(t)) {
+    if let Some(t) =
+        targets.iter().find(|t| map.targets.iter().all(|h| h.id != **t) && !awaited.contains(t))
+    {
         return Err(Error::new(Code::NoEnt, format!("target {t} is not registered")));
     }
     let mut next = map.clone();
@@ -99,10 +110,14 @@ pub(crate) fn give_up(map: &mut pb::ClusterMap, targets: &[TargetId]) -> Result<
     Ok(())
 }
 
-/// The targets that a doubt waits for. Only a replica that was in sync, or was being filled, in the newest in-sync set known
-/// can have been in a later one: to be filled takes a source that acts on it, and has it written down before the fill counts.
+/// The targets that a doubt waits for. Only a replica that was in sync, or was being filled, in the
+/// newest in-sync set known can have been in a later one: to be filled takes a source that acts on
+/// it, and has it written down before the fill counts.
 fn awaited(d: &pb::Doubt) -> impl Iterator<Item = TargetId> + '_ {
-    let can_know = d.replicas.iter().filter(|r| matches!(r.state(), ReplicaServing | ReplicaSyncing | ReplicaLastsrv));
+    let can_know = d
+        .replicas
+        .iter()
+        .filter(|r| matches!(r.state(), ReplicaServing | ReplicaSyncing | ReplicaLastsrv));
     can_know.map(|r| r.target).filter(|t| d.heard.iter().all(|h| h.target != *t))
 }
 
@@ -126,9 +141,10 @@ fn settle(map: &mut pb::ClusterMap) {
     }
 }
 
-/// The replicas of a chain whose last in-sync set is known: its members are LASTSRV, so that one of them becomes the source and
-/// fills the others. Those that did not restart come first: they lost the least. `None`: only targets that the map does not have
-/// (`known`) held what was in sync, so nobody may be believed.
+/// The replicas of a chain whose last in-sync set is known: its members are LASTSRV, so that one of
+/// them becomes the source and fills the others. Those that did not restart come first: they lost
+/// the least. `None`: only targets that the map does not have (`known`) held what was in sync, so
+/// nobody may be believed.
 fn settled(d: &pb::Doubt, known: &BTreeSet<TargetId>) -> Option<Vec<pb::Replica>> {
     let heard = |t: TargetId| d.heard.iter().find(|h| h.target == t);
     let was_in_sync = |r: &&pb::Replica| matches!(r.state(), ReplicaServing | ReplicaLastsrv);
@@ -143,8 +159,12 @@ fn settled(d: &pb::Doubt, known: &BTreeSet<TargetId>) -> Option<Vec<pb::Replica>
     sources.sort_by_key(|t| !heard(*t).is_some_and(|h| h.lived));
     let others = members().map(|r| r.target).filter(|t| !sources.contains(t));
     let as_state = |state: ReplicaState| move |target| pb::Replica { target, state: state as i32 };
-    let all =
-        sources.iter().copied().map(as_state(ReplicaLastsrv)).chain(others.map(as_state(ReplicaOffline))).collect();
+    let all = sources
+        .iter()
+        .copied()
+        .map(as_state(ReplicaLastsrv))
+        .chain(others.map(as_state(ReplicaOffline)))
+        .collect();
     (!sources.is_empty()).then_some(all)
 }
 
@@ -185,11 +205,21 @@ mod tests {
             version: 40,
             targets: (1..=3).map(target).collect(),
             nodes: vec![node(1, ROLE_MDS), node(2, ROLE_MDS), node(1001, 2)],
-            chains: vec![pb::Chain { id: 5, epoch, replicas: replicas(chain), preferred: vec![1, 2, 3], lost: false }],
+            chains: vec![pb::Chain {
+                id: 5,
+                epoch,
+                replicas: replicas(chain),
+                preferred: vec![1, 2, 3],
+                lost: false,
+            }],
             former: vec![7],
             ..Default::default()
         };
-        recover(&mut map, &pb::Recover { incarnation: Incarnation::new(1, 99).unwrap().0, gone: vec![3, 2] }).unwrap();
+        recover(
+            &mut map,
+            &pb::Recover { incarnation: Incarnation::new(1, 99).unwrap().0, gone: vec![3, 2] },
+        )
+        .unwrap();
         map
     }
 
@@ -202,7 +232,9 @@ mod tests {
         let map = recovered("S1 y2 o3", 9);
         assert_eq!((map.version, map.chains[0].epoch), (1 << 32, 1 << 32));
         assert_eq!(map.former, [1, 2, 3, 7]);
-        assert!(map.nodes.iter().all(|n| n.role != ROLE_MDS) && map.targets.iter().all(|t| !t.alive));
+        assert!(
+            map.nodes.iter().all(|n| n.role != ROLE_MDS) && map.targets.iter().all(|t| !t.alive)
+        );
         assert_eq!(text(&map.chains[0].replicas), "L1 L2 L3");
         assert!(in_doubt(&map).contains(&5));
         assert_eq!(all_awaited(&map), [1, 2]);
@@ -217,20 +249,51 @@ mod tests {
         }
     }
 
-    /// Recorded chain; what is heard in order: target, epoch, its sight, whether it lived; the chain then, or who is awaited.
+    /// Recorded chain; what is heard in order: target, epoch, its sight, whether it lived; the
+    /// chain then, or who is awaited.
     #[test]
     fn the_newest_sight_of_all_that_can_know_decides() {
         for (what, recorded, heard, after) in [
-            ("as recorded", "S1 S2 o3", &[(1, 9, "S1 S2 o3", true), (2, 9, "S1 S2 o3", true)][..], "L1 L2 o3"),
+            (
+                "as recorded",
+                "S1 S2 o3",
+                &[(1, 9, "S1 S2 o3", true), (2, 9, "S1 S2 o3", true)][..],
+                "L1 L2 o3",
+            ),
             ("one is missing", "S1 S2 o3", &[(1, 9, "S1 S2 o3", true)], "awaited 2"),
-            ("left out since", "S1 S2 o3", &[(1, 9, "S1 S2 o3", true), (2, 11, "S2 o1 o3", true)], "L2 o1 o3"),
-            ("it knows that nobody else can know", "S1 S2 o3", &[(2, 11, "S2 o1 o3", true)], "L2 o1 o3"),
+            (
+                "left out since",
+                "S1 S2 o3",
+                &[(1, 9, "S1 S2 o3", true), (2, 11, "S2 o1 o3", true)],
+                "L2 o1 o3",
+            ),
+            (
+                "it knows that nobody else can know",
+                "S1 S2 o3",
+                &[(2, 11, "S2 o1 o3", true)],
+                "L2 o1 o3",
+            ),
             ("filled since", "S1 o2 o3", &[(1, 12, "S1 y2 o3", true)], "awaited 2"),
-            ("filled and alone since", "S1 o2 o3", &[(1, 12, "S1 y2 o3", true), (2, 14, "S2 o1 o3", true)], "L2 o1 o3"),
-            ("restarted stand behind", "S1 S2 o3", &[(1, 9, "S1 S2 o3", false), (2, 9, "S1 S2 o3", true)], "L2 L1 o3"),
+            (
+                "filled and alone since",
+                "S1 o2 o3",
+                &[(1, 12, "S1 y2 o3", true), (2, 14, "S2 o1 o3", true)],
+                "L2 o1 o3",
+            ),
+            (
+                "restarted stand behind",
+                "S1 S2 o3",
+                &[(1, 9, "S1 S2 o3", false), (2, 9, "S1 S2 o3", true)],
+                "L2 L1 o3",
+            ),
             ("an older sight", "S1 o2 o3", &[(1, 5, "S1 S2 S3", true)], "L1 o2 o3"),
             ("no sight at all", "S1 o2 o3", &[(1, 0, "", false)], "L1 o2 o3"),
-            ("moved to another since", "S1 S2", &[(1, 99, "S1 S3 y2", true), (2, 99, "S1 S3 y2", true)], "awaited 3"),
+            (
+                "moved to another since",
+                "S1 S2",
+                &[(1, 99, "S1 S3 y2", true), (2, 99, "S1 S3 y2", true)],
+                "awaited 3",
+            ),
             (
                 "and gone",
                 "S1 S2",
@@ -238,7 +301,12 @@ mod tests {
                 "L1 L3",
             ),
             ("who has left says so", "S1", &[(1, 99, "S3", true)], "awaited 3"),
-            ("who joined may be heard first", "S1", &[(3, 98, "S1 S3", true), (1, 99, "S3 y1", true)], "L3 o1"),
+            (
+                "who joined may be heard first",
+                "S1",
+                &[(3, 98, "S1 S3", true), (1, 99, "S3 y1", true)],
+                "L3 o1",
+            ),
             ("one that this map never had", "S1 o2 o3", &[(1, 99, "S1 S4 o3", true)], "awaited 4"),
             ("no sense", "S1 o2 o3", &[(1, 99, "S1 S1", true)], "L1 o2 o3"),
             ("nobody was serving", "L1 L2 o3", &[(1, 9, "L1 L2 o3", true)], "awaited 2"),
@@ -250,7 +318,10 @@ mod tests {
             let awaited = all_awaited(&map);
             let now = match awaited.is_empty() {
                 true => text(&map.chains[0].replicas),
-                false => format!("awaited {}", awaited.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")),
+                false => format!(
+                    "awaited {}",
+                    awaited.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")
+                ),
             };
             assert_eq!(now, after, "{what}");
             assert_eq!(map.doubts.is_empty(), awaited.is_empty(), "{what}");
@@ -275,7 +346,11 @@ mod tests {
     fn a_second_recovery_keeps_what_the_first_one_heard() {
         let mut map = recovered("S1 S2 o3", 9);
         hear(&mut map, &[(1, &sight(11, "S1 S2 S3", true))]);
-        recover(&mut map, &pb::Recover { incarnation: Incarnation::new(2, 1).unwrap().0, gone: vec![4] }).unwrap();
+        recover(
+            &mut map,
+            &pb::Recover { incarnation: Incarnation::new(2, 1).unwrap().0, gone: vec![4] },
+        )
+        .unwrap();
         assert_eq!((map.doubts[0].epoch, map.chains[0].epoch), (11, 2 << 32));
         assert_eq!(all_awaited(&map), [1, 2, 3]);
         assert_eq!(map.former, [1, 2, 3, 4, 7]);
@@ -288,7 +363,10 @@ mod tests {
         hear(&mut map, &[(1, &sight(9, "S1 S2 o3", true))]);
         let version = map.version;
         give_up(&mut map, &[2]).unwrap();
-        assert_eq!((text(&map.chains[0].replicas).as_str(), map.version), ("L1 o2 o3", version + 1));
+        assert_eq!(
+            (text(&map.chains[0].replicas).as_str(), map.version),
+            ("L1 o2 o3", version + 1)
+        );
         // Nothing is awaited: nothing changes.
         give_up(&mut map, &[2]).unwrap();
         assert_eq!(map.version, version + 1);

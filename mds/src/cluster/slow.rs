@@ -1,8 +1,9 @@
-//! Which targets are slow beside the others, though they answer: their devices are judged by what storage servers tell of them in
-//! heartbeats (`oss/src/device/meter.rs`). One that stays slow is named, and drained if that is wanted and harmless.
+//! Which targets are slow beside the others, though they answer: their devices are judged by what
+//! storage servers tell of them in heartbeats (`oss/src/device/meter.rs`). One that stays slow is
+//! named, and drained if that is wanted and harmless.
 //!
-//! A pure state machine of the leader; a new leader starts a new one. What it decides is looked at again when it is applied
-//! ([`may_drain`]).
+//! A pure state machine of the leader; a new leader starts a new one. What it decides is looked at
+//! again when it is applied ([`may_drain`]).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,14 +14,15 @@ use strake_proto::{Code, Error, NodeId, Result, TargetId, map::MapView, pb};
 
 use super::moves::target_action::DRAIN;
 
-/// Operations of one class in the ten seconds that are told of, without which nothing is said of them.
+/// Operations of one class in the ten seconds that are told of, without which nothing is said of
+/// them.
 const ENOUGH: u64 = 20;
 /// Without so many the slowest in a hundred are chance.
 const ENOUGH_FOR_P99: u64 = 200;
 /// Others that a target is compared with, at least.
 const PEERS: usize = 3;
-/// What an operation cost a device when it last had enough of them is known for so long: others may have little to do because they wait
-/// for the slow one.
+/// What an operation cost a device when it last had enough of them is known for so long: others may
+/// have little to do because they wait for the slow one.
 const MEMORY: Duration = Duration::from_secs(60);
 /// What was not heard of for so long is not judged.
 const FRESH: Duration = Duration::from_secs(2);
@@ -42,7 +44,8 @@ const AGAIN: Duration = Duration::from_secs(10);
 pub struct Options {
     /// So many times slower than the others is slow; 0: nothing is.
     pub factor: u64,
-    /// But not below this, as operations are answered: the median, and a tenth of the slowest in a hundred.
+    /// But not below this, as operations are answered: the median, and a tenth of the slowest in a
+    /// hundred.
     pub floor: Duration,
     /// When it lasts so long without a break.
     pub lasts: Duration,
@@ -113,10 +116,19 @@ impl SlowTargets {
         SlowTargets { options, seen: BTreeMap::new(), judged: Duration::ZERO, asked: None }
     }
 
-    /// What a target's server tells of its device. Another stamp is another life, of which nothing is known.
+    /// What a target's server tells of its device. Another stamp is another life, of which nothing
+    /// is known.
     pub fn told(&mut self, now: Duration, target: TargetId, stamp: u64, device: &pb::DeviceTimes) {
         let told = bounded(device);
-        let new = || Seen { at: now, stamp, told, usual: [None; 2], since: None, well: None, named: None };
+        let new = || Seen {
+            at: now,
+            stamp,
+            told,
+            usual: [None; 2],
+            since: None,
+            well: None,
+            named: None,
+        };
         let s = self.seen.entry(target).or_insert_with(new);
         if s.stamp != stamp {
             *s = new();
@@ -134,7 +146,8 @@ impl SlowTargets {
         self.seen.values_mut().for_each(|s| (s.since, s.well) = (None, None));
     }
 
-    /// Looks at all targets; a sentence about each that is slow from now on, or no longer. `unix_ms`: the time of day.
+    /// Looks at all targets; a sentence about each that is slow from now on, or no longer.
+    /// `unix_ms`: the time of day.
     pub fn judge(&mut self, now: Duration, unix_ms: u64, map: &MapView) -> Vec<String> {
         if self.options.factor == 0 || now.saturating_sub(self.judged) < EVERY {
             return Vec::new();
@@ -145,7 +158,9 @@ impl SlowTargets {
             let peers = [false, true].map(|rotates| self.peers(now, rotates));
             self.seen
                 .iter()
-                .map(|(id, s)| (*id, self.verdict(now, *id, s, &peers[usize::from(s.told.rotates)])))
+                .map(|(id, s)| {
+                    (*id, self.verdict(now, *id, s, &peers[usize::from(s.told.rotates)]))
+                })
                 .collect()
         };
         let lasts = self.options.lasts;
@@ -157,7 +172,10 @@ impl SlowTargets {
                     s.well = None;
                     let long = now.saturating_sub(*s.since.get_or_insert(now));
                     if long >= lasts {
-                        let since_ms = s.named.map_or(unix_ms.saturating_sub(long.as_millis() as u64), |n| n.since_ms);
+                        let since_ms =
+                            s.named.map_or(unix_ms.saturating_sub(long.as_millis() as u64), |n| {
+                                n.since_ms
+                            });
                         let slow = pb::Slow { since_ms, ..slow };
                         if s.named.replace(slow).is_none() {
                             said.push(format!("target {id} is slow: {}", words(&slow)));
@@ -166,7 +184,8 @@ impl SlowTargets {
                 }
                 None => {
                     s.since = None;
-                    if s.named.is_some() && now.saturating_sub(*s.well.get_or_insert(now)) >= lasts {
+                    if s.named.is_some() && now.saturating_sub(*s.well.get_or_insert(now)) >= lasts
+                    {
                         (s.named, s.well) = (None, None);
                         said.push(format!("target {id} is not slow any more, or has little to do"));
                     }
@@ -187,18 +206,25 @@ impl SlowTargets {
             return None;
         }
         let target = |id| map.targets.iter().find(|t| t.id == id);
-        let may = self.named().filter(|(id, _)| target(*id).is_some_and(|t| may_drain(map, t).is_ok()));
-        let (target, slow) = may.max_by_key(|(id, s)| (s.each_us / s.peers_us.max(LEAST_US), *id))?;
+        let may =
+            self.named().filter(|(id, _)| target(*id).is_some_and(|t| may_drain(map, t).is_ok()));
+        let (target, slow) =
+            may.max_by_key(|(id, s)| (s.each_us / s.peers_us.max(LEAST_US), *id))?;
         let change = pb::TargetChange { target, action: DRAIN, heir: None, slow: Some(*slow) };
         self.asked = Some(now);
         Some(change)
     }
 
-    /// What others are compared with: reads, changes, and stalls of those of which the one or the other is known.
+    /// What others are compared with: reads, changes, and stalls of those of which the one or the
+    /// other is known.
     fn peers(&self, now: Duration, rotates: bool) -> [Ranking; 3] {
         let mut all = [Vec::new(), Vec::new(), Vec::new()];
-        for (id, s) in self.seen.iter().filter(|(_, s)| s.told.rotates == rotates && self.is_fresh(now, s)) {
-            let usual = s.usual.map(|u| u.filter(|(at, _)| now.saturating_sub(*at) < MEMORY).map(|(_, us)| us));
+        for (id, s) in
+            self.seen.iter().filter(|(_, s)| s.told.rotates == rotates && self.is_fresh(now, s))
+        {
+            let usual = s
+                .usual
+                .map(|u| u.filter(|(at, _)| now.saturating_sub(*at) < MEMORY).map(|(_, us)| us));
             let stalls = usual.iter().any(Option::is_some).then_some(s.told.stalled_ms);
             for (ranking, value) in all.iter_mut().zip([usual[0], usual[1], stalls]) {
                 ranking.extend(value.map(|v| (v, *id)));
@@ -213,34 +239,62 @@ impl SlowTargets {
     }
 
     /// How a target is slow just now.
-    fn verdict(&self, now: Duration, id: TargetId, s: &Seen, peers: &[Ranking; 3]) -> Option<pb::Slow> {
+    fn verdict(
+        &self,
+        now: Duration,
+        id: TargetId,
+        s: &Seen,
+        peers: &[Ranking; 3],
+    ) -> Option<pb::Slow> {
         if !self.is_fresh(now, s) {
             return None;
         }
         let Options { factor, floor, .. } = self.options;
         let floor_us = u64::try_from(floor.as_micros()).unwrap_or(u64::MAX);
         let exceeds = |own: u64, others: u64| own >= others.max(LEAST_US).saturating_mul(factor);
-        for (what, (t, ranking)) in [what::READS, what::CHANGES].into_iter().zip(classes(&s.told).iter().zip(peers)) {
-            let Some(peers_us) = median_without(id, ranking).filter(|_| t.count >= ENOUGH) else { continue };
+        for (what, (t, ranking)) in
+            [what::READS, what::CHANGES].into_iter().zip(classes(&s.told).iter().zip(peers))
+        {
+            let Some(peers_us) = median_without(id, ranking).filter(|_| t.count >= ENOUGH) else {
+                continue;
+            };
             let far = t.median_us >= floor_us
                 || t.count >= ENOUGH_FOR_P99 && t.p99_us >= floor_us.saturating_mul(u64::from(P99));
             if far && exceeds(t.each_us, peers_us) {
                 let (median_us, p99_us) = (t.median_us, t.p99_us);
-                return Some(pb::Slow { since_ms: 0, what, each_us: t.each_us, peers_us, median_us, p99_us });
+                return Some(pb::Slow {
+                    since_ms: 0,
+                    what,
+                    each_us: t.each_us,
+                    peers_us,
+                    median_us,
+                    p99_us,
+                });
             }
         }
         let others = median_without(id, &peers[2])?;
         let of_second = |ms: u64| ms * 1_000_000 / WINDOW_MS;
-        let stalls = s.told.stalled_ms >= STALLS_MS && exceeds(of_second(s.told.stalled_ms), of_second(others));
+        let stalls = s.told.stalled_ms >= STALLS_MS
+            && exceeds(of_second(s.told.stalled_ms), of_second(others));
         let (each_us, peers_us) = (of_second(s.told.stalled_ms), of_second(others));
-        stalls.then_some(pb::Slow { since_ms: 0, what: what::STALLS, each_us, peers_us, median_us: 0, p99_us: 0 })
+        stalls.then_some(pb::Slow {
+            since_ms: 0,
+            what: what::STALLS,
+            each_us,
+            peers_us,
+            median_us: 0,
+            p99_us: 0,
+        })
     }
 }
 
-/// Whether a target may be drained because it is slow. `EBUSY`, with the reason, if not: an administrator has said that it stays, another
-/// one is drained for that and nobody has seen to it, or too few nodes would be left.
+/// Whether a target may be drained because it is slow. `EBUSY`, with the reason, if not: an
+/// administrator has said that it stays, another one is drained for that and nobody has seen to it,
+/// or too few nodes would be left.
 pub fn may_drain(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
-    let busy = |why: String| Err(Error::new(Code::Busy, format!("target {} is not drained for slowness: {why}", t.id)));
+    let busy = |why: String| {
+        Err(Error::new(Code::Busy, format!("target {} is not drained for slowness: {why}", t.id)))
+    };
     if t.draining {
         return busy("it is drained already".into());
     }
@@ -250,8 +304,12 @@ pub fn may_drain(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
     if let Some(other) = map.targets.iter().find(|o| o.slow.is_some()) {
         return busy(format!("target {} is, and nobody has seen to that yet", other.id));
     }
-    let left: BTreeSet<NodeId> =
-        map.targets.iter().filter(|o| o.alive && !o.draining && o.id != t.id).map(|o| o.node).collect();
+    let left: BTreeSet<NodeId> = map
+        .targets
+        .iter()
+        .filter(|o| o.alive && !o.draining && o.id != t.id)
+        .map(|o| o.node)
+        .collect();
     let copies = map.chains.iter().map(|c| c.preferred.len()).max().unwrap_or(0);
     if left.len() < copies {
         return busy(format!("{} nodes would be left, for {copies} copies", left.len()));
@@ -267,7 +325,11 @@ pub fn words(s: &pb::Slow) -> String {
     };
     if s.what == what::STALLS {
         let percent = |us: u64| us / 10_000;
-        return format!("its device hangs {} % of the time, others {} %", percent(s.each_us), percent(s.peers_us));
+        return format!(
+            "its device hangs {} % of the time, others {} %",
+            percent(s.each_us),
+            percent(s.peers_us)
+        );
     }
     let op = if s.what == what::READS { "read" } else { "change" };
     format!(

@@ -6,8 +6,12 @@ use crate::cluster::{
     state::tests::with_chains,
 };
 
-const OPTIONS: Options =
-    Options { factor: 8, floor: Duration::from_millis(20), lasts: Duration::from_secs(30), drain: true };
+const OPTIONS: Options = Options {
+    factor: 8,
+    floor: Duration::from_millis(20),
+    lasts: Duration::from_secs(30),
+    drain: true,
+};
 
 const NOBODY: [TargetId; 0] = [];
 
@@ -87,7 +91,10 @@ fn one_that_stays_slow_is_named_and_drained_once() {
     assert_eq!((r.named(), &r.drained[..]), (vec![3], &[3][..]));
     let t = r.map.target(3).unwrap();
     let slow = t.slow.unwrap();
-    assert!(t.draining && (slow.what, slow.each_us, slow.peers_us) == (what::CHANGES, 100_000, 400), "{slow:?}");
+    assert!(
+        t.draining && (slow.what, slow.each_us, slow.peers_us) == (what::CHANGES, 100_000, 400),
+        "{slow:?}"
+    );
     assert!(slow.since_ms.abs_diff(1_060_250) < 1000, "{slow:?}");
     assert_eq!(
         r.said,
@@ -265,8 +272,14 @@ fn silence_a_stop_and_disks_of_another_kind_are_no_grounds() {
 
 #[test]
 fn nonsense_is_bounded() {
-    let most = pb::OpTimes { count: u64::MAX, each_us: u64::MAX, median_us: u64::MAX, p99_us: u64::MAX };
-    let all = pb::DeviceTimes { reads: Some(most), changes: Some(most), stalled_ms: u64::MAX, rotates: false };
+    let most =
+        pb::OpTimes { count: u64::MAX, each_us: u64::MAX, median_us: u64::MAX, p99_us: u64::MAX };
+    let all = pb::DeviceTimes {
+        reads: Some(most),
+        changes: Some(most),
+        stalled_ms: u64::MAX,
+        rotates: false,
+    };
     let mut r = Rig::new(5);
     r.told.values_mut().for_each(|t| *t = all);
     r.run(100);
@@ -276,7 +289,8 @@ fn nonsense_is_bounded() {
     r.run(100);
     assert_eq!(r.drained, [2]);
     assert_eq!(r.map.target(2).unwrap().slow.unwrap().each_us, LONGEST_US);
-    // What a server says may not be what a drain is asked for with; that is looked at where it is applied.
+    // What a server says may not be what a drain is asked for with; that is looked at where it is
+    // applied.
     let slow = Some(pb::Slow::default());
     let ask = |r: &mut Rig, target, action| {
         r.change(&pb::TargetChange { target, action, heir: None, slow }).unwrap_err().code

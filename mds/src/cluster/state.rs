@@ -1,5 +1,6 @@
-//! Changes of the cluster map, as pure functions called at apply. Either the whole change is made and the version grows
-//! by one, or the map stays as it was and the reason is returned. A change that changes nothing keeps the version.
+//! Changes of the cluster map, as pure functions called at apply. Either the whole change is made
+//! and the version grows by one, or the map stays as it was and the reason is returned. A change
+//! that changes nothing keeps the version.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -40,12 +41,15 @@ pub(super) fn commit(map: &mut pb::ClusterMap, mut next: pb::ClusterMap) {
     }
 }
 
-/// Registers a storage server and its targets. Idempotent by node name and target uuids: ids are assigned once.
+/// Registers a storage server and its targets. Idempotent by node name and target uuids: ids are
+/// assigned once.
 ///
-/// `EINVAL` for nonsense or an identity of another cluster, `EBUSY` while the name or a target is in use by a live node. `ESTALE` for a life that
-/// follows another one than the registered: a registration may be late, and a later life have registered since.
-/// A target is alive from its first heartbeat on, not from here. A known target with another stamp has restarted: it
-/// leaves the in-sync sets of its chains in this same change, so that no decision about its former life can overtake it.
+/// `EINVAL` for nonsense or an identity of another cluster, `EBUSY` while the name or a target is
+/// in use by a live node. `ESTALE` for a life that follows another one than the registered: a
+/// registration may be late, and a later life have registered since. A target is alive from its
+/// first heartbeat on, not from here. A known target with another stamp has restarted: it leaves
+/// the in-sync sets of its chains in this same change, so that no decision about its former life
+/// can overtake it.
 pub fn register(map: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> Result<pb::RegisterReply> {
     check_register(map, r)?;
     let mut next = map.clone();
@@ -54,7 +58,8 @@ pub fn register(map: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> Result<pb:
     for t in &r.targets {
         target_ids.push(register_target(&mut next, node, t)?);
     }
-    let heard: Vec<_> = target_ids.iter().copied().zip(r.targets.iter().map(|t| &t.sights[..])).collect();
+    let heard: Vec<_> =
+        target_ids.iter().copied().zip(r.targets.iter().map(|t| &t.sights[..])).collect();
     recovery::hear(&mut next, &heard);
     commit(map, next);
     Ok(pb::RegisterReply { node, target_ids, fs_uuid: map.fs_uuid.clone(), map: None })
@@ -92,15 +97,24 @@ fn check_register(map: &pb::ClusterMap, r: &pb::RegisterRequest) -> Result<()> {
         return Err(inval(format!("node '{}': target uuids must be 16 bytes and differ", r.name)));
     }
     if r.targets.iter().map(|t| t.sights.len()).sum::<usize>() > recovery::MAX_SIGHTS {
-        return Err(inval(format!("node '{}' knows of more than {} chains", r.name, recovery::MAX_SIGHTS)));
+        return Err(inval(format!(
+            "node '{}' knows of more than {} chains",
+            r.name,
+            recovery::MAX_SIGHTS
+        )));
     }
-    let Some(node) = map.nodes.iter().find(|n| n.role == ROLE_OSS && n.name == r.name) else { return Ok(()) };
+    let Some(node) = map.nodes.iter().find(|n| n.role == ROLE_OSS && n.name == r.name) else {
+        return Ok(());
+    };
     let own: Vec<&pb::Target> = map.targets.iter().filter(|t| t.node == node.id).collect();
     let shared = own.iter().any(|t| seen.contains(&t.uuid));
     if !shared && own.iter().any(|t| t.alive) {
         return Err(Error::new(
             Code::Busy,
-            format!("another live node is registered as '{}' with other targets; give this one its own name", r.name),
+            format!(
+                "another live node is registered as '{}' with other targets; give this one its own name",
+                r.name
+            ),
         ));
     }
     Ok(())
@@ -113,7 +127,12 @@ fn register_node(next: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> NodeId {
         n.rack = r.rack.clone();
         return n.id;
     }
-    let id = next.nodes.iter().map(|n| n.id).max().map_or(FIRST_OSS_NODE, |m| (m + 1).max(FIRST_OSS_NODE));
+    let id = next
+        .nodes
+        .iter()
+        .map(|n| n.id)
+        .max()
+        .map_or(FIRST_OSS_NODE, |m| (m + 1).max(FIRST_OSS_NODE));
     next.nodes.push(pb::Node {
         id,
         role: ROLE_OSS,
@@ -125,13 +144,21 @@ fn register_node(next: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> NodeId {
     id
 }
 
-fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarget) -> Result<TargetId> {
+fn register_target(
+    next: &mut pb::ClusterMap,
+    node: NodeId,
+    t: &pb::RegisterTarget,
+) -> Result<TargetId> {
     if let Some(have) = next.targets.iter_mut().find(|h| h.uuid == t.uuid) {
         if t.id != TARGET_UNASSIGNED && t.id != have.id {
-            return Err(inval(format!("the superblock says target {}, the cluster knows it as {}", t.id, have.id)));
+            return Err(inval(format!(
+                "the superblock says target {}, the cluster knows it as {}",
+                t.id, have.id
+            )));
         }
         if have.node != node && have.alive {
-            let m = format!("target {} is alive on node {}; stop it there first", have.id, have.node);
+            let m =
+                format!("target {} is alive on node {}; stop it there first", have.id, have.node);
             return Err(Error::new(Code::Busy, m));
         }
         if have.stamp != t.stamp && t.follows.is_some_and(|f| f != have.stamp) {
@@ -164,11 +191,17 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
                   that are lost. Take it out of `targets`, or make it anew in an empty folder"
             }
         };
-        let m = format!("the superblock says target {}, which this cluster does not know by its uuid{since}", t.id);
+        let m = format!(
+            "the superblock says target {}, which this cluster does not know by its uuid{since}",
+            t.id
+        );
         return Err(inval(m));
     }
     if next.targets.len() >= MAX_TARGETS {
-        return Err(Error::new(Code::NoSpc, format!("the cluster already has {MAX_TARGETS} targets")));
+        return Err(Error::new(
+            Code::NoSpc,
+            format!("the cluster already has {MAX_TARGETS} targets"),
+        ));
     }
     let id = next.targets.iter().map(|h| h.id + 1).max().unwrap_or(0).max(next.next_target);
     next.targets.push(pb::Target {
@@ -182,12 +215,15 @@ fn register_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarg
     Ok(id)
 }
 
-/// Replaces parts of the map by id, in this order: nodes, targets, chains, sets. `EBUSY` unless the map is at
-/// `expect_version`; `EINVAL` for a change that the membership rules never make (see `docs/replication.md`); `ENOSPC` for chains that
-/// are too many.
+/// Replaces parts of the map by id, in this order: nodes, targets, chains, sets. `EBUSY` unless the
+/// map is at `expect_version`; `EINVAL` for a change that the membership rules never make (see
+/// `docs/replication.md`); `ENOSPC` for chains that are too many.
 pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
     if u.expect_version != map.version {
-        let m = format!("the map is at version {}, the update expects {}", map.version, u.expect_version);
+        let m = format!(
+            "the map is at version {}, the update expects {}",
+            map.version, u.expect_version
+        );
         return Err(Error::new(Code::Busy, m));
     }
     let mut next = map.clone();
@@ -201,17 +237,24 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
     for t in &u.targets {
         let have = find(&mut next.targets, |h| h.id == t.id, "target", t.id)?;
         if have.uuid != t.uuid || have.node != t.node {
-            return Err(inval(format!("target {} changes its node or uuid by registration only", t.id)));
+            return Err(inval(format!(
+                "target {} changes its node or uuid by registration only",
+                t.id
+            )));
         }
         *have = t.clone();
     }
     let open = recovery::in_doubt(map);
     let targets: BTreeSet<TargetId> = map.targets.iter().map(|t| t.id).collect();
-    let mut at: BTreeMap<ChainId, usize> = map.chains.iter().enumerate().map(|(i, c)| (c.id, i)).collect();
+    let mut at: BTreeMap<ChainId, usize> =
+        map.chains.iter().enumerate().map(|(i, c)| (c.id, i)).collect();
     for c in &u.chains {
         let have = at.get(&c.id).copied();
         if c.lost || have.is_some_and(|i| next.chains[i].lost) {
-            return Err(inval(format!("chain {}: what is lost is decided by an administrator", c.id)));
+            return Err(inval(format!(
+                "chain {}: what is lost is decided by an administrator",
+                c.id
+            )));
         }
         if open.contains(&c.id) {
             let m = format!("chain {}: what is in sync is not known yet since the recovery", c.id);
@@ -228,8 +271,11 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
             }
             None => {
                 check_new_chain(c)?;
-                if next.chains.len() >= chain_table::MAX_CHAINS || u64::from(c.id) >= chain_table::ids(map).1 {
-                    let m = format!("chain {}: the cluster has all the chains that it can have", c.id);
+                if next.chains.len() >= chain_table::MAX_CHAINS
+                    || u64::from(c.id) >= chain_table::ids(map).1
+                {
+                    let m =
+                        format!("chain {}: the cluster has all the chains that it can have", c.id);
                     return Err(Error::new(Code::NoSpc, m));
                 }
                 at.insert(c.id, next.chains.len());
@@ -251,7 +297,12 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
     Ok(())
 }
 
-fn find<'a, T>(items: &'a mut [T], is: impl Fn(&T) -> bool, what: &str, id: u32) -> Result<&'a mut T> {
+fn find<'a, T>(
+    items: &'a mut [T],
+    is: impl Fn(&T) -> bool,
+    what: &str,
+    id: u32,
+) -> Result<&'a mut T> {
     items.iter_mut().find(|x| is(x)).ok_or_else(|| inval(format!("{what} {id} is not registered")))
 }
 
@@ -313,21 +364,26 @@ fn check_new_chain(c: &pb::Chain) -> Result<()> {
     Ok(())
 }
 
-/// The second half of the membership rules' assertion: whoever proposed this, no replica that missed an epoch may serve. `EINVAL` if a
-/// chain cannot become this one.
+/// The second half of the membership rules' assertion: whoever proposed this, no replica that
+/// missed an epoch may serve. `EINVAL` if a chain cannot become this one.
 pub fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
     use ReplicaState::*;
-    let bad = |why: &str| Err(inval(format!("chain {} from epoch {} to {}: {why}", old.id, old.epoch, new.epoch)));
+    let bad = |why: &str| {
+        Err(inval(format!("chain {} from epoch {} to {}: {why}", old.id, old.epoch, new.epoch)))
+    };
     if new.epoch <= old.epoch {
         return bad("epochs only grow");
     }
     if new.preferred.len() != old.preferred.len() {
         return bad("the number of its copies never changes");
     }
-    let before: BTreeMap<TargetId, ReplicaState> = old.replicas.iter().map(|r| (r.target, r.state())).collect();
+    let before: BTreeMap<TargetId, ReplicaState> =
+        old.replicas.iter().map(|r| (r.target, r.state())).collect();
     for (target, was) in &before {
         let now = new.state_of(*target);
-        if now.is_none() && (new.preferred.contains(target) || matches!(was, ReplicaServing | ReplicaLastsrv)) {
+        if now.is_none()
+            && (new.preferred.contains(target) || matches!(was, ReplicaServing | ReplicaLastsrv))
+        {
             return bad(&format!("target {target} cannot leave it: it is wanted, or {was:?}"));
         }
     }
@@ -350,7 +406,10 @@ pub fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
 /// `Inval` for fewer than no or more copies than a chain can have.
 pub fn settings(map: &mut pb::ClusterMap, s: &pb::Settings) -> Result<()> {
     if s.min_copies as usize > MAX_COPIES {
-        return Err(Error::new(Code::Inval, format!("at least {} copies; {MAX_COPIES} are the most", s.min_copies)));
+        return Err(Error::new(
+            Code::Inval,
+            format!("at least {} copies; {MAX_COPIES} are the most", s.min_copies),
+        ));
     }
     if map.min_copies != s.min_copies {
         map.min_copies = s.min_copies;
@@ -359,20 +418,31 @@ pub fn settings(map: &mut pb::ClusterMap, s: &pb::Settings) -> Result<()> {
     Ok(())
 }
 
-/// Records the metadata servers by Raft id and forgets those that are gone, but for their ids: a server of such an id is
-/// never a member again. Others already in the map stay.
+/// Records the metadata servers by Raft id and forgets those that are gone, but for their ids: a
+/// server of such an id is never a member again. Others already in the map stay.
 pub fn mds_nodes(map: &mut pb::ClusterMap, m: &pb::MdsNodes) -> Result<()> {
     let mut next = map.clone();
     for n in &m.nodes {
         if n.id == 0 || n.id >= FIRST_OSS_NODE || n.role != ROLE_MDS {
-            return Err(inval(format!("metadata server ids are 1 to {}, not {}", FIRST_OSS_NODE - 1, n.id)));
+            return Err(inval(format!(
+                "metadata server ids are 1 to {}, not {}",
+                FIRST_OSS_NODE - 1,
+                n.id
+            )));
         }
         if map.former.contains(&n.id) || m.gone.contains(&n.id) {
-            return Err(inval(format!("metadata server {} was removed and is never a member again", n.id)));
+            return Err(inval(format!(
+                "metadata server {} was removed and is never a member again",
+                n.id
+            )));
         }
         check_text("the node's name", &n.name)?;
-        if n.endpoints.is_empty() || n.endpoints.len() > MAX_ENDPOINTS || n.version.len() > MAX_NAME {
-            return Err(inval(format!("metadata server {} must have 1 to {MAX_ENDPOINTS} endpoints", n.id)));
+        if n.endpoints.is_empty() || n.endpoints.len() > MAX_ENDPOINTS || n.version.len() > MAX_NAME
+        {
+            return Err(inval(format!(
+                "metadata server {} must have 1 to {MAX_ENDPOINTS} endpoints",
+                n.id
+            )));
         }
         for e in &n.endpoints {
             check_text("an endpoint", e)?;
@@ -399,13 +469,15 @@ pub mod pool_action {
     pub const DESTROY: u32 = 4;
 }
 
-/// Makes, fills, empties and removes pools, with the errors of Lustre's `lctl pool_*`: `EEXIST` for what is there already,
-/// `ENOENT` for what is not, `ENOTEMPTY` for removing a pool with members.
+/// Makes, fills, empties and removes pools, with the errors of Lustre's `lctl pool_*`: `EEXIST` for
+/// what is there already, `ENOENT` for what is not, `ENOTEMPTY` for removing a pool with members.
 pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
     let name = &p.pool;
     let ok = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
     if name.is_empty() || name.len() > MAX_POOL_NAME || !name.chars().all(ok) {
-        return Err(inval(format!("pool name '{name}': 1 to {MAX_POOL_NAME} of letters, digits, '_', '-' and '.'")));
+        return Err(inval(format!(
+            "pool name '{name}': 1 to {MAX_POOL_NAME} of letters, digits, '_', '-' and '.'"
+        )));
     }
     if let Some(t) = p.targets.iter().find(|t| map.targets.iter().all(|h| h.id != **t)) {
         return Err(Error::new(Code::NoEnt, format!("target {t} is not registered")));
@@ -414,24 +486,35 @@ pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
     let at = next.pools.iter().position(|h| h.name == *name);
     let missing = || Error::new(Code::NoEnt, format!("there is no pool '{name}'"));
     match p.action {
-        pool_action::NEW if at.is_some() => return Err(Error::new(Code::Exist, format!("pool '{name}' exists"))),
+        pool_action::NEW if at.is_some() => {
+            return Err(Error::new(Code::Exist, format!("pool '{name}' exists")));
+        }
         // In a layout these say that there is no pool.
         pool_action::NEW if name == "none" || name == "ignore" => {
-            return Err(inval(format!("a pool cannot be named '{name}': `lfs setstripe -p {name}` means no pool")));
+            return Err(inval(format!(
+                "a pool cannot be named '{name}': `lfs setstripe -p {name}` means no pool"
+            )));
         }
         pool_action::NEW => {
             let targets: BTreeSet<TargetId> = p.targets.iter().copied().collect();
-            next.pools.push(pb::Pool { name: name.clone(), targets: targets.into_iter().collect() });
+            next.pools
+                .push(pb::Pool { name: name.clone(), targets: targets.into_iter().collect() });
         }
         pool_action::ADD | pool_action::REMOVE => {
             let pool = &mut next.pools[at.ok_or_else(missing)?];
             let mut members: BTreeSet<TargetId> = pool.targets.iter().copied().collect();
             for t in &p.targets {
                 if p.action == pool_action::ADD && !members.insert(*t) {
-                    return Err(Error::new(Code::Exist, format!("target {t} is in pool '{name}' already")));
+                    return Err(Error::new(
+                        Code::Exist,
+                        format!("target {t} is in pool '{name}' already"),
+                    ));
                 }
                 if p.action == pool_action::REMOVE && !members.remove(t) {
-                    return Err(Error::new(Code::NoEnt, format!("target {t} is not in pool '{name}'")));
+                    return Err(Error::new(
+                        Code::NoEnt,
+                        format!("target {t} is not in pool '{name}'"),
+                    ));
                 }
             }
             pool.targets = members.into_iter().collect();
@@ -439,7 +522,10 @@ pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
         pool_action::DESTROY => {
             let at = at.ok_or_else(missing)?;
             if !next.pools[at].targets.is_empty() {
-                return Err(Error::new(Code::NotEmpty, format!("pool '{name}' has members; remove them first")));
+                return Err(Error::new(
+                    Code::NotEmpty,
+                    format!("pool '{name}' has members; remove them first"),
+                ));
             }
             next.pools.remove(at);
         }

@@ -9,7 +9,13 @@ pub(crate) fn uuid(n: u8) -> bytes::Bytes {
 }
 
 fn target(n: u8) -> pb::RegisterTarget {
-    pb::RegisterTarget { uuid: uuid(n), capacity: 1000, stamp: 7, id: TARGET_UNASSIGNED, ..Default::default() }
+    pb::RegisterTarget {
+        uuid: uuid(n),
+        capacity: 1000,
+        stamp: 7,
+        id: TARGET_UNASSIGNED,
+        ..Default::default()
+    }
 }
 
 pub(crate) fn request(name: &str, uuids: &[u8]) -> pb::RegisterRequest {
@@ -26,7 +32,8 @@ pub(crate) fn request(name: &str, uuids: &[u8]) -> pb::RegisterRequest {
 
 /// A map of `nodes` with `per` live targets each.
 pub(crate) fn cluster(nodes: u8, per: u8) -> pb::ClusterMap {
-    let mut map = pb::ClusterMap { version: 1, fs_uuid: uuid(99), default_copies: 2, ..Default::default() };
+    let mut map =
+        pb::ClusterMap { version: 1, fs_uuid: uuid(99), default_copies: 2, ..Default::default() };
     for n in 0..nodes {
         let uuids: Vec<u8> = (0..per).map(|t| n * per + t).collect();
         register(&mut map, &request(&format!("n{n}"), &uuids)).unwrap();
@@ -71,7 +78,10 @@ fn registration_is_idempotent_and_assigns_ids_once() {
     more.targets[0].id = 0;
     more.fs_uuid = uuid(99);
     assert_eq!(register(&mut map, &more).unwrap().target_ids, vec![0, 1, 3]);
-    assert_eq!((map.targets[0].capacity, map.nodes[0].endpoints[0].as_str(), map.version), (5, "tcp:other:1", 4));
+    assert_eq!(
+        (map.targets[0].capacity, map.nodes[0].endpoints[0].as_str(), map.version),
+        (5, "tcp:other:1", 4)
+    );
     assert!(!map.targets[0].alive, "only a heartbeat makes a target alive");
 }
 
@@ -82,8 +92,16 @@ fn registration_refuses_what_could_harm() {
     let mut other = request("n0", &[0]);
     other.fs_uuid = uuid(1);
     assert_eq!(code(register(&mut map, &other)), Code::Inval);
-    assert_eq!(code(register(&mut map, &request("n0", &[50]))), Code::Busy, "same name, other targets, alive");
-    assert_eq!(code(register(&mut map, &request("n0", &[0, 1]))), Code::Busy, "target 1 lives on n1");
+    assert_eq!(
+        code(register(&mut map, &request("n0", &[50]))),
+        Code::Busy,
+        "same name, other targets, alive"
+    );
+    assert_eq!(
+        code(register(&mut map, &request("n0", &[0, 1]))),
+        Code::Busy,
+        "target 1 lives on n1"
+    );
     assert_eq!(code(register(&mut map, &request("", &[5]))), Code::Inval);
     assert_eq!(code(register(&mut map, &request("x", &[5, 5]))), Code::Inval);
     let mut short = request("x", &[5]);
@@ -95,7 +113,10 @@ fn registration_refuses_what_could_harm() {
     claims.targets[0].uuid = uuid(1);
     claims.targets[0].id = 0;
     assert_eq!(code(register(&mut map, &claims)), Code::Inval, "its own uuid with another id");
-    assert_eq!(code(register(&mut map, &request("x", &(0..=255).map(|_| 1).collect::<Vec<_>>()))), Code::Inval);
+    assert_eq!(
+        code(register(&mut map, &request("x", &(0..=255).map(|_| 1).collect::<Vec<_>>()))),
+        Code::Inval
+    );
     assert_eq!(map, before, "a refused change changes nothing");
 }
 
@@ -107,7 +128,8 @@ fn a_registration_of_a_life_that_is_over_changes_nothing() {
         (r.targets[0].stamp, r.targets[0].follows) = (stamp, follows);
         r
     };
-    // Two lives asked for the map before either registered; the network held the first one's registration back.
+    // Two lives asked for the map before either registered; the network held the first one's
+    // registration back.
     register(&mut map, &life(9, Some(7))).unwrap();
     for late in [life(8, Some(7)), life(8, Some(0))] {
         let before = map.clone();
@@ -137,7 +159,10 @@ fn a_new_life_leaves_the_in_sync_sets_as_it_registers() {
     assert_eq!(map, before, "the same life, asked twice");
     again.targets[0].stamp = 8;
     register(&mut map, &again).unwrap();
-    assert_eq!((map.version, map.targets[0].stamp, map.targets[0].alive), (before.version + 1, 8, false));
+    assert_eq!(
+        (map.version, map.targets[0].stamp, map.targets[0].alive),
+        (before.version + 1, 8, false)
+    );
     for (c, old) in map.chains.iter().zip(&before.chains) {
         let state = c.replicas.iter().find(|r| r.target == 0).map(|r| r.state());
         match (state, c.replicas.len()) {
@@ -173,7 +198,10 @@ fn updates_are_checked_against_version_epoch_and_transitions() {
         for (r, s) in c.replicas.iter_mut().zip(states) {
             r.state = s as i32;
         }
-        update(map, &pb::MapUpdate { expect_version: map.version, chains: vec![c], ..Default::default() })
+        update(
+            map,
+            &pb::MapUpdate { expect_version: map.version, chains: vec![c], ..Default::default() },
+        )
     };
     let stale = pb::MapUpdate { expect_version: map.version - 1, ..Default::default() };
     assert_eq!(code(update(&mut map, &stale)), Code::Busy);
@@ -190,12 +218,22 @@ fn updates_are_checked_against_version_epoch_and_transitions() {
     assert_eq!(map, before);
     put(&mut map, 2, [ReplicaServing, ReplicaServing, ReplicaOffline]).unwrap();
     // The third missed an epoch: it may not serve, nor count as last.
-    assert_eq!(code(put(&mut map, 3, [ReplicaServing, ReplicaServing, ReplicaServing])), Code::Inval);
-    assert_eq!(code(put(&mut map, 3, [ReplicaLastsrv, ReplicaLastsrv, ReplicaLastsrv])), Code::Inval);
+    assert_eq!(
+        code(put(&mut map, 3, [ReplicaServing, ReplicaServing, ReplicaServing])),
+        Code::Inval
+    );
+    assert_eq!(
+        code(put(&mut map, 3, [ReplicaLastsrv, ReplicaLastsrv, ReplicaLastsrv])),
+        Code::Inval
+    );
     put(&mut map, 3, [ReplicaServing, ReplicaServing, ReplicaSyncing]).unwrap();
     put(&mut map, 4, [ReplicaServing, ReplicaServing, ReplicaServing]).unwrap();
     put(&mut map, 5, [ReplicaLastsrv, ReplicaLastsrv, ReplicaOffline]).unwrap();
-    assert_eq!(code(put(&mut map, 6, [ReplicaServing, ReplicaServing, ReplicaOffline])), Code::Inval, "two sources");
+    assert_eq!(
+        code(put(&mut map, 6, [ReplicaServing, ReplicaServing, ReplicaOffline])),
+        Code::Inval,
+        "two sources"
+    );
     put(&mut map, 6, [ReplicaServing, ReplicaOffline, ReplicaOffline]).unwrap();
     assert_eq!(map.version, before.version + 5);
 }
@@ -228,7 +266,13 @@ fn updates_refuse_nonsense() {
         with(&|u| u.sets.push(pb::ChainSet { id: 90, chains: vec![12345], ..set.clone() })),
         with(&|u| {
             let replicas = vec![pb::Replica { target: 44, state: ReplicaServing as i32 }];
-            u.chains.push(pb::Chain { id: 900, epoch: 1, replicas, preferred: vec![44], lost: false });
+            u.chains.push(pb::Chain {
+                id: 900,
+                epoch: 1,
+                replicas,
+                preferred: vec![44],
+                lost: false,
+            });
         }),
     ];
     for u in cases {
@@ -251,12 +295,20 @@ fn a_node_of_an_unknown_role_is_refused() {
     let before = map.clone();
     let endpoints = vec!["tcp:h:2".into()];
     let n = pb::Node { id: 1, role: 77, endpoints, name: "m".into(), ..Default::default() };
-    assert_eq!(code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![n], gone: vec![] })), Code::Inval);
+    assert_eq!(
+        code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![n], gone: vec![] })),
+        Code::Inval
+    );
     let changed = pb::Node { role: 77, ..map.nodes[0].clone() };
-    let u = pb::MapUpdate { expect_version: map.version, nodes: vec![changed.clone()], ..Default::default() };
+    let u = pb::MapUpdate {
+        expect_version: map.version,
+        nodes: vec![changed.clone()],
+        ..Default::default()
+    };
     assert_eq!(code(update(&mut map, &u)), Code::Inval);
     assert_eq!(map, before);
-    // One that a map has all the same is nobody's: neither asked as a metadata server nor counted as a storage server.
+    // One that a map has all the same is nobody's: neither asked as a metadata server nor counted
+    // as a storage server.
     map.nodes = vec![changed];
     assert!(MapView::new(map).unwrap().mds::<String>().is_empty());
 }
@@ -276,8 +328,14 @@ fn mds_nodes_keep_their_raft_ids() {
     mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(2)], gone: vec![] }).unwrap();
     assert_eq!(map.version, v, "nothing new");
     assert_eq!(map.nodes.iter().map(|n| n.id).collect::<Vec<_>>(), vec![1, 2, 1001]);
-    assert_eq!(code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(1001)], gone: vec![] })), Code::Inval);
-    assert_eq!(code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(0)], gone: vec![] })), Code::Inval);
+    assert_eq!(
+        code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(1001)], gone: vec![] })),
+        Code::Inval
+    );
+    assert_eq!(
+        code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(0)], gone: vec![] })),
+        Code::Inval
+    );
     // One that was replaced is not asked any more; storage servers are none of this.
     mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![], gone: vec![1, 1001] }).unwrap();
     assert_eq!(map.nodes.iter().map(|n| n.id).collect::<Vec<_>>(), vec![2, 1001]);
@@ -286,7 +344,10 @@ fn mds_nodes_keep_their_raft_ids() {
     mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![], gone: vec![1] }).unwrap();
     assert_eq!(map.version, v, "known already");
     // Its id is spent.
-    assert_eq!(code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(1)], gone: vec![] })), Code::Inval);
+    assert_eq!(
+        code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(1)], gone: vec![] })),
+        Code::Inval
+    );
     // A storage server registered later still gets an id of its own range.
     assert_eq!(register(&mut map, &request("z", &[9])).unwrap().node, 1002);
 }
@@ -295,7 +356,10 @@ fn mds_nodes_keep_their_raft_ids() {
 fn pools_answer_as_lustre_does() {
     let mut map = cluster(3, 1);
     let mut change = |action, pool: &str, targets: &[u32]| {
-        pool_change(&mut map, &pb::PoolChange { pool: pool.into(), action, targets: targets.to_vec() })
+        pool_change(
+            &mut map,
+            &pb::PoolChange { pool: pool.into(), action, targets: targets.to_vec() },
+        )
     };
     use pool_action::*;
     assert_eq!(code(change(ADD, "fast", &[0])), Code::NoEnt);

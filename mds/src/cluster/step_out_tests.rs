@@ -17,7 +17,10 @@ fn a_target_with_a_full_table_steps_out_where_another_replica_stays() {
     };
     r.beat(1000, 1);
     r.beat_with(1000, 0, says(true)).unwrap();
-    assert!(asked(&mut r, 1000, 0).is_empty(), "the leader before may have asked the other one just now");
+    assert!(
+        asked(&mut r, 1000, 0).is_empty(),
+        "the leader before may have asked the other one just now"
+    );
     r.beat(3000, 1);
     r.beat_with(3000, 0, says(true)).unwrap();
     assert!(asked(&mut r, 3000, 1).is_empty(), "it has space");

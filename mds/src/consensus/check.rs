@@ -1,5 +1,5 @@
-//! What a raft message from a peer must satisfy before raft-rs sees it: raft-rs panics on messages that no correct peer
-//! sends, and a member must not die of what arrives on a socket.
+//! What a raft message from a peer must satisfy before raft-rs sees it: raft-rs panics on messages
+//! that no correct peer sends, and a member must not die of what arrives on a socket.
 
 use raft::{
     Raft, Storage,
@@ -8,8 +8,8 @@ use raft::{
 
 use super::log::MAX_INDEX;
 
-/// The reason why `m` must be dropped, `None` if it may be stepped. Up to index `sent` the log is known to be that of the
-/// leader of `m`'s term.
+/// The reason why `m` must be dropped, `None` if it may be stepped. Up to index `sent` the log is
+/// known to be that of the leader of `m`'s term.
 pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Option<&'static str> {
     use MessageType::*;
     if m.to != raft.id {
@@ -22,7 +22,10 @@ pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Opti
         return Some("has no proper term");
     }
     let snapshot_index = m.get_snapshot().get_metadata().index;
-    if [m.index, m.commit, m.reject_hint, m.request_snapshot, snapshot_index].iter().any(|i| *i > MAX_INDEX) {
+    if [m.index, m.commit, m.reject_hint, m.request_snapshot, snapshot_index]
+        .iter()
+        .any(|i| *i > MAX_INDEX)
+    {
         return Some("has an index out of all bounds");
     }
     let log = &raft.raft_log;
@@ -35,19 +38,24 @@ pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Opti
             if m.term == raft.term && m.index > log.last_index() {
                 return Some("acknowledges entries that do not exist");
             }
-            // raft-rs 0.7.0 lets a late rejection put the next index to send at or below what the follower is known to
-            // have (fixed upstream by #557).
+            // raft-rs 0.7.0 lets a late rejection put the next index to send at or below what the
+            // follower is known to have (fixed upstream by #557).
             let matched = raft.prs().get(m.from).map_or(0, |p| p.matched);
             (m.reject && m.request_snapshot == 0 && m.index <= matched && m.term == raft.term)
                 .then_some("rejects what its sender has acknowledged")
         }
         MsgSnapshot => {
             let meta = m.get_snapshot().get_metadata();
-            if meta.index == 0 || meta.term == 0 || meta.term > m.term || !is_membership(meta.get_conf_state()) {
+            if meta.index == 0
+                || meta.term == 0
+                || meta.term > m.term
+                || !is_membership(meta.get_conf_state())
+            {
                 return Some("has an improper snapshot");
             }
             // raft-rs would take it and drop acknowledged entries after it.
-            (meta.index < raft.pending_request_snapshot).then_some("has an older snapshot than was asked for")
+            (meta.index < raft.pending_request_snapshot)
+                .then_some("has an older snapshot than was asked for")
         }
         MsgRequestVote
         | MsgRequestPreVote
@@ -60,7 +68,8 @@ pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Opti
     }
 }
 
-/// Ids are above 0, nobody is named twice, and only those that are leaving as voters become learners next.
+/// Ids are above 0, nobody is named twice, and only those that are leaving as voters become
+/// learners next.
 fn is_membership(c: &ConfState) -> bool {
     let distinct = |ids: &[&[u64]]| {
         let mut all = ids.concat();
@@ -91,7 +100,8 @@ fn refuse_append<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Option<&
         if known && m.term >= raft.term && log.term(e.index).is_ok_and(|t| t != e.term) {
             return Some("contradicts committed entries");
         }
-        // Should they come back, raft-rs would take an earlier write of them for the one that counts.
+        // Should they come back, raft-rs would take an earlier write of them for the one that
+        // counts.
         let standing = e.index > log.committed && e.index <= sent;
         if standing && m.term == raft.term && log.term(e.index).is_ok_and(|t| t != e.term) {
             return Some("contradicts what its term's leader sent before");

@@ -1,22 +1,27 @@
 //! The protocol: raft-rs with guards, as a state machine without clock, socket, disk or randomness.
 //!
-//! Inputs are ticks, messages, proposals, reads, and word that something is persisted or applied. [`Core::ready`] gives
-//! what to do next. Rules that hold here whatever the driver does:
+//! Inputs are ticks, messages, proposals, reads, and word that something is persisted or applied.
+//! [`Core::ready`] gives what to do next. Rules that hold here whatever the driver does:
 //!
-//! - A message that promises something (a vote, an acknowledgement) leaves only after what it promises is persisted.
-//! - Entries are handed out for applying only when committed and persisted in this member's own log.
-//! - Election timeouts come from the seed. raft-rs draws its own from a huge range, so that each of its draws is
-//!   recognised and replaced.
+//! - A message that promises something (a vote, an acknowledgement) leaves only after what it
+//!   promises is persisted.
+//! - Entries are handed out for applying only when committed and persisted in this member's own
+//!   log.
+//! - Election timeouts come from the seed. raft-rs draws its own from a huge range, so that each of
+//!   its draws is recognised and replaced.
 //! - A restarted member that may have promised something gives no vote for one election timeout.
-//! - A member whose state is being replaced or lost, or whose disk does not take writes, does not ask to be elected. One that
-//!   loses it while it leads takes no proposals and gives no copies; it only sends its log on until another has taken over. What
-//!   it has promised is in its log, and stays there: votes and acknowledgements are as good as before.
+//! - A member whose state is being replaced or lost, or whose disk does not take writes, does not
+//!   ask to be elected. One that loses it while it leads takes no proposals and gives no copies; it
+//!   only sends its log on until another has taken over. What it has promised is in its log, and
+//!   stays there: votes and acknowledgements are as good as before.
 
 use bytes::Bytes;
 use protobuf::Message as _;
 use raft::{
     GetEntriesContext, RawNode, ReadOnlyOption, SnapshotStatus, StateRole, Storage,
-    eraftpb::{ConfChangeV2, ConfState, Entry, EntryType, HardState, Message, MessageType, Snapshot},
+    eraftpb::{
+        ConfChangeV2, ConfState, Entry, EntryType, HardState, Message, MessageType, Snapshot,
+    },
     storage::RaftState,
 };
 use strake_proto::{Code, Error, Result, layout::splitmix64};
@@ -28,8 +33,8 @@ use super::{
     types::Config,
 };
 
-/// raft-rs reads all committed and unapplied entries at once when it asks to be elected (bounded upstream by #530):
-/// with more than this many it does not ask.
+/// raft-rs reads all committed and unapplied entries at once when it asks to be elected (bounded
+/// upstream by #530): with more than this many it does not ask.
 const MAX_UNAPPLIED_AT_ELECTION: u64 = 4096;
 /// Bytes of entries in one append message, and handed out for applying at once.
 const MAX_APPEND: u64 = 1 << 20;
@@ -43,13 +48,16 @@ struct Store {
     applied: (u64, u64),
 }
 
-/// What to do next, in this order: persist `ops`, and then call [`Core::persisted`]; send `messages` at once; apply.
+/// What to do next, in this order: persist `ops`, and then call [`Core::persisted`]; send
+/// `messages` at once; apply.
 #[derive(Default)]
 pub struct Output {
     pub number: u64,
-    /// `Some`: hand it to the log, even if empty, and report it as persisted in order. `None`: nothing to report.
+    /// `Some`: hand it to the log, even if empty, and report it as persisted in order. `None`:
+    /// nothing to report.
     pub persist: Option<Vec<LogOp>>,
-    /// The state that was received from a peer becomes this member's own before `persist`: (index, term, membership).
+    /// The state that was received from a peer becomes this member's own before `persist`: (index,
+    /// term, membership).
     pub restore: Option<(u64, u64, ConfState)>,
     pub messages: Vec<Message>,
     /// To be applied in order; then call [`Core::applied`].
@@ -87,14 +95,23 @@ fn oops(e: raft::Error) -> Error {
 }
 
 impl Core {
-    /// `applied` and `conf` as the state machine has them; `conf` empty if it never saw a membership change.
-    pub fn new(cfg: &Config, mut image: LogImage, applied: (u64, u64), conf: &[u8], seed: u64) -> Result<Core> {
+    /// `applied` and `conf` as the state machine has them; `conf` empty if it never saw a
+    /// membership change.
+    pub fn new(
+        cfg: &Config,
+        mut image: LogImage,
+        applied: (u64, u64),
+        conf: &[u8],
+        seed: u64,
+    ) -> Result<Core> {
         let conf = if conf.is_empty() {
             ConfState { voters: image.voters.clone(), ..Default::default() }
         } else {
-            ConfState::parse_from_bytes(conf).map_err(|_| bad_state("its membership record is unreadable"))?
+            ConfState::parse_from_bytes(conf)
+                .map_err(|_| bad_state("its membership record is unreadable"))?
         };
-        let lost_state = image.restoring.is_some() || applied.0 < image.base.0 || conf.voters.is_empty();
+        let lost_state =
+            image.restoring.is_some() || applied.0 < image.base.0 || conf.voters.is_empty();
         if lost_state && conf.voters == [cfg.id] {
             return Err(bad_state(
                 "its state is lost and there is no other member to copy it from; restore a backup (docs/operations.md, 'When the group is \
@@ -148,21 +165,26 @@ impl Core {
     pub fn tick(&mut self) {
         self.quiet = self.quiet.saturating_sub(1);
         let raft = &self.raw.raft;
-        let fires = raft.state != StateRole::Leader && raft.election_elapsed + 1 >= raft.randomized_election_timeout();
+        let fires = raft.state != StateRole::Leader
+            && raft.election_elapsed + 1 >= raft.randomized_election_timeout();
         if fires && !self.may_campaign() {
             return;
         }
-        self.campaigns =
-            if raft.leader_id != 0 { u32::from(fires) } else { self.campaigns.saturating_add(fires.into()) };
+        self.campaigns = if raft.leader_id != 0 {
+            u32::from(fires)
+        } else {
+            self.campaigns.saturating_add(fires.into())
+        };
         self.raw.tick();
         self.ask_for_state();
         self.own_timeout();
     }
 
-    /// A member without a state asks its leader for a copy. raft-rs does so only where the last entry is of the leader's term.
-    /// A leader whose log still begins with the first entry sends a new member that log, a message at a time, and goes on
-    /// only when it is acknowledged, which a member without a state does not do: it would never come to that term. That the
-    /// last entry is in the leader's log is enough: the copy, which is no older, takes nothing back.
+    /// A member without a state asks its leader for a copy. raft-rs does so only where the last
+    /// entry is of the leader's term. A leader whose log still begins with the first entry sends a
+    /// new member that log, a message at a time, and goes on only when it is acknowledged, which a
+    /// member without a state does not do: it would never come to that term. That the last entry is
+    /// in the leader's log is enough: the copy, which is no older, takes nothing back.
     fn ask_for_state(&mut self) {
         // A copy that has come is about to be written down.
         if self.raw.snap().is_some() {
@@ -174,7 +196,10 @@ impl Core {
             return;
         }
         let last = raft.raft_log.last_index();
-        if self.raw.request_snapshot().is_err() && last > 0 && self.followed == (self.raw.raft.term, last) {
+        if self.raw.request_snapshot().is_err()
+            && last > 0
+            && self.followed == (self.raw.raft.term, last)
+        {
             // The next heartbeat is answered with the request.
             self.raw.raft.pending_request_snapshot = last;
         }
@@ -201,7 +226,8 @@ impl Core {
             return;
         }
         if m.term > self.term() {
-            // What was asked of an earlier leader may never exist: let this one's entries come, then ask again.
+            // What was asked of an earlier leader may never exist: let this one's entries come,
+            // then ask again.
             self.raw.raft.pending_request_snapshot = 0;
         }
         let (from, term) = (m.from, m.term);
@@ -210,7 +236,10 @@ impl Core {
         if let Err(e) = self.raw.step(m) {
             tracing::debug!(from, ?kind, "raft message not taken: {e}");
         }
-        if kind == MsgAppend && term == self.term() && self.raw.raft.raft_log.match_term(last.0, last.1) {
+        if kind == MsgAppend
+            && term == self.term()
+            && self.raw.raft.raft_log.match_term(last.0, last.1)
+        {
             let before = if self.followed.0 == term { self.followed.1 } else { 0 };
             self.followed = (term, before.max(last.0));
         }
@@ -222,7 +251,8 @@ impl Core {
         self.own_timeout();
     }
 
-    /// Appends entries; they stand at the returned index and after it, in the returned term, if they are ever applied.
+    /// Appends entries; they stand at the returned index and after it, in the returned term, if
+    /// they are ever applied.
     pub fn propose(&mut self, data: impl IntoIterator<Item = Bytes>) -> Result<(u64, u64)> {
         let entries = data.into_iter().map(|d| Entry { data: d, ..Default::default() });
         self.propose_entries(entries.collect())
@@ -231,7 +261,10 @@ impl Core {
     /// Proposes a membership change. Refused (`Busy`) while another one is under way.
     pub fn propose_change(&mut self, change: &ConfChangeV2) -> Result<(u64, u64)> {
         if self.raw.raft.has_pending_conf() || !self.raw.store().conf.voters_outgoing.is_empty() {
-            return Err(Error::new(Code::Busy, "another membership change is under way; try again when it is done"));
+            return Err(Error::new(
+                Code::Busy,
+                "another membership change is under way; try again when it is done",
+            ));
         }
         let data = change.write_to_bytes().map_err(|e| Error::new(Code::Inval, e.to_string()))?;
         let mut e = Entry { data: data.into(), ..Default::default() };
@@ -252,12 +285,15 @@ impl Core {
         m.set_entries(entries.into());
         match self.raw.step(m) {
             Ok(()) => Ok((first, self.term())),
-            Err(_) => Err(Error::new(Code::Overloaded, "too many metadata changes wait for a majority; try again")),
+            Err(_) => Err(Error::new(
+                Code::Overloaded,
+                "too many metadata changes wait for a majority; try again",
+            )),
         }
     }
 
-    /// Asks for a read index under a number of the caller's; see [`Output::reads`]. Only a leader whose
-    /// [`Core::can_read`] holds answers.
+    /// Asks for a read index under a number of the caller's; see [`Output::reads`]. Only a leader
+    /// whose [`Core::can_read`] holds answers.
     pub fn read_index(&mut self, number: u64) {
         self.raw.read_index(number.to_le_bytes().to_vec());
     }
@@ -290,7 +326,8 @@ impl Core {
         }
         ops.extend(rd.take_entries().into_iter().map(LogOp::Append));
         for op in &ops {
-            // raft-rs gives what follows on what it gave before; a failure here is a bug and not an input.
+            // raft-rs gives what follows on what it gave before; a failure here is a bug and not an
+            // input.
             image.apply(op).expect("raft's own entries are consecutive");
         }
         out.messages = rd.take_messages();
@@ -298,7 +335,8 @@ impl Core {
         out.committed = rd.take_committed_entries();
         out.reads = rd.take_read_states().iter().filter_map(read_number).collect();
         if self.lost_state && out.restore.is_none() && self.conf().voters.is_empty() {
-            // What a new member acknowledges makes it promotable, and without the state it is of no use to the group.
+            // What a new member acknowledges makes it promotable, and without the state it is of no
+            // use to the group.
             let mute = |m: &Message| m.get_msg_type() != MessageType::MsgAppendResponse || m.reject;
             out.messages.retain(mute);
             after.retain(mute);
@@ -321,8 +359,8 @@ impl Core {
         Some(out)
     }
 
-    /// Membership changes take effect as they are handed out. While the state is lost, all are skipped: the snapshot
-    /// that is to come includes them.
+    /// Membership changes take effect as they are handed out. While the state is lost, all are
+    /// skipped: the snapshot that is to come includes them.
     fn take_committed(&mut self, out: &mut Output) {
         if self.lost_state {
             if out.committed.iter().any(|e| e.get_entry_type() != EntryType::EntryNormal) {
@@ -357,7 +395,9 @@ impl Core {
                     }
                 }
                 // The same everywhere: all members refuse it alike.
-                Err(e) => tracing::warn!(index = entry.index, "membership change not possible: {e}"),
+                Err(e) => {
+                    tracing::warn!(index = entry.index, "membership change not possible: {e}")
+                }
             }
         }
     }
@@ -384,8 +424,8 @@ impl Core {
         self.raw.advance_apply_to(index);
     }
 
-    /// Forgets entries up to `index`; returns the change to write. None is forgotten that is not applied, or while the state is
-    /// lost.
+    /// Forgets entries up to `index`; returns the change to write. None is forgotten that is not
+    /// applied, or while the state is lost.
     pub fn cut(&mut self, index: u64) -> Option<LogOp> {
         if self.lost_state || index > self.raw.raft.raft_log.applied {
             return None;
@@ -401,15 +441,17 @@ impl Core {
         LogOp::Peer { id, stamp }
     }
 
-    /// A peer's state as of (index, term) is about to replace this member's; returns the change to write first.
+    /// A peer's state as of (index, term) is about to replace this member's; returns the change to
+    /// write first.
     pub fn begin_restore(&mut self, index: u64, term: u64) -> LogOp {
         self.lost_state = true;
         self.raw.mut_store().image.restoring = Some((index, term));
         LogOp::Restoring { index, term }
     }
 
-    /// The state is of no use any more: nothing is applied until a copy of the leader's is in. `handed`: the last entry that was
-    /// handed out and will not be applied. Only for a member that is not the only voter.
+    /// The state is of no use any more: nothing is applied until a copy of the leader's is in.
+    /// `handed`: the last entry that was handed out and will not be applied. Only for a member that
+    /// is not the only voter.
     pub fn lose_state(&mut self, handed: Option<u64>) {
         self.lost_state = true;
         // No copy of it is given, and no read allowed.
@@ -419,9 +461,10 @@ impl Core {
         }
     }
 
-    /// Whether a copy of `from`'s state as of (index, term) is of use: this member follows `from`, and its own log cannot
-    /// lead to that state, or its own state is lost. raft-rs, once it has asked for a snapshot, would take one older than
-    /// that and drop entries this member has acknowledged.
+    /// Whether a copy of `from`'s state as of (index, term) is of use: this member follows `from`,
+    /// and its own log cannot lead to that state, or its own state is lost. raft-rs, once it has
+    /// asked for a snapshot, would take one older than that and drop entries this member has
+    /// acknowledged.
     pub fn wants_snapshot(&self, from: u64, index: u64, term: u64) -> bool {
         let asked = self.raw.raft.pending_request_snapshot;
         let news = if asked > 0 { index >= asked } else { self.image().term(index) != Some(term) };
@@ -432,8 +475,8 @@ impl Core {
             && (self.lost_state || index > self.committed())
     }
 
-    /// Whether this member's log leads to (index, term) by itself. A snapshot message of it then only moves the commit
-    /// index: the leader knew less of this log than there is.
+    /// Whether this member's log leads to (index, term) by itself. A snapshot message of it then
+    /// only moves the commit index: the leader knew less of this log than there is.
     pub fn needs_no_copy(&self, index: u64, term: u64) -> bool {
         let known = index < self.committed() || self.image().term(index) == Some(term);
         known && !self.lost_state && self.raw.raft.pending_request_snapshot == 0
@@ -464,7 +507,8 @@ impl Core {
         self.raw.report_unreachable(to);
     }
     pub fn report_snapshot(&mut self, to: u64, ok: bool) {
-        self.raw.report_snapshot(to, if ok { SnapshotStatus::Finish } else { SnapshotStatus::Failure });
+        self.raw
+            .report_snapshot(to, if ok { SnapshotStatus::Finish } else { SnapshotStatus::Failure });
     }
 
     pub fn is_leader(&self) -> bool {
@@ -511,7 +555,8 @@ impl Core {
         self.raw.raft.prs().get(id).map(|p| p.matched)
     }
 
-    /// Whether a majority of the voters knows, as far as this leader heard, that everything up to `index` is committed.
+    /// Whether a majority of the voters knows, as far as this leader heard, that everything up to
+    /// `index` is committed.
     pub fn majority_knows(&self, index: u64) -> bool {
         let (raft, voters) = (&self.raw.raft, &self.conf().voters);
         let knows = |id: &u64| {
@@ -536,8 +581,9 @@ impl Core {
             && log.committed - log.applied.min(log.committed) <= MAX_UNAPPLIED_AT_ELECTION
     }
 
-    /// A first campaign that nobody answers, or that ties with another's, is repeated after a shorter time: all have waited
-    /// for the leader already. Further ones take the full time, so that slow disks and networks find an end.
+    /// A first campaign that nobody answers, or that ties with another's, is repeated after a
+    /// shorter time: all have waited for the leader already. Further ones take the full time, so
+    /// that slow disks and networks find an end.
     fn own_timeout(&mut self) {
         let raft = &mut self.raw.raft;
         if raft.randomized_election_timeout() < OWN_TIMEOUTS {
@@ -546,7 +592,9 @@ impl Core {
         let (min, max) = self.timeouts;
         let draw = splitmix64(&mut self.rng) as usize;
         raft.set_randomized_election_timeout(min + draw % (max - min).max(1));
-        if self.campaigns == 1 && matches!(raft.state, StateRole::PreCandidate | StateRole::Candidate) {
+        if self.campaigns == 1
+            && matches!(raft.state, StateRole::PreCandidate | StateRole::Candidate)
+        {
             let short = min / 4 + draw % (max / 2 - min / 4).max(1);
             // No timeout may be below the least one, so part of it counts as past.
             raft.election_elapsed = raft.randomized_election_timeout().saturating_sub(short.max(1));
@@ -651,7 +699,8 @@ impl Storage for Store {
         Ok(self.image.last())
     }
 
-    /// Only says which state could be sent: the driver sends the bulk first and then names what it really sent.
+    /// Only says which state could be sent: the driver sends the bulk first and then names what it
+    /// really sent.
     fn snapshot(&self, request_index: u64, _to: u64) -> raft::Result<Snapshot> {
         if self.applied.0 == 0 || self.applied.0 < request_index {
             return Err(raft::StorageError::SnapshotTemporarilyUnavailable.into());

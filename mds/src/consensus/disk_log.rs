@@ -1,9 +1,10 @@
-//! The raft log on disk: preallocated segment files, one durable write per batch, and a strict idea of what damage is.
+//! The raft log on disk: preallocated segment files, one durable write per batch, and a strict idea
+//! of what damage is.
 //!
-//! The folder holds `member` (made once; proves that a log existed), segments `log-NNNNNNNN` and at times `spare.tmp`.
-//! What a crash can leave is a last batch of which some pages were never written: it is cut. Everything else that does
-//! not fit may be the loss of something this member acknowledged, and [`DiskLog::open`] refuses. Format:
-//! `docs/formats.md`, "Raft log".
+//! The folder holds `member` (made once; proves that a log existed), segments `log-NNNNNNNN` and at
+//! times `spare.tmp`. What a crash can leave is a last batch of which some pages were never
+//! written: it is cut. Everything else that does not fit may be the loss of something this member
+//! acknowledged, and [`DiskLog::open`] refuses. Format: `docs/formats.md`, "Raft log".
 
 use std::{
     collections::VecDeque,
@@ -67,8 +68,9 @@ fn at(path: &Path, e: impl Into<Error>) -> Error {
 }
 
 impl DiskLog {
-    /// Opens the log of `member` of `cluster` in `dir`, or makes it if the folder has never held one. `voters` (the
-    /// group's first members, empty for one that joins later) and `stamp` (random) are used only for a new one.
+    /// Opens the log of `member` of `cluster` in `dir`, or makes it if the folder has never held
+    /// one. `voters` (the group's first members, empty for one that joins later) and `stamp`
+    /// (random) are used only for a new one.
     pub fn open(
         dir: &Path,
         cluster: [u8; 16],
@@ -78,16 +80,30 @@ impl DiskLog {
         options: DiskOptions,
     ) -> Result<DiskLog> {
         if voters.len() > MAX_VOTERS {
-            return Err(Error::new(Code::Inval, format!("more than {MAX_VOTERS} metadata servers")));
+            return Err(Error::new(
+                Code::Inval,
+                format!("more than {MAX_VOTERS} metadata servers"),
+            ));
         }
         fs::create_dir_all(dir).map_err(|e| at(dir, e))?;
         let _ = fs::remove_file(dir.join(SPARE));
-        let wanted = SegmentHeader { cluster, member, segment: 0, first_batch: 0, stamp, voters: voters.to_vec() };
+        let wanted = SegmentHeader {
+            cluster,
+            member,
+            segment: 0,
+            first_batch: 0,
+            stamp,
+            voters: voters.to_vec(),
+        };
         let marker = read_marker(dir, &wanted)?;
         let segments = list_segments(dir)?;
         let (header, segments) = match marker {
             Some(found) if segments.is_empty() => {
-                return Err(refusal(format!("member {} has no segment in {}", found.member, dir.display())));
+                return Err(refusal(format!(
+                    "member {} has no segment in {}",
+                    found.member,
+                    dir.display()
+                )));
             }
             Some(found) => (found, segments),
             None => {
@@ -95,18 +111,27 @@ impl DiskLog {
                 (wanted.clone(), create(dir, &wanted, &segments, &image, &options)?)
             }
         };
-        let writer = Recovery::run(dir, &header, &segments, true)?.into_writer(dir, &header, options)?;
+        let writer =
+            Recovery::run(dir, &header, &segments, true)?.into_writer(dir, &header, options)?;
         let image = writer.image.clone();
         let (tx, rx) = mpsc::sync_channel(64);
-        let thread = std::thread::Builder::new().name("raft-log".into()).spawn(move || serve(writer, &rx));
+        let thread =
+            std::thread::Builder::new().name("raft-log".into()).spawn(move || serve(writer, &rx));
         let thread = thread.map_err(|e| at(dir, e))?;
         Ok(DiskLog { image, jobs: Mutex::new(Some(tx)), thread: Mutex::new(Some(thread)) })
     }
 
-    /// What the log of `member` of `cluster` in `dir` says; changes nothing there. Refuses what [`DiskLog::open`] refuses, and a
-    /// folder without a log.
+    /// What the log of `member` of `cluster` in `dir` says; changes nothing there. Refuses what
+    /// [`DiskLog::open`] refuses, and a folder without a log.
     pub fn peek(dir: &Path, cluster: [u8; 16], member: u64) -> Result<LogImage> {
-        let wanted = SegmentHeader { cluster, member, segment: 0, first_batch: 0, stamp: 0, voters: Vec::new() };
+        let wanted = SegmentHeader {
+            cluster,
+            member,
+            segment: 0,
+            first_batch: 0,
+            stamp: 0,
+            voters: Vec::new(),
+        };
         let none = || refusal(format!("{} is missing or holds no log", dir.display()));
         if !dir.is_dir() {
             return Err(none());
@@ -115,8 +140,9 @@ impl DiskLog {
         Recovery::run(dir, &header, &list_segments(dir)?, false).map(|f| f.image)
     }
 
-    /// Makes the log of a member that begins with a state as of entry `base` (index and term) and nothing after it. What is in `dir`
-    /// is deleted. Cut short, it leaves a folder that this may be called for again.
+    /// Makes the log of a member that begins with a state as of entry `base` (index and term) and
+    /// nothing after it. What is in `dir` is deleted. Cut short, it leaves a folder that this may
+    /// be called for again.
     pub fn begin(
         dir: &Path,
         cluster: [u8; 16],
@@ -129,7 +155,14 @@ impl DiskLog {
             fs::remove_dir_all(dir).map_err(|e| at(dir, e))?;
         }
         fs::create_dir(dir).map_err(|e| at(dir, e))?;
-        let header = SegmentHeader { cluster, member, segment: 0, first_batch: 0, stamp, voters: Vec::new() };
+        let header = SegmentHeader {
+            cluster,
+            member,
+            segment: 0,
+            first_batch: 0,
+            stamp,
+            voters: Vec::new(),
+        };
         let mut image = LogImage::new(Vec::new(), stamp);
         image.base = base;
         (image.hard.term, image.hard.commit) = (base.1, base.0);
@@ -161,7 +194,8 @@ impl LogStore for DiskLog {
 
     async fn write(&self, ops: &[LogOp]) -> Result<()> {
         let (tx, rx) = oneshot::channel();
-        let sent = self.jobs.lock().as_ref().is_some_and(|jobs| jobs.try_send((ops.to_vec(), tx)).is_ok());
+        let sent =
+            self.jobs.lock().as_ref().is_some_and(|jobs| jobs.try_send((ops.to_vec(), tx)).is_ok());
         let gone = || Error::new(Code::Io, "the raft log's writer has stopped");
         if !sent {
             return Err(gone());
@@ -178,7 +212,9 @@ fn list_segments(dir: &Path) -> Result<Vec<u64>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir).map_err(|e| at(dir, e))? {
         let name = entry.map_err(|e| at(dir, e))?.file_name();
-        found.extend(name.to_str().and_then(|n| n.strip_prefix("log-")).and_then(|n| n.parse::<u64>().ok()));
+        found.extend(
+            name.to_str().and_then(|n| n.strip_prefix("log-")).and_then(|n| n.parse::<u64>().ok()),
+        );
     }
     found.sort_unstable();
     Ok(found)
@@ -194,8 +230,9 @@ fn check_owner(found: &SegmentHeader, wanted: &SegmentHeader, path: &Path) -> Re
     }
     if found.member != wanted.member {
         let (found, wanted) = (found.member, wanted.member);
-        let m =
-            format!("{path} is the log of metadata server {found}, not of {wanted}; give each server its own folder");
+        let m = format!(
+            "{path} is the log of metadata server {found}, not of {wanted}; give each server its own folder"
+        );
         return Err(Error::new(Code::Inval, m));
     }
     Ok(())
@@ -215,31 +252,50 @@ fn read_marker(dir: &Path, wanted: &SegmentHeader) -> Result<Option<SegmentHeade
 
 /// A newer format is not damage.
 fn in_file(path: &Path, e: Error) -> Error {
-    if e.code == Code::Corrupt { refusal(format!("{}: {}", path.display(), e.message)) } else { at(path, e) }
+    if e.code == Code::Corrupt {
+        refusal(format!("{}: {}", path.display(), e.message))
+    } else {
+        at(path, e)
+    }
 }
 
 fn sync_dir(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|d| d.sync_all()).map_err(|e| at(dir, e))
 }
 
-/// Makes the first segment and then the marker. Segments without a marker are what a crash here leaves, if they hold
-/// nothing yet.
-fn create(dir: &Path, h: &SegmentHeader, found: &[u64], image: &LogImage, options: &DiskOptions) -> Result<Vec<u64>> {
+/// Makes the first segment and then the marker. Segments without a marker are what a crash here
+/// leaves, if they hold nothing yet.
+fn create(
+    dir: &Path,
+    h: &SegmentHeader,
+    found: &[u64],
+    image: &LogImage,
+    options: &DiskOptions,
+) -> Result<Vec<u64>> {
     for number in found {
         let path = segment_path(dir, *number);
         let bytes = fs::read(&path).map_err(|e| at(&path, e))?;
         let header = pages::decode_header(&bytes).map_err(|e| in_file(&path, e))?;
         check_owner(&header, h, &path)?;
-        let scan = pages::scan(&bytes, header.first_batch, header.stamp).map_err(|e| in_file(&path, e))?;
+        let scan =
+            pages::scan(&bytes, header.first_batch, header.stamp).map_err(|e| in_file(&path, e))?;
         if *number != 1 || scan.batches.len() != 1 || scan.torn_to.is_some() {
-            return Err(refusal(format!("{} holds a log, but the file '{MARKER}' beside it is gone", path.display())));
+            return Err(refusal(format!(
+                "{} holds a log, but the file '{MARKER}' beside it is gone",
+                path.display()
+            )));
         }
         fs::remove_file(&path).map_err(|e| at(&path, e))?;
     }
-    make_segment(dir, &SegmentHeader { segment: 1, first_batch: 1, ..h.clone() }, image, options.segment_bytes)?;
+    make_segment(
+        dir,
+        &SegmentHeader { segment: 1, first_batch: 1, ..h.clone() },
+        image,
+        options.segment_bytes,
+    )?;
     let tmp = dir.join("member.tmp");
-    let written =
-        File::create(&tmp).and_then(|f| f.write_all_at(&pages::encode_header(h), 0).and_then(|()| f.sync_all()));
+    let written = File::create(&tmp)
+        .and_then(|f| f.write_all_at(&pages::encode_header(h), 0).and_then(|()| f.sync_all()));
     written.and_then(|()| fs::rename(&tmp, dir.join(MARKER))).map_err(|e| at(&tmp, e))?;
     sync_dir(dir)?;
     Ok(vec![1])
@@ -262,8 +318,14 @@ fn make_spare(dir: &Path, size: usize) -> io::Result<()> {
     made
 }
 
-/// The segment appears whole, with header and checkpoint, or not at all. Returns it and where its next batch goes.
-fn make_segment(dir: &Path, h: &SegmentHeader, image: &LogImage, size: usize) -> Result<(File, usize)> {
+/// The segment appears whole, with header and checkpoint, or not at all. Returns it and where its
+/// next batch goes.
+fn make_segment(
+    dir: &Path,
+    h: &SegmentHeader,
+    image: &LogImage,
+    size: usize,
+) -> Result<(File, usize)> {
     let spare = dir.join(SPARE);
     let mut start = pages::encode_header(h).to_vec();
     start.extend(pages::encode_batch(h.first_batch, h.stamp, &encode_checkpoint(image)));
@@ -316,7 +378,8 @@ struct Segment {
 /// Replays segments from the oldest one left.
 struct Recovery {
     image: LogImage,
-    /// Entries up to the image's base were in segments that are gone. Fine only if a later cut covers them.
+    /// Entries up to the image's base were in segments that are gone. Fine only if a later cut
+    /// covers them.
     gap: bool,
 }
 
@@ -334,7 +397,8 @@ struct Found {
 impl Recovery {
     /// `repair`: what a crash left half made is removed.
     fn run(dir: &Path, header: &SegmentHeader, numbers: &[u64], repair: bool) -> Result<Found> {
-        let mut r = Recovery { image: LogImage::new(header.voters.clone(), header.stamp), gap: false };
+        let mut r =
+            Recovery { image: LogImage::new(header.voters.clone(), header.stamp), gap: false };
         let mut segments: VecDeque<Segment> = VecDeque::new();
         let mut next_batch = None;
         for (i, number) in numbers.iter().enumerate() {
@@ -347,7 +411,8 @@ impl Recovery {
             if h.segment != *number || h.stamp != header.stamp || h.first_batch != expected {
                 return Err(refused("it is not the segment that belongs here"));
             }
-            let scan = pages::scan(&bytes, h.first_batch, h.stamp).map_err(|e| in_file(&path, e))?;
+            let scan =
+                pages::scan(&bytes, h.first_batch, h.stamp).map_err(|e| in_file(&path, e))?;
             let mut batches = scan.batches.iter();
             let Some((base, ops)) = batches.next().and_then(|b| decode_checkpoint(b)) else {
                 return Err(refused("its first batch is not a checkpoint"));
@@ -359,7 +424,9 @@ impl Recovery {
                 match end_of(b) {
                     _ if end.is_some() => return Err(refused("batches follow its end")),
                     Some(next) => end = Some(next),
-                    None => r.batch(b, &mut segments, &mut segment).map_err(|e| refused(&e.message))?,
+                    None => {
+                        r.batch(b, &mut segments, &mut segment).map_err(|e| refused(&e.message))?
+                    }
                 }
             }
             segments.push_back(segment);
@@ -370,15 +437,21 @@ impl Recovery {
             match (end, numbers.get(i + 1)) {
                 (Some(next), Some(there)) if next == *there => {}
                 (Some(next), _) => {
-                    return Err(refusal(format!("segment {} is missing", segment_path(dir, next).display())));
+                    return Err(refusal(format!(
+                        "segment {} is missing",
+                        segment_path(dir, next).display()
+                    )));
                 }
                 (None, following) => {
                     drop_unused(dir, number + 1, &numbers[i + 1..], following, repair)?;
                     if r.gap {
                         let to = r.image.base.0;
-                        return Err(refusal(format!("entries up to {to} are in a segment that is missing")));
+                        return Err(refusal(format!(
+                            "entries up to {to} are in a segment that is missing"
+                        )));
                     }
-                    let (end, torn_to, next_batch) = (scan.end, scan.torn_to, next_batch.unwrap_or(1));
+                    let (end, torn_to, next_batch) =
+                        (scan.end, scan.torn_to, next_batch.unwrap_or(1));
                     return Ok(Found { image: r.image, segments, path, end, torn_to, next_batch });
                 }
             }
@@ -393,7 +466,10 @@ impl Recovery {
             self.image.apply(&LogOp::Reset { index: last, term: last_term })?;
             self.gap = last > index;
         } else if !self.gap && (self.image.base != (index, term) || self.image.last() != last) {
-            return Err(Error::new(Code::Corrupt, "its checkpoint does not continue the segment before it"));
+            return Err(Error::new(
+                Code::Corrupt,
+                "its checkpoint does not continue the segment before it",
+            ));
         }
         ops.iter().try_for_each(|op| self.image.apply(op))
     }
@@ -404,7 +480,8 @@ impl Recovery {
                 LogOp::Append(e) => {
                     this.max_index = this.max_index.max(e.index);
                     if self.gap && e.index <= self.image.base.0 && e.index > 0 {
-                        // Overwrites entries in segments that are gone; the cut that let them go will cover it.
+                        // Overwrites entries in segments that are gone; the cut that let them go
+                        // will cover it.
                         let restoring = self.image.restoring;
                         self.image.apply(&LogOp::Reset { index: e.index - 1, term: 0 })?;
                         self.image.restoring = restoring;
@@ -430,7 +507,13 @@ impl Recovery {
 }
 
 /// A segment beyond one that was not ended was made just before a crash and holds nothing.
-fn drop_unused(dir: &Path, expected: u64, rest: &[u64], following: Option<&u64>, repair: bool) -> Result<()> {
+fn drop_unused(
+    dir: &Path,
+    expected: u64,
+    rest: &[u64],
+    following: Option<&u64>,
+    repair: bool,
+) -> Result<()> {
     let Some(number) = following else { return Ok(()) };
     let path = segment_path(dir, *number);
     let bytes = fs::read(&path).map_err(|e| at(&path, e))?;
@@ -448,7 +531,12 @@ fn drop_unused(dir: &Path, expected: u64, rest: &[u64], following: Option<&u64>,
 
 impl Found {
     /// Clears what a crash left of an unfinished batch, and goes on from there.
-    fn into_writer(self, dir: &Path, header: &SegmentHeader, options: DiskOptions) -> Result<Writer> {
+    fn into_writer(
+        self,
+        dir: &Path,
+        header: &SegmentHeader,
+        options: DiskOptions,
+    ) -> Result<Writer> {
         let path = &self.path;
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(|e| at(path, e))?;
         let mut size = file.metadata().map_err(|e| at(path, e))?.len() as usize;
@@ -519,7 +607,8 @@ impl Writer {
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        let put = self.file.write_all_at(bytes, self.end as u64).and_then(|()| self.file.sync_data());
+        let put =
+            self.file.write_all_at(bytes, self.end as u64).and_then(|()| self.file.sync_data());
         if let Err(e) = put {
             let e = Error::new(Code::Io, format!("raft log in {}: {e}", self.dir.display()));
             self.broken = Some(e.clone());
@@ -549,9 +638,14 @@ impl Writer {
         }
         let number = self.segments.back().map_or(1, |s| s.number + 1);
         // The end of the old segment takes one batch number.
-        let h = SegmentHeader { segment: number, first_batch: self.next_batch + 1, ..self.header.clone() };
+        let h = SegmentHeader {
+            segment: number,
+            first_batch: self.next_batch + 1,
+            ..self.header.clone()
+        };
         let checkpoint = encode_checkpoint(&self.image).len() + PAGE;
-        let size = self.options.segment_bytes.max(need + 4 * PAGE + checkpoint).next_multiple_of(PAGE);
+        let size =
+            self.options.segment_bytes.max(need + 4 * PAGE + checkpoint).next_multiple_of(PAGE);
         let (file, end) = make_segment(&self.dir, &h, &self.image, size)?;
         let mut last = vec![END, 8, 0, 0, 0];
         last.extend_from_slice(&number.to_le_bytes());
@@ -563,8 +657,14 @@ impl Writer {
     }
 
     fn drop_old(&mut self) {
-        while self.segments.len() > 1 && self.segments.front().is_some_and(|s| s.max_index <= self.image.base.0) {
-            let path = self.segments.front().map(|s| segment_path(&self.dir, s.number)).unwrap_or_default();
+        while self.segments.len() > 1
+            && self.segments.front().is_some_and(|s| s.max_index <= self.image.base.0)
+        {
+            let path = self
+                .segments
+                .front()
+                .map(|s| segment_path(&self.dir, s.number))
+                .unwrap_or_default();
             if let Err(e) = fs::remove_file(&path) {
                 tracing::warn!("cannot remove the old raft log segment {}: {e}", path.display());
                 return;
@@ -575,9 +675,14 @@ impl Writer {
 
     /// Fills the next file with zeros in good time, beside the writes.
     fn prepare_spare(&mut self) {
-        if self.end > self.size / 2 && self.spare.is_none() && self.size == self.options.segment_bytes {
+        if self.end > self.size / 2
+            && self.spare.is_none()
+            && self.size == self.options.segment_bytes
+        {
             let (dir, size) = (self.dir.clone(), self.options.segment_bytes);
-            let made = std::thread::Builder::new().name("raft-spare".into()).spawn(move || make_spare(&dir, size));
+            let made = std::thread::Builder::new()
+                .name("raft-spare".into())
+                .spawn(move || make_spare(&dir, size));
             self.spare = made.ok();
         }
     }
@@ -591,7 +696,8 @@ impl Drop for Writer {
     }
 }
 
-/// Reads bytes as a whole segment, for tests and fuzzing: the changes they hold, checkpoint included, or why not.
+/// Reads bytes as a whole segment, for tests and fuzzing: the changes they hold, checkpoint
+/// included, or why not.
 pub fn read_segment(bytes: &[u8]) -> Result<Vec<LogOp>> {
     let h = pages::decode_header(bytes)?;
     let scan = pages::scan(bytes, h.first_batch, h.stamp)?;

@@ -1,5 +1,5 @@
-//! The task that feeds the protocol: it batches proposals, hands changes to the log's task (one durable write for all
-//! that waits) and sends messages while the write runs.
+//! The task that feeds the protocol: it batches proposals, hands changes to the log's task (one
+//! durable write for all that waits) and sends messages while the write runs.
 //!
 //! | file | idea |
 //! |---|---|
@@ -95,7 +95,8 @@ impl Driver {
         if core.has_lost_state() {
             sm.void();
         }
-        // The map may not name them yet: the leader that took them in may have been lost in that moment.
+        // The map may not name them yet: the leader that took them in may have been lost in that
+        // moment.
         for (id, endpoint) in taken_in(&core) {
             endpoint.parse().into_iter().for_each(|e| peers.set(id, e));
         }
@@ -137,11 +138,17 @@ impl Driver {
         };
         self.shared.stopped.send_replace(Some(cause.clone()));
         self.fail_all(&cause);
-        let l = Leadership { term: self.core.term(), leader: 0, ready: false, since: self.env.boot() };
+        let l =
+            Leadership { term: self.core.term(), leader: 0, ready: false, since: self.env.boot() };
         self.leadership.send_replace(l);
         self.tasks.iter().for_each(JoinHandle::abort);
         self.copies.abort();
-        self.core.conf().voters.iter().chain(&self.core.conf().learners).for_each(|id| self.peers.remove(*id));
+        self.core
+            .conf()
+            .voters
+            .iter()
+            .chain(&self.core.conf().learners)
+            .for_each(|id| self.peers.remove(*id));
     }
 
     async fn drive(&mut self, inputs: &mut Inputs) -> Result<()> {
@@ -203,8 +210,9 @@ impl Driver {
         Some(Error::not_leader(self.core.leader() as u32))
     }
 
-    /// On a full disk this member, alone, still answers reads from what it has applied: that is everything that was
-    /// answered in this term, and in terms before. What is committed beyond it nobody was told of.
+    /// On a full disk this member, alone, still answers reads from what it has applied: that is
+    /// everything that was answered in this term, and in terms before. What is committed beyond it
+    /// nobody was told of.
     fn reads_while_stalled(&self) -> bool {
         self.stall.why.is_some() && is_only_voter(&self.core) && self.leads_own_term()
     }
@@ -284,7 +292,8 @@ impl Driver {
         }
     }
 
-    /// A member that comes back with another log has lost what it acknowledged; one that was removed may not know it yet.
+    /// A member that comes back with another log has lost what it acknowledged; one that was
+    /// removed may not know it yet.
     fn known_peer(&mut self, from: u64, stamp: u64) -> Result<()> {
         if self.sm.is_former(from) {
             return Err(not_member(from));
@@ -456,7 +465,8 @@ impl Driver {
 
     fn publish(&mut self) {
         let (term, leader) = (self.core.term(), self.core.leader());
-        let ready = self.leads_own_term() && (self.stall.why.is_none() || is_only_voter(&self.core));
+        let ready =
+            self.leads_own_term() && (self.stall.why.is_none() || is_only_voter(&self.core));
         let since = self.env.boot();
         self.leadership.send_if_modified(|l| {
             let changed = (l.term, l.leader, l.ready) != (term, leader, ready);

@@ -1,8 +1,10 @@
-//! Whether this member's log is slow: judged by how long its writes take, without a clock of its own.
+//! Whether this member's log is slow: judged by how long its writes take, without a clock of its
+//! own.
 //!
-//! A write that takes longer than the limit is late. Late writes make an episode, which a few timely ones in a row end. An
-//! episode that lasts makes the log slow, and slow it stays for a while after the last late write, so that a disk that is
-//! now slow and now not does not have the leadership go to and fro.
+//! A write that takes longer than the limit is late. Late writes make an episode, which a few
+//! timely ones in a row end. An episode that lasts makes the log slow, and slow it stays for a
+//! while after the last late write, so that a disk that is now slow and now not does not have the
+//! leadership go to and fro.
 
 use std::time::Duration;
 
@@ -34,7 +36,15 @@ pub(super) struct SlowLog {
 
 impl SlowLog {
     pub(super) fn new(limit: Duration) -> SlowLog {
-        SlowLog { limit, running: None, since: None, late: 0, timely: 0, last_late: Duration::ZERO, slow: false }
+        SlowLog {
+            limit,
+            running: None,
+            since: None,
+            late: 0,
+            timely: 0,
+            last_late: Duration::ZERO,
+            slow: false,
+        }
     }
 
     /// A write begins.
@@ -95,7 +105,8 @@ mod tests {
         Duration::from_millis(n)
     }
 
-    /// Writes one after the other from `at` on, each of so many milliseconds; returns when the last ended.
+    /// Writes one after the other from `at` on, each of so many milliseconds; returns when the last
+    /// ended.
     fn write(s: &mut SlowLog, mut at: u64, each: &[u64]) -> u64 {
         for took in each {
             s.begin(ms(at));

@@ -1,8 +1,8 @@
 //! What a member must not forget, and the border to whatever keeps it.
 //!
-//! A log is a sequence of atomic batches of [`LogOp`]s; replaying them in order gives a [`LogImage`]. The image is also
-//! the in-memory copy that raft-rs reads: all retained entries are in memory, bounded by cutting the log
-//! ([`super::Config::log_bytes`]).
+//! A log is a sequence of atomic batches of [`LogOp`]s; replaying them in order gives a
+//! [`LogImage`]. The image is also the in-memory copy that raft-rs reads: all retained entries are
+//! in memory, bounded by cutting the log ([`super::Config::log_bytes`]).
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -26,12 +26,14 @@ pub enum LogOp {
         index: u64,
         term: u64,
     },
-    /// The state is about to be overwritten by a peer's as of `index`: from here to `Reset` it is of no use.
+    /// The state is about to be overwritten by a peer's as of `index`: from here to `Reset` it is
+    /// of no use.
     Restoring {
         index: u64,
         term: u64,
     },
-    /// The log of member `id` was seen with this stamp; another stamp later means that it lost its log.
+    /// The log of member `id` was seen with this stamp; another stamp later means that it lost its
+    /// log.
     Peer {
         id: u64,
         stamp: u64,
@@ -80,7 +82,10 @@ impl LogImage {
     }
     /// Never written to: no vote given, nothing acknowledged.
     pub fn is_pristine(&self) -> bool {
-        self.hard == HardState::default() && self.base == (0, 0) && self.entries.is_empty() && self.restoring.is_none()
+        self.hard == HardState::default()
+            && self.base == (0, 0)
+            && self.entries.is_empty()
+            && self.restoring.is_none()
     }
 
     pub fn get(&self, index: u64) -> Option<&Entry> {
@@ -97,7 +102,10 @@ impl LogImage {
             LogOp::Append(e) => self.append(e),
             LogOp::HardState(h) => {
                 if h.term < self.hard.term {
-                    return Err(damaged(format!("term goes back from {} to {}", self.hard.term, h.term)));
+                    return Err(damaged(format!(
+                        "term goes back from {} to {}",
+                        self.hard.term, h.term
+                    )));
                 }
                 self.hard = h.clone();
                 Ok(())
@@ -108,11 +116,17 @@ impl LogImage {
                 }
                 match self.term(*index) {
                     Some(t) if t == *term => self.drop_to(*index, *term),
-                    _ => return Err(damaged(format!("cut at index {index} term {term}, which is not there"))),
+                    _ => {
+                        return Err(damaged(format!(
+                            "cut at index {index} term {term}, which is not there"
+                        )));
+                    }
                 }
                 Ok(())
             }
-            LogOp::Reset { index, .. } if *index > MAX_INDEX => Err(damaged(format!("starts after entry {index}"))),
+            LogOp::Reset { index, .. } if *index > MAX_INDEX => {
+                Err(damaged(format!("starts after entry {index}")))
+            }
             LogOp::Reset { index, term } => {
                 self.entries.clear();
                 self.bytes = 0;
@@ -134,7 +148,10 @@ impl LogImage {
     fn append(&mut self, e: &Entry) -> Result<()> {
         if e.index <= self.base.0 || e.index > self.last() + 1 {
             let (first, last) = (self.first(), self.last());
-            return Err(damaged(format!("entry {} does not fit a log of entries {first} to {last}", e.index)));
+            return Err(damaged(format!(
+                "entry {} does not fit a log of entries {first} to {last}",
+                e.index
+            )));
         }
         while self.last() >= e.index {
             if let Some(gone) = self.entries.pop_back() {
@@ -172,10 +189,12 @@ fn damaged(m: String) -> Error {
 /// Keeps a member's log. One writer; `load` is called once, before the first `write`.
 #[async_trait]
 pub trait LogStore: Send + Sync + 'static {
-    /// What is there. Refuses (`Corrupt`) a log that may have lost something this member acknowledged.
+    /// What is there. Refuses (`Corrupt`) a log that may have lost something this member
+    /// acknowledged.
     async fn load(&self) -> Result<LogImage>;
-    /// Appends a batch; it is durable, whole, when this returns. `NoSpc` means that the log is as before and the same
-    /// batch may be tried again; after any other error nothing more can be written and the process must end.
+    /// Appends a batch; it is durable, whole, when this returns. `NoSpc` means that the log is as
+    /// before and the same batch may be tried again; after any other error nothing more can be
+    /// written and the process must end.
     async fn write(&self, ops: &[LogOp]) -> Result<()>;
 }
 
@@ -222,7 +241,8 @@ pub fn decode_ops(mut bytes: &[u8]) -> Result<Vec<LogOp>> {
     let mut ops = Vec::new();
     while let Some((kind, rest)) = bytes.split_first() {
         let (len, rest) = rest.split_first_chunk::<4>().ok_or_else(short)?;
-        let (body, rest) = rest.split_at_checked(u32::from_le_bytes(*len) as usize).ok_or_else(short)?;
+        let (body, rest) =
+            rest.split_at_checked(u32::from_le_bytes(*len) as usize).ok_or_else(short)?;
         bytes = rest;
         ops.push(decode_op(*kind, body)?);
     }

@@ -28,7 +28,8 @@ struct State {
 }
 
 impl MemLog {
-    /// An empty log of a group that starts with `voters`; each write takes `latency`. `stamp` must differ between logs.
+    /// An empty log of a group that starts with `voters`; each write takes `latency`. `stamp` must
+    /// differ between logs.
     pub fn new(voters: Vec<u64>, stamp: u64, latency: Duration) -> MemLog {
         let durable = LogImage::new(voters, stamp);
         let state = State {
@@ -44,8 +45,8 @@ impl MemLog {
         MemLog { state: Mutex::new(state), latency: Mutex::new(latency) }
     }
 
-    /// Power loss, after the node was ended: the batch in flight survives whole (`keep`) or is cut as a torn tail. A
-    /// batch is never half there: that is what the pages of the real log are for.
+    /// Power loss, after the node was ended: the batch in flight survives whole (`keep`) or is cut
+    /// as a torn tail. A batch is never half there: that is what the pages of the real log are for.
     pub fn crash(&self, keep: bool) {
         let mut s = self.state.lock();
         s.write_back();
@@ -55,11 +56,13 @@ impl MemLog {
             }
         }
     }
-    /// From now on writes are acknowledged but not synced, as by a build that forgot its fsync: for tests that must notice.
+    /// From now on writes are acknowledged but not synced, as by a build that forgot its fsync: for
+    /// tests that must notice.
     pub fn skip_sync(&self) {
         self.state.lock().skip_sync = true;
     }
-    /// Call it before `crash` where the machine dies and not only the process: what `skip_sync` left unsynced is gone.
+    /// Call it before `crash` where the machine dies and not only the process: what `skip_sync`
+    /// left unsynced is gone.
     pub fn lose_unsynced(&self) {
         self.state.lock().unsynced.clear();
     }
@@ -102,7 +105,11 @@ impl LogStore for MemLog {
     async fn load(&self) -> Result<LogImage> {
         let mut s = self.state.lock();
         s.in_flight = None;
-        if s.lost { Err(super::disk_log::refusal("the simulated medium is damaged")) } else { Ok(s.durable.clone()) }
+        if s.lost {
+            Err(super::disk_log::refusal("the simulated medium is damaged"))
+        } else {
+            Ok(s.durable.clone())
+        }
     }
 
     async fn write(&self, ops: &[LogOp]) -> Result<()> {

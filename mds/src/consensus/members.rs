@@ -1,4 +1,5 @@
-//! The rules for changing the members and for choosing who leads next: pure functions of what a member knows of its group.
+//! The rules for changing the members and for choosing who leads next: pure functions of what a
+//! member knows of its group.
 
 use std::time::Duration;
 
@@ -77,10 +78,11 @@ impl Group {
         m.id == self.me || m.matched != 0 && m.matched + CAUGHT_UP >= self.last && !m.copying
     }
 
-    /// Who is placed best to lead instead of this member: a voter that answers and has caught up, with a healthy disk if
-    /// there is one, and with the longest log.
+    /// Who is placed best to lead instead of this member: a voter that answers and has caught up,
+    /// with a healthy disk if there is one, and with the longest log.
     pub fn successor(&self) -> Option<u64> {
-        let able = self.voters().filter(|m| m.id != self.me && self.counts(m) && m.disk & NO_STATE == 0);
+        let able =
+            self.voters().filter(|m| m.id != self.me && self.counts(m) && m.disk & NO_STATE == 0);
         able.max_by_key(|m| (m.disk == 0, m.matched, std::cmp::Reverse(m.id))).map(|m| m.id)
     }
 
@@ -98,10 +100,15 @@ impl Group {
             return Err(self.refusal(format!("metadata server {to} {}", self.silence(m))));
         }
         if !self.has_caught_up(m) {
-            return Err(busy(format!("metadata server {to} is {} entries behind; try again later", self.lag(m))));
+            return Err(busy(format!(
+                "metadata server {to} is {} entries behind; try again later",
+                self.lag(m)
+            )));
         }
         if m.disk & NO_STATE != 0 {
-            return Err(busy(format!("metadata server {to} waits for a copy of the state; try again later")));
+            return Err(busy(format!(
+                "metadata server {to} waits for a copy of the state; try again later"
+            )));
         }
         Ok(())
     }
@@ -127,7 +134,9 @@ impl Group {
         match change {
             MemberChange::AddLearner { id, endpoint } => {
                 if *id == 0 || self.get(*id).is_some() {
-                    return Err(inval(format!("metadata server {id} is a member already, or no id")));
+                    return Err(inval(format!(
+                        "metadata server {id} is a member already, or no id"
+                    )));
                 }
                 let mut c = single(*id, ConfChangeType::AddLearnerNode);
                 c.context = format!("{id}={endpoint}").into_bytes().into();
@@ -145,7 +154,9 @@ impl Group {
         }
         for id in remove {
             if *id == self.me {
-                return Err(inval(format!("metadata server {id} leads; transfer the leadership first")));
+                return Err(inval(format!(
+                    "metadata server {id} leads; transfer the leadership first"
+                )));
             }
             if self.get(*id).is_none() {
                 return Err(inval(format!("metadata server {id} is not a member")));
@@ -170,19 +181,24 @@ impl Group {
         Ok(c)
     }
 
-    /// The voters that a step leaves must have a majority that works: else the step itself would stop the group.
+    /// The voters that a step leaves must have a majority that works: else the step itself would
+    /// stop the group.
     fn check_quorum(&self, promote: &[u64], remove: &[u64]) -> Result<()> {
         if promote.is_empty() && remove.iter().all(|id| self.get(*id).is_some_and(|m| !m.voter)) {
             return Ok(());
         }
-        let after: Vec<&Member> =
-            self.members.iter().filter(|m| (m.voter || promote.contains(&m.id)) && !remove.contains(&m.id)).collect();
+        let after: Vec<&Member> = self
+            .members
+            .iter()
+            .filter(|m| (m.voter || promote.contains(&m.id)) && !remove.contains(&m.id))
+            .collect();
         let (good, bad): (Vec<&Member>, Vec<&Member>) = after.iter().partition(|m| self.counts(m));
         let need = after.len() / 2 + 1;
         if good.len() >= need {
             return Ok(());
         }
-        let list = |all: &[&Member]| all.iter().map(|m| m.id.to_string()).collect::<Vec<_>>().join(", ");
+        let list =
+            |all: &[&Member]| all.iter().map(|m| m.id.to_string()).collect::<Vec<_>>().join(", ");
         Err(self.refusal(format!(
             "the group would have {} voters and needs {need} of them, but only {} up and up to date ({}); start or replace {} \
              first",
@@ -214,8 +230,9 @@ fn single(id: u64, kind: ConfChangeType) -> ConfChangeV2 {
 
 /// The end of a member that is one no longer.
 pub(crate) fn not_member(id: u64) -> Error {
-    let m =
-        format!("metadata server {id} was removed from its group; its folder is of no more use, and its id is spent");
+    let m = format!(
+        "metadata server {id} was removed from its group; its folder is of no more use, and its id is spent"
+    );
     Error::new(Code::NotMember, m)
 }
 
@@ -223,8 +240,8 @@ pub(crate) fn not_member(id: u64) -> Error {
 mod tests {
     use super::*;
 
-    /// A leader 1 at entry 5000. A word is a member: `v2` votes, `l4` learns; `-` behind it: silent, `~`: far behind,
-    /// `!`: with a bad disk.
+    /// A leader 1 at entry 5000. A word is a member: `v2` votes, `l4` learns; `-` behind it:
+    /// silent, `~`: far behind, `!`: with a bad disk.
     fn group(text: &str) -> Group {
         let members = text.split_whitespace().map(|w| Member {
             id: w[1..].trim_end_matches(['-', '~', '!']).parse().unwrap(),
@@ -235,7 +252,14 @@ mod tests {
             ..Default::default()
         });
         let members = members.collect();
-        Group { me: 1, leader: 1, last: 5000, patience: Duration::from_secs(2), members, ..Default::default() }
+        Group {
+            me: 1,
+            leader: 1,
+            last: 5000,
+            patience: Duration::from_secs(2),
+            members,
+            ..Default::default()
+        }
     }
 
     #[test]
@@ -268,7 +292,8 @@ mod tests {
         }
         let e = group("v1 v2 v3-").check_step(&[], &[2]).unwrap_err();
         assert!(
-            e.message.contains("needs 2 of them, but only 1 is up") && e.message.contains("start or replace 3"),
+            e.message.contains("needs 2 of them, but only 1 is up")
+                && e.message.contains("start or replace 3"),
             "{e}"
         );
         // A leader that has only just begun may simply not have heard of it.

@@ -23,7 +23,8 @@ use super::{
 /// Messages from peers that wait for the driver.
 const INBOX: usize = 4096;
 
-/// A member of the group. Clones are the same member; it ends with [`Node::shutdown`] or [`Env::kill`].
+/// A member of the group. Clones are the same member; it ends with [`Node::shutdown`] or
+/// [`Env::kill`].
 #[derive(Clone)]
 pub struct Node {
     cfg: Arc<Config>,
@@ -37,7 +38,8 @@ pub struct Node {
 }
 
 impl Node {
-    /// Loads the log and starts taking part. `Corrupt`: the log or the state is not whole, see the message.
+    /// Loads the log and starts taking part. `Corrupt`: the log or the state is not whole, see the
+    /// message.
     pub async fn start(
         cfg: Config,
         env: Env,
@@ -50,7 +52,8 @@ impl Node {
         let (words, words_rx) = mpsc::channel(64);
         let health = Arc::new(Health::default());
         let (id, cluster, stamp) = (cfg.id, cfg.cluster, image.stamp);
-        let sender = Sender { id, cluster, stamp, env: env.clone(), fabric, health, words, sm: sm.clone() };
+        let sender =
+            Sender { id, cluster, stamp, env: env.clone(), fabric, health, words, sm: sm.clone() };
         let peers = Arc::new(Peers::new(sender));
         let (raft, raft_rx) = mpsc::channel(INBOX);
         let (proposals, proposals_rx) = mpsc::channel(cfg.queue.max(1));
@@ -58,9 +61,23 @@ impl Node {
         let (control, control_rx) = mpsc::channel(64);
         let (watch_tx, leadership) = watch::channel(Leadership::default());
         let shared = Arc::new(Shared { status: Mutex::default(), stopped: watch::channel(None).0 });
-        let inputs =
-            Inputs { raft: raft_rx, proposals: proposals_rx, reads: reads_rx, control: control_rx, words: words_rx };
-        let driver = Driver::new(cfg.clone(), env.clone(), image, log, sm, peers.clone(), shared.clone(), watch_tx)?;
+        let inputs = Inputs {
+            raft: raft_rx,
+            proposals: proposals_rx,
+            reads: reads_rx,
+            control: control_rx,
+            words: words_rx,
+        };
+        let driver = Driver::new(
+            cfg.clone(),
+            env.clone(),
+            image,
+            log,
+            sm,
+            peers.clone(),
+            shared.clone(),
+            watch_tx,
+        )?;
         for (id, endpoint) in &cfg.peers {
             peers.set(*id, endpoint.clone());
         }
@@ -68,32 +85,44 @@ impl Node {
         Ok(Node { cfg, shared, peers, raft, proposals, reads, control, leadership })
     }
 
-    /// What callers are told, who may turn to another member. `NotMember`: this one will never serve again.
+    /// What callers are told, who may turn to another member. `NotMember`: this one will never
+    /// serve again.
     fn gone(&self) -> Error {
         match self.shared.stopped.borrow().clone() {
             Some(e) if e.code == Code::NotMember => e,
-            Some(e) => Error::new(Code::Disconnected, format!("this metadata server has stopped: {}", e.message)),
+            Some(e) => Error::new(
+                Code::Disconnected,
+                format!("this metadata server has stopped: {}", e.message),
+            ),
             None => Error::new(Code::Disconnected, "this metadata server lost its leadership"),
         }
     }
 
-    /// What other members are told: what ended this one is not to end them. They would take `NotMember` for their own end.
+    /// What other members are told: what ended this one is not to end them. They would take
+    /// `NotMember` for their own end.
     fn gone_to_peer(&self) -> Error {
         Error { code: Code::Disconnected, ..self.gone() }
     }
 
     fn full<T>(&self, e: &mpsc::error::TrySendError<T>) -> Error {
         match e {
-            mpsc::error::TrySendError::Full(_) => Error::new(Code::Overloaded, "the metadata server is overloaded"),
+            mpsc::error::TrySendError::Full(_) => {
+                Error::new(Code::Overloaded, "the metadata server is overloaded")
+            }
             mpsc::error::TrySendError::Closed(_) => self.gone(),
         }
     }
 
-    /// Gets `data` into the log and applied; returns what applying it answered. `NotLeader`: it did not run.
-    /// `Disconnected`: leadership was lost, it may or may not run. `Overloaded`, `NoSpc`: it did not run.
+    /// Gets `data` into the log and applied; returns what applying it answered. `NotLeader`: it did
+    /// not run. `Disconnected`: leadership was lost, it may or may not run. `Overloaded`, `NoSpc`:
+    /// it did not run.
     pub async fn propose(&self, data: Bytes) -> Result<Bytes> {
         if data.len() > self.cfg.max_entry {
-            let m = format!("a metadata change of {} bytes is longer than {}", data.len(), self.cfg.max_entry);
+            let m = format!(
+                "a metadata change of {} bytes is longer than {}",
+                data.len(),
+                self.cfg.max_entry
+            );
             return Err(Error::new(Code::TooBig, m));
         }
         let (reply, rx) = oneshot::channel();
@@ -101,8 +130,8 @@ impl Node {
         rx.await.unwrap_or_else(|_| Err(self.gone()))
     }
 
-    /// Returns when this member's applied state includes everything that was answered anywhere before the call, and
-    /// this member was the leader during the call. `NotLeader` otherwise.
+    /// Returns when this member's applied state includes everything that was answered anywhere
+    /// before the call, and this member was the leader during the call. `NotLeader` otherwise.
     pub async fn read_barrier(&self) -> Result<()> {
         let (reply, rx) = oneshot::channel();
         self.reads.try_send(reply).map_err(|e| self.full(&e))?;
@@ -133,23 +162,37 @@ impl Node {
         }
     }
 
-    fn check_address(&self, from: u64, to: u64, cluster: &[u8], incarnation: Option<u64>) -> Result<()> {
+    fn check_address(
+        &self,
+        from: u64,
+        to: u64,
+        cluster: &[u8],
+        incarnation: Option<u64>,
+    ) -> Result<()> {
         if cluster != self.cfg.cluster {
-            return Err(Error::new(Code::Unauthenticated, "this metadata server belongs to another cluster"));
+            return Err(Error::new(
+                Code::Unauthenticated,
+                "this metadata server belongs to another cluster",
+            ));
         }
-        // Before the ids are looked at: one of a former life may know this address as another member's.
+        // Before the ids are looked at: one of a former life may know this address as another
+        // member's.
         if let Some(theirs) = incarnation {
             self.meet(Incarnation(theirs), Some(from))?;
         }
         if to != self.cfg.id || from == 0 || from == self.cfg.id {
-            let m = format!("a raft message from {from} to {to} reached metadata server {}", self.cfg.id);
+            let m = format!(
+                "a raft message from {from} to {to} reached metadata server {}",
+                self.cfg.id
+            );
             return Err(Error::new(Code::Inval, m));
         }
         Ok(())
     }
 
-    /// Compares incarnations with another server of this cluster, `member`: with a metadata server. `NotMember`: that one belongs to
-    /// a life of the group that is over. `NotLeader`: this one does, and stops, or both were recovered apart from each other.
+    /// Compares incarnations with another server of this cluster, `member`: with a metadata server.
+    /// `NotMember`: that one belongs to a life of the group that is over. `NotLeader`: this one
+    /// does, and stops, or both were recovered apart from each other.
     pub fn meet(&self, theirs: Incarnation, member: Option<u64>) -> Result<()> {
         let Some(own) = self.peers.sender().sm.incarnation() else { return Ok(()) };
         match own.kin(theirs) {
@@ -168,10 +211,12 @@ impl Node {
     }
 
     async fn batch(&self, body: &[u8]) -> Result<Message> {
-        let batch = pb::RaftBatch::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+        let batch =
+            pb::RaftBatch::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
         self.check_address(batch.from, batch.to, &batch.cluster, batch.incarnation)?;
         let decode = |b: &Bytes| {
-            let m = eraftpb::Message::parse_from_bytes(b).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+            let m = eraftpb::Message::parse_from_bytes(b)
+                .map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
             if m.from == batch.from {
                 Ok(m)
             } else {
@@ -181,7 +226,8 @@ impl Node {
         let messages = batch.messages.iter().map(decode).collect::<Result<Vec<_>>>()?;
         let (reply, rx) = oneshot::channel();
         let (from, stamp, applied, disk) = (batch.from, batch.stamp, batch.applied, batch.disk);
-        let batch = Batch { from, stamp, applied, disk, endpoint: batch.endpoint.parse().ok(), messages };
+        let batch =
+            Batch { from, stamp, applied, disk, endpoint: batch.endpoint.parse().ok(), messages };
         self.input(RaftInput::Batch(batch, reply), rx).await?;
         Ok(Message::new(opcode::RAFT, pb::RaftAck {}.encode_to_vec()))
     }
@@ -195,7 +241,8 @@ impl Node {
     }
 
     async fn chunk(&self, body: &[u8]) -> Result<Message> {
-        let chunk = pb::SnapshotChunk::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+        let chunk = pb::SnapshotChunk::decode(body)
+            .map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
         self.check_address(chunk.from, chunk.to, &chunk.cluster, chunk.incarnation)?;
         chunk.pairs.iter().try_for_each(|p| strake_store::check_key(&p.key))?;
         let (reply, rx) = oneshot::channel();
@@ -203,8 +250,9 @@ impl Node {
         Ok(Message::new(opcode::SNAPSHOT, pb::RaftAck {}.encode_to_vec()))
     }
 
-    /// Hands leadership to `to`, 0: to the voter that is placed best. Returns when this member no longer leads, `TimedOut` if it
-    /// still does after a while. `Inval`: it is no voter or does not answer. `Busy`: nobody can take over yet.
+    /// Hands leadership to `to`, 0: to the voter that is placed best. Returns when this member no
+    /// longer leads, `TimedOut` if it still does after a while. `Inval`: it is no voter or does not
+    /// answer. `Busy`: nobody can take over yet.
     pub async fn transfer(&self, to: u64) -> Result<()> {
         let (reply, rx) = oneshot::channel();
         self.control.try_send(Control::Transfer(to, reply)).map_err(|e| self.full(&e))?;
@@ -212,21 +260,27 @@ impl Node {
         let mut watch = self.leadership();
         let me = self.cfg.id;
         let limit = self.cfg.tick * (2 * self.cfg.election_ticks.1) as u32;
-        match tokio::time::timeout(limit, watch.wait_for(|l| l.leader != me && l.leader != 0)).await {
+        match tokio::time::timeout(limit, watch.wait_for(|l| l.leader != me && l.leader != 0)).await
+        {
             Ok(_) => Ok(()),
-            Err(_) => Err(Error::new(Code::TimedOut, "the other metadata server did not take over; is it up?")),
+            Err(_) => Err(Error::new(
+                Code::TimedOut,
+                "the other metadata server did not take over; is it up?",
+            )),
         }
     }
 
-    /// Changes the members; returns when the change is in force. `Inval`: it would be wrong, see [`Group::check_change`].
-    /// `Busy`: another change is under way, or a learner has not caught up. `Disconnected`: it may or may not happen.
+    /// Changes the members; returns when the change is in force. `Inval`: it would be wrong, see
+    /// [`Group::check_change`]. `Busy`: another change is under way, or a learner has not caught
+    /// up. `Disconnected`: it may or may not happen.
     pub async fn change_members(&self, change: MemberChange) -> Result<()> {
         let (reply, rx) = oneshot::channel();
         self.control.try_send(Control::Change(change, reply)).map_err(|e| self.full(&e))?;
         rx.await.unwrap_or_else(|_| Err(self.gone()))
     }
 
-    /// Whether this member has given its state up because it is damaged. If not yet, it does so now, if another member has one.
+    /// Whether this member has given its state up because it is damaged. If not yet, it does so
+    /// now, if another member has one.
     pub async fn gave_up_state(&self) -> bool {
         let (reply, rx) = oneshot::channel();
         self.control.try_send(Control::Damaged(reply)).is_ok() && rx.await.unwrap_or(false)
@@ -254,7 +308,8 @@ impl Node {
         let _ = self.peers.sender().health.endpoint.set(own);
     }
 
-    /// Whether the disk that this member runs on is almost full: if another one's is not, that one is to lead.
+    /// Whether the disk that this member runs on is almost full: if another one's is not, that one
+    /// is to lead.
     pub fn set_disk_full(&self, full: bool) {
         let sender = self.peers.sender();
         let disk = &sender.health.disk;

@@ -1,7 +1,9 @@
-//! The bytes of a raft log segment: a header page, then batches of 4 KiB pages. Pure; see `docs/formats.md`, "Raft log".
+//! The bytes of a raft log segment: a header page, then batches of 4 KiB pages. Pure; see
+//! `docs/formats.md`, "Raft log".
 //!
-//! Each page has its own checksum and says which batch it belongs to, so that a page that was never written (all
-//! zeros), a page of an unfinished batch and a damaged page are told apart with certainty.
+//! Each page has its own checksum and says which batch it belongs to, so that a page that was never
+//! written (all zeros), a page of an unfinished batch and a damaged page are told apart with
+//! certainty.
 
 use strake_proto::{Code, Error, Result, checksum::crc32c};
 
@@ -38,8 +40,10 @@ pub fn encode_header(h: &SegmentHeader) -> [u8; PAGE] {
     p[8..12].copy_from_slice(&VERSION.to_le_bytes());
     p[12..16].copy_from_slice(&(h.voters.len() as u32).to_le_bytes());
     p[16..32].copy_from_slice(&h.cluster);
-    for (i, v) in
-        [h.member, h.segment, h.first_batch, h.stamp].iter().chain(h.voters.iter().take(MAX_VOTERS)).enumerate()
+    for (i, v) in [h.member, h.segment, h.first_batch, h.stamp]
+        .iter()
+        .chain(h.voters.iter().take(MAX_VOTERS))
+        .enumerate()
     {
         p[32 + i * 8..40 + i * 8].copy_from_slice(&v.to_le_bytes());
     }
@@ -50,7 +54,9 @@ pub fn encode_header(h: &SegmentHeader) -> [u8; PAGE] {
 
 pub fn decode_header(p: &[u8]) -> Result<SegmentHeader> {
     let bad = |m: &str| Error::new(Code::Corrupt, m);
-    let Some((p, _)) = p.split_first_chunk::<PAGE>() else { return Err(bad("its header is cut short")) };
+    let Some((p, _)) = p.split_first_chunk::<PAGE>() else {
+        return Err(bad("its header is cut short"));
+    };
     let u32_at = |i: usize| u32::from_le_bytes([p[i], p[i + 1], p[i + 2], p[i + 3]]);
     let u64_at = |i: usize| u64::from(u32_at(i)) | u64::from(u32_at(i + 4)) << 32;
     if p[..8] != MAGIC[..] {
@@ -60,7 +66,8 @@ pub fn decode_header(p: &[u8]) -> Result<SegmentHeader> {
         return Err(bad("its header does not match its checksum"));
     }
     if u32_at(8) != VERSION {
-        let m = format!("it is of format version {}; this program knows version {VERSION}", u32_at(8));
+        let m =
+            format!("it is of format version {}; this program knows version {VERSION}", u32_at(8));
         return Err(Error::new(Code::OpNotSupp, m));
     }
     let voters = u32_at(12) as usize;
@@ -121,8 +128,11 @@ fn classify(p: &[u8], stamp: u64) -> Page<'_> {
     let u64_at = |i: usize| u64::from(u32_at(i)) | u64::from(u32_at(i + 4)) << 32;
     let len = usize::from(u16::from_le_bytes([p[4], p[5]]));
     let (flags, number) = (p[6], u32_at(8));
-    let well_formed =
-        len <= BODY && flags <= 3 && p[7] == 0 && u32_at(12) == 0 && (flags & FIRST != 0) == (number == 0);
+    let well_formed = len <= BODY
+        && flags <= 3
+        && p[7] == 0
+        && u32_at(12) == 0
+        && (flags & FIRST != 0) == (number == 0);
     if crc32c(&p[4..]) != u32_at(0) || !well_formed || u64_at(24) != stamp {
         return Page::Bad;
     }
@@ -136,15 +146,18 @@ pub struct Scan {
     pub batches: Vec<Vec<u8>>,
     /// Where the next batch goes (bytes from the start of the segment).
     pub end: usize,
-    /// Pages of an unfinished batch lie from `end` on, up to here; they must be cleared before the next one.
+    /// Pages of an unfinished batch lie from `end` on, up to here; they must be cleared before the
+    /// next one.
     pub torn_to: Option<usize>,
 }
 
-/// Reads a segment's pages after its header. `Corrupt` unless it is complete batches numbered from `first`, then at most
-/// a part of one more with at least one of its pages never written, then nothing.
+/// Reads a segment's pages after its header. `Corrupt` unless it is complete batches numbered from
+/// `first`, then at most a part of one more with at least one of its pages never written, then
+/// nothing.
 pub fn scan(bytes: &[u8], first: u64, stamp: u64) -> Result<Scan> {
     let mut scan = Scan { batches: Vec::new(), end: PAGE, torn_to: None };
-    let damaged = |at: usize, m: &str| Err(Error::new(Code::Corrupt, format!("page at byte {at} {m}")));
+    let damaged =
+        |at: usize, m: &str| Err(Error::new(Code::Corrupt, format!("page at byte {at} {m}")));
     // Payload of the batch being read; `None` once a page of it is missing.
     let mut open = Some(Vec::new());
     let mut at = PAGE;
@@ -161,12 +174,20 @@ pub fn scan(bytes: &[u8], first: u64, stamp: u64) -> Result<Scan> {
                 }
             }
             Page::Good { batch, .. } if batch != next => {
-                return damaged(at, &format!("belongs to batch {batch}, but batch {next} is not complete before it"));
+                return damaged(
+                    at,
+                    &format!(
+                        "belongs to batch {batch}, but batch {next} is not complete before it"
+                    ),
+                );
             }
             Page::Good { number, last, body, .. } => {
                 let place = (at - scan.end) / PAGE;
                 if number as usize != place {
-                    return damaged(at, &format!("is page {number} of its batch, in the place of page {place}"));
+                    return damaged(
+                        at,
+                        &format!("is page {number} of its batch, in the place of page {place}"),
+                    );
                 }
                 scan.torn_to = Some(at + PAGE);
                 if let Some(payload) = &mut open {

@@ -1,8 +1,10 @@
-//! Copying a whole state to a member that is too far behind for the log: the pairs in order, in SNAPSHOT frames over a
-//! connection of their own, and after them the raft message that names the copy.
+//! Copying a whole state to a member that is too far behind for the log: the pairs in order, in
+//! SNAPSHOT frames over a connection of their own, and after them the raft message that names the
+//! copy.
 //!
-//! The receiver writes the pairs over its own state as they come (its log says so first), and counts as a member
-//! without a state until the raft message ends the copy. See `docs/decisions/raft.md`.
+//! The receiver writes the pairs over its own state as they come (its log says so first), and
+//! counts as a member without a state until the raft message ends the copy. See
+//! `docs/decisions/raft.md`.
 
 use std::{ops::Bound, sync::Arc, time::Duration};
 

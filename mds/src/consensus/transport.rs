@@ -1,5 +1,6 @@
-//! Raft messages to the other members: one task and one bounded queue per peer. A message that finds its queue full is
-//! dropped; Raft sends again. A batch is in flight at a time, which keeps messages in order.
+//! Raft messages to the other members: one task and one bounded queue per peer. A message that
+//! finds its queue full is dropped; Raft sends again. A batch is in flight at a time, which keeps
+//! messages in order.
 
 use std::{
     collections::BTreeMap,
@@ -70,7 +71,9 @@ pub(super) struct Peers {
 impl Sender {
     pub(super) fn batch(&self, to: u64, messages: &[eraftpb::Message]) -> Result<Message> {
         let encode = |m: &eraftpb::Message| {
-            m.write_to_bytes().map(Into::into).map_err(|e| strake_proto::Error::new(Code::Inval, e.to_string()))
+            m.write_to_bytes()
+                .map(Into::into)
+                .map_err(|e| strake_proto::Error::new(Code::Inval, e.to_string()))
         };
         let batch = pb::RaftBatch {
             from: self.id,
@@ -95,7 +98,8 @@ impl Peers {
         self.sender.clone()
     }
 
-    /// Where a member is from now on. Connects at once, so that members know each other's logs before they need to.
+    /// Where a member is from now on. Connects at once, so that members know each other's logs
+    /// before they need to.
     pub(super) fn set(&self, id: u64, endpoint: Endpoint) {
         let mut peers = self.peers.lock();
         if id == self.sender.id || peers.get(&id).is_some_and(|p| p.endpoint == endpoint) {
@@ -128,14 +132,21 @@ impl Drop for Peers {
     }
 }
 
-async fn run(s: Arc<Sender>, to: u64, endpoint: Endpoint, mut queue: mpsc::Receiver<eraftpb::Message>) {
+async fn run(
+    s: Arc<Sender>,
+    to: u64,
+    endpoint: Endpoint,
+    mut queue: mpsc::Receiver<eraftpb::Message>,
+) {
     let mut backoff = BACKOFF.0;
     loop {
         match s.fabric.connect(&endpoint, None).await {
             Ok(conn) => {
                 if let Err(e) = feed(&s, to, &*conn, &mut queue, &mut backoff).await {
                     match e.code {
-                        Code::Stale | Code::Unauthenticated => tracing::error!(peer = to, %endpoint, "raft: {e}"),
+                        Code::Stale | Code::Unauthenticated => {
+                            tracing::error!(peer = to, %endpoint, "raft: {e}")
+                        }
                         Code::NotMember => drop(s.words.try_send(Word::Removed(e))),
                         _ => tracing::debug!(peer = to, %endpoint, "raft connection: {e}"),
                     }
@@ -148,7 +159,8 @@ async fn run(s: Arc<Sender>, to: u64, endpoint: Endpoint, mut queue: mpsc::Recei
             return;
         }
         let _ = s.words.try_send(Word::Lost(to));
-        let jitter = Duration::from_millis(s.env.random_u64() % (backoff.as_millis() as u64 / 4 + 1));
+        let jitter =
+            Duration::from_millis(s.env.random_u64() % (backoff.as_millis() as u64 / 4 + 1));
         tokio::time::sleep(backoff + jitter).await;
         backoff = (backoff * 2).min(BACKOFF.1);
         // What waited is out of date.

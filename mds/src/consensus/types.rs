@@ -6,7 +6,8 @@ use bytes::Bytes;
 use strake_fabric::Endpoint;
 use strake_proto::{Incarnation, Result};
 
-/// A log entry that a majority holds. `data` is empty for a leader's first entry and for membership changes.
+/// A log entry that a majority holds. `data` is empty for a leader's first entry and for membership
+/// changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Committed {
     pub index: u64,
@@ -24,20 +25,28 @@ pub struct StateSnapshot {
     pub view: Box<dyn strake_store::Reader>,
 }
 
-/// What is replicated. All methods are called from one task, except `sync` and reads of a snapshot's view.
+/// What is replicated. All methods are called from one task, except `sync` and reads of a
+/// snapshot's view.
 pub trait StateMachine: Send + Sync + 'static {
     /// Index and term of the last applied entry; zeros at first.
     fn applied(&self) -> (u64, u64);
     /// The membership kept with the applied state, empty at first. Opaque bytes.
     fn conf_state(&self) -> Vec<u8>;
-    /// Applies in order, in one atomic commit that also records `last` and, if given, the membership. One reply per
-    /// entry, in order. Needs not be durable. `NoSpc` and `Corrupt` mean that nothing was applied and that the same call may be
-    /// repeated: there is no space, or the state is damaged. Any other error stops the node, `Corrupt` that of the only voter.
-    fn apply(&self, entries: Vec<Committed>, last: (u64, u64), conf_state: Option<Vec<u8>>) -> Result<Vec<Bytes>>;
+    /// Applies in order, in one atomic commit that also records `last` and, if given, the
+    /// membership. One reply per entry, in order. Needs not be durable. `NoSpc` and `Corrupt` mean
+    /// that nothing was applied and that the same call may be repeated: there is no space, or the
+    /// state is damaged. Any other error stops the node, `Corrupt` that of the only voter.
+    fn apply(
+        &self,
+        entries: Vec<Committed>,
+        last: (u64, u64),
+        conf_state: Option<Vec<u8>>,
+    ) -> Result<Vec<Bytes>>;
     /// Makes the applied state durable; the log is cut only after that.
     fn sync(&self) -> Result<()>;
     fn snapshot(&self) -> Result<StateSnapshot>;
-    /// Whether the state says that a member of this id was removed from the group. True for ever then.
+    /// Whether the state says that a member of this id was removed from the group. True for ever
+    /// then.
     fn is_former(&self, _id: u64) -> bool {
         false
     }
@@ -45,15 +54,17 @@ pub trait StateMachine: Send + Sync + 'static {
     fn incarnation(&self) -> Option<Incarnation> {
         None
     }
-    /// The state is lost, and will be replaced by a copy: until `restore_end` nobody may be told of it.
+    /// The state is lost, and will be replaced by a copy: until `restore_end` nobody may be told of
+    /// it.
     fn void(&self) {}
-    /// What is wrong with the state, if it was found damaged since it was begun: what is read from here is an error or whole, but
-    /// some of it is missing. Such a state is given up where another member has one.
+    /// What is wrong with the state, if it was found damaged since it was begun: what is read from
+    /// here is an error or whole, but some of it is missing. Such a state is given up where another
+    /// member has one.
     fn damage(&self) -> Option<strake_proto::Error> {
         None
     }
-    /// Forgets everything: pairs of another member's state follow. Until `restore_end` the state is never read. `Busy`: an old
-    /// view of it still is; try again.
+    /// Forgets everything: pairs of another member's state follow. Until `restore_end` the state is
+    /// never read. `Busy`: an old view of it still is; try again.
     fn restore_begin(&self) -> Result<()>;
     fn restore_pairs(&self, pairs: Vec<(Bytes, Bytes)>) -> Result<()>;
     fn restore_end(&self, index: u64, term: u64, conf_state: Vec<u8>) -> Result<()>;
@@ -66,7 +77,8 @@ pub struct Config {
     pub id: u64,
     /// Which cluster; batches of another one are refused.
     pub cluster: [u8; 16],
-    /// Where the other members are. Those added later come with the change that adds them, or by [`Node::set_peer`](super::Node::set_peer).
+    /// Where the other members are. Those added later come with the change that adds them, or by
+    /// [`Node::set_peer`](super::Node::set_peer).
     pub peers: BTreeMap<u64, Endpoint>,
     /// One tick. Election and heartbeat are counted in ticks.
     pub tick: Duration,
@@ -79,7 +91,8 @@ pub struct Config {
     pub max_entry: usize,
     /// Bytes of entries not yet committed beyond which proposals are refused as `Overloaded`.
     pub max_uncommitted: u64,
-    /// The log is cut when it holds more bytes or entries than this (about half is kept for slow followers).
+    /// The log is cut when it holds more bytes or entries than this (about half is kept for slow
+    /// followers).
     pub log_bytes: usize,
     pub log_entries: usize,
     /// Proposals and reads that wait for the driver, each; more are `Overloaded`.
@@ -125,7 +138,7 @@ pub struct Leadership {
 pub enum MemberChange {
     /// Starts to copy everything to a new member, which does not vote yet.
     AddLearner { id: u64, endpoint: Endpoint },
-    /// Learners that have caught up vote, and members go, all in one step (joint consensus where it is more than one): no
-    /// moment with a smaller quorum. Not the leader itself.
+    /// Learners that have caught up vote, and members go, all in one step (joint consensus where it
+    /// is more than one): no moment with a smaller quorum. Not the leader itself.
     Step { promote: Vec<u64>, remove: Vec<u64> },
 }

@@ -75,7 +75,13 @@ impl Checks {
     /// Somebody came at `now` who is to be told that the session has a lock of `ino`. `None`: it is
     /// not asked. It has said no hello yet, unless it may still do so (`in_grace`), or does not
     /// answer.
-    pub fn ask(&mut self, now: Duration, id: SessionId, ino: Ino, in_grace: bool) -> Option<Number> {
+    pub fn ask(
+        &mut self,
+        now: Duration,
+        id: SessionId,
+        ino: Ino,
+        in_grace: bool,
+    ) -> Option<Number> {
         if in_grace {
             self.holders.entry(id).or_default();
         }
@@ -141,7 +147,8 @@ impl Checks {
         let mut any = false;
         for h in self.holders.values_mut() {
             let over = |q: &Question| !q.late && now.saturating_sub(q.since) >= limit;
-            let over: BTreeSet<Number> = h.asked.iter().filter(|(_, q)| over(q)).map(|(n, _)| *n).collect();
+            let over: BTreeSet<Number> =
+                h.asked.iter().filter(|(_, q)| over(q)).map(|(n, _)| *n).collect();
             for number in over {
                 Checking::GivenUp.taken();
                 any = true;

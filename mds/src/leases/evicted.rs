@@ -1,6 +1,7 @@
-//! Sessions that were evicted not long ago. What the leader granted them may be believed until their term is over, though the state knows
-//! them no more; so a leader that comes then must know of them. Every server notes them as it applies the entries: no renewal
-//! that was sent later was answered. A pure table, see `docs/leases.md`.
+//! Sessions that were evicted not long ago. What the leader granted them may be believed until
+//! their term is over, though the state knows them no more; so a leader that comes then must know
+//! of them. Every server notes them as it applies the entries: no renewal that was sent later was
+//! answered. A pure table, see `docs/leases.md`.
 
 use std::{collections::VecDeque, time::Duration};
 
@@ -29,8 +30,14 @@ impl Evicted {
         self.last.push_back((now, id));
     }
 
-    /// Those whose leases may live yet. `in_state`: all that the state knows to be evicted, of which it is not known here when they were.
-    pub fn may_live(&self, now: Duration, term: Duration, in_state: impl FnOnce() -> Vec<SessionId>) -> Vec<SessionId> {
+    /// Those whose leases may live yet. `in_state`: all that the state knows to be evicted, of
+    /// which it is not known here when they were.
+    pub fn may_live(
+        &self,
+        now: Duration,
+        term: Duration,
+        in_state: impl FnOnce() -> Vec<SessionId>,
+    ) -> Vec<SessionId> {
         let mut all = if now < self.since + term { in_state() } else { Vec::new() };
         all.extend(self.last.iter().filter(|(at, _)| now < *at + term).map(|(_, id)| *id));
         all
@@ -51,7 +58,11 @@ mod tests {
     fn they_count_for_a_term() {
         let mut e = Evicted::default();
         e.begin(at(1));
-        assert_eq!(e.may_live(at(2), TERM, || vec![7]), [7], "evicted before this server began, perhaps just then");
+        assert_eq!(
+            e.may_live(at(2), TERM, || vec![7]),
+            [7],
+            "evicted before this server began, perhaps just then"
+        );
         e.note(at(3), TERM, 8);
         e.note(at(4), TERM, 9);
         assert_eq!(e.may_live(at(4), TERM, || vec![7]), [8, 9]);

@@ -1,5 +1,6 @@
-//! Leases: who may answer from memory, and who must have forgotten before anybody is answered with something newer. What
-//! the leader knows and nobody else. A pure table, see `docs/leases.md`; a new leader starts with a new one.
+//! Leases: who may answer from memory, and who must have forgotten before anybody is answered with
+//! something newer. What the leader knows and nobody else. A pure table, see `docs/leases.md`; a
+//! new leader starts with a new one.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -26,7 +27,8 @@ pub struct Limits {
     pub term: Duration,
     /// How long a recall may be unanswered before its holder is to be evicted.
     pub patience: Duration,
-    /// How long a session may be silent before it is evicted for what it was asked, which is at least [`ASKED`] ago.
+    /// How long a session may be silent before it is evicted for what it was asked, which is at
+    /// least [`ASKED`] ago.
     pub silence: Duration,
     /// Leases of one session, which then has to forget the oldest ones, and of all.
     pub of_session: usize,
@@ -41,7 +43,8 @@ pub struct Limits {
 
 /// See [`Limits::hot`].
 pub const HOT: Duration = Duration::from_secs(1);
-/// A question that a silent session was asked so long ago counts as unanswered. A client that comes back has as long.
+/// A question that a silent session was asked so long ago counts as unanswered. A client that comes
+/// back has as long.
 pub const ASKED: Duration = Duration::from_secs(1);
 /// Recalls sent at a time.
 pub const MAX_RECALLS: usize = 4096;
@@ -79,7 +82,8 @@ struct Holder {
     owes: BTreeMap<Number, (Ino, Duration)>,
     /// It did not answer: its leases are not renewed any more.
     given_up: bool,
-    /// What it is to forget so that it has room, and under which number. It stays among the inode's holders until it has.
+    /// What it is to forget so that it has room, and under which number. It stays among the inode's
+    /// holders until it has.
     leaving: BTreeMap<Ino, Number>,
     /// The highest of its requests that gave leases back.
     gave_back: u64,
@@ -107,8 +111,8 @@ pub struct Leases {
     held: usize,
     /// Recalls that somebody has not acknowledged, of all inodes.
     unsettled: usize,
-    /// For inodes that were changed by an entry of which somebody has not forgotten everything yet: the recalls that whoever tells of
-    /// the inode tells of too, see [`Leases::applied`].
+    /// For inodes that were changed by an entry of which somebody has not forgotten everything yet:
+    /// the recalls that whoever tells of the inode tells of too, see [`Leases::applied`].
     entangled: BTreeMap<Ino, Arc<BTreeSet<(Number, Ino)>>>,
     /// Inodes that were recalled within the last second or so, and when.
     cooling: VecDeque<(Duration, Ino)>,
@@ -119,7 +123,12 @@ pub struct Leases {
 
 impl Leases {
     /// That of the leader of `raft_term`, elected at `now`, with all sessions that the state has.
-    pub fn new(limits: Limits, now: Duration, raft_term: u64, sessions: impl IntoIterator<Item = SessionId>) -> Leases {
+    pub fn new(
+        limits: Limits,
+        now: Duration,
+        raft_term: u64,
+        sessions: impl IntoIterator<Item = SessionId>,
+    ) -> Leases {
         Leader::Elected.taken();
         Leases {
             limits,
@@ -141,9 +150,9 @@ impl Leases {
         now < self.grace_ends && !self.grace.is_empty()
     }
 
-    /// The first renewal of a session on a connection, by which it has forgotten everything. `lives_on`: not everything, the
-    /// kernel of a mount whose daemon died may know what that was told; it will be made to forget what is recalled. False: the session
-    /// has a newer connection.
+    /// The first renewal of a session on a connection, by which it has forgotten everything.
+    /// `lives_on`: not everything, the kernel of a mount whose daemon died may know what that was
+    /// told; it will be made to forget what is recalled. False: the session has a newer connection.
     pub fn hello(&mut self, id: SessionId, connection: Connection, lives_on: bool) -> bool {
         if self.sessions.get(&id).and_then(|h| h.met).is_some_and(|m| m >= connection) {
             Leader::HelloLate.taken();
@@ -163,8 +172,8 @@ impl Leases {
         true
     }
 
-    /// Whether what comes on this connection was sent before its session said hello on a newer one, or to a former leader: its sender
-    /// may have had its answer elsewhere since.
+    /// Whether what comes on this connection was sent before its session said hello on a newer one,
+    /// or to a former leader: its sender may have had its answer elsewhere since.
     pub fn is_late(&self, id: SessionId, connection: Connection) -> bool {
         let late = match self.sessions.get(&id).and_then(|h| h.met) {
             Some(met) => connection < met,
@@ -192,11 +201,21 @@ impl Leases {
         }
     }
 
-    /// Notes that a session may keep what it is about to be told about an inode on this connection. False: it may not.
-    pub fn grant(&mut self, now: Duration, id: SessionId, connection: Connection, ino: Ino) -> bool {
+    /// Notes that a session may keep what it is about to be told about an inode on this connection.
+    /// False: it may not.
+    pub fn grant(
+        &mut self,
+        now: Duration,
+        id: SessionId,
+        connection: Connection,
+        ino: Ino,
+    ) -> bool {
         self.expire_one(now, id);
         let full = self.held >= self.limits.of_all;
-        let Some(h) = self.sessions.get_mut(&id).filter(|h| h.met == Some(connection) && !h.given_up && now < h.until)
+        let Some(h) = self
+            .sessions
+            .get_mut(&id)
+            .filter(|h| h.met == Some(connection) && !h.given_up && now < h.until)
         else {
             Leader::NoHello.taken();
             return false;
@@ -230,12 +249,13 @@ impl Leases {
         true
     }
 
-    /// Recalls the eighth of a session's leases that it has had for longest. Nobody waits for that, unless one of these inodes
-    /// changes before it has forgotten it.
+    /// Recalls the eighth of a session's leases that it has had for longest. Nobody waits for that,
+    /// unless one of these inodes changes before it has forgotten it.
     fn make_room(&mut self, now: Duration, id: SessionId) {
         let Some(h) = self.sessions.get_mut(&id) else { return };
         Leader::MadeRoom.taken();
-        let mut old: Vec<(Duration, Ino)> = h.held.iter().map(|(ino, since)| (*since, *ino)).collect();
+        let mut old: Vec<(Duration, Ino)> =
+            h.held.iter().map(|(ino, since)| (*since, *ino)).collect();
         let n = (self.limits.of_session / 8).max(1);
         if n < old.len() {
             old.select_nth_unstable(n);
@@ -249,9 +269,12 @@ impl Leases {
         }
     }
 
-    /// Whether a session holds an inode on this connection: what it was told since it was granted may be kept.
+    /// Whether a session holds an inode on this connection: what it was told since it was granted
+    /// may be kept.
     pub fn holds(&self, id: SessionId, connection: Connection, ino: Ino) -> bool {
-        self.sessions.get(&id).is_some_and(|h| h.met == Some(connection) && h.held.contains_key(&ino))
+        self.sessions
+            .get(&id)
+            .is_some_and(|h| h.met == Some(connection) && h.held.contains_key(&ino))
     }
 
     /// Whether the session said hello last on this connection, and is not being evicted.
@@ -269,18 +292,29 @@ impl Leases {
         self.sessions.get(&id).map(|h| h.until).filter(|until| now < *until)
     }
 
-    /// The holder has forgotten these inodes by itself, and says so with its request `seq`. Each request says so once: when a copy of it
-    /// arrives, its sender may have been answered and have learned anew. One that was overtaken by a later one gives nothing back, so its
-    /// sender is asked like anybody.
-    pub fn dropped(&mut self, now: Duration, id: SessionId, connection: Connection, seq: u64, inos: &[Ino]) {
-        let Some(h) = self.sessions.get_mut(&id).filter(|h| h.met == Some(connection) && h.gave_back < seq) else {
+    /// The holder has forgotten these inodes by itself, and says so with its request `seq`. Each
+    /// request says so once: when a copy of it arrives, its sender may have been answered and have
+    /// learned anew. One that was overtaken by a later one gives nothing back, so its sender is
+    /// asked like anybody.
+    pub fn dropped(
+        &mut self,
+        now: Duration,
+        id: SessionId,
+        connection: Connection,
+        seq: u64,
+        inos: &[Ino],
+    ) {
+        let Some(h) =
+            self.sessions.get_mut(&id).filter(|h| h.met == Some(connection) && h.gave_back < seq)
+        else {
             return;
         };
         if inos.is_empty() {
             return;
         }
         h.gave_back = seq;
-        let given: Vec<Ino> = inos.iter().copied().filter(|ino| h.held.remove(ino).is_some()).collect();
+        let given: Vec<Ino> =
+            inos.iter().copied().filter(|ino| h.held.remove(ino).is_some()).collect();
         self.held -= given.len();
         for ino in given {
             if let Some(o) = self.inodes.get_mut(&ino) {
@@ -290,11 +324,13 @@ impl Leases {
         }
     }
 
-    /// An entry was applied that changed these inodes, and no reader has seen it yet. With each `named_by`: the session and connection of a
-    /// request that named it, whose sender sees to its own copy. Returns those that somebody is to forget.
+    /// An entry was applied that changed these inodes, and no reader has seen it yet. With each
+    /// `named_by`: the session and connection of a request that named it, whose sender sees to its
+    /// own copy. Returns those that somebody is to forget.
     ///
-    /// What an entry did is seen as a whole: whoever is told what it did to one inode may know what it did to the others, and what
-    /// those say of entries before. So these inodes are entangled until all of that is forgotten.
+    /// What an entry did is seen as a whole: whoever is told what it did to one inode may know what
+    /// it did to the others, and what those say of entries before. So these inodes are entangled
+    /// until all of that is forgotten.
     pub fn applied(
         &mut self,
         now: Duration,
@@ -327,11 +363,17 @@ impl Leases {
         self.inodes.get(&ino).is_some_and(|o| o.unsettled.contains_key(&number))
     }
 
-    fn changed(&mut self, now: Duration, named_by: Option<(SessionId, Connection)>, ino: Ino) -> bool {
+    fn changed(
+        &mut self,
+        now: Duration,
+        named_by: Option<(SessionId, Connection)>,
+        ino: Ino,
+    ) -> bool {
         let Some(o) = self.inodes.get_mut(&ino) else { return false };
         let mut owe = std::mem::take(&mut o.holders);
         if let Some((by, connection)) = named_by
-            // What it learned on a later connection it has learned without thinking of this request.
+            // What it learned on a later connection it has learned without thinking of this
+            // request.
             && self.sessions.get(&by).is_some_and(|h| h.met == Some(connection))
             && owe.remove(&by)
         {
@@ -368,8 +410,14 @@ impl Leases {
         told
     }
 
-    /// Takes an acknowledgement up to a number, and returns what else the session is to forget, in order.
-    pub fn recalls(&mut self, now: Duration, id: SessionId, acknowledged: Number) -> Vec<(Number, Ino)> {
+    /// Takes an acknowledgement up to a number, and returns what else the session is to forget, in
+    /// order.
+    pub fn recalls(
+        &mut self,
+        now: Duration,
+        id: SessionId,
+        acknowledged: Number,
+    ) -> Vec<(Number, Ino)> {
         let Some(h) = self.sessions.get_mut(&id) else { return Vec::new() };
         let left = h.owes.split_off(&acknowledged.saturating_add(1));
         let done = std::mem::replace(&mut h.owes, left);
@@ -397,10 +445,15 @@ impl Leases {
         self.last
     }
 
-    /// Whether an answer that was read from the state after `ticket` was taken, and depends on `inodes`, may be sent.
+    /// Whether an answer that was read from the state after `ticket` was taken, and depends on
+    /// `inodes`, may be sent.
     pub fn is_settled(&self, ticket: Number, inodes: impl IntoIterator<Item = Ino>) -> bool {
         inodes.into_iter().all(|ino| {
-            let recalls = self.entangled.get(&ino).into_iter().flat_map(|all| all.range(..=(ticket, Ino::MAX)));
+            let recalls = self
+                .entangled
+                .get(&ino)
+                .into_iter()
+                .flat_map(|all| all.range(..=(ticket, Ino::MAX)));
             !recalls.into_iter().any(|r| self.is_unsettled(*r))
         })
     }
@@ -410,7 +463,10 @@ impl Leases {
         if self.unsettled == 0 {
             return Some(Vec::new());
         }
-        let awaited = self.entangled.iter().filter(|(_, recalls)| recalls.iter().any(|r| self.is_unsettled(*r)));
+        let awaited = self
+            .entangled
+            .iter()
+            .filter(|(_, recalls)| recalls.iter().any(|r| self.is_unsettled(*r)));
         let inos: Vec<Ino> = awaited.map(|(ino, _)| *ino).take(most + 1).collect();
         (inos.len() <= most).then_some(inos)
     }
@@ -423,23 +479,26 @@ impl Leases {
         self.sessions.values().all(|h| !h.owes.range(..=ticket).any(waited_for))
     }
 
-    /// Ends leases whose term is over. Returns the sessions that have not answered for too long: they are to be evicted, and are
-    /// returned again until they have [`ended`](Leases::ended).
+    /// Ends leases whose term is over. Returns the sessions that have not answered for too long:
+    /// they are to be evicted, and are returned again until they have [`ended`](Leases::ended).
     pub fn tick(&mut self, now: Duration) -> Vec<SessionId> {
-        let over: Vec<SessionId> = self.sessions.iter().filter(|(_, h)| h.until <= now).map(|(id, _)| *id).collect();
+        let over: Vec<SessionId> =
+            self.sessions.iter().filter(|(_, h)| h.until <= now).map(|(id, _)| *id).collect();
         for id in over {
             self.expire_one(now, id);
         }
         let mut entangled = std::mem::take(&mut self.entangled);
         entangled.retain(|_, recalls| recalls.iter().any(|r| self.is_unsettled(*r)));
         self.entangled = entangled;
-        while let Some((_, ino)) = self.cooling.front().copied().filter(|(at, _)| *at + HOT <= now) {
+        while let Some((_, ino)) = self.cooling.front().copied().filter(|(at, _)| *at + HOT <= now)
+        {
             self.cooling.pop_front();
             self.tidy(now, ino);
         }
         for h in self.sessions.values_mut().filter(|h| h.met.is_some()) {
             let first = h.owes.first_key_value();
-            let late = first.is_some_and(|(_, (_, since))| now.saturating_sub(*since) >= self.limits.patience);
+            let late = first
+                .is_some_and(|(_, (_, since))| now.saturating_sub(*since) >= self.limits.patience);
             if late && !h.given_up {
                 Leader::GivenUp.taken();
                 h.given_up = true;
@@ -502,7 +561,8 @@ impl Leases {
         }
         self.forget(id);
         if met.is_some() {
-            self.sessions.insert(id, Holder { met, given_up, until, gave_back, ..Default::default() });
+            self.sessions
+                .insert(id, Holder { met, given_up, until, gave_back, ..Default::default() });
         }
     }
 
@@ -542,13 +602,14 @@ impl Leases {
     /// Forgets an inode that nobody holds or owes, and that is not hot.
     fn tidy(&mut self, now: Duration, ino: Ino) {
         let idle = |o: &Object| {
-            o.holders.is_empty() && o.unsettled.is_empty() && o.hot_until <= now && o.counted_from + HOT <= now
+            o.holders.is_empty()
+                && o.unsettled.is_empty()
+                && o.hot_until <= now
+                && o.counted_from + HOT <= now
         };
-        if self
-            .inodes
-            .get(&ino)
-            .is_some_and(|o| o.recalls == 0 && o.holders.is_empty() && o.unsettled.is_empty() || idle(o))
-        {
+        if self.inodes.get(&ino).is_some_and(|o| {
+            o.recalls == 0 && o.holders.is_empty() && o.unsettled.is_empty() || idle(o)
+        }) {
             self.inodes.remove(&ino);
         }
     }

@@ -1,5 +1,5 @@
-//! Who is asked to give pages of memory mappings back, and which writers know that others have some: the leader's part in
-//! "Between nodes" of `docs/mappings.md`, pure.
+//! Who is asked to give pages of memory mappings back, and which writers know that others have
+//! some: the leader's part in "Between nodes" of `docs/mappings.md`, pure.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -86,9 +86,16 @@ impl Pages {
         self.told.entry(ino).or_default().extend(those);
     }
 
-    /// Somebody waits for pages that these have: asks each, unless it was asked and works at it. Returns those.
-    pub fn want(&mut self, now: Duration, ino: Ino, holders: &BTreeSet<SessionId>) -> Vec<SessionId> {
-        let new: Vec<_> = holders.iter().copied().filter(|id| !self.asked.is_asked(*id, ino)).collect();
+    /// Somebody waits for pages that these have: asks each, unless it was asked and works at it.
+    /// Returns those.
+    pub fn want(
+        &mut self,
+        now: Duration,
+        ino: Ino,
+        holders: &BTreeSet<SessionId>,
+    ) -> Vec<SessionId> {
+        let new: Vec<_> =
+            holders.iter().copied().filter(|id| !self.asked.is_asked(*id, ino)).collect();
         new.iter().for_each(|id| {
             self.asked.ask(now, *id, ino);
         });
@@ -137,7 +144,12 @@ impl Pages {
     }
 
     /// See [`Reports::overdue`].
-    pub fn overdue(&self, now: Duration, patience: Duration, silent: &BTreeSet<SessionId>) -> Vec<(SessionId, Ino)> {
+    pub fn overdue(
+        &self,
+        now: Duration,
+        patience: Duration,
+        silent: &BTreeSet<SessionId>,
+    ) -> Vec<(SessionId, Ino)> {
         self.asked.overdue(now, patience, silent)
     }
 
@@ -174,7 +186,11 @@ mod tests {
         assert!(p.know(&telling));
         p.told(7, 1, &telling, |id| if id == 2 { Some(1) } else { Some(9) });
         assert!(p.tell(now, 7, [1, 2].into_iter(), one).is_empty());
-        assert_eq!(p.tell(now, 7, [3].into_iter(), one).sessions().count(), 1, "its connection was another one");
+        assert_eq!(
+            p.tell(now, 7, [3].into_iter(), one).sessions().count(),
+            1,
+            "its connection was another one"
+        );
         p.hello(2);
         assert!(!p.tell(now, 7, [2].into_iter(), one).is_empty(), "it may be another process");
         assert!(p.want(now, 7, &BTreeSet::from([2])).is_empty(), "it is at it");

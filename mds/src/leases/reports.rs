@@ -1,5 +1,6 @@
-//! Reports: what writers are asked to say before somebody else is told of the files that they write. Kept apart from what is
-//! to be forgotten: a report takes a round trip through the log, and forgetting must not wait for it.
+//! Reports: what writers are asked to say before somebody else is told of the files that they
+//! write. Kept apart from what is to be forgotten: a report takes a round trip through the log, and
+//! forgetting must not wait for it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -49,7 +50,8 @@ impl Reports {
         Reports { writers: BTreeMap::new(), last: raft_term << 32, waited_for: 0, of_pages: false }
     }
 
-    /// Likewise, of those that ask for pages of mappings to be given back: `docs/mappings.md`. Their numbers are never those of reports.
+    /// Likewise, of those that ask for pages of mappings to be given back: `docs/mappings.md`.
+    /// Their numbers are never those of reports.
     pub fn of_pages(raft_term: u64) -> Reports {
         Reports { last: raft_term << 32 | PAGES, of_pages: true, ..Reports::new(raft_term) }
     }
@@ -185,7 +187,12 @@ impl Reports {
     }
 
     /// What was asked for so long ago; of those that are `silent`, longer than [`ASKED`] ago.
-    pub fn overdue(&self, now: Duration, patience: Duration, silent: &BTreeSet<SessionId>) -> Vec<(SessionId, Ino)> {
+    pub fn overdue(
+        &self,
+        now: Duration,
+        patience: Duration,
+        silent: &BTreeSet<SessionId>,
+    ) -> Vec<(SessionId, Ino)> {
         let late = |id: &SessionId, r: &Report| {
             let waited = now.saturating_sub(r.since);
             waited >= patience || waited >= ASKED && silent.contains(id)
@@ -214,7 +221,11 @@ mod tests {
     fn who_comes_before_it_is_sent_shares_a_report() {
         let mut r = Reports::new(2);
         let first = r.ask(ms(0), 1, 7);
-        assert!(r.ask(ms(1), 1, 7) == first && r.ask(ms(1), 2, 7) != first && r.ask(ms(1), 1, 8) != first);
+        assert!(
+            r.ask(ms(1), 1, 7) == first
+                && r.ask(ms(1), 2, 7) != first
+                && r.ask(ms(1), 1, 8) != first
+        );
         r.reported(1, &[first]);
         assert!(!r.is_in(1, first), "nobody knew of it");
         assert_eq!(r.take(ms(2), 1).iter().map(|x| x.1).collect::<Vec<_>>(), [7, 8]);
@@ -237,13 +248,20 @@ mod tests {
         assert!(r.take(ms(999), 1).is_empty() && r.take(ms(999), 2).is_empty());
         assert_eq!(r.take(ms(1000), 1), [(n, 7)]);
         r.ask_again(1);
-        assert!(r.ask(ms(1001), 1, 7) > n, "whoever comes now needs a later one than may be under way");
+        assert!(
+            r.ask(ms(1001), 1, 7) > n,
+            "whoever comes now needs a later one than may be under way"
+        );
         assert_eq!(r.take(ms(1001), 1), [(n, 7), (n + 1, 7)]);
         r.reported(1, &[n + 1]);
         assert!(r.overdue(ms(4999), ms(5000), &BTreeSet::new()).is_empty());
         assert_eq!(r.overdue(ms(5000), ms(5000), &BTreeSet::new()), [(1, 7)]);
         r.ended(1);
-        assert!(r.is_in(1, n) && r.overdue(ms(9000), ms(0), &BTreeSet::new()).is_empty() && r.is_empty());
+        assert!(
+            r.is_in(1, n)
+                && r.overdue(ms(9000), ms(0), &BTreeSet::new()).is_empty()
+                && r.is_empty()
+        );
     }
 
     #[test]
@@ -262,11 +280,18 @@ mod tests {
         let mut r = Reports::new(2);
         let n = r.ask(ms(0), 1, 7);
         r.working(ms(10), 1, &[n, 99]);
-        assert_eq!(r.overdue(ms(5000), ms(5000), &BTreeSet::new()), [(1, 7)], "it was not sent, so nobody works at it");
+        assert_eq!(
+            r.overdue(ms(5000), ms(5000), &BTreeSet::new()),
+            [(1, 7)],
+            "it was not sent, so nobody works at it"
+        );
         r.take(ms(100), 1);
         r.working(ms(4000), 1, &[n]);
         r.working(ms(4000), 2, &[n]);
-        assert!(r.overdue(ms(8999), ms(5000), &BTreeSet::new()).is_empty() && r.take(ms(4999), 1).is_empty());
+        assert!(
+            r.overdue(ms(8999), ms(5000), &BTreeSet::new()).is_empty()
+                && r.take(ms(4999), 1).is_empty()
+        );
         assert_eq!(
             (r.overdue(ms(9000), ms(5000), &BTreeSet::new()), r.take(ms(5000), 1)),
             (vec![(1, 7)], vec![(n, 7)])
@@ -275,8 +300,16 @@ mod tests {
         assert!(r.overdue(ms(13_999), ms(5000), &BTreeSet::new()).is_empty() && !r.is_in(1, n));
         let other = r.ask(ms(9000), 1, 8);
         r.excuse(ms(14_000), 1, 7);
-        assert_eq!(r.overdue(ms(18_999), ms(5000), &BTreeSet::new()), [(1, 8)], "it has its time again, for this file");
-        assert!(!r.is_in(1, n) && !r.is_in(1, other) && r.overdue(ms(19_000), ms(5000), &BTreeSet::new()).len() == 2);
+        assert_eq!(
+            r.overdue(ms(18_999), ms(5000), &BTreeSet::new()),
+            [(1, 8)],
+            "it has its time again, for this file"
+        );
+        assert!(
+            !r.is_in(1, n)
+                && !r.is_in(1, other)
+                && r.overdue(ms(19_000), ms(5000), &BTreeSet::new()).len() == 2
+        );
         r.restart(ms(18_000), 8);
         assert_eq!(r.overdue(ms(19_000), ms(5000), &BTreeSet::new()), [(1, 7)]);
     }

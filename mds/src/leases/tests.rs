@@ -32,10 +32,17 @@ fn what_an_entry_did_is_forgotten_as_a_whole() {
     let before = t.ticket();
     assert_eq!(t.applied(ms(1), [(2, Some((A, 1))), (9, None)]), [9]);
     let removed = t.ticket();
-    assert!(!t.is_settled(removed, [2]), "who is told that the name has gone expects the file to have one less");
+    assert!(
+        !t.is_settled(removed, [2]),
+        "who is told that the name has gone expects the file to have one less"
+    );
     // Whoever sees what came later in the directory sees that, too.
     assert!(t.applied(ms(1), [(2, None), (3, None)]).is_empty());
-    assert!(!t.is_settled(t.ticket(), [3]) && t.is_settled(t.ticket(), [4]) && t.is_settled(before, [2, 3, 9]));
+    assert!(
+        !t.is_settled(t.ticket(), [3])
+            && t.is_settled(t.ticket(), [4])
+            && t.is_settled(before, [2, 3, 9])
+    );
     t.recalls(ms(2), B, removed);
     assert!(t.is_settled(t.ticket(), [2, 3, 9]) && t.unsettled() == 0);
     t.tick(ms(3));
@@ -54,7 +61,10 @@ fn a_change_is_settled_when_all_others_have_forgotten() {
     assert!(!t.is_settled(after, [8, 7]) && t.is_settled(after, [8]) && t.unsettled() == 1);
     assert_eq!(t.recalls(ms(2), B, 0), [(after, 7)]);
     assert_eq!(t.recalls(ms(2), B, 0), [(after, 7)], "sent again until it is acknowledged");
-    assert!(t.recalls(ms(3), A, u64::MAX).is_empty() && !t.is_settled(after, [7]), "another's word counts for nothing");
+    assert!(
+        t.recalls(ms(3), A, u64::MAX).is_empty() && !t.is_settled(after, [7]),
+        "another's word counts for nothing"
+    );
     assert!(t.recalls(ms(3), B, after).is_empty() && t.is_settled(after, [7]));
     assert!(!changed(&mut t, ms(4), Some((A, 1)), 7), "nobody else holds it");
     assert_eq!((t.owed(), t.held_by(A), t.held_by(B)), (0, 1, 1));
@@ -114,7 +124,10 @@ fn a_hello_that_comes_late_is_refused() {
     assert!(!t.hello(B, 2, false) && !t.hello(B, 3, true) && t.holds(B, 3, 7));
     t.dropped(ms(0), B, 1, 1, &[7]);
     assert!(t.holds(B, 3, 7) && !t.holds(B, 1, 7), "given back on a former connection");
-    assert!(changed(&mut t, ms(0), Some((B, 1)), 7), "learned on a later connection than the change was sent on");
+    assert!(
+        changed(&mut t, ms(0), Some((B, 1)), 7),
+        "learned on a later connection than the change was sent on"
+    );
 }
 
 #[test]
@@ -182,7 +195,11 @@ fn bounds() {
     t.dropped(ms(0), A, 1, 1, &[1]);
     assert!(t.grant(ms(0), B, 1, 4));
     // Recalled twice within a second: not leased for one.
-    assert!(changed(&mut t, ms(100), None, 4) && t.grant(ms(100), B, 1, 4) && changed(&mut t, ms(200), None, 4));
+    assert!(
+        changed(&mut t, ms(100), None, 4)
+            && t.grant(ms(100), B, 1, 4)
+            && changed(&mut t, ms(200), None, 4)
+    );
     t.recalls(ms(200), B, t.ticket());
     assert!(!t.grant(ms(1199), B, 1, 4) && t.grant(ms(1200), B, 1, 4));
     assert!(changed(&mut t, ms(1300), None, 4) && t.grant(ms(1300), B, 1, 4), "counted anew");
@@ -215,8 +232,14 @@ fn a_full_session_forgets_what_it_has_had_for_longest() {
     let before = t.ticket();
     assert!(t.grant(ms(20), A, 1, 200) && t.holds(A, 1, 200) && t.held_by(A) == 15);
     assert!(!t.holds(A, 1, 99) && !t.holds(A, 1, 98) && t.holds(A, 1, 97));
-    assert!(t.is_settled(t.ticket(), [98, 99]) && t.is_all_settled(t.ticket()), "nobody waits for it");
-    assert!(!t.grant(ms(20), A, 1, 99) && t.grant(ms(20), A, 1, 201), "not while it is to be forgotten");
+    assert!(
+        t.is_settled(t.ticket(), [98, 99]) && t.is_all_settled(t.ticket()),
+        "nobody waits for it"
+    );
+    assert!(
+        !t.grant(ms(20), A, 1, 99) && t.grant(ms(20), A, 1, 201),
+        "not while it is to be forgotten"
+    );
     // A change meanwhile finds the copy that is still there.
     assert!(changed(&mut t, ms(21), None, 98) && t.owing(98).eq([A]));
     let number = t.ticket();
@@ -225,9 +248,14 @@ fn a_full_session_forgets_what_it_has_had_for_longest() {
     assert_eq!(sent.iter().map(|r| r.1).collect::<BTreeSet<_>>(), [98, 99].into());
     assert_eq!(sent.len(), 3);
     let rest = t.recalls(ms(22), A, number - 1);
-    assert!(rest == [(number, 98)] && !t.is_settled(number, [98]), "the number before is not the change's");
+    assert!(
+        rest == [(number, 98)] && !t.is_settled(number, [98]),
+        "the number before is not the change's"
+    );
     assert!(t.recalls(ms(22), A, number).is_empty() && t.is_settled(number, [98]));
-    assert!(t.grant(ms(23), A, 1, 99) && t.grant(ms(23), A, 1, 98) && changed(&mut t, ms(24), None, 99));
+    assert!(
+        t.grant(ms(23), A, 1, 99) && t.grant(ms(23), A, 1, 98) && changed(&mut t, ms(24), None, 99)
+    );
     t.ended(ms(24), A, true);
     assert!(!changed(&mut t, ms(24), None, 98) && t.held == 0 && t.owed() == 0);
     t.tick(ms(2000));

@@ -1,4 +1,5 @@
-//! Who may write which file, as the log has it, and who of them may hold back what he writes. Rules: `docs/leases.md`, "Write-back".
+//! Who may write which file, as the log has it, and who of them may hold back what he writes.
+//! Rules: `docs/leases.md`, "Write-back".
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +16,8 @@ pub struct Writers {
     files: BTreeMap<SessionId, usize>,
     /// Sessions that do hold back what they write, where they may.
     holding: BTreeSet<SessionId>,
-    /// Of those, who may hold something back of a file: whoever was its only writer since he reported last.
+    /// Of those, who may hold something back of a file: whoever was its only writer since he
+    /// reported last.
     back: BTreeMap<Ino, BTreeMap<SessionId, Since>>,
     last: Since,
 }
@@ -97,8 +99,8 @@ impl Writers {
         Holders(inos.iter().filter_map(|ino| Some((*ino, self.back.get(ino)?.clone()))).collect())
     }
 
-    /// Those but this session have reported, and had forgotten the files before: they hold nothing back any more, unless one was left as
-    /// the only writer since.
+    /// Those but this session have reported, and had forgotten the files before: they hold nothing
+    /// back any more, unless one was left as the only writer since.
     pub fn have_reported(&mut self, holders: Holders, but: SessionId) {
         for (ino, all) in holders.0 {
             for (id, since) in all.into_iter().filter(|(id, _)| *id != but) {

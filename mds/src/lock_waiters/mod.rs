@@ -1,5 +1,6 @@
-//! Who waits for locks, and whose turn it is: what only the leader knows of them. A pure table. Clients say what they wait
-//! for again and again (see `docs/locks.md`), so a new leader begins with an empty one.
+//! Who waits for locks, and whose turn it is: what only the leader knows of them. A pure table.
+//! Clients say what they wait for again and again (see `docs/locks.md`), so a new leader begins
+//! with an empty one.
 
 pub mod verdict;
 
@@ -75,15 +76,22 @@ impl LockWaiters {
         self.waiters.is_empty()
     }
 
-    /// Takes a session's list in place of its last one, unless it is older than that. Returns the files it waits for, all
-    /// of which are to be looked at. `Overloaded` when there are too many.
-    pub fn set(&mut self, now: Duration, session: SessionId, number: u64, list: &[Entry]) -> Result<BTreeSet<Ino>> {
+    /// Takes a session's list in place of its last one, unless it is older than that. Returns the
+    /// files it waits for, all of which are to be looked at. `Overloaded` when there are too many.
+    pub fn set(
+        &mut self,
+        now: Duration,
+        session: SessionId,
+        number: u64,
+        list: &[Entry],
+    ) -> Result<BTreeSet<Ino>> {
         if self.members.get(&session).is_some_and(|m| m.number > number) {
             return Ok(BTreeSet::new());
         }
         let had = self.members.get(&session).map_or(0, |m| m.waits.len());
         if self.waiters.len() - had + list.len() > MAX_WAITS || list.len() > MAX_OF_SESSION {
-            let m = format!("{} requests wait for locks already; try again later", self.waiters.len());
+            let m =
+                format!("{} requests wait for locks already; try again later", self.waiters.len());
             return Err(Error::new(Code::Overloaded, m));
         }
         let member = self.members.entry(session).or_default();
@@ -120,7 +128,8 @@ impl LockWaiters {
         self.next += 1;
         self.files.entry(e.want.ino).or_default().insert(ticket);
         self.owners.entry(e.want.who).or_default().insert(ticket);
-        self.waiters.insert(ticket, Waiter { id: e.id, want: e.want, trying: e.trying, turn: None });
+        self.waiters
+            .insert(ticket, Waiter { id: e.id, want: e.want, trying: e.trying, turn: None });
         ticket
     }
 
@@ -144,7 +153,8 @@ impl LockWaiters {
     /// Forgets who was not heard of, and turns that nobody took. Returns the files to be looked at.
     pub fn expire(&mut self, now: Duration) -> BTreeSet<Ino> {
         let silent = |m: &Member| now.saturating_sub(m.heard) >= SILENCE;
-        let gone: Vec<_> = self.members.iter().filter(|(_, m)| silent(m)).map(|(id, _)| *id).collect();
+        let gone: Vec<_> =
+            self.members.iter().filter(|(_, m)| silent(m)).map(|(id, _)| *id).collect();
         let mut files = BTreeSet::new();
         for id in gone {
             let waits = self.members.get(&id).into_iter().flat_map(|m| m.waits.values());
@@ -152,7 +162,8 @@ impl LockWaiters {
             self.remove(id);
         }
         let over = |w: &Waiter| w.turn.is_some_and(|until| until <= now);
-        let over: Vec<_> = self.waiters.iter().filter(|(_, w)| over(w)).map(|(t, w)| (*t, w.want.ino)).collect();
+        let over: Vec<_> =
+            self.waiters.iter().filter(|(_, w)| over(w)).map(|(t, w)| (*t, w.want.ino)).collect();
         for (ticket, ino) in over {
             files.insert(ino);
             self.leave(ticket);
@@ -166,16 +177,23 @@ impl LockWaiters {
         self.files.contains_key(&ino)
     }
 
-    /// Gives turns, in order, to those that nothing stands in the way of, and takes them back from those that something
-    /// does. `barred` says whether locks do. Whether there is a turn that there was not.
-    pub fn look(&mut self, now: Duration, ino: Ino, mut barred: impl FnMut(&Want) -> Result<bool>) -> Result<bool> {
+    /// Gives turns, in order, to those that nothing stands in the way of, and takes them back from
+    /// those that something does. `barred` says whether locks do. Whether there is a turn that
+    /// there was not.
+    pub fn look(
+        &mut self,
+        now: Duration,
+        ino: Ino,
+        mut barred: impl FnMut(&Want) -> Result<bool>,
+    ) -> Result<bool> {
         let tickets: Vec<u64> = self.files.get(&ino).into_iter().flatten().copied().collect();
         let (mut turns, mut news): (Vec<Want>, bool) = (Vec::new(), false);
         // Who waits for pages is not passed by those who share them.
         let mut before: Vec<Want> = Vec::new();
         for ticket in tickets {
             let Some(w) = self.waiters.get_mut(&ticket) else { continue };
-            if turns.iter().chain(&before).any(|other| other.conflicts(&w.want)) || barred(&w.want)? {
+            if turns.iter().chain(&before).any(|other| other.conflicts(&w.want)) || barred(&w.want)?
+            {
                 w.turn = None;
                 if is_of_pages(&w.want) {
                     before.push(w.want);
@@ -191,7 +209,8 @@ impl LockWaiters {
 
     /// Whether this has to wait because it is another's turn.
     pub fn is_anothers_turn(&self, now: Duration, want: &Want) -> bool {
-        let waiters = || self.files.get(&want.ino).into_iter().flatten().filter_map(|t| self.waiters.get(t));
+        let waiters =
+            || self.files.get(&want.ino).into_iter().flatten().filter_map(|t| self.waiters.get(t));
         let mut turns = waiters().filter(|w| w.turn.is_some_and(|until| now < until));
         // Who asks for pages and is not on the list comes after those who are.
         let passes = is_of_pages(want) && !waiters().any(|w| w.want.who == want.who);
@@ -200,7 +219,11 @@ impl LockWaiters {
 
     /// Files of which somebody waits for pages.
     pub fn pages_wanted(&self) -> BTreeSet<Ino> {
-        self.waiters.values().filter(|w| is_of_pages(&w.want) && w.turn.is_none()).map(|w| w.want.ino).collect()
+        self.waiters
+            .values()
+            .filter(|w| is_of_pages(&w.want) && w.turn.is_none())
+            .map(|w| w.want.ino)
+            .collect()
     }
 
     /// The sessions that have pages of a file which somebody else waits for.
@@ -210,7 +233,8 @@ impl LockWaiters {
         mut barring: impl FnMut(&Want) -> Result<Vec<Owner>>,
     ) -> Result<BTreeSet<SessionId>> {
         let mut keep = BTreeSet::new();
-        let waiters = self.files.get(&ino).into_iter().flatten().filter_map(|t| self.waiters.get(t));
+        let waiters =
+            self.files.get(&ino).into_iter().flatten().filter_map(|t| self.waiters.get(t));
         for w in waiters.filter(|w| is_of_pages(&w.want)) {
             keep.extend(barring(&w.want)?.into_iter().map(|who| who.session));
         }
@@ -242,8 +266,9 @@ impl LockWaiters {
         self.members.get(&session).is_some_and(|m| m.number == number)
     }
 
-    /// Whether this wait would never end: its owner is in the way of somebody who is in the way of ... this one. `barring`
-    /// tells who is in the way of a wish; `looks` are those that it may still be asked about.
+    /// Whether this wait would never end: its owner is in the way of somebody who is in the way of
+    /// ... this one. `barring` tells who is in the way of a wish; `looks` are those that it may
+    /// still be asked about.
     pub fn is_deadlock(
         &self,
         want: &Want,
@@ -315,13 +340,17 @@ mod tests {
         let mut t = LockWaiters::default();
         let held_by_5 = held(&[(who(5, 1), span(0, 9, true))]);
         t.set(s(0), 1, 1, &[entry(7, want(1, 1, 50, true))]).unwrap();
-        t.set(s(0), 2, 2, &[entry(7, want(2, 1, 50, false)), entry(8, want(2, 2, 50, false))]).unwrap();
+        t.set(s(0), 2, 2, &[entry(7, want(2, 1, 50, false)), entry(8, want(2, 2, 50, false))])
+            .unwrap();
         assert!(!look(&mut t, s(0), &held_by_5) && t.ready(1).is_empty());
         assert!(!t.is_anothers_turn(s(0), &want(5, 1, 50, true)), "nobody's yet");
         // Free: the first has his turn, and whoever takes and drops it all the time has not.
         assert!(look(&mut t, s(1), &held(&[])));
         assert_eq!((t.ready(1), t.ready(2)), (vec![7], vec![]));
-        assert!(t.is_anothers_turn(s(1), &want(5, 1, 50, true)) && !t.is_anothers_turn(s(1), &want(1, 1, 50, true)));
+        assert!(
+            t.is_anothers_turn(s(1), &want(5, 1, 50, true))
+                && !t.is_anothers_turn(s(1), &want(1, 1, 50, true))
+        );
         assert!(!look(&mut t, s(1), &held(&[])), "no news");
         // He tries, and gets it.
         let trying = Entry { trying: true, ..entry(7, want(1, 1, 50, true)) };
@@ -336,7 +365,10 @@ mod tests {
         // Readers share their turn.
         assert!(look(&mut t, s(2), &held(&[])));
         assert_eq!(t.ready(2), [7, 8]);
-        assert!(!t.is_anothers_turn(s(2), &want(6, 1, 50, false)) && t.is_anothers_turn(s(2), &want(6, 1, 50, true)));
+        assert!(
+            !t.is_anothers_turn(s(2), &want(6, 1, 50, false))
+                && t.is_anothers_turn(s(2), &want(6, 1, 50, true))
+        );
         // Somebody was faster, by a request that was under way: the turn comes again.
         assert!(!look(&mut t, s(2), &by_1) && t.ready(2).is_empty());
         assert!(look(&mut t, s(3), &held(&[])) && t.ready(2).len() == 2);
@@ -362,7 +394,12 @@ mod tests {
         look(&mut t, s(3), &held(&[]));
         assert_eq!(t.ready(1), [1]);
         assert_eq!(t.expire(s(13)), BTreeSet::from([50]));
-        assert!(t.waiters.is_empty() && t.files.is_empty() && t.owners.is_empty() && t.members.is_empty());
+        assert!(
+            t.waiters.is_empty()
+                && t.files.is_empty()
+                && t.owners.is_empty()
+                && t.members.is_empty()
+        );
     }
 
     #[test]
@@ -382,7 +419,8 @@ mod tests {
         assert_eq!((t.ready(1), t.ready(2), t.len()), (vec![], vec![1], 2));
         t.set(s(1), 1, 12, &[]).unwrap();
         assert_eq!(t.len(), 1);
-        let many: Vec<_> = (0..=MAX_OF_SESSION as u64).map(|i| entry(i, want(1, i, 50, true))).collect();
+        let many: Vec<_> =
+            (0..=MAX_OF_SESSION as u64).map(|i| entry(i, want(1, i, 50, true))).collect();
         assert_eq!(t.set(s(1), 1, 13, &many).unwrap_err().code, Code::Overloaded);
     }
 
@@ -406,10 +444,17 @@ mod tests {
         t.set(s(0), 2, 16, &[]).unwrap();
         assert!(!t.is_deadlock(&want(3, 1, 10, false), &mut MAX_LOOKS.clone(), has).unwrap());
         // Two readers who both want to write.
-        let both =
-            |w: &Want| Ok(in_the_way(&held(&[(who(1, 1), span(0, 9, false)), (who(2, 1), span(0, 9, false))]), w));
+        let both = |w: &Want| {
+            Ok(in_the_way(
+                &held(&[(who(1, 1), span(0, 9, false)), (who(2, 1), span(0, 9, false))]),
+                w,
+            ))
+        };
         t.set(s(0), 1, 17, &[entry(1, want(1, 1, 40, true))]).unwrap();
         assert!(t.is_deadlock(&want(2, 1, 40, true), &mut MAX_LOOKS.clone(), both).unwrap());
-        assert!(!t.is_deadlock(&want(2, 1, 40, true), &mut 1, both).unwrap(), "it was not looked for to the end");
+        assert!(
+            !t.is_deadlock(&want(2, 1, 40, true), &mut 1, both).unwrap(),
+            "it was not looked for to the end"
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! What becomes of a try for a lock, from what the leader sees of it at one moment. Pure; the shell is `server::locks`.
+//! What becomes of a try for a lock, from what the leader sees of it at one moment. Pure; the shell
+//! is `server::locks`.
 
 use std::collections::BTreeSet;
 
@@ -22,8 +23,13 @@ pub enum Verdict {
     Free,
 }
 
-/// The sessions that have locks in the way and were not asked yet. Those of its own session are its client's to look at.
-pub fn to_ask(want: &Want, barring: &[(Owner, Span)], asked: &BTreeSet<SessionId>) -> BTreeSet<SessionId> {
+/// The sessions that have locks in the way and were not asked yet. Those of its own session are its
+/// client's to look at.
+pub fn to_ask(
+    want: &Want,
+    barring: &[(Owner, Span)],
+    asked: &BTreeSet<SessionId>,
+) -> BTreeSet<SessionId> {
     let barring = barring.iter().map(|(who, _)| who.session);
     barring.filter(|id| *id != want.who.session && !asked.contains(id)).collect()
 }

@@ -1,8 +1,9 @@
-//! POSIX access control lists as acl(5) and Linux (`fs/posix_acl.c`) have them. Pure: bytes of the extended attributes
-//! `system.posix_acl_access` and `system.posix_acl_default` in, decisions and bytes out.
+//! POSIX access control lists as acl(5) and Linux (`fs/posix_acl.c`) have them. Pure: bytes of the
+//! extended attributes `system.posix_acl_access` and `system.posix_acl_default` in, decisions and
+//! bytes out.
 //!
-//! An inode keeps an access list only where it says more than the permission bits. Where it has one, the group bits of
-//! the mode are the list's mask.
+//! An inode keeps an access list only where it says more than the permission bits. Where it has
+//! one, the group bits of the mode are the list's mask.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{Code, Error, Result, pb};
@@ -20,7 +21,8 @@ pub(super) const SIZE_MAX: usize = 4096;
 /// The id of an entry that names nobody.
 const NOBODY: u32 = u32::MAX;
 
-/// Whom an entry is about. The numbers are those of the encoding, whose order is that of the entries.
+/// Whom an entry is about. The numbers are those of the encoding, whose order is that of the
+/// entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Tag {
     Owner,
@@ -51,7 +53,8 @@ pub(super) struct Entry {
     pub perm: u32,
 }
 
-/// A valid list: owner, named users, group, named groups, mask (at least if anybody is named), others.
+/// A valid list: owner, named users, group, named groups, mask (at least if anybody is named),
+/// others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Acl(Vec<Entry>);
 
@@ -61,7 +64,8 @@ fn bad<T>(what: impl Into<String>) -> Result<T> {
 
 fn entry(b: &[u8; ENTRY]) -> Result<Entry> {
     let [t0, t1, p0, p1, i0, i1, i2, i3] = *b;
-    let (perm, id) = (u32::from(u16::from_le_bytes([p0, p1])), u32::from_le_bytes([i0, i1, i2, i3]));
+    let (perm, id) =
+        (u32::from(u16::from_le_bytes([p0, p1])), u32::from_le_bytes([i0, i1, i2, i3]));
     let tag = match u16::from_le_bytes([t0, t1]) {
         0x01 => Tag::Owner,
         0x02 => Tag::User(id),
@@ -81,18 +85,26 @@ fn entry(b: &[u8; ENTRY]) -> Result<Entry> {
 }
 
 impl Acl {
-    /// Reads a list; `None` for one without entries, which stands for no list. `EINVAL` for anything malformed,
-    /// `EOPNOTSUPP` for another version, `E2BIG` beyond [`SIZE_MAX`].
+    /// Reads a list; `None` for one without entries, which stands for no list. `EINVAL` for
+    /// anything malformed, `EOPNOTSUPP` for another version, `E2BIG` beyond [`SIZE_MAX`].
     pub(super) fn parse(bytes: &[u8]) -> Result<Option<Acl>> {
         if bytes.len() > SIZE_MAX {
-            return Err(Error::new(Code::TooBig, format!("an ACL of {} bytes; {SIZE_MAX} are the limit", bytes.len())));
+            return Err(Error::new(
+                Code::TooBig,
+                format!("an ACL of {} bytes; {SIZE_MAX} are the limit", bytes.len()),
+            ));
         }
         let Some((version, rest)) = bytes.split_first_chunk::<HEAD>() else {
             return bad("an ACL begins with its version");
         };
         match u32::from_le_bytes(*version) {
             VERSION => {}
-            v => return Err(Error::new(Code::OpNotSupp, format!("ACL version {v} is unknown; {VERSION} is known"))),
+            v => {
+                return Err(Error::new(
+                    Code::OpNotSupp,
+                    format!("ACL version {v} is unknown; {VERSION} is known"),
+                ));
+            }
         }
         let (entries, []) = rest.as_chunks::<ENTRY>() else {
             return bad("an ACL with part of an entry");
@@ -105,7 +117,8 @@ impl Acl {
         Ok(Some(acl))
     }
 
-    /// A stored list. What was stored was valid; were it not, it would grant nothing beyond the mode.
+    /// A stored list. What was stored was valid; were it not, it would grant nothing beyond the
+    /// mode.
     pub(super) fn stored(bytes: &[u8]) -> Option<Acl> {
         Acl::parse(bytes).ok().flatten()
     }
@@ -116,8 +129,12 @@ impl Acl {
             return bad("the entries of an ACL are not in order");
         }
         let count = |tag: Tag| numbers().filter(|n| *n == tag.number()).count();
-        if [Tag::Owner, Tag::Group, Tag::Other].into_iter().any(|t| count(t) != 1) || count(Tag::Mask) > 1 {
-            return bad("an ACL has one entry each for the owner, the group and others, and at most one mask");
+        if [Tag::Owner, Tag::Group, Tag::Other].into_iter().any(|t| count(t) != 1)
+            || count(Tag::Mask) > 1
+        {
+            return bad(
+                "an ACL has one entry each for the owner, the group and others, and at most one mask",
+            );
         }
         if self.names_anybody() && count(Tag::Mask) == 0 {
             return bad("an ACL that names users or groups needs a mask");
@@ -176,8 +193,8 @@ impl Acl {
         }
     }
 
-    /// Whether the list grants all of `want` to a caller who is not the owner. The first class that matches decides;
-    /// among groups any that grants it all.
+    /// Whether the list grants all of `want` to a caller who is not the owner. The first class that
+    /// matches decides; among groups any that grants it all.
     pub(super) fn grants(&self, c: &pb::Creds, group: u32, want: u32) -> bool {
         let mask = self.perm(Tag::Mask).unwrap_or(7);
         if let Some(perm) = self.perm(Tag::User(c.uid)) {
@@ -195,7 +212,8 @@ impl Acl {
         want & !self.perm(Tag::Other).unwrap_or(0) == 0
     }
 
-    /// For a directory's default list: mode and access list of what is made in it with `mode`. The umask does not count.
+    /// For a directory's default list: mode and access list of what is made in it with `mode`. The
+    /// umask does not count.
     pub(super) fn inherit(&self, mode: u32) -> (u32, Option<Acl>) {
         let mut acl = self.clone();
         for (tag, shift) in [(Tag::Owner, 6), (acl.group_class(), 3), (Tag::Other, 0)] {
@@ -220,11 +238,16 @@ pub(super) struct Born {
     pub default_acl: Bytes,
 }
 
-/// What an inode inherits: from the directory's default list, or from the umask where there is none.
+/// What an inode inherits: from the directory's default list, or from the umask where there is
+/// none.
 pub(super) fn born(dir: &pb::InodeRecord, mode: u32, umask: u32) -> Born {
     let list = Acl::stored(&dir.default_acl).filter(|_| mode & S_IFMT != S_IFLNK);
     let Some(default) = list else {
-        return Born { mode: mode & !(umask & 0o777), acl: Bytes::new(), default_acl: Bytes::new() };
+        return Born {
+            mode: mode & !(umask & 0o777),
+            acl: Bytes::new(),
+            default_acl: Bytes::new(),
+        };
     };
     let (mode, acl) = default.inherit(mode);
     let default_acl = if mode & S_IFMT == S_IFDIR { dir.default_acl.clone() } else { Bytes::new() };
@@ -289,7 +312,10 @@ mod tests {
         let mut a = sample();
         assert_eq!((a.mode_bits(), a.is_mode_only()), (0o751, false));
         a.chmod(0o640);
-        assert_eq!((a.perm(Tag::Mask), a.perm(Tag::Group), a.mode_bits()), (Some(4), Some(4), 0o640));
+        assert_eq!(
+            (a.perm(Tag::Mask), a.perm(Tag::Group), a.mode_bits()),
+            (Some(4), Some(4), 0o640)
+        );
         let mut small = acl(&[(Tag::Owner, 6), (Tag::Group, 4), (Tag::Other, 0)]);
         assert!(small.is_mode_only());
         small.chmod(0o124);
@@ -327,7 +353,8 @@ mod tests {
         let mask = a.0.iter().find(|e| e.tag == Tag::Mask).map_or(7, |e| e.perm);
         for e in &a.0 {
             if e.tag == Tag::User(c.uid) {
-                return (0..3).all(|bit| want >> bit & 1 == 0 || e.perm >> bit & mask >> bit & 1 == 1);
+                return (0..3)
+                    .all(|bit| want >> bit & 1 == 0 || e.perm >> bit & mask >> bit & 1 == 1);
             }
         }
         let (mut matched, mut granted) = (false, false);
@@ -339,7 +366,8 @@ mod tests {
             };
             if c.gid == gid || c.groups.contains(&gid) {
                 matched = true;
-                granted |= (0..3).all(|bit| want >> bit & 1 == 0 || e.perm >> bit & mask >> bit & 1 == 1);
+                granted |=
+                    (0..3).all(|bit| want >> bit & 1 == 0 || e.perm >> bit & mask >> bit & 1 == 1);
             }
         }
         let other = a.0.iter().find(|e| e.tag == Tag::Other).map_or(0, |e| e.perm);

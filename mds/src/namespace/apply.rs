@@ -1,5 +1,5 @@
-//! Applies log entries: commands in, replies and one batch of writes out. Nothing here looks at a clock, at random
-//! numbers or at anything but the state, the entry and its place in the log.
+//! Applies log entries: commands in, replies and one batch of writes out. Nothing here looks at a
+//! clock, at random numbers or at anything but the state, the entry and its place in the log.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -116,7 +116,12 @@ impl<'a> Apply<'a> {
         }
         let (now_ns, command) = match pb::LogCommand::decode(data.clone()) {
             Ok(pb::LogCommand { now_ns, command: Some(c) }) => (now_ns, c),
-            _ => return Ok(refusal(Code::Protocol, "the log entry is no command that this version knows")),
+            _ => {
+                return Ok(refusal(
+                    Code::Protocol,
+                    "the log entry is no command that this version knows",
+                ));
+            }
         };
         if self.header.fs_uuid.is_empty() && !matches!(command, Command::Format(_)) {
             return Ok(refusal(Code::NoDev, "the file system is not formatted yet; try again"));
@@ -141,20 +146,35 @@ impl<'a> Apply<'a> {
             Command::Register(r) => {
                 let reply = self.change_map(|map| cluster::state::register(map, &r))?;
                 let register = pb::RegisterReply { map: None, ..reply };
-                Ok(pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Register(register)) })
+                Ok(pb::LogReply {
+                    status: None,
+                    reply: Some(pb::log_reply::Reply::Register(register)),
+                })
             }
-            Command::MapUpdate(u) => self.change_map(|map| cluster::state::update(map, &u)).map(|()| ok()),
-            Command::MdsNodes(n) => self.change_map(|map| cluster::state::mds_nodes(map, &n)).map(|()| ok()),
-            Command::PoolChange(p) => self.change_map(|map| cluster::state::pool_change(map, &p)).map(|()| ok()),
-            Command::TargetChange(c) => self.change_map(|map| cluster::moves::target_change(map, &c)).map(|()| ok()),
-            Command::GiveUp(g) => self.change_map(|map| cluster::recovery::give_up(map, &g.targets)).map(|()| ok()),
+            Command::MapUpdate(u) => {
+                self.change_map(|map| cluster::state::update(map, &u)).map(|()| ok())
+            }
+            Command::MdsNodes(n) => {
+                self.change_map(|map| cluster::state::mds_nodes(map, &n)).map(|()| ok())
+            }
+            Command::PoolChange(p) => {
+                self.change_map(|map| cluster::state::pool_change(map, &p)).map(|()| ok())
+            }
+            Command::TargetChange(c) => {
+                self.change_map(|map| cluster::moves::target_change(map, &c)).map(|()| ok())
+            }
+            Command::GiveUp(g) => {
+                self.change_map(|map| cluster::recovery::give_up(map, &g.targets)).map(|()| ok())
+            }
             Command::Recover(r) => self.recover(&r),
             Command::GcDone(g) => self.change(|t| gc::gc_done(t, &g.numbers)).map(|()| ok()),
             Command::TrimDone(d) => self.change(|t| gc::trim_done(t, &d)).map(|()| ok()),
             Command::Repair(r) => self.change(|t| repair::repair(t, &r)).map(|()| ok()),
             Command::FreeOrphans(f) => self.change(|t| gc::free_orphans(t, &f.inos)).map(|()| ok()),
             Command::Settings(s) => self.settings(&s),
-            Command::EndFound(e) => self.change(|t| writers::end_found(t, &e, index)).map(|()| ok()),
+            Command::EndFound(e) => {
+                self.change(|t| writers::end_found(t, &e, index)).map(|()| ok())
+            }
             Command::ChainsAnew(b) => self.begin_anew(&b),
         }
     }
@@ -199,10 +219,16 @@ impl<'a> Apply<'a> {
             return fail(Code::Inval, "file system uuid and name hash key must have 16 bytes");
         }
         if !(1..=3).contains(&f.default_copies) {
-            return fail(Code::Inval, format!("{} default copies; 1 to 3 are possible", f.default_copies));
+            return fail(
+                Code::Inval,
+                format!("{} default copies; 1 to 3 are possible", f.default_copies),
+            );
         }
         if f.placement > PLACEMENT {
-            return fail(Code::Inval, format!("placement {}; this program knows {PLACEMENT}", f.placement));
+            return fail(
+                Code::Inval,
+                format!("placement {}; this program knows {PLACEMENT}", f.placement),
+            );
         }
         self.set_map(pb::ClusterMap {
             version: 1,
@@ -220,7 +246,8 @@ impl<'a> Apply<'a> {
         h.fs_uuid.clone_from(&f.fs_uuid);
         h.fs_name.clone_from(&f.fs_name);
         h.name_hash_key.clone_from(&f.name_hash_key);
-        (h.next_ino, h.next_data_id, h.next_session, h.next_number, h.inodes) = (FIRST_INO, 1, 1, 1, 1);
+        (h.next_ino, h.next_data_id, h.next_session, h.next_number, h.inodes) =
+            (FIRST_INO, 1, 1, 1, 1);
         let now = h.now_ns;
         let attr = pb::Attr {
             ino: ROOT_INO,
@@ -254,13 +281,20 @@ impl<'a> Apply<'a> {
             return fail(Code::Inval, "a change needs a sequence number between 0 and 2^64-1");
         }
         if m.seq < s.record.answered_below {
-            let m = format!("request {} ran or was given up, and its reply is no longer kept", m.seq);
+            let m =
+                format!("request {} ran or was given up, and its reply is no longer kept", m.seq);
             return fail(Code::ReplyGone, m);
         }
         let Some(creds) = &m.creds else {
             return fail(Code::Inval, "the request does not say for whom it is");
         };
-        let by = ops::By { creds, session: m.session, index, ends_matter: m.ends_matter, rules: m.rules };
+        let by = ops::By {
+            creds,
+            session: m.session,
+            index,
+            ends_matter: m.ends_matter,
+            rules: m.rules,
+        };
         let (reply, effect) = self.run(by, &m.ops)?;
         self.effects.push(Effect {
             session: m.session,
@@ -270,7 +304,10 @@ impl<'a> Apply<'a> {
             told: effects::told(&m.ops, &reply.results),
             ..effect
         });
-        let kept = pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(wordless(&reply))) };
+        let kept = pb::LogReply {
+            status: None,
+            reply: Some(pb::log_reply::Reply::Meta(wordless(&reply))),
+        };
         self.batch.put(keys::reply(m.session, m.seq), Some(kept.encode_to_vec().into()));
         self.answered(m.session, m.seq, m.lowest_unanswered);
         Ok(pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(reply)) })
@@ -299,7 +336,8 @@ impl<'a> Apply<'a> {
         }
     }
 
-    /// Notes that the reply to `seq` is kept, and drops replies below `lowest` and the lowest ones beyond the limit.
+    /// Notes that the reply to `seq` is kept, and drops replies below `lowest` and the lowest ones
+    /// beyond the limit.
     fn answered(&mut self, id: SessionId, seq: u64, lowest: u64) {
         let Some(Some(s)) = self.sessions.get_mut(&id) else { return };
         s.seqs.insert(seq);
@@ -330,19 +368,33 @@ impl<'a> Apply<'a> {
     }
 
     fn living_sessions(&self) -> usize {
-        let changed = self.sessions.iter().filter(|(id, s)| s.is_some() != self.memory.sessions.contains_key(id));
-        changed.fold(self.memory.sessions.len(), |n, (_, s)| if s.is_some() { n + 1 } else { n - 1 })
+        let changed = self
+            .sessions
+            .iter()
+            .filter(|(id, s)| s.is_some() != self.memory.sessions.contains_key(id));
+        changed
+            .fold(self.memory.sessions.len(), |n, (_, s)| if s.is_some() { n + 1 } else { n - 1 })
     }
 
     fn session_open(&mut self, o: pb::SessionOpenRequest) -> Res<pb::LogReply> {
         let text = |s: &str| s.len() <= MAX_TEXT && !s.chars().any(char::is_control);
         if o.client_uuid.len() != 16 || !text(&o.hostname) || !text(&o.version) {
-            return fail(Code::Inval, "a session needs a client uuid of 16 bytes and short, printable names");
+            return fail(
+                Code::Inval,
+                "a session needs a client uuid of 16 bytes and short, printable names",
+            );
         }
         if o.dead.len() > MAX_DEAD {
-            return fail(Code::Inval, format!("{} dead clients named at once; {MAX_DEAD} are the limit", o.dead.len()));
+            return fail(
+                Code::Inval,
+                format!("{} dead clients named at once; {MAX_DEAD} are the limit", o.dead.len()),
+            );
         }
-        let dead = o.dead.iter().filter(|uuid| **uuid != o.client_uuid).filter_map(|uuid| self.session_of(uuid));
+        let dead = o
+            .dead
+            .iter()
+            .filter(|uuid| **uuid != o.client_uuid)
+            .filter_map(|uuid| self.session_of(uuid));
         let sessions: Vec<_> = dead.collect();
         if !sessions.is_empty() {
             self.session_end(&pb::SessionEnd { sessions, evict: true })?;
@@ -352,7 +404,10 @@ impl<'a> Apply<'a> {
             Some(found) => found,
             None => {
                 if self.living_sessions() >= MAX_SESSIONS {
-                    return fail(Code::Overloaded, format!("{MAX_SESSIONS} sessions are open; try again later"));
+                    return fail(
+                        Code::Overloaded,
+                        format!("{MAX_SESSIONS} sessions are open; try again later"),
+                    );
                 }
                 let id = self.header.next_session;
                 self.header.next_session += 1;
@@ -400,7 +455,8 @@ impl<'a> Apply<'a> {
                 let n = self.header.next_number;
                 self.header.next_number += 1;
                 (left, fence) = (Left::Evicted(n), n);
-                let r = pb::EvictedRecord { session: *id, min_epoch: s.record.epoch + 1, below: false };
+                let r =
+                    pb::EvictedRecord { session: *id, min_epoch: s.record.epoch + 1, below: false };
                 self.batch.put(keys::numbered(keys::EVICTED, n), Some(r.encode_to_vec().into()));
             }
             self.change(|t| {
@@ -408,8 +464,16 @@ impl<'a> Apply<'a> {
                 writers::release_all(t, *id, left)
             })?;
             // Storage servers hear of evictions otherwise.
-            let endings = if e.evict { vec![] } else { vec![Ending { session: *id, ino: 0, rights: Rights::ALL }] };
-            self.effects.push(Effect { ended: vec![(*id, !e.evict)], endings, ..Default::default() });
+            let endings = if e.evict {
+                vec![]
+            } else {
+                vec![Ending { session: *id, ino: 0, rights: Rights::ALL }]
+            };
+            self.effects.push(Effect {
+                ended: vec![(*id, !e.evict)],
+                endings,
+                ..Default::default()
+            });
         }
         if e.evict { self.forget_old_evictions() } else { Ok(ok()) }
     }
@@ -426,11 +490,14 @@ impl<'a> Apply<'a> {
         Ok(ok())
     }
 
-    /// The group begins anew. What the former one gave out after this state nobody knows here: counters go on beyond it, and
-    /// every session is evicted, those included that were opened since.
+    /// The group begins anew. What the former one gave out after this state nobody knows here:
+    /// counters go on beyond it, and every session is evicted, those included that were opened
+    /// since.
     fn recover(&mut self, r: &pb::Recover) -> Res<pb::LogReply> {
         let (new, mut h) = (Incarnation(r.incarnation), self.header.clone());
-        for counter in [&mut h.next_ino, &mut h.next_data_id, &mut h.next_session, &mut h.next_number] {
+        for counter in
+            [&mut h.next_ino, &mut h.next_data_id, &mut h.next_session, &mut h.next_number]
+        {
             *counter = new.beyond(*counter) | 1;
         }
         if shard_of(h.next_ino) != 0 {
@@ -438,7 +505,8 @@ impl<'a> Apply<'a> {
         }
         self.change_map(|map| cluster::recovery::recover(map, r))?;
         self.header = h;
-        let known: BTreeSet<SessionId> = self.memory.sessions.keys().chain(self.sessions.keys()).copied().collect();
+        let known: BTreeSet<SessionId> =
+            self.memory.sessions.keys().chain(self.sessions.keys()).copied().collect();
         self.session_end(&pb::SessionEnd { sessions: known.into_iter().collect(), evict: true })?;
         let (number, below) = (self.header.next_number, self.header.next_session);
         self.header.next_number += 1;

@@ -27,7 +27,8 @@ impl Run<'_, '_> {
             writers::may_set(&self.by, &r)?;
         }
         let mut mode = r.attr().mode;
-        let strips = o.drop_privileges && !perm::is_dir(r.attr()) && perm::may_strip(self.by.creds, &r);
+        let strips =
+            o.drop_privileges && !perm::is_dir(r.attr()) && perm::may_strip(self.by.creds, &r);
         if o.uid.is_some() || o.gid.is_some() || strips {
             mode = perm::after_chown(self.by.creds, r.attr());
             self.drop_capability(&mut r)?;
@@ -91,7 +92,10 @@ impl Run<'_, '_> {
         }
         let own_group = |gid| owner && (gid == a.gid || perm::in_group(c, gid));
         if o.gid.is_some_and(|gid| !own_group(gid)) && !perm::is_root(c) {
-            return fail(Code::Perm, "only the owner may change the group, and only to one of his own");
+            return fail(
+                Code::Perm,
+                "only the owner may change the group, and only to one of his own",
+            );
         }
         if let Some(mode) = o.mode
             && !perm::owns(c, a)
@@ -99,7 +103,9 @@ impl Run<'_, '_> {
         {
             return fail(Code::Perm, "only the owner may change the mode");
         }
-        if (o.atime_ns.is_some() && !o.atime_now || o.mtime_ns.is_some() && !o.mtime_now) && !perm::owns(c, a) {
+        if (o.atime_ns.is_some() && !o.atime_now || o.mtime_ns.is_some() && !o.mtime_now)
+            && !perm::owns(c, a)
+        {
             return fail(Code::Perm, "only the owner may set times other than now");
         }
         if (o.atime_now || o.mtime_now) && !perm::owns(c, a) {
@@ -107,7 +113,8 @@ impl Run<'_, '_> {
         }
         if o.size.is_some() {
             check_has_data(a)?;
-            // The owner may: he may hold it open for writing whatever the mode says now (ftruncate).
+            // The owner may: he may hold it open for writing whatever the mode says now
+            // (ftruncate).
             if !perm::owns(c, a) {
                 perm::check(c, r, W)?;
             }
@@ -171,10 +178,16 @@ impl Run<'_, '_> {
             return fail(Code::Inval, "the layout of a file cannot be removed");
         };
         if r.written || r.attr().size > 0 {
-            return fail(Code::Exist, "the file has data; its layout is fixed (copy the file to change it)");
+            return fail(
+                Code::Exist,
+                "the file has data; its layout is fixed (copy the file to change it)",
+            );
         }
         if r.writers > 0 {
-            return fail(Code::Busy, "the file is open for writing; its layout can be set when it is closed");
+            return fail(
+                Code::Busy,
+                "the file is open for writing; its layout can be set when it is closed",
+            );
         }
         self.relayout(&mut r, asked)?;
         let r = self.save(r);
@@ -195,7 +208,8 @@ impl Run<'_, '_> {
             // Nobody has seen one of them: a layout is fixed with the first byte.
             layout.drafts = generation;
         }
-        // What a writer that died may have sent under the old name without reporting its end goes too.
+        // What a writer that died may have sent under the old name without reporting its end goes
+        // too.
         gc::discard_data(self.t, r);
         r.layout = Some(layout);
         r.attr_mut().data_id = data_id;

@@ -27,7 +27,13 @@ pub(super) fn any_chooses(ops: &[pb::Op]) -> bool {
 
 impl Run<'_, '_> {
     /// The layout of a new file. It is noted if there is none only because targets are away.
-    pub(super) fn chosen(&self, spec: &pb::LayoutSpec, ino: Ino, data_id: u64, generation: u32) -> Res<pb::Layout> {
+    pub(super) fn chosen(
+        &self,
+        spec: &pb::LayoutSpec,
+        ino: Ino,
+        data_id: u64,
+        generation: u32,
+    ) -> Res<pb::Layout> {
         self.t.place.layout(spec, ino, data_id, generation).map_err(|e| {
             if matches!(e.code, Code::NoSpc | Code::NoDev) && self.t.place.waits(spec) {
                 self.t.notes.away.set(true);
@@ -46,7 +52,9 @@ impl Placement {
             let kinds = || 1..=MAX_COPIES;
             let mut all = pools.flat_map(|p| kinds().map(move |copies| (p.to_owned(), copies)));
             map.targets.iter().any(is_away)
-                && all.any(|(pool, copies)| self.waits(&pb::LayoutSpec { pool, copies, ..Default::default() }))
+                && all.any(|(pool, copies)| {
+                    self.waits(&pb::LayoutSpec { pool, copies, ..Default::default() })
+                })
         })
     }
 
@@ -56,14 +64,17 @@ impl Placement {
         let Ok(pool) = self.pool(&spec.pool) else { return false };
         let members: Option<BTreeSet<TargetId>> = pool.map(|p| p.targets.iter().copied().collect());
         let member = |t| members.as_ref().is_none_or(|m| m.contains(&t));
-        !self.is_served(spec) && (self.chain_is_away(spec, member) || self.node_is_away(spec, member))
+        !self.is_served(spec)
+            && (self.chain_is_away(spec, member) || self.node_is_away(spec, member))
     }
 
     /// Whether such a chain is served again once the last of its replicas is back.
     fn chain_is_away(&self, spec: &pb::LayoutSpec, member: impl Fn(TargetId) -> bool) -> bool {
-        let comes_back =
-            |r: &pb::Replica| r.state() == ReplicaLastsrv && self.view.target(r.target).is_some_and(|t| !t.given_up);
-        let is_away = |c: &pb::Chain| !c.lost && c.head().is_none() && c.replicas.iter().any(comes_back);
+        let comes_back = |r: &pb::Replica| {
+            r.state() == ReplicaLastsrv && self.view.target(r.target).is_some_and(|t| !t.given_up)
+        };
+        let is_away =
+            |c: &pb::Chain| !c.lost && c.head().is_none() && c.replicas.iter().any(comes_back);
         let sets = self.view.map.sets.iter().filter(|s| s.copies == spec.copies);
         let sets = sets.filter(|s| s.pool.is_empty() || s.pool == spec.pool);
         let mut chains = sets.flat_map(|s| s.chains.iter().map(move |id| (s, *id)));

@@ -1,5 +1,5 @@
-//! What applied entries did that clients could see, and what answers depend on: for the leader's table of leases, see
-//! `docs/leases.md`.
+//! What applied entries did that clients could see, and what answers depend on: for the leader's
+//! table of leases, see `docs/leases.md`.
 
 use std::{
     cell::{Cell, RefCell},
@@ -11,7 +11,8 @@ use strake_proto::{Ino, Rights, SessionId, pb};
 use super::writers;
 use pb::op::Op;
 
-/// What was given of these rights to a file's data ends. Session 0: to all sessions; inode 0: to all files.
+/// What was given of these rights to a file's data ends. Session 0: to all sessions; inode 0: to
+/// all files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ending {
     pub session: SessionId,
@@ -44,7 +45,8 @@ pub(crate) struct Notes {
 /// What an entry did. One that was refused has no effect but what it looked at.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Effect {
-    /// Of the request: who sent it, 0 for an entry of the servers themselves, and on which connection.
+    /// Of the request: who sent it, 0 for an entry of the servers themselves, and on which
+    /// connection.
     pub session: SessionId,
     pub seq: u64,
     pub connection: u64,
@@ -69,7 +71,15 @@ pub struct Effect {
 impl Effect {
     pub(super) fn of(notes: Notes) -> Effect {
         let Notes { looked, changed, writers, fences, ends, endings, .. } = notes;
-        Effect { looked: looked.into_inner(), changed, writers, fences, ends, endings, ..Default::default() }
+        Effect {
+            looked: looked.into_inner(),
+            changed,
+            writers,
+            fences,
+            ends,
+            endings,
+            ..Default::default()
+        }
     }
 
     /// The part that stays if the entry was undone.
@@ -78,8 +88,8 @@ impl Effect {
     }
 }
 
-/// The inodes that an operation is about by number. One that it finds through the operation before it is not meant: its sender
-/// did not know of it.
+/// The inodes that an operation is about by number. One that it finds through the operation before
+/// it is not meant: its sender did not know of it.
 pub(crate) fn named(op: &pb::Op) -> impl Iterator<Item = Ino> {
     let both = match &op.op {
         Some(Op::Lookup(o)) => [o.parent, 0],
@@ -126,7 +136,8 @@ pub(crate) fn sets(op: &pb::Op) -> bool {
     matches!(op.op, Some(Op::Setattr(_) | Op::Setxattr(_) | Op::Removexattr(_)))
 }
 
-/// Whether an operation makes its sender one who may write a file, unless that fails or it is one already.
+/// Whether an operation makes its sender one who may write a file, unless that fails or it is one
+/// already.
 pub(crate) fn enlists(op: &pb::Op) -> bool {
     match &op.op {
         Some(Op::Open(o)) => writers::asks_to_write(o.flags),
@@ -142,12 +153,20 @@ pub(crate) fn tells(op: &pb::Op) -> bool {
     !matches!(
         op.op,
         None | Some(
-            Close(_) | Statfs(_) | Getlayout(_) | PathOf(_) | GetLock(_) | GetSeal(_) | SetLock(_) | Release(_)
+            Close(_)
+                | Statfs(_)
+                | Getlayout(_)
+                | PathOf(_)
+                | GetLock(_)
+                | GetSeal(_)
+                | SetLock(_)
+                | Release(_)
         )
     )
 }
 
-/// The inodes of which a list of changes and its results tell: those that it names, and those that it ended on.
+/// The inodes of which a list of changes and its results tell: those that it names, and those that
+/// it ended on.
 pub(crate) fn told(ops: &[pb::Op], results: &[pb::OpResult]) -> BTreeSet<Ino> {
     let mut out = BTreeSet::new();
     // The first results of a list that was undone tell of what never was.

@@ -19,11 +19,14 @@ pub(super) fn number(t: &mut Txn<'_>) -> u64 {
     n
 }
 
-/// Puts the chunks of a file's present data id on the list of what is to be deleted. Whether any exist the mds does
-/// not know: writers report an end after they wrote.
+/// Puts the chunks of a file's present data id on the list of what is to be deleted. Whether any
+/// exist the mds does not know: writers report an end after they wrote.
 pub(super) fn discard_data(t: &mut Txn<'_>, r: &pb::InodeRecord) {
     let Some(layout) = &r.layout else { return };
-    discard(t, pb::GcRecord { ino: r.attr().ino, layout: Some(layout.clone()), size: r.attr().size });
+    discard(
+        t,
+        pb::GcRecord { ino: r.attr().ino, layout: Some(layout.clone()), size: r.attr().size },
+    );
 }
 
 /// Puts chunks there.
@@ -32,10 +35,15 @@ pub(super) fn discard(t: &mut Txn<'_>, chunks: pb::GcRecord) {
     t.put(key, chunks.encode_to_vec());
 }
 
-/// The bytes from `size` on are to go: leaves a [`pb::Trim`]. None may reappear when the file grows again.
+/// The bytes from `size` on are to go: leaves a [`pb::Trim`]. None may reappear when the file grows
+/// again.
 pub(super) fn cut(t: &mut Txn<'_>, r: &mut pb::InodeRecord, size: u64) {
     let before = r.trim.unwrap_or(pb::Trim { size, ..Default::default() });
-    let trim = pb::Trim { number: number(t), size: before.size.min(size), fence: before.fence.max(r.fence) };
+    let trim = pb::Trim {
+        number: number(t),
+        size: before.size.min(size),
+        fence: before.fence.max(r.fence),
+    };
     t.put(keys::numbered(keys::TRIM, r.attr().ino), trim.encode_to_vec());
     r.trim = Some(trim);
 }

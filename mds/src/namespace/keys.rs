@@ -1,5 +1,6 @@
-//! Keys of the metadata state. One prefix byte, then big-endian integers, so that the store's order is the order we
-//! list in. The values are the records of `proto/schema/log.proto`; `docs/formats.md`, "Metadata state", has the table.
+//! Keys of the metadata state. One prefix byte, then big-endian integers, so that the store's order
+//! is the order we list in. The values are the records of `proto/schema/log.proto`;
+//! `docs/formats.md`, "Metadata state", has the table.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use siphasher::sip::SipHasher24;
@@ -22,12 +23,14 @@ pub(super) const LOCK_TOTAL: u8 = b'k';
 pub(super) const LOCK_INDEX: u8 = b'j';
 pub(super) const EXTENTS: u8 = b'm';
 
-/// Names of one directory whose hashes collide; a 257th is refused with `ENOSPC` (odds: beyond any directory).
+/// Names of one directory whose hashes collide; a 257th is refused with `ENOSPC` (odds: beyond any
+/// directory).
 pub(super) const SLOTS: u64 = 256;
 /// Reserved for directories that are split over shards.
 const BUCKET: u16 = 0;
 
-/// `prefix | number`: inodes, sessions, orphans, gc, trims, evictions, and the prefix of what hangs below a number.
+/// `prefix | number`: inodes, sessions, orphans, gc, trims, evictions, and the prefix of what hangs
+/// below a number.
 pub(super) fn numbered(prefix: u8, number: u64) -> Bytes {
     let mut b = BytesMut::with_capacity(9);
     b.put_u8(prefix);
@@ -60,7 +63,8 @@ pub(super) fn writer(session: SessionId, ino: Ino) -> Bytes {
     b.freeze()
 }
 
-/// What an owner has locked in a file. Cut after 17 bytes, all of a session's owners there; after 9, all owners.
+/// What an owner has locked in a file. Cut after 17 bytes, all of a session's owners there; after
+/// 9, all owners.
 pub(super) fn lock(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind) -> Bytes {
     let mut b = BytesMut::with_capacity(26);
     b.put_u8(LOCK);
@@ -75,7 +79,13 @@ pub(super) fn lock(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind)
 pub(super) const LOCK_OWNER: usize = 26;
 
 /// A range that an owner has locked in a file, by its last byte.
-pub(super) fn lock_range(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind, end: u64) -> Bytes {
+pub(super) fn lock_range(
+    ino: Ino,
+    session: SessionId,
+    owner: u64,
+    kind: pb::LockKind,
+    end: u64,
+) -> Bytes {
     let mut b = BytesMut::with_capacity(LOCK_OWNER + 8);
     b.put_slice(&lock(ino, session, owner, kind));
     b.put_u64(end);
@@ -87,7 +97,12 @@ pub(super) fn parse_lock(key: &[u8]) -> Option<(Ino, SessionId, u64, pb::LockKin
     if !matches!(key.len(), LOCK_OWNER | 34) {
         return None;
     }
-    Some((number(key, 1)?, number(key, 9)?, number(key, 17)?, pb::LockKind::try_from(i32::from(key[25])).ok()?))
+    Some((
+        number(key, 1)?,
+        number(key, 9)?,
+        number(key, 17)?,
+        pb::LockKind::try_from(i32::from(key[25])).ok()?,
+    ))
 }
 
 fn number(key: &[u8], at: usize) -> Option<u64> {
@@ -152,13 +167,15 @@ pub(super) fn dentry(dir: Ino, cookie: u64) -> Bytes {
     b.freeze()
 }
 
-/// The big-endian number in the last eight bytes of a key; `None` for a key that no program of ours wrote.
+/// The big-endian number in the last eight bytes of a key; `None` for a key that no program of ours
+/// wrote.
 pub(super) fn last_number(key: &[u8]) -> Option<u64> {
     key.last_chunk::<8>().map(|b| u64::from_be_bytes(*b))
 }
 
-/// Where a directory's names sit. A cookie is 55 bits of keyed hash and an 8-bit slot for names whose hashes collide:
-/// it belongs to one name as long as that name exists, so a listing can go on from it whatever others do.
+/// Where a directory's names sit. A cookie is 55 bits of keyed hash and an 8-bit slot for names
+/// whose hashes collide: it belongs to one name as long as that name exists, so a listing can go on
+/// from it whatever others do.
 pub(super) struct NameHash {
     sip: SipHasher24,
     mask: u64,
@@ -171,8 +188,8 @@ impl NameHash {
         NameHash { sip: SipHasher24::new_with_key(&key), mask }
     }
 
-    /// The first of the [`SLOTS`] cookies a name may have. Never below 256, so 0, 1 and 2 stay free for "start", "."
-    /// and "..", and never above 2^63 - 1.
+    /// The first of the [`SLOTS`] cookies a name may have. Never below 256, so 0, 1 and 2 stay free
+    /// for "start", "." and "..", and never above 2^63 - 1.
     pub(super) fn first_cookie(&self, name: &[u8]) -> u64 {
         ((self.sip.hash(name) >> 9) & self.mask).max(1) << 8
     }
@@ -198,12 +215,17 @@ mod tests {
         assert_eq!(&range[..26], &lock(1, 2, 3, pb::LockKind::LockFlock)[..]);
         assert_eq!((&range[26..], parse_lock(&range)), (&b"\0\0\0\0\0\0\0\x04"[..], whose));
         let index = lock_index(1, pb::LockKind::LockPosix, (true, 9), 4, 2, 3);
-        assert_eq!(&index[..], b"j\0\0\0\0\0\0\0\x01\0\x01\x09\0\0\0\0\0\0\0\x04\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0\x03");
+        assert_eq!(
+            &index[..],
+            b"j\0\0\0\0\0\0\0\x01\0\x01\x09\0\0\0\0\0\0\0\x04\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0\x03"
+        );
         assert_eq!(parse_lock_index(&index), Some((pb::LockKind::LockPosix, true, 4, 2, 3)));
         assert_eq!(&lock_total(1, 2)[..], b"k\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
         assert_eq!(&extents(1, 2)[..], b"m\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x02");
         assert_eq!(&dentry(3, 0x0500)[..], b"d\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0\0\x05\0");
-        for (kind, byte) in [(SESSION, b's'), (ORPHAN, b'o'), (GC, b'g'), (TRIM, b't'), (EVICTED, b'e')] {
+        for (kind, byte) in
+            [(SESSION, b's'), (ORPHAN, b'o'), (GC, b'g'), (TRIM, b't'), (EVICTED, b'e')]
+        {
             assert_eq!(numbered(kind, 1)[..], [byte, 0, 0, 0, 0, 0, 0, 0, 1]);
         }
         assert_eq!((HEADER, MAP), (&b"H"[..], &b"M"[..]));

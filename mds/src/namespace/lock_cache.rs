@@ -132,19 +132,29 @@ impl Reader for Cached<'_> {
             (Bound::Included(from) | Bound::Excluded(from), Bound::Excluded(to)) => {
                 // The first key behind all of the file is the last that it may end with.
                 let ino = file(from);
-                ino.filter(|_| strake_store::prefix_end(&from[..FILE]).is_some_and(|end| to <= &end[..]))
+                ino.filter(|_| {
+                    strake_store::prefix_end(&from[..FILE]).is_some_and(|end| to <= &end[..])
+                })
             }
             _ => None,
         };
         let Some(ino) = ino else { return self.store.range(from, to) };
         match self.cache.of(self.store, ino) {
-            Ok(records) => Box::new(pairs(records, from.map(Bytes::copy_from_slice), to.map(Bytes::copy_from_slice))),
+            Ok(records) => Box::new(pairs(
+                records,
+                from.map(Bytes::copy_from_slice),
+                to.map(Bytes::copy_from_slice),
+            )),
             Err(e) => Box::new(iter::once(Err(e))),
         }
     }
 }
 
-fn pairs(records: Records, mut from: Bound<Bytes>, to: Bound<Bytes>) -> impl Iterator<Item = Result<Pair>> + Send {
+fn pairs(
+    records: Records,
+    mut from: Bound<Bytes>,
+    to: Bound<Bytes>,
+) -> impl Iterator<Item = Result<Pair>> + Send {
     iter::from_fn(move || {
         let bounds = (from.as_ref().map(|b| &b[..]), to.as_ref().map(|b| &b[..]));
         let is_none = matches!(bounds, (Bound::Included(a) | Bound::Excluded(a), Bound::Excluded(b)) if a >= b);
@@ -192,7 +202,9 @@ mod tests {
             let (ino, a, b) = (rnd(3), rnd(20), rnd(20));
             let (from, to) = (key(ino, a), key(ino, b));
             let end = prefix_end(&from[..FILE]);
-            let all = |r: &dyn Reader, from, to| r.range(from, to).map(Result::unwrap).collect::<Vec<_>>();
+            let all = |r: &dyn Reader, from, to| {
+                r.range(from, to).map(Result::unwrap).collect::<Vec<_>>()
+            };
             for (from, to) in [
                 (Bound::Included(&from[..]), Bound::Excluded(&to[..])),
                 (Bound::Excluded(&from[..]), Bound::Excluded(&to[..])),
@@ -213,7 +225,11 @@ mod tests {
         let (store, cache) = (MemStore::new(), LockCache::default());
         let each = MOST as u64 / 10;
         for ino in 0..30 {
-            commit(&store, &cache, (0..each).map(|end| (key(ino, end), Some(Bytes::new()))).collect());
+            commit(
+                &store,
+                &cache,
+                (0..each).map(|end| (key(ino, end), Some(Bytes::new()))).collect(),
+            );
             let cached = Cached { store: &store, cache: &cache };
             assert_eq!(cached.prefix(&keys::numbered(keys::LOCK, ino)).count() as u64, each);
             assert!(cache.0.lock().records <= MOST);

@@ -1,5 +1,5 @@
-//! File locks as part of the state: who has locked what, so that it outlives leaders and restarts. `docs/locks.md` has the
-//! rules. Who waits is not state, see `lock_waiters`.
+//! File locks as part of the state: who has locked what, so that it outlives leaders and restarts.
+//! `docs/locks.md` has the rules. Who waits is not state, see `lock_waiters`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,14 +19,15 @@ use super::{
 };
 use pb::{LockKind, LockType};
 
-/// Ranges locked in one file, and by one session. Unlocks that cut a range in two may reach twice as many.
+/// Ranges locked in one file, and by one session. Unlocks that cut a range in two may reach twice
+/// as many.
 pub const MAX_IN_FILE: u64 = 4_096;
 pub const MAX_OF_SESSION: u64 = 65_536;
 /// Of what a lock replaces so much is told.
 const MAX_UNDO: usize = 64;
 /// The format that has locks.
 const FORMAT: u32 = 2;
-/// A client's owner of locks of pages (`client/src/page_locks.rs`).
+/// A client's owner of locks of pages (`client/src/locks/page_locks.rs`).
 pub const PAGES: u64 = 1;
 
 /// Who locks: a process or an open file of a client.
@@ -103,7 +104,10 @@ pub fn want(
 
 fn conflict(who: &Owner, span: &Span) -> Error {
     let how = if span.write { "writing" } else { "reading" };
-    let m = format!("bytes {} to {} are locked for {how} by session {}", span.start, span.end, who.session);
+    let m = format!(
+        "bytes {} to {} are locked for {how} by session {}",
+        span.start, span.end, who.session
+    );
     Error::new(Code::LockConflict, m)
 }
 
@@ -111,12 +115,18 @@ impl Run<'_, '_> {
     pub(super) fn get_lock(&mut self, o: &pb::GetLock) -> Res<pb::OpResult> {
         let ino = self.id(o.ino);
         let (who, span, _) = want(ino, self.by.session, o.owner, o.kind, o.span.as_ref())?;
-        let Some(span) = span else { return fail(Code::Inval, "nothing is in the way of an unlock") };
+        let Some(span) = span else {
+            return fail(Code::Inval, "nothing is in the way of an unlock");
+        };
         self.t.need(ino)?;
         let want = Want { ino, who, span };
         let (all, _) = barring(self.t, &want, usize::MAX)?;
         let first = all.into_iter().min_by_key(|(who, s)| (s.start, *who));
-        let lock = first.map(|(who, s)| pb::LockReply { spans: vec![s.to_pb()], session: who.session, left: 0 });
+        let lock = first.map(|(who, s)| pb::LockReply {
+            spans: vec![s.to_pb()],
+            session: who.session,
+            left: 0,
+        });
         Ok(pb::OpResult { ino, lock, ..Default::default() })
     }
 
@@ -131,14 +141,20 @@ impl Run<'_, '_> {
             true => ranges::near(self.t, ino, &who, raw.start, raw.end)?,
             false => of_owner(self.t, ino, &who)?,
         };
-        let undo = had.iter().filter_map(|s| s.within(&Span { start: raw.start, end: raw.end, write: true, pid: 0 }));
-        let undo: Vec<_> = if o.undo { undo.take(MAX_UNDO).map(Span::to_pb).collect() } else { Vec::new() };
+        let undo = had.iter().filter_map(|s| {
+            s.within(&Span { start: raw.start, end: raw.end, write: true, pid: 0 })
+        });
+        let undo: Vec<_> =
+            if o.undo { undo.take(MAX_UNDO).map(Span::to_pb).collect() } else { Vec::new() };
         let (mut has, mut limit) = (had.clone(), 2);
         match span {
             Some(span) => {
                 let r = self.t.need(ino)?;
                 if !perm::is_file(r.attr()) {
-                    return fail(Code::Inval, format!("inode {ino} is not a regular file: only those have locks here"));
+                    return fail(
+                        Code::Inval,
+                        format!("inode {ino} is not a regular file: only those have locks here"),
+                    );
                 }
                 if let Some((other, s)) = barring(self.t, &Want { ino, who, span }, 1)?.0.first() {
                     return Err(conflict(other, s).into());
@@ -180,14 +196,24 @@ fn check_room(t: &Txn<'_>, ino: Ino, who: &Owner, more: u64, factor: u64) -> Res
         [(0, ino, MAX_IN_FILE, "in the file"), (who.session, 0, MAX_OF_SESSION, "by this client")]
     {
         if total(t, session, file)?.ranges + more > most * factor {
-            return fail(Code::NoLock, format!("{most} ranges are locked {what}, which is the limit"));
+            return fail(
+                Code::NoLock,
+                format!("{most} ranges are locked {what}, which is the limit"),
+            );
         }
     }
     Ok(())
 }
 
 /// Writes what an owner has now instead of what it had.
-fn put(t: &mut Txn<'_>, ino: Ino, who: &Owner, (had, has): (&[Span], &[Span]), ranged: bool, take: bool) -> Res<()> {
+fn put(
+    t: &mut Txn<'_>,
+    ino: Ino,
+    who: &Owner,
+    (had, has): (&[Span], &[Span]),
+    ranged: bool,
+    take: bool,
+) -> Res<()> {
     if ranged {
         ranges::replace(t, ino, who, had, has);
     } else {
@@ -214,8 +240,8 @@ fn put(t: &mut Txn<'_>, ino: Ino, who: &Owner, (had, has): (&[Span], &[Span]), r
     })
 }
 
-/// The locks in somebody's way, and the eviction that every storage server must know before another lock is given, 0: none. At most
-/// `limit` locks, whichever.
+/// The locks in somebody's way, and the eviction that every storage server must know before another
+/// lock is given, 0: none. At most `limit` locks, whichever.
 pub(super) fn barring(t: &Txn<'_>, want: &Want, limit: usize) -> Res<(Vec<(Owner, Span)>, u64)> {
     let total = total(t, 0, want.ino)?;
     let mut found = Vec::new();
@@ -252,7 +278,8 @@ pub(super) fn of_file(t: &Txn<'_>, ino: Ino) -> Res<Locks> {
     t.scan(&keys::numbered(keys::LOCK, ino), &[], |key, value| {
         let record: pb::LockRecord = decode(key, value)?;
         if let Some((_, session, owner, kind)) = keys::parse_lock(key) {
-            let (who, spans) = (Owner { kind, session, owner }, record.spans.iter().filter_map(Span::from_pb));
+            let (who, spans) =
+                (Owner { kind, session, owner }, record.spans.iter().filter_map(Span::from_pb));
             match locks.held.last_mut().filter(|(last, _)| *last == who) {
                 Some((_, all)) => all.extend(spans),
                 None => locks.held.push((who, spans.collect())),
@@ -269,7 +296,13 @@ pub(super) fn total(t: &Txn<'_>, session: SessionId, ino: Ino) -> Res<pb::LockTo
     Ok(t.get(&key)?.map(|v| decode(&key, v)).transpose()?.unwrap_or_default())
 }
 
-fn add(t: &mut Txn<'_>, session: SessionId, ino: Ino, more: i64, change: impl FnOnce(&mut pb::LockTotal)) -> Res<()> {
+fn add(
+    t: &mut Txn<'_>,
+    session: SessionId,
+    ino: Ino,
+    more: i64,
+    change: impl FnOnce(&mut pb::LockTotal),
+) -> Res<()> {
     let before = total(t, session, ino)?;
     let mut now = before;
     now.ranges = now.ranges.saturating_add_signed(more);
@@ -303,7 +336,10 @@ fn drop_all(t: &mut Txn<'_>, prefix: &[u8]) -> Res<()> {
     let mut found: Vec<(Bytes, Vec<Span>)> = Vec::new();
     t.scan(prefix, &[], |key, value| {
         let record: pb::LockRecord = decode(key, value)?;
-        found.push((Bytes::copy_from_slice(key), record.spans.iter().filter_map(Span::from_pb).collect()));
+        found.push((
+            Bytes::copy_from_slice(key),
+            record.spans.iter().filter_map(Span::from_pb).collect(),
+        ));
         Ok(true)
     })?;
     let mut counts: BTreeMap<(SessionId, Ino), i64> = BTreeMap::new();
@@ -311,7 +347,9 @@ fn drop_all(t: &mut Txn<'_>, prefix: &[u8]) -> Res<()> {
         if let Some((ino, session, owner, kind)) = keys::parse_lock(&key) {
             *counts.entry((session, ino)).or_default() -= spans.len() as i64;
             if key.len() > keys::LOCK_OWNER {
-                spans.iter().for_each(|s| ranges::remove(t, ino, &Owner { kind, session, owner }, s));
+                spans
+                    .iter()
+                    .for_each(|s| ranges::remove(t, ino, &Owner { kind, session, owner }, s));
             }
         }
         t.delete(key);
@@ -319,7 +357,8 @@ fn drop_all(t: &mut Txn<'_>, prefix: &[u8]) -> Res<()> {
     counts.into_iter().try_for_each(|((session, ino), more)| count(t, session, ino, more))
 }
 
-/// The session has ended, and with it its locks. `fence`: the number of its eviction, if it was one.
+/// The session has ended, and with it its locks. `fence`: the number of its eviction, if it was
+/// one.
 pub(super) fn end_session(t: &mut Txn<'_>, session: SessionId, fence: u64) -> Res<()> {
     let mut inos = Vec::new();
     t.scan(&keys::numbered(keys::LOCK_TOTAL, session), &[], |key, _| {
@@ -344,7 +383,8 @@ pub(super) fn forget_file(t: &mut Txn<'_>, ino: Ino) -> Res<()> {
 
 /// The files whose locks a batch changes.
 pub(super) fn touched(batch: &Batch) -> BTreeSet<Ino> {
-    let lock = |key: &Bytes| (key.first() == Some(&keys::LOCK)).then(|| keys::parse_lock(key)).flatten();
+    let lock =
+        |key: &Bytes| (key.first() == Some(&keys::LOCK)).then(|| keys::parse_lock(key)).flatten();
     batch.ops.iter().filter_map(|(key, _)| Some(lock(key)?.0)).collect()
 }
 

@@ -1,12 +1,14 @@
-//! The namespace as a deterministic state machine over a [`MetaStore`]: log entries in, replies out.
+//! The namespace as a deterministic state machine over a [`MetaStore`]: log entries in, replies
+//! out.
 //!
-//! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`, `xattrs` have the operations
-//! that change) on a `txn` (overlay over the store); `placement` chooses chains
-//! (`away`: or has a file wait for them), `perm` decides who may (`acl` are its
-//! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write, `seals` what nobody may change, `repair` what fsck found wrong, `locks` who has locked what
+//! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`,
+//! `xattrs` have the operations that change) on a `txn` (overlay over the store); `placement`
+//! chooses chains (`away`: or has a file wait for them), `perm` decides who may (`acl` are its
+//! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write,
+//! `seals` what nobody may change, `repair` what fsck found wrong, `locks` who has locked what
 //! (`spans` is the arithmetic of ranges, `ranges` where they are kept, `lock_cache` has some in
-//! memory), `steps` is what a list may cost, `effects` is what of all that clients can see, `keys` is
-//! the on-disk key format, `watched` notes what of the store is damaged.
+//! memory), `steps` is what a list may cost, `effects` is what of all that clients can see, `keys`
+//! is the on-disk key format, `watched` notes what of the store is damaged.
 
 mod acl;
 mod apply;
@@ -59,30 +61,33 @@ pub use ranges::is_index as check_lock_index;
 use txn::{Fail, Layer, Txn};
 use watched::{Damage, Watched};
 
-/// The newest version of the state's format; a newer one is refused. A state has the version of the newest kind of record
-/// that was ever put into it: 1, 2 with locks, 3 with files that may have holes, 4 with sealed files, 5 with a cluster map that has
-/// `placement` or `min_copies`, 6 with chains that began anew, or 7 with locked ranges that are a record each, or with locks of pages.
+/// The newest version of the state's format; a newer one is refused. A state has the version of the
+/// newest kind of record that was ever put into it: 1, 2 with locks, 3 with files that may have
+/// holes, 4 with sealed files, 5 with a cluster map that has `placement` or `min_copies`, 6 with
+/// chains that began anew, or 7 with locked ranges that are a record each, or with locks of pages.
 pub const FORMAT_VERSION: u32 = 7;
 const FORMAT_FIRST: u32 = 1;
-/// With rules that older programs do not know: `placement` and `min_copies` of the cluster map, and that a file may have holes once a writer
-/// of it has gone without having reported everything.
+/// With rules that older programs do not know: `placement` and `min_copies` of the cluster map, and
+/// that a file may have holes once a writer of it has gone without having reported everything.
 const FORMAT_CHAINS: u32 = 5;
 /// An entry that older programs do not know: chains that hold nothing begin anew.
 const FORMAT_ANEW: u32 = 6;
 /// Locked ranges are a record each, with an index.
 const FORMAT_RANGES: u32 = 7;
 
-/// The newest rules that an entry may be applied by; the leader puts them into what it logs. Entries of before do what they did then.
-/// From 1 on: `RENAME_WHITEOUT`, a bound on the names of an inode's extended attributes, set-group-id bits as since Linux 6.1, and
-/// `Layout.drafts`. From 2 on: a bound on what one list costs. From 3 on: a record for each locked range.
-/// From 4 on: locks of pages.
+/// The newest rules that an entry may be applied by; the leader puts them into what it logs.
+/// Entries of before do what they did then. From 1 on: `RENAME_WHITEOUT`, a bound on the names of
+/// an inode's extended attributes, set-group-id bits as since Linux 6.1, and `Layout.drafts`. From
+/// 2 on: a bound on what one list costs. From 3 on: a record for each locked range. From 4 on:
+/// locks of pages.
 pub const RULES: u32 = 4;
 const RULES_STEPS: u32 = 2;
 const RULES_RANGES: u32 = 3;
 const RULES_PAGES: u32 = 4;
 
-/// How far ahead of a session's last change in the log its next one may be numbered. Those that open files to read, and those that are
-/// refused, are numbered and leave no trace in the log: a client that does nothing else for years stays within it.
+/// How far ahead of a session's last change in the log its next one may be numbered. Those that
+/// open files to read, and those that are refused, are numbered and leave no trace in the log: a
+/// client that does nothing else for years stays within it.
 const MOST_AHEAD: u64 = 1 << 48;
 
 /// Prefixes of the numbered records that workers take from the lowest on.
@@ -112,7 +117,8 @@ pub struct Survey {
     pub sessions: Vec<(SessionId, bool)>,
     /// Who may write which file.
     pub writers: Vec<(SessionId, Ino)>,
-    /// Files that evicted sessions could write, with the number of the last such eviction, until they were cut.
+    /// Files that evicted sessions could write, with the number of the last such eviction, until
+    /// they were cut.
     pub fences: Vec<(Ino, u64)>,
     /// Those of them that others write, until it is found out how far they go.
     pub ends: Vec<(Ino, u64)>,
@@ -158,7 +164,9 @@ fn load(store: &dyn MetaStore) -> Result<Memory> {
     }
     if m.header.format_version > FORMAT_VERSION {
         let v = m.header.format_version;
-        let text = format!("metadata state has format {v}, this program knows {FORMAT_VERSION}: run a newer strake");
+        let text = format!(
+            "metadata state has format {v}, this program knows {FORMAT_VERSION}: run a newer strake"
+        );
         return Err(Error::new(Code::Protocol, text));
     }
     if let Some(map) = store.get(keys::MAP)? {
@@ -186,7 +194,8 @@ fn load(store: &dyn MetaStore) -> Result<Memory> {
 }
 
 impl Namespace {
-    /// Loads header, map and sessions; an empty store is a file system not formatted yet. Refuses a newer format.
+    /// Loads header, map and sessions; an empty store is a file system not formatted yet. Refuses a
+    /// newer format.
     pub fn open(store: Arc<dyn MetaStore>) -> Result<Namespace> {
         Namespace::open_with(store, u64::MAX)
     }
@@ -225,8 +234,8 @@ impl Namespace {
         Ok(())
     }
 
-    /// Reads up to `bytes` bytes of what is stored, after a key: damage that nobody met yet is noted. Returns how many they were, and
-    /// the last key, `None` at the end.
+    /// Reads up to `bytes` bytes of what is stored, after a key: damage that nobody met yet is
+    /// noted. Returns how many they were, and the last key, `None` at the end.
     pub fn scrub(&self, after: Option<&Bytes>, bytes: usize) -> Result<(usize, Option<Bytes>)> {
         let from = after.map_or(std::ops::Bound::Unbounded, |k| std::ops::Bound::Excluded(&k[..]));
         let mut read = 0;
@@ -240,7 +249,8 @@ impl Namespace {
         Ok((read, None))
     }
 
-    /// Reads up to `bytes` bytes of inodes, after a key: those of `chains` on which files have data, or may have. Returns the last key, `None` at the end.
+    /// Reads up to `bytes` bytes of inodes, after a key: those of `chains` on which files have
+    /// data, or may have. Returns the last key, `None` at the end.
     pub fn holders(
         &self,
         after: Option<&Bytes>,
@@ -251,14 +261,16 @@ impl Namespace {
         memory.readable()?;
         let (map, end) = (memory.place.view.clone(), [keys::INODE + 1]);
         let first = [keys::INODE];
-        let from = after.map_or(std::ops::Bound::Included(&first[..]), |k| std::ops::Bound::Excluded(&k[..]));
+        let from = after
+            .map_or(std::ops::Bound::Included(&first[..]), |k| std::ops::Bound::Excluded(&k[..]));
         let (mut read, mut held) = (0, BTreeSet::new());
         for pair in self.store.range(from, std::ops::Bound::Excluded(&end[..])) {
             let (key, value) = pair?;
             read += key.len() + value.len();
             let bad = |e| damaged("an inode", e);
             let record = pb::InodeRecord::decode(value).map_err(bad)?;
-            let ino = keys::last_number(&key).ok_or_else(|| damaged("an inode's key", "too short"))?;
+            let ino =
+                keys::last_number(&key).ok_or_else(|| damaged("an inode's key", "too short"))?;
             held.extend(cluster::anew::held(&map, ino, &record, chains));
             if read >= bytes {
                 return Ok((held, Some(key)));
@@ -285,9 +297,10 @@ impl Namespace {
         Ok(())
     }
 
-    /// Applies entries `(index, term, data)` in log order, in one commit that also records `last` (index and term) and
-    /// the configuration of the Raft group. One reply per entry; empty or foreign data is answered with an error and
-    /// changes nothing. On `Err` (the store failed) nothing has changed, and the same call may be made again.
+    /// Applies entries `(index, term, data)` in log order, in one commit that also records `last`
+    /// (index and term) and the configuration of the Raft group. One reply per entry; empty or
+    /// foreign data is answered with an error and changes nothing. On `Err` (the store failed)
+    /// nothing has changed, and the same call may be made again.
     pub fn apply(
         &self,
         entries: &[(u64, u64, Bytes)],
@@ -297,7 +310,8 @@ impl Namespace {
         self.apply_and_tell(entries, last, conf_state, |_| ())
     }
 
-    /// Likewise, and tells what the entries did before any reader can see it. `tell` must not ask this namespace anything.
+    /// Likewise, and tells what the entries did before any reader can see it. `tell` must not ask
+    /// this namespace anything.
     pub fn apply_and_tell(
         &self,
         entries: &[(u64, u64, Bytes)],
@@ -309,19 +323,26 @@ impl Namespace {
         // Nobody else writes `memory`, so this read lock only keeps others from waiting for us.
         let memory = self.memory.read();
         if last.0 < memory.header.applied_index {
-            let m = format!("asked to apply up to entry {} after {}", last.0, memory.header.applied_index);
+            let m = format!(
+                "asked to apply up to entry {} after {}",
+                last.0, memory.header.applied_index
+            );
             return Err(Error::new(Code::Inval, m));
         }
         let store = self.cached();
         let mut work = Apply::new(&store, &memory, self.hash_mask);
-        let replies = entries.iter().map(|(index, _, data)| work.entry(*index, data)).collect::<Result<Vec<_>>>();
+        let replies = entries
+            .iter()
+            .map(|(index, _, data)| work.entry(*index, data))
+            .collect::<Result<Vec<_>>>();
         let replies = replies.inspect_err(|e| self.damage.note(e))?;
         (work.header.applied_index, work.header.applied_term) = last;
         if let Some(c) = conf_state {
             work.header.conf_state = Bytes::copy_from_slice(c);
         }
         let batch = work.take_batch();
-        let queued: Vec<_> = batch.ops.iter().filter_map(|(k, v)| Some((queue_of(k)?, v.is_some()))).collect();
+        let queued: Vec<_> =
+            batch.ops.iter().filter_map(|(k, v)| Some((queue_of(k)?, v.is_some()))).collect();
         let (locked, of_locks) = (locks::touched(&batch), lock_cache::of_locks(&batch));
         let Apply { header, place, sessions, uuids, effects, .. } = work;
         drop(memory);
@@ -341,8 +362,8 @@ impl Namespace {
         Ok(replies)
     }
 
-    /// Answers operations that change nothing, up to the first failure, from all entries applied so far. `session` 0
-    /// is the server itself.
+    /// Answers operations that change nothing, up to the first failure, from all entries applied so
+    /// far. `session` 0 is the server itself.
     pub fn read(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> pb::MetaReply {
         self.read_at(session, creds, ops).map_or_else(
             |e| {
@@ -353,14 +374,20 @@ impl Namespace {
         )
     }
 
-    /// Likewise, with what the answer depends on. An error is no answer: `NoSession`, or what is wrong with the store.
+    /// Likewise, with what the answer depends on. An error is no answer: `NoSession`, or what is
+    /// wrong with the store.
     pub fn read_at(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> Result<ReadAt> {
         self.try_read(&self.memory.read(), session, creds, ops)
     }
 
-    /// Likewise, on a member that does not lead. An error is no answer: the session is not known here, or the state cannot be
-    /// read now.
-    pub fn read_following(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> Result<ReadAt> {
+    /// Likewise, on a member that does not lead. An error is no answer: the session is not known
+    /// here, or the state cannot be read now.
+    pub fn read_following(
+        &self,
+        session: SessionId,
+        creds: &pb::Creds,
+        ops: &[pb::Op],
+    ) -> Result<ReadAt> {
         let memory = self.memory.read();
         if session == 0 {
             return Err(Error::new(Code::NoSession, "a client's request needs a session"));
@@ -368,17 +395,33 @@ impl Namespace {
         self.try_read(&memory, session, creds, ops)
     }
 
-    fn try_read(&self, memory: &Memory, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> Result<ReadAt> {
+    fn try_read(
+        &self,
+        memory: &Memory,
+        session: SessionId,
+        creds: &pb::Creds,
+        ops: &[pb::Op],
+    ) -> Result<ReadAt> {
         memory.readable()?;
         if session != 0 && !memory.sessions.contains_key(&session) {
-            return Err(Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
+            return Err(Error::new(
+                Code::NoSession,
+                format!("session {session} has ended; mount again"),
+            ));
         }
         let none = Layer::default();
         let store = self.cached();
-        let mut t = Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
-        match ops::run(&mut t, ops::By { creds, session, index: 0, ends_matter: false, rules: RULES }, ops, false) {
+        let mut t =
+            Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        match ops::run(
+            &mut t,
+            ops::By { creds, session, index: 0, ends_matter: false, rules: RULES },
+            ops,
+            false,
+        ) {
             Ok((reply, _)) => {
-                let (looked, endless, mut written) = (t.notes.looked.take(), t.notes.endless.take(), BTreeSet::new());
+                let (looked, endless, mut written) =
+                    (t.notes.looked.take(), t.notes.endless.take(), BTreeSet::new());
                 for (ino, writers) in t.notes.written.take() {
                     let own = self.store.get(&keys::writer(session, ino))?.is_some();
                     if writers > u32::from(own) {
@@ -391,8 +434,8 @@ impl Namespace {
         }
     }
 
-    /// The store is about to be replaced, or is not whole: no request is answered from it before the next
-    /// [`Namespace::reload`]. Returns when nobody reads any more.
+    /// The store is about to be replaced, or is not whole: no request is answered from it before
+    /// the next [`Namespace::reload`]. Returns when nobody reads any more.
     pub fn void(&self) {
         self.memory.write().void = true;
     }
@@ -402,8 +445,8 @@ impl Namespace {
         self.memory.read().header.applied_index
     }
 
-    /// Shows all there is to know for a new leader's table. No entry is applied meanwhile: what `look` notes down lacks none before
-    /// those that are told of afterwards.
+    /// Shows all there is to know for a new leader's table. No entry is applied meanwhile: what
+    /// `look` notes down lacks none before those that are told of afterwards.
     pub fn survey<T>(&self, look: impl FnOnce(Survey) -> T) -> Result<T> {
         let memory = self.memory.read();
         memory.readable()?;
@@ -436,8 +479,13 @@ impl Namespace {
         self.looking(|t| locks::of_file(t, ino))
     }
 
-    /// The locks in somebody's way, `limit` of them at most, and the file's fence as in [`locks::Locks`].
-    pub fn barring(&self, want: &locks::Want, limit: usize) -> Result<(Vec<(locks::Owner, spans::Span)>, u64)> {
+    /// The locks in somebody's way, `limit` of them at most, and the file's fence as in
+    /// [`locks::Locks`].
+    pub fn barring(
+        &self,
+        want: &locks::Want,
+        limit: usize,
+    ) -> Result<(Vec<(locks::Owner, spans::Span)>, u64)> {
         self.looking(|t| locks::barring(t, want, limit))
     }
 
@@ -453,7 +501,8 @@ impl Namespace {
         self.looking(|t| locks::total(t, session, 0)).map_or(0, |n| n.ranges)
     }
 
-    /// Whether a list may be so much work that others wait for it. Most lists are short, and nothing is looked at for them.
+    /// Whether a list may be so much work that others wait for it. Most lists are short, and
+    /// nothing is looked at for them.
     pub fn is_heavy(&self, ops: &[pb::Op]) -> Result<bool> {
         if !steps::is_looked_at(ops) {
             return Ok(false);
@@ -462,13 +511,19 @@ impl Namespace {
         memory.readable()?;
         let none = Layer::default();
         let store = self.cached();
-        let t = Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        let t =
+            Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         steps::is_heavy(&t, ops).map_err(|f| self.told(f))
     }
 
     /// Whether a list of changes would be told now that there is no place for a file, and not if
     /// targets were there that are away. It is tried out for that, and leaves nothing behind.
-    pub fn waits_for_targets(&self, session: SessionId, creds: Option<&pb::Creds>, ops: &[pb::Op]) -> Result<bool> {
+    pub fn waits_for_targets(
+        &self,
+        session: SessionId,
+        creds: Option<&pb::Creds>,
+        ops: &[pb::Op],
+    ) -> Result<bool> {
         let Some(creds) = creds.filter(|_| away::any_chooses(ops)) else { return Ok(false) };
         let memory = self.memory.read();
         memory.readable()?;
@@ -477,7 +532,8 @@ impl Namespace {
         }
         let none = Layer::default();
         let store = self.cached();
-        let mut t = Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        let mut t =
+            Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         let index = memory.header.applied_index + 1;
         let by = ops::By { creds, session, index, ends_matter: true, rules: RULES };
         match ops::run(&mut t, by, ops, true) {
@@ -496,7 +552,8 @@ impl Namespace {
         memory.readable()?;
         let none = Layer::default();
         let store = self.cached();
-        let t = Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
+        let t =
+            Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         look(&t).map_err(|f| self.told(f))
     }
 
@@ -505,7 +562,8 @@ impl Namespace {
         ops.iter().any(strake_proto::ops::is_mutation)
     }
 
-    /// Counters, applied index and identity; `fs_uuid` is empty before the file system is formatted.
+    /// Counters, applied index and identity; `fs_uuid` is empty before the file system is
+    /// formatted.
     pub fn header(&self) -> pb::StateHeader {
         self.memory.read().header.clone()
     }
@@ -523,8 +581,9 @@ impl Namespace {
         self.memory.read().sessions.get(&id).is_some_and(|s| s.seqs.contains(&seq))
     }
 
-    /// Whether a session may number a change so that has not run yet. `ReplyGone` for a number so low that it ran or was given up;
-    /// `Inval` for one that is no number, or so far ahead that no client gets there.
+    /// Whether a session may number a change so that has not run yet. `ReplyGone` for a number so
+    /// low that it ran or was given up; `Inval` for one that is no number, or so far ahead that no
+    /// client gets there.
     pub fn takes_number(&self, id: SessionId, seq: u64) -> Result<()> {
         let memory = self.memory.read();
         let Some(s) = memory.sessions.get(&id) else { return Ok(()) };
@@ -551,9 +610,15 @@ impl Namespace {
     /// Evictions with a number above `number`, oldest first; the last 10,000 are kept.
     pub fn evicted_after(&self, number: u64) -> Vec<pb::Evicted> {
         let all = self.list(keys::EVICTED, number, usize::MAX);
-        let decoded = all.into_iter().filter_map(|(n, v)| Some((n, pb::EvictedRecord::decode(v).ok()?)));
+        let decoded =
+            all.into_iter().filter_map(|(n, v)| Some((n, pb::EvictedRecord::decode(v).ok()?)));
         decoded
-            .map(|(n, r)| pb::Evicted { number: n, session: r.session, min_epoch: r.min_epoch, below: r.below })
+            .map(|(n, r)| pb::Evicted {
+                number: n,
+                session: r.session,
+                min_epoch: r.min_epoch,
+                below: r.below,
+            })
             .collect()
     }
 
@@ -597,8 +662,13 @@ impl Namespace {
         self.lowest(keys::ORPHAN, limit)
     }
 
-    /// Up to `limit` of the chunks that are about to go, of the kinds and in the order that `PendingRequest` names.
-    pub fn pending(&self, request: &pb::PendingRequest, limit: usize) -> Result<Vec<pb::PendingItem>> {
+    /// Up to `limit` of the chunks that are about to go, of the kinds and in the order that
+    /// `PendingRequest` names.
+    pub fn pending(
+        &self,
+        request: &pb::PendingRequest,
+        limit: usize,
+    ) -> Result<Vec<pb::PendingItem>> {
         let after = request.after;
         let item = |key, ino, layout: Option<pb::Layout>, size| {
             let data_id = layout?.components.first()?.data_id;
@@ -609,7 +679,10 @@ impl Namespace {
         let read = |prefix| self.list(prefix, after, limit).into_iter();
         Ok(match request.kind {
             1 => read(keys::ORPHAN)
-                .map(|(ino, _)| item(ino, ino, self.inode(ino).and_then(|r| r.layout), 0).unwrap_or(bare(ino, ino)))
+                .map(|(ino, _)| {
+                    item(ino, ino, self.inode(ino).and_then(|r| r.layout), 0)
+                        .unwrap_or(bare(ino, ino))
+                })
                 .collect(),
             2 => read(keys::GC)
                 .map(|(n, v)| {
@@ -620,18 +693,31 @@ impl Namespace {
             3 => read(keys::TRIM)
                 .map(|(ino, v)| {
                     let size = pb::Trim::decode(v).map_or(u64::MAX, |t| t.size);
-                    item(ino, ino, self.inode(ino).and_then(|r| r.layout), size).unwrap_or(bare(ino, ino))
+                    item(ino, ino, self.inode(ino).and_then(|r| r.layout), size)
+                        .unwrap_or(bare(ino, ino))
                 })
                 .collect(),
             4 => {
                 let written = |ino: &&Ino| self.inode(**ino).is_some_and(|r| r.writers > 0);
-                request.inos.iter().take(limit).filter(written).map(|ino| bare(*ino, *ino)).collect()
+                request
+                    .inos
+                    .iter()
+                    .take(limit)
+                    .filter(written)
+                    .map(|ino| bare(*ino, *ino))
+                    .collect()
             }
-            kind => return Err(Error::new(Code::Inval, format!("unknown kind {kind} of pending deletions"))),
+            kind => {
+                return Err(Error::new(
+                    Code::Inval,
+                    format!("unknown kind {kind} of pending deletions"),
+                ));
+            }
         })
     }
 
-    /// Fails if the record of an inode is there and cannot be read; no entry may be proposed then that looks at it.
+    /// Fails if the record of an inode is there and cannot be read; no entry may be proposed then
+    /// that looks at it.
     pub fn check_record(&self, ino: Ino) -> Result<()> {
         self.looking(|t| t.inode(ino)).map(drop)
     }
@@ -647,7 +733,8 @@ impl Namespace {
         let Some(queue) = QUEUES.iter().position(|p| *p == prefix) else { return Vec::new() };
         let search = |from: u64, most: usize| {
             let (from, end) = (keys::numbered(prefix, from), [prefix + 1]);
-            let pairs = self.store.range(std::ops::Bound::Included(&from), std::ops::Bound::Excluded(&end));
+            let pairs =
+                self.store.range(std::ops::Bound::Included(&from), std::ops::Bound::Excluded(&end));
             let (mut keys, mut all) = (Vec::new(), true);
             for pair in pairs {
                 match pair {
@@ -664,13 +751,14 @@ impl Namespace {
         self.queues.lock()[queue].lowest(limit, search)
     }
 
-    /// Numbered records above `after`. What cannot be read is left out: these lists feed workers that look again, and
-    /// whoever applies to a damaged store stops with the reason.
+    /// Numbered records above `after`. What cannot be read is left out: these lists feed workers
+    /// that look again, and whoever applies to a damaged store stops with the reason.
     fn list(&self, prefix: u8, after: u64, limit: usize) -> Vec<(u64, Bytes)> {
         let _whole = self.memory.read();
         let from = keys::numbered(prefix, after.saturating_add(1));
         let end = [prefix + 1];
-        let pairs = self.store.range(std::ops::Bound::Included(&from), std::ops::Bound::Excluded(&end));
+        let pairs =
+            self.store.range(std::ops::Bound::Included(&from), std::ops::Bound::Excluded(&end));
         let good = pairs.take(limit).map_while(Result::ok);
         good.filter_map(|(k, v)| Some((keys::last_number(&k)?, v))).collect()
     }

@@ -1,6 +1,8 @@
-//! Operations that make and remove names: create, tmpfile, mkdir, mknod, symlink, link, unlink, rmdir, rename.
+//! Operations that make and remove names: create, tmpfile, mkdir, mknod, symlink, link, unlink,
+//! rmdir, rename.
 //!
-//! The order of the checks is that of Linux (`fs/namei.c`): search permission, existence, then permission to change.
+//! The order of the checks is that of Linux (`fs/namei.c`): search permission, existence, then
+//! permission to change.
 
 use bytes::Bytes;
 use strake_proto::{Code, Ino, ids::ROOT_INO, pb};
@@ -70,7 +72,13 @@ impl Run<'_, '_> {
         }
     }
 
-    fn add(&mut self, mut dir: pb::InodeRecord, cookie: u64, name: &[u8], new: New) -> Res<pb::InodeRecord> {
+    fn add(
+        &mut self,
+        mut dir: pb::InodeRecord,
+        cookie: u64,
+        name: &[u8],
+        new: New,
+    ) -> Res<pb::InodeRecord> {
         let mut r = self.make(&dir, new)?;
         let ino = r.attr().ino;
         self.t.put_name(dir.attr().ino, cookie, name, ino, r.attr().mode >> 12);
@@ -120,7 +128,8 @@ impl Run<'_, '_> {
             attr.nlink = 2;
             attr.size = DIR_SIZE;
             // Copied, as Lustre does; the root's default is looked up at run time instead.
-            r.default_layout = if dir.attr().ino == ROOT_INO { None } else { dir.default_layout.clone() };
+            r.default_layout =
+                if dir.attr().ino == ROOT_INO { None } else { dir.default_layout.clone() };
         } else if perm::is_file(&attr) {
             attr.data_id = self.new_data_id();
             let spec = self.spec_in(dir, new.layout.as_ref())?;
@@ -179,7 +188,8 @@ impl Run<'_, '_> {
     pub(super) fn mkdir(&mut self, o: &pb::Mkdir) -> Res<pb::OpResult> {
         let (dir, cookie) = self.vacancy(o.parent, &o.name)?;
         // Linux ignores set-id bits asked of mkdir; the sticky bit counts.
-        let r = self.add(dir, cookie, &o.name, New::plain(o.mode & 0o1777, perm::S_IFDIR, o.umask))?;
+        let r =
+            self.add(dir, cookie, &o.name, New::plain(o.mode & 0o1777, perm::S_IFDIR, o.umask))?;
         Ok(shown(&r))
     }
 
@@ -210,7 +220,10 @@ impl Run<'_, '_> {
             return fail(Code::NoEnt, "empty symbolic link target");
         }
         if o.target.len() > SYMLINK_MAX {
-            let m = format!("a symbolic link target of {} bytes; {SYMLINK_MAX} are the limit", o.target.len());
+            let m = format!(
+                "a symbolic link target of {} bytes; {SYMLINK_MAX} are the limit",
+                o.target.len()
+            );
             return fail(Code::NameTooLong, m);
         }
         if o.target.contains(&0) {
@@ -275,7 +288,8 @@ impl Run<'_, '_> {
     }
 
     pub(super) fn rmdir(&mut self, parent: Ino, name: &[u8]) -> Res<pb::OpResult> {
-        let mut s = self.side(parent, name, if name == b".." { Code::NotEmpty } else { Code::Inval })?;
+        let mut s =
+            self.side(parent, name, if name == b".." { Code::NotEmpty } else { Code::Inval })?;
         perm::may_delete(self.by.creds, &s.dir, &s.inode)?;
         if !s.is_dir() {
             return fail(Code::NotDir, "the name is not that of a directory");
@@ -293,9 +307,14 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, ..Default::default() })
     }
 
-    /// Takes one name off an inode. What has none left goes: a regular file waits as an orphan for its last close,
-    /// everything else at once. Returns what is left.
-    fn drop_name(&mut self, mut r: pb::InodeRecord, parent: Ino, name: &[u8]) -> Res<Option<pb::InodeRecord>> {
+    /// Takes one name off an inode. What has none left goes: a regular file waits as an orphan for
+    /// its last close, everything else at once. Returns what is left.
+    fn drop_name(
+        &mut self,
+        mut r: pb::InodeRecord,
+        parent: Ino,
+        name: &[u8],
+    ) -> Res<Option<pb::InodeRecord>> {
         let ino = r.attr().ino;
         if perm::is_dir(r.attr()) {
             gc::remove_inode(self.t, &r)?;
@@ -315,7 +334,9 @@ impl Run<'_, '_> {
     }
 
     pub(super) fn rename(&mut self, o: &pb::Rename) -> Res<pb::OpResult> {
-        let known = RENAME_NOREPLACE | RENAME_EXCHANGE | if self.by.rules >= 1 { RENAME_WHITEOUT } else { 0 };
+        let known = RENAME_NOREPLACE
+            | RENAME_EXCHANGE
+            | if self.by.rules >= 1 { RENAME_WHITEOUT } else { 0 };
         let [exchange, noreplace, whiteout] =
             [RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT].map(|flag| o.flags & flag != 0);
         if o.flags & !known != 0 || exchange && (noreplace || whiteout) {
@@ -330,7 +351,9 @@ impl Run<'_, '_> {
             Spot::Taken(cookie, d) => {
                 Some(Side { dir: new_dir, name: &o.new_name, cookie, inode: self.t.need(d.ino)? })
             }
-            Spot::Free(_) if exchange => return fail(Code::NoEnt, "no such new name to exchange with"),
+            Spot::Free(_) if exchange => {
+                return fail(Code::NoEnt, "no such new name to exchange with");
+            }
             Spot::Free(_) => {
                 self.check_not_within(to_dir, &from, Code::Inval)?;
                 perm::may_delete(self.by.creds, &from.dir, &from.inode)?;
@@ -359,12 +382,17 @@ impl Run<'_, '_> {
         }
         match (from.is_dir(), to.is_dir()) {
             (true, false) => return fail(Code::NotDir, "a directory cannot replace what is none"),
-            (false, true) => return fail(Code::IsDir, "a directory is replaced only by a directory"),
+            (false, true) => {
+                return fail(Code::IsDir, "a directory is replaced only by a directory");
+            }
             _ => {}
         }
         self.check_move(&from, to.at())?;
         if to.inode.entries > 0 {
-            return fail(Code::NotEmpty, format!("the directory to replace has {} entries", to.inode.entries));
+            return fail(
+                Code::NotEmpty,
+                format!("the directory to replace has {} entries", to.inode.entries),
+            );
         }
         let at = from.at();
         let moved = self.replace(from, to)?;
@@ -372,7 +400,8 @@ impl Run<'_, '_> {
         Ok(moved)
     }
 
-    /// What overlayfs(5) hides a name of a lower layer by: a character device 0:0, here in the place of the name that has moved.
+    /// What overlayfs(5) hides a name of a lower layer by: a character device 0:0, here in the
+    /// place of the name that has moved.
     fn leave_whiteout(&mut self, wanted: bool, dir: Ino, name: &[u8]) -> Res<()> {
         if !wanted {
             return Ok(());
@@ -394,11 +423,17 @@ impl Run<'_, '_> {
         // Each step goes up; more steps than there are inodes would be a circle.
         for level in 0..=self.t.header.inodes {
             if bounded && level > steps::DEPTH {
-                let m = format!("inode {dir} is more than {} levels down: no directory is moved there", steps::DEPTH);
+                let m = format!(
+                    "inode {dir} is more than {} levels down: no directory is moved there",
+                    steps::DEPTH
+                );
                 return fail(Code::TooBig, m);
             }
             if at == side.ino() {
-                return fail(code, "a directory cannot be moved into itself or replace one that it lies in");
+                return fail(
+                    code,
+                    "a directory cannot be moved into itself or replace one that it lies in",
+                );
             }
             if at == ROOT_INO {
                 return Ok(());
@@ -467,9 +502,14 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    /// Notes an inode's new name instead of the old one. A rename changes no other field of what it moves, so the
-    /// record as the rename found it is still good.
-    fn renamed(&mut self, mut r: pb::InodeRecord, old: (Ino, &[u8]), new: (Ino, &[u8])) -> pb::InodeRecord {
+    /// Notes an inode's new name instead of the old one. A rename changes no other field of what it
+    /// moves, so the record as the rename found it is still good.
+    fn renamed(
+        &mut self,
+        mut r: pb::InodeRecord,
+        old: (Ino, &[u8]),
+        new: (Ino, &[u8]),
+    ) -> pb::InodeRecord {
         r.links.retain(|l| l.parent != old.0 || l.name != old.1);
         remember(&mut r, new.0, new.1);
         self.save(r)

@@ -2,7 +2,9 @@
 
 use bytes::Bytes;
 use prost::Message;
-use strake_proto::{Code, Ino, SessionId, ids::ROOT_INO, layout::MAX_FILE_SIZE, ops::is_mutation, pb};
+use strake_proto::{
+    Code, Ino, SessionId, ids::ROOT_INO, layout::MAX_FILE_SIZE, ops::is_mutation, pb,
+};
 
 use super::{
     keys,
@@ -48,8 +50,14 @@ pub(super) struct Run<'a, 't> {
     room: usize,
 }
 
-/// Runs a list; the second part says whether every operation succeeded. `mutations` allows operations that change.
-pub(super) fn run(t: &mut Txn<'_>, by: By<'_>, ops: &[pb::Op], mutations: bool) -> Result<(pb::MetaReply, bool), Fail> {
+/// Runs a list; the second part says whether every operation succeeded. `mutations` allows
+/// operations that change.
+pub(super) fn run(
+    t: &mut Txn<'_>,
+    by: By<'_>,
+    ops: &[pb::Op],
+    mutations: bool,
+) -> Result<(pb::MetaReply, bool), Fail> {
     if by.rules >= super::RULES_STEPS {
         t.steps.allow(steps::OF_A_LIST);
     }
@@ -59,7 +67,10 @@ pub(super) fn run(t: &mut Txn<'_>, by: By<'_>, ops: &[pb::Op], mutations: bool) 
     let mut run = Run { t, by, prev: 0, room: MAX_REPLY };
     for op in ops {
         let result = if ops.len() > MAX_OPS {
-            fail(Code::TooBig, format!("a list of {} operations; {MAX_OPS} are the limit", ops.len()))
+            fail(
+                Code::TooBig,
+                format!("a list of {} operations; {MAX_OPS} are the limit", ops.len()),
+            )
         } else if !mutations && is_mutation(op) {
             fail(Code::Inval, "a change cannot be made by a read")
         } else {
@@ -91,7 +102,10 @@ pub(super) fn check_name(name: &[u8], here: Code) -> Res<()> {
         return fail(Code::NoEnt, "empty name");
     }
     if name.len() > NAME_MAX {
-        return fail(Code::NameTooLong, format!("a name of {} bytes; {NAME_MAX} are the limit", name.len()));
+        return fail(
+            Code::NameTooLong,
+            format!("a name of {} bytes; {NAME_MAX} are the limit", name.len()),
+        );
     }
     if name.contains(&b'/') || name.contains(&0) {
         return fail(Code::Inval, "a name cannot contain '/' or NUL");
@@ -138,7 +152,10 @@ impl Inode for pb::InodeRecord {
 impl Run<'_, '_> {
     fn one(&mut self, op: &pb::Op) -> Res<pb::OpResult> {
         let Some(op) = &op.op else {
-            return fail(Code::OpNotSupp, "this metadata server does not know the operation; upgrade it");
+            return fail(
+                Code::OpNotSupp,
+                "this metadata server does not know the operation; upgrade it",
+            );
         };
         let r = match op {
             Op::Lookup(o) => self.lookup(o),
@@ -175,7 +192,9 @@ impl Run<'_, '_> {
         }?;
         match self.room.checked_sub(r.encoded_len() + 8) {
             Some(room) => self.room = room,
-            None => return fail(Code::TooBig, "the reply would not fit; split the list of operations"),
+            None => {
+                return fail(Code::TooBig, "the reply would not fit; split the list of operations");
+            }
         }
         Ok(r)
     }
@@ -199,7 +218,11 @@ impl Run<'_, '_> {
     }
 
     /// Changes an inode and counts the change.
-    pub(super) fn edit(&mut self, ino: Ino, change: impl FnOnce(&mut pb::InodeRecord)) -> Res<pb::InodeRecord> {
+    pub(super) fn edit(
+        &mut self,
+        ino: Ino,
+        change: impl FnOnce(&mut pb::InodeRecord),
+    ) -> Res<pb::InodeRecord> {
         let mut r = self.t.need(ino)?;
         change(&mut r);
         Ok(self.save(r))
@@ -262,7 +285,9 @@ impl Run<'_, '_> {
     pub(super) fn may_open(&self, r: &pb::InodeRecord, flags: u32) -> Res<()> {
         let mask = perm::mask_of_open(flags);
         match r.attr().mode & perm::S_IFMT {
-            perm::S_IFDIR if mask & W != 0 => return fail(Code::IsDir, "a directory cannot be opened for writing"),
+            perm::S_IFDIR if mask & W != 0 => {
+                return fail(Code::IsDir, "a directory cannot be opened for writing");
+            }
             perm::S_IFLNK => return fail(Code::Loop, "a symbolic link cannot be opened"),
             _ => {}
         }
@@ -352,15 +377,21 @@ impl Run<'_, '_> {
     }
 
     /// The resolved layout specification of a file made in `dir`.
-    pub(super) fn spec_in(&self, dir: &pb::InodeRecord, asked: Option<&pb::LayoutSpec>) -> Res<pb::LayoutSpec> {
-        let root = if dir.attr().ino == ROOT_INO { None } else { self.t.need(ROOT_INO)?.default_layout };
+    pub(super) fn spec_in(
+        &self,
+        dir: &pb::InodeRecord,
+        asked: Option<&pb::LayoutSpec>,
+    ) -> Res<pb::LayoutSpec> {
+        let root =
+            if dir.attr().ino == ROOT_INO { None } else { self.t.need(ROOT_INO)?.default_layout };
         if let Some(s) = asked {
             placement::validate(s)?;
         }
         Ok(self.t.place.resolve(asked.into_iter().chain(&dir.default_layout).chain(&root))?)
     }
 
-    /// The path from the root by the first name on record, for whoever may search the directories on it.
+    /// The path from the root by the first name on record, for whoever may search the directories
+    /// on it.
     fn path_of(&mut self, ino: Ino) -> Res<pb::OpResult> {
         let ino = self.id(ino);
         let mut names: Vec<Bytes> = Vec::new();
@@ -372,7 +403,10 @@ impl Run<'_, '_> {
             };
             len += link.name.len() + 1;
             if len > MAX_PATH {
-                return fail(Code::NameTooLong, format!("the path is longer than {MAX_PATH} bytes"));
+                return fail(
+                    Code::NameTooLong,
+                    format!("the path is longer than {MAX_PATH} bytes"),
+                );
             }
             names.push(link.name.clone());
             at = self.dir(link.parent, X)?;

@@ -1,4 +1,5 @@
-//! Who may do what: mode bits and ACL against credentials, as Linux decides it (`fs/namei.c`, `fs/attr.c`).
+//! Who may do what: mode bits and ACL against credentials, as Linux decides it (`fs/namei.c`,
+//! `fs/attr.c`).
 
 use std::borrow::Cow;
 
@@ -49,7 +50,8 @@ pub(super) fn in_group(c: &pb::Creds, gid: u32) -> bool {
     c.gid == gid || c.groups.binary_search(&gid).is_ok()
 }
 
-/// The same caller with the groups in order, so that looking for one costs little however many there are.
+/// The same caller with the groups in order, so that looking for one costs little however many
+/// there are.
 pub(super) fn in_order(c: &pb::Creds) -> Cow<'_, pb::Creds> {
     if c.groups.is_sorted() {
         return Cow::Borrowed(c);
@@ -68,7 +70,8 @@ pub(super) fn changeable(r: &pb::InodeRecord) -> Result<()> {
     Err(Error::new(Code::Perm, m))
 }
 
-/// `EACCES` unless mode bits and ACL grant all of `mask` ([`R`] | [`W`] | [`X`]). `EPERM`: to write what is sealed.
+/// `EACCES` unless mode bits and ACL grant all of `mask` ([`R`] | [`W`] | [`X`]). `EPERM`: to write
+/// what is sealed.
 pub(super) fn check(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> Result<()> {
     let a = r.attr();
     if mask & W != 0 {
@@ -77,7 +80,12 @@ pub(super) fn check(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> Result<()>
     if is_granted(c, r, mask & 7) {
         return Ok(());
     }
-    let m = format!("mode {:04o} of inode {} does not let user {} do this", a.mode & 0o7777, a.ino, c.uid);
+    let m = format!(
+        "mode {:04o} of inode {} does not let user {} do this",
+        a.mode & 0o7777,
+        a.ino,
+        c.uid
+    );
     Err(Error::new(Code::Access, m))
 }
 
@@ -112,12 +120,19 @@ pub(super) fn mask_of_open(flags: u32) -> u32 {
 }
 
 /// Whether a name of `victim` may be taken out of `dir`.
-pub(super) fn may_delete(c: &pb::Creds, dir: &pb::InodeRecord, victim: &pb::InodeRecord) -> Result<()> {
+pub(super) fn may_delete(
+    c: &pb::Creds,
+    dir: &pb::InodeRecord,
+    victim: &pb::InodeRecord,
+) -> Result<()> {
     check(c, dir, W | X)?;
     changeable(victim)?;
     let (dir, victim) = (dir.attr(), victim.attr());
     if dir.mode & S_ISVTX != 0 && !owns(c, victim) && !owns(c, dir) {
-        let m = format!("directory {} is sticky and neither it nor inode {} is yours", dir.ino, victim.ino);
+        let m = format!(
+            "directory {} is sticky and neither it nor inode {} is yours",
+            dir.ino, victim.ino
+        );
         return Err(Error::new(Code::Perm, m));
     }
     Ok(())
@@ -136,8 +151,9 @@ pub(super) fn born(c: &pb::Creds, dir: &pb::Attr, mode: u32) -> (u32, u32) {
     (if keeps { mode } else { mode & !S_ISGID }, dir.gid)
 }
 
-/// The mode after somebody other than root changed the contents of a file of group `gid`. `strangers`: whoever is not in the group takes
-/// set-group-id also where the group has no execution, as Linux does since 6.1.
+/// The mode after somebody other than root changed the contents of a file of group `gid`.
+/// `strangers`: whoever is not in the group takes set-group-id also where the group has no
+/// execution, as Linux does since 6.1.
 pub(super) fn after_write(c: &pb::Creds, gid: u32, mode: u32, strangers: bool) -> u32 {
     if is_root(c) || mode & S_IFMT != S_IFREG {
         return mode;
@@ -155,7 +171,8 @@ pub(super) fn after_chown(c: &pb::Creds, a: &pb::Attr) -> u32 {
     if is_root(c) || in_group(c, a.gid) { mode } else { mode & !S_ISGID }
 }
 
-/// Whether a caller may take set-id bits and capabilities off a file: its owner, and whoever may write it.
+/// Whether a caller may take set-id bits and capabilities off a file: its owner, and whoever may
+/// write it.
 pub(super) fn may_strip(c: &pb::Creds, r: &pb::InodeRecord) -> bool {
     owns(c, r.attr()) || is_file(r.attr()) && is_granted(c, r, W)
 }
@@ -196,13 +213,19 @@ mod tests {
     #[test]
     fn the_first_class_that_matches_decides() {
         let a = record(S_IFREG | 0o074, 1, 10);
-        assert!(check(&creds(1, 10, &[]), &a, R).is_err(), "the owner has no bits although his group has");
+        assert!(
+            check(&creds(1, 10, &[]), &a, R).is_err(),
+            "the owner has no bits although his group has"
+        );
         assert!(check(&creds(2, 10, &[]), &a, R | W | X).is_ok());
         assert!(check(&creds(2, 11, &[10]), &a, R | W | X).is_ok(), "supplementary group");
         assert!(check(&creds(2, 11, &[]), &a, R).is_ok());
         assert!(check(&creds(2, 11, &[]), &a, W).is_err());
         assert!(check(&creds(0, 0, &[]), &a, R | W | X).is_ok());
-        assert_eq!(check(&creds(0, 0, &[]), &record(S_IFREG | 0o666, 1, 1), X).unwrap_err().code, Code::Access);
+        assert_eq!(
+            check(&creds(0, 0, &[]), &record(S_IFREG | 0o666, 1, 1), X).unwrap_err().code,
+            Code::Access
+        );
         assert!(check(&creds(0, 0, &[]), &record(S_IFDIR, 1, 1), X).is_ok());
     }
 
@@ -210,19 +233,37 @@ mod tests {
     fn an_acl_decides_for_all_but_the_owner() {
         let mut r = record(S_IFREG | 0o670, 1, 10);
         // Owner rw, user 2 r, the group nothing, mask rwx, others nothing.
-        let entry = |tag: u8, perm: u8, id: u32| [&[tag, 0, perm, 0][..], &id.to_le_bytes()].concat();
+        let entry =
+            |tag: u8, perm: u8, id: u32| [&[tag, 0, perm, 0][..], &id.to_le_bytes()].concat();
         let none = u32::MAX;
-        let list = [entry(1, 6, none), entry(2, 4, 2), entry(4, 0, none), entry(16, 7, none), entry(32, 0, none)];
+        let list = [
+            entry(1, 6, none),
+            entry(2, 4, 2),
+            entry(4, 0, none),
+            entry(16, 7, none),
+            entry(32, 0, none),
+        ];
         r.acl = [&[2, 0, 0, 0][..], &list.concat()].concat().into();
-        assert!(check(&creds(1, 99, &[]), &r, R | W).is_ok() && check(&creds(1, 99, &[]), &r, X).is_err());
-        assert!(check(&creds(2, 10, &[]), &r, R).is_ok() && check(&creds(2, 10, &[]), &r, W).is_err());
+        assert!(
+            check(&creds(1, 99, &[]), &r, R | W).is_ok()
+                && check(&creds(1, 99, &[]), &r, X).is_err()
+        );
+        assert!(
+            check(&creds(2, 10, &[]), &r, R).is_ok() && check(&creds(2, 10, &[]), &r, W).is_err()
+        );
         assert!(check(&creds(3, 10, &[]), &r, R).is_err(), "the mode's group bits are the mask");
         assert!(check(&creds(0, 0, &[]), &r, R | W | X).is_ok());
         r.attr_mut().mode = S_IFREG | 0o604;
-        assert!(check(&creds(3, 3, &[]), &r, R).is_ok(), "an empty mask: the mode alone, as in Linux");
+        assert!(
+            check(&creds(3, 3, &[]), &r, R).is_ok(),
+            "an empty mask: the mode alone, as in Linux"
+        );
         r.acl = vec![1, 2, 3].into();
         r.attr_mut().mode = S_IFREG | 0o640;
-        assert!(check(&creds(3, 10, &[]), &r, R).is_ok() && check(&creds(3, 3, &[]), &r, R).is_err(), "no list");
+        assert!(
+            check(&creds(3, 10, &[]), &r, R).is_ok() && check(&creds(3, 3, &[]), &r, R).is_err(),
+            "no list"
+        );
     }
 
     #[test]
@@ -260,22 +301,38 @@ mod tests {
         let dir = attr(S_IFDIR | 0o2775, 1, 10);
         let user = creds(2, 20, &[]);
         assert_eq!(born(&user, &dir, S_IFDIR | 0o755), (S_IFDIR | 0o2755, 10));
-        assert_eq!(born(&user, &dir, S_IFREG | 0o2755), (S_IFREG | 0o755, 10), "not a member of group 10");
+        assert_eq!(
+            born(&user, &dir, S_IFREG | 0o2755),
+            (S_IFREG | 0o755, 10),
+            "not a member of group 10"
+        );
         assert_eq!(born(&creds(2, 10, &[]), &dir, S_IFREG | 0o2755), (S_IFREG | 0o2755, 10));
-        assert_eq!(born(&user, &attr(S_IFDIR | 0o755, 1, 10), S_IFREG | 0o644), (S_IFREG | 0o644, 20));
+        assert_eq!(
+            born(&user, &attr(S_IFDIR | 0o755, 1, 10), S_IFREG | 0o644),
+            (S_IFREG | 0o644, 20)
+        );
     }
 
     #[test]
     fn writing_and_chown_take_set_id_bits() {
         let user = creds(2, 20, &[]);
-        let written = |c: &pb::Creds, gid, mode, strangers| after_write(c, gid, S_IFREG | mode, strangers) & 0o7777;
+        let written = |c: &pb::Creds, gid, mode, strangers| {
+            after_write(c, gid, S_IFREG | mode, strangers) & 0o7777
+        };
         for strangers in [true, false] {
             assert_eq!(written(&user, 20, 0o6755, strangers), 0o755);
             assert_eq!(written(&user, 20, 0o6745, strangers), 0o2745);
             assert_eq!(written(&creds(2, 1, &[7, 20]), 20, 0o6767, strangers), 0o2767);
-            assert_eq!(written(&creds(0, 0, &[]), 20, 0o6767, strangers), 0o6767, "root is a stranger nowhere");
+            assert_eq!(
+                written(&creds(0, 0, &[]), 20, 0o6767, strangers),
+                0o6767,
+                "root is a stranger nowhere"
+            );
         }
-        assert_eq!((written(&user, 21, 0o2767, true), written(&user, 21, 0o2767, false)), (0o767, 0o2767));
+        assert_eq!(
+            (written(&user, 21, 0o2767, true), written(&user, 21, 0o2767, false)),
+            (0o767, 0o2767)
+        );
         assert_eq!(after_write(&user, 21, S_IFDIR | 0o2767, true), S_IFDIR | 0o2767);
         assert_eq!(after_chown(&creds(0, 0, &[]), &attr(S_IFREG | 0o6755, 1, 1)), S_IFREG | 0o755);
         assert_eq!(after_chown(&user, &attr(S_IFDIR | 0o6755, 1, 1)), S_IFDIR | 0o6755);

@@ -1,4 +1,5 @@
-//! Which chains a new file's stripes go to: a pure function of what was asked for, the cluster map and the inode id.
+//! Which chains a new file's stripes go to: a pure function of what was asked for, the cluster map
+//! and the inode id.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,7 +13,8 @@ use strake_proto::{
     pb,
 };
 
-/// Up to this many stripes a layout lists its chains; beyond, it refers to a chain set where it can.
+/// Up to this many stripes a layout lists its chains; beyond, it refers to a chain set where it
+/// can.
 const EXPLICIT_CHAINS: usize = 16;
 pub(super) const MAX_COPIES: u32 = 3;
 /// Lustre's limit.
@@ -34,14 +36,15 @@ const NONE: u32 = u32::MAX;
 enum Fit {
     /// It has all its replicas in sync, and none is to move.
     Whole,
-    /// Some are missing or move, but its first target is alive and none of its targets is being emptied.
+    /// Some are missing or move, but its first target is alive and none of its targets is being
+    /// emptied.
     Stays,
     /// It has an in-sync replica.
     Serves,
 }
 
-/// How free space tells where new files go: `ClusterMap.placement`, set when the file system is made and never changed, as every member
-/// has to choose alike.
+/// How free space tells where new files go: `ClusterMap.placement`, set when the file system is
+/// made and never changed, as every member has to choose alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rule {
     /// A chain has as much as its fullest replica. Of file systems made before format 5.
@@ -56,7 +59,8 @@ impl Rule {
     }
 }
 
-/// A target that a stripe could go to, and the chains it heads. Only those that are as fit as its fittest.
+/// A target that a stripe could go to, and the chains it heads. Only those that are as fit as its
+/// fittest.
 #[derive(Clone, Debug)]
 struct Candidate {
     target: TargetId,
@@ -67,13 +71,15 @@ struct Candidate {
 #[derive(Clone, Copy, Debug)]
 struct Way {
     chain: ChainId,
-    /// Its part of new files, beside those of the others. [`ByFullest`](Rule::ByFullest): free space of its fullest replica, MiB.
+    /// Its part of new files, beside those of the others. [`ByFullest`](Rule::ByFullest): free
+    /// space of its fullest replica, MiB.
     weight: u64,
 }
 
 impl Candidate {
-    /// Its chain for the stripe of a file that uses it for the time `turn`, from 0. Files begin with different ones, and the stripes of
-    /// one file that come to the same target go round them. So a file that is as wide as a chain set goes along it.
+    /// Its chain for the stripe of a file that uses it for the time `turn`, from 0. Files begin
+    /// with different ones, and the stripes of one file that come to the same target go round them.
+    /// So a file that is as wide as a chain set goes along it.
     fn way(&self, ino: Ino, turn: usize) -> &Way {
         // Not the number that `by_weight` draws the target with.
         let first = splitmix64(&mut { !ino }) % self.ways.len() as u64;
@@ -107,7 +113,8 @@ pub(super) struct Placement {
     pub(super) waiting: OnceLock<bool>,
 }
 
-/// Checks a request's own words; whether targets and pool exist is checked against the map where it is used.
+/// Checks a request's own words; whether targets and pool exist is checked against the map where it
+/// is used.
 pub(super) fn validate(s: &pb::LayoutSpec) -> Result<()> {
     let bad = |m: String| Err(Error::new(Code::Inval, m));
     if !s.stripe_size.is_multiple_of(STRIPE_UNIT) {
@@ -129,7 +136,11 @@ pub(super) fn validate(s: &pb::LayoutSpec) -> Result<()> {
         return bad(format!("{} targets listed; {MAX_STRIPES} are the limit", s.targets.len()));
     }
     if !s.targets.is_empty() && s.stripe_count > 0 && s.stripe_count as usize != s.targets.len() {
-        return bad(format!("stripe count {} but {} targets listed", s.stripe_count, s.targets.len()));
+        return bad(format!(
+            "stripe count {} but {} targets listed",
+            s.stripe_count,
+            s.targets.len()
+        ));
     }
     if let (Some(start), false) = (s.start, s.targets.is_empty())
         && !s.targets.contains(&start)
@@ -139,8 +150,9 @@ pub(super) fn validate(s: &pb::LayoutSpec) -> Result<()> {
     Ok(())
 }
 
-/// Fills what `spec` leaves open from `under`. Stripe count, overstriping and target list are one choice, taken from
-/// the first that makes it; a first target is inherited only by who makes no choice of pool or targets himself.
+/// Fills what `spec` leaves open from `under`. Stripe count, overstriping and target list are one
+/// choice, taken from the first that makes it; a first target is inherited only by who makes no
+/// choice of pool or targets himself.
 fn over(spec: &pb::LayoutSpec, under: &pb::LayoutSpec) -> pb::LayoutSpec {
     let mut s = spec.clone();
     if s.stripe_size == 0 {
@@ -173,9 +185,12 @@ impl Placement {
         Placement { view, all, pools, waiting: OnceLock::new() }
     }
 
-    /// The whole specification for a file: `layers` from the most to the least specific, below them the defaults of
-    /// the file system.
-    pub(super) fn resolve<'a>(&self, layers: impl IntoIterator<Item = &'a pb::LayoutSpec>) -> Result<pb::LayoutSpec> {
+    /// The whole specification for a file: `layers` from the most to the least specific, below them
+    /// the defaults of the file system.
+    pub(super) fn resolve<'a>(
+        &self,
+        layers: impl IntoIterator<Item = &'a pb::LayoutSpec>,
+    ) -> Result<pb::LayoutSpec> {
         let mut s = pb::LayoutSpec::default();
         for layer in layers {
             s = over(&s, layer);
@@ -211,7 +226,9 @@ impl Placement {
     fn known(&self, target: TargetId) -> Result<()> {
         match self.view.target(target) {
             Some(_) => Ok(()),
-            None => Err(Error::new(Code::Inval, format!("there is no target {target}; see lfs osts"))),
+            None => {
+                Err(Error::new(Code::Inval, format!("there is no target {target}; see lfs osts")))
+            }
         }
     }
 
@@ -222,12 +239,15 @@ impl Placement {
         }
         match self.view.map.pools.iter().find(|p| p.name == name) {
             Some(p) => Ok(Some(p)),
-            None => Err(Error::new(Code::Inval, format!("there is no pool '{name}'; see lfs pool_list"))),
+            None => Err(Error::new(
+                Code::Inval,
+                format!("there is no pool '{name}'; see lfs pool_list"),
+            )),
         }
     }
 
-    /// Those of a pool: its own chains, which have all replicas on its members; while none of them serves, those that a member
-    /// heads.
+    /// Those of a pool: its own chains, which have all replicas on its members; while none of them
+    /// serves, those that a member heads.
     fn of_pool(&self, pool: &pb::Pool, copies: u32) -> Vec<Candidate> {
         let members: BTreeSet<TargetId> = pool.targets.iter().copied().collect();
         let headed = |c: &pb::Chain| members.contains(&c.ost_index());
@@ -238,7 +258,8 @@ impl Placement {
     /// Whether any chain serves that a file of this resolved specification may have.
     pub(super) fn is_served(&self, s: &pb::LayoutSpec) -> bool {
         let of = |pool: &str| {
-            let s = pb::LayoutSpec { pool: pool.to_owned(), copies: s.copies, ..Default::default() };
+            let s =
+                pb::LayoutSpec { pool: pool.to_owned(), copies: s.copies, ..Default::default() };
             self.candidates(&s).is_ok_and(|all| !all.is_empty())
         };
         // Listed targets may be outside of the pool.
@@ -247,22 +268,31 @@ impl Placement {
 
     fn candidates(&self, s: &pb::LayoutSpec) -> Result<&[Candidate]> {
         let by_copies = match (self.pool(&s.pool)?, self.pools.get(&s.pool)) {
-            (Some(pool), Some(known)) => known.get_or_init(|| by_copies(|copies| self.of_pool(pool, copies))),
+            (Some(pool), Some(known)) => {
+                known.get_or_init(|| by_copies(|copies| self.of_pool(pool, copies)))
+            }
             _ => &self.all,
         };
         Ok(by_copies.get(s.copies.wrapping_sub(1) as usize).map_or(&[], |c| c))
     }
 
-    /// Those a file of this resolved specification may use; one whose chains have their first target dead, or are
-    /// being emptied, only if all are such.
+    /// Those a file of this resolved specification may use; one whose chains have their first
+    /// target dead, or are being emptied, only if all are such.
     fn usable(&self, s: &pb::LayoutSpec) -> Result<Vec<&Candidate>> {
         let all = self.candidates(s)?;
         let any_stays = all.iter().any(|c| c.fit < Fit::Serves);
         Ok(all.iter().filter(|c| c.fit < Fit::Serves || !any_stays).collect())
     }
 
-    /// A layout for a new file. `spec` is resolved; the choice depends on nothing but it, the map and `ino`.
-    pub(super) fn layout(&self, spec: &pb::LayoutSpec, ino: Ino, data_id: u64, generation: u32) -> Result<pb::Layout> {
+    /// A layout for a new file. `spec` is resolved; the choice depends on nothing but it, the map
+    /// and `ino`.
+    pub(super) fn layout(
+        &self,
+        spec: &pb::LayoutSpec,
+        ino: Ino,
+        data_id: u64,
+        generation: u32,
+    ) -> Result<pb::Layout> {
         let chains = self.chains(spec, ino)?;
         let set = self.as_set(&chains, spec.copies);
         let chains = if set.is_some() { Vec::new() } else { chains };
@@ -289,15 +319,21 @@ impl Placement {
         let n = usable.len();
         let count = stripes(s, n);
         if n == 0 || count == 0 {
-            let pool = if s.pool.is_empty() { String::new() } else { format!(" in pool '{}'", s.pool) };
-            let m = format!("no targets{pool} can take a file with {} copies; see strake status", s.copies);
+            let pool =
+                if s.pool.is_empty() { String::new() } else { format!(" in pool '{}'", s.pool) };
+            let m = format!(
+                "no targets{pool} can take a file with {} copies; see strake status",
+                s.copies
+            );
             return Err(Error::new(Code::NoSpc, m));
         }
         let first = match s.start {
             Some(t) => {
                 self.known(t)?;
                 let at = usable.iter().position(|c| c.target == t);
-                at.ok_or_else(|| Error::new(Code::NoDev, format!("target {t} is not available for new files")))?
+                at.ok_or_else(|| {
+                    Error::new(Code::NoDev, format!("target {t} is not available for new files"))
+                })?
             }
             None => {
                 if count < n
@@ -337,7 +373,8 @@ impl Placement {
         self.known(target)?;
         let all = self.all.get(s.copies.wrapping_sub(1) as usize).into_iter().flatten();
         let Some(c) = self.candidates(s)?.iter().chain(all).find(|c| c.target == target) else {
-            let m = format!("target {target} is not available for new files with {} copies", s.copies);
+            let m =
+                format!("target {target} is not available for new files with {} copies", s.copies);
             return Err(Error::new(Code::NoDev, m));
         };
         let turn = turns.entry(target).or_default();
@@ -353,7 +390,12 @@ impl Placement {
         let sets = self.view.map.sets.iter().filter(|s| s.copies == copies);
         sets.filter_map(|s| Some((s, s.chains.iter().position(|c| *c == chains[0])?)))
             .find(|(s, at)| set_members(&s.chains, 0, *at as u32, chains.len() as u32) == chains)
-            .map(|(s, at)| pb::ChainSetRef { set: s.id, seed: 0, start: at as u32, count: chains.len() as u32 })
+            .map(|(s, at)| pb::ChainSetRef {
+                set: s.id,
+                seed: 0,
+                start: at as u32,
+                count: chains.len() as u32,
+            })
     }
 }
 
@@ -394,7 +436,12 @@ fn by_copies(of: impl Fn(u32) -> Vec<Candidate>) -> Candidates {
 }
 
 /// The targets that head chains of a pool's sets, and which of them; only those that serve.
-fn candidates(view: &MapView, copies: u32, pool: &str, may: impl Fn(&pb::Chain) -> bool) -> Vec<Candidate> {
+fn candidates(
+    view: &MapView,
+    copies: u32,
+    pool: &str,
+    may: impl Fn(&pb::Chain) -> bool,
+) -> Vec<Candidate> {
     let (rule, mut at) = (Rule::of(view), BTreeMap::new());
     let mut out: Vec<Candidate> = Vec::new();
     let sets = view.map.sets.iter().filter(|s| s.pool == pool && s.copies == copies);
@@ -411,9 +458,13 @@ fn candidates(view: &MapView, copies: u32, pool: &str, may: impl Fn(&pb::Chain) 
         }
         if fit == c.fit {
             let weight = match rule {
-                Rule::ByFullest => {
-                    chain.preferred.iter().filter_map(|t| view.target(*t)).map(free_mib).min().unwrap_or(0)
-                }
+                Rule::ByFullest => chain
+                    .preferred
+                    .iter()
+                    .filter_map(|t| view.target(*t))
+                    .map(free_mib)
+                    .min()
+                    .unwrap_or(0),
                 Rule::ByShare => ONE,
             };
             c.ways.push(Way { chain: chain.id, weight });
@@ -425,7 +476,8 @@ fn candidates(view: &MapView, copies: u32, pool: &str, may: impl Fn(&pb::Chain) 
     out
 }
 
-/// `None`: nobody serves it, so no file gets it. Chains that hold nothing are told by that (`cluster::anew`).
+/// `None`: nobody serves it, so no file gets it. Chains that hold nothing are told by that
+/// (`cluster::anew`).
 fn fit(view: &MapView, c: &pb::Chain) -> Option<Fit> {
     c.head()?;
     let alive = view.target(c.ost_index()).is_some_and(|t| t.alive);
@@ -443,9 +495,10 @@ fn free_mib(t: &pb::Target) -> u64 {
     t.capacity.saturating_sub(t.used) >> 20
 }
 
-/// Weighs chains so that each target gets as much of the new data as it has of the free space, as far as its chains allow: proportional
-/// fitting, each target in turn, some times over. Nothing is changed while all have about as much. Whole numbers only: every metadata
-/// server has to find the same.
+/// Weighs chains so that each target gets as much of the new data as it has of the free space, as
+/// far as its chains allow: proportional fitting, each target in turn, some times over. Nothing is
+/// changed while all have about as much. Whole numbers only: every metadata server has to find the
+/// same.
 fn weigh(view: &MapView, all: &mut [Candidate]) {
     let mut of: BTreeMap<TargetId, Vec<(usize, usize)>> = BTreeMap::new();
     let mut copies = 0u128;
@@ -468,7 +521,8 @@ fn weigh(view: &MapView, all: &mut [Candidate]) {
             if here == 0 || here == sum {
                 continue;
             }
-            // Each replica of a chain gets all of what comes to the chain: what is to come to this target, of `space`, at most nearly all.
+            // Each replica of a chain gets all of what comes to the chain: what is to come to this
+            // target, of `space`, at most nearly all.
             let want = (copies * u128::from(*free)).min(space - space.div_ceil(16));
             // Those with it and those without are then to each other as `want` to the rest.
             let (up, down) = (want * (sum - here), (space - want) * here);
@@ -483,7 +537,8 @@ fn weigh(view: &MapView, all: &mut [Candidate]) {
 }
 
 fn is_even(of: &[u64]) -> bool {
-    let (most, least) = (of.iter().max().copied().unwrap_or(0), of.iter().min().copied().unwrap_or(0));
+    let (most, least) =
+        (of.iter().max().copied().unwrap_or(0), of.iter().min().copied().unwrap_or(0));
     u128::from(least) * 100 >= u128::from(most) * u128::from(100 - EQUAL_PERCENT)
 }
 
@@ -507,9 +562,15 @@ fn by_weight(mut left: Vec<Way>, count: usize, ino: Ino) -> Vec<ChainId> {
     chosen
 }
 
-/// Free and used space as `statfs` shows it: what files take of which there are so many copies, each on a node of its own. Targets that are
-/// silent count with what they said last; `lfs df` shows each target's raw bytes.
-pub(super) fn statfs(place: &Placement, header: &pb::StateHeader, pool: &str, copies: u32) -> Result<pb::StatfsReply> {
+/// Free and used space as `statfs` shows it: what files take of which there are so many copies,
+/// each on a node of its own. Targets that are silent count with what they said last; `lfs df`
+/// shows each target's raw bytes.
+pub(super) fn statfs(
+    place: &Placement,
+    header: &pb::StateHeader,
+    pool: &str,
+    copies: u32,
+) -> Result<pb::StatfsReply> {
     let pool = place.pool(pool)?;
     let (mut total, mut free): (BTreeMap<u32, u64>, BTreeMap<u32, u64>) = Default::default();
     let mut targets = Vec::new();
@@ -517,7 +578,9 @@ pub(super) fn statfs(place: &Placement, header: &pb::StateHeader, pool: &str, co
         let sum = to.entry(node).or_default();
         *sum = sum.saturating_add(n);
     };
-    for t in place.view.map.targets.iter().filter(|t| pool.is_none_or(|p| p.targets.contains(&t.id))) {
+    for t in
+        place.view.map.targets.iter().filter(|t| pool.is_none_or(|p| p.targets.contains(&t.id)))
+    {
         let left = t.capacity.saturating_sub(t.used);
         if !t.given_up {
             // One that is being emptied takes nothing new.
@@ -543,8 +606,8 @@ pub(super) fn statfs(place: &Placement, header: &pb::StateHeader, pool: &str, co
     })
 }
 
-/// Bytes of which so many copies fit on nodes with so much each, no two copies on one. Fewer nodes than copies, for which there are no
-/// chains yet, count as if each had a copy.
+/// Bytes of which so many copies fit on nodes with so much each, no two copies on one. Fewer nodes
+/// than copies, for which there are no chains yet, count as if each had a copy.
 pub(super) fn usable(mut nodes: Vec<u64>, copies: u32) -> u64 {
     let copies = (copies.max(1) as usize).min(nodes.len().max(1));
     nodes.sort_unstable_by(|a, b| b.cmp(a));

@@ -1,8 +1,8 @@
 //! The lowest keys of a work queue, in memory.
 //!
-//! A queue is worked off from its beginning, and there a log-structured store keeps what was deleted until a compaction:
-//! looking for the first record would step over all of it, each time. The state itself is in the store; this is only
-//! what is known about it.
+//! A queue is worked off from its beginning, and there a log-structured store keeps what was
+//! deleted until a compaction: looking for the first record would step over all of it, each time.
+//! The state itself is in the store; this is only what is known about it.
 
 use std::collections::BTreeSet;
 
@@ -37,8 +37,13 @@ impl Queue {
         }
     }
 
-    /// The lowest `limit` keys. `search(from, most)` looks in the store for keys from `from` on, where more are needed.
-    pub(super) fn lowest(&mut self, limit: usize, search: impl FnOnce(u64, usize) -> Found) -> Vec<u64> {
+    /// The lowest `limit` keys. `search(from, most)` looks in the store for keys from `from` on,
+    /// where more are needed.
+    pub(super) fn lowest(
+        &mut self,
+        limit: usize,
+        search: impl FnOnce(u64, usize) -> Found,
+    ) -> Vec<u64> {
         if self.keys.len() < limit && self.known_below < u64::MAX {
             let found = search(self.known_below, MOST - self.keys.len().min(MOST));
             self.known_below = match found.keys.last() {

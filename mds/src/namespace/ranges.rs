@@ -58,7 +58,10 @@ fn index_value(s: &Span) -> Bytes {
 fn indexed(key: &[u8], mut value: Bytes) -> Res<(Owner, Span)> {
     let parsed = keys::parse_lock_index(key).filter(|_| value.len() == 12);
     let Some((kind, write, end, session, owner)) = parsed else {
-        return Err(Fail::Store(Error::new(Code::Corrupt, "a record of the index of locks is damaged")));
+        return Err(Fail::Store(Error::new(
+            Code::Corrupt,
+            "a record of the index of locks is damaged",
+        )));
     };
     let span = Span { start: value.get_u64(), end, write, pid: value.get_u32() };
     Ok((Owner { kind, session, owner }, span))
@@ -93,12 +96,14 @@ pub(super) fn barring(
     let mut go_on = true;
     for write in [true, false] {
         // Readers are in no reader's way.
-        let mut left = if write || want.span.write { classes(total, want.who.kind, write) } else { 0 };
+        let mut left =
+            if write || want.span.write { classes(total, want.who.kind, write) } else { 0 };
         while left != 0 && go_on {
             let class = left.trailing_zeros() as u8;
             left &= left - 1;
             let edge = |end| keys::lock_index(want.ino, want.who.kind, (write, class), end, 0, 0);
-            let (from, last) = (edge(want.span.start), edge(want.span.end.saturating_add(reach(class))));
+            let (from, last) =
+                (edge(want.span.start), edge(want.span.end.saturating_add(reach(class))));
             let to = prefix_end(&last[..keys::LOCK_INDEX_END]);
             let to = to.as_deref().map_or(Bound::Unbounded, Bound::Excluded);
             t.range(Bound::Included(&from), to, |key, value| {
@@ -135,7 +140,13 @@ pub(super) fn left(t: &Txn<'_>, ino: Ino, who: &Owner) -> Res<u64> {
 }
 
 /// The ranges of an owner that do not end before a byte, until `each` answers false.
-fn each_of(t: &Txn<'_>, ino: Ino, who: &Owner, from: u64, mut each: impl FnMut(Span) -> bool) -> Res<()> {
+fn each_of(
+    t: &Txn<'_>,
+    ino: Ino,
+    who: &Owner,
+    from: u64,
+    mut each: impl FnMut(Span) -> bool,
+) -> Res<()> {
     let first = keys::lock_range(ino, who.session, who.owner, who.kind, from);
     let end = prefix_end(&first[..keys::LOCK_OWNER]);
     let to = end.as_deref().map_or(Bound::Unbounded, Bound::Excluded);

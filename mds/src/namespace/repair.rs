@@ -1,6 +1,6 @@
-//! What `strake fsck --repair` asks for. fsck looked at a file system in use, so each repair is done only where the state says the
-//! same: then whatever changed meanwhile is safe. Inode and data ids are never given out twice, so what no inode has now none
-//! will have.
+//! What `strake fsck --repair` asks for. fsck looked at a file system in use, so each repair is
+//! done only where the state says the same: then whatever changed meanwhile is safe. Inode and data
+//! ids are never given out twice, so what no inode has now none will have.
 
 use strake_proto::{
     Code,
@@ -26,15 +26,23 @@ pub(super) fn repair(t: &mut Txn<'_>, r: &pb::Repair) -> Res<()> {
     }
 }
 
-/// Puts chunks on the list of what is to be deleted. Twice there does no harm: they are then deleted twice.
+/// Puts chunks on the list of what is to be deleted. Twice there does no harm: they are then
+/// deleted twice.
 fn chunks(t: &mut Txn<'_>, c: &pb::RepairChunks) -> Res<()> {
     if c.ino >= t.header.next_ino || c.data_id >= t.header.next_data_id {
-        // A file made before they are deleted could get it. It means that this state is not the newest there was.
-        let m = format!("inode {:#x}, data {:#x} have not been given out yet, by this state", c.ino, c.data_id);
+        // A file made before they are deleted could get it. It means that this state is not the
+        // newest there was.
+        let m = format!(
+            "inode {:#x}, data {:#x} have not been given out yet, by this state",
+            c.ino, c.data_id
+        );
         return fail(Code::Inval, m);
     }
     if c.chains.is_empty() || c.chains.len() > MAX_STRIPES {
-        return fail(Code::Inval, format!("{} chains; 1 to {MAX_STRIPES} are possible", c.chains.len()));
+        return fail(
+            Code::Inval,
+            format!("{} chains; 1 to {MAX_STRIPES} are possible", c.chains.len()),
+        );
     }
     let view = t.place.view.clone();
     if let Some(id) = c.chains.iter().find(|id| view.chain(**id).is_none()) {
@@ -42,7 +50,10 @@ fn chunks(t: &mut Txn<'_>, c: &pb::RepairChunks) -> Res<()> {
     }
     let own = own_chains(t, c, &view)?;
     if let Some(id) = own.iter().find(|id| !c.misplaced || c.chains.contains(id)) {
-        return fail(Code::Exist, format!("inode {:#x} exists and has its chunks on chain {id}", c.ino));
+        return fail(
+            Code::Exist,
+            format!("inode {:#x} exists and has its chunks on chain {id}", c.ino),
+        );
     }
     let component = pb::Component {
         end: EOF,
@@ -70,7 +81,10 @@ fn own_chains(t: &Txn<'_>, c: &pb::RepairChunks, view: &MapView) -> Res<Vec<u32>
 fn end(t: &mut Txn<'_>, e: &pb::RepairEnd) -> Res<()> {
     let mut r = t.need(e.ino)?;
     if !perm::is_file(r.attr()) || r.layout.is_none() || r.attr().data_id != e.data_id {
-        return fail(Code::NoEnt, format!("inode {:#x} is no file with data {:#x} (any more)", e.ino, e.data_id));
+        return fail(
+            Code::NoEnt,
+            format!("inode {:#x} is no file with data {:#x} (any more)", e.ino, e.data_id),
+        );
     }
     if r.attr().size != e.size {
         return fail(Code::Busy, format!("the file has {} bytes now", r.attr().size));
@@ -101,7 +115,10 @@ fn name(t: &mut Txn<'_>, n: &pb::RepairName) -> Res<()> {
     // A directory's names hang on its number: without this one nobody would find what they name.
     let below = !t.scan(&keys::dentry(n.ino, 0)[..9], &[], |_, value| Ok(value.is_empty()))?;
     if below {
-        return fail(Code::NotEmpty, "its inode is gone but names below it are there: only this entry leads to them");
+        return fail(
+            Code::NotEmpty,
+            "its inode is gone but names below it are there: only this entry leads to them",
+        );
     }
     t.remove_name(n.parent, cookie)?;
     dir.entries = dir.entries.saturating_sub(1);

@@ -1,7 +1,8 @@
 //! Sealed files: immutable, with a manifest of what they hold. See `docs/seal.md`.
 //!
-//! The inode says that the file is sealed and has the manifest's sums; the digests of its extents are in pages, records of their
-//! own. What being immutable means is [`perm::changeable`], which every operation that changes something asks.
+//! The inode says that the file is sealed and has the manifest's sums; the digests of its extents
+//! are in pages, records of their own. What being immutable means is [`perm::changeable`], which
+//! every operation that changes something asks.
 
 use strake_proto::{
     Code, pb,
@@ -33,7 +34,8 @@ fn told(r: &pb::InodeRecord) -> pb::OpResult {
 }
 
 impl Run<'_, '_> {
-    /// What a manifest says may be used to guess at the contents: only who may read those may have it.
+    /// What a manifest says may be used to guess at the contents: only who may read those may have
+    /// it.
     pub(super) fn get_seal(&mut self, o: &pb::GetSeal) -> Res<pb::OpResult> {
         let r = self.inode(o.ino)?;
         perm::check(self.by.creds, &r, R)?;
@@ -61,7 +63,9 @@ impl Run<'_, '_> {
             Some(Step::Page(page)) => self.add_page(r, o.id, page),
             Some(Step::Finish(manifest)) => self.finish_seal(r, o.id, manifest),
             Some(Step::Undo(_)) => self.undo_seal(r, o.id),
-            None => fail(Code::OpNotSupp, "this metadata server does not know the step; upgrade it"),
+            None => {
+                fail(Code::OpNotSupp, "this metadata server does not know the step; upgrade it")
+            }
         }
     }
 
@@ -82,7 +86,10 @@ impl Run<'_, '_> {
             );
         }
         if r.trim.is_some() {
-            return fail(Code::Busy, "bytes beyond the end of the file are still being removed; try again");
+            return fail(
+                Code::Busy,
+                "bytes beyond the end of the file are still being removed; try again",
+            );
         }
         // Nobody is on record as one who may write; this is for what was given out all the same.
         let ino = r.attr().ino;
@@ -94,17 +101,33 @@ impl Run<'_, '_> {
         Ok(told(&self.save(r)))
     }
 
-    fn add_page(&mut self, mut r: pb::InodeRecord, id: u64, page: &pb::SealPage) -> Res<pb::OpResult> {
+    fn add_page(
+        &mut self,
+        mut r: pb::InodeRecord,
+        id: u64,
+        page: &pb::SealPage,
+    ) -> Res<pb::OpResult> {
         let (ino, size) = (r.attr().ino, r.attr().size);
         // Of two runs that end alike, the one that is behind repeats what the other did.
-        let is_known = r.seal.as_ref().is_some_and(|s| s.id == id && s.manifest.is_some() && page.number < s.pages);
-        if is_known && self.t.get(&keys::extents(ino, page.number))?.is_some_and(|have| have == page.digests) {
+        let is_known = r
+            .seal
+            .as_ref()
+            .is_some_and(|s| s.id == id && s.manifest.is_some() && page.number < s.pages);
+        if is_known
+            && self
+                .t
+                .get(&keys::extents(ino, page.number))?
+                .is_some_and(|have| have == page.digests)
+        {
             return Ok(told(&r));
         }
         let seal = unfinished(&mut r, id)?;
         let digests = digests_in(size, page.number);
         if digests == 0 || page.digests.len() != digests * DIGEST {
-            let m = format!("page {} of this manifest has {digests} digests of {DIGEST} bytes", page.number);
+            let m = format!(
+                "page {} of this manifest has {digests} digests of {DIGEST} bytes",
+                page.number
+            );
             return fail(Code::Inval, m);
         }
         if page.number > seal.pages {
@@ -116,7 +139,12 @@ impl Run<'_, '_> {
         Ok(told(&r))
     }
 
-    fn finish_seal(&mut self, mut r: pb::InodeRecord, id: u64, manifest: &pb::Manifest) -> Res<pb::OpResult> {
+    fn finish_seal(
+        &mut self,
+        mut r: pb::InodeRecord,
+        id: u64,
+        manifest: &pb::Manifest,
+    ) -> Res<pb::OpResult> {
         let (size, now) = (r.attr().size, self.t.now());
         let timeless = |m: &pb::Manifest| pb::Manifest { time_ns: 0, ..m.clone() };
         if let Some(pb::SealInfo { id: own, manifest: Some(m), .. }) = &r.seal
@@ -127,15 +155,23 @@ impl Run<'_, '_> {
         }
         let seal = unfinished(&mut r, id)?;
         if manifest.size != size || manifest.extent_size != extent_size(size) {
-            let m =
-                format!("the file has {size} bytes, in extents of {}; its manifest says otherwise", extent_size(size));
+            let m = format!(
+                "the file has {size} bytes, in extents of {}; its manifest says otherwise",
+                extent_size(size)
+            );
             return fail(Code::Inval, m);
         }
         if manifest.sha256.len() != DIGEST || manifest.root.len() != DIGEST {
-            return fail(Code::Inval, format!("SHA-256 and root of a manifest have {DIGEST} bytes"));
+            return fail(
+                Code::Inval,
+                format!("SHA-256 and root of a manifest have {DIGEST} bytes"),
+            );
         }
         if seal.pages != pages(size) {
-            return fail(Code::Inval, format!("{} of {} pages of the manifest are there", seal.pages, pages(size)));
+            return fail(
+                Code::Inval,
+                format!("{} of {} pages of the manifest are there", seal.pages, pages(size)),
+            );
         }
         seal.manifest = Some(pb::Manifest { time_ns: now, ..manifest.clone() });
         Ok(told(&self.save(r)))

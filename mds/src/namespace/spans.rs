@@ -1,4 +1,5 @@
-//! The arithmetic of locked ranges: what one owner has locked in one file, in order, apart or of different types. Pure.
+//! The arithmetic of locked ranges: what one owner has locked in one file, in order, apart or of
+//! different types. Pure.
 
 use strake_proto::pb::{self, LockType};
 
@@ -39,7 +40,11 @@ impl Span {
 
     /// What of it lies within another's bytes.
     pub fn within(&self, other: &Span) -> Option<Span> {
-        self.meets(other).then(|| Span { start: self.start.max(other.start), end: self.end.min(other.end), ..*self })
+        self.meets(other).then(|| Span {
+            start: self.start.max(other.start),
+            end: self.end.min(other.end),
+            ..*self
+        })
     }
 }
 
@@ -62,7 +67,8 @@ pub fn unlock(spans: &mut Vec<Span>, start: u64, end: u64) {
     *spans = left;
 }
 
-/// Locks a range, whatever was locked of it before. What it touches of the same type becomes one with it.
+/// Locks a range, whatever was locked of it before. What it touches of the same type becomes one
+/// with it.
 pub fn lock(spans: &mut Vec<Span>, new: Span) {
     unlock(spans, new.start, new.end);
     let at = spans.partition_point(|s| s.start < new.start);
@@ -116,7 +122,11 @@ mod tests {
 
     #[test]
     fn only_readers_share() {
-        assert!(!r(0, 9).conflicts(&r(5, 6)) && w(0, 9).conflicts(&r(9, 20)) && r(0, 9).conflicts(&w(0, 0)));
+        assert!(
+            !r(0, 9).conflicts(&r(5, 6))
+                && w(0, 9).conflicts(&r(9, 20))
+                && r(0, 9).conflicts(&w(0, 0))
+        );
         assert!(!w(0, 9).conflicts(&w(10, 20)));
         assert_eq!(r(0, 9).within(&w(5, 20)), Some(r(5, 9)));
     }

@@ -87,7 +87,10 @@ fn moves(op: &pb::Op) -> Option<[Ino; 2]> {
 
 /// Whether it has to be looked at if a list is heavy.
 pub(super) fn is_looked_at(ops: &[pb::Op]) -> bool {
-    ops.len() > FEW || ops.iter().any(|o| moves(o).is_some() || matches!(o.op, Some(Op::PathOf(_) | Op::Readdir(_))))
+    ops.len() > FEW
+        || ops
+            .iter()
+            .any(|o| moves(o).is_some() || matches!(o.op, Some(Op::PathOf(_) | Op::Readdir(_))))
 }
 
 /// Whether a list may cost much: guessed from what it names, as far as that is too much already.

@@ -1,5 +1,5 @@
-//! A transaction over the store: reads see its own writes, then those of earlier entries of the same batch, then the
-//! store. Dropping it undoes it.
+//! A transaction over the store: reads see its own writes, then those of earlier entries of the
+//! same batch, then the store. Dropping it undoes it.
 
 use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
@@ -15,9 +15,10 @@ use super::{
     steps::{self, Steps},
 };
 
-/// Why an operation did not happen. An `Op` failure is an answer, the same on every member. A `Store` failure is this
-/// member's own trouble: nothing may be answered, the whole batch is given up. `Later`: the list that it is in has not run,
-/// on any member, and may come again under its number.
+/// Why an operation did not happen. An `Op` failure is an answer, the same on every member. A
+/// `Store` failure is this member's own trouble: nothing may be answered, the whole batch is given
+/// up. `Later`: the list that it is in has not run, on any member, and may come again under its
+/// number.
 pub(super) enum Fail {
     Op(Error),
     Store(Error),
@@ -45,7 +46,8 @@ pub(super) fn decode<M: Message + Default>(key: &[u8], value: Bytes) -> Res<M> {
     })
 }
 
-/// Writes not in the store yet; `None` = deleted. Inodes stay decoded, they change often within a batch.
+/// Writes not in the store yet; `None` = deleted. Inodes stay decoded, they change often within a
+/// batch.
 #[derive(Default)]
 pub(super) struct Layer {
     kv: BTreeMap<Bytes, Option<Bytes>>,
@@ -66,7 +68,9 @@ impl Layer {
     pub(super) fn into_batch(self) -> strake_store::Batch {
         let mut ops: Vec<_> = self.kv.into_iter().collect();
         let inodes = self.inodes.into_iter();
-        ops.extend(inodes.map(|(ino, r)| (keys::numbered(keys::INODE, ino), r.map(|r| r.encode_to_vec().into()))));
+        ops.extend(inodes.map(|(ino, r)| {
+            (keys::numbered(keys::INODE, ino), r.map(|r| r.encode_to_vec().into()))
+        }));
         strake_store::Batch { ops }
     }
 }
@@ -129,9 +133,14 @@ impl<'a> Txn<'a> {
         self.own.kv.insert(key, None);
     }
 
-    /// Calls `each` for the pairs after `after` and within `prefix`, in key order, until it answers false. True if it
-    /// saw them all. Inode records are not seen (they are never listed).
-    pub(super) fn scan(&self, prefix: &[u8], after: &[u8], each: impl FnMut(&[u8], Bytes) -> Res<bool>) -> Res<bool> {
+    /// Calls `each` for the pairs after `after` and within `prefix`, in key order, until it answers
+    /// false. True if it saw them all. Inode records are not seen (they are never listed).
+    pub(super) fn scan(
+        &self,
+        prefix: &[u8],
+        after: &[u8],
+        each: impl FnMut(&[u8], Bytes) -> Res<bool>,
+    ) -> Res<bool> {
         let from = if after < prefix { Bound::Included(prefix) } else { Bound::Excluded(after) };
         let end = prefix_end(prefix);
         let to = end.as_deref().map_or(Bound::Unbounded, Bound::Excluded);
@@ -158,12 +167,17 @@ impl<'a> Txn<'a> {
             let in_own = own.peek().map(|(k, _)| &k[..]);
             let in_base = base.peek().map(|(k, _)| &k[..]);
             let in_store = next.as_ref().map(|(k, _)| &k[..]);
-            let Some(first) = [in_own, in_base, in_store].into_iter().flatten().min() else { return Ok(true) };
-            let [is_own, is_base, is_stored] = [in_own, in_base, in_store].map(|k| k == Some(first));
+            let Some(first) = [in_own, in_base, in_store].into_iter().flatten().min() else {
+                return Ok(true);
+            };
+            let [is_own, is_base, is_stored] =
+                [in_own, in_base, in_store].map(|k| k == Some(first));
             let written = if is_own { own.next() } else { None };
             let before = if is_base { base.next() } else { None };
             let kept = match is_stored {
-                true => std::mem::replace(&mut next, stored.next().transpose().map_err(Fail::Store)?),
+                true => {
+                    std::mem::replace(&mut next, stored.next().transpose().map_err(Fail::Store)?)
+                }
                 false => None,
             };
             let (key, value) = match (written.or(before), kept) {
@@ -258,7 +272,8 @@ impl<'a> Txn<'a> {
         self.put(keys::dentry(dir, cookie), d.encode_to_vec());
     }
 
-    /// Within a run of colliding names the slot stays marked, so that those behind it are still found.
+    /// Within a run of colliding names the slot stays marked, so that those behind it are still
+    /// found.
     pub(super) fn remove_name(&mut self, dir: Ino, cookie: u64) -> Res<()> {
         let last_slot = cookie % SLOTS == SLOTS - 1;
         if !last_slot && self.dentry(dir, cookie + 1)?.is_some() {

@@ -1,10 +1,11 @@
 //! Which sessions may write a file, so that nothing of a writer that went silently shows up later.
 //!
-//! A write is on its replicas before its end is in the inode. Whoever dies in between leaves bytes beyond the file's end,
-//! which would be read as data, not as zeros, when the file grows over them. So every session that may write is on
-//! record (in the log, so that it outlives leaders); when one ends without saying that all is reported, the file is cut at
-//! its recorded end as soon as nobody else may be writing there, and before anybody new may. Beside others nothing can be cut:
-//! after an eviction it is found out how far the file goes, and that is its end then.
+//! A write is on its replicas before its end is in the inode. Whoever dies in between leaves bytes
+//! beyond the file's end, which would be read as data, not as zeros, when the file grows over them.
+//! So every session that may write is on record (in the log, so that it outlives leaders); when one
+//! ends without saying that all is reported, the file is cut at its recorded end as soon as nobody
+//! else may be writing there, and before anybody new may. Beside others nothing can be cut: after
+//! an eviction it is found out how far the file goes, and that is its end then.
 
 use strake_proto::{Code, Error, Ino, Rights, SessionId, ops::O_ACCMODE, pb};
 
@@ -52,7 +53,13 @@ pub(super) enum Left {
 }
 
 /// The session writes the file no longer. `opened`: only if that was its last open.
-pub(super) fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Option<u64>, left: Left) -> Res<()> {
+pub(super) fn release(
+    t: &mut Txn<'_>,
+    session: SessionId,
+    ino: Ino,
+    opened: Option<u64>,
+    left: Left,
+) -> Res<()> {
     let key = keys::writer(session, ino);
     let Some(last) = t.get(&key)? else { return Ok(()) };
     let goes = opened.is_none_or(|o| last == o.to_be_bytes()[..]);
@@ -74,8 +81,10 @@ pub(super) fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Opt
             t.notes.fences.push((ino, number));
         }
     }
-    if !matches!(left, Left::Clean) && t.header.format_version >= FORMAT_CHAINS && r.attr().size > 0 {
-        // What it had reported and not synced may be lost with storage servers' memory: who would send it again is gone.
+    if !matches!(left, Left::Clean) && t.header.format_version >= FORMAT_CHAINS && r.attr().size > 0
+    {
+        // What it had reported and not synced may be lost with storage servers' memory: who would
+        // send it again is gone.
         r.attr_mut().sparse = true;
     }
     if r.writers == 0 && r.surplus && r.layout.is_some() {
@@ -89,11 +98,15 @@ pub(super) fn release(t: &mut Txn<'_>, session: SessionId, ino: Ino, opened: Opt
     Ok(())
 }
 
-/// What evicted writers did not report of their ends was found out. `surplus` stays: another writer may have left some, too.
+/// What evicted writers did not report of their ends was found out. `surplus` stays: another writer
+/// may have left some, too.
 pub(super) fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()> {
     let before = t.need(e.ino)?;
     if before.fence == 0 || before.fence != e.fence || before.attr().change != e.change {
-        return fail(Code::Stale, format!("inode {:#x} was changed since its end was looked for", e.ino));
+        return fail(
+            Code::Stale,
+            format!("inode {:#x} was changed since its end was looked for", e.ino),
+        );
     }
     if e.end > before.attr().size {
         // As if it had been reported. There may be holes in it.
@@ -111,13 +124,17 @@ pub(super) fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()
     Ok(())
 }
 
-/// What a write undoes is not set while it is to be found out how far an evicted session wrote: that would undo it. The leader
-/// waits before such a list goes to the log; this is for an eviction that comes between.
+/// What a write undoes is not set while it is to be found out how far an evicted session wrote:
+/// that would undo it. The leader waits before such a list goes to the log; this is for an eviction
+/// that comes between.
 pub(super) fn may_set(by: &By<'_>, r: &pb::InodeRecord) -> Res<()> {
     if r.fence == 0 || !by.ends_matter {
         return Ok(());
     }
-    let m = format!("how far inode {:#x} goes is not known yet: an evicted client wrote it", r.attr().ino);
+    let m = format!(
+        "how far inode {:#x} goes is not known yet: an evicted client wrote it",
+        r.attr().ino
+    );
     Err(Fail::Later(Error::new(Code::Overloaded, m)))
 }
 

@@ -1,5 +1,5 @@
-//! Extended attributes, xattr(7): `user.`, `trusted.` and `security.` are records of their own, the two POSIX ACLs live in
-//! the inode, where the permission checks find them.
+//! Extended attributes, xattr(7): `user.`, `trusted.` and `security.` are records of their own, the
+//! two POSIX ACLs live in the inode, where the permission checks find them.
 
 use bytes::Bytes;
 use strake_proto::{Code, Ino, pb};
@@ -16,7 +16,8 @@ use super::{
 /// Longest name and value of an extended attribute, as in Linux.
 const NAME_MAX: usize = 255;
 const SIZE_MAX: usize = 64 << 10;
-/// Bytes of the names that listxattr(2) can return, each with a NUL, besides those of the two ACLs, which have no records.
+/// Bytes of the names that listxattr(2) can return, each with a NUL, besides those of the two ACLs,
+/// which have no records.
 const LIST_MAX: usize = SIZE_MAX - (acl::ACCESS.len() + 1 + acl::DEFAULT.len() + 1);
 /// Extended attributes of one inode.
 const XATTRS_MAX: u32 = 1_024;
@@ -61,12 +62,18 @@ impl Run<'_, '_> {
         let ino = r.attr().ino;
         let mut names = Vec::new();
         let lists = [(acl::ACCESS, &r.acl), (acl::DEFAULT, &r.default_acl)];
-        names.extend(lists.iter().filter(|(_, acl)| !acl.is_empty()).map(|(name, _)| Bytes::from_static(name)));
+        names.extend(
+            lists
+                .iter()
+                .filter(|(_, acl)| !acl.is_empty())
+                .map(|(name, _)| Bytes::from_static(name)),
+        );
         if r.xattrs > 0 {
             self.t.scan(&keys::numbered(keys::XATTR, ino), &[], |key, _| {
                 let name = key.get(9..).unwrap_or_default();
                 // ACLs were kept here, without effect, before they were enforced.
-                let hidden = name.starts_with(b"trusted.") && !perm::is_root(self.by.creds) || is_acl(name);
+                let hidden =
+                    name.starts_with(b"trusted.") && !perm::is_root(self.by.creds) || is_acl(name);
                 if !hidden {
                     names.push(Bytes::copy_from_slice(name));
                 }
@@ -80,10 +87,16 @@ impl Run<'_, '_> {
         let mut r = self.inode(o.ino)?;
         perm::changeable(&r)?;
         if o.flags & !(XATTR_CREATE | XATTR_REPLACE) != 0 {
-            return fail(Code::Inval, format!("extended attribute flags {:#x} are unknown", o.flags));
+            return fail(
+                Code::Inval,
+                format!("extended attribute flags {:#x} are unknown", o.flags),
+            );
         }
         if o.value.len() > SIZE_MAX {
-            return fail(Code::TooBig, format!("a value of {} bytes; {SIZE_MAX} are the limit", o.value.len()));
+            return fail(
+                Code::TooBig,
+                format!("a value of {} bytes; {SIZE_MAX} are the limit", o.value.len()),
+            );
         }
         self.may_xattr(&r, &o.name, true)?;
         if o.name == CAPABILITY {
@@ -102,7 +115,10 @@ impl Run<'_, '_> {
                 return no_xattr();
             }
             if r.xattrs >= XATTRS_MAX {
-                return fail(Code::NoSpc, format!("the inode has {XATTRS_MAX} extended attributes already"));
+                return fail(
+                    Code::NoSpc,
+                    format!("the inode has {XATTRS_MAX} extended attributes already"),
+                );
             }
             if self.by.rules >= 1 {
                 self.check_list(&r, &o.name)?;
@@ -114,7 +130,8 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, ..Default::default() })
     }
 
-    /// The names must fit what listxattr(2) can return: otherwise nobody can list or copy any of them.
+    /// The names must fit what listxattr(2) can return: otherwise nobody can list or copy any of
+    /// them.
     fn check_list(&self, r: &pb::InodeRecord, name: &[u8]) -> Res<()> {
         if (r.xattrs as usize + 1) * (NAME_MAX + 1) <= LIST_MAX {
             return Ok(());
@@ -128,7 +145,9 @@ impl Run<'_, '_> {
         if len > LIST_MAX {
             return fail(
                 Code::NoSpc,
-                format!("the names of extended attributes would be {len} bytes; {LIST_MAX} can be listed"),
+                format!(
+                    "the names of extended attributes would be {len} bytes; {LIST_MAX} can be listed"
+                ),
             );
         }
         Ok(())
@@ -154,8 +173,14 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, ..Default::default() })
     }
 
-    /// An ACL, or none. An access list sets the permission bits too, and is kept only if it says more than they do.
-    fn set_acl(&mut self, mut r: pb::InodeRecord, name: &[u8], list: Option<Acl>) -> Res<pb::OpResult> {
+    /// An ACL, or none. An access list sets the permission bits too, and is kept only if it says
+    /// more than they do.
+    fn set_acl(
+        &mut self,
+        mut r: pb::InodeRecord,
+        name: &[u8],
+        list: Option<Acl>,
+    ) -> Res<pb::OpResult> {
         let before = r.clone();
         let mut kept = list.as_ref().map(Acl::encode).unwrap_or_default();
         if let Some(list) = &list
@@ -164,7 +189,8 @@ impl Run<'_, '_> {
             if list.is_mode_only() {
                 kept.clear();
             }
-            let stranger = !perm::is_root(self.by.creds) && !perm::in_group(self.by.creds, r.attr().gid);
+            let stranger =
+                !perm::is_root(self.by.creds) && !perm::in_group(self.by.creds, r.attr().gid);
             let a = r.attr_mut();
             a.mode = a.mode & !0o777 | list.mode_bits();
             if stranger {
@@ -178,7 +204,8 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, ..Default::default() })
     }
 
-    /// The contents change, or the owner: what the file's program may do beyond its caller's rights goes.
+    /// The contents change, or the owner: what the file's program may do beyond its caller's rights
+    /// goes.
     pub(super) fn drop_capability(&mut self, r: &mut pb::InodeRecord) -> Res<()> {
         if r.xattrs == 0 {
             return Ok(());
@@ -194,7 +221,10 @@ impl Run<'_, '_> {
     /// The rules of each namespace.
     fn may_xattr(&self, r: &pb::InodeRecord, name: &[u8], write: bool) -> Res<()> {
         if name.is_empty() || name.len() > NAME_MAX {
-            return fail(Code::Range, format!("extended attribute names have 1 to {NAME_MAX} bytes"));
+            return fail(
+                Code::Range,
+                format!("extended attribute names have 1 to {NAME_MAX} bytes"),
+            );
         }
         if name.contains(&0) || [&b"user."[..], b"trusted.", b"security."].contains(&name) {
             return fail(Code::Inval, "the extended attribute has no proper name");
@@ -209,12 +239,19 @@ impl Run<'_, '_> {
                 };
             }
             if write && perm::is_dir(a) && a.mode & perm::S_ISVTX != 0 && !perm::owns(c, a) {
-                return fail(Code::Perm, "only the owner of a sticky directory may set its user attributes");
+                return fail(
+                    Code::Perm,
+                    "only the owner of a sticky directory may set its user attributes",
+                );
             }
             perm::check(c, r, if write { W } else { R })?;
         } else if name.starts_with(b"trusted.") {
             if !perm::is_root(c) {
-                return if write { fail(Code::Perm, "trusted attributes are root's") } else { no_xattr() };
+                return if write {
+                    fail(Code::Perm, "trusted attributes are root's")
+                } else {
+                    no_xattr()
+                };
             }
         } else if name.starts_with(b"security.") {
             if write && !perm::is_root(c) {
@@ -223,7 +260,10 @@ impl Run<'_, '_> {
         } else if is_acl(name) {
             self.may_acl(a, name, write)?;
         } else {
-            return fail(Code::OpNotSupp, "extended attributes are user., trusted., security. or POSIX ACLs");
+            return fail(
+                Code::OpNotSupp,
+                "extended attributes are user., trusted., security. or POSIX ACLs",
+            );
         }
         Ok(())
     }

@@ -1,7 +1,9 @@
-//! A metadata state as one file: lines of JSON, one for each record, for people to search and for [`load`](super::load) to read.
+//! A metadata state as one file: lines of JSON, one for each record, for people to search and for
+//! [`load`](super::load) to read.
 //!
-//! Each line begins with the CRC32C of its rest. The first says what the file is, the last how many records there are; whatever
-//! is cut, changed, moved or left out is found with its line. Format: `docs/formats.md`, "Metadata dump".
+//! Each line begins with the CRC32C of its rest. The first says what the file is, the last how many
+//! records there are; whatever is cut, changed, moved or left out is found with its line. Format:
+//! `docs/formats.md`, "Metadata dump".
 
 use std::{io::Write, ops::Bound, path::Path};
 
@@ -71,12 +73,13 @@ pub struct Outcome {
     pub unapplied: u64,
 }
 
-/// Writes the state in a stopped server's folder to `out`. `Busy`: a server runs on it. `EINVAL`: the folder holds no whole state.
+/// Writes the state in a stopped server's folder to `out`. `Busy`: a server runs on it. `EINVAL`:
+/// the folder holds no whole state.
 pub fn dump(dir: &Path, out: &mut dyn Write, mut progress: impl FnMut(String)) -> Result<Outcome> {
     let folder = inspect::open(dir)?;
     let r = &folder.report;
-    let unfinished =
-        matches!(r.identity, State::Recovering { .. }).then(|| "a recovery of it was begun; finish that".to_string());
+    let unfinished = matches!(r.identity, State::Recovering { .. })
+        .then(|| "a recovery of it was begun; finish that".to_string());
     if let Some(why) = r.void.clone().or(unfinished) {
         return Err(inval(format!("{}: {why}", dir.display())));
     }
@@ -100,7 +103,11 @@ pub fn dump(dir: &Path, out: &mut dyn Write, mut progress: impl FnMut(String)) -
     Ok(Outcome { head, records, bytes: w.bytes, unapplied })
 }
 
-fn write_records(w: &mut Writer<'_>, view: &dyn Reader, progress: &mut impl FnMut(String)) -> Result<u64> {
+fn write_records(
+    w: &mut Writer<'_>,
+    view: &dyn Reader,
+    progress: &mut impl FnMut(String),
+) -> Result<u64> {
     let mut records = 0;
     for pair in view.range(Bound::Unbounded, Bound::Unbounded) {
         let (key, value) = pair?;
@@ -134,7 +141,8 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Puts the checksum of everything after it in front: `{"crc":"01234567",REST` and a line feed, for an object `{REST`.
+/// Puts the checksum of everything after it in front: `{"crc":"01234567",REST` and a line feed, for
+/// an object `{REST`.
 pub(super) fn frame(object: &str) -> String {
     let rest = &object[1..];
     format!("{{\"crc\":\"{:08x}\",{rest}\n", crc32c(rest.as_bytes()))
@@ -171,8 +179,8 @@ fn text(bytes: &[u8]) -> Value {
     String::from_utf8_lossy(bytes).into_owned().into()
 }
 
-/// What kind of record a pair is, and what of it people may look for. `Corrupt` for what is no record of a state: it is also how a
-/// dump that is loaded is checked.
+/// What kind of record a pair is, and what of it people may look for. `Corrupt` for what is no
+/// record of a state: it is also how a dump that is loaded is checked.
 pub(super) fn show(key: &[u8], value: &[u8]) -> Result<(&'static str, Map<String, Value>)> {
     let bad = || damaged("a key");
     let first = || number(key, 1).filter(|_| key.len() == 9).ok_or_else(bad);
@@ -195,7 +203,10 @@ pub(super) fn show(key: &[u8], value: &[u8]) -> Result<(&'static str, Map<String
         Some(b'd') if key.len() == 19 => {
             let d: pb::DentryRecord = decode("name", value)?;
             let (dir, cookie) = number(key, 1).zip(number(key, 11)).ok_or_else(bad)?;
-            ("name", json!({ "dir": dir, "cookie": cookie, "name": text(&d.name), "ino": d.ino, "type": d.r#type }))
+            (
+                "name",
+                json!({ "dir": dir, "cookie": cookie, "name": text(&d.name), "ino": d.ino, "type": d.r#type }),
+            )
         }
         Some(b'i') => ("inode", show_inode(first()?, &decode("inode", value)?)?),
         Some(b'x') => {
@@ -204,7 +215,10 @@ pub(super) fn show(key: &[u8], value: &[u8]) -> Result<(&'static str, Map<String
         }
         Some(b's') => {
             let s: pb::SessionRecord = decode("session", value)?;
-            ("session", json!({ "session": first()?, "hostname": s.hostname, "pid": s.pid, "version": s.version }))
+            (
+                "session",
+                json!({ "session": first()?, "hostname": s.hostname, "pid": s.pid, "version": s.version }),
+            )
         }
         Some(b'r') => {
             decode::<pb::LogReply>("reply", value)?;

@@ -54,8 +54,8 @@ pub struct LogReport {
 }
 
 impl Report {
-    /// Era, and term and index of the last entry, that can be had from it: the folder with the highest one knows most. `None`:
-    /// nothing can.
+    /// Era, and term and index of the last entry, that can be had from it: the folder with the
+    /// highest one knows most. `None`: nothing can.
     pub fn rank(&self) -> Option<(u64, u64, u64)> {
         let applied = (self.applied.1, self.applied.0);
         let logged = self.log.as_ref().map_or(applied, |l| (l.last.1, l.last.0));
@@ -72,21 +72,29 @@ impl Report {
 
 /// Of several folders, the one that a group should be recovered from.
 pub fn best(reports: &[Report]) -> Option<&Report> {
-    reports.iter().filter(|r| r.rank().is_some()).max_by_key(|r| (r.rank(), std::cmp::Reverse(r.member)))
+    reports
+        .iter()
+        .filter(|r| r.rank().is_some())
+        .max_by_key(|r| (r.rank(), std::cmp::Reverse(r.member)))
 }
 
-/// Whether these folders together cannot lack anything that was ever acknowledged: of any majority of the voters one is among
-/// them. (With an odd number of voters they are then a majority themselves.)
+/// Whether these folders together cannot lack anything that was ever acknowledged: of any majority
+/// of the voters one is among them. (With an odd number of voters they are then a majority
+/// themselves.)
 pub fn is_complete(reports: &[Report]) -> bool {
     let Some(best) = best(reports) else { return false };
     let sure = |r: &&Report| {
-        r.rank().is_some() && r.incarnation == best.incarnation && r.log.as_ref().is_ok_and(|l| !l.changes_members)
+        r.rank().is_some()
+            && r.incarnation == best.incarnation
+            && r.log.as_ref().is_ok_and(|l| !l.changes_members)
     };
     let voters: Vec<u64> = best.voters.iter().map(|v| v.0).collect();
-    let mut seen: Vec<u64> = reports.iter().filter(sure).map(|r| r.member).filter(|m| voters.contains(m)).collect();
+    let mut seen: Vec<u64> =
+        reports.iter().filter(sure).map(|r| r.member).filter(|m| voters.contains(m)).collect();
     seen.sort_unstable();
     seen.dedup();
-    best.log.as_ref().is_ok_and(|l| !l.changes_members) && seen.len() + voters.len() / 2 + 1 > voters.len()
+    best.log.as_ref().is_ok_and(|l| !l.changes_members)
+        && seen.len() + voters.len() / 2 + 1 > voters.len()
 }
 
 /// A locked folder and what it holds.
@@ -101,14 +109,17 @@ pub(super) struct Folder {
     _lock: File,
 }
 
-/// Opens the folder of a server that does not run (`Busy`), as a start would; nothing that it says changes.
+/// Opens the folder of a server that does not run (`Busy`), as a start would; nothing that it says
+/// changes.
 pub(super) fn open(dir: &Path) -> Result<Folder> {
     let absent = |m: &str| Error::new(Code::NoEnt, format!("{}: {m}", dir.display()));
     if !dir.is_dir() {
         return Err(absent("there is no such folder"));
     }
-    let record = Record::read(dir)?.ok_or_else(|| absent("this is no metadata server's folder: it has no identity"))?;
-    let lock = data_dir::lock(dir).map_err(|e| Error::new(e.code, format!("{}; stop that first", e.message)))?;
+    let record = Record::read(dir)?
+        .ok_or_else(|| absent("this is no metadata server's folder: it has no identity"))?;
+    let lock = data_dir::lock(dir)
+        .map_err(|e| Error::new(e.code, format!("{}; stop that first", e.message)))?;
     if !dir.join(STATE).is_dir() {
         return Err(absent("it holds no state; nothing can be had from it"));
     }
@@ -140,7 +151,8 @@ pub(super) fn open(dir: &Path) -> Result<Folder> {
     Ok(Folder { dir: dir.to_path_buf(), record, log, store, conf, map, report, _lock: lock })
 }
 
-/// What the folder of a stopped server holds. `Busy` while a server runs on it, `NoEnt` if there is none.
+/// What the folder of a stopped server holds. `Busy` while a server runs on it, `NoEnt` if there is
+/// none.
 pub fn inspect(dir: &Path) -> Result<Report> {
     open(dir).map(|f| f.report)
 }
@@ -151,7 +163,10 @@ fn void(record: &Record, header: &pb::StateHeader, log: Option<&LogImage>) -> Op
         Some(l) if l.restoring.is_some() => {
             "its state was being replaced by a copy of another member's when it stopped"
         }
-        Some(l) if header.applied_index < l.base.0 && !matches!(record.state, State::Recovering { .. }) => {
+        Some(l)
+            if header.applied_index < l.base.0
+                && !matches!(record.state, State::Recovering { .. }) =>
+        {
             "its state lacks entries that its log no longer has"
         }
         _ if header.fs_uuid.is_empty() => "its state is empty",
@@ -182,8 +197,10 @@ fn known(ids: &[u64], map: &pb::ClusterMap) -> Vec<Known> {
 
 /// Ids that entries of the log name which the state has not applied.
 pub(super) fn named_in(log: &LogImage, applied: u64) -> Vec<u64> {
-    let changes =
-        log.entries.iter().filter(|e| e.index > applied && e.get_entry_type() == EntryType::EntryConfChangeV2);
+    let changes = log
+        .entries
+        .iter()
+        .filter(|e| e.index > applied && e.get_entry_type() == EntryType::EntryConfChangeV2);
     let parsed = changes.filter_map(|e| ConfChangeV2::parse_from_bytes(&e.data).ok());
     parsed.flat_map(|c| c.changes.iter().map(|s| s.node_id).collect::<Vec<_>>()).collect()
 }

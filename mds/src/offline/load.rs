@@ -1,5 +1,6 @@
-//! Makes the folder of a group's first member from a dump. The group is a new incarnation: what happened after the dump is lost, and
-//! whoever knows of it must not take this for the group that it was.
+//! Makes the folder of a group's first member from a dump. The group is a new incarnation: what
+//! happened after the dump is lost, and whoever knows of it must not take this for the group that
+//! it was.
 
 use std::{
     fs::{self, File},
@@ -49,9 +50,15 @@ pub struct Outcome {
     pub inodes: u64,
 }
 
-/// Loads `from` into the folder `dir`, which must be absent, empty, or left by a load that was cut short. When this fails nothing of
-/// it is left there. `Corrupt`: the dump is damaged, the message says where. `Protocol`: it is of a newer version.
-pub fn load(dir: &Path, from: &mut dyn BufRead, o: &Options, progress: impl FnMut(String)) -> Result<Outcome> {
+/// Loads `from` into the folder `dir`, which must be absent, empty, or left by a load that was cut
+/// short. When this fails nothing of it is left there. `Corrupt`: the dump is damaged, the message
+/// says where. `Protocol`: it is of a newer version.
+pub fn load(
+    dir: &Path,
+    from: &mut dyn BufRead,
+    o: &Options,
+    progress: impl FnMut(String),
+) -> Result<Outcome> {
     let existed = dir.exists();
     strake_store::make_folder(dir)?;
     let lock = data_dir::lock(dir)?;
@@ -59,7 +66,11 @@ pub fn load(dir: &Path, from: &mut dyn BufRead, o: &Options, progress: impl FnMu
         None => data_dir::refuse_foreign(dir)?,
         Some(Record { state: State::Loading, .. }) => {}
         Some(r) => {
-            let m = format!("{} is the folder of metadata server {}; give an empty one", dir.display(), r.member);
+            let m = format!(
+                "{} is the folder of metadata server {}; give an empty one",
+                dir.display(),
+                r.member
+            );
             return Err(Error::new(Code::Exist, m));
         }
     }
@@ -81,14 +92,21 @@ pub fn load(dir: &Path, from: &mut dyn BufRead, o: &Options, progress: impl FnMu
 fn wipe(dir: &Path) -> Result<()> {
     for name in [STATE, LOG] {
         match fs::remove_dir_all(dir.join(name)) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(data_dir::at(&dir.join(name), e)),
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                return Err(data_dir::at(&dir.join(name), e));
+            }
             _ => {}
         }
     }
     Ok(())
 }
 
-fn load_locked(dir: &Path, from: &mut dyn BufRead, o: &Options, progress: impl FnMut(String)) -> Result<Outcome> {
+fn load_locked(
+    dir: &Path,
+    from: &mut dyn BufRead,
+    o: &Options,
+    progress: impl FnMut(String),
+) -> Result<Outcome> {
     let mut lines = Lines { from, number: 0, offset: 0, sum: 0 };
     let head = read_head(&mut lines)?;
     let cluster = data_dir::cluster_id(&o.cluster_key, &head.fs_name);
@@ -97,10 +115,17 @@ fn load_locked(dir: &Path, from: &mut dyn BufRead, o: &Options, progress: impl F
     let records = read_records(&mut lines, &*store, progress)?;
     let state = Namespace::open(store.clone())?;
     let (header, map) = (state.header(), state.map());
-    let same = (header.applied_index, header.applied_term, data_dir::hex(&header.fs_uuid), map.map.incarnation)
-        == (head.index, head.term, head.fs_uuid.clone(), head.incarnation);
+    let same = (
+        header.applied_index,
+        header.applied_term,
+        data_dir::hex(&header.fs_uuid),
+        map.map.incarnation,
+    ) == (head.index, head.term, head.fs_uuid.clone(), head.incarnation);
     if !same || header.fs_uuid.is_empty() {
-        return Err(Error::new(Code::Corrupt, "the dump's first line does not describe the state that follows it"));
+        return Err(Error::new(
+            Code::Corrupt,
+            "the dump's first line does not describe the state that follows it",
+        ));
     }
     drop(state);
     let mut spent = spent_ids(&map.map, &membership(&header.conf_state)?);
@@ -139,12 +164,18 @@ impl Lines<'_> {
         self.number += 1;
         let mut line = Vec::new();
         let mut limited = std::io::Read::take(&mut *self.from, MAX_LINE);
-        limited.read_until(b'\n', &mut line).map_err(|e| Error::from(e).context("reading the dump"))?;
+        limited
+            .read_until(b'\n', &mut line)
+            .map_err(|e| Error::from(e).context("reading the dump"))?;
         if line.is_empty() {
-            return Err(self.bad(Code::Corrupt, "the dump ends here without its last line: it was cut short"));
+            return Err(self
+                .bad(Code::Corrupt, "the dump ends here without its last line: it was cut short"));
         }
         if line.pop() != Some(b'\n') {
-            return Err(self.bad(Code::Corrupt, "the line is not complete: the dump was cut short, or is none"));
+            return Err(self.bad(
+                Code::Corrupt,
+                "the line is not complete: the dump was cut short, or is none",
+            ));
         }
         let text = std::str::from_utf8(&line).ok();
         let Some((object, crc)) = text.and_then(dump::unframe) else {
@@ -160,7 +191,8 @@ impl Lines<'_> {
     }
 
     fn parse<'l, T: Deserialize<'l>>(&self, line: &'l Line, what: &str) -> Result<T> {
-        serde_json::from_str(&line.object).map_err(|e| self.bad(Code::Corrupt, &format!("not {what}: {e}")))
+        serde_json::from_str(&line.object)
+            .map_err(|e| self.bad(Code::Corrupt, &format!("not {what}: {e}")))
     }
 }
 
@@ -171,15 +203,20 @@ struct AnyVersion {
 }
 
 fn read_head(lines: &mut Lines<'_>) -> Result<Head> {
-    let line = lines.next().map_err(|e| e.context("this is no dump of metadata, or a damaged one"))?;
+    let line =
+        lines.next().map_err(|e| e.context("this is no dump of metadata, or a damaged one"))?;
     let AnyVersion { version } = lines.parse(&line, "the first line of a dump of metadata")?;
     let newer = |what: &str| lines.bad(Code::Protocol, &format!("{what}: run a newer strake"));
     if version != dump::VERSION {
-        return Err(newer(&format!("the dump is of version {version}, this program knows {}", dump::VERSION)));
+        return Err(newer(&format!(
+            "the dump is of version {version}, this program knows {}",
+            dump::VERSION
+        )));
     }
     let head: Head = lines.parse(&line, "the first line of a dump of metadata")?;
     if head.format > FORMAT_VERSION {
-        let m = format!("the state is of format {}, this program knows {FORMAT_VERSION}", head.format);
+        let m =
+            format!("the state is of format {}, this program knows {FORMAT_VERSION}", head.format);
         return Err(newer(&m));
     }
     lines.pass(&line);
@@ -195,12 +232,19 @@ struct Pair {
 fn unhex(text: &str) -> Option<Bytes> {
     let digit = |b: u8| (b as char).to_digit(16).map(|d| d as u8);
     let (pairs, odd) = text.as_bytes().as_chunks::<2>();
-    let bytes = pairs.iter().map(|[a, b]| Some(digit(*a)? << 4 | digit(*b)?)).collect::<Option<Vec<u8>>>()?;
+    let bytes = pairs
+        .iter()
+        .map(|[a, b]| Some(digit(*a)? << 4 | digit(*b)?))
+        .collect::<Option<Vec<u8>>>()?;
     odd.is_empty().then(|| bytes.into())
 }
 
 /// Everything up to the last line, and that nothing comes after it. The number of records.
-fn read_records(lines: &mut Lines<'_>, store: &dyn MetaStore, mut progress: impl FnMut(String)) -> Result<u64> {
+fn read_records(
+    lines: &mut Lines<'_>,
+    store: &dyn MetaStore,
+    mut progress: impl FnMut(String),
+) -> Result<u64> {
     let (mut records, mut last, mut batch, mut size) = (0, Bytes::new(), Batch::default(), 0);
     loop {
         let line = lines.next()?;

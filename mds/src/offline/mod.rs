@@ -1,6 +1,7 @@
-//! Work on the folders of metadata servers that do not run, for the day on which the group has lost its quorum or all its members:
-//! [`inspect`] says what a folder holds, [`recover`] makes one survivor the first member of a new incarnation of its group,
-//! [`dump`] writes a state to one file, and [`load`] makes a first member from that. See `docs/membership.md`, "After a recovery".
+//! Work on the folders of metadata servers that do not run, for the day on which the group has lost
+//! its quorum or all its members: [`inspect`] says what a folder holds, [`recover`] makes one
+//! survivor the first member of a new incarnation of its group, [`dump`] writes a state to one
+//! file, and [`load`] makes a first member from that. See `docs/membership.md`, "After a recovery".
 
 pub mod dump;
 pub mod inspect;
@@ -35,8 +36,9 @@ fn inval(m: impl Into<String>) -> Error {
 
 /// Voters and learners as a state has them; empty if it never saw any.
 fn membership(conf_state: &[u8]) -> Result<ConfState> {
-    ConfState::parse_from_bytes(conf_state)
-        .map_err(|_| Error::new(Code::Corrupt, "the state's record of the group's members is unreadable"))
+    ConfState::parse_from_bytes(conf_state).map_err(|_| {
+        Error::new(Code::Corrupt, "the state's record of the group's members is unreadable")
+    })
 }
 
 /// Ids of all who are or were members, as far as a state and a membership know.
@@ -47,17 +49,22 @@ fn spent_ids(map: &pb::ClusterMap, conf: &ConfState) -> BTreeSet<u64> {
     named.chain(lists.into_iter().flatten().copied()).collect()
 }
 
-/// The id to use: `wanted`, or the lowest that no member ever had. `EINVAL` for one that is spent or impossible.
+/// The id to use: `wanted`, or the lowest that no member ever had. `EINVAL` for one that is spent
+/// or impossible.
 fn new_id(wanted: Option<u64>, spent: &BTreeSet<u64>) -> Result<u64> {
     let ids = 1..u64::from(FIRST_OSS_NODE);
-    let free =
-        ids.clone().find(|id| !spent.contains(id)).ok_or_else(|| inval("all ids of metadata servers are spent"))?;
+    let free = ids
+        .clone()
+        .find(|id| !spent.contains(id))
+        .ok_or_else(|| inval("all ids of metadata servers are spent"))?;
     match wanted {
         None => Ok(free),
-        Some(id) if !ids.contains(&id) => Err(inval(format!("ids of metadata servers are 1 to {}", ids.end - 1))),
-        Some(id) if spent.contains(&id) => {
-            Err(inval(format!("id {id} is or was a metadata server's, and is never given again; {free} is free")))
+        Some(id) if !ids.contains(&id) => {
+            Err(inval(format!("ids of metadata servers are 1 to {}", ids.end - 1)))
         }
+        Some(id) if spent.contains(&id) => Err(inval(format!(
+            "id {id} is or was a metadata server's, and is never given again; {free} is free"
+        ))),
         Some(id) => Ok(id),
     }
 }
@@ -68,14 +75,20 @@ fn next_incarnation(own: Incarnation, beyond: u64, random: u64) -> Result<Incarn
 }
 
 /// Has the state begin anew: one entry, one commit. Nothing happens when it was done before.
-fn begin_anew(store: &Arc<dyn MetaStore>, to: u64, incarnation: Incarnation, gone: &BTreeSet<u64>) -> Result<()> {
+fn begin_anew(
+    store: &Arc<dyn MetaStore>,
+    to: u64,
+    incarnation: Incarnation,
+    gone: &BTreeSet<u64>,
+) -> Result<()> {
     let state = Namespace::open(store.clone())?;
     if state.map().map.incarnation == incarnation.0 {
         return store.sync();
     }
     let header = state.header();
     let gone = gone.iter().filter_map(|id| u32::try_from(*id).ok()).collect();
-    let command = pb::log_command::Command::Recover(pb::Recover { incarnation: incarnation.0, gone });
+    let command =
+        pb::log_command::Command::Recover(pb::Recover { incarnation: incarnation.0, gone });
     let entry = pb::LogCommand { now_ns: header.now_ns, command: Some(command) }.encode_to_vec();
     let at = (header.applied_index + 1, header.applied_term.max(1));
     let conf = ConfState { voters: vec![to], ..Default::default() };
@@ -87,8 +100,15 @@ fn begin_anew(store: &Arc<dyn MetaStore>, to: u64, incarnation: Incarnation, gon
     }
 }
 
-/// The last steps: a log that begins with the state as it is, and an identity that makes the folder complete.
-fn finish(dir: &Path, store: &Arc<dyn MetaStore>, cluster: [u8; 16], member: u64, stamp: u64) -> Result<()> {
+/// The last steps: a log that begins with the state as it is, and an identity that makes the folder
+/// complete.
+fn finish(
+    dir: &Path,
+    store: &Arc<dyn MetaStore>,
+    cluster: [u8; 16],
+    member: u64,
+    stamp: u64,
+) -> Result<()> {
     let header = Namespace::open(store.clone())?.header();
     let base = (header.applied_index, header.applied_term);
     DiskLog::begin(&dir.join(LOG), cluster, member, stamp, base, Sizes::of(dir)?.log())?;

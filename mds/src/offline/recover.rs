@@ -1,14 +1,15 @@
 //! Makes the member of a surviving folder the only voter of its group, in a new incarnation.
 //!
-//! Always under a new id. The log and its stamp are known to the former members under the old one, and there may be copies of the
-//! folder; what they would take from that id, or give to it, was agreed on by a group that is no more. So every folder that was made
-//! before the recovery is of a spent id, this one's own backup included.
+//! Always under a new id. The log and its stamp are known to the former members under the old one,
+//! and there may be copies of the folder; what they would take from that id, or give to it, was
+//! agreed on by a group that is no more. So every folder that was made before the recovery is of a
+//! spent id, this one's own backup included.
 //!
 //! The steps, each of which may be cut short and be done again:
 //!
 //! 1. The identity says `recovering`: no server starts on the folder any more.
-//! 2. The rest of the log is applied, whether it was committed or not: nobody was told that it did not happen. Then one
-//!    commit makes the state that of the new incarnation.
+//! 2. The rest of the log is applied, whether it was committed or not: nobody was told that it did
+//!    not happen. Then one commit makes the state that of the new incarnation.
 //! 3. The old log goes, and one that begins with that state takes its place.
 //! 4. The identity says who the member is now.
 
@@ -75,8 +76,9 @@ pub struct Recovery {
 }
 
 impl Recovery {
-    /// Looks at the folder; changes nothing. `random` makes the incarnation another one than anybody else's. `Busy`: a server runs on
-    /// it. `EINVAL`: nothing can be had from it, another folder has more, or the id is spent.
+    /// Looks at the folder; changes nothing. `random` makes the incarnation another one than
+    /// anybody else's. `Busy`: a server runs on it. `EINVAL`: nothing can be had from it, another
+    /// folder has more, or the id is spent.
     pub fn prepare(dir: &Path, options: &Options, random: u64) -> Result<Recovery> {
         let folder = inspect::open(dir)?;
         let r = folder.report.clone();
@@ -100,17 +102,30 @@ impl Recovery {
             State::Recovering { to, incarnation } => (to, incarnation),
             // Its own id is none that it could be told to use.
             _ if r.is_whole() => (r.member, r.incarnation),
-            _ => (new_id(options.id, &spent)?, next_incarnation(r.incarnation, options.beyond, random)?),
+            _ => (
+                new_id(options.id, &spent)?,
+                next_incarnation(r.incarnation, options.beyond, random)?,
+            ),
         };
         spent.remove(&to);
         let applied = r.incarnation == incarnation;
-        let usable = r.log.as_ref().ok().filter(|l| !applied && (l.last.1, l.last.0) >= (r.applied.1, r.applied.0));
+        let usable = r
+            .log
+            .as_ref()
+            .ok()
+            .filter(|l| !applied && (l.last.1, l.last.0) >= (r.applied.1, r.applied.0));
         let plan = Plan {
             to,
             incarnation,
             last: usable.map_or(r.applied, |l| l.last),
             entries: usable.map_or(0, |l| l.unapplied),
-            gone: r.voters.iter().chain(&r.learners).filter(|(id, _)| *id != r.member && *id != to).cloned().collect(),
+            gone: r
+                .voters
+                .iter()
+                .chain(&r.learners)
+                .filter(|(id, _)| *id != r.member && *id != to)
+                .cloned()
+                .collect(),
             log_lost: r.log.as_ref().err().filter(|_| !applied).map(|e| e.message.clone()),
             may_lose: !inspect::is_complete(&reports),
             resumed,
@@ -128,7 +143,13 @@ impl Recovery {
         self.mark()?;
         self.apply(&mut progress)?;
         progress("making the new log".into());
-        finish(&self.folder.dir, &self.folder.store, self.folder.record.cluster, self.plan.to, stamp)
+        finish(
+            &self.folder.dir,
+            &self.folder.store,
+            self.folder.record.cluster,
+            self.plan.to,
+            stamp,
+        )
     }
 
     pub(super) fn mark(&self) -> Result<()> {
@@ -164,7 +185,8 @@ impl Recovery {
     }
 }
 
-/// The first of these is to be recovered: it must be of use, of the same group as the others, and none may have more.
+/// The first of these is to be recovered: it must be of use, of the same group as the others, and
+/// none may have more.
 fn check_choice(reports: &[Report]) -> Result<()> {
     let r = &reports[0];
     if let Some(why) = &r.void {
@@ -176,13 +198,16 @@ fn check_choice(reports: &[Report]) -> Result<()> {
     }
     for o in &reports[1..] {
         if o.cluster != r.cluster {
-            let m = format!("{} and {} are of different clusters", r.dir.display(), o.dir.display());
+            let m =
+                format!("{} and {} are of different clusters", r.dir.display(), o.dir.display());
             return Err(inval(m));
         }
         if o.rank() > r.rank() {
             let (_, term, index) = o.rank().unwrap_or_default();
-            let m =
-                format!("{} has more: it ends with entry {index} of term {term}. Recover that one", o.dir.display());
+            let m = format!(
+                "{} has more: it ends with entry {index} of term {term}. Recover that one",
+                o.dir.display()
+            );
             return Err(inval(m));
         }
     }

@@ -60,8 +60,11 @@ async fn made(root: &Path) -> PathBuf {
     let dir = root.join("m1");
     let m = start(&config(1, &dir)).await;
     for n in 1..=2u8 {
-        let open =
-            pb::SessionOpenRequest { client_uuid: vec![n; 16].into(), hostname: "h".into(), ..Default::default() };
+        let open = pb::SessionOpenRequest {
+            client_uuid: vec![n; 16].into(),
+            hostname: "h".into(),
+            ..Default::default()
+        };
         propose(&m, Command::SessionOpen(open)).await;
     }
     let target = pb::RegisterTarget {
@@ -100,11 +103,14 @@ fn accept(dir: &Path) -> Recovery {
 }
 
 fn state(dir: &Path) -> (pb::StateHeader, pb::ClusterMap, usize, Vec<pb::Evicted>) {
-    let ns = Namespace::open(std::sync::Arc::new(Sizes::of(dir).unwrap().store(dir, 1 << 20).unwrap())).unwrap();
+    let ns =
+        Namespace::open(std::sync::Arc::new(Sizes::of(dir).unwrap().store(dir, 1 << 20).unwrap()))
+            .unwrap();
     (ns.header(), ns.map().map.clone(), ns.sessions().len(), ns.evicted_after(0))
 }
 
-/// The group of one that a folder is of is told to be whole; here it has two voters, one of which is gone.
+/// The group of one that a folder is of is told to be whole; here it has two voters, one of which
+/// is gone.
 fn with_lost_voter(dir: &Path) {
     let store = Sizes::of(dir).unwrap().store(dir, 1 << 20).unwrap();
     let ns = Namespace::open(std::sync::Arc::new(store)).unwrap();
@@ -147,22 +153,36 @@ async fn a_survivor_is_recovered_wherever_it_was_cut_short() {
         let again = Recovery::prepare(&dir, &Options::default(), 12345).unwrap();
         assert_eq!(again.plan.resumed, steps > 0);
         if steps > 0 {
-            assert_eq!((again.plan.to, again.plan.incarnation), (to, incarnation), "what was begun is gone on with");
+            assert_eq!(
+                (again.plan.to, again.plan.incarnation),
+                (to, incarnation),
+                "what was begun is gone on with"
+            );
         }
         again.run(5, |_| ()).unwrap();
         drop(again);
         assert!(accept(&dir).plan.needless, "done once is done");
 
         let (header, map, sessions, evicted) = state(&dir);
-        assert_eq!((sessions, map.former.clone(), Incarnation(map.incarnation).era()), (0, vec![1, 2], 1));
-        assert!(header.next_ino > before.0.next_ino && header.next_session >= 1 << 32 && map.version >= 1 << 32);
+        assert_eq!(
+            (sessions, map.former.clone(), Incarnation(map.incarnation).era()),
+            (0, vec![1, 2], 1)
+        );
+        assert!(
+            header.next_ino > before.0.next_ino
+                && header.next_session >= 1 << 32
+                && map.version >= 1 << 32
+        );
         assert!(evicted.iter().any(|e| e.below && e.session == header.next_session), "{evicted:?}");
         assert_eq!(evicted.iter().filter(|e| !e.below).count(), 2);
         assert_eq!(header.applied_index, before.0.applied_index + 1, "the recovery is one entry");
         let m = start(&config(3, &dir)).await;
         propose(
             &m,
-            Command::SessionOpen(pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() }),
+            Command::SessionOpen(pb::SessionOpenRequest {
+                client_uuid: vec![1; 16].into(),
+                ..Default::default()
+            }),
         )
         .await;
         assert_eq!(m.node().group().await.unwrap().voters().map(|v| v.id).collect::<Vec<_>>(), [3]);
@@ -177,7 +197,8 @@ async fn the_folder_with_the_most_is_the_one_to_take() {
     with_lost_voter(&dir);
     let behind = root.path().join("behind");
     copy(&dir, &behind);
-    // The other one goes on for a while: it is recovered, which is another era, or has more entries.
+    // The other one goes on for a while: it is recovered, which is another era, or has more
+    // entries.
     let more = root.path().join("more");
     copy(&dir, &more);
     accept(&more).run(1, |_| ()).unwrap();
@@ -190,8 +211,11 @@ async fn the_folder_with_the_most_is_the_one_to_take() {
     assert!(e.code == Code::Inval && e.message.contains("has more"), "{e}");
     // A damaged log costs what the state lacks, not the state.
     let log = behind.join("log");
-    let segment =
-        fs::read_dir(&log).unwrap().map(|e| e.unwrap().path()).find(|p| p.to_string_lossy().contains("log-")).unwrap();
+    let segment = fs::read_dir(&log)
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .find(|p| p.to_string_lossy().contains("log-"))
+        .unwrap();
     let mut bytes = fs::read(&segment).unwrap();
     bytes[4096 + 40] ^= 1;
     fs::write(&segment, bytes).unwrap();
@@ -223,7 +247,8 @@ async fn a_dump_is_loaded_whole_or_not_at_all() {
     let lines: Vec<&[u8]> = text.split_inclusive(|b| *b == b'\n').collect();
     assert_eq!(lines.len() as u64, written.records + 2);
     let new = root.path().join("new");
-    let load = |bytes: &[u8], o: &load::Options| load::load(&new, &mut Cursor::new(bytes), o, |_| ());
+    let load =
+        |bytes: &[u8], o: &load::Options| load::load(&new, &mut Cursor::new(bytes), o, |_| ());
 
     // Cut anywhere, with any line missing, twice, or in another place; any flipped byte.
     for n in (0..text.len()).step_by(97).chain([text.len() - 1]) {
@@ -235,11 +260,24 @@ async fn a_dump_is_loaded_whole_or_not_at_all() {
         assert!(!new.exists());
     }
     for n in 0..lines.len() {
-        let without: Vec<u8> =
-            lines.iter().enumerate().filter(|(i, _)| *i != n).flat_map(|(_, l)| l.to_vec()).collect();
-        assert_eq!(load(&without, &load_options(None, 0)).err().unwrap().code, Code::Corrupt, "without line {n}");
-        let twice: Vec<u8> = lines.iter().enumerate().flat_map(|(i, l)| l.repeat(1 + usize::from(i == n))).collect();
-        assert_eq!(load(&twice, &load_options(None, 0)).err().unwrap().code, Code::Corrupt, "line {n} twice");
+        let without: Vec<u8> = lines
+            .iter()
+            .enumerate()
+            .filter(|(i, _)| *i != n)
+            .flat_map(|(_, l)| l.to_vec())
+            .collect();
+        assert_eq!(
+            load(&without, &load_options(None, 0)).err().unwrap().code,
+            Code::Corrupt,
+            "without line {n}"
+        );
+        let twice: Vec<u8> =
+            lines.iter().enumerate().flat_map(|(i, l)| l.repeat(1 + usize::from(i == n))).collect();
+        assert_eq!(
+            load(&twice, &load_options(None, 0)).err().unwrap().code,
+            Code::Corrupt,
+            "line {n} twice"
+        );
     }
     let head = String::from_utf8(lines[0].to_vec()).unwrap();
     for (from, to, code) in [
@@ -252,15 +290,23 @@ async fn a_dump_is_loaded_whole_or_not_at_all() {
         assert_eq!(load(&other, &load_options(None, 0)).err().unwrap().code, code, "{to}");
     }
     for id in [1, 0, 1001] {
-        assert_eq!(load(&text, &load_options(Some(id), 0)).err().unwrap().code, Code::Inval, "id {id}");
+        assert_eq!(
+            load(&text, &load_options(Some(id), 0)).err().unwrap().code,
+            Code::Inval,
+            "id {id}"
+        );
         assert!(!new.exists());
     }
 
     // A load that was cut short begins anew; a server does not start on it.
     strake_store::make_folder(&new).unwrap();
-    Record { member: 0, cluster: Record::read(&dir).unwrap().unwrap().cluster, state: State::Loading }
-        .write(&new)
-        .unwrap();
+    Record {
+        member: 0,
+        cluster: Record::read(&dir).unwrap().unwrap().cluster,
+        state: State::Loading,
+    }
+    .write(&new)
+    .unwrap();
     fs::create_dir(new.join("state")).unwrap();
     fs::write(new.join("state/rest"), "x").unwrap();
     let done = load(&text, &load_options(Some(7), 4)).unwrap();

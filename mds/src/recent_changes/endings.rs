@@ -12,8 +12,8 @@ const MOST: usize = 65_536;
 /// Endings of one answer, rounded up to whole entries of the log.
 const PAGE: usize = 8_192;
 
-/// See the module. Filled by what is applied alone, so that it is the same on all members, as far back
-/// as each goes.
+/// See the module. Filled by what is applied alone, so that it is the same on all members, as far
+/// back as each goes.
 pub(crate) struct Endings {
     /// In order of the log, with the index of their entry.
     all: VecDeque<(u64, Ending)>,
@@ -29,7 +29,8 @@ impl Endings {
         Endings { all: VecDeque::new(), floor: applied, through: applied }
     }
 
-    /// Entries up to `through` are applied, from after those that were before; these are what they ended.
+    /// Entries up to `through` are applied, from after those that were before; these are what they
+    /// ended.
     pub(crate) fn note(&mut self, through: u64, ended: impl IntoIterator<Item = (u64, Ending)>) {
         self.all.extend(ended);
         self.through = through;
@@ -54,9 +55,18 @@ impl Endings {
         let last = rest().nth(PAGE - 1).map_or(self.through, |(index, _)| *index);
         let more = self.all.back().is_some_and(|(index, _)| *index > last);
         let told = rest().take_while(|(index, _)| *index <= last);
-        let all =
-            told.map(|(index, e)| pb::Ending { index: *index, session: e.session, ino: e.ino, rights: e.rights.0 });
-        pb::Endings { floor, all: all.collect(), through: if more { last } else { self.through }, more }
+        let all = told.map(|(index, e)| pb::Ending {
+            index: *index,
+            session: e.session,
+            ino: e.ino,
+            rights: e.rights.0,
+        });
+        pb::Endings {
+            floor,
+            all: all.collect(),
+            through: if more { last } else { self.through },
+            more,
+        }
     }
 }
 
@@ -80,7 +90,10 @@ mod tests {
         let told = |known| {
             let r = e.after(known);
             assert!(!r.more && r.through == 109);
-            (r.floor, r.all.iter().map(|e| (e.index, e.session, e.ino, e.rights)).collect::<Vec<_>>())
+            (
+                r.floor,
+                r.all.iter().map(|e| (e.index, e.session, e.ino, e.rights)).collect::<Vec<_>>(),
+            )
         };
         let (one, two, three) = ((101, 1, 7, 2), (103, 2, 7, 2), (103, 0, 8, 2));
         assert_eq!(told(0), (100, vec![one, two, three]));

@@ -1,5 +1,5 @@
-//! What was changed lately, so that it can be said whether what was read now is what was there some entries ago. A pure table,
-//! see `docs/follower-reads.md`.
+//! What was changed lately, so that it can be said whether what was read now is what was there some
+//! entries ago. A pure table, see `docs/follower-reads.md`.
 
 pub(crate) mod endings;
 
@@ -45,7 +45,8 @@ impl RecentChanges {
 
     /// Whether certainly none of these was changed after entry `index`.
     pub(crate) fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
-        index >= self.floor && inos.iter().all(|ino| self.last.get(ino).is_none_or(|last| *last <= index))
+        index >= self.floor
+            && inos.iter().all(|ino| self.last.get(ino).is_none_or(|last| *last <= index))
     }
 }
 
@@ -57,7 +58,10 @@ mod tests {
     fn what_was_changed_is_known_for_a_while() {
         let set = |inos: &[Ino]| inos.iter().copied().collect::<BTreeSet<_>>();
         let mut r = RecentChanges::new(10);
-        assert!(r.same_since(10, &set(&[7])) && !r.same_since(9, &set(&[])), "what was before the start is not known");
+        assert!(
+            r.same_since(10, &set(&[7])) && !r.same_since(9, &set(&[])),
+            "what was before the start is not known"
+        );
         r.note(12, [7, 8, 7]);
         r.note(14, [8]);
         for (index, inos, same) in [
@@ -73,9 +77,15 @@ mod tests {
         // Full: what the oldest entries changed is forgotten, and known to be.
         (0..MOST as Ino - 2).for_each(|n| r.note(15 + n, [100 + n]));
         assert!(!r.same_since(11, &set(&[1])), "one of its changes had to go");
-        assert!(r.same_since(12, &set(&[1])) && r.same_since(13, &set(&[7])) && !r.same_since(13, &set(&[8])));
+        assert!(
+            r.same_since(12, &set(&[1]))
+                && r.same_since(13, &set(&[7]))
+                && !r.same_since(13, &set(&[8]))
+        );
         r.note(1 << 20, 0..4 * MOST as Ino);
-        assert!(!r.same_since((1 << 20) - 1, &set(&[1 << 40])) && r.same_since(1 << 20, &set(&[1])));
+        assert!(
+            !r.same_since((1 << 20) - 1, &set(&[1 << 40])) && r.same_since(1 << 20, &set(&[1]))
+        );
         assert!(r.order.len() <= MOST && r.last.len() <= MOST);
     }
 }

@@ -20,26 +20,41 @@ fn refusal(e: Error) -> Status {
         Code::Overloaded | Code::Disconnected | Code::TimedOut => tonic::Code::Unavailable,
         _ => tonic::Code::Internal,
     };
-    let hint =
-        if e.code == Code::NotLeader && e.leader != 0 { format!("; node {} leads", e.leader) } else { "".into() };
+    let hint = if e.code == Code::NotLeader && e.leader != 0 {
+        format!("; node {} leads", e.leader)
+    } else {
+        "".into()
+    };
     Status::new(code, format!("{e}{hint}"))
 }
 
 #[tonic::async_trait]
 impl Admin for Shell {
-    async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusReply>, Status> {
+    async fn status(
+        &self,
+        _: Request<pb::StatusRequest>,
+    ) -> Result<Response<pb::StatusReply>, Status> {
         Ok(Response::new(status::status(&self.0.member, &self.0.followers)))
     }
 
-    async fn scrub(&self, _: Request<pb::ScrubRequest>) -> Result<Response<pb::ScrubReply>, Status> {
+    async fn scrub(
+        &self,
+        _: Request<pb::ScrubRequest>,
+    ) -> Result<Response<pb::ScrubReply>, Status> {
         Err(Status::unimplemented("this is a metadata server; ask a storage server"))
     }
 
-    async fn add_targets(&self, _: Request<pb::AddTargetsRequest>) -> Result<Response<pb::AddTargetsReply>, Status> {
+    async fn add_targets(
+        &self,
+        _: Request<pb::AddTargetsRequest>,
+    ) -> Result<Response<pb::AddTargetsReply>, Status> {
         Err(Status::unimplemented("this is a metadata server; ask a storage server"))
     }
 
-    async fn pool_change(&self, r: Request<pb::PoolChangeRequest>) -> Result<Response<pb::PoolChangeReply>, Status> {
+    async fn pool_change(
+        &self,
+        r: Request<pb::PoolChangeRequest>,
+    ) -> Result<Response<pb::PoolChangeReply>, Status> {
         let r = r.into_inner();
         let change = pb::PoolChange { pool: r.pool, action: r.action, targets: r.targets };
         self.0.membership.change_pool(change).await.map_err(refusal)?;

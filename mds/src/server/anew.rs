@@ -32,7 +32,8 @@ pub(super) async fn run(member: &Member) {
     loop {
         sleep(LOOK).await;
         let now = member.env.boot();
-        let stranded = member.with_lead(|l| Ok(l.manager.stranded(now, &member.map()))).unwrap_or_default();
+        let stranded =
+            member.with_lead(|l| Ok(l.manager.stranded(now, &member.map()))).unwrap_or_default();
         later.retain(|c, _| stranded.iter().any(|s| s.0 == *c));
         let is_due = |(chain, epoch): &&(ChainId, u64)| {
             later.get(chain).is_none_or(|(seen, until)| seen != epoch || *until <= now)
@@ -45,7 +46,9 @@ pub(super) async fn run(member: &Member) {
         let held = match holders(member, planned.iter().map(|c| c.id).collect()).await {
             Ok(held) => held,
             Err(e) => {
-                tracing::warn!("whether files have data on chains that nobody serves is not known: {e}");
+                tracing::warn!(
+                    "whether files have data on chains that nobody serves is not known: {e}"
+                );
                 due.iter().copied().collect()
             }
         };
@@ -62,7 +65,8 @@ fn homes(member: &Member, chains: &[ChainId]) -> Vec<pb::Chain> {
     let now = member.env.boot();
     let planned = member.with_lead(|l| {
         let map = member.map();
-        let (mut homes, blank) = (Homes::new(&map.map), |t, c: &pb::Chain| l.manager.is_blank(now, t, c, &map));
+        let (mut homes, blank) =
+            (Homes::new(&map.map), |t, c: &pb::Chain| l.manager.is_blank(now, t, c, &map));
         Ok(chains.iter().filter_map(|c| homes.of(*c, blank)).collect())
     });
     planned.unwrap_or_default()

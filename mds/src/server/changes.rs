@@ -1,4 +1,5 @@
-//! Answers lists of operations that change something, each once however often it comes. See `docs/leases.md`.
+//! Answers lists of operations that change something, each once however often it comes. See
+//! `docs/leases.md`.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -42,7 +43,10 @@ impl Looking<'_> {
 
 /// The answer to a list of which nothing ran.
 fn refusal(e: &Error) -> pb::MetaReply {
-    pb::MetaReply { results: vec![pb::OpResult { status: Some(e.to_status()), ..Default::default() }], granted: vec![] }
+    pb::MetaReply {
+        results: vec![pb::OpResult { status: Some(e.to_status()), ..Default::default() }],
+        granted: vec![],
+    }
 }
 
 /// See the module.
@@ -62,7 +66,11 @@ impl Changes {
     }
 
     /// A list that changes something.
-    pub(super) async fn change(&self, call: &Call<'_>, mut request: pb::MetaRequest) -> Result<pb::MetaReply> {
+    pub(super) async fn change(
+        &self,
+        call: &Call<'_>,
+        mut request: pb::MetaRequest,
+    ) -> Result<pb::MetaReply> {
         let (term, recalls) = (call.term, &self.member.recalls);
         // Before it is asked whether the list ran: if not, its entry comes later.
         let before = self.member.machine.namespace.version();
@@ -74,12 +82,14 @@ impl Changes {
             Begun::First => Some(Looking { changes: self, call }),
             Begun::Again => None,
         };
-        // Of one that ran the entry is not known: what it gives to read is to be asked for once more.
+        // Of one that ran the entry is not known: what it gives to read is to be asked for once
+        // more.
         let looked = if looking.is_some() { before + 1 } else { long_ago(before) };
         if let (Some(_), Err(e)) = (&looking, self.check_space(call, &request.ops)?) {
             return Ok(self.refuse_list(call, &e));
         }
-        // What others have written before comes before this: a size and times that are set now must stay.
+        // What others have written before comes before this: a size and times that are set now must
+        // stay.
         self.have_reported(call, &request.ops).await?;
         if looking.is_some() {
             match self.locks.check_locks(call, &request.ops).await {
@@ -150,7 +160,10 @@ impl Changes {
     fn check_space(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<Result<()>> {
         let writes = ops.iter().filter(|o| effects::enlists(o)).count();
         if !self.member.recalls.may_write(call, writes)? {
-            let m = format!("session {} has too many files open for writing; close some", call.session());
+            let m = format!(
+                "session {} has too many files open for writing; close some",
+                call.session()
+            );
             return Ok(Err(Error::new(Code::Overloaded, m)));
         }
         Ok(self.member.disk_space.check(Need::of_list(ops)))
@@ -183,7 +196,9 @@ impl Changes {
         let e = match ran {
             Ok(ran) => {
                 self.request_dedup.lock().ran(session, seq);
-                let Some(pb::log_reply::Reply::Meta(reply)) = ran.reply else { return Err(misread()) };
+                let Some(pb::log_reply::Reply::Meta(reply)) = ran.reply else {
+                    return Err(misread());
+                };
                 return Ok(Ok(reply));
             }
             Err(e) if !never_ran(&e) => return Err(e),
@@ -198,11 +213,18 @@ impl Changes {
         }
     }
 
-    /// Whoever may write a file from now on waits for what others hold back of it: sent later it would lie over what is newer. They
-    /// have been told by now that they are not alone, and hold nothing more back.
-    async fn wait_for_held_back(&self, call: &Call<'_>, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
+    /// Whoever may write a file from now on waits for what others hold back of it: sent later it
+    /// would lie over what is newer. They have been told by now that they are not alone, and hold
+    /// nothing more back.
+    async fn wait_for_held_back(
+        &self,
+        call: &Call<'_>,
+        ops: &[pb::Op],
+        results: &[pb::OpResult],
+    ) -> Result<()> {
         let opened = ops.iter().zip(results).filter(|(o, _)| effects::enlists(o));
-        let opened: BTreeSet<Ino> = opened.map(|(_, r)| r.attr.as_ref().map_or(r.ino, |a| a.ino)).collect();
+        let opened: BTreeSet<Ino> =
+            opened.map(|(_, r)| r.attr.as_ref().map_or(r.ino, |a| a.ino)).collect();
         self.member.recalls.wait_for_holders(call, &opened).await
     }
 }

@@ -1,5 +1,6 @@
-//! The leader's workers at the storage servers: they cut what a shrink left over and delete what has no file any more.
-//! Both are tried again until done; what cannot be done now does not hold up the rest. A cut that was made is not made again.
+//! The leader's workers at the storage servers: they cut what a shrink left over and delete what
+//! has no file any more. Both are tried again until done; what cannot be done now does not hold up
+//! the rest. A cut that was made is not made again.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -82,14 +83,17 @@ impl Trims {
         Trims { member, trim_wanted: Notify::new(), cuts_made: Mutex::default() }
     }
 
-    /// Files whose size went down: their chunks are cut on every chain, then the shrink is answered.
+    /// Files whose size went down: their chunks are cut on every chain, then the shrink is
+    /// answered.
     pub(super) async fn cut_files(&self, term: u64) {
-        // What was made and is not in the log yet: when it is, the file is written again, and another cut may come after that.
+        // What was made and is not in the log yet: when it is, the file is written again, and
+        // another cut may come after that.
         let made = &self.cuts_made;
         made.lock().begin(term);
         let progress = &TrimProgress::default();
-        let wanted =
-            |(ino, number): (Ino, u64)| self.member.machine.namespace.trim_of(ino).is_some_and(|t| t.number == number);
+        let wanted = |(ino, number): (Ino, u64)| {
+            self.member.machine.namespace.trim_of(ino).is_some_and(|t| t.number == number)
+        };
         let list = |n: usize| {
             made.lock().cuts.retain(|cut| wanted(*cut));
             let trims = self.member.machine.namespace.trims(n);
@@ -97,14 +101,20 @@ impl Trims {
                 // All there are. A cut that was replaced by a later one is not gone on with.
                 progress.retain(|number| trims.iter().any(|(_, t, _)| t.number == number));
             }
-            trims.into_iter().map(|(ino, t, layout)| ((ino, t.number), (ino, t, layout))).collect::<Vec<_>>()
+            trims
+                .into_iter()
+                .map(|(ino, t, layout)| ((ino, t.number), (ino, t, layout)))
+                .collect::<Vec<_>>()
         };
         let job = |(ino, trim, layout): (Ino, pb::Trim, pb::Layout)| async move {
             if !made.lock().cuts.contains(&(ino, trim.number)) {
                 self.member.check_fence(trim.fence)?;
                 let map = self.member.map();
                 let stripes = StripeMap::resolve(ino, &layout, &map)?;
-                if trim_chunks(&self.member, &map, &stripes, Some(&trim), (progress, trim.number)).await? == Did::Part {
+                if trim_chunks(&self.member, &map, &stripes, Some(&trim), (progress, trim.number))
+                    .await?
+                    == Did::Part
+                {
                     return Ok(Did::Part);
                 }
                 made.lock().cuts.insert((ino, trim.number));
@@ -112,17 +122,33 @@ impl Trims {
             Ok(Did::All)
         };
         let done = |keys: Vec<(Ino, u64)>| async move {
-            let each = |(ino, number)| self.member.propose(Command::TrimDone(pb::TrimDone { ino, number }));
+            let each = |(ino, number)| {
+                self.member.propose(Command::TrimDone(pb::TrimDone { ino, number }))
+            };
             try_join_all(keys.into_iter().map(each)).await.map(|_| ())
         };
-        work_off(CUTS_AT_ONCE, (CUT_POLL, RETRY_MAX), || self.trim_wanted.notified(), list, job, done).await;
+        work_off(
+            CUTS_AT_ONCE,
+            (CUT_POLL, RETRY_MAX),
+            || self.trim_wanted.notified(),
+            list,
+            job,
+            done,
+        )
+        .await;
     }
 
     /// Files that are gone: all their chunks are removed.
     pub(super) async fn delete_files(&self) {
         let progress = &TrimProgress::default();
         let list = |n: usize| {
-            self.member.machine.namespace.gc_queue(n).into_iter().map(|(n, r)| (n, (n, r))).collect::<Vec<_>>()
+            self.member
+                .machine
+                .namespace
+                .gc_queue(n)
+                .into_iter()
+                .map(|(n, r)| (n, (n, r)))
+                .collect::<Vec<_>>()
         };
         let job = |(number, r): (u64, pb::GcRecord)| async move {
             let Some(layout) = &r.layout else { return Ok(Did::All) };
@@ -134,17 +160,33 @@ impl Trims {
         let done = |numbers: Vec<u64>| async move {
             self.member.propose(Command::GcDone(pb::GcDone { numbers })).await.map(|_| ())
         };
-        work_off(self.member.cfg.gc_parallel, (DELETE_POLL, RETRY_MAX), std::future::pending, list, job, done).await;
+        work_off(
+            self.member.cfg.gc_parallel,
+            (DELETE_POLL, RETRY_MAX),
+            std::future::pending,
+            list,
+            job,
+            done,
+        )
+        .await;
     }
 
-    /// Holds the reply of a list that sets sizes or gives leave to write until no bytes beyond a cut are left anywhere:
-    /// they must not come back when the file grows again, and what is written from now on must not be cut.
-    pub(super) async fn wait_for_trims(&self, term: u64, ops: &[pb::Op], results: &[pb::OpResult]) -> Result<()> {
+    /// Holds the reply of a list that sets sizes or gives leave to write until no bytes beyond a
+    /// cut are left anywhere: they must not come back when the file grows again, and what is
+    /// written from now on must not be cut.
+    pub(super) async fn wait_for_trims(
+        &self,
+        term: u64,
+        ops: &[pb::Op],
+        results: &[pb::OpResult],
+    ) -> Result<()> {
         for (op, r) in ops.iter().zip(results) {
             let (ino, limit) = match &op.op {
                 Some(Op::Setattr(s)) if s.size.is_some() => (s.ino, TRIM_WAIT),
                 Some(Op::Extend(e)) => (e.ino, TRIM_WAIT),
-                Some(Op::Open(_) | Op::Create(_) | Op::Tmpfile(_)) if r.writer != 0 => (0, OPEN_WAIT),
+                Some(Op::Open(_) | Op::Create(_) | Op::Tmpfile(_)) if r.writer != 0 => {
+                    (0, OPEN_WAIT)
+                }
                 _ => continue,
             };
             self.wait_for_trim(term, if ino == 0 { r.ino } else { ino }, limit).await?;
@@ -176,24 +218,31 @@ impl Trims {
     }
 }
 
-/// For a deletion, which has its number from the same counter: a write that arrives later makes a chunk that no file has. Whoever had
-/// the file open closed it, or was evicted before this number was given. Only the file's own chains matter, in the epochs of `map`.
+/// For a deletion, which has its number from the same counter: a write that arrives later makes a
+/// chunk that no file has. Whoever had the file open closed it, or was evicted before this number
+/// was given. Only the file's own chains matter, in the epochs of `map`.
 fn fenced_before(member: &Member, number: u64, stripes: &StripeMap, map: &MapView) -> Result<()> {
     for id in stripes.chains.iter().collect::<BTreeSet<_>>() {
         let Some(chain) = map.chain(*id).filter(|c| !c.lost) else { continue };
-        // Who has not been heard of knows of none. Asked in this order: what is evicted in between counts.
+        // Who has not been heard of knows of none. Asked in this order: what is evicted in between
+        // counts.
         let known = member.with_lead(|l| Ok(l.manager.known_of(chain, map)))?;
-        if let Some(eviction) = member.machine.namespace.eviction_after(known).filter(|eviction| *eviction < number) {
-            return Err(Error::new(Code::Overloaded, format!("not all of chain {id} know of eviction {eviction} yet")));
+        if let Some(eviction) =
+            member.machine.namespace.eviction_after(known).filter(|eviction| *eviction < number)
+        {
+            return Err(Error::new(
+                Code::Overloaded,
+                format!("not all of chain {id} know of eviction {eviction} yet"),
+            ));
         }
     }
     Ok(())
 }
 
-/// Runs `job` for all that `list` names, at most `parallel` at a time, and reports the finished ones by `done`. Looks for
-/// new ones when woken, after each job and every `poll`. `most`: the longest pause before a job is tried again. Never returns.
-/// Those that have done a part go on in half of the places, in turns; the others are for what
-/// comes.
+/// Runs `job` for all that `list` names, at most `parallel` at a time, and reports the finished
+/// ones by `done`. Looks for new ones when woken, after each job and every `poll`. `most`: the
+/// longest pause before a job is tried again. Never returns. Those that have done a part go on in
+/// half of the places, in turns; the others are for what comes.
 pub(super) async fn work_off<K, T, W, J, D>(
     parallel: usize,
     (poll, most): (Duration, Duration),
@@ -218,7 +267,8 @@ pub(super) async fn work_off<K, T, W, J, D>(
             let listed = list(busy.len() + parallel);
             let due: BTreeSet<K> = listed.iter().map(|l| l.0).collect();
             busy.retain(|k, job| job.at.is_none() || due.contains(k));
-            // Those that failed must neither keep new ones away, nor be kept away by them: whoever is due for longest is first.
+            // Those that failed must neither keep new ones away, nor be kept away by them: whoever
+            // is due for longest is first.
             let mut fresh = busy.values().filter(|job| job.is_fresh()).count();
             let mut ready = Vec::new();
             for (key, what) in listed {
@@ -232,7 +282,8 @@ pub(super) async fn work_off<K, T, W, J, D>(
                 ready.extend(job.at.filter(|at| *at <= now).map(|at| (at, key, job.begun, what)));
             }
             ready.sort_unstable_by_key(|(at, key, ..)| (*at, *key));
-            let has_place = |(_, _, begun, _): &(Instant, K, bool, T)| !begun || take_one(&mut long);
+            let has_place =
+                |(_, _, begun, _): &(Instant, K, bool, T)| !begun || take_one(&mut long);
             for (_, key, _, what) in ready.into_iter().filter(has_place).take(free) {
                 busy.entry(key).and_modify(|job| job.at = None);
                 let run = job(what);
@@ -242,7 +293,8 @@ pub(super) async fn work_off<K, T, W, J, D>(
         let wait = Instant::now() + poll;
         let waits = busy.values().filter(|job| !job.begun || long > 0);
         let next_try = waits.filter_map(|job| job.at).min().filter(|_| running.len() < parallel);
-        let until = next_try.map_or(wait, |t| t.min(wait)).max(Instant::now() + Duration::from_millis(1));
+        let until =
+            next_try.map_or(wait, |t| t.min(wait)).max(Instant::now() + Duration::from_millis(1));
         tokio::select! {
             biased;
             Some((key, result)) = running.next(), if !running.is_empty() => {
@@ -309,7 +361,12 @@ fn made_way<K: Ord>(busy: &mut BTreeMap<K, Job>, key: K) {
     busy.insert(key, Job { begun: true, ..Job::new(Instant::now()) });
 }
 
-fn failed<K: Ord + Copy + std::fmt::Debug>(busy: &mut BTreeMap<K, Job>, key: K, e: &Error, most: Duration) {
+fn failed<K: Ord + Copy + std::fmt::Debug>(
+    busy: &mut BTreeMap<K, Job>,
+    key: K,
+    e: &Error,
+    most: Duration,
+) {
     tracing::debug!(?key, "to be tried again at the storage servers: {e}");
     let now = Instant::now();
     let job = busy.entry(key).or_insert_with(|| Job::new(now));
@@ -317,8 +374,8 @@ fn failed<K: Ord + Copy + std::fmt::Debug>(busy: &mut BTreeMap<K, Job>, key: K, 
     job.pause = (job.pause * 2).min(most);
 }
 
-/// Cuts a file's chunks on all its chains, or removes all if its data is gone for good. `number`: of
-/// the job. It makes way for others after a while, and after a failure begins nothing more.
+/// Cuts a file's chunks on all its chains, or removes all if its data is gone for good. `number`:
+/// of the job. It makes way for others after a while, and after a failure begins nothing more.
 async fn trim_chunks(
     member: &Member,
     map: &MapView,
@@ -379,11 +436,16 @@ async fn cut_once(
 ) -> Result<DataReply> {
     let term = member.with_lead(|l| Ok(l.term))?;
     let version = Version { epoch: term, number: 0 };
-    let number = call(conn, &DataRequest { version, seq: 0, ..request.clone() }).await?.version.number;
+    let number =
+        call(conn, &DataRequest { version, seq: 0, ..request.clone() }).await?.version.number;
     if number == 0 {
-        return Err(Error::new(Code::Protocol, "a storage server of an older version cuts without a number"));
+        return Err(Error::new(
+            Code::Protocol,
+            "a storage server of an older version cuts without a number",
+        ));
     }
-    // Only now: a number that is given after another cut of the file is done would undo what was written since.
+    // Only now: a number that is given after another cut of the file is done would undo what was
+    // written since.
     if member.machine.namespace.trim_of(ino).is_none_or(|t| t.number != trim.number) {
         let m = format!("cut {} of inode {ino:#x} is made or replaced", trim.number);
         return Err(Error::new(Code::Stale, m));
@@ -397,7 +459,11 @@ async fn call(conn: &dyn Connection, request: &DataRequest) -> Result<DataReply>
 }
 
 /// What to ask of the head of each chain.
-fn trim_requests(stripes: &StripeMap, size: Option<u64>, map: &MapView) -> Result<Vec<(pb::Node, DataRequest)>> {
+fn trim_requests(
+    stripes: &StripeMap,
+    size: Option<u64>,
+    map: &MapView,
+) -> Result<Vec<(pb::Node, DataRequest)>> {
     let Cut { first_gone, kept } = stripes.cut(size.unwrap_or(0));
     let flags = if size.is_none() { FLAG_TOMBSTONE } else { 0 };
     // Only one chain has the chunk that keeps some of its bytes.
@@ -407,15 +473,24 @@ fn trim_requests(stripes: &StripeMap, size: Option<u64>, map: &MapView) -> Resul
     chains.dedup();
     let mut out = Vec::with_capacity(chains.len());
     for id in chains {
-        let chain = map.chain(id).ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
+        let chain = map
+            .chain(id)
+            .ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
         if chain.lost {
             continue; // with all it had
         }
-        let head = chain.head().ok_or_else(|| Error::new(Code::NotServing, format!("chain {id} has no source")))?;
-        let node = map.node_of(head).ok_or_else(|| Error::new(Code::Io, format!("target {head} has no node")))?;
+        let head = chain
+            .head()
+            .ok_or_else(|| Error::new(Code::NotServing, format!("chain {id} has no source")))?;
+        let node = map
+            .node_of(head)
+            .ok_or_else(|| Error::new(Code::Io, format!("target {head} has no node")))?;
         let chunk = ChunkId { ino: stripes.ino, data: stripes.data, index: first_gone };
         let len = if partial == Some(id) { kept } else { u32::MAX };
-        out.push((node.clone(), DataRequest { len, flags, ..DataRequest::new(id, chain.epoch, head, chunk) }));
+        out.push((
+            node.clone(),
+            DataRequest { len, flags, ..DataRequest::new(id, chain.epoch, head, chunk) },
+        ));
     }
     Ok(out)
 }
@@ -432,8 +507,11 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn jobs_that_fail_are_tried_again_however_many_and_keep_nobody_away() {
         const ALL: u32 = 5000;
-        let (heal, left, slow) =
-            (AtomicBool::new(false), Mutex::new((0..ALL).collect::<BTreeSet<_>>()), AtomicUsize::new(0));
+        let (heal, left, slow) = (
+            AtomicBool::new(false),
+            Mutex::new((0..ALL).collect::<BTreeSet<_>>()),
+            AtomicUsize::new(0),
+        );
         let list = |n: usize| left.lock().iter().take(n).map(|k| (*k, *k)).collect::<Vec<_>>();
         let job = |k: u32| {
             let (heal, slow) = (&heal, &slow);

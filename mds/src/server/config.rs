@@ -18,25 +18,29 @@ const MAX_PER_TARGET: usize = 64;
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// This server's Raft id, 1 to 1000. Never given to another server again, not even after this one lost its disk.
+    /// This server's Raft id, 1 to 1000. Never given to another server again, not even after this
+    /// one lost its disk.
     pub id: u64,
     /// Name for people, default `mds-ID`.
     #[serde(default)]
     pub name: String,
-    /// Where it listens for clients, storage servers and the other metadata servers: `tcp:HOST:PORT`.
+    /// Where it listens for clients, storage servers and the other metadata servers:
+    /// `tcp:HOST:PORT`.
     #[serde(deserialize_with = "endpoint")]
     pub listen: Endpoint,
     /// What others connect to, if that is not what it listens at (`0.0.0.0`, NAT).
     #[serde(default, deserialize_with = "some_endpoint")]
     pub advertise: Option<Endpoint>,
-    /// Where it answers administration (gRPC): `HOST:PORT`. Absent: not at all. It is not authenticated: keep it on a
-    /// loopback or management address.
+    /// Where it answers administration (gRPC): `HOST:PORT`. Absent: not at all. It is not
+    /// authenticated: keep it on a loopback or management address.
     #[serde(default)]
     pub admin: Option<SocketAddr>,
-    /// The group's members, as `"ID=tcp:HOST:PORT"`; this server may be among them. The same on all members.
+    /// The group's members, as `"ID=tcp:HOST:PORT"`; this server may be among them. The same on all
+    /// members.
     #[serde(default, deserialize_with = "peers")]
     pub peers: Vec<(u64, Endpoint)>,
-    /// This server joins a group that exists (see "Changing the group of metadata servers"): it does not vote before the group takes it in.
+    /// This server joins a group that exists (see "Changing the group of metadata servers"): it
+    /// does not vote before the group takes it in.
     #[serde(default)]
     pub join: bool,
     /// Folder for the Raft log and the metadata.
@@ -47,7 +51,8 @@ pub struct Config {
     /// Copies of files whose directory does not say otherwise, 1 to 3; used at the first start.
     #[serde(default = "one")]
     pub default_copies: u32,
-    /// A chain takes no writes while it has fewer replicas in sync (or fewer than its copies, if those are less), 1 to 3.
+    /// A chain takes no writes while it has fewer replicas in sync (or fewer than its copies, if
+    /// those are less), 1 to 3.
     #[serde(default = "one")]
     pub min_copies: u32,
     /// Owner of the root directory; used at the first start.
@@ -59,10 +64,12 @@ pub struct Config {
     /// Chains are made once so many targets are alive; 0: with the first ones.
     #[serde(default)]
     pub expect_targets: usize,
-    /// Chains of each number of copies that a target heads: into so many parts what it has is cut, for balance.
+    /// Chains of each number of copies that a target heads: into so many parts what it has is cut,
+    /// for balance.
     #[serde(default = "chains_per_target")]
     pub chains_per_target: usize,
-    /// Percentage points that the fullest and the emptiest target may differ before data moves between targets; 0: it never does.
+    /// Percentage points that the fullest and the emptiest target may differ before data moves
+    /// between targets; 0: it never does.
     #[serde(default = "balance_percent")]
     pub balance_percent: u32,
     /// How long a storage server may act on one answered heartbeat, milliseconds.
@@ -71,7 +78,8 @@ pub struct Config {
     /// How long a client's session lives without a renewal, milliseconds.
     #[serde(default = "session_term_ms")]
     pub session_term_ms: u64,
-    /// What a storage target has that was dead for so long is copied to others, milliseconds; 0: never.
+    /// What a storage target has that was dead for so long is copied to others, milliseconds; 0:
+    /// never.
     #[serde(default = "rebuild_after_ms")]
     pub rebuild_after_ms: u64,
     /// How long a capability for a file's data is valid, milliseconds.
@@ -80,7 +88,8 @@ pub struct Config {
     /// One Raft tick, milliseconds; followers wait 8 to 16 of them for a dead leader.
     #[serde(default = "tick_ms")]
     pub tick_ms: u64,
-    /// A leader whose log writes take longer than this hands over to a member whose do not, milliseconds; 0: never.
+    /// A leader whose log writes take longer than this hands over to a member whose do not,
+    /// milliseconds; 0: never.
     #[serde(default = "slow_disk_ms")]
     pub slow_disk_ms: u64,
     /// All of this server's metadata is read for damage once in so long, seconds; 0: never.
@@ -92,7 +101,8 @@ pub struct Config {
     /// A storage target whose device is so many times slower than the others' is slow; 0: none is.
     #[serde(default = "slow_factor")]
     pub slow_factor: u64,
-    /// But not if it answers within this (the median; ten times this, the slowest in a hundred), milliseconds.
+    /// But not if it answers within this (the median; ten times this, the slowest in a hundred),
+    /// milliseconds.
     #[serde(default = "slow_floor_ms")]
     pub slow_floor_ms: u64,
     /// And only when that lasts so long without a break, milliseconds.
@@ -107,8 +117,8 @@ pub struct Config {
     /// Memory for the metadata store's block cache, bytes.
     #[serde(default = "cache_bytes")]
     pub cache_bytes: u64,
-    /// Disk space kept back in `dir`, bytes: with less, nothing new is accepted, but removals are. 0: none. Absent: 10 % of
-    /// the file system, at most 256 MiB.
+    /// Disk space kept back in `dir`, bytes: with less, nothing new is accepted, but removals are.
+    /// 0: none. Absent: 10 % of the file system, at most 256 MiB.
     #[serde(default)]
     pub reserve_bytes: Option<u64>,
     /// Not a key: see [`Config::limit_leases`].
@@ -175,7 +185,9 @@ fn endpoint<'de, D: Deserializer<'de>>(d: D) -> std::result::Result<Endpoint, D:
     String::deserialize(d)?.parse().map_err(D::Error::custom)
 }
 
-fn some_endpoint<'de, D: Deserializer<'de>>(d: D) -> std::result::Result<Option<Endpoint>, D::Error> {
+fn some_endpoint<'de, D: Deserializer<'de>>(
+    d: D,
+) -> std::result::Result<Option<Endpoint>, D::Error> {
     endpoint(d).map(Some)
 }
 
@@ -185,7 +197,12 @@ fn peers<'de, D: Deserializer<'de>>(d: D) -> std::result::Result<Vec<(u64, Endpo
 
 /// `ID=tcp:HOST:PORT`, as in the configuration file and on the command line.
 pub fn parse_peer(s: &str) -> Result<(u64, Endpoint)> {
-    let bad = || Error::new(Code::Inval, format!("'{s}' is not a metadata server; expected ID=tcp:HOST:PORT"));
+    let bad = || {
+        Error::new(
+            Code::Inval,
+            format!("'{s}' is not a metadata server; expected ID=tcp:HOST:PORT"),
+        )
+    };
     let (id, at) = s.split_once('=').ok_or_else(bad)?;
     Ok((id.trim().parse().map_err(|_| bad())?, at.trim().parse()?))
 }
@@ -239,7 +256,8 @@ impl Config {
 
     /// `EINVAL` naming the key that cannot be.
     pub fn check(&self) -> Result<()> {
-        let bad = |m: String| Err(Error::new(Code::Inval, format!("metadata server configuration: {m}")));
+        let bad =
+            |m: String| Err(Error::new(Code::Inval, format!("metadata server configuration: {m}")));
         let id_ok = |id: u64| id > 0 && id < u64::from(FIRST_OSS_NODE);
         if !id_ok(self.id) || self.peers.iter().any(|p| !id_ok(p.0)) {
             return bad(format!("ids are 1 to {}", FIRST_OSS_NODE - 1));
@@ -261,7 +279,10 @@ impl Config {
         if self.balance_percent > 100 {
             return bad("`balance_percent` is 0 to 100".into());
         }
-        if self.fs_name.is_empty() || self.fs_name.len() > 64 || self.fs_name.chars().any(char::is_control) {
+        if self.fs_name.is_empty()
+            || self.fs_name.len() > 64
+            || self.fs_name.chars().any(char::is_control)
+        {
             return bad("`fs_name` is 1 to 64 bytes of printable text".into());
         }
         if self.join && self.peers.iter().all(|p| p.0 == self.id) {
@@ -320,7 +341,10 @@ mod tests {
     fn keys_and_defaults() {
         let c = parse(LEAST).unwrap();
         c.check().unwrap();
-        assert_eq!((c.name(), c.lease_ms, c.session_term_ms, c.default_copies), ("mds-2".into(), 2000, 30_000, 1));
+        assert_eq!(
+            (c.name(), c.lease_ms, c.session_term_ms, c.default_copies),
+            ("mds-2".into(), 2000, 30_000, 1)
+        );
         let new = Config::new(2, "tcp:0.0.0.0:7000".parse().unwrap(), "/d".into());
         assert_eq!(format!("{c:?}"), format!("{new:?}"), "both ways give the same defaults");
         let c = parse(&format!(
@@ -367,7 +391,8 @@ mod tests {
     fn all_keys_are_documented() {
         let table = include_str!("../../../docs/operations.md");
         let source = include_str!("config.rs");
-        let fields = source.split("pub struct Config {").nth(1).unwrap().split("\n}").next().unwrap();
+        let fields =
+            source.split("pub struct Config {").nth(1).unwrap().split("\n}").next().unwrap();
         let keys = fields.lines().filter_map(|l| l.trim().strip_prefix("pub ")?.split(':').next());
         let missing: Vec<&str> = keys.filter(|k| !table.contains(&format!("| `{k}` |"))).collect();
         assert!(missing.is_empty(), "not in docs/operations.md: {missing:?}");

@@ -22,11 +22,17 @@ use crate::{
     namespace::Namespace,
 };
 
-/// Starts a server from `cfg.dir`, making the folder at the first start. `cluster_key` is the secret that all servers
-/// of the cluster share; what clients and other clusters must not forge is derived from it.
+/// Starts a server from `cfg.dir`, making the folder at the first start. `cluster_key` is the
+/// secret that all servers of the cluster share; what clients and other clusters must not forge is
+/// derived from it.
 ///
-/// Errors name the folder and what is wrong with it: in use, of another member or cluster, newer, damaged.
-pub fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> BoxFuture<'static, Result<MdsServer>> {
+/// Errors name the folder and what is wrong with it: in use, of another member or cluster, newer,
+/// damaged.
+pub fn start_on_disk(
+    cfg: Config,
+    env: Env,
+    cluster_key: [u8; 32],
+) -> BoxFuture<'static, Result<MdsServer>> {
     Box::pin(async move {
         cfg.check()?;
         let cluster = cluster_id(&cluster_key, &cfg.fs_name);
@@ -39,10 +45,23 @@ pub fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> BoxFuture<
         if cfg.join {
             voters.clear();
         }
-        let log = DiskLog::open(&cfg.dir.join(LOG), cluster, cfg.id, &voters, env.random_u64(), sizes.log())?;
+        let log = DiskLog::open(
+            &cfg.dir.join(LOG),
+            cluster,
+            cfg.id,
+            &voters,
+            env.random_u64(),
+            sizes.log(),
+        )?;
         let (store, set_aside) = open_state(&cfg, &sizes, &log.load().await?)?;
         Record { member: cfg.id, cluster, state: State::Complete }.write(&cfg.dir)?;
-        let fabric = Roads::new(env.clone(), Identity::server(&cluster_key), None, Pool::default(), Default::default());
+        let fabric = Roads::new(
+            env.clone(),
+            Identity::server(&cluster_key),
+            None,
+            Pool::default(),
+            Default::default(),
+        );
         let parts = Parts {
             env,
             fabric: Arc::new(fabric),
@@ -53,7 +72,12 @@ pub fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> BoxFuture<
         };
         let admin_at = cfg.admin;
         let reserve = cfg.reserve_bytes.unwrap_or_else(|| disk_space::default_reserve(sizes.total));
-        let disk = Disk { reserve_file: Some(cfg.dir.join(RESERVE)), reserve, segment: sizes.segment, set_aside };
+        let disk = Disk {
+            reserve_file: Some(cfg.dir.join(RESERVE)),
+            reserve,
+            segment: sizes.segment,
+            set_aside,
+        };
         let mut server = start_with(cfg, parts, disk).await?;
         server.lock = Some(lock);
         if let Some(at) = admin_at {
@@ -64,8 +88,9 @@ pub fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> BoxFuture<
     })
 }
 
-/// Opens the state, or makes it. One that is damaged is set aside where it can be had again: `log` has all that was ever agreed on, or
-/// other members have a copy. What was wrong with it comes with the empty one in its place.
+/// Opens the state, or makes it. One that is damaged is set aside where it can be had again: `log`
+/// has all that was ever agreed on, or other members have a copy. What was wrong with it comes with
+/// the empty one in its place.
 fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore, Option<Error>)> {
     let (dir, aside) = (&cfg.dir, cfg.dir.join(data_dir::DAMAGED));
     let open = || {
@@ -90,11 +115,13 @@ fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore
     }
     let again = log.base.0 == 0 || log.voters != [cfg.id] || !log.peers.is_empty();
     if !again {
-        let next =
-            "there is no other member to copy it from: restore a backup (docs/operations.md, 'Damaged metadata')";
+        let next = "there is no other member to copy it from: restore a backup (docs/operations.md, 'Damaged metadata')";
         return Err(Error { message: format!("{}; {next}", damage.message), ..damage });
     }
-    tracing::error!("the metadata state is damaged, is set aside as {} and made anew: {damage}", aside.display());
+    tracing::error!(
+        "the metadata state is damaged, is set aside as {} and made anew: {damage}",
+        aside.display()
+    );
     if aside.exists() {
         fs::remove_dir_all(&aside).map_err(|e| data_dir::at(&aside, e))?;
     }
@@ -103,7 +130,8 @@ fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore
     Ok((sizes.store(dir, cfg.cache_bytes)?, Some(damage)))
 }
 
-/// For the fuzz targets: reads the text of an identity file; what reads is written the same way again.
+/// For the fuzz targets: reads the text of an identity file; what reads is written the same way
+/// again.
 #[doc(hidden)]
 pub fn read_identity(text: &str) -> Result<String> {
     Record::parse(text).map(|r| r.text())
@@ -131,7 +159,9 @@ fn open_folder(cfg: &Config, cluster: [u8; 16]) -> Result<File> {
         ));
     }
     if record.cluster != cluster {
-        return refuse("this folder is of another cluster: its key or file system name differs".into());
+        return refuse(
+            "this folder is of another cluster: its key or file system name differs".into(),
+        );
     }
     match record.state {
         State::New | State::Complete => {}
@@ -142,11 +172,17 @@ fn open_folder(cfg: &Config, cluster: [u8; 16]) -> Result<File> {
                 record.member
             ));
         }
-        State::Recovering { .. } => return refuse("a recovery of it was begun; run `strake mds recover` again".into()),
-        State::Loading => return refuse("a dump was being loaded into it; run `strake mds load` again".into()),
+        State::Recovering { .. } => {
+            return refuse("a recovery of it was begun; run `strake mds recover` again".into());
+        }
+        State::Loading => {
+            return refuse("a dump was being loaded into it; run `strake mds load` again".into());
+        }
     }
     let log = dir.join(LOG);
-    if record.state == State::Complete && fs::read_dir(&log).map_or(true, |mut d| d.next().is_none()) {
+    if record.state == State::Complete
+        && fs::read_dir(&log).map_or(true, |mut d| d.next().is_none())
+    {
         return Err(disk_log::refusal(format!("{} is missing", log.display())));
     }
     Ok(lock)
@@ -192,7 +228,8 @@ mod tests {
         Record { member: 1, cluster, state: State::Complete }.write(dir.path()).unwrap();
         let lost = open_folder(&cfg, cluster).unwrap_err();
         assert!(
-            lost.code == Code::Corrupt && lost.message.contains("Changing the group of metadata servers"),
+            lost.code == Code::Corrupt
+                && lost.message.contains("Changing the group of metadata servers"),
             "{lost}"
         );
         fs::write(dir.path().join("identity"), "strake mds 9\n").unwrap();

@@ -1,7 +1,9 @@
-//! Space on the disk: which changes are still accepted, so that the log and the state practically never meet a full disk.
+//! Space on the disk: which changes are still accepted, so that the log and the state practically
+//! never meet a full disk.
 //!
-//! A file of [`DiskSpace::reserve`] bytes is kept in the server's folder. When so little is left that growth must end, the file
-//! is deleted: what is removed, and the group's own business, goes on in its place. It is made again when there is space.
+//! A file of [`DiskSpace::reserve`] bytes is kept in the server's folder. When so little is left
+//! that growth must end, the file is deleted: what is removed, and the group's own business, goes
+//! on in its place. It is made again when there is space.
 
 use std::{fs, path::PathBuf, sync::Arc};
 
@@ -44,9 +46,14 @@ impl Need {
 
     fn of_op(op: &pb::Op) -> Need {
         match &op.op {
-            Some(Op::Create(_) | Op::Mkdir(_) | Op::Mknod(_) | Op::Symlink(_) | Op::Link(_) | Op::Setxattr(_)) => {
-                Need::Growth
-            }
+            Some(
+                Op::Create(_)
+                | Op::Mkdir(_)
+                | Op::Mknod(_)
+                | Op::Symlink(_)
+                | Op::Link(_)
+                | Op::Setxattr(_),
+            ) => Need::Growth,
             Some(Op::Seal(s)) if !matches!(s.step, Some(Step::Undo(_))) => Need::Growth,
             Some(Op::Setattr(s)) if s.size.is_some() => Need::Little,
             Some(Op::SetLock(l)) if locks::is_take(l) => Need::Some,
@@ -83,13 +90,19 @@ pub(super) fn default_reserve(total: u64) -> u64 {
 
 impl DiskSpace {
     /// `segment`: bytes that the log takes at once.
-    pub(super) fn new(store: Arc<dyn MetaStore>, file: Option<PathBuf>, reserve: u64, segment: u64) -> DiskSpace {
+    pub(super) fn new(
+        store: Arc<dyn MetaStore>,
+        file: Option<PathBuf>,
+        reserve: u64,
+        segment: u64,
+    ) -> DiskSpace {
         let kept = file.as_ref().and_then(|f| fs::metadata(f).ok()).map_or(0, |m| m.len());
         let margin = segment + (reserve / 8).min(MIB * 16);
         DiskSpace { store, file, reserve, margin, state: Mutex::new(State { kept, short: false }) }
     }
 
-    /// Looks at the disk, and deletes or makes the reserve. Returns whether growth must wait, and the bytes free.
+    /// Looks at the disk, and deletes or makes the reserve. Returns whether growth must wait, and
+    /// the bytes free.
     pub(super) fn look(&self) -> (bool, u64) {
         if self.reserve == 0 {
             return (false, u64::MAX);
@@ -107,7 +120,10 @@ impl DiskSpace {
         if short != state.short {
             state.short = short;
             if short {
-                tracing::warn!(free, "the metadata disk is almost full: nothing new is accepted until there is space");
+                tracing::warn!(
+                    free,
+                    "the metadata disk is almost full: nothing new is accepted until there is space"
+                );
             } else {
                 tracing::info!(free, "the metadata disk has space again");
             }
@@ -137,8 +153,10 @@ impl DiskSpace {
         if free >= least {
             return Ok(());
         }
-        let m =
-            format!("the metadata server's disk is full ({} MiB free); remove what is not needed there", free / MIB);
+        let m = format!(
+            "the metadata server's disk is full ({} MiB free); remove what is not needed there",
+            free / MIB
+        );
         Err(Error::new(Code::NoSpc, m))
     }
 }
@@ -238,7 +256,10 @@ mod tests {
         let cut = Op::Setattr(pb::SetAttr { size: Some(0), ..Default::default() });
         assert_eq!(list(vec![Op::Unlink(Default::default()), cut.clone()]), Need::Little);
         assert_eq!(list(vec![cut, Op::Rename(Default::default())]), Need::Some);
-        assert_eq!(list(vec![Op::Unlink(Default::default()), Op::Mkdir(Default::default())]), Need::Growth);
+        assert_eq!(
+            list(vec![Op::Unlink(Default::default()), Op::Mkdir(Default::default())]),
+            Need::Growth
+        );
         let lock = |r#type| {
             let span = Some(pb::LockSpan { r#type, ..Default::default() });
             list(vec![Op::SetLock(pb::SetLock { span, ..Default::default() })])

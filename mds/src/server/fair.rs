@@ -13,7 +13,8 @@ use super::{
     machine::Machine,
 };
 
-/// Of each kind, at a time. A session has a quarter of it: as many as one connection may have in work.
+/// Of each kind, at a time. A session has a quarter of it: as many as one connection may have in
+/// work.
 const MOST: usize = 1024;
 /// So many operations are as much work as one more request.
 const HEAVY: usize = 16;
@@ -30,7 +31,12 @@ pub(super) struct Fair {
 
 impl Fair {
     pub(super) fn new(machine: Arc<Machine>) -> Fair {
-        Fair { reads: Turns::new(MOST), changes: Turns::new(MOST), heavy: Heavy::default(), machine }
+        Fair {
+            reads: Turns::new(MOST),
+            changes: Turns::new(MOST),
+            heavy: Heavy::default(),
+            machine,
+        }
     }
 
     /// Waits for the turn of a session that the peer has shown to be its own, for a list that
@@ -40,11 +46,17 @@ impl Fair {
     }
 
     /// Likewise for a list of so many operations that changes something.
-    pub(super) async fn change_turn(&self, peer: &Peer, session: SessionId, ops: usize) -> Result<Option<Turn>> {
+    pub(super) async fn change_turn(
+        &self,
+        peer: &Peer,
+        session: SessionId,
+        ops: usize,
+    ) -> Result<Option<Turn>> {
         turn_of(&self.changes, peer, session, ops).await
     }
 
-    /// A list that is much work has to wait until no other such list is answered. Every list of a client comes here.
+    /// A list that is much work has to wait until no other such list is answered. Every list of a
+    /// client comes here.
     pub(super) async fn heavy_turn(
         &self,
         peer: &Peer,
@@ -59,7 +71,12 @@ impl Fair {
     }
 }
 
-async fn turn_of(turns: &Turns, peer: &Peer, session: SessionId, ops: usize) -> Result<Option<Turn>> {
+async fn turn_of(
+    turns: &Turns,
+    peer: &Peer,
+    session: SessionId,
+    ops: usize,
+) -> Result<Option<Turn>> {
     match peer.role {
         Role::Client => turns.take(&peer.addr, session, 1 + ops / HEAVY, WAIT).await.map(Some),
         Role::Server => Ok(None),

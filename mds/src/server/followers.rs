@@ -1,4 +1,5 @@
-//! Reads by members that do not lead: `docs/follower-reads.md` says when they may be answered, and why that is linearizable.
+//! Reads by members that do not lead: `docs/follower-reads.md` says when they may be answered, and
+//! why that is linearizable.
 
 use std::{
     collections::BTreeSet,
@@ -71,7 +72,10 @@ impl Gathering {
 
 /// Not this server, not now.
 fn cannot(why: &str) -> Error {
-    Error::new(Code::NotServing, format!("this metadata server does not lead, and cannot answer now: {why}"))
+    Error::new(
+        Code::NotServing,
+        format!("this metadata server does not lead, and cannot answer now: {why}"),
+    )
 }
 
 /// Asks for frontiers for ever: one at a time, for all who wait.
@@ -84,7 +88,8 @@ pub(super) async fn run(followers: Arc<Followers>) {
             continue;
         }
         let asked = timeout(ASK, followers.ask_frontier(&mut link)).await;
-        let frontier = asked.unwrap_or_else(|_| Err(cannot("the leader does not answer"))).map(Arc::new);
+        let frontier =
+            asked.unwrap_or_else(|_| Err(cannot("the leader does not answer"))).map(Arc::new);
         if frontier.is_err()
             && let Some((_, conn)) = link.take()
         {
@@ -110,18 +115,33 @@ impl Followers {
     }
 
     /// Asks who leads. `link`: the leader that was asked last, and the connection to it.
-    async fn ask_frontier(&self, link: &mut Option<(u64, Arc<dyn Connection>)>) -> Result<Frontier> {
+    async fn ask_frontier(
+        &self,
+        link: &mut Option<(u64, Arc<dyn Connection>)>,
+    ) -> Result<Frontier> {
         let leader = self.member.leadership.borrow().leader;
         let conn = match link {
             Some((id, conn)) if *id == leader && !conn.is_closed() => conn.clone(),
             _ => {
-                let at = self.member.node.endpoint_of(leader).ok_or_else(|| cannot("it knows of no leader"))?;
-                let conn = self.member.links.fabric().connect(&at, None).await.map_err(|e| cannot(&e.message))?;
+                let at = self
+                    .member
+                    .node
+                    .endpoint_of(leader)
+                    .ok_or_else(|| cannot("it knows of no leader"))?;
+                let conn = self
+                    .member
+                    .links
+                    .fabric()
+                    .connect(&at, None)
+                    .await
+                    .map_err(|e| cannot(&e.message))?;
                 link.insert((leader, conn)).1.clone()
             }
         };
-        let request =
-            pb::FrontierRequest { member: self.member.cfg.id, incarnation: self.member.map().map.incarnation };
+        let request = pb::FrontierRequest {
+            member: self.member.cfg.id,
+            incarnation: self.member.map().map.incarnation,
+        };
         let m = Message::new(opcode::FRONTIER, request.encode_to_vec());
         let m = conn.call(m, ASK).await.map_err(|e| cannot(&e.message))?;
         let body = few_numbers(MAX_UNSETTLED, UNSETTLED_TAG, m.body)?;
@@ -129,7 +149,8 @@ impl Followers {
         Ok(Frontier { index: r.index, unsettled: r.unsettled.into_iter().collect() })
     }
 
-    /// Tells a member that does not lead what it may tell of. `NotLeader`; `NotServing`: nothing now; `NotMember`: it is no member any more.
+    /// Tells a member that does not lead what it may tell of. `NotLeader`; `NotServing`: nothing
+    /// now; `NotMember`: it is no member any more.
     pub(super) async fn frontier(&self, request: pb::FrontierRequest) -> Result<Bytes> {
         let term = self.member.leading()?;
         if self.member.machine.is_former(request.member) {
@@ -143,16 +164,24 @@ impl Followers {
         Ok(encode(&pb::FrontierReply { index, unsettled }))
     }
 
-    /// A list that a client sent here though this server does not lead. `NotLeader`: only the leader can answer it; `NotServing`: this
-    /// server cannot, at the moment.
-    pub(super) async fn follow(&self, peer: &Peer, request: pb::MetaRequest) -> Result<pb::MetaReply> {
+    /// A list that a client sent here though this server does not lead. `NotLeader`: only the
+    /// leader can answer it; `NotServing`: this server cannot, at the moment.
+    pub(super) async fn follow(
+        &self,
+        peer: &Peer,
+        request: pb::MetaRequest,
+    ) -> Result<pb::MetaReply> {
         let outcome = self.read_following(peer, &request).await;
         let counter = if outcome.is_ok() { &self.answered } else { &self.refused };
         counter.fetch_add(1, Relaxed);
         outcome
     }
 
-    async fn read_following(&self, peer: &Peer, request: &pb::MetaRequest) -> Result<pb::MetaReply> {
+    async fn read_following(
+        &self,
+        peer: &Peer,
+        request: &pb::MetaRequest,
+    ) -> Result<pb::MetaReply> {
         let creds = request.creds.clone().unwrap_or_default();
         let elsewhere = || self.member.leading().err().unwrap_or_else(|| Error::not_leader(0));
         if !request.ops.iter().all(only_looks) {
@@ -170,7 +199,8 @@ impl Followers {
                 Err(_) => return Err(cannot("it is behind")),
             }
             let turn = self.fair.heavy_turn(peer, request.session, &request.ops).await?;
-            let read = self.member.machine.namespace.read_following(request.session, &creds, &request.ops);
+            let read =
+                self.member.machine.namespace.read_following(request.session, &creds, &request.ops);
             drop(turn);
             // Whose session has ended only the leader says.
             let read = read.map_err(|e| cannot(&e.message))?;
@@ -188,8 +218,8 @@ impl Followers {
     }
 }
 
-/// Leaves out of listings what somebody else may still have to report. `None`: it is shown elsewhere, its writer must be asked, or
-/// how far a file goes is not known.
+/// Leaves out of listings what somebody else may still have to report. `None`: it is shown
+/// elsewhere, its writer must be asked, or how far a file goes is not known.
 fn leave_out(read: ReadAt) -> Option<pb::MetaReply> {
     let ReadAt { mut reply, written, endless, .. } = read;
     let written = |a: &pb::Attr| written.contains(&a.ino) || endless.contains(&a.ino);

@@ -28,7 +28,9 @@ const KEPT: usize = 64;
 /// `E2BIG` for more groups than a process can have. Puts them in order, each once: this is what is
 /// logged.
 pub(super) fn order_groups(creds: &mut Option<pb::Creds>) -> Result<()> {
-    let Some(groups) = creds.as_mut().map(|c| &mut c.groups).filter(|g| !g.is_empty()) else { return Ok(()) };
+    let Some(groups) = creds.as_mut().map(|c| &mut c.groups).filter(|g| !g.is_empty()) else {
+        return Ok(());
+    };
     if groups.len() > MAX_GROUPS {
         let m = format!("the caller has {} groups; {MAX_GROUPS} are the limit", groups.len());
         return Err(Error::new(Code::TooBig, m));
@@ -76,7 +78,8 @@ impl Line {
     }
 
     fn is_at_rest(&self) -> bool {
-        self.one.available_permits() > 0 && self.pause.lock().is_none_or(|until| until <= Instant::now())
+        self.one.available_permits() > 0
+            && self.pause.lock().is_none_or(|until| until <= Instant::now())
     }
 }
 

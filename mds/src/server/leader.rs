@@ -1,5 +1,6 @@
-//! What the leader does besides answering: formats a new file system, says who the metadata servers are, and runs the
-//! membership tick, the sessions' terms and the orphans. All of it ends with its term.
+//! What the leader does besides answering: formats a new file system, says who the metadata servers
+//! are, and runs the membership tick, the sessions' terms and the orphans. All of it ends with its
+//! term.
 
 use std::{sync::Arc, time::Duration};
 
@@ -33,8 +34,9 @@ use pb::log_command::Command;
 const CLUSTER_TICK: Duration = Duration::from_millis(100);
 /// A tick that comes this late means that the process was stopped: nobody could be heard.
 const STALL: Duration = Duration::from_secs(1);
-/// Orphans are not freed sooner after an election. The former leader may have answered an open until then, and a client takes that answer in for
-/// 5 s after it has asked (by its clock, which may be slow by a tenth); it tells this leader then, see `client/src/opens.rs`.
+/// Orphans are not freed sooner after an election. The former leader may have answered an open
+/// until then, and a client takes that answer in for 5 s after it has asked (by its clock, which
+/// may be slow by a tenth); it tells this leader then, see `client/src/metadata/opens.rs`.
 const MIN_GRACE: Duration = Duration::from_secs(6);
 /// For so long nobody may have had an orphan open.
 const ORPHAN_PAUSE: Duration = Duration::from_secs(1);
@@ -114,7 +116,8 @@ impl Leader {
             sleep(CLUSTER_TICK).await;
         }
         self.member.machine.namespace.lock_news().listen(true);
-        *self.member.lead.lock() = Some(Lead { term, manager, sessions, lock_waiters: LockWaiters::default() });
+        *self.member.lead.lock() =
+            Some(Lead { term, manager, sessions, lock_waiters: LockWaiters::default() });
         tokio::join!(
             self.announce(),
             self.settings(),
@@ -149,8 +152,8 @@ impl Leader {
         Ok(())
     }
 
-    /// Keeps the metadata servers in the map, so that clients find all of them, and takes those out who left: whoever has changed the
-    /// group may have gone before the map was changed, too.
+    /// Keeps the metadata servers in the map, so that clients find all of them, and takes those out
+    /// who left: whoever has changed the group may have gone before the map was changed, too.
     async fn announce(&self) {
         loop {
             match self.announcement().await {
@@ -170,7 +173,10 @@ impl Leader {
         let asked = pb::Settings { min_copies: self.member.cfg.min_copies };
         while self.member.map().map.min_copies.max(1) != asked.min_copies {
             match self.member.propose(Command::Settings(asked)).await {
-                Ok(_) => tracing::info!("chains take writes with {} or more copies in sync", asked.min_copies),
+                Ok(_) => tracing::info!(
+                    "chains take writes with {} or more copies in sync",
+                    asked.min_copies
+                ),
                 Err(e) => tracing::warn!("setting min_copies: {e}"),
             }
             sleep(STALL).await;
@@ -185,8 +191,9 @@ impl Leader {
         for m in &group.members {
             let id = u32::try_from(m.id).unwrap_or(0);
             let own = id == self.member.own_id();
-            // A configuration may be older than the last replacement: only members count. What it says of them counts more
-            // than an older map, and the change that took a member in more than nothing.
+            // A configuration may be older than the last replacement: only members count. What it
+            // says of them counts more than an older map, and the change that took a member in more
+            // than nothing.
             let configured = self.member.cfg.peers.iter().find(|p| p.0 == m.id).map(|p| &p.1);
             let at = match own {
                 true => Some(self.member.advertised.get().unwrap_or(&self.member.cfg.listen)),
@@ -199,7 +206,14 @@ impl Leader {
                 None => (format!("mds-{id}"), String::new()),
             };
             let endpoints = vec![at.to_string()];
-            nodes.push(pb::Node { id, role: ROLE_MDS, endpoints, name, version, ..Default::default() });
+            nodes.push(pb::Node {
+                id,
+                role: ROLE_MDS,
+                endpoints,
+                name,
+                version,
+                ..Default::default()
+            });
         }
         // Those who left, should whoever let them go have failed to say so.
         let left = |n: &&pb::Node| n.role == ROLE_MDS && group.get(u64::from(n.id)).is_none();
@@ -246,16 +260,19 @@ impl Leader {
                 "cluster: target {} is drained, because it is slow. `strake target keep {0}` calls it off",
                 change.target
             ),
-            Err(e) => tracing::warn!("cluster: target {} is slow and was not drained: {e}", change.target),
+            Err(e) => {
+                tracing::warn!("cluster: target {} is slow and was not drained: {e}", change.target)
+            }
         }
     }
 
-    /// Lets those go on who wait for what evicted sessions wrote, once that can arrive nowhere any more.
+    /// Lets those go on who wait for what evicted sessions wrote, once that can arrive nowhere any
+    /// more.
     fn lift_fences(&self) {
         if self.member.recalls.fences() {
-            let known = self
-                .member
-                .with_lead(|l| Ok((l.term, l.manager.known_to_all(self.member.env.boot(), &self.member.map()))));
+            let known = self.member.with_lead(|l| {
+                Ok((l.term, l.manager.known_to_all(self.member.env.boot(), &self.member.map())))
+            });
             // A leader no longer: they are sent elsewhere.
             let _ = known.and_then(|(term, upto)| self.member.recalls.fenced(term, upto));
         }
@@ -280,12 +297,16 @@ impl Leader {
         });
     }
 
-    /// A lone server whose disk was full leads on, and a map change that was under way may have been made. It is known when something
-    /// behind it in the log was applied: a change that changes nothing.
+    /// A lone server whose disk was full leads on, and a map change that was under way may have
+    /// been made. It is known when something behind it in the log was applied: a change that
+    /// changes nothing.
     async fn settle_map(&self) {
-        let nothing = pb::MapUpdate { expect_version: self.member.map().version(), ..Default::default() };
+        let nothing =
+            pb::MapUpdate { expect_version: self.member.map().version(), ..Default::default() };
         match self.member.propose(Command::MapUpdate(nothing)).await {
-            Err(e) if e.code != Code::Busy => tracing::debug!("whether the map was changed is not known yet: {e}"),
+            Err(e) if e.code != Code::Busy => {
+                tracing::debug!("whether the map was changed is not known yet: {e}")
+            }
             _ => {
                 let now = self.member.env.boot();
                 let _ = self.member.with_lead(|l| {
@@ -332,8 +353,8 @@ impl Leader {
         }
     }
 
-    /// Frees files without a name that nobody has open. What was open under a former leader is known when all sessions of then have told it, at the latest
-    /// when their term is over.
+    /// Frees files without a name that nobody has open. What was open under a former leader is
+    /// known when all sessions of then have told it, at the latest when their term is over.
     async fn free_orphans(&self) {
         let (began, term) = (self.member.env.boot(), self.member.cfg.session_term());
         sleep(MIN_GRACE).await;
@@ -346,12 +367,16 @@ impl Leader {
             sleep(ORPHAN_TICK).await;
             let orphans = self.member.machine.namespace.orphans(ORPHANS);
             let now = self.member.env.boot();
-            let Ok(free) = self.member.with_lead(|l| Ok(l.sessions.free(now, &orphans, ORPHAN_PAUSE))) else {
+            let Ok(free) =
+                self.member.with_lead(|l| Ok(l.sessions.free(now, &orphans, ORPHAN_PAUSE)))
+            else {
                 continue;
             };
             for batch in free.chunks(BATCH) {
-                if let Err(e) =
-                    self.member.propose(Command::FreeOrphans(pb::FreeOrphans { inos: batch.to_vec() })).await
+                if let Err(e) = self
+                    .member
+                    .propose(Command::FreeOrphans(pb::FreeOrphans { inos: batch.to_vec() }))
+                    .await
                 {
                     tracing::warn!("freeing removed files: {e}");
                 }

@@ -21,7 +21,9 @@ pub(super) async fn recall(member: &Member, request: pb::RecallRequest) -> Resul
     let deadline = Instant::now() + POLL;
     let (mut reply, bell) = member.recalls.poll(term, &request)?;
     // A report is told of beside the request that waits.
-    let tells = !(request.reported.is_empty() && request.working.is_empty() && request.locks_checked.is_empty());
+    let tells = !(request.reported.is_empty()
+        && request.working.is_empty()
+        && request.locks_checked.is_empty());
     while reply == pb::RecallReply::default() && !tells {
         let rung = bell.notified();
         tokio::pin!(rung);
@@ -44,14 +46,18 @@ pub(super) async fn end_leases(member: &Member) {
         let (now, silence) = (member.env.boot(), member.recalls.limits.silence);
         let gone = match member.recalls.asked() {
             asked if asked.is_empty() => asked,
-            asked => member.with_lead(|l| Ok(l.sessions.silent(now, silence, asked))).unwrap_or_default(),
+            asked => {
+                member.with_lead(|l| Ok(l.sessions.silent(now, silence, asked))).unwrap_or_default()
+            }
         };
         let (mut silent, late) = member.recalls.tick(&gone);
-        // A report waits for the cut of its file, or for its end to be found, like everything that makes it grow; its sender
-        // cannot help that.
+        // A report waits for the cut of its file, or for its end to be found, like everything that
+        // makes it grow; its sender cannot help that.
         let namespace = &member.machine.namespace;
-        let held_up = |ino| namespace.trim_of(ino).is_some() || !matches!(namespace.endless(ino), Ok(None));
-        let (excused, late): (Vec<_>, Vec<_>) = late.into_iter().partition(|(_, ino)| held_up(*ino));
+        let held_up =
+            |ino| namespace.trim_of(ino).is_some() || !matches!(namespace.endless(ino), Ok(None));
+        let (excused, late): (Vec<_>, Vec<_>) =
+            late.into_iter().partition(|(_, ino)| held_up(*ino));
         member.recalls.excuse(&excused);
         late.iter().for_each(|_| Reporting::Late.taken());
         silent.extend(late.into_iter().map(|(id, _)| id));

@@ -8,8 +8,8 @@ use strake_proto::{Code, Error, Result, pb};
 use tokio::time::{Instant, timeout};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// After a connect failed, whoever wants that server is told so for this long, at once, before it is tried again: with many who wait, each
-/// would otherwise try for a second, one after the other.
+/// After a connect failed, whoever wants that server is told so for this long, at once, before it
+/// is tried again: with many who wait, each would otherwise try for a second, one after the other.
 const FAILURE_STANDS: Duration = Duration::from_millis(500);
 /// Beyond so many connections those that broke are forgotten.
 const MAX_LINKS: usize = 1024;
@@ -24,7 +24,8 @@ struct Link {
 /// Locked while it is made.
 type Slot = Arc<tokio::sync::Mutex<Link>>;
 
-/// One connection per storage server, by the best of its endpoints that answered, and kept until it breaks.
+/// One connection per storage server, by the best of its endpoints that answered, and kept until it
+/// breaks.
 pub(super) struct Links {
     fabric: Arc<dyn Fabric>,
     /// By their endpoints.
@@ -44,12 +45,15 @@ impl Links {
         let mut open = self.open.lock();
         if open.len() >= MAX_LINKS && !open.contains_key(at) {
             // Servers that came back at other addresses, again and again.
-            open.retain(|_, s| s.try_lock().map_or(true, |l| l.open.as_ref().is_some_and(|c| !c.is_closed())));
+            open.retain(|_, s| {
+                s.try_lock().map_or(true, |l| l.open.as_ref().is_some_and(|c| !c.is_closed()))
+            });
         }
         open.entry(at.to_vec()).or_default().clone()
     }
 
-    /// The connection to a storage server, made if there is none. A failure is that of all who waited for it, and of who asks soon after.
+    /// The connection to a storage server, made if there is none. A failure is that of all who
+    /// waited for it, and of who asks soon after.
     pub(super) async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
         let slot = self.slot(&node.endpoints);
         let mut slot = slot.lock().await;
@@ -70,13 +74,21 @@ impl Links {
     }
 
     async fn connect(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
-        let mut last = Error::new(Code::Inval, format!("storage server '{}' has no endpoint", node.name));
+        let mut last =
+            Error::new(Code::Inval, format!("storage server '{}' has no endpoint", node.name));
         let failed = |e: Error| e.context(format_args!("storage server '{}'", node.name));
         for at in self.fabric.ways(&node.endpoints).map_err(failed)? {
             match timeout(CONNECT_TIMEOUT, self.fabric.connect(&at, None)).await {
                 Ok(Ok(c)) => return Ok(c),
-                Ok(Err(e)) => last = e.context(format_args!("storage server '{}' at {at}", node.name)),
-                Err(_) => last = Error::new(Code::TimedOut, format!("storage server '{}' at {at}", node.name)),
+                Ok(Err(e)) => {
+                    last = e.context(format_args!("storage server '{}' at {at}", node.name))
+                }
+                Err(_) => {
+                    last = Error::new(
+                        Code::TimedOut,
+                        format!("storage server '{}' at {at}", node.name),
+                    )
+                }
             }
         }
         Err(last)
@@ -93,12 +105,17 @@ mod tests {
 
     use super::*;
 
-    /// Reaches everybody, by TCP only, but for the host `dead`, which is silent. Counts what it is asked for without reaching it.
+    /// Reaches everybody, by TCP only, but for the host `dead`, which is silent. Counts what it is
+    /// asked for without reaching it.
     struct Nowhere(Pool, Arc<AtomicUsize>);
 
     #[async_trait]
     impl Fabric for Nowhere {
-        async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        async fn connect(
+            &self,
+            to: &Endpoint,
+            _: Option<Arc<dyn Service>>,
+        ) -> Result<Arc<dyn Connection>> {
             if matches!(to, Endpoint::Rdma(..)) || to.to_string().contains(":dead:") {
                 self.1.fetch_add(1, Ordering::Relaxed);
                 tokio::time::sleep(CONNECT_TIMEOUT * 2).await;
@@ -134,7 +151,8 @@ mod tests {
     #[tokio::test]
     async fn links_that_broke_are_forgotten_when_there_are_many() {
         let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20), Arc::default())));
-        let node = |n: usize| pb::Node { endpoints: vec![format!("tcp:h:{n}")], ..Default::default() };
+        let node =
+            |n: usize| pb::Node { endpoints: vec![format!("tcp:h:{n}")], ..Default::default() };
         let kept = links.get(&node(1)).await.unwrap();
         for n in 2..=3 * MAX_LINKS {
             links.get(&node(n)).await.unwrap().close();
@@ -148,7 +166,10 @@ mod tests {
     async fn who_waits_for_a_dead_server_is_told_with_the_first_and_it_is_tried_again_later() {
         let tried = Arc::new(AtomicUsize::new(0));
         let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20), tried.clone())));
-        let node = |host: &str| pb::Node { endpoints: vec![format!("tcp:{host}:1")], ..Default::default() };
+        let node = |host: &str| pb::Node {
+            endpoints: vec![format!("tcp:{host}:1")],
+            ..Default::default()
+        };
         let (dead, start) = (node("dead"), Instant::now());
         let all = futures_util::future::join_all((0..100).map(|_| links.get(&dead))).await;
         assert!(all.iter().all(|r| r.as_ref().is_err_and(|e| e.code == Code::TimedOut)));

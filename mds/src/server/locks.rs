@@ -1,5 +1,6 @@
-//! The leader's part in locks: refuses what is in somebody's way without an entry in the log, keeps what is free for the one
-//! whose turn it is, and tells clients of their turns. The rules are in `docs/locks.md`, the table in `lock_waiters`.
+//! The leader's part in locks: refuses what is in somebody's way without an entry in the log, keeps
+//! what is free for the one whose turn it is, and tells clients of their turns. The rules are in
+//! `docs/locks.md`, the table in `lock_waiters`.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -23,7 +24,8 @@ use pb::op::Op;
 
 /// How long a list waits for an answer. Less than a client waits for one.
 const POLL: Duration = Duration::from_secs(3);
-/// Locks in the way whose holders are asked at once. Those that they keep are in the way, whatever the others do.
+/// Locks in the way whose holders are asked at once. Those that they keep are in the way, whatever
+/// the others do.
 const MAX_ASKED: usize = 64;
 /// How often turns that nobody takes are looked for.
 const TICK: Duration = Duration::from_millis(250);
@@ -50,9 +52,10 @@ impl LockService {
         LockService { member, turns: watch::Sender::new(0) }
     }
 
-    /// Before a client's new list goes to the log: `LockConflict` for a lock that somebody else has. While it is another's
-    /// turn, this waits for what becomes of that; a patient one is told of a conflict at once. `Overloaded` while something
-    /// that an evicted session wrote may still arrive.
+    /// Before a client's new list goes to the log: `LockConflict` for a lock that somebody else
+    /// has. While it is another's turn, this waits for what becomes of that; a patient one is told
+    /// of a conflict at once. `Overloaded` while something that an evicted session wrote may still
+    /// arrive.
     pub(super) async fn check_locks(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         let wants = wants(call.session(), ops);
         if wants.is_empty() {
@@ -95,7 +98,11 @@ impl LockService {
                 continue;
             }
             if is_of_pages(want) {
-                self.want_pages(term, want.ino, &barring.iter().map(|(who, _)| who.session).collect())?;
+                self.want_pages(
+                    term,
+                    want.ino,
+                    &barring.iter().map(|(who, _)| who.session).collect(),
+                )?;
             }
             match verdict {
                 Verdict::Refused(m) => return Err(Error::new(Code::LockConflict, m)),
@@ -107,9 +114,10 @@ impl LockService {
         }
     }
 
-    /// Before somebody is told that others have locks in its way: they give up what was closed before this, each once. Whether some were
-    /// asked, so that it is to be looked again. What another one asked for and gave up may yet arrive, so those that come into the way
-    /// meanwhile are asked, too. Locks of its own session are its client's to look at.
+    /// Before somebody is told that others have locks in its way: they give up what was closed
+    /// before this, each once. Whether some were asked, so that it is to be looked again. What
+    /// another one asked for and gave up may yet arrive, so those that come into the way meanwhile
+    /// are asked, too. Locks of its own session are its client's to look at.
     async fn settle(
         &self,
         term: u64,
@@ -137,8 +145,10 @@ impl LockService {
         Ok(())
     }
 
-    /// Whether the log refused a try because of a lock that is given up by now. Between [`LockService::check_locks`] and the log may come a
-    /// lock whose caller had gone, which is given up at once: its holder is asked before a conflict is told, as it would have been there.
+    /// Whether the log refused a try because of a lock that is given up by now. Between
+    /// [`LockService::check_locks`] and the log may come a lock whose caller had gone, which is
+    /// given up at once: its holder is asked before a conflict is told, as it would have been
+    /// there.
     pub(super) async fn was_refused_for_nothing(
         &self,
         call: &Call<'_>,
@@ -148,7 +158,9 @@ impl LockService {
         let ([op], [result]) = (ops, results) else { return Ok(false) };
         let patient = matches!(&op.op, Some(Op::SetLock(o)) if o.patient);
         let refused = result.status.as_ref().is_some_and(|s| s.code == Code::LockConflict as u32);
-        let Some(want) = wants(call.session(), ops).pop().filter(|_| refused && !patient) else { return Ok(false) };
+        let Some(want) = wants(call.session(), ops).pop().filter(|_| refused && !patient) else {
+            return Ok(false);
+        };
         let mut asked = BTreeSet::new();
         let barring = || self.member.machine.namespace.barring(&want, MAX_ASKED);
         while self.settle(call.term, &want, &barring()?.0, &mut asked).await? {}
@@ -173,7 +185,8 @@ impl LockService {
         wanted.into_iter().try_for_each(|(ino, holders)| self.want_pages(term, ino, &holders))
     }
 
-    /// After a client's list ran: what it got of pages is its own when those who may write the file know.
+    /// After a client's list ran: what it got of pages is its own when those who may write the file
+    /// know.
     pub(super) async fn tell_writers(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         for want in wants(call.session(), ops).iter().filter(|want| is_of_pages(want)) {
             self.member.recalls.tell_writers(call.term, call.session(), want.ino).await?;
@@ -182,7 +195,12 @@ impl LockService {
     }
 
     /// Says of what may be written from now on, or was cut, that others have pages of it.
-    pub(super) fn mark_pages(&self, call: &Call<'_>, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
+    pub(super) fn mark_pages(
+        &self,
+        call: &Call<'_>,
+        ops: &[pb::Op],
+        results: &mut [pb::OpResult],
+    ) -> Result<()> {
         for (op, r) in ops.iter().zip(results) {
             let marks = match &op.op {
                 Some(Op::Setattr(s)) => s.size.is_some(),
@@ -200,7 +218,8 @@ impl LockService {
     pub(super) async fn settle_questions(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         for op in ops {
             if let Some(Op::GetLock(o)) = &op.op
-                && let Ok((who, Some(span), _)) = locks::want(o.ino, call.session(), o.owner, o.kind, o.span.as_ref())
+                && let Ok((who, Some(span), _)) =
+                    locks::want(o.ino, call.session(), o.owner, o.kind, o.span.as_ref())
             {
                 let (want, mut asked) = (Want { ino: o.ino, who, span }, BTreeSet::new());
                 let barring = || self.member.machine.namespace.barring(&want, MAX_ASKED);
@@ -261,12 +280,18 @@ impl LockService {
         let now = self.member.env.boot();
         self.member.with_lead(|l| {
             if namespace.session(session).is_none() {
-                return Err(Error::new(Code::NoSession, format!("session {session} has ended; mount again")));
+                return Err(Error::new(
+                    Code::NoSession,
+                    format!("session {session} has ended; mount again"),
+                ));
             }
             let files = l.lock_waiters.set(now, session, number, list)?;
             let (mut reply, mut looks) = (pb::LockWaitReply::default(), MAX_LOOKS);
-            let owners = |w: &Want| Ok(namespace.barring(w, MAX_SEARCH)?.0.into_iter().map(|(who, _)| who).collect());
-            for e in list.iter().filter(|e| e.want.who.kind == pb::LockKind::LockPosix && !e.trying) {
+            let owners = |w: &Want| {
+                Ok(namespace.barring(w, MAX_SEARCH)?.0.into_iter().map(|(who, _)| who).collect())
+            };
+            for e in list.iter().filter(|e| e.want.who.kind == pb::LockKind::LockPosix && !e.trying)
+            {
                 if l.lock_waiters.is_deadlock(&e.want, &mut looks, owners)? {
                     reply.deadlock.push(e.id);
                 }

@@ -32,9 +32,17 @@ impl Machine {
     pub(super) fn open(store: Arc<dyn MetaStore>, recalls: Arc<Recalls>) -> Result<Machine> {
         let namespace = Namespace::open(store)?;
         let index = namespace.header().applied_index;
-        let (applied, recent_changes) = (watch::Sender::new(index), Mutex::new(RecentChanges::new(index)));
+        let (applied, recent_changes) =
+            (watch::Sender::new(index), Mutex::new(RecentChanges::new(index)));
         let endings = Mutex::new(Endings::new(index));
-        Ok(Machine { store: namespace.store(), namespace, applied, recalls, recent_changes, endings })
+        Ok(Machine {
+            store: namespace.store(),
+            namespace,
+            applied,
+            recalls,
+            recent_changes,
+            endings,
+        })
     }
 
     /// The last applied index, whenever it changes.
@@ -42,7 +50,8 @@ impl Machine {
         self.applied.subscribe()
     }
 
-    /// Whether certainly none of these was changed after entry `index`, in what was applied up to now.
+    /// Whether certainly none of these was changed after entry `index`, in what was applied up to
+    /// now.
     pub(super) fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
         self.recent_changes.lock().same_since(index, inos)
     }
@@ -63,11 +72,18 @@ impl StateMachine for Machine {
         self.namespace.header().conf_state.to_vec()
     }
 
-    fn apply(&self, entries: Vec<Committed>, last: (u64, u64), conf_state: Option<Vec<u8>>) -> Result<Vec<Bytes>> {
+    fn apply(
+        &self,
+        entries: Vec<Committed>,
+        last: (u64, u64),
+        conf_state: Option<Vec<u8>>,
+    ) -> Result<Vec<Bytes>> {
         let entries: Vec<_> = entries.into_iter().map(|e| (e.index, e.term, e.data)).collect();
         // Before any reader can see it.
         let tell = |effects: &[Effect]| {
-            self.recent_changes.lock().note(last.0, effects.iter().flat_map(|e| e.changed.iter().copied()));
+            self.recent_changes
+                .lock()
+                .note(last.0, effects.iter().flat_map(|e| e.changed.iter().copied()));
             let ended = effects.iter().flat_map(|e| e.endings.iter().map(|x| (e.index, *x)));
             self.endings.lock().note(last.0, ended);
             self.recalls.tell(effects);
@@ -84,7 +100,12 @@ impl StateMachine for Machine {
     fn snapshot(&self) -> Result<StateSnapshot> {
         let h = self.namespace.header();
         let view = self.store.snapshot()?;
-        Ok(StateSnapshot { index: h.applied_index, term: h.applied_term, conf_state: h.conf_state.to_vec(), view })
+        Ok(StateSnapshot {
+            index: h.applied_index,
+            term: h.applied_term,
+            conf_state: h.conf_state.to_vec(),
+            view,
+        })
     }
 
     fn is_former(&self, id: u64) -> bool {
@@ -120,7 +141,8 @@ impl StateMachine for Machine {
         self.namespace.reload()?;
         let h = self.namespace.header();
         if (h.applied_index, h.applied_term) != (index, term) {
-            let m = format!("the snapshot of entry {index} holds a state of entry {}", h.applied_index);
+            let m =
+                format!("the snapshot of entry {index} holds a state of entry {}", h.applied_index);
             return Err(Error::new(Code::Corrupt, m));
         }
         self.namespace.apply(&[], (index, term), Some(&conf_state))?;

@@ -81,14 +81,17 @@ impl Member {
         }
     }
 
-    /// Has a command agreed on and applied. Errors of consensus and of the command itself alike; `NoSpc`: this server's
-    /// disk has no room for it.
+    /// Has a command agreed on and applied. Errors of consensus and of the command itself alike;
+    /// `NoSpc`: this server's disk has no room for it.
     pub(super) async fn propose(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
         self.disk_space.check(Need::of(&command))?;
         self.propose_anyway(command).await
     }
 
-    pub(super) async fn propose_anyway(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
+    pub(super) async fn propose_anyway(
+        &self,
+        command: pb::log_command::Command,
+    ) -> Result<pb::LogReply> {
         let command = pb::LogCommand { now_ns: self.env.unix_ns(), command: Some(command) };
         let bytes: Bytes = self.node.propose(command.encode_to_vec().into()).await?;
         let reply = pb::LogReply::decode(bytes)
@@ -99,14 +102,19 @@ impl Member {
         }
     }
 
-    /// `Overloaded` until all storage servers know of an eviction: what follows the session's writes
-    /// waits until none of them can arrive after it.
+    /// `Overloaded` until all storage servers know of an eviction: what follows the session's
+    /// writes waits until none of them can arrive after it.
     pub(super) fn check_fence(&self, eviction: u64) -> Result<()> {
         let now = self.env.boot();
-        if eviction == 0 || self.with_lead(|l| Ok(l.manager.all_know(now, eviction, &self.map())))? {
+        if eviction == 0
+            || self.with_lead(|l| Ok(l.manager.all_know(now, eviction, &self.map())))?
+        {
             return Ok(());
         }
-        Err(Error::new(Code::Overloaded, format!("not all storage servers know of eviction {eviction} yet")))
+        Err(Error::new(
+            Code::Overloaded,
+            format!("not all storage servers know of eviction {eviction} yet"),
+        ))
     }
 }
 

@@ -1,5 +1,6 @@
-//! Management of the group of metadata servers while clients work: what `strake mds list|add|remove|transfer|replace` ask
-//! for, and the cluster map that tells clients and storage servers who the members are. See `docs/membership.md`.
+//! Management of the group of metadata servers while clients work: what `strake mds
+//! list|add|remove|transfer|replace` ask for, and the cluster map that tells clients and storage
+//! servers who the members are. See `docs/membership.md`.
 
 use std::{sync::Arc, time::Duration};
 
@@ -61,7 +62,9 @@ impl Membership {
             Some(Change::Repair(r)) => {
                 self.member.leading()?;
                 self.member.node.read_barrier().await?;
-                named(&r).into_iter().try_for_each(|ino| self.member.machine.namespace.check_record(ino))?;
+                named(&r)
+                    .into_iter()
+                    .try_for_each(|ino| self.member.machine.namespace.check_record(ino))?;
                 self.member.propose(Command::Repair(r)).await?;
             }
         }
@@ -69,8 +72,8 @@ impl Membership {
         Ok(encode(&pb::MembersReply { learner, ..self.members_reply(&group) }))
     }
 
-    /// Every client has the map, so there are no more pools in it than somebody can have meant. A request is looked at before it is in
-    /// the log.
+    /// Every client has the map, so there are no more pools in it than somebody can have meant. A
+    /// request is looked at before it is in the log.
     pub(super) async fn change_pool(&self, p: pb::PoolChange) -> Result<()> {
         self.member.leading()?;
         self.member.node.read_barrier().await?;
@@ -92,7 +95,9 @@ impl Membership {
             let known = node.and_then(|n| n.endpoints.first().cloned());
             pb::Member {
                 id: m.id,
-                endpoint: known.or_else(|| m.endpoint.as_ref().map(Endpoint::to_string)).unwrap_or_default(),
+                endpoint: known
+                    .or_else(|| m.endpoint.as_ref().map(Endpoint::to_string))
+                    .unwrap_or_default(),
                 name: node.map(|n| n.name.clone()).unwrap_or_default(),
                 voter: m.voter,
                 leaving: m.leaving,
@@ -131,11 +136,13 @@ impl Membership {
         }))
     }
 
-    /// Takes the new server at `endpoint` in as a learner; returns its id. Nothing happens when it is a member already.
+    /// Takes the new server at `endpoint` in as a learner; returns its id. Nothing happens when it
+    /// is a member already.
     async fn learn(&self, endpoint: &str) -> Result<u64> {
         self.member.leading()?;
         let at: Endpoint = endpoint.parse()?;
-        let info = self.probe(&at).await.map_err(|e| e.context(format_args!("the server at {at}")))?;
+        let info =
+            self.probe(&at).await.map_err(|e| e.context(format_args!("the server at {at}")))?;
         let group = self.member.node.group().await?;
         let map = self.member.map();
         let named = |e: Error| e.context(format_args!("the server at {at}"));
@@ -148,12 +155,17 @@ impl Membership {
                 check_new(&info, &self.member.node.cluster(), &[]).map_err(named)?;
                 self.member.node.set_peer(info.id, at.clone());
             }
-            Some(m) if m.stamp.is_some() && m.endpoint.as_ref() == Some(&at) => return Err(named(lost_log(info.id))),
+            Some(m) if m.stamp.is_some() && m.endpoint.as_ref() == Some(&at) => {
+                return Err(named(lost_log(info.id)));
+            }
             _ => {
                 let former = map.map.former.iter().map(|id| u64::from(*id));
                 let used: Vec<u64> = group.members.iter().map(|m| m.id).chain(former).collect();
                 check_new(&info, &self.member.node.cluster(), &used).map_err(named)?;
-                self.member.node.change_members(MemberChange::AddLearner { id: info.id, endpoint: at.clone() }).await?;
+                self.member
+                    .node
+                    .change_members(MemberChange::AddLearner { id: info.id, endpoint: at.clone() })
+                    .await?;
                 tracing::info!(id = info.id, at = endpoint, "a new metadata server learns");
             }
         }
@@ -169,33 +181,48 @@ impl Membership {
             version: info.version,
             ..Default::default()
         };
-        self.member.propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![node], gone: Vec::new() })).await?;
+        self.member
+            .propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![node], gone: Vec::new() }))
+            .await?;
         Ok(info.id)
     }
 
     async fn probe(&self, at: &Endpoint) -> Result<pb::MemberInfo> {
         let unreachable = |why: &str| inval(format!("cannot be reached ({why}); start it first"));
-        let conn = match timeout(PROBE_TIMEOUT, self.member.links.fabric().connect(at, None)).await {
+        let conn = match timeout(PROBE_TIMEOUT, self.member.links.fabric().connect(at, None)).await
+        {
             Err(_) => return Err(unreachable("no answer")),
             Ok(Err(e)) if e.code == Code::Unauthenticated => {
                 return Err(inval("is of another cluster: its cluster key differs"));
             }
             Ok(r) => r.map_err(|e| unreachable(&e.message))?,
         };
-        let answer = conn.call(Message::new(opcode::PROBE, pb::MemberProbe {}.encode_to_vec()), PROBE_TIMEOUT).await;
+        let answer = conn
+            .call(Message::new(opcode::PROBE, pb::MemberProbe {}.encode_to_vec()), PROBE_TIMEOUT)
+            .await;
         conn.close();
-        let no_mds = |e: &dyn std::fmt::Display| inval(format!("is not a metadata server that can join ({e})"));
+        let no_mds = |e: &dyn std::fmt::Display| {
+            inval(format!("is not a metadata server that can join ({e})"))
+        };
         pb::MemberInfo::decode(answer.map_err(|e| no_mds(&e))?.body).map_err(|e| no_mds(&e))
     }
 
-    /// Promotes and removes. A leader that is to go hands over first and leaves the step to its successor.
+    /// Promotes and removes. A leader that is to go hands over first and leaves the step to its
+    /// successor.
     async fn step(&self, step: pb::MemberStep) -> Result<()> {
         self.member.leading()?;
         if step.promote.len() + step.remove.len() > MAX_STEP {
             return Err(inval(format!("a step names at most {MAX_STEP} members")));
         }
         if step.remove.contains(&self.member.cfg.id) {
-            let others = self.member.node.group().await?.voters().filter(|m| m.id != self.member.cfg.id).count();
+            let others = self
+                .member
+                .node
+                .group()
+                .await?
+                .voters()
+                .filter(|m| m.id != self.member.cfg.id)
+                .count();
             if others == 0 {
                 return Err(inval(format!(
                     "metadata server {} is the only voter; add another one before it is removed",
@@ -207,11 +234,18 @@ impl Membership {
             return Err(Error::not_leader(node_id(self.member.leadership.borrow().leader)));
         }
         let gone: Vec<u32> = step.remove.iter().map(|id| node_id(*id)).collect();
-        self.member.node.change_members(MemberChange::Step { promote: step.promote, remove: step.remove }).await?;
+        self.member
+            .node
+            .change_members(MemberChange::Step { promote: step.promote, remove: step.remove })
+            .await?;
         if !gone.is_empty() {
-            // Clients need not try them any more. That the change itself is done counts more than this: the leader's
-            // `announce` does it, too.
-            if let Err(e) = self.member.propose(Command::MdsNodes(pb::MdsNodes { nodes: Vec::new(), gone })).await {
+            // Clients need not try them any more. That the change itself is done counts more than
+            // this: the leader's `announce` does it, too.
+            if let Err(e) = self
+                .member
+                .propose(Command::MdsNodes(pb::MdsNodes { nodes: Vec::new(), gone }))
+                .await
+            {
                 tracing::warn!("the map still names members that were removed: {e}");
             }
         }
@@ -226,8 +260,8 @@ impl Membership {
         self.member.node.transfer(to).await
     }
 
-    /// Keeps the connections to the other members as the map has it: those that the configuration does not name, and none
-    /// to those that were removed.
+    /// Keeps the connections to the other members as the map has it: those that the configuration
+    /// does not name, and none to those that were removed.
     pub(super) async fn follow_map(&self) {
         let mut applied = self.member.machine.applied_watch();
         let mut version = u64::MAX;
@@ -246,7 +280,9 @@ impl Membership {
     fn meet(&self, map: &pb::ClusterMap) {
         for n in map.nodes.iter().filter(|n| n.role == ROLE_MDS && n.id != self.member.own_id()) {
             let configured = self.member.cfg.peers.iter().any(|p| p.0 == u64::from(n.id));
-            if let Some(at) = n.endpoints.iter().find_map(|e| e.parse().ok()).filter(|_| !configured) {
+            if let Some(at) =
+                n.endpoints.iter().find_map(|e| e.parse().ok()).filter(|_| !configured)
+            {
                 self.member.node.set_peer(u64::from(n.id), at);
             }
         }
@@ -278,7 +314,8 @@ fn lost_log(id: u64) -> Error {
     ))
 }
 
-/// Whether a server that says this of itself may become a learner of the group of `cluster`, in which the ids `used` are or were.
+/// Whether a server that says this of itself may become a learner of the group of `cluster`, in
+/// which the ids `used` are or were.
 fn check_new(info: &pb::MemberInfo, cluster: &[u8; 16], used: &[u64]) -> Result<()> {
     if info.cluster[..] != cluster[..] {
         return Err(inval("is of another cluster: its `fs_name` differs"));

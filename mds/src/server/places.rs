@@ -22,5 +22,6 @@ fn place(member: &Member, c: &pb::ChunkOf) -> Result<pb::Place> {
     let map = layout.layout.as_ref().and_then(|l| StripeMap::resolve(c.ino, l, &member.map()).ok());
     // Other bytes are those that the file had before.
     let start = map.filter(|m| m.data == c.data_id).and_then(|m| m.place_of(c.index));
-    Ok(start.map_or_else(pb::Place::default, |(start, _)| pb::Place { path: path.data.clone(), start }))
+    Ok(start
+        .map_or_else(pb::Place::default, |(start, _)| pb::Place { path: path.data.clone(), start }))
 }

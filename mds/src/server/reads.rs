@@ -1,11 +1,13 @@
-//! Answers lists of operations that change nothing, and says what of the answer may be remembered. See `docs/leases.md`.
+//! Answers lists of operations that change nothing, and says what of the answer may be remembered.
+//! See `docs/leases.md`.
 
 use std::{collections::BTreeSet, sync::Arc};
 
 use strake_proto::{Code, Error, Ino, Result, pb};
 
 use super::{
-    call::Call, fair::Fair, locks::LockService, member::Member, recalls::Depends, session_service::SessionService,
+    call::Call, fair::Fair, locks::LockService, member::Member, recalls::Depends,
+    session_service::SessionService,
 };
 use crate::{leases::rows::Leader, namespace::effects};
 
@@ -41,20 +43,30 @@ pub(super) struct Reads {
 
 impl Reads {
     /// A list that changes nothing.
-    pub(super) async fn read(&self, call: &Call<'_>, request: pb::MetaRequest) -> Result<pb::MetaReply> {
+    pub(super) async fn read(
+        &self,
+        call: &Call<'_>,
+        request: pb::MetaRequest,
+    ) -> Result<pb::MetaReply> {
         let turn = self.fair.read_turn(call.peer, call.session()).await?;
         self.member.node.read_barrier().await?;
         drop(turn);
         self.locks.settle_questions(call, &request.ops).await?;
         let mut look = self.look_once_reported(call, &request).await?;
         // At once: a file without a name is there only as long as somebody has it open.
-        self.sessions.note_handles(call, look.version + 1, &request.ops, &mut look.reply.results)?;
+        self.sessions.note_handles(
+            call,
+            look.version + 1,
+            &request.ops,
+            &mut look.reply.results,
+        )?;
         self.member.recalls.settled(call.term, &look.depends).await?;
         look.reply.granted = self.member.recalls.held(call, &look.noted)?;
         Ok(look.reply)
     }
 
-    /// Reads, and has others who write a file that is shown report first how it is, and what evicted ones did not report found out.
+    /// Reads, and has others who write a file that is shown report first how it is, and what
+    /// evicted ones did not report found out.
     async fn look_once_reported(&self, call: &Call<'_>, request: &pb::MetaRequest) -> Result<Look> {
         let mut reported = BTreeSet::new();
         for _ in 0..ASKS {
@@ -80,8 +92,11 @@ impl Reads {
         let creds = request.creds.clone().unwrap_or_default();
         let namespace = &self.member.machine.namespace;
         let tells = call.by.connection != 0 && request.ops.iter().any(effects::tells);
-        let mut wanted: BTreeSet<Ino> =
-            if tells { request.ops.iter().flat_map(effects::named).collect() } else { BTreeSet::new() };
+        let mut wanted: BTreeSet<Ino> = if tells {
+            request.ops.iter().flat_map(effects::named).collect()
+        } else {
+            BTreeSet::new()
+        };
         let mut looks = 0;
         loop {
             looks += 1;
@@ -105,7 +120,13 @@ impl Reads {
                 noted.retain(|ino| before.contains(ino));
             }
             let depends = Depends { inos: Some(read.looked), ticket };
-            return Ok(Look { reply: read.reply, version: read.version, depends, endless: read.endless, noted });
+            return Ok(Look {
+                reply: read.reply,
+                version: read.version,
+                depends,
+                endless: read.endless,
+                noted,
+            });
         }
     }
 }

@@ -1,7 +1,9 @@
-//! The leader's table of leases and what surrounds it: applied entries mark what they change, clients ask for what they are to
-//! forget or report, answers wait until that is done. The rules are in `docs/leases.md`, the tables in `leases`.
+//! The leader's table of leases and what surrounds it: applied entries mark what they change,
+//! clients ask for what they are to forget or report, answers wait until that is done. The rules
+//! are in `docs/leases.md`, the tables in `leases`.
 //!
-//! The lock here is taken within the namespace's, when entries are applied; so nothing that holds it may ask the namespace.
+//! The lock here is taken within the namespace's, when entries are applied; so nothing that holds
+//! it may ask the namespace.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -34,7 +36,8 @@ const CHECK: Duration = Duration::from_secs(2);
 const TICK: Duration = Duration::from_millis(250);
 /// A look that comes this late means that the process was stopped: nobody could be heard.
 const STALL: Duration = Duration::from_secs(1);
-/// How long who asks is kept waiting for how far a file goes; below the time after which clients give a try up.
+/// How long who asks is kept waiting for how far a file goes; below the time after which clients
+/// give a try up.
 const ENDS_WAIT: Duration = Duration::from_secs(4);
 
 /// What an answer depends on: inodes, or all of them if it is not known, as of a ticket.
@@ -49,10 +52,12 @@ struct Table {
     leases: Leases,
     reports: Reports,
     checks: Checks,
-    /// Who is to give pages of mappings back, and who was told, since it may write the file, that others have some.
+    /// Who is to give pages of mappings back, and who was told, since it may write the file, that
+    /// others have some.
     pages: Pages,
     writers: Writers,
-    /// Files of which something may still arrive that an evicted session wrote, by the last such eviction.
+    /// Files of which something may still arrive that an evicted session wrote, by the last such
+    /// eviction.
     fences: BTreeMap<Ino, u64>,
     /// Files that others write, too, by the last such eviction: how far they go is not known yet.
     ends: BTreeMap<Ino, u64>,
@@ -60,7 +65,8 @@ struct Table {
     ticked: Duration,
     /// Rung for sessions that wait for what they are to forget.
     bells: BTreeMap<SessionId, Arc<Notify>>,
-    /// Requests on their way through the log, and what their answers depend on once they are applied.
+    /// Requests on their way through the log, and what their answers depend on once they are
+    /// applied.
     expected: BTreeMap<(SessionId, u64), Option<Depends>>,
 }
 
@@ -84,7 +90,9 @@ impl Table {
         }
         e.holds_back.into_iter().for_each(|id| self.writers.holds_back(id));
         let by = Asker { session: e.session, connection: e.connection };
-        let named = |ino| (e.connection != 0 && e.named.contains(ino)).then_some((by.session, by.connection));
+        let named = |ino| {
+            (e.connection != 0 && e.named.contains(ino)).then_some((by.session, by.connection))
+        };
         for ino in self.leases.applied(now, e.changed.iter().map(|ino| (*ino, named(ino)))) {
             self.leases.owing(ino).for_each(|id| self.ring(id));
         }
@@ -126,9 +134,11 @@ impl Table {
         granted
     }
 
-    /// Whether nothing can arrive any more that evicted sessions wrote to these files; `None`: to any.
+    /// Whether nothing can arrive any more that evicted sessions wrote to these files; `None`: to
+    /// any.
     fn is_fenced(&self, inos: Option<&BTreeSet<Ino>>) -> bool {
-        self.fences.is_empty() || inos.is_some_and(|inos| !inos.iter().any(|ino| self.fences.contains_key(ino)))
+        self.fences.is_empty()
+            || inos.is_some_and(|inos| !inos.iter().any(|ino| self.fences.contains_key(ino)))
     }
 
     /// When something ends by itself next.
@@ -176,7 +186,14 @@ pub(super) fn bump(counter: &watch::Sender<u64>) {
 impl Recalls {
     pub(super) fn new(env: Env, limits: Limits) -> Recalls {
         let (news, alarm) = (watch::Sender::new(0), Notify::new());
-        let recalls = Recalls { env, limits, table: Mutex::new(None), evicted: Mutex::default(), news, alarm };
+        let recalls = Recalls {
+            env,
+            limits,
+            table: Mutex::new(None),
+            evicted: Mutex::default(),
+            news,
+            alarm,
+        };
         recalls.begin();
         recalls
     }
@@ -267,8 +284,9 @@ impl Recalls {
         self.with_news(term, |t, now| t.leases.ended(now, id, !lives_on))
     }
 
-    /// As [`Recalls::with`]; tells those who wait if that was what some of them may have waited for. Not otherwise: when a
-    /// thousand sessions acknowledge what a thousand requests wait for, each of these must not look at each of those.
+    /// As [`Recalls::with`]; tells those who wait if that was what some of them may have waited
+    /// for. Not otherwise: when a thousand sessions acknowledge what a thousand requests wait for,
+    /// each of these must not look at each of those.
     fn with_news<T>(&self, term: u64, f: impl FnOnce(&mut Table, Duration) -> T) -> Result<T> {
         let (result, news) = self.with(term, |t, now| {
             let before = (t.leases.in_grace(now), t.leases.unsettled(), t.waited_for());
@@ -283,15 +301,25 @@ impl Recalls {
     }
 
     /// A renewal is answered: for how many milliseconds there may be leases.
-    pub(super) fn renewed(&self, term: u64, session: SessionId, connection: Connection) -> Result<u32> {
+    pub(super) fn renewed(
+        &self,
+        term: u64,
+        session: SessionId,
+        connection: Connection,
+    ) -> Result<u32> {
         self.with_news(term, |t, now| {
             let lives = t.leases.meets(session, connection) && t.leases.renewed(now, session);
             if lives { u32::try_from(self.limits.term.as_millis()).unwrap_or(u32::MAX) } else { 0 }
         })
     }
 
-    /// Takes acknowledgements, and returns what else is to be forgotten and reported, with the bell that rings when there is more.
-    pub(super) fn poll(&self, term: u64, r: &pb::RecallRequest) -> Result<(pb::RecallReply, Arc<Notify>)> {
+    /// Takes acknowledgements, and returns what else is to be forgotten and reported, with the bell
+    /// that rings when there is more.
+    pub(super) fn poll(
+        &self,
+        term: u64,
+        r: &pb::RecallRequest,
+    ) -> Result<(pb::RecallReply, Arc<Notify>)> {
         let id = r.session;
         self.with_news(term, |t, now| {
             if !t.leases.meets(id, r.connection) {
@@ -299,17 +327,25 @@ impl Recalls {
                 return Err(Error::new(Code::Disconnected, m));
             }
             let recall = |(number, ino)| pb::Recall { number, ino, ..Default::default() };
-            let recalls: Vec<_> = t.leases.recalls(now, id, r.acknowledged).into_iter().map(recall).collect();
+            let recalls: Vec<_> =
+                t.leases.recalls(now, id, r.acknowledged).into_iter().map(recall).collect();
             t.reports.reported(id, &r.reported);
             t.reports.working(now, id, &r.working);
             // No number is of both.
             t.pages.given(id, &r.reported);
             t.pages.working(now, id, &r.working);
-            let pages = t.pages.take(now, id).into_iter().map(|(number, ino)| pb::Recall { number, ino, pages: true });
+            let pages = t.pages.take(now, id).into_iter().map(|(number, ino)| pb::Recall {
+                number,
+                ino,
+                pages: true,
+            });
             let reports = t.reports.take(now, id).into_iter().map(recall).chain(pages).collect();
             t.checks.answered(id, &r.locks_checked);
             let locks = t.checks.take(id, r.checks_locks).into_iter().map(recall).collect();
-            Ok((pb::RecallReply { recalls, reports, locks }, t.bells.entry(id).or_default().clone()))
+            Ok((
+                pb::RecallReply { recalls, reports, locks },
+                t.bells.entry(id).or_default().clone(),
+            ))
         })?
     }
 
@@ -317,20 +353,29 @@ impl Recalls {
 
     /// Notes leases on what is about to be read. Returns those that are held then.
     pub(super) fn grant(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<BTreeSet<Ino>> {
-        self.with(call.term, |t, now| inos.iter().copied().filter(|ino| t.grant(now, call.by, *ino)).collect())
+        self.with(call.term, |t, now| {
+            inos.iter().copied().filter(|ino| t.grant(now, call.by, *ino)).collect()
+        })
     }
 
     /// The state was read: the ticket of the answer, and the leases on what was looked at.
-    pub(super) fn ticket(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<(Number, BTreeSet<Ino>)> {
+    pub(super) fn ticket(
+        &self,
+        call: &Call<'_>,
+        inos: &BTreeSet<Ino>,
+    ) -> Result<(Number, BTreeSet<Ino>)> {
         self.with(call.term, |t, now| {
             let ticket = t.leases.ticket();
             (ticket, inos.iter().copied().filter(|ino| t.grant(now, call.by, *ino)).collect())
         })
     }
 
-    /// Before a change is looked at. `Disconnected` when it was sent on a connection that its session has left.
+    /// Before a change is looked at. `Disconnected` when it was sent on a connection that its
+    /// session has left.
     pub(super) fn in_time(&self, term: u64, by: Asker) -> Result<()> {
-        if by.connection != 0 && self.with(term, |t, _| t.leases.is_late(by.session, by.connection))? {
+        if by.connection != 0
+            && self.with(term, |t, _| t.leases.is_late(by.session, by.connection))?
+        {
             let m = "the session has not said hello on this connection, or has a newer one; connect again and say it";
             return Err(Error::new(Code::Disconnected, m));
         }
@@ -340,7 +385,9 @@ impl Recalls {
     /// Leases that a session gives back with a request.
     pub(super) fn dropped(&self, call: &Call<'_>, inos: &[Ino]) -> Result<()> {
         let by = call.by;
-        self.with(call.term, |t, now| t.leases.dropped(now, by.session, by.connection, call.seq, inos))
+        self.with(call.term, |t, now| {
+            t.leases.dropped(now, by.session, by.connection, call.seq, inos)
+        })
     }
 
     /// What of this may be remembered by who asked.
@@ -350,7 +397,8 @@ impl Recalls {
         self.with(call.term, |t, _| inos.iter().copied().filter(|ino| holds(t, *ino)).collect())
     }
 
-    /// Whether a session may become the writer of so many more files. What is on its way is not counted.
+    /// Whether a session may become the writer of so many more files. What is on its way is not
+    /// counted.
     pub(super) fn may_write(&self, call: &Call<'_>, more: usize) -> Result<bool> {
         let most = self.limits.of_writer;
         self.with(call.term, |t, _| more == 0 || t.writers.files(call.session()) + more <= most)
@@ -365,7 +413,8 @@ impl Recalls {
         Ok(Expected { recalls: self, key })
     }
 
-    /// What the answer of a request depends on that went through the log. One that had run before: on anything.
+    /// What the answer of a request depends on that went through the log. One that had run before:
+    /// on anything.
     pub(super) fn outcome(&self, term: u64, of: &Expected<'_>) -> Result<Depends> {
         self.with(term, |t, _| {
             let known = t.expected.get(&of.key).cloned().flatten();
@@ -373,8 +422,8 @@ impl Recalls {
         })
     }
 
-    /// Waits until nobody remembers what was before that on which an answer depends, and nothing that an evicted session wrote there
-    /// can arrive any more.
+    /// Waits until nobody remembers what was before that on which an answer depends, and nothing
+    /// that an evicted session wrote there can arrive any more.
     pub(super) async fn settled(&self, term: u64, on: &Depends) -> Result<()> {
         let mut waits = false;
         self.until(term, |t, now| {
@@ -396,15 +445,19 @@ impl Recalls {
         .await
     }
 
-    /// The inodes of which an answer would have to wait now. `NotServing`: all would, or these are more than `most`.
+    /// The inodes of which an answer would have to wait now. `NotServing`: all would, or these are
+    /// more than `most`.
     pub(super) fn awaited(&self, term: u64, most: usize) -> Result<Vec<Ino>> {
         let awaited = |t: &mut Table, now| {
             let mut inos = t.leases.awaited(most).filter(|_| !t.leases.in_grace(now))?;
-            inos.extend(t.fences.keys().chain(t.ends.keys().filter(|ino| !t.fences.contains_key(ino))));
+            inos.extend(
+                t.fences.keys().chain(t.ends.keys().filter(|ino| !t.fences.contains_key(ino))),
+            );
             (inos.len() <= most).then_some(inos)
         };
-        self.with(term, awaited)?
-            .ok_or_else(|| Error::new(Code::NotServing, "too much is not settled for others to be told what is"))
+        self.with(term, awaited)?.ok_or_else(|| {
+            Error::new(Code::NotServing, "too much is not settled for others to be told what is")
+        })
     }
 
     /// Whether something that evicted sessions wrote may still arrive somewhere.
@@ -412,7 +465,8 @@ impl Recalls {
         self.table.lock().as_ref().is_some_and(|t| !t.fences.is_empty())
     }
 
-    /// All storage servers refuse the sessions evicted by this number and before, and have done with what they sent.
+    /// All storage servers refuse the sessions evicted by this number and before, and have done
+    /// with what they sent.
     pub(super) fn fenced(&self, term: u64, upto: u64) -> Result<()> {
         let less = self.with(term, |t, _| {
             let before = t.fences.len();
@@ -428,7 +482,12 @@ impl Recalls {
     /// Some files of which it is to be found out how far they go, by the last eviction.
     pub(super) fn endless(&self, limit: usize) -> Vec<(Ino, u64)> {
         let table = self.table.lock();
-        table.iter().flat_map(|t| &t.ends).take(limit).map(|(ino, eviction)| (*ino, *eviction)).collect()
+        table
+            .iter()
+            .flat_map(|t| &t.ends)
+            .take(limit)
+            .map(|(ino, eviction)| (*ino, *eviction))
+            .collect()
     }
 
     /// That was found out of these, up to this eviction.
@@ -445,8 +504,9 @@ impl Recalls {
         Ok(())
     }
 
-    /// Waits until it is known how far these files go, which takes as long as a chain of theirs has nobody who answers: `Overloaded`,
-    /// before who asks would take this server for dead. He asks again.
+    /// Waits until it is known how far these files go, which takes as long as a chain of theirs has
+    /// nobody who answers: `Overloaded`, before who asks would take this server for dead. He asks
+    /// again.
     pub(super) async fn ends_known(&self, term: u64, inos: &BTreeSet<Ino>) -> Result<()> {
         let mut waits = false;
         let known = self.until(term, |t, _| {
@@ -474,13 +534,22 @@ impl Recalls {
     // --- reports ---
 
     /// Asks others who write these files to report, and returns what to wait for.
-    pub(super) fn ask(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<Vec<(SessionId, Number)>> {
+    pub(super) fn ask(
+        &self,
+        call: &Call<'_>,
+        inos: &BTreeSet<Ino>,
+    ) -> Result<Vec<(SessionId, Number)>> {
         self.ask_those(call, inos, |_, _| true)
     }
 
-    /// A session may write these files, and others have been told so. Asks those who may hold something of them back to report, and
-    /// waits for it. They hold nothing more back then, unless one was left as the only writer meanwhile.
-    pub(super) async fn wait_for_holders(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<()> {
+    /// A session may write these files, and others have been told so. Asks those who may hold
+    /// something of them back to report, and waits for it. They hold nothing more back then, unless
+    /// one was left as the only writer meanwhile.
+    pub(super) async fn wait_for_holders(
+        &self,
+        call: &Call<'_>,
+        inos: &BTreeSet<Ino>,
+    ) -> Result<()> {
         let term = call.term;
         let before = self.with(term, |t, _| t.writers.holders(inos))?;
         let asked = self.ask_those(call, inos, |ino, id| before.are(ino, id))?;
@@ -517,13 +586,20 @@ impl Recalls {
 
     /// Waits until these have reported, or cannot any more.
     pub(super) async fn reported(&self, term: u64, asked: &[(SessionId, Number)]) -> Result<()> {
-        self.until(term, |t, _| asked.iter().all(|(id, number)| t.reports.is_in(*id, *number))).await
+        self.until(term, |t, _| asked.iter().all(|(id, number)| t.reports.is_in(*id, *number)))
+            .await
     }
 
     // --- locks ---
 
-    /// These sessions have locks in somebody's way. Has each give up what none of its programs holds any more, unless it does not answer.
-    pub(super) async fn check_locks(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
+    /// These sessions have locks in somebody's way. Has each give up what none of its programs
+    /// holds any more, unless it does not answer.
+    pub(super) async fn check_locks(
+        &self,
+        term: u64,
+        ino: Ino,
+        holders: &BTreeSet<SessionId>,
+    ) -> Result<()> {
         let asked = self.with(term, |t, now| {
             let in_grace = t.leases.in_grace(now);
             let ask = |id: &SessionId| Some((*id, t.checks.ask(now, *id, ino, in_grace)?));
@@ -540,8 +616,8 @@ impl Recalls {
 
     // --- pages of mappings ---
 
-    /// A session has pages of a file from now on. Others that may write it change nothing of it any more without its lock: returns when
-    /// they know, and what they changed before is done.
+    /// A session has pages of a file from now on. Others that may write it change nothing of it any
+    /// more without its lock: returns when they know, and what they changed before is done.
     pub(super) async fn tell_writers(&self, term: u64, session: SessionId, ino: Ino) -> Result<()> {
         let telling = self.with(term, |t, now| {
             let others = t.writers.others(session, ino);
@@ -558,8 +634,14 @@ impl Recalls {
         self.with(term, |t, _| t.pages.told(ino, session, &telling, |id| t.leases.connection(id)))
     }
 
-    /// Somebody waits for pages of a file that these sessions have: each is asked to give them back, unless it was and works at it.
-    pub(super) fn want_pages(&self, term: u64, ino: Ino, holders: &BTreeSet<SessionId>) -> Result<()> {
+    /// Somebody waits for pages of a file that these sessions have: each is asked to give them
+    /// back, unless it was and works at it.
+    pub(super) fn want_pages(
+        &self,
+        term: u64,
+        ino: Ino,
+        holders: &BTreeSet<SessionId>,
+    ) -> Result<()> {
         let any = self.with(term, |t, now| {
             let new = t.pages.want(now, ino, holders);
             new.iter().for_each(|id| t.ring(*id));
@@ -579,11 +661,13 @@ impl Recalls {
         }
     }
 
-    /// Leaves out of a listing what somebody else may still have to report, and what is not known yet.
+    /// Leaves out of a listing what somebody else may still have to report, and what is not known
+    /// yet.
     pub(super) fn leave_out(&self, call: &Call<'_>, results: &mut [pb::OpResult]) -> Result<()> {
         let session = call.session();
         self.with(call.term, |t, _| {
-            let written = |ino| t.ends.contains_key(&ino) || t.writers.others(session, ino).next().is_some();
+            let written =
+                |ino| t.ends.contains_key(&ino) || t.writers.others(session, ino).next().is_some();
             for e in results.iter_mut().flat_map(|r| &mut r.entries).filter(|e| e.attr.is_some()) {
                 if written(e.ino) {
                     Reporting::LeftOut.taken();
@@ -593,12 +677,20 @@ impl Recalls {
         })
     }
 
-    /// Leaves out of what is told of a name that went or moved how its file is, where that is not known yet: only the name matters.
-    pub(super) fn leave_out_of_names(&self, term: u64, ops: &[pb::Op], results: &mut [pb::OpResult]) -> Result<()> {
+    /// Leaves out of what is told of a name that went or moved how its file is, where that is not
+    /// known yet: only the name matters.
+    pub(super) fn leave_out_of_names(
+        &self,
+        term: u64,
+        ops: &[pb::Op],
+        results: &mut [pb::OpResult],
+    ) -> Result<()> {
         use pb::op::Op::{Rename, Unlink};
         self.with(term, |t, _| {
             for (op, r) in ops.iter().zip(results) {
-                if matches!(op.op, Some(Rename(_) | Unlink(_))) && r.attr.is_some_and(|a| t.ends.contains_key(&a.ino)) {
+                if matches!(op.op, Some(Rename(_) | Unlink(_)))
+                    && r.attr.is_some_and(|a| t.ends.contains_key(&a.ino))
+                {
                     Reporting::LeftOut.taken();
                     r.attr = None;
                 }
@@ -623,17 +715,24 @@ impl Recalls {
 
     /// Who is asked to report, or for pages of mappings.
     pub(super) fn asked(&self) -> BTreeSet<SessionId> {
-        self.table.lock().as_ref().map(|t| t.reports.asked().chain(t.pages.asked()).collect()).unwrap_or_default()
+        self.table
+            .lock()
+            .as_ref()
+            .map(|t| t.reports.asked().chain(t.pages.asked()).collect())
+            .unwrap_or_default()
     }
 
-    /// Ends what is over. Returns the sessions that did not forget for too long, and those that did not report, with the file. Those
-    /// that are `gone` have not been heard of for a while.
-    pub(super) fn tick(&self, gone: &BTreeSet<SessionId>) -> (Vec<SessionId>, Vec<(SessionId, Ino)>) {
+    /// Ends what is over. Returns the sessions that did not forget for too long, and those that did
+    /// not report, with the file. Those that are `gone` have not been heard of for a while.
+    pub(super) fn tick(
+        &self,
+        gone: &BTreeSet<SessionId>,
+    ) -> (Vec<SessionId>, Vec<(SessionId, Ino)>) {
         let now = self.env.boot();
         let mut table = self.table.lock();
         let Some(t) = table.as_mut() else { return Default::default() };
-        // A server that stood still for a term has nobody left who owes something, and cannot have heard who reported: so it evicts
-        // nobody for its own fault.
+        // A server that stood still for a term has nobody left who owes something, and cannot have
+        // heard who reported: so it evicts nobody for its own fault.
         if now.saturating_sub(std::mem::replace(&mut t.ticked, now)) > STALL {
             t.reports.all_heard(now);
             t.pages.all_heard(now);

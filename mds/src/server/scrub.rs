@@ -1,5 +1,6 @@
-//! Reads all of this server's state once in a while, so that damage is found before somebody needs what it is in: the store
-//! compares checksums as it reads, and what it finds is noted (`namespace::watched`). Every member does it for itself.
+//! Reads all of this server's state once in a while, so that damage is found before somebody needs
+//! what it is in: the store compares checksums as it reads, and what it finds is noted
+//! (`namespace::watched`). Every member does it for itself.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,8 +23,11 @@ pub(super) async fn run(member: Arc<Member>) {
         let began = member.env.boot();
         let mut after = None;
         loop {
-            // What is wrong was noted; what is damaged is replaced as a whole, and read from its beginning the next time.
-            let Ok((read, last)) = member.machine.namespace.scrub(after.as_ref(), PAGE) else { break };
+            // What is wrong was noted; what is damaged is replaced as a whole, and read from its
+            // beginning the next time.
+            let Ok((read, last)) = member.machine.namespace.scrub(after.as_ref(), PAGE) else {
+                break;
+            };
             let pause = (read as u64 * 1000).checked_div(member.cfg.scrub_rate).unwrap_or(0);
             sleep(Duration::from_millis(pause)).await;
             after = last;

@@ -11,7 +11,9 @@ use std::{
 use async_trait::async_trait;
 use bytes::Bytes;
 use strake_fabric::{Message, Peer, Relay, Role, Service, unknown_opcode};
-use strake_proto::{Code, Error, Incarnation, Kin, NodeId, Result, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb};
+use strake_proto::{
+    Code, Error, Incarnation, Kin, NodeId, Result, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb,
+};
 
 use super::{
     call::Call,
@@ -38,7 +40,8 @@ use pb::log_command::Command;
 const MAX_OPS: usize = 8192;
 /// Their field number in a `MetaRequest`.
 const OPS_TAG: u32 = 5;
-/// The field number of the inodes that are given back in a `MetaRequest`, and how many there may be.
+/// The field number of the inodes that are given back in a `MetaRequest`, and how many there may
+/// be.
 const DROPPED_TAG: u32 = 7;
 const MAX_DROPPED: usize = 65_536;
 /// The field number of the reports in a `RecallRequest`, and how many there may be.
@@ -113,7 +116,9 @@ impl Service for Mds {
             opcode::RAFT | opcode::SNAPSHOT => self.answer(peer, request).await,
             opcode::RELAY => {
                 let map = self.member.map();
-                let others = |to| map.node(to).filter(|_| to != self.member.own_id()).map(|n| n.endpoints.clone());
+                let others = |to| {
+                    map.node(to).filter(|_| to != self.member.own_id()).map(|n| n.endpoints.clone())
+                };
                 self.relay.handle(peer, request, others).await
             }
             _ => self.vouch(self.answer(peer, request).await).await,
@@ -127,7 +132,8 @@ impl Service for Mds {
 }
 
 impl Mds {
-    /// What a damaged state says is no answer where another member has a good one: who asks is sent there.
+    /// What a damaged state says is no answer where another member has a good one: who asks is sent
+    /// there.
     async fn vouch(&self, answer: Result<Message>) -> Result<Message> {
         let damaged = self.member.machine.damage().is_some();
         // Found damaged, and replaced since: what a lone member has is never replaced.
@@ -165,7 +171,9 @@ impl Mds {
             }
             opcode::RECALL => {
                 let lists = [REPORTED_TAG, WORKING_TAG, CHECKED_TAG];
-                let body = lists.into_iter().try_fold(body, |body, tag| few_numbers(MAX_REPORTED, tag, body))?;
+                let body = lists
+                    .into_iter()
+                    .try_fold(body, |body, tag| few_numbers(MAX_REPORTED, tag, body))?;
                 {
                     let r: pb::RecallRequest = decode(body)?;
                     self.sessions.owns(peer, r.session)?;
@@ -174,7 +182,9 @@ impl Mds {
                 }
             }
             opcode::MAP => self.send_map(peer, &decode(body)?).await?,
-            opcode::ECHO => return Ok(Message::new(opcode::ECHO, body).with_payload(request.payload)),
+            opcode::ECHO => {
+                return Ok(Message::new(opcode::ECHO, body).with_payload(request.payload));
+            }
             opcode::REGISTER
             | opcode::HEARTBEAT
             | opcode::PENDING
@@ -199,7 +209,9 @@ impl Mds {
                 self.heartbeat(r).await?
             }
             opcode::PENDING => self.pending(decode(body)?).await?,
-            opcode::PLACES => places(&self.member, &decode(at_most(MAX_PLACES, PLACES_TAG, body)?)?)?,
+            opcode::PLACES => {
+                places(&self.member, &decode(at_most(MAX_PLACES, PLACES_TAG, body)?)?)?
+            }
             opcode::MEMBERS => self.membership.members(decode(body)?).await?,
             opcode::PROBE => self.membership.probed().await?,
             opcode::FRONTIER => {
@@ -207,28 +219,40 @@ impl Mds {
                 self.of_this_life(peer, r.incarnation)?;
                 self.followers.frontier(r).await?
             }
-            opcode::RAFT | opcode::SNAPSHOT => return self.member.node.handle(Message { body, ..request }).await,
+            opcode::RAFT | opcode::SNAPSHOT => {
+                return self.member.node.handle(Message { body, ..request }).await;
+            }
             other => return Err(unknown_opcode(other)),
         };
         if reply.len() > MAX_BODY as usize {
-            return Err(Error::new(Code::TooBig, "the answer is longer than a reply may be; ask for less at once"));
+            return Err(Error::new(
+                Code::TooBig,
+                "the answer is longer than a reply may be; ask for less at once",
+            ));
         }
         Ok(Message::new(request.opcode, reply))
     }
 }
 
 impl Mds {
-    /// Refuses a client what only servers may ask. Logged ever more rarely: it must not fill the log.
+    /// Refuses a client what only servers may ask. Logged ever more rarely: it must not fill the
+    /// log.
     fn refuse(&self, peer: &Peer, opcode: u16) -> Error {
         let count = self.refused.fetch_add(1, Ordering::Relaxed) + 1;
         if count.is_power_of_two() {
-            tracing::warn!(from = peer.addr, opcode, count, "a client sent a request of servers; refused");
+            tracing::warn!(
+                from = peer.addr,
+                opcode,
+                count,
+                "a client sent a request of servers; refused"
+            );
         }
         Error::new(Code::Access, "only servers of this cluster may ask this")
     }
 
-    /// Refuses (`NotLeader`) who has been with a later life of this group, or with one that was recovered from it apart from this one:
-    /// what this server would answer is over for them. To hear so from a server ends this one; a client might claim anything.
+    /// Refuses (`NotLeader`) who has been with a later life of this group, or with one that was
+    /// recovered from it apart from this one: what this server would answer is over for them. To
+    /// hear so from a server ends this one; a client might claim anything.
     fn of_this_life(&self, peer: &Peer, theirs: u64) -> Result<()> {
         let Some(own) = self.member.machine.incarnation() else { return Ok(()) };
         let theirs = Incarnation(theirs);
@@ -268,7 +292,11 @@ impl Mds {
             // Of no use then, and not worth its place in the log.
             request.targets.iter_mut().for_each(|t| t.sights.clear());
         }
-        tracing::info!(name = request.name, targets = request.targets.len(), "a storage server registers");
+        tracing::info!(
+            name = request.name,
+            targets = request.targets.len(),
+            "a storage server registers"
+        );
         let reply = self.member.propose(Command::Register(request)).await?;
         let Some(pb::log_reply::Reply::Register(r)) = reply.reply else { return Err(misread()) };
         Ok(self.member.map().encode_behind(&r, tag::REGISTER).into())
@@ -281,13 +309,18 @@ impl Mds {
             return Err(Error::new(Code::Stale, m));
         }
         let unanswered = Unanswered::begin(&self.member, &request)?;
-        // The holder counts its lease from before this, so no later leader can count it as over while it is not.
+        // The holder counts its lease from before this, so no later leader can count it as over
+        // while it is not.
         self.member.node.read_barrier().await?;
         drop(unanswered);
         let (lease_ms, step_out, map) = self.member.with_lead(|l| {
             // Under the lock: whatever was resolved is in this map.
             let (now, map) = (self.member.env.boot(), self.member.map());
-            Ok((l.manager.grant(now, request.node, &map)?, l.manager.step_out(now, request.node, &map), map))
+            Ok((
+                l.manager.grant(now, request.node, &map)?,
+                l.manager.step_out(now, request.node, &map),
+                map,
+            ))
         })?;
         let mut evicted = self.member.machine.namespace.evicted_after(request.evicted_seen);
         evicted.truncate(MAX_EVICTED);
@@ -318,7 +351,10 @@ impl Mds {
             return Ok(encode(&self.reads.read(&call, request).await?));
         }
         if request.seq == 0 {
-            return Err(Error::new(Code::Inval, "a list that changes something needs a sequence number"));
+            return Err(Error::new(
+                Code::Inval,
+                "a list that changes something needs a sequence number",
+            ));
         }
         Ok(encode(&self.changes.change(&call, request).await?))
     }

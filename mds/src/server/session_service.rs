@@ -52,21 +52,25 @@ impl SessionService {
             if let Some(epoch) = l.sessions.heard(now, session)? {
                 return Ok(epoch);
             }
-            let gone = || Error::new(Code::NoSession, format!("session {session} has ended; mount again"));
+            let gone =
+                || Error::new(Code::NoSession, format!("session {session} has ended; mount again"));
             let record = self.member.machine.namespace.session(session).ok_or_else(gone)?;
             l.sessions.learn(now, session, record.epoch);
             Ok(record.epoch)
         })
     }
 
-    /// Refuses (`Access`) who speaks for a session of which it did not prove that it is its own. What has ended is for others to tell.
+    /// Refuses (`Access`) who speaks for a session of which it did not prove that it is its own.
+    /// What has ended is for others to tell.
     pub(super) fn owns(&self, peer: &Peer, session: SessionId) -> Result<()> {
         if peer.role == Role::Server || self.owners.lock().has_proved(peer.id, session) {
             return Ok(());
         }
         match self.member.machine.namespace.session(session) {
             Some(s) if s.proves => {
-                let m = format!("session {session} is another client's, or was not named on this connection before");
+                let m = format!(
+                    "session {session} is another client's, or was not named on this connection before"
+                );
                 Err(Error::new(Code::Access, m))
             }
             _ => Ok(()),
@@ -81,19 +85,30 @@ impl SessionService {
                 return Ok(());
             }
             let m = "which is the limit of a file system; `strake status` shows whose they are";
-            Err(Error::new(Code::Overloaded, format!("{} sessions are open, {m}", l.sessions.len())))
+            Err(Error::new(
+                Code::Overloaded,
+                format!("{} sessions are open, {m}", l.sessions.len()),
+            ))
         })?;
         let reply = self.member.propose(Command::SessionOpen(request)).await?;
-        let Some(pb::log_reply::Reply::SessionOpen(mut r)) = reply.reply else { return Err(misread()) };
+        let Some(pb::log_reply::Reply::SessionOpen(mut r)) = reply.reply else {
+            return Err(misread());
+        };
         self.owners.lock().prove(peer.id, machine, r.session);
         // Resumed and ended meanwhile, or about to be: the next try gets a new one.
-        let ending = |e: Error| if e.code == Code::NoSession { Error { code: Code::Overloaded, ..e } } else { e };
+        let ending = |e: Error| {
+            if e.code == Code::NoSession { Error { code: Code::Overloaded, ..e } } else { e }
+        };
         self.heard(r.session).map_err(ending)?;
         r.term_ms = u32::try_from(self.member.cfg.session_term_ms).unwrap_or(u32::MAX);
         Ok(self.member.map().encode_behind(&r, tag::SESSION_OPEN).into())
     }
 
-    pub(super) async fn renew(&self, peer: &Peer, request: pb::SessionRenewRequest) -> Result<Bytes> {
+    pub(super) async fn renew(
+        &self,
+        peer: &Peer,
+        request: pb::SessionRenewRequest,
+    ) -> Result<Bytes> {
         let own = |s: pb::SessionRecord| same_bytes(&s.client_uuid, &request.client_uuid);
         if self.member.machine.namespace.session(request.session).is_some_and(own) {
             self.owners.lock().prove(peer.id, machine(&peer.addr), request.session);
@@ -106,21 +121,35 @@ impl SessionService {
         self.member.node.read_barrier().await?;
         if request.reassert {
             // What was told on a newer connection is newer.
-            self.member.recalls.in_time(term, Asker { session: request.session, connection: request.connection })?;
+            self.member.recalls.in_time(
+                term,
+                Asker { session: request.session, connection: request.connection },
+            )?;
             self.member.with_lead(|l| l.sessions.reassert(request.session, &request.opens))?;
         }
         let map = self.member.map();
         let newer = map.version() > request.map_version;
         let lease_ms = self.member.recalls.renewed(term, request.session, request.connection)?;
         let reply = pb::SessionRenewReply { map: None, lease_ms };
-        Ok(if newer { map.encode_behind(&reply, tag::SESSION_RENEW).into() } else { encode(&reply) })
+        Ok(if newer {
+            map.encode_behind(&reply, tag::SESSION_RENEW).into()
+        } else {
+            encode(&reply)
+        })
     }
 
-    pub(super) async fn close(&self, peer: &Peer, request: pb::SessionCloseRequest) -> Result<Bytes> {
+    pub(super) async fn close(
+        &self,
+        peer: &Peer,
+        request: pb::SessionCloseRequest,
+    ) -> Result<Bytes> {
         self.owns(peer, request.session)?;
         self.heard(request.session)?;
         self.member
-            .propose(Command::SessionEnd(pb::SessionEnd { sessions: vec![request.session], evict: false }))
+            .propose(Command::SessionEnd(pb::SessionEnd {
+                sessions: vec![request.session],
+                evict: false,
+            }))
             .await?;
         self.owners.lock().leave(request.session);
         let _ = self.member.with_lead(|l| {
@@ -131,7 +160,8 @@ impl SessionService {
         Ok(encode(&pb::SessionCloseReply {}))
     }
 
-    /// Before a renewal is agreed on: the first one on its connection says what its sender has forgotten.
+    /// Before a renewal is agreed on: the first one on its connection says what its sender has
+    /// forgotten.
     fn hello(&self, term: u64, r: &pb::SessionRenewRequest) -> Result<()> {
         if r.hello && r.connection != 0 {
             let by = Asker { session: r.session, connection: r.connection };
@@ -143,9 +173,10 @@ impl SessionService {
         Ok(())
     }
 
-    /// Opens and closes of an answered list go into the table, once however often it comes; opens get their capability. `Disconnected`
-    /// for a list that comes late: what its sender has open it has told since, on a newer connection. `looked`: the first entry of the
-    /// log that was not applied when it was looked who may read.
+    /// Opens and closes of an answered list go into the table, once however often it comes; opens
+    /// get their capability. `Disconnected` for a list that comes late: what its sender has open it
+    /// has told since, on a newer connection. `looked`: the first entry of the log that was not
+    /// applied when it was looked who may read.
     pub(super) fn note_handles(
         &self,
         call: &Call<'_>,
@@ -153,14 +184,18 @@ impl SessionService {
         ops: &[pb::Op],
         results: &mut [pb::OpResult],
     ) -> Result<()> {
-        let touches = |o: &pb::Op| matches!(o.op, Some(Op::Open(_) | Op::Create(_) | Op::Tmpfile(_) | Op::Close(_)));
+        let touches = |o: &pb::Op| {
+            matches!(o.op, Some(Op::Open(_) | Op::Create(_) | Op::Tmpfile(_) | Op::Close(_)))
+        };
         if !ops.iter().any(touches) {
             return Ok(());
         }
         self.member.recalls.in_time(call.term, call.by)?;
         let session = call.session();
         // It ran before its session ended: asked for again, the sender hears of that end.
-        let ended = |e: Error| if e.code == Code::NoSession { Error { code: Code::Disconnected, ..e } } else { e };
+        let ended = |e: Error| {
+            if e.code == Code::NoSession { Error { code: Code::Disconnected, ..e } } else { e }
+        };
         self.member.with_lead(|l| {
             let was = l
                 .sessions
@@ -197,8 +232,15 @@ impl SessionService {
         })
     }
 
-    /// The right to a regular file's data, as its open flags ask for it; the open itself was allowed.
-    fn capability(&self, call: &Call<'_>, looked: u64, flags: u32, r: &pb::OpResult) -> Option<Bytes> {
+    /// The right to a regular file's data, as its open flags ask for it; the open itself was
+    /// allowed.
+    fn capability(
+        &self,
+        call: &Call<'_>,
+        looked: u64,
+        flags: u32,
+        r: &pb::OpResult,
+    ) -> Option<Bytes> {
         let attr = r.attr.as_ref().filter(|a| a.mode & S_IFMT == S_IFREG)?;
         let layout = r.layout.as_ref()?;
         let data = layout.components.first()?.data_id;
@@ -213,7 +255,16 @@ impl SessionService {
         // One to write is an entry of the log.
         let as_of = as_of(if r.writer != 0 { r.writer } else { looked });
         let (session, session_epoch) = (call.session(), call.epoch);
-        let cap = Capability { ino: attr.ino, data, session, session_epoch, expiry_ms, rights, bound, as_of };
+        let cap = Capability {
+            ino: attr.ino,
+            data,
+            session,
+            session_epoch,
+            expiry_ms,
+            rights,
+            bound,
+            as_of,
+        };
         Some(Bytes::copy_from_slice(&self.cap_key.seal(&cap)))
     }
 }

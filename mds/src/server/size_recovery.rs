@@ -1,6 +1,7 @@
-//! The leader finds out how far a file goes in which sessions wrote that were evicted, beside others who may go on writing. What
-//! those had not reported cannot be cut, so it becomes part of the file before anybody is told of that. See `docs/leases.md`,
-//! "What evicted sessions have sent".
+//! The leader finds out how far a file goes in which sessions wrote that were evicted, beside
+//! others who may go on writing. What those had not reported cannot be cut, so it becomes part of
+//! the file before anybody is told of that. See `docs/leases.md`, "What evicted sessions have
+//! sent".
 
 use std::time::Duration;
 
@@ -32,7 +33,9 @@ const BLOCK_LEN: u32 = BLOCK as u32;
 
 /// Has the ends of all such files put into the log, for ever.
 pub(super) async fn find_ends(member: &Member, term: u64) {
-    let list = |n: usize| member.recalls.endless(n).into_iter().map(|file| (file, file.0)).collect::<Vec<_>>();
+    let list = |n: usize| {
+        member.recalls.endless(n).into_iter().map(|file| (file, file.0)).collect::<Vec<_>>()
+    };
     let done = |found: Vec<(Ino, u64)>| async move { member.recalls.ends_found(term, &found) };
     let job = |ino| async move { find_end(member, ino).await.map(|()| Did::All) };
     work_off(AT_ONCE, (POLL, RETRY_MAX), std::future::pending, list, job, done).await;
@@ -48,7 +51,9 @@ async fn find_end(member: &Member, ino: Ino) -> Result<()> {
     member.check_fence(r.fence)?;
     let attr = r.attr.unwrap_or_default();
     let end = match &r.layout {
-        Some(layout) if attr.size < MAX_FILE_SIZE => stored_end(member, ino, layout, attr.size, r.fence).await?,
+        Some(layout) if attr.size < MAX_FILE_SIZE => {
+            stored_end(member, ino, layout, attr.size, r.fence).await?
+        }
         _ => 0,
     };
     Leader::EndSought.taken();
@@ -57,7 +62,10 @@ async fn find_end(member: &Member, ino: Ino) -> Result<()> {
         Ok(_) => {
             if end > attr.size {
                 Leader::EndFound.taken();
-                tracing::info!(end, "inode {ino:#x} goes farther than an evicted session had reported");
+                tracing::info!(
+                    end,
+                    "inode {ino:#x} goes farther than an evicted session had reported"
+                );
             }
             Ok(())
         }
@@ -70,9 +78,15 @@ async fn find_end(member: &Member, ino: Ino) -> Result<()> {
     }
 }
 
-/// Where the last byte ends that the storage servers have from `size` on, 0 if they have none. Once no session can put anything
-/// there any more that was evicted by this number or before.
-async fn stored_end(member: &Member, ino: Ino, layout: &pb::Layout, size: u64, fence: u64) -> Result<u64> {
+/// Where the last byte ends that the storage servers have from `size` on, 0 if they have none. Once
+/// no session can put anything there any more that was evicted by this number or before.
+async fn stored_end(
+    member: &Member,
+    ino: Ino,
+    layout: &pb::Layout,
+    size: u64,
+    fence: u64,
+) -> Result<u64> {
     let map = member.map();
     let stripes = StripeMap::resolve(ino, layout, &map)?;
     let mut chains = stripes.chains.clone();
@@ -92,7 +106,8 @@ async fn end_on(
     size: u64,
     fence: u64,
 ) -> Result<u64> {
-    let chain = map.chain(id).ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
+    let chain =
+        map.chain(id).ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
     if chain.lost {
         return Ok(0); // with all it had
     }
@@ -104,7 +119,9 @@ async fn end_on(
     let mut replicas: Vec<_> = chain.serving().collect();
     replicas.reverse();
     for target in replicas {
-        let node = map.node_of(target).ok_or_else(|| Error::new(Code::Io, format!("target {target} has no node")))?;
+        let node = map
+            .node_of(target)
+            .ok_or_else(|| Error::new(Code::Io, format!("target {target} has no node")))?;
         let chunk = ChunkId { ino: stripes.ino, data: stripes.data, index: 0 };
         let looked = async {
             let conn = member.links.get(node).await?;
@@ -128,17 +145,25 @@ struct End {
 }
 
 /// Likewise by one replica, to which `request` is addressed.
-async fn end_at(conn: &dyn Connection, request: DataRequest, stripes: &StripeMap, size: u64) -> Result<End> {
+async fn end_at(
+    conn: &dyn Connection,
+    request: DataRequest,
+    stripes: &StripeMap,
+    size: u64,
+) -> Result<End> {
     let (first, _) = stripes.locate(size);
     let mut from = (first.chunk.index, first.offset - first.offset % BLOCK_LEN);
-    let of_chunk = |index| DataRequest { chunk: ChunkId { index, ..request.chunk }, ..request.clone() };
+    let of_chunk =
+        |index| DataRequest { chunk: ChunkId { index, ..request.chunk }, ..request.clone() };
     let mut last: Option<Extent> = None;
     loop {
         let r = DataRequest { offset: from.1, len: MAX_EXTENTS as u32, ..of_chunk(from.0) };
         let (_, payload) = call(conn, opcode::EXTENTS, &r).await?;
         let page = Extents::decode(&payload, from)?;
         // Chunks that the layout has elsewhere are none of the file.
-        let own = |e: &&Extent| stripes.chain_of(e.index) == request.chain && stripes.place_of(e.index).is_some();
+        let own = |e: &&Extent| {
+            stripes.chain_of(e.index) == request.chain && stripes.place_of(e.index).is_some()
+        };
         last = page.found.iter().rev().find(own).copied().or(last);
         match page.next {
             Some(next) => from = next,
@@ -148,7 +173,12 @@ async fn end_at(conn: &dyn Connection, request: DataRequest, stripes: &StripeMap
     let Some(e) = last else { return Ok(End { at: 0, sure: true }) };
     // Extents are whole blocks: a read tells how much of the last one there is.
     let offset = e.offset + e.len - BLOCK_LEN;
-    let (len, sure) = match call(conn, opcode::READ, &DataRequest { offset, len: BLOCK_LEN, ..of_chunk(e.index) }).await
+    let (len, sure) = match call(
+        conn,
+        opcode::READ,
+        &DataRequest { offset, len: BLOCK_LEN, ..of_chunk(e.index) },
+    )
+    .await
     {
         // Data without bytes: a damaged record of which blocks there are counts as all of them.
         Ok((head, _)) => (head.len.min(BLOCK_LEN), head.len > 0),
@@ -160,7 +190,11 @@ async fn end_at(conn: &dyn Connection, request: DataRequest, stripes: &StripeMap
     Ok(End { at: (start + most.min(u64::from(offset + len))).min(MAX_FILE_SIZE), sure })
 }
 
-async fn call(conn: &dyn Connection, op: u16, request: &DataRequest) -> Result<(DataReply, Vec<u8>)> {
+async fn call(
+    conn: &dyn Connection,
+    op: u16,
+    request: &DataRequest,
+) -> Result<(DataReply, Vec<u8>)> {
     let reply = conn.call(Message::new(op, request.encode()), CALL_TIMEOUT).await?;
     let payload = reply.payload.iter().flat_map(|b| b.iter().copied()).collect();
     Ok((DataReply::decode(&reply.body)?, payload))

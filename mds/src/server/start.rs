@@ -51,7 +51,8 @@ pub struct Parts {
     pub store: Arc<dyn MetaStore>,
     /// For making capabilities.
     pub cap_key: CapKey,
-    /// Names the group of metadata servers: the same on all its members, different in other clusters.
+    /// Names the group of metadata servers: the same on all its members, different in other
+    /// clusters.
     pub cluster: [u8; 16],
 }
 
@@ -77,28 +78,42 @@ pub(super) struct Disk {
     pub set_aside: Option<Error>,
 }
 
-/// Starts a server on its parts and returns when it listens. It serves clients once a leader is elected.
+/// Starts a server on its parts and returns when it listens. It serves clients once a leader is
+/// elected.
 pub async fn start(cfg: Config, parts: Parts) -> Result<MdsServer> {
     let reserve = cfg.reserve_bytes.unwrap_or(0);
-    start_with(cfg, parts, Disk { reserve_file: None, reserve, segment: LOG_BYTES, set_aside: None }).await
+    start_with(
+        cfg,
+        parts,
+        Disk { reserve_file: None, reserve, segment: LOG_BYTES, set_aside: None },
+    )
+    .await
 }
 
-pub(super) fn start_with(cfg: Config, parts: Parts, disk: Disk) -> BoxFuture<'static, Result<MdsServer>> {
+pub(super) fn start_with(
+    cfg: Config,
+    parts: Parts,
+    disk: Disk,
+) -> BoxFuture<'static, Result<MdsServer>> {
     Box::pin(async move {
         cfg.check()?;
-        let disk_space = DiskSpace::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
+        let disk_space =
+            DiskSpace::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
         // Before there is anything that must not wait.
         disk_space.look();
         let recalls = Arc::new(Recalls::new(parts.env.clone(), cfg.leases()));
         let machine = Arc::new(Machine::open(parts.store, recalls.clone())?);
-        let peers: BTreeMap<u64, Endpoint> = cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
+        let peers: BTreeMap<u64, Endpoint> =
+            cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
         let raft = consensus::Config {
             tick: Duration::from_millis(cfg.tick_ms),
             slow_write: Duration::from_millis(cfg.slow_disk_ms),
             log_bytes: disk.segment.max(LEAST_LOG_BYTES) as usize,
             ..consensus::Config::new(cfg.id, parts.cluster, peers)
         };
-        let node = Node::start(raft, parts.env.clone(), parts.fabric.clone(), parts.log, machine.clone()).await?;
+        let node =
+            Node::start(raft, parts.env.clone(), parts.fabric.clone(), parts.log, machine.clone())
+                .await?;
         let member = Arc::new(Member {
             env: parts.env.clone(),
             machine: machine.clone(),
@@ -125,8 +140,12 @@ pub(super) fn start_with(cfg: Config, parts: Parts, disk: Disk) -> BoxFuture<'st
             fair: fair.clone(),
             request_dedup: Mutex::default(),
         });
-        let reads =
-            Reads { member: member.clone(), sessions: sessions.clone(), locks: locks.clone(), fair: fair.clone() };
+        let reads = Reads {
+            member: member.clone(),
+            sessions: sessions.clone(),
+            locks: locks.clone(),
+            fair: fair.clone(),
+        };
         let leader = Arc::new(Leader {
             member: member.clone(),
             sessions: sessions.clone(),
@@ -198,15 +217,18 @@ impl MdsServer {
     pub fn shutdown(mut self) -> BoxFuture<'static, ()> {
         Box::pin(async move {
             if self.mds.member.leading().is_ok() {
-                let _ = tokio::time::timeout(Duration::from_secs(1), self.mds.member.node.transfer(0)).await;
+                let _ =
+                    tokio::time::timeout(Duration::from_secs(1), self.mds.member.node.transfer(0))
+                        .await;
             }
             self.listener = None;
             self.mds.member.node.shutdown().await;
         })
     }
 
-    /// Waits until this server has stopped by itself for good, and says why: its log or state failed, or (`NotMember`) it
-    /// was removed from the group, which its folder then says, too. The process should end then.
+    /// Waits until this server has stopped by itself for good, and says why: its log or state
+    /// failed, or (`NotMember`) it was removed from the group, which its folder then says, too. The
+    /// process should end then.
     pub async fn stopped(&self) -> Error {
         let cause = self.mds.member.node.stopped().await;
         if cause.code == Code::NotMember && self.lock.is_some() {

@@ -16,10 +16,14 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
     let (header, map, now) = (ns.header(), member.map(), member.env.boot());
     let mut notices = Vec::new();
     if member.leading().is_err() {
-        notices.push("not the leader: idle times and opens of sessions are known to the leader only".into());
+        notices.push(
+            "not the leader: idle times and opens of sessions are known to the leader only".into(),
+        );
     }
     if member.disk_space.look().0 {
-        notices.push("the disk is almost full: nothing new is accepted here until there is space".into());
+        notices.push(
+            "the disk is almost full: nothing new is accepted here until there is space".into(),
+        );
     }
     notices.extend(damage_notices(member));
     let awaited = recovery::all_awaited(&map.map);
@@ -37,7 +41,10 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
         hostname: s.hostname,
         pid: s.pid,
         version: s.version,
-        idle_ms: lead.as_ref().and_then(|l| l.sessions.idle_of(now, id)).map_or(0, |d| d.as_millis() as u64),
+        idle_ms: lead
+            .as_ref()
+            .and_then(|l| l.sessions.idle_of(now, id))
+            .map_or(0, |d| d.as_millis() as u64),
         opens: lead.as_ref().map_or(0, |l| l.sessions.opens_of(id) as u32),
         locks: ns.locked_by(id),
     });
@@ -108,6 +115,10 @@ fn slow_notices(map: &pb::ClusterMap, slow: &[pb::SlowTarget]) -> Vec<String> {
     };
     let mut all: Vec<String> = drained.clone().map(named).collect();
     let others = slow.iter().filter(|s| drained.clone().all(|(id, _)| id != s.target));
-    all.extend(others.filter_map(|s| Some(format!("target {} is slow: {}", s.target, words(s.slow.as_ref()?)))));
+    all.extend(
+        others.filter_map(|s| {
+            Some(format!("target {} is slow: {}", s.target, words(s.slow.as_ref()?)))
+        }),
+    );
     all
 }

@@ -21,7 +21,8 @@ fn unreadable(e: prost::DecodeError) -> Error {
     Error::new(Code::Protocol, format!("the request's body cannot be read: {e}"))
 }
 
-/// Passes on a body in which a list has at most so many items: empty ones are 2 bytes there, and many once decoded.
+/// Passes on a body in which a list has at most so many items: empty ones are 2 bytes there, and
+/// many once decoded.
 pub(super) fn at_most(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
     count(limit, list, body, |_, _| 1)
 }
@@ -35,12 +36,18 @@ pub(super) fn few_numbers(limit: usize, list: u32, body: Bytes) -> Result<Bytes>
     })
 }
 
-fn count(limit: usize, list: u32, body: Bytes, items_in: impl Fn(WireType, &[u8]) -> usize) -> Result<Bytes> {
+fn count(
+    limit: usize,
+    list: u32,
+    body: Bytes,
+    items_in: impl Fn(WireType, &[u8]) -> usize,
+) -> Result<Bytes> {
     let (mut rest, mut items) = (&body[..], 0);
     while !rest.is_empty() {
         let (tag, wire_type) = encoding::decode_key(&mut rest).map_err(unreadable)?;
         let field = rest;
-        encoding::skip_field(wire_type, tag, &mut rest, encoding::DecodeContext::default()).map_err(unreadable)?;
+        encoding::skip_field(wire_type, tag, &mut rest, encoding::DecodeContext::default())
+            .map_err(unreadable)?;
         if tag == list {
             items += items_in(wire_type, &field[..field.len() - rest.len()]);
         }
@@ -73,24 +80,40 @@ mod tests {
     #[test]
     fn the_map_in_answers_is_in_the_field_that_is_meant() {
         let node = pb::Node { id: 7, name: "a".into(), ..Default::default() };
-        let map = pb::ClusterMap { version: 3, nodes: vec![node], fs_name: "x".repeat(300), ..Default::default() };
+        let map = pb::ClusterMap {
+            version: 3,
+            nodes: vec![node],
+            fs_name: "x".repeat(300),
+            ..Default::default()
+        };
         let view = MapView::new(map.clone()).unwrap();
         for _ in 0..2 {
             let open = pb::SessionOpenReply { session: 9, ..Default::default() };
-            let is = pb::SessionOpenReply::decode(&view.encode_behind(&open, tag::SESSION_OPEN)[..]).unwrap();
+            let is =
+                pb::SessionOpenReply::decode(&view.encode_behind(&open, tag::SESSION_OPEN)[..])
+                    .unwrap();
             assert_eq!(is, pb::SessionOpenReply { map: Some(map.clone()), ..open });
             let renew = pb::SessionRenewReply { map: None, lease_ms: 1500 };
-            let is = pb::SessionRenewReply::decode(&view.encode_behind(&renew, tag::SESSION_RENEW)[..]).unwrap();
+            let is =
+                pb::SessionRenewReply::decode(&view.encode_behind(&renew, tag::SESSION_RENEW)[..])
+                    .unwrap();
             assert_eq!(is, pb::SessionRenewReply { map: Some(map.clone()), ..renew });
-            let is = pb::MapReply::decode(&view.encode_behind(&pb::MapReply { map: None }, tag::MAP)[..]).unwrap();
+            let is = pb::MapReply::decode(
+                &view.encode_behind(&pb::MapReply { map: None }, tag::MAP)[..],
+            )
+            .unwrap();
             assert_eq!(is.map.as_ref(), Some(&map));
-            let register = pb::RegisterReply { node: 4, target_ids: vec![1, 2], ..Default::default() };
-            let is = pb::RegisterReply::decode(&view.encode_behind(&register, tag::REGISTER)[..]).unwrap();
+            let register =
+                pb::RegisterReply { node: 4, target_ids: vec![1, 2], ..Default::default() };
+            let is = pb::RegisterReply::decode(&view.encode_behind(&register, tag::REGISTER)[..])
+                .unwrap();
             assert_eq!(is, pb::RegisterReply { map: Some(map.clone()), ..register });
             let endings = Some(pb::Endings { through: 7, ..Default::default() });
             let evicted = vec![pb::Evicted::default()];
-            let beat = pb::HeartbeatReply { lease_ms: 5, map: None, evicted, endings, step_out: vec![7] };
-            let is = pb::HeartbeatReply::decode(&view.encode_behind(&beat, tag::HEARTBEAT)[..]).unwrap();
+            let beat =
+                pb::HeartbeatReply { lease_ms: 5, map: None, evicted, endings, step_out: vec![7] };
+            let is =
+                pb::HeartbeatReply::decode(&view.encode_behind(&beat, tag::HEARTBEAT)[..]).unwrap();
             assert_eq!(is, pb::HeartbeatReply { map: Some(map.clone()), ..beat });
         }
     }

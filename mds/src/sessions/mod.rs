@@ -1,5 +1,6 @@
-//! What only the leader knows about client sessions: when each was last heard of, and what it holds open. A pure table;
-//! a new leader starts with all sessions as just heard of and nothing open, and clients tell it what they hold.
+//! What only the leader knows about client sessions: when each was last heard of, and what it holds
+//! open. A pure table; a new leader starts with all sessions as just heard of and nothing open, and
+//! clients tell it what they hold.
 
 pub(crate) mod owners;
 
@@ -16,13 +17,15 @@ pub(crate) const MAX_SESSIONS: usize = 65_536;
 pub(crate) const MAX_OPENS: usize = 1 << 20;
 /// Inodes that all sessions together may hold open; one that several hold counts for each.
 pub(crate) const MAX_ALL_OPENS: usize = 1 << 23;
-/// So many are open to each session whatever the others hold, so that some cannot shut out the rest.
+/// So many are open to each session whatever the others hold, so that some cannot shut out the
+/// rest.
 pub(crate) const FREE_OPENS: usize = 128;
-/// Requests of a session whose answer it waits for, and of which it is known whether they were counted.
+/// Requests of a session whose answer it waits for, and of which it is known whether they were
+/// counted.
 const KEPT: usize = 4096;
 
-/// Requests of a session's connection whose opens and closes were counted. The network may bring a copy of one, and who is told to ask
-/// again does so under the same number.
+/// Requests of a session's connection whose opens and closes were counted. The network may bring a
+/// copy of one, and who is told to ask again does so under the same number.
 #[derive(Default)]
 struct Counted {
     connection: u64,
@@ -33,7 +36,8 @@ struct Counted {
     forgotten: u64,
 }
 
-/// A file that counts too often is freed too late, one that counts too seldom too early. So in doubt opens count and closes do not.
+/// A file that counts too often is freed too late, one that counts too seldom too early. So in
+/// doubt opens count and closes do not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WasCounted {
     Yes,
@@ -59,7 +63,8 @@ pub(crate) struct Sessions {
     holders: BTreeMap<Ino, u32>,
     /// The sum of those.
     held: usize,
-    /// Those that were there when this server began to lead and have not told yet what they hold open.
+    /// Those that were there when this server began to lead and have not told yet what they hold
+    /// open.
     untold: BTreeSet<SessionId>,
     /// Orphans that are being freed: nobody may open them any more.
     freeing: BTreeSet<Ino>,
@@ -78,7 +83,13 @@ impl Sessions {
 
     /// A session that the namespace knows. Keeps what is known of it.
     pub(crate) fn learn(&mut self, now: Duration, id: SessionId, epoch: u64) {
-        let fresh = || Entry { heard: now, epoch, opens: BTreeMap::new(), counted: Counted::default(), ending: false };
+        let fresh = || Entry {
+            heard: now,
+            epoch,
+            opens: BTreeMap::new(),
+            counted: Counted::default(),
+            ending: false,
+        };
         self.entries.entry(id).or_insert_with(fresh);
     }
 
@@ -88,14 +99,16 @@ impl Sessions {
         self.untold.insert(id);
     }
 
-    /// Whether everything that is open is in this table: all who were inherited have told what they hold, or have ended.
+    /// Whether everything that is open is in this table: all who were inherited have told what they
+    /// hold, or have ended.
     pub(crate) fn all_told(&self) -> bool {
         self.untold.is_empty()
     }
 
-    /// A session was heard of at `now`; its epoch. `None`: not in this table. `Overloaded` while its end is on the way: only the log says that it
-    /// has ended. This leader may be replaced before that is in it, and then the session lives: a client that was told otherwise would use it
-    /// again and count its requests from 1, each of which had an answer.
+    /// A session was heard of at `now`; its epoch. `None`: not in this table. `Overloaded` while
+    /// its end is on the way: only the log says that it has ended. This leader may be replaced
+    /// before that is in it, and then the session lives: a client that was told otherwise would use
+    /// it again and count its requests from 1, each of which had an answer.
     pub(crate) fn heard(&mut self, now: Duration, id: SessionId) -> Result<Option<u64>> {
         match self.entries.get_mut(&id) {
             None => Ok(None),
@@ -117,13 +130,22 @@ impl Sessions {
         }
     }
 
-    /// Which of these were not heard of for `silence`: since this server began to lead, for those of a former leader.
-    pub(crate) fn silent(&self, now: Duration, silence: Duration, of: BTreeSet<SessionId>) -> BTreeSet<SessionId> {
-        let is = |id: &SessionId| self.entries.get(id).is_some_and(|e| now.saturating_sub(e.heard) >= silence);
+    /// Which of these were not heard of for `silence`: since this server began to lead, for those
+    /// of a former leader.
+    pub(crate) fn silent(
+        &self,
+        now: Duration,
+        silence: Duration,
+        of: BTreeSet<SessionId>,
+    ) -> BTreeSet<SessionId> {
+        let is = |id: &SessionId| {
+            self.entries.get(id).is_some_and(|e| now.saturating_sub(e.heard) >= silence)
+        };
         of.into_iter().filter(is).collect()
     }
 
-    /// Sessions silent for `term`, now marked as ending. Those marked before and still there are named again.
+    /// Sessions silent for `term`, now marked as ending. Those marked before and still there are
+    /// named again.
     pub(crate) fn expire(&mut self, now: Duration, term: Duration) -> Vec<SessionId> {
         let mut out = Vec::new();
         for (id, e) in &mut self.entries {
@@ -155,8 +177,9 @@ impl Sessions {
         }
     }
 
-    /// Whether what the request `seq` opens and closes was counted on this connection; its sender waits for answers from `lowest` on.
-    /// `Disconnected`: it was sent on an older connection, and all that is open has been told since.
+    /// Whether what the request `seq` opens and closes was counted on this connection; its sender
+    /// waits for answers from `lowest` on. `Disconnected`: it was sent on an older connection, and
+    /// all that is open has been told since.
     pub(crate) fn was_counted(
         &mut self,
         id: SessionId,
@@ -206,9 +229,13 @@ impl Sessions {
         }
         let e = self.entries.get_mut(&id).ok_or_else(|| gone(id))?;
         if e.opens.len() >= MAX_OPENS && !e.opens.contains_key(&ino) {
-            return Err(Error::new(Code::Overloaded, format!("session {id} holds {MAX_OPENS} files open; close some")));
+            return Err(Error::new(
+                Code::Overloaded,
+                format!("session {id} holds {MAX_OPENS} files open; close some"),
+            ));
         }
-        if self.held >= MAX_ALL_OPENS && e.opens.len() >= FREE_OPENS && !e.opens.contains_key(&ino) {
+        if self.held >= MAX_ALL_OPENS && e.opens.len() >= FREE_OPENS && !e.opens.contains_key(&ino)
+        {
             let m = format!("all sessions together hold {MAX_ALL_OPENS} files open; close some");
             return Err(Error::new(Code::Overloaded, m));
         }
@@ -266,8 +293,9 @@ impl Sessions {
         self.entries.get(&id).map(|e| now.saturating_sub(e.heard))
     }
 
-    /// Of the current orphans, those that nobody has had open for `pause`: they count as being freed from now on. An open
-    /// that was being answered while the last name went is in the table before the pause is over.
+    /// Of the current orphans, those that nobody has had open for `pause`: they count as being
+    /// freed from now on. An open that was being answered while the last name went is in the table
+    /// before the pause is over.
     pub(crate) fn free(&mut self, now: Duration, orphans: &[Ino], pause: Duration) -> Vec<Ino> {
         let current: BTreeSet<Ino> = orphans.iter().copied().collect();
         self.freeing.retain(|i| current.contains(i));
@@ -418,9 +446,21 @@ mod tests {
         };
         assert_eq!([7, 5, 7, 5].map(|seq| comes(3, seq, 2)), [Ok(No), Ok(No), Ok(Yes), Ok(Yes)]);
         assert_eq!([0, 0].map(|seq| comes(3, seq, 2)), [Ok(No), Ok(No)], "without a number");
-        assert_eq!([7, 7].map(|seq| comes(0, seq, 2)), [Ok(No), Ok(No)], "nor one of its connection");
-        assert_eq!([7, 7].map(|seq| comes(4, seq, 2)), [Ok(No), Ok(Yes)], "on the next one all is told anew");
-        assert_eq!(comes(3, 8, 2), Err(Code::Disconnected), "what the former one brings late is told already");
+        assert_eq!(
+            [7, 7].map(|seq| comes(0, seq, 2)),
+            [Ok(No), Ok(No)],
+            "nor one of its connection"
+        );
+        assert_eq!(
+            [7, 7].map(|seq| comes(4, seq, 2)),
+            [Ok(No), Ok(Yes)],
+            "on the next one all is told anew"
+        );
+        assert_eq!(
+            comes(3, 8, 2),
+            Err(Code::Disconnected),
+            "what the former one brings late is told already"
+        );
         // Nobody waits for the answer of 8, which had not come: then nothing is open by it.
         assert_eq!(comes(4, 9, 9), Ok(No));
         assert_eq!([7, 8, 9, 10].map(|seq| comes(4, seq, 7)), [Ok(Yes), Ok(Yes), Ok(Yes), Ok(No)]);
@@ -444,7 +484,11 @@ mod tests {
         // 5 is answered; the answer of 6 is on its way, or somebody is to ask again.
         t.reassert(1, &[50]).unwrap();
         assert_eq!(t.was_counted(1, 3, (6, 6)).unwrap(), WasCounted::No);
-        assert_eq!(t.was_counted(1, 3, (5, 6)).unwrap(), WasCounted::Yes, "a late copy of what is in the list");
+        assert_eq!(
+            t.was_counted(1, 3, (5, 6)).unwrap(),
+            WasCounted::Yes,
+            "a late copy of what is in the list"
+        );
     }
 
     #[test]

@@ -28,18 +28,23 @@ impl Owners {
     pub(crate) fn may_open(&self, connection: u64, machine: &str) -> Result<()> {
         let full = |m: String| Err(Error::new(Code::Overloaded, m));
         if self.proved.get(&connection).is_some_and(|s| s.len() >= OF_CONNECTION) {
-            return full(format!("{OF_CONNECTION} sessions were opened on one connection, which is the limit"));
+            return full(format!(
+                "{OF_CONNECTION} sessions were opened on one connection, which is the limit"
+            ));
         }
         let own = self.counts.get(machine).copied().unwrap_or(0);
         if own >= OF_MACHINE {
             let m = "those of clients that died end when their term is over; unmount what is not needed";
-            return full(format!("{own} sessions are of {machine}, which is the share of one machine: {m}"));
+            return full(format!(
+                "{own} sessions are of {machine}, which is the share of one machine: {m}"
+            ));
         }
         Ok(())
     }
 
-    /// The client on this connection, of this machine, knows the session's secret. It counts there from now
-    /// on, unless that machine has its share: what others opened for it counts for them then.
+    /// The client on this connection, of this machine, knows the session's secret. It counts there
+    /// from now on, unless that machine has its share: what others opened for it counts for them
+    /// then.
     pub(crate) fn prove(&mut self, connection: u64, machine: &str, session: SessionId) {
         self.proved.entry(connection).or_default().insert(session);
         let full = self.counts.get(machine).is_some_and(|n| *n >= OF_MACHINE);
@@ -99,8 +104,9 @@ mod tests {
     #[test]
     fn a_machine_has_no_more_sessions_by_way_of_another() {
         let mut o = Owners::default();
-        let open =
-            |o: &mut Owners, machine: &str, id: u64| o.may_open(id, machine).map(|()| o.prove(id, machine, id)).is_ok();
+        let open = |o: &mut Owners, machine: &str, id: u64| {
+            o.may_open(id, machine).map(|()| o.prove(id, machine, id)).is_ok()
+        };
         let mut opened = 0;
         for id in 0..3 * OF_MACHINE as u64 {
             if open(&mut o, "relay", id) {

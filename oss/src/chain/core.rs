@@ -17,7 +17,8 @@ use super::{
     slot::{Current, Due, Next, Refusal, Slot, Staging, Update},
 };
 
-/// Chunks of which it is remembered that a version was refused. Of the others a copy that comes late may be taken.
+/// Chunks of which it is remembered that a version was refused. Of the others a copy that comes
+/// late may be taken.
 const KEPT_SPENT: usize = 4096;
 
 /// Refusals that the head remembers.
@@ -35,7 +36,8 @@ struct Refused {
     message: String,
 }
 
-/// A version that was refused for good. Others may have been asked to make it, and a copy of that may be on its way yet.
+/// A version that was refused for good. Others may have been asked to make it, and a copy of that
+/// may be on its way yet.
 #[derive(Clone, Copy, Debug, Hash)]
 struct Spent {
     version: Version,
@@ -58,13 +60,15 @@ pub struct ChainCore {
     slots: BTreeMap<ChunkId, Slot>,
     /// Chunk of each operation that is in a slot.
     ops: BTreeMap<OpId, ChunkId>,
-    /// The last ones of this epoch. Who was told goes on and writes something newer there, over which another copy of the request must not
-    /// be made when it comes late. Copies of other epochs are refused as such.
+    /// The last ones of this epoch. Who was told goes on and writes something newer there, over
+    /// which another copy of the request must not be made when it comes late. Copies of other
+    /// epochs are refused as such.
     refused: VecDeque<Refused>,
-    /// The newest such version of each chunk in this epoch, until something newer is committed. The head gives no other update that version, the
-    /// others take no such update any more.
+    /// The newest such version of each chunk in this epoch, until something newer is committed. The
+    /// head gives no other update that version, the others take no such update any more.
     spent: BTreeMap<ChunkId, Spent>,
-    /// The newest round of each session from which an update came in this epoch; not 0. What its client gave up is of an older one.
+    /// The newest round of each session from which an update came in this epoch; not 0. What its
+    /// client gave up is of an older one.
     rounds: BTreeMap<SessionId, u64>,
     /// Data that was removed for good in this epoch, the latest: by data id, and in order.
     gone: (BTreeSet<u64>, VecDeque<u64>),
@@ -75,7 +79,8 @@ fn refuse(op: OpId, code: Code, message: String) -> Output {
 }
 
 impl ChainCore {
-    /// `stale_through`: the chain's epoch in the map that this target registered with, if it was in the chain then.
+    /// `stale_through`: the chain's epoch in the map that this target registered with, if it was in
+    /// the chain then.
     pub fn new(chain: ChainId, me: Stamp, stale_through: u64) -> ChainCore {
         ChainCore {
             chain,
@@ -98,8 +103,8 @@ impl ChainCore {
         &self.view
     }
 
-    /// What acknowledgements carry: the same value means that this replica has been in sync all the time between, without
-    /// a restart, and so still has all it committed.
+    /// What acknowledgements carry: the same value means that this replica has been in sync all the
+    /// time between, without a restart, and so still has all it committed.
     pub fn stamp(&self) -> Stamp {
         self.me
     }
@@ -121,10 +126,12 @@ impl ChainCore {
         }
     }
 
-    /// An update in a slot may have been shown to readers by a replica that was lost since. This one answers no reads of its chunk
-    /// until it is committed; one that came into sync behind it would.
+    /// An update in a slot may have been shown to readers by a replica that was lost since. This
+    /// one answers no reads of its chunk until it is committed; one that came into sync behind it
+    /// would.
     pub fn owes_shown(&self) -> bool {
-        let shown = |s: &Slot| matches!(&s.current, Some(Current::Update(u)) if u.shown && !u.dropped);
+        let shown =
+            |s: &Slot| matches!(&s.current, Some(Current::Update(u)) if u.shown && !u.dropped);
         self.slots.values().any(shown)
     }
 
@@ -134,8 +141,9 @@ impl ChainCore {
         self.slots.range(from..=end).map(|(c, _)| c.index).collect()
     }
 
-    /// No session's update makes a chunk of this data any more that is not in flight now: nobody writes it, but copies of what was written may
-    /// come late, and find no chunk that knows them. Those of another epoch are refused as such.
+    /// No session's update makes a chunk of this data any more that is not in flight now: nobody
+    /// writes it, but copies of what was written may come late, and find no chunk that knows them.
+    /// Those of another epoch are refused as such.
     pub fn data_is_gone(&mut self, data: u64) {
         let (known, order) = &mut self.gone;
         if known.insert(data) {
@@ -164,10 +172,17 @@ impl ChainCore {
                     self.advance(op, local, &mut out);
                 }
             }
-            Input::Answer { op, attempt, result } => self.answer(op, attempt, result, local, &mut out),
-            Input::Pushed { op, attempt, result } => self.pushed(op, attempt, result, local, &mut out),
+            Input::Answer { op, attempt, result } => {
+                self.answer(op, attempt, result, local, &mut out)
+            }
+            Input::Pushed { op, attempt, result } => {
+                self.pushed(op, attempt, result, local, &mut out)
+            }
             Input::Retry { op, attempt } => {
-                if let Some(u) = self.update(op).filter(|u| u.attempt == attempt && matches!(u.next, Next::Paused)) {
+                if let Some(u) = self
+                    .update(op)
+                    .filter(|u| u.attempt == attempt && matches!(u.next, Next::Paused))
+                {
                     u.next = Next::Idle;
                     self.advance(op, local, &mut out);
                 }
@@ -205,16 +220,22 @@ impl ChainCore {
         }
         match slots.find(|(_, s)| s.is_dirty(self.view.tail)) {
             None => Ok(()),
-            Some((chunk, _)) => {
-                Err(Error::new(Code::NotServing, format!("chunk {chunk} is being changed (dirty); ask the tail")))
-            }
+            Some((chunk, _)) => Err(Error::new(
+                Code::NotServing,
+                format!("chunk {chunk} is being changed (dirty); ask the tail"),
+            )),
         }
     }
 
-    /// For flushes and other messages of the chain that are no updates: the same epoch, and this replica in it.
+    /// For flushes and other messages of the chain that are no updates: the same epoch, and this
+    /// replica in it.
     pub fn check_member(&self, epoch: u64) -> Result<()> {
         self.check_epoch(epoch)?;
-        if self.view.takes_updates() { Ok(()) } else { Err(self.not_serving("is not in sync here")) }
+        if self.view.takes_updates() {
+            Ok(())
+        } else {
+            Err(self.not_serving("is not in sync here"))
+        }
     }
 
     /// A message from the predecessor at `epoch` arrived and was accepted.
@@ -234,7 +255,10 @@ impl ChainCore {
     }
 
     fn not_serving(&self, why: &str) -> Error {
-        let m = format!("chain {} {why} (target {}, epoch {})", self.chain, self.me.target, self.view.epoch);
+        let m = format!(
+            "chain {} {why} (target {}, epoch {})",
+            self.chain, self.me.target, self.view.epoch
+        );
         Error::new(Code::NotServing, m)
     }
 
@@ -265,7 +289,8 @@ impl ChainCore {
         if let Some(to) = self.view.serving_successor() {
             out.push(Output::Greet { to, epoch: self.view.epoch });
         }
-        let keeps = matches!(self.view.state, ReplicaState::ReplicaServing | ReplicaState::ReplicaLastsrv);
+        let keeps =
+            matches!(self.view.state, ReplicaState::ReplicaServing | ReplicaState::ReplicaLastsrv);
         if !keeps {
             // What was committed may be replaced by a source that lacks some of it.
             self.me.stamp = self.life ^ self.view.epoch.wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -277,7 +302,11 @@ impl ChainCore {
             let Some(slot) = self.slots.get_mut(&chunk) else { continue };
             for op in slot.queue.drain(..) {
                 Epoch::QueueStale.taken();
-                out.push(refuse(op.id, Code::StaleEpoch, format!("chain {} has a new epoch", self.chain)));
+                out.push(refuse(
+                    op.id,
+                    Code::StaleEpoch,
+                    format!("chain {} has a new epoch", self.chain),
+                ));
             }
             let Some(Current::Update(u)) = slot.current.as_mut() else { continue };
             u.new_epoch();
@@ -290,7 +319,11 @@ impl ChainCore {
             if !keeps && !u.dropped {
                 u.dropped = true;
                 for id in std::iter::once(u.op).chain(u.also.drain(..)) {
-                    out.push(refuse(id, Code::NotServing, format!("chain {} is not in sync here", self.chain)));
+                    out.push(refuse(
+                        id,
+                        Code::NotServing,
+                        format!("chain {} is not in sync here", self.chain),
+                    ));
                 }
             }
             let op = u.op;
@@ -312,22 +345,32 @@ impl ChainCore {
             && self.is_late(session, round)
         {
             Event::ClientLate.taken();
-            let m = format!("session {session} has given up an update since this was sent; it is to be sent again");
+            let m = format!(
+                "session {session} has given up an update since this was sent; it is to be sent again"
+            );
             return out.push(refuse(op.id, Code::Overloaded, m));
         }
-        let of_session = matches!(op.what, What::Client { session: 1.., .. } | What::Forward { session: 1.., .. });
+        let of_session = matches!(
+            op.what,
+            What::Client { session: 1.., .. } | What::Forward { session: 1.., .. }
+        );
         if of_session && self.is_gone(op.chunk.data) {
             match op.what {
                 What::Client { .. } => Event::ClientGone.taken(),
                 _ => Event::ForwardGone.taken(),
             }
-            return out.push(refuse(op.id, Code::Stale, format!("the data of chunk {} was removed", op.chunk)));
+            return out.push(refuse(
+                op.id,
+                Code::Stale,
+                format!("the data of chunk {} was removed", op.chunk),
+            ));
         }
         if matches!(op.what, What::Forward { .. }) {
             self.heard_predecessor(op.epoch);
         }
         let slot = self.slots.entry(op.chunk).or_default();
-        if let (Some(Current::Update(u)), What::Forward { version, .. }) = (slot.current.as_mut(), &op.what)
+        if let (Some(Current::Update(u)), What::Forward { version, .. }) =
+            (slot.current.as_mut(), &op.what)
             && u.version == *version
             && !u.dropped
         {
@@ -337,7 +380,11 @@ impl ChainCore {
         }
         if slot.queue.len() >= MAX_QUEUE {
             Event::QueueFull.taken();
-            out.push(refuse(op.id, Code::Overloaded, format!("chunk {} has {MAX_QUEUE} updates waiting", op.chunk)));
+            out.push(refuse(
+                op.id,
+                Code::Overloaded,
+                format!("chunk {} has {MAX_QUEUE} updates waiting", op.chunk),
+            ));
             return;
         }
         let chunk = op.chunk;
@@ -377,8 +424,8 @@ impl ChainCore {
         Ok(())
     }
 
-    /// Whether the session has begun another round since this was sent. What has its place in a queue before that round's first update is not
-    /// late: it is made before that one.
+    /// Whether the session has begun another round since this was sent. What has its place in a
+    /// queue before that round's first update is not late: it is made before that one.
     fn is_late(&mut self, session: SessionId, round: u64) -> bool {
         match self.rounds.get(&session) {
             Some(newest) if round < *newest => return true,
@@ -410,10 +457,12 @@ impl ChainCore {
                 out.push(Output::Done { op: op.id, outcome: Outcome::Granted });
                 Current::Hold(op.id)
             }
-            What::Client { session, seq, replay, .. } => match self.assign(&op, session, seq, replay, local) {
-                Ok(u) => Current::Update(Box::new(u)),
-                Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
-            },
+            What::Client { session, seq, replay, .. } => {
+                match self.assign(&op, session, seq, replay, local) {
+                    Ok(u) => Current::Update(Box::new(u)),
+                    Err(outcome) => return out.push(Output::Done { op: op.id, outcome }),
+                }
+            }
             What::Forward { session, seq, version, prev } => {
                 match self.accept(&op, Writer { session, seq, version }, prev, local) {
                     Ok(u) => Current::Update(Box::new(u)),
@@ -451,22 +500,37 @@ impl ChainCore {
             return Err(Outcome::Refused(Error::new(r.code, r.message.clone())));
         }
         if let Some(first) = replay
-            && (!reaches_back(&now, first) || now.writers.iter().any(|w| w.version > first && w.session != session))
+            && (!reaches_back(&now, first)
+                || now.writers.iter().any(|w| w.version > first && w.session != session))
         {
             Event::ClientOvertaken.taken();
-            let m = format!("chunk {} was changed by others since; this write's bytes are lost", op.chunk);
+            let m = format!(
+                "chunk {} was changed by others since; this write's bytes are lost",
+                op.chunk
+            );
             return Err(Outcome::Refused(Error::new(Code::Overtaken, m)));
         }
         let epoch = self.view.epoch;
-        // What a successor was asked to make and refused may arrive there once more: its number is never another update's.
-        let spent = self.spent.get(&op.chunk).filter(|s| s.version.epoch == epoch).map_or(0, |s| s.version.number);
+        // What a successor was asked to make and refused may arrive there once more: its number is
+        // never another update's.
+        let spent = self
+            .spent
+            .get(&op.chunk)
+            .filter(|s| s.version.epoch == epoch)
+            .map_or(0, |s| s.version.number);
         let version = Version { epoch, number: now.version.number.max(spent).saturating_add(1) };
         Event::ClientStarts.taken();
         Ok(Update::new(op, version, now.version, Writer { session, seq, version }))
     }
 
     /// At any other replica: takes an update that builds on what is committed here.
-    fn accept(&mut self, op: &Op, writer: Writer, prev: Version, local: &dyn Local) -> Result<Update, Outcome> {
+    fn accept(
+        &mut self,
+        op: &Op,
+        writer: Writer,
+        prev: Version,
+        local: &dyn Local,
+    ) -> Result<Update, Outcome> {
         let version = writer.version;
         let now = match local.committed(&op.chunk) {
             Ok(c) => c.version,
@@ -497,9 +561,12 @@ impl ChainCore {
         Ok(Update::new(op, version, prev, writer))
     }
 
-    /// A version that somebody else may have been asked for is refused. Nothing is remembered where it will be asked for again.
+    /// A version that somebody else may have been asked for is refused. Nothing is remembered where
+    /// it will be asked for again.
     fn spend(&mut self, chunk: ChunkId, version: Version, e: &Error) {
-        if Refusal::of(e.code) != Refusal::Final || self.spent.get(&chunk).is_some_and(|s| version <= s.version) {
+        if Refusal::of(e.code) != Refusal::Final
+            || self.spent.get(&chunk).is_some_and(|s| version <= s.version)
+        {
             return;
         }
         if self.spent.len() >= KEPT_SPENT && !self.spent.contains_key(&chunk) {
@@ -529,7 +596,12 @@ impl ChainCore {
                     let version = u.version;
                     self.spent.remove(&chunk);
                     let stamps: Vec<Stamp> = std::iter::once(me).chain(behind).collect();
-                    self.finish(chunk, || Outcome::Applied { version, stamps: stamps.clone() }, local, out);
+                    self.finish(
+                        chunk,
+                        || Outcome::Applied { version, stamps: stamps.clone() },
+                        local,
+                        out,
+                    );
                 }
                 Err(e) => {
                     Progress::CommitFailed.taken();
@@ -545,7 +617,10 @@ impl ChainCore {
                 self.finish(chunk, || Outcome::Refused(e.clone()), local, out);
             }
             Due::Fail(e) => {
-                self.fail(e.context("the successor committed an update that cannot be stored here"), out);
+                self.fail(
+                    e.context("the successor committed an update that cannot be stored here"),
+                    out,
+                );
             }
             Due::Free => {
                 if let Some(s) = self.slots.get_mut(&chunk) {
@@ -558,7 +633,13 @@ impl ChainCore {
     }
 
     /// Answers the update in the slot and all who asked for the same, and goes on to the next.
-    fn finish(&mut self, chunk: ChunkId, outcome: impl Fn() -> Outcome, local: &mut dyn Local, out: &mut Vec<Output>) {
+    fn finish(
+        &mut self,
+        chunk: ChunkId,
+        outcome: impl Fn() -> Outcome,
+        local: &mut dyn Local,
+        out: &mut Vec<Output>,
+    ) {
         let Some(slot) = self.slots.get_mut(&chunk) else { return };
         if let Some(Current::Update(u)) = slot.current.take() {
             self.ops.remove(&u.op);
@@ -598,7 +679,11 @@ impl ChainCore {
         let syncing = self.view.syncing_successor();
         let (chain, epoch, me) = (self.chain, self.view.epoch, self.me.target);
         let chunk = self.ops.get(&op).copied();
-        let Some(u) = self.update(op).filter(|u| u.attempt == attempt && matches!(u.next, Next::Asked)) else { return };
+        let Some(u) =
+            self.update(op).filter(|u| u.attempt == attempt && matches!(u.next, Next::Asked))
+        else {
+            return;
+        };
         let error = match result {
             Ok(stamps) => {
                 if matches!(u.staging, Staging::Pending) {
@@ -643,8 +728,17 @@ impl ChainCore {
         out.push(Output::RetryLater { op, attempt: u.attempt });
     }
 
-    fn pushed(&mut self, op: OpId, attempt: u32, result: Result<()>, local: &mut dyn Local, out: &mut Vec<Output>) {
-        let Some(u) = self.update(op).filter(|u| u.attempt == attempt && matches!(u.next, Next::Pushing)) else {
+    fn pushed(
+        &mut self,
+        op: OpId,
+        attempt: u32,
+        result: Result<()>,
+        local: &mut dyn Local,
+        out: &mut Vec<Output>,
+    ) {
+        let Some(u) =
+            self.update(op).filter(|u| u.attempt == attempt && matches!(u.next, Next::Pushing))
+        else {
             return;
         };
         match result {
@@ -663,8 +757,8 @@ impl ChainCore {
     }
 }
 
-/// Whether the writers that are remembered are all that changed the chunk since the version `first`. If not, somebody who is
-/// no longer among them may have written there since.
+/// Whether the writers that are remembered are all that changed the chunk since the version
+/// `first`. If not, somebody who is no longer among them may have written there since.
 fn reaches_back(now: &Committed, first: Version) -> bool {
     let Some(oldest) = now.writers.first().map(|w| w.version) else { return now.version <= first };
     let follows = Version { number: first.number.saturating_add(1), ..first };

@@ -1,8 +1,9 @@
 //! Chain replication, the replica's side: a pure state machine for one target's part in one chain.
 //!
-//! `docs/replication.md` holds the tables that this implements and why each rule is there. [`view`] is what a replica
-//! knows of its chain at one epoch, [`slot`] the one update (or hold) that a chunk has in flight, [`core`] the machine:
-//! [`Input`]s go in, [`Output`]s come out, and the shell in [`crate::server`] carries them out.
+//! `docs/replication.md` holds the tables that this implements and why each rule is there. [`view`]
+//! is what a replica knows of its chain at one epoch, [`slot`] the one update (or hold) that a
+//! chunk has in flight, [`core`] the machine: [`Input`]s go in, [`Output`]s come out, and the shell
+//! in [`crate::server`] carries them out.
 
 mod core;
 pub mod rows;
@@ -34,7 +35,8 @@ pub struct Op {
     pub chunk: ChunkId,
     /// The chain epoch its sender believes in.
     pub epoch: u64,
-    /// Forward while staging. False when space is short: then nobody hears of it before it is staged here.
+    /// Forward while staging. False when space is short: then nobody hears of it before it is
+    /// staged here.
     pub eager: bool,
     pub what: What,
 }
@@ -45,7 +47,8 @@ pub enum What {
     Client {
         session: SessionId,
         seq: u64,
-        /// The version that the first attempt of an unstable write was given ([`strake_proto::data::FLAG_REPLAY`]).
+        /// The version that the first attempt of an unstable write was given
+        /// ([`strake_proto::data::FLAG_REPLAY`]).
         replay: Option<Version>,
         /// [`strake_proto::data::DataRequest::round`].
         round: u64,

@@ -1,6 +1,7 @@
-//! A model of three replicas, their metadata server and two clients, in which every message may be lost, doubled or
-//! late, replicas restart and lose what they had not flushed, leases run out, and memberships change by the rules of
-//! `docs/replication.md`. It drives the real [`ChainCore`] and checks what that document promises.
+//! A model of three replicas, their metadata server and two clients, in which every message may be
+//! lost, doubled or late, replicas restart and lose what they had not flushed, leases run out, and
+//! memberships change by the rules of `docs/replication.md`. It drives the real [`ChainCore`] and
+//! checks what that document promises.
 
 mod clients;
 mod store;
@@ -76,12 +77,44 @@ struct Replica {
 
 #[derive(Clone, Debug)]
 enum Msg {
-    Update { to: usize, op: Op, ctx: Ctx },
-    Answer { to: usize, life: u64, op: OpId, attempt: u32, result: Result<Vec<Stamp>> },
-    Greet { to: usize, epoch: u64 },
-    Put { to: usize, epoch: u64, chunk: ChunkId, body: Chunk, expected: Version, at: usize, life: u64, hold: OpId },
-    PutAnswer { to: usize, life: u64, hold: OpId, result: Result<()> },
-    Reply { client: usize, value: u64, losses: u64, result: Result<(Version, Vec<Stamp>, bool)> },
+    Update {
+        to: usize,
+        op: Op,
+        ctx: Ctx,
+    },
+    Answer {
+        to: usize,
+        life: u64,
+        op: OpId,
+        attempt: u32,
+        result: Result<Vec<Stamp>>,
+    },
+    Greet {
+        to: usize,
+        epoch: u64,
+    },
+    Put {
+        to: usize,
+        epoch: u64,
+        chunk: ChunkId,
+        body: Chunk,
+        expected: Version,
+        at: usize,
+        life: u64,
+        hold: OpId,
+    },
+    PutAnswer {
+        to: usize,
+        life: u64,
+        hold: OpId,
+        result: Result<()>,
+    },
+    Reply {
+        client: usize,
+        value: u64,
+        losses: u64,
+        result: Result<(Version, Vec<Stamp>, bool)>,
+    },
 }
 
 pub(super) struct Cluster {
@@ -129,9 +162,11 @@ fn err(code: Code) -> Error {
 
 impl Cluster {
     pub(super) fn new(seed: u64) -> Cluster {
-        let replicas =
-            (0..N as u32).map(|t| pb::Replica { target: t, state: ReplicaState::ReplicaServing as i32 }).collect();
-        let chain = pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: vec![0, 1, 2], lost: false };
+        let replicas = (0..N as u32)
+            .map(|t| pb::Replica { target: t, state: ReplicaState::ReplicaServing as i32 })
+            .collect();
+        let chain =
+            pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: vec![0, 1, 2], lost: false };
         let r = (0..N).map(|i| fresh(i, 1, 0, BTreeMap::new())).collect();
         let mut c = Cluster {
             rng: seed ^ 0x5eed,
@@ -209,12 +244,19 @@ impl Cluster {
             let whole = members == self.wanted
                 && self.chain().replicas.iter().all(|r| r.state() == ReplicaState::ReplicaServing);
             let idle = self.r.iter().all(|r| r.core.busy() == 0 && r.map == self.version)
-                && self.clients.iter().all(|c| c.open.is_none() && c.acked.iter().all(|a| a.stable));
+                && self
+                    .clients
+                    .iter()
+                    .all(|c| c.open.is_none() && c.acked.iter().all(|a| a.stable));
             if whole && idle {
                 return self.check_converged();
             }
         }
-        panic!("did not settle: {:?} {:?}", self.chain(), self.r.iter().map(|r| &r.core).collect::<Vec<_>>());
+        panic!(
+            "did not settle: {:?} {:?}",
+            self.chain(),
+            self.r.iter().map(|r| &r.core).collect::<Vec<_>>()
+        );
     }
 
     fn check_converged(&self) {
@@ -226,10 +268,18 @@ impl Cluster {
         let members: Vec<usize> = self.wanted.iter().map(|t| *t as usize).collect();
         let first = members[0];
         for i in members {
-            assert_eq!(chunks(&self.r[first]), chunks(&self.r[i]), "replicas {first} and {i} differ");
+            assert_eq!(
+                chunks(&self.r[first]),
+                chunks(&self.r[i]),
+                "replicas {first} and {i} differ"
+            );
         }
         for a in self.clients.iter().flat_map(|c| &c.acked) {
-            assert!(self.r[first].store.chunks[&a.chunk].list.contains(&a.value), "stable update {} lost", a.value);
+            assert!(
+                self.r[first].store.chunks[&a.chunk].list.contains(&a.value),
+                "stable update {} lost",
+                a.value
+            );
         }
     }
 
@@ -251,15 +301,19 @@ impl Cluster {
 
     fn gone(&mut self, lost: &[usize]) {
         use ReplicaState::*;
-        let serving: Vec<u32> =
-            self.chain().replicas.iter().filter(|r| r.state() == ReplicaServing).map(|r| r.target).collect();
-        let is_lost = |t: u32| lost.contains(&(t as usize));
-        let all = !serving.is_empty() && serving.iter().all(|t| is_lost(*t));
-        let any = self
+        let serving: Vec<u32> = self
             .chain()
             .replicas
             .iter()
-            .any(|r| is_lost(r.target) && matches!(r.state(), ReplicaServing | ReplicaSyncing | ReplicaWaiting));
+            .filter(|r| r.state() == ReplicaServing)
+            .map(|r| r.target)
+            .collect();
+        let is_lost = |t: u32| lost.contains(&(t as usize));
+        let all = !serving.is_empty() && serving.iter().all(|t| is_lost(*t));
+        let any = self.chain().replicas.iter().any(|r| {
+            is_lost(r.target)
+                && matches!(r.state(), ReplicaServing | ReplicaSyncing | ReplicaWaiting)
+        });
         if !any {
             return;
         }
@@ -289,8 +343,11 @@ impl Cluster {
         let epoch = self.chain().epoch;
         let life = self.r[i].life + 1;
         // Restarting as one of the last in-sync set is a loss too: it may be the source again.
-        let last =
-            self.chain().replicas.iter().any(|r| r.target == i as u32 && r.state() == ReplicaState::ReplicaLastsrv);
+        let last = self
+            .chain()
+            .replicas
+            .iter()
+            .any(|r| r.target == i as u32 && r.state() == ReplicaState::ReplicaLastsrv);
         self.losses += u64::from(last);
         self.r[i] = fresh(i, life, epoch, durable);
     }
@@ -308,13 +365,20 @@ impl Cluster {
         self.acted[i] = self.r[i].map;
         self.join_and_leave();
         let has = |c: &pb::Chain, s| c.replicas.iter().any(|r| r.state() == s);
-        let (serving, syncing) = (has(self.chain(), ReplicaServing), has(self.chain(), ReplicaSyncing));
-        let state =
-            self.chain().replicas.iter().find(|r| r.target == i as u32).map_or(ReplicaUnknown, pb::Replica::state);
+        let (serving, syncing) =
+            (has(self.chain(), ReplicaServing), has(self.chain(), ReplicaSyncing));
+        let state = self
+            .chain()
+            .replicas
+            .iter()
+            .find(|r| r.target == i as u32)
+            .map_or(ReplicaUnknown, pb::Replica::state);
         let wanted = self.wanted.contains(&(i as u32));
         let to = match state {
             ReplicaLastsrv if !serving => Some(ReplicaServing),
-            ReplicaOffline | ReplicaWaiting if serving && !syncing && wanted => Some(ReplicaSyncing),
+            ReplicaOffline | ReplicaWaiting if serving && !syncing && wanted => {
+                Some(ReplicaSyncing)
+            }
             ReplicaOffline => Some(ReplicaWaiting),
             _ => None,
         };
@@ -354,7 +418,8 @@ impl Cluster {
             return;
         }
         if let Some(t) = self.wanted.iter().copied().find(|t| state(*t).is_none()) {
-            return self.set_chain(|rs| rs.push(pb::Replica { target: t, state: ReplicaOffline as i32 }));
+            return self
+                .set_chain(|rs| rs.push(pb::Replica { target: t, state: ReplicaOffline as i32 }));
         }
         let whole = self.wanted.iter().all(|t| state(*t) == Some(ReplicaServing));
         let syncing = replicas.iter().any(|r| r.state() == ReplicaSyncing);
@@ -363,7 +428,9 @@ impl Cluster {
             match r.state() {
                 ReplicaServing if whole && !syncing && acts => {
                     return self.set_chain(|rs| {
-                        rs.iter_mut().filter(|x| x.target == r.target).for_each(|x| x.set_state(ReplicaSyncing));
+                        rs.iter_mut()
+                            .filter(|x| x.target == r.target)
+                            .for_each(|x| x.set_state(ReplicaSyncing));
                     });
                 }
                 ReplicaOffline | ReplicaWaiting => {}
@@ -378,7 +445,8 @@ impl Cluster {
     /// A replica that has left removes one chunk.
     fn forget(&mut self, i: usize) {
         let view = self.r[i].core.view();
-        if view.state == ReplicaState::ReplicaUnknown && view.epoch > 0 && !view.serving.is_empty() {
+        if view.state == ReplicaState::ReplicaUnknown && view.epoch > 0 && !view.serving.is_empty()
+        {
             let c = chunk(self.rand(CHUNKS));
             self.r[i].store.chunks.remove(&c);
         }
@@ -453,7 +521,12 @@ impl Cluster {
     fn granted(&mut self, i: usize, op: OpId, ctx: Ctx, life: u64) {
         match ctx.from {
             From::Put { at, life: their, hold, chunk: body, expected } => {
-                let now = self.r[i].store.chunks.get(&ctx.chunk).map(|c| c.state.version).unwrap_or_default();
+                let now = self.r[i]
+                    .store
+                    .chunks
+                    .get(&ctx.chunk)
+                    .map(|c| c.state.version)
+                    .unwrap_or_default();
                 let result = if now == expected {
                     self.r[i].store.chunks.insert(ctx.chunk, body);
                     Ok(())
@@ -478,7 +551,15 @@ impl Cluster {
         }
     }
 
-    fn push(&mut self, i: usize, to: usize, epoch: u64, c: ChunkId, hold: OpId, asked: Option<(OpId, u32)>) {
+    fn push(
+        &mut self,
+        i: usize,
+        to: usize,
+        epoch: u64,
+        c: ChunkId,
+        hold: OpId,
+        asked: Option<(OpId, u32)>,
+    ) {
         let body = self.r[i].store.chunks.get(&c).cloned().unwrap_or_default();
         let expected = self.r[to].store.chunks.get(&c).map(|c| c.state.version).unwrap_or_default();
         let life = self.r[i].life;
@@ -486,7 +567,16 @@ impl Cluster {
         // Remember what to do when the answer comes, under an id of its own.
         let from = From::Sync { asked: asked.or(Some((hold, u32::MAX))) };
         self.r[i].ctx.insert(hold_id, Ctx { chunk: c, value: 0, session: 0, seq: epoch, from });
-        self.msgs.push(Msg::Put { to, epoch, chunk: c, body, expected, at: i, life, hold: hold_id });
+        self.msgs.push(Msg::Put {
+            to,
+            epoch,
+            chunk: c,
+            body,
+            expected,
+            at: i,
+            life,
+            hold: hold_id,
+        });
     }
 
     fn flush(&mut self, i: usize) {
@@ -516,7 +606,8 @@ impl Cluster {
 
     fn stage(&mut self, i: usize) {
         let Some(op) = self.r[i].staging.pop_first() else { return };
-        let result = if self.full && self.faults && self.rand(if self.calm { 10 } else { 50 }) == 0 {
+        let result = if self.full && self.faults && self.rand(if self.calm { 10 } else { 50 }) == 0
+        {
             Err(err(Code::NoSpc))
         } else {
             Ok(())
@@ -537,17 +628,22 @@ impl Cluster {
         if !view.tail {
             return;
         }
-        let missing: Vec<ChunkId> = (0..CHUNKS).map(chunk).filter(|c| !self.r[i].synced.contains(c)).collect();
+        let missing: Vec<ChunkId> =
+            (0..CHUNKS).map(chunk).filter(|c| !self.r[i].synced.contains(c)).collect();
         if let Some(c) = missing.first() {
             let id = self.op_id();
-            let ctx = Ctx { chunk: *c, value: 0, session: 0, seq: 0, from: From::Sync { asked: None } };
+            let ctx =
+                Ctx { chunk: *c, value: 0, session: 0, seq: 0, from: From::Sync { asked: None } };
             self.r[i].ctx.insert(id, ctx);
             let op = Op { id, chunk: *c, epoch: view.epoch, eager: true, what: What::Hold };
             return self.feed(i, Input::Op(op));
         }
         // Pass done: flush the successor and report, which counts only at the current map.
         let to = to as usize;
-        if self.r[to].core.check_member(view.epoch).is_err() || self.r[i].map != self.version || self.r[i].cut {
+        if self.r[to].core.check_member(view.epoch).is_err()
+            || self.r[i].map != self.version
+            || self.r[i].cut
+        {
             return;
         }
         self.flush(to);
@@ -581,7 +677,9 @@ impl Cluster {
 
     fn lost(&mut self, m: Msg) {
         match m {
-            Msg::Update { ctx: Ctx { from: From::Replica { at, life, op, attempt }, .. }, .. }
+            Msg::Update {
+                ctx: Ctx { from: From::Replica { at, life, op, attempt }, .. }, ..
+            }
             | Msg::Answer { to: at, life, op, attempt, .. } => {
                 let result = Err(err(Code::Disconnected));
                 self.receive(Msg::Answer { to: at, life, op, attempt, result });
@@ -595,7 +693,9 @@ impl Cluster {
                 let client = session as usize - 1;
                 self.client_reply(client, value, 0, Err(err(Code::Disconnected)));
             }
-            Msg::Reply { client, value, .. } => self.client_reply(client, value, 0, Err(err(Code::Disconnected))),
+            Msg::Reply { client, value, .. } => {
+                self.client_reply(client, value, 0, Err(err(Code::Disconnected)))
+            }
             Msg::Update { .. } => unreachable!("updates come from clients and replicas"),
         }
     }
@@ -638,7 +738,9 @@ impl Cluster {
                 self.r[to].ctx.remove(&op);
                 self.feed(to, Input::Release { op });
             }
-            Msg::Reply { client, value, losses, result } => self.client_reply(client, value, losses, result),
+            Msg::Reply { client, value, losses, result } => {
+                self.client_reply(client, value, losses, result)
+            }
             Msg::Answer { .. } | Msg::PutAnswer { .. } => {} // for a former life
         }
     }

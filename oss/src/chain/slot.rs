@@ -134,15 +134,28 @@ impl Update {
             }
             (Staging::Ok, Next::Idle, Some(s)) => (Progress::Forward, Due::Forward(s)),
             (Staging::Ok, Next::Refused(e), Some(_)) => (Progress::Refused, Due::Refuse(e.clone())),
-            (Staging::Failed(_), Next::Refused(e), Some(_)) => (Progress::StagingFailed, Due::Refuse(e.clone())),
-            // The lost successor may have shown it to readers; those before this replica may have it.
-            (Staging::Failed(e), _, None) if self.exposed && !head => (Progress::FailedMiddle, Due::Fail(e.clone())),
-            (Staging::Failed(e), _, None) if self.exposed => (Progress::FailedHead, Due::Refuse(e.clone())),
+            (Staging::Failed(_), Next::Refused(e), Some(_)) => {
+                (Progress::StagingFailed, Due::Refuse(e.clone()))
+            }
+            // The lost successor may have shown it to readers; those before this replica may have
+            // it.
+            (Staging::Failed(e), _, None) if self.exposed && !head => {
+                (Progress::FailedMiddle, Due::Fail(e.clone()))
+            }
+            (Staging::Failed(e), _, None) if self.exposed => {
+                (Progress::FailedHead, Due::Refuse(e.clone()))
+            }
             (Staging::Failed(e), _, None) => (Progress::StagingFailed, Due::Refuse(e.clone())),
-            (Staging::Failed(e), Next::Done(_), Some(_)) => (Progress::FailedBehind, Due::Fail(e.clone())),
+            (Staging::Failed(e), Next::Done(_), Some(_)) => {
+                (Progress::FailedBehind, Due::Fail(e.clone()))
+            }
             // Sent to somebody in an earlier epoch: the present successor may have it from there.
-            (Staging::Failed(_), Next::Idle, Some(s)) if self.exposed => (Progress::FailedAsks, Due::Forward(s)),
-            (Staging::Failed(e), Next::Idle, Some(_)) => (Progress::StagingFailed, Due::Refuse(e.clone())),
+            (Staging::Failed(_), Next::Idle, Some(s)) if self.exposed => {
+                (Progress::FailedAsks, Due::Forward(s))
+            }
+            (Staging::Failed(e), Next::Idle, Some(_)) => {
+                (Progress::StagingFailed, Due::Refuse(e.clone()))
+            }
             (_, Next::Asked | Next::Pushing | Next::Paused, Some(_)) => return Due::Wait,
         };
         row.taken();

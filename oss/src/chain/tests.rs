@@ -43,7 +43,10 @@ struct One {
 }
 
 fn view(epoch: u64, replicas: &[(u32, ReplicaState)]) -> View {
-    let replicas = replicas.iter().map(|(target, s)| pb::Replica { target: *target, state: *s as i32 }).collect();
+    let replicas = replicas
+        .iter()
+        .map(|(target, s)| pb::Replica { target: *target, state: *s as i32 })
+        .collect();
     View::of(&pb::Chain { id: 1, epoch, replicas, preferred: vec![], lost: false }, 5)
 }
 
@@ -65,7 +68,9 @@ impl One {
             Output::Push { op, to, .. } => format!("push {op} to {to}"),
             Output::RetryLater { op, .. } => format!("later {op}"),
             Output::Done { op, outcome } => match outcome {
-                Outcome::Applied { version, stamps } => format!("applied {op} n{} x{}", version.number, stamps.len()),
+                Outcome::Applied { version, stamps } => {
+                    format!("applied {op} n{} x{}", version.number, stamps.len())
+                }
                 Outcome::Known { version } => format!("known {op} n{}", version.number),
                 Outcome::Granted => format!("granted {op}"),
                 Outcome::Refused(e) => format!("refused {op} {:?}", e.code),
@@ -90,13 +95,18 @@ impl One {
     }
     fn answer(&mut self, op: OpId, attempt: u32, code: Option<Code>) -> Vec<String> {
         let ok = vec![Stamp { target: 6, stamp: 66 }];
-        self.go(Input::Answer { op, attempt, result: code.map_or(Ok(ok), |c| Err(Error::new(c, "test"))) })
+        self.go(Input::Answer {
+            op,
+            attempt,
+            result: code.map_or(Ok(ok), |c| Err(Error::new(c, "test"))),
+        })
     }
 }
 
 const ALONE: &[(u32, ReplicaState)] = &[(5, ReplicaServing)];
 const HEAD: &[(u32, ReplicaState)] = &[(5, ReplicaServing), (6, ReplicaServing)];
-const MIDDLE: &[(u32, ReplicaState)] = &[(4, ReplicaServing), (5, ReplicaServing), (6, ReplicaServing)];
+const MIDDLE: &[(u32, ReplicaState)] =
+    &[(4, ReplicaServing), (5, ReplicaServing), (6, ReplicaServing)];
 const TAIL: &[(u32, ReplicaState)] = &[(4, ReplicaServing), (5, ReplicaServing)];
 const FILLING: &[(u32, ReplicaState)] = &[(5, ReplicaServing), (6, ReplicaSyncing)];
 
@@ -122,11 +132,17 @@ fn copies_that_come_after_their_data_was_removed_make_no_chunk() {
     // The removals themselves are of no session.
     let what = What::Client { session: 0, seq: 0, replay: None, round: 0 };
     let (epoch, chunk) = (r.core.view().epoch, CHUNK);
-    assert_eq!(r.go(Input::Op(Op { id: 4, chunk, epoch, eager: false, what: what.clone() })), ["stage 4"]);
+    assert_eq!(
+        r.go(Input::Op(Op { id: 4, chunk, epoch, eager: false, what: what.clone() })),
+        ["stage 4"]
+    );
     r.staged(4, None);
     let chunk = ChunkId { data: CHUNK.data + 1, ..CHUNK };
     let what = What::Client { session: 9, seq: 2, replay: None, round: 0 };
-    assert_eq!(r.go(Input::Op(Op { id: 5, chunk, epoch, eager: false, what: what.clone() })), ["stage 5"]);
+    assert_eq!(
+        r.go(Input::Op(Op { id: 5, chunk, epoch, eager: false, what: what.clone() })),
+        ["stage 5"]
+    );
     let mut tail = One::new(TAIL);
     tail.core.data_is_gone(CHUNK.data);
     assert_eq!(tail.forward(1, 3, v(3, 1), v(0, 0)), ["refused 1 Stale"]);
@@ -139,12 +155,19 @@ fn copies_that_come_after_their_data_was_removed_make_no_chunk() {
     assert_eq!(tail.go(removal(2, 2, v(0, 0))), ["known 2 n2"]);
     tail.mem.0.insert(CHUNK, Committed { version: v(2, 7), ..Committed::default() });
     assert_eq!(tail.go(removal(3, 2, v(2, 7))), ["stage 3"]);
-    // A bounded number of them, the latest; none over the epoch, whose requests are refused from then on.
+    // A bounded number of them, the latest; none over the epoch, whose requests are refused from
+    // then on.
     for data in 100..100 + super::core::KEPT_GONE as u64 {
         r.core.data_is_gone(data);
     }
     assert_eq!(r.client(6, 3, true), ["stage 6"]);
-    let last = |data, id, epoch| Op { id, chunk: ChunkId { data, ..CHUNK }, epoch, eager: false, what: what.clone() };
+    let last = |data, id, epoch| Op {
+        id,
+        chunk: ChunkId { data, ..CHUNK },
+        epoch,
+        eager: false,
+        what: what.clone(),
+    };
     assert_eq!(r.go(Input::Op(last(101, 7, epoch))), ["refused 7 Stale"]);
     r.go(Input::View(view(4, ALONE)));
     assert_eq!(r.go(Input::Op(last(101, 8, epoch))), ["refused 8 StaleEpoch"]);
@@ -169,10 +192,15 @@ fn without_an_answer_it_is_asked_again_and_a_refusal_is_final() {
     assert_eq!(r.answer(1, 1, Some(Code::TimedOut)), ["later 1"]);
     assert_eq!(r.go(Input::Retry { op: 1, attempt: 1 }), ["forward 1 #2 to 6 n1"]);
     assert_eq!(r.answer(1, 1, None), [""; 0], "an answer to an older attempt says nothing");
-    assert_eq!(r.answer(1, 2, Some(Code::NoSpc)), ["refused 1 NoSpc"], "the first one is refused too, when it arrives");
+    assert_eq!(
+        r.answer(1, 2, Some(Code::NoSpc)),
+        ["refused 1 NoSpc"],
+        "the first one is refused too, when it arrives"
+    );
 }
 
-/// There is no space at the successor. Its refusal arrives, then there is space again, and then another copy of the forward.
+/// There is no space at the successor. Its refusal arrives, then there is space again, and then
+/// another copy of the forward.
 #[test]
 fn what_a_successor_refused_it_does_not_make_later() {
     let mut r = One::new(TAIL);
@@ -201,7 +229,10 @@ fn what_a_successor_refused_it_does_not_make_later() {
 fn no_two_updates_that_others_were_asked_for_have_one_version() {
     let mut r = One::new(HEAD);
     for (op, code) in [(1, Code::NoSpc), (2, Code::Resend)] {
-        assert_eq!(r.client(op, op, true), [format!("stage {op}"), format!("forward {op} #1 to 6 n{op}")]);
+        assert_eq!(
+            r.client(op, op, true),
+            [format!("stage {op}"), format!("forward {op} #1 to 6 n{op}")]
+        );
         assert_eq!(r.staged(op, None), [""; 0]);
         assert_eq!(r.answer(op, 1, Some(code)), [format!("refused {op} {code:?}")]);
     }
@@ -230,7 +261,10 @@ fn a_replica_that_cannot_have_what_its_successor_has_fails() {
     let filling = [(6, ReplicaServing), (5, ReplicaSyncing)];
     r.go(Input::View(view(4, &[(6, ReplicaLastsrv), (5, ReplicaLastsrv)])));
     assert!(r.core.failed(), "the other one has it and may come back");
-    assert_eq!(r.go(Input::View(view(5, &[(6, ReplicaServing), (5, ReplicaOffline)]))), ["refused 1 NotServing"]);
+    assert_eq!(
+        r.go(Input::View(view(5, &[(6, ReplicaServing), (5, ReplicaOffline)]))),
+        ["refused 1 NotServing"]
+    );
     r.go(Input::View(view(6, &filling)));
     assert_eq!(r.forward(3, 6, v(6, 2), v(0, 0)), ["stage 3"]);
     let mut broken = One::new(HEAD);
@@ -258,7 +292,11 @@ fn forwards_are_taken_known_or_refused_by_version() {
     assert_eq!(r.staged(2, None), ["applied 2 n1 x1", "applied 3 n1 x1"]);
     assert_eq!(r.forward(4, 3, v(2, 1), v(0, 0)), ["known 4 n1"]);
     assert_eq!(r.forward(5, 3, v(3, 3), v(3, 2)), ["refused 5 VersionGap"]);
-    assert_eq!(r.forward(6, 3, v(3, 2), v(1, 1)), ["refused 6 VersionGap"], "the same number of another history");
+    assert_eq!(
+        r.forward(6, 3, v(3, 2), v(1, 1)),
+        ["refused 6 VersionGap"],
+        "the same number of another history"
+    );
     assert_eq!(r.forward(7, 2, v(3, 2), v(2, 1)), ["refused 7 StaleEpoch"]);
     assert_eq!(r.forward(8, 4, v(3, 2), v(2, 1)), ["refresh", "refused 8 StaleEpoch"]);
 }
@@ -347,7 +385,8 @@ fn reads_are_answered_where_bytes_are_known_to_be_committed() {
 
 #[test]
 fn an_epoch_of_a_former_life_does_not_count() {
-    let mut r = One { core: ChainCore::new(1, Stamp { target: 5, stamp: 1 }, 3), mem: Mem::default() };
+    let mut r =
+        One { core: ChainCore::new(1, Stamp { target: 5, stamp: 1 }, 3), mem: Mem::default() };
     r.go(Input::View(view(3, ALONE)));
     assert_eq!(r.client(1, 1, true), ["refused 1 NotServing"]);
     r.go(Input::View(view(4, ALONE)));
@@ -368,7 +407,8 @@ fn holds_keep_updates_off_and_queues_are_bounded() {
     assert_eq!(r.go(Input::Release { op: 1 }), [""; 0]);
 }
 
-/// The client of 1 is told that there is no space, writes something newer (2) once there is, and only then the copy of 1 arrives.
+/// The client of 1 is told that there is no space, writes something newer (2) once there is, and
+/// only then the copy of 1 arrives.
 #[test]
 fn what_was_refused_is_not_made_when_it_comes_again_late() {
     let mut r = One::new(HEAD);
@@ -402,15 +442,16 @@ fn what_was_refused_is_not_made_when_it_comes_again_late() {
     assert_eq!(r.go(Input::Op(late)), ["refused 12 StaleEpoch"]);
 }
 
-/// The client's call failed after a while without any answer. The program writes something newer there, and another copy of the first
-/// request arrives.
+/// The client's call failed after a while without any answer. The program writes something newer
+/// there, and another copy of the first request arrives.
 #[test]
 fn what_was_given_up_is_not_made_when_newer_has_come() {
     let client = |r: &mut One, id, epoch, (session, seq, round)| {
         let what = What::Client { session, seq, replay: None, round };
         r.go(Input::Op(Op { id, chunk: CHUNK, epoch, eager: false, what }))
     };
-    let applied = |r: &mut One, id, n| assert_eq!(r.staged(id, None), [format!("applied {id} n{n} x1")]);
+    let applied =
+        |r: &mut One, id, n| assert_eq!(r.staged(id, None), [format!("applied {id} n{n} x1")]);
     let mut r = One::new(ALONE);
     assert_eq!(client(&mut r, 1, 3, (9, 7, 1)), ["stage 1"]);
     assert_eq!(
@@ -455,32 +496,46 @@ fn replays_are_known_applied_or_overtaken() {
     assert_eq!(replay(&mut r, 3, 4, v(2, 7)), ["refused 3 Overtaken"]);
 }
 
-/// A writes, unstable; B writes the same bytes and syncs; then so many others that B is no longer among the writers. Both
-/// replicas lose power, and A, whose bytes are not known to be anywhere, replays.
+/// A writes, unstable; B writes the same bytes and syncs; then so many others that B is no longer
+/// among the writers. Both replicas lose power, and A, whose bytes are not known to be anywhere,
+/// replays.
 #[test]
 fn a_replay_is_overtaken_when_the_writers_do_not_reach_back_to_it() {
     let replay = |list: &[(u64, Version)], first| {
         let mut r = One::new(ALONE);
-        let writers: Vec<_> =
-            list.iter().map(|(s, version)| Writer { session: *s, seq: 0, version: *version }).collect();
+        let writers: Vec<_> = list
+            .iter()
+            .map(|(s, version)| Writer { session: *s, seq: 0, version: *version })
+            .collect();
         let version = writers.last().map_or(v(3, 70), |w| w.version);
         r.mem.0.insert(CHUNK, Committed { version, writers });
         let what = What::Client { session: 9, seq: 1, replay: Some(first), round: 0 };
         r.go(Input::Op(Op { id: 1, chunk: CHUNK, epoch: 3, eager: true, what })).remove(0)
     };
-    let own = |numbers: std::ops::Range<u64>, epoch| numbers.map(|n| (9, v(epoch, n))).collect::<Vec<_>>();
+    let own = |numbers: std::ops::Range<u64>, epoch| {
+        numbers.map(|n| (9, v(epoch, n))).collect::<Vec<_>>()
+    };
     let (stage, overtaken) = ("stage 1", "refused 1 Overtaken");
     assert_eq!(replay(&own(7..71, 2), v(2, 5)), overtaken, "whose was number 6?");
     assert_eq!(replay(&own(6..70, 2), v(2, 5)), stage);
-    assert_eq!(replay(&own(6..70, 3), v(2, 5)), overtaken, "number 5 may be another one's after a loss");
-    assert_eq!(replay(&own(12..76, 3), v(2, 50)), overtaken, "the loss went back to 10, 11 may be another one's");
+    assert_eq!(
+        replay(&own(6..70, 3), v(2, 5)),
+        overtaken,
+        "number 5 may be another one's after a loss"
+    );
+    assert_eq!(
+        replay(&own(12..76, 3), v(2, 50)),
+        overtaken,
+        "the loss went back to 10, 11 may be another one's"
+    );
     assert_eq!(replay(&own(3..67, 2), v(2, 5)), stage);
     assert_eq!(replay(&own(1..5, 3), v(2, 5)), stage, "everything since the chunk was made");
     assert_eq!(replay(&[], v(2, 5)), overtaken);
     assert_eq!(replay(&[], v(3, 70)), stage);
 }
 
-/// The tail was lost, perhaps after it had shown an update, and returns without it: it must not come into sync before that.
+/// The tail was lost, perhaps after it had shown an update, and returns without it: it must not
+/// come into sync before that.
 #[test]
 fn what_a_lost_replica_may_have_shown_is_owed_until_it_is_committed() {
     let mut r = One::new(HEAD);
@@ -506,7 +561,8 @@ fn a_replay_never_lands_on_what_others_wrote_since() {
     let (mut landed, mut beyond) = (0, 0);
     for _ in 0..20_000 {
         let kept = 1 + rand(6) as usize;
-        let (mut list, mut epoch, mut first): (Vec<Writer>, u64, Option<Writer>) = (Vec::new(), 1, None);
+        let (mut list, mut epoch, mut first): (Vec<Writer>, u64, Option<Writer>) =
+            (Vec::new(), 1, None);
         let mut since = BTreeMap::new();
         for seq in 0..3 + rand(14) {
             if rand(6) == 0 {
@@ -526,15 +582,24 @@ fn a_replay_never_lands_on_what_others_wrote_since() {
         let Some(first) = first else { continue };
         let mut r = One::new(ALONE);
         let writers = list[list.len().saturating_sub(kept)..].to_vec();
-        r.mem.0.insert(CHUNK, Committed { version: writers.last().unwrap().version, writers: writers.clone() });
-        let what = What::Client { session: 9, seq: first.seq, replay: Some(first.version), round: 0 };
-        let did = r.go(Input::Op(Op { id: 1, chunk: CHUNK, epoch: 3, eager: true, what })).remove(0);
+        r.mem.0.insert(
+            CHUNK,
+            Committed { version: writers.last().unwrap().version, writers: writers.clone() },
+        );
+        let what =
+            What::Client { session: 9, seq: first.seq, replay: Some(first.version), round: 0 };
+        let did =
+            r.go(Input::Op(Op { id: 1, chunk: CHUNK, epoch: 3, eager: true, what })).remove(0);
         let known = writers.contains(&first);
         if did == "stage 1" {
-            assert!(since.is_empty() && !known, "first {first:?}, all {list:?}, kept {kept}, landed on {since:?}");
+            assert!(
+                since.is_empty() && !known,
+                "first {first:?}, all {list:?}, kept {kept}, landed on {since:?}"
+            );
             landed += 1;
         }
-        beyond += u32::from(!known && did != "stage 1" && !since.values().any(|w| writers.contains(w)));
+        beyond +=
+            u32::from(!known && did != "stage 1" && !since.values().any(|w| writers.contains(w)));
     }
     assert!(landed > 500 && beyond > 500, "{landed} {beyond}");
 }
@@ -543,7 +608,9 @@ fn a_replay_never_lands_on_what_others_wrote_since() {
 fn random_faults_keep_what_is_promised() {
     let seeds: u64 = std::env::var("STRAKE_SEEDS").ok().and_then(|s| s.parse().ok()).unwrap_or(300);
     let (mut reads, mut writes, mut left, mut given_up) = (0, 0, 0, 0);
-    for seed in std::env::var("STRAKE_FIRST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0)..seeds {
+    for seed in
+        std::env::var("STRAKE_FIRST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0)..seeds
+    {
         let run = std::panic::catch_unwind(|| {
             let mut c = Cluster::new(seed);
             for _ in 0..6_000 {
@@ -556,7 +623,8 @@ fn random_faults_keep_what_is_promised() {
         (reads, writes, left, given_up) = (reads + r, writes + w, left + l, given_up + g);
     }
     let enough = reads > seeds * 20 && writes > seeds * 20 && left > seeds && given_up > seeds;
-    let did = format!("{reads} reads, {writes} writes, {given_up} given up, {left} replicas that left");
+    let did =
+        format!("{reads} reads, {writes} writes, {given_up} given up, {left} replicas that left");
     assert!(enough, "runs did too little: {did}");
 }
 

@@ -22,7 +22,8 @@ pub struct View {
 impl View {
     pub fn of(chain: &pb::Chain, me: TargetId) -> View {
         let state = chain.state_of(me).unwrap_or(ReplicaState::ReplicaUnknown);
-        let takes_part = matches!(state, ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing);
+        let takes_part =
+            matches!(state, ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing);
         View {
             epoch: chain.epoch,
             state,

@@ -1,5 +1,5 @@
-//! What every [`Device`] must do, as functions that panic where it does not. For tests of any device: give [`all`] one
-//! whose contents may be lost.
+//! What every [`Device`] must do, as functions that panic where it does not. For tests of any
+//! device: give [`all`] one whose contents may be lost.
 
 use std::{
     sync::Arc,
@@ -38,7 +38,8 @@ async fn has(d: &dyn Device, pool: &Pool, offset: u64, want: &[u8]) {
     }
 }
 
-/// Everything below but [`bad_blocks`], [`power_cut`], [`flushed`] and [`random_io`], which need a device of a kind.
+/// Everything below but [`bad_blocks`], [`power_cut`], [`flushed`] and [`random_io`], which need a
+/// device of a kind.
 pub async fn all(d: Arc<dyn Device>) {
     assert!(d.capacity() >= SIZE && d.capacity().is_multiple_of(BLOCK), "{} bytes", d.capacity());
     assert!(!d.name().is_empty());
@@ -51,7 +52,8 @@ pub async fn all(d: Arc<dyn Device>) {
     metered(&*d);
 }
 
-/// Writes of several buffers, whole or in odd pieces, few or many, small or large, land one after the other.
+/// Writes of several buffers, whole or in odd pieces, few or many, small or large, land one after
+/// the other.
 async fn vectors(d: &dyn Device) {
     let pool = Pool::default();
     // What was never written reads as something, in full.
@@ -86,12 +88,15 @@ async fn concurrency(d: &dyn Device) {
     d.flush().await.unwrap();
 }
 
-/// What a write left is there for whatever begins after it returned, with flushes in between and without.
+/// What a write left is there for whatever begins after it returned, with flushes in between and
+/// without.
 async fn order(d: &dyn Device) {
     let pool = &Pool::default();
     join_all((0..16u64).map(|at| async move {
         for version in 0..50u8 {
-            d.write(at * 2 * BLOCK, vec![fill(pool, 2 * PAGE, |_| version).freeze()]).await.unwrap();
+            d.write(at * 2 * BLOCK, vec![fill(pool, 2 * PAGE, |_| version).freeze()])
+                .await
+                .unwrap();
             if version % 10 == at as u8 % 10 {
                 d.flush().await.unwrap();
             }
@@ -106,20 +111,41 @@ async fn order(d: &dyn Device) {
 async fn refusals(d: &dyn Device) {
     let (pool, end) = (Pool::default(), d.capacity());
     d.write(0, vec![fill(&pool, PAGE, |_| 5).freeze()]).await.unwrap();
-    let bad = [(0, 0), (1, PAGE), (0, 100), (512, 512), (end, PAGE), (end - BLOCK, 2 * PAGE), (u64::MAX - 4095, PAGE)];
+    let bad = [
+        (0, 0),
+        (1, PAGE),
+        (0, 100),
+        (512, 512),
+        (end, PAGE),
+        (end - BLOCK, 2 * PAGE),
+        (u64::MAX - 4095, PAGE),
+    ];
     for (offset, len) in bad {
-        assert_eq!(d.read(offset, pool.get_now(len)).await.unwrap_err().code, Code::Inval, "{offset} {len}");
+        assert_eq!(
+            d.read(offset, pool.get_now(len)).await.unwrap_err().code,
+            Code::Inval,
+            "{offset} {len}"
+        );
         let buf = fill(&pool, len, |_| 6).freeze();
-        assert_eq!(d.write(offset, vec![buf]).await.unwrap_err().code, Code::Inval, "{offset} {len}");
+        assert_eq!(
+            d.write(offset, vec![buf]).await.unwrap_err().code,
+            Code::Inval,
+            "{offset} {len}"
+        );
         if len > 0 {
-            assert_eq!(d.discard(offset, len as u64).await.unwrap_err().code, Code::Inval, "{offset} {len}");
+            assert_eq!(
+                d.discard(offset, len as u64).await.unwrap_err().code,
+                Code::Inval,
+                "{offset} {len}"
+            );
         }
     }
     assert_eq!(d.write(0, vec![]).await.unwrap_err().code, Code::Inval);
     has(d, &pool, 0, &[5; PAGE]).await;
 }
 
-/// Abandoned operations end, and a flush waits for them: what is written after it is not written over.
+/// Abandoned operations end, and a flush waits for them: what is written after it is not written
+/// over.
 async fn abandoned(d: &dyn Device) {
     let pool = &Pool::default();
     let value = |v: u8, len| fill(pool, len, |_| v).freeze();
@@ -128,8 +154,10 @@ async fn abandoned(d: &dyn Device) {
         let ahead = d.write(SIZE / 2, vec![value(round, SIZE as usize / 2)]);
         let _ = tokio::time::timeout(Duration::ZERO, ahead).await;
         for i in 0..50 {
-            let _ = tokio::time::timeout(Duration::ZERO, d.write(i * BLOCK, vec![value(1, PAGE)])).await;
-            let _ = tokio::time::timeout(Duration::ZERO, d.read(i * BLOCK, pool.get_now(PAGE))).await;
+            let _ = tokio::time::timeout(Duration::ZERO, d.write(i * BLOCK, vec![value(1, PAGE)]))
+                .await;
+            let _ =
+                tokio::time::timeout(Duration::ZERO, d.read(i * BLOCK, pool.get_now(PAGE))).await;
         }
         d.flush().await.unwrap();
         join_all((0..50).map(|i| d.write(i * BLOCK, vec![value(2, PAGE)]))).await;
@@ -154,8 +182,9 @@ fn metered(d: &dyn Device) {
     assert!(s.reads.is_some_and(|r| r.count > 0) && s.changes.is_some_and(|c| c.count > 0));
 }
 
-/// Of a device with blocks that it cannot read, or not write: an error of the device that names it and the place, whatever the
-/// kernel or the controller called it; all else serves on. `offset` is of a block that reads (or else writes) fail at.
+/// Of a device with blocks that it cannot read, or not write: an error of the device that names it
+/// and the place, whatever the kernel or the controller called it; all else serves on. `offset` is
+/// of a block that reads (or else writes) fail at.
 pub async fn bad_blocks(d: &dyn Device, offset: u64, read_fails: bool) {
     let pool = &Pool::default();
     for _ in 0..3 {
@@ -165,13 +194,17 @@ pub async fn bad_blocks(d: &dyn Device, offset: u64, read_fails: bool) {
         };
         let e = e.unwrap_or_else(|| panic!("no error at {offset}"));
         assert_eq!(e.code, Code::Io, "{e}");
-        assert!(e.message.contains(&d.name()) && e.message.contains(&format!(" at {offset}")), "{e}");
+        assert!(
+            e.message.contains(&d.name()) && e.message.contains(&format!(" at {offset}")),
+            "{e}"
+        );
         d.write(0, vec![fill(pool, PAGE, |_| 3).freeze()]).await.unwrap();
         has(d, pool, 0, &[3; PAGE]).await;
     }
 }
 
-/// Writes, some flushed; `cut` takes the power away and gives it back. What was flushed is there, the rest in part.
+/// Writes, some flushed; `cut` takes the power away and gives it back. What was flushed is there,
+/// the rest in part.
 pub async fn power_cut(d: &dyn Device, cut: impl AsyncFnOnce()) {
     let pool = &Pool::default();
     let block = |v: u8| vec![fill(pool, PAGE, |_| v).freeze()];
@@ -190,7 +223,8 @@ pub async fn power_cut(d: &dyn Device, cut: impl AsyncFnOnce()) {
     d.flush().await.unwrap();
 }
 
-/// What was written and flushed is there at any time after. Returns how often it was read, and how long the longest read took.
+/// What was written and flushed is there at any time after. Returns how often it was read, and how
+/// long the longest read took.
 pub async fn flushed(d: &dyn Device, time: Duration) -> (u64, Duration) {
     let pool = &Pool::default();
     let data = fill(pool, 1 << 20, |i| (i / 4096 * 7 + i % 249) as u8).freeze();

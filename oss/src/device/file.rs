@@ -1,4 +1,5 @@
-//! A file or block device by plain `pread` and `pwrite` on tokio's blocking threads: for machines without io_uring.
+//! A file or block device by plain `pread` and `pwrite` on tokio's blocking threads: for machines
+//! without io_uring.
 
 use std::{os::unix::fs::FileExt, path::Path, sync::Arc};
 
@@ -19,7 +20,8 @@ const DEPTH: usize = 64;
 pub struct FileDevice {
     node: Arc<Node>,
     depth: Arc<Semaphore>,
-    /// Changes hold it shared until they end; a flush takes it for a moment to wait for those before it.
+    /// Changes hold it shared until they end; a flush takes it for a moment to wait for those
+    /// before it.
     barrier: Arc<RwLock<()>>,
     pool: Pool,
     meter: Arc<Meter>,
@@ -32,7 +34,13 @@ impl FileDevice {
 
     pub(super) fn on(node: Arc<Node>) -> FileDevice {
         let depth = Arc::new(Semaphore::new(DEPTH));
-        FileDevice { node, depth, barrier: Arc::default(), pool: Pool::default(), meter: Arc::default() }
+        FileDevice {
+            node,
+            depth,
+            barrier: Arc::default(),
+            pool: Pool::default(),
+            meter: Arc::default(),
+        }
     }
 
     /// Runs on a blocking thread, whether or not the caller waits for it.
@@ -42,7 +50,8 @@ impl FileDevice {
         begin: impl FnOnce(&Meter) -> Option<Begun> + Send + 'static,
         work: impl FnOnce(&Node) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        let gone = |e: &dyn std::fmt::Display| Error::new(Code::Io, format!("{}: {e}", self.node.name));
+        let gone =
+            |e: &dyn std::fmt::Display| Error::new(Code::Io, format!("{}: {e}", self.node.name));
         let permit = self.depth.clone().acquire_owned().await.map_err(|e| gone(&e))?;
         let shared = if changes { Some(self.barrier.clone().read_owned().await) } else { None };
         let (node, meter) = (self.node.clone(), self.meter.clone());
@@ -85,7 +94,9 @@ impl Device for FileDevice {
             false,
             move |m| Some(m.begin(Class::Read, len)),
             move |node| {
-                node.file.read_exact_at(&mut buf, offset).map_err(|e| node.error("read", offset, len, e.into()))?;
+                node.file
+                    .read_exact_at(&mut buf, offset)
+                    .map_err(|e| node.error("read", offset, len, e.into()))?;
                 Ok(buf)
             },
         )
@@ -102,7 +113,9 @@ impl Device for FileDevice {
             move |node| {
                 let mut at = offset;
                 for b in &bufs {
-                    node.file.write_all_at(b, at).map_err(|e| node.error("write", offset, len, e.into()))?;
+                    node.file
+                        .write_all_at(b, at)
+                        .map_err(|e| node.error("write", offset, len, e.into()))?;
                     at += b.len() as u64;
                 }
                 Ok(())

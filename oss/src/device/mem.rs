@@ -1,6 +1,7 @@
-//! A device in memory that can lose power. What was written but not flushed survives a crash in part: each sector on
-//! its own keeps any of the contents it had since the last flush, so writes are lost, torn and reordered. Errors
-//! and bit flips are injected on request. One thread, no clock but tokio's: the simulator's disk.
+//! A device in memory that can lose power. What was written but not flushed survives a crash in
+//! part: each sector on its own keeps any of the contents it had since the last flush, so writes
+//! are lost, torn and reordered. Errors and bit flips are injected on request. One thread, no clock
+//! but tokio's: the simulator's disk.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -55,7 +56,8 @@ pub struct Counters {
 struct Inner {
     /// What reads see; absent blocks are zeros.
     blocks: BTreeMap<u64, Block>,
-    /// Per block written since the last flush, every content it had since then, the flushed one first.
+    /// Per block written since the last flush, every content it had since then, the flushed one
+    /// first.
     unflushed: BTreeMap<u64, Vec<Block>>,
     faults: Vec<(Op, u64, Code)>,
     /// Which bit the next read gets wrong.
@@ -96,13 +98,18 @@ impl MemDevice {
         self.inner.lock().spare = Some(bytes);
     }
 
-    /// An empty device of `capacity` bytes, rounded down to whole blocks. Memory is used only for blocks written.
+    /// An empty device of `capacity` bytes, rounded down to whole blocks. Memory is used only for
+    /// blocks written.
     pub fn new(capacity: u64) -> MemDevice {
-        MemDevice { capacity: capacity / BLOCK * BLOCK, inner: Mutex::default(), meter: Meter::default() }
+        MemDevice {
+            capacity: capacity / BLOCK * BLOCK,
+            inner: Mutex::default(),
+            meter: Meter::default(),
+        }
     }
 
-    /// Power goes and comes back: see the module documentation. Ends a power failure set by [`MemDevice::power_off_after`].
-    /// Returns how many blocks were not flushed.
+    /// Power goes and comes back: see the module documentation. Ends a power failure set by
+    /// [`MemDevice::power_off_after`]. Returns how many blocks were not flushed.
     pub fn crash(&self, seed: u64, tear: Tear) -> usize {
         let mut rng = StdRng::seed_from_u64(seed);
         let mut inner = self.inner.lock();
@@ -163,7 +170,12 @@ impl MemDevice {
     /// Where the blocks are that begin with these bytes.
     pub fn find(&self, begin: &[u8]) -> Vec<u64> {
         let inner = self.inner.lock();
-        inner.blocks.iter().filter(|(_, b)| b.starts_with(begin)).map(|(at, _)| at * BLOCK).collect()
+        inner
+            .blocks
+            .iter()
+            .filter(|(_, b)| b.starts_with(begin))
+            .map(|(at, _)| at * BLOCK)
+            .collect()
     }
 
     /// Where a block is that `is` takes: the first one behind a place that the dice say.
@@ -179,7 +191,8 @@ impl MemDevice {
         self.inner.lock().blocks.values().any(|b| b[..] == *block)
     }
 
-    /// From now on flushes are acknowledged and do nothing, as by a build that forgot its fsync: for tests that must notice.
+    /// From now on flushes are acknowledged and do nothing, as by a build that forgot its fsync:
+    /// for tests that must notice.
     pub fn skip_flush(&self) {
         self.inner.lock().skip_flush = true;
     }
@@ -193,8 +206,9 @@ impl MemDevice {
         self.inner.lock().counters
     }
 
-    /// Runs one operation under the lock and takes the set time. A change is in the device from the start: whoever loses
-    /// power in between finds any part of it. A read looks at the end, when what it reads may have changed.
+    /// Runs one operation under the lock and takes the set time. A change is in the device from the
+    /// start: whoever loses power in between finds any part of it. A read looks at the end, when
+    /// what it reads may have changed.
     async fn operate<T>(&self, op: Op, bytes: u64, run: impl FnOnce(&mut Inner) -> T) -> Result<T> {
         let begun = match op {
             Op::Read => Some(self.meter.begin(Class::Read, bytes)),

@@ -1,8 +1,10 @@
-//! How long a device takes for its operations, from where this program hands them to it: time in queues before that is not in it.
+//! How long a device takes for its operations, from where this program hands them to it: time in
+//! queues before that is not in it.
 //!
-//! A device that has much to do answers late without being slow. So the time of operations that are under way together is shared out among
-//! them: what one operation gets of it is what it costs the device. And large operations take long on every device: what one of a modest
-//! rate needs for the bytes is left out, of both.
+//! A device that has much to do answers late without being slow. So the time of operations that are
+//! under way together is shared out among them: what one operation gets of it is what it costs the
+//! device. And large operations take long on every device: what one of a modest rate needs for the
+//! bytes is left out, of both.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -266,11 +268,18 @@ mod tests {
 
     #[test]
     fn buckets_are_in_order_and_a_fifth_apart_at_most() {
-        assert_eq!([0, 1, 2, 3, 4, 5].map(|us| bucket(Duration::from_micros(us))), [0, 1, 5, 7, 9, 10]);
+        assert_eq!(
+            [0, 1, 2, 3, 4, 5].map(|us| bucket(Duration::from_micros(us))),
+            [0, 1, 5, 7, 9, 10]
+        );
         let mut last = 0;
         for us in (1..5_000_000).step_by(7) {
             let b = bucket(Duration::from_micros(us));
-            assert!(b >= last && least_us(b) <= us && us * 4 < (least_us(b) + 1) * 5 + 4, "{us}: {b}, {}", least_us(b));
+            assert!(
+                b >= last && least_us(b) <= us && us * 4 < (least_us(b) + 1) * 5 + 4,
+                "{us}: {b}, {}",
+                least_us(b)
+            );
             last = b;
         }
         assert_eq!(bucket(Duration::MAX), BUCKETS - 1);
@@ -286,7 +295,10 @@ mod tests {
         let s = m.summary();
         let (c, r) = (s.changes.unwrap(), s.reads.unwrap());
         assert_eq!((c.count, r.count, s.stalled_ms), (100, 1, 0));
-        assert!((700..=1000).contains(&c.median_us) && (45_000..=60_000).contains(&c.p99_us), "{c:?}");
+        assert!(
+            (700..=1000).contains(&c.median_us) && (45_000..=60_000).contains(&c.p99_us),
+            "{c:?}"
+        );
         assert!((2000..2300).contains(&c.each_us), "{c:?}");
         advance(SLOT * 11).await;
         let s = m.summary();

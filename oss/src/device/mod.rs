@@ -34,8 +34,9 @@ pub use spdk::SpdkDevice;
 use strake_proto::Result;
 pub use uring::UringDevice;
 
-/// The best device for a file, block device or NVMe namespace: io_uring, or plain system calls with a notice.
-/// A path that begins with `spdk:`, or a link to such, is SPDK's: that may take a while, and must not be done on a thread of tokio's.
+/// The best device for a file, block device or NVMe namespace: io_uring, or plain system calls with
+/// a notice. A path that begins with `spdk:`, or a link to such, is SPDK's: that may take a while,
+/// and must not be done on a thread of tokio's.
 pub fn open(path: &Path) -> Result<Arc<dyn Device>> {
     if let Some(text) = of_spdk(path) {
         return Ok(Arc::new(SpdkDevice::open(&text)?));
@@ -54,7 +55,8 @@ pub fn open(path: &Path) -> Result<Arc<dyn Device>> {
     }
 }
 
-/// What SPDK is to open: `path` itself, or what it is a link to. Those are no paths: nothing is there.
+/// What SPDK is to open: `path` itself, or what it is a link to. Those are no paths: nothing is
+/// there.
 pub fn of_spdk(path: &Path) -> Option<String> {
     let text = |p: &Path| p.to_str().filter(|t| t.starts_with(spdk::PREFIX)).map(String::from);
     text(path).or_else(|| text(&std::fs::read_link(path).ok()?))

@@ -34,13 +34,15 @@ fn rotates(file: &File, block: bool) -> bool {
     let dev = if block { s.st_rdev } else { s.st_dev };
     let at = format!("/sys/dev/block/{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
     // A partition's queue is its disk's.
-    let said = ["queue", "../queue"].iter().find_map(|q| std::fs::read_to_string(format!("{at}/{q}/rotational")).ok());
+    let said = ["queue", "../queue"]
+        .iter()
+        .find_map(|q| std::fs::read_to_string(format!("{at}/{q}/rotational")).ok());
     said.is_some_and(|s| s.trim() == "1")
 }
 
 impl Node {
-    /// Bypasses the page cache where the file system allows it, and says so where it does not. A block device is opened for
-    /// this node alone: `Busy` if it is mounted or another one has it.
+    /// Bypasses the page cache where the file system allows it, and says so where it does not. A
+    /// block device is opened for this node alone: `Busy` if it is mounted or another one has it.
     pub(super) fn open(path: &Path) -> Result<Node> {
         let name = path.display().to_string();
         if passthrough::is_namespace(path) {
@@ -58,15 +60,21 @@ impl Node {
         }
         let block = path.metadata().is_ok_and(|m| m.file_type().is_block_device());
         let alone = if block { libc::O_EXCL } else { 0 };
-        let with = |flags: i32| OpenOptions::new().read(true).write(true).custom_flags(flags | alone).open(path);
+        let with = |flags: i32| {
+            OpenOptions::new().read(true).write(true).custom_flags(flags | alone).open(path)
+        };
         let (mut file, direct) = match with(libc::O_DIRECT) {
             Ok(f) => (f, true),
             Err(e) if block && e.raw_os_error() == Some(libc::EBUSY) => {
-                let m = format!("{name} is in use: mounted, part of another device, or another target's");
+                let m = format!(
+                    "{name} is in use: mounted, part of another device, or another target's"
+                );
                 return Err(Error::new(Code::Busy, m));
             }
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
-                tracing::warn!("{name}: its file system has no direct I/O; data passes through the page cache");
+                tracing::warn!(
+                    "{name}: its file system has no direct I/O; data passes through the page cache"
+                );
                 (with(0).map_err(|e| Error::from(e).context(&name))?, false)
             }
             Err(e) => return Err(Error::from(e).context(&name)),
@@ -76,12 +84,22 @@ impl Node {
         if !can_discard && !kind.file_type().is_block_device() {
             return Err(Error::new(
                 Code::Inval,
-                format!("{name} is neither a regular file nor a block device nor an NVMe namespace"),
+                format!(
+                    "{name} is neither a regular file nor a block device nor an NVMe namespace"
+                ),
             ));
         }
         let bytes = file.seek(SeekFrom::End(0)).map_err(|e| Error::from(e).context(&name))?;
         let rotates = rotates(&file, !can_discard);
-        Ok(Node { file, capacity: bytes / BLOCK * BLOCK, direct, can_discard, name, rotates, namespace: None })
+        Ok(Node {
+            file,
+            capacity: bytes / BLOCK * BLOCK,
+            direct,
+            can_discard,
+            name,
+            rotates,
+            namespace: None,
+        })
     }
 
     /// See [`Device::spare`](super::api::Device::spare).
@@ -89,7 +107,9 @@ impl Node {
         if !self.can_discard {
             return u64::MAX;
         }
-        let (Ok(file), Ok(below)) = (rustix::fs::fstat(&self.file), rustix::fs::fstatvfs(&self.file)) else {
+        let (Ok(file), Ok(below)) =
+            (rustix::fs::fstat(&self.file), rustix::fs::fstatvfs(&self.file))
+        else {
             return u64::MAX; // a write will tell
         };
         let free = below.f_bavail.saturating_mul(below.f_frsize);
@@ -97,10 +117,13 @@ impl Node {
         if is_sparse { free } else { u64::MAX }
     }
 
-    /// Buffers as direct I/O needs them: copied into one aligned buffer unless every one is aligned and there are few.
+    /// Buffers as direct I/O needs them: copied into one aligned buffer unless every one is aligned
+    /// and there are few.
     pub(super) fn aligned(&self, pool: &Pool, bufs: Vec<Buf>) -> Vec<Buf> {
-        let fits =
-            |b: &Buf| b.len().is_multiple_of(BLOCK as usize) && (b.as_ptr() as usize).is_multiple_of(BLOCK as usize);
+        let fits = |b: &Buf| {
+            b.len().is_multiple_of(BLOCK as usize)
+                && (b.as_ptr() as usize).is_multiple_of(BLOCK as usize)
+        };
         if bufs.len() <= libc::UIO_MAXIOV as usize && (!self.direct || bufs.iter().all(fits)) {
             return bufs;
         }
@@ -113,8 +136,9 @@ impl Node {
         vec![one.freeze()]
     }
 
-    /// An error of the device. The kernel has many names for those (`ENODATA` for a bad sector, `EREMOTEIO`, `EILSEQ`): to all above
-    /// they are one, unless it is only that there is no space or memory.
+    /// An error of the device. The kernel has many names for those (`ENODATA` for a bad sector,
+    /// `EREMOTEIO`, `EILSEQ`): to all above they are one, unless it is only that there is no space
+    /// or memory.
     pub(super) fn error(&self, what: &str, offset: u64, len: u64, mut e: Error) -> Error {
         if !matches!(e.code, Code::NoSpc | Code::DQuot | Code::NoMem) {
             e.code = Code::Io;

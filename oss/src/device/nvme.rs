@@ -1,5 +1,5 @@
-//! What the NVMe specification (Base 2.0, NVM Command Set 1.0) says, as far as devices here need it: for the kernel's
-//! passthrough and for SPDK alike.
+//! What the NVMe specification (Base 2.0, NVM Command Set 1.0) says, as far as devices here need
+//! it: for the kernel's passthrough and for SPDK alike.
 
 use strake_proto::{Code, Error, Result};
 
@@ -23,20 +23,23 @@ pub struct Format {
 }
 
 impl Format {
-    /// From what Identify Namespace (CNS 0) returned. `OpNotSupp`: a format that no target can be on.
+    /// From what Identify Namespace (CNS 0) returned. `OpNotSupp`: a format that no target can be
+    /// on.
     pub fn parse(data: &[u8; IDENTIFY]) -> Result<Format> {
         let blocks = data.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
         let flbas = data[26];
         let index = usize::from(flbas & 0xf) | usize::from(flbas >> 5 & 3) << 4;
         let at = 128 + 4 * index;
-        let (metadata, shift) = (u16::from_le_bytes([data[at], data[at + 1]]), u32::from(data[at + 2]));
+        let (metadata, shift) =
+            (u16::from_le_bytes([data[at], data[at + 1]]), u32::from(data[at + 2]));
         Format::new(blocks, shift, metadata.into())
     }
 
     /// Of so many blocks of `1 << shift` bytes, each with so many bytes of metadata.
     pub fn new(blocks: u64, shift: u32, metadata: u32) -> Result<Format> {
         let refused = |what: String| {
-            let m = "format it with blocks of 512 or 4096 bytes and no metadata (nvme format --lbaf)";
+            let m =
+                "format it with blocks of 512 or 4096 bytes and no metadata (nvme format --lbaf)";
             Err(Error::new(Code::OpNotSupp, format!("{what}; {m}")))
         };
         if metadata != 0 {
@@ -46,7 +49,10 @@ impl Format {
             return refused(format!("its blocks have 2^{shift} bytes"));
         }
         if blocks == 0 || blocks.leading_zeros() < shift {
-            return Err(Error::new(Code::NoDev, format!("it is no active namespace ({blocks} blocks)")));
+            return Err(Error::new(
+                Code::NoDev,
+                format!("it is no active namespace ({blocks} blocks)"),
+            ));
         }
         Ok(Format { blocks, shift })
     }
@@ -62,7 +68,8 @@ impl Format {
     }
 }
 
-/// How a command ended: status code type and status code, as `SCT << 8 | SC`, without the bits above (More, Do Not Retry).
+/// How a command ended: status code type and status code, as `SCT << 8 | SC`, without the bits
+/// above (More, Do Not Retry).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status(u16);
 
@@ -76,8 +83,8 @@ impl Status {
         self.0 == 0
     }
 
-    /// The command may not have run, and can when it is given again after a while: the controller was reset, the path was
-    /// lost, the namespace was not ready.
+    /// The command may not have run, and can when it is given again after a while: the controller
+    /// was reset, the path was lost, the namespace was not ready.
     pub fn is_transient(self) -> bool {
         matches!(self.0, 0x07 | 0x08 | 0x21 | 0x82 | 0x300..=0x303 | 0x360 | 0x370 | 0x371)
     }
@@ -150,7 +157,9 @@ mod tests {
     fn statuses() {
         // More and Do Not Retry are not part of it.
         assert_eq!(Status::new(0x4281).error().code, Code::Io);
-        assert!(Status::new(0x4281).error().message.contains("could not be read (NVMe status 0x281)"));
+        assert!(
+            Status::new(0x4281).error().message.contains("could not be read (NVMe status 0x281)")
+        );
         assert!(Status::new(0x4000).is_success() && !Status::new(0x280).is_success());
         assert_eq!(Status::new(0x81).error().code, Code::NoSpc);
         for transient in [0x07, 0x08, 0x82, 0x371] {
@@ -159,7 +168,10 @@ mod tests {
         for field in 0..0x800 {
             let s = Status::new(field);
             assert!(matches!(s.error().code, Code::Io | Code::NoSpc));
-            assert!(!(s.is_transient() && (0x200..0x300).contains(&field)), "a medium does not heal");
+            assert!(
+                !(s.is_transient() && (0x200..0x300).contains(&field)),
+                "a medium does not heal"
+            );
         }
     }
 }

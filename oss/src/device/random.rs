@@ -74,7 +74,8 @@ enum Is {
     Either(Option<u32>, u32),
 }
 
-/// Runs for so long and verifies everything at the end; panics, with the seed, where the device is wrong or fails.
+/// Runs for so long and verifies everything at the end; panics, with the seed, where the device is
+/// wrong or fails.
 pub async fn random_io(d: Arc<dyn Device>, seed: u64, time: Duration) -> Done {
     let done = Arc::new(Done::default());
     let blocks = d.capacity().min(SPAN) / BLOCK / WORKERS;
@@ -119,8 +120,9 @@ struct Worker {
 
 /// Words of a block: no two of them, of any block in any version, are alike by more than chance.
 fn words(seed: u64, block: u64, version: u32) -> impl Iterator<Item = u64> {
-    let mut x =
-        seed ^ block.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(version).wrapping_mul(0xd6e8_feb8_6659_fd93);
+    let mut x = seed
+        ^ block.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        ^ u64::from(version).wrapping_mul(0xd6e8_feb8_6659_fd93);
     std::iter::repeat_with(move || {
         x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let y = (x ^ (x >> 32)).wrapping_mul(0xd6e8_feb8_6659_fd93);
@@ -155,7 +157,10 @@ impl Worker {
         let mut buf = self.pool.get_now(n as usize * PAGE);
         for (i, block) in buf.chunks_exact_mut(PAGE).enumerate() {
             let words = words(self.seed, self.first + at + i as u64, self.version);
-            block.chunks_exact_mut(8).zip(words).for_each(|(b, w)| b.copy_from_slice(&w.to_le_bytes()));
+            block
+                .chunks_exact_mut(8)
+                .zip(words)
+                .for_each(|(b, w)| b.copy_from_slice(&w.to_le_bytes()));
         }
         let (mut rest, mut bufs) = (buf.freeze(), Vec::new());
         let unit = if self.rng.random_bool(0.2) { 1 } else { PAGE };
@@ -204,7 +209,9 @@ impl Worker {
                 _ if holds(&buf, self.seed, block, new) => Is::Version(new),
                 Some(old) if holds(&buf, self.seed, block, old) => Is::Version(old),
                 None => Is::Anything,
-                Some(_) => panic!("seed {}: block {block} of {} is neither", self.seed, self.device.name()),
+                Some(_) => {
+                    panic!("seed {}: block {block} of {} is neither", self.seed, self.device.name())
+                }
             };
         }
     }
@@ -225,7 +232,10 @@ impl Worker {
     }
 
     async fn get(&self, at: u64, n: u64) -> strake_fabric::BufMut {
-        let got = self.device.read((self.first + at) * BLOCK, self.pool.get_now((n * BLOCK) as usize)).await;
+        let got = self
+            .device
+            .read((self.first + at) * BLOCK, self.pool.get_now((n * BLOCK) as usize))
+            .await;
         got.unwrap_or_else(|e| panic!("seed {}: {e}", self.seed))
     }
 
@@ -238,7 +248,12 @@ impl Worker {
             // Of one that is being written nothing can be said.
             let Is::Version(v) = self.is[at as usize + i] else { continue };
             let right = holds(bytes, self.seed, block, v);
-            assert!(right, "seed {}: block {block} of {} is not as written", self.seed, self.device.name());
+            assert!(
+                right,
+                "seed {}: block {block} of {} is not as written",
+                self.seed,
+                self.device.name()
+            );
             self.done.verified.fetch_add(1, Relaxed);
         }
     }

@@ -98,7 +98,9 @@ impl Loop {
     fn on(file: &Path) -> Option<Loop> {
         let made = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
         match made {
-            Ok(o) if o.status.success() => Some(Loop(String::from_utf8(o.stdout).unwrap().trim().into())),
+            Ok(o) if o.status.success() => {
+                Some(Loop(String::from_utf8(o.stdout).unwrap().trim().into()))
+            }
             other => {
                 eprintln!("not run: no loop device to be had ({other:?})");
                 None
@@ -177,7 +179,8 @@ fn may_lock_much() -> bool {
         let line = text.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_owned();
         line.split_whitespace().next().unwrap().to_owned()
     };
-    let capable = u64::from_str_radix(&field("/proc/self/status", "CapEff:"), 16).unwrap() >> 14 & 1 == 1;
+    let capable =
+        u64::from_str_radix(&field("/proc/self/status", "CapEff:"), 16).unwrap() >> 14 & 1 == 1;
     let limit = field("/proc/self/limits", "Max locked memory");
     capable || limit.parse().map_or(limit == "unlimited", |bytes: u64| bytes >= 1 << 30)
 }
@@ -190,13 +193,15 @@ async fn buffers_of_a_pool_are_registered_and_stay_mapped() {
         Err(e) => return eprintln!("not run: {e}"),
     };
     for round in 1..=3u64 {
-        // A pool that goes while the ring still knows its region: the next one's must not be taken for it.
+        // A pool that goes while the ring still knows its region: the next one's must not be taken
+        // for it.
         let pool = Pool::new(8 << 20);
         let data = fill(&pool, 65536, |i| (i as u64 * round) as u8).freeze();
         d.write(0, vec![data.clone()]).await.unwrap();
         assert_eq!(read(&d, &pool, 0, 65536).await, data.to_vec());
         if d.fixed_operations() < 2 * round {
-            // An ordinary user may lock 8 MiB, which other tests use too. Reads and writes went on without.
+            // An ordinary user may lock 8 MiB, which other tests use too. Reads and writes went on
+            // without.
             assert!(!may_lock_much(), "registered {} of {round} regions", d.fixed_operations() / 2);
             return eprintln!("not run to the end: the limit of locked memory is reached");
         }
@@ -215,7 +220,10 @@ struct Mount(tempfile::TempDir);
 
 impl Mount {
     fn new(dir: tempfile::TempDir, kind: &str, options: &str) -> Option<Mount> {
-        let mount = Command::new("mount").args(["-t", kind, "-o", options, "none"]).arg(dir.path()).status();
+        let mount = Command::new("mount")
+            .args(["-t", kind, "-o", options, "none"])
+            .arg(dir.path())
+            .status();
         if !mount.is_ok_and(|s| s.success()) {
             eprintln!("not run: mounting a {kind} needs root");
             return None;
@@ -235,7 +243,8 @@ async fn a_file_system_without_direct_io_is_used_through_the_page_cache() {
     let dir = tempfile::tempdir().unwrap();
     let Some(fs) = Mount::new(dir, "ramfs", "noatime") else { return };
     let path = file(&fs.0);
-    let devices = [Arc::new(FileDevice::open(&path).unwrap()) as Arc<dyn Device>, open(&path).unwrap()];
+    let devices =
+        [Arc::new(FileDevice::open(&path).unwrap()) as Arc<dyn Device>, open(&path).unwrap()];
     for d in devices {
         assert!(!d.direct());
         let pool = Pool::default();
@@ -260,7 +269,8 @@ async fn a_file_cut_short_is_an_error_not_zeros() {
     let dir = tempfile::tempdir().unwrap();
     let path = file(&dir);
     let pool = Pool::default();
-    let devices = [Some(Arc::new(FileDevice::open(&path).unwrap()) as Arc<dyn Device>), open(&path).ok()];
+    let devices =
+        [Some(Arc::new(FileDevice::open(&path).unwrap()) as Arc<dyn Device>), open(&path).ok()];
     std::fs::File::options().write(true).open(&path).unwrap().set_len(1 << 20).unwrap();
     for d in devices.into_iter().flatten() {
         assert!(d.read(2 << 20, pool.get_now(4096)).await.is_err());

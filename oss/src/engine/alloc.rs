@@ -1,4 +1,5 @@
-//! Free space of a target: which device blocks belong to nobody. Kept in memory only; rebuilt from the chunk table.
+//! Free space of a target: which device blocks belong to nobody. Kept in memory only; rebuilt from
+//! the chunk table.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,8 +31,8 @@ pub(super) fn coalesce(mut list: Vec<Extent>) -> Vec<Extent> {
     out
 }
 
-/// Free extents by place and by size. Best fit: the smallest one that holds the whole request, lowest place first; a
-/// request larger than every free extent is served in pieces, largest first.
+/// Free extents by place and by size. Best fit: the smallest one that holds the whole request,
+/// lowest place first; a request larger than every free extent is served in pieces, largest first.
 #[derive(Debug, Default)]
 pub(super) struct Allocator {
     by_start: BTreeMap<u64, u64>,
@@ -53,7 +54,8 @@ impl Allocator {
         self.free
     }
 
-    /// `count` blocks in as few extents as possible, or `None` if fewer than `count` + `reserve` are free.
+    /// `count` blocks in as few extents as possible, or `None` if fewer than `count` + `reserve`
+    /// are free.
     pub(super) fn alloc(&mut self, count: u64, reserve: u64) -> Option<Vec<Extent>> {
         if count.checked_add(reserve).is_none_or(|need| need > self.free) {
             return None;
@@ -61,7 +63,8 @@ impl Allocator {
         let mut out = Vec::with_capacity(1);
         let mut need = count;
         while need > 0 {
-            let fit = self.by_size.range((need, 0)..).next().or_else(|| self.by_size.last()).copied();
+            let fit =
+                self.by_size.range((need, 0)..).next().or_else(|| self.by_size.last()).copied();
             let (size, start) = fit?; // cannot be empty: `free` counts what is in it
             self.remove(start, size);
             let taken = need.min(size);
@@ -74,7 +77,8 @@ impl Allocator {
         Some(out)
     }
 
-    /// Gives blocks back. They must be allocated: blocks that are free already stay free and are reported as `false`.
+    /// Gives blocks back. They must be allocated: blocks that are free already stay free and are
+    /// reported as `false`.
     #[must_use]
     pub(super) fn free(&mut self, e: Extent) -> bool {
         if e.count == 0 {
@@ -99,10 +103,13 @@ impl Allocator {
         true
     }
 
-    /// Marks blocks of a free area as taken (rebuilding from the table); `false` if any of them is taken or outside.
+    /// Marks blocks of a free area as taken (rebuilding from the table); `false` if any of them is
+    /// taken or outside.
     #[must_use]
     pub(super) fn take(&mut self, e: Extent) -> bool {
-        let Some((start, count)) = self.by_start.range(..=e.start).next_back().map(|(s, c)| (*s, *c)) else {
+        let Some((start, count)) =
+            self.by_start.range(..=e.start).next_back().map(|(s, c)| (*s, *c))
+        else {
             return false;
         };
         let (end, taken_end) = (start + count, e.start.saturating_add(e.count));
@@ -156,7 +163,8 @@ mod tests {
                             for e in got {
                                 for b in e.start..e.start + e.count {
                                     assert!(
-                                        b >= start && !std::mem::replace(&mut taken[b as usize], true),
+                                        b >= start
+                                            && !std::mem::replace(&mut taken[b as usize], true),
                                         "block {b}"
                                     );
                                 }
@@ -169,8 +177,10 @@ mod tests {
                     // Give back a part of an extent, as copy-on-write of single blocks does.
                     let e = held.swap_remove(rng.random_range(0..held.len()));
                     let cut = rng.random_range(0..e.count);
-                    let (keep, give) =
-                        (Extent { count: cut, ..e }, Extent { start: e.start + cut, count: e.count - cut });
+                    let (keep, give) = (
+                        Extent { count: cut, ..e },
+                        Extent { start: e.start + cut, count: e.count - cut },
+                    );
                     assert!(a.free(give));
                     assert!(!a.free(give), "a second free is noticed");
                     taken[give.start as usize..(give.start + give.count) as usize].fill(false);
@@ -178,7 +188,10 @@ mod tests {
                         held.push(keep);
                     }
                 }
-                assert_eq!(a.free_blocks(), taken[start as usize..].iter().filter(|t| !**t).count() as u64);
+                assert_eq!(
+                    a.free_blocks(),
+                    taken[start as usize..].iter().filter(|t| !**t).count() as u64
+                );
             }
             let mut rebuilt = Allocator::new(start, end);
             for e in &held {
@@ -195,7 +208,10 @@ mod tests {
         let mut a = Allocator::new(0, 100);
         assert!(a.take(Extent { start: 10, count: 1 }) && a.take(Extent { start: 20, count: 1 }));
         assert_eq!(a.alloc(9, 0).unwrap(), vec![Extent { start: 11, count: 9 }]);
-        assert_eq!(a.alloc(85, 0).unwrap(), vec![Extent { start: 21, count: 79 }, Extent { start: 0, count: 6 }]);
+        assert_eq!(
+            a.alloc(85, 0).unwrap(),
+            vec![Extent { start: 21, count: 79 }, Extent { start: 0, count: 6 }]
+        );
         assert_eq!(a.alloc(5, 0), None);
     }
 

@@ -1,8 +1,9 @@
 //! What this target last acted on: the newest state of each of its chains, kept in the chunk table.
 //!
-//! Metadata servers that lost their newest state ask for it, to learn which replicas may be in sync (`docs/membership.md`, "After a
-//! recovery"). A view of a chain is put into the table before anything is done in its epoch. The table's syncs keep the order of what was
-//! put, so wherever an update that was made stable in an epoch survives, its view does.
+//! Metadata servers that lost their newest state ask for it, to learn which replicas may be in sync
+//! (`docs/membership.md`, "After a recovery"). A view of a chain is put into the table before
+//! anything is done in its epoch. The table's syncs keep the order of what was put, so wherever an
+//! update that was made stable in an epoch survives, its view does.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{ChainId, Code, Error, Result, pb};
@@ -32,7 +33,8 @@ fn key(chain: ChainId) -> Bytes {
     b.freeze()
 }
 
-/// Format, epoch, number of replicas, then target and state of each; see `docs/formats.md`, "Chunk store".
+/// Format, epoch, number of replicas, then target and state of each; see `docs/formats.md`, "Chunk
+/// store".
 fn encode(key: &[u8], epoch: u64, replicas: &[pb::Replica]) -> Bytes {
     let mut b = BytesMut::with_capacity(14 + replicas.len() * 5);
     b.put_u8(record::FORMAT);
@@ -63,22 +65,29 @@ fn decode(key: &[u8], value: &[u8]) -> Result<ChainView> {
     Ok(ChainView { epoch: u64::from_le_bytes(*epoch), replicas, lived: false })
 }
 
-/// Reads all of a table. A damaged one is left out: it is as if the target had never known of that chain.
-pub(super) fn load(table: &dyn MetaStore) -> Result<std::collections::BTreeMap<ChainId, ChainView>> {
+/// Reads all of a table. A damaged one is left out: it is as if the target had never known of that
+/// chain.
+pub(super) fn load(
+    table: &dyn MetaStore,
+) -> Result<std::collections::BTreeMap<ChainId, ChainView>> {
     let mut all = std::collections::BTreeMap::new();
     for pair in table.prefix(&[CHAIN_VIEW_PREFIX]) {
         let (k, v) = pair?;
         let chain = k.get(1..).and_then(|b| b.try_into().ok()).map(u32::from_be_bytes);
         match (chain, decode(&k, &v)) {
             (Some(chain), Ok(view)) => drop(all.insert(chain, view)),
-            (_, e) => tracing::error!("what was known of a chain ({k:02x?}) cannot be read: {:?}", e.err()),
+            (_, e) => tracing::error!(
+                "what was known of a chain ({k:02x?}) cannot be read: {:?}",
+                e.err()
+            ),
         }
     }
     Ok(all)
 }
 
 impl Engine {
-    /// Writes down newer states of chains, before anything is done by them. Durable with the next sync.
+    /// Writes down newer states of chains, before anything is done by them. Durable with the next
+    /// sync.
     pub fn note_chain_views<'a>(&self, chains: impl Iterator<Item = &'a pb::Chain>) -> Result<()> {
         let mut views = self.shared.chain_views.lock();
         let mut batch = Batch::default();
@@ -93,7 +102,10 @@ impl Engine {
                 let value = encode(&key, c.epoch, &c.replicas);
                 batch.put(key, value);
             }
-            seen.push((c.id, ChainView { epoch: c.epoch, replicas: c.replicas.clone(), lived: true }));
+            seen.push((
+                c.id,
+                ChainView { epoch: c.epoch, replicas: c.replicas.clone(), lived: true },
+            ));
         }
         if !batch.is_empty() {
             self.shared.table.commit(batch)?;
@@ -144,7 +156,10 @@ mod tests {
         assert_eq!(&k[..], b"c\0\0\x0a\x0b");
         let v = encode(&k, 9, &replicas());
         assert_eq!(&v[..20], b"\x01\x09\0\0\0\0\0\0\0\x02\x03\0\0\0\x01\x04\x03\x02\x01\x04");
-        assert_eq!(decode(&k, &v).unwrap(), ChainView { epoch: 9, replicas: replicas(), lived: false });
+        assert_eq!(
+            decode(&k, &v).unwrap(),
+            ChainView { epoch: 9, replicas: replicas(), lived: false }
+        );
     }
 
     #[test]

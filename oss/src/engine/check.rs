@@ -1,5 +1,5 @@
-//! Looking for decay: whether a chunk is stored as it was written. Its records are read from the store, not from memory, and
-//! every block from the device.
+//! Looking for decay: whether a chunk is stored as it was written. Its records are read from the
+//! store, not from memory, and every block from the device.
 
 use std::ops::Range;
 
@@ -16,8 +16,8 @@ use super::{
     record::{HOLE, Header, SEG_BLOCKS, SEG_BYTES},
 };
 
-/// Bytes of a chunk that are looked at in one step: what one look has in memory, and how long blocks that an update frees
-/// meanwhile cannot be used again.
+/// Bytes of a chunk that are looked at in one step: what one look has in memory, and how long
+/// blocks that an update frees meanwhile cannot be used again.
 pub const STEP: u32 = 1 << 20;
 
 /// What is stored of a chunk, or of a part of it.
@@ -28,11 +28,13 @@ pub struct Look {
     pub len: u32,
     /// Read from the device.
     pub bytes: u64,
-    /// Bytes of the chunk that cannot be read, in order, none adjoining another: whole blocks as far as the chunk reaches.
+    /// Bytes of the chunk that cannot be read, in order, none adjoining another: whole blocks as
+    /// far as the chunk reaches.
     pub damaged: Vec<Range<u32>>,
     /// Its header is damaged: nothing of it can be read.
     pub headless: bool,
-    /// Records that were damaged in the store and whole in memory. They are written again with the next flush.
+    /// Records that were damaged in the store and whole in memory. They are written again with the
+    /// next flush.
     pub healed: usize,
 }
 
@@ -58,8 +60,9 @@ impl Look {
 }
 
 impl Engine {
-    /// Looks at a part of a chunk as it is committed; a part of more than [`STEP`] bytes holds as much memory. `None`: no such
-    /// chunk. `Corrupt`: the store itself cannot read its records. Every block and record found damaged is counted.
+    /// Looks at a part of a chunk as it is committed; a part of more than [`STEP`] bytes holds as
+    /// much memory. `None`: no such chunk. `Corrupt`: the store itself cannot read its records.
+    /// Every block and record found damaged is counted.
     pub async fn check(&self, key: &Key, part: Range<u32>) -> Result<Option<Look>> {
         let shared = &self.shared;
         let end_in = |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(part.end));
@@ -70,7 +73,8 @@ impl Engine {
         if headless {
             return Ok(Some(look));
         }
-        let (from, to) = (part.start as usize / BLOCK, (end_in(Some(header)) as usize).div_ceil(BLOCK));
+        let (from, to) =
+            (part.start as usize / BLOCK, (end_in(Some(header)) as usize).div_ceil(BLOCK));
         let zero_sum = crc32c(&shared.zeros[..BLOCK]);
         for (seg, record) in &view.segments {
             let first = usize::from(*seg) * SEG_BLOCKS;
@@ -80,7 +84,9 @@ impl Engine {
                 look.bad(start..start + SEG_BYTES);
                 continue;
             }
-            for p in pieces(key, &view.segments, blocks, zero_sum)?.iter().filter(|p| p.block != HOLE) {
+            for p in
+                pieces(key, &view.segments, blocks, zero_sum)?.iter().filter(|p| p.block != HOLE)
+            {
                 look.bytes += (p.sums.len() * BLOCK) as u64;
                 for at in shared.bad_blocks(key, p).await? {
                     look.bad((at * BLOCK) as u32..((at + 1) * BLOCK) as u32);
@@ -90,7 +96,8 @@ impl Engine {
         Ok(Some(look))
     }
 
-    /// As [`Engine::check`], of a whole chunk, step by step. For a caller who keeps updates of it away.
+    /// As [`Engine::check`], of a whole chunk, step by step. For a caller who keeps updates of it
+    /// away.
     pub async fn check_whole(&self, key: &Key) -> Result<Option<Look>> {
         let mut all: Option<Look> = None;
         for from in (0..MAX_CHUNK as u32).step_by(STEP as usize) {
@@ -111,13 +118,16 @@ impl Engine {
 impl Shared {
     /// Blocks of a piece, counted in the chunk, that do not match their checksums.
     async fn bad_blocks(&self, key: &Key, p: &Piece) -> Result<Vec<usize>> {
-        let buf = match self.read_device(key, p.block, self.pool.get_now(p.sums.len() * BLOCK)).await {
-            Err(e) if e.code == Code::Io => return self.unreadable_blocks(key, p, e).await,
-            other => other?,
-        };
+        let buf =
+            match self.read_device(key, p.block, self.pool.get_now(p.sums.len() * BLOCK)).await {
+                Err(e) if e.code == Code::Io => return self.unreadable_blocks(key, p, e).await,
+                other => other?,
+            };
         let blocks = buf.chunks(BLOCK).zip(&p.sums).enumerate();
-        let bad: Vec<usize> =
-            blocks.filter(|(_, (bytes, sum))| crc32c(bytes) != **sum).map(|(i, _)| p.at + i).collect();
+        let bad: Vec<usize> = blocks
+            .filter(|(_, (bytes, sum))| crc32c(bytes) != **sum)
+            .map(|(i, _)| p.at + i)
+            .collect();
         if let Some(first) = bad.first() {
             let m = format!(
                 "{} blocks from block {first} on do not match their checksums (device block {} of {})",
@@ -131,7 +141,8 @@ impl Shared {
         Ok(bad)
     }
 
-    /// The device does not give the piece in one: which of its blocks it does not give, or gives wrong. `Io` if it gives none.
+    /// The device does not give the piece in one: which of its blocks it does not give, or gives
+    /// wrong. `Io` if it gives none.
     async fn unreadable_blocks(&self, key: &Key, p: &Piece, e: Error) -> Result<Vec<usize>> {
         let mut bad = Vec::new();
         for (i, sum) in p.sums.iter().enumerate() {

@@ -68,7 +68,8 @@ impl Found {
 
     /// `Corrupt` for anything that [`Found::encode`] could not have made.
     pub fn decode(key: &[u8], value: &[u8]) -> Result<Found> {
-        let bad = || Error::new(Code::Corrupt, "a record of what was found damaged is damaged itself");
+        let bad =
+            || Error::new(Code::Corrupt, "a record of what was found damaged is damaged itself");
         let mut b = record::unseal(key, value)?;
         if b.len() < 47 {
             return Err(bad());
@@ -82,7 +83,11 @@ impl Found {
         }
         let left = (0..parts).map(|_| b.get_u32_le()..b.get_u32_le()).collect();
         let len = usize::from(b.get_u16_le());
-        let cause = std::str::from_utf8(b).ok().filter(|c| c.len() == len && len <= MAX_CAUSE).ok_or_else(bad)?.into();
+        let cause = std::str::from_utf8(b)
+            .ok()
+            .filter(|c| c.len() == len && len <= MAX_CAUSE)
+            .ok_or_else(bad)?
+            .into();
         let (lost, record) = (flags & LOST != 0, flags & RECORD != 0);
         let found = Found { lost, record, part, bytes, unix_ms, epoch, version, left, cause };
         if flags & !(LOST | RECORD) == 0 { Ok(found) } else { Err(bad()) }
@@ -97,12 +102,17 @@ impl Engine {
         for pair in self.shared.table.prefix(&[FINDING_PREFIX]).take(most) {
             let found = pair.and_then(|(k, v)| {
                 let key = record::parse_finding_key(&k);
-                let key = key.ok_or_else(|| Error::new(Code::Corrupt, format!("{k:02x?} is no key of a finding")))?;
+                let key = key.ok_or_else(|| {
+                    Error::new(Code::Corrupt, format!("{k:02x?} is no key of a finding"))
+                })?;
                 Found::decode(&k, &v).map(|found| (key, found)).map_err(|e| e.context(key))
             });
             match found {
                 Ok(one) => all.push(one),
-                Err(e) => tracing::warn!("{}: {e}; the scrub will find it again", self.shared.device.name()),
+                Err(e) => tracing::warn!(
+                    "{}: {e}; the scrub will find it again",
+                    self.shared.device.name()
+                ),
             }
         }
         all
@@ -134,12 +144,25 @@ mod tests {
         let version = Version { epoch: 7, number: 8 };
         let (part, left) = (4096..12_288, vec![4096..8192, 9000..9001]);
         let cause = "no other copy is in sync".into();
-        Found { lost: true, record: false, part, bytes: 4097, unix_ms: 5, epoch: 6, version, left, cause }
+        Found {
+            lost: true,
+            record: false,
+            part,
+            bytes: 4097,
+            unix_ms: 5,
+            epoch: 6,
+            version,
+            left,
+            cause,
+        }
     }
 
     #[test]
     fn bytes_are_fixed_and_every_flip_is_found() {
-        let k = record::finding_key(&Key { chain: 3, chunk: ChunkId { ino: 0x11, data: 0x22, index: 0x33 } });
+        let k = record::finding_key(&Key {
+            chain: 3,
+            chunk: ChunkId { ino: 0x11, data: 0x22, index: 0x33 },
+        });
         assert_eq!(&k[..13], b"d\0\0\0\x03\0\0\0\0\0\0\0\x11");
         let v = found().encode(&k);
         let hex: String = v.iter().map(|x| format!("{x:02x}")).collect();
@@ -165,10 +188,14 @@ mod tests {
 
     #[test]
     fn what_is_long_is_cut() {
-        let k = record::finding_key(&Key { chain: 3, chunk: ChunkId { ino: 1, data: 2, index: 3 } });
+        let k =
+            record::finding_key(&Key { chain: 3, chunk: ChunkId { ino: 1, data: 2, index: 3 } });
         let left: Vec<Range<u32>> = (0..1000).map(|i| i * 8192..i * 8192 + 4096).collect();
         let f = Found { left, cause: "é".repeat(400), ..found() };
         let got = Found::decode(&k, &f.encode(&k)).unwrap();
-        assert_eq!((got.left.len(), got.left.first(), got.cause), (1, Some(&(0..999 * 8192 + 4096)), "é".repeat(256)));
+        assert_eq!(
+            (got.left.len(), got.left.first(), got.cause),
+            (1, Some(&(0..999 * 8192 + 4096)), "é".repeat(256))
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! Making commits durable, and giving replaced blocks back afterwards. The order is in the module documentation of
-//! [`engine`](super).
+//! Making commits durable, and giving replaced blocks back afterwards. The order is in the module
+//! documentation of [`engine`](super).
 
 use std::sync::Arc;
 
@@ -27,7 +27,11 @@ impl State {
     pub(super) fn give_back(&mut self, e: Extent) {
         if !self.alloc.free(e) {
             // Space that is lost until the target is opened again is better than space used twice.
-            tracing::error!("blocks {}+{} were freed twice; a bug, please report it", e.start, e.count);
+            tracing::error!(
+                "blocks {}+{} were freed twice; a bug, please report it",
+                e.start,
+                e.count
+            );
             debug_assert!(false, "double free of {e:?}");
         }
     }
@@ -42,7 +46,8 @@ impl State {
 }
 
 impl Engine {
-    /// Everything committed before the call is durable when this returns. Concurrent callers share one flush.
+    /// Everything committed before the call is durable when this returns. Concurrent callers share
+    /// one flush.
     pub async fn flush(&self) -> Result<()> {
         let want = self.shared.state.lock().committed;
         let gate = self.shared.gate.clone().lock_owned().await;
@@ -64,7 +69,8 @@ impl Engine {
         let full = {
             let s = self.shared.state.lock();
             s.check()?;
-            s.headers.dirty_len() + s.segments.dirty_len() >= o.dirty_records || s.dirty_bytes >= o.dirty_bytes
+            s.headers.dirty_len() + s.segments.dirty_len() >= o.dirty_records
+                || s.dirty_bytes >= o.dirty_bytes
         };
         if full { self.flush().await } else { Ok(()) }
     }
@@ -83,8 +89,10 @@ impl Engine {
         }
         if let Err(e) = shared.device.flush().await {
             // The kernel reports a lost write once; a second flush would claim success.
-            let e =
-                Error::new(Code::Io, format!("flush failed ({e}); unflushed writes may be lost, restart this target"));
+            let e = Error::new(
+                Code::Io,
+                format!("flush failed ({e}); unflushed writes may be lost, restart this target"),
+            );
             let mut s = shared.state.lock();
             s.abort();
             s.failed = Some(e.clone());
@@ -92,7 +100,8 @@ impl Engine {
         }
         let done = if shared.options.offload_store {
             let shared = shared.clone();
-            // The gate goes along: should the caller go away, no other flush starts before this one has ended.
+            // The gate goes along: should the caller go away, no other flush starts before this one
+            // has ended.
             let task = tokio::task::spawn_blocking(move || shared.commit_frozen(gate));
             task.await.map_err(|e| Error::new(Code::Io, format!("flush: {e}")))?
         } else {
@@ -109,7 +118,8 @@ impl Engine {
             let mut s = self.shared.state.lock();
             let oldest = s.readers.keys().next().copied().unwrap_or(u64::MAX);
             while s.reclaim.front().is_some_and(|(epoch, _)| *epoch < oldest) {
-                back.extents.extend(s.reclaim.pop_front().map(|(_, list)| list).unwrap_or_default());
+                back.extents
+                    .extend(s.reclaim.pop_front().map(|(_, list)| list).unwrap_or_default());
             }
         }
         back.extents = coalesce(std::mem::take(&mut back.extents));
@@ -129,7 +139,8 @@ impl Engine {
     }
 }
 
-/// Blocks being discarded. If that is abandoned they wait for the next flush, which waits for the discard.
+/// Blocks being discarded. If that is abandoned they wait for the next flush, which waits for the
+/// discard.
 struct GiveBack {
     shared: Arc<Shared>,
     extents: Vec<Extent>,
@@ -150,7 +161,9 @@ impl Shared {
         let changed = !batch.is_empty();
         let mut digest = self.state.lock().digest;
         if changed {
-            if let Err(e) = self.sum_up(&mut batch, &mut digest).and_then(|()| self.table.commit(batch)) {
+            if let Err(e) =
+                self.sum_up(&mut batch, &mut digest).and_then(|()| self.table.commit(batch))
+            {
                 self.state.lock().abort();
                 return Err(e.context("chunk table"));
             }
@@ -158,17 +171,21 @@ impl Shared {
             self.state.lock().digest = digest;
             if let Err(e) = self.table.sync() {
                 if e.code == Code::NoSpc {
-                    // The store has not tried, so nothing is lost: the same records are committed again by the next flush.
+                    // The store has not tried, so nothing is lost: the same records are committed
+                    // again by the next flush.
                     self.state.lock().abort();
                     return Err(e.context("chunk table"));
                 }
-                let m = format!("chunk table: sync failed ({e}); unflushed writes may be lost, restart this target");
+                let m = format!(
+                    "chunk table: sync failed ({e}); unflushed writes may be lost, restart this target"
+                );
                 let mut s = self.state.lock();
                 s.abort();
                 s.failed = Some(Error::new(Code::Io, m));
                 return s.check();
             }
-            Mark { uuid: self.identity.lock().target_uuid, flushes: digest.flushes }.send(&*self.device, &self.pool);
+            Mark { uuid: self.identity.lock().target_uuid, flushes: digest.flushes }
+                .send(&*self.device, &self.pool);
         }
         let mut s = self.state.lock();
         s.digest = digest;

@@ -1,8 +1,9 @@
 //! Space that a target has granted: pure bookkeeping. See `docs/leases.md`, "Space".
 //!
-//! What is granted to a session is kept free from the updates of all others, and from its own that do not say that they take of it.
-//! It is kept in memory only, and for as long as the session goes on asking. All of it together is at most what updates may take of
-//! the target: whoever is granted so many blocks will find them.
+//! What is granted to a session is kept free from the updates of all others, and from its own that
+//! do not say that they take of it. It is kept in memory only, and for as long as the session goes
+//! on asking. All of it together is at most what updates may take of the target: whoever is granted
+//! so many blocks will find them.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -11,7 +12,8 @@ use strake_proto::{
     data::{GRANT_TERM, MAX_GRANT},
 };
 
-/// Of what is free, one part in so many is granted at most, to all sessions together: the rest is for whoever writes at once.
+/// Of what is free, one part in so many is granted at most, to all sessions together: the rest is
+/// for whoever writes at once.
 const PARTS: u64 = 4;
 /// Sessions that have something. More than have a file open for writing on one target at a time.
 const MOST_SESSIONS: usize = 4096;
@@ -53,7 +55,8 @@ impl Grants {
         self.sessions.get(&session).map_or(0, |g| g.blocks)
     }
 
-    /// A session asks. `free`: what updates may take, granted or not. Returns what it has from now on; `None`: it has asked later.
+    /// A session asks. `free`: what updates may take, granted or not. Returns what it has from now
+    /// on; `None`: it has asked later.
     pub(super) fn ask(&mut self, now: Duration, ask: Ask, free: u64) -> Option<u64> {
         self.expire(now);
         let Ask { session, seq, keep, want } = ask;
@@ -75,7 +78,8 @@ impl Grants {
         Some(self.of(session))
     }
 
-    /// The session's update takes `blocks` of the target: as many as it has of them come out of its grant, and are returned.
+    /// The session's update takes `blocks` of the target: as many as it has of them come out of its
+    /// grant, and are returned.
     pub(super) fn take(&mut self, session: SessionId, blocks: u64) -> u64 {
         let Some(g) = self.sessions.get_mut(&session) else { return 0 };
         let taken = blocks.min(g.blocks);
@@ -107,7 +111,14 @@ mod tests {
 
     const S: Duration = Duration::from_secs(1);
 
-    fn ask(g: &mut Grants, now: Duration, session: SessionId, keep: u64, want: u64, free: u64) -> u64 {
+    fn ask(
+        g: &mut Grants,
+        now: Duration,
+        session: SessionId,
+        keep: u64,
+        want: u64,
+        free: u64,
+    ) -> u64 {
         g.ask(now, Ask { session, seq: now.as_millis() as u64, keep, want }, free).unwrap()
     }
 
@@ -115,7 +126,11 @@ mod tests {
     fn a_quarter_of_what_is_free_is_granted_and_runs_out() {
         let mut g = Grants::default();
         assert_eq!(
-            (ask(&mut g, S, 1, 0, 10, 400), ask(&mut g, S, 2, 0, 1000, 400), ask(&mut g, S, 3, 0, 1, 400)),
+            (
+                ask(&mut g, S, 1, 0, 10, 400),
+                ask(&mut g, S, 2, 0, 1000, 400),
+                ask(&mut g, S, 3, 0, 1, 400)
+            ),
             (10, 90, 0)
         );
         assert_eq!((g.total(), g.of(1), g.of(2)), (100, 10, 90));
@@ -124,7 +139,10 @@ mod tests {
         g.give_back(7, 4);
         assert_eq!((g.total(), g.of(1)), (94, 4));
         // The target fills: what a session needs it keeps, the rest it gives up.
-        assert_eq!((ask(&mut g, S * 2, 2, 30, 90, 100), ask(&mut g, S * 2, 2, 999, 0, 100)), (30, 30));
+        assert_eq!(
+            (ask(&mut g, S * 2, 2, 30, 90, 100), ask(&mut g, S * 2, 2, 999, 0, 100)),
+            (30, 30)
+        );
         g.expire(S + GRANT_TERM);
         assert_eq!((g.total(), g.of(1), g.of(2)), (30, 0, 30), "1 asked last a second before");
         assert_eq!(ask(&mut g, S * 3, 2, 0, 0, 100), 0);
@@ -146,7 +164,8 @@ mod tests {
         assert_eq!((ask(&mut g, S, 7, 0, 0, 0), ask(&mut g, S, n + 1, 0, 3, u64::MAX)), (0, 3));
     }
 
-    /// Whatever is asked for, taken, given back or runs out on a target that fills and empties: what is granted is there.
+    /// Whatever is asked for, taken, given back or runs out on a target that fills and empties:
+    /// what is granted is there.
     #[test]
     fn what_is_granted_is_free() {
         for seed in 0..200 {
@@ -154,7 +173,8 @@ mod tests {
             let (mut g, mut now, mut free) = (Grants::default(), S, 400u64);
             let mut staged: Vec<(u64, u64, u64)> = Vec::new();
             for _ in 0..300 {
-                let (session, n, m) = (rng.random_range(1..6), rng.random_range(0..200), rng.random_range(0..200));
+                let (session, n, m) =
+                    (rng.random_range(1..6), rng.random_range(0..200), rng.random_range(0..200));
                 match rng.random_range(0..8) {
                     0 | 1 => {
                         let had = g.of(session);
@@ -166,7 +186,8 @@ mod tests {
                     3 if g.total() + n <= free => free -= n,
                     4 => free += n,
                     5 if !staged.is_empty() => {
-                        let (session, taken, blocks) = staged.swap_remove(n as usize % staged.len());
+                        let (session, taken, blocks) =
+                            staged.swap_remove(n as usize % staged.len());
                         free += blocks;
                         g.give_back(session, taken);
                     }

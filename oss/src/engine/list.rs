@@ -1,4 +1,5 @@
-//! Listings of chunks and extents over the table in the store and the changes in memory, and forgetting tombstones.
+//! Listings of chunks and extents over the table in the store and the changes in memory, and
+//! forgetting tombstones.
 
 use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
@@ -13,8 +14,8 @@ use super::{
     Engine, Key, Shared, State,
     overlay::{Overlay, Slot},
     record::{
-        HOLE, Header, MAX_SEGS, SEG_BLOCKS, SEG_BYTES, Segment, header_key, parse_header_key, parse_segment_key,
-        segment_key,
+        HOLE, Header, MAX_SEGS, SEG_BLOCKS, SEG_BYTES, Segment, header_key, parse_header_key,
+        parse_segment_key, segment_key,
     },
 };
 
@@ -43,9 +44,15 @@ struct Span<K> {
 const LAST: ChunkId = ChunkId { ino: u64::MAX, data: u64::MAX, index: u64::MAX };
 
 impl Engine {
-    /// Chunks of a chain after `after` in order of their ids, tombstones included, at most `max`. A chunk whose record is
-    /// damaged is listed with version 0 and no length. Each entry was true at some moment of the call.
-    pub fn list(&self, chain: ChainId, after: Option<ChunkId>, max: usize) -> Result<Vec<ListEntry>> {
+    /// Chunks of a chain after `after` in order of their ids, tombstones included, at most `max`. A
+    /// chunk whose record is damaged is listed with version 0 and no length. Each entry was true at
+    /// some moment of the call.
+    pub fn list(
+        &self,
+        chain: ChainId,
+        after: Option<ChunkId>,
+        max: usize,
+    ) -> Result<Vec<ListEntry>> {
         let key = |chunk| Key { chain, chunk };
         let first = ChunkId { ino: 0, data: 0, index: 0 };
         let from = after.map_or(Bound::Included(key(first)), |c| Bound::Excluded(key(c)));
@@ -65,9 +72,15 @@ impl Engine {
         self.shared.entries(Span { from: Bound::Included(key(from_index)), to: key(u64::MAX) }, max)
     }
 
-    /// Drops the tombstones of a file's data on a chain, when nobody can ask for it any more: of its
-    /// first `most` chunks from `from` on. The caller flushes in between.
-    pub fn forget_tombstones(&self, chain: ChainId, file: (u64, u64), from: u64, most: usize) -> Result<Forgot> {
+    /// Drops the tombstones of a file's data on a chain, when nobody can ask for it any more: of
+    /// its first `most` chunks from `from` on. The caller flushes in between.
+    pub fn forget_tombstones(
+        &self,
+        chain: ChainId,
+        file: (u64, u64),
+        from: u64,
+        most: usize,
+    ) -> Result<Forgot> {
         let (ino, data) = file;
         let page = self.chunks_of(chain, ino, data, from, most)?;
         let mut out = Forgot::default();
@@ -97,9 +110,17 @@ impl Engine {
 }
 
 impl Engine {
-    /// Where chunks of one file's data on a chain hold data, from (`index`, `offset`) on: at most `most` extents, 0 for
-    /// their sum alone, and no more than a bounded look. What cannot be read counts as data.
-    pub fn extents(&self, chain: ChainId, ino: u64, data: u64, from: (u64, u32), most: usize) -> Result<Extents> {
+    /// Where chunks of one file's data on a chain hold data, from (`index`, `offset`) on: at most
+    /// `most` extents, 0 for their sum alone, and no more than a bounded look. What cannot be read
+    /// counts as data.
+    pub fn extents(
+        &self,
+        chain: ChainId,
+        ino: u64,
+        data: u64,
+        from: (u64, u32),
+        most: usize,
+    ) -> Result<Extents> {
         let key = |index| Key { chain, chunk: ChunkId { ino, data, index } };
         let first = (key(from.0), (from.1 / SEG_BYTES).min(u32::from(MAX_SEGS)) as u8);
         let span = Span { from: Bound::Included(first), to: (key(u64::MAX), u8::MAX) };
@@ -123,7 +144,11 @@ impl Walk {
     fn take(&mut self, (key, seg): (Key, u8), segment: Option<&Segment>) -> bool {
         let Some(segment) = segment else { return true };
         let (index, start) = (key.chunk.index, u32::from(seg) * SEG_BYTES);
-        let skipped = if index == self.from.0 { self.from.1.saturating_sub(start).div_ceil(BLOCK as u32) } else { 0 };
+        let skipped = if index == self.from.0 {
+            self.from.1.saturating_sub(start).div_ceil(BLOCK as u32)
+        } else {
+            0
+        };
         if self.left == 0 {
             self.out.next = Some((index, start.max(skipped * BLOCK as u32 + start)));
             return false;
@@ -137,7 +162,9 @@ impl Walk {
             if self.most > 0 {
                 let full = self.out.found.len() == self.most;
                 match self.out.found.last_mut() {
-                    Some(e) if e.index == index && e.offset + e.len == offset => e.len += BLOCK as u32,
+                    Some(e) if e.index == index && e.offset + e.len == offset => {
+                        e.len += BLOCK as u32
+                    }
                     _ if full => {
                         self.out.next = Some((index, offset));
                         return false;
@@ -200,15 +227,16 @@ trait Table: Sized {
 }
 
 impl Shared {
-    /// Gives records in order of their keys to `take` until it says that it has enough. Memory first, then the store: what
-    /// is flushed in between is found in both, memory's word counts.
+    /// Gives records in order of their keys to `take` until it says that it has enough. Memory
+    /// first, then the store: what is flushed in between is found in both, memory's word counts.
     fn scan<T: Table>(
         self: &Arc<Self>,
         mut span: Span<T::Key>,
         mut take: impl FnMut(T::Key, Option<&T>) -> bool,
     ) -> Result<()> {
         loop {
-            let (changed, more) = T::PART(&self.state.lock()).changed(span.from, Bound::Included(span.to), STEP);
+            let (changed, more) =
+                T::PART(&self.state.lock()).changed(span.from, Bound::Included(span.to), STEP);
             let end = match changed.last_key_value() {
                 Some((last, _)) if more => *last,
                 _ => span.to,

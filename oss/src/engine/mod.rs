@@ -1,16 +1,18 @@
 //! The chunk store of one target: chunks on a [`Device`], found through a table in a [`MetaStore`].
 //!
-//! Every update is copy-on-write: [`Engine::stage`] puts bytes into fresh device blocks, [`Engine::commit`] makes the
-//! table in memory name them, [`Engine::flush`] makes that durable. The order of a flush is what crash safety rests on:
+//! Every update is copy-on-write: [`Engine::stage`] puts bytes into fresh device blocks,
+//! [`Engine::commit`] makes the table in memory name them, [`Engine::flush`] makes that durable.
+//! The order of a flush is what crash safety rests on:
 //!
 //! 1. freeze the records changed since the last flush;
 //! 2. flush the device: every byte those records name is durable;
 //! 3. commit the records to the store in one batch, and sync it;
 //! 4. mark on the device, without waiting, that the table got so far;
-//! 5. only now may the blocks that the batch replaced be used again, when no reader still holds them.
+//! 5. only now may the blocks that the batch replaced be used again, when no reader still holds
+//!    them.
 //!
-//! So the durable table never names bytes that are not durable, and after a power loss each chunk is as it was at some
-//! flush. Formats are in `docs/formats.md`, "Chunk store".
+//! So the durable table never names bytes that are not durable, and after a power loss each chunk
+//! is as it was at some flush. Formats are in `docs/formats.md`, "Chunk store".
 //!
 //! | file | idea |
 //! |---|---|
@@ -84,7 +86,9 @@ use table_digest::TableDigest;
 use target::Folder;
 #[cfg(test)]
 pub(crate) use target::open_device;
-pub use target::{Damaged, Opened, TargetLayout, announce_device, create_target_dir, open_target_dir};
+pub use target::{
+    Damaged, Opened, TargetLayout, announce_device, create_target_dir, open_target_dir,
+};
 use used::Used;
 
 use crate::device::{BLOCK, Device};
@@ -117,21 +121,24 @@ pub struct ChunkMeta {
 /// A change to a chunk.
 #[derive(Clone, Debug)]
 pub enum Update {
-    /// Puts `data` at `offset`, extending the chunk; a gap reads as zeros. `sums`: CRC32C per 4 KiB block of the chunk
-    /// touched, see [`strake_proto::checksum`].
+    /// Puts `data` at `offset`, extending the chunk; a gap reads as zeros. `sums`: CRC32C per 4 KiB
+    /// block of the chunk touched, see [`strake_proto::checksum`].
     Write { offset: u32, data: Vec<Buf>, sums: Vec<u32> },
-    /// Makes `[offset, offset + len)` zeros as far as the chunk reaches: its whole blocks become holes. What is not there
-    /// becomes a tombstone.
+    /// Makes `[offset, offset + len)` zeros as far as the chunk reaches: its whole blocks become
+    /// holes. What is not there becomes a tombstone.
     Punch { offset: u32, len: u32 },
     /// Cuts to `len` bytes if longer.
     Truncate { len: u32 },
     /// Removes the bytes; the version stays as a tombstone.
     Remove,
-    /// The whole chunk anew, as an update that this one stands for leaves it; earlier writers stay. Its header must be whole.
+    /// The whole chunk anew, as an update that this one stands for leaves it; earlier writers stay.
+    /// Its header must be whole.
     Rewrite { data: Vec<Buf>, sums: Vec<u32> },
-    /// The whole chunk anew, whatever state it was in: also damaged. Blocks in `damaged`, bytes from the start of the chunk, have no
-    /// good copy anywhere: they are stored as damaged ones, which cannot be read. The checksum stored is the complement of what their bytes
-    /// have, and should be the one of what is lost, so that it is known again when it turns up; it is that of zeros where nobody knows.
+    /// The whole chunk anew, whatever state it was in: also damaged. Blocks in `damaged`, bytes
+    /// from the start of the chunk, have no good copy anywhere: they are stored as damaged ones,
+    /// which cannot be read. The checksum stored is the complement of what their bytes have, and
+    /// should be the one of what is lost, so that it is known again when it turns up; it is that of
+    /// zeros where nobody knows.
     Replace { data: Vec<Buf>, sums: Vec<u32>, tombstone: bool, damaged: Vec<Range<u32>> },
 }
 
@@ -157,14 +164,16 @@ pub struct TargetIdentity {
     pub target_id: u32,
     /// Name of the node it belongs to, at most 255 bytes.
     pub node: String,
-    /// The incarnation of the metadata group that it last registered with; it is nobody else's until a later one comes.
+    /// The incarnation of the metadata group that it last registered with; it is nobody else's
+    /// until a later one comes.
     pub incarnation: u64,
 }
 
 /// Limits of an engine.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Changed records kept in memory before updates wait for a flush (a record is up to about 2 KiB).
+    /// Changed records kept in memory before updates wait for a flush (a record is up to about 2
+    /// KiB).
     pub dirty_records: usize,
     /// Staged bytes not flushed before updates wait for a flush.
     pub dirty_bytes: u64,
@@ -174,7 +183,8 @@ pub struct Options {
     pub store_cache: u64,
     /// Tell the device which blocks are free again.
     pub discard: bool,
-    /// Commit to the store on tokio's blocking threads: for a store that waits for a disk. The simulator says no.
+    /// Commit to the store on tokio's blocking threads: for a store that waits for a disk. The
+    /// simulator says no.
     pub offload_store: bool,
 }
 
@@ -239,8 +249,8 @@ struct State {
     grants: Grants,
     /// Blocks that updates between their allocation and their commit will give back.
     replacing: u64,
-    /// Segments found damaged when the target was opened. Their blocks were counted as free, so they stay damaged until they
-    /// are written anew, whatever a later look finds.
+    /// Segments found damaged when the target was opened. Their blocks were counted as free, so
+    /// they stay damaged until they are written anew, whatever a later look finds.
     lost: BTreeSet<(Key, u8)>,
     /// Chunks with an update between stage and commit.
     staging: BTreeSet<Key>,
@@ -248,7 +258,8 @@ struct State {
     freed: Vec<Extent>,
     /// Freed blocks whose flush is done, by the epoch in which it was; see [`State::epoch`].
     reclaim: VecDeque<(u64, Vec<Extent>)>,
-    /// Counts flushes. A reader that began in epoch `e` may look at blocks freed in epoch `e` or later.
+    /// Counts flushes. A reader that began in epoch `e` may look at blocks freed in epoch `e` or
+    /// later.
     epoch: u64,
     /// Readers at work by the epoch they began in.
     readers: BTreeMap<u64, usize>,
@@ -307,13 +318,15 @@ struct Shared {
 
 /// The chunk store of one target. See the module documentation.
 ///
-/// At most one update per chunk may be staged at a time (another is refused with `Busy`); reads run at any time.
+/// At most one update per chunk may be staged at a time (another is refused with `Busy`); reads run
+/// at any time.
 pub struct Engine {
     shared: Arc<Shared>,
 }
 
 impl Engine {
-    /// What a chunk is, `None` if it was never written (or its tombstone is forgotten). `Corrupt` if its record is damaged.
+    /// What a chunk is, `None` if it was never written (or its tombstone is forgotten). `Corrupt`
+    /// if its record is damaged.
     pub fn meta(&self, key: &Key) -> Result<Option<ChunkMeta>> {
         match self.shared.header(key)? {
             Some(h) if h.damaged => Err(damaged(key)),
@@ -329,7 +342,10 @@ impl Engine {
     pub async fn set_identity(&self, id: TargetIdentity) -> Result<()> {
         let mut current = self.shared.superblock.lock().await;
         if id.target_uuid != current.identity.target_uuid {
-            return Err(Error::new(Code::Inval, "a target keeps its uuid for life; format it anew instead"));
+            return Err(Error::new(
+                Code::Inval,
+                "a target keeps its uuid for life; format it anew instead",
+            ));
         }
         let next = Superblock { sequence: current.sequence + 1, identity: id.clone(), ..*current };
         next.write(&*self.shared.device, &self.shared.pool).await?;
@@ -355,18 +371,28 @@ impl Engine {
         }
     }
 
-    /// Bytes that the chunks of each chain take, in order of the chains; those without any are left out.
+    /// Bytes that the chunks of each chain take, in order of the chains; those without any are left
+    /// out.
     pub fn stored(&self) -> Vec<(ChainId, u64)> {
-        self.shared.state.lock().stored.iter().map(|(chain, blocks)| (*chain, blocks * BLOCK)).collect()
+        self.shared
+            .state
+            .lock()
+            .stored
+            .iter()
+            .map(|(chain, blocks)| (*chain, blocks * BLOCK))
+            .collect()
     }
 
-    /// Keeps space free for the updates of a session. Returns how many blocks it has from now on, until
-    /// [`strake_proto::data::GRANT_TERM`] from `now`, which is on the boot clock. `Stale`: it has asked for something else since.
+    /// Keeps space free for the updates of a session. Returns how many blocks it has from now on,
+    /// until [`strake_proto::data::GRANT_TERM`] from `now`, which is on the boot clock. `Stale`: it
+    /// has asked for something else since.
     pub fn grant(&self, now: Duration, ask: Ask) -> Result<u64> {
         let spare = self.shared.device.spare() / BLOCK;
         let mut s = self.shared.state.lock();
         let free = s.alloc.free_blocks().saturating_sub(self.shared.reserve.total()).min(spare);
-        s.grants.ask(now, ask, free).ok_or_else(|| Error::new(Code::Stale, "a later question for space was answered"))
+        s.grants
+            .ask(now, ask, free)
+            .ok_or_else(|| Error::new(Code::Stale, "a later question for space was answered"))
     }
 
     /// What was granted and has run out by `now` is for everybody again.
@@ -386,5 +412,8 @@ impl Engine {
 }
 
 fn damaged(key: &Key) -> Error {
-    Error::new(Code::Corrupt, format!("{key}: its record in the chunk table is damaged; a good copy must replace it"))
+    Error::new(
+        Code::Corrupt,
+        format!("{key}: its record in the chunk table is damaged; a good copy must replace it"),
+    )
 }

@@ -17,8 +17,8 @@ use super::{
     grants::Grants,
     overlay::Overlay,
     record::{
-        HEADER_PREFIX, HOLE, Header, SEGMENT_PREFIX, Segment, TABLE_DIGEST_KEY, TARGET_KEY, decode_target,
-        encode_target, parse_header_key, parse_segment_key,
+        HEADER_PREFIX, HOLE, Header, SEGMENT_PREFIX, Segment, TABLE_DIGEST_KEY, TARGET_KEY,
+        decode_target, encode_target, parse_header_key, parse_segment_key,
     },
     reserve::Reserve,
     superblock::{DATA_START, Superblock},
@@ -34,12 +34,21 @@ const ZEROS: usize = 1 << 20;
 const MIN_DATA_BLOCKS: u64 = 256;
 
 impl Engine {
-    /// Makes an empty target. Everything the store held is deleted. `Inval` for a device of less than 2 MiB.
-    pub async fn format(device: &dyn Device, table: &dyn MetaStore, id: TargetIdentity) -> Result<()> {
+    /// Makes an empty target. Everything the store held is deleted. `Inval` for a device of less
+    /// than 2 MiB.
+    pub async fn format(
+        device: &dyn Device,
+        table: &dyn MetaStore,
+        id: TargetIdentity,
+    ) -> Result<()> {
         let blocks = device.capacity() / BLOCK;
         if blocks < DATA_START + MIN_DATA_BLOCKS {
             let least = (DATA_START + MIN_DATA_BLOCKS) * BLOCK;
-            let m = format!("{} has {} bytes; a target needs {least}", device.name(), device.capacity());
+            let m = format!(
+                "{} has {} bytes; a target needs {least}",
+                device.name(),
+                device.capacity()
+            );
             return Err(Error::new(Code::Inval, m));
         }
         empty_table(table, &id.target_uuid, 0)?;
@@ -52,8 +61,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Opens a formatted target: reads the whole table once. `Corrupt` when device and table do not belong together, the
-    /// table lost synced changes, or two chunks claim one block; a damaged record only costs its own chunk.
+    /// Opens a formatted target: reads the whole table once. `Corrupt` when device and table do not
+    /// belong together, the table lost synced changes, or two chunks claim one block; a damaged
+    /// record only costs its own chunk.
     pub async fn open(
         device: Arc<dyn Device>,
         table: Arc<dyn MetaStore>,
@@ -79,7 +89,8 @@ impl Engine {
         let mut found = TableDigest::default();
         let (chunks, has) = count_chunks(&*table, &counters, &mut found)?;
         let Space { alloc, lost, stored } =
-            rebuild(&*table, superblock.blocks, &counters, &mut found).map_err(|e| e.context(device.name()))?;
+            rebuild(&*table, superblock.blocks, &counters, &mut found)
+                .map_err(|e| e.context(device.name()))?;
         found.unsure = counters.damaged.load(Ordering::Relaxed) > 0;
         let digest = check_digest(&*table, found, mark).map_err(|e| e.context(device.name()))?;
         let state = State {
@@ -127,8 +138,13 @@ impl Engine {
     }
 }
 
-/// Makes it the table of a target that holds nothing, and of which the device knows so many flushes. Everything it held is deleted.
-pub(super) fn empty_table(table: &dyn MetaStore, target_uuid: &[u8; 16], flushes: u64) -> Result<()> {
+/// Makes it the table of a target that holds nothing, and of which the device knows so many
+/// flushes. Everything it held is deleted.
+pub(super) fn empty_table(
+    table: &dyn MetaStore,
+    target_uuid: &[u8; 16],
+    flushes: u64,
+) -> Result<()> {
     table.clear()?;
     let mut batch = Batch::default();
     batch.put(TARGET_KEY, encode_target(target_uuid));
@@ -149,13 +165,16 @@ fn check_table(table: &dyn MetaStore, superblock: &Superblock, device: &str) -> 
         Error::new(Code::Corrupt, m)
     })?;
     if decode_target(&record)? != superblock.identity.target_uuid {
-        let m = format!("{device}: the chunk table belongs to another target; put back the one it was formatted with");
+        let m = format!(
+            "{device}: the chunk table belongs to another target; put back the one it was formatted with"
+        );
         return Err(Error::new(Code::Corrupt, m));
     }
     Ok(())
 }
 
-/// The digest to go on from. `found`: of the records in the table; `mark`: how many flushes the device knows of.
+/// The digest to go on from. `found`: of the records in the table; `mark`: how many flushes the
+/// device knows of.
 fn check_digest(table: &dyn MetaStore, found: TableDigest, mark: u64) -> Result<TableDigest> {
     let lost = |what: String| {
         let m = format!(
@@ -218,8 +237,17 @@ struct Space {
     stored: BTreeMap<ChainId, u64>,
 }
 
-fn rebuild(table: &dyn MetaStore, blocks: u64, counters: &Counters, found: &mut TableDigest) -> Result<Space> {
-    let mut space = Space { alloc: Allocator::new(DATA_START, blocks), lost: BTreeSet::new(), stored: BTreeMap::new() };
+fn rebuild(
+    table: &dyn MetaStore,
+    blocks: u64,
+    counters: &Counters,
+    found: &mut TableDigest,
+) -> Result<Space> {
+    let mut space = Space {
+        alloc: Allocator::new(DATA_START, blocks),
+        lost: BTreeSet::new(),
+        stored: BTreeMap::new(),
+    };
     for pair in table.prefix(&[SEGMENT_PREFIX]) {
         let (k, v) = pair?;
         found.add(&k, &v);
@@ -240,14 +268,17 @@ fn rebuild(table: &dyn MetaStore, blocks: u64, counters: &Counters, found: &mut 
 }
 
 fn extents(s: &Segment) -> Vec<Extent> {
-    coalesce(s.blocks.iter().filter(|b| **b != HOLE).map(|b| Extent { start: *b, count: 1 }).collect())
+    coalesce(
+        s.blocks.iter().filter(|b| **b != HOLE).map(|b| Extent { start: *b, count: 1 }).collect(),
+    )
 }
 
 /// Finds who else claims a block, for the message.
 fn conflict(table: &dyn MetaStore, blocks: u64, key: Key, e: Extent) -> Error {
     let end = e.start.saturating_add(e.count);
     if e.start < DATA_START || end > blocks {
-        let m = format!("{key} names device blocks {}+{} of {DATA_START}..{blocks}", e.start, e.count);
+        let m =
+            format!("{key} names device blocks {}+{} of {DATA_START}..{blocks}", e.start, e.count);
         return Error::new(Code::Corrupt, m);
     }
     let other = table.prefix(&[SEGMENT_PREFIX]).filter_map(Result::ok).find_map(|(k, v)| {
@@ -256,7 +287,9 @@ fn conflict(table: &dyn MetaStore, blocks: u64, key: Key, e: Extent) -> Error {
         s.blocks.iter().any(|b| (e.start..end).contains(b)).then_some(other)
     });
     let other = other.map_or_else(|| "itself".into(), |k| k.to_string());
-    let m =
-        format!("{key} and {other} both name device blocks {}+{}; format the target and resync it", e.start, e.count);
+    let m = format!(
+        "{key} and {other} both name device blocks {}+{}; format the target and resync it",
+        e.start, e.count
+    );
     Error::new(Code::Corrupt, m)
 }

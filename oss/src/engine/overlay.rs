@@ -1,16 +1,18 @@
-//! The part of the chunk table that is in memory: records changed since the last flush, records being flushed, and a
-//! bounded cache of unchanged ones.
+//! The part of the chunk table that is in memory: records changed since the last flush, records
+//! being flushed, and a bounded cache of unchanged ones.
 
 use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
 /// A record, or that there is none.
 pub(super) type Slot<V> = Option<Arc<V>>;
 
-/// One kind of record. Newest first: `dirty`, `flushing`, `cache`; what none of them has is asked of the store.
+/// One kind of record. Newest first: `dirty`, `flushing`, `cache`; what none of them has is asked
+/// of the store.
 pub(super) struct Overlay<K, V> {
     dirty: BTreeMap<K, Slot<V>>,
     flushing: Arc<BTreeMap<K, Slot<V>>>,
-    /// Two generations: when the young one is full it becomes the old one and the old one is dropped.
+    /// Two generations: when the young one is full it becomes the old one and the old one is
+    /// dropped.
     young: BTreeMap<K, Slot<V>>,
     old: BTreeMap<K, Slot<V>>,
     /// Records per generation.
@@ -20,12 +22,20 @@ pub(super) struct Overlay<K, V> {
 impl<K: Ord + Copy, V> Overlay<K, V> {
     pub(super) fn new(cached: usize) -> Overlay<K, V> {
         let empty = BTreeMap::new;
-        Overlay { dirty: empty(), flushing: Arc::default(), young: empty(), old: empty(), limit: (cached / 2).max(16) }
+        Overlay {
+            dirty: empty(),
+            flushing: Arc::default(),
+            young: empty(),
+            old: empty(),
+            limit: (cached / 2).max(16),
+        }
     }
 
     /// `None`: not known here.
     pub(super) fn get(&mut self, key: &K) -> Option<Slot<V>> {
-        if let Some(v) = self.dirty.get(key).or_else(|| self.flushing.get(key)).or_else(|| self.young.get(key)) {
+        if let Some(v) =
+            self.dirty.get(key).or_else(|| self.flushing.get(key)).or_else(|| self.young.get(key))
+        {
             return Some(v.clone());
         }
         let v = self.old.remove(key)?;
@@ -51,7 +61,8 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
         }
     }
 
-    /// The store's record is damaged: one that is only cached and whole is dirty again. Whether there was one.
+    /// The store's record is damaged: one that is only cached and whole is dirty again. Whether
+    /// there was one.
     pub(super) fn heal(&mut self, key: &K, is_whole: impl Fn(&V) -> bool) -> bool {
         if self.changed_one(key).is_some() {
             return false;
@@ -94,7 +105,12 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
     }
 
     /// Changed records in `[from, to)` in order, at most `max`, and whether there are more.
-    pub(super) fn changed(&self, from: Bound<K>, to: Bound<K>, max: usize) -> (BTreeMap<K, Slot<V>>, bool) {
+    pub(super) fn changed(
+        &self,
+        from: Bound<K>,
+        to: Bound<K>,
+        max: usize,
+    ) -> (BTreeMap<K, Slot<V>>, bool) {
         let mut out: BTreeMap<K, Slot<V>> = BTreeMap::new();
         for map in [&*self.flushing, &self.dirty] {
             out.extend(map.range((from, to)).take(max + 1).map(|(k, v)| (*k, v.clone())));

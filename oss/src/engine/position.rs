@@ -1,4 +1,5 @@
-//! How far the scrub of this target has come, kept in the chunk table so that a restart does not begin it anew.
+//! How far the scrub of this target has come, kept in the chunk table so that a restart does not
+//! begin it anew.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{ChainId, ChunkId, Code, Error, Result};
@@ -40,7 +41,9 @@ impl Position {
         b.put_u8(under_way | behind);
         b.put_u32_le(chain);
         let times = [self.pass, self.began_ms, self.ended_ms, self.took_ms];
-        for n in times.into_iter().chain([self.chunks, self.bytes, chunk.ino, chunk.data, chunk.index]) {
+        for n in
+            times.into_iter().chain([self.chunks, self.bytes, chunk.ino, chunk.data, chunk.index])
+        {
             b.put_u64_le(n);
         }
         record::seal(SCRUB_KEY, b)
@@ -60,14 +63,23 @@ impl Position {
             _ => return Err(bad()),
         };
         let (pass, began_ms, ended_ms, took_ms) = (at(5), at(13), at(21), at(29));
-        let p = Position { pass, began_ms, ended_ms, took_ms, chunks: at(37), bytes: at(45), at: place };
+        let p = Position {
+            pass,
+            began_ms,
+            ended_ms,
+            took_ms,
+            chunks: at(37),
+            bytes: at(45),
+            at: place,
+        };
         // What is not in use is zeros.
         if p.encode() == value { Ok(p) } else { Err(bad()) }
     }
 }
 
 impl Engine {
-    /// Where the scrub was when this was last written down. One that cannot be read is as none: the scrub begins anew.
+    /// Where the scrub was when this was last written down. One that cannot be read is as none: the
+    /// scrub begins anew.
     pub fn scrub_position(&self) -> Result<Position> {
         match self.shared.table.get(SCRUB_KEY)?.map(|v| Position::decode(&v)) {
             Some(Ok(p)) => Ok(p),
@@ -95,12 +107,18 @@ mod tests {
     fn bytes_are_fixed_and_every_flip_is_found() {
         let chunk = ChunkId { ino: 0x11, data: 0x22, index: 0x33 };
         let at = Some((0x0102_0304, Some(chunk)));
-        let p = Position { pass: 5, began_ms: 6, ended_ms: 7, took_ms: 8, chunks: 9, bytes: 10, at };
+        let p =
+            Position { pass: 5, began_ms: 6, ended_ms: 7, took_ms: 8, chunks: 9, bytes: 10, at };
         let v = p.encode();
         let hex: String = v.iter().map(|x| format!("{x:02x}")).collect();
         assert_eq!(&hex[..28], "0103040302010500000000000000");
         assert_eq!((hex.len(), &hex[108..124]), (2 * 82, "1100000000000000"));
-        for p in [p, Position { at: Some((9, None)), ..p }, Position { at: None, ..p }, Position::default()] {
+        for p in [
+            p,
+            Position { at: Some((9, None)), ..p },
+            Position { at: None, ..p },
+            Position::default(),
+        ] {
             assert_eq!(Position::decode(&p.encode()).unwrap(), p);
         }
         for bit in 0..v.len() * 8 {

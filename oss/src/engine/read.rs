@@ -12,7 +12,9 @@ use strake_proto::{
 use super::{
     Engine, Key, ReadOut, Shared, add, damaged,
     overlay::{Overlay, Slot},
-    record::{HOLE, Header, SEG_BLOCKS, SEG_BYTES, Segment, header_key, parse_segment_key, segment_key},
+    record::{
+        HOLE, Header, SEG_BLOCKS, SEG_BYTES, Segment, header_key, parse_segment_key, segment_key,
+    },
 };
 
 /// Blocks one device read covers at most.
@@ -89,9 +91,14 @@ pub(super) fn segments_of(from: u32, to: u32) -> Range<u8> {
 }
 
 impl Shared {
-    /// The header and the segments that `want` names, given the header. Reads the store without the lock, and again if a
-    /// flush ended meanwhile: in the same epoch, what memory does not know is in the store as it was read.
-    pub(super) fn view(self: &Arc<Self>, key: &Key, want: impl Fn(Option<&Header>) -> Range<u8>) -> Result<View> {
+    /// The header and the segments that `want` names, given the header. Reads the store without the
+    /// lock, and again if a flush ended meanwhile: in the same epoch, what memory does not know is
+    /// in the store as it was read.
+    pub(super) fn view(
+        self: &Arc<Self>,
+        key: &Key,
+        want: impl Fn(Option<&Header>) -> Range<u8>,
+    ) -> Result<View> {
         self.view_of(key, want, Source::Memory)
     }
 
@@ -125,9 +132,15 @@ impl Shared {
         if s.epoch != loaded.epoch || s.failed.is_some() {
             return 0;
         }
-        let header = loaded.header.iter().flatten().filter(|h| h.damaged && s.headers.heal(key, |h| !h.damaged));
+        let header = loaded
+            .header
+            .iter()
+            .flatten()
+            .filter(|h| h.damaged && s.headers.heal(key, |h| !h.damaged));
         let mut healed = header.count();
-        for (seg, _) in loaded.segments.iter().filter(|(_, v)| v.as_ref().is_some_and(|v| v.damaged)) {
+        for (seg, _) in
+            loaded.segments.iter().filter(|(_, v)| v.as_ref().is_some_and(|v| v.damaged))
+        {
             let at = (*key, *seg);
             healed += usize::from(!s.lost.contains(&at) && s.segments.heal(&at, |v| !v.damaged));
         }
@@ -148,12 +161,19 @@ impl Shared {
             *loaded = Loaded { epoch: s.epoch, ..Loaded::default() };
         }
         let known = source.of(&mut s.headers, key);
-        let Some(header) = known.or_else(|| loaded.header.clone()) else { return Err(Missing::Header) };
+        let Some(header) = known.or_else(|| loaded.header.clone()) else {
+            return Err(Missing::Header);
+        };
         let mut segments = Vec::new();
         let mut missing: Option<Range<u8>> = None;
         for seg in want(header.as_deref()) {
-            match source.of(&mut s.segments, &(*key, seg)).or_else(|| loaded.segments.get(&seg).cloned()) {
-                Some(_) if s.lost.contains(&(*key, seg)) => segments.push((seg, Some(Arc::new(Segment::damaged())))),
+            match source
+                .of(&mut s.segments, &(*key, seg))
+                .or_else(|| loaded.segments.get(&seg).cloned())
+            {
+                Some(_) if s.lost.contains(&(*key, seg)) => {
+                    segments.push((seg, Some(Arc::new(Segment::damaged()))))
+                }
                 Some(v) => segments.push((seg, v)),
                 None => missing = Some(missing.map_or(seg, |m| m.start)..seg + 1),
             }
@@ -190,7 +210,12 @@ impl Shared {
         }))
     }
 
-    fn load_segments(&self, key: &Key, range: Range<u8>, into: &mut BTreeMap<u8, Slot<Segment>>) -> Result<()> {
+    fn load_segments(
+        &self,
+        key: &Key,
+        range: Range<u8>,
+        into: &mut BTreeMap<u8, Slot<Segment>>,
+    ) -> Result<()> {
         let decode = |k: &[u8], v: &[u8]| {
             Arc::new(Segment::decode(k, v).unwrap_or_else(|e| {
                 self.note_damage(key, &e);
@@ -206,7 +231,9 @@ impl Shared {
             into.insert(seg, None);
         }
         let to = segment_key(key, range.end);
-        for pair in self.table.range(std::ops::Bound::Included(&from), std::ops::Bound::Excluded(&to)) {
+        for pair in
+            self.table.range(std::ops::Bound::Included(&from), std::ops::Bound::Excluded(&to))
+        {
             let (k, v) = pair?;
             if let Some((_, seg)) = parse_segment_key(&k) {
                 into.insert(seg, Some(decode(&k, &v)));
@@ -233,10 +260,19 @@ impl Shared {
         Ok(buf)
     }
 
-    /// Reads device blocks into a buffer for as many as there are sums, and checks each against its own.
-    pub(super) async fn read_blocks(&self, key: &Key, block: u64, at: usize, sums: &[u32], buf: BufMut) -> Result<Buf> {
+    /// Reads device blocks into a buffer for as many as there are sums, and checks each against its
+    /// own.
+    pub(super) async fn read_blocks(
+        &self,
+        key: &Key,
+        block: u64,
+        at: usize,
+        sums: &[u32],
+        buf: BufMut,
+    ) -> Result<Buf> {
         let buf = self.read_device(key, block, buf).await?;
-        if let Some(i) = buf.chunks(BLOCK).zip(sums).position(|(bytes, sum)| crc32c(bytes) != *sum) {
+        if let Some(i) = buf.chunks(BLOCK).zip(sums).position(|(bytes, sum)| crc32c(bytes) != *sum)
+        {
             let e = Error::new(
                 Code::Corrupt,
                 format!(
@@ -280,14 +316,18 @@ pub(super) fn pieces(
     for at in blocks {
         let (block, sum) = match find(segments, at) {
             Some(s) if s.damaged => return Err(damaged(key)),
-            Some(s) if s.blocks[at % SEG_BLOCKS] != HOLE => (s.blocks[at % SEG_BLOCKS], s.sums[at % SEG_BLOCKS]),
+            Some(s) if s.blocks[at % SEG_BLOCKS] != HOLE => {
+                (s.blocks[at % SEG_BLOCKS], s.sums[at % SEG_BLOCKS])
+            }
             _ => (HOLE, zero_sum),
         };
         match out.last_mut() {
             Some(p)
                 if p.sums.len() < READ_BLOCKS
                     && ((p.block == HOLE && block == HOLE)
-                        || (p.block != HOLE && block != HOLE && p.block + p.sums.len() as u64 == block)) =>
+                        || (p.block != HOLE
+                            && block != HOLE
+                            && p.block + p.sums.len() as u64 == block)) =>
             {
                 p.sums.push(sum);
             }
@@ -302,17 +342,21 @@ pub(super) fn pieces(
 }
 
 impl Engine {
-    /// The committed bytes of `[offset, offset + len)` as far as they exist. Every block was checked against its checksum
-    /// (`Corrupt` on a mismatch) and all are of one version. A chunk that is absent or removed has none.
+    /// The committed bytes of `[offset, offset + len)` as far as they exist. Every block was
+    /// checked against its checksum (`Corrupt` on a mismatch) and all are of one version. A chunk
+    /// that is absent or removed has none.
     ///
     /// Takes memory beyond the pool's limit if need be: writes that hold theirs may wait for this.
     pub async fn read(&self, key: &Key, offset: u32, len: u32) -> Result<ReadOut> {
         let pool = &self.shared.pool;
-        self.read_into(key, offset, len, async |lens| Ok(lens.iter().map(|l| pool.get_now(*l)).collect())).await
+        self.read_into(key, offset, len, async |lens| {
+            Ok(lens.iter().map(|l| pool.get_now(*l)).collect())
+        })
+        .await
     }
 
-    /// The checksums that the blocks from one byte of a chunk to another must have, also of such as are damaged; `None` where that is not
-    /// known. `Corrupt` if the chunk's header is damaged.
+    /// The checksums that the blocks from one byte of a chunk to another must have, also of such as
+    /// are damaged; `None` where that is not known. `Corrupt` if the chunk's header is damaged.
     pub fn sums(&self, key: &Key, part: Range<u32>) -> Result<Vec<Option<u32>>> {
         let shared = &self.shared;
         let view = shared.view(key, |_| segments_of(part.start, part.end))?;
@@ -323,7 +367,9 @@ impl Engine {
         let sum = |at: usize| match find(&view.segments, at) {
             Some(s) if s.damaged => None,
             // Of a stored block of which nobody knew it, see `Update::Replace`.
-            Some(s) if s.blocks[at % SEG_BLOCKS] != HOLE => Some(s.sums[at % SEG_BLOCKS]).filter(|s| *s != !zero_sum),
+            Some(s) if s.blocks[at % SEG_BLOCKS] != HOLE => {
+                Some(s.sums[at % SEG_BLOCKS]).filter(|s| *s != !zero_sum)
+            }
             _ => Some(zero_sum),
         };
         Ok((part.start as usize / BLOCK..(part.end as usize).div_ceil(BLOCK)).map(sum).collect())
@@ -347,7 +393,8 @@ impl Engine {
         room: impl AsyncFnOnce(Vec<usize>) -> Result<Vec<BufMut>>,
     ) -> Result<ReadOut> {
         let shared = &self.shared;
-        let end_in = |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(offset.saturating_add(len)));
+        let end_in =
+            |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(offset.saturating_add(len)));
         let view = shared.view(key, |h| segments_of(offset, end_in(h)))?;
         add(&shared.counters.reads, 1);
         let Some(header) = &view.header else { return Ok(ReadOut::default()) };
@@ -388,7 +435,8 @@ impl Engine {
     }
 }
 
-/// The first and last sum cover whole blocks so far; where the range cuts a block they become the sum of what is in it.
+/// The first and last sum cover whole blocks so far; where the range cuts a block they become the
+/// sum of what is in it.
 fn fix_partial_sums(from: usize, to: usize, out: &mut ReadOut) {
     let one_block = from / BLOCK == (to - 1) / BLOCK;
     if !from.is_multiple_of(BLOCK) || (one_block && !to.is_multiple_of(BLOCK)) {

@@ -1,5 +1,5 @@
-//! The chunk table's records: keys that sort by chain and chunk, values that carry their own checksum.
-//! Specified in `docs/formats.md`, "Chunk store".
+//! The chunk table's records: keys that sort by chain and chunk, values that carry their own
+//! checksum. Specified in `docs/formats.md`, "Chunk store".
 
 use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{
@@ -41,7 +41,8 @@ pub const TABLE_DIGEST_KEY: &[u8] = b"f";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     pub meta: ChunkMeta,
-    /// The stored record could not be read. Only a replacement or removal of the whole chunk may go on from here.
+    /// The stored record could not be read. Only a replacement or removal of the whole chunk may go
+    /// on from here.
     pub damaged: bool,
 }
 
@@ -165,7 +166,12 @@ impl Header {
     }
 
     pub fn damaged() -> Header {
-        let meta = ChunkMeta { version: Version::default(), len: 0, tombstone: false, writers: Vec::new() };
+        let meta = ChunkMeta {
+            version: Version::default(),
+            len: 0,
+            tombstone: false,
+            writers: Vec::new(),
+        };
         Header { meta, damaged: true }
     }
 
@@ -237,7 +243,9 @@ impl Segment {
         let mut runs: Vec<Run> = Vec::new();
         for (at, block) in self.blocks.iter().copied().enumerate().filter(|(_, b)| *b != HOLE) {
             match runs.last_mut() {
-                Some(r) if r.at + r.count == at && r.block + r.count as u64 == block => r.count += 1,
+                Some(r) if r.at + r.count == at && r.block + r.count as u64 == block => {
+                    r.count += 1
+                }
                 _ => runs.push(Run { at, count: 1, block }),
             }
         }
@@ -276,7 +284,11 @@ impl Segment {
             let (at, count) = (usize::from(t.u8()?), usize::from(t.u8()?));
             let low = t.bytes::<6>()?;
             let block = low.iter().rev().fold(0u64, |v, b| v << 8 | u64::from(*b));
-            if at < next || count == 0 || at + count > SEG_BLOCKS || block + count as u64 > MAX_DEVICE_BLOCK {
+            if at < next
+                || count == 0
+                || at + count > SEG_BLOCKS
+                || block + count as u64 > MAX_DEVICE_BLOCK
+            {
                 return Err(bad("impossible run"));
             }
             for i in 0..count {
@@ -391,7 +403,8 @@ mod tests {
         for (k, v) in [(&hk, &h), (&sk, &s)] {
             let fails = |k: &[u8], v: &[u8]| {
                 let header = k[0] == HEADER_PREFIX;
-                let e = if header { Header::decode(k, v).err() } else { Segment::decode(k, v).err() };
+                let e =
+                    if header { Header::decode(k, v).err() } else { Segment::decode(k, v).err() };
                 e.is_some_and(|e| e.code == Code::Corrupt)
             };
             assert!(!fails(k, v));

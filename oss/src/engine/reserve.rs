@@ -103,9 +103,15 @@ mod tests {
         // Half of each: both limits hold, that of new data as if the replaced blocks were back
         // already.
         assert_eq!((k.from(data(10, 5, None), 0, 0), k.from(data(300, 5, None), 0, 0)), (111, 111));
-        assert_eq!((k.from(data(10, 0, None), 50, 0), k.from(data(10, 10, None), 50, 0)), (166, 66));
+        assert_eq!(
+            (k.from(data(10, 0, None), 50, 0), k.from(data(10, 10, None), 50, 0)),
+            (166, 66)
+        );
         // What was granted is there also while others overwrite.
-        assert_eq!((k.from(data(10, 0, Some(1)), 50, 30), k.from(data(40, 0, Some(1)), 50, 30)), (36, 136));
+        assert_eq!(
+            (k.from(data(10, 0, Some(1)), 50, 30), k.from(data(40, 0, Some(1)), 50, 30)),
+            (36, 136)
+        );
         assert_eq!(k.from(Want { claim: Claim::All, ..data(10, 0, None) }, 50, 0), 0);
         assert_eq!(Reserve::of(256), Reserve { cut: 16, overwrite: 4, below: 4 * BLOCK });
         assert_eq!(Reserve::of(1 << 40).total(), 4096 + MOST_OVERWRITE);
@@ -134,7 +140,10 @@ mod tests {
                     2 => {
                         let n = rng.random_range(0..30).min(grant);
                         let want = data(n, 0, Some(1));
-                        assert!(n + k.from(want, grant, grant) <= free, "{n} of a grant of {grant}, {free} free");
+                        assert!(
+                            n + k.from(want, grant, grant) <= free,
+                            "{n} of a grant of {grant}, {free} free"
+                        );
                         (free, stored, grant) = (free - n, stored + n, grant - n);
                     }
                     3 => grant = grant.max(free.saturating_sub(k.total()) / 4),

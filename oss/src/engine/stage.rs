@@ -1,5 +1,5 @@
-//! From an update to staged blocks: checks, allocation, merging with old bytes, writing, and the records that will name
-//! the new blocks once the update is committed.
+//! From an update to staged blocks: checks, allocation, merging with old bytes, writing, and the
+//! records that will name the new blocks once the update is committed.
 
 use std::{
     ops::Range,
@@ -26,11 +26,12 @@ use super::{
     reserve::{Claim, Want},
 };
 
-/// More segments than this in one write are copied into one buffer first (the kernel's limit is 1,024).
+/// More segments than this in one write are copied into one buffer first (the kernel's limit is
+/// 1,024).
 const MAX_IOVECS: usize = 512;
 
-/// How often, and how long each time, a full device waits for readers of deleted blocks, and for overwrites under way to give back
-/// the blocks that they replace.
+/// How often, and how long each time, a full device waits for readers of deleted blocks, and for
+/// overwrites under way to give back the blocks that they replace.
 const FULL_RETRIES: usize = 4;
 const OVERWRITE_RETRIES: usize = 40;
 const FULL_WAIT: Duration = Duration::from_millis(50);
@@ -171,7 +172,10 @@ struct Rewrite {
 impl Rewrite {
     fn new(segments: &[(u8, Slot<Segment>)]) -> Rewrite {
         let own = |s: &Slot<Segment>| s.as_ref().map_or_else(Segment::empty, |s| (**s).clone());
-        Rewrite { segments: segments.iter().map(|(n, s)| (*n, own(s))).collect(), freed: Vec::new() }
+        Rewrite {
+            segments: segments.iter().map(|(n, s)| (*n, own(s))).collect(),
+            freed: Vec::new(),
+        }
     }
 
     fn set(&mut self, at: usize, block: u64, sum: u32) {
@@ -188,8 +192,11 @@ impl Rewrite {
     /// How many of these blocks are there.
     fn stored(&self, blocks: Range<usize>) -> u64 {
         let first = self.segments.first().map_or(0, |(n, _)| usize::from(*n));
-        let at =
-            |b: usize| self.segments.get((b / SEG_BLOCKS).wrapping_sub(first)).map(|(_, s)| s.blocks[b % SEG_BLOCKS]);
+        let at = |b: usize| {
+            self.segments
+                .get((b / SEG_BLOCKS).wrapping_sub(first))
+                .map(|(_, s)| s.blocks[b % SEG_BLOCKS])
+        };
         blocks.filter(|b| at(*b).is_some_and(|block| block != HOLE)).count() as u64
     }
 
@@ -215,33 +222,46 @@ fn total(data: &[Buf]) -> usize {
 
 fn check_data(offset: u32, data: &[Buf], sums: &[u32]) -> Result<()> {
     if u64::from(offset) + total(data) as u64 > MAX_CHUNK {
-        let m = format!("{} bytes at {offset} reach beyond the largest chunk, {MAX_CHUNK} bytes", total(data));
+        let m = format!(
+            "{} bytes at {offset} reach beyond the largest chunk, {MAX_CHUNK} bytes",
+            total(data)
+        );
         return Err(Error::new(Code::Inval, m));
     }
     match checksum::verify(u64::from(offset), data.iter().map(|b| &b[..]), sums) {
         None => Ok(()),
         Some(i) => {
-            let m = format!("block {i} of an update does not match its checksum; send it again from a private copy");
+            let m = format!(
+                "block {i} of an update does not match its checksum; send it again from a private copy"
+            );
             Err(Error::new(Code::Resend, m))
         }
     }
 }
 
 impl Engine {
-    /// Checks an update (`Resend`: bytes do not match their sums), finds space for it (`NoSpc`) and writes its bytes where
-    /// nobody sees them. Waits for a flush when too much is unflushed. `Busy`: the chunk has a staged update.
+    /// Checks an update (`Resend`: bytes do not match their sums), finds space for it (`NoSpc`) and
+    /// writes its bytes where nobody sees them. Waits for a flush when too much is unflushed.
+    /// `Busy`: the chunk has a staged update.
     pub async fn stage(&self, key: Key, update: Update) -> Result<Staged> {
         self.stage_of(key, update, None).await
     }
 
     /// As [`Engine::stage`]; `granted`: whose grant a write may take of.
-    pub async fn stage_of(&self, key: Key, update: Update, granted: Option<SessionId>) -> Result<Staged> {
+    pub async fn stage_of(
+        &self,
+        key: Key,
+        update: Update,
+        granted: Option<SessionId>,
+    ) -> Result<Staged> {
         match &update {
             Update::Write { offset, data, sums } => check_data(*offset, data, sums)?,
             Update::Replace { data, tombstone: true, .. } if !data.is_empty() => {
                 return Err(Error::new(Code::Inval, "a tombstone has no bytes"));
             }
-            Update::Rewrite { data, sums } | Update::Replace { data, sums, .. } => check_data(0, data, sums)?,
+            Update::Rewrite { data, sums } | Update::Replace { data, sums, .. } => {
+                check_data(0, data, sums)?
+            }
             Update::Punch { .. } | Update::Truncate { .. } | Update::Remove => {}
         }
         self.throttle().await?;
@@ -253,7 +273,9 @@ impl Engine {
             }
             Update::Punch { offset, len } => self.stage_punch(slot, offset, len).await,
             Update::Truncate { len } => self.stage_truncate(slot, len).await,
-            Update::Remove => self.stage_whole(slot, Whole { tombstone: true, ..Whole::default() }, true).await,
+            Update::Remove => {
+                self.stage_whole(slot, Whole { tombstone: true, ..Whole::default() }, true).await
+            }
             Update::Rewrite { data, sums } => {
                 self.stage_whole(slot, Whole { data, sums, ..Whole::default() }, true).await
             }
@@ -299,10 +321,12 @@ impl Engine {
         Ok(slot.staged(&old, len, false, rewrite, space))
     }
 
-    /// Bytes beyond a chunk's end are zeros in its last block, so that growing it again needs no look back: a cut inside a
-    /// block writes that block anew. That one block may come from the reserve.
+    /// Bytes beyond a chunk's end are zeros in its last block, so that growing it again needs no
+    /// look back: a cut inside a block writes that block anew. That one block may come from the
+    /// reserve.
     async fn stage_truncate(&self, slot: Slotted, len: u32) -> Result<Staged> {
-        let old = slot.look(|h| h.map_or(0..0, |h| segments_of(len, h.meta.len)))?.whole(&slot.key)?;
+        let old =
+            slot.look(|h| h.map_or(0..0, |h| segments_of(len, h.meta.len)))?.whole(&slot.key)?;
         let tombstone = old.header.as_ref().is_some_and(|h| h.meta.tombstone);
         let mut rewrite = Rewrite::new(&old.segments);
         let mut space = slot.no_space();
@@ -327,10 +351,11 @@ impl Engine {
         Ok(slot.staged(&old, len, tombstone, rewrite, space))
     }
 
-    /// Whole blocks become holes. What is zeroed of a block at an edge makes that block anew, from the reserve if need be:
-    /// punching gives space back.
+    /// Whole blocks become holes. What is zeroed of a block at an edge makes that block anew, from
+    /// the reserve if need be: punching gives space back.
     async fn stage_punch(&self, slot: Slotted, offset: u32, len: u32) -> Result<Staged> {
-        let end_in = |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(offset.saturating_add(len)));
+        let end_in =
+            |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(offset.saturating_add(len)));
         let old = slot.look(|h| segments_of(offset, end_in(h)))?.whole(&slot.key)?;
         let tombstone = old.header.as_ref().is_none_or(|h| h.meta.tombstone);
         let mut rewrite = Rewrite::new(&old.segments);
@@ -344,7 +369,8 @@ impl Engine {
         for at in from.div_ceil(BLOCK)..to / BLOCK {
             rewrite.set(at, HOLE, 0);
         }
-        let edges = [(from / BLOCK, !from.is_multiple_of(BLOCK)), (to / BLOCK, !to.is_multiple_of(BLOCK))];
+        let edges =
+            [(from / BLOCK, !from.is_multiple_of(BLOCK)), (to / BLOCK, !to.is_multiple_of(BLOCK))];
         let one = edges[0].0 == edges[1].0 && edges[0].1;
         for (at, cut) in edges.into_iter().take(if one { 1 } else { 2 }) {
             if !cut {
@@ -367,8 +393,8 @@ impl Engine {
         Ok(slot.staged(&old, old.len(), tombstone, rewrite, space))
     }
 
-    /// The chunk anew, or without bytes. Old records are dropped unread where they are damaged: opening the target did not
-    /// count their blocks as used either.
+    /// The chunk anew, or without bytes. Old records are dropped unread where they are damaged:
+    /// opening the target did not count their blocks as used either.
     async fn stage_whole(&self, slot: Slotted, whole: Whole, keep_writers: bool) -> Result<Staged> {
         let Whole { data, sums, tombstone, damaged } = whole;
         let old = slot.look(|h| match h {
@@ -405,8 +431,9 @@ impl Engine {
         Ok(staged)
     }
 
-    /// Allocates and writes. `replaced`: so many of the blocks take the place of others, which are free when the update is flushed.
-    /// On failure or when dropped halfway the space goes back by itself.
+    /// Allocates and writes. `replaced`: so many of the blocks take the place of others, which are
+    /// free when the update is flushed. On failure or when dropped halfway the space goes back by
+    /// itself.
     async fn write(&self, key: &Key, image: &Image, claim: Claim, replaced: u64) -> Result<Space> {
         let count = image.sums.len() as u64;
         let mut space = self.allocate(key, Want { count, replaced, claim }).await?;
@@ -468,18 +495,25 @@ impl Engine {
         Error::new(Code::NoSpc, m)
     }
 
-    /// Makes a staged update visible: at once, durable at the next flush. Replace sets the chunk's list of writers, all others
-    /// append `writers` to it; the last [`KEPT_WRITERS`] stay.
-    pub fn commit(&self, mut staged: Staged, version: Version, writers: Vec<Writer>) -> Result<ChunkMeta> {
+    /// Makes a staged update visible: at once, durable at the next flush. Replace sets the chunk's
+    /// list of writers, all others append `writers` to it; the last [`KEPT_WRITERS`] stay.
+    pub fn commit(
+        &self,
+        mut staged: Staged,
+        version: Version,
+        writers: Vec<Writer>,
+    ) -> Result<ChunkMeta> {
         let mut list = std::mem::take(&mut staged.writers);
         list.extend(writers);
         list.drain(..list.len().saturating_sub(KEPT_WRITERS));
-        let meta = ChunkMeta { version, len: staged.len, tombstone: staged.tombstone, writers: list };
+        let meta =
+            ChunkMeta { version, len: staged.len, tombstone: staged.tombstone, writers: list };
         self.make_visible(staged, Some(Arc::new(Header::new(meta.clone()))))?;
         Ok(meta)
     }
 
-    /// Makes a staged removal visible without a tombstone, as if the chunk had never been here; durable at the next flush.
+    /// Makes a staged removal visible without a tombstone, as if the chunk had never been here;
+    /// durable at the next flush.
     pub fn forget(&self, staged: Staged) -> Result<()> {
         self.make_visible(staged, None)
     }
@@ -494,7 +528,11 @@ impl Engine {
             s.segments.put((key, n), segment);
             s.lost.remove(&(key, n));
         }
-        s.note_stored(key.chain, staged.bytes / BLOCK as u64, staged.freed.iter().map(|e| e.count).sum());
+        s.note_stored(
+            key.chain,
+            staged.bytes / BLOCK as u64,
+            staged.freed.iter().map(|e| e.count).sum(),
+        );
         s.freed.append(&mut staged.freed);
         s.dirty_bytes += staged.bytes;
         s.committed += 1;
@@ -525,10 +563,23 @@ impl Slotted {
     }
 
     fn no_space(&self) -> Space {
-        Space { shared: self.shared.clone(), extents: Vec::new(), replaces: 0, granted: None, in_flight: false }
+        Space {
+            shared: self.shared.clone(),
+            extents: Vec::new(),
+            replaces: 0,
+            granted: None,
+            in_flight: false,
+        }
     }
 
-    fn staged(self, old: &Old, len: u32, tombstone: bool, rewrite: Rewrite, space: Space) -> Staged {
+    fn staged(
+        self,
+        old: &Old,
+        len: u32,
+        tombstone: bool,
+        rewrite: Rewrite,
+        space: Space,
+    ) -> Staged {
         let slot = |s: Segment| if s.is_empty() { None } else { Some(Arc::new(s)) };
         Staged {
             bytes: space.extents.iter().map(|e| e.count * BLOCK as u64).sum(),
@@ -563,15 +614,20 @@ impl Image {
         let good = self.sums.clone();
         for part in parts {
             let blocks = part.start as usize / BLOCK..(part.end as usize).div_ceil(BLOCK);
-            let (Some(good), Some(sums)) = (good.get(blocks.clone()), self.sums.get_mut(blocks)) else {
-                return Err(Error::new(Code::Inval, format!("bytes {part:?} are no part of the chunk")));
+            let (Some(good), Some(sums)) = (good.get(blocks.clone()), self.sums.get_mut(blocks))
+            else {
+                return Err(Error::new(
+                    Code::Inval,
+                    format!("bytes {part:?} are no part of the chunk"),
+                ));
             };
             sums.iter_mut().zip(good).for_each(|(sum, good)| *sum = !good);
         }
         Ok(())
     }
 
-    /// The parts that are not zeros: what is zero becomes holes. `zero_sum` is the checksum of a block of zeros.
+    /// The parts that are not zeros: what is zero becomes holes. `zero_sum` is the checksum of a
+    /// block of zeros.
     fn without_zeros(self, zero_sum: u32) -> Vec<Image> {
         let blocks = self.data.iter().flat_map(|b| b.chunks(BLOCK));
         let zero = |(bytes, sum): (&[u8], &u32)| *sum == zero_sum && bytes.iter().all(|b| *b == 0);
@@ -609,11 +665,18 @@ impl Shared {
             return None;
         }
         let mut s = self.state.lock();
-        let (total, own) = (s.grants.total(), want.session().map_or(0, |session| s.grants.of(session)));
+        let (total, own) =
+            (s.grants.total(), want.session().map_or(0, |session| s.grants.of(session)));
         let extents = s.alloc.alloc(want.count, self.reserve.from(want, total, own))?;
         let granted = want.session().map(|session| (session, s.grants.take(session, want.count)));
         s.replacing += want.replaced;
-        Some(Space { shared: self.clone(), extents, replaces: want.replaced, granted, in_flight: false })
+        Some(Space {
+            shared: self.clone(),
+            extents,
+            replaces: want.replaced,
+            granted,
+            in_flight: false,
+        })
     }
 
     /// A block of the chunk as stored, checked; `None` for a hole.
@@ -626,14 +689,24 @@ impl Shared {
         self.read_blocks(key, block, at, &[sum], self.pool.get_now(BLOCK)).await.map(Some)
     }
 
-    /// Whole aligned blocks out of any bytes: as they came where they are aligned already, else copied; a first or last
-    /// block that is only partly written is filled up with its old bytes.
-    async fn image(&self, key: &Key, old: &Old, offset: u32, data: Vec<Buf>, mut sums: Vec<u32>) -> Result<Image> {
+    /// Whole aligned blocks out of any bytes: as they came where they are aligned already, else
+    /// copied; a first or last block that is only partly written is filled up with its old bytes.
+    async fn image(
+        &self,
+        key: &Key,
+        old: &Old,
+        offset: u32,
+        data: Vec<Buf>,
+        mut sums: Vec<u32>,
+    ) -> Result<Image> {
         let (from, to) = (offset as usize, offset as usize + total(&data));
         let (first, last) = (from / BLOCK, (to - 1) / BLOCK);
         let (head, tail) = (from % BLOCK, to % BLOCK);
-        let old_head =
-            if head > 0 && old.len() as usize > first * BLOCK { self.old_block(key, old, first).await? } else { None };
+        let old_head = if head > 0 && old.len() as usize > first * BLOCK {
+            self.old_block(key, old, first).await?
+        } else {
+            None
+        };
         let needs_tail = tail > 0 && old.len() as usize > to;
         let old_tail = match (&old_head, needs_tail) {
             (_, false) => None,
@@ -684,5 +757,7 @@ fn fill(to: &mut [u8], from: Option<&[u8]>) {
 /// Whether buffers can go to a device that bypasses the page cache as they are.
 fn is_aligned(data: &[Buf]) -> bool {
     data.len() <= MAX_IOVECS
-        && data.iter().all(|b| b.len().is_multiple_of(BLOCK) && (b.as_ptr() as usize).is_multiple_of(BLOCK))
+        && data
+            .iter()
+            .all(|b| b.len().is_multiple_of(BLOCK) && (b.as_ptr() as usize).is_multiple_of(BLOCK))
 }

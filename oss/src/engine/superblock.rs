@@ -1,5 +1,5 @@
-//! The first blocks of a device: whose it is. Two copies, written in turn, so that one is whole at any time.
-//! Specified in `docs/formats.md`, "Chunk store".
+//! The first blocks of a device: whose it is. Two copies, written in turn, so that one is whole at
+//! any time. Specified in `docs/formats.md`, "Chunk store".
 
 use strake_fabric::{Buf, Pool};
 use strake_proto::{Code, Error, Result, checksum::crc32c};
@@ -34,7 +34,10 @@ impl Superblock {
     pub fn encode(&self) -> Result<[u8; LEN]> {
         let (id, mut b) = (&self.identity, [0u8; LEN]);
         if id.node.len() > NAME_MAX {
-            return Err(Error::new(Code::Inval, format!("node name {:?} is longer than {NAME_MAX} bytes", id.node)));
+            return Err(Error::new(
+                Code::Inval,
+                format!("node name {:?} is longer than {NAME_MAX} bytes", id.node),
+            ));
         }
         b[0..8].copy_from_slice(MAGIC);
         b[8..12].copy_from_slice(&FORMAT.to_le_bytes());
@@ -73,8 +76,10 @@ impl Superblock {
             return Err(Error::new(Code::OpNotSupp, m));
         }
         let name = usize::from(u32_at(68) as u16);
-        let node =
-            b.get(NAME_AT..NAME_AT + name).filter(|_| name <= NAME_MAX).ok_or_else(|| bad("node name too long"))?;
+        let node = b
+            .get(NAME_AT..NAME_AT + name)
+            .filter(|_| name <= NAME_MAX)
+            .ok_or_else(|| bad("node name too long"))?;
         Ok(Superblock {
             sequence: u64_at(16),
             blocks: u64_at(24),
@@ -82,7 +87,8 @@ impl Superblock {
                 fs_uuid: uuid_at(32),
                 target_uuid: uuid_at(48),
                 target_id: u32_at(64),
-                node: String::from_utf8(node.to_vec()).map_err(|_| bad("node name is not UTF-8"))?,
+                node: String::from_utf8(node.to_vec())
+                    .map_err(|_| bad("node name is not UTF-8"))?,
                 incarnation: u64_at(INCARNATION_AT),
             },
         })
@@ -149,7 +155,10 @@ mod tests {
         let b = sample(2).encode().unwrap();
         let hex: String = b[..80].iter().map(|x| format!("{x:02x}")).collect();
         assert_eq!(&hex[..64], "535452414b454f53010000000010000002000000000000000004000000000000");
-        assert_eq!(&hex[64..128], "f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f57a7a7a7a7a7a7a7a7a7a7a7a7a7a7a7a");
+        assert_eq!(
+            &hex[64..128],
+            "f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f57a7a7a7a7a7a7a7a7a7a7a7a7a7a7a7a"
+        );
         assert_eq!(&hex[128..], "03000000070000006f73732dc3a93100");
         assert!(b[80..LEN - 4].iter().all(|x| *x == 0));
         assert_eq!(u32::from_le_bytes(b[LEN - 4..].try_into().unwrap()), 0x7e92_54ed);

@@ -1,13 +1,15 @@
-//! What a chunk table must contain: a record in the table that sums up all others, and a mark on the device of how far the
-//! table was synced. Together they tell a table that lost or kept back synced changes from a whole one.
+//! What a chunk table must contain: a record in the table that sums up all others, and a mark on
+//! the device of how far the table was synced. Together they tell a table that lost or kept back
+//! synced changes from a whole one.
 //!
-//! The store below takes a damaged batch in its journal for the journal's end, so that a single flipped bit there can drop
-//! changes that were synced, without an error. A target with such a table would offer zeros for lost chunks, and as the
-//! first source of its chain have the good copies removed. So it is refused when it is opened.
+//! The store below takes a damaged batch in its journal for the journal's end, so that a single
+//! flipped bit there can drop changes that were synced, without an error. A target with such a
+//! table would offer zeros for lost chunks, and as the first source of its chain have the good
+//! copies removed. So it is refused when it is opened.
 //!
-//! The [`TableDigest`] changes in the same batch as what it sums up: changes lost from the middle do not fit it. The [`Mark`] is
-//! written after the table's sync, and so is never ahead of it: changes lost from the end fall behind it. Formats are in
-//! `docs/formats.md`, "Chunk store".
+//! The [`TableDigest`] changes in the same batch as what it sums up: changes lost from the middle
+//! do not fit it. The [`Mark`] is written after the table's sync, and so is never ahead of it:
+//! changes lost from the end fall behind it. Formats are in `docs/formats.md`, "Chunk store".
 
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::FutureExt;
@@ -81,12 +83,19 @@ impl TableDigest {
     /// `Corrupt` for anything that [`TableDigest::encode`] could not have made.
     pub fn decode(value: &[u8]) -> Result<TableDigest> {
         let bad = || Error::new(Code::Corrupt, "the chunk table's digest is damaged");
-        let body: &[u8; 35] = record::unseal(record::TABLE_DIGEST_KEY, value)?.try_into().map_err(|_| bad())?;
+        let body: &[u8; 35] =
+            record::unseal(record::TABLE_DIGEST_KEY, value)?.try_into().map_err(|_| bad())?;
         if body[0] & !UNSURE != 0 || body[1..3] != [0, 0] {
             return Err(bad());
         }
         let at = |i: usize| body[i..i + 8].iter().rev().fold(0, |v, x| v << 8 | u64::from(*x));
-        Ok(TableDigest { unsure: body[0] != 0, flushes: at(3), records: at(11), keys: at(19), values: at(27) })
+        Ok(TableDigest {
+            unsure: body[0] != 0,
+            flushes: at(3),
+            records: at(11),
+            keys: at(19),
+            values: at(27),
+        })
     }
 }
 
@@ -116,7 +125,10 @@ impl Mark {
         if &b[..8] != MAGIC || b[8..12] != FORMAT.to_le_bytes() || crc32c(&b[..LEN - 4]) != crc {
             return None;
         }
-        Some(Mark { uuid: *b[16..].first_chunk()?, flushes: u64::from_le_bytes(*b[32..].first_chunk()?) })
+        Some(Mark {
+            uuid: *b[16..].first_chunk()?,
+            flushes: u64::from_le_bytes(*b[32..].first_chunk()?),
+        })
     }
 
     fn block(&self, pool: &Pool) -> (u64, Vec<Buf>) {
@@ -132,8 +144,9 @@ impl Mark {
         device.write(at + BLOCK, block).await
     }
 
-    /// Hands the mark to the device and does not wait: the next flush of the device makes it durable and the next but one
-    /// is the first to write this block again. A mark that is lost only makes the check weaker by one flush.
+    /// Hands the mark to the device and does not wait: the next flush of the device makes it
+    /// durable and the next but one is the first to write this block again. A mark that is lost
+    /// only makes the check weaker by one flush.
     pub fn send(&self, device: &dyn Device, pool: &Pool) {
         let (at, block) = self.block(pool);
         if let Some(Err(e)) = device.write(at, block).now_or_never() {
@@ -147,7 +160,9 @@ impl Mark {
         for block in MARK_BLOCK..MARK_BLOCK + 2 {
             match device.read(block * BLOCK, pool.get_now(LEN)).await {
                 Ok(b) => {
-                    flushes = Mark::decode(&b).filter(|m| m.uuid == uuid).map_or(flushes, |m| m.flushes.max(flushes))
+                    flushes = Mark::decode(&b)
+                        .filter(|m| m.uuid == uuid)
+                        .map_or(flushes, |m| m.flushes.max(flushes))
                 }
                 Err(e) => tracing::warn!("{}: mark in block {block}: {e}", device.name()),
             }
@@ -165,21 +180,36 @@ mod tests {
     }
 
     fn digest() -> TableDigest {
-        TableDigest { flushes: 0x0102, records: 3, keys: 0xa1a2_a3a4_a5a6_a7a8, values: u64::MAX, unsure: true }
+        TableDigest {
+            flushes: 0x0102,
+            records: 3,
+            keys: 0xa1a2_a3a4_a5a6_a7a8,
+            values: u64::MAX,
+            unsure: true,
+        }
     }
 
     #[test]
     fn bytes_are_fixed_for_ever() {
         let t = digest().encode();
-        assert_eq!(hex(&t), "0101000002010000000000000300000000000000a8a7a6a5a4a3a2a1ffffffffffffffffc2f1a985");
+        assert_eq!(
+            hex(&t),
+            "0101000002010000000000000300000000000000a8a7a6a5a4a3a2a1ffffffffffffffffc2f1a985"
+        );
         assert_eq!(TableDigest::decode(&t).unwrap(), digest());
         let m = Mark { uuid: [0xee; 16], flushes: 0x0203 }.encode();
-        assert_eq!(hex(&m[..40]), "535452414b454d4b0100000000000000eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee0302000000000000");
+        assert_eq!(
+            hex(&m[..40]),
+            "535452414b454d4b0100000000000000eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee0302000000000000"
+        );
         assert!(m[40..LEN - 4].iter().all(|b| *b == 0));
         assert_eq!(hex(&m[LEN - 4..]), "3b50a577");
         let mut one = TableDigest::default();
         one.add(b"key", b"value and its checksum");
-        assert_eq!((one.records, one.keys, one.values), (1, 0xc54484d75e32448e, 0xc8937ddb6611fb8a));
+        assert_eq!(
+            (one.records, one.keys, one.values),
+            (1, 0xc54484d75e32448e, 0xc8937ddb6611fb8a)
+        );
     }
 
     #[test]
@@ -209,11 +239,15 @@ mod tests {
         let all = of(&mut pairs.iter());
         assert_eq!(all, of(&mut pairs.iter().rev()));
         for (n, (k, v)) in pairs.iter().enumerate() {
-            let mut without = of(&mut pairs.iter().enumerate().filter(|(i, _)| *i != n).map(|(_, p)| p));
+            let mut without =
+                of(&mut pairs.iter().enumerate().filter(|(i, _)| *i != n).map(|(_, p)| p));
             assert!(!all.fits(&without));
             without.add(k, &[9; 6]);
             assert!(!all.fits(&without));
-            assert!(all.fits(&TableDigest { unsure: true, ..without }), "a damaged record costs its chunk only");
+            assert!(
+                all.fits(&TableDigest { unsure: true, ..without }),
+                "a damaged record costs its chunk only"
+            );
             without.remove(k, &[9; 6]);
             without.add(k, v);
             assert_eq!(without, all);

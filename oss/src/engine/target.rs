@@ -1,6 +1,7 @@
-//! The folder of a target: `data` (a file, or a link to a device, or one that says which device of SPDK), `table/` (the chunk table), `target.lock` (held
-//! by the process that serves it), `chains` (`used.rs`) and, while it is being made, `INCOMPLETE`. Damaged tables that were replaced by an empty one are kept
-//! as `table.damaged-N`.
+//! The folder of a target: `data` (a file, or a link to a device, or one that says which device of
+//! SPDK), `table/` (the chunk table), `target.lock` (held by the process that serves it), `chains`
+//! (`used.rs`) and, while it is being made, `INCOMPLETE`. Damaged tables that were replaced by an
+//! empty one are kept as `table.damaged-N`.
 
 use std::{
     collections::BTreeSet,
@@ -36,8 +37,8 @@ const INCOMPLETE: &str = "INCOMPLETE";
 pub enum TargetLayout {
     /// A sparse file of this many bytes in the target's folder.
     File { size: u64 },
-    /// A whole block device or NVMe namespace, or one of SPDK's; everything on it is lost. Refused if there seems to be anything,
-    /// unless `force`.
+    /// A whole block device or NVMe namespace, or one of SPDK's; everything on it is lost. Refused
+    /// if there seems to be anything, unless `force`.
     BlockDevice { path: PathBuf, force: bool },
 }
 
@@ -45,15 +46,20 @@ fn at(path: &Path, e: std::io::Error) -> Error {
     Error::from(e).context(path.display())
 }
 
-/// Beginning of a block device that must be zeros before a target is made on it: labels of disks, file systems and volume
-/// managers lie here.
+/// Beginning of a block device that must be zeros before a target is made on it: labels of disks,
+/// file systems and volume managers lie here.
 const LABELS: u64 = 1 << 20;
 /// How long a device that is in use is waited for.
 const LET_GO: Duration = Duration::from_secs(3);
 
-/// Makes a target in a folder that is empty, absent, or holds one that was left half made. `Exist`: there is one already, or
-/// something is on the block device. Nothing counts until all of it is durable.
-pub async fn create_target_dir(path: &Path, layout: TargetLayout, id: TargetIdentity) -> Result<()> {
+/// Makes a target in a folder that is empty, absent, or holds one that was left half made. `Exist`:
+/// there is one already, or something is on the block device. Nothing counts until all of it is
+/// durable.
+pub async fn create_target_dir(
+    path: &Path,
+    layout: TargetLayout,
+    id: TargetIdentity,
+) -> Result<()> {
     strake_store::make_folder(path)?;
     let _lock = lock(path)?;
     let (data, table, marker) = (path.join(DATA), path.join(TABLE), path.join(INCOMPLETE));
@@ -67,7 +73,10 @@ pub async fn create_target_dir(path: &Path, layout: TargetLayout, id: TargetIden
     }
     if !marker.exists() {
         if data.symlink_metadata().is_ok() || table.exists() {
-            return Err(Error::new(Code::Exist, format!("{} holds a target already", path.display())));
+            return Err(Error::new(
+                Code::Exist,
+                format!("{} holds a target already", path.display()),
+            ));
         }
         File::create(&marker).and_then(|f| f.sync_all()).map_err(|e| at(&marker, e))?;
         sync_dir(path)?;
@@ -96,7 +105,8 @@ pub async fn create_target_dir(path: &Path, layout: TargetLayout, id: TargetIden
     sync_dir(path)
 }
 
-/// The kernel lets go of a block device a moment after the io_uring that used it last ended, or was killed.
+/// The kernel lets go of a block device a moment after the io_uring that used it last ended, or was
+/// killed.
 pub(crate) async fn open_device(path: &Path) -> Result<Arc<dyn Device>> {
     let until = tokio::time::Instant::now() + LET_GO;
     loop {
@@ -105,7 +115,9 @@ pub(crate) async fn open_device(path: &Path) -> Result<Arc<dyn Device>> {
             Some(_) => {
                 let path = path.to_path_buf();
                 let task = tokio::task::spawn_blocking(move || device::open(&path)).await;
-                task.unwrap_or_else(|e| Err(Error::new(Code::Io, format!("opening the device: {e}"))))
+                task.unwrap_or_else(|e| {
+                    Err(Error::new(Code::Io, format!("opening the device: {e}")))
+                })
             }
         };
         match opened {
@@ -117,10 +129,12 @@ pub(crate) async fn open_device(path: &Path) -> Result<Arc<dyn Device>> {
     }
 }
 
-/// Tells the devices of what a target is on, or is to be made on, before any is opened (see [`device::spdk::announce`]).
+/// Tells the devices of what a target is on, or is to be made on, before any is opened (see
+/// [`device::spdk::announce`]).
 pub fn announce_device(path: &Path, device: Option<&Path>) -> Result<()> {
     let named = device.and_then(device::of_spdk).or_else(|| device::of_spdk(&path.join(DATA)));
-    named.map_or(Ok(()), |text| device::spdk::announce(&text).map_err(|e| e.context(path.display())))
+    named
+        .map_or(Ok(()), |text| device::spdk::announce(&text).map_err(|e| e.context(path.display())))
 }
 
 /// `Exist` for a device with a target on it, or with anything where labels lie.
@@ -130,7 +144,8 @@ async fn check_blank(device: &dyn Device) -> Result<()> {
     let pool = Pool::default();
     if let Ok(s) = Superblock::read(device, &pool).await {
         let (id, node) = (s.identity.target_id, s.identity.node);
-        let m = format!("{name} has a StrakeFS target on it already (target {id} of '{node}'); {how}");
+        let m =
+            format!("{name} has a StrakeFS target on it already (target {id} of '{node}'); {how}");
         return Err(Error::new(Code::Exist, m));
     }
     let len = device.capacity().min(LABELS);
@@ -139,7 +154,10 @@ async fn check_blank(device: &dyn Device) -> Result<()> {
     }
     let start = device.read(0, pool.get_now(len as usize)).await?;
     match start.iter().position(|b| *b != 0) {
-        Some(at) => Err(Error::new(Code::Exist, format!("{name} is not blank (byte {at} is not zero); {how}"))),
+        Some(at) => Err(Error::new(
+            Code::Exist,
+            format!("{name} is not blank (byte {at} is not zero); {how}"),
+        )),
         None => Ok(()),
     }
 }
@@ -179,9 +197,15 @@ pub struct Damaged {
     lock: File,
 }
 
-/// Opens a target and locks its folder for as long as the engine lives. `fs_uuid`: the cluster it must belong to, if it
-/// belongs to one. `NoEnt`: there is no target here, or a part is missing. `Busy`: another process serves it. `Perm`: it is of another cluster.
-pub async fn open_target_dir(path: &Path, fs_uuid: Option<[u8; 16]>, pool: Pool, options: Options) -> Result<Opened> {
+/// Opens a target and locks its folder for as long as the engine lives. `fs_uuid`: the cluster it
+/// must belong to, if it belongs to one. `NoEnt`: there is no target here, or a part is missing.
+/// `Busy`: another process serves it. `Perm`: it is of another cluster.
+pub async fn open_target_dir(
+    path: &Path,
+    fs_uuid: Option<[u8; 16]>,
+    pool: Pool,
+    options: Options,
+) -> Result<Opened> {
     if !path.is_dir() {
         return Err(Error::new(
             Code::NoEnt,
@@ -225,7 +249,14 @@ async fn open_locked(
     let damaged = |why: Error, id: Option<TargetIdentity>, table_only| {
         let why = why.context(path.display());
         let used = id.as_ref().and_then(|id| used::read(path, &id.target_uuid));
-        Ok(Opened::Damaged(Damaged { path: path.to_path_buf(), why, id, table_only, used, lock: held }))
+        Ok(Opened::Damaged(Damaged {
+            path: path.to_path_buf(),
+            why,
+            id,
+            table_only,
+            used,
+            lock: held,
+        }))
     };
     let is_damage = |e: &Error| matches!(e.code, Code::Corrupt | Code::Io);
     let device = match open_device(&path.join(DATA)).await {
@@ -238,15 +269,23 @@ async fn open_locked(
     };
     if let Some(want) = fs_uuid.filter(|want| id.fs_uuid != [0; 16] && id.fs_uuid != *want) {
         let (path, found, want) = (path.display(), uuid(&id.fs_uuid), uuid(&want));
-        return Err(Error::new(Code::Perm, format!("{path} belongs to another cluster ({found}, not {want})")));
+        return Err(Error::new(
+            Code::Perm,
+            format!("{path} belongs to another cluster ({found}, not {want})"),
+        ));
     }
     let store = fjall_store::Options { cache_bytes: options.store_cache, ..Default::default() };
     let table = match FjallStore::open_with(path.join(TABLE), &store) {
         Ok(table) => Arc::new(table),
         // A file of its own that it lacks, too.
-        Err(e) if matches!(e.code, Code::Corrupt | Code::NoEnt) => return damaged(e, Some(id), true),
-        // A disk that may be well again; a newer store, or a bit of the one byte that tells its format: nothing says which.
-        Err(e) if matches!(e.code, Code::Io | Code::OpNotSupp) => return damaged(e, Some(id), false),
+        Err(e) if matches!(e.code, Code::Corrupt | Code::NoEnt) => {
+            return damaged(e, Some(id), true);
+        }
+        // A disk that may be well again; a newer store, or a bit of the one byte that tells its
+        // format: nothing says which.
+        Err(e) if matches!(e.code, Code::Io | Code::OpNotSupp) => {
+            return damaged(e, Some(id), false);
+        }
         Err(e) => return Err(e),
     };
     let own = !is_of_another(&*table, &id.target_uuid);
@@ -267,11 +306,19 @@ impl Engine {
         self.shared.folder.as_ref().map(|f| f.path.clone())
     }
 
-    /// The target as one that was found damaged. For one that is in service and whose table cannot be read; this engine is to be let go.
+    /// The target as one that was found damaged. For one that is in service and whose table cannot
+    /// be read; this engine is to be let go.
     pub fn as_damaged(&self, why: Error) -> Option<Damaged> {
         let Folder { path, lock } = self.shared.folder.as_ref()?;
         let (path, lock) = (path.clone(), lock.try_clone().ok()?);
-        Some(Damaged { path, why, id: Some(self.identity()), table_only: true, used: self.used(), lock })
+        Some(Damaged {
+            path,
+            why,
+            id: Some(self.identity()),
+            table_only: true,
+            used: self.used(),
+            lock,
+        })
     }
 
     /// The chains that the target was ever given something of, if it is in a folder.
@@ -281,8 +328,9 @@ impl Engine {
 }
 
 impl Damaged {
-    /// Puts an empty table in the place of the damaged one, which is kept, and opens the target: it holds nothing then, under the same identity.
-    /// For a target of which nothing is needed any more. Where the damaged table is now, too.
+    /// Puts an empty table in the place of the damaged one, which is kept, and opens the target: it
+    /// holds nothing then, under the same identity. For a target of which nothing is needed any
+    /// more. Where the damaged table is now, too.
     pub async fn empty(&self, pool: Pool, options: Options) -> Result<(Arc<Engine>, PathBuf)> {
         let (table, next) = (self.path.join(TABLE), self.path.join(NEXT));
         let id = self.id.as_ref().filter(|_| self.table_only).ok_or_else(|| self.why.clone())?;
@@ -303,17 +351,20 @@ impl Damaged {
             empty_table(&FjallStore::open(&next)?, &id.target_uuid, known)?;
         }
         sync_dir(&self.path)?;
-        rustix::fs::renameat_with(CWD, &next, CWD, &table, RenameFlags::EXCHANGE).map_err(|e| at(&table, e.into()))?;
+        rustix::fs::renameat_with(CWD, &next, CWD, &table, RenameFlags::EXCHANGE)
+            .map_err(|e| at(&table, e.into()))?;
         sync_dir(&self.path)?;
         let kept = self.keep(&next)?;
         let lock = self.lock.try_clone().map_err(|e| at(&self.path, e))?;
-        let engine = open_locked(&self.path, lock, Some(id.fs_uuid), pool, options).await?.whole()?;
+        let engine =
+            open_locked(&self.path, lock, Some(id.fs_uuid), pool, options).await?.whole()?;
         Ok((engine, kept))
     }
 
     /// Names a table that is not used any more.
     fn keep(&self, table: &Path) -> Result<PathBuf> {
-        let free = (1u32..).map(|n| self.path.join(format!("{TABLE}.damaged-{n}"))).find(|p| !p.exists());
+        let free =
+            (1u32..).map(|n| self.path.join(format!("{TABLE}.damaged-{n}"))).find(|p| !p.exists());
         let to = free.ok_or_else(|| Error::new(Code::Exist, "too many damaged tables are kept"))?;
         fs::rename(table, &to).map_err(|e| at(table, e))?;
         sync_dir(&self.path)?;
@@ -331,9 +382,10 @@ fn lock(path: &Path) -> Result<File> {
     let file = open.map_err(|e| at(&name, e))?;
     match file.try_lock() {
         Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => {
-            Err(Error::new(Code::Busy, format!("{}: another process serves this target", path.display())))
-        }
+        Err(TryLockError::WouldBlock) => Err(Error::new(
+            Code::Busy,
+            format!("{}: another process serves this target", path.display()),
+        )),
         Err(TryLockError::Error(e)) => Err(at(&name, e)),
     }
 }

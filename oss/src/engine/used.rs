@@ -1,7 +1,9 @@
-//! Which chains a target was ever given something of. It is kept beside the chunk table, for when that is lost: of the other chains nothing is lost with it.
+//! Which chains a target was ever given something of. It is kept beside the chunk table, for when
+//! that is lost: of the other chains nothing is lost with it.
 //!
-//! `chains` in the target's folder (`docs/formats.md`): a magic number and the target's UUID, then a record for each chain. A record is durable before the first
-//! update of its chain is staged, and never goes. A file that is not whole is no file.
+//! `chains` in the target's folder (`docs/formats.md`): a magic number and the target's UUID, then
+//! a record for each chain. A record is durable before the first update of its chain is staged, and
+//! never goes. A file that is not whole is no file.
 
 use std::{
     collections::BTreeSet,
@@ -37,7 +39,8 @@ fn record(uuid: &[u8; 16], chain: ChainId) -> [u8; RECORD] {
     out
 }
 
-/// What the file of a target in this folder says, `None` if it is absent, of another target or not whole.
+/// What the file of a target in this folder says, `None` if it is absent, of another target or not
+/// whole.
 pub(super) fn read(folder: &Path, uuid: &[u8; 16]) -> Option<BTreeSet<ChainId>> {
     let bytes = fs::read(folder.join(NAME)).ok()?;
     let (head, records) = bytes.split_at_checked(HEAD)?;
@@ -69,13 +72,15 @@ impl Used {
         Ok(Used { uuid, known: Mutex::new(Known { chains, file }) })
     }
 
-    /// Something of this chain is about to be stored. Waits for the disk the first time, and holds up others who come for the first time.
+    /// Something of this chain is about to be stored. Waits for the disk the first time, and holds
+    /// up others who come for the first time.
     pub(super) fn note(&self, chain: ChainId) -> io::Result<()> {
         let mut k = self.known.lock();
         if k.chains.contains(&chain) {
             return Ok(());
         }
-        // Half of a record would make the file worthless: that is found at the next start, and errs on the safe side.
+        // Half of a record would make the file worthless: that is found at the next start, and errs
+        // on the safe side.
         k.file.write_all(&record(&self.uuid, chain))?;
         k.file.sync_data()?;
         k.chains.insert(chain);

@@ -13,22 +13,35 @@ struct Shell(Arc<Node>, Arc<More>);
 
 #[tonic::async_trait]
 impl Admin for Shell {
-    async fn status(&self, _: Request<pb::StatusRequest>) -> Result<Response<pb::StatusReply>, Status> {
+    async fn status(
+        &self,
+        _: Request<pb::StatusRequest>,
+    ) -> Result<Response<pb::StatusReply>, Status> {
         Ok(Response::new(self.0.status()))
     }
-    async fn scrub(&self, r: Request<pb::ScrubRequest>) -> Result<Response<pb::ScrubReply>, Status> {
+    async fn scrub(
+        &self,
+        r: Request<pb::ScrubRequest>,
+    ) -> Result<Response<pb::ScrubReply>, Status> {
         let r = r.into_inner();
         let ask = match r.action {
             0 => None,
             1 => Some(Ask::Start),
             2 => Some(Ask::Stop),
             3 => Some(Ask::Resume),
-            other => return Err(Status::invalid_argument(format!("this version knows no action {other} of a scrub"))),
+            other => {
+                return Err(Status::invalid_argument(format!(
+                    "this version knows no action {other} of a scrub"
+                )));
+            }
         };
         let targets = self.0.scrub(ask, &r.targets).map_err(|e| Status::not_found(e.message))?;
         Ok(Response::new(pb::ScrubReply { targets }))
     }
-    async fn add_targets(&self, _: Request<pb::AddTargetsRequest>) -> Result<Response<pb::AddTargetsReply>, Status> {
+    async fn add_targets(
+        &self,
+        _: Request<pb::AddTargetsRequest>,
+    ) -> Result<Response<pb::AddTargetsReply>, Status> {
         let (node, more) = (self.0.clone(), self.1.clone());
         // To its end, whether or not the caller waits for it.
         let added = tokio::spawn(async move { more.add(&node).await }).await;
@@ -39,7 +52,10 @@ impl Admin for Shell {
         })?;
         Ok(Response::new(pb::AddTargetsReply { targets }))
     }
-    async fn pool_change(&self, _: Request<pb::PoolChangeRequest>) -> Result<Response<pb::PoolChangeReply>, Status> {
+    async fn pool_change(
+        &self,
+        _: Request<pb::PoolChangeRequest>,
+    ) -> Result<Response<pb::PoolChangeReply>, Status> {
         Err(Status::unimplemented("this is a storage server; ask a metadata server"))
     }
 }

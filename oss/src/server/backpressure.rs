@@ -8,15 +8,17 @@ use tokio::time::Instant;
 
 use super::node::Target;
 
-/// After a piece a fill waits so many times as long as that took, while applications wait for the same targets: it takes a quarter
-/// of them at most.
+/// After a piece a fill waits so many times as long as that took, while applications wait for the
+/// same targets: it takes a quarter of them at most.
 const YIELD: u32 = 3;
 /// But it stays above this part of its limit.
 const LEAST: u32 = 8;
-/// Applications count for so long after their last request: the next one mostly follows at once. Also how often a fill that waits looks again.
+/// Applications count for so long after their last request: the next one mostly follows at once.
+/// Also how often a fill that waits looks again.
 pub(super) const QUIET: Duration = Duration::from_millis(10);
 
-/// The requests of one target that an application waits for: those of clients, and updates that another replica forwards for them.
+/// The requests of one target that an application waits for: those of clients, and updates that
+/// another replica forwards for them.
 #[derive(Default)]
 pub(super) struct Foreground(Mutex<State>);
 
@@ -51,9 +53,11 @@ impl Drop for Awaited {
     }
 }
 
-/// Chains that fill one target at a time: one that returns is out of sync in all of its chains, each with another source.
+/// Chains that fill one target at a time: one that returns is out of sync in all of its chains,
+/// each with another source.
 const FILLS: usize = 8;
-/// A fill that was not heard of for so long has no part in that: its source may be gone, or waits itself.
+/// A fill that was not heard of for so long has no part in that: its source may be gone, or waits
+/// itself.
 const IDLE: Duration = Duration::from_secs(1);
 
 /// The chains that fill a target, and when each was last heard of.
@@ -81,7 +85,8 @@ impl Fills {
     }
 }
 
-/// How long a fill waits after a piece that took so long. `limit`: how long the piece takes at the fill's highest rate, zero if that has none.
+/// How long a fill waits after a piece that took so long. `limit`: how long the piece takes at the
+/// fill's highest rate, zero if that has none.
 pub(super) fn pause(limit: Duration, took: Duration, busy: bool) -> Duration {
     if !busy {
         return limit;

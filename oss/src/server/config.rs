@@ -25,7 +25,8 @@ fn endpoints<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Endpoint>, D::Error>
     Vec::<String>::deserialize(d)?.iter().map(|s| s.parse().map_err(D::Error::custom)).collect()
 }
 
-/// One target: a folder with its chunk table and its data, or a link to the block device that holds the data.
+/// One target: a folder with its chunk table and its data, or a link to the block device that holds
+/// the data.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TargetConfig {
@@ -37,10 +38,12 @@ pub struct TargetConfig {
     /// Block device for the data, instead of `size`. Only read when the target is made.
     #[serde(default)]
     pub device: Option<PathBuf>,
-    /// Make the target on a device that is not blank; all that is on it is lost. Only read when the target is made.
+    /// Make the target on a device that is not blank; all that is on it is lost. Only read when the
+    /// target is made.
     #[serde(default)]
     pub force: bool,
-    /// Make and format the target if its folder is absent or empty. Off: refuse to start (a disk that is not mounted).
+    /// Make and format the target if its folder is absent or empty. Off: refuse to start (a disk
+    /// that is not mounted).
     #[serde(default = "defaults::create")]
     pub create: bool,
 }
@@ -60,7 +63,8 @@ pub struct Config {
     /// Where the gRPC administration service listens; none if absent.
     #[serde(default)]
     pub admin: Option<SocketAddr>,
-    /// What fails together with this node: its rack, say. Copies go to other ones, if there are any.
+    /// What fails together with this node: its rack, say. Copies go to other ones, if there are
+    /// any.
     #[serde(default)]
     pub rack: String,
     /// The metadata servers, in any order.
@@ -83,11 +87,12 @@ pub struct Config {
     /// Bytes per second that the scrub may read from each target, 0 = no limit.
     #[serde(default = "defaults::scrub_rate")]
     pub scrub_rate: u64,
-    /// Seconds from the beginning of one scrub of a target to that of the next, 0 = only when asked for.
+    /// Seconds from the beginning of one scrub of a target to that of the next, 0 = only when asked
+    /// for.
     #[serde(default = "defaults::scrub_every")]
     pub scrub_every_s: u64,
-    /// What a target has of a chain that it has left is removed only when every replica in sync has read what it has of the chunk. Off: as soon
-    /// as all are in sync.
+    /// What a target has of a chain that it has left is removed only when every replica in sync has
+    /// read what it has of the chunk. Off: as soon as all are in sync.
     #[serde(default = "defaults::keep_until_read")]
     pub keep_until_read: bool,
     /// Requests of clients worked on at a time; beyond it they are told to come again.
@@ -96,7 +101,8 @@ pub struct Config {
     /// Milliseconds to wait for another storage server's answer before it is asked again.
     #[serde(default = "defaults::peer_timeout")]
     pub peer_timeout_ms: u64,
-    /// Milliseconds for which an update may be on its way here from a client; one that comes later is to be sent again. 0 = for ever.
+    /// Milliseconds for which an update may be on its way here from a client; one that comes later
+    /// is to be sent again. 0 = for ever.
     #[serde(default = "defaults::update_life")]
     pub update_life_ms: u32,
     /// Capabilities end here when the right that they stand for does. Off: when they expire.
@@ -173,7 +179,8 @@ impl Config {
     }
 
     pub fn check(&self) -> Result<()> {
-        let bad = |m: &str| Err(Error::new(Code::Inval, format!("storage server configuration: {m}")));
+        let bad =
+            |m: &str| Err(Error::new(Code::Inval, format!("storage server configuration: {m}")));
         if self.name.is_empty() || self.name.len() > 255 {
             return bad("name must be 1 to 255 bytes");
         }
@@ -189,7 +196,8 @@ impl Config {
         if self.heartbeat_ms == 0 || self.flush_ms == 0 || self.peer_timeout_ms == 0 {
             return bad("heartbeat_ms, flush_ms and peer_timeout_ms must be above 0");
         }
-        let mut devices: Vec<&PathBuf> = self.targets.iter().filter_map(|t| t.device.as_ref()).collect();
+        let mut devices: Vec<&PathBuf> =
+            self.targets.iter().filter_map(|t| t.device.as_ref()).collect();
         devices.sort();
         if let Some(twice) = devices.windows(2).find(|w| w[0] == w[1]) {
             return bad(&format!("two targets name the device {}", twice[0].display()));

@@ -98,7 +98,11 @@ impl Formers {
 
     fn now(&self, now: Instant) -> Vec<TargetId> {
         let known = self.0.lock();
-        known.iter().filter(|(_, at)| now.saturating_duration_since(**at) < REMEMBERED).map(|(t, _)| *t).collect()
+        known
+            .iter()
+            .filter(|(_, at)| now.saturating_duration_since(**at) < REMEMBERED)
+            .map(|(t, _)| *t)
+            .collect()
     }
 }
 
@@ -125,9 +129,12 @@ impl Replica {
     fn others_out_of_sync(&self) -> BTreeSet<TargetId> {
         let map = self.node.map.load();
         let Some(chain) = map.chain(self.chain) else { return BTreeSet::new() };
-        let there = |r: &&pb::Replica| matches!(r.state(), ReplicaState::ReplicaSyncing | ReplicaState::ReplicaWaiting);
+        let there = |r: &&pb::Replica| {
+            matches!(r.state(), ReplicaState::ReplicaSyncing | ReplicaState::ReplicaWaiting)
+        };
         let there = chain.replicas.iter().filter(there).map(|r| r.target);
-        let left = self.formers.now(Instant::now()).into_iter().filter(|t| chain.state_of(*t).is_none());
+        let left =
+            self.formers.now(Instant::now()).into_iter().filter(|t| chain.state_of(*t).is_none());
         there.chain(left).filter(|t| *t != self.id).collect()
     }
 
@@ -137,8 +144,11 @@ impl Replica {
             return Vec::new();
         }
         let map = self.node.map.load();
-        let is_away = |r: &&pb::Replica| r.state() == ReplicaState::ReplicaOffline && r.target != self.id;
-        map.chain(self.chain).map_or_else(Vec::new, |c| c.replicas.iter().filter(is_away).map(|r| r.target).collect())
+        let is_away =
+            |r: &&pb::Replica| r.state() == ReplicaState::ReplicaOffline && r.target != self.id;
+        map.chain(self.chain).map_or_else(Vec::new, |c| {
+            c.replicas.iter().filter(is_away).map(|r| r.target).collect()
+        })
     }
 
     /// Whether what was lost of the chunk may be found now, in the same epoch.
@@ -147,7 +157,12 @@ impl Replica {
     }
 
     /// Looks for damaged blocks of the committed chunk, whose slot the caller occupies.
-    pub(super) async fn search(&self, chunk: ChunkId, version: Version, damaged: &[Range<u32>]) -> Found {
+    pub(super) async fn search(
+        &self,
+        chunk: ChunkId,
+        version: Version,
+        damaged: &[Range<u32>],
+    ) -> Found {
         let mut found = Found { left: damaged.to_vec(), ..Found::default() };
         for to in self.others_out_of_sync() {
             // One that has left and does not answer will say when it is there again.
@@ -177,7 +192,13 @@ impl Replica {
 
     /// Takes what a target has of what is left. An error: it does not answer, and may have more.
     /// What was found stays if this is dropped.
-    async fn search_in(&self, to: TargetId, chunk: ChunkId, version: Version, found: &mut Found) -> Result<()> {
+    async fn search_in(
+        &self,
+        to: TargetId,
+        chunk: ChunkId,
+        version: Version,
+        found: &mut Found,
+    ) -> Result<()> {
         for part in found.left.clone() {
             let (mut good, mut bad) = (Vec::new(), Vec::new());
             match self.search_part(to, chunk, version, part.clone(), &mut good, &mut bad).await {
@@ -187,7 +208,10 @@ impl Replica {
                     found.parts.append(&mut good);
                 }
                 Err(e) => {
-                    tracing::debug!("chunk {chunk} of chain {}: target {to} cannot help: {e}", self.chain);
+                    tracing::debug!(
+                        "chunk {chunk} of chain {}: target {to} cannot help: {e}",
+                        self.chain
+                    );
                     if e.is_retryable() {
                         return Err(e);
                     }
@@ -219,7 +243,15 @@ impl Replica {
                     for (i, at) in (piece.start..piece.end).step_by(BLOCK as usize).enumerate() {
                         let block = at..piece.end.min(at + BLOCK);
                         match self.copy_of(to, chunk, block.clone()).await {
-                            Ok(copy) => judge(to, &copy, version, block, &of_piece[i..], &mut good, &mut bad),
+                            Ok(copy) => judge(
+                                to,
+                                &copy,
+                                version,
+                                block,
+                                &of_piece[i..],
+                                &mut good,
+                                &mut bad,
+                            ),
                             Err(e) if e.is_retryable() => return Err(e),
                             Err(_) => bad.push(block),
                         }
@@ -242,8 +274,13 @@ impl Replica {
         part: Range<u32>,
     ) -> Result<(DataReply, Vec<Buf>)> {
         let (offset, len) = (part.start, part.end - part.start);
-        let r = DataRequest { offset, len, ..DataRequest::new(self.chain, self.view().epoch, to, chunk) };
-        let (reply, data) = self.call(to, Lane::Other, Message::new(opcode::READ_COPY, r.encode())).await?;
+        let r = DataRequest {
+            offset,
+            len,
+            ..DataRequest::new(self.chain, self.view().epoch, to, chunk)
+        };
+        let (reply, data) =
+            self.call(to, Lane::Other, Message::new(opcode::READ_COPY, r.encode())).await?;
         if checksum::verify(u64::from(offset), data.iter().map(|b| &b[..]), &reply.sums).is_some() {
             return Err(Error::new(
                 Code::Resend,
@@ -257,7 +294,8 @@ impl Replica {
     /// or has it again now with the help of the target that asks. `Corrupt` if not.
     pub(super) async fn vouch(self: &Arc<Self>, r: &DataRequest) -> Result<DataReply> {
         self.check_in_sync(r.epoch)?;
-        let asks = TargetId::try_from(r.session).map_err(|_| Error::new(Code::Inval, "no target's number"))?;
+        let asks = TargetId::try_from(r.session)
+            .map_err(|_| Error::new(Code::Inval, "no target's number"))?;
         if self.formers.heard(asks, Instant::now()) {
             // It may have what was lost so far.
             let me = self.clone();
@@ -265,7 +303,9 @@ impl Replica {
         }
         if r.chunk != NO_CHUNK {
             let patience = Duration::from_millis(self.node.cfg.peer_timeout_ms) * 3 / 4;
-            let late = |_| Error::new(Code::Overloaded, format!("it takes long to read chunk {}", r.chunk));
+            let late = |_| {
+                Error::new(Code::Overloaded, format!("it takes long to read chunk {}", r.chunk))
+            };
             tokio::time::timeout(patience, self.can_read(r.chunk)).await.map_err(late)??;
             self.check_in_sync(r.epoch)?;
         }
@@ -279,13 +319,17 @@ impl Replica {
         if self.view().serving() {
             return Ok(());
         }
-        Err(Error::new(Code::NotServing, format!("chain {} is not in sync on target {}", self.chain, self.id)))
+        Err(Error::new(
+            Code::NotServing,
+            format!("chain {} is not in sync on target {}", self.chain, self.id),
+        ))
     }
 
     async fn can_read(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
         let key = self.key(chunk);
         let whole = |l: Option<Look>| l.is_none_or(|l| l.is_whole());
-        let look = async || self.engine().check_whole(&key).await.inspect_err(|e| self.cannot_look(e));
+        let look =
+            async || self.engine().check_whole(&key).await.inspect_err(|e| self.cannot_look(e));
         if whole(look().await?) {
             Copies::Vouched.taken();
             return Ok(());
@@ -303,7 +347,8 @@ impl Replica {
 
     /// Tries again to repair what is known to be damaged.
     async fn mend_all(self: Arc<Self>) {
-        for (key, _) in self.target.damage.open().into_iter().filter(|(k, _)| k.chain == self.chain) {
+        for (key, _) in self.target.damage.open().into_iter().filter(|(k, _)| k.chain == self.chain)
+        {
             if let Err(e) = scrub::mend(&self, key.chunk).await {
                 tracing::debug!("{key}: {e}");
             }
@@ -325,7 +370,8 @@ fn judge(
     let mut bytes: Vec<u8> = data.iter().flat_map(|b| b.iter().copied()).collect();
     let whole = bytes.len() == (part.end - part.start) as usize;
     bytes.resize((part.end - part.start).next_multiple_of(BLOCK) as usize, 0);
-    for ((at, sum), block) in (part.start..part.end).step_by(BLOCK as usize).zip(sums).zip(bytes.chunks(BLOCK as usize))
+    for ((at, sum), block) in
+        (part.start..part.end).step_by(BLOCK as usize).zip(sums).zip(bytes.chunks(BLOCK as usize))
     {
         let at = at..part.end.min(at + BLOCK);
         let row = match sum {
@@ -437,7 +483,11 @@ mod tests {
         let (a, b) = (chunk(0), chunk(1));
         assert!(away.may_be_asked(a, t));
         away.could_not_help(a, t);
-        assert!(!away.may_be_asked(a, t) && away.may_be_asked(b, t) && away.may_be_asked(a, t + AWAY_AGAIN));
+        assert!(
+            !away.may_be_asked(a, t)
+                && away.may_be_asked(b, t)
+                && away.may_be_asked(a, t + AWAY_AGAIN)
+        );
         away.could_not_help(b, t + AWAY_AGAIN);
         assert_eq!(away.0.lock().in_vain.len(), 1);
         away.is_silent(t + AWAY_AGAIN);

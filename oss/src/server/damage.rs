@@ -1,5 +1,6 @@
-//! What was found damaged on one target, whoever found it: the scrub, a read, a write onto a bad block, a resync. A chunk is reported
-//! when it is found damaged, and not again while it stays so. What stays damaged is kept with the target and outlives the server.
+//! What was found damaged on one target, whoever found it: the scrub, a read, a write onto a bad
+//! block, a resync. A chunk is reported when it is found damaged, and not again while it stays so.
+//! What stays damaged is kept with the target and outlives the server.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -27,8 +28,8 @@ pub(super) struct Still {
     pub epoch: u64,
     /// Of the chunk then.
     pub version: Version,
-    /// No in-sync replica had a good copy then: reads of what is damaged are `Corrupt`. Else one could not be asked, or there was
-    /// no space for it, which is tried again.
+    /// No in-sync replica had a good copy then: reads of what is damaged are `Corrupt`. Else one
+    /// could not be asked, or there was no space for it, which is tried again.
     pub lost: bool,
     /// What is damaged.
     pub left: Vec<Range<u32>>,
@@ -97,20 +98,33 @@ impl Damage {
             let Found { lost, record, part, bytes, unix_ms, epoch, version, left, cause } = found;
             let still = Still { epoch, version, lost, left, cause };
             inner.open.insert(key, still.clone());
-            inner.add(Finding { key, part, bytes, record, outcome: Outcome::Still(still), unix_ms });
+            inner.add(Finding {
+                key,
+                part,
+                bytes,
+                record,
+                outcome: Outcome::Still(still),
+                unix_ms,
+            });
         }
         let (damaged, lost) = (inner.open.len() as u64, inner.lost());
         inner.counts = Counts { damaged, repaired: 0, lost };
         if damaged > 0 {
             let name = engine.device().name();
-            tracing::warn!("{name}: {damaged} chunks were found damaged before, {lost} of them without a good copy");
+            tracing::warn!(
+                "{name}: {damaged} chunks were found damaged before, {lost} of them without a good copy"
+            );
         }
         Damage { inner: Mutex::new(inner), engine: Some(engine), unsynced: AtomicBool::new(false) }
     }
 
     /// Makes what was written down durable.
     pub(super) async fn sync(&self) {
-        let Some(engine) = self.engine.as_ref().filter(|_| self.unsynced.swap(false, Ordering::AcqRel)) else { return };
+        let Some(engine) =
+            self.engine.as_ref().filter(|_| self.unsynced.swap(false, Ordering::AcqRel))
+        else {
+            return;
+        };
         if let Err(e) = engine.sync_chain_views().await {
             tracing::warn!("{}: cannot keep what was found damaged: {e}", engine.device().name());
         }
@@ -185,7 +199,8 @@ impl Damage {
         }
     }
 
-    /// Why there was no good copy of something in this part of a chunk when it was last looked for, if that was in this epoch.
+    /// Why there was no good copy of something in this part of a chunk when it was last looked for,
+    /// if that was in this epoch.
     pub(super) fn lost_in(&self, key: &Key, epoch: u64, part: &Range<u32>) -> Option<String> {
         let inner = self.inner.lock();
         let still = inner.open.get(key).filter(|s| s.lost && s.epoch == epoch)?;
@@ -280,21 +295,34 @@ mod tests {
 
     fn still(epoch: u64, lost: bool) -> Outcome {
         let cause = if lost { "no other copy" } else { "unreachable" }.to_string();
-        Outcome::Still(Still { epoch, version: Version::default(), lost, left: look().damaged, cause })
+        Outcome::Still(Still {
+            epoch,
+            version: Version::default(),
+            lost,
+            left: look().damaged,
+            cause,
+        })
     }
 
     #[test]
     fn what_stays_damaged_is_reported_once_and_follows_what_becomes_of_it() {
         let d = Damage::default();
         let counts = |damaged, repaired, lost| Counts { damaged, repaired, lost };
-        let news: Vec<bool> = (0..3).map(|_| d.report(key(1), &look(), &still(5, true), 9)).collect();
+        let news: Vec<bool> =
+            (0..3).map(|_| d.report(key(1), &look(), &still(5, true), 9)).collect();
         assert_eq!((news, d.counts()), (vec![true, false, false], counts(1, 0, 1)));
         let (list, left_out) = d.findings();
         assert_eq!((list.len(), left_out), (1, 0));
         let f = &list[0];
-        assert_eq!((f.offset, f.len, f.bytes, f.lost, f.repaired), (4096, 15_904, 7712, true, false));
+        assert_eq!(
+            (f.offset, f.len, f.bytes, f.lost, f.repaired),
+            (4096, 15_904, 7712, true, false)
+        );
         let lost = |epoch, part| d.lost_in(&key(1), epoch, &part);
-        assert_eq!((lost(5, 8000..9000).as_deref(), lost(6, 8000..9000)), (Some("no other copy"), None));
+        assert_eq!(
+            (lost(5, 8000..9000).as_deref(), lost(6, 8000..9000)),
+            (Some("no other copy"), None)
+        );
         assert_eq!((lost(5, 8192..16_384), lost(5, 0..4096)), (None, None), "only what is damaged");
         assert!(d.report(key(1), &look(), &still(6, false), 10));
         assert_eq!((d.counts(), d.open().len()), (counts(1, 0, 0), 1));

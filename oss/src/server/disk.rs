@@ -11,7 +11,9 @@ use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, Use};
 use strake_proto::{CapKey, Code, Error, Result, TargetId, ids::TARGET_UNASSIGNED};
 use tokio::sync::Mutex;
 
-use super::{Config, OssServer, Parts, TargetConfig, admin, node::Node, refused_targets::RefusedTarget};
+use super::{
+    Config, OssServer, Parts, TargetConfig, admin, node::Node, refused_targets::RefusedTarget,
+};
 use crate::engine::{self, Engine, Opened, Options, TargetIdentity, TargetLayout};
 
 /// Reads the configuration anew.
@@ -26,8 +28,9 @@ pub(super) struct More {
 }
 
 impl More {
-    /// Makes, opens and registers the targets that the configuration has come to name; their numbers. Those before one that fails stay. Those that are
-    /// out of service are looked at again.
+    /// Makes, opens and registers the targets that the configuration has come to name; their
+    /// numbers. Those before one that fails stay. Those that are out of service are looked at
+    /// again.
     pub(super) async fn add(&self, node: &Arc<Node>) -> Result<Vec<TargetId>> {
         let busy = |_| Error::new(Code::Busy, "targets are being added; try again when they are");
         let mut known = self.known.try_lock().map_err(busy)?;
@@ -36,7 +39,8 @@ impl More {
         node.look_again(&cfg.targets);
         let mut added = Vec::new();
         for t in cfg.targets.iter().filter(|t| !known.contains(&t.path)).collect::<Vec<_>>() {
-            let engine = open(t, &node.cfg.name, node.fs(), &node.env, &self.pool).await?.whole()?;
+            let engine =
+                open(t, &node.cfg.name, node.fs(), &node.env, &self.pool).await?.whole()?;
             added.push(node.add_target(engine).await?);
             known.insert(t.path.clone());
         }
@@ -44,17 +48,24 @@ impl More {
     }
 }
 
-/// Starts a server from `cfg.targets`, making targets whose folders are absent or empty. `cluster_key` is the secret
-/// that all servers of the cluster share.
+/// Starts a server from `cfg.targets`, making targets whose folders are absent or empty.
+/// `cluster_key` is the secret that all servers of the cluster share.
 ///
-/// A target that cannot be served is left out, and looked at again from time to time: it is not there, in use, of another cluster, newer, incomplete,
-/// damaged. Errors are those of the configuration.
+/// A target that cannot be served is left out, and looked at again from time to time: it is not
+/// there, in use, of another cluster, newer, incomplete, damaged. Errors are those of the
+/// configuration.
 pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Result<OssServer> {
-    let fixed = || Err(Error::new(Code::OpNotSupp, "this server was given its configuration by its program, for good"));
+    let fixed = || {
+        Err(Error::new(
+            Code::OpNotSupp,
+            "this server was given its configuration by its program, for good",
+        ))
+    };
     start_on_disk_with(cfg, env, cluster_key, Box::new(fixed)).await
 }
 
-/// As [`start_on_disk`]; `reread` gives the configuration as it is then, which may name more targets than before.
+/// As [`start_on_disk`]; `reread` gives the configuration as it is then, which may name more
+/// targets than before.
 pub fn start_on_disk_with(
     cfg: Config,
     env: Env,
@@ -64,19 +75,28 @@ pub fn start_on_disk_with(
     Box::pin(async move {
         cfg.check()?;
         if cfg.targets.is_empty() {
-            return Err(Error::new(Code::Inval, "storage server configuration: targets must name at least one folder"));
+            return Err(Error::new(
+                Code::Inval,
+                "storage server configuration: targets must name at least one folder",
+            ));
         }
         let pool = pool_for(&cfg.listen)?;
         let (targets, refused) = open_all(&cfg, &env, &pool).await?;
         let known = Mutex::new(cfg.targets.iter().map(|t| t.path.clone()).collect());
         let more = Arc::new(More { reread, pool: pool.clone(), known });
-        let fabric = Roads::new(env.clone(), Identity::server(&cluster_key), None, pool, Default::default());
+        let fabric =
+            Roads::new(env.clone(), Identity::server(&cluster_key), None, pool, Default::default());
         let cap_key = CapKey::from_cluster_key(&cluster_key);
         let at = cfg.admin;
         let parts = Parts { env: env.clone(), fabric: Arc::new(fabric), targets, cap_key };
         let mut server = super::start_without(cfg, parts, refused).await?;
         if let Some(at) = at {
-            server.tasks.push(env.spawn(admin::serve(server.node.clone(), more.clone(), at, &cluster_key)?));
+            server.tasks.push(env.spawn(admin::serve(
+                server.node.clone(),
+                more.clone(),
+                at,
+                &cluster_key,
+            )?));
         }
         server.more = Some(more);
         Ok(server)
@@ -84,7 +104,11 @@ pub fn start_on_disk_with(
 }
 
 /// Those that can be served, and the others.
-async fn open_all(cfg: &Config, env: &Env, pool: &Pool) -> Result<(Vec<Arc<Engine>>, Vec<Arc<RefusedTarget>>)> {
+async fn open_all(
+    cfg: &Config,
+    env: &Env,
+    pool: &Pool,
+) -> Result<(Vec<Arc<Engine>>, Vec<Arc<RefusedTarget>>)> {
     let (mut targets, mut refused) = (Vec::new(), Vec::new());
     let announced: Vec<Result<()>> =
         cfg.targets.iter().map(|t| engine::announce_device(&t.path, t.device.as_deref())).collect();
@@ -115,8 +139,11 @@ fn pool_for(listen: &[Endpoint]) -> Result<Pool> {
 
 fn is_new(path: &Path) -> bool {
     let empty = path.read_dir().is_ok_and(|mut entries| {
-        // What a creation that was cut short leaves besides its marker; `lost+found` is a fresh ext4's.
-        entries.all(|e| e.is_ok_and(|e| e.file_name() == "lost+found" || e.file_name() == "target.lock"))
+        // What a creation that was cut short leaves besides its marker; `lost+found` is a fresh
+        // ext4's.
+        entries.all(|e| {
+            e.is_ok_and(|e| e.file_name() == "lost+found" || e.file_name() == "target.lock")
+        })
     });
     !path.exists() || empty || path.join("INCOMPLETE").exists()
 }
@@ -133,12 +160,19 @@ pub(super) async fn open(
             (Some(path), 0) => TargetLayout::BlockDevice { path: path.clone(), force: t.force },
             (None, size) if size > 0 => TargetLayout::File { size: size / 4096 * 4096 },
             _ => {
-                let m = format!("target {}: give either size or device to make it", t.path.display());
+                let m =
+                    format!("target {}: give either size or device to make it", t.path.display());
                 return Err(Error::new(Code::Inval, m));
             }
         };
         let (target_uuid, target_id) = (env.random_bytes(), TARGET_UNASSIGNED);
-        let id = TargetIdentity { fs_uuid: [0; 16], target_uuid, target_id, node: node.into(), incarnation: 0 };
+        let id = TargetIdentity {
+            fs_uuid: [0; 16],
+            target_uuid,
+            target_id,
+            node: node.into(),
+            incarnation: 0,
+        };
         tracing::info!("making target {}", t.path.display());
         engine::create_target_dir(&t.path, layout, id).await?;
     }

@@ -45,7 +45,8 @@ impl Endings {
     /// Takes in what follows on what is known.
     pub(super) fn take(&mut self, told: &pb::Endings) {
         if told.through < self.known {
-            // Of a log that is not as long: what is known is of another one, and this is told from its beginning.
+            // Of a log that is not as long: what is known is of another one, and this is told from
+            // its beginning.
             *self = Endings::new(self.most);
         }
         self.floor = self.floor.max(told.floor);
@@ -117,7 +118,12 @@ mod tests {
     }
 
     fn told(through: u64, floor: u64, all: &[(u64, u64, u64, Rights)]) -> pb::Endings {
-        let all = all.iter().map(|&(index, session, ino, rights)| pb::Ending { index, session, ino, rights: rights.0 });
+        let all = all.iter().map(|&(index, session, ino, rights)| pb::Ending {
+            index,
+            session,
+            ino,
+            rights: rights.0,
+        });
         pb::Endings { through, floor, all: all.collect(), more: false }
     }
 
@@ -127,7 +133,11 @@ mod tests {
         for base in [0, (1 << 32) - 15, 5 << 32] {
             let mut e = Endings::default();
             e.take(&told(base + 10, base, &[]));
-            e.take(&told(base + 20, 0, &[(base + 15, 3, 7, TO_WRITE), (base + 18, 0, 8, Rights::ALL)]));
+            e.take(&told(
+                base + 20,
+                0,
+                &[(base + 15, 3, 7, TO_WRITE), (base + 18, 0, 8, Rights::ALL)],
+            ));
             e.take(&told(base + 30, 0, &[(base + 22, 4, 0, Rights::ALL)]));
             for (session, ino, index, left) in [
                 (3, 7, 14, Rights::READ),
@@ -145,7 +155,11 @@ mod tests {
                 // Older than all that is known.
                 (9, 9, 0, Rights(0)),
             ] {
-                assert_eq!(e.left(&cap(session, ino, base + index)), left, "{session} {ino} {index} from {base}");
+                assert_eq!(
+                    e.left(&cap(session, ino, base + index)),
+                    left,
+                    "{session} {ino} {index} from {base}"
+                );
             }
             let undated = Capability { as_of: 0, ..cap(3, 7, 0) };
             assert_eq!(e.left(&undated), Rights::ALL);

@@ -45,7 +45,8 @@ impl Replica {
     pub(super) async fn leave(self: Arc<Self>, epoch: u64, whole: bool) {
         let (mut pause, mut kept) = (PAUSE_MIN, 0);
         while self.goes_on(epoch) {
-            let done = if whole { self.forget_all(epoch).await } else { self.announce(epoch).await };
+            let done =
+                if whole { self.forget_all(epoch).await } else { self.announce(epoch).await };
             let wait = match done {
                 Ok(pass) => {
                     if pass.gone > 0 {
@@ -73,7 +74,11 @@ impl Replica {
                     ANNOUNCE
                 }
                 Err(e) => {
-                    tracing::debug!("chain {}: cannot remove what target {} has left of it: {e}", self.chain, self.id);
+                    tracing::debug!(
+                        "chain {}: cannot remove what target {} has left of it: {e}",
+                        self.chain,
+                        self.id
+                    );
                     self.target.note(&e);
                     let wait = pause;
                     pause = (pause * 2).min(PAUSE_MAX);
@@ -103,7 +108,8 @@ impl Replica {
             if !std::mem::replace(&mut known, true) {
                 self.engine().sync_chain_views().await?;
             }
-            let asked = page.into_iter().map(|e| async move { (e.chunk, self.can_go(epoch, &e).await) });
+            let asked =
+                page.into_iter().map(|e| async move { (e.chunk, self.can_go(epoch, &e).await) });
             let mut answers = stream::iter(asked).buffered(self.node.cfg.sync_parallel);
             while let Some((chunk, can_go)) = answers.next().await {
                 if !self.goes_on(epoch) {

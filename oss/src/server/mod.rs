@@ -72,14 +72,18 @@ pub struct OssServer {
     tasks: Vec<tokio::task::JoinHandle<()>>,
 }
 
-/// Listens, registers (trying until a metadata leader answers) and serves. `EINVAL` if a target belongs to another
-/// cluster.
+/// Listens, registers (trying until a metadata leader answers) and serves. `EINVAL` if a target
+/// belongs to another cluster.
 pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
     start_without(cfg, parts, Vec::new()).await
 }
 
 /// As [`start`], where some targets are out of service.
-fn start_without(cfg: Config, parts: Parts, refused: Vec<Arc<RefusedTarget>>) -> BoxFuture<'static, Result<OssServer>> {
+fn start_without(
+    cfg: Config,
+    parts: Parts,
+    refused: Vec<Arc<RefusedTarget>>,
+) -> BoxFuture<'static, Result<OssServer>> {
     Box::pin(async move {
         cfg.check()?;
         let (env, fabric) = (parts.env.clone(), parts.fabric.clone());
@@ -121,12 +125,14 @@ impl OssServer {
         self.node.status()
     }
 
-    /// What was asked for is done on all targets; how far their scrubs are, and what was found damaged.
+    /// What was asked for is done on all targets; how far their scrubs are, and what was found
+    /// damaged.
     pub fn scrub(&self, ask: Option<Ask>) -> Vec<pb::ScrubStatus> {
         self.node.scrub(ask, &[]).unwrap_or_default()
     }
 
-    /// Reads the configuration again: targets that are new in it join, and those that are out of service are looked at. The new ones.
+    /// Reads the configuration again: targets that are new in it join, and those that are out of
+    /// service are looked at. The new ones.
     pub fn reload<'a>(&'a self) -> BoxFuture<'a, Result<Vec<TargetId>>> {
         Box::pin(async move {
             match &self.more {
@@ -136,8 +142,8 @@ impl OssServer {
         })
     }
 
-    /// Stops serving, flushes, and ends; its targets may be opened again. Chains go on without it once its lease has
-    /// run out.
+    /// Stops serving, flushes, and ends; its targets may be opened again. Chains go on without it
+    /// once its lease has run out.
     pub fn shutdown(mut self) -> BoxFuture<'static, Result<()>> {
         Box::pin(async move {
             self.stop();
@@ -149,11 +155,14 @@ impl OssServer {
                 result = result.and(t.engine.flush().await);
                 t.damage.sync().await;
             }
-            let engines: Vec<_> = self.node.targets().iter().map(|t| Arc::downgrade(&t.engine)).collect();
+            let engines: Vec<_> =
+                self.node.targets().iter().map(|t| Arc::downgrade(&t.engine)).collect();
             drop(self);
             // Requests in progress and connections still hold them for a moment.
             let until = tokio::time::Instant::now() + Duration::from_secs(5);
-            while engines.iter().any(|e| e.strong_count() > 0) && tokio::time::Instant::now() < until {
+            while engines.iter().any(|e| e.strong_count() > 0)
+                && tokio::time::Instant::now() < until
+            {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
             result

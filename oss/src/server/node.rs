@@ -1,4 +1,5 @@
-//! What all parts of one storage server share, and the map. `node/registration.rs` has its place in the cluster.
+//! What all parts of one storage server share, and the map. `node/registration.rs` has its place in
+//! the cluster.
 
 mod registration;
 
@@ -15,7 +16,8 @@ use arc_swap::ArcSwap;
 use parking_lot::{Mutex, RwLock};
 use strake_fabric::{Env, Pool, Turns};
 use strake_proto::{
-    CapKey, Capability, ChainId, Code, Error, Incarnation, Kin, Result, Rights, SessionId, TargetId,
+    CapKey, Capability, ChainId, Code, Error, Incarnation, Kin, Result, Rights, SessionId,
+    TargetId,
     data::Clock,
     ids::TARGET_UNASSIGNED,
     map::{ChainExt, MapView},
@@ -90,9 +92,12 @@ impl Target {
             tracing::warn!("the scrub begins anew: {e}");
             Position::default()
         });
-        let (damage, scrub, repairs) = (Damage::of(engine.clone()), Scrub::new(position), Semaphore::new(REPAIRS));
-        let (failed, unreadable, lapses) = (AtomicBool::new(false), Mutex::default(), AtomicU32::new(0));
-        let (foreground, fills, table_full) = (Foreground::default(), Fills::default(), Mutex::default());
+        let (damage, scrub, repairs) =
+            (Damage::of(engine.clone()), Scrub::new(position), Semaphore::new(REPAIRS));
+        let (failed, unreadable, lapses) =
+            (AtomicBool::new(false), Mutex::default(), AtomicU32::new(0));
+        let (foreground, fills, table_full) =
+            (Foreground::default(), Fills::default(), Mutex::default());
         Arc::new(Target {
             engine,
             stamp,
@@ -115,12 +120,16 @@ impl Target {
     pub(super) fn failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
-    /// A replica lacks what its successor has. For lack of space: until there is some. Else this target is out for good.
+    /// A replica lacks what its successor has. For lack of space: until there is some. Else this
+    /// target is out for good.
     pub(super) fn fail(&self, why: &Error) {
         if why.code == Code::NoSpc {
             let is_in = |n: u32| n.is_multiple_of(2).then_some(n + 1);
             if self.lapses.fetch_update(Ordering::AcqRel, Ordering::Acquire, is_in).is_ok() {
-                tracing::error!("target {} leaves its chains until there is space: {why}", self.id());
+                tracing::error!(
+                    "target {} leaves its chains until there is space: {why}",
+                    self.id()
+                );
             }
         } else if !self.failed.swap(true, Ordering::AcqRel) {
             tracing::error!("target {} has failed and leaves its chains: {why}", self.id());
@@ -136,15 +145,23 @@ impl Target {
     pub(super) fn lacks_space(&self) -> bool {
         self.lapses.load(Ordering::Acquire) % 2 == 1
     }
-    /// Before the mds is told that this target is out: from then on it may be behind in each of its chains.
+    /// Before the mds is told that this target is out: from then on it may be behind in each of its
+    /// chains.
     pub(super) fn check_in(&self) -> Result<()> {
         if self.failed() || self.lacks_space() {
-            return Err(Error::new(Code::NotServing, format!("target {} is out of its chains", self.id())));
+            return Err(Error::new(
+                Code::NotServing,
+                format!("target {} is out of its chains", self.id()),
+            ));
         }
         Ok(())
     }
     fn come_back(&self) {
-        if self.lapses.fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| (n % 2 == 1).then_some(n + 1)).is_ok() {
+        if self
+            .lapses
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| (n % 2 == 1).then_some(n + 1))
+            .is_ok()
+        {
             tracing::info!("target {} has space again and comes back", self.id());
         }
     }
@@ -177,7 +194,8 @@ impl Target {
     }
     pub(super) fn has_room(&self) -> bool {
         let u = self.engine.usage();
-        u.capacity.saturating_sub(u.used + u.granted) > ROOM.min(u.capacity / 8) && self.engine.device().spare() > ROOM
+        u.capacity.saturating_sub(u.used + u.granted) > ROOM.min(u.capacity / 8)
+            && self.engine.device().spare() > ROOM
     }
 }
 
@@ -228,7 +246,8 @@ impl Evictions {
         }
     }
 
-    /// The number up to which evictions are over with here: nothing that these sessions sent is in work any more.
+    /// The number up to which evictions are over with here: nothing that these sessions sent is in
+    /// work any more.
     fn over(&self) -> u64 {
         let evicted_by = |session: &SessionId| {
             let one = self.min_epoch.get(session).map(|(_, number)| *number);
@@ -392,7 +411,10 @@ impl Node {
 
     pub(super) fn check_lease(&self) -> Result<()> {
         if self.lease_left().is_zero() {
-            let m = format!("storage server '{}' has no lease: it does not reach the metadata leader", self.cfg.name);
+            let m = format!(
+                "storage server '{}' has no lease: it does not reach the metadata leader",
+                self.cfg.name
+            );
             return Err(Error::new(Code::LeaseExpired, m));
         }
         Ok(())
@@ -418,7 +440,8 @@ impl Node {
         (life != 0).then(|| Clock { now: self.env.boot().as_millis() as u64 + 1, life })
     }
 
-    /// To be held while an update of a session is in work, from before it is checked whether that was evicted.
+    /// To be held while an update of a session is in work, from before it is checked whether that
+    /// was evicted.
     pub(super) fn in_work(self: &Arc<Self>, session: SessionId) -> InWork {
         *self.revoked.evictions.lock().in_work.entry(session).or_default() += 1;
         InWork { node: self.clone(), session }
@@ -428,7 +451,10 @@ impl Node {
     pub(super) fn replica(&self, target: TargetId, chain: ChainId) -> Result<Arc<Replica>> {
         self.replicas.lock().get(&(target, chain)).cloned().ok_or_else(|| {
             self.kick.notify_one();
-            let m = format!("target {target} of storage server '{}' has no replica of chain {chain}", self.cfg.name);
+            let m = format!(
+                "target {target} of storage server '{}' has no replica of chain {chain}",
+                self.cfg.name
+            );
             Error::new(Code::NotServing, m)
         })
     }
@@ -439,16 +465,23 @@ impl Node {
         replicas.range((target, from)..=(target, ChainId::MAX)).next().map(|(_, r)| r.clone())
     }
 
-    /// Whether a chain that the target was ever given something of has no other replica in sync than the one there.
+    /// Whether a chain that the target was ever given something of has no other replica in sync
+    /// than the one there.
     pub(super) fn is_last(&self, target: TargetId) -> bool {
-        let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().filter(|r| r.id == target).cloned().collect();
+        let replicas: Vec<Arc<Replica>> =
+            self.replicas.lock().values().filter(|r| r.id == target).cloned().collect();
         let used = self.target(target).and_then(|t| t.engine.used());
         let had = |r: &Arc<Replica>| used.as_ref().is_none_or(|used| used.contains(&r.chain));
         replicas.iter().any(|r| had(r) && r.view().serving == [target])
     }
 
-    /// What was asked for is done on these targets, on all if there are none; how they are then. `NoEnt`: no such target here.
-    pub(super) fn scrub(&self, ask: Option<Ask>, targets: &[TargetId]) -> Result<Vec<pb::ScrubStatus>> {
+    /// What was asked for is done on these targets, on all if there are none; how they are then.
+    /// `NoEnt`: no such target here.
+    pub(super) fn scrub(
+        &self,
+        ask: Option<Ask>,
+        targets: &[TargetId],
+    ) -> Result<Vec<pb::ScrubStatus>> {
         if let Some(unknown) = targets.iter().find(|t| self.target(**t).is_none()) {
             let m = format!("storage server '{}' has no target {unknown}", self.cfg.name);
             return Err(Error::new(Code::NoEnt, m));
@@ -472,7 +505,8 @@ impl Node {
 
     /// Flushes and scrubs a target from now on.
     pub(super) fn tend(self: &Arc<Self>, target: &Arc<Target>) {
-        let (t, env, every) = (target.clone(), self.env.clone(), Duration::from_millis(self.cfg.flush_ms));
+        let (t, env, every) =
+            (target.clone(), self.env.clone(), Duration::from_millis(self.cfg.flush_ms));
         let flush = async move {
             loop {
                 tokio::time::sleep(every).await;
@@ -484,11 +518,15 @@ impl Node {
         let env = &self.env;
         let scrub = env.spawn(scrub::run(self.clone(), target.clone()));
         let heal = env.spawn(scrub::heal(self.clone(), target.clone()));
-        self.duty.tending.lock().extend([env.spawn(flush), scrub, heal].map(|task| (target.stamp, task)));
+        self.duty
+            .tending
+            .lock()
+            .extend([env.spawn(flush), scrub, heal].map(|task| (target.stamp, task)));
     }
 
-    /// Has one more target registered while the others serve; its number. An error leaves all as it was here; whether the metadata servers
-    /// know of it already is not known then, and no matter: it may be tried again.
+    /// Has one more target registered while the others serve; its number. An error leaves all as it
+    /// was here; whether the metadata servers know of it already is not known then, and no matter:
+    /// it may be tried again.
     pub(super) async fn add_target(&self, engine: Arc<Engine>) -> Result<TargetId> {
         let (done, answer) = oneshot::channel();
         let target = Target::new(engine, self.env.random_u64());
@@ -499,7 +537,9 @@ impl Node {
             }
         }
         self.kick.notify_one();
-        answer.await.map_err(|_| Error::new(Code::Disconnected, "this storage server is stopping"))?
+        answer
+            .await
+            .map_err(|_| Error::new(Code::Disconnected, "this storage server is stopping"))?
     }
 
     pub(super) fn refused_targets(&self) -> Vec<Arc<RefusedTarget>> {
@@ -512,13 +552,16 @@ impl Node {
         self.duty.tending.lock().push((0, task));
     }
 
-    /// Targets whose tables cannot be read have left their chains. When nothing of theirs is needed they are as those that were found so at the start.
+    /// Targets whose tables cannot be read have left their chains. When nothing of theirs is needed
+    /// they are as those that were found so at the start.
     fn let_go(self: &Arc<Self>) {
         let map = self.map.load_full();
         for t in self.targets().iter() {
             let why = t.unreadable.lock().clone();
-            let why =
-                why.filter(|_| refused_targets::needed(&map, &t.engine.identity(), t.engine.used().as_ref()).is_none());
+            let why = why.filter(|_| {
+                refused_targets::needed(&map, &t.engine.identity(), t.engine.used().as_ref())
+                    .is_none()
+            });
             let Some(damaged) = why.and_then(|why| t.engine.as_damaged(why)) else { continue };
             self.take_out(t, RefusedTarget::damaged(damaged));
         }
@@ -529,7 +572,11 @@ impl Node {
         let others = self.targets().iter().filter(|o| !Arc::ptr_eq(o, t)).cloned().collect();
         self.targets.store(Arc::new(others));
         self.replicas.lock().retain(|(id, _), _| *id != t.id());
-        self.duty.tending.lock().extract_if(.., |(stamp, _)| *stamp == t.stamp).for_each(|(_, task)| task.abort());
+        self.duty
+            .tending
+            .lock()
+            .extract_if(.., |(stamp, _)| *stamp == t.stamp)
+            .for_each(|(_, task)| task.abort());
         self.duty.refused.lock().push(refused.clone());
         self.look_after(refused);
     }
@@ -540,12 +587,19 @@ impl Node {
         for t in self.targets().iter() {
             let id = t.engine.identity();
             let twice = (!seen.insert(id.target_uuid)).then(|| {
-                let m = format!("another folder of this server holds target {}, too; it is a copy", id.target_id);
+                let m = format!(
+                    "another folder of this server holds target {}, too; it is a copy",
+                    id.target_id
+                );
                 Error::new(Code::Inval, m)
             });
             // Who moved a target here may not have waited for the end of its lease there.
-            let waits = |e: &Error| e.code == Code::Busy && self.env.boot().saturating_sub(self.started) < JOIN;
-            let why = twice.or_else(|| refused_targets::unfit(map, &self.cfg.name, &id)).filter(|e| !waits(e));
+            let waits = |e: &Error| {
+                e.code == Code::Busy && self.env.boot().saturating_sub(self.started) < JOIN
+            };
+            let why = twice
+                .or_else(|| refused_targets::unfit(map, &self.cfg.name, &id))
+                .filter(|e| !waits(e));
             if let (Some(why), Some(path)) = (why, t.engine.path()) {
                 self.take_out(t, RefusedTarget::refused(path.clone(), why.context(path.display())));
             }
@@ -557,8 +611,8 @@ impl Node {
         *self.group.fs.lock()
     }
 
-    /// Folders that an administrator has taken out of the configuration are not looked after any more; the others are looked at now, those of
-    /// targets that have failed, too.
+    /// Folders that an administrator has taken out of the configuration are not looked after any
+    /// more; the others are looked at now, those of targets that have failed, too.
     pub(super) fn look_again(self: &Arc<Self>, configured: &[TargetConfig]) {
         for t in self.targets().iter().filter(|t| t.failed()) {
             if let Some(path) = t.engine.path() {
@@ -590,8 +644,13 @@ impl Node {
             return Ok(());
         }
         let own = self.incarnation();
-        if own.kin(Incarnation(map.incarnation)) != Kin::Same && self.id.load(Ordering::Acquire) != 0 {
-            return Err(Error::new(Code::Stale, "the metadata group was recovered; register again"));
+        if own.kin(Incarnation(map.incarnation)) != Kin::Same
+            && self.id.load(Ordering::Acquire) != 0
+        {
+            return Err(Error::new(
+                Code::Stale,
+                "the metadata group was recovered; register again",
+            ));
         }
         let first = before.version() == 0;
         let map = Arc::new(MapView::new(map)?);
@@ -601,9 +660,13 @@ impl Node {
             let id = target.id();
             for chain in map.chains_of(id) {
                 let in_former_life = first
-                    && matches!(chain.state_of(id), Some(ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing));
+                    && matches!(
+                        chain.state_of(id),
+                        Some(ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing)
+                    );
                 let stale_through = if in_former_life { chain.epoch } else { 0 };
-                let new = || Replica::new(self.clone(), target.clone(), id, chain.id, stale_through);
+                let new =
+                    || Replica::new(self.clone(), target.clone(), id, chain.id, stale_through);
                 self.replicas.lock().entry((id, chain.id)).or_insert_with(new);
             }
             // What is left of chains that it left in a former life.
@@ -624,13 +687,14 @@ impl Node {
         Ok(())
     }
 
-    /// Writes down what its targets are to act on from now on. Not of chains of which the metadata servers have yet to hear what is
-    /// in sync: what was known before is what they ask for.
+    /// Writes down what its targets are to act on from now on. Not of chains of which the metadata
+    /// servers have yet to hear what is in sync: what was known before is what they ask for.
     fn note_chain_views(&self, map: &MapView) {
         let doubted = doubted(map);
         for t in self.targets().iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
             let left: Vec<ChainId> = t.engine.known_chains();
-            let left = left.into_iter().filter_map(|id| map.chain(id)).filter(|c| has_left(c, t.id()));
+            let left =
+                left.into_iter().filter_map(|id| map.chain(id)).filter(|c| has_left(c, t.id()));
             let chains = map.chains_of(t.id()).chain(left).filter(|c| !doubted.contains(&c.id));
             if let Err(e) = t.engine.note_chain_views(chains) {
                 tracing::warn!("target {}: cannot write down the state of its chains: {e}", t.id());
@@ -638,7 +702,8 @@ impl Node {
         }
     }
 
-    /// The latest incarnation of the metadata group that one of its targets has belonged to, or the server itself.
+    /// The latest incarnation of the metadata group that one of its targets has belonged to, or the
+    /// server itself.
     fn incarnation(&self) -> Incarnation {
         let joined = self.group.joined.load(Ordering::Acquire);
         let known = self.identities().into_iter().map(|id| id.incarnation).chain([joined]);
@@ -648,17 +713,26 @@ impl Node {
     /// Of all targets, those that are out too if they are of this cluster.
     fn identities(&self) -> Vec<TargetIdentity> {
         let (serving, fs) = (self.targets(), self.fs());
-        let own = |id: &TargetIdentity| id.fs_uuid == [0; 16] || fs.is_none_or(|fs| fs == id.fs_uuid);
+        let own =
+            |id: &TargetIdentity| id.fs_uuid == [0; 16] || fs.is_none_or(|fs| fs == id.fs_uuid);
         let refused = self.refused_targets().into_iter().filter_map(|o| o.id()).filter(own);
         serving.iter().map(|t| t.engine.identity()).chain(refused).collect()
     }
 
-    /// Those that are out. Where one folder does not tell which target it is to have, and the cluster misses one of this server, it is that.
+    /// Those that are out. Where one folder does not tell which target it is to have, and the
+    /// cluster misses one of this server, it is that.
     fn refused(&self) -> Vec<pb::RefusedTarget> {
-        let (refused, map, node) = (self.refused_targets(), self.map.load(), self.id.load(Ordering::Acquire));
+        let (refused, map, node) =
+            (self.refused_targets(), self.map.load(), self.id.load(Ordering::Acquire));
         let known: BTreeSet<TargetId> = self.identities().iter().map(|id| id.target_id).collect();
-        let mut missing = map.map.targets.iter().filter(|t| t.node == node && !known.contains(&t.id)).map(|t| t.id);
-        let only = (missing.next(), missing.next(), refused.iter().filter(|o| o.id().is_none()).count());
+        let mut missing = map
+            .map
+            .targets
+            .iter()
+            .filter(|t| t.node == node && !known.contains(&t.id))
+            .map(|t| t.id);
+        let only =
+            (missing.next(), missing.next(), refused.iter().filter(|o| o.id().is_none()).count());
         let number = if let (Some(id), None, 1) = only { Some(id) } else { None };
         refused.iter().map(|o| o.status(number.filter(|_| o.id().is_none()))).collect()
     }
@@ -735,7 +809,10 @@ impl Node {
             }
             let lost = t.damage.counts().lost;
             if lost > 0 {
-                notices.push(format!("target {}: {lost} chunks have no good copy; see `strake scrub status`", t.id()));
+                notices.push(format!(
+                    "target {}: {lost} chunks have no good copy; see `strake scrub status`",
+                    t.id()
+                ));
             }
             let replicas = self.replicas.lock();
             let kept = |r: &&Arc<Replica>| r.id == t.id() && r.kept.load(Ordering::Relaxed) > 0;
@@ -749,7 +826,10 @@ impl Node {
             }
             drop(replicas);
             if !t.engine.device().direct() {
-                notices.push(format!("target {} runs without direct I/O: its file system refuses it", t.id()));
+                notices.push(format!(
+                    "target {} runs without direct I/O: its file system refuses it",
+                    t.id()
+                ));
             }
         }
         pb::StatusReply {

@@ -11,15 +11,17 @@ use strake_proto::{Code, Error, NodeId, Result, map::MapView, opcode, pb};
 const RECENT: Duration = Duration::from_secs(1);
 const CONNECT: Duration = Duration::from_secs(1);
 
-/// Keeps messages that wait for others apart from those they wait for, so that full windows cannot block in a circle:
-/// what goes to a replica with `n` replicas behind it travels on a connection of its own.
+/// Keeps messages that wait for others apart from those they wait for, so that full windows cannot
+/// block in a circle: what goes to a replica with `n` replicas behind it travels on a connection of
+/// its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Lane {
     Forward(u8),
     Flush(u8),
     /// Answered by the receiver alone.
     Other,
-    /// Answered by the receiver when it has looked, with the help of others by what is answered alone.
+    /// Answered by the receiver when it has looked, with the help of others by what is answered
+    /// alone.
     Vouch,
 }
 
@@ -70,9 +72,15 @@ impl Peers {
         result
     }
 
-    /// The connection of a lane, made if there is none. An attempt that fails is that of all who waited for it: one after the other, each with
-    /// its own, the last of many would hear after minutes that nobody answers there.
-    async fn connect(&self, map: &MapView, node: NodeId, lane: Lane) -> Result<Arc<dyn Connection>> {
+    /// The connection of a lane, made if there is none. An attempt that fails is that of all who
+    /// waited for it: one after the other, each with its own, the last of many would hear after
+    /// minutes that nobody answers there.
+    async fn connect(
+        &self,
+        map: &MapView,
+        node: NodeId,
+        lane: Lane,
+    ) -> Result<Arc<dyn Connection>> {
         let shared = self.conns.lock().entry((node, lane)).or_default().clone();
         let asked = self.env.boot();
         let mut slot = shared.lock().await;
@@ -91,8 +99,9 @@ impl Peers {
     }
 
     async fn connect_to(&self, map: &MapView, node: NodeId) -> Result<Arc<dyn Connection>> {
-        let n =
-            map.node(node).ok_or_else(|| Error::new(Code::Disconnected, format!("node {node} is not in the map")))?;
+        let n = map.node(node).ok_or_else(|| {
+            Error::new(Code::Disconnected, format!("node {node} is not in the map"))
+        })?;
         let mut last = Error::new(Code::Disconnected, format!("node {node} has no endpoint"));
         for at in self.fabric.ways(&n.endpoints)? {
             match connect(&*self.fabric, &at).await {
@@ -137,15 +146,25 @@ impl MdsLink {
         MdsLink { fabric, finder: LeaderFinder::new(configured), open: None }
     }
 
-    /// One attempt. After a failure the next attempt goes to the leader if the answer named it, else to the next server.
-    pub(super) async fn call(&mut self, map: &MapView, m: Message, timeout: Duration) -> Result<Message> {
+    /// One attempt. After a failure the next attempt goes to the leader if the answer named it,
+    /// else to the next server.
+    pub(super) async fn call(
+        &mut self,
+        map: &MapView,
+        m: Message,
+        timeout: Duration,
+    ) -> Result<Message> {
         self.finder.learn(map.mds());
         let (at, conn) = self.connection().await?;
         let result = conn.call(m, timeout).await;
         match &result {
             Ok(_) => self.finder.found(&at),
             Err(e) => match e.code {
-                Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Unauthenticated | Code::Protocol => {
+                Code::NotLeader
+                | Code::Disconnected
+                | Code::TimedOut
+                | Code::Unauthenticated
+                | Code::Protocol => {
                     self.open = None;
                     self.finder.failed(&at);
                     if e.code == Code::NotLeader && e.leader != 0 {
@@ -158,12 +177,16 @@ impl MdsLink {
         result
     }
 
-    /// Asks the leader next. That may be one that was taken in a moment ago: the map of whoever named it has its address.
+    /// Asks the leader next. That may be one that was taken in a moment ago: the map of whoever
+    /// named it has its address.
     async fn hint(&mut self, map: &MapView, named_by: &dyn Connection, leader: NodeId) {
         let address = |n: &pb::Node| n.endpoints.iter().find_map(|e| e.parse::<Endpoint>().ok());
         let mut at = map.node(leader).and_then(address);
         if at.is_none() {
-            let m = Message::new(opcode::MAP, pb::MapRequest { have: map.version(), latest: false }.encode_to_vec());
+            let m = Message::new(
+                opcode::MAP,
+                pb::MapRequest { have: map.version(), latest: false }.encode_to_vec(),
+            );
             let reply = named_by.call(m, Duration::from_secs(1)).await.ok();
             let newer = reply.and_then(|m| pb::MapReply::decode(m.body).ok()?.map);
             at = newer.and_then(|map| map.nodes.iter().find(|n| n.id == leader).and_then(address));
@@ -247,7 +270,11 @@ mod tests {
 
     #[async_trait]
     impl Fabric for Silence {
-        async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+        async fn connect(
+            &self,
+            to: &Endpoint,
+            _: Option<Arc<dyn Service>>,
+        ) -> Result<Arc<dyn Connection>> {
             self.attempts.fetch_add(1, Relaxed);
             match to {
                 Endpoint::Sim(1) => std::future::pending().await,
@@ -264,8 +291,14 @@ mod tests {
 
     fn peers() -> (Peers, Arc<Silence>, MapView) {
         let fabric = Arc::new(Silence { attempts: AtomicU64::default(), pool: Pool::new(1 << 20) });
-        let node = |id: u32| pb::Node { id, role: 2, endpoints: vec![format!("sim:{id}")], ..Default::default() };
-        let map = pb::ClusterMap { version: 1, nodes: vec![node(1), node(2)], ..Default::default() };
+        let node = |id: u32| pb::Node {
+            id,
+            role: 2,
+            endpoints: vec![format!("sim:{id}")],
+            ..Default::default()
+        };
+        let map =
+            pb::ClusterMap { version: 1, nodes: vec![node(1), node(2)], ..Default::default() };
         let env = Env::new(Arc::new(PausedClock(Instant::now())), [7; 32]);
         (Peers::new(env, fabric.clone()), fabric, MapView::new(map).unwrap())
     }
@@ -279,7 +312,11 @@ mod tests {
             for r in join_all((0..64).map(|_| call(1))).await {
                 assert_eq!(r.unwrap_err().code, Code::Disconnected);
             }
-            assert_eq!((began.elapsed(), fabric.attempts.load(Relaxed)), (CONNECT, round), "who asks later tries anew");
+            assert_eq!(
+                (began.elapsed(), fabric.attempts.load(Relaxed)),
+                (CONNECT, round),
+                "who asks later tries anew"
+            );
             assert_eq!(peers.unreachable(), [1]);
         }
     }

@@ -31,7 +31,8 @@ impl Places {
     pub(super) async fn of(&self, map: &MapView, chunk: ChunkId) -> Result<(String, u64)> {
         let many = |_| Error::new(Code::Overloaded, "too many are asked for at once");
         let _turn = self.turns.try_acquire().map_err(many)?;
-        let late = |_| Error::new(Code::TimedOut, format!("no metadata server answered in {PATIENCE:?}"));
+        let late =
+            |_| Error::new(Code::TimedOut, format!("no metadata server answered in {PATIENCE:?}"));
         tokio::time::timeout(PATIENCE, self.ask(map, chunk)).await.map_err(late)?
     }
 
@@ -52,8 +53,11 @@ impl Places {
 }
 
 fn read(m: Message) -> Result<(String, u64)> {
-    let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to a question for a path: {e}"));
-    let place = pb::PlacesReply::decode(m.body).map_err(bad)?.places.into_iter().next().unwrap_or_default();
+    let bad = |e: prost::DecodeError| {
+        Error::new(Code::Protocol, format!("answer to a question for a path: {e}"))
+    };
+    let place =
+        pb::PlacesReply::decode(m.body).map_err(bad)?.places.into_iter().next().unwrap_or_default();
     if place.path.is_empty() {
         return Err(Error::new(Code::NoEnt, "no file with a name has it"));
     }

@@ -1,14 +1,18 @@
-//! Targets that the server does not serve: not there, somebody else's, in use, or damaged when it opened them or since. The others serve;
-//! the cluster takes such a one for dead, and its chains go on without it.
+//! Targets that the server does not serve: not there, somebody else's, in use, or damaged when it
+//! opened them or since. The others serve; the cluster takes such a one for dead, and its chains go
+//! on without it.
 //!
-//! It is looked at again from time to time, and when an administrator asks for it, so that a disk that is put back is taken in without a
-//! restart. That never makes a target, unless it is asked for: an empty folder may be a disk that is not mounted.
+//! It is looked at again from time to time, and when an administrator asks for it, so that a disk
+//! that is put back is taken in without a restart. That never makes a target, unless it is asked
+//! for: an empty folder may be a disk that is not mounted.
 //!
-//! Where the device is whole and the chunk table is what is damaged, the target has lost its data and nothing else. It may come back
-//! with an empty table under the same identity, and be filled like any replica that was away, **once no chain counts on what it had**: the newest
-//! map, agreed on after its last life ended, says that it is dead and OFFLINE in each of its chains. From there only a fill leads back into
-//! sync (`docs/replication.md`, "Membership"), and there is none before it has come back. In sync, LASTSRV or in a chain in doubt it may be the
-//! last one to hold something, so it stays out until somebody sees to it.
+//! Where the device is whole and the chunk table is what is damaged, the target has lost its data
+//! and nothing else. It may come back with an empty table under the same identity, and be filled
+//! like any replica that was away, **once no chain counts on what it had**: the newest map, agreed
+//! on after its last life ended, says that it is dead and OFFLINE in each of its chains. From there
+//! only a fill leads back into sync (`docs/replication.md`, "Membership"), and there is none before
+//! it has come back. In sync, LASTSRV or in a chain in doubt it may be the last one to hold
+//! something, so it stays out until somebody sees to it.
 
 use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 
@@ -31,7 +35,8 @@ use crate::engine::{Damaged, Engine, Opened, Options, TargetIdentity};
 const LOOK: Duration = Duration::from_millis(500);
 /// Before what failed is tried again.
 const AGAIN: Duration = Duration::from_secs(30);
-/// Between two looks at a folder that lacks something, and at one that has it all and is refused: to open it costs a read of its table.
+/// Between two looks at a folder that lacks something, and at one that has it all and is refused:
+/// to open it costs a read of its table.
 const SOON: Duration = Duration::from_secs(5);
 const LATER: Duration = Duration::from_secs(60);
 const NEXT_STEP: &str = "see docs/operations.md, \"A target that is refused\"";
@@ -61,7 +66,10 @@ impl RefusedTarget {
             asked: Mutex::default(),
             news: Notify::new(),
         };
-        tracing::error!("a target is refused of service, the others go on: {}; {NEXT_STEP}", refused.why());
+        tracing::error!(
+            "a target is refused of service, the others go on: {}; {NEXT_STEP}",
+            refused.why()
+        );
         *refused.now.lock() = NEXT_STEP.into();
         Arc::new(refused)
     }
@@ -91,7 +99,8 @@ impl RefusedTarget {
 
     /// For the status. `number`: what it must be, where its folder does not tell.
     pub(super) fn status(&self, number: Option<u32>) -> pb::RefusedTarget {
-        let number = self.id().map(|id| id.target_id).filter(|id| *id != TARGET_UNASSIGNED).or(number);
+        let number =
+            self.id().map(|id| id.target_id).filter(|id| *id != TARGET_UNASSIGNED).or(number);
         pb::RefusedTarget {
             path: self.path.display().to_string(),
             target: number,
@@ -100,7 +109,8 @@ impl RefusedTarget {
         }
     }
 
-    /// An administrator wants it looked at now; what is missing is made, if its configuration says so.
+    /// An administrator wants it looked at now; what is missing is made, if its configuration says
+    /// so.
     pub(super) fn look_again(&self, as_configured: &TargetConfig) {
         *self.asked.lock() = Some(as_configured.clone());
         self.news.notify_one();
@@ -170,29 +180,41 @@ pub(super) fn unfit(map: &pb::ClusterMap, node: &str, of: &TargetIdentity) -> Op
         return (of.target_id != TARGET_UNASSIGNED).then(|| Error::new(Code::Inval, m()));
     };
     if of.target_id != TARGET_UNASSIGNED && of.target_id != have.id {
-        let m = format!("its superblock says target {}, the cluster knows it as {}", of.target_id, have.id);
+        let m = format!(
+            "its superblock says target {}, the cluster knows it as {}",
+            of.target_id, have.id
+        );
         return Some(Error::new(Code::Inval, m));
     }
-    let at = map.nodes.iter().find(|n| n.id == have.node).filter(|n| have.alive && n.name != node)?;
+    let at =
+        map.nodes.iter().find(|n| n.id == have.node).filter(|n| have.alive && n.name != node)?;
     let m = format!("target {} is alive on '{}'; stop it there first", have.id, at.name);
     Some(Error::new(Code::Busy, m))
 }
 
-/// Why something that a target had may still be needed; else it is out of sync wherever it was, and whatever it has worth nothing.
-/// `used`: the chains that it was ever given something of, `None`: that is not known. Of another one it is no loss, even as the last replica in sync.
-pub(super) fn needed(map: &MapView, of: &TargetIdentity, used: Option<&BTreeSet<ChainId>>) -> Option<String> {
+/// Why something that a target had may still be needed; else it is out of sync wherever it was, and
+/// whatever it has worth nothing. `used`: the chains that it was ever given something of, `None`:
+/// that is not known. Of another one it is no loss, even as the last replica in sync.
+pub(super) fn needed(
+    map: &MapView,
+    of: &TargetIdentity,
+    used: Option<&BTreeSet<ChainId>>,
+) -> Option<String> {
     let known = map.map.targets.iter().find(|t| t.uuid[..] == of.target_uuid);
     let Some(t) = known else {
         // It never had anything, or the cluster has taken it out.
         let new = of.target_id == TARGET_UNASSIGNED;
-        return (!new).then(|| format!("the cluster has no target {} any more; {NEXT_STEP}", of.target_id));
+        return (!new)
+            .then(|| format!("the cluster has no target {} any more; {NEXT_STEP}", of.target_id));
     };
     let joined = of.fs_uuid != [0; 16];
     if joined && map.map.fs_uuid[..] != of.fs_uuid || !follows(of, map.map.incarnation) {
         return Some("it belongs to another cluster".into());
     }
     if !map.map.doubts.is_empty() {
-        return Some("what is in sync is not known yet since the metadata servers were recovered".into());
+        return Some(
+            "what is in sync is not known yet since the metadata servers were recovered".into(),
+        );
     }
     if t.alive {
         return Some("its last lease is not over yet".into());
@@ -204,11 +226,14 @@ pub(super) fn needed(map: &MapView, of: &TargetIdentity, used: Option<&BTreeSet<
     };
     let counted = map.chains_of(t.id).filter(|c| !is_no_loss(c)).map(|c| c.id.to_string());
     let counted: Vec<String> = counted.collect();
-    let m = || format!("of chains {} it may be the last replica in sync; {NEXT_STEP}", counted.join(", "));
+    let m = || {
+        format!("of chains {} it may be the last replica in sync; {NEXT_STEP}", counted.join(", "))
+    };
     (!counted.is_empty()).then(m)
 }
 
-/// Has a target come back: as it is, when it is whole again, or empty, when nothing that it had is needed.
+/// Has a target come back: as it is, when it is whole again, or empty, when nothing that it had is
+/// needed.
 pub(super) async fn come_back(node: Arc<Node>, refused: Arc<RefusedTarget>) {
     loop {
         let damaged = match &*refused.what.lock() {
@@ -244,7 +269,8 @@ async fn register(node: &Node, refused: &RefusedTarget, engine: Arc<Engine>) -> 
 async fn whole(node: &Node, refused: &RefusedTarget) -> Option<(Arc<Engine>, bool)> {
     let lacks = matches!(&*refused.what.lock(), What::Refused(e) if matches!(e.code, Code::NoEnt | Code::Busy));
     let pause = if lacks { SOON } else { LATER };
-    *refused.now.lock() = format!("it is looked at again every {pause:?}, and at SIGHUP; {NEXT_STEP}");
+    *refused.now.lock() =
+        format!("it is looked at again every {pause:?}, and at SIGHUP; {NEXT_STEP}");
     if !refused.is_asked() {
         refused.nap(pause).await;
     }
@@ -264,7 +290,11 @@ async fn whole(node: &Node, refused: &RefusedTarget) -> Option<(Arc<Engine>, boo
 }
 
 /// Waits until nothing that it had is needed. `None`: it is to be looked at again instead.
-async fn emptied(node: &Node, refused: &RefusedTarget, damaged: &Arc<Damaged>) -> Option<(Arc<Engine>, bool)> {
+async fn emptied(
+    node: &Node,
+    refused: &RefusedTarget,
+    damaged: &Arc<Damaged>,
+) -> Option<(Arc<Engine>, bool)> {
     loop {
         refused.nap(LOOK).await;
         if refused.is_asked() {
@@ -292,7 +322,8 @@ async fn emptied(node: &Node, refused: &RefusedTarget, damaged: &Arc<Damaged>) -
     }
 }
 
-/// Before anybody hears of it, it knows durably what it is not: in sync. Metadata servers that are recovered from an older state ask for that.
+/// Before anybody hears of it, it knows durably what it is not: in sync. Metadata servers that are
+/// recovered from an older state ask for that.
 async fn empty(node: &Node, damaged: &Damaged) -> Result<Arc<Engine>> {
     let (engine, kept) = damaged.empty(node.pool.clone(), Options::default()).await?;
     let (id, kept) = (engine.identity().target_id, kept.display());
@@ -311,17 +342,26 @@ mod tests {
     use super::*;
 
     fn of() -> TargetIdentity {
-        TargetIdentity { fs_uuid: [1; 16], target_uuid: [2; 16], target_id: 2, node: "oss1".into(), incarnation: 0 }
+        TargetIdentity {
+            fs_uuid: [1; 16],
+            target_uuid: [2; 16],
+            target_id: 2,
+            node: "oss1".into(),
+            incarnation: 0,
+        }
     }
 
     /// Targets 1 and 2; chains of the two with these states of target 2.
     fn map(states: &[ReplicaState]) -> pb::ClusterMap {
         use ReplicaState::{ReplicaLastsrv, ReplicaServing};
-        let target = |id: u8| pb::Target { id: id.into(), uuid: vec![id; 16].into(), ..Default::default() };
+        let target =
+            |id: u8| pb::Target { id: id.into(), uuid: vec![id; 16].into(), ..Default::default() };
         let chain = |(id, state): (usize, &ReplicaState)| {
             let other = if *state == ReplicaLastsrv { ReplicaLastsrv } else { ReplicaServing };
-            let mut replicas =
-                vec![pb::Replica { target: 1, state: other as i32 }, pb::Replica { target: 2, state: *state as i32 }];
+            let mut replicas = vec![
+                pb::Replica { target: 1, state: other as i32 },
+                pb::Replica { target: 2, state: *state as i32 },
+            ];
             if *state == ReplicaServing {
                 replicas.reverse();
             }
@@ -349,7 +389,12 @@ mod tests {
             unfit(m, node, of).map(|e| (e.code, e.message)).unwrap_or((Code::Io, String::new()))
         };
         assert_eq!(said(&m, "oss1", &of()).1, "");
-        let new = TargetIdentity { fs_uuid: [0; 16], target_uuid: [9; 16], target_id: TARGET_UNASSIGNED, ..of() };
+        let new = TargetIdentity {
+            fs_uuid: [0; 16],
+            target_uuid: [9; 16],
+            target_id: TARGET_UNASSIGNED,
+            ..of()
+        };
         assert_eq!(said(&m, "oss1", &new).1, "");
         for (of, code, what) in [
             (TargetIdentity { fs_uuid: [7; 16], ..of() }, Code::Inval, "another cluster"),
@@ -362,7 +407,10 @@ mod tests {
             assert!(unfit(&pb::ClusterMap::default(), "oss1", &of).is_none());
         }
         let elsewhere = said(&m, "oss2", &of());
-        assert!(elsewhere.0 == Code::Busy && elsewhere.1.contains("alive on 'oss1'"), "{elsewhere:?}");
+        assert!(
+            elsewhere.0 == Code::Busy && elsewhere.1.contains("alive on 'oss1'"),
+            "{elsewhere:?}"
+        );
         m.targets[1].alive = false;
         assert_eq!(said(&m, "oss2", &of()).1, "", "it moves");
         let later = TargetIdentity { incarnation: 7 << 48, target_uuid: [9; 16], ..of() };
@@ -379,7 +427,10 @@ mod tests {
         assert_eq!(why(&[ReplicaOffline, ReplicaLastsrv], &[0]), "");
         assert!(why(&[ReplicaOffline, ReplicaLastsrv], &[1]).contains("chains 1 "));
         for state in [ReplicaServing, ReplicaSyncing, ReplicaWaiting] {
-            assert!(why(&[state], &[]).contains("chains 0 "), "{state:?}: the map is to say that it is out");
+            assert!(
+                why(&[state], &[]).contains("chains 0 "),
+                "{state:?}: the map is to say that it is out"
+            );
         }
     }
 
@@ -403,8 +454,10 @@ mod tests {
         assert!(why(gone.clone(), &of()).contains("no target 2 any more"));
         let new = TargetIdentity { fs_uuid: [0; 16], target_id: TARGET_UNASSIGNED, ..of() };
         assert_eq!(why(gone, &new), "", "it was never in a cluster");
-        let (elsewhere, later) =
-            (TargetIdentity { fs_uuid: [7; 16], ..of() }, TargetIdentity { incarnation: 7 << 48, ..of() });
+        let (elsewhere, later) = (
+            TargetIdentity { fs_uuid: [7; 16], ..of() },
+            TargetIdentity { incarnation: 7 << 48, ..of() },
+        );
         for of in [elsewhere, later] {
             assert!(why(map(&[ReplicaOffline]), &of).contains("another cluster"));
         }

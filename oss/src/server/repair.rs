@@ -1,5 +1,5 @@
-//! Repair of a damaged chunk from other in-sync replicas. Only the bytes that are damaged here are fetched, so that copies which
-//! are damaged in different places heal each other.
+//! Repair of a damaged chunk from other in-sync replicas. Only the bytes that are damaged here are
+//! fetched, so that copies which are damaged in different places heal each other.
 
 use std::{iter, ops::Range, sync::Arc};
 
@@ -49,22 +49,25 @@ impl From<Error> for Unrepaired {
 }
 
 impl Replica {
-    /// Repairs a chunk when nothing is in flight for it, for a reader of this part. What is known to be lost is not looked for
-    /// again in the same epoch, unless a member that is out of service may have it.
+    /// Repairs a chunk when nothing is in flight for it, for a reader of this part. What is known
+    /// to be lost is not looked for again in the same epoch, unless a member that is out of service
+    /// may have it.
     pub(super) async fn repair(self: &Arc<Self>, chunk: ChunkId, part: Range<u32>) -> Result<()> {
         let lost = self.target.damage.lost_in(&self.key(chunk), self.view().epoch, &part);
         match lost.filter(|_| !self.may_be_found(chunk)) {
             Some(cause) => Err(Error::new(Code::Corrupt, cause)),
             None => self.try_mend(chunk, None).await.map_err(|u| match u.unasked {
-                // Somebody may have it good and did not answer. It will, or is not counted on any more.
+                // Somebody may have it good and did not answer. It will, or is not counted on any
+                // more.
                 true => Error::new(Code::NotServing, u.cause.message),
                 false => u.cause,
             }),
         }
     }
 
-    /// An update builds on the chunk's header: if that is damaged it is repaired first. `prev`: the version that the update
-    /// builds on, where its sender says so. What goes wrong is left to the update to say.
+    /// An update builds on the chunk's header: if that is damaged it is repaired first. `prev`: the
+    /// version that the update builds on, where its sender says so. What goes wrong is left to the
+    /// update to say.
     pub(super) async fn prepare(self: &Arc<Self>, chunk: ChunkId, prev: Option<Version>) {
         let (key, whole) = (self.key(chunk), 0..MAX_CHUNK as u32);
         let headless = matches!(self.engine().meta(&key), Err(e) if e.code == Code::Corrupt);
@@ -73,18 +76,28 @@ impl Replica {
         }
     }
 
-    /// As [`Replica::repair`], whatever is known. `version`: of the chunk, should its header not tell.
-    pub(super) async fn mend(self: &Arc<Self>, chunk: ChunkId, version: Option<Version>) -> Result<()> {
+    /// As [`Replica::repair`], whatever is known. `version`: of the chunk, should its header not
+    /// tell.
+    pub(super) async fn mend(
+        self: &Arc<Self>,
+        chunk: ChunkId,
+        version: Option<Version>,
+    ) -> Result<()> {
         self.try_mend(chunk, version).await.map_err(|u| u.cause)
     }
 
-    async fn try_mend(self: &Arc<Self>, chunk: ChunkId, version: Option<Version>) -> Result<(), Unrepaired> {
+    async fn try_mend(
+        self: &Arc<Self>,
+        chunk: ChunkId,
+        version: Option<Version>,
+    ) -> Result<(), Unrepaired> {
         let epoch = self.view().epoch;
         let _hold = self.hold(chunk, epoch).await?;
         self.repair_as(chunk, version).await
     }
 
-    /// Repairs the committed chunk, whose slot the caller occupies, and reports it. `Corrupt` if that is not possible now.
+    /// Repairs the committed chunk, whose slot the caller occupies, and reports it. `Corrupt` if
+    /// that is not possible now.
     pub(super) async fn repair_held(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
         self.repair_as(chunk, None).await.map_err(|u| u.cause)
     }
@@ -132,14 +145,16 @@ impl Replica {
         }
     }
 
-    /// What a client is told of bytes that no replica in sync has good. While a replica is away that may have them it waits for that one, as
-    /// it waits for a chain of which none is there.
+    /// What a client is told of bytes that no replica in sync has good. While a replica is away
+    /// that may have them it waits for that one, as it waits for a chain of which none is there.
     pub(super) fn told_damaged(&self, chunk: ChunkId, e: Error) -> Error {
         if e.code != Code::Corrupt {
             return e;
         }
-        // Who is being filled is not given a chunk without a header, so it is not in sync, and no help, before that is repaired.
-        let headless = matches!(self.engine().meta(&self.key(chunk)), Err(e) if e.code == Code::Corrupt);
+        // Who is being filled is not given a chunk without a header, so it is not in sync, and no
+        // help, before that is repaired.
+        let headless =
+            matches!(self.engine().meta(&self.key(chunk)), Err(e) if e.code == Code::Corrupt);
         let may_help = |r: &pb::Replica| match r.state() {
             ReplicaState::ReplicaServing => false,
             ReplicaState::ReplicaSyncing => !headless,
@@ -147,30 +162,35 @@ impl Replica {
         };
         let map = self.node.map.load();
         match map.chain(self.chain).filter(|c| !c.lost && c.replicas.iter().any(may_help)) {
-            Some(_) => {
-                Error::new(Code::NotServing, format!("no good copy is there, and a replica is away ({})", e.message))
-            }
+            Some(_) => Error::new(
+                Code::NotServing,
+                format!("no good copy is there, and a replica is away ({})", e.message),
+            ),
             None => e,
         }
     }
 
-    /// What a chunk that this target is given lacks: the target it came from had no good copy to give.
+    /// What a chunk that this target is given lacks: the target it came from had no good copy to
+    /// give.
     pub(super) fn report_given(&self, r: &DataRequest) {
         let key = self.key(r.chunk);
         if r.damaged.is_empty() {
             return self.target.damage.whole(&key);
         }
         let left = r.damaged.clone();
-        let look = Look { version: r.version, len: r.len, damaged: left.clone(), ..Look::default() };
+        let look =
+            Look { version: r.version, len: r.len, damaged: left.clone(), ..Look::default() };
         let cause = format!("chunk {} had no good copy when this target was filled", r.chunk);
-        let outcome = Outcome::Still(Still { epoch: r.epoch, version: r.version, lost: true, left, cause });
+        let outcome =
+            Outcome::Still(Still { epoch: r.epoch, version: r.version, lost: true, left, cause });
         if self.target.damage.report(key, &look, &outcome, self.node.env.unix_ms()) {
             self.say(r.chunk, &look, &outcome);
         }
     }
 
-    /// The chunk table itself cannot be read in places: no copy of a chunk mends that. The target leaves its chains if all of them
-    /// go on without it, and comes back empty where it is damage (`refused_targets.rs`); else it serves what it can.
+    /// The chunk table itself cannot be read in places: no copy of a chunk mends that. The target
+    /// leaves its chains if all of them go on without it, and comes back empty where it is damage
+    /// (`refused_targets.rs`); else it serves what it can.
     pub(super) fn cannot_look(&self, e: &Error) {
         if matches!(e.code, Code::Corrupt | Code::Io) && !self.node.is_last(self.id) {
             self.target.cannot_be_read(e);
@@ -196,7 +216,9 @@ impl Replica {
                     format!("{} of the chunk", place(&look, 0)),
                 ),
             };
-            let what = format!("{file}: {at}, chunk {chunk} of chain {chain}, damaged on target {here}, {then}");
+            let what = format!(
+                "{file}: {at}, chunk {chunk} of chain {chain}, damaged on target {here}, {then}"
+            );
             if is_lost {
                 tracing::error!("{what}");
             } else {
@@ -205,8 +227,14 @@ impl Replica {
         });
     }
 
-    /// What is damaged from elsewhere, the rest from here. What has a good copy is repaired even if other parts have none.
-    async fn patch(self: &Arc<Self>, view: &View, chunk: ChunkId, look: &Look) -> Result<TargetId, Unrepaired> {
+    /// What is damaged from elsewhere, the rest from here. What has a good copy is repaired even if
+    /// other parts have none.
+    async fn patch(
+        self: &Arc<Self>,
+        view: &View,
+        chunk: ChunkId,
+        look: &Look,
+    ) -> Result<TargetId, Unrepaired> {
         let key = self.key(chunk);
         let meta = self.engine().meta(&key)?.unwrap_or_default();
         let (mut good, failed) = self.gather(view, chunk, meta.version, look).await;
@@ -214,7 +242,8 @@ impl Replica {
             for p in good {
                 let update = Update::Write { offset: p.at.start, data: p.data, sums: p.sums };
                 if let Err(e) = self.put_in(chunk, update, meta.version, Vec::new()).await {
-                    (failed.lost, failed.busy, failed.cause) = (false, failed.busy || e.code == Code::Busy, e);
+                    (failed.lost, failed.busy, failed.cause) =
+                        (false, failed.busy || e.code == Code::Busy, e);
                     failed.left.push(p.at);
                 }
             }
@@ -239,7 +268,8 @@ impl Replica {
         Ok(source)
     }
 
-    /// What others have of what is damaged: those in sync, else those that are not. And why some of it is missing.
+    /// What others have of what is damaged: those in sync, else those that are not. And why some of
+    /// it is missing.
     async fn gather(
         self: &Arc<Self>,
         view: &View,
@@ -266,7 +296,12 @@ impl Replica {
             if let Some(cause) = found.unasked {
                 (e.lost, e.unasked, e.cause) = (false, true, cause);
             }
-            let f = failed.get_or_insert(Unrepaired { lost: true, unasked: false, left: Vec::new(), ..e });
+            let f = failed.get_or_insert(Unrepaired {
+                lost: true,
+                unasked: false,
+                left: Vec::new(),
+                ..e
+            });
             (f.lost, f.unasked) = (f.lost && e.lost, f.unasked || e.unasked);
             f.left.extend(found.left);
         }
@@ -282,20 +317,23 @@ impl Replica {
         sums: &mut Vec<u32>,
     ) -> Result<()> {
         if part.start < part.end {
-            let own = self.engine().read(&self.key(chunk), part.start, part.end - part.start).await?;
+            let own =
+                self.engine().read(&self.key(chunk), part.start, part.end - part.start).await?;
             data.extend(own.data);
             sums.extend(own.sums);
         }
         Ok(())
     }
 
-    /// What an update leaves, from the successor that has committed it, in sync or being filled: no copy may be left of the damaged bytes that
-    /// the update builds on here.
+    /// What an update leaves, from the successor that has committed it, in sync or being filled: no
+    /// copy may be left of the damaged bytes that the update builds on here.
     pub(super) async fn take_over(&self, op: OpId, chunk: ChunkId) -> Option<Staged> {
         let (view, version) = (self.view(), self.version_of(op)?);
         let whole = 0..MAX_CHUNK as u32;
         let (r, data) = match view.successor? {
-            (to, ReplicaState::ReplicaServing) => self.fetch(to, view.epoch, chunk, whole, true).await.ok()?,
+            (to, ReplicaState::ReplicaServing) => {
+                self.fetch(to, view.epoch, chunk, whole, true).await.ok()?
+            }
             (to, _) => self.copy_of(to, chunk, whole).await.ok()?,
         };
         if r.version != version {
@@ -304,24 +342,33 @@ impl Replica {
         self.engine().stage(self.key(chunk), Update::Rewrite { data, sums: r.sums }).await.ok()
     }
 
-    /// A chunk whose header is damaged: all of it, at this version; if that is not known, from a replica where nothing is in flight
-    /// for it.
+    /// A chunk whose header is damaged: all of it, at this version; if that is not known, from a
+    /// replica where nothing is in flight for it.
     async fn replace(
         self: &Arc<Self>,
         view: &View,
         chunk: ChunkId,
         known: Option<Version>,
     ) -> Result<TargetId, Unrepaired> {
-        let (whole, fits) = (0..MAX_CHUNK as u32, |r: &DataReply| known.is_none_or(|v| v == r.version));
-        let (from, reply, data) = self.ask_others(view, chunk, whole, known.is_some(), fits).await?;
+        let (whole, fits) =
+            (0..MAX_CHUNK as u32, |r: &DataReply| known.is_none_or(|v| v == r.version));
+        let (from, reply, data) =
+            self.ask_others(view, chunk, whole, known.is_some(), fits).await?;
         let entry = self.list_of(from, view.epoch, chunk, 1, LIST_ONE).await?.into_iter().next();
-        let (version, tombstone) = entry.map_or((Version::default(), true), |e| (e.version, e.tombstone));
+        let (version, tombstone) =
+            entry.map_or((Version::default(), true), |e| (e.version, e.tombstone));
         if version != reply.version {
             let m = format!("chunk {chunk} changed on target {from} while it was fetched");
             return Err(Error::new(Code::NotServing, m).into());
         }
         let (data, sums) = if tombstone { (Vec::new(), Vec::new()) } else { (data, reply.sums) };
-        self.put_in(chunk, Update::Replace { data, sums, tombstone, damaged: Vec::new() }, version, Vec::new()).await?;
+        self.put_in(
+            chunk,
+            Update::Replace { data, sums, tombstone, damaged: Vec::new() },
+            version,
+            Vec::new(),
+        )
+        .await?;
         Ok(from)
     }
 
@@ -337,7 +384,8 @@ impl Replica {
         self.ask_others(view, chunk, part, true, |r| r.version == version && r.len == len).await
     }
 
-    /// The first answer of another in-sync replica that fits. `even_dirty`: the caller knows which version it wants.
+    /// The first answer of another in-sync replica that fits. `even_dirty`: the caller knows which
+    /// version it wants.
     async fn ask_others(
         &self,
         view: &View,
@@ -346,18 +394,26 @@ impl Replica {
         even_dirty: bool,
         fits: impl Fn(&DataReply) -> bool,
     ) -> Result<(TargetId, DataReply, Vec<Buf>), Unrepaired> {
-        let none =
-            Error::new(Code::Corrupt, format!("chunk {chunk} of chain {} has no other copy in sync", self.chain));
-        let mut failed = Unrepaired { lost: true, unasked: false, busy: false, left: Vec::new(), cause: none };
+        let none = Error::new(
+            Code::Corrupt,
+            format!("chunk {chunk} of chain {} has no other copy in sync", self.chain),
+        );
+        let mut failed =
+            Unrepaired { lost: true, unasked: false, busy: false, left: Vec::new(), cause: none };
         for to in view.serving.iter().copied().filter(|t| *t != self.id) {
             let e = match self.fetch(to, view.epoch, chunk, part.clone(), even_dirty).await {
                 Ok((r, data)) if fits(&r) => return Ok((to, r, data)),
-                Ok(_) => Error::new(Code::VersionGap, format!("target {to} has another version of it")),
-                // That its device fails is that target's trouble.
-                Err(e) if e.code == Code::Io => {
-                    Error::new(Code::NotServing, format!("chunk {chunk} is damaged and target {to} fails ({e})"))
+                Ok(_) => {
+                    Error::new(Code::VersionGap, format!("target {to} has another version of it"))
                 }
-                Err(e) => e.context(format!("chunk {chunk} is damaged and target {to} could not help")),
+                // That its device fails is that target's trouble.
+                Err(e) if e.code == Code::Io => Error::new(
+                    Code::NotServing,
+                    format!("chunk {chunk} is damaged and target {to} fails ({e})"),
+                ),
+                Err(e) => {
+                    e.context(format!("chunk {chunk} is damaged and target {to} could not help"))
+                }
             };
             failed.lost &= e.code == Code::Corrupt;
             failed.unasked |= e.is_retryable();
@@ -380,7 +436,13 @@ impl Replica {
         self.call(to, Lane::Other, Message::new(opcode::READ, r.encode())).await
     }
 
-    async fn put_in(&self, chunk: ChunkId, update: Update, version: Version, writers: Vec<Writer>) -> Result<()> {
+    async fn put_in(
+        &self,
+        chunk: ChunkId,
+        update: Update,
+        version: Version,
+        writers: Vec<Writer>,
+    ) -> Result<()> {
         let staged = self.engine().stage(self.key(chunk), update).await?;
         self.engine().commit(staged, version, writers).map(drop)
     }
@@ -398,7 +460,12 @@ fn place(look: &Look, start: u64) -> String {
         [] => "its record".into(),
         [one] => format!("bytes {} to {}", at(one.start), at(one.end)),
         [first, .., last] => {
-            format!("{} places in bytes {} to {}", look.damaged.len(), at(first.start), at(last.end))
+            format!(
+                "{} places in bytes {} to {}",
+                look.damaged.len(),
+                at(first.start),
+                at(last.end)
+            )
         }
     }
 }
@@ -406,7 +473,9 @@ fn place(look: &Look, start: u64) -> String {
 /// What is to be fetched: what is damaged, in so many parts at most.
 fn parts_of(look: &Look) -> Vec<Range<u32>> {
     match &look.damaged[..] {
-        [first, .., last] if look.damaged.len() > MAX_PARTS => iter::once(first.start..last.end).collect(),
+        [first, .., last] if look.damaged.len() > MAX_PARTS => {
+            iter::once(first.start..last.end).collect()
+        }
         parts => parts.to_vec(),
     }
 }

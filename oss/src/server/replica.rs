@@ -14,7 +14,10 @@ use parking_lot::Mutex;
 use strake_fabric::{Buf, Message};
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Result, SessionId, TargetId,
-    data::{DataReply, DataRequest, FLAG_GRANTED, FLAG_REPLAY, FLAG_TOMBSTONE, Kind, Stamp, Version, Writer},
+    data::{
+        DataReply, DataRequest, FLAG_GRANTED, FLAG_REPLAY, FLAG_TOMBSTONE, Kind, Stamp, Version,
+        Writer,
+    },
     opcode,
 };
 use tokio::sync::oneshot;
@@ -28,7 +31,10 @@ use super::{
     trim::{Cuts, Forget},
 };
 use crate::{
-    chain::{ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What, rows::Event, slot::Refusal},
+    chain::{
+        ChainCore, Committed, Input, Local, Op, OpId, Outcome, Output, View, What, rows::Event,
+        slot::Refusal,
+    },
     engine::{Engine, Key, Staged, Update},
 };
 
@@ -51,7 +57,8 @@ struct Running {
 }
 
 impl Running {
-    /// Whether an update comes so late that its sender may have told its failure, and others may have written since.
+    /// Whether an update comes so late that its sender may have told its failure, and others may
+    /// have written since.
     fn is_over(&self, node: &Node) -> bool {
         let heard = self.carried.as_ref().map_or(0, |c| c.request.heard);
         heard != 0 && node.clock().is_some_and(|clock| clock.is_over(heard))
@@ -92,7 +99,8 @@ impl Local for Store<'_> {
 
     fn commit(&mut self, op: OpId, version: Version, writer: Writer) -> Result<()> {
         let staged = self.ops.get_mut(&op).and_then(|o| o.staged.take());
-        let staged = staged.ok_or_else(|| Error::new(Code::Io, "an update to be committed was not staged"))?;
+        let staged = staged
+            .ok_or_else(|| Error::new(Code::Io, "an update to be committed was not staged"))?;
         self.engine.commit(staged, version, vec![writer]).map(drop)
     }
 }
@@ -118,7 +126,8 @@ pub(super) fn update_of(c: &Carried) -> Result<Update> {
         Kind::Truncate => Update::Truncate { len: r.offset },
         Kind::Remove => Update::Remove,
         Kind::Replace => {
-            let (sums, tombstone, damaged) = (r.sums.clone(), r.flags & FLAG_TOMBSTONE != 0, r.damaged.clone());
+            let (sums, tombstone, damaged) =
+                (r.sums.clone(), r.flags & FLAG_TOMBSTONE != 0, r.damaged.clone());
             Update::Replace { data: data(), sums, tombstone, damaged }
         }
         Kind::None => return Err(Error::new(Code::Inval, "an update that updates nothing")),
@@ -257,7 +266,8 @@ impl Replica {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             let Inner { core, ops } = inner;
-            let out = core.handle(input, &mut Store { engine: &self.target.engine, chain: self.chain, ops });
+            let out = core
+                .handle(input, &mut Store { engine: &self.target.engine, chain: self.chain, ops });
             for o in out {
                 self.carry_out(inner, o, &mut inputs);
             }
@@ -362,17 +372,21 @@ impl Replica {
         self.run(&mut inner, Input::Staged { op, result });
     }
 
-    /// What is said of an update that could not be stored. A device that failed takes its target out of the chain, and where others are in sync
-    /// they make the update: whoever sent it comes again.
+    /// What is said of an update that could not be stored. A device that failed takes its target
+    /// out of the chain, and where others are in sync they make the update: whoever sent it comes
+    /// again.
     fn told(&self, e: Error, view: &View) -> Error {
         if e.code != Code::Io || view.serving.iter().all(|t| *t == self.id) {
             return e;
         }
-        Error::new(Code::NotServing, format!("target {} has failed and leaves chain {} ({e})", self.id, self.chain))
+        Error::new(
+            Code::NotServing,
+            format!("target {} has failed and leaves chain {} ({e})", self.id, self.chain),
+        )
     }
 
-    /// Makes a staged removal visible, unless the epoch is over. Then the target may be a replica again, and what it lists must not
-    /// change without its chain.
+    /// Makes a staged removal visible, unless the epoch is over. Then the target may be a replica
+    /// again, and what it lists must not change without its chain.
     pub(super) fn forget_staged(&self, staged: Staged, epoch: u64) -> Result<()> {
         let inner = self.inner.lock();
         match inner.core.view() {
@@ -399,10 +413,18 @@ impl Replica {
     // --- to other replicas
 
     /// Calls the oss of a target of this chain.
-    pub(super) async fn call(&self, to: TargetId, lane: Lane, m: Message) -> Result<(DataReply, Vec<Buf>)> {
+    pub(super) async fn call(
+        &self,
+        to: TargetId,
+        lane: Lane,
+        m: Message,
+    ) -> Result<(DataReply, Vec<Buf>)> {
         let map = self.node.map.load_full();
         let target = map.target(to).ok_or_else(|| {
-            Error::new(Code::NotServing, format!("target {to} of chain {} is not in the map", self.chain))
+            Error::new(
+                Code::NotServing,
+                format!("target {to} of chain {} is not in the map", self.chain),
+            )
         })?;
         let timeout = Duration::from_millis(self.node.cfg.peer_timeout_ms);
         let reply = self.node.peers.call(&map, target.node, lane, m, timeout).await?;
@@ -446,14 +468,20 @@ impl Replica {
         self.call(to, Lane::Forward(self.behind(to)), m).await.map(|(r, _)| r.stamps)
     }
 
-    /// Flushes this replica and all behind it, the SYNCING one too: it may have become in sync in a newer epoch, and must
-    /// then hold what is called stable in this one. Their stamps, this one's first.
+    /// Flushes this replica and all behind it, the SYNCING one too: it may have become in sync in a
+    /// newer epoch, and must then hold what is called stable in this one. Their stamps, this one's
+    /// first.
     pub(super) async fn flush_chain(&self, epoch: u64) -> Result<Vec<Stamp>> {
         self.flush_all(epoch, None).await.map(|(stamps, _)| stamps)
     }
 
-    /// As [`Replica::flush_chain`]. With `forget`, those behind forget then; where they have to go on.
-    pub(super) async fn flush_all(&self, epoch: u64, forget: Option<Forget>) -> Result<(Vec<Stamp>, Option<u64>)> {
+    /// As [`Replica::flush_chain`]. With `forget`, those behind forget then; where they have to go
+    /// on.
+    pub(super) async fn flush_all(
+        &self,
+        epoch: u64,
+        forget: Option<Forget>,
+    ) -> Result<(Vec<Stamp>, Option<u64>)> {
         self.check_member(epoch)?;
         let next = self.view().successor.map(|(t, _)| t);
         let behind = async {
@@ -520,7 +548,8 @@ impl Replica {
         let mut prev = prev.version;
         self.prepare(r.chunk, Some(prev)).await;
         if r.kind == Kind::Remove && r.session == 0 && r.flags & FLAG_TOMBSTONE != 0 {
-            // Whatever is here of data that is gone for good goes, also what only this replica has, or has not.
+            // Whatever is here of data that is gone for good goes, also what only this replica has,
+            // or has not.
             prev = self.engine().meta(&self.key(r.chunk))?.map(|m| m.version).unwrap_or_default();
         }
         let what = What::Forward { session: r.session, seq: r.seq, version, prev };
@@ -533,7 +562,11 @@ impl Replica {
     }
 
     /// An update as it arrives from a client, or from the mds (session 0).
-    pub(super) async fn update(self: &Arc<Self>, carried: Carried, stable: bool) -> Result<DataReply> {
+    pub(super) async fn update(
+        self: &Arc<Self>,
+        carried: Carried,
+        stable: bool,
+    ) -> Result<DataReply> {
         let r = &carried.request;
         let epoch = r.epoch;
         let replay = (r.flags & FLAG_REPLAY != 0).then_some(r.version);
@@ -543,20 +576,28 @@ impl Replica {
     }
 
     async fn answer(&self, outcome: Outcome, epoch: u64, stable: bool) -> Result<DataReply> {
-        let reply = |version, stable, stamps| DataReply { stable, version, epoch, stamps, ..DataReply::default() };
+        let reply = |version, stable, stamps| DataReply {
+            stable,
+            version,
+            epoch,
+            stamps,
+            ..DataReply::default()
+        };
         Ok(match outcome {
             Outcome::Applied { version, stamps } if !stable => reply(version, false, stamps),
             Outcome::Applied { version, .. } | Outcome::Known { version } => {
                 let epoch = self.view().epoch;
                 reply(version, true, self.flush_chain(epoch).await?)
             }
-            Outcome::Granted => return Err(Error::new(Code::Io, "an update was answered as a hold")),
+            Outcome::Granted => {
+                return Err(Error::new(Code::Io, "an update was answered as a hold"));
+            }
             Outcome::Refused(e) => return Err(e),
         })
     }
 
-    /// `left`: in this epoch the target is no replica of the chain any more; and whether that has all the replicas that it shall have, in
-    /// sync.
+    /// `left`: in this epoch the target is no replica of the chain any more; and whether that has
+    /// all the replicas that it shall have, in sync.
     pub(super) fn take_view(self: &Arc<Self>, view: View, left: Option<bool>) {
         let epoch = view.epoch;
         let before = self.view().epoch;
@@ -586,7 +627,9 @@ impl Replica {
     pub(super) fn has_synced(&self) -> bool {
         let inner = self.inner.lock();
         let v = inner.core.view();
-        let filled = v.tail && v.syncing_successor().is_some() && self.synced.load(Ordering::Acquire) == v.epoch;
+        let filled = v.tail
+            && v.syncing_successor().is_some()
+            && self.synced.load(Ordering::Acquire) == v.epoch;
         filled && !inner.core.owes_shown()
     }
 }

@@ -50,7 +50,8 @@ pub(super) fn was_removed(chunk: ChunkId) -> Error {
 
 /// A tombstone of version 0 stands for no record at all.
 fn same(a: Option<&ListEntry>, b: Option<&ListEntry>) -> bool {
-    let state = |e: Option<&ListEntry>| e.map_or((Version::default(), true), |e| (e.version, e.tombstone));
+    let state =
+        |e: Option<&ListEntry>| e.map_or((Version::default(), true), |e| (e.version, e.tombstone));
     state(a) == state(b)
 }
 
@@ -61,7 +62,10 @@ impl Replica {
         while self.goes_on(epoch) {
             match self.pass(to, epoch).await {
                 Ok(pushed) => {
-                    tracing::info!("chain {}: target {to} is filled ({pushed} chunks sent), epoch {epoch}", self.chain);
+                    tracing::info!(
+                        "chain {}: target {to} is filled ({pushed} chunks sent), epoch {epoch}",
+                        self.chain
+                    );
                     // The fill of a former epoch may end after this one's.
                     self.synced.fetch_max(epoch, Ordering::AcqRel);
                     self.node.kick.notify_one();
@@ -73,7 +77,10 @@ impl Replica {
                 }
                 Err(e) => {
                     if self.goes_on(epoch) {
-                        tracing::warn!("chain {}: filling target {to} is interrupted: {e}", self.chain);
+                        tracing::warn!(
+                            "chain {}: filling target {to} is interrupted: {e}",
+                            self.chain
+                        );
                     }
                     self.node.kick.notify_one();
                     tokio::time::sleep(pause).await;
@@ -83,29 +90,39 @@ impl Replica {
         }
     }
 
-    /// Compares both lists page by page, pushes what differs, flushes the successor. A chunk that cannot be read here keeps no
-    /// other one from being sent; it is told (`Corrupt`) at the end. How many were sent.
+    /// Compares both lists page by page, pushes what differs, flushes the successor. A chunk that
+    /// cannot be read here keeps no other one from being sent; it is told (`Corrupt`) at the end.
+    /// How many were sent.
     async fn pass(self: &Arc<Self>, to: TargetId, epoch: u64) -> Result<usize> {
         let (mut after, mut pushed) = (FIRST, 0);
         let (mut unread, mut first) = (0, None);
         loop {
-            let ours = self.engine().list(self.chain, (after != FIRST).then_some(after), PAGE as usize)?;
+            let ours =
+                self.engine().list(self.chain, (after != FIRST).then_some(after), PAGE as usize)?;
             let theirs = self.list_of(to, epoch, after, PAGE, 0).await?;
             if !ListEntry::in_order(&theirs, (after != FIRST).then_some(after)) {
-                return Err(Error::new(Code::Protocol, format!("target {to} lists its chunks out of order")));
+                return Err(Error::new(
+                    Code::Protocol,
+                    format!("target {to} lists its chunks out of order"),
+                ));
             }
-            // Beyond the end of a full page there may be more on that side: compare up to the nearer end.
-            let full = |l: &[ListEntry]| (l.len() >= PAGE as usize).then(|| l.last().map(|e| e.chunk)).flatten();
+            // Beyond the end of a full page there may be more on that side: compare up to the
+            // nearer end.
+            let full = |l: &[ListEntry]| {
+                (l.len() >= PAGE as usize).then(|| l.last().map(|e| e.chunk)).flatten()
+            };
             let end = [full(&ours), full(&theirs)].into_iter().flatten().min();
             let within = |e: &&ListEntry| end.is_none_or(|end| e.chunk <= end);
-            let mut both: BTreeMap<ChunkId, (Option<&ListEntry>, Option<&ListEntry>)> = BTreeMap::new();
+            let mut both: BTreeMap<ChunkId, (Option<&ListEntry>, Option<&ListEntry>)> =
+                BTreeMap::new();
             for e in ours.iter().filter(within) {
                 both.entry(e.chunk).or_default().0 = Some(e);
             }
             for e in theirs.iter().filter(within) {
                 both.entry(e.chunk).or_default().1 = Some(e);
             }
-            let differing: Vec<ChunkId> = both.iter().filter(|(_, (a, b))| !same(*a, *b)).map(|(c, _)| *c).collect();
+            let differing: Vec<ChunkId> =
+                both.iter().filter(|(_, (a, b))| !same(*a, *b)).map(|(c, _)| *c).collect();
             let mut pushes = stream::iter(differing)
                 .map(|chunk| self.push_held(to, epoch, chunk))
                 .buffer_unordered(self.node.cfg.sync_parallel);
@@ -128,9 +145,12 @@ impl Replica {
         }
         self.flush_successor(to, epoch).await?;
         if let Some(e) = first {
-            return Err(e.context(format_args!("{unread} chunks cannot be sent, {pushed} others were")));
+            return Err(
+                e.context(format_args!("{unread} chunks cannot be sent, {pushed} others were"))
+            );
         }
-        // That the successor may come into sync from here on must not be forgotten by those who know it.
+        // That the successor may come into sync from here on must not be forgotten by those who
+        // know it.
         self.engine().sync_chain_views().await?;
         Ok(pushed)
     }
@@ -144,7 +164,8 @@ impl Replica {
         mode: u32,
     ) -> Result<Vec<ListEntry>> {
         let r = DataRequest { len, offset: mode, ..DataRequest::new(self.chain, epoch, to, chunk) };
-        let (_, payload) = self.call(to, Lane::Other, Message::new(opcode::SYNC_LIST, r.encode())).await?;
+        let (_, payload) =
+            self.call(to, Lane::Other, Message::new(opcode::SYNC_LIST, r.encode())).await?;
         let mut entries = Vec::new();
         for p in payload {
             entries.extend(ListEntry::decode_all(&p)?);
@@ -163,7 +184,8 @@ impl Replica {
         Ok(())
     }
 
-    /// Waits after a piece: for the fill's limit, and for those whom an application waits for, here or, as of the piece, at the successor.
+    /// Waits after a piece: for the fill's limit, and for those whom an application waits for, here
+    /// or, as of the piece, at the successor.
     pub(super) async fn make_way(&self, limit: Duration, took: Duration, busy_there: bool) {
         let begun = Instant::now();
         loop {
@@ -177,7 +199,12 @@ impl Replica {
     }
 
     /// Sends the committed chunk, whose slot the caller occupies.
-    pub(super) async fn push(self: &Arc<Self>, to: TargetId, epoch: u64, chunk: ChunkId) -> Result<Sent> {
+    pub(super) async fn push(
+        self: &Arc<Self>,
+        to: TargetId,
+        epoch: u64,
+        chunk: ChunkId,
+    ) -> Result<Sent> {
         let theirs = self.list_of(to, epoch, chunk, 1, LIST_ONE).await?;
         let expected = theirs.first().map(|e| e.version).unwrap_or_default();
         let key = self.key(chunk);
@@ -204,7 +231,10 @@ impl Replica {
         } else {
             let (out, damaged) = self.read_out(chunk, meta.len).await?;
             if !damaged.is_empty() {
-                tracing::warn!("chunk {chunk} of chain {} goes to target {to} with what has no good copy", self.chain);
+                tracing::warn!(
+                    "chunk {chunk} of chain {} goes to target {to} with what has no good copy",
+                    self.chain
+                );
             }
             (r.len, r.sums, r.damaged, payload) = (out.len, out.sums, damaged, out.data);
         }
@@ -214,9 +244,13 @@ impl Replica {
         Ok(Sent { bytes, busy: answer.len != 0 })
     }
 
-    /// All bytes of a committed chunk, whose slot the caller occupies, and what of them has no good copy: what stands for that says which
-    /// checksum it has. `Corrupt` while that is not sure.
-    async fn read_out(self: &Arc<Self>, chunk: ChunkId, len: u32) -> Result<(ReadOut, Vec<Range<u32>>)> {
+    /// All bytes of a committed chunk, whose slot the caller occupies, and what of them has no good
+    /// copy: what stands for that says which checksum it has. `Corrupt` while that is not sure.
+    async fn read_out(
+        self: &Arc<Self>,
+        chunk: ChunkId,
+        len: u32,
+    ) -> Result<(ReadOut, Vec<Range<u32>>)> {
         let key = self.key(chunk);
         match self.engine().read(&key, 0, len).await {
             Err(e) if matches!(e.code, Code::Corrupt | Code::Io) => {}
@@ -246,7 +280,10 @@ impl Replica {
         let mut carried = carried;
         let (chunk, epoch) = (carried.request.chunk, carried.request.epoch);
         if self.view().serving() {
-            return Err(Error::new(Code::NotServing, format!("chain {} is in sync here", self.chain)));
+            return Err(Error::new(
+                Code::NotServing,
+                format!("chain {} is in sync here", self.chain),
+            ));
         }
         self.target.fills.hears(self.chain, Instant::now());
         let hold = self.hold(chunk, epoch).await?;
@@ -257,7 +294,8 @@ impl Replica {
             other => other?.map(|m| m.version).unwrap_or_default(),
         };
         let r = &carried.request;
-        // After it was looked for: a tombstone that was forgotten would have told that this is late.
+        // After it was looked for: a tombstone that was forgotten would have told that this is
+        // late.
         if r.flags & FLAG_TOMBSTONE == 0 && self.is_gone(chunk.data) {
             return Err(was_removed(chunk));
         }
@@ -283,7 +321,13 @@ impl Replica {
         drop(hold);
         let busy = self.target.foreground.is_busy(Instant::now());
         let stamps = vec![self.stamp()];
-        Ok(DataReply { version: r.version, epoch, len: u32::from(busy), stamps, ..DataReply::default() })
+        Ok(DataReply {
+            version: r.version,
+            epoch,
+            len: u32::from(busy),
+            stamps,
+            ..DataReply::default()
+        })
     }
 
     /// Blocks that come as damaged and are good here, in whatever version, are not given up.
@@ -300,7 +344,8 @@ impl Replica {
                         Copies::Keeps.taken();
                         data.push(Buf::copy_from(&all[at..from]));
                         let touched = from / BLOCK;
-                        carried.request.sums[touched] = block_sums(u64::from(block.start), [&own[..]])[0];
+                        carried.request.sums[touched] =
+                            block_sums(u64::from(block.start), [&own[..]])[0];
                         data.push(Buf::copy_from(&own));
                         at = to;
                     }

@@ -1,9 +1,10 @@
-//! The scrub: each target reads all that it holds now and then, so that damage is found and repaired while there is a good copy,
-//! not when the last one is asked for.
+//! The scrub: each target reads all that it holds now and then, so that damage is found and
+//! repaired while there is a good copy, not when the last one is asked for.
 //!
-//! A pass goes through the chunks of the target's chains in order of their ids, at a limited rate, and more slowly still while the
-//! target serves requests. It looks at what is committed: updates never touch committed blocks, so one in flight looks like no
-//! damage; a repair waits for it. Chains that are not in sync here are left out, they are filled anyway.
+//! A pass goes through the chunks of the target's chains in order of their ids, at a limited rate,
+//! and more slowly still while the target serves requests. It looks at what is committed: updates
+//! never touch committed blocks, so one in flight looks like no damage; a repair waits for it.
+//! Chains that are not in sync here are left out, they are filled anyway.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,7 +23,8 @@ use crate::engine::{Position, STEP};
 const PAGE: usize = 256;
 /// After its start a server has its chains to bring into sync.
 const SETTLE: Duration = Duration::from_secs(30);
-/// How often the position is written down, and how often repairs that were not possible are tried again.
+/// How often the position is written down, and how often repairs that were not possible are tried
+/// again.
 const NOTE_EVERY: Duration = Duration::from_secs(30);
 const AGAIN: Duration = Duration::from_secs(30);
 /// Wall clocks jump: what they say is looked at again after so long.
@@ -175,7 +177,9 @@ impl Pace {
         let usage = target.engine.usage();
         let served = usage.reads + usage.writes;
         let busy = std::mem::replace(&mut self.served, served) != served;
-        let Some(us) = (bytes * 1_000_000).checked_div(rate) else { return tokio::task::yield_now().await };
+        let Some(us) = (bytes * 1_000_000).checked_div(rate) else {
+            return tokio::task::yield_now().await;
+        };
         let yields = busy && !target.scrub.state.lock().asked;
         self.owed += Duration::from_micros(us) * if yields { YIELD } else { 1 };
         if self.owed >= NAP {
@@ -255,14 +259,18 @@ async fn page(replica: &Arc<Replica>, after: Option<ChunkId>, pace: &mut Pace) -
         scrub.state.lock().skipped += u64::from(of_chain);
         return Ok(false);
     }
-    let list = match replica.engine().list(replica.chain, after, PAGE) {
-        Err(e) if e.code == Code::Corrupt => {
-            replica.cannot_look(&e);
-            scrub.is_in_trouble(&e.context(format_args!("target {}, chunks of chain {}", replica.id, replica.chain)));
-            return Ok(false);
-        }
-        other => other?,
-    };
+    let list =
+        match replica.engine().list(replica.chain, after, PAGE) {
+            Err(e) if e.code == Code::Corrupt => {
+                replica.cannot_look(&e);
+                scrub.is_in_trouble(&e.context(format_args!(
+                    "target {}, chunks of chain {}",
+                    replica.id, replica.chain
+                )));
+                return Ok(false);
+            }
+            other => other?,
+        };
     for entry in &list {
         if !chunk(replica, entry.chunk, pace).await? {
             return Ok(true);
@@ -295,7 +303,12 @@ async fn chunk(replica: &Arc<Replica>, chunk: ChunkId, pace: &mut Pace) -> Resul
             if let Err(e) = mend(replica, chunk).await {
                 let (epoch, version, left) = (replica.view().epoch, look.version, left_of(&look));
                 let still = Still { epoch, version, lost: false, left, cause: e.message };
-                target.damage.report(key, &look, &Outcome::Still(still), replica.node.env.unix_ms());
+                target.damage.report(
+                    key,
+                    &look,
+                    &Outcome::Still(still),
+                    replica.node.env.unix_ms(),
+                );
             }
             break;
         }
@@ -312,7 +325,8 @@ async fn chunk(replica: &Arc<Replica>, chunk: ChunkId, pace: &mut Pace) -> Resul
     Ok(true)
 }
 
-/// Has a chunk repaired and reported, if this replica is in sync. An error: it was not looked at, because an update of it hangs.
+/// Has a chunk repaired and reported, if this replica is in sync. An error: it was not looked at,
+/// because an update of it hangs.
 pub(super) async fn mend(replica: &Arc<Replica>, chunk: ChunkId) -> Result<()> {
     let mut result = Ok(());
     for _ in 0..ATTEMPTS {
@@ -322,7 +336,10 @@ pub(super) async fn mend(replica: &Arc<Replica>, chunk: ChunkId) -> Result<()> {
         result = match tokio::time::timeout(PATIENCE, replica.mend(chunk, None)).await {
             Ok(Err(e)) if e.code != Code::Corrupt => Err(e),
             Ok(_) => return Ok(()),
-            Err(_) => Err(Error::new(Code::TimedOut, format!("chunk {chunk} is being changed for {PATIENCE:?}"))),
+            Err(_) => Err(Error::new(
+                Code::TimedOut,
+                format!("chunk {chunk} is being changed for {PATIENCE:?}"),
+            )),
         };
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
@@ -365,7 +382,10 @@ pub(super) fn status(node: &Node, target: &Target) -> pb::ScrubStatus {
     let s = target.scrub.state.lock();
     let p = &s.position;
     let left = if p.at.is_some() { usage.used.saturating_sub(p.bytes) } else { 0 };
-    let done = s.since.filter(|_| s.running).map(|(since, from)| (p.bytes - from, since.elapsed().as_millis() as u64));
+    let done = s
+        .since
+        .filter(|_| s.running)
+        .map(|(since, from)| (p.bytes - from, since.elapsed().as_millis() as u64));
     // What it did so far says more than the limit.
     let eta_s = match done {
         Some((bytes, ms)) if bytes > 0 && ms > 1000 => left / (bytes * 1000 / ms).max(1),
@@ -386,7 +406,11 @@ pub(super) fn status(node: &Node, target: &Target) -> pb::ScrubStatus {
         ended_ms: p.ended_ms,
         took_ms: p.took_ms,
         skipped_chains: s.skipped,
-        trouble: if target.failed() { format!("target {} has failed", target.id()) } else { s.trouble.clone() },
+        trouble: if target.failed() {
+            format!("target {} has failed", target.id())
+        } else {
+            s.trouble.clone()
+        },
         damaged: counts.damaged,
         repaired: counts.repaired,
         lost: counts.lost,

@@ -11,7 +11,10 @@ use strake_proto::{
     Capability, ChunkId, Code, Error, Result, Rights, TargetId,
     bound::Fits,
     checksum::{self, pieces},
-    data::{DataReply, DataRequest, FLAG_GRANTED, FLAG_STABLE, FLAG_TOMBSTONE, Kind, ListEntry, MAX_EXTENTS},
+    data::{
+        DataReply, DataRequest, FLAG_GRANTED, FLAG_STABLE, FLAG_TOMBSTONE, Kind, ListEntry,
+        MAX_EXTENTS,
+    },
     layout::MAX_CHUNK,
     opcode,
 };
@@ -46,16 +49,24 @@ fn inval(m: impl Into<String>) -> Error {
 /// Offsets, lengths, payload and checksums belong together and stay within a chunk.
 fn check_shape(r: &DataRequest, payload: usize) -> Result<()> {
     if u64::from(r.offset) + u64::from(r.len) > MAX_CHUNK {
-        return Err(inval(format!("{} bytes at {} reach beyond a chunk of 16 MiB", r.len, r.offset)));
+        return Err(inval(format!(
+            "{} bytes at {} reach beyond a chunk of 16 MiB",
+            r.len, r.offset
+        )));
     }
     let carries = matches!(r.kind, Kind::Write | Kind::Replace);
     let (want, sums) = match r.kind {
         Kind::Write | Kind::Punch if r.len == 0 => return Err(inval("a write of no bytes")),
-        Kind::Write | Kind::Replace => (r.len as usize, pieces(u64::from(r.offset), r.len as usize)),
+        Kind::Write | Kind::Replace => {
+            (r.len as usize, pieces(u64::from(r.offset), r.len as usize))
+        }
         _ => (0, 0),
     };
     if payload != want || r.sums.len() != sums {
-        return Err(inval(format!("{payload} bytes with {} checksums, {want} with {sums} expected", r.sums.len())));
+        return Err(inval(format!(
+            "{payload} bytes with {} checksums, {want} with {sums} expected",
+            r.sums.len()
+        )));
     }
     if r.kind == Kind::Replace && r.offset != 0 {
         return Err(inval("a chunk is replaced as a whole"));
@@ -75,7 +86,10 @@ fn check_damaged(r: &DataRequest) -> Result<()> {
     for d in &r.damaged {
         let to_border = d.end % BLOCK == 0 || d.end == r.len;
         if d.start < at || d.start % BLOCK != 0 || d.end <= d.start || d.end > r.len || !to_border {
-            return Err(inval(format!("bytes {d:?} of a chunk of {} cannot be what is damaged of it", r.len)));
+            return Err(inval(format!(
+                "bytes {d:?} of a chunk of {} cannot be what is damaged of it",
+                r.len
+            )));
         }
         at = d.end;
     }
@@ -97,7 +111,9 @@ impl Service for OssService {
                 | opcode::LIST_CHUNKS
         );
         if server_only && peer.role != Role::Server {
-            REFUSED.warn(|| format!("{} asked for {:#06x}, which only servers may", peer.addr, m.opcode));
+            REFUSED.warn(|| {
+                format!("{} asked for {:#06x}, which only servers may", peer.addr, m.opcode)
+            });
             return Err(Error::new(Code::Access, "only servers of the cluster may ask for this"));
         }
         match m.opcode {
@@ -125,7 +141,8 @@ impl Service for OssService {
             opcode::READ_COPY => return self.read_copy(&r).await,
             _ => {}
         }
-        // Before anything is checked that may change meanwhile. Servers wait for no client's turn: they are bounded by what those do.
+        // Before anything is checked that may change meanwhile. Servers wait for no client's turn:
+        // they are bounded by what those do.
         let _turn = match peer.role {
             Role::Client => {
                 let bytes = if m.opcode == opcode::READ { r.len as usize } else { m.payload_len() };
@@ -141,13 +158,20 @@ impl Service for OssService {
         let replica = self.node.replica(r.target, r.chain)?;
         let for_client = peer.role == Role::Client || m.opcode == opcode::FORWARD && r.session != 0;
         let _awaited = for_client.then(|| Awaited::new(replica.target.clone()));
-        if m.payload_len() > 0 && !matches!(m.opcode, opcode::WRITE | opcode::FORWARD | opcode::SYNC_PUT) {
+        if m.payload_len() > 0
+            && !matches!(m.opcode, opcode::WRITE | opcode::FORWARD | opcode::SYNC_PUT)
+        {
             return Err(inval("this request takes no payload"));
         }
         // Before it is looked whether its session is evicted.
         let updates = matches!(m.opcode, opcode::WRITE | opcode::FORWARD);
         let in_work = (updates && r.session != 0).then(|| self.node.in_work(r.session));
-        let carried = |request| Carried { request, payload: m.payload.clone(), trace: m.trace, _in_work: in_work };
+        let carried = |request| Carried {
+            request,
+            payload: m.payload.clone(),
+            trace: m.trace,
+            _in_work: in_work,
+        };
         match m.opcode {
             opcode::READ => self.read(peer, &replica, r).await,
             opcode::EXTENTS => self.extents(peer, &replica, &r),
@@ -197,7 +221,12 @@ impl Service for OssService {
 impl OssService {
     /// Waits for the turn of the session that the request's capability was given to: it may not use
     /// another's. What has many bytes waits among those like it first.
-    async fn turn(&self, peer: &Peer, r: &DataRequest, bytes: usize) -> Result<(Option<Turn>, Turn)> {
+    async fn turn(
+        &self,
+        peer: &Peer,
+        r: &DataRequest,
+        bytes: usize,
+    ) -> Result<(Option<Turn>, Turn)> {
         let (session, node) = (self.open_cap(r)?.session, &self.node);
         node.note(session);
         let bulk = match bytes / HEAVY {
@@ -208,7 +237,10 @@ impl OssService {
     }
 
     fn open_cap(&self, r: &DataRequest) -> Result<Capability> {
-        let sealed = r.cap.as_ref().ok_or_else(|| Error::new(Code::BadCap, "request without a capability"))?;
+        let sealed = r
+            .cap
+            .as_ref()
+            .ok_or_else(|| Error::new(Code::BadCap, "request without a capability"))?;
         self.node.cap_key.open(sealed, self.node.env.unix_ms())
     }
 
@@ -217,8 +249,8 @@ impl OssService {
         self.check_any(peer, r, &[need], Some(r.chunk.index))
     }
 
-    /// As `check_cap`, with one of several rights. `index`: of the chunk that is meant, if it is one; else any of the file's on
-    /// the chain.
+    /// As `check_cap`, with one of several rights. `index`: of the chunk that is meant, if it is
+    /// one; else any of the file's on the chain.
     fn check_any(
         &self,
         peer: &Peer,
@@ -246,18 +278,25 @@ impl OssService {
         Ok(Some(c))
     }
 
-    /// Chunks are where the file's layout puts them, and nowhere else: elsewhere nobody would remove them.
+    /// Chunks are where the file's layout puts them, and nowhere else: elsewhere nobody would
+    /// remove them.
     fn check_bound(&self, c: &Capability, r: &DataRequest, index: Option<u64>) -> Result<()> {
         match c.bound.fits(r.chain, index, &self.node.map.load()) {
             Fits::Yes => Ok(()),
             Fits::No => {
-                REFUSED.warn(|| format!("session {:x} asked for {} on chain {}", c.session, r.chunk, r.chain));
-                let m = format!("chunk {} is not on chain {} by its file's layout", r.chunk, r.chain);
+                REFUSED.warn(|| {
+                    format!("session {:x} asked for {} on chain {}", c.session, r.chunk, r.chain)
+                });
+                let m =
+                    format!("chunk {} is not on chain {} by its file's layout", r.chunk, r.chain);
                 Err(Error::new(Code::BadCap, m))
             }
             Fits::Unknown => {
                 self.node.kick.notify_one();
-                let m = format!("storage server '{}' has no such chain set in its map yet", self.node.cfg.name);
+                let m = format!(
+                    "storage server '{}' has no such chain set in its map yet",
+                    self.node.cfg.name
+                );
                 Err(Error::new(Code::NotServing, m))
             }
         }
@@ -267,7 +306,9 @@ impl OssService {
         let need = match r.kind {
             Kind::Write | Kind::Punch => Rights::WRITE,
             Kind::Truncate | Kind::Remove => Rights::TRIM,
-            Kind::None | Kind::Replace => return Err(inval("WRITE writes, punches, truncates or removes")),
+            Kind::None | Kind::Replace => {
+                return Err(inval("WRITE writes, punches, truncates or removes"));
+            }
         };
         check_shape(r, payload)?;
         if let Some(c) = self.check_cap(peer, r, need)?
@@ -278,8 +319,9 @@ impl OssService {
         Ok(())
     }
 
-    /// Whether a program may take something as written: not while fewer replicas are in sync than the cluster's `min_copies`. Asked before,
-    /// and once more when it is done, as the chain may have lost one meanwhile; one that came into sync since has it too.
+    /// Whether a program may take something as written: not while fewer replicas are in sync than
+    /// the cluster's `min_copies`. Asked before, and once more when it is done, as the chain may
+    /// have lost one meanwhile; one that came into sync since has it too.
     fn check_copies(&self, replica: &Replica) -> Result<()> {
         let map = self.node.map.load();
         let copies = map.chain(replica.chain).map_or(0, |c| c.preferred.len());
@@ -298,9 +340,13 @@ impl OssService {
     async fn read(&self, peer: &Peer, replica: &Arc<Replica>, r: DataRequest) -> Result<Message> {
         self.check_cap(peer, &r, Rights::READ)?;
         if u64::from(r.offset) + u64::from(r.len) > MAX_CHUNK {
-            return Err(inval(format!("{} bytes at {} reach beyond a chunk of 16 MiB", r.len, r.offset)));
+            return Err(inval(format!(
+                "{} bytes at {} reach beyond a chunk of 16 MiB",
+                r.len, r.offset
+            )));
         }
-        // Another replica that repairs its copy knows which version it needs, and checks that it gets it.
+        // Another replica that repairs its copy knows which version it needs, and checks that it
+        // gets it.
         let even_dirty = peer.role == Role::Server && r.kind == Kind::Replace;
         match replica.check_read(&r.chunk, r.epoch) {
             Err(_) if even_dirty && replica.view().serving() => replica.check_member(r.epoch)?,
@@ -308,7 +354,8 @@ impl OssService {
         }
         let key = replica.key(r.chunk);
         let mut out = replica.engine().read_in_limit(&key, r.offset, r.len).await;
-        // A replica that repairs must not ask others to repair: two damaged copies would wait for each other.
+        // A replica that repairs must not ask others to repair: two damaged copies would wait for
+        // each other.
         if peer.role != Role::Server && matches!(&out, Err(e) if e.code == Code::Corrupt) {
             let repaired = replica.repair(r.chunk, r.offset..r.offset + r.len).await;
             // Even if something has no good copy: it need not be what is read here.
@@ -344,7 +391,8 @@ impl OssService {
         if let Err(e) = &found {
             replica.target.note(e);
         }
-        let head = DataReply { epoch: r.epoch, stamps: vec![replica.stamp()], ..DataReply::default() };
+        let head =
+            DataReply { epoch: r.epoch, stamps: vec![replica.stamp()], ..DataReply::default() };
         Ok(reply(&head, vec![Buf::copy_from(&found?.encode())]))
     }
 
@@ -355,7 +403,12 @@ impl OssService {
         let c = c.ok_or_else(|| Error::new(Code::BadCap, "capability is of another session"))?;
         replica.check_member(r.epoch)?;
         let now = self.node.env.boot();
-        let ask = Ask { session: c.session, seq: r.seq, keep: u64::from(r.offset), want: u64::from(r.len) };
+        let ask = Ask {
+            session: c.session,
+            seq: r.seq,
+            keep: u64::from(r.offset),
+            want: u64::from(r.len),
+        };
         let units = replica.engine().grant(now, ask)?;
         let head = DataReply { epoch: r.epoch, len: units as u32, ..DataReply::default() };
         Ok(reply(&head, Vec::new()))
@@ -375,37 +428,65 @@ impl OssService {
         let cap = self.check_any(peer, r, &[Rights::WRITE], None)?;
         let view = replica.view();
         if view.epoch == r.epoch && !view.head {
-            return Err(Error::new(Code::NotServing, format!("chain {} is flushed at its head, not here", r.chain)));
+            return Err(Error::new(
+                Code::NotServing,
+                format!("chain {} is flushed at its head, not here", r.chain),
+            ));
         }
         if let Some(cap) = cap.filter(|_| r.round != 0) {
             replica.heard_round(r.epoch, cap.session, r.round)?;
         }
         let stamps = replica.flush_chain(r.epoch).await?;
         self.check_copies(replica)?;
-        Ok(reply(&DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() }, Vec::new()))
+        Ok(reply(
+            &DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() },
+            Vec::new(),
+        ))
     }
 
-    /// For a replica that has lost something: what a target has, in sync or not. Nothing is repaired for that.
+    /// For a replica that has lost something: what a target has, in sync or not. Nothing is
+    /// repaired for that.
     async fn read_copy(&self, r: &DataRequest) -> Result<Message> {
         if u64::from(r.offset) + u64::from(r.len) > MAX_CHUNK {
-            return Err(inval(format!("{} bytes at {} reach beyond a chunk of 16 MiB", r.len, r.offset)));
+            return Err(inval(format!(
+                "{} bytes at {} reach beyond a chunk of 16 MiB",
+                r.len, r.offset
+            )));
         }
         let target = self.target(r.target)?;
         let key = Key { chain: r.chain, chunk: r.chunk };
-        let out = target.engine.read_in_limit(&key, r.offset, r.len).await.inspect_err(|e| target.note(e))?;
-        let head =
-            DataReply { version: out.version, epoch: r.epoch, len: out.len, sums: out.sums, ..DataReply::default() };
+        let out = target
+            .engine
+            .read_in_limit(&key, r.offset, r.len)
+            .await
+            .inspect_err(|e| target.note(e))?;
+        let head = DataReply {
+            version: out.version,
+            epoch: r.epoch,
+            len: out.len,
+            sums: out.sums,
+            ..DataReply::default()
+        };
         Ok(reply(&head, out.data))
     }
 
     fn target(&self, id: TargetId) -> Result<Arc<Target>> {
-        let none = || Error::new(Code::NoEnt, format!("storage server '{}' has no target {id}", self.node.cfg.name));
+        let none = || {
+            Error::new(
+                Code::NoEnt,
+                format!("storage server '{}' has no target {id}", self.node.cfg.name),
+            )
+        };
         self.node.target(id).ok_or_else(none)
     }
 
     /// For fsck: what is on a target, in sync or not.
     fn list_chunks(&self, r: &DataRequest) -> Result<Message> {
-        let entries = self.target(r.target)?.engine.list(r.chain, after(r.chunk), r.len.clamp(1, MAX_LIST) as usize)?;
+        let entries = self.target(r.target)?.engine.list(
+            r.chain,
+            after(r.chunk),
+            r.len.clamp(1, MAX_LIST) as usize,
+        )?;
         list_reply(r, &entries)
     }
 }
@@ -417,14 +498,19 @@ fn after(c: ChunkId) -> Option<ChunkId> {
 
 fn list_reply(r: &DataRequest, entries: &[ListEntry]) -> Result<Message> {
     let head = DataReply { epoch: r.epoch, len: entries.len() as u32, ..DataReply::default() };
-    let payload = if entries.is_empty() { Vec::new() } else { vec![Buf::copy_from(&ListEntry::encode_all(entries))] };
+    let payload = if entries.is_empty() {
+        Vec::new()
+    } else {
+        vec![Buf::copy_from(&ListEntry::encode_all(entries))]
+    };
     Ok(reply(&head, payload))
 }
 
 fn sync_list(replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
     replica.check_member(r.epoch)?;
     let entries = if r.offset == LIST_ONE {
-        let entry = |version, len, tombstone| vec![ListEntry { chunk: r.chunk, version, len, tombstone }];
+        let entry =
+            |version, len, tombstone| vec![ListEntry { chunk: r.chunk, version, len, tombstone }];
         match replica.engine().meta(&replica.key(r.chunk)) {
             Ok(None) => Vec::new(),
             Ok(Some(m)) => entry(m.version, m.len, m.tombstone),
@@ -434,7 +520,10 @@ fn sync_list(replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
         }
     } else {
         if !replica.target.fills.admits(replica.chain, Instant::now()) {
-            let m = format!("other chains fill target {}; chain {} has its turn later", replica.id, replica.chain);
+            let m = format!(
+                "other chains fill target {}; chain {} has its turn later",
+                replica.id, replica.chain
+            );
             return Err(Error::new(Code::Overloaded, m));
         }
         replica.engine().list(replica.chain, after(r.chunk), r.len.clamp(1, MAX_LIST) as usize)?

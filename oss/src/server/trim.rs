@@ -1,8 +1,9 @@
 //! TRIM: what a file has on a chain behind its end is removed.
 //!
-//! An update is known by its session's number when a copy of it comes late; a TRIM is many updates that belong to no session. Were a
-//! copy of one carried out late it would remove what has been written since. So it is carried out only with a number that this
-//! head gave for the file as the last one.
+//! An update is known by its session's number when a copy of it comes late; a TRIM is many updates
+//! that belong to no session. Were a copy of one carried out late it would remove what has been
+//! written since. So it is carried out only with a number that this head gave for the file as the
+//! last one.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,14 +37,16 @@ const MOST: usize = 65_536;
 /// Inode and data id.
 type File = (u64, u64);
 
-/// The numbers that a replica gave as head, in one epoch: requests of another one are refused before they come here.
+/// The numbers that a replica gave as head, in one epoch: requests of another one are refused
+/// before they come here.
 #[derive(Default)]
 pub(super) struct Cuts(Mutex<Given>);
 
 #[derive(Default)]
 struct Given {
     epoch: u64,
-    /// The newest term of a metadata server that asked in this epoch. A recovered group begins with a lower one, and newer epochs.
+    /// The newest term of a metadata server that asked in this epoch. A recovered group begins with
+    /// a lower one, and newer epochs.
     term: u64,
     last: u64,
     files: BTreeMap<File, Cut>,
@@ -64,8 +67,8 @@ struct Running<'a> {
     number: u64,
 }
 
-/// A removal for good. While it is at work nothing else cuts the file: once it has made those behind it forget the tombstones, they would refuse
-/// an update that builds on one.
+/// A removal for good. While it is at work nothing else cuts the file: once it has made those
+/// behind it forget the tombstones, they would refuse an update that builds on one.
 struct Removal<'a> {
     cuts: &'a Cuts,
     file: File,
@@ -87,12 +90,15 @@ impl Drop for Running<'_> {
 }
 
 impl Cuts {
-    /// A new number, after which no former one of the file is good. `StaleEpoch`: a leader of a newer term has asked before,
-    /// or the chain has changed; `Overloaded`: not now.
+    /// A new number, after which no former one of the file is good. `StaleEpoch`: a leader of a
+    /// newer term has asked before, or the chain has changed; `Overloaded`: not now.
     fn give(&self, file: File, epoch: u64, term: u64) -> Result<u64> {
         let given = &mut *self.0.lock();
         if epoch < given.epoch || epoch == given.epoch && term < given.term {
-            let m = format!("term {term} and epoch {epoch} asked, {} and {} here", given.term, given.epoch);
+            let m = format!(
+                "term {term} and epoch {epoch} asked, {} and {} here",
+                given.term, given.epoch
+            );
             return Err(Error::new(Code::StaleEpoch, m));
         }
         if epoch > given.epoch {
@@ -133,7 +139,10 @@ impl Cuts {
             good && same_epoch
         });
         let Some(cut) = cut else {
-            let m = format!("number {number} is not, or not any more, good for cutting {:x}.{:x}", file.0, file.1);
+            let m = format!(
+                "number {number} is not, or not any more, good for cutting {:x}.{:x}",
+                file.0, file.1
+            );
             return Err(Error::new(Code::StaleEpoch, m));
         };
         cut.running = true;
@@ -141,8 +150,8 @@ impl Cuts {
     }
 }
 
-/// Tombstones that are to be forgotten, of data that is gone for good: of at most so many chunks from
-/// one on. 0: of all.
+/// Tombstones that are to be forgotten, of data that is gone for good: of at most so many chunks
+/// from one on. 0: of all.
 #[derive(Clone, Copy)]
 pub(super) struct Forget {
     pub from: ChunkId,
@@ -175,17 +184,21 @@ impl Budget {
     }
 }
 
-/// Removes a file's chunks of this chain from `chunk.index` on, and cuts the one before. Without a number it only gives one,
-/// except for data that is gone for good: nobody writes it again, and late copies of what was written are refused. That is done in
-/// two steps, as `seq` says: removing all, then forgetting the tombstones.
+/// Removes a file's chunks of this chain from `chunk.index` on, and cuts the one before. Without a
+/// number it only gives one, except for data that is gone for good: nobody writes it again, and
+/// late copies of what was written are refused. That is done in two steps, as `seq` says: removing
+/// all, then forgetting the tombstones.
 pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<DataReply> {
     replica.check_member(r.epoch)?;
     if !replica.view().head {
-        return Err(Error::new(Code::NotServing, format!("chain {} is trimmed at its head, not here", r.chain)));
+        return Err(Error::new(
+            Code::NotServing,
+            format!("chain {} is trimmed at its head, not here", r.chain),
+        ));
     }
     let file = (r.chunk.ino, r.chunk.data);
-    // While a file may be written its tombstones stay: replicas do not forget them at one moment, and an update that builds on
-    // nothing is refused where there is one.
+    // While a file may be written its tombstones stay: replicas do not forget them at one moment,
+    // and an update that builds on nothing is refused where there is one.
     let gone = r.flags & FLAG_TOMBSTONE != 0;
     if gone && (r.chunk.index != 0 && r.offset == 0 || r.len != u32::MAX) {
         return Err(Error::new(Code::Inval, "data that is gone for good keeps no chunk"));
@@ -213,8 +226,14 @@ pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) ->
     Ok(DataReply { stable: next.is_none(), stamps, ..goes_on(r.epoch, next) })
 }
 
-/// In the second step nobody makes a chunk of the data any more, so what a replica behind still has is nobody's.
-async fn remove_for_good(replica: &Arc<Replica>, r: &DataRequest, trace: u64, budget: &Budget) -> Result<DataReply> {
+/// In the second step nobody makes a chunk of the data any more, so what a replica behind still has
+/// is nobody's.
+async fn remove_for_good(
+    replica: &Arc<Replica>,
+    r: &DataRequest,
+    trace: u64,
+    budget: &Budget,
+) -> Result<DataReply> {
     let mut from = r.chunk;
     if r.seq != FORGETTING {
         tracing::debug!("chain {}: chunks of {} go for good", r.chain, r.chunk);
@@ -225,7 +244,8 @@ async fn remove_for_good(replica: &Arc<Replica>, r: &DataRequest, trace: u64, bu
         from.index = 0;
     }
     loop {
-        let (stamps, next) = replica.forget_chain(r.epoch, Forget { from, most: FORGET_PAGE }).await?;
+        let (stamps, next) =
+            replica.forget_chain(r.epoch, Forget { from, most: FORGET_PAGE }).await?;
         match next {
             None => return Ok(DataReply { stable: true, stamps, ..goes_on(r.epoch, None) }),
             Some(index) => from.index = index,
@@ -238,13 +258,20 @@ async fn remove_for_good(replica: &Arc<Replica>, r: &DataRequest, trace: u64, bu
 }
 
 /// Where there is more to do when the time is over, if there is.
-async fn remove(replica: &Arc<Replica>, r: &DataRequest, trace: u64, budget: &Budget) -> Result<Option<u64>> {
-    // What is being written right now may make chunks that no list has yet: those are removed after it, in their slot.
+async fn remove(
+    replica: &Arc<Replica>,
+    r: &DataRequest,
+    trace: u64,
+    budget: &Budget,
+) -> Result<Option<u64>> {
+    // What is being written right now may make chunks that no list has yet: those are removed after
+    // it, in their slot.
     let mut busy: BTreeSet<u64> = replica.busy_from(r.chunk).into_iter().collect();
     let mut from = r.chunk.index;
     loop {
         let page = replica.engine().chunks_of(r.chain, r.chunk.ino, r.chunk.data, from, PAGE)?;
-        let next = page.last().filter(|_| page.len() == PAGE).and_then(|e| e.chunk.index.checked_add(1));
+        let next =
+            page.last().filter(|_| page.len() == PAGE).and_then(|e| e.chunk.index.checked_add(1));
         let later = next.map(|next| busy.split_off(&next)).unwrap_or_default();
         let mut due = std::mem::replace(&mut busy, later);
         due.extend(page.iter().filter(|e| !e.tombstone).map(|e| e.chunk.index));
@@ -290,7 +317,9 @@ async fn remove_all(
 }
 
 async fn cut_before(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<()> {
-    let Some(index) = r.chunk.index.checked_sub(1).filter(|_| r.len != u32::MAX) else { return Ok(()) };
+    let Some(index) = r.chunk.index.checked_sub(1).filter(|_| r.len != u32::MAX) else {
+        return Ok(());
+    };
     let key = replica.key(ChunkId { index, ..r.chunk });
     let cut = match replica.engine().meta(&key) {
         _ if replica.busy_from(key.chunk).first() == Some(&index) => true,
@@ -314,14 +343,19 @@ async fn update(
 ) -> Result<DataReply> {
     let flags = if kind == Kind::Remove { r.flags & FLAG_TOMBSTONE } else { 0 };
     let chunk = ChunkId { index, ..r.chunk };
-    let request = DataRequest { kind, flags, offset, ..DataRequest::new(r.chain, r.epoch, r.target, chunk) };
+    let request =
+        DataRequest { kind, flags, offset, ..DataRequest::new(r.chain, r.epoch, r.target, chunk) };
     replica.update(Carried { request, payload: Vec::new(), trace, _in_work: None }, false).await
 }
 
 impl Replica {
-    /// Flushes the chain, then has every replica forget tombstones, those behind before this one. Their stamps, and where one of them
-    /// has to go on.
-    pub(super) async fn forget_chain(self: &Arc<Self>, epoch: u64, f: Forget) -> Result<(Vec<Stamp>, Option<u64>)> {
+    /// Flushes the chain, then has every replica forget tombstones, those behind before this one.
+    /// Their stamps, and where one of them has to go on.
+    pub(super) async fn forget_chain(
+        self: &Arc<Self>,
+        epoch: u64,
+        f: Forget,
+    ) -> Result<(Vec<Stamp>, Option<u64>)> {
         let (stamps, behind) = self.flush_all(epoch, Some(f)).await?;
         // Nothing knows a copy of what was forwarded any more, should one come late.
         self.data_is_gone(f.from.data);
@@ -341,13 +375,19 @@ impl Replica {
 
     /// Removes chunks of data that is gone for good, which the chain's head does not have: late
     /// FORWARDs made them.
-    async fn drop_leftovers(self: &Arc<Self>, epoch: u64, of: ChunkId, left: Vec<u64>) -> Result<()> {
+    async fn drop_leftovers(
+        self: &Arc<Self>,
+        epoch: u64,
+        of: ChunkId,
+        left: Vec<u64>,
+    ) -> Result<()> {
         let Some(first) = left.first() else { return Ok(()) };
         let (chain, count, first) = (self.chain, left.len(), ChunkId { index: *first, ..of });
         tracing::info!(
             "chain {chain}: {count} chunks are left over from data that is gone and are removed, {first} first"
         );
-        let removals = left.into_iter().map(|index| self.drop_leftover(epoch, ChunkId { index, ..of }));
+        let removals =
+            left.into_iter().map(|index| self.drop_leftover(epoch, ChunkId { index, ..of }));
         stream::iter(removals).buffer_unordered(PARALLEL).try_collect().await
     }
 
@@ -423,7 +463,11 @@ mod tests {
         for n in 0..MOST as u64 {
             cuts.give((n, 1), 5, 1).unwrap();
         }
-        assert_eq!(cuts.give((4, 1), 5, 1).unwrap(), MOST as u64 + 1, "another one for a file that has one");
+        assert_eq!(
+            cuts.give((4, 1), 5, 1).unwrap(),
+            MOST as u64 + 1,
+            "another one for a file that has one"
+        );
         assert_eq!(cuts.give((MOST as u64, 1), 5, 1).unwrap_err().code, Code::Overloaded);
         tokio::time::advance(GOOD_FOR).await;
         cuts.give((MOST as u64, 1), 5, 1).unwrap();

@@ -1,11 +1,12 @@
-//! The fixed formats of `docs/formats.md`, byte for byte. A change here is a change of a format that others speak.
+//! The fixed formats of `docs/formats.md`, byte for byte. A change here is a change of a format
+//! that others speak.
 
 use strake_proto::{
     Bound, CapKey, Capability, ChunkId, Fid, Rights,
     cap::{CAP_LEN, derive_key},
     data::{
-        Clock, DataReply, DataRequest, Extent, Extents, FLAG_REPLAY, FLAG_STABLE, Kind, ListEntry, Region, Stamp,
-        Version, Writer,
+        Clock, DataReply, DataRequest, Extent, Extents, FLAG_REPLAY, FLAG_STABLE, Kind, ListEntry,
+        Region, Stamp, Version, Writer,
     },
     frame::{self, Header},
     layout::{Cut, StripeMap, set_members},
@@ -74,7 +75,11 @@ fn data_request() {
         version: Version { epoch: 0x73, number: 0x74 },
         cap: Some([0xca; CAP_LEN]),
         sums: vec![0xd1, 0xd2],
-        writers: vec![Writer { session: 0xe1, seq: 0xe2, version: Version { epoch: 0xe3, number: 0xe4 } }],
+        writers: vec![Writer {
+            session: 0xe1,
+            seq: 0xe2,
+            version: Version { epoch: 0xe3, number: 0xe4 },
+        }],
         regions: vec![Region { addr: 0xf1, key: 0xf2, len: 0xf3 }],
         damaged: vec![std::ops::Range { start: 0xb1, end: 0xb2 }],
         ..DataRequest::new(0x11, 0x12, 0x16, ChunkId { ino: 0x13, data: 0x14, index: 0x15 })
@@ -120,7 +125,8 @@ fn data_request() {
     same(&with[at..at + 16], &["a100000000000000", "a200000000000000"]);
     same(&Clock { now: 0xa3, life: 0xa4 }.encode(), &["a300000000000000", "a4000000", "00000000"]);
     assert_eq!(
-        [Kind::None, Kind::Write, Kind::Truncate, Kind::Remove, Kind::Replace, Kind::Punch].map(|k| k as u8),
+        [Kind::None, Kind::Write, Kind::Truncate, Kind::Remove, Kind::Replace, Kind::Punch]
+            .map(|k| k as u8),
         [0, 1, 2, 3, 4, 5]
     );
 }
@@ -172,7 +178,10 @@ fn data_reply_and_list() {
     let e = Extents { found, bytes: 0x41, next: Some((0x42, 0x43)) };
     let head = ["4100000000000000", "4200000000000000", "43000000", "01000000"];
     same(&e.encode(), &[&head[..], &["0300000000000000", "00100000", "00200000"]].concat());
-    same(&Extents::default().encode(), &["0000000000000000", "ffffffffffffffff", "00000000", "00000000"]);
+    same(
+        &Extents::default().encode(),
+        &["0000000000000000", "ffffffffffffffff", "00000000", "00000000"],
+    );
 }
 
 #[test]

@@ -1,12 +1,16 @@
-//! The messages of the wire and of what is stored, field by field, beside a list that is kept: a field that changes its
-//! number, type or meaning in place would be read wrongly from an older peer or disk, and every other test would still pass.
+//! The messages of the wire and of what is stored, field by field, beside a list that is kept: a
+//! field that changes its number, type or meaning in place would be read wrongly from an older peer
+//! or disk, and every other test would still pass.
 
 use std::{collections::BTreeSet, fs};
 
-use prost_types::{DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, field_descriptor_proto::Label};
+use prost_types::{
+    DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, field_descriptor_proto::Label,
+};
 
 const SCHEMA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/schema");
-const FILES: [&str; 5] = ["common.proto", "meta.proto", "cluster.proto", "admin.proto", "log.proto"];
+const FILES: [&str; 5] =
+    ["common.proto", "meta.proto", "cluster.proto", "admin.proto", "log.proto"];
 
 fn field(message: &str, f: &FieldDescriptorProto) -> String {
     let kind = match f.type_name.as_deref() {
@@ -44,9 +48,13 @@ fn no_field_changes_its_number_or_type() {
     if std::env::var_os("STRAKE_WRITE_GOLDEN").is_some() {
         fs::write(path, now.iter().fold(String::new(), |s, l| s + l + "\n")).unwrap();
     }
-    let kept: BTreeSet<String> = fs::read_to_string(path).unwrap().lines().map(Into::into).collect();
+    let kept: BTreeSet<String> =
+        fs::read_to_string(path).unwrap().lines().map(Into::into).collect();
     let gone: Vec<_> = kept.difference(&now).collect();
-    assert!(gone.is_empty(), "changed or removed, which older peers and disks do not survive: {gone:#?}");
+    assert!(
+        gone.is_empty(),
+        "changed or removed, which older peers and disks do not survive: {gone:#?}"
+    );
     let new: Vec<_> = now.difference(&kept).collect();
     assert!(new.is_empty(), "new; add them to tests/schema.txt (STRAKE_WRITE_GOLDEN=1): {new:#?}");
 }

@@ -1,5 +1,5 @@
-//! Everything on the wire that is one of several things, and what an unknown one is read as. The lists are compared with the schema
-//! and the source, so that a new one cannot be forgotten.
+//! Everything on the wire that is one of several things, and what an unknown one is read as. The
+//! lists are compared with the schema and the source, so that a new one cannot be forgotten.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
@@ -13,7 +13,8 @@ use strake_proto::{
 };
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
-const FILES: [&str; 5] = ["common.proto", "meta.proto", "cluster.proto", "admin.proto", "log.proto"];
+const FILES: [&str; 5] =
+    ["common.proto", "meta.proto", "cluster.proto", "admin.proto", "log.proto"];
 
 /// Each choice, and what shows how an unknown one is read.
 const CHOICES: [(&str, fn()); 13] = [
@@ -35,11 +36,18 @@ const CHOICES: [(&str, fn()); 13] = [
 fn replica_state() {
     let r = pb::Replica { target: 1, state: 77 };
     let again = pb::Replica::decode(&r.encode_to_vec()[..]).unwrap();
-    assert_eq!((again.state, again.state()), (77, pb::ReplicaState::ReplicaUnknown), "it serves nothing");
+    assert_eq!(
+        (again.state, again.state()),
+        (77, pb::ReplicaState::ReplicaUnknown),
+        "it serves nothing"
+    );
 }
 
 fn lock_kind() {
-    assert!(pb::LockKind::try_from(77).is_err(), "what `LockKind::default()` says must not be taken for it");
+    assert!(
+        pb::LockKind::try_from(77).is_err(),
+        "what `LockKind::default()` says must not be taken for it"
+    );
 }
 
 fn lock_type() {
@@ -125,9 +133,21 @@ fn frame_kind() {
 
 /// Choices that a message's number names, and the test (file, function) that sends an unknown one.
 const NUMBERS: [(&str, &str, &str); 10] = [
-    ("PendingRequest.kind", "mds/src/server/tests/hostile.rs", "numbers_that_mean_nothing_are_refused"),
-    ("RaftBatch.disk", "mds/src/server/tests/hostile.rs", "a_member_that_says_what_nobody_knows_is_harmless"),
-    ("Member.disk", "mds/src/server/tests/hostile.rs", "a_member_that_says_what_nobody_knows_is_harmless"),
+    (
+        "PendingRequest.kind",
+        "mds/src/server/tests/hostile.rs",
+        "numbers_that_mean_nothing_are_refused",
+    ),
+    (
+        "RaftBatch.disk",
+        "mds/src/server/tests/hostile.rs",
+        "a_member_that_says_what_nobody_knows_is_harmless",
+    ),
+    (
+        "Member.disk",
+        "mds/src/server/tests/hostile.rs",
+        "a_member_that_says_what_nobody_knows_is_harmless",
+    ),
     ("Component.pattern", "proto/src/layout.rs", "layouts_that_cannot_be_served_are_refused"),
     ("Node.role", "mds/src/cluster/state_tests.rs", "a_node_of_an_unknown_role_is_refused"),
     ("Open.flags", "mds/src/server/tests/hostile.rs", "numbers_that_mean_nothing_are_refused"),
@@ -158,7 +178,13 @@ fn collect(m: &DescriptorProto, choices: &mut BTreeSet<String>, numbers: &mut BT
 fn in_source(choices: &mut BTreeSet<String>) {
     for file in fs::read_dir(Path::new(ROOT).join("proto/src")).unwrap() {
         let path = file.unwrap().path();
-        let name = path.strip_prefix(ROOT).unwrap_or(&path).file_name().unwrap().to_string_lossy().into_owned();
+        let name = path
+            .strip_prefix(ROOT)
+            .unwrap_or(&path)
+            .file_name()
+            .unwrap()
+            .to_string_lossy()
+            .into_owned();
         let text = fs::read_to_string(&path).unwrap();
         for part in text.split("#[repr(u").skip(1) {
             let word = part.split("enum ").nth(1).and_then(|r| r.split([' ', '{']).next()).unwrap();

@@ -21,7 +21,11 @@ fn put(s: &dyn MetaStore, k: &[u8], v: &[u8]) {
     s.commit(b).unwrap();
 }
 
-fn contents(r: &(impl Reader + ?Sized), from: Bound<&[u8]>, to: Bound<&[u8]>) -> Vec<(Vec<u8>, Vec<u8>)> {
+fn contents(
+    r: &(impl Reader + ?Sized),
+    from: Bound<&[u8]>,
+    to: Bound<&[u8]>,
+) -> Vec<(Vec<u8>, Vec<u8>)> {
     r.range(from, to).map(|p| p.unwrap()).map(|(k, v)| (k.to_vec(), v.to_vec())).collect()
 }
 
@@ -90,7 +94,10 @@ fn random_histories_match_the_model() {
                 assert_eq!(contents(s, from, to), model_range(&model, from, to));
             }
             let prefixed: Vec<_> = s.prefix(&a).map(|p| p.unwrap().0.to_vec()).collect();
-            assert_eq!(prefixed, model.keys().filter(|k| k.starts_with(&a)).cloned().collect::<Vec<_>>());
+            assert_eq!(
+                prefixed,
+                model.keys().filter(|k| k.starts_with(&a)).cloned().collect::<Vec<_>>()
+            );
         }
         for (view, was) in &views {
             assert_eq!(whole(&**view), model_range(was, Bound::Unbounded, Bound::Unbounded));

@@ -95,7 +95,8 @@ fn a_flipped_bit_is_no_other_data() {
         let n = u64::from_le_bytes(fs::read(f).unwrap()[..8].try_into().unwrap());
         f.with_file_name(format!("v{n}"))
     };
-    let named: Vec<PathBuf> = files(dir.path()).into_iter().filter(|f| f.ends_with("current")).collect();
+    let named: Vec<PathBuf> =
+        files(dir.path()).into_iter().filter(|f| f.ends_with("current")).collect();
     let lists: Vec<PathBuf> = named.iter().cloned().chain(named.iter().map(current)).collect();
     assert_eq!(lists.len(), 4, "of the keyspace and of fjall's own");
     for list in &lists {
@@ -103,14 +104,19 @@ fn a_flipped_bit_is_no_other_data() {
             let bit = (at % 8) as u8;
             flip(list, at, bit);
             let e = FjallStore::open_with(dir.path(), &options()).err();
-            assert!(e.as_ref().is_some_and(|e| e.code == Code::Corrupt), "{list:?} {at}.{bit}: {e:?}");
+            assert!(
+                e.as_ref().is_some_and(|e| e.code == Code::Corrupt),
+                "{list:?} {at}.{bit}: {e:?}"
+            );
             flip(list, at, bit);
         }
     }
     let tables = tables(dir.path());
     for (i, table) in tables.iter().enumerate() {
         let len = fs::metadata(table).unwrap().len();
-        for at in (i as u64 * 97..len).step_by((len / 12) as usize).chain(len - 400..len).step_by(40) {
+        for at in
+            (i as u64 * 97..len).step_by((len / 12) as usize).chain(len - 400..len).step_by(40)
+        {
             flip(table, at, (at % 8) as u8);
             whole(dir.path());
             flip(table, at, (at % 8) as u8);

@@ -1,4 +1,5 @@
-//! A real file system that is full: refusals, reads, and service again when there is space, without a restart.
+//! A real file system that is full: refusals, reads, and service again when there is space, without
+//! a restart.
 
 use std::{fs::File, io::Write as _, path::Path, process::Command};
 
@@ -14,7 +15,10 @@ impl Small {
     fn new(mib: u32) -> Option<Small> {
         let dir = tempfile::tempdir().unwrap();
         let size = format!("size={mib}m");
-        let mount = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "strake-test"]).arg(dir.path()).output();
+        let mount = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &size, "strake-test"])
+            .arg(dir.path())
+            .output();
         if !mount.is_ok_and(|o| o.status.success()) {
             println!("skipped: mounting a tmpfs needs root");
             return None;
@@ -56,10 +60,17 @@ fn check(s: &FjallStore, committed: &[u32]) {
     let mut wanted: Vec<Bytes> = committed.iter().map(|n| key(*n, 0)).collect();
     wanted.extend(committed.iter().filter(|n| !committed.contains(&(*n + 1))).map(|n| key(*n, 1)));
     wanted.sort();
-    assert!(keys == wanted, "{} keys instead of {}, last {:?}", keys.len(), wanted.len(), keys.last());
+    assert!(
+        keys == wanted,
+        "{} keys instead of {}, last {:?}",
+        keys.len(),
+        wanted.len(),
+        keys.last()
+    );
 }
 
-/// Each round stops at another place of the journal, so that what a failed write leaves there differs.
+/// Each round stops at another place of the journal, so that what a failed write leaves there
+/// differs.
 #[test]
 fn a_full_disk_is_waited_out() {
     let Some(disk) = Small::new(48) else { return };
@@ -122,7 +133,11 @@ fn a_disk_filled_by_commits_alone_is_read_and_grows_again() {
     };
     assert_eq!(e.code, Code::NoSpc, "{e}");
     check(&s, &committed);
-    let grown = Command::new("mount").args(["-o", "remount,size=400m"]).arg(disk.0.path()).status().unwrap();
+    let grown = Command::new("mount")
+        .args(["-o", "remount,size=400m"])
+        .arg(disk.0.path())
+        .status()
+        .unwrap();
     assert!(grown.success());
     for n in n + 1..n + 1000 {
         s.commit(batch(n, &mut rng)).unwrap();

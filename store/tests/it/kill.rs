@@ -18,7 +18,8 @@ fn last_of(s: &FjallStore) -> u64 {
     s.get(b"last").unwrap().map_or(0, |v| u64::from_be_bytes(v[..].try_into().unwrap()))
 }
 
-/// The process that is killed: does nothing unless the test below started it. Says which batch is synced.
+/// The process that is killed: does nothing unless the test below started it. Says which batch is
+/// synced.
 #[test]
 fn child() {
     let Some(dir) = std::env::var_os(DIR) else { return };
@@ -66,11 +67,19 @@ fn synced_batches_survive_and_none_is_half() {
 
         let s = FjallStore::open(dir.path()).unwrap();
         let last = last_of(&s);
-        assert!(last >= synced && synced > before, "synced {synced}, found {last}, before {before}");
+        assert!(
+            last >= synced && synced > before,
+            "synced {synced}, found {last}, before {before}"
+        );
         for i in 1..=last {
             for k in 0..KEYS {
-                let v = s.get(&key(i, k)).unwrap().unwrap_or_else(|| panic!("batch {i} of {last} lacks key {k}"));
-                assert!(v.len() == 100 + (i as usize * 37) % 4000 && v.iter().all(|b| *b == i as u8));
+                let v = s
+                    .get(&key(i, k))
+                    .unwrap()
+                    .unwrap_or_else(|| panic!("batch {i} of {last} lacks key {k}"));
+                assert!(
+                    v.len() == 100 + (i as usize * 37) % 4000 && v.iter().all(|b| *b == i as u8)
+                );
             }
         }
         let count = s.prefix(&[0]).count() as u64;

@@ -1,5 +1,5 @@
-//! What the machine can do without StrakeFS, measured in the same run: each figure of the file system is divided by one
-//! of these.
+//! What the machine can do without StrakeFS, measured in the same run: each figure of the file
+//! system is divided by one of these.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -39,7 +39,8 @@ pub fn socket_copy(bytes: u64) -> Result<u64> {
     Ok(bytes / MIB as u64 * MIB as u64)
 }
 
-/// 128-byte round trips over loopback TCP by `pairs` pairs of threads for `limit`. Returns how many.
+/// 128-byte round trips over loopback TCP by `pairs` pairs of threads for `limit`. Returns how
+/// many.
 pub fn round_trips(pairs: u64, limit: Duration) -> Result<u64> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let addr = listener.local_addr()?;
@@ -80,7 +81,8 @@ pub fn round_trips(pairs: u64, limit: Duration) -> Result<u64> {
     })
 }
 
-/// A file of `bytes` next to the cluster's data, written whole (no holes), for the device's own speed.
+/// A file of `bytes` next to the cluster's data, written whole (no holes), for the device's own
+/// speed.
 pub fn scratch(path: &Path, bytes: u64) -> Result<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -91,7 +93,14 @@ pub fn scratch(path: &Path, bytes: u64) -> Result<File> {
         .open(path)?;
     uring(
         &file,
-        Pattern { write: true, block: MIB, depth: 16, span: bytes, count: bytes / MIB as u64, random: false },
+        Pattern {
+            write: true,
+            block: MIB,
+            depth: 16,
+            span: bytes,
+            count: bytes / MIB as u64,
+            random: false,
+        },
     )?;
     file.sync_all()?;
     Ok(file)
@@ -108,14 +117,15 @@ pub struct Pattern {
     pub random: bool,
 }
 
-/// Runs `count` operations at `depth` through io_uring with O_DIRECT, with buffers of a pool, as the object servers do. The
-/// write pattern ends with fdatasync.
+/// Runs `count` operations at `depth` through io_uring with O_DIRECT, with buffers of a pool, as
+/// the object servers do. The write pattern ends with fdatasync.
 pub fn uring(file: &File, p: Pattern) -> Result<()> {
     let pool = Pool::default();
     uring_with(file, p, (0..p.depth).map(|_| pool.get_now(p.block)).collect())
 }
 
-/// The same with ordinary memory, as fio does: on pages of 4 KiB the kernel may have to cut 1 MiB into several requests.
+/// The same with ordinary memory, as fio does: on pages of 4 KiB the kernel may have to cut 1 MiB
+/// into several requests.
 pub fn uring_on_small_pages(file: &File, p: Pattern) -> Result<()> {
     uring_with(file, p, (0..p.depth).map(|_| BufMut::unpooled(p.block)).collect())
 }
@@ -138,10 +148,12 @@ fn uring_with(file: &File, p: Pattern, mut bufs: Vec<BufMut>) -> Result<()> {
             } else {
                 opcode::Read::new(fd, ptr, p.block as u32).offset(at).build()
             };
-            // SAFETY: the buffer of a slot lives in `bufs` until the ring is drained and is used by one operation at a
-            // time: the slot is free only after its completion.
+            // SAFETY: the buffer of a slot lives in `bufs` until the ring is drained and is used by
+            // one operation at a time: the slot is free only after its completion.
             unsafe {
-                ring.submission().push(&op.user_data(slot as u64)).map_err(|e| Error::new(Code::Io, e.to_string()))?
+                ring.submission()
+                    .push(&op.user_data(slot as u64))
+                    .map_err(|e| Error::new(Code::Io, e.to_string()))?
             };
             issued += 1;
         }
@@ -173,7 +185,8 @@ pub fn synced_appends(path: &Path, limit: Duration) -> Result<u64> {
     Ok(n)
 }
 
-/// fio's figure (bytes per second) for the same pattern on the same file, `None` where fio is not installed.
+/// fio's figure (bytes per second) for the same pattern on the same file, `None` where fio is not
+/// installed.
 pub fn fio(path: &Path, p: Pattern) -> Option<f64> {
     let mode = match (p.write, p.random) {
         (true, false) => "write",
@@ -182,7 +195,13 @@ pub fn fio(path: &Path, p: Pattern) -> Option<f64> {
         (false, true) => "randread",
     };
     let out = Command::new("fio")
-        .args(["--name=limit", "--ioengine=io_uring", "--direct=1", "--output-format=json", "--thread"])
+        .args([
+            "--name=limit",
+            "--ioengine=io_uring",
+            "--direct=1",
+            "--output-format=json",
+            "--thread",
+        ])
         .arg(format!("--filename={}", path.display()))
         .arg(format!("--rw={mode}"))
         .arg(format!("--bs={}", p.block))

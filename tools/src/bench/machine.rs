@@ -21,7 +21,10 @@ impl Meter {
         Ok(Meter { start: Instant::now(), busy: busy_seconds()? })
     }
     pub fn stop(&self) -> Result<Cost> {
-        Ok(Cost { seconds: self.start.elapsed().as_secs_f64(), cpu_seconds: busy_seconds()? - self.busy })
+        Ok(Cost {
+            seconds: self.start.elapsed().as_secs_f64(),
+            cpu_seconds: busy_seconds()? - self.busy,
+        })
     }
 }
 
@@ -31,8 +34,14 @@ const USER_HZ: f64 = 100.0;
 /// User, nice, system, irq and softirq time of all cores (`/proc/stat`, proc(5)).
 fn busy_seconds() -> Result<f64> {
     let text = fs::read_to_string("/proc/stat")?;
-    let fields: Vec<f64> =
-        text.lines().next().unwrap_or_default().split_whitespace().skip(1).filter_map(|f| f.parse().ok()).collect();
+    let fields: Vec<f64> = text
+        .lines()
+        .next()
+        .unwrap_or_default()
+        .split_whitespace()
+        .skip(1)
+        .filter_map(|f| f.parse().ok())
+        .collect();
     let [user, nice, system, _idle, _iowait, irq, softirq, ..] = fields[..] else {
         return Err(Error::new(Code::Io, "/proc/stat has no cpu line"));
     };

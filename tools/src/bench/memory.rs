@@ -1,5 +1,5 @@
-//! The FUSE limit's mount, in a process of its own: one that is killed while it has a file of its own mount open waits in
-//! the kernel for an answer that nobody gives any more.
+//! The FUSE limit's mount, in a process of its own: one that is killed while it has a file of its
+//! own mount open waits in the kernel for an answer that nobody gives any more.
 
 use std::{
     fs,
@@ -18,7 +18,8 @@ pub struct MemoryArgs {
     bytes: u64,
 }
 
-/// Mounts, says so on stdout, and unmounts when stdin ends: when whoever started it is done or dead.
+/// Mounts, says so on stdout, and unmounts when stdin ends: when whoever started it is done or
+/// dead.
 pub fn serve(args: &MemoryArgs) -> Result<ExitCode> {
     let mount = mount_memory_limit(&MountConfig::new(&args.at), args.bytes)?;
     writeln!(std::io::stdout(), "mounted")?;
@@ -37,12 +38,22 @@ impl MemoryMount {
     pub fn start(at: &Path, bytes: u64) -> Result<MemoryMount> {
         fs::create_dir_all(at)?;
         let mut command = Command::new(std::env::current_exe()?);
-        command.arg("memory-mount").arg(at).arg(bytes.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .arg("memory-mount")
+            .arg(at)
+            .arg(bytes.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut m = MemoryMount { server: command.spawn()?, at: at.to_path_buf() };
         let mut said = [0; 8];
-        let out = m.server.stdout.as_mut().ok_or_else(|| Error::new(Code::Io, "the memory mount has no output"))?;
+        let out = m
+            .server
+            .stdout
+            .as_mut()
+            .ok_or_else(|| Error::new(Code::Io, "the memory mount has no output"))?;
         // What stopped it is on stderr, which it shares.
-        out.read_exact(&mut said).map_err(|_| Error::new(Code::Io, "the FUSE limit's own mount could not be made"))?;
+        out.read_exact(&mut said)
+            .map_err(|_| Error::new(Code::Io, "the FUSE limit's own mount could not be made"))?;
         Ok(m)
     }
 

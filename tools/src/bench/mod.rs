@@ -1,4 +1,5 @@
-//! `strake bench`: the file system beside what this machine can do at all, both measured in the same run.
+//! `strake bench`: the file system beside what this machine can do at all, both measured in the
+//! same run.
 
 mod limits;
 mod machine;
@@ -45,8 +46,8 @@ pub struct BenchArgs {
     /// Only rows whose name contains this.
     #[arg(long)]
     only: Option<String>,
-    /// Measure the mount rows through mounts of the bench's own with these transports, in turn in every run: dev, fuser
-    /// or dev,fuser. Without it: through the cluster's mount.
+    /// Measure the mount rows through mounts of the bench's own with these transports, in turn in
+    /// every run: dev, fuser or dev,fuser. Without it: through the cluster's mount.
     #[arg(long, value_enum, value_delimiter = ',')]
     transports: Vec<Transport>,
     #[arg(long)]
@@ -87,7 +88,8 @@ struct Series {
 struct Row {
     unit: Unit,
     ours: Series,
-    /// The same through mounts with the other transports, run by run beside ours, named as the transport is.
+    /// The same through mounts with the other transports, run by run beside ours, named as the
+    /// transport is.
     others: Vec<Series>,
     /// The one the row is named against, then the others that every byte or operation passes too.
     limits: Vec<Series>,
@@ -118,7 +120,8 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
     if args.transports.is_empty() {
         cluster_mount(&cluster)?;
     }
-    let scale = Scale { bytes: args.size_mib * MIB, files: args.files, random_ops: args.random_ops };
+    let scale =
+        Scale { bytes: args.size_mib * MIB, files: args.files, random_ops: args.random_ops };
     let mut bench = Bench::new(&cluster, scale, args.runs as usize)?;
     let cores = std::thread::available_parallelism()?.get();
     let machine = machine::describe(cores, cluster.dir())?;
@@ -179,10 +182,14 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
 
 /// Where the cluster is mounted.
 fn cluster_mount(cluster: &Cluster) -> Result<PathBuf> {
-    let mnt =
-        cluster.mountpoint().ok_or_else(|| Error::new(Code::NoDev, "this cluster has no mount; run `strake up`"))?;
+    let mnt = cluster
+        .mountpoint()
+        .ok_or_else(|| Error::new(Code::NoDev, "this cluster has no mount; run `strake up`"))?;
     if !mount::is_mounted(&mnt)? {
-        return Err(Error::new(Code::NoDev, format!("{} is not mounted; run `strake up`", mnt.display())));
+        return Err(Error::new(
+            Code::NoDev,
+            format!("{} is not mounted; run `strake up`", mnt.display()),
+        ));
     }
     Ok(mnt)
 }
@@ -228,7 +235,10 @@ fn plans<'a>(
     let on_mounts = |name, unit, prepare: OnMount<'a>, work: OnMount<'a>, limits| Plan {
         name,
         unit,
-        ways: mounted.iter().map(|m| Way { prepare: prepare(m, warm), work: work(m, warm) }).collect(),
+        ways: mounted
+            .iter()
+            .map(|m| Way { prepare: prepare(m, warm), work: work(m, warm) })
+            .collect(),
         limits,
     };
     use Unit::{Bytes, Ops};
@@ -252,7 +262,13 @@ fn plans<'a>(
             |m, _| Box::new(|| m.write()),
             &[DEVICE_WRITE, FUSE_WRITE, SOCKET_WRITE],
         ),
-        on_mounts("mount: read 1 MiB", Bytes, m_cold, |m, _| Box::new(|| m.read(1)), &[FUSE_READ, DEVICE_READ, SOCKET]),
+        on_mounts(
+            "mount: read 1 MiB",
+            Bytes,
+            m_cold,
+            |m, _| Box::new(|| m.read(1)),
+            &[FUSE_READ, DEVICE_READ, SOCKET],
+        ),
         on_mounts(
             "mount: read 1 MiB, 4 readers",
             Bytes,
@@ -267,7 +283,13 @@ fn plans<'a>(
             |m, _| Box::new(|| m.random_read()),
             &[DEVICE_RANDOM, FUSE_RANDOM, ROUND_TRIPS],
         ),
-        on_mounts("mount: create", Ops, |m, _| Box::new(|| m.unlink_all()), |m, _| Box::new(|| m.create()), &[APPENDS]),
+        on_mounts(
+            "mount: create",
+            Ops,
+            |m, _| Box::new(|| m.unlink_all()),
+            |m, _| Box::new(|| m.create()),
+            &[APPENDS],
+        ),
         on_mounts(
             "mount: stat",
             Ops,
@@ -291,7 +313,13 @@ fn plans<'a>(
             Box::new(|| rt.block_on(c.write())),
             &[DEVICE_WRITE, SOCKET_WRITE],
         ),
-        plan("client: read 1 MiB", Bytes, c_cold(), Box::new(|| rt.block_on(c.read())), &[SOCKET, DEVICE_READ]),
+        plan(
+            "client: read 1 MiB",
+            Bytes,
+            c_cold(),
+            Box::new(|| rt.block_on(c.read())),
+            &[SOCKET, DEVICE_READ],
+        ),
         plan(
             "client: read 4 KiB random",
             Ops,
@@ -361,11 +389,19 @@ impl Bench {
         let (bytes, copies) = (self.scale.bytes, u64::from(self.copies));
         let span = bytes;
         let device = |write, n| {
-            let p = Pattern { write, block: MIB as usize, depth: 16, span, count: n / MIB, random: false };
+            let p = Pattern {
+                write,
+                block: MIB as usize,
+                depth: 16,
+                span,
+                count: n / MIB,
+                random: false,
+            };
             limits::uring(&self.scratch, p).map(|()| bytes as f64)
         };
-        let memory =
-            |work: &dyn Fn(&Path) -> Result<f64>| through_mount::on_memory(&self.dir.join(MEMORY), bytes, work);
+        let memory = |work: &dyn Fn(&Path) -> Result<f64>| {
+            through_mount::on_memory(&self.dir.join(MEMORY), bytes, work)
+        };
         match name {
             FUSE_READ => return memory(&|f| through_mount::read_parts(f, bytes, 1)),
             FUSE_READ_4 => return memory(&|f| through_mount::read_parts(f, bytes, 4)),
@@ -383,7 +419,9 @@ impl Bench {
                 limits::uring(&self.scratch, random(self.scale))?;
                 self.scale.random_ops as f64
             }
-            APPENDS => limits::synced_appends(&self.dir.join("appends"), Duration::from_secs(2))? as f64,
+            APPENDS => {
+                limits::synced_appends(&self.dir.join("appends"), Duration::from_secs(2))? as f64
+            }
             ROUND_TRIPS => limits::round_trips(JOBS, Duration::from_secs(1))? as f64,
             _ => return Err(Error::new(Code::Inval, format!("no limit named {name}"))),
         };
@@ -398,7 +436,8 @@ impl Bench {
         for n in 0..self.runs {
             self.progress.say(format!("{name}: run {} of {}", n + 1, self.runs));
             let mut turns: Vec<_> = plan.ways.iter_mut().zip(&mut ours).collect();
-            // Each goes first as often as the other: what the one before leaves behind hits all alike.
+            // Each goes first as often as the other: what the one before leaves behind hits all
+            // alike.
             if n % 2 == 1 {
                 turns.reverse();
             }
@@ -419,15 +458,25 @@ impl Bench {
         Ok(Row { unit, ours, others, limits })
     }
 
-    /// Our own device figures beside fio's on the same file: (pattern, ours, fio's), bytes per second. In turn and
-    /// medians, because a disk's rate changes from one second to the next, and with what was read before.
+    /// Our own device figures beside fio's on the same file: (pattern, ours, fio's), bytes per
+    /// second. In turn and medians, because a disk's rate changes from one second to the next, and
+    /// with what was read before.
     fn fio_check(&mut self) -> Vec<(&'static str, f64, f64)> {
         let span = self.scale.bytes;
-        let read = Pattern { write: false, block: MIB as usize, depth: 16, span, count: span / MIB, random: false };
+        let read = Pattern {
+            write: false,
+            block: MIB as usize,
+            depth: 16,
+            span,
+            count: span / MIB,
+            random: false,
+        };
         let mut out = Vec::new();
         let write = Pattern { write: true, ..read };
         let random = random(self.scale);
-        for (name, p) in [("1 MiB write", write), ("1 MiB read", read), ("4 KiB random read", random)] {
+        for (name, p) in
+            [("1 MiB write", write), ("1 MiB read", read), ("4 KiB random read", random)]
+        {
             self.progress.say(format!("checking against fio: {name}"));
             let (mut ours, mut fios) = (Vec::new(), Vec::new());
             for _ in 0..self.runs {
@@ -458,20 +507,31 @@ impl Bench {
     }
 }
 
-/// A mount that a bench ended from outside has left behind. One that answers belongs to a bench that runs.
+/// A mount that a bench ended from outside has left behind. One that answers belongs to a bench
+/// that runs.
 fn take_away_dead(at: &Path) -> Result<()> {
     if !mount::is_mounted(at)? {
         return Ok(());
     }
     if fs::metadata(at).is_ok() {
-        let m = format!("{} is mounted: another `strake bench` runs on this cluster; wait for its end", at.display());
+        let m = format!(
+            "{} is mounted: another `strake bench` runs on this cluster; wait for its end",
+            at.display()
+        );
         return Err(Error::new(Code::Busy, m));
     }
     mount::unmount(at, true)
 }
 
 fn random(s: Scale) -> Pattern {
-    Pattern { write: false, block: 4096, depth: 32, span: s.bytes, count: s.random_ops, random: true }
+    Pattern {
+        write: false,
+        block: 4096,
+        depth: 32,
+        span: s.bytes,
+        count: s.random_ops,
+        random: true,
+    }
 }
 
 /// Runs `job(n)` for n in 0..JOBS on threads of their own and adds up what they return.

@@ -56,7 +56,12 @@ impl Row {
             let ratios = self.ratios(other);
             let show = |s: &Series| {
                 let (lo, hi) = stats::interval(&s.rates);
-                format!("{} [{} .. {}]", rate(self.unit, s.rate()), rate(self.unit, lo), rate(self.unit, hi))
+                format!(
+                    "{} [{} .. {}]",
+                    rate(self.unit, s.rate()),
+                    rate(self.unit, lo),
+                    rate(self.unit, hi)
+                )
             };
             let (lo, hi) = stats::interval(&ratios);
             vec![
@@ -71,14 +76,21 @@ impl Row {
         })
     }
 
-    /// What binds on this machine, and its rate: the lowest limit, or all cores busy with the CPU of all limits.
+    /// What binds on this machine, and its rate: the lowest limit, or all cores busy with the CPU
+    /// of all limits.
     fn binding(&self, cores: usize) -> (&'static str, f64) {
         let unit = if self.unit == Unit::Bytes { 1e9 } else { 1e6 };
         let cpu = ("all cores", cores as f64 / self.floor() * unit);
-        self.limits.iter().map(|l| (l.name, l.rate())).chain([cpu]).min_by(|a, b| a.1.total_cmp(&b.1)).unwrap_or(cpu)
+        self.limits
+            .iter()
+            .map(|l| (l.name, l.rate()))
+            .chain([cpu])
+            .min_by(|a, b| a.1.total_cmp(&b.1))
+            .unwrap_or(cpu)
     }
 
-    /// CPU of all limits together: every byte or operation passes each of them, so no structure of these steps costs less.
+    /// CPU of all limits together: every byte or operation passes each of them, so no structure of
+    /// these steps costs less.
     fn floor(&self) -> f64 {
         self.limits.iter().map(Series::cpu).sum()
     }
@@ -87,7 +99,9 @@ impl Row {
         let ours = self.ours.rate();
         let (lo, hi) = stats::interval(&self.ours.rates);
         let (name, limit, ratio) = match self.limits.first() {
-            Some(s) => (s.name.to_string(), rate(self.unit, s.rate()), format!("{:.2}", ours / s.rate())),
+            Some(s) => {
+                (s.name.to_string(), rate(self.unit, s.rate()), format!("{:.2}", ours / s.rate()))
+            }
             None => Default::default(),
         };
         let (binding, most) = self.binding(cores);
@@ -114,7 +128,8 @@ impl Row {
         let beside = |o: &Series| {
             let (mut v, ratios) = (o.json(), self.ratios(o));
             let (lo, hi) = stats::interval(&ratios);
-            v["ratio"] = json!({ "runs": ratios, "median": stats::median(&ratios), "interval": [lo, hi] });
+            v["ratio"] =
+                json!({ "runs": ratios, "median": stats::median(&ratios), "interval": [lo, hi] });
             v
         };
         v["others"] = self.others.iter().map(beside).collect();
@@ -168,7 +183,8 @@ impl Report {
         if let [first, second] = self.transports[..] {
             let ratio = format!("{first}/{second}");
             let cpu = |t| format!("CPU {t}");
-            let head: [&str; 7] = ["row", first, second, &ratio, "95 % interval", &cpu(first), &cpu(second)];
+            let head: [&str; 7] =
+                ["row", first, second, &ratio, "95 % interval", &cpu(first), &cpu(second)];
             out += "Transports, in turn in every run:\n\n";
             let rows = self.rows.iter().flat_map(Row::beside).collect();
             out += &lines(head.map(String::from).to_vec(), rows, markdown);
@@ -188,7 +204,8 @@ impl Report {
 
     pub fn json(&self) -> Value {
         let s = self.scale;
-        let fio: Vec<Value> = self.fio.iter().map(|(n, o, f)| json!({ "pattern": n, "ours": o, "fio": f })).collect();
+        let fio: Vec<Value> =
+            self.fio.iter().map(|(n, o, f)| json!({ "pattern": n, "ours": o, "fio": f })).collect();
         json!({ "version": env!("CARGO_PKG_VERSION"), "machine": self.machine, "copies": self.copies, "runs": self.runs,
             "bytes": s.bytes, "files": s.files, "random_ops": s.random_ops,
             "cores": self.cores, "transports": self.transports, "caches_dropped": !self.warm,
@@ -207,18 +224,30 @@ mod tests {
     #[test]
     fn what_binds_is_named_and_the_floor_adds_up() {
         let limits = vec![series("FUSE from memory", 4e9, 0.2), series("device read", 1e9, 0.05)];
-        let row = Row { unit: Unit::Bytes, ours: series("mount: read 1 MiB", 8e8, 0.5), others: vec![], limits };
+        let row = Row {
+            unit: Unit::Bytes,
+            ours: series("mount: read 1 MiB", 8e8, 0.5),
+            others: vec![],
+            limits,
+        };
         let v = row.json(2);
         assert_eq!(v["ratio"], 0.2);
         assert_eq!(v["cpu"]["floor"], 0.25);
-        assert_eq!((&v["binding"]["name"], v["binding"]["ratio"].as_f64()), (&"device read".into(), Some(0.8)));
+        assert_eq!(
+            (&v["binding"]["name"], v["binding"]["ratio"].as_f64()),
+            (&"device read".into(), Some(0.8))
+        );
         assert_eq!(row.binding(1), ("device read", 1e9));
         let slow = Row { limits: vec![series("socket copy", 3e9, 2.0)], ..row };
         assert_eq!(slow.binding(1), ("all cores", 5e8));
         let scale = Scale { bytes: MIB, files: 1, random_ops: 1 };
         let mut other = series("fuser", 4e8, 1.0);
-        let mut beside =
-            Row { others: vec![], limits: vec![], ours: series("mount: write 1 MiB", 8e8, 0.5), unit: Unit::Bytes };
+        let mut beside = Row {
+            others: vec![],
+            limits: vec![],
+            ours: series("mount: write 1 MiB", 8e8, 0.5),
+            unit: Unit::Bytes,
+        };
         // Run by run: the medians alone would give 2.
         beside.ours.rates = vec![8e8, 2e8, 9e8];
         other.rates = vec![2e8, 4e8, 6e8];

@@ -12,7 +12,8 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// 95 % percentile-bootstrap interval of the median (Efron 1979), 2,000 resamples with a fixed seed.
+/// 95 % percentile-bootstrap interval of the median (Efron 1979), 2,000 resamples with a fixed
+/// seed.
 pub fn interval(values: &[f64]) -> (f64, f64) {
     if values.is_empty() {
         return (f64::NAN, f64::NAN);
@@ -21,7 +22,8 @@ pub fn interval(values: &[f64]) -> (f64, f64) {
     let mut medians: Vec<f64> = (0..2000)
         .map(|_| {
             let n = values.len() as u64;
-            let sample: Vec<f64> = values.iter().map(|_| values[(splitmix64(&mut state) % n) as usize]).collect();
+            let sample: Vec<f64> =
+                values.iter().map(|_| values[(splitmix64(&mut state) % n) as usize]).collect();
             median(&sample)
         })
         .collect();

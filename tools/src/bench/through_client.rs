@@ -33,7 +33,8 @@ impl ByClient {
             Err(e) if e.code == Code::Exist => client.lookup(&creds, root, FOLDER).await?.ino,
             r => r?.ino,
         };
-        let (large, _) = client.create(&creds, dir, b"large", 0o644, libc::O_RDWR as u32, false, None).await?;
+        let (large, _) =
+            client.create(&creds, dir, b"large", 0o644, libc::O_RDWR as u32, false, None).await?;
         Ok(ByClient { client, creds, scale, large, dir })
     }
 
@@ -73,15 +74,20 @@ impl ByClient {
 
     pub async fn random_read(&self) -> Result<f64> {
         let (mut seed, blocks) = (7, self.scale.bytes / 4096);
-        stream::iter((0..self.scale.random_ops).map(move |_| splitmix64(&mut seed) % blocks * 4096))
-            .map(|at| async move { self.large.read(at, 4096).await })
-            .buffer_unordered(SMALL_DEPTH)
-            .try_for_each(|_| async { Ok(()) })
-            .await?;
+        stream::iter(
+            (0..self.scale.random_ops).map(move |_| splitmix64(&mut seed) % blocks * 4096),
+        )
+        .map(|at| async move { self.large.read(at, 4096).await })
+        .buffer_unordered(SMALL_DEPTH)
+        .try_for_each(|_| async { Ok(()) })
+        .await?;
         Ok(self.scale.random_ops as f64)
     }
 
-    async fn each<F: Future<Output = Result<()>>>(&self, job: impl Fn(Vec<u8>) -> F) -> Result<f64> {
+    async fn each<F: Future<Output = Result<()>>>(
+        &self,
+        job: impl Fn(Vec<u8>) -> F,
+    ) -> Result<f64> {
         stream::iter(0..self.scale.files)
             .map(|n| job(format!("f{n:06}").into_bytes()))
             .buffer_unordered(SMALL_DEPTH)
@@ -93,7 +99,8 @@ impl ByClient {
     pub async fn create(&self) -> Result<f64> {
         self.each(|name| async move {
             let flags = libc::O_WRONLY as u32;
-            let (file, _) = self.client.create(&self.creds, self.dir, &name, 0o644, flags, true, None).await?;
+            let (file, _) =
+                self.client.create(&self.creds, self.dir, &name, 0o644, flags, true, None).await?;
             file.close().await
         })
         .await
@@ -110,7 +117,10 @@ impl ByClient {
     }
 
     pub async fn stat(&self) -> Result<f64> {
-        self.each(|name| async move { self.client.lookup(&self.creds, self.dir, &name).await.map(|_| ()) }).await
+        self.each(|name| async move {
+            self.client.lookup(&self.creds, self.dir, &name).await.map(|_| ())
+        })
+        .await
     }
 
     pub async fn unlink_all(&self) -> Result<f64> {

@@ -1,5 +1,6 @@
-//! The rows measured with ordinary system calls on the mount. Buffers are aligned to pages, as those of dd, fio and IOR
-//! are: one that is not touches 257 pages per MiB, and the kernel cuts each such read or write in two requests.
+//! The rows measured with ordinary system calls on the mount. Buffers are aligned to pages, as
+//! those of dd, fio and IOR are: one that is not touches 257 pages per MiB, and the kernel cuts
+//! each such read or write in two requests.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -30,7 +31,8 @@ impl Mounted {
         if dir.exists() {
             fs::remove_dir_all(&dir)?;
         }
-        // A folder per job: the kernel lets one create at a time into a folder, whatever the file system.
+        // A folder per job: the kernel lets one create at a time into a folder, whatever the file
+        // system.
         for job in 0..JOBS {
             fs::create_dir_all(dir.join(format!("job{job}")))?;
         }
@@ -138,15 +140,22 @@ pub fn read_parts(path: &Path, bytes: u64, readers: u64) -> Result<f64> {
             })
             .collect();
         for t in threads {
-            t.join().map_err(|_| strake_proto::Error::new(strake_proto::Code::Io, "a reader panicked"))??;
+            t.join().map_err(|_| {
+                strake_proto::Error::new(strake_proto::Code::Io, "a reader panicked")
+            })??;
         }
         Ok(())
     })?;
     Ok((part * readers) as f64)
 }
 
-/// The same work on a file of a mount of the same kind that answers from memory. Returns its amount and cost.
-pub fn on_memory(at: &Path, bytes: u64, work: impl Fn(&Path) -> Result<f64>) -> Result<(f64, Cost)> {
+/// The same work on a file of a mount of the same kind that answers from memory. Returns its amount
+/// and cost.
+pub fn on_memory(
+    at: &Path,
+    bytes: u64,
+    work: impl Fn(&Path) -> Result<f64>,
+) -> Result<(f64, Cost)> {
     let mount = MemoryMount::start(at, bytes)?;
     let meter = Meter::start()?;
     let done = work(&mount.file())?;

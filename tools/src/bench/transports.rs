@@ -37,14 +37,17 @@ pub struct OwnMount {
 }
 
 impl OwnMount {
-    /// Mounts the cluster at `at`, which is made. The mount ends with this process, however that ends.
+    /// Mounts the cluster at `at`, which is made. The mount ends with this process, however that
+    /// ends.
     pub fn start(cluster: &Cluster, transport: Transport, at: &Path) -> Result<OwnMount> {
         fs::create_dir_all(at)?;
         let config = at.with_extension("toml");
         fs::write(&config, cluster.mount_config(at))?;
         let mut command = Command::new(std::env::current_exe()?);
         // What stops it is on stderr, which it shares.
-        command.args(["mount", "--foreground", "-o"]).arg(format!("log=error,transport={}", transport.name()));
+        command
+            .args(["mount", "--foreground", "-o"])
+            .arg(format!("log=error,transport={}", transport.name()));
         command.arg("--config").arg(config).stdin(Stdio::null()).stdout(Stdio::null());
         // SAFETY: prctl is async-signal-safe and touches nothing of the parent.
         unsafe {
@@ -54,7 +57,10 @@ impl OwnMount {
         let start = Instant::now();
         while !mount::is_mounted(at)? {
             if start.elapsed() > Duration::from_secs(60) || m.process.try_wait()?.is_some() {
-                let m = format!("the bench's mount with transport '{}' could not be made", transport.name());
+                let m = format!(
+                    "the bench's mount with transport '{}' could not be made",
+                    transport.name()
+                );
                 return Err(Error::new(Code::Io, m));
             }
             std::thread::sleep(Duration::from_millis(20));

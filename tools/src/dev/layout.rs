@@ -1,4 +1,5 @@
-//! The folder of a local cluster: what is where, and the configuration files made from its parameters.
+//! The folder of a local cluster: what is where, and the configuration files made from its
+//! parameters.
 
 use std::{
     fmt::Write as _,
@@ -64,13 +65,18 @@ impl Parameters {
             && (1..=3).contains(&self.mirror)
             && (1..=MAX_TARGET_GIB).contains(&self.target_gib);
         if !numbers {
-            return bad("no cluster was made with such numbers; restore the file or make the cluster anew");
+            return bad(
+                "no cluster was made with such numbers; restore the file or make the cluster anew",
+            );
         }
         if self.ports.len() != 2 * (self.mds + self.oss) as usize {
             return bad("`ports` must have two ports for each server");
         }
-        let added = |a: &Added| (1..=self.oss).contains(&a.oss) && (1..=MAX_TARGET_GIB).contains(&a.gib);
-        if !self.added.iter().all(added) || (1..=self.oss).any(|n| self.targets_of(n).len() > MOST_TARGETS) {
+        let added =
+            |a: &Added| (1..=self.oss).contains(&a.oss) && (1..=MAX_TARGET_GIB).contains(&a.gib);
+        if !self.added.iter().all(added)
+            || (1..=self.oss).any(|n| self.targets_of(n).len() > MOST_TARGETS)
+        {
             return bad(
                 "`added` names a storage server that there is not, or a size or number of targets that cannot be",
             );
@@ -85,15 +91,19 @@ impl Parameters {
     }
 }
 
-/// Reads a cluster's parameters, checks them and writes the configurations of its servers, in memory.
+/// Reads a cluster's parameters, checks them and writes the configurations of its servers, in
+/// memory.
 pub fn check(text: &str) -> Result<()> {
     let p: Parameters = config::parse("text", text, vec![])?;
     p.check()?;
     let c = Cluster { dir: "/".into(), p };
     for role in c.roles() {
         match role {
-            Role::Mds(n) => config::read_text(0, &c.mds_config(n)).map_err(|e| e.context(c.mds_config(n)))?,
-            _ => config::read_text(1, &c.oss_config(&role)).map_err(|e| e.context(c.oss_config(&role)))?,
+            Role::Mds(n) => {
+                config::read_text(0, &c.mds_config(n)).map_err(|e| e.context(c.mds_config(n)))?
+            }
+            _ => config::read_text(1, &c.oss_config(&role))
+                .map_err(|e| e.context(c.oss_config(&role)))?,
         }
     }
     Ok(())
@@ -110,7 +120,10 @@ impl Cluster {
         let path = dir.join(FILE);
         let p: Parameters = config::load(Some(&path), vec![]).map_err(|e| {
             if e.code == Code::NoEnt {
-                e.context(format!("no cluster in {}; make one with `strake up --dir`", dir.display()))
+                e.context(format!(
+                    "no cluster in {}; make one with `strake up --dir`",
+                    dir.display()
+                ))
             } else {
                 e
             }
@@ -124,7 +137,8 @@ impl Cluster {
         dir.join(FILE).exists()
     }
 
-    /// Opens what is there (its own numbers hold, only the mount point may change) or makes a new one.
+    /// Opens what is there (its own numbers hold, only the mount point may change) or makes a new
+    /// one.
     pub fn open_or_create(args: &UpArgs, theirs: Mode) -> Result<Cluster> {
         if Cluster::is_in(&args.dir) {
             let mut c = Cluster::open(&args.dir)?;
@@ -142,18 +156,22 @@ impl Cluster {
         Cluster::create(args, theirs)
     }
 
-    /// What a former version left open to other users. Servers mend what is in their folders; where the mount is nobody looks.
+    /// What a former version left open to other users. Servers mend what is in their folders; where
+    /// the mount is nobody looks.
     fn mend(&self) -> Result<()> {
         private::folder(&self.dir, is_passage(&self.dir, self.p.mount.as_deref()))?;
         let mut all: Vec<PathBuf> = self.roles().iter().map(|r| self.dir.join(r.name())).collect();
         for sub in [&self.logs(), &self.dir.join("run"), &self.dir] {
             all.push(sub.clone());
             let files = fs::read_dir(sub).into_iter().flatten().flatten();
-            all.extend(files.filter(|f| f.file_type().is_ok_and(|t| t.is_file())).map(|f| f.path()));
+            all.extend(
+                files.filter(|f| f.file_type().is_ok_and(|t| t.is_file())).map(|f| f.path()),
+            );
         }
         let mut mended = 0;
         for path in all.iter().filter(|p| **p != self.dir && p.exists()) {
-            mended += u32::from(private::mend(path).map_err(|e| Error::from(e).context(path.display()))?);
+            mended +=
+                u32::from(private::mend(path).map_err(|e| Error::from(e).context(path.display()))?);
         }
         if mended > 0 {
             let at = self.dir.display();
@@ -169,7 +187,11 @@ impl Cluster {
         let given = [
             ("--mds", args.mds.map(u64::from), u64::from(self.p.mds)),
             ("--oss", args.oss.map(u64::from), u64::from(self.p.oss)),
-            ("--targets-per-oss", args.targets_per_oss.map(u64::from), u64::from(self.p.targets_per_oss)),
+            (
+                "--targets-per-oss",
+                args.targets_per_oss.map(u64::from),
+                u64::from(self.p.targets_per_oss),
+            ),
             ("--mirror", args.mirror.map(u64::from), u64::from(self.p.mirror)),
             ("--target-gib", args.target_gib, self.p.target_gib),
         ];
@@ -222,7 +244,10 @@ impl Cluster {
         private::under(theirs, || fs::create_dir_all(dir.parent().unwrap_or(&dir)))?;
         fs::create_dir_all(&dir)?;
         if fs::read_dir(&dir)?.next().is_some() {
-            let m = format!("{} is not empty and holds no cluster; name another --dir", args.dir.display());
+            let m = format!(
+                "{} is not empty and holds no cluster; name another --dir",
+                args.dir.display()
+            );
             return Err(Error::new(Code::NotEmpty, m));
         }
         private::folder(&dir, is_passage(&dir, mount.as_deref()))?;
@@ -243,7 +268,8 @@ impl Cluster {
             fs::create_dir_all(c.dir.join(sub))?;
         }
         let mut key = [0u8; 32];
-        getrandom::fill(&mut key).map_err(|e| Error::new(Code::Io, format!("the kernel's random source: {e}")))?;
+        getrandom::fill(&mut key)
+            .map_err(|e| Error::new(Code::Io, format!("the kernel's random source: {e}")))?;
         config::write_key(&c.cluster_key(), &key)?;
         config::write_client_key(&c.client_key(), &ClientKey::of(&key))?;
         c.write_configs()?;
@@ -296,7 +322,9 @@ impl Cluster {
     }
 
     pub fn mds_endpoints(&self) -> Vec<String> {
-        (1..=self.p.mds).map(|n| format!("tcp:127.0.0.1:{}", self.port(&Role::Mds(n), false))).collect()
+        (1..=self.p.mds)
+            .map(|n| format!("tcp:127.0.0.1:{}", self.port(&Role::Mds(n), false)))
+            .collect()
     }
     pub fn admin_mds(&self) -> Vec<String> {
         (1..=self.p.mds).map(|n| format!("127.0.0.1:{}", self.port(&Role::Mds(n), true))).collect()
@@ -305,15 +333,21 @@ impl Cluster {
         (1..=self.p.oss).map(|n| format!("127.0.0.1:{}", self.port(&Role::Oss(n), true))).collect()
     }
 
-    /// One more target for a storage server, in its configuration; `gib`: as large as the first ones, if not given. The server's
-    /// administration.
+    /// One more target for a storage server, in its configuration; `gib`: as large as the first
+    /// ones, if not given. The server's administration.
     pub fn add_target(&mut self, server: &str, gib: Option<u64>) -> Result<String> {
         let oss = (1..=self.p.oss).find(|n| Role::Oss(*n).name() == server).ok_or_else(|| {
-            let m = format!("there is no storage server '{server}'; there are oss1 to oss{}", self.p.oss);
+            let m = format!(
+                "there is no storage server '{server}'; there are oss1 to oss{}",
+                self.p.oss
+            );
             Error::new(Code::NoEnt, m)
         })?;
         if self.p.targets_of(oss).len() >= MOST_TARGETS {
-            return Err(Error::new(Code::NoSpc, format!("{server} has {MOST_TARGETS} targets already")));
+            return Err(Error::new(
+                Code::NoSpc,
+                format!("{server} has {MOST_TARGETS} targets already"),
+            ));
         }
         self.p.added.push(Added { oss, gib: gib.unwrap_or(self.p.target_gib) });
         self.p.check()?;
@@ -355,21 +389,35 @@ impl Cluster {
 
     fn mds_config(&self, n: u32) -> String {
         let role = Role::Mds(n);
-        let mut s = format!("cluster_key = {:?}\n\n[mds]\nid = {n}\nname = {:?}\n", self.cluster_key(), role.name());
+        let mut s = format!(
+            "cluster_key = {:?}\n\n[mds]\nid = {n}\nname = {:?}\n",
+            self.cluster_key(),
+            role.name()
+        );
         let _ = writeln!(s, "dir = {:?}", self.dir.join(role.name()));
         let _ = writeln!(s, "listen = \"tcp:127.0.0.1:{}\"", self.port(&role, false));
         let _ = writeln!(s, "admin = \"127.0.0.1:{}\"", self.port(&role, true));
-        let _ = writeln!(s, "default_copies = {}\nexpect_targets = {}", self.p.mirror, self.target_count());
+        let _ = writeln!(
+            s,
+            "default_copies = {}\nexpect_targets = {}",
+            self.p.mirror,
+            self.target_count()
+        );
         let _ = writeln!(s, "root_uid = {}", rustix::process::geteuid().as_raw());
         let _ = writeln!(s, "root_gid = {}", rustix::process::getegid().as_raw());
-        let peers: Vec<String> =
-            self.mds_endpoints().iter().enumerate().map(|(i, e)| format!("{}={e}", i + 1)).collect();
+        let peers: Vec<String> = self
+            .mds_endpoints()
+            .iter()
+            .enumerate()
+            .map(|(i, e)| format!("{}={e}", i + 1))
+            .collect();
         let _ = writeln!(s, "peers = {peers:?}");
         s
     }
 
     fn oss_config(&self, role: &Role) -> String {
-        let mut s = format!("cluster_key = {:?}\n\n[oss]\nname = {:?}\n", self.cluster_key(), role.name());
+        let mut s =
+            format!("cluster_key = {:?}\n\n[oss]\nname = {:?}\n", self.cluster_key(), role.name());
         let _ = writeln!(s, "listen = \"tcp:127.0.0.1:{}\"", self.port(role, false));
         let _ = writeln!(s, "admin = \"127.0.0.1:{}\"", self.port(role, true));
         let _ = writeln!(s, "mds = {:?}", self.mds_endpoints());
@@ -384,8 +432,11 @@ impl Cluster {
 
 /// Whether others come to the mount through the cluster's folder.
 fn is_passage(dir: &Path, mount: Option<&Path>) -> bool {
-    // Whatever links lead there. Of a mount point that is still to be made, as much as there is; what is mounted there is not asked.
-    let real = |p: &Path| p.ancestors().find_map(|a| Some(fs::canonicalize(a).ok()?.join(p.strip_prefix(a).ok()?)));
+    // Whatever links lead there. Of a mount point that is still to be made, as much as there is;
+    // what is mounted there is not asked.
+    let real = |p: &Path| {
+        p.ancestors().find_map(|a| Some(fs::canonicalize(a).ok()?.join(p.strip_prefix(a).ok()?)))
+    };
     let above = |m: &Path| real(m.parent()?)?.starts_with(real(dir)?).then_some(());
     mount.and_then(above).is_some()
 }
@@ -395,7 +446,8 @@ fn mountpoint(given: &Path) -> Result<Option<PathBuf>> {
     if given.as_os_str() == "none" { Ok(None) } else { Ok(Some(std::path::absolute(given)?)) }
 }
 
-/// Replaces a file whole, unless it holds this already: a machine that stops meanwhile leaves the old one or the new one.
+/// Replaces a file whole, unless it holds this already: a machine that stops meanwhile leaves the
+/// old one or the new one.
 fn put(path: &Path, text: &str) -> Result<()> {
     if fs::read_to_string(path).is_ok_and(|old| old == text) {
         return Ok(());
@@ -408,7 +460,8 @@ fn put(path: &Path, text: &str) -> Result<()> {
 
 /// Ports nobody listens on now. They are taken from the kernel together, so that no two are equal.
 fn free_ports(n: usize) -> Result<Vec<u16>> {
-    let sockets: Vec<TcpListener> = (0..n).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<std::io::Result<_>>()?;
+    let sockets: Vec<TcpListener> =
+        (0..n).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<std::io::Result<_>>()?;
     sockets.iter().map(|s| Ok(s.local_addr()?.port())).collect()
 }
 
@@ -425,6 +478,10 @@ mod tests {
         let at = |m: &Path| is_passage(&dir, Some(m));
         assert!(at(&dir.join("mnt")) && at(&dir.join("a/b/mnt")) && at(&link.join("mnt")));
         assert!(is_passage(&link, Some(&dir.join("mnt"))));
-        assert!(!at(&root.path().join("mnt")) && !at(&root.path().join("c2/mnt")) && !is_passage(&dir, None));
+        assert!(
+            !at(&root.path().join("mnt"))
+                && !at(&root.path().join("c2/mnt"))
+                && !is_passage(&dir, None)
+        );
     }
 }

@@ -32,7 +32,8 @@ pub struct UpArgs {
     /// Folder for everything the cluster keeps.
     #[arg(long, default_value = "strake-cluster")]
     dir: PathBuf,
-    /// Where to mount; "none" for no mount. A new cluster's default is strake-mnt, later it is where it was.
+    /// Where to mount; "none" for no mount. A new cluster's default is strake-mnt, later it is
+    /// where it was.
     #[arg(long)]
     mount: Option<PathBuf>,
     /// Metadata servers of a new cluster [default: 3].
@@ -78,7 +79,8 @@ pub fn up(args: UpArgs) -> Result<ExitCode> {
         started += usize::from(process::ensure_running(&cluster, &role)?);
     }
     progress.say(format!("{started} processes started, waiting for service"));
-    let without = service::wait(&cluster, Duration::from_secs(args.timeout), is_new, &mut progress)?;
+    let without =
+        service::wait(&cluster, Duration::from_secs(args.timeout), is_new, &mut progress)?;
     if let Some(mnt) = cluster.mountpoint().filter(|_| !args.no_mount) {
         ensure_mounted(&cluster, &mnt, theirs, &mut progress)?;
     }
@@ -93,7 +95,12 @@ pub fn up(args: UpArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(if without.is_empty() { 0 } else { NOT_WHOLE }))
 }
 
-fn ensure_mounted(cluster: &Cluster, mnt: &Path, theirs: Mode, progress: &mut Progress) -> Result<()> {
+fn ensure_mounted(
+    cluster: &Cluster,
+    mnt: &Path,
+    theirs: Mode,
+    progress: &mut Progress,
+) -> Result<()> {
     if mount::is_mounted(mnt)? {
         if process::running(cluster, &Role::Mount).is_some() {
             return Ok(());

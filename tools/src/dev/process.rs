@@ -1,4 +1,5 @@
-//! The processes of a local cluster: started in sessions of their own, found again by their pid files.
+//! The processes of a local cluster: started in sessions of their own, found again by their pid
+//! files.
 
 use std::{
     fs,
@@ -70,8 +71,12 @@ fn is_ending(pid: i32) -> Option<bool> {
 /// SIGKILL was sent and not acted on yet.
 fn kill_is_pending(pid: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let masks = status.lines().filter_map(|l| l.strip_prefix("SigPnd:").or_else(|| l.strip_prefix("ShdPnd:")));
-    masks.filter_map(|m| u64::from_str_radix(m.trim(), 16).ok()).any(|m| m & (1 << (libc::SIGKILL - 1)) != 0)
+    let masks = status
+        .lines()
+        .filter_map(|l| l.strip_prefix("SigPnd:").or_else(|| l.strip_prefix("ShdPnd:")));
+    masks
+        .filter_map(|m| u64::from_str_radix(m.trim(), 16).ok())
+        .any(|m| m & (1 << (libc::SIGKILL - 1)) != 0)
 }
 
 /// Whether every thread of a process has ended; the state of its first thread does not tell that.
@@ -81,8 +86,9 @@ fn all_ended(pid: Pid) -> bool {
     poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n == 1)
 }
 
-/// A process that was started a moment ago has none yet: whoever started it goes on when its files are closed for the new program, which
-/// is before the kernel has the program's arguments in place. Threads of the kernel never have one.
+/// A process that was started a moment ago has none yet: whoever started it goes on when its files
+/// are closed for the new program, which is before the kernel has the program's arguments in place.
+/// Threads of the kernel never have one.
 fn command_line(pid: i32) -> Vec<u8> {
     let began = Instant::now();
     loop {
@@ -94,8 +100,8 @@ fn command_line(pid: i32) -> Vec<u8> {
     }
 }
 
-/// Pids are reused: a running process must have been given this role's configuration file. One that ends has no command
-/// line any more; should it be a stranger, waiting for it does no harm.
+/// Pids are reused: a running process must have been given this role's configuration file. One that
+/// ends has no command line any more; should it be a stranger, waiting for it does no harm.
 fn state(c: &Cluster, role: &Role) -> State {
     let text = fs::read_to_string(pid_file(c, role)).unwrap_or_default();
     let Some(pid) = text.trim().parse().ok().and_then(Pid::from_raw) else { return State::Gone };
@@ -118,13 +124,17 @@ pub fn running(c: &Cluster, role: &Role) -> Option<Pid> {
     }
 }
 
-/// Starts it unless it runs; true if it was started. One that is on its way out is waited for: it may still hold its
-/// ports and locks.
+/// Starts it unless it runs; true if it was started. One that is on its way out is waited for: it
+/// may still hold its ports and locks.
 pub fn ensure_running(c: &Cluster, role: &Role) -> Result<bool> {
     match state(c, role) {
         State::Running(_) => return Ok(false),
         State::Ending if !wait_end(c, role, ENDING_LIMIT) => {
-            let m = format!("{} was killed but has not ended in {} s", role.name(), ENDING_LIMIT.as_secs());
+            let m = format!(
+                "{} was killed but has not ended in {} s",
+                role.name(),
+                ENDING_LIMIT.as_secs()
+            );
             return Err(Error::new(Code::Busy, m));
         }
         State::Ending | State::Gone => {}
@@ -145,7 +155,8 @@ pub fn ensure_running(c: &Cluster, role: &Role) -> Result<bool> {
             Ok(())
         });
     }
-    let child = cmd.spawn().map_err(|e| Error::from(e).context(format!("starting {}", role.name())))?;
+    let child =
+        cmd.spawn().map_err(|e| Error::from(e).context(format!("starting {}", role.name())))?;
     fs::write(pid_file(c, role), format!("{}\n", child.id()))?;
     Ok(true)
 }
@@ -193,5 +204,8 @@ pub fn failure(c: &Cluster, role: &Role, what: &str) -> Error {
     let text = fs::read_to_string(&path).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     let tail = lines[lines.len().saturating_sub(5)..].join("\n  ");
-    Error::new(Code::Io, format!("{} {what}; the end of {}:\n  {tail}", role.name(), path.display()))
+    Error::new(
+        Code::Io,
+        format!("{} {what}; the end of {}:\n  {tail}", role.name(), path.display()),
+    )
 }

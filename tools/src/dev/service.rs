@@ -10,8 +10,8 @@ use crate::{
     term::Progress,
 };
 
-/// What stays so long as it is while something is known to be missing will not change. A storage server looks for a missing disk every
-/// 5 s.
+/// What stays so long as it is while something is known to be missing will not change. A storage
+/// server looks for a missing disk every 5 s.
 const SETTLED: Duration = Duration::from_secs(10);
 
 /// How the cluster is at a moment.
@@ -28,16 +28,26 @@ struct State {
 /// sync. A server that ends, or a target that its server refuses, is not waited for once all else
 /// is done: returns what the cluster is up without, and why. An error if it cannot serve at all, or
 /// is new.
-pub(super) fn wait(cluster: &Cluster, limit: Duration, is_new: bool, progress: &mut Progress) -> Result<Vec<String>> {
+pub(super) fn wait(
+    cluster: &Cluster,
+    limit: Duration,
+    is_new: bool,
+    progress: &mut Progress,
+) -> Result<Vec<String>> {
     let key = cluster.key()?;
     let (start, mut since) = (Instant::now(), (Instant::now(), None));
     crate::run(1, async {
         loop {
-            let ended: Vec<Role> =
-                cluster.roles().into_iter().filter(|r| process::running(cluster, r).is_none()).collect();
+            let ended: Vec<Role> = cluster
+                .roles()
+                .into_iter()
+                .filter(|r| process::running(cluster, r).is_none())
+                .collect();
             let without_vote = ended.iter().filter(|r| matches!(r, Role::Mds(_))).count();
             let members = cluster.admin_mds().len();
-            if let Some(first) = ended.first().filter(|_| is_new || 2 * (members - without_vote) <= members) {
+            if let Some(first) =
+                ended.first().filter(|_| is_new || 2 * (members - without_vote) <= members)
+            {
                 return Err(process::failure(cluster, first, "ended"));
             }
             let state = look(cluster, &key, &ended).await;
@@ -50,7 +60,11 @@ pub(super) fn wait(cluster: &Cluster, limit: Duration, is_new: bool, progress: &
                 return Ok([state.refused, vec![what.clone()]].concat());
             }
             if start.elapsed() > limit {
-                let m = format!("{what} after {} s; see the logs in {}", limit.as_secs(), cluster.logs().display());
+                let m = format!(
+                    "{what} after {} s; see the logs in {}",
+                    limit.as_secs(),
+                    cluster.logs().display()
+                );
                 return Err(Error::new(Code::TimedOut, m));
             }
             progress.say(what);
@@ -60,8 +74,10 @@ pub(super) fn wait(cluster: &Cluster, limit: Duration, is_new: bool, progress: &
 }
 
 async fn look(cluster: &Cluster, key: &[u8; 32], ended: &[Role]) -> State {
-    let mut refused: Vec<String> =
-        ended.iter().map(|r| format!("{} does not run: {}", r.name(), process::last_words(cluster, r))).collect();
+    let mut refused: Vec<String> = ended
+        .iter()
+        .map(|r| format!("{} does not run: {}", r.name(), process::last_words(cluster, r)))
+        .collect();
     let runs = |role: Role| !ended.contains(&role);
     let Ok(leader) = status::leader_status(&cluster.admin_mds(), key).await else {
         return State { led: false, lacking: Some("no metadata leader yet".into()), refused };
@@ -70,7 +86,9 @@ async fn look(cluster: &Cluster, key: &[u8; 32], ended: &[Role]) -> State {
     for (n, addr) in (1..).zip(cluster.admin_mds()).filter(|(n, _)| runs(Role::Mds(*n))) {
         match status::ask(&addr, key).await {
             Ok(s) => members.push(s),
-            Err(_) => silent = Some(format!("the metadata server mds{n} at {addr} does not answer yet")),
+            Err(_) => {
+                silent = Some(format!("the metadata server mds{n} at {addr} does not answer yet"))
+            }
         }
     }
     for b in Behind::of(&leader, &members) {
@@ -81,13 +99,16 @@ async fn look(cluster: &Cluster, key: &[u8; 32], ended: &[Role]) -> State {
     for (n, addr) in (1..).zip(cluster.admin_oss()).filter(|(n, _)| runs(Role::Oss(*n))) {
         match status::ask(&addr, key).await {
             Ok(s) => refused.extend(s.refused.iter().map(|r| {
-                let target = r.target.map_or_else(|| r.path.clone(), |id| format!("target {id} in {}", r.path));
+                let target = r
+                    .target
+                    .map_or_else(|| r.path.clone(), |id| format!("target {id} in {}", r.path));
                 format!("oss{n}: {target} is out of service: {}; {}", r.why, r.now)
             })),
             Err(_) => silent = Some(format!("the object server at {addr} does not answer yet")),
         }
     }
-    let lacking = lacking(&leader, cluster).or(still_alive(&leader, ended)).or(silent).or(behind.pop());
+    let lacking =
+        lacking(&leader, cluster).or(still_alive(&leader, ended)).or(silent).or(behind.pop());
     State { led: true, lacking, refused }
 }
 
@@ -96,7 +117,9 @@ async fn look(cluster: &Cluster, key: &[u8; 32], ended: &[Role]) -> State {
 fn still_alive(s: &pb::StatusReply, ended: &[Role]) -> Option<String> {
     let map = s.map.as_ref()?;
     let node = |role: &Role| map.nodes.iter().find(|n| n.name == role.name());
-    let counts = |role: &&Role| node(role).is_some_and(|n| map.targets.iter().any(|t| t.node == n.id && t.alive));
+    let counts = |role: &&Role| {
+        node(role).is_some_and(|n| map.targets.iter().any(|t| t.node == n.id && t.alive))
+    };
     ended.iter().find(counts).map(|role| format!("{} still counts as in service", role.name()))
 }
 
@@ -111,6 +134,7 @@ fn lacking(s: &pb::StatusReply, cluster: &Cluster) -> Option<String> {
         return Some("chains are being made".into());
     }
     // What is lost is not waited for.
-    let whole = map.chains.iter().filter(|c| c.lost || c.serving().count() == c.replicas.len()).count();
+    let whole =
+        map.chains.iter().filter(|c| c.lost || c.serving().count() == c.replicas.len()).count();
     (whole < map.chains.len()).then(|| format!("{whole} of {} chains in sync", map.chains.len()))
 }

@@ -1,4 +1,5 @@
-//! `strake gds bench`: figures of the bridge on this machine, and what they are to be compared with.
+//! `strake gds bench`: figures of the bridge on this machine, and what they are to be compared
+//! with.
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -29,7 +30,8 @@ pub struct BenchArgs {
     /// A file that is there: rows are loads of it, and nothing is written.
     #[arg(long, value_name = "PATH", conflicts_with = "file")]
     load: Option<String>,
-    /// Folder with copies on this node, for the tier local-gds; goes with `--load` of a sealed file.
+    /// Folder with copies on this node, for the tier local-gds; goes with `--load` of a sealed
+    /// file.
     #[arg(long, requires = "load")]
     local: Option<PathBuf>,
     /// Also take gpu-rdma and local-gds where the device does not verify their bytes.
@@ -80,7 +82,15 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
     (setup.options.local, setup.options.prober) = (args.local, super::SELF.into());
     let (loads, bytes) = (args.load.is_some(), args.mib << 20);
     let path = args.load.unwrap_or(args.file);
-    let plan = Plan { setup, path, loads, bytes, threads: args.threads, policy: args.policy, strict: args.strict };
+    let plan = Plan {
+        setup,
+        path,
+        loads,
+        bytes,
+        threads: args.threads,
+        policy: args.policy,
+        strict: args.strict,
+    };
     let figures = bench::run(&plan)?;
     if args.json {
         println!("{}", serde_json::to_string_pretty(&figures).map_err(std::io::Error::from)?);
@@ -101,8 +111,13 @@ fn text(f: &Figures) -> String {
         out += "note: there is no GPU in this run: these are figures of this machine's own memory in place of one\n";
     }
     let whence = if f.loads { "of a file that was there" } else { "on the cluster" };
-    out += &format!("file: {} {whence}, read past the client's cache; policy {}\n\n", size(f.bytes), f.policy);
-    let maybe = |n: Option<f64>, shown: &dyn Fn(f64) -> String| n.map_or_else(|| "-".to_string(), shown);
+    out += &format!(
+        "file: {} {whence}, read past the client's cache; policy {}\n\n",
+        size(f.bytes),
+        f.policy
+    );
+    let maybe =
+        |n: Option<f64>, shown: &dyn Fn(f64) -> String| n.map_or_else(|| "-".to_string(), shown);
     let row = |what: String, to: String, from: String, note: String| vec![what, to, from, note];
     let head = ["", "TO DEVICE", "FROM DEVICE", "TIERS"].map(String::from);
     let mut rows = vec![head.to_vec()];
@@ -119,14 +134,19 @@ fn text(f: &Figures) -> String {
         }
         let part = |n: f64| format!("{n:.2} of the ceiling");
         let times = |n: f64| format!("{n:.1} times the loop");
-        let shown: [(_, &dyn Fn(f64) -> String); 2] = [(r.of_ceiling, &part), (r.of_pageable_loop, &times)];
+        let shown: [(_, &dyn Fn(f64) -> String); 2] =
+            [(r.of_ceiling, &part), (r.of_pageable_loop, &times)];
         for (all, shown) in shown {
             rows.push(row("  ratio".into(), shown(all.load), maybe(all.save, shown), "-".into()));
         }
     }
     out += &table(&rows);
     if let Some(r) = f.rows.last().map(|r| &r.loaded) {
-        let why = r.not_on_gpu.as_ref().map(|why| format!(", not verified on the GPU: {why}")).unwrap_or_default();
+        let why = r
+            .not_on_gpu
+            .as_ref()
+            .map(|why| format!(", not verified on the GPU: {why}"))
+            .unwrap_or_default();
         out += &format!("\nchecksums: {}{why}\n", r.checksums);
     }
     out

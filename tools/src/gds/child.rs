@@ -79,7 +79,8 @@ fn say(found: &Found) -> Result<()> {
 
 /// Starts the child and waits for it, `seconds` at most.
 pub fn ask(at: Device, local: Option<&Path>, test: bool, seconds: u64) -> Result<Found> {
-    let memory = at.memory.to_possible_value().map(|v| v.get_name().to_string()).unwrap_or_default();
+    let memory =
+        at.memory.to_possible_value().map(|v| v.get_name().to_string()).unwrap_or_default();
     let mut command = Command::new(SELF);
     command.args(["gds", "look", "--memory", &memory, "--device", &at.device.to_string()]);
     command.args(local.map(|_| "--local")).args(local);

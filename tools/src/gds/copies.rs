@@ -120,7 +120,10 @@ pub fn unstage(args: UnstageArgs) -> Result<ExitCode> {
     let is = |c: &Listed, what: &str| c.name == what || c.path.as_deref() == Some(what);
     // All of them are found before one is removed.
     if let Some(none) = args.what.iter().find(|what| !all.iter().any(|c| is(c, what))) {
-        let m = format!("'{}' has no copy of '{none}': `strake gds copies` shows what it has", args.dir.display());
+        let m = format!(
+            "'{}' has no copy of '{none}': `strake gds copies` shows what it has",
+            args.dir.display()
+        );
         return Err(Error::new(Code::NoEnt, m));
     }
     for c in all.iter().filter(|c| args.all || args.what.iter().any(|what| is(c, what))) {

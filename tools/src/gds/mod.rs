@@ -1,4 +1,5 @@
-//! `strake gds`: which roads between files and GPU memory this machine has, and why it has not the others.
+//! `strake gds`: which roads between files and GPU memory this machine has, and why it has not the
+//! others.
 
 mod bench;
 mod child;
@@ -24,11 +25,13 @@ pub enum Command {
     Probe {
         #[command(flatten)]
         look: LookArgs,
-        /// End with 1 if no tier passed that this policy allows: prefer, at-least:TIER or require:TIER.
+        /// End with 1 if no tier passed that this policy allows: prefer, at-least:TIER or
+        /// require:TIER.
         #[arg(long, default_value_t = Policy::Prefer)]
         policy: Policy,
     },
-    /// Measure loads and saves beside what the device can do at all and beside a loop of read and copy, in one run.
+    /// Measure loads and saves beside what the device can do at all and beside a loop of read and
+    /// copy, in one run.
     Bench(bench::BenchArgs),
     /// Make copies of sealed files in a folder of this node, for the tier local-gds.
     Stage(copies::StageArgs),
@@ -79,7 +82,8 @@ pub struct Device {
 enum Memory {
     /// On an NVIDIA GPU.
     Cuda,
-    /// In this machine's own memory, in place of a device: to see how it works. What is measured says nothing about a GPU.
+    /// In this machine's own memory, in place of a device: to see how it works. What is measured
+    /// says nothing about a GPU.
     Host,
 }
 
@@ -112,8 +116,17 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Probe { look, policy } => (look, Some(policy)),
     };
     let found = child::ask(args.at, args.local.as_deref(), policy.is_some(), args.timeout)?;
-    let met = policy.map(|p| found.tiers.iter().any(|t| t.available && t.tier.parse().is_ok_and(|t| p.allows(t))));
-    let shown = Shown { device: found.device, notice: found.notice, numa: found.numa, tiers: found.tiers, policy, met };
+    let met = policy.map(|p| {
+        found.tiers.iter().any(|t| t.available && t.tier.parse().is_ok_and(|t| p.allows(t)))
+    });
+    let shown = Shown {
+        device: found.device,
+        notice: found.notice,
+        numa: found.numa,
+        tiers: found.tiers,
+        policy,
+        met,
+    };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&shown).map_err(std::io::Error::from)?);
     } else {
@@ -133,13 +146,19 @@ fn print(shown: &Shown) {
     println!();
     let mut rows = vec![["TIER", "STATE", "TO DEVICE", "FROM DEVICE"].map(String::from).to_vec()];
     for t in &shown.tiers {
-        let rate = |r: Option<f64>| r.map_or_else(|| "-".into(), |r| format!("{}/s", size(r as u64)));
+        let rate =
+            |r: Option<f64>| r.map_or_else(|| "-".into(), |r| format!("{}/s", size(r as u64)));
         let state = match t.reason.as_deref() {
             None => "available",
             Some("not-tested") => "not tested",
             Some(_) => "not available",
         };
-        rows.push(vec![t.tier.clone(), state.into(), rate(t.load_bytes_per_s), rate(t.save_bytes_per_s)]);
+        rows.push(vec![
+            t.tier.clone(),
+            state.into(),
+            rate(t.load_bytes_per_s),
+            rate(t.save_bytes_per_s),
+        ]);
     }
     print!("{}", table(&rows));
     println!();

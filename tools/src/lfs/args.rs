@@ -1,5 +1,6 @@
-//! Command lines as getopt_long(3) reads them: short clusters (`-rv`), values attached or following (`-c4`, `-c 4`),
-//! long options with `=` or a following value, unambiguous prefixes of long options, `--`, options after operands.
+//! Command lines as getopt_long(3) reads them: short clusters (`-rv`), values attached or following
+//! (`-c4`, `-c 4`), long options with `=` or a following value, unambiguous prefixes of long
+//! options, `--`, options after operands.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -102,7 +103,8 @@ impl Reader<'_> {
             None => {
                 let mut candidates = self.known.iter().filter(matching);
                 let first = candidates.next().copied();
-                let first = first.ok_or_else(|| self.usage(format!("unrecognized option '--{shown}'")))?;
+                let first =
+                    first.ok_or_else(|| self.usage(format!("unrecognized option '--{shown}'")))?;
                 // Which one is meant does not matter when none of them is supported.
                 if candidates.any(|o| o.id != first.id && (o.supported || first.supported)) {
                     return Err(self.usage(format!("option '--{shown}' is ambiguous")));
@@ -113,13 +115,13 @@ impl Reader<'_> {
         self.supported(found, &format!("--{}", found.long))?;
         let value = match (found.takes, value) {
             (Takes::Nothing, Some(_)) => {
-                return Err(self.usage(format!("option '--{}' doesn't allow an argument", found.long)));
+                return Err(
+                    self.usage(format!("option '--{}' doesn't allow an argument", found.long))
+                );
             }
-            (Takes::Value, None) => Some(
-                self.rest
-                    .next()
-                    .ok_or_else(|| self.usage(format!("option '--{}' requires an argument", found.long)))?,
-            ),
+            (Takes::Value, None) => Some(self.rest.next().ok_or_else(|| {
+                self.usage(format!("option '--{}' requires an argument", found.long))
+            })?),
             (_, v) => v,
         };
         self.out.options.push((found.id, value));
@@ -138,12 +140,13 @@ impl Reader<'_> {
                 continue;
             }
             let attached = (!tail.is_empty()).then(|| OsString::from_vec(tail.to_vec()));
-            let value = match (found.takes, attached) {
-                (Takes::Value, None) => {
-                    Some(self.rest.next().ok_or_else(|| self.usage(format!("option requires an argument -- '{c}'")))?)
-                }
-                (_, v) => v,
-            };
+            let value =
+                match (found.takes, attached) {
+                    (Takes::Value, None) => Some(self.rest.next().ok_or_else(|| {
+                        self.usage(format!("option requires an argument -- '{c}'"))
+                    })?),
+                    (_, v) => v,
+                };
             self.out.options.push((found.id, value));
             return Ok(());
         }

@@ -1,4 +1,5 @@
-//! What files hold: found, read once past the kernel's cache, and hashed on the way, extents and all.
+//! What files hold: found, read once past the kernel's cache, and hashed on the way, extents and
+//! all.
 
 use std::{
     fs::{self, File},
@@ -52,7 +53,8 @@ pub fn open(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Reads the first `size` bytes of a file in extents of `extent_size`, a multiple of [`PIECE`]. `done` is told how many it has.
+/// Reads the first `size` bytes of a file in extents of `extent_size`, a multiple of [`PIECE`].
+/// `done` is told how many it has.
 pub fn read(file: &File, size: u64, extent_size: u64, mut done: impl FnMut(u64)) -> Content {
     let pieces = size.div_ceil(PIECE);
     let (each, readers) = (extent_size / PIECE, READERS.min(pieces as usize).max(1));
@@ -73,7 +75,8 @@ pub fn read(file: &File, size: u64, extent_size: u64, mut done: impl FnMut(u64))
         };
         let arriving: Vec<_> = (0..readers as u64).map(start).collect();
         for n in 0..pieces {
-            let stopped = || Err(Unread { offset: n * PIECE, why: io::Error::other("its reader stopped") });
+            let stopped =
+                || Err(Unread { offset: n * PIECE, why: io::Error::other("its reader stopped") });
             match arriving[n as usize % readers].recv().unwrap_or_else(|_| stopped()) {
                 Ok((bytes, digest)) => {
                     whole.iter_mut().for_each(|w| w.update(&bytes));
@@ -98,7 +101,12 @@ pub fn read(file: &File, size: u64, extent_size: u64, mut done: impl FnMut(u64))
 }
 
 /// The bytes of a piece; its digest, too, where it is an extent.
-fn piece(file: &File, at: u64, size: u64, extent: bool) -> Result<(Vec<u8>, Option<Digest>), Unread> {
+fn piece(
+    file: &File,
+    at: u64,
+    size: u64,
+    extent: bool,
+) -> Result<(Vec<u8>, Option<Digest>), Unread> {
     let mut bytes = vec![0; (size - at).min(PIECE) as usize];
     let mut have = 0;
     while have < bytes.len() {
@@ -122,7 +130,8 @@ pub fn failed(path: &Path, e: &io::Error) -> Failure {
     Failure::os(format_args!("'{}'", path.display()), Errno::from_io_error(e).unwrap_or(Errno::IO))
 }
 
-/// The regular files at and below a path, in order of their names. Links and special files in folders are passed over.
+/// The regular files at and below a path, in order of their names. Links and special files in
+/// folders are passed over.
 pub fn walk(path: &Path, each: &mut dyn FnMut(Result<PathBuf, Failure>)) {
     let meta = match fs::metadata(path) {
         Ok(m) => m,
@@ -132,7 +141,10 @@ pub fn walk(path: &Path, each: &mut dyn FnMut(Result<PathBuf, Failure>)) {
         return each(Ok(path.to_path_buf()));
     }
     if !meta.is_dir() {
-        return each(Err(Failure::invalid(format!("'{}' is neither a regular file nor a directory", path.display()))));
+        return each(Err(Failure::invalid(format!(
+            "'{}' is neither a regular file nor a directory",
+            path.display()
+        ))));
     }
     let list = || {
         let mut found = Vec::new();
@@ -173,7 +185,8 @@ impl Meter {
             let rate = (self.bytes + done) as f64 / self.began.elapsed().as_secs_f64();
             let (done, whole, rate) = (size(done), size(whole), size(rate as u64));
             let path = path.display();
-            self.progress.say(format!("{} files done; {path}: {done} of {whole}, {rate}/s", self.files));
+            self.progress
+                .say(format!("{} files done; {path}: {done} of {whole}, {rate}/s", self.files));
             self.said = Instant::now();
         }
     }
@@ -252,6 +265,9 @@ mod tests {
         walk(&dir.path().join("gone"), &mut each);
         walk(Path::new("/dev/null"), &mut each);
         assert_eq!(names, ["a", "b/c/x", "b/y", "z"]);
-        assert_eq!(failures.iter().map(|f| f.code).collect::<Vec<_>>(), [libc::ENOENT, libc::EINVAL]);
+        assert_eq!(
+            failures.iter().map(|f| f.code).collect::<Vec<_>>(),
+            [libc::ENOENT, libc::EINVAL]
+        );
     }
 }

@@ -11,7 +11,8 @@ use super::{
     targets::{mdt_uuid, ost_uuid},
 };
 
-pub const USAGE: &str = "lfs df [-i] [-h|-H] [-l] [-m[INDEX]] [-o[INDEX]] [-N] [-s] [-v] [-p FSNAME[.POOL]] [PATH]\n";
+pub const USAGE: &str =
+    "lfs df [-i] [-h|-H] [-l] [-m[INDEX]] [-o[INDEX]] [-N] [-s] [-v] [-p FSNAME[.POOL]] [PATH]\n";
 
 const OPTIONS: &[Opt] = &[
     opt('i', "inodes", Nothing),
@@ -59,7 +60,11 @@ struct Style {
 }
 
 /// The text that arguments ask for of one mount with this map and space.
-pub fn read(args: Vec<OsString>, map: &MapView, space: &pb::StatfsReply) -> Result<String, Failure> {
+pub fn read(
+    args: Vec<OsString>,
+    map: &MapView,
+    space: &pb::StatfsReply,
+) -> Result<String, Failure> {
     let p = parse("df", OPTIONS, args)?;
     let style = style(&p);
     let lines = lines(&p, map, space, "", style.inodes)?;
@@ -86,7 +91,9 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
         shown += 1;
     }
     match fs {
-        Some(fs) if shown == 0 => Err(Failure::new(libc::ENODEV, format!("file system '{fs}' is not mounted here"))),
+        Some(fs) if shown == 0 => {
+            Err(Failure::new(libc::ENODEV, format!("file system '{fs}' is not mounted here")))
+        }
         _ => Ok(()),
     }
 }
@@ -105,13 +112,25 @@ fn style(p: &Parsed) -> Style {
 }
 
 /// The rows that were asked for: the MDT's, then each OST's.
-fn lines(p: &Parsed, map: &MapView, space: &pb::StatfsReply, pool: &str, inodes: bool) -> Result<Vec<Row>, Failure> {
+fn lines(
+    p: &Parsed,
+    map: &MapView,
+    space: &pb::StatfsReply,
+    pool: &str,
+    inodes: bool,
+) -> Result<Vec<Row>, Failure> {
     let name = &map.map.fs_name;
     let members = match pool {
         "" => None,
         _ => {
             let found = map.map.pools.iter().find(|x| x.name == pool);
-            Some(&found.ok_or_else(|| Failure::new(libc::ENOENT, format!("pool '{name}.{pool}' not found")))?.targets)
+            Some(
+                &found
+                    .ok_or_else(|| {
+                        Failure::new(libc::ENOENT, format!("pool '{name}.{pool}' not found"))
+                    })?
+                    .targets,
+            )
         }
     };
     let index = |id: &str| -> Result<Option<u32>, Failure> {
@@ -131,15 +150,27 @@ fn lines(p: &Parsed, map: &MapView, space: &pb::StatfsReply, pool: &str, inodes:
         } else {
             (0, 0, 0)
         };
-        lines.push(Row { name: mdt_uuid(name), index: "MDT:0".into(), total, used, available, old: false });
+        lines.push(Row {
+            name: mdt_uuid(name),
+            index: "MDT:0".into(),
+            total,
+            used,
+            available,
+            old: false,
+        });
     }
     let wanted = |t: &&pb::TargetSpace| {
-        with_osts && ost.is_none_or(|i| i == t.target) && members.is_none_or(|m| m.contains(&t.target))
+        with_osts
+            && ost.is_none_or(|i| i == t.target)
+            && members.is_none_or(|m| m.contains(&t.target))
     };
     for t in space.targets.iter().filter(wanted) {
         // Objects are not limited in number: as many as there are is all that is known.
-        let (total, used, available) =
-            if inodes { (t.inodes, t.inodes, 0) } else { (t.total, t.total.saturating_sub(t.free), t.free) };
+        let (total, used, available) = if inodes {
+            (t.inodes, t.inodes, 0)
+        } else {
+            (t.total, t.total.saturating_sub(t.free), t.free)
+        };
         let (name, index) = (ost_uuid(name, t.target), format!("OST:{}", t.target));
         lines.push(Row { name, index, total, used, available, old: !t.alive });
     }
@@ -228,7 +259,8 @@ mod tests {
         of.iter().map(row).collect()
     }
 
-    const PLAIN: Style = Style { inodes: false, unit: Unit::Plain, header: true, only_summary: false };
+    const PLAIN: Style =
+        Style { inodes: false, unit: Unit::Plain, header: true, only_summary: false };
 
     #[test]
     fn tables_print_as_lustre_does() {
@@ -242,12 +274,21 @@ mod tests {
                 ("OST", 1, 100_038_656, 3_591_168, 96_445_440),
             ],
         );
-        assert_eq!(table(Path::new("/mnt/demo"), &lines, PLAIN), include_str!("../../tests/fixtures/lfs/df.txt"));
+        assert_eq!(
+            table(Path::new("/mnt/demo"), &lines, PLAIN),
+            include_str!("../../tests/fixtures/lfs/df.txt")
+        );
 
         let human = Style { unit: Unit::Human(1024), ..PLAIN };
-        let lines =
-            rows("testfs", 1 << 10, &[("MDT", 0, 1_782_579, 3072, 1_779_507), ("OST", 0, 7_549_747, 3072, 7_546_675)]);
-        assert_eq!(table(Path::new("/mnt/lustre"), &lines, human), include_str!("../../tests/fixtures/lfs/df_h.txt"));
+        let lines = rows(
+            "testfs",
+            1 << 10,
+            &[("MDT", 0, 1_782_579, 3072, 1_779_507), ("OST", 0, 7_549_747, 3072, 7_546_675)],
+        );
+        assert_eq!(
+            table(Path::new("/mnt/lustre"), &lines, human),
+            include_str!("../../tests/fixtures/lfs/df_h.txt")
+        );
     }
 
     #[test]
@@ -263,10 +304,16 @@ mod tests {
             ],
         );
         let text = table(Path::new("/lustre"), &lines, style);
-        // Lustre's summary takes the OSTs' limit on objects into account, which there is none of here.
+        // Lustre's summary takes the OSTs' limit on objects into account, which there is none of
+        // here.
         let rows_of = |t: &str| t.lines().take(5).map(str::to_string).collect::<Vec<_>>();
         assert_eq!(rows_of(&text), rows_of(include_str!("../../tests/fixtures/lfs/df_i.txt")));
-        assert!(text.ends_with("filesystem_summary:      4194304       12280     4182024   1% /lustre\n\n"), "{text}");
+        assert!(
+            text.ends_with(
+                "filesystem_summary:      4194304       12280     4182024   1% /lustre\n\n"
+            ),
+            "{text}"
+        );
     }
 
     #[test]
@@ -285,9 +332,17 @@ mod tests {
             ..Default::default()
         };
         let map = MapView::new(map).unwrap();
-        let target =
-            |target, alive| pb::TargetSpace { target, total: 10 << 10, free: 4 << 10, alive, ..Default::default() };
-        let space = pb::StatfsReply { targets: vec![target(0, true), target(1, false)], ..Default::default() };
+        let target = |target, alive| pb::TargetSpace {
+            target,
+            total: 10 << 10,
+            free: 4 << 10,
+            alive,
+            ..Default::default()
+        };
+        let space = pb::StatfsReply {
+            targets: vec![target(0, true), target(1, false)],
+            ..Default::default()
+        };
         let run = |args: &[&str], pool: &str| {
             let p = parse("df", OPTIONS, args.iter().map(OsString::from).collect()).unwrap();
             lines(&p, &map, &space, pool, false)
@@ -301,9 +356,13 @@ mod tests {
         assert_eq!(run(&[], "q").unwrap_err().code, libc::ENOENT);
         assert!(run(&["-ox"], "").is_err());
         let text = table(Path::new("/m"), &run(&["-o"], "").unwrap(), PLAIN);
-        assert!(text.contains("strake-OST0000_UUID           10           6           4  60% /m[OST:0]\n"), "{text}");
-        let last =
-            "strake-OST0001_UUID           10           6           4  60% /m[OST:1] (inactive device, last known)\n";
+        assert!(
+            text.contains(
+                "strake-OST0000_UUID           10           6           4  60% /m[OST:0]\n"
+            ),
+            "{text}"
+        );
+        let last = "strake-OST0001_UUID           10           6           4  60% /m[OST:1] (inactive device, last known)\n";
         assert!(text.contains(last), "{text}");
         let sum = "filesystem_summary:           20          12           8  60% /m (inactive device, last known)\n";
         assert!(text.ends_with(&format!("{sum}\n")), "{text}");

@@ -1,4 +1,5 @@
-//! `lfs mkdir` (`setdirstripe`) and `getdirstripe`: there is one metadata target, so directories are never striped.
+//! `lfs mkdir` (`setdirstripe`) and `getdirstripe`: there is one metadata target, so directories
+//! are never striped.
 
 use std::{ffi::OsString, path::Path};
 
@@ -82,15 +83,19 @@ pub fn mkdir(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
         return Err(Failure::usage("mkdir", "no directory given".into()));
     }
     if let Some(n) = p.text("mdt-count").filter(|n| !["0", "1"].contains(&&n[..])) {
-        return Err(Failure::new(libc::EOPNOTSUPP, format!("MDT count {n}: there is one MDT, so it can only be 1")));
+        return Err(Failure::new(
+            libc::EOPNOTSUPP,
+            format!("MDT count {n}: there is one MDT, so it can only be 1"),
+        ));
     }
     let mode = mode(&p)?;
     for path in &p.operands {
         let at = Path::new(path);
         let parent = at.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let made = mount::mount_of(parent).and_then(|_| {
-            make(at, Mode::from_raw_mode(mode))
-                .map_err(|e| Failure::os(format_args!("cannot create directory '{}'", at.display()), e))
+            make(at, Mode::from_raw_mode(mode)).map_err(|e| {
+                Failure::os(format_args!("cannot create directory '{}'", at.display()), e)
+            })
         });
         if let Err(f) = made {
             out.fail(f);
@@ -109,7 +114,10 @@ pub fn getdirstripe(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure
         match mount::mount_of(at) {
             Err(f) => out.fail(f),
             Ok(_) if !at.is_dir() => {
-                out.fail(Failure::new(libc::ENOTDIR, format!("'{}' is not a directory", at.display())));
+                out.fail(Failure::new(
+                    libc::ENOTDIR,
+                    format!("'{}' is not a directory", at.display()),
+                ));
             }
             Ok(_) => out.print(match (p.has("mdt-count"), p.has("mdt-index"), p.has("mdt-hash")) {
                 (true, ..) => "0\n",
@@ -128,7 +136,9 @@ mod tests {
 
     #[test]
     fn more_than_one_mdt_is_refused_in_words() {
-        let run = |args: &[&str]| mkdir(args.iter().map(OsString::from).collect(), &mut Output::default());
+        let run = |args: &[&str]| {
+            mkdir(args.iter().map(OsString::from).collect(), &mut Output::default())
+        };
         for (args, code) in [
             (&["-c", "2", "/x"][..], libc::EOPNOTSUPP),
             (&["-i", "1", "/x"], libc::EOPNOTSUPP),

@@ -31,9 +31,12 @@ pub fn path2fid(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     }
     for path in &p.operands {
         let at = Path::new(path);
-        let result = mount::mount_of(at).and_then(|_| if p.has("parents") { parent_of(at) } else { mount::fid(at) });
+        let result = mount::mount_of(at)
+            .and_then(|_| if p.has("parents") { parent_of(at) } else { mount::fid(at) });
         match result {
-            Ok(text) if p.operands.len() > 1 => out.print(&format!("{}: {text}\n", path.to_string_lossy())),
+            Ok(text) if p.operands.len() > 1 => {
+                out.print(&format!("{}: {text}\n", path.to_string_lossy()))
+            }
             Ok(text) => out.print(&format!("{text}\n")),
             Err(f) => out.fail(f),
         }
@@ -45,7 +48,9 @@ pub fn path2fid(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
 fn parent_of(path: &Path) -> Result<String, Failure> {
     let full = std::path::absolute(path).map_err(|e| Failure::new(libc::EIO, e.to_string()))?;
     match (full.parent(), full.file_name()) {
-        (Some(parent), Some(name)) => Ok(format!("{}/{}", mount::fid(parent)?, name.to_string_lossy())),
+        (Some(parent), Some(name)) => {
+            Ok(format!("{}/{}", mount::fid(parent)?, name.to_string_lossy()))
+        }
         _ => Err(Failure::invalid(format!("'{}' has no parent", path.display()))),
     }
 }
@@ -74,17 +79,24 @@ pub fn fid2path(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     for text in fids {
         let result = text.to_string_lossy().parse::<Fid>().map_err(Failure::from).and_then(|fid| {
             let path = mount::read(&at, &format!("strake.path.{fid}"))?;
-            let path = path.ok_or_else(|| Failure::new(libc::ENOENT, format!("{fid} has no path")))?;
+            let path =
+                path.ok_or_else(|| Failure::new(libc::ENOENT, format!("{fid} has no path")))?;
             Ok((fid, path))
         });
         match result {
             Ok((fid, path)) => {
                 let full = full_path(at.as_os_str(), &path);
-                let shown = if p.has("name") { Path::new(&full).file_name().unwrap_or(&full) } else { &full };
+                let shown = if p.has("name") {
+                    Path::new(&full).file_name().unwrap_or(&full)
+                } else {
+                    &full
+                };
                 let before = if p.has("print-fid") { format!("{fid} ") } else { String::new() };
                 out.print(&format!("{before}{}{end}", shown.to_string_lossy()));
             }
-            Err(f) => out.fail(Failure { text: format!("'{}': {}", text.to_string_lossy(), f.text), ..f }),
+            Err(f) => {
+                out.fail(Failure { text: format!("'{}': {}", text.to_string_lossy(), f.text), ..f })
+            }
         }
     }
     Ok(())

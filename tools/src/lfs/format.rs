@@ -73,7 +73,16 @@ impl Fields {
 
     /// Exactly one field: then its bare value is printed.
     pub fn single(&self) -> bool {
-        let on = [self.count, self.size, self.pattern, self.generation, self.offset, self.pool, self.objects, self.fid];
+        let on = [
+            self.count,
+            self.size,
+            self.pattern,
+            self.generation,
+            self.offset,
+            self.pool,
+            self.objects,
+            self.fid,
+        ];
         on.iter().filter(|f| **f).count() == 1 && !self.objects && !self.detail
     }
 }
@@ -84,8 +93,11 @@ impl Plain {
         let stripes = StripeMap::resolve(ino, layout, map)?;
         let c = &layout.components[0];
         let ost = |id: &u32| map.chain(*id).map_or(TARGET_UNASSIGNED, pb::Chain::ost_index);
-        let objects: Vec<Object> =
-            stripes.chains.iter().map(|c| Object { ost: ost(c), id: stripes.data, group: 0 }).collect();
+        let objects: Vec<Object> = stripes
+            .chains
+            .iter()
+            .map(|c| Object { ost: ost(c), id: stripes.data, group: 0 })
+            .collect();
         let distinct: BTreeSet<TargetId> = objects.iter().map(|o| o.ost).collect();
         Ok(Plain {
             fid: Fid::from_ino(ino),
@@ -100,7 +112,8 @@ impl Plain {
         })
     }
 
-    /// A directory's own default. `raw` shows what was not set as 0, else as the file system's default.
+    /// A directory's own default. `raw` shows what was not set as 0, else as the file system's
+    /// default.
     pub fn of_default(ino: Ino, spec: &pb::LayoutSpec, raw: bool) -> Plain {
         let count = match (spec.overstripe, spec.targets.len()) {
             (0, 0) => i64::from(spec.stripe_count),
@@ -179,7 +192,8 @@ pub fn layout(path: &str, p: &Plain, f: Fields, only: Option<TargetId>) -> Strin
     line(f.pool && !p.pool.is_empty(), "pool:          ", p.pool.clone());
     if p.directory {
         // One line, fields parted by a blank.
-        let joined: Vec<String> = lines.iter().map(|(label, value)| format!("{label}{value}")).collect();
+        let joined: Vec<String> =
+            lines.iter().map(|(label, value)| format!("{label}{value}")).collect();
         if !joined.is_empty() {
             let _ = writeln!(s, "{}", joined.join(" "));
         }
@@ -234,9 +248,14 @@ fn objects(s: &mut String, p: &Plain, f: Fields, only: Option<TargetId>) {
     s.push('\n');
 }
 
-/// An object's FID in Lustre's form for objects of group 0: the OST in the sequence, the id's low half as oid.
+/// An object's FID in Lustre's form for objects of group 0: the OST in the sequence, the id's low
+/// half as oid.
 fn object_fid(o: &Object) -> Fid {
-    Fid { seq: 0x1_0000_0000 | u64::from(o.ost) << 16 | (o.id >> 32 & 0xffff), oid: o.id as u32, ver: 0 }
+    Fid {
+        seq: 0x1_0000_0000 | u64::from(o.ost) << 16 | (o.id >> 32 & 0xffff),
+        oid: o.id as u32,
+        ver: 0,
+    }
 }
 
 #[cfg(test)]
@@ -258,7 +277,11 @@ mod tests {
     }
 
     fn default_of(count: i32, size: u32) -> Plain {
-        Plain::of_default(2, &pb::LayoutSpec { stripe_count: count, stripe_size: size, ..Default::default() }, false)
+        Plain::of_default(
+            2,
+            &pb::LayoutSpec { stripe_count: count, stripe_size: size, ..Default::default() },
+            false,
+        )
     }
 
     macro_rules! fixture {
@@ -273,7 +296,10 @@ mod tests {
         let one = file(0, 1 << 20, "", &[(0, 2, 0)]);
         assert_eq!(layout("testfile", &one, f, None), fixture!("getstripe_one.txt"));
         let pool = file(0, 131_072, "pooltest", &[(0, 2567, 0), (1, 2502, 0)]);
-        assert_eq!(layout("/mnt/lustre/testfile.bin", &pool, f, None), fixture!("getstripe_two_pool.txt"));
+        assert_eq!(
+            layout("/mnt/lustre/testfile.bin", &pool, f, None),
+            fixture!("getstripe_two_pool.txt")
+        );
         let groups = [
             (5, 157_834_736, 0xa_c000_0400),
             (3, 158_138_579, 0xb_4000_0400),
@@ -281,10 +307,16 @@ mod tests {
             (57, 161_523_633, 0x11_8000_0400),
         ];
         let groups = file(5, 1 << 20, "", &groups);
-        assert_eq!(layout("./sod_hdf5_chk_0000", &groups, f, None), fixture!("getstripe_groups.txt"));
+        assert_eq!(
+            layout("./sod_hdf5_chk_0000", &groups, f, None),
+            fixture!("getstripe_groups.txt")
+        );
         let detail = Fields { detail: true, ..f };
         let hello = file(1, 4 << 20, "", &[(1, 4, 0x2_8000_0400)]);
-        assert_eq!(layout("/mnt/lustre/ldiskfs/hello", &hello, detail, None), fixture!("getstripe_verbose.txt"));
+        assert_eq!(
+            layout("/mnt/lustre/ldiskfs/hello", &hello, detail, None),
+            fixture!("getstripe_verbose.txt")
+        );
     }
 
     #[test]
@@ -299,9 +331,15 @@ mod tests {
             );
         assert_eq!(listing, fixture!("getstripe_dir.txt"));
         let alone = Fields { path: false, ..f };
-        assert_eq!(layout("d", &default_of(128, 1 << 20), alone, None), fixture!("getstripe_dir_default.txt"));
+        assert_eq!(
+            layout("d", &default_of(128, 1 << 20), alone, None),
+            fixture!("getstripe_dir_default.txt")
+        );
         let unset = layout("d", &default_of(0, 0), alone, None);
-        assert_eq!(unset, "stripe_count:  1 stripe_size:   4194304 pattern:       raid0 stripe_offset: -1\n");
+        assert_eq!(
+            unset,
+            "stripe_count:  1 stripe_size:   4194304 pattern:       raid0 stripe_offset: -1\n"
+        );
         let spec = pb::LayoutSpec { pool: "flash".into(), start: Some(3), ..Default::default() };
         let raw = layout("d", &Plain::of_default(2, &spec, true), alone, None);
         assert_eq!(
@@ -323,7 +361,10 @@ mod tests {
             (Fields { pattern: true, ..none }, "raid0\n"),
             (Fields { generation: true, ..none }, "0\n"),
             (Fields { fid: true, ..none }, "[0x200000404:0x5:0x0]\n"),
-            (Fields { count: true, size: true, ..none }, "lmm_stripe_count:  2\nlmm_stripe_size:   65536\n"),
+            (
+                Fields { count: true, size: true, ..none },
+                "lmm_stripe_count:  2\nlmm_stripe_size:   65536\n",
+            ),
         ] {
             assert_eq!(layout("f", &p, f, None), want, "{f:?}");
         }
@@ -334,8 +375,18 @@ mod tests {
     #[test]
     fn a_layout_of_the_file_system_is_looked_up_in_the_map() {
         let targets = (0..3).map(|id| pb::Target { id, ..Default::default() }).collect();
-        let chain = |id, first| pb::Chain { id, epoch: 1, replicas: vec![], preferred: vec![first], lost: false };
-        let map = pb::ClusterMap { targets, chains: vec![chain(10, 2), chain(11, 0)], ..Default::default() };
+        let chain = |id, first| pb::Chain {
+            id,
+            epoch: 1,
+            replicas: vec![],
+            preferred: vec![first],
+            lost: false,
+        };
+        let map = pb::ClusterMap {
+            targets,
+            chains: vec![chain(10, 2), chain(11, 0)],
+            ..Default::default()
+        };
         let map = MapView::new(map).unwrap();
         let component = pb::Component {
             end: u64::MAX,

@@ -17,10 +17,11 @@ const FS_TYPE: &str = "fuse.strake";
 /// Bytes of the longest cluster map that is put together.
 const MAX_MAP: u64 = 64 << 20;
 
-/// Where StrakeFS is mounted, with the file system's name (the mount's source). Asks no mount: another one's servers may
-/// be down.
+/// Where StrakeFS is mounted, with the file system's name (the mount's source). Asks no mount:
+/// another one's servers may be down.
 fn named_mounts() -> Result<Vec<(PathBuf, String)>, Failure> {
-    let table = table::mounts().map_err(|e| Failure::new(libc::EIO, format!("/proc/self/mountinfo: {e}")))?;
+    let table = table::mounts()
+        .map_err(|e| Failure::new(libc::EIO, format!("/proc/self/mountinfo: {e}")))?;
     Ok(table.into_iter().filter(|m| m.kind == FS_TYPE).map(|m| (m.at, m.source)).collect())
 }
 
@@ -31,7 +32,11 @@ fn all_mounts() -> Result<Vec<PathBuf>, Failure> {
 /// As [`all_mounts`], at least one.
 fn mounts() -> Result<Vec<PathBuf>, Failure> {
     let found = all_mounts()?;
-    if found.is_empty() { Err(Failure::new(libc::ENODEV, "StrakeFS is not mounted here")) } else { Ok(found) }
+    if found.is_empty() {
+        Err(Failure::new(libc::ENODEV, "StrakeFS is not mounted here"))
+    } else {
+        Ok(found)
+    }
 }
 
 /// The mount that a path lies in.
@@ -47,9 +52,16 @@ pub fn mount_of(path: &Path) -> Result<PathBuf, Failure> {
 }
 
 /// The named mounts' folders, or all of them, or all of one file system.
-pub fn chosen(paths: &[std::ffi::OsString], fs_name: Option<&str>) -> Result<Vec<PathBuf>, Failure> {
+pub fn chosen(
+    paths: &[std::ffi::OsString],
+    fs_name: Option<&str>,
+) -> Result<Vec<PathBuf>, Failure> {
     if let (true, Some(name)) = (paths.is_empty(), fs_name) {
-        return Ok(named_mounts()?.into_iter().filter(|m| is_named(m, name)).map(|(at, _)| at).collect());
+        return Ok(named_mounts()?
+            .into_iter()
+            .filter(|m| is_named(m, name))
+            .map(|(at, _)| at)
+            .collect());
     }
     if paths.is_empty() { mounts() } else { paths.iter().map(|p| mount_of(Path::new(p))).collect() }
 }
@@ -59,23 +71,30 @@ pub fn by_name_or_path(name: &str) -> Result<PathBuf, Failure> {
     if name.contains('/') || Path::new(name).exists() {
         return mount_of(Path::new(name));
     }
-    let mut found: Vec<_> = named_mounts()?.into_iter().filter(|m| is_named(m, name)).map(|(at, _)| at).collect();
-    // A mount whose process has died stays in the table until it is unmounted. The error of the last is told if all are such.
+    let mut found: Vec<_> =
+        named_mounts()?.into_iter().filter(|m| is_named(m, name)).map(|(at, _)| at).collect();
+    // A mount whose process has died stays in the table until it is unmounted. The error of the
+    // last is told if all are such.
     found.sort_by_key(|at| is_dead(at));
-    found
-        .into_iter()
-        .next()
-        .ok_or_else(|| Failure::new(libc::ENODEV, format!("file system '{name}' is not mounted here")))
+    found.into_iter().next().ok_or_else(|| {
+        Failure::new(libc::ENODEV, format!("file system '{name}' is not mounted here"))
+    })
 }
 
 /// Whether the process of a mount has died.
 fn is_dead(at: &Path) -> bool {
-    matches!(lgetxattr(at, "strake.name", &mut [0u8; 64][..]), Err(Errno::NOTCONN | Errno::CONNABORTED))
+    matches!(
+        lgetxattr(at, "strake.name", &mut [0u8; 64][..]),
+        Err(Errno::NOTCONN | Errno::CONNABORTED)
+    )
 }
 
-/// Whether a mount is of the file system of this name. Only one whose source is a list of servers is asked.
+/// Whether a mount is of the file system of this name. Only one whose source is a list of servers
+/// is asked.
 fn is_named((at, source): &(PathBuf, String), name: &str) -> bool {
-    source == name || source.contains(":/") && matches!(read(at, "strake.name"), Ok(Some(n)) if n == name.as_bytes())
+    source == name
+        || source.contains(":/")
+            && matches!(read(at, "strake.name"), Ok(Some(n)) if n == name.as_bytes())
 }
 
 fn not_ours(path: &Path) -> Failure {
@@ -98,8 +117,12 @@ pub fn read(path: &Path, name: &str) -> Result<Option<Vec<u8>>, Failure> {
 
 fn decoded<M: Message + Default>(path: &Path, name: &str) -> Result<Option<M>, Failure> {
     let Some(bytes) = read(path, name)? else { return Ok(None) };
-    let bad =
-        |e| Failure::new(libc::EPROTO, format!("'{}': the mount's answer is not understood: {e}", path.display()));
+    let bad = |e| {
+        Failure::new(
+            libc::EPROTO,
+            format!("'{}': the mount's answer is not understood: {e}", path.display()),
+        )
+    };
     M::decode(&bytes[..]).map(Some).map_err(bad)
 }
 
@@ -147,10 +170,16 @@ pub fn digests(path: &Path, manifest: &pb::Manifest) -> Result<Vec<seal::Digest>
     for number in 0..seal::pages(manifest.size) {
         let page = read(path, &format!("strake.seal.{number}"))?.unwrap_or_default();
         if page.len() != seal::digests_in(manifest.size, number) * seal::DIGEST {
-            let m = format!("'{}': page {number} of its manifest has {} bytes", path.display(), page.len());
+            let m = format!(
+                "'{}': page {number} of its manifest has {} bytes",
+                path.display(),
+                page.len()
+            );
             return Err(Failure::new(libc::EPROTO, m));
         }
-        all.extend(page.chunks_exact(seal::DIGEST).map(|d| seal::Digest::try_from(d).unwrap_or_default()));
+        all.extend(
+            page.chunks_exact(seal::DIGEST).map(|d| seal::Digest::try_from(d).unwrap_or_default()),
+        );
     }
     Ok(all)
 }
@@ -167,7 +196,8 @@ pub fn fid(path: &Path) -> Result<String, Failure> {
     Ok(String::from_utf8_lossy(&value).into_owned())
 }
 
-/// The cluster map, put together from its parts. Parts of different versions do not fit: it starts again.
+/// The cluster map, put together from its parts. Parts of different versions do not fit: it starts
+/// again.
 pub fn map(mount: &Path) -> Result<MapView, Failure> {
     'again: for _ in 0..16 {
         let (mut bytes, mut version) = (Vec::new(), None);
@@ -177,7 +207,8 @@ pub fn map(mount: &Path) -> Result<MapView, Failure> {
                 Some(p) if p.len() >= vfs::MAP_HEAD => p,
                 _ => return Err(not_ours(mount)),
             };
-            let word = |at: usize| u64::from_le_bytes(part[at..at + 8].try_into().unwrap_or_default());
+            let word =
+                |at: usize| u64::from_le_bytes(part[at..at + 8].try_into().unwrap_or_default());
             let (this, whole) = (word(0), word(8));
             if whole > MAX_MAP {
                 return Err(Failure::new(libc::EPROTO, format!("a cluster map of {whole} bytes")));
@@ -187,8 +218,9 @@ pub fn map(mount: &Path) -> Result<MapView, Failure> {
             }
             bytes.extend_from_slice(&part[vfs::MAP_HEAD..]);
             if bytes.len() as u64 >= whole {
-                let map = pb::ClusterMap::decode(&bytes[..])
-                    .map_err(|e| Failure::new(libc::EPROTO, format!("the cluster map is not understood: {e}")))?;
+                let map = pb::ClusterMap::decode(&bytes[..]).map_err(|e| {
+                    Failure::new(libc::EPROTO, format!("the cluster map is not understood: {e}"))
+                })?;
                 return Ok(MapView::new(map)?);
             }
             if part.len() == vfs::MAP_HEAD {

@@ -94,7 +94,13 @@ pub fn read(args: Vec<OsString>, map: &MapView) -> Result<Option<TargetId>, Fail
 }
 
 /// The text of a file and of directories with these layouts; each bit of `flags` is one field.
-pub fn show_all(flags: u32, ino: u64, layout: &pb::Layout, spec: &pb::LayoutSpec, map: &MapView) -> String {
+pub fn show_all(
+    flags: u32,
+    ino: u64,
+    layout: &pb::Layout,
+    spec: &pb::LayoutSpec,
+    map: &MapView,
+) -> String {
     let on = |bit: u32| flags >> bit & 1 == 1;
     let f = Fields {
         path: on(0),
@@ -112,7 +118,10 @@ pub fn show_all(flags: u32, ino: u64, layout: &pb::Layout, spec: &pb::LayoutSpec
     };
     let file = Plain::of_file(ino, layout, map);
     let all = [Plain::of_default(ino, spec, on(12)), Plain::of_effective(ino, layout)];
-    all.into_iter().chain(file).map(|p| format::layout("path", &p, f, on(13).then_some(0))).collect()
+    all.into_iter()
+        .chain(file)
+        .map(|p| format::layout("path", &p, f, on(13).then_some(0)))
+        .collect()
 }
 
 fn job(p: &Parsed) -> Result<Job, Failure> {
@@ -126,14 +135,16 @@ fn job(p: &Parsed) -> Result<Job, Failure> {
         fid: p.has("fid"),
         ..Fields::default()
     };
-    let beside = ["verbose", "quiet", "yaml", "obd"].iter().any(|o| p.has(o)) || picked != Fields::default();
+    let beside =
+        ["verbose", "quiet", "yaml", "obd"].iter().any(|o| p.has(o)) || picked != Fields::default();
     if p.has("mdt-index") && beside {
         return Err(Failure::invalid("-m shows the MDT alone; ask for other fields without it"));
     }
     let any = picked != Fields::default() || p.has("mdt-index");
     // A field alone, -d and -D are about the path itself; else a directory is listed.
     let alone = any || p.has("directory") || p.has("default");
-    let depth = if p.has("recursive") { u32::MAX } else { u32::from(!alone || p.has("verbose") && any) };
+    let depth =
+        if p.has("recursive") { u32::MAX } else { u32::from(!alone || p.has("verbose") && any) };
     let mut fields = if p.has("verbose") {
         Fields { detail: true, ..Fields::DEFAULT }
     } else if p.has("quiet") {
@@ -158,11 +169,21 @@ fn job(p: &Parsed) -> Result<Job, Failure> {
 }
 
 impl Job {
-    fn show(&self, path: &Path, map: &MapView, depth: u32, out: &mut Output) -> Result<(), Failure> {
+    fn show(
+        &self,
+        path: &Path,
+        map: &MapView,
+        depth: u32,
+        out: &mut Output,
+    ) -> Result<(), Failure> {
         let failed = |e: std::io::Error| {
-            Failure::os(format_args!("cannot read '{}'", path.display()), Errno::from_io_error(&e).unwrap_or(Errno::IO))
+            Failure::os(
+                format_args!("cannot read '{}'", path.display()),
+                Errno::from_io_error(&e).unwrap_or(Errno::IO),
+            )
         };
-        let meta = if self.no_follow { fs::symlink_metadata(path) } else { fs::metadata(path) }.map_err(failed)?;
+        let meta = if self.no_follow { fs::symlink_metadata(path) } else { fs::metadata(path) }
+            .map_err(failed)?;
         let shown = path.to_string_lossy();
         if self.mdt_index {
             if self.fields.path {
@@ -172,7 +193,11 @@ impl Job {
             out.print("0\n");
         } else if meta.is_file() && !self.default_only {
             // Following is the kernel's work here: the attribute calls do not.
-            let real = if self.no_follow { path.to_path_buf() } else { path.canonicalize().map_err(failed)? };
+            let real = if self.no_follow {
+                path.to_path_buf()
+            } else {
+                path.canonicalize().map_err(failed)?
+            };
             let plain = Plain::of_file(meta.ino(), &mount::layout(&real)?, map)?;
             let wanted = |o: TargetId| plain.objects.iter().any(|x| x.ost == o);
             if self.only.is_none_or(wanted) {
@@ -201,7 +226,10 @@ impl Job {
 
     fn list(&self, dir: &Path, map: &MapView, depth: u32, out: &mut Output) -> Result<(), Failure> {
         let failed = |e: std::io::Error| {
-            Failure::os(format_args!("cannot list '{}'", dir.display()), Errno::from_io_error(&e).unwrap_or(Errno::IO))
+            Failure::os(
+                format_args!("cannot list '{}'", dir.display()),
+                Errno::from_io_error(&e).unwrap_or(Errno::IO),
+            )
         };
         for entry in fs::read_dir(dir).map_err(failed)? {
             let entry = entry.map_err(failed)?;
@@ -226,7 +254,8 @@ mod tests {
     use super::*;
 
     fn job_of(args: &[&str]) -> Job {
-        job(&parse("getstripe", OPTIONS, args.iter().map(OsString::from).collect()).unwrap()).unwrap()
+        job(&parse("getstripe", OPTIONS, args.iter().map(OsString::from).collect()).unwrap())
+            .unwrap()
     }
 
     #[test]
@@ -242,7 +271,8 @@ mod tests {
         assert!(job_of(&["--ost", "1", "f"]).fields.objects);
         assert!(job_of(&["-m", "-r", "f"]).mdt_index);
         for other in ["-c", "-S", "-v", "-q", "-y", "-O1"] {
-            let p = parse("getstripe", OPTIONS, ["-m", other, "f"].map(OsString::from).to_vec()).unwrap();
+            let p = parse("getstripe", OPTIONS, ["-m", other, "f"].map(OsString::from).to_vec())
+                .unwrap();
             assert_eq!(job(&p).err().map(|f| f.code), Some(libc::EINVAL), "{other}");
         }
     }

@@ -1,8 +1,8 @@
 //! `lfs`: the commands and the output of Lustre's tool, for scripts and habits that know them.
 //!
-//! It finds a StrakeFS mount and asks it through extended attributes (see `docs/fuse.md`), so it has exactly the rights
-//! of its caller. Formats follow Lustre 2.17's as documented in its manual pages; what prints them are pure functions,
-//! compared with published output byte for byte.
+//! It finds a StrakeFS mount and asks it through extended attributes (see `docs/fuse.md`), so it
+//! has exactly the rights of its caller. Formats follow Lustre 2.17's as documented in its manual
+//! pages; what prints them are pure functions, compared with published output byte for byte.
 
 mod args;
 mod content;
@@ -23,7 +23,8 @@ use std::{ffi::OsString, fmt::Write as _, io::Write as _, os::unix::ffi::OsStrEx
 
 use strake_proto::{Error, Ino, map::MapView, pb};
 
-/// Why a command failed: a line for stderr and the exit status, a Linux errno as with Lustre's `lfs`.
+/// Why a command failed: a line for stderr and the exit status, a Linux errno as with Lustre's
+/// `lfs`.
 #[derive(Debug)]
 pub struct Failure {
     pub code: i32,
@@ -110,7 +111,11 @@ const COMMANDS: &[Command] = &[
     Command { name: "mdts", usage: "lfs mdts [PATH]\n", run: targets::mdts },
     Command { name: "df", usage: df::USAGE, run: df::run },
     Command { name: "path2fid", usage: "lfs path2fid [--parents] PATH...\n", run: fids::path2fid },
-    Command { name: "fid2path", usage: "lfs fid2path [-0] [-n] FSNAME|ROOT FID...\n", run: fids::fid2path },
+    Command {
+        name: "fid2path",
+        usage: "lfs fid2path [-0] [-n] FSNAME|ROOT FID...\n",
+        run: fids::fid2path,
+    },
     Command { name: "path", usage: path::USAGE, run: path::run },
     Command { name: "seal", usage: seal::USAGE, run: seal::run },
     Command { name: "verify", usage: verify::USAGE, run: verify::run },
@@ -244,7 +249,13 @@ pub fn read_arguments(command: u8, args: Vec<OsString>, map: &MapView, space: &p
 }
 
 /// What `lfs getstripe` prints of a file or a directory, whatever the options `flags` stands for.
-pub fn show(flags: u32, ino: Ino, layout: &pb::Layout, spec: &pb::LayoutSpec, map: &MapView) -> String {
+pub fn show(
+    flags: u32,
+    ino: Ino,
+    layout: &pb::Layout,
+    spec: &pb::LayoutSpec,
+    map: &MapView,
+) -> String {
     getstripe::show_all(flags, ino, layout, spec, map)
 }
 

@@ -1,5 +1,6 @@
-//! `lfs path`: over which roads this mount reaches the servers that hold a file, by which ones its bytes came and went, and by which tiers programs
-//! of this node moved them between it and GPU memory.
+//! `lfs path`: over which roads this mount reaches the servers that hold a file, by which ones its
+//! bytes came and went, and by which tiers programs of this node moved them between it and GPU
+//! memory.
 
 use std::{collections::BTreeSet, ffi::OsString, os::unix::fs::MetadataExt, path::Path};
 
@@ -48,7 +49,8 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
                 );
             }
             Ok(seen) => {
-                let text = text(&seen.servers) + &file_text(&seen.file) + &bridges_text(&seen.bridges);
+                let text =
+                    text(&seen.servers) + &file_text(&seen.file) + &bridges_text(&seen.bridges);
                 out.print(&format!("{}\n{text}", path.to_string_lossy()));
             }
             Err(f) => out.fail(f),
@@ -77,13 +79,20 @@ struct Seen {
 
 fn look(path: &Path) -> Result<Seen, Failure> {
     let failed = |e: std::io::Error| {
-        Failure::os(format_args!("cannot read '{}'", path.display()), Errno::from_io_error(&e).unwrap_or(Errno::IO))
+        Failure::os(
+            format_args!("cannot read '{}'", path.display()),
+            Errno::from_io_error(&e).unwrap_or(Errno::IO),
+        )
     };
     let real = path.canonicalize().map_err(failed)?;
     let meta = real.metadata().map_err(failed)?;
     let map = mount::map(&mount::mount_of(&real)?)?;
     let roads = mount::roads(&real)?;
-    let nodes = if meta.is_file() { holders(meta.ino(), &mount::layout(&real)?, &map)? } else { storage_servers(&map) };
+    let nodes = if meta.is_file() {
+        holders(meta.ino(), &mount::layout(&real)?, &map)?
+    } else {
+        storage_servers(&map)
+    };
     let file = if meta.is_file() { roads.file.clone() } else { Vec::new() };
     let bridges = if meta.is_file() { bridges(&map.map.fs_uuid, meta.ino()) } else { Vec::new() };
     Ok(Seen { servers: servers(&nodes, &map, &roads), file, bridges })
@@ -97,7 +106,11 @@ fn bridges(fs_uuid: &[u8], ino: u64) -> Vec<Bridge> {
 fn holders(ino: u64, layout: &pb::Layout, map: &MapView) -> Result<BTreeSet<NodeId>, Failure> {
     let stripes = StripeMap::resolve(ino, layout, map)?;
     let chains = stripes.chains.iter().filter_map(|c| map.chain(*c));
-    Ok(chains.flat_map(|c| &c.replicas).filter_map(|r| map.node_of(r.target)).map(|n| n.id).collect())
+    Ok(chains
+        .flat_map(|c| &c.replicas)
+        .filter_map(|r| map.node_of(r.target))
+        .map(|n| n.id)
+        .collect())
 }
 
 fn storage_servers(map: &MapView) -> BTreeSet<NodeId> {
@@ -119,13 +132,12 @@ fn road(w: &pb::WayStatus) -> &str {
 }
 
 fn text(servers: &[Server]) -> String {
-    let mut rows = vec![["SERVER", "ROAD", "CONNECTED TO", "SENT", "RECEIVED"].map(String::from).to_vec()];
+    let mut rows =
+        vec![["SERVER", "ROAD", "CONNECTED TO", "SENT", "RECEIVED"].map(String::from).to_vec()];
     for s in servers {
-        rows.extend(
-            s.ways
-                .iter()
-                .map(|w| vec![s.name.clone(), road(w).into(), w.endpoint.clone(), size(w.sent), size(w.received)]),
-        );
+        rows.extend(s.ways.iter().map(|w| {
+            vec![s.name.clone(), road(w).into(), w.endpoint.clone(), size(w.sent), size(w.received)]
+        }));
         if s.ways.is_empty() {
             rows.push(vec![s.name.clone(), "-".into(), "not connected".into()]);
         }
@@ -134,8 +146,7 @@ fn text(servers: &[Server]) -> String {
 }
 
 fn as_json(servers: &[Server]) -> Value {
-    let way =
-        |w: &pb::WayStatus| json!({ "road": road(w), "endpoint": w.endpoint, "sent": w.sent, "received": w.received });
+    let way = |w: &pb::WayStatus| json!({ "road": road(w), "endpoint": w.endpoint, "sent": w.sent, "received": w.received });
     let one = |s: &Server| {
         let ways: Vec<Value> = s.ways.iter().map(way).collect();
         json!({ "node": s.id, "name": s.name, "connections": ways })
@@ -150,7 +161,9 @@ fn file_text(file: &[pb::FileRoad]) -> String {
         return "no bytes of it are counted: the mount counts those of a file while it has it in use\n".into();
     }
     let mut rows = vec![["BYTES OF IT BY", "FETCHED", "SENT"].map(String::from).to_vec()];
-    rows.extend(moved.iter().map(|r| vec![r.road.clone(), r.fetched.to_string(), r.sent.to_string()]));
+    rows.extend(
+        moved.iter().map(|r| vec![r.road.clone(), r.fetched.to_string(), r.sent.to_string()]),
+    );
     let sum = |of: fn(&pb::FileRoad) -> u64| file.iter().map(of).sum::<u64>().to_string();
     rows.push(vec!["together".into(), sum(|r| r.fetched), sum(|r| r.sent)]);
     table(&rows)
@@ -158,7 +171,8 @@ fn file_text(file: &[pb::FileRoad]) -> String {
 
 fn file_json(file: &[pb::FileRoad]) -> Value {
     let of = |of: fn(&pb::FileRoad) -> u64| {
-        let by_road: serde_json::Map<String, Value> = file.iter().map(|r| (r.road.clone(), of(r).into())).collect();
+        let by_road: serde_json::Map<String, Value> =
+            file.iter().map(|r| (r.road.clone(), of(r).into())).collect();
         json!({ "by_road": by_road, "together": file.iter().map(of).sum::<u64>() })
     };
     json!({ "fetched": of(|r| r.fetched), "sent": of(|r| r.sent) })
@@ -173,11 +187,21 @@ fn bridges_text(all: &[Bridge]) -> String {
     for b in all {
         let moved = b.tiers.loaded.iter().filter(|(t, n)| **n + b.tiers.saved[*t] > 0);
         rows.extend(moved.map(|(t, n)| {
-            vec![format!("{} ({})", b.pid, b.program), t.to_string(), n.to_string(), b.tiers.saved[t].to_string()]
+            vec![
+                format!("{} ({})", b.pid, b.program),
+                t.to_string(),
+                n.to_string(),
+                b.tiers.saved[t].to_string(),
+            ]
         }));
     }
     let sum = |of: fn(&Bridge) -> u64| all.iter().map(of).sum::<u64>().to_string();
-    rows.push(vec!["together".into(), String::new(), sum(|b| b.tiers.loaded.sum()), sum(|b| b.tiers.saved.sum())]);
+    rows.push(vec![
+        "together".into(),
+        String::new(),
+        sum(|b| b.tiers.loaded.sum()),
+        sum(|b| b.tiers.saved.sum()),
+    ]);
     table(&rows)
 }
 
@@ -195,10 +219,17 @@ mod tests {
     fn bytes_of_bridges_by_tier_add_up() {
         use strake_gds::{FileTiers, Tier};
         let by = |tier, n| ByTier::new(|t| if t == tier { n } else { 0 });
-        let one = |pid, loaded, saved| Bridge { pid, program: "python3".into(), tiers: FileTiers { loaded, saved } };
+        let one = |pid, loaded, saved| Bridge {
+            pid,
+            program: "python3".into(),
+            tiers: FileTiers { loaded, saved },
+        };
         let mut both = by(Tier::BounceTcp, 10);
         both[Tier::Pageable] = 1;
-        let all = [one(7, both, by(Tier::BounceTcp, 0)), one(12, by(Tier::GpuRdma, 100), by(Tier::GpuRdma, 5))];
+        let all = [
+            one(7, both, by(Tier::BounceTcp, 0)),
+            one(12, by(Tier::GpuRdma, 100), by(Tier::GpuRdma, 5)),
+        ];
         assert_eq!(
             bridges_text(&all),
             "GPU BRIDGE OF  TIER        LOADED  SAVED\n\
@@ -208,14 +239,18 @@ mod tests {
              together                   111     5\n"
         );
         let v = bridges_json(&all);
-        assert_eq!((&v[0]["loaded"]["by_tier"]["pageable"], &v[0]["loaded"]["together"]), (&1.into(), &11.into()));
+        assert_eq!(
+            (&v[0]["loaded"]["by_tier"]["pageable"], &v[0]["loaded"]["together"]),
+            (&1.into(), &11.into())
+        );
         assert_eq!((v[1]["saved"]["together"].as_u64(), v[1]["pid"].as_u64()), (Some(5), Some(12)));
         assert_eq!((bridges_text(&[]), bridges_json(&[])), (String::new(), json!([])));
     }
 
     #[test]
     fn servers_of_a_file_and_how_they_are_reached() {
-        let node = |id, name: &str| pb::Node { id, role: 2, name: name.into(), ..Default::default() };
+        let node =
+            |id, name: &str| pb::Node { id, role: 2, name: name.into(), ..Default::default() };
         let target = |id, node| pb::Target { id, node, ..Default::default() };
         let chain = |id, targets: &[u32]| pb::Chain {
             id,
@@ -229,10 +264,21 @@ mod tests {
             ..Default::default()
         })
         .unwrap();
-        let component = pb::Component { end: u64::MAX, stripe_size: 65536, chains: vec![1], ..Default::default() };
+        let component = pb::Component {
+            end: u64::MAX,
+            stripe_size: 65536,
+            chains: vec![1],
+            ..Default::default()
+        };
         let layout = pb::Layout { components: vec![component], ..Default::default() };
-        let way = |endpoint: &str| pb::WayStatus { node: 5, endpoint: endpoint.into(), sent: 2048, received: 7 };
-        let roads = pb::Roads { ways: vec![way("rdma:10.0.0.1:7"), way("tcp:h:8")], ..Default::default() };
+        let way = |endpoint: &str| pb::WayStatus {
+            node: 5,
+            endpoint: endpoint.into(),
+            sent: 2048,
+            received: 7,
+        };
+        let roads =
+            pb::Roads { ways: vec![way("rdma:10.0.0.1:7"), way("tcp:h:8")], ..Default::default() };
         let nodes = holders(9, &layout, &map).unwrap();
         assert_eq!(nodes, BTreeSet::from([5, 6]));
         let found = servers(&nodes, &map, &roads);
@@ -252,7 +298,12 @@ mod tests {
     #[test]
     fn bytes_of_a_file_by_road_add_up() {
         let road = |road: &str, fetched, sent| pb::FileRoad { road: road.into(), fetched, sent };
-        let file = [road("local", 0, 0), road("tcp", 10, 4096), road("rdma-stream", 0, 0), road("rdma", 1 << 20, 5)];
+        let file = [
+            road("local", 0, 0),
+            road("tcp", 10, 4096),
+            road("rdma-stream", 0, 0),
+            road("rdma", 1 << 20, 5),
+        ];
         assert_eq!(
             file_text(&file),
             "BYTES OF IT BY  FETCHED  SENT\n\
@@ -262,7 +313,13 @@ mod tests {
         );
         let json = file_json(&file);
         assert_eq!(json["fetched"]["by_road"]["rdma"], 1 << 20);
-        assert_eq!((&json["fetched"]["together"], &json["sent"]["together"]), (&1_048_586.into(), &4101.into()));
-        assert!(file_text(&file[..1]).starts_with("no bytes of it are counted"), "a file that was only opened");
+        assert_eq!(
+            (&json["fetched"]["together"], &json["sent"]["together"]),
+            (&1_048_586.into(), &4101.into())
+        );
+        assert!(
+            file_text(&file[..1]).starts_with("no bytes of it are counted"),
+            "a file that was only opened"
+        );
     }
 }

@@ -48,7 +48,10 @@ pub fn read(args: Vec<OsString>) -> Result<(Parsed, Action), Failure> {
     let mut asked = all.into_iter().filter(|(id, _)| p.has(id)).map(|(_, a)| a);
     let action = asked.next().unwrap_or(Action::Seal);
     if asked.next().is_some() {
-        return Err(Failure::usage("seal", "--status, --sums and --undo exclude each other".into()));
+        return Err(Failure::usage(
+            "seal",
+            "--status, --sums and --undo exclude each other".into(),
+        ));
     }
     if p.has("json") && matches!(action, Action::Sums | Action::Undo) {
         return Err(Failure::usage("seal", "--json goes with sealing and with --status".into()));
@@ -69,7 +72,13 @@ struct Job {
 
 pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     let (p, action) = read(args)?;
-    let mut job = Job { action, quiet: p.has("quiet"), json: p.has("json"), meter: Meter::new(), shown: Vec::new() };
+    let mut job = Job {
+        action,
+        quiet: p.has("quiet"),
+        json: p.has("json"),
+        meter: Meter::new(),
+        shown: Vec::new(),
+    };
     for path in &p.operands {
         let path = Path::new(path);
         let mut each = |found: Result<PathBuf, Failure>| {
@@ -121,7 +130,8 @@ impl Job {
     }
 }
 
-/// Seals a file, or completes what was begun, or finds it sealed. `real`: the file itself, not a link to it.
+/// Seals a file, or completes what was begun, or finds it sealed. `real`: the file itself, not a
+/// link to it.
 fn seal(path: &Path, real: &Path, meter: &mut Meter) -> Result<pb::SealInfo, Failure> {
     let failed = |e| content::failed(path, &e);
     if !fs::metadata(real).map_err(failed)?.is_file() {
@@ -139,7 +149,10 @@ fn seal(path: &Path, real: &Path, meter: &mut Meter) -> Result<pb::SealInfo, Fai
         return Ok(begun);
     }
     // From here on nobody changes it.
-    let result = file.metadata().map_err(failed).and_then(|m| attach(path, real, &file, m.len(), begun.id, meter));
+    let result = file
+        .metadata()
+        .map_err(failed)
+        .and_then(|m| attach(path, real, &file, m.len(), begun.id, meter));
     match result {
         Ok(()) => mount::seal(real)?.filter(|s| s.manifest.is_some()).ok_or_else(|| undone(path)),
         Err(mut f) => {
@@ -148,8 +161,11 @@ fn seal(path: &Path, real: &Path, meter: &mut Meter) -> Result<pb::SealInfo, Fai
                 return Ok(info);
             }
             // What another run of this began is that one's to complete.
-            let undo = before.is_none().then(|| mount::seal_step(real, begun.id, Step::Undo(pb::SealUndo {})));
-            let left = "; it is immutable without a manifest (`lfs seal` again, or `lfs seal --undo`)";
+            let undo = before
+                .is_none()
+                .then(|| mount::seal_step(real, begun.id, Step::Undo(pb::SealUndo {})));
+            let left =
+                "; it is immutable without a manifest (`lfs seal` again, or `lfs seal --undo`)";
             f.text.push_str(if matches!(undo, Some(Ok(()))) { "; it is not sealed" } else { left });
             Err(f)
         }
@@ -157,7 +173,14 @@ fn seal(path: &Path, real: &Path, meter: &mut Meter) -> Result<pb::SealInfo, Fai
 }
 
 /// Reads the file and attaches its manifest.
-fn attach(path: &Path, real: &Path, file: &fs::File, size: u64, id: u64, meter: &mut Meter) -> Result<(), Failure> {
+fn attach(
+    path: &Path,
+    real: &Path,
+    file: &fs::File,
+    size: u64,
+    id: u64,
+    meter: &mut Meter,
+) -> Result<(), Failure> {
     let extent_size = seal::extent_size(size);
     let read = content::read(file, size, extent_size, |done| meter.at(path, done, size));
     meter.file_done(size);
@@ -177,7 +200,9 @@ fn attach(path: &Path, real: &Path, file: &fs::File, size: u64, id: u64, meter: 
 fn undo(path: &Path, real: &Path) -> Result<(), Failure> {
     mount::seal_step(real, 0, Step::Undo(pb::SealUndo {})).map_err(|e| match e {
         Errno::NODATA => Failure::new(libc::ENODATA, format!("'{}' is not sealed", path.display())),
-        Errno::PERM => Failure::new(libc::EPERM, format!("'{}': only root may undo a seal", path.display())),
+        Errno::PERM => {
+            Failure::new(libc::EPERM, format!("'{}': only root may undo a seal", path.display()))
+        }
         e => Failure::os(format_args!("'{}'", path.display()), e),
     })
 }
@@ -196,8 +221,12 @@ fn refused(path: &Path, e: Errno) -> Failure {
                 "'{path}' is open for writing, here or on another mount, or was just cut; it can be sealed once it is closed everywhere"
             ),
         ),
-        Errno::PERM => Failure::new(libc::EPERM, format!("'{path}': only the owner and root may seal a file")),
-        Errno::STALE => Failure::new(libc::ESTALE, format!("'{path}': its seal was undone meanwhile")),
+        Errno::PERM => {
+            Failure::new(libc::EPERM, format!("'{path}': only the owner and root may seal a file"))
+        }
+        Errno::STALE => {
+            Failure::new(libc::ESTALE, format!("'{path}': its seal was undone meanwhile"))
+        }
         e => Failure::os(format_args!("'{path}'"), e),
     }
 }
@@ -250,7 +279,13 @@ mod tests {
         assert_eq!(action(&["--status", "--json", "f"]), Ok(Action::Status));
         assert_eq!(action(&["--sums", "f"]), Ok(Action::Sums));
         assert_eq!(action(&["f", "--undo"]), Ok(Action::Undo));
-        for wrong in [&[][..], &["--undo"], &["--undo", "--sums", "f"], &["--undo", "--json", "f"], &["-x", "f"]] {
+        for wrong in [
+            &[][..],
+            &["--undo"],
+            &["--undo", "--sums", "f"],
+            &["--undo", "--json", "f"],
+            &["-x", "f"],
+        ] {
             assert_eq!(action(wrong), Err(libc::EINVAL), "{wrong:?}");
         }
     }
@@ -261,12 +296,19 @@ mod tests {
         assert_eq!(status(path, None), "f: not sealed\n");
         assert!(status(path, Some(&pb::SealInfo::default())).contains("without a manifest"));
         let (sha256, root) = (vec![0xab; 32].into(), vec![0xcd; 32].into());
-        let m = pb::Manifest { size: (4 << 20) + 1, extent_size: 4 << 20, sha256, root, time_ns: 7 };
+        let m =
+            pb::Manifest { size: (4 << 20) + 1, extent_size: 4 << 20, sha256, root, time_ns: 7 };
         let info = pb::SealInfo { id: 1, pages: 1, manifest: Some(m) };
         let text = status(path, Some(&info));
-        assert!(text.contains(&"ab".repeat(32)) && text.ends_with("extents: 2 of 4194304\n"), "{text}");
+        assert!(
+            text.contains(&"ab".repeat(32)) && text.ends_with("extents: 2 of 4194304\n"),
+            "{text}"
+        );
         let v = shown(path, Some(&info));
-        assert_eq!((&v["extents"], &v["sealed_ns"], &v["complete"]), (&json!(2), &json!(7), &json!(true)));
+        assert_eq!(
+            (&v["extents"], &v["sealed_ns"], &v["complete"]),
+            (&json!(2), &json!(7), &json!(true))
+        );
         assert_eq!(shown(path, None), json!({ "path": "f", "sealed": false }));
     }
 }

@@ -63,7 +63,9 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     }
     if p.has("delete") {
         if p.options.iter().any(|(id, _)| *id != "delete") {
-            return Err(Failure::invalid("-d deletes a directory's default and takes no other option"));
+            return Err(Failure::invalid(
+                "-d deletes a directory's default and takes no other option",
+            ));
         }
         for path in &p.operands {
             if let Err(f) = delete(Path::new(path)) {
@@ -88,8 +90,9 @@ pub fn read(args: Vec<OsString>) -> Result<pb::LayoutSpec, Failure> {
 
 fn delete(path: &Path) -> Result<(), Failure> {
     mount::mount_of(path)?;
-    mount::delete_default(path)
-        .map_err(|e| Failure::os(format_args!("cannot delete the default of '{}'", path.display()), e))
+    mount::delete_default(path).map_err(|e| {
+        Failure::os(format_args!("cannot delete the default of '{}'", path.display()), e)
+    })
 }
 
 fn set(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Failure> {
@@ -99,13 +102,15 @@ fn set(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Failure> {
         Ok(meta) => {
             there(&mount::map(&mount::mount_of(path)?)?, spec)?;
             let kind = meta.file_type();
-            if kind.is_fifo() || kind.is_socket() || kind.is_block_device() || kind.is_char_device() {
+            if kind.is_fifo() || kind.is_socket() || kind.is_block_device() || kind.is_char_device()
+            {
                 return Err(Failure::invalid(format!("{what}: not a file or directory")));
             }
             set(&path.canonicalize().unwrap_or_else(|_| path.into())).map_err(|e| refused(&what, e))
         }
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-            let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            let parent =
+                path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
             there(&mount::map(&mount::mount_of(parent)?)?, spec)?;
             make(path, set).map_err(|e| refused(&what, e))
         }
@@ -113,12 +118,16 @@ fn set(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Failure> {
     }
 }
 
-/// A new empty file whose layout `set` sets; without it there is none. mknod makes the name and fails if it is there.
+/// A new empty file whose layout `set` sets; without it there is none. mknod makes the name and
+/// fails if it is there.
 fn make(path: &Path, set: impl FnOnce(&Path) -> Result<(), Errno>) -> Result<(), Errno> {
     mknodat(CWD, path, FileType::RegularFile, Mode::from_raw_mode(0o666), 0)?;
     set(path).inspect_err(|e| {
-        // Only where the layout itself was refused is it certain that nobody wrote the file meanwhile.
-        if matches!(*e, Errno::INVAL | Errno::NODEV | Errno::ACCESS | Errno::NOSPC) && fs_is_empty(path) {
+        // Only where the layout itself was refused is it certain that nobody wrote the file
+        // meanwhile.
+        if matches!(*e, Errno::INVAL | Errno::NODEV | Errno::ACCESS | Errno::NOSPC)
+            && fs_is_empty(path)
+        {
             let _ = unlink(path);
         }
     })
@@ -134,12 +143,18 @@ fn refused(what: &str, e: Errno) -> Failure {
         Errno::EXIST => Failure::new(libc::EEXIST, format!("{what}: stripe already set")),
         Errno::BUSY => Failure::new(
             libc::EBUSY,
-            format!("{what}: the file is open for writing; its layout can be set once it is closed and still empty"),
+            format!(
+                "{what}: the file is open for writing; its layout can be set once it is closed and still empty"
+            ),
         ),
-        Errno::INVAL => Failure::invalid(format!("{what}: the file system refused these parameters")),
+        Errno::INVAL => {
+            Failure::invalid(format!("{what}: the file system refused these parameters"))
+        }
         Errno::NODEV => Failure::new(
             libc::ENODEV,
-            format!("{what}: an OST asked for takes no new files now; see `lfs osts` and `strake status`"),
+            format!(
+                "{what}: an OST asked for takes no new files now; see `lfs osts` and `strake status`"
+            ),
         ),
         e => Failure::os(what, e),
     }
@@ -151,18 +166,26 @@ fn there(map: &MapView, spec: &pb::LayoutSpec) -> Result<(), Failure> {
     let pool = match &spec.pool[..] {
         "" => None,
         name => Some(m.pools.iter().find(|p| p.name == name).ok_or_else(|| {
-            Failure::invalid(format!("pool '{}.{name}' not found; `lfs pool_list {0}` lists them", m.fs_name))
+            Failure::invalid(format!(
+                "pool '{}.{name}' not found; `lfs pool_list {0}` lists them",
+                m.fs_name
+            ))
         })?),
     };
     for ost in spec.targets.iter().chain(&spec.start) {
         if map.target(*ost).is_none() {
-            return Err(Failure::invalid(format!("there is no OST with index {ost}; `lfs osts` lists them")));
+            return Err(Failure::invalid(format!(
+                "there is no OST with index {ost}; `lfs osts` lists them"
+            )));
         }
     }
     if let (Some(pool), Some(start)) = (pool, spec.start)
         && !pool.targets.contains(&start)
     {
-        return Err(Failure::invalid(format!("OST {start} is not in pool '{}.{}'", m.fs_name, pool.name)));
+        return Err(Failure::invalid(format!(
+            "OST {start} is not in pool '{}.{}'",
+            m.fs_name, pool.name
+        )));
     }
     Ok(())
 }
@@ -214,11 +237,15 @@ fn place_list(s: &mut pb::LayoutSpec, start: Option<u32>) -> Result<(), Failure>
     let n = i32::try_from(s.targets.len()).unwrap_or(i32::MAX);
     let asked = if s.overstripe != 0 { s.overstripe } else { s.stripe_count };
     if asked != 0 && asked != n {
-        return Err(Failure::invalid(format!("stripe count {asked} does not match the {n} OSTs listed")));
+        return Err(Failure::invalid(format!(
+            "stripe count {asked} does not match the {n} OSTs listed"
+        )));
     }
     if let Some(start) = start {
         let at = s.targets.iter().position(|t| *t == start);
-        let at = at.ok_or_else(|| Failure::invalid(format!("stripe index {start} is not in the OST list")))?;
+        let at = at.ok_or_else(|| {
+            Failure::invalid(format!("stripe index {start} is not in the OST list"))
+        })?;
         s.targets.rotate_left(at);
     }
     Ok(())
@@ -227,14 +254,19 @@ fn place_list(s: &mut pb::LayoutSpec, start: Option<u32>) -> Result<(), Failure>
 fn count(text: &str, least: i32) -> Result<i32, Failure> {
     match text.parse::<i32>() {
         Ok(n) if (least..=MAX_STRIPES as i32).contains(&n) => Ok(n),
-        _ => Err(Failure::invalid(format!("invalid stripe count '{text}': -1 (all) or 0 to {MAX_STRIPES}"))),
+        _ => Err(Failure::invalid(format!(
+            "invalid stripe count '{text}': -1 (all) or 0 to {MAX_STRIPES}"
+        ))),
     }
 }
 
-/// `N[KMGTP]` in bytes; below 4096 without a unit it is KiB; a multiple of 64 KiB below 4 GiB; 0 is the default.
+/// `N[KMGTP]` in bytes; below 4096 without a unit it is KiB; a multiple of 64 KiB below 4 GiB; 0 is
+/// the default.
 fn stripe_size(text: &str) -> Result<u32, Failure> {
     let bad = || {
-        Failure::invalid(format!("invalid stripe size '{text}': a multiple of 64K below 4G, with K, M or G as unit"))
+        Failure::invalid(format!(
+            "invalid stripe size '{text}': a multiple of 64K below 4G, with K, M or G as unit"
+        ))
     };
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = text[digits.len()..].to_ascii_uppercase();
@@ -259,7 +291,8 @@ fn stripe_size(text: &str) -> Result<u32, Failure> {
 
 /// `1,2-4,0x1f`.
 fn ost_list(text: &str) -> Result<Vec<u32>, Failure> {
-    let bad = || Failure::invalid(format!("invalid OST list '{text}': indices and ranges as in 1,2-4,7"));
+    let bad =
+        || Failure::invalid(format!("invalid OST list '{text}': indices and ranges as in 1,2-4,7"));
     let number = |s: &str| match s.strip_prefix("0x").or(s.strip_prefix("0X")) {
         Some(hex) => u32::from_str_radix(hex, 16).map_err(|_| bad()),
         None => s.parse::<u32>().map_err(|_| bad()),
@@ -286,9 +319,9 @@ fn pool_name(pool: &str) -> Result<String, Failure> {
     match name {
         "" | "inherit" => Ok(String::new()),
         "none" | "ignore" => Err(Failure::unsupported("setstripe", &format!("--pool {name}"))),
-        _ if name.len() > 15 || !name.chars().all(allowed) => {
-            Err(Failure::invalid(format!("invalid pool name '{name}': at most 15 of A-Z a-z 0-9 _ -")))
-        }
+        _ if name.len() > 15 || !name.chars().all(allowed) => Err(Failure::invalid(format!(
+            "invalid pool name '{name}': at most 15 of A-Z a-z 0-9 _ -"
+        ))),
         _ => Ok(name.into()),
     }
 }
@@ -333,7 +366,19 @@ mod tests {
         ] {
             assert_eq!(stripe_size(text).unwrap(), want, "{text}");
         }
-        for text in ["", "M", "1", "65537", "4G", "1X", "-1", "99999999999999999999", "1T", "1.5M", "20000000P"] {
+        for text in [
+            "",
+            "M",
+            "1",
+            "65537",
+            "4G",
+            "1X",
+            "-1",
+            "99999999999999999999",
+            "1T",
+            "1.5M",
+            "20000000P",
+        ] {
             assert_eq!(stripe_size(text).unwrap_err().code, libc::EINVAL, "{text}");
         }
     }
@@ -393,7 +438,8 @@ mod tests {
         let pools = vec![pb::Pool { name: "flash".into(), targets: vec![0, 1] }];
         let map = pb::ClusterMap { fs_name: "fs".into(), targets, pools, ..Default::default() };
         let map = MapView::new(map).unwrap();
-        for args in [&["-p", "flash", "-i", "1", "f"][..], &["-o", "3,0", "f"], &["-c", "-1", "f"]] {
+        for args in [&["-p", "flash", "-i", "1", "f"][..], &["-o", "3,0", "f"], &["-c", "-1", "f"]]
+        {
             there(&map, &ask(args).unwrap()).unwrap();
         }
         for (args, says) in [

@@ -1,5 +1,5 @@
-//! The files of sha256sum(1): a line for each file, `HASH  NAME` or `HASH *NAME`, with a backslash in front where the name has
-//! bytes that are written `\\`, `\n` and `\r`.
+//! The files of sha256sum(1): a line for each file, `HASH  NAME` or `HASH *NAME`, with a backslash
+//! in front where the name has bytes that are written `\\`, `\n` and `\r`.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -18,7 +18,8 @@ pub struct Line {
     pub name: OsString,
 }
 
-/// The lines that name a file, and the numbers of those that make no sense. Empty lines and those that begin with `#` are neither.
+/// The lines that name a file, and the numbers of those that make no sense. Empty lines and those
+/// that begin with `#` are neither.
 pub fn parse(text: &[u8]) -> (Vec<Line>, Vec<usize>) {
     let (mut lines, mut bad) = (Vec::new(), Vec::new());
     for (i, line) in text.split(|b| *b == b'\n').enumerate() {
@@ -88,8 +89,10 @@ mod tests {
 
     #[test]
     fn lines_of_sha256sum() {
-        let text =
-            format!("# made by hand\n{ABC}  a\n\n{ABC} *b c\r\n\\{ABC}  x\\ny\\\\z\\r\n{}  ./ d", ABC.to_uppercase());
+        let text = format!(
+            "# made by hand\n{ABC}  a\n\n{ABC} *b c\r\n\\{ABC}  x\\ny\\\\z\\r\n{}  ./ d",
+            ABC.to_uppercase()
+        );
         let (lines, bad) = parse(text.as_bytes());
         let names: Vec<_> = lines.iter().map(|l| (l.number, l.name.to_str().unwrap())).collect();
         assert_eq!(names, [(2, "a"), (4, "b c"), (5, "x\ny\\z\r"), (6, "./ d")]);
@@ -113,7 +116,11 @@ mod tests {
             let text = line(&sum, OsStr::new(name));
             assert_eq!(text[0] == b'\\', name.contains(['\\', '\n', '\r']), "{name:?}");
             let (lines, bad) = parse(&text);
-            assert_eq!((lines, bad), (vec![Line { number: 1, sum, name: name.into() }], vec![]), "{name:?}");
+            assert_eq!(
+                (lines, bad),
+                (vec![Line { number: 1, sum, name: name.into() }], vec![]),
+                "{name:?}"
+            );
         }
     }
 }

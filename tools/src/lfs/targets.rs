@@ -45,7 +45,8 @@ fn list(header: &str, lines: impl Iterator<Item = (u32, String, bool)>) -> Strin
 
 fn osts_text(map: &MapView) -> String {
     let m = &map.map;
-    let mut targets: Vec<_> = m.targets.iter().map(|t| (t.id, ost_uuid(&m.fs_name, t.id), t.alive)).collect();
+    let mut targets: Vec<_> =
+        m.targets.iter().map(|t| (t.id, ost_uuid(&m.fs_name, t.id), t.alive)).collect();
     targets.sort();
     list("OBDS", targets.into_iter())
 }
@@ -86,7 +87,12 @@ pub fn check(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
         Some("mds" | "mdts" | "mgts") => (true, false),
         Some("osts") => (false, true),
         Some("all" | "servers") => (true, true),
-        _ => return Err(Failure::usage("check", format!("cannot check '{}'", what.to_string_lossy()))),
+        _ => {
+            return Err(Failure::usage(
+                "check",
+                format!("cannot check '{}'", what.to_string_lossy()),
+            ));
+        }
     };
     for m in mount::chosen(&p.operands, None)? {
         let map = mount::map(&m)?;
@@ -111,7 +117,10 @@ pub fn check(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
 
 fn lost(name: &str) -> Failure {
     let errno = libc::ENOTCONN;
-    Failure::new(errno, format!("error: check '{name}': Transport endpoint is not connected ({errno})"))
+    Failure::new(
+        errno,
+        format!("error: check '{name}': Transport endpoint is not connected ({errno})"),
+    )
 }
 
 fn pools_text(map: &MapView, pool: Option<&str>) -> Result<String, Failure> {
@@ -124,7 +133,9 @@ fn pools_text(map: &MapView, pool: Option<&str>) -> Result<String, Failure> {
         return Ok(s);
     };
     let found = m.pools.iter().find(|p| p.name == pool);
-    let found = found.ok_or_else(|| Failure::new(libc::ENOENT, format!("pool '{}.{pool}' not found", m.fs_name)))?;
+    let found = found.ok_or_else(|| {
+        Failure::new(libc::ENOENT, format!("pool '{}.{pool}' not found", m.fs_name))
+    })?;
     let mut s = format!("Pool: {}.{pool}\n", m.fs_name);
     for t in &found.targets {
         let _ = writeln!(s, "{}", ost_uuid(&m.fs_name, *t));
@@ -154,16 +165,26 @@ mod tests {
     use super::*;
 
     fn map() -> MapView {
-        let targets = (0..4).map(|id| pb::Target { id, alive: id != 3, ..Default::default() }).collect();
+        let targets =
+            (0..4).map(|id| pb::Target { id, alive: id != 3, ..Default::default() }).collect();
         let pools = vec![pb::Pool { name: "flash".into(), targets: vec![1, 3] }];
-        MapView::new(pb::ClusterMap { fs_name: "lustre0".into(), targets, pools, ..Default::default() }).unwrap()
+        MapView::new(pb::ClusterMap {
+            fs_name: "lustre0".into(),
+            targets,
+            pools,
+            ..Default::default()
+        })
+        .unwrap()
     }
 
     #[test]
     fn lists_print_as_lustre_does() {
         assert_eq!(osts_text(&map()), include_str!("../../tests/fixtures/lfs/osts.txt"));
         let two = [(0, mdt_uuid("lustre0"), true), (1, "lustre0-MDT0001_UUID".into(), true)];
-        assert_eq!(list("MDTS", two.into_iter()), include_str!("../../tests/fixtures/lfs/mdts.txt"));
+        assert_eq!(
+            list("MDTS", two.into_iter()),
+            include_str!("../../tests/fixtures/lfs/mdts.txt")
+        );
         let error = format!("lfs check: {}\n", lost("nas_test-OST0007-osc-ffff99f77f63e800").text);
         assert_eq!(error, include_str!("../../tests/fixtures/lfs/check_error.txt"));
         assert_eq!(pools_text(&map(), None).unwrap(), "Pools from lustre0:\nlustre0.flash\n");

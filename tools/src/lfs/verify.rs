@@ -1,5 +1,5 @@
-//! `lfs verify`: reads sealed files and compares them with their manifests, and any files with a file of sha256sum(1). See
-//! `docs/seal.md`.
+//! `lfs verify`: reads sealed files and compares them with their manifests, and any files with a
+//! file of sha256sum(1). See `docs/seal.md`.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -24,7 +24,8 @@ use super::{
 pub const USAGE: &str = "lfs verify [-q] [--json] FILE|DIR...           compare sealed files with their manifests\n\
                          \x20      lfs verify [-q] [--json] --sums SUMS [DIR]  also with a file of sha256sum(1), `-` for stdin\n";
 
-const OPTIONS: &[Opt] = &[opt('q', "quiet", Nothing), opt('\0', "json", Nothing), opt('s', "sums", Value)];
+const OPTIONS: &[Opt] =
+    &[opt('q', "quiet", Nothing), opt('\0', "json", Nothing), opt('s', "sums", Value)];
 
 /// What became of a file, best first: the last one that occurs decides how the command ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -79,7 +80,8 @@ struct Finding {
 
 impl Finding {
     fn text(&self) -> String {
-        let extent = self.extent.map_or(String::new(), |(at, len)| format!(" at {at} ({len} bytes)"));
+        let extent =
+            self.extent.map_or(String::new(), |(at, len)| format!(" at {at} ({len} bytes)"));
         format!("  {}{extent}: expected {}, found {}\n", self.what, self.expected, self.found)
     }
 
@@ -109,9 +111,10 @@ pub fn read(args: Vec<OsString>) -> Result<Parsed, Failure> {
     let p = parse("verify", OPTIONS, args)?;
     match (p.has("sums"), p.operands.len()) {
         (false, 0) => Err(Failure::usage("verify", "no file or directory given".into())),
-        (true, 2..) => {
-            Err(Failure::usage("verify", "with --sums, one directory that its names are relative to".into()))
-        }
+        (true, 2..) => Err(Failure::usage(
+            "verify",
+            "with --sums, one directory that its names are relative to".into(),
+        )),
         _ => Ok(p),
     }
 }
@@ -147,7 +150,12 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
 
 impl Job {
     /// Compares the files that a file of sha256sum(1) names.
-    fn with_sums(&mut self, from: &OsStr, dir: Option<&Path>, out: &mut Output) -> Result<(), Failure> {
+    fn with_sums(
+        &mut self,
+        from: &OsStr,
+        dir: Option<&Path>,
+        out: &mut Output,
+    ) -> Result<(), Failure> {
         let shown = from.to_string_lossy();
         let text = if from == "-" {
             let mut text = Vec::new();
@@ -169,17 +177,25 @@ impl Job {
         }
         for line in lines {
             let path = dir.map_or(PathBuf::from(&line.name), |d| d.join(&line.name));
-            let wrong = |f: Failure| Failure { text: format!("{shown}:{}: {}", line.number, f.text), ..f };
-            let checked = path.canonicalize().map_err(|e| content::failed(&path, &e)).and_then(|real| {
-                if inside.as_ref().is_some_and(|d| !real.starts_with(d)) {
-                    let m = format!("'{}' lies outside of the directory that was named", path.display());
-                    return Err(Failure::invalid(m));
-                }
-                if !real.is_file() {
-                    return Err(Failure::invalid(format!("'{}' is not a regular file", path.display())));
-                }
-                mount::mount_of(&real)
-            });
+            let wrong =
+                |f: Failure| Failure { text: format!("{shown}:{}: {}", line.number, f.text), ..f };
+            let checked =
+                path.canonicalize().map_err(|e| content::failed(&path, &e)).and_then(|real| {
+                    if inside.as_ref().is_some_and(|d| !real.starts_with(d)) {
+                        let m = format!(
+                            "'{}' lies outside of the directory that was named",
+                            path.display()
+                        );
+                        return Err(Failure::invalid(m));
+                    }
+                    if !real.is_file() {
+                        return Err(Failure::invalid(format!(
+                            "'{}' is not a regular file",
+                            path.display()
+                        )));
+                    }
+                    mount::mount_of(&real)
+                });
             match checked {
                 Ok(_) => self.one(&path, Some(line.sum), out),
                 Err(f) => self.failed(wrong(f)),
@@ -191,7 +207,8 @@ impl Job {
     fn failed(&mut self, f: Failure) {
         self.states.push(State::Failed);
         if self.json {
-            self.shown.push(json!({ "state": State::Failed.word(), "error": f.text, "errno": f.code }));
+            self.shown
+                .push(json!({ "state": State::Failed.word(), "error": f.text, "errno": f.code }));
         }
         self.failures.push(f);
     }
@@ -236,8 +253,15 @@ impl Job {
             State::Differs => libc::EBADMSG,
         };
         if code != 0 {
-            let kinds: Vec<_> = ALL.iter().filter(|s| of(s) > 0).map(|s| format!("{} {}", of(s), s.word())).collect();
-            out.fail(Failure::new(code, format!("{} files: {}", self.states.len(), kinds.join(", "))));
+            let kinds: Vec<_> = ALL
+                .iter()
+                .filter(|s| of(s) > 0)
+                .map(|s| format!("{} {}", of(s), s.word()))
+                .collect();
+            out.fail(Failure::new(
+                code,
+                format!("{} files: {}", self.states.len(), kinds.join(", ")),
+            ));
         }
         self.failures.into_iter().for_each(|f| out.fail(f));
     }
@@ -276,7 +300,12 @@ fn verify(path: &Path, sum: Option<Digest>, meter: &mut Meter) -> Result<Report,
 }
 
 /// `size` bytes were found where a manifest with these digests, or a sum, or both, are expected.
-fn compare(size: u64, found: &Content, expected: Option<(&pb::Manifest, Vec<Digest>)>, sum: Option<Digest>) -> Report {
+fn compare(
+    size: u64,
+    found: &Content,
+    expected: Option<(&pb::Manifest, Vec<Digest>)>,
+    sum: Option<Digest>,
+) -> Report {
     let mut findings = Vec::new();
     let mut note = |what, extent, expected: String, found: String| {
         findings.push(Finding { what, extent, expected, found });
@@ -292,7 +321,12 @@ fn compare(size: u64, found: &Content, expected: Option<(&pb::Manifest, Vec<Dige
                 unread += 1;
                 let why = u.why.to_string();
                 let why = why.split(" (os error").next().unwrap_or_default();
-                note("extent", extent, should, format!("nothing, unreadable from byte {} on: {why}", u.offset));
+                note(
+                    "extent",
+                    extent,
+                    should,
+                    format!("nothing, unreadable from byte {} on: {why}", u.offset),
+                );
             }
             Ok(d) if sealed && hex(d) != should => note("extent", extent, should, hex(d)),
             Ok(_) => {}
@@ -345,7 +379,11 @@ mod tests {
             root: seal::root(&digests).to_vec().into(),
             time_ns: 0,
         };
-        (Content { sha256: Some(sha256), extents: digests.iter().copied().map(Ok).collect() }, m, digests)
+        (
+            Content { sha256: Some(sha256), extents: digests.iter().copied().map(Ok).collect() },
+            m,
+            digests,
+        )
     }
 
     #[test]
@@ -368,9 +406,13 @@ mod tests {
         assert_eq!(r.state, State::Differs);
         let text: String = r.findings.iter().map(Finding::text).collect();
         let (three, nine) = ("03".repeat(32), "09".repeat(32));
-        let extent = format!("  extent at {} (1 bytes): expected {three}, found {nine}\n", 2 * EXTENT);
+        let extent =
+            format!("  extent at {} (1 bytes): expected {three}, found {nine}\n", 2 * EXTENT);
         assert!(text.starts_with(&extent), "{text}");
-        assert_eq!(r.findings.iter().map(|f| f.what).collect::<Vec<_>>(), ["extent", "SHA-256", "sum"]);
+        assert_eq!(
+            r.findings.iter().map(|f| f.what).collect::<Vec<_>>(),
+            ["extent", "SHA-256", "sum"]
+        );
         assert_eq!(r.findings[0].json()["offset"], 2 * EXTENT);
 
         let (found, mut m, digests) = sealed();
@@ -401,8 +443,16 @@ mod tests {
 
     #[test]
     fn arguments() {
-        let code = |args: &[&str]| read(args.iter().map(OsString::from).collect()).err().map_or(0, |f| f.code);
-        for good in [&["d"][..], &["-q", "a", "b"], &["--sums", "s"], &["--sums=s", "d", "--json"], &["-s-", "d"]] {
+        let code = |args: &[&str]| {
+            read(args.iter().map(OsString::from).collect()).err().map_or(0, |f| f.code)
+        };
+        for good in [
+            &["d"][..],
+            &["-q", "a", "b"],
+            &["--sums", "s"],
+            &["--sums=s", "d", "--json"],
+            &["-s-", "d"],
+        ] {
             assert_eq!(code(good), 0, "{good:?}");
         }
         for wrong in [&[][..], &["--sums"], &["--sums", "s", "a", "b"], &["--all", "d"]] {

@@ -60,7 +60,10 @@ fn leader_of(r: &pb::MembersReply) -> Option<Endpoint> {
 pub(super) fn address(text: &str) -> Result<Endpoint> {
     let full = if text.starts_with("tcp:") { text.to_string() } else { format!("tcp:{text}") };
     full.parse().map_err(|_| {
-        Error::new(Code::Inval, format!("'{text}' is neither a member's id nor an address; expected tcp:HOST:PORT"))
+        Error::new(
+            Code::Inval,
+            format!("'{text}' is neither a member's id nor an address; expected tcp:HOST:PORT"),
+        )
     })
 }
 
@@ -81,7 +84,13 @@ impl Group {
     pub fn new(reach: &Reach) -> Result<Group> {
         let (mds, key) = reach.ways()?;
         let mds = mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
-        let fabric = Roads::new(Env::system(), Identity::server(&key), None, Pool::default(), Default::default());
+        let fabric = Roads::new(
+            Env::system(),
+            Identity::server(&key),
+            None,
+            Pool::default(),
+            Default::default(),
+        );
         let deadline = Instant::now() + Duration::from_secs(reach.timeout);
         Ok(Group {
             fabric,
@@ -122,10 +131,12 @@ impl Group {
         loop {
             self.ask(None).await?;
             let Some(at) = self.finder.whom() else { continue };
-            let request = Message::new(opcode::MAP, pb::MapRequest { have: 0, latest: true }.encode_to_vec());
+            let request =
+                Message::new(opcode::MAP, pb::MapRequest { have: 0, latest: true }.encode_to_vec());
             match self.call(&at, request).await {
                 Ok(body) => {
-                    let r = pb::MapReply::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
+                    let r = pb::MapReply::decode(body)
+                        .map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
                     return MapView::new(r.map.unwrap_or_default());
                 }
                 Err(e) if passes(&e) => self.pause(&e.message).await?,
@@ -135,21 +146,28 @@ impl Group {
     }
 
     /// One attempt at one server.
-    pub(super) async fn try_at(&mut self, at: &Endpoint, change: Option<Change>) -> Result<pb::MembersReply> {
+    pub(super) async fn try_at(
+        &mut self,
+        at: &Endpoint,
+        change: Option<Change>,
+    ) -> Result<pb::MembersReply> {
         let request = Message::new(opcode::MEMBERS, pb::MembersRequest { change }.encode_to_vec());
         let body = self.call(at, request).await?;
-        pb::MembersReply::decode(body).map_err(|e| Error::new(Code::Protocol, format!("metadata server {at}: {e}")))
+        pb::MembersReply::decode(body)
+            .map_err(|e| Error::new(Code::Protocol, format!("metadata server {at}: {e}")))
     }
 
     /// Learns from an answer who there is, and whom to ask next.
     fn note(&mut self, r: &pb::MembersReply) {
-        self.finder.learn(r.members.iter().filter(|m| m.voter).filter_map(|m| m.endpoint.parse().ok()));
+        self.finder
+            .learn(r.members.iter().filter(|m| m.voter).filter_map(|m| m.endpoint.parse().ok()));
         if let Some(at) = leader_of(r) {
             self.finder.hint(at);
         }
     }
 
-    /// Has the leader do it, or only say who is there. Errors that pass are waited out; `Busy` is one of them.
+    /// Has the leader do it, or only say who is there. Errors that pass are waited out; `Busy` is
+    /// one of them.
     pub async fn ask(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
         loop {
             match self.ask_once(change.clone()).await {
@@ -166,7 +184,8 @@ impl Group {
         for _ in 0..HOPS {
             let mut asked = self.try_at(&at, change.clone()).await;
             // Only the leader changes something. Anybody lists, and so says who leads.
-            let refused = change.is_some() && asked.as_ref().is_err_and(|e| e.code == Code::NotLeader);
+            let refused =
+                change.is_some() && asked.as_ref().is_err_and(|e| e.code == Code::NotLeader);
             if refused {
                 asked = self.try_at(&at, None).await;
             }
@@ -199,7 +218,10 @@ impl Group {
 
 /// Errors that go away by themselves.
 pub(crate) fn passes(e: &Error) -> bool {
-    matches!(e.code, Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Overloaded | Code::Busy)
+    matches!(
+        e.code,
+        Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Overloaded | Code::Busy
+    )
 }
 
 #[cfg(test)]
@@ -208,7 +230,9 @@ mod tests {
 
     #[test]
     fn addresses_as_people_give_them() {
-        for (text, full) in [("tcp:h:1", "tcp:h:1"), ("h:1", "tcp:h:1"), ("10.0.0.1:7400", "tcp:10.0.0.1:7400")] {
+        for (text, full) in
+            [("tcp:h:1", "tcp:h:1"), ("h:1", "tcp:h:1"), ("10.0.0.1:7400", "tcp:10.0.0.1:7400")]
+        {
             assert_eq!(address(text).unwrap().to_string(), full);
         }
         for bad in ["", "h", "tcp:", "x y", "7400"] {

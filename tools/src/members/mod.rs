@@ -1,8 +1,9 @@
-//! `strake mds list|add|remove|transfer|replace|give-up`: the group of metadata servers, managed while clients work; [`offline`] has
-//! the commands for one that is lost.
+//! `strake mds list|add|remove|transfer|replace|give-up`: the group of metadata servers, managed
+//! while clients work; [`offline`] has the commands for one that is lost.
 //!
-//! Each command brings the group one step after the other to where it is wanted ([`plan`]) and can be repeated at any time. It
-//! speaks to the servers as they do among themselves, with the cluster key. See `docs/membership.md`.
+//! Each command brings the group one step after the other to where it is wanted ([`plan`]) and can
+//! be repeated at any time. It speaks to the servers as they do among themselves, with the cluster
+//! key. See `docs/membership.md`.
 
 mod leader;
 mod offline;
@@ -113,7 +114,12 @@ pub fn run(command: Command) -> Result<ExitCode> {
             Command::Transfer(a) => group.transfer(&a.member).await,
             Command::Replace(a) => group.replace(&a.old, &a.new).await,
             Command::GiveUp(a) => group.give_up(&a.target).await,
-            _ => return Err(Error::new(Code::Inval, "this command works on folders, not on servers")),
+            _ => {
+                return Err(Error::new(
+                    Code::Inval,
+                    "this command works on folders, not on servers",
+                ));
+            }
         };
         group.done();
         match outcome {
@@ -166,7 +172,8 @@ impl Group {
     async fn learn(&mut self, addr: &str) -> Result<u64> {
         let endpoint = address(addr)?.to_string();
         let before = self.ask(None).await?;
-        let r = self.ask(Some(Change::Learn(pb::MemberLearn { endpoint: endpoint.clone() }))).await?;
+        let r =
+            self.ask(Some(Change::Learn(pb::MemberLearn { endpoint: endpoint.clone() }))).await?;
         if before.members.iter().all(|m| m.id != r.learner) {
             self.say(format!("metadata server {} at {endpoint} learns", r.learner));
         }
@@ -175,7 +182,8 @@ impl Group {
     }
 
     async fn add(&mut self, addrs: &[String]) -> Outcome {
-        let addrs = addrs.iter().map(|a| address(a).map(|e| e.to_string())).collect::<Result<Vec<_>>>()?;
+        let addrs =
+            addrs.iter().map(|a| address(a).map(|e| e.to_string())).collect::<Result<Vec<_>>>()?;
         let mut ids = Vec::new();
         for addr in &addrs {
             ids.push(self.learn(addr).await?);
@@ -193,7 +201,8 @@ impl Group {
         let now = self.ask(None).await?;
         let found = match member.parse::<u64>() {
             Ok(id) => {
-                let known = now.members.iter().any(|m| m.id == id) || now.former.iter().any(|f| u64::from(*f) == id);
+                let known = now.members.iter().any(|m| m.id == id)
+                    || now.former.iter().any(|f| u64::from(*f) == id);
                 known.then_some(id)
             }
             Err(_) => {
@@ -202,10 +211,14 @@ impl Group {
             }
         };
         found.ok_or_else(|| {
-            let all: Vec<String> = now.members.iter().map(|m| format!("{} at {}", m.id, m.endpoint)).collect();
+            let all: Vec<String> =
+                now.members.iter().map(|m| format!("{} at {}", m.id, m.endpoint)).collect();
             Error::new(
                 Code::NoEnt,
-                format!("no metadata server {member} in the group; the members are {}", all.join(", ")),
+                format!(
+                    "no metadata server {member} in the group; the members are {}",
+                    all.join(", ")
+                ),
             )
         })
     }
@@ -230,12 +243,16 @@ impl Group {
         let old = self.id_of(old).await?;
         let new = self.learn(new).await?;
         if old == new {
-            let m = format!("metadata server {old} cannot take its own place; start another one with an id of its own");
+            let m = format!(
+                "metadata server {old} cannot take its own place; start another one with an id of its own"
+            );
             return Err(Error::new(Code::Inval, m));
         }
         let (changed, now) = self.reach(&Goal::Replace { old, new }).await?;
         let said = match changed {
-            true => format!("metadata server {new} is in the place of {old}, which is no member any more and stops"),
+            true => format!(
+                "metadata server {new} is in the place of {old}, which is no member any more and stops"
+            ),
             false => format!("metadata server {new} was put in the place of {old} before"),
         };
         Ok((said, now))
@@ -245,7 +262,8 @@ impl Group {
         let before = self.ask(None).await?.awaited;
         let change = Change::GiveUp(pb::GiveUp { targets: targets.to_vec() });
         let now = self.ask(Some(change)).await?;
-        let given: Vec<String> = before.iter().filter(|t| targets.contains(t)).map(u32::to_string).collect();
+        let given: Vec<String> =
+            before.iter().filter(|t| targets.contains(t)).map(u32::to_string).collect();
         let said = match given.is_empty() {
             true => "no chain waits for them".into(),
             false => format!("chains go on without targets {}", given.join(", ")),
@@ -257,7 +275,9 @@ impl Group {
         self.deadline = self.deadline.min(Instant::now() + LEADERLESS);
         let (now, note) = match self.ask(None).await {
             Ok(r) => (r, None),
-            Err(e) if e.code == Code::TimedOut => (self.anybody().await.ok_or(e)?, Some("no metadata server leads")),
+            Err(e) if e.code == Code::TimedOut => {
+                (self.anybody().await.ok_or(e)?, Some("no metadata server leads"))
+            }
             Err(e) => return Err(e),
         };
         match json {
@@ -270,8 +290,8 @@ impl Group {
                 }
             }
         }
-        let in_order =
-            note.is_none() && now.members.iter().all(|m| state(m, &now).iter().all(|s| s.starts_with("disk")));
+        let in_order = note.is_none()
+            && now.members.iter().all(|m| state(m, &now).iter().all(|s| s.starts_with("disk")));
         Ok(ExitCode::from(if in_order { 0 } else { UNFINISHED }))
     }
 
@@ -341,7 +361,8 @@ fn rows(now: &pb::MembersReply) -> String {
     table(&rows)
 }
 
-/// What configuration files should name: the metadata servers, and for those themselves with their ids.
+/// What configuration files should name: the metadata servers, and for those themselves with their
+/// ids.
 fn configured(now: &pb::MembersReply) -> (Vec<String>, Vec<String>) {
     let members = || now.members.iter().filter(|m| !m.leaving);
     let mds = members().map(|m| m.endpoint.clone()).collect();
@@ -415,7 +436,9 @@ mod tests {
             ..Default::default()
         };
         let text = rows(&now);
-        let line = |n: usize| text.lines().nth(n).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+        let line = |n: usize| {
+            text.lines().nth(n).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
+        };
         assert_eq!(line(1), "1 tcp:h:1 leader 5000 5000 0 -");
         assert_eq!(line(2), "2 tcp:h:2 follower 4990 4990 10 90 ms ago");
         assert_eq!(line(3), "3 tcp:h:3 follower 1000 1000 4000 65 s ago silent");

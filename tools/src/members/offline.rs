@@ -1,4 +1,5 @@
-//! `strake mds inspect|recover|dump|load`: folders of metadata servers that do not run. The work is done by `strake_mds::offline`.
+//! `strake mds inspect|recover|dump|load`: folders of metadata servers that do not run. The work is
+//! done by `strake_mds::offline`.
 
 use std::{
     fs::{self, File},
@@ -97,7 +98,8 @@ fn known(all: &[Known]) -> Vec<Value> {
 }
 
 fn names(all: &[Known]) -> String {
-    let one = |(id, at): &Known| at.as_ref().map_or_else(|| id.to_string(), |at| format!("{id} at {at}"));
+    let one =
+        |(id, at): &Known| at.as_ref().map_or_else(|| id.to_string(), |at| format!("{id} at {at}"));
     all.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
@@ -125,10 +127,14 @@ pub fn inspect(args: &InspectArgs) -> Result<ExitCode> {
     let (best, complete) = (inspect::best(&reports), inspect::is_complete(&reports));
     if args.json {
         let all: Vec<Value> = reports.iter().map(report_json).collect();
-        println!("{:#}", json!({ "folders": all, "best": best.map(|r| &r.dir), "complete": complete }));
+        println!(
+            "{:#}",
+            json!({ "folders": all, "best": best.map(|r| &r.dir), "complete": complete })
+        );
         return Ok(ExitCode::SUCCESS);
     }
-    let head = ["FOLDER", "MEMBER", "STATE", "INCARNATION", "TERM", "LAST", "APPLIED", "INODES", "VOTERS"];
+    let head =
+        ["FOLDER", "MEMBER", "STATE", "INCARNATION", "TERM", "LAST", "APPLIED", "INODES", "VOTERS"];
     let mut rows = vec![head.map(String::from).to_vec()];
     for r in &reports {
         let (term, last) = match &r.log {
@@ -136,8 +142,17 @@ pub fn inspect(args: &InspectArgs) -> Result<ExitCode> {
             Err(_) => ("-".into(), "log damaged".into()),
         };
         let voters = r.voters.iter().map(|v| v.0.to_string()).collect::<Vec<_>>().join(",");
-        let cells = [r.member.to_string(), word(r), r.incarnation.to_string(), term, last, r.applied.0.to_string()];
-        let row = std::iter::once(r.dir.display().to_string()).chain(cells).chain([r.inodes.to_string(), voters]);
+        let cells = [
+            r.member.to_string(),
+            word(r),
+            r.incarnation.to_string(),
+            term,
+            last,
+            r.applied.0.to_string(),
+        ];
+        let row = std::iter::once(r.dir.display().to_string())
+            .chain(cells)
+            .chain([r.inodes.to_string(), voters]);
         rows.push(row.collect());
     }
     print!("{}", table(&rows));
@@ -151,7 +166,10 @@ pub fn inspect(args: &InspectArgs) -> Result<ExitCode> {
     }
     match best {
         Some(r) => println!("{} has the most; {}", r.dir.display(), completeness(complete)),
-        None => println!("nothing can be recovered from {}", if reports.len() == 1 { "it" } else { "any of them" }),
+        None => println!(
+            "nothing can be recovered from {}",
+            if reports.len() == 1 { "it" } else { "any of them" }
+        ),
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -183,7 +201,10 @@ fn show_plan(p: &Plan) {
     if p.resumed {
         println!("a recovery was begun before and is gone on with");
     }
-    println!("kept: everything up to entry {} of term {}, {} of them from the log", p.last.0, p.last.1, p.entries);
+    println!(
+        "kept: everything up to entry {} of term {}, {} of them from the log",
+        p.last.0, p.last.1, p.entries
+    );
     if let Some(why) = &p.log_lost {
         println!("the log cannot be used, what it has beyond that is lost: {why}");
     }
@@ -193,10 +214,18 @@ fn show_plan(p: &Plan) {
         ),
         false => println!("lost: nothing that was acknowledged"),
     }
-    println!("all clients' sessions end: what they wrote and did not sync fails with EIO, their locks are gone");
-    println!("metadata server {member} becomes {to}, the only voter of incarnation {}", p.incarnation);
+    println!(
+        "all clients' sessions end: what they wrote and did not sync fails with EIO, their locks are gone"
+    );
+    println!(
+        "metadata server {member} becomes {to}, the only voter of incarnation {}",
+        p.incarnation
+    );
     if !p.gone.is_empty() {
-        println!("never members again: {}; stop them where they run, and keep them from being started", names(&p.gone));
+        println!(
+            "never members again: {}; stop them where they run, and keep them from being started",
+            names(&p.gone)
+        );
     }
 }
 
@@ -247,7 +276,9 @@ pub fn dump(args: &DumpArgs) -> Result<ExitCode> {
     let mut progress = Progress::new();
     let stdout = args.output == Path::new("-");
     let outcome = match stdout {
-        true => dump::dump(&args.dir, &mut BufWriter::new(std::io::stdout().lock()), |line| progress.say(line))?,
+        true => dump::dump(&args.dir, &mut BufWriter::new(std::io::stdout().lock()), |line| {
+            progress.say(line)
+        })?,
         false => dump_to_file(args, &mut progress)?,
     };
     progress.done();
@@ -286,7 +317,10 @@ fn dump_to_file(args: &DumpArgs, progress: &mut Progress) -> Result<dump::Outcom
     let path = &args.output;
     let named = |p: &Path, e: std::io::Error| Error::from(e).context(p.display());
     if path.exists() {
-        return Err(Error::new(Code::Exist, format!("{} is there already; a dump replaces nothing", path.display())));
+        return Err(Error::new(
+            Code::Exist,
+            format!("{} is there already; a dump replaces nothing", path.display()),
+        ));
     }
     let mut part = path.clone().into_os_string();
     part.push(".part");
@@ -314,7 +348,8 @@ pub fn load(args: &LoadArgs) -> Result<ExitCode> {
     let loaded = match args.file == Path::new("-") {
         true => load::load(&args.dir, &mut std::io::stdin().lock(), &options, &mut say),
         false => {
-            let file = File::open(&args.file).map_err(|e| Error::from(e).context(args.file.display()))?;
+            let file =
+                File::open(&args.file).map_err(|e| Error::from(e).context(args.file.display()))?;
             load::load(&args.dir, &mut BufReader::with_capacity(1 << 20, file), &options, &mut say)
         }
     };
@@ -339,6 +374,8 @@ pub fn load(args: &LoadArgs) -> Result<ExitCode> {
         outcome.records,
         outcome.inodes
     );
-    println!("start it with this id, folder and `fs_name`; then take others in with `strake mds add`");
+    println!(
+        "start it with this id, folder and `fs_name`; then take others in with `strake mds add`"
+    );
     Ok(ExitCode::SUCCESS)
 }

@@ -1,5 +1,5 @@
-//! What to ask next to get the group where it is wanted: pure, so that a command that was cut short can be repeated, by the
-//! same person or another one, at any point.
+//! What to ask next to get the group where it is wanted: pure, so that a command that was cut short
+//! can be repeated, by the same person or another one, at any point.
 
 use strake_proto::{Code, Error, Result, pb};
 
@@ -35,7 +35,8 @@ pub enum Next {
 pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
     let get = |id: u64| now.members.iter().find(|m| m.id == id);
     let was_removed = |id: u64| now.former.iter().any(|f| u64::from(*f) == id);
-    let vanished = |id: u64| Error::new(Code::NoEnt, format!("metadata server {id} is not a member any more"));
+    let vanished =
+        |id: u64| Error::new(Code::NoEnt, format!("metadata server {id} is not a member any more"));
     Ok(match goal {
         Goal::Add(ids) => {
             let mut learners = Vec::new();
@@ -51,7 +52,9 @@ pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
         Goal::Remove(id) => match get(*id) {
             None if was_removed(*id) => Next::Done,
             // Between the change and its record in the map.
-            None => Next::Wait(format!("metadata server {id} is out, the cluster map is brought up to date")),
+            None => Next::Wait(format!(
+                "metadata server {id} is out, the cluster map is brought up to date"
+            )),
             Some(m) if m.leaving => Next::Wait(format!("metadata server {id} is leaving")),
             Some(_) => step(vec![], vec![*id]),
         },
@@ -60,10 +63,12 @@ pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
         Goal::Replace { old, new } => {
             let m = get(*new).ok_or_else(|| vanished(*new))?;
             let out = get(*old);
-            let (gone, heard): (Vec<&pb::Member>, _) = former_selves(m, now).partition(|o| is_silent(o, now));
+            let (gone, heard): (Vec<&pb::Member>, _) =
+                former_selves(m, now).partition(|o| is_silent(o, now));
             let mut gone: Vec<u64> = gone.iter().map(|o| o.id).collect();
             if m.voter {
-                return match (gone.iter().any(|id| id != old), heard.iter().find(|o| o.id != *old)) {
+                return match (gone.iter().any(|id| id != old), heard.iter().find(|o| o.id != *old))
+                {
                     (true, _) => Ok(step(vec![], gone)),
                     (false, Some(o)) => Ok(Next::Wait(format!(
                         "metadata server {} had the address of {new} before and was heard of just now",
@@ -84,10 +89,16 @@ pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
     })
 }
 
-/// Members that were at the address of `m` before it: it answers there, so they are gone for good once they are silent. Such
-/// are left by a replacement that did not come to its end before its own server was lost, too.
-fn former_selves<'a>(m: &'a pb::Member, now: &'a pb::MembersReply) -> impl Iterator<Item = &'a pb::Member> {
-    let here = |o: &&pb::Member| o.id != m.id && !m.endpoint.is_empty() && o.endpoint == m.endpoint && !o.leaving;
+/// Members that were at the address of `m` before it: it answers there, so they are gone for good
+/// once they are silent. Such are left by a replacement that did not come to its end before its own
+/// server was lost, too.
+fn former_selves<'a>(
+    m: &'a pb::Member,
+    now: &'a pb::MembersReply,
+) -> impl Iterator<Item = &'a pb::Member> {
+    let here = |o: &&pb::Member| {
+        o.id != m.id && !m.endpoint.is_empty() && o.endpoint == m.endpoint && !o.leaving
+    };
     now.members.iter().filter(here)
 }
 
@@ -102,7 +113,8 @@ fn step(promote: Vec<u64>, remove: Vec<u64>) -> Next {
 
 /// How far learners are, unless all are close.
 fn behind(learners: &[&pb::Member], last: u64) -> Option<Next> {
-    let far: Vec<String> = learners.iter().filter(|m| !is_close(m, last)).map(|m| progress(m, last)).collect();
+    let far: Vec<String> =
+        learners.iter().filter(|m| !is_close(m, last)).map(|m| progress(m, last)).collect();
     (!far.is_empty()).then(|| Next::Wait(far.join("; ")))
 }
 
@@ -114,8 +126,12 @@ fn progress(m: &pb::Member, last: u64) -> String {
     let id = m.id;
     match (m.heard_ms, m.copying, m.matched) {
         (None, ..) => format!("metadata server {id} has not been heard of yet"),
-        (Some(ms), ..) if ms > 5000 => format!("metadata server {id} was last heard of {} s ago", ms / 1000),
-        (_, true, _) | (_, _, 0) => format!("metadata server {id} is being given a copy of the state"),
+        (Some(ms), ..) if ms > 5000 => {
+            format!("metadata server {id} was last heard of {} s ago", ms / 1000)
+        }
+        (_, true, _) | (_, _, 0) => {
+            format!("metadata server {id} is being given a copy of the state")
+        }
         (_, _, at) => format!("metadata server {id} has {at} of {last} log entries"),
     }
 }
@@ -147,7 +163,11 @@ mod tests {
 
     #[track_caller]
     fn asks(goal: Goal, from: &str, promote: &[u64], remove: &[u64]) {
-        assert_eq!(next(&goal, &group(from)).unwrap(), step(promote.to_vec(), remove.to_vec()), "{goal:?} from {from}");
+        assert_eq!(
+            next(&goal, &group(from)).unwrap(),
+            step(promote.to_vec(), remove.to_vec()),
+            "{goal:?} from {from}"
+        );
     }
     #[track_caller]
     fn is(goal: Goal, from: &str, want: &str) {
@@ -219,9 +239,16 @@ mod tests {
             assert_eq!(got, step(promote.to_vec(), remove.to_vec()), "{old} from {text}");
         }
         // One that was heard of just now is waited for, but not before the new one votes.
-        let heard = |text: &str| next(&Goal::Replace { old: 2, new: 5 }, &at(text, &[3, 5], Some(10))).unwrap();
+        let heard = |text: &str| {
+            next(&Goal::Replace { old: 2, new: 5 }, &at(text, &[3, 5], Some(10))).unwrap()
+        };
         assert_eq!(heard("v1 v2 v3 l5"), step(vec![5], vec![2]));
-        assert!(matches!(heard("v1 v3 v5 f2"), Next::Wait(why) if why.contains("3 had the address")));
-        assert_eq!(next(&Goal::Replace { old: 2, new: 5 }, &at("v1 v3 v5 f2 f4", &[5], None)).unwrap(), Next::Done);
+        assert!(
+            matches!(heard("v1 v3 v5 f2"), Next::Wait(why) if why.contains("3 had the address"))
+        );
+        assert_eq!(
+            next(&Goal::Replace { old: 2, new: 5 }, &at("v1 v3 v5 f2 f4", &[5], None)).unwrap(),
+            Next::Done
+        );
     }
 }

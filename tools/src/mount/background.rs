@@ -20,8 +20,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// What a mount may take beside waiting for its servers.
 const SLACK: Duration = Duration::from_secs(60);
 
-/// Starts this same command in the foreground of a new session and returns when it is mounted or has failed; with `bg` also
-/// when it goes on trying. What it logs goes to a file.
+/// Starts this same command in the foreground of a new session and returns when it is mounted or
+/// has failed; with `bg` also when it goes on trying. What it logs goes to a file.
 pub(super) fn in_background(section: &MountSection, argv: Vec<OsString>) -> Result<ExitCode> {
     make_way(&section.mountpoint)?;
     strake_fuse::can_mount(&section.mountpoint)?;
@@ -61,14 +61,18 @@ fn wait(section: &MountSection, mut child: Child, log: Option<(&Path, u64)>) -> 
             return Ok(ExitCode::SUCCESS);
         }
         if let Some(status) = child.try_wait()? {
-            let text = log.and_then(|(path, begin)| Some(fs::read(path).ok()?.split_off(begin as usize)));
+            let text =
+                log.and_then(|(path, begin)| Some(fs::read(path).ok()?.split_off(begin as usize)));
             std::io::stderr().write_all(&text.unwrap_or_default())?;
             return Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::from(FAILED) });
         }
         std::thread::sleep(Duration::from_millis(20));
     }
     if section.background() {
-        eprintln!("{}: the cluster is away; trying on in the background", section.mountpoint.display());
+        eprintln!(
+            "{}: the cluster is away; trying on in the background",
+            section.mountpoint.display()
+        );
         log.iter().for_each(|(path, _)| eprintln!("log: {}", path.display()));
         return Ok(ExitCode::SUCCESS);
     }
@@ -76,11 +80,13 @@ fn wait(section: &MountSection, mut child: Child, log: Option<(&Path, u64)>) -> 
     Err(Error::new(Code::TimedOut, "neither mounted nor failed in time; see its log"))
 }
 
-/// The one asked for, which is appended to, or a new one in the mounts' folder; `None` where there is no such folder to be had.
+/// The one asked for, which is appended to, or a new one in the mounts' folder; `None` where there
+/// is no such folder to be had.
 fn log_file(section: &MountSection) -> Result<Option<(fs::File, PathBuf)>> {
     if let Some(path) = &section.asked.log_file {
         let file = fs::File::options().append(true).create(true).open(path);
-        let file = file.map_err(|e| Error::from(e).context(format!("log file {}", path.display())))?;
+        let file =
+            file.map_err(|e| Error::from(e).context(format!("log file {}", path.display())))?;
         return Ok(Some((file, path.clone())));
     }
     let folder = section.run_dir.clone().or_else(lifeline::default_folder);
@@ -93,7 +99,8 @@ fn new_log(folder: &Path, mountpoint: &Path) -> Option<(fs::File, PathBuf)> {
     let name = at.to_str()?.trim_matches('/').replace('-', "--").replace('/', "-");
     let path = folder.join(format!("{name}.log"));
     fs::create_dir_all(folder).ok()?;
-    // Not written through a link that somebody else laid there, nor over the log of a mount that goes on.
+    // Not written through a link that somebody else laid there, nor over the log of a mount that
+    // goes on.
     let _ = fs::remove_file(&path);
     Some((fs::File::options().append(true).create_new(true).open(&path).ok()?, path))
 }

@@ -1,4 +1,5 @@
-//! The processes of a mount: the supervisor that stays and the daemon that serves, see `docs/restart.md`.
+//! The processes of a mount: the supervisor that stays and the daemon that serves, see
+//! `docs/restart.md`.
 
 use std::{
     os::fd::{OwnedFd, RawFd},
@@ -27,7 +28,8 @@ use tokio::{
 use super::{FabricKey, MountSection, connect_with, make_way};
 use crate::lifeline::{self, Lifeline};
 
-/// Memory for written data that is not yet known to be stable, and for what is on its way; taken as it is used.
+/// Memory for written data that is not yet known to be stable, and for what is on its way; taken as
+/// it is used.
 const KEPT_BUFFERS: usize = 512 << 20;
 
 /// Where the kept memory has the inode of the mount's root.
@@ -36,7 +38,8 @@ const KEPT_ROOT: usize = 3;
 /// The folder that is to be the root, as the user who mounts finds it.
 async fn root(section: &MountSection, client: &Client) -> Result<Ino> {
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-    let groups = rustix::process::getgroups().unwrap_or_default().into_iter().map(|g| g.as_raw()).collect();
+    let groups =
+        rustix::process::getgroups().unwrap_or_default().into_iter().map(|g| g.as_raw()).collect();
     vfs::find_subtree(client, &Creds { uid, gid, groups }, section.subtree()).await
 }
 
@@ -50,10 +53,12 @@ pub(super) async fn supervise(section: MountSection) -> Result<ExitCode> {
     make_way(&section.mountpoint)?;
     strake_fuse::can_mount(&section.mountpoint)?;
     let uuid = Env::system().random_bytes();
-    let keep = Handover::create(uuid, KEPT_BUFFERS).map_err(|e| Error::from(e).context("memory for the mount"))?;
+    let keep = Handover::create(uuid, KEPT_BUFFERS)
+        .map_err(|e| Error::from(e).context("memory for the mount"))?;
     let mut lifeline = lifeline(&section, uuid);
     let dead = lifeline.as_ref().map_or_else(Vec::new, |l| l.dead.clone());
-    let program = Program { path: std::env::current_exe()?, args: std::env::args_os().skip(1).collect() };
+    let program =
+        Program { path: std::env::current_exe()?, args: std::env::args_os().skip(1).collect() };
     let supervisor = Supervisor::new(section.mount_config(), program, keep, dead);
     let code = supervisor.run(|| {
         tracing::info!("mounted at {}", section.mountpoint.display());
@@ -65,7 +70,11 @@ pub(super) async fn supervise(section: MountSection) -> Result<ExitCode> {
 }
 
 /// A daemon: serves what its supervisor mounts or has mounted.
-pub(super) async fn serve(section: MountSection, key: ClientKey, socket: RawFd) -> Result<ExitCode> {
+pub(super) async fn serve(
+    section: MountSection,
+    key: ClientKey,
+    socket: RawFd,
+) -> Result<ExitCode> {
     ignore_signals()?;
     let failed = |e: std::io::Error| Error::from(e).context("the supervisor's socket");
     let link = Link::inherited(socket).map_err(failed)?;
@@ -85,8 +94,8 @@ pub(super) async fn serve(section: MountSection, key: ClientKey, socket: RawFd) 
     config.handover = Some(keep.clone());
     match &order {
         Message::Connect { dead } => config.dead.clone_from(dead),
-        // It is mounted, and waits as every program in it does. It may have been remounted since: whether it is read-only the
-        // supervisor says next, and until then the kernel sees to it.
+        // It is mounted, and waits as every program in it does. It may have been remounted since:
+        // whether it is read-only the supervisor says next, and until then the kernel sees to it.
         _ => (config.connect_timeout, config.read_only) = (config.op_timeout, false),
     }
     let interim = match &order {
@@ -96,7 +105,8 @@ pub(super) async fn serve(section: MountSection, key: ClientKey, socket: RawFd) 
         }),
         _ => None,
     };
-    // Only who asked for a road is refused, and only a mount that begins: of one that is there, nothing but what needs that server waits.
+    // Only who asked for a road is refused, and only a mount that begins: of one that is there,
+    // nothing but what needs that server waits.
     let all = matches!(order, Message::Connect { .. }) && section.fabric != FabricKey::Auto;
     let client = connect_with(config, key, section.fabric.into(), all).await?;
     let mut mount = section.mount_config();
@@ -109,12 +119,14 @@ pub(super) async fn serve(section: MountSection, key: ClientKey, socket: RawFd) 
         _ => {
             mount.root = root(&section, &client).await?;
             keep.owner_word(KEPT_ROOT).store(mount.root, Release);
-            let learning = tokio::time::timeout(section.retry(), strake_fuse::learn(&mount, &client, &keep));
+            let learning =
+                tokio::time::timeout(section.retry(), strake_fuse::learn(&mount, &client, &keep));
             learning.await.map_err(|_| {
                 let m = format!("connected, but then there was no answer from {}", client.away());
                 Error::new(Code::TimedOut, m)
             })??;
-            link.send(&Message::Connected { name: client.map().map.fs_name.clone() }, &[]).map_err(failed)?;
+            link.send(&Message::Connected { name: client.map().map.fs_name.clone() }, &[])
+                .map_err(failed)?;
             // It mounts, which needs nothing of this process.
             let reply = tokio::task::block_in_place(|| link.receive()).map_err(failed)?;
             reply.ok_or_else(gone)?.1
@@ -192,11 +204,13 @@ pub(super) async fn unsupervised(section: MountSection, key: ClientKey) -> Resul
         config.uuid = Some(uuid);
         config.dead.clone_from(&l.dead);
     }
-    let client = connect_with(config, key, section.fabric.into(), section.fabric != FabricKey::Auto).await?;
+    let client =
+        connect_with(config, key, section.fabric.into(), section.fabric != FabricKey::Auto).await?;
     if let Some(l) = &mut lifeline {
         l.told();
     }
-    let config = strake_fuse::MountConfig { root: root(&section, &client).await?, ..section.mount_config() };
+    let config =
+        strake_fuse::MountConfig { root: root(&section, &client).await?, ..section.mount_config() };
     let at = config.mountpoint.canonicalize();
     let mount = strake_fuse::mount(config, client.clone()).await?;
     tracing::info!("mounted at {}", section.mountpoint.display());
@@ -232,7 +246,8 @@ async fn answer(control: &mut Option<Control>, client: &Client) {
     std::future::pending().await
 }
 
-/// What a terminal or a service manager sends to all processes of a mount is the supervisor's to follow.
+/// What a terminal or a service manager sends to all processes of a mount is the supervisor's to
+/// follow.
 fn ignore_signals() -> Result<()> {
     for kind in [SignalKind::hangup(), SignalKind::interrupt(), SignalKind::terminate()] {
         // A handler that nobody listens to.
@@ -241,13 +256,16 @@ fn ignore_signals() -> Result<()> {
     Ok(())
 }
 
-/// Without one the mount works, and what a killed one before it had open is free a session's term later.
+/// Without one the mount works, and what a killed one before it had open is free a session's term
+/// later.
 fn lifeline(section: &MountSection, uuid: [u8; 16]) -> Option<Lifeline> {
     let folder = section.run_dir.clone().or_else(lifeline::default_folder)?;
     match Lifeline::start(&folder, &section.mds, uuid) {
         Ok(l) => Some(l),
         Err(e) => {
-            tracing::warn!("a mount that is killed will not be missed before its session's term: {e}");
+            tracing::warn!(
+                "a mount that is killed will not be missed before its session's term: {e}"
+            );
             None
         }
     }

@@ -1,4 +1,5 @@
-//! `mount.strake` and `umount.strake`: what mount(8) and umount(8) call (their manual pages, "external helpers").
+//! `mount.strake` and `umount.strake`: what mount(8) and umount(8) call (their manual pages,
+//! "external helpers").
 
 use std::{ffi::OsString, os::fd::OwnedFd, path::PathBuf, process::ExitCode};
 
@@ -25,7 +26,8 @@ pub fn status(e: &Error) -> ExitCode {
 
 /// The program under one of these names.
 pub fn main(name: &str, args: Vec<OsString>) -> ExitCode {
-    let result = Call::parse(args).and_then(|call| if name.starts_with('u') { call.umount() } else { call.mount() });
+    let result = Call::parse(args)
+        .and_then(|call| if name.starts_with('u') { call.umount() } else { call.mount() });
     match result {
         Ok(code) => code,
         Err(e) => {
@@ -56,7 +58,9 @@ impl Call {
     /// `-f` is fake to one and force to the other; both are noted.
     fn parse(args: Vec<OsString>) -> Result<Call> {
         let mut call = Call::default();
-        let mut args = args.into_iter().map(|a| a.into_string().map_err(|a| bad(format!("{a:?} is not UTF-8"))));
+        let mut args = args
+            .into_iter()
+            .map(|a| a.into_string().map_err(|a| bad(format!("{a:?} is not UTF-8"))));
         let mut only_operands = false;
         while let Some(arg) = args.next().transpose()? {
             if arg == "--" && !only_operands {
@@ -74,7 +78,10 @@ impl Call {
                 }
                 let rest = &arg[1 + i + 1..];
                 let value = match rest.is_empty() {
-                    true => args.next().transpose()?.ok_or_else(|| bad(format!("-{letter} needs a value")))?,
+                    true => args
+                        .next()
+                        .transpose()?
+                        .ok_or_else(|| bad(format!("-{letter} needs a value")))?,
                     false => rest.to_string(),
                 };
                 match letter {
@@ -99,7 +106,11 @@ impl Call {
             'n' | 'i' => {}
             'r' => self.options.push("ro".into()),
             'w' => self.options.push("rw".into()),
-            _ => return Err(bad(format!("'{arg}' is no argument of a mount helper; see docs/mounting.md"))),
+            _ => {
+                return Err(bad(format!(
+                    "'{arg}' is no argument of a mount helper; see docs/mounting.md"
+                )));
+            }
         }
         Ok(())
     }
@@ -107,7 +118,9 @@ impl Call {
     /// Into the mount namespace asked for. Before anything else is opened, with one thread.
     fn enter(&self) -> Result<()> {
         let Some(path) = &self.namespace else { return Ok(()) };
-        let failed = |e: std::io::Error| Error::from(e).context(format!("mount namespace {}", path.display()));
+        let failed = |e: std::io::Error| {
+            Error::from(e).context(format!("mount namespace {}", path.display()))
+        };
         let namespace = OwnedFd::from(std::fs::File::open(path).map_err(failed)?);
         let kind = Some(rustix::thread::LinkNameSpaceType::Mount);
         rustix::thread::move_into_link_name_space(std::os::fd::AsFd::as_fd(&namespace), kind)
@@ -118,7 +131,10 @@ impl Call {
     fn folder(&mut self) -> Result<()> {
         if let Some(dir) = self.operands.last_mut() {
             let full = std::path::absolute(&dir)?;
-            *dir = full.to_str().ok_or_else(|| bad(format!("{} is not UTF-8", full.display())))?.into();
+            *dir = full
+                .to_str()
+                .ok_or_else(|| bad(format!("{} is not UTF-8", full.display())))?
+                .into();
         }
         Ok(std::env::set_current_dir("/")?)
     }
@@ -146,12 +162,17 @@ impl Call {
         self.folder()?;
         let mut argv: Vec<OsString> = vec!["mount".into()];
         known.splice(0..0, self.base());
-        argv.extend(known.into_iter().filter(|o| !o.is_empty()).flat_map(|o| ["-o".into(), o.into()]));
+        argv.extend(
+            known.into_iter().filter(|o| !o.is_empty()).flat_map(|o| ["-o".into(), o.into()]),
+        );
         argv.push("--".into());
         argv.extend(self.operands.iter().map(Into::into));
         let args = MountOnly::try_parse_from(&argv).map_err(|e| bad(e.to_string()))?.args;
         if self.verbose {
-            eprintln!("strake {}", argv.iter().map(|a| a.to_string_lossy()).collect::<Vec<_>>().join(" "));
+            eprintln!(
+                "strake {}",
+                argv.iter().map(|a| a.to_string_lossy()).collect::<Vec<_>>().join(" ")
+            );
         }
         if self.fake {
             return super::check_only(&args).map(|()| ExitCode::SUCCESS);
@@ -159,8 +180,9 @@ impl Call {
         super::mount(&args, argv)
     }
 
-    /// What goes below all options of a remount: mount(8) names all flags that are to be. Of set-id bits and
-    /// devices it never says that they are wanted, so they stay as they are unless `allow_suid` or `allow_dev` does.
+    /// What goes below all options of a remount: mount(8) names all flags that are to be. Of set-id
+    /// bits and devices it never says that they are wanted, so they stay as they are unless
+    /// `allow_suid` or `allow_dev` does.
     fn base(&self) -> Option<String> {
         let remount = self.options.iter().any(|o| o.split(',').any(|o| o == "remount"));
         let named = table::clear_names().filter(|n| !matches!(*n, "suid" | "dev"));
@@ -194,13 +216,29 @@ mod tests {
 
     #[test]
     fn as_mount_calls_it() {
-        let c =
-            call(&["m1:/", "/mnt", "-sfv", "-o", "ro,_netdev", "-N", "/proc/1/ns/mnt", "-t", "fuse.strake"]).unwrap();
-        assert_eq!((c.operands, c.options), (vec!["m1:/".into(), "/mnt".into()], vec!["ro,_netdev".into()]));
+        let c = call(&[
+            "m1:/",
+            "/mnt",
+            "-sfv",
+            "-o",
+            "ro,_netdev",
+            "-N",
+            "/proc/1/ns/mnt",
+            "-t",
+            "fuse.strake",
+        ])
+        .unwrap();
+        assert_eq!(
+            (c.operands, c.options),
+            (vec!["m1:/".into(), "/mnt".into()], vec!["ro,_netdev".into()])
+        );
         assert!(c.sloppy && c.fake && c.verbose);
         assert_eq!(c.namespace.unwrap(), PathBuf::from("/proc/1/ns/mnt"));
         let c = call(&["-nosoft", "--", "-x:/", "-d"]).unwrap();
-        assert_eq!((c.operands, c.options), (vec!["-x:/".into(), "-d".into()], vec!["soft".into()]));
+        assert_eq!(
+            (c.operands, c.options),
+            (vec!["-x:/".into(), "-d".into()], vec!["soft".into()])
+        );
         let c = call(&["/mnt", "-l", "-f", "-v"]).unwrap();
         assert!(c.lazy && c.force);
     }

@@ -49,20 +49,22 @@ const ONE_ROUND: Duration = Duration::from_secs(5);
 
 #[derive(Args)]
 pub struct MountArgs {
-    /// Metadata servers (HOST[:PORT], separated by commas) and what of the file system to mount, MDS:/SUBTREE, then an
-    /// existing folder. With --config: the folder or nothing.
+    /// Metadata servers (HOST[:PORT], separated by commas) and what of the file system to mount,
+    /// MDS:/SUBTREE, then an existing folder. With --config: the folder or nothing.
     #[arg(value_names = ["MDS[:/SUBTREE]", "MOUNTPOINT"], num_args = 0..=2)]
     what: Vec<String>,
     /// Configuration file (TOML).
     #[arg(long, short)]
     config: Option<PathBuf>,
-    /// Options as mount(8) has them, by commas: ro, soft, timeout=30 and so on; see docs/mounting.md.
+    /// Options as mount(8) has them, by commas: ro, soft, timeout=30 and so on; see
+    /// docs/mounting.md.
     #[arg(short, long = "options")]
     options: Vec<String>,
     /// File with the client key [default: /etc/strake/client.key].
     #[arg(long)]
     client_key: Option<PathBuf>,
-    /// How data goes to and from storage servers: auto (RDMA where both ends have it), tcp, or rdma and nothing else.
+    /// How data goes to and from storage servers: auto (RDMA where both ends have it), tcp, or rdma
+    /// and nothing else.
     #[arg(long)]
     fabric: Option<FabricKey>,
     /// Let other users in.
@@ -151,13 +153,17 @@ impl MountSection {
             let m = format!("mount configuration: `{key}` is 0 to {LONGEST} seconds");
             Err(Error::new(Code::Inval, m))
         };
-        for (key, t) in [("attr_timeout", self.attr_timeout), ("entry_timeout", self.entry_timeout)] {
+        for (key, t) in [("attr_timeout", self.attr_timeout), ("entry_timeout", self.entry_timeout)]
+        {
             if !(0.0..=LONGEST as f64).contains(&t) {
                 return bad(key);
             }
         }
         if self.cache_bytes.is_some_and(|n| n > options::LARGEST_CACHE) {
-            let m = format!("mount configuration: `cache_bytes` is 0 to {} bytes", options::LARGEST_CACHE);
+            let m = format!(
+                "mount configuration: `cache_bytes` is 0 to {} bytes",
+                options::LARGEST_CACHE
+            );
             return Err(Error::new(Code::Inval, m));
         }
         client_config(&self.mds).map(drop)
@@ -225,7 +231,8 @@ impl MountSection {
 
     fn mount_config(&self) -> MountConfig {
         MountConfig {
-            // As other file systems are: for everybody, each with his rights. A user would need leave in /etc/fuse.conf.
+            // As other file systems are: for everybody, each with his rights. A user would need
+            // leave in /etc/fuse.conf.
             allow_other: self.allow_other.unwrap_or_else(|| rustix::process::geteuid().is_root()),
             read_only: self.read_only,
             flags: options::flags(&self.asked.flags),
@@ -267,7 +274,10 @@ fn operands(args: &MountArgs, has_config: bool) -> Result<(Option<&String>, Opti
         [] if has_config => Ok((None, None)),
         [mountpoint] if has_config => Ok((None, Some(mountpoint))),
         [source, mountpoint] => Ok((Some(source), Some(mountpoint))),
-        _ => Err(Error::new(Code::Inval, "expected MDS[,MDS...][:/SUBTREE] MOUNTPOINT, or --config FILE [MOUNTPOINT]")),
+        _ => Err(Error::new(
+            Code::Inval,
+            "expected MDS[,MDS...][:/SUBTREE] MOUNTPOINT, or --config FILE [MOUNTPOINT]",
+        )),
     }
 }
 
@@ -285,10 +295,15 @@ fn load(args: &MountArgs, asked: &Options) -> Result<MountFile> {
     let (text, mountpoint) = operands(args, given.is_some())?;
     let source = text.map(|t| Source::parse(t)).transpose()?;
     let usual = Path::new(CONFIG);
-    let config = given.map(PathBuf::as_path).or_else(|| std::fs::File::open(usual).is_ok().then_some(usual));
+    let config =
+        given.map(PathBuf::as_path).or_else(|| std::fs::File::open(usual).is_ok().then_some(usual));
     let mut o = Overrides::new();
     if let Some(source) = source.as_ref().filter(|s| !s.mds.is_empty()) {
-        o.push(("mount", "mds", toml::Value::Array(source.mds.iter().cloned().map(Into::into).collect())));
+        o.push((
+            "mount",
+            "mds",
+            toml::Value::Array(source.mds.iter().cloned().map(Into::into).collect()),
+        ));
     }
     if let Some(m) = mountpoint {
         o.push(("mount", "mountpoint", m.clone().into()));
@@ -307,13 +322,16 @@ fn load(args: &MountArgs, asked: &Options) -> Result<MountFile> {
     all.fabric = asked.fabric.or(args.fabric).or(all.fabric);
     if let (Some(text), Some(Source { subtree: Some(of_source), .. })) = (text, source) {
         if let Some(other) = asked.subtree.as_ref().filter(|s| **s != of_source) {
-            let m = format!("option 'subtree={other}' and the source '{text}' name two folders; leave one out");
+            let m = format!(
+                "option 'subtree={other}' and the source '{text}' name two folders; leave one out"
+            );
             return Err(Error::new(Code::Inval, m));
         }
         all.subtree = Some(of_source);
         file.mount.source.clone_from(text);
     }
-    let key = asked.key_file.clone().or_else(|| args.client_key.clone()).or_else(|| all.key_file.clone());
+    let key =
+        asked.key_file.clone().or_else(|| args.client_key.clone()).or_else(|| all.key_file.clone());
     file.client_key = key.unwrap_or(file.client_key);
     file.log = all.log.clone().unwrap_or(file.log);
     file.threads = all.threads.unwrap_or(file.threads);
@@ -350,7 +368,9 @@ pub fn mount(args: &MountArgs, argv: Vec<OsString>) -> Result<ExitCode> {
     match (socket, file.mount.transport) {
         (Some(socket), _) => crate::run(file.threads, daemon::serve(file.mount, key, socket)),
         (None, TransportKey::Dev) => crate::run(1, daemon::supervise(file.mount)),
-        (None, TransportKey::Fuser) => crate::run(file.threads, daemon::unsupervised(file.mount, key)),
+        (None, TransportKey::Fuser) => {
+            crate::run(file.threads, daemon::unsupervised(file.mount, key))
+        }
     }
 }
 
@@ -368,7 +388,10 @@ fn check_only(args: &MountArgs) -> Result<()> {
 /// `mount -o remount`: what the kernel keeps. All else stays as it was mounted.
 fn remount(args: &MountArgs, asked: &Options) -> Result<ExitCode> {
     let Some(dir) = args.what.last() else {
-        return Err(Error::new(Code::Inval, "option 'remount': name the folder that it is mounted at"));
+        return Err(Error::new(
+            Code::Inval,
+            "option 'remount': name the folder that it is mounted at",
+        ));
     };
     let at = mounted_at(Path::new(dir))?.ok_or_else(|| not_mounted(Path::new(dir)))?;
     let mut flags = at.options.split(',').map(String::from).collect::<Vec<_>>();
@@ -393,7 +416,9 @@ fn remount(args: &MountArgs, asked: &Options) -> Result<ExitCode> {
 
 /// Tells a mount's process.
 fn tell(mount: &Mounted, what: &str) -> Result<()> {
-    let failed = |e: std::io::Error| Error::from(e).context(format!("telling the process of {}", mount.at.display()));
+    let failed = |e: std::io::Error| {
+        Error::from(e).context(format!("telling the process of {}", mount.at.display()))
+    };
     let mut process = Asker::connect(&mount.device, umount::owner_of(mount)).map_err(failed)?;
     match process.ask(what, Duration::from_secs(10)).map_err(failed)?.as_str() {
         "ok" => Ok(()),
@@ -416,22 +441,34 @@ fn client_config(mds: &[String]) -> Result<strake_client::Config> {
     Ok(strake_client::Config { hostname, ..strake_client::Config::new(mds) })
 }
 
-/// A storage server that is reached by no road that may be used is `OpNotSupp` or `NoMem` if `all` are to be reached. Otherwise, what needs
-/// that one waits, as if it were away.
-async fn connect_with(config: strake_client::Config, client_key: ClientKey, roads: Use, all: bool) -> Result<Client> {
+/// A storage server that is reached by no road that may be used is `OpNotSupp` or `NoMem` if `all`
+/// are to be reached. Otherwise, what needs that one waits, as if it were away.
+async fn connect_with(
+    config: strake_client::Config,
+    client_key: ClientKey,
+    roads: Use,
+    all: bool,
+) -> Result<Client> {
     let env = Env::system();
     let mut pool = Pool::default();
     // Half of it is for what is under way.
     let wanted = 2 * config.cache_bytes as u64;
-    if config.cache_bytes > strake_client::Config::new(Vec::new()).cache_bytes && pool.stats().limit < wanted {
+    if config.cache_bytes > strake_client::Config::new(Vec::new()).cache_bytes
+        && pool.stats().limit < wanted
+    {
         pool = Pool::new(wanted);
     }
     let pool = roads.pool(pool)?;
-    let fabric = Roads::new(env.clone(), Identity::client(client_key), None, pool, Default::default()).only(roads);
+    let fabric =
+        Roads::new(env.clone(), Identity::client(client_key), None, pool, Default::default())
+            .only(roads);
     let client = Client::connect(config, env, Arc::new(fabric.clone())).await?;
     let map = client.map();
     for n in map.map.nodes.iter().filter(|n| n.role != ROLE_MDS) {
-        match fabric.ways(&n.endpoints).map_err(|e| e.context(format!("storage server '{}'", n.name))) {
+        match fabric
+            .ways(&n.endpoints)
+            .map_err(|e| e.context(format!("storage server '{}'", n.name)))
+        {
             Ok(_) => {}
             Err(e) if all => return Err(e),
             Err(e) => tracing::warn!("what is on it waits: {e}"),
@@ -457,13 +494,17 @@ fn mounted_at(mountpoint: &Path) -> Result<Option<Mounted>> {
     Ok(found.filter(|m| m.kind == "fuse.strake").cloned())
 }
 
-/// Before something is mounted there: takes off a StrakeFS mount whose processes are gone, which nobody can use any more. Never one
-/// that is served, nor another file system: `EBUSY` for a StrakeFS mount that lives.
+/// Before something is mounted there: takes off a StrakeFS mount whose processes are gone, which
+/// nobody can use any more. Never one that is served, nor another file system: `EBUSY` for a
+/// StrakeFS mount that lives.
 pub fn make_way(mountpoint: &Path) -> Result<()> {
     // As many as were mounted one over the other.
     while let Some(m) = mounted_at(mountpoint)? {
         let busy = |why: &str| {
-            let m = format!("{} is mounted already{why}; `strake umount` it first", mountpoint.display());
+            let m = format!(
+                "{} is mounted already{why}; `strake umount` it first",
+                mountpoint.display()
+            );
             Err(Error::new(Code::Busy, m))
         };
         match state_of(&m) {
@@ -486,7 +527,8 @@ enum State {
     Dead,
 }
 
-/// How long a mount that nobody answers for may take to say that it is dead: its processes may be ending.
+/// How long a mount that nobody answers for may take to say that it is dead: its processes may be
+/// ending.
 const DYING: Duration = Duration::from_secs(5);
 
 fn state_of(m: &Mounted) -> State {
@@ -526,9 +568,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("mount.toml");
         let flags = |options: &str, words: &[&str]| {
-            let text = format!("[mount]\nmds = ['tcp:h:1']\nmountpoint = '/m'\noptions = '{options}'\n");
+            let text =
+                format!("[mount]\nmds = ['tcp:h:1']\nmountpoint = '/m'\noptions = '{options}'\n");
             std::fs::write(&file, text).unwrap();
-            let words = ["mount", "--config", file.to_str().unwrap()].into_iter().chain(words.iter().copied());
+            let words = ["mount", "--config", file.to_str().unwrap()]
+                .into_iter()
+                .chain(words.iter().copied());
             let args = Only::try_parse_from(words).unwrap().args;
             load(&args, &asked(&args).unwrap()).unwrap().mount.mount_config().flags
         };
@@ -543,14 +588,22 @@ mod tests {
     #[test]
     fn rdma_that_is_asked_for_and_missing_is_named_before_anything_else() {
         let of = |words: &[&str]| {
-            let args = Only::try_parse_from([&["mount", "h:1", "/m"], words].concat()).map_err(|e| e.to_string())?.args;
+            let args = Only::try_parse_from([&["mount", "h:1", "/m"], words].concat())
+                .map_err(|e| e.to_string())?
+                .args;
             let asked = asked(&args).map_err(|e| e.to_string())?;
             load(&args, &asked).map(|f| f.mount).map_err(|e| e.to_string())
         };
         assert_eq!(of(&["--fabric", "rdma"]).unwrap().fabric, FabricKey::Rdma);
         assert_eq!(of(&["--fabric", "rdma", "-o", "fabric=tcp"]).unwrap().fabric, FabricKey::Tcp);
-        assert!(of(&["--fabric", "ib"]).is_err_and(|e| e.contains("there are 'auto', 'tcp' and 'rdma'")));
-        assert!(of(&[]).unwrap().has_fabric().is_ok() && of(&["-o", "fabric=tcp"]).unwrap().has_fabric().is_ok());
+        assert!(
+            of(&["--fabric", "ib"])
+                .is_err_and(|e| e.contains("there are 'auto', 'tcp' and 'rdma'"))
+        );
+        assert!(
+            of(&[]).unwrap().has_fabric().is_ok()
+                && of(&["-o", "fabric=tcp"]).unwrap().has_fabric().is_ok()
+        );
         match (rdma::probe(), of(&["--fabric", "rdma"]).unwrap().has_fabric()) {
             (Ok(devices), r) => assert!(r.is_ok(), "{devices:?}"),
             (Err(why), r) => assert_eq!(r.unwrap_err().message, why.message),

@@ -171,8 +171,10 @@ const VALUES: [&str; 18] = [
     "comment",
 ];
 /// For mount(8) and systemd.
-const FOR_OTHERS: [&str; 11] =
-    ["defaults", "auto", "noauto", "_netdev", "nofail", "nouser", "users", "owner", "noowner", "group", "nogroup"];
+const FOR_OTHERS: [&str; 11] = [
+    "defaults", "auto", "noauto", "_netdev", "nofail", "nouser", "users", "owner", "noowner",
+    "group", "nogroup",
+];
 /// What the kernel shows of a FUSE mount, and mount(8) passes on at a remount.
 const OF_THE_KERNEL: [&str; 6] = ["user_id", "group_id", "blksize", "max_read", "rootmode", "fd"];
 
@@ -197,7 +199,8 @@ fn bad(m: String) -> Error {
 }
 
 impl Options {
-    /// Takes what `text` says over what is there. `sloppy`: unknown options are returned instead of being an error.
+    /// Takes what `text` says over what is there. `sloppy`: unknown options are returned instead of
+    /// being an error.
     pub fn take(&mut self, text: &str, sloppy: bool) -> Result<Vec<String>> {
         let mut unknown = Vec::new();
         for option in split(text)? {
@@ -220,14 +223,19 @@ impl Options {
         if let Some((_, instead)) = ELSEWHERE.iter().find(|(n, _)| *n == name) {
             return Err(bad(format!("option '{name}' does not exist here: {instead}")));
         }
-        let for_others =
-            |n: &str| n.starts_with("x-") || n.starts_with("X-") || matches!(n, "user" | "comment" | "uhelper");
+        let for_others = |n: &str| {
+            n.starts_with("x-")
+                || n.starts_with("X-")
+                || matches!(n, "user" | "comment" | "uhelper")
+        };
         if for_others(name) || OF_THE_KERNEL.contains(&name) {
             return Ok(true);
         }
         match value {
             Some(value) if VALUES.contains(&name) => self.value(name, value).map(|()| true),
-            None if VALUES.contains(&name) => Err(bad(format!("option '{name}' needs a value: {name}=..."))),
+            None if VALUES.contains(&name) => {
+                Err(bad(format!("option '{name}' needs a value: {name}=...")))
+            }
             None => Ok(self.word(name)),
             Some(_) if is_word(name) => Err(bad(format!("option '{name}' takes no value"))),
             Some(_) => Ok(false),
@@ -266,12 +274,18 @@ impl Options {
                 self.transport = Some(match value {
                     "dev" => TransportKey::Dev,
                     "fuser" => TransportKey::Fuser,
-                    _ => return Err(bad(format!("option 'transport={value}': there are 'dev' and 'fuser'"))),
+                    _ => {
+                        return Err(bad(format!(
+                            "option 'transport={value}': there are 'dev' and 'fuser'"
+                        )));
+                    }
                 });
             }
             "attr_timeout" => self.attr_timeout = Some(seconds(name, value)?),
             "entry_timeout" => self.entry_timeout = Some(seconds(name, value)?),
-            "cache_bytes" => self.cache_bytes = Some(number(name, value, 0, LARGEST_CACHE, "bytes")?),
+            "cache_bytes" => {
+                self.cache_bytes = Some(number(name, value, 0, LARGEST_CACHE, "bytes")?)
+            }
             "follower_reads" => {
                 self.follower_reads = Some(match value {
                     "auto" => FollowerKey::Auto,
@@ -285,8 +299,14 @@ impl Options {
                 });
             }
             "fabric" => self.fabric = Some(value.parse()?),
-            "threads" => self.threads = Some(number(name, value, 0, crate::MAX_THREADS as u64, "threads")? as usize),
-            _ => self.read_replica = Some(number(name, value, 0, 2, "the number of a copy")? as usize),
+            "threads" => {
+                self.threads =
+                    Some(number(name, value, 0, crate::MAX_THREADS as u64, "threads")? as usize)
+            }
+            _ => {
+                self.read_replica =
+                    Some(number(name, value, 0, 2, "the number of a copy")? as usize)
+            }
         }
         Ok(())
     }
@@ -332,7 +352,8 @@ fn seconds(name: &str, value: &str) -> Result<f64> {
     n.ok_or_else(|| bad(format!("option '{name}={value}': expected seconds, 0 to {LONGEST}")))
 }
 
-/// The mount's daemon is started again from wherever; a relative path would then mean something else.
+/// The mount's daemon is started again from wherever; a relative path would then mean something
+/// else.
 fn path(name: &str, value: &str) -> Result<PathBuf> {
     let path = Path::new(value);
     if path.is_absolute() {
@@ -352,7 +373,8 @@ fn not_known(name: &str) -> Error {
     bad(format!("option '{name}' is not known{hint}"))
 }
 
-/// Characters to change, add or leave out to make one name of another; names longer than 64 bytes are like no other.
+/// Characters to change, add or leave out to make one name of another; names longer than 64 bytes
+/// are like no other.
 fn distance(a: &str, b: &str) -> usize {
     if a.len() > 64 {
         return usize::MAX;
@@ -394,14 +416,20 @@ mod tests {
         )
         .unwrap();
         assert_eq!((o.read_only, o.soft, o.timeout), (Some(false), Some(false), Some(5)));
-        assert_eq!((o.key_file.unwrap(), o.attr_timeout, o.cache_bytes), (PathBuf::from("/s"), Some(0.5), Some(0)));
+        assert_eq!(
+            (o.key_file.unwrap(), o.attr_timeout, o.cache_bytes),
+            (PathBuf::from("/s"), Some(0.5), Some(0))
+        );
         let base = table::DEFAULT_FLAGS;
         assert_eq!(flags(&o.flags), base | MountFlags::NOATIME);
         assert_eq!(of("").unwrap(), Options::default());
         assert_eq!(flags(&of("allow_suid").unwrap().flags), MountFlags::NODEV);
         assert_eq!(flags(&of("allow_dev,allow_suid,nosuid").unwrap().flags), MountFlags::NOSUID);
         assert_eq!(
-            (of("write_back").unwrap().write_back, of("write_back,write_through").unwrap().write_back),
+            (
+                of("write_back").unwrap().write_back,
+                of("write_back,write_through").unwrap().write_back
+            ),
             (Some(true), Some(false))
         );
         assert_eq!(of("page_locks,nopage_locks").unwrap().page_locks, Some(false));
@@ -421,7 +449,10 @@ mod tests {
     #[test]
     fn unknown_options_name_the_nearest() {
         let said = |text: &str| of(text).unwrap_err().message;
-        assert_eq!(said("ro,alow_other"), "option 'alow_other' is not known; did you mean 'allow_other'?");
+        assert_eq!(
+            said("ro,alow_other"),
+            "option 'alow_other' is not known; did you mean 'allow_other'?"
+        );
         assert_eq!(said("timout=5"), "option 'timout' is not known; did you mean 'timeout'?");
         assert_eq!(said("noattime"), "option 'noattime' is not known; did you mean 'noatime'?");
         assert_eq!(said("frobnicate"), "option 'frobnicate' is not known; see docs/mounting.md");
@@ -487,9 +518,13 @@ mod tests {
     #[test]
     fn every_option_is_documented() {
         let text = include_str!("../../../docs/mounting.md");
-        let table = text.split("\n## Options\n").nth(1).and_then(|t| t.split("\n## ").next()).unwrap();
+        let table =
+            text.split("\n## Options\n").nth(1).and_then(|t| t.split("\n## ").next()).unwrap();
         for name in WORDS.into_iter().chain(FOR_OTHERS).chain(table::flag_names()) {
-            assert!(table.contains(&format!("`{name}`")) || table.contains(&format!("`{name},")), "`{name}`");
+            assert!(
+                table.contains(&format!("`{name}`")) || table.contains(&format!("`{name},")),
+                "`{name}`"
+            );
         }
         for name in VALUES.iter().chain(&OF_THE_KERNEL[..4]) {
             assert!(table.contains(&format!("`{name}=")), "`{name}=`");

@@ -44,7 +44,8 @@ fn server(text: &str) -> Option<String> {
     ok.then_some(whole)
 }
 
-/// A path of the file system in its plain form: from the root, without `.`, empty parts and a slash at the end.
+/// A path of the file system in its plain form: from the root, without `.`, empty parts and a slash
+/// at the end.
 pub fn subtree(path: &str) -> Result<String> {
     let refuse = |why: &str| Err(bad(format!("subtree '{path}': {why}")));
     if !path.starts_with('/') {
@@ -70,7 +71,10 @@ mod tests {
         let some = |s: &str| Some(s.to_string());
         assert_eq!(of("m1:/"), ("m1:7400".into(), some("/")));
         assert_eq!(of("m1,m2:1,tcp:m3:2:/a/b"), ("m1:7400 m2:1 m3:2".into(), some("/a/b")));
-        assert_eq!(of("[::1],[fe80::2]:9:/a//./b/"), ("[::1]:7400 [fe80::2]:9".into(), some("/a/b")));
+        assert_eq!(
+            of("[::1],[fe80::2]:9:/a//./b/"),
+            ("[::1]:7400 [fe80::2]:9".into(), some("/a/b"))
+        );
         assert_eq!(of(":/x"), (String::new(), some("/x")));
         assert_eq!(of("m1:5,m2"), ("m1:5 m2:7400".into(), None));
         assert_eq!(of("m1:/a:/b"), ("m1:7400".into(), some("/a:/b")));
@@ -79,14 +83,30 @@ mod tests {
 
     #[test]
     fn mistakes() {
-        for text in
-            ["", ",", "m1,", "m1::/", "m1:99999:/", "m1:x:/", "::1:/", "a b:/", "m1:", "m1/x", "sim:1:/", "[::1:/"]
-        {
+        for text in [
+            "",
+            ",",
+            "m1,",
+            "m1::/",
+            "m1:99999:/",
+            "m1:x:/",
+            "::1:/",
+            "a b:/",
+            "m1:",
+            "m1/x",
+            "sim:1:/",
+            "[::1:/",
+        ] {
             let e = Source::parse(text).unwrap_err();
             assert!(e.code == Code::Inval && e.message.contains("HOST[:PORT]"), "{text}: {e}");
         }
         assert!(Source::parse("m:/a/../b").unwrap_err().message.contains("'..'"));
-        assert!(Source::parse(&format!("m:/{}", "x".repeat(5000))).unwrap_err().message.contains("longer"));
+        assert!(
+            Source::parse(&format!("m:/{}", "x".repeat(5000)))
+                .unwrap_err()
+                .message
+                .contains("longer")
+        );
         assert!(subtree("a").unwrap_err().message.contains("begin with '/'"));
     }
 }

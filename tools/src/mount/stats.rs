@@ -21,13 +21,18 @@ const ANSWER: Duration = Duration::from_secs(10);
 
 pub fn stats(args: &StatsArgs) -> Result<ExitCode> {
     let mount = mounted_at(&args.mountpoint)?.ok_or_else(|| not_mounted(&args.mountpoint))?;
-    let failed = |e: std::io::Error| Error::from(e).context(format!("asking the process of {}", mount.at.display()));
+    let failed = |e: std::io::Error| {
+        Error::from(e).context(format!("asking the process of {}", mount.at.display()))
+    };
     let mut process = Asker::connect(&mount.device, umount::owner_of(&mount)).map_err(failed)?;
     let said = process.ask("stats", ANSWER).map_err(failed)?;
-    let odd = || Error::new(Code::Protocol, format!("the process of {} said: {said}", mount.at.display()));
+    let odd = || {
+        Error::new(Code::Protocol, format!("the process of {} said: {said}", mount.at.display()))
+    };
     let counts = parse(&said).ok_or_else(odd)?;
     if args.json {
-        let all: Map<String, Value> = counts.into_iter().map(|(name, n)| (name.into(), n.into())).collect();
+        let all: Map<String, Value> =
+            counts.into_iter().map(|(name, n)| (name.into(), n.into())).collect();
         println!("{}", Value::Object(all));
     } else {
         let widest = counts.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
@@ -52,7 +57,10 @@ mod tests {
 
     #[test]
     fn answers() {
-        assert_eq!(parse("stats a=1 b_c=18446744073709551615").unwrap(), [("a", 1), ("b_c", u64::MAX)]);
+        assert_eq!(
+            parse("stats a=1 b_c=18446744073709551615").unwrap(),
+            [("a", 1), ("b_c", u64::MAX)]
+        );
         for bad in ["", "stats", "stats a", "stats a=x", "stats a=1  b=2", "what?", "state a=1"] {
             assert_eq!(parse(bad), None, "{bad}");
         }

@@ -53,9 +53,11 @@ pub fn umount(args: &UmountArgs) -> Result<ExitCode> {
     let mount = mounted_at(&args.mountpoint)?.ok_or_else(|| not_mounted(&args.mountpoint))?;
     let stays = table::stays_mounted(&table::mounts()?, &mount);
     let mut process = Asker::connect(&mount.device, owner_of(&mount));
-    // By force all that waits for an answer is ended, everywhere: not what the other mounts of the file system need.
+    // By force all that waits for an answer is ended, everywhere: not what the other mounts of the
+    // file system need.
     detach(&mount, args.lazy, args.force && !stays)?;
-    // Detached lazily it may be in use for long. What stays mounted makes safe what was written as before.
+    // Detached lazily it may be in use for long. What stays mounted makes safe what was written as
+    // before.
     if args.lazy || stays {
         return Ok(ExitCode::SUCCESS);
     }
@@ -73,7 +75,8 @@ fn unasked(e: &std::io::Error) -> String {
     match e.kind() {
         // Nobody has the socket.
         std::io::ErrorKind::ConnectionRefused => {
-            "its process is not to be found: if it was killed, what it had not made safe is lost".into()
+            "its process is not to be found: if it was killed, what it had not made safe is lost"
+                .into()
         }
         _ => format!("whether all is safe is not known, its process cannot be asked: {e}"),
     }
@@ -91,7 +94,9 @@ fn safe(mount: &Mounted, process: &mut Asker, limit: Duration) -> ExitCode {
     let (start, mut end) = (Instant::now(), process.wait(limit.min(NOTICING)));
     if end == End::NotYet {
         if is_elsewhere(mount, process) {
-            eprintln!("{at}: unmounted here; another mount namespace still has it. All that was written is safe");
+            eprintln!(
+                "{at}: unmounted here; another mount namespace still has it. All that was written is safe"
+            );
             return ExitCode::SUCCESS;
         }
         end = process.wait(limit.saturating_sub(start.elapsed()));
@@ -102,7 +107,8 @@ fn safe(mount: &Mounted, process: &mut Asker, limit: Duration) -> ExitCode {
         End::Silent => "its process was killed before it said that all is safe".into(),
         End::NotYet => {
             let state = process.ask("state", ANSWER).unwrap_or_default();
-            let state = state.strip_prefix("state ").unwrap_or("its process does not say what is missing");
+            let state =
+                state.strip_prefix("state ").unwrap_or("its process does not say what is missing");
             format!("{state}; its process goes on trying, SIGTERM to it gives up")
         }
     };
@@ -110,8 +116,8 @@ fn safe(mount: &Mounted, process: &mut Asker, limit: Duration) -> ExitCode {
     ExitCode::from(NOT_SAFE)
 }
 
-/// Whether the file system is still mounted, where this namespace does not show it, and nothing of it is unsafe. Its process takes
-/// nobody new once it is not.
+/// Whether the file system is still mounted, where this namespace does not show it, and nothing of
+/// it is unsafe. Its process takes nobody new once it is not.
 fn is_elsewhere(mount: &Mounted, process: &mut Asker) -> bool {
     Asker::connect(&mount.device, owner_of(mount)).is_ok()
         && process.ask("state", ANSWER).is_ok_and(|state| state == NOTHING_UNSAFE)
@@ -134,10 +140,16 @@ fn detach(mount: &Mounted, lazy: bool, force: bool) -> Result<()> {
         loop {
             match rustix::mount::unmount(at, UnmountFlags::FORCE) {
                 Ok(()) => return Ok(()),
-                // Nobody waits for an answer any more, but somebody is still there, perhaps on the way out.
-                Err(rustix::io::Errno::BUSY) if Instant::now() < until => std::thread::sleep(LEAVING / 100),
+                // Nobody waits for an answer any more, but somebody is still there, perhaps on the
+                // way out.
+                Err(rustix::io::Errno::BUSY) if Instant::now() < until => {
+                    std::thread::sleep(LEAVING / 100)
+                }
                 Err(rustix::io::Errno::BUSY) => break,
-                Err(e) => return Err(Error::from(std::io::Error::from(e)).context(format!("unmount {}", at.display()))),
+                Err(e) => {
+                    return Err(Error::from(std::io::Error::from(e))
+                        .context(format!("unmount {}", at.display())));
+                }
             }
         }
     }
@@ -146,7 +158,8 @@ fn detach(mount: &Mounted, lazy: bool, force: bool) -> Result<()> {
         Ok(()) => Ok(()),
         Err(rustix::io::Errno::BUSY) => Err(busy(mount)),
         Err(rustix::io::Errno::PERM) => {
-            let mut c = Command::new(strake_fuse::fusermount().unwrap_or_else(|| "fusermount3".into()));
+            let mut c =
+                Command::new(strake_fuse::fusermount().unwrap_or_else(|| "fusermount3".into()));
             let out = c.arg("-u").args(lazy.then_some("-z")).arg("--").arg(at).output();
             let out = out.map_err(|e| Error::from(e).context("fusermount3 (package fuse3)"))?;
             let said = String::from_utf8_lossy(&out.stderr);
@@ -156,7 +169,9 @@ fn detach(mount: &Mounted, lazy: bool, force: bool) -> Result<()> {
                 false => Err(Error::new(Code::Perm, format!("{}: {}", at.display(), said.trim()))),
             }
         }
-        Err(e) => Err(Error::from(std::io::Error::from(e)).context(format!("unmount {}", at.display()))),
+        Err(e) => {
+            Err(Error::from(std::io::Error::from(e)).context(format!("unmount {}", at.display())))
+        }
     }
 }
 

@@ -1,4 +1,5 @@
-//! Who keeps a mount busy, as `/proc` tells. Asks nothing of the mount itself: its servers may be away.
+//! Who keeps a mount busy, as `/proc` tells. Asks nothing of the mount itself: its servers may be
+//! away.
 
 use std::{
     fs,
@@ -26,7 +27,11 @@ struct Use {
 /// What keeps `mount` busy, a line each.
 pub fn of(mount: &Mounted) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
-    for m in table::mounts().unwrap_or_default().iter().filter(|m| m.parent == mount.id && m.id != mount.id) {
+    for m in table::mounts()
+        .unwrap_or_default()
+        .iter()
+        .filter(|m| m.parent == mount.id && m.id != mount.id)
+    {
         lines.push(format!("mounted below: {} ({})", m.at.display(), m.kind));
     }
     let mut pids: Vec<u32> = match fs::read_dir("/proc") {
@@ -43,13 +48,18 @@ pub fn of(mount: &Mounted) -> Vec<String> {
         lines.push(format!("and {more} more"));
     }
     if lines.is_empty() {
-        let who = if rustix::process::geteuid().is_root() { "" } else { "a process of another user, or " };
+        let who = if rustix::process::geteuid().is_root() {
+            ""
+        } else {
+            "a process of another user, or "
+        };
         lines.push(format!("by {who}something that no process shows: a loop device, an NFS export, another namespace"));
     }
     lines
 }
 
-/// A program that begins (execve) while a file is closed for it can be looked at only when the file's server has answered.
+/// A program that begins (execve) while a file is closed for it can be looked at only when the
+/// file's server has answered.
 fn lines_of(mount: Mounted, pid: u32) -> Vec<String> {
     let (looked, seen) = mpsc::channel();
     thread::spawn(move || {
@@ -58,7 +68,10 @@ fn lines_of(mount: Mounted, pid: u32) -> Vec<String> {
         let _ = looked.send(uses_of(&mount, pid).into_iter().map(line).collect());
     });
     seen.recv_timeout(PATIENCE).unwrap_or_else(|_| {
-        vec![format!("pid {pid}, {}: waits for something, and cannot be looked at before", command_of(pid))]
+        vec![format!(
+            "pid {pid}, {}: waits for something, and cannot be looked at before",
+            command_of(pid)
+        )]
     })
 }
 
@@ -66,7 +79,9 @@ fn uses_of(mount: &Mounted, pid: u32) -> Vec<Use> {
     let proc = PathBuf::from(format!("/proc/{pid}"));
     let is_within = |p: &Path| p.starts_with(&mount.at);
     let mut all = Vec::new();
-    for (link, what) in [("cwd", "current folder"), ("root", "root folder"), ("exe", "running program")] {
+    for (link, what) in
+        [("cwd", "current folder"), ("root", "root folder"), ("exe", "running program")]
+    {
         // The link's text: to follow it could mean to wait for a server.
         if let Ok(at) = fs::read_link(proc.join(link))
             && is_within(&at)
@@ -85,22 +100,30 @@ fn uses_of(mount: &Mounted, pid: u32) -> Vec<Use> {
         all.push(Use { pid, what: format!("open file {} (descriptor {number})", at.display()) });
     }
     let maps = fs::read_to_string(proc.join("maps")).unwrap_or_default();
-    let mut mapped: Vec<&str> =
-        maps.lines().filter_map(|l| mapping(l, &mount.device)).filter(|p| is_within(Path::new(p))).collect();
+    let mut mapped: Vec<&str> = maps
+        .lines()
+        .filter_map(|l| mapping(l, &mount.device))
+        .filter(|p| is_within(Path::new(p)))
+        .collect();
     mapped.sort_unstable();
     mapped.dedup();
     all.extend(mapped.into_iter().map(|p| Use { pid, what: format!("mapped file {p}") }));
     if all.is_empty() && waits(&proc) {
-        all.push(Use { pid, what: "waits in a call for servers that are away, of this mount or of another".into() });
+        all.push(Use {
+            pid,
+            what: "waits in a call for servers that are away, of this mount or of another".into(),
+        });
     }
     all
 }
 
-/// Whether a thread of it waits for the answer of a FUSE mount, in a call that may keep a file which no descriptor shows: stat(2)
-/// of a path, or close(2).
+/// Whether a thread of it waits for the answer of a FUSE mount, in a call that may keep a file
+/// which no descriptor shows: stat(2) of a path, or close(2).
 fn waits(proc: &Path) -> bool {
     let threads = fs::read_dir(proc.join("task")).into_iter().flatten().flatten();
-    threads.map(|t| fs::read_to_string(t.path().join("wchan")).unwrap_or_default()).any(|w| is_answer_wait(&w))
+    threads
+        .map(|t| fs::read_to_string(t.path().join("wchan")).unwrap_or_default())
+        .any(|w| is_answer_wait(&w))
 }
 
 fn is_answer_wait(wchan: &str) -> bool {
@@ -118,7 +141,8 @@ fn mount_id(info: &str) -> Option<u64> {
     info.lines().find_map(|l| l.strip_prefix("mnt_id:"))?.trim().parse().ok()
 }
 
-/// The path of a line of `/proc/PID/maps` whose file lies on `device` (`MAJOR:MINOR`, decimal; the line has hexadecimal).
+/// The path of a line of `/proc/PID/maps` whose file lies on `device` (`MAJOR:MINOR`, decimal; the
+/// line has hexadecimal).
 fn mapping<'a>(line: &'a str, device: &str) -> Option<&'a str> {
     let mut rest = line;
     let mut fields = [""; 5];
@@ -133,7 +157,8 @@ fn mapping<'a>(line: &'a str, device: &str) -> Option<&'a str> {
 }
 
 fn command_of(pid: u32) -> String {
-    fs::read_to_string(format!("/proc/{pid}/comm")).map_or_else(|_| "?".into(), |c| c.trim_end().into())
+    fs::read_to_string(format!("/proc/{pid}/comm"))
+        .map_or_else(|_| "?".into(), |c| c.trim_end().into())
 }
 
 /// The name of the process's user, or the number.

@@ -55,7 +55,8 @@ fn find(c: &Cluster, oss: usize, block: &[u8]) -> (File, Vec<u64>) {
 /// and the third.
 fn last_copy_decays(c: &Cluster, want: &[u8]) -> [usize; 3] {
     let block = &want[AT..AT + BLOCK];
-    let (with, without): (Vec<usize>, Vec<usize>) = (1..=3).partition(|oss| !find(c, *oss, block).1.is_empty());
+    let (with, without): (Vec<usize>, Vec<usize>) =
+        (1..=3).partition(|oss| !find(c, *oss, block).1.is_empty());
     let [stays, goes] = with[..] else { panic!("{with:?} have the block") };
     let target = c.target_of(goes);
     c.kill_oss(goes);
@@ -68,7 +69,8 @@ fn last_copy_decays(c: &Cluster, want: &[u8]) -> [usize; 3] {
 
 /// A pass of all targets; what is lost.
 fn lost(c: &Cluster) -> u64 {
-    let s: Value = serde_json::from_slice(&c.run(&["scrub", "start", "--wait", "--json"]).stdout).unwrap();
+    let s: Value =
+        serde_json::from_slice(&c.run(&["scrub", "start", "--wait", "--json"]).stdout).unwrap();
     s["lost"].as_u64().unwrap()
 }
 
@@ -116,7 +118,10 @@ fn a_good_copy_that_returns_when_another_has_taken_its_place_is_asked() {
     // Who gives up the dead one is told what it may have.
     let dead = c.target_of(goes).to_string();
     let said = ok(&c.run(&["target", "give-up", &dead]));
-    assert!(said.contains("the only good copy") && said.contains("/only: 4096 bytes at 409600"), "{said}");
+    assert!(
+        said.contains("the only good copy") && said.contains("/only: 4096 bytes at 409600"),
+        "{said}"
+    );
     ok(&c.run(&["target", "keep", &dead]));
     let _back = Own::start("oss", &c.dir().join(format!("oss{goes}.toml")));
     c.until("nothing is lost", || lost(&c) == 0);

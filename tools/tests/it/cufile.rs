@@ -1,4 +1,5 @@
-//! A program that uses cuFile, on a mount of a cluster of processes: leases, recalls and permissions are the real ones. The driver is a stand-in.
+//! A program that uses cuFile, on a mount of a cluster of processes: leases, recalls and
+//! permissions are the real ones. The driver is a stand-in.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -17,8 +18,22 @@ impl Mounted {
     fn new() -> Mounted {
         let m = Mounted { root: tempfile::tempdir().unwrap() };
         let mut up = strake();
-        up.args(["up", "--mds=1", "--oss=2", "--targets-per-oss=1", "--mirror=2", "--target-gib=1", "--dir"]);
-        ok(&up.arg(m.at("cluster")).arg("--mount").arg(m.at("mnt")).current_dir(m.root.path()).output().unwrap());
+        up.args([
+            "up",
+            "--mds=1",
+            "--oss=2",
+            "--targets-per-oss=1",
+            "--mirror=2",
+            "--target-gib=1",
+            "--dir",
+        ]);
+        ok(&up
+            .arg(m.at("cluster"))
+            .arg("--mount")
+            .arg(m.at("mnt"))
+            .current_dir(m.root.path())
+            .output()
+            .unwrap());
         m
     }
 
@@ -33,10 +48,12 @@ impl Drop for Mounted {
     }
 }
 
-/// The library under the name that programs know, the stand-in of the driver, and the program. False (and said so) where there is no compiler.
+/// The library under the name that programs know, the stand-in of the driver, and the program.
+/// False (and said so) where there is no compiler.
 fn build(dir: &Path) -> bool {
     let deps = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
-    std::fs::copy(deps.join("libstrake_cufile.so"), dir.join("libcufile.so.0")).expect("cargo builds it with the test");
+    std::fs::copy(deps.join("libstrake_cufile.so"), dir.join("libcufile.so.0"))
+        .expect("cargo builds it with the test");
     std::fs::create_dir(dir.join("elsewhere")).unwrap();
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../gds-bridge");
     let search = format!("-L{}", dir.display());
@@ -50,7 +67,14 @@ fn build(dir: &Path) -> bool {
     ];
     for (source, to, flags) in all {
         let mut cc = Command::new("cc");
-        match cc.arg("-O1").arg("-o").arg(dir.join(to)).arg(sources.join(source)).args(flags).output() {
+        match cc
+            .arg("-O1")
+            .arg("-o")
+            .arg(dir.join(to))
+            .arg(sources.join(source))
+            .args(flags)
+            .output()
+        {
             Ok(out) => drop(ok(&out)),
             Err(e) => {
                 println!("skipped: no C compiler here ({e})");
@@ -81,6 +105,11 @@ fn a_program_that_uses_cufile_runs_on_a_cluster() {
         c.env("STRAKE_GDS_KEY", m.at("cluster/client.key")).env("STRAKE_GDS_LOG", m.at("log"));
         let out = c.env("STRAKE_CUFILE_REAL", "/nowhere/libcufile.so.0").output().unwrap();
         let log = std::fs::read_to_string(m.at("log")).unwrap_or_default();
-        assert!(out.status.success(), "{what}: {:?}\n{}\n{log}", out.status, crate::common::text(&out.stderr));
+        assert!(
+            out.status.success(),
+            "{what}: {:?}\n{}\n{log}",
+            out.status,
+            crate::common::text(&out.stderr)
+        );
     }
 }

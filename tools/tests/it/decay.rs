@@ -1,5 +1,5 @@
-//! Chunk tables that decay, on real processes: a flipped bit costs one target, which comes back empty and is filled; its server's other
-//! target, and every file, are there all the time.
+//! Chunk tables that decay, on real processes: a flipped bit costs one target, which comes back
+//! empty and is filled; its server's other target, and every file, are there all the time.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -25,7 +25,15 @@ impl Small {
     /// Until everything is in service.
     fn up(&self, more: &[&str]) {
         let mut c = strake();
-        ok(&c.arg("up").args(more).arg("--dir").arg(self.dir()).arg("--mount").arg(self.mnt()).output().unwrap());
+        ok(&c
+            .arg("up")
+            .args(more)
+            .arg("--dir")
+            .arg(self.dir())
+            .arg("--mount")
+            .arg(self.mnt())
+            .output()
+            .unwrap());
     }
     fn dir(&self) -> PathBuf {
         self.root.path().join("cluster")

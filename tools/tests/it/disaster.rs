@@ -1,4 +1,5 @@
-//! A metadata group that lost its majority, or everything, begins anew: `strake mds inspect|recover|dump|load` on real processes.
+//! A metadata group that lost its majority, or everything, begins anew: `strake mds
+//! inspect|recover|dump|load` on real processes.
 
 use std::{
     fs,
@@ -23,7 +24,8 @@ fn until(what: &str, mut f: impl FnMut() -> bool) {
     }
 }
 
-/// A local cluster of three metadata servers and two storage servers, mounted; later also servers that this test starts.
+/// A local cluster of three metadata servers and two storage servers, mounted; later also servers
+/// that this test starts.
 struct World {
     root: tempfile::TempDir,
     extra: Vec<Child>,
@@ -40,7 +42,19 @@ impl World {
         }
         let w = World { root: tempfile::tempdir().unwrap(), extra: Vec::new(), known: Vec::new() };
         let mut up = strake();
-        up.args(["up", "--mds", "3", "--oss", "2", "--targets-per-oss", "1", "--target-gib", "1", "--mirror", "2"]);
+        up.args([
+            "up",
+            "--mds",
+            "3",
+            "--oss",
+            "2",
+            "--targets-per-oss",
+            "1",
+            "--target-gib",
+            "1",
+            "--mirror",
+            "2",
+        ]);
         ok(&up.arg("--dir").arg(w.dir()).arg("--mount").arg(w.mnt()).output().unwrap());
         Some(w)
     }
@@ -113,11 +127,14 @@ impl World {
     fn start_oss(&mut self, n: usize) {
         let log = fs::File::create(self.root.path().join(format!("oss{n}.log"))).unwrap();
         let mut c = strake();
-        c.args(["oss", "--config"]).arg(self.dir().join(format!("oss{n}.toml"))).stdin(Stdio::null());
+        c.args(["oss", "--config"])
+            .arg(self.dir().join(format!("oss{n}.toml")))
+            .stdin(Stdio::null());
         self.extra.push(c.stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap());
     }
 
-    /// Starts a server with the first one's configuration, but this id, folder, address and these members.
+    /// Starts a server with the first one's configuration, but this id, folder, address and these
+    /// members.
     fn start(&mut self, id: usize, dir: &Path, at: &str, peers: &[String], join: bool) -> usize {
         let first = fs::read_to_string(self.dir().join("mds1.toml")).unwrap();
         let line = |l: &str| match l.split(" = ").next().unwrap_or_default() {
@@ -163,7 +180,8 @@ impl World {
         let mut last = String::new();
         until("fsck finds nothing", || {
             let mut c = strake();
-            c.args(["fsck", "--read-data", "--mds", &self.known.join(","), "--cluster-key"]).arg(self.key());
+            c.args(["fsck", "--read-data", "--mds", &self.known.join(","), "--cluster-key"])
+                .arg(self.key());
             let out = c.output().unwrap();
             last = format!("{}{}", text(&out.stdout), text(&out.stderr));
             println!("{last}");
@@ -211,7 +229,8 @@ fn offline(args: &[&str], paths: &[&Path]) -> Output {
 }
 
 fn json(out: &Output) -> Value {
-    serde_json::from_slice(&out.stdout).unwrap_or_else(|e| panic!("{e}: {}{}", text(&out.stdout), text(&out.stderr)))
+    serde_json::from_slice(&out.stdout)
+        .unwrap_or_else(|e| panic!("{e}: {}{}", text(&out.stdout), text(&out.stderr)))
 }
 
 fn copy(from: &Path, to: &Path) {
@@ -232,7 +251,10 @@ fn a_group_without_a_majority_goes_on_from_a_survivor() {
     w.fill();
     let survivor = w.folder(1);
     // While its server runs nothing is done.
-    refused(&offline(&["recover", "--accept-loss", "--dir"], &[&survivor]), &["in use", "stop that first"]);
+    refused(
+        &offline(&["recover", "--accept-loss", "--dir"], &[&survivor]),
+        &["in use", "stop that first"],
+    );
     for id in 1..=3 {
         w.kill_mds(id);
     }
@@ -251,9 +273,15 @@ fn a_group_without_a_majority_goes_on_from_a_survivor() {
     let plan = offline(&["recover", "--json", "--dir"], &[&survivor]);
     assert_eq!(plan.status.code(), Some(3), "{}", text(&plan.stderr));
     let plan = json(&plan);
-    assert!(plan["done"] == false && plan["id"] == 4 && plan["may_lose"] == true && plan["era"] == 1, "{plan}");
+    assert!(
+        plan["done"] == false && plan["id"] == 4 && plan["may_lose"] == true && plan["era"] == 1,
+        "{plan}"
+    );
     assert_eq!(identity(), before, "nothing was changed");
-    refused(&offline(&["recover", "--id", "2", "--dir"], &[&survivor]), &["never given again", "4 is free"]);
+    refused(
+        &offline(&["recover", "--id", "2", "--dir"], &[&survivor]),
+        &["never given again", "4 is free"],
+    );
     let done = ok(&offline(&["recover", "--accept-loss", "--dir"], &[&survivor]));
     assert!(done.contains("metadata server 1 becomes 4") && done.contains("id = 4"), "{done}");
     assert!(identity().contains("member 4") && identity().contains("state complete"));
@@ -290,7 +318,8 @@ fn a_group_that_lost_everything_goes_on_from_a_dump() {
     let Some(mut w) = World::new() else { return };
     w.fill();
     let file = w.root.path().join("meta.dump");
-    let dump = |dir: &Path, to: &Path| offline(&["dump", "--json", "--dir"], &[dir, Path::new("-o"), to]);
+    let dump =
+        |dir: &Path, to: &Path| offline(&["dump", "--json", "--dir"], &[dir, Path::new("-o"), to]);
     refused(&dump(&w.folder(1), &file), &["in use"]);
     assert!(!file.exists());
     for id in 1..=3 {
@@ -302,7 +331,9 @@ fn a_group_that_lost_everything_goes_on_from_a_dump() {
     refused(&dump(&w.folder(1), &file), &["is there already"]);
     // People find things in it.
     let lines = fs::read_to_string(&file).unwrap();
-    assert!(lines.lines().any(|l| l.contains("\"record\":\"name\"") && l.contains("\"name\":\"f7\"")));
+    assert!(
+        lines.lines().any(|l| l.contains("\"record\":\"name\"") && l.contains("\"name\":\"f7\""))
+    );
     for id in 1..=3 {
         fs::remove_dir_all(w.folder(id)).unwrap();
     }
@@ -312,7 +343,13 @@ fn a_group_that_lost_everything_goes_on_from_a_dump() {
     let key = w.key();
     let load = |file: &Path, args: &[&str]| {
         let mut c = strake();
-        c.args(["mds", "load"]).arg(file).args(args).arg("--dir").arg(&new).arg("--cluster-key").arg(&key);
+        c.args(["mds", "load"])
+            .arg(file)
+            .args(args)
+            .arg("--dir")
+            .arg(&new)
+            .arg("--cluster-key")
+            .arg(&key);
         c.output().unwrap()
     };
     let bad = w.root.path().join("bad.dump");
@@ -353,7 +390,8 @@ fn a_group_that_lost_everything_goes_on_from_a_dump() {
     ok(&strake().arg("umount").arg(w.mnt()).output().unwrap());
 }
 
-/// The survivor missed that a storage server was left out, which then comes back before the one that has the newer bytes.
+/// The survivor missed that a storage server was left out, which then comes back before the one
+/// that has the newer bytes.
 #[test]
 fn a_survivor_that_was_behind_does_not_bring_old_bytes_back() {
     let Some(mut w) = World::new() else { return };
@@ -384,7 +422,13 @@ fn a_survivor_that_was_behind_does_not_bring_old_bytes_back() {
     let again = w.root.path().join("again");
     fs::create_dir(&again).unwrap();
     let config = w.dir().join("mount.toml");
-    ok(&strake().args(["mount", "--config"]).arg(&config).arg(&again).args(["-o", "soft,timeout=3"]).output().unwrap());
+    ok(&strake()
+        .args(["mount", "--config"])
+        .arg(&config)
+        .arg(&again)
+        .args(["-o", "soft,timeout=3"])
+        .output()
+        .unwrap());
     assert!(fs::read(again.join("d/f0")).is_err(), "old bytes were served");
     w.start_oss(1);
     until("both were heard", || w.list()["awaited"] == serde_json::json!([]));

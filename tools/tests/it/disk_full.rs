@@ -1,4 +1,5 @@
-//! Full disks under real processes: the caller gets the error, nothing is lost, freed space is usable again.
+//! Full disks under real processes: the caller gets the error, nothing is lost, freed space is
+//! usable again.
 
 use std::{
     fs::{self, File},
@@ -13,7 +14,8 @@ use std::{
 
 const MIB: usize = 1 << 20;
 
-/// A cluster of one metadata server and two storage servers with one small target each, mounted; stopped when dropped.
+/// A cluster of one metadata server and two storage servers with one small target each, mounted;
+/// stopped when dropped.
 struct Small {
     root: tempfile::TempDir,
     /// A file system of its own under the metadata server.
@@ -37,7 +39,18 @@ impl Small {
 
     fn up(&self) {
         let out = strake()
-            .args(["up", "--mds", "1", "--oss", "2", "--targets-per-oss", "1", "--target-gib", "1", "--dir"])
+            .args([
+                "up",
+                "--mds",
+                "1",
+                "--oss",
+                "2",
+                "--targets-per-oss",
+                "1",
+                "--target-gib",
+                "1",
+                "--dir",
+            ])
             .arg(self.dir())
             .arg("--mount")
             .arg(self.mnt())
@@ -121,7 +134,9 @@ fn full_targets_refuse_and_take_again() {
     let content: Vec<u8> = (0..32 * MIB).map(|i| (i * 7 + i / 251) as u8).collect();
     let file = |n: usize| c.mnt().join(format!("f{n}"));
     // Two copies on two targets of 1 GiB: less than 1 GiB fits.
-    let (full, error) = (0..40).find_map(|n| put(&file(n), &content).err().map(|e| (n, e))).expect("it never filled");
+    let (full, error) = (0..40)
+        .find_map(|n| put(&file(n), &content).err().map(|e| (n, e)))
+        .expect("it never filled");
     assert_eq!(error.kind(), ErrorKind::StorageFull, "{error}");
     assert!(full >= 16, "full after {full} files of 32 MiB already");
     c.is_in_service();
@@ -136,11 +151,14 @@ fn full_targets_refuse_and_take_again() {
         n if n < 64 << 20 => Ok(()),
         n => Err(std::io::Error::other(format!("{n} free"))),
     });
-    // What is there can be written anew, cut and cut open, again and again; what would not fit is refused before anything happens.
+    // What is there can be written anew, cut and cut open, again and again; what would not fit is
+    // refused before anything happens.
     let mut first = content.clone();
     for size in [4 * MIB, MIB / 2, MIB / 16, 8192, 4096] {
         let rest = |n: usize| c.mnt().join(format!("rest{size}.{n}"));
-        let refused = (0..64).find_map(|n| put(&rest(n), &content[..size]).err()).expect("it never filled to the last");
+        let refused = (0..64)
+            .find_map(|n| put(&rest(n), &content[..size]).err())
+            .expect("it never filled to the last");
         assert_eq!(refused.kind(), ErrorKind::StorageFull, "{refused}");
     }
     let f = File::options().write(true).open(file(0)).unwrap();
@@ -179,12 +197,16 @@ fn full_targets_refuse_and_take_again() {
     c.is_whole();
 }
 
-/// A tmpfs of this size in the cluster's folder, until it is dropped; `None`, said, where none can be mounted.
+/// A tmpfs of this size in the cluster's folder, until it is dropped; `None`, said, where none can
+/// be mounted.
 fn small_disk(c: &mut Small, size: &str) -> Option<PathBuf> {
     let tmpfs = c.root.path().join("small");
     fs::create_dir(&tmpfs).unwrap();
     let option = format!("size={size}");
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &option, "strake-test"]).arg(&tmpfs).output();
+    let mounted = Command::new("mount")
+        .args(["-t", "tmpfs", "-o", &option, "strake-test"])
+        .arg(&tmpfs)
+        .output();
     if !mounted.is_ok_and(|o| o.status.success()) {
         println!("skipped: mounting a tmpfs needs root");
         return None;
@@ -199,7 +221,14 @@ fn move_to(c: &Small, part: &str, disk: &Path) {
     assert!(down.status.success(), "{}", String::from_utf8_lossy(&down.stderr));
     let from = c.dir().join(part);
     assert!(
-        Command::new("cp").arg("-a").arg("--sparse=always").arg(&from).arg(disk.join(part)).status().unwrap().success()
+        Command::new("cp")
+            .arg("-a")
+            .arg("--sparse=always")
+            .arg(&from)
+            .arg(disk.join(part))
+            .status()
+            .unwrap()
+            .success()
     );
     fs::remove_dir_all(&from).unwrap();
     std::os::unix::fs::symlink(disk.join(part), &from).unwrap();
@@ -215,7 +244,8 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Takes all that is left of a disk, and what is given back meanwhile, until it is told to stop. `full`: once there is nothing.
+/// Takes all that is left of a disk, and what is given back meanwhile, until it is told to stop.
+/// `full`: once there is nothing.
 fn take_all(ballast: &Path, full: &AtomicBool, stop: &AtomicBool) {
     let f = File::create(ballast).unwrap();
     let (mut at, mut step) = (0, 64 << 20);
@@ -232,7 +262,8 @@ fn take_all(ballast: &Path, full: &AtomicBool, stop: &AtomicBool) {
     assert!(at > 64 << 20, "there was little to take: {at} bytes");
 }
 
-/// Something else takes the disk below a target whose file is sparse, at once, in the middle of writes; and gives it back.
+/// Something else takes the disk below a target whose file is sparse, at once, in the middle of
+/// writes; and gives it back.
 #[test]
 fn a_full_disk_below_a_target_hurts_nobody_for_long() {
     if !can_mount() {
@@ -244,7 +275,8 @@ fn a_full_disk_below_a_target_hurts_nobody_for_long() {
     move_to(&c, "oss1", &disk);
     let oss = || fs::read_to_string(c.dir().join("run/oss1.pid")).unwrap();
     let before = oss();
-    let content = |n: usize| -> Vec<u8> { (0..MIB).map(|i| (i * 7 + i / 251 + n * 13) as u8).collect() };
+    let content =
+        |n: usize| -> Vec<u8> { (0..MIB).map(|i| (i * 7 + i / 251 + n * 13) as u8).collect() };
     let file = |n: usize| c.mnt().join(format!("f{n}"));
     let (mut n, mut synced, mut refused) = (0, Vec::new(), 0);
     let mut write_for = |time: Duration, may_fail: bool| {
@@ -286,8 +318,8 @@ fn a_full_disk_below_a_target_hurts_nobody_for_long() {
     c.is_whole();
 }
 
-/// A cut and a removal are written down in the table of each replica. Where that takes nothing more, the target leaves its
-/// chains, and the others make them.
+/// A cut and a removal are written down in the table of each replica. Where that takes nothing
+/// more, the target leaves its chains, and the others make them.
 #[test]
 fn files_are_cut_and_written_while_the_disk_below_a_target_is_full() {
     if !can_mount() {
@@ -297,14 +329,18 @@ fn files_are_cut_and_written_while_the_disk_below_a_target_is_full() {
     let Some(disk) = small_disk(&mut c, "1g") else { return };
     c.up();
     move_to(&c, "oss1", &disk);
-    let content = |n: usize| -> Vec<u8> { (0..MIB).map(|i| (i * 7 + i / 251 + n * 13) as u8).collect() };
+    let content =
+        |n: usize| -> Vec<u8> { (0..MIB).map(|i| (i * 7 + i / 251 + n * 13) as u8).collect() };
     let file = |n: usize| c.mnt().join(format!("f{n}"));
     (0..20).for_each(|n| put(&file(n), &content(n)).unwrap());
-    let (ballast, full, stop) = (disk.join("ballast"), AtomicBool::default(), AtomicBool::default());
+    let (ballast, full, stop) =
+        (disk.join("ballast"), AtomicBool::default(), AtomicBool::default());
     thread::scope(|s| {
         let _stop = Stop(&stop);
         s.spawn(|| take_all(&ballast, &full, &stop));
-        soon("it is full", || full.load(SeqCst).then_some(()).ok_or_else(|| std::io::Error::other("it is not")));
+        soon("it is full", || {
+            full.load(SeqCst).then_some(()).ok_or_else(|| std::io::Error::other("it is not"))
+        });
         let mut longest = Duration::ZERO;
         for n in 0..10 {
             let began = Instant::now();
@@ -315,7 +351,12 @@ fn files_are_cut_and_written_while_the_disk_below_a_target_is_full() {
         println!("the longest cut took {longest:?}");
         assert!(longest < Duration::from_secs(5), "{longest:?}");
         soon("it has left its chains", || match c.status() {
-            Err(e) if e.to_string().contains("is out of its chains: the file system it is in is full") => Ok(()),
+            Err(e)
+                if e.to_string()
+                    .contains("is out of its chains: the file system it is in is full") =>
+            {
+                Ok(())
+            }
             other => Err(std::io::Error::other(format!("{other:?}"))),
         });
         (0..10).for_each(|n| soon("writes go on without it", || put(&file(n), &content(n + 100))));
@@ -337,7 +378,8 @@ fn a_full_metadata_disk_loses_nothing_and_recovers() {
     }
     let mut c = Small::new();
     let Some(tmpfs) = small_disk(&mut c, "1g") else { return };
-    // The whole cluster is made first; then the metadata server's folder moves to the small file system.
+    // The whole cluster is made first; then the metadata server's folder moves to the small file
+    // system.
     c.up();
     let kept = c.mnt().join("kept");
     put(&kept, b"here before").unwrap();
@@ -347,7 +389,8 @@ fn a_full_metadata_disk_loses_nothing_and_recovers() {
     }
     move_to(&c, "mds1", &tmpfs);
     assert_eq!(fs::read(&kept).unwrap(), b"here before");
-    // Something else takes all that is left of that disk now, but not what the server gives up meanwhile.
+    // Something else takes all that is left of that disk now, but not what the server gives up
+    // meanwhile.
     let ballast = tmpfs.join("ballast");
     let mut f = File::create(&ballast).unwrap();
     for _ in 0..rustix::fs::statvfs(&tmpfs).unwrap().f_bavail {
@@ -376,6 +419,10 @@ fn a_full_metadata_disk_loses_nothing_and_recovers() {
     soon("data after space was made", || put(&c.mnt().join("new"), b"here after"));
     assert_eq!(fs::read(c.mnt().join("new")).unwrap(), b"here after");
     assert_eq!(fs::read(&kept).unwrap(), b"here before");
-    assert!(!c.mnt().join("gone").exists() && !c.mnt().join("d49").exists() && c.mnt().join("d50").exists());
+    assert!(
+        !c.mnt().join("gone").exists()
+            && !c.mnt().join("d49").exists()
+            && c.mnt().join("d50").exists()
+    );
     c.is_whole();
 }

@@ -25,7 +25,8 @@ struct Doors {
 impl Doors {
     fn new() -> Doors {
         let root = tempfile::tempdir().unwrap();
-        fs::set_permissions(root.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        fs::set_permissions(root.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))
+            .unwrap();
         Doors { root }
     }
     fn dir(&self) -> PathBuf {
@@ -48,7 +49,10 @@ impl Doors {
             "--oss",
             "2",
         ]);
-        c.args(["--targets-per-oss", "1", "--target-gib", "1", "--dir"]).arg(self.dir()).arg("--mount").arg(mount);
+        c.args(["--targets-per-oss", "1", "--target-gib", "1", "--dir"])
+            .arg(self.dir())
+            .arg("--mount")
+            .arg(mount);
         let out = c.output().unwrap();
         ok(&out);
         out

@@ -42,7 +42,9 @@ fn a_ninth_target_beside_eight_gets_its_part() {
     let (files, file) = (55, |i: usize| d.join(format!("f{i}")));
     let data = |i| pattern(i, 40 * (320 << 10));
     (0..files).for_each(|i| fs::write(file(i), data(i)).unwrap());
-    c.until("what was written is reported", || c.targets().iter().all(|t| t["percent"].as_f64() > Some(12.0)));
+    c.until("what was written is reported", || {
+        c.targets().iter().all(|t| t["percent"].as_f64() > Some(12.0))
+    });
     let before = chunks(&c);
     assert!(before.len() == 8 && before.iter().all(|n| *n >= 500), "{before:?}");
     assert!(spread(&c) < 5.0);
@@ -62,13 +64,16 @@ fn a_ninth_target_beside_eight_gets_its_part() {
     let after = chunks(&c);
     assert!(after.len() == 9 && after.iter().all(|n| *n > 300), "{after:?}");
     (0..files).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
-    (0..40).for_each(|i| assert!(fs::read(e.join(format!("n{i}"))).unwrap() == data(1000 + i), "new file {i}"));
+    (0..40).for_each(|i| {
+        assert!(fs::read(e.join(format!("n{i}"))).unwrap() == data(1000 + i), "new file {i}")
+    });
     let fsck = c.run(&["fsck", "--read-data"]);
     assert!(fsck.status.success(), "{}{}", text(&fsck.stdout), text(&fsck.stderr));
 }
 
-/// All copies of some chains are gone. Their files wait, until somebody says by name that they never come back: then they are `EIO`, never
-/// zeros, the others are whole, and what is lost can be removed and written anew.
+/// All copies of some chains are gone. Their files wait, until somebody says by name that they
+/// never come back: then they are `EIO`, never zeros, the others are whole, and what is lost can be
+/// removed and written anew.
 #[test]
 fn what_only_dead_targets_had_is_lost_by_name_alone() {
     let c = Cluster::new("5");
@@ -81,10 +86,15 @@ fn what_only_dead_targets_had_is_lost_by_name_alone() {
         c.until("it is dead", || c.target(target)["alive"] == false);
     }
     let nodes = json(&c, &["node", "list", "--json"]);
-    let state =
-        |name: &str| nodes["nodes"].as_array().unwrap().iter().find(|n| n["server"] == name).unwrap()["state"].clone();
+    let state = |name: &str| {
+        nodes["nodes"].as_array().unwrap().iter().find(|n| n["server"] == name).unwrap()["state"]
+            .clone()
+    };
     assert_eq!((state("oss1"), state("oss3")), ("dead".into(), "alive".into()));
-    refused(&c.run(&["node", "remove", "nobody"]), &["there is no storage server 'nobody'", "oss1"]);
+    refused(
+        &c.run(&["node", "remove", "nobody"]),
+        &["there is no storage server 'nobody'", "oss1"],
+    );
 
     // One of two is not enough: the other may come back.
     ok(&c.run(&["target", "give-up", &dead[0].to_string()]));
@@ -108,7 +118,10 @@ fn what_only_dead_targets_had_is_lost_by_name_alone() {
     let fsck = c.run(&["fsck"]);
     assert_eq!(fsck.status.code(), Some(4));
     let found = text(&fsck.stdout);
-    assert!((0..48).all(|i| found.contains(&format!("lost: /f{i} ")) == lost.contains(&i)), "{found}");
+    assert!(
+        (0..48).all(|i| found.contains(&format!("lost: /f{i} ")) == lost.contains(&i)),
+        "{found}"
+    );
     // It can be removed, and written anew.
     for i in &lost {
         fs::remove_file(file(*i)).unwrap();

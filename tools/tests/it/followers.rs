@@ -1,4 +1,5 @@
-//! Reads by metadata servers that do not lead, with real processes: a mount lists a directory at a follower, which is killed meanwhile.
+//! Reads by metadata servers that do not lead, with real processes: a mount lists a directory at a
+//! follower, which is killed meanwhile.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -33,12 +34,16 @@ impl Cluster {
         let out = strake().args(["status", "--json", "--dir"]).arg(self.dir()).output().unwrap();
         let status: Value = serde_json::from_slice(&out.stdout).unwrap();
         let all = status["servers"].as_array().unwrap().iter().filter(|s| s["role"] == "mds");
-        all.map(|s| (s["name"].as_str().unwrap().to_string(), s.pointer(field).unwrap().clone())).collect()
+        all.map(|s| (s["name"].as_str().unwrap().to_string(), s.pointer(field).unwrap().clone()))
+            .collect()
     }
 
     /// How many lists each server has answered that did not lead.
     fn followed(&self) -> Vec<(String, u64)> {
-        self.servers("/follower_reads").into_iter().map(|(name, n)| (name, n.as_u64().unwrap())).collect()
+        self.servers("/follower_reads")
+            .into_iter()
+            .map(|(name, n)| (name, n.as_u64().unwrap()))
+            .collect()
     }
 
     fn stats(&self, counter: &str) -> u64 {
@@ -85,7 +90,13 @@ fn a_listing_is_answered_by_a_follower_and_goes_on_when_that_is_killed() {
     fs::create_dir(c.mnt()).unwrap();
     let key = c.dir().join("client.key");
     let mut mount = strake();
-    mount.arg("mount").arg(&mds).arg(c.mnt()).arg("--client-key").arg(key).args(["-o", "follower_reads=always"]);
+    mount
+        .arg("mount")
+        .arg(&mds)
+        .arg(c.mnt())
+        .arg("--client-key")
+        .arg(key)
+        .args(["-o", "follower_reads=always"]);
     ok(&mount.output().unwrap());
 
     let large = c.mnt().join("large");
@@ -96,7 +107,8 @@ fn a_listing_is_answered_by_a_follower_and_goes_on_when_that_is_killed() {
     let (follower, n) = told.iter().max_by_key(|(_, n)| *n).unwrap().clone();
     assert!(n > 0 && c.stats("follower_reads") > 0, "{told:?}");
     let leads = |(name, leader): &(String, Value)| {
-        *name == follower && *leader == c.servers("/raft/id").iter().find(|s| s.0 == follower).unwrap().1
+        *name == follower
+            && *leader == c.servers("/raft/id").iter().find(|s| s.0 == follower).unwrap().1
     };
     assert!(!c.servers("/raft/leader").iter().any(leads), "{follower} answers and leads");
 

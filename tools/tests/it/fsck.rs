@@ -48,12 +48,24 @@ impl Small {
     }
     fn up(&self) {
         let mut c = strake();
-        c.args(["up", "--mds=1", "--oss=2", "--targets-per-oss=1", "--target-gib=1", "--mirror=2", "--dir"]);
+        c.args([
+            "up",
+            "--mds=1",
+            "--oss=2",
+            "--targets-per-oss=1",
+            "--target-gib=1",
+            "--mirror=2",
+            "--dir",
+        ]);
         ok(&c.arg(self.dir()).arg("--mount").arg(self.mnt()).output().unwrap());
         // Only replicas in sync are asked what they have.
         let start = Instant::now();
         while !self.run(&["status"]).status.success() {
-            assert!(start.elapsed() < Duration::from_secs(60), "{}", text(&self.run(&["status"]).stdout));
+            assert!(
+                start.elapsed() < Duration::from_secs(60),
+                "{}",
+                text(&self.run(&["status"]).stdout)
+            );
             thread::sleep(Duration::from_millis(100));
         }
     }
@@ -73,12 +85,20 @@ impl Small {
         let config: toml::Value = toml::from_str(&config).unwrap();
         let mds = config["mds"]["listen"].as_str().unwrap().parse().unwrap();
         let key = keyfile::read(&self.dir().join("cluster.key")).unwrap();
-        let fabric = Roads::new(Env::system(), Identity::server(&key), None, Pool::default(), Default::default());
+        let fabric = Roads::new(
+            Env::system(),
+            Identity::server(&key),
+            None,
+            Pool::default(),
+            Default::default(),
+        );
         let write = async || {
             let wait = Duration::from_secs(10);
             let mds = fabric.connect(&mds, None).await.unwrap();
-            let m = Message::new(opcode::MAP, pb::MapRequest { have: 0, latest: true }.encode_to_vec());
-            let map = pb::MapReply::decode(mds.call(m, wait).await.unwrap().body).unwrap().map.unwrap();
+            let m =
+                Message::new(opcode::MAP, pb::MapRequest { have: 0, latest: true }.encode_to_vec());
+            let map =
+                pb::MapReply::decode(mds.call(m, wait).await.unwrap().body).unwrap().map.unwrap();
             let map = MapView::new(map).unwrap();
             let c = map.chain(chain).unwrap();
             let (to, bytes) = (if both { c.head() } else { c.tail() }.unwrap(), &b"planted"[..]);
@@ -148,7 +168,8 @@ fn chains(store: &FjallStore, ino: u64) -> Vec<u32> {
     component(store, ino).chains
 }
 
-/// Makes, renames, cuts, appends to and removes files until it is told to stop; how many there are then.
+/// Makes, renames, cuts, appends to and removes files until it is told to stop; how many there are
+/// then.
 fn work(dir: &Path, stop: &AtomicBool) -> u64 {
     let mut held = fs::File::create(dir.join("held")).unwrap();
     let mut n = 0;
@@ -225,7 +246,8 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
     // Without --repair nothing changes.
     let found = c.fsck(&[], 4);
     let kinds = ["leaked", "dangling", "beyond the end", "misplaced", "missing"];
-    let list: Vec<&str> = found["findings"].as_array().unwrap().iter().map(|f| f.as_str().unwrap()).collect();
+    let list: Vec<&str> =
+        found["findings"].as_array().unwrap().iter().map(|f| f.as_str().unwrap()).collect();
     for kind in kinds {
         assert!(list.iter().any(|f| f.starts_with(kind)), "{kind}: {list:?}");
     }
@@ -245,13 +267,17 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
     }
     // Its chain does not have it: it may be the only copy.
     let only = of(&report, "misplaced");
-    assert!(!only.is_empty() && only.iter().all(|r| r["repaired"] == false && r["next"].is_string()), "{report:#}");
+    assert!(
+        !only.is_empty() && only.iter().all(|r| r["repaired"] == false && r["next"].is_string()),
+        "{report:#}"
+    );
     let left = c.run(&["fsck"]);
     assert_eq!(left.status.code(), Some(4));
     assert!(
         text(&left.stdout)
             .lines()
-            .all(|l| ["misplaced", "missing"].iter().any(|k| l.starts_with(k)) || l.contains("findings")),
+            .all(|l| ["misplaced", "missing"].iter().any(|k| l.starts_with(k))
+                || l.contains("findings")),
         "{left:?}"
     );
 
@@ -260,7 +286,10 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
     let out = c.run(&["fsck", "--repair"]);
     let said = text(&out.stdout);
     assert_eq!(out.status.code(), Some(0), "{said}\n{}", text(&out.stderr));
-    assert!(said.contains("  repaired: the chunks are deleted") && said.contains("all repaired"), "{said}");
+    assert!(
+        said.contains("  repaired: the chunks are deleted") && said.contains("all repaired"),
+        "{said}"
+    );
     stop.store(true, Ordering::Relaxed);
     let files = worker.join().unwrap();
     assert!(files > 10);
@@ -274,7 +303,11 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
     file.set_len(500_000).unwrap();
     let whole = fs::read(d.join("cut")).unwrap();
     assert!(whole[..100_000] == data[..100_000]);
-    assert_eq!(whole[100_000..].iter().position(|b| *b != 0), None, "what was beyond the end is back");
+    assert_eq!(
+        whole[100_000..].iter().position(|b| *b != 0),
+        None,
+        "what was beyond the end is back"
+    );
     drop(file);
     for name in ["d/kept", "moved"] {
         assert!(fs::read(c.mnt().join(name)).unwrap() == data, "{name}");
@@ -295,7 +328,11 @@ fn leftovers_on_some_replicas_and_on_other_chains_go() {
     let [one, two] = ["one", "two"].map(|name| c.mnt().join(name));
     for (dir, count) in [(&one, "1"), (&two, "2")] {
         fs::create_dir(dir).unwrap();
-        ok(&strake().args(["lfs", "setstripe", "-c", count, "-S", "64K"]).arg(dir).output().unwrap());
+        ok(&strake()
+            .args(["lfs", "setstripe", "-c", count, "-S", "64K"])
+            .arg(dir)
+            .output()
+            .unwrap());
     }
     let data = pattern(5, 500_000);
     let paths = [one.join("gone"), one.join("f"), one.join("sparse"), two.join("wide")];
@@ -310,7 +347,8 @@ fn leftovers_on_some_replicas_and_on_other_chains_go() {
     };
     ok(&c.run(&["down"]));
     let store = c.state();
-    let [gone, f, sparse, wide] = [gone, f, sparse, wide].map(|ino| ((ino, component(&store, ino).data_id), ino));
+    let [gone, f, sparse, wide] =
+        [gone, f, sparse, wide].map(|ino| ((ino, component(&store, ino).data_id), ino));
     let used = chains(&store, wide.1);
     let foreign = |ino| *used.iter().find(|id| **id != chains(&store, ino)[0]).unwrap();
     let (of_gone, of_f, of_sparse) = (chains(&store, gone.1)[0], foreign(f.1), foreign(sparse.1));
@@ -334,7 +372,8 @@ fn leftovers_on_some_replicas_and_on_other_chains_go() {
     c.plant(of_sparse, sparse.0, 20, true);
     c.plant(of_sparse, sparse.0, 200, true);
     let found = c.fsck(&[], 4);
-    let list: Vec<&str> = found["findings"].as_array().unwrap().iter().map(|f| f.as_str().unwrap()).collect();
+    let list: Vec<&str> =
+        found["findings"].as_array().unwrap().iter().map(|f| f.as_str().unwrap()).collect();
     let count = |kind: &str| list.iter().filter(|f| f.starts_with(kind)).count();
     // Two of them on one replica: of the first one its replicas differ.
     assert_eq!((count("leaked: 5 chunks"), count("misplaced")), (1, 9), "{list:#?}");
@@ -343,15 +382,19 @@ fn leftovers_on_some_replicas_and_on_other_chains_go() {
     // Nobody knows how far a file goes that somebody has open for writing.
     let writer = fs::File::options().write(true).open(&paths[1]).unwrap();
     let report = c.fsck(&["--repair"], 4);
-    let is =
-        |r: &&Value, ino: (u64, u64)| r["finding"].as_str().unwrap().contains(&format!(" {:x}.{:x}.", ino.0, ino.1));
+    let is = |r: &&Value, ino: (u64, u64)| {
+        r["finding"].as_str().unwrap().contains(&format!(" {:x}.{:x}.", ino.0, ino.1))
+    };
     let of_file = |report: &Value, ino| -> Vec<Value> {
         of(report, "misplaced").into_iter().filter(|r| is(r, ino)).cloned().collect()
     };
     let all_say = |list: Vec<Value>, word: &str| {
         assert!(!list.is_empty(), "{report:#}");
         for r in list {
-            assert!(r["repaired"] == false && r["why"].as_str().unwrap().contains(word), "{word}: {r:#}");
+            assert!(
+                r["repaired"] == false && r["why"].as_str().unwrap().contains(word),
+                "{word}: {r:#}"
+            );
         }
     };
     assert!(of(&report, "leaked").iter().all(|r| r["repaired"] == true), "{report:#}");
@@ -362,7 +405,8 @@ fn leftovers_on_some_replicas_and_on_other_chains_go() {
     assert!(of_file(&report, f.0).iter().all(|r| r["repaired"] == true), "{report:#}");
     let kept = of_file(&report, sparse.0);
     assert_eq!(kept.len(), 4, "{report:#}");
-    let says = |word: &str| kept.iter().filter(|r| r["why"].as_str().unwrap().contains(word)).count();
+    let says =
+        |word: &str| kept.iter().filter(|r| r["why"].as_str().unwrap().contains(word)).count();
     assert_eq!((says("a hole"), says("others of it there")), (2, 2), "{kept:#?}");
     whole_again();
 

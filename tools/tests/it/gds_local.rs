@@ -1,4 +1,5 @@
-//! `strake gds stage`, `copies` and `unstage` on a cluster of real processes, and the tier that reads what they made.
+//! `strake gds stage`, `copies` and `unstage` on a cluster of real processes, and the tier that
+//! reads what they made.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -57,21 +58,25 @@ impl Cluster {
             .current_dir(root.path())
             .output()
             .unwrap());
-        let made: toml::Table = fs::read_to_string(root.path().join("c/cluster.toml")).unwrap().parse().unwrap();
-        let mds = format!("127.0.0.1:{}", made["ports"].as_array().unwrap()[0].as_integer().unwrap());
+        let made: toml::Table =
+            fs::read_to_string(root.path().join("c/cluster.toml")).unwrap().parse().unwrap();
+        let mds =
+            format!("127.0.0.1:{}", made["ports"].as_array().unwrap()[0].as_integer().unwrap());
         Cluster { root, mds }
     }
 
     fn session(&self, local: Option<PathBuf>) -> Session {
         // The stand-in of a device does not sum.
-        let options = Options { local, accept_oss_checksum: true, slot_bytes: 1 << 20, ..Options::default() };
+        let options =
+            Options { local, accept_oss_checksum: true, slot_bytes: 1 << 20, ..Options::default() };
         let key = self.root.path().join("c/client.key");
         Session::open(&Setup { key, options, ..Setup::new(&self.mds, Memory::Host) }).unwrap()
     }
 
     fn stage(&self, dir: &Path, more: &[&str]) -> Output {
         let mut c = strake();
-        c.args(["gds", "stage", &self.mds, "--client-key"]).arg(self.root.path().join("c/client.key"));
+        c.args(["gds", "stage", &self.mds, "--client-key"])
+            .arg(self.root.path().join("c/client.key"));
         c.arg("--to").arg(dir).args(more).output().unwrap()
     }
 }
@@ -145,49 +150,84 @@ fn sealed_files_are_staged_read_from_their_copies_and_removed() {
     seal(&s, &f, &data, true);
     // A manifest of something else.
     seal(&s, &other, &pattern(data.len() + 8)[8..], true);
-    refused(&cluster.stage(&dir, &["/other"]), &["bytes 0 to 4194304 are not what was sealed", "`lfs verify`"]);
+    refused(
+        &cluster.stage(&dir, &["/other"]),
+        &["bytes 0 to 4194304 are not what was sealed", "`lfs verify`"],
+    );
     refused(&cluster.stage(&dir, &["/none"]), &["there is no such file"]);
     refused(&cluster.stage(&dir.join("none"), &["/model"]), &["none'", "No such file"]);
     assert_eq!(fs::read_dir(&dir).unwrap().count(), 0, "nothing is left of any");
     let e = s.load(&all, LOCAL).unwrap_err();
-    assert!(e.error.message.contains("has no copy on this node") && e.error.message.contains("gds stage"), "{e}");
+    assert!(
+        e.error.message.contains("has no copy on this node")
+            && e.error.message.contains("gds stage"),
+        "{e}"
+    );
 
     // One that can and one that cannot: both are told.
     let out = cluster.stage(&dir, &["/model", "/other", "--json"]);
     assert_eq!(out.status.code(), Some(1));
     let v: Value = serde_json::from_slice(&out.stdout).unwrap();
-    assert_eq!((&v["copies"][0]["already"], &v["failed"][0]["path"]), (&false.into(), &"/other".into()), "{v}");
+    assert_eq!(
+        (&v["copies"][0]["already"], &v["failed"][0]["path"]),
+        (&false.into(), &"/other".into()),
+        "{v}"
+    );
     let shown = ok(&cluster.stage(&dir, &["/model"]));
     assert_eq!(shown, "/model: is there, 9.0 MiB\n");
 
     let r = s.load(&all, LOCAL).unwrap();
-    assert!(r.is_all(Tier::LocalGds) && r.by_road.sum() == r.asked && r.checksum == Some(Checksum::AtOssOnly), "{r}");
+    assert!(
+        r.is_all(Tier::LocalGds)
+            && r.by_road.sum() == r.asked
+            && r.checksum == Some(Checksum::AtOssOnly),
+        "{r}"
+    );
     let mut back = vec![0; data.len()];
     s.get(to, &mut back).unwrap();
     assert!(back == data);
 
     // Measured, strictly.
     let mut bench = strake();
-    bench.args(["gds", "bench", &cluster.mds, "--memory=host", "--threads=1,2", "--load=/model", "--client-key"]);
+    bench.args([
+        "gds",
+        "bench",
+        &cluster.mds,
+        "--memory=host",
+        "--threads=1,2",
+        "--load=/model",
+        "--client-key",
+    ]);
     bench.arg(cluster.root.path().join("c/client.key")).arg("--local").arg(&dir);
     bench.args(["--policy=require:local-gds", "--strict", "--json"]);
     let out = bench.output().unwrap();
     assert_eq!(out.status.code(), Some(1));
     let v: Value = serde_json::from_slice(&out.stdout).unwrap();
     assert!(v["refused"].as_str().unwrap().contains("accept_oss_checksum"), "{v}");
-    let v: Value = serde_json::from_str(&ok(&bench.arg("--accept-oss-checksum").output().unwrap())).unwrap();
-    assert_eq!((&v["bytes"], &v["loads"], v["rows"].as_array().unwrap().len()), (&(9 << 20).into(), &true.into(), 2));
+    let v: Value =
+        serde_json::from_str(&ok(&bench.arg("--accept-oss-checksum").output().unwrap())).unwrap();
+    assert_eq!(
+        (&v["bytes"], &v["loads"], v["rows"].as_array().unwrap().len()),
+        (&(9 << 20).into(), &true.into(), 2)
+    );
     for row in v["rows"].as_array().unwrap() {
         assert_eq!(row["loaded"]["by_tier"]["local-gds"], 9 << 20, "{row}");
         assert!(row["saved"].is_null() && row["rates"]["load"].as_f64().unwrap() > 0.0, "{row}");
     }
 
     let listed = copies(&dir);
-    assert_eq!((listed.len(), &listed[0]["path"], &listed[0]["usable"]), (1, &"/model".into(), &true.into()));
+    assert_eq!(
+        (listed.len(), &listed[0]["path"], &listed[0]["usable"]),
+        (1, &"/model".into(), &true.into())
+    );
     assert_eq!(listed[0]["size"], data.len());
     let shown = ok(&strake().args(["gds", "copies"]).arg(&dir).output().unwrap());
-    assert!(shown.contains("/model") && shown.contains("usable") && shown.contains("9.0 MiB"), "{shown}");
-    let unstage = |what: &str| strake().args(["gds", "unstage"]).arg(&dir).arg(what).output().unwrap();
+    assert!(
+        shown.contains("/model") && shown.contains("usable") && shown.contains("9.0 MiB"),
+        "{shown}"
+    );
+    let unstage =
+        |what: &str| strake().args(["gds", "unstage"]).arg(&dir).arg(what).output().unwrap();
     refused(&unstage("/nothing"), &["has no copy of '/nothing'"]);
     ok(&unstage("/model"));
     assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
@@ -200,7 +240,8 @@ fn sealed_files_are_staged_read_from_their_copies_and_removed() {
     s.close(other).unwrap();
 }
 
-/// `lfs path` of a file that a mount and a bridge move: the mount's bytes by road, the bridge's by tier, as long as it lives.
+/// `lfs path` of a file that a mount and a bridge move: the mount's bytes by road, the bridge's by
+/// tier, as long as it lives.
 #[test]
 fn lfs_path_tells_the_tiers_of_a_file() {
     let Some((cluster, mount)) = Cluster::mounted() else { return };
@@ -214,9 +255,14 @@ fn lfs_path_tells_the_tiers_of_a_file() {
     let mut kept = fs::File::create_new(&name).unwrap();
     kept.write_all(&data).unwrap();
     kept.sync_all().unwrap();
-    let path = |more: &[&str]| ok(&strake().args(["lfs", "path"]).args(more).arg(&name).output().unwrap());
-    let seen = || -> Value { serde_json::from_str::<Value>(&path(&["--json"])).unwrap()[0].clone() };
-    assert_eq!((&seen()["bytes"]["sent"]["together"], &seen()["bridges"]), (&len.into(), &Value::Array(vec![])));
+    let path =
+        |more: &[&str]| ok(&strake().args(["lfs", "path"]).args(more).arg(&name).output().unwrap());
+    let seen =
+        || -> Value { serde_json::from_str::<Value>(&path(&["--json"])).unwrap()[0].clone() };
+    assert_eq!(
+        (&seen()["bytes"]["sent"]["together"], &seen()["bridges"]),
+        (&len.into(), &Value::Array(vec![]))
+    );
 
     let s = cluster.session(None);
     let gpu = s.device().alloc(len as u64).unwrap();
@@ -240,7 +286,10 @@ fn lfs_path_tells_the_tiers_of_a_file() {
         assert_eq!(bridge[way]["together"], report.moved());
     }
     let shown = path(&[]);
-    assert!(shown.contains("GPU BRIDGE OF") && shown.contains(&format!("pageable  {len}")), "{shown}");
+    assert!(
+        shown.contains("GPU BRIDGE OF") && shown.contains(&format!("pageable  {len}")),
+        "{shown}"
+    );
     drop((whole, part));
     s.close(Arc::into_inner(file).unwrap()).unwrap();
     drop(s);
@@ -262,7 +311,8 @@ fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
     let pinned_first = || {
         let s = cluster.session(None);
         let tiers = s.tiers().unwrap();
-        let rate = |tier: &str| tiers.iter().find(|t| t.tier == tier).and_then(|t| t.load_bytes_per_s);
+        let rate =
+            |tier: &str| tiers.iter().find(|t| t.tier == tier).and_then(|t| t.load_bytes_per_s);
         match (rate("bounce-tcp"), rate("pageable")) {
             (Some(pinned), Some(other)) => Ok((pinned > other).then_some(s)),
             _ => Err("skipped: no memory can be locked here"),
@@ -275,11 +325,17 @@ fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
     };
     let gpu = s.device().alloc(len as u64).unwrap();
     let file = Arc::new(s.open_file("/f", 0, 0).unwrap());
-    s.host().unwrap().fail_pinned_after(4, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
+    s.host()
+        .unwrap()
+        .fail_pinned_after(4, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
     let whole = [Transfer { file: file.clone(), offset: 0, gpu, len: len as u64 }];
     let r = s.load(&whole, Policy::Prefer).unwrap();
-    assert!(r.by_tier[Tier::BounceTcp] > 0 && r.by_tier[Tier::Pageable] > 0 && r.moved() == len as u64, "{r}");
-    let path = |more: &[&str]| ok(&strake().args(["lfs", "path"]).args(more).arg(&name).output().unwrap());
+    assert!(
+        r.by_tier[Tier::BounceTcp] > 0 && r.by_tier[Tier::Pageable] > 0 && r.moved() == len as u64,
+        "{r}"
+    );
+    let path =
+        |more: &[&str]| ok(&strake().args(["lfs", "path"]).args(more).arg(&name).output().unwrap());
     let begun = std::time::Instant::now();
     let loaded = loop {
         let v: Value = serde_json::from_str(&path(&["--json"])).unwrap();
@@ -290,7 +346,8 @@ fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
         std::thread::sleep(std::time::Duration::from_millis(20));
     };
     assert_eq!(loaded["by_tier"], serde_json::to_value(r.by_tier).unwrap());
-    let sum: u64 = loaded["by_tier"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
+    let sum: u64 =
+        loaded["by_tier"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
     assert_eq!(sum, len as u64);
     let shown = path(&[]);
     for tier in [Tier::BounceTcp, Tier::Pageable] {
@@ -337,7 +394,10 @@ fn the_commands_of_the_page_work_on_a_mount() {
         .replace(" bench ", " bench --memory host --accept-oss-checksum ");
     let in_python = format!("import os, strake_gds\n{in_python}").replace(
         "/nvme/copies\"",
-        &format!("{}\", memory=\"host\", key=os.environ[\"KEY\"], accept_oss_checksum=True", dir.display()),
+        &format!(
+            "{}\", memory=\"host\", key=os.environ[\"KEY\"], accept_oss_checksum=True",
+            dir.display()
+        ),
     );
     let python = std::env::var("STRAKE_GDS_PYTHON").ok();
     let step = python.map_or_else(
@@ -346,9 +406,18 @@ fn the_commands_of_the_page_work_on_a_mount() {
     );
     let script = script.replace("$PYTHON_STEP", &step);
     let mut sh = Command::new("sh");
-    sh.args(["-euxc", &script]).env("PATH", path).env("MDS", &cluster.mds).env("KEY", key).env("IN_PYTHON", in_python);
+    sh.args(["-euxc", &script])
+        .env("PATH", path)
+        .env("MDS", &cluster.mds)
+        .env("KEY", key)
+        .env("IN_PYTHON", in_python);
     let shown = ok(&sh.output().unwrap());
-    for words in ["the policy require:local-gds can be met", "6.0 MiB of a file that was there", "usable", "removed"] {
+    for words in [
+        "the policy require:local-gds can be met",
+        "6.0 MiB of a file that was there",
+        "usable",
+        "removed",
+    ] {
         assert!(shown.contains(words), "'{words}' is not in: {shown}");
     }
     assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
@@ -394,14 +463,21 @@ fn probe_tells_of_the_tier_and_its_folder() {
     let probe = |what: &str, more: &[&str]| {
         let mut c = strake();
         let out = c.args(["gds", what, "--memory=host", "--json"]).args(more).output().unwrap();
-        let v: Value = serde_json::from_slice(&out.stdout).unwrap_or_else(|e| panic!("{e}: {}", text(&out.stderr)));
+        let v: Value = serde_json::from_slice(&out.stdout)
+            .unwrap_or_else(|e| panic!("{e}: {}", text(&out.stderr)));
         (out.status.code(), v["tiers"][1].clone())
     };
     let local = format!("--local={}", dir.path().display());
     let (code, tier) = probe("probe", &[&local, "--policy=prefer"]);
     assert_eq!((code, &tier["tier"]), (Some(0), &"local-gds".into()));
-    assert!(tier["available"] == false || tier["load_bytes_per_s"].as_f64().unwrap() > 0.0, "{tier}");
-    assert!(tier["available"] == true || tier["why"].as_str().unwrap().contains("direct I/O"), "{tier}");
+    assert!(
+        tier["available"] == false || tier["load_bytes_per_s"].as_f64().unwrap() > 0.0,
+        "{tier}"
+    );
+    assert!(
+        tier["available"] == true || tier["why"].as_str().unwrap().contains("direct I/O"),
+        "{tier}"
+    );
     assert_eq!(tier["save_bytes_per_s"], Value::Null);
     assert_eq!(probe("status", &[&local]).1["reason"], "not-tested");
     assert_eq!(probe("status", &[]).1["reason"], "no-folder");
@@ -414,9 +490,17 @@ fn probe_tells_of_the_tier_and_its_folder() {
 /// Where the driver would hang it is not opened, neither there nor in who asked.
 #[test]
 fn cufile_is_looked_at_from_another_process() {
-    let out = strake().args(["gds", "look-cufile"]).env("STRAKE_CUFILE_REAL", "/none/libcufile.so.0").output().unwrap();
+    let out = strake()
+        .args(["gds", "look-cufile"])
+        .env("STRAKE_CUFILE_REAL", "/none/libcufile.so.0")
+        .output()
+        .unwrap();
     assert_eq!(out.status.code(), Some(3), "{}", text(&out.stderr));
     let said = text(&out.stdout);
-    let why = if Path::new("/proc/modules").exists() { "there is no libcufile" } else { "cuFile would hang" };
+    let why = if Path::new("/proc/modules").exists() {
+        "there is no libcufile"
+    } else {
+        "cuFile would hang"
+    };
     assert!(said.starts_with("cuFile: ") && said.contains(why), "{said}");
 }

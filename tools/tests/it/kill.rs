@@ -1,4 +1,5 @@
-//! The short form of the kill test (cluster-tests/faults): processes die under load, every promise is checked.
+//! The short form of the kill test (cluster-tests/faults): processes die under load, every promise
+//! is checked.
 
 use std::path::{Path, PathBuf};
 
@@ -26,7 +27,8 @@ fn what_was_promised_survives_sigkill() {
             continue;
         }
         let (strake, dir) = (strake.clone(), root.path().join(name));
-        let outcome = run(&Options { strake, rounds: 1, seed: 7, dir, mirror, all, power }).unwrap();
+        let outcome =
+            run(&Options { strake, rounds: 1, seed: 7, dir, mirror, all, power }).unwrap();
         assert_eq!(outcome.broken, 0, "{name}: {outcome:?}");
         assert!(outcome.promises > 0, "{name}: nothing was promised, so nothing was checked");
     }

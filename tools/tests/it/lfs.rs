@@ -34,7 +34,9 @@ impl Dead {
         let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", fuse.as_raw_fd());
         let (kind, options) = (c"fuse.strake", CString::new(options).unwrap());
         // SAFETY: the strings end with a zero and outlive the call.
-        let r = unsafe { libc::mount(name.as_ptr(), at.as_ptr(), kind.as_ptr(), 0, options.as_ptr().cast()) };
+        let r = unsafe {
+            libc::mount(name.as_ptr(), at.as_ptr(), kind.as_ptr(), 0, options.as_ptr().cast())
+        };
         assert_eq!(r, 0, "{}", std::io::Error::last_os_error());
         drop(fuse);
         let gone = std::fs::read_dir(dir.path()).unwrap_err();
@@ -69,7 +71,8 @@ async fn lfs_works_on_a_mount() {
         c.args(["120", "bash"]).arg(script).arg(env!("CARGO_BIN_EXE_strake")).arg(at).output()
     };
     let out = tokio::task::spawn_blocking(run).await.unwrap().unwrap();
-    let (text, errors) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    let (text, errors) =
+        (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     println!("{text}");
     assert!(out.status.success(), "{:?}\n{text}\n{errors}", out.status);
     let unmounted = tokio::time::timeout(Duration::from_secs(60), async {

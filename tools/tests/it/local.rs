@@ -1,4 +1,5 @@
-//! What `strake` says of wrong configurations, and of a local cluster that is asked for in another way than it was made.
+//! What `strake` says of wrong configurations, and of a local cluster that is asked for in another
+//! way than it was made.
 
 use std::{
     fs,
@@ -23,10 +24,25 @@ impl Tiny {
         Tiny { dir: root.path().join("cluster"), root }
     }
     fn up(&self, extra: &[&str]) -> Output {
-        strake().arg("up").arg("--dir").arg(&self.dir).args(extra).current_dir(self.root.path()).output().unwrap()
+        strake()
+            .arg("up")
+            .arg("--dir")
+            .arg(&self.dir)
+            .args(extra)
+            .current_dir(self.root.path())
+            .output()
+            .unwrap()
     }
     fn make(&self, mount: &str) -> Output {
-        self.up(&["--mds=1", "--oss=1", "--targets-per-oss=1", "--mirror=1", "--target-gib=1", "--mount", mount])
+        self.up(&[
+            "--mds=1",
+            "--oss=1",
+            "--targets-per-oss=1",
+            "--mirror=1",
+            "--target-gib=1",
+            "--mount",
+            mount,
+        ])
     }
     fn on_cluster(&self, command: &str) -> Output {
         strake().arg(command).arg("--dir").arg(&self.dir).output().unwrap()
@@ -55,11 +71,15 @@ fn key(dir: &Path) -> PathBuf {
 fn unknown_keys_of_mounts_and_clusters_are_errors_with_their_line() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("mount.toml");
-    fs::write(&file, "client_key = '/k'\n\n[mount]\nmds = ['tcp:127.0.0.1:1']\nread_onyl = true\n").unwrap();
+    fs::write(&file, "client_key = '/k'\n\n[mount]\nmds = ['tcp:127.0.0.1:1']\nread_onyl = true\n")
+        .unwrap();
     let out = strake().args(["mount", "--config"]).arg(&file).arg(dir.path()).output().unwrap();
     refused(&out, &["mount.toml:5", "read_onyl"]);
     fs::write(dir.path().join("cluster.toml"), "version = 1\nmds = 1\nmirrors = 2\n").unwrap();
-    refused(&strake().args(["status", "--dir"]).arg(dir.path()).output().unwrap(), &["cluster.toml:3", "mirrors"]);
+    refused(
+        &strake().args(["status", "--dir"]).arg(dir.path()).output().unwrap(),
+        &["cluster.toml:3", "mirrors"],
+    );
 }
 
 #[test]
@@ -67,14 +87,21 @@ fn a_log_filter_that_means_nothing_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let mds = |log: &str| {
         let mut c = strake();
-        c.args(["mds", "--id=1", "--listen=tcp:127.0.0.1:0", "--log", log, "--dir"]).arg(dir.path().join("no/d"));
+        c.args(["mds", "--id=1", "--listen=tcp:127.0.0.1:0", "--log", log, "--dir"])
+            .arg(dir.path().join("no/d"));
         c.arg("--cluster-key").arg(key(dir.path())).env_remove("STRAKE_LOG");
         c
     };
     refused(&mds("inof").output().unwrap(), &["inof", "MODULE=LEVEL"]);
-    refused(&mds("info").env("STRAKE_LOG", "strake_mds=loud").output().unwrap(), &["STRAKE_LOG", "strake_mds=loud"]);
+    refused(
+        &mds("info").env("STRAKE_LOG", "strake_mds=loud").output().unwrap(),
+        &["STRAKE_LOG", "strake_mds=loud"],
+    );
     let mut mount = strake();
-    mount.args(["mount", "tcp:127.0.0.1:1", "--log=inof", "--client-key"]).arg(key(dir.path())).arg(dir.path());
+    mount
+        .args(["mount", "tcp:127.0.0.1:1", "--log=inof", "--client-key"])
+        .arg(key(dir.path()))
+        .arg(dir.path());
     refused(&mount.env_remove("STRAKE_LOG").output().unwrap(), &["inof", "MODULE=LEVEL"]);
     refused(&mds("strake_mds=debug,warn").output().unwrap(), &["no does not exist"]);
 }
@@ -102,7 +129,9 @@ fn what_a_cluster_was_made_with_holds_and_status_tells_by_its_exit() {
     let c = Tiny::new();
     assert_eq!(c.on_cluster("status").status.code(), Some(1), "there is none yet");
     ok(&c.make("none"));
-    for (option, was) in [("--mirror=2", "--mirror 1"), ("--target-gib=2", "--target-gib 1"), ("--oss=2", "--oss 1")] {
+    for (option, was) in
+        [("--mirror=2", "--mirror 1"), ("--target-gib=2", "--target-gib 1"), ("--oss=2", "--oss 1")]
+    {
         refused(&c.up(&[option]), &["was made with", was, "leave it out"]);
     }
     let out = ok(&c.up(&[]));
@@ -127,20 +156,27 @@ fn status_and_lfs_path_tell_the_road_of_each_connection_and_the_bytes_that_took_
     let json = |args: &[&str], path: &Path| -> serde_json::Value {
         serde_json::from_str(&ok(&strake().args(args).arg(path).output().unwrap())).unwrap()
     };
-    // Of each server: its roads, and how many connections and bytes (sent, received) took the only one that carries any.
+    // Of each server: its roads, and how many connections and bytes (sent, received) took the only
+    // one that carries any.
     let servers = || {
         let status = json(&["status", "--json", "--dir"], &c.dir);
         let of = |s: &serde_json::Value| {
             let roads: Vec<_> = s["roads"].as_array().unwrap().clone();
             assert!(
-                roads.iter().all(|r| r["road"] == "tcp" || (&r["sent"], &r["received"]) == (&0.into(), &0.into())),
+                roads.iter().all(|r| r["road"] == "tcp"
+                    || (&r["sent"], &r["received"]) == (&0.into(), &0.into())),
                 "{s:#}"
             );
             let tcp = roads.iter().find(|r| r["road"] == "tcp").unwrap_or_else(|| panic!("{s:#}"));
             let n = |key: &str| tcp[key].as_u64().unwrap();
             (s["name"].as_str().unwrap().to_string(), (n("connections"), n("sent"), n("received")))
         };
-        status["servers"].as_array().unwrap().iter().map(of).collect::<std::collections::BTreeMap<_, _>>()
+        status["servers"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(of)
+            .collect::<std::collections::BTreeMap<_, _>>()
     };
     let before = servers();
     let file = c.at("m/file");
@@ -151,16 +187,26 @@ fn status_and_lfs_path_tell_the_road_of_each_connection_and_the_bytes_that_took_
     let (sent, received) = grown("oss1");
     // A write that had no answer in time was sent again.
     assert!((3 * MIB..30 * MIB).contains(&received) && sent < MIB, "{before:?} {after:?}");
-    assert!(grown("mds1").1 < MIB, "the bytes of a file go to no metadata server: {before:?} {after:?}");
+    assert!(
+        grown("mds1").1 < MIB,
+        "the bytes of a file go to no metadata server: {before:?} {after:?}"
+    );
 
     let path = json(&["lfs", "path", "--json"], &file);
     let file_of = if path.is_array() { &path[0] } else { &path };
     let server = &file_of["servers"][0];
-    assert_eq!((file_of["servers"].as_array().map(Vec::len), &server["name"]), (Some(1), &"oss1".into()), "{path:#}");
+    assert_eq!(
+        (file_of["servers"].as_array().map(Vec::len), &server["name"]),
+        (Some(1), &"oss1".into()),
+        "{path:#}"
+    );
     let ways = server["connections"].as_array().unwrap();
     assert!(!ways.is_empty() && ways.len() as u64 <= after["oss1"].0, "{path:#} {after:?}");
     for w in ways {
-        assert!(w["road"] == "tcp" && w["endpoint"].as_str().is_some_and(|e| e.starts_with("tcp:")), "{w:#}");
+        assert!(
+            w["road"] == "tcp" && w["endpoint"].as_str().is_some_and(|e| e.starts_with("tcp:")),
+            "{w:#}"
+        );
     }
     let sum: u64 = ways.iter().map(|w| w["sent"].as_u64().unwrap()).sum();
     assert!((3 * MIB..=servers()["oss1"].2).contains(&sum), "{path:#} {after:?}");
@@ -183,7 +229,10 @@ fn a_cluster_stays_where_it_is_mounted() {
     assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
     ok(&c.up(&["--mount", "a"]));
     for other in ["b", "none"] {
-        refused(&c.up(&["--mount", other]), &["is mounted at", c.at("a").to_str().unwrap(), "strake umount"]);
+        refused(
+            &c.up(&["--mount", other]),
+            &["is mounted at", c.at("a").to_str().unwrap(), "strake umount"],
+        );
     }
     assert_eq!(fs::read_to_string(c.at("a/f")).unwrap(), "x");
     // A mount that was killed is no mount, and what is left of it goes.
@@ -198,7 +247,8 @@ fn a_cluster_stays_where_it_is_mounted() {
     assert_eq!(fs::read_to_string(c.at("b/f")).unwrap(), "x");
 }
 
-/// One member whose log is damaged, one storage server that lost its target, and one member that lost its folder.
+/// One member whose log is damaged, one storage server that lost its target, and one member that
+/// lost its folder.
 #[test]
 fn a_cluster_comes_up_without_what_is_refused_and_says_so() {
     if !Path::new("/dev/fuse").exists() {
@@ -206,14 +256,18 @@ fn a_cluster_comes_up_without_what_is_refused_and_says_so() {
         return;
     }
     let c = Tiny::new();
-    let new = ["--mds=3", "--oss=2", "--targets-per-oss=1", "--mirror=2", "--target-gib=1", "--mount=m"];
+    let new =
+        ["--mds=3", "--oss=2", "--targets-per-oss=1", "--mirror=2", "--target-gib=1", "--mount=m"];
     ok(&c.up(&new));
     for n in 0..50 {
         fs::write(c.at(&format!("m/f{n}")), vec![n; 100_000]).unwrap();
     }
     let whole = |what: &str| {
         for n in 0..50 {
-            assert!(fs::read(c.at(&format!("m/f{n}"))).unwrap() == vec![n; 100_000], "{what}: file {n}");
+            assert!(
+                fs::read(c.at(&format!("m/f{n}"))).unwrap() == vec![n; 100_000],
+                "{what}: file {n}"
+            );
         }
         fs::write(c.at(&format!("m/{what}")), what).unwrap();
     };
@@ -229,7 +283,10 @@ fn a_cluster_comes_up_without_what_is_refused_and_says_so() {
     ok(&c.on_cluster("down"));
     // In the middle of the first member's log.
     let logs = || fs::read_dir(c.dir.join("mds1/log")).unwrap().map(|e| e.unwrap().path());
-    let log = logs().filter(|p| p.file_name().unwrap().to_str().unwrap().starts_with("log-")).min().unwrap();
+    let log = logs()
+        .filter(|p| p.file_name().unwrap().to_str().unwrap().starts_with("log-"))
+        .min()
+        .unwrap();
     let good = fs::read(&log).unwrap();
     let mut bad = good.clone();
     let used = bad.iter().rposition(|b| *b != 0).unwrap();
@@ -286,13 +343,17 @@ fn a_small_bench_measures_every_row_and_leaves_nothing() {
     }
     let c = Tiny::new();
     ok(&c.make("m"));
-    let bench = |args: &[&str]| strake().arg("bench").arg("--dir").arg(&c.dir).args(args).output().unwrap();
+    let bench =
+        |args: &[&str]| strake().arg("bench").arg("--dir").arg(&c.dir).args(args).output().unwrap();
     for zero in ["--size-mib=0", "--files=0", "--random-ops=0", "--runs=0"] {
         refused(&bench(&[zero]), &["0 is not in", zero.split('=').next().unwrap()]);
     }
-    // One that is killed while it reads from its own mount ends, takes the mount with it and does not stand in the way.
-    let own = c.dir.join("bench/memory").canonicalize().unwrap_or_else(|_| c.dir.join("bench/memory"));
-    let is_mounted = || fs::read_to_string("/proc/self/mountinfo").unwrap().contains(own.to_str().unwrap());
+    // One that is killed while it reads from its own mount ends, takes the mount with it and does
+    // not stand in the way.
+    let own =
+        c.dir.join("bench/memory").canonicalize().unwrap_or_else(|_| c.dir.join("bench/memory"));
+    let is_mounted =
+        || fs::read_to_string("/proc/self/mountinfo").unwrap().contains(own.to_str().unwrap());
     let until = |what: &str, mut done: Box<dyn FnMut() -> bool + '_>| {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !done() {
@@ -302,7 +363,11 @@ fn a_small_bench_measures_every_row_and_leaves_nothing() {
     };
     for _ in 0..5 {
         let mut killed = strake();
-        killed.arg("bench").arg("--dir").arg(&c.dir).args(["--size-mib=64", "--runs=1000", "--only=4 readers"]);
+        killed.arg("bench").arg("--dir").arg(&c.dir).args([
+            "--size-mib=64",
+            "--runs=1000",
+            "--only=4 readers",
+        ]);
         let mut killed = killed.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         until("it never mounted its own", Box::new(is_mounted));
         killed.kill().unwrap();
@@ -317,10 +382,16 @@ fn a_small_bench_measures_every_row_and_leaves_nothing() {
     for r in rows {
         assert!(r["median"].as_f64().is_some_and(|m| m > 0.0), "{r:#}");
         assert!(r["ratio"].as_f64().is_some_and(|m| m > 0.0), "{r:#}");
-        assert!(r["limits"].as_array().is_some_and(|l| l.iter().all(|l| l["median"].as_f64() > Some(0.0))), "{r:#}");
+        assert!(
+            r["limits"]
+                .as_array()
+                .is_some_and(|l| l.iter().all(|l| l["median"].as_f64() > Some(0.0))),
+            "{r:#}"
+        );
     }
     if Command::new("fio").arg("--version").output().is_ok() {
-        let patterns: Vec<&str> = v["fio"].as_array().unwrap().iter().map(|f| f["pattern"].as_str().unwrap()).collect();
+        let patterns: Vec<&str> =
+            v["fio"].as_array().unwrap().iter().map(|f| f["pattern"].as_str().unwrap()).collect();
         assert_eq!(patterns, ["1 MiB write", "1 MiB read", "4 KiB random read"]);
     }
     refused(&bench(&["--transports=dev,dev"]), &["--transports", "once"]);
@@ -331,7 +402,11 @@ fn a_small_bench_measures_every_row_and_leaves_nothing() {
     for r in v["rows"].as_array().unwrap() {
         let (ours, other) = (&r["runs"], &r["others"][0]);
         assert_eq!(other["name"], "fuser");
-        assert_eq!((ours.as_array().unwrap().len(), other["runs"].as_array().unwrap().len()), (1, 1), "{r:#}");
+        assert_eq!(
+            (ours.as_array().unwrap().len(), other["runs"].as_array().unwrap().len()),
+            (1, 1),
+            "{r:#}"
+        );
         let ratio = ours[0].as_f64().unwrap() / other["runs"][0].as_f64().unwrap();
         for told in [&other["ratio"]["median"], &other["ratio"]["interval"][0]] {
             assert!((told.as_f64().unwrap() / ratio - 1.0).abs() < 1e-9, "{r:#}");
@@ -340,5 +415,8 @@ fn a_small_bench_measures_every_row_and_leaves_nothing() {
     assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(c.dir.to_str().unwrap()));
     assert_eq!(fs::read_dir(c.at("m")).unwrap().count(), 0);
     assert!(!c.dir.join("bench").exists());
-    refused(&bench(&["--size-mib=4", "--files=8", "--random-ops=8", "--only=nonsense"]), &["nonsense"]);
+    refused(
+        &bench(&["--size-mib=4", "--files=8", "--random-ops=8", "--only=nonsense"]),
+        &["nonsense"],
+    );
 }

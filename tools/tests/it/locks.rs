@@ -1,4 +1,5 @@
-//! Locks between the mounts of a real cluster, held by programs: `locks.py`. And what a killed mount leaves.
+//! Locks between the mounts of a real cluster, held by programs: `locks.py`. And what a killed
+//! mount leaves.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -77,7 +78,8 @@ fn a_lock_has_one_holder_and_is_gone_when_its_file_is_closed() {
     script("locks_closed.py", &c.at("a"), &b, &["flock"]);
 }
 
-/// Under locks of all kinds, on one mount and over two, while daemons and a metadata leader are killed.
+/// Under locks of all kinds, on one mount and over two, while daemons and a metadata leader are
+/// killed.
 #[test]
 fn programs_count_under_locks() {
     if let Err(e) = strake_fuse::can_mount(&std::env::temp_dir()) {
@@ -86,7 +88,16 @@ fn programs_count_under_locks() {
     }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cluster-tests/posix/counters");
     let mut c = Command::new("timeout");
-    println!("{}", ok(&c.arg("280").arg(script).arg("0.5").arg(env!("CARGO_BIN_EXE_strake")).output().unwrap()));
+    println!(
+        "{}",
+        ok(&c
+            .arg("280")
+            .arg(script)
+            .arg("0.5")
+            .arg(env!("CARGO_BIN_EXE_strake"))
+            .output()
+            .unwrap())
+    );
 }
 
 #[test]
@@ -115,7 +126,11 @@ fn locks_and_their_waiters_outlive_the_daemon_of_a_mount() {
 }
 
 /// A python that locks a file and says so.
-struct Locker(Child, BufReader<ChildStdout>, #[allow(dead_code, reason = "its end ends the program")] ChildStdin);
+struct Locker(
+    Child,
+    BufReader<ChildStdout>,
+    #[allow(dead_code, reason = "its end ends the program")] ChildStdin,
+);
 
 impl Locker {
     fn new(file: &Path, how: &str) -> Locker {
@@ -150,12 +165,13 @@ fn leader(c: &Cluster) -> String {
     let out = strake().arg("status").arg("--dir").arg(c.dir()).arg("--json").output().unwrap();
     let v: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
     let all = v["servers"].as_array().unwrap();
-    let leads = |s: &&serde_json::Value| s["raft"]["id"].is_u64() && s["raft"]["id"] == s["raft"]["leader"];
+    let leads =
+        |s: &&serde_json::Value| s["raft"]["id"].is_u64() && s["raft"]["id"] == s["raft"]["leader"];
     all.iter().find(leads).map(|s| s["pid"].to_string()).expect("a leader")
 }
 
-/// The locks of a mount that was killed go when the next one on its machine says so, not only after its term; those of a
-/// living one stay when the metadata leader is killed.
+/// The locks of a mount that was killed go when the next one on its machine says so, not only after
+/// its term; those of a living one stay when the metadata leader is killed.
 #[test]
 fn locks_outlive_the_metadata_leader_and_not_their_mount() {
     let Some(mut c) = Cluster::new(3) else { return };

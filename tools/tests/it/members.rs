@@ -1,4 +1,5 @@
-//! The group of metadata servers changes under a mount that works: `strake mds list|add|remove|transfer|replace`.
+//! The group of metadata servers changes under a mount that works: `strake mds
+//! list|add|remove|transfer|replace`.
 
 use std::{
     fs,
@@ -47,7 +48,13 @@ impl Group {
         let mut up = strake();
         up.args(["up", "--mds", "3", "--oss", oss, "--targets-per-oss", "1", "--target-gib", "1"]);
         let mirror = if oss == "1" { "1" } else { "2" };
-        ok(&up.args(["--mirror", mirror, "--dir"]).arg(g.dir()).arg("--mount").arg(mnt).output().unwrap());
+        ok(&up
+            .args(["--mirror", mirror, "--dir"])
+            .arg(g.dir())
+            .arg("--mount")
+            .arg(mnt)
+            .output()
+            .unwrap());
         for id in 1..=3 {
             let config = fs::read_to_string(g.dir().join(format!("mds{id}.toml"))).unwrap();
             let listen = config.lines().find_map(|l| l.strip_prefix("listen = ")).unwrap();
@@ -66,7 +73,8 @@ impl Group {
         self.dir().join("run").join(format!("{role}.pid"))
     }
 
-    /// The configuration of a new server with this id, from that of the first one; returns where it listens.
+    /// The configuration of a new server with this id, from that of the first one; returns where it
+    /// listens.
     fn configure(&self, id: usize) -> (PathBuf, String) {
         let first = fs::read_to_string(self.dir().join("mds1.toml")).unwrap();
         let at = format!("tcp:127.0.0.1:{}", free_port());
@@ -88,7 +96,8 @@ impl Group {
     }
 
     fn start(&self, file: &Path) -> Child {
-        let log = fs::File::options().create(true).append(true).open(file.with_extension("log")).unwrap();
+        let log =
+            fs::File::options().create(true).append(true).open(file.with_extension("log")).unwrap();
         let mut c = strake();
         c.args(["mds", "--config"]).arg(file);
         c.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap()
@@ -110,7 +119,12 @@ impl Group {
     fn mds_at(&self, at: &str, key: &str, timeout: &str, args: &[&str]) -> Output {
         let key = self.dir().join(key);
         let mut c = strake();
-        c.arg("mds").args(args).args(["--timeout", timeout, "--mds", at, "--cluster-key"]).arg(key).output().unwrap()
+        c.arg("mds")
+            .args(args)
+            .args(["--timeout", timeout, "--mds", at, "--cluster-key"])
+            .arg(key)
+            .output()
+            .unwrap()
     }
 
     fn list(&self) -> Value {
@@ -145,10 +159,14 @@ impl Group {
 
     /// Waits for the end of one of the first three, which ends by itself.
     fn first_ends(&self, id: u64) {
-        let pid: u32 = fs::read_to_string(self.pid_file(&format!("mds{id}"))).unwrap().trim().parse().unwrap();
-        // A zombie has ended, too: nobody waits for the processes of `strake up` where there is no init.
+        let pid: u32 =
+            fs::read_to_string(self.pid_file(&format!("mds{id}"))).unwrap().trim().parse().unwrap();
+        // A zombie has ended, too: nobody waits for the processes of `strake up` where there is no
+        // init.
         let stat = || fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        until("a removed server ends", || stat().rsplit_once(')').is_none_or(|(_, s)| s.trim_start().starts_with('Z')));
+        until("a removed server ends", || {
+            stat().rsplit_once(')').is_none_or(|(_, s)| s.trim_start().starts_with('Z'))
+        });
         let log = fs::read_to_string(self.dir().join(format!("logs/mds{id}.log"))).unwrap();
         assert!(log.contains("was removed from its group"), "{log}");
     }
@@ -169,7 +187,8 @@ impl Drop for Group {
     }
 }
 
-/// A program on the mount that makes, writes, syncs, renames, reads, lists and removes, until it is stopped or a call fails.
+/// A program on the mount that makes, writes, syncs, renames, reads, lists and removes, until it is
+/// stopped or a call fails.
 struct Writer {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<std::io::Result<(u64, Duration)>>,
@@ -245,7 +264,9 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
     // And is refused from then on, by itself and by the others.
     let mut again = g.start(&gone.1);
     assert!(!again.wait().unwrap().success());
-    assert!(fs::read_to_string(gone.1.with_extension("log")).unwrap().contains("never used before"));
+    assert!(
+        fs::read_to_string(gone.1.with_extension("log")).unwrap().contains("never used before")
+    );
 
     // Each of the first ones is replaced, the leader among them.
     for old in 1..=3u64 {
@@ -257,7 +278,8 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
     g.in_order();
     assert_eq!(g.voters(), [5, 6, 7]);
 
-    // The daemon of the mount was configured with servers that are all gone; its successor knows better.
+    // The daemon of the mount was configured with servers that are all gone; its successor knows
+    // better.
     let serving = || {
         let log = fs::read_to_string(g.dir().join("logs/mount.log")).unwrap();
         let last = log.rsplit_once(" serves").and_then(|(before, _)| before.rsplit_once("daemon "));
@@ -276,7 +298,8 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
             child.wait().unwrap();
             let config = fs::read_to_string(&file).unwrap();
             let kept = config.lines().filter(|l| !l.starts_with("peers") && !l.starts_with("join"));
-            let text = kept.map(|l| format!("{l}\n")).collect::<String>() + &format!("peers = {peers}\n");
+            let text =
+                kept.map(|l| format!("{l}\n")).collect::<String>() + &format!("peers = {peers}\n");
             fs::write(&file, text).unwrap();
             g.extra[i] = Some((g.start(&file), file));
             g.in_order();
@@ -284,7 +307,10 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
     }
     let (rounds, longest) = writer.end();
     println!("{rounds} rounds of a program, the longest took {longest:?}");
-    assert!(rounds > 20 && longest < Duration::from_secs(20), "{rounds} rounds, the longest took {longest:?}");
+    assert!(
+        rounds > 20 && longest < Duration::from_secs(20),
+        "{rounds} rounds, the longest took {longest:?}"
+    );
     // Unmounted while its servers live, of which `strake down` knows none.
     ok(&strake().arg("umount").arg(g.mnt()).output().unwrap());
 }
@@ -297,7 +323,9 @@ fn a_wiped_leader_is_replaced_and_then_the_next_one() {
     let first = g.leader();
     kill(&fs::read_to_string(g.pid_file(&format!("mds{first}"))).unwrap());
     fs::remove_dir_all(g.dir().join(format!("mds{first}"))).unwrap();
-    until("another leader", || !matches!(g.list()["leader"].as_u64(), Some(0)) && g.list()["leader"] != first);
+    until("another leader", || {
+        !matches!(g.list()["leader"].as_u64(), Some(0)) && g.list()["leader"] != first
+    });
     assert_eq!(g.mds(&["list"]).status.code(), Some(2), "one member is silent");
     let (at, n) = g.join(4);
     until("the replacement", || g.mds(&["replace", &first.to_string(), &at]).status.success());
@@ -316,7 +344,8 @@ fn a_wiped_leader_is_replaced_and_then_the_next_one() {
     until("the replacement", || g.mds(&["replace", "4", &at5]).status.success());
     g.in_order();
     assert!(!g.voters().contains(&4) && g.voters().contains(&5));
-    // A third one is lost before it votes, and another one comes to its address. The leader's log is whole and of several terms.
+    // A third one is lost before it votes, and another one comes to its address. The leader's log
+    // is whole and of several terms.
     let (at, n) = g.join(6);
     let beside = "the server at tcp:127.0.0.1:1: ";
     until("it learns", || text(&g.mds(&["add", &at, "127.0.0.1:1"]).stderr).contains(beside));
@@ -338,7 +367,10 @@ fn what_cannot_be_is_refused_with_words() {
     let mut g = Group::new("1", false);
     g.in_order();
     // By the folder of the cluster, too.
-    assert!(ok(&strake().args(["mds", "list", "--dir"]).arg(g.dir()).output().unwrap()).contains("leader"));
+    assert!(
+        ok(&strake().args(["mds", "list", "--dir"]).arg(g.dir()).output().unwrap())
+            .contains("leader")
+    );
     refused(&g.mds(&["remove", "9"]), &["no metadata server 9", "the members are 1 at tcp:"]);
     refused(&g.mds(&["transfer", "tcp:127.0.0.1:1"]), &["no metadata server tcp:127.0.0.1:1"]);
     refused(&g.mds(&["transfer", "nonsense"]), &["'nonsense' is neither"]);
@@ -358,7 +390,9 @@ fn what_cannot_be_is_refused_with_words() {
     // An id that is taken.
     let (file, at) = g.configure(2);
     g.extra.push(Some((g.start(&file), file)));
-    until("it is refused", || text(&g.mds(&["add", &at]).stderr).contains("never used before, such as 4"));
+    until("it is refused", || {
+        text(&g.mds(&["add", &at]).stderr).contains("never used before, such as 4")
+    });
     // Without a majority the list tells what is known, and no change is made.
     let members = g.list();
     for id in [1, 2] {
@@ -366,16 +400,24 @@ fn what_cannot_be_is_refused_with_words() {
     }
     until("no leader", || g.list()["leader"] == 0);
     let out = g.mds(&["list"]);
-    assert!(out.status.code() == Some(2) && text(&out.stdout).contains("no metadata server leads"), "{out:?}");
+    assert!(
+        out.status.code() == Some(2) && text(&out.stdout).contains("no metadata server leads"),
+        "{out:?}"
+    );
     let at3 = members["members"][2]["address"].as_str().unwrap();
     let out = g.mds_at(at3, "cluster.key", "5", &["remove", "1"]);
-    assert!(out.status.code() == Some(2) && text(&out.stderr).contains("repeat the command"), "{out:?}");
+    assert!(
+        out.status.code() == Some(2) && text(&out.stderr).contains("repeat the command"),
+        "{out:?}"
+    );
 }
 
 /// A server's own options and the commands for the group do not mix.
 #[test]
 fn running_a_server_and_managing_them_are_told_apart() {
-    let run = |args: &[&str]| Command::new(env!("CARGO_BIN_EXE_strake")).arg("mds").args(args).output().unwrap();
+    let run = |args: &[&str]| {
+        Command::new(env!("CARGO_BIN_EXE_strake")).arg("mds").args(args).output().unwrap()
+    };
     refused(&run(&["--id", "1", "list"]), &["list"]);
     refused(&run(&["list", "--dir", "/nonexistent"]), &["no cluster in"]);
     refused(&run(&["add"]), &["<ADDR>"]);

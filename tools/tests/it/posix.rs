@@ -1,4 +1,5 @@
-//! The suites of `cluster-tests/posix` that are short enough for every change, on a cluster of processes.
+//! The suites of `cluster-tests/posix` that are short enough for every change, on a cluster of
+//! processes.
 
 fn suite(name: &str, args: &[&str]) {
     crate::suite::run(&format!("posix/{name}"), args);

@@ -30,7 +30,18 @@ impl Small {
 
     fn up(&self, extra: &[&str]) -> Output {
         strake()
-            .args(["up", "--mds", "1", "--oss", "2", "--targets-per-oss", "1", "--target-gib", "1", "--dir"])
+            .args([
+                "up",
+                "--mds",
+                "1",
+                "--oss",
+                "2",
+                "--targets-per-oss",
+                "1",
+                "--target-gib",
+                "1",
+                "--dir",
+            ])
             .arg(&self.dir)
             .args(extra)
             .output()
@@ -67,15 +78,21 @@ fn an_unknown_key_is_an_error_with_its_line() {
     let dir = tempfile::tempdir().unwrap();
     for (role, section) in [("mds", "mds"), ("oss", "oss")] {
         let file = dir.path().join(format!("{role}.toml"));
-        fs::write(&file, format!("cluster_key = '/k'\n\n[{section}]\nlisten = 'tcp:127.0.0.1:0'\nlisen = 'x'\n"))
-            .unwrap();
+        fs::write(
+            &file,
+            format!("cluster_key = '/k'\n\n[{section}]\nlisten = 'tcp:127.0.0.1:0'\nlisen = 'x'\n"),
+        )
+        .unwrap();
         refused(
             &strake().arg(role).arg("--config").arg(&file).output().unwrap(),
             &[&format!("{role}.toml:5"), "lisen"],
         );
     }
     let gone = dir.path().join("gone.toml");
-    refused(&strake().args(["mds", "--config"]).arg(&gone).output().unwrap(), &["gone.toml", "No such file"]);
+    refused(
+        &strake().args(["mds", "--config"]).arg(&gone).output().unwrap(),
+        &["gone.toml", "No such file"],
+    );
 }
 
 #[test]
@@ -106,7 +123,8 @@ fn a_missing_folder_is_named_and_not_made() {
     let folder = disk.join("data");
     let config = |role: &str, keys: &str| {
         let file = dir.path().join(format!("{role}.toml"));
-        let common = format!("cluster_key = '{}'\n[{role}]\nlisten = 'tcp:127.0.0.1:0'\n", key.display());
+        let common =
+            format!("cluster_key = '{}'\n[{role}]\nlisten = 'tcp:127.0.0.1:0'\n", key.display());
         fs::write(&file, common + keys).unwrap();
         let mut server = strake();
         server.arg(role).arg("--config").arg(&file);
@@ -116,10 +134,13 @@ fn a_missing_folder_is_named_and_not_made() {
     let words = ["disk does not exist", "mount"];
     refused(&config("mds", &format!("id = 1\ndir = '{at}'\n")).output().unwrap(), &words);
     // A storage server goes on without that target.
-    let oss = format!("name = 'a'\nmds = ['tcp:127.0.0.1:1']\ntargets = [{{ path = '{at}', size = 67108864 }}]\n");
+    let oss = format!(
+        "name = 'a'\nmds = ['tcp:127.0.0.1:1']\ntargets = [{{ path = '{at}', size = 67108864 }}]\n"
+    );
     let log = dir.path().join("log");
     let to = fs::File::create(&log).unwrap();
-    let mut server = config("oss", &oss).stdout(to.try_clone().unwrap()).stderr(to).spawn().unwrap();
+    let mut server =
+        config("oss", &oss).stdout(to.try_clone().unwrap()).stderr(to).spawn().unwrap();
     let said = || fs::read_to_string(&log).unwrap();
     let is_named = (0..600).any(|_| {
         thread::sleep(Duration::from_millis(100));
@@ -157,7 +178,9 @@ fn up_adopts_status_tells_fsck_is_clean_down_stops() {
     let first = small.status();
     assert_eq!(first["map"]["whole"], true, "{first:#}");
     assert_eq!(first["map"]["targets"].as_array().map(Vec::len), Some(2));
-    let pids = |s: &Value| s["servers"].as_array().unwrap().iter().map(|v| v["pid"].clone()).collect::<Vec<_>>();
+    let pids = |s: &Value| {
+        s["servers"].as_array().unwrap().iter().map(|v| v["pid"].clone()).collect::<Vec<_>>()
+    };
     ok(&small.up(&["--mount", "none"]));
     assert_eq!(pids(&small.status()), pids(&first), "adopted, not restarted");
     assert!(ok(&small.on_cluster("status", &[])).contains("leader"));
@@ -192,7 +215,8 @@ fn a_mount_keeps_its_files_over_a_restart_of_everything() {
     fs::write(small.mnt.join("a"), &data).unwrap();
     fs::create_dir(small.mnt.join("d")).unwrap();
     fs::rename(small.mnt.join("a"), small.mnt.join("d/b")).unwrap();
-    let lfs = |args: &[&str]| strake().arg("lfs").args(args).current_dir(&small.mnt).output().unwrap();
+    let lfs =
+        |args: &[&str]| strake().arg("lfs").args(args).current_dir(&small.mnt).output().unwrap();
     ok(&lfs(&["setstripe", "-c", "2", "-S", "64K", "d"]));
     fs::write(small.mnt.join("d/c"), &data[..500_000]).unwrap();
     assert_eq!(ok(&lfs(&["getstripe", "-c", "d/c"])).trim(), "2");
@@ -228,7 +252,12 @@ fn a_storage_server_that_no_road_leads_to_holds_up_only_what_is_on_it() {
     ok(&small.up(&["--mount", small.mnt.to_str().unwrap()]));
     fs::write(small.mnt.join("f"), b"there").unwrap();
     let config = small.dir.join("oss1.toml");
-    let mds = fs::read_to_string(&config).unwrap().lines().find(|l| l.starts_with("mds = ")).unwrap().to_string();
+    let mds = fs::read_to_string(&config)
+        .unwrap()
+        .lines()
+        .find(|l| l.starts_with("mds = "))
+        .unwrap()
+        .to_string();
     let (key, target) = (small.dir.join("cluster.key"), small.dir.join("oss3"));
     let theirs = small.dir.join("oss3.toml");
     let text = format!(
@@ -242,10 +271,16 @@ fn a_storage_server_that_no_road_leads_to_holds_up_only_what_is_on_it() {
     }
     // The next daemon of a mount that is there.
     let mount = fs::read_to_string(small.dir.join("run/mount.pid")).unwrap();
-    let daemon = || fs::read_to_string(format!("/proc/{0}/task/{0}/children", mount.trim())).unwrap();
+    let daemon =
+        || fs::read_to_string(format!("/proc/{0}/task/{0}/children", mount.trim())).unwrap();
     let former = daemon();
     kill(former.trim());
-    let read = std::process::Command::new("timeout").arg("30").arg("cat").arg(small.mnt.join("f")).output().unwrap();
+    let read = std::process::Command::new("timeout")
+        .arg("30")
+        .arg("cat")
+        .arg(small.mnt.join("f"))
+        .output()
+        .unwrap();
     assert_eq!(ok(&read), "there");
     assert_ne!(daemon(), former);
     // A mount that begins is refused if a road was asked for.
@@ -261,7 +296,10 @@ fn a_storage_server_that_no_road_leads_to_holds_up_only_what_is_on_it() {
             .output()
             .unwrap()
     };
-    refused(&start(&["--fabric", "tcp"]), &["storage server 'oss3'", "the server has no TCP endpoint"]);
+    refused(
+        &start(&["--fabric", "tcp"]),
+        &["storage server 'oss3'", "the server has no TCP endpoint"],
+    );
     // This test runs where there is no RDMA: a mount that asks for it says what is missing.
     refused(&start(&["--fabric", "rdma"]), &["RDMA is not available"]);
     ok(&start(&[]));
@@ -286,8 +324,11 @@ fn a_peer_or_a_log_reader_that_goes_ends_nobody() {
     let small = Small::new();
     ok(&small.up(&["--mount", small.mnt.to_str().unwrap()]));
     for role in ["mds1", "oss1", "mount"] {
-        let pid =
-            fs::read_to_string(small.dir.join("run").join(format!("{role}.pid"))).unwrap().trim().parse().unwrap();
+        let pid = fs::read_to_string(small.dir.join("run").join(format!("{role}.pid")))
+            .unwrap()
+            .trim()
+            .parse()
+            .unwrap();
         assert!(pipes_of(pid).0, "{role} dies of a connection that closes");
     }
     // A mount in the background outlives the command that started it, and whoever read its output.
@@ -300,7 +341,9 @@ fn a_peer_or_a_log_reader_that_goes_ends_nobody() {
         let pid: u32 = e.ok()?.file_name().to_str()?.parse().ok()?;
         let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let line = text(&line);
-        (line.contains("mount\0--foreground\0") && line.ends_with(&format!("{}\0", second.display()))).then_some(pid)
+        (line.contains("mount\0--foreground\0")
+            && line.ends_with(&format!("{}\0", second.display())))
+        .then_some(pid)
     });
     let pipes = daemon.map(pipes_of);
     let written = fs::write(second.join("f"), b"x");
@@ -316,10 +359,10 @@ fn a_peer_or_a_log_reader_that_goes_ends_nobody() {
     }
 }
 
-/// A mount that dies between a write and the report of its size leaves bytes beyond the end. The next one is told by the
-/// dead one's lifeline, so nothing here waits for a session's term.
-/// Between execve(2) and the program's first instruction its files are closed, which may wait for servers; whoever reads
-/// `/proc/PID/stat` of it waits, too.
+/// A mount that dies between a write and the report of its size leaves bytes beyond the end. The
+/// next one is told by the dead one's lifeline, so nothing here waits for a session's term. Between
+/// execve(2) and the program's first instruction its files are closed, which may wait for servers;
+/// whoever reads `/proc/PID/stat` of it waits, too.
 #[test]
 fn programs_begin_with_files_of_a_mount_whose_servers_stand_still() {
     if !can_mount() {
@@ -328,7 +371,8 @@ fn programs_begin_with_files_of_a_mount_whose_servers_stand_still() {
     let small = Small::new();
     ok(&small.up(&["--mount", small.mnt.to_str().unwrap()]));
     let pid = |name: &str| fs::read_to_string(small.dir.join(format!("run/{name}.pid"))).unwrap();
-    let open: Vec<fs::File> = (0..4).map(|i| fs::File::create(small.mnt.join(format!("f{i}"))).unwrap()).collect();
+    let open: Vec<fs::File> =
+        (0..4).map(|i| fs::File::create(small.mnt.join(format!("f{i}"))).unwrap()).collect();
     // So that the storage servers have heard of their chains.
     open.iter().for_each(|mut f| f.write_all(&[1; 5000]).unwrap());
     signal(&pid("mds1"), Signal::STOP);
@@ -381,7 +425,10 @@ fn what_a_killed_mount_wrote_beyond_the_end_never_shows() {
     // At once, not after its term.
     let status = small.status();
     let servers = status["servers"].as_array().unwrap();
-    let leader = servers.iter().find(|s| s["raft"]["id"].is_u64() && s["raft"]["id"] == s["raft"]["leader"]).unwrap();
+    let leader = servers
+        .iter()
+        .find(|s| s["raft"]["id"].is_u64() && s["raft"]["id"] == s["raft"]["leader"])
+        .unwrap();
     let sessions = leader["sessions"].as_array().unwrap();
     assert!(!sessions.is_empty(), "{status}");
     assert!(
@@ -414,11 +461,15 @@ fn file_limits(pid: &str) -> (String, String) {
 fn servers_take_as_many_descriptors_as_they_may_have() {
     let c = Small::new();
     let up = "ulimit -Sn 300 && exec \"$0\" up --mds 1 --oss 1 --mirror 1 --targets-per-oss 1 --target-gib 1 --mount none --dir \"$1\"";
-    let out =
-        std::process::Command::new("sh").args(["-c", up, env!("CARGO_BIN_EXE_strake")]).arg(&c.dir).output().unwrap();
+    let out = std::process::Command::new("sh")
+        .args(["-c", up, env!("CARGO_BIN_EXE_strake")])
+        .arg(&c.dir)
+        .output()
+        .unwrap();
     ok(&out);
     for server in ["mds1", "oss1"] {
-        let (soft, hard) = file_limits(&fs::read_to_string(c.dir.join(format!("run/{server}.pid"))).unwrap());
+        let (soft, hard) =
+            file_limits(&fs::read_to_string(c.dir.join(format!("run/{server}.pid"))).unwrap());
         assert!(soft == hard && soft != "300", "{server}: {soft} of {hard}");
     }
 }

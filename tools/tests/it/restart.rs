@@ -1,4 +1,5 @@
-//! A mount whose daemon is killed while programs work on it: `cluster-tests/posix/restart`, ten times.
+//! A mount whose daemon is killed while programs work on it: `cluster-tests/posix/restart`, ten
+//! times.
 
 use std::{path::Path, process::Command};
 
@@ -9,9 +10,15 @@ fn a_mount_outlives_ten_daemons() {
         return;
     }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cluster-tests/posix/restart");
-    let out =
-        Command::new("timeout").arg("300").arg(script).arg("10").arg(env!("CARGO_BIN_EXE_strake")).output().unwrap();
-    let (said, errors) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    let out = Command::new("timeout")
+        .arg("300")
+        .arg(script)
+        .arg("10")
+        .arg(env!("CARGO_BIN_EXE_strake"))
+        .output()
+        .unwrap();
+    let (said, errors) =
+        (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     println!("{said}");
     assert!(out.status.success(), "{said}\n{errors}");
     assert!(said.contains("daemon killed 10 times"), "{said}");

@@ -1,5 +1,6 @@
-//! The scrub on real processes: bytes that decay beneath a running server are found, repaired where there is another copy, and told
-//! by path and offset; without one they are an error, never other bytes.
+//! The scrub on real processes: bytes that decay beneath a running server are found, repaired where
+//! there is another copy, and told by path and offset; without one they are an error, never other
+//! bytes.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -24,7 +25,8 @@ impl Small {
     fn up(copies: u32) -> Small {
         let s = Small { root: tempfile::tempdir().unwrap() };
         let mut c = strake();
-        c.args(["up", "--mds=1", "--oss=2", "--targets-per-oss=1", "--target-gib=1", "--dir"]).arg(s.dir());
+        c.args(["up", "--mds=1", "--oss=2", "--targets-per-oss=1", "--target-gib=1", "--dir"])
+            .arg(s.dir());
         ok(&c.arg(format!("--mirror={copies}")).arg("--mount").arg(s.mnt()).output().unwrap());
         s
     }
@@ -121,7 +123,11 @@ fn decay_is_repaired_from_the_other_copy_and_named_by_path_and_offset() {
     let clean = c.pass(0);
     assert_eq!((&clean["damaged"], &clean["lost"]), (&0.into(), &0.into()), "{clean:#}");
     assert!(
-        clean["targets"].as_array().unwrap().iter().all(|t| t["pass"] == 1 && t["bytes"].as_u64() > Some(6_000_000))
+        clean["targets"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .all(|t| t["pass"] == 1 && t["bytes"].as_u64() > Some(6_000_000))
     );
     // One block on the one server, another one, in the second chunk of 4 MiB, on the other.
     let places = [(1, 100 * BLOCK), (2, 1300 * BLOCK)];
@@ -129,18 +135,34 @@ fn decay_is_repaired_from_the_other_copy_and_named_by_path_and_offset() {
         assert_eq!(c.damage(oss, &want[at..at + BLOCK]), 1);
     }
     let s = c.pass(0);
-    assert_eq!([&s["damaged"], &s["repaired"], &s["lost"]], [&Value::from(2), &2.into(), &0.into()], "{s:#}");
+    assert_eq!(
+        [&s["damaged"], &s["repaired"], &s["lost"]],
+        [&Value::from(2), &2.into(), &0.into()],
+        "{s:#}"
+    );
     let found = findings(&s);
     for (_, at) in places {
         let f = found.iter().find(|(_, f)| f["offset"] == at).unwrap_or_else(|| panic!("{s:#}"));
-        assert_eq!((&f.1["path"], &f.1["length"]), (&"/data/samples".into(), &BLOCK.into()), "{s:#}");
-        assert_eq!((&f.1["state"], &f.1["repaired_from"]), (&"repaired".into(), &(1 - f.0).into()), "{s:#}");
+        assert_eq!(
+            (&f.1["path"], &f.1["length"]),
+            (&"/data/samples".into(), &BLOCK.into()),
+            "{s:#}"
+        );
+        assert_eq!(
+            (&f.1["state"], &f.1["repaired_from"]),
+            (&"repaired".into(), &(1 - f.0).into()),
+            "{s:#}"
+        );
     }
     assert_eq!(found.len(), 2);
     // In the servers' logs, too.
-    let log =
-        || (1..=2).map(|n| fs::read_to_string(c.dir().join(format!("logs/oss{n}.log"))).unwrap()).collect::<String>();
-    let lines = places.map(|(_, at)| format!("/data/samples: bytes {at} to {}, chunk ", at + BLOCK));
+    let log = || {
+        (1..=2)
+            .map(|n| fs::read_to_string(c.dir().join(format!("logs/oss{n}.log"))).unwrap())
+            .collect::<String>()
+    };
+    let lines =
+        places.map(|(_, at)| format!("/data/samples: bytes {at} to {}, chunk ", at + BLOCK));
     let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
     while !lines.iter().all(|l| log().contains(l)) {
         assert!(std::time::Instant::now() < until, "{lines:?} in {}", log());
@@ -148,11 +170,18 @@ fn decay_is_repaired_from_the_other_copy_and_named_by_path_and_offset() {
     }
     // The same for people, and in the status; and not a second time.
     let out = ok(&c.scrub(&[]));
-    assert!(out.contains("/data/samples: 4096 bytes at 409600, ") && out.contains("repaired from target"), "{out}");
+    assert!(
+        out.contains("/data/samples: 4096 bytes at 409600, ")
+            && out.contains("repaired from target"),
+        "{out}"
+    );
     let status = strake().args(["status", "--json", "--dir"]).arg(c.dir()).output().unwrap();
     let status: Value = serde_json::from_slice(&status.stdout).unwrap();
     let oss = status["servers"].as_array().unwrap().iter().filter(|s| s["role"] == "oss");
-    assert!(oss.clone().count() == 2 && oss.flat_map(|s| s["targets"].as_array().unwrap()).all(|t| t["repaired"] == 1));
+    assert!(
+        oss.clone().count() == 2
+            && oss.flat_map(|s| s["targets"].as_array().unwrap()).all(|t| t["repaired"] == 1)
+    );
     assert_eq!(findings(&c.pass(0)).len(), 2);
     // Both replicas hold it again, on their devices; read once more without the mount's caches.
     ok(&strake().args(["down", "--dir"]).arg(c.dir()).output().unwrap());
@@ -182,24 +211,41 @@ fn without_another_copy_it_is_an_error_and_the_scrub_says_what_is_lost() {
     let found = findings(&s);
     assert_eq!((found.len(), &s["damaged"], &s["lost"]), (1, &1.into(), &1.into()), "{s:#}");
     let f = &found[0].1;
-    assert_eq!((&f["path"], &f["offset"], &f["state"]), (&"/only".into(), &at.into(), &"lost".into()), "{s:#}");
+    assert_eq!(
+        (&f["path"], &f["offset"], &f["state"]),
+        (&"/only".into(), &at.into(), &"lost".into()),
+        "{s:#}"
+    );
     let out = c.scrub(&["status"]);
     assert_eq!(out.status.code(), Some(4));
-    assert!(text(&out.stdout).contains("/only: 4096 bytes at 315392, ") && text(&out.stdout).contains("LOST"));
+    assert!(
+        text(&out.stdout).contains("/only: 4096 bytes at 315392, ")
+            && text(&out.stdout).contains("LOST")
+    );
     let again = findings(&c.pass(4));
     assert_eq!(again.len(), 1, "reported once");
     // Servers that were killed know it when they are started again.
     for oss in 1..=2 {
-        crate::common::kill(&fs::read_to_string(c.dir().join(format!("run/oss{oss}.pid"))).unwrap());
+        crate::common::kill(
+            &fs::read_to_string(c.dir().join(format!("run/oss{oss}.pid"))).unwrap(),
+        );
     }
     ok(&strake().args(["up", "--dir"]).arg(c.dir()).output().unwrap());
     let out = c.scrub(&["status"]);
     assert_eq!(out.status.code(), Some(4), "{}", text(&out.stdout));
-    assert!(text(&out.stdout).contains("/only: 4096 bytes at 315392, ") && text(&out.stdout).contains("LOST"));
+    assert!(
+        text(&out.stdout).contains("/only: 4096 bytes at 315392, ")
+            && text(&out.stdout).contains("LOST")
+    );
     let status = strake().args(["status", "--dir"]).arg(c.dir()).output().unwrap();
     assert_eq!(status.status.code(), Some(2), "{}", text(&status.stdout));
-    assert!(text(&status.stdout).contains("1 chunks have no good copy"), "{}", text(&status.stdout));
-    // Another look from the mount, past its caches: an error where it is lost, the bytes everywhere else.
+    assert!(
+        text(&status.stdout).contains("1 chunks have no good copy"),
+        "{}",
+        text(&status.stdout)
+    );
+    // Another look from the mount, past its caches: an error where it is lost, the bytes everywhere
+    // else.
     let umount = |dir: &Path| strake().arg("umount").arg(dir).output().unwrap();
     ok(&umount(&c.mnt()));
     ok(&strake().args(["up", "--dir"]).arg(c.dir()).output().unwrap());
@@ -211,7 +257,14 @@ fn without_another_copy_it_is_an_error_and_the_scrub_says_what_is_lost() {
     assert!(block == want[5_000_000..][..BLOCK]);
     // Stopped, it does nothing; then the file is written anew and nothing is lost any more.
     let s: Value = serde_json::from_slice(&c.scrub(&["stop", "--json"]).stdout).unwrap();
-    assert!(s["targets"].as_array().unwrap().iter().all(|t| t["paused"] == true && t["running"] == false), "{s:#}");
+    assert!(
+        s["targets"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .all(|t| t["paused"] == true && t["running"] == false),
+        "{s:#}"
+    );
     put(&file, &content(3));
     let s = c.pass(0);
     assert_eq!((&s["lost"], &findings(&s)[0].1["state"]), (&0.into(), &"gone".into()), "{s:#}");

@@ -1,4 +1,5 @@
-//! Sealed files on a real cluster: what a damaged device makes of them, and that seals outlive all processes.
+//! Sealed files on a real cluster: what a damaged device makes of them, and that seals outlive all
+//! processes.
 
 use std::{
     fs::{self, File},
@@ -23,7 +24,14 @@ impl Cluster {
     }
     fn up(&self) -> Output {
         let mut up = strake();
-        up.args(["up", "--mds=1", "--oss=1", "--targets-per-oss=1", "--mirror=1", "--target-gib=1"]);
+        up.args([
+            "up",
+            "--mds=1",
+            "--oss=1",
+            "--targets-per-oss=1",
+            "--mirror=1",
+            "--target-gib=1",
+        ]);
         up.arg("--dir").arg(self.dir()).arg("--mount").arg(self.mnt()).output().unwrap()
     }
     fn down(&self) -> Output {

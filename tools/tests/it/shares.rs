@@ -22,7 +22,9 @@ use std::{
 };
 
 use crate::common::{ok, strake};
-use strake_fabric::{Connection, Endpoint, Env, Fabric, Identity, Message, Pool, TcpFabric, keyfile};
+use strake_fabric::{
+    Connection, Endpoint, Env, Fabric, Identity, Message, Pool, TcpFabric, keyfile,
+};
 use strake_proto::{Code, Result, opcode, pb};
 use tokio::runtime::Runtime;
 
@@ -55,11 +57,26 @@ impl Victim {
         let mut files = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         files.current = files.maximum;
         rustix::process::setrlimit(rustix::process::Resource::Nofile, files).unwrap();
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
         let v = Victim { root: tempfile::tempdir().unwrap(), runtime };
         let mut up = strake();
-        up.args(["up", "--mds", "3", "--oss", "2", "--targets-per-oss", "1", "--target-gib", "1", "--dir"])
-            .arg(v.dir());
+        up.args([
+            "up",
+            "--mds",
+            "3",
+            "--oss",
+            "2",
+            "--targets-per-oss",
+            "1",
+            "--target-gib",
+            "1",
+            "--dir",
+        ])
+        .arg(v.dir());
         ok(&up.arg("--mount").arg(v.mount()).output().unwrap());
         Some(v)
     }
@@ -76,13 +93,24 @@ impl Victim {
         Identity::client(keyfile::read_client(&self.dir().join("client.key")).unwrap())
     }
     fn fabric(&self) -> TcpFabric {
-        TcpFabric::new(Env::system(), self.identity(), None, Pool::new(64 << 20), Default::default())
+        TcpFabric::new(
+            Env::system(),
+            self.identity(),
+            None,
+            Pool::new(64 << 20),
+            Default::default(),
+        )
     }
     fn connect(&self, at: &Endpoint) -> Result<Arc<dyn Connection>> {
         let _in = self.runtime.enter();
         self.runtime.block_on(self.fabric().connect(at, None))
     }
-    fn call<R: prost::Message + Default>(&self, c: &dyn Connection, op: u16, body: &impl prost::Message) -> Result<R> {
+    fn call<R: prost::Message + Default>(
+        &self,
+        c: &dyn Connection,
+        op: u16,
+        body: &impl prost::Message,
+    ) -> Result<R> {
         let m = Message::new(op, body.encode_to_vec());
         Ok(R::decode(self.runtime.block_on(c.call(m, LONG))?.body).unwrap())
     }
@@ -93,7 +121,9 @@ impl Victim {
             for at in self.servers("mds") {
                 let Ok(c) = self.connect(&at) else { continue };
                 let unknown = pb::SessionRenewRequest { session: 1 << 62, ..Default::default() };
-                let e = self.call::<pb::SessionRenewReply>(&*c, opcode::SESSION_RENEW, &unknown).unwrap_err();
+                let e = self
+                    .call::<pb::SessionRenewReply>(&*c, opcode::SESSION_RENEW, &unknown)
+                    .unwrap_err();
                 if e.code == Code::NoSession {
                     return (at, c);
                 }
@@ -133,7 +163,11 @@ struct Session<'a> {
 
 impl Session<'_> {
     /// Runs a list as a user; what the last operation was answered.
-    fn run(&mut self, creds: &pb::Creds, ops: Vec<pb::op::Op>) -> std::result::Result<pb::OpResult, Code> {
+    fn run(
+        &mut self,
+        creds: &pb::Creds,
+        ops: Vec<pb::op::Op>,
+    ) -> std::result::Result<pb::OpResult, Code> {
         let ops: Vec<pb::Op> = ops.into_iter().map(|op| pb::Op { op: Some(op) }).collect();
         let changes = ops.iter().any(strake_proto::ops::is_mutation);
         self.seq += u64::from(changes);

@@ -18,7 +18,8 @@ use crate::common::{ok, refused, strake, text};
 use serde_json::Value;
 use strake_faults::{Lossy, Rule};
 
-/// Writes one file after the other, in place and anew, and reads each back, until it is told to stop.
+/// Writes one file after the other, in place and anew, and reads each back, until it is told to
+/// stop.
 fn work(at: PathBuf, stop: &AtomicBool) -> usize {
     let mut rounds = 0;
     while !stop.load(Ordering::Relaxed) {
@@ -42,7 +43,8 @@ fn targets_are_emptied_replaced_and_removed_while_files_are_written() {
         let (at, stop) = (c.mnt(), stop.clone());
         thread::spawn(move || work(at, &stop))
     };
-    let all_right = || (0..40).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
+    let all_right =
+        || (0..40).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
 
     // One is emptied; it is alive, so it is not taken out yet.
     let first = c.target_of(1);
@@ -56,7 +58,8 @@ fn targets_are_emptied_replaced_and_removed_while_files_are_written() {
     c.until("its bytes are gone", || c.target(first)["used"].as_u64().unwrap() < 4 << 20);
     c.kill_oss(1);
     c.until("it is dead", || c.target(first)["alive"] == false);
-    // Of two that it is told of it takes one, and can be told the same again; but not of one that never was.
+    // Of two that it is told of it takes one, and can be told the same again; but not of one that
+    // never was.
     let other = c.target_of(2).to_string();
     let stays = format!("target {other} cannot be taken out");
     refused(&c.run(&["target", "remove", &first.to_string(), &other]), &[&stays]);
@@ -95,17 +98,24 @@ fn a_dead_target_is_replaced_by_another_and_what_cannot_move_is_said() {
     // Its chains of two copies are filled elsewhere; a chain of one cannot be, and that is said.
     let out = c.run(&["target", "replace", &dead.to_string(), &heir.to_string()]);
     refused(&out, &["nothing moves any more", "nobody alive is in sync"]);
-    (0..30).for_each(|i| assert!(fs::read(c.mnt().join(format!("f{i}"))).unwrap() == data(i), "file {i}"));
-    // Given up, what only it had is lost: nothing, here. It comes back all the same and is kept, and what is left moves, too.
+    (0..30).for_each(|i| {
+        assert!(fs::read(c.mnt().join(format!("f{i}"))).unwrap() == data(i), "file {i}")
+    });
+    // Given up, what only it had is lost: nothing, here. It comes back all the same and is kept,
+    // and what is left moves, too.
     let said = ok(&c.run(&["target", "give-up", &dead.to_string()]));
     assert!(said.contains("nobody else had chains"), "{said}");
     assert_eq!(c.target(dead)["replicas"], 0);
     ok(&c.up());
     ok(&c.run(&["target", "keep", &dead.to_string()]));
-    c.until("it is whole", || c.target(dead)["replicas"].as_u64().unwrap() > 0 && c.target(dead)["alive"] == true);
+    c.until("it is whole", || {
+        c.target(dead)["replicas"].as_u64().unwrap() > 0 && c.target(dead)["alive"] == true
+    });
     ok(&c.run(&["target", "drain", &dead.to_string()]));
     c.until("all has moved", || c.target(dead)["replicas"] == 0);
-    (0..30).for_each(|i| assert!(fs::read(c.mnt().join(format!("f{i}"))).unwrap() == data(i), "file {i}"));
+    (0..30).for_each(|i| {
+        assert!(fs::read(c.mnt().join(format!("f{i}"))).unwrap() == data(i), "file {i}")
+    });
     c.until("its bytes are gone", || c.target(dead)["used"].as_u64().unwrap() < 4 << 20);
     let fsck = c.run(&["fsck", "--read-data"]);
     assert!(fsck.status.success(), "{}{}", text(&fsck.stdout), text(&fsck.stderr));
@@ -122,9 +132,13 @@ fn a_target_is_added_to_a_server_that_serves() {
         thread::spawn(move || work(at, &stop))
     };
     refused(&c.run(&["target", "add", "--server", "oss9"]), &["oss1 to oss3"]);
-    let said: Value = serde_json::from_str(&ok(&c.run(&["target", "add", "--server", "oss2", "--json"]))).unwrap();
+    let said: Value =
+        serde_json::from_str(&ok(&c.run(&["target", "add", "--server", "oss2", "--json"])))
+            .unwrap();
     assert_eq!(said["targets"], serde_json::json!([3]), "{said}");
-    c.until("it takes its part", || c.target(3)["alive"] == true && c.target(3)["replicas"].as_u64() > Some(0));
+    c.until("it takes its part", || {
+        c.target(3)["alive"] == true && c.target(3)["replicas"].as_u64() > Some(0)
+    });
     assert!(c.target(3)["server"] == "oss2" && c.targets().len() == 4);
     stop.store(true, Ordering::Relaxed);
     assert!(worker.join().unwrap() > 5);
@@ -141,7 +155,13 @@ fn a_target_is_added_to_a_server_that_serves() {
     let mut server = Server::start(&config);
     let add = |config: &Path, path: &Path, more: &[&str]| {
         let mut add = strake();
-        add.args(["target", "add", "--config"]).arg(config).arg("--path").arg(path).args(more).output().unwrap()
+        add.args(["target", "add", "--config"])
+            .arg(config)
+            .arg("--path")
+            .arg(path)
+            .args(more)
+            .output()
+            .unwrap()
     };
     let (new, own) = (c.root.path().join("new"), c.dir().join("oss3/target0"));
     c.until("it serves", || {
@@ -160,7 +180,10 @@ fn a_target_is_added_to_a_server_that_serves() {
     // It is there again after a restart.
     server.0.kill().unwrap();
     server.0.wait().unwrap();
-    refused(&add(&config, &c.root.path().join("other"), &gib), &["nothing was added", "start it first"]);
+    refused(
+        &add(&config, &c.root.path().join("other"), &gib),
+        &["nothing was added", "start it first"],
+    );
     c.until("both are back", || {
         server.again(&config);
         c.targets().iter().filter(|t| t["server"] == "oss3" && t["alive"] == true).count() == 2
@@ -175,13 +198,25 @@ fn a_disk_that_is_missing_costs_its_target_alone_and_one_that_is_lost_no_empty_c
     let c = Cluster::with("3", "2");
     let (data, file) = (|i| pattern(4000 + i, 300_000), |i: usize| c.mnt().join(format!("f{i}")));
     (0..20).for_each(|i| fs::write(file(i), data(i)).unwrap());
-    let all_right = || (0..20).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
-    let status = || -> Value { serde_json::from_slice(&c.run(&["status", "--json"]).stdout).unwrap() };
-    let oss1 = || status()["servers"].as_array().unwrap().iter().find(|s| s["name"] == "oss1").unwrap().clone();
+    let all_right =
+        || (0..20).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
+    let status =
+        || -> Value { serde_json::from_slice(&c.run(&["status", "--json"]).stdout).unwrap() };
+    let oss1 = || {
+        status()["servers"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|s| s["name"] == "oss1")
+            .unwrap()
+            .clone()
+    };
     let refused = || oss1()["refused"].as_array().unwrap().clone();
     let served = || oss1()["targets"].as_array().unwrap().len();
     let config = c.dir().join("oss1.toml");
-    let no_create = fs::read_to_string(&config).unwrap().replace("[[oss.targets]]", "[[oss.targets]]\ncreate = false");
+    let no_create = fs::read_to_string(&config)
+        .unwrap()
+        .replace("[[oss.targets]]", "[[oss.targets]]\ncreate = false");
     assert!(no_create.contains("create = false"), "{no_create}");
 
     // Its folder is not there when the server starts: the other one serves, and the process stays.
@@ -216,7 +251,8 @@ fn a_disk_that_is_missing_costs_its_target_alone_and_one_that_is_lost_no_empty_c
     c.until("all is whole", || c.run(&["status"]).status.success());
     all_right();
 
-    // Its disk is gone for good, and with it the only replicas of empty chains. Nothing is lost, and nothing is said to be.
+    // Its disk is gone for good, and with it the only replicas of empty chains. Nothing is lost,
+    // and nothing is said to be.
     server.0.kill().unwrap();
     server.0.wait().unwrap();
     fs::rename(&own, &away).unwrap();
@@ -238,9 +274,15 @@ fn a_disk_that_is_missing_costs_its_target_alone_and_one_that_is_lost_no_empty_c
     // Its configuration does not name it any more: SIGHUP, and nothing is missing.
     let rest = fs::read_to_string(&elsewhere).unwrap();
     let (head, targets) = rest.split_once("[[oss.targets]]").unwrap();
-    let others: Vec<&str> = targets.split("[[oss.targets]]").filter(|t| !t.contains("target0")).collect();
-    fs::write(&elsewhere, format!("{head}[[oss.targets]]{}", others.join("[[oss.targets]]"))).unwrap();
-    rustix::process::kill_process(rustix::process::Pid::from_child(&server.0), rustix::process::Signal::HUP).unwrap();
+    let others: Vec<&str> =
+        targets.split("[[oss.targets]]").filter(|t| !t.contains("target0")).collect();
+    fs::write(&elsewhere, format!("{head}[[oss.targets]]{}", others.join("[[oss.targets]]")))
+        .unwrap();
+    rustix::process::kill_process(
+        rustix::process::Pid::from_child(&server.0),
+        rustix::process::Signal::HUP,
+    )
+    .unwrap();
     c.until("it is forgotten", || refused().is_empty());
     c.until("all is whole", || c.run(&["status"]).status.success());
     all_right();
@@ -252,7 +294,9 @@ struct Server(Child);
 
 impl Server {
     fn start(config: &Path) -> Server {
-        Server(strake().arg("oss").arg("--config").arg(config).stdin(Stdio::null()).spawn().unwrap())
+        Server(
+            strake().arg("oss").arg("--config").arg(config).stdin(Stdio::null()).spawn().unwrap(),
+        )
     }
     /// If it has ended: the one before may not have let go of its targets yet.
     fn again(&mut self, config: &Path) {
@@ -283,7 +327,8 @@ fn a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked() {
     for oss in 1..=4 {
         let device = c.dir().join(format!("oss{oss}/target0/data"));
         let there = if oss == 1 { disk.at() } else { others.at() }.join(oss.to_string());
-        let copied = Command::new("cp").arg("--sparse=always").args([&device, &there]).status().unwrap();
+        let copied =
+            Command::new("cp").arg("--sparse=always").args([&device, &there]).status().unwrap();
         assert!(copied.success());
         fs::remove_file(&device).unwrap();
         symlink(&there, &device).unwrap();
@@ -298,14 +343,26 @@ fn a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked() {
     };
     // As long as it takes to know what is usual; nobody is slow.
     thread::sleep(Duration::from_secs(12));
-    assert!(c.targets().iter().all(|t| t["slow"].is_null() && t["draining"] == false), "{:#?}", c.targets());
+    assert!(
+        c.targets().iter().all(|t| t["slow"].is_null() && t["draining"] == false),
+        "{:#?}",
+        c.targets()
+    );
 
     disk.slow(Duration::from_millis(200));
     c.until("it is drained", || c.target(slow)["draining"] == true);
     let drained = |t: &&Value| t["drained_because_slow"] == true;
-    assert!(c.targets().iter().filter(drained).count() == 1 && drained(&&c.target(slow)), "{:#?}", c.targets());
+    assert!(
+        c.targets().iter().filter(drained).count() == 1 && drained(&&c.target(slow)),
+        "{:#?}",
+        c.targets()
+    );
     let list = ok(&c.run(&["target", "list"]));
-    assert!(list.contains("draining, slow") && list.contains(&format!("target {slow} has been slow for")), "{list}");
+    assert!(
+        list.contains("draining, slow")
+            && list.contains(&format!("target {slow} has been slow for")),
+        "{list}"
+    );
     let status = text(&c.run(&["status"]).stdout);
     assert!(status.contains(&format!("target {slow} is drained because it was slow")), "{status}");
     c.until("all has moved", || c.target(slow)["replicas"] == 0);
@@ -327,7 +384,8 @@ fn a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked() {
 fn pools_keep_files_within_and_are_managed_by_command() {
     let c = Cluster::new("3");
     let pools = || {
-        let v: Value = serde_json::from_slice(&ok_bytes(&c.run(&["pool", "list", "--json"]))).unwrap();
+        let v: Value =
+            serde_json::from_slice(&ok_bytes(&c.run(&["pool", "list", "--json"]))).unwrap();
         v["pools"].as_array().unwrap().clone()
     };
     ok(&c.run(&["pool", "new", "fast", "0"]));
@@ -336,7 +394,11 @@ fn pools_keep_files_within_and_are_managed_by_command() {
     refused(&c.run(&["pool", "add", "fast", "2"]), &["already"]);
     refused(&c.run(&["pool", "add", "fast", "9"]), &["not registered"]);
     refused(&c.run(&["pool", "remove", "slow", "0"]), &["no pool 'slow'"]);
-    assert!(pools().len() == 1 && pools()[0]["targets"] == serde_json::json!([0, 2]), "{:?}", pools());
+    assert!(
+        pools().len() == 1 && pools()[0]["targets"] == serde_json::json!([0, 2]),
+        "{:?}",
+        pools()
+    );
     let chains = || {
         let v: Value = serde_json::from_slice(&c.run(&["status", "--json"]).stdout).unwrap();
         v["map"]["chains"].as_array().unwrap().clone()
@@ -357,7 +419,8 @@ fn pools_keep_files_within_and_are_managed_by_command() {
     assert!(c.target(1)["used"].as_u64().unwrap() < before[1] + (1 << 20));
     ok(&c.run(&["pool", "destroy", "fast"]));
     assert!(pools().is_empty());
-    (0..20).for_each(|i| assert!(fs::read(d.join(format!("f{i}"))).unwrap() == pattern(i, 1 << 20)));
+    (0..20)
+        .for_each(|i| assert!(fs::read(d.join(format!("f{i}"))).unwrap() == pattern(i, 1 << 20)));
 }
 
 fn ok_bytes(out: &Output) -> Vec<u8> {

@@ -77,17 +77,31 @@ impl File {
 
     /// As [`File::append`]; a piece goes directly behind the one before it if that is not too long
     /// ago. Drops `until` as [`File::write_until`].
-    pub async fn append_part(&self, data: Vec<Buf>, part: Part, until: impl Send + 'static) -> Result<Landed> {
+    pub async fn append_part(
+        &self,
+        data: Vec<Buf>,
+        part: Part,
+        until: impl Send + 'static,
+    ) -> Result<Landed> {
         self.append_piece(data, Some(part), until).await
     }
 
-    async fn append_piece(&self, data: Vec<Buf>, part: Option<Part>, until: impl Send + 'static) -> Result<Landed> {
+    async fn append_piece(
+        &self,
+        data: Vec<Buf>,
+        part: Option<Part>,
+        until: impl Send + 'static,
+    ) -> Result<Landed> {
         self.check(self.is_writable(), "writing")?;
         let me = self.clone();
         let appending = async move {
             let _until = until;
             match handover::numbers().and_then(|n| n.append_again()) {
-                Some(a) => Ok(Landed { offset: a.offset, len: me.append_again(a, data).await?, kept: None }),
+                Some(a) => Ok(Landed {
+                    offset: a.offset,
+                    len: me.append_again(a, data).await?,
+                    kept: None,
+                }),
                 None => me.append_new(data, part).await,
             }
         };
@@ -122,7 +136,15 @@ impl File {
             let end = core.lock_end(inode).await?;
             if end.session == session {
                 let (call, next) = part.map_or(((0, 0), 0), |p| (p.call, p.offset));
-                return Ok(Tail { number: 0, call, next, since: Instant::now(), bytes: 0, end, _one: one });
+                return Ok(Tail {
+                    number: 0,
+                    call,
+                    next,
+                    since: Instant::now(),
+                    bytes: 0,
+                    end,
+                    _one: one,
+                });
             }
         }
     }
@@ -148,7 +170,8 @@ impl File {
             if let Some(n) = handover::numbers() {
                 n.set_append(tail.end.session, offset, len as u64);
             }
-            let done = match self.write_now(offset, data.clone(), Way::only(tail.end.session)).await {
+            let done = match self.write_now(offset, data.clone(), Way::only(tail.end.session)).await
+            {
                 // With it the end was lost. Nothing was sent.
                 Err(e) if e.code == Code::NoSession => {
                     handover::numbers().iter().for_each(|n| n.clear_append());
@@ -159,7 +182,11 @@ impl File {
             tail.end.size = offset + done as u64;
             tail.bytes += len as u64;
             let more = part.filter(|p| p.more && done == len);
-            return Ok(Landed { offset, len: done, kept: more.and_then(|_| self.keep_end(tail, len)) });
+            return Ok(Landed {
+                offset,
+                len: done,
+                kept: more.and_then(|_| self.keep_end(tail, len)),
+            });
         }
     }
 
@@ -186,7 +213,10 @@ impl File {
     /// of no size without it, so it waits for nobody.
     async fn append_again(&self, a: Appended, data: Vec<Buf>) -> Result<usize> {
         let lost = |e: Error| match e.code {
-            Code::NoSession => Error::new(Code::Io, "the session was lost during an append; the bytes may be there"),
+            Code::NoSession => Error::new(
+                Code::Io,
+                "the session was lost during an append; the bytes may be there",
+            ),
             _ => e,
         };
         let _using = self.0.core.use_to_change(self.0.inode.ino).await?;

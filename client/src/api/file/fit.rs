@@ -18,7 +18,9 @@ fn shares(stripes: &StripeMap, offset: u64, len: u64, new: u64) -> BTreeMap<Chai
     let rows = len / row;
     stripes.chains.iter().for_each(|c| add(*c, rows.saturating_mul(stripes.stripe_size)));
     stripes.split(offset, len % row).for_each(|p| add(p.chain, u64::from(p.len)));
-    let part = |n: u64| u64::try_from(u128::from(n) * u128::from(new) / u128::from(len.max(1))).unwrap_or(u64::MAX);
+    let part = |n: u64| {
+        u64::try_from(u128::from(n) * u128::from(new) / u128::from(len.max(1))).unwrap_or(u64::MAX)
+    };
     of.into_iter().map(|(c, n)| (c, part(n))).collect()
 }
 
@@ -35,7 +37,8 @@ fn lacking(map: &MapView, of: &BTreeMap<ChainId, u64>, space: &[pb::TargetSpace]
         .iter()
         .filter_map(|(t, n)| Some((space.iter().find(|s| s.target == *t)?, *n)))
         .find(|(t, n)| *n > t.free)?;
-    let m = format!("{n} more bytes would be needed on target {}, which has {} free", t.target, t.free);
+    let m =
+        format!("{n} more bytes would be needed on target {}, which has {} free", t.target, t.free);
     Some(Error::new(Code::NoSpc, m))
 }
 
@@ -74,7 +77,9 @@ mod tests {
     #[test]
     fn rows_are_even_and_the_rest_is_where_it_lies() {
         const MIB: u64 = 1 << 20;
-        let of = |offset, len, new| shares(&stripes(&[7, 8, 9]), offset, len, new).into_iter().collect::<Vec<_>>();
+        let of = |offset, len, new| {
+            shares(&stripes(&[7, 8, 9]), offset, len, new).into_iter().collect::<Vec<_>>()
+        };
         assert_eq!(of(0, 3 * MIB, 3 * MIB), [(7, MIB), (8, MIB), (9, MIB)]);
         assert_eq!(of(MIB, MIB + 5, MIB + 5), [(7, 0), (8, MIB), (9, 5)]);
         assert_eq!(of(0, 7 * MIB, 7 * MIB), [(7, 3 * MIB), (8, 2 * MIB), (9, 2 * MIB)]);
@@ -97,13 +102,26 @@ mod tests {
             ..Default::default()
         };
         let targets = (1..=3)
-            .map(|id| pb::Target { id, node: 1000 + id, uuid: vec![id as u8; 16].into(), ..Default::default() })
+            .map(|id| pb::Target {
+                id,
+                node: 1000 + id,
+                uuid: vec![id as u8; 16].into(),
+                ..Default::default()
+            })
             .collect();
-        let map = pb::ClusterMap { chains: vec![chain(7, &[1, 2]), chain(8, &[2, 3])], targets, ..Default::default() };
+        let map = pb::ClusterMap {
+            chains: vec![chain(7, &[1, 2]), chain(8, &[2, 3])],
+            targets,
+            ..Default::default()
+        };
         let map = MapView::new(map).unwrap();
         let space = |free: [u64; 3]| {
             (1..=3)
-                .map(|t| pb::TargetSpace { target: t, free: free[t as usize - 1], ..Default::default() })
+                .map(|t| pb::TargetSpace {
+                    target: t,
+                    free: free[t as usize - 1],
+                    ..Default::default()
+                })
                 .collect::<Vec<_>>()
         };
         let of = BTreeMap::from([(7, 10), (8, 20)]);

@@ -20,7 +20,8 @@ use crate::{
 /// How often a write may find that others of this client write the same bytes.
 const TURNS: usize = 8;
 
-/// A write that is under way: nothing that is kept of its range is good while it is, and if it is dropped in the middle nobody knows what is there.
+/// A write that is under way: nothing that is kept of its range is good while it is, and if it is
+/// dropped in the middle nobody knows what is there.
 struct Writing<'a> {
     inode: &'a Inode,
     end: u64,
@@ -47,12 +48,15 @@ impl Drop for Writing<'_> {
 }
 
 impl File {
-    /// Reads `[offset, offset + into.len())`, as far as the file goes, into foreign memory: the storage servers write there, over connections of
-    /// their own, and no byte passes this process but the few that came with an answer. Returns the pieces of the range, in order; of holes nothing
-    /// is written, so the caller clears them, and compares the sums. When this returns, or is dropped, no server reaches the memory any more.
+    /// Reads `[offset, offset + into.len())`, as far as the file goes, into foreign memory: the
+    /// storage servers write there, over connections of their own, and no byte passes this process
+    /// but the few that came with an answer. Returns the pieces of the range, in order; of holes
+    /// nothing is written, so the caller clears them, and compares the sums. When this returns, or
+    /// is dropped, no server reaches the memory any more.
     ///
-    /// `EOPNOTSUPP` in a sentence where the storage servers are not reached by RDMA, or the memory cannot be registered with the device that leads
-    /// there; otherwise as of [`File::read`]. At most 16 MiB.
+    /// `EOPNOTSUPP` in a sentence where the storage servers are not reached by RDMA, or the memory
+    /// cannot be registered with the device that leads there; otherwise as of [`File::read`]. At
+    /// most 16 MiB.
     pub async fn read_foreign(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
@@ -70,24 +74,30 @@ impl File {
         h.core.storage.read_foreign(&h.inode, offset..end, &into.slice(0..end - offset)).await
     }
 
-    /// Writes foreign memory at `offset`, a multiple of 4 KiB: the storage servers read it, and every byte is on disk in all replicas when this
-    /// returns. That the file has grown is told to the metadata server as after other writes: at the next fsync, or before this returns with
-    /// O_DSYNC or O_SYNC. `sums`: the CRC32C of each 4 KiB of it, the last of which may be shorter; the servers store them and compare. When this returns, or is
-    /// dropped, no server reaches the memory any more; after an error each 4 KiB block of the file is old or new.
+    /// Writes foreign memory at `offset`, a multiple of 4 KiB: the storage servers read it, and
+    /// every byte is on disk in all replicas when this returns. That the file has grown is told to
+    /// the metadata server as after other writes: at the next fsync, or before this returns with
+    /// O_DSYNC or O_SYNC. `sums`: the CRC32C of each 4 KiB of it, the last of which may be shorter;
+    /// the servers store them and compare. When this returns, or is dropped, no server reaches the
+    /// memory any more; after an error each 4 KiB block of the file is old or new.
     ///
-    /// Errors as of [`File::read_foreign`], and as of [`File::write`]; `Resend`: what the servers read are not the bytes that were summed.
+    /// Errors as of [`File::read_foreign`], and as of [`File::write`]; `Resend`: what the servers
+    /// read are not the bytes that were summed.
     pub async fn write_foreign(&self, offset: u64, from: &Foreign, sums: &[u32]) -> Result<()> {
         self.check(self.is_writable(), "writing")?;
         check_len(from)?;
         self.tell_errors(Teller::Write)?;
         let wrong = |m: &str| Error::new(Code::Inval, m);
-        if !offset.is_multiple_of(BLOCK as u64) || sums.len() as u64 != from.len().div_ceil(BLOCK as u64) {
+        if !offset.is_multiple_of(BLOCK as u64)
+            || sums.len() as u64 != from.len().div_ceil(BLOCK as u64)
+        {
             return Err(wrong(
                 "foreign memory is written from a multiple of 4096 bytes on, with a checksum for each 4096",
             ));
         }
         let end = offset.checked_add(from.len()).filter(|e| *e <= MAX_FILE_SIZE);
-        let range = offset..end.ok_or_else(|| Error::new(Code::FBig, "beyond the largest file size"))?;
+        let range =
+            offset..end.ok_or_else(|| Error::new(Code::FBig, "beyond the largest file size"))?;
         let (core, inode) = (&self.0.core, &self.0.inode);
         let _using = core.use_to_change(inode.ino).await?;
         for _ in 0..TURNS {
@@ -100,14 +110,25 @@ impl File {
                 return self.write_foreign_now(range, from, sums).await;
             }
         }
-        Err(Error::new(Code::Busy, "others of this client write the same bytes of the file all the time"))
+        Err(Error::new(
+            Code::Busy,
+            "others of this client write the same bytes of the file all the time",
+        ))
     }
 
-    async fn write_foreign_now(&self, range: Range<u64>, from: &Foreign, sums: &[u32]) -> Result<()> {
+    async fn write_foreign_now(
+        &self,
+        range: Range<u64>,
+        from: &Foreign,
+        sums: &[u32],
+    ) -> Result<()> {
         let h = &self.0;
         let mut writing = Writing::begin(&h.core, &h.inode, range.clone());
-        let (session, done, outcome) =
-            h.core.updates.write_foreign(&h.inode, range.start, (from, sums), &writing.handed).await;
+        let (session, done, outcome) = h
+            .core
+            .updates
+            .write_foreign(&h.inode, range.start, (from, sums), &writing.handed)
+            .await;
         writing.ended = outcome.is_ok();
         if done > 0 {
             h.inode.wrote(session, range.start..range.start + done, &h.creds)?;

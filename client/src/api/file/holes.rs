@@ -6,14 +6,19 @@ use super::{File, O_DSYNC, Teller};
 use crate::{read::cache::Change, write::back::Back};
 
 impl File {
-    /// Makes `[offset, offset + len)` zeros, without changing the size; whole blocks of 4 KiB take no space any more. What it
-    /// does is unstable like a write. `EINVAL` for a length of 0.
+    /// Makes `[offset, offset + len)` zeros, without changing the size; whole blocks of 4 KiB take
+    /// no space any more. What it does is unstable like a write. `EINVAL` for a length of 0.
     pub async fn punch(&self, offset: u64, len: u64) -> Result<()> {
         self.punch_until(offset, len, ()).await
     }
 
     /// As [`File::punch`]; drops `until` as [`File::write_until`].
-    pub async fn punch_until(&self, offset: u64, len: u64, until: impl Send + 'static) -> Result<()> {
+    pub async fn punch_until(
+        &self,
+        offset: u64,
+        len: u64,
+        until: impl Send + 'static,
+    ) -> Result<()> {
         self.check(self.is_writable(), "writing")?;
         if len == 0 {
             return Err(Error::new(Code::Inval, "a hole of no bytes"));
@@ -46,13 +51,15 @@ impl File {
         self.0.core.shared.detached(punching).await
     }
 
-    /// Where the first data at or behind `offset` begins. `ENXIO` if there is only a hole up to the end, or `offset` is there.
-    /// Bytes that nobody wrote, or that were punched, may be told to be data; never the other way round.
+    /// Where the first data at or behind `offset` begins. `ENXIO` if there is only a hole up to the
+    /// end, or `offset` is there. Bytes that nobody wrote, or that were punched, may be told to be
+    /// data; never the other way round.
     pub async fn seek_data(&self, offset: u64) -> Result<u64> {
         self.seek(offset, true).await
     }
 
-    /// Where the first hole at or behind `offset` begins: the end of the file is one. `ENXIO` if `offset` is not before it.
+    /// Where the first hole at or behind `offset` begins: the end of the file is one. `ENXIO` if
+    /// `offset` is not before it.
     pub async fn seek_hole(&self, offset: u64) -> Result<u64> {
         self.seek(offset, false).await
     }
@@ -70,7 +77,13 @@ impl File {
         match (h.inode.may_have_holes(), data) {
             (false, true) => Ok(offset),
             (false, false) => Ok(size),
-            (true, true) => h.core.storage.seek_data(&h.inode, offset).await?.filter(|at| *at < size).ok_or_else(none),
+            (true, true) => h
+                .core
+                .storage
+                .seek_data(&h.inode, offset)
+                .await?
+                .filter(|at| *at < size)
+                .ok_or_else(none),
             (true, false) => h.core.storage.seek_hole(&h.inode, offset, size).await,
         }
     }

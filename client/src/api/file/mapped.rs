@@ -25,8 +25,8 @@ pub enum AsOf {
 
 impl File {
     /// As [`File::read`], for whoever keeps the bytes as long as they are as they were. `asked` is
-    /// called when nothing more is asked of the metadata servers. Nobody else changes the file until
-    /// the last part of what is returned is dropped.
+    /// called when nothing more is asked of the metadata servers. Nobody else changes the file
+    /// until the last part of what is returned is dropped.
     pub async fn read_to_keep(
         &self,
         offset: u64,
@@ -44,7 +44,8 @@ impl File {
                 core.files.fresh_size(inode).await?;
                 let using = core.pages.use_freely(inode.ino);
                 let begun = {
-                    // A recall's pages are taken back when this is over: either it is seen here, or it waits for this page-in.
+                    // A recall's pages are taken back when this is over: either it is seen here, or
+                    // it waits for this page-in.
                     let _telling = core.lease_cache.telling();
                     let known = core.files.known_size(inode);
                     using.zip(known).inspect(|_| asked())
@@ -82,7 +83,12 @@ impl File {
     }
 
     /// Without the lock: others may store there.
-    async fn read_unlocked(&self, offset: u64, len: usize, asked: impl Fn()) -> Result<(Vec<Buf>, AsOf)> {
+    async fn read_unlocked(
+        &self,
+        offset: u64,
+        len: usize,
+        asked: impl Fn(),
+    ) -> Result<(Vec<Buf>, AsOf)> {
         let h = &self.0;
         let size = h.core.files.fresh_size(&h.inode).await?;
         let leased = h.core.files.known_size(&h.inode).map(|(_, tenure)| tenure);
@@ -96,7 +102,12 @@ impl File {
     /// Writes back what was stored through a memory mapping of the file: as [`File::write`], but
     /// the file does not get longer. What is beyond its end is dropped. `only`: `EIO`, and nothing
     /// is written, in another session: it was stored before that was lost.
-    pub async fn write_mapped(&self, offset: u64, data: Buf, only: Option<SessionId>) -> Result<()> {
+    pub async fn write_mapped(
+        &self,
+        offset: u64,
+        data: Buf,
+        only: Option<SessionId>,
+    ) -> Result<()> {
         self.check(self.is_writable(), "writing")?;
         let me = self.clone();
         let writing = async move {
@@ -107,18 +118,27 @@ impl File {
             if end <= offset {
                 return Ok(());
             }
-            let (len, tenure) = ((end - offset) as usize, core.files.known_size(inode).map(|(_, tenure)| tenure));
-            let n = match me.write_now(offset, vec![data.slice(0..len)], Way { only, within: true }).await {
+            let (len, tenure) =
+                ((end - offset) as usize, core.files.known_size(inode).map(|(_, tenure)| tenure));
+            let n = match me
+                .write_now(offset, vec![data.slice(0..len)], Way { only, within: true })
+                .await
+            {
                 Err(e) if e.code == Code::NoSession => return Err(session_lost()),
                 n => n?,
             };
             if !core.pages.is_mine(inode.ino)
-                && (tenure.is_none() || core.lease_cache.tenure(core.shared.env.boot(), inode.ino) != tenure)
+                && (tenure.is_none()
+                    || core.lease_cache.tenure(core.shared.env.boot(), inode.ino) != tenure)
             {
                 // Somebody may have cut the file meanwhile: then there are bytes beyond its end.
                 inode.may_be_cut();
             }
-            if n < len { Err(Error::new(Code::NoSpc, "no space left for a page of a mapping")) } else { Ok(()) }
+            if n < len {
+                Err(Error::new(Code::NoSpc, "no space left for a page of a mapping"))
+            } else {
+                Ok(())
+            }
         };
         self.0.core.shared.detached(writing).await
     }

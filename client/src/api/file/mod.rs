@@ -51,8 +51,8 @@ const O_DIRECT: u32 = 0o40000;
 /// Reads of fewer bytes do not keep buffers of the pool.
 const SMALL: usize = 64 << 10;
 
-/// An open file. Clones are the same open file; the last one to go closes it, but only [`File::close`] tells whether
-/// the bytes are safe.
+/// An open file. Clones are the same open file; the last one to go closes it, but only
+/// [`File::close`] tells whether the bytes are safe.
 #[derive(Clone)]
 pub struct File(Arc<Handle>);
 
@@ -87,7 +87,8 @@ struct Handle {
     /// Until it is closed.
     open: Mutex<Option<Arc<Open>>>,
     ahead: Mutex<ReadAhead>,
-    /// Write-back errors of the inode that this handle's writes, syncs and closes have told, or that came before it.
+    /// Write-back errors of the inode that this handle's writes, syncs and closes have told, or
+    /// that came before it.
     told_errors: [AtomicU64; 3],
     closed: AtomicBool,
     /// See [`Inode::handle_opened`].
@@ -97,8 +98,9 @@ struct Handle {
 }
 
 impl Client {
-    /// Opens a regular file. `flags` as on Linux: access mode, O_APPEND (use [`File::append`]), O_TRUNC, O_DSYNC/O_SYNC
-    /// (writes return when stable), O_DIRECT (no read-ahead). Linux's `FMODE_EXEC`: the right to run it is enough.
+    /// Opens a regular file. `flags` as on Linux: access mode, O_APPEND (use [`File::append`]),
+    /// O_TRUNC, O_DSYNC/O_SYNC (writes return when stable), O_DIRECT (no read-ahead). Linux's
+    /// `FMODE_EXEC`: the right to run it is enough.
     pub async fn open(&self, creds: &pb::Creds, ino: Ino, flags: u32) -> Result<(File, pb::Attr)> {
         let (mut flags, exec) = (flags & !O_EXEC, flags & O_EXEC);
         if open_cache::is_kept(flags)
@@ -113,9 +115,14 @@ impl Client {
             }
             let open = |flags| op(pb::op::Op::Open(pb::Open { ino, flags }));
             let opening = core.metadata.opening(Some(ino), flags).await;
-            let mut r = ok(core.metadata.meta(&creds, vec![open(flags & (O_ACCMODE | O_APPEND))]).await?);
-            // Most programs may be read: those are opened as any file is, so that they can be kept open.
-            if exec != 0 && flags & O_ACCMODE == 0 && r.as_ref().is_err_and(|e| e.code == Code::Access) {
+            let mut r =
+                ok(core.metadata.meta(&creds, vec![open(flags & (O_ACCMODE | O_APPEND))]).await?);
+            // Most programs may be read: those are opened as any file is, so that they can be kept
+            // open.
+            if exec != 0
+                && flags & O_ACCMODE == 0
+                && r.as_ref().is_err_and(|e| e.code == Code::Access)
+            {
                 flags |= exec;
                 r = ok(core.metadata.meta(&creds, vec![open(exec)]).await?);
             }
@@ -131,8 +138,8 @@ impl Client {
         self.core.files.live_inode(ino).is_some() && !self.core.open_cache.holds_alone(ino)
     }
 
-    /// Creates and opens a regular file in one request; opens it when it is there, unless `exclusive` (`EEXIST`).
-    /// `layout` goes over the directory's default.
+    /// Creates and opens a regular file in one request; opens it when it is there, unless
+    /// `exclusive` (`EEXIST`). `layout` goes over the directory's default.
     pub async fn create(
         &self,
         creds: &pb::Creds,
@@ -147,7 +154,15 @@ impl Client {
         let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
-            let create = pb::Create { parent, name, mode: bits, exclusive, layout, flags: flags_sent, umask };
+            let create = pb::Create {
+                parent,
+                name,
+                mode: bits,
+                exclusive,
+                layout,
+                flags: flags_sent,
+                umask,
+            };
             let opening = core.metadata.opening(None, flags).await;
             let r = ok(core.metadata.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
             let created = r.last().is_some_and(|r| r.created);
@@ -157,8 +172,8 @@ impl Client {
         self.core.shared.detached(opening).await
     }
 
-    /// Makes and opens a regular file without a name, as if in the directory `parent`. It is gone when it is closed, unless
-    /// [`Client::link`] gave it a name before, which `linkable` allows.
+    /// Makes and opens a regular file without a name, as if in the directory `parent`. It is gone
+    /// when it is closed, unless [`Client::link`] gave it a name before, which `linkable` allows.
     pub async fn tmpfile(
         &self,
         creds: &pb::Creds,
@@ -170,7 +185,14 @@ impl Client {
         let (core, creds, Mode { bits, umask }) = (self.core.clone(), creds.clone(), mode.into());
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
-            let make = pb::Tmpfile { parent, mode: bits, umask, flags: flags_sent, linkable, layout: None };
+            let make = pb::Tmpfile {
+                parent,
+                mode: bits,
+                umask,
+                flags: flags_sent,
+                linkable,
+                layout: None,
+            };
             let opening = core.metadata.opening(None, flags).await;
             let r = ok(core.metadata.meta(&creds, vec![op(pb::op::Op::Tmpfile(make))]).await?)?;
             let file = core.file(r, &creds, flags, opening).await?;
@@ -195,23 +217,34 @@ impl Core {
             let r = r.pop().ok_or_else(|| bad("an empty answer to an open"))?;
             let attr = r.attr.ok_or_else(|| bad("no attributes in the answer to an open"))?;
             let made = async {
-                let not_regular = || Error::new(Code::IsDir, "only regular files are opened for data");
+                let not_regular =
+                    || Error::new(Code::IsDir, "only regular files are opened for data");
                 let layout = r.layout.ok_or_else(not_regular)?;
                 let stripes = Arc::new(self.resolve(attr.ino, &layout).await?);
                 let placed = Placed { layout, stripes };
-                let sealed: &[u8; CAP_LEN] =
-                    r.capability[..].try_into().map_err(|_| bad("no capability for an open file"))?;
+                let sealed: &[u8; CAP_LEN] = r.capability[..]
+                    .try_into()
+                    .map_err(|_| bad("no capability for an open file"))?;
                 let session = cap::peek(sealed).session;
                 let inode = self.files.inode(attr.ino, || Inode::new(attr, placed.clone()));
                 inode.set_placed(placed, &attr);
-                inode.take_cap(&r.capability, session, flags & (O_ACCMODE | O_APPEND | O_EXEC), creds)?;
+                inode.take_cap(
+                    &r.capability,
+                    session,
+                    flags & (O_ACCMODE | O_APPEND | O_EXEC),
+                    creds,
+                )?;
                 Ok((inode, session))
             };
             let (writer, pages) = (r.writer, r.pages);
             match made.await {
                 Ok((inode, session)) => {
-                    let keep =
-                        self.shared.cfg.handover.as_deref().filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
+                    let keep = self
+                        .shared
+                        .cfg
+                        .handover
+                        .as_deref()
+                        .filter(|_| matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR));
                     if pages {
                         self.pages.mark(inode.ino);
                     }
@@ -262,8 +295,15 @@ impl Core {
         }
     }
 
-    /// Fetches a range into the cache, in parts of a unit at most, as far as there is room. Returns how far that was.
-    fn prefetch(self: &Arc<Self>, inode: &Arc<Inode>, tenure: Tenure, range: Range<u64>, size: u64) -> u64 {
+    /// Fetches a range into the cache, in parts of a unit at most, as far as there is room. Returns
+    /// how far that was.
+    fn prefetch(
+        self: &Arc<Self>,
+        inode: &Arc<Inode>,
+        tenure: Tenure,
+        range: Range<u64>,
+        size: u64,
+    ) -> u64 {
         let units = range.start / UNIT..range.end.div_ceil(UNIT);
         for unit in units.map(|n| range.start.max(n * UNIT)..((n + 1) * UNIT).min(size)) {
             let mut cache = self.cache.lock();
@@ -303,7 +343,10 @@ impl Core {
                     let again = self.cache.lock().plan(inode.ino, tenure, range.clone(), reader);
                     match <[Part; 1]>::try_from(again) {
                         Ok([Part::Here(bufs)]) => {
-                            Counters::add(&self.shared.stats.cached_bytes, buffers::total(&bufs) as u64);
+                            Counters::add(
+                                &self.shared.stats.cached_bytes,
+                                buffers::total(&bufs) as u64,
+                            );
                             Ok(bufs)
                         }
                         _ => self.storage.read_range(inode, range).await,
@@ -313,7 +356,8 @@ impl Core {
         })
     }
 
-    /// Bytes that are not here; they are kept, unless somebody is passing through who will not come back.
+    /// Bytes that are not here; they are kept, unless somebody is passing through who will not come
+    /// back.
     async fn fetch(
         self: &Arc<Self>,
         inode: &Inode,
@@ -349,7 +393,8 @@ struct Expected<'a> {
 impl Expected<'_> {
     fn arrived(mut self, bufs: &[Buf]) {
         let Some(id) = self.id.take() else { return };
-        // Small ones are copied: kept for long they would leave no room in one piece for large ones between them.
+        // Small ones are copied: kept for long they would leave no room in one piece for large ones
+        // between them.
         let small = buffers::total(bufs) < SMALL && buffers::road(bufs).is_some();
         let kept = if small { vec![buffers::detached(bufs)] } else { bufs.to_vec() };
         self.core.cache.lock().arrived(id, Some(kept), Instant::now());
@@ -399,7 +444,9 @@ impl File {
     fn check(&self, ok: bool, what: &str) -> Result<()> {
         match (self.0.closed.load(Relaxed), ok) {
             (true, _) => Err(Error::new(Code::BadF, "the file is closed")),
-            (false, false) => Err(Error::new(Code::BadF, format!("the file is not open for {what}"))),
+            (false, false) => {
+                Err(Error::new(Code::BadF, format!("the file is not open for {what}")))
+            }
             (false, true) => Ok(()),
         }
     }
@@ -424,23 +471,32 @@ impl File {
         &self.0.creds
     }
 
-    /// Attributes as last heard, with the size of this client's own writes. [`Client::getattr`] asks.
+    /// Attributes as last heard, with the size of this client's own writes. [`Client::getattr`]
+    /// asks.
     pub fn attr(&self) -> pb::Attr {
         self.0.inode.attr()
     }
 
-    /// The bytes of `[offset, offset + len)` below the end of the file, as segments in order; holes as zeros.
+    /// The bytes of `[offset, offset + len)` below the end of the file, as segments in order; holes
+    /// as zeros.
     pub async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
         // Under a lease the size says in which tenure the bytes are, too.
         let known = h.core.files.known_size(&h.inode).map(|(_, tenure)| tenure);
-        let size = if known.is_some() { h.inode.size() } else { h.core.files.ask_size(&h.inode).await? };
+        let size =
+            if known.is_some() { h.inode.size() } else { h.core.files.ask_size(&h.inode).await? };
         self.read_below(size, known, offset, len).await
     }
 
     /// `tenure`: if it has just been looked up.
-    async fn read_below(&self, size: u64, tenure: Option<Tenure>, offset: u64, len: usize) -> Result<Vec<Buf>> {
+    async fn read_below(
+        &self,
+        size: u64,
+        tenure: Option<Tenure>,
+        offset: u64,
+        len: usize,
+    ) -> Result<Vec<Buf>> {
         let h = &self.0;
         h.inode.check_missing(h.since, &(offset..offset.saturating_add(len as u64)))?;
         let end = offset.saturating_add(len as u64).min(size);
@@ -463,8 +519,9 @@ impl File {
         Ok(if over.is_empty() { bufs } else { overlay(&bufs, &(offset..end), over) })
     }
 
-    /// What [`File::read`] would return, if everything it needs is in memory: never waits. `None`: ask `read`. Must be
-    /// called where tasks can be spawned, because reading on may start the next fetch.
+    /// What [`File::read`] would return, if everything it needs is in memory: never waits. `None`:
+    /// ask `read`. Must be called where tasks can be spawned, because reading on may start the next
+    /// fetch.
     pub fn read_ready(&self, offset: u64, len: usize) -> Option<Vec<Buf>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading").ok()?;
@@ -524,7 +581,9 @@ impl File {
         let h = &self.0;
         let (parts, reader) = self.plan(range, size, tenure);
         let mut out = Vec::new();
-        for r in join_all(parts.into_iter().map(|p| h.core.fetch_part(&h.inode, tenure, p, reader))).await {
+        for r in join_all(parts.into_iter().map(|p| h.core.fetch_part(&h.inode, tenure, p, reader)))
+            .await
+        {
             out.extend(r?);
         }
         Ok(out)
@@ -540,20 +599,28 @@ impl File {
         Ok(at)
     }
 
-    /// Writes `data` at `offset`: when it returns, every byte is with all in-sync replicas, in memory or on disk (on
-    /// disk with O_DSYNC or O_SYNC). Overlapping writes of one client land in the order they were called. The
-    /// buffers must not change any more.
+    /// Writes `data` at `offset`: when it returns, every byte is with all in-sync replicas, in
+    /// memory or on disk (on disk with O_DSYNC or O_SYNC). Overlapping writes of one client land in
+    /// the order they were called. The buffers must not change any more.
     ///
-    /// Returns the bytes written: fewer than given only when space ran out on the way, or at the largest size of a file (`EFBIG` for
-    /// a write that begins there). After an error each 4 KiB block is old or new.
+    /// Returns the bytes written: fewer than given only when space ran out on the way, or at the
+    /// largest size of a file (`EFBIG` for a write that begins there). After an error each 4 KiB
+    /// block is old or new.
     ///
-    /// With [`crate::Config::write_back`] it may return before they are sent: then an error is told by the next sync or close.
+    /// With [`crate::Config::write_back`] it may return before they are sent: then an error is told
+    /// by the next sync or close.
     pub async fn write(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
         self.write_until(offset, data, ()).await
     }
 
-    /// As [`File::write`]; drops `until` when nothing more of it can happen, also if the caller goes away.
-    pub async fn write_until(&self, offset: u64, data: Vec<Buf>, until: impl Send + 'static) -> Result<usize> {
+    /// As [`File::write`]; drops `until` when nothing more of it can happen, also if the caller
+    /// goes away.
+    pub async fn write_until(
+        &self,
+        offset: u64,
+        data: Vec<Buf>,
+        until: impl Send + 'static,
+    ) -> Result<usize> {
         self.check(self.is_writable(), "writing")?;
         let (mut taken, len) = (self.hold_back(offset, &data)?, buffers::total(&data));
         if taken == Taken::Held {
@@ -595,7 +662,11 @@ impl File {
         let mut b = self.0.core.shared.fabric.pool().get(data.len()).await?;
         b.copy_from_slice(data);
         let n = self.write(offset, vec![b.freeze()]).await?;
-        if n < data.len() { Err(Error::new(Code::NoSpc, "no space left for all of the bytes")) } else { Ok(()) }
+        if n < data.len() {
+            Err(Error::new(Code::NoSpc, "no space left for all of the bytes"))
+        } else {
+            Ok(())
+        }
     }
 
     /// As [`File::write_now`], while nobody else has pages of the file.
@@ -612,7 +683,12 @@ impl File {
         }
     }
 
-    async fn write_now(&self, offset: u64, data: Vec<Buf>, Way { only, within }: Way) -> Result<usize> {
+    async fn write_now(
+        &self,
+        offset: u64,
+        data: Vec<Buf>,
+        Way { only, within }: Way,
+    ) -> Result<usize> {
         let h = &self.0;
         self.tell_errors(Teller::Write)?;
         let data = up_to_the_largest(offset, data)?;
@@ -627,7 +703,8 @@ impl File {
         let _turn = h.inode.ranges.lock(offset..end).await;
         h.inode.begins(&(offset..end));
         let change = Change::begin(&h.core.cache, h.inode.ino, offset..end);
-        let (session, done, outcome) = h.core.updates.write_range(&h.inode, offset, &data, (stable, only), room).await;
+        let (session, done, outcome) =
+            h.core.updates.write_range(&h.inode, offset, &data, (stable, only), room).await;
         drop(change);
         if done > 0 {
             let range = offset..offset + done;
@@ -661,8 +738,8 @@ impl File {
         &self.0.inode
     }
 
-    /// Bytes of this file are lost to whoever wrote them: the next write, fsync and close of every open file of it say so
-    /// (`EIO`).
+    /// Bytes of this file are lost to whoever wrote them: the next write, fsync and close of every
+    /// open file of it say so (`EIO`).
     pub fn lost(&self, why: &str) {
         self.0.inode.fail_loudly(why);
     }
@@ -676,8 +753,8 @@ impl File {
         h.core.shared.detached(async move { me.0.core.setattr(&me.0.creds, set, true).await }).await
     }
 
-    /// The file reaches at least to `end`; what is new reads as zeros. Unlike [`File::truncate`] it never cuts off what
-    /// others write at the same time.
+    /// The file reaches at least to `end`; what is new reads as zeros. Unlike [`File::truncate`] it
+    /// never cuts off what others write at the same time.
     pub async fn extend(&self, end: u64) -> Result<pb::Attr> {
         self.check(self.is_writable(), "writing")?;
         if end > MAX_FILE_SIZE {
@@ -685,17 +762,20 @@ impl File {
         }
         let me = self.clone();
         let extending = async move {
-            let (h, extend) = (&me.0, op(pb::op::Op::Extend(pb::Extend { ino: me.ino(), end, holes: true })));
+            let (h, extend) =
+                (&me.0, op(pb::op::Op::Extend(pb::Extend { ino: me.ino(), end, holes: true })));
             let r = h.core.files.meta_as_opener(&h.creds, vec![extend]).await?;
             let attr = r.first().and_then(|r| r.attr.as_ref());
-            let attr = attr.ok_or_else(|| Error::new(Code::Protocol, "no attributes in the answer to an extension"))?;
+            let attr = attr.ok_or_else(|| {
+                Error::new(Code::Protocol, "no attributes in the answer to an extension")
+            })?;
             Ok(h.inode.take_attr(attr))
         };
         self.0.core.shared.detached(extending).await
     }
 
-    /// Returns when all bytes written are stable on every in-sync replica and the size is in the metadata servers'
-    /// log. An error of an earlier write-back is reported once per open file.
+    /// Returns when all bytes written are stable on every in-sync replica and the size is in the
+    /// metadata servers' log. An error of an earlier write-back is reported once per open file.
     pub async fn fsync(&self) -> Result<()> {
         self.check(true, "")?;
         self.sync(Teller::Sync).await
@@ -709,8 +789,9 @@ impl File {
         })
     }
 
-    /// Bytes that were written are lost, and this call is to tell so: the first sync or close, as on Linux. What was lost
-    /// by a restart of the mount is told by the first of each, and by the first write.
+    /// Bytes that were written are lost, and this call is to tell so: the first sync or close, as
+    /// on Linux. What was lost by a restart of the mount is told by the first of each, and by the
+    /// first write.
     fn tell_errors(&self, by: Teller) -> Result<()> {
         let told = &self.0.told_errors;
         let seen = told[by as usize].load(Relaxed);
@@ -767,13 +848,16 @@ fn up_to_the_largest(offset: u64, data: Vec<Buf>) -> Result<Vec<Buf>> {
 /// Tells the metadata server that a handle is gone.
 async fn forget(core: Arc<Core>, open: Open) {
     let inode = &open.inode;
-    let (now, since) = (core.metadata.current_session().map(|s| s.id), core.metadata.reassertions());
+    let (now, since) =
+        (core.metadata.current_session().map(|s| s.id), core.metadata.reassertions());
     let counted = inode.closed(open.session, now);
     if inode.handles() == 0 {
-        // A killed program's write or append goes on by itself. Once this client is not on record, nobody looks out for it.
+        // A killed program's write or append goes on by itself. Once this client is not on record,
+        // nobody looks out for it.
         drop((inode.appending.lock().await, inode.ranges.lock_all().await));
     }
-    // What a write that ran beside the close left. Nobody waits for it who may write next, once this client is not on record.
+    // What a write that ran beside the close left. Nobody waits for it who may write next, once
+    // this client is not on record.
     core.writeback.send_held(inode).await;
     if inode.handles() == 0 {
         core.leave_closed_pages(inode.ino).await;
@@ -787,14 +871,20 @@ async fn forget(core: Arc<Core>, open: Open) {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.inode.handle_closed(self.since, self.flags);
-        if self.closed.load(Relaxed) || self.core.shared.is_closed() || tokio::runtime::Handle::try_current().is_err() {
+        if self.closed.load(Relaxed)
+            || self.core.shared.is_closed()
+            || tokio::runtime::Handle::try_current().is_err()
+        {
             return;
         }
         let (core, inode) = (self.core.clone(), self.inode.clone());
         let open = self.open.get_mut().take().and_then(Arc::into_inner);
         self.core.shared.env.spawn(async move {
             if let Err(e) = core.sync_inode(&inode).await {
-                tracing::warn!(ino = inode.ino, "a file that nobody closed could not be flushed: {e}");
+                tracing::warn!(
+                    ino = inode.ino,
+                    "a file that nobody closed could not be flushed: {e}"
+                );
             }
             if let Some(open) = open {
                 forget(core, open).await;

@@ -1,4 +1,5 @@
-//! Metadata servers: one state behind three nodes of which one leads. One directory; just the operations the tests need.
+//! Metadata servers: one state behind three nodes of which one leads. One directory; just the
+//! operations the tests need.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -42,7 +43,8 @@ struct State {
     inodes: BTreeMap<u64, Inode>,
     sessions: BTreeMap<u64, Session>,
     opens: BTreeMap<(u64, u64), i64>,
-    /// Sessions that opened inodes for writing and have them open, with the number of the last open.
+    /// Sessions that opened inodes for writing and have them open, with the number of the last
+    /// open.
     writers: BTreeMap<(u64, u64), u64>,
     /// Until they say that they do not write them any more, not only close them.
     releases: bool,
@@ -214,7 +216,8 @@ impl Mds {
     async fn report_to(&self, asks: u64, ino: u64) {
         let mine: Vec<(u64, u64)> = {
             let s = &mut *self.state.lock();
-            let writers: Vec<u64> = s.writers.keys().filter(|w| w.1 == ino && w.0 != asks).map(|w| w.0).collect();
+            let writers: Vec<u64> =
+                s.writers.keys().filter(|w| w.1 == ino && w.0 != asks).map(|w| w.0).collect();
             let number = |id| {
                 s.recalls += 1;
                 (id, s.recalls)
@@ -240,7 +243,11 @@ impl Mds {
 
     fn session_open(&self, r: pb::SessionOpenRequest) -> pb::SessionOpenReply {
         let s = &mut *self.state.lock();
-        let found = s.sessions.iter().find(|(_, x)| x.alive && x.uuid == r.client_uuid[..]).map(|(id, _)| *id);
+        let found = s
+            .sessions
+            .iter()
+            .find(|(_, x)| x.alive && x.uuid == r.client_uuid[..])
+            .map(|(id, _)| *id);
         let id = found.unwrap_or_else(|| {
             s.next += 1;
             let new = Session { uuid: r.client_uuid.to_vec(), alive: true, ..Default::default() };
@@ -260,7 +267,10 @@ impl Mds {
 
     fn renew(&self, r: pb::SessionRenewRequest) -> Result<pb::SessionRenewReply> {
         let s = &mut *self.state.lock();
-        s.sessions.get(&r.session).filter(|s| s.alive).ok_or_else(|| Error::new(Code::NoSession, "no session"))?;
+        s.sessions
+            .get(&r.session)
+            .filter(|s| s.alive)
+            .ok_or_else(|| Error::new(Code::NoSession, "no session"))?;
         if r.reassert {
             s.reassertions += 1;
             if !r.hello && s.refuses > 0 {
@@ -275,12 +285,18 @@ impl Mds {
         if r.hello {
             s.holders.values_mut().for_each(|h| h.retain(|id| *id != r.session));
             s.owed.remove(&r.session);
-            s.reports.iter_mut().filter(|((id, _), _)| *id == r.session).for_each(|(_, (_, sent))| *sent = false);
+            s.reports
+                .iter_mut()
+                .filter(|((id, _), _)| *id == r.session)
+                .for_each(|(_, (_, sent))| *sent = false);
             self.news.notify_waiters();
         }
         let denied = !r.hello && std::mem::take(&mut s.denies);
         let lease_ms = if denied { 0 } else { 1500 };
-        Ok(pb::SessionRenewReply { map: (s.map.version > r.map_version).then(|| s.map.clone()), lease_ms })
+        Ok(pb::SessionRenewReply {
+            map: (s.map.version > r.map_version).then(|| s.map.clone()),
+            lease_ms,
+        })
     }
 
     /// Returns what a session is to forget once there is something.
@@ -296,7 +312,8 @@ impl Mds {
                 let news = self.news.notified();
                 {
                     let s = &mut *self.state.lock();
-                    let asked = s.reports.iter().any(|((id, _), (_, sent))| *id == r.session && !sent);
+                    let asked =
+                        s.reports.iter().any(|((id, _), (_, sent))| *id == r.session && !sent);
                     if at_once || asked {
                         return;
                     }
@@ -315,7 +332,11 @@ impl Mds {
         })
         .await;
         let s = &mut *self.state.lock();
-        let one = |(number, ino): (&u64, &u64)| pb::Recall { number: *number, ino: *ino, ..Default::default() };
+        let one = |(number, ino): (&u64, &u64)| pb::Recall {
+            number: *number,
+            ino: *ino,
+            ..Default::default()
+        };
         let recalls = s.owed.get(&r.session).into_iter().flatten().map(one).collect();
         let unsent = s.reports.iter_mut().filter(|((id, _), (_, sent))| *id == r.session && !sent);
         let report = |((_, number), (ino, sent)): (&(u64, u64), &mut (u64, bool))| {
@@ -326,7 +347,8 @@ impl Mds {
         pb::RecallReply { recalls, reports, locks: Vec::new() }
     }
 
-    /// Answers when all others have forgotten what was changed, or did not in time. A size, when others have reported theirs.
+    /// Answers when all others have forgotten what was changed, or did not in time. A size, when
+    /// others have reported theirs.
     async fn meta(&self, r: pb::MetaRequest) -> Result<pb::MetaReply> {
         for o in &r.ops {
             if let Some(Op::Getattr(g)) = &o.op {
@@ -341,7 +363,11 @@ impl Mds {
             let reply = self.meta_now(r)?;
             let mut s = self.state.lock();
             s.asked += 1;
-            let late = if opens { std::mem::take(&mut s.late_open).max(s.slow_opens) } else { Duration::ZERO };
+            let late = if opens {
+                std::mem::take(&mut s.late_open).max(s.slow_opens)
+            } else {
+                Duration::ZERO
+            };
             (reply, s.recalls, late)
         };
         tokio::time::sleep(late).await;
@@ -391,9 +417,10 @@ impl Mds {
             }
             let result = self.op(s, r.session, op.op.unwrap());
             let failed = result.is_err();
-            reply
-                .results
-                .push(result.unwrap_or_else(|e| pb::OpResult { status: Some(e.to_status()), ..Default::default() }));
+            reply.results.push(result.unwrap_or_else(|e| pb::OpResult {
+                status: Some(e.to_status()),
+                ..Default::default()
+            }));
             if failed {
                 break;
             }
@@ -416,7 +443,8 @@ impl Mds {
         s.now_ns += 1_000_000;
         let now = s.now_ns;
         let gone = || Error::new(Code::NoEnt, "no such inode");
-        let with = |i: &Inode| pb::OpResult { ino: i.attr.ino, attr: Some(i.attr), ..Default::default() };
+        let with =
+            |i: &Inode| pb::OpResult { ino: i.attr.ino, attr: Some(i.attr), ..Default::default() };
         match op {
             Op::Lookup(l) => {
                 let ino = s.names.get(&l.name[..]).ok_or_else(gone)?;
@@ -434,7 +462,11 @@ impl Mds {
             }
             Op::Create(c) => {
                 if let Some(ino) = s.names.get(&c.name[..]).copied() {
-                    return if c.exclusive { e(Code::Exist, "exists") } else { self.open(s, session, ino, c.flags) };
+                    return if c.exclusive {
+                        e(Code::Exist, "exists")
+                    } else {
+                        self.open(s, session, ino, c.flags)
+                    };
                 }
                 self.changed(s, session, c.parent);
                 s.next += 1;
@@ -514,7 +546,10 @@ impl Mds {
                 } else {
                     s.ends.insert(l.ino, session);
                 }
-                Ok(pb::OpResult { lock: Some(pb::LockReply { session, ..Default::default() }), ..Default::default() })
+                Ok(pb::OpResult {
+                    lock: Some(pb::LockReply { session, ..Default::default() }),
+                    ..Default::default()
+                })
             }
             Op::GetSeal(_) => e(Code::NoData, "the file is not sealed"),
             _ => e(Code::OpNotSupp, "not in this fake"),

@@ -1,5 +1,6 @@
-//! A small cluster in memory that speaks the real requests: three metadata servers over one state, and object servers
-//! with one target each over one state. Replication is immediate, so that what is tested is the client.
+//! A small cluster in memory that speaks the real requests: three metadata servers over one state,
+//! and object servers with one target each over one state. Replication is immediate, so that what
+//! is tested is the client.
 
 #![allow(dead_code)]
 
@@ -58,7 +59,9 @@ impl Cluster {
         let chain = |c: u32| pb::Chain {
             id: c,
             epoch: 1,
-            replicas: (0..copies).map(|i| pb::Replica { target: (c + i) % targets, state: serving }).collect(),
+            replicas: (0..copies)
+                .map(|i| pb::Replica { target: (c + i) % targets, state: serving })
+                .collect(),
             preferred: vec![c],
             lost: false,
         };
@@ -66,10 +69,21 @@ impl Cluster {
             version: 1,
             nodes: MDS.iter().copied().map(mds_node).chain((0..targets).map(oss_node)).collect(),
             targets: (0..targets)
-                .map(|id| pb::Target { id, node: node(id), alive: true, stamp: 1, ..Default::default() })
+                .map(|id| pb::Target {
+                    id,
+                    node: node(id),
+                    alive: true,
+                    stamp: 1,
+                    ..Default::default()
+                })
                 .collect(),
             chains: (0..targets).map(chain).collect(),
-            sets: vec![pb::ChainSet { id: 1, copies, chains: (0..targets).collect(), ..Default::default() }],
+            sets: vec![pb::ChainSet {
+                id: 1,
+                copies,
+                chains: (0..targets).collect(),
+                ..Default::default()
+            }],
             ..Default::default()
         };
         let oss = Arc::new(Oss::new(map.clone(), key.clone()));
@@ -122,7 +136,8 @@ impl Cluster {
         });
     }
 
-    /// A process restart of targets: unflushed bytes are gone, stamps are new; chains stay, with a new epoch.
+    /// A process restart of targets: unflushed bytes are gone, stamps are new; chains stay, with a
+    /// new epoch.
     pub fn restart(&self, targets: &[u32]) {
         for t in targets {
             self.oss.lose_unflushed(*t);
@@ -160,11 +175,16 @@ pub fn kept(keep: &Handover, byte: u8, len: usize) -> Vec<Buf> {
     vec![b.freeze()]
 }
 
-/// Runs a client until `live` returns, then kills it: it is in a runtime that ends, and nothing of it is cleaned up.
+/// Runs a client until `live` returns, then kills it: it is in a runtime that ends, and nothing of
+/// it is cleaned up.
 pub fn killed<F: Future<Output = ()> + Send>(live: impl FnOnce() -> F + Send) {
     std::thread::scope(|s| {
         s.spawn(|| {
-            let paused = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+            let paused = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .start_paused(true)
+                .build()
+                .unwrap();
             paused.block_on(live());
         });
     });

@@ -13,7 +13,8 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_client::Config;
 use strake_fabric::{
-    Buf, Clock, Connection, Endpoint, Env, Fabric, Foreign, Lend, Listener, Message, Peer, Pool, Road, Role, Service,
+    Buf, Clock, Connection, Endpoint, Env, Fabric, Foreign, Lend, Listener, Message, Peer, Pool,
+    Road, Role, Service,
 };
 use strake_proto::{Code, Error, Result};
 
@@ -78,7 +79,8 @@ impl Net {
     pub fn damage(&self, n: u64) {
         self.damaged.store(n, SeqCst);
     }
-    /// From now on servers send what they were to write into foreign memory with their answers, as those do whose memory cannot be registered.
+    /// From now on servers send what they were to write into foreign memory with their answers, as
+    /// those do whose memory cannot be registered.
     pub fn stream(&self, on: bool) {
         self.streams.store(on, SeqCst);
     }
@@ -88,7 +90,9 @@ impl Net {
     }
     /// What RDMA does with an answer to a request that lent room for it.
     fn placed(&self, lend: Option<&Lend>, mut m: Message) -> Message {
-        let Some(Lend::Room(room)) = lend.filter(|_| m.payload_len() > 4096 && !self.streams.load(SeqCst)) else {
+        let Some(Lend::Room(room)) =
+            lend.filter(|_| m.payload_len() > 4096 && !self.streams.load(SeqCst))
+        else {
             return m;
         };
         let mut to = std::ptr::with_exposed_provenance_mut::<u8>(room.addr() as usize);
@@ -135,7 +139,11 @@ pub struct MemFabric(pub Arc<Net>);
 
 #[async_trait]
 impl Fabric for MemFabric {
-    async fn connect(&self, to: &Endpoint, _back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        _back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         let node = match to {
             Endpoint::Sim(node) => *node,
             Endpoint::Rdma(_, node) => u32::from(*node),
@@ -158,7 +166,9 @@ impl Fabric for MemFabric {
     }
     fn ways(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
         let way = |e: &String| match e.parse() {
-            Ok(Endpoint::Sim(n)) if self.0.road(n) == Road::Rdma => Some(Endpoint::Rdma("sim".into(), n as u16)),
+            Ok(Endpoint::Sim(n)) if self.0.road(n) == Road::Rdma => {
+                Some(Endpoint::Rdma("sim".into(), n as u16))
+            }
             e => e.ok(),
         };
         Ok(endpoints.iter().filter_map(way).collect())
@@ -212,9 +222,14 @@ impl Connection for MemConn {
                     self.broken.store(true, SeqCst);
                     return Err(gone());
                 }
-                Ok(r) => return r.map(|m| self.net.placed(lend.as_ref(), self.net.marked(self.node, m))),
+                Ok(r) => {
+                    return r
+                        .map(|m| self.net.placed(lend.as_ref(), self.net.marked(self.node, m)));
+                }
                 Err(_) if self.is_closed() => return Err(gone()),
-                Err(_) if tokio::time::Instant::now() >= end => return Err(Error::new(Code::TimedOut, "no answer")),
+                Err(_) if tokio::time::Instant::now() >= end => {
+                    return Err(Error::new(Code::TimedOut, "no answer"));
+                }
                 Err(_) => {}
             }
         }
@@ -253,5 +268,8 @@ pub fn env(seed: u8) -> Env {
 }
 
 pub fn config() -> Config {
-    Config { hostname: "tester".into(), ..Config::new(vec![Endpoint::Sim(1), Endpoint::Sim(2), Endpoint::Sim(3)]) }
+    Config {
+        hostname: "tester".into(),
+        ..Config::new(vec![Endpoint::Sim(1), Endpoint::Sim(2), Endpoint::Sim(3)])
+    }
 }

@@ -1,4 +1,5 @@
-//! Object servers: chunks per target, an applied-but-unflushed state that a restart loses, and faults to order.
+//! Object servers: chunks per target, an applied-but-unflushed state that a restart loses, and
+//! faults to order.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,8 +14,8 @@ use strake_proto::{
     CapKey, ChunkId, Code, Error, Result, Rights,
     checksum::{block_sums, verify},
     data::{
-        DataReply, DataRequest, Extent, Extents, FLAG_GRANTED, FLAG_REPLAY, FLAG_STABLE, KEPT_WRITERS, Kind, Stamp,
-        Version, Writer,
+        DataReply, DataRequest, Extent, Extents, FLAG_GRANTED, FLAG_REPLAY, FLAG_STABLE,
+        KEPT_WRITERS, Kind, Stamp, Version, Writer,
     },
     map::{ChainExt, MapView},
     opcode, pb,
@@ -38,7 +39,8 @@ impl Chunk {
             end = end.min(self.bytes.len());
             self.bytes[offset.min(end)..end].fill(0);
             let all = &self.bytes;
-            self.stored.retain(|b| all[b * 4096..((b + 1) * 4096).min(all.len())].iter().any(|b| *b != 0));
+            self.stored
+                .retain(|b| all[b * 4096..((b + 1) * 4096).min(all.len())].iter().any(|b| *b != 0));
             return;
         }
         if self.bytes.len() < end {
@@ -111,9 +113,16 @@ fn err<T>(code: Code, m: &str) -> Result<T> {
 
 impl Oss {
     pub fn new(map: pb::ClusterMap, key: CapKey) -> Oss {
-        let targets = map.targets.iter().map(|t| (t.id, Target { stamp: 1, ..Default::default() })).collect();
+        let targets =
+            map.targets.iter().map(|t| (t.id, Target { stamp: 1, ..Default::default() })).collect();
         let map = MapView::new(map).unwrap();
-        let state = State { map, targets, faults: Faults::default(), counts: Counts::default(), next_stamp: 2 };
+        let state = State {
+            map,
+            targets,
+            faults: Faults::default(),
+            counts: Counts::default(),
+            next_stamp: 2,
+        };
         Oss { key, state: Mutex::new(state) }
     }
     pub fn set_map(&self, map: pb::ClusterMap) {
@@ -133,7 +142,8 @@ impl Oss {
         t.chunks = t.flushed.clone();
         t.stamp = stamp;
     }
-    /// Makes the members of every chain equal after restarts: one that did not restart is the source, if there is any.
+    /// Makes the members of every chain equal after restarts: one that did not restart is the
+    /// source, if there is any.
     pub fn resync(&self, restarted: &[u32]) {
         let s = &mut *self.state.lock();
         for chain in &s.map.map.chains {
@@ -171,15 +181,25 @@ impl Oss {
         self.state.lock().targets[&target].chunks.get(&chunk).map(|c| c.bytes.clone())
     }
 
-    fn check(&self, s: &State, r: &DataRequest, target: u32, rights: Rights, now_ms: u64) -> Result<()> {
-        let chain = s.map.chain(r.chain).ok_or_else(|| Error::new(Code::NotServing, "no such chain"))?;
+    fn check(
+        &self,
+        s: &State,
+        r: &DataRequest,
+        target: u32,
+        rights: Rights,
+        now_ms: u64,
+    ) -> Result<()> {
+        let chain =
+            s.map.chain(r.chain).ok_or_else(|| Error::new(Code::NotServing, "no such chain"))?;
         if chain.epoch != r.epoch {
             return err(Code::StaleEpoch, "another epoch");
         }
         if r.target != target || chain.state_of(target) != Some(pb::ReplicaState::ReplicaServing) {
             return err(Code::NotServing, "not serving");
         }
-        let cap = self.key.open(&r.cap.ok_or_else(|| Error::new(Code::BadCap, "no capability"))?, now_ms)?;
+        let cap = self
+            .key
+            .open(&r.cap.ok_or_else(|| Error::new(Code::BadCap, "no capability"))?, now_ms)?;
         if cap.ino != r.chunk.ino || cap.session != r.session || !cap.rights.has(rights) {
             return err(Code::BadCap, "capability for something else");
         }
@@ -212,7 +232,9 @@ impl Oss {
         }
         let bytes: Vec<u8> = payload.iter().flat_map(|b| b.to_vec()).collect();
         assert_eq!(bytes.len(), if r.kind == Kind::Punch { 0 } else { r.len as usize });
-        if Self::take(&mut s.faults.resend) || verify(u64::from(r.offset), [&bytes[..]], &r.sums).is_some() {
+        if Self::take(&mut s.faults.resend)
+            || verify(u64::from(r.offset), [&bytes[..]], &r.sums).is_some()
+        {
             return err(Code::Resend, "checksum mismatch");
         }
         if s.faults.full {
@@ -253,7 +275,13 @@ impl Oss {
         if stable {
             Self::flush_chain(s, &chain);
         }
-        Ok(DataReply { stable, version, epoch: chain.epoch, stamps: Self::stamps(s, &chain), ..Default::default() })
+        Ok(DataReply {
+            stable,
+            version,
+            epoch: chain.epoch,
+            stamps: Self::stamps(s, &chain),
+            ..Default::default()
+        })
     }
 
     fn flush_chain(s: &mut State, chain: &pb::Chain) {
@@ -272,7 +300,12 @@ impl Oss {
             return err(Code::NotServing, "not the head");
         }
         Self::flush_chain(s, &chain);
-        Ok(DataReply { stable: true, epoch: chain.epoch, stamps: Self::stamps(s, &chain), ..Default::default() })
+        Ok(DataReply {
+            stable: true,
+            epoch: chain.epoch,
+            stamps: Self::stamps(s, &chain),
+            ..Default::default()
+        })
     }
 
     /// As much as is wanted, or nothing.
@@ -282,7 +315,11 @@ impl Oss {
         if s.faults.no_grants {
             return Err(strake_fabric::unknown_opcode(opcode::GRANT));
         }
-        Ok(DataReply { len: if s.faults.full { 0 } else { r.len }, epoch: r.epoch, ..Default::default() })
+        Ok(DataReply {
+            len: if s.faults.full { 0 } else { r.len },
+            epoch: r.epoch,
+            ..Default::default()
+        })
     }
 
     fn extents(&self, target: u32, r: &DataRequest) -> Result<Message> {
@@ -295,8 +332,10 @@ impl Oss {
         }
         let (mut out, most) = (Extents::default(), r.len as usize);
         let last = ChunkId { index: u64::MAX, ..r.chunk };
-        let of_chain = s.targets[&target].chunks.range(r.chunk..=last).filter(|(_, c)| c.chain == r.chain);
-        let blocks = of_chain.flat_map(|(id, c)| c.stored.iter().map(|b| (id.index, *b as u32 * 4096)));
+        let of_chain =
+            s.targets[&target].chunks.range(r.chunk..=last).filter(|(_, c)| c.chain == r.chain);
+        let blocks =
+            of_chain.flat_map(|(id, c)| c.stored.iter().map(|b| (id.index, *b as u32 * 4096)));
         for (index, offset) in blocks.filter(|at| *at >= (r.chunk.index, r.offset)) {
             let full = out.found.len() == most;
             match out.found.last_mut() {
@@ -332,8 +371,13 @@ impl Oss {
             let middle = bytes.len() / 2;
             bytes[middle] ^= 1;
         }
-        let reply =
-            DataReply { version: c.version, epoch: chain.epoch, len: bytes.len() as u32, sums, ..Default::default() };
+        let reply = DataReply {
+            version: c.version,
+            epoch: chain.epoch,
+            len: bytes.len() as u32,
+            sums,
+            ..Default::default()
+        };
         let payload = if bytes.is_empty() { vec![] } else { vec![Buf::copy_from(&bytes)] };
         Ok(Message::new(0, reply.encode()).with_payload(payload))
     }
@@ -358,7 +402,9 @@ impl Service for Front {
             opcode::READ => self.0.read(self.1, &r),
             opcode::EXTENTS => self.0.extents(self.1, &r),
             opcode::GRANT => Ok(Message::new(0, self.0.grant(self.1, &r)?.encode())),
-            opcode::WRITE => Ok(Message::new(0, self.0.write(self.1, r, m.payload).await?.encode())),
+            opcode::WRITE => {
+                Ok(Message::new(0, self.0.write(self.1, r, m.payload).await?.encode()))
+            }
             opcode::FLUSH => Ok(Message::new(0, self.0.flush(self.1, &r)?.encode())),
             o => Err(strake_fabric::unknown_opcode(o)),
         }

@@ -54,13 +54,16 @@ impl World {
         Ok(())
     }
 
-    /// Nothing that was given up lies on top of what its client wrote afterwards, or anybody after its program had been told.
+    /// Nothing that was given up lies on top of what its client wrote afterwards, or anybody after
+    /// its program had been told.
     fn nothing_late(&self, list: &[u8]) -> Result<(), String> {
         for client in &self.clients {
             let mut newest = 0;
             for value in list.iter().filter(|v| client.values.contains(v)) {
                 if *value < newest && client.given_up.iter().any(|g| g.write.value == *value) {
-                    return Err(format!("{list:?} is read: {value} was given up before {newest} was written"));
+                    return Err(format!(
+                        "{list:?} is read: {value} was given up before {newest} was written"
+                    ));
                 }
                 newest = newest.max(*value);
             }
@@ -70,7 +73,9 @@ impl World {
             let newer = g.told.and_then(|told| before.find(|v| **v > told));
             if let Some(newer) = newer.filter(|_| list.contains(&g.write.value)) {
                 let late = g.write.value;
-                return Err(format!("{list:?} is read: that {late} had failed was told before {newer} was written"));
+                return Err(format!(
+                    "{list:?} is read: that {late} had failed was told before {newer} was written"
+                ));
             }
         }
         Ok(())
@@ -82,16 +87,22 @@ impl World {
             for r in self.chain.replicas.iter().filter(|r| in_sync(r.state())) {
                 let durable = &self.replicas[r.target as usize].durable.list;
                 if !durable.contains(&a.write.value) {
-                    return Err(format!("stable update {} is not durable at {}: {durable:?}", a.write.value, r.target));
+                    return Err(format!(
+                        "stable update {} is not durable at {}: {durable:?}",
+                        a.write.value, r.target
+                    ));
                 }
             }
         }
         Ok(())
     }
 
-    /// Replicas that all act on the epoch in which they serve, with nothing in flight, are the same.
+    /// Replicas that all act on the epoch in which they serve, with nothing in flight, are the
+    /// same.
     fn idle_are_alike(&self) -> Result<(), String> {
-        let Some(first) = self.replicas.iter().find(|r| r.core.view().serving() && r.core.view().head) else {
+        let Some(first) =
+            self.replicas.iter().find(|r| r.core.view().serving() && r.core.view().head)
+        else {
             return Ok(());
         };
         let all = &first.core.view().serving;
@@ -127,7 +138,8 @@ impl World {
                 break;
             }
             let action = &actions[splitmix64(&mut rng) as usize % actions.len()];
-            self.go(action).map_err(|why| format!("when faults have ended, after {action:?}: {why}"))?;
+            self.go(action)
+                .map_err(|why| format!("when faults have ended, after {action:?}: {why}"))?;
         }
         Err(format!("does not become whole again: {:?}, then {:?}", self.chain, self.actions()))
     }

@@ -1,4 +1,5 @@
-//! Clients: they send what was not answered again, flush, and send again what a flush did not cover.
+//! Clients: they send what was not answered again, flush, and send again what a flush did not
+//! cover.
 
 use strake_oss::chain::What;
 use strake_proto::{
@@ -17,7 +18,8 @@ pub(super) fn session(client: usize) -> u64 {
 
 impl World {
     pub(super) fn actions_of_clients(&self, out: &mut Vec<Action>) {
-        // A client that has an older map sends to whom that names, which is no other than one that has it too.
+        // A client that has an older map sends to whom that names, which is no other than one that
+        // has it too.
         let is_head = |i: &usize| {
             let r = &self.replicas[*i];
             r.leased && r.core.view().serving() && r.core.view().head
@@ -29,7 +31,9 @@ impl World {
             let turn = c == 0 || client.seq > 0 || self.clients[c - 1].seq > 0;
             for to in &heads {
                 match &client.open {
-                    None if self.left.writes > 0 && turn => out.push(Action::Write { client: c, to: *to }),
+                    None if self.left.writes > 0 && turn => {
+                        out.push(Action::Write { client: c, to: *to })
+                    }
                     Some(o) if !o.sent => out.push(Action::Send { client: c, to: *to }),
                     _ => {}
                 }
@@ -100,8 +104,8 @@ impl World {
     /// The head of a chain hears of the present round.
     pub(super) fn fence(&mut self, c: usize, to: usize) {
         let (epoch, round) = (self.replicas[to].epoch(), self.round(c));
-        let told =
-            self.fault == Fault::TellsAtOnce || self.replicas[to].core.heard_round(epoch, session(c), round).is_ok();
+        let told = self.fault == Fault::TellsAtOnce
+            || self.replicas[to].core.heard_round(epoch, session(c), round).is_ok();
         if told {
             self.tell(c);
         }
@@ -118,7 +122,8 @@ impl World {
         let Some(g) = self.clients[c].given_up.iter_mut().find(|g| g.write == late) else { return };
         g.on_its_way = false;
         let (write, epoch) = (g.write, g.epoch);
-        let what = What::Client { session: write.session, seq: write.seq, replay: None, round: g.round };
+        let what =
+            What::Client { session: write.session, seq: write.seq, replay: None, round: g.round };
         self.admit(to, epoch, Asker::Nobody, Kind::Update(write), what);
     }
 
@@ -148,7 +153,8 @@ impl World {
         if self.left.doubles == 0 {
             self.clients.iter_mut().for_each(|c| c.last = None);
         }
-        let what = What::Client { session: write.session, seq: write.seq, replay, round: self.round(c) };
+        let what =
+            What::Client { session: write.session, seq: write.seq, replay, round: self.round(c) };
         self.admit(to, epoch, Asker::Nobody, Kind::Update(write), what);
     }
 
@@ -156,7 +162,9 @@ impl World {
         self.left.breaks -= 1;
         self.hung_up(session(c));
         for w in self.replicas.iter_mut().flat_map(|r| r.work.values_mut()) {
-            if w.asker == Asker::Client && matches!(w.kind, Kind::Update(u) if u.session == session(c)) {
+            if w.asker == Asker::Client
+                && matches!(w.kind, Kind::Update(u) if u.session == session(c))
+            {
                 w.asker = Asker::Nobody;
             }
         }
@@ -187,7 +195,10 @@ impl World {
             }
             Err(Code::Overtaken) => {
                 if !again || self.losses == 0 {
-                    let m = format!("update {} is overtaken without a loss of all replicas", write.value);
+                    let m = format!(
+                        "update {} is overtaken without a loss of all replicas",
+                        write.value
+                    );
                     self.broken.get_or_insert(m);
                 }
                 client.open = None;
@@ -218,6 +229,10 @@ impl World {
 impl Acked {
     /// What is stable is never sent again.
     fn forgetful(self) -> Acked {
-        if self.stable { Acked { version: Version::default(), stamps: Vec::new(), losses: 0, ..self } } else { self }
+        if self.stable {
+            Acked { version: Version::default(), stamps: Vec::new(), losses: 0, ..self }
+        } else {
+            self
+        }
     }
 }

@@ -33,7 +33,8 @@ pub struct Bounds {
     pub doubles: u8,
     /// Requests between replicas that arrive once more.
     pub repeats: u8,
-    /// Writes that their client gives up without an answer: they arrive later, or not at all. They count as writes, too.
+    /// Writes that their client gives up without an answer: they arrive later, or not at all. They
+    /// count as writes, too.
     pub given_up: u8,
     /// Programs are told that these failed, and others write after that.
     pub tells: bool,
@@ -47,10 +48,11 @@ pub struct Bounds {
     pub slow: bool,
     /// Space is short: nobody is told of an update before it is staged.
     pub short: bool,
-    /// What comes too early, too late or without a lease is refused. Otherwise it waits, or is not noticed any more, which comes to the
-    /// same: it is sent again.
+    /// What comes too early, too late or without a lease is refused. Otherwise it waits, or is not
+    /// noticed any more, which comes to the same: it is sent again.
     pub refusals: bool,
-    /// One world of so many is tried whether it can become whole again; 0: only those in which nothing can happen any more.
+    /// One world of so many is tried whether it can become whole again; 0: only those in which
+    /// nothing can happen any more.
     pub settle: u64,
 }
 
@@ -60,7 +62,8 @@ pub enum Fault {
     None,
     /// A replica is reported as filled before it has flushed.
     FillsUnflushed,
-    /// A replica is reported as filled while an update is in flight that one that was lost has shown.
+    /// A replica is reported as filled while an update is in flight that one that was lost has
+    /// shown.
     FillsShown,
     /// Replicas leave before they act on it.
     LeavesUnheard,
@@ -86,7 +89,8 @@ pub enum Fault {
     PushesUnheld,
     /// Clients do not say that they have given something up.
     Roundless,
-    /// A program is told that its write failed before the head of the chain has heard of it, and copies of it live for ever.
+    /// A program is told that its write failed before the head of the chain has heard of it, and
+    /// copies of it live for ever.
     TellsAtOnce,
 }
 

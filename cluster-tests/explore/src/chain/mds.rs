@@ -56,21 +56,33 @@ impl World {
     fn beat_matters(&self, i: usize) -> bool {
         let (r, t) = (&self.replicas[i], i as u32);
         let member = self.chain.state_of(t).is_some() || self.chain.preferred.contains(&t);
-        if !member && r.core.view().state == ReplicaState::ReplicaUnknown && (r.left || r.chunk == Chunk::default()) {
+        if !member
+            && r.core.view().state == ReplicaState::ReplicaUnknown
+            && (r.left || r.chunk == Chunk::default())
+        {
             return false; // it stands by
         }
         // What it says decides on who has been filled, and on who is to leave.
         let leaves = self.chain.replicas.iter().any(|r| !self.chain.preferred.contains(&r.target));
         let heard = self.seen[i] == self.report(i) || !leaves && !self.report(i).1;
-        !(self.alive[i] && r.leased && heard && r.epoch() == self.chain.epoch && r.losses == self.losses)
+        !(self.alive[i]
+            && r.leased
+            && heard
+            && r.epoch() == self.chain.epoch
+            && r.losses == self.losses)
     }
 
     fn evaluated(&self) -> Option<pb::Chain> {
         let epoch = self.chain.epoch;
         let acts = |t: u32| self.fault == Fault::LeavesUnheard || self.seen[t as usize].0 == epoch;
         let tail = self.chain.tail();
-        let synced = tail.is_some_and(|t| acts(t) && self.seen[t as usize].0 == epoch && self.seen[t as usize].1);
-        membership::evaluate(&self.chain, &Facts { alive: |t| self.alive[t as usize], synced, acts })
+        let synced = tail.is_some_and(|t| {
+            acts(t) && self.seen[t as usize].0 == epoch && self.seen[t as usize].1
+        });
+        membership::evaluate(
+            &self.chain,
+            &Facts { alive: |t| self.alive[t as usize], synced, acts },
+        )
     }
 
     pub(super) fn evaluate(&mut self) {
@@ -119,7 +131,8 @@ impl World {
                 self.set_chain(chain);
             }
         }
-        let takes_part = |s| matches!(s, ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing);
+        let takes_part =
+            |s| matches!(s, ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing);
         let in_former_life = self.chain.state_of(i as u32).is_some_and(takes_part);
         let r = &mut self.replicas[i];
         r.core = new_core(i, r.life, if in_former_life { self.chain.epoch } else { 0 });
@@ -134,10 +147,14 @@ impl World {
             return;
         }
         r.pass = Pass::Begin;
-        r.left =
-            self.chain.head().is_some() && self.chain.state_of(me).is_none() && !self.chain.preferred.contains(&me);
+        r.left = self.chain.head().is_some()
+            && self.chain.state_of(me).is_none()
+            && !self.chain.preferred.contains(&me);
         // What was said in the epoch before counts no more.
-        r.work.values_mut().filter(|w| matches!(w.kind, Kind::Update(_))).for_each(|w| w.awaits = Awaits::Nothing);
+        r.work
+            .values_mut()
+            .filter(|w| matches!(w.kind, Kind::Update(_)))
+            .for_each(|w| w.awaits = Awaits::Nothing);
         self.feed(i, Input::View(view));
         if self.fault == Fault::Unconfirmed {
             let r = &mut self.replicas[i];
@@ -149,7 +166,8 @@ impl World {
     pub(super) fn crash(&mut self, i: usize, keeps: bool) {
         let was = &self.replicas[i];
         let durable = if keeps { was.chunk.clone() } else { was.durable.clone() };
-        let mut asked: Vec<(Asker, Option<u64>)> = was.work.values().map(|w| (w.asker, session(&w.kind))).collect();
+        let mut asked: Vec<(Asker, Option<u64>)> =
+            was.work.values().map(|w| (w.asker, session(&w.kind))).collect();
         self.messages.retain(|m| match m {
             Message::Forward { to, asker, .. } | Message::Put { to, asker, .. } if *to == i => {
                 asked.push((*asker, None));

@@ -1,9 +1,11 @@
-//! The world of `docs/replication.md`: a chain of up to three replicas, their metadata server, two clients and one chunk. The replicas'
-//! state machines and the rules of membership are the product's; what is around them is written after its shells.
+//! The world of `docs/replication.md`: a chain of up to three replicas, their metadata server, two
+//! clients and one chunk. The replicas' state machines and the rules of membership are the
+//! product's; what is around them is written after its shells.
 //!
-//! The promises: what may be read, wherever, has every write that was answered, and never goes back; only a loss of all
-//! replicas in sync takes what is not stable. What is stable is durable at all that are in sync. Replicas in sync are alike when nothing is in
-//! flight. When faults end, the chain becomes whole and every write is answered and stable.
+//! The promises: what may be read, wherever, has every write that was answered, and never goes
+//! back; only a loss of all replicas in sync takes what is not stable. What is stable is durable at
+//! all that are in sync. Replicas in sync are alike when nothing is in flight. When faults end, the
+//! chain becomes whole and every write is answered and stable.
 
 mod checks;
 mod clients;
@@ -32,7 +34,8 @@ struct Newest(pb::Chain);
 
 impl Hash for Newest {
     fn hash<H: Hasher>(&self, h: &mut H) {
-        let replicas: Vec<(u32, i32)> = self.0.replicas.iter().map(|r| (r.target, r.state)).collect();
+        let replicas: Vec<(u32, i32)> =
+            self.0.replicas.iter().map(|r| (r.target, r.state)).collect();
         (self.0.epoch, replicas, &self.0.preferred).hash(h);
     }
 }
@@ -56,7 +59,8 @@ pub struct World {
     chain: Newest,
     /// Targets whose leases have not run out, at the metadata server.
     alive: [bool; N],
-    /// What each one's last heartbeat said: the epoch it acted on, and whether its successor was filled.
+    /// What each one's last heartbeat said: the epoch it acted on, and whether its successor was
+    /// filled.
     seen: [(u64, bool); N],
     /// How often all in-sync replicas were lost at once.
     losses: u8,
@@ -150,14 +154,21 @@ impl World {
     /// All serve and know it, and nothing is written.
     pub fn new(left: Bounds, fault: Fault) -> World {
         let targets: Vec<u32> = (0..N as u32).take(usize::from(left.copies)).collect();
-        let serving = |t: &u32| pb::Replica { target: *t, state: ReplicaState::ReplicaServing as i32 };
+        let serving =
+            |t: &u32| pb::Replica { target: *t, state: ReplicaState::ReplicaServing as i32 };
         let replicas = targets.iter().map(serving).collect();
         let mut w = World {
             fault,
             left,
             full: left.full > 0,
             checks_given_up: left.given_up > 0,
-            chain: Newest(pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: targets, lost: false }),
+            chain: Newest(pb::Chain {
+                id: CHAIN,
+                epoch: 1,
+                replicas,
+                preferred: targets,
+                lost: false,
+            }),
             alive: [true; N],
             seen: [(0, false); N],
             losses: 0,
@@ -183,10 +194,14 @@ impl World {
             }
             let (arrives, breaks) = match m {
                 Message::Answer { result, .. } => (true, result.is_ok()),
-                Message::Forward { to, epoch, asker, .. } | Message::Put { to, epoch, asker, .. } => {
+                Message::Forward { to, epoch, asker, .. }
+                | Message::Put { to, epoch, asker, .. } => {
                     let r = &self.replicas[*to];
                     let refused = self.left.refusals || r.epoch() > *epoch;
-                    (!r.down && (refused || r.leased && r.epoch() == *epoch), *asker != Asker::Nobody)
+                    (
+                        !r.down && (refused || r.leased && r.epoch() == *epoch),
+                        *asker != Asker::Nobody,
+                    )
                 }
             };
             if arrives {
@@ -216,11 +231,24 @@ impl World {
                 self.broken_off(Asker::Replica { at: to, op, attempt }, None);
             }
             Message::Forward { to, epoch, version, prev, write, asker } => {
-                self.messages.push(Message::Forward { to, epoch, version, prev, write, asker: Asker::Nobody });
+                self.messages.push(Message::Forward {
+                    to,
+                    epoch,
+                    version,
+                    prev,
+                    write,
+                    asker: Asker::Nobody,
+                });
                 self.broken_off(asker, None);
             }
             Message::Put { to, epoch, body, expected, asker } => {
-                self.messages.push(Message::Put { to, epoch, body, expected, asker: Asker::Nobody });
+                self.messages.push(Message::Put {
+                    to,
+                    epoch,
+                    body,
+                    expected,
+                    asker: Asker::Nobody,
+                });
                 self.broken_off(asker, None);
             }
         }
@@ -236,7 +264,8 @@ impl World {
         self.messages.push(copy);
     }
 
-    /// Worlds that go on alike become one: what has no effect any more is not kept, nor an order of messages.
+    /// Worlds that go on alike become one: what has no effect any more is not kept, nor an order of
+    /// messages.
     fn tidy(&mut self) {
         let World { replicas, messages, greets, left, .. } = self;
         let epoch = self.chain.epoch;
@@ -251,7 +280,9 @@ impl World {
             })
             .collect();
         let forget = |asker: &mut Asker| match asker {
-            Asker::Replica { at, op, attempt } if !waits.contains(&(*at, *op, *attempt)) => *asker = Asker::Nobody,
+            Asker::Replica { at, op, attempt } if !waits.contains(&(*at, *op, *attempt)) => {
+                *asker = Asker::Nobody
+            }
             _ => {}
         };
         replicas.iter_mut().flat_map(|r| r.work.values_mut()).for_each(|w| forget(&mut w.asker));

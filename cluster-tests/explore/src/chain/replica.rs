@@ -23,7 +23,9 @@ impl Local for Store<'_> {
         Ok(self.chunk.state.clone())
     }
     fn commit(&mut self, op: OpId, version: Version, writer: Writer) -> Result<()> {
-        let Some(Kind::Update(w)) = self.work.get(&op).map(|w| &w.kind) else { return Err(err(Code::Io)) };
+        let Some(Kind::Update(w)) = self.work.get(&op).map(|w| &w.kind) else {
+            return Err(err(Code::Io));
+        };
         if self.chunk.list.contains(&w.value) {
             self.twice = Some(w.value);
         }
@@ -50,10 +52,10 @@ impl World {
         let view = r.core.view();
         let reaches = |to: Option<u32>| to.is_some_and(|to| self.reaches(to as usize, view.epoch));
         // Asked sooner, the successor would refuse as before.
-        let successor = view.successor.map(|(t, _)| t).filter(|t| reaches(Some(*t))).map(|t| t as usize);
+        let successor =
+            view.successor.map(|(t, _)| t).filter(|t| reaches(Some(*t))).map(|t| t as usize);
         for (op, w) in r.work.iter().filter(|(_, w)| matches!(w.awaits, Awaits::Pause(_))) {
-            let known =
-                |to: usize| matches!(w.kind, Kind::Update(u) if self.replicas[to].chunk.list.contains(&u.value));
+            let known = |to: usize| matches!(w.kind, Kind::Update(u) if self.replicas[to].chunk.list.contains(&u.value));
             if successor.is_some_and(|to| !known(to) || self.flush_path(to).is_ok()) {
                 out.push(Action::Retry { at: i, op: *op });
             }
@@ -108,7 +110,14 @@ impl World {
                     let result = Ok(Vec::new());
                     self.messages.push(Message::Answer { to: i, op, attempt, result });
                 }
-                self.messages.push(Message::Forward { to: to as usize, epoch, version, prev, write, asker });
+                self.messages.push(Message::Forward {
+                    to: to as usize,
+                    epoch,
+                    version,
+                    prev,
+                    write,
+                    asker,
+                });
             }
             Output::Push { op, attempt, to, epoch, .. } => {
                 let Some(w) = self.replicas[i].work.get_mut(&op) else { return };
@@ -219,8 +228,12 @@ impl World {
             return;
         }
         let (op, epoch) = (r.free_op(), r.epoch());
-        let then = if self.fault == Fault::PushesUnheld { r.chunk.clone() } else { Chunk::default() };
-        r.work.insert(op, Work { kind: Kind::Push(then), asker: Asker::Nobody, awaits: Awaits::Nothing });
+        let then =
+            if self.fault == Fault::PushesUnheld { r.chunk.clone() } else { Chunk::default() };
+        r.work.insert(
+            op,
+            Work { kind: Kind::Push(then), asker: Asker::Nobody, awaits: Awaits::Nothing },
+        );
         self.feed(i, Input::Op(Op { id: op, chunk: CHUNK, epoch, eager: true, what: What::Hold }));
     }
 
@@ -272,7 +285,9 @@ impl World {
 
     pub(super) fn receive(&mut self, m: Message) {
         let (to, epoch, asker, kind, what) = match m {
-            Message::Answer { to, op, attempt, result } => return self.answered(to, op, attempt, result),
+            Message::Answer { to, op, attempt, result } => {
+                return self.answered(to, op, attempt, result);
+            }
             Message::Forward { to, epoch, version, prev, write, asker } => {
                 let what = What::Forward { session: write.session, seq: write.seq, version, prev };
                 (to, epoch, asker, Kind::Update(write), what)
@@ -299,7 +314,13 @@ impl World {
         self.feed(to, Input::Op(Op { id, chunk: CHUNK, epoch, eager, what }));
     }
 
-    pub(super) fn answered(&mut self, i: usize, op: OpId, attempt: u32, result: Result<Vec<Stamp>, Code>) {
+    pub(super) fn answered(
+        &mut self,
+        i: usize,
+        op: OpId,
+        attempt: u32,
+        result: Result<Vec<Stamp>, Code>,
+    ) {
         let r = &mut self.replicas[i];
         let epoch = r.epoch();
         let Some(w) = r.work.get_mut(&op) else { return };
@@ -326,7 +347,9 @@ impl World {
     /// Its connection breaks: who asked is told.
     pub(super) fn broken_off(&mut self, asker: Asker, session: Option<u64>) {
         match (asker, session) {
-            (Asker::Replica { at, op, attempt }, _) => self.answered(at, op, attempt, Err(Code::Disconnected)),
+            (Asker::Replica { at, op, attempt }, _) => {
+                self.answered(at, op, attempt, Err(Code::Disconnected))
+            }
             (Asker::Client, Some(session)) => self.hung_up(session),
             _ => {}
         }

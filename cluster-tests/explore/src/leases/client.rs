@@ -65,11 +65,16 @@ impl World {
         match &c.changing {
             // The clients are alike, so the first change may be the first client's.
             None if self.left.changes > 0
-                && (i == 0 || self.applied > 0 || !self.done.is_empty() || self.clients[0].next > 0) =>
+                && (i == 0
+                    || self.applied > 0
+                    || !self.done.is_empty()
+                    || self.clients[0].next > 0) =>
             {
                 out.extend([Action::Alter(i, Alter::File), Action::Alter(i, Alter::Name)])
             }
-            Some(x) if c.connection > x.connection => out.extend([Action::Retry(i), Action::GiveUp(i)]),
+            Some(x) if c.connection > x.connection => {
+                out.extend([Action::Retry(i), Action::GiveUp(i)])
+            }
             Some(_) if self.left.impatience > 0 => out.push(Action::GiveUp(i)),
             _ => {}
         }
@@ -112,7 +117,8 @@ impl World {
                     c.table.void(ino);
                     c.acknowledged = c.acknowledged.max(number);
                 }
-                let (acknowledged, numbers) = (c.acknowledged, reports.iter().map(|r| r.0).collect::<Vec<_>>());
+                let (acknowledged, numbers) =
+                    (c.acknowledged, reports.iter().map(|r| r.0).collect::<Vec<_>>());
                 c.reports.extend(&numbers);
                 self.poll(m.client, m.connection, acknowledged);
                 if fault == Fault::ReportsEarly && !numbers.is_empty() {
@@ -156,7 +162,9 @@ impl World {
                 let Some(x) = c.changing.take_if(|x| x.seq == seq) else { return Ok(()) };
                 let mut told = Told { attrs: vec![], names: vec![], openers: vec![] };
                 match x.alter {
-                    Alter::File | Alter::Extend { .. } if granted => told.attrs.push((FILE, values.file)),
+                    Alter::File | Alter::Extend { .. } if granted => {
+                        told.attrs.push((FILE, values.file))
+                    }
                     Alter::Name if granted => {
                         let to = values.is_there().then_some(FILE);
                         told.names.push(Name { dir: DIR, name: NAME, to, searcher: Some(0) });

@@ -8,8 +8,8 @@ pub const DIR: Ino = 1;
 pub const FILE: Ino = 2;
 pub const NAME: Bytes = Bytes::from_static(b"n");
 
-/// What there is to know, by version: attributes of the directory and the file, the name, which is there in even versions, and how
-/// much was written to the file.
+/// What there is to know, by version: attributes of the directory and the file, the name, which is
+/// there in even versions, and how much was written to the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Versions {
     pub dir: u8,
@@ -37,11 +37,14 @@ impl Versions {
         match alter {
             Alter::File => Versions { file: self.file, ..Default::default() },
             Alter::Name => Versions { size: 0, ..self },
-            Alter::Extend { .. } => Versions { file: self.file, size: self.size, ..Default::default() },
+            Alter::Extend { .. } => {
+                Versions { file: self.file, size: self.size, ..Default::default() }
+            }
         }
     }
 
-    /// Whether something of `o` is known here, or something later. Who wrote to a file knows its size from nobody.
+    /// Whether something of `o` is known here, or something later. Who wrote to a file knows its
+    /// size from nobody.
     fn tells_of(self, o: Versions) -> bool {
         let reached = |mine: u8, its: u8| its > 0 && mine >= its;
         reached(self.dir, o.dir) || reached(self.file, o.file) || reached(self.name, o.name)
@@ -51,8 +54,8 @@ impl Versions {
 /// Entries of the log in order, each with what there was after it.
 pub type History = Vec<(Alter, Versions)>;
 
-/// What is known to whoever was told this: an entry that he was told a part of, he was told as a whole. That is what the inodes that
-/// one entry changes are entangled for.
+/// What is known to whoever was told this: an entry that he was told a part of, he was told as a
+/// whole. That is what the inodes that one entry changes are entangled for.
 pub fn implied(mut told: Versions, history: &History) -> Versions {
     loop {
         let parts = history.iter().map(|(alter, after)| after.changed_by(*alter));
@@ -133,7 +136,9 @@ impl Alter {
     /// What its answer tells.
     pub fn told(self, values: Versions) -> Versions {
         match self {
-            Alter::File | Alter::Extend { .. } => Versions { file: values.file, ..Default::default() },
+            Alter::File | Alter::Extend { .. } => {
+                Versions { file: values.file, ..Default::default() }
+            }
             Alter::Name => Versions { size: 0, ..values },
         }
     }
@@ -186,9 +191,17 @@ mod tests {
     #[test]
     fn who_was_told_a_part_of_an_entry_was_told_all_of_it() {
         let after = |dir, file, name| Versions { dir, file, name, size: 0 };
-        let history = vec![(Alter::File, after(0, 1, 0)), (Alter::Name, after(1, 2, 1)), (Alter::File, after(1, 3, 1))];
+        let history = vec![
+            (Alter::File, after(0, 1, 0)),
+            (Alter::Name, after(1, 2, 1)),
+            (Alter::File, after(1, 3, 1)),
+        ];
         let dir = |dir| Versions { dir, ..Default::default() };
-        assert_eq!(implied(dir(0), &history), dir(0), "what was before the first entry tells of none");
+        assert_eq!(
+            implied(dir(0), &history),
+            dir(0),
+            "what was before the first entry tells of none"
+        );
         assert_eq!(
             implied(dir(1), &history),
             after(1, 2, 1),

@@ -75,7 +75,8 @@ impl World {
     pub(super) fn can_step(&self, t: &Task) -> bool {
         let grace = self.leader.leases.in_grace(self.now()) && self.fault != Fault::NoGrace;
         let settled = |ticket, inodes: &[Ino]| {
-            self.fault == Fault::Unsettled || self.leader.leases.is_settled(ticket, inodes.iter().copied())
+            self.fault == Fault::Unsettled
+                || self.leader.leases.is_settled(ticket, inodes.iter().copied())
         };
         match &t.stage {
             Stage::Proposed { .. } => true,
@@ -94,15 +95,27 @@ impl World {
         let next = |stage| Task { client, connection, stage };
         match task.stage.clone() {
             Stage::Noted { id: n, ask, early, reported } => {
-                let ticket = if self.fault == Fault::EarlyTicket { early } else { self.leader.leases.ticket() };
-                let stage = Stage::Read { id: n, ask, values: self.state, ticket, applied: self.applied, reported };
+                let ticket = if self.fault == Fault::EarlyTicket {
+                    early
+                } else {
+                    self.leader.leases.ticket()
+                };
+                let stage = Stage::Read {
+                    id: n,
+                    ask,
+                    values: self.state,
+                    ticket,
+                    applied: self.applied,
+                    reported,
+                };
                 self.add_task(next(stage));
             }
             Stage::Read { id: n, ask, values, ticket, applied, reported } => {
                 for ino in ask.depends(values) {
                     self.grant(client, connection, ino);
                 }
-                let asks = !reported && self.others_write(client) && ask.depends(values).contains(&FILE);
+                let asks =
+                    !reported && self.others_write(client) && ask.depends(values).contains(&FILE);
                 let stage = if applied != self.applied && self.fault != Fault::LateGrant {
                     Stage::Noted { id: n, ask, early: ticket, reported }
                 } else if asks && self.fault != Fault::NotAsked {
@@ -203,7 +216,10 @@ impl World {
         let (now, client, connection) = (self.now(), m.client, m.connection);
         let leases = &mut self.leader.leases;
         match m.body {
-            Body::Hello { sent } if leases.hello(id(client), connection, false) && leases.renewed(now, id(client)) => {
+            Body::Hello { sent }
+                if leases.hello(id(client), connection, false)
+                    && leases.renewed(now, id(client)) =>
+            {
                 self.leader.reports.ask_again(id(client));
                 self.send(client, connection, Body::Renewed { sent });
             }
@@ -225,8 +241,18 @@ impl World {
             }
             Body::Write { seq, alter, dropped } => {
                 // Numbers of changes begin with 1. With the fault, a copy has a number of its own.
-                let own = if self.fault == Fault::DropsAgain { u64::from(u8::MAX - self.left.copies) } else { 0 };
-                leases.dropped(now, id(client), connection, 256 * own + u64::from(seq) + 1, &dropped);
+                let own = if self.fault == Fault::DropsAgain {
+                    u64::from(u8::MAX - self.left.copies)
+                } else {
+                    0
+                };
+                leases.dropped(
+                    now,
+                    id(client),
+                    connection,
+                    256 * own + u64::from(seq) + 1,
+                    &dropped,
+                );
                 self.grant(client, connection, alter.named());
                 self.add_task(Task { client, connection, stage: Stage::Proposed { seq, alter } });
             }

@@ -1,8 +1,10 @@
-//! The world of `docs/leases.md`: one leader, two clients, a directory with one name and the inode behind it. The tables are
-//! the product's; what is around them (what the leader does with a request, in which steps) is written after its shell.
+//! The world of `docs/leases.md`: one leader, two clients, a directory with one name and the inode
+//! behind it. The tables are the product's; what is around them (what the leader does with a
+//! request, in which steps) is written after its shell.
 //!
-//! The promise: every answer, from memory or not, is as new as any that was given before it was asked for, where whoever was told a part
-//! of what an entry did was told all of it; and who asks for a file's attributes is told of every write that had returned.
+//! The promise: every answer, from memory or not, is as new as any that was given before it was
+//! asked for, where whoever was told a part of what an entry did was told all of it; and who asks
+//! for a file's attributes is told of every write that had returned.
 
 mod client;
 mod kinds;
@@ -62,8 +64,8 @@ pub struct Bounds {
     pub impatience: u8,
     pub failovers: u8,
     pub renewals: u8,
-    /// Writes by one client, which is on record as the file's writer then. Not together with ticks: nobody waits for a writer whose
-    /// term is over.
+    /// Writes by one client, which is on record as the file's writer then. Not together with ticks:
+    /// nobody waits for a writer whose term is over.
     pub writes: u8,
     /// A session may hold one lease only.
     pub full: bool,
@@ -125,7 +127,13 @@ fn time(clock: u8) -> Duration {
 impl World {
     fn limits(left: &Bounds) -> Limits {
         let of_session = if left.full { 1 } else { Limits::default().of_session };
-        Limits { term: TERM, patience: Duration::MAX, hot: u32::MAX, of_session, ..Limits::default() }
+        Limits {
+            term: TERM,
+            patience: Duration::MAX,
+            hot: u32::MAX,
+            of_session,
+            ..Limits::default()
+        }
     }
 
     /// Both clients are connected, hold leases as from now, and know nothing.
@@ -164,7 +172,14 @@ impl World {
             history: History::new(),
             written: left.writes > 0,
             done: Vec::new(),
-            leader: Leader { term: 1, leases, reports: Reports::new(1), asked: 0, tasks: Vec::new(), polls },
+            leader: Leader {
+                term: 1,
+                leases,
+                reports: Reports::new(1),
+                asked: 0,
+                tasks: Vec::new(),
+                polls,
+            },
             clients,
             messages: Vec::new(),
             floor: Versions::default(),
@@ -175,10 +190,15 @@ impl World {
         time(self.clock)
     }
 
-    /// What can arrive nowhere is not sent: to a leader that has died, or on a connection that its client has given up.
+    /// What can arrive nowhere is not sent: to a leader that has died, or on a connection that its
+    /// client has given up.
     fn send(&mut self, client: usize, connection: u64, body: Body) {
         let (m, c) = (Message { client, connection, body }, &self.clients[client]);
-        let arrives = if World::is_for_leader(&m) { c.term == self.leader.term } else { c.connection == connection };
+        let arrives = if World::is_for_leader(&m) {
+            c.term == self.leader.term
+        } else {
+            c.connection == connection
+        };
         if arrives {
             self.messages.push(m);
             self.messages.sort();
@@ -226,7 +246,9 @@ impl World {
             ];
             for (what, version, floor) in known {
                 if let Some(v) = version.filter(|v| *v < floor) {
-                    return Err(format!("client {i} answers with version {v} of {what}, and {floor} has been told"));
+                    return Err(format!(
+                        "client {i} answers with version {v} of {what}, and {floor} has been told"
+                    ));
                 }
             }
         }
@@ -251,7 +273,8 @@ impl Model for World {
         tasks.dedup();
         out.extend(tasks.into_iter().filter(|t| self.can_step(t)).map(Action::Step));
         for i in 0..self.clients.len() {
-            let (mut leases, mut reports, now) = (self.leader.leases.clone(), self.leader.reports.clone(), self.now());
+            let (mut leases, mut reports, now) =
+                (self.leader.leases.clone(), self.leader.reports.clone(), self.now());
             let tells = |l: &mut Leases, r: &mut Reports| {
                 !l.recalls(now, id(i), 0).is_empty() || !r.take(now, id(i)).is_empty()
             };
@@ -305,7 +328,8 @@ impl Model for World {
             }
             Action::PollAgain(i) => {
                 self.left.repeats -= 1;
-                let (connection, acknowledged) = (self.clients[*i].connection, self.clients[*i].acknowledged);
+                let (connection, acknowledged) =
+                    (self.clients[*i].connection, self.clients[*i].acknowledged);
                 self.send(*i, connection, Body::Poll { acknowledged });
             }
             Action::Reconnect(i) => self.reconnect(*i),

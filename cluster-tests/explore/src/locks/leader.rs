@@ -83,8 +83,12 @@ impl Log {
         let lock = |write| Want { span: Span { write, ..want.span }, ..*want };
         let free = |log: &Log, write| log.locks.barring(&lock(write)).next().is_none();
         match edit {
-            Edit::Unlock | Edit::Restore(None) => self.edit(want.who, |s| spans::unlock(s, 0, u64::MAX)),
-            Edit::Lock(write) if free(self, write) => self.edit(want.who, |s| spans::lock(s, lock(write).span)),
+            Edit::Unlock | Edit::Restore(None) => {
+                self.edit(want.who, |s| spans::unlock(s, 0, u64::MAX))
+            }
+            Edit::Lock(write) if free(self, write) => {
+                self.edit(want.who, |s| spans::lock(s, lock(write).span))
+            }
             Edit::Lock(_) => return Outcome::Conflict,
             Edit::Restore(Some(write)) => {
                 // Others may read by now where it wrote.
@@ -98,7 +102,8 @@ impl Log {
 
 impl World {
     pub(super) fn owner(&self, session: SessionId, number: u64) -> Owner {
-        let kind = if self.left.kind == Kind::Flock { LockKind::LockFlock } else { LockKind::LockPosix };
+        let kind =
+            if self.left.kind == Kind::Flock { LockKind::LockFlock } else { LockKind::LockPosix };
         Owner { kind, session, owner: number }
     }
 
@@ -125,13 +130,16 @@ impl World {
             Body::Set(set) => self.takes_set(mount, connection, session, set),
             Body::List(number, entries) => {
                 let before = self.leader.lock_waiters.clone();
-                let Ok(files) = self.leader.lock_waiters.set(NOW, session, number, &entries) else { return };
+                let Ok(files) = self.leader.lock_waiters.set(NOW, session, number, &entries) else {
+                    return;
+                };
                 let mut looks = MAX_LOOKS;
                 let owners = |w: &Want| Ok(self.log.locks.barring(w).map(|(who, _)| who).collect());
                 let is_dead = |e: &&Entry| {
                     e.want.who.kind == LockKind::LockPosix
                         && !e.trying
-                        && self.leader.lock_waiters.is_deadlock(&e.want, &mut looks, owners) == Ok(true)
+                        && self.leader.lock_waiters.is_deadlock(&e.want, &mut looks, owners)
+                            == Ok(true)
                 };
                 let dead: Vec<u64> = entries.iter().filter(is_dead).map(|e| e.id).collect();
                 let looked = self.fault != Fault::LeftNotLooked || entries.len() >= before.len();
@@ -140,7 +148,11 @@ impl World {
                 }
                 // One that was overtaken is answered, and changes nothing.
                 if !self.leader.lock_waiters.is_newest(session, number) {
-                    return self.send(mount, connection, Body::Turns(number, Vec::new(), Vec::new()));
+                    return self.send(
+                        mount,
+                        connection,
+                        Body::Turns(number, Vec::new(), Vec::new()),
+                    );
                 }
                 self.leader.polls[mount] = Some((number, connection));
                 if entries.is_empty() || !dead.is_empty() {
@@ -179,7 +191,8 @@ impl World {
             }
             Ok(_) => Step::Looks,
             Err(e) => {
-                // It comes again while another attempt is looked at: that one's answer is for this one, too.
+                // It comes again while another attempt is looked at: that one's answer is for this
+                // one, too.
                 let same = |t: &&mut Task| t.mount == mount && t.set.seq == set.seq;
                 if e.code == Code::Overloaded
                     && let Some(t) = self.leader.tasks.iter_mut().find(same)
@@ -219,7 +232,9 @@ impl World {
                     self.answer_poll(mount, session, Vec::new());
                 }
             }
-            if let Some(connection) = self.leader.greeted[mount].filter(|c| *c == self.mounts[mount].connection) {
+            if let Some(connection) =
+                self.leader.greeted[mount].filter(|c| *c == self.mounts[mount].connection)
+            {
                 for (number, _) in self.leader.checks.take(session, true) {
                     self.send(mount, connection, Body::Question(number));
                 }
@@ -239,14 +254,16 @@ impl World {
 
     pub(super) fn can_step(&self, t: &Task) -> bool {
         let is_in = |(id, n): &(SessionId, u64)| self.leader.checks.is_in(*id, *n);
-        t.waits_for.iter().all(is_in) && (t.step != Step::Looks || self.verdict(t) != Verdict::AfterTurn)
+        t.waits_for.iter().all(is_in)
+            && (t.step != Step::Looks || self.verdict(t) != Verdict::AfterTurn)
     }
 
     fn ask(&mut self, t: &mut Task, new: BTreeSet<SessionId>) {
         let in_grace = self.leader.term > 1 && self.fault != Fault::NewLeaderAsksNobody;
         for id in &new {
             if self.fault == Fault::SharesSent {
-                let open = self.leader.tasks.iter().flat_map(|t| &t.waits_for).find(|(s, _)| s == id);
+                let open =
+                    self.leader.tasks.iter().flat_map(|t| &t.waits_for).find(|(s, _)| s == id);
                 if let Some(open) = open {
                     t.waits_for.push(*open);
                     continue;
@@ -259,7 +276,11 @@ impl World {
     }
 
     pub(super) fn step(&mut self, mount: usize, seq: u64) {
-        let at = self.leader.tasks.iter().position(|t| t.mount == mount && t.set.seq == seq && self.can_step(t));
+        let at = self
+            .leader
+            .tasks
+            .iter()
+            .position(|t| t.mount == mount && t.set.seq == seq && self.can_step(t));
         let Some(at) = at else { return };
         let mut t = self.leader.tasks.remove(at);
         t.waits_for.clear();
@@ -279,7 +300,9 @@ impl World {
                         outcome = Some(Outcome::Conflict);
                     }
                     Verdict::AfterTurn => {}
-                    Verdict::Free if self.leader.request_dedup.passed(session, seq).is_err() => return self.tell(),
+                    Verdict::Free if self.leader.request_dedup.passed(session, seq).is_err() => {
+                        return self.tell();
+                    }
                     Verdict::Free => t.step = Step::Passed,
                 }
             }
@@ -287,7 +310,8 @@ impl World {
             Step::InTheLog => {
                 let barring = self.barring(&t.want);
                 let new = verdict::to_ask(&t.want, &barring, &t.asked);
-                if !new.is_empty() && !matches!(self.fault, Fault::LogRefusalTold | Fault::NotAsked) {
+                if !new.is_empty() && !matches!(self.fault, Fault::LogRefusalTold | Fault::NotAsked)
+                {
                     self.ask(&mut t, new);
                 } else if barring.is_empty() && self.fault != Fault::LogRefusalTold {
                     outcome = Some(Outcome::Again);

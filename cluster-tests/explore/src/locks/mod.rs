@@ -55,7 +55,12 @@ impl World {
         }
         let mounts = [0, 1].map(|i| Mount::new(i, left.programs[i]));
         let sessions = (1..=MOUNTS as u64).collect();
-        let log = Log { sessions, locks: Locks::default(), replies: BTreeMap::new(), lowest: BTreeMap::new() };
+        let log = Log {
+            sessions,
+            locks: Locks::default(),
+            replies: BTreeMap::new(),
+            lowest: BTreeMap::new(),
+        };
         World { fault, left, log, leader, mounts, messages: Vec::new() }
     }
 
@@ -78,23 +83,38 @@ impl World {
         messages.dedup();
         // Hello comes before what is said after it.
         let is_late = |m: &Message| {
-            let hello = |h: &&Message| h.mount == m.mount && h.connection == m.connection && h.body == Body::Hello;
+            let hello = |h: &&Message| {
+                h.mount == m.mount && h.connection == m.connection && h.body == Body::Hello
+            };
             m.body != Body::Hello && self.messages.iter().any(|h| hello(&h))
         };
         out.extend(messages.into_iter().filter(|m| !is_late(m)).map(Action::Deliver));
-        out.extend(self.leader.tasks.iter().filter(|t| self.can_step(t)).map(|t| Action::Step(t.mount, t.set.seq)));
+        out.extend(
+            self.leader
+                .tasks
+                .iter()
+                .filter(|t| self.can_step(t))
+                .map(|t| Action::Step(t.mount, t.set.seq)),
+        );
         for (i, m) in self.mounts.iter().enumerate() {
             out.extend((!m.late.is_empty()).then_some(Action::Resend(i)));
             out.extend(self.can_take(i).then_some(Action::Take(i)));
             out.extend(m.reading.iter().map(|r| Action::Note(i, *r)));
             let jobs = m.jobs.iter().map(|j| j.request.program);
-            out.extend(jobs.filter(|p| self.clone().goes_on(i, *p) != Ok(false)).map(|p| Action::GoOn(i, p)));
+            out.extend(
+                jobs.filter(|p| self.clone().goes_on(i, *p) != Ok(false))
+                    .map(|p| Action::GoOn(i, p)),
+            );
             let questions = m.questions.iter().map(|q| q.0);
-            out.extend(questions.filter(|q| self.clone().answers(i, *q)).map(|q| Action::Answer(i, q)));
+            out.extend(
+                questions.filter(|q| self.clone().answers(i, *q)).map(|q| Action::Answer(i, q)),
+            );
             out.extend((m.news && m.term == self.leader.term).then_some(Action::Tell(i)));
             let lost = !self.log.sessions.contains(&m.session);
-            let greets =
-                self.messages.iter().any(|x| x.mount == i && x.connection == m.connection && x.body == Body::Hello);
+            let greets = self
+                .messages
+                .iter()
+                .any(|x| x.mount == i && x.connection == m.connection && x.body == Body::Hello);
             if m.term != self.leader.term {
                 out.push(Action::Reconnect(i));
             } else if lost && !greets {
@@ -107,18 +127,25 @@ impl World {
     /// What programs and misfortune may do.
     fn chances(&self) -> Vec<Action> {
         let (mut out, left) = (Vec::new(), &self.left);
-        let mut may = |can: bool, left: u8, action: Action| out.extend((can && left > 0).then_some(action));
+        let mut may =
+            |can: bool, left: u8, action: Action| out.extend((can && left > 0).then_some(action));
         for (i, m) in self.mounts.iter().enumerate() {
             may(m.programs.iter().any(|p| p.handles.is_empty()), left.opens, Action::Open(i));
             for (n, p) in m.programs.iter().enumerate().filter(|(_, p)| !p.handles.is_empty()) {
                 let idle = p.call.is_none() && !p.is_dying;
                 may(idle, left.seconds, Action::Second(i, n));
                 for handle in p.handles.iter().copied() {
-                    for (write, wait) in [(true, false), (true, true), (false, false), (false, true)] {
+                    for (write, wait) in
+                        [(true, false), (true, true), (false, false), (false, true)]
+                    {
                         let bound = if wait { left.waits } else { left.tries };
                         let bound = if write { bound } else { bound.min(left.reads) };
                         let same = p.has.is_some_and(|h| h.write == write);
-                        may(idle && !same, bound, Action::Lock { mount: i, program: n, handle, write, wait });
+                        may(
+                            idle && !same,
+                            bound,
+                            Action::Lock { mount: i, program: n, handle, write, wait },
+                        );
                     }
                     may(idle, left.closes, Action::Close(i, n, handle));
                 }
@@ -139,7 +166,10 @@ impl World {
     }
 
     fn programs(&self) -> impl Iterator<Item = (usize, usize, &Program)> {
-        self.mounts.iter().enumerate().flat_map(|(i, m)| m.programs.iter().enumerate().map(move |(n, p)| (i, n, p)))
+        self.mounts
+            .iter()
+            .enumerate()
+            .flat_map(|(i, m)| m.programs.iter().enumerate().map(move |(n, p)| (i, n, p)))
     }
 
     /// Whether a program's request for a lock that is not answered has got it.
@@ -156,16 +186,22 @@ impl World {
             if let Some(Has { write, number, session }) = p.has {
                 let there = self.log.of(&self.owner(session, number));
                 if there != Some(true) && there != Some(write) {
-                    return Err(format!("program {n} of mount {i} has no longer what it was told that it has"));
+                    return Err(format!(
+                        "program {n} of mount {i} has no longer what it was told that it has"
+                    ));
                 }
             }
             for (j, o, other) in self.programs().filter(|(j, o, _)| (*j, *o) != (i, n)) {
                 if let (Some(a), Some(b)) = (p.has, other.has)
                     && conflict(a.write, b.write)
                 {
-                    return Err(format!("program {n} of mount {i} and {o} of mount {j} have the lock"));
+                    return Err(format!(
+                        "program {n} of mount {i} and {o} of mount {j} have the lock"
+                    ));
                 }
-                let Some(Request { asked: Asked::Lock { write, .. }, .. }) = p.call else { continue };
+                let Some(Request { asked: Asked::Lock { write, .. }, .. }) = p.call else {
+                    continue;
+                };
                 let theirs = [other.may, self.has_got(j, o)];
                 if theirs.into_iter().flatten().any(|w| conflict(w, write)) {
                     excused.push((i, n));
@@ -190,11 +226,15 @@ impl World {
         }
         for (who, spans) in &self.log.locks.held {
             let whose = |h: Has| (h.session, h.number) == (who.session, who.owner);
-            let Some(has) = self.programs().filter_map(|(_, _, p)| p.has).find(|h| whose(*h)) else {
+            let Some(has) = self.programs().filter_map(|(_, _, p)| p.has).find(|h| whose(*h))
+            else {
                 return Err(format!("a lock of session {} stays that nobody has", who.session));
             };
             if spans.iter().any(|s| s.write != has.write) {
-                return Err(format!("a lock of session {} is another than its program has", who.session));
+                return Err(format!(
+                    "a lock of session {} is another than its program has",
+                    who.session
+                ));
             }
         }
         for (i, m) in self.mounts.iter().enumerate() {

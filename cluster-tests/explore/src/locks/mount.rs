@@ -10,8 +10,8 @@ use strake_proto::{Ino, SessionId, pb};
 use super::{
     World,
     kinds::{
-        Asked, Body, Edit, FILE, Fault, Has, Job, Kept, Kind, MOUNTS, Message, Op, Outcome, Program, Request, Set,
-        Stage, Taking, What,
+        Asked, Body, Edit, FILE, Fault, Has, Job, Kept, Kind, MOUNTS, Message, Op, Outcome,
+        Program, Request, Set, Stage, Taking, What,
     },
 };
 
@@ -114,7 +114,11 @@ impl Mount {
         }
     }
 
-    fn beside<T>(&mut self, (fault, address): (Fault, u64), f: impl FnOnce(&mut Owners<Kept>, &Beside) -> T) -> T {
+    fn beside<T>(
+        &mut self,
+        (fault, address): (Fault, u64),
+        f: impl FnOnce(&mut Owners<Kept>, &Beside) -> T,
+    ) -> T {
         let unlockings = RefCell::new(std::mem::take(&mut self.unlockings));
         let beside = Beside { fault, address, last: Cell::new(self.last), unlockings };
         let out = f(&mut self.owners, &beside);
@@ -151,7 +155,12 @@ impl Mount {
     /// The lowest number whose answer may be waited for.
     fn lowest(&self) -> u64 {
         let sent = self.ops.iter().filter_map(|o| o.seq);
-        let kept = self.programs.iter().filter_map(|p| p.kept_seq).filter(|(_, used)| !used).map(|(seq, _)| seq);
+        let kept = self
+            .programs
+            .iter()
+            .filter_map(|p| p.kept_seq)
+            .filter(|(_, used)| !used)
+            .map(|(seq, _)| seq);
         sent.chain(kept).min().unwrap_or(self.next_seq)
     }
 }
@@ -268,10 +277,13 @@ impl World {
                 }
                 match became {
                     Ok(()) if lives => {
-                        (p.has, p.may) = (Some(Has { write, number: job.number, session }), Some(write));
+                        (p.has, p.may) =
+                            (Some(Has { write, number: job.number, session }), Some(write));
                     }
                     Err(Became::Refused) if !wait && !p.excused => {
-                        return Err(format!("program {program} of mount {i} is told of a lock that nobody has"));
+                        return Err(format!(
+                            "program {program} of mount {i} is told of a lock that nobody has"
+                        ));
                     }
                     _ => {}
                 }
@@ -342,7 +354,8 @@ impl World {
         let fault = self.fault;
         let Some(mut job) = self.mounts[i].job(program).cloned() else { return Ok(false) };
         let Asked::Lock { write, wait } = job.request.asked else { return Ok(false) };
-        let (key, handle, address) = (self.key(&job.request), job.request.handle, job.request.address);
+        let (key, handle, address) =
+            (self.key(&job.request), job.request.handle, job.request.address);
         let m = &mut self.mounts[i];
         let mut sure = fault == Fault::SureAtOnce;
         match &mut job.stage {
@@ -402,7 +415,11 @@ impl World {
                         let owns = m.programs[program].has.is_some();
                         m.news |= m.list.leave(id, false);
                         self.answer(i, &job, Err(Became::Refused))?;
-                        return if owns { Ok(true) } else { Err("a deadlock of one who has nothing".to_owned()) };
+                        return if owns {
+                            Ok(true)
+                        } else {
+                            Err("a deadlock of one who has nothing".to_owned())
+                        };
                     }
                     Some(Ok(())) => (job.stage, m.news) = (Stage::Tries(id), true),
                 }
@@ -430,13 +447,35 @@ impl World {
         self.begin(i, job.number, Some(job.request.program), what, (Vec::new(), Vec::new()));
     }
 
-    fn unlock(&mut self, i: usize, program: Option<usize>, number: u64, held: (Vec<u64>, Vec<Kept>)) {
+    fn unlock(
+        &mut self,
+        i: usize,
+        program: Option<usize>,
+        number: u64,
+        held: (Vec<u64>, Vec<Kept>),
+    ) {
         self.begin(i, number, program, What::Unlock, held);
     }
 
-    fn begin(&mut self, i: usize, number: u64, program: Option<usize>, what: What, held: (Vec<u64>, Vec<Kept>)) {
+    fn begin(
+        &mut self,
+        i: usize,
+        number: u64,
+        program: Option<usize>,
+        what: What,
+        held: (Vec<u64>, Vec<Kept>),
+    ) {
         let (guards, kept) = held;
-        self.mounts[i].ops.push(Op { number, program, what, seq: None, given: None, guards, kept, tries: 0 });
+        self.mounts[i].ops.push(Op {
+            number,
+            program,
+            what,
+            seq: None,
+            given: None,
+            guards,
+            kept,
+            tries: 0,
+        });
         self.lanes(i);
     }
 
@@ -569,7 +608,8 @@ impl World {
                 m.last = id;
                 let want = self.want(session, job.number, write);
                 let m = &mut self.mounts[i];
-                let (owner, kind, span) = (job.number, want.who.kind as i32, Some(want.span.to_pb()));
+                let (owner, kind, span) =
+                    (job.number, want.who.kind as i32, Some(want.span.to_pb()));
                 m.list.enter(pb::LockWait { id, ino: FILE, owner, kind, span, trying: false }, ());
                 m.list.waits(id);
                 m.news = true;
@@ -614,7 +654,9 @@ impl World {
             let taken = m.takes(&mut q.1) || fault == Fault::AnswersUntaken;
             q.2 = taken.then(|| m.unlockings.last());
         }
-        let done = q.2.is_some_and(|last| m.unlockings.is_done(FILE, last) || fault == Fault::AnswersUngiven);
+        let done = q
+            .2
+            .is_some_and(|last| m.unlockings.is_done(FILE, last) || fault == Fault::AnswersUngiven);
         if done {
             m.questions.remove(at);
             self.send_up(i, Body::Checked(number));
@@ -633,9 +675,13 @@ impl World {
         m.told = m.list.number(m.last + 1);
         m.last = m.told;
         let (session, number) = (m.session, m.told);
-        let write = |w: &pb::LockWait| w.span.is_some_and(|s| s.r#type == pb::LockType::LockWrite as i32);
-        let entry =
-            |w: &pb::LockWait| Entry { id: w.id, want: self.want(session, w.owner, write(w)), trying: w.trying };
+        let write =
+            |w: &pb::LockWait| w.span.is_some_and(|s| s.r#type == pb::LockType::LockWrite as i32);
+        let entry = |w: &pb::LockWait| Entry {
+            id: w.id,
+            want: self.want(session, w.owner, write(w)),
+            trying: w.trying,
+        };
         let list = list.iter().map(entry).collect();
         self.send_up(i, Body::List(number, list));
         true

@@ -7,7 +7,9 @@ use strake_proto::SessionId;
 
 use super::{
     NOW, World,
-    kinds::{Body, CLIENTS, Cells, FILE, Fault, Job, Message, Opened, Page, PageIn, Step, Why, Writes},
+    kinds::{
+        Body, CLIENTS, Cells, FILE, Fault, Job, Message, Opened, Page, PageIn, Step, Why, Writes,
+    },
 };
 
 /// When no lock is kept any more.
@@ -118,11 +120,17 @@ impl World {
         let c = &mut self.clients[i];
         match now {
             PageIn::Wants => {
-                if !c.is_ready() || c.page.is_some() || c.back || matches!(c.writes, Some(Writes::Sent(_))) {
+                if !c.is_ready()
+                    || c.page.is_some()
+                    || c.back
+                    || matches!(c.writes, Some(Writes::Sent(_)))
+                {
                     return Ok(false);
                 }
                 let mode = c.mode(self.fault);
-                if self.fault == Fault::PagesUnlocked || self.fault == Fault::PagesEarly && c.asks.is_some() {
+                if self.fault == Fault::PagesUnlocked
+                    || self.fault == Fault::PagesEarly && c.asks.is_some()
+                {
                     c.page_in = Some(PageIn::Reads(Use::Free));
                     return Ok(true);
                 }
@@ -133,7 +141,8 @@ impl World {
                     return Ok((&c.table, &c.jobs) != (&before.table, &before.jobs));
                 };
                 let late = self.fault == Fault::AskedLate && what == Use::Free;
-                self.clients[i].page_in = Some(if late { PageIn::Late(what) } else { PageIn::Reads(what) });
+                self.clients[i].page_in =
+                    Some(if late { PageIn::Late(what) } else { PageIn::Reads(what) });
             }
             PageIn::Late(what) => c.page_in = Some(PageIn::Reads(what)),
             PageIn::Reads(what) => {
@@ -152,12 +161,16 @@ impl World {
                     }
                 }
                 c.jobs.sort();
-                if !matches!(self.fault, Fault::PagesUnlocked | Fault::PagesEarly) || what != Use::Free {
+                if !matches!(self.fault, Fault::PagesUnlocked | Fault::PagesEarly)
+                    || what != Use::Free
+                {
                     self.ended(i, what);
                 }
                 let taken = self.clients[i].jobs.iter().any(|j| j.step != Step::Leaving);
                 if self.is_older(i, &cells) && !taken && !self.log.evicted.contains(&session) {
-                    return Err(format!("client {i} gets a page that is older than what others wrote"));
+                    return Err(format!(
+                        "client {i} gets a page that is older than what others wrote"
+                    ));
                 }
             }
         }
@@ -252,7 +265,8 @@ impl World {
         let notice = |j: &Job| {
             let keeps = self.fault == Fault::NotTakenBack && matches!(j.why, Why::Wanted(_))
                 || self.fault == Fault::RecallKeepsPages && j.why == Why::Recall;
-            matches!(j.step, Step::UnderLock { waits: false } | Step::After { waits: false }) && !keeps
+            matches!(j.step, Step::UnderLock { waits: false } | Step::After { waits: false })
+                && !keeps
         };
         let is_wanted = c.jobs.iter().any(notice) || matches!(c.writes, Some(Writes::Uses(_)));
         // One write-back at a time; and what is not dirty goes at once.
@@ -307,7 +321,9 @@ impl World {
         let (waits, session) = (c.is_read(), c.session);
         let next = match job.step {
             Step::Leaving => match c.table.leave(until, FILE, job.why == Why::Leave) {
-                Leave::Wait(_) if self.fault != Fault::FreeNotWaited || c.table.is_mine(FILE) => return false,
+                Leave::Wait(_) if self.fault != Fault::FreeNotWaited || c.table.is_mine(FILE) => {
+                    return false;
+                }
                 Leave::Go(_) if self.fault == Fault::UnlocksFirst => Some(Step::Unlock),
                 Leave::Go(_) => Some(Step::UnderLock { waits }),
                 _ if matches!(job.why, Why::Leave | Why::WantedBefore) => None,
@@ -347,7 +363,11 @@ impl World {
     pub(super) fn unlocked(&mut self, i: usize) {
         let c = &mut self.clients[i];
         let waits = c.is_read();
-        let Some(at) = c.jobs.iter().position(|j| matches!(j.step, Step::Unlock | Step::UnlockFormer)) else { return };
+        let Some(at) =
+            c.jobs.iter().position(|j| matches!(j.step, Step::Unlock | Step::UnlockFormer))
+        else {
+            return;
+        };
         let job = c.jobs.remove(at);
         c.table.left(FILE);
         if job.step == Step::Unlock && matches!(job.why, Why::Wanted(_)) {
@@ -409,7 +429,8 @@ impl World {
                         c.table.mark(FILE);
                     }
                     c.leased = leased && !c.voided;
-                    let shared = c.table.has(FILE, Some(Mode::Read)) && self.fault != Fault::OpenKeepsShared;
+                    let shared =
+                        c.table.has(FILE, Some(Mode::Read)) && self.fault != Fault::OpenKeepsShared;
                     c.opened = Opened::Answered;
                     if shared {
                         c.add_job(Job { why: Why::Leave, step: Step::Leaving });
@@ -423,7 +444,8 @@ impl World {
     /// It has found the new leader, or is a new process.
     pub(super) fn reconnect(&mut self, i: usize) {
         let c = &mut self.clients[i];
-        (c.connection, c.term, c.leased, c.voided) = (c.connection + 1, self.leader.term, false, true);
+        (c.connection, c.term, c.leased, c.voided) =
+            (c.connection + 1, self.leader.term, false, true);
         self.messages.retain(|m| m.client != i || m.connection == 0);
         // Of answers on the former connection nobody hears.
         c.jobs.retain(|j| !matches!(j.why, Why::Recall | Why::Hello));

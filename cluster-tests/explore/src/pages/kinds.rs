@@ -7,7 +7,8 @@ use strake_proto::{Ino, SessionId};
 pub const FILE: Ino = 2;
 pub const CLIENTS: usize = 2;
 
-/// The bytes of the page: for each client one that it stores to and one that it writes, by how often it did.
+/// The bytes of the page: for each client one that it stores to and one that it writes, by how
+/// often it did.
 pub type Cells = [u8; 2 * CLIENTS];
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -142,7 +143,8 @@ pub struct Job {
 pub struct Bounds {
     /// The second client has the file open for reading from the beginning.
     pub reader: bool,
-    /// The second client has it not open from the beginning; with `reader` neither has it open for writing. Otherwise both have.
+    /// The second client has it not open from the beginning; with `reader` neither has it open for
+    /// writing. Otherwise both have.
     pub alone: bool,
     /// Opens for writing.
     pub opens: u8,

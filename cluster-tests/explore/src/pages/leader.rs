@@ -32,7 +32,11 @@ pub(super) struct Leader {
 
 pub(super) fn want(session: SessionId, mode: Mode) -> Want {
     let who = Owner { kind: LockKind::LockPages, session, owner: PAGES };
-    Want { ino: FILE, who, span: Span { start: 0, end: u64::MAX, write: mode == Mode::Write, pid: 0 } }
+    Want {
+        ino: FILE,
+        who,
+        span: Span { start: 0, end: u64::MAX, write: mode == Mode::Write, pid: 0 },
+    }
 }
 
 impl World {
@@ -57,7 +61,9 @@ impl World {
 
     pub(super) fn leader_takes(&mut self, m: Message) {
         let Message { client, session, connection, body } = m;
-        if self.log.evicted.contains(&session) || !self.log.sessions.contains(&session) && body != Body::Hello {
+        if self.log.evicted.contains(&session)
+            || !self.log.sessions.contains(&session) && body != Body::Hello
+        {
             return;
         }
         match body {
@@ -144,8 +150,10 @@ impl World {
 
     /// All sessions have said hello, and what evicted ones wrote cannot arrive any more.
     fn is_settled(&self) -> bool {
-        let greeted =
-            |c: usize| self.leader.greeted[c].is_some() || !self.log.sessions.contains(&self.clients[c].session);
+        let greeted = |c: usize| {
+            self.leader.greeted[c].is_some()
+                || !self.log.sessions.contains(&self.clients[c].session)
+        };
         self.leader.recalled.is_empty() && (0..CLIENTS).all(greeted) && self.is_fenced()
     }
 
@@ -177,7 +185,10 @@ impl World {
                 if leased {
                     self.leader.leased.insert(client);
                 }
-                self.send(client, Body::Opened { pages: others && self.fault != Fault::OpenNotMarked, leased });
+                self.send(
+                    client,
+                    Body::Opened { pages: others && self.fault != Fault::OpenNotMarked, leased },
+                );
             }
             Stage::Waits(mode) => {
                 let Want { who, span, .. } = want(session, *mode);
@@ -188,7 +199,9 @@ impl World {
             }
             Stage::Tells(mode, telling) => {
                 let greeted = self.leader.greeted;
-                self.leader.pages.told(FILE, session, telling, |id| World::connection(&greeted, id));
+                self.leader
+                    .pages
+                    .told(FILE, session, telling, |id| World::connection(&greeted, id));
                 self.send(client, Body::Got(*mode));
             }
         }
@@ -198,10 +211,15 @@ impl World {
     fn lock_is_got(&mut self, task: Task, mode: Mode) {
         let greeted = self.leader.greeted;
         let mut others: Vec<_> = self.leader.writers.others(task.session, FILE).collect();
-        if self.fault == Fault::WritersNotTold || self.fault == Fault::NewLeaderTold && self.leader.term > 1 {
+        if self.fault == Fault::WritersNotTold
+            || self.fault == Fault::NewLeaderTold && self.leader.term > 1
+        {
             others.clear();
         }
-        let telling = self.leader.pages.tell(NOW, FILE, others.into_iter(), |id| World::connection(&greeted, id));
+        let telling = self
+            .leader
+            .pages
+            .tell(NOW, FILE, others.into_iter(), |id| World::connection(&greeted, id));
         self.add_task(Task { stage: Stage::Tells(mode, telling), ..task });
     }
 
@@ -251,13 +269,20 @@ impl World {
             _ => {}
         }
         if let Some(k) = (0..new.len()).find(|k| new[*k] < self.storage.cells[*k]) {
-            return Err(format!("byte {k} of client {} is lost: what client {i} sent is older", k / 2));
+            return Err(format!(
+                "byte {k} of client {} is lost: what client {i} sent is older",
+                k / 2
+            ));
         }
         self.storage.cells = new;
         for (o, c) in self.clients.iter().enumerate().filter(|(o, _)| *o != i) {
             let evicted = self.log.evicted.contains(&c.session);
-            if c.page.is_some_and(|p| p.session == c.session && self.is_older(o, &p.cells)) && !evicted {
-                return Err(format!("client {o} has a page that is older than what client {i} wrote"));
+            if c.page.is_some_and(|p| p.session == c.session && self.is_older(o, &p.cells))
+                && !evicted
+            {
+                return Err(format!(
+                    "client {o} has a page that is older than what client {i} wrote"
+                ));
             }
         }
         self.written(&m);

@@ -1,13 +1,15 @@
-//! The world of pages of memory mappings, "Between nodes" in `docs/mappings.md`: a leader, two clients with their kernels, and a storage
-//! server with one page of a file. The client's table and the leader's, of locks, of writers and of who is asked, are the product's;
-//! what is around them is written after the shells.
+//! The world of pages of memory mappings, "Between nodes" in `docs/mappings.md`: a leader, two
+//! clients with their kernels, and a storage server with one page of a file. The client's table and
+//! the leader's, of locks, of writers and of who is asked, are the product's; what is around them
+//! is written after the shells.
 //!
-//! Each client has two bytes of the page of its own: one that its programs store to, through a mapping, and one that they write(2).
-//! Both count how often. So a byte that gets lower was lost.
+//! Each client has two bytes of the page of its own: one that its programs store to, through a
+//! mapping, and one that they write(2). Both count how often. So a byte that gets lower was lost.
 //!
-//! The promises: no byte gets lower at the storage server. Nobody has, nor gets, a page in which a byte of somebody else is older than at
-//! the storage server, unless its session is evicted. And where nothing more happens by itself everybody was answered, and every byte is
-//! at the storage server or in a page that is out, but for those of evicted sessions.
+//! The promises: no byte gets lower at the storage server. Nobody has, nor gets, a page in which a
+//! byte of somebody else is older than at the storage server, unless its session is evicted. And
+//! where nothing more happens by itself everybody was answered, and every byte is at the storage
+//! server or in a page that is out, but for those of evicted sessions.
 
 #[expect(clippy::collapsible_match, reason = "a guard of a match changes nothing")]
 mod client;
@@ -98,7 +100,12 @@ impl World {
             fault,
             left,
             looks: 0,
-            log: Log { sessions: [1, 2].into(), writers, evicted: BTreeSet::new(), locks: Locks::default() },
+            log: Log {
+                sessions: [1, 2].into(),
+                writers,
+                evicted: BTreeSet::new(),
+                locks: Locks::default(),
+            },
             leader,
             clients,
             storage: Storage { cells: Cells::default(), refuses: BTreeSet::new() },
@@ -114,7 +121,8 @@ impl World {
     fn send(&mut self, client: usize, body: Body) {
         let c = &self.clients[client];
         let (session, connection) = (c.session, c.connection);
-        let hello = |m: &Message| m.client == client && m.connection == connection && m.body == Body::Hello;
+        let hello =
+            |m: &Message| m.client == client && m.connection == connection && m.body == Body::Hello;
         let known = self.leader.greeted[client] == Some(connection);
         let says = is_for_leader(&body) && (body == Body::Hello || self.messages.iter().any(hello));
         let greeted = known || says;
@@ -146,11 +154,15 @@ impl World {
         messages.dedup();
         // Hello comes before what is said after it.
         let is_late = |m: &Message| {
-            let hello = |h: &&Message| h.client == m.client && h.connection == m.connection && h.body == Body::Hello;
+            let hello = |h: &&Message| {
+                h.client == m.client && h.connection == m.connection && h.body == Body::Hello
+            };
             m.body != Body::Hello && self.messages.iter().any(|h| hello(&h))
         };
         out.extend(messages.into_iter().filter(|m| !is_late(m)).map(Action::Deliver));
-        out.extend(self.leader.tasks.iter().filter(|t| self.can_step(t)).cloned().map(Action::Step));
+        out.extend(
+            self.leader.tasks.iter().filter(|t| self.can_step(t)).cloned().map(Action::Step),
+        );
         for (i, c) in self.clients.iter().enumerate() {
             if c.page_in.is_some() && self.clone().page_in_goes_on(i) != Ok(false) {
                 out.push(Action::GoOn(i));
@@ -168,7 +180,12 @@ impl World {
             if self.can_take_out(i) {
                 out.push(Action::TakeOut(i));
             }
-            out.extend(c.jobs.iter().filter(|j| self.clone().job_goes_on(i, **j)).map(|j| Action::Job(i, *j)));
+            out.extend(
+                c.jobs
+                    .iter()
+                    .filter(|j| self.clone().job_goes_on(i, **j))
+                    .map(|j| Action::Job(i, *j)),
+            );
             if c.term != self.leader.term {
                 out.push(Action::Reconnect(i));
             }
@@ -179,7 +196,9 @@ impl World {
         if !self.log.evicted.is_subset(&self.storage.refuses) {
             out.push(Action::Hear);
         }
-        if out.is_empty() && self.looks < LOOKS && self.leader.tasks.iter().any(|t| matches!(t.stage, Stage::Waits(_)))
+        if out.is_empty()
+            && self.looks < LOOKS
+            && self.leader.tasks.iter().any(|t| matches!(t.stage, Stage::Waits(_)))
         {
             out.push(Action::Look);
         }
@@ -191,8 +210,14 @@ impl World {
         let (mut out, left) = (Vec::new(), &self.left);
         for (i, c) in self.clients.iter().enumerate() {
             let is_open = matches!(c.opened, Opened::ForReading | Opened::ForBoth);
-            let mut may = |can: bool, left: u8, action: Action| out.extend((can && left > 0).then_some(action));
-            may(is_open && c.page.is_none() && c.page_in.is_none(), left.page_ins, Action::PageIn(i));
+            let mut may = |can: bool, left: u8, action: Action| {
+                out.extend((can && left > 0).then_some(action))
+            };
+            may(
+                is_open && c.page.is_none() && c.page_in.is_none(),
+                left.page_ins,
+                Action::PageIn(i),
+            );
             may(c.opened == Opened::ForBoth && c.page.is_some(), left.stores, Action::Store(i));
             may(!c.back && c.page.is_some_and(|p| p.dirty), left.write_backs, Action::WriteBack(i));
             may(c.opened == Opened::ForBoth && c.writes.is_none(), left.writes, Action::Write(i));
@@ -229,7 +254,12 @@ impl World {
         }
         for (i, c) in self.clients.iter().enumerate() {
             let pending = matches!(c.opened, Opened::Asked | Opened::Answered | Opened::Closing);
-            if c.page_in.is_some() || c.writes.is_some() || !c.jobs.is_empty() || c.asks.is_some() || pending {
+            if c.page_in.is_some()
+                || c.writes.is_some()
+                || !c.jobs.is_empty()
+                || c.asks.is_some()
+                || pending
+            {
                 return Err(format!("client {i} never goes on: {c:?}"));
             }
             if self.log.evicted.iter().any(|s| World::client_of(*s) == i) {

@@ -1,4 +1,5 @@
-//! What a client does, in the steps of its shell: `client/src/writeback.rs`, `recalls.rs` and `memory.rs`.
+//! What a client does, in the steps of its shell: `client/src/write/writeback.rs`, `recalls.rs` and
+//! `memory.rs`.
 
 use std::time::Duration;
 
@@ -173,7 +174,10 @@ impl World {
     pub(super) fn retry(&mut self, client: usize) {
         let c = &mut self.clients[client];
         let connection = c.connection;
-        let old = [&mut c.request, &mut c.extending].into_iter().flatten().filter(|r| r.connection < connection);
+        let old = [&mut c.request, &mut c.extending]
+            .into_iter()
+            .flatten()
+            .filter(|r| r.connection < connection);
         let mut again = Vec::new();
         for r in old {
             r.connection = connection;
@@ -224,7 +228,11 @@ impl World {
     }
 
     fn update(&mut self, client: usize, at: u64, bytes: Vec<Version>, through: bool) {
-        self.messages.push(Message { client, connection: 0, body: Body::Update { at, bytes, through } });
+        self.messages.push(Message {
+            client,
+            connection: 0,
+            body: Body::Update { at, bytes, through },
+        });
         self.messages.sort();
     }
 
@@ -248,7 +256,8 @@ impl World {
         let c = &mut self.clients[client];
         c.held.lose();
         c.table.connected();
-        (c.ended, c.leased, c.opened, c.writing, c.checked, c.sending) = (true, false, None, None, None, 0);
+        (c.ended, c.leased, c.opened, c.writing, c.checked, c.sending) =
+            (true, false, None, None, None, 0);
         (c.request, c.extending) = (None, None);
         c.reports.clear();
     }
@@ -293,7 +302,8 @@ impl World {
             c.table.end(r.token);
         }
         let connection = c.connection;
-        self.messages.retain(|m| m.client != client || m.connection == 0 || World::is_for_leader(m));
+        self.messages
+            .retain(|m| m.client != client || m.connection == 0 || World::is_for_leader(m));
         self.send(client, connection, Body::Hello { sent: clock });
     }
 
@@ -336,9 +346,11 @@ impl World {
                     }
                     let shown = (r.what == What::Look).then_some(size);
                     let who = if r.what == What::Look { "looked" } else { "opened the file" };
-                    self.sees(i, r.floor, shown).map_err(|e| format!("client {i} {who} and {e}"))?;
+                    self.sees(i, r.floor, shown)
+                        .map_err(|e| format!("client {i} {who} and {e}"))?;
                     if let Some(size) = shown {
-                        self.finds(i, r.floor, size).map_err(|e| format!("client {i} {who} and {e}"))?;
+                        self.finds(i, r.floor, size)
+                            .map_err(|e| format!("client {i} {who} and {e}"))?;
                     }
                 } else if let Some(r) = c.extending.take_if(|r| r.id == id) {
                     let attrs = if granted { vec![(FILE, size)] } else { vec![] };
@@ -357,7 +369,12 @@ impl World {
     }
 
     /// What a program of this client reads now is as new as these writes.
-    pub(super) fn sees(&self, client: usize, floor: Versions, size: Option<u64>) -> Result<(), String> {
+    pub(super) fn sees(
+        &self,
+        client: usize,
+        floor: Versions,
+        size: Option<u64>,
+    ) -> Result<(), String> {
         let c = &self.clients[client];
         let mut view = self.storage.blocks.clone();
         for (at, bytes) in c.held.look(&(0..view.len() as u64)) {
@@ -369,8 +386,12 @@ impl World {
                 continue;
             }
             let there = view[w.block as usize];
-            if there == 0 || there != version && has(self.writes[usize::from(version) - 1].before, there) {
-                return Err(format!("reads version {there}, and {version} had been written before"));
+            if there == 0
+                || there != version && has(self.writes[usize::from(version) - 1].before, there)
+            {
+                return Err(format!(
+                    "reads version {there}, and {version} had been written before"
+                ));
             }
             if end.is_some_and(|end| end <= w.block) {
                 return Err(format!(

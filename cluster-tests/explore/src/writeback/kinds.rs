@@ -96,7 +96,8 @@ pub enum Stage {
     Opened { size: u64 },
 }
 
-/// How far the file goes at the storage server, as the leader saw it, and which eviction and which change it knew of.
+/// How far the file goes at the storage server, as the leader saw it, and which eviction and which
+/// change it knew of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Seen {
     pub end: u64,
@@ -207,7 +208,8 @@ pub enum Fault {
     Unsettled,
     /// Who was asked counts as holding nothing back, though he has not reported.
     AskedCounts,
-    /// Who has reported counts as holding nothing back, though he was left as the only writer since.
+    /// Who has reported counts as holding nothing back, though he was left as the only writer
+    /// since.
     ReportedForGood,
     /// A new leader takes nobody for one who holds back.
     NewLeaderForgets,

@@ -15,9 +15,11 @@ pub struct Leader {
     pub leases: Leases,
     pub reports: Reports,
     pub writers: Writers,
-    /// The last eviction of a session that could write the file, until nothing of it can arrive any more.
+    /// The last eviction of a session that could write the file, until nothing of it can arrive any
+    /// more.
     pub fence: usize,
-    /// The last one beside another writer, until it is known how far the file goes; what was seen of that.
+    /// The last one beside another writer, until it is known how far the file goes; what was seen
+    /// of that.
     pub endless: usize,
     pub seen: Option<Seen>,
     pub tasks: Vec<Task>,
@@ -27,7 +29,12 @@ pub struct Leader {
 
 impl World {
     pub(super) fn limits() -> Limits {
-        Limits { term: TERM, patience: std::time::Duration::MAX, hot: u32::MAX, ..Limits::default() }
+        Limits {
+            term: TERM,
+            patience: std::time::Duration::MAX,
+            hot: u32::MAX,
+            ..Limits::default()
+        }
     }
 
     pub(super) fn leader_takes(&mut self, m: Message) {
@@ -49,7 +56,9 @@ impl World {
         }
         let meets = self.leader.leases.meets(id(client), connection);
         match m.body {
-            Body::Hello { sent } | Body::Renew { sent } if meets && self.leader.leases.renewed(now, id(client)) => {
+            Body::Hello { sent } | Body::Renew { sent }
+                if meets && self.leader.leases.renewed(now, id(client)) =>
+            {
                 self.send(client, connection, Body::Renewed { sent });
             }
             Body::Reported(numbers) if meets => self.leader.reports.reported(id(client), &numbers),
@@ -95,7 +104,8 @@ impl World {
 
     pub(super) fn send_recalls(&mut self, client: usize) {
         let now = self.now();
-        let recalls = self.leader.leases.recalls(now, id(client), 0).into_iter().map(|r| r.0).collect();
+        let recalls =
+            self.leader.leases.recalls(now, id(client), 0).into_iter().map(|r| r.0).collect();
         let reports = self.leader.reports.take(now, id(client)).into_iter().map(|r| r.0).collect();
         if let Some(connection) = self.leader.polls[client].take() {
             self.send(client, connection, Body::Recalls { recalls, reports });
@@ -104,9 +114,11 @@ impl World {
 
     /// Whether there is something to send to a client that waits for it.
     pub(super) fn has_recalls(&self, client: usize) -> bool {
-        let (mut leases, mut reports, now) = (self.leader.leases.clone(), self.leader.reports.clone(), self.now());
+        let (mut leases, mut reports, now) =
+            (self.leader.leases.clone(), self.leader.reports.clone(), self.now());
         self.leader.polls[client].is_some()
-            && (!leases.recalls(now, id(client), 0).is_empty() || !reports.take(now, id(client)).is_empty())
+            && (!leases.recalls(now, id(client), 0).is_empty()
+                || !reports.take(now, id(client)).is_empty())
     }
 
     fn add_task(&mut self, task: Task) {
@@ -130,7 +142,8 @@ impl World {
         those.into_iter().map(|s| (s, self.leader.reports.ask(now, s, FILE))).collect()
     }
 
-    /// Notes a lease, reads the state, and has others report first, once, and what is not known of the file's end found out.
+    /// Notes a lease, reads the state, and has others report first, once, and what is not known of
+    /// the file's end found out.
     fn look(&mut self, client: usize, connection: u64, n: u8, reported: bool) {
         self.grant(client, connection);
         let (size, ticket) = (self.log.size, Some(self.leader.leases.ticket()));
@@ -191,7 +204,8 @@ impl World {
         self.leader.writers.ended(id(client));
     }
 
-    /// The leader looks for the end that an evicted session did not report, unless nobody needs to know any more.
+    /// The leader looks for the end that an evicted session did not report, unless nobody needs to
+    /// know any more.
     pub(super) fn see(&mut self) {
         let (eviction, change) = (self.log.endless, self.log.change);
         if eviction == 0 {
@@ -213,7 +227,10 @@ impl World {
 
     /// An entry of the log, and whether it was not refused.
     pub(super) fn found(&mut self, seen: Seen) -> bool {
-        if self.log.endless == 0 || seen.eviction != self.log.endless || seen.change != self.log.change {
+        if self.log.endless == 0
+            || seen.eviction != self.log.endless
+            || seen.change != self.log.change
+        {
             return false;
         }
         self.log.endless = 0;
@@ -229,7 +246,8 @@ impl World {
     /// Whether the leader can go on with a request.
     pub(super) fn can_step(&self, t: &Task) -> bool {
         let l = &self.leader;
-        let is_in = |asked: &[(SessionId, Number)]| asked.iter().all(|(s, n)| l.reports.is_in(*s, *n));
+        let is_in =
+            |asked: &[(SessionId, Number)]| asked.iter().all(|(s, n)| l.reports.is_in(*s, *n));
         let fenced = l.fence == 0 && l.endless == 0 || self.fault == Fault::NotFenced;
         let open = !l.leases.in_grace(self.now()) && fenced;
         match &t.stage {
@@ -264,7 +282,10 @@ impl World {
                 if self.fault == Fault::AskedCounts {
                     self.leader.writers.have_reported(holders.clone(), id(client));
                 }
-                self.add_task(Task { stage: Stage::Holding { size, holders, asked }, ..task.clone() });
+                self.add_task(Task {
+                    stage: Stage::Holding { size, holders, asked },
+                    ..task.clone()
+                });
             }
             Stage::Holding { size, holders, .. } => {
                 let holders = match self.fault {
@@ -289,7 +310,8 @@ impl World {
     /// The leader dies, and another knows what is in the log.
     pub(super) fn failover(&mut self) {
         let term = self.leader.term + 1;
-        let alive: Vec<SessionId> = [0, 1].into_iter().filter(|c| !self.log.is_evicted(*c)).map(id).collect();
+        let alive: Vec<SessionId> =
+            [0, 1].into_iter().filter(|c| !self.log.is_evicted(*c)).map(id).collect();
         let mut graced = alive.clone();
         if self.fault != Fault::NewLeaderIgnoresEvicted {
             // Every server has seen all entries as they were applied.

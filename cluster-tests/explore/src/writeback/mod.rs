@@ -1,13 +1,15 @@
-//! The world of write-back, `docs/leases.md`: one leader, two clients that hold back what they write to one file, and a storage
-//! server. The tables are the product's; what is around them is written after the shells.
+//! The world of write-back, `docs/leases.md`: one leader, two clients that hold back what they
+//! write to one file, and a storage server. The tables are the product's; what is around them is
+//! written after the shells.
 //!
-//! The first client has the file open for writing from the beginning, and is the only one who has. Each write has a number, and the
-//! bytes that it writes are that number.
+//! The first client has the file open for writing from the beginning, and is the only one who has.
+//! Each write has a number, and the bytes that it writes are that number.
 //!
-//! The promises: whoever opened the file for writing, looked at it or reads it under a lease finds every write that had returned before he
-//! asked, in the bytes and in the size, but for those of evicted sessions. No bytes are put over those of a write that began when they
-//! had been written. And nothing of an evicted session is put there when somebody was answered after its eviction, nor is anything of one
-//! seen by anybody when somebody has been told that the file is shorter.
+//! The promises: whoever opened the file for writing, looked at it or reads it under a lease finds
+//! every write that had returned before he asked, in the bytes and in the size, but for those of
+//! evicted sessions. No bytes are put over those of a write that began when they had been written.
+//! And nothing of an evicted session is put there when somebody was answered after its eviction,
+//! nor is anything of one seen by anybody when somebody has been told that the file is shorter.
 
 mod client;
 mod kinds;
@@ -95,7 +97,8 @@ fn time(clock: u8) -> Duration {
 }
 
 impl World {
-    /// Both clients are connected and hold leases as from now; the first has the file open for writing, and knows it.
+    /// Both clients are connected and hold leases as from now; the first has the file open for
+    /// writing, and knows it.
     pub fn new(left: Bounds, fault: Fault) -> World {
         let mut leases = Leases::new(World::limits(), time(0), 1, []);
         let mut clients = [0, 1].map(|c| {
@@ -139,7 +142,11 @@ impl World {
             },
             leader,
             clients,
-            storage: Storage { blocks: vec![0; 1 + usize::from(left.more_blocks)], heard: 0, work: Vec::new() },
+            storage: Storage {
+                blocks: vec![0; 1 + usize::from(left.more_blocks)],
+                heard: 0,
+                work: Vec::new(),
+            },
             messages: Vec::new(),
             writes: Vec::new(),
             depended: 0,
@@ -155,20 +162,33 @@ impl World {
 
     /// The writes that have returned.
     fn returned(&self) -> Versions {
-        self.writes.iter().zip(1..).filter(|(w, _)| w.returned).fold(0, |all, (_, v): (_, u32)| all | 1 << v)
+        self.writes
+            .iter()
+            .zip(1..)
+            .filter(|(w, _)| w.returned)
+            .fold(0, |all, (_, v): (_, u32)| all | 1 << v)
     }
 
     fn is_for_leader(m: &Message) -> bool {
         matches!(
             m.body,
-            Body::Hello { .. } | Body::Renew { .. } | Body::Reported(_) | Body::Asks { .. } | Body::Release { .. }
+            Body::Hello { .. }
+                | Body::Renew { .. }
+                | Body::Reported(_)
+                | Body::Asks { .. }
+                | Body::Release { .. }
         )
     }
 
-    /// What can arrive nowhere is not sent: to a leader that has died, or on a connection that its client has given up.
+    /// What can arrive nowhere is not sent: to a leader that has died, or on a connection that its
+    /// client has given up.
     fn send(&mut self, client: usize, connection: u64, body: Body) {
         let (m, c) = (Message { client, connection, body }, &self.clients[client]);
-        let arrives = if World::is_for_leader(&m) { c.term == self.leader.term } else { c.connection == connection };
+        let arrives = if World::is_for_leader(&m) {
+            c.term == self.leader.term
+        } else {
+            c.connection == connection
+        };
         if arrives && !c.ended {
             self.messages.push(m);
             self.messages.sort();
@@ -208,19 +228,25 @@ impl World {
         let Body::Update { at, bytes, through } = m.body else { return Ok(()) };
         let number = self.log.evicted.iter().position(|c| *c == m.client).map(|i| i + 1);
         if number.is_some_and(|n| n <= self.depended) {
-            return Err(format!("bytes of client {} come after somebody was answered who knows it evicted", m.client));
+            return Err(format!(
+                "bytes of client {} come after somebody was answered who knows it evicted",
+                m.client
+            ));
         }
         for (block, new) in (at as usize..).zip(&bytes) {
             let there = std::mem::replace(&mut self.storage.blocks[block], *new);
             if there != 0 && has(self.writes[usize::from(there) - 1].before, *new) {
-                return Err(format!("version {new}, which was written before {there}, is put over it"));
+                return Err(format!(
+                    "version {new}, which was written before {there}, is put over it"
+                ));
             }
         }
         self.has_arrived(m.client, at, &bytes, through);
         Ok(())
     }
 
-    /// Whether the storage server has heard of an eviction, and has done with what sessions sent that it knows evicted.
+    /// Whether the storage server has heard of an eviction, and has done with what sessions sent
+    /// that it knows evicted.
     fn is_fenced(&self, eviction: usize) -> bool {
         let known = &self.log.evicted[..self.storage.heard];
         let in_work = self.storage.work.iter().any(|m| known.contains(&m.client));
@@ -242,7 +268,8 @@ impl World {
         Ok(())
     }
 
-    /// A program of this client finds the file so long. What evicted clients had put there before is in it, or never will be.
+    /// A program of this client finds the file so long. What evicted clients had put there before
+    /// is in it, or never will be.
     fn finds(&mut self, client: usize, floor: Versions, size: u64) -> Result<(), String> {
         let c = &self.clients[client];
         let end = size.max(c.arrived).max(c.held.end());
@@ -251,7 +278,9 @@ impl World {
                 continue;
             }
             if end > w.block && has(self.denied, version) {
-                return Err(format!("finds version {version} of an evicted client, which was beyond the end before"));
+                return Err(format!(
+                    "finds version {version} of an evicted client, which was beyond the end before"
+                ));
             }
             if end <= w.block && has(floor, version) {
                 self.denied |= 1 << version;

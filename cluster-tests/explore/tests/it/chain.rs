@@ -1,4 +1,5 @@
-//! Every order of events of small cases of chains (`docs/replication.md`), and that the explorer finds mistakes made on purpose.
+//! Every order of events of small cases of chains (`docs/replication.md`), and that the explorer
+//! finds mistakes made on purpose.
 
 use strake_explore::{
     chain::{Bounds, Fault, World},
@@ -99,7 +100,9 @@ fn mistakes_are_found() {
     ];
     for (fault, bounds) in cases {
         let seen = explore(World::new(bounds, fault), 1_000_000);
-        let (story, why) = seen.broken.unwrap_or_else(|| panic!("{fault:?} was not found in {} states", seen.states));
+        let (story, why) = seen
+            .broken
+            .unwrap_or_else(|| panic!("{fault:?} was not found in {} states", seen.states));
         println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len());
     }
 }

@@ -1,4 +1,5 @@
-//! Every order of events of small cases of `docs/leases.md`, and that the explorer finds mistakes made on purpose.
+//! Every order of events of small cases of `docs/leases.md`, and that the explorer finds mistakes
+//! made on purpose.
 
 use strake_explore::{
     after, explore,
@@ -68,8 +69,8 @@ fn full_sessions() {
     holds(Bounds { asks: 1, changes: 1, full: true, ..NOTHING });
 }
 
-/// A client looks up the name, takes it away, which gives back the lease on what was behind it, and is answered. A copy of that request
-/// is on its way.
+/// A client looks up the name, takes it away, which gives back the lease on what was behind it, and
+/// is answered. A copy of that request is on its way.
 const ANSWERED_WITH_A_COPY_LEFT: [&str; 11] = [
     "Ask(0, Lookup)",
     "Deliver(Message { client: 0, connection: 1, body: Read",
@@ -89,7 +90,8 @@ fn copies_of_requests() {
     holds(Bounds { asks: 1, changes: 1, copies: 1, ..NOTHING });
     // From a beginning that is too far away to be reached among everything else.
     let bounds = Bounds { asks: 2, changes: 2, copies: 1, ..NOTHING };
-    let explored = |fault| explore(after(World::new(bounds, fault), &ANSWERED_WITH_A_COPY_LEFT), 1_000_000);
+    let explored =
+        |fault| explore(after(World::new(bounds, fault), &ANSWERED_WITH_A_COPY_LEFT), 1_000_000);
     let seen = explored(Fault::None);
     assert!(seen.broken.is_none() && !seen.cut, "{seen:?}");
     println!("{} states, {} steps, depth {}", seen.states, seen.steps, seen.depth);
@@ -98,7 +100,8 @@ fn copies_of_requests() {
     println!("{} states, {} steps: {why}", seen.states, story.len());
 }
 
-/// Bounds in which each mistake shows. `SparesLater` needs two new connections: `strake-explore --fault spares-later`.
+/// Bounds in which each mistake shows. `SparesLater` needs two new connections: `strake-explore
+/// --fault spares-later`.
 #[test]
 fn mistakes_are_found() {
     let cases = [
@@ -120,7 +123,9 @@ fn mistakes_are_found() {
     ];
     for (fault, bounds) in cases {
         let seen = explore(World::new(bounds, fault), 2_000_000);
-        let (story, why) = seen.broken.unwrap_or_else(|| panic!("{fault:?} was not found in {} states", seen.states));
+        let (story, why) = seen
+            .broken
+            .unwrap_or_else(|| panic!("{fault:?} was not found in {} states", seen.states));
         println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len());
     }
 }

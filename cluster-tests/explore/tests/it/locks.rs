@@ -109,7 +109,9 @@ fn mistakes_are_found() {
         let seen = explore(World::new(bounds, fault), 200_000);
         // Without a mistake the last bound breaks another promise, later: `docs/known-gaps.md`.
         match seen.broken.filter(|(_, why)| !why.ends_with("never answered")) {
-            Some((story, why)) => println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len()),
+            Some((story, why)) => {
+                println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len())
+            }
             None => missed.push((fault, seen.states)),
         }
     }

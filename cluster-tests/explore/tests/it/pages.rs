@@ -1,5 +1,5 @@
-//! Every order of events of small cases of pages of memory mappings (`docs/mappings.md`, "Between nodes"), and that the explorer
-//! finds mistakes made on purpose.
+//! Every order of events of small cases of pages of memory mappings (`docs/mappings.md`, "Between
+//! nodes"), and that the explorer finds mistakes made on purpose.
 
 use strake_explore::{
     explore,
@@ -101,7 +101,9 @@ fn mistakes_are_found() {
     for (fault, bounds) in cases {
         let seen = explore(World::new(bounds, fault), 200_000);
         match seen.broken {
-            Some((story, why)) => println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len()),
+            Some((story, why)) => {
+                println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len())
+            }
             None => missed.push((fault, seen.states)),
         }
     }

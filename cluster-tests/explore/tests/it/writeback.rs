@@ -1,4 +1,5 @@
-//! Every order of events of small cases of write-back (`docs/leases.md`), and that the explorer finds mistakes made on purpose.
+//! Every order of events of small cases of write-back (`docs/leases.md`), and that the explorer
+//! finds mistakes made on purpose.
 
 use strake_explore::{
     after, explore,
@@ -57,8 +58,9 @@ fn time() {
     holds(Bounds { ticks: 3, renewals: 1, ..one() });
 }
 
-/// A client opens the file, sends that again on a new connection, is answered and closes the file. What was sent first is at the
-/// leader yet, which was told of the report that it waits for: from when the other client was not left alone again.
+/// A client opens the file, sends that again on a new connection, is answered and closes the file.
+/// What was sent first is at the leader yet, which was told of the report that it waits for: from
+/// when the other client was not left alone again.
 const SENT_TWICE: [&str; 24] = [
     "Open(1)",
     "Deliver(Message { client: 1, connection: 1, body: Asks",
@@ -128,7 +130,9 @@ fn mistakes_are_found() {
     ];
     for (fault, bounds) in cases {
         let seen = explore(World::new(bounds, fault), 1_000_000);
-        let (story, why) = seen.broken.unwrap_or_else(|| panic!("{fault:?} was not found in {} states", seen.states));
+        let (story, why) = seen
+            .broken
+            .unwrap_or_else(|| panic!("{fault:?} was not found in {} states", seen.states));
         println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len());
     }
 }

@@ -1,4 +1,5 @@
-//! The bytes of a file: what programs see, and of all that changed since the last sync what may still be on the disk.
+//! The bytes of a file: what programs see, and of all that changed since the last sync what may
+//! still be on the disk.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -82,7 +83,8 @@ impl Content {
     /// Makes these bytes zeros; the size stays.
     pub fn zero(&mut self, offset: u64, len: u64) {
         let end = offset + len;
-        let held: Vec<u64> = self.pages.range(offset / PAGE..end.div_ceil(PAGE)).map(|(at, _)| *at).collect();
+        let held: Vec<u64> =
+            self.pages.range(offset / PAGE..end.div_ceil(PAGE)).map(|(at, _)| *at).collect();
         for at in held {
             let from = offset.max(at * PAGE) - at * PAGE;
             let to = end.min((at + 1).saturating_mul(PAGE)) - at * PAGE;
@@ -116,7 +118,8 @@ impl Content {
         self.sizes.clear();
     }
 
-    /// What is left when the power goes: of each unsynced sector and of the size any version since the last sync.
+    /// What is left when the power goes: of each unsynced sector and of the size any version since
+    /// the last sync.
     pub fn cut(&mut self, rng: &mut impl Rng, lost: &mut Lost) {
         // Sometimes all newest versions survive, sometimes none, mostly some.
         let newest = how_much_survives(rng);
@@ -220,7 +223,10 @@ mod tests {
         });
         let both = |a, b| [vec![a; 512], vec![b; 512]].concat();
         let all = (1..=3).flat_map(|a| (1..=3).map(move |b| both(a, b))).collect();
-        assert_eq!(left, all, "each of both sectors old, newer or newest; never as before the sync; never torn inside");
+        assert_eq!(
+            left, all,
+            "each of both sectors old, newer or newest; never as before the sync; never torn inside"
+        );
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! The [`Tree`] as a FUSE file system. The kernel keeps no copies, so that every write is seen as it was made.
+//! The [`Tree`] as a FUSE file system. The kernel keeps no copies, so that every write is seen as
+//! it was made.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -11,9 +12,10 @@ use std::{
 };
 
 use fuser::{
-    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
-    KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty,
-    ReplyEntry, ReplyOpen, ReplyStatfs, ReplyWrite, Request, TimeOrNow, WriteFlags,
+    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
+    INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate,
+    ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyStatfs, ReplyWrite, Request,
+    TimeOrNow, WriteFlags,
 };
 use parking_lot::Mutex;
 
@@ -111,7 +113,14 @@ impl Disk {
         })
     }
 
-    fn make(&mut self, req: &Request, parent: INodeNo, name: &OsStr, node: Node, mode: u32) -> Result<FileAttr> {
+    fn make(
+        &mut self,
+        req: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        node: Node,
+        mode: u32,
+    ) -> Result<FileAttr> {
         let inode = Inode::new(node, (mode & 0o7777) as u16, req.uid(), req.gid());
         let ino = self.tree.make(parent.0, name.as_bytes(), inode)?;
         self.attr(ino)
@@ -162,12 +171,17 @@ fn opened(result: Result<FileHandle>, flags: FopenFlags, reply: ReplyOpen) {
     }
 }
 
-const DIRECT: FopenFlags = FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
+const DIRECT: FopenFlags =
+    FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
 
 impl Filesystem for Transport {
     fn init(&mut self, _: &Request, kernel: &mut KernelConfig) -> io::Result<()> {
         // An error only says that this kernel does not offer it.
-        for flag in [InitFlags::FUSE_ASYNC_DIO, InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP, InitFlags::FUSE_PARALLEL_DIROPS] {
+        for flag in [
+            InitFlags::FUSE_ASYNC_DIO,
+            InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+            InitFlags::FUSE_PARALLEL_DIROPS,
+        ] {
             let _ = kernel.add_capabilities(flag);
         }
         let _ = kernel.set_max_write(1 << 20);
@@ -232,18 +246,42 @@ impl Filesystem for Transport {
         }
     }
 
-    fn mknod(&self, req: &Request, parent: INodeNo, name: &OsStr, mode: u32, _: u32, _: u32, reply: ReplyEntry) {
+    fn mknod(
+        &self,
+        req: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _: u32,
+        _: u32,
+        reply: ReplyEntry,
+    ) {
         if mode & libc::S_IFMT != libc::S_IFREG {
             return reply.error(Errno::EOPNOTSUPP);
         }
         entry(self.0.lock().make(req, parent, name, Node::File(Content::default()), mode), reply);
     }
 
-    fn mkdir(&self, req: &Request, parent: INodeNo, name: &OsStr, mode: u32, _: u32, reply: ReplyEntry) {
+    fn mkdir(
+        &self,
+        req: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _: u32,
+        reply: ReplyEntry,
+    ) {
         entry(self.0.lock().make(req, parent, name, Node::Dir(Dir::default()), mode), reply);
     }
 
-    fn symlink(&self, req: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
+    fn symlink(
+        &self,
+        req: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        target: &Path,
+        reply: ReplyEntry,
+    ) {
         let to = Node::Symlink(target.as_os_str().as_bytes().to_vec());
         entry(self.0.lock().make(req, parent, name, to, 0o777), reply);
     }
@@ -276,7 +314,14 @@ impl Filesystem for Transport {
         empty(r, reply);
     }
 
-    fn link(&self, _: &Request, ino: INodeNo, newparent: INodeNo, newname: &OsStr, reply: ReplyEntry) {
+    fn link(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        newparent: INodeNo,
+        newname: &OsStr,
+        reply: ReplyEntry,
+    ) {
         let mut d = self.0.lock();
         let r = d.tree.link(ino.0, newparent.0, newname.as_bytes());
         entry(r.and_then(|()| d.attr(ino.0)), reply);
@@ -286,7 +331,16 @@ impl Filesystem for Transport {
         opened(self.0.lock().open(ino.0), DIRECT, reply);
     }
 
-    fn create(&self, req: &Request, parent: INodeNo, name: &OsStr, mode: u32, _: u32, flags: i32, reply: ReplyCreate) {
+    fn create(
+        &self,
+        req: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _: u32,
+        flags: i32,
+        reply: ReplyCreate,
+    ) {
         let mut d = self.0.lock();
         let found = d.make(req, parent, name, Node::File(Content::default()), mode).or_else(|e| {
             // Somebody else made it between the kernel's look and this call.
@@ -335,7 +389,8 @@ impl Filesystem for Transport {
     ) {
         self.1.pass();
         // Pages of a mapping go where they are mapped, whatever the handle's flags say.
-        let append = flags.0 & libc::O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
+        let append =
+            flags.0 & libc::O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let written = self.0.lock().tree.content_mut(ino.0).map(|c| {
             let at = if append { c.size() } else { offset };
             c.write(at, data);
@@ -373,13 +428,23 @@ impl Filesystem for Transport {
         opened(self.0.lock().open(ino.0), FopenFlags::empty(), reply);
     }
 
-    fn readdir(&self, _: &Request, ino: INodeNo, fh: FileHandle, offset: u64, mut reply: ReplyDirectory) {
+    fn readdir(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
         let mut d = self.0.lock();
         let Disk { tree, handles, .. } = &mut *d;
         let Some(handle) = handles.get_mut(&fh.0) else { return reply.error(Errno::EIO) };
         if offset == 0 {
             match tree.list(ino.0) {
-                Ok(l) => handle.listing = [vec![(b".".to_vec(), ino.0), (b"..".to_vec(), ino.0)], l].concat(),
+                Ok(l) => {
+                    handle.listing =
+                        [vec![(b".".to_vec(), ino.0), (b"..".to_vec(), ino.0)], l].concat()
+                }
                 Err(e) => return reply.error(error(e)),
             }
         }
@@ -410,7 +475,16 @@ impl Filesystem for Transport {
         reply.statfs(all, free, free, 1 << 20, 1 << 19, 4096, 255, 4096);
     }
 
-    fn fallocate(&self, _: &Request, ino: INodeNo, _: FileHandle, offset: u64, len: u64, mode: i32, reply: ReplyEmpty) {
+    fn fallocate(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        len: u64,
+        mode: i32,
+        reply: ReplyEmpty,
+    ) {
         const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         let mut d = self.0.lock();
         let done = d.tree.content_mut(ino.0).and_then(|c| {

@@ -1,5 +1,6 @@
-//! A disk that can lose power or become slow, as a file system of our own on FUSE, in the memory of this process. It forgets far
-//! more than a real one: of all that was not synced any sector, size and directory operation, in any order.
+//! A disk that can lose power or become slow, as a file system of our own on FUSE, in the memory of
+//! this process. It forgets far more than a real one: of all that was not synced any sector, size
+//! and directory operation, in any order.
 
 mod content;
 mod fuse;
@@ -46,7 +47,9 @@ impl Lossy {
         config.clone_fd = true;
         let session = Session::new(fuse::Transport(disk.clone(), latency.clone()), &at, &config)
             .and_then(Session::spawn)
-            .map_err(|e| format!("mounting at {}: {e}; it needs root and /dev/fuse", at.display()))?;
+            .map_err(|e| {
+                format!("mounting at {}: {e}; it needs root and /dev/fuse", at.display())
+            })?;
         Ok(Lossy { at, disk, latency, session: Some(session) })
     }
 
@@ -60,11 +63,12 @@ impl Lossy {
         self.latency.set(by);
     }
 
-    /// The power of these folders goes: until [`power_up`](Lossy::power_up) all in them is `EIO`. The same seed on the same
-    /// operations leaves the same.
+    /// The power of these folders goes: until [`power_up`](Lossy::power_up) all in them is `EIO`.
+    /// The same seed on the same operations leaves the same.
     pub fn cut_power(&self, folders: &[PathBuf], seed: u64) -> Result<Lost> {
         let mut disk = self.disk.lock();
-        let roots: Vec<_> = folders.iter().map(|f| disk.find(f.strip_prefix(&self.at)?)).collect::<Result<_>>()?;
+        let roots: Vec<_> =
+            folders.iter().map(|f| disk.find(f.strip_prefix(&self.at)?)).collect::<Result<_>>()?;
         Ok(disk.tree.cut_power(&roots, &mut StdRng::seed_from_u64(seed)))
     }
 
@@ -142,7 +146,8 @@ mod tests {
     fn takes_direct_io_and_punched_holes() {
         on_a_disk("lossy-direct", Rule::Posix, |disk| {
             let mut o = OpenOptions::new();
-            let f = o.read(true).write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT);
+            let f =
+                o.read(true).write(true).create(true).truncate(true).custom_flags(libc::O_DIRECT);
             let f = f.open(disk.at().join("a")).unwrap();
             #[repr(align(4096))]
             struct Block([u8; 8192]);
@@ -150,7 +155,12 @@ mod tests {
             // SAFETY: a system call without pointers on an open file.
             let punched = unsafe {
                 use std::os::fd::AsRawFd;
-                libc::fallocate(f.as_raw_fd(), libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, 1 << 20, 4096)
+                libc::fallocate(
+                    f.as_raw_fd(),
+                    libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
+                    1 << 20,
+                    4096,
+                )
             };
             assert_eq!(punched, 0);
             let mut back = Block([1; 8192]);
@@ -187,7 +197,9 @@ mod tests {
                 drop(f);
                 disk.power_up();
                 let left = fs::read(&synced).unwrap();
-                assert!(left.starts_with(&[1; 5000]) && left[5000..].iter().all(|b| matches!(b, 0 | 2)));
+                assert!(
+                    left.starts_with(&[1; 5000]) && left[5000..].iter().all(|b| matches!(b, 0 | 2))
+                );
                 assert_eq!(never.exists(), lost.names == 0);
                 seen[usize::from(never.exists())] = true;
             }

@@ -1,8 +1,10 @@
-//! The files and directories of a disk that can lose power, without FUSE: what programs see, and what is durable.
+//! The files and directories of a disk that can lose power, without FUSE: what programs see, and
+//! what is durable.
 //!
-//! fsync of a file makes its bytes and its size durable, but no name. fsync of a directory makes the operations on its
-//! entries durable. When the power goes, any of the others may be lost, each whole: a rename is done or not. One that needs
-//! another (it is on the same name or the same file) is lost with it. Owners, modes and times are always durable.
+//! fsync of a file makes its bytes and its size durable, but no name. fsync of a directory makes
+//! the operations on its entries durable. When the power goes, any of the others may be lost, each
+//! whole: a rename is done or not. One that needs another (it is on the same name or the same file)
+//! is lost with it. Owners, modes and times are always durable.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -110,7 +112,13 @@ pub struct Tree {
 impl Tree {
     pub fn new(rule: Rule) -> Tree {
         let root = Inode::new(Node::Dir(Dir::default()), 0o755, 0, 0);
-        Tree { rule, inodes: HashMap::from([(ROOT, root)]), next: ROOT + 1, ops: vec![], dark: HashSet::new() }
+        Tree {
+            rule,
+            inodes: HashMap::from([(ROOT, root)]),
+            next: ROOT + 1,
+            ops: vec![],
+            dark: HashSet::new(),
+        }
     }
 
     pub fn inode(&self, ino: Ino) -> Result<&Inode> {
@@ -231,7 +239,10 @@ impl Tree {
             (libc::RENAME_NOREPLACE, Some(_)) => Err(libc::EEXIST),
             (libc::RENAME_EXCHANGE, None) => Err(libc::ENOENT),
             (libc::RENAME_EXCHANGE, Some(old)) => {
-                self.operate(vec![(here.0, here.1, Some(old)), (there.0, there.1, Some(ino))], vec![ino, old]);
+                self.operate(
+                    vec![(here.0, here.1, Some(old)), (there.0, there.1, Some(ino))],
+                    vec![ino, old],
+                );
                 Ok(())
             }
             (0 | libc::RENAME_NOREPLACE, old) if old != Some(ino) => {
@@ -257,7 +268,9 @@ impl Tree {
 
     fn apply(&mut self, op: &Op, side: impl Fn(&mut Dir) -> &mut BTreeMap<Name, Ino>) {
         for (dir, name, ino) in &op.changes {
-            let Some(Inode { node: Node::Dir(d), time, .. }) = self.inodes.get_mut(dir) else { continue };
+            let Some(Inode { node: Node::Dir(d), time, .. }) = self.inodes.get_mut(dir) else {
+                continue;
+            };
             *time = SystemTime::now();
             match ino {
                 Some(ino) => side(d).insert(name.clone(), *ino),
@@ -301,7 +314,8 @@ impl Tree {
         self.ops = open;
     }
 
-    /// The power of all below these directories goes: computes what is left, and from here on everything there is `EIO`.
+    /// The power of all below these directories goes: computes what is left, and from here on
+    /// everything there is `EIO`.
     pub fn cut_power(&mut self, roots: &[Ino], rng: &mut impl Rng) -> Lost {
         let below = self.below(roots.to_vec());
         let mut lost = Lost::default();

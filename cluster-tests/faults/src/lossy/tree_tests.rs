@@ -97,7 +97,11 @@ fn operations_on_other_names_are_lost_in_any_order() {
         t.file(ROOT, "new", "");
         t.rm(ROOT, "old");
     });
-    assert_eq!(left, set(&["", "new=", "new= old=", "old="]), "the later unlink without the earlier create, too");
+    assert_eq!(
+        left,
+        set(&["", "new=", "new= old=", "old="]),
+        "the later unlink without the earlier create, too"
+    );
 }
 
 #[test]
@@ -112,7 +116,11 @@ fn what_another_operation_needs_goes_with_it() {
         t.mv((d, "x"), (e, "x"));
         t.mv((e, "x"), (e, "y"));
     });
-    assert_eq!(left, set(&["d/ e/", "d/ d/x=1 e/", "d/ e/ e/x=1", "d/ e/ e/y=1"]), "one place at a time");
+    assert_eq!(
+        left,
+        set(&["d/ e/", "d/ d/x=1 e/", "d/ e/ e/x=1", "d/ e/ e/y=1"]),
+        "one place at a time"
+    );
     let left = after_cut(Rule::Posix, |t| {
         t.make(ROOT, b"d", dir()).unwrap();
         t.make(ROOT, b"e", dir()).unwrap();

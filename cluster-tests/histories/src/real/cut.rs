@@ -52,7 +52,11 @@ impl Cut {
 
 #[async_trait]
 impl Fabric for Cut {
-    async fn connect(&self, to: &Endpoint, back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         if self.plan.now().is_some() {
             tokio::time::sleep(Duration::from_millis(100)).await;
             return Err(Error::new(Code::TimedOut, format!("the network to {to} is cut")));

@@ -27,7 +27,11 @@ impl Cluster {
     }
 
     fn server(&self, role: &str) -> Option<i32> {
-        fs::read_to_string(self.dir.join("run").join(format!("{role}.pid"))).ok()?.trim().parse().ok()
+        fs::read_to_string(self.dir.join("run").join(format!("{role}.pid")))
+            .ok()?
+            .trim()
+            .parse()
+            .ok()
     }
 
     /// Starts what does not run.
@@ -48,7 +52,8 @@ impl Cluster {
                 return None;
             }
             let line = fs::read_to_string(entry.path().join("cmdline")).ok()?;
-            let is_it = line.split('\0').nth(1) == Some("mount") && line.split('\0').any(|a| a == at);
+            let is_it =
+                line.split('\0').nth(1) == Some("mount") && line.split('\0').any(|a| a == at);
             let stat = fs::read_to_string(entry.path().join("stat")).ok()?;
             let parent = stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()?;
             is_it.then_some((pid, parent))
@@ -58,7 +63,8 @@ impl Cluster {
 }
 
 fn signal(pid: i32, signal: libc::c_int) {
-    // SAFETY: no memory is passed; the process is one of the cluster or of the workers that this program started.
+    // SAFETY: no memory is passed; the process is one of the cluster or of the workers that this
+    // program started.
     unsafe { libc::kill(pid, signal) };
 }
 
@@ -88,8 +94,8 @@ impl fmt::Display for Harm {
 }
 
 impl Harm {
-    /// Perhaps one fault more; what is over is undone. `stoppable` and `killable` are workers, of whom one is to be killed if its
-    /// number is returned; `by_mounts`: some use mounts.
+    /// Perhaps one fault more; what is over is undone. `stoppable` and `killable` are workers, of
+    /// whom one is to be killed if its number is returned; `by_mounts`: some use mounts.
     pub fn next(
         &mut self,
         cluster: &Cluster,
@@ -100,14 +106,16 @@ impl Harm {
     ) -> io::Result<Option<i32>> {
         self.undo(cluster, Instant::now())?;
         let role = MDS.choose(rng).copied().unwrap_or("mds1");
-        let for_a_while = |rng: &mut StdRng| Instant::now() + Duration::from_millis(rng.random_range(200..3000));
+        let for_a_while =
+            |rng: &mut StdRng| Instant::now() + Duration::from_millis(rng.random_range(200..3000));
         match rng.random_range(0..24) {
             // One server at a time: the others are a majority.
             0 | 1 if self.calm() && self.kills < MOST => {
                 if let Some(pid) = cluster.server(role) {
                     signal(pid, libc::SIGKILL);
                     self.kills += 1;
-                    self.start = Some(Instant::now() + Duration::from_millis(rng.random_range(0..1000)));
+                    self.start =
+                        Some(Instant::now() + Duration::from_millis(rng.random_range(0..1000)));
                 }
             }
             2 | 3 if self.calm() && self.stops < MOST => {
@@ -131,7 +139,9 @@ impl Harm {
             7 if by_mounts && self.daemon_kills < MOST => {
                 let at = cluster.mounts.choose(rng).map(|at| cluster.mount(at)).unwrap_or_default();
                 // The daemon is the one that the other started.
-                if let Some((pid, _)) = at.iter().find(|(_, parent)| at.iter().any(|(p, _)| p == parent)) {
+                if let Some((pid, _)) =
+                    at.iter().find(|(_, parent)| at.iter().any(|(p, _)| p == parent))
+                {
                     signal(*pid, libc::SIGKILL);
                     self.daemon_kills += 1;
                 }

@@ -17,7 +17,9 @@ use std::{
 use clap::Args;
 use harm::{Cluster, Harm};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
-use strake_histories::{Head, History, Outcome, Record, Verdict, check, explain::explain, search::LIMIT};
+use strake_histories::{
+    Head, History, Outcome, Record, Verdict, check, explain::explain, search::LIMIT,
+};
 
 /// Workers at once, and operations of each.
 const WORKERS: u32 = 6;
@@ -77,7 +79,8 @@ pub fn run(args: &RealArgs) -> io::Result<u32> {
             }
         };
         let (verdict, overlap) = (check(&history, LIMIT), history.overlap());
-        let unknown = history.records.iter().filter(|r| matches!(r.outcome, Outcome::Unknown(_))).count();
+        let unknown =
+            history.records.iter().filter(|r| matches!(r.outcome, Outcome::Unknown(_))).count();
         println!(
             "run {run}: {who:?}, {} operations, {:.0} % overlap, {harm}, {unknown} unknown, \
              {followed} answers of followers, {} steps, {:.1?}",
@@ -120,7 +123,8 @@ struct Ground<'a> {
     args: &'a RealArgs,
     seed: u64,
     who: Who,
-    /// Half of the workers that use the library ask followers everything; where all use it, most operations only look.
+    /// Half of the workers that use the library ask followers everything; where all use it, most
+    /// operations only look.
     followers: bool,
     /// Below a mount.
     names: [String; 2],
@@ -142,7 +146,8 @@ impl Ground<'_> {
         c.args(["--seed", &(self.seed << 8 | u64::from(id)).to_string(), "--out"]).arg(&out);
         if is_library {
             let roots = self.inos.map(|i| i.to_string()).join(",");
-            c.args(["--mds", &self.args.mds, "--roots", &roots, "--key"]).arg(self.args.dir.join("client.key"));
+            c.args(["--mds", &self.args.mds, "--roots", &roots, "--key"])
+                .arg(self.args.dir.join("client.key"));
         } else {
             let mount = &self.args.mount[place as usize % self.args.mount.len()];
             self.names.iter().for_each(|n| _ = c.arg("--path").arg(mount.join(n)));
@@ -179,7 +184,8 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
     fs::create_dir_all(&files)?;
     // Each kind of workers by turns without and with them.
     let ground = Ground { args, seed, who, followers: run / 3 % 2 == 1, names, inos, files };
-    let mut workers = (1..=WORKERS).map(|id| ground.start(id, OPS)).collect::<io::Result<Vec<_>>>()?;
+    let mut workers =
+        (1..=WORKERS).map(|id| ground.start(id, OPS)).collect::<io::Result<Vec<_>>>()?;
     let mut harm = Harm::default();
     let mut dead: Vec<(Worker, u64)> = Vec::new();
     let end = Instant::now() + PATIENCE;
@@ -187,8 +193,9 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
         if Instant::now() > end {
             break Err(io::Error::other(format!("workers had not finished after {PATIENCE:?}")));
         }
-        let running: Vec<usize> =
-            (0..workers.len()).filter(|i| matches!(workers[*i].child.try_wait(), Ok(None))).collect();
+        let running: Vec<usize> = (0..workers.len())
+            .filter(|i| matches!(workers[*i].child.try_wait(), Ok(None)))
+            .collect();
         if running.is_empty() {
             break Ok(());
         }
@@ -196,8 +203,11 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
             let some = running.iter().map(|i| &workers[*i]).filter(|w| !library || w.is_library);
             some.map(|w| w.child.id() as i32).collect()
         };
-        if let Some(victim) = harm.next(cluster, &mut rng, pids(true), pids(false), who != Who::Library)? {
-            let victim = workers.iter().position(|w| w.child.id() as i32 == victim).unwrap_or_default();
+        if let Some(victim) =
+            harm.next(cluster, &mut rng, pids(true), pids(false), who != Who::Library)?
+        {
+            let victim =
+                workers.iter().position(|w| w.child.id() as i32 == victim).unwrap_or_default();
             let mut victim = workers.swap_remove(victim);
             // Its end may take until a server or a mount answers.
             victim.child.kill()?;
@@ -209,7 +219,11 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
         std::thread::sleep(Duration::from_millis(rng.random_range(20..200)));
     };
     harm.repair(cluster)?;
-    for w in dead.iter_mut().map(|(w, _)| w).chain(outcome.is_err().then_some(&mut workers).into_iter().flatten()) {
+    for w in dead
+        .iter_mut()
+        .map(|(w, _)| w)
+        .chain(outcome.is_err().then_some(&mut workers).into_iter().flatten())
+    {
         w.child.kill()?;
         w.child.wait()?;
     }
@@ -219,7 +233,9 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
         let answers = fs::read_to_string(worker::followed(&w.out));
         followed += answers.ok().and_then(|n| n.parse::<u64>().ok()).unwrap_or(0);
         records.extend(
-            read(&w.out)?.into_iter().map(|r| Record { reply: if r.reply == u64::MAX { died } else { r.reply }, ..r }),
+            read(&w.out)?
+                .into_iter()
+                .map(|r| Record { reply: if r.reply == u64::MAX { died } else { r.reply }, ..r }),
         );
     }
     fs::remove_dir_all(&ground.files)?;
@@ -228,8 +244,8 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
     Ok(Recorded { history: History { head, records }, harm, followed })
 }
 
-/// What a worker wrote: each operation when it was called, and again when it was answered. The last line of one that was killed
-/// may be torn.
+/// What a worker wrote: each operation when it was called, and again when it was answered. The last
+/// line of one that was killed may be torn.
 fn read(out: &Path) -> io::Result<Vec<Record>> {
     let file = match File::open(out) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),

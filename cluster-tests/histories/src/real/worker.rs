@@ -1,4 +1,5 @@
-//! One client of a history as a process of its own: what it asked and was told goes to a file at once, so that its death loses nothing.
+//! One client of a history as a process of its own: what it asked and was told goes to a file at
+//! once, so that its death loses nothing.
 
 use std::{
     fs::File,
@@ -44,7 +45,8 @@ pub struct WorkerArgs {
     /// Mostly what only looks.
     #[arg(long)]
     looks: bool,
-    /// Metadata servers that do not lead are asked all that they may answer. Of the library only; a mount has an option for it.
+    /// Metadata servers that do not lead are asked all that they may answer. Of the library only; a
+    /// mount has an option for it.
     #[arg(long)]
     follow: bool,
     /// The two directories, on a mount; without it the library is used.
@@ -86,7 +88,8 @@ impl Log {
 
     fn call(&mut self, op: &Op) -> io::Result<Record> {
         let outcome = Outcome::Unknown("no answer".into());
-        let r = Record { client: self.client, call: now(), reply: u64::MAX, op: op.clone(), outcome };
+        let r =
+            Record { client: self.client, call: now(), reply: u64::MAX, op: op.clone(), outcome };
         self.line(&r)?;
         Ok(r)
     }
@@ -97,7 +100,10 @@ impl Log {
 }
 
 pub fn run(args: WorkerArgs) -> io::Result<()> {
-    let mut log = Log { client: args.client, out: File::options().create(true).append(true).open(&args.out)? };
+    let mut log = Log {
+        client: args.client,
+        out: File::options().create(true).append(true).open(&args.out)?,
+    };
     let mut rng = StdRng::seed_from_u64(args.seed);
     let mix = match (args.looks, args.all) {
         (true, _) => Mix::Looks,
@@ -106,11 +112,16 @@ pub fn run(args: WorkerArgs) -> io::Result<()> {
     };
     if args.path.is_empty() {
         let chooser = Chooser::new(mix, &args.roots, args.client);
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         return runtime.block_on(by_library(&args, chooser, rng, log)).map_err(io::Error::other);
     }
     let mut mount = Mount::without_umask();
-    let roots = args.path.iter().map(|p| mount.enter(&p.display().to_string())).collect::<io::Result<Vec<_>>>()?;
+    let roots = args
+        .path
+        .iter()
+        .map(|p| mount.enter(&p.display().to_string()))
+        .collect::<io::Result<Vec<_>>>()?;
     let mut chooser = Chooser::new(mix, &roots, args.client);
     for _ in 0..args.ops {
         let op = chooser.next(&mut rng);
@@ -125,7 +136,8 @@ pub fn run(args: WorkerArgs) -> io::Result<()> {
     Ok(())
 }
 
-/// Until the next beat of a clock that all workers see: who pauses goes on together with the others, so that operations overlap.
+/// Until the next beat of a clock that all workers see: who pauses goes on together with the
+/// others, so that operations overlap.
 fn pause(rng: &mut StdRng) -> Option<Duration> {
     rng.random_bool(0.5).then(|| Duration::from_nanos(BEAT - now() % BEAT))
 }
@@ -137,7 +149,8 @@ async fn by_library(
     mut log: Log,
 ) -> strake_proto::Result<()> {
     let cut = Cut::new(connector(args)?, rng.random());
-    let mut config = Config::new(args.mds.iter().map(|e| e.parse()).collect::<strake_proto::Result<_>>()?);
+    let mut config =
+        Config::new(args.mds.iter().map(|e| e.parse()).collect::<strake_proto::Result<_>>()?);
     (config.op_timeout, config.hostname) = (OP_TIMEOUT, format!("history{}", args.client));
     config.follower_reads = if args.follow { FollowerReads::Always } else { FollowerReads::Auto };
     let mut library = Library::new(Client::connect(config, Env::system(), Arc::new(cut)).await?);
@@ -157,5 +170,11 @@ async fn by_library(
 
 fn connector(args: &WorkerArgs) -> strake_proto::Result<TcpFabric> {
     let key = read_client(args.key.as_deref().unwrap_or(Path::new("client.key")))?;
-    Ok(TcpFabric::new(Env::system(), Identity::client(key), None, Pool::default(), Default::default()))
+    Ok(TcpFabric::new(
+        Env::system(),
+        Identity::client(key),
+        None,
+        Pool::default(),
+        Default::default(),
+    ))
 }

@@ -10,13 +10,22 @@ use strake_histories::{
 };
 
 const ROOT: Ino = 1;
-const ERRORS: [Errno; 7] =
-    [Errno::Perm, Errno::NoEnt, Errno::Exist, Errno::NotDir, Errno::IsDir, Errno::Inval, Errno::NotEmpty];
+const ERRORS: [Errno; 7] = [
+    Errno::Perm,
+    Errno::NoEnt,
+    Errno::Exist,
+    Errno::NotDir,
+    Errno::IsDir,
+    Errno::Inval,
+    Errno::NotEmpty,
+];
 
 /// Whether any order of those that are left explains them. Tries all.
 fn any_order(model: &Model, state: &State, all: &[Record], left: &[usize]) -> bool {
     let is_known = |i: &&usize| !matches!(all[**i].outcome, Outcome::Unknown(_));
-    let Some(horizon) = left.iter().filter(is_known).map(|i| all[*i].reply).min() else { return true };
+    let Some(horizon) = left.iter().filter(is_known).map(|i| all[*i].reply).min() else {
+        return true;
+    };
     left.iter().filter(|i| all[**i].call <= horizon).any(|i| {
         let rest: Vec<usize> = left.iter().copied().filter(|j| j != i).collect();
         match model.step(state, *i, &all[*i]) {
@@ -38,7 +47,9 @@ fn run(model: &Model, state: &State, key: usize, op: &Op, next_ino: &mut Ino) ->
     };
     let simple = match op {
         Op::Readdir { .. } => vec![Outcome::Done(names)],
-        Op::Unlink { .. } | Op::Rmdir { .. } | Op::Rename { .. } => vec![Outcome::Done(Answer::Done)],
+        Op::Unlink { .. } | Op::Rmdir { .. } | Op::Rename { .. } => {
+            vec![Outcome::Done(Answer::Done)]
+        }
         _ => inodes.collect(),
     };
     for outcome in ERRORS.map(Outcome::Failed).into_iter().chain(simple) {
@@ -47,20 +58,23 @@ fn run(model: &Model, state: &State, key: usize, op: &Op, next_ino: &mut Ino) ->
             Ok(Step::To(next)) => next,
             Err(_) => continue,
         };
-        *next_ino += u64::from(outcome == Outcome::Done(Answer::Inode { ino: *next_ino, attr: None }));
+        *next_ino +=
+            u64::from(outcome == Outcome::Done(Answer::Inode { ino: *next_ino, attr: None }));
         return (outcome, next);
     }
     panic!("the model has no answer to {op:?} in {state:?}");
 }
 
-/// A history of a few clients that is linearizable, with answers in some of which something is wrong.
+/// A history of a few clients that is linearizable, with answers in some of which something is
+/// wrong.
 fn some_history(seed: u64) -> History {
     let mut rng = StdRng::seed_from_u64(seed);
     let head = Head { source: format!("seed {seed}"), roots: vec![ROOT], kernel: false };
     let model = Model::new(&History { head: head.clone(), records: Vec::new() });
     let (mut state, mut next_ino) = (State::new(&head), ROOT + 1);
     let clients = rng.random_range(2..=3);
-    let mut choosers: Vec<Chooser> = (0..clients).map(|c| Chooser::new(Mix::All, &head.roots, c)).collect();
+    let mut choosers: Vec<Chooser> =
+        (0..clients).map(|c| Chooser::new(Mix::All, &head.roots, c)).collect();
     let mut free = vec![0u64; clients as usize];
     let mut records = Vec::new();
     for key in 0..rng.random_range(3..=8usize) {
@@ -88,7 +102,9 @@ fn some_history(seed: u64) -> History {
                 Outcome::Done(Answer::Inode { .. }) => {
                     Outcome::Done(Answer::Inode { ino: rng.random_range(1..=next_ino), attr: None })
                 }
-                Outcome::Failed(_) if matches!(r.op, Op::Unlink { .. } | Op::Rmdir { .. } | Op::Rename { .. }) => {
+                Outcome::Failed(_)
+                    if matches!(r.op, Op::Unlink { .. } | Op::Rmdir { .. } | Op::Rename { .. }) =>
+                {
                     Outcome::Done(Answer::Done)
                 }
                 _ => r.outcome.clone(),
@@ -100,7 +116,8 @@ fn some_history(seed: u64) -> History {
 
 fn brute(history: &History) -> bool {
     let is_asked = |r: &Record| !(r.op.is_read() && matches!(r.outcome, Outcome::Unknown(_)));
-    let all: Vec<usize> = (0..history.records.len()).filter(|i| is_asked(&history.records[*i])).collect();
+    let all: Vec<usize> =
+        (0..history.records.len()).filter(|i| is_asked(&history.records[*i])).collect();
     any_order(&Model::new(history), &State::new(&history.head), &history.records, &all)
 }
 
@@ -115,6 +132,7 @@ proptest! {
 
 #[test]
 fn both_verdicts_are_frequent() {
-    let good = (0..1000).filter(|seed| check(&some_history(*seed), LIMIT).is_linearizable()).count();
+    let good =
+        (0..1000).filter(|seed| check(&some_history(*seed), LIMIT).is_linearizable()).count();
     assert!((200..900).contains(&good), "{good} of 1000");
 }

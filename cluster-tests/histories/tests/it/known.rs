@@ -116,7 +116,13 @@ fn one_after_the_other_it_is_a_file_system() {
             1,
             41,
             42,
-            Op::Rename { dir: ROOT, name: "c".into(), to_dir: 21, to_name: "d".into(), how: How::Replace },
+            Op::Rename {
+                dir: ROOT,
+                name: "c".into(),
+                to_dir: 21,
+                to_name: "d".into(),
+                how: How::Replace,
+            },
             no(Errno::Inval),
         ),
         (1, 43, 44, Op::Unlink { dir: 21, name: "a".into() }, done()),
@@ -149,7 +155,8 @@ fn a_stale_read_is_rejected() {
     fails(&with(&[(1, 5, 6, chmod(20, 0o600), done()), (2, 7, 8, stat(20), file(20, 1, 0o644))]));
     fails(&with(&[(1, 5, 6, link(20, "b"), done()), (2, 7, 8, stat(20), file(20, 1, 0o644))]));
     fails(&with(&[(1, 5, 6, create("b"), inode(21)), (2, 7, 8, list(), names(&[("a", 20)]))]));
-    // Once somebody was told of the change, nobody is told of what was before, though the change is not answered yet.
+    // Once somebody was told of the change, nobody is told of what was before, though the change is
+    // not answered yet.
     fails(&with(&[
         (1, 5, 20, unlink("a"), done()),
         (2, 6, 7, lookup("a"), no(Errno::NoEnt)),
@@ -186,10 +193,18 @@ fn an_operation_that_runs_twice_is_rejected() {
 fn what_nobody_knows_of_ran_once_at_any_later_time_or_never() {
     let lost = (1, 1, 2, create("a"), unknown());
     holds(&[lost.clone(), (2, 3, 4, lookup("a"), no(Errno::NoEnt))]);
-    holds(&[lost.clone(), (2, 3, 4, lookup("a"), no(Errno::NoEnt)), (2, 5, 6, lookup("a"), file(20, 1, 0o644))]);
+    holds(&[
+        lost.clone(),
+        (2, 3, 4, lookup("a"), no(Errno::NoEnt)),
+        (2, 5, 6, lookup("a"), file(20, 1, 0o644)),
+    ]);
     // It has one inode, and that is nobody else's.
     fails(&[lost.clone(), (2, 3, 4, lookup("a"), inode(20)), (2, 5, 6, lookup("a"), inode(21))]);
-    fails(&[(2, 1, 2, create("b"), inode(20)), (1, 1, 2, create("a"), unknown()), (2, 3, 4, lookup("a"), inode(20))]);
+    fails(&[
+        (2, 1, 2, create("b"), inode(20)),
+        (1, 1, 2, create("a"), unknown()),
+        (2, 3, 4, lookup("a"), inode(20)),
+    ]);
     // Not twice.
     fails(&[
         lost.clone(),
@@ -205,16 +220,28 @@ fn what_nobody_knows_of_ran_once_at_any_later_time_or_never() {
 
 #[test]
 fn a_number_is_given_out_once() {
-    fails(&[(1, 1, 2, create("a"), inode(20)), (1, 3, 4, unlink("a"), done()), (1, 5, 6, create("a"), inode(20))]);
-    fails(&[(1, 1, 2, create("a"), inode(20)), (1, 3, 4, unlink("a"), done()), (1, 5, 6, open("a"), inode(20))]);
+    fails(&[
+        (1, 1, 2, create("a"), inode(20)),
+        (1, 3, 4, unlink("a"), done()),
+        (1, 5, 6, create("a"), inode(20)),
+    ]);
+    fails(&[
+        (1, 1, 2, create("a"), inode(20)),
+        (1, 3, 4, unlink("a"), done()),
+        (1, 5, 6, open("a"), inode(20)),
+    ]);
 }
 
 #[test]
 fn a_rename_is_one_step() {
-    let begin = [(1, 1, 2, create("a"), inode(20)), (1, 3, 10, rename("a", "b", How::Replace), done())];
+    let begin =
+        [(1, 1, 2, create("a"), inode(20)), (1, 3, 10, rename("a", "b", How::Replace), done())];
     let with = |rest: &[Told]| [&begin[..], rest].concat();
     holds(&with(&[(2, 4, 5, lookup("a"), inode(20)), (2, 6, 7, lookup("b"), inode(20))]));
-    fails(&with(&[(2, 4, 5, lookup("a"), no(Errno::NoEnt)), (2, 6, 7, lookup("b"), no(Errno::NoEnt))]));
+    fails(&with(&[
+        (2, 4, 5, lookup("a"), no(Errno::NoEnt)),
+        (2, 6, 7, lookup("b"), no(Errno::NoEnt)),
+    ]));
     fails(&with(&[(2, 4, 5, lookup("b"), inode(20)), (2, 6, 7, lookup("a"), inode(20))]));
     fails(&with(&[(2, 4, 5, list(), names(&[]))]));
     fails(&with(&[(2, 4, 5, list(), names(&[("a", 20), ("b", 20)]))]));
@@ -269,7 +296,8 @@ fn by_way_of_linux_a_rename_may_find_one_inode_at_two_moments() {
 #[test]
 fn what_cannot_be_decided_is_not_passed() {
     // Many that may or may not have run, and one that cannot be explained.
-    let mut told: Vec<Told> = (0..40).map(|i| (i, 1, 2, chmod(ROOT, 0o700 + i), unknown())).collect();
+    let mut told: Vec<Told> =
+        (0..40).map(|i| (i, 1, 2, chmod(ROOT, 0o700 + i), unknown())).collect();
     told.push((50, 3, 4, lookup("a"), inode(20)));
     assert!(matches!(check(&history(&told), 1000), Verdict::Undecided { .. }));
 }
@@ -284,7 +312,9 @@ fn the_explanation_names_the_first_answer_that_cannot_be() {
     ]);
     assert_eq!(first_impossible(&h, LIMIT).unwrap().0, 2);
     let text = explain(&h, &check(&h, LIMIT), LIMIT);
-    for part in ["NOT LINEARIZABLE", "client 2 [5 6] look up 10/a: inode 20", "it would be refused: NoEnt"] {
+    for part in
+        ["NOT LINEARIZABLE", "client 2 [5 6] look up 10/a: inode 20", "it would be refused: NoEnt"]
+    {
         assert!(text.contains(part), "{text}");
     }
 }

@@ -18,7 +18,8 @@ fn on_linux(threads: u32, ops: u32, seed: u64) {
         return println!("skipped: /dev/shm is missing");
     }
     let dir = tempfile::tempdir_in(shm).unwrap();
-    let paths: Arc<Vec<String>> = Arc::new(["one", "two"].map(|n| format!("{}/{n}", dir.path().display())).into());
+    let paths: Arc<Vec<String>> =
+        Arc::new(["one", "two"].map(|n| format!("{}/{n}", dir.path().display())).into());
     paths.iter().for_each(|p| std::fs::create_dir(p).unwrap());
     let begun = Instant::now();
     let one = |client: u32| {
@@ -41,8 +42,10 @@ fn on_linux(threads: u32, ops: u32, seed: u64) {
         }
     };
     let threads: Vec<_> = (0..threads).map(|client| std::thread::spawn(one(client))).collect();
-    let mut history =
-        History { head: Head { source: format!("tmpfs, seed {seed}"), ..Head::default() }, records: Vec::new() };
+    let mut history = History {
+        head: Head { source: format!("tmpfs, seed {seed}"), ..Head::default() },
+        records: Vec::new(),
+    };
     for t in threads {
         let (roots, records) = t.join().unwrap();
         history.head.roots = roots;

@@ -17,7 +17,8 @@ fn histories_of_real_processes_are_linearizable() {
     c.args(["--kill-after=30", "600"]).arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("run"));
     c.env("STRAKE", strake).env("HISTORIES", histories).env("RUNS", "3").env("KEEP", &kept);
     let out = c.output().unwrap();
-    let (text, errors) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    let (text, errors) =
+        (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     println!("{text}\n{errors}");
     assert!(out.status.success(), "{:?}, kept in {}\n{text}\n{errors}", out.status, kept.display());
     std::fs::remove_dir_all(kept).unwrap();

@@ -43,7 +43,9 @@ impl Cluster {
         let mds = self.mds.iter().find(|m| m.node == node);
         let oss = self.oss.iter().find(|o| o.node == node);
         let hit = match (what, mds, oss) {
-            (Stored::Table, _, Some(o)) => o.table.flip(dice, |k| k != TARGET_KEY && k != TABLE_DIGEST_KEY),
+            (Stored::Table, _, Some(o)) => {
+                o.table.flip(dice, |k| k != TARGET_KEY && k != TABLE_DIGEST_KEY)
+            }
             (Stored::State, Some(m), _) => m.store.spoil(dice, |_| true),
             (Stored::Log, Some(m), _) => {
                 m.log.damage();

@@ -35,7 +35,8 @@ fn what_hits_nothing_is_not_counted() {
     for seed in 1..=6 {
         let busy = Scenario::harsh(seed);
         let idle = Scenario { without: (1 << TASKS) - 1, ..busy };
-        let (busy, idle) = (run(busy).unwrap().faults.counted(), run(idle).unwrap().faults.counted());
+        let (busy, idle) =
+            (run(busy).unwrap().faults.counted(), run(idle).unwrap().faults.counted());
         println!("seed {seed}: {busy} with clients at work, {idle} without");
         working += busy;
         without += idle;

@@ -27,14 +27,15 @@ fn seeds_16_to_30() {
     (16..=30).for_each(holds);
 }
 
-/// The network brought a copy of a rename that had been answered, which gave back the lease on what was moved a second time.
+/// The network brought a copy of a rename that had been answered, which gave back the lease on what
+/// was moved a second time.
 #[test]
 fn a_copy_of_a_request_gives_no_lease_back() {
     holds(1_282_917);
 }
 
-/// A client was told that its session had ended by a leader that was replaced before the log said so. It got the same session again, and answers of
-/// before to requests that it counted from 1.
+/// A client was told that its session had ended by a leader that was replaced before the log said
+/// so. It got the same session again, and answers of before to requests that it counted from 1.
 #[test]
 fn no_session_is_said_to_have_ended_before_the_log_says_so() {
     holds(11_086_778);
@@ -51,7 +52,8 @@ fn the_same_seed_gives_the_same_history() {
 
 /// In `least` of so many seeds.
 fn is_found(plant: Plant, least: usize, seeds: u64) {
-    let found = (1..=seeds).filter(|seed| history(*seed, Some(plant)).verdict.is_rejected()).count();
+    let found =
+        (1..=seeds).filter(|seed| history(*seed, Some(plant)).verdict.is_rejected()).count();
     println!("{plant:?}: {found} of {seeds}");
     assert!(found >= least, "{plant:?} was found in {found} of {seeds} seeds only");
 }
@@ -72,6 +74,9 @@ fn a_planted_follower_that_does_not_wait_is_rejected() {
     // That recalls are late alone is no fault.
     for seed in 1..=10 {
         let report = history(seed, Some(Plant::LateRecall));
-        assert!(report.verdict.is_linearizable() && report.counts.followed > 0, "seed {seed}: {report}");
+        assert!(
+            report.verdict.is_linearizable() && report.counts.followed > 0,
+            "seed {seed}: {report}"
+        );
     }
 }

@@ -14,7 +14,8 @@ fn what_was_given_up_never_lies_on_top_of_newer_bytes() {
 #[test]
 fn clients_that_do_not_say_what_they_gave_up_are_found() {
     let outcomes: Vec<_> = (1..=4).map(|seed| run(seed, Some(Plant::Roundless))).collect();
-    let found = outcomes.iter().filter(|o| o.as_ref().is_ok_and(|o| !o.violations.is_empty())).count();
+    let found =
+        outcomes.iter().filter(|o| o.as_ref().is_ok_and(|o| !o.violations.is_empty())).count();
     assert!(found >= 3, "{outcomes:#?}");
 }
 
@@ -34,7 +35,8 @@ fn what_was_given_up_never_lies_on_top_of_what_others_write() {
 fn updates_without_a_time_or_a_round_are_found() {
     for plant in [Plant::Timeless, Plant::Roundless] {
         let outcomes: Vec<_> = (1..=4).map(|seed| rivals::run(seed, Some(plant))).collect();
-        let found = outcomes.iter().filter(|o| o.as_ref().is_ok_and(|o| !o.violations.is_empty())).count();
+        let found =
+            outcomes.iter().filter(|o| o.as_ref().is_ok_and(|o| !o.violations.is_empty())).count();
         assert!(found >= 3, "{plant:?}: {outcomes:#?}");
     }
 }

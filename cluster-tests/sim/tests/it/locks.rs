@@ -1,5 +1,5 @@
-//! Locks of two clients of a whole cluster without faults: callers that stop waiting at any moment, and waiters that must
-//! not be overtaken for ever.
+//! Locks of two clients of a whole cluster without faults: callers that stop waiting at any moment,
+//! and waiters that must not be overtaken for ever.
 
 use std::{future::Future, time::Duration};
 
@@ -9,7 +9,11 @@ use strake_sim::{cluster::Cluster, workload::root};
 use tokio::time::{Instant, sleep, timeout};
 
 fn simulated<F: Future<Output = ()>>(test: impl FnOnce(Client, Client, Ino) -> F) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .unwrap();
     runtime.block_on(async {
         let mut cluster = Cluster::new(5);
         for node in cluster.nodes() {
@@ -47,8 +51,12 @@ async fn can(c: &Client, file: Ino, mode: LockType) -> bool {
 #[test]
 fn who_stops_waiting_at_any_moment_has_what_he_had_before() {
     simulated(|a, b, file| async move {
-        // `b` stops 20 ms before to 60 ms after `a` gives up, which is before, while and after it asks and is answered.
-        for (had, step) in [(None, 0..80), (Some(READ), 0..80)].into_iter().flat_map(|(h, s)| s.map(move |s| (h, s))) {
+        // `b` stops 20 ms before to 60 ms after `a` gives up, which is before, while and after it
+        // asks and is answered.
+        for (had, step) in [(None, 0..80), (Some(READ), 0..80)]
+            .into_iter()
+            .flat_map(|(h, s)| s.map(move |s| (h, s)))
+        {
             a.set_lock(file, &lock(READ), false).await.unwrap();
             if let Some(mode) = had {
                 b.set_lock(file, &lock(mode), false).await.unwrap();
@@ -59,7 +67,8 @@ fn who_stops_waiting_at_any_moment_has_what_he_had_before() {
                 a.set_lock(file, &lock(UNLOCK), false).await.unwrap();
             };
             let (patience, wanted) = (Duration::from_millis(step), lock(WRITE));
-            let (got, ()) = tokio::join!(timeout(patience, b.set_lock(file, &wanted, true)), gives_up);
+            let (got, ()) =
+                tokio::join!(timeout(patience, b.set_lock(file, &wanted, true)), gives_up);
             let stopped = got.is_err();
             assert_eq!(got.is_ok_and(|r| r.is_ok()), !stopped, "{step}");
             if stopped {

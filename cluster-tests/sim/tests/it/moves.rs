@@ -10,7 +10,8 @@ fn no_promise_is_broken_while_replicas_move() {
     let mut sum = Ledger::default();
     for seed in 1..=8 {
         let base = if seed % 2 == 0 { Scenario::harsh(seed) } else { Scenario::new(seed) };
-        let o = run(Scenario { moves: true, ..base }).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+        let o =
+            run(Scenario { moves: true, ..base }).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
         assert!(o.violations.is_empty(), "seed {seed}: {:#?}", o.violations);
         sum.add(&o.faults);
     }

@@ -1,5 +1,6 @@
-//! Builds that leave out one sync must be seen by the simulator's oracle: otherwise "no promise broken" would mean little. The mistakes
-//! of `mutants/` take a build of their own (`mutants/run`); here they are only kept in step with the code.
+//! Builds that leave out one sync must be seen by the simulator's oracle: otherwise "no promise
+//! broken" would mean little. The mistakes of `mutants/` take a build of their own (`mutants/run`);
+//! here they are only kept in step with the code.
 
 use strake_sim::{
     cluster::Sync,
@@ -39,12 +40,17 @@ fn a_chunk_table_without_its_sync_is_caught() {
 #[test]
 fn every_mistake_on_file_still_fits_the_code() {
     let here = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut patches: Vec<_> = std::fs::read_dir(here.join("mutants")).unwrap().map(|e| e.unwrap().path()).collect();
+    let mut patches: Vec<_> =
+        std::fs::read_dir(here.join("mutants")).unwrap().map(|e| e.unwrap().path()).collect();
     patches.retain(|p| p.extension().is_some_and(|x| x == "patch"));
     patches.sort();
     assert!(patches.len() > 10, "{patches:?}");
     let root = here.join("../..");
-    let out = std::process::Command::new("git").current_dir(root).args(["apply", "--check"]).args(&patches).output();
+    let out = std::process::Command::new("git")
+        .current_dir(root)
+        .args(["apply", "--check"])
+        .args(&patches)
+        .output();
     let out = out.expect("git");
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
 }

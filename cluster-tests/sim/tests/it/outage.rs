@@ -1,5 +1,5 @@
-//! One thing broken at a time: no call takes five seconds. Of these seeds each has a link of a client
-//! that is cut for longer; without a way round, calls took 9 to 13 s in them.
+//! One thing broken at a time: no call takes five seconds. Of these seeds each has a link of a
+//! client that is cut for longer; without a way round, calls took 9 to 13 s in them.
 
 use strake_sim::outage;
 

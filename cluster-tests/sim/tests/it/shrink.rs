@@ -11,14 +11,20 @@ use strake_sim::{
 fn a_planted_mistake_becomes_short() {
     // Servers that leave out a sync: what they lose, they lose when power goes.
     let length = std::time::Duration::from_secs(4);
-    let planted = |seed| Scenario { skip: Some(Sync::Device), length, moves: false, ..Scenario::new(seed) };
+    let planted =
+        |seed| Scenario { skip: Some(Sync::Device), length, moves: false, ..Scenario::new(seed) };
     let fails = |seed: &u64| run(planted(*seed)).is_ok_and(|o| !o.violations.is_empty());
     let seed = (1..=30).find(fails).expect("a seed that notices it");
     let before = run(planted(seed)).unwrap();
     let short = shrink(planted(seed), 120, &mut |step| println!("{step}")).unwrap().unwrap();
     println!("{}", short.text());
     assert_eq!(short.of, faults::draw(&planted(seed)).len());
-    assert!(short.faults.len() * 10 <= short.of, "{} of {} faults are left", short.faults.len(), short.of);
+    assert!(
+        short.faults.len() * 10 <= short.of,
+        "{} of {} faults are left",
+        short.faults.len(),
+        short.of
+    );
     let again = run_with(short.scenario, &short.faults).unwrap();
     assert_eq!(again.parting(&short.outcome), None);
     let first = promise(&before.violations[0]);

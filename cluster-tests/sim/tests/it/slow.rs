@@ -7,7 +7,8 @@ use strake_sim::slow::run;
 #[test]
 fn a_target_whose_disk_becomes_slow_is_emptied_while_clients_write() {
     for seed in 1..=2 {
-        let o = run(seed, Some(Duration::from_millis(250))).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+        let o = run(seed, Some(Duration::from_millis(250)))
+            .unwrap_or_else(|e| panic!("seed {seed}: {e}"));
         assert!(o.violations.is_empty(), "seed {seed}: {:#?}", o.violations);
         assert!(o.had > 0 && o.drained == [(1, 0)], "seed {seed}: {o:?}");
     }

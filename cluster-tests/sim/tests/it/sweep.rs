@@ -1,4 +1,5 @@
-//! Two minutes of all kinds of run, as `./simulate` does them, from other seeds each day. One that fails is one that nobody has seen: its line says how to run it again.
+//! Two minutes of all kinds of run, as `./simulate` does them, from other seeds each day. One that
+//! fails is one that nobody has seen: its line says how to run it again.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -14,7 +15,8 @@ const DAY: u64 = 24 * 3600;
 
 #[test]
 fn two_minutes_of_seeds_that_nobody_has_seen() {
-    let (begun, day) = (Instant::now(), SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() / DAY);
+    let (begun, day) =
+        (Instant::now(), SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() / DAY);
     let first = day * SEEDS_A_DAY;
     let (mut sum, mut seeds) = (Ledger::default(), 0);
     while begun.elapsed() < LASTS {

@@ -1,4 +1,5 @@
-//! What is written is seen by whoever has the file next, though it was held back; and mistakes that are planted show.
+//! What is written is seen by whoever has the file next, though it was held back; and mistakes that
+//! are planted show.
 
 use strake_sim::{baton::run, coverage, full, plant::Plant};
 
@@ -17,8 +18,9 @@ fn whoever_has_the_file_next_sees_what_was_written() {
     assert!(held > 200 && lost > 0, "{held} held back, {lost} lost: the runs show too little");
 }
 
-/// What an evicted player had written beyond the end that it had reported showed in the hole that another one left there, who was on
-/// record as writing when it was evicted. Now its end is found out before anybody is told of the file.
+/// What an evicted player had written beyond the end that it had reported showed in the hole that
+/// another one left there, who was on record as writing when it was evicted. Now its end is found
+/// out before anybody is told of the file.
 #[test]
 fn what_an_evicted_session_did_not_report_shows_in_no_hole() {
     coverage::reset();
@@ -26,12 +28,13 @@ fn what_an_evicted_session_did_not_report_shows_in_no_hole() {
         let o = run(seed, None).unwrap();
         assert!(o.violations.is_empty(), "seed {seed}: {:#?}", o.violations);
     }
-    let taken = |row| coverage::leases().iter().flat_map(|t| &t.1).any(|(name, n)| *name == row && *n > 0);
+    let taken =
+        |row| coverage::leases().iter().flat_map(|t| &t.1).any(|(name, n)| *name == row && *n > 0);
     assert!(taken("end-sought") && taken("end-found"), "the runs show too little");
 }
 
-/// A release that named a later open took a player off the record whose own open was answered only then: nobody asked it for what it
-/// held back.
+/// A release that named a later open took a player off the record whose own open was answered only
+/// then: nobody asked it for what it held back.
 #[test]
 fn who_has_a_file_open_stays_on_record() {
     let o = run(1_400_775, None).unwrap();
@@ -44,7 +47,9 @@ fn a_run_replays() {
 }
 
 fn is_found(plant: Plant) {
-    let found = (1..=6).filter(|seed| run(*seed, Some(plant)).is_ok_and(|o| !o.violations.is_empty())).count();
+    let found = (1..=6)
+        .filter(|seed| run(*seed, Some(plant)).is_ok_and(|o| !o.violations.is_empty()))
+        .count();
     assert!(found >= 3, "{plant:?} was found in {found} of 6 seeds only");
 }
 
@@ -67,5 +72,8 @@ fn want_of_space_is_told_by_the_write_that_wants_it() {
         assert!(o.violations.is_empty(), "seed {seed}: {:#?}", o.violations);
         (held, refused) = (held + o.held, refused + o.refused);
     }
-    assert!(held > 1000 && refused > 20, "{held} held back, {refused} refused: the runs show too little");
+    assert!(
+        held > 1000 && refused > 20,
+        "{held} held back, {refused} refused: the runs show too little"
+    );
 }

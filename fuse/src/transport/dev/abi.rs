@@ -1,11 +1,12 @@
 //! The kernel's side of `/dev/fuse`: numbers of `include/uapi/linux/fuse.h`, protocol 7.23 to 7.45.
 //!
-//! Everything is in the byte order of the machine. A request is a head of [`IN_HEAD`] bytes and its arguments; a reply is
-//! a head of [`OUT_HEAD`] bytes and its results.
+//! Everything is in the byte order of the machine. A request is a head of [`IN_HEAD`] bytes and its
+//! arguments; a reply is a head of [`OUT_HEAD`] bytes and its results.
 
 /// The only major version there is.
 pub const MAJOR: u32 = 7;
-/// The oldest minor version served (Linux 3.15): the first with rename2 and 80 byte write heads throughout.
+/// The oldest minor version served (Linux 3.15): the first with rename2 and 80 byte write heads
+/// throughout.
 pub const OLDEST_MINOR: u32 = 23;
 /// The newest minor version whose requests are known here.
 pub const NEWEST_MINOR: u32 = 45;

@@ -37,7 +37,8 @@ pub enum Received {
     Unmounted,
 }
 
-/// Where a thread waits for its descriptor. Of several that wait for one mount, a request wakes one.
+/// Where a thread waits for its descriptor. Of several that wait for one mount, a request wakes
+/// one.
 pub struct Door {
     epoll: OwnedFd,
 }
@@ -52,7 +53,10 @@ impl Door {
 
     /// Returns when there may be a request, or the mount is over.
     pub fn wait(&self) -> io::Result<()> {
-        let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }];
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }];
         match epoll::wait(&self.epoll, &mut events[..], None) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(e) => Err(e.into()),
@@ -93,8 +97,9 @@ impl Channel {
         Ok(rustix::fs::fcntl_setfl(&self.fd, flags | OFlags::NONBLOCK)?)
     }
 
-    /// Takes a request: its first [`WRITE_HEAD`] bytes go to `head`, the rest to `rest`, so that the data of a write
-    /// lies at the start of an aligned buffer. `rest` has at least [`super::MAX_REQUEST`] bytes.
+    /// Takes a request: its first [`WRITE_HEAD`] bytes go to `head`, the rest to `rest`, so that
+    /// the data of a write lies at the start of an aligned buffer. `rest` has at least
+    /// [`super::MAX_REQUEST`] bytes.
     pub fn receive(&self, head: &mut [u8; WRITE_HEAD], rest: &mut BufMut) -> io::Result<Received> {
         let mut parts = [IoSliceMut::new(head), IoSliceMut::new(rest)];
         match rustix::io::readv(&self.fd, &mut parts) {
@@ -116,9 +121,11 @@ impl Channel {
                 let parts: Vec<&[u8]> = parts.iter().map(|b| &b[..]).collect();
                 self.write(unique, 0, &parts)
             }
-            Reply::Data(parts) => {
-                self.write(unique, 0, &[&parts.iter().flat_map(|b| &b[..]).copied().collect::<Vec<_>>()])
-            }
+            Reply::Data(parts) => self.write(
+                unique,
+                0,
+                &[&parts.iter().flat_map(|b| &b[..]).copied().collect::<Vec<_>>()],
+            ),
         }
     }
 
@@ -138,7 +145,10 @@ impl Channel {
             [part] => rustix::io::writev(&self.fd, &[IoSlice::new(&head), IoSlice::new(part)]),
             parts => {
                 let parts = parts.iter().map(|p| IoSlice::new(p));
-                rustix::io::writev(&self.fd, &std::iter::once(IoSlice::new(&head)).chain(parts).collect::<Vec<_>>())
+                rustix::io::writev(
+                    &self.fd,
+                    &std::iter::once(IoSlice::new(&head)).chain(parts).collect::<Vec<_>>(),
+                )
             }
         };
         match result {

@@ -1,9 +1,11 @@
 //! Takes back what the kernel keeps copies of: see "The kernel" in `docs/leases.md`.
 //!
-//! A notice goes by what the kernel has taken in. A reply that was written just before may not be among that yet, and what it says
-//! of an inode that the kernel did not have counts afterwards, for its whole time: it does not see that the reply is older than the
-//! notice. But it says that it has no such inode. Then, if more replies have brought that inode than the kernel has forgotten, one is on
-//! its way: the notice is given again until the kernel has it. So long nobody hears that it is forgotten, up to a bound.
+//! A notice goes by what the kernel has taken in. A reply that was written just before may not be
+//! among that yet, and what it says of an inode that the kernel did not have counts afterwards, for
+//! its whole time: it does not see that the reply is older than the notice. But it says that it has
+//! no such inode. Then, if more replies have brought that inode than the kernel has forgotten, one
+//! is on its way: the notice is given again until the kernel has it. So long nobody hears that it
+//! is forgotten, up to a bound.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -24,8 +26,8 @@ use super::{channel::Channel, notify, shared::Shared};
 
 /// Pause before a notice is given again, at first and at most.
 const AGAIN: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(20)];
-/// How long others wait at most, if the program that the reply is for does not get to run: after 5 s without an answer this client would be
-/// evicted.
+/// How long others wait at most, if the program that the reply is for does not get to run: after 5
+/// s without an answer this client would be evicted.
 const LONGEST: Duration = Duration::from_secs(4);
 
 /// The kernel's copies of what a mount told it.
@@ -42,7 +44,8 @@ pub struct Copies {
 
 impl Copies {
     pub fn new(root: Ino, runtime: Handle) -> Copies {
-        let (channel, has_names, brought) = (OnceLock::new(), AtomicBool::new(false), Mutex::default());
+        let (channel, has_names, brought) =
+            (OnceLock::new(), AtomicBool::new(false), Mutex::default());
         Copies { channel, root, runtime, has_names, brought }
     }
 
@@ -113,11 +116,15 @@ impl Forget for Recalls {
         let unknown = nodes.filter(|node| !forget_inode(&channel, *node));
         let to_come: Vec<u64> = unknown.filter(|node| copies.is_to_come(*node)).collect();
         // Pages that were handed out under the lease, and what was stored to them.
-        let mapped: Vec<Ino> = inos.iter().copied().filter(|ino| self.shared.has_out(*ino)).collect();
-        let mut tasks: Vec<JoinHandle<()>> = mapped.into_iter().map(|ino| self.giving_back(ino)).collect();
+        let mapped: Vec<Ino> =
+            inos.iter().copied().filter(|ino| self.shared.has_out(*ino)).collect();
+        let mut tasks: Vec<JoinHandle<()>> =
+            mapped.into_iter().map(|ino| self.giving_back(ino)).collect();
         if !to_come.is_empty() {
             let copies = copies.clone();
-            let gone = move |node| copies.channel().is_none_or(|c| forget_inode(&c, node)) || !copies.is_to_come(node);
+            let gone = move |node| {
+                copies.channel().is_none_or(|c| forget_inode(&c, node)) || !copies.is_to_come(node)
+            };
             tasks.push(self.copies.runtime.spawn(all_gone(to_come, gone)));
         }
         (!tasks.is_empty()).then(|| Box::pin(waited_for(tasks)) as Forgetting)
@@ -144,7 +151,9 @@ async fn waited_for(tasks: Vec<JoinHandle<()>>) {
     let end = Instant::now() + LONGEST;
     for task in tasks {
         if tokio::time::timeout_at(end, task).await.is_err() {
-            tracing::warn!("the kernel takes long to forget: a program may see for a moment what was true before");
+            tracing::warn!(
+                "the kernel takes long to forget: a program may see for a moment what was true before"
+            );
             return;
         }
     }
@@ -214,14 +223,19 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn what_the_kernel_has_is_forgotten_at_once() {
-        let (kernel, its) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-        let (copies, channel) = (Arc::new(Copies::new(77, Handle::current())), Arc::new(Channel::new(its)));
+        let (kernel, its) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .unwrap();
+        let (copies, channel) =
+            (Arc::new(Copies::new(77, Handle::current())), Arc::new(Channel::new(its)));
         copies.connect(&channel);
         // It takes every notice: it has every inode.
         let all = || std::iter::from_fn(|| said(&kernel)).collect::<Vec<_>>();
-        let [inode, epoch] = [|node| (abi::NOTIFY_INVAL_INODE, node), |_| (abi::NOTIFY_INC_EPOCH, 0)];
+        let [inode, epoch] =
+            [|node| (abi::NOTIFY_INVAL_INODE, node), |_| (abi::NOTIFY_INC_EPOCH, 0)];
         let mapped = Arc::new(Mapped::new(Arc::default()));
-        let recalls = Recalls { copies: copies.clone(), shared: Arc::new(Shared::new(mapped, Weak::new())) };
+        let recalls =
+            Recalls { copies: copies.clone(), shared: Arc::new(Shared::new(mapped, Weak::new())) };
         copies.brings(&[6]);
         assert!(recalls.forget(&[5, 6, 77], true).is_none());
         assert_eq!(all(), [inode(5), inode(6), inode(ROOT_INO)], "no name was told");
@@ -246,7 +260,8 @@ mod tests {
         all_gone(vec![5], gone).await;
         assert_eq!(Instant::now(), at(15));
         assert_eq!(std::mem::take(&mut *asked.lock()), [5; 4]);
-        let task = tokio::spawn(all_gone(vec![5, 6], move |node| node == 5 || Instant::now() >= at(9000)));
+        let task =
+            tokio::spawn(all_gone(vec![5, 6], move |node| node == 5 || Instant::now() >= at(9000)));
         let (again, its) = (task.abort_handle(), Instant::now());
         waited_for(vec![task]).await;
         assert_eq!(Instant::now(), its + LONGEST, "before the session is lost");

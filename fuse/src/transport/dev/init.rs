@@ -5,8 +5,8 @@ use super::{
     request::Init,
 };
 
-/// Used where the kernel offers it. Not among them, on purpose: the writeback cache (it would make the kernel the owner
-/// of size and mtime).
+/// Used where the kernel offers it. Not among them, on purpose: the writeback cache (it would make
+/// the kernel the owner of size and mtime).
 const WANTED: u64 = flag::ASYNC_READ
     | flag::POSIX_LOCKS
     | flag::FLOCK_LOCKS
@@ -94,11 +94,15 @@ impl Agreed {
         (minor != 0).then_some(Agreed { minor, flags, max_readahead: versions as u32 })
     }
 
-    /// Flags every open of a file is answered with. Data is not cached by the kernel (another mount may write it), except
-    /// for mapped pages. Kernels before 6.6 refuse shared mappings of direct files; there the page cache is used and
-    /// dropped at each open.
+    /// Flags every open of a file is answered with. Data is not cached by the kernel (another mount
+    /// may write it), except for mapped pages. Kernels before 6.6 refuse shared mappings of direct
+    /// files; there the page cache is used and dropped at each open.
     pub fn open_flags(&self) -> u32 {
-        if self.has(flag::DIRECT_IO_ALLOW_MMAP) { fopen::DIRECT_IO | fopen::PARALLEL_DIRECT_WRITES } else { 0 }
+        if self.has(flag::DIRECT_IO_ALLOW_MMAP) {
+            fopen::DIRECT_IO | fopen::PARALLEL_DIRECT_WRITES
+        } else {
+            0
+        }
     }
 
     /// `fuse_init_out`.
@@ -152,11 +156,19 @@ mod tests {
 
     #[test]
     fn an_old_kernel_gets_only_what_it_offers() {
-        let Outcome::Agreed(a) = negotiate(asked(26, flag::BIG_WRITES | flag::ASYNC_DIO), 4096) else { panic!() };
-        assert_eq!((a.minor, a.flags, a.max_readahead), (26, flag::BIG_WRITES | flag::ASYNC_DIO, 4096));
+        let Outcome::Agreed(a) = negotiate(asked(26, flag::BIG_WRITES | flag::ASYNC_DIO), 4096)
+        else {
+            panic!()
+        };
+        assert_eq!(
+            (a.minor, a.flags, a.max_readahead),
+            (26, flag::BIG_WRITES | flag::ASYNC_DIO, 4096)
+        );
         assert_eq!(a.open_flags(), 0, "the page cache, for mappings");
         // Upper flags without the extension mean nothing.
-        let Outcome::Agreed(a) = negotiate(asked(45, flag::DIRECT_IO_ALLOW_MMAP), 0) else { panic!() };
+        let Outcome::Agreed(a) = negotiate(asked(45, flag::DIRECT_IO_ALLOW_MMAP), 0) else {
+            panic!()
+        };
         assert_eq!(a.flags, 0);
     }
 

@@ -1,8 +1,11 @@
-//! A mount without a daemon that can work: the last one died, and the next one waits for servers. Nobody shall wait for those who is
-//! on his way out: umount(8) looks at the mount before it unmounts, and killed programs want to go. Only that is answered; the
-//! kernel sends the rest again when the daemon serves.
+//! A mount without a daemon that can work: the last one died, and the next one waits for servers.
+//! Nobody shall wait for those who is on his way out: umount(8) looks at the mount before it
+//! unmounts, and killed programs want to go. Only that is answered; the kernel sends the rest again
+//! when the daemon serves.
 
-use std::{collections::BTreeMap, io, os::fd::OwnedFd, sync::Arc, thread::JoinHandle, time::Duration};
+use std::{
+    collections::BTreeMap, io, os::fd::OwnedFd, sync::Arc, thread::JoinHandle, time::Duration,
+};
 
 use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
@@ -29,7 +32,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// How often callers that were sent a signal are looked at.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Answers in the place of a daemon that still waits for servers, from when it has waited for two seconds. Ends when it is dropped.
+/// Answers in the place of a daemon that still waits for servers, from when it has waited for two
+/// seconds. Ends when it is dropped.
 #[derive(Debug)]
 pub struct Interim {
     stop: Arc<OwnedFd>,
@@ -37,7 +41,8 @@ pub struct Interim {
 }
 
 impl Interim {
-    /// For the mount with these descriptors. `None`: this kernel does not send requests again, so none may be read.
+    /// For the mount with these descriptors. `None`: this kernel does not send requests again, so
+    /// none may be read.
     pub fn start(keep: &Arc<Handover>, descriptors: &[OwnedFd]) -> io::Result<Option<Interim>> {
         let resends = agreed_before(keep).is_some_and(|a| a.has(abi::init::HAS_RESEND));
         let Some(first) = descriptors.first().filter(|_| resends) else { return Ok(None) };
@@ -63,7 +68,8 @@ impl Interim {
 impl Drop for Interim {
     fn drop(&mut self) {
         let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
-        // Should the one request that it saw be gone before it was read, this waits for the next one.
+        // Should the one request that it saw be gone before it was read, this waits for the next
+        // one.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -144,8 +150,10 @@ impl Work {
         match answer {
             Some(reply) => self.channel.send(request.unique, &reply).map(drop),
             None => {
-                // The end of a program's use of a file must reach the servers, whoever is dying: locks end with it.
-                let must_stay = matches!(request.opcode, op::FLUSH | op::RELEASE | op::RELEASEDIR) || request.pid == 0;
+                // The end of a program's use of a file must reach the servers, whoever is dying:
+                // locks end with it.
+                let must_stay = matches!(request.opcode, op::FLUSH | op::RELEASE | op::RELEASEDIR)
+                    || request.pid == 0;
                 if !must_stay {
                     self.held.insert(request.unique, request.pid);
                 }

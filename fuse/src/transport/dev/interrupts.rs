@@ -1,10 +1,13 @@
-//! Requests that may end early: because a signal arrived while their caller waits, or because the caller is dying.
+//! Requests that may end early: because a signal arrived while their caller waits, or because the
+//! caller is dying.
 //!
-//! The kernel sends INTERRUPT once for a waiting request, at the caller's first signal, whatever that signal is; from
-//! then on only the reply to the request lets the caller go, even when it is killed. A program on a local disk never sees
-//! `EINTR` from a file operation other than waiting for a lock. So: a wait for a lock ends at any signal; everything
-//! else goes on until the caller is seen dying, which is looked for from the INTERRUPT on. FLUSH, sent when a dying
-//! process's descriptors are closed, cannot be interrupted at all: its caller is looked at as long as it takes.
+//! The kernel sends INTERRUPT once for a waiting request, at the caller's first signal, whatever
+//! that signal is; from then on only the reply to the request lets the caller go, even when it is
+//! killed. A program on a local disk never sees `EINTR` from a file operation other than waiting
+//! for a lock. So: a wait for a lock ends at any signal; everything else goes on until the caller
+//! is seen dying, which is looked for from the INTERRUPT on. FLUSH, sent when a dying process's
+//! descriptors are closed, cannot be interrupted at all: its caller is looked at as long as it
+//! takes.
 
 use std::{collections::BTreeMap, fs, sync::Arc, time::Duration};
 
@@ -13,7 +16,8 @@ use tokio::sync::Notify;
 
 /// How often a caller that was sent a signal is looked at.
 const LOOK: Duration = Duration::from_millis(50);
-/// A caller in a process-id namespace that cannot be seen from here is taken for dead this long after its first signal.
+/// A caller in a process-id namespace that cannot be seen from here is taken for dead this long
+/// after its first signal.
 const UNSEEN: Duration = Duration::from_secs(1);
 
 /// When a request ends before its work is done.
@@ -49,8 +53,9 @@ impl Interrupts {
         Waiting { all: self.clone(), unique, pid, patience, told }
     }
 
-    /// The kernel's INTERRUPT. False: no such request is in work, it was answered or is just being taken by another
-    /// thread; the kernel is to ask again, which it does not when the request is over.
+    /// The kernel's INTERRUPT. False: no such request is in work, it was answered or is just being
+    /// taken by another thread; the kernel is to ask again, which it does not when the request is
+    /// over.
     pub fn interrupt(&self, unique: u64) -> bool {
         match self.waiting.lock().get(&unique) {
             Some(told) => {
@@ -98,19 +103,22 @@ pub fn is_dying(tid: u32) -> bool {
     if dies_of_signal(&status) {
         return true;
     }
-    // Newer kernels have a reader of `stat` wait while a program begins by execve(2), which in turn may wait for this daemon to
-    // answer the close of what shall not live on. A program that begins has memory, one that ends has not.
-    !has_memory(&status) && fs::read_to_string(format!("/proc/{tid}/stat")).map_or(true, |s| is_exiting(&s))
+    // Newer kernels have a reader of `stat` wait while a program begins by execve(2), which in turn
+    // may wait for this daemon to answer the close of what shall not live on. A program that begins
+    // has memory, one that ends has not.
+    !has_memory(&status)
+        && fs::read_to_string(format!("/proc/{tid}/stat")).map_or(true, |s| is_exiting(&s))
 }
 
-/// From `/proc/TID/status`. Neither threads of the kernel have any of their own, nor threads that are closing their files at their end.
+/// From `/proc/TID/status`. Neither threads of the kernel have any of their own, nor threads that
+/// are closing their files at their end.
 fn has_memory(status: &str) -> bool {
     status.lines().any(|l| l.starts_with("VmSize:"))
 }
 
-/// From `/proc/TID/status`: whether a pending signal will end the process. SIGKILL stands for every signal that does so
-/// without a core dump (the kernel adds it to each thread); the others still wait to be taken, unless blocked, ignored
-/// or handled.
+/// From `/proc/TID/status`: whether a pending signal will end the process. SIGKILL stands for every
+/// signal that does so without a core dump (the kernel adds it to each thread); the others still
+/// wait to be taken, unless blocked, ignored or handled.
 pub fn dies_of_signal(status: &str) -> bool {
     let mask = |name: &str| {
         let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
@@ -135,7 +143,8 @@ pub fn dies_of_signal(status: &str) -> bool {
     pending & !(mask("SigBlk") | mask("SigIgn") | mask("SigCgt") | harmless) != 0
 }
 
-/// From `/proc/TID/stat`: a zombie, or `PF_EXITING` in the flags (proc_pid_stat(5), fields 3 and 9).
+/// From `/proc/TID/stat`: a zombie, or `PF_EXITING` in the flags (proc_pid_stat(5), fields 3 and
+/// 9).
 pub fn is_exiting(stat: &str) -> bool {
     const PF_EXITING: u64 = 4;
     // The second field is a name in brackets that may itself hold blanks and brackets.
@@ -204,7 +213,8 @@ mod tests {
     async fn a_lock_waiter_ends_at_any_signal_and_others_go_on() {
         let all = Interrupts::default();
         let me = std::process::id();
-        let (lock, read) = (all.begin(7, me, Patience::UntilSignal), all.begin(9, me, Patience::UntilKilled));
+        let (lock, read) =
+            (all.begin(7, me, Patience::UntilSignal), all.begin(9, me, Patience::UntilKilled));
         assert!(all.interrupt(7) && all.interrupt(9) && !all.interrupt(8));
         lock.given_up().await;
         let minute = Duration::from_secs(60);

@@ -47,7 +47,13 @@ impl Mapped {
     /// `agreed`: what is agreed with the kernel, once it is.
     pub fn new(agreed: Arc<OnceLock<Agreed>>) -> Mapped {
         let notices = Arc::new(Semaphore::new(NOTICES));
-        Mapped { pages: Mutex::default(), news: Notify::new(), channel: OnceLock::new(), agreed, notices }
+        Mapped {
+            pages: Mutex::default(),
+            news: Notify::new(),
+            channel: OnceLock::new(),
+            agreed,
+            notices,
+        }
     }
 
     /// Through which the kernel is told.
@@ -83,7 +89,12 @@ impl Mapped {
 
     /// Likewise, when the kernel drops the pages afterwards without writing them back. An error:
     /// there are any.
-    pub fn change_that_drops(self: &Arc<Self>, node: u64, offset: u64, end: u64) -> Result<Option<Changing>, HasPages> {
+    pub fn change_that_drops(
+        self: &Arc<Self>,
+        node: u64,
+        offset: u64,
+        end: u64,
+    ) -> Result<Option<Changing>, HasPages> {
         if !self.is_direct() {
             return Ok(None);
         }
@@ -128,7 +139,11 @@ impl Mapped {
         let Ok(place) = self.notices.clone().acquire_owned().await else { return };
         let at = i64::try_from(pages.start * PAGE).unwrap_or(i64::MAX);
         // 0 is to the end.
-        let len = pages.end.checked_mul(PAGE).and_then(|end| i64::try_from(end - pages.start * PAGE).ok()).unwrap_or(0);
+        let len = pages
+            .end
+            .checked_mul(PAGE)
+            .and_then(|end| i64::try_from(end - pages.start * PAGE).ok())
+            .unwrap_or(0);
         let telling = spawn_blocking(move || {
             let _place = place;
             match channel.notify(&notify::inode_changed(node, at, len)) {
@@ -213,7 +228,10 @@ impl Changing {
             self.mapped.take_out(self.node, &pages).await;
             let spoilt = self.mapped.pages.lock().is_spoilt(self.node, self.id);
             if let Some(tries) = spoilt {
-                tokio::time::sleep(PAUSE.saturating_mul(2u32.saturating_pow(tries)).min(LONGEST_PAUSE)).await;
+                tokio::time::sleep(
+                    PAUSE.saturating_mul(2u32.saturating_pow(tries)).min(LONGEST_PAUSE),
+                )
+                .await;
             }
             *self.step.lock() = self.mapped.pages.lock().taken_out(self.node, self.id);
             self.mapped.news.notify_waiters();

@@ -1,8 +1,11 @@
 //! `/dev/fuse` by our own hands: the kernel's protocol without a library in between.
 //!
-//! `channel` reads requests and writes replies; `copies` takes back what the kernel was told; `request`, `reply`, `init` and `notify` are the protocol itself, pure;
-//! `session` runs the threads; `progress` knows how far they have come; `interim` answers while no server does; `mapped` and `pages` keep memory mappings in order with all else, `shared` with other nodes; `moved` has it forget where directories were; `interrupts` lets go of callers that were killed; `running` knows which programs run; `serve` asks the
-//! [VFS core](crate::vfs). See `docs/fuse.md`.
+//! `channel` reads requests and writes replies; `copies` takes back what the kernel was told;
+//! `request`, `reply`, `init` and `notify` are the protocol itself, pure; `session` runs the
+//! threads; `progress` knows how far they have come; `interim` answers while no server does;
+//! `mapped` and `pages` keep memory mappings in order with all else, `shared` with other nodes;
+//! `moved` has it forget where directories were; `interrupts` lets go of callers that were killed;
+//! `running` knows which programs run; `serve` asks the [VFS core](crate::vfs). See `docs/fuse.md`.
 
 mod abi;
 mod channel;
@@ -40,7 +43,8 @@ use crate::{MountConfig, mountpoint};
 /// Largest read or write request: 256 pages of 4 KiB, the kernel's default limit.
 pub(crate) const MAX_REQUEST: u32 = 1 << 20;
 
-/// Mounts: the descriptors to be served, one for each thread. The mount ends when the last of them is closed.
+/// Mounts: the descriptors to be served, one for each thread. The mount ends when the last of them
+/// is closed.
 pub(crate) fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
     let first = if rustix::process::geteuid().is_root() {
         let channel = Channel::open()?;
@@ -49,7 +53,8 @@ pub(crate) fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
     } else {
         Channel::new(mountpoint::attach_as_user(cfg)?)
     };
-    let more = (1..cfg.threads.clamp(1, 64)).map(|_| first.another()).collect::<Result<Vec<_>, _>>();
+    let more =
+        (1..cfg.threads.clamp(1, 64)).map(|_| first.another()).collect::<Result<Vec<_>, _>>();
     match more {
         Ok(mut all) => {
             all.push(first);
@@ -71,7 +76,8 @@ pub(crate) fn start(
     interim: Option<Interim>,
 ) -> Result<Session> {
     drop(interim);
-    let channels: Vec<Arc<Channel>> = descriptors.into_iter().map(|fd| Arc::new(Channel::new(fd))).collect();
+    let channels: Vec<Arc<Channel>> =
+        descriptors.into_iter().map(|fd| Arc::new(Channel::new(fd))).collect();
     if let Some(c) = channels.first() {
         serve.keep_copies(c);
     }
@@ -95,14 +101,16 @@ pub(crate) fn start(
     {
         tracing::warn!("asking the kernel for what was not answered: {e}");
     }
-    // After that: what comes again is in the queue before the leader is told what programs still hold.
+    // After that: what comes again is in the queue before the leader is told what programs still
+    // hold.
     serve.set_queue(&progress);
     let pool = serve.pool();
     let session = Session::start(channels, Arc::new(serve), pool, agreed, progress);
     session.map_err(|e| Error::from(e).context("starting the threads of a mount"))
 }
 
-/// For the fuzz target `kernel`: a request as it could be read from `/dev/fuse`. Returns whether it is well formed.
+/// For the fuzz target `kernel`: a request as it could be read from `/dev/fuse`. Returns whether it
+/// is well formed.
 pub(crate) fn read_request(bytes: &[u8], setxattr_ext: bool) -> bool {
     let Ok(head) = request::Head::read(bytes) else { return false };
     let args = &bytes[abi::IN_HEAD..];
@@ -117,7 +125,11 @@ pub(crate) fn read_request(bytes: &[u8], setxattr_ext: bool) -> bool {
     if let Ok(request::Body::Init(asked)) = &body
         && let init::Outcome::Agreed(agreed) = init::negotiate(*asked, MAX_REQUEST)
     {
-        assert!(agreed.flags & !asked.flags == 0 && agreed.minor <= asked.minor && agreed.reply().len() == 64);
+        assert!(
+            agreed.flags & !asked.flags == 0
+                && agreed.minor <= asked.minor
+                && agreed.reply().len() == 64
+        );
     }
     body.is_ok()
 }

@@ -3,10 +3,11 @@
 //! Linux has one name of each directory. When a lookup finds a directory in another place than the
 //! kernel knows, the kernel moves its name, if it gets the locks for that at once. It does not get
 //! them where a program makes or removes names in the former place, nor inside a rename(2) between
-//! two directories. Then it begins the call anew, once, and looks the name up again. So at the second
-//! lookup in the new place the kernel is told to forget the former name, before it is answered: then
-//! there is nothing to move. Where the first one went well it has no such name any more. This waits
-//! for the former place's lock for a short time only, because the caller may hold it.
+//! two directories. Then it begins the call anew, once, and looks the name up again. So at the
+//! second lookup in the new place the kernel is told to forget the former name, before it is
+//! answered: then there is nothing to move. Where the first one went well it has no such name any
+//! more. This waits for the former place's lock for a short time only, because the caller may hold
+//! it.
 //!
 //! The first lookup tells nothing: with a name that is forgotten go the mounts below it.
 //!
@@ -226,7 +227,11 @@ mod tests {
         assert_eq!((p.found(9, (2, b"e")), p.found(9, (2, b"e"))), (None, None));
         p.found(9, (3, b"e"));
         p.renamed((3, b"e"), (5, b"e"), false);
-        assert_eq!((p.found(9, (5, b"e")), p.found(9, (5, b"e"))), (None, None), "it moved the name");
+        assert_eq!(
+            (p.found(9, (5, b"e")), p.found(9, (5, b"e"))),
+            (None, None),
+            "it moved the name"
+        );
         p.found(8, (4, b"f"));
         p.renamed((5, b"e"), (4, b"f"), true);
         assert_eq!((p.found(9, (4, b"f")), p.found(8, (5, b"e"))), (None, None));

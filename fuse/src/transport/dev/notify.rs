@@ -5,7 +5,8 @@ use super::abi;
 /// A notification: its code and its body.
 pub type Notice = (i32, Vec<u8>);
 
-/// The kernel forgets the inode's attributes and, from `offset` on (negative: none), its pages; `len` 0 is to the end.
+/// The kernel forgets the inode's attributes and, from `offset` on (negative: none), its pages;
+/// `len` 0 is to the end.
 pub fn inode_changed(ino: u64, offset: i64, len: i64) -> Notice {
     let mut body = ino.to_ne_bytes().to_vec();
     body.extend_from_slice(&offset.to_ne_bytes());

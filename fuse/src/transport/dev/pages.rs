@@ -45,14 +45,16 @@ impl Spans {
             return;
         }
         let (mut start, mut end) = (s.start, s.end);
-        while let Some((at, to)) = self.0.range(..=end).next_back().map(|(a, t)| (*a, *t)).filter(|(_, t)| *t >= start)
+        while let Some((at, to)) =
+            self.0.range(..=end).next_back().map(|(a, t)| (*a, *t)).filter(|(_, t)| *t >= start)
         {
             self.0.remove(&at);
             (start, end) = (start.min(at), end.max(to));
         }
         self.0.insert(start, end);
         if self.0.len() > MOST_SPANS
-            && let (Some((first, _)), Some((_, last))) = (self.0.first_key_value(), self.0.last_key_value())
+            && let (Some((first, _)), Some((_, last))) =
+                (self.0.first_key_value(), self.0.last_key_value())
         {
             // Pages that are not there may be taken out.
             self.0 = BTreeMap::from([(*first, *last)]);
@@ -198,7 +200,11 @@ impl Pages {
     /// The kernel asks for pages to keep.
     pub fn page_in(&mut self, node: u64, span: Span) -> Event {
         let id = self.next();
-        self.files.entry(node).or_default().page_ins.insert(id, PageIn { span, reads: false, asked: false });
+        self.files
+            .entry(node)
+            .or_default()
+            .page_ins
+            .insert(id, PageIn { span, reads: false, asked: false });
         id
     }
 
@@ -298,7 +304,11 @@ impl Pages {
     /// As [`Pages::change`], for a change after which the kernel drops the pages without writing
     /// them back: `None` if the file has any.
     pub fn drops(&mut self, node: u64, span: Span) -> Option<Event> {
-        if self.files.get(&node).is_some_and(|f| !f.out.0.is_empty() || f.unknown || !f.page_ins.is_empty()) {
+        if self
+            .files
+            .get(&node)
+            .is_some_and(|f| !f.out.0.is_empty() || f.unknown || !f.page_ins.is_empty())
+        {
             return None;
         }
         Some(self.change(node, span).0)
@@ -319,8 +329,11 @@ impl Pages {
     pub fn give_back(&mut self, node: u64) -> Option<(Event, Vec<Span>)> {
         let now = self.next();
         let file = self.files.get_mut(&node)?;
-        let mut out =
-            if file.unknown { Spans(BTreeMap::from([(0, u64::MAX.div_ceil(PAGE))])) } else { file.out.clone() };
+        let mut out = if file.unknown {
+            Spans(BTreeMap::from([(0, u64::MAX.div_ceil(PAGE))]))
+        } else {
+            file.out.clone()
+        };
         file.page_ins.values().filter(|p| p.asked).for_each(|p| out.add(&p.span));
         file.page_ins.values().filter(|p| !p.asked).for_each(|p| out.remove(&p.span));
         if out.0.is_empty() {
@@ -336,7 +349,8 @@ impl Pages {
         let Some(since) = file.given.remove(&began) else { return };
         spans.iter().for_each(|s| file.out.remove(s));
         since.0.iter().for_each(|(start, end)| file.out.add(&(*start..*end)));
-        if spans.first().is_some_and(|s| s.start == 0) && spans.last().is_some_and(|s| s.end == u64::MAX.div_ceil(PAGE))
+        if spans.first().is_some_and(|s| s.start == 0)
+            && spans.last().is_some_and(|s| s.end == u64::MAX.div_ceil(PAGE))
         {
             file.unknown = false;
         }
@@ -360,7 +374,9 @@ impl Pages {
 
     /// Whether any page of a file is out, or may be.
     pub fn has_out(&self, node: u64) -> bool {
-        self.files.get(&node).is_some_and(|f| f.unknown || !f.out.0.is_empty() || !f.page_ins.is_empty())
+        self.files
+            .get(&node)
+            .is_some_and(|f| f.unknown || !f.out.0.is_empty() || !f.page_ins.is_empty())
     }
 
     /// Whether anything is known of a file.

@@ -15,7 +15,8 @@ fn spans_of(all: &[Span]) -> Spans {
 fn spans_are_sets_of_pages() {
     let mut random = 1u64;
     let mut next = |below: u64| {
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        random =
+            random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (random >> 33) % below
     };
     for _ in 0..3000 {
@@ -98,7 +99,11 @@ fn what_was_handed_out_meanwhile_is_taken_out_again() {
     let late = t.page_in(FILE, 2..8);
     assert_eq!(t.verdict(FILE, late, true), Verdict::Read, "the kernel may wait for it");
     t.answered(FILE, first);
-    assert_eq!(t.taken_out(FILE, id), Step::TakeOut(2..3), "it is being read: it may be what was before");
+    assert_eq!(
+        t.taken_out(FILE, id),
+        Step::TakeOut(2..3),
+        "it is being read: it may be what was before"
+    );
     t.answered(FILE, late);
     assert_eq!(t.taken_out(FILE, id), Step::Apply);
     assert_eq!(t.files[&FILE].out, spans_of(&[0..2, 3..8]));
@@ -242,7 +247,15 @@ impl Model {
     fn key(&self) -> impl std::hash::Hash + Eq + use<> {
         let files: Vec<File> = self.table.files.values().cloned().collect();
         let kernel = (self.pages.clone(), self.server.clone(), self.want.clone());
-        (files, kernel, self.page_ins.clone(), self.writes.clone(), self.faults, self.stores, self.to_write.clone())
+        (
+            files,
+            kernel,
+            self.page_ins.clone(),
+            self.writes.clone(),
+            self.faults,
+            self.stores,
+            self.to_write.clone(),
+        )
     }
 
     /// All that may happen next.
@@ -280,14 +293,17 @@ impl Model {
                 }
                 Page::Back { has, drops } => to(&mut |m| {
                     m.server[p] = has;
-                    m.pages[p] = if drops { Page::Absent } else { Page::Here { has, dirty: false } };
+                    m.pages[p] =
+                        if drops { Page::Absent } else { Page::Here { has, dirty: false } };
                 }),
                 _ => {}
             }
         }
         for (i, (_, r)) in self.page_ins.iter().enumerate() {
             match r {
-                Reading::Asks(_) => [false, true].into_iter().for_each(|late| to(&mut |m| m.page_in(i, late))),
+                Reading::Asks(_) => {
+                    [false, true].into_iter().for_each(|late| to(&mut |m| m.page_in(i, late)))
+                }
                 _ => to(&mut |m| m.page_in(i, false)),
             }
         }
@@ -306,7 +322,9 @@ impl Model {
         let here = span.start as usize..span.end as usize;
         self.page_ins[i].1 = match reading {
             Reading::Sent => Reading::Asks(self.table.page_in(FILE, span)),
-            Reading::Asks(id) if self.table.verdict(FILE, id, late) == Verdict::Read => Reading::Reads(id),
+            Reading::Asks(id) if self.table.verdict(FILE, id, late) == Verdict::Read => {
+                Reading::Reads(id)
+            }
             Reading::Asks(id) => Reading::Asks(id),
             Reading::Reads(id) => {
                 self.table.asked(FILE, id);
@@ -336,7 +354,12 @@ impl Model {
             Writing::Sent if value == GIVES_BACK => match self.table.give_back(FILE) {
                 Some((began, spans)) => {
                     let left = spans.iter().cloned().flatten().filter(|p| *p < PAGES).collect();
-                    Writing::Gives { began, spans, stored: self.want.iter().map(|w| w.1).collect(), left }
+                    Writing::Gives {
+                        began,
+                        spans,
+                        stored: self.want.iter().map(|w| w.1).collect(),
+                        left,
+                    }
                 }
                 None => {
                     self.writes.remove(i);
@@ -356,7 +379,10 @@ impl Model {
                     // Stores are numbered downwards.
                     for (p, stored) in stored.into_iter().enumerate().filter(|(_, s)| *s != 0) {
                         let has = self.server[p].1;
-                        assert!((1..=stored).contains(&has), "{stored} was stored to page {p} before: {self:?}");
+                        assert!(
+                            (1..=stored).contains(&has),
+                            "{stored} was stored to page {p} before: {self:?}"
+                        );
                     }
                     return;
                 }

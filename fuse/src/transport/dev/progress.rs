@@ -99,7 +99,11 @@ struct Looks(usize);
 impl Looks {
     async fn next(&mut self) {
         self.0 += 1;
-        if self.0 < LOOKS_AT_ONCE { tokio::task::yield_now().await } else { tokio::time::sleep(LOOK).await }
+        if self.0 < LOOKS_AT_ONCE {
+            tokio::task::yield_now().await
+        } else {
+            tokio::time::sleep(LOOK).await
+        }
     }
 }
 
@@ -131,14 +135,17 @@ mod tests {
     use std::os::fd::OwnedFd;
 
     use futures_util::FutureExt;
-    use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
+    use rustix::net::{
+        AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair,
+    };
 
     use super::*;
 
     #[tokio::test]
     async fn what_is_queued_or_read_and_not_noted_is_waited_for() {
         let (kernel, its): (OwnedFd, OwnedFd) =
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .unwrap();
         let channels = [Arc::new(Channel::new(its))];
         let p = Arc::new(Progress::new(&channels));
         let all = TakenSoFar(p.clone());
@@ -162,7 +169,8 @@ mod tests {
     #[tokio::test]
     async fn what_the_kernel_may_hold_back_is_waited_for() {
         let (_kernel, its) =
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .unwrap();
         let channels = [Arc::new(Channel::new(its))];
         let p = Arc::new(Progress::new(&channels));
         assert!(p.in_work(op::LOOKUP).is_none());

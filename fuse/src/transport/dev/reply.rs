@@ -48,7 +48,8 @@ pub enum Taken {
     Blindly,
 }
 
-/// Attributes and names without the time for which they may be believed, which is put in when they are sent.
+/// Attributes and names without the time for which they may be believed, which is put in when they
+/// are sent.
 #[derive(Debug)]
 pub struct Told {
     /// What is sent, and behind it names that are not.
@@ -64,7 +65,8 @@ struct Mark {
     at: usize,
     /// `None`: there is no such name.
     stat: Option<Stat>,
-    /// At `at` is a `fuse_entry_out` for this directory and name; `None`: a `fuse_attr_out` or `fuse_statx_out`.
+    /// At `at` is a `fuse_entry_out` for this directory and name; `None`: a `fuse_attr_out` or
+    /// `fuse_statx_out`.
     name: Option<(Ino, Range<usize>)>,
 }
 
@@ -92,7 +94,8 @@ impl Told {
         &self.bytes[..self.len]
     }
 
-    /// It may be believed for as long as `attr` says of attributes and `name` of what is behind a name in a directory.
+    /// It may be believed for as long as `attr` says of attributes and `name` of what is behind a
+    /// name in a directory.
     pub fn finish(
         mut self,
         attr: impl Fn(&Stat) -> Duration,
@@ -225,7 +228,14 @@ pub fn statx(s: &Stat) -> Reply {
     const BTIME: u32 = 0x800;
     let (mut f, a) = (Fields::default(), &s.attr);
     f.zeros(32);
-    f.u32(BASIC | BTIME).u32(block_size(a)).u64(0).u32(a.nlink).u32(a.uid).u32(a.gid).u16(a.mode as u16).u16(0);
+    f.u32(BASIC | BTIME)
+        .u32(block_size(a))
+        .u64(0)
+        .u32(a.nlink)
+        .u32(a.uid)
+        .u32(a.gid)
+        .u16(a.mode as u16)
+        .u16(0);
     f.u64(a.ino).u64(a.size).u64(s.blocks()).u64(0);
     for ns in [a.atime_ns, a.btime_ns, a.ctime_ns, a.mtime_ns] {
         let t = Time::of(ns);
@@ -296,7 +306,11 @@ pub fn xattr(value: &[u8], room: u32) -> Reply {
     if room == 0 {
         return written(value.len());
     }
-    if value.len() > room as usize { Reply::Error(libc::ERANGE) } else { Reply::Bytes(value.to_vec()) }
+    if value.len() > room as usize {
+        Reply::Error(libc::ERANGE)
+    } else {
+        Reply::Bytes(value.to_vec())
+    }
 }
 
 /// Directory entries up to `room` bytes.
@@ -362,7 +376,9 @@ mod tests {
     /// When attributes are believed for 1.5 s, and names for 2.5 s.
     fn believed(r: Reply) -> Reply {
         match r {
-            Reply::Told(t) => t.finish(|s| s.timeout(HALF), |_, _, _| HALF + Duration::from_secs(1)),
+            Reply::Told(t) => {
+                t.finish(|s| s.timeout(HALF), |_, _, _| HALF + Duration::from_secs(1))
+            }
             other => panic!("{other:?}"),
         }
     }
@@ -384,7 +400,8 @@ mod tests {
     #[test]
     fn replies_are_as_long_as_the_kernels_structures() {
         let a = pb::Attr { ino: 5, ..Default::default() };
-        let both = |r: fn(&pb::Attr) -> Reply| [bytes(r(&a)), bytes(believed(r(&a)))].map(|b| b.len());
+        let both =
+            |r: fn(&pb::Attr) -> Reply| [bytes(r(&a)), bytes(believed(r(&a)))].map(|b| b.len());
         assert_eq!(both(|a| entry(a, NAME, Taken::InOrder)), [abi::ENTRY; 2]);
         assert_eq!(both(|_| missing(NAME)), [abi::ENTRY; 2]);
         assert_eq!(both(|a| attr(&(*a).into(), Taken::InOrder)), [16 + 88; 2]);
@@ -400,8 +417,15 @@ mod tests {
         let a = pb::Attr { ino: 5, size: 7, ..Default::default() };
         for of in [|a| entry(a, NAME, Taken::InOrder), |a| created(a, NAME, 9, 0)] {
             let (plain, timed) = (bytes(of(&a)), bytes(believed(of(&a))));
-            assert_eq!((times(&plain), times(&timed)), ([(0, 0); 2], [(2, 500_000_000), (1, 500_000_000)]));
-            assert_eq!((u64_at(&timed, 0), u64_at(&timed, 40), u64_at(&timed, 48)), (5, 5, 7), "the rest stays");
+            assert_eq!(
+                (times(&plain), times(&timed)),
+                ([(0, 0); 2], [(2, 500_000_000), (1, 500_000_000)])
+            );
+            assert_eq!(
+                (u64_at(&timed, 0), u64_at(&timed, 40), u64_at(&timed, 48)),
+                (5, 5, 7),
+                "the rest stays"
+            );
         }
         let stat = Stat::from(a);
         for of in [|s| attr(s, Taken::InOrder), statx] {
@@ -440,8 +464,15 @@ mod tests {
         let sparse = pb::Attr { sparse: true, ..plain };
         assert_eq!(told(sparse.into()), (0, 10), "not to be believed");
         assert_eq!(told(Stat { attr: sparse, allocated: Some(4096) }), (1, 8));
-        assert_eq!(u64_at(&bytes(statx(&Stat { attr: sparse, allocated: Some(4096) })), 32 + 48), 8);
-        assert_eq!(times(&bytes(believed(entry(&sparse, NAME, Taken::InOrder))))[1], (0, 0), "names bring no space");
+        assert_eq!(
+            u64_at(&bytes(statx(&Stat { attr: sparse, allocated: Some(4096) })), 32 + 48),
+            8
+        );
+        assert_eq!(
+            times(&bytes(believed(entry(&sparse, NAME, Taken::InOrder))))[1],
+            (0, 0),
+            "names bring no space"
+        );
     }
 
     #[test]
@@ -472,7 +503,13 @@ mod tests {
     #[test]
     fn each_entry_of_a_list_has_times_of_its_own() {
         let attr = |ino| Some(pb::Attr { ino, ..Default::default() });
-        let entry = |name: &[u8], ino| Entry { name: name.to_vec(), ino, kind: 8, offset: ino, attr: attr(ino) };
+        let entry = |name: &[u8], ino| Entry {
+            name: name.to_vec(),
+            ino,
+            kind: 8,
+            offset: ino,
+            attr: attr(ino),
+        };
         let mut list = Entries::new(1000, Some(77));
         assert!(list.take(&Entry { attr: None, ..entry(b".", 77) }));
         assert!(list.take(&entry(b"abc", 5)) && list.take(&entry(b"defghijkl", 6)));
@@ -489,7 +526,10 @@ mod tests {
         assert_eq!(times(&out), [(0, 0); 2]);
         assert_eq!(times(&out[160..]), [(3, 0), (5, 0)]);
         assert_eq!(times(&out[320..]), [(0, 4), (6, 0)]);
-        assert_eq!((&out[160 + 152..][..3], &out[320 + 152..][..9]), (&b"abc"[..], &b"defghijkl"[..]));
+        assert_eq!(
+            (&out[160 + 152..][..3], &out[320 + 152..][..9]),
+            (&b"abc"[..], &b"defghijkl"[..])
+        );
         let differ = plain.iter().zip(&out).filter(|(a, b)| a != b).count();
         assert_eq!(differ, 4, "nothing but the times");
     }

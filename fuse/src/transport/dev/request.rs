@@ -1,7 +1,8 @@
 //! Requests of the kernel in plain types. Pure: bytes in, a [`Request`] out.
 //!
-//! The kernel is trusted with the content but not with the form: a request that is too short or has a name without its
-//! end is an error, never a panic, because a confused reader of `/dev/fuse` must not take the mount down.
+//! The kernel is trusted with the content but not with the form: a request that is too short or has
+//! a name without its end is an error, never a panic, because a confused reader of `/dev/fuse` must
+//! not take the mount down.
 
 use strake_fabric::Buf;
 
@@ -73,7 +74,8 @@ pub enum Body {
     Lookup {
         name: Vec<u8>,
     },
-    /// FORGET and BATCH_FORGET: never answered. Inodes that the kernel has no more, and of how many replies.
+    /// FORGET and BATCH_FORGET: never answered. Inodes that the kernel has no more, and of how many
+    /// replies.
     Forget(Vec<(u64, u64)>),
     Getattr,
     Statx,
@@ -222,7 +224,8 @@ pub enum Body {
 }
 
 impl Body {
-    /// Whether it changes nothing: when it comes again it is simply done again, so nobody need know that it was begun.
+    /// Whether it changes nothing: when it comes again it is simply done again, so nobody need know
+    /// that it was begun.
     pub fn only_asks(&self) -> bool {
         use Body::*;
         matches!(
@@ -320,9 +323,14 @@ pub fn read(head: Head, args: &[u8], setxattr_ext: bool) -> Result<Body, Malform
         op::STATFS => Body::Statfs,
         op::SYNCFS => Body::Syncfs,
         op::DESTROY => Body::Destroy,
-        op::SYMLINK | op::MKNOD | op::MKDIR | op::UNLINK | op::RMDIR | op::RENAME | op::RENAME2 | op::LINK => {
-            naming(head.opcode, f)?
-        }
+        op::SYMLINK
+        | op::MKNOD
+        | op::MKDIR
+        | op::UNLINK
+        | op::RMDIR
+        | op::RENAME
+        | op::RENAME2
+        | op::LINK => naming(head.opcode, f)?,
         op::OPEN | op::CREATE | op::TMPFILE | op::OPENDIR => opening(head.opcode, f)?,
         op::READ
         | op::FLUSH
@@ -335,7 +343,9 @@ pub fn read(head: Head, args: &[u8], setxattr_ext: bool) -> Result<Body, Malform
         | op::LSEEK => of_handle(head.opcode, f)?,
         op::GETLK | op::SETLK | op::SETLKW => locking(head.opcode, f)?,
         op::FSYNCDIR => Body::Fsyncdir,
-        op::GETXATTR | op::SETXATTR | op::LISTXATTR | op::REMOVEXATTR => xattr(head.opcode, f, setxattr_ext)?,
+        op::GETXATTR | op::SETXATTR | op::LISTXATTR | op::REMOVEXATTR => {
+            xattr(head.opcode, f, setxattr_ext)?
+        }
         op::ACCESS => Body::Access { mask: f.u32()? },
         op::INTERRUPT => Body::Interrupt { unique: f.u64()? },
         op::IOCTL => {
@@ -364,7 +374,8 @@ pub fn write(args: &[u8], data: Buf) -> Result<Body, Malformed> {
     if size as usize != data.len() {
         return Err(Malformed("a write of another length than its data"));
     }
-    let (from_mapping, strips) = (write_flags & abi::WRITE_CACHE != 0, write_flags & abi::WRITE_KILL_SUIDGID != 0);
+    let (from_mapping, strips) =
+        (write_flags & abi::WRITE_CACHE != 0, write_flags & abi::WRITE_KILL_SUIDGID != 0);
     Ok(Body::Write { handle, offset, flags, from_mapping, strips, data })
 }
 
@@ -390,7 +401,16 @@ fn setattr(f: &mut Fields) -> Result<SetAttr, Malformed> {
     let mode = f.u32()?;
     f.skip(4)?;
     let (uid, gid) = (f.u32()?, f.u32()?);
-    Ok(SetAttr { valid, handle, size, atime: (atime, atime_ns), mtime: (mtime, mtime_ns), mode, uid, gid })
+    Ok(SetAttr {
+        valid,
+        handle,
+        size,
+        atime: (atime, atime_ns),
+        mtime: (mtime, mtime_ns),
+        mode,
+        uid,
+        gid,
+    })
 }
 
 fn naming(opcode: u32, f: &mut Fields) -> Result<Body, Malformed> {
@@ -447,9 +467,12 @@ fn of_handle(opcode: u32, f: &mut Fields) -> Result<Body, Malformed> {
             let (offset, size) = (f.u64()?, f.u32()?);
             Body::Read { handle, offset, size, page_in: f.u32()? & abi::READ_LOCKOWNER == 0 }
         }
-        op::READDIR | op::READDIRPLUS => {
-            Body::Readdir { handle, offset: f.u64()?, size: f.u32()?, plus: opcode == op::READDIRPLUS }
-        }
+        op::READDIR | op::READDIRPLUS => Body::Readdir {
+            handle,
+            offset: f.u64()?,
+            size: f.u32()?,
+            plus: opcode == op::READDIRPLUS,
+        },
         op::FLUSH => {
             f.skip(8)?;
             Body::Flush { handle, owner: f.u64()? }
@@ -494,7 +517,8 @@ fn xattr(opcode: u32, f: &mut Fields, ext: bool) -> Result<Body, Malformed> {
                 f.skip(8)?;
             }
             let name = f.name()?;
-            let value = f.0.get(..size as usize).ok_or(Malformed("a value shorter than it says"))?.to_vec();
+            let value =
+                f.0.get(..size as usize).ok_or(Malformed("a value shorter than it says"))?.to_vec();
             Body::Setxattr { name, value, flags }
         }
     })
@@ -534,7 +558,10 @@ mod tests {
         for body in changes {
             assert!(!body.only_asks(), "{body:?}");
         }
-        assert!(Body::Getattr.only_asks() && Body::Read { handle, offset: 0, size: 1, page_in: false }.only_asks());
+        assert!(
+            Body::Getattr.only_asks()
+                && Body::Read { handle, offset: 0, size: 1, page_in: false }.only_asks()
+        );
     }
 
     #[test]
@@ -558,13 +585,18 @@ mod tests {
     fn forgotten_inodes_are_as_many_as_there_are() {
         let words = |words: &[u64]| words.iter().flat_map(|w| w.to_ne_bytes()).collect::<Vec<u8>>();
         let batch = |args: &[u64]| read(head(op::BATCH_FORGET), &words(args), false);
-        assert!(matches!(batch(&[2, 5, 1, 6, 3]), Ok(Body::Forget(all)) if all == [(5, 1), (6, 3)]));
+        assert!(
+            matches!(batch(&[2, 5, 1, 6, 3]), Ok(Body::Forget(all)) if all == [(5, 1), (6, 3)])
+        );
         assert!(matches!(batch(&[0]), Ok(Body::Forget(all)) if all.is_empty()));
         assert!(batch(&[2, 5, 1]).is_err() && batch(&[u32::MAX.into(), 5, 1]).is_err());
-        assert!(matches!(read(head(op::FORGET), &words(&[4]), false), Ok(Body::Forget(all)) if all == [(1, 4)]));
+        assert!(
+            matches!(read(head(op::FORGET), &words(&[4]), false), Ok(Body::Forget(all)) if all == [(1, 4)])
+        );
     }
 
-    /// Every request cut anywhere is an error or another request, never a panic; none of them may be taken whole.
+    /// Every request cut anywhere is an error or another request, never a panic; none of them may
+    /// be taken whole.
     #[test]
     fn short_requests_are_refused() {
         for opcode in 1..64 {
@@ -573,7 +605,15 @@ mod tests {
                 let _ = read(head(opcode), &args[..len], len % 2 == 0);
             }
         }
-        for opcode in [op::SETATTR, op::MKNOD, op::RENAME2, op::READ, op::SETXATTR, op::CREATE, op::COPY_FILE_RANGE] {
+        for opcode in [
+            op::SETATTR,
+            op::MKNOD,
+            op::RENAME2,
+            op::READ,
+            op::SETXATTR,
+            op::CREATE,
+            op::COPY_FILE_RANGE,
+        ] {
             assert!(read(head(opcode), &[0; 7], true).is_err(), "opcode {opcode}");
         }
     }
@@ -605,8 +645,10 @@ mod tests {
             pid: 8,
         };
         for (opcode, waits) in [(op::SETLK, false), (op::SETLKW, true)] {
-            assert!(matches!(read(head(opcode), &args, false), Ok(Body::Setlk { handle: 5, lock, wait })
-                if lock == want && wait == waits));
+            assert!(
+                matches!(read(head(opcode), &args, false), Ok(Body::Setlk { handle: 5, lock, wait })
+                if lock == want && wait == waits)
+            );
         }
         args[40] = 0;
         assert!(matches!(read(head(op::GETLK), &args, false), Ok(Body::Getlk { handle: 5, lock })
@@ -614,7 +656,10 @@ mod tests {
         args[32] = 9;
         assert!(read(head(op::SETLK), &args, false).is_err(), "an unknown type");
         let flush: Vec<u8> = [5u64, 0, 9].iter().flat_map(|n| n.to_ne_bytes()).collect();
-        assert!(matches!(read(head(op::FLUSH), &flush, false), Ok(Body::Flush { handle: 5, owner: 9 })));
+        assert!(matches!(
+            read(head(op::FLUSH), &flush, false),
+            Ok(Body::Flush { handle: 5, owner: 9 })
+        ));
     }
 
     #[test]
@@ -645,8 +690,10 @@ mod tests {
         let mut args = 3u32.to_ne_bytes().to_vec();
         args.extend_from_slice(&[0; 4]);
         args.extend_from_slice(b"user.a\0abcdef");
-        assert!(matches!(read(head(op::SETXATTR), &args, false), Ok(Body::Setxattr { name, value, .. })
-            if name == b"user.a" && value == b"abc"));
+        assert!(
+            matches!(read(head(op::SETXATTR), &args, false), Ok(Body::Setxattr { name, value, .. })
+            if name == b"user.a" && value == b"abc")
+        );
         args[0] = 7;
         assert!(read(head(op::SETXATTR), &args, false).is_err());
     }
@@ -656,10 +703,15 @@ mod tests {
         let data = || Pool::default().get_now(5).freeze();
         let mut args = vec![0; 40];
         args[16..20].copy_from_slice(&5u32.to_ne_bytes());
-        assert!(matches!(write(&args, data()), Ok(Body::Write { data, from_mapping: false, strips: false, .. })
-            if data.len() == 5));
+        assert!(
+            matches!(write(&args, data()), Ok(Body::Write { data, from_mapping: false, strips: false, .. })
+            if data.len() == 5)
+        );
         args[20] = 4;
-        assert!(matches!(write(&args, data()), Ok(Body::Write { from_mapping: false, strips: true, .. })));
+        assert!(matches!(
+            write(&args, data()),
+            Ok(Body::Write { from_mapping: false, strips: true, .. })
+        ));
         args[16] = 6;
         assert!(write(&args, data()).is_err());
         assert!(write(&args[..39], data()).is_err());

@@ -32,7 +32,9 @@ fn is_run(at: &Path, ino: Ino) -> bool {
     processes.flatten().filter(|p| is_number(&p.file_name())).any(|p| {
         // Asks no file system, least of all this one.
         let program = statx(CWD, p.path().join("exe"), AtFlags::STATX_DONT_SYNC, StatxFlags::INO);
-        program.is_ok_and(|s| s.stx_ino == ino && *device == format!("{}:{}", s.stx_dev_major, s.stx_dev_minor))
+        program.is_ok_and(|s| {
+            s.stx_ino == ino && *device == format!("{}:{}", s.stx_dev_major, s.stx_dev_minor)
+        })
     })
 }
 
@@ -44,7 +46,12 @@ mod tests {
 
     #[test]
     fn only_cuts_without_the_right_to_write_are_unseen() {
-        let seen = [libc::O_TRUNC, libc::O_TRUNC | libc::O_APPEND, libc::O_RDONLY, libc::O_RDWR | libc::O_TRUNC];
+        let seen = [
+            libc::O_TRUNC,
+            libc::O_TRUNC | libc::O_APPEND,
+            libc::O_RDONLY,
+            libc::O_RDWR | libc::O_TRUNC,
+        ];
         assert_eq!(seen.map(|f| cuts_unseen(f as u32)), [true, true, false, false]);
         assert!(!cuts_unseen((libc::O_WRONLY | libc::O_TRUNC) as u32));
     }
@@ -63,17 +70,22 @@ mod tests {
             return;
         }
         assert!(is_run(&at, mine.ino()));
-        let copy = tempfile::NamedTempFile::new_in(std::env::current_exe().unwrap().parent().unwrap()).unwrap();
+        let copy =
+            tempfile::NamedTempFile::new_in(std::env::current_exe().unwrap().parent().unwrap())
+                .unwrap();
         let ino = copy.as_file().metadata().unwrap().ino();
         assert!(!is_run(&at, ino), "nobody runs it");
         fs::copy("/bin/sleep", copy.path()).unwrap();
-        fs::set_permissions(copy.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        fs::set_permissions(copy.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))
+            .unwrap();
         // Not open for writing any more.
         let path = copy.into_temp_path();
         // Other tests start programs, which have what is open here until they are.
         let mut program = loop {
             match Command::new(&path).arg("60").spawn() {
-                Err(e) if e.kind() == std::io::ErrorKind::ExecutableFileBusy => std::thread::yield_now(),
+                Err(e) if e.kind() == std::io::ErrorKind::ExecutableFileBusy => {
+                    std::thread::yield_now()
+                }
                 r => break r.unwrap(),
             }
         };

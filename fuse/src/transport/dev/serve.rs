@@ -1,8 +1,9 @@
 //! Answers requests by asking the [VFS core](crate::vfs).
 //!
-//! A read of bytes that are here already is answered on the thread that took it; every other request runs as a task on
-//! the tokio runtime. When too many run, the threads stop taking requests from the kernel until one ends. Those that
-//! wait for a lock do not count there: they have a bound of their own.
+//! A read of bytes that are here already is answered on the thread that took it; every other
+//! request runs as a task on the tokio runtime. When too many run, the threads stop taking requests
+//! from the kernel until one ends. Those that wait for a lock do not count there: they have a bound
+//! of their own.
 
 use std::{
     collections::BTreeMap,
@@ -38,15 +39,20 @@ use super::{
 use crate::{
     MountConfig,
     transport::errno,
-    vfs::{Caller, Change, CopyRange, Leaving, Lock, LockType, Place, Released, Stat, Time, Vfs, is_dir},
+    vfs::{
+        Caller, Change, CopyRange, Leaving, Lock, LockType, Place, Released, Stat, Time, Vfs,
+        is_dir,
+    },
 };
 
 /// Waiting for locks at a time; more are answered ENOLCK.
 const MOST_LOCK_WAITERS: usize = 4096;
-/// Requests taken from the kernel and not answered, without those that wait for locks: most of them wait for room. So
-/// many are taken because the kernel's INTERRUPT must be read even when every request in work waits for a dead server.
+/// Requests taken from the kernel and not answered, without those that wait for locks: most of them
+/// wait for room. So many are taken because the kernel's INTERRUPT must be read even when every
+/// request in work waits for a dead server.
 const MOST_TAKEN: usize = 4096;
-/// How long a program that was killed stays for what it is just changing, as long as servers answer.
+/// How long a program that was killed stays for what it is just changing, as long as servers
+/// answer.
 const LAST_CHANGE: Duration = Duration::from_secs(1);
 /// After this long the requests of a former daemon that did not come again never do.
 const COMES_AGAIN: Duration = Duration::from_secs(2);
@@ -140,7 +146,8 @@ impl Serve {
         self.keep.as_ref().map_or_else(|| self.core.vfs.pool().clone(), |k| k.pool().clone())
     }
 
-    /// To be done before anything is read: from now on what the kernel is told is taken back through `channel`.
+    /// To be done before anything is read: from now on what the kernel is told is taken back
+    /// through `channel`.
     pub(super) fn keep_copies(&mut self, channel: &Arc<Channel>) {
         let Core { vfs, copies, mapped, moved, shared, agreed, bounds, .. } = &mut self.core;
         copies.connect(channel);
@@ -150,14 +157,16 @@ impl Serve {
             tracing::warn!("another mount of this client keeps copies: here the kernel keeps none");
             *bounds = Timeouts { attr: Duration::ZERO, entry: Duration::ZERO };
         }
-        // Names that a former daemon told this one's client does not know. Of inodes the leader has on record what was told.
+        // Names that a former daemon told this one's client does not know. Of inodes the leader has
+        // on record what was told.
         if !bounds.entry.is_zero() && agreed.get().is_some_and(Agreed::forgets_names) {
             copies.has_names();
             copies.forget_names();
         }
     }
 
-    /// To be done before anything is read: what this has not taken yet is asked for when a lock is in the way.
+    /// To be done before anything is read: what this has not taken yet is asked for when a lock is
+    /// in the way.
     pub(super) fn set_queue(&self, progress: &Arc<Progress>) {
         self.core.vfs.set_queue(Arc::new(TakenSoFar(progress.clone())));
     }
@@ -167,7 +176,8 @@ impl Serve {
         self.keep.as_ref().is_some_and(|k| k.former_session() != 0)
     }
 
-    /// Takes the requests of a former daemon that the kernel cannot send again: their number and descriptor.
+    /// Takes the requests of a former daemon that the kernel cannot send again: their number and
+    /// descriptor.
     pub(crate) fn give_up_left(&self) -> Vec<(u64, usize)> {
         let left = std::mem::take(&mut *self.left.lock());
         let one = |(unique, n): (u64, Arc<Numbers>)| {
@@ -187,7 +197,8 @@ impl Serve {
         });
     }
 
-    /// The numbers that a request's changes are known by, the same ones if a former daemon had it in work.
+    /// The numbers that a request's changes are known by, the same ones if a former daemon had it
+    /// in work.
     fn numbers(&self, head: &Head, channel: usize) -> Option<Arc<Numbers>> {
         let keep = self.keep.as_ref()?;
         let unique = head.unique & !abi::UNIQUE_RESEND;
@@ -195,9 +206,17 @@ impl Serve {
         left.or_else(|| keep.begin(unique, channel as u64, head.node))
     }
 
-    fn run(&self, head: Head, patience: Patience, answer: Answer, work: Work, numbers: Option<Arc<Numbers>>) {
+    fn run(
+        &self,
+        head: Head,
+        patience: Patience,
+        answer: Answer,
+        work: Work,
+        numbers: Option<Arc<Numbers>>,
+    ) {
         let Work { body, leaving, order } = work;
-        // Known before anything is waited for: the kernel would be asked for its INTERRUPT again and again meanwhile.
+        // Known before anything is waited for: the kernel would be asked for its INTERRUPT again
+        // and again meanwhile.
         let waiting = self.interrupts.begin(head.unique, head.pid, patience);
         let of = if patience == Patience::UntilSignal { &self.lock_room } else { &self.taken };
         let place = match of.clone().try_acquire_owned() {
@@ -217,11 +236,12 @@ impl Serve {
         };
         let core = self.core.clone();
         let changes = patience == Patience::UntilKilled && !body.only_asks();
-        // Whoever waits for a lock must not keep others from their work, and nobody must keep an append waiting that they wait for, nor
-        // what is stored to pages that other nodes wait for.
+        // Whoever waits for a lock must not keep others from their work, and nobody must keep an
+        // append waiting that they wait for, nor what is stored to pages that other nodes wait for.
         let is_write_back = matches!(body, Body::Write { from_mapping: true, .. });
-        let passes =
-            patience == Patience::UntilSignal || is_write_back || numbers.as_ref().is_some_and(|n| n.is_awaited());
+        let passes = patience == Patience::UntilSignal
+            || is_write_back
+            || numbers.as_ref().is_some_and(|n| n.is_awaited());
         self.runtime.spawn(async move {
             let mut place = Some(place);
             let reply = {
@@ -230,15 +250,18 @@ impl Serve {
                     order.turn(&mut place).await;
                     let _room = if passes { None } else { core.room.acquire().await.ok() };
                     match (body, leaving) {
-                        (Body::Flush { handle, .. }, Some(locks)) => empty(core.vfs.finish_flush(handle, locks).await),
+                        (Body::Flush { handle, .. }, Some(locks)) => {
+                            empty(core.vfs.finish_flush(handle, locks).await)
+                        }
                         (body, _) => core.answer(head, body, order).await,
                     }
                 }));
                 tokio::select! {
                     biased;
                     reply = work => reply,
-                    // What was begun goes on to its end where it has to; only the caller is let go. Whoever waits for the end of a
-                    // killed program finds done what it did, unless servers keep that waiting.
+                    // What was begun goes on to its end where it has to; only the caller is let go.
+                    // Whoever waits for the end of a killed program finds done what it did, unless
+                    // servers keep that waiting.
                     () = async {
                         waiting.given_up().await;
                         if changes {
@@ -291,7 +314,9 @@ impl Handler for Serve {
 
     fn note(&self, body: &Body) -> Noted {
         match body {
-            Body::Flush { handle, owner } => Noted::Flush(self.core.vfs.note_flush(*handle, *owner)),
+            Body::Flush { handle, owner } => {
+                Noted::Flush(self.core.vfs.note_flush(*handle, *owner))
+            }
             Body::Release { handle } => Noted::Release(self.core.vfs.note_release(*handle)),
             _ => Noted::Nothing,
         }
@@ -310,14 +335,16 @@ impl Handler for Serve {
             Noted::Flush(leaving) => Some(leaving),
             Noted::Nothing => None,
         };
-        // Where the kernel cannot send it again the next daemon must know of every request: it answers them EIO.
+        // Where the kernel cannot send it again the next daemon must know of every request: it
+        // answers them EIO.
         let comes_again = self.core.agreed.get().is_none_or(|a| a.has(abi::init::HAS_RESEND));
         let early = if comes_again { None } else { self.numbers(&head, answer.channel()) };
         let order = self.core.order(&head, &body);
         if let Body::Read { handle, offset, size, .. } = body
             && matches!(order, Order::Nothing)
         {
-            // A sequential reader finds most bytes read ahead: answered here, they wake no other thread.
+            // A sequential reader finds most bytes read ahead: answered here, they wake no other
+            // thread.
             let _tasks_go_there = self.runtime.enter();
             if let Some(parts) = self.core.vfs.read_ready(handle, offset, size as usize) {
                 answer.send(&Reply::Data(parts));
@@ -356,7 +383,8 @@ impl Handler for Serve {
     }
 }
 
-/// Whether a write goes to the end of the file. Pages of a mapping go where they are mapped, whatever the handle's flags say.
+/// Whether a write goes to the end of the file. Pages of a mapping go where they are mapped,
+/// whatever the handle's flags say.
 fn appends(flags: u32, from_mapping: bool) -> bool {
     flags as i32 & libc::O_APPEND != 0 && !from_mapping
 }
@@ -389,7 +417,8 @@ enum Order {
 }
 
 impl Order {
-    /// Returns when it may go. `place`: given back if write-backs have to come first, which need one.
+    /// Returns when it may go. `place`: given back if write-backs have to come first, which need
+    /// one.
     async fn turn<T>(&self, place: &mut Option<T>) {
         match self {
             Order::PageIn(p) => p.turn().await,
@@ -409,19 +438,30 @@ impl Core {
             mapped.change(node, offset, end).map_or(Order::Nothing, |c| Order::Change(Arc::new(c)))
         };
         match body {
-            Body::Read { page_in: true, offset, size, .. } => {
-                mapped.page_in(node, *offset, u64::from(*size)).map_or(Order::Nothing, Order::PageIn)
+            Body::Read { page_in: true, offset, size, .. } => mapped
+                .page_in(node, *offset, u64::from(*size))
+                .map_or(Order::Nothing, Order::PageIn),
+            Body::Write { from_mapping: false, handle, offset, flags, data, .. } => {
+                match appends(*flags, false) {
+                    // It goes to the end as the servers know it, which may be behind the kernel's,
+                    // or before if that is an old one.
+                    true => change(
+                        node,
+                        self.vfs.known_end(*handle).map_or(0, |end| end.min(*offset)),
+                        u64::MAX,
+                    ),
+                    false => change(node, *offset, offset.saturating_add(data.len() as u64)),
+                }
             }
-            Body::Write { from_mapping: false, handle, offset, flags, data, .. } => match appends(*flags, false) {
-                // It goes to the end as the servers know it, which may be behind the kernel's, or before if that is an old one.
-                true => change(node, self.vfs.known_end(*handle).map_or(0, |end| end.min(*offset)), u64::MAX),
-                false => change(node, *offset, offset.saturating_add(data.len() as u64)),
-            },
             Body::Fallocate { offset, len, mode, .. } if Vfs::makes_zeros(*mode as i32) => {
                 change(node, *offset, offset.saturating_add(*len))
             }
             Body::CopyRange(c) => {
-                match mapped.change_that_drops(c.to_node, c.to_offset, c.to_offset.saturating_add(c.len)) {
+                match mapped.change_that_drops(
+                    c.to_node,
+                    c.to_offset,
+                    c.to_offset.saturating_add(c.len),
+                ) {
                     Ok(change) => change.map_or(Order::Nothing, |c| Order::Change(Arc::new(c))),
                     Err(HasPages) => Order::HasPages,
                 }
@@ -450,14 +490,16 @@ impl Core {
             Body::Opendir | Body::Readdir { .. } | Body::Releasedir { .. } | Body::Fsyncdir => {
                 self.directory(who, head.node, body).await
             }
-            Body::Getxattr { .. } | Body::Setxattr { .. } | Body::Listxattr { .. } | Body::Removexattr { .. } => {
-                self.xattr(who, head.node, body).await
-            }
+            Body::Getxattr { .. }
+            | Body::Setxattr { .. }
+            | Body::Listxattr { .. }
+            | Body::Removexattr { .. } => self.xattr(who, head.node, body).await,
             body => self.name(who, head.node, body).await,
         }
     }
 
-    /// Sends a reply. What the kernel may keep of it is decided at this moment: whoever takes it back does so before or after.
+    /// Sends a reply. What the kernel may keep of it is decided at this moment: whoever takes it
+    /// back does so before or after.
     fn send(&self, answer: Answer, reply: Reply) {
         let Reply::Told(told) = reply else {
             answer.send(&reply);
@@ -510,11 +552,13 @@ impl Core {
             },
             Body::Getattr => with(v.getattr(node).await, |a| reply::attr(&a, Taken::InOrder)),
             Body::Statx => with(v.getattr(node).await, |a| reply::statx(&a)),
-            Body::Setattr(set) => {
-                with(v.setattr(who, node, change(&set)).await, |a| reply::attr(&a.into(), Taken::Blindly))
-            }
+            Body::Setattr(set) => with(v.setattr(who, node, change(&set)).await, |a| {
+                reply::attr(&a.into(), Taken::Blindly)
+            }),
             Body::Readlink => with(v.readlink(who, node).await, Reply::Bytes),
-            Body::Symlink { name, target } => made(v.symlink(who, node, &name, &target).await, (node, &name)),
+            Body::Symlink { name, target } => {
+                made(v.symlink(who, node, &name, &target).await, (node, &name))
+            }
             Body::Mknod { name, mode, rdev, umask } => {
                 made(v.mknod(who, node, &name, mode, umask, rdev).await, (node, &name))
             }
@@ -523,11 +567,14 @@ impl Core {
                 made(dir.inspect(|a| self.moved.made(a.ino, (node, &name))), (node, &name))
             }
             Body::Unlink { name } => empty(v.unlink(who, node, &name).await),
-            Body::Rmdir { name } => empty(v.rmdir(who, node, &name).await.inspect(|()| self.moved.left((node, &name)))),
+            Body::Rmdir { name } => {
+                empty(v.rmdir(who, node, &name).await.inspect(|()| self.moved.left((node, &name))))
+            }
             Body::Rename { name, to, to_name, flags } => {
                 with(v.rename(who, (node, &name), (to, &to_name), flags).await, |()| {
                     self.moved.renamed((node, &name), (to, &to_name), Vfs::exchanges(flags));
-                    // The kernel believes the new name for as long as the old one, but the client may not know it.
+                    // The kernel believes the new name for as long as the old one, but the client
+                    // may not know it.
                     self.copies.forget_names();
                     Reply::ok()
                 })
@@ -549,12 +596,14 @@ impl Core {
     async fn file(&self, who: Caller, node: u64, body: Body, order: Order) -> Reply {
         let v = &self.vfs;
         match body {
-            Body::Open { flags } if running::cuts_unseen(flags) && running::runs(&self.mountpoint, node).await => {
+            Body::Open { flags }
+                if running::cuts_unseen(flags) && running::runs(&self.mountpoint, node).await =>
+            {
                 Reply::Error(libc::ETXTBSY)
             }
-            Body::Open { flags } => {
-                with(v.open(who, node, flags as i32).await, |o| reply::opened(o.handle, self.open_flags()))
-            }
+            Body::Open { flags } => with(v.open(who, node, flags as i32).await, |o| {
+                reply::opened(o.handle, self.open_flags())
+            }),
             Body::Create { name, flags, mode, umask } => {
                 with(v.create(who, node, &name, mode, umask, flags as i32).await, |(a, o)| {
                     reply::created(&a, (node, &name), o.handle, self.open_flags())
@@ -565,7 +614,9 @@ impl Core {
                     reply::created(&a, (node, b""), o.handle, self.open_flags())
                 })
             }
-            Body::Read { handle, offset, size, .. } => self.read((node, handle), offset, size as usize, order).await,
+            Body::Read { handle, offset, size, .. } => {
+                self.read((node, handle), offset, size as usize, order).await
+            }
             Body::Write { handle, offset, flags, from_mapping, strips, data } => {
                 let place = if appends(flags, from_mapping) {
                     Place::End { at: offset, tid: who.pid }
@@ -577,29 +628,42 @@ impl Core {
                 }
                 let len = data.len();
                 match from_mapping {
-                    true => with(v.write_mapped(handle, offset, data, self.shared.writes_in(node)).await, |()| {
-                        reply::written(len)
-                    }),
+                    true => with(
+                        v.write_mapped(handle, offset, data, self.shared.writes_in(node)).await,
+                        |()| reply::written(len),
+                    ),
                     false => with(v.write(handle, place, data, order).await, reply::written),
                 }
             }
-            Body::Getlk { handle, lock } => with(v.getlk(handle, &lock).await, |found| reply::lock(&lock, found)),
-            Body::Setlk { handle, lock, wait } => empty(self.lock((node, handle), &lock, wait).await),
+            Body::Getlk { handle, lock } => {
+                with(v.getlk(handle, &lock).await, |found| reply::lock(&lock, found))
+            }
+            Body::Setlk { handle, lock, wait } => {
+                empty(self.lock((node, handle), &lock, wait).await)
+            }
             Body::Fsync { handle, .. } => empty(v.fsync(handle).await),
             Body::Fallocate { handle, offset, len, mode } => {
                 empty(v.fallocate(who, handle, (offset, len), mode as i32, order).await)
             }
-            Body::Lseek { handle, offset, whence } => with(v.seek(handle, offset, whence as i32).await, reply::number),
-            Body::Ioctl { handle, command, room } => {
-                v.ioctl(handle, command, room as usize).map_or(Reply::Error(libc::ENOTTY), |a| reply::answer(&a))
+            Body::Lseek { handle, offset, whence } => {
+                with(v.seek(handle, offset, whence as i32).await, reply::number)
             }
+            Body::Ioctl { handle, command, room } => v
+                .ioctl(handle, command, room as usize)
+                .map_or(Reply::Error(libc::ENOTTY), |a| reply::answer(&a)),
             Body::CopyRange(c) => self.copy(c, order).await,
             _ => Reply::Error(libc::ENOSYS),
         }
     }
 
     /// A page-in's `order` ends before the kernel has the answer.
-    async fn read(&self, (node, handle): (u64, u64), offset: u64, len: usize, order: Order) -> Reply {
+    async fn read(
+        &self,
+        (node, handle): (u64, u64),
+        offset: u64,
+        len: usize,
+        order: Order,
+    ) -> Reply {
         let Order::PageIn(page_in) = &order else {
             return with(self.vfs.read(handle, offset, len).await, Reply::Data);
         };
@@ -626,13 +690,19 @@ impl Core {
     }
 
     async fn copy(&self, c: request::CopyRange, order: Order) -> Reply {
-        let range = CopyRange { from: c.from, from_offset: c.from_offset, to: c.to, to_offset: c.to_offset };
+        let range = CopyRange {
+            from: c.from,
+            from_offset: c.from_offset,
+            to: c.to,
+            to_offset: c.to_offset,
+        };
         let made = |n| if c.wide { reply::number(n as u64) } else { reply::written(n) };
         match order {
             Order::Nothing => with(self.vfs.copy_range(range, c.len, ()).await, made),
             Order::Change(change) => {
                 let copied = self.vfs.copy_range(range, c.len, change.clone()).await;
-                // The kernel would drop what is stored to pages that it gets now. It copies once more, by reading and writing.
+                // The kernel would drop what is stored to pages that it gets now. It copies once
+                // more, by reading and writing.
                 if copied.is_ok() && change.is_waited_for() {
                     return Reply::Error(libc::EXDEV);
                 }
@@ -665,9 +735,15 @@ impl Core {
     async fn xattr(&self, who: Caller, node: u64, body: Body) -> Reply {
         let v = &self.vfs;
         match body {
-            Body::Getxattr { name, size } => with(v.getxattr(who, node, &name).await, |x| reply::xattr(&x, size)),
-            Body::Listxattr { size } => with(v.listxattr(who, node).await, |x| reply::xattr(&x, size)),
-            Body::Setxattr { name, value, flags } => empty(v.setxattr(who, node, &name, &value, flags).await),
+            Body::Getxattr { name, size } => {
+                with(v.getxattr(who, node, &name).await, |x| reply::xattr(&x, size))
+            }
+            Body::Listxattr { size } => {
+                with(v.listxattr(who, node).await, |x| reply::xattr(&x, size))
+            }
+            Body::Setxattr { name, value, flags } => {
+                empty(v.setxattr(who, node, &name, &value, flags).await)
+            }
             Body::Removexattr { name } => empty(v.removexattr(who, node, &name).await),
             _ => Reply::Error(libc::ENOSYS),
         }
@@ -678,7 +754,9 @@ fn change(set: &SetAttr) -> Change {
     let has = |bit| set.valid & bit != 0;
     let time = |bit, now, (seconds, nanos): (i64, u32)| match (has(now), has(bit)) {
         (true, _) => Some(Time::Now),
-        (false, true) => Some(Time::At(seconds.saturating_mul(1_000_000_000).saturating_add(i64::from(nanos)))),
+        (false, true) => {
+            Some(Time::At(seconds.saturating_mul(1_000_000_000).saturating_add(i64::from(nanos))))
+        }
         (false, false) => None,
     };
     Change {
@@ -698,12 +776,23 @@ mod tests {
 
     #[test]
     fn only_valid_fields_change() {
-        assert_eq!(change(&SetAttr { mode: 7, uid: 7, size: 7, ..Default::default() }), Change::default());
-        let set =
-            SetAttr { valid: fattr::ATIME | fattr::MTIME | fattr::MTIME_NOW, atime: (-1, 5), ..Default::default() };
-        let want = Change { atime: Some(Time::At(-999_999_995)), mtime: Some(Time::Now), ..Default::default() };
+        assert_eq!(
+            change(&SetAttr { mode: 7, uid: 7, size: 7, ..Default::default() }),
+            Change::default()
+        );
+        let set = SetAttr {
+            valid: fattr::ATIME | fattr::MTIME | fattr::MTIME_NOW,
+            atime: (-1, 5),
+            ..Default::default()
+        };
+        let want = Change {
+            atime: Some(Time::At(-999_999_995)),
+            mtime: Some(Time::Now),
+            ..Default::default()
+        };
         assert_eq!(change(&set), want);
-        let far = SetAttr { valid: fattr::ATIME, atime: (i64::MAX, 999_999_999), ..Default::default() };
+        let far =
+            SetAttr { valid: fattr::ATIME, atime: (i64::MAX, 999_999_999), ..Default::default() };
         assert_eq!(change(&far).atime, Some(Time::At(i64::MAX)));
     }
 }

@@ -1,4 +1,5 @@
-//! A mount's threads: each takes requests from a descriptor of its own and hands them to the [`Handler`].
+//! A mount's threads: each takes requests from a descriptor of its own and hands them to the
+//! [`Handler`].
 
 use std::{
     io,
@@ -24,8 +25,8 @@ use super::{
     request::{self, Body, Head, Request},
 };
 
-/// A write at least this long is handed on in the buffer it was read into; a shorter one is copied, so that the rest of
-/// that buffer does not stay in use as long as the write is kept.
+/// A write at least this long is handed on in the buffer it was read into; a shorter one is copied,
+/// so that the rest of that buffer does not stay in use as long as the write is kept.
 const HAND_ON: usize = MAX_REQUEST as usize / 2;
 
 /// Who answers requests.
@@ -33,10 +34,12 @@ pub trait Handler: Send + Sync + 'static {
     /// What noting a request leaves for handling it.
     type Noted;
 
-    /// Called first, on the thread that took a request: it must not wait at all. What a close ends has ended when it returns.
+    /// Called first, on the thread that took a request: it must not wait at all. What a close ends
+    /// has ended when it returns.
     fn note(&self, body: &Body) -> Self::Noted;
 
-    /// Called on a thread that takes requests: it must not wait for long. Every request but FORGET and INIT comes here.
+    /// Called on a thread that takes requests: it must not wait for long. Every request but FORGET
+    /// and INIT comes here.
     fn handle(&self, request: Request, noted: Self::Noted, answer: Answer);
 
     /// The kernel has inodes no more, each of which so many replies had brought.
@@ -109,8 +112,9 @@ pub struct Session {
 }
 
 impl Session {
-    /// Serves one mount from these descriptors, a thread for each. `pool` is where requests are read to. `agreed` is known when an earlier daemon has answered
-    /// the mount's INIT; otherwise it is filled when that has come.
+    /// Serves one mount from these descriptors, a thread for each. `pool` is where requests are
+    /// read to. `agreed` is known when an earlier daemon has answered the mount's INIT; otherwise
+    /// it is filled when that has come.
     pub fn start<H: Handler>(
         channels: Vec<Arc<Channel>>,
         handler: Arc<H>,
@@ -121,9 +125,20 @@ impl Session {
         let (tell, over) = watch::channel(None);
         let is_over = AtomicBool::new(false);
         let all = channels.iter().map(Arc::downgrade).collect();
-        let shared = Arc::new(Shared { handler, channels: all, pool, agreed, progress, is_over, over: tell });
+        let shared = Arc::new(Shared {
+            handler,
+            channels: all,
+            pool,
+            agreed,
+            progress,
+            is_over,
+            over: tell,
+        });
         channels.iter().try_for_each(|c| c.set_nonblocking())?;
-        let first = channels.first().cloned().ok_or_else(|| io::Error::other("a mount needs a descriptor"))?;
+        let first = channels
+            .first()
+            .cloned()
+            .ok_or_else(|| io::Error::other("a mount needs a descriptor"))?;
         let mut threads = Vec::new();
         for (i, channel) in channels.into_iter().enumerate() {
             let shared = shared.clone();
@@ -155,7 +170,9 @@ impl<H: Handler> Shared<H> {
     fn serve(&self, channel: &Arc<Channel>, index: usize) {
         let outcome = self.take_requests(channel, index);
         if !self.is_over.swap(true, Relaxed) {
-            self.over.send_replace(Some(outcome.map_err(|e| Error::from(e).context("reading /dev/fuse"))));
+            self.over.send_replace(Some(
+                outcome.map_err(|e| Error::from(e).context("reading /dev/fuse")),
+            ));
         }
     }
 
@@ -220,7 +237,13 @@ impl<H: Handler> Shared<H> {
         }
     }
 
-    fn body(&self, request: Head, head: &[u8; WRITE_HEAD], rest: &mut BufMut, len: usize) -> request::Parsed {
+    fn body(
+        &self,
+        request: Head,
+        head: &[u8; WRITE_HEAD],
+        rest: &mut BufMut,
+        len: usize,
+    ) -> request::Parsed {
         let ext = self.agreed.get().is_some_and(|a| a.has(flag::SETXATTR_EXT));
         if request.opcode == op::WRITE && len >= WRITE_HEAD {
             return request::write(&head[abi::IN_HEAD..], self.data(rest, len - WRITE_HEAD));
@@ -228,7 +251,8 @@ impl<H: Handler> Shared<H> {
         if len <= WRITE_HEAD {
             return request::read(request, &head[abi::IN_HEAD..len], ext);
         }
-        let beyond = rest.get(..len - WRITE_HEAD).ok_or(request::Malformed("longer than the buffer"))?;
+        let beyond =
+            rest.get(..len - WRITE_HEAD).ok_or(request::Malformed("longer than the buffer"))?;
         let args = [&head[abi::IN_HEAD..], beyond].concat();
         request::read(request, &args, ext)
     }
@@ -249,8 +273,9 @@ impl<H: Handler> Shared<H> {
         if self.handler.interrupt(of) {
             return;
         }
-        // Asked again until the request is known or over. The kernel looks for the request only among those that were read
-        // from the descriptor on which it is answered, and another thread may be taking this one.
+        // Asked again until the request is known or over. The kernel looks for the request only
+        // among those that were read from the descriptor on which it is answered, and another
+        // thread may be taking this one.
         std::thread::yield_now();
         for channel in self.channels.iter().filter_map(Weak::upgrade) {
             let _ = channel.send(unique, &Reply::Error(libc::EAGAIN));
@@ -260,7 +285,11 @@ impl<H: Handler> Shared<H> {
     fn init(&self, asked: request::Init, answer: Answer) {
         match init::negotiate(asked, MAX_REQUEST) {
             Outcome::Agreed(agreed) => {
-                tracing::debug!(minor = agreed.minor, flags = format!("{:#x}", agreed.flags), "FUSE protocol agreed");
+                tracing::debug!(
+                    minor = agreed.minor,
+                    flags = format!("{:#x}", agreed.flags),
+                    "FUSE protocol agreed"
+                );
                 let _ = self.agreed.set(agreed);
                 self.handler.agreed(agreed);
                 answer.send(&Reply::Bytes(agreed.reply()));
@@ -269,7 +298,11 @@ impl<H: Handler> Shared<H> {
                 answer.send(&Reply::Bytes(init::ask_again()));
             }
             Outcome::TooOld => {
-                tracing::error!("this kernel speaks FUSE {}.{}, older than can be served", asked.major, asked.minor);
+                tracing::error!(
+                    "this kernel speaks FUSE {}.{}, older than can be served",
+                    asked.major,
+                    asked.minor
+                );
                 answer.send(&Reply::Error(libc::EPROTO));
             }
         }
@@ -278,7 +311,9 @@ impl<H: Handler> Shared<H> {
 
 #[cfg(test)]
 mod tests {
-    use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
+    use rustix::net::{
+        AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair,
+    };
 
     use super::*;
 
@@ -298,7 +333,10 @@ mod tests {
 
     #[test]
     fn an_interrupt_is_asked_for_again_wherever_its_request_may_have_been_read() {
-        let pair = || socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let pair = || {
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .unwrap()
+        };
         let (kernel, its): (Vec<_>, Vec<_>) = [pair(), pair()].into_iter().unzip();
         let channels: Vec<_> = its.into_iter().map(|fd| Arc::new(Channel::new(fd))).collect();
         let progress = Arc::new(Progress::new(&channels));
@@ -306,9 +344,15 @@ mod tests {
         // A regression is to fail, not to hang.
         let limit = std::time::Duration::from_secs(60);
         for k in &kernel {
-            rustix::net::sockopt::set_socket_timeout(k, rustix::net::sockopt::Timeout::Recv, Some(limit)).unwrap();
+            rustix::net::sockopt::set_socket_timeout(
+                k,
+                rustix::net::sockopt::Timeout::Recv,
+                Some(limit),
+            )
+            .unwrap();
         }
-        let session = Session::start(channels, Arc::new(Ignorant), pool, Arc::default(), progress).unwrap();
+        let session =
+            Session::start(channels, Arc::new(Ignorant), pool, Arc::default(), progress).unwrap();
         let of = 8u64;
         let head = [48u32, op::INTERRUPT].map(u32::to_ne_bytes).concat();
         let request = [head, [of + 1, 0, 0, 0, of].map(u64::to_ne_bytes).concat()].concat();

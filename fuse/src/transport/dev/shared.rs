@@ -67,7 +67,11 @@ impl Shared {
     fn handed_out(self: &Arc<Self>, node: u64, as_of: AsOf, session: SessionId) {
         let mut known = self.known.lock();
         known.sessions.entry(node).or_insert(session);
-        known.files.entry(node).and_modify(|before| *before = both(*before, as_of)).or_insert(as_of);
+        known
+            .files
+            .entry(node)
+            .and_modify(|before| *before = both(*before, as_of))
+            .or_insert(as_of);
         if !std::mem::replace(&mut known.watched, true) {
             tokio::spawn(self.clone().watch());
         }
@@ -151,7 +155,9 @@ impl Shared {
         let change = match as_of {
             AsOf::Tenure(_) | AsOf::Locked(_) if self.is_ours(node) => return,
             AsOf::Tenure(_) | AsOf::Locked(_) => None,
-            AsOf::Change(change) => Some(change).filter(|_| self.writes_in(node) == Some(self.session())),
+            AsOf::Change(change) => {
+                Some(change).filter(|_| self.writes_in(node) == Some(self.session()))
+            }
         };
         let Some(vfs) = self.vfs.upgrade() else { return };
         if let Some(change) = change {

@@ -52,7 +52,8 @@ impl Data {
         let (mut out, most) = (Extents::default(), r.len as usize);
         let (chunks, last) = (self.chunks.lock(), ChunkId { index: u64::MAX, ..r.chunk });
         let of_chain = chunks.range(r.chunk..=last).filter(|(_, c)| c.chain == r.chain);
-        let blocks = of_chain.flat_map(|(id, c)| c.stored.iter().map(|b| (id.index, *b as u32 * 4096)));
+        let blocks =
+            of_chain.flat_map(|(id, c)| c.stored.iter().map(|b| (id.index, *b as u32 * 4096)));
         for (index, offset) in blocks.filter(|at| *at >= (r.chunk.index, r.offset)) {
             let full = out.found.len() == most;
             match out.found.last_mut() {
@@ -72,7 +73,11 @@ impl Data {
     fn check(&self, r: &DataRequest, rights: Rights) -> Result<()> {
         let cap = r.cap.ok_or_else(|| Error::new(Code::BadCap, "no capability"))?;
         let cap = self.key.open(&cap, 0)?;
-        if cap.ino != r.chunk.ino || cap.data != r.chunk.data || cap.session != r.session || !cap.rights.has(rights) {
+        if cap.ino != r.chunk.ino
+            || cap.data != r.chunk.data
+            || cap.session != r.session
+            || !cap.rights.has(rights)
+        {
             return Err(Error::new(Code::BadCap, "capability for something else"));
         }
         Ok(())
@@ -89,7 +94,8 @@ impl Service for Data {
         match m.opcode {
             opcode::WRITE => {
                 self.check(&r, Rights::WRITE)?;
-                if verify(u64::from(r.offset), m.payload.iter().map(|b| &b[..]), &r.sums).is_some() {
+                if verify(u64::from(r.offset), m.payload.iter().map(|b| &b[..]), &r.sums).is_some()
+                {
                     return Err(Error::new(Code::Resend, "checksum mismatch"));
                 }
                 let mut chunks = self.chunks.lock();
@@ -101,7 +107,9 @@ impl Service for Data {
                     let end = (from + len).min(c.bytes.len());
                     c.bytes[from.min(end)..end].fill(0);
                     let all = &c.bytes;
-                    c.stored.retain(|b| all[b * 4096..((b + 1) * 4096).min(all.len())].iter().any(|b| *b != 0));
+                    c.stored.retain(|b| {
+                        all[b * 4096..((b + 1) * 4096).min(all.len())].iter().any(|b| *b != 0)
+                    });
                     return Ok(Message::new(0, reply.encode()));
                 }
                 c.stored.extend(from / 4096..(from + len).div_ceil(4096));
@@ -130,7 +138,8 @@ impl Service for Data {
                     std::future::pending::<()>().await;
                 }
                 self.check(&r, Rights::READ).or_else(|_| self.check(&r, Rights::WRITE))?;
-                Ok(Message::new(0, reply.encode()).with_payload(vec![Buf::copy_from(&self.extents(&r).encode())]))
+                Ok(Message::new(0, reply.encode())
+                    .with_payload(vec![Buf::copy_from(&self.extents(&r).encode())]))
             }
             opcode::FLUSH => Ok(Message::new(0, reply.encode())),
             opcode::GRANT => {

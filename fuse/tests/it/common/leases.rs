@@ -1,4 +1,5 @@
-//! Leases as a metadata server gives them, as far as a test needs them: to whoever asks, and recalled when the test says so.
+//! Leases as a metadata server gives them, as far as a test needs them: to whoever asks, and
+//! recalled when the test says so.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -66,7 +67,10 @@ impl Leases {
         });
         let mut acknowledged = self.acknowledged.subscribe();
         let settled = acknowledged.wait_for(|by| by.values().all(|n| *n >= last));
-        tokio::time::timeout(WAIT * 2, settled).await.expect("a recall is not acknowledged").unwrap();
+        tokio::time::timeout(WAIT * 2, settled)
+            .await
+            .expect("a recall is not acknowledged")
+            .unwrap();
     }
 
     pub async fn asked(&self, r: pb::RecallRequest) -> pb::RecallReply {

@@ -1,5 +1,6 @@
-//! A cluster in this process for mount tests: the real namespace of the metadata server without Raft, and storage
-//! servers that keep chunks in memory. Requests are calls; what is tested is the mount.
+//! A cluster in this process for mount tests: the real namespace of the metadata server without
+//! Raft, and storage servers that keep chunks in memory. Requests are calls; what is tested is the
+//! mount.
 
 mod data;
 mod leases;
@@ -11,7 +12,9 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_client::{Client, Config, Handover};
-use strake_fabric::{Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_fabric::{
+    Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service,
+};
 use strake_mds::{
     cluster::chain_table::make_chains,
     namespace::{Namespace, RULES},
@@ -42,7 +45,9 @@ impl Mds {
     fn propose(&self, command: Command) -> Result<pb::LogReply> {
         let mut index = self.log.lock();
         *index += 1;
-        let entry: Bytes = pb::LogCommand { now_ns: self.env.unix_ns(), command: Some(command) }.encode_to_vec().into();
+        let entry: Bytes = pb::LogCommand { now_ns: self.env.unix_ns(), command: Some(command) }
+            .encode_to_vec()
+            .into();
         let mut replies = self.ns.apply(&[(*index, 1, entry)], (*index, 1), None)?;
         let reply = replies.pop().unwrap();
         match reply.status.clone() {
@@ -86,7 +91,8 @@ impl Mds {
         self.propose(Command::MapUpdate(alive)).unwrap();
         let map = self.ns.map();
         let (chains, sets) = make_chains(&map.map, 1).unwrap();
-        let made = pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() };
+        let made =
+            pb::MapUpdate { expect_version: map.version(), chains, sets, ..Default::default() };
         self.propose(Command::MapUpdate(made)).unwrap();
         let pool = |action, targets| pb::PoolChange { pool: "flash".into(), action, targets };
         self.propose(Command::PoolChange(pool(1, vec![]))).unwrap();
@@ -112,7 +118,8 @@ impl Mds {
         Ok(reply)
     }
 
-    /// What the real server adds outside the state: capabilities, and cutting chunks before a shrink is answered.
+    /// What the real server adds outside the state: capabilities, and cutting chunks before a
+    /// shrink is answered.
     fn finish(&self, op: &pb::Op, result: &mut pb::OpResult, session: u64) {
         let flags = match &op.op {
             Some(Op::Open(o)) => o.flags,
@@ -120,9 +127,11 @@ impl Mds {
             Some(Op::Tmpfile(t)) => t.flags,
             Some(Op::Setattr(_)) => {
                 for (ino, trim, layout) in self.ns.trims(100) {
-                    let cut = StripeMap::resolve(ino, &layout, &self.ns.map()).unwrap().cut(trim.size);
+                    let cut =
+                        StripeMap::resolve(ino, &layout, &self.ns.map()).unwrap().cut(trim.size);
                     self.data.trim(ino, cut.first_gone, cut.kept);
-                    self.propose(Command::TrimDone(pb::TrimDone { ino, number: trim.number })).unwrap();
+                    self.propose(Command::TrimDone(pb::TrimDone { ino, number: trim.number }))
+                        .unwrap();
                 }
                 return;
             }
@@ -158,9 +167,12 @@ impl Service for Mds {
     async fn handle(&self, _: &Peer, m: Message) -> Result<Message> {
         let reply = match m.opcode {
             opcode::SESSION_OPEN => match self.propose(Command::SessionOpen(body(&m)?))?.reply {
-                Some(pb::log_reply::Reply::SessionOpen(r)) => {
-                    pb::SessionOpenReply { map: Some(self.ns.map().map.clone()), term_ms: 30_000, ..r }.encode_to_vec()
+                Some(pb::log_reply::Reply::SessionOpen(r)) => pb::SessionOpenReply {
+                    map: Some(self.ns.map().map.clone()),
+                    term_ms: 30_000,
+                    ..r
                 }
+                .encode_to_vec(),
                 other => panic!("{other:?}"),
             },
             opcode::SESSION_RENEW => {
@@ -172,7 +184,8 @@ impl Service for Mds {
             opcode::MAP => {
                 let have = body::<pb::MapRequest>(&m)?.have;
                 let map = self.ns.map();
-                pb::MapReply { map: (map.version() > have).then(|| map.map.clone()) }.encode_to_vec()
+                pb::MapReply { map: (map.version() > have).then(|| map.map.clone()) }
+                    .encode_to_vec()
             }
             opcode::META => self.meta(body(&m)?)?.encode_to_vec(),
             o => return Err(strake_fabric::unknown_opcode(o)),
@@ -191,9 +204,14 @@ struct Calls {
 
 #[async_trait]
 impl Fabric for Calls {
-    async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        _: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         let found = self.services.iter().find(|(n, _)| *to == Endpoint::Sim(*n));
-        let found = found.ok_or_else(|| Error::new(Code::Disconnected, format!("nobody at {to}")))?;
+        let found =
+            found.ok_or_else(|| Error::new(Code::Disconnected, format!("nobody at {to}")))?;
         let stalled = self.stalled.subscribe();
         Ok(Arc::new(Call { service: found.1.clone(), stalled, closed: AtomicBool::new(false) }))
     }
@@ -259,7 +277,14 @@ impl Cluster {
         for t in 0..TARGETS {
             services.push((100 + t, data.clone()));
         }
-        Cluster { fabric: Arc::new(Calls { services, pool: Pool::default(), stalled: watch::Sender::new(false) }), mds }
+        Cluster {
+            fabric: Arc::new(Calls {
+                services,
+                pool: Pool::default(),
+                stalled: watch::Sender::new(false),
+            }),
+            mds,
+        }
     }
 
     /// Its servers, the metadata server first.
@@ -278,9 +303,12 @@ impl Cluster {
             name: "mds1".into(),
             ..Default::default()
         };
-        self.mds.propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![mds], gone: vec![] })).unwrap();
+        self.mds
+            .propose(Command::MdsNodes(pb::MdsNodes { nodes: vec![mds], gone: vec![] }))
+            .unwrap();
         let map = self.mds.ns.map();
-        let mut nodes: Vec<pb::Node> = map.map.nodes.iter().filter(|n| n.id != MDS).cloned().collect();
+        let mut nodes: Vec<pb::Node> =
+            map.map.nodes.iter().filter(|n| n.id != MDS).cloned().collect();
         nodes.iter_mut().zip(&places[1..]).for_each(|(n, at)| n.endpoints = vec![at.clone()]);
         let moved = pb::MapUpdate { expect_version: map.version(), nodes, ..Default::default() };
         self.mds.propose(Command::MapUpdate(moved)).unwrap();
@@ -295,7 +323,10 @@ impl Cluster {
     /// From now on clients that connect get leases of this term.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn lease(&self, term: std::time::Duration) {
-        self.mds.leases.term_ms.store(term.as_millis() as u32, std::sync::atomic::Ordering::Relaxed);
+        self.mds
+            .leases
+            .term_ms
+            .store(term.as_millis() as u32, std::sync::atomic::Ordering::Relaxed);
     }
 
     /// Has all clients forget these inodes.
@@ -319,7 +350,9 @@ impl Cluster {
     /// A session ends as if it had been silent for its term.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn evict(&self, session: u64) {
-        self.mds.propose(Command::SessionEnd(pb::SessionEnd { sessions: vec![session], evict: true })).unwrap();
+        self.mds
+            .propose(Command::SessionEnd(pb::SessionEnd { sessions: vec![session], evict: true }))
+            .unwrap();
     }
 
     #[allow(dead_code, reason = "not every test needs it")]

@@ -1,4 +1,5 @@
-//! A real mount of a cluster in this process, whose servers are behind sockets, for programs that are other processes.
+//! A real mount of a cluster in this process, whose servers are behind sockets, for programs that
+//! are other processes.
 
 use std::{
     os::unix::fs::PermissionsExt,
@@ -32,7 +33,8 @@ pub struct Mounted {
 /// Where the shared library lies that was built for this test.
 pub fn library() -> PathBuf {
     let deps = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
-    let found = [deps.join("libstrake_cufile.so"), deps.parent().unwrap().join("libstrake_cufile.so")];
+    let found =
+        [deps.join("libstrake_cufile.so"), deps.parent().unwrap().join("libstrake_cufile.so")];
     found.into_iter().find(|p| p.exists()).expect("cargo builds it with the test")
 }
 
@@ -64,7 +66,8 @@ impl Mounted {
         }
         let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
         let to = |name: &str| dir.path().join(name);
-        let libraries = [("recorder.c", "recorder.so"), ("modules.c", "modules.so"), ("cudart.c", "cudart.so")];
+        let libraries =
+            [("recorder.c", "recorder.so"), ("modules.c", "modules.so"), ("cudart.c", "cudart.so")];
         let standin = here.join("../../tests/standin/libcuda.c");
         if !cc(&["-shared", "-fPIC", "-pthread"], &to("libcuda.so.1"), &standin) {
             return None;
@@ -73,7 +76,8 @@ impl Mounted {
             cc(&["-shared", "-fPIC", "-Wextra", "-ldl"], &to(name), &here.join(source));
         }
         std::fs::copy(library(), to("libcufile.so.0")).unwrap();
-        let (search, by_name) = (format!("-L{}", dir.path().display()), ["-l:libcufile.so.0", "-l:libcuda.so.1"]);
+        let (search, by_name) =
+            (format!("-L{}", dir.path().display()), ["-l:libcufile.so.0", "-l:libcuda.so.1"]);
         cc(
             &["-std=gnu11", "-Wextra", "-pthread", &search, by_name[0], by_name[1]],
             &to("program"),
@@ -81,11 +85,16 @@ impl Mounted {
         );
         std::fs::write(to("modules"), "ext4 1 1 - Live 0x0\n").unwrap();
         let key = to("client.key");
-        std::fs::write(&key, client_key().iter().map(|b| format!("{b:02x}")).collect::<String>()).unwrap();
+        std::fs::write(&key, client_key().iter().map(|b| format!("{b:02x}")).collect::<String>())
+            .unwrap();
         std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600)).unwrap();
         std::fs::create_dir(to("elsewhere")).unwrap();
 
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
         let (listeners, mount) = runtime.block_on(serve(at.path()));
         Some(Mounted { key, dir, at, mount: Some(mount), _listeners: listeners, runtime })
     }
@@ -94,8 +103,14 @@ impl Mounted {
     pub fn program(&self, what: &[&str]) -> Command {
         let dir = self.dir.path();
         let mut c = Command::new(dir.join("program"));
-        c.current_dir(dir).arg(what[0]).arg(self.at.path()).arg(dir.join("elsewhere")).args(&what[1..]);
-        c.env("LD_LIBRARY_PATH", dir).env("STRAKE_GDS_KEY", &self.key).env("STRAKE_GDS_LOG", dir.join("log"));
+        c.current_dir(dir)
+            .arg(what[0])
+            .arg(self.at.path())
+            .arg(dir.join("elsewhere"))
+            .args(&what[1..]);
+        c.env("LD_LIBRARY_PATH", dir)
+            .env("STRAKE_GDS_KEY", &self.key)
+            .env("STRAKE_GDS_LOG", dir.join("log"));
         c.env("STRAKE_GDS_STATS", dir.join("stats")).env("RECORD", dir.join("record"));
         c.env("STRAKE_CUFILE_REAL", "/nowhere/libcufile.so.0");
         c
@@ -117,7 +132,8 @@ impl Mounted {
     /// The same with a stand-in of the real library, which writes down what it is asked.
     pub fn with_recorder(&self, what: &[&str]) -> Command {
         let (dir, mut c) = (self.dir.path(), self.program(what));
-        c.env("STRAKE_CUFILE_REAL", dir.join("recorder.so")).env("LD_PRELOAD", dir.join("modules.so"));
+        c.env("STRAKE_CUFILE_REAL", dir.join("recorder.so"))
+            .env("LD_PRELOAD", dir.join("modules.so"));
         c.env("MODULES", dir.join("modules"));
         c
     }
@@ -147,16 +163,26 @@ impl Mounted {
 
 async fn serve(at: &Path) -> (Vec<Listener>, Mount) {
     let cluster = Cluster::new();
-    let fabric =
-        TcpFabric::new(Env::system(), Identity::server(&CLUSTER_KEY), None, Pool::default(), Default::default());
+    let fabric = TcpFabric::new(
+        Env::system(),
+        Identity::server(&CLUSTER_KEY),
+        None,
+        Pool::default(),
+        Default::default(),
+    );
     let mut listeners = Vec::new();
     for service in cluster.services() {
         listeners.push(fabric.listen(&"tcp:127.0.0.1:0".parse().unwrap(), service).await.unwrap());
     }
     let places: Vec<String> = listeners.iter().map(|l| l.endpoint().to_string()).collect();
     cluster.are_at(&places);
-    let fabric =
-        TcpFabric::new(Env::system(), Identity::client(client_key()), None, Pool::default(), Default::default());
+    let fabric = TcpFabric::new(
+        Env::system(),
+        Identity::client(client_key()),
+        None,
+        Pool::default(),
+        Default::default(),
+    );
     let config = Config::new(vec![places[0].parse().unwrap()]);
     let client = Client::connect(config, Env::system(), Arc::new(fabric)).await.unwrap();
     let mut cfg = MountConfig::new(at);

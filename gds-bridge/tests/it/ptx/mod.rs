@@ -1,5 +1,6 @@
-//! Runs PTX text: as much of the language as the kernels of this crate use, one thread after the other. It knows each instruction by its
-//! whole name, so that one whose meaning nobody has looked up here is an error. Memory is checked to the byte.
+//! Runs PTX text: as much of the language as the kernels of this crate use, one thread after the
+//! other. It knows each instruction by its whole name, so that one whose meaning nobody has looked
+//! up here is an error. Memory is checked to the byte.
 
 use std::collections::HashMap;
 
@@ -31,8 +32,12 @@ pub struct Memory(pub Vec<(u64, Vec<u8>)>);
 
 impl Memory {
     fn at(&mut self, addr: u64, len: usize) -> &mut [u8] {
-        let piece = self.0.iter_mut().find(|(base, b)| addr >= *base && addr + len as u64 <= *base + b.len() as u64);
-        let (base, bytes) = piece.unwrap_or_else(|| panic!("{len} bytes at {addr:#x}, which no memory has"));
+        let piece = self
+            .0
+            .iter_mut()
+            .find(|(base, b)| addr >= *base && addr + len as u64 <= *base + b.len() as u64);
+        let (base, bytes) =
+            piece.unwrap_or_else(|| panic!("{len} bytes at {addr:#x}, which no memory has"));
         let at = (addr - *base) as usize;
         &mut bytes[at..at + len]
     }
@@ -55,7 +60,8 @@ impl Kernel {
     /// The kernel of this name.
     pub fn parse(module: &str, entry: &str) -> Kernel {
         let text = without_comments(module);
-        let (head, rest) = text.split_once(&format!(".visible .entry {entry}")).expect("the kernel");
+        let (head, rest) =
+            text.split_once(&format!(".visible .entry {entry}")).expect("the kernel");
         for needed in [".version 6.", ".target sm_50", ".address_size 64"] {
             assert!(head.contains(needed), "{needed}");
         }
@@ -74,13 +80,21 @@ impl Kernel {
             const_bytes: Vec::new(),
         };
         for c in head.split(".const").skip(1) {
-            let name = c.split_whitespace().find(|w| w.contains('[')).expect("a name").split('[').next().unwrap();
+            let name = c
+                .split_whitespace()
+                .find(|w| w.contains('['))
+                .expect("a name")
+                .split('[')
+                .next()
+                .unwrap();
             k.consts.insert(name.into(), CONST_BASE + k.const_bytes.len() as u64);
             for n in between(c, '{', '}').0.split(',') {
                 k.const_bytes.extend((number(n.trim()).expect("a constant") as u32).to_le_bytes());
             }
         }
-        for mut statement in body.split(';').map(str::trim).filter(|s| !s.is_empty() && !s.starts_with(".reg")) {
+        for mut statement in
+            body.split(';').map(str::trim).filter(|s| !s.is_empty() && !s.starts_with(".reg"))
+        {
             while let Some((label, rest)) = statement.split_once(':') {
                 k.labels.insert(label.trim().into(), k.code.len());
                 statement = rest.trim();
@@ -94,8 +108,11 @@ impl Kernel {
     pub fn launch(&self, (blocks, threads): (u32, u32), args: &[u64], memory: &mut Memory) {
         assert_eq!(args.len(), self.params.len());
         for n in 0..u64::from(blocks * threads) {
-            let special =
-                [("%ctaid.x", n / u64::from(threads)), ("%ntid.x", threads.into()), ("%tid.x", n % u64::from(threads))];
+            let special = [
+                ("%ctaid.x", n / u64::from(threads)),
+                ("%ntid.x", threads.into()),
+                ("%tid.x", n % u64::from(threads)),
+            ];
             let mut t = Thread { kernel: self, args, registers: HashMap::new(), at: 0 };
             t.registers.extend(special.map(|(name, v)| (name.to_string(), v)));
             let mut steps = 0;
@@ -111,7 +128,8 @@ impl Instruction {
     fn parse(s: &str) -> Instruction {
         let (guard, s) = match s.strip_prefix('@') {
             Some(s) => {
-                let (p, rest) = s.split_once(char::is_whitespace).expect("an instruction behind its guard");
+                let (p, rest) =
+                    s.split_once(char::is_whitespace).expect("an instruction behind its guard");
                 let unless = p.strip_prefix('!');
                 (Some((unless.unwrap_or(p).to_string(), unless.is_none())), rest.trim())
             }
@@ -119,7 +137,11 @@ impl Instruction {
         };
         let (name, operands) = s.split_once(char::is_whitespace).unwrap_or((s, ""));
         let operands = operands.split(',').map(|o| o.trim().trim_matches(['[', ']']).to_string());
-        Instruction { guard, name: name.into(), operands: operands.filter(|o| !o.is_empty()).collect() }
+        Instruction {
+            guard,
+            name: name.into(),
+            operands: operands.filter(|o| !o.is_empty()).collect(),
+        }
     }
 }
 
@@ -165,7 +187,12 @@ impl Thread<'_> {
                 return true;
             }
             "ld.param.u64" | "ld.param.u32" => {
-                let n = self.kernel.params.iter().position(|(name, _)| name == o(1)).expect("a parameter");
+                let n = self
+                    .kernel
+                    .params
+                    .iter()
+                    .position(|(name, _)| name == o(1))
+                    .expect("a parameter");
                 let bytes = width(&i.name[8..]);
                 assert_eq!(self.kernel.params[n].1, bytes, "{}", o(1));
                 if bytes == 4 { low(self.args[n]) } else { self.args[n] }

@@ -1,4 +1,5 @@
-//! Files in memory, to drive the bridge's own part: what a client would return, at the times that a test wants.
+//! Files in memory, to drive the bridge's own part: what a client would return, at the times that a
+//! test wants.
 
 #![allow(dead_code)]
 
@@ -58,9 +59,21 @@ impl Ram {
     }
 
     /// As [`Ram::new`]; the transport says that bytes at an offset took this road.
-    pub fn by(id: u64, bytes: Vec<u8>, pool: &Pool, roads: impl Fn(u64) -> Road + Send + Sync + 'static) -> Arc<Ram> {
+    pub fn by(
+        id: u64,
+        bytes: Vec<u8>,
+        pool: &Pool,
+        roads: impl Fn(u64) -> Road + Send + Sync + 'static,
+    ) -> Arc<Ram> {
         let (bytes, pool) = (Mutex::new(bytes), pool.clone());
-        Arc::new(Ram { id, bytes, pool, calls: AtomicU64::new(0), hook: Box::new(|_| Ok(())), roads: Box::new(roads) })
+        Arc::new(Ram {
+            id,
+            bytes,
+            pool,
+            calls: AtomicU64::new(0),
+            hook: Box::new(|_| Ok(())),
+            roads: Box::new(roads),
+        })
     }
 }
 
@@ -70,12 +83,14 @@ impl FileIo for Ram {
         self.id
     }
 
-    /// In segments as a client returns them: of the pool, the last one from elsewhere, unless it comes by RDMA.
+    /// In segments as a client returns them: of the pool, the last one from elsewhere, unless it
+    /// comes by RDMA.
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
         (self.hook)(self.calls.fetch_add(1, SeqCst))?;
         tokio::task::yield_now().await;
         let all = self.bytes.lock();
-        let (start, end) = ((offset as usize).min(all.len()), (offset as usize + len).min(all.len()));
+        let (start, end) =
+            ((offset as usize).min(all.len()), (offset as usize + len).min(all.len()));
         let road = (self.roads)(offset);
         let cut = if road == Road::Rdma { end - start } else { (end - start) / 3 * 2 };
         let (first, last) = all[start..end].split_at(cut);
@@ -123,7 +138,14 @@ pub async fn over(mem: &HostMem, network: Arc<dyn Network>) -> Bridge {
 /// The same with a policy of its own.
 pub async fn demanding(mem: &HostMem, network: Arc<dyn Network>, policy: Policy) -> Bridge {
     let pinned_limit = Some(1 << 30);
-    let options = Options { workers: 3, slots: 2, slot_bytes: 256 << 10, pinned_limit, policy, ..Options::default() };
+    let options = Options {
+        workers: 3,
+        slots: 2,
+        slot_bytes: 256 << 10,
+        pinned_limit,
+        policy,
+        ..Options::default()
+    };
     Bridge::open(Arc::new(mem.clone()), network, options).await.unwrap()
 }
 

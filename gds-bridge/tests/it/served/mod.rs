@@ -1,4 +1,5 @@
-//! The cluster in memory of the client's tests, served over real sockets, for programs that are other processes.
+//! The cluster in memory of the client's tests, served over real sockets, for programs that are
+//! other processes.
 
 #![allow(dead_code)]
 
@@ -27,10 +28,19 @@ const CLUSTER_KEY: [u8; 32] = [9; 32];
 impl Served {
     /// `targets` storage servers with one copy on two of them, three metadata servers.
     pub fn new(targets: u32) -> Served {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
         let cluster = Cluster::new(targets, 2);
-        let fabric =
-            TcpFabric::new(Env::system(), Identity::server(&CLUSTER_KEY), None, Pool::default(), Default::default());
+        let fabric = TcpFabric::new(
+            Env::system(),
+            Identity::server(&CLUSTER_KEY),
+            None,
+            Pool::default(),
+            Default::default(),
+        );
         let nodes: Vec<u32> = MDS.iter().copied().chain((0..targets).map(node)).collect();
         let listen = async |n: u32| {
             let at = "tcp:127.0.0.1:0".parse().unwrap();
@@ -40,7 +50,12 @@ impl Served {
         let at: Vec<String> = listeners.iter().map(|l| l.endpoint().to_string()).collect();
         cluster.change_map(|map| {
             for n in &mut map.nodes {
-                n.endpoints = nodes.iter().zip(&at).filter(|(id, _)| **id == n.id).map(|(_, at)| at.clone()).collect();
+                n.endpoints = nodes
+                    .iter()
+                    .zip(&at)
+                    .filter(|(id, _)| **id == n.id)
+                    .map(|(_, at)| at.clone())
+                    .collect();
             }
         });
         let dir = tempfile::tempdir().unwrap();
@@ -55,7 +70,8 @@ impl Served {
     /// A client of this process, over the sockets as well.
     pub async fn client(&self) -> Client {
         let identity = Identity::client(derive_key(&CLUSTER_KEY, "strake client v1"));
-        let fabric = TcpFabric::new(Env::system(), identity, None, Pool::default(), Default::default());
+        let fabric =
+            TcpFabric::new(Env::system(), identity, None, Pool::default(), Default::default());
         let config = Config::new(self.mds.split(',').map(|e| e.parse().unwrap()).collect());
         Client::connect(config, Env::system(), Arc::new(fabric)).await.unwrap()
     }

@@ -1,4 +1,5 @@
-//! What is committed goes into the state, and who waits for it is answered; once the state is durable the log may be cut.
+//! What is committed goes into the state, and who waits for it is answered; once the state is
+//! durable the log may be cut.
 
 use bytes::Bytes;
 use raft::eraftpb::{ConfState, Entry, EntryType};
@@ -22,7 +23,11 @@ impl Driver {
         let committed = |e: &Entry| Committed {
             index: e.index,
             term: e.term,
-            data: if e.get_entry_type() == EntryType::EntryNormal { e.data.clone() } else { Bytes::new() },
+            data: if e.get_entry_type() == EntryType::EntryNormal {
+                e.data.clone()
+            } else {
+                Bytes::new()
+            },
         };
         let entries: Vec<Committed> = work.entries.iter().map(committed).collect();
         let conf = match &work.conf {
@@ -37,7 +42,8 @@ impl Driver {
                 self.stall.backlog = Some(work);
                 return Ok(());
             }
-            // Whatever these entries ask for, the others do it: this member must not answer in their place.
+            // Whatever these entries ask for, the others do it: this member must not answer in
+            // their place.
             Err(e) if e.code == Code::Corrupt && !is_only_voter(&self.core) => {
                 self.stall.backlog = Some(work);
                 self.damage.note(e.clone());
@@ -60,10 +66,15 @@ impl Driver {
 
     fn membership_changed(&mut self, conf: &ConfState) {
         tracing::info!(voters = ?conf.voters, learners = ?conf.learners, "members of the metadata group");
-        if self.core.is_leader() && conf.voters_outgoing.is_empty() && !conf.voters.contains(&self.cfg.id) {
+        if self.core.is_leader()
+            && conf.voters_outgoing.is_empty()
+            && !conf.voters.contains(&self.cfg.id)
+        {
             self.core.step_down();
         }
-        let member = [&conf.voters, &conf.voters_outgoing, &conf.learners].iter().any(|l| l.contains(&self.cfg.id));
+        let member = [&conf.voters, &conf.voters_outgoing, &conf.learners]
+            .iter()
+            .any(|l| l.contains(&self.cfg.id));
         if !member && self.standing.removed.is_none() {
             tracing::warn!("this metadata server was removed from its group and will stop");
             self.standing.removed = Some(0);
@@ -109,7 +120,9 @@ impl Driver {
             }
             Ok(()) => Ok(()),
             Err(e) if e.code == Code::NoSpc => {
-                tracing::error!("the metadata state cannot be made durable, the raft log grows: {e}");
+                tracing::error!(
+                    "the metadata state cannot be made durable, the raft log grows: {e}"
+                );
                 Ok(())
             }
             Err(e) if e.code == Code::Corrupt && !is_only_voter(&self.core) => {
@@ -121,8 +134,8 @@ impl Driver {
     }
 }
 
-/// Up to where to cut if everything up to `durable` may go: half the limit stays, and what copies under way need, of
-/// which the oldest is of entry `oldest_copy`.
+/// Up to where to cut if everything up to `durable` may go: half the limit stays, and what copies
+/// under way need, of which the oldest is of entry `oldest_copy`.
 fn cut_target(cfg: &Config, image: &LogImage, oldest_copy: Option<u64>, durable: u64) -> u64 {
     let (mut kept, mut index) = (0, image.last());
     while let Some(e) = image.get(index) {

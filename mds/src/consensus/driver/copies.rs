@@ -50,13 +50,18 @@ impl Copies {
     /// Whether all of this copy has come.
     pub(super) fn has_come(&self, from: u64, id: Option<u64>, meta: &SnapshotMetadata) -> bool {
         self.incoming.as_ref().is_some_and(|i| {
-            i.complete && i.from == from && Some(i.id) == id && (i.index, i.term) == (meta.index, meta.term)
+            i.complete
+                && i.from == from
+                && Some(i.id) == id
+                && (i.index, i.term) == (meta.index, meta.term)
         })
     }
 
     pub(super) fn expects(&self, chunk: &pb::SnapshotChunk) -> bool {
         self.incoming.as_ref().is_some_and(|i| {
-            i.first.is_none() && !i.complete && (i.from, i.id, i.next) == (chunk.from, chunk.snapshot, chunk.number)
+            i.first.is_none()
+                && !i.complete
+                && (i.from, i.id, i.next) == (chunk.from, chunk.snapshot, chunk.number)
         })
     }
 
@@ -75,7 +80,12 @@ impl Copies {
         }
     }
 
-    pub(super) fn take_pairs(&mut self, sm: &dyn StateMachine, chunk: pb::SnapshotChunk, reply: Reply) -> Result<()> {
+    pub(super) fn take_pairs(
+        &mut self,
+        sm: &dyn StateMachine,
+        chunk: pb::SnapshotChunk,
+        reply: Reply,
+    ) -> Result<()> {
         let pairs = chunk.pairs.into_iter().map(|p| (p.key, p.value)).collect();
         match sm.restore_pairs(pairs) {
             Ok(()) => {
@@ -95,7 +105,8 @@ impl Copies {
     }
 }
 
-/// The leader will send the copy again: when there is space, the old state is not read any more, or what was damaged is gone.
+/// The leader will send the copy again: when there is space, the old state is not read any more, or
+/// what was damaged is gone.
 fn comes_again(e: &Error) -> bool {
     matches!(e.code, Code::NoSpc | Code::Busy | Code::Corrupt)
 }

@@ -22,7 +22,8 @@ impl Driver {
 
     pub(super) fn send_snapshot(&mut self, mut message: Message) -> Result<()> {
         let to = message.to;
-        let gone = || Error::new(Code::NoEnt, format!("the address of metadata server {to} is not known"));
+        let gone =
+            || Error::new(Code::NoEnt, format!("the address of metadata server {to} is not known"));
         let endpoint = self.peers.endpoint(to).ok_or_else(gone)?;
         if self.core.has_lost_state() {
             return Err(Error::new(Code::NotServing, "this metadata server has no state itself"));
@@ -30,7 +31,8 @@ impl Driver {
         let view = self.sm.snapshot()?;
         let conf = match &view.conf_state[..] {
             [] => self.core.conf().clone(),
-            b => ConfState::parse_from_bytes(b).map_err(|e| Error::new(Code::Corrupt, e.to_string()))?,
+            b => ConfState::parse_from_bytes(b)
+                .map_err(|e| Error::new(Code::Corrupt, e.to_string()))?,
         };
         let id = self.env.random_u64();
         let s = message.mut_snapshot();
@@ -38,8 +40,13 @@ impl Driver {
         let meta = s.mut_metadata();
         (meta.index, meta.term) = (view.index, view.term);
         meta.set_conf_state(conf);
-        tracing::info!(to, index = view.index, "copying the state to a metadata server that is behind");
-        let out = Outgoing { id, index: view.index, term: view.term, view: view.view, message, endpoint };
+        tracing::info!(
+            to,
+            index = view.index,
+            "copying the state to a metadata server that is behind"
+        );
+        let out =
+            Outgoing { id, index: view.index, term: view.term, view: view.view, message, endpoint };
         let (sender, events, index) = (self.peers.sender(), self.events_tx.clone(), view.index);
         let task = self.env.spawn(async move {
             let result = snapshot::send(sender, out).await;
@@ -51,12 +58,14 @@ impl Driver {
         Ok(())
     }
 
-    /// Part of a peer's state. The first one is taken only from the leader this member follows, and only if this member
-    /// cannot do without.
+    /// Part of a peer's state. The first one is taken only from the leader this member follows, and
+    /// only if this member cannot do without.
     pub(super) fn chunk(&mut self, chunk: pb::SnapshotChunk, reply: Reply) -> Result<()> {
         if chunk.number == 0 {
-            if self.core.leader() == chunk.from && self.core.needs_no_copy(chunk.index, chunk.term) {
-                let _ = reply.send(Err(Error::new(Code::Exist, "this metadata server has that state")));
+            if self.core.leader() == chunk.from && self.core.needs_no_copy(chunk.index, chunk.term)
+            {
+                let _ =
+                    reply.send(Err(Error::new(Code::Exist, "this metadata server has that state")));
                 return Ok(());
             }
             if let Some(e) = &self.stall.why {
@@ -64,7 +73,10 @@ impl Driver {
                 return Ok(());
             }
             if !self.core.wants_snapshot(chunk.from, chunk.index, chunk.term) {
-                let _ = reply.send(Err(Error::new(Code::NotServing, "this metadata server wants no copy from there")));
+                let _ = reply.send(Err(Error::new(
+                    Code::NotServing,
+                    "this metadata server wants no copy from there",
+                )));
                 return Ok(());
             }
             let op = self.core.begin_restore(chunk.index, chunk.term);
@@ -81,7 +93,8 @@ impl Driver {
             return self.log.write(Job { restoring: Some(id), ..Job::of(op) });
         }
         if !self.copies.expects(&chunk) {
-            let _ = reply.send(Err(Error::new(Code::Stale, "not the part of the copy that was expected")));
+            let _ = reply
+                .send(Err(Error::new(Code::Stale, "not the part of the copy that was expected")));
             return Ok(());
         }
         self.copies.take_pairs(&*self.sm, chunk, reply)

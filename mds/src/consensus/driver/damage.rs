@@ -1,12 +1,14 @@
-//! What becomes of a state that is damaged: where another member has a good one, this member gives its own up, has another
-//! lead, and takes a copy. Where none has, it goes on with what can be read, and errors for the rest.
+//! What becomes of a state that is damaged: where another member has a good one, this member gives
+//! its own up, has another lead, and takes a copy. Where none has, it goes on with what can be
+//! read, and errors for the rest.
 
 use strake_proto::{Code, Error, Result};
 
 use super::Driver;
 
-/// A member that gave its state up and finds no leader ends after so many election timeouts: when it is started again it has
-/// what was left of its state, and can be elected where the others gave up theirs as well.
+/// A member that gave its state up and finds no leader ends after so many election timeouts: when
+/// it is started again it has what was left of its state, and can be elected where the others gave
+/// up theirs as well.
 const PATIENCE: u32 = 100;
 
 impl Driver {
@@ -18,14 +20,20 @@ impl Driver {
         if let Some(e) = self.sm.damage() {
             self.damage.note(e);
         }
-        if self.damage.found.is_some() && self.stall.unfinished.is_none() && self.group().another_has_state() {
+        if self.damage.found.is_some()
+            && self.stall.unfinished.is_none()
+            && self.group().another_has_state()
+        {
             self.give_up_state();
         }
     }
 
     fn give_up_state(&mut self) {
-        tracing::warn!("this metadata server gives its damaged state up, and will copy that of another one");
-        let handed = self.stall.backlog.take().and_then(|work| work.entries.last().map(|e| e.index));
+        tracing::warn!(
+            "this metadata server gives its damaged state up, and will copy that of another one"
+        );
+        let handed =
+            self.stall.backlog.take().and_then(|work| work.entries.last().map(|e| e.index));
         self.core.lose_state(handed);
         self.sm.void();
         self.copies.abort_and_forget();
@@ -34,8 +42,9 @@ impl Driver {
         self.hand_over(false);
     }
 
-    /// A leader without a state hands over, `again` if it was tried before. As long as nobody is close enough to take over, it sends its
-    /// log on: others may lack what it has, and would not be elected over it.
+    /// A leader without a state hands over, `again` if it was tried before. As long as nobody is
+    /// close enough to take over, it sends its log on: others may lack what it has, and would not
+    /// be elected over it.
     fn hand_over(&mut self, again: bool) {
         let group = self.group();
         let Some(to) = group.successor() else { return };
@@ -55,7 +64,8 @@ impl Driver {
         let waits = self.damage.found.is_some() && self.core.has_lost_state() && nobody;
         self.damage.leaderless_ticks = if waits { self.damage.leaderless_ticks + 1 } else { 0 };
         if self.damage.leaderless_ticks > PATIENCE * self.cfg.election_ticks.1 as u32 {
-            let m = "its state is damaged, and nobody leads who could give it another; start it again";
+            let m =
+                "its state is damaged, and nobody leads who could give it another; start it again";
             return Err(Error::new(Code::Corrupt, m));
         }
         Ok(())

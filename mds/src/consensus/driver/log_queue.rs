@@ -99,7 +99,12 @@ impl Timer {
 }
 
 /// Writes what waits, all of it at once. A full disk is waited out; other errors end the member.
-async fn write_log(log: Arc<dyn LogStore>, mut jobs: mpsc::Receiver<Job>, events: mpsc::Sender<Event>, timer: Timer) {
+async fn write_log(
+    log: Arc<dyn LogStore>,
+    mut jobs: mpsc::Receiver<Job>,
+    events: mpsc::Sender<Event>,
+    timer: Timer,
+) {
     while let Some(first) = jobs.recv().await {
         let (mut ops, mut number) = (first.ops, first.number);
         let mut restoring: Vec<u64> = first.restoring.into_iter().collect();

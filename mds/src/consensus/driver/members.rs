@@ -1,4 +1,5 @@
-//! The driver's part in changes of the members and of the leadership: what it knows of the others, and what follows from it.
+//! The driver's part in changes of the members and of the leadership: what it knows of the others,
+//! and what follows from it.
 
 use std::{sync::atomic::Ordering::Relaxed, time::Duration};
 
@@ -15,10 +16,11 @@ use super::{
     waiters::Waiter,
 };
 
-/// A removed member goes on voting for so many election timeouts: until the others know that its removal is committed, one of
-/// them may need its vote.
+/// A removed member goes on voting for so many election timeouts: until the others know that its
+/// removal is committed, one of them may need its vote.
 const LINGER: u32 = 6;
-/// A leader is in office for so many election timeouts before it hands on because of its disk, and between two tries.
+/// A leader is in office for so many election timeouts before it hands on because of its disk, and
+/// between two tries.
 const OFFICE: u32 = 40;
 
 impl Driver {
@@ -31,9 +33,14 @@ impl Driver {
             .peer_progress
             .insert(b.from, PeerProgress { at: self.env.boot(), applied: b.applied, disk: b.disk });
         let conf = self.core.conf();
-        // A new member's configuration may be older than the group, and it knows of no other source before its first copy.
-        let of_group = conf.voters.is_empty() || conf.voters.contains(&b.from) || conf.learners.contains(&b.from);
-        if let Some(at) = b.endpoint.clone().filter(|_| of_group && self.peers.endpoint(b.from).is_none()) {
+        // A new member's configuration may be older than the group, and it knows of no other source
+        // before its first copy.
+        let of_group = conf.voters.is_empty()
+            || conf.voters.contains(&b.from)
+            || conf.learners.contains(&b.from);
+        if let Some(at) =
+            b.endpoint.clone().filter(|_| of_group && self.peers.endpoint(b.from).is_none())
+        {
             self.peers.set(b.from, at);
         }
     }
@@ -41,8 +48,11 @@ impl Driver {
     pub(super) fn group(&self) -> Group {
         let (conf, now) = (self.core.conf(), self.env.boot());
         let outgoing = &conf.voters_outgoing;
-        let mut ids: Vec<(u64, bool)> = conf.voters.iter().chain(outgoing).map(|id| (*id, true)).collect();
-        ids.extend(conf.learners.iter().chain(&conf.learners_next).map(|id| (*id, outgoing.contains(id))));
+        let mut ids: Vec<(u64, bool)> =
+            conf.voters.iter().chain(outgoing).map(|id| (*id, true)).collect();
+        ids.extend(
+            conf.learners.iter().chain(&conf.learners_next).map(|id| (*id, outgoing.contains(id))),
+        );
         ids.sort_unstable_by_key(|(id, voter)| (*id, !voter));
         ids.dedup_by_key(|(id, _)| *id);
         let member = |(id, voter): (u64, bool)| {
@@ -53,12 +63,32 @@ impl Driver {
                 endpoint: self.peers.endpoint(id),
                 voter,
                 leaving: outgoing.contains(&id) && !conf.voters.contains(&id),
-                matched: if own { self.core.image().last() } else { self.core.matched(id).unwrap_or(0) },
-                applied: if own { self.core.applied_to().0 } else { heard.map_or(0, |h| h.applied) },
-                heard: if own { Some(Duration::ZERO) } else { heard.map(|h| now.saturating_sub(h.at)) },
+                matched: if own {
+                    self.core.image().last()
+                } else {
+                    self.core.matched(id).unwrap_or(0)
+                },
+                applied: if own {
+                    self.core.applied_to().0
+                } else {
+                    heard.map_or(0, |h| h.applied)
+                },
+                heard: if own {
+                    Some(Duration::ZERO)
+                } else {
+                    heard.map(|h| now.saturating_sub(h.at))
+                },
                 copying: self.copies.is_sending(id),
-                stamp: if own { Some(self.core.image().stamp) } else { self.core.image().peers.get(&id).copied() },
-                disk: if own { self.health.disk.load(Relaxed) } else { heard.map_or(0, |h| h.disk) },
+                stamp: if own {
+                    Some(self.core.image().stamp)
+                } else {
+                    self.core.image().peers.get(&id).copied()
+                },
+                disk: if own {
+                    self.health.disk.load(Relaxed)
+                } else {
+                    heard.map_or(0, |h| h.disk)
+                },
             }
         };
         let patience = 2 * self.election();
@@ -84,7 +114,9 @@ impl Driver {
             return Err(e);
         }
         let group = self.group();
-        let nobody = || Error::new(Code::Busy, "no other voter is up and up to date, so nobody can take over");
+        let nobody = || {
+            Error::new(Code::Busy, "no other voter is up and up to date, so nobody can take over")
+        };
         let to = if to == 0 { group.successor().ok_or_else(nobody)? } else { to };
         group.check_transfer(to)?;
         self.core.transfer(to);
@@ -131,8 +163,9 @@ impl Driver {
         self.wait_for_state()
     }
 
-    /// With a full or slow disk here and a member that has neither, that one should lead. It waits a while between two tries,
-    /// and for members without such a disk only, so that leadership does not go round.
+    /// With a full or slow disk here and a member that has neither, that one should lead. It waits
+    /// a while between two tries, and for members without such a disk only, so that leadership does
+    /// not go round.
     fn yield_unfit_disk(&mut self) {
         let disk = self.health.disk.load(Relaxed);
         let now = self.env.boot();
@@ -144,7 +177,10 @@ impl Driver {
         let unfit = *self.standing.unfit.get_or_insert(now);
         let settled = now.saturating_sub(unfit) >= 2 * self.election();
         let since = self.standing.led_since.max(self.standing.yielded);
-        if !settled || !self.leads_own_term() || now.saturating_sub(since) < OFFICE * self.election() {
+        if !settled
+            || !self.leads_own_term()
+            || now.saturating_sub(since) < OFFICE * self.election()
+        {
             return;
         }
         let group = self.group();

@@ -19,8 +19,9 @@ pub(super) enum Waiter {
 pub(super) struct Waiters {
     /// By the index of the entry, with its term.
     proposed: BTreeMap<u64, (u64, Waiter)>,
-    /// Changes that are applied and wait for the end of the joint configuration, and until a majority knows of it: a
-    /// member that does not know still needs a majority of the old members to be elected.
+    /// Changes that are applied and wait for the end of the joint configuration, and until a
+    /// majority knows of it: a member that does not know still needs a majority of the old members
+    /// to be elected.
     leaving_joint: Vec<Reply>,
     /// The last entry of those changes, once the joint configuration has ended.
     joint_left: Option<u64>,
@@ -40,7 +41,10 @@ impl Waiters {
                 Waiter::Proposal(w) => drop(w.send(Err(lost()))),
                 Waiter::Change(w) if term != e.term => drop(w.send(Err(lost()))),
                 Waiter::Change(w) if e.get_entry_type() == EntryType::EntryNormal => {
-                    let _ = w.send(Err(Error::new(Code::Busy, "another membership change was under way; try again")));
+                    let _ = w.send(Err(Error::new(
+                        Code::Busy,
+                        "another membership change was under way; try again",
+                    )));
                 }
                 Waiter::Change(w) => self.leaving_joint.push(w),
             }

@@ -58,7 +58,8 @@ async fn followers_say_who_leads() {
     let c = Cluster::new(3, 3, |_| {}).await;
     let leader = c.leader().await;
     for id in (1..=3).filter(|id| *id != leader) {
-        within("the hint", || (c.node(id).leadership().borrow().leader == leader).then_some(())).await;
+        within("the hint", || (c.node(id).leadership().borrow().leader == leader).then_some(()))
+            .await;
         let e = c.node(id).propose("a=1".into()).await.unwrap_err();
         assert_eq!((e.code, u64::from(e.leader)), (Code::NotLeader, leader));
         assert_eq!(c.node(id).read_barrier().await.unwrap_err().code, Code::NotLeader);
@@ -71,7 +72,9 @@ async fn a_leader_cut_off_stops_leading_and_gives_no_stale_reads() {
     c.put("a", "1").await;
     let old = c.leader().await;
     c.net.cut_off.lock().insert(old as u32);
-    let (write, read) = tokio::join!(c.node(old).propose("a=lost".into()), async { c.node(old).read_barrier().await });
+    let (write, read) = tokio::join!(c.node(old).propose("a=lost".into()), async {
+        c.node(old).read_barrier().await
+    });
     assert_eq!(write.unwrap_err().code, Code::Disconnected);
     assert_eq!(read.unwrap_err().code, Code::NotLeader);
     assert!(!c.node(old).leadership().borrow().ready);
@@ -113,7 +116,8 @@ async fn too_much_is_refused_and_not_lost() {
     c.put("a", "1").await;
     let all = (0..100).map(|i| c.node(1).propose(format!("k{i}=v").into()));
     let results = futures_util::future::join_all(all).await;
-    let refused = results.iter().filter(|r| r.as_ref().is_err_and(|e| e.code == Code::Overloaded)).count();
+    let refused =
+        results.iter().filter(|r| r.as_ref().is_err_and(|e| e.code == Code::Overloaded)).count();
     assert_eq!(refused, 90);
     let long = Bytes::from(vec![b'x'; 3 << 20]);
     assert_eq!(c.node(1).propose(long).await.unwrap_err().code, Code::TooBig);
@@ -191,7 +195,10 @@ async fn a_member_without_its_log_is_refused_by_itself_and_by_the_others() {
     let fresh = || Arc::new(MemLog::new(vec![1, 2, 3], 5, Duration::ZERO));
     let old = std::mem::replace(&mut c.members.get_mut(&id).unwrap().log, fresh());
     let e = c.start(id).await.unwrap_err();
-    assert!(e.code == Code::Corrupt && e.message.contains("Changing the group of metadata servers"), "{e}");
+    assert!(
+        e.code == Code::Corrupt && e.message.contains("Changing the group of metadata servers"),
+        "{e}"
+    );
     // Both are new: the others know its old log's stamp, and it never gets to vote.
     c.members.get_mut(&id).unwrap().kv = Kv::new();
     c.start(id).await.unwrap();
@@ -200,7 +207,10 @@ async fn a_member_without_its_log_is_refused_by_itself_and_by_the_others() {
     c.kill(leader, true).await;
     tokio::time::sleep(Duration::from_secs(20)).await;
     let lone = (1..=3).find(|i| *i != id && *i != leader).unwrap();
-    assert!(!c.node(lone).leadership().borrow().ready, "one member and one that lost its log are no majority");
+    assert!(
+        !c.node(lone).leadership().borrow().ready,
+        "one member and one that lost its log are no majority"
+    );
     // The right log comes back.
     c.kill(id, true).await;
     c.members.get_mut(&id).unwrap().log = old;
@@ -232,7 +242,9 @@ async fn members_are_added_promoted_replaced_and_removed() {
     let old = leader % 3 + 1;
     c.node(leader).change_members(step(&[4], &[old])).await.unwrap();
     let status = c.node(leader).status();
-    assert!(status.voters.contains(&4) && !status.voters.contains(&old) && status.voters.len() == 3);
+    assert!(
+        status.voters.contains(&4) && !status.voters.contains(&old) && status.voters.len() == 3
+    );
     // It is told, votes for a while yet, and ends.
     assert_eq!(c.node(old).stopped().await.code, Code::NotMember);
     use prost::Message as _;
@@ -243,7 +255,8 @@ async fn members_are_added_promoted_replaced_and_removed() {
         cluster: c.node(leader).cluster().to_vec().into(),
         ..Default::default()
     };
-    let answer = c.node(old).handle(Message::new(strake_proto::opcode::RAFT, batch.encode_to_vec())).await;
+    let answer =
+        c.node(old).handle(Message::new(strake_proto::opcode::RAFT, batch.encode_to_vec())).await;
     assert_eq!(answer.unwrap_err().code, Code::Disconnected);
     c.kill(old, true).await;
     c.put("x", "1").await;
@@ -258,7 +271,8 @@ async fn members_are_added_promoted_replaced_and_removed() {
     c.put("x", "3").await;
 }
 
-/// A leader that still has its whole log does not give a new member a copy by itself; and the member's first entries are of another term.
+/// A leader that still has its whole log does not give a new member a copy by itself; and the
+/// member's first entries are of another term.
 #[tokio::test(start_paused = true)]
 async fn a_new_member_gets_the_state_from_a_leader_whose_log_is_whole_and_of_several_terms() {
     let mut c = Cluster::new(3, 21, |_| {}).await;
@@ -273,7 +287,10 @@ async fn a_new_member_gets_the_state_from_a_leader_whose_log_is_whole_and_of_sev
     let leader = c.leader().await;
     let status = c.node(leader).status();
     assert!(status.first_index == 1 && status.term > 1, "{status:?}");
-    c.node(leader).change_members(MemberChange::AddLearner { id: 4, endpoint: Endpoint::Sim(4) }).await.unwrap();
+    c.node(leader)
+        .change_members(MemberChange::AddLearner { id: 4, endpoint: Endpoint::Sim(4) })
+        .await
+        .unwrap();
     (1..=3u64).for_each(|id| c.node(4).set_peer(id, Endpoint::Sim(id as u32)));
     c.settled(&[leader, 4]).await;
     c.node(leader).change_members(step(&[4], &[former])).await.unwrap();
@@ -281,7 +298,8 @@ async fn a_new_member_gets_the_state_from_a_leader_whose_log_is_whole_and_of_sev
     c.settled(&[leader, 4]).await;
 }
 
-/// As soon as a change is answered, a majority of the new members must be able to do without the others.
+/// As soon as a change is answered, a majority of the new members must be able to do without the
+/// others.
 #[tokio::test(start_paused = true)]
 async fn the_leader_may_die_as_soon_as_it_answered_a_replacement() {
     for seed in 0..20 {
@@ -311,7 +329,8 @@ async fn leadership_is_handed_over() {
         let from = c.leader().await;
         let to = from % 3 + 1;
         c.node(from).transfer(to).await.unwrap();
-        within("the new one to be ready", || c.node(to).leadership().borrow().ready.then_some(())).await;
+        within("the new one to be ready", || c.node(to).leadership().borrow().ready.then_some(()))
+            .await;
         c.put("a", "2").await;
     }
     let leader = c.leader().await;
@@ -334,7 +353,8 @@ async fn a_full_log_disk_moves_the_leadership_and_heals() {
     c.settled(&[1, 2, 3]).await;
 }
 
-/// Who was on the way when the disk filled learns no result, who comes later that it is full; all of them can read.
+/// Who was on the way when the disk filled learns no result, who comes later that it is full; all
+/// of them can read.
 #[tokio::test(start_paused = true)]
 async fn a_lone_member_reads_on_with_a_full_disk_and_heals() {
     let c = Cluster::new(1, 15, |_| {}).await;
@@ -394,7 +414,10 @@ async fn a_broken_log_disk_ends_the_member_with_the_cause() {
     c.put("a", "2").await;
     assert_eq!(c.node(broken).stopped().await.message, "medium error");
     let e = c.node(broken).propose("a=3".into()).await.unwrap_err();
-    assert!(e.code == Code::Disconnected && e.message.contains("medium error"), "{e}: others may take it");
+    assert!(
+        e.code == Code::Disconnected && e.message.contains("medium error"),
+        "{e}: others may take it"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -416,9 +439,18 @@ async fn foreign_and_malformed_requests_are_refused() {
     let code = async |m: Message| n.handle(m).await.unwrap_err().code;
     assert_eq!(code(batch(2, 1, &[9; 16], vec![])).await, Code::Unauthenticated);
     assert_eq!(code(batch(2, 3, &CLUSTER, vec![])).await, Code::Inval);
-    assert_eq!(code(batch(2, 1, &CLUSTER, vec![Bytes::from_static(b"\xff\xff")])).await, Code::Protocol);
-    assert_eq!(code(Message::new(strake_proto::opcode::RAFT, &b"\x0f\xff"[..])).await, Code::Protocol);
-    assert_eq!(code(Message::new(strake_proto::opcode::SNAPSHOT, &b"\x0f\xff"[..])).await, Code::Protocol);
+    assert_eq!(
+        code(batch(2, 1, &CLUSTER, vec![Bytes::from_static(b"\xff\xff")])).await,
+        Code::Protocol
+    );
+    assert_eq!(
+        code(Message::new(strake_proto::opcode::RAFT, &b"\x0f\xff"[..])).await,
+        Code::Protocol
+    );
+    assert_eq!(
+        code(Message::new(strake_proto::opcode::SNAPSHOT, &b"\x0f\xff"[..])).await,
+        Code::Protocol
+    );
     assert_eq!(code(Message::new(strake_proto::opcode::META, &b""[..])).await, Code::OpNotSupp);
     c.put("still", "here").await;
 }
@@ -443,7 +475,8 @@ async fn leaders_in(c: &Cluster, n: u64) -> Vec<u64> {
     led
 }
 
-/// Followers acknowledge heartbeats behind their writes: half a second for each would cost any leader its majority.
+/// Followers acknowledge heartbeats behind their writes: half a second for each would cost any
+/// leader its majority.
 const LATE: Duration = Duration::from_millis(150);
 
 fn impatient(cfg: &mut Config) {
@@ -503,7 +536,8 @@ async fn a_leader_with_a_full_disk_hands_over_to_one_with_space() {
     assert_eq!(leaders_in(&c, 10).await, [third, other]);
 }
 
-/// A member that was removed while it was away is told by the others, and never leads or votes again.
+/// A member that was removed while it was away is told by the others, and never leads or votes
+/// again.
 #[tokio::test(start_paused = true)]
 async fn a_member_removed_while_it_was_away_is_told_so() {
     let mut c = Cluster::new(4, 23, |_| {}).await;
@@ -530,7 +564,10 @@ async fn the_last_and_the_needed_are_not_removed() {
     c.kill(dead, true).await;
     minutes(1).await;
     let e = c.node(leader).change_members(step(&[], &[live])).await.unwrap_err();
-    assert!(e.code == Code::Inval && e.message.contains(&format!("start or replace {dead}")), "{e}");
+    assert!(
+        e.code == Code::Inval && e.message.contains(&format!("start or replace {dead}")),
+        "{e}"
+    );
     c.node(leader).change_members(step(&[], &[dead])).await.unwrap();
     c.node(leader).change_members(step(&[], &[live])).await.unwrap();
     assert_eq!(c.node(leader).status().voters, [leader]);
@@ -547,7 +584,10 @@ async fn of_two_changes_at_once_one_is_told_to_come_again() {
     let leader = c.leader().await;
     let others: Vec<u64> = (1..=4).filter(|id| *id != leader).collect();
     let n = c.node(leader);
-    let (a, b) = tokio::join!(n.change_members(step(&[], &[others[0]])), n.change_members(step(&[], &[others[1]])));
+    let (a, b) = tokio::join!(
+        n.change_members(step(&[], &[others[0]])),
+        n.change_members(step(&[], &[others[1]]))
+    );
     a.unwrap();
     assert_eq!(b.unwrap_err().code, Code::Busy);
     assert_eq!(n.status().voters.len(), 3);

@@ -38,18 +38,27 @@ async fn a_damaged_state_is_handed_over_and_copied_anew() {
                 c.put("k7", "new").await;
             }
             // Sooner than the others would notice that nobody leads.
-            let soonest = Duration::from_millis(50) * Config::new(1, CLUSTER, BTreeMap::new()).election_ticks.0 as u32;
+            let soonest = Duration::from_millis(50)
+                * Config::new(1, CLUSTER, BTreeMap::new()).election_ticks.0 as u32;
             assert!(at.elapsed() < soonest, "round {round}: {:?}", at.elapsed());
         };
         tokio::join!(load, meets);
         let now = c.leader().await;
-        assert_eq!((now != leader, c.node(now).status().term > term), (leads, leads), "round {round}");
-        within("its new state", || (c.node(id).status().damages == 1 && !c.node(id).status().no_state).then_some(()))
-            .await;
+        assert_eq!(
+            (now != leader, c.node(now).status().term > term),
+            (leads, leads),
+            "round {round}"
+        );
+        within("its new state", || {
+            (c.node(id).status().damages == 1 && !c.node(id).status().no_state).then_some(())
+        })
+        .await;
         c.settled(&[1, 2, 3]).await;
         assert_eq!(damaged(&c, id).await, (1, false, String::new()), "round {round}");
         assert_eq!(c.kv(id).read("k7").unwrap().unwrap(), "new");
-        assert!((1..=3).filter(|other| *other != id).all(|other| c.node(other).status().damages == 0));
+        assert!(
+            (1..=3).filter(|other| *other != id).all(|other| c.node(other).status().damages == 0)
+        );
         // It may lead again.
         if now != id {
             c.node(now).transfer(id).await.unwrap();
@@ -58,7 +67,8 @@ async fn a_damaged_state_is_handed_over_and_copied_anew() {
     }
 }
 
-/// What it acknowledged before counts: with the third member away, nothing that was answered is lost, whoever leads then.
+/// What it acknowledged before counts: with the third member away, nothing that was answered is
+/// lost, whoever leads then.
 #[tokio::test(start_paused = true)]
 async fn a_member_without_its_state_still_has_its_log() {
     for seed in 0..10 {
@@ -83,7 +93,8 @@ async fn a_member_without_its_state_still_has_its_log() {
     }
 }
 
-/// Two states with damage and the third member away: one of the two goes on with what it has until the other has a copy.
+/// Two states with damage and the third member away: one of the two goes on with what it has until
+/// the other has a copy.
 #[tokio::test(start_paused = true)]
 async fn the_last_state_is_not_given_up() {
     let mut c = Cluster::new(3, 350, |_| {}).await;

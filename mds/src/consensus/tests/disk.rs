@@ -1,4 +1,5 @@
-//! The log on disk: what is written comes back, a torn tail is cut, and every kind of damage is refused.
+//! The log on disk: what is written comes back, a torn tail is cut, and every kind of damage is
+//! refused.
 
 use std::{
     fs,
@@ -76,7 +77,10 @@ async fn what_is_written_comes_back() {
     assert!(fresh.is_pristine());
     assert_eq!((fresh.voters.clone(), fresh.stamp), (vec![1, 2, 3], 99));
     let got = sample(dir.path()).await;
-    assert_eq!((got.first(), got.last(), got.hard.term, got.hard.vote, got.hard.commit), (1, 3, 2, 3, 2));
+    assert_eq!(
+        (got.first(), got.last(), got.hard.term, got.hard.vote, got.hard.commit),
+        (1, 3, 2, 3, 2)
+    );
     assert_eq!(got.get(2).unwrap().data, "two again");
     assert_eq!(got.get(3).unwrap().data.len(), 9000);
     let log = open(dir.path()).unwrap();
@@ -96,10 +100,17 @@ async fn segments_roll_go_when_cut_and_reopen_at_every_step() {
     let mut model = LogImage::new(vec![1, 2, 3], 99);
     let mut most = 0;
     for i in 1..=200u64 {
-        let mut ops = vec![hard(1 + i / 50, 1, i.saturating_sub(5)), entry(i, 1 + i / 50, &vec![i as u8; 3000])];
+        let mut ops = vec![
+            hard(1 + i / 50, 1, i.saturating_sub(5)),
+            entry(i, 1 + i / 50, &vec![i as u8; 3000]),
+        ];
         if i % 20 == 0 {
             // A new leader overwrites the last three.
-            ops = vec![hard(2 + i / 20, 1, i - 5), entry(i - 3, 2 + i / 20, b"new"), entry(i - 2, 2 + i / 20, b"new")];
+            ops = vec![
+                hard(2 + i / 20, 1, i - 5),
+                entry(i - 3, 2 + i / 20, b"new"),
+                entry(i - 2, 2 + i / 20, b"new"),
+            ];
             ops.extend((i - 1..=i).map(|j| entry(j, 2 + i / 20, b"more")));
         } else if let LogOp::Append(e) = &mut ops[1] {
             e.term = 2 + i / 20;
@@ -138,7 +149,9 @@ async fn a_torn_tail_is_cut_and_the_log_goes_on() {
     // Pages: header, checkpoint, batch, batch, then three of the last batch.
     let last = 4 * pages::PAGE..7 * pages::PAGE;
     let bytes = fs::read(segment(dir.path(), 1)).unwrap();
-    assert!(bytes[last.clone()].iter().any(|b| *b != 0) && bytes[last.end..].iter().all(|b| *b == 0));
+    assert!(
+        bytes[last.clone()].iter().any(|b| *b != 0) && bytes[last.end..].iter().all(|b| *b == 0)
+    );
     for missing in 1..8u32 {
         let torn = copy(dir.path());
         let mut b = bytes.clone();
@@ -182,7 +195,8 @@ async fn any_flipped_bit_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     sample(dir.path()).await;
     let bytes = fs::read(segment(dir.path(), 1)).unwrap();
-    // In memory for every byte of header, batches and a stretch of unused space, a different bit each.
+    // In memory for every byte of header, batches and a stretch of unused space, a different bit
+    // each.
     for at in 0..9 * pages::PAGE {
         let mut b = bytes.clone();
         b[at] ^= 1 << (at % 8);
@@ -192,7 +206,8 @@ async fn any_flipped_bit_is_refused() {
         };
         assert!(refused, "byte {at}");
     }
-    let on_disk = [0, 9, 20, 40, 4000, 5000, 8192, 8300, 13000, 17000, 21000, 25000, 30000, SEGMENT - 1];
+    let on_disk =
+        [0, 9, 20, 40, 4000, 5000, 8192, 8300, 13000, 17000, 21000, 25000, 30000, SEGMENT - 1];
     for at in on_disk {
         let bad = copy(dir.path());
         let mut b = bytes.clone();
@@ -246,7 +261,12 @@ async fn a_missing_segment_is_refused_wherever_it_was() {
     // One made just before a crash, not yet in use, is no loss.
     let newest = names.len() as u64;
     let end = fs::read(segment(dir.path(), newest - 1)).unwrap();
-    let used = end.as_chunks::<{ pages::PAGE }>().0.iter().rposition(|p| p.iter().any(|b| *b != 0)).unwrap();
+    let used = end
+        .as_chunks::<{ pages::PAGE }>()
+        .0
+        .iter()
+        .rposition(|p| p.iter().any(|b| *b != 0))
+        .unwrap();
     let unused = copy(dir.path());
     let mut b = end.clone();
     b[used * pages::PAGE..].fill(0);

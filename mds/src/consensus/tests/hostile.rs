@@ -50,7 +50,11 @@ fn entries_without_a_term_are_dropped() {
         assert_eq!((core.image().last(), core.committed()), (0, 0));
         core.step(append(0, 0, vec![entry(1, 2), entry(2, 2)], 2));
         settle(&mut core);
-        assert_eq!((core.image().last(), core.committed()), (2, 2), "it goes on with a proper message");
+        assert_eq!(
+            (core.image().last(), core.committed()),
+            (2, 2),
+            "it goes on with a proper message"
+        );
     }
 }
 
@@ -74,7 +78,14 @@ fn indices_beyond_every_log_are_refused() {
 #[test]
 fn a_segment_with_impossible_numbers_is_refused() {
     for (segment, first_batch) in [(u64::MAX, 1), (1, u64::MAX)] {
-        let h = SegmentHeader { cluster: [1; 16], member: 1, segment, first_batch, stamp: 7, voters: vec![1] };
+        let h = SegmentHeader {
+            cluster: [1; 16],
+            member: 1,
+            segment,
+            first_batch,
+            stamp: 7,
+            voters: vec![1],
+        };
         let page = encode_header(&h);
         assert_eq!(crc32c(&page[..PAGE - 4]).to_le_bytes(), page[PAGE - 4..]);
         assert_eq!(read_segment(&page).unwrap_err().code, Code::Corrupt);

@@ -81,7 +81,11 @@ impl Connection for Link {
 
 #[async_trait]
 impl Fabric for Port {
-    async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        _: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         let Endpoint::Sim(to) = to else { return Err(Error::new(Code::Inval, "not simulated")) };
         self.net.reach(self.me, *to)?;
         Ok(Arc::new(Link { net: self.net.clone(), me: self.me, to: *to }))
@@ -132,7 +136,8 @@ impl Kv {
     }
     /// Everything but the header, to compare members.
     fn pairs(&self) -> Vec<(Bytes, Bytes)> {
-        let all = self.store.range(std::ops::Bound::Excluded(&b"\0"[..]), std::ops::Bound::Unbounded);
+        let all =
+            self.store.range(std::ops::Bound::Excluded(&b"\0"[..]), std::ops::Bound::Unbounded);
         all.map(|p| p.unwrap()).collect()
     }
 }
@@ -142,7 +147,10 @@ fn header(index: u64, term: u64, conf: &[u8]) -> Vec<u8> {
 }
 
 fn words(h: &[u8]) -> (u64, u64) {
-    (u64::from_le_bytes(h[..8].try_into().unwrap()), u64::from_le_bytes(h[8..16].try_into().unwrap()))
+    (
+        u64::from_le_bytes(h[..8].try_into().unwrap()),
+        u64::from_le_bytes(h[8..16].try_into().unwrap()),
+    )
 }
 
 impl StateMachine for Kv {
@@ -155,7 +163,12 @@ impl StateMachine for Kv {
     fn is_former(&self, id: u64) -> bool {
         self.former.lock().contains(&id)
     }
-    fn apply(&self, entries: Vec<Committed>, last: (u64, u64), conf: Option<Vec<u8>>) -> Result<Vec<Bytes>> {
+    fn apply(
+        &self,
+        entries: Vec<Committed>,
+        last: (u64, u64),
+        conf: Option<Vec<u8>>,
+    ) -> Result<Vec<Bytes>> {
         if *self.full.lock() {
             return Err(Error::new(Code::NoSpc, "state disk full"));
         }
@@ -185,7 +198,12 @@ impl StateMachine for Kv {
     }
     fn snapshot(&self) -> Result<StateSnapshot> {
         let (index, term) = self.applied();
-        Ok(StateSnapshot { index, term, conf_state: self.conf_state(), view: self.store.snapshot()? })
+        Ok(StateSnapshot {
+            index,
+            term,
+            conf_state: self.conf_state(),
+            view: self.store.snapshot()?,
+        })
     }
     fn damage(&self) -> Option<Error> {
         self.bad.lock().1.then(|| Error::new(Code::Corrupt, "a flipped bit"))
@@ -258,7 +276,8 @@ impl Cluster {
         Ok(())
     }
 
-    /// kill -9 with power loss: unsynced state is lost, the batch in flight to the log survives if `keep`.
+    /// kill -9 with power loss: unsynced state is lost, the batch in flight to the log survives if
+    /// `keep`.
     async fn kill(&mut self, id: u64, keep: bool) {
         self.net.nodes.lock().remove(&(id as u32));
         let m = self.members.get_mut(&id).unwrap();
@@ -277,8 +296,12 @@ impl Cluster {
 
     async fn leader(&self) -> u64 {
         within("a leader", || {
-            let live = self.members.iter().filter(|(id, _)| !self.net.cut_off.lock().contains(&(**id as u32)));
-            let mut leaders = live.filter_map(|(id, m)| m.node.as_ref().map(|n| (*id, *n.leadership().borrow())));
+            let live = self
+                .members
+                .iter()
+                .filter(|(id, _)| !self.net.cut_off.lock().contains(&(**id as u32)));
+            let mut leaders =
+                live.filter_map(|(id, m)| m.node.as_ref().map(|n| (*id, *n.leadership().borrow())));
             leaders.find(|(_, l)| l.ready).map(|(id, _)| id)
         })
         .await
@@ -289,7 +312,8 @@ impl Cluster {
         loop {
             let leader = self.leader().await;
             let cmd = Bytes::from(format!("{key}={value}"));
-            match tokio::time::timeout(Duration::from_secs(2), self.node(leader).propose(cmd)).await {
+            match tokio::time::timeout(Duration::from_secs(2), self.node(leader).propose(cmd)).await
+            {
                 Ok(Ok(reply)) => return reply,
                 Ok(Err(e)) => assert!(e.is_retryable() || e.code == Code::NoSpc, "{e:?}"),
                 Err(_) => {}

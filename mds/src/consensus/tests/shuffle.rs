@@ -1,13 +1,14 @@
-//! The pure core under a hostile scheduler: messages lost, doubled and reordered, writes that hang, crashes that lose
-//! what was not persisted, cut logs, states found damaged, copies of states and membership changes, all from one seed. Checked all the time:
-//! one leader per term, one entry per index for ever, reads never older than what was applied anywhere before.
+//! The pure core under a hostile scheduler: messages lost, doubled and reordered, writes that hang,
+//! crashes that lose what was not persisted, cut logs, states found damaged, copies of states and
+//! membership changes, all from one seed. Checked all the time: one leader per term, one entry per
+//! index for ever, reads never older than what was applied anywhere before.
 
 use std::collections::VecDeque;
 
 use protobuf::Message as _;
 use raft::eraftpb::{
-    ConfChangeSingle, ConfChangeTransition, ConfChangeType, ConfChangeV2, ConfState, Message as RaftMessage,
-    MessageType,
+    ConfChangeSingle, ConfChangeTransition, ConfChangeType, ConfChangeV2, ConfState,
+    Message as RaftMessage, MessageType,
 };
 use strake_proto::layout::splitmix64;
 
@@ -78,7 +79,10 @@ impl World {
             let durable = LogImage::new(if id < 4 { vec![1, 2, 3] } else { vec![] }, id);
             let core = Core::new(&config(id), durable.clone(), (0, 0), &[], w.rand()).unwrap();
             let (state, synced) = (State::default(), State::default());
-            w.nodes.insert(id, Sim { core, durable, writes: VecDeque::new(), state, synced, spoilt: false });
+            w.nodes.insert(
+                id,
+                Sim { core, durable, writes: VecDeque::new(), state, synced, spoilt: false },
+            );
         }
         w
     }
@@ -195,7 +199,8 @@ impl World {
                 s.data = number.to_le_bytes().to_vec().into();
                 (s.mut_metadata().index, s.mut_metadata().term) = copy.last();
                 if !copy.conf.is_empty() {
-                    s.mut_metadata().set_conf_state(ConfState::parse_from_bytes(&copy.conf).unwrap());
+                    s.mut_metadata()
+                        .set_conf_state(ConfState::parse_from_bytes(&copy.conf).unwrap());
                 }
                 self.copies.insert(copy.last().0, copy);
             }
@@ -261,7 +266,8 @@ impl World {
         }
         n.spoilt = false;
         let state = &n.state;
-        n.core = Core::new(&config(id), n.durable.clone(), state.last(), &state.conf, seed).unwrap();
+        n.core =
+            Core::new(&config(id), n.durable.clone(), state.last(), &state.conf, seed).unwrap();
     }
 
     /// The state turns out to be damaged: at once, or when the next entry is applied.
@@ -275,7 +281,9 @@ impl World {
 
     fn others_have_state(&self, id: u64) -> bool {
         let voters = self.nodes[&id].core.conf().voters.clone();
-        voters.len() > 2 && voters.contains(&id) && voters.iter().all(|id| !self.nodes[id].core.has_lost_state())
+        voters.len() > 2
+            && voters.contains(&id)
+            && voters.iter().all(|id| !self.nodes[id].core.has_lost_state())
     }
 
     fn lose(&mut self, id: u64, handed: Option<u64>) {
@@ -307,7 +315,14 @@ impl World {
         let (any, what, with) = (self.anyone(), self.below(4), self.anyone());
         let id = leader_of(&self.nodes).filter(|_| any != id).unwrap_or(id);
         // Those who wait for it are rather promoted than not.
-        let who = self.nodes[&id].core.conf().learners.first().copied().filter(|_| what > 1).unwrap_or(any);
+        let who = self.nodes[&id]
+            .core
+            .conf()
+            .learners
+            .first()
+            .copied()
+            .filter(|_| what > 1)
+            .unwrap_or(any);
         let has_state = !self.nodes[&who].core.has_lost_state();
         let n = self.node(id);
         let voters = n.core.conf().voters.len();
@@ -325,7 +340,8 @@ impl World {
                 one.set_change_type(kind);
                 one
             };
-            let mut change = ConfChangeV2 { changes: vec![one(who, kind)].into(), ..Default::default() };
+            let mut change =
+                ConfChangeV2 { changes: vec![one(who, kind)].into(), ..Default::default() };
             let ready = has_state && n.core.matched(who).is_some_and(|m| m > 0);
             if what == 3 && ready && with != id && n.core.conf().voters.contains(&with) {
                 change.mut_changes().push(one(with, ConfChangeType::RemoveNode));
@@ -351,7 +367,10 @@ impl World {
                 }
                 for (number, index) in out.reads {
                     let (least, done) = self.reads.get_mut(&number).unwrap();
-                    assert!(index >= *least, "read {number} is allowed at {index}, {least} was applied before it");
+                    assert!(
+                        index >= *least,
+                        "read {number} is allowed at {index}, {least} was applied before it"
+                    );
                     *done = true;
                 }
                 self.apply(id, &out.committed, out.conf_state);
@@ -359,7 +378,12 @@ impl World {
             }
             let core = &self.nodes[&id].core;
             if core.is_leader() {
-                assert_eq!(*self.leaders.entry(core.term()).or_insert(id), id, "two leaders in term {}", core.term());
+                assert_eq!(
+                    *self.leaders.entry(core.term()).or_insert(id),
+                    id,
+                    "two leaders in term {}",
+                    core.term()
+                );
             }
         }
     }
@@ -410,9 +434,11 @@ impl World {
                     self.drain();
                 }
             }
-            let leader = self.nodes.values().find(|n| n.core.can_read() && n.core.is_settled_leader());
+            let leader =
+                self.nodes.values().find(|n| n.core.can_read() && n.core.is_settled_leader());
             if let (None, Some(l), true) = (goal, leader, round > 50) {
-                let id = l.core.conf().voters.iter().copied().find(|v| self.nodes[v].core.is_leader());
+                let id =
+                    l.core.conf().voters.iter().copied().find(|v| self.nodes[v].core.is_leader());
                 if let Some(id) = id {
                     goal = self.node(id).core.propose([Bytes::from_static(b"goal")]).ok();
                 }
@@ -447,7 +473,11 @@ impl World {
 }
 
 fn leader_of(nodes: &BTreeMap<u64, Sim>) -> Option<u64> {
-    nodes.iter().filter(|(_, n)| n.core.is_leader()).max_by_key(|(_, n)| n.core.term()).map(|(id, _)| *id)
+    nodes
+        .iter()
+        .filter(|(_, n)| n.core.is_leader())
+        .max_by_key(|(_, n)| n.core.term())
+        .map(|(id, _)| *id)
 }
 
 fn run(seed: u64, steps: usize) -> (u64, usize, usize, [usize; 2], String) {
@@ -456,8 +486,15 @@ fn run(seed: u64, steps: usize) -> (u64, usize, usize, [usize; 2], String) {
         w.act();
     }
     w.settle();
-    let trace = format!("{:?}", w.truth.iter().map(|(i, (t, d))| (*i, *t, d.clone())).collect::<Vec<_>>());
-    (w.truth.len() as u64, w.reads.values().filter(|(_, done)| *done).count(), w.joint, w.given_up, trace)
+    let trace =
+        format!("{:?}", w.truth.iter().map(|(i, (t, d))| (*i, *t, d.clone())).collect::<Vec<_>>());
+    (
+        w.truth.len() as u64,
+        w.reads.values().filter(|(_, done)| *done).count(),
+        w.joint,
+        w.given_up,
+        trace,
+    )
 }
 
 #[test]
@@ -473,8 +510,10 @@ fn members_agree_whatever_the_schedule() {
         joint += j;
         given_up = [given_up[0] + g[0], given_up[1] + g[1]];
     }
-    let enough =
-        entries > seeds * 20 && reads as u64 > seeds && joint > 0 && given_up.iter().all(|n| *n as u64 > seeds / 2);
+    let enough = entries > seeds * 20
+        && reads as u64 > seeds
+        && joint > 0
+        && given_up.iter().all(|n| *n as u64 > seeds / 2);
     assert!(
         enough,
         "too little happened: {entries} entries, {reads} reads, {joint} joint steps, states given up by leaders and others: {given_up:?}"
@@ -530,7 +569,8 @@ fn a_tied_election_is_repeated_soon() {
         ties += 1;
         let ticks = (1..100).find(|_| {
             w.beat(&rest);
-            leader_of(&w.nodes).is_some() || rest.iter().any(|id| w.nodes[id].core.term() > term + 1)
+            leader_of(&w.nodes).is_some()
+                || rest.iter().any(|id| w.nodes[id].core.term() > term + 1)
         });
         assert!(ticks.is_some_and(|n| n < half), "seed {seed}: asked again after {ticks:?} ticks");
         again += usize::from(leader_of(&w.nodes).is_none());
@@ -539,7 +579,8 @@ fn a_tied_election_is_repeated_soon() {
 }
 
 impl World {
-    /// A message that a broken peer could send: any kind, numbers near or far from what makes sense.
+    /// A message that a broken peer could send: any kind, numbers near or far from what makes
+    /// sense.
     fn nonsense(&mut self, to: u64) -> RaftMessage {
         use protobuf::ProtobufEnum as _;
         let (term, last) = (self.nodes[&to].core.term(), self.nodes[&to].core.image().last());
@@ -552,18 +593,24 @@ impl World {
         let kind = kinds[near(7) as usize % kinds.len()];
         let mut m = RaftMessage { to, from: near(8) % 6, term: near(term), ..Default::default() };
         m.set_msg_type(kind);
-        (m.log_term, m.index, m.commit, m.commit_term) = (near(term), near(last), near(last), near(term));
-        (m.reject, m.reject_hint, m.request_snapshot) = (near(6) % 2 == 0, near(last), near(last) * (near(6) % 2));
+        (m.log_term, m.index, m.commit, m.commit_term) =
+            (near(term), near(last), near(last), near(term));
+        (m.reject, m.reject_hint, m.request_snapshot) =
+            (near(6) % 2 == 0, near(last), near(last) * (near(6) % 2));
         let mut at = m.index;
         for _ in 0..near(6) % 4 {
             at = if near(6) > 1 { at.wrapping_add(1) } else { near(last) };
-            let e = raft::eraftpb::Entry { index: at, term: near(m.log_term), ..Default::default() };
+            let e =
+                raft::eraftpb::Entry { index: at, term: near(m.log_term), ..Default::default() };
             m.mut_entries().push(e);
         }
         if kind == MessageType::MsgSnapshot {
             let meta = m.mut_snapshot().mut_metadata();
             (meta.index, meta.term) = (near(last), near(term));
-            meta.set_conf_state(ConfState { voters: vec![near(7) % 5, near(7) % 5], ..Default::default() });
+            meta.set_conf_state(ConfState {
+                voters: vec![near(7) % 5, near(7) % 5],
+                ..Default::default()
+            });
         }
         m
     }

@@ -9,7 +9,9 @@ const CAPABILITY: &str = "security.capability";
 /// Owner, user 6, group, mask, others.
 fn list(owner: u8, six: u8, group: u8, mask: u8, other: u8) -> Bytes {
     let mut b = vec![2, 0, 0, 0];
-    for (tag, perm, id) in [(1, owner, -1), (2, six, 6), (4, group, -1), (16, mask, -1), (32, other, -1i32)] {
+    for (tag, perm, id) in
+        [(1, owner, -1), (2, six, 6), (4, group, -1), (16, mask, -1), (32, other, -1i32)]
+    {
         b.extend([tag, 0, perm, 0]);
         b.extend(id.to_le_bytes());
     }
@@ -74,7 +76,11 @@ fn a_list_that_says_no_more_than_the_mode_is_not_kept() {
     fs.one(setx(f, ACCESS, small(7, 5, 1)));
     assert_eq!(fs.attr(f).mode & 0o7777, 0o2751);
     fs.as_user(5, |fs| fs.one(setx(f, ACCESS, small(6, 4, 0))));
-    assert_eq!(fs.attr(f).mode & 0o7777, 0o640, "set-group-id goes: its owner is no member of group 77");
+    assert_eq!(
+        fs.attr(f).mode & 0o7777,
+        0o640,
+        "set-group-id goes: its owner is no member of group 77"
+    );
     fs.fails(getx(f, ACCESS), Code::NoData);
 }
 
@@ -83,7 +89,14 @@ fn a_default_list_replaces_the_umask() {
     let mut fs = Fs::new();
     let d = fs.mkdir(ROOT, "d");
     let create = |parent, name: &str, mode, umask| {
-        Op::Create(pb::Create { parent, name: bytes(name), mode, umask, flags: 2, ..Default::default() })
+        Op::Create(pb::Create {
+            parent,
+            name: bytes(name),
+            mode,
+            umask,
+            flags: 2,
+            ..Default::default()
+        })
     };
     assert_eq!(fs.one(create(d, "a", 0o666, 0o027)).attr.unwrap().mode & 0o7777, 0o640);
     fs.one(setx(d, DEFAULT, list(7, 6, 5, 7, 4)));
@@ -91,11 +104,15 @@ fn a_default_list_replaces_the_umask() {
     assert_eq!(a.mode & 0o7777, 0o664);
     assert_eq!(fs.one(getx(a.ino, ACCESS)).data, list(6, 6, 5, 6, 4));
     fs.fails(getx(a.ino, DEFAULT), Code::NoData);
-    let sub = fs.one(Op::Mkdir(pb::Mkdir { parent: d, name: bytes("s"), mode: 0o750, umask: 0o777 })).ino;
+    let sub =
+        fs.one(Op::Mkdir(pb::Mkdir { parent: d, name: bytes("s"), mode: 0o750, umask: 0o777 })).ino;
     assert_eq!(fs.attr(sub).mode & 0o7777, 0o750);
     assert_eq!(fs.one(getx(sub, DEFAULT)).data, list(7, 6, 5, 7, 4));
     assert_eq!(fs.one(getx(sub, ACCESS)).data, list(7, 6, 5, 5, 0));
-    let link = fs.one(Op::Symlink(pb::Symlink { parent: d, name: bytes("l"), target: bytes("t") })).attr.unwrap();
+    let link = fs
+        .one(Op::Symlink(pb::Symlink { parent: d, name: bytes("l"), target: bytes("t") }))
+        .attr
+        .unwrap();
     assert_eq!((link.mode & 0o777, names(&mut fs, link.ino).len()), (0o777, 0));
     fs.fails(setx(link.ino, ACCESS, list(7, 7, 7, 7, 7)), Code::OpNotSupp);
     fs.fails(setx(a.ino, DEFAULT, list(7, 7, 7, 7, 7)), Code::Access);
@@ -135,8 +152,13 @@ fn writes_cuts_and_chowns_take_file_capabilities() {
         fs.one(chmod(f, 0o4755));
         fs.one(change.clone());
         fs.fails(getx(f, CAPABILITY), Code::NoData);
-        let keeps = matches!(&change, Op::Extend(_)) || matches!(&change, Op::Setattr(s) if s.size.is_some());
-        assert_eq!(fs.attr(f).mode & 0o4000 != 0, keeps, "root's writes leave set-id bits: {change:?}");
+        let keeps = matches!(&change, Op::Extend(_))
+            || matches!(&change, Op::Setattr(s) if s.size.is_some());
+        assert_eq!(
+            fs.attr(f).mode & 0o4000 != 0,
+            keeps,
+            "root's writes leave set-id bits: {change:?}"
+        );
     }
     fs.one(setx(f, CAPABILITY, bytes("x")));
     fs.one(chmod(f, 0o6755));

@@ -83,7 +83,8 @@ fn writes_extend_and_take_set_id_bits() {
     assert_eq!(mode(&mut fs, f), 0o6755, "root keeps them");
     let a = fs.as_user(6, |fs| fs.one(extend(50)).attr.unwrap());
     assert_eq!((a.size, a.mode & 0o7777, a.mtime_ns), (100, 0o755, fs.now));
-    // Of a group that may not run it: whoever is not in the group takes the bit all the same, by the newer rules.
+    // Of a group that may not run it: whoever is not in the group takes the bit all the same, by
+    // the newer rules.
     for (rules, uid, left) in [(RULES, 6, 0o767), (RULES, 5, 0o2767), (0, 6, 0o2767)] {
         fs.rules = RULES;
         fs.one(chmod(f, 0o6767));
@@ -134,7 +135,12 @@ fn a_shrink_leaves_a_cut_to_do() {
 fn an_unlinked_file_waits_for_its_last_close_and_its_chunks_for_deletion() {
     let mut fs = Fs::new();
     let f = fs.create(ROOT, "f");
-    fs.one(Op::Setxattr(pb::SetXattr { ino: f, name: bytes("user.a"), value: bytes("1"), flags: 0 }));
+    fs.one(Op::Setxattr(pb::SetXattr {
+        ino: f,
+        name: bytes("user.a"),
+        value: bytes("1"),
+        flags: 0,
+    }));
     fs.one(mk_size(f, 10));
     fs.one(mk_size(f, 5));
     let layout = fs.record(f).unwrap().layout;
@@ -149,7 +155,9 @@ fn an_unlinked_file_waits_for_its_last_close_and_its_chunks_for_deletion() {
     let (number, gc) = fs.ns.gc_queue(10).remove(0);
     assert_eq!(gc, pb::GcRecord { ino: f, layout, size: 20 });
     fs.log(Command::GcDone(pb::GcDone { numbers: vec![number, 12345] }));
-    assert!(fs.ns.gc_queue(10).is_empty() && fs.ns.orphans(10).is_empty() && fs.ns.trims(10).is_empty());
+    assert!(
+        fs.ns.gc_queue(10).is_empty() && fs.ns.orphans(10).is_empty() && fs.ns.trims(10).is_empty()
+    );
 }
 
 #[test]
@@ -197,7 +205,10 @@ fn extended_attributes() {
     fs.fails(Op::Removexattr(pb::RemoveXattr { ino: f, name: bytes("user.a") }), Code::NoData);
     let link = Op::Symlink(pb::Symlink { parent: ROOT, name: bytes("s"), target: bytes("t") });
     let ino = fs.one(link).ino;
-    fs.fails(Op::Setxattr(pb::SetXattr { ino, name: bytes("user.a"), ..Default::default() }), Code::Perm);
+    fs.fails(
+        Op::Setxattr(pb::SetXattr { ino, name: bytes("user.a"), ..Default::default() }),
+        Code::Perm,
+    );
     fs.fails(Op::Getxattr(pb::GetXattr { ino, name: bytes("user.a") }), Code::NoData);
 }
 
@@ -209,7 +220,9 @@ fn an_inode_has_so_many_extended_attributes() {
         op(Op::Setxattr(pb::SetXattr { ino: ROOT, name, value: Bytes::new(), flags: 0 }))
     };
     for first in (0..1024).step_by(64) {
-        assert!(fs.list((first..first + 64).map(setx).collect()).iter().all(|r| r.status.is_none()));
+        assert!(
+            fs.list((first..first + 64).map(setx).collect()).iter().all(|r| r.status.is_none())
+        );
     }
     let r = fs.list(vec![setx(5), setx(1024)]);
     assert_eq!(code_of(r[1].status.as_ref()), Some(Code::NoSpc));
@@ -217,7 +230,8 @@ fn an_inode_has_so_many_extended_attributes() {
 
 #[test]
 fn names_of_extended_attributes_can_be_listed() {
-    // With their NULs these are 256 bytes each; beside them there must be room for the names of both ACLs.
+    // With their NULs these are 256 bytes each; beside them there must be room for the names of
+    // both ACLs.
     let setx = |i: u32, len: usize| {
         let name = Bytes::from(format!("user.{i:0>len$}", len = len - 5));
         Op::Setxattr(pb::SetXattr { ino: ROOT, name, value: Bytes::new(), flags: 0 })
@@ -231,7 +245,11 @@ fn names_of_extended_attributes_can_be_listed() {
         fs.one(setx(i, 255));
     }
     fs.fails(setx(255, 255), Code::NoSpc);
-    let left = (64 << 10) - 255 * 256 - "system.posix_acl_access".len() - "system.posix_acl_default".len() - 2;
+    let left = (64 << 10)
+        - 255 * 256
+        - "system.posix_acl_access".len()
+        - "system.posix_acl_default".len()
+        - 2;
     fs.fails(setx(255, left), Code::NoSpc);
     fs.one(setx(255, left - 1));
     fs.one(setx(7, 255));
@@ -239,7 +257,8 @@ fn names_of_extended_attributes_can_be_listed() {
     let name = super::bytes("system.posix_acl_default");
     let named = |tag: u8, id: u32| [&[tag, 0, 7, 0][..], &id.to_le_bytes()].concat();
     let none = u32::MAX;
-    let list = [named(1, none), named(2, 9), named(4, none), named(16, none), named(32, none)].concat();
+    let list =
+        [named(1, none), named(2, 9), named(4, none), named(16, none), named(32, none)].concat();
     let value = Bytes::from([&[2, 0, 0, 0][..], &list].concat());
     fs.one(Op::Setxattr(pb::SetXattr { ino: ROOT, name, value: value.clone(), flags: 0 }));
     let name = super::bytes("system.posix_acl_access");
@@ -261,7 +280,9 @@ fn names_of_extended_attributes_can_be_listed() {
 fn a_file_may_have_holes_from_when_somebody_said_so_until_it_is_empty() {
     let mut fs = Fs::new();
     let f = fs.create(ROOT, "f");
-    let set = |size, holes| Op::Setattr(pb::SetAttr { ino: f, size: Some(size), holes, ..Default::default() });
+    let set = |size, holes| {
+        Op::Setattr(pb::SetAttr { ino: f, size: Some(size), holes, ..Default::default() })
+    };
     let extend = |end, holes| Op::Extend(pb::Extend { ino: f, end, holes });
     for (op, sparse) in [
         (extend(100, false), false),

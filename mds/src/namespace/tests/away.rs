@@ -52,7 +52,11 @@ fn a_file_waits_while_no_chain_of_its_kind_serves_and_one_may_come_back() {
         map.targets.iter_mut().filter(|t| targets.contains(&t.id)).for_each(|t| t.given_up = true);
         map
     };
-    assert_eq!(waits(given_up(&[0, 1]), ""), [true, true, false], "others have chains of two copies");
+    assert_eq!(
+        waits(given_up(&[0, 1]), ""),
+        [true, true, false],
+        "others have chains of two copies"
+    );
     assert_eq!(waits(given_up(&[0, 1, 2, 3]), ""), [false; 3]);
     assert_eq!(waits(pb::ClusterMap::default(), ""), [false; 3], "there never was one");
 }
@@ -82,7 +86,10 @@ fn pools_and_listed_targets_wait_for_their_own() {
     assert_eq!(waits(pooled(&[0]), ""), [false; 3]);
     assert_eq!(waits(pooled(&[0]), "none such"), [false; 3]);
     let listed = |targets: &[TargetId]| pb::LayoutSpec { targets: targets.to_vec(), ..spec("", 1) };
-    assert!(!place(pooled(&[0])).waits(&listed(&[0])), "others serve, which is told at once as ever");
+    assert!(
+        !place(pooled(&[0])).waits(&listed(&[0])),
+        "others serve, which is told at once as ever"
+    );
     assert!(place(pooled(&[0, 1, 2])).waits(&listed(&[0])));
 }
 
@@ -100,14 +107,23 @@ fn only_lists_that_would_choose_chains_wait() {
     let mut fs = Fs::new();
     let dir = fs.mkdir(ROOT, "d");
     let create = |parent, name: &str| mk_create(parent, name);
-    let mknod = |mode| Op::Mknod(pb::Mknod { parent: ROOT, name: bytes("n"), mode, rdev: 0, umask: 0 });
+    let mknod =
+        |mode| Op::Mknod(pb::Mknod { parent: ROOT, name: bytes("n"), mode, rdev: 0, umask: 0 });
     let open = |exclusive| {
-        let c = pb::Create { parent: dir, name: bytes("old"), mode: 0o644, exclusive, flags: 0, ..Default::default() };
+        let c = pb::Create {
+            parent: dir,
+            name: bytes("old"),
+            mode: 0o644,
+            exclusive,
+            flags: 0,
+            ..Default::default()
+        };
         Op::Create(c)
     };
     let old = fs.one(open(true)).ino;
     let lookup = || Op::Lookup(pb::Lookup { parent: ROOT, name: bytes("d") });
-    let tmpfile = || Op::Tmpfile(pb::Tmpfile { parent: ROOT, mode: 0o600, flags: 2, ..Default::default() });
+    let tmpfile =
+        || Op::Tmpfile(pb::Tmpfile { parent: ROOT, mode: 0o600, flags: 2, ..Default::default() });
     let layout = |ino, stripe_count| {
         let layout = Some(pb::LayoutSpec { stripe_count, ..Default::default() });
         Op::Setlayout(pb::SetLayout { ino, layout })
@@ -145,7 +161,11 @@ fn only_lists_that_would_choose_chains_wait() {
     for ops in &pass {
         assert!(!asked(&fs, ops), "{ops:?}");
     }
-    assert_eq!(fs.store.prefix(&[]).map(Result::unwrap).collect::<Vec<_>>(), before, "nothing was done");
+    assert_eq!(
+        fs.store.prefix(&[]).map(Result::unwrap).collect::<Vec<_>>(),
+        before,
+        "nothing was done"
+    );
     // What is applied is as ever.
     fs.fails(create(dir, "new"), Code::NoSpc);
     fs.one(open(false));

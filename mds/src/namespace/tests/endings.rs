@@ -19,7 +19,10 @@ fn set(ino: Ino) -> pb::SetAttr {
 fn ended(fs: &Fs) -> Vec<(u64, Ino, Rights)> {
     let of = |e: &Effect| {
         assert_eq!(e.index, fs.index);
-        e.endings.iter().map(|Ending { session, ino, rights }| (*session, *ino, *rights)).collect::<Vec<_>>()
+        e.endings
+            .iter()
+            .map(|Ending { session, ino, rights }| (*session, *ino, *rights))
+            .collect::<Vec<_>>()
     };
     fs.effects.iter().flat_map(of).collect()
 }
@@ -41,15 +44,15 @@ fn rights_end_with_what_takes_them_and_with_nothing_else() {
     let all = [(0, f, Rights::ALL)];
     let mode = |m| Op::Setattr(pb::SetAttr { mode: Some(m), ..set(f) });
     let own = |uid, gid| Op::Setattr(pb::SetAttr { uid, gid, ..set(f) });
-    let list: Vec<u8> = [(1u8, 6u8, -1i32), (2, 6, 6), (4, 4, -1), (16, 6, -1), (32, 4, -1)].into_iter().fold(
-        vec![2, 0, 0, 0],
-        |mut b, (tag, perm, id)| {
+    let list: Vec<u8> = [(1u8, 6u8, -1i32), (2, 6, 6), (4, 4, -1), (16, 6, -1), (32, 4, -1)]
+        .into_iter()
+        .fold(vec![2, 0, 0, 0], |mut b, (tag, perm, id)| {
             b.extend([tag, 0, perm, 0]);
             b.extend(id.to_le_bytes());
             b
-        },
-    );
-    let acl = Op::Setxattr(pb::SetXattr { ino: f, name: bytes(ACCESS), value: list.into(), flags: 0 });
+        });
+    let acl =
+        Op::Setxattr(pb::SetXattr { ino: f, name: bytes(ACCESS), value: list.into(), flags: 0 });
     for (op, ends) in [
         (mode(0o777), &[][..]),
         (mode(0o4777), &[]),
@@ -65,7 +68,13 @@ fn rights_end_with_what_takes_them_and_with_nothing_else() {
         (Op::Setattr(pb::SetAttr { mtime_now: true, ..set(f) }), &[]),
         (Op::Extend(pb::Extend { ino: f, end: 200, holes: false }), &[]),
         (
-            Op::Rename(pb::Rename { parent: ROOT, name: bytes("f"), new_parent: ROOT, new_name: bytes("g"), flags: 0 }),
+            Op::Rename(pb::Rename {
+                parent: ROOT,
+                name: bytes("f"),
+                new_parent: ROOT,
+                new_name: bytes("g"),
+                flags: 0,
+            }),
             &[],
         ),
     ] {

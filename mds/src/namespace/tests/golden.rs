@@ -1,4 +1,5 @@
-//! State folders of each format, written once and kept: every later program opens them and finds what is in them.
+//! State folders of each format, written once and kept: every later program opens them and finds
+//! what is in them.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -26,11 +27,21 @@ fn fill(format: u32) -> Fs {
     let f = fs.create(d, "file");
     fs.one(mk_link(f, ROOT, "hard"));
     fs.one(Op::Extend(pb::Extend { ino: f, end: 12_345, holes: false }));
-    let set = pb::SetXattr { ino: f, name: bytes("user.colour"), value: bytes("blue"), ..Default::default() };
+    let set = pb::SetXattr {
+        ino: f,
+        name: bytes("user.colour"),
+        value: bytes("blue"),
+        ..Default::default()
+    };
     fs.one(Op::Setxattr(set));
     let link = pb::Symlink { parent: ROOT, name: bytes("soft"), target: bytes("dir/file") };
     fs.one(Op::Symlink(link));
-    let layout = Some(pb::LayoutSpec { stripe_count: 3, stripe_size: 1 << 20, copies: 1, ..Default::default() });
+    let layout = Some(pb::LayoutSpec {
+        stripe_count: 3,
+        stripe_size: 1 << 20,
+        copies: 1,
+        ..Default::default()
+    });
     fs.one(Op::Setlayout(pb::SetLayout { ino: d, layout }));
     // An orphan, chunks to delete, a cut, an eviction.
     let held = fs.create(ROOT, "held");
@@ -76,14 +87,18 @@ fn fill(format: u32) -> Fs {
         fs.one(Op::Extend(pb::Extend { ino: sparse, end: 1 << 40, holes: true }));
     }
     if format >= 4 {
-        let (whole, begun) = (seals::closed(&mut fs, "sealed", 5 << 20), seals::closed(&mut fs, "begun", 0));
+        let (whole, begun) =
+            (seals::closed(&mut fs, "sealed", 5 << 20), seals::closed(&mut fs, "begun", 0));
         seals::seal(&mut fs, whole);
         fs.one(seals::begin(begun));
     }
     if format >= 5 {
         assert_eq!(fs.log(Command::Settings(pb::Settings { min_copies: 2 })).status, None);
     }
-    assert_eq!(fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict: true })).status, None);
+    assert_eq!(
+        fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict: true })).status,
+        None
+    );
     assert!(fs.ns.orphans(9).contains(&held));
     fs
 }
@@ -116,12 +131,20 @@ fn a_state_of_format_1_is_read_for_ever() {
 #[test]
 fn a_state_of_format_2_is_read_for_ever() {
     let fs = read_for_ever(2);
-    let f = fs.ns.locks_of(2).map(|l| (l, 2)).into_iter().chain((3..9).map(|i| (fs.ns.locks_of(i).unwrap(), i)));
+    let f = fs
+        .ns
+        .locks_of(2)
+        .map(|l| (l, 2))
+        .into_iter()
+        .chain((3..9).map(|i| (fs.ns.locks_of(i).unwrap(), i)));
     let all: Vec<_> = f.filter(|(l, _)| *l != Default::default()).collect();
     let (held, _) = all.iter().find(|(l, _)| !l.held.is_empty()).unwrap();
     let (who, spans) = &held.held[0];
     assert_eq!((who.owner, spans.len(), spans[0].end, spans[1].pid), (5, 2, (1 << 40) - 1, 77));
-    assert!(all.iter().any(|(l, _)| l.held.is_empty() && l.fence > 0), "of the session that was evicted");
+    assert!(
+        all.iter().any(|(l, _)| l.held.is_empty() && l.fence > 0),
+        "of the session that was evicted"
+    );
 }
 
 #[test]
@@ -169,7 +192,11 @@ fn read_for_ever(format: u32) -> Fs {
     fs::create_dir_all(dir.path().join("keyspaces/1/tables")).unwrap();
     let kept = dump(&FjallStore::open(dir.path()).unwrap());
     let kinds: BTreeSet<u8> = kept.iter().map(|(k, _)| k[0]).collect();
-    assert_eq!(kinds.into_iter().collect::<Vec<_>>(), KINDS[format as usize - 1], "every kind of record is in it");
+    assert_eq!(
+        kinds.into_iter().collect::<Vec<_>>(),
+        KINDS[format as usize - 1],
+        "every kind of record is in it"
+    );
     let store = MemStore::new();
     store.commit(Batch { ops: kept.into_iter().map(|(k, v)| (k, Some(v))).collect() }).unwrap();
 
@@ -186,11 +213,15 @@ fn read_for_ever(format: u32) -> Fs {
     );
     // And work goes on from there.
     let (index, now, seq, session) = (wanted.index, wanted.now, wanted.seq, wanted.session);
-    let mut fs = Fs { store, ns, index, now, seq, session, creds: creds(0), rules: 0, effects: vec![] };
+    let mut fs =
+        Fs { store, ns, index, now, seq, session, creds: creds(0), rules: 0, effects: vec![] };
     let f = fs.lookup(ROOT, "hard").unwrap();
     assert_eq!((fs.attr(f).size, fs.attr(f).nlink), (12_345, 2));
     assert_eq!(fs.path(f).unwrap(), "/dir/file");
-    assert_eq!(fs.one(Op::Getxattr(pb::GetXattr { ino: f, name: bytes("user.colour") })).data, "blue");
+    assert_eq!(
+        fs.one(Op::Getxattr(pb::GetXattr { ino: f, name: bytes("user.colour") })).data,
+        "blue"
+    );
     assert_eq!(fs.names(ROOT, 10), fill(format).names(ROOT, 10));
     let dir = fs.lookup(ROOT, "dir").unwrap();
     let new = fs.one(mk_create(dir, "new"));

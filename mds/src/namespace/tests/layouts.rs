@@ -7,9 +7,21 @@ fn spec() -> pb::LayoutSpec {
     pb::LayoutSpec::default()
 }
 
-fn create(fs: &mut Fs, parent: Ino, spec: pb::LayoutSpec) -> Result<(pb::Component, Vec<u32>), Code> {
+fn create(
+    fs: &mut Fs,
+    parent: Ino,
+    spec: pb::LayoutSpec,
+) -> Result<(pb::Component, Vec<u32>), Code> {
     let name = bytes(&format!("f{}", fs.index));
-    let c = pb::Create { parent, name, mode: 0o644, exclusive: true, layout: Some(spec), flags: 0, umask: 0 };
+    let c = pb::Create {
+        parent,
+        name,
+        mode: 0o644,
+        exclusive: true,
+        layout: Some(spec),
+        flags: 0,
+        umask: 0,
+    };
     let r = fs.try_one(Op::Create(c))?;
     let layout = r.layout.unwrap();
     let map = fs.ns.map();
@@ -35,7 +47,11 @@ fn defaults_inheritance_and_overrides() {
     let d = fs.mkdir(ROOT, "d");
     fs.one(set(ROOT, Some(pb::LayoutSpec { stripe_size: 1 << 20, stripe_count: 2, ..spec() })));
     let (c, t) = create(&mut fs, d, spec()).unwrap();
-    assert_eq!((c.stripe_size, t.len()), (1 << 20, 2), "the root's default holds everywhere, at run time");
+    assert_eq!(
+        (c.stripe_size, t.len()),
+        (1 << 20, 2),
+        "the root's default holds everywhere, at run time"
+    );
     fs.one(set(d, Some(pb::LayoutSpec { stripe_count: 3, copies: 2, ..spec() })));
     let e = fs.mkdir(d, "e");
     let (c, t) = create(&mut fs, e, spec()).unwrap();
@@ -45,7 +61,10 @@ fn defaults_inheritance_and_overrides() {
     let g = fs.one(Op::Getlayout(pb::GetLayout { ino: d }));
     assert_eq!(g.spec.unwrap().stripe_count, 3);
     let shown = &g.effective.unwrap().components[0];
-    assert_eq!(shown.set, Some(pb::ChainSetRef { set: u32::MAX, seed: 0, start: u32::MAX, count: 3 }));
+    assert_eq!(
+        shown.set,
+        Some(pb::ChainSetRef { set: u32::MAX, seed: 0, start: u32::MAX, count: 3 })
+    );
     assert_eq!((shown.stripe_size, shown.copies, shown.chains.len()), (1 << 20, 2, 0));
     fs.one(set(d, None));
     assert_eq!(fs.one(Op::Getlayout(pb::GetLayout { ino: d })).spec, None);
@@ -77,7 +96,10 @@ fn nonsense_is_refused_with_words() {
 fn explicit_targets_starts_and_overstriping() {
     let mut fs = Fs::new();
     assert_eq!(targets(&mut fs, pb::LayoutSpec { targets: vec![4, 0, 4], ..spec() }), [4, 0, 4]);
-    assert_eq!(targets(&mut fs, pb::LayoutSpec { start: Some(4), stripe_count: 3, ..spec() }), [4, 5, 0]);
+    assert_eq!(
+        targets(&mut fs, pb::LayoutSpec { start: Some(4), stripe_count: 3, ..spec() }),
+        [4, 5, 0]
+    );
     let all = targets(&mut fs, pb::LayoutSpec { stripe_count: -1, ..spec() });
     assert_eq!((all.len(), distinct(&all)), (6, 6));
     assert_eq!(targets(&mut fs, pb::LayoutSpec { stripe_count: 100, ..spec() }).len(), 6);
@@ -98,7 +120,8 @@ fn pools_bound_the_choice() {
         assert_eq!(fs.log(Command::PoolChange(p)).status, None);
     }
     for _ in 0..20 {
-        let (c, t) = create(&mut fs, ROOT, pb::LayoutSpec { pool: "flash".into(), ..spec() }).unwrap();
+        let (c, t) =
+            create(&mut fs, ROOT, pb::LayoutSpec { pool: "flash".into(), ..spec() }).unwrap();
         assert!([1, 3].contains(&t[0]) && c.pool == "flash");
     }
     let all = targets(&mut fs, pb::LayoutSpec { pool: "flash".into(), stripe_count: -1, ..spec() });
@@ -107,7 +130,10 @@ fn pools_bound_the_choice() {
     let layout = Some(pb::LayoutSpec { pool: "flash".into(), ..spec() });
     fs.one(Op::Setlayout(pb::SetLayout { ino: d, layout }));
     assert_eq!(create(&mut fs, d, spec()).unwrap().0.pool, "flash");
-    assert_eq!(create(&mut fs, d, pb::LayoutSpec { pool: "none".into(), ..spec() }).unwrap().0.pool, "");
+    assert_eq!(
+        create(&mut fs, d, pb::LayoutSpec { pool: "none".into(), ..spec() }).unwrap().0.pool,
+        ""
+    );
     let s = fs.one(Op::Statfs(pb::Statfs { pool: "flash".into(), dir: 0 })).statfs.unwrap();
     assert_eq!((s.total_bytes, s.targets.len()), (2 << 40, 2));
     fs.fails(Op::Statfs(pb::Statfs { pool: "x".into(), dir: 0 }), Code::Inval);
@@ -128,7 +154,11 @@ fn space_is_what_files_can_take() {
         (&[7], 2, 7),
         (&[u64::MAX, u64::MAX], 1, u64::MAX),
     ] {
-        assert_eq!(crate::namespace::placement::usable(nodes.to_vec(), copies), want, "{copies} of {nodes:?}");
+        assert_eq!(
+            crate::namespace::placement::usable(nodes.to_vec(), copies),
+            want,
+            "{copies} of {nodes:?}"
+        );
     }
     let mut fs = Fs::new();
     let d = fs.mkdir(ROOT, "d");
@@ -141,10 +171,14 @@ fn space_is_what_files_can_take() {
         (s.total_bytes >> 40, s.free_bytes >> 40)
     };
     twice(&mut fs, d);
-    assert_eq!([0, ROOT, d, 12345].map(|dir| space(&mut fs, dir)), [(6, 6), (6, 6), (3, 3), (6, 6)]);
+    assert_eq!(
+        [0, ROOT, d, 12345].map(|dir| space(&mut fs, dir)),
+        [(6, 6), (6, 6), (3, 3), (6, 6)]
+    );
     twice(&mut fs, ROOT);
     assert_eq!(space(&mut fs, 0), (3, 3));
-    // All silent: as they were. One given up counts no more, and one that is being emptied has no space for anything new.
+    // All silent: as they were. One given up counts no more, and one that is being emptied has no
+    // space for anything new.
     fs.targets(|t| (t.alive, t.used) = (false, 1 << 39));
     assert_eq!(space(&mut fs, ROOT), (3, 1));
     fs.targets(|t| (t.given_up, t.draining) = (t.id == 1, t.id == 2));
@@ -169,14 +203,19 @@ fn dead_targets_get_no_new_files() {
     let map = fs.ns.map();
     let dead = |c: &pb::Chain| {
         let replicas = c.replicas.iter();
-        let replicas = replicas.map(|r| pb::Replica { state: pb::ReplicaState::ReplicaLastsrv as i32, ..*r }).collect();
+        let replicas = replicas
+            .map(|r| pb::Replica { state: pb::ReplicaState::ReplicaLastsrv as i32, ..*r })
+            .collect();
         pb::Chain { epoch: c.epoch + 1, replicas, ..c.clone() }
     };
     let chains = map.map.chains.iter().map(dead).collect();
     let u = pb::MapUpdate { expect_version: map.version(), chains, ..Default::default() };
     assert_eq!(fs.log(Command::MapUpdate(u)).status, None);
     assert_eq!(create(&mut fs, ROOT, spec()), Err(Code::NoSpc));
-    assert_eq!(create(&mut fs, ROOT, pb::LayoutSpec { targets: vec![1], ..spec() }), Err(Code::NoDev));
+    assert_eq!(
+        create(&mut fs, ROOT, pb::LayoutSpec { targets: vec![1], ..spec() }),
+        Err(Code::NoDev)
+    );
 }
 
 #[test]
@@ -207,10 +246,14 @@ fn weighs(mut fs: Fs) {
         }
     });
     let skewed = count(&mut fs, 200);
-    assert!(skewed[0] > 180 && skewed[5] == 0 && skewed[1..5].iter().all(|h| *h > 20), "{skewed:?}");
+    assert!(
+        skewed[0] > 180 && skewed[5] == 0 && skewed[1..5].iter().all(|h| *h > 20),
+        "{skewed:?}"
+    );
 }
 
-/// Each as large a part as it has of the free space, whatever heads the chains: an empty target is given data at once, a full one none.
+/// Each as large a part as it has of the free space, whatever heads the chains: an empty target is
+/// given data at once, a full one none.
 #[test]
 fn empty_targets_get_more_of_the_copies_too() {
     for copies in [1, 2, 3] {
@@ -219,17 +262,27 @@ fn empty_targets_get_more_of_the_copies_too() {
             let mut hits = vec![0; 6];
             for _ in 0..600 {
                 let chain = chains(fs, pb::LayoutSpec { copies, ..spec() })[0];
-                fs.ns.map().chain(chain).unwrap().preferred.iter().for_each(|t| hits[*t as usize] += 1);
+                fs.ns
+                    .map()
+                    .chain(chain)
+                    .unwrap()
+                    .preferred
+                    .iter()
+                    .for_each(|t| hits[*t as usize] += 1);
             }
             let all: usize = hits.iter().sum();
             hits.into_iter().map(|n| n * 100 / all).collect::<Vec<_>>()
         };
-        // One is empty beside five that are half full: 28 % of the space, where 17 % would be its turn.
+        // One is empty beside five that are half full: 28 % of the space, where 17 % would be its
+        // turn.
         fs.targets(|t| t.used = if t.id == 4 { 0 } else { t.capacity / 2 });
         let some = parts(&mut fs);
         if copies < 3 {
             assert!((25..=32).contains(&some[4]), "{copies} copies: {some:?}");
-            assert!((0..6).filter(|t| *t != 4).all(|t| (11..=18).contains(&some[t])), "{copies} copies: {some:?}");
+            assert!(
+                (0..6).filter(|t| *t != 4).all(|t| (11..=18).contains(&some[t])),
+                "{copies} copies: {some:?}"
+            );
         } else {
             // Three nodes: each has a copy, and who has the other targets of a chain is dealt.
             assert!(some[4] > some[5] && some[4] >= 17, "{some:?}");
@@ -248,7 +301,12 @@ fn a_files_layout_can_change_only_before_it_has_data() {
     let f = made.ino;
     fs.one(Op::Release(pb::Release { ino: f, writer: made.writer, surplus: false }));
     let old = fs.record(f).unwrap();
-    let set = |n| Op::Setlayout(pb::SetLayout { ino: f, layout: Some(pb::LayoutSpec { stripe_count: n, ..spec() }) });
+    let set = |n| {
+        Op::Setlayout(pb::SetLayout {
+            ino: f,
+            layout: Some(pb::LayoutSpec { stripe_count: n, ..spec() }),
+        })
+    };
     let new = fs.one(set(3));
     let layout = new.layout.unwrap();
     assert_eq!((layout.generation, layout.drafts, layout.components[0].chains.len()), (1, 1, 3));
@@ -290,12 +348,16 @@ fn files_spread_over_all_chains_of_a_target() {
     assert!(used.len() == 48 && used.iter().all(|n| (3..=20).contains(n)), "{used:?}");
     assert!(heads.iter().all(|n| *n == 80), "{heads:?}");
     // One that comes to a target again uses another chain of it.
-    for s in [pb::LayoutSpec { overstripe: 12, ..spec() }, pb::LayoutSpec { targets: vec![3; 8], ..spec() }] {
+    for s in [
+        pb::LayoutSpec { overstripe: 12, ..spec() },
+        pb::LayoutSpec { targets: vec![3; 8], ..spec() },
+    ] {
         let c = chains(&mut fs, s);
         assert_eq!(distinct(&c), c.len(), "{c:?}");
     }
     // As wide as several sets, and still small.
-    let (c, t) = create(&mut fs, ROOT, pb::LayoutSpec { overstripe: 2000, copies: 2, ..spec() }).unwrap();
+    let (c, t) =
+        create(&mut fs, ROOT, pb::LayoutSpec { overstripe: 2000, copies: 2, ..spec() }).unwrap();
     assert_eq!((t.len(), distinct(&t), c.chains.len()), (2000, 6, 0));
 }
 
@@ -303,7 +365,8 @@ fn files_spread_over_all_chains_of_a_target() {
 fn chains_that_are_whole_are_taken_first() {
     let mut fs = Fs::with_chains(8);
     let map = fs.ns.map();
-    let own: Vec<&pb::Chain> = map.map.chains.iter().filter(|c| c.preferred.len() == 2 && c.ost_index() == 1).collect();
+    let own: Vec<&pb::Chain> =
+        map.map.chains.iter().filter(|c| c.preferred.len() == 2 && c.ost_index() == 1).collect();
     assert_eq!(own.len(), 8);
     let degraded = |c: &&pb::Chain| {
         let mut c = pb::Chain { epoch: c.epoch + 1, ..(*c).clone() };
@@ -311,7 +374,8 @@ fn chains_that_are_whole_are_taken_first() {
         c
     };
     let update = |fs: &mut Fs, chains: Vec<pb::Chain>| {
-        let u = pb::MapUpdate { expect_version: fs.ns.map().version(), chains, ..Default::default() };
+        let u =
+            pb::MapUpdate { expect_version: fs.ns.map().version(), chains, ..Default::default() };
         assert_eq!(fs.log(Command::MapUpdate(u)).status, None);
     };
     update(&mut fs, own[..7].iter().map(degraded).collect());
@@ -328,8 +392,9 @@ fn chains_that_are_whole_are_taken_first() {
 #[test]
 fn a_pools_files_stay_within_it() {
     let mut fs = Fs::new();
-    let flash =
-        |action, targets: Vec<u32>| Command::PoolChange(pb::PoolChange { pool: "flash".into(), action, targets });
+    let flash = |action, targets: Vec<u32>| {
+        Command::PoolChange(pb::PoolChange { pool: "flash".into(), action, targets })
+    };
     assert_eq!(fs.log(flash(1, vec![1, 3, 4])).status, None);
     let two = pb::LayoutSpec { pool: "flash".into(), copies: 2, ..spec() };
     let members = |fs: &mut Fs, spec: &pb::LayoutSpec| {
@@ -344,8 +409,11 @@ fn a_pools_files_stay_within_it() {
     }
     // Nobody else uses them.
     let map = fs.ns.map();
-    let own: Vec<u32> = map.map.sets.iter().filter(|s| s.pool == "flash").flat_map(|s| s.chains.clone()).collect();
-    assert!((0..50).all(|_| !own.contains(&chains(&mut fs, pb::LayoutSpec { copies: 2, ..spec() })[0])));
+    let own: Vec<u32> =
+        map.map.sets.iter().filter(|s| s.pool == "flash").flat_map(|s| s.chains.clone()).collect();
+    assert!(
+        (0..50).all(|_| !own.contains(&chains(&mut fs, pb::LayoutSpec { copies: 2, ..spec() })[0]))
+    );
     // Files go on when the pool goes, and a target outside may be named.
     let f = create(&mut fs, ROOT, two.clone()).unwrap().0;
     let outside = pb::LayoutSpec { targets: vec![0], ..two };

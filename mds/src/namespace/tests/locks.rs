@@ -9,7 +9,14 @@ const END: u64 = u64::MAX;
 
 fn set(ino: Ino, owner: u64, kind: LockKind, r#type: LockType, start: u64, end: u64) -> Op {
     let span = Some(pb::LockSpan { start, end, r#type: r#type as i32, pid: 7 });
-    Op::SetLock(pb::SetLock { ino, owner, kind: kind as i32, span, undo: true, ..Default::default() })
+    Op::SetLock(pb::SetLock {
+        ino,
+        owner,
+        kind: kind as i32,
+        span,
+        undo: true,
+        ..Default::default()
+    })
 }
 fn read(ino: Ino, owner: u64, start: u64, end: u64) -> Op {
     set(ino, owner, LockKind::LockPosix, LockType::LockRead, start, end)
@@ -33,7 +40,13 @@ impl Fs {
     }
 
     /// The lock in the way of a write lock of this range.
-    fn in_the_way(&mut self, ino: Ino, owner: u64, start: u64, end: u64) -> Option<(u64, u64, u64, i32)> {
+    fn in_the_way(
+        &mut self,
+        ino: Ino,
+        owner: u64,
+        start: u64,
+        end: u64,
+    ) -> Option<(u64, u64, u64, i32)> {
         let span = Some(pb::LockSpan { start, end, r#type: LockType::LockWrite as i32, pid: 0 });
         let get = pb::GetLock { ino, owner, kind: LockKind::LockPosix as i32, span };
         let lock = self.one(Op::GetLock(get)).lock?;
@@ -152,10 +165,16 @@ fn the_end_of_a_session_drops_its_locks_in_the_same_entry() {
         });
         fs.one(write(f, 1, 100, END));
         fs.fails(flock(g, 1, LockType::LockRead), Code::LockConflict);
-        assert_eq!(fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict })).status, None);
+        assert_eq!(
+            fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict })).status,
+            None
+        );
         let number = fs.ns.evicted_after(0).last().map_or(0, |e| e.number);
         assert_eq!(number != 0, evict);
-        assert_eq!((fs.ns.locks_of(f).unwrap().fence, fs.ns.locks_of(g).unwrap().fence), (number, number));
+        assert_eq!(
+            (fs.ns.locks_of(f).unwrap().fence, fs.ns.locks_of(g).unwrap().fence),
+            (number, number)
+        );
         assert_eq!((fs.ns.locked_by(0), fs.ns.locked_by(other)), (1, 0));
         fs.one(unlock(f, 1, 200, END));
         assert_eq!(fs.ns.locks_of(f).unwrap().fence, number, "an unlock gives nobody anything");
@@ -177,15 +196,20 @@ fn locks_outlive_a_restart_and_go_with_the_file() {
     fs.fails(read(f, 3, 10, 10), Code::LockConflict);
     assert_eq!(fs.log(Command::FreeOrphans(pb::FreeOrphans { inos: vec![f] })).status, None);
     assert_eq!(fs.ns.locked_by(0), 0);
-    assert!(dump(&fs.store).iter().all(|(k, _)| ![keys::LOCK, keys::LOCK_TOTAL, keys::LOCK_INDEX].contains(&k[0])));
+    assert!(
+        dump(&fs.store)
+            .iter()
+            .all(|(k, _)| ![keys::LOCK, keys::LOCK_TOTAL, keys::LOCK_INDEX].contains(&k[0]))
+    );
 }
 
 #[test]
 fn ranges_are_bounded_and_unlocks_have_room_of_their_own() {
     let mut fs = Fs::new();
     let f = fs.create(ROOT, "f");
-    let many =
-        |at: u64, n: u64| (0..n).map(|i| op(read(f, 1 + at % 7, 2 * (at + i), 2 * (at + i)))).collect::<Vec<_>>();
+    let many = |at: u64, n: u64| {
+        (0..n).map(|i| op(read(f, 1 + at % 7, 2 * (at + i), 2 * (at + i)))).collect::<Vec<_>>()
+    };
     for at in (0..MAX_IN_FILE).step_by(512) {
         assert!(fs.list(many(at, 512)).iter().all(|r| r.status.is_none()));
     }
@@ -241,7 +265,11 @@ fn both_forms_of_locks_are_the_same_to_clients() {
         for step in 0..120 {
             let rules = [2, 3, if step < turn { 2 } else { 3 }];
             let (owner, session) = (d.below(3), sessions[d.below(2) as usize]);
-            let (a, b) = if d.one_in(3) { (d.below(1 << 40), d.below(1 << 40)) } else { (d.below(60), d.below(60)) };
+            let (a, b) = if d.one_in(3) {
+                (d.below(1 << 40), d.below(1 << 40))
+            } else {
+                (d.below(60), d.below(60))
+            };
             let (start, end) = (a.min(b), if d.one_in(8) { END } else { a.max(b) });
             let op = match d.below(7) {
                 0 | 1 => read(f, owner, start, end),
@@ -249,7 +277,8 @@ fn both_forms_of_locks_are_the_same_to_clients() {
                 4 => flock(
                     f,
                     owner,
-                    [LockType::LockRead, LockType::LockWrite, LockType::LockUnlock][d.below(3) as usize],
+                    [LockType::LockRead, LockType::LockWrite, LockType::LockUnlock]
+                        [d.below(3) as usize],
                 ),
                 _ => unlock(f, owner, start, end),
             };
@@ -274,7 +303,9 @@ fn both_forms_of_locks_are_the_same_to_clients() {
             }
         }
         let bytes: Vec<_> = all[1..].iter().map(|fs| dump(&fs.store)).collect();
-        let locks = |d: &[(Bytes, Bytes)]| d.iter().filter(|(k, _)| b"jl".contains(&k[0])).cloned().collect::<Vec<_>>();
+        let locks = |d: &[(Bytes, Bytes)]| {
+            d.iter().filter(|(k, _)| b"jl".contains(&k[0])).cloned().collect::<Vec<_>>()
+        };
         assert_eq!(
             locks(&bytes[0]),
             locks(&bytes[1]),
@@ -294,7 +325,11 @@ fn a_lock_among_thousands_writes_itself_alone() {
     }
     let before: BTreeSet<_> = dump(&fs.store).into_iter().collect();
     fs.one(write(f, 3, 50_000, 50_001));
-    let written: usize = dump(&fs.store).iter().filter(|p| !before.contains(p)).map(|(k, v)| k.len() + v.len()).sum();
+    let written: usize = dump(&fs.store)
+        .iter()
+        .filter(|p| !before.contains(p))
+        .map(|(k, v)| k.len() + v.len())
+        .sum();
     assert!(written < 1000, "{written} bytes");
     fs.fails(write(f, 4, 9, 9), Code::LockConflict);
     fs.fails(read(f, 4, 0, END), Code::LockConflict);

@@ -1,4 +1,5 @@
-//! Tests of the namespace: a file system in memory to drive, and a check of the whole state that every test ends with.
+//! Tests of the namespace: a file system in memory to drive, and a check of the whole state that
+//! every test ends with.
 
 mod acls;
 mod attrs;
@@ -97,8 +98,17 @@ impl Fs {
     fn with(mask: u64, per: usize, format: Command) -> Fs {
         let store = MemStore::new();
         let ns = Namespace::open_with(std::sync::Arc::new(store.clone()), mask).unwrap();
-        let mut fs =
-            Fs { store, ns, index: 0, now: T0, seq: 0, session: 0, creds: creds(0), rules: RULES, effects: vec![] };
+        let mut fs = Fs {
+            store,
+            ns,
+            index: 0,
+            now: T0,
+            seq: 0,
+            session: 0,
+            creds: creds(0),
+            rules: RULES,
+            effects: vec![],
+        };
         assert_eq!(fs.log(format).status, None);
         fs.session = fs.open_session(1);
         fs.cluster(3, 2, per);
@@ -144,8 +154,11 @@ impl Fs {
     }
 
     pub(super) fn open_session(&mut self, client: u8) -> u64 {
-        let o =
-            pb::SessionOpenRequest { client_uuid: vec![client; 16].into(), hostname: "h".into(), ..Default::default() };
+        let o = pb::SessionOpenRequest {
+            client_uuid: vec![client; 16].into(),
+            hostname: "h".into(),
+            ..Default::default()
+        };
         match self.log(Command::SessionOpen(o)).reply {
             Some(pb::log_reply::Reply::SessionOpen(r)) => r.session,
             other => panic!("{other:?}"),
@@ -255,7 +268,15 @@ impl Fs {
 }
 
 pub(super) fn mk_create(parent: Ino, name: &str) -> Op {
-    Op::Create(pb::Create { parent, name: bytes(name), mode: 0o644, exclusive: true, layout: None, flags: 2, umask: 0 })
+    Op::Create(pb::Create {
+        parent,
+        name: bytes(name),
+        mode: 0o644,
+        exclusive: true,
+        layout: None,
+        flags: 2,
+        umask: 0,
+    })
 }
 pub(super) fn mk_unlink(parent: Ino, name: &str) -> Op {
     Op::Unlink(pb::Unlink { parent, name: bytes(name) })
@@ -266,8 +287,20 @@ pub(super) fn mk_rmdir(parent: Ino, name: &str) -> Op {
 pub(super) fn mk_link(ino: Ino, parent: Ino, name: &str) -> Op {
     Op::Link(pb::Link { ino, parent, name: bytes(name) })
 }
-pub(super) fn mk_rename(parent: Ino, name: &str, new_parent: Ino, new_name: &str, flags: u32) -> Op {
-    Op::Rename(pb::Rename { parent, name: bytes(name), new_parent, new_name: bytes(new_name), flags })
+pub(super) fn mk_rename(
+    parent: Ino,
+    name: &str,
+    new_parent: Ino,
+    new_name: &str,
+    flags: u32,
+) -> Op {
+    Op::Rename(pb::Rename {
+        parent,
+        name: bytes(name),
+        new_parent,
+        new_name: bytes(new_name),
+        flags,
+    })
 }
 pub(super) fn mk_size(ino: Ino, size: u64) -> Op {
     Op::Setattr(pb::SetAttr { ino, size: Some(size), ..Default::default() })
@@ -324,13 +357,18 @@ pub(super) fn fsck(fs: &Fs) {
             b'x' => *xattrs.entry(at).or_default() += 1,
             b'm' => {
                 pages.entry(at).or_default().push(n);
-                assert!(!v.is_empty() && v.len() <= 1024 * 32 && v.len().is_multiple_of(32), "digests");
+                assert!(
+                    !v.is_empty() && v.len() <= 1024 * 32 && v.len().is_multiple_of(32),
+                    "digests"
+                );
             }
             b's' => assert!(fs.ns.session(at).is_some()),
             b'r' => drop(replies.insert((at, n))),
             b'o' => drop(orphans.insert(at)),
             b't' => drop(trims.insert(at, pb::Trim::decode(v).unwrap())),
-            b'g' => assert!(n < header.next_number && pb::GcRecord::decode(v).unwrap().layout.is_some()),
+            b'g' => {
+                assert!(n < header.next_number && pb::GcRecord::decode(v).unwrap().layout.is_some())
+            }
             b'e' => drop(pb::EvictedRecord::decode(v).unwrap()),
             b'w' => {
                 assert!(fs.ns.session(at).is_some(), "a writer without a session");
@@ -345,7 +383,10 @@ pub(super) fn fsck(fs: &Fs) {
                 if k.len() > keys::LOCK_OWNER {
                     assert_eq!((spans.len(), spans[0].end), (1, n));
                     let write = spans[0].r#type == pb::LockType::LockWrite as i32;
-                    ranges.insert((ino, kind as u8, write, n, session, owner), (spans[0].start, spans[0].pid));
+                    ranges.insert(
+                        (ino, kind as u8, write, n, session, owner),
+                        (spans[0].start, spans[0].pid),
+                    );
                 }
                 for (session, ino) in [(session, ino), (session, 0), (0, ino), (0, 0)] {
                     *locked.entry((session, ino)).or_default() += spans.len() as u64;
@@ -354,14 +395,23 @@ pub(super) fn fsck(fs: &Fs) {
             b'j' => {
                 super::ranges::is_index(&k, &v).unwrap();
                 let (kind, write, end, session, owner) = keys::parse_lock_index(&k).unwrap();
-                let value =
-                    (u64::from_be_bytes(v[..8].try_into().unwrap()), u32::from_be_bytes(v[8..].try_into().unwrap()));
-                assert_eq!(index.insert((at, kind as u8, write, end, session, owner), value), None, "in two classes");
+                let value = (
+                    u64::from_be_bytes(v[..8].try_into().unwrap()),
+                    u32::from_be_bytes(v[8..].try_into().unwrap()),
+                );
+                assert_eq!(
+                    index.insert((at, kind as u8, write, end, session, owner), value),
+                    None,
+                    "in two classes"
+                );
             }
             b'k' => {
                 let total = pb::LockTotal::decode(v).unwrap();
                 assert!(total.ranges > 0 || total.fence > 0);
-                assert!(total.ranges > 0 || !total.ranged && total.read_classes | total.write_classes == 0);
+                assert!(
+                    total.ranges > 0
+                        || !total.ranged && total.read_classes | total.write_classes == 0
+                );
                 totals.insert((at, n), total.ranges);
             }
             other => panic!("unknown key prefix {other}"),
@@ -376,9 +426,16 @@ pub(super) fn fsck(fs: &Fs) {
     } else {
         1 + u32::from(!locked.is_empty())
     };
-    assert!((format..=FORMAT_VERSION).contains(&header.format_version), "format {}", header.format_version);
+    assert!(
+        (format..=FORMAT_VERSION).contains(&header.format_version),
+        "format {}",
+        header.format_version
+    );
     assert_eq!(header.inodes, inodes.len() as u64);
-    assert!(totals.keys().all(|(_, ino)| *ino == 0 || inodes.contains_key(ino)), "locks of a file that is gone");
+    assert!(
+        totals.keys().all(|(_, ino)| *ino == 0 || inodes.contains_key(ino)),
+        "locks of a file that is gone"
+    );
     totals.retain(|_, ranges| *ranges > 0);
     assert_eq!(locked, totals);
     assert_eq!(ranges, index, "the index of locks");
@@ -417,10 +474,16 @@ pub(super) fn fsck(fs: &Fs) {
         let digests = pages.remove(ino).unwrap_or_default();
         assert_eq!(digests, (0..seal.pages).collect::<Vec<_>>(), "pages of {ino}");
         assert!(seal.manifest.is_none_or(|m| m.size == a.size && seal.pages == strake_proto::seal::pages(a.size)));
-        assert!(r.seal.is_none() || r.writers == 0 && r.trim.is_none() && a.nlink > 0, "{ino} is sealed");
+        assert!(
+            r.seal.is_none() || r.writers == 0 && r.trim.is_none() && a.nlink > 0,
+            "{ino} is sealed"
+        );
         assert_eq!(r.layout.is_some(), a.mode & perm::S_IFMT == perm::S_IFREG);
     }
-    assert!(names.is_empty() && in_dir.is_empty() && xattrs.is_empty(), "{names:?} {in_dir:?} {xattrs:?}");
+    assert!(
+        names.is_empty() && in_dir.is_empty() && xattrs.is_empty(),
+        "{names:?} {in_dir:?} {xattrs:?}"
+    );
     assert!(pages.is_empty(), "pages of no file: {pages:?}");
     assert!(orphans.is_empty() && trims.is_empty(), "{orphans:?} {trims:?}");
     let memory = fs.ns.memory.read();

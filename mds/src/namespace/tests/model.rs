@@ -1,4 +1,5 @@
-//! The namespace against a model: a tree in memory, written from the manual pages and not from the code.
+//! The namespace against a model: a tree in memory, written from the manual pages and not from the
+//! code.
 
 use super::{random::Dice, *};
 
@@ -23,7 +24,8 @@ struct Model {
 impl Model {
     fn dir(&self, n: usize) -> Result<&BTreeMap<String, usize>, Code> {
         match &self.nodes[n].kind {
-            // A removed file answers as long as it is an orphan; removed directories and links do not.
+            // A removed file answers as long as it is an orphan; removed directories and links do
+            // not.
             Kind::File(_) => Err(Code::NotDir),
             _ if !self.reachable().contains(&n) => Err(Code::NoEnt),
             Kind::Dir(d) => Ok(d),
@@ -94,7 +96,14 @@ impl Model {
         self.dir_mut(dir).remove(name);
         Ok(())
     }
-    fn rename(&mut self, dir: usize, name: &str, to: usize, new: &str, flags: u32) -> Result<(), Code> {
+    fn rename(
+        &mut self,
+        dir: usize,
+        name: &str,
+        to: usize,
+        new: &str,
+        flags: u32,
+    ) -> Result<(), Code> {
         if matches!(flags, 3 | 6) {
             return Err(Code::Inval);
         }
@@ -174,7 +183,9 @@ fn compare(fs: &mut Fs, m: &Model) {
 }
 
 fn step(fs: &mut Fs, m: &mut Model, d: &mut Dice) {
-    let node = |d: &mut Dice, m: &Model| if d.one_in(3) { 0 } else { d.below(m.nodes.len() as u64) as usize };
+    let node = |d: &mut Dice, m: &Model| {
+        if d.one_in(3) { 0 } else { d.below(m.nodes.len() as u64) as usize }
+    };
     let text = |d: &mut Dice| ["a", "b", "c", "d"][d.below(4) as usize];
     let (dir, to, n) = (node(d, m), node(d, m), node(d, m));
     let (name, new) = (text(d), text(d));
@@ -202,10 +213,14 @@ fn step(fs: &mut Fs, m: &mut Model, d: &mut Dice) {
         6 => m.link(n, dir, name),
         7 => m.remove(dir, name, false),
         8 => m.remove(dir, name, true),
-        9 | 10 => m.rename(dir, name, to, new, flags).and_then(|()| match flags & 4 != 0 && !m.has(dir, name) {
-            // What is left there is neither a directory nor has it a size.
-            true => fs.lookup(parent, name).and_then(|whiteout| m.make(dir, name, Kind::Link, whiteout)),
-            false => Ok(()),
+        9 | 10 => m.rename(dir, name, to, new, flags).and_then(|()| {
+            match flags & 4 != 0 && !m.has(dir, name) {
+                // What is left there is neither a directory nor has it a size.
+                true => fs
+                    .lookup(parent, name)
+                    .and_then(|whiteout| m.make(dir, name, Kind::Link, whiteout)),
+                false => Ok(()),
+            }
         }),
         11 => m.resize(n, |_| size),
         _ => m.resize(n, |s| s.max(size)),

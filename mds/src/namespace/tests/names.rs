@@ -35,13 +35,20 @@ fn names_have_limits() {
     let mut fs = Fs::new();
     fs.create(ROOT, &"n".repeat(255));
     fs.fails(mk_create(ROOT, &"n".repeat(256)), Code::NameTooLong);
-    for (name, code) in [("", Code::NoEnt), ("a/b", Code::Inval), ("a\0", Code::Inval), (".", Code::IsDir)] {
+    for (name, code) in
+        [("", Code::NoEnt), ("a/b", Code::Inval), ("a\0", Code::Inval), (".", Code::IsDir)]
+    {
         fs.fails(mk_create(ROOT, name), code);
     }
-    fs.fails(Op::Mkdir(pb::Mkdir { parent: ROOT, name: bytes(".."), mode: 0, umask: 0 }), Code::Exist);
+    fs.fails(
+        Op::Mkdir(pb::Mkdir { parent: ROOT, name: bytes(".."), mode: 0, umask: 0 }),
+        Code::Exist,
+    );
     fs.fails(mk_rmdir(ROOT, "."), Code::Inval);
     fs.fails(mk_rename(ROOT, ".", ROOT, "x", 0), Code::Busy);
-    let link = |target: &str| Op::Symlink(pb::Symlink { parent: ROOT, name: bytes("s"), target: bytes(target) });
+    let link = |target: &str| {
+        Op::Symlink(pb::Symlink { parent: ROOT, name: bytes("s"), target: bytes(target) })
+    };
     fs.fails(link(""), Code::NoEnt);
     fs.fails(link(&"t".repeat(4096)), Code::NameTooLong);
     let s = fs.one(link(&"t".repeat(4095))).ino;
@@ -75,24 +82,45 @@ fn parents_get_new_times_and_changes() {
 fn create_opens_what_exists_unless_exclusive() {
     let mut fs = Fs::new();
     let c = |exclusive, flags| {
-        Op::Create(pb::Create { parent: ROOT, name: bytes("f"), mode: 0o400, exclusive, layout: None, flags, umask: 0 })
+        Op::Create(pb::Create {
+            parent: ROOT,
+            name: bytes("f"),
+            mode: 0o400,
+            exclusive,
+            layout: None,
+            flags,
+            umask: 0,
+        })
     };
     fs.as_user(5, |fs| {
         let first = fs.one(c(false, 2));
-        assert!(first.created && first.layout.is_some(), "opened for writing although its mode forbids it");
+        assert!(
+            first.created && first.layout.is_some(),
+            "opened for writing although its mode forbids it"
+        );
         let again = fs.one(c(false, 0));
         assert!(!again.created && again.ino == first.ino && again.layout == first.layout);
         fs.fails(c(false, 2), Code::Access);
         fs.fails(c(true, 0), Code::Exist);
     });
     fs.mkdir(ROOT, "d");
-    fs.fails(Op::Create(pb::Create { parent: ROOT, name: bytes("d"), mode: 0o600, ..Default::default() }), Code::IsDir);
+    fs.fails(
+        Op::Create(pb::Create {
+            parent: ROOT,
+            name: bytes("d"),
+            mode: 0o600,
+            ..Default::default()
+        }),
+        Code::IsDir,
+    );
 }
 
 #[test]
 fn mknod_makes_what_it_may() {
     let mut fs = Fs::new();
-    let node = |name: &str, mode, rdev| Op::Mknod(pb::Mknod { parent: ROOT, name: bytes(name), mode, rdev, umask: 0 });
+    let node = |name: &str, mode, rdev| {
+        Op::Mknod(pb::Mknod { parent: ROOT, name: bytes(name), mode, rdev, umask: 0 })
+    };
     assert!(fs.one(node("reg", 0o644, 9)).layout.is_some());
     let a = fs.one(node("blk", perm::S_IFBLK | 0o600, 0x801)).attr.unwrap();
     assert_eq!((a.mode, a.rdev), (perm::S_IFBLK | 0o600, 0x801));
@@ -200,7 +228,9 @@ fn a_whiteout_takes_the_place_of_what_moved() {
     fs.one(mk_rename(a, "f", a, "h", 4));
     assert_eq!((fs.lookup(a, "h"), fs.names(a, 9).len()), (Ok(f), 3));
     // Whoever may make names may make this one.
-    let open = fs.one(Op::Mkdir(pb::Mkdir { parent: ROOT, name: bytes("open"), mode: 0o777, umask: 0 })).ino;
+    let open = fs
+        .one(Op::Mkdir(pb::Mkdir { parent: ROOT, name: bytes("open"), mode: 0o777, umask: 0 }))
+        .ino;
     fs.one(Op::Setattr(pb::SetAttr { ino: open, mode: Some(0o777), ..Default::default() }));
     fs.as_user(7, |fs| {
         fs.create(open, "f");
@@ -245,7 +275,12 @@ fn every_operation_checks_the_names_that_it_is_given() {
         let ops = [
             mk_create(ROOT, bad),
             Op::Mkdir(pb::Mkdir { parent: ROOT, name: name.clone(), mode: 0o755, umask: 0 }),
-            Op::Mknod(pb::Mknod { parent: ROOT, name: name.clone(), mode: 0o100_644, ..Default::default() }),
+            Op::Mknod(pb::Mknod {
+                parent: ROOT,
+                name: name.clone(),
+                mode: 0o100_644,
+                ..Default::default()
+            }),
             Op::Symlink(pb::Symlink { parent: ROOT, name, target: bytes("t") }),
             mk_link(f, ROOT, bad),
             mk_rename(ROOT, "f", d, bad, 0),
@@ -254,7 +289,8 @@ fn every_operation_checks_the_names_that_it_is_given() {
             fs.fails(op, code);
         }
         // What cannot be there is not there, or is refused as a name.
-        let no_name = |r: Result<pb::OpResult, Code>| r.is_err_and(|c| c == code || c == Code::NoEnt);
+        let no_name =
+            |r: Result<pb::OpResult, Code>| r.is_err_and(|c| c == code || c == Code::NoEnt);
         for op in [
             Op::Lookup(pb::Lookup { parent: ROOT, name: bytes(bad) }),
             mk_unlink(ROOT, bad),
@@ -449,7 +485,10 @@ fn lists_run_in_order_and_all_or_nothing() {
     assert_eq!(r.len(), 1);
     let r = fs.ns.read(0, &creds(0), &[op(mk_create(ROOT, "f"))]);
     assert_eq!(code_of(r.results[0].status.as_ref()), Some(Code::Inval));
-    assert!(code_of(fs.ns.read(0, &creds(0), &[pb::Op { op: None }]).results[0].status.as_ref()).is_some());
+    assert!(
+        code_of(fs.ns.read(0, &creds(0), &[pb::Op { op: None }]).results[0].status.as_ref())
+            .is_some()
+    );
 }
 
 #[test]
@@ -459,7 +498,8 @@ fn replies_have_a_size_limit() {
     for i in 0..20 {
         fs.create(d, &format!("{i}-{}", "n".repeat(240)));
     }
-    let list = |n| vec![op(Op::Readdir(pb::Readdir { dir: d, cookie: 0, limit: 0, attrs: true })); n];
+    let list =
+        |n| vec![op(Op::Readdir(pb::Readdir { dir: d, cookie: 0, limit: 0, attrs: true })); n];
     assert!(fs.list(list(100)).iter().all(|r| r.status.is_none() && r.entries.len() == 20));
     let results = fs.list(list(1000));
     let size: usize = results.iter().map(Message::encoded_len).sum();

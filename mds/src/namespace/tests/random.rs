@@ -1,5 +1,5 @@
-//! Random logs: the same log gives the same bytes, however it is cut into batches, wherever a crash falls and in every
-//! version of this program; and every state on the way is whole.
+//! Random logs: the same log gives the same bytes, however it is cut into batches, wherever a crash
+//! falls and in every version of this program; and every state on the way is whole.
 
 use std::sync::Arc;
 
@@ -17,7 +17,8 @@ impl Dice {
         self.below(n) == 0
     }
     pub(super) fn name(&mut self) -> Bytes {
-        let names = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "some longer name", ".", "..", ""];
+        let names =
+            ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "some longer name", ".", "..", ""];
         let n = if self.one_in(30) { names.len() } else { 11 };
         bytes(names[self.below(n as u64) as usize])
     }
@@ -26,7 +27,11 @@ impl Dice {
     }
     /// Mostly a directory.
     fn dir(&mut self, s: &Seen) -> Ino {
-        if self.one_in(10) { self.ino(s.next) } else { s.dirs[self.below(s.dirs.len() as u64) as usize] }
+        if self.one_in(10) {
+            self.ino(s.next)
+        } else {
+            s.dirs[self.below(s.dirs.len() as u64) as usize]
+        }
     }
     fn size(&mut self) -> u64 {
         let shift = self.below(52);
@@ -44,7 +49,8 @@ struct Seen {
 
 impl Seen {
     fn new(fs: &Fs, newer: bool) -> Seen {
-        let inodes = fs.store.prefix(&[keys::INODE]).map(|p| pb::InodeRecord::decode(p.unwrap().1).unwrap());
+        let inodes =
+            fs.store.prefix(&[keys::INODE]).map(|p| pb::InodeRecord::decode(p.unwrap().1).unwrap());
         let attrs = inodes.map(|r| r.attr.unwrap());
         let dirs = attrs.filter(perm::is_dir).map(|a| a.ino).collect();
         Seen { next: fs.ns.header().next_ino, index: fs.index, dirs, newer }
@@ -78,7 +84,9 @@ fn acl(d: &mut Dice) -> Bytes {
 /// Changes that the log whose state is fixed does not have.
 fn newer_change(d: &mut Dice, seen: &Seen) -> Op {
     let (parent, ino, umask) = (d.dir(seen), d.ino(seen.next), d.below(0o1000) as u32);
-    let name = [bytes("system.posix_acl_access"), bytes("system.posix_acl_default")][d.below(2) as usize].clone();
+    let name = [bytes("system.posix_acl_access"), bytes("system.posix_acl_default")]
+        [d.below(2) as usize]
+        .clone();
     match d.below(10) {
         0..=2 => Op::Setxattr(pb::SetXattr { ino: parent, name, value: acl(d), flags: 0 }),
         3 => Op::Setxattr(pb::SetXattr { ino, name, value: acl(d), flags: 0 }),
@@ -114,7 +122,12 @@ fn change(d: &mut Dice, seen: &Seen) -> Op {
             flags: d.below(4) as u32,
             umask: 0,
         }),
-        5 | 6 => Op::Mkdir(pb::Mkdir { parent, name, mode: if d.one_in(4) { 0o3777 } else { 0o777 }, umask: 0 }),
+        5 | 6 => Op::Mkdir(pb::Mkdir {
+            parent,
+            name,
+            mode: if d.one_in(4) { 0o3777 } else { 0o777 },
+            umask: 0,
+        }),
         7 => {
             let mode = (d.below(16) as u32) << 12 | 0o666;
             Op::Mknod(pb::Mknod { parent, name, mode, rdev: d.below(3) as u32, umask: 0 })
@@ -128,7 +141,13 @@ fn change(d: &mut Dice, seen: &Seen) -> Op {
             if seen.newer && d.one_in(3) {
                 flags |= 4;
             }
-            Op::Rename(pb::Rename { parent, name, new_parent: d.dir(seen), new_name: d.name(), flags })
+            Op::Rename(pb::Rename {
+                parent,
+                name,
+                new_parent: d.dir(seen),
+                new_name: d.name(),
+                flags,
+            })
         }
         16 => Op::Setattr(pb::SetAttr {
             ino,
@@ -144,14 +163,22 @@ fn change(d: &mut Dice, seen: &Seen) -> Op {
             holes: false,
         }),
         17 => {
-            let name = [bytes("user.x"), bytes("trusted.y"), bytes("user.z")][d.below(3) as usize].clone();
+            let name =
+                [bytes("user.x"), bytes("trusted.y"), bytes("user.z")][d.below(3) as usize].clone();
             match d.below(3) {
                 0 => Op::Removexattr(pb::RemoveXattr { ino, name }),
-                _ => Op::Setxattr(pb::SetXattr { ino, name, value: bytes("value"), flags: d.below(3) as u32 }),
+                _ => Op::Setxattr(pb::SetXattr {
+                    ino,
+                    name,
+                    value: bytes("value"),
+                    flags: d.below(3) as u32,
+                }),
             }
         }
         20 => Op::Open(pb::Open { ino, flags: 1 + d.below(2) as u32 }),
-        21 => Op::Release(pb::Release { ino, writer: d.below(seen.index + 1), surplus: d.one_in(3) }),
+        21 => {
+            Op::Release(pb::Release { ino, writer: d.below(seen.index + 1), surplus: d.one_in(3) })
+        }
         18 => Op::Extend(pb::Extend { ino, end: d.size(), holes: false }),
         _ => Op::Setlayout(pb::SetLayout { ino, layout: d.one_in(4).then(|| spec(d)) }),
     }
@@ -162,7 +189,12 @@ fn look(d: &mut Dice, seen: &Seen) -> Op {
     match d.below(8) {
         0 => Op::Lookup(pb::Lookup { parent: ino, name: d.name() }),
         1 => Op::Getattr(pb::GetAttr { ino }),
-        2 => Op::Readdir(pb::Readdir { dir: ino, cookie: 0, limit: d.below(9) as u32, attrs: d.one_in(2) }),
+        2 => Op::Readdir(pb::Readdir {
+            dir: ino,
+            cookie: 0,
+            limit: d.below(9) as u32,
+            attrs: d.one_in(2),
+        }),
         3 => Op::PathOf(pb::PathOf { ino }),
         4 => Op::Open(pb::Open { ino, flags: d.below(4) as u32 }),
         5 => Op::Getlayout(pb::GetLayout { ino }),
@@ -176,11 +208,18 @@ fn lock(d: &mut Dice, seen: &Seen) -> Op {
     let (start, end) = if kind == 1 || d.one_in(4) { (0, u64::MAX) } else { (start, start + len) };
     let span = Some(pb::LockSpan { start, end, r#type: d.below(3) as i32, pid: 1 });
     let ino = 2 + d.below(seen.next.min(12));
-    Op::SetLock(pb::SetLock { ino, owner: d.below(3), kind, span, undo: d.one_in(2), ..Default::default() })
+    Op::SetLock(pb::SetLock {
+        ino,
+        owner: d.below(3),
+        kind,
+        span,
+        undo: d.one_in(2),
+        ..Default::default()
+    })
 }
 
-/// A command that may or may not make sense in the present state. `newer`: also what the log whose state is fixed does not
-/// have.
+/// A command that may or may not make sense in the present state. `newer`: also what the log whose
+/// state is fixed does not have.
 fn command(d: &mut Dice, fs: &Fs, seqs: &mut [u64; 3], newer: bool) -> Command {
     let seen = Seen::new(fs, newer);
     match d.below(40) {
@@ -190,9 +229,14 @@ fn command(d: &mut Dice, fs: &Fs, seqs: &mut [u64; 3], newer: bool) -> Command {
         }
         1 => {
             // Session 1 stays, so that most requests have a session.
-            Command::SessionEnd(pb::SessionEnd { sessions: vec![2 + d.below(5)], evict: d.one_in(2) })
+            Command::SessionEnd(pb::SessionEnd {
+                sessions: vec![2 + d.below(5)],
+                evict: d.one_in(2),
+            })
         }
-        2 => Command::GcDone(pb::GcDone { numbers: fs.ns.gc_queue(2).into_iter().map(|g| g.0).collect() }),
+        2 => Command::GcDone(pb::GcDone {
+            numbers: fs.ns.gc_queue(2).into_iter().map(|g| g.0).collect(),
+        }),
         3 => {
             let (ino, number) = fs.ns.trims(1).first().map_or((9, 9), |t| (t.0, t.1.number));
             Command::TrimDone(pb::TrimDone { ino, number: number - d.below(2) })
@@ -200,7 +244,11 @@ fn command(d: &mut Dice, fs: &Fs, seqs: &mut [u64; 3], newer: bool) -> Command {
         4 => Command::FreeOrphans(pb::FreeOrphans { inos: fs.ns.orphans(2) }),
         5 => {
             let action = 1 + d.below(3) as u32;
-            Command::PoolChange(pb::PoolChange { pool: "flash".into(), action, targets: vec![1, 2] })
+            Command::PoolChange(pb::PoolChange {
+                pool: "flash".into(),
+                action,
+                targets: vec![1, 2],
+            })
         }
         6 => {
             let map = fs.ns.map();
@@ -208,13 +256,20 @@ fn command(d: &mut Dice, fs: &Fs, seqs: &mut [u64; 3], newer: bool) -> Command {
             t.used = d.below(1 << 40);
             t.alive = !d.one_in(4);
             let expect_version = map.version() - u64::from(d.one_in(4));
-            Command::MapUpdate(pb::MapUpdate { expect_version, targets: vec![t], ..Default::default() })
+            Command::MapUpdate(pb::MapUpdate {
+                expect_version,
+                targets: vec![t],
+                ..Default::default()
+            })
         }
-        7 if newer && d.one_in(8) => Command::Settings(pb::Settings { min_copies: d.below(5) as u32 }),
+        7 if newer && d.one_in(8) => {
+            Command::Settings(pb::Settings { min_copies: d.below(5) as u32 })
+        }
         7 if newer => {
             let known = fs.ns.survey(|s| s.ends).unwrap().first().copied();
             let (ino, fence) = known.unwrap_or((d.ino(seen.next), d.below(9)));
-            let change = fs.record(ino).and_then(|r| r.attr).map_or(0, |a| a.change) + u64::from(d.one_in(4));
+            let change = fs.record(ino).and_then(|r| r.attr).map_or(0, |a| a.change)
+                + u64::from(d.one_in(4));
             Command::EndFound(pb::EndFound { ino, fence, change, end: d.size() })
         }
         _ => {
@@ -254,7 +309,8 @@ fn make_log(seed: u64, n: usize, mask: u64, newer: bool) -> (Fs, Log, Vec<pb::Lo
     let mut seqs = [fs.seq; 3];
     let (mut log, mut replies) = (Log::new(), Vec::new());
     for i in 0..n {
-        let data = entry(fs.now + d.below(2_000) as i64 - 500, command(&mut d, &fs, &mut seqs, newer));
+        let data =
+            entry(fs.now + d.below(2_000) as i64 - 500, command(&mut d, &fs, &mut seqs, newer));
         fs.now += 1_000;
         fs.index += 1;
         let e = (fs.index, 1 + i as u64 / 100, data);
@@ -268,7 +324,13 @@ fn make_log(seed: u64, n: usize, mask: u64, newer: bool) -> (Fs, Log, Vec<pb::Lo
 }
 
 /// Applies the log again in other batches, and with crashes. Returns what is stored in the end.
-fn replayed(log: &Log, want: &[pb::LogReply], mask: u64, dice: &mut Dice, crashes: bool) -> MemStore {
+fn replayed(
+    log: &Log,
+    want: &[pb::LogReply],
+    mask: u64,
+    dice: &mut Dice,
+    crashes: bool,
+) -> MemStore {
     let mut start = Fs::with_mask(mask);
     strake_store::MetaStore::sync(&start.store).unwrap();
     let first = start.index + 1;
@@ -324,8 +386,9 @@ fn random_logs_do_real_work() {
     assert!(fs.ns.locked_by(0) > 3, "{}", fs.ns.locked_by(0));
 }
 
-/// What this log leaves is part of the format: members of different versions apply the same log and must agree. If
-/// this fails, either the change was not meant, or it needs a new `FORMAT_VERSION` and a rule for mixed versions.
+/// What this log leaves is part of the format: members of different versions apply the same log and
+/// must agree. If this fails, either the change was not meant, or it needs a new `FORMAT_VERSION`
+/// and a rule for mixed versions.
 #[test]
 fn the_state_after_a_fixed_log_is_fixed() {
     let (fs, log, _) = make_log(2026, 2_000, u64::MAX, false);

@@ -1,4 +1,5 @@
-//! What `strake fsck --repair` has done: planted in the store behind the namespace's back, and what must be refused.
+//! What `strake fsck --repair` has done: planted in the store behind the namespace's back, and what
+//! must be refused.
 
 use pb::repair::What;
 use strake_store::{Batch, MetaStore as _};
@@ -41,7 +42,8 @@ fn refuses_nothing_known(fs: &mut Fs) {
 /// The chains of a file, and one that it is not on.
 fn chains_of(fs: &Fs, ino: Ino) -> (u64, Vec<u32>, u32) {
     let c = fs.record(ino).unwrap().layout.unwrap().components.remove(0);
-    let other = fs.ns.map().map.chains.iter().map(|x| x.id).find(|id| !c.chains.contains(id)).unwrap();
+    let other =
+        fs.ns.map().map.chains.iter().map(|x| x.id).find(|id| !c.chains.contains(id)).unwrap();
     assert!(!c.chains.is_empty());
     (c.data_id, c.chains, other)
 }
@@ -52,8 +54,16 @@ fn chunks_that_some_file_has_are_never_deleted() {
     let f = closed(&mut fs, "f", 9_000_000);
     let (data, own, other) = chains_of(&fs, f);
     assert_eq!(repair(&mut fs, chunks(f, data, &own)), Some(Code::Exist));
-    assert_eq!(repair(&mut fs, chunks(f, data, &[other])), Some(Code::Exist), "they are not leaked");
-    assert_eq!(repair(&mut fs, misplaced(f, data, &[other, own[0]])), Some(Code::Exist), "one of them is enough");
+    assert_eq!(
+        repair(&mut fs, chunks(f, data, &[other])),
+        Some(Code::Exist),
+        "they are not leaked"
+    );
+    assert_eq!(
+        repair(&mut fs, misplaced(f, data, &[other, own[0]])),
+        Some(Code::Exist),
+        "one of them is enough"
+    );
     // Removed but open, it is an orphan.
     fs.one(mk_unlink(ROOT, "f"));
     assert_eq!(repair(&mut fs, chunks(f, data, &own)), Some(Code::Exist));
@@ -119,7 +129,11 @@ fn an_entry_without_an_inode_is_removed() {
     let d = fs.mkdir(ROOT, "d");
     let (f, kept) = (closed(&mut fs, "f", 100), fs.create(d, "kept"));
     assert_eq!(repair(&mut fs, name(ROOT, "f", f)), Some(Code::Exist));
-    assert_eq!(repair(&mut fs, name(ROOT, "f", f + 100)), Some(Code::NoEnt), "the name is another inode's");
+    assert_eq!(
+        repair(&mut fs, name(ROOT, "f", f + 100)),
+        Some(Code::NoEnt),
+        "the name is another inode's"
+    );
     assert_eq!(repair(&mut fs, name(kept, "x", f + 100)), Some(Code::NotDir));
     lose(&fs, f);
     fs.fails(mk_unlink(ROOT, "f"), Code::NoEnt);
@@ -127,7 +141,11 @@ fn an_entry_without_an_inode_is_removed() {
     assert_eq!(repair(&mut fs, name(ROOT, "f", f)), None);
     assert_eq!(repair(&mut fs, name(ROOT, "f", f)), Some(Code::NoEnt), "asked again");
     let after = fs.attr(ROOT);
-    assert!(after.change > before.change && after.mtime_ns > before.mtime_ns && after.nlink == before.nlink);
+    assert!(
+        after.change > before.change
+            && after.mtime_ns > before.mtime_ns
+            && after.nlink == before.nlink
+    );
     fs.create(ROOT, "f");
     assert_eq!(fs.names(ROOT, 9).len(), 2);
     // The inode that was lost was counted; nothing else is left of it.
@@ -148,8 +166,11 @@ fn a_directory_without_an_inode_keeps_its_entry_while_names_are_below() {
     // The one below goes as well when it is lost.
     assert_eq!(fs.lookup(ROOT, "d"), Err(Code::NoEnt));
     let mut batch = Batch::default();
-    let below: Vec<Bytes> =
-        dump(&fs.store).into_iter().map(|(k, _)| k).filter(|k| k.starts_with(&keys::dentry(d, 0)[..9])).collect();
+    let below: Vec<Bytes> = dump(&fs.store)
+        .into_iter()
+        .map(|(k, _)| k)
+        .filter(|k| k.starts_with(&keys::dentry(d, 0)[..9]))
+        .collect();
     assert_eq!(below.len(), 1);
     below.into_iter().for_each(|k| batch.delete(k));
     fs.store.commit(batch).unwrap();

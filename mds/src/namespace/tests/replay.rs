@@ -9,13 +9,22 @@ use strake_store::{MetaStore, mem::Fault};
 fn request(fs: &Fs, session: u64, seq: u64, lowest: u64, name: &str) -> Command {
     let ops = vec![op(mk_create(ROOT, name))];
     let creds = Some(fs.creds.clone());
-    Command::Meta(pb::MetaRequest { session, seq, lowest_unanswered: lowest, creds, ops, ..Default::default() })
+    Command::Meta(pb::MetaRequest {
+        session,
+        seq,
+        lowest_unanswered: lowest,
+        creds,
+        ops,
+        ..Default::default()
+    })
 }
 
 /// Errors by their codes: the words of an error are not kept.
 fn codes(r: &pb::LogReply) -> Vec<Option<Code>> {
     match &r.reply {
-        Some(pb::log_reply::Reply::Meta(m)) => m.results.iter().map(|r| code_of(r.status.as_ref())).collect(),
+        Some(pb::log_reply::Reply::Meta(m)) => {
+            m.results.iter().map(|r| code_of(r.status.as_ref())).collect()
+        }
         other => panic!("{other:?}"),
     }
 }
@@ -58,9 +67,21 @@ fn who_may_not_run_anything() {
     assert_eq!(refused(&fs.log(request(&fs, 99, 1, 0, "a"))), Some(Code::NoSession));
     assert_eq!(refused(&fs.log(request(&fs, s, 0, 0, "a"))), Some(Code::Inval));
     assert_eq!(refused(&fs.log(request(&fs, s, u64::MAX, 0, "a"))), Some(Code::Inval));
-    let nobody = pb::MetaRequest { session: s, seq: 5, ops: vec![op(mk_create(ROOT, "a"))], ..Default::default() };
-    assert_eq!(refused(&fs.log(Command::Meta(nobody))), Some(Code::Inval), "no credentials is not root");
-    assert_eq!(refused(&fs.log(Command::SessionOpen(pb::SessionOpenRequest::default()))), Some(Code::Inval));
+    let nobody = pb::MetaRequest {
+        session: s,
+        seq: 5,
+        ops: vec![op(mk_create(ROOT, "a"))],
+        ..Default::default()
+    };
+    assert_eq!(
+        refused(&fs.log(Command::Meta(nobody))),
+        Some(Code::Inval),
+        "no credentials is not root"
+    );
+    assert_eq!(
+        refused(&fs.log(Command::SessionOpen(pb::SessionOpenRequest::default()))),
+        Some(Code::Inval)
+    );
     let evict = |evict| Command::SessionEnd(pb::SessionEnd { sessions: vec![s, 77], evict });
     fs.log(request(&fs, s, 1, 0, "a"));
     fs.log(evict(true));
@@ -93,7 +114,8 @@ fn kept_replies_and_evictions_are_bounded() {
     let mut fs = Fs::new();
     let (s, base) = (fs.session, fs.index);
     let n = MAX_REPLIES as u64 + 10;
-    let all: Vec<_> = (1..=n).map(|i| (base + i, 1, entry(T0, request(&fs, s, i, 1, &i.to_string())))).collect();
+    let all: Vec<_> =
+        (1..=n).map(|i| (base + i, 1, entry(T0, request(&fs, s, i, 1, &i.to_string())))).collect();
     fs.ns.apply(&all, (base + n, 1), None).unwrap();
     fs.index = base + n;
     assert_eq!(fs.store.prefix(&[keys::REPLY]).count(), MAX_REPLIES);
@@ -134,7 +156,10 @@ fn garbage_in_the_log_is_answered_and_changes_nothing() {
     assert_eq!(refused(&fs.log(format())), Some(Code::Exist));
     // An entry that was applied before does not run again.
     let old = (fs.index, 1, entry(T0, request(&fs, fs.session, 77, 1, "x")));
-    assert_eq!(refused(&fs.ns.apply(&[old], (fs.index, 1), None).unwrap()[0]), Some(Code::ReplyGone));
+    assert_eq!(
+        refused(&fs.ns.apply(&[old], (fs.index, 1), None).unwrap()[0]),
+        Some(Code::ReplyGone)
+    );
     assert!(fs.ns.apply(&[], (fs.index - 1, 1), None).is_err(), "the log never runs backwards");
 }
 
@@ -163,7 +188,14 @@ fn a_store_that_fails_leaves_memory_and_disk_as_they_were() {
         let (before, header, sessions) = (dump(&fs.store), fs.ns.header(), fs.ns.sessions());
         let e = [
             (fs.index + 1, 1, entry(T0 * 2, request(&fs, fs.session, 90, 1, "b"))),
-            (fs.index + 2, 1, entry(T0 * 2, Command::SessionEnd(pb::SessionEnd { sessions: vec![1], evict: true }))),
+            (
+                fs.index + 2,
+                1,
+                entry(
+                    T0 * 2,
+                    Command::SessionEnd(pb::SessionEnd { sessions: vec![1], evict: true }),
+                ),
+            ),
         ];
         fs.store.fail_next(fault, 1, code);
         assert_eq!(fs.ns.apply(&e, (fs.index + 2, 1), Some(b"new")).unwrap_err().code, code);
@@ -178,31 +210,60 @@ fn a_store_that_fails_leaves_memory_and_disk_as_they_were() {
     assert!(fs.lookup(ROOT, "b").is_ok());
 }
 
-/// Whichever read meets damage: the entries are given up, not answered, and nothing has changed. Answered, they would be answered otherwise
-/// than by the other members.
+/// Whichever read meets damage: the entries are given up, not answered, and nothing has changed.
+/// Answered, they would be answered otherwise than by the other members.
 #[test]
 fn damage_is_no_result_of_an_entry() {
     let mut fs = Fs::new();
     let (d, f) = (fs.mkdir(ROOT, "d"), fs.create(ROOT, "f"));
-    fs.one(Op::Setxattr(pb::SetXattr { ino: f, name: bytes("user.a"), value: bytes("1"), flags: 0 }));
+    fs.one(Op::Setxattr(pb::SetXattr {
+        ino: f,
+        name: bytes("user.a"),
+        value: bytes("1"),
+        flags: 0,
+    }));
     fs.create(d, "inner");
     fs.log(request(&fs, fs.session, 80, 1, "kept"));
     let meta = |seq: u64, ops: Vec<Op>| {
         let ops = ops.into_iter().map(op).collect();
         let creds = Some(fs.creds.clone());
-        let m = pb::MetaRequest { session: fs.session, seq, lowest_unanswered: 1, creds, ops, ..Default::default() };
+        let m = pb::MetaRequest {
+            session: fs.session,
+            seq,
+            lowest_unanswered: 1,
+            creds,
+            ops,
+            ..Default::default()
+        };
         entry(T0 * 2, Command::Meta(m))
     };
     let rename = |parent, name: &str, new_name: &str| {
-        Op::Rename(pb::Rename { parent, name: bytes(name), new_parent: ROOT, new_name: bytes(new_name), flags: 0 })
+        Op::Rename(pb::Rename {
+            parent,
+            name: bytes(name),
+            new_parent: ROOT,
+            new_name: bytes(new_name),
+            flags: 0,
+        })
     };
     let entries: Vec<Bytes> = vec![
         meta(90, vec![rename(d, "inner", "f")]),
         meta(91, vec![mk_create(ROOT, "g"), mk_unlink(ROOT, "kept")]),
-        meta(92, vec![Op::Setxattr(pb::SetXattr { ino: d, name: bytes("user.b"), value: bytes("2"), flags: 0 })]),
+        meta(
+            92,
+            vec![Op::Setxattr(pb::SetXattr {
+                ino: d,
+                name: bytes("user.b"),
+                value: bytes("2"),
+                flags: 0,
+            })],
+        ),
         meta(93, vec![mk_unlink(ROOT, "no such name")]),
         entry(T0 * 2, request(&fs, fs.session, 80, 1, "kept")),
-        entry(T0 * 2, Command::SessionEnd(pb::SessionEnd { sessions: vec![fs.session], evict: true })),
+        entry(
+            T0 * 2,
+            Command::SessionEnd(pb::SessionEnd { sessions: vec![fs.session], evict: true }),
+        ),
     ];
     let entries: Vec<_> = (fs.index + 1..).zip(entries).map(|(index, e)| (index, 1, e)).collect();
     let last = (fs.index + entries.len() as u64, 1);
@@ -215,12 +276,21 @@ fn damage_is_no_result_of_an_entry() {
         match ns.apply(&entries, last, None) {
             Ok(replies) => {
                 assert!(ns.damage().is_none(), "read {reads} met damage, and was answered");
-                let codes: Vec<_> = replies.iter().map(|r| r.reply.as_ref().and_then(|_| codes_of(r))).collect();
-                assert_eq!(codes[3], Some(vec![Some(Code::NoEnt)]), "its answers are those of the entries");
+                let codes: Vec<_> =
+                    replies.iter().map(|r| r.reply.as_ref().and_then(|_| codes_of(r))).collect();
+                assert_eq!(
+                    codes[3],
+                    Some(vec![Some(Code::NoEnt)]),
+                    "its answers are those of the entries"
+                );
                 break;
             }
             Err(e) => {
-                assert_eq!((e.code, ns.damage().map(|e| e.code)), (Code::Corrupt, Some(Code::Corrupt)), "read {reads}");
+                assert_eq!(
+                    (e.code, ns.damage().map(|e| e.code)),
+                    (Code::Corrupt, Some(Code::Corrupt)),
+                    "read {reads}"
+                );
                 assert_eq!(dump(&fs.store), before, "read {reads}");
             }
         }
@@ -232,7 +302,9 @@ fn damage_is_no_result_of_an_entry() {
 
 fn codes_of(r: &pb::LogReply) -> Option<Vec<Option<Code>>> {
     match &r.reply {
-        Some(pb::log_reply::Reply::Meta(m)) => Some(m.results.iter().map(|r| code_of(r.status.as_ref())).collect()),
+        Some(pb::log_reply::Reply::Meta(m)) => {
+            Some(m.results.iter().map(|r| code_of(r.status.as_ref())).collect())
+        }
         _ => None,
     }
 }
@@ -257,7 +329,11 @@ impl Reader for FailsAt {
         self.meets()?;
         self.store.get(key)
     }
-    fn range(&self, from: std::ops::Bound<&[u8]>, to: std::ops::Bound<&[u8]>) -> strake_store::PairIter<'_> {
+    fn range(
+        &self,
+        from: std::ops::Bound<&[u8]>,
+        to: std::ops::Bound<&[u8]>,
+    ) -> strake_store::PairIter<'_> {
         Box::new(self.store.range(from, to).map(|pair| self.meets().and(pair)))
     }
 }
@@ -333,8 +409,11 @@ fn readers_see_whole_commits_only() {
                 if stop.load(std::sync::atomic::Ordering::Relaxed) {
                     break;
                 }
-                let r =
-                    ns.read(session, &creds(0), &[op(Op::Readdir(pb::Readdir { dir: ROOT, ..Default::default() }))]);
+                let r = ns.read(
+                    session,
+                    &creds(0),
+                    &[op(Op::Readdir(pb::Readdir { dir: ROOT, ..Default::default() }))],
+                );
                 assert_eq!(r.results[0].entries.len(), 1);
             }
         });
@@ -370,6 +449,10 @@ fn reload_reads_what_a_snapshot_put_there() {
         (b.header(), b.sessions(), b.map().map.clone()),
         (a.ns.header(), a.ns.sessions(), a.ns.map().map.clone())
     );
-    let r = b.read(a.session, &creds(0), &[op(Op::Lookup(pb::Lookup { parent: ROOT, name: bytes("f") }))]);
+    let r = b.read(
+        a.session,
+        &creds(0),
+        &[op(Op::Lookup(pb::Lookup { parent: ROOT, name: bytes("f") }))],
+    );
     assert_eq!(r.results[0].status, None);
 }

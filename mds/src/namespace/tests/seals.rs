@@ -27,8 +27,14 @@ fn get(ino: Ino, page: Option<u64>) -> Op {
 
 /// A file in the root, for all to write, that nobody has open.
 pub(super) fn closed(fs: &mut Fs, name: &str, size: u64) -> Ino {
-    let o =
-        pb::Create { parent: ROOT, name: bytes(name), mode: 0o666, exclusive: true, flags: 2, ..Default::default() };
+    let o = pb::Create {
+        parent: ROOT,
+        name: bytes(name),
+        mode: 0o666,
+        exclusive: true,
+        flags: 2,
+        ..Default::default()
+    };
     let made = fs.one(Op::Create(o));
     let ino = made.ino;
     if size > 0 {
@@ -63,7 +69,11 @@ fn a_seal_in_all_its_steps() {
     assert!(info.id > 0 && info.pages == 0 && info.manifest.is_none());
     assert_eq!((fs.ns.header().format_version, fs.effects[0].changed.clone()), (4, [f].into()));
     let after = fs.attr(f);
-    assert!(after.change > before.change && after.ctime_ns > before.ctime_ns && after.mtime_ns == before.mtime_ns);
+    assert!(
+        after.change > before.change
+            && after.ctime_ns > before.ctime_ns
+            && after.mtime_ns == before.mtime_ns
+    );
     assert_eq!(fs.one(begin(f)).seal.unwrap(), info, "it goes on where it was");
 
     let id = info.id;
@@ -86,19 +96,29 @@ fn a_seal_in_all_its_steps() {
     fs.one(finish(f, id, size));
     let done = fs.one(get(f, Some(1)));
     let m = done.seal.unwrap().manifest.unwrap();
-    assert_eq!((m.size, m.extent_size, m.time_ns > T0, &done.data[..]), (size, EXTENT, true, &[1; 32][..]));
+    assert_eq!(
+        (m.size, m.extent_size, m.time_ns > T0, &done.data[..]),
+        (size, EXTENT, true, &[1; 32][..])
+    );
     fs.fails(get(f, Some(2)), Code::NoData);
     // A second run that read the same ends well, one that read something else does not.
     assert_eq!(fs.one(finish(f, id, size)).seal.unwrap().manifest.unwrap(), m);
     fs.one(page(f, id, 0, PAGE));
-    let Op::Seal(pb::Seal { step: Some(Step::Page(mut other)), .. }) = page(f, id, 0, PAGE) else { panic!() };
+    let Op::Seal(pb::Seal { step: Some(Step::Page(mut other)), .. }) = page(f, id, 0, PAGE) else {
+        panic!()
+    };
     other.digests = vec![9; PAGE * 32].into();
     fs.fails(Op::Seal(pb::Seal { ino: f, id, step: Some(Step::Page(other)) }), Code::Exist);
     // Nor does a run that gives up undo what another one completed.
     for late in [id, id + 1] {
-        fs.fails(Op::Seal(pb::Seal { ino: f, id: late, step: Some(Step::Undo(pb::SealUndo {})) }), Code::Stale);
+        fs.fails(
+            Op::Seal(pb::Seal { ino: f, id: late, step: Some(Step::Undo(pb::SealUndo {})) }),
+            Code::Stale,
+        );
     }
-    let Op::Seal(pb::Seal { step: Some(Step::Finish(mut other)), .. }) = finish(f, id, size) else { panic!() };
+    let Op::Seal(pb::Seal { step: Some(Step::Finish(mut other)), .. }) = finish(f, id, size) else {
+        panic!()
+    };
     other.sha256 = vec![9; 32].into();
     fs.fails(Op::Seal(pb::Seal { ino: f, id, step: Some(Step::Finish(other)) }), Code::Exist);
     assert_eq!(fs.one(begin(f)).seal.unwrap().manifest.unwrap(), m);
@@ -109,7 +129,12 @@ fn nothing_of_a_sealed_file_changes() {
     let mut fs = Fs::new();
     let f = closed(&mut fs, "f", 100);
     fs.one(mk_link(f, ROOT, "hard"));
-    fs.one(Op::Setxattr(pb::SetXattr { ino: f, name: bytes("user.a"), value: bytes("1"), flags: 0 }));
+    fs.one(Op::Setxattr(pb::SetXattr {
+        ino: f,
+        name: bytes("user.a"),
+        value: bytes("1"),
+        flags: 0,
+    }));
     let (g, d) = (closed(&mut fs, "g", 0), fs.mkdir(ROOT, "d"));
     // From the first step on, and with its manifest.
     for finished in [false, true] {
@@ -135,16 +160,37 @@ fn nothing_of_a_sealed_file_changes() {
             set(pb::SetAttr { drop_privileges: true, ..Default::default() }),
             Op::Extend(pb::Extend { ino: f, end: 50, holes: false }),
             Op::Extend(pb::Extend { ino: f, end: 1000, holes: true }),
-            Op::Setxattr(pb::SetXattr { ino: f, name: bytes("user.a"), value: bytes("2"), flags: 0 }),
-            Op::Setxattr(pb::SetXattr { ino: f, name: bytes("trusted.a"), value: bytes("2"), flags: 0 }),
-            Op::Setxattr(pb::SetXattr { ino: f, name: bytes("system.posix_acl_access"), value: acl.into(), flags: 0 }),
+            Op::Setxattr(pb::SetXattr {
+                ino: f,
+                name: bytes("user.a"),
+                value: bytes("2"),
+                flags: 0,
+            }),
+            Op::Setxattr(pb::SetXattr {
+                ino: f,
+                name: bytes("trusted.a"),
+                value: bytes("2"),
+                flags: 0,
+            }),
+            Op::Setxattr(pb::SetXattr {
+                ino: f,
+                name: bytes("system.posix_acl_access"),
+                value: acl.into(),
+                flags: 0,
+            }),
             Op::Removexattr(pb::RemoveXattr { ino: f, name: bytes("user.a") }),
             Op::Removexattr(pb::RemoveXattr { ino: f, name: bytes("security.capability") }),
             Op::Setlayout(pb::SetLayout { ino: f, layout: Some(Default::default()) }),
             Op::Open(pb::Open { ino: f, flags: 1 }),
             Op::Open(pb::Open { ino: f, flags: 2 }),
             Op::Open(pb::Open { ino: f, flags: 0o2001 }),
-            Op::Create(pb::Create { parent: ROOT, name: bytes("f"), mode: 0o666, flags: 2, ..Default::default() }),
+            Op::Create(pb::Create {
+                parent: ROOT,
+                name: bytes("f"),
+                mode: 0o666,
+                flags: 2,
+                ..Default::default()
+            }),
             Op::Access(pb::Access { ino: f, mask: 2 }),
             mk_link(f, ROOT, "more"),
             mk_unlink(ROOT, "f"),
@@ -240,7 +286,10 @@ fn what_cannot_be_sealed() {
     let own = std::mem::replace(&mut fs.session, other);
     fs.one(Op::Open(pb::Open { ino: f, flags: 1 }));
     fs.session = own;
-    assert_eq!(fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict: true })).status, None);
+    assert_eq!(
+        fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict: true })).status,
+        None
+    );
     fs.fails(begin(f), Code::Busy);
     let number = fs.ns.trim_of(f).unwrap().number;
     assert_eq!(fs.log(Command::TrimDone(pb::TrimDone { ino: f, number })).status, None);
@@ -249,7 +298,12 @@ fn what_cannot_be_sealed() {
     let g = closed(&mut fs, "g", 0);
     fs.one(mk_unlink(ROOT, "g"));
     fs.fails(begin(g), Code::NoEnt);
-    let made = fs.one(Op::Tmpfile(pb::Tmpfile { parent: ROOT, mode: 0o600, linkable: true, ..Default::default() }));
+    let made = fs.one(Op::Tmpfile(pb::Tmpfile {
+        parent: ROOT,
+        mode: 0o600,
+        linkable: true,
+        ..Default::default()
+    }));
     fs.fails(begin(made.ino), Code::NoEnt);
 }
 

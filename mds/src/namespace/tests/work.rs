@@ -13,7 +13,9 @@ fn mv(parent: Ino, name: &str, to: Ino, new: &str) -> Op {
 
 /// An access list that names 506 groups.
 fn long_acl() -> Bytes {
-    let entry = |tag: u16, id: u32| [&tag.to_le_bytes()[..], &7u16.to_le_bytes(), &id.to_le_bytes()].concat();
+    let entry = |tag: u16, id: u32| {
+        [&tag.to_le_bytes()[..], &7u16.to_le_bytes(), &id.to_le_bytes()].concat()
+    };
     let mut all = vec![2, 0, 0, 0];
     all.extend([entry(1, u32::MAX), entry(4, u32::MAX)].concat());
     (0..506).for_each(|i| all.extend(entry(8, 1_000_000 + i)));
@@ -24,7 +26,9 @@ fn long_acl() -> Bytes {
 /// A directory so many levels below another one.
 fn deep(fs: &mut Fs, mut at: Ino, levels: usize) -> Ino {
     for n in (0..levels).step_by(500) {
-        let mkdir = |first| op(Op::Mkdir(pb::Mkdir { parent: first, name: bytes("d"), mode: 0o777, umask: 0 }));
+        let mkdir = |first| {
+            op(Op::Mkdir(pb::Mkdir { parent: first, name: bytes("d"), mode: 0o777, umask: 0 }))
+        };
         let ops = (0..500.min(levels - n)).map(|i| mkdir(if i == 0 { at } else { 0 })).collect();
         at = fs.list(ops).last().unwrap().ino;
     }
@@ -44,7 +48,9 @@ fn groups_and_lists_of_rights_cannot_be_multiplied() {
     }));
     // Out of order, as entries of before are in the log.
     fs.creds = pb::Creds { uid: 1000, gid: 1000, groups: (0..5000).rev().collect() };
-    let mkdir = |name: &str| op(Op::Mkdir(pb::Mkdir { parent: dir, name: bytes(name), mode: 0o755, umask: 0 }));
+    let mkdir = |name: &str| {
+        op(Op::Mkdir(pb::Mkdir { parent: dir, name: bytes(name), mode: 0o755, umask: 0 }))
+    };
     let list = |name: &str, n| {
         let mut ops = vec![mkdir(name)];
         ops.extend((0..n).map(|_| lookup(dir, name)));
@@ -77,7 +83,11 @@ fn long_lists_of_cheap_operations_are_answered() {
     fs.creds = creds(1000);
     let many = (0..8192).map(|i| lookup(dir, &format!("f{}", i % 10))).collect();
     let results = fs.list(many);
-    assert!(results.len() == 8192 && results.iter().all(|r| r.status.is_none()), "{:?}", results.last());
+    assert!(
+        results.len() == 8192 && results.iter().all(|r| r.status.is_none()),
+        "{:?}",
+        results.last()
+    );
     fs.creds = creds(0);
     let create = |i| op(mk_create(dir, &format!("new{i}")));
     let results = fs.list((0..2000).map(create).collect());
@@ -117,7 +127,9 @@ fn lists_that_may_be_much_work_are_known_before() {
     let lookups = |n| vec![lookup(plain, "x"); n];
     assert!(!heavy(&fs, &lookups(4)) && !heavy(&fs, &lookups(100)) && heavy(&fs, &lookups(1000)));
     let rename = |to| [op(mv(plain, "x", to, "x"))];
-    assert!(!heavy(&fs, &rename(plain)) && !heavy(&fs, &rename(top)) && heavy(&fs, &rename(bottom)));
+    assert!(
+        !heavy(&fs, &rename(plain)) && !heavy(&fs, &rename(top)) && heavy(&fs, &rename(bottom))
+    );
     assert!(heavy(&fs, &[op(Op::PathOf(pb::PathOf { ino: bottom }))]));
     let value = long_acl();
     fs.one(Op::Setxattr(pb::SetXattr {
@@ -155,7 +167,12 @@ fn what_a_step_takes() {
     let create = |i| op(mk_create(top, &format!("new{i}")));
     timed(&mut fs, "2,000 creates", (0..2000).map(create).collect());
     let value = long_acl();
-    let set = pb::SetXattr { ino: top, name: bytes("system.posix_acl_access"), value, ..Default::default() };
+    let set = pb::SetXattr {
+        ino: top,
+        name: bytes("system.posix_acl_access"),
+        value,
+        ..Default::default()
+    };
     timed(&mut fs, "a list of rights", vec![op(Op::Setxattr(set))]);
     fs.creds = pb::Creds { uid: 1000, gid: 1000, groups: (0..65_536).collect() };
     timed(&mut fs, "lookups against 506 groups", vec![lookup(top, "d"); 100]);
@@ -192,8 +209,11 @@ impl Fs {
 
     fn deep_in(&mut self, mut at: Ino, levels: usize) -> Ino {
         for n in (0..levels).step_by(500) {
-            let mkdir = |parent| op(Op::Mkdir(pb::Mkdir { parent, name: bytes("d"), mode: 0o777, umask: 0 }));
-            let ops = (0..500.min(levels - n)).map(|i| mkdir(if i == 0 { at } else { 0 })).collect();
+            let mkdir = |parent| {
+                op(Op::Mkdir(pb::Mkdir { parent, name: bytes("d"), mode: 0o777, umask: 0 }))
+            };
+            let ops =
+                (0..500.min(levels - n)).map(|i| mkdir(if i == 0 { at } else { 0 })).collect();
             at = self.raw_list(ops).last().unwrap().ino;
         }
         at

@@ -1,4 +1,5 @@
-//! Who may write is on record, and what a writer that went silently left is cut before anybody may write there anew.
+//! Who may write is on record, and what a writer that went silently left is cut before anybody may
+//! write there anew.
 
 use super::*;
 use crate::namespace::ops::Inode;
@@ -34,7 +35,8 @@ fn cut_of(fs: &Fs, ino: Ino) -> Option<(u64, u64)> {
 fn the_layout_of_a_file_that_is_open_for_writing_stays() {
     let mut fs = Fs::new();
     let made = fs.one(mk_create(ROOT, "f"));
-    let set = || Op::Setlayout(pb::SetLayout { ino: made.ino, layout: Some(pb::LayoutSpec::default()) });
+    let set =
+        || Op::Setlayout(pb::SetLayout { ino: made.ino, layout: Some(pb::LayoutSpec::default()) });
     fs.fails(set(), Code::Busy);
     fs.one(release(made.ino, made.writer, false));
     let data = fs.one(set()).attr.unwrap().data_id;
@@ -91,7 +93,8 @@ fn a_writer_that_goes_silently_has_its_surplus_cut_behind_the_eviction() {
     let number = fs.record(ino).unwrap().trim.unwrap().number;
     fs.log(Command::TrimDone(pb::TrimDone { ino, number }));
     assert_eq!(cut_of(&fs, ino), None);
-    // One that says goodbye with the file open, and one whose write failed: cut too, nobody to fence.
+    // One that says goodbye with the file open, and one whose write failed: cut too, nobody to
+    // fence.
     fs.of_session(polite, |fs| fs.one(open(ino)));
     fs.log(end(polite, false));
     assert_eq!(cut_of(&fs, ino), Some((10, 0)));
@@ -116,11 +119,16 @@ fn living_writers_keep_their_unreported_bytes() {
         fs.one(extend(ino, 1 << 20));
         fs.one(release(ino, writer, false));
     });
-    assert_eq!(cut_of(&fs, ino), Some((1 << 20, eviction)), "cut once the last writer has reported its end");
+    assert_eq!(
+        cut_of(&fs, ino),
+        Some((1 << 20, eviction)),
+        "cut once the last writer has reported its end"
+    );
     assert!(!fs.record(ino).unwrap().surplus);
 }
 
-/// A file that another session writes, too, when its maker is evicted; the eviction, the other one and the number of its open.
+/// A file that another session writes, too, when its maker is evicted; the eviction, the other one
+/// and the number of its open.
 fn left_beside(fs: &mut Fs, mode: u32) -> (Ino, u64, u64, u64) {
     let (dead, alive) = (fs.open_session(5), fs.open_session(6));
     let ino = fs.of_session(dead, |fs| {
@@ -148,24 +156,39 @@ fn an_end_that_is_found_is_the_end_and_what_is_there_stays() {
     let (ino, fence, alive, writer) = left_beside(&mut fs, 0o4755);
     let before = fs.record(ino).unwrap();
     let getattr = op(Op::Getattr(pb::GetAttr { ino }));
-    let endless = |fs: &Fs| fs.ns.read_at(0, &creds(0), std::slice::from_ref(&getattr)).unwrap().endless;
-    assert_eq!((before.fence, before.surplus, fs.ns.endless(ino).unwrap().is_some()), (fence, true, true));
-    assert_eq!((endless(&fs), fs.ns.survey(|s| s.ends).unwrap()), ([ino].into(), vec![(ino, fence)]));
+    let endless =
+        |fs: &Fs| fs.ns.read_at(0, &creds(0), std::slice::from_ref(&getattr)).unwrap().endless;
+    assert_eq!(
+        (before.fence, before.surplus, fs.ns.endless(ino).unwrap().is_some()),
+        (fence, true, true)
+    );
+    assert_eq!(
+        (endless(&fs), fs.ns.survey(|s| s.ends).unwrap()),
+        ([ino].into(), vec![(ino, fence)])
+    );
     assert_eq!(fs.found(ino, fence, before.attr().change, 5_000), None);
     let told = fs.effects.last().unwrap();
-    assert_eq!((told.session, &told.changed, told.named.len()), (0, &[ino].into(), 0), "all who hold a lease are told");
+    assert_eq!(
+        (told.session, &told.changed, told.named.len()),
+        (0, &[ino].into(), 0),
+        "all who hold a lease are told"
+    );
     let (r, a) = (fs.record(ino).unwrap(), fs.attr(ino));
     assert_eq!((a.size, a.sparse, a.mode & 0o7777, r.written), (5_000, true, 0o755, true));
     assert!(a.mtime_ns > before.attr().mtime_ns && a.change == before.attr().change + 1);
     assert_eq!((r.fence, fs.ns.endless(ino).unwrap().is_some()), (0, false));
-    assert_eq!((endless(&fs), fs.ns.survey(|s| (s.ends, s.fences)).unwrap()), ([].into(), (vec![], vec![])));
+    assert_eq!(
+        (endless(&fs), fs.ns.survey(|s| (s.ends, s.fences)).unwrap()),
+        ([].into(), (vec![], vec![]))
+    );
     // It was done: by nobody once more.
     for change in [before.attr().change, a.change] {
         assert_eq!(fs.found(ino, fence, change, 9_000), Some(Code::Stale));
         assert_eq!(fs.found(ino, 0, change, 9_000), Some(Code::Stale));
     }
     assert_eq!(fs.attr(ino).size, 5_000);
-    // A failed write of somebody else may have left something: cut when the last writer leaves, and only beyond.
+    // A failed write of somebody else may have left something: cut when the last writer leaves, and
+    // only beyond.
     fs.of_session(alive, |fs| fs.one(release(ino, writer, false)));
     assert_eq!(cut_of(&fs, ino), Some((5_000, 0)));
 }
@@ -201,18 +224,29 @@ fn what_a_write_undoes_is_set_when_the_end_is_known() {
     let requests = sets.map(|o| numbered(&mut fs, o));
     for r in &requests {
         let reply = fs.log(r.clone());
-        assert_eq!((code_of(reply.status.as_ref()), reply.reply), (Some(Code::Overloaded), None), "{r:?}");
+        assert_eq!(
+            (code_of(reply.status.as_ref()), reply.reply),
+            (Some(Code::Overloaded), None),
+            "{r:?}"
+        );
     }
     assert_eq!(fs.record(ino).unwrap(), before);
     // An entry of a leader from before this rule does on every member what it did then.
-    let Command::Meta(old) = numbered(&mut fs, set(pb::SetAttr { mtime_ns: Some(5), ..Default::default() })) else {
+    let Command::Meta(old) =
+        numbered(&mut fs, set(pb::SetAttr { mtime_ns: Some(5), ..Default::default() }))
+    else {
         unreachable!()
     };
     let reply = fs.log(Command::Meta(pb::MetaRequest { ends_matter: false, ..old }));
     assert_eq!(code_of(reply.status.as_ref()), None);
     assert_eq!(fs.record(ino).unwrap().attr().mtime_ns, 5);
     // What a write leaves alone, and what it does itself, waits for nothing.
-    let rest = set(pb::SetAttr { mode: Some(0o600), atime_ns: Some(3), mtime_now: true, ..Default::default() });
+    let rest = set(pb::SetAttr {
+        mode: Some(0o600),
+        atime_ns: Some(3),
+        mtime_now: true,
+        ..Default::default()
+    });
     let rest = numbered(&mut fs, rest);
     assert_eq!(fs.log(rest).status, None);
     assert_eq!(fs.attr(ino).mode & 0o7777, 0o600);
@@ -236,7 +270,10 @@ fn an_end_that_was_seen_before_a_change_or_an_eviction_is_refused() {
     fs.of_session(third, |fs| fs.one(open(ino)));
     fs.log(end(third, true));
     let last = fs.ns.evicted_after(fence)[0].number;
-    assert_eq!((fs.attr(ino).change, fs.effects.iter().flat_map(|e| e.ends.clone()).next()), (seen, Some((ino, last))));
+    assert_eq!(
+        (fs.attr(ino).change, fs.effects.iter().flat_map(|e| e.ends.clone()).next()),
+        (seen, Some((ino, last)))
+    );
     assert_eq!(fs.found(ino, fence, seen, 5_000), Some(Code::Stale));
     // It is cut.
     fs.of_session(alive, |fs| fs.one(mk_size(ino, 10)));
@@ -245,7 +282,10 @@ fn an_end_that_was_seen_before_a_change_or_an_eviction_is_refused() {
     // There is nothing beyond, or not as far: no change, and nobody has to forget anything.
     let change = fs.attr(ino).change;
     assert_eq!(fs.found(ino, last, change, 10), None);
-    assert_eq!((fs.attr(ino).change, fs.attr(ino).size, fs.record(ino).unwrap().fence), (change, 10, 0));
+    assert_eq!(
+        (fs.attr(ino).change, fs.attr(ino).size, fs.record(ino).unwrap().fence),
+        (change, 10, 0)
+    );
     assert!(fs.effects.iter().all(|e| e.changed.is_empty()));
     assert_eq!(fs.found(99, last, change, 10), Some(Code::NoEnt));
 }
@@ -290,7 +330,11 @@ fn a_new_client_reports_its_dead_predecessors() {
     let dead = fs.open_session(5);
     let ino = fs.of_session(dead, |fs| fs.create(ROOT, "f"));
     let open = |dead: Vec<Bytes>| {
-        Command::SessionOpen(pb::SessionOpenRequest { client_uuid: vec![8; 16].into(), dead, ..Default::default() })
+        Command::SessionOpen(pb::SessionOpenRequest {
+            client_uuid: vec![8; 16].into(),
+            dead,
+            ..Default::default()
+        })
     };
     let too_many = fs.log(open(vec![Bytes::from_static(&[9; 16]); 65]));
     assert_eq!(code_of(too_many.status.as_ref()), Some(Code::Inval));

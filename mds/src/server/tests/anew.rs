@@ -17,7 +17,8 @@ const LONG: Duration = Duration::from_secs(4);
 /// Two storage servers with a target each, which head a chain of one copy each.
 async fn pair() -> (World, [std::sync::Arc<FakeOss>; 2]) {
     let configured = |c: &mut crate::server::Config| {
-        (c.rebuild_after_ms, c.expect_targets, c.session_term_ms) = (LONG.as_millis() as u64, 2, 120_000);
+        (c.rebuild_after_ms, c.expect_targets, c.session_term_ms) =
+            (LONG.as_millis() as u64, 2, 120_000);
     };
     let w = World::new(1, configured).await;
     let oss = [w.oss(1).await, w.oss(2).await];

@@ -1,4 +1,5 @@
-//! Metadata that is damaged on one member's disk: clients see the good copies, and the member gets one.
+//! Metadata that is damaged on one member's disk: clients see the good copies, and the member gets
+//! one.
 
 use std::{fs, os::unix::fs::FileExt as _, path::Path};
 
@@ -41,10 +42,14 @@ async fn what_the_leader_cannot_read_another_one_answers() {
         let wanted = if what == "make again" { Code::Exist as u32 } else { 0 };
         assert_eq!(code, wanted, "{what}: {answer:?}");
         assert_ne!(w.leader().await, leader, "{what}");
-        until("it has a copy", || raft(&w, leader).damages == 1 && !raft(&w, leader).no_state).await;
+        until("it has a copy", || raft(&w, leader).damages == 1 && !raft(&w, leader).no_state)
+            .await;
         until("it keeps up", || raft(&w, leader).applied == raft(&w, w_leader(&w)).applied).await;
         let said = notices(&w, leader);
-        assert!(said.contains("damaged 1 times") && said.contains("look after its disk"), "{what}: {said}");
+        assert!(
+            said.contains("damaged 1 times") && said.contains("look after its disk"),
+            "{what}: {said}"
+        );
         let good = w_leader(&w);
         assert!(!notices(&w, good).contains("damaged"), "{what}");
         // It may lead again, and read it.
@@ -92,7 +97,8 @@ async fn a_lone_server_names_its_damage() {
     assert!(said.contains("a flipped bit") && said.contains("'Damaged metadata'"), "{said}");
 }
 
-/// Folders, each with an attribute of 60 kB, so that what they take is soon more than the store keeps in memory.
+/// Folders, each with an attribute of 60 kB, so that what they take is soon more than the store
+/// keeps in memory.
 const FOLDERS: u64 = 1300;
 
 fn attribute(i: u64) -> Vec<u8> {
@@ -110,11 +116,20 @@ async fn fill(cfgs: &[Config], session: u64) -> Vec<u64> {
     let mut inos = Vec::new();
     for i in 0..FOLDERS {
         let r: pb::MetaReply =
-            ask(cfgs, opcode::META, &list(session, 2 * i + 1, vec![mkdir(&format!("d{i}"))])).await.unwrap();
+            ask(cfgs, opcode::META, &list(session, 2 * i + 1, vec![mkdir(&format!("d{i}"))]))
+                .await
+                .unwrap();
         inos.push(r.results[0].ino);
-        let set = pb::SetXattr { ino: inos[i as usize], name: "user.a".into(), value: attribute(i).into(), flags: 0 };
+        let set = pb::SetXattr {
+            ino: inos[i as usize],
+            name: "user.a".into(),
+            value: attribute(i).into(),
+            flags: 0,
+        };
         let r: pb::MetaReply =
-            ask(cfgs, opcode::META, &list(session, 2 * i + 2, vec![Op::Setxattr(set)])).await.unwrap();
+            ask(cfgs, opcode::META, &list(session, 2 * i + 2, vec![Op::Setxattr(set)]))
+                .await
+                .unwrap();
         assert!(r.results[0].status.as_ref().is_none_or(|s| s.code == 0), "{:?}", r.results[0]);
     }
     inos
@@ -125,9 +140,14 @@ async fn all_is_right(cfgs: &[Config], session: u64, inos: &[u64]) {
     for (i, ino) in inos.iter().enumerate() {
         let get = Op::Getxattr(pb::GetXattr { ino: *ino, name: "user.a".into() });
         let ops = vec![lookup(&format!("d{i}")), get];
-        let r: pb::MetaReply =
-            ask(cfgs, opcode::META, &list(session, 0, ops)).await.unwrap_or_else(|e| panic!("d{i}: {e}"));
-        assert_eq!((r.results[0].ino, &r.results[1].data[..]), (*ino, &attribute(i as u64)[..]), "d{i}");
+        let r: pb::MetaReply = ask(cfgs, opcode::META, &list(session, 0, ops))
+            .await
+            .unwrap_or_else(|e| panic!("d{i}: {e}"));
+        assert_eq!(
+            (r.results[0].ino, &r.results[1].data[..]),
+            (*ino, &attribute(i as u64)[..]),
+            "d{i}"
+        );
     }
 }
 
@@ -138,7 +158,8 @@ fn files(dir: &Path) -> Vec<std::path::PathBuf> {
 
 /// One bit in every 20 kB of the tables in a state.
 fn flip(state: &Path) {
-    let tables = files(state).into_iter().filter(|f| f.parent().is_some_and(|p| p.ends_with("tables")));
+    let tables =
+        files(state).into_iter().filter(|f| f.parent().is_some_and(|p| p.ends_with("tables")));
     let mut flipped = 0;
     for table in tables {
         let f = fs::File::options().read(true).write(true).open(table).unwrap();
@@ -156,16 +177,24 @@ async fn healthy(m: &MdsServer, what: &str) {
     let done = async {
         loop {
             let s = m.status().raft.unwrap();
-            if !s.no_state && s.damage.is_empty() && s.applied > 0 && s.applied == s.committed && s.leader != 0 {
+            if !s.no_state
+                && s.damage.is_empty()
+                && s.applied > 0
+                && s.applied == s.committed
+                && s.leader != 0
+            {
                 return;
             }
             sleep(std::time::Duration::from_millis(50)).await;
         }
     };
-    timeout(std::time::Duration::from_secs(60), done).await.unwrap_or_else(|_| panic!("{what}: {:?}", m.status().raft));
+    timeout(std::time::Duration::from_secs(60), done)
+        .await
+        .unwrap_or_else(|_| panic!("{what}: {:?}", m.status().raft));
 }
 
-/// Real files, real bits: those of the leader while it serves, those of a follower while it is down, and the list of tables.
+/// Real files, real bits: those of the leader while it serves, those of a follower while it is
+/// down, and the list of tables.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bits_that_flip_on_a_members_disk_are_seen_by_nobody() {
     let dir = tempfile::tempdir().unwrap();
@@ -216,7 +245,10 @@ async fn bits_that_flip_on_a_members_disk_are_seen_by_nobody() {
         let aside = cfgs[follower].dir.join("state.damaged");
         // Found when it was opened, or by a read; the list always when it was opened.
         let at_start = said.contains("set aside");
-        assert!(at_start == aside.exists() && raft.damages == u64::from(!at_start), "{raft:?} {said}");
+        assert!(
+            at_start == aside.exists() && raft.damages == u64::from(!at_start),
+            "{raft:?} {said}"
+        );
         assert!(at_start || round == 0, "{said}");
     }
 }

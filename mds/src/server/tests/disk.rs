@@ -14,7 +14,8 @@ pub(super) const KEY: [u8; 32] = [8; 32];
 
 /// Ports that were free a moment ago.
 fn free_ports(n: usize) -> Vec<u16> {
-    let held: Vec<TcpListener> = (0..n).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+    let held: Vec<TcpListener> =
+        (0..n).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
     held.iter().map(|l| l.local_addr().unwrap().port()).collect()
 }
 
@@ -23,7 +24,10 @@ pub(super) fn configs(dir: &Path, n: usize) -> Vec<Config> {
     let at = |i: usize| Endpoint::Tcp("127.0.0.1".into(), ports[i]);
     let peers: Vec<(u64, Endpoint)> = (0..n).map(|i| (i as u64 + 1, at(i))).collect();
     (0..n)
-        .map(|i| Config { peers: peers.clone(), ..Config::new(i as u64 + 1, at(i), dir.join(format!("m{i}"))) })
+        .map(|i| Config {
+            peers: peers.clone(),
+            ..Config::new(i as u64 + 1, at(i), dir.join(format!("m{i}")))
+        })
         .collect()
 }
 
@@ -53,7 +57,10 @@ pub(super) async fn ask<R: prost::Message + Default>(
             for c in cfgs {
                 let Ok(conn) = fabric.connect(&c.listen, None).await else { continue };
                 match conn.call(Message::new(opcode, body.clone()), Duration::from_secs(5)).await {
-                    Ok(m) => return R::decode(m.body).map_err(|e| Error::new(Code::Protocol, e.to_string())),
+                    Ok(m) => {
+                        return R::decode(m.body)
+                            .map_err(|e| Error::new(Code::Protocol, e.to_string()));
+                    }
                     Err(e) if e.is_retryable() => (),
                     Err(e) => return Err(e),
                 }
@@ -65,8 +72,12 @@ pub(super) async fn ask<R: prost::Message + Default>(
 }
 
 fn mkdir(session: u64, seq: u64, name: &str) -> pb::MetaRequest {
-    let op =
-        pb::op::Op::Mkdir(pb::Mkdir { parent: ROOT_INO, name: name.as_bytes().to_vec().into(), mode: 0o755, umask: 0 });
+    let op = pb::op::Op::Mkdir(pb::Mkdir {
+        parent: ROOT_INO,
+        name: name.as_bytes().to_vec().into(),
+        mode: 0o755,
+        umask: 0,
+    });
     pb::MetaRequest {
         session,
         seq,
@@ -141,13 +152,22 @@ pub(super) async fn transfer(cfgs: &[Config], all: &[Option<MdsServer>], to: usi
 
 /// Asks whoever leads, which on a slow machine may change, until it is done.
 async fn change_members(cfgs: &[Config], all: &[Option<MdsServer>], change: Change) {
-    let fabric = TcpFabric::new(Env::system(), Identity::server(&KEY), None, Pool::default(), Default::default());
+    let fabric = TcpFabric::new(
+        Env::system(),
+        Identity::server(&KEY),
+        None,
+        Pool::default(),
+        Default::default(),
+    );
     let body = pb::MembersRequest { change: Some(change) }.encode_to_vec();
     let done = async {
         loop {
             let at = &cfgs[leader_of(all).await].listen;
             let conn = fabric.connect(at, None).await.unwrap();
-            match conn.call(Message::new(opcode::MEMBERS, body.clone()), Duration::from_secs(5)).await {
+            match conn
+                .call(Message::new(opcode::MEMBERS, body.clone()), Duration::from_secs(5))
+                .await
+            {
                 Ok(_) => return,
                 // An earlier try whose answer was lost.
                 Err(e) if e.message.contains("is not a learner") => return,
@@ -175,7 +195,12 @@ async fn a_member_is_replaced() {
     let old = (leader_of(&all).await + 1) % 3;
     drop(all[old].take());
     let new = start_on_disk(joiner.clone(), Env::system(), KEY).await.unwrap();
-    change_members(&cfgs, &all, Change::Learn(pb::MemberLearn { endpoint: joiner.listen.to_string() })).await;
+    change_members(
+        &cfgs,
+        &all,
+        Change::Learn(pb::MemberLearn { endpoint: joiner.listen.to_string() }),
+    )
+    .await;
     // Busy until the learner has caught up.
     let step = pb::MemberStep { promote: vec![4], remove: vec![old as u64 + 1] };
     change_members(&cfgs, &all, Change::Step(step)).await;
@@ -187,7 +212,9 @@ async fn a_member_is_replaced() {
     assert!(r.results[0].ino > 1);
     // The new leader records the members it finds; the new one applies that when it comes.
     let recorded = async {
-        let named = |id: usize| new.status().map.unwrap_or_default().nodes.iter().any(|n| n.id == id as u32);
+        let named = |id: usize| {
+            new.status().map.unwrap_or_default().nodes.iter().any(|n| n.id == id as u32)
+        };
         while !named(4) || named(old + 1) {
             sleep(Duration::from_millis(20)).await;
         }
@@ -203,10 +230,15 @@ async fn administration_answers_over_grpc() {
     let mut cfgs = configs(dir.path(), 1);
     cfgs[0].admin = Some(([127, 0, 0, 1], free_ports(1)[0]).into());
     let _server = start_all(&cfgs).await;
-    let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), hostname: "h".into(), ..Default::default() };
+    let open = pb::SessionOpenRequest {
+        client_uuid: vec![1; 16].into(),
+        hostname: "h".into(),
+        ..Default::default()
+    };
     let _: pb::SessionOpenReply = ask(&cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
     let at = cfgs[0].admin.unwrap().to_string();
-    let mut admin = pb::admin_client::AdminClient::new(strake_fabric::admin::connect(&at, &KEY).await.unwrap());
+    let mut admin =
+        pb::admin_client::AdminClient::new(strake_fabric::admin::connect(&at, &KEY).await.unwrap());
     let s = admin.status(pb::StatusRequest {}).await.unwrap().into_inner();
     assert_eq!((s.role.as_str(), s.sessions[0].hostname.as_str()), ("mds", "h"));
     assert_eq!(s.raft.unwrap().leader, 1);
@@ -217,7 +249,10 @@ async fn administration_answers_over_grpc() {
         let p = pb::PoolChangeRequest { pool: format!("p{n}"), ..pool(1) };
         admin.pool_change(p).await.unwrap();
     }
-    let full = admin.pool_change(pb::PoolChangeRequest { pool: "more".into(), ..pool(1) }).await.unwrap_err();
+    let full = admin
+        .pool_change(pb::PoolChangeRequest { pool: "more".into(), ..pool(1) })
+        .await
+        .unwrap_err();
     assert!(full.message().contains("there are 256 pools"), "{full}");
     admin.pool_change(pool(4)).await.unwrap();
     admin.pool_change(pool(1)).await.unwrap();

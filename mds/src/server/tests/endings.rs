@@ -1,4 +1,5 @@
-//! What storage servers hear of rights that ended, and what capabilities say of when they were given.
+//! What storage servers hear of rights that ended, and what capabilities say of when they were
+//! given.
 
 use strake_proto::Capability;
 
@@ -26,20 +27,29 @@ async fn storage_servers_hear_within_a_second_what_ended() {
         let (first, ino) = (open_cap(&made), made.ino);
         sleep(SECOND).await;
         assert!(!oss.refuses(&first, Rights::READ) && !oss.refuses(&first, Rights::WRITE));
-        let release =
-            |writer| vec![Op::Close(pb::Close { ino }), Op::Release(pb::Release { ino, writer, surplus: false })];
+        let release = |writer| {
+            vec![
+                Op::Close(pb::Close { ino }),
+                Op::Release(pb::Release { ino, writer, surplus: false }),
+            ]
+        };
         // Released; who reads may, and who opens it anew may write.
         c.run(release(made.writer)).await.unwrap();
         let again = c.one(open(ino, 2)).await;
         sleep(SECOND).await;
-        assert!(oss.refuses(&first, Rights::WRITE.and(Rights::TRIM)) && !oss.refuses(&first, Rights::READ));
+        assert!(
+            oss.refuses(&first, Rights::WRITE.and(Rights::TRIM))
+                && !oss.refuses(&first, Rights::READ)
+        );
         assert!(!oss.refuses(&open_cap(&again), Rights::WRITE));
         c.run(release(again.writer)).await.unwrap();
         let reads = open_cap(&d.one(open(ino, 0)).await);
         let request = d.request(vec![set_size(ino, 0), open(ino, 0)]);
         let both = d.send(&request).await.unwrap();
         sleep(SECOND).await;
-        assert!(oss.refuses(&open_cap(&again), Rights::WRITE) && !oss.refuses(&reads, Rights::READ));
+        assert!(
+            oss.refuses(&open_cap(&again), Rights::WRITE) && !oss.refuses(&reads, Rights::READ)
+        );
         assert!(!oss.refuses(&open_cap(&both[1]), Rights::READ));
         c.one(Op::Setattr(pb::SetAttr { ino, mode: Some(0o600), ..Default::default() })).await;
         // A list that ran is answered once more: it was looked at the right before the change.
@@ -62,7 +72,8 @@ async fn storage_servers_hear_within_a_second_what_ended() {
         assert!(!oss.refuses(&reads, Rights::READ) && !oss.refuses(&cap, Rights::WRITE));
         assert!(reads.session == session && cap.session != session);
         let close = pb::SessionCloseRequest { session };
-        let _: pb::SessionCloseReply = w.ask(Role::Client, opcode::SESSION_CLOSE, &close).await.unwrap();
+        let _: pb::SessionCloseReply =
+            w.ask(Role::Client, opcode::SESSION_CLOSE, &close).await.unwrap();
         sleep(SECOND).await;
         assert!(oss.refuses(&reads, Rights::READ) && !oss.refuses(&cap, Rights::WRITE));
     }

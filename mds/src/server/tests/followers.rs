@@ -1,4 +1,5 @@
-//! Reads by members that do not lead: what they tell, when they wait, and when they refuse. See `docs/follower-reads.md`.
+//! Reads by members that do not lead: what they tell, when they wait, and when they refuse. See
+//! `docs/follower-reads.md`.
 
 use super::{
     leases::{Holder, chmod, extend, getattr, list, timed},
@@ -10,15 +11,21 @@ use tokio::time::Instant;
 /// The members that do not lead, once all know who does.
 async fn followers(w: &World) -> [usize; 2] {
     let leader = w.leader().await;
-    let knows =
-        |i: usize| w.mds[i].as_ref().is_none_or(|(_, s)| s.node().leadership().borrow().leader == leader as u64 + 1);
+    let knows = |i: usize| {
+        w.mds[i]
+            .as_ref()
+            .is_none_or(|(_, s)| s.node().leadership().borrow().leader == leader as u64 + 1)
+    };
     until("all know the leader", || (0..3).all(knows)).await;
     [(leader + 1) % 3, (leader + 2) % 3]
 }
 
 async fn tell(w: &World, at: usize, request: &pb::MetaRequest) -> Result<pb::MetaReply, Code> {
     let request = pb::MetaRequest { follower: true, ..request.clone() };
-    let m = w.ask_at(at, Role::Client, opcode::META, request.encode_to_vec().into()).await.map_err(|e| e.code)?;
+    let m = w
+        .ask_at(at, Role::Client, opcode::META, request.encode_to_vec().into())
+        .await
+        .map_err(|e| e.code)?;
     Ok(pb::MetaReply::decode(m.body).unwrap())
 }
 
@@ -47,9 +54,13 @@ async fn followers_tell_what_was_answered_before() {
         let d = c.one(mkdir(&format!("d{n}"))).await.ino;
         c.one(chmod(d, 0o700 + n)).await;
         for f in both {
-            let found = ask(&w, f, &mut reader, lookup(&format!("d{n}"))).await.unwrap().attr.unwrap();
+            let found =
+                ask(&w, f, &mut reader, lookup(&format!("d{n}"))).await.unwrap().attr.unwrap();
             assert_eq!((found.ino, found.mode & 0o7777), (d, 0o700 + n));
-            assert_eq!(ask(&w, f, &mut reader, list()).await.unwrap().entries.len(), n as usize + 1);
+            assert_eq!(
+                ask(&w, f, &mut reader, list()).await.unwrap().entries.len(),
+                n as usize + 1
+            );
         }
     }
     // Refused operations are answers, and come with the same rights.
@@ -112,11 +123,18 @@ async fn a_follower_does_not_tell_what_a_holder_has_not_forgotten_was() {
         for f in both {
             let applied = |i: usize| w.mds[i].as_ref().unwrap().1.node().status().applied;
             assert_eq!(applied(f), applied(w.leader().await));
-            assert_eq!(ask(&w, f, &mut c, getattr(d)).await, Err(Code::NotLeader), "only the leader can wait for that");
+            assert_eq!(
+                ask(&w, f, &mut c, getattr(d)).await,
+                Err(Code::NotLeader),
+                "only the leader can wait for that"
+            );
             let walk = pb::MetaRequest { ..c.request(vec![lookup("e"), lookup("d")]) };
             assert_eq!(tell(&w, f, &walk).await.err(), Some(Code::NotLeader));
             let (r, took) = timed(ask(&w, f, &mut c, getattr(e))).await;
-            assert!(r.unwrap().ino == e && took < Duration::from_millis(20), "others do not wait: {took:?}");
+            assert!(
+                r.unwrap().ino == e && took < Duration::from_millis(20),
+                "others do not wait: {took:?}"
+            );
         }
         assert!(began.elapsed() < Duration::from_millis(400));
     };
@@ -126,7 +144,10 @@ async fn a_follower_does_not_tell_what_a_holder_has_not_forgotten_was() {
     });
     assert!(forgot == [d] && began.elapsed() >= Duration::from_millis(400));
     for f in both {
-        assert_eq!(ask(&w, f, &mut c, getattr(d)).await.unwrap().attr.unwrap().mode & 0o7777, 0o700);
+        assert_eq!(
+            ask(&w, f, &mut c, getattr(d)).await.unwrap().attr.unwrap().mode & 0o7777,
+            0o700
+        );
     }
     // What an entry did is told as a whole: the directory and the one that moved.
     assert_eq!(b.one(getattr(e)).await.granted, [e]);
@@ -162,17 +183,29 @@ async fn a_follower_that_is_cut_off_or_without_a_leader_answers_nothing() {
     assert_eq!(ask(&w, f, &mut c, getattr(d)).await, Err(Code::NotServing));
     w.net.cut_off.lock().clear();
     let told = async {
-        while ask(&w, f, &mut c, getattr(d)).await.ok().and_then(|r| r.attr).map(|a| a.mode & 0o7777) != Some(0o700) {
+        while ask(&w, f, &mut c, getattr(d))
+            .await
+            .ok()
+            .and_then(|r| r.attr)
+            .map(|a| a.mode & 0o7777)
+            != Some(0o700)
+        {
             sleep(Duration::from_millis(50)).await;
         }
     };
     tokio::time::timeout(Duration::from_secs(5), told).await.expect("it has caught up");
-    // The leader is cut off and goes on believing that it leads for a while: it tells nobody what may be told.
+    // The leader is cut off and goes on believing that it leads for a while: it tells nobody what
+    // may be told.
     let leader = w.leader().await;
     w.net.cut_off.lock().insert(leader as u32 + 1);
     let request = pb::FrontierRequest { member: f as u64 + 1, ..Default::default() };
-    let (r, took) = timed(w.ask_at(leader, Role::Server, opcode::FRONTIER, request.encode_to_vec().into())).await;
-    assert!(matches!(r.as_ref().map_err(|e| e.code), Err(Code::NotLeader | Code::Disconnected)), "{r:?} {took:?}");
+    let (r, took) =
+        timed(w.ask_at(leader, Role::Server, opcode::FRONTIER, request.encode_to_vec().into()))
+            .await;
+    assert!(
+        matches!(r.as_ref().map_err(|e| e.code), Err(Code::NotLeader | Code::Disconnected)),
+        "{r:?} {took:?}"
+    );
     w.net.cut_off.lock().clear();
     // Nobody leads.
     w.leader().await;
@@ -200,7 +233,11 @@ async fn nothing_is_told_before_a_new_leaders_grace_is_over() {
         assert!(e == Code::NotServing && began.elapsed() < Duration::from_secs(3), "{e:?}");
         sleep(Duration::from_millis(10)).await;
     }
-    assert!(began.elapsed() > Duration::from_millis(1400), "{:?}: nobody said hello", began.elapsed());
+    assert!(
+        began.elapsed() > Duration::from_millis(1400),
+        "{:?}: nobody said hello",
+        began.elapsed()
+    );
     assert!(b > a);
 }
 
@@ -208,7 +245,10 @@ async fn nothing_is_told_before_a_new_leaders_grace_is_over() {
 async fn followers_know_who_writes_and_leave_that_to_the_leader() {
     let w = World::new(3, |_| ()).await;
     let _oss = w.oss(1).await;
-    until("chains", || w.mds.iter().flatten().all(|(_, s)| s.status().map.unwrap().sets.len() == 1)).await;
+    until("chains", || {
+        w.mds.iter().flatten().all(|(_, s)| s.status().map.unwrap().sets.len() == 1)
+    })
+    .await;
     let (mut a, mut b) = (Holder::new(&w, 1).await, w.client(2).await);
     let [f, _] = followers(&w).await;
     let file = a.one(create("f", 1)).await.results[0].clone();
@@ -235,7 +275,8 @@ async fn followers_know_who_writes_and_leave_that_to_the_leader() {
         let r = pb::MetaRequest { ..b.request(vec![lookup("f"), op]) };
         assert_eq!(tell(&w, f, &r).await.err(), Some(Code::NotLeader));
     }
-    let unknown = pb::MetaRequest { ops: vec![pb::Op { op: None }], ..b.request(vec![lookup("f")]) };
+    let unknown =
+        pb::MetaRequest { ops: vec![pb::Op { op: None }], ..b.request(vec![lookup("f")]) };
     assert_eq!(tell(&w, f, &unknown).await.err(), Some(Code::NotLeader));
 }
 
@@ -256,16 +297,25 @@ async fn forged_and_ended_sessions_and_strangers_are_refused() {
     // Frontiers are for servers, and are the leader's to tell.
     let ask_frontier = |at: usize, role, r: pb::FrontierRequest| {
         let w = &w;
-        async move { w.ask_at(at, role, opcode::FRONTIER, r.encode_to_vec().into()).await.map_err(|e| e.code) }
+        async move {
+            w.ask_at(at, role, opcode::FRONTIER, r.encode_to_vec().into()).await.map_err(|e| e.code)
+        }
     };
-    let (leader, r) = (w.leader().await, pb::FrontierRequest { member: f as u64 + 1, ..Default::default() });
+    let (leader, r) =
+        (w.leader().await, pb::FrontierRequest { member: f as u64 + 1, ..Default::default() });
     assert_eq!(ask_frontier(leader, Role::Client, r).await.err(), Some(Code::Access));
     assert_eq!(ask_frontier(g, Role::Server, r).await.err(), Some(Code::NotLeader));
-    let told = ask_frontier(leader, Role::Server, pb::FrontierRequest { member: u64::MAX, ..r }).await.unwrap();
+    let told = ask_frontier(leader, Role::Server, pb::FrontierRequest { member: u64::MAX, ..r })
+        .await
+        .unwrap();
     let told = pb::FrontierReply::decode(told.body).unwrap();
     assert!(told.index > 0 && told.unsettled.is_empty());
     // Long lists of operations as ever.
-    let many = pb::MetaRequest { ops: vec![pb::Op::default(); 8193], follower: true, ..c.request(vec![list()]) };
+    let many = pb::MetaRequest {
+        ops: vec![pb::Op::default(); 8193],
+        follower: true,
+        ..c.request(vec![list()])
+    };
     assert_eq!(tell(&w, f, &many).await.err(), Some(Code::TooBig));
 }
 
@@ -284,7 +334,9 @@ async fn a_member_whose_state_is_replaced_tells_nothing_of_it() {
     // It comes back without what it had, as a new member would, and is asked all the time.
     let i = w.join().await;
     let learn = pb::MembersRequest {
-        change: Some(pb::members_request::Change::Learn(pb::MemberLearn { endpoint: format!("sim:{}", i + 1) })),
+        change: Some(pb::members_request::Change::Learn(pb::MemberLearn {
+            endpoint: format!("sim:{}", i + 1),
+        })),
     };
     let ops = vec![pb::Op { op: Some(list()) }];
     let look = pb::MetaRequest { session, ops, ..Default::default() };

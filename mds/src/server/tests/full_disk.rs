@@ -1,4 +1,5 @@
-//! A server on a small file system that fills: what is refused, what goes on, and service again without a restart.
+//! A server on a small file system that fills: what is refused, what goes on, and service again
+//! without a restart.
 
 use std::{
     fs::{self, File},
@@ -30,7 +31,10 @@ impl Small {
     fn new(mib: u32) -> Option<Small> {
         let dir = tempfile::tempdir().unwrap();
         let size = format!("size={mib}m");
-        let mount = Command::new("mount").args(["-t", "tmpfs", "-o", &size, "strake-test"]).arg(dir.path()).output();
+        let mount = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &size, "strake-test"])
+            .arg(dir.path())
+            .output();
         if !mount.is_ok_and(|o| o.status.success()) {
             println!("skipped: mounting a tmpfs needs root");
             return None;
@@ -88,7 +92,10 @@ impl Client {
             ops: ops.into_iter().map(|op| pb::Op { op: Some(op) }).collect(),
             ..Default::default()
         };
-        let answer = self.conn.call(Message::new(opcode::META, r.encode_to_vec()), Duration::from_secs(20)).await;
+        let answer = self
+            .conn
+            .call(Message::new(opcode::META, r.encode_to_vec()), Duration::from_secs(20))
+            .await;
         let results = pb::MetaReply::decode(answer?.body).unwrap().results;
         match results.iter().find_map(|r| r.status.clone().filter(|s| s.code != 0)) {
             Some(s) => Err(Error::from(s)),
@@ -164,7 +171,12 @@ async fn somebody_else_fills_the_disk_of_a_lone_server() {
     assert!(reserve.exists());
     let _server = restarted(all[0].take().unwrap(), &cfgs[0]).await;
     let mut c = Client { seq: 20_000, ..Client::new(&cfgs, 0).await };
-    assert!(c.exists("after").await && c.exists("d200").await && !c.exists("d199").await && !c.exists("new").await);
+    assert!(
+        c.exists("after").await
+            && c.exists("d200").await
+            && !c.exists("d199").await
+            && !c.exists("new").await
+    );
 }
 
 /// Its own changes fill it: what the log, the journal, flushes and compactions take is part of it.
@@ -191,12 +203,18 @@ async fn a_lone_server_fills_its_disk_itself() {
         c.send(vec![rmdir(&name(n))]).await.unwrap();
     }
     assert!(c.exists(&name(made - 1)).await && !c.exists(&name(made)).await);
-    let grown = Command::new("mount").args(["-o", "remount,size=400m"]).arg(disk.0.path()).status().unwrap();
+    let grown = Command::new("mount")
+        .args(["-o", "remount,size=400m"])
+        .arg(disk.0.path())
+        .status()
+        .unwrap();
     assert!(grown.success());
     c.mkdir_in_time("after").await;
     let _server = restarted(all[0].take().unwrap(), &cfgs[0]).await;
     let mut c = Client { seq: 1 << 40, ..Client::new(&cfgs, 0).await };
-    assert!(c.exists("after").await && c.exists(&name(made - 1)).await && !c.exists(&name(199)).await);
+    assert!(
+        c.exists("after").await && c.exists(&name(made - 1)).await && !c.exists(&name(199)).await
+    );
 }
 
 /// Nothing is kept back, so that the store itself meets the end of the disk.

@@ -1,4 +1,5 @@
-//! Sessions that hold back what they write: who waits for them, and what is left of those that were evicted.
+//! Sessions that hold back what they write: who waits for them, and what is left of those that were
+//! evicted.
 
 use std::{future::Future, pin::pin};
 
@@ -20,8 +21,8 @@ async fn dies(w: &World, by: u8, uuid: u8) -> u64 {
     w.client_that(by, false, &[uuid]).await.session
 }
 
-/// What an evicted session wrote may be on its way yet: who looks at the file, opens it or becomes its writer waits until no storage
-/// server will take it any more. Nobody else does.
+/// What an evicted session wrote may be on its way yet: who looks at the file, opens it or becomes
+/// its writer waits until no storage server will take it any more. Nobody else does.
 #[tokio::test(start_paused = true)]
 async fn nobody_is_told_of_what_an_evicted_session_may_yet_write() {
     let (w, oss) = with_files().await;
@@ -50,12 +51,18 @@ async fn nobody_is_told_of_what_an_evicted_session_may_yet_write() {
         oss.busy.store(false, Ordering::Relaxed);
         let began = Instant::now();
         let (look, ..) = all.await;
-        // The writer waits for the cut, too, which was tried in vain meanwhile, and has then time for its report, which it does not make.
-        assert!(began.elapsed() < Duration::from_secs(11) && size(&look) == 0, "{:?}", began.elapsed());
+        // The writer waits for the cut, too, which was tried in vain meanwhile, and has then time
+        // for its report, which it does not make.
+        assert!(
+            began.elapsed() < Duration::from_secs(11) && size(&look) == 0,
+            "{:?}",
+            began.elapsed()
+        );
     }
 }
 
-/// A new leader knows of it from the state, also while others write the file, so that it is not cut.
+/// A new leader knows of it from the state, also while others write the file, so that it is not
+/// cut.
 #[tokio::test(start_paused = true)]
 async fn a_new_leader_waits_for_storage_servers_too() {
     for others in [false, true] {
@@ -105,7 +112,8 @@ async fn a_second_writer_waits_for_what_the_first_holds_back() {
     for _ in 0..10 {
         let (_, alive) = tokio::join!(waits(&mut opened), a.renew());
         assert_eq!(alive, 1500);
-        let work = pb::RecallRequest { working: vec![report.reports[0].number], ..a.recall(vec![]) };
+        let work =
+            pb::RecallRequest { working: vec![report.reports[0].number], ..a.recall(vec![]) };
         let _: pb::RecallReply = w.ask(Role::Client, opcode::RECALL, &work).await.unwrap();
         a.renew().await;
     }
@@ -118,8 +126,8 @@ async fn a_second_writer_waits_for_what_the_first_holds_back() {
     assert!(again.granted.is_empty());
 }
 
-/// One who has reported that it is not alone holds nothing back: who comes after that waits for nobody, who comes before waits, too.
-/// It is asked again when it was left alone since.
+/// One who has reported that it is not alone holds nothing back: who comes after that waits for
+/// nobody, who comes before waits, too. It is asked again when it was left alone since.
 #[tokio::test(start_paused = true)]
 async fn the_third_writer_waits_for_nobody_unless_one_was_alone_again() {
     let (w, _oss) = with_files().await;
@@ -164,7 +172,8 @@ async fn the_third_writer_waits_for_nobody_unless_one_was_alone_again() {
     tokio::join!(a.poll(vec![report.reports[0].number]), opened);
 }
 
-/// Who was alone since when is not in the log: a new leader asks all who hold back and are on record, once.
+/// Who was alone since when is not in the log: a new leader asks all who hold back and are on
+/// record, once.
 #[tokio::test(start_paused = true)]
 async fn a_new_leader_asks_all_who_may_hold_something_back() {
     let (mut w, _oss) = with_files().await;

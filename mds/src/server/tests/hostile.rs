@@ -1,4 +1,5 @@
-//! Clients that keep to no rule: ids that nobody was given, numbers that mean nothing, more than anybody may have.
+//! Clients that keep to no rule: ids that nobody was given, numbers that mean nothing, more than
+//! anybody may have.
 
 use super::*;
 use crate::leases::Limits;
@@ -16,12 +17,26 @@ async fn sessions_that_nobody_was_given_are_refused() {
     let close = pb::SessionCloseRequest { session: gone.session };
     let late = gone.request(vec![mkdir("late")]);
     assert_eq!(code(&w, opcode::SESSION_CLOSE, &close).await, None);
-    assert_eq!(code(&w, opcode::META, &late).await, Some(Code::NoSession), "a closed session's request");
+    assert_eq!(
+        code(&w, opcode::META, &late).await,
+        Some(Code::NoSession),
+        "a closed session's request"
+    );
     for session in [0, c.session ^ 1 << 40, c.session + 1000, u64::MAX, gone.session] {
         let read = pb::MetaRequest { session, ..c.request(vec![lookup("d")]) };
         let change = pb::MetaRequest { session, seq: 1, ..c.request(vec![unlink("d")]) };
-        let renew = pb::SessionRenewRequest { session, hello: true, connection: u64::MAX, ..Default::default() };
-        let recall = pb::RecallRequest { session, acknowledged: u64::MAX, reported: vec![1], ..Default::default() };
+        let renew = pb::SessionRenewRequest {
+            session,
+            hello: true,
+            connection: u64::MAX,
+            ..Default::default()
+        };
+        let recall = pb::RecallRequest {
+            session,
+            acknowledged: u64::MAX,
+            reported: vec![1],
+            ..Default::default()
+        };
         let wait = pb::LockWaitRequest { session, ..Default::default() };
         let close = pb::SessionCloseRequest { session };
         for (op, refused) in [
@@ -61,16 +76,20 @@ async fn numbers_that_mean_nothing_are_refused() {
     let (w, _oss) = leases::with_files().await;
     let mut c = w.client(1).await;
     let file = c.one(create("f", 0)).await.ino;
-    let set = |flags| Op::Setxattr(pb::SetXattr { ino: file, name: "user.a".into(), value: "v".into(), flags });
+    let set = |flags| {
+        Op::Setxattr(pb::SetXattr { ino: file, name: "user.a".into(), value: "v".into(), flags })
+    };
     for flags in [3 << 2, 1 << 31] {
         assert_eq!(c.fails(set(flags)).await, Code::Inval);
         let Op::Rename(r) = rename("f", "g") else { unreachable!() };
         assert_eq!(c.fails(Op::Rename(pb::Rename { flags: flags | 4, ..r })).await, Code::Inval);
     }
-    // Neither for reading nor for writing: there is no right to the data. Bits that nobody knows change nothing.
+    // Neither for reading nor for writing: there is no right to the data. Bits that nobody knows
+    // change nothing.
     assert!(c.one(Op::Open(pb::Open { ino: file, flags: 3 })).await.capability.is_empty());
     assert!(c.one(create("h", 3)).await.capability.is_empty());
-    let tmpfile = Op::Tmpfile(pb::Tmpfile { parent: ROOT_INO, flags: 3, mode: 0o600, ..Default::default() });
+    let tmpfile =
+        Op::Tmpfile(pb::Tmpfile { parent: ROOT_INO, flags: 3, mode: 0o600, ..Default::default() });
     assert!(c.one(tmpfile).await.capability.is_empty());
     let rights = |cap: &[u8]| {
         let cap: [u8; CAP_LEN] = cap.try_into().unwrap();
@@ -109,7 +128,10 @@ async fn a_member_that_says_what_nobody_knows_is_harmless() {
     let batch = pb::RaftBatch { from, to, cluster, stamp, disk: !0, ..Default::default() };
     w.ask_at(leader, Role::Server, opcode::RAFT, batch.encode_to_vec().into()).await.unwrap();
     c.one(mkdir("d")).await;
-    let r = w.ask::<pb::MembersReply>(Role::Server, opcode::MEMBERS, &pb::MembersRequest::default()).await.unwrap();
+    let r = w
+        .ask::<pb::MembersReply>(Role::Server, opcode::MEMBERS, &pb::MembersRequest::default())
+        .await
+        .unwrap();
     assert_eq!(r.members.iter().filter(|m| m.voter).count(), 3);
 }
 
@@ -117,7 +139,10 @@ async fn a_member_that_says_what_nobody_knows_is_harmless() {
 async fn nobody_is_on_record_as_writing_more_than_a_session_may() {
     let w = World::new(1, |c| c.limit_leases(Limits { of_writer: 3, ..Limits::default() })).await;
     let _oss = w.oss(1).await;
-    until("chains", || w.mds.iter().flatten().any(|(_, s)| s.status().map.unwrap().sets.len() == 1)).await;
+    until("chains", || {
+        w.mds.iter().flatten().any(|(_, s)| s.status().map.unwrap().sets.len() == 1)
+    })
+    .await;
     let (mut c, mut other) = (w.client(1).await, w.client(2).await);
     for name in ["a", "b"] {
         c.one(create(name, 1)).await;
@@ -130,10 +155,15 @@ async fn nobody_is_on_record_as_writing_more_than_a_session_may() {
     assert_eq!(c.fails(create("d", 1)).await, Code::Overloaded);
     assert_eq!(c.fails(lookup("d")).await, Code::NoEnt);
     let again = c.send(&third).await.unwrap();
-    assert_eq!((again[0].ino, again[0].writer), (made[0].ino, made[0].writer), "its answer is still there");
+    assert_eq!(
+        (again[0].ino, again[0].writer),
+        (made[0].ino, made[0].writer),
+        "its answer is still there"
+    );
     c.one(create("for-reading", 0)).await;
     other.one(create("d", 1)).await;
-    c.one(Op::Release(pb::Release { ino: made[0].ino, writer: made[0].writer, surplus: false })).await;
+    c.one(Op::Release(pb::Release { ino: made[0].ino, writer: made[0].writer, surplus: false }))
+        .await;
     c.one(create("e", 1)).await;
     assert_eq!(c.fails(create("g", 1)).await, Code::Overloaded);
 }

@@ -42,8 +42,15 @@ impl<'a> Holder<'a> {
     }
 
     async fn renewal(&self, connection: u64, hello: bool, lives_on: bool) -> Result<u32, Code> {
-        let r = pb::SessionRenewRequest { session: self.c.session, connection, hello, lives_on, ..Default::default() };
-        let r: Result<pb::SessionRenewReply, _> = self.w.ask(Role::Client, opcode::SESSION_RENEW, &r).await;
+        let r = pb::SessionRenewRequest {
+            session: self.c.session,
+            connection,
+            hello,
+            lives_on,
+            ..Default::default()
+        };
+        let r: Result<pb::SessionRenewReply, _> =
+            self.w.ask(Role::Client, opcode::SESSION_RENEW, &r).await;
         r.map(|r| r.lease_ms).map_err(|e| e.code)
     }
 
@@ -63,7 +70,8 @@ impl<'a> Holder<'a> {
     }
 
     pub(super) fn recall(&self, reported: Vec<u64>) -> pb::RecallRequest {
-        let (session, connection, acknowledged) = (self.c.session, self.connection, self.acknowledged);
+        let (session, connection, acknowledged) =
+            (self.c.session, self.connection, self.acknowledged);
         pb::RecallRequest { session, connection, acknowledged, reported, ..Default::default() }
     }
 
@@ -118,14 +126,18 @@ async fn lone() -> World {
 pub(super) async fn with_files() -> (World, std::sync::Arc<world::FakeOss>) {
     let w = lone().await;
     let oss = w.oss(1).await;
-    until("chains", || w.mds.iter().flatten().any(|(_, s)| s.status().map.unwrap().sets.len() == 1)).await;
+    until("chains", || {
+        w.mds.iter().flatten().any(|(_, s)| s.status().map.unwrap().sets.len() == 1)
+    })
+    .await;
     (w, oss)
 }
 
 #[tokio::test(start_paused = true)]
 async fn nobody_is_told_what_is_new_before_a_holder_has_forgotten_what_was() {
     let w = lone().await;
-    let (mut a, mut b, mut c) = (Holder::new(&w, 1).await, Holder::new(&w, 2).await, w.client(3).await);
+    let (mut a, mut b, mut c) =
+        (Holder::new(&w, 1).await, Holder::new(&w, 2).await, w.client(3).await);
     let d = a.one(mkdir("d")).await.results[0].ino;
     let r = b.one(lookup("d")).await;
     assert_eq!(r.granted, [ROOT_INO, d]);
@@ -139,14 +151,19 @@ async fn nobody_is_told_what_is_new_before_a_holder_has_forgotten_what_was() {
             assert!(began.elapsed() >= Duration::from_millis(400), "the answer that is kept waits");
             r
         };
-        let (first, at_once, second, _) = tokio::join!(a.send(&change), a.send(&change), again, async {
-            sleep(Duration::from_millis(50)).await;
-            let r = c.send(&read).await.unwrap();
-            assert_eq!(r[0].attr.unwrap().mode & 0o7777, 0o700);
-            assert!(began.elapsed() >= Duration::from_millis(400), "the reader waited");
-        });
+        let (first, at_once, second, _) =
+            tokio::join!(a.send(&change), a.send(&change), again, async {
+                sleep(Duration::from_millis(50)).await;
+                let r = c.send(&read).await.unwrap();
+                assert_eq!(r[0].attr.unwrap().mode & 0o7777, 0o700);
+                assert!(began.elapsed() >= Duration::from_millis(400), "the reader waited");
+            });
         assert!(began.elapsed() >= Duration::from_millis(400), "the writer waited");
-        assert_eq!((&first.granted, &second.granted), (&vec![d], &vec![d]), "its own copy is its own matter");
+        assert_eq!(
+            (&first.granted, &second.granted),
+            (&vec![d], &vec![d]),
+            "its own copy is its own matter"
+        );
         assert_eq!(first, at_once);
     };
     let ((), forgot) = tokio::join!(answers, async {
@@ -170,7 +187,10 @@ async fn nobody_is_told_what_is_new_before_a_holder_has_forgotten_what_was() {
     b.renew().await;
     assert_eq!(b.one(getattr(d)).await.granted, [d]);
     let (_, took) = timed(a.one(chmod(d, 0o711))).await;
-    assert!(took > Duration::from_millis(1400) && took <= TERM + Duration::from_millis(50), "{took:?}");
+    assert!(
+        took > Duration::from_millis(1400) && took <= TERM + Duration::from_millis(50),
+        "{took:?}"
+    );
     assert!(b.one(getattr(d)).await.granted.is_empty(), "it has to renew first");
     // Whenever that is.
     for late in 0..8 {
@@ -180,7 +200,8 @@ async fn nobody_is_told_what_is_new_before_a_holder_has_forgotten_what_was() {
         sleep(wait).await;
         let (_, took) = timed(a.one(chmod(d, 0o711))).await;
         assert!(
-            took + wait > Duration::from_millis(1400) && took + wait <= TERM + Duration::from_millis(50),
+            took + wait > Duration::from_millis(1400)
+                && took + wait <= TERM + Duration::from_millis(50),
             "{took:?}"
         );
         sleep(Duration::from_millis(1000 + late * 37)).await;
@@ -200,10 +221,15 @@ async fn own_changes_are_recalled_from_others_and_what_they_hit_besides_from_one
     let (made, took) = timed(a.one(mkdir("z"))).await;
     let z = made.results[0].ino;
     assert!(took < Duration::from_millis(200), "{took:?}");
-    assert_eq!(made.granted, [ROOT_INO, z], "it goes on knowing the directory, and knows what it made");
+    assert_eq!(
+        made.granted,
+        [ROOT_INO, z],
+        "it goes on knowing the directory, and knows what it made"
+    );
     // The victim and what is moved are not named.
     let change = a.request(rename("x", "y"));
-    let mut polling = Holder { c: w.client(1).await, w: &w, connection: a.connection, acknowledged: 0 };
+    let mut polling =
+        Holder { c: w.client(1).await, w: &w, connection: a.connection, acknowledged: 0 };
     assert_eq!(polling.c.session, a.c.session);
     let ((r, took), mut forgot) = tokio::join!(timed(a.send(&change)), async {
         sleep(Duration::from_millis(300)).await;
@@ -255,7 +281,9 @@ async fn leases_are_for_those_who_said_hello_where_they_ask() {
     assert_eq!(a.renewal(1, true, false).await, Ok(0), "and a hello that comes late");
     let elsewhere = pb::MetaRequest { connection: 1, ..a.request(getattr(ROOT_INO)) };
     assert!(a.send(&elsewhere).await.granted.is_empty());
-    for op in [Op::PathOf(pb::PathOf { ino: ROOT_INO }), Op::Getlayout(pb::GetLayout { ino: ROOT_INO })] {
+    for op in
+        [Op::PathOf(pb::PathOf { ino: ROOT_INO }), Op::Getlayout(pb::GetLayout { ino: ROOT_INO })]
+    {
         assert!(a.one(op).await.granted.is_empty(), "nobody remembers that");
     }
     // Who opens for writing makes others forget, and none gets a lease meanwhile but a sole writer.
@@ -297,13 +325,20 @@ async fn writers_report_before_others_are_told() {
         let _ = timeout(AWHILE, a.poll(vec![asked.reports[0].number])).await;
         asked.reports[0].number
     });
-    assert!(size(&r) == 100 && r.granted.is_empty() && took >= AWHILE && took < AWHILE * 2 && number > 0);
+    assert!(
+        size(&r) == 100
+            && r.granted.is_empty()
+            && took >= AWHILE
+            && took < AWHILE * 2
+            && number > 0
+    );
     // In listings it is left out for others.
     a.renew().await;
     assert_eq!(b.one(list()).await.results[0].entries[0].attr, None);
     assert!(a.one(list()).await.results[0].entries[0].attr.is_some());
     assert_eq!(size(&a.one(getattr(f)).await), 100, "a writer is not asked for its own sake");
-    // A silent one may have written what it did not report. It is evicted, though its leases are over.
+    // A silent one may have written what it did not report. It is evicted, though its leases are
+    // over.
     sleep(TERM).await;
     b.renew().await;
     let (r, took) = timed(b.one(lookup("f"))).await;
@@ -315,7 +350,8 @@ async fn writers_report_before_others_are_told() {
     assert!(b.one(list()).await.results[0].entries[0].attr.is_some());
 }
 
-/// An `Extend` waits for the cut of its file, and so does the report that is made with it: who owes that cannot help it.
+/// An `Extend` waits for the cut of its file, and so does the report that is made with it: who owes
+/// that cannot help it.
 #[tokio::test(start_paused = true)]
 async fn who_cannot_report_because_of_a_cut_is_not_evicted() {
     let (w, oss) = with_files().await;
@@ -327,17 +363,23 @@ async fn who_cannot_report_because_of_a_cut_is_not_evicted() {
     let mut cutting = std::pin::pin!(a.send(&cut));
     assert!(timeout(AWHILE, &mut cutting).await.is_err());
     let mut looking = std::pin::pin!(b.send(&look));
-    let excused = || Reporting::counts().iter().find(|(row, _)| *row == "report-excused").map(|(_, n)| *n);
+    let excused =
+        || Reporting::counts().iter().find(|(row, _)| *row == "report-excused").map(|(_, n)| *n);
     while excused() == Some(0) {
-        assert!(timeout(AWHILE, &mut looking).await.is_err() && timeout(AWHILE, &mut cutting).await.is_err());
+        assert!(
+            timeout(AWHILE, &mut looking).await.is_err()
+                && timeout(AWHILE, &mut cutting).await.is_err()
+        );
         a.renew().await;
         b.renew().await;
     }
     oss.refuse.store(false, Ordering::Relaxed);
     cutting.await;
-    let asked: pb::RecallReply = w.ask(Role::Client, opcode::RECALL, &a.recall(vec![])).await.unwrap();
+    let asked: pb::RecallReply =
+        w.ask(Role::Client, opcode::RECALL, &a.recall(vec![])).await.unwrap();
     let reported = a.recall(vec![asked.reports[0].number]);
-    let (answer, _) = tokio::join!(looking, w.ask::<pb::RecallReply>(Role::Client, opcode::RECALL, &reported));
+    let (answer, _) =
+        tokio::join!(looking, w.ask::<pb::RecallReply>(Role::Client, opcode::RECALL, &reported));
     assert_eq!(size(&answer), 50);
     assert!(oss.evicted.lock().is_empty());
 }
@@ -345,7 +387,8 @@ async fn who_cannot_report_because_of_a_cut_is_not_evicted() {
 #[tokio::test(start_paused = true)]
 async fn one_who_renews_and_does_not_answer_is_evicted() {
     let (w, _oss) = with_files().await;
-    let (mut a, mut b, mut c) = (Holder::new(&w, 1).await, Holder::new(&w, 2).await, Holder::new(&w, 3).await);
+    let (mut a, mut b, mut c) =
+        (Holder::new(&w, 1).await, Holder::new(&w, 2).await, Holder::new(&w, 3).await);
     let d = a.one(mkdir("d")).await.results[0].ino;
     assert_eq!(b.one(getattr(d)).await.granted, [d]);
     let renew = async {
@@ -383,9 +426,18 @@ async fn a_new_leader_waits_for_hellos_and_no_longer_than_a_term() {
         w.leader().await;
         let began = Instant::now();
         let hello = |session| {
-            let r = pb::SessionRenewRequest { session, connection: 7, hello: true, ..Default::default() };
+            let r = pb::SessionRenewRequest {
+                session,
+                connection: 7,
+                hello: true,
+                ..Default::default()
+            };
             let w = &w;
-            async move { w.ask::<pb::SessionRenewReply>(Role::Client, opcode::SESSION_RENEW, &r).await.unwrap() }
+            async move {
+                w.ask::<pb::SessionRenewReply>(Role::Client, opcode::SESSION_RENEW, &r)
+                    .await
+                    .unwrap()
+            }
         };
         assert_eq!(hello(a).await.lease_ms, 1500);
         if all {
@@ -419,15 +471,23 @@ async fn a_new_leader_waits_for_what_evicted_sessions_may_believe() {
         w.leader().await;
         let elected = evicted.elapsed();
         for session in [a, by] {
-            let r = pb::SessionRenewRequest { session, connection: 7, hello: true, ..Default::default() };
-            let _: pb::SessionRenewReply = w.ask(Role::Client, opcode::SESSION_RENEW, &r).await.unwrap();
+            let r = pb::SessionRenewRequest {
+                session,
+                connection: 7,
+                hello: true,
+                ..Default::default()
+            };
+            let _: pb::SessionRenewReply =
+                w.ask(Role::Client, opcode::SESSION_RENEW, &r).await.unwrap();
         }
         let ops = vec![pb::Op { op: Some(getattr(ROOT_INO)) }];
         let r = pb::MetaRequest { session: a, connection: 7, ops, ..Default::default() };
         let r: pb::MetaReply = w.ask(Role::Client, opcode::META, &r).await.unwrap();
         assert_eq!(r.granted, [ROOT_INO]);
         let answered = evicted.elapsed();
-        println!("{members} servers: elected {elected:?} after the eviction, answered {answered:?} after it");
+        println!(
+            "{members} servers: elected {elected:?} after the eviction, answered {answered:?} after it"
+        );
         assert!(
             answered >= TERM && answered <= elected + TERM + Duration::from_millis(100),
             "{elected:?} {answered:?}"
@@ -463,7 +523,8 @@ async fn a_daemon_in_place_of_another_is_asked_to_forget_what_that_was_told() {
     let ((_, took), ()) = tokio::join!(timed(a.send(&change)), async {
         sleep(Duration::from_millis(300)).await;
         let close = pb::SessionCloseRequest { session: b.c.session };
-        let _: pb::SessionCloseReply = w.ask(Role::Client, opcode::SESSION_CLOSE, &close).await.unwrap();
+        let _: pb::SessionCloseReply =
+            w.ask(Role::Client, opcode::SESSION_CLOSE, &close).await.unwrap();
     });
     assert!(took >= Duration::from_millis(300) && took < AWHILE, "{took:?}");
 }
@@ -479,8 +540,14 @@ async fn who_may_not_ask_for_recalls_is_refused() {
     let recall = |r: pb::RecallRequest| ask(opcode::RECALL, r.encode_to_vec());
     let wrong = pb::RecallRequest { connection: 7, ..a.recall(vec![]) };
     assert_eq!(recall(wrong).await, Err(Code::Disconnected));
-    assert_eq!(recall(pb::RecallRequest { connection: 0, ..a.recall(vec![]) }).await, Err(Code::Disconnected));
-    assert_eq!(recall(pb::RecallRequest { session: 99, ..a.recall(vec![]) }).await, Err(Code::NoSession));
+    assert_eq!(
+        recall(pb::RecallRequest { connection: 0, ..a.recall(vec![]) }).await,
+        Err(Code::Disconnected)
+    );
+    assert_eq!(
+        recall(pb::RecallRequest { session: 99, ..a.recall(vec![]) }).await,
+        Err(Code::NoSession)
+    );
     // Long lists, also one number to a field.
     assert_eq!(recall(a.recall(vec![1; 65_537])).await, Err(Code::TooBig));
     assert_eq!(recall(a.recall(vec![u64::MAX; 65_537])).await, Err(Code::TooBig));
@@ -535,7 +602,8 @@ async fn a_close_that_comes_late_closes_nothing() {
     assert_eq!(server.status().sessions[0].opens, 1);
 }
 
-/// It says what was open when it was sent: taken for what is open now, the file would be freed with its last name.
+/// It says what was open when it was sent: taken for what is open now, the file would be freed with
+/// its last name.
 #[tokio::test(start_paused = true)]
 async fn a_reassertion_that_comes_late_changes_nothing() {
     let w = World::new(1, |_| ()).await;
@@ -555,10 +623,14 @@ async fn a_reassertion_that_comes_late_changes_nothing() {
     // It gave a connection up on which it had told that nothing is open.
     let former = [false, true].map(|hello| all(&a, hello, &[]));
     a.hello_again().await;
-    let _: pb::SessionRenewReply = w.ask(Role::Client, opcode::SESSION_RENEW, &all(&a, false, &[ino])).await.unwrap();
+    let _: pb::SessionRenewReply =
+        w.ask(Role::Client, opcode::SESSION_RENEW, &all(&a, false, &[ino])).await.unwrap();
     for late in &former {
         let late = w.ask::<pb::SessionRenewReply>(Role::Client, opcode::SESSION_RENEW, late);
-        assert!(tokio::time::timeout(Duration::from_secs(3), late).await.is_err(), "it stays refused");
+        assert!(
+            tokio::time::timeout(Duration::from_secs(3), late).await.is_err(),
+            "it stays refused"
+        );
         assert_eq!(server.status().sessions[0].opens, 1);
     }
 }

@@ -42,22 +42,33 @@ async fn code(c: &mut Client<'_>, op: Op) -> Option<Code> {
     }
 }
 
-async fn list(w: &World, session: u64, waits: Vec<pb::LockWait>) -> Result<pb::LockWaitReply, Code> {
+async fn list(
+    w: &World,
+    session: u64,
+    waits: Vec<pb::LockWait>,
+) -> Result<pb::LockWaitReply, Code> {
     static NUMBER: AtomicU64 = AtomicU64::new(1);
     let r = pb::LockWaitRequest { session, waits, number: NUMBER.fetch_add(1, Ordering::Relaxed) };
     w.ask(Role::Client, opcode::LOCK_WAIT, &r).await.map_err(|e| e.code)
 }
 
 async fn file(c: &mut Client<'_>, name: &str) -> u64 {
-    let o =
-        pb::Mknod { parent: ROOT_INO, name: name.as_bytes().to_vec().into(), mode: 0o100_644, ..Default::default() };
+    let o = pb::Mknod {
+        parent: ROOT_INO,
+        name: name.as_bytes().to_vec().into(),
+        mode: 0o100_644,
+        ..Default::default()
+    };
     c.one(Op::Mknod(o)).await.ino
 }
 
 async fn world(members: usize) -> (World, std::sync::Arc<world::FakeOss>) {
     let w = World::new(members, |_| ()).await;
     let oss = w.oss(1).await;
-    until("chains", || w.mds.iter().flatten().any(|(_, s)| s.status().map.unwrap().sets.len() == 1)).await;
+    until("chains", || {
+        w.mds.iter().flatten().any(|(_, s)| s.status().map.unwrap().sets.len() == 1)
+    })
+    .await;
     (w, oss)
 }
 
@@ -78,7 +89,10 @@ async fn what_was_refused_without_an_entry_does_not_run_when_it_arrives_again() 
     // Its sender has the answer, and says so with what it sends next.
     let next = b.request(vec![write(f, 2)]);
     assert!(b.send(&next).await.is_ok());
-    assert_eq!((b.send(&request).await.unwrap_err().code, w.server().await.status().locks), (Code::ReplyGone, 1));
+    assert_eq!(
+        (b.send(&request).await.unwrap_err().code, w.server().await.status().locks),
+        (Code::ReplyGone, 1)
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -95,15 +109,18 @@ async fn a_conflict_costs_no_entry_and_a_waiter_is_told_in_its_turn() {
     assert!(applied() < before + 40, "refused from the state");
     // A list without news is answered all the same.
     let began = Instant::now();
-    assert_eq!(list(&w, b.session, vec![wait(7, f, 1)]).await.unwrap(), pb::LockWaitReply::default());
+    assert_eq!(
+        list(&w, b.session, vec![wait(7, f, 1)]).await.unwrap(),
+        pb::LockWaitReply::default()
+    );
     assert!(began.elapsed() >= Duration::from_secs(3));
     let first = list(&w, b.session, vec![wait(7, f, 1)]);
     let second = list(&w, c.session, vec![wait(9, f, 1)]);
     let rest = async {
         sleep(Duration::from_millis(100)).await;
         a.one(unlock(f, 1)).await;
-        // It is not a's again, although nobody has it: the first who waited has his turn. One who would wait hears so at
-        // once, one who would not hears what came of it.
+        // It is not a's again, although nobody has it: the first who waited has his turn. One who
+        // would wait hears so at once, one who would not hears what came of it.
         let again = code(&mut a, waited(f, 1, 0)).await;
         let began = Instant::now();
         let (tried, ()) = tokio::join!(code(&mut a, write(f, 2)), async {
@@ -173,7 +190,8 @@ async fn who_gives_up_waiting_is_in_nobodys_way() {
     let (r, ()) = tokio::join!(waits, async {
         sleep(Duration::from_millis(50)).await;
         let close = pb::SessionCloseRequest { session: b.session };
-        let _: pb::SessionCloseReply = w.ask(Role::Client, opcode::SESSION_CLOSE, &close).await.unwrap();
+        let _: pb::SessionCloseReply =
+            w.ask(Role::Client, opcode::SESSION_CLOSE, &close).await.unwrap();
     });
     assert!(r.is_ok_and(|r| r == Default::default()));
     c.one(unlock(f, 1)).await;
@@ -196,7 +214,11 @@ async fn a_circle_across_clients_is_refused_to_the_one_who_closes_it() {
     let (first, ()) = tokio::join!(first, async {
         sleep(Duration::from_millis(50)).await;
         let r = list(&w, b.session, vec![wait(3, f, 6), wait(4, f, 5)]).await.unwrap();
-        assert_eq!((r.deadlock, r.ready), (vec![4], vec![]), "another owner of that client may wait");
+        assert_eq!(
+            (r.deadlock, r.ready),
+            (vec![4], vec![]),
+            "another owner of that client may wait"
+        );
         b.one(unlock(g, 5)).await;
     });
     assert_eq!(first.unwrap().ready, [1]);
@@ -219,13 +241,24 @@ async fn locks_and_their_waiters_outlive_the_leader() {
     let mut c = w.client(3).await;
     // The new leader lets leases of the old one run out before it tells anybody of the state.
     c.one(Op::Getattr(pb::GetAttr { ino: f })).await;
-    assert_eq!(code(&mut c, write(f, 1)).await, Some(Code::LockConflict), "nobody had to claim it again");
+    assert_eq!(
+        code(&mut c, write(f, 1)).await,
+        Some(Code::LockConflict),
+        "nobody had to claim it again"
+    );
     let (told, ()) = tokio::join!(list(&w, waiting, vec![wait(1, f, 1)]), async {
         sleep(Duration::from_millis(100)).await;
         let ops = vec![pb::Op { op: Some(unlock(f, 1)) }];
         let seq = seq + 1;
         let creds = Some(pb::Creds::default());
-        let r = pb::MetaRequest { session: holder, seq, lowest_unanswered: seq, creds, ops, ..Default::default() };
+        let r = pb::MetaRequest {
+            session: holder,
+            seq,
+            lowest_unanswered: seq,
+            creds,
+            ops,
+            ..Default::default()
+        };
         let r: pb::MetaReply = w.ask(Role::Client, opcode::META, &r).await.unwrap();
         assert!(r.results[0].status.is_none());
     });
@@ -233,7 +266,10 @@ async fn locks_and_their_waiters_outlive_the_leader() {
     assert_eq!(code(&mut c, waited(f, 1, 0)).await, Some(Code::LockConflict), "the waiter's turn");
     let began = Instant::now();
     c.one(write(f, 1)).await;
-    assert!(began.elapsed() > Duration::from_secs(1), "it was kept for the waiter, who did not come");
+    assert!(
+        began.elapsed() > Duration::from_secs(1),
+        "it was kept for the waiter, who did not come"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -252,7 +288,9 @@ async fn the_lock_of_an_evicted_client_is_given_when_nothing_of_it_can_arrive_an
             }
         }
     };
-    timeout(Duration::from_secs(60), waiting).await.expect("a silent client's locks go with its session");
+    timeout(Duration::from_secs(60), waiting)
+        .await
+        .expect("a silent client's locks go with its session");
     b.one(waited(f, 1, 1)).await;
     assert!(oss.evicted.lock().contains(&evicted), "the storage server knew before");
     // One that does not hear of it holds the lock up for as long as its lease may run.
@@ -280,7 +318,12 @@ async fn questions(w: &World, a: &Holder<'_>, locks_checked: Vec<u64>) -> Vec<pb
 
 /// Its answer is a lock in the way, 0: none.
 async fn in_the_way(b: &mut Client<'_>, ino: u64) -> u64 {
-    let get = pb::GetLock { ino, owner: 1, kind: LockKind::LockPosix as i32, span: span(LockType::LockWrite) };
+    let get = pb::GetLock {
+        ino,
+        owner: 1,
+        kind: LockKind::LockPosix as i32,
+        span: span(LockType::LockWrite),
+    };
     b.one(Op::GetLock(get)).await.lock.map_or(0, |l| l.session)
 }
 
@@ -341,7 +384,10 @@ async fn a_holder_that_does_not_answer_is_waited_for_once() {
     assert!(third < Duration::from_millis(100), "{third:?}");
     // A program of before is not waited for.
     let _: pb::RecallReply =
-        timeout(Duration::from_secs(4), w.ask(Role::Client, opcode::RECALL, &a.recall(vec![]))).await.unwrap().unwrap();
+        timeout(Duration::from_secs(4), w.ask(Role::Client, opcode::RECALL, &a.recall(vec![])))
+            .await
+            .unwrap()
+            .unwrap();
     assert!(took(&mut b).await < Duration::from_millis(100));
 }
 
@@ -350,7 +396,14 @@ fn pages(ino: u64, r#type: LockType) -> Op {
     Op::SetLock(pb::SetLock { kind: LockKind::LockPages as i32, patient: true, ..l })
 }
 fn wait_for_pages(id: u64, ino: u64, r#type: LockType) -> pb::LockWait {
-    pb::LockWait { id, ino, owner: 1, kind: LockKind::LockPages as i32, span: span(r#type), trying: false }
+    pb::LockWait {
+        id,
+        ino,
+        owner: 1,
+        kind: LockKind::LockPages as i32,
+        span: span(r#type),
+        trying: false,
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -421,7 +474,11 @@ async fn who_has_pages_is_asked_for_them_as_long_as_somebody_waits() {
         listed
     );
     assert_eq!(ready.unwrap().ready, [1]);
-    assert_eq!(code(&mut c, pages(f, LockType::LockRead)).await, Some(Code::LockConflict), "it is another's turn");
+    assert_eq!(
+        code(&mut c, pages(f, LockType::LockRead)).await,
+        Some(Code::LockConflict),
+        "it is another's turn"
+    );
     let Op::SetLock(l) = pages(f, LockType::LockWrite) else { unreachable!() };
     assert_eq!(code(&mut b, Op::SetLock(pb::SetLock { wait: 1, ..l })).await, None);
     // One that does not answer, nor is heard of, is evicted.

@@ -50,7 +50,8 @@ fn voters(r: &pb::MembersReply) -> Vec<u64> {
 /// Waits until the server numbered `i` stops because it is no member any more.
 async fn is_told(w: &World, i: usize) {
     let server = &w.mds[i].as_ref().unwrap().1;
-    let cause = tokio::time::timeout(Duration::from_secs(30), server.stopped()).await.expect("it stops");
+    let cause =
+        tokio::time::timeout(Duration::from_secs(30), server.stopped()).await.expect("it stops");
     assert_eq!(cause.code, Code::NotMember, "{cause}");
 }
 
@@ -90,7 +91,8 @@ async fn all_members_are_replaced_in_turn_and_clients_learn_of_it() {
     }
 }
 
-/// Who asked for the change is gone, and with it the connection, when the group has changed and the map has not.
+/// Who asked for the change is gone, and with it the connection, when the group has changed and the
+/// map has not.
 #[tokio::test(start_paused = true)]
 async fn the_map_follows_the_group_whoever_does_not_see_to_it() {
     let mut w = World::new(3, |_| ()).await;
@@ -100,7 +102,9 @@ async fn the_map_follows_the_group_whoever_does_not_see_to_it() {
     let old = (leader as u64 + 1) % 3 + 1;
     let node = w.mds[leader].as_ref().unwrap().1.mds.member.node.clone();
     // Until the learner has caught up.
-    while let Err(e) = node.change_members(MemberChange::Step { promote: vec![new], remove: vec![old] }).await {
+    while let Err(e) =
+        node.change_members(MemberChange::Step { promote: vec![new], remove: vec![old] }).await
+    {
         assert_eq!(e.code, Code::Busy, "{e}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -132,7 +136,9 @@ async fn a_learner_is_met_after_all_who_took_it_in_were_lost() {
         w.start(i).await;
     }
     // Those who restart find it in their logs.
-    let knows = async |w: &World| once(w, None).await.unwrap().members.iter().any(|m| m.id == new && m.matched > 0);
+    let knows = async |w: &World| {
+        once(w, None).await.unwrap().members.iter().any(|m| m.id == new && m.matched > 0)
+    };
     for _ in 0..100 {
         tokio::time::sleep(Duration::from_millis(100)).await;
         if knows(&w).await {
@@ -204,7 +210,8 @@ async fn what_cannot_be_is_refused_with_its_reason() {
     refused(&w, step(&[], &[]), "at least one").await;
     refused(&w, transfer(9), "not another voter").await;
     refused(&w, learn(99), "start it first").await;
-    let e = ask(&w, Change::Learn(pb::MemberLearn { endpoint: "nonsense".into() })).await.unwrap_err();
+    let e =
+        ask(&w, Change::Learn(pb::MemberLearn { endpoint: "nonsense".into() })).await.unwrap_err();
     assert_eq!(e.code, Code::Inval);
     // Of another cluster.
     w.cluster = [9; 16];

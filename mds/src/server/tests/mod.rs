@@ -59,7 +59,12 @@ fn rename(from: &str, to: &str) -> Op {
     })
 }
 fn mkdir(name: &str) -> Op {
-    Op::Mkdir(pb::Mkdir { parent: ROOT_INO, name: name.as_bytes().to_vec().into(), mode: 0o755, umask: 0 })
+    Op::Mkdir(pb::Mkdir {
+        parent: ROOT_INO,
+        name: name.as_bytes().to_vec().into(),
+        mode: 0o755,
+        umask: 0,
+    })
 }
 fn set_size(ino: u64, size: u64) -> Op {
     Op::Setattr(pb::SetAttr { ino, size: Some(size), ..Default::default() })
@@ -85,7 +90,8 @@ async fn one_member_serves_names_exactly_once() {
     assert_eq!(c.send(&no_number).await.unwrap_err().code, Code::Inval);
     // The same client again gets a session; after closing it, nothing more runs.
     let close = pb::SessionCloseRequest { session: c.session };
-    let _: pb::SessionCloseReply = w.ask(Role::Client, opcode::SESSION_CLOSE, &close).await.unwrap();
+    let _: pb::SessionCloseReply =
+        w.ask(Role::Client, opcode::SESSION_CLOSE, &close).await.unwrap();
     assert_eq!(c.run(vec![lookup("b")]).await.unwrap_err().code, Code::NoSession);
     assert_eq!(c.renew(false, &[]).await.unwrap_err().code, Code::NoSession);
     let status = w.server().await.status();
@@ -104,7 +110,10 @@ async fn the_death_of_the_leader_loses_and_repeats_nothing() {
         let first = c.send(&request).await.unwrap();
         // Followers say who leads.
         for i in (0..3).filter(|i| *i != leader) {
-            let e = w.ask_at(i, Role::Client, opcode::META, request.encode_to_vec().into()).await.unwrap_err();
+            let e = w
+                .ask_at(i, Role::Client, opcode::META, request.encode_to_vec().into())
+                .await
+                .unwrap_err();
             assert_eq!((e.code, e.leader as usize), (Code::NotLeader, leader + 1));
         }
         (c.session, request, first)
@@ -115,7 +124,10 @@ async fn the_death_of_the_leader_loses_and_repeats_nothing() {
     let reply: pb::MetaReply = w.ask(Role::Client, opcode::META, &request).await.unwrap();
     assert_eq!(reply.results, first, "the reply cache is replicated");
     let list = pb::MetaRequest { session, seq: 0, ..request.clone() };
-    let look = |name: &str| pb::MetaRequest { ops: vec![pb::Op { op: Some(lookup(name)) }], ..list.clone() };
+    let look = |name: &str| pb::MetaRequest {
+        ops: vec![pb::Op { op: Some(lookup(name)) }],
+        ..list.clone()
+    };
     let r: pb::MetaReply = w.ask(Role::Client, opcode::META, &look("kept")).await.unwrap();
     assert!(r.results[0].ino > 1);
     // All three members come into the map; the dead one returns and follows.
@@ -153,9 +165,12 @@ async fn files_get_chains_and_capabilities_by_their_open_flags() {
     assert!(cap.expiry_ms >= now + 600_000);
     let chain = layout.components[0].chains[0];
     assert_eq!(cap.bound, Bound::One { chain, bits: 28 }, "chunks of 4 MiB");
-    for (flags, rights) in [(0, Some(Rights::READ)), (1, Some(Rights(6))), (2, Some(Rights(7))), (3, None)] {
+    for (flags, rights) in
+        [(0, Some(Rights::READ)), (1, Some(Rights(6))), (2, Some(Rights(7))), (3, None)]
+    {
         let r = c.one(Op::Open(pb::Open { ino: r.ino, flags })).await;
-        let got = r.capability.len().eq(&CAP_LEN).then(|| key.open(&r.capability, now).unwrap().rights);
+        let got =
+            r.capability.len().eq(&CAP_LEN).then(|| key.open(&r.capability, now).unwrap().rights);
         assert_eq!(got, rights, "flags {flags}");
     }
     assert!(c.one(mkdir("d")).await.capability.is_empty());
@@ -183,7 +198,8 @@ async fn a_map_change_of_which_nobody_knows_does_not_stop_those_that_follow() {
     until("it is alive", alive).await;
     let mds = &server.mds;
     let lost = mds.member.with_lead(|l| {
-        let proposal = l.manager.tick(mds.member.env.boot() + Duration::from_secs(60), &mds.member.map());
+        let proposal =
+            l.manager.tick(mds.member.env.boot() + Duration::from_secs(60), &mds.member.map());
         l.manager.resolved(false);
         Ok(proposal.is_some())
     });
@@ -219,7 +235,10 @@ async fn a_shrink_is_answered_when_the_bytes_are_gone() {
     assert_eq!(r[0].attr.as_ref().unwrap().size, (4 << 20) + 5);
     let trims = std::mem::take(&mut *oss.trims.lock());
     let t = &trims[0];
-    assert_eq!((t.kind, t.chunk.ino, t.chunk.index, t.len, t.session), (Kind::None, f.ino, 2, 5, 0));
+    assert_eq!(
+        (t.kind, t.chunk.ino, t.chunk.index, t.len, t.session),
+        (Kind::None, f.ino, 2, 5, 0)
+    );
     assert_eq!(t.chunk.data, f.layout.unwrap().components[0].data_id);
     assert_eq!(t.epoch, 1);
     // Growing afterwards asks nobody.
@@ -295,7 +314,10 @@ async fn removed_files_live_while_open_and_their_chunks_go_after() {
     c.one(Op::Close(pb::Close { ino: f.ino })).await;
     until("the deletion waits", || w.mds[0].as_ref().unwrap().1.status().gc_queue == 1).await;
     let queued = pending(&w, 2, 0).await;
-    assert_eq!((queued.len(), queued[0].ino, queued[0].data_id, queued[0].size), (1, f.ino, data_id, 0));
+    assert_eq!(
+        (queued.len(), queued[0].ino, queued[0].data_id, queued[0].size),
+        (1, f.ino, data_id, 0)
+    );
     oss.refuse.store(false, Ordering::Relaxed);
     until("the chunks are removed", || !oss.trims.lock().is_empty()).await;
     let t = oss.trims.lock()[0].clone();
@@ -346,7 +368,11 @@ async fn an_open_and_a_close_that_come_twice_count_once() {
     assert_eq!(opens(), 1);
     let close = || Op::Close(pb::Close { ino: f });
     let mut asked = 100;
-    for (ops, is) in [(vec![close()], 0), (vec![leases::open(f, 0), close()], 0), (vec![leases::open(f, 0); 2], 1)] {
+    for (ops, is) in [
+        (vec![close()], 0),
+        (vec![leases::open(f, 0), close()], 0),
+        (vec![leases::open(f, 0); 2], 1),
+    ] {
         for op in ops {
             asked += 1;
             let r = pb::MetaRequest { seq: asked, lowest_unanswered: asked, ..c.request(op) };
@@ -356,13 +382,15 @@ async fn an_open_and_a_close_that_come_twice_count_once() {
         }
         assert_eq!(opens(), is);
     }
-    // Two handles, of which one is closed; and one that is opened for writing, which is asked for again.
+    // Two handles, of which one is closed; and one that is opened for writing, which is asked for
+    // again.
     let r = pb::MetaRequest { seq: 200, lowest_unanswered: 200, ..c.request(close()) };
     for _ in 0..2 {
         c.send(&r).await;
     }
     assert_eq!(opens(), 1, "the other handle is open");
-    let written = pb::MetaRequest { seq: 201, lowest_unanswered: 201, ..c.request(leases::open(f, 2)) };
+    let written =
+        pb::MetaRequest { seq: 201, lowest_unanswered: 201, ..c.request(leases::open(f, 2)) };
     for _ in 0..2 {
         assert!(!c.send(&written).await.results[0].capability.is_empty());
     }
@@ -387,19 +415,32 @@ async fn opens_are_reasserted_to_a_new_leader_and_orphans_wait_for_them() {
     };
     let leader = w.leader().await;
     w.kill(leader);
-    let renew = |reassert| pb::SessionRenewRequest { session, reassert, opens: vec![ino], ..Default::default() };
-    let _: pb::SessionRenewReply = w.ask(Role::Client, opcode::SESSION_RENEW, &renew(true)).await.unwrap();
+    let renew = |reassert| pb::SessionRenewRequest {
+        session,
+        reassert,
+        opens: vec![ino],
+        ..Default::default()
+    };
+    let _: pb::SessionRenewReply =
+        w.ask(Role::Client, opcode::SESSION_RENEW, &renew(true)).await.unwrap();
     for _ in 0..8 {
         sleep(Duration::from_secs(6)).await;
-        let _: pb::SessionRenewReply = w.ask(Role::Client, opcode::SESSION_RENEW, &renew(false)).await.unwrap();
+        let _: pb::SessionRenewReply =
+            w.ask(Role::Client, opcode::SESSION_RENEW, &renew(false)).await.unwrap();
     }
     assert_eq!(w.server().await.status().orphans, 1);
     // The holder dies: its term runs out, the file goes, and storage servers are told to fence it.
     let server = w.server().await;
-    until("the orphan is freed", || server.status().orphans == 0 && server.status().sessions.is_empty()).await;
+    until("the orphan is freed", || {
+        server.status().orphans == 0 && server.status().sessions.is_empty()
+    })
+    .await;
     until("its chunks are removed", || !oss.trims.lock().is_empty()).await;
     until("the session is fenced", || oss.evicted.lock().contains(&session)).await;
-    let e = w.ask::<pb::SessionRenewReply>(Role::Client, opcode::SESSION_RENEW, &renew(true)).await.unwrap_err();
+    let e = w
+        .ask::<pb::SessionRenewReply>(Role::Client, opcode::SESSION_RENEW, &renew(true))
+        .await
+        .unwrap_err();
     assert_eq!(e.code, Code::NoSession);
 }
 
@@ -412,7 +453,13 @@ async fn a_file_without_a_name_lives_as_long_as_it_is_open() {
     until("chains", || server.status().map.unwrap().sets.len() == 1).await;
     let top = c.one(Op::Getattr(pb::GetAttr { ino: ROOT_INO })).await.attr.unwrap();
     assert_eq!((top.uid, top.gid, top.mode), (5, 6, 0o040_755), "as configured");
-    let make = pb::Tmpfile { parent: ROOT_INO, mode: 0o600, flags: 2, linkable: true, ..Default::default() };
+    let make = pb::Tmpfile {
+        parent: ROOT_INO,
+        mode: 0o600,
+        flags: 2,
+        linkable: true,
+        ..Default::default()
+    };
     let f = c.one(Op::Tmpfile(make)).await;
     assert_eq!((f.capability.len(), f.attr.unwrap().nlink), (64, 0));
     for _ in 0..4 {
@@ -430,22 +477,35 @@ async fn hostile_clients_are_refused_without_harm() {
     let mut c = w.client(1).await;
     c.one(mkdir("d")).await;
     let before = w.server().await.status().map.unwrap();
-    for op in [opcode::REGISTER, opcode::HEARTBEAT, opcode::PENDING, opcode::RAFT, opcode::SNAPSHOT] {
+    for op in [opcode::REGISTER, opcode::HEARTBEAT, opcode::PENDING, opcode::RAFT, opcode::SNAPSHOT]
+    {
         let e = w.ask_at(0, Role::Client, op, Default::default()).await.unwrap_err();
         assert_eq!(e.code, Code::Access, "{op:#x}");
     }
-    for op in [opcode::META, opcode::SESSION_OPEN, opcode::SESSION_RENEW, opcode::SESSION_CLOSE, opcode::MAP] {
+    for op in [
+        opcode::META,
+        opcode::SESSION_OPEN,
+        opcode::SESSION_RENEW,
+        opcode::SESSION_CLOSE,
+        opcode::MAP,
+    ] {
         for garbage in [
             &b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"[..],
             &[0x0a, 0x7f, 1],
             &[0x2a, 0xff, 0xff, 0xff, 0xff, 0x0f],
         ] {
             let r = w.ask_at(0, Role::Client, op, bytes::Bytes::copy_from_slice(garbage)).await;
-            assert!(matches!(r.as_ref().unwrap_err().code, Code::Protocol), "{op:#x} {garbage:?}: {r:?}");
+            assert!(
+                matches!(r.as_ref().unwrap_err().code, Code::Protocol),
+                "{op:#x} {garbage:?}: {r:?}"
+            );
         }
     }
     for op in [opcode::READ, 0, 0xffff] {
-        assert_eq!(w.ask_at(0, Role::Client, op, Default::default()).await.unwrap_err().code, Code::OpNotSupp);
+        assert_eq!(
+            w.ask_at(0, Role::Client, op, Default::default()).await.unwrap_err().code,
+            Code::OpNotSupp
+        );
     }
     let mut foreign = c.request(vec![mkdir("e")]);
     foreign.session = 999;
@@ -466,18 +526,25 @@ async fn hostile_clients_are_refused_without_harm() {
     let refused = c.send(&long).await;
     assert!(refused.is_err() || refused.unwrap()[0].status.as_ref().unwrap().code != 0);
     // Servers too are only believed what fits the map.
-    for h in [pb::HeartbeatRequest::default(), pb::HeartbeatRequest { node: 1001, ..Default::default() }] {
+    for h in
+        [pb::HeartbeatRequest::default(), pb::HeartbeatRequest { node: 1001, ..Default::default() }]
+    {
         let r = w.ask::<pb::HeartbeatReply>(Role::Server, opcode::HEARTBEAT, &h).await;
         assert_eq!(r.unwrap_err().code, Code::Stale);
     }
-    let r = w.ask::<pb::RegisterReply>(Role::Server, opcode::REGISTER, &pb::RegisterRequest::default()).await;
+    let r = w
+        .ask::<pb::RegisterReply>(Role::Server, opcode::REGISTER, &pb::RegisterRequest::default())
+        .await;
     assert_eq!(r.unwrap_err().code, Code::Inval);
     assert_eq!(w.server().await.status().map.unwrap(), before);
     c.one(lookup("d")).await;
     let echo = w.ask_at(0, Role::Client, opcode::ECHO, "hello".into()).await.unwrap();
     assert_eq!(&echo.body[..], b"hello");
-    let noisy =
-        pb::SessionOpenRequest { client_uuid: vec![9; 16].into(), hostname: "\x1b[2J".into(), ..Default::default() };
+    let noisy = pb::SessionOpenRequest {
+        client_uuid: vec![9; 16].into(),
+        hostname: "\x1b[2J".into(),
+        ..Default::default()
+    };
     let r = w.ask::<pb::SessionOpenReply>(Role::Client, opcode::SESSION_OPEN, &noisy).await;
     assert_eq!(r.unwrap_err().code, Code::Inval);
 }
@@ -490,9 +557,16 @@ async fn a_full_disk_refuses_changes_and_recovers() {
     w.logs[0].set_fault(Some(strake_proto::Error::new(Code::NoSpc, "no space left on device")));
     let r = c.request(vec![mkdir("during")]);
     let body: bytes::Bytes = r.encode_to_vec().into();
-    let sent = tokio::time::timeout(Duration::from_secs(20), w.ask_at(0, Role::Client, opcode::META, body)).await;
+    let sent = tokio::time::timeout(
+        Duration::from_secs(20),
+        w.ask_at(0, Role::Client, opcode::META, body),
+    )
+    .await;
     let e = sent.expect("an answer").unwrap_err();
-    assert!(matches!(e.code, Code::NoSpc | Code::NotLeader | Code::Disconnected | Code::Overloaded), "{e:?}");
+    assert!(
+        matches!(e.code, Code::NoSpc | Code::NotLeader | Code::Disconnected | Code::Overloaded),
+        "{e:?}"
+    );
     w.logs[0].set_fault(None);
     let made = c.send(&r).await.unwrap();
     assert_eq!(c.one(lookup("during")).await.ino, made[0].ino);

@@ -27,32 +27,57 @@ async fn a_session_is_touched_only_by_who_knows_its_uuid() {
     let w = World::new(1, |_| ()).await;
     let at = w.leader().await as u32 + 1;
     let uuid: Bytes = vec![9; 16].into();
-    let open = pb::SessionOpenRequest { client_uuid: uuid.clone(), proves: true, ..Default::default() };
+    let open =
+        pb::SessionOpenRequest { client_uuid: uuid.clone(), proves: true, ..Default::default() };
     let own = w.net.connect(at, Role::Client);
     let r: pb::SessionOpenReply = call(&*own, opcode::SESSION_OPEN, &open).await.unwrap();
     let mut c = Client { world: &w, session: r.session, open: r, seq: 0 };
     // On the connection that it was opened on nothing more is needed.
-    let _: pb::MetaReply = call(&*own, opcode::META, &c.request(vec![mkdir("mine")])).await.unwrap();
+    let _: pb::MetaReply =
+        call(&*own, opcode::META, &c.request(vec![mkdir("mine")])).await.unwrap();
 
     let stranger = w.net.connect(at, Role::Client);
     let session = c.session;
-    let poison =
-        pb::MetaRequest { seq: u64::MAX - 1, lowest_unanswered: u64::MAX - 1, ..c.request(vec![mkdir("poison")]) };
+    let poison = pb::MetaRequest {
+        seq: u64::MAX - 1,
+        lowest_unanswered: u64::MAX - 1,
+        ..c.request(vec![mkdir("poison")])
+    };
     c.seq -= 1;
-    let renew = pb::SessionRenewRequest { session, hello: true, connection: u64::MAX, ..Default::default() };
+    let renew = pb::SessionRenewRequest {
+        session,
+        hello: true,
+        connection: u64::MAX,
+        ..Default::default()
+    };
     let guess = pb::SessionRenewRequest { client_uuid: vec![8; 16].into(), ..renew.clone() };
     let recall = pb::RecallRequest { session, acknowledged: u64::MAX, ..Default::default() };
     for (what, e) in [
         (
             "close",
-            call::<pb::SessionCloseReply>(&*stranger, opcode::SESSION_CLOSE, &pb::SessionCloseRequest { session })
+            call::<pb::SessionCloseReply>(
+                &*stranger,
+                opcode::SESSION_CLOSE,
+                &pb::SessionCloseRequest { session },
+            )
+            .await
+            .err(),
+        ),
+        ("change", call::<pb::MetaReply>(&*stranger, opcode::META, &poison).await.err()),
+        (
+            "read",
+            call::<pb::MetaReply>(&*stranger, opcode::META, &c.request(vec![lookup("mine")]))
                 .await
                 .err(),
         ),
-        ("change", call::<pb::MetaReply>(&*stranger, opcode::META, &poison).await.err()),
-        ("read", call::<pb::MetaReply>(&*stranger, opcode::META, &c.request(vec![lookup("mine")])).await.err()),
-        ("renew", call::<pb::SessionRenewReply>(&*stranger, opcode::SESSION_RENEW, &renew).await.err()),
-        ("guess", call::<pb::SessionRenewReply>(&*stranger, opcode::SESSION_RENEW, &guess).await.err()),
+        (
+            "renew",
+            call::<pb::SessionRenewReply>(&*stranger, opcode::SESSION_RENEW, &renew).await.err(),
+        ),
+        (
+            "guess",
+            call::<pb::SessionRenewReply>(&*stranger, opcode::SESSION_RENEW, &guess).await.err(),
+        ),
         ("recall", call::<pb::RecallReply>(&*stranger, opcode::RECALL, &recall).await.err()),
         (
             "wait",
@@ -67,16 +92,20 @@ async fn a_session_is_touched_only_by_who_knows_its_uuid() {
     ] {
         assert_eq!(e.map(|e| e.code), Some(Code::Access), "{what}");
     }
-    let _: pb::MetaReply = call(&*own, opcode::META, &c.request(vec![mkdir("still")])).await.unwrap();
+    let _: pb::MetaReply =
+        call(&*own, opcode::META, &c.request(vec![mkdir("still")])).await.unwrap();
 
     // Its client comes by another connection, and says whose it is.
     let again = w.net.connect(at, Role::Client);
     let renew = pb::SessionRenewRequest { session, client_uuid: uuid, ..Default::default() };
     let _: pb::SessionRenewReply = call(&*again, opcode::SESSION_RENEW, &renew).await.unwrap();
-    let _: pb::MetaReply = call(&*again, opcode::META, &c.request(vec![mkdir("again")])).await.unwrap();
+    let _: pb::MetaReply =
+        call(&*again, opcode::META, &c.request(vec![mkdir("again")])).await.unwrap();
     let close = pb::SessionCloseRequest { session };
     let _: pb::SessionCloseReply = call(&*again, opcode::SESSION_CLOSE, &close).await.unwrap();
-    let e = call::<pb::MetaReply>(&*stranger, opcode::META, &c.request(vec![mkdir("late")])).await.unwrap_err();
+    let e = call::<pb::MetaReply>(&*stranger, opcode::META, &c.request(vec![mkdir("late")]))
+        .await
+        .unwrap_err();
     assert_eq!(e.code, Code::NoSession, "that it has ended anybody may know");
 }
 
@@ -94,7 +123,10 @@ async fn one_connection_does_not_open_all_sessions() {
         }
     }
     let (n, e) = refused.unwrap();
-    assert!(n == 64 && e.code == Code::Overloaded && e.message.contains("one connection"), "{n}: {e}");
+    assert!(
+        n == 64 && e.code == Code::Overloaded && e.message.contains("one connection"),
+        "{n}: {e}"
+    );
     w.client(1).await.one(mkdir("another")).await;
 }
 
@@ -170,7 +202,10 @@ async fn a_flood_of_changes_leaves_the_next_turn_to_another_client() {
     }
     for (n, c) in clients.iter_mut().enumerate() {
         for i in 0..EACH {
-            let r = pb::MetaRequest { lowest_unanswered: 1, ..c.request(vec![mkdir(&format!("{n}-{i}"))]) };
+            let r = pb::MetaRequest {
+                lowest_unanswered: 1,
+                ..c.request(vec![mkdir(&format!("{n}-{i}"))])
+            };
             let (flood, done) = (flood.clone(), done.clone());
             tasks.push(tokio::spawn(async move {
                 let r = call::<pb::MetaReply>(&*flood, opcode::META, &r).await;

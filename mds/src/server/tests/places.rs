@@ -6,7 +6,10 @@ use super::*;
 async fn servers_are_told_where_a_chunk_lies() {
     let w = World::new(3, |_| ()).await;
     let _oss = w.oss(1).await;
-    until("chains", || w.mds.iter().flatten().any(|(_, s)| !s.status().map.unwrap().sets.is_empty())).await;
+    until("chains", || {
+        w.mds.iter().flatten().any(|(_, s)| !s.status().map.unwrap().sets.is_empty())
+    })
+    .await;
     let mut c = w.client(1).await;
     let dir = c.one(mkdir("d")).await.ino;
     let Op::Create(o) = create("samples", 0) else { unreachable!() };
@@ -22,9 +25,14 @@ async fn servers_are_told_where_a_chunk_lies() {
         of(dir, 0, 0),
         of(0, 0, 0),
     ];
-    let r: pb::PlacesReply = w.ask(Role::Server, opcode::PLACES, &pb::PlacesRequest { chunks }).await.unwrap();
-    let said: Vec<_> = r.places.iter().map(|p| (std::str::from_utf8(&p.path).unwrap(), p.start)).collect();
-    assert_eq!(said, [("/d/samples", 0), ("/d/samples", 3 * (4 << 20)), ("", 0), ("", 0), ("", 0), ("", 0)]);
+    let r: pb::PlacesReply =
+        w.ask(Role::Server, opcode::PLACES, &pb::PlacesRequest { chunks }).await.unwrap();
+    let said: Vec<_> =
+        r.places.iter().map(|p| (std::str::from_utf8(&p.path).unwrap(), p.start)).collect();
+    assert_eq!(
+        said,
+        [("/d/samples", 0), ("/d/samples", 3 * (4 << 20)), ("", 0), ("", 0), ("", 0), ("", 0)]
+    );
     // Any member answers, no client is answered, and not more than a few at a time.
     let one = pb::PlacesRequest { chunks: vec![of(ino, data_id, 0)] };
     let leader = w.leader().await;
@@ -34,8 +42,13 @@ async fn servers_are_told_where_a_chunk_lies() {
                 >= w.mds[leader].as_ref().unwrap().1.status().raft.unwrap().applied
         })
         .await;
-        let m = w.ask_at(i, Role::Server, opcode::PLACES, one.encode_to_vec().into()).await.unwrap();
-        assert_eq!(pb::PlacesReply::decode(m.body).unwrap().places[0].path, &b"/d/samples"[..], "member {i}");
+        let m =
+            w.ask_at(i, Role::Server, opcode::PLACES, one.encode_to_vec().into()).await.unwrap();
+        assert_eq!(
+            pb::PlacesReply::decode(m.body).unwrap().places[0].path,
+            &b"/d/samples"[..],
+            "member {i}"
+        );
     }
     assert!(w.ask::<pb::PlacesReply>(Role::Client, opcode::PLACES, &one).await.is_err());
     let many = pb::PlacesRequest { chunks: vec![of(ino, data_id, 0); 257] };

@@ -1,4 +1,5 @@
-//! Files in which a session wrote that was evicted, beside others: how far they go is found out before anybody is told.
+//! Files in which a session wrote that was evicted, beside others: how far they go is found out
+//! before anybody is told.
 
 use std::pin::pin;
 
@@ -38,11 +39,15 @@ async fn what_was_not_reported_is_there_for_all_from_the_same_moment_on() {
     oss.refuse.store(true, Ordering::Relaxed);
     evict(&w, 1).await;
     let (look, again) = (b.request(getattr(f)), b.request(open(f, 2)));
-    let set = b.request(Op::Setattr(pb::SetAttr { ino: f, mtime_ns: Some(7), ..Default::default() }));
+    let set =
+        b.request(Op::Setattr(pb::SetAttr { ino: f, mtime_ns: Some(7), ..Default::default() }));
     {
         let mut all = pin!(async { tokio::join!(b.send(&look), b.send(&again), b.send(&set)) });
         for _ in 0..6 {
-            assert!(timeout(AWHILE, &mut all).await.is_err(), "answered before it is known how far the file goes");
+            assert!(
+                timeout(AWHILE, &mut all).await.is_err(),
+                "answered before it is known how far the file goes"
+            );
             b.renew().await;
         }
         oss.looks.lock().clear();
@@ -55,7 +60,8 @@ async fn what_was_not_reported_is_there_for_all_from_the_same_moment_on() {
         assert_eq!(set.results[0].attr.unwrap().mtime_ns, 7, "what is set later stays");
     }
     let looks = std::mem::take(&mut *oss.looks.lock());
-    let asked: Vec<_> = looks.iter().map(|r| (r.chunk.ino, r.chunk.index, r.offset, r.epoch)).collect();
+    let asked: Vec<_> =
+        looks.iter().map(|r| (r.chunk.ino, r.chunk.index, r.offset, r.epoch)).collect();
     assert_eq!(asked, [(f, 0, 0, 1), (f, 2, 0, 1), (f, 2, 0, 1)], "two pages, and the last block");
     assert!(oss.evicted.lock().contains(&a.session) && oss.trims.lock().is_empty());
     // Once.
@@ -63,7 +69,8 @@ async fn what_was_not_reported_is_there_for_all_from_the_same_moment_on() {
     assert!(oss.looks.lock().is_empty());
 }
 
-/// Whoever names a file by the operation before is not waited for before his list goes to the log, as when the eviction comes just then.
+/// Whoever names a file by the operation before is not waited for before his list goes to the log,
+/// as when the eviction comes just then.
 #[tokio::test(start_paused = true)]
 async fn a_time_that_is_set_meanwhile_stays() {
     let (w, oss) = with_files().await;
@@ -77,7 +84,10 @@ async fn a_time_that_is_set_meanwhile_stays() {
     let set = pb::MetaRequest { ops, ..b.request(set) };
     {
         let mut set = pin!(b.send(&set));
-        assert!(timeout(AWHILE, &mut set).await.is_err(), "answered before it is known how far the file goes");
+        assert!(
+            timeout(AWHILE, &mut set).await.is_err(),
+            "answered before it is known how far the file goes"
+        );
         oss.refuse.store(false, Ordering::Relaxed);
         let is = set.await.results[1].attr.unwrap();
         assert_eq!((is.mtime_ns, is.size), (7, 9000));
@@ -162,7 +172,8 @@ async fn a_new_leader_finds_out_too() {
 #[tokio::test(start_paused = true)]
 async fn the_other_writer_is_not_evicted_meanwhile() {
     let (w, oss) = with_files().await;
-    let (mut a, mut b, mut c) = (w.client(1).await, Holder::new(&w, 2).await, Holder::new(&w, 3).await);
+    let (mut a, mut b, mut c) =
+        (w.client(1).await, Holder::new(&w, 2).await, Holder::new(&w, 3).await);
     let f = shared(&mut a, &mut b).await;
     oss.refuse.store(true, Ordering::Relaxed);
     evict(&w, 1).await;
@@ -181,11 +192,13 @@ async fn the_other_writer_is_not_evicted_meanwhile() {
     assert_eq!(size(&r), 40);
 }
 
-/// Whoever does not ask for how far that file goes does not wait; nor does he who does for so long that he would give this server up.
+/// Whoever does not ask for how far that file goes does not wait; nor does he who does for so long
+/// that he would give this server up.
 #[tokio::test(start_paused = true)]
 async fn all_else_goes_on_while_no_storage_server_answers() {
     let (w, oss) = with_files().await;
-    let (mut a, mut b, mut c) = (w.client(1).await, Holder::new(&w, 2).await, Holder::new(&w, 3).await);
+    let (mut a, mut b, mut c) =
+        (w.client(1).await, Holder::new(&w, 2).await, Holder::new(&w, 3).await);
     let f = shared(&mut a, &mut b).await;
     oss.refuse.store(true, Ordering::Relaxed);
     evict(&w, 1).await;

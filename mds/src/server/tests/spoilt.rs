@@ -1,4 +1,5 @@
-//! A real store in memory, of which some records cannot be read: those whose value has some bytes in it.
+//! A real store in memory, of which some records cannot be read: those whose value has some bytes
+//! in it.
 
 use std::{ops::Bound, sync::Arc};
 
@@ -30,7 +31,9 @@ fn get(of: &dyn Reader, bad: &Mutex<Vec<u8>>, key: &[u8]) -> Result<Option<Bytes
 }
 
 fn range<'a>(pairs: PairIter<'a>, bad: &'a Mutex<Vec<u8>>) -> PairIter<'a> {
-    Box::new(pairs.map(|pair: Result<Pair>| pair.and_then(|(k, v)| check(bad, &v).map(|()| (k, v)))))
+    Box::new(
+        pairs.map(|pair: Result<Pair>| pair.and_then(|(k, v)| check(bad, &v).map(|()| (k, v)))),
+    )
 }
 
 impl Spoilt {

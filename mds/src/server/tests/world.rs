@@ -1,5 +1,5 @@
-//! A group of metadata servers, fake storage servers and hand-driven clients in one thread under paused time, on a network
-//! that is a map of services.
+//! A group of metadata servers, fake storage servers and hand-driven clients in one thread under
+//! paused time, on a network that is a map of services.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,7 +14,9 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Buf, Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_fabric::{
+    Buf, Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service,
+};
 use strake_proto::{
     CapKey, Capability, Code, Error, Result, Rights,
     cap::index_near,
@@ -90,7 +92,14 @@ impl Net {
     }
     fn connect_from(self: &Arc<Self>, from: u32, to: u32, role: Role) -> Arc<NetConnection> {
         let id = self.peers.fetch_add(1, Ordering::Relaxed);
-        Arc::new(NetConnection { net: self.clone(), from, to, role, id, closed: AtomicBool::new(false) })
+        Arc::new(NetConnection {
+            net: self.clone(),
+            from,
+            to,
+            role,
+            id,
+            closed: AtomicBool::new(false),
+        })
     }
     pub(super) fn fabric(self: &Arc<Self>, role: Role) -> Arc<NetFabric> {
         self.fabric_of(0, role)
@@ -106,7 +115,11 @@ impl Net {
 
 #[async_trait]
 impl Fabric for NetFabric {
-    async fn connect(&self, to: &Endpoint, _back: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        _back: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         let to = sim(to)?;
         if !self.net.services.lock().contains_key(&to) {
             return Err(Error::new(Code::Disconnected, format!("nobody listens at sim:{to}")));
@@ -132,7 +145,8 @@ impl Connection for NetConnection {
             return Err(Error::new(Code::TimedOut, "no answer"));
         }
         let service = self.net.services.lock().get(&self.to).cloned().ok_or_else(gone)?;
-        let peer = Peer { role: self.role, addr: format!("test-{}", self.id), id: self.id, back: None };
+        let peer =
+            Peer { role: self.role, addr: format!("test-{}", self.id), id: self.id, back: None };
         let answer = tokio::spawn(async move { service.handle(&peer, request).await });
         let (to, net) = (self.to, self.net.clone());
         let died = async move {
@@ -174,7 +188,8 @@ pub(super) struct World {
 impl World {
     pub(super) async fn new(members: usize, change: impl Fn(&mut Config) + 'static) -> World {
         let voters: Vec<u64> = (1..=members as u64).collect();
-        let log = |i: &u64| Arc::new(MemLog::new(voters.clone(), 1000 + i, Duration::from_micros(500)));
+        let log =
+            |i: &u64| Arc::new(MemLog::new(voters.clone(), 1000 + i, Duration::from_micros(500)));
         let mut w = World {
             net: Arc::default(),
             started: Instant::now(),
@@ -247,7 +262,9 @@ impl World {
     pub(super) async fn leader(&self) -> usize {
         let find = async {
             loop {
-                if let Some(i) = self.mds.iter().position(|m| m.as_ref().is_some_and(|(_, s)| s.leads())) {
+                if let Some(i) =
+                    self.mds.iter().position(|m| m.as_ref().is_some_and(|(_, s)| s.leads()))
+                {
                     return i;
                 }
                 sleep(Duration::from_millis(10)).await;
@@ -271,7 +288,12 @@ impl World {
         for _ in 0..600 {
             let i = self.leader().await;
             match self.ask_at(i, role, opcode, body.encode_to_vec().into()).await {
-                Err(e) if matches!(e.code, Code::NotLeader | Code::Disconnected | Code::Overloaded) => {
+                Err(e)
+                    if matches!(
+                        e.code,
+                        Code::NotLeader | Code::Disconnected | Code::Overloaded
+                    ) =>
+                {
                     sleep(Duration::from_millis(50)).await;
                 }
                 r => return r.map(|m| R::decode(m.body).unwrap()),
@@ -280,7 +302,13 @@ impl World {
         panic!("no answer for 30 s");
     }
 
-    pub(super) async fn ask_at(&self, i: usize, role: Role, opcode: u16, body: Bytes) -> Result<Message> {
+    pub(super) async fn ask_at(
+        &self,
+        i: usize,
+        role: Role,
+        opcode: u16,
+        body: Bytes,
+    ) -> Result<Message> {
         let conn = self.net.connect(i as u32 + 1, role);
         conn.call(Message::new(opcode, body), Duration::from_secs(40)).await
     }
@@ -292,15 +320,24 @@ impl World {
     /// One that may hold back what it writes, and that knows that others are dead.
     pub(super) async fn client_that(&self, uuid: u8, write_back: bool, dead: &[u8]) -> Client<'_> {
         let dead = dead.iter().map(|n| vec![*n; 16].into()).collect();
-        let body =
-            pb::SessionOpenRequest { client_uuid: vec![uuid; 16].into(), write_back, dead, ..Default::default() };
-        let r: pb::SessionOpenReply = self.ask(Role::Client, opcode::SESSION_OPEN, &body).await.unwrap();
+        let body = pb::SessionOpenRequest {
+            client_uuid: vec![uuid; 16].into(),
+            write_back,
+            dead,
+            ..Default::default()
+        };
+        let r: pb::SessionOpenReply =
+            self.ask(Role::Client, opcode::SESSION_OPEN, &body).await.unwrap();
         Client { world: self, session: r.session, open: r, seq: 0 }
     }
 
     /// Starts a storage server with one target that lives until its [`FakeOss::up`] is cleared.
     pub(super) async fn oss(&self, n: u8) -> Arc<FakeOss> {
-        let oss = Arc::new(FakeOss { up: AtomicBool::new(true), refuse: AtomicBool::new(false), ..Default::default() });
+        let oss = Arc::new(FakeOss {
+            up: AtomicBool::new(true),
+            refuse: AtomicBool::new(false),
+            ..Default::default()
+        });
         let at = Endpoint::Sim(100 + u32::from(n));
         let listener = self.net.fabric(Role::Server).listen(&at, oss.clone()).await.unwrap();
         let stamp = 1 + self.started.elapsed().as_nanos() as u64;
@@ -317,7 +354,8 @@ impl World {
             }],
             ..Default::default()
         };
-        let r: pb::RegisterReply = self.ask(Role::Server, opcode::REGISTER, &register).await.unwrap();
+        let r: pb::RegisterReply =
+            self.ask(Role::Server, opcode::REGISTER, &register).await.unwrap();
         tokio::spawn(oss.clone().beat(self.net.clone(), self.logs.len(), r, stamp, listener));
         oss
     }
@@ -342,7 +380,14 @@ pub(super) struct FakeOss {
 }
 
 impl FakeOss {
-    async fn beat(self: Arc<Self>, net: Arc<Net>, mds: usize, r: pb::RegisterReply, stamp: u64, listener: Listener) {
+    async fn beat(
+        self: Arc<Self>,
+        net: Arc<Net>,
+        mds: usize,
+        r: pb::RegisterReply,
+        stamp: u64,
+        listener: Listener,
+    ) {
         *self.map.lock() = r.map.unwrap();
         let mut seen = 0;
         while self.up.load(Ordering::Relaxed) {
@@ -370,7 +415,8 @@ impl FakeOss {
                 }
                 self.take(reply.endings.expect("asked for"));
                 for e in reply.evicted {
-                    seen = if self.busy.load(Ordering::Relaxed) { seen } else { seen.max(e.number) };
+                    seen =
+                        if self.busy.load(Ordering::Relaxed) { seen } else { seen.max(e.number) };
                     self.evicted.lock().insert(e.session);
                 }
             }
@@ -392,15 +438,24 @@ impl FakeOss {
     pub(super) fn refuses(&self, cap: &Capability, rights: Rights) -> bool {
         let e = self.endings.lock();
         let as_of = index_near(cap.as_of, e.through);
-        let meets = |x: &&pb::Ending| [0, cap.ino].contains(&x.ino) && [0, cap.session].contains(&x.session);
-        let ended = e.all.iter().filter(|x| x.index >= as_of).filter(meets).fold(0, |all, x| all | x.rights);
+        let meets = |x: &&pb::Ending| {
+            [0, cap.ino].contains(&x.ino) && [0, cap.session].contains(&x.session)
+        };
+        let ended = e
+            .all
+            .iter()
+            .filter(|x| x.index >= as_of)
+            .filter(meets)
+            .fold(0, |all, x| all | x.rights);
         as_of <= e.floor || ended & rights.0 == rights.0
     }
 
     fn look(&self, op: u16, r: &DataRequest) -> Message {
         let stored = self.stored.lock();
-        let message =
-            |len, payload| Message::new(op, DataReply { len, ..DataReply::default() }.encode()).with_payload(payload);
+        let message = |len, payload| {
+            Message::new(op, DataReply { len, ..DataReply::default() }.encode())
+                .with_payload(payload)
+        };
         if op == opcode::READ {
             message(stored[&r.chunk.index].saturating_sub(r.offset).min(r.len), Vec::new())
         } else {
@@ -413,7 +468,8 @@ impl FakeOss {
             let mut found = stored.range(r.chunk.index..).filter_map(whole);
             let first: Vec<Extent> = found.next().into_iter().collect();
             let bytes = first.iter().map(|e| u64::from(e.len)).sum();
-            let page = Extents { next: found.next().map(|e| (e.index, e.offset)), found: first, bytes };
+            let page =
+                Extents { next: found.next().map(|e| (e.index, e.offset)), found: first, bytes };
             message(0, vec![Buf::copy_from(&page.encode())])
         }
     }
@@ -468,7 +524,10 @@ impl Client<'_> {
         }
     }
     pub(super) async fn send(&self, request: &pb::MetaRequest) -> Result<Vec<pb::OpResult>> {
-        self.world.ask::<pb::MetaReply>(Role::Client, opcode::META, request).await.map(|r| r.results)
+        self.world
+            .ask::<pb::MetaReply>(Role::Client, opcode::META, request)
+            .await
+            .map(|r| r.results)
     }
     pub(super) async fn run(&mut self, ops: Vec<pb::op::Op>) -> Result<Vec<pb::OpResult>> {
         let r = self.request(ops);
@@ -485,9 +544,17 @@ impl Client<'_> {
         let results = self.run(vec![op]).await.unwrap();
         Code::from_wire(results[0].status.as_ref().map_or(0, |s| s.code))
     }
-    pub(super) async fn renew(&self, reassert: bool, opens: &[u64]) -> Result<pb::SessionRenewReply> {
-        let r =
-            pb::SessionRenewRequest { session: self.session, reassert, opens: opens.to_vec(), ..Default::default() };
+    pub(super) async fn renew(
+        &self,
+        reassert: bool,
+        opens: &[u64],
+    ) -> Result<pb::SessionRenewReply> {
+        let r = pb::SessionRenewRequest {
+            session: self.session,
+            reassert,
+            opens: opens.to_vec(),
+            ..Default::default()
+        };
         self.world.ask(Role::Client, opcode::SESSION_RENEW, &r).await
     }
 }

@@ -1,4 +1,5 @@
-//! The two clients of the model: what they send, give up, flush and read, and what they check of it.
+//! The two clients of the model: what they send, give up, flush and read, and what they check of
+//! it.
 
 use std::collections::BTreeMap;
 
@@ -28,7 +29,8 @@ pub(super) struct Client {
     /// The one unanswered request: chunk, value, seq, replay.
     pub(super) open: Option<(ChunkId, u64, u64, Option<Version>)>,
     pub(super) acked: Vec<Acked>,
-    /// How many requests it has given up, and what it wrote in all: values, and whether they were given up.
+    /// How many requests it has given up, and what it wrote in all: values, and whether they were
+    /// given up.
     pub(super) round: u64,
     pub(super) values: BTreeMap<u64, bool>,
 }
@@ -50,7 +52,10 @@ impl Cluster {
             self.clients[c].seq += 1;
             self.clients[c].open = Some((chunk(k), value, self.clients[c].seq, None));
             self.clients[c].values.insert(value, false);
-        } else if self.clients[c].open.is_some_and(|o| o.3.is_none()) && self.faults && self.rand(20) == 0 {
+        } else if self.clients[c].open.is_some_and(|o| o.3.is_none())
+            && self.faults
+            && self.rand(20) == 0
+        {
             return self.give_up(c);
         }
         self.send(c);
@@ -70,7 +75,10 @@ impl Cluster {
         for client in &self.clients {
             let mut newest = 0;
             for value in list.iter().filter(|v| client.values.contains_key(v)) {
-                assert!(*value > newest || !client.values[value], "{value} was given up before {newest}: {list:?}");
+                assert!(
+                    *value > newest || !client.values[value],
+                    "{value} was given up before {newest}: {list:?}"
+                );
                 newest = newest.max(*value);
             }
         }
@@ -80,7 +88,8 @@ impl Cluster {
         let Some((chunk, value, seq, replay)) = self.clients[c].open else { return };
         let chain = &self.chains[&self.clients[c].map];
         let (Some(head), epoch) = (chain.head(), chain.epoch) else { return };
-        let (session, round) = (c as u64 + 1, if self.roundless { 0 } else { self.clients[c].round });
+        let (session, round) =
+            (c as u64 + 1, if self.roundless { 0 } else { self.clients[c].round });
         let what = What::Client { session, seq, replay, round };
         let op = Op { id: 0, chunk, epoch, eager: self.rand(2) == 0, what };
         let ctx = Ctx { chunk, value, session, seq, from: From::Client { value } };
@@ -109,7 +118,8 @@ impl Cluster {
                 self.clients[c].acked.push(acked);
             }
             Err(e) if e.code == Code::Overtaken => {
-                let forgotten = || self.r.iter().any(|r| r.store.changes_since(chunk, value) >= KEPT);
+                let forgotten =
+                    || self.r.iter().any(|r| r.store.changes_since(chunk, value) >= KEPT);
                 let may = replay.is_some() && (self.losses > 0 || forgotten());
                 assert!(may, "overtaken without a loss of all replicas");
                 self.clients[c].open = None;
@@ -150,7 +160,11 @@ impl Cluster {
         let all: Vec<ChunkId> = (0..CHUNKS).map(chunk).collect();
         if let [first, .., last] = &all[..] {
             let each = all.iter().all(|c| r.core.read(c, epoch).is_ok());
-            assert_eq!(r.core.read_all(first..=last, epoch).is_ok(), each, "what may be read of all at {i}");
+            assert_eq!(
+                r.core.read_all(first..=last, epoch).is_ok(),
+                each,
+                "what may be read of all at {i}"
+            );
         }
         if !r.leased || r.core.read(&c, epoch).is_err() {
             return;
@@ -159,12 +173,17 @@ impl Cluster {
         let got = r.store.chunks.get(&c).map(|x| x.list.clone()).unwrap_or_default();
         for a in self.clients.iter().flat_map(|c| &c.acked).filter(|a| a.chunk == c) {
             let must = a.stable || a.losses == self.losses;
-            assert!(!must || got.contains(&a.value), "read at {i} lacks acknowledged {}: {got:?} {a:?}", a.value);
+            assert!(
+                !must || got.contains(&a.value),
+                "read at {i} lacks acknowledged {}: {got:?} {a:?}",
+                a.value
+            );
         }
         self.check_given_up(&got);
         let losses = self.losses;
         let (at, seen) = self.seen.entry(c).or_default();
-        // An update that fails for want of space may have been seen on a replica that was lost since.
+        // An update that fails for want of space may have been seen on a replica that was lost
+        // since.
         if *at == losses && !self.full {
             assert!(got.starts_with(seen), "a read at {i} went back: {got:?} after {seen:?}");
         }

@@ -9,7 +9,8 @@ use strake_proto::{
 
 use crate::chain::{Committed, Local, OpId};
 
-/// Writers that a chunk remembers: fewer than [`strake_proto::data::KEPT_WRITERS`], so that runs go beyond them.
+/// Writers that a chunk remembers: fewer than [`strake_proto::data::KEPT_WRITERS`], so that runs go
+/// beyond them.
 pub(super) const KEPT: usize = 8;
 
 /// A chunk is the list of the updates applied to it; every update has a number of its own.
@@ -27,7 +28,9 @@ pub(super) struct Store {
 impl Store {
     /// How many others changed a chunk after one that did.
     pub(super) fn changes_since(&self, chunk: ChunkId, value: u64) -> usize {
-        self.chunks.get(&chunk).map_or(0, |c| c.list.iter().rev().position(|v| *v == value).unwrap_or(0))
+        self.chunks
+            .get(&chunk)
+            .map_or(0, |c| c.list.iter().rev().position(|v| *v == value).unwrap_or(0))
     }
 }
 

@@ -1,4 +1,5 @@
-//! The controller of a device: its connection, its keep-alive, and its reset when it fails. One thread, which sleeps.
+//! The controller of a device: its connection, its keep-alive, and its reset when it fails. One
+//! thread, which sleeps.
 
 use std::{
     ffi::{CString, c_void},
@@ -27,7 +28,8 @@ use super::{
 };
 use crate::device::{api::BLOCK, nvme::Format};
 
-/// How often the admin queue is looked at: it sends the keep-alives that fabrics want every few seconds.
+/// How often the admin queue is looked at: it sends the keep-alives that fabrics want every few
+/// seconds.
 const LOOK: Duration = Duration::from_millis(500);
 /// Between two looks at a reset that goes on.
 const STEP: Duration = Duration::from_micros(100);
@@ -35,10 +37,12 @@ const STEP: Duration = Duration::from_micros(100);
 const AGAIN: Duration = Duration::from_millis(500);
 /// Where Identify Controller says that the write cache is volatile (NVMe Base 2.0, figure 275).
 const VWC: usize = 525;
-/// Of the register CSTS (NVMe Base 2.0, 3.1.3.6): ready, and a fatal status. All ones where there is no controller any more.
+/// Of the register CSTS (NVMe Base 2.0, 3.1.3.6): ready, and a fatal status. All ones where there
+/// is no controller any more.
 const RDY: u32 = 1;
 const CFS: u32 = 2;
-/// Where the command register is in a PCI function's configuration, and its bit that lets memory be accessed (PCI Local Bus 3.0, 6.2.2).
+/// Where the command register is in a PCI function's configuration, and its bit that lets memory be
+/// accessed (PCI Local Bus 3.0, 6.2.2).
 const COMMAND: usize = 4;
 const MEMORY: u8 = 2;
 /// More than `struct spdk_nvme_transport_id` has in any release, in words.
@@ -59,14 +63,16 @@ pub(super) struct Controller {
     pub namespace: *mut c_void,
 }
 
-// SAFETY: SPDK takes locks of its own around a controller; queue pairs, which have none, stay on their threads.
+// SAFETY: SPDK takes locks of its own around a controller; queue pairs, which have none, stay on
+// their threads.
 unsafe impl Send for Controller {}
 
 /// How many bytes of memory this process may lock, where that is limited.
 fn lock_limit() -> Option<u64> {
     let capable = capabilities(None).is_ok_and(|c| c.effective.contains(CapabilitySet::IPC_LOCK));
     // That of a user namespace does not count.
-    let unlimited = capable && std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| has_all_users(&map));
+    let unlimited = capable
+        && std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| has_all_users(&map));
     getrlimit(Resource::Memlock).current.filter(|_| !unlimited)
 }
 
@@ -75,9 +81,10 @@ fn has_all_users(map: &str) -> bool {
     map.split_whitespace().eq(["0", "0", "4294967295"])
 }
 
-/// Waits while somebody else resets the function of a controller on PCIe, for the kernel lets nobody read its configuration then, and an
-/// error where its memory cannot be accessed. What SPDK read of its registers could be capabilities without a limit of time, and it
-/// would wait for the controller without end. One that is reset just after this was asked can still do that.
+/// Waits while somebody else resets the function of a controller on PCIe, for the kernel lets
+/// nobody read its configuration then, and an error where its memory cannot be accessed. What SPDK
+/// read of its registers could be capabilities without a limit of time, and it would wait for the
+/// controller without end. One that is reset just after this was asked can still do that.
 fn answers_memory(way: &Way) -> Result<()> {
     let Way::Pcie(address) = way else { return Ok(()) };
     let function = format!("/sys/bus/pci/devices/{address}");
@@ -95,8 +102,8 @@ fn answers_memory(way: &Way) -> Result<()> {
 impl Controller {
     /// Blocks while the controller is reached and set up.
     pub(super) fn connect(env: &'static Env, id: &TransportId) -> Result<Controller> {
-        // Neither SPDK nor DPDK says so when the kernel does not lock what they have it map for the controller, which then reads and
-        // writes nothing there.
+        // Neither SPDK nor DPDK says so when the kernel does not lock what they have it map for the
+        // controller, which then reads and writes nothing there.
         if let (Way::Pcie(_), Some(limit)) = (&id.way, lock_limit()) {
             let m = format!(
                 "{id}: this process may lock only {} KiB of memory, and a controller on PCIe must reach all of its buffers; run it \
@@ -105,10 +112,13 @@ impl Controller {
             );
             return Err(Error::new(Code::Perm, m));
         }
-        let text = CString::new(id.of_spdk()).map_err(|_| Error::new(Code::Inval, "a zero byte in a transport id"))?;
+        let text = CString::new(id.of_spdk())
+            .map_err(|_| Error::new(Code::Inval, "a zero byte in a transport id"))?;
         let mut parsed = vec![0u64; TRANSPORT_ID];
         // SAFETY: zeroed memory, larger and no less aligned than the structure; a valid string.
-        let rc = unsafe { (env.api.spdk_nvme_transport_id_parse)(parsed.as_mut_ptr().cast(), text.as_ptr()) };
+        let rc = unsafe {
+            (env.api.spdk_nvme_transport_id_parse)(parsed.as_mut_ptr().cast(), text.as_ptr())
+        };
         if rc != 0 {
             return Err(Error::new(Code::Inval, format!("{id}: SPDK does not take it ({rc})")));
         }
@@ -119,7 +129,10 @@ impl Controller {
                 Way::Pcie(_) => "is it bound to vfio-pci?",
                 Way::Tcp(_) | Way::Rdma(_) => "is its target up, and this host allowed there?",
             };
-            return Err(Error::new(Code::NxIo, format!("{id}: no such controller to be reached; {look}")));
+            return Err(Error::new(
+                Code::NxIo,
+                format!("{id}: no such controller to be reached; {look}"),
+            ));
         }
         let mut c = Controller { env, at, namespace: ptr::null_mut() };
         match c.find(id.namespace) {
@@ -136,7 +149,10 @@ impl Controller {
         let ns = unsafe { (self.env.api.spdk_nvme_ctrlr_get_ns)(self.at, namespace) };
         // SAFETY: as above.
         if ns.is_null() || !unsafe { (self.env.api.spdk_nvme_ns_is_active)(ns) } {
-            return Err(Error::new(Code::NoDev, format!("the controller has no active namespace {namespace}")));
+            return Err(Error::new(
+                Code::NoDev,
+                format!("the controller has no active namespace {namespace}"),
+            ));
         }
         self.namespace = ns;
         Ok(())
@@ -147,7 +163,11 @@ impl Controller {
         // SAFETY: an active namespace of a connected controller.
         let (sector, metadata, blocks) = unsafe {
             let metadata = (api.spdk_nvme_ns_get_md_size)(ns);
-            ((api.spdk_nvme_ns_get_sector_size)(ns), metadata, (api.spdk_nvme_ns_get_num_sectors)(ns))
+            (
+                (api.spdk_nvme_ns_get_sector_size)(ns),
+                metadata,
+                (api.spdk_nvme_ns_get_num_sectors)(ns),
+            )
         };
         let shift = if sector.is_power_of_two() { sector.trailing_zeros() } else { 0 };
         Format::new(blocks, shift, metadata)
@@ -166,8 +186,8 @@ impl Controller {
         unsafe { *(self.env.api.spdk_nvme_ctrlr_get_data)(self.at).add(VWC) & 1 == 1 }
     }
 
-    /// Whether a controller on PCIe works, by what it says of itself: nothing is asked of it that a dead one would leave unanswered.
-    /// Those over a network are known by their keep-alives.
+    /// Whether a controller on PCIe works, by what it says of itself: nothing is asked of it that a
+    /// dead one would leave unanswered. Those over a network are known by their keep-alives.
     pub(super) fn works(&self, way: &Way) -> bool {
         // SAFETY: a connected controller, whose registers are mapped.
         let status = || unsafe { (self.env.api.spdk_nvme_ctrlr_get_regs_csts)(self.at) };
@@ -186,7 +206,13 @@ impl Controller {
     }
 
     /// Until the device is dropped, and all of its queue pairs are gone.
-    pub(super) fn serve(mut self, shared: &Shared, id: &TransportId, format: Format, events: &Receiver<Event>) {
+    pub(super) fn serve(
+        mut self,
+        shared: &Shared,
+        id: &TransportId,
+        format: Format,
+        events: &Receiver<Event>,
+    ) {
         let mut closed = false;
         while !closed {
             let failed = match events.recv_timeout(LOOK) {
@@ -194,7 +220,8 @@ impl Controller {
                 Ok(Event::Close) | Err(RecvTimeoutError::Disconnected) => break,
                 // SAFETY: a connected controller; its admin queue is this thread's.
                 Err(RecvTimeoutError::Timeout) => unsafe {
-                    (self.env.api.spdk_nvme_ctrlr_process_admin_completions)(self.at) < 0 || !self.works(&id.way)
+                    (self.env.api.spdk_nvme_ctrlr_process_admin_completions)(self.at) < 0
+                        || !self.works(&id.way)
                 },
             };
             if failed {
@@ -208,16 +235,24 @@ impl Controller {
     }
 
     /// Resets the controller until it works again; whether the device was dropped meanwhile.
-    fn recover(&mut self, shared: &Shared, id: &TransportId, format: Format, events: &Receiver<Event>) -> bool {
+    fn recover(
+        &mut self,
+        shared: &Shared,
+        id: &TransportId,
+        format: Format,
+        events: &Receiver<Event>,
+    ) -> bool {
         tracing::warn!("{id}: the controller fails; resetting it");
-        // First, so that it reaches no memory any more when queue pairs give theirs back, and those ask nothing of one that is dead.
+        // First, so that it reaches no memory any more when queue pairs give theirs back, and those
+        // ask nothing of one that is dead.
         let mut cut = self.disconnect(id);
         shared.set_up(false);
         while shared.pairs.load(SeqCst) > 0 {
             thread::sleep(Duration::from_millis(1));
         }
         if shared.volatile && shared.written.load(SeqCst) > shared.flushed.load(SeqCst) {
-            // The same namespace may have come back without what was only in its cache: no flush can vouch for it.
+            // The same namespace may have come back without what was only in its cache: no flush
+            // can vouch for it.
             shared.lost.store(true, SeqCst);
             tracing::error!(
                 "{id}: reset with writes that were not flushed; flushes fail until this target is opened anew"
@@ -255,9 +290,13 @@ impl Controller {
             return Ok(());
         }
         if rc != 0 {
-            return Err(Error::new(Code::Io, format!("{id}: the controller cannot be reset ({rc})")));
+            return Err(Error::new(
+                Code::Io,
+                format!("{id}: the controller cannot be reset ({rc})"),
+            ));
         }
-        // SAFETY: as above; an error once it is disconnected. How long a controller takes to stop is limited by what it says of itself.
+        // SAFETY: as above; an error once it is disconnected. How long a controller takes to stop
+        // is limited by what it says of itself.
         while unsafe { (self.env.api.spdk_nvme_ctrlr_process_admin_completions)(self.at) } >= 0 {
             thread::sleep(STEP);
         }
@@ -265,13 +304,19 @@ impl Controller {
     }
 
     /// The other half; `false` where the device was dropped meanwhile.
-    fn reconnect(&mut self, id: &TransportId, format: Format, events: &Receiver<Event>) -> Result<bool> {
+    fn reconnect(
+        &mut self,
+        id: &TransportId,
+        format: Format,
+        events: &Receiver<Event>,
+    ) -> Result<bool> {
         answers_memory(&id.way).map_err(|e| e.context(id))?;
-        // SAFETY: a controller that is disconnected and has no queue pairs. It is locked until polling it says other than `EAGAIN`.
+        // SAFETY: a controller that is disconnected and has no queue pairs. It is locked until
+        // polling it says other than `EAGAIN`.
         unsafe { (self.env.api.spdk_nvme_ctrlr_reconnect_async)(self.at) };
         let rc = loop {
-            // It may take minutes. The lock is recursive, and this thread's, which detaches the controller and ends: it must take no
-            // other of SPDK's robust locks later.
+            // It may take minutes. The lock is recursive, and this thread's, which detaches the
+            // controller and ends: it must take no other of SPDK's robust locks later.
             if let Ok(Event::Close) = events.try_recv() {
                 return Ok(false);
             }
@@ -282,7 +327,10 @@ impl Controller {
             }
         };
         if rc != 0 {
-            return Err(Error::new(Code::Io, format!("{id}: the controller cannot be reset ({rc})")));
+            return Err(Error::new(
+                Code::Io,
+                format!("{id}: the controller cannot be reset ({rc})"),
+            ));
         }
         self.find(id.namespace).map_err(|e| e.context(id))?;
         match self.format()? {

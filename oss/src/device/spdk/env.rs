@@ -1,4 +1,5 @@
-//! What there is once in a process: the libraries, DPDK's memory, its list of PCI devices, and which namespaces are open.
+//! What there is once in a process: the libraries, DPDK's memory, its list of PCI devices, and
+//! which namespaces are open.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,7 +24,8 @@ const MAX_REGIONS: usize = 1024;
 /// `RTE_IOVA_VA` of DPDK: devices are given virtual addresses.
 const IOVA_VA: i32 = 2;
 
-/// What the targets of this process name, before DPDK starts: it may look at these PCI devices and at no other.
+/// What the targets of this process name, before DPDK starts: it may look at these PCI devices and
+/// at no other.
 static ANNOUNCED: Mutex<(BTreeSet<PciAddress>, bool)> = Mutex::new((BTreeSet::new(), false));
 
 /// See the module.
@@ -32,8 +34,8 @@ pub(super) struct Env {
     allowed: BTreeSet<PciAddress>,
     /// It was started for RDMA, which needs hugepages.
     rdma: bool,
-    /// Memory of others can be made known to a controller on PCIe: an IOMMU translates this process's addresses. By physical
-    /// ones SPDK would find wrong pages, or such as move.
+    /// Memory of others can be made known to a controller on PCIe: an IOMMU translates this
+    /// process's addresses. By physical ones SPDK would find wrong pages, or such as move.
     virtual_addresses: bool,
     regions: Mutex<Regions>,
     open: Mutex<BTreeSet<(Way, u32)>>,
@@ -56,20 +58,30 @@ pub(super) fn announce(id: &TransportId) {
     }
 }
 
-/// Whether an IOMMU of this machine, by what its capability register says (Intel VT-d 11.4.2, MGAW), translates fewer bits than
-/// DPDK's virtual addresses have. DPDK does not ask.
+/// Whether an IOMMU of this machine, by what its capability register says (Intel VT-d 11.4.2,
+/// MGAW), translates fewer bits than DPDK's virtual addresses have. DPDK does not ask.
 fn narrow_iommu() -> bool {
     let Ok(units) = std::fs::read_dir("/sys/class/iommu") else { return false };
     units.flatten().any(|unit| {
-        let register = std::fs::read_to_string(unit.path().join("intel-iommu/cap")).unwrap_or_default();
+        let register =
+            std::fs::read_to_string(unit.path().join("intel-iommu/cap")).unwrap_or_default();
         u64::from_str_radix(register.trim(), 16).is_ok_and(|cap| (cap >> 16 & 0x3f) + 1 < 48)
     })
 }
 
-/// The arguments of DPDK. No PCI device but the allowed ones is ever looked at: DPDK takes those from their drivers.
-fn arguments(allowed: &BTreeSet<PciAddress>, rdma: bool, narrow: bool, core: usize, process: u32) -> Vec<String> {
+/// The arguments of DPDK. No PCI device but the allowed ones is ever looked at: DPDK takes those
+/// from their drivers.
+fn arguments(
+    allowed: &BTreeSet<PciAddress>,
+    rdma: bool,
+    narrow: bool,
+    core: usize,
+    process: u32,
+) -> Vec<String> {
     let mut args: Vec<String> =
-        ["strake", "--no-telemetry", "--no-shconf", "--log-level=lib.eal:4", "-l"].map(String::from).into();
+        ["strake", "--no-telemetry", "--no-shconf", "--log-level=lib.eal:4", "-l"]
+            .map(String::from)
+            .into();
     args.push(core.to_string());
     if allowed.is_empty() {
         args.push("--no-pci".into());
@@ -81,7 +93,10 @@ fn arguments(allowed: &BTreeSet<PciAddress>, rdma: bool, narrow: bool, core: usi
         // Data lie in ordinary memory; this is for SPDK's own requests.
         args.extend(["--no-huge", "--legacy-mem", "-m", "256", "--iova-mode=va"].map(String::from));
     } else {
-        args.extend(["--match-allocations", "--huge-unlink", "--base-virtaddr=0x200000000000"].map(String::from));
+        args.extend(
+            ["--match-allocations", "--huge-unlink", "--base-virtaddr=0x200000000000"]
+                .map(String::from),
+        );
         args.push(format!("--file-prefix=strake_{process}"));
         if narrow {
             args.push("--iova-mode=pa".into());
@@ -90,7 +105,8 @@ fn arguments(allowed: &BTreeSet<PciAddress>, rdma: bool, narrow: bool, core: usi
     args
 }
 
-/// The one environment, made at the first call with what was announced until then. Its error is final.
+/// The one environment, made at the first call with what was announced until then. Its error is
+/// final.
 pub(super) fn get(core: usize) -> Result<&'static Env> {
     static ENV: OnceLock<Result<Env>> = OnceLock::new();
     let env = ENV.get_or_init(|| {
@@ -117,10 +133,18 @@ fn start(core: usize) -> Result<Env> {
     let text: Vec<CString> = args.iter().filter_map(|a| CString::new(a.as_str()).ok()).collect();
     // DPDK moves the pointers about, and writes to none of the strings.
     let mut argv: Vec<*mut c_char> = text.iter().map(|a| a.as_ptr().cast_mut()).collect();
-    let hint = if huge { "are there hugepages (vm.nr_hugepages), and is this root?" } else { "see its output above" };
-    // SAFETY: `argv` has as many valid strings as said, kept until after the call; this is the only thread that starts DPDK.
+    let hint = if huge {
+        "are there hugepages (vm.nr_hugepages), and is this root?"
+    } else {
+        "see its output above"
+    };
+    // SAFETY: `argv` has as many valid strings as said, kept until after the call; this is the only
+    // thread that starts DPDK.
     if unsafe { (api.rte_eal_init)(argv.len() as i32, argv.as_mut_ptr()) } < 0 {
-        return Err(Error::new(Code::NoMem, format!("DPDK does not start with '{}'; {hint}", args.join(" "))));
+        return Err(Error::new(
+            Code::NoMem,
+            format!("DPDK does not start with '{}'; {hint}", args.join(" ")),
+        ));
     }
     std::mem::forget(text); // it may look at them later
     // SAFETY: DPDK is started; `true` where its memory is of the old, fixed kind.
@@ -128,7 +152,8 @@ fn start(core: usize) -> Result<Env> {
     // SAFETY: a constant string.
     let version = unsafe { CStr::from_ptr((api.rte_version)()) }.to_string_lossy().into_owned();
     if rc != 0 {
-        let m = format!("SPDK does not work with {version} ({rc}): install the DPDK that came with it");
+        let m =
+            format!("SPDK does not work with {version} ({rc}): install the DPDK that came with it");
         return Err(Error::new(Code::OpNotSupp, m));
     }
     // SAFETY: SPDK's environment is there.
@@ -140,19 +165,31 @@ fn start(core: usize) -> Result<Env> {
             "no IOMMU that has room for this process's addresses: all data of devices on PCIe are copied, which costs more CPU"
         );
     }
-    Ok(Env { api, allowed, rdma, virtual_addresses, regions: Mutex::default(), open: Mutex::default() })
+    Ok(Env {
+        api,
+        allowed,
+        rdma,
+        virtual_addresses,
+        regions: Mutex::default(),
+        open: Mutex::default(),
+    })
 }
 
 impl Env {
-    /// Takes a namespace for one device of this process. `Busy`: another has it. `Perm`: it came too late.
+    /// Takes a namespace for one device of this process. `Busy`: another has it. `Perm`: it came
+    /// too late.
     pub(super) fn claim(&'static self, id: &TransportId) -> Result<Claim> {
         let late = match id.way {
-            Way::Pcie(at) if !self.allowed.contains(&at) => Some("looks at no PCI device but those that were"),
+            Way::Pcie(at) if !self.allowed.contains(&at) => {
+                Some("looks at no PCI device but those that were")
+            }
             Way::Rdma(_) if !self.rdma => Some("was started without what RDMA needs"),
             _ => None,
         };
         if let Some(why) = late {
-            let m = format!("{id} was not among the targets when SPDK started, and SPDK {why}: restart this server");
+            let m = format!(
+                "{id} was not among the targets when SPDK started, and SPDK {why}: restart this server"
+            );
             return Err(Error::new(Code::Perm, m));
         }
         let key = (id.way.clone(), id.namespace);
@@ -181,7 +218,8 @@ impl Env {
         if r.full || r.held.len() == MAX_REGIONS {
             return false;
         }
-        // SAFETY: the region is mapped, starts at a multiple of 2 MiB, is of whole ones and is held from here on.
+        // SAFETY: the region is mapped, starts at a multiple of 2 MiB, is of whole ones and is held
+        // from here on.
         let rc = unsafe { (self.api.spdk_mem_register)(region.as_ptr().cast(), REGION) };
         if rc != 0 {
             r.full = true;
@@ -252,9 +290,14 @@ mod tests {
         assert!(has(&rdma, "--no-pci") && !has(&rdma, "--no-huge"), "{rdma:?}");
         let two = ["0000:3b:00.0", "0000:5e:00.0"].map(|a| a.parse().unwrap()).into();
         let pcie = arguments(&two, false, true, 1, 7);
-        let named: Vec<&str> = pcie.iter().skip_while(|a| *a != "-a").take(4).map(String::as_str).collect();
+        let named: Vec<&str> =
+            pcie.iter().skip_while(|a| *a != "-a").take(4).map(String::as_str).collect();
         assert_eq!(named, ["-a", "0000:3b:00.0", "-a", "0000:5e:00.0"]);
         assert!(!has(&pcie, "--no-pci"), "with names, all others are left alone");
-        assert!(has(&pcie, "--iova-mode=pa") && has(&none, "--iova-mode=va") && !has(&rdma, "--iova-mode=pa"));
+        assert!(
+            has(&pcie, "--iova-mode=pa")
+                && has(&none, "--iova-mode=va")
+                && !has(&rdma, "--iova-mode=pa")
+        );
     }
 }

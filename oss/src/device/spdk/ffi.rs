@@ -1,5 +1,6 @@
-//! SPDK's and DPDK's functions, by our own declarations, from the libraries of the machine. The prototypes are the same in every
-//! release of SPDK from v22.01 to v26.05, and no structure of theirs is known here but [`Completion`], which NVMe fixes.
+//! SPDK's and DPDK's functions, by our own declarations, from the libraries of the machine. The
+//! prototypes are the same in every release of SPDK from v22.01 to v26.05, and no structure of
+//! theirs is known here but [`Completion`], which NVMe fixes.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
@@ -21,7 +22,8 @@ const _: () = assert!(size_of::<Completion>() == 16);
 
 pub(super) type Done = extern "C" fn(*mut c_void, *const Completion);
 
-/// In the order in which they must be opened, all symbols for all: SPDK's are linked against less than they use.
+/// In the order in which they must be opened, all symbols for all: SPDK's are linked against less
+/// than they use.
 const LIBRARIES: &[(&str, bool)] = &[
     ("libcrypto.so.3", false),
     ("libssl.so.3", false),
@@ -46,7 +48,8 @@ macro_rules! functions {
             fn find() -> Result<Api> {
                 Ok(Api { $($name: {
                     let at = symbol(concat!(stringify!($name), "\0"))?;
-                    // SAFETY: the function of that name has this prototype in every release of SPDK and DPDK from v22.01 on.
+                    // SAFETY: the function of that name has this prototype in every release of SPDK
+                    // and DPDK from v22.01 on.
                     unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) $(-> $out)?>(at) }
                 },)* })
             }
@@ -101,25 +104,30 @@ fn last_error() -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// Opens them for good: DPDK's threads run their code as long as the process lives. `NoEnt`, in a sentence that says what to install.
+/// Opens them for good: DPDK's threads run their code as long as the process lives. `NoEnt`, in a
+/// sentence that says what to install.
 pub(super) fn load() -> Result<Api> {
     open_all(LIBRARIES)?;
     let at = symbol("rte_version\0")?;
-    // SAFETY: the function of that name has this prototype in every release of DPDK, and may be called before all others.
-    let version = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> *const c_char>(at) };
+    // SAFETY: the function of that name has this prototype in every release of DPDK, and may be
+    // called before all others.
+    let version =
+        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> *const c_char>(at) };
     // SAFETY: it returns a constant string.
     let version = unsafe { CStr::from_ptr(version()) }.to_string_lossy();
     if is_too_old(&version) {
-        let m = format!("the SPDK of this machine is too old, for it comes with {version}; {INSTALL}");
+        let m =
+            format!("the SPDK of this machine is too old, for it comes with {version}; {INSTALL}");
         return Err(Error::new(Code::OpNotSupp, m));
     }
     Api::find()
 }
 
-/// Whether this is the DPDK (as in `DPDK 21.11.0`) of an SPDK before v22.01, whose functions may have other prototypes. SPDK's own libraries do not
-/// tell their version.
+/// Whether this is the DPDK (as in `DPDK 21.11.0`) of an SPDK before v22.01, whose functions may
+/// have other prototypes. SPDK's own libraries do not tell their version.
 fn is_too_old(dpdk: &str) -> bool {
-    let mut numbers = dpdk.trim_start_matches(|c: char| !c.is_ascii_digit()).split('.').map(str::parse::<u32>);
+    let mut numbers =
+        dpdk.trim_start_matches(|c: char| !c.is_ascii_digit()).split('.').map(str::parse::<u32>);
     let (Some(Ok(year)), Some(Ok(month))) = (numbers.next(), numbers.next()) else { return false };
     (year, month) < (21, 11)
 }
@@ -127,10 +135,14 @@ fn is_too_old(dpdk: &str) -> bool {
 fn open_all(libraries: &[(&str, bool)]) -> Result<()> {
     for (name, needed) in libraries {
         let text = CString::new(*name).map_err(|_| Error::new(Code::Inval, "a library's name"))?;
-        // SAFETY: a valid string; constructors of these libraries only register transports and drivers.
+        // SAFETY: a valid string; constructors of these libraries only register transports and
+        // drivers.
         let opened = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_LAZY | libc::RTLD_GLOBAL) };
         if opened.is_null() && *needed {
-            return Err(Error::new(Code::NoEnt, format!("SPDK is not installed ({}); {INSTALL}", last_error())));
+            return Err(Error::new(
+                Code::NoEnt,
+                format!("SPDK is not installed ({}); {INSTALL}", last_error()),
+            ));
         }
     }
     Ok(())
@@ -141,7 +153,10 @@ fn symbol(name: &'static str) -> Result<*mut c_void> {
     let at = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr().cast()) };
     if at.is_null() {
         let name = name.trim_end_matches('\0');
-        return Err(Error::new(Code::OpNotSupp, format!("the SPDK of this machine has no {name}; {INSTALL}")));
+        return Err(Error::new(
+            Code::OpNotSupp,
+            format!("the SPDK of this machine has no {name}; {INSTALL}"),
+        ));
     }
     Ok(at)
 }
@@ -152,11 +167,18 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_said_in_one_sentence() {
-        let e = open_all(&[("libstrake_no_such.so", false), ("libstrake_nor_such.so", true)]).unwrap_err();
+        let e = open_all(&[("libstrake_no_such.so", false), ("libstrake_nor_such.so", true)])
+            .unwrap_err();
         assert_eq!(e.code, Code::NoEnt);
-        assert!(e.message.contains("libstrake_nor_such.so") && e.message.contains("build SPDK"), "{e}");
+        assert!(
+            e.message.contains("libstrake_nor_such.so") && e.message.contains("build SPDK"),
+            "{e}"
+        );
         let e = symbol("strake_no_such_function\0").unwrap_err();
-        assert!(e.code == Code::OpNotSupp && e.message.contains("no strake_no_such_function;"), "{e}");
+        assert!(
+            e.code == Code::OpNotSupp && e.message.contains("no strake_no_such_function;"),
+            "{e}"
+        );
         assert!(symbol("malloc\0").is_ok());
     }
 
@@ -195,22 +217,46 @@ mod tests {
                 "DPDK 20.11.0",
                 "OpNotSupp the SPDK of this machine is too old, for it comes with DPDK 20.11.0; build SPDK (v22.01 or later) ",
             ),
-            ("DPDK 23.07.0", "OpNotSupp the SPDK of this machine has no rte_eal_init; build SPDK (v22.01 or later) "),
+            (
+                "DPDK 23.07.0",
+                "OpNotSupp the SPDK of this machine has no rte_eal_init; build SPDK (v22.01 or later) ",
+            ),
         ] {
             let source = dir.path().join("stand-in.c");
-            std::fs::write(&source, format!("const char *rte_version(void) {{ return \"{version}\"; }}\n")).unwrap();
-            for (name, _) in
-                LIBRARIES.iter().filter(|(name, _)| !name.starts_with("libcrypto") && !name.starts_with("libssl"))
+            std::fs::write(
+                &source,
+                format!("const char *rte_version(void) {{ return \"{version}\"; }}\n"),
+            )
+            .unwrap();
+            for (name, _) in LIBRARIES
+                .iter()
+                .filter(|(name, _)| !name.starts_with("libcrypto") && !name.starts_with("libssl"))
             {
                 let mut cc = std::process::Command::new("cc");
-                let made = cc.args(["-shared", "-fPIC", "-o"]).arg(dir.path().join(name)).arg(&source).status();
+                let made = cc
+                    .args(["-shared", "-fPIC", "-o"])
+                    .arg(dir.path().join(name))
+                    .arg(&source)
+                    .status();
                 assert!(made.is_ok_and(|s| s.success()), "cc {name}");
             }
             let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-            child.args(["--exact", "--nocapture", "device::spdk::ffi::tests::process_that_loads_what_is_there"]);
-            let out = child.env("STRAKE_SPDK_STAND_IN", "1").env("LD_LIBRARY_PATH", dir.path()).output().unwrap();
+            child.args([
+                "--exact",
+                "--nocapture",
+                "device::spdk::ffi::tests::process_that_loads_what_is_there",
+            ]);
+            let out = child
+                .env("STRAKE_SPDK_STAND_IN", "1")
+                .env("LD_LIBRARY_PATH", dir.path())
+                .output()
+                .unwrap();
             let text = String::from_utf8_lossy(&out.stdout);
-            let line = text.lines().find_map(|l| l.split_once("said: ")).unwrap_or_else(|| panic!("{text}")).1;
+            let line = text
+                .lines()
+                .find_map(|l| l.split_once("said: "))
+                .unwrap_or_else(|| panic!("{text}"))
+                .1;
             assert!(line.starts_with(said), "{line}");
         }
     }

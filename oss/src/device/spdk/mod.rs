@@ -1,9 +1,11 @@
-//! An NVMe namespace by SPDK's driver in this process, past the kernel: on PCIe, or remote by NVMe/TCP and NVMe/RDMA.
+//! An NVMe namespace by SPDK's driver in this process, past the kernel: on PCIe, or remote by
+//! NVMe/TCP and NVMe/RDMA.
 //!
-//! SPDK is opened at run time ([`ffi`]) and started once for the process ([`env`]). A device has a thread for its controller
-//! ([`control`]) and one for each of its CPUs, with a queue pair of its own ([`reactor`]); callers hand operations to those by
-//! queues that are bounded by the device's depth, and wait for the answers. Nothing of SPDK is ever unloaded, and a process that
-//! has it must not fork.
+//! SPDK is opened at run time ([`ffi`]) and started once for the process ([`env`]). A device has a
+//! thread for its controller ([`control`]) and one for each of its CPUs, with a queue pair of its
+//! own ([`reactor`]); callers hand operations to those by queues that are bounded by the device's
+//! depth, and wait for the answers. Nothing of SPDK is ever unloaded, and a process that has it
+//! must not fork.
 
 mod control;
 mod env;
@@ -52,7 +54,8 @@ const MOST_BUFFERS: usize = 16;
 pub struct SpdkDevice {
     shared: Arc<Shared>,
     depth: Arc<Semaphore>,
-    /// Changes hold it shared until they end; a flush takes it for a moment to wait for those before it.
+    /// Changes hold it shared until they end; a flush takes it for a moment to wait for those
+    /// before it.
     barrier: Arc<RwLock<()>>,
     turn: AtomicUsize,
     pool: Pool,
@@ -118,8 +121,8 @@ struct Op {
     _change: Option<OwnedRwLockReadGuard<()>>,
 }
 
-/// Tells of a target's device before the first one is opened; nothing, if it is not SPDK's. Only PCI devices that were told of in
-/// time can be opened.
+/// Tells of a target's device before the first one is opened; nothing, if it is not SPDK's. Only
+/// PCI devices that were told of in time can be opened.
 pub fn announce(device: &str) -> Result<()> {
     if device.starts_with(PREFIX) {
         env::announce(&TransportId::parse(device)?);
@@ -133,19 +136,23 @@ fn cpus() -> Vec<usize> {
     (0..CpuSet::MAX_CPU).filter(|n| set.is_set(*n)).collect()
 }
 
-/// A CPU of `own` for a device that names none, before which `others` were given one so: from the last one down, so that each has its
-/// own while there are enough.
+/// A CPU of `own` for a device that names none, before which `others` were given one so: from the
+/// last one down, so that each has its own while there are enough.
 fn another(own: &[usize], others: usize) -> Option<usize> {
     own.iter().rev().cycle().nth(others % own.len().max(1)).copied()
 }
 
 impl SpdkDevice {
-    /// Blocks while SPDK starts and the controller is reached. `NoEnt`: no SPDK; `Inval`: not a device of SPDK.
+    /// Blocks while SPDK starts and the controller is reached. `NoEnt`: no SPDK; `Inval`: not a
+    /// device of SPDK.
     pub fn open(text: &str) -> Result<SpdkDevice> {
         let mut id = TransportId::parse(text)?;
         let own = cpus();
         if let Some(foreign) = id.cores.iter().find(|c| !own.contains(c)) {
-            return Err(Error::new(Code::Inval, format!("{id}: this process may not use CPU {foreign} ({own:?})")));
+            return Err(Error::new(
+                Code::Inval,
+                format!("{id}: this process may not use CPU {foreign} ({own:?})"),
+            ));
         }
         if id.cores.is_empty() {
             static UNNAMED: AtomicUsize = AtomicUsize::new(0);
@@ -181,19 +188,22 @@ impl SpdkDevice {
         };
         for (n, core) in cores.into_iter().enumerate() {
             let (shared, (connected, has_pair)) = (device.shared.clone(), mpsc::sync_channel(1));
-            let thread = std::thread::Builder::new().name(format!("spdk-{core}")).spawn(move || {
-                let mut only = CpuSet::new();
-                only.set(core);
-                if let Err(e) = sched_setaffinity(None, &only) {
-                    tracing::warn!("{}: cannot keep to CPU {core} ({e})", shared.name);
-                }
-                let mut reactor = Reactor::new(shared, n);
-                let _ = connected.send(reactor.connect());
-                reactor.serve();
-            })?;
+            let thread =
+                std::thread::Builder::new().name(format!("spdk-{core}")).spawn(move || {
+                    let mut only = CpuSet::new();
+                    only.set(core);
+                    if let Err(e) = sched_setaffinity(None, &only) {
+                        tracing::warn!("{}: cannot keep to CPU {core} ({e})", shared.name);
+                    }
+                    let mut reactor = Reactor::new(shared, n);
+                    let _ = connected.send(reactor.connect());
+                    reactor.serve();
+                })?;
             device.reactors.push(thread);
             if has_pair.recv() != Ok(true) {
-                let m = format!("{id}: the controller gives no queue pair for CPU {core}; name fewer in cores");
+                let m = format!(
+                    "{id}: the controller gives no queue pair for CPU {core}; name fewer in cores"
+                );
                 return Err(Error::new(Code::Busy, m));
             }
         }
@@ -201,7 +211,8 @@ impl SpdkDevice {
     }
 
     async fn submit(&self, work: Work, offset: u64, len: u64) -> Result<Option<BufMut>> {
-        let gone = || Error::new(Code::Io, format!("{}: its reactor has given it up", self.shared.name));
+        let gone =
+            || Error::new(Code::Io, format!("{}: its reactor has given it up", self.shared.name));
         let change = match work {
             Work::Write(_) => Some(self.barrier.clone().read_owned().await),
             _ => None,
@@ -214,7 +225,15 @@ impl SpdkDevice {
             if queue.closed.load(SeqCst) {
                 return Err(gone());
             }
-            ops.push_back(Op { work, offset, len, covers: 0, reply, _permit: permit, _change: change });
+            ops.push_back(Op {
+                work,
+                offset,
+                len,
+                covers: 0,
+                reply,
+                _permit: permit,
+                _change: change,
+            });
         }
         queue.wake();
         answer.await.map_err(|_| gone())?
@@ -241,9 +260,15 @@ impl Shared {
         Shared::of(controller, env, id, events).inspect_err(|_| controller.detach(false))
     }
 
-    fn of(controller: Controller, env: &'static Env, id: &TransportId, events: Sender<Event>) -> Result<Arc<Shared>> {
+    fn of(
+        controller: Controller,
+        env: &'static Env,
+        id: &TransportId,
+        events: Sender<Event>,
+    ) -> Result<Arc<Shared>> {
         let queue = |_: &usize| -> Result<Queue> {
-            let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(std::io::Error::from)?;
+            let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map_err(std::io::Error::from)?;
             let (sleeping, closed) = (AtomicBool::new(false), AtomicBool::new(false));
             Ok(Queue { ops: Mutex::default(), sleeping, closed, wake })
         };
@@ -335,7 +360,8 @@ impl Drop for SpdkDevice {
     fn drop(&mut self) {
         let c = *self.shared.controller.lock();
         if self.shared.is_up() && !c.works(&self.shared.way) {
-            // It is disconnected before queue pairs are given back to it, which it would not answer.
+            // It is disconnected before queue pairs are given back to it, which it would not
+            // answer.
             let generation = self.shared.generation.load(SeqCst);
             self.shared.tell(Event::Failed(generation));
             let waits = || self.shared.is_up() && self.shared.generation.load(SeqCst) == generation;
@@ -372,7 +398,9 @@ impl Device for SpdkDevice {
         let len = buf.len() as u64;
         check_range(&self.shared.name, self.capacity(), offset, len)?;
         let buf = self.submit(Work::Read(buf), offset, len).await?;
-        buf.ok_or_else(|| Error::new(Code::Io, format!("{}: read lost its buffer", self.shared.name)))
+        buf.ok_or_else(|| {
+            Error::new(Code::Io, format!("{}: read lost its buffer", self.shared.name))
+        })
     }
     async fn write(&self, offset: u64, bufs: Vec<Buf>) -> Result<()> {
         let len = bufs.iter().map(|b| b.len() as u64).sum();
@@ -394,7 +422,9 @@ impl Device for SpdkDevice {
 mod tests {
     #[test]
     fn devices_take_cpus_from_the_last_one_down() {
-        let of = |n| (0..5).filter_map(|others| super::another(&[0, 2, 3][..n], others)).collect::<Vec<_>>();
+        let of = |n| {
+            (0..5).filter_map(|others| super::another(&[0, 2, 3][..n], others)).collect::<Vec<_>>()
+        };
         assert_eq!((of(3), of(1), of(0)), (vec![3, 2, 0, 3, 2], vec![0; 5], vec![]));
     }
 }

@@ -1,5 +1,5 @@
-//! A thread on a CPU of its own with one queue pair. It polls while commands are under way, more and more rarely the longer none ends,
-//! and sleeps when there is nothing to do.
+//! A thread on a CPU of its own with one queue pair. It polls while commands are under way, more
+//! and more rarely the longer none ends, and sleeps when there is nothing to do.
 
 use std::{
     cell::RefCell,
@@ -29,12 +29,14 @@ const NAP: Duration = Duration::from_micros(50);
 const DOWN: Duration = Duration::from_millis(50);
 /// How long operations wait for a queue pair.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long the controller may keep all commands before it is taken for dead: as the kernel's driver does.
+/// How long the controller may keep all commands before it is taken for dead: as the kernel's
+/// driver does.
 const STALL: Duration = Duration::from_secs(30);
 /// How often, and how far apart, a command is given again for which the controller was not ready.
 const TRIES: u32 = 40;
 const APART: Duration = Duration::from_millis(250);
-/// How often one is given again that was lost with its queue pair, as the kernel's driver does: it may be what the controller fails at.
+/// How often one is given again that was lost with its queue pair, as the kernel's driver does: it
+/// may be what the controller fails at.
 const LOSSES: u32 = 5;
 
 struct Active {
@@ -75,7 +77,8 @@ struct Ticket {
 }
 
 extern "C" fn done(ticket: *mut c_void, completion: *const Completion) {
-    // SAFETY: made by `Box::into_raw` for this command alone, and SPDK calls back once, on the thread of the queue pair.
+    // SAFETY: made by `Box::into_raw` for this command alone, and SPDK calls back once, on the
+    // thread of the queue pair.
     let t = unsafe { Box::from_raw(ticket.cast::<Ticket>()) };
     // SAFETY: SPDK gives a completion that is valid during the call.
     let status = Status::new(unsafe { (*completion).status } >> 1);
@@ -128,7 +131,10 @@ impl Reactor {
     /// Until the device is dropped and everything has ended.
     pub(super) fn serve(mut self) {
         if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
-            tracing::error!("{}: a reactor panicked; its part of the operations fails from now on", self.shared.name);
+            tracing::error!(
+                "{}: a reactor panicked; its part of the operations fails from now on",
+                self.shared.name
+            );
             self.shared.queues[self.index].close();
             self.abandon();
             self.close_pair();
@@ -177,7 +183,9 @@ impl Reactor {
             // SPDK waits for its answer without end, with the controller locked.
             let pair = match c.works(&self.shared.way) {
                 // SAFETY: a connected controller; default options.
-                true => unsafe { (self.shared.env.api.spdk_nvme_ctrlr_alloc_io_qpair)(c.at, ptr::null(), 0) },
+                true => unsafe {
+                    (self.shared.env.api.spdk_nvme_ctrlr_alloc_io_qpair)(c.at, ptr::null(), 0)
+                },
                 false => ptr::null_mut(),
             };
             if !pair.is_null() {
@@ -208,13 +216,18 @@ impl Reactor {
         unsafe { (self.shared.env.api.spdk_nvme_ctrlr_free_io_qpair)(pair) };
         self.reap();
         if self.under_way > 0 {
-            tracing::error!("{}: {} commands vanished with their queue", self.shared.name, self.under_way);
+            tracing::error!(
+                "{}: {} commands vanished with their queue",
+                self.shared.name,
+                self.under_way
+            );
             self.abandon();
         }
         self.shared.pairs.fetch_sub(1, SeqCst);
     }
 
-    /// Operations whose commands SPDK may still have: their memory is never freed, and who waits for them gets an error.
+    /// Operations whose commands SPDK may still have: their memory is never freed, and who waits
+    /// for them gets an error.
     fn abandon(&mut self) {
         let (lost, kept): (BTreeMap<_, _>, BTreeMap<_, _>) =
             std::mem::take(&mut self.active).into_iter().partition(|(_, a)| a.under_way > 0);
@@ -247,7 +260,9 @@ impl Reactor {
                 let (at, len) = (buf.as_mut_ptr(), buf.len());
                 cut(at, len, buf.region());
             }
-            Work::Write(bufs) => bufs.iter().for_each(|b: &Buf| cut(b.as_ptr().cast_mut(), b.len(), b.region())),
+            Work::Write(bufs) => {
+                bufs.iter().for_each(|b: &Buf| cut(b.as_ptr().cast_mut(), b.len(), b.region()))
+            }
             Work::Flush => a.pieces.push(Piece::new(0, ptr::null_mut(), 0, false)),
         }
         a.left = a.pieces.len();
@@ -282,12 +297,20 @@ impl Reactor {
         let p = &mut a.pieces[n];
         if p.copied && p.copy.is_none() {
             let Some(mut copy) = s.env.allocate(p.len as usize) else {
-                let m = format!("{}: SPDK has no memory left for buffers; give it more hugepages", s.name);
-                return if self.under_way > 0 { Ok(false) } else { Err(Error::new(Code::NoMem, m)) };
+                let m = format!(
+                    "{}: SPDK has no memory left for buffers; give it more hugepages",
+                    s.name
+                );
+                return if self.under_way > 0 {
+                    Ok(false)
+                } else {
+                    Err(Error::new(Code::NoMem, m))
+                };
             };
             if let Work::Write(_) = a.op.work {
                 // SAFETY: the piece lies in a buffer of the operation, which is kept.
-                copy.bytes().copy_from_slice(unsafe { std::slice::from_raw_parts(p.at, p.len as usize) });
+                copy.bytes()
+                    .copy_from_slice(unsafe { std::slice::from_raw_parts(p.at, p.len as usize) });
             }
             p.copy = Some(copy);
             s.copied.fetch_add(p.len, SeqCst);
@@ -296,19 +319,40 @@ impl Reactor {
         let (lba, blocks) = s.format.range(p.offset, p.len);
         let is_flush = matches!(a.op.work, Work::Flush);
         if is_flush && s.lost.load(SeqCst) {
-            let m = "the controller was reset with writes that were not flushed; restart this target";
+            let m =
+                "the controller was reset with writes that were not flushed; restart this target";
             return Err(Error::new(Code::Io, format!("{}: flush: {m}", s.name)));
         }
         if is_flush {
             a.op.covers = s.written.load(SeqCst);
         }
-        let ticket = Box::into_raw(Box::new(Ticket { ended: self.ended.clone(), op: id, piece: n })).cast();
-        // SAFETY: this thread's queue pair and its namespace; the memory is the operation's or its copy, kept until the command
-        // has ended, whether or not anyone waits for the answer; `done` takes the ticket.
+        let ticket =
+            Box::into_raw(Box::new(Ticket { ended: self.ended.clone(), op: id, piece: n })).cast();
+        // SAFETY: this thread's queue pair and its namespace; the memory is the operation's or its
+        // copy, kept until the command has ended, whether or not anyone waits for the answer;
+        // `done` takes the ticket.
         let rc = unsafe {
             match a.op.work {
-                Work::Read(_) => (api.spdk_nvme_ns_cmd_read)(self.namespace, pair, at, lba, blocks, done, ticket, 0),
-                Work::Write(_) => (api.spdk_nvme_ns_cmd_write)(self.namespace, pair, at, lba, blocks, done, ticket, 0),
+                Work::Read(_) => (api.spdk_nvme_ns_cmd_read)(
+                    self.namespace,
+                    pair,
+                    at,
+                    lba,
+                    blocks,
+                    done,
+                    ticket,
+                    0,
+                ),
+                Work::Write(_) => (api.spdk_nvme_ns_cmd_write)(
+                    self.namespace,
+                    pair,
+                    at,
+                    lba,
+                    blocks,
+                    done,
+                    ticket,
+                    0,
+                ),
                 Work::Flush => (api.spdk_nvme_ns_cmd_flush)(self.namespace, pair, done, ticket),
             }
         };
@@ -329,14 +373,19 @@ impl Reactor {
             }
             n => {
                 let code = if n == libc::ENOMEM { Code::NoMem } else { Code::Io };
-                let why = format!("SPDK does not take the command ({})", std::io::Error::from_raw_os_error(n));
+                let why = format!(
+                    "SPDK does not take the command ({})",
+                    std::io::Error::from_raw_os_error(n)
+                );
                 Err(s.error(&a.op, Error::new(code, why)))
             }
         }
     }
 
     fn poll(&mut self) {
-        let Some(pair) = self.pair.filter(|_| self.under_way > 0 && !self.is_broken()) else { return };
+        let Some(pair) = self.pair.filter(|_| self.under_way > 0 && !self.is_broken()) else {
+            return;
+        };
         // SAFETY: this thread's queue pair.
         let rc = unsafe { (self.shared.env.api.spdk_nvme_qpair_process_completions)(pair, 0) };
         let stalls = self.ended.borrow().is_empty() && self.progress.elapsed() > STALL;
@@ -376,7 +425,8 @@ impl Reactor {
                 continue;
             }
             if let (Some(mut copy), Work::Read(_)) = (copy, &a.op.work) {
-                // SAFETY: the piece lies in the operation's buffer, which nobody else uses, and the copy in memory of its own.
+                // SAFETY: the piece lies in the operation's buffer, which nobody else uses, and the
+                // copy in memory of its own.
                 unsafe { ptr::copy_nonoverlapping(copy.bytes().as_ptr(), p.at, p.len as usize) };
             }
             self.end(id, Ok(()));
@@ -410,7 +460,9 @@ impl Reactor {
 
     /// Without a queue pair for too long, or for good: what waits for one fails.
     fn expire(&mut self, closed: bool) {
-        let Some(since) = self.without.filter(|since| closed || since.elapsed() > PATIENCE) else { return };
+        let Some(since) = self.without.filter(|since| closed || since.elapsed() > PATIENCE) else {
+            return;
+        };
         self.todo.clear();
         let ids: Vec<u64> = self.active.keys().copied().collect();
         for id in ids {

@@ -1,4 +1,5 @@
-//! What a target's `device` says of an SPDK device: `spdk:` and SPDK's own transport id, with two keys of ours, `ns` and `cores`.
+//! What a target's `device` says of an SPDK device: `spdk:` and SPDK's own transport id, with two
+//! keys of ours, `ns` and `cores`.
 
 use std::{fmt, net::IpAddr, str::FromStr};
 
@@ -83,7 +84,9 @@ impl TransportId {
         let remote = |kind: &str, r: &Remote| {
             let family = if r.address.is_ipv4() { "IPv4" } else { "IPv6" };
             let Remote { address, port, subsystem } = r;
-            format!("trtype:{kind} adrfam:{family} traddr:{address} trsvcid:{port} subnqn:{subsystem}")
+            format!(
+                "trtype:{kind} adrfam:{family} traddr:{address} trsvcid:{port} subnqn:{subsystem}"
+            )
         };
         match &self.way {
             Way::Pcie(at) => format!("trtype:PCIe traddr:{at}"),
@@ -95,12 +98,17 @@ impl TransportId {
     /// From all of `text`, which begins with [`PREFIX`]. `Inval` with what is wrong.
     pub fn parse(text: &str) -> Result<TransportId> {
         let example = "spdk:trtype:TCP traddr:192.0.2.7 trsvcid:4420 subnqn:nqn.2024-01.org.example:disk1, or spdk:trtype:PCIe traddr:0000:3b:00.0";
-        let bad = |m: String| Error::new(Code::Inval, format!("device '{text}': {m}; expected for example {example}"));
-        let rest = text.strip_prefix(PREFIX).ok_or_else(|| bad("it does not begin with spdk:".into()))?;
+        let bad = |m: String| {
+            Error::new(Code::Inval, format!("device '{text}': {m}; expected for example {example}"))
+        };
+        let rest =
+            text.strip_prefix(PREFIX).ok_or_else(|| bad("it does not begin with spdk:".into()))?;
         let keys = ["trtype", "adrfam", "traddr", "trsvcid", "subnqn", "ns", "cores"];
         let mut values: [Option<&str>; 7] = [None; 7];
         for word in rest.split_whitespace() {
-            let (key, value) = word.split_once([':', '=']).ok_or_else(|| bad(format!("'{word}' is no KEY:VALUE")))?;
+            let (key, value) = word
+                .split_once([':', '='])
+                .ok_or_else(|| bad(format!("'{word}' is no KEY:VALUE")))?;
             let at = keys.iter().position(|k| k.eq_ignore_ascii_case(key));
             let at = at.ok_or_else(|| bad(format!("unknown key '{key}'")))?;
             if value.is_empty() || values[at].replace(value).is_some() {
@@ -118,17 +126,23 @@ impl TransportId {
                 if [family, port, subsystem].iter().any(Option::is_some) {
                     return Err(bad("PCIe has traddr only".into()));
                 }
-                let wrong = |()| bad(format!("'{address}' is no PCI address (as lspci -D prints it)"));
+                let wrong =
+                    |()| bad(format!("'{address}' is no PCI address (as lspci -D prints it)"));
                 Way::Pcie(address.parse().map_err(wrong)?)
             }
             "TCP" | "RDMA" => {
-                let address: IpAddr = address.parse().map_err(|_| bad(format!("'{address}' is no IP address")))?;
+                let address: IpAddr =
+                    address.parse().map_err(|_| bad(format!("'{address}' is no IP address")))?;
                 let said = if address.is_ipv4() { "IPv4" } else { "IPv6" };
                 if family.is_some_and(|f| !f.eq_ignore_ascii_case(said)) {
                     return Err(bad(format!("{address} is {said}")));
                 }
                 let port = need("trsvcid", port)?;
-                let port = port.parse().ok().filter(|p| *p > 0).ok_or_else(|| bad(format!("'{port}' is no port")))?;
+                let port = port
+                    .parse()
+                    .ok()
+                    .filter(|p| *p > 0)
+                    .ok_or_else(|| bad(format!("'{port}' is no port")))?;
                 let subsystem = need("subnqn", subsystem)?;
                 if !subsystem.starts_with("nqn.") || subsystem.len() > MOST_NQN {
                     return Err(bad(format!("'{subsystem}' is no NVMe qualified name")));
@@ -173,17 +187,25 @@ mod tests {
             "spdk:trtype:tcp traddr:127.0.0.1 trsvcid:4420 subnqn:nqn.2016-06.io.spdk:c1 ns:2 cores:1,3-4",
         )
         .unwrap();
-        assert_eq!(t.of_spdk(), "trtype:TCP adrfam:IPv4 traddr:127.0.0.1 trsvcid:4420 subnqn:nqn.2016-06.io.spdk:c1");
+        assert_eq!(
+            t.of_spdk(),
+            "trtype:TCP adrfam:IPv4 traddr:127.0.0.1 trsvcid:4420 subnqn:nqn.2016-06.io.spdk:c1"
+        );
         assert_eq!((t.namespace, &t.cores[..]), (2, &[1, 3, 4][..]));
         assert_eq!(TransportId::parse(&t.to_string()).unwrap().way, t.way);
-        let t = TransportId::parse("spdk:trtype=RDMA adrfam=ipv6 traddr=fe80::1 trsvcid=1 subnqn=nqn.x").unwrap();
+        let t = TransportId::parse(
+            "spdk:trtype=RDMA adrfam=ipv6 traddr=fe80::1 trsvcid=1 subnqn=nqn.x",
+        )
+        .unwrap();
         assert_eq!(
             (t.of_spdk().as_str(), t.namespace),
             ("trtype:RDMA adrfam:IPv6 traddr:fe80::1 trsvcid:1 subnqn:nqn.x", 1)
         );
-        for (given, is) in
-            [("0000:3b:00.0", "0000:3b:00.0"), ("3B:1f.7", "0000:3b:1f.7"), ("10000:01:00.0", "10000:01:00.0")]
-        {
+        for (given, is) in [
+            ("0000:3b:00.0", "0000:3b:00.0"),
+            ("3B:1f.7", "0000:3b:1f.7"),
+            ("10000:01:00.0", "10000:01:00.0"),
+        ] {
             let t = TransportId::parse(&format!("spdk:trtype:PCIe traddr:{given}")).unwrap();
             assert_eq!(t.of_spdk(), format!("trtype:PCIe traddr:{is}"));
         }
@@ -193,7 +215,8 @@ mod tests {
     fn mistakes_are_named() {
         let tcp = "spdk:trtype:TCP traddr:127.0.0.1 trsvcid:4420 subnqn:nqn.a";
         let pcie = "spdk:trtype:PCIe traddr:3b:00.0";
-        let long = format!("spdk:trtype:TCP traddr:127.0.0.1 trsvcid:1 subnqn:nqn.{}", "x".repeat(220));
+        let long =
+            format!("spdk:trtype:TCP traddr:127.0.0.1 trsvcid:1 subnqn:nqn.{}", "x".repeat(220));
         for (text, says) in [
             ("/dev/nvme0n1", "does not begin"),
             ("spdk:", "traddr is missing"),

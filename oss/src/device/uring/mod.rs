@@ -1,6 +1,6 @@
-//! A file, block device or NVMe namespace by io_uring: one thread and one ring per device. Callers queue operations, at most a set number
-//! at a time; the thread submits all that wait in one system call and sleeps in the kernel until one ends or another is
-//! queued.
+//! A file, block device or NVMe namespace by io_uring: one thread and one ring per device. Callers
+//! queue operations, at most a set number at a time; the thread submits all that wait in one system
+//! call and sleeps in the kernel until one ends or another is queued.
 
 pub(super) mod passthrough;
 mod ring;
@@ -73,14 +73,16 @@ struct Op {
 }
 
 impl UringDevice {
-    /// Fails where the path cannot be opened, and where io_uring cannot be used (an old kernel, a container's filter).
+    /// Fails where the path cannot be opened, and where io_uring cannot be used (an old kernel, a
+    /// container's filter).
     pub fn open(path: &Path, depth: usize) -> Result<UringDevice> {
         UringDevice::on(Arc::new(Node::open(path)?), depth)
     }
 
     pub(super) fn on(node: Arc<Node>, depth: usize) -> Result<UringDevice> {
         let depth = depth.clamp(1, 4096);
-        let context = |e: std::io::Error| Error::from(e).context(format!("io_uring for {}", node.name));
+        let context =
+            |e: std::io::Error| Error::from(e).context(format!("io_uring for {}", node.name));
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         let wake = rustix::event::eventfd(0, flags).map_err(|e| context(e.into()))?;
         let queue = Arc::new(Queue {
@@ -97,24 +99,36 @@ impl UringDevice {
         let thread = std::thread::Builder::new()
             .name("uring".into())
             .spawn(move || match n.namespace.is_some() {
-                true => ring::serve(Ring::<ring::Large, ring::LargeAnswer>::new(n, q, depth), &started),
-                false => ring::serve(Ring::<ring::Small, ring::SmallAnswer>::new(n, q, depth), &started),
+                true => {
+                    ring::serve(Ring::<ring::Large, ring::LargeAnswer>::new(n, q, depth), &started)
+                }
+                false => {
+                    ring::serve(Ring::<ring::Small, ring::SmallAnswer>::new(n, q, depth), &started)
+                }
             })
             .map_err(context)?;
-        ready.recv().map_err(|_| Error::new(Code::Io, "the io_uring thread ended"))?.map_err(context)?;
+        ready
+            .recv()
+            .map_err(|_| Error::new(Code::Io, "the io_uring thread ended"))?
+            .map_err(context)?;
         let depth = Arc::new(Semaphore::new(depth));
         Ok(UringDevice { node, queue, depth, pool: Pool::default(), thread: Some(thread) })
     }
 
-    /// Reads and writes so far whose memory was registered, so that the kernel did not have to pin it for each.
+    /// Reads and writes so far whose memory was registered, so that the kernel did not have to pin
+    /// it for each.
     pub fn fixed_operations(&self) -> u64 {
         self.queue.fixed.load(Ordering::Relaxed)
     }
 
     async fn submit(&self, work: Work, offset: u64, len: u64) -> Result<Option<BufMut>> {
-        let gone = || Error::new(Code::Io, format!("{}: its io_uring thread has ended", self.node.name));
+        let gone =
+            || Error::new(Code::Io, format!("{}: its io_uring thread has ended", self.node.name));
         if len > MAX_LEN && !matches!(work, Work::Discard) {
-            return Err(Error::new(Code::Inval, format!("{}: {len} bytes in one operation", self.node.name)));
+            return Err(Error::new(
+                Code::Inval,
+                format!("{}: {len} bytes in one operation", self.node.name),
+            ));
         }
         let permit = self.depth.clone().acquire_owned().await.map_err(|_| gone())?;
         let (reply, answer) = oneshot::channel();

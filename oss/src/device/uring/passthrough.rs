@@ -1,5 +1,6 @@
-//! NVMe commands to the kernel's character device of a namespace (`/dev/ngXnY`), by io_uring: below the block layer, so
-//! without its scheduler, merging, splitting and retrying. Structures and numbers: `linux/nvme_ioctl.h`.
+//! NVMe commands to the kernel's character device of a namespace (`/dev/ngXnY`), by io_uring: below
+//! the block layer, so without its scheduler, merging, splitting and retrying. Structures and
+//! numbers: `linux/nvme_ioctl.h`.
 
 use std::{
     fs::{File, Metadata, OpenOptions},
@@ -28,7 +29,8 @@ pub(crate) struct Namespace {
     pub format: Format,
     /// Bytes of one command at most.
     pub most: u64,
-    /// The block device of the same namespace, held so that nobody mounts it or makes another target there.
+    /// The block device of the same namespace, held so that nobody mounts it or makes another
+    /// target there.
     _claim: File,
 }
 
@@ -92,7 +94,8 @@ pub(crate) enum Data {
     Many(*const libc::iovec, usize),
 }
 
-/// Whether it is a character device of an NVMe namespace; by the name that the kernel has for it, whatever `path` is called.
+/// Whether it is a character device of an NVMe namespace; by the name that the kernel has for it,
+/// whatever `path` is called.
 pub(crate) fn is_namespace(path: &Path) -> bool {
     path.metadata().ok().and_then(|m| kernel_name(&m)).is_some_and(|n| n.starts_with("ng"))
 }
@@ -109,14 +112,19 @@ fn kernel_name(node: &Metadata) -> Option<String> {
 }
 
 impl Namespace {
-    /// Opens the character device for one user alone: `Busy` if its block device is mounted or another target's.
+    /// Opens the character device for one user alone: `Busy` if its block device is mounted or
+    /// another target's.
     pub(crate) fn open(path: &Path) -> Result<(File, Namespace)> {
         let name = path.display();
         let about = |e: std::io::Error| Error::from(e).context(path.display());
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(about)?;
         let own = kernel_name(&file.metadata().map_err(about)?).unwrap_or_default();
         let block = own.replacen("ng", "nvme", 1);
-        let claim = OpenOptions::new().read(true).write(true).custom_flags(libc::O_EXCL).open(format!("/dev/{block}"));
+        let claim = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_EXCL)
+            .open(format!("/dev/{block}"));
         let claim = claim.map_err(|e| match e.raw_os_error() {
             Some(libc::EBUSY) => {
                 let m =
@@ -128,7 +136,10 @@ impl Namespace {
         let id = namespace_id(&file).map_err(about)?;
         let held = claim.metadata().ok().and_then(|m| kernel_name(&m));
         if held.as_ref() != Some(&block) || namespace_id(&claim).map_err(about)? != id {
-            return Err(Error::new(Code::Inval, format!("{name} and /dev/{block} are not the same namespace")));
+            return Err(Error::new(
+                Code::Inval,
+                format!("{name} and /dev/{block} are not the same namespace"),
+            ));
         }
         let format = identify(&file, id).map_err(about)?;
         let format = Format::parse(&format).map_err(|e| e.context(name))?;
@@ -137,7 +148,14 @@ impl Namespace {
     }
 
     /// The entry for a read, a write or a flush of `len` bytes at `offset`.
-    pub(crate) fn entry(&self, opcode: u8, offset: u64, len: u64, data: &Data, user_data: u64) -> squeue::Entry128 {
+    pub(crate) fn entry(
+        &self,
+        opcode: u8,
+        offset: u64,
+        len: u64,
+        data: &Data,
+        user_data: u64,
+    ) -> squeue::Entry128 {
         let mut c = Command { opcode, nsid: self.id, ..Command::default() };
         let (mut op, mut slot) = (URING_CMD_IO, None);
         match *data {
@@ -145,18 +163,26 @@ impl Namespace {
             Data::One(at, registered) => {
                 (c.addr, c.data_len, slot) = (at.expose_provenance() as u64, len as u32, registered)
             }
-            Data::Many(at, n) => (op, c.addr, c.data_len) = (URING_CMD_IO_VEC, at.expose_provenance() as u64, n as u32),
+            Data::Many(at, n) => {
+                (op, c.addr, c.data_len) =
+                    (URING_CMD_IO_VEC, at.expose_provenance() as u64, n as u32)
+            }
         }
         if opcode != FLUSH {
             debug_assert!(matches!(opcode, READ | WRITE) && len > 0 && len <= self.most);
             let (lba, blocks) = self.format.range(offset, len);
             (c.cdw10, c.cdw11, c.cdw12) = (lba as u32, (lba >> 32) as u32, blocks - 1);
         }
-        opcode::UringCmd80::new(types::Fixed(0), op).cmd(c.bytes()).buf_index(slot).build().user_data(user_data)
+        opcode::UringCmd80::new(types::Fixed(0), op)
+            .cmd(c.bytes())
+            .buf_index(slot)
+            .build()
+            .user_data(user_data)
     }
 }
 
-/// Bytes of one command that the kernel takes whatever the memory: the controller's limit, and one page for each segment.
+/// Bytes of one command that the kernel takes whatever the memory: the controller's limit, and one
+/// page for each segment.
 fn largest(queue: &Path, format: Format) -> u64 {
     let number = |name: PathBuf| std::fs::read_to_string(name).ok()?.trim().parse::<u64>().ok();
     let transfer = number(queue.join("max_hw_sectors_kb")).map_or(128 << 10, |kb| kb << 10);
@@ -172,14 +198,18 @@ fn namespace_id(file: &File) -> std::io::Result<u32> {
 
 fn identify(file: &File, nsid: u32) -> std::io::Result<Box<[u8; IDENTIFY]>> {
     let mut data = Box::new([0u8; IDENTIFY]);
-    let mut c = Command { opcode: IDENTIFY_COMMAND, nsid, data_len: IDENTIFY as u32, ..Command::default() };
+    let mut c =
+        Command { opcode: IDENTIFY_COMMAND, nsid, data_len: IDENTIFY as u32, ..Command::default() };
     c.addr = data.as_mut_ptr().expose_provenance() as u64;
-    // SAFETY: the kernel reads the command, writes its last field, and at most `data_len` bytes at `addr`; both outlive the call.
+    // SAFETY: the kernel reads the command, writes its last field, and at most `data_len` bytes at
+    // `addr`; both outlive the call.
     let rc = unsafe { libc::ioctl(file.as_raw_fd(), IOCTL_ADMIN, &raw mut c) };
     match rc {
         0 => Ok(data),
         n if n < 0 => Err(std::io::Error::last_os_error()),
-        status => Err(std::io::Error::other(format!("Identify failed with NVMe status {status:#x}"))),
+        status => {
+            Err(std::io::Error::other(format!("Identify failed with NVMe status {status:#x}")))
+        }
     }
 }
 

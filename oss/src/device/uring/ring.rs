@@ -26,12 +26,14 @@ use crate::device::{
 
 /// Regions registered with a ring at most: 4 GiB of buffers.
 const MAX_REGIONS: usize = 1024;
-/// `user_data` of the poll that wakes the thread; others are an index and, from [`PIECE`] on, the number of a piece.
+/// `user_data` of the poll that wakes the thread; others are an index and, from [`PIECE`] on, the
+/// number of a piece.
 const WAKE: u64 = u64::MAX;
 const PIECE: u32 = 16;
 /// In `user_data`: not the piece, but the pause before it is tried again.
 const PAUSE: u64 = 1 << 62;
-/// How often a command is given again that a reset of the controller took back, and how long apart: ten seconds.
+/// How often a command is given again that a reset of the controller took back, and how long apart:
+/// ten seconds.
 const TRIES: u32 = 40;
 static APART: types::Timespec = types::Timespec::new().nsec(250_000_000);
 
@@ -77,7 +79,8 @@ impl Registered {
         Registered { slots: BTreeMap::new(), held: Vec::new(), open }
     }
 
-    /// The index of the region of a buffer, registered now if need be; `None` where that cannot be had.
+    /// The index of the region of a buffer, registered now if need be; `None` where that cannot be
+    /// had.
     fn slot<S: squeue::EntryMarker, C: cqueue::EntryMarker>(
         &mut self,
         ring: &IoUring<S, C>,
@@ -103,7 +106,8 @@ impl Registered {
         let slot = self.held.len() as u16;
         let memory = libc::iovec { iov_base: region.as_ptr().cast(), iov_len: REGION };
         // SAFETY: the region is held, and so mapped, until after the ring is gone.
-        match unsafe { ring.submitter().register_buffers_update(u32::from(slot), &[memory], None) } {
+        match unsafe { ring.submitter().register_buffers_update(u32::from(slot), &[memory], None) }
+        {
             Ok(()) => {
                 self.held.push((region.clone(), room));
                 self.slots.insert(region.id(), slot);
@@ -158,15 +162,20 @@ pub(super) struct Ring<S: Entries, C: cqueue::EntryMarker> {
     changes: BTreeSet<u64>,
     flushes: VecDeque<(u64, Op)>,
     wake_armed: bool,
-    /// Registered memory is not used: this kernel counts all of its pages for each NVMe command, and refuses.
+    /// Registered memory is not used: this kernel counts all of its pages for each NVMe command,
+    /// and refuses.
     plain: bool,
 }
 
-fn build<S: squeue::EntryMarker, C: cqueue::EntryMarker>(entries: u32) -> std::io::Result<IoUring<S, C>> {
+fn build<S: squeue::EntryMarker, C: cqueue::EntryMarker>(
+    entries: u32,
+) -> std::io::Result<IoUring<S, C>> {
     let best = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
     match best {
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
-            tracing::info!("this kernel's io_uring lacks deferred task running (Linux 6.1); going on without");
+            tracing::info!(
+                "this kernel's io_uring lacks deferred task running (Linux 6.1); going on without"
+            );
             IoUring::builder().build(entries)
         }
         other => other,
@@ -193,7 +202,11 @@ pub(super) fn serve<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>>(
 }
 
 impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
-    pub(super) fn new(node: Arc<Node>, queue: Arc<Queue>, depth: usize) -> std::io::Result<Ring<S, C>> {
+    pub(super) fn new(
+        node: Arc<Node>,
+        queue: Arc<Queue>,
+        depth: usize,
+    ) -> std::io::Result<Ring<S, C>> {
         // Room for the wake-up and an entry of each operation; more are submitted in between.
         let ring = build((depth as u32 + 1).next_power_of_two())?;
         ring.submitter().register_files(&[node.file.as_raw_fd()])?;
@@ -244,9 +257,13 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         }
     }
 
-    /// The ring is unusable. The kernel may still use buffers of operations under way: they are never freed.
+    /// The ring is unusable. The kernel may still use buffers of operations under way: they are
+    /// never freed.
     fn give_up(&mut self, e: &std::io::Error) {
-        tracing::error!("{}: io_uring fails ({e}); this device answers nothing any more", self.node.name);
+        tracing::error!(
+            "{}: io_uring fails ({e}); this device answers nothing any more",
+            self.node.name
+        );
         self.queue.close();
         for a in std::mem::take(&mut self.active).into_iter().flatten() {
             let Active { op, pieces, .. } = a;
@@ -267,8 +284,9 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         if self.ring.submission().is_full() && self.ring.submit().is_err() {
             return false;
         }
-        // SAFETY: what the entry points to lives in `active` until its completion is reaped (or for good, as a timeout's time);
-        // `give_up` leaks it, and `run` returns otherwise only when nothing but the wake-up poll is under way, which points to nothing.
+        // SAFETY: what the entry points to lives in `active` until its completion is reaped (or for
+        // good, as a timeout's time); `give_up` leaks it, and `run` returns otherwise only when
+        // nothing but the wake-up poll is under way, which points to nothing.
         unsafe { self.ring.submission().push(&entry).is_ok() }
     }
 
@@ -293,7 +311,10 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
 
     fn start(&mut self, seq: u64, op: Op) {
         let Some(index) = self.vacant.pop() else {
-            let _ = op.reply.send(Err(Error::new(Code::Overloaded, "more operations than the ring was made for")));
+            let _ = op.reply.send(Err(Error::new(
+                Code::Overloaded,
+                "more operations than the ring was made for",
+            )));
             return;
         };
         if matches!(op.work, Work::Write(_) | Work::Discard) {
@@ -310,7 +331,8 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
             _ => u64::MAX,
         };
         let cuts = (0..op.len.max(1)).step_by(usize::try_from(most).unwrap_or(usize::MAX));
-        let pieces: Vec<Piece> = cuts.map(|at| Piece { at, len: most.min(op.len - at), ..Piece::default() }).collect();
+        let pieces: Vec<Piece> =
+            cuts.map(|at| Piece { at, len: most.min(op.len - at), ..Piece::default() }).collect();
         let left = pieces.len();
         self.active[index] = Some(Active { op, seq, pieces, left, failed: None, metered });
         for piece in 0..left {
@@ -327,7 +349,9 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         let slot = match &a.op.work {
             _ if self.plain => None,
             Work::Read(buf) => self.registered.slot(&self.ring, buf.region(), &self.node.name),
-            Work::Write(bufs) if bufs.len() == 1 => self.registered.slot(&self.ring, bufs[0].region(), &self.node.name),
+            Work::Write(bufs) if bufs.len() == 1 => {
+                self.registered.slot(&self.ring, bufs[0].region(), &self.node.name)
+            }
             _ => None,
         };
         p.fixed = slot.is_some();
@@ -341,7 +365,9 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
             Some(ns) => {
                 let (opcode, data) = match &mut a.op.work {
                     Work::Read(buf) => (READ, Data::One(buf[at..].as_mut_ptr(), slot)),
-                    Work::Write(bufs) if bufs.len() == 1 => (WRITE, Data::One(bufs[0][at..].as_ptr(), slot)),
+                    Work::Write(bufs) if bufs.len() == 1 => {
+                        (WRITE, Data::One(bufs[0][at..].as_ptr(), slot))
+                    }
                     Work::Write(_) => (WRITE, Data::Many(p.iovecs.as_ptr(), p.iovecs.len())),
                     // The device of a namespace discards nothing.
                     Work::Flush | Work::Discard => (FLUSH, Data::None),
@@ -354,14 +380,18 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
                     Work::Read(buf) => {
                         let to = buf[at..].as_mut_ptr();
                         match slot {
-                            Some(slot) => opcode::ReadFixed::new(fd, to, len as u32, slot).offset(offset).build(),
+                            Some(slot) => opcode::ReadFixed::new(fd, to, len as u32, slot)
+                                .offset(offset)
+                                .build(),
                             None => opcode::Read::new(fd, to, len as u32).offset(offset).build(),
                         }
                     }
                     Work::Write(bufs) if bufs.len() == 1 => {
                         let from = bufs[0][at..].as_ptr();
                         match slot {
-                            Some(slot) => opcode::WriteFixed::new(fd, from, len as u32, slot).offset(offset).build(),
+                            Some(slot) => opcode::WriteFixed::new(fd, from, len as u32, slot)
+                                .offset(offset)
+                                .build(),
                             None => opcode::Write::new(fd, from, len as u32).offset(offset).build(),
                         }
                     }
@@ -369,7 +399,9 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
                         let n = p.iovecs.len() as u32;
                         opcode::Writev::new(fd, p.iovecs.as_ptr(), n).offset(offset).build()
                     }
-                    Work::Flush => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
+                    Work::Flush => {
+                        opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build()
+                    }
                     Work::Discard => opcode::Fallocate::new(fd, len)
                         .offset(offset)
                         .mode(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE)
@@ -379,7 +411,10 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
             }
         };
         if !entry.is_some_and(|e| self.push(e)) {
-            self.ended(index, Err(Error::new(Code::Overloaded, "the io_uring submission queue is full")));
+            self.ended(
+                index,
+                Err(Error::new(Code::Overloaded, "the io_uring submission queue is full")),
+            );
         }
     }
 
@@ -388,7 +423,10 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         let id = index as u64 | (piece as u64) << PIECE | PAUSE;
         let entry = opcode::Timeout::new(&raw const APART).build().user_data(id);
         if !self.push(S::of(entry)) {
-            self.ended(index, Err(Error::new(Code::Overloaded, "the io_uring submission queue is full")));
+            self.ended(
+                index,
+                Err(Error::new(Code::Overloaded, "the io_uring submission queue is full")),
+            );
         }
     }
 
@@ -424,13 +462,17 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         let (offset, len) = (a.op.offset + p.at, p.len);
         // What a reset of the controller took back comes as an interruption, or as a status.
         let status = Status::new(result as u16);
-        let again = matches!(-result, libc::EAGAIN | libc::EINTR) || result > 0 && namespace && status.is_transient();
+        let again = matches!(-result, libc::EAGAIN | libc::EINTR)
+            || result > 0 && namespace && status.is_transient();
         if again && !namespace {
             return self.submit(index, piece);
         }
         if namespace && p.fixed && result == -libc::EINVAL {
             if !std::mem::replace(&mut self.plain, true) {
-                tracing::info!("{}: this kernel takes no registered buffers for NVMe commands", self.node.name);
+                tracing::info!(
+                    "{}: this kernel takes no registered buffers for NVMe commands",
+                    self.node.name
+                );
             }
             return self.submit(index, piece);
         }
@@ -440,13 +482,19 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         }
         let ended = match result {
             0 if moves && !namespace => {
-                let m = format!("{}: {what} at {offset} reached the end; was it truncated?", self.node.name);
+                let m = format!(
+                    "{}: {what} at {offset} reached the end; was it truncated?",
+                    self.node.name
+                );
                 Err(Error::new(Code::Io, m))
             }
             0 => Ok(()),
-            _ if result < 0 => {
-                Err(self.node.error(what, offset, len, std::io::Error::from_raw_os_error(-result).into()))
-            }
+            _ if result < 0 => Err(self.node.error(
+                what,
+                offset,
+                len,
+                std::io::Error::from_raw_os_error(-result).into(),
+            )),
             _ if namespace => Err(self.node.error(what, offset, len, status.error())),
             _ if moves && (result as u64) < p.len => {
                 (p.at, p.len) = (p.at + result as u64, p.len - result as u64);

@@ -14,11 +14,22 @@ async fn writes_are_read_back_before_and_after_a_flush_and_a_restart() {
     apply(&e, key(0), write(0, &data), 1).await.unwrap();
     for _ in 0..2 {
         assert_eq!(read_all(&e, key(0)).await.unwrap(), data);
-        for (offset, len) in [(0, 1), (4095, 2), (4096, 4096), (262_143, 3), (699_999, 500), (700_001, 5), (800_000, 1)]
-        {
+        for (offset, len) in [
+            (0, 1),
+            (4095, 2),
+            (4096, 4096),
+            (262_143, 3),
+            (699_999, 500),
+            (700_001, 5),
+            (800_000, 1),
+        ] {
             let end = (offset + len).min(data.len()).max(offset.min(data.len()));
             let want = &data[offset.min(data.len())..end];
-            assert_eq!(read(&e, key(0), offset as u32, len as u32).await.unwrap(), want, "{offset}+{len}");
+            assert_eq!(
+                read(&e, key(0), offset as u32, len as u32).await.unwrap(),
+                want,
+                "{offset}+{len}"
+            );
         }
         e.flush().await.unwrap();
     }
@@ -51,7 +62,10 @@ async fn bad_updates_are_refused() {
     let Update::Write { data, mut sums, .. } = write(0, &pattern(1, 9000)) else { unreachable!() };
     sums[1] ^= 1;
     let code = |r: strake_proto::Result<crate::engine::Staged>| r.err().unwrap().code;
-    assert_eq!(code(e.stage(key(0), Update::Write { offset: 0, data: data.clone(), sums }).await), Code::Resend);
+    assert_eq!(
+        code(e.stage(key(0), Update::Write { offset: 0, data: data.clone(), sums }).await),
+        Code::Resend
+    );
     assert_eq!(
         code(e.stage(key(0), Update::Write { offset: 0, data: data.clone(), sums: vec![] }).await),
         Code::Resend
@@ -81,7 +95,9 @@ async fn holes_and_cut_ends_read_as_zeros() {
     want.resize(3_000_000, 0);
     want.push(b'x');
     assert_eq!(read_all(&e, key(0)).await.unwrap(), want);
-    for (offset, len) in [(8292, (1 << 20) + 50), (8193, 2 << 20), (9000, (1 << 20) - 808), (4999, 1 << 20)] {
+    for (offset, len) in
+        [(8292, (1 << 20) + 50), (8193, 2 << 20), (9000, (1 << 20) - 808), (4999, 1 << 20)]
+    {
         let got = read(&e, key(0), offset, len).await.unwrap();
         assert_eq!(got, want[offset as usize..(offset + len) as usize], "{offset}+{len}");
     }
@@ -101,10 +117,17 @@ async fn removal_leaves_a_tombstone_until_it_is_forgotten() {
     apply(&e, key(1), Update::Remove, 2).await.unwrap();
     apply(&e, key(3), Update::Remove, 2).await.unwrap();
     let meta = e.meta(&key(1)).unwrap().unwrap();
-    assert!(meta.tombstone && meta.len == 0 && meta.version == version(2) && meta.writers.len() == 2);
+    assert!(
+        meta.tombstone && meta.len == 0 && meta.version == version(2) && meta.writers.len() == 2
+    );
     assert_eq!(read_all(&e, key(1)).await.unwrap(), []);
-    let flags =
-        |e: &Engine| e.list(CHAIN, None, 100).unwrap().iter().map(|x| (x.chunk.index, x.tombstone)).collect::<Vec<_>>();
+    let flags = |e: &Engine| {
+        e.list(CHAIN, None, 100)
+            .unwrap()
+            .iter()
+            .map(|x| (x.chunk.index, x.tombstone))
+            .collect::<Vec<_>>()
+    };
     assert_eq!(flags(&e), vec![(0, false), (1, true), (2, false), (3, true), (4, false)]);
     apply(&e, key(3), write(0, b"again"), 3).await.unwrap();
     assert_eq!(e.forget_tombstones(CHAIN, (5, 6), 0, 9).unwrap().forgotten, 1);
@@ -177,7 +200,10 @@ async fn listings_page_through_memory_and_store() {
         assert!(all.is_sorted_by(|a, b| a.chunk < b.chunk));
     }
     let of = e.chunks_of(CHAIN, 1, 1, 1501, 10).unwrap();
-    assert_eq!(of.iter().map(|x| x.chunk.index).take(3).collect::<Vec<_>>(), vec![1501, 1504, 1507]);
+    assert_eq!(
+        of.iter().map(|x| x.chunk.index).take(3).collect::<Vec<_>>(),
+        vec![1501, 1504, 1507]
+    );
     assert_eq!(e.chunks_of(CHAIN, 1, 1, 0, 5000).unwrap().len(), 1000);
 }
 
@@ -193,14 +219,22 @@ async fn identity_is_kept_and_a_strange_table_is_refused() {
     drop(e);
     assert_eq!(bed.open().await.identity(), joined);
     let second = Bed::new(1024).await;
-    let mixed = Bed { device: bed.device.clone(), table: MemStore::new(), options: Options::default() };
+    let mixed =
+        Bed { device: bed.device.clone(), table: MemStore::new(), options: Options::default() };
     assert_eq!(mixed.try_open().await.err().unwrap().code, Code::Corrupt);
     Engine::format(&*second.device, &second.table, other).await.unwrap();
-    let mixed = Bed { device: bed.device.clone(), table: second.table.clone(), options: Options::default() };
+    let mixed = Bed {
+        device: bed.device.clone(),
+        table: second.table.clone(),
+        options: Options::default(),
+    };
     let e = mixed.try_open().await.err().unwrap();
     assert!(e.message.contains("another target"), "{e}");
     let small = MemDevice::new(1 << 20);
-    assert_eq!(Engine::format(&small, &MemStore::new(), identity()).await.unwrap_err().code, Code::Inval);
+    assert_eq!(
+        Engine::format(&small, &MemStore::new(), identity()).await.unwrap_err().code,
+        Code::Inval
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -208,18 +242,25 @@ async fn scattered_blocks_are_read_within_the_pools_limit_or_on_top_of_it() {
     let bed = Bed::new(1024).await;
     let pool = Pool::new(1 << 20);
     let table = Arc::new(bed.table.clone());
-    let e = Engine::open(bed.device.clone(), table, pool.clone(), bed.options.clone()).await.unwrap();
+    let e =
+        Engine::open(bed.device.clone(), table, pool.clone(), bed.options.clone()).await.unwrap();
     // From the last block to the first, so that no two lie side by side.
     let data = pattern(1, 128 * 4096);
     for (n, at) in (0..128).rev().enumerate() {
         let at = at * 4096;
         apply(&e, key(0), write(at as u32, &data[at..at + 4096]), n as u64 + 1).await.unwrap();
     }
-    let whole = |out: super::super::ReadOut| out.data.iter().flat_map(|b| b.to_vec()).collect::<Vec<u8>>() == data;
+    let whole = |out: super::super::ReadOut| {
+        out.data.iter().flat_map(|b| b.to_vec()).collect::<Vec<u8>>() == data
+    };
     let first = e.read_in_limit(&key(0), 0, 1 << 20).await.unwrap();
     assert_eq!(pool.stats().used, 128 * 4096);
     let second = e.read_in_limit(&key(0), 0, 1 << 20).await.unwrap();
-    assert_eq!(e.read_in_limit(&key(0), 0, 1).await.err().unwrap().code, Code::Overloaded, "the pool is used up");
+    assert_eq!(
+        e.read_in_limit(&key(0), 0, 1).await.err().unwrap().code,
+        Code::Overloaded,
+        "the pool is used up"
+    );
     assert!(whole(e.read(&key(0), 0, 1 << 20).await.unwrap()), "who must not wait gets more");
     let chunk = key(0);
     let waits = e.read_in_limit(&chunk, 0, 1 << 20);
@@ -260,7 +301,9 @@ async fn a_punch_frees_whole_blocks_and_zeroes_parts_of_others() {
     let meta = e.meta(&key(0)).unwrap().unwrap();
     assert_eq!((meta.len, meta.version, meta.writers.len()), (300_000, version(8), 7));
     // Beyond the end, over it, all of it, and as far as numbers go.
-    for (n, (offset, len)) in [(300_000, 5), (1 << 24, u32::MAX), (0, u32::MAX)].into_iter().enumerate() {
+    for (n, (offset, len)) in
+        [(300_000, 5), (1 << 24, u32::MAX), (0, u32::MAX)].into_iter().enumerate()
+    {
         apply(&e, key(0), Update::Punch { offset, len }, 9 + n as u64).await.unwrap();
     }
     e.flush().await.unwrap();
@@ -274,7 +317,9 @@ async fn a_punch_of_nothing_leaves_only_its_version() {
     let e = bed.open().await;
     apply(&e, key(0), Update::Punch { offset: 0, len: 4096 }, 1).await.unwrap();
     let meta = e.meta(&key(0)).unwrap().unwrap();
-    assert!(meta.tombstone && meta.len == 0 && meta.version == version(1) && meta.writers.len() == 1);
+    assert!(
+        meta.tombstone && meta.len == 0 && meta.version == version(1) && meta.writers.len() == 1
+    );
     assert_eq!((e.usage().chunks, e.usage().used), (0, 0));
     apply(&e, key(0), write(0, b"there"), 2).await.unwrap();
     assert_eq!((e.usage().chunks, read_all(&e, key(0)).await.unwrap()), (1, b"there".to_vec()));
@@ -301,7 +346,8 @@ async fn a_full_device_can_be_punched() {
 async fn extents_are_found_from_anywhere_in_pages() {
     let bed = Bed::new(4096).await;
     let e = bed.open().await;
-    // Two blocks of a chunk far away, two runs in another, some of it flushed; another file's data is not among them.
+    // Two blocks of a chunk far away, two runs in another, some of it flushed; another file's data
+    // is not among them.
     apply(&e, key(1 << 40), write(16 * 4096, &pattern(1, 8192)), 1).await.unwrap();
     e.flush().await.unwrap();
     apply(&e, key(3), write(0, &pattern(1, 300_000)), 1).await.unwrap();

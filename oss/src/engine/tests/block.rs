@@ -1,4 +1,5 @@
-//! Targets on block devices: loop devices, which need root. Without it these tests say that they did not run.
+//! Targets on block devices: loop devices, which need root. Without it these tests say that they
+//! did not run.
 
 use std::{
     fs::{self, File},
@@ -35,7 +36,8 @@ impl Loop {
                 Some(Loop { device: String::from_utf8(o.stdout).unwrap().trim().into(), dir })
             }
             other => {
-                let _ = writeln!(std::io::stderr(), "not run: no loop device to be had ({other:?})");
+                let _ =
+                    writeln!(std::io::stderr(), "not run: no loop device to be had ({other:?})");
                 None
             }
         }
@@ -70,7 +72,8 @@ async fn a_target_on_a_block_device_keeps_what_is_written() {
     l.create("t0", false).await.unwrap();
     let data = pattern(3, 3_000_000);
     let e = open(&l.target("t0")).await.unwrap();
-    // Without the first 256 blocks, and a 64th of the rest and 16 blocks, which are kept for overwriting and cutting.
+    // Without the first 256 blocks, and a 64th of the rest and 16 blocks, which are kept for
+    // overwriting and cutting.
     let blocks = SIZE / BLOCK - 256;
     assert_eq!(e.usage().capacity, (blocks - blocks / 64 - 16) * BLOCK);
     apply(&e, key(0), write(100, &data), 1).await.unwrap();
@@ -97,8 +100,12 @@ async fn a_device_with_a_target_on_it_is_left_alone() {
     drop(e);
     let refused = l.create("t1", false).await.unwrap_err();
     assert!(refused.code == Code::Exist, "{refused}");
-    assert!(refused.message.contains("target 3 of 'oss1'") && refused.message.contains("force = true"), "{refused}");
-    let left: Vec<_> = fs::read_dir(l.target("t1")).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert!(
+        refused.message.contains("target 3 of 'oss1'") && refused.message.contains("force = true"),
+        "{refused}"
+    );
+    let left: Vec<_> =
+        fs::read_dir(l.target("t1")).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(left, ["target.lock"], "the folder is still taken for a new one");
     let e = open(&l.target("t0")).await.unwrap();
     assert_eq!(read_all(&e, key(0)).await.unwrap(), b"precious");
@@ -113,7 +120,10 @@ async fn a_device_with_anything_at_its_beginning_is_left_alone() {
     for at in [0, 510, 1080, 65_600, (1 << 20) - 1] {
         l.put(at, &[1]);
         let e = l.create("t0", false).await.unwrap_err();
-        assert!(e.code == Code::Exist && e.message.contains(&format!("byte {at} is not zero")), "{e}");
+        assert!(
+            e.code == Code::Exist && e.message.contains(&format!("byte {at} is not zero")),
+            "{e}"
+        );
         l.put(at, &[0]);
     }
     l.put(1 << 20, &[1]);
@@ -121,7 +131,8 @@ async fn a_device_with_anything_at_its_beginning_is_left_alone() {
     drop(open(&l.target("t0")).await.unwrap());
 }
 
-/// Where SPDK is missing, and where it is there but no controller answers: an error that says so, and no half of a target.
+/// Where SPDK is missing, and where it is there but no controller answers: an error that says so,
+/// and no half of a target.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_target_on_spdk_without_its_controller_is_an_error_and_nothing_is_used_instead() {
     let dir = tempfile::tempdir().unwrap();
@@ -131,7 +142,9 @@ async fn a_target_on_spdk_without_its_controller_is_an_error_and_nothing_is_used
         create_target_dir(&dir.path().join(name), layout, identity()).await.unwrap_err()
     };
     let missing = |e: &strake_proto::Error| match e.code {
-        Code::NoEnt => e.message.contains("SPDK is not installed") && e.message.contains("build SPDK"),
+        Code::NoEnt => {
+            e.message.contains("SPDK is not installed") && e.message.contains("build SPDK")
+        }
         code => code == Code::NxIo && e.message.contains("no such controller"),
     };
     let e = create("t0", text).await;

@@ -1,5 +1,6 @@
-//! Random updates against a model, with power lost at every single operation of device and table. What is found
-//! afterwards must be exactly the model's state after some commit since the last flush, for all chunks together.
+//! Random updates against a model, with power lost at every single operation of device and table.
+//! What is found afterwards must be exactly the model's state after some commit since the last
+//! flush, for all chunks together.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -61,7 +62,8 @@ impl Reader for Powered {
 impl MetaStore for Powered {
     fn commit(&self, batch: Batch) -> Result<()> {
         self.tick()?;
-        let bytes: usize = batch.ops.iter().map(|(k, v)| k.len() + v.as_ref().map_or(0, Bytes::len)).sum();
+        let bytes: usize =
+            batch.ops.iter().map(|(k, v)| k.len() + v.as_ref().map_or(0, Bytes::len)).sum();
         let mut w = self.written.lock();
         *w = (w.0 + 1, w.1 + bytes as u64);
         self.store.commit(batch)
@@ -93,7 +95,11 @@ struct Chunk {
 impl std::fmt::Debug for Chunk {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (len, sum) = (self.bytes.len(), strake_proto::checksum::crc32c(&self.bytes));
-        write!(f, "{len} bytes ({sum:08x}), number {}, {} {:?}", self.number, self.tombstone, self.stored)
+        write!(
+            f,
+            "{len} bytes ({sum:08x}), number {}, {} {:?}",
+            self.number, self.tombstone, self.stored
+        )
     }
 }
 
@@ -125,9 +131,12 @@ fn random_update(rng: &mut StdRng, old: &Chunk, number: u64) -> (Update, Chunk) 
             if rng.random_bool(0.4) {
                 (offset, len) = (offset / 4096 * 4096, (len / 4096 + 1) * 4096);
             }
-            let (from, to) = (bytes.len().min(offset as usize), bytes.len().min((offset + len) as usize));
+            let (from, to) =
+                (bytes.len().min(offset as usize), bytes.len().min((offset + len) as usize));
             bytes[from..to].fill(0);
-            let is_left = |b: usize| bytes[b * 4096..((b + 1) * 4096).min(bytes.len())].iter().any(|b| *b != 0);
+            let is_left = |b: usize| {
+                bytes[b * 4096..((b + 1) * 4096).min(bytes.len())].iter().any(|b| *b != 0)
+            };
             stored.retain(|b| !blocks(from, to).contains(b) || from == to || is_left(*b));
             tombstone |= old.number == 0;
             Update::Punch { offset, len }
@@ -229,7 +238,8 @@ impl Run {
         let e = self.engine.clone();
         let index = self.rng.random_range(0..5);
         self.number += 1;
-        let absent = Chunk { bytes: Vec::new(), number: 0, tombstone: false, stored: BTreeSet::new() };
+        let absent =
+            Chunk { bytes: Vec::new(), number: 0, tombstone: false, stored: BTreeSet::new() };
         let old = self.model().get(&index).cloned().unwrap_or(absent);
         let (update, new) = random_update(&mut self.rng, &old, self.number);
         let staged = match self.maybe(e.stage(key(index), update)).await {
@@ -257,7 +267,10 @@ async fn state(e: &Engine) -> Result<Model> {
     for ListEntry { chunk, version, len, tombstone } in e.list(CHAIN, None, 100)? {
         let bytes = read_all(e, key(chunk.index)).await?;
         assert_eq!(bytes.len(), len as usize);
-        out.insert(chunk.index, Chunk { bytes, number: version.number, tombstone, stored: BTreeSet::new() });
+        out.insert(
+            chunk.index,
+            Chunk { bytes, number: version.number, tombstone, stored: BTreeSet::new() },
+        );
     }
     let (mut from, mut sum) = ((0, 0), 0);
     loop {
@@ -297,12 +310,19 @@ enum Style {
     Overlap,
 }
 
-async fn one_run(seed: u64, device_ops: Option<u64>, table_ops: Option<u64>, style: Style) -> (u64, bool) {
+async fn one_run(
+    seed: u64,
+    device_ops: Option<u64>,
+    table_ops: Option<u64>,
+    style: Style,
+) -> (u64, bool) {
     let mut bed = Bed::new(420).await;
     bed.options.dirty_bytes = 300_000;
     bed.options.cached_records = 32;
     let table = Powered::new(&bed, table_ops);
-    let engine = Engine::open(bed.device.clone(), table, Pool::default(), bed.options.clone()).await.unwrap();
+    let engine = Engine::open(bed.device.clone(), table, Pool::default(), bed.options.clone())
+        .await
+        .unwrap();
     let before = bed.device.counters();
     if style != Style::Plain {
         bed.device.set_latency(OPS, Duration::from_millis(7));
@@ -312,7 +332,8 @@ async fn one_run(seed: u64, device_ops: Option<u64>, table_ops: Option<u64>, sty
     }
     let rng = StdRng::seed_from_u64(seed);
     let (abandon, overlap) = (style == Style::Abandon, style == Style::Overlap);
-    let mut run = Run { rng, engine, history: vec![Model::new()], flushed: 0, number: 0, abandon, overlap };
+    let mut run =
+        Run { rng, engine, history: vec![Model::new()], flushed: 0, number: 0, abandon, overlap };
     let mut lost = false;
     for _ in 0..70 {
         if let Err(e) = run.step().await {
@@ -338,7 +359,8 @@ async fn one_run(seed: u64, device_ops: Option<u64>, table_ops: Option<u64>, sty
         "seed {seed}, power lost after {device_ops:?} device and {table_ops:?} table operations: not a state since the flush"
     );
     // Life goes on.
-    let mut run = Run { rng, engine, history: vec![found], flushed: 0, number, abandon: false, overlap };
+    let mut run =
+        Run { rng, engine, history: vec![found], flushed: 0, number, abandon: false, overlap };
     for _ in 0..10 {
         run.step().await.unwrap();
     }

@@ -44,7 +44,8 @@ async fn every_flipped_bit_of_a_block_is_found() {
 async fn every_flipped_bit_of_a_record_costs_its_chunk_only_and_a_replacement_heals() {
     let (bed, a, b) = two_chunks().await;
     let victim = key(0).chunk;
-    let records: Vec<_> = bed.table.prefix(b"").map(Result::unwrap).filter(|(k, _)| k.len() > 28).collect();
+    let records: Vec<_> =
+        bed.table.prefix(b"").map(Result::unwrap).filter(|(k, _)| k.len() > 28).collect();
     let mine = |k: &[u8]| k[21..29] == victim.index.to_be_bytes();
     let mut flips = 0;
     for (k, v) in records.iter().filter(|(k, _)| mine(k)) {
@@ -58,7 +59,11 @@ async fn every_flipped_bit_of_a_record_costs_its_chunk_only_and_a_replacement_he
             };
             put(bad);
             let e = bed.open().await;
-            assert_eq!(e.read(&key(0), 0, 100).await.unwrap_err().code, Code::Corrupt, "bit {bit} of {k:02x?}");
+            assert_eq!(
+                e.read(&key(0), 0, 100).await.unwrap_err().code,
+                Code::Corrupt,
+                "bit {bit} of {k:02x?}"
+            );
             assert_eq!(e.stage(key(0), write(0, b"x")).await.err().unwrap().code, Code::Corrupt);
             assert!(e.usage().checksum_errors > 0);
             assert_eq!(e.list(CHAIN, None, 10).unwrap().len(), 2);
@@ -91,7 +96,8 @@ async fn a_healed_chunk_is_whole_after_a_restart() {
     assert_eq!((e.usage().checksum_errors, e.usage().used), (0, (3 + 74) * BLOCK));
 }
 
-/// Decay while the target is served, of the record's own checksum too: what replaces it leaves a table that is taken for whole.
+/// Decay while the target is served, of the record's own checksum too: what replaces it leaves a
+/// table that is taken for whole.
 #[tokio::test]
 async fn a_record_that_decays_and_is_replaced_leaves_a_table_that_opens() {
     let (bed, a, _) = two_chunks().await;
@@ -118,11 +124,17 @@ async fn a_record_that_decays_and_is_replaced_leaves_a_table_that_opens() {
 async fn a_look_finds_each_damaged_block_and_record() {
     let (bed, a, b) = two_chunks().await;
     let e = bed.open().await;
-    assert_eq!((read_all(&e, key(0)).await.unwrap(), read_all(&e, key(1)).await.unwrap()), (a.clone(), b));
+    assert_eq!(
+        (read_all(&e, key(0)).await.unwrap(), read_all(&e, key(1)).await.unwrap()),
+        (a.clone(), b)
+    );
     let look = async |n| e.check_whole(&key(n)).await.unwrap();
     assert_eq!(look(7).await, None);
     let whole = look(0).await.unwrap();
-    assert_eq!((whole.len, whole.bytes, whole.version, whole.is_whole()), (9000, 3 * 4096, version(1), true));
+    assert_eq!(
+        (whole.len, whole.bytes, whole.version, whole.is_whole()),
+        (9000, 3 * 4096, version(1), true)
+    );
     // Chunk 0 lies in the first three blocks, chunk 1 in the 74 behind them.
     for block in [2, 4, 5, 66, 67, 76] {
         bed.device.flip_bit((256 + block) * BLOCK + 9, 5);
@@ -159,9 +171,12 @@ async fn a_look_finds_each_damaged_block_and_record() {
 async fn two_owners_of_a_block_and_blocks_outside_stop_the_opening() {
     let (bed, ..) = two_chunks().await;
     let mut segment = Segment::empty();
-    for (block, words) in
-        [(257, "chunk 5.6.0 of chain 7 and"), (5, "of 256.."), (1 << 40, "of 256.."), (1280, "of 256..")]
-    {
+    for (block, words) in [
+        (257, "chunk 5.6.0 of chain 7 and"),
+        (5, "of 256.."),
+        (1 << 40, "of 256.."),
+        (1280, "of 256.."),
+    ] {
         segment.blocks[9] = block;
         let k = segment_key(&key(2), 0);
         let mut batch = Batch::default();
@@ -169,12 +184,14 @@ async fn two_owners_of_a_block_and_blocks_outside_stop_the_opening() {
         bed.table.commit(batch).unwrap();
         let e = bed.try_open().await.err().unwrap();
         assert_eq!(e.code, Code::Corrupt);
-        let named = e.message.contains("5.6.2") && (e.message.contains(words) || e.message.contains("5.6.0"));
+        let named = e.message.contains("5.6.2")
+            && (e.message.contains(words) || e.message.contains("5.6.0"));
         assert!(named, "{e}");
     }
 }
 
-/// What could not be read at the opening lost its blocks to others; it must not come back when it can be read again.
+/// What could not be read at the opening lost its blocks to others; it must not come back when it
+/// can be read again.
 #[tokio::test]
 async fn a_record_that_was_unreadable_once_stays_damaged() {
     let (bed, a, _) = two_chunks().await;
@@ -198,7 +215,8 @@ async fn a_record_that_was_unreadable_once_stays_damaged() {
     assert_eq!(bed.open().await.usage().used, (3 + 3 + 74) * BLOCK);
 }
 
-/// Blocks that came without a good copy, zeros or not, stay damaged over a restart until they are written anew.
+/// Blocks that came without a good copy, zeros or not, stay damaged over a restart until they are
+/// written anew.
 #[tokio::test]
 async fn a_chunk_is_stored_with_what_is_damaged_of_it() {
     let (bed, ..) = two_chunks().await;
@@ -207,12 +225,21 @@ async fn a_chunk_is_stored_with_what_is_damaged_of_it() {
     data[8192..12_288].fill(0);
     let parts = vec![8192..12_288, 65_536..73_728, 299_008..300_000];
     let with = |damaged: Vec<std::ops::Range<u32>>| match replace(&data) {
-        Update::Replace { data, sums, tombstone, .. } => Update::Replace { data, sums, tombstone, damaged },
+        Update::Replace { data, sums, tombstone, .. } => {
+            Update::Replace { data, sums, tombstone, damaged }
+        }
         other => other,
     };
-    for beyond in [300_000..303_105, 303_104..303_105, 8192..1 << 30, std::ops::Range { start: 8192, end: 4096 }] {
+    for beyond in [
+        300_000..303_105,
+        303_104..303_105,
+        8192..1 << 30,
+        std::ops::Range { start: 8192, end: 4096 },
+    ] {
         let used = e.usage().used;
-        let refused = apply(&e, key(1), with(std::iter::once(beyond.clone()).collect()), 4).await.unwrap_err();
+        let refused = apply(&e, key(1), with(std::iter::once(beyond.clone()).collect()), 4)
+            .await
+            .unwrap_err();
         assert_eq!((refused.code, e.usage().used), (Code::Inval, used), "{beyond:?}");
     }
     apply(&e, key(1), with(parts.clone()), 5).await.unwrap();
@@ -223,13 +250,18 @@ async fn a_chunk_is_stored_with_what_is_damaged_of_it() {
     assert_eq!((look.damaged, look.version, look.len), (parts.clone(), version(5), 300_000));
     for p in &parts {
         let code = async |at| read(&e, key(1), at, 1).await.err().map(|e| e.code);
-        assert_eq!((code(p.start).await, code(p.end - 1).await), (Some(Code::Corrupt), Some(Code::Corrupt)));
+        assert_eq!(
+            (code(p.start).await, code(p.end - 1).await),
+            (Some(Code::Corrupt), Some(Code::Corrupt))
+        );
         assert_eq!((code(p.start - 1).await, code(p.end).await), (None, None));
         let part = apply(&e, key(1), write(p.start + 1, b"in a bad block"), 6).await.unwrap_err();
         assert_eq!(part.code, Code::Corrupt);
     }
     for p in &parts {
-        apply(&e, key(1), write(p.start, &data[p.start as usize..p.end as usize]), 6).await.unwrap();
+        apply(&e, key(1), write(p.start, &data[p.start as usize..p.end as usize]), 6)
+            .await
+            .unwrap();
     }
     assert!(read_all(&e, key(1)).await.unwrap() == data);
 }

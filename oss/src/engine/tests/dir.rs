@@ -35,7 +35,10 @@ async fn a_target_is_created_used_and_opened_again() {
     assert!(e.meta(&key(1)).unwrap().unwrap().tombstone);
     assert_eq!(e.usage().used, 733 * BLOCK);
     drop(e);
-    let other = open_target_dir(&path, Some([7; 16]), Pool::default(), Options::default()).await.err().unwrap();
+    let other = open_target_dir(&path, Some([7; 16]), Pool::default(), Options::default())
+        .await
+        .err()
+        .unwrap();
     assert!(other.code == Code::Perm && other.message.contains("another cluster"), "{other}");
 }
 
@@ -61,7 +64,10 @@ async fn half_made_and_incomplete_targets_are_told_apart() {
     fs::rename(path.join("table"), dir.path().join("table")).unwrap();
     fs::create_dir(path.join("table")).unwrap();
     assert_eq!(open(&path).await.err().unwrap().code, Code::NoEnt);
-    assert!(fs::read_dir(path.join("table")).unwrap().next().is_none(), "a disk that is not mounted is not written to");
+    assert!(
+        fs::read_dir(path.join("table")).unwrap().next().is_none(),
+        "a disk that is not mounted is not written to"
+    );
     fs::remove_dir(path.join("table")).unwrap();
     fs::rename(dir.path().join("table"), path.join("table")).unwrap();
     drop(open(&path).await.unwrap());
@@ -76,7 +82,8 @@ fn resident() -> u64 {
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() >> 10
 }
 
-/// What millions of tombstones of one file cost: `TOMBSTONES=N cargo test ... millions -- --ignored --nocapture`.
+/// What millions of tombstones of one file cost: `TOMBSTONES=N cargo test ... millions -- --ignored
+/// --nocapture`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "takes minutes; prints figures"]
 async fn millions_of_tombstones() {

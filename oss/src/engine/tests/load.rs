@@ -38,7 +38,8 @@ async fn a_full_device_says_so_and_deletes_give_everything_back() {
     assert_eq!(read_all(&e, key(0)).await.unwrap(), pattern(1, 280 * 4096));
 }
 
-/// Fills a target and goes on with whatever takes no more space in the end, against a model. Only new data is refused.
+/// Fills a target and goes on with whatever takes no more space in the end, against a model. Only
+/// new data is refused.
 #[tokio::test]
 async fn on_a_full_target_everything_goes_on_but_new_data() {
     for seed in 0..6 {
@@ -61,7 +62,11 @@ async fn on_a_full_target_everything_goes_on_but_new_data() {
         let mut rng = StdRng::seed_from_u64(seed ^ 77);
         for step in 0..200 {
             n += 1;
-            let (at, old) = model.iter().nth(rng.random_range(0..model.len())).map(|(k, v)| (*k, v.clone())).unwrap();
+            let (at, old) = model
+                .iter()
+                .nth(rng.random_range(0..model.len()))
+                .map(|(k, v)| (*k, v.clone()))
+                .unwrap();
             let from = rng.random_range(0..old.len());
             match rng.random_range(0..10) {
                 0 => {
@@ -75,7 +80,9 @@ async fn on_a_full_target_everything_goes_on_but_new_data() {
                 2 => fill(&e, &mut model, &mut n).await,
                 3 => {
                     let len = (old.len() - from).min(9000);
-                    apply(&e, key(at), Update::Punch { offset: from as u32, len: len as u32 }, n).await.unwrap();
+                    apply(&e, key(at), Update::Punch { offset: from as u32, len: len as u32 }, n)
+                        .await
+                        .unwrap();
                     // What takes no space any more is new when it is written.
                     model.get_mut(&at).unwrap()[from..from + len].fill(0);
                     let data = pattern(n, old.len());
@@ -96,8 +103,13 @@ async fn on_a_full_target_everything_goes_on_but_new_data() {
                     assert_eq!(holes.len as usize, old.len());
                     let there = old.iter().all(|b| *b != 0);
                     match apply(&e, key(at), write(from as u32, &data), n).await {
-                        Ok(()) => model.get_mut(&at).unwrap()[from..from + len].copy_from_slice(&data),
-                        Err(e) => assert!(e.code == Code::NoSpc && !there, "seed {seed}, step {step}: {e}"),
+                        Ok(()) => {
+                            model.get_mut(&at).unwrap()[from..from + len].copy_from_slice(&data)
+                        }
+                        Err(e) => assert!(
+                            e.code == Code::NoSpc && !there,
+                            "seed {seed}, step {step}: {e}"
+                        ),
                     }
                 }
             }
@@ -124,7 +136,8 @@ async fn overwrites_at_once_share_what_is_kept() {
         let e = e.clone();
         tokio::spawn(async move {
             for round in 2..8 {
-                let staged = e.stage(key(i), write(0, &pattern(i * round, 20 * 4096))).await.unwrap();
+                let staged =
+                    e.stage(key(i), write(0, &pattern(i * round, 20 * 4096))).await.unwrap();
                 // On its way along the chain.
                 tokio::time::sleep(Duration::from_millis(5)).await;
                 e.commit(staged, version(round), vec![]).unwrap();
@@ -148,7 +161,10 @@ async fn a_full_file_system_below_refuses_new_data_first() {
     bed.device.set_spare(32 * BLOCK - 1);
     assert_eq!(apply(&e, key(1), write(0, b"new"), 1).await.unwrap_err().code, Code::NoSpc);
     apply(&e, key(0), write(5000, &pattern(2, 50_000)), 2).await.unwrap();
-    assert_eq!(apply(&e, key(0), write(99_000, &pattern(2, 50_000)), 2).await.unwrap_err().code, Code::NoSpc);
+    assert_eq!(
+        apply(&e, key(0), write(99_000, &pattern(2, 50_000)), 2).await.unwrap_err().code,
+        Code::NoSpc
+    );
     apply(&e, key(0), Update::Truncate { len: 7 }, 3).await.unwrap();
     bed.device.set_spare(32 * BLOCK);
     apply(&e, key(1), write(0, b"new"), 1).await.unwrap();
@@ -178,7 +194,9 @@ async fn writes_to_fragmented_space_are_cut_into_pieces() {
 async fn a_4_kib_overwrite_costs_about_4_kib() {
     let bed = Bed::new(8192).await;
     let table = Powered::new(&bed, None);
-    let e = Engine::open(bed.device.clone(), table.clone(), Pool::default(), Options::default()).await.unwrap();
+    let e = Engine::open(bed.device.clone(), table.clone(), Pool::default(), Options::default())
+        .await
+        .unwrap();
     apply(&e, key(0), write(0, &pattern(1, 16 << 20)), 1).await.unwrap();
     e.flush().await.unwrap();
     let (start, table_start) = (bed.device.counters(), *table.written.lock());
@@ -208,7 +226,8 @@ async fn appends_read_nothing_and_partial_overwrites_one_block_at_each_end() {
     assert_eq!(bed.device.counters().reads, 6);
 }
 
-/// Each version of a chunk is one byte repeated, so a reader that meets reused space sees it, if the checksum did not.
+/// Each version of a chunk is one byte repeated, so a reader that meets reused space sees it, if
+/// the checksum did not.
 #[tokio::test(start_paused = true)]
 async fn readers_see_whole_versions_while_space_is_reused_under_them() {
     let mut bed = Bed::new(260).await;

@@ -87,21 +87,35 @@ struct Outcomes {
     refused: usize,
 }
 
-async fn one_flip(bed: &Bed, dir: &Path, whole: &[(ListEntry, Vec<u8>)], what: &str, o: &mut Outcomes) {
+async fn one_flip(
+    bed: &Bed,
+    dir: &Path,
+    whole: &[(ListEntry, Vec<u8>)],
+    what: &str,
+    o: &mut Outcomes,
+) {
     let Ok(store) = FjallStore::open(dir) else { return o.refused += 1 };
-    let opened = Engine::open(bed.device.clone(), Arc::new(store), Pool::default(), bed.options.clone()).await;
+    let opened =
+        Engine::open(bed.device.clone(), Arc::new(store), Pool::default(), bed.options.clone())
+            .await;
     let Ok(e) = opened else { return o.refused += 1 };
     assert_eq!(contents(&e).await.unwrap(), whole, "{what}");
     o.same += 1;
 }
 
 /// A target that was filled, with its table on a real disk; everything it holds.
-async fn filled_on_disk(path: &Path, more: impl FnOnce(&FjallStore)) -> (Bed, Vec<(ListEntry, Vec<u8>)>) {
+async fn filled_on_disk(
+    path: &Path,
+    more: impl FnOnce(&FjallStore),
+) -> (Bed, Vec<(ListEntry, Vec<u8>)>) {
     let bed = Bed::new(1024).await;
-    let least = strake_store::fjall_store::Options { memtable_bytes: 1 << 20, ..Default::default() };
+    let least =
+        strake_store::fjall_store::Options { memtable_bytes: 1 << 20, ..Default::default() };
     let store = Arc::new(FjallStore::open_with(path, &least).unwrap());
     Engine::format(&*bed.device, &*store, identity()).await.unwrap();
-    let e = Engine::open(bed.device.clone(), store.clone(), Pool::default(), bed.options.clone()).await.unwrap();
+    let e = Engine::open(bed.device.clone(), store.clone(), Pool::default(), bed.options.clone())
+        .await
+        .unwrap();
     fill(&e).await;
     let whole = contents(&e).await.unwrap();
     assert_eq!(whole.len(), FLUSHES as usize + 1);
@@ -110,7 +124,8 @@ async fn filled_on_disk(path: &Path, more: impl FnOnce(&FjallStore)) -> (Bed, Ve
     (bed, whole)
 }
 
-/// Each byte of the journal that can hold a tag, a length or a trailer is hit, and every file besides. Nothing panics.
+/// Each byte of the journal that can hold a tag, a length or a trailer is hit, and every file
+/// besides. Nothing panics.
 #[tokio::test]
 async fn a_flipped_byte_of_the_tables_files_never_loses_a_chunk_silently() {
     let dir = tempfile::tempdir().unwrap();
@@ -129,11 +144,21 @@ async fn a_flipped_byte_of_the_tables_files_never_loses_a_chunk_silently() {
         for at in (0..f.bytes.len()).step_by(step) {
             let mask = [0x01, 0x04, 0x10, 0x80][at / step % 4];
             restore(&path, &files, Some((n, at, mask)));
-            one_flip(&bed, &path, &whole, &format!("{}: byte {at} ^ {mask:#x}", f.path.display()), o).await;
+            one_flip(
+                &bed,
+                &path,
+                &whole,
+                &format!("{}: byte {at} ^ {mask:#x}", f.path.display()),
+                o,
+            )
+            .await;
         }
     }
     println!("journal {journal:?}, other files {others:?}");
-    assert!(journal.refused > 100 && others.refused > 0, "journal {journal:?}, other files {others:?}");
+    assert!(
+        journal.refused > 100 && others.refused > 0,
+        "journal {journal:?}, other files {others:?}"
+    );
 }
 
 /// The same of a table that was written out: bits of every file, wherever it has them.
@@ -141,7 +166,9 @@ async fn a_flipped_byte_of_the_tables_files_never_loses_a_chunk_silently() {
 async fn a_flipped_byte_of_a_table_that_was_written_out_never_loses_a_chunk_silently() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("table");
-    let tables = |files: &[Saved]| files.iter().filter(|f| f.path.iter().any(|part| part == "tables")).count();
+    let tables = |files: &[Saved]| {
+        files.iter().filter(|f| f.path.iter().any(|part| part == "tables")).count()
+    };
     let mut files = Vec::new();
     let (bed, whole) = filled_on_disk(&path, |store| {
         // More than it keeps in memory, under a key that no target has.
@@ -156,7 +183,10 @@ async fn a_flipped_byte_of_a_table_that_was_written_out_never_loses_a_chunk_sile
                 return;
             }
         }
-        panic!("the table is not written out: {:?}", files.iter().map(|f| &f.path).collect::<Vec<_>>());
+        panic!(
+            "the table is not written out: {:?}",
+            files.iter().map(|f| &f.path).collect::<Vec<_>>()
+        );
     })
     .await;
     files.clear();
@@ -168,7 +198,14 @@ async fn a_flipped_byte_of_a_table_that_was_written_out_never_loses_a_chunk_sile
         for (i, at) in (0..f.bytes.len()).step_by((f.bytes.len() / 60).max(1)).enumerate() {
             let mask = 1 << (i % 8);
             restore(&path, &files, Some((n, at, mask)));
-            one_flip(&bed, &path, &whole, &format!("{}: byte {at} ^ {mask:#x}", f.path.display()), &mut o).await;
+            one_flip(
+                &bed,
+                &path,
+                &whole,
+                &format!("{}: byte {at} ^ {mask:#x}", f.path.display()),
+                &mut o,
+            )
+            .await;
         }
         println!("{}: {} bytes, {o:?}", f.path.display(), f.bytes.len());
         (all.same, all.refused) = (all.same + o.same, all.refused + o.refused);
@@ -184,7 +221,9 @@ fn put(table: &dyn MetaStore, key: &[u8], value: Option<bytes::Bytes>) {
 async fn refused(bed: &Bed, words: &str) {
     let e = bed.try_open().await.err().unwrap_or_else(|| panic!("opened; wanted: {words}"));
     assert!(
-        e.code == Code::Corrupt && e.message.contains(words) && e.message.contains("A target that is refused"),
+        e.code == Code::Corrupt
+            && e.message.contains(words)
+            && e.message.contains("A target that is refused"),
         "{e}"
     );
 }
@@ -209,10 +248,16 @@ async fn a_table_as_of_an_earlier_flush_is_refused() {
     drop(e);
     for (n, state) in states.iter().enumerate().rev() {
         bed.table.clear().unwrap();
-        bed.table.commit(Batch { ops: state.iter().map(|(k, v)| (k.clone(), Some(v.clone()))).collect() }).unwrap();
+        bed.table
+            .commit(Batch {
+                ops: state.iter().map(|(k, v)| (k.clone(), Some(v.clone()))).collect(),
+            })
+            .unwrap();
         match n {
             5 => drop(bed.open().await),
-            _ => refused(&bed, &format!("it is as of flush {}, the device knows of 6", n + 1)).await,
+            _ => {
+                refused(&bed, &format!("it is as of flush {}, the device knows of 6", n + 1)).await
+            }
         }
     }
     // One copy of the mark is lost: what the other one knows still counts.
@@ -223,11 +268,13 @@ async fn a_table_as_of_an_earlier_flush_is_refused() {
 #[tokio::test]
 async fn a_record_that_is_missing_stale_or_too_much_is_refused() {
     let bed = filled().await;
-    let records: Vec<_> = bed.table.prefix(b"").map(Result::unwrap).filter(|(k, _)| k.len() > 28).collect();
+    let records: Vec<_> =
+        bed.table.prefix(b"").map(Result::unwrap).filter(|(k, _)| k.len() > 28).collect();
     assert!(records.len() > 15);
     for (k, v) in &records {
         put(&bed.table, k, None);
-        refused(&bed, &format!("its {} records are not the {}", records.len() - 1, records.len())).await;
+        refused(&bed, &format!("its {} records are not the {}", records.len() - 1, records.len()))
+            .await;
         put(&bed.table, k, Some(v.clone()));
     }
     let k = header_key(&key(0));
@@ -269,7 +316,9 @@ async fn damage_and_loss_together_are_refused() {
     let e = bed.open().await;
     apply(&e, key(1), write(0, b"newer"), 3).await.unwrap();
     e.flush().await.unwrap();
-    assert!(!TableDigest::decode(&bed.table.get(TABLE_DIGEST_KEY).unwrap().unwrap()).unwrap().unsure);
+    assert!(
+        !TableDigest::decode(&bed.table.get(TABLE_DIGEST_KEY).unwrap().unwrap()).unwrap().unsure
+    );
     drop(bed.open().await);
 }
 
@@ -292,7 +341,10 @@ async fn a_target_of_a_version_without_a_digest_opens_and_is_watched_from_then_o
     refused(&bed, "records are not").await;
     // The mark of another target that had this device before says nothing.
     let other = Mark { uuid: [9; 16], flushes: 1000 }.encode();
-    bed.device.write(2 * BLOCK, vec![Buf::copy_from(&other), Buf::copy_from(&other)]).await.unwrap();
+    bed.device
+        .write(2 * BLOCK, vec![Buf::copy_from(&other), Buf::copy_from(&other)])
+        .await
+        .unwrap();
     put(&bed.table, TABLE_DIGEST_KEY, None);
     drop(bed.open().await);
 }
@@ -315,8 +367,8 @@ async fn a_mark_that_cannot_be_written_or_is_lost_costs_nothing() {
     }
 }
 
-/// A store that answers nothing from a full disk on until a commit finds space: as the one on disk when it could not be opened
-/// again at once.
+/// A store that answers nothing from a full disk on until a commit finds space: as the one on disk
+/// when it could not be opened again at once.
 struct Closed {
     store: MemStore,
     closed: AtomicBool,
@@ -357,7 +409,9 @@ impl MetaStore for Closed {
 async fn a_store_that_a_full_disk_closed_is_opened_by_the_next_flush() {
     let bed = filled().await;
     let table = Arc::new(Closed { store: bed.table.clone(), closed: AtomicBool::new(false) });
-    let e = Engine::open(bed.device.clone(), table.clone(), Pool::default(), bed.options.clone()).await.unwrap();
+    let e = Engine::open(bed.device.clone(), table.clone(), Pool::default(), bed.options.clone())
+        .await
+        .unwrap();
     apply(&e, key(1), write(0, b"new"), 2).await.unwrap();
     table.closed.store(true, Relaxed);
     e.flush().await.unwrap();

@@ -28,7 +28,13 @@ pub(super) fn key(index: u64) -> Key {
 }
 
 pub(super) fn identity() -> TargetIdentity {
-    TargetIdentity { fs_uuid: [1; 16], target_uuid: [2; 16], target_id: 3, node: "oss1".into(), incarnation: 0 }
+    TargetIdentity {
+        fs_uuid: [1; 16],
+        target_uuid: [2; 16],
+        target_id: 3,
+        node: "oss1".into(),
+        incarnation: 0,
+    }
 }
 
 /// Device, table and options that outlive the engines opened on them.
@@ -72,25 +78,48 @@ pub(super) fn pattern(seed: u64, len: usize) -> Vec<u8> {
 }
 
 pub(super) fn write(offset: u32, data: &[u8]) -> Update {
-    Update::Write { offset, sums: block_sums(u64::from(offset), [data]), data: vec![Buf::copy_from(data)] }
+    Update::Write {
+        offset,
+        sums: block_sums(u64::from(offset), [data]),
+        data: vec![Buf::copy_from(data)],
+    }
 }
 
 pub(super) fn replace(data: &[u8]) -> Update {
-    Update::Replace { sums: block_sums(0, [data]), data: vec![Buf::copy_from(data)], tombstone: false, damaged: vec![] }
+    Update::Replace {
+        sums: block_sums(0, [data]),
+        data: vec![Buf::copy_from(data)],
+        tombstone: false,
+        damaged: vec![],
+    }
 }
 
 pub(super) fn version(number: u64) -> Version {
     Version { epoch: 1, number }
 }
 
-pub(super) async fn apply(e: &Engine, key: Key, update: Update, number: u64) -> strake_proto::Result<()> {
+pub(super) async fn apply(
+    e: &Engine,
+    key: Key,
+    update: Update,
+    number: u64,
+) -> strake_proto::Result<()> {
     let staged = e.stage(key, update).await?;
-    e.commit(staged, version(number), vec![Writer { session: 9, seq: number, version: version(number) }])?;
+    e.commit(
+        staged,
+        version(number),
+        vec![Writer { session: 9, seq: number, version: version(number) }],
+    )?;
     Ok(())
 }
 
 /// The chunk's bytes from `offset`, checked against the sums that came with them.
-pub(super) async fn read(e: &Engine, key: Key, offset: u32, len: u32) -> strake_proto::Result<Vec<u8>> {
+pub(super) async fn read(
+    e: &Engine,
+    key: Key,
+    offset: u32,
+    len: u32,
+) -> strake_proto::Result<Vec<u8>> {
     let out = e.read(&key, offset, len).await?;
     let bytes: Vec<u8> = out.data.iter().flat_map(|b| b.to_vec()).collect();
     assert_eq!(bytes.len(), out.len as usize);

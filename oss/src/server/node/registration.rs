@@ -1,4 +1,5 @@
-//! How a storage server becomes and stays a member of the cluster: registration, heartbeats, its lease.
+//! How a storage server becomes and stays a member of the cluster: registration, heartbeats, its
+//! lease.
 
 use std::{
     collections::BTreeMap,
@@ -51,10 +52,16 @@ impl Node {
     }
 
     /// The cluster map as it is now.
-    async fn newest(mds: &mut MdsLink, known: &MapView, patience: Duration) -> Result<pb::ClusterMap> {
+    async fn newest(
+        mds: &mut MdsLink,
+        known: &MapView,
+        patience: Duration,
+    ) -> Result<pb::ClusterMap> {
         let m = Message::new(opcode::MAP, pb::MapRequest { have: 0, latest: true }.encode_to_vec());
         let m = mds.call(known, m, patience).await?;
-        let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to a question for the map: {e}"));
+        let bad = |e: prost::DecodeError| {
+            Error::new(Code::Protocol, format!("answer to a question for the map: {e}"))
+        };
         Ok(pb::MapReply::decode(m.body).map_err(bad)?.map.unwrap_or_default())
     }
 
@@ -89,14 +96,22 @@ impl Node {
     fn check_fit(&self, new: &Target, map: &pb::ClusterMap) -> Result<()> {
         let id = new.engine.identity();
         if self.targets().iter().any(|t| t.engine.identity().target_uuid == id.target_uuid) {
-            let m = format!("another folder of this server holds target {}, too; it is a copy", id.target_id);
+            let m = format!(
+                "another folder of this server holds target {}, too; it is a copy",
+                id.target_id
+            );
             return Err(Error::new(Code::Inval, m));
         }
         refused_targets::unfit(map, &self.cfg.name, &id).map_or(Ok(()), Err)
     }
 
-    /// One attempt to register. `EINVAL`: this server or its targets belong elsewhere, trying again is no use.
-    pub(crate) async fn register(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) -> Result<()> {
+    /// One attempt to register. `EINVAL`: this server or its targets belong elsewhere, trying again
+    /// is no use.
+    pub(crate) async fn register(
+        self: &Arc<Self>,
+        mds: &mut MdsLink,
+        listening: &[Endpoint],
+    ) -> Result<()> {
         self.register_with(mds, listening, None).await
     }
 
@@ -108,7 +123,8 @@ impl Node {
     ) -> Result<()> {
         let map = self.map.load_full();
         // Those that serve need their next heartbeat before their lease is over.
-        let patience = new.map_or(REGISTER_TIMEOUT, |_| Duration::from_millis(self.cfg.heartbeat_ms));
+        let patience =
+            new.map_or(REGISTER_TIMEOUT, |_| Duration::from_millis(self.cfg.heartbeat_ms));
         let now = Self::newest(mds, &map, patience).await?;
         *self.group.fs.lock() = now.fs_uuid[..].try_into().ok();
         self.refuse_unfit(&now);
@@ -119,13 +135,18 @@ impl Node {
         let all: Vec<Arc<Target>> = self.targets().iter().chain(new).cloned().collect();
         let body = self.register_request(listening, &all, &stamps).encode_to_vec();
         let m = mds.call(&map, Message::new(opcode::REGISTER, body), patience).await?;
-        let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to registration: {e}"));
+        let bad = |e: prost::DecodeError| {
+            Error::new(Code::Protocol, format!("answer to registration: {e}"))
+        };
         let r = pb::RegisterReply::decode(&m.body[..]).map_err(bad)?;
-        let fs: [u8; 16] = r.fs_uuid[..]
-            .try_into()
-            .map_err(|_| Error::new(Code::Protocol, "answer to registration: cluster uuid is not 16 bytes"))?;
+        let fs: [u8; 16] = r.fs_uuid[..].try_into().map_err(|_| {
+            Error::new(Code::Protocol, "answer to registration: cluster uuid is not 16 bytes")
+        })?;
         if r.target_ids.len() != all.len() {
-            return Err(Error::new(Code::Protocol, "answer to registration: not one id per target"));
+            return Err(Error::new(
+                Code::Protocol,
+                "answer to registration: not one id per target",
+            ));
         }
         let now = r.map.as_ref().map_or(0, |m| m.incarnation);
         let known = all.iter().map(|t| t.engine.identity()).chain(self.identities());
@@ -142,7 +163,10 @@ impl Node {
         for (t, id) in all.iter().zip(&r.target_ids) {
             let mut have = t.engine.identity();
             if have.fs_uuid != [0; 16] && have.fs_uuid != fs {
-                let m = format!("target {} belongs to another cluster; it is not touched", have.target_id);
+                let m = format!(
+                    "target {} belongs to another cluster; it is not touched",
+                    have.target_id
+                );
                 return Err(Error::new(Code::Inval, m));
             }
             let same = have.fs_uuid == fs && have.target_id == *id && have.node == self.cfg.name;
@@ -169,7 +193,11 @@ impl Node {
     }
 
     /// Registers, then sends heartbeats for ever.
-    pub(crate) async fn stay_registered(self: Arc<Self>, mut mds: MdsLink, listening: Vec<Endpoint>) {
+    pub(crate) async fn stay_registered(
+        self: Arc<Self>,
+        mut mds: MdsLink,
+        listening: Vec<Endpoint>,
+    ) {
         let period = Duration::from_millis(self.cfg.heartbeat_ms);
         loop {
             self.let_go();
@@ -187,7 +215,8 @@ impl Node {
                     continue;
                 }
                 Err(e) if e.code == Code::NotLeader => {
-                    // The answer named another server, or the next one is asked; no reason to wait a whole period.
+                    // The answer named another server, or the next one is asked; no reason to wait
+                    // a whole period.
                     tokio::time::sleep(period / 5).await;
                     continue;
                 }
@@ -201,13 +230,14 @@ impl Node {
         }
     }
 
-    /// What left for lack of space comes back when there is some, and when no replica takes itself for in sync that lacks
-    /// something.
+    /// What left for lack of space comes back when there is some, and when no replica takes itself
+    /// for in sync that lacks something.
     fn look_for_space(&self) {
         let now = self.env.boot();
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
         for t in self.targets().iter().filter(|t| t.lacks_space()) {
-            // Out of all its chains in the map that this server acts on: while it has a lease for an older one it must stay out.
+            // Out of all its chains in the map that this server acts on: while it has a lease for
+            // an older one it must stay out.
             let out = self.map.load().target(t.id()).is_some_and(|t| !t.alive);
             let told = out && !replicas.iter().any(|r| r.id == t.id() && r.has_failed());
             if told && t.engine.device().spare() >= RETURN && !t.table_is_full(now) {
@@ -221,7 +251,11 @@ impl Node {
         let (map_version, now) = (self.map.load().version(), self.env.boot());
         let report = |t: &Arc<Target>| {
             let u = t.engine.usage();
-            let synced = replicas.iter().filter(|r| r.id == t.id() && r.has_synced()).map(|r| r.chain).collect();
+            let synced = replicas
+                .iter()
+                .filter(|r| r.id == t.id() && r.has_synced())
+                .map(|r| r.chain)
+                .collect();
             pb::TargetReport {
                 target: t.id(),
                 stamp: t.stamp,
@@ -231,7 +265,12 @@ impl Node {
                 synced_chains: synced,
                 chunks: u.chunks,
                 lapses: t.lapses.load(Ordering::Acquire),
-                stored: t.engine.stored().into_iter().map(|(chain, bytes)| pb::ChainBytes { chain, bytes }).collect(),
+                stored: t
+                    .engine
+                    .stored()
+                    .into_iter()
+                    .map(|(chain, bytes)| pb::ChainBytes { chain, bytes })
+                    .collect(),
                 device: Some(t.times()),
                 table_full: t.table_is_full(now),
             }
@@ -255,7 +294,9 @@ impl Node {
         let body = self.heartbeat_request().encode_to_vec();
         let sent = self.env.boot();
         let m = mds.call(&map, Message::new(opcode::HEARTBEAT, body), period * 2).await?;
-        let bad = |e: prost::DecodeError| Error::new(Code::Protocol, format!("answer to a heartbeat: {e}"));
+        let bad = |e: prost::DecodeError| {
+            Error::new(Code::Protocol, format!("answer to a heartbeat: {e}"))
+        };
         let r = pb::HeartbeatReply::decode(&m.body[..]).map_err(bad)?;
         {
             let mut ev = self.revoked.evictions.lock();
@@ -271,7 +312,8 @@ impl Node {
             self.revoked.endings.write().take(&endings);
         }
         if r.evicted.len() >= MAX_EVICTED || more_ended {
-            // More may be pending: after a restart a lease would let sessions in that were evicted long ago, and rights that ended.
+            // More may be pending: after a restart a lease would let sessions in that were evicted
+            // long ago, and rights that ended.
             self.kick.notify_one();
             return Ok(());
         }
@@ -290,12 +332,16 @@ impl Node {
     fn step_out(&self, asked: &[TargetId]) {
         let now = self.env.boot();
         for t in self.targets().iter().filter(|t| asked.contains(&t.id()) && t.table_is_full(now)) {
-            t.fail(&Error::new(Code::NoSpc, "its chunk table takes no writes: the file system that it is in is full"));
+            t.fail(&Error::new(
+                Code::NoSpc,
+                "its chunk table takes no writes: the file system that it is in is full",
+            ));
             self.kick.notify_one();
         }
     }
 
-    /// Others cannot reach this node. The metadata server need not wait for the end of the lease once it is told.
+    /// Others cannot reach this node. The metadata server need not wait for the end of the lease
+    /// once it is told.
     fn give_up_lease(&self) {
         let before = std::mem::take(&mut *self.lease.until.lock());
         if before > self.env.boot() {

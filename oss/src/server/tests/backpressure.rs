@@ -11,7 +11,8 @@ use crate::{device::mem::Op, server::Config};
 const CHUNKS: u64 = 40;
 const LATENCY: Duration = Duration::from_millis(4);
 
-/// Milliseconds until the second replica, which was away, is filled again, and how many reads the others answered meanwhile.
+/// Milliseconds until the second replica, which was away, is filled again, and how many reads the
+/// others answered meanwhile.
 async fn filled(tune: fn(&mut Config), reads: bool) -> (u64, u64) {
     let mut c = Cluster::start_with(2, tune).await;
     c.kill(1);
@@ -22,7 +23,8 @@ async fn filled(tune: fn(&mut Config), reads: bool) -> (u64, u64) {
         n.device.set_latency(&[Op::Read, Op::Write], LATENCY);
     }
     c.boot(1).await;
-    let (c, stop, answered) = (Arc::new(c), Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let (c, stop, answered) =
+        (Arc::new(c), Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
     let reader = {
         let (c, stop, answered) = (c.clone(), stop.clone(), answered.clone());
         tokio::spawn(async move {
@@ -49,7 +51,10 @@ async fn a_fill_takes_four_times_as_long_beside_readers_and_ends() {
     let one = |cfg: &mut Config| cfg.sync_parallel = 1;
     let ((alone, none), (beside, reads)) = (filled(one, false).await, filled(one, true).await);
     assert!(none == 0 && reads > 50, "{reads} reads");
-    assert!(beside > alone * 2 && beside < alone * 6, "{alone} ms alone, {beside} ms beside readers");
+    assert!(
+        beside > alone * 2 && beside < alone * 6,
+        "{alone} ms alone, {beside} ms beside readers"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -58,5 +63,8 @@ async fn a_fill_with_a_limit_stays_above_an_eighth_of_it() {
     let limited = |cfg: &mut Config| cfg.sync_rate = 100_000;
     let ((alone, _), (beside, _)) = (filled(limited, false).await, filled(limited, true).await);
     assert!((19_000..24_000).contains(&alone), "{alone} ms");
-    assert!(beside >= alone - 1000 && beside < alone * 8, "{alone} ms alone, {beside} ms beside readers");
+    assert!(
+        beside >= alone - 1000 && beside < alone * 8,
+        "{alone} ms alone, {beside} ms beside readers"
+    );
 }

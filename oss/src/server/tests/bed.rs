@@ -1,5 +1,6 @@
-//! A cluster of real storage servers in one thread with paused time: memory devices, a network of function calls whose
-//! links can be cut, and a small authority that hands out maps by the rules of `docs/replication.md`.
+//! A cluster of real storage servers in one thread with paused time: memory devices, a network of
+//! function calls whose links can be cut, and a small authority that hands out maps by the rules of
+//! `docs/replication.md`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,7 +14,9 @@ use std::{
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Buf, Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_fabric::{
+    Buf, Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service,
+};
 use strake_proto::{
     CapKey, Capability, ChunkId, Code, Error, Result, Rights,
     checksum::{block_sums, verify},
@@ -90,7 +93,10 @@ impl Net {
         let s = self.services.lock().get(&to).cloned();
         match s {
             Some(s) if !cut.contains(&from) && !cut.contains(&to) => Ok(s),
-            _ => Err(Error::new(Code::Disconnected, format!("sim:{to} is not reached from sim:{from}"))),
+            _ => Err(Error::new(
+                Code::Disconnected,
+                format!("sim:{to} is not reached from sim:{from}"),
+            )),
         }
     }
 }
@@ -105,7 +111,12 @@ impl Connection for Conn {
         if request.opcode == opcode::READ_COPY {
             self.net.copies_asked.fetch_add(1, Ordering::Relaxed);
         }
-        let peer = Peer { role: self.role, addr: format!("sim:{}", self.from), id: u64::from(self.from), back: None };
+        let peer = Peer {
+            role: self.role,
+            addr: format!("sim:{}", self.from),
+            id: u64::from(self.from),
+            back: None,
+        };
         tokio::time::sleep(Duration::from_micros(50)).await;
         let work = tokio::spawn(async move { service.handle(&peer, request).await });
         let gone = |_| Error::new(Code::Disconnected, "the peer died");
@@ -137,7 +148,11 @@ impl Drop for Unlisten {
 
 #[async_trait]
 impl Fabric for End {
-    async fn connect(&self, to: &Endpoint, _: Option<Arc<dyn Service>>) -> Result<Arc<dyn Connection>> {
+    async fn connect(
+        &self,
+        to: &Endpoint,
+        _: Option<Arc<dyn Service>>,
+    ) -> Result<Arc<dyn Connection>> {
         let Endpoint::Sim(to) = *to else { return Err(Error::new(Code::Inval, "not sim")) };
         let (generation, _) = self.net.reach(self.me, to)?;
         Ok(Arc::new(Conn { net: self.net.clone(), from: self.me, to, role: self.role, generation }))
@@ -209,7 +224,9 @@ impl Authority {
         Self::change(map, |r| match r.state() {
             ReplicaServing if all => r.set_state(ReplicaLastsrv),
             ReplicaSyncing if all => r.set_state(ReplicaOffline),
-            ReplicaServing | ReplicaSyncing | ReplicaWaiting if lost(r.target) => r.set_state(ReplicaOffline),
+            ReplicaServing | ReplicaSyncing | ReplicaWaiting if lost(r.target) => {
+                r.set_state(ReplicaOffline)
+            }
             _ => {}
         });
     }
@@ -237,8 +254,11 @@ impl Authority {
     }
     pub(super) fn tick(&self) {
         let (seen, failed, out) = (self.seen.lock(), self.failed.lock(), self.shut_out.lock());
-        let lost =
-            |t: u32| failed.contains(&t) || out.contains(&t) || seen.get(&t).is_none_or(|at| at.elapsed() >= LEASE);
+        let lost = |t: u32| {
+            failed.contains(&t)
+                || out.contains(&t)
+                || seen.get(&t).is_none_or(|at| at.elapsed() >= LEASE)
+        };
         Self::gone(&mut self.map.lock(), lost);
     }
     /// `source`, `fills`, `waits` and `filled`.
@@ -251,13 +271,17 @@ impl Authority {
         let c = map.chains[0].clone();
         let state = c.state_of(t.target);
         let free = !c.replicas.iter().any(|r| r.state() == ReplicaSyncing);
-        let synced = c.tail() == Some(t.target) && h.map_version == map.version && t.synced_chains.contains(&c.id);
+        let synced = c.tail() == Some(t.target)
+            && h.map_version == map.version
+            && t.synced_chains.contains(&c.id);
         Self::change(&mut map, |r| match (r.target == t.target, r.state()) {
             (true, ReplicaLastsrv) if c.head().is_none() => r.set_state(ReplicaServing),
             (false, ReplicaLastsrv) if state == Some(ReplicaLastsrv) && c.head().is_none() => {
                 r.set_state(ReplicaOffline)
             }
-            (true, ReplicaOffline | ReplicaWaiting) if c.head().is_some() && free => r.set_state(ReplicaSyncing),
+            (true, ReplicaOffline | ReplicaWaiting) if c.head().is_some() && free => {
+                r.set_state(ReplicaSyncing)
+            }
             (true, ReplicaOffline) => r.set_state(ReplicaWaiting),
             (false, ReplicaSyncing) if synced => r.set_state(ReplicaServing),
             _ => {}
@@ -266,7 +290,9 @@ impl Authority {
     fn register(&self, r: pb::RegisterRequest) -> Result<pb::RegisterReply> {
         let mut map = self.map.lock();
         let follows = |t: &pb::RegisterTarget| {
-            map.targets.iter().all(|h| h.uuid != t.uuid || h.stamp == t.stamp || t.follows == Some(h.stamp))
+            map.targets
+                .iter()
+                .all(|h| h.uuid != t.uuid || h.stamp == t.stamp || t.follows == Some(h.stamp))
         };
         if !r.targets.iter().all(follows) {
             return Err(Error::new(Code::Stale, "another life has registered meanwhile"));
@@ -279,18 +305,33 @@ impl Authority {
         let mut ids = Vec::new();
         *self.sights.lock() = targets.iter().flat_map(|t| t.sights.clone()).collect();
         for t in targets {
-            let known = map.targets.iter_mut().find(|h| h.uuid == t.uuid).map(|h| (h.id, h.stamp != t.stamp));
+            let known = map
+                .targets
+                .iter_mut()
+                .find(|h| h.uuid == t.uuid)
+                .map(|h| (h.id, h.stamp != t.stamp));
             let (id, restarted) = known.unwrap_or((map.targets.len() as u32, false));
             if restarted {
                 Self::gone(&mut map, |lost| lost == id);
                 self.failed.lock().remove(&id); // of its former life
             }
             map.targets.retain(|h| h.id != id);
-            map.targets.push(pb::Target { id, node, uuid: t.uuid, stamp: t.stamp, ..Default::default() });
+            map.targets.push(pb::Target {
+                id,
+                node,
+                uuid: t.uuid,
+                stamp: t.stamp,
+                ..Default::default()
+            });
             ids.push(id);
         }
         map.version += 1;
-        Ok(pb::RegisterReply { node, target_ids: ids, fs_uuid: map.fs_uuid.clone(), map: Some(map.clone()) })
+        Ok(pb::RegisterReply {
+            node,
+            target_ids: ids,
+            fs_uuid: map.fs_uuid.clone(),
+            map: Some(map.clone()),
+        })
     }
 }
 
@@ -302,7 +343,10 @@ impl Service for Authority {
             return Ok(Message::new(0, self.register(r)?.encode_to_vec()));
         }
         if m.opcode == opcode::MAP {
-            return Ok(Message::new(0, pb::MapReply { map: Some(self.map.lock().clone()) }.encode_to_vec()));
+            return Ok(Message::new(
+                0,
+                pb::MapReply { map: Some(self.map.lock().clone()) }.encode_to_vec(),
+            ));
         }
         if m.opcode == opcode::PLACES {
             return Err(Error::new(Code::Protocol, "an older version, which does not know that"));
@@ -326,8 +370,14 @@ impl Service for Authority {
         self.tick();
         *self.evicted_seen.lock() = h.evicted_seen;
         let map = Some(self.map.lock().clone()).filter(|m| m.version > h.map_version);
-        let evicted =
-            self.evicted.lock().iter().filter(|e| e.number > h.evicted_seen).take(MAX_EVICTED).cloned().collect();
+        let evicted = self
+            .evicted
+            .lock()
+            .iter()
+            .filter(|e| e.number > h.evicted_seen)
+            .take(MAX_EVICTED)
+            .cloned()
+            .collect();
         let endings = self.endings_after(h.endings_known);
         let step_out = self.step_out.lock().iter().copied().collect();
         let lease_ms = if is_out { 0 } else { LEASE.as_millis() as u32 };
@@ -359,7 +409,13 @@ pub(super) struct Cluster {
 
 fn identity(i: u8) -> TargetIdentity {
     let (fs_uuid, target_uuid) = ([0; 16], [i + 1; 16]);
-    TargetIdentity { fs_uuid, target_uuid, target_id: u32::MAX, node: String::new(), incarnation: 0 }
+    TargetIdentity {
+        fs_uuid,
+        target_uuid,
+        target_id: u32::MAX,
+        node: String::new(),
+        incarnation: 0,
+    }
 }
 
 impl Cluster {
@@ -378,7 +434,8 @@ impl Cluster {
         let client = End { net: net.clone(), me: 800, role: Role::Client, pool: Pool::default() };
         let key = CapKey::from_cluster_key(&[7; 32]);
         let clock = Instant::now();
-        let mut c = Cluster { net, authority, nodes: Vec::new(), key, clock, _mds: listener, client, tune };
+        let mut c =
+            Cluster { net, authority, nodes: Vec::new(), key, clock, _mds: listener, client, tune };
         for i in 0..n {
             let device = Arc::new(MemDevice::new(64 << 20));
             let table = MemStore::new();
@@ -388,9 +445,16 @@ impl Cluster {
         }
         {
             let mut map = c.authority.map.lock();
-            let serving = |target| pb::Replica { target, state: ReplicaState::ReplicaServing as i32 };
+            let serving =
+                |target| pb::Replica { target, state: ReplicaState::ReplicaServing as i32 };
             let replicas = (0..n).map(serving).collect();
-            map.chains = vec![pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: (0..n).collect(), lost: false }];
+            map.chains = vec![pb::Chain {
+                id: CHAIN,
+                epoch: 1,
+                replicas,
+                preferred: (0..n).collect(),
+                lost: false,
+            }];
             map.version += 1;
         }
         c
@@ -402,11 +466,15 @@ impl Cluster {
         n.life += 1;
         let env = Env::new(Arc::new(TokioClock(clock)), [i as u8 * 16 + n.life; 32]);
         let table = Arc::new(n.table.clone());
-        let engine = Engine::open(n.device.clone(), table, Pool::default(), Options::default()).await.unwrap();
+        let engine = Engine::open(n.device.clone(), table, Pool::default(), Options::default())
+            .await
+            .unwrap();
         let fabric = Arc::new(End { net, me: i as u32, role: Role::Server, pool: Pool::default() });
-        let mut cfg = Config::new(format!("oss{i}"), Endpoint::Sim(i as u32), vec![Endpoint::Sim(900)]);
+        let mut cfg =
+            Config::new(format!("oss{i}"), Endpoint::Sim(i as u32), vec![Endpoint::Sim(900)]);
         (self.tune)(&mut cfg);
-        let parts = Parts { env: env.clone(), fabric, targets: vec![engine], cap_key: self.key.clone() };
+        let parts =
+            Parts { env: env.clone(), fabric, targets: vec![engine], cap_key: self.key.clone() };
         n.server = Some(start(cfg, parts).await.unwrap());
         n.env = Some(env);
     }
@@ -429,7 +497,13 @@ impl Cluster {
         Engine::format(&*n.device, &n.table, identity(i as u8)).await.unwrap();
     }
 
-    pub(super) async fn call(&self, to: u32, op: u16, r: &DataRequest, data: &[u8]) -> Result<(DataReply, Vec<u8>)> {
+    pub(super) async fn call(
+        &self,
+        to: u32,
+        op: u16,
+        r: &DataRequest,
+        data: &[u8],
+    ) -> Result<(DataReply, Vec<u8>)> {
         self.call_as(Role::Client, to, op, r, data).await
     }
 
@@ -468,15 +542,29 @@ impl Cluster {
     pub(super) fn request(&self, to: u32, index: u64) -> DataRequest {
         let all = Rights::READ.and(Rights::WRITE).and(Rights::TRIM);
         let cap = Some(self.key.seal(&self.cap(all)));
-        DataRequest { cap, session: SESSION, ..DataRequest::new(CHAIN, self.authority.chain().epoch, to, chunk(index)) }
+        DataRequest {
+            cap,
+            session: SESSION,
+            ..DataRequest::new(CHAIN, self.authority.chain().epoch, to, chunk(index))
+        }
     }
 
     pub(super) fn head(&self) -> u32 {
-        MapView::new(self.authority.map.lock().clone()).unwrap().chain(CHAIN).unwrap().head().unwrap_or(0)
+        MapView::new(self.authority.map.lock().clone())
+            .unwrap()
+            .chain(CHAIN)
+            .unwrap()
+            .head()
+            .unwrap_or(0)
     }
 
     /// Tries until it succeeds or fails for good, as a client does.
-    pub(super) async fn retry<F>(&self, op: u16, data: &[u8], make: F) -> Result<(DataReply, Vec<u8>)>
+    pub(super) async fn retry<F>(
+        &self,
+        op: u16,
+        data: &[u8],
+        make: F,
+    ) -> Result<(DataReply, Vec<u8>)>
     where
         F: Fn() -> DataRequest,
     {
@@ -497,7 +585,14 @@ impl Cluster {
     pub(super) async fn trim(&self, index: u64, len: u32) -> DataReply {
         let ask = async |seq| {
             let version = Version { epoch: 1, number: 0 };
-            let cut = DataRequest { len, seq, version, session: 0, cap: None, ..self.request(self.head(), index) };
+            let cut = DataRequest {
+                len,
+                seq,
+                version,
+                session: 0,
+                cap: None,
+                ..self.request(self.head(), index)
+            };
             self.call_as(Role::Server, self.head(), opcode::TRIM, &cut, &[]).await
         };
         loop {
@@ -514,14 +609,28 @@ impl Cluster {
         }
     }
 
-    pub(super) fn write_request(&self, index: u64, offset: u32, data: &[u8], seq: u64) -> DataRequest {
+    pub(super) fn write_request(
+        &self,
+        index: u64,
+        offset: u32,
+        data: &[u8],
+        seq: u64,
+    ) -> DataRequest {
         let sums = block_sums(u64::from(offset), [data]);
         let (kind, len) = (Kind::Write, data.len() as u32);
         DataRequest { kind, offset, len, seq, sums, ..self.request(self.head(), index) }
     }
 
-    pub(super) async fn write(&self, index: u64, offset: u32, data: &[u8], seq: u64) -> Result<DataReply> {
-        self.retry(opcode::WRITE, data, || self.write_request(index, offset, data, seq)).await.map(|r| r.0)
+    pub(super) async fn write(
+        &self,
+        index: u64,
+        offset: u32,
+        data: &[u8],
+        seq: u64,
+    ) -> Result<DataReply> {
+        self.retry(opcode::WRITE, data, || self.write_request(index, offset, data, seq))
+            .await
+            .map(|r| r.0)
     }
 
     pub(super) async fn flush(&self) -> Result<DataReply> {
@@ -529,7 +638,13 @@ impl Cluster {
     }
 
     /// A read at one replica, checked against its checksums.
-    pub(super) async fn read(&self, to: u32, index: u64, offset: u32, len: u32) -> Result<(Version, Vec<u8>)> {
+    pub(super) async fn read(
+        &self,
+        to: u32,
+        index: u64,
+        offset: u32,
+        len: u32,
+    ) -> Result<(Version, Vec<u8>)> {
         let make = || DataRequest { offset, len, ..self.request(to, index) };
         let (r, data) = self.retry(opcode::READ, &[], make).await?;
         assert_eq!(data.len(), r.len as usize);

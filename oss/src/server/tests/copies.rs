@@ -191,7 +191,10 @@ async fn a_member_that_is_shut_out_and_cannot_help_is_not_asked_by_every_read() 
     for seconds in 0..3 {
         for _ in 0..50 {
             let read = DataRequest { offset: AT, len: 4096, ..c.request(0, 1) };
-            assert_eq!(c.call(0, opcode::READ, &read, &[]).await.unwrap_err().code, Code::NotServing);
+            assert_eq!(
+                c.call(0, opcode::READ, &read, &[]).await.unwrap_err().code,
+                Code::NotServing
+            );
         }
         assert_eq!(asked(), seconds + 1);
         pass(1).await;

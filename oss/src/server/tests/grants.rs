@@ -29,15 +29,23 @@ impl Cluster {
     /// What a target grants: `want` blocks, `keep` of which the session needs if it has them.
     async fn grant(&self, session: SessionId, target: u32, keep: u32, want: u32) -> Result<u64> {
         let seq = self.clock.elapsed().as_millis() as u64;
-        let r = self.of(session, DataRequest { offset: keep, len: want, seq, ..self.request(target, 0) });
+        let r = self
+            .of(session, DataRequest { offset: keep, len: want, seq, ..self.request(target, 0) });
         self.call(target, opcode::GRANT, &r, &[]).await.map(|(r, _)| u64::from(r.len))
     }
 
     /// A write of so many blocks to a chunk of its own.
-    async fn put(&self, session: SessionId, index: u64, blocks: usize, flags: u8) -> Result<(), Code> {
+    async fn put(
+        &self,
+        session: SessionId,
+        index: u64,
+        blocks: usize,
+        flags: u8,
+    ) -> Result<(), Code> {
         static NUMBER: AtomicU64 = AtomicU64::new(1000);
         let (data, seq) = (bytes(index, blocks * 4096), NUMBER.fetch_add(1, Relaxed));
-        let make = || self.of(session, DataRequest { flags, ..self.write_request(index, 0, &data, seq) });
+        let make =
+            || self.of(session, DataRequest { flags, ..self.write_request(index, 0, &data, seq) });
         self.retry(opcode::WRITE, &data, make).await.map(drop).map_err(|e| e.code)
     }
 
@@ -76,7 +84,12 @@ async fn what_is_granted_is_there_for_its_session_alone() {
     assert_eq!(c.put(SESSION, next + 21, 1, FLAG_GRANTED).await, Err(Code::NoSpc), "used up");
     assert_eq!(c.grant(SESSION, 0, 400, 400).await.unwrap(), 0, "the target is full");
     // What gives space back needs none.
-    let cut = || DataRequest { kind: Kind::Truncate, sums: vec![], len: 0, ..c.write_request(1, 100, &[], 5) };
+    let cut = || DataRequest {
+        kind: Kind::Truncate,
+        sums: vec![],
+        len: 0,
+        ..c.write_request(1, 100, &[], 5)
+    };
     c.retry(opcode::WRITE, &[], cut).await.unwrap();
     c.flush().await.unwrap();
     assert_eq!(c.put(WRITER, next + 30, 100, 0).await, Ok(()));
@@ -127,17 +140,32 @@ async fn grants_are_bounded_and_only_for_who_may_write() {
     }
     assert_eq!(c.call(0, opcode::GRANT, &all, b"bytes").await.unwrap_err().code, Code::Inval);
     // Nothing is granted to servers, which are no session.
-    assert_eq!(c.call_as(Role::Server, 0, opcode::GRANT, &all, &[]).await.unwrap_err().code, Code::BadCap);
+    assert_eq!(
+        c.call_as(Role::Server, 0, opcode::GRANT, &all, &[]).await.unwrap_err().code,
+        Code::BadCap
+    );
     let w = DataRequest { flags: FLAG_GRANTED, ..c.write_request(0, 0, b"data", 2) };
     for (r, data) in [
         (DataRequest { kind: Kind::Punch, sums: vec![], ..w.clone() }, &b""[..]),
         (DataRequest { kind: Kind::Truncate, sums: vec![], len: 0, ..w.clone() }, b""),
     ] {
-        assert_eq!(c.call(0, opcode::WRITE, &r, data).await.unwrap_err().code, Code::Inval, "{r:?}");
+        assert_eq!(
+            c.call(0, opcode::WRITE, &r, data).await.unwrap_err().code,
+            Code::Inval,
+            "{r:?}"
+        );
     }
     let forward = DataRequest { session: 0, target: 1, ..w.clone() };
-    assert_eq!(c.call_as(Role::Server, 1, opcode::FORWARD, &forward, b"data").await.unwrap_err().code, Code::Inval);
-    c.authority.evicted.lock().push(pb::Evicted { number: 1, session: SESSION, min_epoch: 2, below: false });
+    assert_eq!(
+        c.call_as(Role::Server, 1, opcode::FORWARD, &forward, b"data").await.unwrap_err().code,
+        Code::Inval
+    );
+    c.authority.evicted.lock().push(pb::Evicted {
+        number: 1,
+        session: SESSION,
+        min_epoch: 2,
+        below: false,
+    });
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(c.grant(SESSION, 0, 0, 1).await.unwrap_err().code, Code::NoSession);
 }

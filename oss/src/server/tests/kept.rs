@@ -23,7 +23,11 @@ async fn restart(c: &mut Cluster, i: usize) {
 
 /// Without what changes when it is looked at again.
 fn places(s: &pb::ScrubStatus) -> Vec<pb::DamageFinding> {
-    let mut all: Vec<_> = s.findings.iter().map(|f| pb::DamageFinding { cause: String::new(), ..f.clone() }).collect();
+    let mut all: Vec<_> = s
+        .findings
+        .iter()
+        .map(|f| pb::DamageFinding { cause: String::new(), ..f.clone() })
+        .collect();
     all.sort_by_key(|f| f.index);
     all
 }
@@ -72,7 +76,9 @@ async fn what_was_repaired_or_removed_is_not_found_again_after_a_restart() {
         }
     }
     assert_eq!(counts(&scrubbed(&c, 0).await), (2, 0, 2));
-    let kept = |c: &Cluster, i| c.nodes[0].table.get(&finding_key(&Key { chunk: chunk(i), ..key(0) })).unwrap();
+    let kept = |c: &Cluster, i| {
+        c.nodes[0].table.get(&finding_key(&Key { chunk: chunk(i), ..key(0) })).unwrap()
+    };
     assert!(kept(&c, 1).is_some() && kept(&c, 2).is_some());
     c.trim(2, u32::MAX).await;
     let mut flipped = want[1][8192..12_288].to_vec();

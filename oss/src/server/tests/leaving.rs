@@ -23,7 +23,9 @@ pub(super) fn shall_have(c: &Cluster, targets: &[u32]) {
     chain.replicas.retain(|r| targets.contains(&r.target));
     for t in targets {
         if chain.replicas.iter().all(|r| r.target != *t) {
-            chain.replicas.push(pb::Replica { target: *t, state: ReplicaState::ReplicaOffline as i32 });
+            chain
+                .replicas
+                .push(pb::Replica { target: *t, state: ReplicaState::ReplicaOffline as i32 });
         }
     }
     chain.preferred = targets.to_vec();
@@ -95,7 +97,10 @@ async fn one_that_joins_again_is_filled_wherever_its_removal_stood() {
             if i == 3 {
                 want[..17].copy_from_slice(b"written meanwhile");
             }
-            assert!(c.read(2, i, 0, 5000).await.unwrap().1 == want, "chunk {i} after {pause_ms} ms");
+            assert!(
+                c.read(2, i, 0, 5000).await.unwrap().1 == want,
+                "chunk {i} after {pause_ms} ms"
+            );
         }
     }
 }

@@ -38,7 +38,15 @@ async fn writes_of_all_sizes_are_read_from_every_replica() {
     let c = Cluster::start(3).await;
     let mut model = vec![0u8; MAX_CHUNK as usize];
     let mut end = 0;
-    let cases = [(0, 1), (1, 4096), (4095, 2), (8192, 4096), (100_000, 70_001), (300_000, 1 << 20), (5, 12_000)];
+    let cases = [
+        (0, 1),
+        (1, 4096),
+        (4095, 2),
+        (8192, 4096),
+        (100_000, 70_001),
+        (300_000, 1 << 20),
+        (5, 12_000),
+    ];
     for (seq, (offset, len)) in cases.into_iter().enumerate() {
         let data = bytes(seq as u64, len);
         let r = c.write(0, offset, &data, seq as u64 + 1).await.unwrap();
@@ -89,14 +97,18 @@ async fn acknowledged_writes_survive_the_death_of_any_replica_while_writing() {
                 want[100..126].copy_from_slice(b"changed while one was away");
             }
             for t in 0..3 {
-                assert!(c.read(t, i, 0, 10_000).await.unwrap().1 == want, "victim {victim}, chunk {i}, target {t}");
+                assert!(
+                    c.read(t, i, 0, 10_000).await.unwrap().1 == want,
+                    "victim {victim}, chunk {i}, target {t}"
+                );
             }
         }
     }
 }
 
-/// Nothing is called written while fewer copies are in sync than the cluster asks for: not a new update, not one that was under way when a
-/// replica died, and no flush. Reads go on, and all of it once enough are back.
+/// Nothing is called written while fewer copies are in sync than the cluster asks for: not a new
+/// update, not one that was under way when a replica died, and no flush. Reads go on, and all of it
+/// once enough are back.
 #[tokio::test(start_paused = true)]
 async fn writes_wait_for_min_copies() {
     let mut c = Cluster::start(3).await;
@@ -109,9 +121,16 @@ async fn writes_wait_for_min_copies() {
     c.kill(1);
     let under_way = c.write(0, 0, b"one", 3).await;
     assert_eq!(under_way.unwrap_err().code, Code::NotServing, "the second died under way");
-    assert_eq!(c.authority.states().iter().filter(|s| s.1 == pb::ReplicaState::ReplicaServing).count(), 1);
+    assert_eq!(
+        c.authority.states().iter().filter(|s| s.1 == pb::ReplicaState::ReplicaServing).count(),
+        1
+    );
     let new = c.write(1, 0, b"new", 4).await.unwrap_err();
-    assert_eq!((new.code, new.message.contains("1 of the 2 copies")), (Code::NotServing, true), "{new}");
+    assert_eq!(
+        (new.code, new.message.contains("1 of the 2 copies")),
+        (Code::NotServing, true),
+        "{new}"
+    );
     assert_eq!(c.flush().await.unwrap_err().code, Code::NotServing);
     c.read(c.head(), 0, 0, 3).await.unwrap();
     c.boot(1).await;
@@ -163,9 +182,16 @@ async fn a_restart_of_all_loses_only_what_was_not_flushed_and_shows_in_the_stamp
     c.whole().await;
     let (v, got) = c.read(2, 0, 0, 5000).await.unwrap();
     assert!(got == data && v == stable.version);
-    assert_ne!(c.flush().await.unwrap().stamps, unstable.stamps, "the client learns that it must send again");
-    let replay =
-        || DataRequest { flags: FLAG_REPLAY, version: unstable.version, ..c.write_request(0, 0, b"unflushed", 2) };
+    assert_ne!(
+        c.flush().await.unwrap().stamps,
+        unstable.stamps,
+        "the client learns that it must send again"
+    );
+    let replay = || DataRequest {
+        flags: FLAG_REPLAY,
+        version: unstable.version,
+        ..c.write_request(0, 0, b"unflushed", 2)
+    };
     let again = c.retry(opcode::WRITE, b"unflushed", replay).await.unwrap().0;
     assert!(again.version > unstable.version);
     assert_eq!(c.read(0, 0, 0, 9).await.unwrap().1, b"unflushed");
@@ -190,13 +216,20 @@ async fn trim_removes_cuts_and_lets_resync_know() {
         assert_eq!(c.read(t, 39, 0, 9000).await.unwrap().1.len(), 0);
     }
     let list = |t| DataRequest { len: 100, ..DataRequest::new(CHAIN, 0, t, bed::chunk(0)) };
-    let from = |r: DataRequest| DataRequest { chunk: strake_proto::ChunkId { ino: 0, data: 0, index: 0 }, ..r };
+    let from = |r: DataRequest| DataRequest {
+        chunk: strake_proto::ChunkId { ino: 0, data: 0, index: 0 },
+        ..r
+    };
     let listed = async |c: &Cluster, t| {
         c.call_as(Role::Server, t, opcode::LIST_CHUNKS, &from(list(t)), &[]).await.unwrap().0.len
     };
     c.trim(0, u32::MAX).await;
     for t in 0..3 {
-        assert_eq!(listed(&c, t).await, 40, "target {t} knows that the chunks of a file of no bytes are removed");
+        assert_eq!(
+            listed(&c, t).await,
+            40,
+            "target {t} knows that the chunks of a file of no bytes are removed"
+        );
     }
     let gone = |index, len| DataRequest {
         len,
@@ -214,7 +247,8 @@ async fn trim_removes_cuts_and_lets_resync_know() {
     }
 }
 
-/// A client had sent it twice, because the first connection was silent; the network delivers that one when the file has been removed.
+/// A client had sent it twice, because the first connection was silent; the network delivers that
+/// one when the file has been removed.
 #[tokio::test(start_paused = true)]
 async fn a_write_that_comes_when_its_file_was_removed_leaves_no_chunk() {
     let c = Cluster::start(2).await;
@@ -234,16 +268,24 @@ async fn a_write_that_comes_when_its_file_was_removed_leaves_no_chunk() {
     // It was made and removed, or refused: as they met.
     assert!(written.is_ok() || written.is_err_and(|e| e.code == Code::Stale));
     for late in [&copy, &other] {
-        assert_eq!(c.call(c.head(), opcode::WRITE, late, &data).await.unwrap_err().code, Code::Stale);
+        assert_eq!(
+            c.call(c.head(), opcode::WRITE, late, &data).await.unwrap_err().code,
+            Code::Stale
+        );
     }
     for t in 0..2 {
         for index in 0..2 {
-            assert_eq!(c.read(t, index, 0, 9000).await.unwrap(), (Version::default(), vec![]), "an absent chunk");
+            assert_eq!(
+                c.read(t, index, 0, 9000).await.unwrap(),
+                (Version::default(), vec![]),
+                "an absent chunk"
+            );
         }
     }
 }
 
-/// The network delivers what a fill sent once more when the file has been removed, and nobody behind the head has its tombstones any more.
+/// The network delivers what a fill sent once more when the file has been removed, and nobody
+/// behind the head has its tombstones any more.
 #[tokio::test(start_paused = true)]
 async fn a_chunk_of_a_fill_that_comes_when_its_file_was_removed_is_not_taken() {
     // It waits for long when it has sent the chunk.
@@ -253,7 +295,9 @@ async fn a_chunk_of_a_fill_that_comes_when_its_file_was_removed_is_not_taken() {
     let data = bytes(1, 6000);
     let version = c.write(0, 0, &data, 1).await.unwrap().version;
     c.boot(1).await;
-    while c.authority.chain().state_of(1) != Some(pb::ReplicaState::ReplicaSyncing) || chunks(&c) == 0 {
+    while c.authority.chain().state_of(1) != Some(pb::ReplicaState::ReplicaSyncing)
+        || chunks(&c) == 0
+    {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     let epoch = c.authority.chain().epoch;
@@ -265,8 +309,11 @@ async fn a_chunk_of_a_fill_that_comes_when_its_file_was_removed_is_not_taken() {
         ..DataRequest::new(CHAIN, epoch, 1, bed::chunk(0))
     };
     c.call_as(Role::Server, 1, opcode::SYNC_PUT, &put, &data).await.unwrap();
-    let gone =
-        DataRequest { len: u32::MAX, flags: FLAG_TOMBSTONE, ..DataRequest::new(CHAIN, epoch, c.head(), bed::chunk(0)) };
+    let gone = DataRequest {
+        len: u32::MAX,
+        flags: FLAG_TOMBSTONE,
+        ..DataRequest::new(CHAIN, epoch, c.head(), bed::chunk(0))
+    };
     c.call_as(Role::Server, c.head(), opcode::TRIM, &gone, &[]).await.unwrap();
     assert_eq!(chunks(&c), 0);
     let e = c.call_as(Role::Server, 1, opcode::SYNC_PUT, &put, &data).await.unwrap_err();
@@ -289,7 +336,10 @@ async fn a_file_that_is_removed_twice_at_once_leaves_nothing_that_cannot_be_remo
         let (c, gone) = (&c, &gone);
         async move {
             tokio::time::sleep(Duration::from_micros(after)).await;
-            c.call_as(Role::Server, c.head(), opcode::TRIM, gone, &[]).await.map(drop).map_err(|e| e.code)
+            c.call_as(Role::Server, c.head(), opcode::TRIM, gone, &[])
+                .await
+                .map(drop)
+                .map_err(|e| e.code)
         }
     };
     let all = futures_util::future::join_all((0..40).map(|i| trim(i * 10))).await;
@@ -298,7 +348,8 @@ async fn a_file_that_is_removed_twice_at_once_leaves_nothing_that_cannot_be_remo
     assert!((0..2).all(|t| c.nodes[t].server.as_ref().unwrap().status().targets[0].chunks == 0));
 }
 
-/// Another metadata server had asked, whom nobody has heard for long; or the network held a copy of its request back.
+/// Another metadata server had asked, whom nobody has heard for long; or the network held a copy of
+/// its request back.
 #[tokio::test(start_paused = true)]
 async fn a_trim_that_comes_late_cuts_nothing_that_was_written_since() {
     let c = Cluster::start(3).await;
@@ -310,7 +361,8 @@ async fn a_trim_that_comes_late_cuts_nothing_that_was_written_since() {
         version: Version { epoch: term, number: 0 },
         ..DataRequest::new(CHAIN, c.request(0, 0).epoch, c.head(), bed::chunk(0))
     };
-    let trim = async |r| c.call_as(Role::Server, c.head(), opcode::TRIM, &r, &[]).await.map(|r| r.0);
+    let trim =
+        async |r| c.call_as(Role::Server, c.head(), opcode::TRIM, &r, &[]).await.map(|r| r.0);
     let first = trim(cut(0, 3)).await.unwrap().version.number;
     let second = trim(cut(0, 4)).await.unwrap().version.number;
     assert_eq!(c.read(0, 0, 0, 9000).await.unwrap().1, data, "a number was asked for, that is all");
@@ -325,15 +377,19 @@ async fn a_trim_that_comes_late_cuts_nothing_that_was_written_since() {
     }
 }
 
-/// A punch is an update like any other: on all replicas, once, kept through restarts and resync, and not undone by an older
-/// write that is sent again.
+/// A punch is an update like any other: on all replicas, once, kept through restarts and resync,
+/// and not undone by an older write that is sent again.
 #[tokio::test(start_paused = true)]
 async fn a_punch_goes_down_the_chain_and_is_never_undone() {
     let mut c = Cluster::start(3).await;
     let data = bytes(1, 40_000);
     let write = c.write(0, 0, &data, 1).await.unwrap();
     let punch = async |c: &Cluster, index, seq, (offset, len)| {
-        let empty = || DataRequest { kind: Kind::Punch, sums: vec![], ..c.write_request(index, offset, &[], seq) };
+        let empty = || DataRequest {
+            kind: Kind::Punch,
+            sums: vec![],
+            ..c.write_request(index, offset, &[], seq)
+        };
         c.retry(opcode::WRITE, &[], || DataRequest { len, ..empty() }).await.unwrap().0
     };
     let first = punch(&c, 0, 2, (4096, 20_000)).await;
@@ -366,10 +422,19 @@ async fn a_punch_goes_down_the_chain_and_is_never_undone() {
     let their_punch = || DataRequest {
         cap: Some(c.key.seal(&theirs)),
         session: SESSION + 1,
-        ..DataRequest { kind: Kind::Punch, sums: vec![], len: 4096, ..c.write_request(0, 0, &[], 1) }
+        ..DataRequest {
+            kind: Kind::Punch,
+            sums: vec![],
+            len: 4096,
+            ..c.write_request(0, 0, &[], 1)
+        }
     };
     c.retry(opcode::WRITE, &[], their_punch).await.unwrap();
-    let replay = || DataRequest { flags: FLAG_REPLAY, version: write.version, ..c.write_request(0, 0, &data, 77) };
+    let replay = || DataRequest {
+        flags: FLAG_REPLAY,
+        version: write.version,
+        ..c.write_request(0, 0, &data, 77)
+    };
     assert_eq!(c.retry(opcode::WRITE, &data, replay).await.unwrap_err().code, Code::Overtaken);
     let want = [vec![0; 4096], want[4096..].to_vec()].concat();
     for t in 0..3 {
@@ -394,7 +459,8 @@ async fn what_a_session_gave_up_is_not_made_after_its_next_round_came() {
     // A flush says it as well; not that of another session.
     let flush = |round, session| {
         let cap = strake_proto::Capability { session, ..c.cap(Rights::WRITE) };
-        let r = DataRequest { round, session, cap: Some(c.key.seal(&cap)), ..c.request(c.head(), 0) };
+        let r =
+            DataRequest { round, session, cap: Some(c.key.seal(&cap)), ..c.request(c.head(), 0) };
         let c = &c;
         async move { c.call(c.head(), opcode::FLUSH, &r, &[]).await.err().map(|e| e.code) }
     };
@@ -409,7 +475,8 @@ async fn what_a_session_gave_up_is_not_made_after_its_next_round_came() {
     }
 }
 
-/// The tail has no space, and refuses. Then it has some, another copy of the forward arrives, and the client writes something else.
+/// The tail has no space, and refuses. Then it has some, another copy of the forward arrives, and
+/// the client writes something else.
 #[tokio::test(start_paused = true)]
 async fn what_a_replica_refused_it_does_not_make_later() {
     let c = Cluster::start(2).await;
@@ -417,7 +484,13 @@ async fn what_a_replica_refused_it_does_not_make_later() {
     let forward = |number, data: &'static [u8], seq| {
         let writers = vec![Writer { session: 0, seq: 0, version: Version::default() }];
         let version = Version { epoch: 1, number };
-        let r = DataRequest { target: tail, version, cap: None, writers, ..c.write_request(0, 0, data, seq) };
+        let r = DataRequest {
+            target: tail,
+            version,
+            cap: None,
+            writers,
+            ..c.write_request(0, 0, data, seq)
+        };
         let c = &c;
         async move { c.call_as(Role::Server, tail, opcode::FORWARD, &r, data).await }
     };
@@ -442,7 +515,8 @@ async fn what_a_replica_refused_it_does_not_make_later() {
 async fn requests_without_right_are_refused() {
     let c = Cluster::start(1).await;
     c.write(0, 0, b"data", 1).await.unwrap();
-    let code = async |op, r: DataRequest, data: &[u8]| c.call(0, op, &r, data).await.err().map(|e| e.code);
+    let code =
+        async |op, r: DataRequest, data: &[u8]| c.call(0, op, &r, data).await.err().map(|e| e.code);
     let read = |cap| DataRequest { cap, len: 4, ..c.request(0, 0) };
     let seal = |change: &dyn Fn(&mut strake_proto::Capability)| {
         let mut cap = c.cap(Rights::READ);
@@ -501,7 +575,13 @@ async fn requests_without_right_are_refused() {
     assert_eq!(code(opcode::EXTENTS, far, &[]).await, Some(Code::Inval));
     let stale = DataRequest { epoch: 9, ..extents(seal(&|_| {})) };
     assert_eq!(code(opcode::EXTENTS, stale, &[]).await, Some(Code::StaleEpoch));
-    for op in [opcode::FORWARD, opcode::FORWARD_FLUSH, opcode::SYNC_LIST, opcode::SYNC_PUT, opcode::LIST_CHUNKS] {
+    for op in [
+        opcode::FORWARD,
+        opcode::FORWARD_FLUSH,
+        opcode::SYNC_LIST,
+        opcode::SYNC_PUT,
+        opcode::LIST_CHUNKS,
+    ] {
         assert_eq!(code(op, w.clone(), b"data").await, Some(Code::Access));
     }
     let bad = [
@@ -515,8 +595,16 @@ async fn requests_without_right_are_refused() {
         assert_eq!(code(opcode::WRITE, r.clone(), b"data").await, Some(Code::Inval), "{r:?}");
     }
     assert_eq!(code(opcode::WRITE, w.clone(), b"dat0").await, Some(Code::Resend));
-    assert_eq!(code(opcode::WRITE, DataRequest { epoch: 9, ..w.clone() }, b"data").await, Some(Code::StaleEpoch));
-    c.authority.evicted.lock().push(pb::Evicted { number: 1, session: SESSION, min_epoch: 2, below: false });
+    assert_eq!(
+        code(opcode::WRITE, DataRequest { epoch: 9, ..w.clone() }, b"data").await,
+        Some(Code::StaleEpoch)
+    );
+    c.authority.evicted.lock().push(pb::Evicted {
+        number: 1,
+        session: SESSION,
+        min_epoch: 2,
+        below: false,
+    });
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(code(opcode::WRITE, w, b"data").await, Some(Code::NoSession));
     assert_eq!(code(opcode::FLUSH, flush(seal(&may)), &[]).await, Some(Code::NoSession));
@@ -526,16 +614,27 @@ async fn requests_without_right_are_refused() {
 async fn all_sessions_below_a_number_are_evicted_at_once() {
     let c = Cluster::start(1).await;
     c.write(0, 0, b"before", 1).await.unwrap();
-    c.authority.evicted.lock().push(pb::Evicted { number: 7, session: SESSION, min_epoch: 0, below: true });
+    c.authority.evicted.lock().push(pb::Evicted {
+        number: 7,
+        session: SESSION,
+        min_epoch: 0,
+        below: true,
+    });
     tokio::time::sleep(Duration::from_secs(1)).await;
     c.write(0, 0, b"at it!", 2).await.unwrap();
-    c.authority.evicted.lock().push(pb::Evicted { number: 8, session: SESSION + 1, min_epoch: 0, below: true });
+    c.authority.evicted.lock().push(pb::Evicted {
+        number: 8,
+        session: SESSION + 1,
+        min_epoch: 0,
+        below: true,
+    });
     tokio::time::sleep(Duration::from_secs(1)).await;
     let w = c.write_request(0, 0, b"after!", 3);
     assert_eq!(c.call(0, opcode::WRITE, &w, b"after!").await.unwrap_err().code, Code::NoSession);
 }
 
-/// An eviction is told to be known when what the session had sent before has been done: until then it may show up.
+/// An eviction is told to be known when what the session had sent before has been done: until then
+/// it may show up.
 #[tokio::test(start_paused = true)]
 async fn an_eviction_is_over_when_the_sessions_last_update_is() {
     let c = Cluster::start(1).await;
@@ -545,11 +644,19 @@ async fn an_eviction_is_over_when_the_sessions_last_update_is() {
     let writing = c.call(0, opcode::WRITE, &w, b"late!!");
     tokio::pin!(writing);
     assert!(tokio::time::timeout(Duration::from_millis(100), &mut writing).await.is_err());
-    c.authority.evicted.lock().push(pb::Evicted { number: 3, session: SESSION, min_epoch: 2, below: false });
+    c.authority.evicted.lock().push(pb::Evicted {
+        number: 3,
+        session: SESSION,
+        min_epoch: 2,
+        below: false,
+    });
     assert!(tokio::time::timeout(Duration::from_millis(600), &mut writing).await.is_err());
     assert_eq!(*c.authority.evicted_seen.lock(), 2);
     let after = c.write_request(0, 0, b"after!", 3);
-    assert_eq!(c.call(0, opcode::WRITE, &after, b"after!").await.unwrap_err().code, Code::NoSession);
+    assert_eq!(
+        c.call(0, opcode::WRITE, &after, b"after!").await.unwrap_err().code,
+        Code::NoSession
+    );
     let _ = writing.await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(*c.authority.evicted_seen.lock(), 3);
@@ -574,7 +681,10 @@ async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_onl
     c.kill(0);
     c.boot(0).await;
     let told = c.authority.sights.lock().clone();
-    assert_eq!((told.len(), told[0].epoch, &told[0].replicas, told[0].lived), (1, chain.epoch, &chain.replicas, false));
+    assert_eq!(
+        (told.len(), told[0].epoch, &told[0].replicas, told[0].lived),
+        (1, chain.epoch, &chain.replicas, false)
+    );
     // A group that was recovered from an older state: it registers and says what it acts on now.
     let settle = || tokio::time::sleep(Duration::from_secs(2));
     settle().await;
@@ -592,7 +702,8 @@ async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_onl
         (node.targets()[0].engine.identity().incarnation, node.map.load().map.incarnation)
     };
     assert_eq!(of(&c), (later.0, later.0));
-    // Neither the former group nor a twin of the later one, whatever their maps' versions, and not after a restart either.
+    // Neither the former group nor a twin of the later one, whatever their maps' versions, and not
+    // after a restart either.
     for other in [first, Incarnation::new(1, 6).unwrap()] {
         {
             let mut map = c.authority.map.lock();
@@ -606,7 +717,8 @@ async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_onl
     assert_eq!(Incarnation(of(&c).0).era(), 2);
 }
 
-/// A restarted server has forgotten all evictions and is told them in parts: it serves nobody before it has the last.
+/// A restarted server has forgotten all evictions and is told them in parts: it serves nobody
+/// before it has the last.
 #[tokio::test(start_paused = true)]
 async fn an_evicted_session_does_not_slip_in_after_a_restart() {
     let mut c = Cluster::start(1).await;
@@ -614,7 +726,12 @@ async fn an_evicted_session_does_not_slip_in_after_a_restart() {
     c.flush().await.unwrap();
     for number in 1..=5000 {
         let session = if number == 5000 { SESSION } else { 1000 + number };
-        c.authority.evicted.lock().push(pb::Evicted { number, session, min_epoch: 2, below: false });
+        c.authority.evicted.lock().push(pb::Evicted {
+            number,
+            session,
+            min_epoch: 2,
+            below: false,
+        });
     }
     c.kill(0);
     c.boot(0).await;
@@ -677,13 +794,15 @@ async fn a_failed_device_leaves_the_chain_and_service_goes_on() {
     c.write(0, 0, b"before", 1).await.unwrap();
     c.nodes[1].device.fail(crate::device::mem::Op::Write, 0, Code::Io);
     c.write(1, 0, &bytes(1, 8192), 2).await.unwrap();
-    let serving = c.authority.states().iter().filter(|(_, s)| *s == pb::ReplicaState::ReplicaServing).count();
+    let serving =
+        c.authority.states().iter().filter(|(_, s)| *s == pb::ReplicaState::ReplicaServing).count();
     assert_eq!(serving, 2, "{:?}", c.authority.states());
     assert_eq!(c.read(2, 1, 0, 8192).await.unwrap().1, bytes(1, 8192));
     assert!(!c.nodes[1].server.as_ref().unwrap().status().notices.is_empty());
 }
 
-/// The file system below a target is full although the target itself has room: others have what it cannot have.
+/// The file system below a target is full although the target itself has room: others have what it
+/// cannot have.
 #[tokio::test(start_paused = true)]
 async fn a_target_that_lacks_space_leaves_its_chain_and_comes_back_by_itself() {
     for victim in 0..3 {
@@ -692,12 +811,18 @@ async fn a_target_that_lacks_space_leaves_its_chain_and_comes_back_by_itself() {
         c.nodes[victim].device.fail(crate::device::mem::Op::Write, 0, Code::NoSpc);
         let (epoch, data) = (c.authority.chain().epoch, bytes(1, 8192));
         let result = c.write(1, 0, &data, 2).await;
-        // The tail has nobody behind it: it says so before anybody has the update. The others find that out too late.
+        // The tail has nobody behind it: it says so before anybody has the update. The others find
+        // that out too late.
         match victim {
             2 => assert_eq!(result.unwrap_err().code, Code::NoSpc),
             _ => assert_eq!(result.unwrap().version.number, 1),
         }
-        assert_eq!(c.authority.chain().epoch > epoch, victim != 2, "target {victim}: {:?}", c.authority.states());
+        assert_eq!(
+            c.authority.chain().epoch > epoch,
+            victim != 2,
+            "target {victim}: {:?}",
+            c.authority.states()
+        );
         c.whole().await;
         c.write(1, 4096, b"after", 3).await.unwrap();
         for t in 0..3 {
@@ -709,7 +834,8 @@ async fn a_target_that_lacks_space_leaves_its_chain_and_comes_back_by_itself() {
     }
 }
 
-/// The file system below a target takes no more of its table, though others can make the cuts that wait for it.
+/// The file system below a target takes no more of its table, though others can make the cuts that
+/// wait for it.
 #[tokio::test(start_paused = true)]
 async fn a_target_whose_table_is_full_leaves_its_chain_when_asked() {
     use strake_store::mem::Fault;
@@ -734,13 +860,21 @@ async fn a_target_whose_table_is_full_leaves_its_chain_when_asked() {
         c.authority.step_out.lock().clear();
         let server = c.nodes[victim].server.as_ref().unwrap();
         tokio::time::sleep(Duration::from_secs(5)).await;
-        assert_eq!(c.authority.chain().serving().count(), 2, "target {victim} stays out while its table is full");
+        assert_eq!(
+            c.authority.chain().serving().count(),
+            2,
+            "target {victim} stays out while its table is full"
+        );
         assert!(!server.status().notices.is_empty());
         c.write(1, 4096, b"after", 3).await.unwrap();
         table.fail_next(Fault::Commit, 0, Code::NoSpc);
         c.whole().await;
         for t in 0..3 {
-            assert_eq!(c.read(t, 1, 4096, 5).await.unwrap().1, b"after", "target {victim} was out, {t} is read");
+            assert_eq!(
+                c.read(t, 1, 4096, 5).await.unwrap().1,
+                b"after",
+                "target {victim} was out, {t} is read"
+            );
             assert_eq!(c.read(t, 0, 0, 6).await.unwrap().1, b"before");
         }
         assert!(server.status().notices.is_empty());
@@ -778,7 +912,11 @@ async fn writers_to_one_chunk_queue_and_all_succeed_with_a_resync_beside_them() 
     for i in 0..60u64 {
         for t in 0..3 {
             let (_, got) = c.read(t, i % 3, (i * 3000) as u32, 3000).await.unwrap();
-            assert_eq!(block_sums(0, [&got[..]]), block_sums(0, [&bytes(i * 10 + 4, 3000)[..]]), "{i} at {t}");
+            assert_eq!(
+                block_sums(0, [&got[..]]),
+                block_sums(0, [&bytes(i * 10 + 4, 3000)[..]]),
+                "{i} at {t}"
+            );
         }
     }
 }

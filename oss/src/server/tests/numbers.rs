@@ -12,9 +12,18 @@ impl Cluster {
         DataRequest { cap: Some(self.key.seal(&cap)), session, ..r }
     }
 
-    async fn numbered(&self, session: SessionId, seq: u64, round: u64, data: &[u8]) -> Result<Version, Code> {
+    async fn numbered(
+        &self,
+        session: SessionId,
+        seq: u64,
+        round: u64,
+        data: &[u8],
+    ) -> Result<Version, Code> {
         let r = self.by(session, DataRequest { round, ..self.write_request(0, 0, data, seq) });
-        self.call(r.target, opcode::WRITE, &r, data).await.map(|(r, _)| r.version).map_err(|e| e.code)
+        self.call(r.target, opcode::WRITE, &r, data)
+            .await
+            .map(|(r, _)| r.version)
+            .map_err(|e| e.code)
     }
 }
 
@@ -28,7 +37,11 @@ async fn a_session_that_jumps_to_the_last_number_harms_itself_alone() {
     assert!(low > last);
     let others = c.numbered(OTHER, u64::MAX, 0, b"other").await.unwrap();
     assert!(others > low, "the same number of another session is another write");
-    assert_eq!(c.numbered(SESSION, u64::MAX, 0, b"again").await, Ok(last), "it was made, and is not made again");
+    assert_eq!(
+        c.numbered(SESSION, u64::MAX, 0, b"again").await,
+        Ok(last),
+        "it was made, and is not made again"
+    );
     for target in [0, 1] {
         assert_eq!(c.read(target, 0, 0, 5).await.unwrap().1, b"other");
     }

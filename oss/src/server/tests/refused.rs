@@ -31,7 +31,11 @@ fn copy(from: &Path, to: &Path) {
     fs::create_dir(to).unwrap();
     for e in fs::read_dir(from).unwrap().map(Result::unwrap) {
         let to = to.join(e.file_name());
-        if e.path().is_dir() { copy(&e.path(), &to) } else { fs::copy(e.path(), to).map(drop).unwrap() }
+        if e.path().is_dir() {
+            copy(&e.path(), &to)
+        } else {
+            fs::copy(e.path(), to).map(drop).unwrap()
+        }
     }
 }
 
@@ -54,7 +58,10 @@ async fn a_missing_disk_costs_its_target_alone_and_is_taken_in_when_it_is_back()
         assert_eq!(b.serves(1), [2]);
         let r = refused(&b, 1);
         assert_eq!((r.target, Path::new(&r.path)), (Some(1), own.as_path()), "{r:?}");
-        assert!(r.why.contains(if empty { "data is missing" } else { "no such target folder" }), "{r:?}");
+        assert!(
+            r.why.contains(if empty { "data is missing" } else { "no such target folder" }),
+            "{r:?}"
+        );
         until("a look", || refused(&b, 1).now.contains("looked at again every 5s")).await;
         assert!(b.notices().contains("target 1 is out of service"));
         // Its chain goes on, and the folder is let alone.
@@ -96,7 +103,8 @@ async fn a_target_of_another_cluster_and_a_copy_are_refused_by_name() {
     b.write(0, 0, 0, &want[0]).await;
     let (authority, mds) = super::tcp::authority().await;
     authority.map.lock().fs_uuid = vec![2; 16].into();
-    let other = start_on_disk(config(7, b.dir.path(), mds.endpoint()), Env::system(), KEY).await.unwrap();
+    let other =
+        start_on_disk(config(7, b.dir.path(), mds.endpoint()), Env::system(), KEY).await.unwrap();
     other.shutdown().await.unwrap();
     let good = b.cfgs[1].targets.clone();
     let at = |path: PathBuf| TargetConfig { path, ..good[0].clone() };
@@ -133,11 +141,17 @@ async fn what_an_administrator_has_mended_is_looked_at_when_asked() {
     bad[used[used.len() / 2]] ^= 0x10;
     fs::write(&journal, bad).unwrap();
     // The other one is in use by somebody else.
-    let held = open_target_dir(&b.dir.path().join("t2"), None, Pool::default(), Options::default()).await.unwrap();
+    let held = open_target_dir(&b.dir.path().join("t2"), None, Pool::default(), Options::default())
+        .await
+        .unwrap();
     let cfg = b.cfgs[1].clone();
     let reread = Box::new(move || Ok(cfg.clone()));
-    b.servers[1] = Some(start_on_disk_with(b.cfgs[1].clone(), Env::system(), KEY, reread).await.unwrap());
-    until("why", || b.notices().contains("may be the last replica") && b.notices().contains("another process")).await;
+    b.servers[1] =
+        Some(start_on_disk_with(b.cfgs[1].clone(), Env::system(), KEY, reread).await.unwrap());
+    until("why", || {
+        b.notices().contains("may be the last replica") && b.notices().contains("another process")
+    })
+    .await;
     assert_eq!(b.serves(1), []);
     drop(held);
     until("target 2", || b.serves(1) == [2]).await;

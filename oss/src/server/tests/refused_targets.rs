@@ -1,4 +1,5 @@
-//! Targets whose chunk tables decay while their server is down: the others serve, they come back empty and are filled.
+//! Targets whose chunk tables decay while their server is down: the others serve, they come back
+//! empty and are filled.
 
 use std::{
     fs,
@@ -47,16 +48,21 @@ impl Bed {
         b.start(0).await;
         b.start(1).await;
         let mut map = b.authority.map.lock();
-        let serving = |target: &u32| pb::Replica { target: *target, state: ReplicaState::ReplicaServing as i32 };
+        let serving = |target: &u32| pb::Replica {
+            target: *target,
+            state: ReplicaState::ReplicaServing as i32,
+        };
         let replicas = chain.iter().map(serving).collect();
-        map.chains = vec![pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: chain.into(), lost: false }];
+        map.chains =
+            vec![pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: chain.into(), lost: false }];
         map.version += 1;
         drop(map);
         b
     }
 
     pub(super) async fn start(&mut self, i: usize) {
-        self.servers[i] = Some(start_on_disk(self.cfgs[i].clone(), Env::system(), KEY).await.unwrap());
+        self.servers[i] =
+            Some(start_on_disk(self.cfgs[i].clone(), Env::system(), KEY).await.unwrap());
     }
 
     pub(super) async fn stop(&mut self, i: usize) {
@@ -84,7 +90,11 @@ impl Bed {
             as_of: 0,
         };
         let cap = Some(CapKey::from_cluster_key(&KEY).seal(&cap));
-        DataRequest { cap, session: SESSION, ..DataRequest::new(CHAIN, self.authority.chain().epoch, to, chunk(index)) }
+        DataRequest {
+            cap,
+            session: SESSION,
+            ..DataRequest::new(CHAIN, self.authority.chain().epoch, to, chunk(index))
+        }
     }
 
     pub(super) async fn write(&self, i: usize, head: u32, index: u64, data: &[u8]) {
@@ -103,7 +113,11 @@ impl Bed {
         for (index, data) in want.iter().enumerate() {
             let read = || DataRequest { len: 4 << 20, ..self.request(target, index as u64) };
             let got = call(self.server(i), opcode::READ, read, &[]).await.1;
-            assert!(got == *data, "{what}: chunk {index} on target {target} has {} bytes", got.len());
+            assert!(
+                got == *data,
+                "{what}: chunk {index} on target {target} has {} bytes",
+                got.len()
+            );
         }
     }
 
@@ -126,12 +140,15 @@ fn files(dir: &Path, out: &mut Vec<PathBuf>) {
     out.sort();
 }
 
-/// Inverts a bit of a byte that is not a zero, in the middle of those; of the format's version the one that makes it another one.
+/// Inverts a bit of a byte that is not a zero, in the middle of those; of the format's version the
+/// one that makes it another one.
 fn flip(file: &Path) -> bool {
     let mut bytes = fs::read(file).unwrap();
     let used: Vec<usize> = (0..bytes.len()).filter(|i| bytes[*i] != 0).collect();
     let is_version = file.ends_with("version");
-    let Some(at) = used.get(if is_version { used.len() - 1 } else { used.len() / 2 }) else { return false };
+    let Some(at) = used.get(if is_version { used.len() - 1 } else { used.len() / 2 }) else {
+        return false;
+    };
     bytes[*at] ^= if is_version { 1 } else { 0x10 };
     fs::write(file, bytes).unwrap();
     true
@@ -139,7 +156,9 @@ fn flip(file: &Path) -> bool {
 
 fn kept(b: &Bed) -> usize {
     let entries = fs::read_dir(b.table().parent().unwrap()).unwrap();
-    entries.filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().starts_with("table.damaged-")).count()
+    entries
+        .filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().starts_with("table.damaged-"))
+        .count()
 }
 
 pub(super) async fn until(what: &str, is: impl Fn() -> bool) {
@@ -160,7 +179,8 @@ async fn a_damaged_table_costs_its_target_alone_and_is_filled_again() {
     }
     let mut all = Vec::new();
     files(&b.table(), &mut all);
-    let names: Vec<PathBuf> = all.iter().map(|f| f.strip_prefix(b.table()).unwrap().to_path_buf()).collect();
+    let names: Vec<PathBuf> =
+        all.iter().map(|f| f.strip_prefix(b.table()).unwrap().to_path_buf()).collect();
     let (mut refused, mut told) = (0, 0);
     for name in names {
         b.stop(1).await;
@@ -196,10 +216,13 @@ async fn a_damaged_table_costs_its_target_alone_and_is_filled_again() {
     assert!(refused >= 4 && told > 0, "{refused}, {told}");
 }
 
-/// More than the store keeps in memory, under a key that no target has, so that it writes all it has out.
+/// More than the store keeps in memory, under a key that no target has, so that it writes all it
+/// has out.
 fn write_out(table: &Path) {
     let store = FjallStore::open(table).unwrap();
-    let is_big = |f: &PathBuf| f.iter().any(|part| part == "tables") && f.metadata().is_ok_and(|m| m.len() > 1 << 20);
+    let is_big = |f: &PathBuf| {
+        f.iter().any(|part| part == "tables") && f.metadata().is_ok_and(|m| m.len() > 1 << 20)
+    };
     for n in 0..70u8 {
         let mut batch = Batch::default();
         batch.put(vec![b'z', n], bytes(n.into(), 1 << 20));
@@ -229,7 +252,13 @@ async fn a_table_that_decays_in_service_is_filled_again_without_a_restart() {
     write_out(&b.table());
     // Nothing that it has read stays in memory.
     let env = Env::system();
-    let fabric = TcpFabric::new(env.clone(), Identity::server(&KEY), None, Pool::default(), Default::default());
+    let fabric = TcpFabric::new(
+        env.clone(),
+        Identity::server(&KEY),
+        None,
+        Pool::default(),
+        Default::default(),
+    );
     let options = Options { store_cache: 0, ..Options::default() };
     let mut targets = Vec::new();
     for t in &b.cfgs[1].targets {
@@ -239,10 +268,14 @@ async fn a_table_that_decays_in_service_is_filled_again_without_a_restart() {
     let cap_key = CapKey::from_cluster_key(&KEY);
     let parts = Parts { env, fabric: Arc::new(fabric), targets, cap_key };
     b.servers[1] = Some(start(b.cfgs[1].clone(), parts).await.unwrap());
-    until("the chain", || b.authority.states().iter().all(|s| s.1 == ReplicaState::ReplicaServing)).await;
+    until("the chain", || b.authority.states().iter().all(|s| s.1 == ReplicaState::ReplicaServing))
+        .await;
     let mut all = Vec::new();
     files(&b.table(), &mut all);
-    for f in all.iter().filter(|f| f.iter().any(|part| part == "tables") && f.iter().any(|part| part != "0")) {
+    for f in all
+        .iter()
+        .filter(|f| f.iter().any(|part| part == "tables") && f.iter().any(|part| part != "0"))
+    {
         let file = fs::File::options().read(true).write(true).open(f).unwrap();
         for at in (100..file.metadata().unwrap().len()).step_by(500) {
             let mut byte = [0];
@@ -278,7 +311,10 @@ async fn the_last_copy_is_never_emptied_nor_answered_as_absent() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!((b.serves(1), kept(&b)), (vec![2], 0), "{}", b.notices());
     let state = b.authority.states()[0].1;
-    assert!(state != ReplicaState::ReplicaServing && state != ReplicaState::ReplicaOffline, "{state:?}");
+    assert!(
+        state != ReplicaState::ReplicaServing && state != ReplicaState::ReplicaOffline,
+        "{state:?}"
+    );
     b.stop(1).await;
     // Not a byte of it was lost since: what an administrator can put back serves again.
     assert!(fs::read(&journal).unwrap().len() <= bad.len());
@@ -304,5 +340,8 @@ async fn a_server_with_nothing_else_comes_back_or_says_why_it_has_no_target() {
     b.start(0).await;
     let status = b.server(0).status();
     let why = &status.refused[0].why;
-    assert!(status.targets.is_empty() && why.contains("truncated") && why.contains("t0"), "{status:?}");
+    assert!(
+        status.targets.is_empty() && why.contains("truncated") && why.contains("t0"),
+        "{status:?}"
+    );
 }

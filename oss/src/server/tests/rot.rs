@@ -41,7 +41,10 @@ async fn is_whole_but_for_what_is_bad(c: &Cluster, i: u32, want: &[Vec<u8>]) {
             let e = c.read(i, index, at, 1).await.unwrap_err();
             assert_eq!(e.code, code, "byte {at} of chunk {index} at {i}: {e}");
         }
-        assert!(c.read(i, index, 0, from).await.unwrap().1 == all[..from as usize], "chunk {index} at {i}");
+        assert!(
+            c.read(i, index, 0, from).await.unwrap().1 == all[..from as usize],
+            "chunk {index} at {i}"
+        );
         let rest = c.read(i, index, to, (16 << 20) - to).await.unwrap().1;
         assert!(rest == all[to as usize..], "chunk {index} at {i}");
     }
@@ -108,8 +111,8 @@ async fn what_comes_with_damage_is_checked_as_what_comes_without() {
     assert_eq!((counts(&s), s.findings[0].offset, s.findings[0].bytes), ((1, 0, 1), 4096, 4096));
 }
 
-/// The chain comes into sync with what there is; what there is not stays an error at both, also over a restart, until it is
-/// written anew.
+/// The chain comes into sync with what there is; what there is not stays an error at both, also
+/// over a restart, until it is written anew.
 #[tokio::test(start_paused = true)]
 async fn what_has_no_good_copy_is_damaged_at_both_and_all_else_is_there_twice() {
     let (mut c, mut want) = wiped().await;
@@ -126,7 +129,8 @@ async fn what_has_no_good_copy_is_damaged_at_both_and_all_else_is_there_twice() 
     }
     // Nobody tries for ever to mend one from the other.
     tokio::time::sleep(Duration::from_secs(60)).await;
-    let errors = || [0, 1].map(|i| c.nodes[i].server.as_ref().unwrap().status().targets[0].checksum_errors);
+    let errors =
+        || [0, 1].map(|i| c.nodes[i].server.as_ref().unwrap().status().targets[0].checksum_errors);
     let before = errors();
     tokio::time::sleep(Duration::from_secs(600)).await;
     assert_eq!(errors(), before);
@@ -199,10 +203,16 @@ async fn a_good_copy_that_is_away_is_waited_for() {
         let read = DataRequest { offset: 9000, len: 10, ..c.request(0, 1) };
         let e = c.call(0, opcode::READ, &read, &[]).await.unwrap_err();
         assert!(e.code == Code::NotServing && e.message.contains("a replica is away"), "{e}");
-        let e = c.call(0, opcode::WRITE, &c.write_request(1, 9000, b"part", 50), b"part").await.unwrap_err();
+        let e = c
+            .call(0, opcode::WRITE, &c.write_request(1, 9000, b"part", 50), b"part")
+            .await
+            .unwrap_err();
         assert!(e.code == Code::NotServing && e.message.contains("a replica is away"), "{e}");
     }
-    assert!(c.read(0, 1, 12_288, 5000).await.unwrap().1 == want[1][12_288..17_288], "all else is served");
+    assert!(
+        c.read(0, 1, 12_288, 5000).await.unwrap().1 == want[1][12_288..17_288],
+        "all else is served"
+    );
     c.boot(1).await;
     in_sync(&c).await;
     c.write(1, 9000, b"part", 50).await.unwrap();
@@ -223,7 +233,9 @@ async fn an_update_onto_a_bad_block_is_not_refused_because_nobody_answered() {
     c.net.cut.lock().insert(other);
     let request = c.write_request(1, 9000, b"part", 50);
     let e = loop {
-        let Err(e) = c.call(head, opcode::WRITE, &request, b"part").await else { panic!("nobody has the block") };
+        let Err(e) = c.call(head, opcode::WRITE, &request, b"part").await else {
+            panic!("nobody has the block")
+        };
         c.authority.tick();
         if e.code != Code::TimedOut {
             break e;
@@ -252,10 +264,16 @@ async fn only_a_resync_carries_damage_and_only_such_as_can_be() {
         damaged: damaged.iter().map(|(a, b)| *a..*b).collect(),
         ..DataRequest::new(CHAIN, c.authority.chain().epoch, 0, chunk(0))
     };
-    let code = async |op, r: DataRequest, data: &[u8]| c.call_as(Role::Server, 0, op, &r, data).await.unwrap_err().code;
+    let code = async |op, r: DataRequest, data: &[u8]| {
+        c.call_as(Role::Server, 0, op, &r, data).await.unwrap_err().code
+    };
     // So far all is well: what refuses it is that this replica is in sync.
     for damaged in [&[][..], &[(0, 4096)], &[(0, 9000)], &[(0, 4096), (4096, 8192), (8192, 9000)]] {
-        assert_eq!(code(opcode::SYNC_PUT, with(damaged), &data).await, Code::NotServing, "{damaged:?}");
+        assert_eq!(
+            code(opcode::SYNC_PUT, with(damaged), &data).await,
+            Code::NotServing,
+            "{damaged:?}"
+        );
     }
     let many: Vec<(u32, u32)> = (0..2048).map(|_| (0, 4096)).collect();
     for damaged in [
@@ -269,15 +287,28 @@ async fn only_a_resync_carries_damage_and_only_such_as_can_be() {
         &[(4096, 8192), (0, 4096)],
         &many[..],
     ] {
-        assert_eq!(code(opcode::SYNC_PUT, with(damaged), &data).await, Code::Inval, "{:?}", damaged.first());
+        assert_eq!(
+            code(opcode::SYNC_PUT, with(damaged), &data).await,
+            Code::Inval,
+            "{:?}",
+            damaged.first()
+        );
     }
-    let gone = DataRequest { len: 0, sums: vec![], flags: strake_proto::data::FLAG_TOMBSTONE, ..with(&[(0, 4096)]) };
+    let gone = DataRequest {
+        len: 0,
+        sums: vec![],
+        flags: strake_proto::data::FLAG_TOMBSTONE,
+        ..with(&[(0, 4096)])
+    };
     assert_eq!(code(opcode::SYNC_PUT, gone, &[]).await, Code::Inval);
     let write = DataRequest { kind: Kind::Write, ..with(&[(0, 4096)]) };
     for op in [opcode::WRITE, opcode::FORWARD] {
         assert_eq!(code(op, write.clone(), &data).await, Code::Inval);
     }
     assert_eq!(code(opcode::FORWARD, with(&[(0, 4096)]), &data).await, Code::Inval);
-    assert_eq!(code(opcode::READ, DataRequest { kind: Kind::None, ..with(&[(0, 4096)]) }, &[]).await, Code::Inval);
+    assert_eq!(
+        code(opcode::READ, DataRequest { kind: Kind::None, ..with(&[(0, 4096)]) }, &[]).await,
+        Code::Inval
+    );
     assert_eq!(c.read(0, 0, 0, 9000).await.unwrap().1, b"data");
 }

@@ -112,7 +112,10 @@ async fn damaged_blocks_are_repaired_counted_and_reported_once_with_their_place(
     let f = &s.findings[0];
     assert_eq!((f.chain, f.ino, f.data_id, f.index), (CHAIN, 4, 9, 2));
     assert_eq!((f.offset, f.offset + f.len, f.bytes), (MIB as u32 - 4096, 2_498_560, 3 * 4096));
-    assert_eq!((f.repaired, f.lost, f.gone, f.repaired_from, f.record), (true, false, false, Some(1), false));
+    assert_eq!(
+        (f.repaired, f.lost, f.gone, f.repaired_from, f.record),
+        (true, false, false, Some(1), false)
+    );
     assert!(f.unix_ms > 1_700_000_000_000);
     is_whole(&c, 0, &want).await;
     let s = scrubbed(&c, 0).await;
@@ -136,7 +139,11 @@ async fn damaged_records_are_repaired_from_memory_or_from_the_other_copy() {
         expected += 1;
         let s = scrubbed(&c, 0).await;
         let f = s.findings.last().unwrap();
-        assert_eq!((counts(&s), f.record, f.repaired_from), ((expected, expected, 0), true, None), "bit {bit}");
+        assert_eq!(
+            (counts(&s), f.record, f.repaired_from),
+            ((expected, expected, 0), true, None),
+            "bit {bit}"
+        );
         c.flush().await.unwrap();
         assert_eq!(c.nodes[0].table.get(k).unwrap().unwrap(), good, "bit {bit}");
     }
@@ -199,7 +206,11 @@ async fn without_a_good_copy_it_is_an_error_reported_once_until_it_is_written_an
         assert_eq!(c.read(0, 1, 0, 8192).await.unwrap().1, want[1][..8192]);
     }
     let status_of = || c.nodes[0].server.as_ref().unwrap().status();
-    assert!(status_of().notices.iter().any(|n| n.contains("1 chunks have no good copy")), "{:?}", status_of().notices);
+    assert!(
+        status_of().notices.iter().any(|n| n.contains("1 chunks have no good copy")),
+        "{:?}",
+        status_of().notices
+    );
     // Another part of the same chunk is no news, written over it is gone, without a pass.
     c.write(1, 8192, &want[1][8192..12_288], 50).await.unwrap();
     tokio::time::sleep(Duration::from_secs(60)).await;
@@ -219,8 +230,15 @@ async fn what_a_reader_finds_is_told_as_what_the_scrub_finds() {
         assert!(r.unwrap().1 == want[1]);
     }
     let s = status(&c, 1);
-    assert_eq!((counts(&s), s.findings.len(), s.pass), ((1, 1, 0), 1, 0), "once, by however many readers");
-    assert_eq!((s.findings[0].offset, s.findings[0].len, s.findings[0].repaired_from), (8192, 4096, Some(0)));
+    assert_eq!(
+        (counts(&s), s.findings.len(), s.pass),
+        ((1, 1, 0), 1, 0),
+        "once, by however many readers"
+    );
+    assert_eq!(
+        (s.findings[0].offset, s.findings[0].len, s.findings[0].repaired_from),
+        (8192, 4096, Some(0))
+    );
 }
 
 /// Each has what the other lacks; a part that both lack costs nothing else.
@@ -241,7 +259,11 @@ async fn copies_damaged_in_different_places_heal_each_other() {
     let s = scrubbed(&c, 0).await;
     assert_eq!((counts(&s), s.findings[1].lost), ((2, 1, 1), true), "{:?}", s.findings);
     assert_eq!(c.read(0, 1, 16_000, 1000).await.unwrap_err().code, Code::Corrupt);
-    assert_eq!(c.read(0, 1, 32_768, 4096).await.unwrap().1, want[1][32_768..36_864], "that one had a good copy");
+    assert_eq!(
+        c.read(0, 1, 32_768, 4096).await.unwrap().1,
+        want[1][32_768..36_864],
+        "that one had a good copy"
+    );
 }
 
 /// Who reads or writes beside what is lost has what he wants at once.
@@ -262,7 +284,8 @@ async fn what_has_a_good_copy_is_repaired_at_the_first_touch_beside_what_has_non
     assert_eq!(c.read(0, 1, 16_384, 1).await.unwrap_err().code, Code::Corrupt);
 }
 
-/// The tail has committed the update before the head, which it builds on, knows that its own block is bad.
+/// The tail has committed the update before the head, which it builds on, knows that its own block
+/// is bad.
 #[tokio::test(start_paused = true)]
 async fn a_partial_write_onto_a_damaged_block_whose_good_copy_it_replaces_is_taken_from_there() {
     let c = Cluster::start(2).await;
@@ -280,7 +303,8 @@ async fn a_partial_write_onto_a_damaged_block_whose_good_copy_it_replaces_is_tak
     is_whole(&c, 0, &want).await;
 }
 
-/// The record that says which version a chunk has, damaged at the head and at the tail when an update comes.
+/// The record that says which version a chunk has, damaged at the head and at the tail when an
+/// update comes.
 #[tokio::test(start_paused = true)]
 async fn an_update_of_a_chunk_whose_header_is_damaged_repairs_it_first() {
     let mut c = Cluster::start(2).await;
@@ -323,11 +347,18 @@ async fn damage_beneath_an_update_that_hangs_is_told_and_repaired_when_it_is_ove
     let s = status(&c, 0);
     assert_eq!((counts(&s), s.findings.len(), s.running), ((1, 0, 0), 1, true), "{s:?}");
     let f = &s.findings[0];
-    assert!(!f.repaired && !f.gone && f.cause.contains("is being changed") && f.offset == 8192, "{f:?}");
+    assert!(
+        !f.repaired && !f.gone && f.cause.contains("is being changed") && f.offset == 8192,
+        "{f:?}"
+    );
     c.nodes[0].device.set_latency(&[Op::Write], Duration::ZERO);
     tokio::time::sleep(Duration::from_secs(150)).await;
     let s = status(&c, 0);
-    assert_eq!((counts(&s), s.findings.len(), s.findings[0].repaired), ((1, 1, 0), 1, true), "{s:?}");
+    assert_eq!(
+        (counts(&s), s.findings.len(), s.findings[0].repaired),
+        ((1, 1, 0), 1, true),
+        "{s:?}"
+    );
     want[1][..4096].copy_from_slice(&data);
     is_whole(&c, 0, &want).await;
 }
@@ -354,7 +385,8 @@ async fn a_table_that_cannot_be_read_costs_the_target_where_others_go_on() {
     assert_eq!((s.trouble.as_str(), counts(&s)), ("", (0, 0, 0)));
 }
 
-/// A copy that cannot be asked is not taken for lost, and what was lost is repaired when a good copy comes into sync.
+/// A copy that cannot be asked is not taken for lost, and what was lost is repaired when a good
+/// copy comes into sync.
 #[tokio::test(start_paused = true)]
 async fn a_copy_that_comes_back_repairs_what_had_none() {
     let mut c = Cluster::start(2).await;
@@ -373,7 +405,11 @@ async fn a_copy_that_comes_back_repairs_what_had_none() {
     in_sync(&c).await;
     tokio::time::sleep(Duration::from_secs(60)).await;
     let s = status(&c, 0);
-    assert_eq!((counts(&s), s.findings.len(), s.findings[0].repaired), ((1, 1, 0), 1, true), "{s:?}");
+    assert_eq!(
+        (counts(&s), s.findings.len(), s.findings[0].repaired),
+        ((1, 1, 0), 1, true),
+        "{s:?}"
+    );
     is_whole(&c, 0, &want).await;
 }
 
@@ -393,7 +429,9 @@ async fn updates_in_flight_are_no_damage() {
     }
     for seq in 0..600u64 {
         let (index, offset) = (seq % 5, (seq * 7919 % 90_000) as u32);
-        c.write(index, offset, &bytes(seq, 1 + (seq * 977 % 30_000) as usize), seq + 1).await.unwrap();
+        c.write(index, offset, &bytes(seq, 1 + (seq * 977 % 30_000) as usize), seq + 1)
+            .await
+            .unwrap();
         for i in 0..2 {
             if !status(&c, i).running {
                 passes += 1;
@@ -456,7 +494,10 @@ async fn a_pass_keeps_to_its_rate_and_yields_unless_it_was_asked_for() {
 async fn a_pass_is_stopped_resumed_and_survives_a_restart_while_chunks_come_and_go() {
     let mut c = Cluster::start_with(1, |cfg| (cfg.scrub_rate, cfg.scrub_every_s) = (MIB, 0)).await;
     for i in 0..20 {
-        let stable = || DataRequest { flags: FLAG_STABLE, ..c.write_request(i, 0, &bytes(i, MIB as usize), i + 1) };
+        let stable = || DataRequest {
+            flags: FLAG_STABLE,
+            ..c.write_request(i, 0, &bytes(i, MIB as usize), i + 1)
+        };
         c.retry(opcode::WRITE, &bytes(i, MIB as usize), stable).await.unwrap();
     }
     tokio::time::sleep(Duration::from_secs(100)).await;

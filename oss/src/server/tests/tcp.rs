@@ -2,7 +2,9 @@
 
 use std::{sync::Arc, time::Duration};
 
-use strake_fabric::{Buf, Endpoint, Env, Fabric, Identity, Listener, Message, Pool, tcp::TcpFabric};
+use strake_fabric::{
+    Buf, Endpoint, Env, Fabric, Identity, Listener, Message, Pool, tcp::TcpFabric,
+};
 use strake_proto::{
     CapKey, Capability, Code, Rights,
     cap::derive_key,
@@ -23,7 +25,13 @@ pub(super) fn any_port() -> Endpoint {
 pub(super) async fn authority() -> (Arc<Authority>, Listener) {
     let a = Arc::new(Authority::default());
     a.map.lock().fs_uuid = vec![1; 16].into();
-    let fabric = TcpFabric::new(Env::system(), Identity::server(&KEY), None, Pool::default(), Default::default());
+    let fabric = TcpFabric::new(
+        Env::system(),
+        Identity::server(&KEY),
+        None,
+        Pool::default(),
+        Default::default(),
+    );
     let listener = fabric.listen(&any_port(), a.clone()).await.unwrap();
     (a, listener)
 }
@@ -31,7 +39,8 @@ pub(super) async fn authority() -> (Arc<Authority>, Listener) {
 pub(super) fn config(i: u32, dir: &std::path::Path, mds: &Endpoint) -> Config {
     let mut cfg = Config::new(format!("oss{i}"), any_port(), vec![mds.clone()]);
     let path = dir.join(format!("t{i}"));
-    cfg.targets = vec![TargetConfig { path, size: 32 << 20, device: None, force: false, create: true }];
+    cfg.targets =
+        vec![TargetConfig { path, size: 32 << 20, device: None, force: false, create: true }];
     cfg
 }
 
@@ -64,13 +73,21 @@ async fn two_servers_replicate_over_tcp_and_keep_it_across_a_restart() {
     let (authority, mds) = authority().await;
     let mut servers = Vec::new();
     for i in 0..2 {
-        servers.push(start_on_disk(config(i, dir.path(), mds.endpoint()), Env::system(), KEY).await.unwrap());
+        servers.push(
+            start_on_disk(config(i, dir.path(), mds.endpoint()), Env::system(), KEY).await.unwrap(),
+        );
     }
     {
         let mut map = authority.map.lock();
-        let replicas = [0, 1].map(|target| pb::Replica { target, state: pb::ReplicaState::ReplicaServing as i32 });
-        map.chains =
-            vec![pb::Chain { id: CHAIN, epoch: 1, replicas: replicas.into(), preferred: vec![0, 1], lost: false }];
+        let replicas = [0, 1]
+            .map(|target| pb::Replica { target, state: pb::ReplicaState::ReplicaServing as i32 });
+        map.chains = vec![pb::Chain {
+            id: CHAIN,
+            epoch: 1,
+            replicas: replicas.into(),
+            preferred: vec![0, 1],
+            lost: false,
+        }];
         map.version += 1;
     }
     let cap_key = CapKey::from_cluster_key(&KEY);
@@ -105,8 +122,13 @@ async fn two_servers_replicate_over_tcp_and_keep_it_across_a_restart() {
     assert!(call(&servers[1], opcode::READ, read(1), &[]).await.1 == data);
 
     servers.pop().unwrap().shutdown().await.unwrap();
-    servers.push(start_on_disk(config(1, dir.path(), mds.endpoint()), Env::system(), KEY).await.unwrap());
-    assert!(call(&servers[1], opcode::READ, read(1), &[]).await.1 == data, "in sync again by itself");
+    servers.push(
+        start_on_disk(config(1, dir.path(), mds.endpoint()), Env::system(), KEY).await.unwrap(),
+    );
+    assert!(
+        call(&servers[1], opcode::READ, read(1), &[]).await.1 == data,
+        "in sync again by itself"
+    );
     let status = servers[1].status();
     assert_eq!((status.targets[0].id, status.targets[0].chunks), (1, 1));
 }
@@ -116,18 +138,30 @@ async fn targets_of_another_cluster_and_missing_disks_are_refused() {
     let mut twice = config(0, std::path::Path::new("/nowhere"), &any_port());
     let device = Some("/dev/absent".into());
     twice.targets = ["a", "b"]
-        .map(|p| TargetConfig { path: p.into(), size: 0, device: device.clone(), ..twice.targets[0].clone() })
+        .map(|p| TargetConfig {
+            path: p.into(),
+            size: 0,
+            device: device.clone(),
+            ..twice.targets[0].clone()
+        })
         .into();
     let e = start_on_disk(twice, Env::system(), KEY).await.err().unwrap();
-    assert!(e.code == Code::Inval && e.message.contains("two targets name the device /dev/absent"), "{e}");
+    assert!(
+        e.code == Code::Inval && e.message.contains("two targets name the device /dev/absent"),
+        "{e}"
+    );
     let dir = tempfile::tempdir().unwrap();
     let (authority, mds) = authority().await;
-    let server = start_on_disk(config(0, dir.path(), mds.endpoint()), Env::system(), KEY).await.unwrap();
+    let server =
+        start_on_disk(config(0, dir.path(), mds.endpoint()), Env::system(), KEY).await.unwrap();
     let refused = async |cfg: Config, why: &str| {
         let server = start_on_disk(cfg, Env::system(), KEY).await.unwrap();
         let status = server.status();
         assert!(status.targets.is_empty() && status.refused.len() == 1, "{status:?}");
-        assert!(status.refused[0].why.contains(why) && status.notices[0].contains(why), "{status:?}");
+        assert!(
+            status.refused[0].why.contains(why) && status.notices[0].contains(why),
+            "{status:?}"
+        );
         server.shutdown().await.unwrap();
     };
     refused(config(0, dir.path(), mds.endpoint()), "another process serves").await;

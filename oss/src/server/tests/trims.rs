@@ -39,7 +39,8 @@ async fn listed(c: &Cluster, target: u32) -> Vec<ListEntry> {
     let (mut all, mut after) = (Vec::new(), ChunkId { ino: 0, data: 0, index: 0 });
     loop {
         let r = DataRequest { len: 4096, ..DataRequest::new(CHAIN, 0, target, after) };
-        let (_, list) = c.call_as(Role::Server, target, opcode::LIST_CHUNKS, &r, &[]).await.unwrap();
+        let (_, list) =
+            c.call_as(Role::Server, target, opcode::LIST_CHUNKS, &r, &[]).await.unwrap();
         let page = ListEntry::decode_all(&list).unwrap();
         let Some(last) = page.last() else { return all };
         after = last.chunk;
@@ -49,7 +50,11 @@ async fn listed(c: &Cluster, target: u32) -> Vec<ListEntry> {
 
 fn gone(c: &Cluster) -> DataRequest {
     let epoch = c.request(0, 0).epoch;
-    DataRequest { len: u32::MAX, flags: FLAG_TOMBSTONE, ..DataRequest::new(CHAIN, epoch, c.head(), chunk(0)) }
+    DataRequest {
+        len: u32::MAX,
+        flags: FLAG_TOMBSTONE,
+        ..DataRequest::new(CHAIN, epoch, c.head(), chunk(0))
+    }
 }
 
 async fn ask(c: &Cluster, r: &DataRequest) -> DataReply {
@@ -100,7 +105,10 @@ async fn a_cut_of_many_chunks_ends_in_steps_that_each_end_soon() {
     for target in 0..2 {
         let all = listed(&c, target).await;
         assert_eq!(all.len(), 4000, "tombstones of a file that is there stay");
-        assert_eq!(all.iter().filter(|e| !e.tombstone).map(|e| (e.chunk.index, e.len)).collect::<Vec<_>>(), [(0, 4)]);
+        assert_eq!(
+            all.iter().filter(|e| !e.tombstone).map(|e| (e.chunk.index, e.len)).collect::<Vec<_>>(),
+            [(0, 4)]
+        );
     }
     // Who did all in another epoch asks only whether it is still so.
     (cut.chunk.index, cut.len) = (u64::MAX, u32::MAX);
@@ -118,7 +126,8 @@ async fn a_cut_of_many_chunks_ends_in_steps_that_each_end_soon() {
     }
 }
 
-/// A FORWARD that the network held back until its file was removed made a chunk on the tail alone; or on the head, which was the tail then.
+/// A FORWARD that the network held back until its file was removed made a chunk on the tail alone;
+/// or on the head, which was the tail then.
 #[tokio::test(start_paused = true)]
 async fn what_only_some_replicas_have_of_a_removed_file_goes_too() {
     let c = Cluster::start(3).await;
@@ -154,7 +163,8 @@ async fn a_removal_that_comes_again_when_its_tombstone_is_forgotten_leaves_none(
     let (tail, number) = (1 - c.head(), 2);
     let (version, prev) = (Version { epoch: 1, number }, Version { epoch: 1, number: 1 });
     let writers = vec![Writer { session: 0, seq: 0, version: prev }];
-    let late = DataRequest { kind: Kind::Remove, target: tail, len: 0, version, writers, ..gone(&c) };
+    let late =
+        DataRequest { kind: Kind::Remove, target: tail, len: 0, version, writers, ..gone(&c) };
     let send = |r: DataRequest| {
         let c = &c;
         async move { c.call_as(Role::Server, tail, opcode::FORWARD, &r, &[]).await.map(|r| r.0.stable) }
@@ -177,7 +187,9 @@ async fn a_chunk_that_is_stored_by_a_fill_while_its_file_is_removed_is_not_taken
     c.write(0, 0, &bytes(1, 6000), 1).await.unwrap();
     c.boot(1).await;
     let chunks = |c: &Cluster| c.nodes[1].server.as_ref().unwrap().status().targets[0].chunks;
-    while c.authority.chain().state_of(1) != Some(pb::ReplicaState::ReplicaSyncing) || chunks(&c) == 0 {
+    while c.authority.chain().state_of(1) != Some(pb::ReplicaState::ReplicaSyncing)
+        || chunks(&c) == 0
+    {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     let data = bytes(2, 6000);
@@ -204,7 +216,8 @@ async fn a_chunk_that_is_stored_by_a_fill_while_its_file_is_removed_is_not_taken
     assert_eq!(listed(&c, 1).await, []);
 }
 
-/// Its only copy: what it was is not known. Its file is removed all the same, and then the chain can be filled.
+/// Its only copy: what it was is not known. Its file is removed all the same, and then the chain
+/// can be filled.
 #[tokio::test(start_paused = true)]
 async fn a_chunk_whose_record_is_damaged_goes_with_its_file() {
     let mut c = Cluster::start(2).await;

@@ -21,7 +21,11 @@ const AT_A_TIME: usize = 8;
 const LONG: Duration = Duration::from_secs(30);
 
 fn runtime(threads: usize) -> tokio::runtime::Runtime {
-    tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build().unwrap()
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(threads)
+        .enable_all()
+        .build()
+        .unwrap()
 }
 
 fn request(session: SessionId) -> DataRequest {
@@ -41,7 +45,10 @@ fn request(session: SessionId) -> DataRequest {
 
 async fn connect(at: &strake_fabric::Endpoint) -> Arc<dyn Connection> {
     let identity = Identity::client(derive_key(&KEY, "strake client v1"));
-    TcpFabric::new(Env::system(), identity, None, Pool::default(), Default::default()).connect(at, None).await.unwrap()
+    TcpFabric::new(Env::system(), identity, None, Pool::default(), Default::default())
+        .connect(at, None)
+        .await
+        .unwrap()
 }
 
 #[test]
@@ -55,13 +62,16 @@ fn endless_reads_on_64_connections_leave_the_next_turn_to_another_client() {
         let server = start_on_disk(cfg, Env::system(), KEY).await.unwrap();
         {
             let mut map = authority.map.lock();
-            let replicas = vec![pb::Replica { target: 0, state: pb::ReplicaState::ReplicaServing as i32 }];
-            map.chains = vec![pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: vec![0], lost: false }];
+            let replicas =
+                vec![pb::Replica { target: 0, state: pb::ReplicaState::ReplicaServing as i32 }];
+            map.chains =
+                vec![pb::Chain { id: CHAIN, epoch: 1, replicas, preferred: vec![0], lost: false }];
             map.version += 1;
         }
         let data = bytes(1, 4096);
         let sums = block_sums(0, [&data[..]]);
-        let write = || DataRequest { kind: Kind::Write, seq: 1, sums: sums.clone(), ..request(SESSION) };
+        let write =
+            || DataRequest { kind: Kind::Write, seq: 1, sums: sums.clone(), ..request(SESSION) };
         call(&server, opcode::WRITE, write, &data).await;
         (server, (authority, mds))
     });
@@ -76,7 +86,8 @@ fn endless_reads_on_64_connections_leave_the_next_turn_to_another_client() {
             flood.spawn(async move {
                 while !over.load(SeqCst) {
                     let m = Message::new(opcode::READ, request(SESSION).encode());
-                    let counts = if conn.call(m, LONG).await.is_ok() { &answered } else { &refused };
+                    let counts =
+                        if conn.call(m, LONG).await.is_ok() { &answered } else { &refused };
                     counts.fetch_add(1, SeqCst);
                 }
             });
@@ -96,7 +107,9 @@ fn endless_reads_on_64_connections_leave_the_next_turn_to_another_client() {
         (slowest, first)
     });
     let others = answered.load(SeqCst) - first;
-    println!("20 reads, the slowest {slowest:?}, among {others} of another client, which was refused {refused:?}");
+    println!(
+        "20 reads, the slowest {slowest:?}, among {others} of another client, which was refused {refused:?}"
+    );
     over.store(true, SeqCst);
     assert!(others > 0, "the other one was busy all the time");
     assert!(slowest < Duration::from_secs(1), "{slowest:?}");

@@ -1,4 +1,5 @@
-//! A local cluster with a mount, two copies of everything, and targets of 1 GiB on each storage server.
+//! A local cluster with a mount, two copies of everything, and targets of 1 GiB on each storage
+//! server.
 
 use std::{
     fs,
@@ -55,7 +56,8 @@ impl Cluster {
         strake().args(args).arg("--dir").arg(self.dir()).output().unwrap()
     }
     pub fn targets(&self) -> Vec<Value> {
-        let v: Value = serde_json::from_slice(&self.run(&["target", "list", "--json"]).stdout).unwrap();
+        let v: Value =
+            serde_json::from_slice(&self.run(&["target", "list", "--json"]).stdout).unwrap();
         v["targets"].as_array().unwrap().clone()
     }
     pub fn target(&self, id: usize) -> Value {
@@ -65,7 +67,8 @@ impl Cluster {
     pub fn target_of(&self, oss: usize) -> usize {
         let name = format!("oss{oss}");
         let all = self.targets();
-        all.iter().find(|t| t["server"] == name.as_str()).unwrap()["target"].as_u64().unwrap() as usize
+        all.iter().find(|t| t["server"] == name.as_str()).unwrap()["target"].as_u64().unwrap()
+            as usize
     }
     pub fn kill_oss(&self, oss: usize) {
         kill(&fs::read_to_string(self.dir().join("run").join(format!("oss{oss}.pid"))).unwrap());
@@ -73,7 +76,11 @@ impl Cluster {
     pub fn until(&self, what: &str, mut f: impl FnMut() -> bool) {
         let start = Instant::now();
         while !f() {
-            assert!(start.elapsed() < Duration::from_secs(60), "not within a minute: {what}\n{:#?}", self.targets());
+            assert!(
+                start.elapsed() < Duration::from_secs(60),
+                "not within a minute: {what}\n{:#?}",
+                self.targets()
+            );
             thread::sleep(Duration::from_millis(100));
         }
     }

@@ -28,7 +28,10 @@ pub fn kill(pid: &str) {
     signal(pid, rustix::process::Signal::KILL);
     let start = Instant::now();
     while holds_something(pid.trim()) {
-        assert!(start.elapsed() < Duration::from_secs(30), "process {pid} is killed and does not end");
+        assert!(
+            start.elapsed() < Duration::from_secs(30),
+            "process {pid} is killed and does not end"
+        );
         thread::sleep(Duration::from_millis(2));
     }
 }

@@ -10,9 +10,13 @@ pub fn run(command: &str, args: &[&str]) {
     }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cluster-tests").join(command);
     let mut c = Command::new("timeout");
-    c.args(["--kill-after=30", "600"]).arg(script).args(args).env("STRAKE", env!("CARGO_BIN_EXE_strake"));
+    c.args(["--kill-after=30", "600"])
+        .arg(script)
+        .args(args)
+        .env("STRAKE", env!("CARGO_BIN_EXE_strake"));
     let out = c.output().unwrap();
-    let (text, errors) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    let (text, errors) =
+        (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     println!("{text}\n{errors}");
     assert!(out.status.success(), "{command}: {:?}\n{text}\n{errors}", out.status);
 }

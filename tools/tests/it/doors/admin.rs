@@ -33,9 +33,15 @@ fn admin_needs_the_cluster_key() {
             // Plain gRPC, as any tool speaks it.
             let plain = pb::admin_client::AdminClient::connect(format!("http://{addr}")).await;
             if let Ok(mut admin) = plain {
-                let pool = pb::PoolChangeRequest { pool: "evil".into(), action: 1, targets: vec![] };
-                assert!(admin.pool_change(pool).await.is_err() && admin.status(pb::StatusRequest {}).await.is_err());
-                assert!(admin.scrub(pb::ScrubRequest { action: 1, targets: vec![] }).await.is_err());
+                let pool =
+                    pb::PoolChangeRequest { pool: "evil".into(), action: 1, targets: vec![] };
+                assert!(
+                    admin.pool_change(pool).await.is_err()
+                        && admin.status(pb::StatusRequest {}).await.is_err()
+                );
+                assert!(
+                    admin.scrub(pb::ScrubRequest { action: 1, targets: vec![] }).await.is_err()
+                );
             }
             // The handshake, with what a mount has, and with something made up.
             for key in [client.key, [7; 32]] {
@@ -74,7 +80,10 @@ fn admin_commands_find_the_key() {
     assert!(text(&status(&[], Some(&key)).stdout).contains("oss1"));
     assert!(text(&status(&["--dir", c.dir().to_str().unwrap()], None).stdout).contains("oss1"));
     if !Path::new("/etc/strake/cluster.key").exists() {
-        refused(&status(&[], None), &["needs the cluster key", "--cluster-key", "STRAKE_CLUSTER_KEY"]);
+        refused(
+            &status(&[], None),
+            &["needs the cluster key", "--cluster-key", "STRAKE_CLUSTER_KEY"],
+        );
     }
     refused(&status(&[], Some(&of_clients)), &["client.key", "a key of clients"]);
     let other = c.root.path().join("other.key");
@@ -83,7 +92,8 @@ fn admin_commands_find_the_key() {
     let out = status(&[], Some(&other));
     assert_eq!(out.status.code(), Some(1));
     assert!(text(&out.stdout).contains("needs the cluster key"), "{}", text(&out.stdout));
-    let scrub = strake().args(["scrub", "--admin", &oss, "--cluster-key"]).arg(&key).output().unwrap();
+    let scrub =
+        strake().args(["scrub", "--admin", &oss, "--cluster-key"]).arg(&key).output().unwrap();
     assert!(ok(&scrub).contains("oss") || !ok(&scrub).is_empty());
 }
 

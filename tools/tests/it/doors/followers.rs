@@ -25,7 +25,9 @@ fn followers_say_who_leads() {
         &["target", "keep", "0"],
     ] {
         let mut s = strake();
-        s.args(words).args(["--mds", &at, "--timeout", "30", "--cluster-key"]).arg(c.key("cluster.key"));
+        s.args(words)
+            .args(["--mds", &at, "--timeout", "30", "--cluster-key"])
+            .arg(c.key("cluster.key"));
         let out = s.output().unwrap();
         ok(&out);
         let said = text(&out.stderr);

@@ -47,14 +47,26 @@ fn modes_are_private_whatever_the_umask_is() {
     }
     for umask in ["000", "022"] {
         let c = Doors::new();
-        let (mnt, second, run) = (c.root.path().join("mnt"), c.root.path().join("m2"), c.root.path().join("run"));
+        let (mnt, second, run) =
+            (c.root.path().join("mnt"), c.root.path().join("m2"), c.root.path().join("run"));
         c.up(umask, "1", &mnt);
         fs::write(mnt.join("secret"), "x".repeat(100_000)).unwrap();
         fs::create_dir(&second).unwrap();
         let mut mount = Command::new("sh");
         let options = format!("run_dir={},retry=0", run.display());
-        mount.args(["-c", "umask $0 && exec \"$@\"", umask, env!("CARGO_BIN_EXE_strake"), "mount", "--client-key"]);
-        mount.arg(c.key("client.key")).arg(format!("{}:/", c.endpoint("mds1"))).arg(&second).args(["-o", &options]);
+        mount.args([
+            "-c",
+            "umask $0 && exec \"$@\"",
+            umask,
+            env!("CARGO_BIN_EXE_strake"),
+            "mount",
+            "--client-key",
+        ]);
+        mount
+            .arg(c.key("client.key"))
+            .arg(format!("{}:/", c.endpoint("mds1")))
+            .arg(&second)
+            .args(["-o", &options]);
         ok(&mount.output().unwrap());
         let found = [open_in(&c.dir(), &mnt), open_in(&run, &mnt)].concat();
         let files = fs::read_dir(&run).unwrap().map(|e| e.unwrap().path()).collect::<Vec<_>>();
@@ -101,7 +113,14 @@ fn modes_leave_the_mount_to_its_users() {
     fs::set_permissions(mnt.join("public"), fs::Permissions::from_mode(0o644)).unwrap();
     let read = as_nobody(&format!("cat {}/public", mnt.display()));
     assert_eq!(text(&read.stdout), "for all\n", "{}", text(&read.stderr));
-    for what in ["ls .", "ls oss1", "cat oss1/target0/data", "cat logs/mds1.log", "ls mds1/log", "cat client.key"] {
+    for what in [
+        "ls .",
+        "ls oss1",
+        "cat oss1/target0/data",
+        "cat logs/mds1.log",
+        "ls mds1/log",
+        "cat client.key",
+    ] {
         let out = as_nobody(&format!("cd {} && {what}", c.dir().display()));
         assert!(!out.status.success() && text(&out.stderr).contains("denied"), "{what}: {out:?}");
     }
@@ -121,13 +140,21 @@ fn a_set_id_file_counts_on_no_mount_that_does_not_ask_for_it() {
     fs::create_dir(&second).unwrap();
     fs::copy("/usr/bin/id", mnt.join("rootid")).unwrap();
     fs::set_permissions(mnt.join("rootid"), fs::Permissions::from_mode(0o4755)).unwrap();
-    ok(&Command::new("mknod").arg(mnt.join("null")).args(["c", "1", "3", "-m", "666"]).output().unwrap());
+    ok(&Command::new("mknod")
+        .arg(mnt.join("null"))
+        .args(["c", "1", "3", "-m", "666"])
+        .output()
+        .unwrap());
     // As mount(8) calls it.
     let helper = c.root.path().join("mount.strake");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_strake"), &helper).unwrap();
     let run = c.root.path().join("run");
     for (more, uid, opened) in [("", "65534", false), (",allow_suid,allow_dev", "0", true)] {
-        let options = format!("rw,key_file={},run_dir={}{more}", c.key("client.key").display(), run.display());
+        let options = format!(
+            "rw,key_file={},run_dir={}{more}",
+            c.key("client.key").display(),
+            run.display()
+        );
         let at = format!("{}:/", c.endpoint("mds1").replace("tcp:", ""));
         ok(&Command::new(&helper).arg(at).arg(&second).args(["-o", &options]).output().unwrap());
         let id = as_nobody(&format!("{}/rootid -u", second.display()));

@@ -13,7 +13,8 @@ use std::{
 
 use async_trait::async_trait;
 use strake_fabric::{
-    ClientKey, Env, Fabric, Identity, Message, Peer, Pool, Role, Service, TcpFabric, keyfile::read_client,
+    ClientKey, Env, Fabric, Identity, Message, Peer, Pool, Role, Service, TcpFabric,
+    keyfile::read_client,
 };
 use strake_proto::{Code, Error, Result};
 
@@ -41,7 +42,11 @@ fn as_a_server(key: &ClientKey) -> Identity {
 fn mounted(at: &Path) {
     let start = Instant::now();
     while !fs::read_to_string("/proc/self/mounts").unwrap().contains(at.to_str().unwrap()) {
-        assert!(start.elapsed() < Duration::from_secs(60), "nothing is mounted at {}", at.display());
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "nothing is mounted at {}",
+            at.display()
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -62,10 +67,17 @@ fn servers_are_told_from_clients_that_pose_as_one() {
     fs::write(&old, ClientKey { servers: None, ..key }.text()).unwrap();
     fs::set_permissions(&old, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
 
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let imposter = Arc::new(Imposter::default());
     let listener = runtime.block_on(async {
-        let f = TcpFabric::new(Env::system(), as_a_server(&key), None, Pool::default(), Default::default());
+        let f = TcpFabric::new(
+            Env::system(),
+            as_a_server(&key),
+            None,
+            Pool::default(),
+            Default::default(),
+        );
         f.listen(&"tcp:127.0.0.1:0".parse().unwrap(), imposter.clone()).await.unwrap()
     });
     let at = c.root.path().join("m2");
@@ -73,7 +85,11 @@ fn servers_are_told_from_clients_that_pose_as_one() {
     let mount = |server: &str, key: &Path| {
         let options = format!("retry=0,run_dir={}", c.root.path().join("run").display());
         let mut s = strake();
-        s.args(["mount", "-f", "--client-key"]).arg(key).arg(format!("{server}:/")).arg(&at).args(["-o", &options]);
+        s.args(["mount", "-f", "--client-key"])
+            .arg(key)
+            .arg(format!("{server}:/"))
+            .arg(&at)
+            .args(["-o", &options]);
         s
     };
     let false_one = listener.endpoint().to_string().replace("tcp:", "");
@@ -88,7 +104,8 @@ fn servers_are_told_from_clients_that_pose_as_one() {
     // Beside a true server the false one holds nobody up.
     let true_one = c.endpoint("mds1").replace("tcp:", "");
     let asked = imposter.0.load(SeqCst);
-    let mut child = mount(&format!("{false_one},{true_one}"), &whole).stderr(Stdio::null()).spawn().unwrap();
+    let mut child =
+        mount(&format!("{false_one},{true_one}"), &whole).stderr(Stdio::null()).spawn().unwrap();
     mounted(&at);
     ok(&strake().arg("umount").arg(&at).output().unwrap());
     child.wait().unwrap();
@@ -103,7 +120,11 @@ fn servers_are_told_from_clients_that_pose_as_one() {
         if round == 0 {
             assert_eq!(read_client(&old).unwrap().servers, None);
             let mut renew = strake();
-            renew.args(["client-key", "-o"]).arg(&old).arg("--cluster-key").arg(c.key("cluster.key"));
+            renew
+                .args(["client-key", "-o"])
+                .arg(&old)
+                .arg("--cluster-key")
+                .arg(c.key("cluster.key"));
             ok(&renew.output().unwrap());
         }
     }

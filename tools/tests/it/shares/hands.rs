@@ -92,14 +92,20 @@ impl Hand {
             let mut rest = vec![0; (h.body_len + h.payload_len) as usize];
             self.stream.read_exact(&mut rest).await.map_err(broken)?;
             match h.kind {
-                Kind::Response if h.status == 0 => return Ok(Bytes::from(rest).slice(..h.body_len as usize)),
+                Kind::Response if h.status == 0 => {
+                    return Ok(Bytes::from(rest).slice(..h.body_len as usize));
+                }
                 Kind::Response => return Err(Code::from_wire(h.status.into())),
                 _ => {}
             }
         }
     }
 
-    pub async fn call<R: prost::Message + Default>(&mut self, op: u16, body: &impl prost::Message) -> Answer<R> {
+    pub async fn call<R: prost::Message + Default>(
+        &mut self,
+        op: u16,
+        body: &impl prost::Message,
+    ) -> Answer<R> {
         R::decode(self.ask(op, &body.encode_to_vec(), &[]).await?).map_err(broken)
     }
 }
@@ -118,7 +124,8 @@ impl Visitor {
                 let Ok(mut hand) = Hand::reach(dir, at).await else { continue };
                 let client_uuid = Env::system().random_bytes::<16>().to_vec().into();
                 let open = pb::SessionOpenRequest { client_uuid, ..Default::default() };
-                if let Ok(r) = hand.call::<pb::SessionOpenReply>(opcode::SESSION_OPEN, &open).await {
+                if let Ok(r) = hand.call::<pb::SessionOpenReply>(opcode::SESSION_OPEN, &open).await
+                {
                     return Visitor { hand, session: r.session, seq: 0 };
                 }
             }
@@ -142,8 +149,13 @@ impl Visitor {
         m.encode_to_vec()
     }
 
-    /// Runs a list; what its last operation was answered. The outer error: the connection is of no more use.
-    pub async fn run(&mut self, creds: &pb::Creds, ops: Vec<pb::op::Op>) -> Answer<Answer<pb::OpResult>> {
+    /// Runs a list; what its last operation was answered. The outer error: the connection is of no
+    /// more use.
+    pub async fn run(
+        &mut self,
+        creds: &pb::Creds,
+        ops: Vec<pb::op::Op>,
+    ) -> Answer<Answer<pb::OpResult>> {
         let body = self.list(creds, ops);
         let r = match self.hand.ask(opcode::META, &body, &[]).await {
             Err(e @ (Code::Disconnected | Code::NotLeader | Code::NoSession)) => return Err(e),
@@ -171,7 +183,8 @@ impl Visitor {
         let map: pb::MapReply = self.hand.call(opcode::MAP, &pb::MapRequest::default()).await?;
         let map = MapView::new(map.map.ok_or(Code::Stale)?).map_err(broken)?;
         let ino = made.attr.as_ref().unwrap().ino;
-        let stripes = StripeMap::resolve(ino, made.layout.as_ref().unwrap(), &map).map_err(broken)?;
+        let stripes =
+            StripeMap::resolve(ino, made.layout.as_ref().unwrap(), &map).map_err(broken)?;
         let chain = map.chain(stripes.chain_of(0)).ok_or(Code::Stale)?;
         let cap: [u8; CAP_LEN] = made.capability[..].try_into().unwrap();
         let chunk = ChunkId { ino, data: stripes.data, index: 0 };
@@ -183,7 +196,12 @@ impl Visitor {
         };
         let at = |target| map.node_of(target).unwrap().endpoints[0].parse::<Endpoint>().unwrap();
         let (head, data) = (chain.head().ok_or(Code::Stale)?, vec![7; BYTES as usize]);
-        let write = DataRequest { kind: Does::Write, seq: 1, sums: block_sums(0, [&data[..]]), ..ask(head) };
+        let write = DataRequest {
+            kind: Does::Write,
+            seq: 1,
+            sums: block_sums(0, [&data[..]]),
+            ..ask(head)
+        };
         let mut hand = Hand::reach(dir, &at(head)).await?;
         hand.ask(opcode::WRITE, &write.encode(), &data).await?;
         Ok(chain.serving().map(|t| (at(t), ask(t))).collect())

@@ -23,7 +23,8 @@ use super::{
 use pb::op::Op;
 
 /// The first is a plain loop, to compare with.
-pub const KINDS: [&str; 8] = ["loop", "silent", "halves", "unread", "flood", "groups", "moves", "locks"];
+pub const KINDS: [&str; 8] =
+    ["loop", "silent", "halves", "unread", "flood", "groups", "moves", "locks"];
 
 /// Silent connections to each metadata server.
 const SILENT: usize = 1200;
@@ -35,8 +36,13 @@ pub fn attack(kind: &str, dir: &Path) {
     let mut files = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     files.current = files.maximum;
     rustix::process::setrlimit(rustix::process::Resource::Nofile, files).unwrap();
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    let a = Arc::new(Neighbour { dir: dir.into(), mds: servers_of(dir, "mds"), oss: servers_of(dir, "oss") });
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let a = Arc::new(Neighbour {
+        dir: dir.into(),
+        mds: servers_of(dir, "mds"),
+        oss: servers_of(dir, "oss"),
+    });
     let _in = runtime.enter();
     match kind {
         "loop" => {
@@ -80,7 +86,8 @@ impl Neighbour {
 
     /// Frames that stop: payloads at storage servers, bodies at metadata servers.
     fn halves(self: &Arc<Self>) {
-        let write = [frame(opcode::WRITE, 1, &[0; 96], &[], MAX_PAYLOAD), vec![0; 100_000]].concat();
+        let write =
+            [frame(opcode::WRITE, 1, &[0; 96], &[], MAX_PAYLOAD), vec![0; 100_000]].concat();
         let body = vec![0; MAX_BODY as usize];
         let mut meta = frame(opcode::META, 1, &body, &[], 0);
         meta.pop();
@@ -112,8 +119,9 @@ impl Neighbour {
                     let (at, ask) = &all[n % all.len()];
                     let len = if n / all.len() % 2 == 0 { 4096 } else { BYTES };
                     let body = DataRequest { len, ..ask.clone() }.encode();
-                    let many: Vec<u8> =
-                        (1..=ASKED_AT_ONCE).flat_map(|id| frame(opcode::READ, id, &body, &[], 0)).collect();
+                    let many: Vec<u8> = (1..=ASKED_AT_ONCE)
+                        .flat_map(|id| frame(opcode::READ, id, &body, &[], 0))
+                        .collect();
                     if let Ok(h) = Hand::reach(&a.dir, at).await {
                         read_on(h, &many, reads).await;
                     }
@@ -202,17 +210,25 @@ async fn folder(v: &mut Visitor, n: u64) -> Answer<u64> {
 /// Rights of 506 groups, decided for a caller with as many groups as there can be.
 async fn groups(v: &mut Visitor, n: u64) -> Answer<()> {
     let dir = folder(v, n).await?;
-    let entry = |tag: u16, id: u32| [&tag.to_le_bytes()[..], &7u16.to_le_bytes(), &id.to_le_bytes()].concat();
+    let entry = |tag: u16, id: u32| {
+        [&tag.to_le_bytes()[..], &7u16.to_le_bytes(), &id.to_le_bytes()].concat()
+    };
     let mut value = [&[2, 0, 0, 0][..], &entry(1, u32::MAX), &entry(4, u32::MAX)].concat();
     (0..506).for_each(|i| value.extend(entry(8, 1_000_000 + i)));
     value.extend([entry(16, u32::MAX), entry(32, u32::MAX)].concat());
-    let acl =
-        pb::SetXattr { ino: dir, name: name("system.posix_acl_access"), value: value.into(), ..Default::default() };
+    let acl = pb::SetXattr {
+        ino: dir,
+        name: name("system.posix_acl_access"),
+        value: value.into(),
+        ..Default::default()
+    };
     v.run(&pb::Creds::default(), vec![Op::Setxattr(acl)]).await??;
     let many = pb::Creds { uid: 1000, gid: 1000, groups: (0..65_000).collect() };
     let lookup = Op::Lookup(pb::Lookup { parent: dir, name: name("k") });
     for round in 0.. {
-        let changes = std::iter::once(mkdir(dir, &format!("k{round}"))).chain(vec![lookup.clone(); 8000]).collect();
+        let changes = std::iter::once(mkdir(dir, &format!("k{round}")))
+            .chain(vec![lookup.clone(); 8000])
+            .collect();
         let _ = v.run(&many, changes).await?;
         let _ = v.run(&many, vec![lookup.clone(); 300]).await?;
         let _ = v.run(&many, vec![lookup.clone(); 8000]).await?;
@@ -231,10 +247,21 @@ async fn moves(v: &mut Visitor, n: u64) -> Answer<()> {
     let b = v.run(&root, vec![mkdir(deep, "b")]).await??.ino;
     v.run(&root, vec![mkdir(a, "v")]).await??;
     let moved = |from, to| {
-        Op::Rename(pb::Rename { parent: from, name: name("v"), new_parent: to, new_name: name("v"), flags: 0 })
+        Op::Rename(pb::Rename {
+            parent: from,
+            name: name("v"),
+            new_parent: to,
+            new_name: name("v"),
+            flags: 0,
+        })
     };
     loop {
-        let _ = v.run(&root, (0..1000).map(|i| if i % 2 == 0 { moved(a, b) } else { moved(b, a) }).collect()).await?;
+        let _ = v
+            .run(
+                &root,
+                (0..1000).map(|i| if i % 2 == 0 { moved(a, b) } else { moved(b, a) }).collect(),
+            )
+            .await?;
         for _ in 0..4 {
             let _ = v.run(&root, vec![moved(a, b), moved(b, a)]).await?;
         }
@@ -244,7 +271,12 @@ async fn moves(v: &mut Visitor, n: u64) -> Answer<()> {
 /// Locks, all in one file.
 async fn locks(v: &mut Visitor, n: u64) -> Answer<()> {
     let (root, dir) = (pb::Creds::default(), folder(v, n).await?);
-    let file = Op::Create(pb::Create { parent: dir, name: name("locks"), mode: 0o666, ..Default::default() });
+    let file = Op::Create(pb::Create {
+        parent: dir,
+        name: name("locks"),
+        mode: 0o666,
+        ..Default::default()
+    });
     let ino = v.run(&root, vec![file]).await??.attr.unwrap().ino;
     let lock = |r#type: i32, start: u64, end: u64| {
         let span = Some(pb::LockSpan { start, end, r#type, pid: 1 });
@@ -252,7 +284,9 @@ async fn locks(v: &mut Visitor, n: u64) -> Answer<()> {
     };
     loop {
         for from in (0..4000).step_by(1000) {
-            let _ = v.run(&root, (from..from + 1000).map(|i| lock(2, 4 * i, 4 * i + 1)).collect()).await?;
+            let _ = v
+                .run(&root, (from..from + 1000).map(|i| lock(2, 4 * i, 4 * i + 1)).collect())
+                .await?;
         }
         let _ = v.run(&root, vec![lock(0, 0, u64::MAX)]).await?;
     }

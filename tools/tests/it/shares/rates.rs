@@ -38,7 +38,10 @@ impl Cgroup {
         let group = Cgroup(at.clone());
         let limits = match v2 {
             true => vec![("cpu.max", format!("{}000 100000", SHARE))],
-            false => vec![("cpu.cfs_period_us", "100000".into()), ("cpu.cfs_quota_us", format!("{SHARE}000"))],
+            false => vec![
+                ("cpu.cfs_period_us", "100000".into()),
+                ("cpu.cfs_quota_us", format!("{SHARE}000")),
+            ],
         };
         for (file, value) in limits {
             fs::write(at.join(file), value).map_err(|e| said("cannot limit the cgroup", e))?;
@@ -82,7 +85,9 @@ impl Drop for Attacker {
 #[test]
 #[ignore = "is started by the test below"]
 fn neighbour() {
-    let (Ok(kind), Ok(dir)) = (env::var("STRAKE_ATTACK"), env::var("STRAKE_ATTACKED")) else { return };
+    let (Ok(kind), Ok(dir)) = (env::var("STRAKE_ATTACK"), env::var("STRAKE_ATTACKED")) else {
+        return;
+    };
     std::io::stdin().lock().read_line(&mut String::new()).unwrap();
     thread::spawn(|| {
         let _ = std::io::stdin().lock().read_to_end(&mut Vec::new());
@@ -150,7 +155,8 @@ fn measure(v: &Victim, r: &mut Rates) {
 fn mounts(v: &Victim) -> Option<Duration> {
     let at = v.root.path().join("second");
     fs::create_dir_all(&at).unwrap();
-    let mds: Vec<String> = v.servers("mds").iter().map(|e| e.to_string().replace("tcp:", "")).collect();
+    let mds: Vec<String> =
+        v.servers("mds").iter().map(|e| e.to_string().replace("tcp:", "")).collect();
     let options = format!("retry=0,run_dir={}", v.root.path().join("run").display());
     let began = Instant::now();
     let mut mount = strake();
@@ -158,7 +164,8 @@ fn mounts(v: &Victim) -> Option<Duration> {
     mount.arg(format!("{}:/", mds.join(","))).arg(&at).args(["-o", &options]);
     let mut child = mount.stdout(Stdio::null()).spawn().unwrap();
     let line = format!(" {} fuse", at.display());
-    while !fs::read_to_string("/proc/mounts").unwrap().contains(&line) || fs::read_dir(&at).is_err() {
+    while !fs::read_to_string("/proc/mounts").unwrap().contains(&line) || fs::read_dir(&at).is_err()
+    {
         if began.elapsed() > LIMIT || child.try_wait().unwrap().is_some() {
             println!("nothing is mounted after {:?}", began.elapsed());
             let _ = child.kill();
@@ -199,7 +206,8 @@ fn a_mount_keeps_its_rates_beside_a_hostile_neighbour() {
     let only = env::var("STRAKE_KINDS").ok();
     let wanted = |k: &str| only.as_ref().is_none_or(|o| o.split(',').any(|o| o == k));
     // The first is the plain loop.
-    let kinds: Vec<&str> = KINDS.into_iter().enumerate().filter(|(i, k)| *i == 0 || wanted(k)).map(|k| k.1).collect();
+    let kinds: Vec<&str> =
+        KINDS.into_iter().enumerate().filter(|(i, k)| *i == 0 || wanted(k)).map(|k| k.1).collect();
     let mut all: Vec<Rates> = kinds.iter().map(|_| Rates::default()).collect();
     measure(&v, &mut Rates::default());
     for round in 0..ROUNDS {
@@ -226,22 +234,32 @@ fn a_mount_keeps_its_rates_beside_a_hostile_neighbour() {
 /// Tells the medians; what is not as it shall be.
 fn judge(kinds: &[&str], all: &[Rates]) -> Vec<String> {
     let mut wrong = Vec::new();
-    println!("| neighbour | fsynced MiB/s | stats/s | files/s | longest stat | new mount | leader replaced |");
+    println!(
+        "| neighbour | fsynced MiB/s | stats/s | files/s | longest stat | new mount | leader replaced |"
+    );
     println!("|---|---|---|---|---|---|---|");
     let base = &all[0];
     for (kind, r) in kinds.iter().zip(all) {
         let mut rates = Vec::new();
-        for (what, own, alone) in
-            [("MiB/s", &r.mib, &base.mib), ("stats/s", &r.stats, &base.stats), ("files/s", &r.creates, &base.creates)]
-        {
+        for (what, own, alone) in [
+            ("MiB/s", &r.mib, &base.mib),
+            ("stats/s", &r.stats, &base.stats),
+            ("files/s", &r.creates, &base.creates),
+        ] {
             let part = median(own) / median(alone);
             rates.push(format!("{:.0} ({:.0} %)", median(own), part * 100.0));
             if part < 0.8 {
-                wrong.push(format!("{kind}: {what} are {:.0} % of those beside a plain loop", part * 100.0));
+                wrong.push(format!(
+                    "{kind}: {what} are {:.0} % of those beside a plain loop",
+                    part * 100.0
+                ));
             }
         }
         let (longest, mount, leader) = (median(&r.longest), median(&r.mounts), median(&r.leaders));
-        println!("| {kind} | {} | {longest:.0} ms | {mount:.0} ms | {leader:.0} ms |", rates.join(" | "));
+        println!(
+            "| {kind} | {} | {longest:.0} ms | {mount:.0} ms | {leader:.0} ms |",
+            rates.join(" | ")
+        );
         if longest > median(&base.longest) + 50.0 {
             wrong.push(format!("{kind}: a stat took {longest:.0} ms"));
         }

@@ -66,7 +66,13 @@ impl<'a> Kept<'a> {
     /// Asked again as long as the server says that it cannot answer yet.
     fn ask(&self, op: u16, r: &DataRequest, payload: &[Buf]) -> Result<(), Code> {
         let cap: [u8; CAP_LEN] = self.result.capability[..].try_into().unwrap();
-        let body = DataRequest { cap: Some(cap), session: self.session, seq: self.seq, len: BLOCK, ..r.clone() };
+        let body = DataRequest {
+            cap: Some(cap),
+            session: self.session,
+            seq: self.seq,
+            len: BLOCK,
+            ..r.clone()
+        };
         let began = Instant::now();
         loop {
             let m = Message::new(op, body.encode()).with_payload(payload.to_vec());

@@ -37,19 +37,29 @@ fn lists_that_are_much_work_do_not_stop_others() {
 
     // Rights of 506 groups, decided for a caller with as many groups as there can be, 8,000 times.
     let dir = s.run(&root, vec![mkdir(ROOT_INO, "acl")]).unwrap().ino;
-    let entry = |tag: u16, id: u32| [&tag.to_le_bytes()[..], &7u16.to_le_bytes(), &id.to_le_bytes()].concat();
+    let entry = |tag: u16, id: u32| {
+        [&tag.to_le_bytes()[..], &7u16.to_le_bytes(), &id.to_le_bytes()].concat()
+    };
     let mut value = [&[2, 0, 0, 0][..], &entry(1, u32::MAX), &entry(4, u32::MAX)].concat();
     (0..506).for_each(|i| value.extend(entry(8, 1_000_000 + i)));
     value.extend([entry(16, u32::MAX), entry(32, u32::MAX)].concat());
-    let acl =
-        pb::SetXattr { ino: dir, name: name("system.posix_acl_access"), value: value.into(), ..Default::default() };
+    let acl = pb::SetXattr {
+        ino: dir,
+        name: name("system.posix_acl_access"),
+        value: value.into(),
+        ..Default::default()
+    };
     s.run(&root, vec![Op::Setxattr(acl)]).unwrap();
     let lookup = Op::Lookup(pb::Lookup { parent: dir, name: name("k") });
-    let changes: Vec<Op> = std::iter::once(mkdir(dir, "k")).chain(vec![lookup.clone(); 8000]).collect();
+    let changes: Vec<Op> =
+        std::iter::once(mkdir(dir, "k")).chain(vec![lookup.clone(); 8000]).collect();
     let during = looks_while(&mount, || {
         let many = user(1000, (0..65_000).collect());
         assert_eq!(s.run(&many, changes.clone()).unwrap_err(), Code::TooBig);
-        assert_eq!(s.run(&user(1000, vec![5; 1_000_000]), changes.clone()).unwrap_err(), Code::TooBig);
+        assert_eq!(
+            s.run(&user(1000, vec![5; 1_000_000]), changes.clone()).unwrap_err(),
+            Code::TooBig
+        );
         s.run(&many, vec![mkdir(dir, "k")]).unwrap();
         assert_eq!(s.run(&many, vec![lookup.clone(); 8000]).unwrap_err(), Code::TooBig);
     });
@@ -64,7 +74,13 @@ fn lists_that_are_much_work_do_not_stop_others() {
     }
     let [a, b] = ["a", "b"].map(|n| s.run(&root, vec![mkdir(at, n)]).unwrap().ino);
     s.run(&root, vec![mkdir(a, "v")]).unwrap();
-    let rename = Op::Rename(pb::Rename { parent: a, name: name("v"), new_parent: b, new_name: name("v"), flags: 0 });
+    let rename = Op::Rename(pb::Rename {
+        parent: a,
+        name: name("v"),
+        new_parent: b,
+        new_name: name("v"),
+        flags: 0,
+    });
     let during = looks_while(&mount, || {
         for _ in 0..50 {
             assert_eq!(s.run(&root, vec![rename.clone()]).unwrap_err(), Code::TooBig);
@@ -75,7 +91,12 @@ fn lists_that_are_much_work_do_not_stop_others() {
     assert!(during < bound(before), "{during:?}, {before:?} before");
 
     // Locks, all in one file.
-    let file = Op::Create(pb::Create { parent: ROOT_INO, name: name("locks"), mode: 0o666, ..Default::default() });
+    let file = Op::Create(pb::Create {
+        parent: ROOT_INO,
+        name: name("locks"),
+        mode: 0o666,
+        ..Default::default()
+    });
     let ino = s.run(&root, vec![file]).unwrap().attr.unwrap().ino;
     let lock = |i: u64| {
         let span = Some(pb::LockSpan { start: 4 * i, end: 4 * i + 1, r#type: 2, pid: 1 });
