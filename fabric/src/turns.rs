@@ -3,14 +3,14 @@
 //! that asks for much leaves room for others, and waits among its own:
 //!
 //! - A machine has no more requests in work than there is room left: half of all if it is alone, a
-//! third beside another one. A session has a quarter of all at most.
+//!   third beside another one. A session has a quarter of all at most.
 //! - A session with nothing in work may go beyond its machine's share, but not into the last
 //!   eighth.
 //! - What becomes free goes to the machine with the least in work, there to the session with the
-//! least; among those with as little, to the one whose last turn is the longest ago.
+//!   least; among those with as little, to the one whose last turn is the longest ago.
 //! - Where a limit is set for it ([`Turns::shared`]), a machine has no more than that in work while
-//! another session than the asking one is active, wherever: a device works in order of arrival,
-//! so others wait for all that is in work. It is less while turns go on late ([`Share`]).
+//!   another session than the asking one is active, wherever: a device works in order of arrival,
+//!   so others wait for all that is in work. It is less while turns go on late ([`Share`]).
 //!
 //! [`Table`] is pure: it has no clock and waits for nothing. [`Turns`] waits.
 

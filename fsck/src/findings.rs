@@ -270,6 +270,7 @@ fn diverged(chain: &pb::Chain, lists: &Lists) -> Vec<Finding> {
         .collect()
 }
 
+/// A finding as one line for people.
 pub fn text(f: &Finding) -> String {
     match f {
         Finding::Leaked { ino, data, target, chunks, .. } => {

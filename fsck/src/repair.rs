@@ -191,7 +191,7 @@ impl Plan {
                     chains.extend(on)
                 }
                 Finding::Misplaced { chain, .. } if matches!(job, Job::Chunks { .. }) => {
-                    drop(chains.insert(*chain))
+                    chains.insert(*chain);
                 }
                 _ => {}
             }

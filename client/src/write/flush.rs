@@ -33,6 +33,9 @@ const WRITES_PER_CHUNK: usize = KEPT_WRITERS / 2;
 /// Drops what is kept of a file's bytes when it is dropped.
 struct Forget<'a>(&'a Updates, Ino);
 
+/// An entry that stays unstable, and its place among the others.
+type Kept = (u64, Entry<Hold>);
+
 impl Drop for Forget<'_> {
     fn drop(&mut self) {
         self.0.cache.lock().forget(self.1);
@@ -311,7 +314,7 @@ impl Updates {
         inode: &'a Arc<Inode>,
         p: Replay<Hold>,
         limit: Duration,
-    ) -> BoxFuture<'a, Result<Option<(u64, Entry<Hold>)>>> {
+    ) -> BoxFuture<'a, Result<Option<Kept>>> {
         Box::pin(async move {
             let lost = || Error::new(Code::Io, "the session was lost");
             let session =

@@ -166,10 +166,10 @@ async fn what_was_not_lent_is_not_written() {
 static STUCK: AtomicBool = AtomicBool::new(false);
 
 unsafe extern "C" fn dereg_or_not(mr: *mut verbs::Mr) -> std::ffi::c_int {
-    // SAFETY: as of the one in its place.
     if STUCK.load(SeqCst) {
         libc::EBUSY
     } else {
+        // SAFETY: as of the one in its place.
         unsafe { (verbs::lib().unwrap().ibv_dereg_mr)(mr) }
     }
 }

@@ -269,8 +269,6 @@ fn calls_in_the_order_of_a_stream_go_on_beside_the_program() {
     drop(unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 0) }.unwrap());
     host.destroy();
     // SAFETY: as above.
-    assert_eq!(
-        unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 0) }.err().unwrap().code,
-        Code::NoDev
-    );
+    let gone = unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 0) };
+    assert_eq!(gone.err().unwrap().code, Code::NoDev);
 }

@@ -7,7 +7,7 @@ use prost::Message as _;
 use strake_fabric::{Connection, Endpoint, Env, Fabric, LeaderFinder, Message, traffic};
 use strake_proto::{Code, Error, NodeId, Result, map::MapView, opcode, pb};
 
-/// Failures older than this are no longer reported.
+/// Failures older than this are no longer reported, unless a connection is being tried.
 const RECENT: Duration = Duration::from_secs(1);
 const CONNECT: Duration = Duration::from_secs(1);
 
@@ -40,6 +40,23 @@ pub(super) struct Peers {
     conns: Mutex<BTreeMap<(NodeId, Lane), Shared>>,
     /// When a node last failed to answer, without an answer since.
     failing: Mutex<BTreeMap<NodeId, Duration>>,
+    /// Calls that wait for a connection.
+    connecting: Mutex<BTreeMap<NodeId, usize>>,
+}
+
+/// A call waits for a connection to this node.
+struct Connecting<'a>(&'a Peers, NodeId);
+
+impl Drop for Connecting<'_> {
+    fn drop(&mut self) {
+        let mut connecting = self.0.connecting.lock();
+        if let Some(n) = connecting.get_mut(&self.1) {
+            *n -= 1;
+            if *n == 0 {
+                connecting.remove(&self.1);
+            }
+        }
+    }
 }
 
 fn unanswered(e: &Error) -> bool {
@@ -48,7 +65,13 @@ fn unanswered(e: &Error) -> bool {
 
 impl Peers {
     pub(super) fn new(env: Env, fabric: Arc<dyn Fabric>) -> Peers {
-        Peers { env, fabric, conns: Mutex::default(), failing: Mutex::default() }
+        Peers {
+            env,
+            fabric,
+            conns: Mutex::default(),
+            failing: Mutex::default(),
+            connecting: Mutex::default(),
+        }
     }
 
     /// Calls a node of the map. Connection errors read as `Disconnected`.
@@ -60,7 +83,11 @@ impl Peers {
         m: Message,
         timeout: Duration,
     ) -> Result<Message> {
-        let result = match self.connect(map, node, lane).await {
+        let connecting = self.connecting(node);
+        let connection = self.connect(map, node, lane).await;
+        // It may be there again, and slow.
+        drop(connecting);
+        let result = match connection {
             Ok(conn) => conn.call(m, timeout).await,
             Err(e) => Err(Error::new(Code::Disconnected, e.message)),
         };
@@ -70,6 +97,11 @@ impl Peers {
             _ => failing.remove(&node),
         };
         result
+    }
+
+    fn connecting(&self, node: NodeId) -> Connecting<'_> {
+        *self.connecting.lock().entry(node).or_default() += 1;
+        Connecting(self, node)
     }
 
     /// The connection of a lane, made if there is none. An attempt that fails is that of all who
@@ -117,11 +149,14 @@ impl Peers {
         traffic::roads(&*self.fabric)
     }
 
-    /// Nodes that lately did not answer, for the heartbeat.
+    /// Nodes that lately did not answer, for the heartbeat. A node behind a cut link stays among
+    /// them from one attempt to the next, though each takes as long as failures are remembered: if
+    /// a heartbeat left it out, the metadata servers would begin to count anew.
     pub(super) fn unreachable(&self) -> Vec<NodeId> {
         let now = self.env.boot();
+        let connecting = self.connecting.lock();
         let mut failing = self.failing.lock();
-        failing.retain(|_, at| now.saturating_sub(*at) < RECENT);
+        failing.retain(|n, at| now.saturating_sub(*at) < RECENT || connecting.contains_key(n));
         failing.keys().copied().collect()
     }
 }
@@ -319,6 +354,34 @@ mod tests {
             );
             assert_eq!(peers.unreachable(), [1]);
         }
+    }
+
+    /// An attempt to connect and the pause before it take longer than a failure is remembered.
+    #[tokio::test(start_paused = true)]
+    async fn a_node_that_is_tried_again_and_again_stays_unreachable() {
+        let (peers, _, map) = peers();
+        let call = |node| peers.call(&map, node, Lane::Forward(0), Message::default(), CONNECT);
+        call(1).await.unwrap_err();
+        let tries = async {
+            for _ in 0..3 {
+                tokio::time::sleep(RECENT / 2).await;
+                call(1).await.unwrap_err();
+            }
+        };
+        let heartbeats = async {
+            loop {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+                assert_eq!(peers.unreachable(), [1]);
+            }
+        };
+        tokio::select! {
+            () = tries => {}
+            () = heartbeats => {}
+        }
+        // A connection that is there says nothing bad of a node, however long a call takes.
+        assert!(peers.connecting.lock().is_empty());
+        tokio::time::sleep(RECENT).await;
+        assert_eq!(peers.unreachable(), []);
     }
 
     #[tokio::test(start_paused = true)]
