@@ -67,7 +67,7 @@ impl RefusedTarget {
             news: Notify::new(),
         };
         tracing::error!(
-            "a target is refused of service, the others go on: {}; {NEXT_STEP}",
+            "a target is out of service, the others go on: {}; {NEXT_STEP}",
             refused.why()
         );
         *refused.now.lock() = NEXT_STEP.into();
