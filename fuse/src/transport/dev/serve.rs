@@ -2,8 +2,7 @@
 //!
 //! A read of cached bytes is answered on the thread that received it; every other request runs as a
 //! task on the tokio runtime. When too many tasks run, the threads stop reading requests from the
-//! kernel until one ends. Requests that wait for a lock do not count there: they have their own
-//! limit.
+//! kernel until one ends. Requests that wait for a lock have a limit of their own.
 
 use std::{
     collections::BTreeMap,
