@@ -1,5 +1,5 @@
-//! What a client does by itself, at intervals: it renews its session, reports sizes, releases
-//! files, sends what it held back, flushes, and serves recalls.
+//! What a client does in the background, at intervals: it renews its session, reports sizes,
+//! releases files, sends dirty data, flushes, and serves recalls.
 
 use std::{
     future::Future,
@@ -12,12 +12,12 @@ use tokio::time::Instant;
 
 use crate::{core::Core, inode::Inode, leases::recalls, write::writeback};
 
-/// Sizes that are being reported at a time.
+/// How many sizes are reported at a time.
 const SIZES_AT_ONCE: usize = 32;
-/// How long a release may wait for others.
+/// How long a release may wait to be sent together with others.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Starts what goes on until the client is gone.
+/// Starts the background tasks, which run until the client is gone.
 pub(crate) fn start(core: &Arc<Core>) {
     let weak = Arc::downgrade(core);
     core.shared.env.spawn(every(
@@ -46,7 +46,7 @@ pub(crate) fn start(core: &Arc<Core>) {
     core.shared.env.spawn(flush_loop(weak));
 }
 
-/// Reports all sizes that grew, some at a time.
+/// Reports all sizes that grew, several at a time.
 async fn push_sizes(core: Arc<Core>) {
     core.cache.lock().age(Instant::now());
     let dirty = core.files.live_inodes().into_iter().filter(|inode| inode.is_dirty());
@@ -61,7 +61,7 @@ async fn push_sizes(core: Arc<Core>) {
     stream::iter(dirty.map(report)).buffer_unordered(SIZES_AT_ONCE).collect::<()>().await;
 }
 
-/// Calls `f` again and again until the client is gone.
+/// Calls `f` repeatedly until the client is gone.
 async fn every<F>(core: Weak<Core>, pause: impl Fn(&Core) -> Duration, f: impl Fn(Arc<Core>) -> F)
 where
     F: Future<Output = ()>,
@@ -78,8 +78,8 @@ where
     }
 }
 
-/// Flushes chains whose unstable bytes are old or many, on a timer and when somebody waits for
-/// room.
+/// Flushes chains whose unstable bytes are old or many: on a timer, and when a writer waits for
+/// memory.
 async fn flush_loop(core: Weak<Core>) {
     loop {
         let Some(c) = core.upgrade() else { return };

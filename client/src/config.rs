@@ -1,4 +1,4 @@
-//! What a client is told at start, and what it counts while it runs.
+//! The settings of a client, and its counters.
 
 use std::{
     sync::{
@@ -12,19 +12,20 @@ use strake_fabric::Endpoint;
 
 use crate::handover::Handover;
 
-/// As [`Config::op_timeout`]: without end. A hundred years, because time is added to it.
+/// For [`Config::op_timeout`]: retry without end. It is a hundred years, because time is added to
+/// it.
 pub const FOREVER: Duration = Duration::from_secs(100 * 366 * 86_400);
 
-/// What is asked of metadata servers that do not lead: their answers are as good, but cannot be
-/// remembered. See `docs/follower-reads.md`.
+/// Which requests go to metadata servers other than the leader. Their answers are as good, but
+/// cannot be cached under a lease. See `docs/follower-reads.md`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FollowerReads {
-    /// Only what would not be remembered anyhow, or is too much for it.
+    /// Only reads whose answers would not be cached anyway, or that are too large for it.
     #[default]
     Auto,
-    /// Everything that only looks and is not known.
+    /// Every read whose answer is not cached.
     Always,
-    /// Nothing.
+    /// No requests.
     Never,
 }
 
@@ -42,11 +43,12 @@ pub struct Config {
     /// Longest read-ahead window of one open file, bytes; 0 turns read-ahead off.
     pub read_ahead_bytes: usize,
     /// Memory for bytes of files that were read or read ahead, over all files; at most half of the
-    /// fabric's buffer pool is taken. 0: nothing is kept, and nothing read ahead.
+    /// fabric's buffer pool is used. 0: no bytes are cached or read ahead.
     pub cache_bytes: usize,
     /// Data requests in flight, over all files.
     pub max_inflight_pieces: usize,
-    /// Bytes written but not yet stable that are kept for repetition; writers wait beyond it.
+    /// Limit of the bytes that are written but not yet stable, and kept to be sent again; writers
+    /// wait beyond it.
     pub unstable_limit: usize,
     /// Age at which unstable bytes are flushed in the background.
     pub flush_age: Duration,
@@ -59,30 +61,30 @@ pub struct Config {
     pub connect_timeout: Duration,
     /// Change nothing: see [`crate::Client::set_read_only`].
     pub read_only: bool,
-    /// Hold back what is written to files that nobody else may write, and send it later in larger
-    /// pieces; see `docs/client.md`.
+    /// Delay writes to files that no other client may write, and send them later in larger pieces;
+    /// see `docs/client.md`.
     pub write_back: bool,
-    /// Keep pages of memory mappings in order with what other clients map and write; see
+    /// Keep pages of memory mappings coherent with what other clients map and write; see
     /// `docs/mappings.md`.
     pub page_locks: bool,
-    /// Connections to each object storage server.
+    /// Connections to each storage server.
     pub connections_per_node: usize,
-    /// Read from this replica of each chain only (0 = first), to verify copies one by one. `None`:
+    /// Read only from this replica of each chain (0 = first), to verify copies one by one. `None`:
     /// from any.
     pub read_replica: Option<usize>,
-    /// What is asked of metadata servers that do not lead.
+    /// Which requests go to metadata servers other than the leader.
     pub follower_reads: FollowerReads,
-    /// Servers that are not reached are reached through others.
+    /// Reach servers that are not reached directly through other servers.
     pub relay: bool,
     /// This client's uuid; random unless given.
     pub uuid: Option<[u8; 16]>,
-    /// How long the end of a file is kept for the next piece of an append at most
-    /// ([`crate::File::append_part`]); 0: not at all.
+    /// The longest time that the end of a file is kept for the next piece of an append
+    /// ([`crate::File::append_part`]); 0 for not at all.
     pub append_hold: Duration,
-    /// Uuids of clients that are certainly gone; their sessions end when this one's begins. At most
-    /// 64.
+    /// Uuids of clients that are certainly gone; their sessions end when this client's session
+    /// begins. At most 64.
     pub dead: Vec<[u8; 16]>,
-    /// Memory for what must outlive this process. Its uuid goes over `uuid`.
+    /// Memory for state that must outlive this process. The uuid in it overrides `uuid`.
     pub handover: Option<Arc<Handover>>,
 }
 
@@ -127,7 +129,7 @@ macro_rules! stats {
         }
 
         impl Stats {
-            /// All of them by their names.
+            /// All counters and gauges with their names.
             pub fn fields(&self) -> Vec<(&'static str, u64)> {
                 vec![$((stringify!($name), self.$name),)* $((stringify!($gauge), self.$gauge),)*]
             }
@@ -137,7 +139,7 @@ macro_rules! stats {
         pub(crate) struct Counters { $(pub $name: AtomicU64,)* }
 
         impl Counters {
-            /// The gauges are 0.
+            /// The counters; gauges are 0.
             pub fn read(&self) -> Stats {
                 Stats { $($name: self.$name.load(Relaxed),)* ..Stats::default() }
             }
@@ -152,34 +154,33 @@ stats!({
     cached_bytes,
     /// Bytes that writes took.
     written_bytes,
-    /// Writes that were held back.
+    /// Writes that were held back, to be sent later.
     held_writes,
-    /// Opens that were answered from memory.
+    /// Opens that were answered from the open cache.
     cached_opens,
-    /// Requests to metadata servers, retries included; those by which recalls are waited for are
-    /// not.
+    /// Requests to metadata servers, including retries. The requests that wait for recalls are not
+    /// counted.
     meta_requests,
-    /// Of those, requests about names and files: all but what keeps the session, its leases and the
-    /// cluster map.
+    /// Of those, requests about names and files: all but those that keep the session, its leases
+    /// and the cluster map.
     operations,
-    /// Of those, lists that a metadata server answered which does not lead.
+    /// Of those, lists that a metadata server other than the leader answered.
     follower_reads,
-    /// And lists that such a one was asked in vain; the leader was asked then.
+    /// Lists that such a server could not answer, so that the leader was asked.
     follower_refusals,
-    /// Connections that were made through another server, because the direct way was cut.
+    /// Connections that were made through another server, because the direct link was cut.
     relayed,
-    /// Requests to object storage servers, retries included.
+    /// Requests to storage servers, including retries.
     data_requests,
     /// Of those, reads of bytes, and writes.
     data_reads,
     /// See `data_reads`.
     data_writes,
-    /// Questions to storage targets for the space of what is held back; not among the data
-    /// requests.
+    /// Requests to storage targets for space for dirty data; not included in the data requests.
     grant_requests,
-    /// Inodes that the metadata servers had this client forget.
+    /// Inodes that this client forgot because the metadata servers recalled them.
     recalls,
-    /// Requests repeated after an error that passes.
+    /// Requests repeated after a transient error.
     retries,
     /// Writes repeated because their bytes changed on the way.
     resends,
@@ -194,11 +195,11 @@ stats!({
     /// Longest time one request was retried, milliseconds.
     longest_stall_ms,
 } {
-    /// Bytes that are written and not yet known to be stable, now.
+    /// Bytes that are written and not yet known to be stable now.
     unstable_bytes,
-    /// Bytes that are held back, now.
+    /// Bytes that are held back now.
     held_bytes,
-    /// Memory in use for bytes that were read, now.
+    /// Memory in use now for bytes that were read.
     cache_bytes,
 });
 

@@ -1,10 +1,10 @@
-//! Wires the services of one client, and owns what is left between them. The services, from the
+//! Wires the services of one client, and owns what is shared between them. The services, from the
 //! bottom up:
 //!
 //! [`Shared`] ← [`Metadata`] ← [`Files`] ← [`Storage`] ← [`Updates`] ← [`WriteBack`]
 //!
-//! Each is given those before it and calls only those. [`Metadata`] tells whoever has files open in
-//! its session what becomes of it by the trait [`SessionOwner`], which is here.
+//! Each is given those before it and calls only those. [`Metadata`] reports what becomes of the
+//! session to the owner of its open files by the trait [`SessionOwner`], which is defined here.
 
 use std::{
     future::Future,
@@ -50,9 +50,9 @@ pub(crate) struct Core {
     pub recent_lookups: RecentLookups,
     pub open_cache: Arc<OpenCache>,
     pub(crate) recalls: Acknowledged,
-    /// Ways to servers that are not reached.
+    /// Connections through other servers, for servers that are not reached directly.
     pub(crate) relays: Arc<Relays>,
-    /// Bytes of files that were read.
+    /// The read cache: bytes of files that were read.
     pub cache: Arc<Mutex<Cache>>,
 }
 
@@ -113,8 +113,8 @@ impl Core {
         }
     }
 
-    /// Sends what is held back of a file, and reports its size and mtime: from here on whoever asks
-    /// is told all of it.
+    /// Sends the dirty data of a file, and reports its size and mtime: from here on every other
+    /// client sees all of it.
     pub(crate) async fn tell_all(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
         self.writeback.send_held(inode).await;
         self.files.push_size(inode).await

@@ -1,5 +1,5 @@
 //! The file system as a library: names, attributes and striped file I/O over the metadata and
-//! object storage servers.
+//! storage servers.
 //!
 //! ```no_run
 //! # async fn example(fabric: std::sync::Arc<dyn strake_fabric::Fabric>) -> strake_proto::Result<()> {
@@ -15,8 +15,8 @@
 //! # }
 //! ```
 //!
-//! What is cached, for how long, and what happens to unstable bytes when servers fail is in
-//! `docs/client.md`.
+//! `docs/client.md` says what is cached, for how long, and what happens to unstable bytes when
+//! servers fail.
 //!
 //! Where to read, by folder:
 //!
@@ -30,12 +30,12 @@
 //! | `read/` | the read cache and read-ahead |
 //! | `write/` | write-back, unstable writes, flushes, grants of space |
 //! | `inode/` | what all handles of one file share |
-//! | `handover/` | what a client leaves to the one that takes its place |
+//! | `handover/` | what a client leaves to the next client of the same mount |
 //! | `shared/` | retries, and servers that do not answer |
 //!
-//! `core.rs` wires them, `background.rs` has what goes on by itself. In each folder `service.rs`
-//! (in `write/` also `held_writes.rs`) has the state of a service; the files beside it are what is
-//! done with it.
+//! `core.rs` wires them, `background.rs` has the background tasks. In each folder `service.rs` (in
+//! `write/` also `held_writes.rs`) has the state of a service; the files beside it have the
+//! operations on it.
 //!
 //! Pure tables without clock, task or socket: `leases/table.rs`, `leases/recent_lookups.rs`,
 //! `locks/pages.rs`, `locks/waiting_list.rs`, `write/dirty.rs`, `write/grants.rs`,

@@ -5,9 +5,9 @@ strake_proto::rows! {
     pub enum Holder {
         /// Answered from memory.
         Remembered = "remembered",
-        /// Kept of an answer.
+        /// Kept from an answer.
         Kept = "kept",
-        /// Not kept, because it was voided meanwhile or an own change is under way.
+        /// Not kept, because it was voided meanwhile or an own change is in progress.
         NotKept = "not-kept",
         /// A recall.
         Recalled = "voided",
@@ -15,15 +15,15 @@ strake_proto::rows! {
         OwnName = "own-name",
         /// An own change of an inode.
         OwnInode = "own-inode",
-        /// Kept of the answer to an own change.
+        /// Kept from the answer to an own change.
         OwnKept = "own-kept",
-        /// Not kept of the answer to an own change.
+        /// Not kept from the answer to an own change.
         OwnNotKept = "own-not-kept",
         /// An own change was given up.
         GivenUp = "own-given-up",
         /// Leases renewed.
         Renewed = "lives",
-        /// Leases that had been over begin anew.
+        /// Leases that had ended begin again.
         Anew = "lives-anew",
         /// The term is over.
         Over = "over",
@@ -41,27 +41,27 @@ strake_proto::rows! {
         Marked = "page-marked",
         /// Used without the lock.
         Free = "page-free",
-        /// The lock is asked for.
+        /// The lock is requested.
         Asked = "page-asked",
-        /// Another one here asks for it, or it is being given up.
+        /// Another use here requests the lock, or it is being released.
         Waited = "page-waited",
-        /// It was got.
+        /// The lock was granted.
         Granted = "page-granted",
         /// Used under the lock.
         Used = "page-used",
-        /// One for looking is given up for one for changes.
+        /// A read lock is released to get a write lock.
         Exchanged = "page-exchanged",
-        /// It went with the session.
+        /// The lock was lost with the session.
         Lost = "page-lost",
-        /// Wanted by others before it was got.
+        /// Wanted by others before it was granted.
         WantedEarly = "page-wanted-early",
-        /// To be given up once uses without it are over.
+        /// To be released once uses without it are over.
         FreeEnds = "page-free-ends",
-        /// To be given up once uses of it are over.
+        /// To be released once uses of it are over.
         UsersEnd = "page-users-end",
-        /// To be given up, but kept for a moment.
+        /// To be released, but kept for a moment.
         Kept = "page-kept",
-        /// Given up.
+        /// Released.
         Left = "page-left",
     }
 }

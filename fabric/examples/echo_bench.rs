@@ -1,6 +1,6 @@
-//! What the TCP fabric costs beside a bare socket, both ends in this process over loopback: `cargo
-//! run --release -p strake-fabric --example echo_bench [MiB]`. CPU seconds are of both ends
-//! together.
+//! Cost of the TCP fabric compared with a bare socket, both ends in this process over loopback:
+//! `cargo run --release -p strake-fabric --example echo_bench [MiB]`. CPU seconds are the sum of
+//! both ends.
 
 use std::{
     sync::Arc,

@@ -1,6 +1,6 @@
-//! The way to a server's administration (gRPC): each connection begins with the handshake of
-//! `conn/handshake.rs`, under a key of its own that is derived from the cluster key. So whoever
-//! does not know that reaches nothing of HTTP.
+//! The connection to a server's administration (gRPC). Each connection begins with the handshake of
+//! `conn/handshake.rs`, under a key of its own that is derived from the cluster key. A peer that
+//! does not know this key never reaches the HTTP layer.
 
 use std::{
     collections::VecDeque,
@@ -29,19 +29,20 @@ use crate::{
     quiet::Quiet,
 };
 
-/// Connections that have proved nothing yet. One more takes the place of the oldest: a stranger who
-/// holds places gives them up before somebody with the key, who is done in a moment, finds none.
+/// Limit of connections that have not finished the handshake. One more takes the place of the
+/// oldest: a stranger who holds such places loses them, while a peer with the key finishes in a
+/// moment.
 const HALF_OPEN: usize = 64;
-/// Connections of administrators.
+/// Limit of connections of administrators.
 const OPEN: usize = 32;
 /// How long a handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// A connection whose other end is silent for so long is asked whether it is there, and ended if it
-/// is not.
+/// A connection whose peer is silent for this long is probed, and closed if the peer does not
+/// answer.
 const SILENCE: Duration = Duration::from_secs(15);
 
-/// Who may administer: whoever derives this from the cluster key. Neither clients nor what is sent
-/// to another port pass for it.
+/// The identity of an administrator: derived from the cluster key. Neither the client key nor a
+/// handshake for another port is accepted in its place.
 fn identity(cluster_key: &[u8; 32]) -> Identity {
     let key = derive_key(cluster_key, "strake admin v1");
     let nobody = derive_key(&key, "nobody");
@@ -54,8 +55,7 @@ fn identity(cluster_key: &[u8; 32]) -> Identity {
     }
 }
 
-/// Listens until the future that is returned is dropped. Fails at once if the address cannot be
-/// had.
+/// Listens until the returned future is dropped. Fails at once if the address cannot be bound.
 pub fn serve(
     at: SocketAddr,
     env: Env,
@@ -81,7 +81,7 @@ pub fn serve(
     })
 }
 
-/// What a server's builder has in common.
+/// The common settings of a server's builder.
 pub fn builder() -> tonic::transport::Server {
     tonic::transport::Server::builder()
         .concurrency_limit_per_connection(16)
@@ -121,7 +121,7 @@ struct Door {
 
 impl Door {
     async fn accept_all(self, listener: TcpListener) {
-        // Whoever is still at the door goes with it.
+        // Dropping the `JoinSet` ends connections that are still in their handshake.
         let (mut tasks, mut half_open) = (JoinSet::new(), VecDeque::<AbortHandle>::new());
         let (starved, refused) = (Quiet::new(), Arc::new(Quiet::new()));
         loop {
@@ -207,7 +207,7 @@ impl AsyncWrite for Admitted {
     }
 }
 
-/// Connections as they pass the door.
+/// Admitted connections, as the HTTP server takes them.
 struct Streams(mpsc::Receiver<Admitted>);
 
 impl futures_util::Stream for Streams {

@@ -1,12 +1,12 @@
 //! The one buffer type from socket to disk: page-aligned, pooled, shared by reference.
 //!
-//! A [`Pool`] hands out [`BufMut`]s of power-of-two capacity from 4 KiB up; a filled one is frozen
-//! into a [`Buf`], which can be sliced and cloned without copying, and goes back to the pool when
+//! A [`Pool`] hands out [`BufMut`]s of power-of-two capacity from 4 KiB up. A filled one is frozen
+//! into a [`Buf`], which can be sliced and cloned without copying. It goes back to the pool when
 //! the last clone is dropped. Memory is zeroed once, when it comes from the system, and not again:
-//! **the contents of a fresh buffer are unspecified** (they are some earlier buffer's), so whoever
-//! hands one out must fill it first. Buffers up to 4 MiB lie in [`Region`]s, which an io_uring
-//! registers once. Larger ones are mappings of their own, of which only what is written takes
-//! memory and time: a peer may announce much and send little.
+//! **the contents of a fresh buffer are unspecified** (they are some earlier buffer's), so the code
+//! that takes a buffer must fill it before handing it on. Buffers up to 4 MiB lie in [`Region`]s,
+//! which an io_uring registers once. Larger ones are mappings of their own, of which only the pages
+//! written take memory and time: a peer may announce much and send little.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
@@ -40,8 +40,8 @@ const DANGLING: NonZero<usize> = NonZero::new(ALIGN).unwrap();
 struct Block {
     ptr: NonNull<u8>,
     cap: usize,
-    /// Where it lies in its pool's arena; `None`: it is an allocation of its own, or above
-    /// [`REGION`] a mapping.
+    /// Its place in the pool's arena. `None`: an allocation of its own, or a mapping if it is
+    /// larger than [`REGION`].
     place: Option<Place>,
 }
 
@@ -74,7 +74,7 @@ impl Block {
 }
 
 /// A mapping of `cap` bytes, which the kernel zeroes page by page when they are first touched.
-/// Aligned to pages, of which none is smaller than [`ALIGN`].
+/// Aligned to a page, which is at least [`ALIGN`].
 fn map(cap: usize) -> Option<NonNull<u8>> {
     let prot = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a new private mapping at an address of the kernel's choice touches no memory in use.
@@ -97,7 +97,7 @@ impl Drop for Block {
     }
 }
 
-/// Where buffers come from. Clones share one pool.
+/// Allocates buffers. Clones share one pool.
 #[derive(Clone)]
 pub struct Pool {
     shared: Arc<Shared>,
@@ -105,28 +105,27 @@ pub struct Pool {
 
 struct Shared {
     limit: u64,
-    /// Room below the limit, in units of [`ALIGN`].
+    /// Memory left below the limit, in units of [`ALIGN`].
     room: Semaphore,
     arena: Mutex<Arena>,
     used_bytes: AtomicU64,
     waits: AtomicU64,
-    /// Those that wait now.
+    /// Number of callers that wait now.
     waiting: AtomicU64,
     allocations: AtomicU64,
 }
 
-/// What a pool is doing, in bytes where not said otherwise.
+/// What a pool is doing; in bytes unless noted otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStats {
     pub limit: u64,
-    /// Capacity of the buffers that are out; those of [`Pool::get_now`] may take it beyond the
-    /// limit.
+    /// Capacity of the buffers in use. [`Pool::get_now`] may take it beyond the limit.
     pub used: u64,
     /// Memory kept for reuse.
     pub free: u64,
     /// How often [`Pool::get`] or [`Pool::get_all`] had to wait.
     pub waits: u64,
-    /// Buffers that found no room in a region.
+    /// Number of buffers that did not fit into a region.
     pub allocations: u64,
 }
 
@@ -151,9 +150,9 @@ fn capacity(len: usize) -> usize {
 }
 
 impl Pool {
-    /// A pool whose buffers that are out take at most `limit` bytes (rounded down to 4 KiB).
-    /// Regions, at least one, are kept for reuse up to the same limit; buffers above 4 MiB, or for
-    /// which no region has room in one piece, come on top.
+    /// A pool whose buffers in use take at most `limit` bytes (rounded down to 4 KiB). Regions, at
+    /// least one, are kept for reuse up to the same limit. Buffers above 4 MiB, and those for which
+    /// no region has enough contiguous memory, are allocated in addition.
     pub fn new(limit: u64) -> Pool {
         let pages = (limit / ALIGN as u64).min(Semaphore::MAX_PERMITS as u64 / 2) as usize;
         Pool {
@@ -169,8 +168,8 @@ impl Pool {
         }
     }
 
-    /// A pool whose buffers lie in kept memory from `offset` on, as many regions as fit; what finds
-    /// no room there lies elsewhere ([`Buf::kept`] tells).
+    /// A pool whose buffers lie in kept memory from `offset` on, in as many regions as fit. Buffers
+    /// that do not fit lie elsewhere ([`Buf::kept`] tells).
     pub fn kept(memory: Arc<Kept>, offset: usize) -> Pool {
         let mut pool = Pool::new((memory.len().saturating_sub(offset) / REGION * REGION) as u64);
         let shared = Arc::get_mut(&mut pool.shared).expect("a pool that nobody else has yet");
@@ -178,8 +177,8 @@ impl Pool {
         pool
     }
 
-    /// The block of kept memory that a buffer of a former process lay in, all of it visible. `None`
-    /// if there is no such block, or it is in use.
+    /// The block of kept memory in which a buffer of an earlier process lay, all of it visible.
+    /// `None` if there is no such block or it is in use.
     pub fn take_kept(&self, at: usize, capacity: usize) -> Option<BufMut> {
         let s = &self.shared;
         let place = s.arena.lock().take_at(at, capacity, s.regions())?;
@@ -204,9 +203,9 @@ impl Pool {
         Ok(self.take(len, cap, pages))
     }
 
-    /// Buffers of these lengths. Waits once, for room for all of them; what is more than the whole
-    /// pool comes on top. Who holds buffers of the pool already must set a time limit: others may
-    /// do the same.
+    /// Buffers of these lengths. Waits once, until the pool has memory for all of them; what
+    /// exceeds the whole pool is allocated in addition. A caller that already holds buffers of the
+    /// pool must set a time limit: others may do the same, and wait for each other.
     pub async fn get_all(&self, lens: &[usize]) -> Result<Vec<BufMut>> {
         let wanted: usize = lens.iter().map(|l| capacity(*l) / ALIGN).sum();
         let mut room = wanted.min((self.shared.limit / ALIGN as u64) as usize) as u32;
@@ -220,12 +219,13 @@ impl Pool {
         Ok(lens.iter().map(each).collect())
     }
 
-    /// As [`Pool::get`], beyond the limit if need be; for small or rare buffers.
+    /// As [`Pool::get`], but never waits: goes beyond the limit if need be. For small or rare
+    /// buffers.
     pub fn get_now(&self, len: usize) -> BufMut {
         self.take(len, capacity(len), 0)
     }
 
-    /// Whether somebody waits for a buffer.
+    /// Whether any caller waits for a buffer.
     pub fn is_waited_for(&self) -> bool {
         self.shared.waiting.load(Relaxed) > 0
     }
@@ -258,7 +258,7 @@ impl Pool {
 }
 
 impl Shared {
-    /// Takes room for so many pages; buffers give it back.
+    /// Reserves this many pages of the limit; the buffers give them back.
     async fn wait_for(&self, pages: u32) -> Result<()> {
         let permit = match self.room.try_acquire_many(pages) {
             Ok(p) => p,
@@ -273,7 +273,7 @@ impl Shared {
         Ok(())
     }
 
-    /// How many regions there may be.
+    /// Maximum number of regions.
     fn regions(&self) -> usize {
         (self.limit as usize / REGION).max(1)
     }
@@ -287,7 +287,7 @@ impl Shared {
     }
 }
 
-/// One that waits for room.
+/// Counts a caller that waits for memory.
 struct Waits<'a>(&'a AtomicU64);
 
 impl<'a> Waits<'a> {
@@ -303,7 +303,7 @@ impl Drop for Waits<'_> {
     }
 }
 
-/// The pool a buffer returns to, and the room it takes there.
+/// The pool a buffer returns to, and the part of its limit that the buffer takes.
 struct Home {
     pool: Arc<Shared>,
     pages: u32,
@@ -314,9 +314,9 @@ pub struct BufMut {
     block: Block,
     len: usize,
     home: Option<Home>,
-    /// How its bytes came.
+    /// The transport that brought its bytes.
     road: Road,
-    /// How they left, since it was filled.
+    /// The transports that sent its bytes since it was filled.
     went: Went,
 }
 
@@ -325,7 +325,7 @@ impl BufMut {
         BufMut { block, len, home, road: Road::Local, went: Went::default() }
     }
 
-    /// Its bytes came by this road. A new buffer, and one that is written again, is
+    /// Notes the transport that brought its bytes. A new buffer, and one that is written again, has
     /// [`Road::Local`].
     pub fn came_by(&mut self, road: Road) {
         self.road = road;
@@ -397,7 +397,7 @@ impl DerefMut for BufMut {
     }
 }
 
-/// Place of a [`Buf`] in kept memory: its block, for [`Pool::take_kept`], and its range in that.
+/// Location of a [`Buf`] in kept memory: its block, for [`Pool::take_kept`], and its range in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeptAt {
     pub block: usize,
@@ -461,7 +461,7 @@ impl Buf {
         }
     }
 
-    /// How its bytes came. What was copied came by none.
+    /// The transport that brought its bytes. Copied bytes have [`Road::Local`].
     pub fn road(&self) -> Road {
         match &self.owner {
             Owner::Pooled(b) => b.road,
@@ -469,15 +469,15 @@ impl Buf {
         }
     }
 
-    /// All of it was sent by this road, and has arrived.
+    /// Notes that all of it was sent by this transport and has arrived.
     pub fn sent_by(&self, road: Road) {
         if let Owner::Pooled(b) = &self.owner {
             b.went.add(road, self.len());
         }
     }
 
-    /// How bytes of the whole buffer, of which this may be a part, were sent since it was filled;
-    /// those that were sent twice count twice.
+    /// Bytes sent by each transport since the whole buffer, of which this may be a part, was
+    /// filled. Bytes sent twice count twice.
     pub fn went(&self) -> ByRoad {
         match &self.owner {
             Owner::Pooled(b) => b.went.look(),
@@ -485,7 +485,7 @@ impl Buf {
         }
     }
 
-    /// Where it lies in kept memory, if it does.
+    /// Its location in kept memory, if it lies there.
     pub fn kept(&self) -> Option<KeptAt> {
         let Owner::Pooled(b) = &self.owner else { return None };
         let at = b.block.place.as_ref()?.kept_at()?;
@@ -502,7 +502,8 @@ impl Buf {
         self.as_ptr().addr().is_multiple_of(ALIGN) && self.len().is_multiple_of(ALIGN)
     }
 
-    /// The buffer for writing again, if this is its only holder and starts where the memory starts.
+    /// The buffer for writing again, if this is its only holder and it starts where the memory
+    /// starts.
     pub fn try_mut(self) -> Result<BufMut, Buf> {
         let Buf { owner, range } = self;
         match owner {
@@ -568,7 +569,7 @@ mod tests {
         }
     }
 
-    /// Pages of it that take memory.
+    /// Number of its pages that are resident in memory.
     fn resident(b: &BufMut) -> usize {
         let mut pages = vec![0u8; b.capacity() / ALIGN];
         // SAFETY: the buffer's memory is mapped, and there is a byte for each of its pages: none is
@@ -611,7 +612,7 @@ mod tests {
             (20, 10, 30)
         );
         drop(part);
-        // Written again, or used by somebody else: nothing of it is left.
+        // Written again, or used by another holder: nothing of it is left.
         let b = b.try_mut().unwrap().freeze();
         assert_eq!((b.road(), b.went().sum()), (Road::Local, 0));
         drop(b);
@@ -658,7 +659,7 @@ mod tests {
         assert!(!rest.is_finished(), "room for {room} bytes is taken");
         drop(bufs);
         assert_eq!((&mut rest).await.unwrap(), 512 << 10);
-        // Those who want most of the pool in parts take turns.
+        // Callers that want most of the pool in parts take turns.
         let each = (0..8).map(|_| async {
             let bufs = pool.get_all(&[64 << 10; 12]).await.unwrap();
             assert!(pool.stats().used <= 1 << 20);
@@ -666,7 +667,7 @@ mod tests {
             drop(bufs);
         });
         futures_util::future::join_all(each).await;
-        // More than there is: all of the pool, and more memory.
+        // More than the pool has: all of the pool, and additional memory.
         let most = pool.get_all(&[512 << 10; 3]).await.unwrap();
         assert_eq!(pool.stats().used, 3 << 19);
         let mut waiting = tokio_task(pool.clone(), 1);

@@ -1,5 +1,6 @@
-//! What every [`Fabric`] must do; it panics where one does not. For tests of any transport: give
-//! [`all`] two ends of it. Waits only for conditions, so it runs under tokio's paused time too.
+//! Checks of what every [`Fabric`] must do; they panic where it does not. For tests of any
+//! transport: give [`all`] two ends of it. Waits only for conditions, so it runs under tokio's
+//! paused time too.
 
 use std::{
     sync::{
@@ -27,8 +28,8 @@ pub const FAILS: u16 = 0x71;
 pub const BACK: u16 = 0x72;
 /// Its handler panics.
 pub const PANICS: u16 = 0x73;
-/// Answered with as many payload bytes as the body says, of an opcode whose payload the transport
-/// sums.
+/// Answered with as many payload bytes as the body says, under an opcode whose payload the
+/// transport covers with a checksum.
 pub const GENERATE: u16 = 0x74;
 
 /// A service that echoes, and waits, fails or calls back when asked to.
@@ -38,7 +39,7 @@ pub struct TestService {
     pub most_running: AtomicUsize,
     pub handled: AtomicUsize,
     pub disconnected: AtomicUsize,
-    /// Wakes those who watch the counters.
+    /// Wakes tasks that watch the counters.
     pub changed: Notify,
     pub peers: Mutex<Vec<Peer>>,
     gate: Gate,
@@ -58,7 +59,7 @@ impl TestService {
         self.gate.0.add_permits(n);
     }
 
-    /// Waits until `is` is true of the counters.
+    /// Waits until `is` holds for the counters.
     pub async fn until(&self, is: impl Fn(&TestService) -> bool) {
         loop {
             let changed = self.changed.notified();
@@ -119,7 +120,7 @@ impl Service for TestService {
     }
 }
 
-/// Bytes that differ from place to place and from seed to seed.
+/// Bytes that differ by position and by seed.
 pub fn pattern(len: usize, seed: usize) -> Buf {
     let bytes: Vec<u8> =
         (0..len).map(|i| (i.wrapping_mul(31) ^ (i >> 8) ^ seed.wrapping_mul(101)) as u8).collect();
@@ -136,9 +137,9 @@ fn flat(payload: &[Buf]) -> Vec<u8> {
 
 macro_rules! checks {
     ($($check:ident)*) => {
-        /// Runs every check between two fabrics of one cluster, and says how long each took; `at`
-        /// is where `listener` can listen (anew for each check). There is no other way to run one:
-        /// who conforms, conforms to all.
+        /// Runs every check between two fabrics of one cluster and reports how long each took. `at`
+        /// is where `listener` can listen (anew for each check). Checks cannot be run one by one: a
+        /// transport that conforms passes all of them.
         pub async fn all(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
             $(
                 let start = std::time::Instant::now();
@@ -222,7 +223,7 @@ async fn concurrency(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) 
     assert_eq!(e.service.handled.load(SeqCst), 2000);
 }
 
-/// A slow request holds up nobody else.
+/// A slow request does not delay others.
 async fn answers_in_any_order(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
     let slow = e.conn.call(Message::new(GATED, "slow"), LONG);
@@ -260,8 +261,8 @@ async fn back_calls(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     assert_eq!(got.code, Code::OpNotSupp);
 }
 
-/// A call ends at its deadline; given-up calls take no place for good and their late answers go
-/// nowhere.
+/// A call ends at its deadline. Abandoned calls free their slots, and their late answers are
+/// discarded.
 async fn timeouts_and_dropped_calls(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let e = meet(dialer, listener, at).await;
     let got =

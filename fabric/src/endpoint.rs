@@ -1,4 +1,4 @@
-//! Where a process is reached: `tcp:HOST:PORT`, `rdma:HOST:PORT`, or `sim:N` in the simulator.
+//! The address of a process: `tcp:HOST:PORT`, `rdma:HOST:PORT`, or `sim:N` in the simulator.
 
 use std::{fmt, str::FromStr};
 
@@ -20,7 +20,7 @@ pub enum Endpoint {
 impl FromStr for Endpoint {
     type Err = Error;
 
-    /// `tcp:HOST:PORT` or `rdma:HOST:PORT`; `tcp:` may be left out. IPv6 addresses stand in
+    /// `tcp:HOST:PORT` or `rdma:HOST:PORT`; `tcp:` may be left out. IPv6 addresses are written in
     /// brackets.
     fn from_str(s: &str) -> Result<Endpoint, Error> {
         let bad = || {

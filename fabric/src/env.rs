@@ -1,4 +1,4 @@
-//! What a process gets from outside itself: time, randomness and tasks. One value per process (or
+//! What a process gets from its environment: time, randomness and tasks. One value per process (or
 //! per simulated node), so that the simulator can drive many nodes in one thread from one seed and
 //! kill any of them.
 //!
@@ -50,8 +50,8 @@ impl Env {
     /// The system's clock and randomness.
     pub fn system() -> Env {
         let mut seed = [0u8; 32];
-        // A machine without a random source cannot make keys or session ids; there is nothing to
-        // fall back on.
+        // Without a random source a machine cannot make keys or session ids, so there is no
+        // fallback.
         getrandom::fill(&mut seed).expect("the kernel's random source");
         Env::new(Arc::new(SystemClock), seed)
     }

@@ -1,6 +1,6 @@
-//! Memory that is not of a pool: a GPU's, exported as a dma-buf, or host memory in its place. A
-//! request may lend it to the peer over a connection that [`crate::Connection::lends`], instead of
-//! buffers: the bytes then pass nothing of this process.
+//! Memory outside a pool: a GPU's, exported as a dma-buf, or host memory in its place. A request
+//! may lend it to the peer over a connection that [`crate::Connection::lends`], instead of buffers:
+//! the bytes are then not copied through memory of this process.
 
 use std::{
     any::Any,
@@ -25,21 +25,21 @@ struct Memory {
     addr: u64,
 }
 
-/// A range of foreign memory. Clones and slices hold what keeps it in place: the descriptor, or
-/// what was given for host memory.
+/// A range of foreign memory. Clones and slices hold what keeps it valid: the descriptor, or for
+/// host memory the `keep` value given with it.
 #[derive(Clone)]
 pub struct Foreign {
     memory: Arc<Memory>,
-    /// Counted from the memory's start.
+    /// Relative to the start of the memory.
     range: Range<u64>,
 }
 
 impl Foreign {
-    /// `len` bytes of this process's memory; `keep` is held as long as anybody may reach them.
+    /// `len` bytes of this process's memory. `keep` is held as long as anything may access them.
     ///
     /// # Safety
     /// The memory stays mapped while `keep` is held. A peer that it is lent to may write it at any
-    /// time until then, so nobody holds references to it.
+    /// time until then, so no references to it may exist.
     pub unsafe fn host(start: *mut u8, len: u64, keep: Arc<dyn Any + Send + Sync>) -> Foreign {
         Foreign {
             memory: Arc::new(Memory {
@@ -50,8 +50,8 @@ impl Foreign {
         }
     }
 
-    /// `len` bytes from `offset` of a dma-buf, which their owner calls by the address `addr`.
-    /// Offset and address lie equally within a page. The kernel keeps the memory as long as the
+    /// `len` bytes from `offset` of a dma-buf, whose owner knows them by the address `addr`. Offset
+    /// and address have the same position within a page. The kernel keeps the memory as long as the
     /// descriptor is open.
     pub fn dma_buf(fd: OwnedFd, offset: u64, addr: u64, len: u64) -> Foreign {
         debug_assert_eq!(offset % ALIGN as u64, addr % ALIGN as u64);
@@ -61,7 +61,7 @@ impl Foreign {
         }
     }
 
-    /// Bytes.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         self.range.end - self.range.start
     }
@@ -86,8 +86,8 @@ impl Foreign {
         }
     }
 
-    /// The dma-buf, and the offset in it of the first byte; `None`: it is memory of this process,
-    /// at [`Foreign::addr`].
+    /// The dma-buf and the offset of the first byte in it. `None`: it is memory of this process, at
+    /// [`Foreign::addr`].
     pub fn exported(&self) -> Option<(BorrowedFd<'_>, u64)> {
         match &self.memory.place {
             Place::DmaBuf(fd, offset) => Some((fd.as_fd(), offset + self.range.start)),
@@ -95,7 +95,7 @@ impl Foreign {
         }
     }
 
-    /// Of host memory: what keeps it, for who lent it to look at.
+    /// For host memory: the value that keeps it valid, so that its lender can examine it.
     pub fn keeper(&self) -> Option<&Arc<dyn Any + Send + Sync>> {
         match &self.memory.place {
             Place::Host(keep) => Some(keep),
@@ -111,12 +111,12 @@ impl fmt::Debug for Foreign {
     }
 }
 
-/// What a request lends to the peer instead of buffers, for as long as it is under way.
+/// What a request lends to the peer instead of buffers, while the request runs.
 #[derive(Clone, Debug)]
 pub enum Lend {
     /// The payload of the request is here; the peer reads it.
     Payload(Foreign),
-    /// The peer writes the payload of the reply here, if it is one that does not go with its frame.
+    /// The peer writes the payload of the reply here, unless the payload is sent with its frame.
     Room(Foreign),
 }
 

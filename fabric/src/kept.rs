@@ -1,10 +1,10 @@
-//! Memory that outlives the process: a memfd that somebody else holds too, with fixed-size records
-//! and room for buffers.
+//! Memory that outlives the process: a memfd that another process holds too, with fixed-size
+//! records and space for buffers.
 //!
-//! Whoever maps it next finds the records that were whole when the last holder died. All access
-//! goes through 64 bit atomics, so a process killed at any instruction leaves each word old or new.
-//! What is in the file is this mount's own, but it is read as if it came from outside: every number
-//! is checked where it is used.
+//! The next process that maps it finds the records that were complete when the last holder died.
+//! All access goes through 64 bit atomics, so a process killed at any instruction leaves each word
+//! old or new. The file belongs to this mount, but it is read as if it came from outside: every
+//! number is checked where it is used.
 
 use std::{
     ffi::c_void,
@@ -27,7 +27,7 @@ use rustix::{
 
 const WORD: usize = size_of::<u64>();
 
-/// A mapping of the whole file, as long as anyone holds it.
+/// A mapping of the whole file, which lasts as long as anything holds it.
 pub struct Kept {
     fd: OwnedFd,
     start: NonNull<u8>,
@@ -48,12 +48,12 @@ impl Kept {
             MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
         )?;
         rustix::fs::ftruncate(&fd, len as u64)?;
-        // Nobody who gets the descriptor can take pages away under a mapping.
+        // No holder of the descriptor can remove pages under a mapping.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
         Kept::map(fd)
     }
 
-    /// Memory that a former process made.
+    /// Maps memory that an earlier process made.
     pub fn map(fd: OwnedFd) -> io::Result<Arc<Kept>> {
         let len = rustix::fs::fstat(&fd)?.st_size as usize;
         if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
@@ -92,13 +92,13 @@ impl Kept {
         Some(unsafe { self.start.add(offset) })
     }
 
-    /// The parts of a range that take memory: everything where that cannot be told.
+    /// The parts of a range that take memory; all of it where that cannot be determined.
     fn written(&self, range: Range<usize>) -> Vec<Range<usize>> {
         let (mut parts, mut at) = (Vec::new(), range.start);
         while at < range.end {
             let start = match rustix::fs::seek(&self.fd, SeekFrom::Data(at as u64)) {
                 Ok(start) => start as usize,
-                // Nothing behind it.
+                // No data behind `at`.
                 Err(Errno::NXIO) => break,
                 Err(_) => return vec![range],
             };
@@ -142,7 +142,7 @@ impl Records {
         (words + 1) * count * WORD
     }
 
-    /// Opens the table at `offset`. Also returns the records that a former process left. Panics
+    /// Opens the table at `offset`. Also returns the records that an earlier process left. Panics
     /// when the table does not lie inside the memory.
     pub fn open(
         memory: Arc<Kept>,
@@ -161,7 +161,8 @@ impl Records {
             |index: usize| written.iter().any(|w| w.contains(&(offset + index * size)));
         let (mut free, mut left) = (Vec::new(), Vec::new());
         for index in (0..count).rev() {
-            // What nobody wrote is not looked at, because looking would make it take memory.
+            // Pages that were never written are not read, because reading would make them take
+            // memory.
             let in_use =
                 was_written(index) && table.at(index as u32, 0).load(Ordering::Acquire) != 0;
             if in_use {
@@ -179,7 +180,7 @@ impl Records {
         self.memory.word(self.offset + (index as usize * (self.words + 1) + word) * WORD)
     }
 
-    /// Keeps these words, the rest zero, as long as the record is held; `None` when the table is
+    /// Stores these words, the rest zero, as long as the record is held. `None` when the table is
     /// full.
     pub fn put(self: &Arc<Records>, words: &[u64]) -> Option<Record> {
         let index = self.free.lock().pop()?;
@@ -191,7 +192,8 @@ impl Records {
     }
 }
 
-/// A record in use; free again when dropped. A process that dies drops nothing.
+/// A record in use; free again when dropped. A process that dies does not drop it, so it stays in
+/// use.
 pub struct Record {
     table: Arc<Records>,
     index: u32,

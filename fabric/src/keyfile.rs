@@ -1,6 +1,6 @@
-//! Files with a key, which only their owner may read. The cluster key: 64 hexadecimal digits. The
-//! key of clients: likewise, and in a second line the word `servers` and the public half of what
-//! servers sign with.
+//! Key files, which only their owner may read. The cluster key: 64 hexadecimal digits. The client
+//! key: likewise, and in a second line the word `servers` and the public half of the key with which
+//! servers sign.
 
 use std::{fs, os::unix::fs::PermissionsExt, path::Path};
 
@@ -9,16 +9,16 @@ use strake_proto::{Code, Error, Result, cap::derive_key};
 
 const SERVERS: &str = "servers ";
 
-/// What servers sign handshakes with.
+/// The key with which servers sign handshakes.
 pub fn signing_key(cluster_key: &[u8; 32]) -> SigningKey {
     SigningKey::from_bytes(&derive_key(cluster_key, "strake signing v1"))
 }
 
-/// All that a client is given.
+/// Everything that a client is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClientKey {
     pub key: [u8; 32],
-    /// The public half of what servers sign with. Files of former versions lack it.
+    /// The public half of the key with which servers sign. Files of older versions lack it.
     pub servers: Option<VerifyingKey>,
 }
 
@@ -29,13 +29,13 @@ impl From<[u8; 32]> for ClientKey {
 }
 
 impl ClientKey {
-    /// That of a cluster.
+    /// The client key of a cluster.
     pub fn of(cluster_key: &[u8; 32]) -> ClientKey {
         let servers = signing_key(cluster_key).verifying_key();
         ClientKey { key: derive_key(cluster_key, "strake client v1"), servers: Some(servers) }
     }
 
-    /// As it stands in a file.
+    /// The text of its file.
     pub fn text(&self) -> String {
         let servers = self.servers.map(|s| format!("{SERVERS}{}\n", encode_hex(s.as_bytes())));
         format!("{}\n{}", encode_hex(&self.key), servers.unwrap_or_default())
@@ -66,7 +66,7 @@ pub fn read(path: &Path) -> Result<[u8; 32]> {
     })
 }
 
-/// Likewise of a file of a client.
+/// As [`read`], for a client's key file.
 pub fn read_client(path: &Path) -> Result<ClientKey> {
     let what = "is not 64 hexadecimal digits and, in a second line, `servers` with 64 more";
     ClientKey::parse(&private(path)?).ok_or_else(|| invalid(path, what))
@@ -125,7 +125,8 @@ mod tests {
 
     #[test]
     fn the_public_half_is_as_documented() {
-        // By an independent implementation: HMAC-SHA256 of Python, then Ed25519 of OpenSSL.
+        // Computed by an independent implementation: HMAC-SHA256 of Python, then Ed25519 of
+        // OpenSSL.
         let public = ClientKey::of(&[1; 32]).servers.unwrap();
         assert_eq!(encode_hex(public.as_bytes()), PUBLIC);
     }

@@ -3,21 +3,21 @@
 
 use crate::Endpoint;
 
-/// After so many fruitless rounds over the servers of the cluster map, one that only the
-/// configuration names has a turn.
+/// After this many rounds without success over the servers of the cluster map, one server that only
+/// the configuration names is tried.
 const ROUNDS: usize = 3;
 
-/// Finds the leader: who somebody says it is first, then the servers of the newest cluster map in
-/// turn. Those that only the configuration names are asked first of all, before there is a map, and
-/// later seldom: most likely they were removed, and each costs a timeout. But the map may be old,
-/// so they are never forgotten.
+/// Finds the leader: first the server that another one named, then the servers of the newest
+/// cluster map in turn. Servers that only the configuration names are asked first, before there is
+/// a map. Later they are asked seldom: most likely they were removed, and each costs a timeout. But
+/// the map may be old, so they are never forgotten.
 #[derive(Debug)]
 pub struct LeaderFinder {
     configured: Vec<Endpoint>,
-    /// Of the cluster map; empty before there is one.
+    /// Servers of the cluster map; empty before there is a map.
     mapped: Vec<Endpoint>,
     cursor: usize,
-    /// Turns of the list since somebody was found.
+    /// Tries since a leader was last found.
     turns: usize,
     hint: Option<Endpoint>,
 }
@@ -31,7 +31,7 @@ impl LeaderFinder {
         if self.mapped.is_empty() { &self.configured } else { &self.mapped }
     }
 
-    /// The servers that the newest cluster map names, instead of those of the one before.
+    /// Replaces the map's servers by those of the newest cluster map.
     pub fn learn(&mut self, endpoints: impl IntoIterator<Item = Endpoint>) {
         let mapped: Vec<Endpoint> = endpoints.into_iter().collect();
         if mapped.is_empty() || mapped == self.mapped {
@@ -62,7 +62,7 @@ impl LeaderFinder {
         e
     }
 
-    /// Somebody says that `at` leads.
+    /// Another server has named `at` as the leader.
     pub fn hint(&mut self, at: Endpoint) {
         self.hint = Some(at);
     }
@@ -75,14 +75,14 @@ impl LeaderFinder {
         }
     }
 
-    /// `at` did not answer: the ones after it come first.
+    /// `at` did not answer: the servers after it are tried first.
     pub fn failed(&mut self, at: &Endpoint) {
         if let Some(i) = self.list().iter().position(|k| k == at) {
             self.cursor = i + 1;
         }
     }
 
-    /// All servers that may answer, those of the map first.
+    /// All servers that may answer, the map's servers first.
     pub fn all(&self) -> Vec<Endpoint> {
         let spare = self.configured.iter().filter(|e| !self.mapped.contains(e));
         self.mapped.iter().chain(spare).cloned().collect()

@@ -51,7 +51,7 @@ pub use tcp::TcpFabric;
 pub use traffic::{ByRoad, Road, RoadCounter, Traffic};
 pub use turns::{Turn, Turns};
 
-/// What a connection's other end proved to be in the handshake.
+/// The role that a connection's other end has proved in the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Knows the client key: may open sessions and present capabilities.
@@ -64,19 +64,19 @@ pub enum Role {
 #[derive(Clone, Debug, Default)]
 pub struct Message {
     pub opcode: u16,
-    /// Carried along to every request made on behalf of this one.
+    /// Copied to every request made on behalf of this one.
     pub trace: u64,
     pub body: Bytes,
     /// Bulk bytes in order. A received payload is one segment, from the receiver's pool.
     pub payload: Vec<Buf>,
-    /// Of an answer as [`Connection::call`] returns it: how the request's payload went. The
-    /// answer's own payload tells by [`Buf::road`] how it came.
+    /// Only in an answer as [`Connection::call`] returns it: how the request's payload was sent.
+    /// For the answer's own payload, [`Buf::road`] tells how it came.
     pub went: Road,
-    /// Of a request: memory that is lent in place of its payload, or for that of the answer. READ
-    /// and WRITE only, and only over a connection that [`Connection::lends`].
+    /// Only in a request: memory that is lent in place of its payload, or for the answer's payload.
+    /// READ and WRITE only, and only over a connection that [`Connection::lends`].
     pub lend: Option<Lend>,
-    /// Of an answer: bytes of its payload that the peer wrote to what was lent, from the start.
-    /// [`Message::payload`] is empty then.
+    /// Only in an answer: bytes of its payload that the peer wrote to the lent memory, from the
+    /// start. [`Message::payload`] is empty then.
     pub placed: u32,
 }
 
@@ -98,7 +98,7 @@ impl Message {
 #[derive(Clone)]
 pub struct Peer {
     pub role: Role,
-    /// Where it connected from, for messages to people.
+    /// The address it connected from, for messages to people.
     pub addr: String,
     /// Unique per connection within this process.
     pub id: u64,
@@ -106,8 +106,8 @@ pub struct Peer {
     pub back: Option<Arc<dyn Connection>>,
 }
 
-/// Answers requests. Called concurrently, once per request; a bounded number at a time per
-/// connection.
+/// Answers requests. Called concurrently, once per request; the number of concurrent calls per
+/// connection is limited.
 #[async_trait]
 pub trait Service: Send + Sync + 'static {
     /// The reply's opcode is ignored. An error reaches the caller as it is, code and message.
@@ -119,24 +119,24 @@ pub trait Service: Send + Sync + 'static {
 /// One connection to a peer. Calls are answered in any order.
 #[async_trait]
 pub trait Connection: Send + Sync + 'static {
-    /// Sends and waits. Waits for room first when the window is full. Dropping the future abandons
-    /// the answer, never the connection. Errors of the transport: `Disconnected`, `TimedOut` (the
-    /// request may have run), `Protocol`.
+    /// Sends the request and waits for the answer. Waits for a slot first when the window is full.
+    /// Dropping the future abandons the answer, never the connection. Errors of the transport:
+    /// `Disconnected`, `TimedOut` (the request may have run), `Protocol`.
     async fn call(&self, request: Message, timeout: std::time::Duration) -> Result<Message>;
     fn is_closed(&self) -> bool;
-    /// Whether a request may lend foreign memory ([`Message::lend`]). When such a call has ended,
-    /// in whatever way, the peer reaches nothing of it any more; one that is given up or whose
-    /// answer does not come ends the connection for that.
+    /// Whether a request may lend foreign memory ([`Message::lend`]). When such a call has ended in
+    /// any way, the peer can no longer reach the memory. To ensure this, a call that is abandoned
+    /// or not answered ends the connection.
     fn lends(&self) -> bool {
         false
     }
-    /// What the peer is reached at, for messages to people.
+    /// The peer's address, for messages to people.
     fn addr(&self) -> String;
-    /// What went over it so far, payloads and all.
+    /// Traffic so far, payloads included.
     fn traffic(&self) -> Traffic {
         Traffic::default()
     }
-    /// Stops it; calls in flight end with `Disconnected`.
+    /// Closes it; calls in flight end with `Disconnected`.
     fn close(&self);
 }
 
@@ -149,28 +149,28 @@ pub trait Fabric: Send + Sync + 'static {
         to: &Endpoint,
         back: Option<Arc<dyn Service>>,
     ) -> Result<Arc<dyn Connection>>;
-    /// As [`Fabric::connect`], proving no more than the client key: what is asked over it has the
-    /// rights of a client, and whoever answers is a server. For servers that pass on what clients
-    /// ask.
+    /// As [`Fabric::connect`], but proves only the client key: requests over this connection have
+    /// the rights of a client, and the peer must prove to be a server. For servers that pass on
+    /// clients' requests.
     async fn connect_as_client(&self, to: &Endpoint) -> Result<Arc<dyn Connection>> {
         let m = format!("this fabric does not connect to {to} for a client");
         Err(Error::new(strake_proto::Code::OpNotSupp, m))
     }
     /// Listens until the returned guard is dropped. Port 0 picks one: see [`Listener::endpoint`].
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener>;
-    /// Where received payloads come from and where senders should take their buffers.
+    /// The pool of received payloads, from which senders should take their buffers, too.
     fn pool(&self) -> &Pool;
-    /// The endpoints of a server that lead there, the best first. An error says why none does.
+    /// The usable ones of a server's endpoints, the best first. An error says why none is usable.
     fn ways(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
         Ok(endpoints.iter().filter_map(|e| e.parse().ok()).collect())
     }
-    /// What went over each road that it has, by the name that endpoints begin with.
+    /// Traffic of each transport of this fabric, by the prefix that its endpoints have.
     fn roads(&self) -> Vec<(&'static str, Traffic)> {
         Vec::new()
     }
 }
 
-/// Keeps a listening socket and its connections alive.
+/// Keeps a listening socket and its connections alive until dropped.
 pub struct Listener {
     endpoint: Endpoint,
     _stop: Box<dyn std::any::Any + Send + Sync>,
@@ -180,25 +180,25 @@ impl Listener {
     pub fn new(endpoint: Endpoint, stop: Box<dyn std::any::Any + Send + Sync>) -> Listener {
         Listener { endpoint, _stop: stop }
     }
-    /// Where it really listens.
+    /// The address at which it listens, with the actual port.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
 }
 
-/// What a process proves in the handshake: that it knows the key of its role. Derived from the
-/// cluster key by [`strake_proto::cap::derive_key`] with purposes "strake server v1" and "strake
-/// client v1"; what servers sign with, likewise, with "strake signing v1".
+/// What a process proves in the handshake: that it knows the key of its role. The keys are derived
+/// from the cluster key by [`strake_proto::cap::derive_key`] with purposes "strake server v1" and
+/// "strake client v1"; the servers' signing key likewise, with "strake signing v1".
 #[derive(Clone)]
 pub struct Identity {
     pub role: Role,
     /// Servers hold both keys, clients only the client key.
     pub server_key: Option<[u8; 32]>,
     pub client_key: [u8; 32],
-    /// Of servers: what clients tell them by.
+    /// Servers only: the key they sign with, by which clients recognize them.
     pub signing: Option<SigningKey>,
-    /// Of clients: what servers must have signed with. Without it any holder of the client key
-    /// passes for a server.
+    /// Clients only: the public key that servers must sign with. Without it, any holder of the
+    /// client key is accepted as a server.
     pub servers: Option<VerifyingKey>,
 }
 
@@ -217,7 +217,7 @@ impl Identity {
         let ClientKey { key, servers } = key.into();
         Identity { role: Role::Client, server_key: None, client_key: key, signing: None, servers }
     }
-    /// Of a server: as a client that tells servers from other clients.
+    /// The client identity of a server: one that recognizes servers by their signature.
     pub fn as_client(&self) -> Identity {
         let servers = self.signing.as_ref().map(SigningKey::verifying_key).or(self.servers);
         Identity {

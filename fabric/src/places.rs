@@ -1,6 +1,6 @@
-//! Who has how many of a listener's connections. Anybody can connect, so those that have not proved
-//! yet who they are take each other's places, the oldest first, and nobody else's; those that have
-//! are shared between machines, with some kept for servers.
+//! Shares out a listener's connections. Anybody can connect, so connections whose handshake is not
+//! finished only take each other's places, the oldest first. Connections that have finished it are
+//! shared between machines, with some reserved for servers.
 //!
 //! A pure table with a lock around it: nothing here waits.
 
@@ -18,7 +18,7 @@ use tokio::sync::oneshot;
 
 use crate::{Role, conn::Options};
 
-/// A handshake has this long before it makes place for another one.
+/// A handshake keeps its place for at least this long before another one may take it.
 const LEAST: Duration = Duration::from_millis(500);
 
 struct Half {
@@ -30,13 +30,13 @@ struct Half {
 #[derive(Default)]
 struct Table {
     next: u64,
-    /// Handshakes under way, in the order in which they came; those of each machine; and machines
-    /// by how many they have.
+    /// Handshakes under way in order of arrival; those of each machine; and machines by the number
+    /// of their handshakes.
     half: BTreeMap<u64, Half>,
     half_of: BTreeMap<IpAddr, BTreeSet<u64>>,
     most: BTreeSet<(usize, IpAddr)>,
     clients: BTreeMap<IpAddr, usize>,
-    /// The sum of those, and servers.
+    /// Number of open connections: clients, servers.
     open: (usize, usize),
 }
 
@@ -52,7 +52,7 @@ pub struct Places {
 pub struct HalfOpen {
     places: Places,
     id: u64,
-    /// Ends when the place is another's.
+    /// Ends when another handshake has taken the place.
     pub pushed: oneshot::Receiver<()>,
 }
 
@@ -64,7 +64,7 @@ pub struct Place {
 }
 
 impl Places {
-    /// No more connections than this process has descriptors for, beside what else it opens.
+    /// Limits connections by the process's descriptors, leaving some for other files.
     pub fn new(options: &Options) -> Places {
         let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let files = usize::try_from(files).unwrap_or(usize::MAX) / 4;
@@ -76,8 +76,8 @@ impl Places {
         }
     }
 
-    /// A place for a handshake: another's, when all are taken. An error says how long until one may
-    /// be taken.
+    /// A place for a handshake. When all are taken, takes another one's place. An error says how
+    /// long until one may be taken.
     pub fn enter(&self, from: IpAddr, now: Instant) -> std::result::Result<HalfOpen, Duration> {
         let mut t = self.table.lock();
         if t.half.len() >= self.half_open
@@ -96,7 +96,8 @@ impl Places {
         Ok(HalfOpen { places: self.clone(), id, pushed })
     }
 
-    /// The place of one that proved its role. `Overloaded`, with what is the matter.
+    /// The place of a connection that proved its role. `Overloaded`: the limit is reached, with the
+    /// reason.
     pub fn admit(&self, role: Role, from: IpAddr) -> Result<Place> {
         let mut t = self.table.lock();
         let all = self.connections;
@@ -125,7 +126,7 @@ impl Places {
 }
 
 impl Table {
-    /// The first to have come of those from where most are.
+    /// The oldest handshake of the machine that has the most.
     fn oldest_of_most(&self) -> Option<u64> {
         let (_, most) = self.most.last()?;
         self.half_of.get(most)?.first().copied()
@@ -146,7 +147,7 @@ impl Table {
         }
     }
 
-    /// Changes what a machine has.
+    /// Changes the handshakes of a machine, and its rank.
     fn count(&mut self, of: IpAddr, change: impl FnOnce(&mut BTreeSet<u64>)) {
         let ids = self.half_of.entry(of).or_default();
         self.most.remove(&(ids.len(), of));
@@ -217,7 +218,7 @@ mod tests {
         assert!(is_pushed(&mut flood[1]) && !is_pushed(&mut new) && !is_pushed(&mut quiet));
         drop(flood);
         drop(quiet);
-        // Who finished has given its place back: one is left of the flood.
+        // The finished handshake has given its place back: one of the flood is left.
         let _more = p.enter(at(2), ms(502)).ok().unwrap();
         assert_eq!(p.table.lock().half.len(), 3);
     }

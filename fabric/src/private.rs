@@ -7,13 +7,14 @@ use rustix::{fs::Mode, process};
 /// What others may do: nothing.
 const OTHERS: u32 = 0o077;
 
-/// From now on what this process makes is its owner's alone. What it was before.
+/// Makes files that this process creates from now on accessible to their owner only. Returns the
+/// previous umask.
 pub fn umask() -> Mode {
     process::umask(Mode::from_raw_mode(OTHERS))
 }
 
-/// Does something under another umask, then under the one before. Of the whole process: before it
-/// has threads.
+/// Runs `f` under another umask, and then restores the previous one. The umask belongs to the whole
+/// process, so this must run before it has threads.
 pub fn under<T>(mask: Mode, f: impl FnOnce() -> T) -> T {
     let before = process::umask(mask);
     let done = f();
@@ -21,8 +22,8 @@ pub fn under<T>(mask: Mode, f: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Makes a new folder, or what is one already, its owner's alone; `passage`: others may pass
-/// through it by name.
+/// Creates a folder, or takes an existing one, and makes it accessible to its owner only.
+/// `passage`: others may pass through it by name.
 pub fn folder(path: &Path, passage: bool) -> io::Result<()> {
     match fs::create_dir(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => {}
@@ -32,8 +33,8 @@ pub fn folder(path: &Path, passage: bool) -> io::Result<()> {
     fs::set_permissions(path, fs::Permissions::from_mode(mode))
 }
 
-/// Takes what others may do away from a file or folder, if they may anything. Whether they might.
-/// Of a link, nothing: what it leads to is another's business.
+/// Removes the rights of others from a file or folder. Returns whether there were any. Leaves
+/// symbolic links alone: their targets are not ours.
 pub fn mend(path: &Path) -> io::Result<bool> {
     let had = path.symlink_metadata()?;
     let mode = had.permissions().mode();
@@ -44,8 +45,8 @@ pub fn mend(path: &Path) -> io::Result<bool> {
     Ok(true)
 }
 
-/// [`mend`] for a server's folder and all in it; one line in the log if something was to be done.
-/// What cannot be mended is named and left.
+/// [`mend`] for a server's folder and everything in it. Writes one line to the log if anything had
+/// to be changed. Names and skips what cannot be changed.
 pub fn mend_all(folder: &Path) {
     let (mut mended, mut failed) = (0_u64, None);
     walk(folder, &mut |path| match mend(path) {
@@ -67,7 +68,8 @@ pub fn mend_all(folder: &Path) {
     }
 }
 
-/// The folder and what is in it, the folder first, so that nobody comes in meanwhile.
+/// Visits the folder and its contents. The folder comes first, so that others lose access before
+/// its contents are visited.
 fn walk(path: &Path, see: &mut impl FnMut(&Path)) {
     see(path);
     if !path.symlink_metadata().is_ok_and(|m| m.is_dir()) {

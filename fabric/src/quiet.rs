@@ -1,14 +1,13 @@
-//! Lines in the log that strangers can cause: a few of a kind are written, then only how many there
-//! were.
+//! Log lines that strangers can cause: a few of each kind are written, then only their number.
 
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// Lines of a kind that are written in [`WINDOW`].
+/// Lines of one kind that are written within [`WINDOW`].
 const LINES: u32 = 5;
 const WINDOW: Duration = Duration::from_secs(60);
-/// Of one line, characters: what strangers send may be in it.
+/// Maximum length of a line in characters: it may contain what strangers send.
 const LONGEST: usize = 400;
 
 /// One kind of line.
@@ -27,7 +26,7 @@ impl Quiet {
         Quiet(Mutex::new(State { since: None, written: 0, left_out: 0 }))
     }
 
-    /// Warns, if there is room; the line is made only then.
+    /// Writes a warning if the limit allows. `line` is only called then.
     pub fn warn(&self, line: impl FnOnce() -> String) {
         let Some(left_out) = self.room(Instant::now()) else { return };
         let line = short(line());
@@ -37,7 +36,7 @@ impl Quiet {
         }
     }
 
-    /// Whether one more is to be written now, and how many were not since the last one that was.
+    /// Whether a line may be written now, and how many were left out since the last one.
     fn room(&self, now: Instant) -> Option<u64> {
         let mut s = self.0.lock();
         if s.since.is_none_or(|since| now.duration_since(since) >= WINDOW) {
@@ -61,7 +60,7 @@ fn short(mut line: String) -> String {
         line.truncate(at);
         line.push_str("...");
     }
-    // One line, whatever it holds.
+    // Keeps it on one line, whatever it contains.
     line.replace(|c: char| c.is_control(), "?")
 }
 

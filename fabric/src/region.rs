@@ -1,5 +1,5 @@
-//! Where pooled buffers lie: large regions of memory that a device or a NIC can register once, cut
-//! by a buddy allocator (Knowlton 1965).
+//! The memory of pooled buffers: large regions that a device or a NIC can register once, divided by
+//! a buddy allocator (Knowlton 1965).
 
 use std::{
     collections::BTreeSet,
@@ -15,18 +15,18 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use crate::{buf::ALIGN, kept::Kept};
 
-/// Bytes of a region, and of the largest buffer that lies in one.
+/// Size of a region in bytes, and of the largest buffer that lies in one.
 pub const REGION: usize = 4 << 20;
 /// Regions start at multiples of this, so that huge pages fit.
 const HUGE: usize = 2 << 20;
 const ORDERS: usize = (REGION / ALIGN).trailing_zeros() as usize + 1;
 
-/// Memory that stays where it is as long as anyone holds it. Whoever registers it with the kernel
-/// must hold it until after that registration, or other memory may appear at its addresses.
+/// Memory that stays in place as long as anything holds it. Code that registers it with the kernel
+/// must hold it until that registration has ended, or other memory may appear at its addresses.
 pub struct Region {
     id: u64,
     ptr: NonNull<u8>,
-    /// What it is a part of; `None`: a mapping of its own.
+    /// The kept memory that it is a part of; `None`: a mapping of its own.
     kept: Option<Arc<Kept>>,
 }
 
@@ -45,9 +45,10 @@ impl Region {
     fn of_kept(memory: &Arc<Kept>, offset: usize) -> Option<Region> {
         let ptr = memory.bytes(offset, REGION)?;
         for page in (0..REGION).step_by(ALIGN) {
-            // A page that cannot be written yet when the kernel copies a request into it cannot be
-            // made so once this process is being killed: that request would fail with EIO instead
-            // of going to the next daemon. Adding 0 would not do, compilers make a mere read of it.
+            // The kernel may copy a request into this page while the process is being killed. If
+            // the page cannot be written yet, it can no longer be made writable then: the request
+            // would fail with EIO instead of going to the next daemon. Adding 0 would not do:
+            // compilers turn it into a read.
             let word = memory.word(offset + page);
             let now = word.load(Relaxed);
             let _ = word.compare_exchange(now, now, Relaxed, Relaxed);
@@ -64,20 +65,20 @@ impl Region {
         let skip = start.align_offset(HUGE);
         let at = start.wrapping_add(skip);
         // SAFETY: `at` to `at + REGION` stays; what is unmapped is the rest of the mapping just
-        // made, and nobody knows it.
+        // made, to which no references exist.
         unsafe {
             for (from, len) in [(start, skip), (at.wrapping_add(REGION), HUGE - skip)] {
                 if len > 0 {
                     let _ = munmap(from.cast(), len);
                 }
             }
-            // Fewer translations to miss and fewer pages to pin; it works without.
+            // Huge pages: fewer TLB misses and fewer pages to pin. It works without them.
             let _ = madvise(at.cast(), REGION, Advice::LinuxHugepage);
         }
         Some(Region { id: next_id(), ptr: NonNull::new(at)?, kept: None })
     }
 
-    /// Unlike any other region's in this process, now or later.
+    /// Unique among all regions of this process, past and future.
     pub fn id(&self) -> u64 {
         self.id
     }
@@ -119,12 +120,12 @@ pub struct Place {
 enum Source {
     #[default]
     System,
-    /// From `offset` of it on, one after the other.
+    /// From `offset` of the kept memory on, one after the other.
     Kept { memory: Arc<Kept>, offset: usize },
 }
 
 impl Place {
-    /// Position in the kept memory's room for buffers; `None`: it lies elsewhere.
+    /// Position in the kept memory's area for buffers; `None`: it lies elsewhere.
     pub fn kept_at(&self) -> Option<usize> {
         self.region.kept.as_ref().map(|_| self.at)
     }
@@ -166,8 +167,8 @@ impl Arena {
         Some(())
     }
 
-    /// The free block of `cap` bytes at a position that [`Place::kept_at`] told; `None` if there is
-    /// none or it is in use.
+    /// The free block of `cap` bytes at a position that [`Place::kept_at`] returned. `None` if
+    /// there is no such block or it is in use.
     pub fn take_at(&mut self, at: usize, cap: usize, regions: usize) -> Option<Place> {
         if !(ALIGN..=REGION).contains(&cap)
             || !cap.is_power_of_two()
@@ -228,7 +229,7 @@ impl Arena {
         self.used -= cap;
     }
 
-    /// Bytes in its regions that nobody uses.
+    /// Unused bytes in its regions.
     pub fn spare(&self) -> usize {
         self.regions.len() * REGION - self.used
     }

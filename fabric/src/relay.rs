@@ -1,12 +1,11 @@
-//! Passing requests on to a server that their sender does not reach: a link may be cut between two
-//! machines while others reach both.
+//! Passing requests on to a server that their sender cannot reach: the link between two machines
+//! may be cut while a third machine reaches both.
 //!
 //! A client that hears nothing from a server asks another one to pass its requests on
-//! ([`through`]). That one ([`Relay`]) connects to the server with no more than the client key,
-//! once for each connection that is passed on, so that the server sees a client's connection like
-//! any other: what it has proved of its sessions counts for it alone. Requests and answers pass
-//! unchanged. The relay takes addresses from its own cluster map only, so that it leads nowhere
-//! else.
+//! ([`through`]). That server ([`Relay`]) connects to the target with the client key only, once for
+//! each connection that is passed on, so that the target sees a client's connection like any other:
+//! session proofs count for this connection alone. Requests and answers pass unchanged. The relay
+//! takes addresses from its own cluster map only, so that it cannot be directed elsewhere.
 
 use std::{
     collections::BTreeMap,
@@ -24,21 +23,21 @@ use tokio::{sync::Mutex as AsyncMutex, time::timeout};
 
 use crate::{Connection, Endpoint, Fabric, Message, Peer, Traffic};
 
-/// Before the body of what is passed on.
+/// Length of the header before the body of a request that is passed on.
 const HEAD: usize = 12;
-/// Connections that one server passes on, and of those, of one machine's clients.
+/// Limit of connections that one server passes on, and of those of one machine's clients.
 const MOST: usize = 512;
 const MOST_OF_MACHINE: usize = 64;
-/// An answer is waited for so long, whatever its sender says.
+/// Maximum time to wait for an answer, whatever the sender asks for.
 const LONGEST: Duration = Duration::from_secs(60);
-/// To reach the server in.
+/// Time limit for connecting to the target.
 const CONNECT: Duration = Duration::from_millis(1000);
 
-/// What comes before the body: the server that it is for, and what it asks.
+/// The header before the body: the target server, and the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Head {
     node: NodeId,
-    /// 0: nothing is asked; the answer says that the server is reached.
+    /// 0: no request; the answer says that the server is reached.
     opcode: u16,
     limit_ms: u32,
 }
@@ -68,17 +67,17 @@ impl Head {
     }
 }
 
-/// What is passed on in a body of [`opcode::RELAY`]: opcode and body.
+/// The request inside a body of [`opcode::RELAY`]: opcode and body.
 pub(crate) fn inner(body: &[u8]) -> Option<(u16, &[u8])> {
     Some((Head::decode(body).ok()?.opcode, &body[HEAD..]))
 }
 
-/// The opcode of what is passed on in a body of [`opcode::RELAY`].
+/// The opcode of the request inside a body of [`opcode::RELAY`].
 pub fn asked(body: &[u8]) -> u16 {
     inner(body).map_or(0, |(op, _)| op)
 }
 
-/// The way on from one connection to a server.
+/// The connection to the target for one incoming connection.
 #[derive(Clone)]
 struct Onward {
     node: NodeId,
@@ -86,11 +85,11 @@ struct Onward {
     to: Arc<AsyncMutex<Option<Arc<dyn Connection>>>>,
 }
 
-/// The server's side. A service hands it what comes as [`opcode::RELAY`], and tells it which
+/// The server's side. A service gives it requests of [`opcode::RELAY`], and tells it which
 /// connections are gone.
 pub struct Relay {
     fabric: Arc<dyn Fabric>,
-    /// By the connection that requests come over.
+    /// By the id of the incoming connection.
     open: Mutex<BTreeMap<u64, Onward>>,
 }
 
@@ -104,15 +103,16 @@ impl Relay {
         Relay { fabric, open: Mutex::default() }
     }
 
-    /// Passes a request on and its answer back. `endpoints`: of a server of the cluster, `None` for
-    /// what is none, and for this one.
+    /// Passes a request on and its answer back. `endpoints`: the endpoints of a server of the
+    /// cluster; `None` for an unknown server and for this one.
     pub async fn handle(
         &self,
         peer: &Peer,
         mut m: Message,
         endpoints: impl FnOnce(NodeId) -> Option<Vec<String>>,
     ) -> Result<Message> {
-        // Nothing keeps the body, and the room that it takes, when it is on its way.
+        // Dropped early, so that the body and its reservation are not held while the request is
+        // under way.
         let body = std::mem::take(&mut m.body);
         let head = Head::decode(&body)?;
         let body = body.slice(HEAD..);
@@ -135,12 +135,13 @@ impl Relay {
         match answer {
             Ok(a) => Ok(Message::new(opcode::RELAY, a.body).with_payload(a.payload)),
             Err(e) => {
-                // The sender's end goes with that of the server: another one is another connection.
+                // If the connection to the target is over, the sender's connection ends, too: a new
+                // one would be another connection, over which the target has seen no proofs.
                 if conn.is_some_and(|c| c.is_closed())
                     && let Some(back) = &peer.back
                 {
-                    // In this order: what comes over an open connection would be given a new way
-                    // on.
+                    // In this order: a request that arrives over an open connection would get a new
+                    // connection to the target.
                     back.close();
                     self.disconnected(peer);
                 }
@@ -149,7 +150,7 @@ impl Relay {
         }
     }
 
-    /// The connection is gone, and with it the way on.
+    /// The incoming connection is gone; closes its connection to the target.
     pub fn disconnected(&self, peer: &Peer) {
         let gone = self.open.lock().remove(&peer.id);
         if let Some(gone) = gone
@@ -160,7 +161,7 @@ impl Relay {
         }
     }
 
-    /// A place for the connection, once.
+    /// Gives the connection its place, once.
     fn enter(&self, peer: &Peer, node: NodeId) -> Result<Onward> {
         let mut open = self.open.lock();
         if let Some(o) = open.get(&peer.id) {
@@ -172,7 +173,7 @@ impl Relay {
             }
             return Ok(o.clone());
         }
-        // What is over is not entered: nobody would tell of its end.
+        // A connection that is over is not entered: its end would never be reported.
         if peer.back.as_ref().is_none_or(|b| b.is_closed()) {
             return Err(Error::new(Code::Disconnected, "the connection is over"));
         }
@@ -216,7 +217,7 @@ impl Relay {
     }
 }
 
-/// The sender's end may be over by now, and nobody ends this one then.
+/// The sender's connection may have ended by now; then nothing else would end this one.
 fn still_wanted(peer: &Peer, conn: Arc<dyn Connection>) -> Result<Arc<dyn Connection>> {
     if peer.back.as_ref().is_none_or(|b| b.is_closed()) {
         conn.close();
@@ -225,12 +226,12 @@ fn still_wanted(peer: &Peer, conn: Arc<dyn Connection>) -> Result<Arc<dyn Connec
     Ok(conn)
 }
 
-/// That a server is reached.
+/// The answer that a server is reached.
 fn answer_of(conn: &Arc<dyn Connection>) -> Message {
     Message::new(opcode::RELAY, conn.addr().into_bytes())
 }
 
-/// The client's side: a connection to a server by way of another one.
+/// The client's side: a connection to a server through another one.
 pub struct Relayed {
     via: Arc<dyn Connection>,
     node: NodeId,
@@ -239,7 +240,7 @@ pub struct Relayed {
 }
 
 impl Relayed {
-    /// There is a better way: what is on its way is answered, and nothing more is sent.
+    /// A better connection exists: requests under way are answered, and no more are sent.
     pub fn retire(&self) {
         self.retired.store(true, Relaxed);
     }
@@ -251,8 +252,8 @@ impl Drop for Relayed {
     }
 }
 
-/// Has the server at the other end of `via` pass on all that is sent to `node`. The connection must
-/// be nobody else's: it ends with this one.
+/// Asks the server at the other end of `via` to pass on everything that is sent to `node`. `via`
+/// must not be used for anything else: it ends with this connection.
 pub async fn through(
     via: Arc<dyn Connection>,
     node: NodeId,
@@ -318,7 +319,7 @@ mod tests {
     /// What the target answers to a READ.
     const MUCH: usize = 3 << 20;
 
-    /// Who asks it, and who is gone.
+    /// Peers that sent requests, and peers that are gone.
     #[derive(Default)]
     struct Target {
         peers: Mutex<Vec<(Role, u64)>>,
@@ -341,7 +342,7 @@ mod tests {
         }
     }
 
-    /// A server that passes on to the target, wherever that is, and to nobody else.
+    /// A server that passes requests on to the target only, wherever that is.
     struct Passes {
         relay: Relay,
         target: Mutex<Option<Endpoint>>,
@@ -372,7 +373,7 @@ mod tests {
         bed_with(Pool::new(64 << 20)).await
     }
 
-    /// `pool`: of the server that passes on.
+    /// `pool`: the pool of the server that passes on.
     async fn bed_with(pool: Pool) -> Bed {
         let target = Arc::new(Target::default());
         let of_target = servers().listen(&any(), target.clone()).await.unwrap();
@@ -442,8 +443,8 @@ mod tests {
         assert_eq!(e.code, Code::Disconnected);
         bed.until(|_| conn.is_closed()).await;
         assert!(bed.passes.relay.open.lock().is_empty());
-        // No new one is made in its place without the client's knowledge, and a new client hears
-        // why.
+        // No new connection is made in its place without the client's knowledge. A new client
+        // learns the reason.
         let e = bed.via(&client(), TARGET).await.err().unwrap();
         assert_eq!(e.code, Code::Disconnected, "{e}");
         bed.until(|bed| bed.passes.relay.open.lock().is_empty()).await;
@@ -520,7 +521,7 @@ mod tests {
         assert_eq!(read().await.unwrap().payload_len(), MUCH, "the connection goes on");
     }
 
-    /// Says that it is closed, and notes what is done with it.
+    /// Reports that it is closed, and notes whether it is closed again.
     struct Ends(AtomicBool);
 
     #[async_trait]

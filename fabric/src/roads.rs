@@ -1,5 +1,5 @@
-//! One fabric of several roads: each endpoint says which one leads to it, and of a server's
-//! endpoints the best is taken that both ends have.
+//! One fabric over several transports: each endpoint names its transport, and of a server's
+//! endpoints the best one that both ends support is taken.
 
 use std::sync::{Arc, Once, OnceLock};
 
@@ -11,7 +11,7 @@ use crate::{
     Traffic, conn::Options, rdma,
 };
 
-/// Which roads may be taken to a server that is reached by several.
+/// Which transports may be used to reach a server that has several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Use {
     /// RDMA where both ends have it, TCP where not, or where RDMA fails.
@@ -19,13 +19,14 @@ pub enum Use {
     Best,
     /// TCP only.
     Tcp,
-    /// RDMA only: without it nothing is reached.
+    /// RDMA only: without it no server is reached.
     Rdma,
 }
 
 impl Use {
-    /// The pool for a program that takes these roads: a smaller one, and said so, where RDMA is all
-    /// there is and the limit for locked memory allows no more. `NoMem`: it allows none.
+    /// The pool for a program that uses these transports. It is smaller, with a log line, where
+    /// RDMA is the only transport and the limit for locked memory allows no more. `NoMem`: it
+    /// allows none.
     pub fn pool(self, wanted: Pool) -> Result<Pool> {
         if self != Use::Rdma {
             return Ok(wanted);
@@ -37,17 +38,16 @@ impl Use {
     }
 }
 
-/// TCP for `tcp:` endpoints and RDMA for `rdma:` ones, with one pool. Neither ever stands in for
-/// the other: where a machine has no RDMA, using an `rdma:` endpoint is an error that says what is
-/// missing.
+/// TCP for `tcp:` endpoints and RDMA for `rdma:` ones, with one pool. Neither replaces the other:
+/// where a machine has no RDMA, using an `rdma:` endpoint is an error that says what is missing.
 #[derive(Clone)]
 pub struct Roads {
     choice: Use,
     tcp: TcpFabric,
-    /// Made when it is first asked for and can be.
+    /// Made on first use, if possible.
     pub(crate) rdma: Arc<OnceLock<RdmaFabric>>,
     new_rdma: Arc<dyn Fn() -> Result<RdmaFabric> + Send + Sync>,
-    /// That RDMA is there and not used.
+    /// Whether it was logged that RDMA is available and not used.
     said: Arc<Once>,
 }
 
@@ -85,7 +85,7 @@ impl Roads {
         }
     }
 
-    /// The same roads, of which only these are taken to servers that have several.
+    /// Limits the transports that are used to reach servers that have several.
     #[must_use]
     pub fn only(mut self, choice: Use) -> Roads {
         self.choice = choice;
@@ -160,8 +160,7 @@ impl Fabric for Roads {
                 Err(e) if others.is_empty() => Err(e),
                 Err(e) => {
                     match e.code {
-                        // There is RDMA at both ends, and it is a setting that keeps it from being
-                        // used.
+                        // Both ends have RDMA, and a setting prevents its use.
                         Code::NoMem => self.said.call_once(|| tracing::warn!("{}", e.message)),
                         _ => tracing::debug!("not by RDMA: {e}"),
                     }

@@ -1,34 +1,34 @@
-//! How much of one machine may be in work while others are active: less while turns go on late.
-//! What the runtime has to do lies in front of each step of everybody's requests, so one machine's
-//! many small ones make another's few wait many times.
+//! How much one machine may have in work while others are active. The share is smaller while turns
+//! are delayed: the runtime's queue delays each step of every request, so many small requests of
+//! one machine make the few of another machine wait many times.
 //!
-//! [`Share`] is pure: it is told how late a turn went on. It is halved while turns go on late, and
-//! grows by one at a time while they do not.
+//! [`Share`] is pure: it is told how late a turn continued. It is halved while turns are late, and
+//! grows by one at a time while they are not.
 
 use std::time::Duration;
 
-/// A share is no smaller, unless it was from the start.
+/// Minimum of a share, unless it was smaller from the start.
 const LEAST: usize = 4;
-/// A turn that goes on after more than this is late.
+/// A turn that continues after more than this is late.
 const LATE: Duration = Duration::from_micros(100);
-/// One turn says no more than this, and only a part of it counts: one alone is no reason.
+/// The delay of one turn is capped at this value, so that a single turn does not shrink the share.
 const LATEST: Duration = Duration::from_micros(300);
-/// A turn counts as one of so many.
+/// Smoothing: a turn counts as one of this many.
 const SMOOTH: u32 = 4;
-/// Turns are looked at no more often.
+/// Minimum time between two turns that are measured.
 const EACH: Duration = Duration::from_millis(1);
-/// A share grows no faster than by one in this time.
+/// Minimum time between two increases of a share.
 const GROWS: Duration = Duration::from_millis(10);
-/// What was seen this long ago says nothing any more.
+/// Measurements older than this are forgotten.
 const FORGOTTEN: Duration = Duration::from_secs(1);
 
-/// See the module. Times are since a moment before it was made.
+/// See the module. Times count from a moment before it was made.
 pub struct Share {
     most: usize,
     now: usize,
-    /// How late turns go on, smoothed.
+    /// Smoothed delay of turns.
     late: Duration,
-    /// When a turn was last taken to be looked at.
+    /// When a turn was last chosen to be measured.
     asked: Duration,
     heard: Duration,
     changed: Duration,
@@ -40,12 +40,12 @@ impl Share {
         Share { most, now: most, late: zero, asked: zero, heard: zero, changed: zero }
     }
 
-    /// What a machine may have in work.
+    /// The limit of what a machine may have in work.
     pub fn bound(&self) -> usize {
         self.now
     }
 
-    /// Whether a turn that is given now is to be looked at.
+    /// Whether a turn that is given now is to be measured.
     pub fn is_due(&mut self, now: Duration) -> bool {
         let due = now.saturating_sub(self.asked) >= EACH;
         if due {
@@ -54,7 +54,7 @@ impl Share {
         due
     }
 
-    /// A turn went on so much after it was given.
+    /// A turn continued this long after it was given.
     pub fn heard(&mut self, late: Duration, now: Duration) {
         if now.saturating_sub(self.heard) >= FORGOTTEN {
             (self.late, self.now) = (Duration::ZERO, self.most);
@@ -73,7 +73,7 @@ impl Share {
 mod tests {
     use super::*;
 
-    /// What the share is after each of so many turns, one in a millisecond, that went on so late.
+    /// The share after each of `n` turns, one per millisecond, that were this late.
     fn hear(s: &mut Share, at: &mut u64, n: usize, late: u64) -> Vec<usize> {
         let each = |_| {
             *at += 1;

@@ -1,4 +1,4 @@
-//! What goes over connections, counted.
+//! Counters of traffic over connections.
 
 use std::{
     fmt,
@@ -16,15 +16,15 @@ use crate::{Buf, Fabric};
 /// How bytes came into a buffer, or left it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Road {
-    /// By no network: made or copied here, zeros of a hole, of a simulated network.
+    /// By no network: made or copied here, zeros of a hole, or of a simulated network.
     #[default]
     Local,
     /// Through a TCP stream.
     Tcp,
-    /// Between two RDMA devices, but through the stream of frames, and copied between there and the
+    /// Between two RDMA devices, but through the stream of frames and copied between it and the
     /// buffer: a large payload for which there was no memory to lend.
     RdmaStream,
-    /// Between two RDMA devices and straight into or out of the buffer; or with its frame, if it
+    /// Between two RDMA devices and directly into or out of the buffer; or with its frame, if it
     /// has no more than 4 KiB.
     Rdma,
 }
@@ -33,7 +33,7 @@ impl Road {
     /// All of them.
     pub const ALL: [Road; 4] = [Road::Local, Road::Tcp, Road::RdmaStream, Road::Rdma];
 
-    /// As users read it.
+    /// The name that users see.
     pub const fn name(self) -> &'static str {
         match self {
             Road::Local => "local",
@@ -50,36 +50,36 @@ impl fmt::Display for Road {
     }
 }
 
-/// Bytes by road.
+/// Bytes by transport.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ByRoad([u64; Road::ALL.len()]);
 
 impl ByRoad {
-    /// So many bytes by one road.
+    /// This many bytes by one transport.
     pub fn of(road: Road, bytes: u64) -> ByRoad {
         let mut all = ByRoad::default();
         all.add(road, bytes);
         all
     }
 
-    /// What these buffers say of themselves.
+    /// The bytes of these buffers, by the transport that brought them.
     pub fn came(bufs: &[Buf]) -> ByRoad {
         let mut all = ByRoad::default();
         bufs.iter().for_each(|b| all.add(b.road(), b.len() as u64));
         all
     }
 
-    /// More of them.
+    /// Adds bytes of one transport.
     pub fn add(&mut self, road: Road, bytes: u64) {
         self.0[road as usize] += bytes;
     }
 
-    /// All together.
+    /// The sum over all transports.
     pub fn sum(&self) -> u64 {
         self.0.iter().sum()
     }
 
-    /// Each road with its bytes.
+    /// Each transport with its bytes.
     pub fn iter(&self) -> impl Iterator<Item = (Road, u64)> {
         Road::ALL.into_iter().zip(self.0)
     }
@@ -98,25 +98,25 @@ impl AddAssign for ByRoad {
     }
 }
 
-/// Counts bytes by road, from many threads.
+/// Counts bytes by transport, from many threads.
 #[derive(Debug, Default)]
 pub struct RoadCounter([AtomicU64; Road::ALL.len()]);
 
 impl RoadCounter {
-    /// More of them.
+    /// Adds bytes.
     pub fn add(&self, more: ByRoad) {
         for (road, bytes) in more.iter().filter(|(_, bytes)| *bytes > 0) {
             self.0[road as usize].fetch_add(bytes, Relaxed);
         }
     }
 
-    /// So far.
+    /// The bytes so far.
     pub fn look(&self) -> ByRoad {
         ByRoad(std::array::from_fn(|i| self.0[i].load(Relaxed)))
     }
 }
 
-/// How the bytes of one buffer left it; smaller, as there is one in each.
+/// How the bytes of one buffer left it; small counters, because each buffer has one.
 #[derive(Debug, Default)]
 pub(crate) struct Went([AtomicU32; Road::ALL.len()]);
 
@@ -130,8 +130,8 @@ impl Went {
     }
 }
 
-/// Connections that are open, and bytes since the beginning: of frames, and of payloads whichever
-/// way they went.
+/// Number of open connections, and bytes since the start: of frames, and of payloads whichever way
+/// they went.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     pub connections: u64,
@@ -139,7 +139,7 @@ pub struct Traffic {
     pub received: u64,
 }
 
-/// What went over each road of a fabric, for `strake status`.
+/// Traffic of each transport of a fabric, for `strake status`.
 pub fn roads(fabric: &dyn Fabric) -> Vec<pb::RoadStatus> {
     let of = |(road, t): (&str, Traffic)| pb::RoadStatus {
         road: road.into(),
@@ -150,7 +150,7 @@ pub fn roads(fabric: &dyn Fabric) -> Vec<pb::RoadStatus> {
     fabric.roads().into_iter().map(of).collect()
 }
 
-/// Counters of a connection, or of all of a fabric.
+/// Counters of a connection, or of a whole fabric.
 #[derive(Debug, Default)]
 struct Counters {
     connections: AtomicU64,
@@ -168,7 +168,7 @@ impl Counters {
     }
 }
 
-/// All connections of a fabric, those that are gone too.
+/// Counters of all connections of a fabric, including those that are gone.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Totals(Arc<Counters>);
 
@@ -177,7 +177,7 @@ impl Totals {
         self.0.look()
     }
 
-    /// A connection's counter, which counts here too.
+    /// The counter of a new connection, which counts here too.
     pub fn open(&self) -> Counter {
         self.0.connections.fetch_add(1, Relaxed);
         Counter {

@@ -1,16 +1,17 @@
-//! Whose request is worked on next, where only so many are at a time. A request has a weight: a
-//! long read keeps a device busy as long as many short ones. Peers are sessions, on machines. One
-//! that asks for much leaves room for others, and waits among its own:
+//! Which request is worked on next, where only a limited number may be in work. A request has a
+//! weight: a long read keeps a device busy as long as many short ones. Peers are sessions on
+//! machines. A peer that asks for much leaves room for others, and its requests wait among its own:
 //!
 //! - A machine has no more requests in work than there is room left: half of all if it is alone, a
 //!   third beside another one. A session has a quarter of all at most.
-//! - A session with nothing in work may go beyond its machine's share, but not into the last
+//! - A session with nothing in work may exceed its machine's share, but may not use the last
 //!   eighth.
-//! - What becomes free goes to the machine with the least in work, there to the session with the
-//!   least; among those with as little, to the one whose last turn is the longest ago.
-//! - Where a limit is set for it ([`Turns::shared`]), a machine has no more than that in work while
-//!   another session than the asking one is active, wherever: a device works in order of arrival,
-//!   so others wait for all that is in work. It is less while turns go on late ([`Share`]).
+//! - A free turn goes to the machine with the least in work, and there to the session with the
+//!   least; among equals, to the one whose last turn is the longest ago.
+//! - Where a limit for one machine is set ([`Turns::shared`]), a machine has no more than that in
+//!   work while a session other than the asking one is active, on any machine: a device works in
+//!   order of arrival, so others wait for all that is in work. The limit is lower while turns are
+//!   late ([`Share`]).
 //!
 //! [`Table`] is pure: it has no clock and waits for nothing. [`Turns`] waits.
 
@@ -30,21 +31,21 @@ use tokio::{
 
 use crate::{relay::machine, share::Share};
 
-/// Requests of one session that wait.
+/// Limit of waiting requests of one session.
 const MOST_OF_SESSION: usize = 256;
-/// Requests that wait, for each that may be in work, of one machine. Sessions with none may have
-/// one more.
+/// Limit of waiting requests of one machine, per request that may be in work. Sessions with none
+/// may have one more.
 const MOST_OF_MACHINE: usize = 8;
 
-/// So long after its last request a session counts as active.
+/// A session counts as active for this long after its last request.
 const ACTIVE: Duration = Duration::from_secs(1);
 
-/// The heaviest request counts so many times less than all together.
+/// The weight of a request is at most the weight of all that may be in work, divided by this.
 const HEAVIEST: usize = 16;
 
 /// Something that waits for its turn.
 trait Waits {
-    /// Nobody waits for it any more.
+    /// The caller no longer waits for it.
     fn is_over(&self) -> bool;
 }
 
@@ -54,7 +55,7 @@ impl Waits for oneshot::Sender<Turn> {
     }
 }
 
-/// What is in work, by weight, and when the last turn was.
+/// Weight of what is in work, and the number of the last turn.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Rank {
     work: usize,
@@ -70,14 +71,14 @@ struct Machine<T> {
     rank: Rank,
     waiting: usize,
     sessions: BTreeMap<SessionId, Session<T>>,
-    /// Those of which something waits.
+    /// Sessions that have waiting requests.
     line: BTreeSet<(Rank, SessionId)>,
 }
 
 /// A peer's name.
 type Name = (Arc<str>, SessionId);
 
-/// The two sessions that were active last.
+/// The two sessions that were active most recently.
 struct Latest {
     first: (SessionId, Duration),
     second: (SessionId, Duration),
@@ -91,37 +92,37 @@ impl Latest {
         self.first = (session, now);
     }
 
-    /// Whether another session is active.
+    /// Whether a session other than this one is active.
     fn others(&self, session: SessionId, now: Duration) -> bool {
         let (other, at) = if self.first.0 == session { self.second } else { self.first };
         other != 0 && now.saturating_sub(at) < ACTIVE
     }
 
-    /// Whether two sessions are.
+    /// Whether two sessions are active.
     fn are_two(&self, now: Duration) -> bool {
         self.others(self.first.0, now)
     }
 }
 
-/// See the module. Times are since a moment before it was made.
+/// See the module. Times count from a moment before it was made.
 struct Table<T> {
     max: usize,
-    /// What a machine may have in work while others are active, where that is bounded.
+    /// Limit of what a machine may have in work while others are active, where there is one.
     share: Option<Share>,
     latest: Latest,
     now: Duration,
     work: usize,
     turn: u64,
     machines: BTreeMap<Arc<str>, Machine<T>>,
-    /// Machines of which something waits.
+    /// Machines that have waiting requests.
     line: BTreeSet<(Rank, Arc<str>)>,
 }
 
-/// What came of a question.
+/// The result of asking for a turn.
 enum Asked<T> {
     Now,
     Waits,
-    /// Too many of the peer wait already.
+    /// Too many requests of the peer wait already.
     Refused(T),
 }
 
@@ -133,7 +134,7 @@ impl<T: Waits> Table<T> {
         Table { max, share: None, latest, now, work: 0, turn: 0, machines, line }
     }
 
-    /// A session is active.
+    /// Notes that a session is active.
     fn note(&mut self, session: SessionId, now: Duration) {
         self.now = now;
         self.latest.note(session, now);
@@ -143,10 +144,11 @@ impl<T: Waits> Table<T> {
         (self.max / 4).max(1)
     }
 
-    /// Whether there is room for one more of a machine, and of a session there. The last one may be
-    /// too heavy by a part of itself.
+    /// Whether there is room for one more request of a machine, and of a session there. The last
+    /// one may exceed the limit by a part of its weight.
     fn has_room(&self, machine: usize, session: usize, name: SessionId) -> bool {
-        // What waits for this is looked at when something of its machine is done.
+        // Requests that wait for this reason are looked at again when a request of their machine is
+        // done.
         if self.is_beyond_share(machine) && self.latest.others(name, self.now) {
             return false;
         }
@@ -159,13 +161,13 @@ impl<T: Waits> Table<T> {
         self.share.as_ref().is_some_and(|s| machine >= s.bound())
     }
 
-    /// Whether to look how late a turn that is given now goes on.
+    /// Whether to measure how late a turn that is given now continues.
     fn is_due(&mut self) -> bool {
         self.latest.are_two(self.now) && self.share.as_mut().is_some_and(|s| s.is_due(self.now))
     }
 
-    /// A request has come. Whoever waits has no room now, so a peer with room and none that waits
-    /// goes first.
+    /// A new request. All waiting peers have no room now, so a peer that has room and no waiting
+    /// requests goes first.
     fn ask(&mut self, (at, session): &Name, weight: usize, what: T) -> Asked<T> {
         let max = self.max;
         let known = self.machines.get(at);
@@ -194,7 +196,7 @@ impl<T: Waits> Table<T> {
         Asked::Waits
     }
 
-    /// The parts of a peer that change when something waits.
+    /// The parts of a peer that change when requests begin or end to wait.
     #[allow(clippy::type_complexity, reason = "borrows of two parts of one machine")]
     fn peer(
         &mut self,
@@ -211,7 +213,7 @@ impl<T: Waits> Table<T> {
         ((&mut m.line, &mut m.waiting), m.sessions.entry(session).or_insert_with(new))
     }
 
-    /// Changes what a peer has in work, and its place in the lines with it.
+    /// Changes what a peer has in work, and with it its position in the lines.
     fn change(&mut self, at: &Arc<str>, session: SessionId, to: impl Fn(&mut Rank)) {
         let ((line, _), s) = self.peer(at, session);
         let was = s.rank;
@@ -235,7 +237,7 @@ impl<T: Waits> Table<T> {
         self.change(at, session, |r| *r = Rank { work: r.work + weight, turn });
     }
 
-    /// A request of that peer is answered. What begins now.
+    /// A request of that peer is done. Returns the requests that begin now.
     fn done(&mut self, (at, session): &Name, weight: usize) -> Vec<(Name, usize, T)> {
         self.work -= weight;
         self.change(at, *session, |r| r.work -= weight);
@@ -251,9 +253,10 @@ impl<T: Waits> Table<T> {
         begun
     }
 
-    /// Whose turn it is. The search is short: a machine is passed over for its share only while an
-    /// eighth is free, which few machines have in work, or for a session that has a quarter; and
-    /// while others are active the first one that is beyond its share ends it.
+    /// The next peer in turn. The search is short. For lack of room a machine is passed over only
+    /// while more than an eighth is free, and few machines have that much in work; or if the
+    /// session has its quarter. While others are active, the first machine beyond its share ends
+    /// the search.
     fn next(&self) -> Option<Name> {
         let free = self.max.saturating_sub(self.work);
         let two = self.latest.are_two(self.now);
@@ -272,7 +275,7 @@ impl<T: Waits> Table<T> {
         None
     }
 
-    /// The oldest of what waits there; `None` if nobody waits for it any more.
+    /// The oldest waiting request of a peer; `None` if its caller has given up.
     fn take(&mut self, (at, session): &Name) -> Option<(usize, T)> {
         let ((line, waiting), s) = self.peer(at, *session);
         let what = s.waiting.pop_front()?;
@@ -287,7 +290,7 @@ impl<T: Waits> Table<T> {
         (!what.1.is_over()).then_some(what)
     }
 
-    /// Peers with nothing here are not remembered.
+    /// Forgets peers with nothing in work and nothing waiting.
     fn forget(&mut self, at: &Arc<str>, session: SessionId) {
         let Some(m) = self.machines.get_mut(at) else { return };
         if m.sessions.get(&session).is_some_and(|s| s.rank.work == 0 && s.waiting.is_empty()) {
@@ -308,34 +311,36 @@ pub struct Turns {
 
 /// While it lives, a request is in work.
 pub struct Turn {
-    /// `None`: nothing is given back.
+    /// `None`: dropping it gives nothing back.
     of: Option<(Turns, Name, usize)>,
-    /// When it was given; `None`: nobody looks how late it goes on.
+    /// When it was given; `None`: its delay is not measured.
     given: Option<Duration>,
 }
 
 impl Turns {
-    /// `max`: requests in work at a time.
+    /// `max`: limit of the weight in work.
     pub fn new(max: usize) -> Turns {
         Turns { table: Arc::new(Mutex::new(Table::new(max))), since: Instant::now() }
     }
 
-    /// Likewise; so many of one machine while others are active, as far as they were noted.
+    /// As [`Turns::new`]; `shared` limits the weight of one machine while others are active, as far
+    /// as they were noted.
     pub fn shared(max: usize, shared: usize) -> Turns {
         let turns = Turns::new(max);
         turns.table.lock().share = Some(Share::new(shared));
         turns
     }
 
-    /// A session is active, whatever it asked for, or others on its behalf. 0: none.
+    /// Notes that a session is active, whatever it asked for, or others on its behalf. 0: no
+    /// session.
     pub fn note(&self, session: SessionId) {
         if session != 0 {
             self.table.lock().note(session, self.since.elapsed());
         }
     }
 
-    /// Waits until a request that came from there is to be worked on. `weight`: 1, or more.
-    /// `Overloaded`, after `limit`: it had no turn, or too many wait already.
+    /// Waits for the turn of a request from that peer. `weight`: 1 or more. `Overloaded`, after
+    /// `limit`: it had no turn, or too many requests wait already.
     pub async fn take(
         &self,
         addr: &str,
@@ -368,7 +373,8 @@ impl Turns {
                 _ => return Err(full("")),
             },
             Err(None) => {
-                // Refused at once it would be sent again at once, and to refuse is work, too.
+                // If it were refused at once, it would be sent again at once; refusing is work,
+                // too.
                 sleep(limit).await;
                 return Err(full(", and too many wait"));
             }
@@ -377,15 +383,15 @@ impl Turns {
         Ok(turn)
     }
 
-    /// What has begun in that table.
+    /// The turn of a request that has begun in the table.
     fn give(&self, table: &mut Table<oneshot::Sender<Turn>>, name: Name, weight: usize) -> Turn {
         let given = table.is_due().then_some(table.now);
         Turn { of: Some((self.clone(), name, weight)), given }
     }
 
-    /// Learns how late one turn in a while goes on: behind all that is ready to run, as the next
-    /// steps of its request will be. That it runs now says less, as a runtime lets run first what
-    /// was woken last.
+    /// Measures now and then how late a turn continues: behind all tasks that are ready to run,
+    /// where the next steps of its request will be. That it runs now says less, because a runtime
+    /// runs first what was woken last.
     async fn look(&self, turn: &Turn) {
         let Some(given) = turn.given else { return };
         yield_now().await;
@@ -395,12 +401,12 @@ impl Turns {
         }
     }
 
-    /// Whether another session than this one was noted within a second.
+    /// Whether a session other than this one was noted within a second.
     pub fn others(&self, session: SessionId) -> bool {
         self.table.lock().latest.others(session, self.since.elapsed())
     }
 
-    /// The weight of what is in work.
+    /// The weight of all requests in work.
     pub fn in_work(&self) -> usize {
         self.table.lock().work
     }
@@ -418,8 +424,8 @@ impl Turns {
                     .collect()
             };
             for (turn, tx) in begun {
-                // One that nobody takes is over at once, and not by its drop: a chain of them would
-                // be as deep.
+                // A turn whose caller has given up is returned here, not by its drop: a chain of
+                // drops would recurse as deep as the chain is long.
                 if let Err(mut turn) = tx.send(turn)
                     && let Some((_, name, weight)) = turn.of.take()
                 {
@@ -444,7 +450,7 @@ mod tests {
 
     use super::*;
 
-    /// Whether it was given up.
+    /// Whether the caller has given up.
     struct Asks(Rc<Cell<bool>>);
 
     impl Waits for Asks {
@@ -457,7 +463,7 @@ mod tests {
         (at.into(), session)
     }
 
-    /// So many asked for; how many began.
+    /// Asks `n` times; returns how many began.
     fn ask(t: &mut Table<Asks>, of: &Name, n: usize) -> usize {
         (0..n).filter(|_| matches!(t.ask(of, 1, Asks(Rc::default())), Asked::Now)).count()
     }
@@ -487,7 +493,7 @@ mod tests {
         assert_eq!(ask(&mut t, &third, 100), 1, "its machine has half, and it had nothing");
         assert_eq!(ask(&mut t, &name("b", 1), 100), 16);
         check(&t);
-        // What begins next is of the machine with less in work.
+        // The next request to begin belongs to the machine with less in work.
         let mut begun = t.done(&a, 1);
         begun.extend(t.done(&a, 1));
         begun.extend(t.done(&name("b", 1), 1));
@@ -524,12 +530,13 @@ mod tests {
         assert_eq!(ask(&mut t, &a, 100), 16, "it is alone");
         t.note(2, at(10));
         assert_eq!(ask(&mut t, &b, 1), 1);
-        // None of `a` begins until it has less than its share; another session of it waits, too.
+        // None of `a` begins until it has less than its share, although another of its sessions
+        // waits, too.
         assert_eq!(ask(&mut t, &name("a", 3), 1), 0);
         let begun: Vec<usize> = (0..14).map(|_| t.done(&a, 1).len()).collect();
         assert_eq!((begun.iter().sum::<usize>(), &begun[..12]), (2, &[0; 12][..]));
         check(&t);
-        // The other one has gone.
+        // The other machine is gone.
         t.done(&b, 1);
         t.note(1, at(1011));
         let begun = t.done(&a, 1);
@@ -554,7 +561,7 @@ mod tests {
         check(&t);
         assert_eq!((t.done(&a, 1).len(), t.work), (1, 4));
         assert_eq!(ask(&mut t, &b, 20), 4);
-        // Heavy ones: one at a time.
+        // Heavy requests: one at a time.
         let mut t = Table::new(512);
         t.share = Some(Share::new(16));
         t.note(1, at(0));
@@ -579,7 +586,7 @@ mod tests {
         check(&t);
         let begun = t.done(&many[2], 1);
         assert!(begun.len() == 1 && begun[0].0 == new);
-        // Then those take turns, whoever has more waiting.
+        // Then those take turns, whichever has more waiting.
         let mut turns = Vec::new();
         let mut last = new;
         for _ in 0..8 {
@@ -620,7 +627,7 @@ mod tests {
                 break;
             }
         }
-        // Another session has its place, in work and in the queue.
+        // Another session still gets its place, in work and in the queue.
         assert_eq!(ask(&mut t, &name("a", 2), 1), 1);
         for s in 3..40 {
             assert!(matches!(t.ask(&name("a", s), 1, Asks(Rc::default())), Asked::Waits));
@@ -670,8 +677,8 @@ mod tests {
         }
     }
 
-    /// The share after some turns that were given while another task, if there is one, keeps the
-    /// processor.
+    /// The share after some turns, given while another task, if there is one, keeps the processor
+    /// busy.
     async fn bound_beside(busy: Option<Duration>) -> usize {
         let t = Turns::shared(64, 32);
         for _ in 0..20 {

@@ -1,8 +1,8 @@
-//! A value and the news that it changed: the part of `tokio::sync::watch` that the simulated code
+//! A value with notification of changes: the part of `tokio::sync::watch` that the simulated code
 //! needs.
 //!
-//! tokio's own wakes its receivers in an order drawn from the runtime's random numbers, which no
-//! seed reaches. This one wakes them in the order in which they began to wait, so that the
+//! tokio's version wakes its receivers in an order drawn from the runtime's random numbers, which
+//! no seed controls. This one wakes them in the order in which they began to wait, so that the
 //! simulator can replay a run.
 
 use std::{
@@ -26,10 +26,10 @@ struct Shared<T> {
 
 const GONE: u64 = 1;
 
-/// Sets the value. The receivers learn so when it is dropped.
+/// Sets the value. Receivers are told when it is dropped.
 pub struct Sender<T>(Arc<Shared<T>>);
 
-/// Sees the newest value; values in between may pass unseen.
+/// Sees the newest value; it may miss values in between.
 pub struct Receiver<T> {
     shared: Arc<Shared<T>>,
     seen: u64,
@@ -62,17 +62,17 @@ impl<T> Sender<T> {
         }))
     }
 
-    /// A receiver that has seen the present value.
+    /// A receiver that has seen the current value.
     pub fn subscribe(&self) -> Receiver<T> {
         Receiver { seen: self.0.version.load(Ordering::SeqCst), shared: self.0.clone() }
     }
 
-    /// The present value. Must not be held across an await.
+    /// The current value. Must not be held across an await.
     pub fn borrow(&self) -> RwLockReadGuard<'_, T> {
         self.0.value.read()
     }
 
-    /// Sets the value and returns the one before.
+    /// Sets the value and returns the previous one.
     pub fn send_replace(&self, value: T) -> T {
         let mut before = value;
         self.send_if_modified(|v| {
@@ -82,7 +82,7 @@ impl<T> Sender<T> {
         before
     }
 
-    /// Changes the value in place; `change` says whether there is news.
+    /// Changes the value in place; `change` returns whether receivers are notified.
     pub fn send_if_modified(&self, change: impl FnOnce(&mut T) -> bool) -> bool {
         {
             let mut value = self.0.value.write();
@@ -115,18 +115,18 @@ impl<T> Receiver<T> {
         self.shared.value.read()
     }
 
-    /// The newest value, which counts as seen.
+    /// The newest value, which then counts as seen.
     pub fn borrow_and_update(&mut self) -> RwLockReadGuard<'_, T> {
         let value = self.shared.value.read();
         self.seen = self.shared.version.load(Ordering::SeqCst) & !GONE;
         value
     }
 
-    /// Waits for a value that this receiver has not seen; it counts as seen then.
+    /// Waits for a value that this receiver has not seen, and marks it as seen.
     pub async fn changed(&mut self) -> Result<(), Closed> {
         loop {
             let mut news = pin!(self.shared.news.notified());
-            // From here on nothing is missed.
+            // From here on no notification is missed.
             news.as_mut().enable();
             let version = self.shared.version.load(Ordering::SeqCst);
             if version & !GONE != self.seen & !GONE {
@@ -140,7 +140,7 @@ impl<T> Receiver<T> {
         }
     }
 
-    /// Waits for a value that `good` accepts; the present one counts, too.
+    /// Waits for a value that `good` accepts; the current one counts, too.
     pub async fn wait_for(&mut self, mut good: impl FnMut(&T) -> bool) -> Result<T, Closed>
     where
         T: Clone,

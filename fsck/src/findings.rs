@@ -1,4 +1,4 @@
-//! What stored chunks say against what files say.
+//! Compares stored chunks with what the files say.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,8 +10,8 @@ use strake_proto::{
     pb,
 };
 
-/// One thing that should not be. `ino` and `data` name a file's inode and its data, `target` where
-/// it was found, and paths are as seen from the root.
+/// One inconsistency. `ino` and `data` name a file's inode and its data, `target` where it was
+/// found. Paths start at the root of the file system.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[allow(missing_docs, reason = "the fields mean the same in all variants")]
 pub enum Finding {
@@ -25,12 +25,12 @@ pub enum Finding {
     Diverged { chunk: String, chain: u32, versions: Vec<(TargetId, String)> },
     /// A chunk wholly beyond the end of its file, which no client has open for writing.
     BeyondEnd { chunk: ChunkId, path: String, target: TargetId, size: u64 },
-    /// A directory entry whose inode cannot be read; `gone`: because there is none.
+    /// A directory entry whose inode cannot be read; `gone`: the inode does not exist.
     Dangling { path: String, parent: Ino, name: Vec<u8>, ino: Ino, error: String, gone: bool },
     /// A directory that has another name already.
     TwoParents { path: String, ino: Ino },
-    /// Chunks that no replica in sync has, below the end of a file that has no holes and that no
-    /// client has open for writing.
+    /// Chunks below the end of a file without holes that no in-sync replica has. No client has the
+    /// file open for writing.
     Missing { path: String, ino: Ino, chunks: u64, first: u64 },
     /// A file with stripes on a chain whose last copies were given up.
     Lost { path: String, chains: Vec<u32> },
@@ -41,19 +41,19 @@ pub enum Finding {
 /// Where a misplaced chunk should be.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// The chain that the layout says.
+    /// The chain that the file's layout names.
     pub chain: u32,
-    /// All replicas in sync there have it, readable, the same and not shorter.
+    /// All in-sync replicas of that chain have the chunk: readable, identical and not shorter.
     pub there: bool,
-    /// The chain that it is on has other chunks of the file.
+    /// The chain that the chunk is on also holds chunks that belong there.
     pub beside_others: bool,
-    /// The file's size, if that reaches no stripe of the chunk. Then nothing of it shows in the
-    /// file, wherever it is.
+    /// Set, with the file's size, if the whole chunk lies beyond the file's end. Then no reader
+    /// sees its bytes, whichever chain it is on.
     pub beyond: Option<u64>,
 }
 
 impl Place {
-    /// Whether it may be the only copy of bytes that the file should show.
+    /// Whether it may be the only copy of bytes that belong to the file.
     pub fn may_be_only(&self) -> bool {
         !self.there && self.beyond.is_none()
     }
@@ -70,7 +70,7 @@ impl Finding {
         }
     }
 
-    /// The targets that it is about.
+    /// The targets that the finding is about.
     pub fn targets(&self) -> Vec<TargetId> {
         match self {
             Finding::Leaked { target, .. }
@@ -86,19 +86,19 @@ impl Finding {
 pub(crate) struct FileInfo {
     pub path: String,
     pub size: u64,
-    /// All up to its size is data.
+    /// The file has no holes: every byte up to its size is data.
     pub dense: bool,
     pub map: StripeMap,
 }
 
-/// What the metadata servers are about to delete: the lowest size in bytes that a pair of inode and
-/// data id is cut to.
+/// What the metadata servers are about to delete: for each pair of inode and data id, the lowest
+/// size in bytes that it is truncated to.
 pub(crate) type Pending = BTreeMap<(Ino, u64), u64>;
 
 pub(crate) type Lists = BTreeMap<(u32, TargetId), Vec<ListEntry>>;
 
-/// What the lists say against what the files say; and how many chunk replicas wait for their
-/// deletion. What belongs to one of the `unread` inodes nobody knows.
+/// Compares the listed chunks with the files. Also returns how many chunk replicas wait for their
+/// deletion. Chunks of the `unread` inodes are never leaks, because their files are not known.
 pub(crate) fn compare(
     map: &MapView,
     files: &BTreeMap<Ino, FileInfo>,
@@ -167,8 +167,8 @@ pub(crate) fn compare(
     (findings, waiting)
 }
 
-/// Tombstones that nobody needs: of data that no file has, none of the `unread` ones either, and
-/// that no deletion is about.
+/// Tombstones that nothing needs: no file has the data, it belongs to none of the `unread` inodes,
+/// and no pending deletion is about it.
 pub(crate) fn tombstones(
     files: &BTreeMap<Ino, FileInfo>,
     lists: &Lists,
@@ -214,7 +214,7 @@ fn place(map: &MapView, file: &FileInfo, lists: &Lists, e: &ListEntry, on: u32) 
     Place { chain, there, beside_others: file.map.chains.contains(&on), beyond }
 }
 
-/// Chunks of a file without holes that are nowhere, on chains that were listed.
+/// Chunks of a file without holes that no replica has, on chains that were listed.
 fn missing(map: &MapView, ino: Ino, f: &FileInfo, lists: &Lists) -> Option<Finding> {
     let is_nowhere = |index: &u64| {
         let chunk = ChunkId { ino, data: f.map.data, index: *index };
@@ -393,9 +393,9 @@ mod tests {
         let mut sparse = files();
         sparse.values_mut().for_each(|f| f.dense = false);
         assert_eq!(found(&sparse, vec![], &Pending::new()), []);
-        // It is just being cut.
+        // The file is being truncated.
         assert_eq!(found(&files(), vec![], &Pending::from([((7, 1), 1 << 20)])), []);
-        // A chain that could not be listed is no proof.
+        // A chain that could not be listed proves nothing.
         let mut unlisted = lists(vec![]);
         unlisted.retain(|(chain, _), _| *chain == 1);
         assert_eq!(compare(&map(), &files(), &unlisted, &Pending::new(), &BTreeSet::new()).0, []);
@@ -406,7 +406,7 @@ mod tests {
         let both = |e: Vec<ListEntry>| Lists::from([((1, 1), e.clone()), ((1, 2), e)]);
         let lists = both(vec![entry(7, 0, 1), entry(7, 2, 1), entry(8, 0, 1)]);
         assert_eq!(compare(&map(), &files(), &lists, &Pending::new(), &BTreeSet::new()).0.len(), 4);
-        // The file is cut to its size, the other one is removed.
+        // The file is truncated to its size, the other one is removed.
         let pending = Pending::from([((7, 1), 2 << 20), ((8, 1), 0)]);
         assert_eq!(compare(&map(), &files(), &lists, &pending, &BTreeSet::new()), (vec![], 4));
         // Another generation of the data is removed: not these chunks.
@@ -436,7 +436,7 @@ mod tests {
             has(|f| matches!(f, Finding::Diverged { chunk, .. } if chunk == "7.1.0")),
             "{found:?}"
         );
-        // Nobody knows what an inode has that cannot be read.
+        // Which chunks an unread inode owns is not known.
         let unread = BTreeSet::from([8]);
         let (found, _) = compare(&map(), &files(), &lists, &Pending::new(), &unread);
         assert!(!found.iter().any(|f| matches!(f, Finding::Leaked { .. })), "{found:?}");
@@ -457,7 +457,7 @@ mod tests {
             chains: chains.iter().copied().collect(),
             tombstones,
         };
-        // Those of a file that is there stay.
+        // The tombstones of an existing file stay.
         assert_eq!(found(Pending::new(), BTreeSet::new()), [of(8, &[1, 2], 3), of(9, &[1], 1)]);
         assert_eq!(found(Pending::from([((8, 1), 0)]), BTreeSet::from([9])), []);
         assert_eq!(
@@ -500,8 +500,8 @@ mod tests {
             Finding::Misplaced { chunk, path, chain: 3, target: 1, place }
         };
         let only = Some((7, 1, 3));
-        // The last stripe that some byte is in, be it one, may be the only copy; the next is
-        // beyond.
+        // A chunk that holds at least one byte below the file's end may be the only copy. The
+        // next one lies beyond the end.
         for (size, first_gone) in [(0, 0), (1, 1), (1 << 20, 1), ((1 << 20) + 1, 2), (2 << 20, 2)] {
             assert_eq!(misplaced(first_gone, size).only_copy(), None, "{size}");
             if first_gone > 0 {
@@ -517,7 +517,7 @@ mod tests {
         let lists = Lists::from([((1, 1), vec![entry(7, 3, 1)]), ((3, 1), vec![entry(7, 3, 1)])]);
         let pending = Pending::from([((7, 1), 2 << 20)]);
         let (found, waiting) = compare(&map(), &files(), &lists, &pending, &BTreeSet::new());
-        // On a chain that the file does not use no cut comes by.
+        // A pending truncation does not reach a chain that the file does not use.
         let on: Vec<_> = found.iter().filter(|f| matches!(f, Finding::Misplaced { .. })).collect();
         assert!(matches!(on[..], [Finding::Misplaced { chain: 3, .. }]), "{found:?}");
         assert_eq!(waiting, 1);

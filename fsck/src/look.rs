@@ -31,15 +31,15 @@ pub struct Outcome {
     pub chunks: u64,
     /// Chunk replicas that wait for their deletion.
     pub pending: u64,
-    /// Tombstones that nobody needs.
+    /// Tombstones that nothing needs any more.
     pub tombstones: u64,
-    /// Targets that were asked what they have.
+    /// Targets whose chunks were listed.
     pub listed: BTreeSet<TargetId>,
-    /// [`Finding::only_copy`] of all looks, also where a later one differs.
+    /// [`Finding::only_copy`] of both looks, including what only one of them found.
     pub only_copies: BTreeSet<(Ino, u64, u32)>,
 }
 
-/// A look at a file system, with all it needs.
+/// Checks a file system, and repairs it on request.
 pub struct Checker {
     pub(crate) client: Client,
     fabric: Arc<dyn Fabric>,
@@ -50,15 +50,15 @@ pub struct Checker {
     repairs: bool,
 }
 
-/// What a server gives at most.
+/// Most entries that a server returns per request.
 const PAGE: u32 = 4096;
 /// How long the metadata servers may be without a leader.
 const LEADERLESS: Duration = Duration::from_secs(15);
 
 impl Checker {
-    /// `fabric` must act as a server: storage servers list their chunks for no one else. `repairs`:
-    /// tombstones that nobody needs are findings, too. They cost a little space and do no harm.
-    /// `progress` is told what goes on.
+    /// `fabric` must act as a server, because storage servers list their chunks only for servers.
+    /// `repairs`: also report tombstones that nothing needs. They take a little space and do no
+    /// harm. `progress` receives progress messages.
     pub fn new(
         client: Client,
         fabric: Arc<dyn Fabric>,
@@ -76,7 +76,8 @@ impl Checker {
         self.client.close().await
     }
 
-    /// Looks, and looks again at what differs. `read_data`: also reads every byte of every file.
+    /// Looks, and looks again if there are differences. `read_data`: also reads every byte of
+    /// every file.
     pub async fn run(&mut self, read_data: bool) -> Result<Outcome> {
         let mut outcome = self.pass().await?;
         if !outcome.findings.is_empty() {
@@ -91,7 +92,7 @@ impl Checker {
         }
         if read_data {
             let (_, unreadable) = self.walk(true).await?;
-            // What else it finds, both looks above have found.
+            // The walk's other findings come from the looks above.
             outcome
                 .findings
                 .extend(unreadable.into_iter().filter(|f| matches!(f, Finding::Unreadable { .. })));
@@ -100,9 +101,9 @@ impl Checker {
     }
 
     pub(crate) async fn pass(&mut self) -> Result<Outcome> {
-        // Chunks first, what is pending last: a file deleted after its chunks were listed is then
-        // known to be gone or going, and a file made after them has its chunks missing from the
-        // list, which is no finding.
+        // List chunks first and pending deletions last. A file deleted after the listing is then
+        // known to be gone or pending. A file made after the listing has no chunks in it, which is
+        // no finding.
         let map = self.client.fetch_map().await?;
         let mut lists = BTreeMap::new();
         let mut chunks = 0;
@@ -132,7 +133,7 @@ impl Checker {
         if self.repairs {
             findings.append(&mut unneeded);
         }
-        // Writers write before they report an end, and send again what storage servers lost.
+        // Writers store data before they report a new end, and resend what storage servers lost.
         let beyond = |f: &Finding| match f {
             Finding::BeyondEnd { chunk, .. } => Some(chunk.ino),
             Finding::Missing { ino, .. } => Some(*ino),
@@ -157,7 +158,7 @@ impl Checker {
         })
     }
 
-    /// What is about to be deleted.
+    /// What the metadata servers are about to delete.
     pub(crate) async fn going(&self) -> Result<Pending> {
         self.of_leader(async |c| going(c).await).await
     }
@@ -189,7 +190,7 @@ impl Checker {
         }
     }
 
-    /// Every regular file, by inode; and names that lead nowhere. With `read`, reads them all.
+    /// Every regular file, by inode, and names that lead nowhere. With `read`, reads all of them.
     async fn walk(&mut self, read: bool) -> Result<(BTreeMap<Ino, FileInfo>, Vec<Finding>)> {
         let (mut files, mut findings) = (BTreeMap::new(), Vec::new());
         let mut folders = vec![(self.client.root(), String::new())];
@@ -241,7 +242,7 @@ impl Checker {
         Ok((files, findings))
     }
 
-    /// Whether the inode of an entry is there: listed with its attributes, it is.
+    /// Whether the inode of an entry exists: an entry listed with attributes has one.
     async fn exists(&self, e: &pb::DirEntry) -> Result<()> {
         match e.attr {
             Some(_) => Ok(()),
@@ -323,7 +324,7 @@ impl Checker {
     }
 }
 
-/// Errors that go away by themselves, or with another server.
+/// Errors that a retry, or another server, may clear.
 fn passes(e: &Error) -> bool {
     matches!(e.code, Code::NotLeader | Code::Disconnected | Code::TimedOut | Code::Overloaded)
 }
@@ -339,8 +340,8 @@ async fn ask_pending(
     Ok(reply.items)
 }
 
-/// All that is about to go. A deletion that ends between the listing of chunks and this looks
-/// leaked until the second look.
+/// All pending deletions. A deletion that finishes between the listing of chunks and this call
+/// looks like a leak until the second look.
 async fn going(c: &dyn Connection) -> Result<Pending> {
     let mut all = Pending::new();
     for kind in 1..=3 {
@@ -363,7 +364,7 @@ async fn going(c: &dyn Connection) -> Result<Pending> {
     Ok(all)
 }
 
-/// Which of the files somebody has open for writing.
+/// Which of these files some client has open for writing.
 pub(crate) async fn written(c: &dyn Connection, inos: &[Ino]) -> Result<BTreeSet<Ino>> {
     let mut all = BTreeSet::new();
     for part in inos.chunks(PAGE as usize) {

@@ -1,8 +1,8 @@
-//! Has the metadata leader put right what was found, and looks again.
+//! Asks the metadata leader to repair the findings, then looks again.
 //!
-//! What is to be deleted goes where removed files' chunks go: it is done although servers fail
-//! meanwhile. The metadata servers do nothing of it unless their state says the same, so whatever
-//! changed since the look is safe.
+//! Chunks to be deleted go into the same queues as the chunks of removed files, so that they are
+//! deleted even if servers fail meanwhile. The metadata servers act only if their own state agrees
+//! with the request, so a change since the look does no harm.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -46,7 +46,7 @@ impl Fate {
         matches!(self, Fate::Repaired(_))
     }
 
-    /// As an entry of the report in JSON; `finding`: its text.
+    /// As a JSON entry of the report; `finding` is the text of the finding.
     pub fn as_json(&self, finding: &str) -> Value {
         match self {
             Fate::Repaired(what) => json!({ "finding": finding, "repaired": true, "what": what }),
@@ -66,10 +66,10 @@ impl fmt::Display for Fate {
     }
 }
 
-/// What one request is about. Findings at several targets may need the same.
+/// What one request is about. Findings at several targets may need the same request.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Job {
-    /// `misplaced`: a file has this data, but not there.
+    /// `misplaced`: a file has this data, but on another chain.
     Chunks {
         ino: Ino,
         data: u64,
@@ -88,7 +88,7 @@ enum Job {
 }
 
 impl Job {
-    /// What is deleted through the queues of the metadata servers.
+    /// The inode and data that the metadata servers' deletion queues handle; `None` for names.
     fn queued(&self) -> Option<(Ino, u64)> {
         match self {
             Job::Chunks { ino, data, .. } | Job::End { ino, data, .. } => Some((*ino, *data)),
@@ -125,8 +125,8 @@ impl Job {
     }
 }
 
-/// What is to be asked for, with the chains it is about; and for each finding the job that repairs
-/// it, or why there is none.
+/// The requests to send, each with the chains it is about; and for each finding the job that
+/// repairs it, or why there is none.
 struct Plan {
     jobs: BTreeMap<Job, BTreeSet<u32>>,
     each: Vec<Result<Job, Fate>>,
@@ -136,14 +136,14 @@ fn left(why: impl Into<String>, next: &'static str) -> Fate {
     Fate::Left { why: why.into(), next }
 }
 
-/// What keeps a chain from being cleared of a file, on which that has nothing else: it is cleared
-/// of all that the file has there, or of nothing. Inode, data and chain.
+/// Reasons not to clear a chain that a file's layout does not use. Clearing such a chain removes
+/// all that the file has there: it is all or nothing. Each entry is inode, data and chain.
 #[derive(Default)]
 struct Kept {
-    /// [`Finding::only_copy`] of all looks.
+    /// [`Finding::only_copy`] of both looks.
     only: BTreeSet<(Ino, u64, u32)>,
-    /// Something is beyond the end of a file that somebody has open for writing: where that will be
-    /// is not known.
+    /// The file has chunks here beyond its end, and a client has it open for writing: the end may
+    /// still move past them.
     open: BTreeSet<(Ino, u64, u32)>,
 }
 
@@ -166,7 +166,7 @@ impl Kept {
     }
 }
 
-/// Where files have something that goes only because it is beyond their end.
+/// Where files have chunks that may be removed only because they lie beyond the file's end.
 fn beyond(findings: &[Finding]) -> BTreeSet<(Ino, u64, u32)> {
     let of = |f: &Finding| match f {
         Finding::Misplaced { chunk, chain, place, .. }
@@ -217,7 +217,7 @@ fn job(f: &Finding, kept: &Kept) -> Result<Job, Fate> {
             "see that all metadata servers are well (`strake status`) and run fsck again",
         )),
         Finding::Misplaced { chunk, place, .. } if place.beside_others => match place.beyond {
-            // A cut of a file removes all from its end on, on each of its chains.
+            // Truncating a file removes everything from its end on, on each of its chains.
             Some(size) => Ok(Job::End { ino: chunk.ino, data: chunk.data, size }),
             None => Err(left(
                 "the chain has other chunks of the file and cannot be cleared, and there is no cut before the file's end",
@@ -252,7 +252,7 @@ fn job(f: &Finding, kept: &Kept) -> Result<Job, Fate> {
 }
 
 impl Checker {
-    /// Repairs what can be repaired; what became of each finding, in their order.
+    /// Repairs what can be repaired. Returns the fate of each finding, in the same order.
     pub async fn repair(&mut self, seen: &Outcome) -> Result<Vec<Fate>> {
         let findings = &seen.findings;
         let plan = Plan::new(findings, &self.kept(seen).await?);
@@ -263,8 +263,8 @@ impl Checker {
             let request = job.request(chains);
             match self.of_leader(async |c| ask(c, request.clone()).await).await {
                 Ok(()) => {}
-                // It is gone, by an attempt whose answer was lost or without us; the next look
-                // tells.
+                // It is gone: by an attempt whose answer was lost, or without our help. The next
+                // look tells.
                 Err(e) if e.code == Code::NoEnt => {}
                 Err(e) => drop(refused.insert(job, e)),
             }
@@ -292,7 +292,7 @@ impl Checker {
                 ),
                 None => proven(f, &now, job.done()),
             },
-            // What was wrong with it may have gone with the rest.
+            // Another repair may have removed it, too.
             Err(_) if !is_judged_by_reading(f) && is_gone(f, &now) => {
                 Fate::Repaired("it is gone, with something else")
             }
@@ -312,7 +312,7 @@ impl Checker {
         Ok(Kept { only: seen.only_copies.clone(), open })
     }
 
-    /// Waits until what was asked for is deleted; the jobs that take longer.
+    /// Waits until the requested deletions are done. Returns the jobs that are not done in time.
     async fn deletions(&mut self, plan: &Plan) -> Result<BTreeSet<Job>> {
         let start = Instant::now();
         loop {
@@ -370,7 +370,7 @@ fn is_gone(f: &Finding, now: &Outcome) -> bool {
     !again(f, now) && f.targets().iter().all(|t| now.listed.contains(t))
 }
 
-/// Whether a later look found the same, or some of it.
+/// Whether a later look found the same inconsistency, or a part of it.
 fn again(f: &Finding, now: &Outcome) -> bool {
     use Finding::{BeyondEnd, Dangling, Diverged, Leaked, Misplaced, Tombstones};
     now.findings.iter().any(|n| match (f, n) {
@@ -480,13 +480,13 @@ mod tests {
             said(&both[0], &kept).contains("others of it there")
                 && said(&both[1], &kept).contains("a hole")
         );
-        // On a chain of the file it is cut off.
+        // On a chain that the file uses, truncation removes it.
         let cut = Job::End { ino: 7, data: 1, size: 500 };
         assert_eq!(
             jobs(&[misplaced(6, false, true), misplaced(1, false, true)]),
             [(cut, BTreeSet::new())]
         );
-        // Who writes the file may be about to say that it goes as far.
+        // A client that writes the file may be about to report an end that far.
         let open = beyond(&both);
         assert_eq!(open, BTreeSet::from([(7, 1, 1)]));
         let kept = Kept { open, ..Kept::default() };

@@ -1,9 +1,9 @@
-//! The StrakeFS mount: kernel requests in, [`strake_client`] calls out.
+//! The StrakeFS mount: turns kernel requests into [`strake_client`] calls.
 //!
 //! Three layers, top to bottom: [`transport`](self) speaks a kernel protocol (`/dev/fuse`, by our
-//! own hands or through the fuser crate), [`vfs`] says what each request means in plain types, and
-//! the client does it. What the kernel may cache, what is local to one mount and what does not work
-//! is in `docs/fuse.md`.
+//! own implementation or through the fuser crate), [`vfs`] says what each request means in plain
+//! types, and the client executes it. `docs/fuse.md` says what the kernel may cache, what is local
+//! to one mount and what does not work.
 
 mod memory;
 mod mount;

@@ -1,5 +1,5 @@
-//! The FUSE memory limit: one big file answered from memory through the very transport settings of
-//! the mount. What a read or write reaches here is what `/dev/fuse` allows on this machine; benches
+//! The FUSE memory limit: one big file, answered from memory through the same transport settings as
+//! the mount. The throughput measured here is what `/dev/fuse` allows on this machine; benches
 //! divide by it.
 
 use std::{
@@ -21,7 +21,7 @@ use crate::{
     transport::kernel::{self, MountedSession},
 };
 
-/// Name of the one file.
+/// Name of the only file.
 pub const MEMORY_FILE: &str = "data";
 const FILE_INO: u64 = 2;
 const FOREVER: Duration = Duration::from_secs(3600);
@@ -32,7 +32,7 @@ pub struct MemoryLimit {
 }
 
 /// Mounts a file system whose only file, [`MEMORY_FILE`], has `size` bytes: byte `i` is `i * 31 mod
-/// 251` within each MiB. Writes are taken and forgotten. `cfg` gives mountpoint and threads; its
+/// 251` within each MiB. Writes are accepted and discarded. `cfg` gives mountpoint and threads; its
 /// timeouts are not used.
 pub fn mount_memory_limit(cfg: &MountConfig, size: u64) -> Result<MemoryLimit> {
     mountpoint::check(cfg)?;
@@ -41,7 +41,7 @@ pub fn mount_memory_limit(cfg: &MountConfig, size: u64) -> Result<MemoryLimit> {
 }
 
 impl MemoryLimit {
-    /// Gives the mount back when it is in use.
+    /// Unmounts. Returns the mount with the error when it is in use.
     pub async fn unmount(self) -> Result<(), (Error, MemoryLimit)> {
         match self.session.unmount() {
             Ok(()) => self.session.ended().await.map_err(|e| (e, self)),
@@ -49,7 +49,7 @@ impl MemoryLimit {
         }
     }
 
-    /// Returns when somebody has unmounted it.
+    /// Returns when it is unmounted.
     pub async fn ended(&self) -> Result<()> {
         self.session.ended().await
     }

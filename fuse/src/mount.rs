@@ -22,27 +22,27 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct MountConfig {
     pub mountpoint: PathBuf,
-    /// Let other users than the mounting one in. Permissions are checked by the kernel and by the
-    /// mds either way.
+    /// Allow users other than the mounting one. Permissions are checked by the kernel and by the
+    /// metadata server either way.
     pub allow_other: bool,
     pub read_only: bool,
-    /// Flags of mount(2), without that for read-only; [`crate::table::DEFAULT_FLAGS`] unless told
+    /// Flags of mount(2), without the read-only flag; [`crate::table::DEFAULT_FLAGS`] unless set
     /// otherwise.
     pub flags: MountFlags,
-    /// Threads that take requests from the kernel; 1 to 64. The work itself runs on the tokio
+    /// Threads that receive requests from the kernel; 1 to 64. The work itself runs on the tokio
     /// runtime.
     pub threads: usize,
     /// One `/dev/fuse` descriptor per thread.
     pub clone_fd: bool,
     /// First column of `df` and `/proc/mounts`; empty: the name of the file system.
     pub fsname: String,
-    /// The type shown is `fuse.SUBTYPE`. `lfs` looks for `fuse.strake`.
+    /// The displayed type is `fuse.SUBTYPE`. `lfs` looks for `fuse.strake`.
     pub subtype: String,
-    /// How long the kernel may use attributes without asking again, at most: its copies end with
-    /// the leases. 0 asks each time.
+    /// How long the kernel may use attributes without asking again, at most: its copies expire with
+    /// the leases. 0: it asks each time.
     pub attr_timeout: Duration,
-    /// How long the kernel may use a name without asking again, likewise. Where it is not 0 the
-    /// kernel takes off what is mounted on a folder inside of this mount when names are taken back.
+    /// The same for names. If it is not 0, the kernel detaches what is mounted on a folder inside
+    /// this mount when names are taken back.
     pub entry_timeout: Duration,
     /// Requests worked on at a time; more wait in the kernel.
     pub max_requests: usize,
@@ -78,21 +78,21 @@ impl MountConfig {
     }
 }
 
-/// Which implementation speaks with the kernel.
+/// The implementation that speaks with the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transport {
     /// Our own.
     #[default]
     Dev,
-    /// The fuser crate: cannot let go of killed programs, has no `O_TMPFILE`, lets the kernel keep
-    /// no copies.
+    /// The fuser crate. It cannot release killed programs, has no `O_TMPFILE`, and does not let the
+    /// kernel keep copies.
     Fuser,
 }
 
-/// A live mount. Dropping it unmounts, unless it is a supervisor's.
+/// A live mount. Dropping it unmounts, unless it belongs to a supervisor.
 pub struct Mount {
     session: Session,
-    /// `None`: somebody else's to unmount.
+    /// `None`: another process unmounts it.
     mountpoint: Option<PathBuf>,
     vfs: Arc<Vfs>,
     lost: OnceLock<Error>,
@@ -103,11 +103,11 @@ enum Session {
     Fuser(MountedSession),
 }
 
-/// Mounts `client`'s file system. Must be called on a tokio runtime, which then does the work.
+/// Mounts `client`'s file system. Must be called on a tokio runtime, which then runs the work.
 ///
 /// Errors say what to do: `ENOENT` and `ENOTDIR` for the mountpoint, `EBUSY` when StrakeFS is
-/// mounted there already, `ENODEV` without `/dev/fuse`, `EPERM` when neither root nor fusermount3
-/// is there to mount.
+/// mounted there already, `ENODEV` without `/dev/fuse`, `EPERM` when the caller is not root and
+/// there is no fusermount3.
 pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
     mountpoint::check(&cfg)?;
     if cfg.fsname.is_empty() {
@@ -133,22 +133,22 @@ pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
     Ok(Mount { session, mountpoint: Some(cfg.mountpoint), vfs, lost: OnceLock::new() })
 }
 
-/// Asks for what is to be shown of the mount when servers are away, and keeps it. To be done before
-/// [`attach`]: without it umount(8), which looks at the mount first, would wait for them.
+/// Fetches and keeps what the mount must show when servers are away. Call this before [`attach`]:
+/// without it umount(8), which first looks at the mount, would wait for the servers.
 pub async fn learn(cfg: &MountConfig, client: &Client, keep: &Arc<Handover>) -> Result<()> {
     Vfs::new(client.clone(), Some(keep.clone())).within(cfg.root).learn().await
 }
 
-/// Mounts for a daemon that is still to come: the descriptors of `/dev/fuse` that [`serve`] wants.
-/// Errors as [`mount`].
+/// Mounts for a daemon that starts later. Returns the descriptors of `/dev/fuse` for [`serve`].
+/// Errors as for [`mount`].
 pub fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
     mountpoint::check(cfg)?;
     dev::attach(cfg)
 }
 
-/// Serves a mount that [`attach`] made, in the place of former daemons if there were any: see
-/// `docs/restart.md`. `keep` is the one that `client` was connected with. `interim`: what answered
-/// until now.
+/// Serves a mount that [`attach`] made, in the place of earlier daemons if there were any: see
+/// `docs/restart.md`. `keep` is the handover that `client` was connected with. `interim`: what has
+/// answered requests until now.
 pub async fn serve(
     cfg: &MountConfig,
     client: Client,
@@ -193,7 +193,7 @@ impl Mount {
         self.lost.get()
     }
 
-    /// Unmounts. `EBUSY` while files are open or a process stands in it.
+    /// Unmounts. `EBUSY` while files are open or a process has its working directory in it.
     pub async fn unmount(&self) -> Result<()> {
         match &self.session {
             Session::Dev(s) if s.is_over() => {}
@@ -211,17 +211,17 @@ impl Mount {
         self.wait().await
     }
 
-    /// The kernel asks again what it knows of an inode: its attributes, and with `data` its pages.
+    /// Makes the kernel ask again about an inode: its attributes, and with `data` its pages.
     pub fn invalidate_inode(&self, ino: u64, data: bool) -> Result<()> {
         self.notify(&dev::notify::inode_changed(ino, if data { 0 } else { -1 }, 0))
     }
 
-    /// The kernel asks again what a name means.
+    /// Makes the kernel look up a name again.
     pub fn invalidate_name(&self, parent: u64, name: &[u8]) -> Result<()> {
         self.notify(&dev::notify::name_changed(parent, name))
     }
 
-    /// What the kernel does not have it need not forget.
+    /// Notifies the kernel. `ENOENT` is no error: what the kernel does not have it need not forget.
     fn notify(&self, notice: &dev::notify::Notice) -> Result<()> {
         match &self.session {
             Session::Dev(s) => match s.notify(notice) {

@@ -1,4 +1,4 @@
-//! The mountpoint: what stands in the way of a mount there, making it and ending it.
+//! The mountpoint: checks before a mount, mounting and unmounting.
 
 use std::{
     fs,
@@ -48,9 +48,9 @@ pub(crate) fn attach(cfg: &MountConfig, fd: BorrowedFd<'_>) -> Result<()> {
     .map_err(|e| explain(cfg, &io::Error::from(e)))
 }
 
-/// Mounts by fusermount3, for those who are not root; returns the `/dev/fuse` that it opened.
+/// Mounts with fusermount3, for users other than root; returns the `/dev/fuse` that it opened.
 pub(crate) fn attach_as_user(cfg: &MountConfig) -> Result<OwnedFd> {
-    // Kept open over exec: fusermount3 finds its end by number.
+    // Kept open over exec: fusermount3 gets its end by number.
     let (ours, its) = rustix::net::socketpair(
         AddressFamily::UNIX,
         SocketType::STREAM,
@@ -92,7 +92,7 @@ pub(crate) fn attach_as_user(cfg: &MountConfig) -> Result<OwnedFd> {
     }
 }
 
-/// In options of fusermount3 a comma or a backslash has a backslash in front.
+/// In options of fusermount3 commas and backslashes are escaped with a backslash.
 fn escaped(text: &str) -> String {
     text.replace('\\', "\\\\").replace(',', "\\,")
 }
@@ -115,8 +115,8 @@ fn receive_fd(from: &OwnedFd) -> io::Result<Option<OwnedFd>> {
     Ok(fds)
 }
 
-/// Ends the mount. `EBUSY` while it is in use, unless `lazy`: then it is gone for all who come
-/// later.
+/// Unmounts. `EBUSY` while the mount is in use, unless `lazy`: then it disappears for new users
+/// only.
 pub(crate) fn detach(at: &Path, lazy: bool) -> Result<()> {
     let shown = shown(at);
     let busy = || {
@@ -144,7 +144,7 @@ pub(crate) fn detach(at: &Path, lazy: bool) -> Result<()> {
     }
 }
 
-/// Finds the mistakes that the kernel would answer with a bare number.
+/// Detects mistakes that the kernel would answer with a bare error number.
 pub(crate) fn check(cfg: &MountConfig) -> Result<()> {
     let at = shown(&cfg.mountpoint);
     match fs::metadata(&cfg.mountpoint) {
@@ -187,14 +187,14 @@ pub(crate) fn check(cfg: &MountConfig) -> Result<()> {
     Ok(())
 }
 
-/// Where fusermount3 is: mount(8) calls its helpers for users without a `PATH`.
+/// The path of fusermount3. For users, mount(8) calls its helpers without a `PATH`.
 pub fn fusermount() -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let usual = ["/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"].map(PathBuf::from);
     std::env::split_paths(&path).chain(usual).map(|d| d.join("fusermount3")).find(|f| f.is_file())
 }
 
-/// To be started.
+/// The command, ready to be started.
 fn fusermount_command() -> Command {
     Command::new(fusermount().unwrap_or_else(|| "fusermount3".into()))
 }
@@ -206,8 +206,8 @@ fn mounted_at(folder: &Path) -> bool {
         .is_some_and(|m| m.kind == "fuse.strake")
 }
 
-/// Changes a mount as `mount -o remount` does: read-only or not, and what the kernel keeps of it.
-/// `EBUSY` for read-only while files are open for writing.
+/// Changes a mount as `mount -o remount` does: read-only or not, and the other flags. `EBUSY` for
+/// read-only while files are open for writing.
 pub fn remount(at: &Path, read_only: bool, mut flags: MountFlags) -> Result<()> {
     flags.set(MountFlags::RDONLY, read_only);
     rustix::mount::mount_remount(at, flags, c"").map_err(|e| {

@@ -1,5 +1,5 @@
-//! The kernel's mount table, and the flags of mounts by name. Asks no file system: any of them may
-//! hang.
+//! The kernel's mount table, and the mount flags by name. Does not access any file system, because
+//! it may hang.
 
 use std::{
     ffi::OsString,
@@ -13,30 +13,30 @@ use rustix::mount::MountFlags;
 /// A line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mounted {
-    /// Of this mount, in this namespace.
+    /// Id of this mount in this namespace.
     pub id: u64,
-    /// Of the mount that it lies on.
+    /// Id of the mount that contains the mountpoint.
     pub parent: u64,
     /// `MAJOR:MINOR`, the same for all mounts of one file system.
     pub device: String,
-    /// What of the file system it shows: `/` is all of it, anything else a part that was bound to
-    /// another place.
+    /// The part of the file system that the mount shows: `/` is all of it, anything else is a bind
+    /// mount of a part.
     pub root: PathBuf,
-    /// Where it is.
+    /// The mountpoint.
     pub at: PathBuf,
-    /// Of this mount, by commas.
+    /// Options of this mount, separated by commas.
     pub options: String,
     /// Type, with subtype.
     pub kind: String,
     /// What is mounted.
     pub source: String,
-    /// Of the file system, by commas.
+    /// Options of the file system, separated by commas.
     pub super_options: String,
 }
 
 impl Mounted {
-    /// Of a line of the table; `None` for what is none. Paths and sources are whatever bytes users
-    /// chose.
+    /// Parses a line of the table; `None` for an invalid line. Paths and sources may contain any
+    /// bytes.
     pub fn parse(line: &[u8]) -> Option<Mounted> {
         let dash = line.windows(3).position(|w| w == b" - ")?;
         let front: Vec<&[u8]> = line[..dash].split(|b| *b == b' ').collect();
@@ -65,7 +65,7 @@ fn text(bytes: Vec<u8>) -> String {
     String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
 }
 
-/// What is mounted in this process's namespace, what was mounted later further down.
+/// The mounts in this process's namespace; later mounts come later in the list.
 pub fn mounts() -> io::Result<Vec<Mounted>> {
     Ok(fs::read("/proc/self/mountinfo")?
         .split(|b| *b == b'\n')
@@ -73,20 +73,20 @@ pub fn mounts() -> io::Result<Vec<Mounted>> {
         .collect())
 }
 
-/// Of what is mounted at exactly this path the one that is on top.
+/// The topmost of the mounts at exactly this path.
 pub fn topmost<'a>(mounts: &'a [Mounted], at: &Path) -> Option<&'a Mounted> {
     let here = || mounts.iter().filter(|m| m.at == at);
     here().rfind(|m| !here().any(|on| on.parent == m.id && on.id != m.id))
 }
 
-/// Whether unmounting this one leaves its file system mounted: it is a bind mount of a part, or the
-/// file system is mounted elsewhere in this namespace, too.
+/// Whether unmounting this mount leaves its file system mounted: it is a bind mount of a part, or
+/// the file system is mounted elsewhere in this namespace, too.
 pub fn stays_mounted(mounts: &[Mounted], m: &Mounted) -> bool {
     m.root != Path::new("/")
         || mounts.iter().any(|other| other.device == m.device && other.id != m.id)
 }
 
-/// The kernel writes blank, tab, newline and backslash as `\ooo`.
+/// Decodes `\ooo`, which the kernel writes for blank, tab, newline and backslash.
 fn unescape(mut rest: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(rest.len());
     while let Some((&first, tail)) = rest.split_first() {
@@ -106,7 +106,7 @@ fn unescape(mut rest: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Flags of mount(2) that an option sets, and the option that takes each back.
+/// Flags of mount(2): the option that sets each, and the option that clears it.
 const FLAGS: [(&str, &str, MountFlags); 11] = [
     ("nosuid", "suid", MountFlags::NOSUID),
     ("nodev", "dev", MountFlags::NODEV),
@@ -121,7 +121,7 @@ const FLAGS: [(&str, &str, MountFlags); 11] = [
     ("silent", "loud", MountFlags::SILENT),
 ];
 
-/// What FUSE mounts have unless told otherwise.
+/// The flags of FUSE mounts unless set otherwise.
 pub const DEFAULT_FLAGS: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV);
 
 /// The names of all options that are flags.
@@ -129,12 +129,12 @@ pub fn flag_names() -> impl Iterator<Item = &'static str> {
     FLAGS.iter().flat_map(|(set, clear, _)| [*set, *clear]).filter(|n| !n.is_empty())
 }
 
-/// The names of those that take a flag back.
+/// The names of the options that clear a flag.
 pub fn clear_names() -> impl Iterator<Item = &'static str> {
     FLAGS.iter().map(|(_, clear, _)| *clear).filter(|n| !n.is_empty())
 }
 
-/// Sets or takes back what an option of this name says. False: it is no flag.
+/// Sets or clears the flag of an option. Returns false if the option is no flag.
 pub fn apply_flag(flags: &mut MountFlags, name: &str) -> bool {
     for (set, clear, flag) in FLAGS {
         if name == set || (name == clear && !clear.is_empty()) {
@@ -145,7 +145,7 @@ pub fn apply_flag(flags: &mut MountFlags, name: &str) -> bool {
     false
 }
 
-/// The options that make these flags of [`DEFAULT_FLAGS`].
+/// The options that change [`DEFAULT_FLAGS`] to these flags.
 pub fn flag_options(flags: MountFlags) -> Vec<&'static str> {
     let name = |(set, clear, flag): &(&'static str, &'static str, MountFlags)| match (
         flags.contains(*flag),

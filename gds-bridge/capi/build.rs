@@ -1,4 +1,4 @@
-//! Gives the library the name by which the loader is to find it.
+//! Sets the soname, by which the loader finds the library.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -1,5 +1,5 @@
-//! Gives the library the name by which programs ask for it. Its threads stay, so it stays, too,
-//! when a program closes it.
+//! Sets the soname that programs ask for. The library's threads never end, so the library must stay
+//! loaded when a program closes it.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -1,5 +1,5 @@
-//! What `strake gds bench` measures: the bridge beside what the device can do at all and beside the
-//! loop that people write by hand, in one run.
+//! The measurements of `strake gds bench`: in one run, the bridge, the limit of the device itself,
+//! and the copy loop that people write by hand.
 
 use std::{sync::Arc, time::Instant};
 
@@ -15,8 +15,8 @@ use crate::{
 };
 
 const MIB: u64 = 1 << 20;
-/// Pinned memory that the ceiling is measured with: two pieces of this, so that one is copied while
-/// the other is looked at.
+/// Size of each of the two pinned pieces with which the ceiling is measured. There are two so that
+/// a copy of one is queued while the other is still being copied.
 const PIECE: usize = 4 << 20;
 const O_DIRECT: u32 = 0o40000;
 const RDWR_CREATE_NEW: u32 = 2 | (libc::O_CREAT | libc::O_EXCL) as u32;
@@ -24,20 +24,20 @@ const RDWR_CREATE_NEW: u32 = 2 | (libc::O_CREAT | libc::O_EXCL) as u32;
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The cluster and the device; the number of workers is set for each row.
+    /// The cluster and the device. The number of workers is set for each row.
     pub setup: Setup,
-    /// A file that is made for it, and removed at the end. `EEXIST` if there is one.
+    /// A file that is created for the run and removed at the end. `EEXIST` if it exists already.
     pub path: String,
-    /// The file is there, and is only loaded.
+    /// The file exists already, and is only loaded.
     pub loads: bool,
-    /// Its size, a multiple of 1 MiB; of a file that is there no more than that is loaded, whole
+    /// Its size, a multiple of 1 MiB. Of an existing file, at most this much is loaded, in whole
     /// MiB.
     pub bytes: u64,
     /// Workers of each row.
     pub threads: Vec<usize>,
     /// For the calls of the bridge.
     pub policy: Policy,
-    /// Refuse a run in which not every byte took one and the same tier.
+    /// Refuse the run unless all bytes took one and the same tier.
     pub strict: bool,
 }
 
@@ -50,22 +50,22 @@ pub struct Rates {
     pub save: Option<f64>,
 }
 
-/// The bridge with so many workers.
+/// The bridge with this number of workers.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     /// Workers, with a thread and a stream each.
     pub threads: usize,
     /// Bytes per second.
     pub rates: Rates,
-    /// Of a save with the fsync that makes it safe.
+    /// Rate of a save including the fsync that makes it durable.
     pub save_and_fsync: Option<f64>,
     /// `rates` as parts of the ceiling.
     pub of_ceiling: Rates,
     /// `rates` as multiples of the pageable loop.
     pub of_pageable_loop: Rates,
-    /// Which way the bytes went.
+    /// Which path the loaded bytes took.
     pub loaded: Report,
-    /// As `loaded`.
+    /// Which path the saved bytes took.
     pub saved: Option<Report>,
 }
 
@@ -74,28 +74,28 @@ pub struct Row {
 pub struct Figures {
     /// Name of the device.
     pub device: String,
-    /// False: the device is host memory, and the figures say nothing of a GPU.
+    /// False: the device is host memory, and the figures say nothing about a GPU.
     pub gpu: bool,
     /// Bytes of the file.
     pub bytes: u64,
-    /// It was there, and was only loaded.
+    /// The file existed already, and was only loaded.
     pub loads: bool,
-    /// What was allowed.
+    /// The policy of the run.
     pub policy: Policy,
-    /// Whether one tier was wanted.
+    /// Whether one tier was required.
     pub strict: bool,
-    /// Copies between pinned host memory and the device, one stream, nothing else.
+    /// Copies between pinned host memory and the device, with one stream and nothing else.
     pub ceiling: Rates,
-    /// One thread and ordinary memory: read 1 MiB, copy it to the device, wait, and again; and the
-    /// other way.
+    /// One thread and ordinary memory: read 1 MiB, copy it to the device, wait, repeat; and in the
+    /// other direction.
     pub pageable_loop: Rates,
-    /// By workers.
+    /// By number of workers.
     pub rows: Vec<Row>,
-    /// Why the run is not to be believed; then the rows are those until then.
+    /// Why the run was refused; then only the rows until then are present.
     pub refused: Option<String>,
 }
 
-/// Why a strict run is refused that made these reports: not all bytes took one and the same tier.
+/// Why a strict run with these reports is refused: not all bytes took one and the same tier.
 pub fn refusal<'a>(reports: impl IntoIterator<Item = &'a Report>) -> Option<String> {
     let mut first: Option<Tier> = None;
     for r in reports {
@@ -124,8 +124,8 @@ fn rate(bytes: u64, begun: Instant) -> f64 {
     bytes as f64 / begun.elapsed().as_secs_f64().max(1e-9)
 }
 
-/// Measures. `EINVAL` for a plan that cannot be; what a session or call says otherwise. In a strict
-/// run the error of a call that its policy ended is the refusal.
+/// Runs the measurement. `EINVAL` for an impossible plan; otherwise errors of the session or call.
+/// In a strict run, the error of a call that its policy ended becomes the refusal.
 pub fn run(plan: &Plan) -> Result<Figures> {
     run_with(plan, Session::open)
 }
@@ -166,12 +166,12 @@ pub fn run_with(plan: &Plan, mut open: impl FnMut(&Setup) -> Result<Session>) ->
     figures.ok_or_else(|| Error::new(Code::Inval, "no row"))
 }
 
-/// A session with a file and device memory, which go when it is dropped.
+/// A session with a file and device memory, both released on drop.
 struct Bench {
     session: Session,
     file: Option<Arc<File>>,
     path: String,
-    /// The file was made for it.
+    /// The file was created for this run.
     made: bool,
     bytes: u64,
     gpu: u64,
@@ -193,9 +193,9 @@ impl Drop for Bench {
 impl Bench {
     fn new(session: Session, plan: &Plan) -> Result<Bench> {
         let gpu = session.device().alloc(plan.bytes)?;
-        // Without the client's cache: what is loaded comes from the storage servers.
+        // Without the client's cache: loaded bytes come from the storage servers.
         let flags = if plan.loads { O_DIRECT } else { RDWR_CREATE_NEW | O_DIRECT };
-        // Over all targets, so that no single one is what is measured.
+        // Over all targets, so that no single target limits the result.
         let opened = session
             .open_striped(&plan.path, flags, 0o600, Stripes::ALL)
             .and_then(|f| Ok((if_large(&session, &f, plan)?, f)));
@@ -215,7 +215,7 @@ impl Bench {
         self.file.as_ref().ok_or_else(|| Error::new(Code::BadF, "the file is closed"))
     }
 
-    /// What is measured once, without the bridge.
+    /// The measurements that do not use the bridge.
     fn bare(&mut self, plan: &Plan) -> Result<Figures> {
         let device = self.session.device().clone();
         let ceiling = Rates {
@@ -249,7 +249,7 @@ impl Bench {
         Ok(Transfer { file: self.file()?.clone(), offset: 0, gpu: self.gpu, len: self.bytes })
     }
 
-    /// New bytes for the device; their checksums by MiB.
+    /// Fills the device's memory with new bytes; returns their checksums by MiB.
     fn fill(&mut self) -> Result<Vec<u32>> {
         let mut block = vec![0u8; MIB as usize];
         let mut sums = Vec::new();
@@ -263,7 +263,7 @@ impl Bench {
         Ok(sums)
     }
 
-    /// Of each MiB of the file, as the client reads it.
+    /// Checksum of each MiB of the file, as the client reads it.
     fn sums(&self) -> Result<Vec<u32>> {
         let block = |at| Ok(crc32c(&self.session.read(self.file()?, at, MIB as usize)?));
         (0..self.bytes).step_by(MIB as usize).map(block).collect()
@@ -281,7 +281,7 @@ impl Bench {
                 block = self.session.read(file, at, MIB as usize)?;
             }
             let gpu = self.gpu + at;
-            // SAFETY: the block has as many bytes, and nobody touches it until the stream was
+            // SAFETY: the block has as many bytes, and nothing touches it until the stream was
             // drained.
             let given = unsafe {
                 if load {
@@ -300,8 +300,8 @@ impl Bench {
         Ok(rate(self.bytes, begun))
     }
 
-    /// Saves new bytes, unless the sums of what is there are known; wipes them, loads them, and
-    /// looks whether they are the same.
+    /// Saves new bytes, unless the checksums of the file are known already. Then wipes the memory,
+    /// loads the file, and compares the checksums.
     fn row(
         &mut self,
         plan: &Plan,
@@ -370,7 +370,7 @@ impl Bench {
     }
 }
 
-/// How many bytes are measured: of a file that is there whole MiB, at least one.
+/// How many bytes are measured: of an existing file whole MiB, at least one.
 fn if_large(session: &Session, file: &File, plan: &Plan) -> Result<u64> {
     let whole = if plan.loads { session.size(file)? / MIB * MIB } else { plan.bytes };
     if whole == 0 {
@@ -379,7 +379,7 @@ fn if_large(session: &Session, file: &File, plan: &Plan) -> Result<u64> {
     Ok(whole.min(plan.bytes))
 }
 
-/// Two pinned slots of so many bytes, or smaller ones where that is more than may be locked.
+/// Two pinned slots of this size, or smaller ones where the limit for locked memory requires it.
 fn two_slots(device: &Arc<dyn GpuMem>, mut bytes: usize) -> Result<(usize, [Slot; 2]), Fault> {
     loop {
         let slot = || Slot::new(device, bytes, u64::MAX, &|_, _| {});
@@ -391,7 +391,7 @@ fn two_slots(device: &Arc<dyn GpuMem>, mut bytes: usize) -> Result<(usize, [Slot
     }
 }
 
-/// Copies of so many bytes through pinned memory, by one stream, bytes per second.
+/// Rate of copies through pinned memory by one stream, in bytes per second.
 fn ceiling(device: &Arc<dyn GpuMem>, gpu: u64, bytes: u64, load: bool) -> Result<f64, Fault> {
     let (piece, mut slots) = two_slots(device, PIECE.min(bytes as usize))?;
     // Dropped before the slots: its drop waits.
@@ -423,7 +423,7 @@ fn ceiling(device: &Arc<dyn GpuMem>, gpu: u64, bytes: u64, load: bool) -> Result
         }
         Ok::<_, Fault>(rate(bytes, begun))
     };
-    // The first one warms up.
+    // The first run warms up.
     once()?;
     once()
 }

@@ -1,4 +1,4 @@
-//! Calls: many ranges of many files, cut into parts, to the device or from it.
+//! Calls: many ranges of many files, split into parts, to the device or from it.
 
 use std::{
     fmt,
@@ -35,33 +35,33 @@ use crate::{
 /// Where the kernel describes the machine.
 pub(crate) const SYSFS: &str = "/sys";
 
-/// How a bridge is made. The defaults are for one device.
+/// Options of a bridge. The defaults are for one device.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Threads with a stream each, 1 to 64.
     pub workers: usize,
-    /// Parts that each has under way, and slots, 2 to 16.
+    /// Parts that each worker has under way, and its slots; 2 to 16.
     pub slots: usize,
     /// Largest part, bytes: a power of two from 256 KiB to 4 MiB.
     pub slot_bytes: usize,
-    /// Host memory that all bridges of the process have pinned at most, when this one pins more,
-    /// bytes; what several use counts once. `None`: half of `RLIMIT_MEMLOCK`, or 512 MiB of its own
-    /// where that is without limit.
+    /// Limit of host memory that all bridges of the process have pinned when this one pins more, in
+    /// bytes; memory that several use counts once. `None`: half of `RLIMIT_MEMLOCK`, or 512 MiB for
+    /// this bridge alone where that is unlimited.
     pub pinned_limit: Option<u64>,
-    /// `GpuRdma` and `LocalGds` may be used although the device does not verify their bytes: those
-    /// are verified at the storage server only, or when the copy was made.
+    /// Allows `GpuRdma` and `LocalGds` although the device does not verify their bytes: those are
+    /// only verified at the storage server, or when the copy was made.
     pub accept_oss_checksum: bool,
-    /// The device sums what it received and what it gave, and the sums are compared with the
-    /// host's. It costs a part of the device's and of the processor's time. Where the device
-    /// cannot, reports say so.
+    /// The device computes checksums of what it received and sent, and these are compared with the
+    /// host's. This costs a part of the device's and the processor's time. Where the device cannot,
+    /// reports say so.
     pub verify_on_gpu: bool,
-    /// Which tiers bytes may take, whatever a call allows.
+    /// The tiers that bytes may take, in addition to the policy of each call.
     pub policy: Policy,
     /// Folder with copies of sealed files on this node, for `LocalGds`.
     pub local: Option<PathBuf>,
     /// The program that opens cuFile before this process does: `strake`, by its path or name.
     pub prober: PathBuf,
-    /// Where the system says which memory and processors are near the device; another folder than
+    /// Where the kernel tells which memory and processors are near the device. A folder other than
     /// `/sys` is for tests.
     pub sysfs: PathBuf,
 }
@@ -111,8 +111,8 @@ pub struct Transfer {
     pub len: u64,
 }
 
-/// Moves bytes between files and one device. Clones are the same bridge. Must be dropped where
-/// waiting a moment is allowed.
+/// Moves bytes between files and one device. Clones are the same bridge. Must be dropped where it
+/// is allowed to block for a moment.
 #[derive(Clone)]
 pub struct Bridge(Arc<Inner>);
 
@@ -122,28 +122,29 @@ pub(crate) struct Inner {
     pub workers: Vec<Copier>,
     /// Largest part, bytes.
     pub part: usize,
-    /// Why nothing is pinned.
+    /// Why no memory is pinned.
     pub unpinned: Option<Fault>,
     regions: Arc<Regions>,
     notice: Option<String>,
     numa: Numa,
     pub consent: bool,
     policy: Policy,
-    /// Parts that are copied are verified by the device; otherwise why not.
+    /// Whether the device verifies copied parts; otherwise the reason why not.
     sums: Result<(), String>,
-    /// The device can sum its memory; otherwise why not. Parts that pass no host memory are always
-    /// verified by it where it can.
+    /// Whether the device can compute checksums of its memory; otherwise the reason why not. Parts
+    /// on a direct path, which does not use host memory, are always verified by the device where it
+    /// can.
     pub device_sums: Result<(), String>,
-    /// Who reads copies on this node; `None`: no folder with any was named.
+    /// Reads copies on this node; `None`: no folder with copies was named.
     pub local: Option<Local>,
-    /// Parts under way, over all calls.
+    /// Limits the parts under way, over all calls.
     room: Semaphore,
     width: usize,
     next: AtomicUsize,
     standings: Mutex<ByTier<Standing>>,
     tally: Arc<Tally>,
     rests: Rests,
-    /// One self-test at a time.
+    /// Held by a self-test: only one runs at a time.
     testing: tokio::sync::Mutex<()>,
 }
 
@@ -155,26 +156,26 @@ struct Part {
     len: usize,
 }
 
-/// What became of a part: its tier, its bytes by road, and how it was copied.
+/// How a part was moved: its tier, its bytes by transport, and how it was copied.
 type Moved = (Tier, ByRoad, Done);
 
-/// What one call has in common.
+/// What the parts of one call share.
 struct Ongoing<'a> {
     all: &'a [Transfer],
     direction: Direction,
     flight: Flight,
-    /// On this node, of the ranges.
+    /// Copies on this node, by range.
     copies: Copies,
     run: Mutex<Run>,
     /// Bytes moved of each range.
     moved: Vec<AtomicU64>,
-    /// Why the device did not sum a part that it was to sum.
+    /// Why the device did not compute the checksum of a part, although it should.
     unsummed: Mutex<Option<Fault>>,
 }
 
 impl Bridge {
-    /// A bridge to a device, for files of one client. Runs the self-tests; a device on which they
-    /// fail makes a bridge, too, whose calls say why they fail.
+    /// Makes a bridge to a device, for files of one client. Runs the self-tests. If they fail on a
+    /// device, there is still a bridge, whose calls say why they fail.
     ///
     /// `EINVAL` for options out of range.
     pub async fn open(
@@ -223,8 +224,8 @@ impl Bridge {
         Ok(bridge)
     }
 
-    /// Moves a pattern through every tier and back; what comes of it is where the tiers stand from
-    /// now on. Tiers that rest after a failure may be used again.
+    /// Moves a pattern through every tier and back. The results are the standings from now on.
+    /// Tiers that rest after a failure may be used again.
     pub async fn self_test(&self) -> ByTier<Standing> {
         self.0.rests.end();
         self.test_all().await
@@ -232,14 +233,14 @@ impl Bridge {
 
     async fn test_all(&self) -> ByTier<Standing> {
         let _one = self.0.testing.lock().await;
-        // Those that pass no host memory are measured in terms of the others.
+        // The direct tiers are measured relative to the others, so they come last.
         for tier in Tier::ALL.into_iter().cycle().skip(2).take(Tier::ALL.len()) {
             let standing = selftest::test(&self.0, tier).await;
             self.0.standings.lock()[tier] = standing;
         }
         let mut all = self.0.standings.lock();
-        // They are one road of the device's, so that a test says nothing of which is faster: the
-        // better one is taken first.
+        // Both use the same path of the device, so a test does not tell which is faster: the better
+        // tier comes first.
         if let (Standing::Available(_), Standing::Available(m)) =
             (&all[Tier::BounceRdma], all[Tier::BounceTcp].clone())
         {
@@ -249,23 +250,23 @@ impl Bridge {
         self.standings()
     }
 
-    /// What is known of the tiers.
+    /// The current standing of each tier.
     pub fn standings(&self) -> ByTier<Standing> {
         self.0.standings.lock().clone()
     }
 
-    /// What went of each file by each tier, over all calls.
+    /// Bytes of each file by tier, over all calls.
     pub fn tally(&self) -> &Arc<Tally> {
         &self.0.tally
     }
 
-    /// What there is less of than was wanted, for people: slots, pinned buffers, memory and
+    /// What could not be had as wanted, as a text for people: slots, pinned buffers, memory and
     /// processors near the device.
     pub fn notice(&self) -> Option<&str> {
         self.0.notice.as_deref()
     }
 
-    /// The NUMA node of the device, and what lies there.
+    /// The NUMA node of the device, and what was placed there.
     pub fn numa(&self) -> &Numa {
         &self.0.numa
     }
@@ -281,25 +282,25 @@ impl Bridge {
     }
 
     /// Reads ranges of files into the device's memory. When it returns, all bytes are there and a
-    /// kernel may use them. What the bridge ([`Options::policy`]) and the files
-    /// ([`Strict`](crate::Strict)) demand counts beside `policy`.
+    /// kernel may use them. The policies of the bridge ([`Options::policy`]) and of the files
+    /// ([`Strict`](crate::Strict)) apply in addition to `policy`.
     ///
-    /// `EINVAL` when a range is not of this device, is longer than its allocation, or overlaps
-    /// another one, or no tier meets all policies; `EOPNOTSUPP` when no tier is available that the
-    /// policy allows; `EIO` when that comes to pass in the middle, or a file ends before its range
-    /// does; `ENODEV` when the context is gone; otherwise what the file system says.
+    /// `EINVAL` when a range does not lie on this device, exceeds its allocation, or overlaps
+    /// another one, or no tier meets all policies. `EOPNOTSUPP` when no tier that the policy allows
+    /// is available. `EIO` when this happens during the call, or a file ends before its range does.
+    /// `ENODEV` when the context is gone. Otherwise errors of the file system.
     pub async fn load(&self, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
         self.call(Direction::Load, all, policy).await
     }
 
-    /// Writes what is in the device's memory to ranges of files, as [`strake_client::File::write`]
-    /// does: to be safe it takes an fsync. Whatever is to write the memory must have ended before.
-    /// Errors as of [`Bridge::load`]; ranges may not overlap in a file.
+    /// Writes the device's memory to ranges of files, as [`strake_client::File::write`] does: it is
+    /// durable only after an fsync. Everything that writes the memory must have ended before.
+    /// Errors as for [`Bridge::load`]; ranges may not overlap in a file.
     pub async fn save(&self, all: &[Transfer], policy: Policy) -> Result<Report, Failed> {
         self.call(Direction::Save, all, policy).await
     }
 
-    /// Whether the standings may be others than they were: a tier failed, or RDMA has come or gone.
+    /// Whether the standings may have changed: a tier failed, or RDMA has come or gone.
     fn is_changed(&self) -> bool {
         let all = self.standings();
         let lost = |s: &Standing| matches!(s, Standing::Unavailable(Unavailable::Lost(_)));
@@ -360,12 +361,12 @@ impl Bridge {
     }
 }
 
-/// All ranges in parts that end at multiples of `size` in their files.
+/// Splits all ranges into parts that end at multiples of `size` in their files.
 struct Parts<'a> {
     all: &'a [Transfer],
     size: u64,
     range: usize,
-    /// Bytes of the range that are in parts.
+    /// Bytes of the range that were returned as parts.
     done: u64,
 }
 
@@ -385,7 +386,7 @@ impl Iterator for Parts<'_> {
 }
 
 impl Inner {
-    /// What can be known to be wrong before anything moves.
+    /// Checks everything that can be known to be wrong before anything moves.
     fn check(&self, direction: Direction, all: &[Transfer]) -> Result<()> {
         let inval = |i: usize, m: String| Error::new(Code::Inval, format!("range {i}: {m}"));
         for (i, t) in all.iter().enumerate().filter(|(_, t)| t.len > 0) {
@@ -454,11 +455,10 @@ impl Inner {
         }
     }
 
-    /// By which tier it went, its bytes by road, and how many by way of a slot. `None`: the call
-    /// has ended.
+    /// Returns its tier, its bytes by transport, and how it was copied. `None`: the call has ended.
     async fn load_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         loop {
-            // Not to fetch what nobody wants any more.
+            // Before fetching: the call may have ended.
             let copy = call.copies.of(p.range);
             let Some(tier) = call.run.lock().road_for(copy.is_some()) else { return Ok(None) };
             let went = match (tier, copy) {
@@ -482,8 +482,8 @@ impl Inner {
         }
     }
 
-    /// As [`Inner::load_part`], over host memory. `None` also when the first tier that is left
-    /// passes none.
+    /// As [`Inner::load_part`], over host memory. `None` also when the first remaining tier is a
+    /// direct one.
     async fn load_by_host(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         let bufs = call.all[p.range].file.read(p.offset, p.len).await?;
         let got: usize = bufs.iter().map(Buf::len).sum();
@@ -498,7 +498,7 @@ impl Inner {
         loop {
             let tier = {
                 let mut run = call.run.lock();
-                // What was fetched meanwhile is of no use where only that road is left.
+                // The fetched bytes are of no use if only a direct tier remains.
                 match run.road_for(call.copies.of(p.range).is_some()) {
                     Some(t) if t.is_straight() => None,
                     _ => run.road_of(came),
@@ -513,7 +513,7 @@ impl Inner {
         }
     }
 
-    /// As [`Inner::load_part`].
+    /// As [`Inner::load_part`], for a save.
     async fn save_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         loop {
             let Some(mut tier) = call.run.lock().road() else { return Ok(None) };
@@ -541,7 +541,7 @@ impl Inner {
         }
     }
 
-    /// As [`Inner::tier_failed`], of a road that passes no host memory.
+    /// As [`Inner::tier_failed`], for a direct tier, which does not use host memory.
     fn direct_failed(&self, call: &Ongoing<'_>, tier: Tier, p: &Part, stop: Stop) -> Result<()> {
         let rests = matches!(stop, Stop::Want(_));
         match stop {
@@ -560,8 +560,7 @@ impl Inner {
         }
     }
 
-    /// What the calls after this one are to know: which tiers failed for want of something, and
-    /// which did not.
+    /// Notes for later calls which tiers failed for lack of something, and which worked.
     fn remember(&self, report: &Report) {
         let wanted = |s: &Switch| matches!(s.why, Unavailable::Resting(_));
         for (tier, _) in report.by_tier.iter().filter(|(_, bytes)| **bytes > 0) {
@@ -576,7 +575,7 @@ impl Inner {
         }
     }
 
-    /// A tier is out of use until a self-test passes.
+    /// Makes a tier unavailable until a self-test passes.
     pub fn lose(&self, tier: Tier, why: &Fault) {
         tracing::warn!("{}: {tier} failed: {why}", self.device.name());
         self.standings.lock()[tier] = Standing::Unavailable(Unavailable::Lost(why.clone()));
@@ -586,14 +585,15 @@ impl Inner {
         matches!(self.standings.lock()[tier], Standing::Available(_))
     }
 
-    /// Another tier may go on, or (an error) none would help.
+    /// Notes that a tier failed for this call, so that another may continue. An error: none would
+    /// help.
     fn tier_failed(&self, call: &Ongoing<'_>, tier: Tier, p: &Part, f: Fault) -> Result<()> {
-        // A driver does not say by its code that memory was freed in the meantime.
+        // A driver's error code does not tell that memory was freed in the meantime.
         let f = self.device.check(p.gpu, p.len as u64).err().unwrap_or(f);
         if f.is_of_call() {
             return Err(f.into());
         }
-        // A self-test, which has one buffer for each worker, would find nothing.
+        // A self-test would not find this: it has one buffer for each worker.
         if let Fault::NotStraight { .. } = f {
             tracing::warn!("{}: {tier} failed for a call: {f}", self.device.name());
             call.run.lock().lost(tier, Unavailable::Resting(f));
@@ -604,8 +604,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Where the tiers stand in a direction: where the device makes no checksums, nothing is saved
-    /// straight from its memory.
+    /// The standings for a direction: if the device computes no checksums, nothing is saved
+    /// directly from its memory.
     pub fn standings_of(&self, direction: Direction) -> ByTier<Standing> {
         let mut all = self.standings.lock().clone();
         if let (Direction::Save, Standing::Available(_), Err(why)) =
@@ -619,7 +619,7 @@ impl Inner {
         all
     }
 
-    /// What everybody who has a say in a call allows.
+    /// The combined policy of the call, the bridge and the files.
     fn demanded(&self, all: &[Transfer], policy: Policy) -> Result<Policy> {
         let of_bridge =
             both(("the policy of the call", policy), ("that of the bridge", self.policy))?;
@@ -632,8 +632,8 @@ impl Inner {
         })
     }
 
-    /// A call. Without a copy for anything, or for something that no other tier may take, copies
-    /// are not available to it.
+    /// Begins a call. The tier of copies on this node is unavailable to it if no file has a copy,
+    /// or if a file without one may take no other tier.
     fn begin(&self, asked: u64, policy: Policy, direction: Direction, copies: &Copies) -> Run {
         let (mut standings, consent) = (self.standings_of(direction), self.accepts());
         if let Some(why) = &copies.missing {
@@ -642,7 +642,7 @@ impl Inner {
                 standings[Tier::LocalGds] = Standing::Unavailable(why.clone());
             }
         }
-        // What some files have does not serve for all.
+        // A tier that only some files can take does not serve for all.
         let partly = copies.missing.is_some().then_some(Tier::LocalGds);
         self.rests.take_out(
             &mut standings,
@@ -656,12 +656,13 @@ impl Inner {
         run
     }
 
-    /// For copies on this node.
+    /// The folder for copies on this node.
     pub fn folder(&self) -> Option<&Path> {
         self.local.as_ref().map(Local::dir)
     }
 
-    /// Bytes that pass no host memory are verified by the device, or the caller does without.
+    /// Whether direct tiers may be used: the device verifies their bytes, or the caller accepts
+    /// that it does not.
     fn accepts(&self) -> bool {
         self.consent || self.device_sums.is_ok()
     }
@@ -673,7 +674,7 @@ impl Inner {
         if direct { self.device_sums.clone().err() } else { self.sums.clone().err() }
     }
 
-    /// What the self-test of the bounce road measured, or without it that of the pageable one.
+    /// What the self-test of the bounce tier measured, or else that of the pageable tier.
     pub fn bounce(&self) -> Option<Measured> {
         let all = self.standings.lock();
         [Tier::BounceTcp, Tier::Pageable].into_iter().find_map(|t| match &all[t] {
@@ -682,7 +683,7 @@ impl Inner {
         })
     }
 
-    /// The next one in turn.
+    /// The next worker in turn.
     pub fn worker(&self) -> &Copier {
         &self.workers[self.next.fetch_add(1, Relaxed) % self.workers.len()]
     }
@@ -699,22 +700,22 @@ impl Inner {
     }
 }
 
-/// What a bridge works with.
+/// The workers and memory of a bridge.
 struct Hands {
     workers: Vec<Copier>,
     /// Largest part, bytes.
     part: usize,
-    /// Parts under way.
+    /// Limit of parts under way.
     width: usize,
     regions: Arc<Regions>,
     notice: Option<String>,
     numa: Numa,
-    /// Why nothing is pinned.
+    /// Why no memory is pinned.
     unpinned: Option<Fault>,
 }
 
 impl Hands {
-    /// Pinned memory and threads, near the device if that can be.
+    /// Pinned memory and threads, near the device if possible.
     fn new(device: &Arc<dyn GpuMem>, options: &Options) -> Result<Hands> {
         let shape = (options.workers, options.slots, options.slot_bytes);
         let placing = Placing::of(&options.sysfs, device.pci());
@@ -760,7 +761,7 @@ impl Part {
 async fn open_local(device: &Arc<dyn GpuMem>, options: &Options) -> Result<Option<Local>> {
     let Some(dir) = options.local.clone() else { return Ok(None) };
     let (device, prober, workers) = (device.clone(), options.prober.clone(), options.workers);
-    // It may wait for another process.
+    // This may wait for another process.
     let open = tokio::task::spawn_blocking(move || Local::open(&device, &dir, &prober, workers));
     open.await.map_err(|e| Error::new(Code::Io, format!("opening cuFile: {e}")))?.map(Some)
 }
@@ -776,7 +777,7 @@ fn direct_done(tier: Tier, w: Went) -> Moved {
     (tier, w.by, done)
 }
 
-/// `lost`: what became of a tier that would have taken it.
+/// `lost`: the failure of a tier that would have taken it.
 fn unaligned(offset: u64, lost: Option<String>) -> Error {
     if let Some(lost) = lost {
         let m = format!(

@@ -1,5 +1,5 @@
-//! Other processes that look at a driver, which may hang or crash there: how long they are waited
-//! for, and how they ended.
+//! Child processes that test a driver, which may hang or crash there: how long to wait for them,
+//! and how they ended.
 
 use std::{
     os::unix::process::ExitStatusExt,
@@ -8,11 +8,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a killed one may take to be gone. One that a driver holds in the kernel may stay for
-/// ever; it is left then.
+/// How long a killed process may take to disappear. If a driver holds it in the kernel it may stay
+/// for ever; then it is left alone.
 pub const GOING: Duration = Duration::from_secs(1);
 
-/// Waits for its end, until then.
+/// Waits for the end of the process, at most until this time.
 pub fn reap(child: &mut Child, until: Instant) -> Option<ExitStatus> {
     loop {
         match child.try_wait() {
@@ -23,13 +23,13 @@ pub fn reap(child: &mut Child, until: Instant) -> Option<ExitStatus> {
     }
 }
 
-/// Kills one that is not waited for any longer.
+/// Kills a process whose time is up.
 pub fn kill(child: &mut Child) {
     let _ = child.kill();
     reap(child, Instant::now() + GOING);
 }
 
-/// For people: "ended with 3", "was killed by signal 11".
+/// Text for people: "ended with 3", "was killed by signal 11".
 pub fn how_it_ended(status: ExitStatus) -> String {
     match (status.signal(), status.code()) {
         (Some(n), _) => format!("was killed by signal {n}"),

@@ -1,5 +1,5 @@
 //! Workers: threads that feed one stream each and wait for it, so that no task of the runtime has
-//! to.
+//! to block.
 
 use std::{
     collections::VecDeque,
@@ -22,12 +22,12 @@ use crate::{
     pins::{Regions, Slot},
 };
 
-/// Bytes that came by RDMA may take one more copy if they are fewer in one piece: payloads that
-/// came with their frame, and what the client's cache has copied.
+/// Bytes that came by RDMA may be copied once more if they are fewer than this in one piece:
+/// payloads that came with their frame, and what the client's cache has copied.
 const SMALL: usize = 64 << 10;
 
-/// What holds the copies of one call together: who gives the call up waits for those that the
-/// device has begun.
+/// Connects the copies of one call: when the call is abandoned, its end waits for the copies that
+/// the device has begun.
 #[derive(Default)]
 pub struct Call {
     state: Mutex<CallState>,
@@ -41,7 +41,7 @@ struct CallState {
 }
 
 impl Call {
-    /// For a copy to begin; `None`: nobody wants it any more.
+    /// Permits a copy to begin; `None`: the call was abandoned.
     pub fn take_off(self: Arc<Self>) -> Option<Landing> {
         let mut s = self.state.lock();
         if s.given_up {
@@ -52,7 +52,7 @@ impl Call {
         Some(Landing(self))
     }
 
-    /// Begins no other copy and waits for those under way.
+    /// Lets no more copies begin, and waits for those under way.
     fn give_up(&self) {
         let mut s = self.state.lock();
         s.given_up = true;
@@ -60,7 +60,7 @@ impl Call {
     }
 }
 
-/// A copy that was begun, until the device uses no memory for it any more.
+/// A copy that was begun. Held until the device no longer uses memory for it.
 pub struct Landing(Arc<Call>);
 
 impl Drop for Landing {
@@ -70,7 +70,7 @@ impl Drop for Landing {
     }
 }
 
-/// Gives the call up when it is dropped.
+/// Abandons the call when it is dropped.
 pub struct Flight(pub Arc<Call>);
 
 impl Drop for Flight {
@@ -87,19 +87,19 @@ pub enum Work {
         from: Vec<Buf>,
         /// Address.
         to: u64,
-        /// The device sums what arrived, and it is compared.
+        /// The device computes a checksum of what arrived, and it is compared.
         sum: bool,
     },
     /// From the device, as many bytes as the buffer has.
     Save {
         /// Address.
         from: u64,
-        /// Where to; comes back in [`Done`].
+        /// The destination; returned in [`Done`].
         into: BufMut,
-        /// As of a load.
+        /// As for a load.
         sum: bool,
     },
-    /// No copy: the device sums its memory.
+    /// No copy: the device computes a checksum of its memory.
     Sum {
         /// Address.
         from: u64,
@@ -108,17 +108,17 @@ pub enum Work {
     },
 }
 
-/// A copy that was made.
+/// A copy that is done.
 pub struct Done {
     /// Bytes that were copied once more in host memory.
     pub staged: u64,
     /// The buffer of a [`Work::Save`].
     pub saved: Option<BufMut>,
-    /// The device's sum of its end equals that of the host's.
+    /// The device's checksum of its end equals the host's.
     pub summed: bool,
-    /// Why the device did not sum it, though it was to.
+    /// Why the device did not compute it, although it should.
     pub unsummed: Option<Fault>,
-    /// What a [`Work::Sum`] found, of each 4 KiB.
+    /// Result of a [`Work::Sum`]: the checksum of each 4 KiB.
     pub sums: Vec<u32>,
 }
 
@@ -138,8 +138,8 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Starts the thread, on these processors if any are named; where it could not be put there,
-    /// why. It has as many copies under way as it has slots, and at least two.
+    /// Starts the thread, on these processors if any are named. Also returns why it could not be
+    /// placed there. It has as many copies under way as it has slots, and at least two.
     pub fn start(
         device: Arc<dyn GpuMem>,
         slots: Vec<Slot>,
@@ -163,8 +163,8 @@ impl Copier {
         Ok((copier, told.recv().ok().flatten()))
     }
 
-    /// Has a part copied; the caller bounds how many. The tier tells whether the host memory must
-    /// be pinned.
+    /// Has a part copied; the caller limits how many. The tier determines whether the host memory
+    /// must be pinned.
     pub async fn copy(&self, call: &Arc<Call>, tier: Tier, work: Work) -> Result<Done, Fault> {
         let (answer, answered) = oneshot::channel();
         let job = Job { call: call.clone(), tier, work, answer };
@@ -181,7 +181,7 @@ impl Copier {
 impl Drop for Copier {
     fn drop(&mut self) {
         self.jobs = None;
-        // It ends when it has emptied its queue. A panic of it was reported by its own thread.
+        // It ends when its queue is empty. A panic was reported by the thread itself.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -192,11 +192,11 @@ fn refuse_all(mut queue: mpsc::UnboundedReceiver<Job>, why: &Fault) {
     }
 }
 
-/// Host memory that bytes take one more copy through.
+/// Host memory through which bytes are copied once more.
 enum Stage {
     /// Pinned.
     Slot(Slot),
-    /// Not pinned, for bytes of the pageable tier whose own memory is.
+    /// Not pinned; for bytes of the pageable tier that lie in pinned memory.
     Plain(BufMut),
 }
 
@@ -216,7 +216,7 @@ impl Stage {
     }
 }
 
-/// Host memory of a copy that the device may still use.
+/// Host memory of a copy, which the device may still use.
 enum Held {
     Load {
         _from: Vec<Buf>,
@@ -224,7 +224,7 @@ enum Held {
     Save {
         into: BufMut,
     },
-    /// The number of a sum.
+    /// The number of a checksum.
     Sum(u64),
 }
 
@@ -239,27 +239,27 @@ struct Flying {
     answer: Answer,
 }
 
-/// Whether the device sums its end of a copy.
+/// Whether the device computes a checksum of its end of a copy.
 enum Checked {
-    /// It was not to.
+    /// Not requested.
     No,
     By(Check),
-    /// It was to, and this is why it does not.
+    /// Requested, but not possible for this reason.
     Without(Fault),
 }
 
-/// What the device is to say of its end of a copy.
+/// The checksum that the device is to compute of its end of a copy.
 struct Check {
-    /// Its number for the stream.
+    /// The number that the stream gave it.
     number: u64,
-    /// The sum of the host's end; of a save it is known when it has come.
+    /// The checksum of the host's end; for a save, known only when the bytes have arrived.
     want: Option<u32>,
     at: u64,
     len: u64,
 }
 
 struct Worker {
-    /// Before what it copies from and to: dropped first, and waits.
+    /// Before the memory it copies from and to: dropped first, and waits then.
     stream: Box<dyn Stream>,
     flying: VecDeque<Flying>,
     slots: Vec<Slot>,
@@ -338,7 +338,8 @@ impl Worker {
         }
     }
 
-    /// Has the device sum what arrives. The host sums meanwhile what it has sent.
+    /// Has the device compute a checksum of what arrives. Meanwhile the host computes that of what
+    /// it sent.
     fn check_load(&mut self, wanted: bool, from: &[Buf], to: u64) -> Result<Checked, Fault> {
         let len = from.iter().map(Buf::len).sum();
         let checked = self.check(wanted, to, len)?;
@@ -353,7 +354,7 @@ impl Worker {
         self.check(wanted, from, len)
     }
 
-    /// A copy is not to blame for a sum that cannot be made: it goes on without.
+    /// A checksum that cannot be made does not fail the copy: it continues without.
     fn check(&mut self, wanted: bool, at: u64, len: usize) -> Result<Checked, Fault> {
         if !wanted || len == 0 {
             return Ok(Checked::No);
@@ -365,10 +366,10 @@ impl Worker {
         }
     }
 
-    /// What its bytes may have to take one more copy through; of the pageable tier it is made when
-    /// it is needed.
+    /// The memory through which its bytes may have to be copied once more. For the pageable tier it
+    /// is made when it is needed.
     fn stage(&mut self, tier: Tier, work: &Work) -> Option<Stage> {
-        // There is one for each that may be under way.
+        // There is one slot for each copy that may be under way.
         let slot = tier != Tier::Pageable && !matches!(work, Work::Sum { .. });
         if slot { self.slots.pop().map(Stage::Slot) } else { None }
     }
@@ -379,12 +380,12 @@ impl Worker {
         }
     }
 
-    /// Whether memory is of the kind that the tier takes.
+    /// Whether the memory is of the kind that the tier uses.
     fn suits(&self, tier: Tier, region: Option<&Arc<Region>>) -> bool {
         if tier == Tier::Pageable { !self.regions.knows(region) } else { self.regions.has(region) }
     }
 
-    /// Returns the bytes that took one more copy.
+    /// Returns the number of bytes that were copied once more.
     fn begin_load(
         &mut self,
         tier: Tier,
@@ -417,7 +418,7 @@ impl Worker {
         Ok(staged as u64)
     }
 
-    /// As [`Worker::begin_load`].
+    /// As [`Worker::begin_load`], from the device.
     fn begin_save(
         &mut self,
         tier: Tier,
@@ -428,7 +429,7 @@ impl Worker {
         let len = into.len();
         if self.suits(tier, into.region()) {
             // SAFETY: `into` is held until the copy's mark was waited for or the stream drained,
-            // and nobody else has it.
+            // and this is its only holder.
             unsafe { self.stream.save(into.as_mut_ptr(), from, len)? };
             return Ok(0);
         }
@@ -443,7 +444,7 @@ impl Worker {
         Ok(len as u64)
     }
 
-    /// Waits for the oldest copy.
+    /// Waits for the oldest copy and reports it.
     fn land(&mut self) {
         let Some(f) = self.flying.pop_front() else { return };
         let mut outcome = self.stream.wait(f.mark);
@@ -488,8 +489,8 @@ impl Worker {
     }
 }
 
-/// What a copy of so many bytes is staged in. The memory of the pageable tier is not pinned, and
-/// touched only where it is used.
+/// The memory through which a copy of this many bytes is staged. That of the pageable tier is not
+/// pinned, and is touched only where it is used.
 fn staging(tier: Tier, stage: &mut Option<Stage>, bytes: usize) -> Option<&mut Stage> {
     if tier == Tier::Pageable && stage.is_none() {
         *stage = Some(Stage::Plain(BufMut::unpooled(bytes)));
@@ -497,8 +498,8 @@ fn staging(tier: Tier, stage: &mut Option<Stage>, bytes: usize) -> Option<&mut S
     stage.as_mut()
 }
 
-/// Bytes for RDMA that the device cannot copy from or to where they lie. `pooled`: that is in a
-/// region of the client's pool.
+/// The error for RDMA bytes that the device cannot copy directly from or to where they lie.
+/// `pooled`: they lie in a region of the client's pool.
 fn not_straight(bytes: usize, pooled: bool) -> Fault {
     let why = if pooled {
         "they are received or sent by RDMA in memory that could not be registered with the device, too: raise pinned_limit, or the limit for \

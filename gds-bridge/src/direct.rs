@@ -1,4 +1,4 @@
-//! The road on which the storage servers read and write the device's memory: one part, and its
+//! The direct path, on which storage servers read and write the device's memory: one part, and its
 //! self-test. See `docs/gds.md`.
 
 use std::{
@@ -23,20 +23,20 @@ use crate::{
     selftest::{Scratch, pattern},
 };
 
-/// Bytes that a storage server sends with its answer at most, where it can write the memory that it
-/// was lent.
+/// Maximum number of bytes that a storage server sends with its answer where it can write the lent
+/// memory.
 const WITH_ANSWER: u64 = 4096;
 
-/// Why a part did not go this way.
+/// Why a part could not take the direct path.
 pub enum Stop {
-    /// The tier is to blame: another one may do.
+    /// The tier failed: another one may work.
     Tier(Fault),
-    /// As above, for this call: it is for want of something of these servers, or of the device, of
-    /// which others and later calls may have enough.
+    /// As `Tier`, for this call: these servers or the device lack something of which others and
+    /// later calls may have enough.
     Want(Fault),
-    /// As above, but it is no reason for later calls to leave the tier alone.
+    /// As `Tier`, but later calls should still try the tier.
     Once(Fault),
-    /// So it would be on every other road.
+    /// Every other path would fail, too.
     Call(Error),
 }
 
@@ -46,21 +46,21 @@ impl From<Fault> for Stop {
     }
 }
 
-/// A part that went this way.
+/// A part that took the direct path.
 #[derive(Clone, Debug, Default)]
 pub struct Went {
-    /// Its bytes by road.
+    /// Its bytes by transport.
     pub by: ByRoad,
-    /// Bytes that were not written by a storage server but copied by the device, from a slot: zeros
-    /// of holes, and what came with an answer.
+    /// Bytes that no storage server wrote, but that the device copied from a slot: zeros of holes,
+    /// and bytes that came with an answer.
     pub staged: u64,
-    /// The device has summed all of it.
+    /// The device has computed the checksum of all of it.
     pub summed: bool,
-    /// Why it has not, though it was to.
+    /// Why it has not, although it should.
     pub unsummed: Option<Fault>,
 }
 
-/// A place in a file, and one in the device's memory.
+/// A range of a file, and its destination in the device's memory.
 #[derive(Clone, Copy)]
 pub struct Place<'a> {
     pub file: &'a dyn FileIo,
@@ -69,8 +69,8 @@ pub struct Place<'a> {
     pub len: u64,
 }
 
-/// What the network has against it: the tier is to blame for what is not there or may not be lent,
-/// the call for all else.
+/// Classifies an error of the network: if something is missing or may not be lent, the tier failed;
+/// otherwise the call failed.
 fn stopped(e: Error, len: u64) -> Stop {
     match e.code {
         Code::OpNotSupp | Code::NoMem | Code::Overloaded | Code::Busy => {
@@ -80,8 +80,8 @@ fn stopped(e: Error, len: u64) -> Stop {
     }
 }
 
-/// What a server sent through host memory instead of writing it where it was to: it may, for want
-/// of memory that its card reads from.
+/// Detects that a server sent bytes through host memory instead of writing them to the destination.
+/// It may do so if it lacks memory that its card can read from.
 fn sent_along(all: &[Arrived], len: u64) -> Option<Stop> {
     let here = |a: &Arrived| a.here.iter().map(|b| b.len() as u64).sum::<u64>();
     let most = all.iter().map(here).max().filter(|n| *n > WITH_ANSWER)?;
@@ -91,10 +91,10 @@ fn sent_along(all: &[Arrived], len: u64) -> Option<Stop> {
     Some(Stop::Want(Fault::Export { bytes: len, why }))
 }
 
-/// Who is told of tiers over host memory that failed.
+/// Called with each tier over host memory that failed.
 pub type Beside<'a> = dyn Fn(Tier, &Fault) + Sync + 'a;
 
-/// Of what the tier needs from others, which are to blame.
+/// Classifies a fault in what the tier needs from others.
 pub fn wanting(f: Fault) -> Stop {
     if f.is_of_call() { Stop::Call(f.into()) } else { Stop::Want(f) }
 }
@@ -104,9 +104,9 @@ pub fn no_sums(f: Fault) -> Fault {
 }
 
 impl Inner {
-    /// Has the storage servers write a part into the device's memory. What they say of their sums
-    /// is compared with what the device says of its own, if it sums; a part that differs is fetched
-    /// once more. `beside` is told of a tier over host memory that failed to copy the rest.
+    /// Has the storage servers write a part into the device's memory. The checksums that they
+    /// report are compared with those of the device, if it computes any; a part that differs is
+    /// fetched once more. `beside` is told of a tier over host memory that failed to copy the rest.
     pub async fn load_direct(
         &self,
         flight: &Arc<Call>,
@@ -141,11 +141,11 @@ impl Inner {
                     damaged = Some(f);
                     continue;
                 }
-                // Without sums it goes on only where somebody agreed to that.
+                // Without checksums it continues only if the caller has agreed to that.
                 Err(f) if self.consent && !f.is_of_call() => (false, Some(f)),
                 Err(f) => return Err(wanting(no_sums(f))),
             };
-            // Memory that was freed meanwhile was nobody's to fill.
+            // Fails if the memory was freed in the meantime.
             self.device.check(p.gpu, p.len)?;
             return Ok(Went { by: roads(&all), staged, summed, unsummed });
         }
@@ -154,8 +154,8 @@ impl Inner {
         ))
     }
 
-    /// Puts what no server wrote into the device's memory. How many bytes, and why the device did
-    /// not sum them, if it was to.
+    /// Copies into the device's memory what no server wrote. Returns the number of bytes, and why
+    /// the device computed no checksum of them, if it should.
     async fn fill_up(
         &self,
         flight: &Arc<Call>,
@@ -181,8 +181,9 @@ impl Inner {
         Ok((staged, unsummed))
     }
 
-    /// One copy to the device, by the first road over host memory that can: what failed is to
-    /// blame, not the tier that it was for. Why the device did not sum it, if it was to.
+    /// One copy to the device, by the first path over host memory that works. If such a path fails,
+    /// that tier counts as failed, not the one that the copy was made for. Returns why the device
+    /// computed no checksum, if it should.
     async fn copy_beside(
         &self,
         flight: &Arc<Call>,
@@ -212,12 +213,13 @@ impl Inner {
         Err(last)
     }
 
-    /// How the device copies in self-tests.
+    /// The tier by which the device copies in self-tests.
     pub fn copies_as(&self) -> Tier {
         if self.unpinned.is_none() { Tier::BounceTcp } else { Tier::Pageable }
     }
 
-    /// Whether the device summed what the servers wrote, and found it right.
+    /// Compares the device's checksums of what the servers wrote. `false`: the device computes
+    /// none.
     async fn verify_direct(
         &self,
         flight: &Arc<Call>,
@@ -236,21 +238,22 @@ impl Inner {
         try_join_all(verify).await.map(|_| true)
     }
 
-    /// The device's sums of its memory, of each 4 KiB.
+    /// The device's checksums of its memory, for each 4 KiB.
     async fn sums_of(&self, flight: &Arc<Call>, from: u64, len: u64) -> Result<Vec<u32>, Fault> {
         let work = Work::Sum { from, len: len as usize };
         Ok(self.worker().copy(flight, Tier::GpuRdma, work).await?.sums)
     }
 
-    /// Has the storage servers read a part from the device's memory, by the sums that the device
-    /// makes of it first. If they find others, both are made once more.
+    /// Has the storage servers read a part from the device's memory. The device computes its
+    /// checksums first. If the servers find different ones, both steps are repeated once.
     pub async fn save_direct(&self, flight: &Arc<Call>, p: Place<'_>) -> Result<Went, Stop> {
         let memory = self.device.export(p.gpu, p.len)?;
         for again in [true, false] {
             let sums = self.sums_of(flight, p.gpu, p.len).await.map_err(|f| wanting(no_sums(f)))?;
             match p.file.write_direct(p.offset, &memory, &sums).await {
                 Ok(()) => {
-                    // Of memory that was freed meanwhile nobody knows whose bytes these are.
+                    // Fails if the memory was freed in the meantime: then it is unknown whose bytes
+                    // were saved.
                     self.device.check(p.gpu, p.len)?;
                     return Ok(Went {
                         by: ByRoad::of(Road::Rdma, p.len),
@@ -270,7 +273,7 @@ impl Inner {
     }
 }
 
-/// Bytes of a part by road: those of holes took none.
+/// Bytes of a part by transport; those of holes count as local.
 fn roads(all: &[Arrived]) -> ByRoad {
     let mut by = ByRoad::default();
     for a in all {
@@ -282,14 +285,14 @@ fn roads(all: &[Arrived]) -> ByRoad {
     by
 }
 
-/// The sum of all by those of blocks.
+/// The checksum of the whole range, from those of its blocks.
 fn whole(sums: &[u32], len: u64) -> u32 {
     let lens = (0..len as usize).step_by(BLOCK).map(|at| BLOCK.min(len as usize - at));
     sums.iter().zip(lens).fold(0, |all, (sum, n)| combine(all, *sum, n))
 }
 
-/// How long a self-test may wait for the cluster. A reply takes milliseconds; who opens a bridge is
-/// not to wait for servers that are away.
+/// How long a self-test may wait for the cluster. A reply takes milliseconds; opening a bridge must
+/// not wait for servers that are away.
 const PATIENCE: Duration = Duration::from_secs(15);
 
 /// As [`there_and_back`], but a cluster that does not answer makes the tier unavailable.
@@ -302,14 +305,14 @@ pub async fn test(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, 
     })
 }
 
-/// Moves patterns from the device's memory to a file without a name and back. What it measures is
-/// how much faster or slower that is than the same file over host memory, in the terms of `bounce`,
-/// which knows no network.
+/// Moves patterns from the device's memory to an unnamed file and back. Measures how much faster or
+/// slower that is than the same file over host memory, and scales `bounce` by it, which was
+/// measured without a network.
 async fn there_and_back(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
     let file = bridge.network.scratch().await.map_err(no_file)?;
     let (part, count) = (bridge.part as u64, bridge.workers.len() as u64);
     let no_room = |_| Unavailable::TestStopped(Fault::NoMemory { bytes: 2 * part });
-    // One part goes, another one comes.
+    // One part is sent, another one is received.
     let addr = bridge.device.alloc(2 * part).map_err(no_room)?;
     let scratch = Scratch { device: &*bridge.device, addr };
     let flight = Flight(Arc::default());
@@ -326,7 +329,7 @@ async fn there_and_back(bridge: &Inner, bounce: Option<Measured>) -> Result<Meas
             to: scratch.addr + part,
         };
         let once = test.once(sent).await?;
-        // The first opens the connections.
+        // The first round opens the connections, so it does not count.
         if n > 0 || count == 1 {
             took.add(once);
         }
@@ -334,7 +337,7 @@ async fn there_and_back(bridge: &Inner, bounce: Option<Measured>) -> Result<Meas
     Ok(took.ranked(bounce, part * count.saturating_sub(1).max(1)))
 }
 
-/// Time of a save and a load, by this road and by the other one.
+/// Duration of a save and a load, by the direct path and over host memory.
 #[derive(Default)]
 struct Took {
     save: [Duration; 2],
@@ -361,7 +364,7 @@ impl Took {
     }
 }
 
-/// One pattern's way.
+/// The transfer of one pattern.
 struct Test<'a> {
     bridge: &'a Inner,
     flight: &'a Arc<Call>,

@@ -1,4 +1,4 @@
-//! Files, and the client that has them, as the bridge sees them.
+//! Files, and the client that serves them, as the bridge sees them.
 
 use std::sync::{
     Arc,
@@ -12,33 +12,34 @@ use strake_proto::{Code, Error, Result, pb};
 
 use crate::{Policy, local::Sealed};
 
-/// A file that parts are read from and written to, many at a time.
+/// A file from which many parts are read, and to which many are written, at a time.
 #[async_trait]
 pub trait FileIo: Send + Sync + 'static {
-    /// What tells it from other files, for messages and to find ranges that overlap.
+    /// Distinguishes it from other files, for messages and to find overlapping ranges.
     fn id(&self) -> u64;
 
-    /// The bytes of a range, verified; fewer only where the file ends. By which road they came is
-    /// marked on the buffers ([`Buf::road`]).
+    /// The verified bytes of a range; fewer only where the file ends. The buffers tell which
+    /// transport brought them ([`Buf::road`]).
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>>;
 
-    /// Writes all of it, or fails. By which roads it went: as many bytes as there are.
+    /// Writes all of it, or fails. Returns its bytes by transport, which add up to its length.
     async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad>;
 
-    /// Which tiers its bytes may take, whatever a call allows.
+    /// The tiers that its bytes may take, in addition to the policy of a call.
     fn policy(&self) -> Policy {
         Policy::Prefer
     }
 
-    /// As [`File::read_foreign`]. `EOPNOTSUPP`: no server reaches the device's memory; whoever
-    /// wraps a file passes it on.
+    /// As [`File::read_foreign`]. `EOPNOTSUPP`: no server reaches the device's memory. A wrapper of
+    /// a file must pass this on.
     async fn read_direct(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>>;
 
     /// As [`File::write_foreign`].
     async fn write_direct(&self, offset: u64, from: &Foreign, sums: &[u32]) -> Result<()>;
 }
 
-/// A file with a policy of its own: no call moves its bytes by a tier that this does not allow.
+/// A file with a policy of its own: no call moves its bytes by a tier that the policy does not
+/// allow.
 #[derive(Clone)]
 pub struct Strict {
     file: Arc<dyn FileIo>,
@@ -46,14 +47,15 @@ pub struct Strict {
 }
 
 impl Strict {
-    /// What the file demands by itself counts as well. `EINVAL` if no tier meets both.
+    /// The policy that `file` already has applies as well. `EINVAL` if no tier meets both.
     pub fn new(file: Arc<dyn FileIo>, policy: Policy) -> Result<Strict> {
         let policy = both(("the policy", policy), ("the file's own", file.policy()))?;
         Ok(Strict { file, policy })
     }
 }
 
-/// Two policies that hold for the same bytes, with their names. `EINVAL` if no tier meets both.
+/// Combines two policies for the same bytes, given with their names. `EINVAL` if no tier meets
+/// both.
 pub(crate) fn both((what, a): (&str, Policy), (other, b): (&str, Policy)) -> Result<Policy> {
     a.and(b).ok_or_else(|| {
         let m = format!(
@@ -90,19 +92,19 @@ impl FileIo for Strict {
     }
 }
 
-/// A file of which is noted where reads found its end.
+/// A file that notes where reads found its end.
 pub struct Watched {
     file: Arc<dyn FileIo>,
     end: AtomicU64,
 }
 
 impl Watched {
-    /// `size`: where it is to end, as far as is known.
+    /// `size`: its size, as far as is known.
     pub fn new(file: Arc<dyn FileIo>, size: u64) -> Watched {
         Watched { file, end: AtomicU64::new(size) }
     }
 
-    /// The first end that a read found, or what was known before.
+    /// The lowest end that a read found, or the known size.
     pub fn end(&self) -> u64 {
         self.end.load(Relaxed)
     }
@@ -145,7 +147,7 @@ impl FileIo for Watched {
     }
 }
 
-/// What a file says that no storage server has, or none that reaches the device's memory.
+/// The error of a file without storage servers, or with none that reaches the device's memory.
 pub fn not_direct() -> Error {
     Error::new(
         Code::OpNotSupp,
@@ -153,22 +155,21 @@ pub fn not_direct() -> Error {
     )
 }
 
-/// What a bridge asks of the client whose files it moves.
+/// What a bridge needs from the client whose files it moves.
 #[async_trait]
 pub trait Network: Send + Sync + 'static {
-    /// Where buffers come from, those of bytes that arrive too.
+    /// The pool for buffers, including those of bytes that arrive.
     fn pool(&self) -> &Pool;
 
     /// Why no storage server is reached by RDMA; `None`: at least one is.
     fn no_rdma(&self) -> Option<String>;
 
-    /// How a file is sealed at this moment; `None`: it is not, or not completely.
+    /// The seal of a file at this moment; `None`: it is not sealed, or not completely.
     async fn sealed(&self, _ino: u64) -> Result<Option<Sealed>> {
         Ok(None)
     }
 
-    /// A file for the self-test of the road that passes no host memory, which is gone when it is
-    /// dropped.
+    /// A file for the self-test of the direct path, which is deleted when it is dropped.
     async fn scratch(&self) -> Result<Arc<dyn FileIo>> {
         Err(not_direct())
     }
@@ -184,7 +185,7 @@ impl Network for Client {
         Client::no_rdma(self)
     }
 
-    /// As the process may know it.
+    /// With the rights of the process.
     async fn sealed(&self, ino: u64) -> Result<Option<Sealed>> {
         let groups = rustix::process::getgroups()
             .unwrap_or_default()
@@ -209,7 +210,7 @@ impl Network for Client {
     }
 }
 
-/// `EPROTO` for a manifest that is none.
+/// `EPROTO` for an invalid manifest.
 pub(crate) fn of_manifest(fs: &[u8], ino: u64, m: &pb::Manifest) -> Result<Sealed> {
     let bad = |_| Error::new(Code::Protocol, format!("the manifest of inode {ino:#x} is none"));
     Ok(Sealed {
@@ -222,13 +223,13 @@ pub(crate) fn of_manifest(fs: &[u8], ino: u64, m: &pb::Manifest) -> Result<Seale
 }
 
 const O_RDWR: u32 = 2;
-/// Nothing of it is kept, so that what is read comes from the servers.
+/// Bypasses the cache, so that bytes are read from the servers.
 const O_DIRECT: u32 = 0o40000;
 
-/// What is said where nobody asked a cluster.
+/// The reason where there is no cluster to ask.
 pub(crate) const NO_CLIENT: &str = "there is no client here that would reach any";
 
-/// Buffers without a client, for self-tests.
+/// A pool without a client, for self-tests.
 #[async_trait]
 impl Network for Pool {
     fn pool(&self) -> &Pool {
@@ -267,8 +268,8 @@ impl FileIo for File {
     }
 }
 
-/// Each of `len` bytes once. What was sent again, or by more than one road, counts as the road that
-/// proves the least; what was not sent yet went by none.
+/// Counts each of `len` bytes once. Bytes that were sent again, or by more than one transport,
+/// count for the transport that guarantees the least; bytes not sent yet count as local.
 fn once(went: ByRoad, len: u64) -> ByRoad {
     let (mut all, mut left) = (ByRoad::default(), len);
     for road in [Road::Local, Road::Tcp, Road::RdmaStream, Road::Rdma] {

@@ -1,4 +1,4 @@
-//! Host memory that behaves as a device's does, for machines without one.
+//! Host memory that behaves like a device's, for machines without one.
 
 use std::{
     any::Any,
@@ -29,15 +29,15 @@ use crate::{
 const BASE: u64 = 0x00d0_0000_0000_0000;
 const ALIGN: u64 = 2 << 20;
 
-/// A stand-in for a device. Its addresses mean nothing to the process, its streams copy as late as
-/// they may, and it fails where and as it is told. Clones are the same device.
+/// A stand-in for a device. Its addresses are invalid in the process, its streams copy as late as
+/// possible, and it fails where and how a test requests. Clones are the same device.
 #[derive(Clone, Default)]
 pub struct HostMem(Arc<Mutex<State>>);
 
 #[derive(Default)]
 struct State {
     blocks: BTreeMap<u64, Arc<Block>>,
-    /// Start and end of what was freed. Addresses are never used again.
+    /// Start and end of freed allocations. Addresses are never reused.
     freed: Vec<(u64, u64)>,
     lent: Vec<Lent>,
     allocated: u64,
@@ -46,7 +46,7 @@ struct State {
     room: Option<u64>,
     refused: HashMap<Tier, Unavailable>,
     context_gone: bool,
-    /// Among the devices of its driver.
+    /// Its number among the devices of its driver.
     number: u64,
     gone_after: Option<u64>,
     failing: Option<Failing>,
@@ -59,19 +59,19 @@ struct State {
     cufile: Arc<Tricks>,
     busy: Arc<Busy>,
     gate: Arc<Gate>,
-    /// What was exported since writes of others are seen late; `None`: they are seen at once.
+    /// Memory exported while writes of others are seen late; `None`: they are seen at once.
     late: Option<Vec<Late>>,
 }
 
-/// Memory that others write in place of the device's, until it is told that they did.
+/// Memory that others write instead of the device's, until the device is told to look.
 struct Late {
     outside: Arc<Block>,
-    /// What of it the device has seen.
+    /// The bytes that the device has seen.
     seen: Vec<u8>,
     addr: u64,
 }
 
-/// How many copies may still be made, and how many were ordered and are not made yet.
+/// How many copies may still be made, and how many were ordered and not made yet.
 #[derive(Default)]
 struct Gate(Mutex<(Option<u64>, u64)>, Condvar);
 
@@ -109,19 +109,19 @@ impl Before for Work {
     }
 }
 
-/// What devices of one driver have in common.
+/// State that the devices of one driver share.
 #[derive(Default)]
 struct Driver {
     registry: Arc<Registry>,
     pins: Mutex<Pins>,
-    /// Devices that there were.
+    /// Number of devices created so far.
     devices: AtomicU64,
 }
 
-/// Host memory that is pinned. Locked after a device's own state, if both are.
+/// Pinned host memory. If both are locked, this is locked after a device's own state.
 #[derive(Default)]
 struct Pins {
-    /// By its start: its length, and the device by which.
+    /// By its start: its length, and the device that pinned it.
     all: BTreeMap<usize, (usize, u64)>,
     limit: Option<u64>,
     told: Pinned,
@@ -142,18 +142,18 @@ impl Pins {
     }
 }
 
-/// How host memory was pinned, counted by a [`HostMem`] for all devices of its driver.
+/// Counts of pinned host memory, kept by a [`HostMem`] for all devices of its driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pinned {
-    /// Memory that was pinned.
+    /// Successful pins.
     pub made: u64,
-    /// That was to be pinned while a part of it was: refused, as a driver refuses it.
+    /// Attempts to pin memory that was partly pinned already: refused, as a driver does.
     pub twice: u64,
-    /// That was to be let go and was not pinned.
+    /// Attempts to unpin memory that was not pinned.
     pub stray: u64,
 }
 
-/// An allocation. Who was lent a part of it keeps it in place when it is freed.
+/// An allocation. A borrower of a part of it keeps it in place when it is freed.
 struct Block {
     start: *mut u8,
     len: usize,
@@ -179,13 +179,13 @@ impl Drop for Block {
     }
 }
 
-/// Memory of the process that takes part as if it were the device's.
+/// Memory of the process that is treated as the device's.
 struct Lent {
     start: *mut u8,
     len: usize,
 }
 
-// SAFETY: only an address; what makes it valid is the promise of who lent it, which is not bound to
+// SAFETY: only an address; what makes it valid is the promise of its lender, which is not bound to
 // a thread.
 unsafe impl Send for Lent {}
 
@@ -196,7 +196,7 @@ struct Failing {
     pinned_only: bool,
 }
 
-/// Bytes that a [`HostMem`] copied, as it sees host addresses itself.
+/// Bytes that a [`HostMem`] copied, by the kind of host memory that it saw.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Copied {
     /// From pinned host memory to the device.
@@ -210,7 +210,7 @@ pub struct Copied {
 }
 
 impl HostMem {
-    /// A device that fails nowhere and really locks what it pins (mlock(2)), as far as the process
+    /// A device without failures that really locks what it pins (mlock(2)), as far as the process
     /// may.
     pub fn new() -> HostMem {
         HostMem::default()
@@ -223,22 +223,22 @@ impl HostMem {
         HostMem(Arc::new(Mutex::new(State { driver, number, ..State::default() })))
     }
 
-    /// Pins no more than so many bytes, without locking them. To be said before any are pinned.
+    /// Limits pinned bytes, without locking them. To be called before anything is pinned.
     pub fn limit_pins(&self, bytes: u64) {
         self.0.lock().driver.pins.lock().limit = Some(bytes);
     }
 
-    /// Plays a device that is at this PCI address.
+    /// Sets the PCI address of the device.
     pub fn play_pci(&self, address: &str) {
         self.0.lock().pci = Some(address.into());
     }
 
-    /// Has no more memory than this.
+    /// Limits the device's memory.
     pub fn limit_room(&self, bytes: u64) {
         self.0.lock().room = Some(bytes);
     }
 
-    /// From now on, or (`None`) no more, refuses to serve a tier.
+    /// Refuses to serve a tier from now on; `None`: no longer.
     pub fn refuse(&self, tier: Tier, why: Option<Unavailable>) {
         let refused = &mut self.0.lock().refused;
         match why {
@@ -247,7 +247,7 @@ impl HostMem {
         };
     }
 
-    /// Destroys the context, before the copy after the next `copies` ones.
+    /// Destroys the context before the copy that follows the next `copies` ones.
     pub fn destroy_after(&self, copies: u64) {
         let mut s = self.0.lock();
         s.gone_after = Some(s.copies + copies);
@@ -258,14 +258,13 @@ impl HostMem {
         self.0.lock().destroy();
     }
 
-    /// The copy after the next `copies` ones fails, and all others from there on, until
-    /// [`HostMem::mend`].
+    /// The copy after the next `copies` ones fails, and all later ones, until [`HostMem::mend`].
     pub fn fail_after(&self, copies: u64, fault: Fault) {
         let mut s = self.0.lock();
         s.failing = Some(Failing { from: s.copies + copies, fault, pinned_only: false });
     }
 
-    /// As [`HostMem::fail_after`], but copies from and to memory that is not pinned go on.
+    /// As [`HostMem::fail_after`], but copies from and to memory that is not pinned still work.
     pub fn fail_pinned_after(&self, copies: u64, fault: Fault) {
         let mut s = self.0.lock();
         s.failing = Some(Failing { from: s.copies + copies, fault, pinned_only: true });
@@ -287,33 +286,32 @@ impl HostMem {
         self.0.lock().pace = copy;
     }
 
-    /// No more copies are made than so many, until this is called again; `None`: all are.
+    /// Allows only this many more copies, until this is called again; `None`: all.
     pub fn allow_copies(&self, copies: Option<u64>) {
         let gate = self.0.lock().gate.clone();
         gate.0.lock().0 = copies;
         gate.1.notify_all();
     }
 
-    /// Copies and sums that streams were given and that are not made yet.
+    /// Copies and checksums that streams were given and that are not made yet.
     pub fn under_way(&self) -> u64 {
         let gate = self.0.lock().gate.clone();
         gate.0.lock().1
     }
 
-    /// From now on plays a device that sees what others write into exported memory only when it is
-    /// told to look ([`GpuMem::arrived`]). They must not write while it looks: for tests on one
-    /// thread.
+    /// From now on, writes of others into exported memory are seen only when the device is told to
+    /// look ([`GpuMem::arrived`]). Others must not write while it looks: for tests on one thread.
     pub fn see_late(&self) {
         self.0.lock().late.get_or_insert_default();
     }
 
-    /// From now on plays a device that sums its memory. The work is done by this machine: for
+    /// From now on the device computes checksums of its memory. This machine does the work: for
     /// tests.
     pub fn play_sums(&self) {
         self.0.lock().sums = true;
     }
 
-    /// A stream of the program has something to do, or is done with it.
+    /// Marks a stream of the program as busy or done.
     pub fn occupy(&self, stream: u64, busy: bool) {
         let all = self.0.lock().busy.clone();
         let mut streams = all.0.lock();
@@ -325,17 +323,17 @@ impl HostMem {
         all.1.notify_all();
     }
 
-    /// From now on, or (`None`) no more, lends no memory to storage servers, for this reason.
+    /// Refuses from now on to lend memory to storage servers, for this reason; `None`: no longer.
     pub fn refuse_exports(&self, why: Option<String>) {
         self.0.lock().no_exports = why;
     }
 
-    /// What its stand-in of cuFile does and did.
+    /// Controls of its stand-in for cuFile.
     pub fn tricks(&self) -> Arc<Tricks> {
         self.0.lock().cufile.clone()
     }
 
-    /// What was copied so far.
+    /// Bytes copied so far.
     pub fn copied(&self) -> Copied {
         self.0.lock().copied
     }
@@ -345,22 +343,22 @@ impl HostMem {
         self.0.lock().driver.pins.lock().bytes()
     }
 
-    /// How memory was pinned so far.
+    /// Counts of pins so far.
     pub fn pins(&self) -> Pinned {
         self.0.lock().driver.pins.lock().told
     }
 
-    /// Takes memory of the process for the device's, at its own address, until
-    /// [`HostMem::take_back`] is told the same.
+    /// Treats memory of the process as the device's, at its own address, until
+    /// [`HostMem::take_back`] is called with the same range.
     ///
     /// # Safety
-    /// Until then the memory stays mapped, and is written by nobody else while a call moves it
-    /// (while one loads into it: not read either).
+    /// Until then the memory stays mapped, and nothing else writes it while a call moves it (nor
+    /// reads it while a call loads into it).
     pub unsafe fn lend(&self, start: *mut u8, len: usize) {
         self.0.lock().lent.push(Lent { start, len });
     }
 
-    /// Undoes one [`HostMem::lend`]. No call uses the memory any more.
+    /// Undoes one [`HostMem::lend`]. No call may use the memory any more.
     pub fn take_back(&self, start: *mut u8, len: usize) {
         let lent = &mut self.0.lock().lent;
         if let Some(at) = lent.iter().position(|l| l.start == start && l.len == len) {
@@ -368,7 +366,7 @@ impl HostMem {
         }
     }
 
-    /// What lies in the device's memory.
+    /// Reads the device's memory.
     pub fn peek(&self, addr: u64, len: u64) -> Result<Vec<u8>, Fault> {
         let mut s = self.0.lock();
         let from = s.place(addr, len)?;
@@ -378,12 +376,12 @@ impl HostMem {
         Ok(bytes)
     }
 
-    /// Memory of the device for who was given it: see [`HostMem::fill`].
+    /// Holds memory of the device for a borrower: see [`HostMem::fill`].
     pub(crate) fn hold(&self, addr: u64, len: u64) -> Result<Foreign, Fault> {
         self.0.lock().hold(addr, len)
     }
 
-    /// Puts bytes where [`HostMem::hold`] holds as many or more, whether they were freed meanwhile
+    /// Writes bytes into memory that [`HostMem::hold`] holds, whether it was freed in the meantime
     /// or not.
     pub(crate) fn fill(&self, memory: &Foreign, bytes: &[u8]) -> Result<(), Fault> {
         let s = self.0.lock();
@@ -397,7 +395,7 @@ impl HostMem {
         Ok(())
     }
 
-    /// Puts bytes into the device's memory.
+    /// Writes the device's memory.
     pub fn poke(&self, addr: u64, bytes: &[u8]) -> Result<(), Fault> {
         let mut s = self.0.lock();
         let to = s.place(addr, bytes.len() as u64)?;
@@ -413,7 +411,7 @@ impl State {
         self.room.is_none_or(|room| bytes <= room.saturating_sub(used))
     }
 
-    /// The allocation, and the place in it.
+    /// The allocation, and the offset in it.
     fn find(&self, addr: u64, len: u64) -> Result<(u64, usize), Fault> {
         if self.context_gone {
             return Err(Fault::ContextGone);
@@ -433,8 +431,8 @@ impl State {
         Err(if freed { Fault::Freed { addr } } else { Fault::Foreign { addr } })
     }
 
-    /// Where a range lies in this process: valid for reading and writing `len` bytes while the lock
-    /// is held.
+    /// The address of a range in this process, valid for reading and writing `len` bytes while the
+    /// lock is held.
     fn place(&mut self, addr: u64, len: u64) -> Result<*mut u8, Fault> {
         if let Some(lent) = self.is_lent(addr, len).filter(|_| !self.context_gone) {
             return Ok(lent);
@@ -443,8 +441,8 @@ impl State {
         Ok(self.blocks[&block].start.wrapping_add(at))
     }
 
-    /// So many bytes from there, which stay in place as long as what this returns is held, also
-    /// when they are freed meanwhile.
+    /// Memory from there, which stays in place as long as the result is held, also when it is freed
+    /// in the meantime.
     fn hold(&mut self, addr: u64, len: u64) -> Result<Foreign, Fault> {
         let start = self.place(addr, len)?;
         let keep: Arc<dyn Any + Send + Sync> = match self.is_lent(addr, len) {
@@ -452,11 +450,11 @@ impl State {
             None => self.blocks[&self.find(addr, len)?.0].clone(),
         };
         // SAFETY: a block is in place as long as it is held; what was lent to this device, as long
-        // as a call moves it, by the promise of who did.
+        // as a call moves it, by the promise of its lender.
         Ok(unsafe { Foreign::host(start, len, keep) })
     }
 
-    /// As [`State::hold`], of other memory with the same bytes.
+    /// As [`State::hold`], but of other memory with the same bytes.
     fn hold_late(&mut self, addr: u64, len: u64) -> Result<Foreign, Fault> {
         let from = self.place(addr, len)?;
         let (outside, mut seen) = (Arc::new(Block::new(len)), vec![0; len as usize]);
@@ -471,16 +469,16 @@ impl State {
         Ok(unsafe { Foreign::host(start, len, keep) })
     }
 
-    /// Sees what was written late.
+    /// Copies what was written late.
     fn look(&mut self) {
         let mut all = self.late.take();
         for l in all.iter_mut().flatten() {
-            // Freed meanwhile: nobody's.
+            // Freed in the meantime: not copied.
             let Ok(to) = self.place(l.addr, l.seen.len() as u64) else { continue };
             for (i, seen) in l.seen.iter_mut().enumerate() {
                 // SAFETY: within both, as `place` and the block say, and nobody writes them now.
                 let now = unsafe { *l.outside.start.add(i) };
-                // What nobody wrote is the device's own.
+                // Bytes that nothing wrote stay as the device has them.
                 if now != *seen {
                     *seen = now;
                     // SAFETY: as above.
@@ -488,7 +486,7 @@ impl State {
                 }
             }
         }
-        // What nobody can write any more was seen.
+        // Memory that cannot be written any more was copied for the last time.
         all.iter_mut().for_each(|all| all.retain(|l| Arc::strong_count(&l.outside) > 1));
         self.late = all;
     }
@@ -508,7 +506,7 @@ impl State {
         before.is_some_and(|(start, (n, _))| host + len <= start + n)
     }
 
-    /// What was pinned by this device goes with its context.
+    /// What this device pinned goes with its context.
     fn destroy(&mut self) {
         self.context_gone = true;
         let mut pins = self.driver.pins.lock();
@@ -519,7 +517,7 @@ impl State {
         }
     }
 
-    /// One copy of a stream.
+    /// Makes one copy of a stream.
     fn copy(&mut self, c: &Pending) -> Result<(), Fault> {
         let n = self.copies;
         self.copies += 1;
@@ -536,7 +534,7 @@ impl State {
         let (from, to) = if c.to_device { (c.host, device) } else { (device, c.host) };
         // SAFETY: the host's end is valid until this copy was waited for, as the caller of `load`
         // or `save` promised; the device's is as `place` says. They may be the same memory only if
-        // somebody lent a buffer of the bridge's own: hence `copy_from`.
+        // a buffer of the bridge's own was lent: hence `copy_from`.
         unsafe {
             to.copy_from(from, c.len);
             *to.add(c.len / 2) ^= u8::from(corrupt);
@@ -570,7 +568,7 @@ impl GpuMem for HostMem {
     }
 
     fn settle(&self) -> Result<(), Fault> {
-        // Nothing but the bridge's own copies runs on it.
+        // Only the bridge's own copies run on it.
         if self.0.lock().context_gone { Err(Fault::ContextGone) } else { Ok(()) }
     }
 
@@ -587,7 +585,7 @@ impl GpuMem for HostMem {
         if !s.has_room(len) {
             return Err(Fault::NoMemory { bytes: len });
         }
-        // A gap behind each, so that the next is never a part of it.
+        // A gap after each allocation, so that the next is never a continuation of it.
         let addr = BASE + s.allocated;
         s.allocated += len.next_multiple_of(ALIGN) + ALIGN;
         s.blocks.insert(addr, Arc::new(Block::new(len)));
@@ -629,7 +627,7 @@ impl GpuMem for HostMem {
             return Err(Fault::ContextGone);
         }
         let at = start.expose_provenance();
-        // As CUDA has it: 712, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED.
+        // As in CUDA: 712, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED.
         if pins.all.range(..at + len).next_back().is_some_and(|(other, (n, _))| other + n > at) {
             pins.told.twice += 1;
             return Err(refused("a part of them is pinned already".into()));
@@ -653,7 +651,7 @@ impl GpuMem for HostMem {
     fn unpin(&self, start: *mut u8) {
         let s = self.0.lock();
         let mut pins = s.driver.pins.lock();
-        // What a device pinned whose context is gone went with it.
+        // If the pinning device's context is gone, its pins went with it.
         if !pins.remove(start.addr()) && !s.context_gone {
             pins.told.stray += 1;
         }
@@ -698,7 +696,7 @@ impl GpuMem for HostMem {
     }
 }
 
-/// A copy that was asked for and not made yet; without a host's end a sum.
+/// A copy that was ordered and not made yet; without a host address, a checksum.
 struct Pending {
     host: *mut u8,
     device: u64,
@@ -706,20 +704,20 @@ struct Pending {
     to_device: bool,
 }
 
-/// Copies are made when somebody waits for them, no earlier.
+/// A stream whose copies are made only when a caller waits for them.
 struct HostStream {
     device: HostMem,
     copies: VecDeque<Pending>,
-    /// Of copies that failed, by their numbers, until somebody has waited for them.
+    /// Errors of failed copies, by their numbers, until a caller has waited for them.
     faults: VecDeque<(u64, Fault)>,
     given: u64,
     done: u64,
-    /// Sums of blocks by the numbers of their orders, and the bytes of all of them.
+    /// Checksums of blocks by the numbers of their orders, and the total bytes.
     told: BTreeMap<u64, (Vec<u32>, usize)>,
 }
 
 impl HostStream {
-    /// The next fault of a copy before this one.
+    /// The next error of a copy before this one.
     fn told_before(&mut self, n: u64) -> Option<(u64, Fault)> {
         if self.faults.front()?.0 < n { self.faults.pop_front() } else { None }
     }
@@ -775,7 +773,7 @@ impl Stream for HostStream {
     }
 
     fn sum(&mut self, from: u64, len: usize) -> Result<u64, Fault> {
-        // As a device that keeps there what it found, of each 4 KiB.
+        // Like a device that stores its results there, for each 4 KiB.
         let bytes = 4 * (REGION / BLOCK) as u64;
         if !self.device.0.lock().has_room(bytes) {
             return Err(Fault::NoMemory { bytes });

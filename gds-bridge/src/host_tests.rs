@@ -90,7 +90,8 @@ fn faults_come_when_they_were_ordered() {
     assert_eq!(m.refuses(Tier::Pageable), Some(Unavailable::Device(Fault::ContextGone)));
 }
 
-/// Whatever can keep a tier from being used can be played, of each of them, and a bridge finds it.
+/// Every reason that can make a tier unavailable can be simulated on each tier, and a bridge
+/// detects it.
 #[tokio::test]
 async fn every_reason_can_be_forced_on_every_tier() {
     let mem = HostMem::new();
@@ -104,7 +105,7 @@ async fn every_reason_can_be_forced_on_every_tier() {
             assert_eq!(found[tier], Standing::Unavailable(why.clone()), "{tier}");
         }
         assert_eq!(bridge.standings(), found);
-        // Nothing was even tried.
+        // Nothing was copied.
         bridge.self_test().await;
         assert_eq!(mem.copied(), before);
         Tier::ALL.iter().for_each(|t| mem.refuse(*t, None));

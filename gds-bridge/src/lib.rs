@@ -1,4 +1,4 @@
-//! Ranges of files into GPU memory and back, with a report of the road that every byte took. See
+//! Moves ranges of files into GPU memory and back, and reports the path that every byte took. See
 //! `docs/gds.md`.
 //!
 //! ```no_run
@@ -17,9 +17,9 @@
 //! ```
 //!
 //! Where to read: [`plan`] decides which tier a part takes and is pure; [`Bridge`] (`bridge.rs`)
-//! cuts calls into parts and drives it; `copier.rs` has the threads that copy; `direct.rs` is the
-//! road on which nothing is copied here, [`local`] the one from a copy on this node; `rest.rs`
-//! knows which tiers to leave alone for a while; [`session`] is all of it for programs that are not
+//! splits calls into parts and drives them; `copier.rs` has the threads that copy; `direct.rs` is
+//! the path without a copy on this machine, [`local`] the one from a copy on this node; `rest.rs`
+//! knows which tiers to avoid for a while; [`session`] combines all of it for programs that are not
 //! asynchronous; `pins.rs` registers host memory, `numa.rs` says where it should lie; [`GpuMem`] is
 //! the device, implemented by [`Cuda`] and [`HostMem`].
 

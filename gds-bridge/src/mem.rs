@@ -7,7 +7,7 @@ use strake_proto::{Code, Error};
 
 use crate::{Tier, Unavailable, local::CuFile, pins::Registry};
 
-/// What a device, its driver or the memory given to it had against something.
+/// An error of a device, its driver, or the memory given to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// An address that belongs to no allocation of this context.
@@ -20,7 +20,7 @@ pub enum Fault {
         /// The address.
         addr: u64,
     },
-    /// A range that goes on behind its allocation.
+    /// A range that continues beyond its allocation.
     Beyond {
         /// Where it starts.
         addr: u64,
@@ -29,17 +29,17 @@ pub enum Fault {
         /// Where the allocation ends.
         end: u64,
     },
-    /// The context was destroyed, or an error of the device has ended it.
+    /// The context was destroyed, or an error of the device ended it.
     ContextGone,
-    /// The device has no room.
+    /// The device has no memory left.
     NoMemory {
-        /// For so many bytes.
+        /// Bytes requested.
         bytes: u64,
     },
-    /// What lies in the device's memory is not what was copied there, or what came from it not what
-    /// lies there: the checksums differ.
+    /// Checksums differ: the device's memory is not what was copied there, or what came from it is
+    /// not what it holds.
     Damaged {
-        /// Where it lies.
+        /// Its address.
         addr: u64,
         /// Its bytes.
         len: u64,
@@ -51,38 +51,38 @@ pub enum Fault {
         /// What the driver, the system or the network said.
         why: String,
     },
-    /// The device could not sum its memory.
+    /// The device could not compute checksums of its memory.
     Sums {
-        /// What it, or its driver, said.
+        /// What the device or its driver reported.
         why: String,
     },
-    /// Bytes that go by RDMA lie where the device cannot copy them from or to by itself.
+    /// Bytes by RDMA lie where the device cannot copy them from or to directly.
     NotStraight {
-        /// How many.
+        /// Number of bytes.
         bytes: u64,
-        /// What it takes.
+        /// Why, and what would help.
         why: String,
     },
-    /// cuFile moved bytes, and its counters do not say that they went straight.
+    /// cuFile moved bytes, but its counters do not say that it was direct.
     Detour {
-        /// So many bytes.
+        /// Number of bytes.
         len: u64,
-        /// Reads by way of host memory that it counted meanwhile.
+        /// Reads through host memory that it counted meanwhile.
         posix: u64,
-        /// Reads that went straight.
+        /// Direct reads that it counted.
         straight: u64,
         /// Bytes that it counted.
         bytes: u64,
     },
-    /// A copy on this node is not what it was when it was made.
+    /// A copy on this node has changed since it was made.
     BadCopy {
-        /// Where it lies.
+        /// Its path.
         copy: String,
-        /// From which byte on.
+        /// The first byte that differs.
         at: u64,
         /// What is wrong there.
         why: String,
-        /// It was put aside.
+        /// It was taken out of use.
         aside: bool,
     },
     /// Host memory could not be pinned.
@@ -94,7 +94,7 @@ pub enum Fault {
     },
     /// A call of the driver failed.
     Driver {
-        /// Which.
+        /// The name of the call.
         call: &'static str,
         /// The code that it returned.
         code: i32,
@@ -104,15 +104,15 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// Whether it is about what the caller gave or about the device as a whole, so that another
-    /// tier would meet it, too.
+    /// Whether it concerns what the caller gave or the device as a whole, so that every other tier
+    /// would fail, too.
     pub const fn is_of_call(&self) -> bool {
         match self {
             Fault::Foreign { .. }
             | Fault::Freed { .. }
             | Fault::Beyond { .. }
             | Fault::ContextGone => true,
-            // Nobody knows whom to trust.
+            // It is unknown which side is wrong.
             Fault::Damaged { .. } => true,
             Fault::NoMemory { .. }
             | Fault::Export { .. }
@@ -194,13 +194,13 @@ impl From<Fault> for Error {
     }
 }
 
-/// Everything that a stream was given before.
+/// A position in a stream: everything that it was given before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark(pub u64);
 
-/// What a program had given to one of its streams at some moment.
+/// Work that a program had given to one of its streams at some moment.
 pub trait Before: Send {
-    /// Returns when it is done. An error may be of what was waited for.
+    /// Returns when it is done. An error may be of the work that was waited for.
     fn wait(self: Box<Self>) -> Result<(), Fault>;
 }
 
@@ -209,19 +209,19 @@ pub trait GpuMem: Send + Sync + 'static {
     /// For messages to people.
     fn name(&self) -> String;
 
-    /// Why it can be no end of a tier. `None`: it says nothing against it.
+    /// Why it cannot be used for a tier. `None`: it has no objection.
     fn refuses(&self, tier: Tier) -> Option<Unavailable>;
 
     /// Whether `len` bytes from `addr` lie in one live allocation of this context.
     fn check(&self, addr: u64, len: u64) -> Result<(), Fault>;
 
-    /// Returns when everything is done that the program had given to the device before, on whatever
-    /// stream: what another library queued may still write or read the memory that a call is about
-    /// to move.
+    /// Returns when everything is done that the program had given to the device before, on any
+    /// stream: work that another library queued may still write or read the memory that a call is
+    /// about to move.
     fn settle(&self) -> Result<(), Fault>;
 
-    /// Notes what the program has given to one of its streams by now (0: the default one), for any
-    /// thread to wait for.
+    /// Records what the program has given to one of its streams by now (0: the default stream), so
+    /// that any thread can wait for it.
     ///
     /// # Safety
     /// The stream is one of this context, and is not destroyed before this returned.
@@ -233,53 +233,53 @@ pub trait GpuMem: Send + Sync + 'static {
     /// Gives back what [`GpuMem::alloc`] returned.
     fn free(&self, addr: u64) -> Result<(), Fault>;
 
-    /// What is pinned for this device and for all others of its driver in this process. Whoever
-    /// pins tells it.
+    /// What is pinned for this device and for all others of its driver in this process. Code that
+    /// pins memory must enter it there.
     fn registry(&self) -> Arc<Registry>;
 
-    /// Whether the context was destroyed, and with it what was pinned by it.
+    /// Whether the context was destroyed, and with it everything that was pinned by it.
     fn is_gone(&self) -> bool;
 
-    /// Its PCI address as sysfs writes it (`0000:3b:00.0`); otherwise why none is known, in a
-    /// sentence.
+    /// Its PCI address as sysfs writes it (`0000:3b:00.0`); otherwise a sentence that says why it
+    /// is unknown.
     fn pci(&self) -> Result<String, String>;
 
-    /// Pins host memory and makes it known to the device, and to all others of its driver, which
-    /// then copy from and to it by themselves. Memory of which a part is pinned already is refused.
+    /// Pins host memory and registers it with the device, and with all others of its driver, which
+    /// then copy from and to it directly. Memory that is partly pinned already is refused.
     ///
     /// # Safety
     /// The memory, whole pages, stays mapped until [`GpuMem::unpin`] returned.
     unsafe fn pin(&self, start: *mut u8, len: usize) -> Result<(), Fault>;
 
-    /// Undoes a [`GpuMem::pin`] that succeeded, with the same `start`. No stream uses the memory
+    /// Undoes a [`GpuMem::pin`] that succeeded, with the same `start`. No stream may use the memory
     /// any more.
     fn unpin(&self, start: *mut u8);
 
-    /// Whether its streams sum memory by the device itself ([`Stream::sum`]); otherwise why not, in
-    /// a sentence. May take a while the first time.
+    /// Whether the device itself computes checksums of its memory ([`Stream::sum`]); otherwise a
+    /// sentence that says why not. May take a while the first time.
     fn sums(&self) -> Result<(), String>;
 
-    /// `len` bytes from `addr` for storage servers to read and write by themselves. What is
-    /// exported stays in place as long as anybody holds it, also when it is freed meanwhile.
-    /// [`Fault::Export`]: the device does not do that, or not of this memory.
+    /// Exports `len` bytes from `addr` so that storage servers can read and write them directly.
+    /// Exported memory stays in place as long as the result is held, also when it is freed in the
+    /// meantime. [`Fault::Export`]: the device does not support that, or not for this memory.
     fn export(&self, addr: u64, len: u64) -> Result<Foreign, Fault>;
 
-    /// Returns when what others had written to exported memory before is seen by all that the
-    /// device is given from now on.
+    /// Returns when everything that others wrote to exported memory before is visible to all later
+    /// work of the device.
     fn arrived(&self) -> Result<(), Fault>;
 
-    /// cuFile for this device, with its driver open. It is known to hang: `prober` (`strake`, by
+    /// cuFile for this device, with its driver open. It is known to hang, so `prober` (`strake`, by
     /// its path or name) opens it in another process first.
     fn cufile(&self, _prober: &Path) -> Result<Arc<dyn CuFile>, Unavailable> {
         Err(Unavailable::CuFile { why: "there is none for this device".into() })
     }
 
-    /// A new queue of copies, for the thread that calls.
+    /// A new queue of copies, for the calling thread.
     fn stream(&self) -> Result<Box<dyn Stream>, Fault>;
 }
 
-/// Copies in order, beside the program. Must be used by the thread that made it. Dropping it waits
-/// for its copies.
+/// Ordered copies, independent of the program's streams. Must be used by the thread that made it.
+/// Dropping it waits for its copies.
 pub trait Stream {
     /// Copies from host memory, pinned or not, to the device.
     ///
@@ -291,30 +291,29 @@ pub trait Stream {
     /// Copies from the device to host memory, pinned or not.
     ///
     /// # Safety
-    /// `to` is valid for writing `len` bytes, and nobody else uses them, until a later mark was
+    /// `to` is valid for writing `len` bytes, and nothing else uses them, until a later mark was
     /// waited for or the stream drained.
     unsafe fn save(&mut self, to: *mut u8, from: u64, len: usize) -> Result<(), Fault>;
 
-    /// Has the device sum its memory behind the copies so far: CRC32C. What it says is asked of
-    /// [`Stream::summed`] by the number that this returns. Only where [`GpuMem::sums`] has no
-    /// objection.
+    /// Has the device compute the CRC32C of its memory after the copies so far. The returned number
+    /// identifies the result for [`Stream::summed`]. Only where [`GpuMem::sums`] succeeds.
     fn sum(&mut self, from: u64, len: usize) -> Result<u64, Fault>;
 
-    /// What the device said, told once; a mark behind the sum was waited for. `None`: it failed, as
-    /// the wait has told. Forgets all sums before it.
+    /// The result of a checksum, returned once. A mark after it must have been waited for. `None`:
+    /// it failed, as the wait has reported. Forgets all earlier checksums.
     fn summed(&mut self, number: u64) -> Option<u32>;
 
-    /// As [`Stream::summed`], of each 4 KiB of it, the last of which may be shorter.
+    /// As [`Stream::summed`], for each 4 KiB; the last piece may be shorter.
     fn summed_blocks(&mut self, number: u64) -> Option<Vec<u32>>;
 
-    /// Notes how far it was filled.
+    /// Marks the current end of the queue.
     fn mark(&mut self) -> Result<Mark, Fault>;
 
     /// Returns when everything before the mark is done. An error is of one of the copies before it,
-    /// and told once.
+    /// and is reported once.
     fn wait(&mut self, mark: Mark) -> Result<(), Fault>;
 
-    /// Returns when no host memory is used any more that was given to it. What became of the copies
-    /// is told by [`Stream::wait`].
+    /// Returns when the stream no longer uses any host memory. The results of the copies are
+    /// reported by [`Stream::wait`].
     fn drain(&mut self);
 }

@@ -1,5 +1,5 @@
-//! Which memory and which processors are near a device, as sysfs tells, and how to get there. All
-//! of it is best effort: what is not known or refused is said, and nothing fails for it.
+//! Which memory and processors are near a device, according to sysfs, and how to use them. All of
+//! it is best effort: what is unknown or refused is reported, but never a failure.
 
 use std::{fs, io, path::Path, ptr};
 
@@ -8,31 +8,31 @@ use parking_lot::Mutex;
 use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::{Deserialize, Serialize};
 
-/// The largest number of a node that Linux knows of.
+/// The largest node number that Linux supports.
 const LAST_NODE: u32 = 1023;
-/// MPOL_F_NODE and MPOL_F_ADDR of get_mempolicy(2): on which node a page lies.
+/// MPOL_F_NODE and MPOL_F_ADDR of get_mempolicy(2): returns the node of a page.
 const NODE_OF_ADDRESS: c_ulong = 1 | 2;
-/// MPOL_MF_MOVE of mbind(2): what was touched moves, too.
+/// MPOL_MF_MOVE of mbind(2): pages that were touched are moved, too.
 const MOVE: c_uint = 2;
 const WORD: u32 = c_ulong::BITS;
 
-/// The NUMA node of a device, and what is there.
+/// The NUMA node of a device, and what was placed there.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Numa {
-    /// Its number; `None`: not known.
+    /// Its number; `None`: unknown.
     pub node: Option<u32>,
-    /// Why it is not known.
+    /// Why it is unknown.
     pub why: Option<String>,
-    /// Pinned slots whose memory lies there.
+    /// Number of pinned slots whose memory lies there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slots: Option<usize>,
-    /// Worker threads that run on its processors only.
+    /// Number of worker threads that run on its processors only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
 }
 
 impl Numa {
-    /// Of a device at this PCI address (or why none is known), by what `sysfs` says.
+    /// For a device at this PCI address (or why it is unknown), according to `sysfs`.
     pub(crate) fn of(sysfs: &Path, pci: Result<String, String>) -> Numa {
         match pci.and_then(|pci| node_of(sysfs, &pci)) {
             Ok(node) => Numa { node: Some(node), ..Numa::default() },
@@ -41,12 +41,12 @@ impl Numa {
     }
 }
 
-/// What is near a device.
+/// The node of a device, with its memory and processors.
 pub(crate) struct Near {
     pub node: u32,
-    /// Whether it has memory; otherwise why that is not taken.
+    /// Whether the node has memory; otherwise why it is not used.
     pub memory: Result<(), String>,
-    /// Processors that this process may use; `None`: all that it may use are there.
+    /// Processors there that this process may use; `None`: all that it may use are there.
     pub cpus: Result<Option<CpuSet>, String>,
 }
 
@@ -63,7 +63,7 @@ impl Near {
     }
 }
 
-/// Whether this machine has more than one node: otherwise all is near.
+/// Whether this machine has more than one node: otherwise everything is near.
 pub(crate) fn has_several(sysfs: &Path) -> bool {
     list_of(sysfs, "online")
         .is_ok_and(|l| l.iter().map(|(a, b)| u64::from(b - a) + 1).sum::<u64>() > 1)
@@ -88,14 +88,14 @@ fn near(there: &List, allowed: &CpuSet) -> Result<Option<CpuSet>, String> {
 }
 
 fn has_memory(sysfs: &Path, node: u32) -> Result<(), String> {
-    // Kernels without the first have the second.
+    // Kernels without the first file have the second.
     let with = list_of(sysfs, "has_memory").or_else(|_| list_of(sysfs, "has_normal_memory"))?;
     if has(&with, node) { Ok(()) } else { Err("it has no memory".into()) }
 }
 
 /// The node of a PCI device.
 fn node_of(sysfs: &Path, pci: &str) -> Result<u32, String> {
-    // It comes from a driver: no other path is made of it.
+    // The text comes from a driver: it must not lead to another path.
     if pci.is_empty()
         || !pci.bytes().all(|b| b.is_ascii_hexdigit() || b == b':' || b == b'.')
         || pci.contains("..")
@@ -119,7 +119,7 @@ fn node_of(sysfs: &Path, pci: &str) -> Result<u32, String> {
     }
 }
 
-/// First and last of each run.
+/// First and last number of each run.
 type List = Vec<(u32, u32)>;
 
 fn has(list: &List, n: u32) -> bool {
@@ -134,7 +134,7 @@ fn list_of(sysfs: &Path, name: &str) -> Result<List, String> {
     })
 }
 
-/// `0-3,8-11`, as the kernel writes sets; nothing is the empty one.
+/// `0-3,8-11`, as the kernel writes sets; empty text is the empty set.
 fn parse(text: &str) -> Option<List> {
     if text.is_empty() {
         return Some(List::new());
@@ -154,18 +154,18 @@ fn read(path: &Path) -> Result<String, String> {
     fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// What a file says, for a message.
+/// The content of a file, for a message.
 fn shown(text: &str) -> String {
     text.trim().chars().take(40).flat_map(char::escape_default).collect()
 }
 
-/// Has pages come from a node as long as it has some, and those move there that were touched
-/// already, unless somebody holds them where they are: mbind(2).
+/// Makes pages come from a node as long as it has free memory, and moves pages there that were
+/// touched already, unless they are held in place: mbind(2).
 pub(crate) fn prefer(start: *mut u8, len: usize, node: u32) -> io::Result<()> {
     let mut mask = [0 as c_ulong; (LAST_NODE / WORD) as usize + 1];
     let word = mask.get_mut((node / WORD) as usize).ok_or(io::ErrorKind::InvalidInput)?;
     *word |= 1 << (node % WORD);
-    // The kernel takes one bit less than it is told.
+    // The kernel uses one bit less than it is told.
     let bits = c_ulong::from(LAST_NODE) + 2;
     // SAFETY: it changes where pages lie, and no byte of them; the mask has so many bits.
     let code = unsafe {
@@ -175,7 +175,7 @@ pub(crate) fn prefer(start: *mut u8, len: usize, node: u32) -> io::Result<()> {
     if code == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// On which node the page at an address lies, which is touched for that: get_mempolicy(2).
+/// The node of the page at an address; touches the page: get_mempolicy(2).
 pub(crate) fn node_at(at: *const u8) -> io::Result<u32> {
     let mut node: c_int = -1;
     // SAFETY: writes one number; the address is only looked up.
@@ -189,12 +189,12 @@ pub(crate) fn node_at(at: *const u8) -> io::Result<u32> {
     u32::try_from(node).map_err(|_| io::Error::other("no node"))
 }
 
-/// Where the slots and threads of a bridge come to lie.
+/// Placement of the slots and threads of a bridge.
 pub(crate) struct Placing {
     numa: Numa,
     several: bool,
     near: Option<Near>,
-    /// What mbind(2) had against it.
+    /// The error of mbind(2).
     refused: Mutex<Option<String>>,
 }
 
@@ -205,17 +205,17 @@ impl Placing {
         Placing { numa, several: has_several(sysfs), near, refused: Mutex::default() }
     }
 
-    /// The node that memory is to come from; `None`: none is known that has some.
+    /// The node from which memory should come; `None`: no such node is known, or it has no memory.
     fn node(&self) -> Option<u32> {
         self.near.as_ref().filter(|n| n.memory.is_ok()).map(|n| n.node)
     }
 
-    /// The node that memory is to be moved to; `None` also where there is no other.
+    /// The node to which memory is moved; `None` also if the machine has only one.
     pub fn moves_to(&self) -> Option<u32> {
         self.node().filter(|_| self.several)
     }
 
-    /// Has memory come from there.
+    /// Makes this memory come from the node.
     pub fn prepare(&self, start: *mut u8, len: usize) {
         let Some(node) = self.node() else { return };
         if let Err(e) = prefer(start, len, node) {
@@ -223,13 +223,13 @@ impl Placing {
         }
     }
 
-    /// For the threads; `None`: they may stay where they are.
+    /// Processors for the threads; `None`: they may run anywhere.
     pub fn cpus(&self) -> Option<CpuSet> {
         *self.near.as_ref()?.cpus.as_ref().ok()?
     }
 
-    /// What came of it, and what is to be said of that. `slots`: where they begin; they were
-    /// touched. `threads`: what there was against moving each.
+    /// The result, and a notice about it. `slots`: their start addresses; they were touched.
+    /// `threads`: why each could not be moved.
     pub fn done(self, slots: &[*const u8], threads: &[Option<String>]) -> (Numa, Option<String>) {
         let Placing { mut numa, several, near, refused } = self;
         let Some(near) = near else {
@@ -387,7 +387,7 @@ mod tests {
             "{said}"
         );
         assert!(said.contains("threads are not all on the processors of node 1"), "{said}");
-        // Older kernels; and a machine of one node has nothing to say.
+        // Older kernels. A machine with one node has nothing to report.
         fs::remove_file(s.0.join("devices/system/node/has_memory")).unwrap();
         s.write("has_normal_memory", "0-1");
         assert_eq!(has_memory(&s.0, 1), Ok(()));
@@ -419,7 +419,7 @@ mod tests {
                 let bytes = unsafe { std::slice::from_raw_parts_mut(start, len) };
                 bytes.fill(7);
                 prefer(start, len, 0).unwrap();
-                // Where there is another one with memory, it moves there, and stays what it is.
+                // Where another node has memory, it moves there and keeps its content.
                 let with = list_of(Path::new("/sys"), "has_memory").unwrap_or_default();
                 match with.iter().flat_map(|(a, b)| *a..=*b).find(|n| *n != 0) {
                     Some(other) => {
@@ -432,7 +432,7 @@ mod tests {
                     }
                 }
                 assert!(bytes.iter().all(|b| *b == 7), "what is there stays");
-                // The policy itself, which says nothing of other memory.
+                // Checks the policy itself; it does not affect other memory.
                 let (mut mode, mut mask): (c_int, [c_ulong; 16]) = (-1, [0; 16]);
                 let by_address: c_ulong = 2;
                 // SAFETY: writes a number and as many bits as there are.

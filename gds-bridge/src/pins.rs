@@ -1,5 +1,5 @@
-//! Host memory that is registered with the device: slots of the bridge's own, and the regions of
-//! the client's buffers as they are seen.
+//! Host memory that is registered with the device: the bridge's own slots, and the regions of the
+//! client's buffers as they are used.
 
 use std::{
     collections::HashMap,
@@ -19,44 +19,44 @@ use crate::{
     numa,
 };
 
-/// Locked memory that a bridge takes where the process may lock as much as it wants.
+/// Locked memory that a bridge takes where the process has no limit.
 const UNLIMITED: u64 = 512 << 20;
 /// The smallest slot that is worth a copy.
 pub const MIN_SLOT: usize = 256 << 10;
 
-/// What is registered with a driver, by all bridges of this process that use it. A driver takes the
-/// same memory once, and what it took is pinned for all of its devices: so each region of a
-/// client's buffers is registered by whoever needs it first, and stays until the last one is gone.
+/// What is registered with a driver by all bridges of this process that use it. A driver registers
+/// the same memory only once, and pins it for all of its devices. So each region of a client's
+/// buffers is registered by the first bridge that needs it, and stays until the last one is gone.
 #[derive(Default)]
 pub struct Registry(Mutex<Known>);
 
 #[derive(Default)]
 struct Known {
-    /// By the regions' ids.
+    /// By region id.
     regions: HashMap<u64, Entry>,
-    /// Bytes of regions and slots, each once.
+    /// Bytes of regions and slots, each counted once.
     bytes: u64,
 }
 
 struct Entry {
-    /// Held, so that its memory stays where it is.
+    /// Held, so that its memory stays in place.
     region: Arc<Region>,
-    /// Whose context the registration belongs to. Held, so that the context stays.
+    /// The device in whose context it was registered. Held, so that the context stays.
     by: Arc<dyn GpuMem>,
-    /// Bridges that use it.
+    /// Number of bridges that use it.
     uses: usize,
 }
 
 impl Registry {
-    /// Bytes that are registered.
+    /// Number of registered bytes.
     pub fn bytes(&self) -> u64 {
         self.0.lock().bytes
     }
 
-    /// As [`GpuMem::pin`], as long as no more than `limit` bytes are registered with it.
+    /// As [`GpuMem::pin`], if no more than `limit` bytes are registered with it.
     ///
     /// # Safety
-    /// As of [`GpuMem::pin`], until [`Registry::unpin`] returned.
+    /// As for [`GpuMem::pin`], until [`Registry::unpin`] returned.
     unsafe fn pin(
         &self,
         device: &Arc<dyn GpuMem>,
@@ -80,8 +80,8 @@ impl Registry {
         known.bytes -= len as u64;
     }
 
-    /// Registers a region if nobody has, and counts one use more, unless `again`. Returns whose
-    /// registration it is; `None`: there is no room for it within `limit`.
+    /// Registers a region if it is not registered, and adds one use, unless `again`. Returns the
+    /// device whose registration it is; `None`: `limit` leaves no room for it.
     fn take(
         &self,
         region: &Arc<Region>,
@@ -95,7 +95,7 @@ impl Registry {
                 e.uses += usize::from(!again);
                 return Ok(Some(e.by.clone()));
             }
-            // The registration went with the context that had made it.
+            // The registration went with the context that made it.
             Some(_) => true,
             None if !room => return Ok(None),
             None => false,
@@ -113,12 +113,12 @@ impl Registry {
         e.uses += usize::from(!again);
         let before = std::mem::replace(&mut e.by, device.clone());
         drop(known);
-        // Perhaps the last one of that device: its end is no business of others.
+        // May drop the last handle of that device, so not under the lock.
         drop(before);
         Ok(Some(device.clone()))
     }
 
-    /// One use less; a region that nobody uses any more is let go.
+    /// Removes one use; unpins a region without uses.
     fn release(&self, id: u64) {
         let mut known = self.0.lock();
         let Some(e) = known.regions.get_mut(&id) else { return };
@@ -127,7 +127,7 @@ impl Registry {
             return;
         }
         let Some(last) = known.regions.remove(&id) else { return };
-        // Before anybody can register it, or other memory at its place, anew.
+        // Under the lock, before the region or other memory at its address can be registered again.
         last.by.unpin(last.region.as_ptr());
         known.bytes -= REGION as u64;
         drop(known);
@@ -145,7 +145,7 @@ impl Known {
     }
 }
 
-/// Memory of its own, whole pages, all zeros; nobody has touched it yet.
+/// A mapping of whole zeroed pages, not touched yet.
 struct Mapping {
     start: NonNull<u8>,
     len: usize,
@@ -175,7 +175,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Pinned memory that a worker copies through.
+/// Pinned memory through which a worker copies.
 pub struct Slot {
     memory: Mapping,
     device: Arc<dyn GpuMem>,
@@ -183,8 +183,8 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// No more than `limit` bytes are pinned with it; `prepare` is told where it lies before
-    /// anybody touches it.
+    /// Fails if more than `limit` bytes would be pinned with it. `prepare` is called with its
+    /// memory before that is touched.
     pub fn new(
         device: &Arc<dyn GpuMem>,
         len: usize,
@@ -216,21 +216,21 @@ impl Drop for Slot {
     }
 }
 
-/// What could be pinned.
+/// The result of pinning.
 pub struct Pins {
     /// For each worker.
     pub slots: Vec<Vec<Slot>>,
     pub slot_bytes: usize,
     pub regions: Arc<Regions>,
-    /// What there is less of than was wanted, and why; for people.
+    /// What could not be had as wanted, and why; for people.
     pub notice: Option<String>,
 }
 
-/// How much may be pinned, and why no more.
+/// How much may be pinned, and the reason for the limit.
 struct Budget {
-    /// By all bridges of this process that share the driver.
+    /// For all bridges of this process that share the driver.
     limit: u64,
-    /// By this one.
+    /// For this bridge.
     own: u64,
     because: String,
 }
@@ -243,7 +243,7 @@ impl Budget {
             (None, Some(l)) => {
                 (l / 2, l / 2, format!("RLIMIT_MEMLOCK is {l} bytes, of which half is taken"))
             }
-            // There is nothing to share.
+            // There is no limit to share.
             (None, None) => {
                 (u64::MAX, UNLIMITED, format!("no more than {UNLIMITED} bytes are taken"))
             }
@@ -254,10 +254,10 @@ impl Budget {
 }
 
 impl Pins {
-    /// Slots for `workers`, `each` of `slot_bytes` (a power of two of at least [`MIN_SLOT`]);
-    /// smaller ones, then fewer, where that is too much. An error if there cannot be even two of
-    /// the smallest. `limit`: what all bridges that share the driver may have pinned. `prepare` is
-    /// told of each slot's memory before anybody touches it; the client's buffers are moved to the
+    /// Slots for `workers`, `each` of `slot_bytes` (a power of two of at least [`MIN_SLOT`]). If
+    /// that is too much, smaller ones, then fewer. An error if not even two of the smallest are
+    /// possible. `limit`: what all bridges that share the driver may have pinned. `prepare` is
+    /// called with each slot's memory before that is touched. The client's buffers are moved to the
     /// node `near` when they are pinned.
     pub fn new(
         device: &Arc<dyn GpuMem>,
@@ -308,23 +308,23 @@ impl Pins {
     }
 }
 
-/// Regions of the client's buffers that a bridge uses as pinned ones.
+/// Regions of the client's buffers that a bridge uses as pinned memory.
 pub struct Regions {
     device: Arc<dyn GpuMem>,
     registry: Arc<Registry>,
     limit: u64,
-    /// Where their memory is moved.
+    /// The node to which their memory is moved.
     near: Option<u32>,
-    /// How many it registers at most.
+    /// Maximum number of regions that it registers.
     most: usize,
     mine: Mutex<Mine>,
 }
 
 #[derive(Default)]
 struct Mine {
-    /// By their ids, with whose registration it is. Each is one use for the registry.
+    /// By region id, with the device whose registration it is. Each is one use in the registry.
     used: HashMap<u64, Arc<dyn GpuMem>>,
-    /// The device has refused one: it is not asked for others.
+    /// The device has refused one: no more are tried.
     refused: bool,
 }
 
@@ -341,17 +341,17 @@ impl Regions {
         })
     }
 
-    /// None, for where nothing can be pinned.
+    /// An empty set, for devices where nothing can be pinned.
     pub fn none(device: &Arc<dyn GpuMem>) -> Arc<Regions> {
         Regions::new(device, 0, 0, None)
     }
 
-    /// Whether a buffer of this region lies in memory that is pinned by now, by whatever bridge.
+    /// Whether a buffer of this region lies in memory that any bridge has pinned.
     pub fn knows(&self, region: Option<&Arc<Region>>) -> bool {
         region.is_some_and(|r| self.registry.knows(r.id()))
     }
 
-    /// Whether it lies in pinned memory; the region is pinned for that if it may be.
+    /// Whether it lies in pinned memory; pins the region if that is allowed.
     pub fn has(&self, region: Option<&Arc<Region>>) -> bool {
         let Some(region) = region else { return false };
         let mut mine = self.mine.lock();
@@ -359,7 +359,7 @@ impl Regions {
             Some(by) if !by.is_gone() => return true,
             Some(_) => true,
             None => {
-                // What another bridge has registered takes nothing of this one.
+                // A region that another bridge has registered does not count against this one.
                 let full = mine.refused || mine.used.len() >= self.most;
                 if full && !self.registry.knows(region.id()) {
                     return false;
@@ -422,7 +422,7 @@ mod tests {
         drop(p);
         assert_eq!(m.pinned(), 0);
 
-        // What half of a limit of 8 MiB is.
+        // Half of a limit of 8 MiB.
         let (m, p) = pins(1 << 40, Some(4 << 20));
         let p = p.unwrap();
         assert_eq!((got(&p), m.pinned()), ((4, 3, MIN_SLOT), 3 << 20));
@@ -432,7 +432,7 @@ mod tests {
         let (_, p) = pins(1 << 40, Some(1 << 20));
         assert_eq!(got(&p.unwrap()), (1, 2, MIN_SLOT));
 
-        // The device has the last word.
+        // The device's own limit applies, too.
         let (m, p) = pins(13 << 20, Some(512 << 20));
         let p = p.unwrap();
         assert_eq!((got(&p), m.pinned()), ((4, 3, MIB), 12 << 20));
@@ -468,7 +468,7 @@ mod tests {
         assert_eq!((p.regions.count(), m.pinned()), (2, (48 + 8) << 20));
         let regions = p.regions.clone();
         drop(p);
-        // Its memory stays while it is pinned, even without the pool.
+        // Pinned memory stays, even without the pool.
         drop((bufs, small, pool));
         assert_eq!(m.pinned(), 8 << 20);
         drop(regions);

@@ -1,5 +1,5 @@
-//! Which tier each part of a call takes. No clock, no memory, no I/O: what happens is told to it,
-//! what to do is asked of it.
+//! Decides which tier each part of a call takes. Pure: no clock, no memory, no I/O. It is told what
+//! happens, and returns what to do.
 
 use strake_fabric::{ByRoad, Road};
 use strake_proto::{Code, Error};
@@ -24,7 +24,7 @@ impl Measured {
     }
 }
 
-/// What is known of a tier before a call.
+/// What is known about a tier before a call.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Standing {
     /// It passed its self-test.
@@ -33,9 +33,9 @@ pub enum Standing {
     Unavailable(Unavailable),
 }
 
-/// Tiers that a call may take, the fastest first; a draw goes to the better tier. And the others
-/// that its policy allows, with their reasons. `consent`: tiers that pass no host memory may be
-/// used though the device does not verify their bytes.
+/// Returns the tiers that a call may take, the fastest first (of equals, the better tier first),
+/// and the other tiers that its policy allows, with the reasons why they are unavailable.
+/// `consent`: direct tiers may be used although the device does not verify their bytes.
 pub fn choose(
     policy: Policy,
     direction: Direction,
@@ -52,7 +52,7 @@ pub fn choose(
             Standing::Unavailable(why) => unable.push((tier, why.clone())),
         }
     }
-    // Stable: of equals the better tier stays first.
+    // A stable sort: of equals the better tier stays first.
     able.sort_by(|a, b| b.1.total_cmp(&a.1));
     (able.into_iter().map(|(t, _)| t).collect(), unable)
 }
@@ -64,31 +64,31 @@ pub fn choose(
 /// | goes by a tier | the next tier, or ended if there is none | struck off, and told | ended |
 /// | ended | as it is | as it is | the first cause stays |
 ///
-/// `moved` is taken in every state: parts that were under way when the call was ended, or its tier
-/// changed, may arrive.
+/// `moved` is accepted in every state: parts that were under way when the call ended, or when its
+/// tier changed, may still arrive.
 #[derive(Debug)]
 pub struct Run {
     policy: Policy,
     direction: Direction,
-    /// Not lost, the fastest first. The first one is in use.
+    /// Remaining tiers, the fastest first. The first one is in use.
     roads: Vec<Tier>,
     unavailable: Vec<(Tier, Unavailable)>,
     asked: u64,
     by_tier: ByTier<u64>,
     staged: u64,
     by_road: ByRoad,
-    /// Bytes whose sums the device has confirmed, and those of them that went straight into its
-    /// memory or out of it.
+    /// Bytes whose checksums the device has confirmed, and those of them that went directly into
+    /// its memory or out of it.
     verified: u64,
     verified_direct: u64,
     switches: Vec<Switch>,
-    /// A part took another bounce tier than the one in use, and that was told.
+    /// A part took another bounce tier than the one in use, and that was reported.
     other_road: bool,
     ended: Option<Error>,
 }
 
 impl Run {
-    /// A call of so many bytes. Without a tier for it, it has ended.
+    /// Begins a call of this many bytes. If there is no tier for it, it has ended.
     pub fn begin(
         asked: u64,
         policy: Policy,
@@ -121,7 +121,8 @@ impl Run {
         }
     }
 
-    /// What was asked is wrong: nothing begins, and this is the cause before all others.
+    /// Fails the call because the request is wrong: nothing begins, and this cause replaces all
+    /// others.
     pub fn refuse(&mut self, e: Error) {
         assert_eq!(self.by_tier.sum(), 0);
         self.ended = Some(e);
@@ -132,8 +133,8 @@ impl Run {
         if self.ended.is_some() { None } else { self.roads.first().copied() }
     }
 
-    /// As [`Run::road`], for a part of a file that has a copy on this node or not. The call has
-    /// ended just now if only copies are left and it has none.
+    /// As [`Run::road`], for a part of a file with or without a copy on this node. If only copies
+    /// are left and the file has none, this ends the call.
     pub fn road_for(&mut self, copied: bool) -> Option<Tier> {
         self.road()?;
         let found = self.roads.iter().copied().find(|t| copied || *t != Tier::LocalGds);
@@ -149,8 +150,8 @@ impl Run {
         found
     }
 
-    /// Some files of the call cannot take a tier that others take: told with the tiers that were
-    /// not available.
+    /// Notes that some files of the call cannot take a tier that others take. Reported with the
+    /// unavailable tiers.
     pub fn not_for_all(&mut self, tier: Tier, why: Unavailable) {
         if self.roads.contains(&tier) {
             self.unavailable.push((tier, why));
@@ -158,12 +159,12 @@ impl Run {
         }
     }
 
-    /// The tier for a part that the one in use cannot take: the next one over host memory.
+    /// The tier for a part that the tier in use cannot take: the next one over host memory.
     pub fn beside(&self, tier: Tier) -> Option<Tier> {
         self.roads.iter().copied().find(|t| *t != tier && (t.is_bounce() || *t == Tier::Pageable))
     }
 
-    /// What became of the tier over host memory that failed last in this call.
+    /// The last failure of a tier over host memory in this call.
     pub fn lost_beside(&self) -> Option<String> {
         self.last_lost(|t| t.is_bounce() || t == Tier::Pageable)
     }
@@ -175,13 +176,13 @@ impl Run {
         self.switches.iter().rev().find(failed).map(|s| format!("{}: {}", s.from, s.why))
     }
 
-    /// The tier for a part that was fetched and lies in host memory: of those left, the first that
-    /// bytes of these roads can take. With [`Tier::BounceRdma`] those of other roads than RDMA are
-    /// bounced, too, and count as [`Tier::BounceTcp`]. `None`: as for [`Run::road`], or the call
-    /// has ended just now, because the policy allows no tier for them.
+    /// The tier for a part that was fetched and lies in host memory: the first remaining one that
+    /// bytes of these transports can take. With [`Tier::BounceRdma`], bytes of other transports
+    /// than RDMA are bounced, too, and count as [`Tier::BounceTcp`]. `None`: as for [`Run::road`],
+    /// or this has just ended the call, because the policy allows no tier for the bytes.
     pub fn road_of(&mut self, came: ByRoad) -> Option<Tier> {
         let first = self.road()?;
-        // It is in host memory already, so that a copy on this node is nothing to it.
+        // It is in host memory already, so a copy on this node does not matter.
         let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds).unwrap_or(first);
         let Some(tier) = self.roads.iter().find_map(|t| self.takes(*t, came)) else {
             let lost = self.last_lost(|_| true).map(|lost| format!("; {lost}")).unwrap_or_default();
@@ -208,15 +209,16 @@ impl Run {
         Some(tier)
     }
 
-    /// How a part is copied whose tier is to be `tier`, if its bytes can take it.
+    /// The tier by which a part is copied if `tier` is chosen, or `None` if its bytes cannot take
+    /// it.
     fn takes(&self, tier: Tier, came: ByRoad) -> Option<Tier> {
         if !tier.is_bounce() {
-            // They are in host memory already.
+            // The bytes are in host memory already.
             return (tier == Tier::Pageable).then_some(tier);
         }
         let has = |t: Tier| self.roads.contains(&t);
         let (rdma, others) = (came[Road::Rdma] > 0, came[Road::Rdma] < came.sum());
-        // What may not be called what it is, is not called something less either.
+        // If RDMA bytes may not count as `BounceRdma`, they must not count as a lesser tier either.
         let whole = !rdma
             || has(Tier::BounceRdma)
             || (has(Tier::BounceTcp) && self.policy.allows(Tier::BounceRdma));
@@ -225,8 +227,8 @@ impl Run {
         fits.then_some(if by_rdma { Tier::BounceRdma } else { Tier::BounceTcp })
     }
 
-    /// A part arrived that took this tier, bytes of these roads, `staged` of them by way of one
-    /// more copy. Its bytes by tier.
+    /// Counts a part that arrived by this tier, its bytes by transport, `staged` of them copied
+    /// once more. Returns its bytes by tier.
     pub fn moved(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {
         let split = self.count(tier, by, staged);
         for (tier, bytes) in split.iter().filter(|(_, bytes)| **bytes > 0) {
@@ -239,15 +241,15 @@ impl Run {
         split
     }
 
-    /// Of a part that is about to be counted the device's sum was right.
+    /// Notes that the device's checksum of a part was right, before the part is counted.
     pub fn verified(&mut self, tier: Tier, bytes: u64) {
         self.verified += bytes;
         self.verified_direct += if tier.is_straight() { bytes } else { 0 };
     }
 
-    /// A part was saved. Only now it is known by which roads it went, and the call has ended if the
-    /// policy does not allow what they make of the tier. The bytes count all the same: they were
-    /// moved. Its bytes by tier.
+    /// Counts a saved part. Only now is it known which transports it took. If these make it a tier
+    /// that the policy does not allow, the call ends. The bytes still count: they were moved.
+    /// Returns its bytes by tier.
     pub fn saved(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {
         let less = self.policy.allows(Tier::BounceRdma) && !self.roads.contains(&Tier::BounceRdma);
         let tier = match tier.is_bounce() {
@@ -281,11 +283,11 @@ impl Run {
         split
     }
 
-    /// A tier failed; several parts may say so of the same one. If it is not the first one, the
-    /// network had chosen it (of the two that bounce), or it was used beside the first.
+    /// A tier failed; several parts may report the same failure. If it is not the first one, then
+    /// the network chose it (of the two bounce tiers), or it was used beside the first.
     pub fn lost(&mut self, tier: Tier, why: Unavailable) {
         let Some(at) = self.roads.iter().position(|t| *t == tier) else { return };
-        // Copies on this node are for parts that have one; the others go by what follows.
+        // Copies on this node serve only parts that have one; the others use the tiers after it.
         let first =
             self.roads.iter().copied().find(|t| *t != Tier::LocalGds || tier == *t).unwrap_or(tier);
         self.roads.remove(at);
@@ -294,7 +296,7 @@ impl Run {
         }
         let mut left = self.roads.iter().copied().filter(|t| *t != Tier::LocalGds);
         let to = match first == tier {
-            // Those that had a copy, too.
+            // Including parts that had a copy.
             true if at == 0 => self.roads.first().copied(),
             true => left.next(),
             false if tier.is_bounce() && first.is_bounce() => left.find(|t| !t.is_bounce()),
@@ -311,13 +313,13 @@ impl Run {
         self.switches.push(Switch { after: self.by_tier.sum(), from: tier, to, why });
     }
 
-    /// Something happened that no tier helps against.
+    /// Fails the call for a reason that no other tier would solve.
     pub fn fail(&mut self, e: Error) {
         self.ended.get_or_insert(e);
     }
 
-    /// The account, and whether the call succeeded. `ranges`: bytes moved of each, counted by who
-    /// completed the parts.
+    /// Returns the account, and whether the call succeeded. `ranges`: bytes moved of each range,
+    /// counted by the code that completed the parts.
     pub fn finish(
         self,
         ranges: Vec<u64>,
@@ -361,14 +363,14 @@ impl Run {
     }
 }
 
-/// The roads that are in it.
+/// The names of the transports in it.
 fn said(by: ByRoad) -> String {
     let all: Vec<_> =
         by.iter().filter(|(_, n)| *n > 0).map(|(road, n)| format!("{road} ({n})")).collect();
     all.join(" and ")
 }
 
-/// The road in it that proves the least.
+/// The transport in it that guarantees the least.
 fn worst(by: ByRoad) -> Road {
     [Road::Tcp, Road::Local, Road::RdmaStream]
         .into_iter()
@@ -506,8 +508,8 @@ mod tests {
         r.moved(Tier::BounceTcp, tcp(30), 10);
         r.lost(Tier::BounceTcp, lost());
         assert_eq!(r.road(), Some(Tier::Pageable));
-        // Others were under way: one more failure says nothing new, an arrival counts as what it
-        // was.
+        // Other parts were under way: another failure adds nothing, and an arrival counts for the
+        // tier that it took.
         r.lost(Tier::BounceTcp, lost());
         r.moved(Tier::BounceTcp, tcp(20), 0);
         r.moved(Tier::Pageable, tcp(50), 0);
@@ -548,7 +550,7 @@ mod tests {
             assert_eq!((report.moved(), report.by_tier[Tier::Pageable]), (30, 0));
             assert_eq!(report.switches[0].to, None);
         }
-        // At least: a better one goes on.
+        // `AtLeast`: a better tier continues.
         let mut r = run(Policy::AtLeast(Tier::BounceRdma), [7, 0, 9, 9, 9]);
         r.lost(Tier::BounceRdma, lost());
         assert_eq!(r.road(), Some(Tier::GpuRdma));
@@ -574,18 +576,18 @@ mod tests {
         assert_eq!(r.road(), Some(Tier::BounceRdma));
         assert_eq!(r.road_of(rdma(20)), Some(Tier::BounceRdma));
         r.moved(Tier::BounceRdma, rdma(20), 0);
-        // The network changes: said once, and counted for each byte.
+        // The network changes: reported once, and counted for each byte.
         for _ in 0..2 {
             assert_eq!(r.road_of(tcp(10)), Some(Tier::BounceTcp));
             r.moved(Tier::BounceTcp, tcp(10), 0);
         }
         assert_eq!(r.road_of(both(15, 5)), Some(Tier::BounceRdma));
         r.moved(Tier::BounceRdma, both(15, 5), 1);
-        // A stream is not straight.
+        // The RDMA stream is not direct.
         let stream = ByRoad::of(Road::RdmaStream, 10);
         assert_eq!(r.road_of(stream), Some(Tier::BounceTcp));
         r.moved(Tier::BounceTcp, stream, 0);
-        // Where RDMA cannot be straight any more it is no better than TCP.
+        // Where RDMA can no longer be direct, it is no better than TCP.
         r.lost(Tier::BounceRdma, lost());
         assert_eq!(r.road_of(rdma(30)), Some(Tier::BounceTcp));
         r.moved(Tier::BounceTcp, rdma(30), 30);
@@ -623,7 +625,7 @@ mod tests {
             assert!(e.code == Code::Io && e.message.contains("allows no tier for them"), "{e}");
             assert_eq!((report.moved(), report.by_tier[Tier::BounceRdma]), (30, 30));
         }
-        // And what is exactly TCP is not RDMA.
+        // A policy that requires TCP is not met by RDMA.
         let mut r = run(Policy::Require(Tier::BounceTcp), [0, 0, 9, 9, 30]);
         assert_eq!(r.road_of(tcp(30)), Some(Tier::BounceTcp));
         assert_eq!(r.road_of(both(29, 1)), None);
@@ -632,7 +634,7 @@ mod tests {
             e.message.contains("came by tcp (29) and rdma (1), and require:bounce-tcp allows"),
             "{e}"
         );
-        // Other tiers say nothing of the network.
+        // Other tiers do not depend on the network.
         assert_eq!(
             run(Policy::Require(Tier::Pageable), [0, 0, 9, 9, 3]).road_of(both(1, 2)),
             Some(Tier::Pageable)
@@ -715,7 +717,7 @@ mod tests {
             (r.road_for(true), r.road_for(false)),
             (Some(Tier::LocalGds), Some(Tier::BounceTcp))
         );
-        // That another file has one is no lower road than asked.
+        // That another file has a copy does not make this a lower tier than asked.
         assert_eq!(r.road_of(tcp(40)), Some(Tier::BounceTcp));
         r.moved(Tier::BounceTcp, tcp(40), 0);
         r.moved(Tier::LocalGds, ByRoad::of(Road::Local, 60), 0);
@@ -782,7 +784,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(512))]
-        /// Parts begin on the tier that is told, and end in any order and way.
+        /// Parts begin on the tier that they are given, and end in any order and way.
         #[test]
         fn bytes_add_up_and_policies_hold_whatever_happens(
             policy in policies(),

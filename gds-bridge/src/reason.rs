@@ -6,8 +6,8 @@ use strake_fabric::Road;
 
 use crate::mem::Fault;
 
-/// Why a tier cannot be used; as text one sentence that names what is missing and, where there is
-/// something to do, what.
+/// Why a tier cannot be used. As text, one sentence that names what is missing and, if possible,
+/// what to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unavailable {
     /// A library that it needs cannot be opened.
@@ -24,7 +24,7 @@ pub enum Unavailable {
         /// The function.
         symbol: String,
     },
-    /// The driver has fewer devices than that.
+    /// The driver has fewer devices than the number requires.
     NoDevice {
         /// Number of the device that was asked for.
         wanted: u32,
@@ -48,38 +48,39 @@ pub enum Unavailable {
         /// What it lacks.
         why: String,
     },
-    /// The file on the cluster that it is tested with could not be made, written or read.
+    /// The test file on the cluster could not be made, written or read.
     NoScratch {
         /// What the file system said.
         why: String,
     },
-    /// The device makes no checksums, and storage servers take no bytes without.
+    /// The device computes no checksums, and storage servers accept no bytes without them.
     NoSums {
-        /// Why it makes none.
+        /// Why it computes none.
         why: String,
     },
-    /// Bytes came by another road of the network than the tier stands for.
+    /// Bytes came by another transport than the tier stands for.
     CameBy(Road),
-    /// Its bytes would be verified at the storage server only, and nobody agreed to that.
+    /// Its bytes would be verified at the storage server only, and the caller did not agree to
+    /// that.
     NoConsent,
     /// No folder with copies of this node was named.
     NoFolder,
-    /// The folder holds no copies that cuFile could read.
+    /// The folder cannot hold copies that cuFile could read.
     BadFolder {
         /// Its path.
         dir: String,
         /// What is wrong with it.
         why: String,
     },
-    /// cuFile's driver would never finish to open.
+    /// cuFile's driver would never finish opening.
     NoModules {
         /// What cannot be read.
         why: String,
     },
-    /// The process has StrakeFS's own library in the place of cuFile, and NVIDIA's would call into
-    /// it.
+    /// The process has StrakeFS's own library in place of cuFile, and NVIDIA's library would call
+    /// into it.
     OwnCuFile,
-    /// There is no library of NVIDIA's.
+    /// NVIDIA's library was not found.
     NoCuFile {
         /// What the loader said.
         why: String,
@@ -93,7 +94,7 @@ pub enum Unavailable {
     },
     /// NVIDIA's library cannot be used.
     CuFile {
-        /// What it said.
+        /// What it reported.
         why: String,
     },
     /// The program that opens cuFile first cannot be started.
@@ -115,30 +116,30 @@ pub enum Unavailable {
         /// Why.
         why: String,
     },
-    /// It moves nothing from the device.
+    /// The tier cannot save.
     LoadsOnly,
     /// No self-test was run.
     NotTested,
-    /// The self-test could not be run to its end.
+    /// The self-test could not be completed.
     TestStopped(Fault),
-    /// The self-test read back other bytes than it had written.
+    /// The self-test read back bytes other than those it had written.
     TestFailed {
         /// First byte that differed, counted from the beginning of the part.
         at: u64,
     },
     /// It failed in a call.
     Lost(Fault),
-    /// It failed in a call for want of something that its self-test does not see, and is left alone
+    /// It failed in a call for lack of something that its self-test does not check, and is not used
     /// for a while.
     Resting(Fault),
-    /// The device gives no access any more.
+    /// The device can no longer be accessed.
     Device(Fault),
-    /// The program that looked did not answer in time.
+    /// The probing program did not answer in time.
     Hung {
-        /// How long it was waited for.
+        /// How long the caller waited.
         seconds: u64,
     },
-    /// The program that looked ended before it had an answer.
+    /// The probing program ended without an answer.
     Died {
         /// How it ended.
         how: String,
@@ -146,7 +147,7 @@ pub enum Unavailable {
 }
 
 impl Unavailable {
-    /// A word for scripts.
+    /// A short word for scripts.
     pub const fn kind(&self) -> &'static str {
         match self {
             Unavailable::NoLibrary { .. } => "no-library",
@@ -321,7 +322,7 @@ pub(crate) mod tests {
             Unavailable::Died { how: "was killed by signal 11".into() },
         ];
         for u in &all {
-            // A new case must come here, too.
+            // Add new cases here, too.
             match u {
                 Unavailable::NoLibrary { .. }
                 | Unavailable::OldLibrary { .. }

@@ -1,4 +1,4 @@
-//! What a call did.
+//! The result of a call.
 
 use std::{fmt, time::Duration};
 
@@ -8,7 +8,7 @@ use strake_proto::Error;
 
 use crate::{ByTier, Policy, Tier, Unavailable};
 
-/// Which way bytes go.
+/// The direction in which bytes are moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Direction {
@@ -18,16 +18,16 @@ pub enum Direction {
     Save,
 }
 
-/// Where CRC32Cs were verified or made.
+/// Where CRC32Cs were verified or computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Checksum {
     /// By the client, before the copy to the device or after the copy from it.
     AtClient,
-    /// By the device, in its memory; what passed host memory by the client, too.
+    /// By the device, in its memory; bytes that passed through host memory, by the client, too.
     OnGpu,
-    /// By the storage server only, or when the copy on this node was made: what happened on the way
-    /// from there is not known.
+    /// By the storage server only, or when the copy on this node was made: changes on the way from
+    /// there are not detected.
     AtOssOnly,
 }
 
@@ -49,7 +49,7 @@ pub enum Checksums {
     Host,
     /// In the device's memory.
     Gpu,
-    /// At neither, or nothing was moved.
+    /// Neither, or nothing was moved.
     None,
 }
 
@@ -73,27 +73,27 @@ impl fmt::Display for Checksums {
     }
 }
 
-/// A change of tier in the middle of a call.
+/// A change of tier during a call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Switch {
     /// Bytes that the call had moved until then.
     pub after: u64,
     /// The tier that failed.
     pub from: Tier,
-    /// The one that went on; `None`: the policy allowed none.
+    /// The tier that continued; `None`: the policy allowed none.
     pub to: Option<Tier>,
     /// Why it failed.
     #[serde(serialize_with = "in_words")]
     pub why: Unavailable,
 }
 
-/// What a call did, a failed one included: then it tells what is certain to have been moved, and
-/// the rest of the destination holds anything.
+/// The result of a call, also of a failed one: then it says what was certainly moved; the rest of
+/// the destination has undefined content.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
-    /// Which way.
+    /// The direction.
     pub direction: Direction,
-    /// What the caller allowed.
+    /// The policy of the call.
     pub policy: Policy,
     /// Bytes of all ranges.
     pub asked: u64,
@@ -102,23 +102,23 @@ pub struct Report {
     /// Bytes moved by each tier.
     pub by_tier: ByTier<u64>,
     /// Of those, bytes that were copied once more in host memory, because the client's buffer was
-    /// not of the kind that the tier takes.
+    /// not of the kind that the tier uses.
     pub staged: u64,
-    /// The same bytes by the road of the network that they took, as the transport that moved each
-    /// payload says; bytes from the client's cache by that which brought them there. What was
-    /// copied on the way into or out of the client's buffers, and zeros of holes, is `local`.
+    /// The same bytes by network transport, as reported for each payload. Bytes from the client's
+    /// cache count for the transport that brought them there. Bytes copied on the way into or out
+    /// of the client's buffers, and zeros of holes, are `local`.
     #[serde(serialize_with = "roads")]
     pub by_road: ByRoad,
     /// Changes of tier, in order.
     pub switches: Vec<Switch>,
-    /// Tiers that the policy allows and that were not available, or not for all files, best first.
+    /// Tiers that the policy allows and that were not available, or not for all files; best first.
     #[serde(serialize_with = "reasons")]
     pub unavailable: Vec<(Tier, Unavailable)>,
     /// Where the bytes were verified; `None`: none were moved.
     pub checksum: Option<Checksum>,
-    /// The same in a word: how far every byte was verified.
+    /// Summary in one word: how far every byte was verified.
     pub checksums: Checksums,
-    /// Why nothing was verified on the GPU; `None`: what was moved was.
+    /// Why nothing was verified on the GPU; `None`: all moved bytes were.
     pub not_on_gpu: Option<String>,
     /// How long the call took.
     #[serde(rename = "seconds", serialize_with = "seconds")]
@@ -142,7 +142,7 @@ fn seconds<S: Serializer>(took: &Duration, s: S) -> Result<S::Ok, S::Error> {
 }
 
 impl Report {
-    /// Of a call that did nothing. Public for tests of what is made of reports.
+    /// The report of a call that did nothing. Public for tests of code that uses reports.
     #[doc(hidden)]
     pub fn nothing(direction: Direction, policy: Policy, asked: u64, ranges: usize) -> Report {
         Report {

@@ -1,5 +1,6 @@
-//! Tiers that failed in calls for want of something that their self-tests do not see: they are left
-//! alone for a while, longer each time, where another tier may go on. No clock: the time is told.
+//! Tiers that failed in calls for lack of something that their self-tests do not check. They are
+//! not used for a while, longer each time, if another tier can serve. No clock: callers pass the
+//! time.
 
 use std::time::{Duration, Instant};
 
@@ -7,10 +8,10 @@ use parking_lot::Mutex;
 
 use crate::{ByTier, Direction, Policy, Tier, Unavailable, mem::Fault, plan::Standing};
 
-/// How long after the first failure. A try may cost seconds, and what is wanting (memory,
-/// connections) may be there soon.
+/// Duration after the first failure. A try may cost seconds, and what is missing (memory,
+/// connections) may be available soon.
 const FIRST: Duration = Duration::from_secs(10);
-/// How often that is doubled, one failure after the other.
+/// How often that duration is doubled by successive failures.
 const DOUBLED: u32 = 4;
 
 #[derive(Clone, Default)]
@@ -19,18 +20,18 @@ struct Rest {
     failed: u32,
 }
 
-/// What a call may take.
+/// What a call may use.
 #[derive(Clone, Copy)]
 pub struct Asked {
     pub policy: Policy,
     pub direction: Direction,
-    /// As of [`crate::plan::choose`].
+    /// As for [`crate::plan::choose`].
     pub consent: bool,
-    /// A tier that cannot take all of its files.
+    /// A tier that cannot take all files of the call.
     pub partly: Option<Tier>,
 }
 
-/// All of a bridge's tiers, in each direction.
+/// The rests of all tiers of a bridge, in each direction.
 pub struct Rests(Mutex<ByTier<[Rest; 2]>>);
 
 const fn way(direction: Direction) -> usize {
@@ -45,25 +46,25 @@ impl Rests {
         Rests(Mutex::new(ByTier::new(|_| Default::default())))
     }
 
-    /// It failed in a call just now.
+    /// The tier failed in a call just now.
     pub fn failed(&self, tier: Tier, direction: Direction, why: Fault, now: Instant) {
         let r = &mut self.0.lock()[tier][way(direction)];
         r.until = Some((now + FIRST * (1 << r.failed.min(DOUBLED)), why));
         r.failed = r.failed.saturating_add(1);
     }
 
-    /// It moved what it had to move in a call.
+    /// The tier worked in a call.
     pub fn worked(&self, tier: Tier, direction: Direction) {
         self.0.lock()[tier][way(direction)] = Rest::default();
     }
 
-    /// Somebody asks for all of them to be tried again.
+    /// All tiers may be tried again, as requested.
     pub fn end(&self) {
         *self.0.lock() = ByTier::new(|_| Default::default());
     }
 
-    /// Takes those that rest from the tiers that a call may take, as long as the policy leaves
-    /// another one in their place. A call that allows nothing else tries.
+    /// Removes resting tiers from those that a call may take, if the policy leaves another one in
+    /// their place. A call that allows nothing else tries the resting tier.
     pub fn take_out(&self, standings: &mut ByTier<Standing>, asked: Asked, now: Instant) {
         let Asked { policy, direction, consent, partly } = asked;
         let rests = self.0.lock();
@@ -76,7 +77,8 @@ impl Rests {
                     matches!(standings[t], Standing::Available(_)) && (!t.is_straight() || consent);
                 t != tier && Some(t) != partly && able && policy.allows(t) && rests(t).is_none()
             };
-            // What comes by RDMA and is not called so counts as its neighbour, and as nothing else.
+            // RDMA bytes that do not count as `BounceRdma` count as `BounceTcp`, and as nothing
+            // else.
             let another = match tier {
                 Tier::BounceRdma => serves(Tier::BounceTcp),
                 _ => Tier::ALL.into_iter().any(serves),
@@ -155,12 +157,12 @@ mod tests {
         r.failed(Tier::GpuRdma, Direction::Load, fault(), now);
         assert_eq!(of(Policy::Prefer, true), [Tier::GpuRdma, Tier::BounceRdma]);
         assert!(of(Policy::Require(Tier::GpuRdma), true).is_empty());
-        // The other one needs a consent that is not there.
+        // The other tier needs a consent that is not given.
         let (r, policy) = (Rests::new(), Policy::AtLeast(Tier::LocalGds));
         r.failed(Tier::LocalGds, Direction::Load, fault(), now);
         assert!(resting(&r, policy, Direction::Load, false, now).is_empty());
         assert_eq!(resting(&r, policy, Direction::Load, true, now), [Tier::LocalGds]);
-        // The other one has copies of some files only, or needs that consent, too.
+        // The other tier has copies of some files only, or needs that consent, too.
         let (r, policy) = (Rests::new(), Policy::AtLeast(Tier::LocalGds));
         r.failed(Tier::GpuRdma, Direction::Load, fault(), now);
         let asked = |consent, partly| Asked { policy, direction: Direction::Load, consent, partly };

@@ -1,4 +1,4 @@
-//! A tier is available when a pattern went through it to the device and came back the same.
+//! A tier is available when a pattern was sent through it to the device and came back unchanged.
 
 use std::{
     path::Path,
@@ -20,7 +20,7 @@ use crate::{
     plan::{Measured, Standing},
 };
 
-/// What speaks against the folder for copies.
+/// Why the folder for copies cannot be used.
 pub fn no_folder(tier: Tier, local: Option<&Path>) -> Option<Unavailable> {
     if tier != Tier::LocalGds {
         return None;
@@ -31,7 +31,7 @@ pub fn no_folder(tier: Tier, local: Option<&Path>) -> Option<Unavailable> {
 }
 
 /// Why a tier cannot even be tested on a device. `unpinned`: why it has no pinned memory.
-/// `no_rdma`: why nothing comes by RDMA.
+/// `no_rdma`: why no bytes arrive by RDMA.
 pub fn refused(
     device: &dyn GpuMem,
     tier: Tier,
@@ -79,18 +79,18 @@ impl Drop for Scratch<'_> {
 
 async fn there_and_back(bridge: &Inner, tier: Tier) -> Result<Measured, Unavailable> {
     let (device, part, workers) = (&*bridge.device, bridge.part as u64, bridge.workers.len());
-    // A device that is nearly full still has room for one part.
+    // A device that is nearly full may still have memory for one part.
     let room =
         [workers, 1].into_iter().find_map(|n| Some((n, device.alloc(n as u64 * part).ok()?)));
     let no_room = || Unavailable::TestStopped(Fault::NoMemory { bytes: part });
     let (at_once, addr) = room.ok_or_else(no_room)?;
-    // Freed after the flight is over, also when the test is given up.
+    // Freed after the flight is over, also when the test is abandoned.
     let scratch = Scratch { device, addr };
     let flight = Flight(Arc::default());
     let mut seed = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
     let mut took = [Duration::ZERO; 2];
-    // First buffers that lie outside of the pool's regions, then such as the client has; what
-    // counts is the second. RDMA knows only those.
+    // First buffers outside the pool's regions, then buffers like the client's; the second result
+    // counts. RDMA uses only those.
     let kinds: &[bool] = if tier == Tier::BounceRdma { &[true] } else { &[false, true] };
     for pooled in kinds.iter().copied() {
         took = [Duration::ZERO; 2];

@@ -1,4 +1,4 @@
-//! Where the tiers stand, in a form that goes from one process to another.
+//! The standings of the tiers, in a form that is passed between processes.
 
 use std::{path::Path, sync::Arc};
 
@@ -21,18 +21,18 @@ pub struct TierStatus {
     pub tier: String,
     /// Whether it passed a self-test.
     pub available: bool,
-    /// A word for the reason, if it is not available: see [`Unavailable::kind`].
+    /// A word for the reason if it is not available: see [`Unavailable::kind`].
     pub reason: Option<String>,
     /// The reason in a sentence.
     pub why: Option<String>,
     /// What the self-test measured, bytes per second to the device.
     pub load_bytes_per_s: Option<f64>,
-    /// And from it.
+    /// The same, from the device.
     pub save_bytes_per_s: Option<f64>,
 }
 
 impl TierStatus {
-    /// Of a tier that cannot be used.
+    /// The status of a tier that cannot be used.
     pub fn unavailable(tier: Tier, why: &Unavailable) -> TierStatus {
         TierStatus {
             tier: tier.name().into(),
@@ -60,13 +60,13 @@ impl TierStatus {
     }
 }
 
-/// What there is to say of the tiers without a device, and why there is none. `local`: the folder
-/// for copies on this node.
+/// The standings without a device, with the reason why there is none. `local`: the folder for
+/// copies on this node.
 pub fn without(why: &Unavailable, local: Option<&Path>) -> Vec<TierStatus> {
     all(|tier| Standing::Unavailable(no_folder(tier, local).unwrap_or_else(|| why.clone())))
 }
 
-/// What there is to say of them with a device, without moving a byte.
+/// The standings with a device, without moving a byte.
 pub fn untested(device: &dyn GpuMem, local: Option<&Path>) -> Vec<TierStatus> {
     all(|tier| {
         let no_rdma = || Some(NO_CLIENT.to_string());
@@ -76,18 +76,18 @@ pub fn untested(device: &dyn GpuMem, local: Option<&Path>) -> Vec<TierStatus> {
     })
 }
 
-/// The NUMA node of a device, or why none is known.
+/// The NUMA node of a device, or why it is unknown.
 pub fn numa(device: &dyn GpuMem) -> Numa {
     Numa::of(Path::new(SYSFS), device.pci())
 }
 
-/// What is known after self-tests.
+/// The result of self-tests.
 pub struct Tested {
     /// The tiers.
     pub tiers: Vec<TierStatus>,
-    /// What a bridge had to say about its memory.
+    /// The bridge's notice about its memory.
     pub notice: Option<String>,
-    /// The NUMA node of the device, and what lay there.
+    /// The NUMA node of the device, and what was placed there.
     pub numa: Numa,
 }
 
@@ -98,7 +98,7 @@ pub async fn tested(device: Arc<dyn GpuMem>, options: Options) -> Result<Tested>
     Ok(Tested { tiers: of_bridge(&bridge), notice, numa })
 }
 
-/// What a bridge knows.
+/// The standings of a bridge.
 pub(crate) fn of_bridge(bridge: &Bridge) -> Vec<TierStatus> {
     let standings = bridge.standings();
     all(|tier| standings[tier].clone())

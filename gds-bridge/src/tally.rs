@@ -1,4 +1,4 @@
-//! How many bytes of which file went by which tier, over all calls of a bridge.
+//! How many bytes of each file took which tier, over all calls of a bridge.
 
 use std::{collections::BTreeMap, mem};
 
@@ -8,10 +8,10 @@ use tokio::sync::Notify;
 
 use crate::{report::Direction, tier::ByTier};
 
-/// Files that are remembered; the one of which bytes moved longest ago is forgotten first.
+/// Number of files remembered; the one whose bytes moved longest ago is forgotten first.
 const FILES: usize = 1024;
 
-/// Bytes of one file by tier. Those of a call that failed count: they were moved.
+/// Bytes of one file by tier. Bytes of failed calls count, because they were moved.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct FileTiers {
     /// To the device.
@@ -23,13 +23,13 @@ pub struct FileTiers {
 #[derive(Default)]
 struct Files {
     turn: u64,
-    /// By id: when bytes of it moved last, and what.
+    /// By file id: when bytes of it moved last, and how many.
     of: BTreeMap<u64, (u64, FileTiers)>,
-    /// By when: the ids.
+    /// File ids by that time.
     order: BTreeMap<u64, u64>,
 }
 
-/// Of one bridge.
+/// The counts of one bridge.
 #[derive(Default)]
 pub struct Tally {
     files: Mutex<Files>,
@@ -61,7 +61,7 @@ impl Tally {
         self.files.lock().of.iter().map(|(id, (_, f))| (*id, f.clone())).collect()
     }
 
-    /// Returns when something moved since it was called last.
+    /// Returns when bytes were moved since the last call.
     pub async fn changed(&self) {
         self.changed.notified().await;
     }

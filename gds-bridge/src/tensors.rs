@@ -1,6 +1,6 @@
-//! The safetensors format: eight bytes with the length of a JSON header, the header, the tensors'
-//! bytes without gaps. The header is decoded by the format's own library; what is done here is
-//! never to believe it more than the file is long. Pure.
+//! The safetensors format: eight bytes with the length of a JSON header, the header, and the
+//! tensors' bytes without gaps. The format's own library decodes the header; this module checks
+//! every length in it against the size of the file. Pure.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -8,11 +8,11 @@ pub use safetensors::tensor::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use strake_proto::{Code, Error, Result};
 
-/// Bytes that say how long the header is.
+/// Size of the header's length field.
 pub const PREFIX: usize = 8;
-/// Longest header, as the format's own library has it.
+/// Maximum length of a header, as in the format's own library.
 const LONGEST: u64 = 100_000_000;
-/// Where tensors begin that are placed one by one, as allocations do.
+/// Alignment of tensors that are placed one by one, as for allocations.
 const ALIGN: u64 = 256;
 
 /// One tensor of a file.
@@ -30,14 +30,14 @@ pub struct Tensor {
     pub len: u64,
 }
 
-/// What a file says of itself.
+/// The header of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// In the order of their bytes.
     pub tensors: Vec<Tensor>,
-    /// What the file's maker noted.
+    /// Notes of the file's author.
     pub notes: BTreeMap<String, String>,
-    /// Where the bytes of the first tensor begin.
+    /// File offset of the first tensor's bytes.
     pub data: u64,
 }
 
@@ -45,8 +45,8 @@ fn bad(m: impl std::fmt::Display) -> Error {
     Error::new(Code::Inval, format!("not a safetensors file: {m}"))
 }
 
-/// Bytes of the header behind the [`PREFIX`], in a file of `size` bytes. `EINVAL` where the file is
-/// too short for it or it is too long.
+/// Length of the header after the [`PREFIX`], in a file of `size` bytes. `EINVAL` if the file is
+/// too short for it or the header is too long.
 pub fn header_len(prefix: &[u8], size: u64) -> Result<usize> {
     let prefix = prefix.first_chunk::<PREFIX>().ok_or_else(|| bad("it has fewer than 8 bytes"))?;
     let n = u64::from_le_bytes(*prefix);
@@ -60,9 +60,9 @@ pub fn header_len(prefix: &[u8], size: u64) -> Result<usize> {
 }
 
 impl Header {
-    /// Of the bytes behind the [`PREFIX`], in a file of `size` bytes. `EINVAL` unless every tensor
-    /// has as many bytes as its type and shape say, and all together fill the file from the header
-    /// to the end without gaps.
+    /// Parses the bytes after the [`PREFIX`], in a file of `size` bytes. `EINVAL` unless every
+    /// tensor has as many bytes as its type and shape require, and all together fill the file from
+    /// the header to the end without gaps.
     pub fn parse(json: &[u8], size: u64) -> Result<Header> {
         if json.first() != Some(&b'{') {
             return Err(bad("its header does not begin with '{'"));
@@ -86,9 +86,9 @@ impl Header {
         Ok(Header { tensors, notes, data })
     }
 
-    /// How to lay the tensors out in one piece of memory: where each begins there, and how large it
-    /// is. As in the file, if that gives each an address that is a multiple of its elements' size;
-    /// otherwise one by one.
+    /// A layout of the tensors in one block of memory: the offset of each, and the size of the
+    /// block. As in the file, if every tensor is then aligned to its element size; otherwise each
+    /// is placed separately.
     pub fn layout(&self) -> (Vec<u64>, u64) {
         let aligned = |t: &Tensor| {
             (t.offset - self.data).is_multiple_of((t.dtype.bitsize() as u64 / 8).max(1))
@@ -116,17 +116,17 @@ pub struct New {
     pub dtype: Dtype,
     /// Elements in each dimension.
     pub shape: Vec<usize>,
-    /// Where it is in the device's memory, without gaps.
+    /// Its address in the device's memory, where it lies without gaps.
     pub gpu: u64,
 }
 
-/// Address and bytes of each.
+/// Address and length of each.
 pub type Ranges = Vec<(u64, u64)>;
 
-/// The beginning of a file with these tensors, and which range of the device's memory comes behind
-/// it, in order: the types with the largest elements first, as the format's library does it, so
-/// that each is aligned. `EINVAL` for a name that is there twice or is the format's own, or a
-/// tensor that has no whole number of bytes.
+/// Returns the beginning of a file with these tensors, and the ranges of the device's memory that
+/// follow it, in order: the types with the largest elements first, as the format's library does it,
+/// so that each is aligned. `EINVAL` for a name that occurs twice or is reserved by the format, or
+/// a tensor without a whole number of bytes.
 pub fn build(tensors: &[New], notes: &BTreeMap<String, String>) -> Result<(Vec<u8>, Ranges)> {
     let inval = |t: &New, m: &str| Error::new(Code::Inval, format!("tensor '{}': {m}", t.name));
     let mut names = HashSet::new();
@@ -169,7 +169,7 @@ pub fn build(tensors: &[New], notes: &BTreeMap<String, String>) -> Result<(Vec<u
     Ok(([&(json.len() as u64).to_le_bytes()[..], &json].concat(), ranges))
 }
 
-/// For fuzzing and tests: what a file with these bytes at its beginning is taken for.
+/// For fuzzing and tests: parses a file that begins with these bytes.
 #[doc(hidden)]
 pub fn read(file: &[u8], size: u64) -> Result<Header> {
     let n = header_len(file, size)?;
@@ -209,7 +209,7 @@ mod tests {
             h.tensors.iter().map(|t| (&t.name[..], t.dtype, t.offset - h.data, t.len)).collect();
         assert_eq!(seen[..2], [("b", Dtype::F32, 0, 24), ("a", Dtype::BF16, 24, 2)]);
         assert_eq!(h.tensors[0].shape, [2, 3]);
-        // The empty one would begin at 26, which is no address for 8 bytes.
+        // The empty tensor would begin at 26, which is not aligned to 8 bytes.
         assert_eq!(h.layout(), (vec![0, 256, 512], 512));
         assert_eq!(parsed("{}", 0).unwrap().layout(), (vec![], 0));
     }

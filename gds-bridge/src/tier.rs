@@ -1,4 +1,4 @@
-//! Roads between storage servers and GPU memory, and which of them a caller permits.
+//! Paths between storage servers and GPU memory, and which of them a caller permits.
 
 use std::{
     fmt,
@@ -9,28 +9,28 @@ use std::{
 use serde::{Serialize, Serializer};
 use strake_proto::{Code, Error, Result};
 
-/// A road between the storage servers and GPU memory. The order is that of [`Tier::ALL`]: the
-/// fewest stops first.
+/// A path between the storage servers and GPU memory. Ordered as [`Tier::ALL`]: the fewest copies
+/// first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tier {
     /// The storage server reads and writes GPU memory by RDMA.
     GpuRdma,
-    /// cuFile on the backing file of a copy on this node.
+    /// cuFile reads a copy on this node.
     LocalGds,
-    /// RDMA straight to pinned host memory, and a copy by the device.
+    /// RDMA directly to pinned host memory, and a copy by the device.
     BounceRdma,
-    /// Pinned host memory, whichever other way bytes came there, and a copy by the device.
+    /// Pinned host memory, filled by any other transport, and a copy by the device.
     BounceTcp,
     /// Host memory that is not pinned: the driver copies every byte once more.
     Pageable,
 }
 
 impl Tier {
-    /// All of them, best first.
+    /// All tiers, best first.
     pub const ALL: [Tier; 5] =
         [Tier::GpuRdma, Tier::LocalGds, Tier::BounceRdma, Tier::BounceTcp, Tier::Pageable];
 
-    /// As users write it.
+    /// The name that users write.
     pub const fn name(self) -> &'static str {
         match self {
             Tier::GpuRdma => "gpu-rdma",
@@ -41,13 +41,13 @@ impl Tier {
         }
     }
 
-    /// Whether its bytes pass pinned host memory: what the device does is the same, the network
-    /// makes the difference.
+    /// Whether its bytes pass through pinned host memory: the device does the same work in both
+    /// tiers, which differ only in the network transport.
     pub const fn is_bounce(self) -> bool {
         matches!(self, Tier::BounceRdma | Tier::BounceTcp)
     }
 
-    /// Whether its bytes pass no host memory, so that the device alone can verify them.
+    /// Whether its bytes bypass host memory, so that only the device can verify them.
     pub const fn is_straight(self) -> bool {
         matches!(self, Tier::GpuRdma | Tier::LocalGds)
     }
@@ -80,14 +80,14 @@ impl Serialize for Tier {
     }
 }
 
-/// Which tiers a call may take.
+/// The tiers that a call may take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Policy {
-    /// This one; otherwise the call fails.
+    /// Only this tier; otherwise the call fails.
     Require(Tier),
-    /// This one and the better ones; otherwise the call fails.
+    /// This tier and better ones; otherwise the call fails.
     AtLeast(Tier),
-    /// All, the fastest first.
+    /// All tiers, the fastest first.
     #[default]
     Prefer,
 }
@@ -102,7 +102,7 @@ impl Policy {
         }
     }
 
-    /// What allows a tier only if both do; `None`: they have none in common.
+    /// The policy that allows a tier only if both do; `None`: they have no tier in common.
     pub fn and(self, other: Policy) -> Option<Policy> {
         match (self, other) {
             (Policy::Prefer, p) | (p, Policy::Prefer) => Some(p),
@@ -150,7 +150,7 @@ impl Serialize for Policy {
 pub struct ByTier<T>([T; Tier::ALL.len()]);
 
 impl<T> ByTier<T> {
-    /// What `f` says of each.
+    /// The result of `f` for each tier.
     pub fn new(f: impl FnMut(Tier) -> T) -> ByTier<T> {
         ByTier(Tier::ALL.map(f))
     }
@@ -162,7 +162,7 @@ impl<T> ByTier<T> {
 }
 
 impl ByTier<u64> {
-    /// All together.
+    /// The sum over all tiers.
     pub fn sum(&self) -> u64 {
         self.0.iter().sum()
     }

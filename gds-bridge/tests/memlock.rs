@@ -1,4 +1,5 @@
-//! With little memory that may be locked: a process of its own, because the limit is the process's.
+//! A small limit of lockable memory. This test needs its own process, because the limit applies to
+//! the process.
 
 #[path = "it/ram/mod.rs"]
 mod ram;
@@ -37,8 +38,8 @@ async fn a_limit_of_8_mib_makes_a_smaller_pool_that_says_so() {
     drop(bridge);
     assert_eq!((mem.pinned(), locked()), (0, 0));
 
-    // More than may be locked was asked for: the system has the last word, unless the process is
-    // above its limit.
+    // More memory is requested than may be locked: the system decides, unless the process is exempt
+    // from its limit.
     let options = Options { pinned_limit: Some(1 << 30), ..Options::default() };
     let bridge =
         Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap();

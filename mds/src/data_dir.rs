@@ -1,9 +1,9 @@
 //! The folder of a metadata server: `lock`, `identity`, `log/` (Raft), `state/` (the namespace),
-//! `reserve` (space kept back), at times `state.damaged/`.
+//! `reserve` (reserved disk space), at times `state.damaged/`.
 //!
-//! `identity` says whose folder it is and what may be done with it. It is written before anything
-//! else and once more when everything is there; from then on a missing log is a damaged one, never
-//! a new one.
+//! `identity` says which member the folder belongs to and what may be done with it. It is written
+//! first, and again when everything is in place; from then on a missing log means damage, never a
+//! new log.
 
 use std::{
     fs::{self, File},
@@ -23,13 +23,13 @@ const IDENTITY: &str = "identity";
 const LOCK: &str = "lock";
 pub(crate) const LOG: &str = "log";
 pub(crate) const STATE: &str = "state";
-/// A state that was found damaged, until there is a whole one.
+/// A state that was found damaged, kept until there is a whole one.
 pub(crate) const DAMAGED: &str = "state.damaged";
 pub(crate) const RESERVE: &str = "reserve";
-/// Bytes of the Raft log that are kept, where the disk is not small.
+/// Bytes of the Raft log that are kept, unless the disk is small.
 pub(crate) const LOG_BYTES: u64 = 64 << 20;
 
-/// What an identity file says.
+/// The contents of an identity file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
     pub member: u64,
@@ -44,8 +44,8 @@ pub enum State {
     Complete,
     /// The member was removed from its group, or its group was recovered without it.
     Removed,
-    /// A recovery was begun that makes it the folder of member `to` of a new incarnation; not of
-    /// use before that is done.
+    /// A recovery has begun that makes it the folder of member `to` of a new incarnation; not
+    /// usable before that is done.
     Recovering {
         to: u64,
         incarnation: Incarnation,
@@ -131,7 +131,7 @@ impl Record {
         Ok(Record { member, cluster, state })
     }
 
-    /// What the folder says, `None` if it has no identity yet.
+    /// Reads the folder's identity, `None` if it has none yet.
     pub(crate) fn read(dir: &Path) -> Result<Option<Record>> {
         let path = dir.join(IDENTITY);
         match fs::read_to_string(&path) {
@@ -162,7 +162,7 @@ pub(crate) fn at(path: &Path, e: impl Into<Error>) -> Error {
     e.into().context(path.display())
 }
 
-/// The group's name on its wire and its disks: one secret and one file system name make one.
+/// The group's id on the wire and on disk: it follows from the secret and the file system name.
 pub(crate) fn cluster_id(cluster_key: &[u8; 32], fs_name: &str) -> [u8; 16] {
     let full = derive_key(cluster_key, &format!("strake metadata group v1 {fs_name}"));
     let mut id = [0; 16];
@@ -170,7 +170,7 @@ pub(crate) fn cluster_id(cluster_key: &[u8; 32], fs_name: &str) -> [u8; 16] {
     id
 }
 
-/// Locks the folder until the file is closed. `Busy` while a server or another command has it.
+/// Locks the folder until the file is closed. `Busy` while a server or another command uses it.
 pub(crate) fn lock(dir: &Path) -> Result<File> {
     let path = dir.join(LOCK);
     let lock = File::options()
@@ -188,7 +188,7 @@ pub(crate) fn lock(dir: &Path) -> Result<File> {
     Ok(lock)
 }
 
-/// A folder without an identity must hold nothing but what a start that was cut short leaves.
+/// A folder without an identity must hold nothing but what an interrupted start leaves.
 pub(crate) fn refuse_foreign(dir: &Path) -> Result<()> {
     for entry in fs::read_dir(dir).map_err(|e| at(dir, e))? {
         let name = entry.map_err(|e| at(dir, e))?.file_name();
@@ -204,7 +204,7 @@ pub(crate) fn refuse_foreign(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What fits the disk below a folder: on a small one all of it has to do with less at once.
+/// Sizes that fit the disk below a folder: on a small disk everything is smaller.
 pub(crate) struct Sizes {
     /// Bytes of the file system.
     pub total: u64,

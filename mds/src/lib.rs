@@ -4,16 +4,16 @@
 //! |---|---|
 //! | `namespace` | the state machine that the log is applied to: files, locks, sessions |
 //! | `cluster` | the cluster map and its rules |
-//! | `leases` | what clients may remember |
+//! | `leases` | what clients may cache |
 //! | `sessions` | when the leader last heard of each session, and what each has open |
-//! | `lock_waiters` | who waits for locks, and whose turn it is |
-//! | `request_dedup` | requests that come more than once have one outcome |
-//! | `recent_changes` | what the last entries of the log changed, for followers and storage servers |
-//! | `trim_progress` | how far cuts and deletions have come at the storage servers |
+//! | `lock_waiters` | lock waiters, and whose turn it is |
+//! | `request_dedup` | requests that are sent more than once have one outcome |
+//! | `recent_changes` | what the last log entries changed, for followers and storage servers |
+//! | `trim_progress` | how far trims and deletions have come at the storage servers |
 //! | `consensus` | raft-rs and its log |
 //! | `server` | the thin shell that connects all of these to the fabric |
 //! | `data_dir` | what a server keeps on disk |
-//! | `offline` | works on a folder while no server does |
+//! | `offline` | works on a folder while no server uses it |
 //!
 //! All but the last four are pure: they have no clock, socket, thread or randomness.
 

@@ -1,4 +1,4 @@
-//! What the leader knows of clients' changes beside the log: which may run yet, and which it
+//! What the leader knows about clients' changes besides the log: which may still run, and which it
 //! refused without an entry. A request may come more than once, also at the same time over two
 //! connections, and has one outcome. A pure table.
 
@@ -6,22 +6,22 @@ use std::collections::BTreeMap;
 
 use strake_proto::{Code, Error, Result, SessionId};
 
-/// Requests of one session that are remembered.
+/// Most requests of one session that are remembered.
 const MAX_OF_SESSION: usize = 1_024;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Attempt {
-    /// It is looked at: whether it is refused is not known yet.
+    /// It is being checked: whether it is refused is not known yet.
     Looked,
-    /// It was proposed and its outcome is not known. So many attempts may run yet.
+    /// It was proposed and its outcome is not known. This many attempts may still run.
     Proposed(usize),
-    /// Its sender was told this, and may have told others.
+    /// Its sender was told this error, and may have told others.
     Refused(Error),
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Session {
-    /// Its sender waits for no answer below.
+    /// Its sender waits for no answer below this number.
     lowest: u64,
     attempts: BTreeMap<u64, Attempt>,
 }
@@ -32,15 +32,16 @@ pub struct RequestDedup {
     sessions: BTreeMap<SessionId, Session>,
 }
 
-/// What a request is.
+/// How a request counts.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Begun {
-    /// One that was refused with this.
+    /// It was refused with this error.
     Refused(Error),
-    /// The only attempt: it is looked at from now on, until it is [`passed`](RequestDedup::passed),
-    /// [`refused`](RequestDedup::refused) or [`not_looked`](RequestDedup::not_looked) at.
+    /// The only attempt: it is being checked from now on, until it is
+    /// [`passed`](RequestDedup::passed), [`refused`](RequestDedup::refused), or dropped by
+    /// [`not_looked`](RequestDedup::not_looked).
     First,
-    /// One that may run, or have run, already: only the log can tell.
+    /// It may run, or have run, already: only the log can tell.
     Again,
 }
 
@@ -52,9 +53,9 @@ fn given_up(seq: u64) -> Error {
 }
 
 impl RequestDedup {
-    /// A request has come. `lowest`: what its sender says it waits for at least. `Overloaded` while
-    /// another attempt is looked at, or too many changes of the session are; `ReplyGone` when
-    /// nobody waits for it.
+    /// A request has come. `lowest`: the lowest number that its sender still waits for.
+    /// `Overloaded` while another attempt is being checked, or if the session has too many changes
+    /// under way; `ReplyGone` if its sender no longer waits for it.
     pub fn begin(&mut self, session: SessionId, seq: u64, lowest: u64) -> Result<Begun> {
         let s = self.sessions.entry(session).or_default();
         if lowest > s.lowest {
@@ -96,7 +97,7 @@ impl RequestDedup {
         Ok(Begun::First)
     }
 
-    /// It was looked at and goes to the log. `ReplyGone` when nobody waits for it any more.
+    /// It was checked and goes to the log. `ReplyGone` if its sender no longer waits for it.
     pub fn passed(&mut self, session: SessionId, seq: u64) -> Result<()> {
         let s = self.sessions.entry(session).or_default();
         if seq < s.lowest {
@@ -106,15 +107,15 @@ impl RequestDedup {
         Ok(())
     }
 
-    /// It was looked at, and its sender is told this, now and whenever it comes again: it never
-    /// runs.
+    /// It was checked and refused: its sender gets this error, now and whenever the request comes
+    /// again, and it never runs.
     pub fn refused(&mut self, session: SessionId, seq: u64, with: &Error) {
         if let Some(s) = self.sessions.get_mut(&session).filter(|s| seq >= s.lowest) {
             s.attempts.insert(seq, Attempt::Refused(with.clone()));
         }
     }
 
-    /// It was not looked at to the end, and may come again.
+    /// Its check was not finished; it may come again.
     pub fn not_looked(&mut self, session: SessionId, seq: u64) {
         let at = self.sessions.get_mut(&session).map(|s| &mut s.attempts);
         if let Some(at) = at.filter(|at| matches!(at.get(&seq), Some(Attempt::Looked))) {
@@ -122,15 +123,15 @@ impl RequestDedup {
         }
     }
 
-    /// The log knows what became of it.
+    /// Its outcome is in the log.
     pub fn ran(&mut self, session: SessionId, seq: u64) {
         if let Some(s) = self.sessions.get_mut(&session) {
             s.attempts.remove(&seq);
         }
     }
 
-    /// The log did not take this attempt. Whether no other may run: then it is
-    /// [`refused`](RequestDedup::refused) from now on, or without an error may come again.
+    /// The log did not take this attempt. Returns whether no other attempt may run: then with an
+    /// error it is [`refused`](RequestDedup::refused) from now on, without one it may come again.
     pub fn not_taken(&mut self, session: SessionId, seq: u64, with: Option<&Error>) -> bool {
         match self.sessions.get_mut(&session).and_then(|s| s.attempts.get_mut(&seq)) {
             Some(Attempt::Proposed(open)) if *open > 1 => *open -= 1,
@@ -146,7 +147,7 @@ impl RequestDedup {
         false
     }
 
-    /// Forgets sessions that are no more.
+    /// Forgets sessions that have ended.
     pub fn retain(&mut self, lives: impl Fn(SessionId) -> bool) {
         self.sessions.retain(|id, _| lives(*id));
     }
@@ -177,7 +178,7 @@ mod tests {
             (t.begin(1, 5, 4), t.begin(1, 4, 4), t.begin(2, 5, 4)),
             (Ok(Begun::Refused(busy())), Ok(Begun::First), Ok(Begun::First))
         );
-        // Its sender has the answer and goes on.
+        // Its sender has the answer and continues.
         assert_eq!(t.begin(1, 6, 6), Ok(Begun::First));
         assert_eq!(
             (code(t.begin(1, 5, 4)), code(t.begin(1, 4, 4))),
@@ -225,7 +226,7 @@ mod tests {
         }
         assert_eq!(t.sessions[&1].attempts.len(), MAX_OF_SESSION);
         assert_eq!(t.begin(1, 2_999, 0), Ok(Begun::Refused(busy())));
-        // What may run yet is not forgotten.
+        // Requests that may still run are not forgotten.
         for seq in 3_000..3_000 + MAX_OF_SESSION as u64 {
             assert_eq!(t.begin(1, seq, 0), Ok(Begun::First));
         }

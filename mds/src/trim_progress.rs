@@ -1,4 +1,4 @@
-//! How far the leader has come with cuts and deletions that take several requests.
+//! How far the leader has come with trims and deletions that take several requests.
 
 use std::collections::BTreeMap;
 
@@ -8,54 +8,54 @@ use strake_proto::{
     data::{DataReply, DataRequest, FLAG_TOMBSTONE, Stamp},
 };
 
-/// A storage server works so long on one TRIM, and says then where to go on.
+/// How long a storage server works on one TRIM before it says where to continue.
 pub(crate) const TRIM_BUDGET_MS: u32 = 3000;
-/// Steps that are remembered, of all jobs.
+/// Most steps that are remembered, for all jobs.
 const MOST: usize = 1 << 17;
 
-/// What a job has come to when it gives its place back.
+/// How far a job has come when it gives its place back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Did {
     All,
-    /// It goes on when others had their turn.
+    /// It continues when others have had their turn.
     Part,
 }
 
-/// Where the removal of a file's chunks on a chain goes on: the first chunk left, and TRIM's `seq`
-/// for data that is gone for good.
+/// Where the removal of a file's chunks on a chain continues: the first chunk left, and TRIM's
+/// `seq` for data that is gone for good.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TrimStep {
     index: u64,
     seq: u64,
-    /// The chain's, when it was said.
+    /// The chain's epoch at that time.
     epoch: u64,
-    /// Of the replicas that had flushed it then. One that says the same later has been in sync
-    /// ever since.
+    /// The boot ids of the replicas that had flushed it then. A replica that reports the same id
+    /// later has been in sync ever since.
     stamps: Vec<Stamp>,
 }
 
-/// All is done.
+/// Everything is done.
 const END: u64 = u64::MAX;
 
 impl TrimStep {
-    /// Whether nothing is left, and that is sure without asking.
+    /// Whether certainly nothing is left, without asking.
     pub(crate) fn is_done(&self, epoch: u64) -> bool {
         self.index == END && self.epoch == epoch
     }
 
-    /// The request that goes on where former ones have come to.
+    /// The request that continues where earlier ones stopped.
     pub(crate) fn request(&self, first: &DataRequest) -> DataRequest {
         let mut r = DataRequest { offset: TRIM_BUDGET_MS, ..first.clone() };
         if self.index > r.chunk.index || self.seq > 0 {
-            // The chunk before was cut by the first one.
+            // The first request trimmed the chunk before.
             (r.chunk.index, r.len, r.seq) = (self.index, u32::MAX, self.seq);
         }
         r
     }
 
-    /// What is left after the answer to such a request. If no replica of then is known to have been
-    /// in sync all the time, what was done may be undone: it begins anew. An older version's answer
-    /// says that all is done.
+    /// What is left after the answer to such a request. If none of those replicas is known to have
+    /// been in sync all the time, the work may be undone: it starts again. An older version's
+    /// answer means that everything is done.
     pub(crate) fn after(&self, request: &DataRequest, reply: &DataReply) -> Result<TrimStep> {
         let same = |s: &Stamp| self.stamps.contains(s);
         if *self != TrimStep::default()
@@ -86,13 +86,14 @@ impl TrimStep {
     }
 }
 
-/// By the number of the cut or deletion, and by chain. A job that fails, or makes way, goes on
+/// By the number of the trim or deletion, and by chain. A job that fails, or makes way, continues
 /// there.
 #[derive(Default)]
 pub(crate) struct TrimProgress(Mutex<BTreeMap<(u64, ChainId), TrimStep>>);
 
 impl TrimProgress {
-    /// Whether so many more can be remembered. A job of which they cannot ends in one turn.
+    /// Whether `chains` more steps can be remembered. A job whose steps cannot be remembered runs
+    /// to its end in one turn.
     pub(crate) fn has_room(&self, chains: usize) -> bool {
         self.0.lock().len() + chains <= MOST
     }
@@ -117,7 +118,7 @@ impl TrimProgress {
         }
     }
 
-    /// Forgets those of jobs that others have ended.
+    /// Forgets steps of jobs that others have ended.
     pub(crate) fn retain(&self, wanted: impl Fn(u64) -> bool) {
         self.0.lock().retain(|(number, _), _| wanted(*number));
     }
@@ -153,7 +154,7 @@ mod tests {
         let step = none.after(&begun, &left(500, 1)).unwrap();
         let next = step.request(&first);
         assert_eq!((next.chunk.index, next.len), (500, u32::MAX), "the chunk before is cut once");
-        // Done; by one that knows no steps; and one that stays where it is.
+        // All done; answered by a server that knows no steps; and one that makes no progress.
         assert!(step.after(&next, &all_done(&[1])).unwrap().is_done(1));
         assert!(none.after(&begun, &DataReply::default()).unwrap().is_done(1));
         assert!(
@@ -190,7 +191,8 @@ mod tests {
         for step in [step, done] {
             let again = step.request(&first(2));
             assert!(step.after(&again, &all_done(&[7, 2])).unwrap().is_done(2));
-            // All of then are gone, or were out of sync: what they had removed may be there.
+            // All replicas of that time are gone, or were out of sync: chunks they had removed may
+            // be back.
             for by in [&[7, 8][..], &[]] {
                 assert_eq!(step.after(&again, &all_done(by)).unwrap(), TrimStep::default());
             }

@@ -1,17 +1,21 @@
-//! The conformance suite of devices on one that is named, and then random operations on it, each
-//! block verified.
+//! Runs the device conformance suite on the named device, and then random operations on it; each
+//! block is verified.
 //!
 //! `cargo run --release -p strake-oss --features conformance --example device_check -- DEVICE
 //! --erase [SECONDS [SEED]]`
 //!
-//! DEVICE is what a target's `device` may be, or a file. **All that is on it is lost.** Without
-//! SECONDS: 600. The seed is printed. At the end: how many bytes were copied once more on their way
-//! to the device, and that a device nobody uses takes no CPU. `--reads SECONDS`: instead, what was
-//! written and flushed is read again and again, for a controller that is taken away meanwhile.
-//! `--reset FILE`: instead, `1` is written to FILE, a PCI function's `reset` in sysfs, while nobody
-//! uses the device, several times, and it works again. Then once more, and at once it is given
-//! back, which takes no longer. `--bad-read OFFSET`, `--bad-write OFFSET`: instead, that the device
-//! fails there is reported as it must be, and the rest serves on.
+//! DEVICE is a value as for a target's `device`, or a file. **All data on it is lost.** SECONDS
+//! defaults to 600. The seed is printed. At the end it prints how many bytes had to be copied on
+//! their way to the device, and checks that an idle device uses no CPU.
+//!
+//! Other checks, which run instead:
+//! - `--reads SECONDS`: flushed data is read again and again; for a controller that is removed
+//!   meanwhile.
+//! - `--reset FILE`: `1` is written several times to FILE, a PCI function's `reset` in sysfs, while
+//!   the device is idle; it must work again each time. After a last reset the device is closed at
+//!   once, which must take no more than 15 s.
+//! - `--bad-read OFFSET`, `--bad-write OFFSET`: an error of the device at this offset must be
+//!   reported correctly, and the rest must still work.
 
 use std::{
     path::Path,
@@ -29,14 +33,14 @@ fn number(text: &str) -> u64 {
     text.parse().unwrap_or_else(|_| panic!("{text} is no number; {USAGE}"))
 }
 
-/// Of a second in which nobody wants anything of the device.
+/// CPU time allowed in one second in which the device is idle.
 const IDLE: Duration = Duration::from_millis(50);
 
 async fn at_rest(d: &dyn Device) -> ExitCode {
     println!("copied: {} bytes", d.copied());
     let used =
         || Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).expect("time that passed");
-    // What is about to sleep sleeps then.
+    // Time for threads that are about to sleep.
     tokio::time::sleep(Duration::from_millis(200)).await;
     let before = used();
     tokio::time::sleep(Duration::from_secs(1)).await;
@@ -45,12 +49,12 @@ async fn at_rest(d: &dyn Device) -> ExitCode {
     if took > IDLE { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
-/// Of a device whose controller is dead before it is given back: SPDK waits for 10 s for one to
-/// shut down.
+/// Limit for closing a device whose controller is dead: SPDK waits 10 s for a controller to shut
+/// down.
 const FAREWELL: Duration = Duration::from_secs(15);
 
-/// As many as there are, by so much more apart: at each moment between two looks of the driver's at
-/// its controller.
+/// The number of resets. Each pause is longer by `BETWEEN`, so that resets hit different moments
+/// between two checks of the controller by the driver.
 const RESETS: u32 = 10;
 const BETWEEN: Duration = Duration::from_millis(57);
 

@@ -1,5 +1,5 @@
-//! What the chunk engine costs over the device below it: the same sizes and depths against both, in
-//! one run.
+//! Cost of the chunk engine compared with the device below it: the same sizes and queue depths for
+//! both, in one run.
 //!
 //! `cargo run --release --example engine_bench -- FOLDER [MiB]` makes a target in
 //! `FOLDER/bench-target` and removes it. Prints rates and CPU time of the whole process per
@@ -123,7 +123,7 @@ async fn update(e: &Engine, index: usize, offset: usize, data: Buf, sums: Vec<u3
             Ok(staged) => {
                 return e.commit(staged, Version { epoch: 1, number: 1 }, Vec::new()).map(|_| ());
             }
-            // Another one of this run has the chunk; the chain would queue behind it.
+            // Another operation of this run holds the chunk; a chain would queue behind it.
             Err(e) if e.code == strake_proto::Code::Busy => tokio::task::yield_now().await,
             Err(e) => return Err(e),
         }

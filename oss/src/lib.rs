@@ -1,4 +1,4 @@
-//! The object storage server: chunks on targets, replicated along chains.
+//! The storage server: chunks on targets, replicated along chains.
 //!
 //! `chain` is the replication protocol as a pure state machine; `engine` keeps chunks on a
 //! `device`; `server` is the thin shell that connects them to the fabric.

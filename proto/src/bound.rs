@@ -1,8 +1,8 @@
 //! Which chunks of a file may be on which chains, in the 29 bits that a capability has for it.
 //!
-//! The mds says it with each capability, an oss refuses what is elsewhere. Files of one stripe,
-//! along a chain set or of few stripes are told exactly, others by a mask. Storage servers of
-//! before this ignore the bits.
+//! The mds puts it into each capability, and an oss refuses chunks elsewhere. For files of one
+//! stripe, of few stripes, or along a chain set it is exact; for others it is a mask. Older storage
+//! servers ignore the bits.
 
 use crate::{
     ChainId,
@@ -11,16 +11,16 @@ use crate::{
     pb,
 };
 
-/// Chunks from this index on are in no file, whatever its layout.
+/// No file has chunks from this index on, whatever its layout.
 const MAX_INDEX: u64 = MAX_FILE_SIZE / STRIPE_UNIT as u64;
-/// Bits of a bound besides its form.
+/// Bits of a bound without its form.
 const BITS: u32 = 26;
 const CHAIN_BITS: u32 = 20;
 const SET_BITS: u32 = 4;
 const PLACE_BITS: u32 = 11;
-/// Stripes that a list may have, and chains that each of them may name.
+/// Number of stripes that a list may have.
 const LIST: std::ops::RangeInclusive<u32> = 2..=4;
-/// Forms. 3 to 5 are lists of 2 to 4 chains.
+/// Values of the form. 3 to 5 are lists of 2 to 4 chains.
 const ONE: u32 = 1;
 const SET: u32 = 2;
 const MASK: u32 = 6;
@@ -28,7 +28,7 @@ const MASK: u32 = 6;
 /// See the module.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Bound {
-    /// Not said: of a metadata server of before this, or no layout that it knows.
+    /// Not given: by an older metadata server, or because it does not know the layout.
     #[default]
     Any,
     /// All on one chain, with indices below 2 to the power of `bits`.
@@ -37,16 +37,16 @@ pub enum Bound {
     Set { set: u32, start: u32, count: u32 },
     /// Chunk `i` on chain `i % count` of a list of 2 to 4.
     List { count: u32, chains: [ChainId; 4] },
-    /// All on chains that, modulo 26, have their bits here.
+    /// All on chains whose number modulo 26 has its bit set here.
     Mask(u32),
 }
 
-/// What a server has to say about a chunk.
+/// Whether a chunk may be on a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fits {
     Yes,
     No,
-    /// Its map does not have the chain set yet.
+    /// The map does not have the chain set yet.
     Unknown,
 }
 
@@ -59,10 +59,11 @@ fn low(bits: u32) -> u32 {
 }
 
 impl Bound {
-    /// Of a file with this layout. [`Bound::Any`] if no layout of this version.
+    /// The bound of a file with this layout. [`Bound::Any`] for a layout that this version does not
+    /// know.
     pub fn of(layout: &pb::Layout, map: &MapView) -> Bound {
         let [c] = &layout.components[..] else { return Bound::Any };
-        // One stripe is one chunk: the chain follows from the index alone.
+        // One stripe is one chunk: then the chain follows from the index alone.
         let whole = u64::from(c.stripe_size) <= MAX_CHUNK;
         if let (Some(s), true) = (&c.set, whole)
             && s.seed == 0
@@ -119,7 +120,7 @@ impl Bound {
         }
     }
 
-    /// In the lowest 29 bits.
+    /// Encodes it in the lowest 29 bits.
     pub fn encode(self) -> u32 {
         let (form, rest) = match self {
             Bound::Any => (0, 0),
@@ -158,7 +159,7 @@ impl Bound {
     }
 }
 
-/// Along a set, if the numbers are small enough.
+/// A bound along a set, if the numbers are small enough.
 fn along(set: u32, start: u32, count: u32) -> Option<Bound> {
     let small =
         set <= low(SET_BITS) && start <= low(PLACE_BITS) && (1..=low(PLACE_BITS)).contains(&count);
@@ -195,7 +196,7 @@ mod tests {
     fn each_layout_has_the_tightest_form_that_it_fits_in() {
         let map = map();
         let of = |units, chains: &[ChainId]| Bound::of(&layout(units, chains, None), &map);
-        // 2^50 bytes in stripes of 64 KiB, of 4 MiB, and of 17 MiB, which are two chunks each.
+        // 2^50 bytes in stripes of 64 KiB, of 4 MiB, and of 17 MiB (two chunks each).
         assert_eq!(of(1, &[9]), Bound::One { chain: 9, bits: 34 });
         assert_eq!(of(64, &[9, 9]), Bound::One { chain: 9, bits: 28 });
         assert_eq!(of(272, &[9]), Bound::One { chain: 9, bits: 27 });
@@ -218,7 +219,7 @@ mod tests {
 
     #[test]
     fn what_no_server_makes_lets_nothing_in() {
-        // A form of a later version; a set of no members.
+        // A form of a later version; a set without members.
         for word in [7, SET | 3 << 3] {
             assert_eq!(Bound::decode(word), Bound::Mask(0));
         }

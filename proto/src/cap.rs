@@ -1,6 +1,5 @@
-//! Capabilities: what a data request must carry so that whoever speaks the protocol by hand reaches
-//! nothing he was not given. The mds makes them, an oss checks them; both know the key, clients do
-//! not.
+//! Capabilities: a token that a data request must carry, so that a hand-written client reaches only
+//! what it was given. The mds makes them, an oss checks them; both know the key, clients do not.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
@@ -38,16 +37,16 @@ pub struct Capability {
     /// Milliseconds since 1970-01-01 UTC after which it is refused.
     pub expiry_ms: u64,
     pub rights: Rights,
-    /// Where the file's chunks are.
+    /// The chains on which the file's chunks may be.
     pub bound: Bound,
-    /// The first log entry that the look at the right knew nothing of, see [`as_of`]. 0: not said,
-    /// by a metadata server of a version before this. What ends the right in this entry or a later
-    /// one ends the capability.
+    /// The first log entry that was not considered when the right was checked, see [`as_of`]. 0:
+    /// not given, by a metadata server of an older version. If this entry or a later one ends the
+    /// right, it ends the capability.
     pub as_of: u32,
 }
 
-/// A log index as capabilities have it: modulo 2^32, and the one before where that is 0, which errs
-/// to the safe side.
+/// A log index as capabilities store it: modulo 2^32. Where that is 0, the index before it is used,
+/// which is the safe direction.
 pub const fn as_of(index: u64) -> u32 {
     match index as u32 {
         0 => u32::MAX,
@@ -55,14 +54,14 @@ pub const fn as_of(index: u64) -> u32 {
     }
 }
 
-/// The index of an entry of which no capability that is still good knows nothing: whatever ended,
-/// ended it.
+/// An index before that of every capability that is still valid, for a result whose own index is
+/// unknown: a right of this index counts as ended by any ending.
 pub const fn long_ago(applied: u64) -> u64 {
     applied.wrapping_sub(1 << 30)
 }
 
-/// The log index that [`as_of`] made, by one that is not 2^31 entries away. 0 for what lies before
-/// the log's beginning.
+/// The log index from which [`as_of`] was made, given a known index that is less than 2^31 entries
+/// away. 0 for an index before the beginning of the log.
 pub const fn index_near(as_of: u32, known: u64) -> u64 {
     let ahead = as_of.wrapping_sub(known as u32).cast_signed() as i64;
     let near = known.wrapping_add_signed(ahead);
@@ -89,8 +88,8 @@ fn mac(key: &[u8; 32], parts: &[&[u8]]) -> [u8; 32] {
     m.finalize().into_bytes().into()
 }
 
-/// A key for one purpose out of another key: HMAC-SHA256 over the purpose's name (RFC 2104, NIST SP
-/// 800-108 style).
+/// Derives a key for one purpose from another key: HMAC-SHA256 over the purpose's name (RFC 2104,
+/// NIST SP 800-108 style).
 pub fn derive_key(key: &[u8; 32], purpose: &str) -> [u8; 32] {
     mac(key, &[purpose.as_bytes()])
 }
@@ -125,7 +124,7 @@ impl CapKey {
         b
     }
 
-    /// Checks the MAC and the expiry. Who may do what to which file is in the result.
+    /// Checks the MAC and the expiry. The result says which rights hold for which file.
     pub fn open(&self, b: &[u8], now_ms: u64) -> Result<Capability> {
         let bad = |m: &str| Error::new(Code::BadCap, m);
         let b: &[u8; CAP_LEN] = b.try_into().map_err(|_| bad("capability is not 64 bytes"))?;

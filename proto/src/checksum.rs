@@ -21,7 +21,7 @@ pub fn crc32c_both(a: &[u8], b: &[u8]) -> u32 {
     d.finalize() as u32
 }
 
-/// The checksum of `a` followed by `b`, from theirs.
+/// The checksum of `a` followed by `b`, from their checksums.
 pub fn combine(a: u32, b: u32, len_b: usize) -> u32 {
     checksum_combine(CrcAlgorithm::Crc32Iscsi, u64::from(a), u64::from(b), len_b as u64) as u32
 }
@@ -86,8 +86,8 @@ pub fn verify<'a>(
     if n == sums.len() { bad } else { Some(0) }
 }
 
-/// What a word at the start of a block of zeros does to the block's checksum, as a basis: for each
-/// highest bit of the effect the effect and the word.
+/// How a word at the start of a block of zeros changes the block's checksum, as a basis: for each
+/// highest bit of the change, the change and the word.
 fn effects() -> (u32, [(u32, u32); 32]) {
     let sum_of = |word: u32| {
         let mut block = [0; BLOCK];
@@ -110,9 +110,9 @@ fn effects() -> (u32, [(u32, u32); 32]) {
     (zero, basis)
 }
 
-/// The first four bytes of a block that is zeros behind them and has this checksum. There is one
-/// for each, since a CRC of 32 bits is linear and none of four bytes next to each other hides
-/// another.
+/// The first four bytes of a block that is otherwise zeros and has this checksum. They exist for
+/// every checksum: a 32-bit CRC is linear, and no two values of four adjacent bytes give the same
+/// change.
 pub fn block_with_sum(sum: u32) -> [u8; 4] {
     static EFFECTS: OnceLock<(u32, [(u32, u32); 32])> = OnceLock::new();
     let (zero, basis) = EFFECTS.get_or_init(effects);

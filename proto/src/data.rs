@@ -1,8 +1,8 @@
 //! Fixed-layout bodies of data-plane frames. Little-endian; specified in `docs/formats.md`.
 //!
-//! A request body is a 96-byte [`DataRequest`] head, then (as said in it) a 64-byte capability, a
-//! round, a time, block checksums, recent-writer records, memory regions and damaged parts. A reply
-//! body is a 40-byte [`DataReply`] head, then block checksums and replica start stamps.
+//! A request body is a 96-byte [`DataRequest`] head, then (as flagged in it) a 64-byte capability,
+//! a round, a time, block checksums, recent-writer records, memory regions and damaged parts. A
+//! reply body is a 40-byte [`DataReply`] head, then block checksums and replica start stamps.
 
 use std::{ops::Range, time::Duration};
 
@@ -18,35 +18,36 @@ const VERSION: u16 = 1;
 /// Blocks of a 16 MiB chunk, plus one for an unaligned start.
 pub const MAX_SUMS: usize = 4097;
 pub const MAX_WRITERS: usize = 64;
-/// Changes that a chunk's record remembers, so that a repeated one is known and a replay sees who
-/// wrote since. A client flushes a chunk before half as many of its own are unstable.
+/// Changes that a chunk's record remembers, so that a repeated change is recognized and a replay
+/// sees which sessions wrote since. A client flushes a chunk before half as many of its own changes
+/// are unstable.
 pub const KEPT_WRITERS: usize = MAX_WRITERS;
 pub const MAX_REGIONS: usize = 256;
 pub const MAX_STAMPS: usize = 16;
-/// Parts of a 16 MiB chunk, at least a block each and as much apart.
+/// Parts of a 16 MiB chunk, each at least one block long and one block apart.
 pub const MAX_DAMAGED: usize = 2048;
 
 /// What an update does to its chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// Reads, flushes, lists: no update.
+    /// No update: reads, flushes, lists.
     None = 0,
     /// Puts `len` bytes at `offset`, extending the chunk (a gap reads as zeros).
     Write = 1,
-    /// Cuts the chunk to `offset` bytes if it is longer.
+    /// Truncates the chunk to `offset` bytes if it is longer.
     Truncate = 2,
     /// Removes the chunk; its version stays as a tombstone.
     Remove = 3,
     /// Replaces the whole chunk by `len` bytes and takes `version` as given (resync). Absent if
     /// version is a tombstone's.
     Replace = 4,
-    /// Makes the `len` bytes at `offset` zeros, without a payload, as far as the chunk has them. A
-    /// chunk that is not there gets a tombstone of this version.
+    /// Makes the `len` bytes at `offset` zeros, without a payload, as far as the chunk extends. A
+    /// missing chunk gets a tombstone of this version.
     Punch = 5,
 }
 
-/// Commit number of a chunk's last change: ordered by epoch of the chain first.
+/// Version number of a chunk's last change. Ordered by epoch of the chain first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
     /// Chain epoch in which it was assigned.
@@ -63,8 +64,8 @@ pub struct Writer {
     pub version: Version,
 }
 
-/// A part of the requester's memory the oss may read or write itself (RDMA). Empty on TCP: bytes
-/// follow the frame.
+/// A part of the requester's memory that the oss may read or write directly (RDMA). Empty on TCP,
+/// where bytes follow the frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
     pub addr: u64,
@@ -75,29 +76,30 @@ pub struct Region {
 pub const FLAG_CAP: u8 = 1;
 /// Answer only when the update is flushed on every in-sync replica.
 pub const FLAG_STABLE: u8 = 2;
-/// A repetition of an unstable write after a replica restarted; `version` is what the first attempt
-/// was given.
+/// A repetition of an unstable write after a replica restarted; `version` is the one that the first
+/// attempt was given.
 pub const FLAG_REPLAY: u8 = 4;
-/// SYNC_PUT: of a removed chunk. TRIM of all chunks, FORWARD_FLUSH: nobody writes to this data any
-/// more, its tombstones may be forgotten.
+/// SYNC_PUT: the chunk was removed. TRIM of all chunks, FORWARD_FLUSH: no client writes to this
+/// data any more, so its tombstones may be forgotten.
 pub const FLAG_TOMBSTONE: u8 = 8;
-/// A write of bytes that were held back: it may take what the target has granted to its session.
+/// A write of dirty data that was held back: it may use space that the target granted to its
+/// session.
 pub const FLAG_GRANTED: u8 = 16;
 /// A round follows. Set by the encoder.
 pub const FLAG_ROUND: u8 = 32;
 /// A time follows. Set by the encoder.
 pub const FLAG_HEARD: u8 = 64;
-/// What the encoder sets by itself.
+/// The flags that the encoder sets.
 const FOLLOWS: u8 = FLAG_CAP | FLAG_ROUND | FLAG_HEARD;
-/// A request with any other is refused: what it asks for would be left out.
+/// A request with any other flag is refused, because what the flag asks for would be ignored.
 const FLAGS: u8 = FLAG_STABLE | FLAG_REPLAY | FLAG_TOMBSTONE | FLAG_GRANTED | FOLLOWS;
 
-/// How long a target keeps free what it has granted, from when it answered. A session counts from
-/// when it asked, and takes 0.9 of it.
+/// How long a target keeps granted space free, counted from its answer. A session counts from its
+/// request, and uses 0.9 of the time.
 pub const GRANT_TERM: Duration = Duration::from_secs(10);
-/// What is granted is counted in these, bytes: what an update takes of a target at least.
+/// Unit of grants in bytes: the least that an update takes of a target.
 pub const GRANT_UNIT: u64 = 4096;
-/// Most units that one session has of one target: 64 MiB.
+/// Maximum number of units that one session has of one target: 64 MiB.
 pub const MAX_GRANT: u64 = (64 << 20) / GRANT_UNIT;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -107,13 +109,13 @@ pub struct DataRequest {
     /// set by the encoder.
     pub flags: u8,
     pub chain: ChainId,
-    /// The sender's idea of the chain's epoch; a replica with another one answers `StaleEpoch`.
+    /// The chain's epoch as the sender knows it; a replica with another epoch answers `StaleEpoch`.
     pub epoch: u64,
     pub chunk: ChunkId,
     /// The target addressed on the receiving oss.
     pub target: TargetId,
-    /// Bytes from the start of the chunk. TRIM: milliseconds to work, 0 = until done. GRANT: units
-    /// of what the session has that it needs in any case.
+    /// Bytes from the start of the chunk. TRIM: milliseconds to work, 0 = until done. GRANT: how
+    /// many of the session's units it needs in any case.
     pub offset: u32,
     /// Bytes read or written. TRIM: bytes kept of chunk `index - 1`, `u32::MAX` = leave it. Lists:
     /// entries wanted. EXTENTS: extents wanted, 0 = only their sum. GRANT: units wanted.
@@ -122,25 +124,25 @@ pub struct DataRequest {
     pub seq: u64,
     pub version: Version,
     pub cap: Option<[u8; CAP_LEN]>,
-    /// WRITE, FLUSH: how often the session had given up an update without knowing what became of
-    /// it, when this was sent. A head that has heard of a newer round refuses updates of older
-    /// ones: they may be such, and what was written since must not be overwritten. 0, which is not
-    /// sent: never, or not said.
+    /// WRITE, FLUSH: how many updates the session had given up without knowing their result when
+    /// this was sent. A head that has seen a newer round refuses updates of older ones: they may be
+    /// such abandoned updates, and must not overwrite what was written since. 0, which is not sent:
+    /// none, or not given.
     pub round: u64,
-    /// WRITE: what the receiver's [`Clock`] said when its sender asked last. The receiver takes no
-    /// update whose time is too long ago. 0, which is not sent: its sender did not ask.
+    /// WRITE: the value of the receiver's [`Clock`] when the sender last asked for it. The receiver
+    /// refuses an update whose time is too long ago. 0, which is not sent: the sender did not ask.
     pub heard: u64,
     /// One CRC32C per 4 KiB block touched, see [`crate::checksum`].
     pub sums: Vec<u32>,
     pub writers: Vec<Writer>,
     pub regions: Vec<Region>,
-    /// SYNC_PUT: bytes of the chunk, whole blocks as far as it reaches, that have no good copy; in
-    /// order. Zeros stand for them in the payload.
+    /// SYNC_PUT: ranges of the chunk, in order, that have no good copy. Whole blocks, except at the
+    /// chunk's end. The payload has zeros there.
     pub damaged: Vec<Range<u32>>,
 }
 
 impl DataRequest {
-    /// A request with nothing but an address; fill in the rest with struct update syntax.
+    /// A request with only an address; fill in the rest with struct update syntax.
     pub fn new(chain: ChainId, epoch: u64, target: TargetId, chunk: ChunkId) -> DataRequest {
         DataRequest {
             kind: Kind::None,
@@ -307,8 +309,8 @@ impl DataRequest {
 
 pub const REPLY_STABLE: u8 = 1;
 
-/// A replica as it was when it answered: if its stamp has changed since, it restarted and may have
-/// lost unstable bytes.
+/// A replica at the time of its answer. If its stamp has changed since, the replica restarted and
+/// may have lost unstable bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stamp {
     pub target: TargetId,
@@ -320,9 +322,9 @@ pub struct DataReply {
     pub stable: bool,
     /// The chunk's version after (updates) or at (reads) the request.
     pub version: Version,
-    /// The chain's epoch when it was answered.
+    /// The chain's epoch at the time of the answer.
     pub epoch: u64,
-    /// Reads: bytes that exist, at most what was asked; what is missing reads as zeros up to the
+    /// Reads: bytes that exist, at most what was asked; missing bytes read as zeros up to the
     /// file's size. GRANT: units granted. SYNC_PUT: not 0 while applications wait for the target.
     pub len: u32,
     pub sums: Vec<u32>,
@@ -382,8 +384,8 @@ impl DataReply {
     }
 }
 
-/// The answer to CLOCK, 16 bytes: how late it is at a storage server, and for how long it takes
-/// updates that say so.
+/// The answer to CLOCK, 16 bytes: the time at a storage server, and how long it accepts updates
+/// that carry this time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Clock {
     /// Milliseconds since its machine was started, suspend included; not 0.
@@ -412,8 +414,8 @@ impl Clock {
         Ok(Clock { now, life })
     }
 
-    /// Whether an update of that time is too old to be taken. One of the future is of another start
-    /// of the machine.
+    /// Whether an update with that time is too old. A time in the future is from another start of
+    /// the machine, and is refused, too.
     pub fn is_over(&self, heard: u64) -> bool {
         heard != 0 && !(self.now.saturating_sub(u64::from(self.life))..=self.now).contains(&heard)
     }
@@ -431,7 +433,7 @@ pub struct ListEntry {
 pub const LIST_ENTRY: usize = 48;
 
 impl ListEntry {
-    /// Whether a page of a listing ascends, from behind `after`.
+    /// Whether a page of a listing is in ascending order and begins after `after`.
     pub fn in_order(page: &[ListEntry], after: Option<ChunkId>) -> bool {
         page.first().is_none_or(|e| after.is_none_or(|a| e.chunk > a))
             && page.is_sorted_by(|a, b| a.chunk < b.chunk)
@@ -466,7 +468,7 @@ impl ListEntry {
     }
 }
 
-/// Blocks of one chunk that hold data, next to each other.
+/// Adjacent blocks of one chunk that hold data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// The chunk's index.
@@ -480,15 +482,15 @@ pub struct Extent {
 /// Payload of an EXTENTS reply: where the chunks of one file on one chain hold data.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Extents {
-    /// In order, apart from each other within a chunk.
+    /// In order, and not adjacent within a chunk.
     pub found: Vec<Extent>,
-    /// Bytes stored from where the request began to `next`; of all that is left if that is `None`.
+    /// Bytes stored between the start of the request and `next`; to the end if that is `None`.
     pub bytes: u64,
-    /// Chunk index and offset from where on nothing was looked at. `None`: nothing is left.
+    /// Chunk index and offset at which the search stopped. `None`: it reached the end.
     pub next: Option<(u64, u32)>,
 }
 
-/// Most extents in one reply.
+/// Maximum number of extents in one reply.
 pub const MAX_EXTENTS: usize = 4096;
 const EXTENTS_HEAD: usize = 24;
 const EXTENT: usize = 16;
@@ -509,9 +511,9 @@ impl Extents {
         b.freeze()
     }
 
-    /// `Protocol` for what no server sends to a request that began at (`index`, `offset`): extents
-    /// that are empty, leave their chunk, are out of order or lie outside of what was looked at,
-    /// and a `next` that goes back or stays.
+    /// `Protocol` for a reply that no server sends to a request that began at (`index`, `offset`):
+    /// extents that are empty, leave their chunk, are out of order or lie outside the searched
+    /// range, and a `next` that does not advance.
     pub fn decode(payload: &[u8], from: (u64, u32)) -> Result<Extents> {
         let mut r = Reader(payload);
         let (bytes, next) = (r.u64()?, (r.u64()?, r.u32()?));

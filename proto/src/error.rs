@@ -1,5 +1,5 @@
-//! The one error type. Each case has a POSIX errno; what happened and what to do next is in the
-//! message.
+//! The common error type. Each code has a POSIX errno; the message says what happened and what to
+//! do next.
 
 use std::fmt;
 
@@ -15,11 +15,11 @@ macro_rules! codes {
         pub enum Code { $($(#[$doc])* $name = $num,)* }
 
         impl Code {
-            /// Unknown numbers (a newer peer's) read as [`Code::Io`].
+            /// Unknown numbers (of a newer peer) read as [`Code::Io`].
             pub fn from_wire(n: u32) -> Code {
                 match n { $($num => Code::$name,)* _ => Code::Io }
             }
-            /// The Linux errno a program sees.
+            /// The Linux errno that a program sees.
             pub const fn errno(self) -> i32 {
                 match self { $(Code::$name => $errno,)* }
             }
@@ -60,48 +60,48 @@ codes! {
     OpNotSupp = 95 => 95,
     Stale = 116 => 116,
     DQuot = 122 => 122,
-    /// Not the leader; `leader` names it when known. Retry there.
+    /// This server is not the leader; `leader` names it when known. Retry there.
     NotLeader = 1000 => 11,
-    /// The chain epoch of a data request is not the replica's. Refresh the map and retry.
+    /// The chain epoch of a data request differs from the replica's. Refresh the map and retry.
     StaleEpoch = 1001 => 11,
     /// The addressed replica may not serve this (not in sync, not the head, chunk dirty). Refresh
     /// and retry elsewhere.
     NotServing = 1002 => 11,
-    /// The sender's own lease ran out; it must renew before it serves.
+    /// The sender's own lease has expired; it must renew it before it serves.
     LeaseExpired = 1003 => 11,
-    /// A bounded queue is full. Back off and retry.
+    /// A queue is full. Back off and retry.
     Overloaded = 1004 => 11,
     /// Payload or block checksum did not match on arrival; send it again from a private copy.
     Resend = 1005 => 11,
-    /// The session ended or was evicted; nothing of it is accepted any more.
+    /// The session ended or was evicted; all its requests are refused.
     NoSession = 1006 => 5,
-    /// Capability forged, expired or for something else.
+    /// The capability is forged, expired or for something else.
     BadCap = 1007 => 13,
     /// The connection broke before an answer; the request may or may not have run.
     Disconnected = 1008 => 11,
     /// No answer within the deadline; the request may or may not have run.
     TimedOut = 1009 => 110,
-    /// The peer spoke something this build does not understand.
+    /// The peer sent something that this build does not understand.
     Protocol = 1010 => 71,
     /// Stored bytes do not match their checksum and no good copy is left.
     Corrupt = 1011 => 5,
-    /// A retried request whose reply is no longer kept: it ran, its answer is lost.
+    /// A retried request whose reply is no longer kept: it ran, but its answer is lost.
     ReplyGone = 1012 => 5,
-    /// Chain write refused: the successor's committed version is ahead or behind. Full chunk
-    /// needed.
+    /// Chain write refused: the successor's committed version is ahead or behind. It needs the full
+    /// chunk.
     VersionGap = 1013 => 11,
     /// The peer did not prove that it belongs to this cluster.
     Unauthenticated = 1014 => 13,
-    /// A write to be repeated was overtaken by another session's; its bytes are lost.
+    /// A write to be repeated was overtaken by a write of another session; its bytes are lost.
     Overtaken = 1015 => 5,
-    /// Another owner's lock is in the way. Not to be tried again by itself: the program is told, or
-    /// waits for its turn.
+    /// Another owner's lock conflicts. Not retried automatically: the program is told, or waits for
+    /// its turn.
     LockConflict = 1016 => 11,
-    /// The metadata server was removed from its group and serves nobody any more.
+    /// The metadata server was removed from its group and no longer serves.
     NotMember = 1017 => 116,
 }
 
-/// An error with its cause in words.
+/// An error with a message about its cause.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Error {
     pub code: Code,
@@ -123,7 +123,7 @@ impl Error {
         self.code.errno()
     }
 
-    /// Puts what was being done in front of the cause.
+    /// Prefixes the message with what was being done.
     #[must_use]
     pub fn context(mut self, what: impl fmt::Display) -> Error {
         self.message = format!("{what}: {}", self.message);

@@ -1,25 +1,25 @@
-//! The frame every connection carries after the handshake: a 64-byte header, a control body, an
-//! optional payload.
+//! The frame of every connection after the handshake: a 64-byte header, a control body, an optional
+//! payload.
 //!
 //! All integers are little-endian. The header is covered by its own CRC32C, the body by `body_crc`.
-//! The payload is covered end to end by block checksums in the body of data requests; `payload_crc`
-//! is the same bytes' CRC32C (combined from those blocks where they are known) and 0 when
-//! [`FLAG_PAYLOAD_SUMMED`] is not set.
+//! The payload is covered end to end by block checksums in the body of data requests. `payload_crc`
+//! is the CRC32C of the same bytes (combined from the block checksums where they are known), or 0
+//! if [`FLAG_PAYLOAD_SUMMED`] is not set.
 
 use crate::{Code, Error, Result, checksum::crc32c};
 
 pub const MAGIC: u32 = u32::from_le_bytes(*b"STRK");
 pub const HEADER_LEN: usize = 64;
-/// Longest body a receiver accepts.
+/// Maximum body length that a receiver accepts.
 pub const MAX_BODY: u32 = 4 << 20;
-/// Longest payload a receiver accepts: one whole chunk.
+/// Maximum payload length that a receiver accepts: one whole chunk.
 pub const MAX_PAYLOAD: u32 = 16 << 20;
 
-/// `payload_crc` is set and the receiver checks it (payloads that carry no block checksums of their
+/// `payload_crc` is set and the receiver checks it (for payloads without block checksums of their
 /// own).
 pub const FLAG_PAYLOAD_SUMMED: u8 = 1;
-/// Requests: regions of the sender's memory follow the body. Responses: the payload is not behind
-/// the body, it was written to the requester's memory. Only where the transport can (RDMA).
+/// Requests: regions of the sender's memory follow the body. Responses: the payload does not follow
+/// the body, but was written to the requester's memory. Only on transports that support it (RDMA).
 pub const FLAG_REGIONS: u8 = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub enum Kind {
     Hello = 3,
     /// No more requests on this connection; those in flight are answered.
     GoAway = 4,
-    /// Nothing but a sign of life, sent while the other end waits for an answer. Needs none.
+    /// A sign of life, sent while the other end waits for an answer. Needs no answer.
     KeepAlive = 5,
 }
 
@@ -43,14 +43,14 @@ pub struct Header {
     pub opcode: u16,
     /// Responses: 0 = ok, else a [`Code`]; the body is then a `Status` message.
     pub status: u16,
-    /// Requests: milliseconds the sender will wait, 0 = no limit.
+    /// Requests: how long the sender will wait, in milliseconds; 0 = no limit.
     pub deadline_ms: u32,
     pub request_id: u64,
     pub body_len: u32,
     pub payload_len: u32,
     pub body_crc: u32,
     pub payload_crc: u32,
-    /// Carried from a user's operation through every request it causes.
+    /// Copied from a user's operation to every request that it causes.
     pub trace: u64,
 }
 

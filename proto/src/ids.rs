@@ -4,10 +4,10 @@ use std::{fmt, str::FromStr};
 
 use crate::{Code, Error};
 
-/// Inode id. Bits 63..48 are the shard an inode was born in (always 0 today), the rest a counter of
-/// the namespace state.
+/// Inode id. Bits 63..48 are the shard in which the inode was created (always 0 today), the rest a
+/// counter of the namespace state.
 pub type Ino = u64;
-/// Names the bytes of one layout instance of a file; never reused.
+/// Identifies the bytes of one layout instance of a file; never reused.
 pub type DataId = u64;
 pub type ChainId = u32;
 /// The OST index that `lfs` shows as `obdidx`.

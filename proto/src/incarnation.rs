@@ -1,10 +1,11 @@
-//! Which life of a metadata group something belongs to.
+//! Incarnations of a metadata group.
 //!
-//! A group that lost its quorum for good, or all its members, begins anew from what is left: a
-//! survivor's folder or a dump. What happened after that state is lost, and the former members may
-//! come back and know nothing of it. So each beginning is an incarnation of its own, in the cluster
-//! map and in whatever speaks with metadata servers: its **era** counts up, and its lower 48 bits
-//! are random, because two people may recover the same group twice.
+//! A group that lost its quorum for good, or all its members, is started again from what is left: a
+//! survivor's folder or a dump. Everything that happened after that state is lost, and former
+//! members may return without knowing about it. So each start is an incarnation of its own,
+//! recorded in the cluster map and in everything that communicates with metadata servers. Its
+//! **era** counts up, and its lower 48 bits are random, because two people may recover the same
+//! group independently.
 
 use std::{cmp::Ordering, fmt};
 
@@ -14,28 +15,28 @@ use crate::{Code, Error, Result};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Incarnation(pub u64);
 
-/// How another incarnation stands to one's own.
+/// The relation of another incarnation to the own one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kin {
     Same,
-    /// It was given up when one's own began, or before.
+    /// The other one was given up when the own one began, or before.
     Older,
-    /// One's own was given up.
+    /// The own one was given up.
     Newer,
-    /// Of the same era: both were made from what was left of the same group. One of the two has to
-    /// go.
+    /// Of the same era: both were started from what was left of the same group. One of them must be
+    /// given up.
     Twin,
 }
 
 const ERA_SHIFT: u32 = 48;
 const RANDOM: u64 = (1 << ERA_SHIFT) - 1;
-/// Numbers that a group of an era gives out begin at the era times this, so that no two eras give
-/// out the same.
+/// Counters of an era begin at the era shifted left by this number of bits or above, so that no two
+/// eras give out the same numbers.
 const SPAN: u32 = 32;
 
 impl Incarnation {
-    /// The one of an era that `random` makes different from others. `EINVAL` for the last era and
-    /// beyond.
+    /// The incarnation of an era, made unique by `random`. `EINVAL` for the last era and beyond,
+    /// and for era 0.
     pub fn new(era: u64, random: u64) -> Result<Incarnation> {
         if era == 0 || era >= u64::from(u16::MAX) {
             return Err(Error::new(
@@ -60,14 +61,15 @@ impl Incarnation {
         }
     }
 
-    /// Where a counter goes on in this era: beyond all that any earlier one may have given out.
+    /// Where a counter continues in this era: beyond every number that an earlier era may have
+    /// given out.
     pub fn beyond(self, counter: u64) -> u64 {
         ((counter >> SPAN) + 1).max(self.era()) << SPAN
     }
 }
 
 impl fmt::Display for Incarnation {
-    /// `2-00c0ffee1234`; the first one is `0`.
+    /// `2-00c0ffee1234`; the first incarnation is `0`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0 == 0 {
             f.write_str("0")

@@ -1,8 +1,8 @@
-//! What a mount answers to ioctl(2) on an open regular file, so that a library in the program can
-//! open the same file by itself.
+//! The answers of a mount to ioctl(2) on an open regular file, with which a library in the program
+//! can open the same file itself.
 //!
 //! Numbers are in the byte order of the machine, as in every ioctl: both ends are on one machine. A
-//! reader believes an answer only as far as it checks it: any file system may answer the same
+//! reader must check every part of an answer, because any file system may answer the same ioctl
 //! number with anything.
 
 use crate::{Code, Error, Ino, Result};
@@ -15,31 +15,31 @@ const fn reads(number: u32, bytes: usize) -> u32 {
 pub const FILE_BYTES: usize = 64;
 /// Bytes of the answer to [`SERVERS`].
 pub const SERVERS_BYTES: usize = 4096;
-/// Which file of which file system it is: `_IOR(0xe7, 1, 64 bytes)`.
+/// Asks for the file and its file system: `_IOR(0xe7, 1, 64 bytes)`.
 pub const FILE: u32 = reads(1, FILE_BYTES);
-/// Where the metadata servers are: `_IOR(0xe7, 2, 4096 bytes)`.
+/// Asks for the metadata servers: `_IOR(0xe7, 2, 4096 bytes)`.
 pub const SERVERS: u32 = reads(2, SERVERS_BYTES);
 
 const MAGIC: [u8; 8] = *b"strakeio";
 const VERSION: u32 = 1;
-/// Magic, version, bytes, UUID.
+/// Length of the head: magic, version, length, UUID.
 const HEAD: usize = 32;
 
 /// The answer to [`FILE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpenedFile {
-    /// Of the file system.
+    /// UUID of the file system.
     pub uuid: [u8; 16],
-    /// Inode ids are never reused: it means this file for good.
+    /// Inode ids are never reused, so this identifies the file for good.
     pub ino: Ino,
-    /// The flags of open(2) that the mount has for the descriptor.
+    /// The open(2) flags that the mount has for the descriptor.
     pub flags: u32,
 }
 
 /// The answer to [`SERVERS`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Servers {
-    /// Of the file system.
+    /// UUID of the file system.
     pub uuid: [u8; 16],
     /// Endpoints of the metadata servers, separated by commas.
     pub endpoints: String,
@@ -58,7 +58,7 @@ fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     bytes[at..at + N].try_into().expect("as long as it was asked for")
 }
 
-/// The UUID of an answer, if it is one.
+/// The UUID in an answer, if the answer is valid.
 fn check(answer: &[u8], bytes: usize) -> Result<[u8; 16]> {
     let not_ours = || Error::new(Code::Inval, "this is no answer of a StrakeFS mount");
     if answer.len() < bytes || answer[..8] != MAGIC {
@@ -85,7 +85,7 @@ impl OpenedFile {
         out
     }
 
-    /// `EINVAL`: no answer of a mount; `EOPNOTSUPP`: one of another version.
+    /// `EINVAL`: not an answer of a mount; `EOPNOTSUPP`: an answer of another version.
     pub fn decode(answer: &[u8]) -> Result<OpenedFile> {
         let uuid = check(answer, FILE_BYTES)?;
         let (ino, flags) =
@@ -95,7 +95,7 @@ impl OpenedFile {
 }
 
 impl Servers {
-    /// [`SERVERS_BYTES`] bytes, with as many endpoints as there is room for.
+    /// [`SERVERS_BYTES`] bytes, with as many endpoints as fit.
     pub fn encode(uuid: [u8; 16], endpoints: &[String]) -> Vec<u8> {
         const ROOM: usize = SERVERS_BYTES - HEAD - 8;
         let mut text = String::new();
@@ -116,7 +116,7 @@ impl Servers {
         out
     }
 
-    /// Errors as of [`OpenedFile::decode`].
+    /// Errors as for [`OpenedFile::decode`].
     pub fn decode(answer: &[u8]) -> Result<Servers> {
         let uuid = check(answer, SERVERS_BYTES)?;
         let len = u32::from_ne_bytes(array(answer, HEAD)) as usize;
@@ -151,7 +151,7 @@ mod tests {
         let want = Servers { uuid: [7; 16], endpoints: "tcp:a:1,rdma:b:2".into() };
         assert_eq!((bytes.len(), Servers::decode(&bytes)), (SERVERS_BYTES, Ok(want)));
         assert_eq!(Servers::decode(&Servers::encode([0; 16], &[])).unwrap().endpoints, "");
-        // More than there is room for: whole ones.
+        // More endpoints than fit: only whole ones are included.
         let many: Vec<String> = (0..500).map(|n| format!("tcp:server{n}:7400")).collect();
         let s = Servers::decode(&Servers::encode([0; 16], &many)).unwrap();
         let kept: Vec<&str> = s.endpoints.split(',').collect();
@@ -160,7 +160,7 @@ mod tests {
         );
     }
 
-    /// What another file system may answer.
+    /// Answers that another file system may give.
     #[test]
     fn anything_else_is_an_error() {
         let file = OpenedFile { uuid: [1; 16], ino: 5, flags: 0 }.encode();

@@ -1,8 +1,9 @@
-//! Where a byte of a file lives: pure arithmetic over a layout and the cluster map.
+//! Where each byte of a file lies: pure arithmetic over a layout and the cluster map.
 //!
-//! A file is cut into stripes of `stripe_size`, dealt round-robin over the component's chains. A
-//! stripe is one chunk, or several of at most 16 MiB when it is larger. Chunk indices grow with the
-//! offset in the file, so "everything beyond a size" is a range of indices on every chain.
+//! A file is divided into stripes of `stripe_size`, distributed round-robin over the component's
+//! chains. A stripe is one chunk, or several of at most 16 MiB when it is larger. Chunk indices
+//! grow with the offset in the file, so "everything beyond a size" is a range of indices on every
+//! chain.
 
 use crate::{ChainId, ChunkId, Code, Error, Ino, Result, map::MapView, pb};
 
@@ -37,18 +38,18 @@ pub struct Piece {
     pub file_offset: u64,
 }
 
-/// What a size cuts on every chain: chunks from `first_gone` on go, chunk `first_gone - 1` keeps
-/// `kept` bytes.
+/// What truncation to a size removes on every chain: chunks from `first_gone` on are removed, chunk
+/// `first_gone - 1` keeps `kept` bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     pub first_gone: u64,
-    /// `u32::MAX`: nothing of chunk `first_gone - 1` is cut.
+    /// `u32::MAX`: chunk `first_gone - 1` is kept as it is.
     pub kept: u32,
 }
 
 impl StripeMap {
-    /// `EINVAL` for a layout that no mds of this version makes, `EIO` for one that names chains the
-    /// map lacks.
+    /// `EINVAL` for a layout that no mds of this version makes, `EIO` for one that names chains
+    /// missing in the map.
     pub fn resolve(ino: Ino, layout: &pb::Layout, map: &MapView) -> Result<StripeMap> {
         let [c] = &layout.components[..] else {
             return Err(Error::new(
@@ -87,7 +88,7 @@ impl StripeMap {
         self.stripe_size.div_ceil(MAX_CHUNK)
     }
 
-    /// The chunk that holds a byte, and from where to where (file offsets) that chunk reaches.
+    /// The chunk that holds a byte, and the file offset at which that chunk's bytes end.
     pub fn locate(&self, offset: u64) -> (Piece, u64) {
         let stripe = offset / self.stripe_size;
         let within = offset % self.stripe_size;
@@ -125,8 +126,8 @@ impl StripeMap {
         })
     }
 
-    /// The file offset that a chunk's first byte has, and how many bytes belong in it. `None` for a
-    /// chunk beyond every file.
+    /// The file offset of a chunk's first byte, and how many bytes belong in the chunk. `None` for
+    /// a chunk beyond every file.
     pub fn place_of(&self, index: u64) -> Option<(u64, u64)> {
         let k = self.chunks_per_stripe();
         let (stripe, sub) = (index / k, index % k);
@@ -134,7 +135,7 @@ impl StripeMap {
         (start < MAX_FILE_SIZE).then(|| (start, MAX_CHUNK.min(self.stripe_size - sub * MAX_CHUNK)))
     }
 
-    /// The first chunk behind `index` that is on the same chain, by the layout alone.
+    /// The first chunk after `index` on the same chain, by the layout alone.
     pub fn next_on_chain(&self, index: u64) -> u64 {
         let (k, chain) = (self.chunks_per_stripe(), self.chain_of(index));
         if !(index + 1).is_multiple_of(k) {
@@ -146,7 +147,7 @@ impl StripeMap {
         (after..after + n).find(|s| self.chains[(s % n) as usize] == chain).unwrap_or(after) * k
     }
 
-    /// The first chunk from `index` on that is on a chain of the layout.
+    /// The first chunk from `index` on that lies on a chain of the layout.
     pub fn first_on_chain(&self, index: u64, chain: ChainId) -> u64 {
         let (k, n) = (self.chunks_per_stripe(), self.chains.len() as u64);
         if self.chain_of(index) == chain {
@@ -161,7 +162,7 @@ impl StripeMap {
         self.chains[((index / self.chunks_per_stripe()) % self.chains.len() as u64) as usize]
     }
 
-    /// What cutting the file to `size` removes.
+    /// What truncating the file to `size` removes.
     pub fn cut(&self, size: u64) -> Cut {
         let (piece, _) = self.locate(size);
         if piece.offset == 0 {
@@ -172,9 +173,9 @@ impl StripeMap {
     }
 }
 
-/// `count` chains of a set: the set's members in a seeded order (seed 0: their own), from position
-/// `start`, wrapping. The order is a Fisher-Yates shuffle driven by SplitMix64, from the last
-/// position down.
+/// `count` chains of a set: the set's members in a seeded order (seed 0: their own order), from
+/// position `start`, wrapping around. The order is a Fisher-Yates shuffle driven by SplitMix64,
+/// from the last position down.
 pub fn set_members(chains: &[ChainId], seed: u64, start: u32, count: u32) -> Vec<ChainId> {
     if chains.is_empty() {
         return Vec::new();

@@ -1,5 +1,5 @@
-//! The words StrakeFS processes speak: ids, errors, frames, data-plane headers, capabilities, the
-//! cluster map and the arithmetic that turns a file offset into a chunk on a chain. No I/O, no
+//! The protocol between StrakeFS processes: ids, errors, frames, data-plane headers, capabilities,
+//! the cluster map and the arithmetic that turns a file offset into a chunk on a chain. No I/O, no
 //! clock, no randomness.
 //!
 //! Every format here is specified in `docs/formats.md`.
@@ -32,8 +32,8 @@ pub use error::{Code, Error, Result};
 pub use ids::{ChainId, ChunkId, DataId, Fid, Ino, NodeId, SessionId, TargetId};
 pub use incarnation::{Incarnation, Kin};
 
-/// Version of the wire protocol this build speaks; the handshake picks the highest that both ends
-/// have.
+/// Version of the wire protocol that this build speaks; the handshake picks the highest version
+/// that both ends support.
 pub const WIRE_VERSION: u16 = 1;
 /// Oldest wire version this build still speaks.
 pub const WIRE_VERSION_MIN: u16 = 1;

@@ -1,5 +1,5 @@
-//! The cluster map with its indices, as every process holds it: immutable, replaced whole when a
-//! newer one comes.
+//! The cluster map with its indices, as every process holds it: immutable, and replaced as a whole
+//! by a newer one.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,8 +15,8 @@ use prost::{
 use crate::{ChainId, Code, Error, NodeId, Result, TargetId, pb};
 use pb::ReplicaState;
 
-/// Evictions in one answer to a heartbeat at most. With so many there may be more: the storage
-/// server asks again at once, and takes no lease before it has them all.
+/// Maximum number of evictions in one answer to a heartbeat. If an answer has this many, there may
+/// be more: the storage server asks again at once, and takes no lease before it has all of them.
 pub const MAX_EVICTED: usize = 1024;
 
 pub const ROLE_MDS: u32 = 1;
@@ -29,7 +29,7 @@ pub struct MapView {
     targets: BTreeMap<TargetId, usize>,
     nodes: BTreeMap<NodeId, usize>,
     sets: BTreeMap<u32, usize>,
-    /// The map as it crosses the wire, once somebody wanted it.
+    /// The encoded map, once it was needed.
     encoded: OnceLock<Bytes>,
 }
 
@@ -47,7 +47,7 @@ fn index<T>(items: &[T], id: impl Fn(&T) -> u32, what: &str) -> Result<BTreeMap<
 }
 
 impl MapView {
-    /// Refuses a map that names an id twice, refers to one it lacks, or has a target twice in a
+    /// Refuses a map that names an id twice, refers to a missing one, or has a target twice in a
     /// chain.
     pub fn new(map: pb::ClusterMap) -> Result<MapView> {
         let v = MapView {
@@ -74,9 +74,9 @@ impl MapView {
         Ok(v)
     }
 
-    /// A message followed by this map as its field `tag`: what encoding the message with the map in
-    /// that field gives, in another order at most. A new map goes to a thousand clients at once: it
-    /// is encoded once.
+    /// A message followed by this map as its field `tag`: equal to encoding the message with the
+    /// map in that field, except perhaps for the order of fields. A new map goes to a thousand
+    /// clients at once, so it is encoded only once.
     pub fn encode_behind(&self, message: &impl prost::Message, tag: u32) -> Vec<u8> {
         let map = self.encoded.get_or_init(|| self.map.encode_to_vec().into());
         let mut out = Vec::with_capacity(message.encoded_len() + map.len() + 16);
@@ -106,7 +106,7 @@ impl MapView {
     pub fn node_of(&self, target: TargetId) -> Option<&pb::Node> {
         self.target(target).and_then(|t| self.node(t.node))
     }
-    /// Endpoints of the metadata servers, one each, those that can be read.
+    /// Endpoints of the metadata servers, one each; those that cannot be parsed are left out.
     pub fn mds<E: std::str::FromStr>(&self) -> Vec<E> {
         let mds = self.map.nodes.iter().filter(|n| n.role == ROLE_MDS);
         mds.filter_map(|n| n.endpoints.iter().find_map(|e| e.parse().ok())).collect()
@@ -123,8 +123,8 @@ pub trait ChainExt {
     fn serving(&self) -> impl Iterator<Item = TargetId> + '_;
     fn head(&self) -> Option<TargetId>;
     fn tail(&self) -> Option<TargetId>;
-    /// The one to forward updates of `target` to: the next SERVING one, or for the tail the SYNCING
-    /// one.
+    /// The replica to which updates of `target` are forwarded: the next SERVING one, or for the
+    /// tail the SYNCING one.
     fn successor(&self, target: TargetId) -> Option<(TargetId, ReplicaState)>;
     fn state_of(&self, target: TargetId) -> Option<ReplicaState>;
     /// The OST index of this chain.

@@ -1,4 +1,4 @@
-//! What a frame asks for. Wire format: append only.
+//! The request in a frame. Wire format: append only.
 
 /// Client to mds; bodies in `schema/meta.proto`.
 pub const SESSION_OPEN: u16 = 0x0001;
@@ -7,30 +7,30 @@ pub const SESSION_CLOSE: u16 = 0x0003;
 pub const META: u16 = 0x0004;
 /// Anyone to mds: the cluster map.
 pub const MAP: u16 = 0x0005;
-/// Client to mds: waits for locks; a list that is answered when one of them may be had.
+/// Client to mds: waits for locks. Sends a list and is answered when one of them is available.
 pub const LOCK_WAIT: u16 = 0x0006;
-/// Client to mds: asks what is to be forgotten or reported.
+/// Client to mds: asks what it must forget or report (recalls).
 pub const RECALL: u16 = 0x0007;
 
 /// oss to mds; bodies in `schema/cluster.proto`.
 pub const REGISTER: u16 = 0x0041;
 pub const HEARTBEAT: u16 = 0x0042;
-/// What is about to be deleted or cut, for fsck.
+/// Data that is about to be deleted or truncated, for fsck.
 pub const PENDING: u16 = 0x0043;
-/// Where chunks lie in files, for people.
+/// Which files chunks belong to, for people.
 pub const PLACES: u16 = 0x0044;
 
 /// mds to mds.
 pub const RAFT: u16 = 0x0061;
 pub const SNAPSHOT: u16 = 0x0062;
-/// Whoever has the cluster key to mds: the group's members, and their changes.
+/// From a holder of the cluster key to an mds: the group's members, and changes of them.
 pub const MEMBERS: u16 = 0x0063;
-/// mds to a new mds: who are you?
+/// mds to a new mds: asks who it is.
 pub const PROBE: u16 = 0x0064;
-/// mds to the mds that leads: what may be told of, see `docs/follower-reads.md`.
+/// mds to the leading mds: up to where reads may be answered, see `docs/follower-reads.md`.
 pub const FRONTIER: u16 = 0x0065;
 
-/// Within the transport, RDMA only: room for the payload of a reply, see `docs/rdma.md`.
+/// Within the transport, RDMA only: asks for memory for the payload of a reply, see `docs/rdma.md`.
 pub const ROOM: u16 = 0x0081;
 /// Anyone to any server: a request for another server, and its answer back, see `docs/formats.md`.
 pub const RELAY: u16 = 0x0082;
@@ -40,27 +40,28 @@ pub const READ: u16 = 0x0101;
 pub const WRITE: u16 = 0x0102;
 /// Makes every write of a chain stable.
 pub const FLUSH: u16 = 0x0103;
-/// Cuts a file's chunks on one chain to a size (0 removes them all).
+/// Truncates a file's chunks on one chain to a size (0 removes them all).
 pub const TRIM: u16 = 0x0104;
 /// Where a file's chunks on one chain hold data, and how much: an [`crate::data::Extents`].
 pub const EXTENTS: u16 = 0x0105;
-/// Keeps space of a target free for what a session holds back.
+/// Keeps space of a target free for dirty data that a session holds back.
 pub const GRANT: u16 = 0x0106;
-/// How late it is at a storage server: a [`crate::data::Clock`].
+/// The time at a storage server: a [`crate::data::Clock`].
 pub const CLOCK: u16 = 0x0107;
-/// Chain-internal: the same update going to the next replica.
+/// Chain-internal: forwards the same update to the next replica.
 pub const FORWARD: u16 = 0x0111;
 pub const FORWARD_FLUSH: u16 = 0x0112;
-/// Chain-internal resync: list versions of the successor, put a whole chunk, finish.
+/// Chain-internal resync: lists versions of the successor, puts a whole chunk, finishes.
 pub const SYNC_LIST: u16 = 0x0113;
 pub const SYNC_PUT: u16 = 0x0114;
-/// A target that has left a chain asks a replica in sync whether that can read all of a chunk
-/// (0.0.0: says that it is there).
+/// A target that has left a chain asks a replica in sync whether that replica can read all of a
+/// chunk (0.0.0: says that it is alive).
 pub const VOUCH: u16 = 0x0115;
-/// What a target has of a chunk, whatever its place in the chain: the reader judges by checksums.
+/// Reads a target's copy of a chunk, whatever its position in the chain: the reader checks
+/// checksums.
 pub const READ_COPY: u16 = 0x0116;
-/// Chunks of a target, for fsck.
+/// Lists the chunks of a target, for fsck.
 pub const LIST_CHUNKS: u16 = 0x0121;
 
-/// Answered by every service with its own body, for measuring round trips.
+/// Every service answers with the request's body, for measuring round trips.
 pub const ECHO: u16 = 0x01ff;

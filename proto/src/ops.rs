@@ -1,13 +1,14 @@
-//! What kind of thing a metadata operation is. Client and servers must agree on it: it decides
-//! where a request goes and whether it has a number in the log.
+//! The kind of a metadata operation. Client and servers must agree on it: it decides where a
+//! request goes and whether it has a number in the log.
 
 use crate::pb::{self, op::Op};
 
 /// The bits of open(2)'s flags that say whether it is for reading, writing or both.
 pub const O_ACCMODE: u32 = 3;
 
-/// Whether an operation only looks, and at what is in the log: a member that does not lead can do
-/// that. Who has something open, and who waits for a lock, only the leader knows.
+/// Whether an operation only reads, and only what the log determines: a member that does not lead
+/// can answer it. Which sessions have something open or wait for a lock is known only to the
+/// leader.
 pub fn only_looks(op: &pb::Op) -> bool {
     use Op::{
         Access, GetSeal, Getattr, Getlayout, Getxattr, Listxattr, Lookup, PathOf, Readdir,
@@ -31,8 +32,8 @@ pub fn only_looks(op: &pb::Op) -> bool {
     )
 }
 
-/// Whether an operation changes anything. To open a file for writing does: it puts the session on
-/// record as a writer. One that is not known here does not: it is refused.
+/// Whether an operation changes anything. Opening a file for writing does: it records the session
+/// as a writer. An unknown operation does not, because it is refused.
 pub fn is_mutation(op: &pb::Op) -> bool {
     match &op.op {
         Some(Op::Open(o)) => o.flags & O_ACCMODE != 0,

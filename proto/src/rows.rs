@@ -1,8 +1,8 @@
-//! Which rows of the tables in `docs/` were taken by real code, for tests that demand that each is.
-//! A count is a thread's own number: taking a row costs an addition. The simulator, which runs
-//! everything in one thread, reads what its runs took.
+//! Counts which rows of the tables in `docs/` were taken by real code, for tests that require every
+//! row to be taken. Counts are per thread: taking a row costs an addition. The simulator, which
+//! runs everything in one thread, reads what its runs took.
 
-/// Declares the rows of a table, each with the name that it has in the documents.
+/// Declares the rows of a table, each with its name in the documentation.
 #[macro_export]
 macro_rules! rows {
     ($(#[$meta:meta])* pub enum $name:ident { $($(#[$of_row:meta])* $row:ident = $text:literal,)* }) => {
@@ -23,7 +23,7 @@ macro_rules! rows {
                 TAKEN.with(|t| f(t))
             }
 
-            /// This row is taken, by this thread.
+            /// Notes that this thread takes this row.
             pub fn taken(self) {
                 $name::with(|t| t[self as usize].set(t[self as usize].get().wrapping_add(1)));
             }
@@ -33,7 +33,7 @@ macro_rules! rows {
                 $name::with(|t| $name::NAMES.iter().copied().zip(t.iter().map(|c| c.get())).collect())
             }
 
-            /// This thread has taken none.
+            /// Resets the counts of this thread.
             pub fn reset() {
                 $name::with(|t| t.iter().for_each(|c| c.set(0)));
             }

@@ -1,31 +1,31 @@
-//! The arithmetic of sealed files: how one is cut into extents, and the Merkle tree hash over them.
-//! See `docs/seal.md`.
+//! The arithmetic of sealed files: how a file is divided into extents, and the Merkle tree hash
+//! over them. See `docs/seal.md`.
 
 use sha2::{Digest as _, Sha256};
 
 pub const DIGEST: usize = 32;
-/// Of SHA-256.
+/// A SHA-256 digest.
 pub type Digest = [u8; DIGEST];
 
-/// Bytes of an extent of all files up to 1 TiB.
+/// Extent size in bytes of all files up to 1 TiB.
 pub const EXTENT: u64 = 4 << 20;
-/// Extents of one file at most: a manifest never takes more than 8 MiB.
+/// Maximum number of extents of one file, so that a manifest never takes more than 8 MiB.
 pub const MAX_EXTENTS: u64 = 1 << 18;
 /// Digests in one page of a manifest.
 pub const PAGE: usize = 1024;
 
-/// Bytes of each extent, but the last, of a file of `size` bytes: [`EXTENT`], doubled until
-/// [`MAX_EXTENTS`] are enough.
+/// Size of each extent, except the last, of a file of `size` bytes: [`EXTENT`], doubled until
+/// [`MAX_EXTENTS`] extents are enough.
 pub fn extent_size(size: u64) -> u64 {
     EXTENT * size.div_ceil(EXTENT * MAX_EXTENTS).max(1).next_power_of_two()
 }
 
-/// Extents of a file of `size` bytes.
+/// Number of extents of a file of `size` bytes.
 pub fn extents(size: u64) -> u64 {
     size.div_ceil(extent_size(size))
 }
 
-/// Pages of its manifest.
+/// Number of pages of its manifest.
 pub fn pages(size: u64) -> u64 {
     extents(size).div_ceil(PAGE as u64)
 }
@@ -59,12 +59,13 @@ fn node(left: &Digest, right: &Digest) -> Digest {
     Sha256::new_with_prefix([1]).chain_update(left).chain_update(right).finalize().into()
 }
 
-/// The Merkle tree hash of RFC 6962 over the extents of a file; of none it is SHA-256 of nothing.
+/// The Merkle tree hash of RFC 6962 over the extents of a file; without extents it is the SHA-256
+/// of nothing.
 pub fn root(leaves: &[Digest]) -> Digest {
     let Some(first) = leaves.first() else { return Sha256::digest([]).into() };
     let mut level = leaves.to_vec();
     while level.len() > 1 {
-        // One without a neighbour goes up as it is, which is where the RFC puts it.
+        // A node without a neighbour moves up unchanged, which is where the RFC puts it.
         level = level
             .chunks(2)
             .map(|pair| if let [l, r] = pair { node(l, r) } else { pair[0] })
@@ -84,7 +85,7 @@ mod tests {
 
     #[test]
     fn roots_are_those_of_certificate_transparency() {
-        // The leaves and roots that implementations of RFC 6962 test with.
+        // Leaves and roots from the tests of RFC 6962 implementations.
         let leaves: [&[u8]; 8] = [
             b"",
             b"\x00",

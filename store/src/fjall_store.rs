@@ -1,16 +1,16 @@
 //! The store on disk: fjall, a log-structured merge tree with one journal.
 //!
-//! A commit is written to the journal file (so it survives the process) but not fsynced (so it may
-//! not survive the machine); [`sync`](MetaStore::sync) fsyncs the journal. The contents live in one
-//! keyspace whose name counts how often the store was cleared: clearing makes the next, empty one
-//! in a single durable step and then drops the old one, so that a crash leaves either all of the
-//! old contents or none.
+//! A commit is written to the journal file, so it survives the process. It is not fsynced, so it
+//! may not survive the machine; [`sync`](MetaStore::sync) fsyncs the journal. The contents live in
+//! one keyspace whose name counts how often the store was cleared. Clearing makes the next, empty
+//! keyspace in a single durable step and then drops the old one, so a crash leaves either all of
+//! the old contents or none.
 //!
-//! fjall takes no more writes after one that failed. Where the cause was a full disk, the next
-//! commit that finds space again opens the store anew; until then reads go on from what is open. A
-//! failed commit may still reach the journal when fjall lets go of it, so what its keys held before
-//! is written back first. Where the cause was damage, or a read met some, only clearing helps: all
-//! of it is removed then, fjall's own lists included, and an empty store made in its place.
+//! fjall takes no more writes after one that failed. If the cause was a full disk, the next commit
+//! that finds space again reopens the store; until then reads continue on the open one. A failed
+//! commit may still reach the journal when fjall closes, so after reopening, the earlier values of
+//! its keys are written back first. If the cause was damage, or a read found some, only clearing
+//! helps: it removes all files, fjall's own lists included, and makes an empty store.
 
 use std::{
     collections::BTreeMap,
@@ -35,14 +35,15 @@ use crate::{Batch, MetaStore, PairIter, Reader, check_key, is_empty_range, journ
 
 /// Memory for cached blocks when [`Options`] does not say otherwise.
 pub const DEFAULT_CACHE: u64 = 64 << 20;
-/// With less free space a store that met a full disk is not opened again.
+/// A store that met a full disk is not reopened with less free space than this, in bytes.
 const REOPEN_ROOM: u64 = 1 << 20;
-/// fjall does not say what a background write died of. With less free space it is a full disk; with
-/// more it is taken for one that had space again, once in so long.
+/// fjall does not report why a background write failed. With less free space than this, the cause
+/// is taken to be a full disk. With more, a full disk that has space again is assumed, but at most
+/// once per [`UNKNOWN_AGAIN`].
 const LITTLE: u64 = 1 << 30;
 const UNKNOWN_AGAIN: Duration = Duration::from_secs(60);
-/// What flushes and compactions lacked may still be lacking: tried again with so much more space,
-/// or after so long.
+/// After a failed flush or compaction, space may still be short. The store is reopened only when
+/// so many more bytes are free, or after [`BACKGROUND_PAUSE`].
 const MORE: u64 = 64 << 20;
 const BACKGROUND_PAUSE: Duration = Duration::from_secs(10);
 
@@ -52,7 +53,7 @@ pub struct Options {
     pub cache_bytes: u64,
     /// Bytes of the journal on disk before memtables are forced out; at least 64 MiB.
     pub journal_bytes: u64,
-    /// Bytes of the table in memory that is written out at once; fixed when the store is made.
+    /// Bytes at which a table in memory is written to disk; fixed when the store is made.
     pub memtable_bytes: u64,
     /// Threads that flush and compact.
     pub threads: usize,
@@ -78,10 +79,10 @@ pub struct FjallStore {
 }
 
 struct State {
-    /// `None` after it could not be opened again; the next commit tries.
+    /// `None` if reopening failed; the next commit tries again.
     open: Option<Arc<Open>>,
     failure: Option<Failure>,
-    /// When a background write last failed for a reason that fjall does not tell.
+    /// When a background write last failed; fjall does not report the cause.
     unknown: Option<Instant>,
 }
 
@@ -89,7 +90,7 @@ struct Open {
     db: Database,
     generation: u64,
     keyspace: Keyspace,
-    /// Somebody read what is damaged.
+    /// A read met damaged data.
     damaged: AtomicBool,
 }
 
@@ -98,7 +99,7 @@ struct Failure {
     cause: Error,
     /// What the keys of the failed commit held before it.
     undo: Batch,
-    /// For a background write: when it was noticed and how much space there was.
+    /// For a background write: when the failure was noticed and how much space was free then.
     background: Option<(Instant, u64)>,
 }
 
@@ -115,7 +116,7 @@ impl FjallStore {
         Ok(FjallStore { path: path.to_path_buf(), options: options.clone(), state })
     }
 
-    /// Whether somebody has the store in `path` open, this process or another.
+    /// Whether any process, this one included, has the store in `path` open.
     pub fn is_open(path: impl AsRef<Path>) -> bool {
         let lock = File::open(path.as_ref().join("lock"));
         lock.is_ok_and(|f| matches!(f.try_lock(), Err(TryLockError::WouldBlock)))
@@ -125,7 +126,7 @@ impl FjallStore {
         self.state.read().view()
     }
 
-    /// Runs a write, on a store that was opened anew if an earlier one met a full disk.
+    /// Runs a write. Reopens the store first if an earlier write met a full disk.
     fn write(
         &self,
         undo: impl FnOnce(&State) -> Result<Batch>,
@@ -134,7 +135,7 @@ impl FjallStore {
         let state = self.healthy()?;
         let Some(open) = &state.open else { return Err(closed()) };
         let Err(e) = f(open) else { return Ok(()) };
-        // Unless it was this write that failed, it left nothing behind.
+        // `Poisoned` means that an earlier write failed: this one changed nothing.
         let undo =
             if matches!(e, fjall::Error::Poisoned) { Batch::default() } else { undo(&state)? };
         drop(state);
@@ -179,7 +180,7 @@ impl FjallStore {
         }
         let open = match Open::at(&self.path, &self.options) {
             Ok(open) => Arc::new(open),
-            // Another descriptor of the lock may take a moment to go.
+            // Another descriptor of the lock may take a moment to close.
             Err(e) if matches!(e.code, Code::Busy | Code::NoSpc) => return refused(&e.message),
             Err(e) => return Err(e),
         };
@@ -209,8 +210,8 @@ impl FjallStore {
         old.db.delete_keyspace(old.keyspace.clone())
     }
 
-    /// An empty store in the place of one that takes no more writes. `Busy` while that one is still
-    /// read.
+    /// Replaces a store that takes no more writes with an empty one. `Busy` while it is still
+    /// being read.
     fn begin_anew(&self) -> Result<()> {
         let mut state = self.state.write();
         if let Some(open) = state.open.take()
@@ -261,12 +262,12 @@ impl State {
         met || self.failure.as_ref().is_some_and(|f| f.cause.code == Code::Corrupt)
     }
 
-    /// Reads everything; the first error.
+    /// Reads everything and returns the first error.
     fn walk(&self) -> Result<()> {
         self.view()?.pairs(Bound::Unbounded, Bound::Unbounded).try_for_each(|pair| pair.map(drop))
     }
 
-    /// Notes why no more writes are taken.
+    /// Records why the store takes no more writes.
     fn failed(&mut self, e: &fjall::Error, undo: Batch, free: u64) -> Error {
         if let Some(first) = &self.failure {
             return first.cause.clone().context("metadata store");
@@ -330,13 +331,13 @@ impl Open {
                 Ok(Open { db, generation, keyspace, damaged: AtomicBool::new(false) })
             }
             Err(e) => {
-                let _ = catch_unwind(AssertUnwindSafe(|| drop(db))); // of what has panicked, that may panic too
+                let _ = catch_unwind(AssertUnwindSafe(|| drop(db))); // may panic, too
                 Err(what(e))
             }
         }
     }
 
-    /// The error of a read.
+    /// Maps the error of a read; notes damage.
     fn unread(&self, e: &fjall::Error) -> Error {
         let e = map_error(e).context("metadata store");
         self.damaged.fetch_or(e.code == Code::Corrupt, Relaxed);
@@ -344,8 +345,8 @@ impl Open {
     }
 
     fn commit(&self, batch: &Batch) -> fjall::Result<()> {
-        // All operations of a batch get one sequence number, so of several on one key only the last
-        // may go in.
+        // All operations of a batch get one sequence number, so only the last of several operations
+        // on one key may go in.
         let ops: BTreeMap<_, _> = batch.ops.iter().map(|(k, v)| (&k[..], v)).collect();
         let mut b = self.db.batch().durability(Some(PersistMode::Buffer));
         for (key, value) in ops {
@@ -358,7 +359,7 @@ impl Open {
     }
 }
 
-/// The generation that counts.
+/// The current generation and its keyspace.
 fn newest(db: &Database, path: &Path, options: &Options) -> fjall::Result<(u64, Keyspace)> {
     let mut generations: Vec<u64> = db
         .list_keyspace_names()
@@ -375,8 +376,8 @@ fn newest(db: &Database, path: &Path, options: &Options) -> fjall::Result<(u64, 
     Ok((generation, keyspace))
 }
 
-/// fjall takes some of what it reads for granted: what is damaged there is no reason for this
-/// process to end.
+/// Turns a panic of fjall into an error: fjall trusts some of what it reads, and damaged data must
+/// not end this process.
 fn guarded<T>(f: impl FnOnce() -> fjall::Result<T>) -> fjall::Result<T> {
     catch_unwind(AssertUnwindSafe(f)).unwrap_or(Err(fjall::Error::Unrecoverable))
 }
@@ -391,8 +392,9 @@ fn open_keyspace(
     let options =
         || KeyspaceCreateOptions::default().max_memtable_size(options.memtable_bytes.max(1 << 20));
     let keyspace = db.keyspace(&format!("meta-{generation}"), options)?;
-    // fjall (3.1.13) makes the folders of this keyspace and of its list of keyspaces in there and
-    // does not sync their names: without them what its journal holds is forgotten.
+    // fjall (3.1.13) makes the folders of this keyspace and of its list of keyspaces in
+    // `keyspaces` and does not sync their names. Without those names, what its journal holds is
+    // ignored.
     File::open(path.join("keyspaces"))?.sync_all()?;
     Ok(keyspace)
 }
@@ -429,7 +431,7 @@ fn map_error(e: &fjall::Error) -> Error {
 /// The store as it was at one commit.
 struct FjallView {
     snapshot: fjall::Snapshot,
-    /// Also keeps the store from being opened anew below this view.
+    /// Also keeps the store from being reopened while this view exists.
     open: Arc<Open>,
 }
 
@@ -484,7 +486,7 @@ impl MetaStore for FjallStore {
         let Some(open) = &state.open else { return Err(closed()) };
         let Err(e) = open.db.persist(PersistMode::SyncAll) else { return Ok(()) };
         drop(state);
-        // After a failed flush nobody knows what the disk holds, so that it is not tried again.
+        // After a failed flush the state of the disk is unknown, so the sync is not tried again.
         let e = if matches!(e, fjall::Error::Poisoned) {
             e
         } else {
@@ -512,7 +514,7 @@ impl MetaStore for FjallStore {
         drop(self.healthy()?);
         let Err(e) = self.next_generation() else { return Ok(()) };
         let named = map_error(&e).context("metadata store");
-        // Something of it is damaged: all of it goes anyway.
+        // Part of the store is damaged; clearing removes all of it anyway.
         let damaged = named.code == Code::Corrupt || matches!(e, fjall::Error::Poisoned);
         if damaged { self.begin_anew() } else { Err(named) }
     }
@@ -544,7 +546,7 @@ mod tests {
         undo.put("a", "0");
         undo.delete("b");
         s.state.write().failed(&fjall::Error::Io(std::io::Error::from_raw_os_error(28)), undo, 0);
-        // A view that is still read keeps the store from being opened anew, and no longer.
+        // A view that is still in use keeps the store from being reopened, but no longer.
         let view = s.snapshot().unwrap();
         assert_eq!(s.commit(b.clone()).unwrap_err().code, Code::NoSpc);
         assert_eq!(view.get(b"a").unwrap().unwrap(), "1");
@@ -582,7 +584,7 @@ mod tests {
             Code::Io
         );
         assert_eq!(s.sync().unwrap_err().code, Code::Io);
-        // With little space they are waited out, but not at once.
+        // With little space the store waits before it tries again.
         s.state.write().failure = None;
         let e = s.state.write().failed(
             &fjall::Error::Poisoned,

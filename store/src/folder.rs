@@ -4,8 +4,8 @@ use std::{fs, io::ErrorKind, path::Path};
 
 use strake_proto::{Code, Error, Result};
 
-/// Whether a folder cannot be synced at all: it is not ours, or of a file system that has nothing
-/// to sync, as below a mount point.
+/// Whether the error means that a folder cannot be synced at all: it belongs to another user, or
+/// its file system has nothing to sync (as above a mount point).
 fn may_not(e: ErrorKind) -> bool {
     matches!(
         e,
@@ -16,9 +16,9 @@ fn may_not(e: ErrorKind) -> bool {
     )
 }
 
-/// Makes a server's folder if it is absent, but none above it: a missing one is more often a disk
-/// that is not mounted. Its name is durable then: what a server says it has stored must not vanish
-/// with the folder when the power goes.
+/// Makes a server's folder if it is absent, but not its parent: a missing parent is more often a
+/// disk that is not mounted. Afterwards the folder's name is durable, so that acknowledged data
+/// does not vanish with the folder when power is lost.
 pub fn make_folder(path: &Path) -> Result<()> {
     let above = match path.parent() {
         Some(p) if p != Path::new("") => p,
@@ -26,8 +26,8 @@ pub fn make_folder(path: &Path) -> Result<()> {
     };
     let sync = || fs::File::open(above).and_then(|d| d.sync_all());
     let made = match fs::create_dir(path) {
-        // It may be what a start that was cut short made and did not sync; an administrator's need
-        // not be ours to sync.
+        // The folder may come from an interrupted start that did not sync it. One made by an
+        // administrator need not be ours to sync.
         Err(e) if e.kind() == ErrorKind::AlreadyExists && path.is_dir() => {
             sync().or_else(|e| if may_not(e.kind()) { Ok(()) } else { Err(e) })
         }

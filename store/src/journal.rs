@@ -1,12 +1,12 @@
 //! The end of fjall's journal after a loss of power.
 //!
-//! What was written to the journal since its last fsync reaches the disk in any order, each sector
-//! for itself. fjall (3.1) cuts the journal where a batch is not complete, but takes one that is
-//! complete, with other bytes in its middle than were written, for damage and does not open. Here
-//! the active journal is cut before the first such batch, as fjall does it with the others.
-//! Journals before it were fsynced as a whole. Whether a batch was lost that had been synced is for
-//! those to say who use the store: the metadata server's log begins after what it had applied, a
-//! storage target's mark tells how far its table was.
+//! Data written to the journal since its last fsync reaches the disk in any order, sector by
+//! sector. fjall (3.1) cuts the journal at an incomplete batch. But it treats a complete batch with
+//! wrong bytes in its middle as damage, and does not open. This module cuts the active journal
+//! before the first such batch, as fjall does with incomplete ones. Earlier journals were fsynced
+//! as a whole. The store's users find out whether a synced batch was lost: the metadata server's
+//! log starts after what the server had applied, and a storage target's mark tells how far its
+//! table was synced.
 //!
 //! The format is that of fjall's `journal/entry.rs`: a batch is a start (tag 1, items `u32`,
 //! sequence number `u64`), items (tag 2, type `u8`, compression `u8`, keyspace `u64`, key length
@@ -27,8 +27,8 @@ const ITEM: u8 = 2;
 const END: u8 = 3;
 const CLEAR: u8 = 4;
 
-/// Cuts the journal of the store in `path` before its first batch that is complete and not as it
-/// was written. The bytes that went; `None` if there is no such batch.
+/// Cuts the journal of the store in `path` before its first batch that is complete but wrong.
+/// Returns how many bytes were cut; `None` if there is no such batch.
 pub fn cut_torn_end(path: &Path) -> io::Result<Option<u64>> {
     let Some(journal) = active(path)? else { return Ok(None) };
     let file = OpenOptions::new().read(true).write(true).open(journal)?;
@@ -69,7 +69,7 @@ impl<R: Read> Journal<R> {
         Ok(b)
     }
 
-    /// Adds to the batch's checksum what comes next.
+    /// Adds the next `len` bytes to the batch's checksum.
     fn sum(&mut self, len: u64) -> io::Result<()> {
         let mut piece = [0; 8192];
         let mut left = len;
@@ -84,8 +84,8 @@ impl<R: Read> Journal<R> {
     }
 }
 
-/// Where the last good batch ends, if one follows that is complete and not good. What is not
-/// complete is fjall's to cut.
+/// Where the last good batch ends, if a complete but wrong batch follows it. fjall itself cuts
+/// incomplete batches.
 fn end_of_good(from: impl Read) -> io::Result<Option<u64>> {
     let mut j = Journal { from, at: 0, sum: Xxh3::new() };
     match walk(&mut j) {
@@ -96,7 +96,7 @@ fn end_of_good(from: impl Read) -> io::Result<Option<u64>> {
 
 fn walk<R: Read>(j: &mut Journal<R>) -> io::Result<Option<u64>> {
     let mut good = 0;
-    // Items that the batch still lacks, while there is one.
+    // How many items the current batch still lacks; `None` between batches.
     let mut lacks: Option<u32> = None;
     loop {
         let [tag] = j.take()?;
@@ -167,7 +167,7 @@ mod tests {
         (dir, journal)
     }
 
-    /// How many batches are there, in order and none beyond; whether it still takes others.
+    /// How many batches are there, in order and none beyond. Also checks that writes still work.
     fn left(dir: &Path) -> u8 {
         let s = FjallStore::open(dir).unwrap();
         let n =
@@ -202,7 +202,7 @@ mod tests {
             let (dir, journal) = store();
             let mut bytes = fs::read(&journal).unwrap();
             let at = place_of(&bytes, n);
-            // The key, its lengths and the start of the batch stand before the value.
+            // The key, its lengths and the start of the batch lie before the value.
             let count = at - 5 - 21 - 12;
             assert_eq!((bytes[count - 1], bytes[count]), (START, 2));
             match what {
@@ -229,8 +229,8 @@ mod tests {
         assert_eq!(cut_torn_end(empty.path()).unwrap(), None);
     }
 
-    /// Bits of lengths stay as they are: fjall asks for as much memory as they say. Its checksum
-    /// does not cover the sequence number.
+    /// Length fields stay as they are, because fjall allocates as much memory as they say. Its
+    /// checksum does not cover the sequence number.
     #[test]
     fn any_damage_leaves_what_stands_before_it() {
         let (dir, journal) = store();

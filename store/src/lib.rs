@@ -70,7 +70,7 @@ pub trait Reader: Send + Sync {
     /// Pairs in key order. Lazy: stop iterating when you have enough.
     fn range(&self, from: Bound<&[u8]>, to: Bound<&[u8]>) -> PairIter<'_>;
 
-    /// Pairs whose keys start with `prefix`, in order.
+    /// Pairs whose keys start with `prefix`, in key order.
     fn prefix(&self, prefix: &[u8]) -> PairIter<'_> {
         match prefix_end(prefix) {
             Some(end) => self.range(Bound::Included(prefix), Bound::Excluded(&end)),
@@ -80,10 +80,10 @@ pub trait Reader: Send + Sync {
 }
 
 pub trait MetaStore: Reader {
-    /// Makes a batch visible, all or nothing. Survives the process at once, the machine after
-    /// [`MetaStore::sync`]. `NoSpc` when the disk is full: nothing changed, reads go on, and a
-    /// later commit works when there is space again. `Inval` for a key that is empty or longer than
-    /// [`MAX_KEY`].
+    /// Makes a batch visible, all or nothing. It survives the process at once, the machine after
+    /// [`MetaStore::sync`]. `NoSpc` when the disk is full: nothing changed, reads still work, and a
+    /// later commit succeeds when there is space again. `Inval` for a key that is empty or longer
+    /// than [`MAX_KEY`].
     fn commit(&self, batch: Batch) -> Result<()>;
     /// Makes every commit so far durable.
     fn sync(&self) -> Result<()>;
@@ -91,13 +91,12 @@ pub trait MetaStore: Reader {
     fn snapshot(&self) -> Result<Box<dyn Reader>>;
     /// Bytes on disk, roughly.
     fn disk_bytes(&self) -> u64;
-    /// Bytes that the file system below still has for this process; `u64::MAX` where there is no
-    /// such limit.
+    /// Free bytes of the file system below for this process; `u64::MAX` if there is no such limit.
     fn free_bytes(&self) -> u64 {
         u64::MAX
     }
-    /// Deletes everything (before a snapshot from a peer is loaded). Snapshots taken earlier keep
-    /// their view. `Busy`: a store that is damaged is still read; try again.
+    /// Deletes everything (before a snapshot from a peer is loaded). Earlier snapshots keep
+    /// their view. `Busy` if the store is damaged and still being read: try again.
     fn clear(&self) -> Result<()>;
 }
 

@@ -1,10 +1,10 @@
-//! Whether fjall's lists of tables are as they were written.
+//! Checks that fjall's lists of tables are intact.
 //!
-//! A keyspace's folder has a list `vN` for each version of its tables, and in `current` the number
-//! N (`u64`), the XXH3 of the whole list (`u128`) and 0 (`u8`: which sum). fjall (3.1) writes the
-//! sum and never looks at it: with a flipped bit it opens with a table missing, or with the tables
-//! of another version. The list is synced before `current` names it, so that the two fit after any
-//! crash.
+//! A keyspace's folder has a list `vN` for each version of its tables. Its file `current` holds the
+//! number N (`u64`), the XXH3 of the whole list (`u128`) and 0 (`u8`: the kind of checksum). fjall
+//! (3.1) writes the checksum and never checks it: with a flipped bit it opens with a table missing,
+//! or with the tables of another version. The list is synced before `current` names it, so the two
+//! match after any crash.
 
 use std::{
     fs, io,

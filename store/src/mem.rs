@@ -1,10 +1,10 @@
 //! The store in memory, for the simulator and tests: every read, commit and crash is exact and
 //! repeatable.
 //!
-//! Keys hold their versions (commit number and value), so that snapshots are a number, and a crash
-//! is "forget all above a number": the versions between the last sync and now are what a power loss
-//! may take, from the end, whole commits at a time. Versions that neither a snapshot nor a crash
-//! can reach are dropped as keys are written and at each sync.
+//! Each key holds its versions (commit number and value). So a snapshot is a commit number, and a
+//! crash drops all versions above a number: a power loss may take whole commits made since the last
+//! sync, newest first. Versions that neither a snapshot nor a crash can reach are dropped when a
+//! key is written and at each sync.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -28,7 +28,7 @@ pub enum Fault {
     Read,
     /// `commit` and `clear`: nothing of the batch becomes visible.
     Commit,
-    /// `sync`: what was unsynced stays so.
+    /// `sync`: unsynced commits stay unsynced.
     Sync,
 }
 
@@ -51,7 +51,7 @@ struct Inner {
     unsynced: VecDeque<Vec<Bytes>>,
     /// `sync` does nothing.
     skip_sync: bool,
-    /// Keys that hold versions only a snapshot or a crash can reach, or only a deletion.
+    /// Keys with versions that only a snapshot or a crash can reach, or with only a deletion.
     dirty: BTreeSet<Bytes>,
     snapshots: BTreeMap<u64, usize>,
     faults: BTreeMap<Fault, (u64, Code)>,
@@ -65,9 +65,9 @@ impl MemStore {
         MemStore::default()
     }
 
-    /// Loses power. `keep` is told how many commits are not synced and says how many of them,
-    /// counted from the oldest, reached the disk all the same. Open snapshots must not be used any
-    /// more.
+    /// Loses power. `keep` receives the number of unsynced commits and returns how many of them,
+    /// counted from the oldest, reached the disk all the same. Snapshots opened before must not be
+    /// used any more.
     pub fn crash(&self, keep: impl FnOnce(usize) -> usize) {
         let mut s = self.inner.lock();
         let unsynced = s.unsynced.len();
@@ -81,7 +81,7 @@ impl MemStore {
         s.mark_synced();
     }
 
-    /// From now on syncs are acknowledged and do nothing, as by a build that forgot its fsync: for
+    /// From now on syncs are acknowledged but do nothing, like a build that forgot its fsync: for
     /// tests that must notice.
     pub fn skip_sync(&self) {
         self.inner.lock().skip_sync = true;
@@ -93,9 +93,9 @@ impl MemStore {
         self.inner.lock().faults.insert(what, (n, code));
     }
 
-    /// Inverts a bit of one of the values whose key is one of these, as a medium does that decays
-    /// beneath the store's own checksums: reads give the wrong bytes. Which one the dice say; its
-    /// key, if there is any.
+    /// Inverts one bit in the value of one key that `these` accepts, as a decaying medium does
+    /// without the store's checksums noticing: reads return the wrong bytes. `dice` picks value and
+    /// bit. Returns the key; `None` if no key fits.
     pub fn flip(&self, dice: u64, these: impl Fn(&[u8]) -> bool) -> Option<Bytes> {
         let mut s = self.inner.lock();
         let (key, len) = s.pick(dice, these)?;
@@ -110,9 +110,9 @@ impl MemStore {
         Some(key)
     }
 
-    /// One of the values whose key is one of these cannot be read (`Corrupt`) until it is written
-    /// anew, as with a store that finds its own checksum wrong. Which one the dice say; its key, if
-    /// there is any.
+    /// Makes the value of one key that `these` accepts unreadable (`Corrupt`) until it is written
+    /// again, like a store whose own checksum does not match. `dice` picks the value. Returns the
+    /// key; `None` if no key fits.
     pub fn spoil(&self, dice: u64, these: impl Fn(&[u8]) -> bool) -> Option<Bytes> {
         let mut s = self.inner.lock();
         let (key, _) = s.pick(dice, these)?;
@@ -144,7 +144,7 @@ impl Inner {
         }
     }
 
-    /// One of these keys that have a value, and how long that is.
+    /// Picks a key that `these` accepts and that has a value; also returns the value's length.
     fn pick(&self, dice: u64, these: impl Fn(&[u8]) -> bool) -> Option<(Bytes, usize)> {
         let live = |(k, v): (&Bytes, &Versions)| Some((k.clone(), v.last()?.1.as_ref()?.len()));
         let all: Vec<_> = self
@@ -164,7 +164,7 @@ impl Inner {
         }
     }
 
-    /// The oldest commit number at which anyone may still look.
+    /// The oldest commit number that a snapshot or a crash can still reach.
     fn oldest_view(&self) -> u64 {
         self.snapshots.keys().next().map_or(self.synced, |s| self.synced.min(*s))
     }
@@ -395,7 +395,7 @@ mod tests {
         r.prefix(b"").map(|p| p.unwrap()).map(|(k, v)| (text(k), text(v))).collect()
     }
 
-    /// One history of commits, of which each run does a part.
+    /// One history of commits; each run does a part of it.
     fn history(s: &MemStore, part: std::ops::Range<usize>) {
         for i in part {
             match i % 4 {

@@ -1,6 +1,6 @@
-//! `strake target add`: one more target for a storage server that serves. It goes into the server's
-//! configuration, so that it is there after a restart too, and the server is told to read that
-//! again.
+//! `strake target add`: adds a target to a running storage server. The target is written to the
+//! server's configuration, so that it is there after a restart too, and the server is told to read
+//! the configuration again.
 
 use std::{
     fmt::Write as _,
@@ -52,8 +52,8 @@ pub struct AddArgs {
     json: bool,
 }
 
-/// The server makes the target, which for a large file on a slow disk takes a while, and has it
-/// registered.
+/// Time limit for the server to make the target, which takes a while for a large file on a slow
+/// disk, and to register it.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 pub fn run(a: &AddArgs) -> Result<ExitCode> {
@@ -84,8 +84,8 @@ pub fn run(a: &AddArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The error, after what had been written is taken back; not where the server may have the target
-/// all the same.
+/// Undoes what was written and returns the error. Undoes nothing where the server may have the
+/// target anyway.
 fn taken_back(e: Error, back: impl FnOnce() -> Result<()>) -> Error {
     if e.code == Code::TimedOut {
         return e.context(
@@ -100,7 +100,8 @@ fn taken_back(e: Error, back: impl FnOnce() -> Result<()>) -> Error {
     }
 }
 
-/// Others who add targets by what is in this folder wait until it is closed.
+/// Locks the folder: other commands that add targets by the files in this folder wait until it is
+/// closed.
 fn alone_in(folder: &Path) -> Result<fs::File> {
     let f = fs::File::open(folder).map_err(|e| Error::from(e).context(folder.display()))?;
     f.lock().map_err(|e| Error::from(e).context(folder.display()))?;
@@ -142,7 +143,7 @@ fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
     let targets = tell(&admin.to_string(), &key)
         .map_err(|e| taken_back(e, || replace(config, &before).map_err(about)))?;
     if a.force {
-        // Once was meant.
+        // `--force` was meant for one time only.
         replace(config, &with_target(&before, &path, a, false)?).map_err(about)?;
     }
     Ok(targets)
@@ -167,7 +168,7 @@ fn with_target(text: &str, path: &Path, a: &AddArgs, force: bool) -> Result<Stri
     Ok(s)
 }
 
-/// As it is named from any folder. SPDK's devices are no paths.
+/// The absolute path. SPDK's devices are not paths.
 fn whole(device: &Path) -> Result<PathBuf> {
     Ok(if device.as_os_str().as_encoded_bytes().starts_with(b"spdk:") {
         device.into()
@@ -186,7 +187,7 @@ fn quoted(path: &Path) -> Result<toml::Value> {
     Ok(toml::Value::String(text.into()))
 }
 
-/// A file whole, with its mode: a machine that stops meanwhile leaves the old one or the new one.
+/// Replaces a file as a whole, keeping its mode: after a crash it is the old file or the new one.
 fn replace(path: &Path, text: &str) -> std::io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(format!(".{}.new", std::process::id()));
@@ -200,8 +201,8 @@ fn replace(path: &Path, text: &str) -> std::io::Result<()> {
     fs::File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
-/// Has a server read its configuration again; the targets that are new to it. `ETIMEDOUT`: whether
-/// it has them is not known.
+/// Has a server read its configuration again, and returns the targets that are new to it.
+/// `ETIMEDOUT`: it is unknown whether it has them.
 fn tell(admin: &str, key: &[u8; 32]) -> Result<Vec<u32>> {
     use tonic::Code::{FailedPrecondition, Unimplemented};
     crate::run(1, async {

@@ -1,4 +1,4 @@
-//! `strake client-key`: the key file of clients, from the cluster key.
+//! `strake client-key`: makes the clients' key file from the cluster key.
 
 use std::{path::PathBuf, process::ExitCode};
 

@@ -1,5 +1,5 @@
-//! One configuration format for every role: TOML, flags override it, an unknown key is an error
-//! with its line.
+//! One configuration format for every role: TOML. Flags override it; an unknown key is an error
+//! that names its line.
 
 use std::{borrow::Cow, fs, path::Path};
 
@@ -12,7 +12,7 @@ use toml::{
     de::{DeTable, DeValue},
 };
 
-/// What flags say, as `section.key = value` pairs that replace what the file says.
+/// Values of flags, as `section.key = value`, which replace those of the file.
 pub type Overrides = Vec<(&'static str, &'static str, toml::Value)>;
 
 fn invalid(message: String) -> Error {
@@ -36,8 +36,8 @@ pub fn load<T: DeserializeOwned>(path: Option<&Path>, overrides: Overrides) -> R
 pub fn parse<T: DeserializeOwned>(name: &str, text: &str, overrides: Overrides) -> Result<T> {
     let values: Vec<String> = overrides.iter().map(|(_, _, value)| value.to_string()).collect();
     let mut file = DeTable::parse(text).map_err(|e| located(name, text, &e))?;
-    // What flags say goes into the file's own tree, which knows the lines: an unknown key is found
-    // with its line whether or not the file alone would be complete.
+    // Values of flags are put into the file's own tree, which knows the lines: an unknown key is
+    // found with its line whether or not the file alone would be complete.
     for ((section, key, _), value) in overrides.iter().zip(&values) {
         let into = if section.is_empty() {
             file.get_mut()
@@ -58,7 +58,7 @@ pub fn parse<T: DeserializeOwned>(name: &str, text: &str, overrides: Overrides) 
     T::deserialize(toml::de::Deserializer::from(file)).map_err(|e| located(name, text, &e))
 }
 
-/// A place in no file.
+/// A span outside the file.
 fn of_flags<T>(value: T) -> Spanned<T> {
     Spanned::new(usize::MAX..usize::MAX, value)
 }
@@ -73,7 +73,7 @@ fn located(name: &str, text: &str, e: &toml::de::Error) -> Error {
     }
 }
 
-/// What to log: what `STRAKE_LOG` says, or else the configuration.
+/// The log filter: `STRAKE_LOG`, or else the configuration.
 pub fn log_filter(configured: &str) -> Result<String> {
     match std::env::var("STRAKE_LOG") {
         Ok(filter) if !filter.is_empty() => {
@@ -83,7 +83,7 @@ pub fn log_filter(configured: &str) -> Result<String> {
     }
 }
 
-/// `EINVAL` for a log filter that would show nothing of what was meant: each part is a level or
+/// `EINVAL` for a log filter that would not show what was meant: each part must be a level or
 /// `MODULE=LEVEL`.
 fn check_log(filter: &str) -> Result<()> {
     let level = |s: &str| {
@@ -93,7 +93,7 @@ fn check_log(filter: &str) -> Result<()> {
         named || matches!(s, "0" | "1" | "2" | "3" | "4" | "5")
     };
     for part in filter.split(',').map(str::trim) {
-        // A word alone would be taken for a module of that name, all of it.
+        // A single word would be taken for a module, with everything it logs.
         let good = match part.rsplit_once('=') {
             Some((module, l)) => !module.is_empty() && level(l),
             None => level(part),
@@ -111,8 +111,8 @@ fn check_log(filter: &str) -> Result<()> {
     }
 }
 
-/// A configuration file of each kind as text, read and checked as its program does at its start;
-/// `kind` chooses which.
+/// Reads and checks a configuration file as its program does at its start. `kind` chooses the kind
+/// of file.
 pub fn read_text(kind: u8, text: &str) -> Result<()> {
     match kind % 4 {
         0 => crate::serve::check_mds(text),
@@ -122,14 +122,14 @@ pub fn read_text(kind: u8, text: &str) -> Result<()> {
     }
 }
 
-/// Writes a key that only its owner may read. Refuses to replace one.
+/// Writes a key file that only its owner may read. Refuses to replace one.
 pub fn write_key(path: &Path, key: &[u8; 32]) -> Result<()> {
     let hex: String = key.iter().map(|b| format!("{b:02x}")).collect();
     write_private(path, &format!("{hex}\n"))
 }
 
-/// Writes the key of clients, or what one of a former version lacks. One of another cluster is
-/// `EEXIST`. Whether there was something to write.
+/// Writes the client key file, or adds what a file of an older version lacks. `EEXIST` for a file
+/// of another cluster. Returns whether anything was written.
 pub fn write_client_key(path: &Path, key: &ClientKey) -> Result<bool> {
     let about = |e: std::io::Error| Error::from(e).context(format!("key file {}", path.display()));
     if !path.try_exists().map_err(about)? {
@@ -243,8 +243,7 @@ mod tests {
         }
     }
 
-    /// The keys that a table of a configuration takes, as its own refusal of an unknown one lists
-    /// them.
+    /// The keys of a configuration table, as listed in the error for an unknown key.
     fn keys(kind: u8, table: &str) -> Vec<String> {
         let e = read_text(kind, &format!("{table}\nno_such_key = 1\n")).unwrap_err();
         let names: Vec<String> =

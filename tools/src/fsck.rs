@@ -1,4 +1,4 @@
-//! `strake fsck`: metadata and stored chunks cross-checked while the file system is in use, by
+//! `strake fsck`: cross-checks metadata and stored chunks while the file system is in use, with
 //! [`strake_fsck`].
 
 use std::{path::PathBuf, process::ExitCode, sync::Arc};
@@ -73,7 +73,7 @@ pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
     })
 }
 
-/// Exit status: something is left that should not be.
+/// Exit status: something wrong is left.
 const FOUND: u8 = 4;
 
 /// How many findings have not been repaired.

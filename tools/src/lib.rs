@@ -1,6 +1,6 @@
-//! `strake`: every role of StrakeFS in one binary. Invoked as `lfs`, it is the Lustre-like tool, as
-//! `mount.strake` mount(8)'s helper. A library so that what reads text from outside can be fuzzed;
-//! the program is [`main`].
+//! `strake`: every role of StrakeFS in one binary. Invoked as `lfs`, it is the Lustre-like tool; as
+//! `mount.strake`, the helper of mount(8). It is a library so that its parsers of external text can
+//! be fuzzed; the program is [`main`].
 
 mod add_target;
 mod bench;
@@ -86,7 +86,7 @@ enum Command {
     },
 }
 
-/// The program: reads the command line and does what it says.
+/// The program: parses the command line and runs the command.
 pub fn main() -> ExitCode {
     let argv: Vec<OsString> = std::env::args_os().collect();
     let called_as = argv.first().and_then(|a| Path::new(a).file_name()).unwrap_or_default();
@@ -136,8 +136,8 @@ pub fn main() -> ExitCode {
 }
 
 /// A closed pipe (`strake status | head`) ends the program quietly instead of by a panic in
-/// println. For what only prints: it would end a server or a mount whose peer or log reader goes
-/// away.
+/// println. Only for commands that just print: it would end a server or a mount whose peer or log
+/// reader goes away.
 fn end_with_the_pipe() {
     // SAFETY: restoring a signal's default disposition before any thread exists.
     unsafe {
@@ -145,7 +145,7 @@ fn end_with_the_pipe() {
     }
 }
 
-/// For the fuzz targets: the readers of text from outside, without doing what they read.
+/// For the fuzz targets: parsers of external text, without acting on what they read.
 #[doc(hidden)]
 pub mod fuzzing {
     pub use crate::{
@@ -174,7 +174,7 @@ fn run<T>(threads: usize, future: impl Future<Output = Result<T>>) -> Result<T> 
     builder.enable_all().build()?.block_on(future)
 }
 
-/// `filter` is of [`config::log_filter`].
+/// `filter` comes from [`config::log_filter`].
 fn init_log(filter: &str) {
     let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
     tracing_subscriber::fmt()
@@ -182,8 +182,8 @@ fn init_log(filter: &str) {
         .with_ansi(ansi)
         .with_target(false)
         .with_writer(std::io::stderr)
-        // A log that cannot be written (full disk, reader gone) is lost; telling so on stderr would
-        // panic.
+        // A log line that cannot be written (full disk, closed pipe) is lost; reporting that on
+        // stderr would panic.
         .log_internal_errors(false)
         .init();
 }

@@ -1,8 +1,8 @@
-//! How a mount that takes over from a killed one tells the metadata servers so, instead of waiting
-//! for its session's term.
+//! How a mount that replaces a killed one tells the metadata servers about it, instead of waiting
+//! until the old session expires.
 //!
-//! Each mount keeps a file with its client's uuid, locked as long as the process lives. One that
-//! can be locked has no owner any more: the next mount of the same cluster names its uuid when it
+//! Each mount keeps a file with its client's uuid, locked as long as the process lives. If the file
+//! can be locked, its owner is dead: the next mount of the same cluster sends that uuid when it
 //! opens its session.
 
 use std::{
@@ -16,13 +16,12 @@ use std::{
 use strake_fabric::private;
 use strake_proto::{Code, Error, Result};
 
-/// Sessions end by themselves within a minute; older files tell nothing.
+/// Sessions expire by themselves within a minute, so older files are useless.
 const STALE: Duration = Duration::from_secs(3600);
-/// As many as one session may name.
+/// The maximum that one session may name.
 const MAX_DEAD: usize = 64;
 
-/// The files' folder unless configured: of root, else of the user; none where the system has
-/// neither.
+/// The default folder of the files: root's, or else the user's; none where neither exists.
 pub fn default_folder() -> Option<PathBuf> {
     if rustix::process::geteuid().is_root() {
         return Some("/run/strake".into());
@@ -30,30 +29,30 @@ pub fn default_folder() -> Option<PathBuf> {
     std::env::var_os("XDG_RUNTIME_DIR").map(|d| Path::new(&d).join("strake"))
 }
 
-/// The file of this process; removed with it.
+/// The file of this process, which is removed with it.
 pub struct Lifeline {
     _locked: File,
     path: PathBuf,
-    /// Clients of this machine and cluster that are dead.
+    /// Dead clients of this machine and cluster.
     pub dead: Vec<[u8; 16]>,
     files: Vec<PathBuf>,
 }
 
 impl Lifeline {
     /// Announces this process as the client `uuid` of the cluster at `mds`, and looks for dead
-    /// ones.
+    /// clients.
     pub fn start(folder: &Path, mds: &[String], uuid: [u8; 16]) -> Result<Lifeline> {
         let failed =
             |e: std::io::Error| Error::from(e).context(format_args!("{}", folder.display()));
         fs::create_dir_all(folder).map_err(failed)?;
-        // One that somebody named may be for more than mounts.
+        // A folder that the configuration names may be used for other things, too.
         if default_folder().as_deref() == Some(folder) {
             mend(folder);
         }
         let cluster = mds.join(",");
         let (dead, files) = look(folder, &cluster).map_err(failed)?;
         let name = hex(&uuid);
-        // Under another name until it is locked and whole.
+        // Hidden under another name until it is locked and complete.
         let hidden = folder.join(format!(".{name}"));
         let path = folder.join(format!("{name}.client"));
         let mut file = OpenOptions::new()
@@ -70,7 +69,7 @@ impl Lifeline {
         Ok(Lifeline { _locked: file, path, dead, files })
     }
 
-    /// The metadata servers know of the dead.
+    /// The metadata servers know about the dead clients: removes their files.
     pub fn told(&mut self) {
         for f in self.files.drain(..) {
             let _ = fs::remove_file(f);
@@ -84,7 +83,7 @@ impl Drop for Lifeline {
     }
 }
 
-/// What a former version let everybody read.
+/// Closes a file that an older version left readable to everybody.
 fn mend(path: &Path) {
     if private::mend(path).is_ok_and(|mended| mended) {
         tracing::warn!(
@@ -98,7 +97,8 @@ fn hex(uuid: &[u8; 16]) -> String {
     uuid.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// The dead clients of a cluster and their files. Files that are old or no file of ours go.
+/// The dead clients of a cluster and their files. Removes unlocked files that are invalid, or old
+/// and of another cluster.
 fn look(folder: &Path, cluster: &str) -> std::io::Result<(Vec<[u8; 16]>, Vec<PathBuf>)> {
     let (mut dead, mut files) = (Vec::new(), Vec::new());
     for entry in fs::read_dir(folder)? {
@@ -106,7 +106,7 @@ fn look(folder: &Path, cluster: &str) -> std::io::Result<(Vec<[u8; 16]>, Vec<Pat
         if path.extension().is_none_or(|e| e != "client") || dead.len() == MAX_DEAD {
             continue;
         }
-        // Gone meanwhile, or not ours to read: somebody else's business.
+        // Gone in the meantime, or not readable for us: leave it alone.
         let Ok(file) = File::open(&path) else { continue };
         mend(&path);
         match file.try_lock() {

@@ -1,5 +1,5 @@
-//! Which files have data on chains: what it costs to give a target up, and what comes back with one
-//! that is kept.
+//! Finds the files with data on given chains: what is lost if a target is given up, and what comes
+//! back with a target that is kept.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -9,11 +9,11 @@ use strake_proto::{ChainId, Code, Ino, Result, layout::StripeMap, pb};
 
 use crate::mount;
 
-/// How long it is looked for, and how many files are named.
+/// Time limit of the search, and the maximum number of files named.
 const PATIENCE: Duration = Duration::from_secs(20);
 const NAMED: usize = 100;
 
-/// What a walk has found so far.
+/// The result of a search so far.
 #[derive(Default)]
 struct Found {
     files: usize,
@@ -21,8 +21,8 @@ struct Found {
     more: usize,
 }
 
-/// Lines that name the files with data on one of these chains, as far as they are found within a
-/// time.
+/// Lines that name the files with data on one of these chains, as far as they are found within the
+/// time limit.
 pub(crate) async fn files_on(
     mds: &[String],
     key: ClientKey,

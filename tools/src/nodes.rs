@@ -1,4 +1,4 @@
-//! `strake node list|drain|keep|remove`: storage servers with all of their targets.
+//! `strake node list|drain|keep|remove`: manages storage servers with all of their targets.
 
 use std::process::ExitCode;
 
@@ -65,7 +65,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
     }
 }
 
-/// The targets of storage servers by these names.
+/// The targets of the storage servers with these names.
 pub(crate) fn targets_of(map: &MapView, names: &[String]) -> Result<Vec<TargetId>> {
     let mut ids = Vec::new();
     for name in names {
@@ -110,7 +110,7 @@ fn list(reach: &Reach) -> Result<ExitCode> {
     })
 }
 
-/// What all targets of a storage server come to.
+/// The totals of all targets of a storage server.
 struct Server<'a> {
     node: &'a pb::Node,
     targets: Vec<TargetId>,

@@ -1,5 +1,5 @@
-//! `strake pool list|new|add|remove|destroy`: named groups of targets that files can be kept to
-//! (`lfs setstripe -p`).
+//! `strake pool list|new|add|remove|destroy`: named groups of targets to which files can be
+//! confined (`lfs setstripe -p`).
 
 use std::process::ExitCode;
 
@@ -74,8 +74,8 @@ fn change(pool: &str, action: u32, targets: Vec<TargetId>) -> pb::PoolChange {
     pb::PoolChange { pool: pool.into(), action, targets }
 }
 
-/// All members leave at once: one after the other, what is on them would move to those that are
-/// left.
+/// All members leave at once: one after the other, the data of each would move to the remaining
+/// ones.
 fn destroy(a: &NameArgs) -> Result<ExitCode> {
     let mut group = Group::new(&a.reach)?;
     let map = crate::run(1, group.map())?;
@@ -125,7 +125,7 @@ async fn make(g: &mut Group, step: &pb::PoolChange) -> Result<()> {
     loop {
         match g.ask_once(Some(Change::Pool(step.clone()))).await {
             Err(e) if passes(&e) => g.pause(&e.message).await?,
-            // It was done, and the answer was lost.
+            // The change was made, but the answer was lost.
             Err(e) if again && is_done(step.action, &e) => return Ok(()),
             r => return r.map(drop),
         }
@@ -137,7 +137,7 @@ fn is_done(action: u32, e: &Error) -> bool {
     e.code == if matches!(action, NEW | ADD) { Code::Exist } else { Code::NoEnt }
 }
 
-/// Bytes used and bytes there are on the targets of a pool.
+/// Used and total bytes on the targets of a pool.
 fn space(map: &MapView, p: &pb::Pool) -> (u64, u64) {
     let of = p.targets.iter().filter_map(|t| map.target(*t));
     of.fold((0, 0), |(used, all), t| (used + t.used, all + t.capacity))

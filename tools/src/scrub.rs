@@ -1,5 +1,5 @@
-//! `strake scrub`: has storage targets read all they hold, and shows how far they are and what they
-//! found damaged, by path.
+//! `strake scrub`: has storage targets read everything they hold, and shows their progress and the
+//! damage found, by path.
 
 use std::{
     collections::BTreeMap,
@@ -59,7 +59,7 @@ enum What {
     Resume,
 }
 
-/// Exit status: something is lost, or could not be looked at.
+/// Exit status: something is lost, or could not be checked.
 const LOST: u8 = 4;
 /// Exit status: a server did not answer.
 const SILENT: u8 = 2;
@@ -67,20 +67,20 @@ const POLL: Duration = Duration::from_millis(300);
 /// How long the metadata servers may take to name the paths.
 const PATHS: Duration = Duration::from_secs(20);
 
-/// The storage servers, and what opens their administration.
+/// The storage servers, and the key for their administration.
 struct Servers {
     addrs: Vec<String>,
     key: [u8; 32],
 }
 
-/// What the servers said: address and targets.
+/// The servers' answers: address and targets.
 #[derive(Default)]
 struct Answers {
     targets: Vec<(String, pb::ScrubStatus)>,
     silent: Vec<(String, Error)>,
 }
 
-/// Where a damaged chunk lies.
+/// The file in which a damaged chunk lies.
 struct Place {
     path: String,
     map: StripeMap,
@@ -121,16 +121,16 @@ pub fn scrub(args: &ScrubArgs) -> Result<ExitCode> {
     })
 }
 
-/// What is known of damage, in lines for people.
+/// Known damage, in lines for people.
 #[derive(Default)]
 pub(crate) struct Damage {
-    /// Of which no replica in sync has a good copy.
+    /// Damage of which no replica in sync has a good copy.
     pub lost: Vec<String>,
-    /// Why it is not known everywhere.
+    /// Why the damage is not known everywhere.
     pub unknown: Vec<String>,
 }
 
-/// Of all targets that answer; and what is said of servers that do not.
+/// The damage of all targets that answer; and notes about servers that do not.
 pub(crate) async fn without_good_copy(
     addrs: Vec<String>,
     mds: Vec<String>,
@@ -168,7 +168,7 @@ async fn ask(
         let request = pb::ScrubRequest { action, targets };
         match status::admin(addr, key).await?.scrub(request).await {
             Ok(r) => Ok(r.into_inner().targets),
-            // Who names all servers of the cluster need not know which is which.
+            // A caller that names all servers of the cluster need not know which is which.
             Err(e) if e.message().starts_with("this is a metadata server") => Ok(Vec::new()),
             Err(e) => Err(failed(e.message())),
         }
@@ -176,7 +176,7 @@ async fn ask(
     tokio::time::timeout(status::PATIENCE, call).await.map_err(|_| failed("no answer in 2 s"))?
 }
 
-/// How these targets are, or all of them. An error if none is there, or one is not.
+/// The state of these targets, or of all. An error if there is none, or one is missing.
 async fn look(servers: &Servers, targets: &[u32]) -> Result<Answers> {
     let mut answers = Answers::default();
     for addr in &servers.addrs {
@@ -202,7 +202,7 @@ async fn look(servers: &Servers, targets: &[u32]) -> Result<Answers> {
     Ok(answers)
 }
 
-/// Has these targets do something.
+/// Sends an action to these targets.
 async fn tell(answers: Answers, key: &[u8; 32], action: u32) -> Answers {
     let mut by_server: BTreeMap<String, Vec<u32>> = BTreeMap::new();
     for (addr, t) in &answers.targets {
@@ -246,8 +246,8 @@ async fn until_done(servers: &Servers, targets: &[u32]) -> Result<Answers> {
     }
 }
 
-/// Finds the files that the findings lie in. Without a way to the metadata servers, or an answer,
-/// there are no places.
+/// Finds the files of the findings. Without metadata servers, or without an answer, there are no
+/// places.
 async fn name(answers: &Answers, mds: Option<(Vec<String>, ClientKey)>) -> Places {
     let mut places = Places::new();
     let inos = answers.targets.iter().flat_map(|(_, t)| t.findings.iter().map(|f| f.ino));
@@ -280,11 +280,10 @@ async fn place(client: &Client, ino: Ino) -> Result<Place> {
     Ok(Place { path, map: StripeMap::resolve(ino, &layout, &client.map())? })
 }
 
-/// A finding in words that hold for its file: path, first byte and length. What is not known is
-/// `None`.
+/// A finding relative to its file: path, and first byte and length. Unknown values are `None`.
 fn locate(f: &pb::DamageFinding, places: &Places) -> (Option<String>, Option<(u64, u64)>) {
     let Some(Ok(place)) = places.get(&f.ino) else { return (None, None) };
-    // Other bytes that the file had before.
+    // The finding is of data that the file had before.
     if place.map.data != f.data_id {
         return (None, None);
     }
@@ -312,7 +311,7 @@ fn verdict(answers: &Answers) -> u8 {
     }
 }
 
-/// How much of the pass is done, in percent.
+/// Progress of the pass, in percent.
 fn percent(t: &pb::ScrubStatus) -> f64 {
     match (t.under_way, t.bytes_total) {
         (false, _) => 100.0,

@@ -1,4 +1,5 @@
-//! `strake mds` and `strake oss`: configuration, then the server until a signal ends it.
+//! `strake mds` and `strake oss`: read the configuration, then run the server until a signal ends
+//! it.
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -123,13 +124,13 @@ pub fn mds(args: MdsArgs) -> Result<ExitCode> {
             biased;
             r = until_signal() => r?,
             cause = server.stopped() => match cause.code {
-                // As it should be, and no reason to start it again.
+                // As intended, and no reason to start it again.
                 Code::NotMember => {
                     tracing::warn!("{cause}");
                     return Ok(ExitCode::SUCCESS);
                 }
-                // Its log or its state cannot go on: whoever supervises this process must hear of
-                // it.
+                // Its log or its state cannot continue: the supervisor of this process must learn
+                // about it.
                 _ => return Err(cause),
             },
         }
@@ -184,7 +185,7 @@ pub fn check_oss(text: &str) -> Result<()> {
     oss_config("text", text).map(drop)
 }
 
-/// The file with the cluster key, as a storage server's configuration names it.
+/// The path of the cluster key file in a storage server's configuration.
 pub fn cluster_key_of(text: &str) -> Result<PathBuf> {
     Ok(config::parse::<OssFile>("text", text, Overrides::new())?.cluster_key)
 }
@@ -196,8 +197,8 @@ pub fn oss_config(name: &str, text: &str) -> Result<strake_oss::server::Config> 
     Ok(cfg)
 }
 
-/// A server has a descriptor for each client, and some for each target; a shell allows a thousand,
-/// often. From now on as many as may be.
+/// A server needs a descriptor for each client, and some for each target; a shell often allows only
+/// a thousand. Raises the limit to the maximum allowed.
 fn raise_file_limit() {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);

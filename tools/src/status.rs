@@ -1,4 +1,4 @@
-//! `strake status`: what runs where, and whether it is whole.
+//! `strake status`: which servers run, and whether the cluster is complete.
 
 use std::{
     path::{Path, PathBuf},
@@ -43,17 +43,17 @@ pub struct StatusArgs {
 }
 
 pub const PATIENCE: Duration = Duration::from_secs(2);
-/// Bytes of one answer: as many sessions as there may be, with the longest names.
+/// Maximum size of one answer in bytes: as many sessions as there may be, with the longest names.
 const MAX_STATUS: usize = 64 << 20;
 
-/// Names a file with the cluster key.
+/// Environment variable that names the cluster key file.
 pub const KEY_VARIABLE: &str = "STRAKE_CLUSTER_KEY";
-/// Where servers usually have it.
+/// Where servers usually have the key file.
 const KEY: &str = "/etc/strake/cluster.key";
 const DIR: &str = "strake-cluster";
 
-/// The cluster key for servers that are named by address: of the file that is given, of a local
-/// cluster, or where servers have it.
+/// The cluster key for servers that are given by address: from the given file, of a local cluster,
+/// or from the usual place.
 pub fn key_for(given: Option<&Path>, dir: Option<&Path>) -> Result<[u8; 32]> {
     if let Some(path) = given {
         return config::read_key(path);
@@ -74,7 +74,7 @@ pub fn key_for(given: Option<&Path>, dir: Option<&Path>) -> Result<[u8; 32]> {
     Err(Error::new(Code::Unauthenticated, m))
 }
 
-/// The administration of one server.
+/// Connects to the administration of one server.
 pub async fn admin(addr: &str, key: &[u8; 32]) -> Result<AdminClient<Channel>> {
     let connected = tokio::time::timeout(PATIENCE, strake_fabric::admin::connect(addr, key)).await;
     let late =
@@ -96,7 +96,7 @@ pub async fn ask(addr: &str, key: &[u8; 32]) -> Result<pb::StatusReply> {
     tokio::time::timeout(PATIENCE, call).await.map_err(|_| failed(&"no answer in 2 s"))?
 }
 
-/// The status of the mds that leads.
+/// The status of the leading mds.
 pub async fn leader_status(mds: &[String], key: &[u8; 32]) -> Result<pb::StatusReply> {
     let mut cause = Error::new(Code::NoDev, "no metadata server leads");
     for addr in mds {
@@ -149,7 +149,7 @@ pub fn status(args: &StatusArgs) -> Result<ExitCode> {
     }))
 }
 
-/// A metadata server that has not applied what the leader's log had as agreed a moment before.
+/// A metadata server that has not applied what the leader had committed a moment before.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Behind {
     name: String,
@@ -158,7 +158,8 @@ pub struct Behind {
 }
 
 impl Behind {
-    /// Which of these, asked after the leader. One that just catches up is among them.
+    /// The members of `members`, asked after the leader, that are behind. Includes those that are
+    /// just catching up.
     pub fn of(leader: &pb::StatusReply, members: &[pb::StatusReply]) -> Vec<Behind> {
         let committed = leader.raft.as_ref().map_or(0, |r| r.committed);
         let behind = |s: &pb::StatusReply| {
@@ -168,7 +169,7 @@ impl Behind {
         members.iter().filter_map(behind).collect()
     }
 
-    /// Why that does not pass, if it does not.
+    /// Why it does not catch up, if it does not.
     pub fn why(&self) -> String {
         format!(
             "{} has applied entry {} of {} and does not catch up: it counts for no majority. If its folder was lost or emptied, the others \
@@ -185,10 +186,10 @@ impl std::fmt::Display for Behind {
     }
 }
 
-/// How long a member may take to apply what the leader had.
+/// How long a member may take to apply what the leader had committed.
 const CATCH_UP: Duration = Duration::from_secs(3);
 
-/// Metadata servers that do not catch up with what the leader said first.
+/// Metadata servers that do not catch up with the leader's first answer.
 async fn stay_behind(answers: &Answers, key: &[u8; 32]) -> Vec<Behind> {
     let leads =
         |s: &&pb::StatusReply| s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0);
@@ -215,7 +216,7 @@ async fn stay_behind(answers: &Answers, key: &[u8; 32]) -> Vec<Behind> {
     }
 }
 
-/// 0: in full service. 1: nobody answered. 2: something is missing.
+/// The exit status. 0: in full service. 1: no server answered. 2: something is missing.
 fn verdict(answers: &Answers, map: Option<&pb::ClusterMap>) -> u8 {
     let known: Vec<&pb::StatusReply> =
         answers.iter().filter_map(|(_, r)| r.as_ref().ok()).collect();
@@ -223,8 +224,8 @@ fn verdict(answers: &Answers, map: Option<&pb::ClusterMap>) -> u8 {
         return 1;
     }
     let rafts: Vec<&pb::RaftStatus> = known.iter().filter_map(|s| s.raft.as_ref()).collect();
-    // Of a leader that was not asked the word of the others is taken. Storage servers alone know of
-    // none.
+    // If the leader itself was not asked, the word of the others counts. Storage servers alone know
+    // no leader.
     let confirmed = |id: u64| rafts.iter().find(|r| r.id == id).is_none_or(|r| r.leader == id);
     let led = rafts.is_empty() || rafts.iter().any(|r| r.leader != 0 && confirmed(r.leader));
     let whole = map.is_some_and(|m| !m.chains.is_empty() && is_whole(m));
@@ -233,7 +234,7 @@ fn verdict(answers: &Answers, map: Option<&pb::ClusterMap>) -> u8 {
     if known.len() == answers.len() && led && whole && served && good { 0 } else { 2 }
 }
 
-/// Targets with chunks that have no good copy in sync, and how many.
+/// Targets with chunks that have no good copy in sync, and the number of those chunks.
 fn without_good_copy(answers: &Answers) -> impl Iterator<Item = (u32, u64)> {
     let targets = answers.iter().filter_map(|(_, r)| r.as_ref().ok()).flat_map(|s| &s.targets);
     targets.filter(|t| t.lost > 0).map(|t| (t.id, t.lost))
@@ -245,12 +246,14 @@ fn newest_map(answers: &Answers) -> Option<&pb::ClusterMap> {
     answers.iter().filter_map(|(_, r)| r.as_ref().ok()?.map.as_ref()).max_by_key(|m| m.version)
 }
 
-/// Nothing is to come. What an administrator gave up is lost for good and said elsewhere.
+/// Whether all replicas are in sync. Chains that an administrator gave up do not count; they are
+/// reported elsewhere.
 fn is_whole(map: &pb::ClusterMap) -> bool {
     map.chains.iter().all(|c| c.lost || c.serving().count() == c.replicas.len())
 }
 
-/// It takes no writes, as it has fewer copies in sync than the cluster asks for.
+/// Whether the chain takes no writes, because it has fewer copies in sync than the cluster
+/// requires.
 fn is_short(map: &pb::ClusterMap, c: &pb::Chain) -> bool {
     !c.lost && c.serving().count() < c.preferred.len().min(map.min_copies as usize)
 }
@@ -348,7 +351,7 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
             words.join(", "),
             size(t.capacity),
             size(t.used),
-            // Of one that is silent: what it said last.
+            // For a silent server: the last known value.
             format!("{} %{}", percent(t), if t.alive { "" } else { ", last known" }),
             format!("{serving}/{all} in sync"),
         ]);
@@ -405,7 +408,7 @@ fn print_sessions(answers: &Answers) {
     print!("{}", table(&rows));
 }
 
-/// How a target's device does.
+/// Times of a target's device.
 fn times_json(t: &pb::DeviceTimes) -> Value {
     let of = |o: &Option<pb::OpTimes>| {
         let o = o.unwrap_or_default();

@@ -1,6 +1,6 @@
-//! `strake target list|wait|drain|keep|remove|replace`: where data lies, and its way to other
-//! targets. The metadata leader moves it (`docs/replication.md`, "Moves"); these commands say what
-//! is wanted and show how far it is.
+//! `strake target list|wait|drain|keep|remove|replace`: where data lies, and moving it to other
+//! targets. The metadata leader moves it (`docs/replication.md`, "Moves"); these commands request
+//! moves and show their progress.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -95,10 +95,10 @@ pub struct ReplaceArgs {
 }
 
 const LOOK: Duration = Duration::from_millis(400);
-/// Nothing moves and nothing will: that takes longer than any pause between two moves.
+/// If nothing moves for this long, nothing will: it is longer than any pause between two moves.
 const STUCK: Duration = Duration::from_secs(15);
-/// Nothing has moved, and nothing will: longer than a leader takes to plan the next move by what
-/// heartbeats say.
+/// If nothing has moved for this long, nothing will: it is longer than a leader takes to plan the
+/// next move from heartbeats.
 const SETTLED: Duration = Duration::from_secs(5);
 
 pub fn run(command: Command) -> Result<ExitCode> {
@@ -119,7 +119,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
     }
 }
 
-/// Does it, then shows what is said of it and all targets.
+/// Makes the change, then prints the messages about it and all targets.
 pub(crate) fn act(
     reach: &Reach,
     work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>,
@@ -157,7 +157,8 @@ fn unix_ms() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }
 
-/// Waits out what goes away by itself, but not that something is in the way (`EBUSY`).
+/// Makes a change, waiting while errors are temporary. `EBUSY`, when something is in the way, is
+/// returned.
 async fn change(g: &mut Group, c: pb::TargetChange) -> Result<()> {
     loop {
         match g.ask_once(Some(Change::Target(c))).await {
@@ -181,8 +182,8 @@ pub(crate) async fn change_each(
     Ok(said)
 }
 
-/// One after the other. Those that a former call has taken out are no reason to refuse: it may have
-/// got stuck at the next one, or its answer was lost.
+/// Removes targets one after the other. Targets that an earlier call removed are not an error: it
+/// may have failed at the next one, or its answer was lost.
 pub(crate) async fn remove(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
     let mut said = Vec::new();
     for target in ids {
@@ -200,7 +201,7 @@ fn lost(map: &MapView) -> BTreeSet<ChainId> {
     map.map.chains.iter().filter(|c| c.lost).map(|c| c.id).collect()
 }
 
-/// Says which files that costs.
+/// Gives targets up, and returns which files that costs.
 async fn give_up(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<String>> {
     let before = lost(&g.map().await?);
     let damaged = without_good_copy(reach).await?;
@@ -218,7 +219,7 @@ async fn give_up(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<S
     Ok(said)
 }
 
-/// Says which files that brings back.
+/// Keeps targets, and returns which files that brings back.
 async fn keep(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<String>> {
     let before = lost(&g.map().await?);
     let mut said = change_each(g, ids, KEEP, "stays").await?;
@@ -239,7 +240,7 @@ async fn files_on(reach: &Reach, chains: &BTreeSet<ChainId>) -> Result<Vec<Strin
     Ok(losses::files_on(&mds, ClientKey::of(&key), chains).await)
 }
 
-/// What is said of damage when a target is given up: each part only where there is some.
+/// Messages about damage when a target is given up: each part only where there is some.
 fn of_damage(damage: Damage) -> Vec<String> {
     let mut said = Vec::new();
     if !damage.lost.is_empty() {
@@ -257,8 +258,8 @@ fn of_damage(damage: Damage) -> Vec<String> {
     said
 }
 
-/// Names what is damaged and has no good copy among those that are there. Without the folder of a
-/// local cluster the addresses to ask are not known here, which is said.
+/// The damaged files without a good copy among the targets that answer. Without the folder of a
+/// local cluster the addresses to ask are unknown, which is reported.
 async fn without_good_copy(reach: &Reach) -> Result<Damage> {
     if reach.cluster_key.is_some() {
         let unknown = vec!["  not asked: see `strake scrub status`".into()];
@@ -329,8 +330,8 @@ fn progress(first: usize, left: usize, moving: usize, bytes: u64, taken: Duratio
     )
 }
 
-/// Until all chains rest, have all of their copies and have done so for a while: the leader looks
-/// once a second for what could stand better.
+/// Waits until all chains are at rest with all of their copies, and stay so for a while: the leader
+/// looks once a second for a better placement.
 async fn wait(g: &mut Group) -> Result<Vec<String>> {
     let (start, mut first, mut rests) = (Instant::now(), None, Instant::now());
     loop {
@@ -357,7 +358,7 @@ async fn wait(g: &mut Group) -> Result<Vec<String>> {
     }
 }
 
-/// A replica that is there is yet to come into sync.
+/// Whether a replica on a living target is still to come into sync.
 fn is_filled(map: &MapView, c: &pb::Chain) -> bool {
     let comes = |r: &pb::Replica| {
         r.state() != pb::ReplicaState::ReplicaServing
@@ -366,8 +367,8 @@ fn is_filled(map: &MapView, c: &pb::Chain) -> bool {
     c.replicas.iter().any(comes)
 }
 
-/// Bytes that would have to move for all targets that are alive and stay to be as full as each
-/// other.
+/// Bytes that would have to move until all targets that are alive and not draining are equally
+/// full.
 fn uneven(map: &MapView) -> u64 {
     let stay: Vec<&pb::Target> =
         map.map.targets.iter().filter(|t| t.alive && !t.draining).collect();
@@ -388,11 +389,11 @@ fn evening(first: u64, left: u64, taken: Duration) -> String {
     format!("{} above even{eta}", size(left))
 }
 
-/// Whether replicas are on their way from or to these targets, or may wait for their turn: a target
-/// has all that it moves at a time.
+/// Whether replicas are moving from or to these targets, or may be waiting for their turn: another
+/// target may have as many moves as it does at a time.
 fn is_under_way(map: &MapView, ids: &[TargetId]) -> bool {
     let mut ends: BTreeMap<TargetId, usize> = BTreeMap::new();
-    // Without a source a chain waits for ever.
+    // A chain without a source waits for ever, so it does not count.
     for c in map.map.chains.iter().filter(|c| !c.lost && c.head().is_some() && is_moving(c)) {
         let has: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
         let wants: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
@@ -404,7 +405,7 @@ fn is_under_way(map: &MapView, ids: &[TargetId]) -> bool {
     ends.values().any(|n| *n >= MOVES)
 }
 
-/// Why nothing moves.
+/// The error that says why nothing moves.
 fn stuck(map: &MapView, ids: &[TargetId]) -> Error {
     let holds = |c: &&pb::Chain| {
         !c.lost && ids.iter().any(|t| c.preferred.contains(t) || c.state_of(*t).is_some())
@@ -427,16 +428,16 @@ fn stuck(map: &MapView, ids: &[TargetId]) -> Error {
     Error::new(Code::Busy, format!("nothing moves any more: {why}"))
 }
 
-/// What a target has to do with chains.
+/// A target's share in chains.
 #[derive(Default)]
 pub(crate) struct Held {
-    /// Replicas it has, or is to have.
+    /// Replicas that it has, or is to have.
     pub all: usize,
-    /// Of those: it is to give them away.
+    /// Replicas that it is to give away.
     pub leaving: usize,
-    /// It is given them.
+    /// Replicas that it is to receive.
     pub arriving: usize,
-    /// Chains that it heads: where `lfs` says that a file is on it.
+    /// Chains of which it is the head: `lfs` shows their files as being on it.
     pub heads: usize,
 }
 
@@ -494,7 +495,7 @@ fn node_name(map: &MapView, t: &pb::Target) -> String {
     map.node(t.node).map(|n| n.name.clone()).unwrap_or_default()
 }
 
-/// What `strake status` and `strake target list` say of it with `--json`.
+/// The JSON of `strake status` and `strake target list` about a slow target.
 pub(crate) fn slow_json(s: &pb::Slow) -> Value {
     let what = match s.what {
         what::READS => "reads",
@@ -506,7 +507,7 @@ pub(crate) fn slow_json(s: &pb::Slow) -> Value {
     })
 }
 
-/// A line about each slow target. `unix_ms`: the time of day.
+/// A line about each slow target. `unix_ms`: the current time.
 fn slowness(map: &MapView, now: &[pb::SlowTarget], unix_ms: u64) -> String {
     let mut text = String::new();
     for t in &map.map.targets {
@@ -627,7 +628,7 @@ mod tests {
         let mut m = map().map.clone();
         m.targets.iter_mut().for_each(|t| (t.alive, t.draining) = (true, false));
         assert_eq!(uneven(&MapView::new(m.clone()).unwrap()), 0);
-        // One gets 40 MiB more: of four, three quarters of that are too much.
+        // One target gets 40 MiB more: with four targets, three quarters of that are too much.
         m.targets[0].used += 40 << 20;
         assert_eq!(m.targets.len(), 4);
         assert_eq!(uneven(&MapView::new(m.clone()).unwrap()), 30 << 20);
@@ -709,7 +710,7 @@ mod tests {
         assert!(!is_under_way(&lost, &[0, 1, 2, 3]));
         let waits = changed(&|m| m.chains[1].replicas.iter_mut().for_each(|r| r.state = 5));
         assert!(!is_under_way(&waits, &[0, 1, 2, 3]));
-        // Others have their turn.
+        // Other targets have their turn.
         let more = |n: u32| {
             changed(&|m| {
                 let again = |id| pb::Chain { id, ..m.chains[1].clone() };

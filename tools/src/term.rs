@@ -47,7 +47,7 @@ impl Progress {
         self.last = line;
     }
 
-    /// Makes room on a terminal for a line of something else.
+    /// Clears the line on a terminal, so that something else can be printed.
     pub fn clear(&mut self) {
         if self.live && !self.last.is_empty() {
             eprint!("\r\x1b[K");

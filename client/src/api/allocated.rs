@@ -7,15 +7,15 @@ use super::client::Client;
 use crate::data::holes::chains;
 
 impl Client {
-    /// Bytes that the servers store of a regular file, each copy but the first left out; holes take
-    /// none.
+    /// Bytes that the servers store for a regular file, counting one copy only. Holes take no
+    /// space.
     pub async fn allocated(&self, ino: Ino) -> Result<u64> {
         let core = &self.core;
         let opened;
         let inode = match core.files.live_inode(ino) {
             Some(inode) => inode,
             None => {
-                // Like stat(2) it needs no right on the file itself.
+                // As for stat(2), no permission on the file itself is needed.
                 let (file, _) = self.open(&pb::Creds::default(), ino, 0).await?;
                 opened = file;
                 opened.inode().clone()

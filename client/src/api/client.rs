@@ -18,10 +18,11 @@ use crate::{
     leases::lease_cache::Forget,
 };
 
-/// How long [`Client::close`] waits to tell what is not written any more.
+/// How long [`Client::close`] waits for the report of the files that are no longer open for
+/// writing.
 const RELEASING: Duration = Duration::from_secs(2);
 
-/// A mounted file system: one session at the metadata servers. Clones are the same client.
+/// A mounted file system: one session with the metadata servers. All clones share the same client.
 #[derive(Clone)]
 pub struct Client {
     pub(crate) core: Arc<Core>,
@@ -30,7 +31,8 @@ pub struct Client {
 impl Client {
     /// Connects and opens a session. Waits up to [`Config::connect_timeout`] for a metadata leader.
     ///
-    /// `Unauthenticated` when the key is another cluster's, `TimedOut` when no leader answers.
+    /// Fails with `Unauthenticated` when the key belongs to another cluster, and with `TimedOut`
+    /// when no leader answers.
     pub fn connect(
         cfg: Config,
         env: Env,
@@ -39,27 +41,28 @@ impl Client {
         Box::pin(async move {
             let core = Core::new(cfg, env, fabric);
             core.metadata.session_within(core.shared.cfg.connect_timeout).await?;
-            // Says hello: leases are there from the beginning. If this fails, the next renewal does
-            // it.
+            // The first renewal says hello, so that leases work from the start. If it fails, the
+            // next renewal says hello.
             core.metadata.clone().renew().await;
             background::start(&core);
             Ok(Client { core })
         })
     }
 
-    /// Makes everything written stable, then ends the session, if it can be reached within seconds;
-    /// open files are closed by that. An error is of data that was lost. The client does nothing
-    /// afterwards, even if this fails.
+    /// Makes everything written stable, then ends the session if the metadata servers can be
+    /// reached within seconds; the end of the session closes the open files. An error means that
+    /// data was lost. The client does nothing afterwards, even if this fails.
     pub fn close<'a>(&'a self) -> BoxFuture<'a, Result<()>> {
         Box::pin(async move {
             let core = self.core.clone();
             let closing = async move {
                 let mut outcome = Ok(());
-                // What is held back keeps its file.
+                // Dirty data keeps its inode alive, so live inodes are all there is to sync.
                 for inode in core.files.live_inodes() {
                     outcome = outcome.and(core.sync_inode(&inode).await);
                 }
-                // The end of the session makes up for it.
+                // A release that is not sent in time does no harm: the end of the session closes
+                // the files too.
                 let _ = tokio::time::timeout(RELEASING, core.files.clone().send_releases()).await;
                 if let Err(e) = core.metadata.end_session().await {
                     tracing::info!("the session will end by itself: {e}");
@@ -84,8 +87,8 @@ impl Client {
         Ok(self.core.shared.map())
     }
 
-    /// Over which connections it reaches the storage servers, and what went over each kind of
-    /// fabric.
+    /// The connections over which this client reaches the storage servers, and how many bytes went
+    /// over each kind of fabric.
     pub fn roads(&self) -> Roads {
         Roads {
             roads: traffic::roads(&*self.core.shared.fabric),
@@ -94,9 +97,9 @@ impl Client {
         }
     }
 
-    /// As [`Client::roads`], and by which roads bytes of this file came from storage servers and
-    /// went there, since this client has it in use. Their sums are all that was moved, zeros of
-    /// holes and what was sent again included.
+    /// As [`Client::roads`], with the transports by which bytes of this file were read from and
+    /// written to storage servers since this client first used it. The sums count everything that
+    /// was moved, including zeros of holes and bytes that were sent again.
     pub fn file_roads(&self, ino: Ino) -> Roads {
         let Some(inode) = self.core.files.live_inode(ino) else { return self.roads() };
         let (fetched, sent) = (inode.fetched.look(), inode.sent.look());
@@ -108,7 +111,7 @@ impl Client {
         Roads { file: Road::ALL.into_iter().map(of).collect(), ..self.roads() }
     }
 
-    /// Why no storage server is reached by RDMA; `None`: at least one is.
+    /// Why no storage server is reached by RDMA; `None` when at least one is.
     pub fn no_rdma(&self) -> Option<String> {
         let map = self.core.shared.map();
         let servers = map.map.nodes.iter().filter(|n| n.role != ROLE_MDS);
@@ -119,7 +122,7 @@ impl Client {
                 Ok(_) => {}
                 Err(e) => why = why.or(Some(e.message)),
             }
-            // What is missing is missing here, so that others would say the same.
+            // What is missing is missing on this node, so all servers would give the same reason.
             if node.endpoints.iter().any(|e| e.starts_with("rdma:")) {
                 break;
             }
@@ -139,59 +142,60 @@ impl Client {
         self.core.metadata.current_session().map_or_else(Vec::new, |s| s.fs_uuid.to_vec())
     }
 
-    /// From now on nothing is opened for writing and no name, attribute, layout or byte is changed:
-    /// `EROFS`. What was written before is still made safe and its size reported, and locks work.
+    /// From now on fails with `EROFS` every open for writing and every change of a name, attribute,
+    /// layout or byte. What was written before is still made stable and its size reported, and
+    /// locks work.
     pub fn set_read_only(&self, yes: bool) {
         self.core.shared.set_read_only(yes);
     }
 
-    /// While this stays the same, nobody else has changed the bytes of a file. `None`: it is not
-    /// known whether somebody has.
+    /// While this value stays the same, no other client has changed the bytes of the file. `None`
+    /// when that is not known.
     pub fn tenure(&self, ino: Ino) -> Option<u64> {
         self.core.lease_cache.tenure(self.core.shared.env.boot(), ino)
     }
 
-    /// The attributes of a file that nobody else can change now, with its tenure.
+    /// The attributes of a file that no other client can change now, with its tenure.
     pub fn leased(&self, ino: Ino) -> Option<(Attr, u64)> {
         self.core.lease_cache.data(self.core.shared.env.boot(), ino)
     }
 
-    /// The session in which this lock of a file's pages is held, if it is: while it is nobody else
-    /// changes the file.
+    /// The session in which this lock of a file's pages is held, if it is held. While it is, no
+    /// other client changes the file.
     pub fn holds_pages(&self, ino: Ino, number: u64) -> Option<strake_proto::SessionId> {
         self.core.pages.holds(ino, number)
     }
 
-    /// From now on copies of what this client tells may be kept, for as long as
-    /// [`Client::attr_valid`] and [`Client::name_valid`] say: `copies` is told when one is not
-    /// valid any more. Once; false: somebody keeps copies already.
+    /// From now on the caller may keep copies of what this client returns, for as long as
+    /// [`Client::attr_valid`] and [`Client::name_valid`] say. `copies` is called when a copy is no
+    /// longer valid. Works once; returns false when another caller keeps copies already.
     pub fn set_copies(&self, copies: Arc<dyn Forget>) -> bool {
         self.core.lease_cache.set_copies(copies)
     }
 
-    /// To be held from before it is asked for how long a copy is valid until it is made: in between
-    /// none is taken back.
+    /// Hold this guard from before you ask how long a copy is valid until the copy is made: no copy
+    /// is revoked meanwhile.
     pub fn telling(&self) -> parking_lot::RwLockReadGuard<'_, ()> {
         self.core.lease_cache.telling()
     }
 
-    /// For how long a copy of exactly these attributes may be kept, 0: not at all.
+    /// For how long a copy of exactly these attributes may be kept; 0 for not at all.
     pub fn attr_valid(&self, attr: &Attr) -> Duration {
         self.core.lease_cache.attr_valid(self.core.shared.env.boot(), attr)
     }
 
-    /// For how long it may be believed that a name in a directory means this inode, or that there
-    /// is no such name. 0: not at all.
+    /// For how long a caller may assume that a name in a directory means this inode (or, with
+    /// `None`, that the name does not exist). 0 for not at all.
     pub fn name_valid(&self, dir: Ino, name: &[u8], to: Option<Ino>) -> Duration {
         self.core.lease_cache.name_valid(self.core.shared.env.boot(), dir, name, to)
     }
 
-    /// Servers that did not answer last, and why; empty when all do.
+    /// Servers that did not answer last time, and why; empty when all answer.
     pub fn away(&self) -> String {
         self.core.shared.unreachable()
     }
 
-    /// What this client did since it was connected.
+    /// Counters of this client since it was connected.
     pub fn stats(&self) -> Stats {
         let (unstable_bytes, cache_bytes) =
             (self.core.updates.unstable_bytes(), self.core.cache.lock().used());
@@ -201,8 +205,8 @@ impl Client {
         Stats { relayed, unstable_bytes, held_bytes, cache_bytes, ..self.core.shared.stats.read() }
     }
 
-    /// Where buffers for [`File::write`] should come from: aligned, so that nothing is copied on
-    /// the way.
+    /// The pool from which buffers for [`File::write`] should come: its buffers are aligned, so
+    /// nothing is copied on the way.
     pub fn pool(&self) -> &strake_fabric::Pool {
         self.core.shared.fabric.pool()
     }

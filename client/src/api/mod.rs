@@ -1,4 +1,4 @@
-//! What callers of the client see.
+//! The public interface of the client.
 
 mod allocated;
 pub mod client;

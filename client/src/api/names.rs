@@ -1,5 +1,5 @@
-//! The namespace: one method per operation, each one request. Attributes are merged with what this
-//! client wrote.
+//! The namespace: one method per operation, each one request. Attributes include this client's own
+//! writes.
 //!
 //! Mutations run to their end even if the caller's future is dropped.
 
@@ -21,20 +21,21 @@ use crate::{
 const ACLS: [(&[u8], u32); 2] = [(b"system.posix_acl_access", 1), (b"system.posix_acl_default", 2)];
 const S_IFMT: u32 = 0o170_000;
 const S_IFLNK: u32 = 0o120_000;
-/// How long [`Client::set_layout`] and [`Client::seal`] wait for those who are closing the file.
+/// How long [`Client::set_layout`] and [`Client::seal`] wait for programs that are closing the
+/// file.
 const CLOSING: Duration = Duration::from_secs(1);
 
 fn attr_of(r: pb::OpResult) -> Result<pb::Attr> {
     r.attr.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the attributes out"))
 }
 
-/// With which permission bits something is made. From a number: with these, whatever the caller's
-/// umask is.
+/// The permission bits with which something is created. Converted from a number: exactly these
+/// bits, whatever the caller's umask is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Mode {
-    /// Permission bits, of a node also its type.
+    /// Permission bits; for a node also its type.
     pub bits: u32,
-    /// Bits to leave out, unless the directory has a default ACL, which decides instead.
+    /// Bits to leave out, unless the directory has a default ACL, which then decides.
     pub umask: u32,
 }
 
@@ -44,10 +45,10 @@ impl From<u32> for Mode {
     }
 }
 
-/// What [`Client::get_layout`] tells.
+/// The result of [`Client::get_layout`].
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayoutInfo {
-    /// Of a regular file.
+    /// The layout of a regular file.
     pub layout: Option<pb::Layout>,
     /// A directory's own default, if it has one.
     pub spec: Option<pb::LayoutSpec>,
@@ -58,9 +59,9 @@ pub struct LayoutInfo {
 /// A page of a directory.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DirPage {
-    /// In order of their cookies. A cookie belongs to one name as long as that name exists.
+    /// In the order of their cookies. A cookie belongs to one name as long as that name exists.
     pub entries: Vec<pb::DirEntry>,
-    /// Nothing comes after the last entry.
+    /// Whether nothing comes after the last entry.
     pub end: bool,
 }
 
@@ -81,7 +82,7 @@ impl Client {
         self.core.merge(attr_of(r)?).await
     }
 
-    /// The inode behind a name. `ENOENT`, `ENOTDIR`, `EACCES`.
+    /// The inode that a name refers to. `ENOENT`, `ENOTDIR`, `EACCES`.
     pub async fn lookup(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
         match self.core.lease_cache.lookup(self.core.shared.env.boot(), creds, parent, name) {
             Some(Some(attr)) => {
@@ -97,14 +98,14 @@ impl Client {
         self.merged(r).await
     }
 
-    /// The inode behind a name as the metadata servers know it now, whatever this client remembers
-    /// and whoever asks.
+    /// The inode that a name refers to as the metadata servers know it now, regardless of this
+    /// client's caches and of permissions.
     pub async fn lookup_now(&self, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
         let o = pb::op::Op::Lookup(pb::Lookup { parent, name: name.to_vec().into() });
         attr_of(self.read_op(&pb::Creds::default(), o).await?)
     }
 
-    /// Attributes, with the size and mtime of this client's own writes.
+    /// The attributes, with the size and mtime of this client's own writes.
     pub async fn getattr(&self, creds: &pb::Creds, ino: Ino) -> Result<pb::Attr> {
         if let Some(inode) = self.core.files.live_inode(ino)
             && (inode.is_dirty() || !inode.back.is_empty())
@@ -118,7 +119,7 @@ impl Client {
     }
 
     /// Changes attributes. With a size it returns when the bytes beyond it are gone from every
-    /// replica; writes of this client that were begun before are done first.
+    /// replica; earlier writes of this client are finished first.
     pub async fn setattr(&self, creds: &pb::Creds, set: pb::SetAttr) -> Result<pb::Attr> {
         let (core, creds) = (self.core.clone(), creds.clone());
         self.core.shared.detached(async move { core.setattr(&creds, set, false).await }).await
@@ -129,7 +130,7 @@ impl Client {
         self.read_op(creds, pb::op::Op::Access(pb::Access { ino, mask })).await.map(drop)
     }
 
-    /// Makes a directory.
+    /// Creates a directory.
     pub async fn mkdir(
         &self,
         creds: &pb::Creds,
@@ -144,7 +145,7 @@ impl Client {
         )
     }
 
-    /// Makes a file, fifo, socket or device, by the type in `mode`; `rdev` is Linux-encoded.
+    /// Creates a file, fifo, socket or device, by the type in `mode`; `rdev` is Linux-encoded.
     pub async fn mknod(
         &self,
         creds: &pb::Creds,
@@ -158,7 +159,7 @@ impl Client {
         attr_of(self.write_op(creds, o).await?)
     }
 
-    /// Makes a symbolic link to `target`, which need not exist.
+    /// Creates a symbolic link to `target`, which need not exist.
     pub async fn symlink(
         &self,
         creds: &pb::Creds,
@@ -172,13 +173,13 @@ impl Client {
         )
     }
 
-    /// Whether a name led to the inode lately.
+    /// Whether a lookup found the inode recently.
     pub fn was_found(&self, ino: Ino) -> bool {
         self.core.recent_lookups.has(ino)
     }
 
-    /// The target of a symbolic link, also of one that was found and has gone since. `EINVAL` for
-    /// anything else.
+    /// The target of a symbolic link, also of one that was found recently and has been deleted
+    /// since. `EINVAL` for anything else.
     pub async fn readlink(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<u8>> {
         if let Some(target) = self.core.recent_lookups.target(ino) {
             return Ok(target.to_vec());
@@ -186,8 +187,8 @@ impl Client {
         Ok(self.read_op(creds, pb::op::Op::Readlink(pb::Readlink { ino })).await?.data.to_vec())
     }
 
-    /// Gives an inode another name. Returns its attributes, with the new count of links. `EPERM`
-    /// for a directory.
+    /// Gives an inode another name. Returns its attributes, with the new link count. `EPERM` for a
+    /// directory.
     pub async fn link(
         &self,
         creds: &pb::Creds,
@@ -199,20 +200,20 @@ impl Client {
         self.merged(self.write_op(creds, o).await?).await
     }
 
-    /// Removes a name that is not a directory's. The data goes when neither a name nor an open file
-    /// is left.
+    /// Removes a name that is not a directory's. The data is deleted when neither a name nor an
+    /// open file is left.
     pub async fn unlink(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<()> {
         let o = pb::op::Op::Unlink(pb::Unlink { parent, name: name.to_vec().into() });
         self.write_op(creds, o).await.map(drop)
     }
 
-    /// Removes an empty directory, else `ENOTEMPTY`. Returns which one it was.
+    /// Removes an empty directory, else `ENOTEMPTY`. Returns its inode number.
     pub async fn rmdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<Ino> {
         let o = pb::op::Op::Rmdir(pb::Rmdir { parent, name: name.to_vec().into() });
         self.write_op(creds, o).await.map(|r| r.ino)
     }
 
-    /// `flags`: RENAME_NOREPLACE 1, RENAME_EXCHANGE 2, RENAME_WHITEOUT 4 (`EINVAL` by older
+    /// `flags`: RENAME_NOREPLACE 1, RENAME_EXCHANGE 2, RENAME_WHITEOUT 4 (`EINVAL` from older
     /// metadata servers).
     pub async fn rename(
         &self,
@@ -231,8 +232,8 @@ impl Client {
         self.write_op(creds, o).await.map(drop)
     }
 
-    /// Entries after `cookie` (0 = from the start, else of the last entry seen), at most `limit`,
-    /// with attributes if wanted.
+    /// At most `limit` entries after `cookie` (0 for the start, else the cookie of the last entry
+    /// seen), with attributes if wanted.
     pub async fn readdir(
         &self,
         creds: &pb::Creds,
@@ -253,10 +254,10 @@ impl Client {
         Ok(page)
     }
 
-    /// The value of an extended attribute, `ENODATA` where there is none. Namespaces as in
+    /// The value of an extended attribute; `ENODATA` where there is none. Namespaces as in
     /// xattr(7).
     pub async fn getxattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
-        // Linux asks for the ACLs of whatever it checks, and few files have any.
+        // Linux asks for the ACLs of every file that it checks, and few files have any.
         let acl = ACLS.iter().find(|(acl, _)| *acl == name).map(|(_, bit)| bit);
         if let (Some(bit), Some(attr)) =
             (acl, self.core.lease_cache.attr(self.core.shared.env.boot(), ino))
@@ -290,19 +291,19 @@ impl Client {
         Ok(r.names.iter().map(|n| n.to_vec()).collect())
     }
 
-    /// Removes an extended attribute, `ENODATA` where there is none.
+    /// Removes an extended attribute; `ENODATA` where there is none.
     pub async fn removexattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<()> {
         let o = pb::op::Op::Removexattr(pb::RemoveXattr { ino, name: name.to_vec().into() });
         self.write_op(creds, o).await.map(drop)
     }
 
-    /// Space of the file system, or of one pool if named: of files with as many copies as the
-    /// root's default layout says.
+    /// Space of the file system, or of one pool if named, counted for files with as many copies as
+    /// the root's default layout says.
     pub async fn statfs(&self, creds: &pb::Creds, pool: &str) -> Result<pb::StatfsReply> {
         self.statfs_in(creds, pool, 0).await
     }
 
-    /// As [`Client::statfs`], with the default layout of a directory.
+    /// As [`Client::statfs`], but counted with the default layout of a directory.
     pub async fn statfs_in(
         &self,
         creds: &pb::Creds,
@@ -314,14 +315,14 @@ impl Client {
         r.statfs.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the space out"))
     }
 
-    /// How a file is striped, or what a directory gives to new files.
+    /// How a file is striped, or the default layout that a directory gives to new files.
     pub async fn get_layout(&self, creds: &pb::Creds, ino: Ino) -> Result<LayoutInfo> {
         let r = self.read_op(creds, pb::op::Op::Getlayout(pb::GetLayout { ino })).await?;
         Ok(LayoutInfo { layout: r.layout, spec: r.spec, effective: r.effective })
     }
 
-    /// A directory's default (`None` deletes it), or the layout of a file without data (`EEXIST`
-    /// when it has some, `EBUSY` while somebody has it open for writing).
+    /// Sets a directory's default layout (`None` deletes it), or the layout of a file without data.
+    /// `EEXIST` when the file has data, `EBUSY` while it is open for writing.
     pub async fn set_layout(
         &self,
         creds: &pb::Creds,
@@ -333,13 +334,13 @@ impl Client {
             .map(drop)
     }
 
-    /// A change of a file that nobody may have open for writing, else `EBUSY`.
+    /// A change that needs a file which is not open for writing, else `EBUSY`.
     async fn once_closed(&self, creds: &pb::Creds, change: pb::op::Op) -> Result<pb::OpResult> {
         let end = Instant::now() + CLOSING;
         loop {
             match self.write_op(creds, change.clone()).await {
-                // Closed a moment ago, perhaps: the kernel does not wait for that, and releases are
-                // told in groups.
+                // The file may have been closed a moment ago: the kernel does not wait for the
+                // release, and releases are sent in batches.
                 Err(e) if e.code == Code::Busy && Instant::now() < end => {
                     self.core.files.clone().send_releases().await;
                     tokio::time::sleep(Duration::from_millis(50)).await;
@@ -349,7 +350,7 @@ impl Client {
         }
     }
 
-    /// How a file is sealed, `ENODATA` where it is not; with `page` also the digests of that page
+    /// How a file is sealed; `ENODATA` where it is not. With `page` also the digests of that page
     /// of its manifest.
     pub async fn get_seal(
         &self,
@@ -364,14 +365,14 @@ impl Client {
         Ok((info, r.data))
     }
 
-    /// One step of sealing a file, see `docs/seal.md`. How it is sealed then, `None` when it is not
-    /// any more. `EBUSY` while somebody has it open for writing, `EPERM` for others than the owner
-    /// and root, `ESTALE` when the seal named was undone.
+    /// One step of sealing a file, see `docs/seal.md`. Returns how it is sealed afterwards, `None`
+    /// when it is not any more. `EBUSY` while the file is open for writing, `EPERM` for callers
+    /// other than the owner and root, `ESTALE` when the named seal was undone.
     pub async fn seal(&self, creds: &pb::Creds, step: pb::Seal) -> Result<Option<pb::SealInfo>> {
         Ok(self.once_closed(creds, pb::op::Op::Seal(step)).await?.seal)
     }
 
-    /// One path of an inode from the root.
+    /// One path from the root to an inode.
     pub async fn path_of(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<u8>> {
         Ok(self.read_op(creds, pb::op::Op::PathOf(pb::PathOf { ino })).await?.data.to_vec())
     }
@@ -380,9 +381,9 @@ impl Client {
     /// `MetaRequest`. If any of them mutates, the list is atomic. The results end with the first
     /// failure, if any, as a status.
     ///
-    /// Sizes are the metadata server's, and an `Open` or `Create` in the list is the caller's to
-    /// `Close`; it is not reasserted after a failover. Use [`Client::open`] and [`Client::create`]
-    /// for files to be kept open.
+    /// Sizes are the metadata server's. The caller must `Close` what an `Open` or `Create` in the
+    /// list opened; such an open is not reasserted after a failover. Use [`Client::open`] and
+    /// [`Client::create`] for files to be kept open.
     pub async fn compound(&self, creds: &pb::Creds, ops: Vec<pb::Op>) -> Result<Vec<pb::OpResult>> {
         let (core, creds) = (self.core.clone(), creds.clone());
         let running = async move {
@@ -402,8 +403,8 @@ fn one(results: Vec<pb::OpResult>) -> Result<pb::OpResult> {
 }
 
 impl Core {
-    /// Attributes from the metadata server as this client's user must see them. What this client
-    /// wrote is reported first, so that the mtime seen now is the one seen later.
+    /// Attributes from the metadata server, with this client's own writes. Those are reported
+    /// first, so that the mtime seen now is the one seen later.
     pub(crate) async fn merge(self: &Arc<Self>, attr: pb::Attr) -> Result<pb::Attr> {
         let Some(inode) = self.files.live_inode(attr.ino) else { return Ok(attr) };
         if inode.is_dirty() || !inode.back.is_empty() {
@@ -412,7 +413,7 @@ impl Core {
         Ok(inode.take_attr(&attr))
     }
 
-    /// `by_handle`: through a handle that is open for writing.
+    /// `by_handle`: the change comes through a handle that is open for writing.
     pub(crate) fn setattr<'a>(
         self: &'a Arc<Self>,
         creds: &'a pb::Creds,
@@ -423,19 +424,20 @@ impl Core {
             set.holes = set.size.is_some();
             let inode = self.files.live_inode(set.ino);
             let size = set.size;
-            // Nobody has pages beyond the end then, unless the lock is lost before the file is cut.
-            // It cannot be kept so long: who is asked for a report before may wait for it.
+            // Then no other client has pages beyond the new end, unless the lock is lost before the
+            // truncate. The lock cannot be held until then: a client that is asked for a report
+            // first may wait for it.
             let used = match size {
                 Some(_) => Some(self.use_to_change(set.ino).await?.over()),
                 None => None,
             };
-            // Own writes count as made before, those too that were not sent.
+            // Own writes count as made before the truncate, including those not sent yet.
             let bar = inode.as_ref().filter(|_| size.is_some()).map(Back::bar);
             if let Some(i) = &inode {
                 self.writeback.send_held(i).await;
             }
-            // A new size waits for writes under way and holds later ones up; what was read ahead
-            // goes.
+            // A new size waits for writes in progress and holds up later ones; what was read ahead
+            // is dropped.
             let guard = match (&inode, size) {
                 (Some(i), Some(_)) => Some(i.ranges.lock_all().await),
                 _ => None,
@@ -444,7 +446,8 @@ impl Core {
                 self.updates.fence(i).await?;
             }
             if let Some(i) = &inode {
-                // Own writes count as made before: an mtime set now must stay.
+                // Own writes count as made before: an mtime that is set now must not be overwritten
+                // by them.
                 self.files.push_size(i).await?;
             }
             let ops = vec![op(pb::op::Op::Setattr(set))];

@@ -1,4 +1,4 @@
-//! Lists of buffers as one run of bytes: cutting without copying.
+//! Lists of buffers as one run of bytes, sliced without copying.
 
 use strake_fabric::{Buf, BufMut, Pool, Road};
 
@@ -25,23 +25,23 @@ pub(crate) fn cut(bufs: &[Buf], mut start: usize, mut len: usize) -> Vec<Buf> {
     out
 }
 
-/// What an update puts in its place.
+/// What an update writes.
 #[derive(Clone)]
 pub(crate) enum Content {
     Bytes(Vec<Buf>),
-    /// So many zeros that are not stored: a punch.
+    /// A punch: so many zeros that are not stored.
     Hole(u32),
 }
 
 impl Content {
-    /// Bytes of the file that it is about.
+    /// Bytes of the file that it covers.
     pub fn span(&self) -> u64 {
         match self {
             Content::Bytes(b) => total(b) as u64,
             Content::Hole(len) => u64::from(*len),
         }
     }
-    /// What it is without holes.
+    /// The bytes; none for a hole.
     pub fn bytes(&self) -> &[Buf] {
         match self {
             Content::Bytes(b) => b,
@@ -62,14 +62,14 @@ pub(crate) fn copy(pool: &Pool, bufs: &[Buf]) -> Buf {
     fill(pool.get_now(total(bufs)), bufs)
 }
 
-/// The road by which all of it came, if it was one.
+/// The transport by which all of the bytes came, if it was a single one.
 pub(crate) fn road(bufs: &[Buf]) -> Option<Road> {
     let first = bufs.first()?.road();
     bufs.iter().all(|b| b.road() == first).then_some(first)
 }
 
-/// A copy in one buffer that belongs to no pool; it is said to have come as the bytes did, if they
-/// came by one road.
+/// A copy in one buffer that belongs to no pool. It keeps the transport by which the bytes came, if
+/// that was a single one.
 pub(crate) fn detached(bufs: &[Buf]) -> Buf {
     let mut to = BufMut::unpooled(total(bufs));
     to.came_by(road(bufs).unwrap_or_default());

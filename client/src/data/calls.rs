@@ -1,4 +1,4 @@
-//! One request to one storage server, and what it says of the server.
+//! One request to one storage server, and what its outcome says about the server.
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -25,7 +25,7 @@ use crate::{
     shared::{Attempts, retry::in_doubt, unreachable::Kind as Server},
 };
 
-/// One attempt at a request. A server that died is noticed by the transport and by the map much
+/// Time limit of one attempt at a request. The transport and the map notice a dead server much
 /// earlier.
 const DATA_TRY: Duration = Duration::from_secs(10);
 
@@ -39,7 +39,7 @@ impl Storage {
         self.connections.get(&self.shared.fabric, node).await
     }
 
-    /// One request, and what it says of the server that it went to.
+    /// One request; notes what its outcome says about the server that it went to.
     pub(crate) async fn data_call(
         &self,
         map: &MapView,
@@ -55,14 +55,15 @@ impl Storage {
                 self.shared.failed(Server::Storage, &node.name, e);
                 self.clocks.forget(node.id);
             }
-            // The map changed: it says nothing.
+            // The map changed: the error says nothing about the server.
             Err(e) if e.code == Code::StaleEpoch => {}
             _ => self.shared.answered(Server::Storage, &node.name),
         }
         reply
     }
 
-    /// A chain without any replica that may answer waits for the servers of all of them.
+    /// The error for a chain without any replica that may answer: it waits for the servers of all
+    /// its replicas.
     pub(crate) fn deserted(&self, map: &MapView, chain: &pb::Chain) -> Error {
         if chain.lost {
             let m = format!(
@@ -76,7 +77,7 @@ impl Storage {
         e
     }
 
-    /// For people: who is waited for.
+    /// Notes which servers are waited for, to show it to the user.
     pub(super) fn wait_for_absent(&self, map: &MapView, chain: &pb::Chain, e: &Error) {
         let absent =
             chain.replicas.iter().filter(|r| r.state() != pb::ReplicaState::ReplicaServing);
@@ -85,8 +86,8 @@ impl Storage {
         }
     }
 
-    /// One request. Ends early when the chain changes meanwhile: the addressed replica may never
-    /// answer.
+    /// One request. Ends early when the chain changes meanwhile, since the addressed replica may
+    /// never answer.
     async fn data_call_once(
         &self,
         chain: &pb::Chain,
@@ -115,7 +116,7 @@ impl Storage {
             tokio::select! {
                 biased;
                 r = &mut call => {
-                    // Memory that cannot be lent: nothing was sent.
+                    // The memory cannot be lent: nothing was sent.
                     if r.as_ref().is_err_and(|e| e.code == Code::OpNotSupp) {
                         way.hands(-1);
                     }
@@ -130,8 +131,8 @@ impl Storage {
         }
     }
 
-    /// Sends an update or a flush to the head of a chain, which is returned with the answer and the
-    /// road that the bytes took. `handed` counts what it may have had.
+    /// Sends an update or a flush to the head of a chain. Returns the answer, the head and the
+    /// transport that the bytes took. `handed` counts the requests that the head may have received.
     pub(crate) async fn to_head(
         &self,
         map: &MapView,
@@ -148,7 +149,7 @@ impl Storage {
         Ok((head, DataReply::decode(&reply.body)?, reply.went))
     }
 
-    /// The pause after a failed attempt, with a new map if that may help.
+    /// The pause after a failed attempt; refreshes the map if that may help.
     pub(crate) fn refresh_and_pause<'a>(
         self: &'a Arc<Self>,
         map: &'a MapView,
@@ -163,7 +164,7 @@ impl Storage {
         })
     }
 
-    /// An oss does not know the session: asks the metadata servers, who decide.
+    /// A storage server does not know the session: asks the metadata servers, which decide.
     pub(crate) fn verify_session<'a>(self: &'a Arc<Self>) -> BoxFuture<'a, ()> {
         Box::pin(async move {
             if let Some(s) = self.metadata.current_session() {
@@ -186,8 +187,8 @@ impl Storage {
         self.session_of(session).map_or(0, |s| s.round())
     }
 
-    /// An attempt at an update ended so: where a copy may be on its way yet, the next one is made
-    /// in another round than this one was.
+    /// Notes how an attempt at an update ended: where a copy may still be on its way, the next
+    /// attempt is made in another round than this one.
     pub(crate) fn attempted(&self, session: SessionId, round: u64, handed: bool, e: &Error) {
         if let Some(s) = self.session_of(session).filter(|_| handed && in_doubt(e)) {
             s.leave_round(round);

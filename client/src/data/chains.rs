@@ -16,7 +16,8 @@ pub(crate) fn node_of(map: &MapView, target: TargetId) -> Result<&pb::Node> {
     map.node_of(target).ok_or_else(|| not_serving(format!("target {target} has no node")))
 }
 
-/// Whether an error of an update is its server's answer, which makes no other copy of it.
+/// Whether an error of an update is the server's answer, so that no copy of the update can still be
+/// made.
 pub(crate) fn is_answer(e: &Error) -> bool {
     !in_doubt(e) && e.code != Code::StaleEpoch
 }

@@ -1,4 +1,4 @@
-//! Asking storage servers how late it is. See `clocks.rs`.
+//! Asks storage servers for the time of their clocks. See `clocks.rs`.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,7 +22,7 @@ use crate::{
 const ASK_TRY: Duration = Duration::from_secs(5);
 
 impl Storage {
-    /// How late it is at a storage server, for an update that is sent there now.
+    /// The time at a storage server, for an update that is sent there now.
     pub(crate) async fn clock_at(self: &Arc<Self>, node: &pb::Node) -> Result<Heard> {
         let now = self.shared.env.boot();
         let Some(heard) = self.clocks.of(node.id, now) else { return self.ask_clock(node).await };
@@ -49,7 +49,7 @@ impl Storage {
         Ok(heard)
     }
 
-    /// As [`Storage::clock_at`], of the head of a chain.
+    /// As [`Storage::clock_at`], for the head of a chain.
     pub(crate) async fn clock_of_head(
         self: &Arc<Self>,
         map: &MapView,
@@ -65,11 +65,11 @@ impl Storage {
         Ok((node.id, heard))
     }
 
-    /// An update is refused by a server that does not know what it says of its time: one of a
-    /// former version took the place of that which told it. It is to be sent again without.
+    /// A server refused an update because it does not know its clock field: a server of an older
+    /// version has replaced the one that told the time. The update must be sent again without it.
     pub(crate) fn knows_no_clock(&self, node: NodeId, heard: &Heard, e: Error) -> Error {
         if e.code == Code::Overloaded {
-            // Its clock may have begun anew.
+            // The server's clock may have started anew.
             self.clocks.forget(node);
         }
         if heard.says() == 0 || e.code != Code::Protocol {

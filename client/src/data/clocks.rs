@@ -1,29 +1,29 @@
-//! How late it is at storage servers. An update says what its server's clock said last, and is not
-//! taken there once that is too long ago: so whoever gave one up knows from when on no copy of it
-//! can be made any more, though nobody may have been reached since. See `docs/replication.md`,
-//! "Retries".
+//! The clocks of storage servers. An update carries the last known time of its server's clock, and
+//! the server refuses it once that is too long ago. So a client that gave an update up knows from
+//! when on no copy of it can be made any more, even if no server has been reached since. See
+//! `docs/replication.md`, "Retries".
 
 use std::{collections::BTreeMap, time::Duration};
 
 use parking_lot::Mutex;
 use strake_proto::{NodeId, data::Clock};
 
-/// How long a server of a former version, which does not know the question, is not asked again.
+/// How long a server of an older version, which does not know the question, is not asked again.
 const UNKNOWN_STANDS: Duration = Duration::from_secs(10);
 /// What a server said.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Heard {
-    /// `None`: it does not tell.
+    /// `None`: the server does not tell its time.
     pub clock: Option<Clock>,
-    /// On the own clock.
+    /// When it was asked, on this client's clock.
     pub asked: Duration,
     pub answered: Duration,
-    /// It is being asked again.
+    /// Whether it is being asked again.
     pub asking: bool,
 }
 
 impl Heard {
-    /// What an update says that is sent now, 0: nothing.
+    /// The clock value for an update that is sent now; 0 for none.
     pub fn says(&self) -> u64 {
         self.clock.map_or(0, |c| c.now)
     }
@@ -32,31 +32,32 @@ impl Heard {
         self.clock.map_or(UNKNOWN_STANDS, |c| Duration::from_millis(c.life.into()) / parts)
     }
 
-    /// An update that says so is long enough on its way for any answer that is waited for.
+    /// Whether an update with this clock value has enough time left for any answer that the client
+    /// waits for.
     fn is_good(&self, now: Duration) -> bool {
         now < self.asked + self.stands(3)
     }
 
-    /// It is to be asked again in time.
+    /// Whether the server should be asked again soon.
     pub fn is_old(&self, now: Duration) -> bool {
         self.clock.is_some() && !self.asking && now >= self.asked + self.stands(6)
     }
 }
 
-/// Copies of an update that servers may take yet.
+/// Copies of an update that servers may still accept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
 pub(crate) enum Copies {
     /// None was sent.
     #[default]
     None,
-    /// Until then, on the own clock.
+    /// Until this time on this client's clock.
     Until(Duration),
-    /// One was sent to a server that does not tell how late it is.
+    /// One was sent to a server that does not tell its time.
     Always,
 }
 
 impl Copies {
-    /// Another one is sent. Clocks may run at rates that differ by a tenth.
+    /// Another copy is sent. Clocks may run at rates that differ by a tenth.
     pub fn sends(&mut self, heard: &Heard) {
         let one = match heard.clock {
             Some(c) => {
@@ -78,19 +79,19 @@ impl Clocks {
         self.0.lock().get(&node).copied().filter(|h| h.is_good(now))
     }
 
-    /// The connection to it ended: another program may be there.
+    /// The connection to the server ended: another process may run there now.
     pub fn forget(&self, node: NodeId) {
         self.0.lock().remove(&node);
     }
 
-    /// Whether the caller is to ask it again: one does so for all.
+    /// Whether the caller must ask the server again: one caller does so for all.
     pub fn asks_again(&self, node: NodeId) -> bool {
         self.0.lock().get_mut(&node).is_some_and(|h| !std::mem::replace(&mut h.asking, true))
     }
 
     pub fn put(&self, node: NodeId, heard: Heard) {
         let mut all = self.0.lock();
-        // An answer that was overtaken says less.
+        // An answer to an earlier question that was overtaken says less.
         if all.get(&node).is_none_or(|h| h.asked < heard.asked) {
             all.insert(node, heard);
         }

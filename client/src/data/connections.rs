@@ -1,5 +1,5 @@
-//! Connections to object storage servers: a few per node, made when first needed and again after
-//! they broke.
+//! Connections to storage servers: a few per node, made when first needed and made again after they
+//! broke.
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -19,7 +19,7 @@ use tokio::{sync::Mutex as AsyncMutex, time::Instant};
 use crate::data::relays::Relays;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
-/// After a failure, others are told so for this long before the node is tried again.
+/// How long after a failure other callers get the same error before the node is tried again.
 const FAILURE_STANDS: Duration = Duration::from_millis(100);
 
 #[derive(Default)]
@@ -31,12 +31,13 @@ struct Slot {
 struct Node {
     slots: Vec<AsyncMutex<Slot>>,
     turn: AtomicUsize,
-    /// When one of its connections was seen to have ended: none that was made before is trusted.
+    /// When a connection of this node was last seen to have ended: no connection made before that
+    /// is trusted.
     ended: Mutex<Option<Instant>>,
 }
 
 impl Node {
-    /// One whose end nobody has noticed yet is as silent as the one that was noticed, and each
+    /// A connection whose end is not noticed yet is as dead as the one that was noticed, and each
     /// would be waited for in turn.
     fn notice_ends(&self) {
         let mut any = false;
@@ -52,7 +53,7 @@ impl Node {
 pub(crate) struct Connections {
     per_node: usize,
     nodes: Mutex<BTreeMap<NodeId, Arc<Node>>>,
-    /// Who passes requests on to a node that is not reached, if anybody.
+    /// Servers that can pass requests on to a node that is not reached directly, if used.
     relays: Option<Arc<Relays>>,
 }
 
@@ -61,12 +62,12 @@ impl Connections {
         Connections { per_node, nodes: Mutex::default(), relays: None }
     }
 
-    /// Likewise; nodes that are not reached are reached through others.
+    /// Like `new`, but nodes that are not reached directly are reached through others.
     pub fn relayed(per_node: usize, relays: Arc<Relays>) -> Connections {
         Connections { relays: Some(relays), ..Connections::new(per_node) }
     }
 
-    /// A working connection to a node, in turn among its connections.
+    /// A working connection to a node, round robin among its connections.
     pub fn get<'a>(
         &'a self,
         fabric: &'a Arc<dyn Fabric>,
@@ -150,9 +151,10 @@ impl Connections {
     }
 }
 
-/// What is missing for a connection, here or there, may come: whoever may wait does so, as for a
-/// server that is away, and it is told as one that is, also where the server answered that it has
-/// too many connections. Only who is refused for what he is hears so.
+/// The resource that a connection lacks, here or there, may become available: a caller that may
+/// wait does so, as for a server that is away. The error says that the server is away even where it
+/// answered that it has too many connections. Only a client that is refused for its identity or
+/// protocol sees that error itself.
 fn away(e: Error) -> Error {
     match e.code {
         Code::Unauthenticated | Code::Protocol | Code::TimedOut => e,
@@ -189,7 +191,7 @@ mod tests {
 
     use super::*;
 
-    /// Nobody is reached, for this reason; or, without one, everybody.
+    /// A fabric on which every connect fails with this code; without one, every connect succeeds.
     struct Reached {
         why_not: Mutex<Option<Code>>,
         pool: Pool,
@@ -231,7 +233,7 @@ mod tests {
         }
     }
 
-    /// Ends when it is told to.
+    /// A connection that ends when the test says so.
     struct Numbered(usize, AtomicBool);
 
     #[async_trait]
@@ -250,7 +252,7 @@ mod tests {
         }
     }
 
-    /// Connects, and counts.
+    /// A fabric that connects and counts the connects.
     struct Counts(AtomicUsize, Pool);
 
     #[async_trait]
@@ -322,14 +324,14 @@ mod tests {
             let whole = "connecting to oss4 at rdma:h:1: of this reason";
             assert_eq!(e.message, whole, "{code:?}");
             let refused = matches!(code, Code::Unauthenticated | Code::Protocol);
-            // As of a server that does not answer: who waits for it is told of it, and why.
+            // The error is as for a server that does not answer, and it says why.
             assert_eq!(
                 matches!(e.code, Code::Disconnected | Code::TimedOut),
                 !refused,
                 "{code:?} reads as {:?}",
                 e.code
             );
-            // At once after that: the same.
+            // Asked again right after that: the same error.
             assert_eq!(conns.get(&fabric, &node).await.err().unwrap().message, whole);
         }
         *reached.why_not.lock() = None;

@@ -1,4 +1,4 @@
-//! What is read into foreign memory, a GPU's for one, and its checksums. See `foreign_reads.rs`.
+//! What is read into foreign memory, such as a GPU's, and its checksums. See `foreign_reads.rs`.
 
 use std::ops::Range;
 
@@ -12,23 +12,22 @@ use strake_proto::{
 
 use super::buffers;
 
-/// A piece of a range that was read: so many bytes are in foreign memory, or came with the answer,
-/// and the rest of it are zeros of a hole.
+/// A piece of a range that was read. Its first bytes are in foreign memory or came with the answer;
+/// the rest is a hole and reads as zeros.
 #[derive(Clone, Debug)]
 pub struct Arrived {
-    /// Where it begins, counted from the beginning of the range, and its bytes.
+    /// The bytes of the piece, counted from the beginning of the range.
     pub range: Range<u64>,
-    /// Bytes from there on that the storage server wrote into the memory that it was lent.
+    /// Number of bytes from its start that the storage server wrote into the lent memory.
     pub placed: u64,
-    /// Their CRC32C, by the block sums that are stored with them. It was not compared with what is
-    /// in that memory.
+    /// The CRC32C of those bytes, by the block sums that are stored with them. It was not compared
+    /// with the content of the memory.
     pub sum: u32,
-    /// Bytes from there on that came with the answer, because they were few. They are verified.
+    /// Bytes from its start that came with the answer, because they were few. They are verified.
     pub here: Vec<Buf>,
 }
 
-/// What an answer says, or what is wrong with it. The place in the range is left for the caller to
-/// fill in.
+/// What an answer says, or what is wrong with it. The caller fills in the place in the range.
 pub(super) fn arrived(p: Piece, r: &DataReply, m: Message) -> std::result::Result<Arrived, String> {
     let here = buffers::total(&m.payload);
     if r.len > p.len || m.placed as usize + here != r.len as usize || (here > 0 && m.placed > 0) {
@@ -46,7 +45,7 @@ pub(super) fn arrived(p: Piece, r: &DataReply, m: Message) -> std::result::Resul
     Ok(Arrived { range: 0..0, placed: m.placed.into(), sum, here: m.payload })
 }
 
-/// The CRC32C of a range by those of the blocks that it touches.
+/// The CRC32C of a range, combined from those of the blocks that it touches.
 fn whole_sum(offset: u32, len: u32, sums: &[u32]) -> u32 {
     let (mut sum, mut left, mut room) = (0, len as usize, BLOCK - offset as usize % BLOCK);
     for s in sums {
@@ -57,7 +56,7 @@ fn whole_sum(offset: u32, len: u32, sums: &[u32]) -> u32 {
     sum
 }
 
-/// Bytes of a range at most, so that each of its pieces is one request.
+/// Most bytes of a range, so that each of its pieces is one request.
 pub(crate) const MOST: u64 = MAX_PAYLOAD as u64;
 
 #[cfg(test)]

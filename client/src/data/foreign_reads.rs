@@ -1,5 +1,5 @@
-//! Striped reads into foreign memory, a GPU's for one: the storage servers write there by
-//! themselves. What is asked of whom, and what is done after an error, is as for all other reads.
+//! Striped reads into foreign memory, such as a GPU's: the storage servers write there directly.
+//! Which replicas are asked, and what is done after an error, is the same as for other reads.
 
 use std::{
     ops::Range,
@@ -42,7 +42,7 @@ impl Storage {
             self.read_foreign_piece(inode, p, at, into.slice(at..at + u64::from(p.len)))
         });
         let reads: Vec<_> = reads.collect();
-        // All, though one may fail: then nothing is lent any more.
+        // Waits for all, even if one fails: afterwards no memory is lent any more.
         join_all(reads).await.into_iter().collect()
     }
 

@@ -27,10 +27,10 @@ use crate::{
     inode::Inode,
 };
 
-/// Extents asked for at once.
+/// Most extents in one answer.
 pub(crate) const PAGE: u32 = 256;
-/// Requests to one chain for the size of what it stores, each about 256 MiB of data. What they do
-/// not reach is taken for data.
+/// Most requests to one chain for the size of what it stores, each about 256 MiB of data. What they
+/// do not reach counts as data.
 const MOST_COUNTS: usize = 128;
 
 /// The chains of a layout, each once.
@@ -38,13 +38,14 @@ pub(crate) fn chains(stripes: &StripeMap) -> BTreeSet<ChainId> {
     stripes.chains.iter().copied().collect()
 }
 
-/// The chunk of an offset, and where in it the block of the offset begins.
+/// The chunk that contains an offset, and where in it the block of the offset begins.
 pub(crate) fn block_of(stripes: &StripeMap, offset: u64) -> (u64, u32) {
     let (p, _) = stripes.locate(offset);
     (p.chunk.index, p.offset - p.offset % BLOCK as u32)
 }
 
-/// The place in the file of an offset in a chunk, beyond all files for what is in none.
+/// The file offset of an offset in a chunk; beyond all files for a chunk that the layout does not
+/// have.
 pub(crate) fn file_offset(stripes: &StripeMap, (index, offset): (u64, u32)) -> u64 {
     stripes.place_of(index).map_or(MAX_FILE_SIZE, |(start, _)| start + u64::from(offset))
 }
@@ -95,7 +96,7 @@ impl Storage {
         Ok(sum.saturating_add(rest))
     }
 
-    /// The first data at or behind `offset`, `None` where only a hole is left.
+    /// The offset of the first data at or behind `offset`, `None` where only a hole is left.
     pub(crate) async fn seek_data(
         self: &Arc<Self>,
         inode: &Inode,
@@ -126,7 +127,8 @@ impl Storage {
         }
     }
 
-    /// The first hole at or behind `offset`, which is below `size`, where the last one begins.
+    /// The offset of the first hole at or behind `offset`, which is below `size`. The last hole
+    /// begins at `size`.
     pub(crate) async fn seek_hole(
         self: &Arc<Self>,
         inode: &Inode,
@@ -142,7 +144,7 @@ impl Storage {
         Ok(first.into_inner().max(offset))
     }
 
-    /// Lowers `first` to the first hole on one chain. Looks no further than that.
+    /// Lowers `first` to the first hole on one chain. Looks no further than `first`.
     async fn first_hole(
         self: &Arc<Self>,
         inode: &Inode,
@@ -153,7 +155,7 @@ impl Storage {
     ) -> Result<()> {
         let start = block_of(stripes, offset);
         let index = stripes.first_on_chain(start.0, chain);
-        // All before here is data.
+        // Everything before `at` is data.
         let mut at = if index == start.0 { start } else { (index, 0) };
         let hole = |at| {
             first.fetch_min(file_offset(stripes, at), Relaxed);

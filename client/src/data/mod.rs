@@ -1,6 +1,6 @@
-//! The data path: requests to storage servers, and whom they go to.
+//! The data path: requests to storage servers, and the choice of the server.
 //!
-//! [`service::Storage`] owns the connections; the files beside it are what is done with them.
+//! [`service::Storage`] owns the connections; the other files use them.
 
 pub(crate) mod buffers;
 pub(crate) mod calls;

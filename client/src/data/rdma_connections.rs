@@ -1,6 +1,6 @@
-//! Connections of their own for foreign memory, several to each storage server: one queue pair into
-//! a GPU's memory is slower than its link, and a call that is given up ends its connection, which
-//! is to hurt nobody else.
+//! Separate connections for foreign memory, several to each storage server. One queue pair into a
+//! GPU's memory is slower than its link. A call that is given up ends its connection, which must
+//! not disturb other requests.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -11,19 +11,19 @@ use tokio::time::Instant;
 
 use crate::data::connections::Connections;
 
-/// Connections to each storage server at least, whatever the number of other connections. They are
-/// spread over the rails as those are.
+/// Least number of connections to each storage server, whatever the number of other connections.
+/// They are spread over the rails in the same way.
 pub(crate) const LANES: usize = 4;
 
-/// After failing so long to open one to a server that is reached otherwise, it has none. It is more
-/// than a dead server's connections stay open.
+/// When no connection could be opened for so long to a server that is reached otherwise, the server
+/// counts as having none. This is longer than a dead server's connections stay open.
 const GIVE_UP: Duration = Duration::from_secs(4);
-/// A failure so long ago says nothing of the next one.
+/// A failure older than this says nothing about the next one.
 const FORGET: Duration = Duration::from_secs(10);
 
 pub(crate) struct RdmaConnections {
     connections: Connections,
-    /// Nodes to which none could be opened: when first, and when last.
+    /// Nodes to which no connection could be opened: the first and the last failure.
     failing: Mutex<BTreeMap<NodeId, (Instant, Instant)>>,
 }
 
@@ -35,8 +35,8 @@ impl RdmaConnections {
         }
     }
 
-    /// The next one in turn to a node, opened when it is first needed. `OpNotSupp`: there is none
-    /// that lends memory, or none can be opened although the server is reached by `others`.
+    /// The next connection to a node, round robin; opened when first needed. `OpNotSupp`: there is
+    /// none that lends memory, or none can be opened although `others` reach the server.
     pub async fn get(
         &self,
         fabric: &Arc<dyn Fabric>,
@@ -61,7 +61,7 @@ impl RdmaConnections {
         }
     }
 
-    /// Notes a failure, and whether they go on for as long as is waited for.
+    /// Notes a failure; returns whether failures have gone on for [`GIVE_UP`].
     fn has_failed_long(&self, node: NodeId) -> bool {
         let (now, mut failing) = (Instant::now(), self.failing.lock());
         let (first, last) = failing.entry(node).or_insert((now, now));
@@ -74,7 +74,8 @@ impl RdmaConnections {
 
     async fn open(&self, fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
         let node = &without_tcp(node)?;
-        // What is missing here does not come by waiting, and others can do without it.
+        // What is missing on this node does not appear by waiting, and the caller can do without
+        // it.
         let missing = |e: Error| match fabric.ways(&node.endpoints) {
             Err(why) => Error {
                 code: Code::OpNotSupp,
@@ -86,7 +87,7 @@ impl RdmaConnections {
         if conn.lends() { Ok(conn) } else { Err(no_lane(node)) }
     }
 
-    /// Those that are open.
+    /// The connections that are open.
     pub fn ways(&self) -> Vec<pb::WayStatus> {
         self.connections.ways()
     }
@@ -101,7 +102,7 @@ fn no_lane(node: &pb::Node) -> Error {
     Error::new(Code::OpNotSupp, m)
 }
 
-/// The same node, of which TCP is no endpoint.
+/// The same node without its TCP endpoints.
 fn without_tcp(node: &pb::Node) -> Result<pb::Node> {
     let endpoints: Vec<String> =
         node.endpoints.iter().filter(|e| !e.starts_with("tcp:")).cloned().collect();
@@ -120,7 +121,7 @@ mod tests {
 
     use super::*;
 
-    /// Nobody is reached by RDMA; by TCP everybody is, or nobody.
+    /// A fabric that never connects by RDMA; by TCP it connects to every server or to none.
     struct NoRdma {
         tcp: Mutex<bool>,
         pool: Pool,
@@ -175,7 +176,7 @@ mod tests {
             assert_eq!(e.code, Code::Disconnected, "it is away: {e}");
             tokio::time::sleep(Duration::from_millis(300)).await;
         }
-        // Back, but not by RDMA. What was long ago does not count.
+        // The server is back, but not by RDMA. The earlier failure is too old to count.
         tokio::time::sleep(FORGET * 2).await;
         *no_rdma.tcp.lock() = true;
         let begun = Instant::now();
@@ -194,7 +195,8 @@ mod tests {
         );
     }
 
-    /// Connects after a while, unless it is out of order, and counts how often it was asked to.
+    /// A fabric that connects after a while, unless it is out of order, and counts how often it was
+    /// asked to.
     struct Slow {
         asked: AtomicUsize,
         out_of_order: AtomicBool,
@@ -261,8 +263,8 @@ mod tests {
         for (wanted, there) in [(1, 4), (4, 4), (6, 6)] {
             let (lanes, others) = (RdmaConnections::new(wanted), Connections::new(1));
             slow.asked.store(0, SeqCst);
-            // The names of the lanes of so many requests at once, each how often; who got none
-            // counts as nobody.
+            // Counts, for so many requests at once, how often each connection was returned; a
+            // request that got none counts as "nobody".
             let take = async |requests: usize| {
                 let all = (0..requests).map(|_| lanes.get(&fabric, &node, &others));
                 let mut of = BTreeMap::<String, usize>::new();
@@ -279,15 +281,15 @@ mod tests {
             assert_eq!(slow.asked.load(SeqCst), there);
             assert_eq!(lanes.ways().len(), there);
 
-            // One fails: the others stay, and it alone is opened anew.
+            // One connection fails: the others stay, and only it is opened again.
             lanes.get(&fabric, &node, &others).await.unwrap().close();
             assert_eq!(lanes.ways().len(), there - 1);
             let second: Vec<usize> = (1..=there).collect();
             assert_eq!(take(2 * there).await, named(&second, 2));
             assert_eq!(slow.asked.load(SeqCst), there + 1);
 
-            // Where that fails too, who comes to its turn hears so, the others have theirs, and it
-            // is tried again later.
+            // Where opening it fails too, the request whose turn it is gets the error, the others
+            // get their connections, and it is tried again later.
             slow.out_of_order.store(true, SeqCst);
             take(1).await;
             lanes.get(&fabric, &node, &others).await.unwrap().close();

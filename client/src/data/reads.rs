@@ -1,5 +1,5 @@
-//! Striped reads: one request per piece of a chunk, in parallel, each answered by a replica of the
-//! reader's choice and checked against the checksums in its reply.
+//! Striped reads: one request per piece of a chunk, in parallel. The client chooses the replica,
+//! and checks the answer against the checksums in the reply.
 
 use futures_util::future::BoxFuture;
 use std::{ops::Range, sync::Arc};
@@ -26,7 +26,7 @@ use crate::{
 };
 
 impl Storage {
-    /// Bytes of a range that lies below the file's size; holes as zeros.
+    /// The bytes of a range that lies below the file's size; holes read as zeros.
     pub(crate) async fn read_range(
         self: &Arc<Self>,
         inode: &Inode,
@@ -80,7 +80,7 @@ impl Storage {
         })
     }
 
-    /// Asks replicas until one answers. `as_writer`: under the right to write.
+    /// Asks replicas until one answers. `as_writer`: under the capability to write.
     pub(crate) async fn ask<T>(
         self: &Arc<Self>,
         inode: &Inode,

@@ -1,9 +1,9 @@
-//! Servers that are not reached: another one passes requests on, see [`strake_fabric::relay`]. One
-//! link that is cut holds nothing up by that.
+//! Servers that are not reached directly: another server passes requests on, see
+//! [`strake_fabric::relay`]. So one cut link holds nothing up.
 //!
-//! The direct way is tried first and alone for a while. One that is refused is not gone round:
-//! there is a machine, and no server on it. What was made through another server is left as soon as
-//! the direct way is there again.
+//! The direct connection is tried first, and alone for a while. A refused direct connection is not
+//! relayed: the machine is there, but no server runs on it. A relayed connection is left as soon as
+//! the direct one works again.
 
 use std::{
     future::Future,
@@ -20,15 +20,15 @@ use strake_fabric::{Connection, Env, Fabric, Relayed, relay};
 use strake_proto::{Code, Error, NodeId, Result, map::MapView, pb};
 use tokio::time::{sleep, timeout};
 
-/// The direct way is tried alone for so long.
+/// For how long the direct connection is tried alone.
 const ALONE: Duration = Duration::from_millis(500);
-/// One server has so long to pass on, its own connection included.
+/// Time limit for one relaying server, including its own connection.
 const ONE: Duration = Duration::from_millis(600);
-/// And so long after the direct way turned out to lead nowhere: most often the server is gone.
+/// How long the relays may take after the direct connection failed: most often the server is gone.
 const GRACE: Duration = Duration::from_millis(300);
-/// Servers that are asked in one go.
+/// Number of servers that are asked in one round.
 const ASKED: usize = 2;
-/// How often the direct way is tried while there is another.
+/// How often the direct connection is tried while a relay is in use.
 const LOOK: Duration = Duration::from_secs(5);
 
 /// See the module.
@@ -36,14 +36,14 @@ pub(crate) struct Relays {
     env: Env,
     on: bool,
     map: ArcSwap<MapView>,
-    /// Which one to ask first: the next one after a failure.
+    /// Index of the server to ask first; advanced after a failure.
     turn: AtomicUsize,
-    /// Connections that were made so.
+    /// Number of relayed connections made.
     pub made: AtomicU64,
 }
 
 impl Relays {
-    /// Clients begin with different servers.
+    /// The turn depends on the uuid, so that clients begin with different servers.
     pub fn new(env: Env, on: bool, uuid: &[u8; 16]) -> Relays {
         let turn = AtomicUsize::new(usize::from(uuid[0]));
         Relays { env, on, map: ArcSwap::default(), turn, made: AtomicU64::new(0) }
@@ -53,8 +53,8 @@ impl Relays {
         self.map.store(map.clone());
     }
 
-    /// A connection to a server: the one that `direct` makes, or one through another server if that
-    /// does not answer.
+    /// A connection to a server: the one that `direct` makes, or one through another server if the
+    /// direct one does not answer.
     pub async fn reach(
         &self,
         fabric: &Arc<dyn Fabric>,
@@ -88,7 +88,7 @@ impl Relays {
         }
     }
 
-    /// Through another server, if one is there that reaches it.
+    /// A connection through another server, if there is one that reaches the server.
     async fn around(
         &self,
         fabric: &Arc<dyn Fabric>,
@@ -117,7 +117,7 @@ impl Relays {
         None
     }
 
-    /// Until the direct way is there again.
+    /// Tries the direct connection until it works again; then the relayed one is left.
     fn look_again(&self, fabric: &Arc<dyn Fabric>, node: &pb::Node, conn: &Arc<Relayed>) {
         let (fabric, node, conn) = (fabric.clone(), node.clone(), Arc::downgrade(conn));
         self.env.spawn(async move {
@@ -139,7 +139,7 @@ impl Relays {
     }
 }
 
-/// The servers that may pass requests on to this one: of its own kind first, which know it best.
+/// The servers that may relay to this one: first those of its own role, which know it best.
 fn candidates<'a>(map: &'a MapView, node: &'a pb::Node) -> impl Iterator<Item = &'a pb::Node> {
     let others = |same: bool| {
         map.map.nodes.iter().filter(move |n| n.id != node.id && (n.role == node.role) == same)
@@ -173,7 +173,7 @@ mod tests {
 
     use super::*;
 
-    /// Notes the servers it was to connect to, and reaches none.
+    /// A fabric that notes the servers it was asked to connect to, and reaches none.
     struct Nobody(Mutex<Vec<String>>, Pool);
 
     #[async_trait]
@@ -239,7 +239,7 @@ mod tests {
             assert_eq!(std::mem::take(&mut *nobody.0.lock()), asked, "{code:?} after {after} ms");
             assert!(begun.elapsed() <= Duration::from_millis(after) + GRACE);
         }
-        // A metadata server is known best by the others.
+        // Other metadata servers are asked first for a metadata server: they know it best.
         let relays = relays(true);
         let _ = relays.reach(&fabric, map.node(1).unwrap(), failing(Code::TimedOut, 0)).await;
         assert_eq!(*nobody.0.lock(), ["tcp:n2:1", "tcp:n3:1"]);

@@ -1,5 +1,5 @@
-//! What is done after an error, for all reads and writes: whom to ask next, and when and with what
-//! to try again.
+//! The reaction to errors, for all reads and writes: which replica to ask next, and when and with
+//! what to try again.
 
 use std::sync::{
     Arc,
@@ -26,12 +26,12 @@ use crate::{
     },
 };
 
-/// New capabilities asked for one request, before a refusal is an error. Rights end while requests
-/// are on their way, and each storage server learns of it in its own time, so one request may be
-/// refused more than once.
+/// How many new capabilities one request may ask for before a refusal becomes an error.
+/// Capabilities may end while requests are on their way, and each storage server learns of it at
+/// its own time, so one request may be refused more than once.
 const MAX_NEW_CAPS: u32 = 8;
 
-/// The new capabilities that one request may have yet.
+/// The new capabilities that one request may still ask for.
 pub(crate) struct NewCaps(u32);
 
 impl Default for NewCaps {
@@ -41,8 +41,8 @@ impl Default for NewCaps {
 }
 
 impl NewCaps {
-    /// Returns when the next one may be asked for: the first at once. The refusal, if there were
-    /// too many.
+    /// Returns when the next one may be asked for: the first immediately. Returns the refusal when
+    /// too many were asked for.
     pub async fn next(&mut self, shared: &Shared, at: &mut Attempts, refusal: Error) -> Result<()> {
         let first = self.0 == MAX_NEW_CAPS;
         if self.0 == 0 {
@@ -57,12 +57,14 @@ impl NewCaps {
     }
 }
 
-/// The connection that a request takes.
+/// The connection that a request uses.
 #[derive(Clone, Copy)]
 pub(crate) enum Way<'a> {
-    /// The one to its node. Counts the requests that servers may have had.
+    /// A shared connection to its node. The number counts the requests that servers may have
+    /// received.
     Shared(Option<&'a AtomicI64>),
-    /// A lane, which ends with a call that ends early. Counts likewise.
+    /// A lane: a connection that is closed when a call on it ends early. The number counts
+    /// likewise.
     Lane(&'a AtomicI64),
 }
 
@@ -74,19 +76,20 @@ impl Way<'_> {
     }
 }
 
-/// A request, or the rounds of a question, through failures.
+/// Retries of one request, or of the rounds of a question, through failures.
 pub(crate) struct Retry<'a> {
     storage: &'a Arc<Storage>,
     inode: &'a Inode,
     as_writer: bool,
-    /// What the next attempt is made with.
+    /// The capability for the next attempt.
     pub cap: Cap,
     caps: NewCaps,
     corrupt: u32,
 }
 
 impl<'a> Retry<'a> {
-    /// `as_writer`: under the right to write. `corrupt`: other attempts, where all had bad bytes.
+    /// `as_writer`: under the capability to write. `corrupt`: how many more attempts there are when
+    /// all replicas had bad bytes.
     pub async fn begin(
         storage: &'a Arc<Storage>,
         inode: &'a Inode,
@@ -97,7 +100,8 @@ impl<'a> Retry<'a> {
         Ok(Retry::with(storage, inode, as_writer, corrupt, cap))
     }
 
-    /// As [`Retry::begin`], the first attempt with a capability that the caller has just looked up.
+    /// As [`Retry::begin`], but with a capability for the first attempt that the caller has just
+    /// looked up.
     pub fn with(
         storage: &'a Arc<Storage>,
         inode: &'a Inode,
@@ -108,7 +112,8 @@ impl<'a> Retry<'a> {
         Retry { storage, inode, as_writer, cap, caps: NewCaps::default(), corrupt }
     }
 
-    /// The pause after an attempt under `map`, and what may help. The error, where nothing does.
+    /// Pauses after a failed attempt under `map`, and does what may help. Returns the error where
+    /// nothing can.
     pub async fn after(&mut self, map: &MapView, at: &mut Attempts, e: Error) -> Result<()> {
         match data_verdict(&e) {
             DataVerdict::OtherReplica if self.corrupt > 0 => {
@@ -138,21 +143,21 @@ impl<'a> Retry<'a> {
     }
 }
 
-/// The replicas of a chain in turn, each once.
+/// Asks the replicas of a chain in turn, each once.
 pub(crate) struct Round<'a> {
     storage: &'a Storage,
     map: &'a MapView,
     pub chain: &'a pb::Chain,
     order: Vec<TargetId>,
-    /// The last error that may pass by itself.
+    /// The last transient error.
     passing: Option<Error>,
-    /// Nothing can be lent to one of them.
+    /// The error of a replica to which no memory can be lent.
     no_lane: Option<Error>,
     last: Error,
 }
 
 impl<'a> Round<'a> {
-    /// Those that may be asked for a chunk; an error where there is none.
+    /// Begins with the replicas that may be asked for a chunk; an error where there is none.
     pub fn begin(
         storage: &'a Storage,
         map: &'a MapView,
@@ -180,7 +185,7 @@ impl<'a> Round<'a> {
         (!self.order.is_empty()).then(|| self.order.remove(0))
     }
 
-    /// Takes in what one answered. The error, where no other one would do better.
+    /// Notes a replica's error. Returns the error where no other replica would do better.
     pub fn failed(&mut self, e: Error) -> Result<()> {
         match data_verdict(&e) {
             DataVerdict::Fail | DataVerdict::NewCapability | DataVerdict::SessionLost => {
@@ -202,13 +207,13 @@ impl<'a> Round<'a> {
         Ok(())
     }
 
-    /// Nothing can be lent to one of them: another one may have a lane.
+    /// No memory can be lent to one replica: another one may have a lane.
     pub fn no_lane(&mut self, e: Error) {
         self.no_lane = Some(e);
     }
 
-    /// The error of a round in which nobody answered: the last one, `Corrupt` only if all that
-    /// answered had bad bytes.
+    /// The error of a round in which no replica answered: the last one. It is `Corrupt` only if all
+    /// replicas that answered had bad bytes.
     pub fn over(self) -> Error {
         if let Some(e) = self.passing.as_ref().filter(|e| e.code == Code::NotServing) {
             self.storage.wait_for_absent(self.map, self.chain, e);

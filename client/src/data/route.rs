@@ -7,8 +7,9 @@ use strake_proto::{
     pb,
 };
 
-/// Serving replicas in the order a reader tries them: the one on `local` first if there is one, the
-/// others from a position that depends on the chunk, so that readers of one file use all copies.
+/// Serving replicas in the order in which a reader tries them: the one on `local` first, if there
+/// is one, then the others from a position that depends on the chunk, so that the readers of a file
+/// use all copies.
 pub fn read_order(
     map: &MapView,
     chain: &pb::Chain,
@@ -29,8 +30,8 @@ pub fn read_order(
     order
 }
 
-/// The `n`-th replica of the chain as it was made (0 = first), and no other: for verifying copies
-/// one by one.
+/// Only the `n`-th replica of the chain as it was created (0 = first): for verifying copies one by
+/// one.
 ///
 /// `Inval` if the chain has fewer copies, `NotServing` while that one is out of sync.
 pub fn only_replica(chain: &pb::Chain, n: usize) -> Result<Vec<TargetId>> {

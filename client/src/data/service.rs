@@ -1,4 +1,4 @@
-//! What the client keeps to talk to storage servers. Others see methods only.
+//! The state that the client keeps to talk to storage servers. Other modules see only its methods.
 
 use std::sync::{Arc, LazyLock};
 
@@ -20,16 +20,16 @@ use crate::{
     shared::Shared,
 };
 
-/// Times all replicas may answer with bad bytes before the reader is told.
+/// How often all replicas may answer with bad bytes before the reader gets an error.
 pub(crate) const MAX_CORRUPT_ROUNDS: u32 = 2;
 
-/// Something to ask a replica of a chain, and how to read its answer.
+/// A question to a replica of a chain, and how to read the answer.
 pub(crate) struct Question<'a, T> {
     pub opcode: u16,
     pub chain: ChainId,
-    /// Chunk, offset and length; the rest is filled in.
+    /// Chunk, offset and length; the other fields are filled in.
     pub request: DataRequest,
-    /// `Corrupt`: another replica may do better.
+    /// Reads the answer. On `Corrupt` another replica is asked.
     pub read: &'a (dyn Fn(TargetId, DataReply, Vec<Buf>) -> Result<T> + Sync),
 }
 
@@ -39,11 +39,11 @@ pub(crate) struct Storage {
     pub(super) metadata: Arc<Metadata>,
     pub(super) files: Arc<Files>,
     pub(super) connections: Connections,
-    /// For foreign memory.
+    /// Connections for foreign memory.
     pub(super) rdma_connections: RdmaConnections,
-    /// How late it is at storage servers.
+    /// The clocks of storage servers.
     pub(super) clocks: Clocks,
-    /// Data requests in flight.
+    /// Limits the data requests in flight.
     pieces: Semaphore,
     /// A run of zeros, for holes.
     pub(super) zero: Buf,
@@ -86,5 +86,6 @@ impl Storage {
     }
 }
 
-/// Zeros for holes, of all clients of the process; memory that nobody writes to takes none.
+/// Zeros for holes, shared by all clients of the process. Memory that is never written takes no
+/// physical pages.
 static ZEROS: LazyLock<Buf> = LazyLock::new(|| BufMut::unpooled(1 << 20).freeze());

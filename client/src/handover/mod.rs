@@ -1,9 +1,9 @@
-//! What a client leaves to the one that takes its place, in memory that outlives the process: see
-//! `docs/restart.md`.
+//! What a client leaves to the next client of the same mount, in memory that outlives the process:
+//! see `docs/restart.md`.
 //!
-//! [`Handover`] is that memory with its tables. The client writes down what only it knows (numbers
-//! it gave out, unreported sizes, unstable writes) before it acts on it; the owner of the client,
-//! the mount, adds its handles and requests.
+//! [`Handover`] is that memory with its tables. The client records what only it knows (numbers it
+//! gave out, unreported sizes, unstable writes) before it acts on it. The owner of the client, the
+//! mount, adds its handles and requests.
 
 pub(crate) mod takeover;
 
@@ -31,8 +31,8 @@ use strake_proto::{
 
 /// "strake" and the version of this layout.
 const LAYOUT: u64 = u64::from_be_bytes(*b"strake\0\x05");
-/// Those before, which are parts of this one: without writes that were not answered, without
-/// rounds, and without numbers of owners of locks.
+/// Earlier layouts, which are subsets of this one: without unanswered writes, without rounds, and
+/// without lock owner numbers.
 const LAYOUTS_BEFORE: [u64; 3] = [
     u64::from_be_bytes(*b"strake\0\x02"),
     u64::from_be_bytes(*b"strake\0\x03"),
@@ -53,12 +53,12 @@ mod head {
     pub const NEXT_MUTATION: usize = 4;
     pub const NEXT_DATA: usize = 5;
     pub const ROUND: usize = 6;
-    /// For the owner of the client.
+    /// Words for the owner of the client.
     pub const OWNER: usize = 16;
     pub const OWNER_WORDS: usize = 16;
-    /// Which of the two texts below holds, 1 or 2, and its length times 256; 0: none.
+    /// Which of the two texts below is valid (1 or 2), plus its length times 256. 0: none.
     pub const MDS: usize = 32;
-    /// Addresses of the metadata servers, by commas.
+    /// Addresses of the metadata servers, separated by commas.
     pub const MDS_TEXTS: [usize; 2] = [64, 192];
     pub const MDS_BYTES: usize = 1024;
 }
@@ -68,7 +68,7 @@ const MOST_REQUESTS: usize = 8192;
 const MOST_HANDLES: usize = 65_536;
 const MOST_INODES: usize = 65_536;
 const MOST_WRITES: usize = 131_072;
-/// Copies of a chunk.
+/// Most copies of a chunk.
 const MOST_STAMPS: usize = 3;
 const REQUEST_WORDS: usize = 9;
 const HANDLE_WORDS: usize = 6;
@@ -90,11 +90,11 @@ pub struct Handover {
     inodes: Arc<Records>,
     writes: Arc<Records>,
     left: Mutex<Left>,
-    /// The session of the former client, 0 without one.
+    /// The session of the previous client, 0 without one.
     former: SessionId,
 }
 
-/// What a former client left.
+/// What the previous client left.
 #[derive(Default)]
 struct Left {
     requests: Vec<Record>,
@@ -104,7 +104,7 @@ struct Left {
 }
 
 impl Handover {
-    /// New memory for the client `uuid`, with room for `buffers` bytes of written data.
+    /// New memory for the client `uuid`, with space for `buffers` bytes of written data.
     pub fn create(uuid: [u8; 16], buffers: usize) -> io::Result<Arc<Handover>> {
         let memory = Kept::create(BUFFERS + buffers.next_multiple_of(REGION))?;
         let (high, low) = uuid.split_at(8);
@@ -119,7 +119,7 @@ impl Handover {
         Handover::of(memory)
     }
 
-    /// What a former client left. `InvalidData` when it was one of another version.
+    /// Opens what a previous client left. `InvalidData` when that client used an unknown layout.
     pub fn open(fd: OwnedFd) -> io::Result<Arc<Handover>> {
         Handover::of(Kept::map(fd)?)
     }
@@ -157,12 +157,12 @@ impl Handover {
         }))
     }
 
-    /// To hand on to the next one.
+    /// The descriptor to pass to the next daemon.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.memory.fd()
     }
 
-    /// Where written data must lie to outlive the process.
+    /// The pool in which written data must lie to outlive the process.
     pub fn pool(&self) -> &Pool {
         &self.pool
     }
@@ -180,14 +180,14 @@ impl Handover {
         self.memory.word(n * 8)
     }
 
-    /// A word of the head that is the client's owner's, 0 to 15; 0 at first. Panics beyond, like
-    /// indexing.
+    /// A word of the head that belongs to the client's owner, 0 to 15; its initial value is 0.
+    /// Panics for a larger `n`, like indexing.
     pub fn owner_word(&self, n: usize) -> &AtomicU64 {
         assert!(n < head::OWNER_WORDS, "word {n} of the owner");
         self.word(head::OWNER + n)
     }
 
-    /// The session of the former client, 0 if there was none.
+    /// The session of the previous client, 0 if there was none.
     pub fn former_session(&self) -> SessionId {
         self.former
     }
@@ -196,8 +196,8 @@ impl Handover {
         self.word(head::SESSION).store(id, Release);
     }
 
-    /// Writes down the metadata servers of the newest map: the configuration may name only such as
-    /// are gone by now. As many as there is room for.
+    /// Records the metadata servers of the newest map, as many as fit: the configuration may name
+    /// only servers that are gone by now.
     pub(crate) fn set_mds(&self, endpoints: &[Endpoint]) {
         let mut text = String::new();
         for e in endpoints.iter().map(Endpoint::to_string) {
@@ -212,7 +212,7 @@ impl Handover {
         if text == self.mds_text() {
             return;
         }
-        // A process killed in the middle of this leaves the other text.
+        // A process killed in the middle of this leaves the other text valid.
         let other = usize::from(self.word(head::MDS).load(Relaxed) & 0xff == 1);
         for (i, bytes) in text.as_bytes().chunks(8).enumerate() {
             let mut word = [0; 8];
@@ -222,7 +222,7 @@ impl Handover {
         self.word(head::MDS).store((text.len() as u64) << 8 | (other as u64 + 1), Release);
     }
 
-    /// The metadata servers that were last written down; none at first.
+    /// The metadata servers that were last recorded; none at first.
     pub(crate) fn mds(&self) -> Vec<Endpoint> {
         self.mds_text().split(',').filter_map(|e| e.parse().ok()).collect()
     }
@@ -240,44 +240,45 @@ impl Handover {
         String::from_utf8_lossy(&words.take(len).collect::<Vec<u8>>()).into_owned()
     }
 
-    /// The lowest number that no metadata mutation of any session had.
+    /// The lowest number that no metadata mutation of any session has used.
     pub(crate) fn next_mutation(&self) -> &AtomicU64 {
         self.word(head::NEXT_MUTATION)
     }
 
-    /// The first of `n` numbers for data writes that none had.
+    /// Takes `n` unused numbers for data writes; returns the first.
     pub(crate) fn take_data_numbers(&self, n: u64) -> u64 {
         self.word(head::NEXT_DATA).fetch_add(n, Relaxed)
     }
 
-    /// See [`strake_proto::data::DataRequest::round`]; of all sessions.
+    /// See [`strake_proto::data::DataRequest::round`]; shared by all sessions.
     pub(crate) fn round(&self) -> &AtomicU64 {
         self.word(head::ROUND)
     }
 
-    /// Keeps an open handle's words; `None` when too many are kept.
+    /// Records an open handle's words; `None` when the table is full.
     pub fn put_handle(&self, words: &[u64]) -> Option<Record> {
         self.handles.put(words)
     }
 
-    /// The handles that a former client left. Once.
+    /// The handles that the previous client left. Returns them only once.
     pub fn left_handles(&self) -> Vec<Record> {
         std::mem::take(&mut self.left.lock().handles)
     }
 
-    /// Keeps the numbers of a request about `ino`; `None` when too many are kept.
+    /// Records the numbers of a request about `ino`; `None` when the table is full.
     pub fn begin(&self, unique: u64, owner_word: u64, ino: Ino) -> Option<Arc<Numbers>> {
         let record = self.requests.put(&[unique, owner_word, 0, 0, 0, 0, 0, 0, ino])?;
         Some(Numbers::new(record))
     }
 
-    /// The requests that were in work when a former client died. Once.
+    /// The requests that were in progress when the previous client died. Returns them only once.
     pub fn left_requests(&self) -> Vec<Arc<Numbers>> {
         let left = std::mem::take(&mut self.left.lock().requests);
         left.into_iter().map(Numbers::new).collect()
     }
 
-    /// The mutations of `session` that a former client may have sent, and nobody has repeated yet.
+    /// The mutations of `session` that the previous client may have sent, and that were not
+    /// repeated yet.
     pub(crate) fn in_doubt(&self, session: SessionId) -> Vec<u64> {
         let number = |r: &Record| {
             (r.get(number::SESSION) == session).then(|| r.get(number::MUTATION)).filter(|n| *n != 0)
@@ -293,12 +294,12 @@ impl Handover {
         std::mem::take(&mut self.left.lock().inodes).into_iter().map(KeptInode).collect()
     }
 
-    /// `order`: its place among all unstable writes.
+    /// `order`: the position among all unstable writes.
     pub(crate) fn put_write(&self, order: u64, w: &KeptWrite) -> Option<Record> {
         self.writes.put(&w.words(order))
     }
 
-    /// Writes that a former client left, in their order.
+    /// The writes that the previous client left, in their order.
     pub(crate) fn left_writes(&self) -> Vec<(u64, KeptWrite, Record)> {
         let mut left = std::mem::take(&mut self.left.lock().writes);
         left.sort_by_key(|r| r.get(0));
@@ -306,14 +307,14 @@ impl Handover {
     }
 }
 
-/// The numbers that one request of the mount's kernel uses: a repetition of the request uses the
-/// same ones, so that what was done is not done twice.
+/// The numbers that one request of the mount's kernel uses. A repetition of the request uses the
+/// same numbers, so that its effect does not happen twice.
 pub struct Numbers {
     record: Record,
-    /// Bit 0: the mutation's number was used in this life. Bit 1: that of its data. Bit 2: the
+    /// Bit 0: the mutation's number was used by this process. Bit 1: the data's number. Bit 2: the
     /// append's offset.
     used: AtomicU64,
-    /// Dropped with this.
+    /// Dropped together with the request's numbers.
     awaited: Mutex<Option<Box<dyn Any + Send + Sync>>>,
 }
 
@@ -324,7 +325,7 @@ mod number {
     pub const MUTATION: usize = 3;
     pub const DATA_SESSION: usize = 4;
     pub const DATA: usize = 5;
-    /// One more than its offset; in the session of the data's numbers.
+    /// The append's offset plus one, in the session of the data's numbers; 0 for none.
     pub const APPEND: usize = 6;
     pub const APPEND_END: usize = 7;
     pub const INO: usize = 8;
@@ -342,7 +343,7 @@ pub fn numbered<F: Future>(
     NUMBERS.scope(numbers, work)
 }
 
-/// Those of the request that this task works for.
+/// The numbers of the request that this task works for.
 pub(crate) fn numbers() -> Option<Arc<Numbers>> {
     NUMBERS.try_with(Option::clone).ok().flatten()
 }
@@ -357,12 +358,12 @@ impl Numbers {
         self.record.get(number::UNIQUE)
     }
 
-    /// What [`Handover::begin`] was given beside it.
+    /// The `owner_word` that was given to [`Handover::begin`].
     pub fn owner_word(&self) -> u64 {
         self.record.get(number::OWNER)
     }
 
-    /// What a former client was to append, and the inode it was about.
+    /// What the previous client was about to append, and the inode.
     pub(crate) fn appended(&self) -> Option<(Ino, Appended)> {
         let get = |word| self.record.get(word);
         let (next, end, session) =
@@ -370,17 +371,17 @@ impl Numbers {
         (next != 0).then(|| (get(number::INO), Appended { offset: next - 1, end, session }))
     }
 
-    /// Likewise, for who appends it again: once.
+    /// As [`Numbers::appended`], for the task that repeats the append: only once.
     pub(crate) fn append_again(&self) -> Option<Appended> {
         self.first_use(4).then(|| self.appended()).flatten().map(|(_, a)| a)
     }
 
-    /// Until the request is answered or given up its append is awaited.
+    /// Keeps `append` until the request is answered or given up, so that its append is awaited.
     pub(crate) fn await_append(&self, append: impl Any + Send + Sync) {
         *self.awaited.lock() = Some(Box::new(append));
     }
 
-    /// Whether others wait for the append of this request.
+    /// Whether other work waits for the append of this request.
     pub fn is_awaited(&self) -> bool {
         self.awaited.lock().is_some()
     }
@@ -389,15 +390,15 @@ impl Numbers {
         self.used.fetch_or(bit, Relaxed) & bit == 0
     }
 
-    /// The session and number of its mutation that a former client may have sent. `None`: it sent
-    /// none, or this client has used it.
+    /// The session and number of the request's mutation that the previous client may have sent.
+    /// `None`: it sent none, or this client has used it already.
     pub(crate) fn mutation(&self) -> Option<(SessionId, u64)> {
         let n = self.record.get(number::MUTATION);
         (n != 0 && self.first_use(1)).then(|| (self.record.get(number::SESSION), n))
     }
 
-    /// A mutation is about to be sent under this number, for the first time. Only the first one of
-    /// a request is kept: it is the one that must not run twice.
+    /// Records the number of a mutation that is about to be sent for the first time. Only the first
+    /// mutation of a request is recorded: it is the one that must not run twice.
     pub(crate) fn set_mutation(&self, session: SessionId, n: u64) {
         if self.first_use(1) {
             self.record.set(number::SESSION, session);
@@ -405,8 +406,8 @@ impl Numbers {
         }
     }
 
-    /// The first number of the request's data writes in `session`, taken by `take` unless a former
-    /// client did.
+    /// The first number of the request's data writes in `session`: the one that the previous client
+    /// used, else a new one from `take`.
     pub(crate) fn data(&self, session: SessionId, take: impl FnOnce() -> u64) -> u64 {
         if !self.first_use(2) {
             return take();
@@ -422,12 +423,12 @@ impl Numbers {
         n
     }
 
-    /// Nothing was appended.
+    /// Records that nothing was appended.
     pub(crate) fn clear_append(&self) {
         self.record.set(number::APPEND, 0);
     }
 
-    /// `len` bytes are about to be appended there, in this session.
+    /// Records that `len` bytes are about to be appended at `offset`, in this session.
     pub(crate) fn set_append(&self, session: SessionId, offset: u64, len: u64) {
         self.record.set(number::APPEND, 0);
         self.record.set(number::DATA, 0);
@@ -437,17 +438,17 @@ impl Numbers {
     }
 }
 
-/// Where a former client put an append, or was about to.
+/// Where the previous client wrote an append, or was about to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Appended {
     pub offset: u64,
     pub end: u64,
-    /// In which session.
+    /// The session of the append.
     pub session: SessionId,
 }
 
-/// What is kept of a file that this client has open for writing, until the metadata servers know
-/// that it has not.
+/// The record of a file that this client has open for writing. It is kept until the metadata
+/// servers know that the file is no longer open for writing.
 pub(crate) struct KeptInode(Record);
 
 mod inode {
@@ -456,12 +457,12 @@ mod inode {
     pub const FLAGS: usize = 2;
     pub const OWNER: usize = 3;
     pub const WRITER: usize = 4;
-    /// Own writes are not reported.
+    /// Own writes are not reported yet.
     pub const DIRTY: u64 = 1;
     pub const SURPLUS: u64 = 2;
-    /// An error waits to be told.
+    /// An error waits to be reported.
     pub const FAILED: u64 = 4;
-    /// What is not reported may have left holes.
+    /// Unreported writes may have left holes.
     pub const HOLES: u64 = 8;
     /// The lock of an append may be held.
     pub const ENDS: u64 = 16;
@@ -477,7 +478,7 @@ impl KeptInode {
         self.0.set(inode::FLAGS, if on { flags | bit } else { flags & !bit });
     }
 
-    /// The file ends at least at `end` by writes of this user that are not reported.
+    /// Writes of this user, which are not reported yet, extend the file to at least `end`.
     pub fn wrote(&self, end: u64, holes: bool, (uid, gid): (u32, u32)) {
         if holes {
             self.flag(inode::HOLES, true);
@@ -492,7 +493,7 @@ impl KeptInode {
         self.0.set(inode::END, 0);
     }
 
-    /// The arguments of [`KeptInode::wrote`], if that is not reported.
+    /// The arguments of [`KeptInode::wrote`], if those writes are not reported yet.
     pub fn unreported(&self) -> Option<(u64, bool, (u32, u32))> {
         let (owner, flags) = (self.0.get(inode::OWNER), self.0.get(inode::FLAGS));
         let dirty = flags & inode::DIRTY != 0;
@@ -538,21 +539,21 @@ impl KeptInode {
     }
 }
 
-/// What a kept write is.
+/// The kind of a kept write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WriteKind {
     /// Answered, and not known to be stable.
     Unstable,
-    /// Likewise, without bytes.
+    /// As `Unstable`, but a punch, without bytes.
     Punch,
-    /// About to be sent, under its number. It may have arrived.
+    /// About to be sent under its number. It may have arrived.
     Sent,
-    /// Held back. It was not sent: it has a place in the file only, and who wrote it instead of a
-    /// number.
+    /// Dirty data that was not sent. The record has only its offset in the file and, in place of a
+    /// number, its owner.
     Held,
 }
 
-/// A write as it is kept.
+/// The record of a write.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct KeptWrite {
     pub chain: ChainId,
@@ -564,19 +565,19 @@ pub(crate) struct KeptWrite {
     pub version: Version,
     pub stamps: Vec<Stamp>,
     pub len: usize,
-    /// `None`: its bytes are not kept, or it is a punch, which has none.
+    /// `None`: the bytes are not kept, or it is a punch, which has none.
     pub at: Option<KeptAt>,
     pub kind: WriteKind,
 }
 
 /// Position of the length among a write's words.
 const WRITE_LEN: usize = 11;
-/// And of its kind.
+/// Position of the kind.
 const WRITE_KIND: usize = 15;
 
 impl KeptWrite {
-    /// One that is held back: `bytes`, which must lie in kept memory, at `at` of the file, by
-    /// `owner` (uid and gid).
+    /// A write that is not sent yet: `bytes`, which must lie in kept memory, at offset `at` of the
+    /// file, by `owner` (uid and gid).
     pub fn held(
         ino: Ino,
         session: SessionId,
@@ -599,7 +600,7 @@ impl KeptWrite {
         })
     }
 
-    /// One that is about to be sent; `None` if its bytes do not outlive the process.
+    /// A write that is about to be sent; `None` if its bytes do not outlive the process.
     pub fn sent(p: &Piece, (session, seq): (SessionId, u64), bytes: &[Buf]) -> Option<KeptWrite> {
         Some(KeptWrite {
             chain: p.chain,
@@ -616,7 +617,7 @@ impl KeptWrite {
         })
     }
 
-    /// Who wrote one that is held back.
+    /// The owner of a write that is not sent yet.
     pub fn owner(&self) -> (u32, u32) {
         ((self.seq >> 32) as u32, self.seq as u32)
     }
@@ -673,13 +674,13 @@ impl KeptWrite {
         }
     }
 
-    /// A kept write was cut to `len` bytes.
+    /// Truncates the record of a write to `len` bytes.
     pub fn cut(record: &Record, len: u64) {
         record.set(WRITE_LEN, len);
     }
 }
 
-/// Where bytes lie, if they are one piece of kept memory.
+/// The place of the bytes, if they are one piece of kept memory.
 pub(crate) fn place_of(data: &[Buf]) -> Option<KeptAt> {
     match data {
         [one] => one.kept(),
@@ -735,7 +736,7 @@ mod tests {
         numbers.set_append(6, 0, 10);
         assert_eq!(numbers.data(6, || 20), 20);
         first.set_session(6);
-        // Killed here.
+        // The process is killed here.
         kept.into_iter().for_each(std::mem::forget);
         std::mem::forget((inode, numbers, data));
 
@@ -799,10 +800,10 @@ mod tests {
         assert_eq!(next_life(&keep).mds(), old);
         keep.set_mds(&new);
         assert_eq!(next_life(&keep).mds(), new);
-        // Killed while it wrote the next ones: the last ones hold.
+        // Killed while writing the next addresses: the previous ones stay valid.
         keep.word(head::MDS_TEXTS[0]).store(u64::MAX, Relaxed);
         assert_eq!(next_life(&keep).mds(), new);
-        // More than there is room for, and nonsense.
+        // More addresses than fit, and an invalid word.
         let many: Vec<Endpoint> = (0..200).map(|n| at(&format!("host-{n}"), 7400)).collect();
         keep.set_mds(&many);
         let kept = next_life(&keep).mds();

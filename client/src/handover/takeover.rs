@@ -1,4 +1,4 @@
-//! Taking the place of a client that died: see `docs/restart.md`.
+//! Takes over from a client that died: see `docs/restart.md`.
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -21,30 +21,30 @@ use crate::{
     write::unstable::Entry,
 };
 
-/// Files opened again at a time.
+/// How many files are opened again at a time.
 const OPENS_AT_ONCE: usize = 64;
 const O_APPEND: u32 = 0o2000;
 
-/// A file that a former client had open.
+/// A file that the previous client had open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Former {
     /// The inode.
     pub ino: Ino,
-    /// As given to [`Client::open`].
+    /// The flags given to [`Client::open`].
     pub flags: u32,
-    /// Who opened it.
+    /// User id of the opener.
     pub uid: u32,
-    /// Their group.
+    /// Group id of the opener.
     pub gid: u32,
 }
 
 impl Client {
-    /// Goes on where the client died whose [`Handover`] this one was given: opens its files again,
-    /// in the order given, and takes over what it had written and not finished. `requests`: those
-    /// it had in work, which may come again.
+    /// Continues where the client died whose [`Handover`] this one was given: opens its files
+    /// again, in the order given, and takes over its unfinished writes. `requests`: the requests it
+    /// had in progress, which may be repeated.
     ///
-    /// A file that cannot be opened any more is an error in its place. What could not be taken over
-    /// is told by its file's next write, fsync and close as `EIO`.
+    /// A file that can no longer be opened is an error at its position. Data that could not be
+    /// taken over is reported as `EIO` by the file's next write, fsync and close.
     pub fn take_over<'a>(
         &'a self,
         files: &'a [Former],
@@ -77,7 +77,7 @@ impl Client {
             core.inherit_writes(&keep, writes, is_same).await;
             requests.iter().for_each(|n| core.expect_append(n));
             core.writeback.set_inherited();
-            // Their writes hold what flushes them.
+            // The pending writes of these files keep alive what is needed to flush them.
             drop(core.shared.env.spawn(async move {
                 for file in strays {
                     let ino = file.ino();
@@ -89,13 +89,13 @@ impl Client {
                     }
                 }
             }));
-            // Counts opens anew: those of the former client are among them no more.
+            // Reports the number of opens anew, without those of the previous client.
             core.metadata.reassert().await;
             opened
         })
     }
 
-    /// A request of a former client does not come again.
+    /// Says that a request of the previous client will not be repeated.
     pub fn abandon(&self, request: &Numbers) {
         if let Some(s) = self.core.metadata.current_session() {
             s.abandon(request);
@@ -104,8 +104,8 @@ impl Client {
 }
 
 impl Core {
-    /// Of an append that may come again: others are not told of a size without it. Whoever has the
-    /// end of the file asks for the size first.
+    /// Prepares for an append that may be repeated: other clients are told no size without it. A
+    /// client that holds the append lock asks for the size first.
     fn expect_append(self: &Arc<Self>, request: &Numbers) {
         let present = self.metadata.current_session().map(|s| s.id);
         let Some((ino, append)) = request.appended().filter(|(_, a)| Some(a.session) == present)
@@ -118,8 +118,8 @@ impl Core {
         self.unlock_end(ino, None);
     }
 
-    /// Files that nobody had open any more and whose writes are not known to be stable: the servers
-    /// were away when they were closed.
+    /// Opens files that were closed already but whose writes are not known to be stable: the
+    /// servers were away when they were closed.
     async fn open_strays(self: &Arc<Self>, writes: &[(u64, KeptWrite, Record)]) -> Vec<File> {
         let inos: BTreeSet<Ino> = writes.iter().map(|(_, w, _)| w.chunk.ino).collect();
         let mut strays = Vec::new();
@@ -141,7 +141,7 @@ impl Core {
     async fn open_again(self: &Arc<Self>, f: Former) -> Result<File> {
         let open =
             op(pb::op::Op::Open(pb::Open { ino: f.ino, flags: f.flags & (O_ACCMODE | O_APPEND) }));
-        // The right was checked when it was opened first.
+        // The permission was checked when the file was first opened.
         let opening = self.metadata.opening(Some(f.ino), f.flags).await;
         let r = ok(self.metadata.meta(&pb::Creds::default(), vec![open]).await?)?;
         self.file(r, &pb::Creds { uid: f.uid, gid: f.gid, groups: Vec::new() }, f.flags, opening)
@@ -158,7 +158,7 @@ impl Core {
             }
             return;
         }
-        // Closed, and the metadata servers were not told yet.
+        // Closed, but the metadata servers were not told yet.
         let Some(session) = self.metadata.current_session().filter(|_| is_same) else { return };
         let (ino, index, surplus) = (former.ino(), former.writer(), former.surplus());
         if let Some((end, holes, _)) = former.unreported() {
@@ -184,13 +184,13 @@ impl Core {
     ) {
         let (mut blocks, mut back) = (BTreeMap::new(), BTreeMap::new());
         for (order, w, record) in writes {
-            // Removed, or it could not be opened, see `open_strays`.
+            // The file was deleted, or it could not be opened, see `open_strays`.
             let Some(inode) = self.files.live_inode(w.chunk.ino) else { continue };
             if !is_same {
                 inode.fail_loudly("bytes written before the mount was restarted may be lost");
                 continue;
             }
-            // Without its bytes it can only be found stable, or lost.
+            // Without its bytes it can only turn out to be stable, or lost.
             let data = w.at.and_then(|at| kept_bytes(keep.pool(), at, &mut blocks));
             match (w.kind, data) {
                 (WriteKind::Unstable | WriteKind::Punch, data) => {
@@ -249,7 +249,7 @@ impl Core {
     }
 }
 
-/// Bytes in kept memory. Several writes may lie in one block.
+/// Bytes in kept memory. Several writes may share one block.
 fn kept_bytes(pool: &Pool, at: KeptAt, blocks: &mut BTreeMap<usize, Buf>) -> Option<Buf> {
     let block = match blocks.get(&at.block) {
         Some(b) => b.clone(),

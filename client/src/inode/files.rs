@@ -1,5 +1,5 @@
-//! Files that this client has in use: their inodes, the right to read and write them, what is
-//! reported of them, and what is released when nobody has them open any more.
+//! Files that this client has in use: their inodes, the capabilities to read and write them, what
+//! is reported about them, and what is released when they are no longer open.
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -21,10 +21,10 @@ use crate::{
     shared::Shared,
 };
 
-/// Capabilities are renewed when less than this is left, milliseconds.
+/// Capabilities are renewed when less than this many milliseconds are left.
 const RENEW_BEFORE_MS: u64 = 120_000;
 
-/// Releases in one request.
+/// Most releases in one request.
 const RELEASES_AT_ONCE: usize = 1024;
 
 /// See the module.
@@ -33,8 +33,8 @@ pub(crate) struct Files {
     metadata: Arc<Metadata>,
     lease_cache: Arc<LeaseCache>,
     inodes: Mutex<BTreeMap<Ino, Weak<Inode>>>,
-    /// Files that are to be released, see [`Files::release_later`], and the last opening before
-    /// that.
+    /// Files to be released, see [`Files::release_later`], with the last opening before the
+    /// release.
     releases: Mutex<BTreeMap<Ino, (Release, u64)>>,
 }
 
@@ -53,12 +53,12 @@ impl Files {
         }
     }
 
-    /// The shared state of an inode if this client has it in use.
+    /// The shared state of an inode, if this client has it in use.
     pub fn live_inode(&self, ino: Ino) -> Option<Arc<Inode>> {
         self.inodes.lock().get(&ino).and_then(Weak::upgrade)
     }
 
-    /// The shared state of an inode, made by `new` if it is not in use yet.
+    /// The shared state of an inode; `new` creates it if the inode is not in use yet.
     pub fn inode(&self, ino: Ino, new: impl FnOnce() -> Inode) -> Arc<Inode> {
         let mut all = self.inodes.lock();
         if let Some(i) = all.get(&ino).and_then(Weak::upgrade) {
@@ -76,8 +76,8 @@ impl Files {
         self.inodes.lock().values().filter_map(Weak::upgrade).collect()
     }
 
-    /// The metadata servers learn in a while, many files in one request, that this client does not
-    /// write them any more.
+    /// Schedules a report to the metadata servers, many files in one request, that this client no
+    /// longer writes this file.
     pub fn release_later(&self, ino: Ino, release: Option<Release>) {
         let Some(mut new) = release.filter(|r| r.writer.index != 0) else { return };
         let mut all = self.releases.lock();
@@ -91,9 +91,9 @@ impl Files {
         all.insert(ino, (new, self.metadata.openings().last()));
     }
 
-    /// What may be told now of what was released in this session; what belongs to a lost one was
-    /// released by its end. The servers take the end of a file's last open for the end of all
-    /// before it, so those must have been answered, and none of them be in use.
+    /// The releases of this session that may be sent now; those of a lost session were released by
+    /// its end. The servers take the end of a file's last open as the end of all opens before it.
+    /// So those opens must have been answered, and none of them may be in use.
     fn due_releases(&self, session: SessionId) -> Vec<(Ino, Release)> {
         let mut all = self.releases.lock();
         let mine =
@@ -107,7 +107,7 @@ impl Files {
         due.into_iter().map(|(ino, (r, _))| (ino, r)).collect()
     }
 
-    /// Tells what was released.
+    /// Sends the releases that are due.
     pub async fn send_releases(self: Arc<Self>) {
         let Some(session) = self.metadata.current_session() else { return };
         let all = self.due_releases(session.id);
@@ -130,9 +130,9 @@ impl Files {
 }
 
 impl Files {
-    /// A request on behalf of an open handle. The right was checked at open, as for any file
-    /// descriptor: when the mode has changed since (or never allowed it, as for a file created
-    /// read-only), it still holds.
+    /// A request on behalf of an open handle. As for any file descriptor, the permission was
+    /// checked at open and still holds when the mode has changed since (or never allowed it, as for
+    /// a file created read-only).
     pub(crate) async fn meta_as_opener(
         self: &Arc<Self>,
         creds: &pb::Creds,
@@ -162,8 +162,8 @@ impl Files {
     pub(crate) async fn push_size(self: &Arc<Self>, inode: &Inode) -> Result<()> {
         let _one = inode.reporting.lock().await;
         loop {
-            // First: what there is to report may be another session's by then, never a former
-            // one's.
+            // Look up the session first: what is to be reported may belong to a newer session by
+            // then, but never to an older one.
             let session = self.metadata.current_session().map(|s| s.id);
             let Some((writes, extend, creds)) = inode.to_report() else { return Ok(()) };
             let holes = extend.holes;
@@ -173,11 +173,11 @@ impl Files {
                     inode.reported(writes, holes, r.first().and_then(|r| r.attr.as_ref()));
                     return Ok(());
                 }
-                // What is left to report is another thing now.
+                // The session changed: look again at what is left to report.
                 Err(e) if e.code == Code::NoSession => {}
                 Err(e) => {
                     if matches!(e.code, Code::NoEnt | Code::Stale) {
-                        // The file is gone; there is nobody left to tell.
+                        // The file is deleted; there is nothing left to report to.
                         inode.reported(writes, holes, None);
                     }
                     return Err(e.context("reporting the size"));
@@ -186,20 +186,20 @@ impl Files {
         }
     }
 
-    /// The size for a read that begins now, if it is known under a lease: then nobody else may
-    /// write the file. With its tenure.
+    /// The size for a read that begins now, with its tenure, if it is known under a lease. Then no
+    /// other client may write the file.
     pub(crate) fn known_size(&self, inode: &Inode) -> Option<(u64, Tenure)> {
         let (attr, tenure) = self.lease_cache.data(self.shared.env.boot(), inode.ino)?;
         Some((inode.take_attr(&attr).size.min(MAX_FILE_SIZE), tenure))
     }
 
-    /// The size for a read that begins now: asks the metadata server unless it is known under a
-    /// lease.
+    /// The size for a read that begins now. Asks the metadata server unless the size is known under
+    /// a lease.
     pub(crate) async fn fresh_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
         if self.known_size(inode).is_some() { Ok(inode.size()) } else { self.ask_size(inode).await }
     }
 
-    /// The size for a read that begins now, if the metadata server has just to be asked.
+    /// The size for a read that begins now, always asked from the metadata server.
     pub(crate) async fn ask_size(self: &Arc<Self>, inode: &Inode) -> Result<u64> {
         let get = op(pb::op::Op::Getattr(pb::GetAttr { ino: inode.ino }));
         let r = ok(self.metadata.meta(&pb::Creds::default(), vec![get]).await?)?;
@@ -209,7 +209,7 @@ impl Files {
         Ok(inode.size())
     }
 
-    /// A capability that is good for a while. `refused`: an oss did not like this one.
+    /// A capability that is valid for a while. `refused`: a storage server refused this one.
     pub(crate) fn capability<'a>(
         self: &'a Arc<Self>,
         inode: &'a Inode,
@@ -239,16 +239,16 @@ impl Files {
         })
     }
 
-    /// Opens an inode again for a new capability, in the present session. Handles that were opened
-    /// in a lost session become known to the present one.
+    /// Opens an inode again in the present session to get a new capability. Handles that were
+    /// opened in a lost session become known to the present one.
     async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
         let session = self.metadata.session().await?;
         let opening = self.metadata.opening(Some(inode.ino), old.flags).await;
         let strangers = inode.strangers(session.id);
         let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
         let mut ops = vec![open()];
-        // One open per handle that the session must learn of; else the one open is taken back at
-        // once.
+        // One open per handle that the session does not know yet. If it knows all, the single open
+        // is closed again in the same request.
         ops.extend((1..strangers).map(|_| open()));
         if strangers == 0 {
             ops.push(op(pb::op::Op::Close(pb::Close { ino: inode.ino })));
@@ -271,7 +271,8 @@ impl Files {
         inode.take_cap(&first.capability, session.id, old.flags, &old.creds)
     }
 
-    /// After a lost session: makes the new one know all open files, so that unlinked ones stay.
+    /// After a lost session: makes all open files known to the new one, so that unlinked files
+    /// stay.
     pub(crate) async fn reopen_strangers(self: &Arc<Self>) {
         let Some(s) = self.metadata.current_session() else { return };
         for inode in self.live_inodes() {

@@ -1,7 +1,7 @@
-//! Bytes of a file that write(2) had returned from and that are lost. Whoever had the file open
-//! then would find older bytes there, or the file ending before them: it gets `EIO` instead, and
-//! the size stays, until the bytes are written anew, cut off, or all such handles are closed.
-//! Whoever opens the file later sees what there is. Pure bookkeeping.
+//! Bytes of a file that are lost although write(2) returned. A handle that was open at that time
+//! would find older bytes there, or an earlier end of the file. It gets `EIO` instead, and the size
+//! stays, until the bytes are written again, truncated, or all such handles are closed. Handles
+//! opened later read what is there. Pure bookkeeping.
 
 use std::ops::Range;
 
@@ -9,22 +9,23 @@ use crate::write::unstable::subtract;
 
 #[derive(Debug, Default)]
 pub(crate) struct Missing {
-    /// How often something was lost. A handle knows how often it was when it was opened.
+    /// How often bytes were lost. A handle remembers the value at its open.
     losses: u64,
-    /// Handles, and those of them that were there at the last loss.
+    /// All open handles, and how many of them were open at the last loss.
     open: usize,
     bereft: usize,
     parts: Vec<Range<u64>>,
 }
 
 impl Missing {
-    /// A handle is there; what is returned says what it must not read.
+    /// A handle was opened. The caller passes the returned value to [`Missing::bars`] and
+    /// [`Missing::closed`].
     pub fn opened(&mut self) -> u64 {
         self.open += 1;
         self.losses
     }
 
-    /// It is there no more.
+    /// A handle was closed.
     pub fn closed(&mut self, since: u64) {
         self.open -= 1;
         if since < self.losses {
@@ -44,7 +45,7 @@ impl Missing {
         self.parts.push(part);
     }
 
-    /// These bytes are there.
+    /// These bytes were written.
     pub fn written(&mut self, r: &Range<u64>) {
         if !self.parts.is_empty() {
             self.parts =
@@ -52,7 +53,7 @@ impl Missing {
         }
     }
 
-    /// The file ends here, as a program wanted.
+    /// The file was truncated to this size on request.
     pub fn cut(&mut self, size: u64) {
         self.written(&(size..u64::MAX));
     }
@@ -62,7 +63,7 @@ impl Missing {
         since < self.losses && self.parts.iter().any(|p| p.start < r.end && r.start < p.end)
     }
 
-    /// Where the last of them ends; 0: there are none.
+    /// The end of the last missing part; 0 if there is none.
     pub fn end(&self) -> u64 {
         self.parts.iter().map(|p| p.end).max().unwrap_or(0)
     }

@@ -1,9 +1,9 @@
-//! What all open handles of one inode share in this client: size, layout, capabilities, locks,
-//! errors.
+//! The state that all open handles of one inode share in this client: size, layout, capabilities,
+//! locks, errors.
 //!
-//! The size a reader sees is the larger of the metadata server's and the end of this client's own
-//! writes. Own writes are reported (`Extend`) in the background, and before anything returns that
-//! promises or shows the size.
+//! The size that a reader sees is the larger of the metadata server's and the end of this client's
+//! own writes. Own writes are reported (`Extend`) in the background, and before anything returns
+//! that promises or shows the size.
 
 pub(crate) mod files;
 mod missing;
@@ -32,14 +32,13 @@ pub(crate) use strake_proto::ops::O_ACCMODE;
 pub(crate) const O_WRONLY: u32 = 1;
 pub(crate) const O_RDWR: u32 = 2;
 pub(crate) const O_APPEND: u32 = 0o2000;
-/// Linux's `FMODE_EXEC`: the kernel opens a program to run it. No program can ask for it by
-/// open(2).
+/// Linux's `FMODE_EXEC`: the kernel opens a program to run it. Programs cannot set it in open(2).
 pub(crate) const O_EXEC: u32 = 0o40;
 
-/// Bits that a write takes.
+/// Mode bits that a write clears.
 const SET_IDS: u32 = 0o6000;
 
-/// A capability and how to get the next one.
+/// A capability, and what is needed to get the next one.
 #[derive(Clone)]
 pub(crate) struct Cap {
     pub bytes: [u8; CAP_LEN],
@@ -49,7 +48,7 @@ pub(crate) struct Cap {
     pub(super) flags: u32,
 }
 
-/// The session that a file was opened for writing in, and the highest `writer` of the answers.
+/// The session in which a file was opened for writing, and the highest `writer` of the answers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Writer {
     pub session: SessionId,
@@ -62,23 +61,23 @@ pub(crate) struct Placed {
     pub stripes: Arc<StripeMap>,
 }
 
-/// Where an update goes.
+/// The destination of an update.
 pub(crate) type UpdateAt = (ChainId, ChunkId);
 
-/// An open file as the metadata servers know it. Several that programs have open may be one there.
+/// An open file as the metadata servers know it. Several opens by programs may share one.
 pub(crate) struct Open {
     pub inode: Arc<Inode>,
-    /// That opened it.
+    /// The session that opened it.
     pub session: SessionId,
 }
 
-/// Write-back errors of an inode. Each handle reports those that came in its time, once.
+/// Write-back errors of an inode. Each handle reports those that happened while it was open, once.
 #[derive(Default)]
 struct Errors {
     /// How many there were so far.
     count: u64,
     last: Option<Error>,
-    /// Which of them was the last that each kind of call tells.
+    /// Number of the last error that each kind of call reports.
     loud: u64,
 }
 
@@ -86,59 +85,59 @@ struct State {
     attr: pb::Attr,
     /// End of the furthest own write that is not reported yet.
     local_end: u64,
-    /// How far a write of this client was begun, and whether one began beyond what it knew of, or
-    /// punched, that is not reported yet.
+    /// `begun`: how far writes of this client were begun. `holes`: whether an unreported write
+    /// began beyond the known end, or a punch is unreported.
     begun: u64,
     holes: bool,
-    /// Own writes so far, and how many of them the metadata server knows of.
+    /// Own writes so far, and how many of them the metadata server knows.
     writes: u64,
     reported: u64,
-    /// On whose behalf they are reported.
+    /// The user on whose behalf they are reported.
     last_writer: pb::Creds,
-    /// The last session that was lost. What it wrote beyond the end was cut by the servers.
+    /// The last session that was lost. The servers removed what it wrote beyond the end.
     lost: SessionId,
-    /// The last one with which written bytes were lost.
+    /// The last session with which written bytes were lost.
     bereft: SessionId,
     missing: Missing,
-    /// Handles through which mappings can be stored to.
+    /// Number of handles whose memory mappings can be written.
     storable: usize,
     /// Open handles by the session that opened them.
     handles: BTreeMap<SessionId, usize>,
     read_cap: Option<Cap>,
     write_cap: Option<Cap>,
-    /// As what the metadata servers have this client on record as a writer, while any handle is
-    /// open.
+    /// The entry under which the metadata servers have this client on record as a writer, while any
+    /// handle is open.
     writer: Option<Writer>,
-    /// A write failed that may have left bytes beyond the end.
+    /// A write that may have left bytes beyond the end failed.
     surplus: bool,
-    /// A write failed: it may take effect yet.
+    /// A write failed: it may still take effect.
     doubtful: bool,
     errors: Errors,
     placed: Placed,
-    /// What outlives this process, while this client may write the file.
+    /// The record that outlives this process, while this client may write the file.
     kept: Option<Arc<KeptInode>>,
 }
 
 pub(crate) struct Inode {
     pub ino: Ino,
     pub ranges: RangeLock,
-    /// What was written and not sent. Its lock is taken before that of the state.
+    /// Dirty data: what was written and not sent. Its lock is taken before that of the state.
     pub back: Back,
-    /// One report or capability renewal at a time.
+    /// One report, and one capability renewal, at a time.
     pub(super) reporting: AsyncMutex<()>,
     pub(super) capping: AsyncMutex<()>,
     /// Serialises appends.
     pub appending: Arc<AsyncMutex<()>>,
-    /// Held from when it is decided without a lock where an append goes until it is there. Reports
-    /// wait for it.
+    /// Held while the offset of an append is decided without a lock, until the append is done.
+    /// Reports wait for it.
     pub placing: Arc<AsyncMutex<()>>,
-    /// Appends that a former client of the mount had in work and that may come again. Reports wait
-    /// for them, and no other append goes below.
+    /// Appends that the previous client of the mount had in progress and that may be repeated.
+    /// Reports wait for them, and no other append goes below their end.
     awaited: watch::Sender<Awaited>,
-    /// Chains with updates that were given up and may be on their way, with a chunk of each and the
-    /// round that fences them off.
+    /// Chains with updates that were given up and may still arrive. Per chain: a chunk of such an
+    /// update, and the round that fences them.
     pub given_up: Mutex<BTreeMap<ChainId, (ChunkId, u64)>>,
-    /// Bytes that came from storage servers and that went there, by road.
+    /// Bytes that came from storage servers and that went there, by transport.
     pub fetched: RoadCounter,
     pub sent: RoadCounter,
     state: Mutex<State>,
@@ -147,11 +146,11 @@ pub(crate) struct Inode {
 #[derive(Default)]
 struct Awaited {
     appends: usize,
-    /// The highest end of them.
+    /// The highest end of these appends.
     end: u64,
 }
 
-/// An append that may come again. Dropped when it was done, or does not come.
+/// An append that may be repeated. Dropped when it is done, or will not come.
 pub(crate) struct AwaitedAppend(Arc<Inode>);
 
 impl AwaitedAppend {
@@ -172,19 +171,19 @@ impl Drop for AwaitedAppend {
     }
 }
 
-/// A file this client writes no longer.
+/// A file that this client no longer writes.
 #[derive(Clone)]
 pub(crate) struct Release {
     pub writer: Writer,
     pub surplus: bool,
-    /// Kept until the metadata servers know.
+    /// Kept until the metadata servers know of the release.
     pub kept: Vec<Arc<KeptInode>>,
 }
 
 impl State {
     fn note_write(&mut self, end: u64, creds: &pb::Creds) {
-        // A report stands for all writes since the last one. If anybody's takes set-id bits, which
-        // root's does not, it does.
+        // A report stands for all writes since the last one. A write by a non-root user clears
+        // set-id bits and root's does not, so a non-root user stays the reported one.
         let hides = creds.uid == 0 && self.last_writer.uid != 0 && self.writes != self.reported;
         self.local_end = self.local_end.max(end);
         self.writes += 1;
@@ -279,7 +278,7 @@ impl Inode {
         self.state.lock().placed.clone()
     }
 
-    /// Takes a layout if it is newer (set on a file that had no data yet), and the attributes that
+    /// Takes a layout if it is newer (it was set on a file without data), and the attributes that
     /// came with it.
     pub fn set_placed(&self, placed: Placed, attr: &pb::Attr) {
         let mut s = self.state.lock();
@@ -289,8 +288,8 @@ impl Inode {
         s.take_attr(attr);
     }
 
-    /// `ESTALE` once the bytes are stored under another name than this open file's layout gives
-    /// them: somebody set a new layout while the file had no data.
+    /// `ESTALE` when the bytes are stored under another data id than this open file's layout has: a
+    /// new layout was set while the file had no data.
     pub fn check_placed(&self) -> Result<()> {
         let s = self.state.lock();
         let here = s.placed.layout.components.first().map_or(0, |c| c.data_id);
@@ -305,9 +304,9 @@ impl Inode {
 
     // --- attributes and size ---
 
-    /// Attributes as this client's user must see them.
+    /// The attributes as a user of this client must see them.
     pub fn attr(&self) -> pb::Attr {
-        // First: what arrives meanwhile is in the state.
+        // Read this first: dirty data that is sent meanwhile is in the state.
         let held = self.back.end();
         let s = self.state.lock();
         let mut a = s.attr;
@@ -315,28 +314,28 @@ impl Inode {
         a
     }
 
-    /// Takes attributes unless they are older than those here.
+    /// Takes attributes unless they are older than the present ones.
     pub fn learn(&self, attr: &pb::Attr) {
         self.state.lock().take_attr(attr);
     }
 
-    /// Takes attributes unless they are older than those here. Returns them as [`Inode::attr`]
-    /// does.
+    /// Takes attributes unless they are older than the present ones. Returns them as
+    /// [`Inode::attr`] does.
     pub fn take_attr(&self, attr: &pb::Attr) -> pb::Attr {
         self.learn(attr);
         self.attr()
     }
 
-    /// How far there are bytes.
+    /// The end of the file as far as there are bytes.
     pub fn size(&self) -> u64 {
-        // First: what arrives meanwhile is in the state.
+        // Read this first: dirty data that is sent meanwhile is in the state.
         let held = self.back.end();
         let s = self.state.lock();
-        // Sums of offsets must not overflow, whatever a server says.
+        // Limited, because sums of offsets must not overflow, whatever a server says.
         s.attr.size.max(s.local_end).max(held).min(MAX_FILE_SIZE)
     }
 
-    /// A handle is there. What is returned is given back when it is not any more.
+    /// A handle was opened. The caller gives the returned value back when the handle is closed.
     pub fn handle_opened(&self, flags: u32) -> u64 {
         let mut s = self.state.lock();
         s.storable += usize::from(flags & O_ACCMODE == O_RDWR);
@@ -349,12 +348,12 @@ impl Inode {
         s.missing.closed(since);
     }
 
-    /// Whether a mapping of the file can be stored to: it is open for reading and writing.
+    /// Whether a memory mapping of the file can be written: it is open for reading and writing.
     pub fn may_be_stored_to(&self) -> bool {
         self.state.lock().storable > 0
     }
 
-    /// `EIO` for a handle that would read something else where written bytes are lost.
+    /// `EIO` for a handle that would read other bytes in place of lost ones.
     pub fn check_missing(&self, since: u64, range: &Range<u64>) -> Result<()> {
         if self.state.lock().missing.bars(since, range) {
             let m = "these bytes were written and are lost: the metadata servers gave this client up; open the file again";
@@ -363,8 +362,8 @@ impl Inode {
         Ok(())
     }
 
-    /// A write of this client to these bytes begins. One that leaves a block free behind all that
-    /// is known to be there makes a hole.
+    /// A write of this client to these bytes begins. If it leaves a whole block free behind the
+    /// known end, it makes a hole.
     pub fn begins(&self, range: &Range<u64>) {
         let mut s = self.state.lock();
         let known = s.attr.size.max(s.local_end).max(s.begun).min(MAX_FILE_SIZE);
@@ -372,12 +371,13 @@ impl Inode {
         s.begun = s.begun.max(range.end);
     }
 
-    /// A part of the file is made a hole.
+    /// A part of the file becomes a hole.
     pub fn punches(&self) {
         self.state.lock().holes = true;
     }
 
-    /// Whether there may be holes, as far as this client knows. If not, all up to the size is data.
+    /// Whether there may be holes, as far as this client knows. If not, everything up to the size
+    /// is data.
     pub fn may_have_holes(&self) -> bool {
         let s = self.state.lock();
         s.attr.sparse || s.holes
@@ -394,7 +394,7 @@ impl Inode {
         self.wrote_up_to(session, &range, end, creds)
     }
 
-    /// Likewise, where the write must not move the file's end.
+    /// As [`Inode::wrote`], for a write that must not move the end of the file.
     pub fn wrote_within(
         &self,
         session: SessionId,
@@ -420,13 +420,14 @@ impl Inode {
         Ok(())
     }
 
-    /// The file was changed as by a write, but not its end.
+    /// The file was changed as by a write, but its end stays.
     pub fn touched(&self, creds: &pb::Creds) {
         self.state.lock().note_write(0, creds);
     }
 
-    /// A session of this client is lost, and with it what it wrote beyond the end: that end must
-    /// not be reported, zeros would be read there. Whoever finds nothing to report is told of it.
+    /// A session of this client is lost, and with it what it wrote beyond the end. That end must
+    /// not be reported, since zeros would be read there. A sync that finds nothing to report finds
+    /// the error.
     pub fn forget_end(&self, session: SessionId) {
         let mut s = self.state.lock();
         s.lost = session;
@@ -441,7 +442,8 @@ impl Inode {
         }
     }
 
-    /// Whether the metadata servers have this client on record as a writer, as far as it knows.
+    /// Whether the metadata servers have this client on record as a writer, as far as this client
+    /// knows.
     pub fn is_written(&self) -> bool {
         self.state.lock().writer.is_some()
     }
@@ -452,8 +454,9 @@ impl Inode {
         s.writes != s.reported
     }
 
-    /// Whether what this session writes may be held back, if nobody else may write: it is on record
-    /// as a writer and will be asked, and no set-id bits are to go with the first write.
+    /// Whether writes of this session may be held back, provided no other client may write: the
+    /// session is on record as a writer and will be asked, and the first write clears no set-id
+    /// bits.
     pub fn may_hold_back(&self, session: SessionId) -> bool {
         let s = self.state.lock();
         let here = s.placed.layout.components.first().map_or(0, |c| c.data_id);
@@ -462,14 +465,14 @@ impl Inode {
         listed && s.attr.data_id == here && s.attr.mode & SET_IDS == 0 && !s.doubtful
     }
 
-    /// How many writes there were, what to tell of them, and on whose behalf.
+    /// The number of writes so far, the report about them, and the user on whose behalf it is made.
     fn to_report(&self) -> Option<(u64, pb::Extend, pb::Creds)> {
         let s = self.state.lock();
         let extend = pb::Extend { ino: self.ino, end: s.local_end, holes: s.holes };
         (s.writes != s.reported).then(|| (s.writes, extend, s.last_writer.clone()))
     }
 
-    /// `holes`: they were told of, too.
+    /// `holes`: the report included holes.
     fn reported(&self, writes: u64, holes: bool, attr: Option<&pb::Attr>) {
         let mut s = self.state.lock();
         s.reported = s.reported.max(writes);
@@ -478,7 +481,7 @@ impl Inode {
         {
             s.attr = *a;
         }
-        // Else they are those of a write that was begun meanwhile.
+        // If holes were not reported, they belong to a write that was begun meanwhile.
         s.holes &= !holes;
         if s.reported == s.writes {
             s.local_end = 0;
@@ -486,8 +489,8 @@ impl Inode {
         }
     }
 
-    /// The size was set through this client, with no write of its own under way: nothing of before
-    /// counts any more.
+    /// The size was set through this client, while it had no write in progress: earlier own writes
+    /// no longer count.
     pub fn resized(&self, attr: &pb::Attr) {
         let mut s = self.state.lock();
         s.reported = s.writes;
@@ -497,26 +500,26 @@ impl Inode {
         s.attr = *attr;
     }
 
-    /// The lock of an append is about to be asked for; what is returned is to be held until it was
-    /// given up.
+    /// The lock of an append is about to be requested. The caller holds the returned record until
+    /// the lock is released.
     pub fn note_end(&self) -> Option<Arc<KeptInode>> {
         let kept = self.state.lock().kept.clone();
         kept.inspect(|k| k.set_ends())
     }
 
-    /// Where an append goes that finds the file ending at `size`.
+    /// The offset for an append that finds the file ending at `size`.
     pub fn append_end(&self, size: u64) -> u64 {
         size.max(self.awaited.borrow().end)
     }
 
-    /// Returns when no append is awaited that a former client of the mount had in work.
+    /// Returns when no append of the previous client of the mount is awaited any more.
     pub async fn appended_again(&self) {
         let _ = self.awaited.subscribe().wait_for(|a| a.appends == 0).await;
     }
 
-    /// What a former client of the mount knew of the file. `is_same`: this client has its session.
-    /// Else what it wrote beyond the end was cut with the session, and the end must not be
-    /// reported: zeros would be read there.
+    /// Takes over what the previous client of the mount knew of the file. `is_same`: this client
+    /// has its session. If not, what it wrote beyond the end was removed with the session, and the
+    /// end must not be reported: zeros would be read there.
     pub fn inherit(&self, former: &KeptInode, is_same: bool) {
         if let Some((end, holes, (uid, gid))) = former.unreported().filter(|_| is_same) {
             let mut s = self.state.lock();
@@ -535,7 +538,7 @@ impl Inode {
 
     // --- handles and capabilities ---
 
-    /// `keep` for a handle that may write.
+    /// `keep` is given for a handle that may write.
     pub fn opened(&self, session: SessionId, writer: u64, keep: Option<&Handover>) {
         let mut s = self.state.lock();
         if s.kept.is_none() {
@@ -545,22 +548,22 @@ impl Inode {
         s.enlisted(session, writer);
     }
 
-    /// An open was answered that adds no handle. What to release, if there is none any more.
+    /// An open was answered that adds no handle. Returns what to release, if there is no handle
+    /// left.
     pub fn opened_again(&self, session: SessionId, writer: u64) -> Option<Release> {
         let mut s = self.state.lock();
         s.enlisted(session, writer);
         s.release()
     }
 
-    /// Whether there are handles, none of them from an open as late as this one of the same
-    /// session.
+    /// Whether there are handles, all of them from opens earlier than this one in the same session.
     pub fn is_open_before(&self, last: Writer) -> bool {
         let s = self.state.lock();
         !s.handles.is_empty()
             && s.writer.is_some_and(|w| w.session == last.session && w.index < last.index)
     }
 
-    /// What to release when the last handle has gone.
+    /// What to release when the last handle is closed.
     pub fn release(&self) -> Option<Release> {
         self.state.lock().release()
     }
@@ -569,7 +572,7 @@ impl Inode {
     pub fn write_failed(&self, end: u64) {
         let mut s = self.state.lock();
         s.doubtful = true;
-        // Nothing need be there, and what is written behind it is reported all the same.
+        // There may be no bytes here, and later writes behind them are still reported.
         s.holes = true;
         s.surplus |= end > s.attr.size;
         if s.surplus {
@@ -577,20 +580,20 @@ impl Inode {
         }
     }
 
-    /// Bytes were written that lie beyond the end if somebody else has just cut the file.
+    /// Bytes were written that lie beyond the end if another client has just truncated the file.
     pub fn may_be_cut(&self) {
         let mut s = self.state.lock();
         s.surplus = true;
         s.kept.iter().for_each(|k| k.set_surplus());
     }
 
-    /// Whether a write of this client failed: no bytes are to be kept, they may change by
-    /// themselves.
+    /// Whether a write of this client failed: then bytes must not be cached, because they may still
+    /// change.
     pub fn is_doubtful(&self) -> bool {
         self.state.lock().doubtful
     }
 
-    /// A handle goes. Whether the metadata server counts it.
+    /// A handle is closed. Returns whether the metadata server counts it.
     pub fn closed(&self, opened_in: SessionId, now: Option<SessionId>) -> bool {
         let mut s = self.state.lock();
         // A handle that was opened in a lost session may have been moved to the present one.
@@ -604,7 +607,7 @@ impl Inode {
         now == Some(session)
     }
 
-    /// Those that metadata servers know of.
+    /// The number of handles that the metadata servers know.
     pub fn handles(&self) -> usize {
         self.state.lock().handles.values().sum()
     }
@@ -613,13 +616,12 @@ impl Inode {
         self.state.lock().handles.get(&session).copied().unwrap_or(0)
     }
 
-    /// Handles that the present session does not know of yet.
+    /// The number of handles that the present session does not know yet.
     fn strangers(&self, session: SessionId) -> usize {
         self.state.lock().handles.iter().filter(|(s, _)| **s != session).map(|(_, n)| n).sum()
     }
 
-    /// The session learned of so many handles more. Returns how many of them are not there any
-    /// more.
+    /// The session has learned of `told` more handles. Returns how many of them are closed already.
     fn adopt(&self, session: SessionId, told: usize) -> usize {
         let (mut s, mut left) = (self.state.lock(), told);
         s.handles.retain(|of, n| {
@@ -633,7 +635,7 @@ impl Inode {
         left
     }
 
-    /// Keeps the capability that an open was answered with.
+    /// Keeps the capability that came with the answer to an open.
     pub fn take_cap(
         &self,
         bytes: &[u8],
@@ -662,15 +664,16 @@ impl Inode {
 
     // --- write-back errors ---
 
-    /// Bytes that were written are lost: every handle's next fsync or close says so.
+    /// Bytes that were written are lost: the next fsync or close of every handle reports it.
     ///
-    /// To be called before they are taken off the record of what is to be sent or flushed, or under
-    /// its lock: a sync that finds nothing there must find the error.
+    /// Call this before the bytes are removed from what is to be sent or flushed, or under its
+    /// lock: a sync that finds nothing to send must find the error.
     pub fn fail(&self, e: Error) {
         self.state.lock().fail(e);
     }
 
-    /// As [`Inode::fail`], with a session; once for each. `parts` are nowhere any more.
+    /// As [`Inode::fail`], for the bytes of a lost session; reports once for each session. `parts`
+    /// are stored nowhere any more.
     pub fn lost_with(&self, session: SessionId, parts: Vec<Range<u64>>) {
         let mut s = self.state.lock();
         s.lose(session);
@@ -681,21 +684,20 @@ impl Inode {
         self.state.lock().errors.count
     }
 
-    /// Written bytes are nowhere any more: those who have the file open are not to find older ones
-    /// there.
+    /// Written bytes are stored nowhere any more: handles that are open now must not read older
+    /// bytes there.
     pub fn misses(&self, part: Range<u64>) {
         self.state.lock().missing.lost(part);
     }
 
-    /// As [`Inode::fail`]; the next write, fsync and close of each handle say so.
+    /// As [`Inode::fail`], but the next write, fsync and close of each handle report it.
     pub fn fail_loudly(&self, m: &str) {
         self.fail(Error::new(Code::Io, m));
         let mut s = self.state.lock();
         s.errors.loud = s.errors.count;
     }
 
-    /// The last error if there were any since `seen`, and whether each kind of call is to tell of
-    /// it.
+    /// The last error if there were any since `seen`, and whether each kind of call must report it.
     pub fn error_since(&self, seen: u64) -> Option<(u64, Error, bool)> {
         let s = self.state.lock();
         let error = || s.errors.last.clone().unwrap_or(Error::new(Code::Io, "a write was lost"));

@@ -1,10 +1,10 @@
-//! What recalls are acknowledged.
+//! Which recalls are acknowledged.
 
 use std::cmp::Ordering;
 
 use parking_lot::Mutex;
 
-/// Up to which number everything that was recalled on a connection is forgotten.
+/// The connection, and the number up to which everything that was recalled on it is forgotten.
 #[derive(Default)]
 pub(crate) struct Acknowledged(Mutex<(u64, u64)>);
 

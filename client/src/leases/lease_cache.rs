@@ -1,5 +1,5 @@
-//! What this client may answer from memory, and how it learns and forgets it: the shell around
-//! [`Table`], see `docs/leases.md`.
+//! What this client may answer from memory, and how it learns and forgets it: the stateful layer
+//! around [`Table`], see `docs/leases.md`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,15 +22,15 @@ use crate::{
 };
 use pb::op::Op;
 
-/// More than this are not told apart any more.
+/// Above this many, tenures are no longer kept per file.
 const MOST_TENURES: usize = 65_536;
 
-/// Since when the bytes of files are as they are, but for what this client writes. Numbers rise
+/// Tenures: since when the bytes of a file are unchanged, except by this client. The numbers rise
 /// with every end of a tenure.
 #[derive(Default)]
 struct Tenures {
     last: Tenure,
-    /// No tenure is older.
+    /// No tenure is older than this.
     all: Tenure,
     of: BTreeMap<Ino, Tenure>,
 }
@@ -55,32 +55,32 @@ impl Tenures {
     }
 }
 
-/// What is known, and for how long it was so without a break.
+/// What is known, and the tenures of the files.
 #[derive(Default)]
 struct Leased {
     table: Table<pb::Attr>,
     tenures: Tenures,
 }
 
-/// Whoever keeps copies of what [`crate::Client`] told, as the kernel of a mount does.
+/// A component that keeps copies of what [`crate::Client`] returned, such as the kernel of a mount.
 pub trait Forget: Send + Sync {
     /// Forgets what is known of these inodes, and with `names` the names in all directories. Must
-    /// not wait for a request to this client. `None`: that is done; else it is when the future
+    /// not wait for a request to this client. `None`: done already; else it is done when the future
     /// ends.
     fn forget(&self, inos: &[Ino], names: bool) -> Option<Forgetting>;
 
-    /// Somebody else wants to know how a file is. What was stored through memory mappings of it is
-    /// written, and its pages are forgotten.
+    /// Another client needs the state of a file: writes back what was stored through memory
+    /// mappings of it, and forgets its pages.
     fn give_back(&self, _: Ino) -> Option<Forgetting> {
         None
     }
 }
 
-/// Ends when what was taken back cannot be believed any more. Until then nobody may be told that it
-/// is forgotten.
+/// Ends when copies that were taken back can no longer be used. Until then the client must not tell
+/// any server that they are forgotten.
 pub type Forgetting = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// Waits for that.
+/// Waits until the copies are forgotten.
 pub(crate) async fn forgotten(copies: Option<Forgetting>) {
     if let Some(f) = copies {
         f.await;
@@ -91,33 +91,33 @@ pub(crate) async fn forgotten(copies: Option<Forgetting>) {
 #[derive(Default)]
 pub(crate) struct LeaseCache {
     leased: Mutex<Leased>,
-    /// Held for reading while somebody is told for how long he may keep a copy; for writing before
+    /// Held for reading while a caller learns how long it may keep a copy; taken for writing before
     /// copies are taken back.
     telling: RwLock<()>,
     copies: OnceLock<Arc<dyn Forget>>,
     has_copies: Notify,
     searchers: RandomState,
-    /// The session that said hello last, and the connection it did it on.
+    /// The session that last said hello, and the number of the connection.
     greeted: Mutex<(SessionId, u64)>,
 }
 
-/// A request that is under way. Dropped before its answer came, it may run yet.
+/// A request in progress. If it is dropped before the answer, it may still run.
 pub(crate) struct Asking<'a> {
     memory: &'a LeaseCache,
     token: Token,
     change: Option<Change>,
-    /// Files of which it may take bytes away.
+    /// Files of which it may remove bytes.
     cuts: Vec<Ino>,
     /// Inodes whose leases it gives back.
     pub dropped: Vec<Ino>,
-    /// To be waited for before it is sent.
+    /// Wait for this before the request is sent.
     pub forgetting: Option<Forgetting>,
 }
 
 impl LeaseCache {
     // --- leases ---
 
-    /// The session has leases of the leader at the end of this connection.
+    /// Whether the session has leases of the leader at the end of this connection.
     pub fn is_greeted(&self, session: SessionId, connection: u64) -> bool {
         *self.greeted.lock() == (session, connection)
     }
@@ -126,7 +126,7 @@ impl LeaseCache {
         *self.greeted.lock() = (session, connection);
     }
 
-    /// Before hello is said: forgets everything, and has copies taken back.
+    /// Before hello is said: forgets everything, and takes copies back.
     pub fn connected(&self) -> Option<Forgetting> {
         let known = {
             let Leased { table, tenures } = &mut *self.leased.lock();
@@ -138,8 +138,8 @@ impl LeaseCache {
         self.take_back(&known, true)
     }
 
-    /// A renewal that was sent at `sent` was answered. Whether there had been no leases before:
-    /// what was known without is void.
+    /// A renewal that was sent at `sent` was answered. Returns whether there were no leases before:
+    /// what was known without leases is void.
     pub fn renewed(&self, now: Duration, sent: Duration, term: Duration) -> bool {
         let known = {
             let Leased { table, tenures } = &mut *self.leased.lock();
@@ -150,11 +150,11 @@ impl LeaseCache {
             table.renewed(now, sent, term);
             known
         };
-        // Copies are not believed any more, but the kernel would keep ACLs.
+        // Copies have expired, but the kernel would keep ACLs.
         known.inspect(|known| drop(self.take_back(known, true))).is_some()
     }
 
-    /// Forgets what was recalled, and has copies taken back.
+    /// Forgets what was recalled, and takes copies back.
     pub fn recalled(&self, inos: &[Ino]) -> Option<Forgetting> {
         let names = {
             let (mut leased, mut names) = (self.leased.lock(), false);
@@ -172,27 +172,27 @@ impl LeaseCache {
 
     fn take_back(&self, inos: &[Ino], names: bool) -> Option<Forgetting> {
         let copies = self.copies.get().filter(|_| !inos.is_empty())?;
-        // Whoever is just telling what was known a moment ago is done after this; others find it
+        // After this, calls that are just giving out a copy are done, and later ones find it
         // forgotten.
         drop(self.telling.write());
         copies.forget(inos, names)
     }
 
-    /// Has stores through memory mappings written that nobody else sees yet.
+    /// Writes back stores through memory mappings that no other client sees yet.
     pub fn give_back(&self, ino: Ino) -> Option<Forgetting> {
         self.copies.get()?.give_back(ino)
     }
 
     // --- copies ---
 
-    /// `false`: somebody else keeps copies already.
+    /// Returns `false` if copies are kept already.
     pub fn set_copies(&self, copies: Arc<dyn Forget>) -> bool {
         let first = self.copies.set(copies).is_ok();
         self.has_copies.notify_one();
         first
     }
 
-    /// Returns when it is known who keeps copies.
+    /// Returns when [`LeaseCache::set_copies`] was called.
     pub async fn copies_known(&self) {
         if self.copies.get().is_none() {
             self.has_copies.notified().await;
@@ -210,7 +210,7 @@ impl LeaseCache {
         table.until().filter(|_| is_known).map_or(Duration::ZERO, |until| until.saturating_sub(now))
     }
 
-    /// For how long it may be believed that this is behind the name.
+    /// For how long a caller may assume that the name refers to this inode.
     pub fn name_valid(&self, now: Duration, dir: Ino, name: &[u8], to: Option<Ino>) -> Duration {
         let table = &self.leased.lock().table;
         let is_known = table.name_for_all(now, dir, name) == Some(to);
@@ -223,20 +223,20 @@ impl LeaseCache {
         self.leased.lock().table.attr(now, ino).copied().inspect(|_| Holder::Remembered.taken())
     }
 
-    /// The attributes of a file whose bytes nobody else can change now, and its tenure: while that
-    /// is the same, nobody has.
+    /// The attributes of a file whose bytes no other client can change now, and its tenure. While
+    /// the tenure is the same, no other client has changed them.
     pub fn data(&self, now: Duration, ino: Ino) -> Option<(pb::Attr, Tenure)> {
         let leased = self.leased.lock();
         Some((*leased.table.attr(now, ino)?, leased.tenures.of(ino)))
     }
 
-    /// The tenure of a file, if leases live; whether this one is leased it does not say.
+    /// The tenure of a file, if leases are alive. It does not say whether this file is leased.
     pub fn tenure(&self, now: Duration, ino: Ino) -> Option<Tenure> {
         let leased = self.leased.lock();
         leased.table.lives(now).then(|| leased.tenures.of(ino))
     }
 
-    /// What a lookup would find: `Some(None)`: no such name.
+    /// The result of a lookup, if known. `Some(None)`: there is no such name.
     pub fn lookup(
         &self,
         now: Duration,
@@ -252,14 +252,14 @@ impl LeaseCache {
         }
     }
 
-    /// The attributes of a file that is opened for reading by somebody who has opened it before.
+    /// The attributes of a file that a user opens for reading who has opened it before.
     pub fn open(&self, now: Duration, creds: &pb::Creds, ino: Ino) -> Option<pb::Attr> {
         let opener = self.searcher(creds);
         self.leased.lock().table.open(now, ino, opener).copied()
     }
 
-    /// Those of the files of which it is known that somebody may open them. Asked for only if
-    /// something was forgotten since `forgotten`, which is brought up to date.
+    /// Those of the files that some user is known to be allowed to open. `None` unless something
+    /// was forgotten since `forgotten`, which is updated.
     pub fn openable<'a>(
         &self,
         forgotten: &mut u64,
@@ -279,8 +279,8 @@ impl LeaseCache {
 
     // --- requests ---
 
-    /// A list is about to be sent. When [`Asking::forgetting`] has ended, nobody has a copy any
-    /// more of what is not leased from then on.
+    /// A list of operations is about to be sent. When [`Asking::forgetting`] has ended, no copies
+    /// exist of what is not leased from then on.
     pub fn begin(&self, ops: &[pb::Op]) -> Asking<'_> {
         let mut leased = self.leased.lock();
         let Leased { table, tenures } = &mut *leased;
@@ -303,7 +303,7 @@ impl LeaseCache {
 }
 
 impl Asking<'_> {
-    /// It was answered: keeps what it says of what was granted.
+    /// The request was answered: keeps what the answer says about granted inodes.
     pub fn answered(
         mut self,
         now: Duration,
@@ -335,7 +335,7 @@ impl Asking<'_> {
         }
     }
 
-    /// It certainly did not run and will not.
+    /// The request certainly did not run and will not.
     pub fn never_ran(mut self) {
         if let Some(change) = self.change.take() {
             self.memory.leased.lock().table.change_ends(&change, true);
@@ -349,7 +349,7 @@ impl Drop for Asking<'_> {
         if let Some(change) = self.change.take() {
             table.change_ends(&change, false);
         }
-        // Again: what was read meanwhile may be of before.
+        // End the tenures again: what was read meanwhile may be from before the change.
         self.cuts.iter().for_each(|ino| tenures.end(*ino));
         table.end(self.token);
     }
@@ -359,8 +359,8 @@ fn nothing() -> Told<pb::Attr> {
     Told { attrs: Vec::new(), names: Vec::new(), openers: Vec::new() }
 }
 
-/// Files of which a list may take bytes away. One that a name in it leads to is not among them: it
-/// is recalled like anybody else's.
+/// Files of which a list may remove bytes. A file that the list opens by a name is not among them:
+/// it is recalled as for any other client.
 fn cuts_of(ops: &[pb::Op]) -> Vec<Ino> {
     let cut = |o: &pb::Op| match &o.op {
         Some(Op::Setattr(s)) if s.size.is_some() => Some(s.ino),
@@ -405,7 +405,7 @@ fn change_of(ops: &[pb::Op]) -> Change {
     c
 }
 
-/// What the results say of inodes that were granted.
+/// What the results say about inodes that were granted.
 fn told(
     ops: &[pb::Op],
     results: &[pb::OpResult],
@@ -449,7 +449,7 @@ fn told(
             let dir = here(o.dir);
             for e in &r.entries {
                 if granted.contains(&dir) {
-                    // Who may read a directory need not have the right to search it.
+                    // Permission to read a directory does not include permission to search it.
                     told.names.push(Name {
                         dir,
                         name: e.name.clone(),

@@ -1,6 +1,6 @@
 //! What this client knows under leases of the metadata leader. See `docs/leases.md`.
 //!
-//! [`Table`] is pure; [`lease_cache`] is the shell around it.
+//! [`Table`] is pure; [`lease_cache`] is the stateful layer around it.
 
 pub(crate) mod acknowledged;
 pub(crate) mod lease_cache;

@@ -1,6 +1,7 @@
-//! Files that were opened for reading stay open at the metadata servers when programs close them,
-//! as long as the lease lives under which it is known who may open them: to open one again costs no
-//! message, and what a name leads to is there until it is really closed. See `docs/leases.md`.
+//! The open cache. Files that were opened for reading stay open at the metadata servers when
+//! programs close them, as long as the lease lives under which it is known who may open them.
+//! Opening such a file again costs no message, and the file is not deleted until it is really
+//! closed. See `docs/leases.md`.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -15,19 +16,19 @@ use crate::{
     shared::Shared,
 };
 
-/// Files kept open for later. Times a thousand clients they are still half of what metadata servers
+/// Most files kept open. With a thousand clients this is still half of what the metadata servers
 /// allow.
 const MOST: usize = 4096;
-/// Closed in one request.
+/// Most closes in one request.
 const CLOSES_AT_ONCE: usize = 1024;
 
 #[derive(Default)]
 struct Table {
-    /// With the time of the last use.
+    /// Open files, with the time of the last use.
     files: BTreeMap<Ino, (Arc<Open>, u64)>,
     by_use: BTreeMap<u64, Ino>,
     uses: u64,
-    /// As counted by what is remembered.
+    /// The last seen count of [`LeaseCache::openable`].
     forgotten: u64,
 }
 
@@ -64,7 +65,7 @@ impl OpenCache {
         OpenCache { shared, metadata, files, lease_cache: leases, table: Mutex::default() }
     }
 
-    /// The file, now in use.
+    /// Takes a kept file into use and marks it as used last.
     fn used(&self, ino: Ino) -> Option<Arc<Open>> {
         let mut all = self.table.lock();
         let open = all.take(ino)?;
@@ -72,7 +73,7 @@ impl OpenCache {
         Some(open)
     }
 
-    /// Whether it is open only because it is kept so.
+    /// Whether the file is open only because the cache holds it.
     pub fn holds_alone(&self, ino: Ino) -> bool {
         let all = self.table.lock();
         all.files
@@ -80,10 +81,10 @@ impl OpenCache {
             .is_some_and(|(open, _)| Arc::strong_count(open) == 1 && open.inode.handles() == 1)
     }
 
-    /// Keeps a file open. Returns what is not kept open any more for it.
+    /// Keeps a file open. Returns the files that are dropped for it.
     fn keep(&self, open: Arc<Open>) -> Vec<Arc<Open>> {
         let mut all = self.table.lock();
-        // A file that is written here is to be released when nobody has it open.
+        // A file that this client writes must be released when programs have closed it.
         if open.inode.is_written() {
             return Vec::new();
         }
@@ -117,14 +118,14 @@ impl OpenCache {
         }
     }
 
-    /// Somebody opens the file for writing.
+    /// A program opens the file for writing.
     pub(crate) fn stop_keeping(self: &Arc<Self>, ino: Ino) {
         let kept = self.table.lock().take(ino);
         self.close_kept(kept.into_iter().collect());
     }
 
-    /// Closes the files that nobody has open without a word: the metadata servers are about to be
-    /// told what is, or know of no session any more.
+    /// Closes the files that no program has open, without telling the metadata servers: they are
+    /// about to receive a full list, or no longer know the session.
     pub(crate) fn retire_kept(&self) {
         let all = std::mem::take(&mut *self.table.lock());
         for (open, _) in all.files.into_values() {
@@ -132,7 +133,7 @@ impl OpenCache {
         }
     }
 
-    /// Closes what cannot be opened from memory any more.
+    /// Closes files that can no longer be opened from memory.
     pub(crate) async fn close_idle(self: Arc<Self>) {
         let gone = {
             let mut all = self.table.lock();
@@ -147,7 +148,7 @@ impl OpenCache {
         self.close_kept(gone);
     }
 
-    /// All at once, many in one request.
+    /// Closes all of them, many in one request.
     fn close_kept(self: &Arc<Self>, files: Vec<Arc<Open>>) {
         let since = self.metadata.reassertions();
         let closed: Vec<Ino> = files.into_iter().filter_map(|open| self.retire(open)).collect();
@@ -162,7 +163,7 @@ impl OpenCache {
         });
     }
 
-    /// Closes a file, if nobody has it open any more. The inode, if the metadata servers are to be
+    /// Closes a file if it is no longer open. Returns the inode if the metadata servers must be
     /// told.
     fn retire(&self, open: Arc<Open>) -> Option<Ino> {
         let Open { inode, session } = Arc::into_inner(open)?;
@@ -172,7 +173,8 @@ impl OpenCache {
     }
 }
 
-/// Whether a file opened so is kept open when it is closed: one for reading.
+/// Whether a file opened with these flags is kept open after its close: only files opened for
+/// reading.
 pub(crate) fn is_kept(flags: u32) -> bool {
     flags & (O_ACCMODE | O_APPEND | O_EXEC) == 0
 }

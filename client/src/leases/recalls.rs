@@ -1,5 +1,6 @@
-//! What the metadata leader recalls: a request that waits at the leader, again and again. What it
-//! names is forgotten, or reported, and that is acknowledged by the next one. See `docs/leases.md`.
+//! Serves the recalls of the metadata leader. A request waits at the leader, again and again. The
+//! client forgets, or reports, what the answer names, and acknowledges it with the next request.
+//! See `docs/leases.md`.
 
 use std::{
     sync::{Arc, Weak},
@@ -21,16 +22,16 @@ use crate::{
     },
 };
 
-/// How long there may be no leases before it is looked again whether there are.
+/// How often to check for leases while there are none.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// How long a recall waits for a mount that begins. Longer than what a former daemon told is
-/// believed.
+/// How long a recall waits for a mount that is starting. Longer than the kernel uses what an
+/// earlier daemon told it.
 const COPIES: Duration = Duration::from_secs(2);
-/// After a request that failed.
+/// Pause after a request that failed.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// A report that takes longer is told of as being worked at.
+/// A report that takes longer than this is announced as being in progress.
 const WORKING: Duration = Duration::from_secs(1);
 
 /// Serves recalls until the client is gone.
@@ -45,11 +46,12 @@ pub(crate) async fn serve(core: Weak<Core>) {
         if std::mem::take(&mut waits)
             && c.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session)
         {
-            // What a former daemon told the kernel may be recalled, too.
+            // What an earlier daemon told the kernel may be recalled, too.
             let _ = timeout(COPIES, c.lease_cache.copies_known()).await;
         }
         match c.ask_recalls(&leader, session, Told::default()).await {
-            // Said late, usually. Who says it at once must not keep this busy.
+            // An empty answer usually comes late. The pause prevents a busy loop if the leader
+            // answers at once.
             Ok(r) if r == pb::RecallReply::default() => sleep(PAUSE).await,
             Ok(r) => c.answer_asked(&leader, session, r),
             Err(e) => {
@@ -61,8 +63,7 @@ pub(crate) async fn serve(core: Weak<Core>) {
     }
 }
 
-/// What is told of reports: those that were made, and those that take longer. And the questions
-/// about locks that are answered.
+/// What a request tells: finished reports, reports in progress, and answered questions about locks.
 #[derive(Default)]
 struct Told {
     reported: Vec<u64>,
@@ -71,8 +72,8 @@ struct Told {
 }
 
 impl Core {
-    /// One request: acknowledges what is forgotten, tells of reports, and forgets what the answer
-    /// recalls. With something to tell it is answered at once.
+    /// One request: acknowledges what is forgotten, tells about reports, and forgets what the
+    /// answer recalls. The leader answers at once when there is something to tell.
     async fn ask_recalls(
         self: &Arc<Self>,
         leader: &Leader,
@@ -103,7 +104,7 @@ impl Core {
             inos.iter().for_each(|ino| cache.forget(*ino));
         }
         forgotten(forgetting).await;
-        // Each answer has all that is owed, the lowest numbers first.
+        // Each answer has all outstanding recalls, the lowest numbers first.
         if let Some(last) = r.recalls.iter().map(|r| r.number).max() {
             self.recalls.note(connection, last);
         }
@@ -124,7 +125,7 @@ impl Core {
         }
     }
 
-    /// Whether what was asked on this connection is still waited for: on a new one it is asked
+    /// Whether the leader still waits for what it asked on this connection: on a new one it asks
     /// again.
     fn is_asked(&self, leader: &Leader, session: SessionId) -> bool {
         self.lease_cache.is_greeted(session, leader.number)
@@ -147,12 +148,12 @@ impl Core {
         }
     }
 
-    /// Somebody wants to know how a file is that may be written here, or wants its pages.
+    /// Another client needs the state of a file that may be written here, or its pages.
     async fn report(self: Arc<Self>, leader: Leader, session: SessionId, asked: pb::Recall) {
         let pb::Recall { number, ino, pages } = asked;
         let core = self.clone();
         let mut telling = self.shared.env.spawn(async move {
-            // A former process of the mount may have held something back.
+            // A previous process of the mount may have left dirty data.
             core.writeback.inheritance_known().await;
             if pages {
                 return core.give_pages_back(ino).await;
@@ -169,7 +170,7 @@ impl Core {
                 }
             }
         });
-        // What is held back may wait for storage servers for long.
+        // Sending dirty data may have to wait long for storage servers.
         while timeout(WORKING, &mut telling).await.is_err() {
             if !self.is_asked(&leader, session) {
                 return;

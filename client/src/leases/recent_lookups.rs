@@ -1,5 +1,5 @@
-//! What names led to lately, for whoever follows one in two steps: when the name has gone in
-//! between, that must not fail what succeeds on a local disk.
+//! Recent results of name lookups, for programs that use a name in two steps. When the name is
+//! removed in between, the second step must still succeed, as it does on a local disk.
 
 use std::collections::BTreeMap;
 
@@ -7,16 +7,15 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use strake_proto::Ino;
 
-/// Inodes in each of two generations.
+/// Most inodes in each of two generations.
 const MOST: usize = 4096;
 
-/// Inodes that were found by a name, with the target of a symbolic link. The last few thousand of
-/// them.
+/// The last few thousand inodes that were found by a name, with the target of a symbolic link.
 #[derive(Default)]
 pub(crate) struct RecentLookups(Mutex<[BTreeMap<Ino, Bytes>; 2]>);
 
 impl RecentLookups {
-    /// `target`: of a symbolic link, which never changes; empty if it is not known.
+    /// `target`: the target of a symbolic link, which never changes; empty if it is not known.
     pub fn note(&self, ino: Ino, target: Bytes) {
         let [new, old] = &mut *self.0.lock();
         let target = match (target.is_empty(), new.get(&ino).or_else(|| old.get(&ino))) {

@@ -1,5 +1,5 @@
-//! What a client may answer from memory: what it was told under leases, and when it must not any
-//! more. A pure table, see `docs/leases.md`.
+//! What a client may answer from memory: what it was told under leases, and when that becomes void.
+//! A pure table, see `docs/leases.md`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,30 +11,30 @@ use strake_proto::Ino;
 
 use crate::rows::Holder;
 
-/// When something happened, in the order of events of one table. They count while requests are
-/// under way.
+/// The time of an event, as a number in the order of this table's events. They are counted while
+/// requests are in progress.
 type Event = u64;
 
-/// A request that is under way. To be given back by [`Table::end`].
+/// A request in progress. Must be given back by [`Table::end`].
 #[derive(Debug, PartialEq, Eq, Hash, Clone, Copy, PartialOrd, Ord)]
 pub struct Token(Event);
 
-/// Inodes behind names that a change may take away: their leases are given back with it, so nobody
-/// tells of what others do to them from then on, and whoever has a copy must forget it before.
+/// Inodes whose names a change may remove. Their leases are given back with the change, so this
+/// client is not told of later changes by others, and all copies must be forgotten before.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Dropped {
     /// The inodes.
     pub inos: Vec<Ino>,
-    /// Somebody may have been told of names in one of them.
+    /// Whether names in one of them may have been given out.
     pub names: bool,
 }
 
 /// What an own request may change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Change {
-    /// Inodes about which everything may change.
+    /// Inodes of which everything may change.
     pub inodes: Vec<Ino>,
-    /// Names of directories, of which the attributes change as well.
+    /// Names in directories; the attributes of the directories change as well.
     pub names: Vec<(Ino, Bytes)>,
 }
 
@@ -43,13 +43,13 @@ pub struct Change {
 pub struct Told<A> {
     /// Attributes of inodes.
     pub attrs: Vec<(Ino, A)>,
-    /// What is behind names.
+    /// Inodes that names refer to.
     pub names: Vec<Name>,
-    /// Files, and who was let open them for reading.
+    /// Files, and the users that were allowed to open them for reading.
     pub openers: Vec<(Ino, u64)>,
 }
 
-/// What is behind a name, as somebody was told who may search the directory.
+/// The inode that a name refers to, as it was told to a user who may search the directory.
 #[derive(Clone, Debug)]
 pub struct Name {
     /// The directory.
@@ -58,7 +58,7 @@ pub struct Name {
     pub name: Bytes,
     /// `None`: there is no such name.
     pub to: Option<Ino>,
-    /// By whom it was asked, if that shows that he may search the directory.
+    /// The user that asked, if the answer shows that this user may search the directory.
     pub searcher: Option<u64>,
 }
 
@@ -66,11 +66,11 @@ pub struct Name {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Known<A> {
     attr: Option<A>,
-    /// Of a directory: the inode behind a name, `None`: there is no such name.
+    /// For a directory: the inode that a name refers to; `None`: there is no such name.
     names: BTreeMap<Bytes, Option<Ino>>,
-    /// Who has looked up names here and was allowed to.
+    /// Users that have looked up names here and were allowed to.
     searchers: BTreeSet<u64>,
-    /// Who has opened it for reading and was allowed to.
+    /// Users that have opened it for reading and were allowed to.
     openers: BTreeSet<u64>,
 }
 
@@ -85,11 +85,11 @@ impl<A> Default for Known<A> {
     }
 }
 
-/// What became void while requests are under way: their answers may be older.
+/// What became void while requests are in progress: their answers may be older.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Voids {
     all: Event,
-    /// No request is under way that began before.
+    /// All requests in progress began at this event or later.
     forgotten: Event,
     inodes: BTreeMap<Ino, Event>,
     attrs: BTreeMap<Ino, Event>,
@@ -103,16 +103,17 @@ pub struct Table<A> {
     until: Option<Duration>,
     now: Event,
     voids: Voids,
-    /// By the event they began at.
+    /// Requests in progress, by the event at which they began.
     requests: BTreeMap<Event, u32>,
-    /// Own changes under way, with how many they are.
+    /// Own changes in progress, with their number.
     changing: BTreeMap<Ino, u32>,
     changing_names: BTreeMap<(Ino, Bytes), u32>,
     known: BTreeMap<Ino, Known<A>>,
-    /// Names known in all directories, and whether there were too many.
+    /// Number of names known in all directories, and whether names were dropped because there were
+    /// too many.
     names: usize,
     forgot_names: bool,
-    /// Counts the times that it was forgotten who may open a file.
+    /// Counts how often a file's known openers were forgotten.
     forgot_openers: u64,
 }
 
@@ -139,24 +140,24 @@ impl<A> Table<A> {
         self.until.is_some_and(|until| now < until)
     }
 
-    /// All inodes of which anything is known.
+    /// All inodes about which anything is known.
     pub fn known(&self) -> Vec<Ino> {
         self.known.keys().copied().collect()
     }
 
-    /// When they are over.
+    /// When the leases end.
     pub fn until(&self) -> Option<Duration> {
         self.until
     }
 
-    /// A renewal that was sent at `sent` is answered: leases live for `term` from then.
+    /// A renewal that was sent at `sent` is answered: the leases live for `term` from then.
     pub fn renewed(&mut self, now: Duration, sent: Duration, term: Duration) {
         self.expire(now);
-        // Clocks may differ in their rates by a tenth.
+        // Clocks may run at rates that differ by a tenth.
         let until = sent + term / 10 * 9;
         if self.until.is_none() {
-            // What was asked for while there were none: its lease may be over at the leader, and
-            // its recall forgotten.
+            // Void what was requested while there were no leases: its lease may be over at the
+            // leader, and its recall forgotten.
             Holder::Anew.taken();
             self.void_all();
         } else {
@@ -166,7 +167,7 @@ impl<A> Table<A> {
         self.expire(now);
     }
 
-    /// Voids everything if the leases are over. True: they were, and something was known.
+    /// Voids everything if the leases are over. Returns whether they were, and something was known.
     pub fn expire(&mut self, now: Duration) -> bool {
         if self.until.is_none() || self.lives(now) {
             return false;
@@ -183,8 +184,8 @@ impl<A> Table<A> {
         Holder::Connected.taken();
         self.until = None;
         self.void_all();
-        // What was given up was sent on a former one, and does not count as this session's own any
-        // more.
+        // Given-up changes were sent on an earlier connection, and no longer count as this
+        // session's own.
         self.changing.retain(|_, n| {
             *n &= !GIVEN_UP;
             *n > 0
@@ -201,7 +202,7 @@ impl<A> Table<A> {
         Token(self.now)
     }
 
-    /// It was answered and everything of the answer has been kept, or it was given up.
+    /// A request was answered and everything in the answer has been kept, or it was given up.
     pub fn end(&mut self, token: Token) {
         if let Some(n) = self.requests.get_mut(&token.0) {
             *n -= 1;
@@ -209,7 +210,8 @@ impl<A> Table<A> {
                 self.requests.remove(&token.0);
             }
         }
-        // Nobody asks any more what became void before the oldest request began.
+        // Drop what became void before the oldest request in progress began: it is not needed any
+        // more.
         match self.requests.keys().next().copied() {
             None => (self.now, self.voids) = (0, Voids::default()),
             Some(oldest) if oldest > self.voids.forgotten => {
@@ -222,8 +224,8 @@ impl<A> Table<A> {
         }
     }
 
-    /// Whether an answer that was granted for `ino` is still true of all of it but what own changes
-    /// hit.
+    /// Whether an answer that was granted for `ino` is still true, except for what own changes
+    /// touch.
     fn is_valid(&self, now: Duration, token: Token, ino: Ino) -> bool {
         let voided = self.voids.inodes.get(&ino).is_some_and(|at| *at > token.0);
         self.lives(now) && self.voids.all <= token.0 && !voided
@@ -237,8 +239,8 @@ impl<A> Table<A> {
         self.changing_names.range((dir, Bytes::new())..).next().is_some_and(|((d, _), _)| *d == dir)
     }
 
-    /// Keeps attributes that were granted with the answer to a request. False: they may be old
-    /// already.
+    /// Keeps attributes that were granted with the answer to a request. Returns false if they may
+    /// be outdated already.
     pub fn keep_attr(&mut self, now: Duration, token: Token, ino: Ino, attr: A) -> bool {
         let voided = self.voids.attrs.get(&ino).is_some_and(|at| *at > token.0);
         if voided || self.changes_names_in(ino) || !self.stands(now, token, ino) {
@@ -250,7 +252,7 @@ impl<A> Table<A> {
         true
     }
 
-    /// Keeps what is behind a name, likewise.
+    /// Keeps the inode that a name refers to, under the same conditions as [`Table::keep_attr`].
     pub fn keep_name(&mut self, now: Duration, token: Token, n: Name) -> bool {
         let key = (n.dir, n.name.clone());
         let voided = self.voids.names.get(&key).is_some_and(|at| *at > token.0);
@@ -263,7 +265,7 @@ impl<A> Table<A> {
 
     fn put_name(&mut self, n: Name) {
         if self.names >= MOST_NAMES {
-            // Knowing less is never wrong.
+            // Knowing less is always safe.
             self.known.values_mut().for_each(|k| k.names.clear());
             (self.names, self.forgot_names) = (0, true);
         }
@@ -272,7 +274,8 @@ impl<A> Table<A> {
         known.searchers.extend(n.searcher);
     }
 
-    /// Keeps that somebody was let open a file for reading, likewise.
+    /// Keeps that a user was allowed to open a file for reading. Returns false if that may be
+    /// outdated already.
     pub fn keep_opener(&mut self, now: Duration, token: Token, ino: Ino, opener: u64) -> bool {
         let stands = self.stands(now, token, ino);
         if stands {
@@ -281,8 +284,8 @@ impl<A> Table<A> {
         stands
     }
 
-    /// The attributes, for whoever opens a file that he has opened for reading before: he still
-    /// may.
+    /// The attributes, for a user who has opened the file for reading before: the permission still
+    /// holds.
     pub fn open(&self, now: Duration, ino: Ino, opener: u64) -> Option<&A> {
         self.known
             .get(&ino)
@@ -291,12 +294,12 @@ impl<A> Table<A> {
             .as_ref()
     }
 
-    /// Whether it is known of anybody that he may open the file.
+    /// Whether any user is known to be allowed to open the file.
     pub fn has_openers(&self, ino: Ino) -> bool {
         self.known.get(&ino).is_some_and(|k| !k.openers.is_empty())
     }
 
-    /// How often it was forgotten who may open a file.
+    /// How often a file's known openers were forgotten.
     pub fn forgot_openers(&self) -> u64 {
         self.forgot_openers
     }
@@ -306,19 +309,19 @@ impl<A> Table<A> {
         self.known.get(&ino).filter(|_| self.lives(now))?.attr.as_ref()
     }
 
-    /// As [`Table::name`], for whoever checks by himself who may search.
+    /// As [`Table::name`], for a caller that checks the search permission itself.
     pub fn name_for_all(&self, now: Duration, dir: Ino, name: &[u8]) -> Option<Option<Ino>> {
         self.known.get(&dir).filter(|_| self.lives(now))?.names.get(name).copied()
     }
 
-    /// What is behind a name, if that is known; `Some(None)`: nothing.
+    /// The inode that a name refers to, if known; `Some(None)`: there is no such name.
     pub fn name(&self, now: Duration, dir: Ino, name: &[u8], searcher: u64) -> Option<Option<Ino>> {
         let known =
             self.known.get(&dir).filter(|k| self.lives(now) && k.searchers.contains(&searcher))?;
         known.names.get(name).copied()
     }
 
-    /// The inode was recalled. Whether somebody may have been told of names in it.
+    /// The inode was recalled. Returns whether names in it may have been given out.
     pub fn void(&mut self, ino: Ino) -> bool {
         let known = self.known.remove(&ino);
         let names = known.as_ref().map_or(0, |k| k.names.len());
@@ -332,7 +335,7 @@ impl<A> Table<A> {
         names > 0 || self.forgot_names
     }
 
-    /// Rather than remembering more, what is under way is not kept at all.
+    /// Limits the memory: above the limit, no answer of a request in progress is kept.
     fn bound_voids(&mut self) {
         let v = &mut self.voids;
         if v.inodes.len() + v.attrs.len() + v.names.len() > MOST_VOIDS {
@@ -352,7 +355,7 @@ impl<A> Table<A> {
     }
 
     /// A request that changes something is about to be sent. Returns what it may change, to be
-    /// given to [`Table::change_ends`], and whose leases it gives back.
+    /// given to [`Table::change_ends`], and the inodes whose leases it gives back.
     pub fn change_begins(&mut self, mut change: Change) -> (Change, Dropped) {
         if change.names.is_empty() {
             Holder::OwnInode.taken()
@@ -378,7 +381,7 @@ impl<A> Table<A> {
         (change, Dropped { inos, names })
     }
 
-    /// It was answered. `told`: what the answer, which was granted, says of what is there since;
+    /// The change was answered. `told`: what the granted answer says about the new state. It is
     /// kept where nothing else has changed since the request's token was taken, which was after
     /// [`Table::change_begins`].
     pub fn change_answered(&mut self, now: Duration, token: Token, change: &Change, told: Told<A>) {
@@ -414,8 +417,8 @@ impl<A> Table<A> {
         names.into_iter().for_each(|n| self.put_name(n));
     }
 
-    /// It was answered, or nobody waits for the answer any more: then it may run yet, and what it
-    /// may change is not kept before there is another connection.
+    /// The change was answered, or given up. A change that was given up may still run, so what it
+    /// may change is not kept until there is a new connection.
     pub fn change_ends(&mut self, change: &Change, answered: bool) {
         if !answered {
             Holder::GivenUp.taken();
@@ -457,11 +460,11 @@ impl<A> Table<A> {
     }
 }
 
-/// Names known at a time; how many inodes are known the leader bounds, by the leases it gives.
+/// Most names known at a time. The leader limits the number of inodes, by the leases it grants.
 const MOST_NAMES: usize = 1 << 20;
 /// See [`Table::bound_voids`].
 const MOST_VOIDS: usize = 4096;
-/// Set in a count of changes of which one was given up.
+/// A bit in a count of changes: one of them was given up.
 const GIVEN_UP: u32 = 1 << 31;
 
 #[cfg(test)]
@@ -522,7 +525,8 @@ mod tests {
         let mut t = table();
         let token = t.begin();
         t.keep_attr(at(1), token, FILE, 7);
-        // Sent in time, answered too late: the leader may have given others leave meanwhile.
+        // Sent in time, answered too late: the leader may have let other clients change the file
+        // meanwhile.
         t.renewed(at(9), at(5), TERM);
         assert!(t.lives(at(9)) && t.attr(at(9), FILE).is_none());
         assert!(!t.keep_attr(at(9), token, FILE, 7), "asked in the former term");

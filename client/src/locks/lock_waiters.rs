@@ -1,6 +1,6 @@
-//! What this client's programs wait for: one list, told to the metadata leader again and again,
-//! whoever that is. It says whose turn it is; the waiter then asks for the lock. See
-//! `docs/locks.md`.
+//! The list of waits of this client's programs, sent again and again to the metadata leader,
+//! whichever server that is. The answer says whose turn it is; the waiter then asks for the lock.
+//! See `docs/locks.md`.
 
 use std::{sync::Arc, time::Duration};
 
@@ -20,7 +20,7 @@ use crate::{
     shared::{Shared, retry::meta_passes},
 };
 
-/// How long a list that changed waits for the answer to the one before: many changes make one list.
+/// How long a changed list waits for the answer to the one before: many changes make one list.
 const TOGETHER: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_millis(250);
 
@@ -32,17 +32,17 @@ pub(crate) struct LockWaiters {
     changed: Notify,
 }
 
-/// A place in the list; dropped, it is given up.
+/// A place in the list; dropping it ends the wait.
 pub(crate) struct Place {
     waiters: Arc<LockWaiters>,
     id: u64,
     news: Arc<Notify>,
-    /// The leader knows by itself that this wait is over.
+    /// Whether the leader knows without a report that this wait is over.
     pub done: bool,
 }
 
 impl Place {
-    /// Its number, for the request that ends it.
+    /// The number of the wait, for the request that ends it.
     pub fn id(&self) -> u64 {
         self.id
     }
@@ -65,7 +65,7 @@ impl Place {
         Place { waiters: waits.clone(), id, news, done: false }
     }
 
-    /// Returns when the lock may be there for this one. `Deadlock` when it never will be.
+    /// Returns when the lock may be available for this waiter. `Deadlock` when it never will be.
     pub async fn turn(&self) -> Result<()> {
         let waits = &self.waiters;
         waits.list.lock().waits(self.id);
@@ -88,7 +88,8 @@ impl Drop for Place {
     }
 }
 
-/// Numbers are of the time, so that a later process with the same session goes on from there.
+/// Numbers are derived from the time, so that a later process with the same session continues above
+/// them.
 fn now(env: &Env) -> u64 {
     env.boot().as_nanos() as u64
 }
@@ -117,7 +118,8 @@ impl LockWaiters {
             let answer = tokio::select! {
                 biased;
                 r = &mut call => Some(r),
-                // The next list says all again, so an answer that is lost here is given again.
+                // The next list contains everything again, so an answer that is lost here is
+                // repeated.
                 () = self.changed.notified() => timeout(TOGETHER, call).await.ok(),
             };
             match answer {

@@ -1,8 +1,8 @@
-//! File locks, between all clients: flock(2), POSIX and open-file-description locks.
-//! `docs/locks.md` has the rules.
+//! File locks between all clients: flock(2), POSIX and open-file-description locks. The rules are
+//! in `docs/locks.md`.
 //!
-//! A caller may stop waiting at any time: what he did not get to see is undone. Until that is done,
-//! and while a request of an owner is on its way, the same owner's other requests wait
+//! A caller may stop waiting at any time: a result that it did not receive is undone. Until that is
+//! done, and while a request of an owner is on its way, the same owner's other requests wait
 //! ([`OwnerQueues`]), so that none of them overtakes it.
 
 pub(crate) mod lock_waiters;
@@ -35,24 +35,25 @@ use crate::{
 pub use owner_queues::{MAX_WAITS, Programs};
 pub use pb::{LockKind, LockType};
 
-/// How often a try is made that the servers' log refused because of what is given up by then.
+/// How often a request is tried when the servers' log refused it because of locks that are released
+/// meanwhile.
 const TRIES: u32 = 3;
 
-/// A lock somebody asks for, or gives up.
+/// A lock that is requested or released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lock {
-    /// [`LockKind::LockPosix`] also for open-file-description locks.
+    /// The kind; [`LockKind::LockPosix`] is also for open-file-description locks.
     pub kind: LockKind,
-    /// The process or the open file, by a number of the caller's choice.
+    /// The owner, a process or an open file, as a number that the caller chooses.
     pub owner: u64,
-    /// Of the lock, or unlock.
+    /// The type: a lock for reading or writing, or an unlock.
     pub mode: LockType,
     /// First byte.
     pub start: u64,
-    /// Last byte; `u64::MAX` is the end of the file, however long it gets. An flock is from 0 to
-    /// there.
+    /// Last byte; `u64::MAX` is the end of the file, however long it gets. An flock spans from 0 to
+    /// `u64::MAX`.
     pub end: u64,
-    /// The process, for those who ask who is in the way.
+    /// The process id, reported to callers that ask which lock is in the way.
     pub pid: u32,
 }
 
@@ -86,29 +87,29 @@ impl Lock {
     }
 }
 
-/// What [`Client::get_lock`] found.
+/// The result of [`Client::get_lock`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holder {
-    /// For reading or writing.
+    /// For reading or for writing.
     pub mode: LockType,
     /// First byte.
     pub start: u64,
     /// Last byte, `u64::MAX` for the end of the file.
     pub end: u64,
-    /// Of the process; 0 when another client holds the lock: its processes mean nothing here.
+    /// The process id; 0 when another client holds the lock, whose process ids mean nothing here.
     pub pid: u32,
 }
 
-/// What [`Client::set_lock`] left.
+/// The result of [`Client::set_lock`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Locked {
-    /// The session that has the lock, and with which it is lost.
+    /// The session that holds the lock, and with which it is lost.
     pub session: SessionId,
-    /// Ranges that the owner has locked in the file now.
+    /// How many ranges the owner has locked in the file now.
     pub left: u64,
 }
 
-/// A lock that was given and whose caller does not know yet. Dropped, it is given back.
+/// A lock that was granted and whose caller does not know yet. Dropping it gives the lock back.
 struct Given {
     core: Arc<Core>,
     ino: Ino,
@@ -120,7 +121,7 @@ struct Given {
 }
 
 impl Given {
-    /// The caller has it from here on.
+    /// The caller holds the lock from here on.
     fn take(mut self) -> Locked {
         self.lane = None;
         self.locked
@@ -137,8 +138,8 @@ impl Drop for Given {
         self.core.shared.env.spawn(async move {
             let undone = core.surely(session, &undo, None).await;
             if undone.is_err_and(|e| e.code == Code::LockConflict) {
-                // What was a lock for writing has been one for reading since, and others read there
-                // by now.
+                // A lock for writing may have become one for reading meanwhile, and other owners
+                // may hold read locks there by now.
                 let _ = core.surely(session, &weakened(undo), None).await;
             }
             drop((lane, unlocking, leftover));
@@ -146,13 +147,14 @@ impl Drop for Given {
     }
 }
 
-/// What a request leaves that is still under way when its caller waits no longer: it will be
-/// undone. It lasts until that is done: it is what others wait for, not the undoing, which begins
-/// later.
+/// Marks a request that is still in progress when its caller stops waiting, and that will be
+/// undone. It lasts until the undoing is done. Others wait for this marker, because the undoing
+/// itself begins later.
 #[derive(Clone, Default)]
 struct Leftover(Arc<parking_lot::Mutex<Option<Unlocking>>>);
 
-/// A caller of a request. Dropped before the answer came, it has given up whatever that brings.
+/// The caller of a request. If it is dropped before the answer came, the result of the request is
+/// undone.
 struct Caller {
     unlockings: Arc<Unlockings>,
     ino: Ino,
@@ -168,7 +170,7 @@ impl Drop for Caller {
     }
 }
 
-/// The same list with locks for reading in the place of those for writing.
+/// The same list, with read locks in place of write locks.
 fn weakened(mut ops: Vec<pb::Op>) -> Vec<pb::Op> {
     for o in &mut ops {
         if let Some(pb::op::Op::SetLock(pb::SetLock { span: Some(span), .. })) = &mut o.op
@@ -201,14 +203,14 @@ impl Client {
         }))
     }
 
-    /// Locks or unlocks. `LockConflict` (`EAGAIN`) when another owner's lock is in the way and
-    /// `wait` is false.
+    /// Locks or unlocks. Fails with `LockConflict` (`EAGAIN`) when another owner's lock is in the
+    /// way and `wait` is false.
     ///
-    /// With `wait` it returns when the lock is there, however long that takes, or with `Deadlock`
-    /// when waiting would never end. Dropping the future leaves everything as it was; only a lock
-    /// for writing that it was to make one for reading may have become that. `NoLock` at a limit
-    /// (see `docs/locks.md`). An unlock that fails with `TimedOut` or `NoSpc` is gone on with until
-    /// it succeeds.
+    /// With `wait` it returns when the lock is granted, however long that takes, or fails with
+    /// `Deadlock` when waiting would never end. Dropping the future leaves everything as it was,
+    /// with one exception: a write lock that the call was to change into a read lock may have
+    /// become one. `NoLock` at a limit (see `docs/locks.md`). An unlock that fails with `TimedOut`
+    /// or `NoSpc` continues in the background until it succeeds.
     pub async fn set_lock(&self, ino: Ino, lock: &Lock, wait: bool) -> Result<Locked> {
         if lock.mode == LockType::LockUnlock {
             return self.unlock(ino, lock).await;
@@ -226,7 +228,7 @@ impl Client {
         self.wait_for_lock(ino, lock).await
     }
 
-    /// As [`Client::set_lock`] that waits.
+    /// As [`Client::set_lock`] with `wait`.
     pub(crate) async fn wait_for_lock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {
         let conflict = |r: &Result<Given>| r.as_ref().is_err_and(|e| e.code == Code::LockConflict);
         let mut given = self.try_lock(ino, lock, lock.take(ino, true, 0)).await;
@@ -267,8 +269,8 @@ impl Client {
         self.give_up(ino, lock, self.unlocking(ino, lock.owner)).await
     }
 
-    /// Unlocks what an owner is giving up, from this call on, whether the future is waited for or
-    /// not. It is gone on with until it succeeds.
+    /// Unlocks what an owner gives up, beginning with this call, whether the future is awaited or
+    /// not. It continues until it succeeds.
     pub fn give_up(
         &self,
         ino: Ino,
@@ -284,28 +286,29 @@ impl Client {
         async { answer.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))? }
     }
 
-    /// An owner is about to give something up. Until this is dropped, those who would be told of a
-    /// conflict wait.
+    /// Announces that an owner is about to unlock. Until the result is dropped, callers that would
+    /// be told of a conflict wait.
     pub fn unlocking(&self, ino: Ino, owner: u64) -> Unlocking {
         self.core.locks.unlockings.begin(ino, owner)
     }
 
-    /// Whether an owner is giving something up there.
+    /// Whether an owner is unlocking something in the file.
     pub fn is_unlocking(&self, ino: Ino, owner: u64) -> bool {
         self.core.locks.unlockings.is_under_way(ino, owner)
     }
 
-    /// What is being given up of a file, to be compared with what is later.
+    /// The state of the unlocks of a file, to be compared with a later state.
     pub fn unlocks(&self, ino: Ino) -> Unlocks {
         self.core.locks.unlockings.of(ino)
     }
 
-    /// Returns when the servers know of all that is being given up of a file.
+    /// Returns when the servers know all unlocks of a file that are in progress now.
     pub async fn unlocked(&self, ino: Ino) {
         self.core.locks.unlockings.done(ino).await;
     }
 
-    /// Whom to ask what programs still hold. `false`: there is somebody already.
+    /// Sets the component that knows which locks programs still hold. Returns `false` if one is set
+    /// already.
     pub fn set_programs(&self, programs: Arc<dyn Programs>) -> bool {
         let first = self.core.locks.programs.set(programs).is_ok();
         self.core.locks.has_programs.notify_waiters();
@@ -318,31 +321,31 @@ impl Client {
     }
 }
 
-/// Without a runtime nothing runs any more, and the session ends.
+/// Without a runtime no task runs any more, and the session ends.
 fn can_spawn() -> bool {
     tokio::runtime::Handle::try_current().is_ok()
 }
 
-/// Where a file ends, once all that was held back is sent. Until this is dropped nobody else
-/// appends: he finds the lock taken, or where there is none, he asks for the size, and no report is
-/// made here meanwhile.
+/// The end of a file, after all dirty data was sent. Until this is dropped no other client appends:
+/// it finds the lock taken. Where there is no lock, it asks for the size, and this client reports
+/// none meanwhile.
 pub(crate) struct End {
     placing: Option<OwnedMutexGuard<()>>,
     lock: Option<EndLock>,
-    /// With which all this is lost.
+    /// The session with which all this is lost.
     pub session: SessionId,
     pub size: u64,
 }
 
-/// The end of a file is this client's to append to. Dropped, it is anybody's.
+/// This client's exclusive right to append to the file. Dropping it gives the right up.
 struct EndLock {
     core: Arc<Core>,
     ino: Ino,
-    /// Who takes this client's place gives it up.
+    /// Record for the next daemon of the mount, which gives the lock up.
     kept: Option<Arc<KeptInode>>,
 }
 
-/// Of a client there is one at a time for each file.
+/// A client takes at most one such lock for each file at a time.
 const END: Lock = Lock {
     kind: LockKind::LockAppend,
     owner: 0,
@@ -360,7 +363,7 @@ impl Drop for EndLock {
 
 type Tell = oneshot::Sender<Result<Locked>>;
 
-/// What is held until an unlock is done.
+/// Kept until an unlock is done.
 #[derive(Default)]
 struct Unlock {
     _unlocking: Option<Unlocking>,
@@ -382,17 +385,18 @@ fn locked(r: Vec<pb::OpResult>) -> Result<(Locked, Vec<pb::LockSpan>)> {
 }
 
 impl Core {
-    /// For an append. Nobody needs to be asked while nobody else may write the file.
+    /// Takes the end of the file for an append. No request is needed while no other client may
+    /// write the file.
     pub(crate) async fn lock_end(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<End> {
         let placing = inode.placing.clone().lock_owned().await;
         self.writeback.send_held(inode).await;
         let session = self.metadata.current_session().map_or(0, |s| s.id);
-        // One look for both: that nobody needs to be asked, and the size.
+        // One lookup for both: that no other client may write, and the size.
         if let Some((size, _)) = self.files.known_size(inode) {
             return Ok(End { placing: Some(placing), lock: None, session, size });
         }
-        // Others may be asked for reports, and wait for one from here. Who has the lock needs to
-        // keep nobody from the size.
+        // Release this first: other clients may be asked for reports, and may wait for a report
+        // from here. A holder of the lock does not have to keep others from the size.
         drop(placing);
         let kept = inode.note_end();
         let Locked { session, .. } =
@@ -403,8 +407,9 @@ impl Core {
         Ok(End { placing: None, lock: Some(lock), session, size })
     }
 
-    /// For an append that goes on for long: others are told the size again, and still nobody else
-    /// appends. False, and the end is anybody's from now on, where another has the lock.
+    /// For an append that takes long: other clients are told the size again, and still no other
+    /// client appends. Returns false where another client has the lock; then the end is no longer
+    /// kept.
     pub(crate) async fn lock_end_now(self: &Arc<Self>, inode: &Arc<Inode>, end: &mut End) -> bool {
         if end.lock.is_some() {
             return true;
@@ -419,7 +424,7 @@ impl Core {
         is_same
     }
 
-    /// Gives up the lock of an append, if there is any. `kept` is held until then.
+    /// Releases the lock of an append, if there is one. `kept` is held until then.
     pub(crate) fn unlock_end(self: &Arc<Self>, ino: Ino, kept: Option<Arc<KeptInode>>) {
         if can_spawn() {
             let kept = Unlock { _inode: kept, ..Unlock::default() };
@@ -427,10 +432,10 @@ impl Core {
         }
     }
 
-    /// Somebody else is about to be told of a conflict: returns when nothing of the file is locked
-    /// here that nobody holds any more.
+    /// Another client is about to be told of a conflict. Returns when this client holds no lock of
+    /// the file that no program holds any more.
     pub(crate) async fn check_locks(&self, ino: Ino) {
-        // Programs of a mount are known a moment after its client has connected.
+        // The programs of a mount become known a moment after its client has connected.
         while self.shared.cfg.handover.is_some() && self.locks.programs.get().is_none() {
             let _ = tokio::time::timeout(
                 Duration::from_millis(100),
@@ -457,7 +462,7 @@ impl Core {
         });
     }
 
-    /// One request for a lock, which runs to its end.
+    /// One request for a lock; it runs to its end.
     async fn try_lock(
         self: Arc<Self>,
         ino: Ino,
@@ -477,13 +482,14 @@ impl Core {
                 .and_then(ok)
                 .and_then(locked)
             {
-                // What was in the way is given up by now.
+                // The lock that was in the way may be released by now.
                 Err(e) if e.code == Code::Overloaded && tries > 0 => {}
                 r => break r,
             }
         };
         let (locked, before) = match given {
-            // It may have run: better not to have it than to have it unknown to its owner.
+            // The request may have run: it is better to release the lock than to hold one that its
+            // owner does not know of.
             Err(e) if in_doubt(&e) => {
                 let (core, session) =
                     (self.clone(), self.metadata.current_session().map_or(0, |s| s.id));
@@ -498,15 +504,15 @@ impl Core {
         };
         let mut undo = vec![unlock.set(ino)];
         for s in before {
-            // Of a type that this program does not know: what keeps out most.
+            // The type is unknown to this version: assume the more exclusive one.
             let mode = LockType::try_from(s.r#type).unwrap_or(LockType::LockWrite);
             undo.push(Lock { mode, start: s.start, end: s.end, pid: s.pid, ..*lock }.set(ino));
         }
         Ok(Given { core: self, ino, owner: lock.owner, undo, locked, lane: Some(lane), leftover })
     }
 
-    /// Has a list run that gives locks up, and goes on after the caller was told that it takes too
-    /// long. What belongs to a lost session is given up already.
+    /// Runs a list that releases locks. It continues after the caller was told that it takes too
+    /// long. Locks of a lost session are released already.
     async fn surely(
         self: &Arc<Self>,
         session: SessionId,

@@ -1,4 +1,4 @@
-//! In which order requests for locks of one owner are made.
+//! The order in which requests for locks of one owner are made.
 
 use std::{
     future::Future,
@@ -15,18 +15,17 @@ use tokio::{
 
 use super::unlocking::Unlockings;
 
-/// Waits of one client at the same time; the metadata servers take no more.
+/// Most concurrent waits of one client; the metadata servers accept no more.
 pub const MAX_WAITS: usize = 1024;
 const LANES: usize = 64;
 
-/// Whoever asks for locks on behalf of programs, as a mount does.
+/// A component that requests locks on behalf of programs, such as a mount.
 pub trait Programs: Send + Sync {
-    /// Returns when all that programs have given up before this was called is being given up at the
-    /// client.
+    /// Returns when every release that programs made before this call has reached the client.
     fn settled(&self) -> Pin<Box<dyn Future<Output = ()> + Send>>;
 }
 
-/// Requests of one owner for one file, one after the other. Owners share lanes.
+/// Serialises the requests of one owner for one file. Owners share lanes.
 pub(crate) struct OwnerQueues {
     lanes: [Arc<Mutex<()>>; LANES],
     pub(super) waits: Arc<Semaphore>,
@@ -48,9 +47,9 @@ impl Default for OwnerQueues {
 }
 
 impl OwnerQueues {
-    /// The place in the queue is that of this call, not of the first poll: what an owner asks for
-    /// next, perhaps in another thread, must not overtake a task that is to unlock and has not
-    /// begun.
+    /// The place in the queue is taken by this call, not by the first poll. Otherwise the owner's
+    /// next request, perhaps from another thread, could overtake a task that is to unlock and has
+    /// not been polled yet.
     pub(super) fn enter(
         &self,
         ino: Ino,
@@ -58,7 +57,7 @@ impl OwnerQueues {
     ) -> impl Future<Output = OwnedMutexGuard<()>> + Send + use<> {
         let mut mix = ino.rotate_left(32) ^ owner;
         let lane = strake_proto::layout::splitmix64(&mut mix) as usize % LANES;
-        // A task that has done much would not be let into the queue.
+        // `unconstrained`, because a task that has used up its budget would not get into the queue.
         let mut turn = Box::pin(unconstrained(self.lanes[lane].clone().lock_owned()));
         match turn.as_mut().now_or_never() {
             Some(lane) => Either::Left(ready(lane)),
@@ -78,13 +77,13 @@ mod tests {
         let (second, mut third) = (lanes.enter(1, 0), Box::pin(lanes.enter(1, 0)));
         assert!(third.as_mut().now_or_never().is_none());
         drop(first);
-        // Nobody has looked at the second yet.
+        // The second one has not been polled yet.
         assert!(third.as_mut().now_or_never().is_none());
         let mut second = second.now_or_never().expect("its turn");
         assert!(third.as_mut().now_or_never().is_none());
         drop(second);
         drop(third.now_or_never().expect("the last turn"));
-        // Who does not want it any more is in nobody's way.
+        // A dropped request does not block others.
         second = lanes.enter(1, 0).await;
         drop(lanes.enter(1, 0));
         drop(second);

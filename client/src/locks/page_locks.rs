@@ -1,5 +1,5 @@
-//! Gets the lock of a file's pages before it is used, and gives it up when others want it: the
-//! shell around [`Pages`].
+//! Takes the lock of a file's pages before the file is used, and releases it when other clients
+//! want it: the stateful layer around [`Pages`].
 
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
@@ -19,10 +19,10 @@ use crate::{
     locks::{Lock, LockKind, LockType},
 };
 
-/// Before what could not be made stable is tried again.
+/// Pause before another attempt at what could not be made stable.
 const PAUSE: Duration = Duration::from_millis(250);
 
-/// Of a client there is one at a time for each file; appends have number 0.
+/// A client takes at most one such lock for each file at a time. Number 0 is used by appends.
 fn lock(mode: Mode) -> Lock {
     let mode = match mode {
         Mode::Read => LockType::LockRead,
@@ -32,7 +32,7 @@ fn lock(mode: Mode) -> Lock {
 }
 
 impl Core {
-    /// Bytes of a file are to be changed. Nothing is asked for while nobody else maps it.
+    /// For a change of a file's bytes. Sends no request while no other client maps the file.
     pub(crate) async fn use_to_change(self: &Arc<Self>, ino: Ino) -> Result<Using> {
         self.use_pages(ino, Mode::Write, true).await
     }
@@ -56,7 +56,7 @@ impl Core {
                 self.pages.table.lock().enter(self.shared.env.boot(), ino, (mode, free), session);
             match enter {
                 Enter::Begun(what) => return Ok(Using::new(&self.pages, ino, what)),
-                // To its end, also if the caller goes away.
+                // Runs to its end, even if the caller goes away.
                 Enter::Ask => {
                     let core = self.clone();
                     self.shared
@@ -70,8 +70,8 @@ impl Core {
     }
 
     async fn ask_for_pages(self: &Arc<Self>, ino: Ino, mode: Mode) -> Result<()> {
-        // First: from the moment at which the log gives it the leader tells this client of nobody
-        // else's.
+        // Mark first: from the moment at which the log grants the lock, the leader does not tell
+        // this client about the pages of others.
         self.pages.table.lock().mark(ino);
         let asked = Client { core: self.clone() }.wait_for_lock(ino, &lock(mode)).await;
         let wanted = match &asked {
@@ -99,26 +99,27 @@ impl Core {
         asked.map(drop)
     }
 
-    /// Others want pages of a file, or have some from now on: returns when nothing is in work any
-    /// more that was begun without the lock, and this client has no page of it, nor its lock.
+    /// Other clients want pages of a file, or have some from now on. Returns when no use that was
+    /// begun without the lock is in progress any more, and this client has neither a page of the
+    /// file nor its lock.
     pub(crate) async fn give_pages_back(self: &Arc<Self>, ino: Ino) {
         self.pages.table.lock().wanted(ino);
         self.leave_pages(ino, false).await;
-        // Pages of before it was marked, and what was held back.
+        // Takes back pages from before the file was marked, and dirty data.
         self.take_pages_back(ino).await;
         let session = self.metadata.current_session().map_or(0, |s| s.id);
         if self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session)
             && self.pages.table.lock().leave_former(self.shared.env.boot(), ino, session)
         {
-            // A former process of the mount may have had it.
+            // A previous process of the mount may have held the lock.
             self.unlock_pages(ino).await;
             self.pages.table.lock().left(ino);
             self.pages.news.notify_waiters();
         }
     }
 
-    /// As [`Core::give_pages_back`], for whoever does not use the file any more, or has use for
-    /// another lock of it.
+    /// As [`Core::give_pages_back`], for a client that no longer uses the file, or needs the lock
+    /// in another mode.
     pub(crate) async fn leave_pages(self: &Arc<Self>, ino: Ino, at_once: bool) {
         loop {
             let mut news = std::pin::pin!(self.pages.news.notified());
@@ -136,7 +137,7 @@ impl Core {
                     }
                 }
                 Leave::Go(held) => {
-                    // To its end, also if the caller goes away.
+                    // Runs to its end, even if the caller goes away.
                     let core = self.clone();
                     let _ = self
                         .shared
@@ -166,8 +167,8 @@ impl Core {
         }
     }
 
-    /// Nothing that was written under the lock is sent again later: others may have written there
-    /// since.
+    /// Makes sure that no write made under the lock is sent again later: other clients may have
+    /// written there since.
     async fn settle_writes(self: &Arc<Self>, inode: &Arc<Inode>, session: SessionId) {
         let is_same = || {
             self.metadata.current_session().is_some_and(|s| s.id == session)
@@ -194,21 +195,21 @@ impl Core {
     async fn unlock_pages(self: &Arc<Self>, ino: Ino) {
         let lock = Lock { mode: LockType::LockUnlock, ..lock(Mode::Read) };
         let client = Client { core: self.clone() };
-        // Gone on with until it succeeds, or the session is lost.
+        // This continues until it succeeds, or the session is lost.
         if let Err(e) = client.give_up(ino, &lock, client.unlocking(ino, lock.owner)).await {
             tracing::debug!(ino, "giving up the lock of pages: {e}");
         }
     }
 
-    /// A file is opened so that it can be mapped for changes: pages that were handed out for
-    /// looking could be stored to from now on.
+    /// A file is opened so that it can be mapped for changes: from now on programs could store to
+    /// pages that were handed out for reading.
     pub(crate) async fn leave_shared_pages(self: &Arc<Self>, ino: Ino) {
         if self.pages.table.lock().has(ino, Some(Mode::Read)) {
             self.leave_pages(ino, true).await;
         }
     }
 
-    /// Nobody has a file open any more.
+    /// The file is no longer open here.
     pub(crate) async fn leave_closed_pages(self: &Arc<Self>, ino: Ino) {
         if self.pages.table.lock().has(ino, None) {
             self.leave_pages(ino, true).await;

@@ -1,4 +1,5 @@
-//! Uses of files whose pages may be mapped here or elsewhere: state. See `page_locks.rs`.
+//! Uses of files whose pages may be mapped here or on other clients: the state. See
+//! `page_locks.rs`.
 
 use std::sync::{
     Arc,
@@ -16,12 +17,12 @@ pub(crate) struct PageLocks {
     shared: Arc<Shared>,
     pub(super) table: Mutex<Pages>,
     pub(super) news: Notify,
-    /// The servers know no such lock.
+    /// The servers do not support the lock.
     pub(super) unknown: AtomicBool,
 }
 
-/// A use of a file: while it lasts others change nothing of it, and have no page that they could
-/// store to.
+/// A use of a file: while it lasts, other clients change nothing in the file and have no writable
+/// page of it.
 pub struct Using {
     locks: Arc<PageLocks>,
     ino: Ino,
@@ -33,7 +34,7 @@ impl Using {
         Using { locks: locks.clone(), ino, what }
     }
 
-    /// The lock, and the session that has it. `None`: nobody else maps the file.
+    /// The lock, and the session that holds it. `None`: no other client maps the file.
     pub(crate) fn lock(&self) -> Option<(Number, SessionId)> {
         match self.what {
             Use::Free => None,
@@ -41,7 +42,7 @@ impl Using {
         }
     }
 
-    /// Only in this session may anything be written.
+    /// The only session in which bytes may be written; `None`: any session.
     pub(crate) fn session(&self) -> Option<SessionId> {
         self.lock().map(|(_, session)| session)
     }
@@ -50,8 +51,8 @@ impl Using {
         matches!(self.what, Use::Locked { sized: true, .. })
     }
 
-    /// Ends it; whether nobody else has changed the file since is to be asked for with what is
-    /// returned.
+    /// Ends the use. Pass the result to [`PageLocks::lasts`] to learn whether another client has
+    /// changed the file since.
     pub(crate) fn over(self) -> Use {
         self.what
     }
@@ -75,12 +76,12 @@ impl PageLocks {
         }
     }
 
-    /// Whether pages of mappings are kept in order with other clients.
+    /// Whether pages of mappings are kept coherent with other clients.
     pub fn locks_pages(&self) -> bool {
         self.shared.cfg.page_locks && !self.unknown.load(Relaxed)
     }
 
-    /// A use without the lock. `None`: others may have pages of the file.
+    /// A use without the lock. `None`: other clients may have pages of the file.
     pub fn use_freely(self: &Arc<Self>, ino: Ino) -> Option<Using> {
         let mut table = self.table.lock();
         if table.is_marked(ino) {
@@ -96,27 +97,27 @@ impl PageLocks {
         self.table.lock().is_marked(ino)
     }
 
-    /// Others have pages of the file.
+    /// Notes that other clients have pages of the file.
     pub fn mark(&self, ino: Ino) {
         self.table.lock().mark(ino);
     }
 
-    /// Whether what was done in such a use is still all that was done.
+    /// Whether no other client has changed the file since this use.
     pub fn lasts(&self, ino: Ino, what: Use) -> bool {
         self.table.lock().lasts(ino, what)
     }
 
-    /// The size was asked for under this lock.
+    /// Notes that the size was asked for under this lock.
     pub fn sized(&self, ino: Ino, of: Number) {
         self.table.lock().sized(ino, of);
     }
 
-    /// Whether a lock of the file is held, or just being given up.
+    /// Whether a lock of the file is held, or is being released.
     pub fn is_mine(&self, ino: Ino) -> bool {
         self.table.lock().is_mine(ino)
     }
 
-    /// The session in which this lock is held, if it is.
+    /// The session in which this lock is held, if it is held.
     pub fn holds(&self, ino: Ino, number: Number) -> Option<SessionId> {
         self.table.lock().holds(ino, number)
     }

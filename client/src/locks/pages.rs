@@ -1,9 +1,9 @@
-//! Whether this client may have pages of memory mappings of files, or change files of which others
-//! may have some: the pure part of "Between nodes" in `docs/mappings.md`.
+//! Whether this client may have pages of memory mappings of a file, or change a file of which other
+//! clients may have pages: the pure part of "Between nodes" in `docs/mappings.md`.
 //!
-//! Of a file that nobody else maps nothing is known here, and every use is free. Once a file is
-//! **marked**, whoever uses it needs the lock of its pages, which one client has for changes, or
-//! any number for looking.
+//! There is no entry for a file that no other client maps, and every use is free. Once a file is
+//! **marked**, every use needs the lock of its pages. One client can have it for changes, or
+//! several for reading.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -11,26 +11,26 @@ use strake_proto::{Ino, SessionId};
 
 use crate::rows::Paged;
 
-/// The lock is kept after its first use for half as long as it took to get it, so that whoever
-/// waited for it gets something done: two that contend use it for as long as they hand it on. At
-/// least and at most so long.
+/// The lock is kept after its first use for half as long as it took to get it, so that a client
+/// that waited for it makes progress. Two clients that contend use it about as long as passing it
+/// on takes. These are the lower and upper limits.
 const HOLD: Duration = Duration::from_millis(10);
 const LONGEST_HOLD: Duration = Duration::from_millis(100);
-/// And for so long if it is not used: whoever asked for it is about to.
+/// How long an unused lock is kept: the requester is about to use it.
 const UNUSED: Duration = Duration::from_millis(200);
-/// Beyond so many marked files all are.
+/// Above this number of marked files, all files count as marked.
 const MOST_MARKED: usize = 65_536;
 
-/// For what the lock is.
+/// The purpose of the lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Mode {
-    /// Pages that nothing can be stored to.
+    /// For pages that cannot be stored to.
     Read,
-    /// Pages that can be stored to, and other changes.
+    /// For pages that can be stored to, and for other changes.
     Write,
 }
 
-/// Which time it is that a lock was got: never the same twice.
+/// Number of one acquisition of a lock: never used twice.
 pub type Number = u64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -40,9 +40,9 @@ pub struct Held {
     pub number: Number,
     since: Duration,
     hold: Duration,
-    /// When its first use was over.
+    /// The end of its first use.
     used: Option<Duration>,
-    /// The size of the file is known as it is under it.
+    /// The size of the file is known as it is under this lock.
     sized: bool,
 }
 
@@ -56,22 +56,22 @@ impl Held {
 enum Lock {
     #[default]
     None,
-    /// It is asked for. `wanted`: somebody else wanted it meanwhile.
+    /// The lock is requested. `wanted`: another client wanted it meanwhile.
     Asked {
         since: Duration,
         wanted: bool,
     },
     Held(Held),
-    /// What is out is taken back, and the lock given up.
+    /// Pages are taken back, then the lock is released.
     Leaving(Held),
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct File {
     marked: bool,
-    /// Uses without the lock.
+    /// Number of uses without the lock.
     free: usize,
-    /// Uses under it.
+    /// Number of uses under the lock.
     users: usize,
     lock: Lock,
 }
@@ -79,7 +79,7 @@ struct File {
 /// A use of a file, from its beginning to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Use {
-    /// Nobody else maps it.
+    /// Without the lock: no other client maps the file.
     Free,
     Locked {
         number: Number,
@@ -92,22 +92,22 @@ pub enum Use {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Enter {
     Begun(Use),
-    /// Ask for the lock; then say [`Pages::granted`] or [`Pages::refused`].
+    /// Request the lock; then call [`Pages::granted`] or [`Pages::refused`].
     Ask,
-    /// Give up the one that is held, and come again.
+    /// Release the lock that is held, and call again.
     GiveUp,
-    /// Come again when something has changed.
+    /// Call again when something has changed.
     Wait,
 }
 
-/// What to do to give the lock of a file up.
+/// What to do to release the lock of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Leave {
-    /// There is none.
+    /// There is no lock.
     Done,
-    /// Not yet: come again when something has changed, or then.
+    /// Not yet: call again when something has changed, or at this time.
     Wait(Option<Duration>),
-    /// Take back what is out, unlock, then say [`Pages::left`].
+    /// Take the pages back, unlock, then call [`Pages::left`].
     Go(Held),
 }
 
@@ -131,8 +131,8 @@ impl Pages {
         }
     }
 
-    /// Others have pages of this file, or want some. Stays for as long as this client lives, so
-    /// nobody has to tell it twice.
+    /// Other clients have pages of this file, or want some. The mark stays as long as this client
+    /// lives, so the leader does not have to send it twice.
     pub fn mark(&mut self, ino: Ino) {
         if !self.is_file_marked(ino) {
             Paged::Marked.taken();
@@ -142,7 +142,7 @@ impl Pages {
         }
     }
 
-    /// The servers know no lock of pages.
+    /// The servers do not support the lock of pages.
     pub fn unmark(&mut self, ino: Ino) {
         if let Some(f) = self.files.get_mut(&ino).filter(|f| f.marked) {
             f.marked = false;
@@ -156,8 +156,8 @@ impl Pages {
 
     // --- uses ---
 
-    /// Bytes of a file are to be changed, or pages of it handed out. `free`: it may be so without
-    /// the lock while the file is not marked.
+    /// Bytes of a file are to be changed, or pages of it handed out. `free`: the lock is not needed
+    /// while the file is not marked.
     pub fn enter(
         &mut self,
         now: Duration,
@@ -175,7 +175,7 @@ impl Pages {
         if let Lock::Held(held) = f.lock
             && held.session != session
         {
-            // It went with the session.
+            // The lock was lost with its session.
             Paged::Lost.taken();
             (f.lock, f.users) = (Lock::None, 0);
         }
@@ -209,13 +209,13 @@ impl Pages {
                 f.users -= 1;
                 held.used.get_or_insert(now);
             }
-            // Of a lock that went with its session.
+            // A use of a lock that was lost with its session.
             (Use::Locked { .. }, _) => {}
         }
         self.tidy(ino);
     }
 
-    /// The size was asked for under this lock: it changes by this client only.
+    /// The size was asked for under this lock: from now on only this client changes it.
     pub fn sized(&mut self, ino: Ino, of: Number) {
         if let Some(File { lock: Lock::Held(held), .. }) = self.files.get_mut(&ino)
             && held.number == of
@@ -224,7 +224,7 @@ impl Pages {
         }
     }
 
-    /// Whether what was done in such a use is still all that was done.
+    /// Whether no other client has changed the file since this use.
     pub fn lasts(&self, ino: Ino, what: Use) -> bool {
         match what {
             Use::Free => !self.is_file_marked(ino),
@@ -232,7 +232,7 @@ impl Pages {
         }
     }
 
-    /// The session in which this lock is held, if it is.
+    /// The session in which this lock is held, if it is held.
     pub fn holds(&self, ino: Ino, number: Number) -> Option<SessionId> {
         match self.files.get(&ino)?.lock {
             Lock::Held(held) | Lock::Leaving(held) => {
@@ -242,12 +242,12 @@ impl Pages {
         }
     }
 
-    /// Whether nobody else changes the file.
+    /// Whether no other client can change the file.
     pub fn is_mine(&self, ino: Ino) -> bool {
         matches!(self.files.get(&ino).map(|f| f.lock), Some(Lock::Held(_) | Lock::Leaving(_)))
     }
 
-    /// Whether any lock is held, of this mode if that is given.
+    /// Whether any lock is held, in this mode if one is given.
     pub fn has(&self, ino: Ino, mode: Option<Mode>) -> bool {
         let lock = self.files.get(&ino).map(|f| f.lock);
         matches!(lock, Some(Lock::Held(held)) if mode.is_none_or(|m| m == held.mode))
@@ -255,7 +255,7 @@ impl Pages {
 
     // --- the lock ---
 
-    /// What was asked for is there. Whether it is wanted already.
+    /// The requested lock is granted. Returns whether another client wants it already.
     pub fn granted(&mut self, now: Duration, ino: Ino, mode: Mode, session: SessionId) -> bool {
         Paged::Granted.taken();
         self.last += 1;
@@ -278,7 +278,7 @@ impl Pages {
         self.tidy(ino);
     }
 
-    /// Somebody else wants pages of the file, or has some from now on.
+    /// Another client wants pages of the file, or has some from now on.
     pub fn wanted(&mut self, ino: Ino) {
         self.mark(ino);
         if let Some(File { lock: Lock::Asked { wanted, .. }, .. }) = self.files.get_mut(&ino) {
@@ -287,8 +287,8 @@ impl Pages {
         }
     }
 
-    /// The lock is to be given up, and nothing is to be in work that was begun without one.
-    /// `at_once`: this client itself wants it so.
+    /// The lock is to be released, and no use without the lock may stay in progress. `at_once`:
+    /// this client itself wants that.
     pub fn leave(&mut self, now: Duration, ino: Ino, at_once: bool) -> Leave {
         let Some(f) = self.files.get_mut(&ino) else { return Leave::Done };
         if f.free > 0 {
@@ -314,8 +314,8 @@ impl Pages {
         }
     }
 
-    /// A lock that another process had in this session is to be given up, unless this one asks for
-    /// it or has it. Then say [`Pages::left`].
+    /// A lock that an earlier process had in this session is to be released, unless this process
+    /// requests or holds it. Then call [`Pages::left`].
     pub fn leave_former(&mut self, now: Duration, ino: Ino, session: SessionId) -> bool {
         let f = self.files.entry(ino).or_default();
         let none = f.lock == Lock::None;
@@ -334,7 +334,7 @@ impl Pages {
         none
     }
 
-    /// The lock is given up.
+    /// The lock is released.
     pub fn left(&mut self, ino: Ino) {
         if let Some(f) = self.files.get_mut(&ino)
             && matches!(f.lock, Lock::Leaving(_))

@@ -166,11 +166,11 @@ fn when_too_many_files_are_marked_all_are() {
     assert_eq!(p.enter(ms(0), 1 << 40, (Mode::Write, true), 1), Enter::Ask);
 }
 
-// Two clients and a server that gives the lock to one who changes or to several who look, in every
-// order of events.
+// Explores all orders of events of two clients and a server that grants the lock to one writer or
+// several readers.
 
-/// A page-in for looking, one that can be stored to, each of a file that others may write too, or a
-/// write(2).
+/// Look: a page-in for reading. Map: a page-in that can be stored to. Both are for a file that
+/// other clients may write. Write: a write(2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum What {
     Look,
@@ -188,7 +188,7 @@ impl What {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Doing {
     Nothing,
-    /// It wants to, and was told to wait.
+    /// Wants to begin, and was told to wait.
     Wants(What),
     Asks(What),
     Uses(What, Use),
@@ -200,15 +200,16 @@ struct World {
     last: [Number; 2],
     now: u64,
     doing: [Doing; 2],
-    /// The one that has the lock by the log; its answer waits until the other one was told.
+    /// Who has the lock according to the log. The answer is held back until the other client was
+    /// told.
     held: [Option<Mode>; 2],
     telling: [bool; 2],
-    /// Asked to give way, and at it.
+    /// Was asked to release the lock, and is doing it.
     asked: [bool; 2],
     leaving: [bool; 2],
-    /// Has been told once.
+    /// Was told once that others have pages.
     told: [bool; 2],
-    /// Times that each may yet begin something.
+    /// How many more things each client may begin.
     left: [u8; 2],
 }
 
@@ -225,7 +226,7 @@ fn conflicts(a: Mode, b: Mode) -> bool {
     a == Mode::Write || b == Mode::Write
 }
 
-/// All that can happen next.
+/// All worlds that can follow.
 fn next(w: &World) -> Vec<World> {
     let mut out = Vec::new();
     let mut one = |f: &dyn Fn(&mut World) -> bool| {
@@ -275,7 +276,7 @@ fn next(w: &World) -> Vec<World> {
             w.doing[i] = Doing::Nothing;
             true
         });
-        // The log gives it, or has the holder asked.
+        // The log grants the lock, or the holder is asked to release it.
         one(&|w| {
             let Doing::Asks(what) = w.doing[i] else { return false };
             let mode = what.mode();
@@ -362,7 +363,7 @@ fn in_every_order_two_clients_exclude_each_other_and_both_go_on() {
             Doing::Uses(what, Use::Free) => Some((what.mode(), false)),
             _ => None,
         };
-        // Two without a lock are those that write and do not map: that is theirs to sort out.
+        // Two uses without a lock only write and do not map: the page lock does not order those.
         if let (Some((a, x)), Some((b, y))) = (locked(0), locked(1))
             && (x || y)
         {

@@ -1,5 +1,6 @@
-//! What owners of locks give up, from the moment they do until the servers know it. Before a
-//! program is told that somebody has a lock, those of the file are waited for. See `docs/locks.md`.
+//! Unlocks, from the moment an owner releases something until the servers know it. Before a program
+//! is told that another owner has a lock, the unlocks of the file are waited for. See
+//! `docs/locks.md`.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -10,13 +11,13 @@ use tokio::sync::Notify;
 
 const COUNTS: usize = 64;
 
-/// The pure part: what is under way, by numbers that rise.
+/// The pure part: unlocks in progress, by rising numbers.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Table {
     last: u64,
-    /// Owners, by file and in the order in which they began.
+    /// Owners, by file and in the order in which their unlocks began.
     all: BTreeMap<(Ino, u64), u64>,
-    /// How many began; files share counts.
+    /// How many unlocks began; several files share one count.
     begun: [u64; COUNTS],
 }
 
@@ -27,7 +28,7 @@ impl Default for Table {
 }
 
 impl Table {
-    /// An owner gives something up. Returns a number of it, for [`Table::end`].
+    /// An owner begins to unlock. Returns a number for [`Table::end`].
     pub fn begin(&mut self, ino: Ino, owner: u64) -> u64 {
         self.last += 1;
         self.all.insert((ino, self.last), owner);
@@ -35,17 +36,17 @@ impl Table {
         self.last
     }
 
-    /// It is given up.
+    /// The unlock is done.
     pub fn end(&mut self, ino: Ino, number: u64) {
         self.all.remove(&(ino, number));
     }
 
-    /// Whether an owner is giving something up there.
+    /// Whether an owner is unlocking something in the file.
     pub fn is_under_way(&self, ino: Ino, owner: u64) -> bool {
         self.all.range((ino, 0)..=(ino, u64::MAX)).any(|(_, o)| *o == owner)
     }
 
-    /// What is being given up of a file, to be compared with what is later.
+    /// The state of the unlocks of a file, to be compared with a later state.
     pub fn of(&self, ino: Ino) -> Unlocks {
         Unlocks {
             begun: self.begun[ino as usize % COUNTS],
@@ -53,12 +54,12 @@ impl Table {
         }
     }
 
-    /// What was begun last.
+    /// The number of the last unlock that was begun.
     pub fn last(&self) -> u64 {
         self.last
     }
 
-    /// Whether nothing of a file is under way that was begun no later than this.
+    /// Whether no unlock of the file up to number `last` is in progress.
     pub fn is_done(&self, ino: Ino, last: u64) -> bool {
         self.all.range((ino, 0)..=(ino, last)).next().is_none()
     }
@@ -71,14 +72,14 @@ pub(crate) struct Unlockings {
     ended: Notify,
 }
 
-/// Something that an owner gives up. It is given up when this is dropped.
+/// An unlock in progress. Dropping it says that the unlock is done.
 pub struct Unlocking {
     of: Arc<Unlockings>,
     at: (Ino, u64),
     kept: Vec<Record>,
 }
 
-/// What was given up of a file, and is being, at one moment.
+/// The unlocks of a file at one moment: how many began, and whether one is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Unlocks {
     begun: u64,
@@ -86,12 +87,12 @@ pub struct Unlocks {
 }
 
 impl Unlocks {
-    /// Whether something was being given up.
+    /// Whether an unlock was in progress.
     pub fn under_way(&self) -> bool {
         self.under_way
     }
 
-    /// Whether a conflict that was seen since may be over now.
+    /// Whether a conflict that was seen after this state may be over now.
     pub fn ended_since(&self, now: Unlocks) -> bool {
         self.under_way || now.begun != self.begun
     }
@@ -111,13 +112,13 @@ impl Unlockings {
         self.table.lock().of(ino)
     }
 
-    /// Returns when nothing is under way any more that is now.
+    /// Returns when all unlocks that are in progress now are done.
     pub async fn done(&self, ino: Ino) {
         let last = self.table.lock().last();
         loop {
             let ended = self.ended.notified();
             tokio::pin!(ended);
-            // From here on no end is missed.
+            // Registers for notifications, so that no end is missed from here on.
             ended.as_mut().enable();
             if self.table.lock().is_done(ino, last) {
                 return;
@@ -128,7 +129,7 @@ impl Unlockings {
 }
 
 impl Unlocking {
-    /// Records that the next process needs until this is done.
+    /// Adds records that the next process needs until the unlock is done.
     #[must_use]
     pub fn keeping(mut self, records: Vec<Record>) -> Unlocking {
         self.kept.extend(records);

@@ -1,4 +1,4 @@
-//! The list of what this client's programs wait for: the pure part of `lock_waits`.
+//! The list of waits of this client's programs: the pure part of `lock_waiters.rs`.
 
 use std::collections::BTreeMap;
 
@@ -7,9 +7,9 @@ use strake_proto::{Code, Error, Result, pb};
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum State {
     Waits,
-    /// It is its turn.
+    /// It is this waiter's turn.
     Ready,
-    /// It has been told so, and tries.
+    /// The waiter was told that it is its turn, and tries.
     Trying,
     Failed(Error),
 }
@@ -21,15 +21,15 @@ struct Waiter<W> {
     news: W,
 }
 
-/// See the module. `W` wakes a waiter: those returned have news.
+/// See the module. `W` wakes a waiter: the returned ones have news.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct List<W> {
-    /// The highest number given to a wait or a list.
+    /// The highest number given out, to a wait or a list.
     last: u64,
     all: BTreeMap<u64, Waiter<W>>,
-    /// A task sends the list.
+    /// Whether a task sends the list.
     served: bool,
-    /// The leader was told of waits that are not on it any more.
+    /// The leader was told of waits that are no longer on the list.
     shrunk: bool,
 }
 
@@ -40,26 +40,29 @@ impl<W> Default for List<W> {
 }
 
 impl<W: Clone> List<W> {
-    /// A number that is used once, also by a later process with the same session: time goes on.
+    /// A number that is used only once, even by a later process with the same session, because time
+    /// advances.
     pub fn number(&mut self, now: u64) -> u64 {
         self.last = (self.last + 1).max(now);
         self.last
     }
 
-    /// Somebody waits who was refused. Whether a task must begin to send the list.
+    /// Adds a waiter whose request was refused. Returns whether a task must be started to send the
+    /// list.
     pub fn enter(&mut self, wait: pb::LockWait, news: W) -> bool {
         self.all.insert(wait.id, Waiter { wait, state: State::Trying, news });
         !std::mem::replace(&mut self.served, true)
     }
 
-    /// It waits for its turn from now on.
+    /// The waiter waits for its turn from now on.
     pub fn waits(&mut self, id: u64) {
         if let Some(w) = self.all.get_mut(&id) {
             w.state = State::Waits;
         }
     }
 
-    /// Whether it has its turn, and tries from now on. `Deadlock` when it never will.
+    /// Returns `Some` if it is the waiter's turn, and it tries from now on. `Deadlock` when its
+    /// turn will never come.
     pub fn turn(&mut self, id: u64) -> Option<Result<()>> {
         let w = self.all.get_mut(&id)?;
         match &w.state {
@@ -72,14 +75,15 @@ impl<W: Clone> List<W> {
         }
     }
 
-    /// It waits no longer. `done`: the leader knows by itself. Whether it must be told.
+    /// The waiter leaves. `done`: the leader knows without a report. Returns whether it must be
+    /// told.
     pub fn leave(&mut self, id: u64, done: bool) -> bool {
         self.all.remove(&id);
         self.shrunk |= !done;
         !done
     }
 
-    /// What to tell; `None` when there is nothing to tell, and nobody does any more.
+    /// The list to send; `None` when there is nothing to send, and the sending task ends.
     pub fn told(&mut self, closed: bool) -> Option<Vec<pb::LockWait>> {
         if closed || self.all.is_empty() && !self.shrunk {
             self.served = false;
@@ -91,7 +95,7 @@ impl<W: Clone> List<W> {
         Some(self.all.values().map(one).collect())
     }
 
-    /// The leader may not have got the last list: an empty one is told again, too.
+    /// The leader may not have received the last list: even an empty one is sent again.
     pub fn not_told(&mut self) {
         self.shrunk = true;
     }
@@ -102,7 +106,7 @@ impl<W: Clone> List<W> {
         Some(w.news.clone())
     }
 
-    /// Nobody on the list gets anything.
+    /// All waiters on the list fail.
     pub fn fail(&mut self, e: &Error) -> Vec<W> {
         let ids: Vec<u64> = self.all.keys().copied().collect();
         ids.into_iter().filter_map(|id| self.set(id, State::Failed(e.clone()))).collect()

@@ -1,4 +1,4 @@
-//! How the client gets newer cluster maps.
+//! Fetches newer cluster maps.
 
 use std::{
     sync::{
@@ -20,7 +20,7 @@ use super::{ops::decode, service::Metadata};
 #[derive(Default)]
 pub(super) struct Refresh {
     turn: AsyncMutex<()>,
-    /// Requests that ended.
+    /// Number of requests that ended.
     ended: AtomicU64,
 }
 
@@ -31,8 +31,8 @@ impl Metadata {
         if map.version <= have.version() && have.version() != 0 {
             return Ok(());
         }
-        // Numbers of versions say nothing between two groups that were made from what was left of
-        // one.
+        // Version numbers cannot be compared between two groups of metadata servers that were both
+        // recovered from the remains of one group.
         let (own, theirs) = (Incarnation(have.map.incarnation), Incarnation(map.incarnation));
         if have.version() != 0 && own.kin(theirs) == Kin::Twin {
             let m = format!(
@@ -44,7 +44,7 @@ impl Metadata {
         let view = MapView::new(map)?;
         let mds: Vec<Endpoint> = view.mds();
         {
-            // One at a time writes them down.
+            // The lock also makes sure that only one task at a time writes to the handover memory.
             let mut finder = self.finder.lock();
             if let Some(k) = self.shared.cfg.handover.as_ref().filter(|_| !mds.is_empty()) {
                 k.set_mds(&mds);
@@ -57,8 +57,8 @@ impl Metadata {
         Ok(())
     }
 
-    /// Asks for a map newer than `than`; one request serves all who ask at once. Quiet when there
-    /// is none yet.
+    /// Asks for a map newer than version `than`. One request serves all concurrent callers. Does
+    /// not report an error when there is no newer map yet.
     pub async fn refresh_map(self: &Arc<Self>, than: u64) {
         let ended = self.refresh.ended.load(Relaxed);
         let _one = self.refresh.turn.lock().await;

@@ -1,4 +1,4 @@
-//! Which reads followers are asked, and which follower: state. See `followers.rs`.
+//! Which reads go to followers, and to which follower: the state. See `followers.rs`.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -10,36 +10,37 @@ use tokio::{sync::Mutex as AsyncMutex, time::Instant};
 use crate::config::FollowerReads;
 use pb::op::Op;
 
-/// One that failed is left alone for so long.
+/// How long a follower that failed is not asked.
 const LEFT_ALONE: Duration = Duration::from_secs(2);
-/// Lists in a row that only the leader could answer, after which it is left alone too.
+/// After this many lists in a row that only the leader could answer, a follower is not asked for a
+/// while either.
 const MOST_MISSES: u32 = 8;
-/// How long it counts who could say something of an inode.
+/// How long a hint about an inode is valid.
 const HINT: Duration = Duration::from_secs(1);
-/// More hints are not remembered, nor those of lists that name more inodes.
+/// Most hints that are remembered. Lists that name more than [`FEW`] inodes leave no hints.
 const MOST_HINTS: usize = 4096;
 const FEW: usize = 16;
-/// So many operations are not worth their leases.
+/// A list of this many operations is not worth its leases.
 const MANY_OPS: usize = 256;
-/// Nor is what comes in a listing after so many entries: a quarter of the leases that a session may
-/// have.
+/// Nor is the rest of a directory listing after this many entries: a quarter of the leases that a
+/// session may have.
 const LARGE: usize = 16_384;
-/// Listings that are counted.
+/// Most listings that are counted.
 const MOST_LISTINGS: usize = 256;
 
-/// What is known of inodes and servers: pure, times come from outside.
+/// What is known of inodes and servers. Pure: times come from outside.
 #[derive(Default)]
 pub(super) struct Policy {
-    /// Until when it counts, and whether a follower is to be asked.
+    /// Per inode: until when the hint is valid, and whether a follower should be asked.
     hints: BTreeMap<Ino, (Instant, bool)>,
-    /// Entries that were had of a directory since its listing was begun.
+    /// Number of entries received from a directory since its listing began.
     listed: BTreeMap<Ino, usize>,
     left_alone: BTreeMap<Endpoint, Instant>,
     pub misses: u32,
 }
 
 impl Policy {
-    /// Whether a list that only looks is to be sent to a follower.
+    /// Whether a read-only list should be sent to a follower.
     pub fn wants(&self, now: Instant, mode: FollowerReads, ops: &[pb::Op]) -> bool {
         let hint = |ino| {
             self.hints.get(&ino).filter(|(until, _)| now < *until).map(|(_, follower)| *follower)
@@ -73,7 +74,7 @@ impl Policy {
             return;
         }
         for ino in ops.iter().map(named).filter(|ino| *ino != 0 && which(*ino)) {
-            // What a follower could not say is the leader's for as long as that counts.
+            // What a follower could not answer stays with the leader until the hint expires.
             let sent_back =
                 self.hints.get(&ino).is_some_and(|(until, follower)| now < *until && !follower);
             if !(follower && sent_back) {
@@ -88,7 +89,7 @@ impl Policy {
         }
     }
 
-    /// A list was answered, by whomever.
+    /// A list was answered, by the leader or a follower.
     pub fn answered(&mut self, ops: &[pb::Op], results: &[pb::OpResult]) {
         for (op, r) in ops.iter().zip(results) {
             let Some(Op::Readdir(o)) = &op.op else { continue };
@@ -100,13 +101,12 @@ impl Policy {
             }
         }
         if self.listed.len() >= MOST_LISTINGS {
-            // Most were given up.
+            // Most of these listings were abandoned.
             self.listed.clear();
         }
     }
 
-    /// The server to ask, of those that there are: the one whose turn it is for this client that is
-    /// not left alone.
+    /// The server to ask: the next one in this client's order that is not left alone.
     pub fn whom(
         &self,
         now: Instant,
@@ -122,7 +122,7 @@ impl Policy {
             .map(|e| (*e).clone())
     }
 
-    /// It failed (`miss`: it said that only the leader can answer this).
+    /// The follower failed (`miss`: it answered that only the leader can answer this).
     pub fn failed(&mut self, now: Instant, at: &Endpoint, miss: bool) {
         self.misses += 1;
         if !miss || self.misses >= MOST_MISSES {
@@ -133,7 +133,7 @@ impl Policy {
     }
 }
 
-/// The inode that an operation names, of those of which something can be leased; 0: none.
+/// The inode that an operation names, if it can be leased; 0: none.
 fn named(op: &pb::Op) -> Ino {
     match &op.op {
         Some(Op::Lookup(o)) => o.parent,
@@ -151,9 +151,9 @@ fn named(op: &pb::Op) -> Ino {
 #[derive(Default)]
 pub(crate) struct Followers {
     pub(super) policy: Mutex<Policy>,
-    /// The connection to the one that was asked last.
+    /// The connection to the follower that was asked last.
     pub(super) link: AsyncMutex<Option<(Endpoint, Arc<dyn Connection>)>>,
-    /// Where the leader was found last.
+    /// The last known address of the leader.
     pub(super) leader: Mutex<Option<Endpoint>>,
 }
 
@@ -162,7 +162,8 @@ impl Followers {
         *self.leader.lock() = Some(at.clone());
     }
 
-    /// The leader has answered a list of looks: what it does not grant, others can say as well.
+    /// The leader has answered a read-only list: followers can answer as well for inodes on which
+    /// it grants no lease.
     pub fn told_by_leader(&self, ops: &[pb::Op], reply: &pb::MetaReply) {
         let mut policy = self.policy.lock();
         policy.hint(Instant::now(), ops, true, |ino| !reply.granted.contains(&ino));

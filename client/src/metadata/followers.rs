@@ -1,8 +1,6 @@
-//! Reads that metadata servers which do not lead may answer: who is asked what. See
-//! `docs/follower-reads.md`.
+//! Reads that metadata servers other than the leader may answer. See `docs/follower-reads.md`.
 //!
-//! What a follower says is not remembered, and whatever goes wrong there, the leader is asked
-//! instead.
+//! An answer of a follower is not cached. Whatever goes wrong there, the leader is asked instead.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,11 +15,11 @@ use super::{
 };
 use crate::config::{Counters, FollowerReads};
 
-/// A follower has so long for an answer, the connection included.
+/// Time limit for a follower's answer, including the connection.
 const TRY: Duration = Duration::from_millis(700);
 
 impl Metadata {
-    /// The answer of a follower, if one is to be asked and can say it.
+    /// The answer of a follower, if one should be asked and can answer.
     pub(crate) async fn ask_follower(
         self: &Arc<Self>,
         request: &pb::MetaRequest,

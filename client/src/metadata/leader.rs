@@ -20,12 +20,12 @@ use crate::{
 };
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
-/// When the time is over.
+/// The time limit of a last attempt, when no time is left.
 const MIN_TRY: Duration = Duration::from_millis(1);
 
 impl Metadata {
-    /// Sends a request to the leader, whoever that is, until it is answered or the time is over.
-    /// `body`: for the connection of this number.
+    /// Sends a request to the leader, whichever server that is, until it is answered or the time is
+    /// over. `body`: makes the request for the connection of this number.
     pub(crate) async fn call(
         self: &Arc<Self>,
         opcode: u16,
@@ -34,7 +34,7 @@ impl Metadata {
         at: &mut Attempts,
     ) -> Result<Message> {
         loop {
-            // Others may be trying to connect before this one's turn comes.
+            // Other tasks may be connecting before this one's turn comes.
             let none = || Error::new(Code::Disconnected, "no connection to a metadata server");
             let leader = timeout(at.left().max(MIN_TRY), self.leader()).await;
             let cause = match leader.unwrap_or_else(|_| Err(none())) {
@@ -63,8 +63,8 @@ impl Metadata {
         }
     }
 
-    /// The connection to the leader. Makes one to the next candidate when there is none; fails when
-    /// that one fails.
+    /// The connection to the leader. If there is none, connects to the next candidate; fails when
+    /// that fails.
     pub(crate) fn leader<'a>(self: &'a Arc<Self>) -> BoxFuture<'a, Result<Leader>> {
         Box::pin(async move {
             let mut link = self.link.lock().await;
@@ -107,12 +107,12 @@ impl Metadata {
             if let Some(s) = self.current_session() {
                 let patience = (HELLO_TRY * 2u32.saturating_pow(link.slow)).min(META_TRY);
                 match self.renew_on(&leader, &s, true, patience).await {
-                    // No session: the leader is right, the session is what must be replaced, by
-                    // whoever needs it.
+                    // `NoSession`: the leader is the right one, but the session must be replaced,
+                    // which the next user does.
                     Ok(()) => self.shared.answered(Kind::Metadata, ""),
                     Err(e) if e.code == Code::NoSession => {}
                     Err(e) => {
-                        // Likely it has much to do: who begins anew each time adds to that.
+                        // The server is probably overloaded: starting again each time adds to that.
                         link.slow =
                             if e.code == Code::TimedOut { (link.slow + 1).min(8) } else { 0 };
                         self.learn_leader(&leader, &e).await;
@@ -133,9 +133,9 @@ impl Metadata {
         })
     }
 
-    /// A host that does not resolve or refuses now may do better later; a wrong key never does. But
-    /// one among several may be no server of the cluster, and a session shows that the key is
-    /// right.
+    /// A host that does not resolve or refuses now may work later; a wrong key never does. But one
+    /// server among several may not belong to the cluster, and an open session shows that the key
+    /// is right.
     fn unreachable(&self, link: &mut Link, at: &Endpoint, e: Error) -> Error {
         self.finder.lock().failed(at);
         self.shared.failed(Kind::Metadata, &at.to_string(), &e);
@@ -149,8 +149,8 @@ impl Metadata {
         }
     }
 
-    /// One that does not lead may name one that was taken in a moment ago: its map has that one's
-    /// address.
+    /// A server that does not lead may name a leader that joined a moment ago: its map has the
+    /// leader's address.
     async fn learn_leader(&self, asked: &Leader, e: &Error) {
         let map = self.shared.map();
         if e.code != Code::NotLeader || e.leader == 0 || map.node(e.leader).is_some() {
@@ -183,7 +183,7 @@ impl Metadata {
         }
     }
 
-    /// Whether that is the end of the connection.
+    /// Whether the error ends the connection.
     pub(crate) async fn leader_failed(&self, leader: &Leader, e: &Error) -> bool {
         if !matches!(e.code, Code::NotLeader | Code::Disconnected | Code::TimedOut) {
             return false;

@@ -1,4 +1,4 @@
-//! Opens that are under way: state. See `opens.rs`.
+//! Opens in progress: the state. See `opens.rs`.
 
 use std::{
     collections::BTreeMap,
@@ -14,12 +14,12 @@ use tokio::sync::{OwnedRwLockReadGuard, RwLock};
 
 #[derive(Default)]
 pub(crate) struct Openings {
-    /// Those for writing that were asked for and whose handles do not count yet, by rising numbers.
-    /// Which file one is of may be known only by its answer.
+    /// Opens for writing that were requested and whose handles do not count yet, by rising numbers.
+    /// The file of an open may be known only from its answer.
     writing: Mutex<(u64, BTreeMap<u64, Option<Ino>>)>,
-    /// Held by all that are under way, and by a reassertion on a connection that is in use.
+    /// Held by all opens in progress, and by a reassertion on a connection that is in use.
     pub gate: Arc<RwLock<()>>,
-    /// Reassertions that did not wait any longer for those under way.
+    /// Number of reassertions that stopped waiting for opens in progress.
     pub beside: AtomicUsize,
 }
 
@@ -31,7 +31,7 @@ impl Openings {
         *last
     }
 
-    /// An open of this number, or of no number, is under way.
+    /// An open is in progress; `number` is `None` for one that is not for writing.
     pub fn opening(
         self: &Arc<Self>,
         since: u64,
@@ -41,12 +41,13 @@ impl Openings {
         Opening { openings: self.clone(), since, number, _gate: gate }
     }
 
-    /// The number of the last one for writing.
+    /// The number of the last open for writing.
     pub fn last(&self) -> u64 {
         self.writing.lock().0
     }
 
-    /// Whether one for writing up to `number` is under way that may be of this file.
+    /// Whether an open for writing with a number up to `number` is in progress that may be of this
+    /// file.
     pub fn may_open(&self, ino: Ino, number: u64) -> bool {
         self.writing.lock().1.range(..=number).any(|(_, of)| of.is_none_or(|of| of == ino))
     }
@@ -68,13 +69,13 @@ impl Drop for Beside<'_> {
     }
 }
 
-/// An open, from before it is asked for until its handle counts.
+/// An open, from before it is requested until its handle counts.
 pub(crate) struct Opening {
     openings: Arc<Openings>,
-    /// See [`super::service::Metadata::reassertions`]. One that never was: during this open all is
-    /// told.
+    /// See [`super::service::Metadata::reassertions`]. A value that never occurs means that a
+    /// reassertion runs during this open.
     pub since: u64,
-    /// Of one for writing.
+    /// The number of an open for writing.
     number: Option<u64>,
     _gate: OwnedRwLockReadGuard<()>,
 }

@@ -1,16 +1,17 @@
-//! What the metadata leader is told of open files: each open and close as it happens, and on a new
-//! connection all that are open, a *reassertion*, which takes the place of what was told before. It
-//! counts: told of one close twice, it would take a file that is open for closed, and free it if it
-//! has no name any more. So a close is told once; when that fails a new connection is made, and on
-//! that all is told without it. Should the network bring it twice, the leader knows its number.
+//! What the metadata leader is told about open files: each open and close as it happens and, on a
+//! new connection, all files that are open. The latter is a *reassertion*, which replaces what was
+//! told before. The leader counts opens. If it were told of one close twice, it would take an open
+//! file for closed, and free it if it has no name any more. So a close is sent once. When that
+//! fails a new connection is made, and the reassertion on it leaves the closed file out. Should the
+//! network deliver a close twice, the leader recognises its number.
 //!
-//! An open that was asked for before a reassertion and is answered after it may be counted or not:
-//! all is told again. On a connection that is in use nobody asks for an open meanwhile, or each
-//! would ask for the next reassertion, for as long as programs open files.
+//! An open that was requested before a reassertion and is answered after it may be counted or not,
+//! so everything is reasserted. During a reassertion on a connection that is in use no opens are
+//! requested. Otherwise each would cause the next reassertion, for as long as programs open files.
 //!
-//! Who may write a file goes by numbers instead: a release names the last open that it knows of,
-//! and has no effect after a later one. An open of before that is not answered yet has no say in
-//! that, so a release waits for it.
+//! The right to write a file is tracked by numbers instead: a release names the last open that it
+//! knows of, and has no effect after a later one. The release cannot cover an earlier open that is
+//! not answered yet, so it waits for that.
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -30,18 +31,17 @@ use super::{
 };
 use crate::{config::Counters, inode::O_ACCMODE};
 
-/// A server that has too much to do is told of a close so often, with a pause; then all is told to
-/// it, later.
+/// How often a close is sent to an overloaded server, with a pause in between. After that
+/// everything is reasserted to it, later.
 const ATTEMPTS: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(250);
-/// Between two attempts at a reassertion, at most.
+/// Longest pause between two attempts at a reassertion.
 const LONG_PAUSE: Duration = Duration::from_secs(10);
-/// So long a reassertion waits for opens that are under way, and those that are about to be asked
-/// for wait with it.
+/// How long a reassertion waits for opens in progress; new opens wait with it.
 const QUIET: Duration = Duration::from_millis(500);
 
 impl Metadata {
-    /// An open is about to be asked for. `ino`: of this file, if that is known.
+    /// An open is about to be requested. `ino`: its file, if known.
     pub(crate) async fn opening(self: &Arc<Self>, ino: Option<Ino>, flags: u32) -> Opening {
         let gate = self.openings.gate.clone().read_owned().await;
         let number = (flags & O_ACCMODE != 0).then(|| self.openings.begin(ino));
@@ -50,8 +50,8 @@ impl Metadata {
         self.openings.opening(since, number, gate)
     }
 
-    /// An open counts from now on, which was asked for at `since`, or does not, and its close is to
-    /// be told. If all was told meanwhile, that was without it.
+    /// An open that was requested at `since` counts from now on (or it does not, and its close will
+    /// be sent). A reassertion meanwhile did not include it, so another one follows.
     pub(crate) fn counted_open(self: &Arc<Self>, since: u64) {
         let now = self.reassertions();
         if now != since {
@@ -59,8 +59,8 @@ impl Metadata {
         }
     }
 
-    /// A task that keeps the client alive until it ends: what is told must not come from one that
-    /// is half gone.
+    /// Spawns a task that keeps the client alive until it ends: the report must not come from a
+    /// client that is half dropped.
     fn spawn<F>(self: &Arc<Self>, work: impl FnOnce(Arc<Metadata>) -> F)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -72,13 +72,13 @@ impl Metadata {
         });
     }
 
-    /// Tells everything that this session has open, whatever the leader believed before. If it
-    /// takes nothing now, it is told later.
+    /// Reasserts everything that this session has open, whatever the leader assumed before. If the
+    /// leader does not accept it now, it is repeated later.
     pub(crate) async fn reassert(self: &Arc<Self>) {
         self.reassert_after(self.reassertions()).await;
     }
 
-    /// As [`Metadata::reassert`], unless all was told since the reassertion of this number.
+    /// As [`Metadata::reassert`], unless there was a reassertion since the one of this number.
     async fn reassert_after(self: &Arc<Self>, number: u64) {
         let Err(mut e) = self.try_reassert(number).await else { return };
         self.spawn(move |me| async move {
@@ -95,15 +95,15 @@ impl Metadata {
         });
     }
 
-    /// One attempt at a reassertion, unless there was another after that of this number. An error,
-    /// if nobody else tells all then.
+    /// One attempt at a reassertion, unless there was another one after that of this number.
+    /// Returns an error if no other task will reassert.
     async fn try_reassert(self: &Arc<Self>, number: u64) -> Result<()> {
-        // Whoever connects tells all. Not while opens wait.
+        // A new connection reasserts everything. This must not run while opens wait.
         if self.leader().await.is_err() {
             return Ok(());
         }
         let (leader, e) = {
-            // What is told on the same connection must not be overtaken by this.
+            // The reassertion must not overtake closes that are sent on the same connection.
             let _alone = self.closing.write().await;
             let quiet = timeout(QUIET, self.openings.gate.write()).await;
             let _beside = quiet.is_err().then(|| Beside::begin(&self.openings.beside));
@@ -116,7 +116,7 @@ impl Metadata {
                 Err(e) => (leader, e),
             }
         };
-        // Without its session nothing is open.
+        // Without its session no file is open.
         if self.leader_failed(&leader, &e).await || e.code == Code::NoSession {
             Ok(())
         } else {
@@ -124,7 +124,7 @@ impl Metadata {
         }
     }
 
-    /// Tells of files that were closed at `since`, once for each handle.
+    /// Reports files that were closed at `since`, once for each handle.
     pub(crate) fn tell_closed<'a>(
         self: &'a Arc<Self>,
         inos: &'a [Ino],

@@ -3,7 +3,7 @@
 use strake_fabric::Message;
 use strake_proto::{Code, Error, Result, pb};
 
-/// A reply's body.
+/// Decodes the body of a reply.
 pub(crate) fn decode<M: prost::Message + Default>(m: &Message) -> Result<M> {
     M::decode(m.body.clone())
         .map_err(|e| Error::new(Code::Protocol, format!("a metadata server's reply: {e}")))
@@ -13,7 +13,7 @@ pub(crate) fn op(o: pb::op::Op) -> pb::Op {
     pb::Op { op: Some(o) }
 }
 
-/// The results of a list that went through, or its failure.
+/// The results of a list that succeeded, or its failure.
 pub(crate) fn ok(mut results: Vec<pb::OpResult>) -> Result<Vec<pb::OpResult>> {
     match results.last_mut().and_then(|r| r.status.take()) {
         Some(s) if s.code != 0 => Err(s.into()),
@@ -26,9 +26,9 @@ pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
     ops.iter().any(strake_proto::ops::is_mutation)
 }
 
-/// Whether a list changes what others see: names, attributes, layouts or bytes. Not what only says
-/// who is there, nor what makes earlier writes safe: files that were written are opened again for
-/// that.
+/// Whether a list changes what other clients see: names, attributes, layouts or bytes. Operations
+/// that only say which files are open do not count, nor does making earlier writes stable: files
+/// that were written are opened again for that.
 pub(crate) fn alters(ops: &[pb::Op]) -> bool {
     use pb::op::Op::*;
     let harmless =
@@ -36,16 +36,16 @@ pub(crate) fn alters(ops: &[pb::Op]) -> bool {
     is_mutation(ops) && !ops.iter().all(harmless)
 }
 
-/// Whether running a list twice does what running it once does, as far as its sender can tell. What
-/// a lost session had locked is lost with it.
+/// Whether running a list twice has the same effect as running it once, as far as its sender can
+/// tell. Locks of a lost session are lost with it.
 pub(crate) fn is_repeatable(ops: &[pb::Op]) -> bool {
     use pb::op::Op::*;
     ops.iter().all(|o| matches!(o.op, Some(Open(_) | Close(_) | Release(_) | SetLock(_))))
         || !is_mutation(ops)
 }
 
-/// Whether a repetition after a restart of the mount must find the answer of the first run. The
-/// others may run twice.
+/// Whether a repetition after a restart of the mount must find the answer of the first run. Other
+/// lists may run twice.
 pub(crate) fn keeps_number(ops: &[pb::Op]) -> bool {
     !is_repeatable(ops) && !ops.iter().all(|o| matches!(o.op, Some(pb::op::Op::Extend(_))))
 }

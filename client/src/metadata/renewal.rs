@@ -1,4 +1,4 @@
-//! The session and its leases: opened, renewed, lost and ended.
+//! The session and its leases: opening, renewal, loss and end.
 
 use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
@@ -22,7 +22,7 @@ use crate::{
 const LEASE_RENEWAL: Duration = Duration::from_millis(400);
 
 impl Metadata {
-    /// The session, opened if there is none.
+    /// The session; opens one if there is none.
     pub(crate) async fn session(self: &Arc<Self>) -> Result<Arc<Session>> {
         self.session_within(self.shared.cfg.op_timeout).await
     }
@@ -73,7 +73,7 @@ impl Metadata {
             let may_hold_back = self.shared.cfg.write_back && r.write_back;
             let s = Arc::new(Session::new(&r, may_hold_back, handover));
             if self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == s.id) {
-                // What a former process had on its way, and nobody repeats.
+                // Fences what an earlier process had on its way and will not be repeated.
                 s.next_round();
             }
             *self.session.lock() = Some(s.clone());
@@ -81,21 +81,23 @@ impl Metadata {
         })
     }
 
-    /// The servers do not know `session` any more: its unstable writes are lost to their files. The
-    /// next operation opens a new session.
+    /// The servers no longer know `session`: its unstable writes are lost to their files. The next
+    /// operation opens a new session.
     pub(crate) fn session_gone(&self, session: &Session) {
         let owner = self.owner();
         let mut current = self.session.lock();
         if current.as_ref().is_none_or(|s| s.id != session.id) {
             return;
         }
-        // Before there can be another session, in which the lost end would be reported.
+        // This must happen before there is another session, in which the lost end would be
+        // reported.
         if let Some(owner) = &owner {
             owner.forget_ends(session.id);
         }
         *current = None;
         drop(current);
-        // The leader waits for its leases until they are over, and by then copies are, too.
+        // No need to wait: the leader waits until the leases have expired, and by then the copies
+        // have, too.
         if let Some(owner) = &owner {
             drop(owner.forget_all());
             owner.forget_kept();
@@ -110,7 +112,7 @@ impl Metadata {
         }
     }
 
-    /// The leader, if this client has leases of it, and the session they belong to.
+    /// The leader, if this client has leases from it, and the session of those leases.
     pub async fn greeted_leader(self: &Arc<Self>) -> Option<(Leader, SessionId)> {
         let session = self.current_session()?.id;
         let leader = self.leader().await.ok()?;
@@ -122,8 +124,7 @@ impl Metadata {
         (term / 4).clamp(Duration::from_millis(10), LEASE_RENEWAL)
     }
 
-    /// Renews the session and its leases; on a new connection it says hello, having forgotten
-    /// everything.
+    /// Renews the session and its leases. On a new connection it forgets everything and says hello.
     pub(crate) fn renew_on<'a>(
         &'a self,
         leader: &'a Leader,
@@ -142,15 +143,15 @@ impl Metadata {
             if reassert {
                 owner.forget_kept();
                 self.begin_reassertion();
-                // Once per handle: the server counts.
+                // One entry per handle, because the server counts.
                 opens = owner.open_in(s.id);
             }
-            // What a former daemon of the mount told the kernel it may remember yet.
+            // The kernel may still use what an earlier daemon of the mount told it.
             let lives_on = hello
                 && self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == s.id);
             let (session, map, connection) = (s.id, self.shared.map(), leader.number);
             let (map_version, incarnation) = (map.version(), map.map.incarnation);
-            // Whose session it is, once for each connection.
+            // The owner of the session, sent once per connection.
             let client_uuid = if hello || reassert {
                 Bytes::copy_from_slice(&self.shared.uuid)
             } else {
@@ -182,8 +183,8 @@ impl Metadata {
                     self.greeted.notify_one();
                 }
             } else {
-                // The same server was elected again. What was asked for on this connection may run
-                // yet, so another one is greeted.
+                // The same server was elected again. Requests sent on this connection may still
+                // run, so hello is said on another one.
                 self.lease_cache.greeted(0, 0);
                 if !hello {
                     Holder::NoLeases.taken();
@@ -200,7 +201,7 @@ impl Metadata {
         })
     }
 
-    /// Background: keeps the session, or replaces a lost one and reopens what is open.
+    /// Background task: keeps the session, or replaces a lost one and reopens the open files.
     pub(crate) async fn renew(self: Arc<Self>) {
         let Some(s) = self.current_session() else {
             if self.shared.is_ending() {
@@ -234,9 +235,10 @@ impl Metadata {
         }
     }
 
-    /// Ends the session; what is open is closed by that.
+    /// Ends the session; that closes the open files.
     pub(crate) async fn end_session(self: &Arc<Self>) -> Result<()> {
-        // Before it is taken away: whoever finds none must not open another.
+        // Set this before the session is removed: a task that finds no session must not open
+        // another one.
         self.shared.set_ending();
         let Some(s) = self.session.lock().take() else { return Ok(()) };
         let body = Bytes::from(pb::SessionCloseRequest { session: s.id }.encode_to_vec());

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-/// Numbers given out, and which of them still wait for an answer.
+/// The numbers that were given out, and which of them still wait for an answer.
 #[derive(Debug)]
 pub struct RequestIds {
     next: u64,
@@ -22,8 +22,8 @@ impl RequestIds {
         self.waiting.insert(seq);
         seq
     }
-    /// Goes on where a former client was: it gave out numbers below `next`, and those of `waiting`
-    /// may be repeated.
+    /// Continues where the previous client stopped: it gave out numbers below `next`, and those in
+    /// `waiting` may be repeated.
     pub fn resume(next: u64, waiting: Vec<u64>) -> RequestIds {
         RequestIds { next: next.max(1), waiting: waiting.into_iter().collect() }
     }
@@ -31,11 +31,11 @@ impl RequestIds {
     pub fn next(&self) -> u64 {
         self.next
     }
-    /// `seq` was answered, or nobody will ever repeat it.
+    /// `seq` was answered, or will never be repeated.
     pub fn end(&mut self, seq: u64) {
         self.waiting.remove(&seq);
     }
-    /// Everything below was answered: the server may forget those replies.
+    /// Everything below this number was answered: the server may forget those replies.
     pub fn lowest_unanswered(&self) -> u64 {
         self.waiting.first().copied().unwrap_or(self.next)
     }

@@ -15,12 +15,13 @@ use crate::{
     config::FollowerReads, handover, leases::lease_cache::forgotten, shared::retry::in_doubt,
 };
 
-/// A shrink is answered when the bytes are gone from every replica.
+/// Time limit for one attempt at a resize. A truncate is answered only when the bytes are gone from
+/// every replica.
 const SHRINK_TRY: Duration = Duration::from_secs(30);
 
 impl Metadata {
-    /// Runs a list of operations; mutations exactly once. The answer ends with the first failure,
-    /// if any.
+    /// Runs a list of operations; mutations run exactly once. The answer ends with the first
+    /// failure, if any.
     ///
     /// `EIO` when the session was lost while a mutation was in doubt: it may or may not have run.
     pub(crate) async fn meta(
@@ -31,8 +32,8 @@ impl Metadata {
         self.meta_within(None, creds, ops).await
     }
 
-    /// As [`Metadata::meta`], for what makes sense in one session only: `NoSession` when there is
-    /// another.
+    /// As [`Metadata::meta`], for a list that makes sense in one session only: `NoSession` when
+    /// there is another.
     pub(crate) fn meta_within<'a>(
         self: &'a Arc<Self>,
         only: Option<SessionId>,
@@ -45,7 +46,7 @@ impl Metadata {
             }
             let mut at = self.shared.attempts("metadata request");
             let mutation = is_mutation(&ops);
-            // What it opens and closes counts once, however often it arrives.
+            // Opens and closes must count once, however often the request arrives.
             let counts = ops
                 .iter()
                 .any(|o| matches!(o.op, Some(pb::op::Op::Open(_) | pb::op::Op::Close(_))));
@@ -72,8 +73,8 @@ impl Metadata {
                 forgotten(asking.forgetting.take()).await;
                 let body = request.encode_to_vec();
                 let on = |connection| {
-                    // Fields may come in any order: the number of the connection goes behind the
-                    // rest.
+                    // Protobuf fields may come in any order, so the number of the connection is
+                    // appended.
                     let last = pb::MetaRequest { connection, ..Default::default() };
                     [&body[..], &last.encode_to_vec()].concat().into()
                 };

@@ -1,4 +1,5 @@
-//! What the client keeps to talk to the metadata servers. Others see methods only.
+//! The state that the client keeps to talk to the metadata servers. Other modules see only its
+//! methods.
 
 use std::{
     future::Future,
@@ -24,22 +25,23 @@ use crate::{
     shared::Shared,
 };
 
-/// Whoever has files open in the session, and is told what becomes of it.
+/// The owner of the open files in the session, which is told what becomes of the session.
 pub(crate) trait SessionOwner: Send + Sync {
     /// Forgets everything that is known under leases.
     fn forget_all(&self) -> Option<Forgetting>;
-    /// Frees the memory of bytes that nobody reads any more: their tenure is over.
+    /// Frees the memory of cached bytes that can no longer be used: their tenure is over.
     fn forget_bytes(&self);
-    /// Closes without a word the files that are open only to be opened again.
+    /// Closes the files that only the open cache holds, without telling the metadata servers.
     fn forget_kept(&self);
     /// The files that the session has open, once for each handle.
     fn open_in(&self, session: SessionId) -> Vec<Ino>;
-    /// The session is lost. Before there can be another one: what it wrote beyond the ends of files
-    /// is not reported.
+    /// The session is lost. Called before there can be another one, so that what the session wrote
+    /// beyond the ends of files is not reported.
     fn forget_ends(&self, session: SessionId);
-    /// Likewise, after that: unstable writes are lost to their files.
+    /// Called after [`SessionOwner::forget_ends`]: unstable writes of the session are lost to their
+    /// files.
     fn lost(&self, session: SessionId);
-    /// There is a new session: what is open is opened in it.
+    /// There is a new session: opens the open files in it.
     fn reopen_all(self: Arc<Self>) -> Pin<Box<dyn Future<Output = ()> + Send>>;
 }
 
@@ -57,9 +59,9 @@ pub(crate) struct Metadata {
     pub(super) refresh: Refresh,
     pub(super) openings: Arc<Openings>,
     reassertions: AtomicU64,
-    /// Held to tell of closes, alone to tell of everything on the same connection.
+    /// Held shared to report closes; held alone to reassert everything on the same connection.
     pub(super) closing: RwLock<()>,
-    /// Leases began on a new connection.
+    /// Notified when leases begin on a new connection.
     pub(super) greeted: Notify,
 }
 
@@ -90,7 +92,7 @@ impl Metadata {
         }
     }
 
-    /// `None` while the client is being dropped: then it has nothing open.
+    /// The owner; `None` while the client is being dropped: then it has no open files.
     pub(super) fn owner(&self) -> Option<Arc<dyn SessionOwner>> {
         self.owner.upgrade()
     }
@@ -99,23 +101,23 @@ impl Metadata {
         self.session.lock().clone()
     }
 
-    /// Opens for writing that are under way.
+    /// Opens for writing that are in progress.
     pub fn openings(&self) -> &Openings {
         &self.openings
     }
 
-    /// Returns when leases began on a new connection.
+    /// Returns when leases have begun on a new connection.
     pub async fn leases_begin(&self) {
         self.greeted.notified().await;
     }
 
-    /// How often all was told, or is being told. To be taken before an open is asked for, and
-    /// before a close is counted.
+    /// The number of reassertions so far, including one in progress. Read it before an open is
+    /// requested, and before a close is counted.
     pub fn reassertions(&self) -> u64 {
         self.reassertions.load(SeqCst)
     }
 
-    /// All that is open from here on is not in this reassertion.
+    /// Files opened from here on are not in this reassertion.
     pub(super) fn begin_reassertion(&self) {
         self.reassertions.fetch_add(1, SeqCst);
     }

@@ -1,4 +1,4 @@
-//! One session at the metadata servers, and the numbers of its requests.
+//! One session with the metadata servers, and the numbers of its requests.
 
 use std::{
     sync::{
@@ -18,25 +18,27 @@ use strake_proto::{Code, Error, Result, SessionId, pb};
 use super::request_ids::RequestIds;
 use crate::handover::{Handover, Numbers};
 
-/// One session at the metadata servers.
+/// One session with the metadata servers.
 pub(crate) struct Session {
     pub id: SessionId,
     pub root: u64,
     pub term: Duration,
     pub fs_uuid: Bytes,
     request_ids: Mutex<RequestIds>,
-    /// Numbers of data writes: a space of their own. With kept memory it is there.
+    /// Numbers of data writes, separate from those of mutations. With handover memory they are
+    /// there instead.
     data_seq: AtomicU64,
-    /// See [`strake_proto::data::DataRequest::round`]. With kept memory it is there.
+    /// See [`strake_proto::data::DataRequest::round`]. With handover memory it is there instead.
     round: AtomicU64,
-    /// The metadata servers ask for what it holds back before they tell others of a file.
+    /// Whether the metadata servers ask for this session's dirty data before they tell others about
+    /// a file.
     pub may_hold_back: bool,
     keep: Option<Arc<Handover>>,
 }
 
 impl Session {
-    /// As the servers opened it. With a handover its numbers go on where those of a former client
-    /// ended.
+    /// The session as the servers opened it. With a handover its numbers continue where those of
+    /// the previous client ended.
     pub fn new(
         opened: &pb::SessionOpenReply,
         may_hold_back: bool,
@@ -61,7 +63,7 @@ impl Session {
         }
     }
 
-    /// The first of `n` numbers for data writes.
+    /// Takes `n` numbers for data writes; returns the first.
     pub(crate) fn take_data_numbers(&self, n: u64) -> u64 {
         match &self.keep {
             Some(k) => k.take_data_numbers(n),
@@ -73,27 +75,27 @@ impl Session {
         self.keep.as_ref().map_or(&self.round, |k| k.round())
     }
 
-    /// What data requests that are sent now say.
+    /// The round for data requests that are sent now.
     pub(crate) fn round(&self) -> u64 {
         self.rounds().load(SeqCst)
     }
 
-    /// An update is given up that may be on its way: what is written from now on is not to be
-    /// overwritten by it. Which round begins.
+    /// An update is given up that may be on its way: it must not overwrite what is written from now
+    /// on. Returns the round that begins.
     pub(crate) fn next_round(&self) -> u64 {
         self.rounds().fetch_add(1, SeqCst) + 1
     }
 
-    /// An update that was sent in this round may be on its way and is sent again: in a later one,
-    /// so that the copy is not made once this was heard of.
+    /// An update that was sent in this round may be on its way and is sent again in a later round.
+    /// So the old copy cannot be applied after a server has seen the later round.
     pub(crate) fn leave_round(&self, round: u64) {
-        // Whoever is not the first to leave it finds the next one.
+        // If another task has left the round already, the next one has begun.
         let _ = self.rounds().compare_exchange(round, round + 1, SeqCst, SeqCst);
     }
 
-    /// A number for a mutation, or for what opens and closes files: the one that a former client
-    /// used for the same request, or a new one. `EIO` when that client's session is lost: it ran or
-    /// it did not.
+    /// A number for a mutation, or for a list that opens or closes files: the one that the previous
+    /// client used for the same request, or a new one. `EIO` when that client's session is lost:
+    /// the mutation may or may not have run.
     pub(crate) fn begin(&self, numbers: Option<&Numbers>) -> Result<Turn<'_>> {
         if let Some((session, n)) = numbers.and_then(Numbers::mutation) {
             if session != self.id {
@@ -119,7 +121,7 @@ impl Session {
         self.request_ids.lock().lowest_unanswered()
     }
 
-    /// Nobody will repeat it.
+    /// The request with these numbers will not be repeated.
     pub(crate) fn abandon(&self, numbers: &Numbers) {
         if let Some((session, n)) = numbers.mutation()
             && session == self.id
@@ -129,7 +131,7 @@ impl Session {
     }
 }
 
-/// A mutation's number, given back when its answer came or nobody waits for one.
+/// A mutation's number, given back when its answer came or is no longer awaited.
 pub(crate) struct Turn<'a>(&'a Session, pub u64);
 
 impl Drop for Turn<'_> {

@@ -1,12 +1,13 @@
-//! Bytes of files that were read, or are being read ahead, kept while nobody else can change them:
-//! as long as a *tenure* lasts, see [`crate::leases::lease_cache::Memory::data`]. Pure bookkeeping,
-//! over all files, bounded in memory.
+//! The read cache: bytes of files that were read, or are being read ahead, kept while no other
+//! client can change them. That is as long as a *tenure* lasts, see
+//! [`crate::leases::lease_cache::LeaseCache::data`]. Pure bookkeeping over all files, with a memory
+//! limit.
 //!
-//! What is kept lies in three queues, each in the order of its last use. *Ahead*: what was read
-//! ahead and not read to its end yet. *Once*: what was read once. *Often*: what was read again.
-//! Room is made at the old end of *Once*; *Often*, which takes half of the memory at most, gives
-//! what was used longest ago back to *Once*. So a scan, which reads everything once, never pushes
-//! out what is read again and again.
+//! The cache has three queues, each in the order of last use. *Ahead*: bytes that were read ahead
+//! and are not read to their end yet. *Once*: bytes that were read once. *Often*: bytes that were
+//! read again. Memory is freed at the old end of *Once*. *Often* may take half of the memory; above
+//! that it moves its least recently used bytes to *Once*. So a scan, which reads everything once,
+//! never evicts what is read again and again.
 
 use std::{collections::BTreeMap, ops::Range, time::Duration};
 
@@ -17,14 +18,14 @@ use tokio::time::Instant;
 
 use crate::data::buffers;
 
-/// What is read ahead comes in aligned parts of this many bytes.
+/// Read-ahead fetches aligned parts of this many bytes.
 pub(crate) const UNIT: u64 = 1 << 20;
-/// How long what was read ahead waits for its reader before it may be dropped for other bytes.
+/// How long bytes that were read ahead wait for their reader before they may be evicted.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Buffers are made in powers of two from this on.
+/// Buffer sizes are powers of two, beginning here.
 const SMALLEST: u64 = 4096;
 
-/// While it lasts, nobody but this client changed a file's bytes. Rising numbers.
+/// While a tenure lasts, only this client changed a file's bytes. The numbers rise.
 pub(crate) type Tenure = u64;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,32 +36,33 @@ enum Queue {
 }
 
 enum State {
-    /// Fetched by a task; the receiver hears when it ended, well or not.
+    /// Being fetched by a task; the receiver is notified when the task ends, with or without
+    /// success.
     Coming(watch::Receiver<bool>),
     Here(Vec<Buf>),
 }
 
 struct Extent {
     len: u64,
-    /// Memory that it takes.
+    /// Memory that the extent uses.
     held: u64,
     state: State,
-    /// Bytes of it that were read, each as often as it was.
+    /// Bytes of it that were read, counting repeated reads.
     served: u64,
     queue: Queue,
-    /// Its place in its queue. While it is on its way: the number of its fetch.
+    /// Its position in its queue. While it is being fetched: the number of the fetch.
     stamp: u64,
-    /// When it came.
+    /// When it arrived.
     since: Instant,
 }
 
 struct File {
     tenure: Tenure,
-    /// By their beginnings; they do not overlap.
+    /// By start offset; they do not overlap.
     extents: BTreeMap<u64, Extent>,
 }
 
-/// Bytes on their way that are to be kept.
+/// A fetch in progress whose bytes are to be cached.
 struct Fetch {
     ino: Ino,
     tenure: Tenure,
@@ -72,20 +74,20 @@ struct Fetch {
 pub(crate) struct Cache {
     limit: u64,
     used: u64,
-    /// Of that: bytes in *Ahead* or on their way there, and in *Often*.
+    /// Parts of `used`: bytes in *Ahead* or being fetched for it, and bytes in *Often*.
     ahead: u64,
     often: u64,
     files: BTreeMap<Ino, File>,
     fetches: BTreeMap<u64, Fetch>,
     queues: [BTreeMap<u64, (Ino, u64)>; 3],
     stamps: u64,
-    /// Ranges that this client is changing.
+    /// Ranges that this client is changing now.
     changes: BTreeMap<u64, (Ino, Range<u64>)>,
 }
 
-/// A change of bytes by this client that is under way. A replica may show the old bytes to one
-/// reader and the new ones to another until it is over: nothing that is read there meanwhile is
-/// kept.
+/// A change of bytes by this client that is in progress. Until it is over, a replica may return the
+/// old bytes to one reader and another replica the new ones: bytes that are read there meanwhile
+/// are not cached.
 pub(crate) struct Change<'a> {
     cache: &'a Mutex<Cache>,
     number: u64,
@@ -111,23 +113,23 @@ pub(crate) enum Part {
     Fetch(Range<u64>),
 }
 
-/// How a file is read.
+/// The access pattern of a reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reader {
-    /// What it read may be read again.
+    /// Bytes that it read may be read again.
     Returns,
-    /// It reads more than there is room for, in order: what was read ahead for it is dropped when
-    /// it was read.
+    /// It reads sequentially more than the cache can hold: bytes that were read ahead for it are
+    /// dropped once they were read.
     Streams,
 }
 
-/// The memory that a buffer of these bytes takes.
+/// The memory that buffers of these bytes use.
 fn memory(bufs: &[Buf]) -> u64 {
     bufs.iter().map(|b| (b.len() as u64).next_power_of_two().max(SMALLEST)).sum()
 }
 
 impl Cache {
-    /// `limit`: bytes of memory; 0 keeps nothing.
+    /// `limit`: bytes of memory; 0 caches nothing.
     pub fn new(limit: u64) -> Cache {
         Cache {
             limit,
@@ -147,14 +149,14 @@ impl Cache {
         self.used
     }
 
-    /// How a file of this size is read in order.
+    /// The access pattern of a sequential reader of a file of this size.
     pub fn in_order(&self, size: u64) -> Reader {
         if size > self.limit / 4 { Reader::Streams } else { Reader::Returns }
     }
 
     // --- reading ---
 
-    /// Cuts a read into parts.
+    /// Splits a read into parts.
     pub fn plan(
         &mut self,
         ino: Ino,
@@ -176,8 +178,8 @@ impl Cache {
         out
     }
 
-    /// What is there at a place before `end`: the beginning of its extent, where the part ends, and
-    /// whether it is an extent at all (if not, it is a gap).
+    /// What is cached at a position before `end`: the start of its extent, the end of the part, and
+    /// whether it is an extent (else it is a gap).
     fn part_at(&self, ino: Ino, tenure: Tenure, at: u64, end: u64) -> Option<(u64, u64, bool)> {
         let file = self.files.get(&ino).filter(|f| f.tenure == tenure)?;
         if let Some((start, e)) =
@@ -189,7 +191,7 @@ impl Cache {
         Some((at, *next.0, false))
     }
 
-    /// Whether all of a range is here: [`Cache::plan`] would give it without a wait.
+    /// Whether all of a range is cached: [`Cache::plan`] would return it without a wait.
     pub fn is_here(&self, ino: Ino, tenure: Tenure, range: &Range<u64>) -> bool {
         let mut at = range.start;
         while at < range.end {
@@ -229,7 +231,7 @@ impl Cache {
 
     // --- filling ---
 
-    /// The parts of a range that are neither here nor on their way.
+    /// The parts of a range that are neither cached nor being fetched.
     pub fn missing(&self, ino: Ino, tenure: Tenure, range: Range<u64>) -> Vec<Range<u64>> {
         let mut out = Vec::new();
         let mut at = range.start;
@@ -244,8 +246,8 @@ impl Cache {
         out
     }
 
-    /// A read of bytes that are not here begins, to be told of by [`Cache::arrived`]. `None`: they
-    /// will not be kept.
+    /// A fetch of bytes that are not cached begins; [`Cache::arrived`] must be called for it.
+    /// `None`: the bytes will not be cached.
     pub fn expect(&mut self, ino: Ino, tenure: Tenure, range: Range<u64>) -> Option<u64> {
         if self.limit == 0
             || self.files.get(&ino).is_some_and(|f| f.tenure > tenure)
@@ -258,7 +260,7 @@ impl Cache {
         Some(self.stamps)
     }
 
-    /// A range that is missing begins to be read ahead. `None`: there is no room, or it is being
+    /// A read-ahead of a missing range begins. `None`: there is no memory for it, or it is being
     /// changed.
     pub fn expect_ahead(
         &mut self,
@@ -297,7 +299,7 @@ impl Cache {
         Some(stamp)
     }
 
-    /// What was expected came, or did not. It is dropped if it became void meanwhile.
+    /// A fetch ended, with or without bytes. The bytes are dropped if they became void meanwhile.
     pub fn arrived(&mut self, id: u64, bytes: Option<Vec<Buf>>, now: Instant) {
         let Some(f) = self.fetches.remove(&id) else { return };
         let bytes = bytes.filter(|b| buffers::total(b) as u64 == f.range.end - f.range.start);
@@ -345,7 +347,8 @@ impl Cache {
         self.queues[Queue::Once as usize].insert(stamp, (f.ino, f.range.start));
     }
 
-    /// Drops what is kept of a file under a former tenure. False: this one is over.
+    /// Drops what is cached of a file under an earlier tenure. Returns false if this tenure is
+    /// over.
     fn open(&mut self, ino: Ino, tenure: Tenure) -> bool {
         let kept = self.files.get(&ino).map(|f| f.tenure);
         if kept.is_some_and(|t| t < tenure) {
@@ -356,7 +359,7 @@ impl Cache {
 
     // --- dropping ---
 
-    /// Makes room at the cost of what was read once, the oldest first.
+    /// Frees memory by evicting bytes that were read once, oldest first.
     fn make_room(&mut self, held: u64) -> bool {
         while self.used + held > self.limit {
             match self.queues[Queue::Once as usize].first_key_value() {
@@ -367,7 +370,7 @@ impl Cache {
         true
     }
 
-    /// To the new end of a queue.
+    /// Moves an extent to the new end of a queue.
     fn enqueue(&mut self, ino: Ino, start: u64, queue: Queue) {
         self.stamps += 1;
         self.move_to(ino, start, queue, self.stamps);
@@ -428,7 +431,7 @@ impl Cache {
         self.changes.values().any(|(i, r)| *i == ino && r.start < range.end && range.start < r.end)
     }
 
-    /// This client changed these bytes: what is here or on its way may be old.
+    /// This client changed these bytes: what is cached or being fetched there may be old.
     pub fn invalidate(&mut self, ino: Ino, range: Range<u64>) {
         if range.start >= range.end {
             return;
@@ -454,12 +457,12 @@ impl Cache {
 
     /// Forgets everything.
     pub fn clear(&mut self) {
-        // Numbers go on: what is on its way must not be taken for something else.
+        // Stamps continue: a fetch in progress must not be taken for another one.
         let changes = std::mem::take(&mut self.changes);
         *self = Cache { stamps: self.stamps, changes, ..Cache::new(self.limit) };
     }
 
-    /// What was read ahead, and for too long not read, may be dropped for other bytes.
+    /// Makes bytes that were read ahead, and not read for too long, available for eviction.
     pub fn age(&mut self, now: Instant) {
         while let Some((stamp, (ino, start))) = self.queues[Queue::Ahead as usize].first_key_value()
         {
@@ -467,7 +470,7 @@ impl Cache {
             let since = self.files.get(&ino).and_then(|f| f.extents.get(&start)).map(|e| e.since);
             match since {
                 Some(since) if now.duration_since(since) < PATIENCE => return,
-                // Its number stays: it is older than what was read meanwhile.
+                // It keeps its stamp, so it is older than what was read meanwhile.
                 Some(_) => self.move_to(ino, start, Queue::Once, stamp),
                 None => drop(self.queues[Queue::Ahead as usize].remove(&stamp)),
             }
@@ -488,7 +491,8 @@ mod tests {
         vec![Buf::copy_from(&vec![byte; len as usize])]
     }
 
-    /// Reads bytes of a file, keeping them as the client does; what they are.
+    /// Reads bytes of a file through the cache, as the client does. Returns the bytes and where
+    /// they came from.
     fn read(
         c: &mut Cache,
         ino: Ino,
@@ -536,10 +540,10 @@ mod tests {
                 && !c.is_here(INO, 1, &(5..31))
         );
         assert!(!c.is_here(INO, 2, &(5..30)) && !c.is_here(8, 1, &(5..30)));
-        // What overlaps goes, and nothing else.
+        // Overlapping extents are dropped, and nothing else.
         c.invalidate(INO, 19..20);
         assert_eq!(read(&mut c, INO, 1, 5..30, 7).1, ["here", "fetch", "here"]);
-        // Another tenure: all of it.
+        // Another tenure drops everything.
         assert_eq!(read(&mut c, INO, 2, 5..30, 8), (vec![8; 25], vec!["fetch"]));
         assert_eq!(read(&mut c, INO, 1, 5..30, 9).1, ["fetch"], "that of one who was late");
         assert_eq!(read(&mut c, INO, 2, 5..30, 9).0, vec![8; 25]);
@@ -562,7 +566,7 @@ mod tests {
             c.arrived(id, Some(bytes(1, range)), now);
         }
         assert_eq!(c.missing(INO, 1, 0..60), [0..10, 20..40, 50..60]);
-        // Nor what came too short, or did not come, or for a tenure that is over.
+        // Bytes that are too short, missing, or of an ended tenure are not cached either.
         let id = c.expect(INO, 1, 0..10).unwrap();
         c.arrived(id, Some(bytes(1, 9)), now);
         let id = c.expect(INO, 1, 0..10).unwrap();
@@ -590,7 +594,7 @@ mod tests {
             assert!(c.used() <= 64 * KIB);
         }
         assert_eq!(read(&mut c, INO, 1, 0..16 * KIB, 3).0, vec![1; 16 << 10]);
-        // More that is read often than there may be: the oldest of it goes.
+        // More is read often than *Often* may hold: its oldest bytes are evicted.
         for _ in 0..2 {
             for at in 0..10 {
                 read(&mut c, 9, 1, at * 4 * KIB..(at + 1) * 4 * KIB, 1);
@@ -618,7 +622,7 @@ mod tests {
         }
         assert!(c.is_here(INO, 1, &(0..12 * KIB)), "other reads do not take it away");
         c.age(now + PATIENCE / 2);
-        // Read to its end it is like all that was read, or dropped.
+        // Once read to its end it is treated like other bytes that were read, or dropped.
         assert!(matches!(c.plan(INO, 1, 0..KIB, Reader::Streams)[..], [Part::Here(_)]));
         assert!(matches!(c.plan(INO, 1, KIB..4 * KIB, Reader::Streams)[..], [Part::Here(_)]));
         assert!(!c.is_here(INO, 1, &(0..1)));
@@ -632,8 +636,8 @@ mod tests {
         assert!(!c.is_here(INO, 1, &(8 * KIB..8 * KIB + 1)), "nobody came for it");
     }
 
-    /// Replicas may answer with old bytes until a write is over, and others may have seen the new
-    /// ones by then.
+    /// Replicas may answer with old bytes until a write is over, and other clients may have seen
+    /// the new ones by then.
     #[tokio::test(start_paused = true)]
     async fn what_is_read_while_it_is_changed_is_not_kept() {
         let cache = Mutex::new(Cache::new(1 << 20));
@@ -665,9 +669,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is read, written, recalled and read ahead in whatever order: a read never gives
-        /// other bytes than were there at its time, the memory is bounded, and the counts are
-        /// right.
+        /// For any order of reads, writes, recalls and read-ahead: a read never returns bytes other
+        /// than those at its time, the memory stays within the limit, and the counts are right.
         #[test]
         fn reads_are_never_old(ops in prop::collection::vec((0u8..8, 0u64..3, 0u64..40, 1u64..20), 1..200), limit in 0u64..20) {
             let now = Instant::now();

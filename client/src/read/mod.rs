@@ -1,4 +1,4 @@
-//! What a read keeps and fetches ahead. Both are pure tables.
+//! The read cache, and the read-ahead policy. Both are pure tables.
 
 pub mod cache;
 pub mod readahead;

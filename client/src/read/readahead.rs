@@ -1,8 +1,8 @@
 //! When to read ahead, and how far: a pure policy, one per open file.
 //!
-//! A read that starts near where an earlier one ended is sequential. Two in a row open a window
-//! behind the reader; each further one doubles it up to the limit. A seek closes it. Requests of a
-//! kernel arrive in any order, so "near" allows for some disorder.
+//! A read that starts near the end of an earlier one is sequential. Two in a row open a window
+//! ahead of the reader; each further one doubles it up to the limit. A seek closes it. The kernel's
+//! requests arrive in any order, so "near" allows for some disorder.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ pub struct ReadAhead {
     /// Reads in the current run.
     run: u32,
     window: u64,
-    /// Everything below was asked for already.
+    /// Everything below this offset was requested already.
     asked: u64,
 }
 
@@ -29,8 +29,8 @@ impl ReadAhead {
         ReadAhead { limit, front: 0, run: 0, window: 0, asked: 0 }
     }
 
-    /// A read of `len` bytes at `offset` in a file of `size` bytes came. Returns the range to fetch
-    /// ahead.
+    /// A read of `len` bytes at `offset` in a file of `size` bytes arrived. Returns the range to
+    /// fetch ahead.
     pub fn on_read(&mut self, offset: u64, len: u64, size: u64) -> Option<Range<u64>> {
         if self.limit == 0 || len == 0 {
             return None;
@@ -52,8 +52,8 @@ impl ReadAhead {
         let start = self.asked.max(self.front);
         let reach =
             self.front.saturating_add(self.window.max(FIRST_WINDOW.min(self.limit))).min(size);
-        // Asking for more in small steps keeps servers, network and reader busy at the same time:
-        // with large ones they take turns.
+        // Asking for more in small steps keeps servers, network and reader busy at the same time;
+        // with large steps they take turns.
         let step = (self.window / 8).max(FIRST_WINDOW).min(self.window / 2);
         if start >= reach || (self.window > 0 && start - self.front > self.window - step) {
             return None;
@@ -64,23 +64,23 @@ impl ReadAhead {
         (start < reach).then_some(start..reach)
     }
 
-    /// Whether the reads so far were in order.
+    /// Whether the reads so far were sequential.
     pub fn is_in_order(&self) -> bool {
         self.run >= 2
     }
 
-    /// Up to where reading ahead was asked for.
+    /// The end of what was requested ahead.
     pub fn asked(&self) -> u64 {
         self.asked
     }
 
-    /// Only what lies below `end` is being read ahead: there is no room for more.
+    /// Only the part below `end` is being read ahead: the cache has no memory for more.
     pub fn reached(&mut self, end: u64) {
         self.asked = self.asked.min(end);
     }
 
-    /// What was to be read ahead is not there when it is read: there was no room for it, or not for
-    /// so long.
+    /// Bytes that were to be read ahead are not cached when they are read: there was no memory for
+    /// them, or not for long enough.
     pub fn wasted(&mut self) {
         self.window = (self.window / 2).max(FIRST_WINDOW.min(self.limit));
         self.asked = self.front;

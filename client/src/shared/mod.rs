@@ -1,5 +1,5 @@
-//! What every service of the client uses: its configuration, the newest cluster map, counters, and
-//! how operations are repeated.
+//! Shared by all services of the client: its configuration, the newest cluster map, counters, and
+//! the retries of operations.
 
 pub mod retry;
 pub mod unreachable;
@@ -28,10 +28,10 @@ use crate::{
     handover,
 };
 
-/// Whoever waits longer for servers has it told in the log.
+/// A longer wait for servers is reported in the log.
 const TOO_LONG: Duration = Duration::from_secs(3);
 
-/// See the module. Below all services: it knows none of them.
+/// See the module. It is below all services and knows none of them.
 pub(crate) struct Shared {
     pub cfg: Config,
     pub env: Env,
@@ -41,19 +41,19 @@ pub(crate) struct Shared {
     map: ArcSwap<MapView>,
     map_changed: watch::Sender<u64>,
     closed: AtomicBool,
-    /// The session ends, and there will be no other.
+    /// The session ends, and there will be no other one.
     ending: AtomicBool,
     read_only: AtomicBool,
     unreachable: Mutex<Unreachable>,
 }
 
-/// One operation's time limit and pauses.
+/// Time limit and pauses of one operation.
 pub(crate) struct Attempts {
     what: &'static str,
     began: Instant,
     deadline: Instant,
     backoff: Backoff,
-    /// An attempt may have run without an answer.
+    /// Whether an attempt may have run without an answer.
     pub in_doubt: bool,
 }
 
@@ -148,7 +148,7 @@ impl Shared {
         self.read_only.store(yes, Relaxed);
     }
 
-    /// `EROFS` for a client that is to change nothing.
+    /// `EROFS` for a client that must change nothing.
     pub fn may_alter(&self) -> Result<()> {
         if self.read_only.load(Relaxed) {
             return Err(Error::new(Code::RoFs, "the mount is read-only"));
@@ -156,8 +156,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Runs an operation to its end even if the caller goes away: what was begun is finished or
-    /// retried, never left half done.
+    /// Runs an operation to its end even if the caller goes away: it is finished or retried, never
+    /// left half done.
     pub async fn detached<T, F>(&self, f: F) -> Result<T>
     where
         T: Send + 'static,
@@ -169,7 +169,7 @@ impl Shared {
 
     // --- servers that do not answer ---
 
-    /// A server did not answer, or cannot do what it is for.
+    /// A server did not answer, or cannot do its job.
     pub fn failed(&self, kind: Kind, who: &str, e: &Error) {
         self.unreachable.lock().failed(kind, who, &e.message, Instant::now());
     }
@@ -181,7 +181,7 @@ impl Shared {
         }
     }
 
-    /// Servers that did not answer last, and why; empty when all do.
+    /// Servers that did not answer last time, and why; empty when all answer.
     pub fn unreachable(&self) -> String {
         self.unreachable.lock().list()
     }
@@ -202,12 +202,12 @@ impl Shared {
         self.map.load_full()
     }
 
-    /// Its version, each time that there is another.
+    /// Receives the version of every new map.
     pub fn map_changes(&self) -> watch::Receiver<u64> {
         self.map_changed.subscribe()
     }
 
-    /// Takes the place of the map, and tells whoever waits for a change.
+    /// Replaces the map, and notifies the tasks that wait for a change.
     pub fn put_map(&self, map: Arc<MapView>) {
         let version = map.version();
         self.map.store(map);

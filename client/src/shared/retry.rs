@@ -1,4 +1,4 @@
-//! The one retry policy: which errors pass, how long to pause, when to give up.
+//! The only retry policy: which errors are transient, how long to pause, when to give up.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use strake_proto::{Code, Error};
 const FIRST: Duration = Duration::from_millis(5);
 const LONGEST: Duration = Duration::from_millis(250);
 
-/// Exponential pauses from 5 to 250 ms, each shortened by up to half so that clients do not march
+/// Exponential pauses from 5 to 250 ms, each shortened by up to half, so that clients do not retry
 /// in step.
 #[derive(Debug, Default)]
 pub struct Backoff {
@@ -24,7 +24,7 @@ impl Backoff {
     }
 }
 
-/// What to do about a failed request to an object storage server.
+/// What to do about a failed request to a storage server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataVerdict {
     /// Fetch the cluster map, pause, try again.
@@ -32,19 +32,19 @@ pub enum DataVerdict {
     /// This replica may not answer now (dirty chunk, or out of sync): ask the tail, else as
     /// `Refresh`.
     AskTail,
-    /// Bytes changed on the way: send a private copy.
+    /// The bytes changed on the way: send a private copy.
     Resend,
     /// Get a new capability, then try again.
     NewCapability,
-    /// The bytes of this replica are bad: another one may have them.
+    /// The bytes of this replica are bad: another one may have good ones.
     OtherReplica,
     /// The session is gone.
     SessionLost,
-    /// The caller's answer.
+    /// The error is the caller's answer.
     Fail,
 }
 
-/// Sorts the errors of the data plane.
+/// Classifies the errors of the data path.
 pub fn data_verdict(e: &Error) -> DataVerdict {
     match e.code {
         Code::Resend => DataVerdict::Resend,
@@ -62,7 +62,7 @@ pub fn meta_passes(e: &Error) -> bool {
     e.is_retryable()
 }
 
-/// Whether the failed request may have run all the same.
+/// Whether the failed request may have run nevertheless.
 pub fn in_doubt(e: &Error) -> bool {
     matches!(e.code, Code::Disconnected | Code::TimedOut)
 }

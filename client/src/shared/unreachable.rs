@@ -1,21 +1,22 @@
-//! Servers that do not answer, told once when somebody has waited for them and once when they are
-//! back. Pure.
+//! Servers that do not answer. Each is reported once when an operation has waited for it, and once
+//! when it is back. Pure.
 
 use std::{collections::BTreeMap, fmt::Write as _, time::Duration};
 
 use tokio::time::Instant;
 
-/// A failure is forgotten when nothing was heard of its server for this long and nobody was told.
+/// A failure is forgotten when nothing was heard of its server for this long and it was not
+/// reported.
 const FORGOTTEN: Duration = Duration::from_secs(30);
-/// Longest reason that is kept, bytes.
+/// Longest reason that is kept, in bytes.
 const LONGEST_REASON: usize = 160;
 
 /// What a server does for this client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
-    /// Any one of them is enough: one that answers ends the wait for all.
+    /// Any metadata server is enough: one that answers ends the wait for all.
     Metadata,
-    /// Each has bytes of its own.
+    /// Each storage server has bytes of its own.
     Storage,
 }
 
@@ -47,8 +48,8 @@ impl Unreachable {
         (s.last, s.reason) = (now, reason);
     }
 
-    /// It answers. What to tell of those that were told to be away: which, and for how long they
-    /// were.
+    /// A server answers. Returns the report about servers that were reported as away: their names,
+    /// and for how long they were away.
     pub fn answered(&mut self, kind: Kind, who: &str, now: Instant) -> Option<(String, Duration)> {
         if self.servers.is_empty() {
             return None;
@@ -67,7 +68,7 @@ impl Unreachable {
         Some((text, now.saturating_duration_since(since)))
     }
 
-    /// Somebody has waited too long. What to tell, if it is new.
+    /// An operation has waited too long. Returns the report, if there is something new.
     pub fn stuck(&mut self) -> Option<String> {
         if self.servers.values().all(|s| s.told) {
             return None;
@@ -76,7 +77,7 @@ impl Unreachable {
         Some(self.list())
     }
 
-    /// Those that do not answer, and why; empty when all do.
+    /// Servers that do not answer, and why; empty when all answer.
     pub fn list(&self) -> String {
         let mut out = String::new();
         for (kind, name) in [(Kind::Metadata, "metadata"), (Kind::Storage, "storage")] {

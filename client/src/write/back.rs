@@ -1,4 +1,4 @@
-//! What is held back of one file: state. See `writeback.rs`.
+//! The dirty data of one file: the state. See `writeback.rs`.
 
 use std::{ops::Range, sync::Arc};
 
@@ -13,13 +13,13 @@ use super::{
 };
 use crate::{data::buffers, inode::Inode, read::cache::Tenure};
 
-/// What goes with a write that is held back.
+/// Data that belongs to a write that is held back.
 pub(super) struct Write {
     pub creds: pb::Creds,
     pub session: SessionId,
     /// Its share of [`crate::Config::unstable_limit`], until it is sent.
     pub room: Mutex<Option<OwnedSemaphorePermit>>,
-    /// What outlives this process, until it has arrived.
+    /// The record that outlives this process; kept until the bytes have arrived.
     pub _record: Option<Record>,
 }
 
@@ -28,22 +28,22 @@ pub(super) type Tag = Arc<Write>;
 #[derive(Default)]
 pub(super) struct State {
     pub held: Dirty<Tag>,
-    /// The tenure in which the lease was seen last.
+    /// The tenure in which the lease was last seen.
     pub leased_in: Option<Tenure>,
-    /// What it takes of targets: what waits, and what is on its way.
+    /// Blocks of targets that are needed: for waiting bytes, and for bytes being sent.
     pub waiting: Cost,
     pub sending: Cost,
 }
 
-/// What is held back of one file.
+/// The dirty data of one file.
 #[derive(Default)]
 pub(crate) struct Back {
     pub(super) state: Mutex<State>,
-    /// One who sends at a time.
+    /// One task sends at a time.
     pub(super) sending: Arc<AsyncMutex<()>>,
 }
 
-/// Keeps writes to a file from being held back until it is dropped.
+/// Prevents writes to a file from being held back until it is dropped.
 pub(crate) struct Bar(Arc<Inode>);
 
 impl Drop for Bar {
@@ -52,15 +52,15 @@ impl Drop for Bar {
     }
 }
 
-/// What became of a write.
+/// The outcome of trying to hold a write back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Taken {
     Held,
-    /// Not before something was sent.
+    /// Some dirty data must be sent first.
     Full,
-    /// Not before space was asked for.
+    /// Disk space must be requested first.
     Ask,
-    /// It is to be sent now.
+    /// The write must be sent now.
     Through,
 }
 
@@ -69,18 +69,18 @@ impl Back {
         self.state.lock().held.is_empty()
     }
 
-    /// Bytes that were not sent yet.
+    /// Number of bytes that are not being sent yet.
     pub fn bytes(&self) -> u64 {
         self.state.lock().held.bytes()
     }
 
-    /// Where the last byte ends that has not arrived.
+    /// The end of the last byte that has not arrived.
     pub fn end(&self) -> u64 {
         self.state.lock().held.end()
     }
 
-    /// What of a range has not arrived, to lie over what servers and cache say. To be asked for
-    /// before they are.
+    /// The bytes of a range that have not arrived. They override what the servers and the cache
+    /// say. Call this before asking those.
     pub fn look(&self, r: &Range<u64>) -> Vec<(u64, Buf)> {
         self.state.lock().held.look(r)
     }
@@ -90,7 +90,7 @@ impl Back {
         Bar(inode.clone())
     }
 
-    /// The session is lost, and with it what it was granted. `tell`: if anything else goes with it.
+    /// The session is lost, and with it its dirty data. `tell` is called if any data is lost.
     pub fn lose(&self, tell: impl FnOnce(Vec<Range<u64>>)) {
         let mut state = self.state.lock();
         state.waiting = Cost::default();
@@ -100,19 +100,19 @@ impl Back {
         }
     }
 
-    /// Targets that what is held back or on its way goes to, with the chain.
+    /// The targets that dirty data goes to, with the chain.
     pub fn targets(&self) -> Vec<(TargetId, ChainId)> {
         let state = self.state.lock();
         state.waiting.targets().chain(state.sending.targets()).collect()
     }
 }
 
-/// Whether all of a range is among these.
+/// Whether these bytes cover all of a range.
 pub(crate) fn covers(over: &[(u64, Buf)], r: &Range<u64>) -> bool {
     gaps(r, over.iter().map(|(at, b)| *at..*at + b.len() as u64)).is_empty()
 }
 
-/// Bytes of a range with others laid over them.
+/// The bytes of a range, overridden by others.
 pub(crate) fn overlay(under: &[Buf], r: &Range<u64>, over: Vec<(u64, Buf)>) -> Vec<Buf> {
     let (mut out, mut at) = (Vec::new(), r.start);
     for (from, bytes) in over {

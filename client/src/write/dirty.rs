@@ -1,8 +1,8 @@
-//! What was written to one file and not sent yet: pure bookkeeping, see `docs/leases.md`.
+//! What was written to one file and has not arrived yet: pure bookkeeping, see `docs/leases.md`.
 //!
-//! Two layers lie over what the servers have: what is on its way to them, and over that what was
-//! written since. A byte leaves the lower layer only when it has arrived, or is lost; so a reader
-//! who looks here first, and at the servers then, misses none.
+//! Two layers lie over the bytes of the servers: the lower one is being sent, the upper one was
+//! written since. A byte leaves the lower layer only when it has arrived or is lost. So a reader
+//! that looks here first and asks the servers then misses none.
 
 use std::{
     collections::BTreeMap,
@@ -13,16 +13,16 @@ use std::{
 
 use strake_fabric::Buf;
 
-/// Bytes without an overlap, by their beginnings, each with what it keeps alive.
+/// Non-overlapping bytes by their start, each with the tag that it keeps alive.
 type Layer<T> = BTreeMap<u64, (Buf, T)>;
 
-/// Bytes that are sent in one piece, by the part.
+/// Bytes that are sent in one piece, as a list of parts.
 pub struct Run<T> {
     pub at: u64,
     pub parts: Vec<(Buf, T)>,
 }
 
-/// See the module. `T`: what goes with a write, shared by the parts that others leave of it.
+/// See the module. `T`: the tag of a write, shared by the parts that later writes leave of it.
 #[derive(Clone, Debug)]
 pub struct Dirty<T> {
     lower: Layer<T>,
@@ -30,7 +30,7 @@ pub struct Dirty<T> {
     bytes: u64,
     /// When the oldest bytes of the upper layer were written.
     since: Duration,
-    /// Changes under way that nothing may be held back beside.
+    /// Number of changes in progress that do not allow writes to be held back.
     barred: usize,
 }
 
@@ -66,7 +66,7 @@ fn end<T>(layer: &Layer<T>) -> u64 {
     layer.last_key_value().map_or(0, |(at, (b, _))| at + b.len() as u64)
 }
 
-/// Beginnings of what overlaps a range.
+/// Starts of the entries that overlap a range.
 fn within<T>(layer: &Layer<T>, r: &Range<u64>) -> Vec<u64> {
     let before =
         layer.range(..r.start).next_back().filter(|(at, (b, _))| **at + b.len() as u64 > r.start);
@@ -74,7 +74,7 @@ fn within<T>(layer: &Layer<T>, r: &Range<u64>) -> Vec<u64> {
 }
 
 impl<T: Clone> Dirty<T> {
-    /// Whether anything is held back or on its way.
+    /// Whether there are no bytes in either layer.
     pub fn is_empty(&self) -> bool {
         self.lower.is_empty() && self.upper.is_empty()
     }
@@ -84,23 +84,22 @@ impl<T: Clone> Dirty<T> {
         self.bytes
     }
 
-    /// Where the last of all these bytes ends; 0 without any.
+    /// The end of the last byte in both layers; 0 without any.
     pub fn end(&self) -> u64 {
         end(&self.lower).max(end(&self.upper))
     }
 
-    /// Whether bytes that begin here go on with what was written before, within a block of so many
-    /// bytes.
+    /// Whether bytes that begin here continue an earlier write within a block of this size.
     pub fn joins(&self, at: u64, block: u64) -> bool {
         !at.is_multiple_of(block) && !within(&self.upper, &(at - 1..at)).is_empty()
     }
 
-    /// Whether something waits to be sent since `before` or longer.
+    /// Whether bytes have waited since `before` or longer.
     pub fn is_due(&self, before: Duration) -> bool {
         !self.upper.is_empty() && self.since <= before
     }
 
-    /// From now on nothing is to be held back, until [`Dirty::unbar`].
+    /// From now on no write is held back, until [`Dirty::unbar`].
     pub fn bar(&mut self) {
         self.barred += 1;
     }
@@ -113,7 +112,7 @@ impl<T: Clone> Dirty<T> {
         self.barred > 0
     }
 
-    /// Bytes were written at `now`. They lie over what was written before.
+    /// Bytes were written at `now`. They override what was written before.
     pub fn hold(&mut self, now: Duration, at: u64, bytes: Buf, tag: T) {
         if self.upper.is_empty() {
             self.since = now;
@@ -123,7 +122,7 @@ impl<T: Clone> Dirty<T> {
         self.upper.insert(at, (bytes, tag));
     }
 
-    /// Takes a range out of the upper layer.
+    /// Removes a range from the upper layer.
     fn cut(&mut self, r: Range<u64>) {
         for at in within(&self.upper, &r) {
             let Some((b, tag)) = self.upper.remove(&at) else { continue };
@@ -139,8 +138,8 @@ impl<T: Clone> Dirty<T> {
         }
     }
 
-    /// All of the upper layer is to be sent; nothing may be on its way. Neighbours that `join` make
-    /// one run, of at most `most` bytes unless a single part is longer.
+    /// Takes all of the upper layer to be sent; the lower layer must be empty. Neighbours that
+    /// `join` form one run, of at most `most` bytes unless a single part is longer.
     pub fn take(&mut self, most: u64, join: impl Fn(&T, &T) -> bool) -> Vec<Run<T>> {
         assert!(self.lower.is_empty(), "what is on its way must arrive first");
         self.lower = std::mem::take(&mut self.upper);
@@ -162,19 +161,18 @@ impl<T: Clone> Dirty<T> {
         runs
     }
 
-    /// Bytes that were already on their way when they came here, to be sent once more. Nothing else
-    /// may be.
+    /// Adds bytes that were already being sent by an earlier process, to be sent again. The lower
+    /// layer may hold only such bytes.
     pub fn put_lower(&mut self, at: u64, bytes: Buf, tag: T) {
         self.lower.insert(at, (bytes, tag));
     }
 
-    /// These have arrived, or are lost. Whether they were still on their way as far as is known
-    /// here.
+    /// These bytes have arrived, or are lost. Returns whether they were still in the lower layer.
     pub fn settled(&mut self, r: Range<u64>) -> bool {
         within(&self.lower, &r).into_iter().filter_map(|at| self.lower.remove(&at)).count() > 0
     }
 
-    /// All is lost: what there was.
+    /// All bytes are lost: returns their ranges.
     pub fn lose(&mut self) -> Vec<Range<u64>> {
         let part = |(at, b): (&u64, &Buf)| *at..*at + b.len() as u64;
         let lower = self.lower.iter().map(|(at, (b, _))| (at, b));
@@ -185,7 +183,7 @@ impl<T: Clone> Dirty<T> {
         lost
     }
 
-    /// What of a range is here, in order and without an overlap.
+    /// The bytes of a range that are here, in order and without overlaps.
     pub fn look(&self, r: &Range<u64>) -> Vec<(u64, Buf)> {
         let mut seen: BTreeMap<u64, Buf> = BTreeMap::new();
         let clipped = |at: u64, b: &Buf, r: &Range<u64>| {
@@ -205,7 +203,7 @@ impl<T: Clone> Dirty<T> {
     }
 }
 
-/// What of a range lies between these, which are in order within it.
+/// The gaps in a range between these ranges, which lie within it in order.
 pub(crate) fn gaps(r: &Range<u64>, filled: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
     let mut out = Vec::new();
     let mut at = r.start;
@@ -287,9 +285,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is written, sent, arrives or is looked at: what is here lies over what has
-        /// arrived exactly as a file says that is written at once; nothing is sent that was
-        /// overwritten before; and nothing is kept that is gone.
+        /// For any order of writes, sends, arrivals and reads: the bytes here over those that have
+        /// arrived equal a file that is written immediately; no byte is sent that was overwritten
+        /// before; and no tag outlives its bytes.
         #[test]
         fn it_is_the_same_file(ops in prop::collection::vec((0u8..6, 0u64..60, 1u64..20), 1..120)) {
             let (mut h, mut file, mut disk) = (Dirty::default(), [0u8; 80], [0u8; 80]);

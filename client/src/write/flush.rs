@@ -1,4 +1,4 @@
-//! Making written bytes stable: flushes of chains, and replays of what a restarted replica lost.
+//! Makes written bytes stable: flushes of chains, and replays of what a restarted replica lost.
 
 use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
@@ -27,13 +27,14 @@ use crate::{
     },
 };
 
-/// More unstable writes to a chunk than it remembers writers could not be told from lost ones.
+/// A chunk remembers a limited number of writers. With more unstable writes than that, stable ones
+/// could not be distinguished from lost ones.
 const WRITES_PER_CHUNK: usize = KEPT_WRITERS / 2;
 
-/// Drops what is kept of a file's bytes when it is dropped.
+/// Drops the cached bytes of a file when it is dropped.
 struct Forget<'a>(&'a Updates, Ino);
 
-/// An entry that stays unstable, and its place among the others.
+/// An entry that stays unstable, and its position.
 type Kept = (u64, Entry<Hold>);
 
 impl Drop for Forget<'_> {
@@ -43,7 +44,7 @@ impl Drop for Forget<'_> {
 }
 
 impl Updates {
-    /// Waits for room for `len` unstable bytes. `ETIMEDOUT` when none comes free in time.
+    /// Waits for memory for `len` unstable bytes. `ETIMEDOUT` when none becomes free in time.
     pub(crate) async fn reserve(self: &Arc<Self>, len: usize) -> Result<OwnedSemaphorePermit> {
         let total = room_for(self.shared.cfg.unstable_limit).max(1);
         let n = room_for(len).min(total);
@@ -96,7 +97,8 @@ impl Updates {
         self.flushing.lock().entry(chain).or_default().clone()
     }
 
-    /// Makes stable what this client wrote to an inode: every chain it touched, in parallel.
+    /// Makes stable what this client wrote to an inode: on every chain that it touched, in
+    /// parallel.
     pub(crate) fn flush_inode<'a>(self: &'a Arc<Self>, ino: Ino) -> BoxFuture<'a, Result<()>> {
         Box::pin(async move {
             let (chains, mark) = {
@@ -112,14 +114,14 @@ impl Updates {
         })
     }
 
-    /// Returns when updates of the file that were given up, and are on their way yet, will not be
-    /// made over anything that is written or cut from now on, by whomever: the heads of their
-    /// chains have heard of the present round.
+    /// Returns when updates of the file that were given up, and may still be on their way, can no
+    /// longer overwrite what any client writes or truncates from now on: the heads of their chains
+    /// have seen the present round.
     pub(crate) async fn fence(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
         let chains = inode.given_up.lock().clone();
         let fences = chains.into_iter().map(|(chain, (chunk, round))| async move {
             let fenced = self.fence_at(inode, (chain, chunk), self.shared.cfg.op_timeout).await;
-            // A head that answers anything else has heard of it; a chain that is lost makes
+            // A head that gives any other answer has seen the round; a chain that is lost applies
             // nothing.
             fenced.or_else(|e| if e.is_retryable() { Err(e) } else { Ok(()) })?;
             let mut given_up = inode.given_up.lock();
@@ -131,7 +133,7 @@ impl Updates {
         join_all(fences).await.into_iter().collect()
     }
 
-    /// Returns when the head of the chain has heard of the present round, or the file is no more.
+    /// Returns when the head of the chain has seen the present round, or the file is deleted.
     pub(crate) async fn fence_at(
         self: &Arc<Self>,
         inode: &Inode,
@@ -142,7 +144,7 @@ impl Updates {
         self.send_flush(chain, inode, DataRequest::new(chain, 0, 0, chunk), &mut at).await.map(drop)
     }
 
-    /// One flush of a chain at a time: those who waited find their bytes stable already.
+    /// One flush of a chain at a time: tasks that waited may find their bytes stable already.
     async fn flush_locked(
         self: &Arc<Self>,
         chain: ChainId,
@@ -177,10 +179,10 @@ impl Updates {
         }
     }
 
-    /// A flush, repeated until it is answered: the head's stamp. Only the head counts: members join
-    /// at the tail, so it has been in sync longest, while one behind it may have been filled, in
-    /// the same life, from a source that had lost bytes. `None`: the file whose right it was sent
-    /// under cannot be opened any more; its bytes were given up.
+    /// Sends a flush until it is answered; returns the head's boot id. Only the head counts:
+    /// members join at the tail, so the head has been in sync longest. A member behind it may have
+    /// been resynced, within the same boot, from a source that had lost bytes. `None`: the file
+    /// whose capability was used can no longer be opened; its bytes were given up.
     fn send_flush<'a>(
         self: &'a Arc<Self>,
         chain: ChainId,
@@ -244,7 +246,7 @@ impl Updates {
     }
 
     /// Sends the lost bytes of one inode on one chain again. No write of this client to the inode
-    /// is under way meanwhile, so that what is replayed never lands on top of something newer.
+    /// is in progress meanwhile, so replayed bytes never overwrite newer ones.
     async fn replay(
         self: &Arc<Self>,
         chain: ChainId,
@@ -270,7 +272,7 @@ impl Updates {
             "a replica restarted: writing unstable bytes again"
         );
         Counters::add(&self.shared.stats.replays, plan.len() as u64);
-        // What was read since they were lost is without them.
+        // Bytes read since the loss do not contain the lost ones.
         let _forget = Forget(self, inode.ino);
         let limit = at.left();
         let ranges: Vec<_> =
@@ -285,7 +287,7 @@ impl Updates {
                 // Nothing is forgotten: the next flush finds the same bytes lost.
                 Err(e) if e.code == Code::TimedOut => return Err(e),
                 Err(e) => {
-                    // Where others wrote since there is something newer.
+                    // Where other clients have written since, there is something newer.
                     if e.code != Code::Overtaken {
                         inode.misses(range);
                     }
@@ -307,7 +309,7 @@ impl Updates {
         Ok(())
     }
 
-    /// One lost part. The entry to keep if it is still not stable.
+    /// Sends one lost part again. Returns the entry to keep if the part is still not stable.
     fn replay_part<'a>(
         self: &'a Arc<Self>,
         chain: ChainId,

@@ -1,7 +1,7 @@
-//! Striped writes of foreign memory, a GPU's for one: the storage servers read it by themselves.
-//! Two things differ from other writes. A write is stable when it is answered: its bytes are not
-//! here, so that they could not be sent again after a storage server lost them. And nobody repeats
-//! a write by himself whose bytes changed on the way: the sums are the caller's.
+//! Striped writes of foreign memory, such as a GPU's: the storage servers read it directly. Two
+//! things differ from other writes. A write is stable when it is answered: this process does not
+//! have its bytes, so it could not send them again after a storage server lost them. And a write
+//! whose bytes changed on the way is not repeated here, because the caller computed the checksums.
 
 use std::{
     ops::Range,
@@ -44,17 +44,17 @@ struct Sent<'a> {
     sums: &'a [u32],
     session: SessionId,
     seq: u64,
-    /// Requests of the write that storage servers may have had.
+    /// Requests of the write that storage servers may have received.
     handed: &'a AtomicI64,
-    /// That they may take yet.
+    /// Copies that servers may still accept.
     copies: parking_lot::Mutex<Copies>,
 }
 
 impl Updates {
-    /// Has the storage servers read a range from foreign memory, and returns when it is stable.
-    /// `sums` are those of each 4 KiB of it; it begins at a multiple of that. The caller holds the
-    /// range's lock. `handed` counts the requests that servers may have had. `Resend`: the bytes
-    /// are not those that were summed.
+    /// Makes the storage servers read a range from foreign memory; returns when it is stable.
+    /// `sums` has one checksum for each 4 KiB block; the range begins at a multiple of 4 KiB. The
+    /// caller holds the range's lock. `handed` counts the requests that servers may have received.
+    /// `Resend`: the bytes do not match the sums.
     pub(crate) async fn write_foreign(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
@@ -177,8 +177,8 @@ impl Updates {
         Ok(())
     }
 
-    /// Whether anything of this client's that is not stable lies in a range: what is written there
-    /// must not be written again over it.
+    /// Whether this client has unstable bytes in a range: those could be sent again over what is
+    /// written there.
     pub(crate) fn is_unstable(&self, inode: &Inode, range: &Range<u64>) -> bool {
         let (stripes, unstable) = (inode.placed().stripes, self.unstable.lock());
         stripes

@@ -1,5 +1,5 @@
-//! Asking storage targets for the space of what is held back. The rules are in `docs/leases.md`,
-//! "Space"; the numbers are [`Grants`]'s.
+//! Requests disk space for dirty data from storage targets. The rules are in `docs/leases.md`,
+//! "Space"; [`Grants`] keeps the numbers.
 //!
 //! [`Grants`]: crate::write::grants::Grants
 
@@ -30,10 +30,10 @@ use crate::{
     write::held_writes::WriteBack,
 };
 
-/// Who waits to hold something back waits no longer than this for an answer.
+/// A write that could be held back waits at most this long for an answer.
 const ASK_TRY: Duration = Duration::from_secs(1);
 
-/// Replicas that updates of a chain run through.
+/// The replicas that receive the updates of a chain.
 fn takers(chain: &pb::Chain) -> impl Iterator<Item = TargetId> + '_ {
     let takes = |s| matches!(s, ReplicaState::ReplicaServing | ReplicaState::ReplicaSyncing);
     chain.replicas.iter().filter(move |r| takes(r.state())).map(|r| r.target)
@@ -45,8 +45,8 @@ fn blocks(p: &Piece) -> u64 {
 }
 
 impl WriteBack {
-    /// What writing a range takes of targets at most. `joins`: its first block counts for what was
-    /// written just before it. `None`: a chain takes no updates now.
+    /// The most blocks that writing a range takes of each target. `joins`: the first block is
+    /// counted already by the write just before it. `None`: a chain accepts no updates now.
     pub(crate) fn cost(
         &self,
         inode: &Inode,
@@ -66,19 +66,19 @@ impl WriteBack {
         Some(cost)
     }
 
-    /// Whether every replica that a piece goes to knows what a write that takes of a grant is.
+    /// Whether every replica of a chain understands writes that use a grant.
     pub(crate) fn may_take_granted(&self, map: &MapView, chain: ChainId) -> bool {
         map.chain(chain).is_some_and(|c| self.grants.lock().all_know(takers(c)))
     }
 
-    /// Asks for the space that keeps a write from being held back.
+    /// Requests the space that a write needs to be held back.
     pub(crate) async fn ask_space(self: &Arc<Self>, inode: &Arc<Inode>, at: u64, len: u64) {
         let Some(session) = self.metadata.current_session() else { return };
         let Some(cost) = self.cost(inode, session.id, at, len, false) else { return };
         let lacking = self.grants.lock().lacking(self.shared.env.boot(), &cost);
         let asking = lacking.into_iter().map(async |(target, chain, more)| {
             let _one = self.turn_to_ask(target).await;
-            // Another may have asked for enough while this one waited.
+            // Another task may have requested enough while this one waited.
             if self
                 .grants
                 .lock()
@@ -92,7 +92,7 @@ impl WriteBack {
         join_all(asking).await;
     }
 
-    /// Asks for what is held back to stay granted, and for more before it is needed.
+    /// Renews the grants for dirty data, and requests more before it is needed.
     pub(crate) fn renew_space(self: &Arc<Self>, holding: &[Arc<Inode>]) {
         let mut due: BTreeSet<TargetId> =
             self.grants.lock().due(self.shared.env.boot()).into_iter().collect();
@@ -110,7 +110,8 @@ impl WriteBack {
         }
     }
 
-    /// One question to a target at a time: which of two answers stands would not be known.
+    /// One request to a target at a time: otherwise it would be unclear which of two answers is
+    /// valid.
     async fn turn_to_ask(&self, target: TargetId) -> OwnedMutexGuard<()> {
         let turn = self.asking_grants.lock().entry(target).or_default().clone();
         turn.lock_owned().await

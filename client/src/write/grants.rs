@@ -1,10 +1,10 @@
-//! Space that storage targets have granted to this client, and how much of it is spoken for: pure
+//! Disk space that storage targets have granted to this client, and how much of it is in use: pure
 //! bookkeeping, see `docs/leases.md`, "Space". All numbers are blocks of
 //! [`strake_proto::data::GRANT_UNIT`] bytes.
 //!
-//! What is believed to be granted is never more than what the target keeps free: it is lowered when
-//! an update is answered that may have taken of it, and by all that were answered while a question
-//! was on its way, since nobody knows which came first.
+//! The assumed grant is never more than what the target keeps free. It is lowered when an update is
+//! answered that may have used some of it. The answer to a request is lowered, too, by all updates
+//! that were answered while the request was on its way, since their order at the target is unknown.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -13,19 +13,19 @@ use strake_proto::{
     data::{GRANT_TERM, MAX_GRANT},
 };
 
-/// Asked for beyond what is needed.
+/// Blocks that are requested beyond what is needed.
 const AHEAD: u64 = MAX_GRANT / 2;
-/// With less left it is asked for more.
+/// With fewer blocks left, more are requested.
 const LOW: u64 = AHEAD / 2;
-/// What may be held back, beyond what is already, while a question is on its way: the target may
-/// take away the rest.
+/// How many more blocks may be held back while a request is on its way: the target may take away
+/// the rest.
 const MEANWHILE: u64 = MAX_GRANT / 16;
-/// A target that gave less than was asked for is left alone for so long.
+/// How long a target is not asked again after it granted less than requested.
 const PAUSE: Duration = Duration::from_millis(500);
-/// How often a target is asked by which something is held back.
+/// How often a target is asked while dirty data uses its grant.
 const RENEWAL: Duration = Duration::from_secs(2);
 
-/// What an update may take of each target, with a chain that the target is in.
+/// What an update may use of each target, with a chain that contains the target.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Cost {
     session: SessionId,
@@ -41,7 +41,7 @@ impl Cost {
         self.targets.entry(target).or_insert((chain, 0)).1 += blocks;
     }
 
-    /// Adds another; what is of a former session counts no more.
+    /// Adds another cost. A cost of an earlier session does not count.
     pub fn merge(&mut self, other: Cost) {
         if self.session != other.session {
             *self = other;
@@ -52,7 +52,7 @@ impl Cost {
         }
     }
 
-    /// Each target, and the chain by which it is reached.
+    /// Each target, and a chain to reach it.
     pub fn targets(&self) -> impl Iterator<Item = (TargetId, ChainId)> + '_ {
         self.targets.iter().map(|(t, (chain, _))| (*t, *chain))
     }
@@ -62,9 +62,9 @@ impl Cost {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Yes,
-    /// Not before some are sent.
+    /// Some dirty data must be sent first.
     Full,
-    /// Not before targets were asked.
+    /// Targets must be asked first.
     Ask,
     No,
 }
@@ -74,7 +74,7 @@ pub(crate) enum Verdict {
 pub(crate) struct Ask {
     pub target: TargetId,
     pub session: SessionId,
-    /// Of what it has granted, this is needed.
+    /// How much of the present grant is needed.
     pub keep: u64,
     pub want: u64,
     /// On the boot clock.
@@ -87,21 +87,21 @@ struct Account {
     granted: u64,
     /// On the boot clock.
     until: Duration,
-    /// What is held back or on its way takes at most so many.
+    /// The most blocks that dirty data uses.
     held: u64,
-    /// What was taken since the account was opened.
+    /// Blocks used since the account was opened.
     settled: u64,
     asked: Duration,
     is_asking: bool,
-    /// Until then it is not worth asking for more.
+    /// Until this time, requesting more is not worth it.
     short_until: Duration,
-    /// It has answered: its server knows of grants.
+    /// Whether the target has answered, so that its server knows grants.
     knows: bool,
 }
 
 impl Account {
-    /// What may be held back. A little less than what was granted: a block at which two pieces meet
-    /// is taken by both.
+    /// The blocks that may be used by dirty data. A little less than the grant: both pieces use the
+    /// block at which they meet.
     fn usable(&self, now: Duration) -> u64 {
         if now < self.until { self.granted - self.granted.div_ceil(64) } else { 0 }
     }
@@ -115,14 +115,14 @@ pub(crate) struct Grants {
 }
 
 impl Grants {
-    /// Nothing that was granted to another session counts.
+    /// Drops the grants of another session.
     fn turn_to(&mut self, session: SessionId) {
         if self.session != session {
             *self = Grants { session, accounts: BTreeMap::new() };
         }
     }
 
-    /// Bytes that cost so much are to be held back; `Yes`: they count from now on.
+    /// Bytes with this cost are to be held back. On `Yes` they are counted from now on.
     pub fn hold(&mut self, now: Duration, cost: &Cost) -> Verdict {
         self.turn_to(cost.session);
         let mut verdict = Verdict::Yes;
@@ -145,7 +145,7 @@ impl Grants {
         verdict
     }
 
-    /// Counts what is held back in any case.
+    /// Counts bytes that are held back in any case.
     pub fn count(&mut self, cost: &Cost) {
         self.turn_to(cost.session);
         for (target, (_, blocks)) in &cost.targets {
@@ -153,7 +153,7 @@ impl Grants {
         }
     }
 
-    /// What was counted is not held back after all.
+    /// Removes bytes that were counted but are not held back after all.
     pub fn release(&mut self, cost: &Cost) {
         if cost.session == self.session {
             for (target, (_, blocks)) in &cost.targets {
@@ -163,7 +163,7 @@ impl Grants {
         }
     }
 
-    /// It was sent and answered: the targets may have taken all of it.
+    /// The bytes were sent and answered: the targets may have used all of the cost.
     pub fn settle(&mut self, cost: &Cost) {
         self.release(cost);
         if cost.session == self.session {
@@ -175,12 +175,12 @@ impl Grants {
         }
     }
 
-    /// Whether all these may be sent what says that it takes of a grant.
+    /// Whether all these targets understand updates that use a grant.
     pub fn all_know(&self, mut targets: impl Iterator<Item = TargetId>) -> bool {
         targets.all(|t| self.accounts.get(&t).is_some_and(|a| a.knows))
     }
 
-    /// Targets to ask before bytes that cost so much may be held back.
+    /// The targets to ask before bytes with this cost may be held back.
     pub fn lacking(&mut self, now: Duration, cost: &Cost) -> Vec<(TargetId, ChainId, u64)> {
         self.turn_to(cost.session);
         let lacks = |(target, (chain, blocks)): (&TargetId, &(ChainId, u64))| {
@@ -191,7 +191,7 @@ impl Grants {
         cost.targets.iter().filter_map(lacks).collect()
     }
 
-    /// Targets to ask now, so that what is held back stays granted and there is more when it is
+    /// The targets to ask now, so that grants for dirty data stay valid and more are available when
     /// needed.
     pub fn due(&mut self, now: Duration) -> Vec<TargetId> {
         self.accounts.retain(|_, a| a.held > 0 || a.is_asking || now < a.until);
@@ -202,19 +202,20 @@ impl Grants {
         self.accounts.iter().filter(|(_, a)| is_due(a)).map(|(t, _)| *t).collect()
     }
 
-    /// A target is asked, with `more` than what is held back in mind.
+    /// A target is asked, for `more` blocks than dirty data uses.
     pub fn ask(&mut self, now: Duration, target: TargetId, more: u64) -> Ask {
         let session = self.session;
         let a = self.accounts.entry(target).or_default();
         a.granted = a.granted.min(a.held + MEANWHILE);
         (a.asked, a.is_asking) = (now, true);
         let want = (a.held + more + AHEAD).min(MAX_GRANT);
-        // What is believed may be less than what is held back, and than what the target has for it.
+        // The assumed grant may be less than what dirty data uses, and less than what the target
+        // reserves for it.
         let keep = a.granted.max(a.held).min(MAX_GRANT);
         Ask { target, session, keep, want, sent: now, settled: a.settled }
     }
 
-    /// What it answered; `None` if it did not.
+    /// The target's answer; `None` if it did not answer.
     pub fn answered(&mut self, now: Duration, ask: &Ask, granted: Option<u64>) {
         let Some(a) = self.accounts.get_mut(&ask.target).filter(|_| ask.session == self.session)
         else {
@@ -223,7 +224,7 @@ impl Grants {
         a.is_asking = false;
         if let Some(n) = granted {
             a.granted = n.min(MAX_GRANT).saturating_sub(a.settled - ask.settled);
-            // Its clock may run at another rate.
+            // The target's clock may run at another rate.
             a.until = ask.sent + GRANT_TERM / 10 * 9;
             a.knows = true;
         }
@@ -259,7 +260,8 @@ mod tests {
         b.answered(S, &ask, Some(AHEAD + 10));
         assert_eq!((b.hold(S, &cost(1, 10)), b.due(S)), (Verdict::Yes, vec![]));
         assert_eq!((b.due(S + RENEWAL), b.hold(S * 10, &cost(1, 1))), (vec![7], Verdict::Ask));
-        // Of another session nothing counts, and what comes late of the former one is not noticed.
+        // Grants of another session do not count, and a late answer for the earlier session is
+        // ignored.
         let late = b.ask(S, 7, 0);
         assert_eq!(b.hold(S, &cost(2, 1)), Verdict::Ask);
         b.answered(S, &late, Some(99));
@@ -286,8 +288,7 @@ mod tests {
     }
 
     proptest! {
-        /// However updates and questions overtake each other: what is held back finds space at the
-        /// target.
+        /// For any order of updates and requests: the target has space for all dirty data.
         #[test]
         fn what_is_held_back_is_granted(ops in prop::collection::vec((0u8..7, 1u64..400, any::<bool>()), 1..200)) {
             let (mut b, mut now, mut at_target) = (Grants::default(), S, 0u64);
@@ -311,7 +312,7 @@ mod tests {
                     5 if asks.is_empty() => asks.push((b.ask(now, 7, n), None)),
                     _ => match asks.pop() {
                         Some((ask, None)) => {
-                            // It has as much as the session asks for, or less.
+                            // The target grants as much as requested, or less.
                             at_target = ask.want.min(if first { n * 4 } else { u64::MAX }).max(at_target.min(ask.keep));
                             asks.push((ask, Some(at_target)));
                         }

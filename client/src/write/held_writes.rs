@@ -1,5 +1,5 @@
-//! Write-back: the files of which something is held back, and the space that is granted for it.
-//! Others see methods only.
+//! Write-back: the files with dirty data, and the disk space granted for it. Other modules see only
+//! methods.
 
 use std::{
     collections::BTreeMap,
@@ -25,7 +25,7 @@ use crate::{
     shared::Shared,
 };
 
-/// The services that it stands on.
+/// The services that it uses.
 pub(crate) struct Below {
     pub shared: Arc<Shared>,
     pub metadata: Arc<Metadata>,
@@ -34,7 +34,7 @@ pub(crate) struct Below {
     pub updates: Arc<Updates>,
     pub pages: Arc<PageLocks>,
     pub lease_cache: Arc<LeaseCache>,
-    /// Bytes of files that were read.
+    /// The read cache.
     pub cache: Arc<Mutex<Cache>>,
 }
 
@@ -48,15 +48,14 @@ pub(crate) struct WriteBack {
     pub(super) pages: Arc<PageLocks>,
     pub(super) lease_cache: Arc<LeaseCache>,
     pub(super) cache: Arc<Mutex<Cache>>,
-    /// Files of which something is held back or on its way. Taken within the lock of what is held
-    /// back.
+    /// Files with dirty data. This lock is taken within the lock of a file's dirty data.
     pub(super) holding: Mutex<BTreeMap<Ino, Arc<Inode>>>,
-    /// Places of writes that are held back among them.
+    /// Positions of held writes, in their order.
     pub(super) held_order: AtomicU64,
-    /// What a former process held back, wrote and did not report is known.
+    /// Whether it is known what an earlier process left: dirty data, writes and unreported sizes.
     inherited: watch::Sender<bool>,
-    /// What may be held back, by the space that is granted. Taken within the lock of what is held
-    /// back.
+    /// What may be held back, by the granted space. This lock is taken within the lock of a file's
+    /// dirty data.
     pub(super) grants: Mutex<Grants>,
     pub(super) asking_grants: Mutex<BTreeMap<TargetId, Arc<AsyncMutex<()>>>>,
 }
@@ -82,22 +81,22 @@ impl WriteBack {
         }
     }
 
-    /// The files of which something is held back or on its way.
+    /// The files with dirty data.
     pub fn holding(&self) -> Vec<Arc<Inode>> {
         self.holding.lock().values().cloned().collect()
     }
 
-    /// A lost session takes all with it that is held back. The files were told.
+    /// Forgets the files: a lost session takes all dirty data with it. The files were told already.
     pub fn hold_nothing(&self) {
         self.holding.lock().clear();
     }
 
-    /// A former process gave out the places up to this one.
+    /// An earlier process used the positions up to this one.
     pub fn go_on_after(&self, order: u64) {
         self.held_order.fetch_max(order + 1, Relaxed);
     }
 
-    /// Whether it is known what a former process held back, wrote and did not report.
+    /// Whether it is known what an earlier process left: dirty data, writes and unreported sizes.
     pub fn has_inherited(&self) -> bool {
         *self.inherited.borrow()
     }
@@ -106,7 +105,7 @@ impl WriteBack {
         self.inherited.send_replace(true);
     }
 
-    /// Returns when it is known.
+    /// Returns when that is known.
     pub async fn inheritance_known(&self) {
         let _ = self.inherited.subscribe().wait_for(|known| *known).await;
     }

@@ -1,4 +1,4 @@
-//! Writes: what is held back, what space it has, and what is not stable yet.
+//! Writes: dirty data, the disk space for it, and writes that are not stable yet.
 
 pub(crate) mod back;
 #[doc(hidden)]

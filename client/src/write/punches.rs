@@ -22,11 +22,11 @@ use crate::{
     write::service::Updates,
 };
 
-/// Chunks punched at a time.
+/// How many chunks are punched at a time.
 const PUNCHES_AT_ONCE: usize = 8;
 
 impl Updates {
-    /// Makes a range zeros that takes no space, on all chains. The caller holds the range's lock.
+    /// Makes a range zeros without stored blocks, on all chains. The caller holds the range's lock.
     pub(crate) async fn punch_range(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
@@ -34,8 +34,8 @@ impl Updates {
         stable: bool,
     ) -> Result<()> {
         let stripes = inode.placed().stripes;
-        // One number for all chunks, each of which remembers it: a repetition after a restart of
-        // the mount may find other chunks, and what the last daemon sent may arrive late.
+        // One number for all chunks, each of which remembers it. A repetition after a restart of
+        // the mount may find other chunks, and requests of the last daemon may arrive late.
         let (cap, seq) = self.data_numbers(inode, 1, None).await?;
         let number = (cap.session, seq);
         let punch = |chain| self.punch_chain(inode, &stripes, chain, range.clone(), stable, number);
@@ -43,8 +43,8 @@ impl Updates {
         join_all(punches).await.into_iter().collect()
     }
 
-    /// Chunks that hold nothing need no punch, unless bytes of this client may be written to them
-    /// once more.
+    /// Chunks without data need no punch, unless unstable bytes of this client may be written to
+    /// them again.
     fn punch_chain<'a>(
         self: &'a Arc<Self>,
         inode: &'a Arc<Inode>,
@@ -64,7 +64,7 @@ impl Updates {
                 let page = self.storage.extents(inode, stripes, chain, from, PAGE).await?;
                 wanted.extend(page.found.iter().map(|e| e.index).filter(|i| *i <= last));
                 let next = page.next.filter(|n| n.0 <= last);
-                // The last one may go on on the next page: then it is punched with that.
+                // The last chunk may continue on the next page: then it is punched with that page.
                 let rest = next.map_or_else(BTreeSet::new, |n| wanted.split_off(&n.0));
                 let punches = std::mem::replace(&mut wanted, rest).into_iter();
                 let pieces: Vec<Piece> =
@@ -73,7 +73,8 @@ impl Updates {
                 let punch = |p: Piece| {
                     self.write_piece(inode, p, Content::Hole(p.len), flags, number, None, None)
                 };
-                // All, though one may fail: none may arrive after the range is free for others.
+                // Waits for all, even if one fails: none may arrive after the range lock is
+                // released.
                 let done: Vec<Result<()>> = stream::iter(pieces)
                     .map(punch)
                     .buffer_unordered(PUNCHES_AT_ONCE)
@@ -89,7 +90,7 @@ impl Updates {
     }
 }
 
-/// The part of a range of the file that lies in a chunk.
+/// The part of a file range that lies in a chunk.
 fn piece(stripes: &StripeMap, chain: ChainId, index: u64, range: &Range<u64>) -> Option<Piece> {
     let (start, len) = stripes.place_of(index)?;
     let (from, to) = (range.start.max(start), range.end.min(start + len));

@@ -1,7 +1,7 @@
-//! Byte-range locks of one inode inside one client: writes that overlap take their turns, in the
-//! order they came.
+//! Byte-range locks of one inode inside one client: overlapping writes run one after the other, in
+//! the order of arrival.
 //!
-//! [`Queue`] is the pure part. A waiter goes when nothing that came before it, waiting or holding,
+//! [`Queue`] is the pure part. A waiter proceeds when no earlier entry, waiting or holding,
 //! overlaps it.
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
@@ -15,7 +15,7 @@ struct Entry {
     wake: Option<oneshot::Sender<()>>,
 }
 
-/// Who holds and who waits, by ticket.
+/// Holders and waiters, by ticket.
 #[derive(Default)]
 struct Queue {
     entries: BTreeMap<u64, Entry>,
@@ -27,7 +27,7 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
 }
 
 impl Queue {
-    /// Whether `ticket` may go now.
+    /// Whether `ticket` may proceed now.
     fn is_free(&self, ticket: u64, range: &Range<u64>) -> bool {
         !self.entries.range(..ticket).any(|(_, e)| overlap(&e.range, range))
     }
@@ -56,7 +56,7 @@ impl Queue {
             .collect();
         for t in ready {
             if let Some(w) = self.entries.get_mut(&t).and_then(|e| e.wake.take()) {
-                // The waiter may have gone away; its guard then leaves by itself.
+                // The waiter may have gone away; then its guard leaves the queue.
                 let _ = w.send(());
             }
         }
@@ -74,7 +74,7 @@ pub(crate) struct RangeGuard {
 }
 
 impl RangeLock {
-    /// Waits for its turn. Dropping the future gives the turn up.
+    /// Waits for the lock. Dropping the future gives the place in the queue up.
     pub async fn lock(&self, range: Range<u64>) -> RangeGuard {
         let mut wait = None;
         let ticket = self.0.lock().enter(range, || {
@@ -108,8 +108,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Whatever comes and goes, two holders never overlap, and overlapping ones go in the order
-        /// they came.
+        /// In any order of arrivals and departures, two holders never overlap, and overlapping ones
+        /// hold in the order of arrival.
         #[test]
         fn holders_never_overlap_and_order_is_kept(ops in prop::collection::vec((0u64..50, 1u64..20, any::<bool>()), 1..80)) {
             let mut q = Queue::default();

@@ -1,4 +1,4 @@
-//! Writes that are not stable yet, and room for them. Others see methods only.
+//! Writes that are not stable yet, and the memory for them. Other modules see only methods.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -35,10 +35,10 @@ pub(crate) struct Updates {
     pub(super) metadata: Arc<Metadata>,
     pub(super) files: Arc<Files>,
     pub(super) storage: Arc<Storage>,
-    /// Bytes of files that were read.
+    /// The read cache.
     pub(super) cache: Arc<Mutex<Cache>>,
     pub(super) unstable: Mutex<Unstable<Hold>>,
-    /// Room for unstable bytes, in [`ROOM_UNIT`]s.
+    /// Free memory for unstable bytes, in [`ROOM_UNIT`]s.
     room: Arc<Semaphore>,
     pub(super) flush_wanted: Notify,
     pub(super) flushing: Mutex<BTreeMap<ChainId, Arc<AsyncMutex<()>>>>,
@@ -66,12 +66,12 @@ impl Updates {
         }
     }
 
-    /// Room for unstable bytes, in [`ROOM_UNIT`]s.
+    /// Free memory for unstable bytes, in [`ROOM_UNIT`]s.
     pub fn room(&self) -> &Arc<Semaphore> {
         &self.room
     }
 
-    /// Returns when somebody waits for a flush.
+    /// Returns when a task waits for a flush.
     pub async fn flush_wanted(&self) {
         self.flush_wanted.notified().await;
     }
@@ -80,12 +80,12 @@ impl Updates {
         self.unstable.lock().bytes()
     }
 
-    /// A file was cut: what was written beyond is not written again.
+    /// A file was truncated: bytes beyond the new size are not written again.
     pub fn clip(&self, ino: Ino, size: u64) {
         self.unstable.lock().clip(ino, size);
     }
 
-    /// What a lost session wrote is lost to its files.
+    /// The unstable writes of a lost session are lost to their files.
     pub fn lose(&self, session: SessionId) {
         let mut unstable = self.unstable.lock();
         unstable
@@ -94,7 +94,7 @@ impl Updates {
             .for_each(|h| h.inode.lost_with(session, Vec::new()));
     }
 
-    /// An unstable write of a former client, which had this place among all.
+    /// Adds an unstable write of an earlier client, which had this position.
     pub fn inherit(&self, chain: ChainId, order: u64, entry: Entry<Hold>) {
         let mut unstable = self.unstable.lock();
         unstable.add_again(chain, order, entry);

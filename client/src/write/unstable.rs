@@ -1,10 +1,10 @@
-//! Which written bytes are not yet known to be stable, and what to send again when a replica
+//! Which written bytes are not yet known to be stable, and what to send again when a replica has
 //! restarted: pure bookkeeping.
 //!
-//! A write that is answered *unstable* is kept with the start stamps of the replicas that took it.
-//! A flush of its chain is answered with stamps of replicas that flushed (the shell counts the
-//! head's only). If one of them is the same life of the same replica, the bytes were there and are
-//! now on disk, and the chain's other members agree with it. If none is, the bytes may be lost and
+//! A write that is answered *unstable* is kept with the boot ids ([`Stamp`]) of the replicas that
+//! have it. The answer to a flush of its chain has the boot ids of replicas that flushed
+//! (`flush.rs` uses only the head's). If one of them matches, the bytes were there and are now on
+//! disk, and the chain's other members agree with it. If none matches, the bytes may be lost and
 //! are sent again.
 
 use std::{
@@ -24,7 +24,7 @@ use crate::{
     handover::{KeptWrite, WriteKind, place_of},
 };
 
-/// One unstable write: a part of one chunk. `T` is what the shell needs to send it again (the
+/// One unstable write: a part of one chunk. `T` is what the caller needs to send it again (the
 /// inode, its share of the memory limit).
 pub(crate) struct Entry<T> {
     pub chunk: ChunkId,
@@ -39,12 +39,12 @@ pub(crate) struct Entry<T> {
     /// Milliseconds on the caller's clock.
     pub at_ms: u64,
     pub tag: Arc<T>,
-    /// What outlives the process, as long as the entry.
+    /// The record that outlives the process; it lives as long as the entry.
     pub kept: Option<Record>,
 }
 
 impl<T> Entry<T> {
-    /// As it is kept for the next process.
+    /// The record of the entry for the next process.
     pub fn kept_as(&self, chain: ChainId) -> KeptWrite {
         let e = self;
         KeptWrite {
@@ -68,7 +68,7 @@ impl<T> Entry<T> {
 }
 
 impl<T> Entry<T> {
-    /// Bytes of memory it keeps.
+    /// Bytes of memory that it uses.
     fn held(&self) -> u64 {
         buffers::total(self.data.bytes()) as u64
     }
@@ -82,20 +82,20 @@ impl<T> Entry<T> {
 
 /// A lost part to send again.
 pub(crate) struct Replay<T> {
-    /// Place of the entry it comes from, which it keeps.
+    /// Position of the entry that it comes from; it keeps this position.
     pub order: u64,
     pub chunk: ChunkId,
     pub offset: u32,
     pub file_offset: u64,
     pub data: Content,
-    /// The first attempt's number if the entry is whole; a part needs a number of its own.
+    /// The number of the first attempt if the entry is whole; a part needs its own number.
     pub seq: Option<u64>,
     pub session: u64,
     pub version: Version,
     pub tag: Arc<T>,
 }
 
-/// Place in the order of answers, and a number that tells the parts of one entry apart.
+/// Position in the order of answers, and a number that distinguishes the parts of one entry.
 type Key = (u64, u64);
 
 /// The unstable writes of one client, by chain, in the order they were answered.
@@ -123,13 +123,13 @@ impl<T> Unstable<T> {
         self.put(chain, order, entry);
     }
 
-    /// Goes on behind the writes that a former client left.
+    /// Continues after the writes that an earlier client left.
     pub fn resume_after(&mut self, order: u64) {
         self.next = self.next.max(order.saturating_add(1));
     }
 
-    /// A part that was replayed and is unstable again, in its old place: a flush that someone waits
-    /// for must cover it.
+    /// A part that was replayed and is unstable again, at its old position: a flush that a caller
+    /// waits for must cover it.
     pub fn add_again(&mut self, chain: ChainId, order: u64, entry: Entry<T>) {
         self.put(chain, order, entry);
     }
@@ -140,12 +140,12 @@ impl<T> Unstable<T> {
         self.chains.entry(chain).or_default().insert((order, self.part), entry);
     }
 
-    /// Taken before a flush is sent: the flush covers what was answered before.
+    /// Take the mark before a flush is sent: the flush covers what was answered before.
     pub fn mark(&self) -> u64 {
         self.next
     }
 
-    /// Whether anything of the chain from below `mark` is left (of one inode, or of any).
+    /// Whether the chain has entries from before `mark` (of one inode, or of any).
     pub fn pending(&self, chain: ChainId, mark: u64, ino: Option<Ino>) -> bool {
         self.chains.get(&chain).is_some_and(|c| {
             c.range(..(mark, 0)).any(|(_, e)| ino.is_none_or(|i| e.chunk.ino == i))
@@ -161,7 +161,7 @@ impl<T> Unstable<T> {
             .collect()
     }
 
-    /// Some write of the chain: its chunk names a file whose capability permits the flush.
+    /// Any write of the chain: its chunk names a file whose capability permits the flush.
     pub fn sample(&self, chain: ChainId) -> Option<&Entry<T>> {
         self.chains.get(&chain)?.values().next()
     }
@@ -182,8 +182,8 @@ impl<T> Unstable<T> {
         self.chains.iter().filter(|(_, c)| is_due(c)).map(|(id, _)| *id).collect()
     }
 
-    /// A flush was answered with these stamps: drops what is stable now. Returns the tags, by
-    /// inode, of what may be lost. Of such an inode nothing is dropped yet: a later write that
+    /// A flush was answered with these boot ids: drops what is stable now. Returns, by inode, the
+    /// tags of writes that may be lost. Nothing of such an inode is dropped yet: a later write that
     /// survived says what must not be replayed.
     pub fn flushed(
         &mut self,
@@ -202,9 +202,9 @@ impl<T> Unstable<T> {
     }
 
     /// The lost bytes of one inode on one chain, without those that a later write covers: disjoint,
-    /// so that they can be sent in any order. What survived is left alone: it may be newer. So is
-    /// what was answered after the flush was sent, of which its answer says nothing: the replica
-    /// may have restarted since.
+    /// so that they can be sent in any order. Bytes that survived are not replayed, since they may
+    /// be newer. Neither are writes that were answered after the flush was sent: its answer says
+    /// nothing about them, because the replica may have restarted since.
     pub fn plan(&self, chain: ChainId, ino: Ino, mark: u64, stamps: &[Stamp]) -> Vec<Replay<T>> {
         let mut covered: BTreeMap<ChunkId, Vec<Range<u64>>> = BTreeMap::new();
         let mut out = Vec::new();
@@ -232,22 +232,22 @@ impl<T> Unstable<T> {
         out
     }
 
-    /// Whether bytes of an inode on a chain are lost that nobody has any more: a former client had
-    /// them elsewhere than in kept memory.
+    /// Whether lost bytes of an inode on a chain exist nowhere any more: an earlier client had them
+    /// outside of kept memory.
     pub fn is_bereft(&self, chain: ChainId, ino: Ino, mark: u64, stamps: &[Stamp]) -> bool {
         let lost = |e: &Entry<T>| e.chunk.ino == ino && e.data.span() == 0 && !e.survives(stamps);
         self.chains.get(&chain).is_some_and(|c| c.range(..(mark, 0)).any(|(_, e)| lost(e)))
     }
 
     /// The plan for an inode on a chain was carried out: forgets what was stable at `mark`, and
-    /// what was lost (as far as it is still unstable it was added anew). What was answered later
-    /// stays, stable or not: older bytes that stay must not be replayed over it.
+    /// what was lost (parts that are still unstable were added again). Writes that were answered
+    /// later stay, stable or not: older remaining bytes must not be replayed over them.
     pub fn replayed(&mut self, chain: ChainId, ino: Ino, mark: u64) {
         self.retain(chain, |order, e| e.chunk.ino != ino || order >= mark);
     }
 
-    /// Whether unstable bytes of a chunk overlap these: then a stable write is kept too, lest they
-    /// be replayed over it.
+    /// Whether unstable bytes of a chunk overlap these. Then a stable write is kept too, so that
+    /// they are not replayed over it.
     pub fn overlaps(&self, chain: ChainId, chunk: ChunkId, offset: u32, len: u64) -> bool {
         let r = u64::from(offset)..u64::from(offset) + len;
         self.chains.get(&chain).is_some_and(|c| {
@@ -263,13 +263,13 @@ impl<T> Unstable<T> {
         }
     }
 
-    /// Chunks of an inode on a chain, by index, that have something unstable.
+    /// Indexes of the chunks of an inode on a chain that have unstable bytes.
     pub fn chunks_of(&self, chain: ChainId, ino: Ino) -> BTreeSet<u64> {
         let all = self.chains.get(&chain).into_iter().flat_map(BTreeMap::values);
         all.filter(|e| e.chunk.ino == ino).map(|e| e.chunk.index).collect()
     }
 
-    /// Forgets the writes of a lost session; returns whose they were.
+    /// Forgets the writes of a lost session; returns the inodes that they belong to.
     pub fn forget_session(&mut self, session: u64) -> BTreeMap<Ino, Arc<T>> {
         let mut owners = BTreeMap::new();
         for chain in self.chains.keys().copied().collect::<Vec<_>>() {
@@ -283,7 +283,7 @@ impl<T> Unstable<T> {
         owners
     }
 
-    /// The file was cut to `size`: nothing beyond it may ever be replayed.
+    /// The file was truncated to `size`: nothing beyond it may ever be replayed.
     pub fn clip(&mut self, ino: Ino, size: u64) {
         let mut freed = 0;
         for c in self.chains.values_mut() {
@@ -324,7 +324,7 @@ impl<T> Unstable<T> {
     }
 }
 
-/// What of `r` lies outside of all of `holes`.
+/// The parts of `r` outside of all `holes`.
 pub(crate) fn subtract(r: Range<u64>, holes: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut parts = vec![r];
     for h in holes {
@@ -390,9 +390,9 @@ mod tests {
         assert_eq!((u.bytes(), u.pending(7, u64::MAX, None)), (0, false));
     }
 
-    /// A flush is answered by the replica's second life, which lost the first bytes and has the
-    /// second; before they are replayed it restarts once more, and its third life is given bytes
-    /// over the second ones. These must not be replayed over them later.
+    /// A flush is answered by the second boot of the replica, which has lost the first bytes and
+    /// has the second ones. Before the replay the replica restarts once more, and its third boot
+    /// receives bytes over the second ones. The second ones must not be replayed over those later.
     #[test]
     fn what_was_written_since_a_flush_was_sent_is_left_to_the_next_one() {
         let mut u = Unstable::default();
@@ -463,7 +463,7 @@ mod tests {
         assert_eq!(u.due(4, 30, 2), vec![7]);
     }
 
-    /// One chunk of a server that forgets what it has not flushed when it restarts.
+    /// One chunk of a server that forgets unflushed writes when it restarts.
     struct Server {
         life: u64,
         bytes: Vec<u8>,
@@ -494,7 +494,7 @@ mod tests {
             self.life += 1;
             (self.bytes, self.seqs) = self.durable.clone();
         }
-        /// Whether it is stable: what is known is flushed.
+        /// Returns whether the update is stable: a known number is flushed.
         fn update(&mut self, seq: u64, offset: u32, data: &Content) -> bool {
             let known = !self.seqs.insert(seq);
             if known {
@@ -505,7 +505,7 @@ mod tests {
             }
             known
         }
-        /// As `flush.rs` does, with numbers from `seq` on for parts.
+        /// Replays as `flush.rs` does, with numbers from `seq` on for parts.
         fn replay(&mut self, u: &mut Unstable<()>, mark: u64, stamp: Stamp, mut seq: u64) {
             let mut again = Vec::new();
             for p in u.plan(3, 1, mark, &[stamp]) {
@@ -525,9 +525,9 @@ mod tests {
     }
 
     proptest! {
-        /// Writes and punches on a server that forgets some suffix of a first life; then a second
-        /// life takes more. After the replay the chunk holds what it would hold had nothing been
-        /// lost.
+        /// Writes and punches on a server that loses some suffix of its first boot's writes; then
+        /// its second boot receives more. After the replay the chunk has the content that it would
+        /// have without the loss.
         #[test]
         fn a_replay_restores_the_last_writer_of_every_byte(
             first in prop::collection::vec((0u32..64, 1usize..32, prop::bool::weighted(0.3)), 0..12),
@@ -569,8 +569,8 @@ mod tests {
             prop_assert!(!u.pending(3, u64::MAX, None));
         }
 
-        /// A server that restarts at any time, between a flush, its answer and the replay that
-        /// follows from that, while writes go on.
+        /// A server that restarts at any time, between a flush, its answer and the following
+        /// replay, while writes continue.
         #[test]
         fn whatever_restarts_when_the_last_writer_of_every_byte_stays(
             steps in prop::collection::vec((0u8..9, 0u32..48, 1usize..24), 1..60),

@@ -1,4 +1,4 @@
-//! Striped writes: one update per piece of a chunk, in parallel, each repeated through failures.
+//! Striped writes: one update per piece of a chunk, in parallel, each retried through failures.
 //!
 //! An update goes to the head of its chain and keeps its number through every retry, so that it is
 //! applied once.
@@ -43,13 +43,14 @@ use crate::{
     },
 };
 
-/// Copies of a write sent after its bytes arrived changed, before that is an error.
+/// How often a write is sent again because its bytes changed on the way, before that is an error.
 const MAX_RESENDS: u32 = 8;
-/// How long the head of a chain is tried to be told of what may be made for ever.
+/// How long to try to fence at the head of a chain when a copy of an update could be applied at any
+/// later time.
 const FENCE_FOREVER: Duration = Duration::from_secs(1);
 
-/// An update that is under way. Dropped without having been settled it is given up, and may be on
-/// its way yet.
+/// An update in progress. If it is dropped without having been settled, it is given up, and may
+/// still be on its way.
 pub(super) struct UnderWay<'a> {
     pub core: &'a Updates,
     pub inode: &'a Inode,
@@ -67,7 +68,7 @@ impl Drop for UnderWay<'_> {
     }
 }
 
-/// One update of one chunk on its way.
+/// One update of one chunk.
 pub(crate) struct Update<'a> {
     pub inode: &'a Inode,
     pub chain: ChainId,
@@ -76,17 +77,17 @@ pub(crate) struct Update<'a> {
     pub data: Content,
     pub session: u64,
     pub seq: u64,
-    /// What the first attempt is made with, if its sender has just looked it up.
+    /// The capability for the first attempt, if the sender has just looked it up.
     pub cap: Option<Cap>,
     pub flags: u8,
     pub version: Version,
-    /// That servers may take yet.
+    /// Copies that servers may still accept.
     pub copies: Copies,
 }
 
 impl Updates {
-    /// One update, repeated with the same number until it is answered. Where it is given up, a new
-    /// round begins, and no copy of it is made any more when this returns.
+    /// One update, repeated with the same number until it is answered. If it is given up, a new
+    /// round begins, and no copy of it is applied any more when this returns.
     pub(crate) async fn update(
         self: &Arc<Self>,
         u: &mut Update<'_>,
@@ -97,7 +98,7 @@ impl Updates {
         let r = self.repeat_update(u, at).await;
         under_way.settled = match &r {
             Ok(_) => true,
-            // Its head remembers what it refused for good.
+            // The head remembers permanently refused updates.
             Err(e) => !e.is_retryable() && !at.in_doubt,
         };
         if !under_way.settled {
@@ -133,8 +134,8 @@ impl Updates {
                 retry.after(&map, at, e).await?;
                 continue;
             }
-            // Somebody changes the caller's memory, or a link is bad: from now on send what nobody
-            // can change.
+            // The caller's memory is being changed, or a link is bad: from now on send a private
+            // copy.
             resends += 1;
             Counters::add(&self.shared.stats.resends, 1);
             if let Content::Bytes(b) = &mut u.data {
@@ -188,8 +189,8 @@ impl Updates {
         Ok(reply)
     }
 
-    /// Puts bytes on their replicas. The caller holds the range's lock. `stable`: on disk, not only
-    /// in memory. `only`: in no other session; see [`Updates::data_numbers`].
+    /// Writes bytes to all their replicas. The caller holds the range's lock. `stable`: on disk,
+    /// not only in memory. `only`: in no other session; see [`Updates::data_numbers`].
     pub(crate) async fn write_range(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
@@ -236,8 +237,8 @@ impl Updates {
         (cap.session, done, first_error.map_or(Ok(()), Err))
     }
 
-    /// Numbers for the pieces of one write: the present session, and the first of them. `NoSession`
-    /// if that is another one than `only`.
+    /// Numbers for the pieces of one write: the present session, and the first number. `NoSession`
+    /// if that session is another one than `only`.
     pub(crate) async fn data_numbers(
         self: &Arc<Self>,
         inode: &Inode,
@@ -246,7 +247,7 @@ impl Updates {
     ) -> Result<(Cap, u64)> {
         let lost = || Error::new(Code::NoSession, "the session was lost before a write");
         let is_other = |id: SessionId| only.is_some_and(|only| only != id);
-        // Before a capability is asked for in another one.
+        // Check before a capability is requested in another session.
         if is_other(self.metadata.current_session().map_or(0, |s| s.id)) {
             return Err(lost());
         }
@@ -296,7 +297,7 @@ impl Updates {
         })
     }
 
-    /// Makes an unstable write outlive this process.
+    /// Records an unstable write, so that it outlives this process.
     pub(crate) fn keep_write(&self, chain: ChainId, order: u64, entry: &mut Entry<Hold>) {
         if let Some(k) = &self.shared.cfg.handover {
             entry.kept = k.put_write(order, &entry.kept_as(chain));
@@ -317,7 +318,7 @@ impl Updates {
             return Ok(());
         }
         if self.metadata.current_session().is_none_or(|s| s.id != session) {
-            // It would never be replayed under its number.
+            // The write would never be replayed under its number.
             return Err(session_lost());
         }
         let mut entry = Entry {
@@ -338,9 +339,9 @@ impl Updates {
         Ok(())
     }
 
-    /// Returns when no copy of an update that was given up can be made any more over what is
-    /// written from now on, by whomever: the head of its chain has heard of the present round, or
-    /// takes nothing that old. `copies`: those that were sent.
+    /// Returns when no copy of a given-up update can overwrite what any client writes from now on:
+    /// the head of its chain has seen the present round, or accepts no update that old. `copies`:
+    /// the copies that were sent.
     pub(crate) async fn outlive(
         self: &Arc<Self>,
         inode: &Inode,
@@ -361,7 +362,7 @@ impl Updates {
             }
         };
         let fenced = async {
-            // Of a lost session storage servers may not have heard.
+            // Storage servers may not know yet that a session is lost.
             let is_present = || self.metadata.current_session().is_some_and(|s| s.id == session);
             let fenced = is_present()
                 && self

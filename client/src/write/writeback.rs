@@ -1,10 +1,9 @@
-//! Write-back: what is written to a file that nobody else may write is held back, and sent later in
-//! larger pieces. The rules are in `docs/leases.md`, what is held back is in [`Dirty`].
+//! Write-back: writes to a file that no other client may write are held back, and sent later in
+//! larger pieces. The rules are in `docs/leases.md`; [`Dirty`] keeps the dirty data.
 //!
-//! Whether a write may be held back is looked at, and it is put there, under one lock. A recall
-//! ends the file's tenure before it is acknowledged, and the metadata leader asks for a report
-//! after that, which sends what it finds under the same lock: so nothing is held back that the
-//! report did not send.
+//! One lock covers the check whether a write may be held back and its insertion. A recall ends the
+//! file's tenure before it is acknowledged. After that the metadata leader asks for a report, which
+//! sends the dirty data under the same lock. So no write is held back that the report did not send.
 
 use futures_util::future::BoxFuture;
 use std::{ops::Range, sync::Arc, time::Duration};
@@ -40,28 +39,28 @@ use crate::{
     },
 };
 
-/// Writes of so many bytes gain nothing by waiting.
+/// Writes of at least this many bytes gain nothing by waiting.
 const LARGE: usize = 1 << 20;
-/// So many bytes of a file are sent at once, without waiting for more.
+/// With this many bytes of a file, they are sent immediately.
 const ENOUGH: u64 = 4 << 20;
-/// More than this of one file is not held back: writers wait until it is sent.
+/// Most bytes of one file that are held back: above this, writers wait until some are sent.
 const MOST: u64 = 32 << 20;
-/// The longest piece that is sent; and if it is to outlive this process, for which memory must be
-/// found in one piece.
+/// The longest piece that is sent; and the longest one that must outlive this process, for which
+/// contiguous memory must be found.
 const LONGEST: u64 = 16 << 20;
 const LONGEST_KEPT: u64 = 1 << 20;
-/// For so long bytes wait for more.
+/// How long bytes wait for more.
 const PATIENCE: Duration = Duration::from_millis(500);
-/// How often it is looked for bytes that have waited.
+/// How often to check for bytes that have waited long enough.
 pub(crate) const LOOK: Duration = Duration::from_millis(100);
-/// Pieces of a file on their way at a time.
+/// Most pieces of a file that are sent at a time.
 const RUNS_AT_ONCE: usize = 32;
 
 const O_DSYNC: u32 = 0o10000;
 const O_DIRECT: u32 = 0o40000;
 
 impl WriteBack {
-    /// Holds a write back if it may.
+    /// Holds a write back if that is allowed.
     pub(crate) fn hold_back(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
@@ -78,7 +77,7 @@ impl WriteBack {
         let Some(session) = self.metadata.current_session().filter(|s| s.may_hold_back) else {
             return Taken::Through;
         };
-        // Others that map the file must find everything sent.
+        // Other clients that map the file must find everything sent.
         let Some(_using) = self.pages.use_freely(inode.ino) else { return Taken::Through };
         let mut state = inode.back.state.lock();
         if state.held.is_barred() || !self.is_sole_writer(inode, session.id, &mut state.leased_in) {
@@ -127,8 +126,8 @@ impl WriteBack {
         Taken::Held
     }
 
-    /// Whether this session is the only writer that the metadata servers have on record, and others
-    /// are told so when that changes.
+    /// Whether this session is the only writer on record at the metadata servers, and the lease
+    /// guarantees that this client hears of a change.
     fn is_sole_writer(
         &self,
         inode: &Inode,
@@ -141,19 +140,18 @@ impl WriteBack {
                 inode.learn(&attr);
                 *leased_in = Some(tenure);
             }
-            // While an own change is under way the attributes are not known, but the lease is still
-            // held.
+            // While an own change is in progress the attributes are not known, but the lease is
+            // still held.
             None if leased_in.is_some()
                 && self.lease_cache.tenure(now, inode.ino) == *leased_in => {}
             None => return false,
         }
-        // It is looked at the session last: from when another is taken, nothing of the former one
-        // is held back.
+        // Check the session last: once it is replaced, no write of the old one is held back.
         inode.may_hold_back(session)
             && self.metadata.current_session().is_some_and(|s| s.id == session)
     }
 
-    /// What goes with the buffers of a write. `None`: it would not outlive this process, though it
+    /// Tags for the buffers of a write. `None`: it would not outlive this process, although it
     /// should.
     fn tags(
         &self,
@@ -190,26 +188,26 @@ impl WriteBack {
 
     // --- sending ---
 
-    /// Sends what is held back of a file, and returns when it is with all replicas, or lost: then
-    /// the file's handles tell of it.
+    /// Sends the dirty data of a file. Returns when it is with all replicas, or lost; then the
+    /// file's handles report the loss.
     pub(crate) async fn send_held(self: &Arc<Self>, inode: &Arc<Inode>) {
         if !inode.back.is_empty() {
             let (core, inode) = (self.clone(), inode.clone());
-            // Whoever waits may go away. And the numbers of the request that he works for are not
-            // for this.
+            // The caller may go away meanwhile. And the numbers of the request that the caller
+            // works for must not be used here.
             let sending = handover::numbered(None, async move { core.send_all(&inode).await });
             let _ = self.shared.env.spawn(sending).await;
         }
     }
 
-    /// As [`WriteBack::send_held`], for a task that runs to its end: it takes no other one.
+    /// As [`WriteBack::send_held`], for a task that runs to its end: it spawns no other task.
     pub(crate) async fn send_held_here(self: &Arc<Self>, inode: &Arc<Inode>) {
         if !inode.back.is_empty() {
             handover::numbered(None, self.send_all(inode)).await;
         }
     }
 
-    /// Begins to, unless somebody does.
+    /// Starts to send, unless a task is sending already.
     fn send_soon(self: &Arc<Self>, inode: &Arc<Inode>) {
         if inode.back.sending.try_lock().is_ok() {
             let (core, inode) = (self.clone(), inode.clone());
@@ -219,7 +217,7 @@ impl WriteBack {
         }
     }
 
-    /// Sends what has waited for long enough, or all when memory runs short.
+    /// Sends what has waited long enough, or all dirty data when memory runs short.
     pub(crate) async fn send_due(self: Arc<Self>) {
         let short = self.updates.room().available_permits()
             < room_for(self.shared.cfg.unstable_limit) as usize / 2;
@@ -262,7 +260,7 @@ impl WriteBack {
     ) -> BoxFuture<'a, ()> {
         Box::pin(async move {
             let range = run.at..run.end();
-            // Who wrote here before is done first.
+            // Earlier writes to this range are finished first.
             let _turn = inode.ranges.lock(range.clone()).await;
             let Some(first) = run.parts.first().map(|(_, tag)| tag.clone()) else { return };
             let bytes: Vec<Buf> = run.parts.iter().map(|(b, _)| b.clone()).collect();
@@ -282,8 +280,8 @@ impl WriteBack {
         })
     }
 
-    /// Bytes as they are sent. What must outlive this process must lie in one piece; if there is no
-    /// memory for that, each part is sent by itself.
+    /// The bytes as they are sent. Bytes that must outlive this process must be contiguous; if
+    /// there is no memory for that, each part is sent separately.
     fn in_one(&self, bytes: Vec<Buf>) -> Vec<Vec<Buf>> {
         let Some(keep) = self.shared.cfg.handover.as_ref().filter(|_| bytes.len() > 1) else {
             return vec![bytes];
@@ -310,14 +308,14 @@ impl WriteBack {
         self.has_arrived(inode, by, range, outcome);
     }
 
-    /// Bytes are where readers look for them; or lost, which the file's handles are told.
+    /// Bytes have arrived at the servers, or are lost; then the file's handles are told.
     fn has_arrived(&self, inode: &Inode, by: &Write, range: Range<u64>, outcome: Result<()>) {
-        // What was fetched meanwhile may be of before.
+        // What was fetched meanwhile may be from before the write.
         self.cache.lock().invalidate(inode.ino, range.clone());
         let outcome = outcome.and_then(|()| inode.wrote(by.session, range.clone(), &by.creds));
-        // Until that is told nobody may find nothing to send.
+        // Take the lock before the loss is reported: no sync may find nothing to send before that.
         let mut state = inode.back.state.lock();
-        // What went with its session was told of then.
+        // What was lost with its session was reported then.
         let ours = state.held.settled(range.clone());
         let Some(e) = outcome.err().filter(|_| ours) else { return };
         inode.write_failed(range.end);
@@ -326,7 +324,7 @@ impl WriteBack {
         tracing::warn!(ino = inode.ino, "{m}");
         match e.code {
             Code::NoSpc | Code::DQuot => inode.fail(Error::new(e.code, m)),
-            // Not every program looks at what fsync returns.
+            // Not every program checks the result of fsync.
             _ => inode.fail_loudly(&m),
         }
     }
@@ -343,14 +341,14 @@ impl WriteBack {
         let pieces: Vec<Piece> = stripes.split(at, buffers::total(bytes) as u64).collect();
         let (cap, first) = self.updates.data_numbers(inode, pieces.len() as u64, None).await?;
         if cap.session != session {
-            // Others may have written since it was lost.
+            // Other clients may have written since the session was lost.
             return Err(session_lost());
         }
         let mut sending = Vec::with_capacity(pieces.len());
         for (p, seq) in pieces.into_iter().zip(first..) {
             let part = buffers::cut(bytes, (p.file_offset - at) as usize, p.len as usize);
             let number = (session, seq);
-            // So that the next process repeats it under its number: this one may arrive late.
+            // Lets the next process repeat it under its number: this request may arrive late.
             let kept = self
                 .shared
                 .cfg
@@ -375,11 +373,11 @@ impl WriteBack {
         join_all(sending).await.into_iter().collect()
     }
 
-    // --- after a former process ---
+    // --- after an earlier process ---
 
-    /// What a former process held back of a file, in the order it was written, and what it was
-    /// sending, which may have arrived: that is sent once more under the same numbers, before
-    /// anything else.
+    /// Takes over what an earlier process left of a file: held writes, in the order they were
+    /// written, and writes that it was sending. Those may have arrived, and are sent again first,
+    /// under the same numbers.
     pub(crate) async fn inherit_back(
         self: &Arc<Self>,
         inode: Arc<Inode>,

@@ -1,5 +1,5 @@
-//! Bytes that were read are kept: what costs no message, what takes them away, and how much memory
-//! they take.
+//! The cache of read bytes: which reads need no message, what invalidates cached bytes, and how
+//! much memory they take.
 
 use std::{sync::Arc, time::Duration};
 
@@ -34,7 +34,7 @@ async fn get(f: &File, at: usize, len: usize) -> Vec<u8> {
     join(&f.read(at as u64, len).await.unwrap())
 }
 
-/// Requests about files to metadata servers, and all to storage servers.
+/// Counts of file requests to metadata servers and of all requests to storage servers.
 fn asked(c: &Client) -> (u64, u64) {
     let s = c.stats();
     (s.operations, s.data_requests)
@@ -63,7 +63,7 @@ async fn to_open_read_and_close_a_file_once_more_costs_no_message() {
         assert_eq!(asked(reader), before);
         assert_eq!(reader.stats().cached_opens, 20 + 1);
     }
-    // Until it is changed.
+    // The cache serves the file until it changes.
     let (f, _) = a.open(&user(), ino, RW).await.unwrap();
     f.write_all_at(10, b"new").await.unwrap();
     f.close().await.unwrap();
@@ -93,15 +93,15 @@ async fn a_leader_that_was_elected_again_is_greeted_on_a_new_connection() {
     look(0).await;
 }
 
-/// What a mount's kernel would be told to forget, and how many requests the metadata servers had
-/// had by then.
+/// Records the inodes that a mount's kernel would be told to forget, each with the number of
+/// requests that the metadata servers had answered by then.
 #[derive(Clone)]
 struct Kernel(Arc<Mds>, Arc<Mutex<Vec<(Ino, u64)>>>);
 
 impl Forget for Kernel {
     fn forget(&self, inos: &[Ino], _names: bool) -> Option<Forgetting> {
         let (kernel, inos) = (self.clone(), inos.to_vec());
-        // Known to be forgotten only after a while.
+        // The kernel confirms only after a while.
         Some(Box::pin(async move {
             tokio::time::sleep(Duration::from_millis(50)).await;
             kernel.1.lock().extend(inos.iter().map(|ino| (*ino, kernel.0.asked())));
@@ -109,8 +109,8 @@ impl Forget for Kernel {
     }
 }
 
-/// A change gives back the lease on what is behind the name, and may fail: whoever keeps copies of
-/// that is told before it is sent.
+/// A change gives back the lease on the inode behind the name, even if the change fails. So holders
+/// of copies, such as the kernel, forget them before the client sends the change.
 #[tokio::test(start_paused = true)]
 async fn copies_of_what_a_change_gives_back_are_forgotten_before() {
     let c = Cluster::new(2, 1);
@@ -148,7 +148,7 @@ async fn small_reads_anywhere_are_kept_while_nobody_else_may_write() {
     tokio::time::sleep(Duration::from_secs(30)).await;
     read_all(&data).await;
     assert_eq!(asked(&b), before);
-    // Somebody who may write it makes each read ask, and see.
+    // While another client may write the file, each read asks the servers and sees the new bytes.
     let (w, _) = a.open(&user(), ino, RW).await.unwrap();
     for (i, at) in places.iter().enumerate().take(20) {
         w.write_all_at(*at as u64, &[i as u8; 100]).await.unwrap();
@@ -160,7 +160,7 @@ async fn small_reads_anywhere_are_kept_while_nobody_else_may_write() {
     let before = asked(&b);
     read_all(&data).await;
     assert_eq!(asked(&b), before, "and is forgotten when he has gone");
-    // Own writes are seen, and cost nothing of the rest.
+    // Reads see the client's own writes, and the rest of the file stays cached.
     let (own, _) = b.open(&user(), ino, RW).await.unwrap();
     read_all(&data).await;
     own.write_all_at(places[7] as u64 + 3, b"mine").await.unwrap();
@@ -195,7 +195,8 @@ async fn memory_is_bounded_and_a_scan_leaves_what_is_read_again_and_again() {
     for _ in 0..3 {
         assert!(get(&open(&b, hot_ino).await, 0, MIB).await == hot);
     }
-    // A large file in order, by small and by large reads, at random, and many small files.
+    // Reads a large file in order with small and large reads, then at random, then many small
+    // files.
     let f = open(&b, big_ino).await;
     for step in [128 * KIB, MIB] {
         for at in (0..big.len()).step_by(step) {
@@ -293,7 +294,7 @@ async fn nothing_is_read_from_memory_when_the_lease_is_over() {
     assert!(f.read_ready(0, 10).is_none());
     MDS.iter().for_each(|n| c.net.set_silent(*n, false));
     assert_eq!(get(&f, 0, 10).await, [7; 10]);
-    // Another leader knows nothing of what the former one told; nor does this client.
+    // A new leader does not know what the old one granted; the client drops its copies, too.
     c.mds.elect(2);
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert!(f.read_ready(0, 10).is_none());

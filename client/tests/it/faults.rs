@@ -102,8 +102,8 @@ async fn lost_replies_never_apply_twice() {
     assert!(content(&f).await == (0..20u8).flat_map(|i| vec![i; 65536]).collect::<Vec<_>>());
 }
 
-/// The file may have no name any more: told of one close twice, the servers would free it under the
-/// other handle.
+/// The file may have no name any more: if one close counted twice, the servers would free the file
+/// under the other handle.
 #[tokio::test(start_paused = true)]
 async fn a_close_is_told_once_though_its_answer_is_lost() {
     let c = Cluster::new(2, 1);
@@ -114,7 +114,7 @@ async fn a_close_is_told_once_though_its_answer_is_lost() {
         assert_eq!(c.mds.opens(), 2);
         c.net.lose_replies(1, lost);
         second.close().await.unwrap();
-        // At the latest when all is told on the next connection.
+        // At the latest, the reassertion on the next connection closes it.
         tokio::time::sleep(Duration::from_secs(20)).await;
         assert_eq!(c.mds.opens(), 1, "{lost} answers lost");
     }
@@ -163,7 +163,7 @@ async fn dirty_replicas_send_the_reader_to_the_tail() {
     let began = tokio::time::Instant::now();
     assert!(content(&f).await == [8; 65536]);
     assert!(began.elapsed() < Duration::from_millis(5), "no pause on the way to the tail");
-    // Clean chunks are read from all copies.
+    // Clean chunks are read from all replicas.
     c.oss.faults(|f| f.dirty.clear());
     f.write_all_at(0, &vec![8; 4 << 20]).await.unwrap();
     let d = a.open(&user(), f.ino(), 0o40000).await.unwrap().0;
@@ -219,7 +219,7 @@ async fn an_evicted_client_loses_unstable_bytes_loudly_and_works_on() {
     f.fsync().await.unwrap();
     let (h, _) = a.open(&user(), f.ino(), RW).await.unwrap();
     h.fsync().await.unwrap();
-    // Reopened in the new session by use, without anybody's doing.
+    // Using the handle reopens it in the new session; the program need not do anything.
     f.write_all_at(0, &[2; 100_000]).await.unwrap();
     g.fsync().await.unwrap();
     assert!(content(&g).await == [2; 100_000]);
@@ -231,8 +231,8 @@ async fn an_evicted_client_loses_unstable_bytes_loudly_and_works_on() {
     assert_eq!(c.mds.opens(), 0);
 }
 
-/// The servers cut what a session wrote beyond the end when it is lost. Were its end reported by
-/// the next one, zeros would be read there.
+/// When a session is lost, the servers discard what it wrote beyond the recorded end of the file.
+/// If the client's next session reported the old end, reads there would return zeros.
 #[tokio::test(start_paused = true)]
 async fn an_evicted_client_does_not_report_the_end_of_bytes_that_were_cut() {
     let c = Cluster::new(2, 1);
@@ -240,8 +240,7 @@ async fn an_evicted_client_does_not_report_the_end_of_bytes_that_were_cut() {
     let f = file(&a, -1).await;
     f.write_all_at(0, &[1; 1000]).await.unwrap();
     f.fsync().await.unwrap();
-    // Seen by the report, seen by a write: the order in which a client learns of it must not
-    // matter.
+    // The client learns of the eviction from its report or from a write: the order must not matter.
     for by_write in [false, true] {
         f.write_all_at(1000, &[2; 9000]).await.unwrap();
         c.mds.evict_all();
@@ -251,7 +250,7 @@ async fn an_evicted_client_does_not_report_the_end_of_bytes_that_were_cut() {
         }
         assert_eq!(f.fsync().await.unwrap_err().errno(), 5);
         f.fsync().await.unwrap();
-        // Who opens the file now sees where it ends.
+        // A new open sees where the file ends now.
         let (g, attr) = a.open(&user(), f.ino(), RW).await.unwrap();
         assert!(g.read(1000, 1).await.unwrap().is_empty() && attr.size == 10_000);
         g.close().await.unwrap();
@@ -263,8 +262,8 @@ async fn an_evicted_client_does_not_report_the_end_of_bytes_that_were_cut() {
     assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().size, 1010);
 }
 
-/// As SQLite does with its journal: fsync fails, and what was written is to be read back. Older
-/// bytes, or none, must not be found there.
+/// As SQLite does with its journal: after a failed fsync a program reads back what it wrote. It
+/// must get an error, not older bytes or none.
 #[tokio::test(start_paused = true)]
 async fn lost_bytes_are_an_error_to_those_who_had_the_file_open() {
     let c = Cluster::new(2, 1);
@@ -435,11 +434,11 @@ async fn what_has_ended_is_asked_for_anew_at_once() {
         f.fsync().await.unwrap();
         assert_eq!(a.stats().unstable_bytes, 0);
     }
-    // Each message takes its time here; a pause of 2.5 ms at least for each of the 54 refusals
-    // would be more.
+    // Messages take time here, but a pause of at least 2.5 ms for each of the 54 refusals would
+    // exceed this limit.
     assert!(begun.elapsed() < Duration::from_millis(100), "{:?}", begun.elapsed());
     assert_eq!(c.mds.opens(), 2, "renewals leave no open behind");
-    // Refused again and again, a flush and a write are repeated as often.
+    // A flush and a write are repeated as often as they are refused.
     let one = c.client(2).await;
     let g =
         one.create(&user(), one.root(), b"g", 0o644, RW, false, striped(65536, 1)).await.unwrap().0;
@@ -468,7 +467,8 @@ async fn replays_go_on_when_the_right_they_began_under_has_ended() {
     c.restart(&[0, 1, 2]);
     assert!(content(&f).await == [1; 300_000]);
 
-    // Closed with an error: its bytes are kept, and become stable when the servers are back.
+    // The close fails, but the client keeps the bytes and makes them stable when the servers
+    // return.
     f.write_all_at(0, &[2; 300_000]).await.unwrap();
     let ino = f.ino();
     (0..3).for_each(|t| c.net.set_down(node(t), true));
@@ -488,8 +488,6 @@ async fn replays_go_on_when_the_right_they_began_under_has_ended() {
     assert!(!c.mds.is_written(ino), "released again");
 }
 
-/// Writers, readers, restarts, map changes, lost replies and leader changes together, from a few
-/// seeds.
 #[tokio::test(start_paused = true)]
 async fn what_was_written_before_a_client_became_read_only_is_made_safe() {
     let c = Cluster::new(3, 2);
@@ -513,6 +511,8 @@ async fn what_was_written_before_a_client_became_read_only_is_made_safe() {
     f.close().await.unwrap();
 }
 
+/// Writes, truncates, restarts, lost replies, ended capabilities and leader changes in random
+/// order, from a few seeds.
 #[tokio::test(start_paused = true)]
 async fn random_faults_against_a_model() {
     for seed in 1..=12u64 {

@@ -1,4 +1,5 @@
-//! Holes: made, found and counted, against a model; and what failures make of them.
+//! Makes, finds and counts holes, compares them with a model, and checks that they survive
+//! failures.
 
 use std::collections::BTreeSet;
 
@@ -43,7 +44,7 @@ impl Model {
         self.bytes.resize(size, 0);
         self.stored.retain(|b| b * BLOCK < size);
     }
-    /// The next place from `at` on that is data, or is none.
+    /// The next offset from `at` on that holds data (`data` is true) or lies in a hole.
     fn seek(&self, at: usize, data: bool) -> Option<u64> {
         let size = self.bytes.len();
         let is = |b: &usize| self.stored.contains(b) == data;
@@ -113,7 +114,7 @@ async fn writes_punches_and_cuts_equal_a_model() {
         f.fsync().await.unwrap();
         let ino = f.ino();
         f.close().await.unwrap();
-        // Nobody has it open, and another client has it open for writing only.
+        // `allocated` works while no client has the file open, and for a write-only handle.
         assert_eq!(a.allocated(ino).await.unwrap(), (m.stored.len() * BLOCK) as u64);
         let b = c.client(2).await;
         let g = b.open(&user(), ino, 1).await.unwrap().0;
@@ -168,7 +169,7 @@ async fn a_file_written_from_front_to_end_costs_no_question() {
     assert!(!a.getattr(&user(), f.ino()).await.unwrap().sparse);
     assert_eq!((f.seek_data(5).await.unwrap(), f.seek_hole(5).await.unwrap()), (5, 500_077));
     assert_eq!(a.stats().data_requests, before);
-    // From here on it may have holes, before anybody was told and after.
+    // From here on the file may have holes: checked before and after the metadata server knows.
     f.write_all_at(600_000, &[1]).await.unwrap();
     assert_eq!(f.seek_hole(5).await.unwrap(), 503_808);
     assert!(a.getattr(&user(), f.ino()).await.unwrap().sparse);
@@ -195,7 +196,7 @@ async fn bad_arguments_and_rights() {
     f.close().await.unwrap();
 }
 
-/// Lost punches and writes come back in their order, whichever of them was lost.
+/// Lost punches and writes are resent in their original order, whichever of them was lost.
 #[tokio::test(start_paused = true)]
 async fn punches_that_were_lost_are_made_again_in_order() {
     for copies in [1, 2] {
@@ -208,8 +209,8 @@ async fn punches_that_were_lost_are_made_again_in_order() {
         f.punch(100_000, 150_000).await.unwrap();
         f.write_all_at(150_000, &[3; 10]).await.unwrap();
         c.restart(&[0, 1, 2]);
-        // Made before the loss is noticed: what is punched was lost, and is written again but for
-        // this.
+        // This punch runs before the client notices the loss. It hits lost bytes: they are resent,
+        // and the punched range must stay a hole.
         f.punch(50_000, 10).await.unwrap();
         let mut want = vec![1; 400_000];
         want[..300_000].fill(2);
@@ -226,7 +227,7 @@ async fn punches_that_were_lost_are_made_again_in_order() {
     }
 }
 
-/// A chunk that was lost is in no list; what is written to it again must not come over a punch.
+/// A lost chunk is in no list of chunks. Resent writes must not overwrite a later punch of it.
 #[tokio::test(start_paused = true)]
 async fn a_punch_of_lost_chunks_holds() {
     let c = Cluster::new(3, 1);

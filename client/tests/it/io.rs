@@ -109,7 +109,7 @@ async fn overlapping_writes_land_in_the_order_they_were_called() {
     for w in running {
         w.await.unwrap();
     }
-    // The last call was dropped half way; a read of a later write's turn waits for it.
+    // The last call was dropped half way. A read waits for the writes that come before it.
     f.write_all_at(0, &[99]).await.unwrap();
     f.truncate(19_000 + 150_000).await.unwrap();
     let got = join(&f.read(0, 1 << 20).await.unwrap());
@@ -211,7 +211,7 @@ async fn read_ahead_serves_a_sequential_reader_and_never_old_bytes() {
     }
     let ahead = b.stats().cached_bytes;
     assert!(ahead > 20 << 20, "only {ahead} bytes came from read-ahead");
-    // Own writes into what was read ahead are seen at once, and another mount's.
+    // Writes into read-ahead data are seen at once, the client's own and another mount's.
     for at in (0..4u64 << 20).step_by(1 << 20) {
         g.read(at, 1 << 20).await.unwrap();
     }
@@ -248,13 +248,13 @@ async fn what_is_ready_is_read_without_waiting_and_never_old() {
             join(&g.read((i * step) as u64, step).await.unwrap()) == data[i * step..(i + 1) * step]
         );
     }
-    tokio::time::sleep(Duration::from_millis(50)).await; // what was asked for arrives
+    tokio::time::sleep(Duration::from_millis(50)).await; // the requested read-ahead arrives
     assert!(join(&g.read_ready(3 * step as u64, step).unwrap()) == data[3 * step..4 * step]);
     assert!(
         join(&g.read_ready(3 * step as u64, step).unwrap()) == data[3 * step..4 * step],
         "and once more"
     );
-    // An own write takes it away, and that of another.
+    // A write of this client invalidates the data, and so does a write of another client.
     g.write_all_at(4 * step as u64, b"new").await.unwrap();
     assert!(g.read_ready(4 * step as u64, 3).is_none());
     assert_eq!(join(&g.read(4 * step as u64, 3).await.unwrap()), b"new");
@@ -287,7 +287,8 @@ async fn appends_of_one_client_never_overlap() {
     assert_eq!(f.read(0, 1).await.unwrap_err().code, Code::BadF, "opened for writing only");
 }
 
-/// What the kernel cuts into pieces, between two clients and two handles of one.
+/// The kernel splits a large append into pieces. No append of another client, or of another handle
+/// of the same client, may land between them.
 #[tokio::test(start_paused = true)]
 async fn nobody_appends_between_the_pieces_of_an_append() {
     const APPEND: u32 = 0o2002;
@@ -302,7 +303,7 @@ async fn nobody_appends_between_the_pieces_of_an_append() {
         tokio::spawn(async move { f.append(vec![Buf::copy_from(&[n; 10])]).await.unwrap() })
     };
     let mut want = Vec::new();
-    // Alone, and beside another client.
+    // Round 0: against another handle of this client. Round 1: against another client.
     for round in 0..2u8 {
         let end = want.len() as u64;
         let elsewhere =
@@ -317,11 +318,12 @@ async fn nobody_appends_between_the_pieces_of_an_append() {
         assert_eq!((second.offset, third.offset, third.kept), (end + 10, end + 20, None));
         assert!(!f.end_append(first.kept.unwrap()) && f.kept_end().is_none());
         assert_eq!(theirs.await.unwrap(), end + 30);
-        // Another call is no piece of the one before, and need not wait for it.
+        // Another call is not a piece of the previous append and need not wait for it.
         let first = f.append_part(bytes(4), part(2, 530, true), ()).await.unwrap();
         let next = f.append_part(bytes(5), part(3, 540, true), ()).await.unwrap();
         assert!(first.kept != next.kept && next.offset == end + 50);
-        // It has returned: others go on at once. Or nobody says so, and they do after a while.
+        // If the client ends the append, others continue at once. Otherwise they continue after a
+        // timeout.
         for says in [true, false] {
             let theirs = other(&elsewhere, 8);
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -342,7 +344,7 @@ async fn nobody_appends_between_the_pieces_of_an_append() {
         }
         assert_eq!(join(&f.read(0, 1000).await.unwrap()), want);
     }
-    // One that goes on for long does not keep others from knowing the size.
+    // A long append does not keep other clients from learning the size.
     let end = want.len() as u64;
     for n in 0..20 {
         let piece = f.append_part(bytes(7), part(5, 10 * n, n < 19), ()).await.unwrap();
@@ -354,7 +356,7 @@ async fn nobody_appends_between_the_pieces_of_an_append() {
             assert_eq!(look.expect("told").unwrap().size, end + 10 * (n + 1));
         }
     }
-    // A handle that is closed keeps nothing.
+    // A closed handle does not keep the end of the file.
     let h = b.open(&user(), f.ino(), APPEND).await.unwrap().0;
     assert!(f.append_part(bytes(7), part(6, 0, true), ()).await.unwrap().kept.is_some());
     let theirs = other(&h, 1);
@@ -454,12 +456,12 @@ async fn what_is_known_under_a_lease_costs_no_request_until_somebody_changes_it(
             .unwrap();
         assert_eq!(b.getattr(&user(), ino).await.unwrap().size, size);
     }
-    // Another leader: what the former one granted is over.
+    // After a leader change the leases of the old leader end.
     c.mds.elect(2);
     a.setattr(&user(), pb::SetAttr { ino, size: Some(1), ..Default::default() }).await.unwrap();
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(b.getattr(&user(), ino).await.unwrap().size, 1);
-    // A lost session: likewise.
+    // The same holds after a lost session.
     b.getattr(&user(), ino).await.unwrap();
     c.mds.evict_all();
     a.setattr(&user(), pb::SetAttr { ino, size: Some(2), ..Default::default() }).await.unwrap();
@@ -476,7 +478,7 @@ async fn a_file_is_opened_again_without_a_request_until_somebody_changes_it() {
     f.write_all_at(0, b"hello").await.unwrap();
     let ino = f.ino();
     f.close().await.unwrap();
-    // Known under a lease first: whoever writes a file is on record for a moment longer.
+    // First wait for a lease: the writer stays on record for a moment after its close.
     while b.attr_valid(&b.getattr(&user(), ino).await.unwrap()).is_zero() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -486,7 +488,7 @@ async fn a_file_is_opened_again_without_a_request_until_somebody_changes_it() {
     for i in 0..100 {
         let (f, attr) = open(0).await;
         assert_eq!((attr.size, &join(&f.read(0, 9).await.unwrap())[..]), (5, &b"hello"[..]));
-        // Closed or just dropped, and two at a time.
+        // Handles are closed or only dropped, and two are open at a time.
         let (g, _) = open(0).await;
         if i % 2 == 0 {
             f.close().await.unwrap()
@@ -500,14 +502,15 @@ async fn a_file_is_opened_again_without_a_request_until_somebody_changes_it() {
     let other = pb::Creds { uid: 77, gid: 77, groups: vec![] };
     b.open(&other, ino, 0).await.unwrap().0.close().await.unwrap();
     assert_eq!(c.mds.asked(), asked + 1, "whether somebody else may is not known");
-    // It is really closed when it cannot be opened from memory any more.
+    // The client closes the file at the servers only when it can no longer open it from its cache.
     let (held, _) = open(0).await;
     a.setattr(&user(), pb::SetAttr { ino, size: Some(3), ..Default::default() }).await.unwrap();
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert!(c.mds.opens() == 1 && b.is_open(ino), "by who has it open");
     held.close().await.unwrap();
     assert_eq!((c.mds.opens(), open(0).await.1.size), (0, 3));
-    // A leader that knows of nothing is told what programs have open, and not what nobody has.
+    // A new leader is told which files programs have open, but not the files that the client only
+    // keeps open.
     let (held, _) = open(0).await;
     c.mds.elect(2);
     tokio::time::sleep(Duration::from_secs(2)).await;
@@ -517,8 +520,8 @@ async fn a_file_is_opened_again_without_a_request_until_somebody_changes_it() {
     c.mds.elect(1);
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(c.mds.opens(), 0);
-    // Nor is a file kept open that is written here: others shall know when nobody writes it any
-    // more.
+    // The client does not keep a file open that it wrote: other clients must learn when its last
+    // writer closes.
     open(0).await.0.close().await.unwrap();
     let (w, _) = open(RW).await;
     open(0).await.0.close().await.unwrap();

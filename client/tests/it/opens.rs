@@ -1,4 +1,5 @@
-//! What the metadata leader counts as open, when it was told in vain or between two others.
+//! What the metadata leader counts as open when a reassertion is lost or refused, or opens and
+//! closes run beside it.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,7 +13,8 @@ async fn file(c: &Client) -> File {
     c.create(&user(), c.root(), b"f", 0o600, RW, true, None).await.unwrap().0
 }
 
-/// Any open may be one that was asked for before a reassertion and is answered after it.
+/// An open may be sent before a reassertion and answered after it, which needs another reassertion.
+/// Constant opens must not cause endless ones.
 #[tokio::test(start_paused = true)]
 async fn programs_that_open_files_all_the_time_do_not_have_all_told_for_ever() {
     let c = Cluster::new(2, 1);
@@ -40,7 +42,7 @@ async fn programs_that_open_files_all_the_time_do_not_have_all_told_for_ever() {
     assert_eq!(c.mds.opens(), 1);
 }
 
-/// Otherwise the leader takes an open file for closed, and frees it when its last name goes.
+/// Otherwise the leader takes an open file for closed, and frees it when its last name is removed.
 #[tokio::test(start_paused = true)]
 async fn an_open_that_a_reassertion_left_out_is_told_though_the_leader_is_busy() {
     for loses in [false, true] {

@@ -1,5 +1,6 @@
-//! A client dies; the next one with its kept memory goes on. The first one is leaked in a runtime
-//! that is gone: nothing of it runs any more and nothing is cleaned up, as if it had been killed.
+//! A client dies, and the next one continues with its handover memory. The first client is leaked
+//! in a runtime that has ended: nothing of it runs any more and nothing is cleaned up, as after a
+//! kill.
 
 use std::{sync::Arc, time::Duration};
 
@@ -32,7 +33,7 @@ async fn take_over(c: &Cluster, keep: &Handover, ino: u64) -> (Client, File) {
 
 const INO: u64 = 102;
 
-/// Synced bytes, then unsynced ones whose end nobody was told.
+/// Writes synced bytes, then unsynced ones whose end the metadata server does not know.
 fn half_synced(c: &Cluster, keep: &Arc<Handover>) {
     killed(|| async {
         let a = c.client_with(1, with(keep)).await;
@@ -122,14 +123,14 @@ async fn what_is_lost_with_its_session_is_told_by_each_call() {
     assert_eq!(f.fsync().await.unwrap_err().code, Code::Io);
     assert_eq!(f.flush().await.unwrap_err().code, Code::Io);
     assert_eq!(c.mds.size_of(INO), 300_000, "nobody reads zeros beyond the recorded end");
-    // Told: it works on.
+    // Each call has reported the loss once; now the file works again.
     f.write_all_at(0, &[9]).await.unwrap();
     f.fsync().await.unwrap();
     f.close().await.unwrap();
 }
 
-/// A soft mount's close gives up while the servers are away; what was written goes on to be sent,
-/// by the next daemon too.
+/// A soft mount's close gives up while the servers are away. The client keeps sending the written
+/// bytes, and so does the next daemon.
 #[tokio::test(start_paused = true)]
 async fn writes_of_a_file_that_nobody_has_open_are_taken_over() {
     let (c, keep) = (Cluster::new(3, 2), new_keep());
@@ -151,7 +152,7 @@ async fn writes_of_a_file_that_nobody_has_open_are_taken_over() {
     b.close().await.unwrap();
 }
 
-/// Exclusively: the second time it fails.
+/// Creates a file exclusively, so a second run fails.
 async fn make(c: &Client) -> strake_proto::Result<File> {
     Ok(c.create(&user(), c.root(), b"new", 0o644, RW, true, None).await?.0)
 }
@@ -166,7 +167,7 @@ async fn a_request_that_comes_again_is_not_done_again() {
         let (making, appending) = (keep.begin(100, 0, 1), keep.begin(102, 0, INO));
         let made = numbered(making.clone(), make(&a)).await.unwrap();
         assert_eq!(numbered(appending.clone(), f.append(kept(&keep, 5, 10))).await.unwrap(), 10);
-        // Done, and not answered.
+        // The requests are done, but the program has no answer.
         std::mem::forget((a, f, made, making, appending));
     });
     let keep = next(&keep);
@@ -175,7 +176,7 @@ async fn a_request_that_comes_again_is_not_done_again() {
     let request = |unique| left.iter().find(|n| n.unique() == unique).cloned();
     let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
     let f = b.take_over(&[former], &left).await.pop().unwrap().unwrap();
-    // Another append comes first: it leaves room for the one that is yet to come again.
+    // Another append comes first: it leaves space for the one that will be sent again.
     assert_eq!(f.append(kept(&keep, 6, 10)).await.unwrap(), 20);
     let ran = c.mds.ran();
     numbered(request(100), make(&b)).await.expect("the first run's answer");
@@ -187,7 +188,7 @@ async fn a_request_that_comes_again_is_not_done_again() {
     f.close().await.unwrap();
 }
 
-/// Another client has the end of the file as soon as this one's lock goes, and asks for the size.
+/// Another client gets the append lock as soon as this one releases it, and asks for the size.
 #[tokio::test(start_paused = true)]
 async fn others_append_after_what_comes_again() {
     for (comes, arrived) in [(true, true), (true, false), (false, true), (false, false)] {
@@ -215,7 +216,8 @@ async fn others_append_after_what_comes_again() {
         let other = c.client(3).await;
         let g = other.open(&user(), INO, RW).await.unwrap().0;
         let theirs = tokio::spawn(async move { g.append(vec![Buf::copy_from(&[7; 10])]).await });
-        // One of this client waits for the lock, and must not be in the way either.
+        // An append of this client also waits for the lock, and must not block the resent one
+        // either.
         let (mine, own) = (f.clone(), kept(&keep, 6, 10));
         let mine = tokio::spawn(async move { mine.append(own).await });
         tokio::time::sleep(Duration::from_secs(3)).await;
@@ -231,13 +233,13 @@ async fn others_append_after_what_comes_again() {
             assert_eq!(at, [20, 30], "{comes} {arrived}");
             assert_eq!(join(&f.read(10, 10).await.unwrap()), [5; 10]);
         } else {
-            // This client's own may have left room for it.
+            // This client's own append may have left space for the request that never arrived.
             assert!(at == [10, 20] || at == [20, 30], "{at:?}");
         }
     }
 }
 
-/// With the session, the place went to others.
+/// When the session was lost, another client's append took the place.
 #[tokio::test(start_paused = true)]
 async fn an_append_of_a_lost_session_is_an_error() {
     let (c, keep) = (Cluster::new(3, 2), new_keep());

@@ -1,5 +1,5 @@
-//! What is held back: when, in which pieces it is sent, what others and the next process find of
-//! it, and who is told when it is lost.
+//! Dirty data of write-back: when the client holds writes back, in which pieces it sends them, what
+//! other clients and the next process see, and which calls report a loss.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,7 +17,7 @@ fn holding() -> Config {
     Config { write_back: true, ..config() }
 }
 
-/// A cluster that tells writers that they are on record.
+/// A cluster that records writers, tells them so, and expects releases.
 fn cluster(targets: u32, copies: u32) -> Cluster {
     let c = Cluster::new(targets, copies);
     c.mds.want_releases();
@@ -72,7 +72,7 @@ async fn what_waits_is_sent_by_itself_and_when_somebody_here_looks() {
     assert_eq!((held(&a), c.oss.counts(|n| n.applied)), ((1, 10), 0));
     tokio::time::sleep(Duration::from_millis(700)).await;
     assert_eq!((held(&a).1, c.oss.counts(|n| n.applied), c.mds.size_of(f.ino())), (0, 1, 10));
-    // Its size and times are told with the attributes, so it is sent before.
+    // Attributes carry the size and times, so the client sends the dirty data first.
     f.write_all_at(10, &[2; 10]).await.unwrap();
     assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().size, 20);
     assert_eq!((held(&a).1, c.mds.size_of(f.ino())), (0, 20));
@@ -129,8 +129,8 @@ async fn writes_that_go_through_lie_over_what_was_held_back_before() {
     assert!(content(&f).await == want);
 }
 
-/// A release takes the session off the record for all opens up to the one that it names, also for
-/// one that was answered later.
+/// A release ends the record of the session for all opens up to the one that it names, including an
+/// open that is answered later.
 #[tokio::test(start_paused = true)]
 async fn a_file_is_not_released_before_an_earlier_open_is_answered_and_closed() {
     let c = cluster(2, 1);
@@ -161,7 +161,7 @@ async fn a_file_is_not_released_before_an_earlier_open_is_answered_and_closed() 
     assert!(!c.mds.is_written(ino));
 }
 
-/// A new session is told of what is open, and of what was closed while it was told.
+/// A new session reports the open files, and also releases files that close during that report.
 #[tokio::test(start_paused = true)]
 async fn a_file_that_is_closed_while_a_new_session_learns_of_it_is_released() {
     let c = cluster(2, 1);
@@ -200,7 +200,7 @@ async fn nothing_is_held_back_of_what_others_write_or_without_a_lease() {
     assert_eq!(content(&f).await.len(), 150);
     f.write_all_at(0, &[4; 100]).await.unwrap();
     assert_eq!(held(&a), (2, 100), "alone again");
-    // Without leases it goes on to be sent, and what comes then goes through.
+    // Without leases the client sends its dirty data, and later writes go straight to the servers.
     MDS.iter().for_each(|n| c.net.set_silent(*n, true));
     tokio::time::sleep(Duration::from_secs(2)).await;
     f.write_all_at(100, &[5; 50]).await.unwrap();
@@ -220,7 +220,7 @@ async fn what_is_lost_with_the_session_is_told_by_each_handle_once_and_never_sen
     for late in [false, true] {
         f.write_all_at(50, &[2; 100]).await.unwrap();
         assert_eq!(a.stats().held_bytes, 100);
-        // Once while it is on its way.
+        // In one round the session error comes while the write is on its way.
         c.oss.faults(|f| f.write_delay = Duration::from_millis(if late { 3000 } else { 0 }));
         if late {
             tokio::time::sleep(Duration::from_secs(1)).await;
@@ -298,11 +298,11 @@ async fn without_space_granted_writes_go_through_and_tell_of_it() {
         f.write_all_at(i * 100, &[3; 100]).await.unwrap();
     }
     assert_eq!((held(&a), a.stats().grant_requests), ((100, 10_000), asked));
-    // What is not held back takes of no grant.
+    // A write that is not held back uses no grant.
     let (stable, _) = a.open(&user(), f.ino(), RW | O_DSYNC).await.unwrap();
     stable.write_all_at(20_000, &[4; 100]).await.unwrap();
     assert_eq!((a.stats().held_bytes, c.oss.counts(|n| n.granted)), (0, 1));
-    // A server of before knows nothing of it.
+    // An older server grants no space.
     c.oss.faults(|f| f.no_grants = true);
     tokio::time::sleep(Duration::from_secs(10)).await;
     f.write_all_at(0, &[5; 100]).await.unwrap();
@@ -393,7 +393,8 @@ async fn what_nobody_closes_is_sent_all_the_same() {
     assert_eq!(content(&file(&b).await).await, [[1; 100], [2; 100]].concat());
 }
 
-/// A report is made when all is sent and told, however long that takes.
+/// A client reports a file only after it has sent all dirty data and the size, however long that
+/// takes.
 #[tokio::test(start_paused = true)]
 async fn what_is_held_back_is_sent_before_a_report() {
     let c = cluster(2, 1);
@@ -426,7 +427,7 @@ async fn take_over(c: &Cluster, keep: &Handover, open: bool) -> (Client, Vec<Fil
     (b, files.into_iter().map(Result::unwrap).collect())
 }
 
-/// Killed with writes held back, and in the middle of sending them.
+/// The client is killed with dirty data, and in the middle of sending it.
 #[tokio::test(start_paused = true)]
 async fn what_was_held_back_is_taken_over() {
     for (sending, open) in [(0, true), (1, true), (2, true), (0, false), (1, false)] {
@@ -441,7 +442,7 @@ async fn what_was_held_back_is_taken_over() {
             }
             f.write(1000, kept(&keep, 2, 5000)).await.unwrap();
             if sending > 0 {
-                // It arrives: before the next process repeats it, or long after.
+                // The write arrives before the next process repeats it, or long after.
                 c.oss.faults(|f| {
                     f.write_delay = Duration::from_millis(if sending == 1 { 1 } else { 100_000 })
                 });
@@ -483,8 +484,8 @@ async fn what_was_held_back_is_taken_over() {
     }
 }
 
-/// Somebody asks for the file while nobody has taken over yet what the dead process held back of
-/// it.
+/// Another client asks for the file before the next process has taken over the dirty data of the
+/// dead one.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_reported_before_it_is_known_what_was_held_back() {
     let (c, keep) = (cluster(2, 1), Handover::create([7; 16], 64 << 20).unwrap());
@@ -526,7 +527,8 @@ async fn what_is_lost_with_the_session_of_a_former_process_is_told() {
     assert_eq!(content(&files[0]).await, [1; 100]);
 }
 
-/// Bytes that would not outlive the process are not held back by one that is to be outlived.
+/// A client with a handover does not hold back bytes outside its handover memory: they would not
+/// survive the process.
 #[tokio::test(start_paused = true)]
 async fn what_is_not_in_kept_memory_goes_through() {
     let (c, keep) = (cluster(2, 1), Handover::create([7; 16], 64 << 20).unwrap());
@@ -538,8 +540,8 @@ async fn what_is_not_in_kept_memory_goes_through() {
     assert_eq!(held(&a).0, 1);
 }
 
-/// With the session goes the lock: then both ask for the size and for each other's reports, and one
-/// place is to be given once.
+/// Losing the session loses the append lock. Then both clients ask for the size and for each
+/// other's reports, and must not append at the same place.
 #[tokio::test(start_paused = true)]
 async fn an_append_that_loses_its_session_begins_anew() {
     let c = cluster(1, 1);
@@ -551,8 +553,8 @@ async fn an_append_that_loses_its_session_begins_anew() {
         a.open(&user(), f.ino(), RW).await.unwrap().0,
         other.open(&user(), f.ino(), RW).await.unwrap().0,
     );
-    // Its own bytes are held back no more, and take a second: the first append waits for them with
-    // the lock held.
+    // The client now sends its own dirty data, which takes a second. The first append waits for it
+    // and holds the lock.
     let first = tokio::spawn(async move { g.append(vec![Buf::copy_from(&[2; 10])]).await });
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(!first.is_finished());
@@ -571,8 +573,8 @@ async fn an_append_that_loses_its_session_begins_anew() {
     assert_eq!((got[first as usize], got[second as usize]), (2, 3), "{got:?}");
 }
 
-/// While an append sends what was held back another client comes to append, too, has the lock, and
-/// waits for a report of this one.
+/// While an append sends dirty data, another client also appends: it holds the lock and waits for a
+/// report of this client.
 #[tokio::test(start_paused = true)]
 async fn an_append_that_is_not_alone_any_more_waits_for_the_lock() {
     let c = cluster(1, 1);
@@ -598,8 +600,8 @@ async fn an_append_that_is_not_alone_any_more_waits_for_the_lock() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever one client does with a file, in whatever order and with however many at once: it
-    /// reads what a file says that is written at once, and so does everybody after an fsync.
+    /// Any sequence of operations of one client, concurrent ones included, reads the same as with
+    /// write-through; after an fsync every other client reads the same, too.
     #[test]
     fn it_is_the_same_file(ops in prop::collection::vec((0u8..14, 0u64..40_000, 1usize..9000), 1..80)) {
         let paused = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
@@ -642,7 +644,7 @@ proptest! {
                     10 => tokio::time::sleep(Duration::from_millis(len as u64 / 10)).await,
                     11 => assert_eq!(a.getattr(&user(), f.ino()).await.unwrap().size as usize, want.len()),
                     12 => {
-                        // A sender under way, and a reader and a writer beside it.
+                        // A read runs while an fsync sends dirty data.
                         let (sync, got) = tokio::join!(f.fsync(), f.read(at, len));
                         sync.unwrap();
                         let end = want.len().min(at as usize + len);

@@ -1,5 +1,5 @@
-//! A checkpoint as eight ranks write it (temporary name, fsync, rename), with the metadata leader
-//! and an object server killed in the middle.
+//! A checkpoint, written by eight ranks (temporary name, fsync, rename), while the metadata leader
+//! and a storage server are killed.
 
 use std::{
     fs::{self, File},
@@ -26,11 +26,10 @@ use crate::{
 
 const RANKS: usize = 8;
 const BLOCK: usize = 1 << 20;
-/// Each rank syncs after this many bytes, so that at the kill part of what was written is synced
-/// and part is not.
+/// Each rank syncs after this many bytes, so that a part of the data is synced at the kill and a
+/// part is not.
 const SYNC_EVERY: u64 = 96 << 20;
-/// The servers are killed once this much is written, of which at least `MIN_IN_FLIGHT` by ranks
-/// still writing.
+/// The servers are killed once this many bytes are written, a part of them synced and a part not.
 const MIN_IN_FLIGHT: u64 = 1_000_000_000;
 
 /// How often the metadata service is probed.
@@ -115,7 +114,8 @@ pub fn run(cluster: &Cluster, work: &Path, total: u64, report: &mut Report) -> R
     Ok(())
 }
 
-/// Bytes that no two blocks share: a counter mixed with the rank and the block number.
+/// Fills a block with bytes that no other block has: a counter mixed with the rank and the block
+/// number.
 fn fill(block: &mut [u8], rank: usize, number: u64) {
     let mut x = (rank as u64) << 48 ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5bd1_e995;
     for word in block.chunks_exact_mut(8) {
@@ -165,7 +165,7 @@ struct Killed {
     oss: String,
 }
 
-/// Waits until enough is in flight, then kills the leader and an object server that holds stripes
+/// Waits until enough is in flight, then kills the leader and a storage server that holds stripes
 /// of these files and was writing a moment ago.
 fn kill_in_flight(cluster: &Cluster, dir: &Path, progress: &Progress) -> Result<Killed> {
     let start = Instant::now();
@@ -204,8 +204,8 @@ fn kill_in_flight(cluster: &Cluster, dir: &Path, progress: &Progress) -> Result<
     Ok(Killed { leader, oss: victim })
 }
 
-/// Kills at a moment when bytes are written and not synced, and every rank still writes. What is
-/// counted before the kill as written, and after it as synced, was each on its side of it.
+/// Kills at a moment when some of the written bytes are not synced and every rank still writes.
+/// Returns the bytes that were written before the kill, and those that were synced after it.
 fn at_the_kill(progress: &Progress, kill: impl FnOnce() -> Result<()>) -> Result<(u64, u64)> {
     let start = Instant::now();
     let mut written = progress.written.load(Relaxed);
@@ -233,8 +233,8 @@ fn at_the_kill(progress: &Progress, kill: impl FnOnce() -> Result<()>) -> Result
     Ok((written, synced))
 }
 
-/// Small operations from before the kill to after the election: creating a file and removing it,
-/// every 50 ms. Returns how long the longest took, and how many there were.
+/// Creates and removes a file every 50 ms, from before the kill until after the election. Returns
+/// how long the longest round took, and how many rounds there were.
 fn probe_metadata(dir: &Path, stop: &AtomicBool) -> Result<(Duration, u64)> {
     let path = dir.join(".probe");
     let (mut longest, mut number) = (Duration::ZERO, 0);
@@ -264,7 +264,7 @@ fn leader(status: &Value) -> Option<(String, u64)> {
         })
 }
 
-/// The object server of a file's first stripe, as `lfs getstripe` tells it.
+/// The storage server of a file's first stripe, by `lfs getstripe`.
 fn serving_oss(cluster: &Cluster, status: &Value, file: &Path) -> Result<String> {
     let index: u64 = cluster.lfs(&["getstripe", "-i", path(file)?])?.trim().parse()?;
     let map = &status["map"];
@@ -288,7 +288,8 @@ fn written_by(status: &Value, name: &str) -> u64 {
         .map_or(0, |t| t.iter().filter_map(|t| t["write_bytes"].as_u64()).sum())
 }
 
-/// Compares every rank's file with the sums taken while it was written. Returns the bytes verified.
+/// Compares every rank's file with the checksum that was made while it was written. Returns the
+/// bytes verified.
 pub fn verify(dir: &Path, sums: &Path) -> Result<u64> {
     let want: Value = serde_json::from_slice(&fs::read(sums)?)?;
     let files: Vec<PathBuf> = (0..RANKS).map(|r| dir.join(format!("rank{r}.pt"))).collect();
@@ -348,14 +349,14 @@ mod tests {
             at_the_kill(&progress(9 * mib, 4 * mib), || Ok(())).unwrap(),
             (9 * mib, 4 * mib)
         );
-        // Everything is synced at first: the kill waits for what comes.
+        // At first everything is synced: the kill waits for more writes.
         let p = progress(4 * mib, 4 * mib);
         thread::scope(|s| {
             let kill = s.spawn(|| at_the_kill(&p, || Ok(())).map_err(|e| e.to_string()));
             p.written.fetch_add(2 * mib, Relaxed);
             assert_eq!(kill.join().unwrap().unwrap(), (6 * mib, 4 * mib));
         });
-        // Synced or finished while the kill was sent.
+        // Everything is synced, or a rank has finished, while the kill is sent.
         let p = progress(9 * mib, 4 * mib);
         let late = || {
             p.synced.store(9 * mib, Relaxed);

@@ -1,4 +1,4 @@
-//! The cluster as a user sees it: the `strake` and `lfs` commands and the mount.
+//! The cluster as a user sees it: the commands `strake` and `lfs`, and the mount.
 
 use std::{
     collections::BTreeMap,
@@ -32,7 +32,7 @@ impl Drop for ReplicaMount {
     }
 }
 
-/// SIGKILL to a process of the cluster.
+/// Kills a process of the cluster with SIGKILL.
 pub fn kill(pid: i32) -> Result<()> {
     // SAFETY: plain kill(2) on a process this demo started.
     if unsafe { libc::kill(pid, libc::SIGKILL) } != 0 {
@@ -41,7 +41,8 @@ pub fn kill(pid: i32) -> Result<()> {
     Ok(())
 }
 
-/// Damaged chunks that each target has met since its server started, by server and target.
+/// The number of damaged chunks that each target has met since its server started, by the server's
+/// process and the target.
 fn damage(status: &Value) -> BTreeMap<String, u64> {
     let servers = status["servers"].as_array().map_or(&[][..], |a| a);
     let targets = servers
@@ -107,8 +108,7 @@ impl Cluster {
         if status.success() { Ok(()) } else { Err("strake up failed".into()) }
     }
 
-    /// Everything `strake status` knows. Servers that are down are part of the answer, not an
-    /// error.
+    /// The output of `strake status`. Servers that are down are part of it, not an error.
     pub fn status(&self) -> Result<Value> {
         let out = Command::new(&self.strake)
             .args(["status", "--json", "--dir", path(&self.dir)?])
@@ -167,7 +167,7 @@ impl Cluster {
         Ok(ReplicaMount { strake: self.strake.clone(), path: at })
     }
 
-    /// A file outside the file system under test, for what must be known about it from outside.
+    /// A file outside of the file system under test, for what must be kept about it elsewhere.
     pub fn state_file(&self, name: &str) -> PathBuf {
         self.root.join(name)
     }

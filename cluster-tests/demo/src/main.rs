@@ -1,6 +1,6 @@
-//! The main job, end to end, as `./demo` runs it: a real cluster and mount, real samples packed
-//! into shards and read back, a checkpoint written by eight ranks while the metadata leader and an
-//! object server are killed, everything proven by SHA-256. It uses the `strake` binary and the
+//! The main job from end to end, as `./demo` runs it: a real cluster and mount, real samples packed
+//! into shards and read back, and a checkpoint written by eight ranks while the metadata leader and
+//! a storage server are killed. SHA-256 sums prove all data. It uses the `strake` binary and the
 //! mount from outside, like any user.
 
 mod checkpoint;
@@ -58,7 +58,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Says what is being done; every step of the demo is one such line.
+/// Prints what is done next; every step of the demo prints one such line.
 pub fn step(what: impl std::fmt::Display) {
     println!("==> {what}");
 }
@@ -130,8 +130,8 @@ fn run(o: &Options) -> Result<()> {
         report.row(&format!("verified from replica {} alone", replica + 1), n, t.elapsed());
         report.verified(n);
     }
-    // A server that finds a chunk damaged takes it from the other replica and answers well: then it
-    // was not this one alone.
+    // A server that finds a chunk damaged repairs it from the other replica and answers correctly:
+    // then the data did not come from this replica alone.
     if cluster.damage()? != damage {
         return Err(
             "a chunk was damaged and repaired, or a server restarted, while each replica was to answer alone".into()

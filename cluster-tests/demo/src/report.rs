@@ -1,4 +1,4 @@
-//! The table at the end.
+//! The table that the demo prints at the end.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The samples: real files of the folder given, or of what any machine with Rust has.
+//! The samples: real files from the given folder, or files that any machine with Rust has.
 
 use std::{
     fs::{self, File},
@@ -20,10 +20,10 @@ pub struct Sample {
 
 const MIN_FILES: usize = 2000;
 const MIN_BYTES: u64 = 200_000_000;
-/// One sample is read into memory; larger files are left out.
+/// A sample is read into memory, so larger files are left out.
 const MAX_FILE: u64 = 64 << 20;
 
-/// Walks the folder (all of it), or well-known folders until there are enough files and bytes.
+/// Walks all of the given folder, or well-known folders until there are enough files and bytes.
 pub fn collect(folder: Option<&Path>) -> Result<Vec<Sample>> {
     let mut samples = Vec::new();
     if let Some(f) = folder {
@@ -37,8 +37,8 @@ pub fn collect(folder: Option<&Path>) -> Result<Vec<Sample>> {
     let enough =
         |s: &[Sample]| s.len() >= MIN_FILES && s.iter().map(|s| s.len).sum::<u64>() >= MIN_BYTES;
     for root in roots(&std::env::var("HOME").unwrap_or_default()) {
-        // Missing folders are normal here; what counts is what there is in the end. Many small
-        // files come first, so stop each walk early enough to leave room for larger ones.
+        // A missing folder is normal here; only the total counts. Folders with many small files
+        // come first, so each walk stops early enough to leave room for larger files.
         let _ = walk(Path::new(&root), &mut samples, &enough);
         if enough(&samples) {
             return Ok(samples);
@@ -51,7 +51,7 @@ pub fn collect(folder: Option<&Path>) -> Result<Vec<Sample>> {
     .into())
 }
 
-/// Where any machine with Rust has files. None lies in another: a file counts once.
+/// Folders that any machine with Rust has. No folder is inside another, so that a file counts once.
 fn roots(home: &str) -> [String; 5] {
     [
         "/usr/share".into(),
@@ -71,7 +71,7 @@ fn walk(dir: &Path, samples: &mut Vec<Sample>, enough: &dyn Fn(&[Sample]) -> boo
         }
         let Ok(kind) = e.file_type() else { continue };
         if kind.is_dir() {
-            // A folder that cannot be read is passed over: samples are whatever is readable.
+            // A folder that cannot be read is skipped: the samples are whatever is readable.
             let _ = walk(&e.path(), samples, enough);
         } else if kind.is_file()
             && e.metadata().is_ok_and(|m| m.len() > 0 && m.len() <= MAX_FILE)

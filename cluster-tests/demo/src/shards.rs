@@ -18,8 +18,8 @@ use crate::{Result, samples::Sample};
 
 const SHARD_BYTES: u64 = 16 << 20;
 
-/// Packs the samples in order; each shard is synced before the next is begun. The samples' bytes
-/// are taken from their sources again, so a source that changes in between is found by `verify`.
+/// Packs the samples in order; each shard is synced before the next one begins. The bytes are read
+/// from their sources again, so `verify` finds a source that has changed in between.
 pub fn pack(samples: &[Sample], dir: &Path) -> Result<Vec<PathBuf>> {
     fs::create_dir_all(dir)?;
     let mut shards = Vec::new();
@@ -58,8 +58,8 @@ fn write_shard(shard: &Path, samples: &[Sample]) -> Result<()> {
     Ok(())
 }
 
-/// Reads all shards with `readers` threads; every sample must be there once, with its source's
-/// SHA-256. Returns bytes.
+/// Reads all shards with `readers` threads. Every sample must be there once, with the SHA-256 of
+/// its source. Returns the number of bytes.
 pub fn verify(shards: &[PathBuf], samples: &[Sample], readers: usize) -> Result<u64> {
     let expected: BTreeMap<&str, &Sample> = samples.iter().map(|s| (s.name.as_str(), s)).collect();
     let (queue, bytes, count) = (Mutex::new(shards.iter()), AtomicU64::new(0), AtomicU64::new(0));

@@ -1,10 +1,9 @@
 //! Runs protocol cores through every order of events of small cases, breadth first, so that the
-//! first story found of a broken promise is a shortest one.
+//! first trace found for a broken promise is a shortest one.
 //!
-//! A [`Model`] is a world of real cores and the network between them; `leases` is that of
-//! `docs/leases.md`, `writeback` that of its section "Write-back", `chain` that of
-//! `docs/replication.md`, `pages` that of "Between nodes" in `docs/mappings.md`, `locks` that of
-//! `docs/locks.md`.
+//! A [`Model`] is a world of real cores and the network between them: `leases` is the world of
+//! `docs/leases.md`, `writeback` of its section "Write-back", `chain` of `docs/replication.md`,
+//! `pages` of "Between nodes" in `docs/mappings.md`, `locks` of `docs/locks.md`.
 
 pub mod chain;
 pub mod leases;
@@ -18,7 +17,7 @@ use std::{
     hash::{Hash, Hasher},
 };
 
-/// A world that can go on in several ways.
+/// A world that can continue in several ways.
 pub trait Model: Clone + Hash {
     /// One thing that can happen.
     type Action: Clone + Debug;
@@ -26,12 +25,12 @@ pub trait Model: Clone + Hash {
     /// All that can happen next.
     fn actions(&self) -> Vec<Self::Action>;
 
-    /// Makes it happen. `Err`: a promise was broken, in words.
+    /// Makes it happen. `Err`: a promise was broken; the text says which.
     fn act(&mut self, action: &Self::Action) -> Result<(), String>;
 }
 
-/// Goes on with actions whose text begins like this, one after the other. Panics where there is
-/// none, or one breaks a promise.
+/// For each line takes the first action whose text begins like it. Panics if there is none, or if
+/// one breaks a promise.
 pub fn after<M: Model>(mut world: M, script: &[&str]) -> M {
     for line in script {
         let action = world.actions().into_iter().find(|a| format!("{a:?}").starts_with(line));
@@ -42,18 +41,18 @@ pub fn after<M: Model>(mut world: M, script: &[&str]) -> M {
     world
 }
 
-/// What an exploration saw.
+/// The result of an exploration.
 #[derive(Debug)]
 pub struct Explored<A> {
     /// Different worlds.
     pub states: usize,
     /// Steps between them.
     pub steps: usize,
-    /// Steps from the first world to the farthest.
+    /// Steps from the first world to the most distant one.
     pub depth: usize,
-    /// Not everything was seen: there are more worlds than were allowed.
+    /// The limit was reached: not all worlds were visited.
     pub cut: bool,
-    /// A shortest story that breaks a promise, and which.
+    /// A shortest trace to a broken promise, and which one it is.
     pub broken: Option<(Vec<A>, String)>,
 }
 
@@ -63,11 +62,11 @@ fn fingerprint(m: &impl Hash) -> u64 {
     h.finish()
 }
 
-/// Explores everything that can come of `first`, up to `most` worlds. Worlds are told apart by 64
-/// bits: among ten million two are taken for one with a probability of 3 in a million.
+/// Explores all worlds that `first` can lead to, up to `most`. Worlds are told apart by a 64-bit
+/// hash: with ten million worlds, two are taken for one with a probability of 3 in a million.
 pub fn explore<M: Model>(first: M, most: usize) -> Explored<M::Action> {
     let mut out = Explored { states: 1, steps: 0, depth: 0, cut: false, broken: None };
-    // How each world was reached: from which, by its how manieth action.
+    // How each world was reached: from which world, and by which of its actions.
     let mut seen: HashMap<u64, (u64, u32)> = HashMap::from([(fingerprint(&first), (0, 0))]);
     let mut level = vec![first.clone()];
     while !level.is_empty() {
@@ -102,7 +101,7 @@ pub fn explore<M: Model>(first: M, most: usize) -> Explored<M::Action> {
     out
 }
 
-/// The actions that lead from the first world to one that was seen.
+/// The actions that lead from the first world to one that was visited.
 fn story<M: Model>(first: &M, seen: &HashMap<u64, (u64, u32)>, mut to: u64) -> Vec<M::Action> {
     let start = fingerprint(first);
     let mut choices = Vec::new();
@@ -121,8 +120,8 @@ fn story<M: Model>(first: &M, seen: &HashMap<u64, (u64, u32)>, mut to: u64) -> V
     out
 }
 
-/// Panics with the story if a promise breaks anywhere in a world of these bounds, or if the world
-/// is larger than a test may be.
+/// Panics with the trace if a promise is broken in any world of these bounds, or if there are more
+/// worlds than a test may take.
 pub fn holds<M: Model>(bounds: &impl Debug, first: M) {
     let start = std::time::Instant::now();
     let seen = explore(first, 1_000_000);

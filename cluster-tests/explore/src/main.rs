@@ -1,4 +1,4 @@
-//! `strake-explore`: larger cases than `./test` has time for.
+//! `strake-explore`: explores larger cases than `./test` has time for.
 
 use std::fmt::Debug;
 

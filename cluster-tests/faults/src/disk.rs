@@ -1,6 +1,6 @@
 //! A disk that can lose power: ext4 on a loop device over a sparse file. Its shutdown call, made
-//! for tests like this one, drops what was written but not synced, journal included; processes
-//! alone cannot lose that when they are killed.
+//! for such tests, drops what was written but not synced, the journal included. Killing processes
+//! alone never loses that.
 
 use std::{
     fs::File,
@@ -36,7 +36,7 @@ fn command(name: &str, args: &[&str], paths: &[&Path]) -> Result<()> {
 }
 
 impl Disk {
-    /// Makes and mounts one below `dir`. Needs root and a free loop device.
+    /// Makes and mounts a disk below `dir`. Needs root and a free loop device.
     pub fn new(dir: &Path) -> Result<Disk> {
         let disk = Disk { image: dir.join("disk.img"), at: dir.join("disk") };
         File::create_new(&disk.image)?.set_len(SIZE)?;
@@ -55,7 +55,7 @@ impl Disk {
         command("mount", &["-o", "loop"], &[&self.image, &self.at])
     }
 
-    /// From here on nothing reaches the disk.
+    /// Cuts the power: from here on nothing reaches the disk.
     pub fn cut_power(&self) -> Result<()> {
         let top = File::open(&self.at)?;
         let how = NO_LOG_FLUSH;
@@ -71,8 +71,8 @@ impl Disk {
         Ok(())
     }
 
-    /// After all processes that used it are gone. The kernel may close their last files a moment
-    /// later.
+    /// Mounts the disk again, after all processes that used it have ended. The kernel may close
+    /// their last files a moment later.
     pub fn power_up(&self) -> Result<()> {
         let start = Instant::now();
         while let Err(e) = command("umount", &[], &[&self.at]) {

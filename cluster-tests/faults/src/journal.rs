@@ -1,4 +1,5 @@
-//! What was promised, kept outside the cluster: one line per promise, synced before it counts.
+//! The promises, recorded outside the cluster: one line per promise, which counts only once it is
+//! synced.
 
 use std::{
     collections::BTreeMap,
@@ -21,11 +22,11 @@ pub struct Journal {
     count: AtomicU64,
 }
 
-/// A name that must exist, with at least these bytes at its start; or a name that must be gone.
+/// A name that must exist and begin with at least these bytes, or a name that must be gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Promise {
     pub name: String,
-    /// `None`: removed.
+    /// Length and checksum of those bytes; `None`: the name was removed.
     pub content: Option<(u64, String)>,
 }
 
@@ -34,7 +35,7 @@ impl Promise {
     pub fn check(&self, mount: &Path) -> Result<()> {
         let path = mount.join(&self.name);
         let Some((len, sum)) = &self.content else {
-            // Not exists(): it takes the error of a broken mount for absence.
+            // Not `exists()`, which takes an error of a broken mount for absence.
             return if path.try_exists()? {
                 Err("was unlinked but is there".into())
             } else {
@@ -63,7 +64,7 @@ impl Journal {
         Ok(Journal { path: path.to_path_buf(), file: Mutex::new(file), count: AtomicU64::new(0) })
     }
 
-    /// Called after the call that promises has returned.
+    /// To be called after the call that makes the promise has returned.
     pub fn note(&self, p: &Promise) -> Result<()> {
         let line = match &p.content {
             Some((len, sum)) => format!("has {} {len} {sum}\n", p.name),
@@ -123,8 +124,8 @@ mod tests {
         assert!(has("c", b"").check(&dir).is_err());
         assert!(gone("b").check(&dir).is_err());
         assert!(gone("c").check(&dir).is_ok());
-        // Here the mount is a file, so every name below it is an error, as on a mount whose process
-        // died.
+        // Here the "mount" is a file, so every name below it is an error, as on a mount whose
+        // process has died.
         assert!(gone("c").check(&dir.join("b")).is_err());
         fs::remove_dir_all(dir).unwrap();
     }

@@ -1,14 +1,14 @@
-//! SIGKILL of every role at random times under load, on a real cluster of real processes; the
-//! verifier lives outside it.
+//! Kills every role with SIGKILL at random times under load, on a real cluster of real processes.
+//! The checks are made outside of the cluster.
 //!
 //! Writers create files on the mount, fsync and rename them. After a call that promises durability
-//! has returned, the promise is written to a journal outside the cluster and synced, and only then
-//! counts. Then processes die: some, or all at once. The cluster is started again and every promise
-//! of every round is checked.
+//! has returned, the promise is written to a journal outside the cluster and synced; only then it
+//! counts. Then some processes are killed, or all at once. The cluster is started again and every
+//! promise of every round is checked.
 //!
-//! What a killed process wrote without syncing stays in the kernel, so SIGKILL alone cannot see a
-//! missing fsync. With [`Options::power`] the cluster lives on a disk that loses power, too, and
-//! forgets what was not synced.
+//! What a killed process wrote without a sync stays in the kernel, so SIGKILL alone cannot find a
+//! missing fsync. With [`Options::power`] the cluster is on a disk that loses power as well, and
+//! with it what was not synced.
 
 mod disk;
 mod journal;
@@ -35,41 +35,41 @@ use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// What to run.
+/// The options of a test.
 pub struct Options {
     /// The `strake` binary under test.
     pub strake: PathBuf,
     pub rounds: u32,
-    /// Of the choice of victims, times and contents.
+    /// Seed for the choice of victims, times and contents.
     pub seed: u64,
-    /// A folder that does not exist yet: cluster, journal and mount point. Removed when all was
-    /// well.
+    /// A folder that does not exist yet, for cluster, journal and mount point. Removed if no
+    /// promise was broken.
     pub dir: PathBuf,
     /// Copies of each file's data.
     pub mirror: u32,
-    /// Every round kills every process: what only memory held is gone.
+    /// Every round kills every process, so nothing that was only in memory remains.
     pub all: bool,
-    /// What dies with the processes.
+    /// What is lost beside the processes.
     pub power: Power,
 }
 
-/// What came of it.
+/// The result of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// Promises that did not hold, processes that ended by themselves, and findings of `strake
-    /// fsck` at the end.
+    /// Promises that did not hold, processes that ended without being killed, and findings of
+    /// `strake fsck` at the end.
     pub broken: u64,
     /// Promises made and then checked.
     pub promises: u64,
 }
 
-/// The cluster under test, from outside.
+/// The cluster under test.
 struct Cluster {
     strake: PathBuf,
     dir: PathBuf,
     mount: PathBuf,
     mirror: u32,
-    /// What `dir` is on.
+    /// The disks that `dir` is on.
     disks: Disks,
 }
 
@@ -83,9 +83,9 @@ impl Cluster {
         self.ready_to_restart()?.go()
     }
 
-    /// A process that runs `strake up` once told to. It is made while this program has no file of
-    /// the mount open: a child made later would inherit such files, and closing them in exec waits
-    /// for the very servers it shall start.
+    /// A process that runs `strake up` once told to. It is forked while this program has no file of
+    /// the mount open: a child forked later would inherit such files, and closing them at exec
+    /// waits for the servers that the child is to start.
     fn ready_to_restart(&self) -> Result<Restart> {
         let child = Command::new("sh")
             .args(["-c", "read -r go && exec \"$@\"", "sh"])
@@ -103,8 +103,8 @@ impl Cluster {
         Ok(Restart(child))
     }
 
-    /// Findings of `strake fsck`, printed. What a dead client left beyond the end of a file goes
-    /// when its session ends, so it is asked again for a while.
+    /// Prints the findings of `strake fsck` and returns how many there are. What a dead client left
+    /// past the end of a file is removed when its session ends, so fsck is repeated for a while.
     fn fsck(&self) -> Result<u64> {
         let start = Instant::now();
         loop {
@@ -123,7 +123,7 @@ impl Cluster {
             let mut found: Vec<&str> = text.lines().collect();
             let sum = found.pop().unwrap_or_default();
             if out.status.success() {
-                // Tombstones that the power loss brought back are counted, and no finding.
+                // Tombstones that the power loss brought back are reported, but are no finding.
                 found.clear();
             }
             if found.is_empty() || start.elapsed() > FSCK_PATIENCE {
@@ -135,7 +135,7 @@ impl Cluster {
         }
     }
 
-    /// Of every role, as `strake up` has written it down.
+    /// The process numbers of all roles, from the files that `strake up` has written.
     fn pids(&self) -> Result<Pids> {
         let pid = |role| -> Result<(&'static str, i32)> { Ok((role, self.pid(role)?)) };
         ROLES.into_iter().map(pid).collect()
@@ -145,7 +145,7 @@ impl Cluster {
         Ok(fs::read_to_string(self.dir.join("run").join(format!("{role}.pid")))?.trim().parse()?)
     }
 
-    /// Logs that lie on a disk that goes with this process.
+    /// Copies the logs if they are on a disk that ends with this process.
     fn keep_logs(&self, to: &Path) {
         if matches!(self.disks, Disks::Lossy(_)) {
             let _ = Command::new("cp").arg("-r").arg(self.dir.join("logs")).arg(to).output();
@@ -156,9 +156,10 @@ impl Cluster {
         let _ = Command::new(&self.strake).arg("down").arg("--dir").arg(&self.dir).output();
     }
 
-    /// All signals leave within microseconds of each other, right after the disk's power went if it
-    /// can. Waiting for dying processes, which still hold their locks and ports, is left to `strake
-    /// up`, except where the disk needs them gone. Returns what the disk lost, in words.
+    /// Sends all signals within microseconds, right after it has cut the disk's power, if there is
+    /// such a disk. `strake up` waits for dying processes, which still hold their locks and ports;
+    /// here they are only waited for if the disk needs it. Returns a text that says what the disk
+    /// lost.
     fn kill(&self, roles: &[&str], seed: u64) -> Result<String> {
         let open = |role: &&str| -> Result<OwnedFd> {
             let pid = self.pid(role)?;
@@ -200,8 +201,8 @@ impl Cluster {
 
 type Pids = BTreeMap<&'static str, i32>;
 
-/// Roles that were not killed but ended: they do not run any more, or `strake up` had to start them
-/// again.
+/// Roles that ended without being killed: their process no longer runs, or `strake up` had to start
+/// them again.
 fn ended_unasked(
     before: &Pids,
     now: &Pids,
@@ -215,10 +216,10 @@ fn ended_unasked(
         .collect()
 }
 
-/// A zombie does not run.
+/// Whether the process runs; a zombie does not.
 fn runs(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // Behind the command, which may hold blanks.
+    // After the command, which may contain blanks.
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
@@ -237,7 +238,7 @@ impl Restart {
     }
 }
 
-/// Whether this machine has what such a [`Power`] needs; the error says what is missing. `dir` must
+/// Whether this machine has what [`Power`] needs here; the error says what is missing. `dir` must
 /// exist.
 pub fn can_lose(power: Power, dir: &Path) -> Result<()> {
     let dir = dir.join("probe");
@@ -247,7 +248,7 @@ pub fn can_lose(power: Power, dir: &Path) -> Result<()> {
     made
 }
 
-/// Starts a cluster, harms it round by round and checks it. The cluster is stopped at the end.
+/// Starts a cluster, harms it in rounds and checks it. At the end the cluster is stopped.
 pub fn run(o: &Options) -> Result<Outcome> {
     let strake = o.strake.clone();
     if !strake.exists() {
@@ -274,10 +275,11 @@ pub fn run(o: &Options) -> Result<Outcome> {
     Ok(Outcome { broken: result?, promises: journal.len() })
 }
 
-/// What was broken, `strake fsck` at the end included.
+/// Runs the rounds and `strake fsck` at the end. Returns how many promises are broken, findings
+/// included.
 fn rounds(o: &Options, cluster: &Cluster, journal: &Journal) -> Result<u64> {
     let mut rng = StdRng::seed_from_u64(o.seed);
-    // By name: a promise that is broken stays so in later rounds, and counts once.
+    // By name: a broken promise stays broken in later rounds, and counts once.
     let mut broken = BTreeSet::new();
     cluster.up()?;
     for round in 1..=o.rounds {
@@ -290,14 +292,14 @@ fn rounds(o: &Options, cluster: &Cluster, journal: &Journal) -> Result<u64> {
         let mut lost = String::new();
         let up = writers::under_load(&cluster.mount, round, rng.random(), journal, || {
             sleep(alive);
-            // A slow machine may need longer for its first promise; without one the round would
-            // show nothing.
+            // On a slow machine the first promise may take longer; a round without one would show
+            // nothing.
             let late = Instant::now() + Duration::from_secs(60);
             while journal.len() == before && Instant::now() < late {
                 sleep(Duration::from_millis(10));
             }
             lost = cluster.kill(&victims, seed)?;
-            // Writers whose mount lives go on through the failure and the recovery.
+            // Writers whose mount was not killed continue during the failure and the recovery.
             let t = Instant::now();
             Ok(restart.go().map(|()| t.elapsed()))
         })?;
@@ -327,7 +329,7 @@ fn rounds(o: &Options, cluster: &Cluster, journal: &Journal) -> Result<u64> {
     Ok(broken.len() as u64 + cluster.fsck()?)
 }
 
-/// One role, a few, or everything.
+/// The roles to kill: one, a few, or all.
 fn victims(rng: &mut StdRng, all: bool) -> Vec<&'static str> {
     match rng.random_range(0..4) {
         _ if all => ROLES.to_vec(),
@@ -340,7 +342,7 @@ fn victims(rng: &mut StdRng, all: bool) -> Vec<&'static str> {
     }
 }
 
-/// Reads every promise of all rounds back and adds the names of those that do not hold.
+/// Checks all promises and adds the names of the broken ones.
 fn verify(mount: &Path, journal: &Journal, broken: &mut BTreeSet<String>) -> Result<()> {
     for p in journal.current()? {
         if let Err(e) = p.check(mount)

@@ -1,5 +1,5 @@
-//! `strake-faults`: the kill test on a cluster of its own. Exit status 0: all held; 2: something
-//! broke; 1: it could not run.
+//! `strake-faults`: the kill test on a cluster of its own. Exit status 0: all promises held; 2:
+//! some were broken; 1: it could not run.
 
 use std::{env, process::ExitCode};
 

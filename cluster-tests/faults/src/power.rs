@@ -1,4 +1,4 @@
-//! The disk that the servers' folders lie on, and whose power it can lose.
+//! The disk that the servers' folders are on, whose power can be cut.
 
 use std::path::{Path, PathBuf};
 
@@ -8,18 +8,20 @@ use crate::{
     lossy::{Lossy, Rule},
 };
 
-/// What dies beside the processes.
+/// What is lost beside the processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Power {
-    /// Nothing: the kernel keeps what they wrote.
+    /// Nothing: the kernel keeps what the processes wrote.
     Stays,
-    /// The disk that everything is on: ext4 on a loop device, so every process dies. Needs root.
+    /// The disk that everything is on, ext4 on a loop device; so every process is killed. Needs
+    /// root.
     Ext4,
-    /// The disks of the killed servers, on a file system of our own. Needs root and `/dev/fuse`.
+    /// The disks of the killed servers, on a FUSE file system of this program. Needs root and
+    /// `/dev/fuse`.
     Lossy(Rule),
 }
 
-/// As [`Power`] says.
+/// The disks for a [`Power`].
 pub enum Disks {
     None,
     Ext4(Disk),
@@ -35,7 +37,7 @@ impl Disks {
         })
     }
 
-    /// Where the cluster goes.
+    /// The folder for the cluster.
     pub fn at<'a>(&'a self, dir: &'a Path) -> &'a Path {
         match self {
             Disks::None => dir,
@@ -48,8 +50,8 @@ impl Disks {
         matches!(self, Disks::None)
     }
 
-    /// The power of these servers' folders goes; all of it where it cannot go apart. Says what it
-    /// took, where that is known.
+    /// Cuts the power of these servers' folders, or of everything if the disk cannot cut it for
+    /// single folders. Returns a text about the loss, as far as it is known.
     pub fn cut_power(&self, servers: &[PathBuf], seed: u64) -> Result<String> {
         match self {
             Disks::None => Ok(String::new()),
@@ -64,7 +66,7 @@ impl Disks {
         }
     }
 
-    /// After all processes that used them are gone.
+    /// Gives the power back, after all processes that used the disks have ended.
     pub fn power_up(&self) -> Result<()> {
         match self {
             Disks::None => Ok(()),

@@ -1,5 +1,5 @@
-//! The load: threads that write, sync, rename and unlink until the mount fails them or the round
-//! ends.
+//! The load: threads that write, sync, rename and unlink until the mount returns an error or the
+//! round ends.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -44,8 +44,8 @@ pub fn under_load<T>(
     })
 }
 
-/// Errors of the mount end the writer quietly (its servers were killed); errors of the journal end
-/// the test.
+/// An error of the mount ends the writer without a message, because its servers were killed. An
+/// error of the journal ends the test.
 fn writer(
     mount: &Path,
     prefix: &str,
@@ -96,7 +96,8 @@ fn has(name: &str, content: &[u8]) -> Promise {
     Promise { name: name.into(), content: Some((content.len() as u64, sha256(content))) }
 }
 
-/// A file written under a temporary name, synced and renamed: whole or absent.
+/// Writes a file under a temporary name, syncs and renames it: it is there completely or not at
+/// all.
 fn whole(mount: &Path, name: &str, rng: &mut StdRng) -> io::Result<Promise> {
     let content = bytes(rng, 3 << 20);
     let tmp = mount.join(format!("{name}.tmp"));
@@ -107,8 +108,8 @@ fn whole(mount: &Path, name: &str, rng: &mut StdRng) -> io::Result<Promise> {
     Ok(has(name, &content))
 }
 
-/// A file that grows and is synced again and again; each sync is a promise on what there is by
-/// then. False when the mount failed.
+/// Writes a growing file and syncs it again and again; each sync promises the bytes so far. Returns
+/// false when the mount failed.
 fn growing(mount: &Path, name: &str, rng: &mut StdRng, journal: &Journal) -> Result<bool> {
     let mut content = Vec::new();
     let Ok(mut f) = OpenOptions::new().create_new(true).append(true).open(mount.join(name)) else {
@@ -125,12 +126,12 @@ fn growing(mount: &Path, name: &str, rng: &mut StdRng, journal: &Journal) -> Res
     Ok(true)
 }
 
-/// A file that was written and closed, and never synced: a close that succeeds promises as much.
+/// Writes a file and closes it without a sync: a close that succeeds promises durability, too.
 fn closed(mount: &Path, name: &str, rng: &mut StdRng) -> io::Result<Promise> {
     let content = bytes(rng, 2 << 20);
     let mut f = File::create_new(mount.join(name))?;
     f.write_all(&content)?;
-    // Dropping it would not tell of an error.
+    // Dropping the file would hide an error.
     // SAFETY: the descriptor was just given up by its owner and is used nowhere else.
     match unsafe { libc::close(f.into_raw_fd()) } {
         0 => Ok(has(name, &content)),
@@ -138,8 +139,8 @@ fn closed(mount: &Path, name: &str, rng: &mut StdRng) -> io::Result<Promise> {
     }
 }
 
-/// A file with `O_SYNC` or `O_DSYNC` that grows: each write is a promise. False when the mount
-/// failed.
+/// Writes a growing file with `O_SYNC` or `O_DSYNC`: each write is a promise. Returns false when
+/// the mount failed.
 fn at_once(mount: &Path, name: &str, rng: &mut StdRng, journal: &Journal) -> Result<bool> {
     let flag = if rng.random() { libc::O_SYNC } else { libc::O_DSYNC };
     let open =
@@ -147,7 +148,7 @@ fn at_once(mount: &Path, name: &str, rng: &mut StdRng, journal: &Journal) -> Res
     let (Ok(mut f), mut content) = (open, Vec::new()) else { return Ok(false) };
     for _ in 0..8 {
         let more = bytes(rng, 60_000);
-        // One call may take a part of it; what it took is there.
+        // A call may write only a part; that part counts.
         match f.write(&more) {
             Ok(n) => content.extend_from_slice(&more[..n]),
             Err(_) => return Ok(false),
@@ -157,7 +158,7 @@ fn at_once(mount: &Path, name: &str, rng: &mut StdRng, journal: &Journal) -> Res
     Ok(true)
 }
 
-/// A file that was there and is not any more.
+/// Makes a file and removes it.
 fn removed(mount: &Path, name: &str, rng: &mut StdRng) -> io::Result<Promise> {
     let path = mount.join(name);
     fs::write(&path, bytes(rng, 100_000))?;

@@ -1,5 +1,5 @@
-//! The client library among servers that answer anything: programs get errors, the mount does not
-//! die.
+//! The client library with servers that answer anything: programs may get errors, but the client
+//! must not panic.
 
 use std::{sync::Arc, time::Duration};
 
@@ -24,9 +24,9 @@ use crate::{
 const MDS: u32 = 1;
 const OSS: u32 = 2;
 
-/// Answers well until the input says otherwise.
+/// Servers that answer properly unless the input says otherwise.
 struct Servers {
-    /// What is left of the input that draws answers.
+    /// The rest of the input, which decides about the answers.
     answers: Mutex<Vec<u8>>,
 }
 
@@ -184,7 +184,7 @@ impl Service for Servers {
     }
 }
 
-/// The good answer, or what the input makes of it.
+/// The proper answer, changed as the input says.
 fn strange(i: &mut Input, op: u16, mut body: Vec<u8>, mut payload: Vec<Buf>) -> Result<Message> {
     match i.u8() {
         1 => {
@@ -196,7 +196,7 @@ fn strange(i: &mut Input, op: u16, mut body: Vec<u8>, mut payload: Vec<Buf>) -> 
             });
         }
         2 => body = i.bytes().to_vec(),
-        // Appended to a control message, fields replace what it said.
+        // Fields that are appended to a control message replace earlier ones.
         3 => body.extend_from_slice(i.bytes()),
         4 => {
             let (at, with) = (usize::from(i.u16()), i.u8());
@@ -208,7 +208,7 @@ fn strange(i: &mut Input, op: u16, mut body: Vec<u8>, mut payload: Vec<Buf>) -> 
         6 => body.truncate(usize::from(i.u8())),
         7 => payload.clear(),
         8 => {
-            // One operation's result replaced: sizes, layouts, capabilities of all kinds.
+            // Replaces one operation's result: sizes, layouts and capabilities of all kinds.
             let results = vec![pb::OpResult::decode(i.bytes()).unwrap_or_default()];
             body = pb::MetaReply { results, granted: vec![i.number(), 5] }.encode_to_vec();
         }
@@ -231,7 +231,7 @@ fn strange(i: &mut Input, op: u16, mut body: Vec<u8>, mut payload: Vec<Buf>) -> 
     Ok(Message::new(op, body).with_payload(payload))
 }
 
-/// The first byte says where what the program does ends and what the servers answer begins.
+/// The first byte says where the program's actions end and the servers' answers begin.
 pub fn run(data: &[u8]) {
     let mut i = Input(data);
     let actions = usize::from(i.u8() % 64);

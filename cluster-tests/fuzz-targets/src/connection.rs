@@ -1,4 +1,4 @@
-//! A peer that speaks TCP by hand: before, in and after the handshake.
+//! A peer that speaks TCP by hand: before, during and after the handshake.
 
 use std::{
     pin::Pin,
@@ -25,7 +25,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf, dup
 
 use crate::{input::Input, world};
 
-/// The first byte chooses whom the rest is said to.
+/// The first byte chooses who receives the rest.
 pub fn run(data: &[u8]) {
     let Some((kind, data)) = data.split_first() else { return };
     match kind % 4 {
@@ -36,7 +36,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Gives its bytes, then the end of the stream; takes everything.
+/// A stream that returns its bytes and then ends, and accepts all writes.
 struct Script<'a>(&'a [u8]);
 
 impl AsyncRead for Script<'_> {
@@ -80,7 +80,7 @@ fn server() -> Identity {
     Identity::server(&[1; 32])
 }
 
-/// Whole sides driven by arbitrary bytes never agree and never panic.
+/// Both sides of a handshake get arbitrary bytes: they must neither succeed nor panic.
 fn handshake(data: &[u8]) {
     let us = Party::new(server(), Some([2; 16]), [3; 32]);
     for magic in [false, true] {
@@ -99,7 +99,7 @@ fn handshake(data: &[u8]) {
     }
 }
 
-/// Frames with right checksums around what the input says, and at times wrong ones.
+/// Frames as the input says, most of them with a correct checksum.
 fn stream(data: &[u8]) -> Vec<u8> {
     let mut i = Input(data);
     let mut out = Vec::new();
@@ -159,7 +159,7 @@ fn fabric() -> TcpFabric {
     TcpFabric::new(world::env(1), server(), Some([2; 16]), Pool::default(), Options::default())
 }
 
-/// The handshake is done properly, then anything is said. The connection must end.
+/// After a proper handshake the server gets arbitrary bytes. The connection must end.
 async fn to_server(bytes: Vec<u8>) {
     let (mut near, far) = duplex(64 << 10);
     let (rd, wr) = tokio::io::split(far);
@@ -174,7 +174,7 @@ async fn to_server(bytes: Vec<u8>) {
     served.await.expect("no panic").expect("the handshake was proper");
 }
 
-/// The same to the end that dialled and waits for answers.
+/// The same for the side that connected and waits for answers.
 async fn to_client(bytes: Vec<u8>) {
     let (mut near, far) = duplex(64 << 10);
     let (rd, wr) = tokio::io::split(far);

@@ -28,7 +28,7 @@ impl<'a> Input<'a> {
         u64::from_le_bytes(self.array())
     }
 
-    /// Mostly small, sometimes any number at all: what indices, versions and ids should be.
+    /// Mostly a small number, sometimes any: for indices, versions and ids.
     pub fn number(&mut self) -> u64 {
         match self.u8() {
             255 => self.u64(),
@@ -43,7 +43,7 @@ impl<'a> Input<'a> {
         self.0 = rest;
         head
     }
-    /// Bytes behind a length of one byte, or of two after 255.
+    /// Bytes after their length: one byte, or two more after 255.
     pub fn bytes(&mut self) -> &'a [u8] {
         let len = match self.u8() {
             255 => usize::from(self.u16()),

@@ -1,10 +1,10 @@
-//! What each fuzz target does with an input: everything that decodes bytes from outside, and what
-//! then acts on them.
+//! What each fuzz target does with an input. The targets cover all code that decodes bytes from
+//! outside, and the code that then acts on them.
 //!
-//! The bodies live here and not beside libFuzzer so that the normal test run replays the committed
-//! corpus through them (`tests/corpus.rs`). `cluster-tests/fuzz/run` runs them under libFuzzer.
-//! Inputs are read by [`input::Input`]: a choice or two, then the bytes in question, so that one
-//! target covers what belongs together.
+//! The targets are here and not in the libFuzzer crate so that the normal test run replays the
+//! committed corpus through them (`tests/corpus.rs`). `cluster-tests/fuzz/run` runs them under
+//! libFuzzer. [`input::Input`] reads the inputs: a choice or two first, then the bytes, so that one
+//! target covers related formats.
 
 pub mod client;
 pub mod connection;
@@ -21,8 +21,7 @@ pub mod safetensors;
 pub mod text;
 pub mod world;
 
-/// A target's name, which is also that of its folder in `cluster-tests/fuzz/corpus`, and what it
-/// does.
+/// A target: its name, which is also its folder in `cluster-tests/fuzz/corpus`, and its function.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.

@@ -1,4 +1,4 @@
-//! A whole metadata server and peers that send it anything: clients, storage servers and other
+//! A whole metadata server, and peers that send it anything: clients, storage servers and other
 //! metadata servers.
 
 use std::{sync::Arc, time::Duration};
@@ -23,8 +23,8 @@ use crate::{
 const CLUSTER: [u8; 16] = [4; 16];
 const ME: u32 = 1;
 
-/// The first byte chooses between a server that leads alone and one of three, to whom the others
-/// speak.
+/// The first byte chooses between a server that leads alone and one of three that gets messages
+/// from the others.
 pub fn run(data: &[u8]) {
     let mut i = Input(data);
     let alone = i.u8() % 2 == 0;
@@ -120,8 +120,7 @@ fn meta(i: &mut Input) -> Vec<u8> {
     let bytes = namespace::command(i);
     match pb::LogCommand::decode(bytes.clone()).map(|c| c.command) {
         Ok(Some(pb::log_command::Command::Meta(m))) => {
-            // Those without a number are often looks, which one that does not lead may be asked
-            // for.
+            // Requests without a number are often reads, which a follower may also answer.
             let follower = m.seq % 2 == 0;
             pb::MetaRequest { follower, ..m }.encode_to_vec()
         }
@@ -234,7 +233,7 @@ fn heartbeat(i: &mut Input) -> Vec<u8> {
         targets: (0..i.u8() % 4).map(|_| report(i)).collect(),
         unreachable: vec![i.number() as u32],
         evicted_seen: i.number(),
-        // From a server a later one would end this one.
+        // A later incarnation, from a peer server, would end the server under test.
         incarnation: 0,
         leaseless: i.u8() & 1 == 1,
         number: i.number(),

@@ -1,4 +1,4 @@
-//! Bodies of the wire: the fixed layouts of the data plane, capabilities, control messages, cluster
+//! Bodies of messages: the fixed layouts of the data path, capabilities, control messages, cluster
 //! map and layouts.
 
 use prost::Message;
@@ -15,7 +15,7 @@ use strake_proto::{
     pb,
 };
 
-/// The first byte chooses what the rest is.
+/// The first byte chooses the format of the rest.
 pub fn run(data: &[u8]) {
     let Some((kind, data)) = data.split_first() else { return };
     match kind % 8 {
@@ -33,10 +33,10 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// A header that decodes encodes to the same bytes (reserved ones aside) and keeps its limits.
+/// A header that decodes must encode to the same bytes (except reserved ones), within its limits.
 fn frame_header(data: &[u8]) {
     let Some(bytes) = data.first_chunk::<HEADER_LEN>() else { return };
-    // Once as it is, once with magic and checksum made right, so that the fields behind them are
+    // Once as it is, and once with correct magic and checksum, so that the other fields are
     // reached.
     let mut right = *bytes;
     right[0..4].copy_from_slice(b"STRK");
@@ -50,7 +50,7 @@ fn frame_header(data: &[u8]) {
     }
 }
 
-/// A data request, or a clock, that decodes encodes to the same bytes, but for reserved ones.
+/// A data request or clock that decodes must encode to the same bytes, except reserved ones.
 fn data_request(data: &[u8]) {
     if let Ok(c) = Clock::decode(data) {
         assert_eq!(c.encode()[..12], data[..12]);
@@ -63,8 +63,8 @@ fn data_request(data: &[u8]) {
     assert_eq!(DataRequest::decode(&again).unwrap(), r);
 }
 
-/// What a peer over RDMA says of its memory and of itself. Regions once as they are, once with
-/// their checksum made right.
+/// What an RDMA peer says about its memory and itself. Regions are decoded once as they are, and
+/// once with a correct checksum.
 fn lent_memory(data: &[u8]) {
     let mut right = data.to_vec();
     if let Some((head, rest)) = data.split_first_chunk::<REGIONS_HEAD>() {
@@ -98,7 +98,8 @@ fn data_reply(data: &[u8]) {
     assert_eq!(DataReply::decode(&again).unwrap(), r);
 }
 
-/// A chunk list that decodes is made of whole entries and survives another round; so do extents.
+/// A chunk list that decodes consists of whole entries and must survive another round; so must
+/// extents.
 fn list_entries(data: &[u8]) {
     for from in [(0, 0), (1, 4096)] {
         if let Ok(e) = Extents::decode(data, from) {
@@ -115,7 +116,7 @@ fn list_entries(data: &[u8]) {
     }
 }
 
-/// No bytes but the sealer's open as a capability.
+/// Only bytes that were sealed with the key may open as a capability.
 fn capability(data: &[u8]) {
     let key = CapKey::from_cluster_key(&[7; 32]);
     assert!(key.open(data, 0).is_err(), "forged");
@@ -127,9 +128,9 @@ fn capability(data: &[u8]) {
     }
 }
 
-/// A cluster map and a layout from anyone: refused, or safe to compute with.
+/// Any cluster map and layout must be refused, or be safe to compute with.
 fn cluster_map(data: &[u8]) {
-    // First half a map, second half a layout; the first byte says where to cut.
+    // First the map, then the layout; the first byte says where the layout begins.
     let Some((cut, rest)) = data.split_first() else { return };
     let (a, b) = rest.split_at(rest.len() * usize::from(*cut) / 255);
     let Ok(map) = pb::ClusterMap::decode(a) else { return };
@@ -173,8 +174,8 @@ macro_rules! rounds {
     }};
 }
 
-/// Control messages, administration and stored records decode or fail, and what decodes survives
-/// another round.
+/// Control messages, administration and stored records must decode or fail, and what decodes must
+/// survive another round.
 fn control(data: &[u8]) {
     let Some((kind, data)) = data.split_first() else { return };
     rounds!(*kind, data,
@@ -186,7 +187,7 @@ fn control(data: &[u8]) {
     );
 }
 
-/// Compared as bytes of the second round: unknown fields may change their place in the first.
+/// Compares the bytes of the second round: in the first one unknown fields may move.
 fn raft_round<M: protobuf::Message>(data: &[u8]) {
     let again = |bytes: &[u8]| M::parse_from_bytes(bytes).and_then(|m| m.write_to_bytes());
     if let Ok(first) = again(data) {
@@ -195,7 +196,7 @@ fn raft_round<M: protobuf::Message>(data: &[u8]) {
     }
 }
 
-/// raft-rs's own messages, as they cross the wire between members and lie in the log.
+/// Messages of raft-rs, as members exchange them and as they are in the log.
 fn raft(data: &[u8]) {
     let Some((kind, data)) = data.split_first() else { return };
     match kind % 3 {

@@ -1,6 +1,6 @@
-//! Log entries applied to the namespace: whatever they say, it does not panic, and two members that
-//! apply them in other batches, with restarts in between, come to the same state and give the same
-//! replies.
+//! Applies log entries to the namespace. Whatever they contain, it must not panic, and two members
+//! that apply them in other batches, with restarts in between, must get the same state and give the
+//! same replies.
 
 use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
@@ -14,13 +14,13 @@ use crate::input::Input;
 
 const T0: i64 = 1_700_000_000_000_000_000;
 
-/// The first byte chooses between entries alone and a state with strange records in it.
+/// The first byte chooses between entries only, and a state that has strange records.
 pub fn run(data: &[u8]) {
     let mut i = Input(data);
     if i.u8().is_multiple_of(4) { strange_state(&mut i) } else { two_members(&mut i) }
 }
 
-/// One member: a namespace on its store.
+/// A member: a namespace and its store.
 struct Member {
     store: MemStore,
     ns: Namespace,
@@ -112,7 +112,7 @@ impl Member {
     }
 }
 
-/// Few names and inodes, so that operations meet.
+/// A few names, so that operations meet.
 fn name(i: &mut Input) -> Bytes {
     match i.u8() % 16 {
         n @ 0..10 => vec![b'a' + n].into(),
@@ -152,7 +152,7 @@ fn acl_name(i: &mut Input) -> Bytes {
     Bytes::from_static(name)
 }
 
-/// A list of the right version, of choices or any bytes.
+/// A list with the right version, made of choices or of arbitrary bytes.
 fn acl(i: &mut Input) -> Bytes {
     let mut b = vec![2, 0, 0, 0];
     if i.u8() & 1 == 1 {
@@ -167,7 +167,7 @@ fn acl(i: &mut Input) -> Bytes {
     b.into()
 }
 
-/// Owner, kind and range of a lock: few, so that they meet.
+/// Owner, kind and range of a lock: only a few, so that locks meet.
 pub fn lock(i: &mut Input) -> (u64, i32, Option<pb::LockSpan>) {
     let how = i.u8();
     let (start, len) = (i.number(), i.number());
@@ -176,7 +176,7 @@ pub fn lock(i: &mut Input) -> (u64, i32, Option<pb::LockSpan>) {
     (u64::from(i.u8() % 3), i32::from(how >> 4 & 1), (how != 255).then_some(span))
 }
 
-/// A step of sealing, of small files so that it may fit; the ids of seals are small, too.
+/// A step of sealing, with small files and small seal ids, so that steps may fit together.
 fn seal(i: &mut Input) -> pb::Seal {
     let how = i.u8();
     let digests = || Bytes::from(vec![how; 32 * usize::from(how >> 4 & 3)]);
@@ -314,7 +314,7 @@ fn op(i: &mut Input) -> pb::Op {
     pb::Op { op: Some(op) }
 }
 
-/// Root and a user, with or without groups.
+/// Root and other users, with or without groups.
 fn creds(i: &mut Input) -> pb::Creds {
     match i.u8() % 4 {
         0 => pb::Creds { uid: 5, gid: 5, groups: vec![6] },
@@ -350,7 +350,7 @@ fn repair(i: &mut Input) -> pb::Repair {
     pb::Repair { what: Some(what) }
 }
 
-/// A command made of choices, or any bytes.
+/// A command made of choices or of arbitrary bytes.
 pub fn command(i: &mut Input) -> Bytes {
     let now = T0 + i64::from(i.u8());
     let c = match i.u8() % 24 {
@@ -450,8 +450,7 @@ fn two_members(i: &mut Input) {
     let _ = (one.ns.gc_queue(100), one.ns.trims(100), one.ns.orphans(100), one.ns.evicted_after(0));
 }
 
-/// Records that no program of ours wrote: refused when the state is opened, or answered with
-/// errors.
+/// Records that our programs never write: the state must refuse to open, or answer with errors.
 fn strange_state(i: &mut Input) {
     let mut m = Member::new();
     for _ in 0..i.u8() % 8 {
@@ -465,7 +464,7 @@ fn strange_state(i: &mut Input) {
         };
         let value = match i.u8() % 4 {
             0 => None,
-            // Appended to a record, fields replace what it said.
+            // Fields that are appended to a record replace earlier ones.
             1 => m
                 .store
                 .get(&key)

@@ -1,5 +1,5 @@
-//! What lies on a target's device and in its chunk table: superblocks and records, alone and as a
-//! whole target to open.
+//! The contents of a target's device and of its chunk table: superblocks and records, alone and in
+//! a whole target that is opened.
 
 use std::sync::Arc;
 
@@ -36,7 +36,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Lays `bytes` over an image that is right otherwise, and makes its checksum right.
+/// Puts `bytes` into an otherwise correct block, with a correct checksum.
 fn summed_block(bytes: &[u8]) -> Vec<u8> {
     let mut b = vec![0; BLOCK as usize];
     b[..8].copy_from_slice(b"STRAKEOS");
@@ -68,7 +68,7 @@ fn sealed(key: &[u8], body: &[u8]) -> Bytes {
     v.into()
 }
 
-/// What decodes is what `encode` makes, to the byte.
+/// What decodes must be exactly what `encode` makes.
 fn records(i: &mut Input) {
     let kind = i.u8();
     let (key, body) = (i.bytes(), i.0);
@@ -89,7 +89,7 @@ fn records(i: &mut Input) {
         }
         1 => {
             if let Ok(s) = Segment::decode(key, &value) {
-                // Adjoining runs are joined, so the bytes may differ.
+                // Adjoining runs are merged, so the bytes may differ.
                 assert_eq!(Segment::decode(key, &s.encode(key)).expect("what was encoded"), s);
             }
         }
@@ -106,7 +106,7 @@ fn key(i: &mut Input) -> Key {
     Key { chain: 1, chunk: ChunkId { ino: 2, data: 3, index: u64::from(index % 4) } }
 }
 
-/// A formatted target with strange records or superblocks, opened and used.
+/// Opens and uses a formatted target with strange records or superblocks.
 async fn target(i: &mut Input<'_>) {
     let device = Arc::new(MemDevice::new(4 << 20));
     let table = MemStore::new();
@@ -128,7 +128,7 @@ async fn target(i: &mut Input<'_>) {
             device.write(copy * BLOCK, vec![Buf::copy_from(&block)]).await.expect("memory");
         }
     }
-    // As an older version makes it: a target with a digest would be refused for any strange record.
+    // As older versions make it: with a digest, a target with any strange record would be refused.
     let _ = table.commit(Batch { ops: vec![(Bytes::from_static(TABLE_DIGEST_KEY), None)] });
     for _ in 0..i.u8() % 8 {
         let (key, value) = pair(i);
@@ -146,7 +146,7 @@ async fn target(i: &mut Input<'_>) {
     }
     let _ = engine.flush().await;
     drop(engine);
-    // What it wrote onto the strange table does not make it worse.
+    // What it wrote to the strange table must not make it worse.
     open().await.expect("it opened before");
 }
 

@@ -1,4 +1,5 @@
-//! A whole storage server and peers that send it anything; and a chain's state machine alone.
+//! A whole storage server and peers that send it anything; and the state machine of a chain on its
+//! own.
 
 use std::{
     collections::BTreeMap,
@@ -37,7 +38,7 @@ use crate::{
 const MDS: u32 = 9;
 const ME: u32 = 1;
 
-/// The first byte chooses: the state machine alone, or a server.
+/// The first byte chooses between the state machine and a server.
 pub fn run(data: &[u8]) {
     let mut i = Input(data);
     if i.u8().is_multiple_of(4) { core(&mut i) } else { world::run(server(i)) }
@@ -149,7 +150,7 @@ fn core(i: &mut Input) {
             core.heard_predecessor(core.view().epoch);
         }
     }
-    // Nobody is answered twice, but for those whose operation was given up first.
+    // No operation is answered twice.
     let mut done = BTreeMap::new();
     for o in &outputs {
         if let Output::Done { op, .. } = o {
@@ -161,7 +162,7 @@ fn core(i: &mut Input) {
 
 // --- a server
 
-/// A metadata server whose maps the input draws.
+/// A metadata server whose maps come from the input.
 struct Authority {
     map: Mutex<pb::ClusterMap>,
     raw: Mutex<Vec<u8>>,
@@ -199,7 +200,7 @@ impl Service for Authority {
     }
 }
 
-/// One node with three targets, which are the chain.
+/// One node with three targets, which form the chain.
 fn map() -> pb::ClusterMap {
     let target = |id: u32| pb::Target {
         id,

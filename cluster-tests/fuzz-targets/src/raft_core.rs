@@ -1,5 +1,5 @@
-//! One member of a Raft group among peers that send anything. It keeps its own rules: entries are
-//! handed out in order and once, what it asks to be written can be replayed, and it starts again
+//! One member of a Raft group, and peers that send it anything. It must keep its own rules: entries
+//! are handed out once and in order, what it asks to be written can be replayed, and it can restart
 //! from that.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -19,9 +19,9 @@ struct Member {
     writes: VecDeque<(u64, Vec<LogOp>)>,
     applied: (u64, u64),
     conf: Vec<u8>,
-    /// A copy of a peer's state that has arrived: from, index, term.
+    /// A copy of a peer's state that has arrived: peer, index, term.
     incoming: Option<(u64, u64, u64)>,
-    /// It refused to start again.
+    /// It refused to restart.
     ended: bool,
 }
 
@@ -29,7 +29,7 @@ fn config() -> Config {
     Config::new(1, [1; 16], BTreeMap::new())
 }
 
-/// See the module.
+/// See the module's documentation.
 pub fn run(data: &[u8]) {
     let mut i = Input(data);
     let durable = LogImage::new(vec![1, 2, 3], 7);
@@ -53,7 +53,7 @@ pub fn run(data: &[u8]) {
     m.restart();
 }
 
-/// A message from one of the peers: made of choices, or any bytes.
+/// A message from a peer, made of choices or of arbitrary bytes.
 pub fn message(i: &mut Input) -> Message {
     let raw = i.u8();
     if raw == 255 {
@@ -186,7 +186,7 @@ impl Member {
         }
     }
 
-    /// As the driver does when the first part of a copy comes and the log is to say so.
+    /// As the driver does when the first part of a state copy arrives and the log must record it.
     fn copy(&mut self, from: u64, index: u64, term: u64) {
         if self.core.leader() == from && self.core.needs_no_copy(index, term)
             || !self.core.wants_snapshot(from, index, term)
@@ -249,7 +249,7 @@ impl Member {
         }
     }
 
-    /// Power goes: the state has all that was applied, the log what was persisted.
+    /// Power loss: the state keeps all that was applied, the log all that was persisted.
     fn restart(&mut self) {
         self.writes.clear();
         self.incoming = None;

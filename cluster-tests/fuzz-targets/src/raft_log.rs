@@ -1,5 +1,5 @@
-//! The Raft log as found on a disk: pages, changes, and whole folders, which are refused or read
-//! and then written on.
+//! The Raft log as found on a disk: pages, changes and whole folders. A folder must be refused, or
+//! be readable and writable.
 
 use std::{
     fs,
@@ -21,7 +21,7 @@ use crate::{input::Input, world};
 const CLUSTER: [u8; 16] = [4; 16];
 const STAMP: u64 = 7;
 
-/// The first byte chooses between bytes of one kind and a folder.
+/// The first byte chooses between bytes of one format and a folder.
 pub fn run(data: &[u8]) {
     let mut i = Input(data);
     match i.u8() % 8 {
@@ -35,7 +35,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// What decodes encodes to the same bytes; what applies, applies again.
+/// What decodes must encode to the same bytes; what applies once must apply again.
 fn changes(data: &[u8]) {
     let Ok(ops) = decode_ops(data) else { return };
     let mut again = Vec::new();
@@ -50,7 +50,7 @@ fn changes(data: &[u8]) {
 
 fn pages(data: &[u8]) {
     let _ = decode_header(data);
-    // The same bytes as the fields of a header page whose checksum is right.
+    // The same bytes as fields of a header page with a correct checksum.
     let header = SegmentHeader {
         cluster: CLUSTER,
         member: 1,
@@ -92,7 +92,7 @@ fn change(i: &mut Input) -> LogOp {
     }
 }
 
-/// A checkpoint's batch: base and last entry, then changes.
+/// The batch of a checkpoint: base and last entry, then changes.
 fn checkpoint(i: &mut Input) -> Vec<u8> {
     let mut out = vec![8, 32, 0, 0, 0];
     let words = if i.u8() == 0 { [i.number(), i.number(), i.number(), i.number()] } else { [0; 4] };
@@ -101,7 +101,7 @@ fn checkpoint(i: &mut Input) -> Vec<u8> {
     out
 }
 
-/// A segment that is mostly well made.
+/// A segment that is mostly well formed.
 fn segment(i: &mut Input, number: u64) -> Vec<u8> {
     let strange = i.u8();
     let first_batch = if strange & 1 == 0 { 1 } else { i.number() };
@@ -146,7 +146,7 @@ fn segment(i: &mut Input, number: u64) -> Vec<u8> {
     out
 }
 
-/// A folder of its own, in memory where the machine has such a file system.
+/// A folder for one input, in memory if the machine has `/dev/shm`.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -171,7 +171,7 @@ fn open(dir: &Path) -> strake_proto::Result<DiskLog> {
     DiskLog::open(dir, CLUSTER, 1, &[1, 2, 3], STAMP, DiskOptions { segment_bytes: 8 * PAGE })
 }
 
-/// What opens must take writes, and be the same when it is opened again.
+/// A log that opens must take writes, and read back the same when it is opened again.
 fn folder(i: &mut Input) {
     let dir = Folder::new();
     let write = |name: &str, bytes: &[u8]| {

@@ -1,6 +1,6 @@
 //! Text from people and from the kernel: configurations, command lines, addresses, key and identity
-//! files, devices of SPDK, `/proc`, and what `lfs` reads from a mount and prints; and what an NVMe
-//! controller says of a namespace.
+//! files, SPDK devices, `/proc`, and what `lfs` reads from a mount and prints. Also what an NVMe
+//! controller reports about a namespace.
 
 use std::{ffi::OsString, os::unix::ffi::OsStringExt};
 
@@ -20,7 +20,7 @@ use strake_tools::fuzzing::{decode_hex, read_arguments, read_mount_words, read_t
 
 use crate::input::Input;
 
-/// The first byte chooses what is read.
+/// The first byte chooses the format.
 pub fn run(data: &[u8]) {
     let mut i = Input(data);
     let kind = i.u8() % 8;
@@ -87,7 +87,7 @@ fn map(i: &mut Input) -> MapView {
     decoded.unwrap_or_else(|| MapView::new(plain).expect("a small map"))
 }
 
-/// A command's arguments, parted by NUL, against a map and a space report.
+/// A command's arguments, separated by NUL, with a map and a space report.
 fn arguments(i: &mut Input) {
     let (command, map) = (i.u8(), map(i));
     let space = pb::StatfsReply::decode(i.bytes()).unwrap_or_default();
@@ -95,7 +95,7 @@ fn arguments(i: &mut Input) {
     read_arguments(command, args, &map, &space);
 }
 
-/// What a mount answers to `lfs getstripe`, and the map in parts.
+/// A mount's answer to `lfs getstripe`, and the parts of a map.
 fn layouts(i: &mut Input) {
     let (flags, ino, map) = (i.u32(), i.number(), map(i));
     let layout = pb::Layout::decode(i.bytes()).unwrap_or_default();

@@ -1,4 +1,5 @@
-//! Where whole servers run for one input: one thread, paused time, no sockets and no disks.
+//! The environment in which whole servers run for one input: one thread, paused time, no sockets
+//! and no disks.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -25,7 +26,7 @@ pub fn env(seed: u8) -> Env {
     Env::new(Arc::new(TokioClock(tokio::time::Instant::now())), [seed; 32])
 }
 
-/// Runs to the end. Time passes when nothing else can happen.
+/// Runs a future to its end. Time moves only when nothing else can run.
 pub fn run<T>(what: impl Future<Output = T>) -> T {
     let built =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
@@ -46,12 +47,12 @@ impl Net {
     pub fn put(&self, at: u32, service: Arc<dyn Service>) {
         self.services.lock().insert(at, service);
     }
-    /// Ends all services, which hold on to this network.
+    /// Ends all services; they refer to this network.
     pub fn end(&self) {
         let services = std::mem::take(&mut *self.services.lock());
         drop(services);
     }
-    /// Asks a service as a peer of this role. `None`: it is not there.
+    /// Sends a request to a service as a peer of this role. `None`: there is no such service.
     pub async fn ask(&self, at: u32, role: Role, request: Message) -> Option<Result<Message>> {
         let service = self.services.lock().get(&at).cloned()?;
         let peer = Peer { role, addr: "fuzz".into(), id: 1, back: None };
@@ -63,7 +64,7 @@ impl Net {
     }
 }
 
-/// A server's place in a [`Net`].
+/// A server's access to a [`Net`].
 pub struct End(pub Arc<Net>);
 
 struct Conn(Arc<Net>, u32);

@@ -1,4 +1,5 @@
-//! Every input of the committed corpus, through its target. What fuzzing ever found stays found.
+//! Runs every input of the committed corpus through its target, so that all findings of the fuzzer
+//! stay fixed.
 
 use std::{
     fs,
@@ -8,7 +9,7 @@ use std::{
 
 use strake_fuzz_targets::TARGETS;
 
-/// Panics in tasks too, which the runtime catches.
+/// Counts panics, also those in tasks, which the runtime catches.
 static PANICS: AtomicUsize = AtomicUsize::new(0);
 
 #[test]

@@ -1,27 +1,29 @@
-//! What a client does next: random operations on a few names, on inodes it has heard of.
+//! Chooses a client's next operation: random operations on a few names and on inodes that it knows.
 
 use rand::{Rng, RngExt, seq::IndexedRandom};
 
 use crate::history::{Answer, How, Ino, Op, Outcome};
 
 const NAMES: [&str; 3] = ["a", "b", "c"];
-/// Of directories, where they have names of their own.
+/// Names of directories, with [`Mix::Kernel`] of all directories.
 const DIR_NAMES: [&str; 2] = ["s", "t"];
-/// Throws of the dice for what only looks: attributes, a listing, names.
+/// Values of the dice in [`Chooser::next`] for operations that only read: attributes, a listing,
+/// names.
 const LOOKS: [i32; 5] = [20, 20, 76, 90, 90];
 /// Inodes a client remembers.
 const REMEMBERED: usize = 6;
 
-/// How different the operations of a history are.
+/// Which operations a history has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mix {
-    /// Everything with every name.
+    /// All operations with all names.
     All,
-    /// Likewise, and most of them only look.
+    /// The same, but most operations only read.
     Looks,
-    /// What is one step also by way of Linux: files and directories have different names, and
-    /// directories are renamed within the first ones only. Linux compares what it had looked up, at
-    /// two moments, where a name of the one kind replaces one of the other.
+    /// Only operations that are one step through Linux, too: files and directories have different
+    /// names, and directories are renamed only within the root directories. When a rename replaces
+    /// a file by a directory or the reverse, Linux compares the results of lookups that it made at
+    /// two moments.
     Kernel,
 }
 
@@ -29,13 +31,13 @@ pub enum Mix {
 pub struct Chooser {
     mix: Mix,
     roots: Vec<Ino>,
-    /// Inodes it was told of, the newest last, and whether they are directories.
+    /// Inodes it knows, the newest last, and whether each is a directory.
     known: Vec<(Ino, bool)>,
     modes: u32,
 }
 
 impl Chooser {
-    /// `client`: gives what it sets values of their own.
+    /// `client` makes the modes that it sets differ from those of other clients.
     pub fn new(mix: Mix, roots: &[Ino], client: u32) -> Chooser {
         Chooser { mix, roots: roots.to_vec(), known: Vec::new(), modes: client * 11 }
     }
@@ -49,7 +51,7 @@ impl Chooser {
     }
 
     fn root(&self, rng: &mut impl Rng) -> Ino {
-        // Mostly the first, so that clients meet.
+        // Mostly the first root, so that clients meet.
         self.roots
             .choose(rng)
             .filter(|_| rng.random_bool(0.4))
@@ -86,7 +88,7 @@ impl Chooser {
         if self.mix == Mix::Looks && rng.random_bool(0.7) {
             dice = *LOOKS.choose(rng)?;
         }
-        // A directory's names are in the first ones where Linux is in between.
+        // With [`Mix::Kernel`] names of directories are only in the root directories.
         let dirs = matches!(dice, 12..20 | 56..62) || dice >= 62 && rng.random_bool(0.2);
         let place = |s: &Chooser, rng: &mut _| {
             if dirs && s.mix == Mix::Kernel { s.root(rng) } else { s.dir(rng) }
@@ -102,7 +104,7 @@ impl Chooser {
                 Op::Chmod { ino: self.ino(rng, true)?, mode: 0o700 + self.modes % 0o100 }
             }
             38..46 => {
-                // A directory, which must be refused, rarely.
+                // Rarely a directory, which must be refused.
                 let file = self.mix == Mix::Kernel || rng.random_bool(0.9);
                 Op::Link { ino: self.ino(rng, file)?, dir, name }
             }
@@ -122,7 +124,7 @@ impl Chooser {
         })
     }
 
-    /// Takes in what an operation told.
+    /// Remembers what an operation returned.
     pub fn learn(&mut self, op: &Op, outcome: &Outcome) {
         let Outcome::Done(answer) = outcome else { return };
         match (op, answer) {

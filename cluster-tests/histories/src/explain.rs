@@ -1,4 +1,4 @@
-//! Why a history was rejected, for people.
+//! Explains why a history was rejected.
 
 use std::fmt::Write;
 
@@ -8,7 +8,7 @@ use crate::{
     search::{Deepest, Verdict, check},
 };
 
-/// Operations of the longest explained beginning that are shown.
+/// How many of the last operations of the longest possible order are shown.
 const SHOWN: usize = 12;
 
 fn op(op: &Op) -> String {
@@ -55,7 +55,7 @@ fn outcome(o: &Outcome) -> String {
     }
 }
 
-/// One operation in one line.
+/// One operation as one line.
 pub fn record(r: &Record) -> String {
     let end =
         if matches!(r.outcome, Outcome::Unknown(_)) { "...".into() } else { r.reply.to_string() };
@@ -78,8 +78,8 @@ fn why(w: &Why) -> String {
     }
 }
 
-/// The history as far as `end`: what was called later is left out, what was answered later is not
-/// known yet.
+/// The history up to `end`: operations called later are left out, answers given later become
+/// unknown.
 fn until(history: &History, end: u64) -> History {
     let seen = |r: &Record| match r {
         r if r.call > end => None,
@@ -94,8 +94,8 @@ fn until(history: &History, end: u64) -> History {
     }
 }
 
-/// The first answer after which no order explains what was told so far: its place among the
-/// records, and the history until then.
+/// The first answer after which no order explains the answers so far: its place among the records,
+/// and the history up to then.
 pub fn first_impossible(history: &History, limit: u64) -> Option<(usize, History)> {
     let mut ends: Vec<(u64, usize)> =
         history.records.iter().enumerate().map(|(i, r)| (r.reply, i)).collect();
@@ -104,8 +104,8 @@ pub fn first_impossible(history: &History, limit: u64) -> Option<(usize, History
     ends.get(at).map(|(end, i)| (*i, until(history, *end)))
 }
 
-/// The verdict in words; of a rejected history the first answer that cannot be, how far an order
-/// goes, and what blocks it.
+/// The verdict in words. For a rejected history: the first impossible answer, the longest possible
+/// order, and what blocks it.
 pub fn explain(history: &History, verdict: &Verdict, limit: u64) -> String {
     let Verdict::Rejected { .. } = verdict else {
         return match verdict {

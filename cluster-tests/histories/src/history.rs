@@ -1,14 +1,14 @@
-//! What clients asked for, what they were answered, and when: a history, and its file.
+//! A history: what clients asked for, what they were answered, and when. And its file format.
 
 use std::io::{self, BufRead, Write};
 
 use serde::{Deserialize, Serialize};
 
-/// The number of an inode, as the file system tells it.
+/// An inode number, as the file system reports it.
 pub type Ino = u64;
 
-/// One operation on the namespace. Directories and inodes are named by number, so that each is one
-/// step: a path would be several.
+/// One operation on the namespace. It names directories and inodes by number, so that it is one
+/// step; walking a path would be several.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Op {
@@ -16,32 +16,32 @@ pub enum Op {
     Create { dir: Ino, name: String, exclusive: bool },
     /// A new directory has the mode [`NEW_DIR`].
     Mkdir { dir: Ino, name: String },
-    /// Which inode has the name.
+    /// Looks up the inode of a name.
     Lookup { dir: Ino, name: String },
     /// The attributes of an inode.
     Getattr { ino: Ino },
-    /// open(2) of a file that is known to be there.
+    /// open(2) of an existing inode.
     Open { ino: Ino },
     /// Sets the permission bits: a value that can be read back.
     Chmod { ino: Ino, mode: u32 },
     /// Gives a file one more name.
     Link { ino: Ino, dir: Ino, name: String },
-    /// Takes a file's name away.
+    /// Removes a name of a file.
     Unlink { dir: Ino, name: String },
     /// Removes an empty directory.
     Rmdir { dir: Ino, name: String },
     /// renameat2(2).
     Rename { dir: Ino, name: String, to_dir: Ino, to_name: String, how: How },
-    /// All names of a directory and their inodes, told at once.
+    /// All names of a directory and their inodes, in one answer.
     Readdir { dir: Ino },
 }
 
 /// Permission bits of a file as [`Op::Create`] makes it.
 pub const NEW_FILE: u32 = 0o644;
-/// Likewise of a directory.
+/// Permission bits of a new directory.
 pub const NEW_DIR: u32 = 0o755;
 
-/// What a rename does about the new name.
+/// What a rename does if the new name exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum How {
@@ -51,7 +51,7 @@ pub enum How {
 }
 
 impl Op {
-    /// Whether it changes nothing whatever it is answered.
+    /// Whether it changes nothing, whatever its outcome.
     pub fn is_read(&self) -> bool {
         matches!(
             self,
@@ -60,7 +60,7 @@ impl Op {
     }
 }
 
-/// Attributes that the model knows of.
+/// Attributes that the model has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attr {
     pub dir: bool,
@@ -69,11 +69,11 @@ pub struct Attr {
     pub mode: u32,
 }
 
-/// What a successful operation told.
+/// The result of a successful operation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// Nothing but that it is done.
+    /// Only that it is done.
     Done,
     /// An inode, and its attributes if they came in the same answer.
     Inode { ino: Ino, attr: Option<Attr> },
@@ -81,7 +81,7 @@ pub enum Answer {
     Names(Vec<(String, Ino)>),
 }
 
-/// Refusals that the model knows of.
+/// Errors that the model has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Errno {
     #[serde(rename = "EPERM")]
@@ -98,15 +98,15 @@ pub enum Errno {
     Inval,
     #[serde(rename = "ENOTEMPTY")]
     NotEmpty,
-    /// What is asked about is no longer there; or Linux could not put a directory that has moved
-    /// where it is now, because somebody is at work where it was. Nothing was done; of what there
-    /// is it tells nothing.
+    /// The inode no longer exists; or Linux could not follow a directory that was moved, because
+    /// another operation was at work in its old place. Nothing was done, and it says nothing about
+    /// the inode.
     #[serde(rename = "ESTALE")]
     Stale,
 }
 
 impl Errno {
-    /// `None` for an error that leaves open whether the operation ran, or comes of the faults.
+    /// `None` for an error that leaves open whether the operation ran, or that faults cause.
     pub fn from_raw(errno: i32) -> Option<Errno> {
         Some(match errno {
             libc::EPERM => Errno::Perm,
@@ -122,14 +122,14 @@ impl Errno {
     }
 }
 
-/// What a client knows of the end of its operation.
+/// What a client knows about the end of its operation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
     Done(Answer),
     Failed(Errno),
-    /// It ran, will run, or never does: the client died, gave up or was told that nobody knows.
-    /// Why, in words.
+    /// It ran, will run, or never runs: the client died, gave up, or was told that the outcome is
+    /// unknown. The text says why.
     Unknown(String),
 }
 
@@ -138,32 +138,32 @@ pub enum Outcome {
 pub struct Record {
     pub client: u32,
     /// When it was called and when it was answered, on one clock for all clients: an operation
-    /// precedes another if its `reply` is less than the other's `call`. Only the order counts.
+    /// precedes another if its `reply` is less than the other's `call`. Only the order matters.
     pub call: u64,
-    /// Without a meaning where the outcome is unknown.
+    /// Without meaning if the outcome is unknown.
     pub reply: u64,
     pub op: Op,
     pub outcome: Outcome,
 }
 
-/// A history of everything that was done below some directories.
+/// All operations that were done below some directories.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct History {
     pub head: Head,
     pub records: Vec<Record>,
 }
 
-/// Where a history comes from.
+/// The origin of a history.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Head {
-    /// For people: a seed, a command.
+    /// A text: a seed, a command.
     pub source: String,
-    /// Directories that were there and empty at the beginning, with the mode [`NEW_DIR`]; they are
-    /// never renamed or removed.
+    /// Directories that existed and were empty at the beginning, with the mode [`NEW_DIR`]. They
+    /// are never renamed or removed.
     pub roots: Vec<Ino>,
-    /// Some operations came by way of Linux, which looks both names of a rename up first and does
-    /// nothing where it found the same inode twice, though never at one moment: two names of a
-    /// file, or one that another mount renames meanwhile.
+    /// Some operations came through Linux. It looks up both names of a rename first, at two
+    /// moments, and does nothing if it finds the same inode twice: two names of one file, or a file
+    /// that another mount renames in between.
     pub kernel: bool,
 }
 
@@ -190,7 +190,7 @@ impl History {
         Ok(history)
     }
 
-    /// The share of operations during which an operation of another client was under way, 0 to 1.
+    /// The share of operations that overlap an operation of another client, 0 to 1.
     pub fn overlap(&self) -> f64 {
         let end = |r: &Record| {
             if matches!(r.outcome, Outcome::Unknown(_)) { r.reply.max(r.call) } else { r.reply }

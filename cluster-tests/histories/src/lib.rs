@@ -1,6 +1,6 @@
-//! A checker for histories of metadata operations: whether what several clients were told at the
-//! same time can be explained by one order in which each operation took effect at one moment
-//! between its call and its answer. See docs/histories.md.
+//! A checker for histories of metadata operations of several clients: whether one order explains
+//! all answers, in which each operation takes effect at one moment between its call and its answer.
+//! See docs/histories.md.
 
 pub mod choose;
 pub mod explain;

@@ -8,14 +8,14 @@ use strake_proto::Result;
 use crate::history::{Answer, Attr, Errno, How, NEW_DIR, NEW_FILE, Op, Outcome};
 
 const RDWR: u32 = 2;
-/// Files kept open, so that some lose their last name meanwhile.
+/// Files kept open, so that some lose their last name while they are open.
 const HELD: usize = 2;
-/// More names than a test makes in a directory: a page is a whole listing.
+/// More names than a test makes in a directory, so one page is a whole listing.
 const PAGE: u32 = 1000;
 const S_IFMT: u32 = 0o170_000;
 const S_IFDIR: u32 = 0o040_000;
 
-/// Does what histories are of.
+/// Does the operations of a history through a client.
 pub struct Library {
     pub client: Client,
     held: VecDeque<File>,
@@ -35,7 +35,7 @@ impl Library {
         Library { client, held: VecDeque::new() }
     }
 
-    /// One operation to its end.
+    /// Does one operation and waits for its end.
     pub async fn perform(&mut self, op: &Op) -> Outcome {
         match self.try_perform(op).await {
             Ok(answer) => Outcome::Done(answer),
@@ -49,7 +49,7 @@ impl Library {
     fn hold(&mut self, file: File) {
         self.held.push_back(file);
         if self.held.len() > HELD {
-            // The last clone that goes closes it.
+            // Dropping the last clone closes the file.
             self.held.pop_front();
         }
     }

@@ -1,4 +1,4 @@
-//! What one namespace does when it is asked one thing after the other.
+//! The model: what a namespace does with one operation after another.
 
 use std::{
     collections::BTreeSet,
@@ -10,11 +10,11 @@ use crate::history::{
     Answer, Attr, Errno, Head, History, How, Ino, NEW_DIR, NEW_FILE, Op, Outcome, Record,
 };
 
-/// Which operation made an inode: the model's own name of it. An operation whose answer nobody
-/// knows makes one, too.
+/// An inode in the model, named by the operation that made it. Operations with an unknown outcome
+/// make inodes, too.
 type Key = u32;
 
-/// Keys of the directories that were there from the beginning.
+/// Keys of the directories that exist at the beginning.
 const FIRST_ROOT: Key = Key::MAX - 1000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -23,12 +23,12 @@ struct Inode {
     /// 0: not known yet.
     ino: Ino,
     dir: bool,
-    /// Names of a file. Of a directory 1 while it exists.
+    /// The number of names of a file; for a directory 1 while it exists.
     names: u32,
     mode: u32,
-    /// It has had more than one name at a time.
+    /// It has had more than one name at the same time.
     linked: bool,
-    /// The name that it was renamed from last, see [`mark`], and by which operation.
+    /// The name from which it was last renamed (see [`mark`]), and by which operation.
     moved: Option<(u64, Key)>,
 }
 
@@ -39,19 +39,19 @@ struct Name {
     to: Key,
 }
 
-/// A namespace. Equal states answer alike.
+/// A namespace. Equal states give equal answers.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct State {
-    /// By key. Those without a name stay: numbers are not used twice.
+    /// Sorted by key. Inodes without a name stay, because inode numbers are not reused.
     inodes: Vec<Inode>,
-    /// By directory and name.
+    /// Sorted by directory and name.
     names: Vec<Name>,
 }
 
-/// What becomes of an operation that is run now.
+/// What an operation leads to if it runs now.
 #[derive(Debug)]
 pub enum Step {
-    /// It tells what it told and changes nothing, now or later.
+    /// Its answer fits, and it changes nothing, now or later.
     Same,
     To(State),
 }
@@ -61,15 +61,15 @@ pub enum Step {
 pub enum Why {
     Refused(Errno),
     Succeeds,
-    /// 0: an inode of which nobody knows the number.
+    /// 0: an inode whose number is not known.
     OtherInode(Ino),
     OtherAttr(Attr),
     OtherNames(Vec<(String, Ino)>),
-    /// Nothing has made the inode yet.
+    /// No operation has made the inode yet.
     NotMade(Ino),
-    /// The number was given out already.
+    /// The inode number is in use already.
     Made(Ino),
-    /// It would change nothing, and was never answered.
+    /// It would change nothing, and its outcome is unknown, so there is no need to run it.
     Idle,
 }
 
@@ -83,17 +83,17 @@ fn mark(dir: Key, name: &str) -> u64 {
 /// Rules that hold for all states of a history.
 pub struct Model {
     kernel: bool,
-    /// Inodes made by operations of which that is known.
+    /// Inodes that are known to have been made by operations of the history, and the roots.
     made: BTreeSet<Ino>,
     /// When each operation was answered.
     replies: Vec<u64>,
 }
 
-/// What the state has to say to an operation.
+/// The errors that an operation may get in a state.
 #[derive(Default)]
 struct Refusals {
     all: Vec<Errno>,
-    /// It may succeed all the same.
+    /// It may also succeed.
     lenient: bool,
 }
 
@@ -109,7 +109,7 @@ impl Refusals {
         Refusals { lenient: yes, ..self }
     }
 
-    /// `Ok(true)`: it was refused, rightly. `Ok(false)`: it succeeded, or may have.
+    /// `Ok(true)`: the error is allowed. `Ok(false)`: it succeeded, or may have.
     fn judge(self, outcome: &Outcome) -> Result<bool, Why> {
         match (outcome, self.all.first()) {
             (Outcome::Failed(e), _) if self.all.contains(e) => Ok(true),
@@ -126,7 +126,7 @@ fn refuse() -> Refusals {
 }
 
 impl State {
-    /// The directories of the beginning, empty.
+    /// The root directories, empty.
     pub fn new(head: &Head) -> State {
         let root = |(i, ino): (usize, &Ino)| {
             let key = FIRST_ROOT + i as Key;
@@ -200,7 +200,7 @@ impl State {
         }
     }
 
-    /// An inode has a name less.
+    /// An inode loses a name.
     fn drop_name(&mut self, key: Key) {
         self.inode_mut(key).names -= 1;
     }
@@ -220,7 +220,7 @@ impl State {
         }
     }
 
-    /// The tree in words, for explanations.
+    /// The tree as text, for explanations.
     pub fn lines(&self) -> Vec<String> {
         let ino = |i: &Inode| if i.ino == 0 { format!("?{}", i.key) } else { format!("{}", i.ino) };
         let about = |i: &Inode| {
@@ -260,7 +260,7 @@ impl Model {
         }
     }
 
-    /// Whether the operation may also have done nothing, as told on [`Head::kernel`].
+    /// Whether the operation may also have done nothing, as [`Head::kernel`] says.
     pub fn may_idle(&self, s: &State, r: &Record) -> bool {
         let Op::Rename { dir, name, to_dir, to_name, how } = &r.op else { return false };
         let (Ok(d), Ok(to_d)) = (s.numbered(*dir), s.numbered(*to_dir)) else { return false };
@@ -274,7 +274,7 @@ impl Model {
             && s.find(to_d.key, to_name).is_some_and(|t| t.linked || t.moved.is_some_and(meanwhile))
     }
 
-    /// Runs an operation, the `key`th of its history, which must tell what it told.
+    /// Runs an operation, the `key`th of its history; its result must be the recorded one.
     pub fn step(&self, s: &State, key: usize, r: &Record) -> Result<Step, Why> {
         let key = key as Key;
         let by_number = matches!(
@@ -490,7 +490,7 @@ impl Model {
         !self.made.contains(&ino) && s.numbered(ino).is_err()
     }
 
-    /// Compares what was told of an inode that the operation did not change.
+    /// Compares the answer with an inode that the operation did not change.
     fn told(&self, s: &State, i: &Inode, o: &Outcome) -> Result<Step, Why> {
         let Outcome::Done(Answer::Inode { ino, attr }) = o else { return Ok(Step::Same) };
         let is = s.attr(i);
@@ -508,7 +508,7 @@ impl Model {
         }
     }
 
-    /// Likewise of one that it did change.
+    /// Compares the answer with an inode that the operation changed.
     fn changed(&self, next: State, key: Key, o: &Outcome) -> Result<Step, Why> {
         match self.told(&next, next.inode(key), o)? {
             Step::Same => Ok(Step::To(next)),

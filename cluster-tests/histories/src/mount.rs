@@ -1,8 +1,9 @@
-//! Operations through Linux: system calls on a mounted file system, of which each is one step of
-//! its servers.
+//! Operations through Linux: system calls on a mounted file system, each of which is one step for
+//! the servers.
 //!
-//! Directories and inodes are held by `O_PATH` descriptors, so that no path is walked. What a
-//! lookup found is looked at by a call of its own, which is an operation of its own in the history.
+//! `O_PATH` descriptors hold directories and inodes, so that no path is walked. The attributes of
+//! an inode that a lookup found are read by another call, which is an operation of its own in the
+//! history.
 
 use std::{
     collections::BTreeMap,
@@ -16,12 +17,12 @@ use crate::{
     library::rename_flags,
 };
 
-/// Names of a directory are listed by one call if they fit.
+/// Size of the buffer for a listing: one call must return all names of a directory.
 const LISTING: usize = 32 << 10;
 
 /// One program's view of a mount.
 pub struct Mount {
-    /// `O_PATH` descriptors of the inodes that it has met.
+    /// `O_PATH` descriptors of the inodes that it has seen.
     met: BTreeMap<Ino, OwnedFd>,
 }
 
@@ -33,13 +34,13 @@ fn c(text: &str) -> io::Result<CString> {
     Ok(CString::new(text)?)
 }
 
-/// Where /proc shows a descriptor: what it is of, without a name.
+/// The path in /proc by which a descriptor's inode can be opened without a name.
 fn by_fd(fd: RawFd) -> io::Result<CString> {
     c(&format!("/proc/self/fd/{fd}"))
 }
 
 fn open(dir: RawFd, name: &CStr, flags: libc::c_int) -> io::Result<OwnedFd> {
-    // SAFETY: a string with its end; the descriptor that comes is nobody else's.
+    // SAFETY: the name ends with NUL; nothing else owns the new descriptor.
     unsafe {
         Ok(OwnedFd::from_raw_fd(checked(libc::openat(
             dir,
@@ -51,22 +52,22 @@ fn open(dir: RawFd, name: &CStr, flags: libc::c_int) -> io::Result<OwnedFd> {
 }
 
 fn stat(fd: RawFd) -> io::Result<libc::stat> {
-    // SAFETY: all bytes zero is a value of this struct of numbers; it is the callee's to fill.
+    // SAFETY: all zeros is a valid value of this struct of numbers.
     let mut s: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: as above.
+    // SAFETY: `s` is a struct for the call to fill, and lives through it.
     checked(unsafe { libc::fstat(fd, &mut s) })?;
     Ok(s)
 }
 
 impl Mount {
-    /// From here on this process has no umask.
+    /// Also sets the umask of this process to 0.
     pub fn without_umask() -> Mount {
-        // SAFETY: a number is set.
+        // SAFETY: the call only sets a number.
         unsafe { libc::umask(0) };
         Mount { met: BTreeMap::new() }
     }
 
-    /// A folder of the mount, by which histories name it.
+    /// Opens a folder of the mount and returns its inode number, for use in histories.
     pub fn enter(&mut self, path: &str) -> io::Result<Ino> {
         let fd = open(libc::AT_FDCWD, &c(path)?, libc::O_PATH | libc::O_DIRECTORY)?;
         let ino = stat(fd.as_raw_fd())?.st_ino;
@@ -79,14 +80,14 @@ impl Mount {
         Ok(self.met.get(&ino).ok_or_else(unmet)?.as_raw_fd())
     }
 
-    /// One operation to its end.
+    /// Does one operation and waits for its end.
     pub fn perform(&mut self, op: &Op) -> Outcome {
         self.try_perform(op).map_or_else(|e| failed(&e), Outcome::Done)
     }
 
     fn try_perform(&mut self, op: &Op) -> io::Result<Answer> {
-        // SAFETY (all calls below): strings with their ends, which live through the call, and
-        // descriptors that are open.
+        // SAFETY (all calls below): strings end with NUL and live through the call, and descriptors
+        // are open.
         match op {
             Op::Create { dir, name, exclusive } => {
                 let excl = if *exclusive { libc::O_EXCL } else { 0 };
@@ -94,7 +95,7 @@ impl Mount {
                 self.meet(fd)
             }
             Op::Mkdir { dir, name } => {
-                // SAFETY: as said.
+                // SAFETY: as above.
                 checked(unsafe { libc::mkdirat(self.fd(*dir)?, c(name)?.as_ptr(), NEW_DIR) })?;
                 Ok(Answer::Done)
             }
@@ -113,14 +114,14 @@ impl Mount {
                 Ok(Answer::Inode { ino: *ino, attr: None })
             }
             Op::Chmod { ino, mode } => {
-                // SAFETY: as said.
+                // SAFETY: as above.
                 checked(unsafe { libc::chmod(by_fd(self.fd(*ino)?)?.as_ptr(), *mode) })?;
                 Ok(Answer::Done)
             }
             Op::Link { ino, dir, name } => {
                 let (old, dir, name) = (by_fd(self.fd(*ino)?)?, self.fd(*dir)?, c(name)?);
                 let follow = libc::AT_SYMLINK_FOLLOW;
-                // SAFETY: as said.
+                // SAFETY: as above.
                 checked(unsafe {
                     libc::linkat(libc::AT_FDCWD, old.as_ptr(), dir, name.as_ptr(), follow)
                 })?;
@@ -128,7 +129,7 @@ impl Mount {
             }
             Op::Unlink { dir, name } | Op::Rmdir { dir, name } => {
                 let flags = if matches!(op, Op::Rmdir { .. }) { libc::AT_REMOVEDIR } else { 0 };
-                // SAFETY: as said.
+                // SAFETY: as above.
                 checked(unsafe { libc::unlinkat(self.fd(*dir)?, c(name)?.as_ptr(), flags) })?;
                 Ok(Answer::Done)
             }
@@ -136,7 +137,7 @@ impl Mount {
                 let (dir, to_dir, name, to_name) =
                     (self.fd(*dir)?, self.fd(*to_dir)?, c(name)?, c(to_name)?);
                 let flags = rename_flags(*how);
-                // SAFETY: as said.
+                // SAFETY: as above.
                 checked(unsafe {
                     libc::renameat2(dir, name.as_ptr(), to_dir, to_name.as_ptr(), flags)
                 })?;
@@ -146,12 +147,12 @@ impl Mount {
         }
     }
 
-    /// The kernel knows the number of what it has opened; no server is asked.
+    /// Asks the kernel for the number of the inode that it has opened; no server is asked.
     fn meet(&mut self, fd: OwnedFd) -> io::Result<Answer> {
         // SAFETY: as in `stat`.
         let mut s: libc::statx = unsafe { std::mem::zeroed() };
         let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC;
-        // SAFETY: an empty string with its end, and a struct for the callee to fill.
+        // SAFETY: the empty string ends with NUL, and `s` is a struct for the call to fill.
         checked(unsafe {
             libc::statx(fd.as_raw_fd(), c"".as_ptr(), flags, libc::STATX_INO, &mut s)
         })?;
@@ -163,7 +164,7 @@ impl Mount {
     fn list(&self, dir: Ino) -> io::Result<Answer> {
         let fd = open(self.fd(dir)?, c".", libc::O_RDONLY | libc::O_DIRECTORY)?;
         let mut bytes = vec![0u8; LISTING];
-        // SAFETY: a buffer of that length.
+        // SAFETY: the buffer has this length.
         let n = unsafe {
             libc::syscall(libc::SYS_getdents64, fd.as_raw_fd(), bytes.as_mut_ptr(), LISTING)
         };

@@ -1,11 +1,11 @@
-//! Looks for one order that explains a history: the search of Wing and Gong, with Lowe's memory of
-//! what was tried.
+//! Searches for one order that explains a history, with the search of Wing and Gong and Lowe's
+//! cache of tried configurations.
 //!
-//! Three things make it fast. An operation that may be next and changes nothing is put next at
-//! once: whatever order there is, one with this operation here is as good. What was reached in
-//! another order is not gone into twice: what is left depends on the operations that are done and
-//! the state alone. And what need not have run is put as late as it can be: before something that
-//! comes out otherwise without it.
+//! Three things make it fast. An operation that may be next and changes nothing is placed next at
+//! once: any order can be changed to one with this operation here. A configuration that was reached
+//! before by another order is not searched again: what is left depends only on the set of finished
+//! operations and on the state. And an operation that need not have run is placed as late as
+//! possible: just before one whose result differs without it.
 
 use std::{
     collections::HashSet,
@@ -17,10 +17,10 @@ use crate::{
     model::{Model, State, Step, Why},
 };
 
-/// What the search found.
+/// The result of the search.
 #[derive(Debug)]
 pub enum Verdict {
-    /// With the records in an order that explains it; those of unknown outcome that it leaves out
+    /// The records in an order that explains them. Records of unknown outcome that are left out
     /// never ran.
     Linearizable {
         order: Vec<usize>,
@@ -30,18 +30,18 @@ pub enum Verdict {
         deepest: Deepest,
         steps: u64,
     },
-    /// The search had no end within the limit. This says nothing.
+    /// The search did not end within the limit, so this says nothing.
     Undecided {
         steps: u64,
     },
 }
 
-/// The longest beginning of an order that was found.
+/// The longest order that was found.
 #[derive(Debug)]
 pub struct Deepest {
     pub order: Vec<usize>,
     pub state: State,
-    /// What had to come next, and why none of it could.
+    /// What had to come next, and why each of them could not.
     pub blocked: Vec<(usize, Why)>,
 }
 
@@ -52,7 +52,7 @@ impl Verdict {
     pub fn is_rejected(&self) -> bool {
         matches!(self, Verdict::Rejected { .. })
     }
-    /// States gone into.
+    /// How many states were entered.
     pub fn steps(&self) -> u64 {
         match self {
             Verdict::Linearizable { steps, .. }
@@ -62,13 +62,14 @@ impl Verdict {
     }
 }
 
-/// Steps after which a search is given up. The hardest histories of the tests take a hundredth.
+/// Steps after which a search is given up. The hardest histories of the tests need a hundredth of
+/// this.
 pub const LIMIT: u64 = 2_000_000;
 
-/// Whether there is an order, by at most `limit` states gone into.
+/// Whether there is an order; enters at most `limit` states.
 ///
-/// Where many operations are of unknown outcome, those orders are looked for first in which few of
-/// them follow each other.
+/// If many operations have an unknown outcome, it first tries orders in which only few of them
+/// follow each other directly.
 pub fn check(history: &History, limit: u64) -> Verdict {
     let mut steps = 0;
     for chain in [1, 2] {
@@ -99,7 +100,7 @@ impl Bits {
 
 /// One operation as the search sees it.
 struct Item<'h> {
-    /// Its place in the history.
+    /// Its index in the history.
     at: usize,
     record: &'h Record,
     /// `u64::MAX`: it need not run.
@@ -112,30 +113,30 @@ impl Item<'_> {
     }
 }
 
-/// A place in the search: what is done, and what may be done next.
+/// A place in the search: which operations are done, and which may be done next.
 struct Node {
     done: Bits,
     state: State,
     /// Length of the order up to here.
     len: usize,
-    /// What may come next, and how many of them were tried.
+    /// What may come next, and how many of these were tried.
     choices: Vec<(usize, State)>,
     tried: usize,
-    /// How many that need not run came last.
+    /// How many operations at the end of the order need not have run.
     chain: usize,
 }
 
 struct Search<'h> {
     model: Model,
     items: Vec<Item<'h>>,
-    /// How many that need not run may follow each other.
+    /// How many operations that need not run may follow each other.
     chain: usize,
     known: usize,
     first: State,
     seen: HashSet<u128>,
     hashers: [RandomState; 2],
     order: Vec<usize>,
-    /// Of the order so far, those that must run.
+    /// The longest order so far, counted in operations that must run.
     best: Option<(usize, Vec<usize>, State, Bits)>,
 }
 
@@ -192,7 +193,8 @@ impl<'h> Search<'h> {
             self.order.truncate(node.len);
             let mut done = node.done.clone();
             done.set(i);
-            // What follows one that need not run depends on what was possible before it.
+            // If this operation need not run, what may follow it depends on what was possible
+            // before it.
             let before = (!self.items[i].must_run()).then_some((i, &node.state, node.chain));
             if node.chain + usize::from(before.is_some()) <= self.chain
                 && self.is_new(&done, &state, before)
@@ -204,7 +206,7 @@ impl<'h> Search<'h> {
         Verdict::Rejected { deepest: self.deepest(), steps }
     }
 
-    /// Whether nothing was tried from here yet.
+    /// Whether the search has not been here before.
     fn is_new(
         &mut self,
         done: &Bits,
@@ -216,8 +218,8 @@ impl<'h> Search<'h> {
         self.seen.insert(place)
     }
 
-    /// Those that may come next: not done, and called before every answer to one that must still
-    /// run.
+    /// The operations that may come next: not done, and called before the answer of every operation
+    /// that must still run.
     fn next_ones(&self, done: &Bits) -> Vec<usize> {
         let mut horizon = u64::MAX;
         let mut open = Vec::new();
@@ -234,8 +236,8 @@ impl<'h> Search<'h> {
         open
     }
 
-    /// Does all that changes nothing, and finds what may change something. `last`: what was done
-    /// last, and where.
+    /// Does all operations that change nothing, and finds those that may change something. `last`:
+    /// the operation that was done last, and the place before it.
     fn enter(&mut self, mut done: Bits, state: State, last: Option<(usize, &Node)>) -> Node {
         let len = self.order.len();
         loop {
@@ -266,14 +268,14 @@ impl<'h> Search<'h> {
                 chain = parent.chain + 1;
                 choices.retain(|(x, to)| !self.is_as_good_later(parent, u, *x, to));
             }
-            // What was answered first is tried first, what perhaps never ran last.
+            // In the order of answers; those that perhaps never ran come last.
             choices.sort_by_key(|(i, _)| (self.items[*i].reply, *i));
             return Node { done, state, len: self.order.len(), choices, tried: 0, chain };
         }
     }
 
-    /// Whether `u`, which need not run, and then `x` lead where `x` and then `u` do: that order is
-    /// tried, too.
+    /// Whether `u`, which need not run, and then `x` lead to the same state as `x` and then `u`.
+    /// The latter order is tried, too.
     fn is_as_good_later(&self, parent: &Node, u: usize, x: usize, to: &State) -> bool {
         let later = |from: &State| {
             let item = &self.items[u];

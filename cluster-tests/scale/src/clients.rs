@@ -1,4 +1,4 @@
-//! The sessions: one library client each, which share a runtime, a fabric and its pool of buffers.
+//! The sessions: one library client each. All share a runtime, a fabric and its pool of buffers.
 
 use std::{sync::Arc, time::Duration};
 
@@ -41,7 +41,7 @@ impl Clients {
         Ok(clients)
     }
 
-    /// As many that ask followers so.
+    /// Opens `n` sessions with this mode of follower reads.
     pub async fn connect_as(
         cluster: &Cluster,
         n: usize,
@@ -75,8 +75,8 @@ impl Clients {
         self.counts.lock().clone()
     }
 
-    /// Has each do this, all at once, and returns how long each took, sorted; the first failure is
-    /// an error.
+    /// Runs `f` for all clients at the same time and returns how long each took, sorted. Fails with
+    /// the first error.
     pub async fn each<F, Fut>(&self, f: F) -> Result<Vec<Duration>>
     where
         F: Fn(usize, Client) -> Fut,
@@ -98,7 +98,7 @@ impl Clients {
         Ok(times)
     }
 
-    /// How many may answer what they were told of this inode from memory.
+    /// How many clients may answer this inode's attributes from their cache.
     pub async fn hold(&self, ino: u64) -> Result<usize> {
         let mut n = 0;
         for c in &self.all {

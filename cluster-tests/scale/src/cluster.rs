@@ -1,4 +1,4 @@
-//! The cluster under test: real processes, made by `strake up`, looked at through `/proc`.
+//! The cluster under test: real processes, started by `strake up` and observed through `/proc`.
 
 use std::{
     collections::BTreeMap,
@@ -22,7 +22,7 @@ pub struct Cluster {
     pub oss: u32,
 }
 
-/// What `/proc` says of a process.
+/// The resources that a process has used, from `/proc`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
     /// Seconds of user and system time since it started.
@@ -56,7 +56,8 @@ impl Cluster {
         Ok(c)
     }
 
-    /// Starts what does not run, and waits until everything is in service. What it said.
+    /// Starts the servers that do not run and waits until everything is in service. Returns the
+    /// output.
     pub fn up(&self) -> Result<String> {
         let mut up = Command::new(&self.strake);
         up.arg("up").arg("--dir").arg(&self.dir);
@@ -86,7 +87,7 @@ impl Cluster {
         Ok(text.trim().parse()?)
     }
 
-    /// Of all servers, by name.
+    /// Process numbers of all servers, by name.
     pub fn pids(&self) -> Result<BTreeMap<String, i32>> {
         let names =
             (1..=3).map(|n| format!("mds{n}")).chain((1..=self.oss).map(|n| format!("oss{n}")));
@@ -106,7 +107,7 @@ impl Cluster {
         Ok(leader["name"].as_str().unwrap_or_default().to_string())
     }
 
-    /// SIGKILL.
+    /// Kills a server with SIGKILL.
     pub fn kill(&self, server: &str) -> Result<()> {
         // SAFETY: sends a signal to a process that this cluster started and whose pid file names
         // it.
@@ -129,12 +130,12 @@ impl Drop for Cluster {
     }
 }
 
-/// What a process has used; 0 for this one's own.
+/// The resources that a process has used; 0 stands for this process.
 pub fn usage(pid: i32) -> Result<Usage> {
     let at = if pid == 0 { "/proc/self".to_string() } else { format!("/proc/{pid}") };
     let stat = fs::read_to_string(format!("{at}/stat"))?;
-    // Behind the command, which may hold blanks; times are fields 14 and 15, in hundredths of a
-    // second (proc(5)).
+    // After the command, which may contain blanks. The times are fields 14 and 15, in hundredths of
+    // a second (proc(5)).
     let fields: Vec<&str> =
         stat.rsplit_once(')').ok_or("no command in stat")?.1.split_ascii_whitespace().collect();
     let ticks =

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use strake_fabric::{Connection, Endpoint, Fabric, Listener, Message, Pool, Service};
 use strake_proto::{Result, opcode};
 
-/// Requests sent, by opcode, and bytes of their answers.
+/// Requests that were sent, by opcode, and the bytes of their answers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     pub requests: BTreeMap<u16, u64>,
@@ -15,7 +15,7 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// What came since.
+    /// What was added since `before`.
     pub fn since(&self, before: &Counts) -> Counts {
         let less = |(op, n): (&u16, &u64)| (*op, n - before.requests.get(op).copied().unwrap_or(0));
         Counts {
@@ -28,7 +28,7 @@ impl Counts {
         self.requests.get(&op).copied().unwrap_or(0)
     }
 
-    /// In words.
+    /// A text for the report.
     pub fn text(&self) -> String {
         let (meta, recall, renew) =
             (self.of(opcode::META), self.of(opcode::RECALL), self.of(opcode::SESSION_RENEW));

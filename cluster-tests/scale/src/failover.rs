@@ -1,4 +1,4 @@
-//! The metadata leader dies under all sessions.
+//! The metadata leader is killed while all sessions are open.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ pub async fn measure(
         let began = Instant::now();
         cluster.kill(&leader)?;
         let me = clients.me.clone();
-        // A name that nobody has asked for: memory cannot answer.
+        // A name that was never looked up, so that no cache can answer.
         let ask = move |i: usize, c: Client| {
             let (me, name) = (me.clone(), format!("failover-{n}-{i}"));
             async move {

@@ -1,4 +1,4 @@
-//! CPU time and memory of processes while nobody asks for anything.
+//! CPU time and memory of processes while no requests are made.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -17,7 +17,7 @@ pub struct Sample {
 }
 
 pub async fn sample(cluster: &Cluster, seconds: u64) -> Result<Sample> {
-    // What the start or the sessions' opening left behind is over.
+    // Waits until the work after the start, or after opening the sessions, is done.
     sleep(Duration::from_secs(3)).await;
     let leader = cluster.leader()?;
     let mut pids = cluster.pids()?;
@@ -42,7 +42,7 @@ impl Sample {
     }
 }
 
-/// `alone`: without sessions.
+/// `alone`: the sample without sessions.
 pub fn report(alone: &Sample, with: &Sample, report: &mut Report) {
     let mut row = |what: &str, expected, of: &dyn Fn(&Sample, &str) -> bool| {
         let (a, b) = (alone.mean(|n| of(alone, n)), with.mean(|n| of(with, n)));

@@ -1,6 +1,5 @@
-//! `strake-scale`: many clients and many targets. Starts a cluster of real processes, opens as many
-//! sessions as asked for in this one, and measures what the docs call "many clients": see
-//! `docs/performance.md`.
+//! `strake-scale`: many clients and many targets. Starts a cluster of real processes, opens the
+//! sessions in its own process, and measures what `docs/performance.md` says about many clients.
 
 mod clients;
 mod cluster;
@@ -129,7 +128,7 @@ async fn run(args: &Args) -> Result<Report> {
     Ok(report)
 }
 
-/// A thousand clients have more than a thousand sockets.
+/// Raises the limit of open files: a thousand clients need more than a thousand sockets.
 fn raise_file_limit() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: both calls only read or fill `limit`, which outlives them. Should they fail,

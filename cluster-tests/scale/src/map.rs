@@ -1,4 +1,4 @@
-//! The cluster map: how large it is, and how long until everybody has a new one.
+//! The cluster map: its size, and how long until all clients have a new one.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ pub async fn measure(
         let server = format!("oss{}", n % cluster.oss + 1);
         let before = clients.all[0].fetch_map().await?.version();
         cluster.kill(&server)?;
-        // Its lease runs out, then its targets leave their chains: one change of the map.
+        // Its lease runs out, then its targets leave their chains, which is one change of the map.
         let asked = timeout(LIMIT, async {
             loop {
                 let asked = Instant::now();

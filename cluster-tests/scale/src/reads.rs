@@ -1,5 +1,5 @@
-//! Reads that no memory answers: at the leader only, and with followers. What they cost the leader,
-//! and how many there are.
+//! Reads that no cache answers, at the leader only and with followers: how many there are, and what
+//! they cost the leader.
 
 use std::{
     sync::{
@@ -20,13 +20,13 @@ use crate::{
     report::Report,
 };
 
-/// Names in the directory that is looked at, all of them directories.
+/// Number of names in the directory that is read; all are directories.
 const NAMES: u64 = 1000;
-/// Of each measurement, of which each kind is repeated as often, in turn.
+/// Length of each measurement. Each kind of clients is measured `TURNS` times, in turn.
 const SECONDS: u64 = 5;
 const TURNS: usize = 3;
 
-/// What a client asks again and again.
+/// The request that a client repeats.
 #[derive(Clone, Copy)]
 enum Ask {
     /// One stat.
@@ -35,7 +35,7 @@ enum Ask {
     List,
 }
 
-/// What came of one kind of clients.
+/// The result for one kind of clients.
 #[derive(Default)]
 struct Sum {
     reads: u64,
@@ -58,7 +58,7 @@ impl Sum {
     }
 }
 
-/// `n` clients of each kind.
+/// Measures with `n` clients of each kind.
 pub async fn measure(cluster: &Cluster, n: usize, report: &mut Report) -> Result<()> {
     let mut kinds = Vec::new();
     for mode in [FollowerReads::Never, FollowerReads::Always] {
@@ -149,7 +149,7 @@ async fn once(
     asked.map(drop)
 }
 
-/// By a list of operations, which no memory answers.
+/// Sends a list of operations, which no cache answers.
 async fn look(
     client: &Client,
     me: &strake_client::Creds,

@@ -1,4 +1,4 @@
-//! What was measured beside what was expected before.
+//! The measured figures, beside the expected ones.
 
 use std::{fs, time::Duration};
 
@@ -28,7 +28,7 @@ pub fn mib(bytes: f64) -> String {
     format!("{:.2} MiB", bytes / (1 << 20) as f64)
 }
 
-/// Of sorted times, the one that so many of a hundred do not exceed.
+/// The time that this percentage of the sorted times does not exceed.
 pub fn percentile(sorted: &[Duration], of_hundred: usize) -> Duration {
     let rank = (sorted.len() * of_hundred).div_ceil(100).max(1) - 1;
     sorted.get(rank).copied().unwrap_or_default()

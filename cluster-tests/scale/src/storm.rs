@@ -1,4 +1,4 @@
-//! One directory or file that all clients know, and somebody changes it.
+//! One directory or file that all clients have cached, and one client changes it.
 
 use std::{
     sync::{
@@ -15,10 +15,10 @@ use tokio::time::{Instant, sleep};
 
 use crate::{Result, clients::Clients, report::Report};
 
-/// Between two storms: an inode that is recalled often is not leased for a while.
+/// Pause between two storms, because an inode that is recalled often is not leased for a while.
 const PAUSE: Duration = Duration::from_millis(400);
 const HOT: Duration = Duration::from_secs(5);
-/// How often each looks while the inode is hot.
+/// How often each client looks while the inode is hot.
 const LOOK: Duration = Duration::from_millis(250);
 
 pub async fn measure(clients: &Clients, rounds: usize, report: &mut Report) -> Result<()> {
@@ -33,7 +33,7 @@ pub async fn measure(clients: &Clients, rounds: usize, report: &mut Report) -> R
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// Names in a directory come and go.
+    /// Names in a directory are made and removed.
     Names,
     /// A file's mode changes.
     Mode,
@@ -53,7 +53,7 @@ async fn change(c: &Client, me: &Creds, ino: u64, kind: Kind, n: usize) -> Resul
     Ok(())
 }
 
-/// All hold a lease, one changes the inode, all look again.
+/// All clients hold a lease, one changes the inode, and all look again.
 async fn storms(
     clients: &Clients,
     rounds: usize,
@@ -96,7 +96,7 @@ async fn storms(
     Ok(())
 }
 
-/// One changes a directory without pause while all others look at it again and again.
+/// One client changes a directory without pause, while all others look at it again and again.
 async fn hot(clients: &Clients, dir: u64, report: &mut Report) -> Result<()> {
     let (stop, looks) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
     let counted = clients.counts();
@@ -117,7 +117,7 @@ async fn hot(clients: &Clients, dir: u64, report: &mut Report) -> Result<()> {
     });
     let lookers: Vec<_> = lookers.collect();
     let (mut answered, began) = (Vec::new(), Instant::now());
-    // In storms() the number of rounds decides whether the name is there.
+    // Whether the name exists depends on the number of rounds in `storms()`.
     let there = clients.all[0].lookup(&clients.me, dir, b"name").await.is_ok();
     for n in usize::from(there).. {
         if began.elapsed() > HOT {
@@ -148,7 +148,7 @@ async fn hot(clients: &Clients, dir: u64, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// One writes at the end of a file, and all others want to know its size at once.
+/// One client writes at the end of a file, and all others ask for its size at once.
 async fn sizes(clients: &Clients, rounds: usize, ino: u64, report: &mut Report) -> Result<()> {
     let writer = &clients.all[0];
     let (file, _) = writer.open(&clients.me, ino, libc::O_RDWR as u32).await?;

@@ -1,6 +1,7 @@
-//! One file that clients hand on: whoever has the baton reads it and must find what was written by
-//! whoever had it before, though that one neither synced nor closed it; then he writes some of it.
-//! What the servers cut off, or took the session of, may be lost, and is then never seen again.
+//! One file that clients hand to each other like a baton. The player with the baton must read what
+//! the previous players wrote, even if they neither synced nor closed the file; then it may write
+//! some cells. Writes of a client that lost its session may be lost, but a write that was found
+//! missing must not appear later.
 
 use std::{
     sync::{
@@ -36,18 +37,18 @@ const LENGTH: Duration = Duration::from_secs(25);
 /// Mean time between faults of single messages.
 const MESSAGE_EVERY: Duration = Duration::from_millis(100);
 
-/// What is in a cell: the last write that was answered, by whom, and how often that one had lost
-/// its session then.
+/// The last write of a cell that returned: its tag, its writer, and how many sessions the writer
+/// had lost by then.
 #[derive(Clone, Copy, Default)]
 struct Cell {
     tag: u32,
     writer: usize,
     lost: u64,
-    /// The last write failed: what is there counts as written when it is seen.
+    /// The last write failed: the next read may find it or not.
     unknown: bool,
 }
 
-/// A write that was not seen, to be excused by a session lost since.
+/// A write that a read did not find. It is excused if the writer has lost a session since.
 struct Missing {
     what: String,
     writer: usize,
@@ -77,8 +78,8 @@ pub struct Outcome {
     pub simulated: Duration,
 }
 
-/// Rung by a player that has handed the file on with bytes of his held back, as the last of whom
-/// this is the number.
+/// Rung when a player has handed the file on while its client still holds dirty data. `by` is the
+/// number of the last such client.
 #[derive(Default)]
 struct Bell {
     rung: Notify,
@@ -192,7 +193,7 @@ fn check(model: &mut Model, seen: &[u8], by: usize, out: &Mutex<Outcome>) {
             );
             model.missing.push(Missing { what, writer: c.writer, lost: c.lost });
             model.cells[i].tag = tag;
-            // Whose it is nobody knows any more; from here on it has to stay.
+            // The last writer is not known any more. From here on the cell must keep what was read.
             (model.cells[i].writer, model.cells[i].lost) = (usize::MAX, 0);
         }
         model.cells[i].tag = tag;
@@ -275,8 +276,8 @@ async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster) -> Res
     Ok(out)
 }
 
-/// Servers die and are cut off, and so are clients: from the metadata servers, from all, and for
-/// long enough to lose their sessions.
+/// Kills metadata servers, isolates servers, and cuts clients off from the metadata servers or from
+/// all servers, sometimes for long enough that their sessions end.
 async fn harm(cluster: &mut Cluster, rng: &mut StdRng, bell: &Bell) -> Result<()> {
     let end = Instant::now() + LENGTH;
     while Instant::now() < end {
@@ -284,12 +285,12 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, bell: &Bell) -> Result<()
         let nodes = cluster.nodes();
         let node = *nodes.choose(rng).unwrap_or(&1);
         match rng.random_range(0..10) {
-            // Storage servers live: what is not synced goes with one for a while, and is written
-            // again.
+            // Storage servers are not killed: what is not synced is missing for a while after such
+            // a crash, until the client sends it again.
             0 | 1 if node <= MDS && cluster.is_up(node) => cluster.kill(node, false),
             2 => cluster.isolate(node, rng.random_bool(0.3), None),
             3 => {
-                // The others want what it cannot send any more.
+                // The other players need the dirty data that this client can no longer send.
                 let _ = timeout(Duration::from_secs(3), bell.rung.notified()).await;
                 let client = FIRST_CLIENT + bell.by.load(Relaxed).max(1);
                 cluster.cut_off(client, &nodes, false, None);

@@ -1,5 +1,5 @@
-//! A node's clocks: tokio's paused time, with a wall clock that may be wrong, and a clock since
-//! boot that may run at another rate.
+//! The clocks of a node: tokio's paused time, a wall clock that may be wrong, and a boot clock that
+//! may run at another rate.
 
 use std::{
     sync::{
@@ -19,13 +19,13 @@ const BASE_NS: i64 = 1_767_225_600_000_000_000;
 #[derive(Clone)]
 pub struct SimClock {
     start: Instant,
-    /// Nanoseconds this node's wall clock is off.
+    /// Offset of this node's wall clock in nanoseconds.
     skew_ns: Arc<AtomicI64>,
     boot: Arc<Mutex<Boot>>,
 }
 
-/// The clock since boot: what it showed when it was set last, how long after the start that was,
-/// and its rate since.
+/// The boot clock: what it showed when it was last set, when that was (time since the start), and
+/// its rate since then.
 struct Boot {
     showed: Duration,
     at: Duration,
@@ -43,13 +43,13 @@ impl SimClock {
         }
     }
 
-    /// From now on the clock since boot runs at this rate.
+    /// Sets the rate of the boot clock from now on.
     pub fn set_rate(&self, rate: f64) {
         let showed = self.boot();
         *self.boot.lock() = Boot { showed, at: self.start.elapsed(), rate };
     }
 
-    /// The wall clock jumps.
+    /// Sets the offset of the wall clock.
     pub fn set_skew(&self, ns: i64) {
         self.skew_ns.store(ns, Ordering::Relaxed);
     }
@@ -65,7 +65,7 @@ impl Clock for SimClock {
     fn boot(&self) -> Duration {
         let b = self.boot.lock();
         let passed = self.start.elapsed().saturating_sub(b.at);
-        // What runs at the right rate is exact.
+        // Avoids rounding when the rate is exactly 1.
         b.showed + if b.rate == 1.0 { passed } else { passed.mul_f64(b.rate) }
     }
 }

@@ -1,5 +1,5 @@
-//! A cluster in the simulator: real metadata servers, object servers and clients on simulated
-//! disks, clocks and network.
+//! A cluster in the simulator: real metadata servers, storage servers and clients on simulated
+//! disks, clocks and networks.
 
 mod tables;
 
@@ -41,11 +41,11 @@ const KEY: [u8; 32] = [0x5e; 32];
 /// How long a write of the Raft log takes.
 const LOG_LATENCY: Duration = Duration::from_millis(1);
 const TARGET_BYTES: u64 = 256 << 20;
-/// Storage servers look for damage all the time.
+/// Storage servers scrub all the time.
 const SCRUB_EVERY_S: u64 = 3;
-/// Rates of clocks of which no two differ by more than a tenth.
+/// Clock rates: no two differ by more than a tenth.
 const DRIFT: std::ops::Range<f64> = 0.955..1.045;
-/// Bounds of leases that three clients reach.
+/// Limits of leases low enough that three clients reach them.
 const SCARCE: Limits = Limits {
     term: Duration::from_millis(1500),
     patience: Duration::from_secs(5),
@@ -58,15 +58,17 @@ const SCARCE: Limits = Limits {
 };
 pub const MDS: u32 = 3;
 pub const OSS: u32 = 3;
-/// All that may be members at some time of a run: one may take the place of another.
+/// Node numbers of all metadata servers that may be members at some time of a run: one may be
+/// replaced.
 pub const ANY_MDS: std::ops::RangeInclusive<u32> = 1..=MDS + 1;
-/// Copies of everything, where it is not said otherwise.
+/// Copies of each file, unless a run sets another number.
 const COPIES: u32 = 2;
-/// Node numbers on the network: metadata servers from 1, object servers from 101, clients from 201.
+/// Node numbers on the network: metadata servers from 1, storage servers from 101, clients from
+/// 201.
 pub const FIRST_OSS: u32 = 101;
 pub const FIRST_CLIENT: u32 = 201;
 
-/// The client that asks followers whatever they may answer; the others, what they do by default.
+/// The client that always tries followers for reads. The other clients use the default.
 const FOLLOWING: u32 = 2;
 
 /// A sync that a build might forget.
@@ -80,7 +82,7 @@ pub enum Sync {
     Table,
 }
 
-/// One life of a server: what it started or why it could not, once that is known.
+/// One run of a server's process: the server, or the error of its start, once either is known.
 struct Life<S> {
     env: Env,
     server: Arc<Mutex<Option<Result<S>>>>,
@@ -97,12 +99,12 @@ impl<S: Send + 'static> Life<S> {
         Life { env, server }
     }
 
-    /// Something about the server, if it is up.
+    /// Asks the server for something, if it is up.
     fn ask<T>(&self, what: impl FnOnce(&S) -> T) -> Option<T> {
         self.server.lock().as_ref().and_then(|s| s.as_ref().ok()).map(what)
     }
 
-    /// Whether it is up. An error if it could not start.
+    /// Whether the server is up. Returns an error if it could not start.
     fn is_up(&self) -> Result<bool> {
         match &*self.server.lock() {
             None => Ok(false),
@@ -118,15 +120,16 @@ impl<S: Send + 'static> Life<S> {
     }
 }
 
-/// What a node's disk had done when a fault of it began.
+/// Counters of a node's disk when a fault of the disk began.
 #[derive(Clone, Copy)]
 struct Harmed {
     what: Harm,
     kind: Kind,
-    /// Writes and flushes then, and operations that had failed or gone wrong.
+    /// Operations so far (of a metadata server: writes of its log), and those that had failed or
+    /// returned wrong data.
     done: u64,
     failed: u64,
-    /// An operation was under way at the node.
+    /// An operation was under way at the node when the fault began.
     busy: bool,
 }
 
@@ -146,7 +149,8 @@ struct Oss {
     table: Arc<MemStore>,
     formatted: bool,
     disk: Option<Harmed>,
-    /// Its device failed in this life: a target that saw that serves again only after a restart.
+    /// The disk had a fault other than slowness since the last start: a target that met it serves
+    /// again only after a restart.
     harmed: bool,
     life: Option<Life<OssServer>>,
 }
@@ -171,30 +175,30 @@ pub struct Cluster {
     copies: u32,
     rng: StdRng,
     start: Instant,
-    /// A session's term, where it is not the default.
+    /// The session term, if it is not the default.
     pub session_term: Option<Duration>,
-    /// How long a dead target is waited for, where it is not the default.
+    /// How long the leader waits for a dead target before it rebuilds, if not the default.
     pub rebuild_after: Option<Duration>,
     /// See [`Cluster::widen`].
     wide: Option<StdRng>,
     client_clocks: Vec<SimClock>,
     client_envs: Vec<Env>,
-    /// Clients with even or with odd numbers hold back what they write; or all.
+    /// Clients whose number has this remainder modulo 2 use write-back; `None`: all clients do.
     write_back: Option<u32>,
     mds: Vec<Mds>,
     oss: Vec<Oss>,
-    /// Of servers that were killed.
+    /// What servers that were killed had scrubbed.
     scrubbed: Scrubbed,
     replacement: Option<Replacement>,
 }
 
-/// What storage servers looked at, in chunks.
+/// Chunks that storage servers have scrubbed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Scrubbed {
-    /// In the last pass of each life of a server.
+    /// Chunks in the last pass of each server, summed over all its runs.
     pub chunks: u64,
-    /// Of which were found damaged, in any pass. No disk decays here, so there should be none where
-    /// no read goes wrong.
+    /// Chunks found damaged, in any pass. Simulated disks do not decay by themselves, so this is 0
+    /// unless reads are made to go wrong.
     pub damaged: u64,
 }
 
@@ -214,7 +218,7 @@ fn bytes32(rng: &mut StdRng) -> [u8; 32] {
 }
 
 impl Cluster {
-    /// Nothing runs yet.
+    /// Creates a cluster in which nothing runs yet.
     pub fn new(seed: u64) -> Cluster {
         let mut rng = StdRng::seed_from_u64(seed);
         let start = Instant::now();
@@ -251,24 +255,24 @@ impl Cluster {
         }
     }
 
-    /// From now on all clocks drift, by as much as two may differ, and leases are scarce: few of
-    /// one session, of an inode and of all. Before anything is started.
+    /// Makes all clocks drift, by as much as two clocks may differ, and makes leases scarce: low
+    /// limits for a session, for an inode and in all. To be called before anything is started.
     pub fn widen(&mut self, seed: u64) {
         self.wide = Some(StdRng::seed_from_u64(seed ^ 0x71de));
         self.drift();
     }
 
-    /// Targets have so many bytes. Before anything is started.
+    /// Sets the size of all targets in bytes. To be called before anything is started.
     pub fn shrink(&mut self, bytes: u64) {
         self.oss.iter_mut().for_each(|o| o.device = Arc::new(MemDevice::new(bytes)));
     }
 
-    /// Each file has a copy on every server. Before anything is started.
+    /// Gives each file a copy on every storage server. To be called before anything is started.
     pub fn copy_everywhere(&mut self) {
         self.copies = OSS;
     }
 
-    /// All clients hold back what they write.
+    /// Turns on write-back for all clients.
     pub fn hold_back(&mut self) {
         self.write_back = None;
     }
@@ -278,13 +282,14 @@ impl Cluster {
         servers.chain(&self.client_clocks)
     }
 
-    /// Each clock since boot has another rate from now on, and some clients' wall clocks jump.
+    /// Wide runs only: gives each boot clock another rate from now on, and lets some clients' wall
+    /// clocks jump.
     pub fn drift(&mut self) {
         let Some(dice) = self.wide.as_mut().map(|rng| rng.random()) else { return };
         self.drift_by(dice);
     }
 
-    /// The same in any cluster, as the dice say.
+    /// The same in any kind of run; `dice` is the seed.
     pub fn drift_by(&mut self, dice: u64) {
         let mut rng = StdRng::seed_from_u64(dice);
         self.clocks().for_each(|c| c.set_rate(rng.random_range(DRIFT)));
@@ -297,7 +302,7 @@ impl Cluster {
         self.net.made(Kind::ClockDrift, counts);
     }
 
-    /// A node's clock since boot runs as slowly as it may beside the others, which run as fast.
+    /// Gives a node's boot clock the slowest rate that is allowed and all others the fastest.
     pub fn slow_clock(&mut self, node: u32) {
         self.net.note(&format!("the clock of {node} is slow"));
         self.clocks().for_each(|c| c.set_rate(DRIFT.end));
@@ -311,13 +316,14 @@ impl Cluster {
         self.mds.iter().map(|m| m.node).chain(self.oss.iter().map(|o| o.node)).collect()
     }
 
-    /// Without the one that is being replaced: once it is no member any more it need not start.
+    /// All nodes except the metadata server that is being replaced: once removed from the group it
+    /// need not start.
     fn staying(&self) -> Vec<u32> {
         let leaves = self.replacement.as_ref().map(|r| r.old);
         self.nodes().into_iter().filter(|n| Some(*n) != leaves).collect()
     }
 
-    /// Whether it was started and not killed since.
+    /// Whether the node was started and not killed since.
     pub fn is_up(&self, node: u32) -> bool {
         self.mds.iter().any(|m| m.node == node && m.life.is_some())
             || self.oss.iter().any(|o| o.node == node && o.life.is_some())
@@ -329,7 +335,8 @@ impl Cluster {
         self.wait_up(&[node]).await
     }
 
-    /// Starts a server, which comes up when it can: a storage server needs a metadata leader.
+    /// Starts a server and does not wait until it is up: a storage server needs a metadata leader
+    /// for that.
     pub async fn launch(&mut self, node: u32) -> Result<()> {
         self.net.note(&format!("start {node}"));
         let seed = bytes32(&mut self.rng);
@@ -385,7 +392,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Whether these servers, of those that were started, are all up. An error if one could not
+    /// Whether all of these servers that were started are up. Returns an error if one could not
     /// start.
     fn are_up(&self, nodes: &[u32]) -> Result<bool> {
         let failed = |node: u32| move |e: Error| e.context(format!("starting node {node}"));
@@ -399,13 +406,13 @@ impl Cluster {
         Ok(all)
     }
 
-    /// An error if a server that was started could not.
+    /// Returns an error if a server that was started could not come up.
     pub fn check_starts(&self) -> Result<()> {
         self.are_up(&self.staying()).map(drop)
     }
 
-    /// Registration needs a metadata leader; a start that takes longer than any election is a
-    /// failure to report.
+    /// Waits until these nodes are up. A storage server needs a metadata leader to register; a
+    /// start that takes longer than any election is reported as a failure.
     async fn wait_up(&self, nodes: &[u32]) -> Result<()> {
         let up = async {
             while !self.are_up(nodes)? {
@@ -435,7 +442,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// From now on the servers leave out one kind of sync; what they acknowledge is not durable.
+    /// From now on the servers leave out one kind of sync, so what they acknowledge is not durable.
     pub fn skip(&self, sync: Sync) {
         match sync {
             Sync::Log => self.mds.iter().for_each(|m| m.log.skip_sync()),
@@ -444,14 +451,14 @@ impl Cluster {
         }
     }
 
-    /// The process is gone from one instruction to the next; with `power`, its machine too:
-    /// unsynced disk writes are lost or torn. Without, what reached the kernel stays.
+    /// Ends a process at once. With `power` its machine loses power, too: disk writes that were not
+    /// synced are lost or torn. Without `power`, what reached the kernel stays.
     pub fn kill(&mut self, node: u32, power: bool) {
         let dice = self.rng.next_u64();
         self.kill_by(node, power, dice);
     }
 
-    /// The same, with what is lost as the dice say. Does nothing to a node that is not up.
+    /// The same; `dice` decides what is lost. Does nothing to a node that is not up.
     pub fn kill_by(&mut self, node: u32, power: bool, dice: u64) {
         if !self.is_up(node) {
             return;
@@ -488,7 +495,7 @@ impl Cluster {
         self.net.node_died(node);
     }
 
-    /// A server is stopped, which is no fault.
+    /// Stops a server. This does not count as a fault.
     pub fn end_life(&mut self, node: u32) {
         self.net.note(&format!("stop {node}"));
         let life = self.mds.iter_mut().find(|m| m.node == node).and_then(|m| m.life.take());
@@ -503,7 +510,7 @@ impl Cluster {
         self.net.node_died(node);
     }
 
-    /// A client is gone from one instruction to the next.
+    /// Ends a client at once.
     pub fn kill_client(&self, node: u32, env: &Env) {
         self.net.note(&format!("kill client {node}"));
         self.net.made(Kind::ClientDeath, self.net.is_busy(node));
@@ -511,7 +518,7 @@ impl Cluster {
         self.net.node_died(node);
     }
 
-    /// What storage servers looked at so far.
+    /// Chunks scrubbed so far.
     pub fn scrubbed(&self) -> Scrubbed {
         let mut all = self.scrubbed;
         for life in self.oss.iter().filter_map(|o| o.life.as_ref()) {
@@ -525,7 +532,7 @@ impl Cluster {
         Ok(self.mortal(n, None, Vec::new()).await?.0)
     }
 
-    /// A client that can be killed, which knows that some others were.
+    /// A client that can be killed. `dead` names clients whose death it reports.
     pub async fn mortal(
         &mut self,
         n: u32,
@@ -537,13 +544,14 @@ impl Cluster {
         Ok((Client::connect(config, env.clone(), fabric).await?, env))
     }
 
-    /// The network as somebody sees it who is neither a server of the cluster nor a client.
+    /// A connection to the network for something that is neither a server of the cluster nor a
+    /// client.
     pub fn fabric(&self, node: u32, role: Role) -> Arc<SimFabric> {
         let env = SimClock::new(self.start, 0).env([node as u8; 32]);
         Arc::new(self.net.fabric(node, role, env))
     }
 
-    /// What a client on a node of its own connects with.
+    /// What a client on a node of its own needs to connect.
     pub fn prepare(&mut self, n: u32) -> (strake_client::Config, Env, Arc<SimFabric>) {
         let node = FIRST_CLIENT + n;
         let clock = SimClock::new(self.start, 0);
@@ -564,7 +572,7 @@ impl Cluster {
         (config, env, fabric)
     }
 
-    /// The metadata server that leads, if one does and knows it.
+    /// The node of the metadata server that is leader and knows it, if there is one.
     pub fn leader(&self) -> Option<u32> {
         self.mds
             .iter()
@@ -578,7 +586,8 @@ impl Cluster {
         statuses.filter_map(|s| s.map).max_by_key(|m| m.version)
     }
 
-    /// The chains of the leader's map, and whether all replicas of all are in sync.
+    /// Whether, by the newest map of a metadata server, all replicas of all chains are in sync and
+    /// none is moving.
     pub fn whole(&self) -> bool {
         use strake_proto::map::ChainExt;
         let rests =
@@ -586,8 +595,8 @@ impl Cluster {
         self.map().is_some_and(|m| !m.chains.is_empty() && m.chains.iter().all(rests))
     }
 
-    /// Cuts the link between two nodes, in both directions or from `a` to `b`, for ever or till
-    /// then.
+    /// Cuts the link between two nodes, in both directions or only from `a` to `b`, until a given
+    /// time or for ever.
     pub fn cut(&mut self, a: u32, b: u32, one_way: bool, until: Option<Instant>) {
         self.net.note(&format!("cut {a} {b} one_way={one_way}"));
         let fault = self.net.cutting(if one_way { Kind::OneWay } else { Kind::Partition });
@@ -597,8 +606,8 @@ impl Cluster {
         }
     }
 
-    /// Cuts a node off from these others, which is one fault, in both directions or what they send
-    /// to it.
+    /// Cuts a node off from these others, which counts as one fault: in both directions, or only
+    /// what they send to it.
     pub fn cut_off(&mut self, node: u32, from: &[u32], one_way: bool, until: Option<Instant>) {
         self.net.note(&format!("cut off {node} from {from:?} one_way={one_way}"));
         let fault = self.net.cutting(if one_way { Kind::OneWay } else { Kind::Partition });
@@ -618,7 +627,7 @@ impl Cluster {
         self.cut_off(node, &others, one_way, until);
     }
 
-    /// A node's wall clock is suddenly this far off.
+    /// Sets the offset of a node's wall clock.
     pub fn jump_clock(&mut self, node: u32, seconds: i64) {
         self.net.note(&format!("clock of {node} jumps to {seconds} s"));
         self.net.made(Kind::ClockJump, self.is_up(node) && self.net.is_busy(node));
@@ -633,8 +642,8 @@ impl Cluster {
         }
     }
 
-    /// Something is wrong with a node's disk until [`Cluster::mend_disk`]. Of a metadata server's
-    /// only that it is full or slow.
+    /// Breaks a node's disk in some way until [`Cluster::mend_disk`]. A metadata server's disk can
+    /// only be full or slow.
     pub fn harm_disk(&mut self, node: u32, what: Harm, dice: u64) {
         self.mend_disk(node);
         let kind = match what {
@@ -681,8 +690,8 @@ impl Cluster {
         self.net.made(kind, false);
     }
 
-    /// A block of a storage server's disk that another one has too is stored with a wrong bit from
-    /// now on, whether the server is up or not.
+    /// From now on a block of a storage server's disk that another disk has, too, is stored with a
+    /// wrong bit, whether the server is up or not.
     pub fn decay(&mut self, node: u32, dice: u64) {
         let Some(o) = self.oss.iter().find(|o| o.node == node) else { return };
         let elsewhere = |b: &[u8]| self.oss.iter().any(|o| o.node != node && o.device.holds(b));
@@ -692,9 +701,9 @@ impl Cluster {
         self.net.made(Kind::Decay, self.nodes().iter().any(|n| self.net.is_busy(*n)));
     }
 
-    /// What was wrong with a node's disk is over. It counts if an operation of the disk met it, and
-    /// one of the node was under way when it began or ends. Whether the server must be started anew
-    /// to serve again.
+    /// Ends the fault of a node's disk. The fault counts if an operation of the disk met it, and an
+    /// operation of the node was under way when it began or ends. Returns whether the server must
+    /// be restarted to serve again.
     pub fn mend_disk(&mut self, node: u32) -> bool {
         let busy = self.net.is_busy(node);
         let counts = |h: Harmed, done: u64, failed: u64| {
@@ -728,7 +737,7 @@ impl Cluster {
         false
     }
 
-    /// A storage server with a new target, which is not started yet.
+    /// Adds a storage server with a new target and returns its node; it is not started yet.
     pub fn join(&mut self) -> u32 {
         let node = FIRST_OSS + self.oss.len() as u32;
         self.oss.push(Oss::new(node, SimClock::new(self.start, 0)));
@@ -737,7 +746,7 @@ impl Cluster {
         node
     }
 
-    /// A new metadata server starts, and is to take the place of `old`.
+    /// Starts a new metadata server that is to replace `old`.
     pub async fn replace_mds(&mut self, old: u32) -> Result<()> {
         let (node, stamp) = (MDS + 1, self.rng.random());
         let log = Arc::new(MemLog::new(Vec::new(), stamp, LOG_LATENCY));
@@ -748,7 +757,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// A metadata server that is no member any more is taken away.
+    /// Removes a metadata server once it is no longer a member.
     pub fn retire(&mut self) {
         if let Some(r) = self.replacement.take_if(|r| r.is_over()) {
             self.mend_disk(r.old);
@@ -757,7 +766,7 @@ impl Cluster {
         }
     }
 
-    /// With nothing broken any more a replacement comes to its end.
+    /// Waits until a replacement under way is complete; nothing may be broken any more.
     pub async fn end_replacement(&mut self) -> Result<()> {
         if let Some(r) = &self.replacement {
             r.ends().await?;
@@ -766,8 +775,8 @@ impl Cluster {
         Ok(())
     }
 
-    /// All nodes up, all links whole, disks and clocks right: what a system in order recovers
-    /// under.
+    /// Starts all nodes, heals all links and mends disks and clocks: the conditions under which the
+    /// system must recover.
     pub async fn repair(&mut self) -> Result<()> {
         self.net.note("repair");
         self.net.heal();
@@ -788,7 +797,7 @@ impl Cluster {
         self.wait_up(&self.staying()).await
     }
 
-    /// Ends everything, so that what it uses is freed.
+    /// Ends everything, so that its memory is freed.
     pub fn end(&mut self) {
         self.client_envs.iter().for_each(Env::kill);
         self.mds.iter_mut().filter_map(|m| m.life.take()).for_each(Life::end);
@@ -797,14 +806,14 @@ impl Cluster {
     }
 }
 
-/// Whether a block begins with what clients write.
+/// Whether a block begins with a pattern that clients write.
 fn is_written(block: &[u8]) -> bool {
     let word = |at: usize| block[at..].first_chunk().map_or(0, |w| u64::from_le_bytes(*w));
     word(0) != 0 && word(8) == word(0).wrapping_add(1)
 }
 
-/// What plain, harsh and wide runs differ in beside their faults, 0 to 3. A kind is one of 20 seeds
-/// in a row, or several: so 20 in a row are alike here.
+/// A variant, 0 to 3, by which runs differ beside their faults. Kinds of run repeat every 20 seeds,
+/// so all of 20 seeds in a row get the same variant.
 pub fn flavour(seed: u64) -> u64 {
     seed / 20 % 4
 }
@@ -815,7 +824,7 @@ fn mds_config(node: u32, copies: u32) -> mds_server::Config {
     c.default_copies = copies;
     c.join = node > MDS;
     c.expect_targets = OSS as usize;
-    // Several, but few: a run's time grows with them.
+    // Several, but few: each one makes a run slower.
     c.chains_per_target = 2;
     c
 }

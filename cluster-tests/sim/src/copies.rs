@@ -1,5 +1,5 @@
-//! Which copies are good: a block that cannot be read at the end, though a target that is there has
-//! it as its file may have it, is a promise broken, whatever place that target has in the chain.
+//! Good copies must be readable: a block that cannot be read at the end breaks a promise if any
+//! target that is up has a copy that the file may hold, wherever that target is in the chain.
 
 use std::sync::Arc;
 
@@ -17,10 +17,10 @@ use crate::{
     workload::{Lost, Shared, root},
 };
 
-/// Who asks, on the network.
+/// The node that asks, on the network.
 const ASKS: u32 = 242;
 
-/// Looks for what was noted as lost on every target.
+/// Asks every target for the blocks that were noted as lost.
 pub async fn check(cluster: &Cluster, client: &Client, found: &Shared) -> Result<()> {
     let lost = std::mem::take(&mut found.lock().lost);
     if lost.is_empty() {
@@ -44,7 +44,7 @@ pub async fn check(cluster: &Cluster, client: &Client, found: &Shared) -> Result
     Ok(())
 }
 
-/// What each target has of a block, if it has it whole.
+/// The bytes that each target has of a block, of those that have it whole.
 async fn copies(
     map: &MapView,
     fabric: &Arc<SimFabric>,
@@ -69,7 +69,7 @@ async fn copies(
         link.close();
         let Ok(answer) = answer else { continue };
         let mut bytes: Vec<u8> = answer.payload.iter().flat_map(|b| b.iter().copied()).collect();
-        // What a chunk has behind its end reads as zeros, if there is a chunk.
+        // A chunk reads as zeros past its end, if there is a chunk.
         if !bytes.is_empty() {
             bytes.resize(piece.len as usize, 0);
             all.push((target.id, bytes));

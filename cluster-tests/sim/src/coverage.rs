@@ -11,10 +11,10 @@ use strake_oss::chain::rows::{Copies, Epoch, Event, Progress, Reads};
 /// A table's name, its rows and how often each was taken.
 pub type Counts = Vec<(&'static str, Vec<(&'static str, u64)>)>;
 
-/// Of chains: too rare to be counted on in a few seeds.
+/// Rows of chains: too rare to be counted on in a few seeds.
 const RARE: &str = "rare; more seeds (./simulate), oss/src/chain/tests.rs, the explorer's chains";
 
-/// Of copies that are not in sync.
+/// Rows of copies that are not in sync.
 const DECAY: &str =
     "nothing decays in these seeds; sim/tests/decay.rs, oss/src/server/tests/copies.rs";
 
@@ -74,12 +74,12 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("former-waits", DECAY),
 ];
 
-/// Of all pages.
+/// The tables of all pages.
 pub fn counts() -> Counts {
     [leases(), chains(), locks()].concat()
 }
 
-/// Of `docs/leases.md`.
+/// The tables of `docs/leases.md`.
 pub fn leases() -> Counts {
     vec![
         ("leader", Leader::counts()),
@@ -88,12 +88,12 @@ pub fn leases() -> Counts {
     ]
 }
 
-/// Of `docs/locks.md`.
+/// The table of `docs/locks.md`.
 pub fn locks() -> Counts {
     vec![("locks", Checking::counts())]
 }
 
-/// Of `docs/replication.md`.
+/// The tables of `docs/replication.md`.
 pub fn chains() -> Counts {
     vec![
         ("members", Membership::counts()),
@@ -118,7 +118,7 @@ pub fn reset() {
     Copies::reset();
 }
 
-/// Rows that were not taken, though they could have been.
+/// Rows that were not taken and are not in [`ELSEWHERE`].
 pub fn missing(counts: &Counts) -> Vec<&'static str> {
     let all = counts.iter().flat_map(|t| &t.1);
     all.filter(|(row, n)| *n == 0 && ELSEWHERE.iter().all(|e| e.0 != *row))
@@ -126,7 +126,7 @@ pub fn missing(counts: &Counts) -> Vec<&'static str> {
         .collect()
 }
 
-/// As a table for people.
+/// A table to print.
 pub fn text(counts: &Counts) -> String {
     let mut out = String::new();
     for (table, rows) in counts {

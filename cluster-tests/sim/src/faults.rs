@@ -1,6 +1,6 @@
 //! The faults of a run as data: a list of timed events, drawn from the seed before the run begins.
-//! A run can be given any part of its list, which is how a failing one is made short
-//! ([`crate::shrink`]).
+//! A run can be given any part of its list; [`crate::shrink`] uses this to find a short failing
+//! run.
 
 use std::{fmt, time::Duration};
 
@@ -15,24 +15,24 @@ use crate::{
     run::{CLIENTS, Scenario},
 };
 
-/// Longer than a report is waited for.
+/// Longer than the leader waits for a session's report (docs/leases.md).
 const EXILE: Duration = Duration::from_secs(9);
-/// A disk error ends when the server is started anew, so long after it.
+/// A disk error ends when its server is restarted, so long after the error.
 const MENDED: Duration = Duration::from_millis(1500);
 
-/// A fault at its time since the first one could come.
+/// A fault, and when it is made: the time since faults may begin.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timed {
     pub at: Duration,
     pub fault: Fault,
 }
 
-/// One fault. Nodes are numbered as on the network. What needs a node that is up does nothing to
-/// one that is not.
+/// One fault. Nodes have their numbers on the network. A fault that needs a running node does
+/// nothing to a node that is down.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fault {
     /// A server dies and is started again after `down`. With `power` its machine loses what was not
-    /// synced, as `dice` says.
+    /// synced; `dice` decides what.
     Crash {
         node: u32,
         power: bool,
@@ -45,35 +45,35 @@ pub enum Fault {
         one_way: bool,
         lasts: Duration,
     },
-    /// A link is cut, or its direction from `a` to `b`.
+    /// A link is cut in both directions, or only from `a` to `b`.
     Cut {
         a: u32,
         b: u32,
         one_way: bool,
         lasts: Duration,
     },
-    /// A client is cut off from all metadata servers, and from nobody else.
+    /// A client is cut off from all metadata servers, and from no other node.
     Exile {
         client: u32,
         lasts: Duration,
     },
-    /// How long messages take at most, and how many connections break (in a thousand messages),
-    /// from now on.
+    /// From now on: the maximum delay of messages, and how many connections break, per thousand
+    /// messages.
     Weather {
         max_delay: Duration,
         break_per_mille: u32,
     },
-    /// The next message of an operation from or to a node.
+    /// Strikes the next message of an operation from or to a node.
     Message {
         node: u32,
         what: Strike,
     },
-    /// A server's wall clock is so far off from now on.
+    /// Sets the offset of a server's wall clock from now on.
     Jump {
         node: u32,
         seconds: i64,
     },
-    /// All clocks since boot have other rates from now on, within what two may differ by.
+    /// From now on all boot clocks run at other rates, within the allowed difference.
     Drift {
         dice: u64,
     },
@@ -82,13 +82,13 @@ pub enum Fault {
         what: Harm,
         lasts: Duration,
     },
-    /// A stored block of a storage server decays which another one has good.
+    /// A stored block of a storage server decays that another one has a good copy of.
     Decay {
         node: u32,
         dice: u64,
     },
-    /// Something on a server's disk decays: while it runs, or in a crash that it is started again
-    /// from after `down`. The server of a log is replaced.
+    /// Something on a server's disk decays, while it runs or in a crash after which it is started
+    /// again once `down` is over. A server whose log decays is replaced.
     Spoil {
         node: u32,
         what: Stored,
@@ -97,22 +97,22 @@ pub enum Fault {
     },
     /// A storage server with a new target joins.
     Join,
-    /// An administrator has a new metadata server take the place of this one.
+    /// An administrator replaces this metadata server by a new one.
     Replace {
         old: u32,
     },
-    /// An administrator has a target emptied, or kept after all.
+    /// An administrator drains a target, or keeps it after all.
     Move(Change),
 }
 
 /// What is done to a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strike {
-    /// It does not arrive, and its connection is given up for that.
+    /// It does not arrive, and its connection is given up therefore.
     Lose,
-    /// It arrives, and once more so much later.
+    /// It arrives, and once more after this time.
     Repeat(Duration),
-    /// It arrives so much later; others overtake it.
+    /// It arrives this much later; others overtake it.
     Hold(Duration),
     /// Its connection breaks.
     Break,
@@ -121,11 +121,12 @@ pub enum Strike {
 /// What is done to a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Harm {
-    /// Writes and flushes take so long.
+    /// Writes and flushes take this long.
     Slow(Duration),
-    /// Reads do, too.
+    /// Reads, writes and flushes take this long.
     Crawl(Duration),
-    /// The next five writes find no space (of a metadata server, all until it is mended).
+    /// The next five writes find no space (for a metadata server: all writes until the disk is
+    /// mended).
     Full,
     /// No write finds space until it is mended.
     Filled,
@@ -135,7 +136,7 @@ pub enum Harm {
     Corrupt,
 }
 
-/// A node as people call it.
+/// A node's name in output.
 pub fn called(node: u32) -> String {
     match node {
         n if n >= FIRST_CLIENT => format!("client {}", n - FIRST_CLIENT),
@@ -263,12 +264,12 @@ fn any(rng: &mut StdRng, of: &[u32]) -> u32 {
 }
 
 fn crash(rng: &mut StdRng, node: u32, power: bool) -> Fault {
-    // Mostly as fast as a supervisor is, sometimes longer than any lease.
+    // Mostly as fast as a supervisor restarts a process, sometimes longer than any lease.
     let down = if rng.random_bool(0.8) { millis(rng, 20..800) } else { millis(rng, 800..4000) };
     Fault::Crash { node, power, dice: rng.random(), down }
 }
 
-/// One round of what every run has.
+/// One round of the faults that every run has.
 fn plain(rng: &mut StdRng) -> Vec<Fault> {
     let nodes = servers();
     match rng.random_range(0..20) {
@@ -298,8 +299,8 @@ fn plain(rng: &mut StdRng) -> Vec<Fault> {
     }
 }
 
-/// One round where only what is between clients and servers is harmed: chains stay as they are, and
-/// what arrives late is of their epoch.
+/// One round in which only messages between clients and servers are disturbed: chains stay as they
+/// are, so late messages still carry the current epoch.
 fn gentle(rng: &mut StdRng) -> Vec<Fault> {
     if rng.random_bool(0.2) {
         return vec![Fault::Weather { max_delay: millis(rng, 1..30), break_per_mille: 0 }];
@@ -310,7 +311,7 @@ fn gentle(rng: &mut StdRng) -> Vec<Fault> {
 }
 
 /// One round of a run in which disks decay: of one storage server and one metadata server. All
-/// other storage servers stay, since each is the only one that has a good copy of something.
+/// other storage servers stay up, since each may be the only one with a good copy.
 fn tables(rng: &mut StdRng, seed: u64) -> Vec<Fault> {
     let (oss, mds) =
         (FIRST_OSS + (seed % u64::from(OSS)) as u32, 1 + (seed % u64::from(MDS)) as u32);
@@ -334,7 +335,7 @@ fn tables(rng: &mut StdRng, seed: u64) -> Vec<Fault> {
     }
 }
 
-/// What harsh runs have besides. `longer`: disks are full and slow in all that they do.
+/// Faults that harsh runs add. `longer`: disks are full for all writes and slow for reads, too.
 fn harsher(rng: &mut StdRng, longer: bool) -> Option<Fault> {
     let nodes = servers();
     let all: Vec<u32> =
@@ -367,8 +368,8 @@ fn harsher(rng: &mut StdRng, longer: bool) -> Option<Fault> {
     }
 }
 
-/// A storage server is away for long enough that others take its place, and meanwhile, before and
-/// after, blocks decay on all of them.
+/// A storage server is away long enough that others take its place. Blocks decay on all storage
+/// servers before, during and after that.
 fn decay(rng: &mut StdRng, s: &Scenario) -> Vec<Timed> {
     let oss = |rng: &mut StdRng| FIRST_OSS + rng.random_range(0..OSS);
     let (mut all, mut at) = (Vec::new(), Duration::ZERO);
@@ -391,7 +392,7 @@ fn decay(rng: &mut StdRng, s: &Scenario) -> Vec<Timed> {
     }
 }
 
-/// All that the seed says will happen, in order.
+/// All faults of a seed, in order of time.
 pub fn draw(s: &Scenario) -> Vec<Timed> {
     let mut rng = StdRng::seed_from_u64(s.seed ^ 0x0fau64);
     let mut all = Vec::new();
@@ -459,13 +460,13 @@ pub fn draw(s: &Scenario) -> Vec<Timed> {
     all
 }
 
-/// Faults of single messages of these nodes at random times, until the task is aborted: for runs
-/// that have no list.
+/// Faults of single messages of these nodes at random times, until the task is aborted. For runs
+/// that have no list of faults.
 pub fn storm(net: Network, seed: u64, nodes: Vec<u32>, every: Duration) -> JoinHandle<()> {
     storm_of(net, seed, nodes, every, strike)
 }
 
-/// The same with faults of another choice.
+/// The same with faults drawn by `choose`.
 pub fn storm_of(
     net: Network,
     seed: u64,

@@ -1,6 +1,6 @@
-//! Small targets that clients with write-back fill, empty and fill again, several at a time: want
-//! of space is told by the write that wants it, and never by a sync of bytes that a write had
-//! returned from.
+//! Small targets that several clients with write-back fill, empty and fill again. The write that
+//! lacks disk space must return the error; a sync must never fail for the bytes of a write that has
+//! already returned.
 
 use std::{sync::Arc, time::Duration};
 
@@ -28,7 +28,7 @@ pub struct Outcome {
     pub writes: u64,
     /// Of those, writes that were held back.
     pub held: u64,
-    /// Writes that were told that there is no space.
+    /// Writes that were refused for lack of space.
     pub refused: u64,
     pub violations: Vec<String>,
 }
@@ -55,7 +55,8 @@ impl Filler {
         self.out.lock().violations.push(format!("{}: {what}", self.name));
     }
 
-    /// In order or anywhere, of a few bytes or of many blocks. Whether there was space.
+    /// Writes a few bytes or many blocks, at the end of the file or at any place in it. Returns
+    /// whether there was space.
     async fn write(&mut self) -> Result<bool> {
         let most = [300, 5000, 60_000][self.rng.random_range(0..3)];
         let len = self.rng.random_range(1..most);
@@ -84,7 +85,8 @@ impl Filler {
         Ok(())
     }
 
-    /// Empties the file, and opens it anew: as one that failed it would not be held back.
+    /// Empties the file and opens it anew, because writes to a file that had an error are no longer
+    /// held back.
     async fn start_over(&mut self) -> Result<()> {
         self.sync().await?;
         self.file.truncate(0).await?;

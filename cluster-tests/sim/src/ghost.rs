@@ -1,6 +1,6 @@
-//! Clients that die while they write. What they synced stays; what they wrote beyond the end on
-//! record must never be read, also when somebody else makes the file longer. Some have removed
-//! their file before, which they have open still: its chunks go with them.
+//! Clients that die while they write. What they synced stays. What they wrote beyond the recorded
+//! end of the file must never be read, even when another client makes the file longer. Some have
+//! removed their file before, while they still have it open: its chunks must be deleted, too.
 
 use std::{sync::Arc, time::Duration};
 
@@ -34,7 +34,7 @@ pub struct Ghost {
 }
 
 impl Ghost {
-    /// Starts to write. To be killed by [`Ghost::die`] once `dies` has come.
+    /// Starts a client that writes. [`Ghost::die`] kills it once `dies` has come.
     pub fn start(
         client: Client,
         env: Env,
@@ -45,7 +45,7 @@ impl Ghost {
     ) -> Ghost {
         let name = format!("ghost{node}");
         let model: Arc<Mutex<FileModel>> = Arc::default();
-        // With `orphans` every other one.
+        // With `orphans` every second client removes its file.
         let removes = orphans && seed.is_multiple_of(2);
         let rng = StdRng::seed_from_u64(seed);
         let work = haunt(client, (name.clone(), removes), node << 24 | 1, rng, model.clone());
@@ -57,7 +57,7 @@ impl Ghost {
         Ghost { node, uuid, dies, dead: false, env, name, model }
     }
 
-    /// Dies if its time has come, or at once.
+    /// Kills the client if its time has come, or at once.
     pub fn die(&mut self, cluster: &Cluster, at_once: bool) {
         if !self.dead && (at_once || Instant::now() >= self.dies) {
             self.dead = true;
@@ -65,9 +65,9 @@ impl Ghost {
         }
     }
 
-    /// Looks at what it left, makes the file longer and looks again.
+    /// Checks what it left, makes the file longer and checks again.
     pub async fn check(&self, other: &Client, found: &Shared) -> Result<()> {
-        // What it had locked it has no longer.
+        // Its locks must be free.
         match other.lookup(&root(), other.root(), format!("{}.lock", self.name).as_bytes()).await {
             Err(e) if e.code == Code::NoEnt => {}
             r => lockers::all_free(other, &[r?.ino]).await?,
@@ -109,7 +109,7 @@ async fn haunt(
     let (file, _) =
         client.create(&root(), client.root(), name.as_bytes(), 0o644, RDWR, false, None).await?;
     loop {
-        // Mostly near the end, so that there is something beyond the reported one at any time.
+        // Mostly near the end, so that there are nearly always bytes beyond the reported end.
         let end = model.lock().most_size / CELL as u64;
         let first = if rng.random_bool(0.8) {
             end + rng.random_range(0..20)

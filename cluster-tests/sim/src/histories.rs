@@ -1,5 +1,5 @@
-//! Histories of metadata operations: a few clients with a few names under kills and partitions,
-//! each history to be explained by one order. See docs/histories.md.
+//! Histories of metadata operations: a few clients use a few names while servers and clients are
+//! killed and cut off. Some single order must explain each history. See docs/histories.md.
 
 use std::{fmt, sync::Arc, time::Duration};
 
@@ -26,29 +26,29 @@ use crate::{
     workload::root,
 };
 
-/// At once, and operations of each.
+/// Clients at a time, and operations of each.
 pub const CLIENTS: u32 = 6;
 pub const OPS: u32 = 40;
 /// The share of operations that must overlap another client's.
 const OVERLAP: f64 = 0.3;
 /// Clients that die in one run, at most.
 const DEATHS: u32 = 2;
-/// Time under faults, if the clients are not done before.
+/// How long faults are made, unless all clients finish earlier.
 const FAULTS: Duration = Duration::from_secs(8);
 /// Mean time between faults of single messages.
 const MESSAGE_EVERY: Duration = Duration::from_millis(60);
-/// For the last operations, when nothing is broken any more.
+/// How long the last operations may take once nothing is broken any more.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// One run.
 #[derive(Clone, Copy, Debug)]
 pub struct Scenario {
     pub seed: u64,
-    /// A fault that must be found.
+    /// A fault that is planted: the run must show it.
     pub plant: Option<Plant>,
 }
 
-/// What came of it.
+/// The result of a run.
 pub struct Report {
     pub history: History,
     pub verdict: Verdict,
@@ -67,11 +67,11 @@ pub struct Counts {
     pub isolations: u32,
     pub partitions: u32,
     pub deaths: u32,
-    /// Operations of which nobody knows whether they ran.
+    /// Operations for which it is not known whether they ran.
     pub unknown: u32,
     /// Requests that were sent again.
     pub retries: u64,
-    /// Lists of looks that were answered by a server that did not lead.
+    /// Read requests that followers answered.
     pub followed: u64,
 }
 
@@ -121,7 +121,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// Of many runs.
+/// Totals of many runs.
 #[derive(Default)]
 pub struct Sum {
     runs: u64,
@@ -134,7 +134,7 @@ pub struct Sum {
     unknown: u64,
     retries: u64,
     followed: u64,
-    /// Runs in which that was any.
+    /// Runs in which followers answered something.
     following: u64,
     most_steps: u64,
 }
@@ -184,7 +184,7 @@ impl fmt::Display for Sum {
     }
 }
 
-/// The records so far. The order of events is what counts, and one thread sees it.
+/// The records so far. Only the order of events matters, and all of them happen in one thread.
 #[derive(Default)]
 struct Recorder {
     events: u64,
@@ -197,7 +197,7 @@ impl Recorder {
         self.events
     }
 
-    /// Until it is answered nobody knows.
+    /// The outcome is unknown until the operation is answered.
     fn call(&mut self, client: u32, op: Op) -> usize {
         let call = self.tick();
         let outcome = Outcome::Unknown("no answer".into());
@@ -211,7 +211,8 @@ impl Recorder {
         (r.reply, r.outcome) = (reply, outcome);
     }
 
-    /// What a client that died was doing ends for the count of what overlaps.
+    /// Ends the open operation of a client that died, so that it does not overlap everything after
+    /// it.
     fn died(&mut self, client: u32) {
         let now = self.tick();
         let open = |r: &&mut Record| r.client == client && r.reply == u64::MAX;
@@ -221,15 +222,15 @@ impl Recorder {
 
 type Shared = Arc<Mutex<Recorder>>;
 
-/// One client at work, and what is known of it from outside.
+/// One client, and what the run knows of it.
 struct Worker {
-    /// In the history. One that takes a dead one's place has another number.
+    /// Its number in the history. A client that replaces a dead one has a new number.
     id: u32,
-    /// On the network, from 1.
+    /// Its number on the network, from 1.
     place: u32,
     uuid: [u8; 16],
     env: Env,
-    /// Operations it has to do yet.
+    /// Operations it has still to do.
     left: Arc<Mutex<u32>>,
     client: Arc<Mutex<Option<Client>>>,
 }
@@ -252,7 +253,7 @@ pub fn run(s: Scenario) -> Result<Report> {
 async fn simulate(s: Scenario, cluster: &mut Cluster) -> Result<Report> {
     let begun = Instant::now();
     let mut rng = StdRng::seed_from_u64(s.seed ^ 0x0415);
-    // Sessions of clients that were cut off end in some runs.
+    // In some runs the sessions of clients that are cut off end.
     cluster.session_term = rng.random_bool(0.3).then_some(Duration::from_secs(3));
     for node in cluster.nodes() {
         cluster.start(node).await.map_err(|e| e.context(format!("starting node {node}")))?;
@@ -269,7 +270,8 @@ async fn simulate(s: Scenario, cluster: &mut Cluster) -> Result<Report> {
         cluster.net.plant(plant);
     }
     let recorder = Shared::default();
-    // In half of the runs, which leaves the others as they are.
+    // In half of the runs clients may ask followers. The generator is separate so that the other
+    // half does not depend on it.
     let mut dice = StdRng::seed_from_u64(s.seed ^ 0xf011);
     let about_them = matches!(s.plant, Some(Plant::LateRecall | Plant::Unsettled));
     let followers = (dice.random_bool(0.5) || about_them).then_some(dice);
@@ -327,15 +329,15 @@ struct Run {
     recorder: Shared,
     roots: Vec<Ino>,
     workers: Vec<Worker>,
-    /// Draws the clients that ask followers whatever they may answer, if there are any.
+    /// Chooses the clients that always ask followers; `None` if no client does.
     followers: Option<StdRng>,
-    /// Retries and answers of followers of clients that are gone.
+    /// Retries and follower answers of clients that are gone.
     retired: (u64, u64),
     counts: Counts,
 }
 
 impl Run {
-    /// A client at one of the places, with so many operations to do.
+    /// Starts a client at one of the places, with `ops` operations to do.
     fn start(
         &mut self,
         cluster: &mut Cluster,
@@ -346,7 +348,7 @@ impl Run {
     ) {
         let id = place + CLIENTS * self.counts.deaths;
         let uuid = (u128::from(self.s.seed) << 8 | u128::from(id)).to_be_bytes();
-        // Who gives up soon does not know what became of more.
+        // A client with a short timeout has more operations with an unknown outcome.
         let op_timeout = Duration::from_secs(if rng.random_bool(0.2) { 2 } else { 120 });
         let (mut config, env, fabric) = cluster.prepare(place);
         (config.uuid, config.dead, config.op_timeout) = (Some(uuid), dead, op_timeout);
@@ -388,10 +390,10 @@ impl Run {
         }
     }
 
-    /// Faults, as the seed says, until the clients are done or it was enough.
+    /// Makes faults, drawn from the seed, until the clients are done or the time is over.
     async fn harm(&mut self, cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
         let end = Instant::now() + FAULTS;
-        // When what is broken now is mended.
+        // When the links that are cut now are healed.
         let mut links: Option<Instant> = None;
         let mut starts: Vec<(Instant, u32)> = Vec::new();
         while Instant::now() < end && self.workers.iter().any(Worker::works) {
@@ -449,7 +451,7 @@ impl Run {
         Ok(())
     }
 
-    /// A metadata server, often the leader.
+    /// A metadata server; the leader more often than others.
     fn server(&self, cluster: &Cluster, rng: &mut StdRng) -> u32 {
         let any = rng.random_range(1..=MDS);
         cluster.leader().filter(|_| rng.random_bool(0.6)).unwrap_or(any)
@@ -473,7 +475,8 @@ impl Run {
         self.counts.partitions += 1;
     }
 
-    /// One that is at work dies, and perhaps another takes its place, which may know of its end.
+    /// Kills a client that still has operations to do. Often another takes its place, and may
+    /// report its death.
     fn kill_client(&mut self, cluster: &mut Cluster, rng: &mut StdRng) {
         let at_work: Vec<usize> =
             (0..self.workers.len()).filter(|i| self.workers[*i].works()).collect();
@@ -487,7 +490,7 @@ impl Run {
         self.counts.deaths += 1;
         if rng.random_bool(0.7) {
             let dead = if rng.random_bool(0.5) { vec![victim.uuid] } else { Vec::new() };
-            // Less the one that it was at.
+            // Without the one that it was doing.
             let left = victim.left.lock().saturating_sub(1);
             self.start(cluster, rng, victim.place, left, dead);
         }

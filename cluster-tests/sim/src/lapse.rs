@@ -1,8 +1,9 @@
-//! Leases that run out under those who lived by them. A client is cut off from the metadata
-//! servers, and the leader that gave it its leases dies: what the next one lets others change it
-//! must not be told of any more, or nobody may change it yet. And a storage server gets the answers
-//! that renew its lease late, then is heard by no server any more, while clients reach it: when its
-//! chains go on without it, it may not be read. Storage servers do not die here.
+//! Leases that run out while they are in use. Two cases: a client is cut off from the metadata
+//! servers while the leader that gave it its leases dies. Before the next leader lets others change
+//! anything, this client must have stopped answering from these leases. And a storage server gets
+//! the answers that renew its lease late, and then no server hears from it, while clients still
+//! reach it: once its chains go on without it, it must not serve reads. Storage servers are not
+//! killed here.
 
 use std::{
     sync::{
@@ -31,11 +32,13 @@ const CLIENTS: u32 = 3;
 const ROUNDS: u32 = 4;
 /// Mean time between faults of single messages.
 const MESSAGE_EVERY: Duration = Duration::from_millis(100);
-/// Who looks at what is in memory waits no longer.
+/// A client that looks in a hurry waits no longer than this, so it gets answers from its cache
+/// only.
 const HURRY: Duration = Duration::from_millis(15);
-/// A heartbeat is given up after half a second.
+/// Extra delay of answers to heartbeats; a heartbeat is given up after half a second.
 const LATE_MS: std::ops::Range<u64> = 300..490;
-/// Longer than any lease of a storage server, and shorter than a report is waited for.
+/// Longer than any lease of a storage server, and shorter than the leader waits for a session's
+/// report.
 const CUT_MS: std::ops::Range<u64> = 2500..4500;
 
 /// What came of a run.
@@ -118,9 +121,9 @@ async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared) -> Result<()
     scribes::finish(&first, found, &written).await
 }
 
-/// As anywhere, but what is repeated over one connection, which no transport does, comes before a
-/// chunk has changed so often that its record has forgotten the first time. Over connections that
-/// were given up copies come as late as they like.
+/// As in other runs, except that repetitions over one connection, which no real transport makes,
+/// come earlier: before the chunk has changed so often that its record no longer knows the first
+/// copy. Copies over connections that were given up may come at any time.
 fn strike(rng: &mut StdRng) -> Strike {
     match faults::strike(rng) {
         Strike::Repeat(late) => Strike::Repeat(late / 8),
@@ -128,7 +131,8 @@ fn strike(rng: &mut StdRng) -> Strike {
     }
 }
 
-/// One client no longer hears that the leader died.
+/// The leader dies while one client is cut off from all metadata servers and so does not hear of
+/// it.
 async fn leader_dies(cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
     let Some(leader) = cluster.leader() else { return Ok(()) };
     cluster.drift_by(rng.random());
@@ -142,8 +146,8 @@ async fn leader_dies(cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
     cluster.start(leader).await
 }
 
-/// A storage server whose clock is slow, as clocks may be, hears late that its lease goes on, and
-/// then is not heard any more.
+/// A storage server, sometimes with a slow clock, gets the renewals of its lease late; then no
+/// other server hears from it any more.
 async fn storage_server_lapses(cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
     let (node, late) =
         (FIRST_OSS + rng.random_range(0..OSS), Duration::from_millis(rng.random_range(LATE_MS)));

@@ -1,5 +1,5 @@
-//! Updates that wait in the network for longer than their client does: the call fails, the program
-//! writes something newer there, and then the copies arrive.
+//! Updates that stay in the network longer than their client waits: the call fails, the program
+//! writes something newer to the same place, and then the old updates arrive.
 
 use std::time::Duration;
 
@@ -18,15 +18,15 @@ use crate::{
 
 const ROUNDS: u8 = 12;
 const FILE_BYTES: usize = 64 << 10;
-/// How long calls are tried.
+/// How long the client tries a call.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// What came of a run.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// Calls that were given up.
+    /// Calls that failed because the client gave them up.
     pub given_up: u64,
-    /// Calls whose first copies were late and that succeeded all the same.
+    /// Calls that succeeded although their first copies were held up.
     pub lived: u64,
     /// Copies that arrived late.
     pub late: usize,
@@ -38,8 +38,8 @@ pub fn run(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
     in_cluster(seed, async |cluster| simulate(seed, plant, cluster).await)?
 }
 
-/// The bytes as they must be. Half of the file is for calls that are given up, the other for those
-/// that are not.
+/// The bytes that the file must have. One half of the file is for calls that are given up, the
+/// other for calls that succeed.
 struct Writer {
     file: File,
     bytes: Vec<u8>,
@@ -111,7 +111,7 @@ async fn one_round(cluster: &Cluster, w: &mut Writer, round: u8, out: &mut Outco
     living.await.map_err(|e| Error::new(Code::Io, format!("a writer failed: {e}")))??;
     w.bytes[lives.0..lives.0 + lives.1].fill(byte);
     out.lived += 1;
-    // Newer bytes in both places, now and then some that leave a part of the old ones.
+    // Newer bytes in both places; sometimes only over a part of the old ones.
     let half = |(at, len): (usize, usize)| (at, len.div_ceil(2));
     let newer = if w.rng.random_bool(0.5) { lost } else { half(lost) };
     w.bytes[lost.0..lost.0 + lost.1].fill(byte + 2);

@@ -1,7 +1,7 @@
-//! What is left when all is over, as `strake fsck` would find it: no target in sync may have a
-//! chunk that no file has and that no deletion is to remove, one beyond its file's end, or one on
-//! another chain than its file's; and all replicas in sync of a chain have the same chunks, of the
-//! same versions and lengths. No file in which nobody made a hole may lack a chunk.
+//! Checks at the end, like those of `strake fsck`: no target in sync has a chunk that belongs to no
+//! file and is not to be deleted, a chunk past its file's end, or a chunk on another chain than its
+//! file's. All replicas in sync of a chain have the same chunks, with the same versions and
+//! lengths. A file in which no hole was made lacks no chunk.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,12 +27,12 @@ use crate::{
     workload::{Shared, root},
 };
 
-/// Who looks, on the network.
+/// The node that asks, on the network.
 const LOOKER: u32 = 241;
-/// How many entries are asked for at once.
+/// How many entries one request asks for.
 const PAGE: u32 = 4096;
 pub const PATIENCE: Duration = Duration::from_secs(5);
-/// Deletions are done so long after the last fault at most.
+/// Deletions must be done within this time after the last fault.
 const DELETED: Duration = Duration::from_secs(120);
 
 /// A chunk that a target has.
@@ -45,9 +45,9 @@ struct Found {
 
 /// What one look found.
 struct Look {
-    /// In words.
+    /// Violations, as sentences.
     wrong: Vec<String>,
-    /// Data that are still to be removed or cut.
+    /// How many data are still to be removed or truncated.
     going: usize,
 }
 
@@ -59,7 +59,7 @@ struct Place {
     map: StripeMap,
 }
 
-/// Waits until all that was to be deleted is. What is wrong then is a promise broken.
+/// Waits until everything that is to be deleted is gone. What is wrong after that breaks a promise.
 pub async fn check(cluster: &Cluster, client: &Client, found: &Shared) -> Result<()> {
     cluster.net.wait_sent_on().await;
     let fabric = cluster.fabric(LOOKER, Role::Server);
@@ -85,7 +85,8 @@ pub async fn check(cluster: &Cluster, client: &Client, found: &Shared) -> Result
     }
 }
 
-/// Chunks first, what is going last: a file deleted in between is then known to be gone or going.
+/// Lists chunks first and pending deletions last: a file that is deleted in between then counts as
+/// deleted or pending.
 async fn look(cluster: &Cluster, fabric: &Arc<SimFabric>, client: &Client) -> Result<Look> {
     let map =
         cluster.map().ok_or_else(|| Error::new(Code::NotLeader, "no metadata server is up"))?;
@@ -139,7 +140,7 @@ async fn place(client: &Client, map: &MapView, ino: Ino) -> Result<Place> {
     })
 }
 
-/// What is wrong with a chunk's being there.
+/// Why a chunk must not be where it is, if so.
 fn astray(f: &Found, file: Option<&Place>) -> Option<String> {
     let chunk = f.entry.chunk;
     let why = match file.filter(|p| p.data == chunk.data) {
@@ -159,7 +160,7 @@ fn astray(f: &Found, file: Option<&Place>) -> Option<String> {
     ))
 }
 
-/// Chunks that the replicas in sync of a chain do not all have alike.
+/// Chunks that differ between the replicas in sync of a chain.
 fn diverged(chain: &pb::Chain, found: &[Found]) -> Vec<String> {
     let members: Vec<TargetId> = chain.serving().collect();
     let mut seen: BTreeMap<ChunkId, BTreeMap<TargetId, (Version, u32)>> = BTreeMap::new();
@@ -210,7 +211,8 @@ async fn list(
     }
 }
 
-/// The data of files without a name, of the deletion queue and of cuts, as the leader says.
+/// The data of files without a name, of the deletion queue and of pending truncations, by the
+/// leader.
 async fn going(fabric: &Arc<SimFabric>) -> Result<BTreeSet<(Ino, u64)>> {
     let mut last = Error::new(Code::NotLeader, "nobody was asked");
     for at in ANY_MDS {

@@ -1,11 +1,11 @@
-//! Faults by kind: how many were made, and how many count. One counts only if it hit a node that
-//! was alive, or its link, disk or clock, while an operation was under way there (see
+//! Counts of faults by kind: how many were made, and how many count. A fault counts only if it hit
+//! a node that was up, or its link, disk or clock, while an operation was under way there (see
 //! [`crate::net::Network::is_busy`]).
 
 /// Declares the kinds with their names.
 macro_rules! kinds {
     ($($(#[$meta:meta])* $kind:ident = $name:literal,)*) => {
-        /// What a fault is.
+        /// The kind of a fault.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Kind { $($(#[$meta])* $kind,)* }
 
@@ -22,23 +22,23 @@ macro_rules! kinds {
 kinds! {
     /// A process ends from one instruction to the next.
     Crash = "crash",
-    /// The machine of one loses its power, with all disk writes flushed.
+    /// A machine loses power, with all disk writes flushed.
     Power = "power",
-    /// The same, and of writes that were not flushed some were lost, torn or put out of order.
+    /// The same, and some writes that were not flushed are lost, torn or reordered.
     Torn = "power-torn",
-    /// A client ends.
+    /// A client ends from one instruction to the next.
     ClientDeath = "client-death",
-    /// Nothing passes between some nodes, either way.
+    /// Nothing passes between some nodes in either direction.
     Partition = "partition",
-    /// Nothing passes one way.
+    /// Nothing passes in one direction.
     OneWay = "one-way",
     /// A message arrives much later.
     Delayed = "delayed",
-    /// The same, and others overtook it.
+    /// The same, and others overtake it.
     Reordered = "reordered",
-    /// A message does not arrive while its connection lives, which is given up for that.
+    /// A message does not arrive although its connection lives; the connection is then given up.
     Lost = "lost",
-    /// A client's request arrives though its connection was given up, seconds after that.
+    /// A client's request arrives seconds after its connection was given up.
     Late = "late",
     /// A request arrives once more, later.
     Repeated = "repeated",
@@ -48,7 +48,7 @@ kinds! {
     ClockJump = "clock-jump",
     /// All clocks since boot run at other rates.
     ClockDrift = "clock-drift",
-    /// A disk takes long.
+    /// A disk is slow.
     DiskSlow = "disk-slow",
     /// A disk is full for a while.
     DiskFull = "disk-full",
@@ -56,19 +56,19 @@ kinds! {
     DiskError = "disk-error",
     /// A read gives a wrong bit.
     DiskCorrupt = "disk-corrupt",
-    /// A stored block decays, and another target has it good.
+    /// A stored block decays that another target has a good copy of.
     Decay = "decay",
-    /// A record of a chunk table is damaged, for good.
+    /// A record of a chunk table is damaged permanently.
     TableDecay = "table-decay",
-    /// A record of a metadata server's state is.
+    /// A record of a metadata server's state is damaged.
     StateDecay = "state-decay",
-    /// A metadata server's log is, and it has to be replaced.
+    /// A metadata server's log is damaged, and the server has to be replaced.
     LogDecay = "log-decay",
     /// A storage server with a new target joins.
     Joined = "target-joins",
-    /// A target is to be emptied, or to stay after all.
+    /// A target is drained, or kept after all.
     Moved = "target-moves",
-    /// A metadata server has taken the place of another.
+    /// A metadata server replaces another.
     Replaced = "mds-replaced",
 }
 
@@ -85,11 +85,11 @@ impl Ledger {
     pub fn made(&mut self, kind: Kind) {
         self.made[kind as usize] += 1;
     }
-    /// One that was made turned out to count.
+    /// Notes that a fault that was made counts.
     pub fn counts(&mut self, kind: Kind) {
         self.counted[kind as usize] += 1;
     }
-    /// One that was noted as `from` was a `to`, counted or not.
+    /// Changes the kind of a fault that was noted as `from`, counted or not.
     pub fn was(&mut self, from: Kind, to: Kind) {
         for of in [&mut self.made, &mut self.counted] {
             of[from as usize] -= 1;
@@ -102,7 +102,7 @@ impl Ledger {
             self.counted[i] += other.counted[i];
         }
     }
-    /// How many count.
+    /// How many faults count.
     pub fn counted(&self) -> u64 {
         self.counted.iter().sum()
     }
@@ -110,7 +110,7 @@ impl Ledger {
     pub fn rows(&self) -> impl Iterator<Item = (&'static str, u64, u64)> {
         Kind::ALL.iter().map(|k| (k.name(), self.made[*k as usize], self.counted[*k as usize]))
     }
-    /// As a table for people.
+    /// A table to print.
     pub fn text(&self) -> String {
         self.rows()
             .map(|(name, made, counted)| {

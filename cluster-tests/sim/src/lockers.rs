@@ -1,7 +1,8 @@
-//! Clients that lock, wait, give up waiting, unlock, and close. What one of them has, no other may
-//! have: whoever is told that his unlock was made in the session that had the lock had it until
-//! then. And nobody is told of a lock that nobody had any more: one who closes has it no longer
-//! from then on, though its unlock is sent later, when the next one at its place has locks again.
+//! Clients that lock, wait, stop waiting, unlock, and close. Two checks. No two clients may have a
+//! conflicting lock: if an unlock is answered for the session that took the lock, its owner had the
+//! lock until then, and no other may have got it meanwhile. And no client may be told of a conflict
+//! with a lock that nobody had any more: an owner that closes has its locks no longer, even if its
+//! unlock is sent later, when the next owner in its place has locks again.
 
 use std::{
     collections::BTreeMap,
@@ -25,40 +26,41 @@ pub const FILES: usize = 2;
 const CELLS: u64 = 8;
 const CELL: u64 = 100;
 const OWNERS: u64 = 3;
-/// After the faults everything that was given up can be had within this.
+/// After the faults every lock that was given up must become free within this time.
 const SETTLED: Duration = Duration::from_secs(120);
 
 /// How long the unlock of a close is held back, at most.
 const HELD_BACK_MS: u64 = 300;
 
-/// File, flock or not, client, owner.
+/// File, whether it is an flock, client, owner.
 type Who = (usize, bool, u32, u64);
 
 #[derive(Clone, Copy)]
 struct Held {
     write: bool,
     session: SessionId,
-    /// Somebody else was told that he has it, too.
+    /// Another owner that was told that it has a conflicting lock meanwhile.
     doubted: Option<(u32, u64)>,
 }
 
-/// Who was told that he has what, by cells.
+/// Which locks each owner was told that it has, by cells.
 #[derive(Default)]
 pub struct LockModel {
     held: BTreeMap<Who, BTreeMap<u64, Held>>,
-    /// Owners of whom it is not known what they have.
+    /// Owners whose locks are not known after an error.
     unknown: Vec<Who>,
-    /// Who may have which cell, for writing or not: from when it was asked for.
+    /// The cells that each owner may have, and whether for writing, from the moment it asked for
+    /// them.
     may_have: BTreeMap<(Who, u64), (bool, Until)>,
-    /// Counts what happens.
+    /// A counter of events, used as time.
     now: u64,
 }
 
-/// `None`: it may still have it.
+/// The time until which an owner may have had a cell; `None`: it may still have it.
 type Until = Option<u64>;
 
 impl LockModel {
-    /// `who` was told that he has these cells.
+    /// `who` was told that it has these cells.
     fn given(&mut self, who: Who, cells: std::ops::Range<u64>, write: bool, session: SessionId) {
         for (other, theirs) in self.held.iter_mut() {
             if (other.0, other.1) != (who.0, who.1) || (other.2, other.3) == (who.2, who.3) {
@@ -82,7 +84,7 @@ impl LockModel {
         self.now
     }
 
-    /// `who` has these cells no longer, as far as anybody else can tell.
+    /// From now on no other owner can see a lock of `who` on these cells.
     fn has_not(&mut self, who: Who, cells: std::ops::Range<u64>) {
         self.now += 1;
         for c in cells {
@@ -92,7 +94,7 @@ impl LockModel {
         }
     }
 
-    /// Whether somebody may have had a lock in the way of this one since then.
+    /// Whether another owner may have had a conflicting lock at some time after `since`.
     fn was_in_the_way(
         &self,
         who: Who,
@@ -109,13 +111,14 @@ impl LockModel {
         })
     }
 
-    /// `who` gives these cells up from now on; what he had there.
+    /// Before an unlock is sent: takes these cells from `who`, and returns the locks that it had
+    /// there.
     fn giving_up(&mut self, who: Who, cells: std::ops::Range<u64>) -> Vec<Held> {
         let Some(mine) = self.held.get_mut(&who) else { return Vec::new() };
         cells.filter_map(|c| mine.remove(&c)).collect()
     }
 
-    /// What `who` asked for it did not get: it may have what it was given before.
+    /// A request of `who` failed: it may have in these cells only what it was given before.
     fn keeps(&mut self, who: Who, cells: &std::ops::Range<u64>) {
         if self.unknown.contains(&who) {
             return;
@@ -129,14 +132,15 @@ impl LockModel {
         }
     }
 
-    /// `who` closes. Whether there may be something to unlock.
+    /// `who` closes the file. Returns whether there may be something to unlock.
     fn closes(&mut self, who: Who) -> bool {
         let asked = self.may_have.range((who, 0)..=(who, CELLS)).next().is_some();
         self.has_not(who, 0..CELLS);
         asked
     }
 
-    /// What was given up was held in this session until a moment ago. Who had it, too?
+    /// After an unlock in this session: another owner that had one of these locks at the same time,
+    /// if any.
     fn overlap(given_up: &[Held], session: SessionId) -> Option<(u32, u64)> {
         given_up.iter().filter(|h| h.session == session).find_map(|h| h.doubted)
     }
@@ -152,7 +156,7 @@ pub struct Locker {
     pub found: Shared,
     pub model: Model,
     pub files: [Ino; FILES],
-    /// Of each place of an owner, the number of the one that is there now.
+    /// The owner number that each place has now.
     places: [u64; OWNERS as usize],
 }
 
@@ -221,7 +225,7 @@ impl Locker {
         let mode = if write { LockType::LockWrite } else { LockType::LockRead };
         let (l, wait) = (lock(who.1, who.3, mode, &cells), self.rng.random_bool(0.5));
         if !write {
-            // A lock for writing may be one for reading from the moment it is asked for.
+            // A write lock may turn into the read lock as soon as that is asked for.
             let mut model = self.model.lock();
             let mine =
                 model.held.get_mut(&who).into_iter().flat_map(|m| m.range_mut(cells.clone()));
@@ -230,7 +234,7 @@ impl Locker {
         let patience = Duration::from_millis(self.rng.random_range(0..1_000));
         let (since, unanswered) = (self.model.lock().asks(who, cells.clone(), write), unanswered());
         let setting = self.set_lock(self.files[who.0], &l, wait);
-        // Who is not patient enough has got nothing, whenever that was.
+        // A wait that is given up gets no lock, at whatever moment it ends.
         let result = if wait { timeout(patience, setting).await } else { Ok(setting.await) };
         match result {
             Ok(Ok(locked)) => {
@@ -258,8 +262,8 @@ impl Locker {
         }
     }
 
-    /// As a mount does: before a program is told of a conflict, what its own client gives up is
-    /// given up.
+    /// As a mount does: before it tells a program of a conflict, it waits for unlocks of its own
+    /// client that are still on the way, and tries again.
     async fn set_lock(&self, ino: Ino, l: &Lock, wait: bool) -> Result<Locked> {
         let before = self.client.unlocks(ino);
         let locked = self.client.set_lock(ino, l, wait).await;
@@ -274,7 +278,7 @@ impl Locker {
         }
     }
 
-    /// The owner is gone, and another one at its place, before its unlock is sent.
+    /// The owner closes, and another owner takes its place, before its unlock is sent.
     fn close(&mut self, who: Who, place: usize) {
         let numbers: Vec<Who> = {
             let mut model = self.model.lock();
@@ -325,7 +329,7 @@ impl Locker {
         }
     }
 
-    /// Gives up what it knows to have.
+    /// Gives up all locks that it knows of or is unsure of.
     pub async fn finish(mut self) {
         let mine: Vec<Who> = {
             let model = self.model.lock();
@@ -339,8 +343,8 @@ impl Locker {
     }
 }
 
-/// How often a holder was not asked, or did not answer: those that seem to hold a lock then need
-/// not.
+/// How often a lock holder was not asked, or did not answer. A lock that was reported as held may
+/// then be gone.
 fn unanswered() -> u64 {
     let rows = Checking::counts();
     rows.iter()
@@ -349,7 +353,7 @@ fn unanswered() -> u64 {
         .sum()
 }
 
-/// Nobody has anything any more, or is dead: `other` can lock it all, if he waits.
+/// Nobody holds a lock any more except dead clients: `other` must get every lock, after a wait.
 pub async fn all_free(other: &Client, inos: &[Ino]) -> Result<()> {
     for ino in inos {
         for flock in [false, true] {
@@ -363,7 +367,7 @@ pub async fn all_free(other: &Client, inos: &[Ino]) -> Result<()> {
     Ok(())
 }
 
-/// Locks a file of its own for a client that will die.
+/// Takes locks on a file of its own, for a client that will be killed.
 pub async fn last_will(client: &Client, name: &str) -> Result<()> {
     let name = format!("{name}.lock");
     let ino = client.mknod(&root(), client.root(), name.as_bytes(), 0o100_644, 0).await?.ino;
@@ -391,7 +395,7 @@ mod tests {
         assert!(m.was_in_the_way(b, &(2..6), false, since), "it closed since");
         let since = m.asks(b, 2..6, false);
         assert!(!m.was_in_the_way(b, &(2..6), false, since));
-        // What was refused leaves what was given before.
+        // A refused request leaves the locks that were given before.
         m.given(b, 2..3, false, 72);
         m.keeps(b, &(2..6));
         let since = m.asks(a, 2..6, true);

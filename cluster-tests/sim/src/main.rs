@@ -112,7 +112,7 @@ impl Args {
     }
 }
 
-/// Runs the seeds as `./simulate` does.
+/// Runs the seeds, each as the kind of run that it is in `./simulate`.
 fn sweep_mixed(args: &Args) -> u64 {
     let (mut failed, mut sum) = (0, Ledger::default());
     for seed in args.seed..args.seed + args.count {
@@ -150,7 +150,7 @@ fn sweep_mixed(args: &Args) -> u64 {
     failed
 }
 
-/// Makes the first seed short.
+/// Shrinks the run of the first seed.
 fn shrink_one(args: &Args) -> ExitCode {
     let Some(scenario) = args.scenario(args.seed) else {
         eprintln!(
@@ -176,8 +176,8 @@ fn shrink_one(args: &Args) -> ExitCode {
     }
 }
 
-/// Runs the seeds as histories. Those that were not decided, or in which too little overlaps, count
-/// as failed.
+/// Runs the seeds as histories. Those that were not decided, or have too little overlap, count as
+/// failed.
 fn sweep_histories(args: &Args) -> u64 {
     let (mut failed, mut sum) = (0, histories::Sum::default());
     for seed in args.seed..args.seed + args.count {
@@ -213,7 +213,8 @@ fn sweep_histories(args: &Args) -> u64 {
     failed
 }
 
-/// Runs the seeds one after the other: what is said of one, which promises it broke, and its trace.
+/// Runs the seeds one after the other. `one` returns a line of text, the broken promises, and the
+/// trace.
 fn sweep(args: &Args, one: impl Fn(u64) -> Result<(String, Vec<String>, [u8; 32])>) -> u64 {
     let mut failed = 0;
     for seed in args.seed..args.seed + args.count {
@@ -236,7 +237,7 @@ fn sweep(args: &Args, one: impl Fn(u64) -> Result<(String, Vec<String>, [u8; 32]
     failed
 }
 
-/// A file that is handed on.
+/// One run of [`baton`].
 fn one_baton(seed: u64, plant: Option<Plant>) -> Result<(String, Vec<String>, [u8; 32])> {
     let o = baton::run(seed, plant)?;
     let said = format!(
@@ -246,7 +247,7 @@ fn one_baton(seed: u64, plant: Option<Plant>) -> Result<(String, Vec<String>, [u
     Ok((said, o.violations, o.trace))
 }
 
-/// Leases that run out.
+/// One run of [`lapse`].
 fn one_lapse(seed: u64) -> Result<(String, Vec<String>, [u8; 32])> {
     let o = lapse::run(seed)?;
     let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
@@ -262,7 +263,7 @@ fn one_lapse(seed: u64) -> Result<(String, Vec<String>, [u8; 32])> {
     Ok((said, o.violations, o.trace))
 }
 
-/// Two clients that write to one file.
+/// One run of [`rivals`].
 fn one_rivals(seed: u64, plant: Option<Plant>) -> Result<(String, Vec<String>, [u8; 32])> {
     let o = rivals::run(seed, plant)?;
     let said = format!(
@@ -272,7 +273,7 @@ fn one_rivals(seed: u64, plant: Option<Plant>) -> Result<(String, Vec<String>, [
     Ok((said, o.violations, o.trace))
 }
 
-/// One thing broken at a time.
+/// One run of [`outage`].
 fn one_outage(seed: u64) -> Result<(String, Vec<String>, [u8; 32])> {
     let o = outage::run(seed)?;
     let (counted, simulated) = (o.faults.counted(), o.simulated);
@@ -323,7 +324,7 @@ fn main() -> ExitCode {
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Runs the seeds as files under faults.
+/// Runs the seeds as runs of files under faults.
 fn sweep_files(args: &Args) -> u64 {
     let (mut failed, mut sum) = (0, Ledger::default());
     for scenario in (args.seed..args.seed + args.count).filter_map(|seed| args.scenario(seed)) {

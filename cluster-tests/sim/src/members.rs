@@ -1,5 +1,5 @@
-//! An administrator who has a metadata server replaced by a new one while everything else goes on,
-//! as `strake mds replace` does.
+//! An administrator replaces a metadata server by a new one while everything else goes on, as
+//! `strake mds replace` does.
 
 use std::{
     sync::{
@@ -24,19 +24,19 @@ use pb::members_request::Change;
 /// The administrator's number on the network.
 const ADMIN: u32 = 241;
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Entries that a learner may be behind when it is asked to vote.
+/// How many entries a learner may be behind when it is made a voter.
 const CLOSE: u64 = 1000;
-/// Longer than the group takes once nothing is broken any more.
+/// Longer than the group needs once nothing is broken any more.
 const RECOVERY: Duration = Duration::from_secs(120);
 
-/// A replacement under way, or over.
+/// A replacement, under way or complete.
 pub struct Replacement {
     pub old: u32,
     over: Arc<AtomicBool>,
 }
 
 impl Replacement {
-    /// `new` was started and is of no group yet.
+    /// Begins a replacement. `new` was started and belongs to no group yet.
     pub fn begin(cluster: &Cluster, old: u32, new: u32) -> Replacement {
         let (fabric, net) = (cluster.fabric(ADMIN, Role::Server), cluster.net.clone());
         let (over, nodes) = (Arc::new(AtomicBool::new(false)), cluster.nodes());
@@ -52,12 +52,12 @@ impl Replacement {
         Replacement { old, over }
     }
 
-    /// The old one is no member any more: it may go.
+    /// Whether the old server is no longer a member and may be removed.
     pub fn is_over(&self) -> bool {
         self.over.load(Ordering::Relaxed)
     }
 
-    /// What a run ends with, when nothing is broken any more.
+    /// Waits until it is complete; nothing may be broken any more.
     pub async fn ends(&self) -> Result<()> {
         let begun = Instant::now();
         while !self.is_over() {
@@ -74,7 +74,7 @@ impl Replacement {
     }
 }
 
-/// What comes next by what the leader says; whether nothing does.
+/// Does the next step by the leader's state. Returns whether nothing is left to do.
 async fn step(fabric: &Arc<SimFabric>, old: u32, new: u32) -> Result<bool> {
     let (old, id) = (u64::from(old), u64::from(new));
     let (at, now) = leader(fabric).await?;
@@ -83,9 +83,9 @@ async fn step(fabric: &Arc<SimFabric>, old: u32, new: u32) -> Result<bool> {
     let stays = now.members.iter().find(|m| m.id == old);
     let next = match now.members.iter().find(|m| m.id == id) {
         None => Change::Learn(at_new),
-        // The leader that took it in was lost before it had told where that is.
+        // The leader that added the learner was lost before it told the others its address.
         Some(m) if !m.voter && m.endpoint.is_empty() => Change::Learn(at_new),
-        // One that leads cannot be taken out.
+        // A leader cannot be removed: another must take over first.
         Some(_) if leads => Change::Transfer(pb::MemberTransfer { to: 0 }),
         Some(m) if !m.voter => {
             if m.matched == 0 || m.copying || m.matched + CLOSE < now.last_index {
@@ -102,7 +102,7 @@ async fn step(fabric: &Arc<SimFabric>, old: u32, new: u32) -> Result<bool> {
     ask(fabric, at, Some(next)).await.map(|_| false)
 }
 
-/// The one that says it leads, and what it says.
+/// The server that says it leads, and its answer.
 async fn leader(fabric: &Arc<SimFabric>) -> Result<(u32, pb::MembersReply)> {
     let mut last = Error::new(Code::NotLeader, "nobody was asked");
     for at in ANY_MDS {

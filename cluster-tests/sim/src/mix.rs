@@ -1,4 +1,4 @@
-//! The kinds of run, and which of them a seed is in a mixed sweep: what `./simulate` runs.
+//! The kinds of run, and which kind each seed is in a mixed sweep, which is what `./simulate` runs.
 
 use std::{fmt, time::Duration};
 
@@ -13,7 +13,7 @@ use crate::{
     shrink::readable,
 };
 
-/// Events of a failing run that are kept.
+/// How many of the last events of a failing run are kept.
 const KEPT: usize = 2000;
 
 /// A kind of run.
@@ -30,7 +30,7 @@ pub enum Mode {
     Tables,
 }
 
-/// Of 20 seeds in a row, how many are of which kind.
+/// How many of 20 seeds in a row are of which kind.
 pub const SHARES: [(Mode, u64); 9] = [
     (Mode::Plain, 5),
     (Mode::Harsh, 6),
@@ -70,7 +70,7 @@ impl Mode {
         }
     }
 
-    /// How `strake-sim` is told to run it.
+    /// The option of `strake-sim` that selects this kind.
     fn option(self) -> &'static str {
         match self {
             Mode::Plain => "",
@@ -85,7 +85,7 @@ impl Mode {
         }
     }
 
-    /// The scenario of a seed, if it is a run of files.
+    /// The scenario of a seed, if this is a run of files.
     pub fn scenario(self, seed: u64) -> Option<Scenario> {
         match self {
             Mode::Plain => Some(Scenario::new(seed)),
@@ -98,7 +98,7 @@ impl Mode {
     }
 }
 
-/// What came of one seed.
+/// The result of one seed.
 pub struct Done {
     pub mode: Mode,
     pub seed: u64,
@@ -129,7 +129,7 @@ impl Done {
         Done { mode, seed, trace, faults, simulated, violations: vec![why], details: String::new() }
     }
 
-    /// For the file of a failing seed.
+    /// The text for the file of a failing seed.
     pub fn text(&self) -> String {
         let how = self.mode.option();
         let shrinks =
@@ -163,7 +163,7 @@ fn of_files(mode: Mode, s: Scenario) -> Result<Done> {
     Ok(Done { mode, seed: s.seed, trace, faults, simulated, violations, details })
 }
 
-/// The last events, for people.
+/// The last events, one per line.
 fn last(events: &[String]) -> String {
     events[events.len().saturating_sub(KEPT)..]
         .iter()

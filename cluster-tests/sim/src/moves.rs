@@ -1,4 +1,4 @@
-//! An administrator who has targets emptied and calls it off again while everything else goes on.
+//! An administrator drains targets and later keeps them after all, while everything else goes on.
 
 use std::{sync::Arc, time::Duration};
 
@@ -19,17 +19,18 @@ use crate::{
 /// The administrator's number on the network.
 const ADMIN: u32 = 240;
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Longer than servers take to find each other again.
+/// Longer than servers take to recover.
 const RECOVERY: Duration = Duration::from_secs(120);
 
-/// What the administrator decides.
+/// A decision of the administrator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     Drain { target: TargetId, heir: Option<TargetId> },
     Keep { target: TargetId },
 }
 
-/// Decisions of a run of this length: a target is drained, and kept some time later, then the next.
+/// Decisions of a run of this length: a target is drained and kept again some time later, then the
+/// next.
 pub fn draw(rng: &mut StdRng, length: Duration) -> Vec<Timed> {
     let (mut all, mut at) = (Vec::new(), Duration::ZERO);
     loop {
@@ -45,7 +46,7 @@ pub fn draw(rng: &mut StdRng, length: Duration) -> Vec<Timed> {
     }
 }
 
-/// Has a decision made, if there is a metadata leader who hears of it.
+/// Asks for a decision; it is made if a metadata leader can be reached.
 pub fn ask(cluster: &Cluster, change: Change) {
     let (fabric, net) = (cluster.fabric(ADMIN, Role::Server), cluster.net.clone());
     let nodes = cluster.nodes();
@@ -56,7 +57,7 @@ pub fn ask(cluster: &Cluster, change: Change) {
     });
 }
 
-/// All targets are to stay: what a run ends with, when nothing is broken any more.
+/// Keeps all targets, at the end of a run when nothing is broken any more.
 pub async fn keep_all(cluster: &Cluster) -> Result<()> {
     let fabric = cluster.fabric(ADMIN, Role::Server);
     let begun = Instant::now();

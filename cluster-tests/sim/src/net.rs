@@ -1,11 +1,11 @@
 //! The simulated network: an implementation of [`Fabric`] whose delays, losses and partitions come
 //! from the seed.
 //!
-//! A connection is between two lives of two nodes. When either dies, calls on it end with
+//! A connection is between two processes on two nodes. When either dies, calls on it end with
 //! `Disconnected`. On a blocked link nothing arrives; the caller learns so as over TCP: after its
-//! dead-peer limit the connection is closed. What a client had sent by then may arrive all the
-//! same, seconds later: its kernel goes on sending what is in the buffer of a closed connection.
-//! The server sees the end of the connection after that.
+//! dead-peer limit the connection is closed. What a client had sent by then may still arrive,
+//! seconds later: its kernel goes on sending what is in the buffer of a closed connection. The
+//! server sees the end of the connection after that.
 
 use std::{
     collections::BTreeMap,
@@ -35,23 +35,24 @@ use crate::{
     plant::Plant,
 };
 
-/// How many of the changes that can be are run twice, and how long after the first time at most.
+/// With [`Plant::Repeat`]: the share of changes that run twice, and how long after the first time
+/// at most.
 const REPEATED: f64 = 0.2;
 const REPEATED_WITHIN: Duration = Duration::from_millis(200);
 /// As the real transport's dead-peer detection.
 const DEAD_PEER: Duration = Duration::from_secs(2);
-/// After so long the connection of what is held up is given up.
+/// The connection of a request that is held up is given up after this time.
 const HELD_UP: Duration = Duration::from_millis(500);
-/// How many of the requests that are under way when their client gives the connection up arrive all
-/// the same, and how much later at most.
+/// The share of requests that still arrive when their client gives the connection up while they are
+/// on the way, and how much later at most.
 const SENT_ON: f64 = 0.8;
 const SENT_ON_WITHIN: Duration = Duration::from_secs(15);
-/// A batch of Raft messages that is longer holds entries; shorter ones are heartbeats and
-/// acknowledgements.
+/// A batch of Raft messages that is longer than this carries entries; shorter ones are heartbeats
+/// and acknowledgements.
 const RAFT_ENTRIES: usize = 200;
 
-/// How often a connection looks whether the other end is silent, and how often in a row it must be:
-/// two seconds, as of `strake_fabric::conn::Options`.
+/// How often a connection checks whether the other end is silent, and how often in a row it must
+/// be: two seconds, as in `strake_fabric::conn::Options`.
 const SILENT_TICK: Duration = Duration::from_millis(200);
 const SILENT_TICKS: u32 = 10;
 
@@ -60,7 +61,7 @@ const SILENT_TICKS: u32 = 10;
 pub struct Weather {
     pub min_delay: Duration,
     pub max_delay: Duration,
-    /// Parts per thousand of connections that break at a message.
+    /// How many connections, per thousand messages, break at a message.
     pub break_per_mille: u32,
 }
 
@@ -75,43 +76,43 @@ struct State {
     weather: Weather,
     plant: Option<Plant>,
     listening: BTreeMap<u32, Listening>,
-    /// Directed links over which nothing arrives, till when, and for which faults.
+    /// Directed links over which nothing arrives: until when, and by which faults.
     blocked: BTreeMap<(u32, u32), Vec<Block>>,
-    /// Directed links on which everything takes so much longer, till then.
+    /// Directed links on which everything takes longer: how much, and until when.
     lags: BTreeMap<(u32, u32), (Duration, Instant)>,
     /// Faults that no operation has met yet.
     unmet: BTreeMap<u64, Kind>,
-    /// Faults of messages that wait for one of that node.
+    /// Message faults that wait for the next message of a node.
     strikes: Vec<(u32, Strike)>,
-    /// Operations on their way to, from or in each node, and how many messages of theirs came over
-    /// each link.
+    /// How many operations are on the way to, from or in each node, and how many of their messages
+    /// have passed each link.
     under_way: BTreeMap<u32, u32>,
     passed: BTreeMap<(u32, u32), u64>,
     ledger: Ledger,
-    /// Of this node no update arrives, until [`Network::let_late_through`].
-    /// Otherwise a call waits for as long as its caller does.
+    /// Calls notice a silent peer. Otherwise a call waits for as long as its caller does.
     notices_silence: bool,
+    /// No write of this node arrives until [`Network::let_late_through`].
     held_up: Option<u32>,
     late: Vec<Late>,
-    /// When the last of what is still sent over connections that were given up arrives.
+    /// When the last request that is still sent over a connection that was given up arrives.
     sent_on: Option<Instant>,
-    /// Nothing is sent any more.
+    /// The simulation has ended: nothing is sent any more.
     over: bool,
     connections: Vec<Weak<SimConnection>>,
     trace: Sha256,
-    /// The same, one line per event, to see where two runs part.
+    /// The same, one line per event, to see where two runs differ.
     events: Vec<String>,
     messages: u64,
 }
 
-/// A request that waits in the network, though its connection was given up.
+/// A request that the network keeps, though its connection was given up.
 struct Late {
     env: Env,
     far: Arc<Far>,
     request: Message,
 }
 
-/// The receiver's end of a connection. It ends when the connection is closed and nothing is on its
+/// The receiver's end of a connection. It ends when the connection is closed and nothing is on the
 /// way over it any more.
 struct Far {
     service: Arc<dyn Service>,
@@ -128,8 +129,8 @@ impl Drop for Far {
     }
 }
 
-/// A client's request that has not arrived yet. When its caller does not wait for that any more, it
-/// is the network's.
+/// A client's request that has not arrived yet. If the caller stops waiting, the network still has
+/// it and may deliver it.
 struct Sent<'a> {
     connection: &'a SimConnection,
     far: Option<Arc<Far>>,
@@ -164,7 +165,7 @@ impl State {
         on_link.filter(|b| b.until.is_none_or(|u| now < u)).map(|b| b.fault).collect()
     }
 
-    /// The first fault that waits for a message of one of these nodes.
+    /// Takes the first message fault that waits for one of these nodes.
     fn strike(&mut self, from: u32, to: u32, is_reply: bool) -> Option<Strike> {
         let fits = |(node, what): &(u32, Strike)| {
             (*node == from || *node == to) && !(is_reply && matches!(what, Strike::Repeat(_)))
@@ -174,8 +175,8 @@ impl State {
     }
 }
 
-/// An operation that somebody waits for, or a step of one; not what servers and clients say to each
-/// other all the time.
+/// Whether a message is an operation that a caller waits for, or a step of one, and not background
+/// traffic of servers and clients.
 fn is_operation(m: &Message) -> bool {
     let opcode =
         if m.opcode == opcode::RELAY { strake_fabric::relay::asked(&m.body) } else { m.opcode };
@@ -198,7 +199,7 @@ fn is_operation(m: &Message) -> bool {
     }
 }
 
-/// An operation is under way between two nodes while this lives.
+/// Marks an operation between two nodes as under way until it is dropped.
 struct UnderWay(Network, [u32; 2]);
 
 impl UnderWay {
@@ -255,13 +256,13 @@ impl Network {
         Network { state: Arc::new(Mutex::new(state)), start: Instant::now(), ids: Arc::default() }
     }
 
-    /// A node's view of it, for one life of that node.
+    /// Access to the network for one process on a node.
     pub fn fabric(&self, node: u32, role: Role, env: Env) -> SimFabric {
         let life = self.ids.fetch_add(1, Ordering::Relaxed);
         SimFabric { net: self.clone(), node, life, role, env, pool: Pool::default() }
     }
 
-    /// A fault of links: what it cuts is named by [`Network::block`].
+    /// Registers a fault of links and returns its number, for [`Network::block`].
     pub fn cutting(&self, kind: Kind) -> u64 {
         let fault = self.ids.fetch_add(1, Ordering::Relaxed);
         let mut s = self.state.lock();
@@ -270,8 +271,8 @@ impl Network {
         fault
     }
 
-    /// Nothing sent by `from` reaches `to` any more, for ever or till then. The fault counts once
-    /// it stops an operation.
+    /// Stops everything that `from` sends to `to`, for ever or until a given time. The fault counts
+    /// once it stops an operation.
     pub fn block(&self, from: u32, to: u32, fault: u64, until: Option<Instant>) {
         self.state.lock().blocked.entry((from, to)).or_default().push(Block { fault, until });
     }
@@ -279,7 +280,7 @@ impl Network {
         self.state.lock().blocked.clear();
     }
 
-    /// What `from` sends to `to` takes so much longer, till then.
+    /// Delays everything that `from` sends to `to`, until a given time.
     pub fn lag(&self, from: u32, to: u32, by: Duration, until: Instant) {
         self.state.lock().lags.insert((from, to), (by, until));
     }
@@ -287,17 +288,17 @@ impl Network {
         !self.state.lock().blocks(from, to, Instant::now()).is_empty()
     }
 
-    /// Connections notice that the other end is silent, as those of the real transports do.
+    /// Makes connections notice that the other end is silent, as real transports do.
     pub fn notices_silence(&self) {
         self.state.lock().notices_silence = true;
     }
 
-    /// The next message of an operation from or to this node.
+    /// Strikes the next message of an operation from or to this node.
     pub fn strike(&self, node: u32, what: Strike) {
         self.state.lock().strikes.push((node, what));
     }
 
-    /// What was to strike a message and did not will not.
+    /// Drops the message faults that have not struck yet.
     pub fn end_strikes(&self) {
         self.state.lock().strikes.clear();
     }
@@ -307,7 +308,7 @@ impl Network {
         self.state.lock().under_way.get(&node).is_some_and(|n| *n > 0)
     }
 
-    /// A fault was made.
+    /// Counts a fault that was made.
     pub fn made(&self, kind: Kind, counts: bool) {
         let mut s = self.state.lock();
         s.ledger.made(kind);
@@ -316,7 +317,7 @@ impl Network {
         }
     }
 
-    /// One that was made before turned out to count.
+    /// Notes that a fault that was made earlier counts.
     pub fn counts(&self, kind: Kind) {
         self.state.lock().ledger.counts(kind);
     }
@@ -325,13 +326,13 @@ impl Network {
         self.state.lock().ledger
     }
 
-    /// No update of this node arrives any more, its connections are given up for that, and the
-    /// network keeps them.
+    /// Holds up the writes that this node sends: they do not arrive, their connections are given
+    /// up, and the network keeps them.
     pub fn hold_up(&self, node: Option<u32>) {
         self.state.lock().held_up = node;
     }
 
-    /// What was held up arrives: how many.
+    /// Delivers what was held up, and returns how many requests that was.
     pub fn let_late_through(&self) -> usize {
         let late = std::mem::take(&mut self.state.lock().late);
         let count = late.len();
@@ -342,7 +343,7 @@ impl Network {
         count
     }
 
-    /// Until nothing is on its way over a connection that was given up.
+    /// Waits until nothing is on the way over a connection that was given up.
     pub async fn wait_sent_on(&self) {
         loop {
             let until = self.state.lock().sent_on.filter(|until| *until >= Instant::now());
@@ -351,7 +352,7 @@ impl Network {
         }
     }
 
-    /// Lets go of all nodes, so that what they use is freed.
+    /// Drops all nodes, so that their memory is freed.
     pub fn end(&self) {
         let (late, listening, connections) = {
             let mut s = self.state.lock();
@@ -370,7 +371,7 @@ impl Network {
         self.state.lock().weather = weather;
     }
 
-    /// From now on the network does what a faulty program would.
+    /// From now on the network behaves as the planted fault says.
     pub fn plant(&self, plant: Plant) {
         self.state.lock().plant = Some(plant);
     }
@@ -379,7 +380,7 @@ impl Network {
         self.state.lock().plant
     }
 
-    /// What to hand to the receiver once more, and when.
+    /// The message to deliver a second time, if any, and when.
     fn repetition(&self, request: &Message) -> Option<(Message, Duration)> {
         let mut s = self.state.lock();
         let again = s.plant?.repetition(request)?;
@@ -387,7 +388,7 @@ impl Network {
         s.rng.random_bool(REPEATED).then_some((again, late))
     }
 
-    /// The node died: it does not listen any more and all its connections are gone.
+    /// Called when the process of a node dies: it no longer listens and its connections are gone.
     pub fn node_died(&self, node: u32) {
         let connections = {
             let mut s = self.state.lock();
@@ -405,7 +406,7 @@ impl Network {
         }
     }
 
-    /// Adds to the trace that two runs of one seed must share.
+    /// Adds an event to the trace, which must be the same in two runs of one seed.
     pub fn note(&self, what: &str) {
         let at = self.start.elapsed().as_nanos();
         let mut s = self.state.lock();
@@ -415,7 +416,7 @@ impl Network {
         tracing::info!("{what}");
     }
 
-    /// How many events there were.
+    /// The number of events so far.
     pub fn events(&self) -> usize {
         self.state.lock().events.len()
     }
@@ -450,7 +451,7 @@ impl Network {
         s.trace.update(at.to_le_bytes());
         s.trace.update([from.to_le_bytes(), to.to_le_bytes()].concat());
         s.trace.update(m.opcode.to_le_bytes());
-        // Sums of 64 bits stand for the bytes: the hash of all of them took an eighth of a run.
+        // A 64-bit sum stands for the bytes: hashing all of them takes an eighth of a run.
         let mut sum = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc64Nvme);
         sum.update(&m.body);
         m.payload.iter().for_each(|b| sum.update(&b[..]));
@@ -464,7 +465,7 @@ impl Network {
     }
 }
 
-/// Where requests over a connection end up.
+/// One end of a connection: a process on a node.
 #[derive(Clone)]
 struct End {
     node: u32,
@@ -476,11 +477,11 @@ struct SimConnection {
     net: Network,
     from: End,
     to: End,
-    /// What the receiver answers with, if it does, until the connection is closed: servers that
-    /// have connections to each other must not keep each other in memory when all is over.
+    /// The receiver, until the connection is closed: otherwise servers that are connected to each
+    /// other would keep each other in memory at the end.
     far: Mutex<Option<Arc<Far>>>,
     closed: Arc<AtomicBool>,
-    /// Both ends know that it is gone: nothing comes over it any more.
+    /// Both ends know that the connection is gone: nothing more arrives over it.
     broken: AtomicBool,
     closing: tokio::sync::Notify,
     other: Mutex<Weak<SimConnection>>,
@@ -501,8 +502,8 @@ impl SimConnection {
         }
     }
 
-    /// One message over one direction: its delay, what strikes it, then whether it arrives. How
-    /// much later it arrives again.
+    /// Sends one message in one direction: delays it, applies message faults, and returns an error
+    /// if it does not arrive. If it is to arrive a second time, returns how much later.
     async fn travel(
         &self,
         from: u32,
@@ -543,7 +544,7 @@ impl SimConnection {
         Ok(again)
     }
 
-    /// Something is done to a message of an operation.
+    /// Applies a message fault to a message of an operation.
     async fn struck(&self, from: u32, to: u32, strike: Option<Strike>) -> Option<Duration> {
         let strike = strike?;
         self.net.note(&format!("{from} > {to}: {strike:?}"));
@@ -600,20 +601,20 @@ impl SimConnection {
         let same = repeated.map(|late| (request.clone(), late));
         let again = self.net.repetition(&request).or(same);
         let closed = self.closed.clone();
-        // Who works on a request does not keep the connection's end open.
+        // A handler that is at work does not keep the connection's end open.
         let (service, peer) = (far.service.clone(), far.peer.clone());
         drop((far, sent));
         self.to.env.spawn(async move {
             let _ = answer.send(service.handle(&peer, request).await);
             if let Some((request, late)) = again {
                 sleep(late).await;
-                // What the network does twice arrives over a connection that lives.
+                // A repetition arrives only if the connection still lives.
                 if !closed.load(Ordering::SeqCst) {
                     let _ = service.handle(&peer, request).await;
                 }
             }
         });
-        // The handler's node may die: its task is aborted and the channel ends.
+        // If the handler's node dies, its task is aborted and the channel ends.
         let mut reply = answered.await.map_err(|_| self.gone())?;
         if let Some(plant) = self.net.planted() {
             let delay = plant.delay(opcode);
@@ -632,14 +633,14 @@ impl SimConnection {
         reply
     }
 
-    /// The connection is gone at both ends at once.
+    /// Breaks the connection at both ends at once.
     fn break_off(&self) {
         self.broken.store(true, Ordering::SeqCst);
         self.close();
     }
 
-    /// Nobody waits for this request any more, and it is on its way. Over a connection that works
-    /// it arrives soon. Over one that was given up perhaps, later.
+    /// The caller no longer waits for this request, which is on its way. Over a working connection
+    /// it arrives soon. Over one that was given up it may arrive later, or not at all.
     fn send_on(&self, far: Arc<Far>, mut request: Message) {
         let (net, from, to) = (self.net.clone(), self.from.node, self.to.node);
         let given_up = self.is_closed() || net.is_blocked(from, to);
@@ -651,7 +652,7 @@ impl SimConnection {
             {
                 return;
             }
-            // More often soon than late.
+            // Short delays are more likely than long ones.
             let late = SENT_ON_WITHIN.mul_f64(s.rng.random::<f64>().powi(2));
             let late = if given_up { late } else { s.weather.max_delay };
             s.sent_on = s.sent_on.max(Some(Instant::now() + late));
@@ -679,8 +680,8 @@ impl SimConnection {
 }
 
 impl SimConnection {
-    /// Returns when nothing has passed for as long as a real connection waits; never where that is
-    /// not noticed.
+    /// Returns when nothing has passed for as long as a real connection waits. Never returns if
+    /// silence is not noticed.
     async fn silent(&self) {
         if !self.net.state.lock().notices_silence {
             return std::future::pending().await;

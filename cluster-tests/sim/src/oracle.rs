@@ -1,11 +1,10 @@
-//! What a reader may see: per file and cell of 512 bytes, the tags of the writes whose bytes may be
-//! there.
+//! What a reader may see: for each file and each cell of 512 bytes, the tags of the writes whose
+//! bytes may be there.
 //!
-//! Each write has a tag that no other write has; every word of its bytes names tag and place. A
-//! cell holds what the last fsync made durable, or any later write; after an fsync that succeeded,
-//! only the newest. A write that was answered with an error, or whose fsync was, may be there or
-//! not, and a later fsync does not change that. A cell never written reads as zeros. Anything else
-//! is a violated promise.
+//! Each write has its own tag; every word of its bytes names the tag and the place. A cell holds
+//! what the last fsync made durable, or any later write; after a successful fsync only the newest.
+//! A write that failed, or whose fsync failed, may be there or not, and a later fsync does not
+//! change that. A cell that was never written reads as zeros. Anything else breaks a promise.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,9 +25,9 @@ pub fn fill(tag: u32, offset: u64, out: &mut [u8]) {
 struct Cell {
     /// Every tag that may be read; the last one is the newest write.
     tags: Vec<u32>,
-    /// Of these, the ones whose writer was told of an error.
+    /// The tags among these whose writer was told of an error.
     failed: BTreeSet<u32>,
-    /// Of these, the ones that are punches.
+    /// The tags among these that are punched holes.
     holes: BTreeSet<u32>,
 }
 
@@ -40,14 +39,14 @@ impl Cell {
     }
 }
 
-/// One file as its single writer knows it.
+/// The model of one file, kept by its only writer.
 #[derive(Clone, Debug, Default)]
 pub struct FileModel {
     cells: BTreeMap<u64, Cell>,
-    /// Bytes an fsync promised, and bytes any write may have reached.
+    /// Bytes that an fsync made durable, and the end of the furthest write that was sent.
     pub durable_size: u64,
     pub most_size: u64,
-    /// Where the furthest write ends of whose failure nobody was told.
+    /// The end of the furthest write that was answered and for which no error was reported since.
     good_size: u64,
 }
 
@@ -57,7 +56,7 @@ impl FileModel {
         self.good_size = self.good_size.max(end);
     }
 
-    /// A write was sent; whether it answers or not, its bytes may be there from now on.
+    /// A write was sent. Whether it is answered or not, its bytes may be there from now on.
     pub fn wrote(&mut self, tag: u32, offset: u64, len: usize) {
         for c in offset / CELL as u64..(offset + len as u64) / CELL as u64 {
             let cell = self.cells.entry(c).or_default();
@@ -79,7 +78,7 @@ impl FileModel {
         }
     }
 
-    /// The size is about to be set: what lies behind it may be gone.
+    /// The size is about to be set: what lies past it may be gone from now on.
     pub fn sizing(&mut self, tag: u32, size: u64) {
         for (_, cell) in self.cells.range_mut(size / CELL as u64..) {
             cell.tags.push(tag);
@@ -90,13 +89,13 @@ impl FileModel {
         self.durable_size = self.durable_size.min(size);
     }
 
-    /// The size was set: what lay behind it is gone for good.
+    /// The size was set: what lay past it is gone.
     pub fn sized(&mut self, size: u64) {
         self.cells.split_off(&(size / CELL as u64));
         (self.most_size, self.good_size, self.durable_size) = (size, size, size);
     }
 
-    /// Whether what lies between may be a hole: read as zeros.
+    /// Whether this range may be a hole, that is, whether it may read as zeros.
     pub fn check_hole(&self, from: u64, to: u64) -> Result<(), String> {
         for c in from / CELL as u64..to.min(self.most_size).div_ceil(CELL as u64) {
             self.check(c * CELL as u64, &[0; CELL])
@@ -105,7 +104,7 @@ impl FileModel {
         Ok(())
     }
 
-    /// An fsync succeeded that began when `self` was as it is.
+    /// An fsync succeeded, and the model is as it was when that began.
     pub fn synced(&mut self) {
         for cell in self.cells.values_mut() {
             let newest = cell.tags.iter().rposition(|t| !cell.failed.contains(t)).unwrap_or(0);
@@ -148,7 +147,7 @@ impl FileModel {
         Ok(())
     }
 
-    /// The size a reader may be told.
+    /// Whether a reader may be told this size.
     pub fn check_size(&self, size: u64) -> Result<(), String> {
         if size < self.durable_size || size > self.most_size {
             return Err(format!("size {size}, allowed {}..={}", self.durable_size, self.most_size));
@@ -166,12 +165,12 @@ fn matches(tag: u32, offset: u64, got: &[u8]) -> bool {
     got == &want[..got.len()]
 }
 
-/// The names of one directory as their single user knows them.
+/// The names of one directory, kept by its only user.
 #[derive(Clone, Debug, Default)]
 pub struct NameModel {
-    /// Acknowledged to exist.
+    /// Names whose creation was acknowledged.
     pub there: BTreeSet<String>,
-    /// Asked for, not answered: may or may not exist.
+    /// Names with an operation that was not answered: they may exist or not.
     pub open: BTreeSet<String>,
 }
 

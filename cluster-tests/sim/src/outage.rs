@@ -1,6 +1,6 @@
-//! One thing at a time is broken, while clients do small things without a pause: no call may take
-//! five seconds, and none may fail. What is broken is one server, its links to all others or to
-//! one, or its disk; then all is mended, and whole again, before the next.
+//! One thing at a time is broken, while clients make small calls without a pause: no call may take
+//! five seconds, and none may fail. One server is broken, or its links to all others or to one, or
+//! its disk. Then everything is repaired, and all chains are in sync again, before the next round.
 
 use std::{
     future::Future,
@@ -31,9 +31,9 @@ use crate::{
 
 const CLIENTS: u32 = 2;
 const ROUNDS: u32 = 4;
-/// What users are promised of any one thing that dies.
+/// The longest time that a call may take when any one thing fails.
 const LIMIT: Duration = Duration::from_secs(5);
-/// How long what is not a crash lasts: longer than the promise.
+/// How long each fault lasts: longer than the limit.
 const LASTS_MS: std::ops::Range<u64> = 6000..15_000;
 const CELLS: u64 = 200;
 
@@ -51,7 +51,7 @@ pub struct Outcome {
     pub simulated: Duration,
 }
 
-/// What is broken at the moment, and what the clients saw.
+/// What is broken now, and what the clients have seen.
 #[derive(Default)]
 struct Now {
     broken: String,
@@ -59,7 +59,7 @@ struct Now {
     longest: Duration,
 }
 
-/// Who does something.
+/// A client that makes small calls.
 #[derive(Clone)]
 struct Steady {
     id: u32,
@@ -132,7 +132,7 @@ async fn simulate(
     Ok(())
 }
 
-/// Breaks one thing until it is to be mended.
+/// Breaks one thing and waits for as long as that is to last.
 async fn one(cluster: &mut Cluster, rng: &mut StdRng, now: &Arc<Mutex<Now>>) -> Result<()> {
     let nodes = cluster.nodes();
     let node = nodes[rng.random_range(0..nodes.len())];
@@ -166,7 +166,7 @@ async fn one(cluster: &mut Cluster, rng: &mut StdRng, now: &Arc<Mutex<Now>>) -> 
             cluster.cut(a, b, one_way, until);
         }
         _ => {
-            // That a storage server has no space is told to whoever writes.
+            // A full disk of a storage server is left out: the writer gets that error.
             let what = match rng.random_bool(0.5) {
                 true => Harm::Crawl(Duration::from_millis(rng.random_range(5..100))),
                 false if node >= FIRST_OSS => Harm::Error,
@@ -181,7 +181,7 @@ async fn one(cluster: &mut Cluster, rng: &mut StdRng, now: &Arc<Mutex<Now>>) -> 
 }
 
 impl Steady {
-    /// One who writes and syncs, one who reads, one who makes and renames.
+    /// Starts three tasks: one writes and syncs, one reads, one makes and renames files.
     async fn start(&self, seed: u64) -> Result<[JoinHandle<()>; 3]> {
         let (mut rng, name) = (StdRng::seed_from_u64(seed), format!("steady{}", self.id));
         let (client, top) = (&self.client, self.client.root());
@@ -196,7 +196,7 @@ impl Steady {
         ])
     }
 
-    /// A call that may neither fail nor take long.
+    /// A call that must neither fail nor take too long.
     async fn call<T>(&self, what: &str, call: impl Future<Output = Result<T>>) -> Option<T> {
         let (begun, broken) = (Instant::now(), self.now.lock().broken.clone());
         let done = call.await;
@@ -238,8 +238,8 @@ impl Steady {
         }
     }
 
-    /// What the same client writes, past its memory. Whether it is right other kinds of run look
-    /// at.
+    /// Reads past the page cache what the same client writes. Whether the bytes are right is
+    /// checked in other kinds of run.
     async fn reads(self, file: Arc<File>, seed: u64) {
         const O_DIRECT: u32 = 0o40000;
         let mut rng = StdRng::seed_from_u64(seed);

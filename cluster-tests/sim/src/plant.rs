@@ -1,5 +1,5 @@
-//! Faults that are planted to see a checker find them: what servers or clients of another make
-//! might do, done by the network.
+//! Planted faults, to check that a checker finds them: what faulty servers or clients might do,
+//! done by the network.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use strake_fabric::Message;
 use strake_mds::namespace::Namespace;
 use strake_proto::{data::DataRequest, opcode, pb};
 
-/// How far a repetition's number is from the one it repeats: no client counts so far.
+/// Added to the request number of a repetition: no client counts that far.
 const ANOTHER: u64 = 1 << 40;
 
 /// A fault that a run must show.
@@ -33,7 +33,7 @@ pub enum Plant {
     Timeless,
 }
 
-/// How late.
+/// How late replies to recalls are.
 const LATE: Duration = Duration::from_millis(300);
 
 impl Plant {
@@ -77,7 +77,7 @@ impl Plant {
         }
     }
 
-    /// The request once more, if it is one to be repeated.
+    /// The repetition of a request, if requests of this kind are repeated.
     pub fn repetition(self, request: &Message) -> Option<Message> {
         if self != Plant::Repeat || request.opcode != opcode::META {
             return None;

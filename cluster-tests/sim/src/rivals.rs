@@ -1,6 +1,6 @@
-//! Two clients that write to one file. The network keeps what the one sends until its calls fail,
-//! and may then cut it off from the storage servers, or from all. What the other writes from then
-//! on stays, whenever the copies arrive.
+//! Two clients write to one file. The network holds up what the first sends until its calls fail,
+//! and may then cut that client off from the storage servers, or from all servers. What the second
+//! client writes after that must stay, whenever the held-up copies arrive.
 
 use std::time::Duration;
 
@@ -20,11 +20,11 @@ use crate::{
 
 const ROUNDS: u8 = 8;
 const FILE_BYTES: usize = 64 << 10;
-/// How long calls are tried.
+/// How long the client tries a call.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// And how long it may take until their copies are harmless.
+/// How much longer a call may take until its copies can do no harm.
 const HARMLESS: Duration = Duration::from_secs(17);
-/// How late copies arrive.
+/// How late copies may arrive.
 const LATE: Duration = Duration::from_secs(15);
 
 /// What came of a run.
@@ -32,7 +32,8 @@ const LATE: Duration = Duration::from_secs(15);
 pub struct Outcome {
     /// Calls that failed.
     pub failed: u64,
-    /// Of those, the ones that did soon after their time, and the longest.
+    /// Of those, the calls that failed within a second after their time limit; and the longest
+    /// call.
     pub soon: u64,
     pub longest: Duration,
     /// Copies that arrived late.
@@ -45,12 +46,12 @@ pub struct Outcome {
     pub simulated: Duration,
 }
 
-/// What the client that gives up can reach.
+/// What the first client can reach.
 #[derive(Clone, Copy, Debug)]
 enum Reach {
-    /// All: only its updates are kept.
+    /// All servers: only its updates are held up.
     All,
-    /// Metadata servers.
+    /// Only the metadata servers.
     Metadata,
     Nobody,
 }
@@ -95,13 +96,13 @@ async fn simulate(
     for round in 0..ROUNDS {
         let file = reopen(&client, ino).await?;
         one_round(cluster, (&file, &theirs, &reader), round, &mut rng, out).await?;
-        // Whatever it says: what it wrote is lost.
+        // The result does not matter: its writes are lost.
         let _ = file.close().await;
     }
     Ok(())
 }
 
-/// The client may have to open a session before.
+/// Opens the file; the client may have to open a new session first.
 async fn reopen(client: &Client, ino: Ino) -> Result<File> {
     let mut last = Error::new(Code::TimedOut, "not opened");
     for _ in 0..20 {
@@ -127,7 +128,7 @@ async fn one_round(
     cluster.net.note(&format!(
         "round {round}: what {FIRST_CLIENT} sends is kept, then it reaches {reach:?}"
     ));
-    // Now and then it has not heard of storage servers for long.
+    // Sometimes the client has heard nothing from storage servers for a long time.
     sleep(Duration::from_millis(if rng.random_bool(0.3) {
         12_000
     } else {
@@ -164,7 +165,7 @@ async fn one_round(
         out.violations.push(format!("round {round}: a call of {PATIENCE:?} took {took:?}"));
     }
     out.soon += u64::from(took < PATIENCE + Duration::from_secs(1));
-    // All of it, or a part.
+    // All of the first client's range, or a part of it.
     let (from, to) =
         if rng.random_bool(0.5) { (0, len) } else { (len / 4, len / 4 + len.div_ceil(2)) };
     let newer = vec![Buf::copy_from(&vec![byte + 1; to - from])];

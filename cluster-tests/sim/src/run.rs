@@ -35,15 +35,15 @@ use crate::{
 };
 
 pub const CLIENTS: u32 = 3;
-/// Clients that die on the way.
+/// Clients that are killed during the run.
 const GHOSTS: u32 = 2;
-/// Who saves files and removes them at each client where servers live.
+/// Tasks at each client that save and remove files, in gentle runs.
 const SAVERS: u64 = 4;
 const SESSION_TERM: Duration = Duration::from_secs(30);
-/// Where blocks decay: how long a target is waited for.
+/// Where blocks decay: how long the leader waits for a dead target before it rebuilds.
 const REBUILD: Duration = Duration::from_millis(1500);
 
-/// How long and how hard.
+/// The kind of run: how long, and which faults.
 #[derive(Clone, Copy, Debug)]
 pub struct Scenario {
     pub seed: u64,
@@ -51,34 +51,34 @@ pub struct Scenario {
     pub length: Duration,
     /// Mean simulated time between faults.
     pub fault_every: Duration,
-    /// Also: single links cut, clocks that jump, full and failing disks, slow disks.
+    /// Also: single links cut, clocks that jump, disks that are full, slow or fail.
     pub harsh: bool,
-    /// The servers leave out this sync: a run that must end in violations.
+    /// The servers leave out this sync, so the run must end with violations.
     pub skip: Option<Sync>,
-    /// Also: clocks that drift, scarce leases, clients that only look, and one that keeps to no
-    /// rule ([`crate::wide`]).
+    /// Also: clocks that drift, scarce leases, clients that only look, and one that breaks the
+    /// rules of the protocol ([`crate::wide`]).
     pub wide: bool,
     /// Mean simulated time between faults of single messages; zero for none.
     pub message_every: Duration,
-    /// A storage server with a new target joins on the way.
+    /// A storage server with a new target joins during the run.
     pub joins: bool,
-    /// A metadata server is replaced by a new one on the way.
+    /// A metadata server is replaced by a new one during the run.
     pub replaces: bool,
-    /// Targets are drained, and kept after all.
+    /// Targets are drained, and later kept after all.
     pub moves: bool,
-    /// Blocks decay on disks while servers are away, and what those had is copied to others after a
-    /// second and a half.
+    /// Blocks decay on disks while servers are away; after a second and a half their replicas are
+    /// rebuilt on other servers.
     pub decays: bool,
     /// The disks of one storage server and of one metadata server decay.
     pub tables: bool,
-    /// Servers live and reach each other; only clients are cut off from some.
+    /// Servers are not killed and reach each other; only clients are cut off from some.
     pub gentle: bool,
-    /// Bits of tasks that are left out: writers 0 to 2, lockers 3 to 5, truths 6 to 8, clients that
-    /// die 9 and 10, what wide runs add 11.
+    /// A bit for each task that is left out: writers 0 to 2, lockers 3 to 5, truths 6 to 8, clients
+    /// that die 9 and 10, what wide runs add 11.
     pub without: u32,
 }
 
-/// Those that do not know what to make of bytes that are lost: truths, and clients that die.
+/// Tasks whose checks do not allow for lost bytes: truths, and clients that die.
 const LOOKERS: u32 = 0b111 << 6 | 0b11 << 9;
 
 /// How many tasks [`Scenario::without`] can name.
@@ -125,14 +125,14 @@ impl Scenario {
         }
     }
 
-    /// Disks decay, and nothing else is done to what has the good copies.
+    /// Disks decay, and no other fault touches the servers with the good copies.
     pub fn tables(seed: u64) -> Scenario {
         let (length, fault_every) = (Duration::from_secs(15), Duration::from_millis(700));
         let s = Scenario { length, fault_every, tables: true, ..Scenario::new(seed) };
         Scenario { gentle: false, joins: false, replaces: false, moves: false, ..s }
     }
 
-    /// With what takes every row of the tables of leases; faults about as often as in
+    /// The additions that take every row of the lease tables; faults about as often as in
     /// [`Scenario::new`].
     pub fn wide(seed: u64) -> Scenario {
         let (length, fault_every) = (Duration::from_secs(15), Duration::from_millis(1500));
@@ -143,14 +143,14 @@ impl Scenario {
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub seed: u64,
-    /// SHA-256 over everything every message carried and when, and every fault.
+    /// SHA-256 over all messages and their times, and all faults.
     pub trace: [u8; 32],
     /// The same, a line per event.
     pub events: Vec<String>,
     pub messages: u64,
     /// The faults, by kind.
     pub faults: Ledger,
-    /// How many there were to be.
+    /// How many faults were scheduled.
     pub scheduled: usize,
     pub simulated: Duration,
     pub writes: u64,
@@ -160,24 +160,23 @@ pub struct Outcome {
     pub syncs: u64,
     pub reads: u64,
     pub names: u64,
-    /// Files that took the name of another.
+    /// Files that replaced another under its name.
     pub replaced: u64,
     pub locks: u64,
     pub looks: u64,
-    /// Chunks that storage servers read through to find damage, in their last passes.
+    /// Chunks that storage servers scrubbed, in their last passes.
     pub scrubbed: u64,
     pub errors: u64,
     /// Blocks that could not be read at the end, where blocks decay.
     pub lost: u64,
-    /// Promises broken, in words. Empty is the only good answer.
+    /// Broken promises, as sentences. A good run has none.
     pub violations: Vec<String>,
-    /// After which event the first was found.
+    /// The number of events before the first broken promise was found.
     pub broken_at: Option<usize>,
 }
 
 impl Outcome {
-    /// Where another run of the same seed first took another course: a few events before it, and
-    /// both events.
+    /// Where another run of the same seed first differs: a few events before that, and both events.
     pub fn parting(&self, other: &Outcome) -> Option<String> {
         let (a, b) = (&self.events, &other.events);
         let at = (0..a.len().max(b.len())).find(|i| a.get(*i) != b.get(*i));
@@ -200,8 +199,8 @@ pub fn simulated() -> Duration {
     BEGUN.get().map_or(Duration::ZERO, |b| b.elapsed())
 }
 
-/// What happens in the cluster of a seed, on a single-threaded runtime whose clock only moves when
-/// nothing else can.
+/// Runs something in the cluster of a seed, on a single-threaded runtime whose clock moves only
+/// when nothing else can run.
 pub(crate) fn in_cluster<T>(seed: u64, happens: impl AsyncFnOnce(&mut Cluster) -> T) -> Result<T> {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
@@ -216,12 +215,12 @@ pub(crate) fn in_cluster<T>(seed: u64, happens: impl AsyncFnOnce(&mut Cluster) -
     Ok(outcome)
 }
 
-/// Runs it.
+/// Runs a scenario with the faults of its seed.
 pub fn run(s: Scenario) -> Result<Outcome> {
     run_with(s, &faults::draw(&s))
 }
 
-/// The same with these faults. That the system does not recover is a promise broken as well.
+/// The same with these faults. If the system does not recover, that is a broken promise, too.
 pub fn run_with(s: Scenario, faults: &[Timed]) -> Result<Outcome> {
     in_cluster(s.seed, async |cluster| {
         let begun = Instant::now();
@@ -278,7 +277,7 @@ fn report(
     }
 }
 
-/// Everybody who does something in a run.
+/// All tasks of a run.
 struct Crew {
     stop: Arc<AtomicBool>,
     writing: Vec<JoinHandle<Actor>>,
@@ -352,15 +351,15 @@ impl Crew {
         Ok(Crew { stop, writing, locking, looking, ghosts })
     }
 
-    /// Ghosts whose time has come die; or all.
+    /// Kills the ghosts whose time has come, or all.
     fn bury(&mut self, cluster: &Cluster, at_once: bool) {
         self.ghosts.iter_mut().for_each(|g| g.die(cluster, at_once));
     }
 
-    /// Nothing is broken any more: all come to their end, and what they left is looked at. Who
-    /// looked goes on living.
+    /// Ends all tasks once nothing is broken any more, and checks what they left. Returns the
+    /// client that checked.
     async fn finish(self, cluster: &mut Cluster, found: &Shared, told: bool) -> Result<Client> {
-        // The dead are reported, or missed when their term is over.
+        // The dead clients are reported, or evicted when their session term is over.
         let dead = self.ghosts.iter().filter(|_| told).map(|g| g.uuid).collect();
         let (other, _) = cluster.mortal(7, None, dead).await?;
         if !told {
@@ -409,7 +408,7 @@ async fn simulate(
         cluster.skip(sync);
     }
     if s.gentle {
-        // A new leader removes no file before it has heard of who has it open.
+        // A new leader removes no file before all clients had time to tell it what they have open.
         sleep(SESSION_TERM + Duration::from_secs(1)).await;
     }
     let mut crew = Crew::start(s, cluster, found).await?;
@@ -436,7 +435,7 @@ async fn ended<T>(task: tokio::task::JoinHandle<T>) -> Result<T> {
         .map_err(|e| Error::new(Code::Io, format!("a client failed: {e}")))
 }
 
-/// Until all replicas of all chains are in sync.
+/// Waits until all replicas of all chains are in sync.
 pub(crate) async fn wait_whole(cluster: &Cluster, when: &str) -> Result<()> {
     let start = Instant::now();
     while !cluster.whole() {
@@ -454,7 +453,7 @@ enum Mend {
     Disk(u32),
 }
 
-/// Makes the faults, each at its time, and ends them at theirs.
+/// Makes each fault at its time, and ends it when it is over.
 async fn harm(
     cluster: &mut Cluster,
     length: Duration,
@@ -481,7 +480,7 @@ async fn harm(
                 Mend::Start(_) => {}
                 Mend::Disk(node) => {
                     if cluster.mend_disk(node) && cluster.is_up(node) {
-                        // A supervisor starts a server anew whose target failed.
+                        // A supervisor restarts a server whose target failed.
                         cluster.end_life(node);
                         cluster.launch(node).await?;
                     }

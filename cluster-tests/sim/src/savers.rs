@@ -1,5 +1,5 @@
-//! Clients that make files with data and remove or replace them at once, several at the same time:
-//! what is written there is under way when a connection is given up, and its file is soon gone.
+//! Several clients make files with data and remove or replace them at once: writes may be on the
+//! way when a connection is given up, and their file is soon gone.
 
 use std::{
     sync::{
@@ -19,10 +19,10 @@ use crate::{
     workload::{RDWR, Shared, root},
 };
 
-/// Largest size of a piece that is written.
+/// Largest size of one write, in cells.
 const CELLS: usize = 40;
 
-/// One who does that in a folder of its own.
+/// A task that does this in its own folder.
 pub struct Saver {
     client: Client,
     rng: StdRng,
@@ -36,7 +36,7 @@ impl Saver {
         Saver { client, rng: StdRng::seed_from_u64(seed), found, folder, next: 0 }
     }
 
-    /// Until told to stop.
+    /// Runs until told to stop.
     pub async fn run(mut self, stop: Arc<AtomicBool>) {
         let mut folder = None;
         while !stop.load(Relaxed) {

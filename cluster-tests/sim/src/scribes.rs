@@ -1,7 +1,7 @@
-//! One truth of bytes: what any client read of a file, or what a write of it left that returned, no
-//! client reads anything older than afterwards. Each client writes one file, and all read all of
-//! them, from whatever replica they choose. For clusters whose storage servers live: what dies with
-//! them before it is synced may be seen and go.
+//! Reads never go back: after any client has read a version of some bytes, or a write of it has
+//! returned, no client may read an older one. Each client writes one file, and all clients read all
+//! files, from any replica. For clusters whose storage servers are not killed: with a server dies
+//! what is not synced, so bytes could be seen and then be gone.
 
 use std::{
     sync::{
@@ -23,10 +23,11 @@ use crate::{
 };
 
 const CELLS: usize = 16;
-/// Who reads at each client.
+/// Readers at each client.
 const READERS: u64 = 2;
 
-/// The newest version of a cell that anybody was told of, and the newest that was begun.
+/// The newest version of a cell that was read or whose write has returned, and the newest whose
+/// write has begun.
 #[derive(Clone, Copy)]
 struct Cell {
     told: u32,
@@ -37,9 +38,9 @@ struct Cell {
 #[derive(Clone)]
 pub struct Model(Arc<Mutex<Vec<Vec<Cell>>>>);
 
-/// One client's share.
+/// One writer or reader.
 pub struct Scribe {
-    /// Whose file it writes, from 0.
+    /// The number of the file that it writes, from 0.
     id: usize,
     rng: StdRng,
     found: Shared,
@@ -53,7 +54,7 @@ fn cell_of(version: u32, cell: usize) -> [u8; CELL] {
     bytes
 }
 
-/// Makes the files of so many clients.
+/// Makes a file for each of `count` clients.
 pub async fn files(client: &Client, count: usize) -> Result<(Model, Vec<Ino>)> {
     let (mut inos, first) =
         (Vec::new(), (0..CELLS).flat_map(|c| cell_of(1, c)).collect::<Vec<u8>>());
@@ -70,7 +71,7 @@ pub async fn files(client: &Client, count: usize) -> Result<(Model, Vec<Ino>)> {
     Ok((Model(Arc::new(Mutex::new(cells))), inos))
 }
 
-/// Starts one who writes and some who read at this client.
+/// Starts a writer and some readers at this client.
 pub async fn start(
     id: usize,
     client: &Client,
@@ -94,7 +95,7 @@ pub async fn start(
     Ok(tasks)
 }
 
-/// When nothing is broken any more: everything is read once more, by somebody else.
+/// At the end, when nothing is broken any more: another client reads everything once more.
 pub async fn finish(
     client: &Client,
     found: &Shared,

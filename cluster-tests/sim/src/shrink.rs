@@ -1,5 +1,5 @@
-//! A run that breaks a promise, made short: fewer faults, less time and fewer clients, as long as
-//! the same promise breaks.
+//! Shrinks a run that breaks a promise: fewer faults, less time and fewer clients, as long as the
+//! same promise is broken.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use crate::{
     run::{CLIENTS, Outcome, Scenario, TASKS, run_with},
 };
 
-/// Events of the trace that are shown before the promise was found broken.
+/// How many events of the trace are shown before the broken promise was found.
 const SHOWN: usize = 60;
 
-/// What is left of a run.
+/// The result of shrinking.
 pub struct Short {
     pub scenario: Scenario,
     pub faults: Vec<Timed>,
@@ -24,7 +24,7 @@ pub struct Short {
     pub runs: usize,
 }
 
-/// Which promise a sentence says is broken: what it says without its numbers.
+/// Which promise a violation is about: its text without the numbers.
 pub fn promise(violation: &str) -> String {
     let mut out = String::new();
     for c in violation.chars() {
@@ -41,13 +41,13 @@ struct Search<'a> {
     promise: String,
     runs: usize,
     most: usize,
-    /// The last run that failed likewise.
+    /// The last run that broke the same promise.
     failed: Outcome,
     progress: &'a mut dyn FnMut(&str),
 }
 
 impl Search<'_> {
-    /// Whether the same promise breaks with this.
+    /// Whether the same promise is broken with this scenario and these faults.
     fn fails(&mut self, s: Scenario, faults: &[Timed]) -> Result<bool> {
         if self.runs >= self.most {
             return Ok(false);
@@ -68,7 +68,7 @@ impl Search<'_> {
         Ok(same)
     }
 
-    /// Drops runs of faults, long ones first, until none can be dropped alone.
+    /// Drops ranges of faults, long ones first, until no single fault can be dropped.
     fn fewer(&mut self, s: Scenario, faults: &mut Vec<Timed>) -> Result<()> {
         let mut size = faults.len();
         while size > 0 {
@@ -112,7 +112,7 @@ impl Search<'_> {
     }
 }
 
-/// Makes a run short, in at most so many runs. `None`: it breaks no promise.
+/// Shrinks a run, in at most `most` runs. `None`: the run breaks no promise.
 pub fn shrink(s: Scenario, most: usize, progress: &mut dyn FnMut(&str)) -> Result<Option<Short>> {
     let mut faults = faults::draw(&s);
     let (mut scenario, of) = (s, faults.len());
@@ -139,7 +139,7 @@ fn task(n: u32) -> String {
 }
 
 impl Short {
-    /// For people: what was broken, by which faults, and the trace up to there.
+    /// A report to print: what was broken, by which faults, and the trace up to there.
     pub fn text(&self) -> String {
         let (s, o) = (&self.scenario, &self.outcome);
         let mut out = format!(
@@ -173,13 +173,13 @@ impl Short {
     }
 }
 
-/// When the faults began, on the clock of the trace.
+/// When faults began, by the clock of the trace.
 fn begin(o: &Outcome) -> Duration {
     let found = o.events.iter().find_map(|e| e.strip_suffix(" the faults begin"));
     Duration::from_nanos(found.and_then(|at| at.parse().ok()).unwrap_or(0))
 }
 
-/// An event of a trace, with names for numbers.
+/// An event of a trace, with names instead of numbers.
 pub fn readable(event: &str) -> String {
     let Some((at, what)) = event.split_once(' ') else { return event.into() };
     let Ok(ns) = at.parse::<u64>() else { return event.into() };

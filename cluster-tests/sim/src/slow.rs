@@ -1,5 +1,5 @@
-//! A cluster in which the disk of one target becomes slow, though it fails at nothing: it is found
-//! and emptied while clients go on.
+//! A cluster in which the disk of one target becomes slow but does not fail: the target must be
+//! found and drained while clients go on.
 
 use std::time::Duration;
 
@@ -19,18 +19,18 @@ use crate::{
 const CLIENTS: u32 = 3;
 const FILES: usize = 8;
 const FILE_BYTES: usize = 100_000;
-/// Before the disk becomes slow: what its device usually does is known then.
+/// How long the cluster runs before the disk becomes slow, so that its usual speed is known.
 const EARLY: Duration = Duration::from_secs(15);
 const LENGTH: Duration = Duration::from_secs(150);
-/// Servers besides those that every cluster has.
+/// Storage servers besides those that every cluster has.
 const JOINED: u32 = 2;
 
 /// What came of a run.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// Targets that were drained because they are slow, and how many replicas each has left.
+    /// Targets that were drained because they are slow, and how many replicas each still has.
     pub drained: Vec<(TargetId, usize)>,
-    /// Most replicas that the target with the slow disk had.
+    /// How many replicas the target with the slow disk had before.
     pub had: usize,
     pub writes: u64,
     pub violations: Vec<String>,
@@ -56,7 +56,8 @@ impl Writer {
         Ok(Writer { files, rng: StdRng::seed_from_u64(seed), writes: 0 })
     }
 
-    /// Writes and syncs until then; what differs at the end from what was written.
+    /// Writes and syncs until then. Returns the number of writes, and what differs at the end from
+    /// what was written.
     async fn work(mut self, until: Instant) -> Result<(u64, Vec<String>)> {
         while Instant::now() < until {
             let (file, bytes) = &mut self.files[self.rng.random_range(0..FILES)];
@@ -86,7 +87,8 @@ fn replicas(map: &pb::ClusterMap, target: TargetId) -> usize {
         .count()
 }
 
-/// One run. `slow`: so long the second target's disk takes for each write and flush, if it does.
+/// One run. `slow`: how long the second target's disk takes for each write and flush, if it is
+/// slow.
 pub fn run(seed: u64, slow: Option<Duration>) -> Result<Outcome> {
     in_cluster(seed, async |cluster| simulate(seed, slow, cluster).await)?
 }

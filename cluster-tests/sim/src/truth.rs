@@ -1,6 +1,6 @@
-//! One truth: what any client was told, or what was answered to have been done, no client is told
-//! to be otherwise afterwards. Each client changes one file and its name, and looks at those of
-//! all, mostly from memory (`docs/leases.md`).
+//! Metadata never goes back: once a client has been shown a version, or its change has been
+//! acknowledged, no client may be shown an older one. Each client changes one file and its name,
+//! and looks at the files of all, mostly from its cache (`docs/leases.md`).
 
 use std::{
     sync::{
@@ -18,13 +18,14 @@ use tokio::time::{sleep, timeout};
 
 use crate::workload::{Shared, root};
 
-/// Versions of something that one client counts up.
+/// Versions of something that one client increments.
 #[derive(Clone, Copy, Default)]
 pub struct Counted {
-    /// The newest that anybody was told of, and the newest that was begun.
+    /// The newest version that any client was shown or whose change was acknowledged, and the
+    /// newest whose change has begun.
     told: u64,
     begun: u64,
-    /// What became of one is not known: it may come later.
+    /// A change failed: it may still take effect later.
     lost: bool,
 }
 
@@ -34,13 +35,13 @@ impl Counted {
     }
 }
 
-/// Of each file its time of change in nanoseconds, and the number in its name.
+/// For each file: its modification time in nanoseconds, and the number in its name.
 pub type Model = Arc<Mutex<Vec<[Counted; 2]>>>;
 
 const TIME: usize = 0;
 const NAME: usize = 1;
 
-/// One client.
+/// One task of a client.
 pub struct Truth {
     id: usize,
     client: Client,
@@ -48,7 +49,7 @@ pub struct Truth {
     found: Shared,
     model: Model,
     inos: Vec<Ino>,
-    /// It changes nothing, and gives up a look after so long: what it is told then it knew.
+    /// It only looks, and gives up after this time, so it gets answers from the cache only.
     hurried: Option<Duration>,
 }
 
@@ -56,7 +57,7 @@ fn name(file: usize, number: u64) -> String {
     format!("truth{file}-{number}")
 }
 
-/// Makes the files of so many clients.
+/// Makes a file for each of `count` clients.
 pub async fn files(client: &Client, count: usize) -> Result<(Model, Vec<Ino>)> {
     let mut inos = Vec::new();
     for file in 0..count {
@@ -71,7 +72,7 @@ pub async fn files(client: &Client, count: usize) -> Result<(Model, Vec<Ino>)> {
 }
 
 impl Truth {
-    /// `id`: whose file it changes, from 0.
+    /// `id`: the number of the file that it changes, from 0.
     pub fn new(
         id: usize,
         client: Client,
@@ -82,7 +83,7 @@ impl Truth {
         Truth { id, client, rng: StdRng::seed_from_u64(seed), found, model, inos, hurried: None }
     }
 
-    /// One who only looks, and never for long.
+    /// A task that only looks, and never waits longer than this.
     pub fn in_a_hurry(self, patience: Duration) -> Truth {
         Truth { hurried: Some(patience), ..self }
     }
@@ -167,7 +168,7 @@ impl Truth {
         }
     }
 
-    /// The newest name, or the one before.
+    /// Looks up the newest name that was told, or the one before.
     async fn look_up(&mut self, file: usize) {
         let [time, before] = self.model.lock()[file];
         let number = before.told.saturating_sub(self.rng.random_range(0..2));

@@ -1,6 +1,5 @@
-//! What wide runs have beside the rest ([`crate::run::Scenario::wide`]): clients that look at files
-//! while others write them, and a stranger who speaks the protocol by hand and keeps to none of its
-//! rules.
+//! What wide runs add ([`crate::run::Scenario::wide`]): clients that look at files while others
+//! write them, and a stranger that speaks the protocol by hand and breaks its rules.
 
 use std::{
     collections::BTreeMap,
@@ -37,7 +36,7 @@ const ONLOOKERS: [u32; 2] = [0, 6];
 const STRANGER: u32 = 8;
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Starts all of them. `writers`: the clients 1 to so many write the files that are looked at.
+/// Starts all of them. The clients 1 to `writers` write the files that are looked at.
 pub async fn start(
     cluster: &mut Cluster,
     seed: u64,
@@ -62,11 +61,11 @@ pub async fn start(
     Ok(tasks)
 }
 
-/// The largest size that anybody was told of each file since it was set last: from then on they
-/// only grow.
+/// The largest size that any client was shown of each file since its size was last set. After that,
+/// files only grow.
 type Sizes = Arc<Mutex<BTreeMap<(Ino, u64), u64>>>;
 
-/// What is known before somebody looks.
+/// What was known before a look.
 struct Known {
     sizes: BTreeMap<(Ino, u64), u64>,
     ends: BTreeMap<Ino, End>,
@@ -154,8 +153,8 @@ impl Onlooker {
     }
 }
 
-/// Says hello late, again, and in the place of another; never acknowledges a recall; asks in the
-/// names of others, and for chunks where its file has none.
+/// Says hello late, repeats it, and says it for another connection; never acknowledges a recall;
+/// sends requests for sessions of others, and for chunks that its file does not have on that chain.
 struct Stranger {
     fabric: Arc<SimFabric>,
     rng: StdRng,
@@ -165,7 +164,7 @@ struct Stranger {
 
 type Link = Arc<dyn Connection>;
 
-/// Addressed to the head of a chain, as the map has it.
+/// A request to the head of a chain, by the map.
 fn request(map: &MapView, chain: ChainId, chunk: ChunkId) -> DataRequest {
     let c = map.chain(chain);
     let head = c.and_then(ChainExt::head).unwrap_or_default();
@@ -196,7 +195,7 @@ impl Stranger {
         }
     }
 
-    /// A session from its beginning to its end.
+    /// One session from beginning to end.
     async fn visit(&mut self, server: u32, stop: &AtomicBool) -> Result<()> {
         let link = self.fabric.connect(&Endpoint::Sim(server), None).await?;
         self.sessions += 1;
@@ -243,7 +242,7 @@ impl Stranger {
                 .await
                 .map(drop);
         }
-        // It lives, holds a lease and does not answer for it.
+        // It keeps its session, holds a lease and never answers a recall.
         let alive = pb::SessionRenewRequest { connection: 11, hello: false, ..renew };
         while !stop.load(Relaxed) {
             let _: pb::SessionRenewReply = call(&link, opcode::SESSION_RENEW, &alive).await?;
@@ -252,7 +251,7 @@ impl Stranger {
         Ok(())
     }
 
-    /// Nothing is done in the name of a session that nobody was given.
+    /// Requests with session numbers that no client was given must be refused.
     async fn forge(&mut self, link: &Link, own: u64) -> Result<()> {
         for session in [0, own ^ self.rng.random_range(1 << 40..1 << 50), u64::MAX] {
             let get = pb::Op { op: Some(pb::op::Op::Getattr(pb::GetAttr { ino: 1 })) };
@@ -275,8 +274,7 @@ impl Stranger {
         Ok(())
     }
 
-    /// Chunks of a file are served where its layout puts them, and nowhere else, whatever the
-    /// numbers asked for.
+    /// Chunks of a file are served only where its layout puts them, whatever index is asked for.
     async fn stray(
         &mut self,
         link: &Link,
@@ -339,7 +337,7 @@ impl Stranger {
         Ok(())
     }
 
-    /// Asks the head of the request's chain.
+    /// Sends the request to the head of its chain.
     async fn data(&self, map: &MapView, op: u16, r: DataRequest, data: &[u8]) -> Result<(), Code> {
         let at = map
             .node_of(r.target)

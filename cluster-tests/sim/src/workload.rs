@@ -20,21 +20,21 @@ use crate::{
 /// Files of each client, and their largest size.
 pub const FILES: usize = 3;
 pub const FILE_BYTES: u64 = 1 << 20;
-/// Names of each client that are given to one file after another, and the largest size of these.
+/// Names of each client that one file after another takes, and the largest size of these files.
 const DOCUMENTS: u32 = 2;
 const DOCUMENT_CELLS: usize = 200;
-/// What can be repaired is repaired so many times so much later: storage servers try again every 30
-/// s.
+/// How often a read that fails is tried again until all repairs are done, and how long between:
+/// storage servers try again every 30 s.
 const REPAIRED: u32 = 5;
 const REPAIR: Duration = Duration::from_secs(20);
 /// O_RDWR on Linux.
 pub const RDWR: u32 = 2;
 
-/// Promises found broken, and what was done; shared by all tasks of a run.
+/// Broken promises and counters, shared by all tasks of a run.
 pub struct Findings {
     net: Network,
     pub violations: Vec<String>,
-    /// How many events of the trace were there when the first was found.
+    /// How many events the trace had when the first broken promise was found.
     pub broken_at: Option<usize>,
     pub writes: u64,
     pub punches: u64,
@@ -48,17 +48,17 @@ pub struct Findings {
     pub looks: u64,
     pub waits_given_up: u64,
     pub errors: u64,
-    /// Blocks decay: it may be that bytes are lost.
+    /// Blocks decay, so bytes may be lost.
     pub decays: bool,
-    /// Blocks that could not be read when all was over.
+    /// Blocks that could not be read at the end.
     pub lost: Vec<Lost>,
-    /// How far each file was written by writes that returned.
+    /// The end of the furthest write of each file that has returned.
     pub ends: BTreeMap<Ino, End>,
-    /// How often the size of a file was about to be set, and was; odd while somebody may see
-    /// either.
+    /// A counter for each file: odd while its size is being set, when a reader may see the old size
+    /// or the new one.
     pub sizings: BTreeMap<Ino, u64>,
-    /// Smaller sizes that somebody was told later. Broken promises, unless the writer lost its
-    /// session: then its bytes are gone.
+    /// Smaller sizes that a client was shown later. These break a promise unless the writer lost
+    /// its session, and with it the bytes.
     pub short: Vec<(End, String)>,
 }
 
@@ -88,21 +88,21 @@ impl Findings {
         }
     }
 
-    /// A promise is broken.
+    /// Notes a broken promise.
     pub fn broken(&mut self, what: String) {
         self.broken_at.get_or_insert(self.net.events());
         self.violations.push(what);
     }
 }
 
-/// A block of a file that cannot be read, and what may be there.
+/// A block of a file that cannot be read, and the model of what may be there.
 pub struct Lost {
     pub ino: Ino,
     pub offset: u64,
     pub model: FileModel,
 }
 
-/// The furthest write that returned to a client, and how many sessions that had lost by then.
+/// The furthest write of a client that returned, and how many sessions it had lost by then.
 #[derive(Clone, Copy)]
 pub struct End {
     pub end: u64,
@@ -125,10 +125,10 @@ pub struct Actor {
     dir: Ino,
     files: Vec<(File, FileModel)>,
     names: NameModel,
-    /// What a document may hold: the file that took its name last, or, if it is not known whether
-    /// it did, also those before.
+    /// What a document may hold: the file that took its name last, and also the ones before if it
+    /// is not known whether that rename happened.
     documents: BTreeMap<String, Vec<Vec<u8>>>,
-    /// Every other document is closed without an fsync, as a program may.
+    /// About half of the documents are closed without an fsync, as a program may do.
     only_closes: bool,
     next_tag: u32,
     next_name: u32,
@@ -182,7 +182,7 @@ impl Actor {
         self.found.lock().broken(format!("client {}: {what}", self.id));
     }
 
-    /// Random operations until told to stop.
+    /// Does random operations until told to stop.
     pub async fn run(&mut self, stop: Arc<std::sync::atomic::AtomicBool>) {
         while !stop.load(std::sync::atomic::Ordering::Relaxed) {
             let result = match self.rng.random_range(0..31) {
@@ -249,8 +249,7 @@ impl Actor {
         Ok(())
     }
 
-    /// As a program does that writes a file anew, and as one that cuts off its end or makes it
-    /// longer.
+    /// As a program that rewrites a file, or one that truncates or extends it.
     async fn truncate(&mut self) -> Result<()> {
         let n = self.rng.random_range(0..FILES);
         let cells = FILE_BYTES / CELL as u64;
@@ -286,7 +285,7 @@ impl Actor {
         Ok(())
     }
 
-    /// What is told to be a hole must be allowed to read as zeros.
+    /// A reported hole must be a range that may read as zeros.
     async fn seek(&mut self) -> Result<()> {
         let n = self.rng.random_range(0..FILES);
         let at = self.rng.random_range(0..FILE_BYTES / CELL as u64) * CELL as u64;
@@ -297,8 +296,8 @@ impl Actor {
             (Err(d), Ok(hole)) if d.code == Code::NxIo => (model.most_size.max(at), hole),
             (data, hole) => (data?, hole?),
         };
-        // Between the two calls what is not synced may be lost and written again: they need not
-        // agree.
+        // The two calls need not agree: in between, data that are not synced may be lost and sent
+        // again.
         let mut wrong = model.check_hole(at, data).err();
         if data < at || hole < at {
             wrong = Some(format!("from {at}: data at {data}, a hole at {hole}"));
@@ -331,8 +330,8 @@ impl Actor {
     async fn read_file(&mut self, n: usize) -> Result<()> {
         let bytes = match read_all(&self.files[n].0, FILE_BYTES).await {
             Err(e) if e.code == Code::Io => {
-                // What went with a session is gone to those who had the file open. It was told
-                // before, or is yet to be.
+                // The data of an ended session are lost for the files that were open. An error for
+                // that was returned before, or will be.
                 let _ = self.reopen(n).await;
                 return Err(e);
             }
@@ -353,8 +352,8 @@ impl Actor {
         old.close().await.inspect_err(|_| model.sync_failed())
     }
 
-    /// A name is made, renamed and perhaps removed; each acknowledgement is held against the
-    /// listing later.
+    /// Makes a file, renames it and sometimes removes it. Listings are checked against the
+    /// acknowledgements.
     async fn rename_dance(&mut self) -> Result<()> {
         let (a, b) = (format!("n{}", self.next_name), format!("m{}", self.next_name));
         self.next_name += 1;
@@ -372,8 +371,8 @@ impl Actor {
         Ok(())
     }
 
-    /// As an editor saves a document: a new file is written and synced and takes the name of the
-    /// one before. Now and then the name is removed.
+    /// As an editor saves a document: writes a new file, syncs or closes it and renames it over the
+    /// old one. Sometimes it removes the name instead.
     async fn replace(&mut self) -> Result<()> {
         let (new, name) =
             (format!("w{}", self.next_name), format!("doc{}", self.rng.random_range(0..DOCUMENTS)));
@@ -403,7 +402,7 @@ impl Actor {
         Ok(())
     }
 
-    /// Writes a document, and returns it when it is safe, or will be when it is closed.
+    /// Writes a document and returns its bytes. They are safe now, or once the file is closed.
     async fn save(&mut self, file: &File) -> Result<Vec<u8>> {
         let mut all = Vec::new();
         for _ in 0..self.rng.random_range(1..=3) {
@@ -419,12 +418,12 @@ impl Actor {
         Ok(all)
     }
 
-    /// What was safe before it took a document's name is what the document holds, to another
-    /// client.
+    /// Checks with another client that each document holds what was safe before the rename to its
+    /// name.
     async fn check_documents(&self, other: &Client) -> Result<()> {
         for (name, may_hold) in &self.documents {
             let found = match other.lookup(&root(), self.dir, name.as_bytes()).await {
-                // Whether it may be missing is the names' affair.
+                // The list of names is checked elsewhere.
                 Err(e) if e.code == Code::NoEnt => continue,
                 r => r?,
             };
@@ -455,10 +454,11 @@ impl Actor {
         Ok(())
     }
 
-    /// A failure is reported once; when nothing is broken any more, the next fsync succeeds.
+    /// An earlier failure is reported once; then, with nothing broken any more, the next fsync must
+    /// succeed.
     async fn last_sync(&mut self, n: usize) -> Result<()> {
         let (file, model) = &mut self.files[n];
-        // Bytes that could not be written later are told of by the first of each.
+        // A failed write-back is reported by the first flush and by the first fsync.
         let told = [file.flush().await, file.fsync().await];
         if told.iter().any(|r| r.is_err()) {
             tracing::info!("client {}: file{n}: {told:?}", self.id);
@@ -475,8 +475,8 @@ impl Actor {
         matches!(e.code, Code::Corrupt | Code::Io) && self.found.lock().decays
     }
 
-    /// As [`Actor::read_file`]. What cannot be read after a time in which every repair was tried is
-    /// noted, block by block; all else must be right.
+    /// As [`Actor::read_file`], but a read that fails is tried again until every repair had its
+    /// time. Then the blocks that still cannot be read are noted; all others must be right.
     async fn last_read(&mut self, n: usize) -> Result<()> {
         for _ in 0..REPAIRED {
             match self.read_file(n).await {
@@ -503,7 +503,8 @@ impl Actor {
         Ok(())
     }
 
-    /// After the faults: everything is synced and compared once more, by another client too.
+    /// At the end, after the faults: everything is synced and checked once more, by another client,
+    /// too.
     pub async fn finish(mut self, other: &Client) -> Result<()> {
         let lost = self.client.stats().sessions_lost;
         let short = std::mem::take(&mut self.found.lock().short);
@@ -514,8 +515,8 @@ impl Actor {
         for n in 0..FILES {
             self.last_sync(n).await?;
             match self.last_read(n).await {
-                // What went with a session is gone to whoever had the file open; it is open anew
-                // now.
+                // The data of an ended session are lost for the file that was open; it has been
+                // reopened by now.
                 Err(e) if e.code == Code::Io => self.last_read(n).await?,
                 r => r?,
             }
@@ -523,7 +524,7 @@ impl Actor {
             let (file, attr) = other.open(&root(), ino, 0).await?;
             let model = &self.files[n].1;
             let bytes = match read_all(&file, FILE_BYTES).await {
-                // Its own client has told which.
+                // The file's own client has noted which blocks are lost.
                 Err(e) if self.may_be_lost(&e) => {
                     file.close().await?;
                     continue;

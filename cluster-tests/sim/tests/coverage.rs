@@ -1,5 +1,5 @@
-//! Every row of the tables of leases is in the documents, and is taken by real code in a few wide
-//! runs.
+//! Every row of the tables of leases, chains and locks is in the documents, and real code takes it
+//! in a few wide and harsh runs.
 
 use std::{
     sync::{
@@ -20,8 +20,8 @@ use tokio::time::sleep;
 /// The standard seeds.
 const SEEDS: std::ops::RangeInclusive<u64> = 1..=8;
 const HARSH: std::ops::RangeInclusive<u64> = 1..=12;
-/// What a small change of the code makes of a seed is chance, and some rows are rare: more seeds of
-/// each kind, one after another, while a row is missing.
+/// A small change of the code changes what happens in a seed, and some rows are rare: while a row
+/// is missing, more seeds of each kind are run, one after another.
 const MORE: std::ops::RangeInclusive<u64> = 13..=60;
 
 #[test]
@@ -67,8 +67,8 @@ fn the_documents_name_the_rows() {
     );
 }
 
-/// The size that a write which has returned gave a file is seen by whoever looks then, on drifting
-/// clocks too.
+/// Once a write has returned, every client sees the size that it gave the file, even when clocks
+/// drift.
 #[test]
 fn sizes_of_files_that_are_being_written_are_seen_at_once() {
     let runtime = tokio::runtime::Builder::new_current_thread()

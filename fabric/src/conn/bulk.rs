@@ -1,7 +1,7 @@
 //! Payloads that go from memory to memory beside the stream of frames.
 //!
-//! The side that makes a request lends memory; the side that serves it reads and writes there by
-//! itself. Over a stream alone (TCP) there is no such thing, and payloads follow their frames.
+//! The side that makes a request lends memory; the side that serves it reads and writes that memory
+//! directly. A plain stream (TCP) cannot do this: there, payloads follow their frames.
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -17,40 +17,41 @@ use crate::{Buf, BufMut, Lend};
 
 /// Payloads up to this length follow their frame.
 pub const INLINE: usize = 4096;
-/// Most regions that the payload of one request may lie in.
+/// Maximum number of regions in which the payload of one request may lie.
 pub const MAX_PARTS: usize = 8;
 /// Bytes before the entries of encoded [`Regions`].
 pub const REGIONS_HEAD: usize = 8;
 const ENTRY: usize = 16;
 
-/// Moves payloads of one connection. A key given out opens exactly what was lent, to the peer of
-/// this connection, until it is taken back or the connection ends.
+/// Moves payloads of one connection. A key given to the peer opens exactly the memory that was
+/// lent, only for the peer of this connection, until it is taken back or the connection ends.
 #[async_trait]
 pub(crate) trait Bulk: Send + Sync + 'static {
     /// Lends `payload` for reading and `room` for writing. Both are held until [`Bulk::take_back`],
-    /// or until the connection can reach nothing any more. Dropped before it is ready, it has lent
-    /// nothing. What [`no_memory`] names has lent nothing either.
+    /// or until the connection can no longer reach any memory. If the future is dropped before it
+    /// is ready, nothing is lent. Nothing is lent either after an error for which [`no_memory`] is
+    /// true.
     async fn lend(&self, payload: Vec<Buf>, room: Option<BufMut>) -> Result<Loan>;
-    /// As [`Bulk::lend`], for memory that is not of a pool. An error has lent nothing.
+    /// As [`Bulk::lend`], for memory outside a pool. After an error nothing is lent.
     async fn lend_foreign(&self, what: &Lend) -> Result<Loan>;
-    /// Ends a loan. When this returns, the peer reaches nothing of it. Gives back the room.
+    /// Ends a loan and returns the lent room. When this returns, the peer can no longer reach it.
     async fn take_back(&self, loan: u64) -> Result<Option<BufMut>>;
-    /// Ends a loan at once, and the connection with it if it was not taken back.
+    /// Ends a loan at once. If it was not taken back, this ends the connection as well.
     fn revoke(&self, loan: u64);
-    /// Fills `to` from the peer's regions, the lengths of which add up to its own.
+    /// Fills `to` from the peer's regions, whose lengths add up to the length of `to`.
     async fn fetch(&self, from: &[Region], to: BufMut) -> Result<BufMut>;
-    /// Writes to the start of the peer's region. What goes through the stream after this arrives
-    /// after it. What [`no_memory`] names has written nothing.
+    /// Writes to the start of the peer's region. Frames sent through the stream after this arrive
+    /// after it. After an error for which [`no_memory`] is true, nothing was written.
     async fn put(&self, payload: Vec<Buf>, to: Region) -> Result<()>;
 }
 
-/// Whether there was no memory to move a payload from or to: it goes through the stream then, which
-/// takes longer and little memory.
+/// Whether the error means that there was no memory to move a payload from or to. The payload then
+/// goes through the stream, which takes longer but needs little memory.
 pub(crate) fn no_memory(e: &Error) -> bool {
     matches!(e.code, Code::NoMem | Code::Overloaded)
 }
 
-/// What was lent, and how the peer reaches it.
+/// What was lent, and the regions by which the peer reaches it.
 pub(crate) struct Loan {
     pub id: u64,
     pub regions: Regions,
@@ -83,7 +84,7 @@ impl Regions {
         b.into()
     }
 
-    /// Bytes that follow such a head.
+    /// Number of bytes that follow such a head.
     pub fn rest(head: &[u8; REGIONS_HEAD]) -> Result<usize> {
         let (parts, rooms) = counts(head);
         if parts > MAX_PARTS || rooms > 1 {
@@ -93,7 +94,7 @@ impl Regions {
         Ok((parts + rooms) * ENTRY)
     }
 
-    /// Decodes head and rest together. `Protocol`: damaged, or a region that cannot be.
+    /// Decodes head and rest together. `Protocol`: damaged, or an impossible region.
     pub fn decode(b: &[u8]) -> Result<Regions> {
         let bad = |m: &str| Error::new(Code::Protocol, m.to_string());
         let head =
@@ -115,7 +116,7 @@ impl Regions {
         combine(crc32c(&b[..4]), crc32c(rest), rest.len())
     }
 
-    /// Bytes of the payload.
+    /// Length of the payload in bytes.
     pub fn payload_len(&self) -> u64 {
         self.payload.iter().map(|r| u64::from(r.len)).sum()
     }
@@ -136,7 +137,7 @@ fn region(b: &[u8; ENTRY]) -> Result<Region> {
     Ok(Region { addr, key, len })
 }
 
-/// Body of a ROOM request: which call's reply needs how much.
+/// Body of a ROOM request: the call whose reply needs memory, and how much.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AskRoom {
     pub request_id: u64,
@@ -160,7 +161,7 @@ impl AskRoom {
     }
 }
 
-/// How long the reply's payload may be, where the request tells.
+/// Maximum length of the reply's payload, where the request tells it.
 pub(crate) fn expected(op: u16, body: &[u8]) -> usize {
     match op {
         opcode::READ => DataRequest::decode(body).map_or(0, |r| r.len.min(MAX_PAYLOAD) as usize),

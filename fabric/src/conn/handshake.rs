@@ -1,14 +1,14 @@
-//! The handshake: which wire version, whose cluster, and proof by both ends that they know the key
-//! of the dialer's role.
+//! The handshake: it agrees on the wire version and the cluster, and both ends prove that they know
+//! the key of the dialer's role.
 //!
 //! Four messages, specified in `docs/formats.md`: hello (dialer), welcome with the listener's
 //! proof, the dialer's proof, verdict. A proof is HMAC-SHA256 under the role's key over its side's
-//! name and all bytes sent before it, which hold both nonces; so none can be replayed, nor
-//! reflected. Every refusal goes to the other end in words.
+//! name and all bytes sent before it, which contain both nonces; so no proof can be replayed or
+//! reflected. Every refusal is sent to the other end as text.
 //!
 //! All clients share a key with the servers, so that key does not tell a server from another
-//! client. A client that knows the servers' public key has the listener sign as well, which only a
-//! server can.
+//! client. A client that knows the servers' public key requires the listener to sign as well, which
+//! only a server can.
 
 use ed25519_dalek::{Signature, Signer as _};
 use strake_proto::{
@@ -31,7 +31,8 @@ const DIALER: &[u8] = b"strake dialer v1";
 const LISTENER: &[u8] = b"strake listener v1";
 const SIGNATURE: &[u8] = b"strake signature v1";
 pub const SIGNATURE_LEN: usize = 64;
-/// Flags of hello and welcome: the cluster id is known; the listener is to sign, and will.
+/// Flags of hello and welcome: the cluster id is known; a signature is asked for (hello) or follows
+/// (welcome).
 const CLUSTER: u8 = 1;
 const SIGNED: u8 = 2;
 
@@ -71,7 +72,7 @@ pub struct Agreed {
 pub struct Hello {
     pub versions: (u16, u16),
     pub role: Role,
-    /// The listener is to sign, if it can.
+    /// Asks the listener to sign, if it can.
     pub signed: bool,
     pub cluster: Option<[u8; 16]>,
     pub nonce: [u8; 32],
@@ -188,7 +189,7 @@ fn hex(id: &[u8; 16]) -> String {
     id.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// The highest version both speak.
+/// The highest version that both ends speak.
 fn pick_version(ours: (u16, u16), theirs: (u16, u16)) -> Result<u16> {
     let (low, high) = (ours.0.max(theirs.0), ours.1.min(theirs.1));
     if low <= high && high > 0 {
@@ -215,7 +216,7 @@ fn same_cluster(ours: Option<[u8; 16]>, theirs: Option<[u8; 16]>) -> Result<()> 
     }
 }
 
-/// The listener's judgement of a hello: the version and the key to prove.
+/// The listener's check of a hello: gives the version and the key to prove.
 fn judge<'a>(us: &'a Party, hello: &Hello) -> Result<(u16, &'a [u8; 32])> {
     let version = pick_version(us.versions, hello.versions)?;
     same_cluster(us.cluster, hello.cluster)?;
@@ -258,7 +259,7 @@ fn text_of(e: &Error) -> (u16, &[u8]) {
     (n as u16, &e.message.as_bytes()[..n])
 }
 
-/// `status, text length, reserved` and what follows: `proof` if ok, else the text.
+/// `status, text length, reserved`, then `proof` if ok, else the text.
 fn ending(result: &Result<&[u8]>) -> Vec<u8> {
     let (code, len, tail) = match result {
         Ok(proof) => (0, 0, *proof),
@@ -325,8 +326,8 @@ pub async fn dial<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) -> R
     Ok(Agreed { version: welcome.version, role })
 }
 
-/// Who holds no more than the key of all clients, and a server as well that is older than its
-/// clients' key files.
+/// The error for a peer that did not sign: one that holds only the key of all clients, or a server
+/// that is older than its clients' key files.
 fn no_server(why: &str) -> Error {
     let m = format!(
         "the listener knows this cluster's client key, but did not prove to be a server of it: {why}. If it is no server, somebody else \
@@ -364,7 +365,7 @@ pub async fn answer<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) ->
     Ok(answer_if(s, us, |_| Ok(())).await?.0)
 }
 
-/// Likewise. Who has proved its role is refused if `admit` does so.
+/// As [`answer`]. A peer that has proved its role is still refused if `admit` refuses it.
 pub async fn answer_if<S: AsyncRead + AsyncWrite + Unpin, P>(
     s: &mut S,
     us: &Party,
@@ -397,7 +398,8 @@ pub async fn answer_if<S: AsyncRead + AsyncWrite + Unpin, P>(
         let m = "the dialer did not prove that it knows this cluster's key; check its key";
         Err(Error::new(Code::Unauthenticated, m))
     };
-    // Only now: a signature is work, which strangers could ask for without end.
+    // Only here, after the hello was accepted: signing is work, which strangers could ask for
+    // without end.
     let signature = match &judged {
         Ok(_) => {
             signer.map(|k| k.sign(&[SIGNATURE, &hello_bytes, &bytes, &proof].concat()).to_bytes())
@@ -411,7 +413,7 @@ pub async fn answer_if<S: AsyncRead + AsyncWrite + Unpin, P>(
     judged.map(|place| (Agreed { version, role: hello.role }, place))
 }
 
-/// Sends a welcome that refuses. The connection is given up in any case, so failures to send do not
+/// Sends a welcome that refuses. The connection is closed in any case, so failures to send do not
 /// matter.
 pub async fn refuse<S: AsyncWrite + Unpin>(s: &mut S, e: &Error) {
     let (n, text) = text_of(e);
@@ -512,7 +514,7 @@ mod tests {
         }
     }
 
-    /// All that a client has been given.
+    /// A client with everything that a client key file holds.
     fn careful(key: u8) -> Identity {
         Identity::client(ClientKey::of(&[key; 32]))
     }
@@ -521,8 +523,8 @@ mod tests {
     async fn a_listener_that_holds_no_more_than_the_client_key_is_no_server() {
         let (a, b) = meet(party(careful(1), None, 1), party(server(1), Some([3; 16]), 2)).await;
         assert!(a.is_ok() && b.is_ok(), "{a:?} {b:?}");
-        // One that plays a server with the key of all clients: it cannot sign, or signs with a key
-        // of its own.
+        // A client that acts as a server with the key of all clients: it does not sign, or signs
+        // with a key of its own.
         let forger = SigningKey::from_bytes(&[9; 32]);
         for (signing, words) in [(None, "does not sign"), (Some(forger), "another key")] {
             let liar = Identity { signing, server_key: None, ..server(1) };

@@ -1,7 +1,7 @@
 //! Frames over any stream of bytes: all of a connection but the socket below it.
 //!
-//! `handshake.rs` says who is there, `shared.rs` holds what a connection is, `read.rs` and
-//! `write.rs` move its frames. A transport gives a stream ([`Streams::connect_over`],
+//! `handshake.rs` proves the identity of both ends, `shared.rs` holds the state of a connection,
+//! `read.rs` and `write.rs` move its frames. A transport gives a stream ([`Streams::connect_over`],
 //! [`Streams::accept_over`]) and, if payloads do not go through it, a [`Bulk`].
 
 pub mod bulk;
@@ -40,32 +40,32 @@ static REFUSED: Quiet = Quiet::new();
 pub struct Options {
     /// Requests in flight per connection and direction; further callers wait.
     pub max_inflight: usize,
-    /// Bytes of their payloads, likewise, and of the payloads of running handlers.
+    /// Limit of payload bytes of these requests, and of the payloads of running handlers.
     pub max_inflight_bytes: usize,
-    /// Requests of one connection handled at a time.
+    /// Requests of one connection that are handled at the same time.
     pub max_handlers: usize,
     pub connect_timeout: Duration,
     pub handshake_timeout: Duration,
-    /// Accepted connections whose handshake is not over. As many as a thousand clients make when
-    /// their leader dies: fewer, and they come so slowly that those behind give up and begin anew.
-    /// Beyond it the oldest makes place, see [`crate::places`].
+    /// Accepted connections whose handshake is not finished. As many as a thousand clients make
+    /// when their leader dies: with fewer, connections are accepted so slowly that those at the end
+    /// give up and begin anew. Beyond the limit the oldest is dropped, see [`crate::places`].
     pub max_half_open: usize,
-    /// Accepted connections of one listener: an eighth for servers only, and half of them for one
-    /// machine at most.
+    /// Accepted connections of one listener. An eighth is reserved for servers; one machine has at
+    /// most half of all.
     pub max_connections: usize,
-    /// A frame that has begun goes on at least this often, in both directions, or its connection is
-    /// closed.
+    /// A frame that has begun must make progress within this time, in both directions, or its
+    /// connection is closed.
     pub frame_pause: Duration,
-    /// The same while others wait for the memory that it takes.
+    /// As `frame_pause`, while others wait for the memory that the frame takes.
     pub frame_pause_full: Duration,
-    /// Bytes of the bodies of requests of clients that are longer than 16 KiB, over all
-    /// connections. Half of them for one machine.
+    /// Bytes of clients' request bodies that are longer than 16 KiB, over all connections. One
+    /// machine has at most half of them.
     pub max_body_bytes: usize,
-    /// Likewise of answers to clients that are not written yet.
+    /// As `max_body_bytes`, for answers to clients that are not written yet.
     pub max_answer_bytes: usize,
-    /// A peer that owes an answer and sends nothing for this long is taken for dead.
+    /// A peer that owes an answer and sends nothing for this long is considered dead.
     pub silence: Duration,
-    /// How long the reader waits for a handler's place or for memory before it refuses a request.
+    /// How long the reader waits for a free handler or for memory before it refuses a request.
     pub room_wait: Duration,
     /// How long requests may still run when a listener is dropped.
     pub drain: Duration,
@@ -92,10 +92,10 @@ impl Default for Options {
     }
 }
 
-/// Of the next connection, over whichever road: services tell connections apart by it.
+/// Id of the next connection, over whichever transport: services tell connections apart by it.
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
-/// What the connections of one fabric have in common. Clones share everything.
+/// What the connections of one fabric share. Clones share everything.
 #[derive(Clone)]
 pub(crate) struct Streams {
     pub env: Env,
@@ -103,15 +103,15 @@ pub(crate) struct Streams {
     cluster: Arc<RwLock<Option<[u8; 16]>>>,
     pub pool: Pool,
     pub options: Options,
-    /// Room for long bodies, see [`Options::max_body_bytes`].
+    /// Memory for long bodies, see [`Options::max_body_bytes`].
     bodies: Arc<Shares>,
     /// See [`Options::max_answer_bytes`].
     answers: Arc<Shares>,
-    /// The pool, for answers to clients.
+    /// The pool's memory for answers to clients.
     payloads: Arc<Shares>,
-    /// The same, for what clients send.
+    /// The pool's memory for what clients send.
     uploads: Arc<Shares>,
-    /// What comes over them is passed on to clients.
+    /// Answers that arrive over these connections are passed on to clients.
     passes_on: bool,
     pub totals: Totals,
 }
@@ -140,7 +140,7 @@ impl Streams {
         }
     }
 
-    /// The same, proving no more than the client key, for requests that are passed on.
+    /// A copy that proves only the client key, for requests that are passed on.
     pub fn as_client(&self) -> Streams {
         Streams { identity: self.identity.as_client(), passes_on: true, ..self.clone() }
     }
@@ -149,7 +149,7 @@ impl Streams {
         *self.cluster.write() = Some(uuid);
     }
 
-    /// The handshake and all that follows: the dialer's end.
+    /// Handshake and service of a connection: the dialer's end.
     pub async fn connect_over<R, W>(
         &self,
         rd: R,
@@ -171,8 +171,8 @@ impl Streams {
         Ok(Arc::new(Handle::owner(shared::start(self.setup(peer, bulk, addr, back), rd, wr))))
     }
 
-    /// The listener's end of the handshake; serves from then on, if `admit` finds a place for the
-    /// other end.
+    /// The listener's end of the handshake. Then serves the connection, if `admit` has a place for
+    /// the peer.
     pub async fn welcome<R, W, P>(
         &self,
         rd: R,
@@ -195,7 +195,7 @@ impl Streams {
         Ok((shared::start(self.setup(agreed, bulk, addr, Some(service)), rd, wr), place))
     }
 
-    /// Returns when the connection is over; drains it when `stop`'s sender is dropped.
+    /// Returns when the connection is over. Drains it when `stop`'s sender is dropped.
     pub async fn attend(&self, shared: &Shared, mut stop: watch::Receiver<()>) {
         tokio::select! {
             biased;
@@ -245,7 +245,7 @@ impl Streams {
     }
 }
 
-/// Resolves when the sender is gone.
+/// Resolves when the sender is dropped.
 pub(crate) async fn stopped(stop: &mut watch::Receiver<()>) {
     while stop.changed().await.is_ok() {}
 }

@@ -35,20 +35,19 @@ use super::{
 };
 use crate::{Buf, BufMut, Message, Peer, Road, Role, Service, relay};
 
-/// Payloads with at least so much still to come are waited for in as large parts as the kernel
-/// allows.
+/// Payloads with at least this much still to come are read in parts as large as the kernel allows.
 const LARGE: usize = 128 << 10;
 
-/// Bytes per second of a frame at least, while others wait for memory.
+/// Minimum rate of a frame in bytes per second, while others wait for memory.
 pub(super) const LEAST_RATE: u32 = 4 << 20;
 
-/// So long a connection on which a frame has stopped stays open before it is closed.
+/// How long a connection whose frame has stopped stays open before it is closed.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// The receiving side of a stream.
 pub trait Incoming: AsyncRead + Send + Unpin + 'static {
-    /// Wake the reader only when so many bytes are there, or as many as fit: each time costs two
-    /// context switches. False where there is no such thing.
+    /// Asks the kernel to wake the reader only when this many bytes are there, or as many as fit:
+    /// each wakeup costs two context switches. False where the stream has no such option.
     fn wake_at(&self, _bytes: usize) -> bool {
         false
     }
@@ -57,18 +56,18 @@ pub trait Incoming: AsyncRead + Send + Unpin + 'static {
 /// A pipe within the process.
 impl Incoming for tokio::io::ReadHalf<tokio::io::DuplexStream> {}
 
-/// Bytes read ahead. What is read ahead of a payload must be copied into its buffer, so it is kept
-/// small.
+/// Size of the read-ahead buffer. Payload bytes that were read ahead must be copied into the
+/// payload's buffer, so this is small.
 const AHEAD: usize = 8 << 10;
 
-/// The socket with what was read ahead.
+/// The socket with the bytes that were read ahead.
 struct Inbox<'a, R> {
     shared: &'a Shared,
     rd: R,
     buf: Box<[u8]>,
     start: usize,
     end: usize,
-    /// A frame had begun and did not go on.
+    /// Whether a frame has begun and then stopped.
     stopped: AtomicBool,
 }
 
@@ -78,8 +77,8 @@ impl<R: Incoming> Inbox<'_, R> {
         Error::new(Code::Disconnected, format!("receiving from {} failed: {e}", self.shared.addr))
     }
 
-    /// Reads some bytes ahead. `false` at the end of the stream. `within`: a frame has begun, and
-    /// is to go on.
+    /// Reads some bytes ahead. `false` at the end of the stream. `within`: a frame has begun, so
+    /// the stream must make progress.
     async fn fill(&mut self, within: bool) -> Result<bool> {
         self.buf.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
@@ -140,8 +139,8 @@ impl<R: Incoming> Inbox<'_, R> {
         Ok(())
     }
 
-    /// As much as there is, and of a large rest as much as fits into the kernel at once. Looks for
-    /// less in time for a slow sender to be seen alive.
+    /// Reads what is there. If much is still to come, waits until the kernel holds as much as it
+    /// can, but only so long that a slow sender is not taken for dead.
     async fn part(&mut self, to: &mut [u8], large: bool) -> std::io::Result<usize> {
         if large && self.rd.wake_at(to.len()) {
             if let Ok(r) = timeout(self.shared.options.silence / 10, self.rd.read(to)).await {
@@ -172,7 +171,8 @@ impl<R: Incoming> Inbox<'_, R> {
         Ok(body)
     }
 
-    /// The requester's regions, if it sent any. The payload follows if they have none of it.
+    /// The requester's regions, if it sent any. If none holds payload, the payload follows the
+    /// frame.
     async fn regions(&mut self, h: &Header) -> Result<Option<Regions>> {
         if h.flags & FLAG_REGIONS == 0 {
             return Ok(None);
@@ -202,7 +202,7 @@ impl<R: Incoming> Inbox<'_, R> {
         Ok(checked(h, to))
     }
 
-    /// Reads a payload that nobody wants.
+    /// Reads and discards a payload that is not wanted.
     async fn skip(&mut self, len: u32) -> Result<()> {
         let mut left = len as usize;
         while left > 0 {
@@ -217,7 +217,7 @@ impl<R: Incoming> Inbox<'_, R> {
     }
 }
 
-/// Reads the rest of a frame, which has to go on: it may hold memory that others wait for.
+/// Reads the rest of a frame, which must make progress: it may hold memory that others wait for.
 async fn go_on<R: Incoming>(s: &Shared, rd: &mut R, to: &mut [u8]) -> std::io::Result<usize> {
     let mut waited = Duration::ZERO;
     loop {
@@ -236,7 +236,7 @@ fn too_slow() -> std::io::Error {
     std::io::Error::new(std::io::ErrorKind::TimedOut, "a frame has begun and does not go on")
 }
 
-/// How long so many bytes may take while others wait for memory.
+/// How long this many bytes may take while others wait for memory.
 fn time_for(bytes: usize) -> Duration {
     Duration::from_secs(1) + Duration::from_secs(bytes as u64) / LEAST_RATE
 }
@@ -294,7 +294,8 @@ pub(super) async fn run<R: Incoming>(
         };
         if let Err(e) = done {
             if inbox.stopped.into_inner() && service.is_some() {
-                // It keeps no memory any more. Closed at once it would be made anew at once.
+                // It keeps no memory any more. If it were closed at once, the peer would reconnect
+                // at once.
                 s.go_away();
                 let _ = timeout(LINGER, s.closed()).await;
             }
@@ -330,7 +331,7 @@ async fn response<R: Incoming>(
     };
     let body = inbox.body(h, charge.as_ref()).await?;
     let Some(waiting) = s.take_waiting(h.request_id) else {
-        // Given up by its caller.
+        // The caller has given up this call.
         return inbox.skip(behind).await;
     };
     let result = if h.status != 0 {
@@ -373,8 +374,8 @@ async fn response<R: Incoming>(
     Ok(())
 }
 
-/// Takes back what was lent to the call, and then answers it, with what was written there if the
-/// header says so.
+/// Takes back what was lent to the call, and then completes it; with the bytes that the peer wrote
+/// to the lent memory if the header says so.
 async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<Message>) {
     let mut room = None;
     for loan in std::mem::take(&mut waiting.loans) {
@@ -415,7 +416,7 @@ async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<M
     });
 }
 
-/// Answers a request for room: lends a buffer to the call that it names.
+/// Answers a ROOM request: lends a buffer to the call that it names.
 async fn lend_room(s: Arc<Shared>, body: Bytes) -> Result<Message> {
     let ask = AskRoom::decode(&body)?;
     let over = || Error::new(Code::NoEnt, "nobody waits for that reply");
@@ -432,7 +433,7 @@ async fn lend_room(s: Arc<Shared>, body: Bytes) -> Result<Message> {
     Ok(Message::new(opcode::ROOM, loan.regions.encode()))
 }
 
-/// A buffer for a payload to come: from beyond the pool's limit if others keep it full for too
+/// A buffer for an arriving payload. Goes beyond the pool's limit if the pool stays full for too
 /// long.
 pub(super) async fn pool_buffer(s: &Shared, len: usize) -> BufMut {
     match timeout(s.options.room_wait, s.pool.get(len)).await {
@@ -441,9 +442,9 @@ pub(super) async fn pool_buffer(s: &Shared, len: usize) -> BufMut {
     }
 }
 
-/// Waits for the pool a while only: who holds its buffers may be waiting for a response behind this
-/// one. What is for somebody else keeps to the pool's limit: that one may ask for much and read
-/// nothing.
+/// Waits for the pool only for a while: the holders of its buffers may be waiting for a response
+/// that comes after this one. A response that is passed on to a client stays within the pool's
+/// limit: that client may ask for much and read nothing.
 async fn response_buffer(s: &Arc<Shared>, len: usize) -> Result<BufMut> {
     if len == 0 {
         return Ok(s.pool.get_now(0));
@@ -458,15 +459,15 @@ async fn response_buffer(s: &Arc<Shared>, len: usize) -> Result<BufMut> {
     }
 }
 
-/// What is there without waiting.
+/// Polls once: `Ready` only if the result is there without waiting.
 pub(super) async fn at_once<T>(mut what: Pin<&mut impl Future<Output = T>>) -> Poll<T> {
     std::future::poll_fn(|cx| Poll::Ready(what.as_mut().poll(cx))).await
 }
 
-/// Lets the reader wait, for at most `Options::room_wait`, while the peer gets signs of life.
+/// Lets the reader wait for at most `Options::room_wait`, while this end sends signs of life.
 async fn waiting_for_room<T>(s: &Arc<Shared>, room: impl Future<Output = T>) -> Option<T> {
     tokio::pin!(room);
-    // A timer and two counters are for those who must wait.
+    // The timer and the two counters are only set up if it must wait.
     if let Poll::Ready(r) = at_once(room.as_mut()).await {
         return Some(r);
     }
@@ -477,9 +478,10 @@ async fn waiting_for_room<T>(s: &Arc<Shared>, room: impl Future<Output = T>) -> 
     r
 }
 
-/// One that is larger than the whole pool, which may be small where little memory may be locked,
-/// has all of its room. Another server does not wait long for room: what it forwards lies in its
-/// own pool meanwhile, and ours may be full of what waits for room in that.
+/// A buffer for a request's payload. A payload larger than the whole pool, which may be small where
+/// little memory may be locked, takes all of the pool. A request of another server waits only
+/// briefly and then goes beyond the limit: what that server forwards lies in its own pool
+/// meanwhile, and our pool may be full of requests that wait for memory in its pool.
 async fn request_buffer(s: &Shared, len: usize, from: Role) -> Result<BufMut> {
     if len == 0 {
         return Ok(s.pool.get_now(0));
@@ -496,8 +498,8 @@ async fn request_buffer(s: &Shared, len: usize, from: Role) -> Result<BufMut> {
     Ok(room?.swap_remove(0))
 }
 
-/// Room for a body of a client's request, or for a client, before it is read. What servers send
-/// each other is bounded by what clients may send them.
+/// Reserves memory for a body that comes from or goes to a client, before it is read. What servers
+/// send each other is limited by what clients may send them.
 async fn body_room(s: &Arc<Shared>, h: &Header, of_client: bool) -> Result<Option<Charge>> {
     if h.body_len <= SHORT_BODY || !of_client {
         return Ok(None);
@@ -625,7 +627,7 @@ async fn handle(mut answer: Answer, m: Message, peer: Arc<Peer>, service: Arc<dy
     answer.finish(r).await;
 }
 
-/// Reads the payload from where the requester has it.
+/// Fetches the payload from the requester's memory, and handles the request.
 async fn fetch_and_handle(
     mut answer: Answer,
     parts: Vec<Region>,
@@ -664,7 +666,7 @@ async fn place(s: &Shared, bytes: usize) -> Result<Place> {
     })
 }
 
-/// How long the payload of the answer may be, where the request tells.
+/// Maximum length of the answer's payload, where the request tells it.
 fn answer_len(m: &Message) -> usize {
     match m.opcode {
         opcode::RELAY => relay::inner(&m.body).map_or(0, |(op, body)| expected(op, body)),
@@ -672,28 +674,28 @@ fn answer_len(m: &Message) -> usize {
     }
 }
 
-/// A request's answer, which is sent exactly once: a handler that dies answers with an error.
+/// A request's answer, which is sent exactly once: a handler that panics answers with an error.
 struct Answer {
     shared: Arc<Shared>,
     header: Header,
     arrived: Instant,
     place: Option<Place>,
-    /// Where the requester wants the payload.
+    /// Where the requester wants the payload to be written.
     room: Option<Region>,
-    /// The requester keeps memory for this request until it is answered.
+    /// The requester has memory lent to this request until it is answered.
     lent: bool,
-    /// A large payload came through the stream: the requester had no memory to lend, and is not
+    /// A large payload came through the stream: the requester had no memory to lend, so it is not
     /// asked for more.
     streamed: bool,
-    /// It is for a client, who may not read it.
+    /// It is for a client, which may not read it, so the memory it takes is limited.
     is_bounded: bool,
     _owed: Owed,
     done: bool,
 }
 
 impl Answer {
-    /// Waits until so much of what was asked for before is written. False: nobody waits for the
-    /// answer any more.
+    /// Waits until enough of the payloads that were asked for before is written. False: the caller
+    /// no longer waits for the answer.
     async fn payload_room(&mut self, len: usize) -> bool {
         let s = &self.shared;
         let Some(place) = self.place.as_mut().filter(|_| len > INLINE) else { return true };
@@ -703,7 +705,7 @@ impl Answer {
         !self.is_late() && self.shared.phase() != Phase::Closed
     }
 
-    /// Room for an answer's long body until it is written.
+    /// Reserves memory for an answer's long body until it is written.
     async fn body_room(&mut self, len: usize) -> Result<()> {
         let s = &self.shared;
         let Some(place) = self.place.as_mut().filter(|_| len > SHORT_BODY as usize) else {
@@ -717,14 +719,15 @@ impl Answer {
         Ok(())
     }
 
-    /// The caller counts from before the request was sent, so after that time it has gone for
-    /// certain.
+    /// The caller's deadline began before the request was sent, so after that time the caller has
+    /// certainly given up.
     fn is_late(&self) -> bool {
         let limit = Duration::from_millis(u64::from(self.header.deadline_ms));
         self.header.deadline_ms > 0 && self.arrived.elapsed() > limit && !self.lent
     }
 
-    /// Brings a large payload to its place first, where the transport can.
+    /// Sends the answer. A large payload is moved to the requester's memory first, where the
+    /// transport can.
     async fn finish(mut self, mut result: Result<Message>) {
         let mut placed = None;
         if let Ok(len) = result.as_ref().map(|m| m.body.len())

@@ -1,5 +1,5 @@
-//! Memory that bodies and answers of clients take. What is shared by all connections is also
-//! bounded for each machine, so that one machine leaves room to the others.
+//! Memory that clients' bodies and answers take. What all connections share is also limited for
+//! each machine, so that one machine leaves memory to the others.
 
 use std::{
     collections::BTreeMap,
@@ -17,25 +17,25 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::Options;
 use crate::relay::machine;
 
-/// Bodies up to this length are bounded by the number of connections.
+/// Bodies up to this length are limited by the number of connections only.
 pub(super) const SHORT_BODY: u32 = 16 << 10;
-/// So many machines are remembered at least before those without a connection are forgotten.
+/// At least this many machines are remembered before those without a connection are forgotten.
 const REMEMBERED: usize = 64;
 
-/// Bytes that all connections share: one machine's have half of them at most.
+/// Bytes that all connections share. One machine takes at most half of them.
 pub(super) struct Shares {
     all: Arc<Semaphore>,
     each: usize,
     machines: Mutex<BTreeMap<String, Weak<Machine>>>,
 }
 
-/// What is left of one machine's half, and who waits for it.
+/// What is left of one machine's half, and how many callers wait for it.
 struct Machine {
     left: Arc<Semaphore>,
     waiting: AtomicUsize,
 }
 
-/// Counts one who waits.
+/// Counts one caller that waits.
 struct Waits<'a>(&'a AtomicUsize);
 
 impl<'a> Waits<'a> {
@@ -57,7 +57,7 @@ impl Shares {
         Shares { all: Arc::new(Semaphore::new(bytes)), each, machines: Mutex::default() }
     }
 
-    /// For a connection from there.
+    /// The share of a connection from this address.
     pub fn of(&self, addr: &str) -> Share {
         let mut machines = self.machines.lock();
         let name = machine(addr);
@@ -85,7 +85,7 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// Waits for room. What is more than a machine's share takes all of that.
+    /// Waits for memory. A request above a machine's share takes all of that share.
     pub async fn take(&self, bytes: usize) -> Taken {
         let bytes = bytes.min(self.each) as u32;
         let _waits = (self.own.left.available_permits() < bytes as usize)
@@ -95,26 +95,27 @@ impl Share {
         Taken { _own: own.ok(), _all: all.ok() }
     }
 
-    /// Whether somebody of the same machine waits for room.
+    /// Whether another caller of the same machine waits for memory.
     pub fn is_waited_for(&self) -> bool {
         self.own.waiting.load(Relaxed) > 0
     }
 
-    /// Whether the next long body may find no room.
+    /// Whether the next long body may find no memory.
     pub fn is_short(&self) -> bool {
         let least = self.own.left.available_permits().min(self.all.available_permits());
         least < self.each.min(MAX_BODY as usize)
     }
 }
 
-/// Room that is taken until this is dropped. The semaphores are never closed.
+/// Memory that is reserved until this is dropped. The semaphores are never closed.
 pub(crate) struct Taken {
     _own: Option<OwnedSemaphorePermit>,
     _all: Option<OwnedSemaphorePermit>,
 }
 
-/// The room of a long body: taken until nobody has the body any more, or until what it belongs to
-/// is over. So a request that waits for long, and has read its body, keeps none.
+/// The reservation of a long body. It is given back when the last part of the body is dropped, or
+/// when the request it belongs to is over. A request that waits for long after it has read its body
+/// keeps none.
 #[derive(Clone)]
 pub(crate) struct Charge(Arc<Mutex<Option<Taken>>>);
 
@@ -123,12 +124,12 @@ impl Charge {
         Charge(Arc::new(Mutex::new(Some(room))))
     }
 
-    /// A body that gives the room back when its last part is dropped.
+    /// Wraps a body: the reservation is given back when its last part is dropped.
     pub fn on(&self, body: Vec<u8>) -> Bytes {
         Bytes::from_owner(Charged { body, _charge: Until(self.clone()) })
     }
 
-    /// Gives the room back when it is dropped.
+    /// A guard that gives the reservation back when it is dropped.
     pub fn until(self) -> Until {
         Until(self)
     }
@@ -154,17 +155,17 @@ impl AsRef<[u8]> for Charged {
     }
 }
 
-/// What one connection may take.
+/// The shares of one connection.
 pub(crate) struct Room {
     /// Long bodies that come in.
     pub bodies: Share,
     /// Long bodies of answers that are not written yet.
     pub answers: Share,
-    /// Payloads of answers whose length is known before, from when they are made until they are
-    /// written: of this connection, and of the pool.
+    /// Payloads of answers whose length is known in advance, from when they are made until they are
+    /// written: the limit of this connection, and the share of the pool below.
     pub payloads: Arc<Semaphore>,
     pub pool: Share,
-    /// Payloads of requests, of the pool, from before they are read until the request is answered.
+    /// Payloads of requests in the pool, from before they are read until the request is answered.
     pub uploads: Share,
 }
 

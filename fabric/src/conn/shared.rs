@@ -1,12 +1,12 @@
-//! One connection after its handshake: calls, their windows, handlers and their limits, liveness,
-//! the end.
+//! One connection after its handshake: calls and their windows, handlers and their limits,
+//! liveness, and the end of the connection.
 //!
 //! Three tasks serve a connection: the reader (`read.rs`), the writer (`write.rs`) and the pulse
 //! below. Requests get a task each while they are handled.
 //!
 //! **Windows.** A caller holds a slot (and its payload's bytes) from before its request is queued
 //! until it is answered or given up, and longer if the request is still to be written. A receiver
-//! runs a bounded number of handlers; a handler's place is free again when its response is written.
+//! runs a limited number of handlers; a handler's place is free again when its response is written.
 //! When all places are taken the reader stops, which fills the socket and then the peer's window.
 //! It stops for a limited time only, because the answers to this end's own calls come through the
 //! same reader and a handler may be waiting for one; then it refuses requests as `Overloaded`.
@@ -54,16 +54,16 @@ use crate::{
 static SILENT: Quiet = Quiet::new();
 static BROKEN: Quiet = Quiet::new();
 
-/// How a connection goes on.
+/// The state of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Phase {
     Open,
-    /// Takes no new requests and ends when those running are answered.
+    /// Takes no new requests and ends when those that run are answered.
     Draining,
     Closed,
 }
 
-/// What is needed to run a connection, and known when its handshake is over.
+/// What a connection needs to run, known when its handshake is over.
 pub(super) struct Setup {
     pub env: Env,
     pub options: Options,
@@ -84,7 +84,7 @@ pub(crate) struct Outgoing {
     pub header: Header,
     pub body: Bytes,
     pub payload: Vec<Buf>,
-    /// Room that is taken until the frame is written.
+    /// Reservations that are held until the frame is written.
     pub hold: Hold,
 }
 
@@ -95,7 +95,7 @@ pub(crate) enum Hold {
     Response(Place),
 }
 
-/// A payload that was brought to its place already.
+/// A payload that was already moved to its destination.
 pub(crate) struct Placed {
     pub len: u32,
     pub crc: Option<u32>,
@@ -113,7 +113,7 @@ impl Outgoing {
 pub(crate) struct Slot {
     _call: OwnedSemaphorePermit,
     _bytes: OwnedSemaphorePermit,
-    /// Nobody waits for the answer any more; if the request is not written yet, it need not be.
+    /// The caller has given up; if the request is not written yet, it need not be.
     pub abandoned: AtomicBool,
 }
 
@@ -121,11 +121,11 @@ pub(crate) struct Slot {
 pub(crate) struct Place {
     pub _handler: OwnedSemaphorePermit,
     pub _bytes: OwnedSemaphorePermit,
-    /// Of a long body.
+    /// Reservation of a long body.
     pub _body: Option<Until>,
-    /// Of a client's payload.
+    /// Reservation of a client's payload.
     pub _upload: Option<Taken>,
-    /// Of the answer.
+    /// Reservations of the answer.
     pub answer: Option<(OwnedSemaphorePermit, Taken)>,
     pub answer_body: Option<Taken>,
 }
@@ -133,15 +133,15 @@ pub(crate) struct Place {
 /// A call that is to be answered.
 pub(crate) struct Waiter {
     tx: oneshot::Sender<Result<Message>>,
-    /// What the peer may reach until then.
+    /// Memory that the peer may reach until the answer.
     pub loans: Vec<u64>,
-    /// The peer may not ask for room for its reply, or not again: it may once, because rooms are
-    /// memory, and not for what answers a request for room.
+    /// The peer may not ask for room for its reply (again). It may ask once per call, because rooms
+    /// are memory, and never for the answer to a ROOM request.
     pub asked: bool,
     /// Bytes of foreign memory that the reply may be written to.
     pub foreign: Option<u32>,
-    /// Taken as long, for the sake of the loans, also of those made later, when nobody waits for
-    /// the answer any more.
+    /// Held as long as this waiter, because of the loans: also when the caller has given up, and
+    /// also for loans made later.
     _slot: Arc<Slot>,
 }
 
@@ -151,11 +151,11 @@ impl Waiter {
     }
 }
 
-/// The answers waited for.
+/// Calls that wait for answers.
 struct Pending {
     waiting: BTreeMap<u64, Waiter>,
     next_id: u64,
-    /// Why no call can be made any more.
+    /// Why no more calls can be made.
     over: Option<Error>,
 }
 
@@ -165,9 +165,10 @@ pub(crate) struct Shared {
     pub pool: Pool,
     pub version: u16,
     pub addr: String,
-    /// Let go when the connection is closed: whoever keeps a closed one must not keep its device.
+    /// Dropped when the connection is closed: a holder of a closed connection must not keep its
+    /// device.
     bulk: RwLock<Option<Arc<dyn Bulk>>>,
-    /// The stream goes over RDMA: there was a bulk.
+    /// The stream goes over RDMA, that is, there was a bulk.
     over_rdma: bool,
     out: mpsc::Sender<Outgoing>,
     pending: Mutex<Pending>,
@@ -175,30 +176,30 @@ pub(crate) struct Shared {
     window_bytes: Arc<Semaphore>,
     pub handlers: Arc<Semaphore>,
     pub handler_bytes: Arc<Semaphore>,
-    /// For bodies and answers.
+    /// Shares for bodies and answers.
     pub room: Room,
     /// The answers are for clients of this server.
     pub passes_on: bool,
     phase: watch::Sender<Phase>,
-    /// The peer takes no new requests.
+    /// The peer takes no more requests.
     going_away: AtomicBool,
-    /// Calls waiting for an answer, and answers owed (handlers, a frame half read, a reader waiting
-    /// for room).
+    /// Calls waiting for an answer, and answers owed (handlers, a half-read frame, a reader waiting
+    /// for memory).
     awaited: AtomicU32,
     owed: AtomicU32,
-    /// The reader waits for room here, so that silence says nothing about the peer.
+    /// The reader waits for memory on this side, so silence says nothing about the peer.
     pub stalled: AtomicBool,
-    /// Bytes of the stream: signs of life.
+    /// Bytes that went through the stream: signs of life.
     received: AtomicU64,
     sent: AtomicU64,
-    /// For people.
+    /// Counts traffic for status displays.
     pub counter: Counter,
     pulse_sleeps: AtomicBool,
     pulse: Notify,
 }
 
-/// Whether the transport sums a payload of this opcode: yes, unless its body carries block
-/// checksums.
+/// Whether the transport adds a checksum to a payload of this opcode: yes, unless the body carries
+/// block checksums.
 pub(super) fn is_summed(op: u16) -> bool {
     op < 0x0100 || matches!(op, opcode::EXTENTS | opcode::SYNC_LIST | opcode::LIST_CHUNKS)
 }
@@ -215,8 +216,8 @@ where
     W: AsyncWrite + Send + Unpin + 'static,
 {
     let o = &setup.options;
-    // Every frame in the queue holds a slot or a place, but for keep-alives, refusals (one per slot
-    // of the peer) and one GoAway.
+    // Every frame in the queue holds a slot or a place, except for keep-alives, refusals (one per
+    // slot of the peer) and one GoAway.
     let (out, queue) = mpsc::channel(o.max_inflight * 2 + o.max_handlers + 16);
     let shared = Arc::new(Shared {
         window: Arc::new(Semaphore::new(o.max_inflight)),
@@ -287,7 +288,7 @@ async fn run_writer<W: AsyncWrite + Unpin>(s: Arc<Shared>, wr: W, queue: mpsc::R
     }
 }
 
-/// Keeps the connection alive while this end owes answers, and gives it up when the peer owes some
+/// Keeps the connection alive while this end owes answers, and closes it when the peer owes answers
 /// and is silent.
 async fn run_pulse(s: Arc<Shared>) {
     tokio::select! {
@@ -323,7 +324,7 @@ async fn pulse(s: &Arc<Shared>) {
         let excused = s.awaited.load(Relaxed) == 0 || s.stalled.load(Relaxed);
         silent = if now_received == received && !excused { silent + 1 } else { 0 };
         received = now_received;
-        // The first silent tick may have begun after a sign of life within it, hence one less than
+        // The first silent tick may have begun after a sign of life within it, so one less than
         // TICKS.
         if silent >= TICKS - 1 {
             SILENT.warn(|| {
@@ -355,7 +356,7 @@ fn frame(s: &Shared, kind: Kind) -> Outgoing {
     Outgoing { header, body: Bytes::new(), payload: Vec::new(), hold: Hold::Nothing }
 }
 
-/// `TooBig` for what no receiver would take.
+/// `TooBig` for sizes that no receiver accepts.
 fn check_size(op: u16, body: usize, payload: usize) -> Result<()> {
     if body > MAX_BODY as usize || payload > MAX_PAYLOAD as usize {
         let m = format!("message {op:#06x} too large to send (body {body}, payload {payload})");
@@ -364,7 +365,7 @@ fn check_size(op: u16, body: usize, payload: usize) -> Result<()> {
     Ok(())
 }
 
-/// Fills in lengths and checksums. `TooBig` for what no receiver would take.
+/// Fills in lengths and checksums. `TooBig` for sizes that no receiver accepts.
 pub(super) fn outgoing(
     s: &Shared,
     kind: Kind,
@@ -392,29 +393,29 @@ pub(super) fn outgoing(
 }
 
 impl Shared {
-    /// Bytes that came through the stream.
+    /// Counts bytes that came through the stream.
     pub fn received(&self, bytes: usize) {
         self.received.fetch_add(bytes as u64, Relaxed);
         self.counter.received(bytes as u64);
     }
 
-    /// Whether somebody waits for memory for what comes, or is about to.
+    /// Whether anything waits for memory for arriving data, or may soon have to.
     pub fn is_short(&self) -> bool {
         self.pool.is_waited_for() || self.room.is_short()
     }
 
-    /// Bytes that went into the stream.
+    /// Counts bytes that went into the stream.
     pub fn sent(&self, bytes: usize) {
         self.sent.fetch_add(bytes as u64, Relaxed);
         self.counter.sent(bytes as u64);
     }
 
-    /// What moves payloads beside the stream.
+    /// The [`Bulk`] that moves payloads beside the stream, if there is one.
     pub fn bulk(&self) -> Option<Arc<dyn Bulk>> {
         self.bulk.read().clone()
     }
 
-    /// What a payload of this length takes that goes through the stream.
+    /// How a payload of this length counts if it goes through the stream.
     pub fn stream_road(&self, len: usize) -> Road {
         match self.over_rdma {
             false => Road::Tcp,
@@ -423,8 +424,8 @@ impl Shared {
         }
     }
 
-    /// Queues a frame. The queue is as long as the windows allow frames to exist, so a full one
-    /// means that the peer does not keep to them; and a closed one, that the connection is gone.
+    /// Queues a frame. The queue holds as many frames as the windows allow, so a full queue means
+    /// that the peer violates the windows. A closed queue means that the connection is over.
     pub fn send(&self, f: Outgoing) {
         if let Err(mpsc::error::TrySendError::Full(_)) = self.out.try_send(f) {
             self.fail(&Error::new(
@@ -443,7 +444,7 @@ impl Shared {
         *self.phase.borrow()
     }
 
-    /// Ends the connection; the first cause counts.
+    /// Ends the connection. Later causes are ignored.
     pub fn fail(&self, cause: &Error) {
         let waiting = {
             let mut p = self.pending.lock();
@@ -495,7 +496,7 @@ impl Shared {
         self.going_away.load(Relaxed) || self.phase() == Phase::Closed
     }
 
-    /// The peer said that it takes no more requests.
+    /// The peer has announced that it takes no more requests.
     pub fn peer_goes_away(&self) {
         self.going_away.store(true, Relaxed);
         let mut p = self.pending.lock();
@@ -504,12 +505,12 @@ impl Shared {
         });
     }
 
-    /// Has the peer make a new connection for what comes next.
+    /// Asks the peer to make a new connection for further requests.
     pub fn go_away(&self) {
         self.send(frame(self, Kind::GoAway));
     }
 
-    /// Tells the peer that no more requests are taken, answers those that run, for at most `limit`,
+    /// Tells the peer that no more requests are taken, answers those that run for at most `limit`,
     /// and closes.
     pub async fn drain(&self, limit: Duration) {
         self.phase.send_if_modified(|p| {
@@ -525,20 +526,20 @@ impl Shared {
         self.fail(&Error::new(Code::Disconnected, "this process stopped listening"));
     }
 
-    /// Who waits for this answer, taken out.
+    /// Removes and returns the waiter of this answer.
     pub fn take_waiting(&self, id: u64) -> Option<Waiter> {
         self.pending.lock().waiting.remove(&id)
     }
 
-    /// Whether somebody waits for this answer, which may be a large one, and it is the first time
-    /// that its peer asks for room.
+    /// Whether a call waits for this answer, the answer may be large, and the peer asks for room
+    /// for the first time.
     pub fn may_have_room(&self, id: u64) -> bool {
         let mut p = self.pending.lock();
         let waiter = p.waiting.get_mut(&id).filter(|w| !w.tx.is_closed());
         waiter.is_some_and(|w| !std::mem::replace(&mut w.asked, true))
     }
 
-    /// The peer reaches more for this call. False: nobody waits for its answer any more.
+    /// Adds a loan to this call. False: the call no longer waits for its answer.
     pub fn add_loan(&self, id: u64, loan: u64) -> bool {
         let mut p = self.pending.lock();
         let waiter = p.waiting.get_mut(&id).filter(|w| !w.tx.is_closed());
@@ -558,7 +559,7 @@ impl Shared {
         }
     }
 
-    /// While the result lives, this end sends signs of life.
+    /// While the result lives, this end owes the peer an answer and sends signs of life.
     pub fn owe(self: &Arc<Self>) -> Owed {
         self.owed.fetch_add(1, SeqCst);
         self.wake_pulse();
@@ -584,7 +585,7 @@ impl Shared {
             let lent = foreign.as_ref().map_or(0, |what| what.memory().len() as usize);
             let slot = self.slot(payload.max(room).max(lent)).await?;
             let (tx, rx) = oneshot::channel();
-            // Dropped last, with whatever this ends.
+            // Dropped last, because its drop may end the connection.
             let mut lending = None;
             let (loan, placed) = match &foreign {
                 None => self.lend(&mut request, room).await?,
@@ -648,8 +649,8 @@ impl Shared {
         Ok((Some(loan), placed))
     }
 
-    /// Lends foreign memory. What comes with the loan ends it, and the connection if need be, when
-    /// it is dropped.
+    /// Lends foreign memory. Dropping the guard that is returned with the loan ends the loan, and
+    /// the connection if need be.
     async fn lend_foreign(
         &self,
         m: &Message,
@@ -692,7 +693,7 @@ impl Shared {
     }
 }
 
-/// Foreign memory that is lent to a call: with this the peer reaches nothing of it any more,
+/// Foreign memory that is lent to a call. When this is dropped, the peer can no longer reach it,
 /// however the call ended.
 struct Lending {
     bulk: Arc<dyn Bulk>,
@@ -714,8 +715,8 @@ impl Drop for Owed {
     }
 }
 
-/// A call that waits for its answer; when it ends in any way, the answer is not waited for any
-/// more.
+/// A call that waits for its answer. When it is dropped for any reason, the call is no longer
+/// waiting.
 struct Waiting<'a> {
     shared: &'a Shared,
     slot: Arc<Slot>,
@@ -726,7 +727,7 @@ impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         self.shared.awaited.fetch_sub(1, SeqCst);
         let mut p = self.shared.pending.lock();
-        // What was lent stays so until the peer has answered, so the request must be sent.
+        // Lent memory stays lent until the peer has answered, so the request must still be sent.
         if p.waiting.get(&self.id).is_some_and(|w| w.loans.is_empty()) {
             p.waiting.remove(&self.id);
             self.slot.abandoned.store(true, Relaxed);
@@ -737,17 +738,18 @@ impl Drop for Waiting<'_> {
 /// A connection as its users hold it.
 pub(super) struct Handle {
     shared: Arc<Shared>,
-    /// The connection ends with this.
+    /// The connection ends when this handle is dropped.
     owns: bool,
 }
 
 impl Handle {
-    /// Of the one who connected.
+    /// The handle of the end that connected.
     pub fn owner(shared: Arc<Shared>) -> Handle {
         Handle { shared, owns: true }
     }
 
-    /// Of a service, for requests the other way: it does not keep the connection open.
+    /// The handle of a service for requests in the other direction. It does not keep the connection
+    /// open.
     fn back(shared: Arc<Shared>) -> Handle {
         Handle { shared, owns: false }
     }

@@ -1,6 +1,6 @@
-//! Connections that lend memory, over pipes within this process: what RDMA does with keys and
-//! windows, done with a table. So the code above the transport is tested where there is no device,
-//! and a fabric is seen to need no more than this file.
+//! Connections that lend memory, over pipes within this process: a table replaces the keys and
+//! windows of RDMA. So the code above the transport is tested without a device, and it is shown
+//! that a fabric needs no more than this file.
 
 use std::{
     collections::BTreeMap,
@@ -38,7 +38,7 @@ enum Lent {
 }
 
 impl Lent {
-    /// Foreign memory in which a peer may do so much from `at` on, in this direction.
+    /// The address at `at` in lent foreign memory, if the loan allows this direction and length.
     fn foreign(&self, room: bool, at: u64, len: usize) -> Result<*mut u8> {
         let Lent::Foreign(what) = self else { return Err(refused("a key for something else")) };
         let m = what.memory();
@@ -70,7 +70,7 @@ impl Table {
     }
 }
 
-/// One end's view: what it lends, and what it may reach.
+/// One end's view: what it lends, and what it can reach.
 struct Memory {
     ours: Arc<Mutex<Table>>,
     theirs: Arc<Mutex<Table>>,
@@ -100,7 +100,7 @@ impl Bulk for Memory {
         let mut t = self.ours.lock();
         let mut regions = Regions::default();
         if at > 0 {
-            // In two parts, so that their order counts.
+            // In two parts, so that their order matters.
             let mut whole = whole.freeze();
             let first = whole.split_to(at / 2);
             regions.payload = vec![t.add(Lent::Payload(first)), t.add(Lent::Payload(whole))];
@@ -151,7 +151,7 @@ impl Bulk for Memory {
                 Lent::Payload(b) => b,
                 other => {
                     let from = other.foreign(false, r.addr, len)?;
-                    // SAFETY: who lends foreign memory keeps it in place, and the table's lock
+                    // SAFETY: the lender of foreign memory keeps it in place, and the table's lock
                     // keeps the loan.
                     unsafe { to[at..at + len].as_mut_ptr().copy_from(from, len) };
                     at += len;
@@ -189,7 +189,7 @@ impl Bulk for Memory {
 
 struct Listening {
     service: Arc<dyn Service>,
-    /// Gone when the listener was dropped.
+    /// Closed when the listener is dropped.
     stop: Weak<watch::Sender<()>>,
     stopping: watch::Receiver<()>,
 }
@@ -199,7 +199,7 @@ struct InMemory {
     streams: Streams,
     listeners: Arc<Mutex<BTreeMap<Endpoint, Listening>>>,
     counts: Arc<Counts>,
-    /// Of all connections, both ends.
+    /// The tables of all connections, of both ends.
     tables: Arc<Mutex<Vec<Arc<Mutex<Table>>>>>,
 }
 
@@ -229,7 +229,7 @@ impl InMemory {
         (end(&a, &b), end(&b, &a))
     }
 
-    /// A connection whose ends move payloads by these.
+    /// A connection whose ends move payloads by these tables.
     async fn join(
         &self,
         near: Arc<dyn Bulk>,
@@ -249,7 +249,7 @@ impl InMemory {
         self.streams.connect_over(rd, wr, Some(near), "memory".into(), None).await.unwrap()
     }
 
-    /// What is lent still, over all connections.
+    /// What is still lent, over all connections.
     fn lent(&self) -> usize {
         self.tables.lock().iter().map(|t| t.lock().lent.len()).sum()
     }
@@ -302,8 +302,8 @@ async fn conforms_with_lent_memory() {
     let f = InMemory::new();
     conformance::all(&f, &f, &Endpoint::Sim(1)).await;
     assert!(f.counts.fetched.load(SeqCst) > 1 << 20 && f.counts.put.load(SeqCst) > 1 << 20);
-    // Those of connections that ended in the middle go with the connection; this table does not
-    // know of its end.
+    // Loans of connections that ended in the middle end with the connection; this table does not
+    // know of that end.
     f.tables.lock().clear();
 }
 
@@ -325,7 +325,7 @@ async fn what_was_lent_is_taken_back_before_the_caller_sees_the_answer() {
         );
         assert_eq!(f.lent(), 0, "{len}");
     }
-    // One that is given up lends until it is answered.
+    // A call that was abandoned lends until it is answered.
     let m =
         Message::new(conformance::GATED, "").with_payload(vec![conformance::pattern(100_000, 1)]);
     assert_eq!(conn.call(m, Duration::from_millis(10)).await.unwrap_err().code, Code::TimedOut);
@@ -336,7 +336,7 @@ async fn what_was_lent_is_taken_back_before_the_caller_sees_the_answer() {
     }
 }
 
-/// Asks again and again for room for one answer.
+/// Repeatedly asks for room for one answer.
 struct Greedy(Mutex<Vec<Result<Message>>>);
 
 #[async_trait]
@@ -366,7 +366,7 @@ async fn a_peer_gets_room_once_for_an_answer_that_is_waited_for() {
     assert_eq!(f.lent(), 0);
 }
 
-/// Takes its time to lend.
+/// Delays each loan.
 struct Slow(Arc<dyn Bulk>);
 
 #[async_trait]
@@ -402,8 +402,8 @@ impl Service for Verbose {
     }
 }
 
-/// All that a server asks of who connected is room. If it lent memory for the answer to that, a
-/// client that keeps the answer back would hold as much as it likes.
+/// A server asks the client that connected only for room. If the server lent memory for the answer
+/// to that, a client that withholds the answer would hold as much memory as it likes.
 #[tokio::test(start_paused = true)]
 async fn a_request_for_room_is_no_reason_to_lend_any() {
     let f = InMemory::new();
@@ -485,7 +485,7 @@ async fn payloads_go_through_the_stream_where_no_memory_may_be_registered() {
                     got.payload_len() == len && got.payload.iter().all(|b| b[..] == payload[..]),
                     "{len} {code:?}"
                 );
-                // It was not straight, and both ends of the call say so.
+                // It was not direct, and both ends of the call report that.
                 let road =
                     |streamed| if streamed && len > 4096 { Road::RdmaStream } else { Road::Rdma };
                 assert_eq!(
@@ -495,7 +495,7 @@ async fn payloads_go_through_the_stream_where_no_memory_may_be_registered() {
                 );
                 assert_eq!(f.lent(), 0, "{len} {code:?}");
             }
-            // Room for it is asked for, and refused.
+            // Room for it is requested, and refused.
             let n: usize = 100_000;
             let got = conn
                 .call(Message::new(conformance::GENERATE, n.to_le_bytes().to_vec()), LONG)
@@ -510,8 +510,8 @@ async fn payloads_go_through_the_stream_where_no_memory_may_be_registered() {
     }
 }
 
-/// Answers READ with a pattern, as long as its offset says, and WRITE with the sum of what came;
-/// both when the gate is open.
+/// Answers READ with a pattern whose length is the offset, and WRITE with the checksum of what
+/// came; both when the gate is open.
 struct Disk(tokio::sync::Semaphore);
 
 #[async_trait]
@@ -535,7 +535,7 @@ fn read_of(offset: usize, room: usize) -> Message {
     Message::new(opcode::READ, r.encode())
 }
 
-/// Memory that is nobody's buffer, all of it `fill`.
+/// Memory outside of any buffer, all of it `fill`.
 fn device(len: usize, fill: u8) -> (Arc<Vec<Cell>>, Foreign) {
     let keep =
         Arc::new((0..len).map(|_| Cell(std::cell::UnsafeCell::new(fill))).collect::<Vec<_>>());
@@ -579,14 +579,15 @@ async fn foreign_memory_is_read_and_written_where_it_lies() {
         assert_eq!(got.body[..], super::shared::sum(&[want]).to_le_bytes());
         assert_eq!((got.went, f.lent()), (Road::Rdma, 0));
     }
-    // What comes with its frame is not written there; what is longer than the room is refused.
+    // A payload that comes with its frame is not written there; one longer than the room is
+    // refused.
     let before = bytes(&memory);
     let small = Message { lend: Some(Lend::Room(all.clone())), ..read_of(4096, 1 << 20) };
     let got = conn.call(small, LONG).await.unwrap();
     assert_eq!((got.placed, got.payload_len()), (0, 4096));
     let long = Message { lend: Some(Lend::Room(all.slice(0..5000))), ..read_of(5001, 5000) };
     assert_eq!(conn.call(long, LONG).await.unwrap_err().code, Code::NoEnt);
-    // Neither are requests whose payload is summed on its way, and those that have another payload.
+    // Requests whose payload the transport sums are refused, too, and those with another payload.
     for m in [
         Message::new(opcode::ECHO, ""),
         read_of(1, 1).with_payload(vec![conformance::pattern(1, 1)]),
@@ -606,7 +607,7 @@ async fn foreign_memory_is_out_of_reach_when_a_call_has_ended_in_any_way() {
     let (memory, all) = device(1 << 20, 7);
     let conn = f.connect(&at, None).await.unwrap();
     let ask = || Message { lend: Some(Lend::Room(all.clone())), ..read_of(1 << 20, 1 << 20) };
-    // Too late; dropped; the connection ends.
+    // Too late; dropped; ended with the connection.
     assert_eq!(conn.call(ask(), Duration::from_millis(10)).await.unwrap_err().code, Code::TimedOut);
     assert_eq!((f.lent(), Arc::strong_count(&memory)), (0, 2));
     {

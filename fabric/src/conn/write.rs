@@ -1,5 +1,5 @@
-//! The writer of a connection: takes what is queued, as much as there is up to a limit, and writes
-//! it with as few system calls as possible. Headers and small bodies are gathered in one scratch
+//! The writer of a connection: takes as many queued frames as there are, up to a limit, and writes
+//! them with as few system calls as possible. Headers and small bodies are gathered in one scratch
 //! buffer; payloads are never copied.
 
 use std::{
@@ -31,8 +31,7 @@ enum Piece {
     Payload(usize, usize),
 }
 
-/// Writes until the socket fails. Ends without an error's cause only when the connection is
-/// dropped.
+/// Writes until the socket fails or the connection is dropped, and returns the cause.
 pub(super) async fn run<W: AsyncWrite + Unpin>(
     s: &Shared,
     mut wr: W,
@@ -56,7 +55,7 @@ pub(super) async fn run<W: AsyncWrite + Unpin>(
     }
 }
 
-/// Lays out the batch. Requests that nobody waits for any more are left out.
+/// Lays out the batch. Requests that were abandoned are left out.
 fn plan(batch: &mut Vec<Outgoing>, scratch: &mut Vec<u8>, pieces: &mut Vec<Piece>) {
     batch.retain(|f| !matches!(&f.hold, Hold::Request(slot) if slot.abandoned.load(Relaxed)));
     scratch.clear();
@@ -91,20 +90,20 @@ fn bytes<'a>(piece: &Piece, batch: &'a [Outgoing], scratch: &'a [u8]) -> &'a [u8
     }
 }
 
-/// Waits for a write as long as it makes progress: what is to be written may hold memory that
-/// others wait for. `begun`: the batch.
+/// Waits for a write as long as it makes progress: what is being written may hold memory that
+/// others wait for. `begun`: when the batch began, and its bytes.
 async fn goes_on<T>(
     s: &Shared,
     write: impl Future<Output = std::io::Result<T>>,
     (begun, bytes): (Instant, usize),
 ) -> std::io::Result<T> {
     let mut write = pin!(write);
-    // A timer is for those who must wait.
+    // The timer is only set up if it must wait.
     if let Poll::Ready(r) = at_once(write.as_mut()).await {
         return r;
     }
     let (o, mut waited) = (&s.options, Duration::ZERO);
-    // The peer's reader may wait for memory, too.
+    // The peer's reader may be waiting for memory, too.
     let (pause, least) = (o.frame_pause_full, o.room_wait * 2);
     let batch = least + Duration::from_secs(bytes as u64) / LEAST_RATE;
     loop {

@@ -32,10 +32,10 @@ unsafe impl Sync for Events {}
 pub struct Event {
     pub kind: c_int,
     pub status: c_int,
-    /// Of a connection request: the new id.
+    /// For a connection request: the new id.
     pub id: *mut CmId,
     pub private: Vec<u8>,
-    /// READs at a time that this end is asked to serve, and that it may have under way.
+    /// Concurrent READs that this end is asked to serve, and that it may issue.
     pub reads: (u8, u8),
 }
 
@@ -56,7 +56,7 @@ pub fn non_blocking(fd: RawFd) -> Result<AsyncFd<RawFd>> {
         .map_err(|e| Error::from(std::io::Error::from(e)).context("a descriptor of RDMA events"))
 }
 
-/// Whether the connection manager is there; an error is a sentence.
+/// Checks that the connection manager is available. An error is a sentence.
 pub fn see(lib: &'static Lib) -> Result<()> {
     let raw = open_channel(lib)?;
     // SAFETY: just made, and nothing is on it.
@@ -122,8 +122,8 @@ impl Events {
                 return Ok(e);
             }
             let mut ready = fd.readable().await?;
-            // An event that comes between the look and this is seen by the next look or wakes
-            // again.
+            // An event that arrives between the check above and this one is found by this check or
+            // wakes it again.
             if let Some(e) = self.try_next()? {
                 return Ok(e);
             }
@@ -142,9 +142,9 @@ pub fn expected(e: Event, kind: c_int, to: &str) -> Result<Event> {
     if e.kind == kind { Ok(e) } else { Err(refused(&e, to)) }
 }
 
-/// What an event says that is not the one hoped for. `Protocol` only for an answer that somebody
-/// gave who does not speak this protocol: a listener that goes away is none, and its kernel rejects
-/// for it what it had not answered, without a word.
+/// The error for an unexpected event. `Protocol` only for an answer of a peer that does not speak
+/// this protocol. A listener that goes away is not such a peer: its kernel rejects the connections
+/// that it had not answered, without private data.
 fn refused(e: &Event, to: &str) -> Error {
     if e.kind == event::REJECTED
         && e.status == verbs::REJ_BY_LISTENER
@@ -193,7 +193,7 @@ impl Drop for Events {
     }
 }
 
-/// An id of the connection manager with its channel.
+/// An id of the connection manager, with its event channel.
 pub struct Id {
     lib: &'static Lib,
     pub raw: *mut CmId,
@@ -217,7 +217,8 @@ impl Id {
         Ok(Id { lib, raw, events })
     }
 
-    /// Of a connection request: moved to a channel of its own. It is destroyed if that fails.
+    /// The id of a connection request, moved to a channel of its own. It is destroyed if that
+    /// fails.
     pub fn of_request(lib: &'static Lib, raw: *mut CmId) -> Result<Id> {
         let events = Events::new(lib).inspect_err(|_| {
             // SAFETY: an id that is nobody else's.
@@ -257,8 +258,8 @@ impl Id {
         }
     }
 
-    /// Finds device, port and path: from the port that has the address `from`, or from the one that
-    /// the kernel's routes say.
+    /// Finds device, port and path: from the port with the address `from`, or else from the one
+    /// that the kernel's routes give.
     pub async fn resolve(
         &self,
         from: Option<IpAddr>,
@@ -298,7 +299,7 @@ impl Id {
         }
     }
 
-    /// `reads`: how many this end serves at a time, and how many it has under way.
+    /// `reads`: how many READs this end serves at a time, and how many it issues.
     fn param(private: &[u8], reads: (u8, u8)) -> ConnParam {
         ConnParam {
             private_data: private.as_ptr().cast(),
@@ -307,7 +308,7 @@ impl Id {
             initiator_depth: reads.1,
             flow_control: 1,
             retry_count: 7,
-            // Without end: a shared receive queue may be empty for a while.
+            // Retry without limit: a shared receive queue may be empty for a while.
             rnr_retry_count: 7,
             srq: 1,
             qp_num: 0,
@@ -381,8 +382,8 @@ mod tests {
     #[test]
     fn who_goes_away_before_he_answers_is_away_and_only_an_answer_is_of_another_protocol() {
         let rejected = |private: &[u8]| says(event::REJECTED, verbs::REJ_BY_LISTENER, private);
-        // What a kernel says for a listener that is killed, ends, or drops a request that it had no
-        // memory for.
+        // What a kernel sends for a listener that is killed, ends, or drops a request for lack of
+        // memory.
         for none in [&[][..], &[0; 24], &[0; 148]] {
             let e = rejected(none);
             assert!(
@@ -414,7 +415,7 @@ mod tests {
         assert!(e.message.contains("too many connections"), "{e}");
         let well = Greeting { message: 4096, credits: 32, status: 0 }.encode();
         assert_eq!(rejected(&well).code, Code::Disconnected);
-        // Somebody else's answer.
+        // The answer of some other protocol.
         assert_eq!(rejected(b"HTTP/1.1 400 Bad Request").code, Code::Protocol);
         assert_eq!(rejected(&[0xff; 148]).code, Code::Protocol);
     }

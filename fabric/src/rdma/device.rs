@@ -22,11 +22,11 @@ use super::{
 };
 use crate::{Buf, BufMut, Foreign, Pool, REGION, Region, buf::ALIGN};
 
-/// Bytes of a message at most, and of a receive buffer.
+/// Maximum length of a message, and size of a receive buffer, in bytes.
 pub const MESSAGE: usize = 4096;
-/// Of a completion's id: it is a receive buffer.
+/// Bit of a completion's id that marks a receive buffer.
 pub const RECV: u64 = 1 << 63;
-/// Receive buffers that a device needs at least.
+/// Minimum number of receive buffers of a device.
 pub const FEWEST: u32 = 16;
 
 pub struct Device {
@@ -35,26 +35,26 @@ pub struct Device {
     pub name: String,
     pd: *mut Pd,
     srq: *mut Srq,
-    /// Buffers of the shared receive queue.
+    /// Number of buffers of the shared receive queue.
     pub messages: u32,
-    /// Most READs that may be under way, as target and as source.
+    /// Maximum number of concurrent READs, as target and as source.
     pub reads: (u8, u8),
-    /// It checks windows against the bounds of the registration only, so what is lent is registered
-    /// by itself (soft-RoCE, as of Linux 6.1).
+    /// The device checks windows against the bounds of the registration only, so lent memory gets a
+    /// registration of its own (soft-RoCE, as of Linux 6.1).
     loose: bool,
-    /// Registered regions by their id. Theirs to hold: unmapped memory must not stay registered.
+    /// Registered regions by their id. Holds the regions: unmapped memory must not stay registered.
     regions: Mutex<BTreeMap<u64, Whole>>,
     inbox: Inbox,
-    /// Of each device that is set up.
+    /// Present on each device that is set up.
     pub stage: Option<Arc<Stage>>,
     pub pool: Pool,
-    /// How many share what may be registered.
+    /// Number of devices that share the limit for registered memory.
     devices: usize,
-    /// A key of this protection domain could not be taken back.
+    /// A key of this protection domain could not be invalidated.
     spoilt: Arc<AtomicBool>,
-    /// The connections of this protection domain, and some that are gone.
+    /// The connections of this protection domain, including some that are gone.
     queues: Mutex<Vec<Weak<Queue>>>,
-    /// As if nothing that is fetched could be registered where it goes.
+    /// For tests: as if no destination of a fetch could be registered.
     #[cfg(test)]
     pub starved: AtomicBool,
 }
@@ -80,10 +80,10 @@ unsafe impl Sync for Device {}
 pub struct Registered {
     lib: &'static Lib,
     pub mr: *mut Mr,
-    /// `None`: it is no memory of this process's.
+    /// `None`: it is not memory of this process.
     _locked: Option<Locked>,
-    /// [`Device::spoilt`], of memory that peers reach by this registration's own key. `None`: it is
-    /// for local use, and nothing remote can be done with its key.
+    /// [`Device::spoilt`], for memory that peers reach by this registration's own key. `None`: it
+    /// is for local use, and peers can do nothing with its key.
     open: Option<Arc<AtomicBool>>,
 }
 
@@ -98,7 +98,7 @@ impl Registered {
         unsafe { (*self.mr).lkey }
     }
 
-    /// Of memory that was registered with remote rights of its own: its key.
+    /// The key of memory that was registered with remote rights of its own.
     pub fn rkey(&self) -> u32 {
         // SAFETY: as above.
         unsafe { (*self.mr).rkey }
@@ -118,8 +118,8 @@ impl Drop for Registered {
     }
 }
 
-/// Why bytes of a dma-buf are not registered. Whatever the kernel or a driver says: it is about
-/// lending them, so others can do without.
+/// The error when bytes of a dma-buf cannot be registered. Whatever the kernel or a driver reports,
+/// it means that they cannot be lent, so that callers can work without lending.
 fn no_dma_buf(name: &str, len: usize, e: &std::io::Error) -> Error {
     match e.raw_os_error() {
         Some(libc::EOPNOTSUPP | libc::EPROTONOSUPPORT | libc::ENOSYS) => verbs::missing(format!(
@@ -140,7 +140,7 @@ pub fn name_of(lib: &Lib, ctx: *mut Context) -> String {
         .into_owned()
 }
 
-/// Limits of a device; an error in words if it cannot be used.
+/// Limits of a device. The error is a text that says why the device cannot be used.
 pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
     let name = name_of(lib, ctx);
     // SAFETY: an open context has a device.
@@ -183,7 +183,7 @@ pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
 }
 
 impl Device {
-    /// Sets up a device for use, one of so many, with a shared receive queue of `messages`.
+    /// Sets up a device for use, as one of `devices`, with a shared receive queue of `messages`.
     pub fn open(
         lib: &'static Lib,
         ctx: *mut Context,
@@ -193,7 +193,7 @@ impl Device {
     ) -> Result<Arc<Device>> {
         let attr = look_at(lib, ctx)?;
         let name = name_of(lib, ctx);
-        // All of them may complete on one queue pair, beside all that it sends.
+        // All of them may complete on one queue pair, in addition to everything that it sends.
         let messages = messages.min(attr.max_srq_wr as u32).min(attr.max_cqe as u32 - DEPTH as u32);
         // SAFETY: an open context.
         let pd = unsafe { (lib.ibv_alloc_pd)(ctx) };
@@ -248,7 +248,7 @@ impl Device {
         self.spoilt.load(SeqCst)
     }
 
-    /// Notes a connection that is up. It ends at once if the device is spoilt.
+    /// Adds a connection that is up. It ends at once if the device is spoilt.
     pub fn enter(&self, q: &Arc<Queue>) {
         let mut all = self.queues.lock();
         all.retain(|q| q.strong_count() > 0);
@@ -257,15 +257,16 @@ impl Device {
         self.end_if_spoilt();
     }
 
-    /// To be called, without the lock of a connection, when registrations with keys of their own
-    /// have gone. A key that could not be taken back opens its memory to every queue pair of this
-    /// protection domain: they are all gone when this returns, and without them it opens nothing.
-    /// Who connects anew gets a domain of its own, see `RdmaFabric::device`.
+    /// To be called, without the lock of a connection, after registrations with keys of their own
+    /// were dropped. A key that could not be invalidated opens its memory to every queue pair of
+    /// this protection domain. So all of them are destroyed when this returns; without them the key
+    /// opens nothing. New connections get a protection domain of their own, see
+    /// `RdmaFabric::device`.
     pub fn end_if_spoilt(&self) {
         if !self.is_spoilt() {
             return;
         }
-        // Held until the end: so are others who want to know.
+        // Held until the end, so that concurrent callers wait until all are destroyed, too.
         let mut all = self.queues.lock();
         let left: Vec<Arc<Queue>> =
             std::mem::take(&mut *all).iter().filter_map(Weak::upgrade).collect();
@@ -306,7 +307,7 @@ impl Device {
         }
     }
 
-    /// Copies the start of a receive buffer that was completed and not given back.
+    /// Copies the start of a receive buffer that was completed and not posted again.
     pub fn copy_received(&self, i: u32, to: &mut [u8]) {
         assert!(to.len() <= MESSAGE);
         let from = self.inbox.start.wrapping_add(i as usize * MESSAGE);
@@ -333,7 +334,7 @@ impl Device {
         Ok(Registered { lib: self.lib, mr, _locked: Some(locked), open: None })
     }
 
-    /// Of the device's own memory.
+    /// Registers the device's own memory.
     fn register_for_good(&self, start: *mut u8, len: usize) -> Result<Registered> {
         let room = Budget::here()
             .take(What::Stream, len as u64)
@@ -341,13 +342,14 @@ impl Device {
         self.register(start, len, room)
     }
 
-    /// Registers a region for as long as anybody has it; `None`: there is no room for that.
+    /// Registers a region for as long as anything else holds it. `None`: the limit leaves no room
+    /// for it.
     fn whole(&self, region: &Arc<Region>) -> Option<Arc<Registered>> {
         let mut all = self.regions.lock();
         if let Some((r, _)) = all.get(&region.id()) {
             return Some(r.clone());
         }
-        // Regions that nobody else has: their pool is gone.
+        // Drops regions that nothing else holds: their pool is gone.
         all.retain(|_, (_, held)| Arc::strong_count(held) > 1);
         let kept = all.values().filter(|(_, r)| r.is_kept()).count();
         let had = Had { pool: ((all.len() - kept) * REGION) as u64, kept: (kept * REGION) as u64 };
@@ -362,9 +364,9 @@ impl Device {
         Some(made)
     }
 
-    /// The registration of memory that lies in `region`, or of exactly these bytes, for
-    /// `otherwise`, where there is none or it cannot be registered whole. The caller holds the
-    /// memory as long. `Overloaded`: there is no room for it now, but may be later.
+    /// The registration of the region in which the memory lies. If there is no region, or it cannot
+    /// be registered whole, registers exactly these bytes, for `otherwise`. The caller holds the
+    /// memory as long as the result. `Overloaded`: there is no room for it now, but may be later.
     fn registration(
         &self,
         region: Option<&Arc<Region>>,
@@ -375,14 +377,14 @@ impl Device {
         if let Some(whole) = region.and_then(|r| self.whole(r)) {
             return Ok(whole);
         }
-        // The kernel counts pages.
+        // The kernel counts whole pages.
         let (first, end) = (start.addr() / ALIGN, (start.addr() + len).div_ceil(ALIGN));
         let room = Budget::here().take(otherwise, ((end - first) * ALIGN) as u64);
         let room = room.ok_or_else(|| Budget::here().refusal(len))?;
         self.register(start, len, room).map(Arc::new)
     }
 
-    /// Where the regions of kept memory start that are registered.
+    /// Start addresses of the registered regions of kept memory.
     #[cfg(test)]
     pub fn kept_regions(&self) -> Vec<u64> {
         let all = self.regions.lock();
@@ -393,8 +395,8 @@ impl Device {
         self.registration(b.region(), b.as_ptr().cast_mut(), b.len(), What::Once)
     }
 
-    /// A registration under which a window may be bound to exactly these bytes, which the caller
-    /// holds as long.
+    /// A registration under which a window may be bound to exactly these bytes. The caller holds
+    /// the memory as long.
     pub fn to_lend(
         &self,
         region: Option<&Arc<Region>>,
@@ -405,8 +407,8 @@ impl Device {
     }
 
     /// Registers exactly these bytes of a dma-buf, with a key that opens them for one direction:
-    /// the kernel binds no windows to such a registration. It takes no locked memory: what it holds
-    /// in place is the exporter's.
+    /// the kernel binds no windows to such a registration. It does not count as locked memory: the
+    /// pinned memory is the exporter's.
     pub fn of_dma_buf(
         &self,
         (fd, offset): (BorrowedFd<'_>, u64),

@@ -44,7 +44,7 @@ impl Pages {
         }
     }
 
-    /// When nothing is lent, and nobody looks.
+    /// Only to be called when nothing is lent and nothing reads it.
     pub fn fill(&self, with: u8) {
         // SAFETY: as said; cells may be written while they are shared.
         unsafe { self.0.as_ptr().cast::<u8>().cast_mut().write_bytes(with, self.0.len()) }
@@ -56,8 +56,8 @@ impl Pages {
     }
 }
 
-/// READ answers with a pattern of the length asked for, WRITE with the sum of what came; each takes
-/// a permit and gives it back.
+/// READ answers with a pattern of the length asked for, WRITE with the checksum of what came; each
+/// takes a permit and gives it back.
 struct Disk(Semaphore, AtomicU64);
 
 impl Disk {
@@ -99,14 +99,14 @@ async fn foreign_memory_is_read_and_written_where_it_lies_over_several_queue_pai
     }
     let f = server();
     let (_disk, guard) = Disk::at(&f, 4).await;
-    // One after the other: four handshakes at a time are much for a machine that is emulated.
+    // One after the other: four concurrent handshakes are too much for an emulated machine.
     let mut lanes: Vec<Arc<dyn Connection>> = Vec::new();
     for _ in 0..4 {
         lanes.push(f.connect(guard.endpoint(), None).await.unwrap());
     }
     let memory = Pages::new(512 * KIB + 4097, 0);
     let used = f.pool().stats().used;
-    // Each lane has a part of its own, none of which begins or ends with a page.
+    // Each lane has its own part, and no part begins or ends at a page border.
     let borders = [1, 100 * KIB, 200 * KIB + 1, 512 * KIB, 512 * KIB + 4097].map(|at| at as u64);
     let parts = [0, 1, 2, 3].map(|i| borders[i]..borders[i + 1]);
     let reads =
@@ -162,7 +162,7 @@ async fn foreign_memory_is_out_of_reach_the_moment_a_call_is_given_up() {
             );
         }
         assert_eq!(Arc::strong_count(&memory), 1, "round {round}: lent still");
-        // For that its connection has ended; others have not.
+        // This ended its connection, but no others.
         timeout(LONG, async {
             while !conn.is_closed() {
                 tokio::time::sleep(Duration::from_millis(5)).await
@@ -179,7 +179,7 @@ async fn foreign_memory_is_out_of_reach_the_moment_a_call_is_given_up() {
     works(&*friend).await;
 }
 
-/// Only so many ends of connections are left.
+/// Waits until only this many ends of connections are left.
 async fn settled_of(f: &RdmaFabric, ends: u64) {
     let left = async {
         while f.roads()[0].1.connections > ends {
@@ -198,7 +198,7 @@ async fn a_device_that_registers_no_dma_bufs_is_named_and_the_connection_goes_on
     let fd = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
     let e = conn.call(read(Foreign::dma_buf(fd, 0, 1 << 40, 8192)), LONG).await.unwrap_err();
     println!("{e}");
-    // A device that does register such memory says that this is none.
+    // A device that can register dma-bufs reports that this is not one.
     let soft = std::env::var("STRAKE_RDMA_SOFT").is_ok();
     assert!(
         !soft

@@ -1,19 +1,19 @@
-//! Private data of the connection request, its acceptance and its rejection: who speaks what,
-//! before anything is set up. Specified in `docs/formats.md`.
+//! Private data of the connection request, its acceptance and its rejection: both ends state what
+//! they support before anything is set up. Specified in `docs/formats.md`.
 
 use strake_proto::{Code, Error, Result};
 
 pub const MAGIC: [u8; 8] = *b"STRAKERD";
 pub const GREETING_LEN: usize = 24;
-/// Version of what is below the frames; they have their own.
+/// Version of the layer below the frames; the frames have their own version.
 const VERSION: u16 = 1;
 
-/// What one end can take.
+/// What one end accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Greeting {
-    /// Longest message it takes.
+    /// Maximum message length that it accepts.
     pub message: u32,
-    /// Messages that the other end may have sent before it is told that they were taken.
+    /// Number of messages that the other end may send before it is told that they were received.
     pub credits: u16,
     /// 0, or the [`Code`] of a rejection.
     pub status: u16,
@@ -30,13 +30,13 @@ impl Greeting {
         b
     }
 
-    /// Whether the private data are none: what a kernel sends for a process that went away before
-    /// it answered.
+    /// Whether the private data are empty: a kernel sends this for a process that ended before it
+    /// answered.
     pub fn is_none(b: &[u8]) -> bool {
         b.iter().all(|b| *b == 0)
     }
 
-    /// Private data arrive padded with zeros to the length that the network has for them.
+    /// Private data arrive padded with zeros to the length that the network reserves for them.
     pub fn decode(b: &[u8]) -> Result<Greeting> {
         let other =
             || Error::new(Code::Protocol, "the other end does not speak StrakeFS over RDMA");

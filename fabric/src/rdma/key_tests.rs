@@ -1,6 +1,6 @@
-//! What opens memory to a peer, and for how long: keys that are wrong, foreign or over, one that
-//! cannot be taken back, memory that goes. On a real device, or soft-RoCE, as
-//! [`tests`](super::tests).
+//! What opens memory to a peer, and for how long: keys that are wrong, of another connection or
+//! expired, a key that cannot be invalidated, memory that is freed. On a real device, or soft-RoCE,
+//! as [`tests`](super::tests).
 
 use std::sync::{
     Arc,
@@ -73,13 +73,12 @@ async fn what_was_not_lent_is_not_read() {
     let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
     peer.wr.write_all(&frame(&loan.regions, conformance::GATED, b"", 4096, 0)).await.unwrap();
     service.until(|s| s.disconnected.load(SeqCst) == 8).await;
-    // Each was a request with what is good: it is answered once the gate is open; damaged, it is to
-    // be sent again.
+    // Each is a valid request: it is answered once the gate is open; if it is damaged, it must be
+    // sent again.
     let mut peer = raw(&f, guard.endpoint()).await;
     let loan = peer.q.lend(vec![data.clone()], None).await.unwrap();
     service.open(1);
-    // What a silent connection sends to see whether the other end is there is answered, by its
-    // device.
+    // The other end's device answers the probe that a silent connection sends.
     peer.q.probe();
     for (crc, code) in [(crc32c(&data), 0), (crc32c(&data) ^ 1, Code::Resend as u16)] {
         peer.wr
@@ -92,8 +91,8 @@ async fn what_was_not_lent_is_not_read() {
     works(&*friend).await;
 }
 
-/// As above, for what the server writes. All that is lent lies in the middle of memory that is
-/// looked at afterwards.
+/// As above, for what the server writes. All lent memory lies in the middle of memory that is
+/// checked afterwards.
 #[tokio::test]
 async fn what_was_not_lent_is_not_written() {
     const LEN: usize = 300_000;
@@ -148,7 +147,7 @@ async fn what_was_not_lent_is_not_written() {
     other.q.take_back(foreign.id).await.unwrap();
     drop(other);
     assert!(memory.look().iter().all(|b| *b == 7), "something was written");
-    // What was lent is, and nothing beside it.
+    // Lent memory is written, and nothing beside it.
     let mut peer = raw(&f, guard.endpoint()).await;
     let loan = peer.q.lend_foreign(&room()).await.unwrap();
     peer.ask(LEN, loan.regions.room.unwrap()).await;
@@ -162,7 +161,7 @@ async fn what_was_not_lent_is_not_written() {
     works(&*friend).await;
 }
 
-/// Whether the kernel, as it seems, takes back no registration.
+/// Simulates a kernel that cannot remove registrations.
 static STUCK: AtomicBool = AtomicBool::new(false);
 
 unsafe extern "C" fn dereg_or_not(mr: *mut verbs::Mr) -> std::ffi::c_int {
@@ -174,8 +173,8 @@ unsafe extern "C" fn dereg_or_not(mr: *mut verbs::Mr) -> std::ffi::c_int {
     }
 }
 
-/// Memory of this process in the place of a dma-buf, which soft-RoCE does not register: with a key
-/// of its own too.
+/// Memory of this process in place of a dma-buf, which soft-RoCE cannot register; the registration
+/// has a key of its own, too.
 unsafe extern "C" fn reg_host(
     pd: *mut verbs::Pd,
     _offset: u64,
@@ -209,14 +208,14 @@ async fn a_key_that_cannot_be_taken_back_opens_nothing_when_its_call_has_ended()
         let fd = std::os::fd::OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
         Lend::Room(crate::Foreign::dma_buf(fd, exposed % 4096, exposed, LEN as u64))
     };
-    // Its call ends well; it is given up; it has ended with its connection.
+    // Its call ends well; it is abandoned; it has ended with its connection.
     for round in 0..3 {
         let (lender, mut second) =
             (raw(&f, guard.endpoint()).await, raw(&f, guard.endpoint()).await);
         let device = lender.q.device.clone();
         let loan = lender.q.lend_foreign(&lend()).await.unwrap();
         let room = loan.regions.room.unwrap();
-        // Until then a server reaches it, by whatever connection.
+        // Until then a server can reach it, over any connection.
         second.ask(LEN, room).await;
         second.answer().await;
         assert!(memory.look() == &conformance::pattern(LEN, 3)[..]);
@@ -241,7 +240,7 @@ async fn a_key_that_cannot_be_taken_back_opens_nothing_when_its_call_has_ended()
         assert!(is_refusal(&e), "{round}: {e}");
         assert!(memory.look().iter().all(|b| *b == 7), "{round}: written after its call had ended");
     }
-    // Others are served, and so is who lends anew.
+    // Others are served, and so is a client that lends anew.
     works(&*friend).await;
     let lender = raw(&f, guard.endpoint()).await;
     let loan = lender.q.lend_foreign(&lend()).await.unwrap();
@@ -285,7 +284,7 @@ async fn memory_that_is_gone_is_not_registered_and_what_comes_to_its_addresses_i
         let addr = service.0.lock().as_ptr().addr();
         again += usize::from(known.contains(&addr));
         known.push(addr);
-        // The one of the last round is gone and another one takes its place, perhaps at the same
+        // The buffer of the last round is gone and another one takes its place, perhaps at the same
         // addresses.
         assert_eq!(device.kept_regions(), [addr as u64], "{n}");
         *service.0.lock() = filled(n);

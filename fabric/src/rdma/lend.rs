@@ -1,5 +1,5 @@
-//! Payloads from memory to memory: lending it to the other end, and reading and writing what it
-//! lends.
+//! Payloads from memory to memory: lending memory to the other end, and reading and writing what
+//! the other end lends.
 
 use std::sync::Arc;
 
@@ -21,8 +21,8 @@ use crate::{
     },
 };
 
-/// Memory that the other end may reach through windows. Registrations come first: they go before
-/// the memory.
+/// Memory that the other end may reach through windows. Registrations come first: they must be
+/// dropped before the memory.
 pub struct Lent {
     _mrs: Vec<Arc<Registered>>,
     _payload: Vec<Buf>,
@@ -41,7 +41,8 @@ struct Part {
 }
 
 impl Queue {
-    /// The payload in parts that can be registered, at most [`MAX_PARTS`]; copied where it must be.
+    /// Splits the payload into parts that can be registered, at most [`MAX_PARTS`]; copies where
+    /// necessary.
     fn parts(&self, payload: Vec<Buf>) -> Vec<Buf> {
         let whole: Vec<Buf> = payload.into_iter().filter(|b| !b.is_empty()).collect();
         let fits = whole.len() <= MAX_PARTS && whole.iter().all(|b| b.region().is_some());
@@ -69,7 +70,7 @@ impl Queue {
         out
     }
 
-    /// Room for so many operations.
+    /// Permits for this many operations.
     async fn room(&self, n: usize) -> Result<OwnedSemaphorePermit> {
         match self.ops.clone().acquire_many_owned(n as u32).await {
             Ok(p) => Ok(p),
@@ -91,8 +92,8 @@ impl Queue {
         self.post(s, wr, Wr::Op(Op { _room, held, done }))
     }
 
-    /// Makes as many windows spare as will be bound: after this only an end of the connection can
-    /// come in between.
+    /// Allocates as many spare windows as will be bound. After this, only the end of the connection
+    /// can make binding fail.
     fn windows(&self, s: &mut State, n: usize) -> Result<()> {
         while s.spare.len() < n {
             let w = self.new_window(s)?;
@@ -144,8 +145,8 @@ impl Queue {
         Ok((w, data::Region { addr: wr.mw_addr, key, len: at.1 as u32 }))
     }
 
-    /// READs the peer's regions to one place of this end, with its key; what keeps that place is
-    /// held until all are done, and given back.
+    /// READs the peer's regions into one place of this end, given by address and key. `held` keeps
+    /// that place until all READs are done, and is given back then.
     async fn read_from(&self, from: &[data::Region], to: (u64, u32), held: Held) -> Result<Held> {
         let mut room = self.room(from.len()).await?;
         let rx = {
@@ -159,12 +160,12 @@ impl Queue {
                 (wr.sg_list, wr.num_sge) = (&raw mut sge, 1);
                 (wr.remote_addr, wr.rkey) = (r.addr, r.key);
                 at += u64::from(r.len);
-                // All is held by the last one: they complete in order, and `post` fails for all or
-                // none of the rest.
+                // The last one holds everything: they complete in order, and `post` fails for all
+                // or none of the rest.
                 let last = if i + 1 == from.len() { end.take() } else { None };
                 let (held, done) = last.map_or((Held::default(), None), |(h, d)| (h, Some(d)));
                 if let Err(e) = self.post_op(&mut s, &mut wr, &mut room, held, done) {
-                    // What was posted may still write: its place stays until the queue pair is
+                    // Posted READs may still write: the memory is held until the queue pair is
                     // gone.
                     if let Some((held, _)) = end {
                         s.strand(held);
@@ -177,14 +178,14 @@ impl Queue {
         rx.await.map_err(|_| self.gone(&self.state.lock()))
     }
 
-    /// As [`Bulk::fetch`], through memory that the device has registered for this.
+    /// As [`Bulk::fetch`], through the device's stage.
     async fn fetch_in_pieces(&self, from: &[data::Region], mut to: BufMut) -> Result<BufMut> {
         let none = || Error::new(Code::Io, "a device that was not set up");
         let stage = self.device.stage.as_ref().ok_or_else(none)?;
         let mut at = 0;
         while at < to.len() {
             let n = stage.piece().min(to.len() - at);
-            // Given back after each piece, so that a small payload does not wait for all of a large
+            // Released after each piece, so that a small payload does not wait for a whole large
             // one.
             let place = stage.place().await?;
             let goal = (place.addr(), place.lkey());
@@ -238,8 +239,8 @@ impl Bulk for Queue {
         mrs.extend(to_mr);
         let id = s.next_loan;
         s.next_loan += 1;
-        // Also after an error: the connection is over, and some windows are open until its queue
-        // pair is gone.
+        // Also after an error: the connection is over then, and some windows are open until its
+        // queue pair is gone.
         s.loans
             .insert(id, Lent { _mrs: mrs, _payload: payload, room: to, _foreign: None, windows });
         bound.map(|()| Loan { id, regions })
@@ -265,7 +266,7 @@ impl Bulk for Queue {
                 return Err(gone);
             }
             if room.is_some() {
-                // Without one nothing is open yet, and the connection goes on.
+                // Without a window nothing is open yet, and the connection goes on.
                 let lacks = |e: Error| Error { code: Code::NoMem, ..e };
                 self.windows(&mut s, 1).map_err(lacks)?;
             }
@@ -297,7 +298,7 @@ impl Bulk for Queue {
                 (id, region)
             })
         };
-        // The window may be open until the queue pair is gone, and the key until it is taken back.
+        // The window may be open until the queue pair is gone, and the key until it is invalidated.
         let (id, region) = match lent {
             Ok(lent) => lent,
             Err(e) => {
@@ -339,7 +340,7 @@ impl Bulk for Queue {
             }
             done
         };
-        // In order, so the last one's completion is all of theirs.
+        // They complete in order, so the last completion covers all of them.
         if let Some(done) = done
             && done.await.is_err()
         {
@@ -347,13 +348,14 @@ impl Bulk for Queue {
         }
         let mut s = self.state.lock();
         if s.destroyed() {
-            // The loans went with the queue pair, and with them what was written there.
+            // The loans were dropped with the queue pair, and with them the bytes written there.
             return Err(self.gone(&s));
         }
         let Some(mut lent) = s.loans.remove(&loan) else { return Ok(None) };
         s.spare.extend(&lent.windows);
         let room = lent.room.take();
-        // Under the lock, as in `end`: what was registered for it is not any more when it is gone.
+        // Under the lock, as in `end`: whoever finds the loan gone can rely on its registration
+        // being gone.
         drop(lent);
         drop(s);
         self.device.end_if_spoilt();
@@ -369,8 +371,8 @@ impl Bulk for Queue {
         }
         let mr = match self.device.of_mut(&mut to) {
             Ok(mr) => mr,
-            // Neither this process's share-out nor the kernel has room for it. In pieces it comes
-            // as well.
+            // Neither this process's budget nor the kernel has room for it. In pieces it still
+            // works.
             Err(e) if no_memory(&e) => return self.fetch_in_pieces(from, to).await,
             Err(e) => return Err(e),
         };

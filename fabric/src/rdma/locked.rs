@@ -1,7 +1,7 @@
-//! Memory that the kernel keeps in place for devices. What all devices together have registered
-//! counts against one limit of the process (`RLIMIT_MEMLOCK`), and so do the buffers that it has
-//! registered with io_uring. So it is shared out here: what stays registered never takes what comes
-//! and goes its room.
+//! Memory that the kernel pins for devices. What all devices together have registered counts
+//! against one limit of the process (`RLIMIT_MEMLOCK`), and so do the buffers registered with
+//! io_uring. This module divides the limit, so that long-lived registrations never take the room of
+//! short-lived ones.
 
 use std::sync::{
     OnceLock,
@@ -18,17 +18,17 @@ const UNLIMITED: u64 = u64::MAX;
 /// The largest piece that goes through a device's stage, bytes.
 const LARGEST_PIECE: u64 = 256 << 10;
 
-/// What memory is registered for.
+/// The purpose of registered memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
-    /// A region of a pool or of kept memory, by a device. Stays. See [`Budget::region`].
+    /// A region of a pool or of kept memory, by a device. Long-lived. See [`Budget::region`].
     Region,
-    /// A region of a pool, by an io_uring. Stays.
+    /// A region of a pool, by an io_uring. Long-lived.
     Ring,
     /// A payload by itself, for one request.
     Once,
-    /// Buffers of the stream, and those that payloads go through: without them nothing works. Never
-    /// refused.
+    /// Buffers of the stream, and the stage that payloads go through: without them nothing works.
+    /// Never refused.
     Stream,
 }
 
@@ -48,17 +48,18 @@ pub struct Had {
 }
 
 /// The limit and what is taken of it. Half of it is for regions, in equal parts for each device,
-/// because a region that two have registered counts twice; a quarter for what is registered by
-/// itself, of which an io_uring may have half; the rest is for receive buffers, which their number
-/// bounds, and for queues.
+/// because a region that two devices have registered counts twice. A quarter is for payloads that
+/// are registered by themselves, of which an io_uring may have half. The rest is for receive
+/// buffers, whose number is limited, and for queues.
 pub struct Budget {
     pub limit: u64,
     used: Mutex<Used>,
-    /// RDMA is used by this process, or will be. Before, an io_uring takes what the kernel gives.
+    /// RDMA is used by this process, or will be. Before that, an io_uring takes what the kernel
+    /// gives.
     rdma: AtomicBool,
 }
 
-/// Room that is taken; given back when dropped.
+/// Reserved room; given back when dropped.
 pub struct Locked {
     budget: &'static Budget,
     what: What,
@@ -71,19 +72,20 @@ impl Budget {
         Budget { limit, used, rdma: AtomicBool::new(false) }
     }
 
-    /// This process's, with the limit that it had when this was first asked for.
+    /// The budget of this process, with the limit that it had at the first call.
     pub fn here() -> &'static Budget {
         static HERE: OnceLock<Budget> = OnceLock::new();
         HERE.get_or_init(|| Budget::new(limit()))
     }
 
-    /// From now on room is kept for RDMA.
+    /// From now on, reserves room for RDMA.
     pub fn keep_for_rdma(&self) {
         self.rdma.store(true, Relaxed);
     }
 
-    /// Room for a region, for one of so many devices, which `had` some already. `kept`: it is of
-    /// kept memory, which leaves a pool of so many bytes its room. `None`: there is none now.
+    /// Room for a region, for one of `devices` devices that has registered `had` already. `kept`:
+    /// the region is of kept memory, and must leave room for a pool of this many bytes. `None`:
+    /// there is no room now.
     pub fn region(&'static self, had: Had, devices: usize, kept: Option<u64>) -> Option<Locked> {
         let bytes = REGION as u64;
         let pool = kept.map_or(had.pool, |pool| had.pool.max(pool));
@@ -93,23 +95,23 @@ impl Budget {
         self.take(What::Region, bytes)
     }
 
-    /// Each device's part of what is for regions.
+    /// Each device's part of the half for regions.
     fn share(&self, devices: usize) -> u64 {
         self.limit / 2 / devices.max(1) as u64
     }
 
-    /// Likewise, but one region where there is room for one at all: the first device has it, and
-    /// others do without.
+    /// As `share`, but at least one region where the half has room for one: the first device gets
+    /// it, and others work without.
     fn share_or_one(&self, devices: usize) -> u64 {
         self.share(devices).max((self.limit / 2).min(REGION as u64))
     }
 
-    /// `None`: there is no room now.
+    /// Reserves room; `None`: there is none now.
     pub fn take(&'static self, what: What, bytes: u64) -> Option<Locked> {
         let mut u = self.used.lock();
         let (eighth, quarter) = (self.limit / 8, self.limit / 4);
-        // A ring may have got more before RDMA was used. And the kernel counts queues, which
-        // drivers make.
+        // A ring may have taken more before RDMA was used. The kernel also counts queues, which
+        // drivers create.
         let in_all = u.region + u.ring + u.once + u.stream + bytes <= self.limit - self.limit / 16;
         let fits = match what {
             What::Region => in_all && u.region + bytes <= self.limit / 2,
@@ -125,20 +127,20 @@ impl Budget {
         Some(Locked { budget: self, what, bytes })
     }
 
-    /// Receive buffers of `size` bytes for each of so many devices.
+    /// Number of receive buffers of `size` bytes for each of `devices` devices.
     pub fn receives(&self, size: usize, devices: usize) -> u64 {
         self.limit / 8 / size as u64 / devices.max(1) as u64
     }
 
-    /// Bytes of each place of a device's stage, where there are so many devices: a power of two.
-    /// All places of all of them are a 32nd of the limit.
+    /// Size of each place of a device's stage in bytes, a power of two. All places of all `devices`
+    /// devices together are at most a 32nd of the limit.
     pub fn piece(&self, devices: usize) -> usize {
         let most = self.limit / 32 / (PLACES * devices.max(1)) as u64;
         1 << most.clamp(ALIGN as u64, LARGEST_PIECE).ilog2()
     }
 
-    /// How large a pool may be to be registered by each of so many devices, bytes, and a sentence
-    /// if that is less than wanted.
+    /// How large a pool may be, in bytes, so that each of `devices` devices can register it; and a
+    /// sentence if that is less than wanted.
     pub fn pool(&self, wanted: u64, devices: usize) -> (u64, Option<String>) {
         let limit = self.limit;
         let may = self.share_or_one(devices) / REGION as u64 * REGION as u64;
@@ -153,14 +155,14 @@ impl Budget {
         (may, Some(m))
     }
 
-    /// Why there is no room for a payload of so many bytes.
+    /// The error when there is no room for a payload of this length.
     pub fn refusal(&self, len: usize) -> Error {
         let m = format!(
             "{len} bytes cannot be registered for RDMA beside others; the limit for locked memory is {} bytes, raise it (ulimit -l, \
              LimitMEMLOCK=)",
             self.limit
         );
-        // A larger one lies in no region of a pool, ever.
+        // A larger one never lies in a region of a pool.
         Error::new(if len > REGION { Code::NoMem } else { Code::Overloaded }, m)
     }
 }
@@ -186,7 +188,7 @@ fn shared_by(devices: usize) -> String {
     if devices > 1 { format!(", which {devices} RDMA devices share") } else { String::new() }
 }
 
-/// The most memory that this process may have registered, bytes; `u64::MAX`: no limit.
+/// The most memory that this process may register, in bytes; `u64::MAX`: no limit.
 fn limit() -> u64 {
     let of = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
     let namespace = std::fs::read_link("/proc/self/ns/user").ok();
@@ -196,10 +198,10 @@ fn limit() -> u64 {
     rustix::process::getrlimit(rustix::process::Resource::Memlock).current.unwrap_or(UNLIMITED)
 }
 
-/// Whether the limit does not hold: with CAP_IPC_LOCK over the machine, which nobody in another
-/// user namespace has. `namespace`: the target of `/proc/self/ns/user`; a kernel without such
-/// namespaces has no such file. (The map of user ids does not tell: another namespace may have the
-/// machine's.)
+/// Whether the process is exempt from the limit: it has CAP_IPC_LOCK in the machine's initial user
+/// namespace. Processes in another user namespace never have that. `namespace`: the target of
+/// `/proc/self/ns/user`; a kernel without user namespaces has no such file. (The map of user ids
+/// does not tell: another namespace may have the same map.)
 fn is_exempt(status: &str, namespace: Option<&str>) -> bool {
     const IPC_LOCK: u32 = 14;
     /// `PROC_USER_INIT_INO` of the kernel.
@@ -210,8 +212,8 @@ fn is_exempt(status: &str, namespace: Option<&str>) -> bool {
 }
 
 /// The size of a pool for [`super::RdmaFabric::new`] under this process's limit for locked memory
-/// and with this machine's devices, and what to tell people if it is smaller. `NoMem`: the limit
-/// allows none. Who asks is going to use RDMA.
+/// and with this machine's devices, and a text for people if it is smaller than wanted. `NoMem`:
+/// the limit allows none. Also reserves room for RDMA: the caller is going to use it.
 pub fn pool_limit(wanted: u64) -> Result<(u64, Option<String>)> {
     Budget::here().keep_for_rdma();
     match Budget::here().pool(wanted, super::probe().map_or(1, |devices| devices.len())) {
@@ -222,8 +224,8 @@ pub fn pool_limit(wanted: u64) -> Result<(u64, Option<String>)> {
     }
 }
 
-/// `NoMem`, in a sentence, where a pool of this size may not be registered as a whole by each of so
-/// many devices.
+/// `NoMem`, with a sentence, unless each of `devices` devices may register a pool of this size as a
+/// whole.
 pub fn whole_pool(size: u64, devices: usize) -> Result<()> {
     let b = Budget::here();
     if b.share(devices) >= size {
@@ -239,8 +241,8 @@ pub fn whole_pool(size: u64, devices: usize) -> Result<()> {
     Err(Error::new(Code::NoMem, m))
 }
 
-/// Room for a region that is registered with an io_uring: the kernel counts it together with what
-/// RDMA has registered, and once for each ring. `None`: what is left is RDMA's.
+/// Room for a region that is registered with an io_uring. The kernel counts it together with what
+/// RDMA has registered, once for each ring. `None`: what is left is reserved for RDMA.
 pub fn for_ring() -> Option<Locked> {
     Budget::here().take(What::Ring, REGION as u64)
 }
@@ -271,7 +273,7 @@ mod tests {
                 && why.as_ref().is_some_and(|m| m.contains("which 2 RDMA devices share")),
             "{why:?}"
         );
-        // But for one region, that one of them has.
+        // Except for one region, which one of them gets.
         assert_eq!(
             (budget(8 * MIB).pool(256 * MIB, 2).0, budget(7 * MIB).pool(256 * MIB, 2).0),
             (4 * MIB, 0)
@@ -304,7 +306,7 @@ mod tests {
         let pool = regions(b, &mut had, 1, None);
         assert_eq!((first.len(), pool.len()), (4, 4));
         assert!(b.region(had, 1, Some(16 * MIB)).is_none());
-        // Payloads by themselves have another share, and buffers of the stream ask nobody.
+        // Payloads by themselves have another share; buffers of the stream are never refused.
         let once = b.take(What::Once, 16 * MIB).unwrap();
         assert!(b.take(What::Once, 1).is_none() && b.take(What::Stream, 4096).is_some());
         drop(once);
@@ -352,8 +354,8 @@ mod tests {
         let small = budget(8 * MIB);
         small.keep_for_rdma();
         assert!(rings(small).is_empty());
-        // Without RDMA the kernel says how much. Who begins to use it later gets no more than what
-        // is left.
+        // Without RDMA the kernel decides. A process that begins to use RDMA later gets no more
+        // than what is left.
         let b = budget(64 * MIB);
         let before: Vec<_> = (0..12).map(|_| b.take(What::Ring, REGION as u64).unwrap()).collect();
         b.keep_for_rdma();

@@ -2,9 +2,10 @@
 //! one-sided. See `docs/rdma.md`.
 //!
 //! `verbs.rs` opens the libraries, `cm.rs` makes connections, `device.rs` holds what the
-//! connections of a device share, `locked.rs` how much of it may be registered, `stage.rs` what
-//! payloads go through that may not be, `rails.rs` chooses the ports, `queue.rs` is one connection,
-//! `stream.rs` the stream of frames over it, `lend.rs` its payloads.
+//! connections of a device share, `locked.rs` limits how much memory is registered, `stage.rs`
+//! holds registered memory for payloads that cannot be registered themselves, `rails.rs` chooses
+//! the ports, `queue.rs` is one connection, `stream.rs` the stream of frames over it, `lend.rs` its
+//! payloads.
 
 mod cm;
 mod device;
@@ -55,13 +56,13 @@ use crate::{
 static REFUSED: Quiet = Quiet::new();
 static STARVED: Quiet = Quiet::new();
 
-/// Connections that nobody has accepted yet.
+/// Connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
 /// Receive buffers of a device, where the limit for locked memory allows.
 const RECEIVES: u32 = 512;
 /// How long to resolve an address, ms.
 const RESOLVE_MS: i32 = 2000;
-/// How often to see whether a device that was removed is back.
+/// How often to check whether a removed device is back.
 const RETURN: Duration = Duration::from_secs(1);
 /// Setting up a connection takes a few messages of the connection manager, which repeats lost ones
 /// after seconds.
@@ -110,17 +111,17 @@ pub fn probe() -> Result<Vec<String>> {
 pub struct RdmaFabric {
     streams: Streams,
     lib: &'static Lib,
-    /// Devices that there were at the start.
+    /// Number of devices at the start.
     usable: usize,
-    /// By their context's address. Theirs to hold are the connections: a device that is unplugged
-    /// goes with the last of them.
+    /// By the address of their context. The connections hold the devices: an unplugged device is
+    /// dropped with its last connection.
     devices: Arc<Mutex<BTreeMap<usize, Weak<Device>>>>,
     rails: Arc<Ledger>,
 }
 
 impl RdmaFabric {
-    /// As [`crate::TcpFabric::new`]. `OpNotSupp` with one sentence where this machine has no RDMA;
-    /// see [`pool_limit`] for the pool.
+    /// As [`crate::TcpFabric::new`]. `OpNotSupp` with one sentence where this machine has no RDMA.
+    /// See [`pool_limit`] for the size of the pool.
     pub fn new(
         env: Env,
         identity: Identity,
@@ -136,12 +137,12 @@ impl RdmaFabric {
         Ok(RdmaFabric { streams, lib: verbs::lib()?, usable, devices: Arc::default(), rails })
     }
 
-    /// For handshakes from now on.
+    /// Sets the cluster id for handshakes from now on.
     pub fn set_cluster(&self, uuid: [u8; 16]) {
         self.streams.set_cluster(uuid);
     }
 
-    /// Whether each device may register all of the pool; `NoMem` says in a sentence why not.
+    /// Checks that each device may register all of the pool; `NoMem` says in a sentence why not.
     pub fn with_all_memory(&self) -> Result<()> {
         whole_pool(self.streams.pool.stats().limit, self.usable)
     }
@@ -171,7 +172,8 @@ impl RdmaFabric {
             self.rails.order(&[at.ip()], false).into_iter().map(move |path| (at, path))
         };
         let all = addresses.into_iter().flat_map(paths).collect();
-        // Callers give up after a second or little more: within that each path has its turn.
+        // Callers give up after little more than a second: every path must have its turn within
+        // that time.
         let limit = self.streams.options.connect_timeout;
         let name = name.as_str();
         let dialed = rails::in_turn(all, limit, |(at, path)| self.dial_one(at, path, name)).await;
@@ -185,8 +187,8 @@ impl RdmaFabric {
     }
 
     async fn dial_one(&self, at: SocketAddr, path: Path, name: &str) -> Result<Arc<Queue>> {
-        // Also a connect that is given up counts as one that failed on this path, but not one that
-        // is answered by a refusal.
+        // A connect that is abandoned counts as failed on this path, too, but one that is refused
+        // does not.
         let mut rail = self.rails.take(path);
         let id = Id::new(self.lib)?;
         id.resolve(path.from, at, RESOLVE_MS, name).await?;
@@ -205,7 +207,7 @@ impl RdmaFabric {
         Ok(self.up(q))
     }
 
-    /// A connection that is established, and not authenticated yet.
+    /// Starts the polling of a connection that is established, but not authenticated yet.
     fn up(&self, q: Queue) -> Arc<Queue> {
         let q = Arc::new(q);
         q.device.enter(&q);
@@ -213,8 +215,8 @@ impl RdmaFabric {
         q
     }
 
-    /// The same endpoints, the best first: by the rails that lead to each and by the connections
-    /// that are open there. Equals take turns. Names come after addresses.
+    /// Sorts endpoints, the best first: by the rails that lead to each and by the connections that
+    /// are open there. Equal ones take turns. Names come after addresses.
     pub fn by_rail(&self, endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
         if endpoints.len() < 2 {
             return endpoints;
@@ -232,7 +234,7 @@ impl RdmaFabric {
         all.into_iter().map(|(_, e)| e).collect()
     }
 
-    /// `at`: where it listens, with the port that it has.
+    /// `at`: where it listens, with the actual port.
     async fn accept_all(
         self,
         mut listening: Id,
@@ -250,7 +252,7 @@ impl RdmaFabric {
             tracing::warn!(
                 "the RDMA device of {at} was removed; it is listened at again when it is back"
             );
-            // The device goes only when nothing is on it.
+            // The device can be removed only when nothing uses it.
             drop(listening);
             listening = loop {
                 tokio::select! {
@@ -330,7 +332,7 @@ impl RdmaFabric {
             ));
         };
         let device = self.device(&id).inspect_err(|_| refuse(&id, Code::Io))?;
-        // What the other end asks for, within what the device can.
+        // As many READs as the other end asks for, within the limits of the device.
         let reads = (
             device.reads.0.min(request.reads.0.max(1)),
             device.reads.1.min(request.reads.1.max(1)),
@@ -346,7 +348,7 @@ impl RdmaFabric {
         let q = self.up(q);
         let (rd, wr) = stream::halves(&q);
         let bulk: Arc<dyn Bulk> = q;
-        // The handshake tells of refusals itself.
+        // The handshake reports refusals itself.
         if let Ok((shared, ())) =
             self.streams.welcome(rd, wr, Some(bulk), from, service, |_| Ok(())).await
         {

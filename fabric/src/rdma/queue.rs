@@ -1,8 +1,9 @@
-//! One connection's queue pair: what is posted, what completes, what the two ends owe each other.
+//! One connection's queue pair: work requests posted, completions, and credits between the two
+//! ends.
 //!
-//! All that the device may touch is held by the record of its work request ([`Wr`]) or by a loan,
-//! and these go only after the completion, or after the queue pair is destroyed ([`Queue::end`]),
-//! whatever became of those who asked for it.
+//! All memory that the device may touch is held by the record of its work request ([`Wr`]) or by a
+//! loan. These are dropped only after the completion, or after the queue pair is destroyed
+//! ([`Queue::end`]), whatever became of the callers.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -34,34 +35,35 @@ use super::{
 };
 use crate::BufMut;
 
-/// Messages that the other end may have sent here and not been told to be taken.
+/// Messages that the other end may have sent without being told that they were received.
 pub const CREDITS: u16 = 32;
-/// Messages of the stream on their way.
+/// Maximum number of messages of the stream in flight.
 const SENDS: usize = 16;
-/// Messages that only give credits back.
+/// Maximum number of messages in flight that only return credits.
 const RETURNS: usize = 4;
-/// Operations on payloads that are posted at a time.
+/// Maximum number of posted operations on payloads.
 const OPS: usize = 256;
-/// Work requests of a queue pair that may be posted at a time.
+/// Maximum number of posted work requests of a queue pair.
 pub const DEPTH: usize = SENDS + RETURNS + 1 + OPS;
 /// How long to look for completions after the last one before sleeping.
 const SPIN: Duration = Duration::from_micros(50);
-/// After so long without any, see whether the other end is there.
+/// After this long without a completion, probe the other end.
 const PROBE: Duration = Duration::from_secs(15);
 /// How long the last messages may take when this end closes.
 const LINGER: Duration = Duration::from_millis(200);
-/// How long a call that is given up may wait for them, which are there in microseconds if the
-/// device does as it is to.
+/// How long an abandoned call may wait for completions. They arrive within microseconds on a
+/// correct device.
 const FLUSH: Duration = Duration::from_millis(20);
 /// Completions taken at once.
 const BATCH: usize = 16;
 
 pub struct Queue {
-    /// Dropped first: what is stranded after the end has registrations, which must not outlive the
+    /// Dropped first: memory stranded after the end has registrations, which must not outlive the
     /// device.
     pub state: Mutex<State>,
     pub device: Arc<Device>,
-    /// Dropped after the device: its context is the library's, sure to be open while it has an id.
+    /// Dropped after the device: the library owns the device's context, and keeps it open while it
+    /// has an id.
     id: Id,
     qp: *mut verbs::Qp,
     cq: *mut Cq,
@@ -71,7 +73,7 @@ pub struct Queue {
     pub ops: Arc<Semaphore>,
     wake: Notify,
     pub addr: String,
-    /// Of the end that connected.
+    /// Only at the end that connected.
     pub rail: Option<Taken>,
 }
 
@@ -103,7 +105,7 @@ pub struct Op {
     pub done: Option<oneshot::Sender<Held>>,
 }
 
-/// What an operation needs: registrations first, so that they go before the memory.
+/// What an operation needs. Registrations come first: they must be dropped before the memory.
 #[derive(Default)]
 #[allow(dead_code)] // held for their drop
 pub struct Held {
@@ -117,14 +119,14 @@ pub struct Held {
 pub struct State {
     posted: Vec<Option<Wr>>,
     unused: Vec<usize>,
-    /// Requests that are posted and not completed.
+    /// Number of requests posted and not completed.
     under_way: usize,
-    /// What was received and not read. Copied, so that a reader who waits keeps no buffer of the
-    /// queue that all share.
+    /// Received and not read yet. Copied, so that a slow reader keeps no buffer of the shared
+    /// receive queue.
     inbox: VecDeque<Bytes>,
-    /// Messages that were taken and the other end was not told of.
+    /// Messages received that the other end has not been told of.
     owed: u32,
-    /// Messages that may be sent, and how many if the other end has emptied all its buffers.
+    /// Messages that may be sent now, and the number if the other end has emptied all its buffers.
     credits: u32,
     most_credits: u32,
     /// Longest message that the other end takes.
@@ -139,9 +141,9 @@ pub struct State {
     writer: Option<Waker>,
     /// Why nothing more can be sent or received.
     over: Option<Error>,
-    /// That is for the path's sake, or the device's: neither end closed or broke it.
+    /// The path or the device failed: neither end closed or broke the connection.
     path_broke: bool,
-    /// Halves of the stream that are dropped.
+    /// Number of dropped halves of the stream.
     dropped: u32,
     /// The queue pair is in its error state: nothing is sent or served any more, and what was
     /// posted is completed.
@@ -154,9 +156,9 @@ pub struct State {
 unsafe impl Send for State {}
 
 impl State {
-    /// Whether the next connection should rather take another path. Also where this end gave up
-    /// because of a silence, in which the last messages did not arrive either; but not where the
-    /// peer closed it or refused something: it was reached.
+    /// Whether the next connection should prefer another path. Also true if this end gave up
+    /// because of a silence in which its last messages did not arrive; but not if the peer closed
+    /// the connection or refused something, because then it was reached.
     fn path_to_blame(&self) -> bool {
         self.path_broke || self.over.is_none() && self.sends > 0
     }
@@ -165,13 +167,13 @@ impl State {
         self.destroyed
     }
 
-    /// The queue pair is about to go while it may have been in use: by a call that was given up, or
-    /// with its task.
+    /// To be called before the queue pair is destroyed while it may be in use: by a call that was
+    /// abandoned, or with its task.
     fn ends(&mut self) {
         self.path_broke |= self.over.is_none() && self.sends > 0;
     }
 
-    /// Keeps what the device may still touch after an error.
+    /// Holds what the device may still touch after an error.
     pub fn strand(&mut self, held: Held) {
         self.posted.push(Some(Wr::Stranded { _held: held }));
     }
@@ -186,7 +188,7 @@ pub fn new_wr(opcode: std::ffi::c_int) -> SendWr {
 }
 
 impl Queue {
-    /// For an id whose device is known. Without a queue pair yet: see [`Queue::make`].
+    /// For an id whose device is known. The queue pair is made later, by [`Queue::make`].
     pub fn new(device: Arc<Device>, id: Id, addr: String) -> Queue {
         Queue {
             state: Mutex::new(State { message: MESSAGE, ..State::default() }),
@@ -203,8 +205,7 @@ impl Queue {
         }
     }
 
-    /// Makes the queue pair. After an error nothing more can be done with it than to refuse the
-    /// connection.
+    /// Makes the queue pair. After an error, the only thing left to do is to refuse the connection.
     pub fn make(&mut self) -> Result<()> {
         let q = self;
         let lib = q.device.lib;
@@ -216,8 +217,8 @@ impl Queue {
                 return Err(os_error("a completion channel"));
             }
             q.fd = Some(non_blocking((*q.channel).fd)?);
-            // A peer that keeps to no credits may fill every shared buffer before the first look,
-            // and what overflows is lost.
+            // A peer that ignores credits may fill every shared buffer before the first poll, and
+            // completions that overflow are lost.
             let entries = (DEPTH as u32 + q.device.messages) as i32;
             q.cq = (lib.ibv_create_cq)(q.device.ctx, entries, null_mut(), q.channel, 0);
             if q.cq.is_null() {
@@ -242,7 +243,7 @@ impl Queue {
         &self.id
     }
 
-    /// What the other end takes.
+    /// Sets what the other end accepts.
     pub fn set_peer(&self, g: &super::greeting::Greeting) {
         let mut s = self.state.lock();
         s.credits = u32::from(g.credits);
@@ -276,14 +277,14 @@ impl Queue {
             s.under_way += 1;
             return Ok(());
         }
-        // Its record stays: what it holds may be in use by those posted before it.
+        // Its record stays: requests posted before it may use what the record holds.
         let e = Error::from(std::io::Error::from_raw_os_error(rc))
             .context(format!("sending to {}", self.addr));
         self.fail(s, Error { code: Code::Disconnected, ..e });
         Err(self.gone(s))
     }
 
-    /// Nothing more can be done over this connection. The task that polls takes it down.
+    /// Marks the connection as over. The task that polls takes it down.
     fn fail(&self, s: &mut State, why: Error) {
         s.over.get_or_insert(why);
         self.ops.close();
@@ -293,7 +294,7 @@ impl Queue {
         self.wake.notify_one();
     }
 
-    /// Takes a batch of completions; how many there were.
+    /// Processes a batch of completions and returns their number.
     fn poll(&self) -> usize {
         let mut wcs = [Wc::default(); BATCH];
         let mut s = self.state.lock();
@@ -331,8 +332,8 @@ impl Queue {
 
     fn received(&self, s: &mut State, wc: &Wc) {
         let buffer = (wc.wr_id & !RECV) as u32;
-        // Of another kind it would say nothing about the buffer, which may have an earlier message
-        // in it.
+        // Another kind of completion says nothing about the buffer, which may contain an earlier
+        // message.
         let sent = wc.opcode == verbs::WC_RECV
             && wc.wc_flags & verbs::WC_WITH_IMM != 0
             && wc.byte_len as usize <= MESSAGE;
@@ -373,8 +374,8 @@ impl Queue {
             Wr::Probe | Wr::Op(_) | Wr::Stranded { .. } => {}
         }
         if wc.status != 0 {
-            // The queue pair is in its error state: the device is done with it, and others may be
-            // under way.
+            // The queue pair is in its error state: the device is done with this request, but
+            // others may be under way.
             return self.broken(s, wc);
         }
         if let Wr::Op(Op { held, done: Some(done), .. }) = record {
@@ -386,8 +387,8 @@ impl Queue {
         // SAFETY: a static, NUL-terminated text for every number.
         let why = unsafe { CStr::from_ptr((self.device.lib.ibv_wc_status_str)(wc.status)) }
             .to_string_lossy();
-        // Requests after the first one that broke are flushed, as are those of a connection that
-        // one of the ends closed.
+        // Requests after the first broken one are flushed, and so are those of a connection that
+        // either end closed. Only the first cause counts.
         s.path_broke |= s.over.is_none() && verbs::is_of_the_path(wc.status);
         self.fail(
             s,
@@ -395,7 +396,7 @@ impl Queue {
         );
     }
 
-    /// Gives credits back if it is time, and wakes a writer that can go on.
+    /// Returns credits if it is time, and wakes a writer that can go on.
     fn settle(&self, s: &mut State) {
         if s.owed >= u32::from(CREDITS) / 2
             && s.credits >= 1
@@ -416,7 +417,7 @@ impl Queue {
         }
     }
 
-    /// Bytes from the stream; `None`: there are none yet, and `waker` is woken when there are.
+    /// Reads bytes of the stream. `None`: there are none yet, and `waker` is woken when there are.
     pub fn read(&self, to: &mut [u8], waker: &Waker) -> Option<Result<usize>> {
         let mut s = self.state.lock();
         let Some(m) = s.inbox.front_mut() else {
@@ -439,7 +440,8 @@ impl Queue {
         Some(Ok(n))
     }
 
-    /// Sends as much as may be sent; `None`: nothing may, and `waker` is woken when something may.
+    /// Sends as much as the credits allow. `None`: nothing may be sent, and `waker` is woken when
+    /// something may.
     pub fn write(&self, mut from: &[std::io::IoSlice<'_>], waker: &Waker) -> Option<Result<usize>> {
         let (mut sent, mut skip) = (0, 0);
         let mut s = self.state.lock();
@@ -491,7 +493,7 @@ impl Queue {
         self.post(s, &mut wr, Wr::Message { _buf: buf, _mr: mr })
     }
 
-    /// A half of the stream is not used any more. After both, the connection ends.
+    /// Notes that a half of the stream is dropped. After both, the connection ends.
     pub fn drop_half(&self) {
         let mut s = self.state.lock();
         s.dropped += 1;
@@ -501,7 +503,7 @@ impl Queue {
         }
     }
 
-    /// Polls until the connection is over, and takes it down then or when dropped.
+    /// Polls until the connection is over. Takes it down then, or when dropped.
     pub async fn drive(self: Arc<Queue>) {
         let q = Ending(self);
         q.0.run().await;
@@ -586,7 +588,7 @@ impl Queue {
             Ok(_) => return,
             Err(e) => e.message,
         };
-        // What came before the end is to be read.
+        // What arrived before the end must still be readable.
         while self.poll() > 0 {}
         let mut s = self.state.lock();
         s.path_broke |= s.over.is_none() && removed;
@@ -599,7 +601,7 @@ impl Queue {
         let _ = self.post(&mut self.state.lock(), &mut wr, Wr::Probe);
     }
 
-    /// Lets the last messages arrive.
+    /// Waits for the last messages to arrive.
     async fn linger(&self) {
         let start = Instant::now();
         while start.elapsed() < LINGER {
@@ -615,8 +617,8 @@ impl Queue {
         }
     }
 
-    /// Stops the queue pair and takes the completions of all that was posted, and with them the
-    /// receive buffers that it had from the shared queue: with the queue pair they would be lost.
+    /// Stops the queue pair and takes the completions of all that was posted. This also returns its
+    /// receive buffers to the shared queue: they would be lost with the queue pair.
     async fn empty(&self) {
         let start = Instant::now();
         self.stop(&mut self.state.lock());
@@ -640,14 +642,14 @@ impl Queue {
         }
     }
 
-    /// Destroys the queue pair. From then on the device touches nothing, and all that was held for
-    /// it goes.
+    /// Destroys the queue pair. From then on the device touches no memory, and all that was held
+    /// for it is dropped.
     pub fn end(&self) {
         self.destroy();
         self.device.end_if_spoilt();
     }
 
-    /// For [`Queue::end`], and for the device, which has its own lock then.
+    /// For [`Queue::end`], and for the device, which holds its own lock then.
     pub fn destroy(&self) {
         let mut s = self.state.lock();
         if std::mem::replace(&mut s.destroyed, true) {
@@ -677,15 +679,15 @@ impl Queue {
         if !self.cq.is_null() {
             while self.poll_locked(&mut s, &mut wcs) > 0 {}
         }
-        // Under the lock: who finds a loan gone is sure that its key is dead.
+        // Under the lock: a caller that finds a loan gone can be sure that its key is dead.
         drop(std::mem::take(&mut s.loans));
         let records = std::mem::take(&mut s.posted);
         drop(s);
         drop(records);
     }
 
-    /// Takes the completions of what a stopped queue pair had, and with them its receive buffers of
-    /// the shared queue, for a short time: a call that is given up ends it at once, without
+    /// Takes the completions of a stopped queue pair, and with them its receive buffers of the
+    /// shared queue, for a short time: an abandoned call ends the queue pair at once, without
     /// [`Queue::empty`].
     fn flush(&self, s: &mut State, wcs: &mut [Wc; BATCH]) {
         let begun = std::time::Instant::now();
@@ -736,10 +738,10 @@ mod tests {
     fn a_path_is_blamed_for_silence_and_for_nothing_that_the_peer_did() {
         let closed = || Some(Error::new(Code::Disconnected, "closed"));
         for (over, sends, path_broke, blamed) in [
-            // Closed by this end, with everything sent; given up in a silence.
+            // Closed by this end with everything sent; given up in a silence.
             (None, 0, false, false),
             (None, 3, false, true),
-            // Closed by the peer, or ended with it, whatever was on its way.
+            // Closed by the peer, with and without messages in flight.
             (closed(), 0, false, false),
             (closed(), 3, false, false),
             (closed(), 3, true, true),
@@ -747,7 +749,7 @@ mod tests {
             let s = State { over, sends, path_broke, ..State::default() };
             assert_eq!(s.path_to_blame(), blamed, "{:?} {sends} {path_broke}", s.over);
         }
-        // Ended in the middle, by a call that was given up, which looks afterwards as if this end
+        // Ended in the middle by a call that was abandoned, which looks afterwards as if this end
         // had closed it.
         for (sends, before, blamed) in [(0, None, false), (3, None, true), (3, closed(), false)] {
             let mut s = State { over: before, sends, ..State::default() };

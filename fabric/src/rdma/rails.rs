@@ -1,6 +1,6 @@
-//! Rails: the ports of this machine's RDMA devices, and by which of them a peer is reached best.
-//! What the kernel tells of them is read when it is needed and older than a second ([`Ports`]);
-//! choosing is pure ([`order`]); what connections met with is remembered ([`Ledger`]).
+//! Rails: the ports of this machine's RDMA devices, and the choice of the best one to reach a peer.
+//! The kernel's information about them is read when it is needed and older than a second
+//! ([`Ports`]); choosing is pure ([`order`]); results of connections are remembered ([`Ledger`]).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,28 +16,28 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 use tokio::time::{Instant, timeout};
 
-/// A path on which a connection failed is taken last for so long.
+/// A path on which a connection failed is tried last for this long.
 const FAILURE_STANDS: Duration = Duration::from_secs(30);
-/// What was read of this machine's ports is good for so long.
+/// Information about this machine's ports is valid for this long.
 const FRESH: Duration = Duration::from_secs(1);
-/// A connection waits so long at most for that to be read again.
+/// A connection waits at most this long for that information to be read again.
 const LONGEST_LOOK: Duration = Duration::from_millis(100);
-/// Each path has at least so long to answer.
+/// Each path has at least this long to answer.
 const SHORTEST_SHARE: Duration = Duration::from_millis(50);
 
 /// An address of a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rail {
     pub address: IpAddr,
-    /// Bits of the address that its subnet has in common.
+    /// Length of the subnet prefix in bits.
     pub prefix: u32,
-    /// NUMA node of the device, if it is near one.
+    /// NUMA node of the device, if it has one.
     pub node: Option<u32>,
     pub active: bool,
 }
 
-/// From which local address to which other one; without the first, from the one that the kernel's
-/// routes say.
+/// From a local address to the peer's address. Without the first, from the one that the kernel's
+/// routes give.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Path {
     pub from: Option<IpAddr>,
@@ -55,23 +55,24 @@ impl Rail {
     }
 }
 
-/// What [`order`] goes by beside the rails.
+/// What [`order`] considers beside the rails.
 #[derive(Clone, Debug, Default)]
 pub struct Met {
-    /// Connections that are open, or being made.
+    /// Number of connections that are open or being made.
     pub open: BTreeMap<Path, usize>,
-    /// Where one failed lately.
+    /// Paths on which a connection failed recently.
     pub failed: BTreeSet<Path>,
-    /// NUMA nodes that the process is bound to. Empty: it is near all.
+    /// NUMA nodes that the process is bound to. Empty: it is bound to none, and all are near.
     pub near: BTreeSet<u32>,
-    /// Which of equals comes first.
+    /// Which of equal paths comes first.
     pub turn: usize,
 }
 
-/// The paths to a peer that has these addresses, the best first: those that did not fail lately;
-/// from ports whose subnet the address is in, then by the kernel's routes; from near devices, then
-/// from far ones; by the fewest connections that share one of their ends. A port that is not active
-/// is left out. An address of this machine is reached from itself.
+/// The paths to a peer that has these addresses, the best first. Paths that did not fail recently
+/// come first; then those from ports whose subnet contains the address, before those by the
+/// kernel's routes; then those from near devices, before far ones; then those with the fewest
+/// connections that share one of their ends. A port that is not active is left out. An address of
+/// this machine is reached from itself.
 pub fn order(rails: &[Rail], peer: &[IpAddr], met: &Met) -> Vec<Path> {
     let mut all = Vec::new();
     for &to in peer {
@@ -110,9 +111,9 @@ pub fn order(rails: &[Rail], peer: &[IpAddr], met: &Met) -> Vec<Path> {
     ranked.into_iter().map(|(_, p)| p).collect()
 }
 
-/// Tries one after the other until one succeeds. All are tried within `limit`, whatever becomes of
-/// each: one that is silent ends with its share of the time that is left, and only the last may
-/// take longer. The last failure, if none succeeds; `None` without any.
+/// Tries one after the other until one succeeds. All are tried within `limit`: one that is silent
+/// ends with its share of the time that is left, and only the last may take longer. Returns the
+/// last failure if none succeeds; `None` if `all` is empty.
 pub async fn in_turn<X, T, F: Future<Output = Result<T>>>(
     all: Vec<X>,
     limit: Duration,
@@ -140,20 +141,20 @@ pub async fn in_turn<X, T, F: Future<Output = Result<T>>>(
     last
 }
 
-/// This machine, as the kernel told last.
+/// The ports and near NUMA nodes of this machine, as last read.
 #[derive(Default)]
 struct Seen {
     rails: Vec<Rail>,
     near: BTreeSet<u32>,
 }
 
-/// This machine's ports. Reading them takes some hundred system calls, which may wait for a driver:
-/// that is done by threads that may wait, with no lock held that others need, and not for each
+/// This machine's ports. Reading them takes some hundred system calls, which may wait for a driver.
+/// So it is done on threads that may block, without a lock that others need, and not for each
 /// connection.
 pub struct Ports {
     look: fn() -> (Vec<Rail>, BTreeSet<u32>),
     seen: Mutex<Option<(Instant, Arc<Seen>)>>,
-    /// Held by the one who reads, also when nobody waits for him any more.
+    /// Held by the reader, also when no task waits for the result any more.
     reading: Arc<tokio::sync::Mutex<()>>,
 }
 
@@ -172,7 +173,7 @@ impl Ports {
         self.seen.lock().as_ref().is_some_and(|(at, _)| at.elapsed() < FRESH)
     }
 
-    /// Reads them, on this thread.
+    /// Reads them on this thread.
     fn read(&self) -> Arc<Seen> {
         let (rails, near) = (self.look)();
         let seen = Arc::new(Seen { rails, near });
@@ -180,14 +181,14 @@ impl Ports {
         seen
     }
 
-    /// What was seen last, however long ago. Only who asks first reads it himself.
+    /// The last result, however old. Reads on this thread only if nothing was read before.
     fn last(&self) -> Arc<Seen> {
         let seen = self.seen.lock().as_ref().map(|(_, seen)| seen.clone());
         seen.unwrap_or_else(|| self.read())
     }
 
-    /// Makes sure that what is known is not old. One reads for all who wait, however long a driver
-    /// lets him wait.
+    /// Makes sure that the information is fresh. One task reads for all that wait, however long a
+    /// driver blocks it.
     pub async fn refresh(self: &Arc<Ports>) {
         if self.fresh() {
             return;
@@ -201,12 +202,12 @@ impl Ports {
             ports.read();
             drop(one);
         };
-        // A reader that dies leaves what is known as it is.
+        // If the reader panics, the previous information stays.
         let _ = tokio::task::spawn_blocking(reads).await;
     }
 
-    /// Likewise, but a device whose driver hangs does not keep the others from being used: then
-    /// what was seen last is good enough.
+    /// As [`Ports::refresh`], but a device whose driver hangs must not block the use of the others:
+    /// after a short time the previous information is good enough.
     pub async fn refresh_in_time(self: &Arc<Ports>) {
         let known = self.seen.lock().is_some();
         if known {
@@ -216,7 +217,7 @@ impl Ports {
         }
     }
 
-    /// Has it read again if it is old, by somebody else; at once where there is nobody else.
+    /// Has old information read again in the background; on this thread where that is not possible.
     fn refresh_soon(self: &Arc<Ports>) {
         if self.fresh() {
             return;
@@ -232,7 +233,7 @@ impl Ports {
     }
 }
 
-/// What a process's connections met with.
+/// Results of a process's connections.
 #[derive(Default)]
 pub struct Ledger {
     pub ports: Arc<Ports>,
@@ -242,7 +243,8 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// As [`order`], of this machine as it was seen last. `turn`: equals take turns with each call.
+    /// As [`order`], with the last information about this machine. `turn`: equal paths take turns
+    /// with each call.
     pub fn order(&self, peer: &[IpAddr], turn: bool) -> Vec<Path> {
         let now = Instant::now();
         let seen = self.ports.last();
@@ -269,8 +271,8 @@ impl Ledger {
     }
 }
 
-/// A connection's place on its path. One that is dropped before it is [`Taken::well`] counts as
-/// failed.
+/// A connection's place on its path. If it is dropped before [`Taken::well`] was called, it counts
+/// as failed.
 pub struct Taken {
     ledger: Arc<Ledger>,
     path: Path,
@@ -278,13 +280,13 @@ pub struct Taken {
 }
 
 impl Taken {
-    /// The other end answered: it is up, or was refused.
+    /// The other end answered: the connection is up or was refused.
     pub fn well(&mut self) {
         self.well = true;
         self.ledger.failed.lock().remove(&self.path);
     }
 
-    /// It was up, and broke, which neither end did.
+    /// The connection was up and broke, and neither end caused it.
     pub fn broke(&self) {
         self.ledger.failed.lock().insert(self.path, Instant::now());
     }
@@ -365,8 +367,8 @@ fn names(folder: &File) -> Vec<String> {
     all
 }
 
-/// The rails that sysfs shows, which is mounted at `sys`. Link-local addresses are none: only their
-/// interface tells where they lead.
+/// The rails that sysfs, mounted at `sys`, shows. Link-local addresses are left out: they are only
+/// valid together with their interface.
 fn here(sys: &File, addresses: &[Address]) -> Vec<Rail> {
     let (devices, nets) = (sys.join("class/infiniband"), sys.join("class/net"));
     let mut all = Vec::new();
@@ -409,7 +411,7 @@ fn near() -> BTreeSet<u32> {
     bound_to(&text(File::new("/proc/self/status")), &nodes)
 }
 
-/// `nodes`: their numbers and lists of CPUs.
+/// `nodes`: their numbers and CPU lists.
 fn bound_to(status: &str, nodes: &[(u32, String)]) -> BTreeSet<u32> {
     let allowed = ranges(
         status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or_default(),
@@ -418,7 +420,7 @@ fn bound_to(status: &str, nodes: &[(u32, String)]) -> BTreeSet<u32> {
         |list: &str| ranges(list).iter().any(|a| allowed.iter().any(|b| a.0 <= b.1 && b.0 <= a.1));
     let near: BTreeSet<u32> =
         nodes.iter().filter(|(_, cpus)| meets(cpus)).map(|(n, _)| *n).collect();
-    // A node without CPUs binds nobody.
+    // A node without CPUs does not count.
     if near.len() == nodes.iter().filter(|(_, cpus)| !cpus.is_empty()).count() {
         BTreeSet::new()
     } else {
@@ -472,12 +474,13 @@ mod tests {
             assert_eq!(paths(&two, peer, &Met::default()), want);
         }
         assert_eq!(paths(&[], &["10.0.1.1"], &Met::default()), ["*>10.0.1.1"]);
-        // IPv4 in a subnet of IPv6 that begins alike is none of it.
+        // An IPv4 address does not match an IPv6 subnet that begins with the same bits.
         assert_eq!(
             paths(&[rail("a00:100::", 24, None)], &["10.0.1.1"], &Met::default()),
             ["*>10.0.1.1"]
         );
-        // One network for all: from each, but to this machine's own address from that one only.
+        // One network for all: reached from each port, but this machine's own address only from
+        // itself.
         let flat = [rail("10.0.0.7", 8, None), rail("10.0.0.8", 8, None)];
         assert_eq!(
             paths(&flat, &["10.0.1.1"], &Met::default()),
@@ -499,7 +502,7 @@ mod tests {
             paths(&rails, peer, &bound),
             ["10.0.2.7>10.0.9.1", "10.0.3.7>10.0.9.1", "10.0.1.7>10.0.9.1"]
         );
-        // Far ones also when near ones are busy: only where none is left.
+        // Busy near devices still come before far ones, which are used only if none is near.
         let busy = Met { open: [(path("10.0.2.7", "10.0.8.1"), 50)].into(), ..bound.clone() };
         assert_eq!(
             paths(&rails, peer, &busy),
@@ -537,7 +540,7 @@ mod tests {
                 assert_eq!(of(&|p| p.to == to), 4, "{met:?}");
             }
         }
-        // Processes that begin at the same time begin with different ones, turn by turn.
+        // Processes that begin at the same time start with different paths.
         let first = |turn| order(&flat, &peer, &Met { turn, ..Met::default() })[0];
         let firsts: BTreeSet<Path> = (0..4).map(first).collect();
         assert_eq!(firsts.len(), 4);
@@ -567,7 +570,7 @@ mod tests {
     async fn a_silent_path_leaves_the_others_their_time() {
         let limit = Duration::from_secs(1);
         let start = Instant::now();
-        // Silent, refused, well: the refusal's share goes to those after it.
+        // Silent, refused, successful: time that the refusal did not use goes to those after it.
         let tries = |said: Vec<Option<bool>>| async move {
             let tried = Arc::new(Mutex::new(Vec::new()));
             let all = said.iter().copied().enumerate().collect();
@@ -591,14 +594,15 @@ mod tests {
         for ((i, at), share) in tried.iter().zip([Duration::ZERO, limit / 3, limit / 3]) {
             assert!(*at >= share && *at < share + ms(5), "{i} after {at:?}");
         }
-        // The last one has all the time that its caller gives it, and a refusal is what is told.
+        // The last one has all the time that its caller gives it. If it is refused, that is the
+        // error.
         let (got, tried) = tries(vec![None, None]).await;
         assert!(got.is_err() && tried.len() == 2);
         let (got, _) = tries(vec![None, Some(false)]).await;
         assert!(got.unwrap().unwrap().unwrap_err().message.contains("refused 1"));
         let (got, _) = tries(vec![]).await;
         assert!(got.unwrap().is_none());
-        // However many there are, each has a moment.
+        // Each has a minimum time, however many there are.
         let begun = start.elapsed();
         let (got, _) = tries([vec![None; 40], vec![Some(true)]].concat()).await;
         assert!(

@@ -1,5 +1,5 @@
-//! Registered memory of a device through which payloads go, piece by piece, that cannot be
-//! registered where they lie.
+//! Registered memory of a device. Payloads that cannot be registered where they lie go through it,
+//! piece by piece.
 
 use std::sync::{
     Arc,
@@ -13,16 +13,16 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::device::Registered;
 use crate::{BufMut, Pool};
 
-/// Pieces that are under way at a time: one that waits for a peer that vanished keeps its place for
-/// seconds.
+/// Number of pieces that may be under way: a piece that waits for a vanished peer keeps its place
+/// for seconds.
 pub const PLACES: usize = 4;
 
-/// Made with its device, so that it is there when nothing more may be registered.
+/// Made with its device, so that it exists when nothing more may be registered.
 pub struct Stage {
     /// Held for its memory.
     _memory: BufMut,
     start: *mut u8,
-    /// Bytes of a place.
+    /// Size of a place in bytes.
     piece: usize,
     mr: Option<Registered>,
     vacant: Mutex<Vec<usize>>,
@@ -37,7 +37,7 @@ unsafe impl Send for Stage {}
 unsafe impl Sync for Stage {}
 
 impl Stage {
-    /// Of places of so many bytes; not registered yet.
+    /// With places of `piece` bytes; not registered yet.
     pub fn new(pool: &Pool, piece: usize) -> Stage {
         let mut memory = pool.get_now(PLACES * piece);
         Stage {
@@ -51,7 +51,7 @@ impl Stage {
         }
     }
 
-    /// Where it lies, and how long it is.
+    /// Its address and length.
     pub fn memory(&self) -> (*mut u8, usize) {
         (self.start, PLACES * self.piece)
     }
@@ -64,7 +64,7 @@ impl Stage {
         self.piece
     }
 
-    /// A place, first come first served.
+    /// Waits for a place; first come first served.
     pub async fn place(self: &Arc<Stage>) -> Result<Place> {
         let gone = || Error::new(Code::Disconnected, "the RDMA device is being closed");
         let room = self.room.clone().acquire_owned().await.map_err(|_| gone())?;
@@ -73,7 +73,7 @@ impl Stage {
     }
 }
 
-/// A place for one piece; its holder's alone, until it is dropped.
+/// A place for one piece. Exclusive to its holder until it is dropped.
 pub struct Place {
     stage: Arc<Stage>,
     n: usize,
@@ -93,7 +93,7 @@ impl Place {
         self.stage.mr.as_ref().map_or(0, Registered::lkey)
     }
 
-    /// Copies what was moved here, when the device is done with it.
+    /// Copies the piece out, after the device is done with it.
     pub fn copy_to(&self, to: &mut [u8]) {
         assert!(to.len() <= self.stage.piece);
         // SAFETY: within this place, which nobody else uses; the caller waited for the device.
@@ -104,12 +104,12 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        // Before its permit is: who gets that finds a place.
+        // Before the permit is released: whoever gets the permit finds a place.
         self.stage.vacant.lock().push(self.n);
     }
 }
 
-/// The parts of the peer's regions in which `len` bytes of the payload lie, from `skip` on.
+/// The parts of the peer's regions that contain `len` bytes of the payload, from `skip` on.
 pub fn cut(from: &[data::Region], skip: usize, len: usize) -> Vec<data::Region> {
     let (mut skip, mut left, mut out) = (skip as u64, len as u64, Vec::new());
     for r in from {

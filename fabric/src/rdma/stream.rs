@@ -76,7 +76,8 @@ impl AsyncWrite for WriteHalf {
         Poll::Ready(Ok(()))
     }
 
-    /// What was written arrives: the connection lingers for it when both halves are dropped.
+    /// Does nothing: what was written still arrives, because the connection lingers when both
+    /// halves are dropped.
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<std::io::Result<()>> {
         Poll::Ready(Ok(()))
     }

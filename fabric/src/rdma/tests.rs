@@ -1,5 +1,5 @@
-//! On a real device, or soft-RoCE: `cluster-tests/vm/run` has one. Elsewhere each test says why it
-//! does not run.
+//! Tests on a real device, or soft-RoCE: `cluster-tests/vm/run` has one. Elsewhere each test prints
+//! why it does not run.
 //!
 //! `STRAKE_RDMA_ADDR` names the address of an RDMA port of this machine; `STRAKE_RDMA_REMOTE` an
 //! endpoint of another one that runs [`peer_that_serves`], and `STRAKE_RDMA_LINK` the network
@@ -30,7 +30,7 @@ use crate::{
 
 pub const LONG: Duration = Duration::from_secs(30);
 
-/// Where to listen; `None`, said why, without a device.
+/// Where to listen; `None` without a device, with the reason printed.
 pub fn here() -> Option<Endpoint> {
     if let Err(e) = probe() {
         println!("skipped: {e}");
@@ -174,7 +174,7 @@ async fn what_cannot_be_registered_where_it_goes_comes_in_pieces() {
     settled(&f).await;
 }
 
-/// An echo, again while the server has too much to do.
+/// An echo, repeated while the server is overloaded.
 async fn patient(c: &dyn Connection, payload: Buf) -> Result<Message> {
     loop {
         let m = Message::new(opcode::ECHO, "").with_payload(vec![payload.clone()]);
@@ -185,7 +185,7 @@ async fn patient(c: &dyn Connection, payload: Buf) -> Result<Message> {
     }
 }
 
-/// All buffers are back but those of the shared receive queue.
+/// Waits until all buffers are back except those of the shared receive queue.
 pub async fn settled(f: &RdmaFabric) {
     let open = || f.devices.lock().values().filter(|d| d.strong_count() > 0).count();
     let own = RECEIVES as usize * MESSAGE + stage::PLACES * Budget::here().piece(f.usable);
@@ -241,7 +241,7 @@ async fn one_connection_too_many_is_told_so() {
     works(&*first).await;
 }
 
-/// A peer past its handshake that writes what it likes.
+/// A peer that has finished its handshake and then writes anything.
 pub struct Raw {
     pub q: Arc<Queue>,
     pub rd: stream::ReadHalf,
@@ -276,7 +276,7 @@ pub fn frame(regions: &Regions, opcode: u16, body: &[u8], len: usize, crc: u32) 
 }
 
 impl Raw {
-    /// Asks for these many bytes, to be written to a place.
+    /// Asks for this many bytes, to be written to a place.
     pub async fn ask(&mut self, len: usize, to: Region) {
         let regions = Regions { payload: Vec::new(), room: Some(to) };
         self.wr
@@ -294,7 +294,7 @@ impl Raw {
         answer
     }
 
-    /// Nothing more comes; why.
+    /// Waits for the end of the connection, and returns the reason.
     pub async fn ends(&mut self) -> Error {
         let mut rest = Vec::new();
         let _ = timeout(LONG, self.rd.read_to_end(&mut rest)).await.expect("the connection ends");
@@ -303,7 +303,7 @@ impl Raw {
     }
 }
 
-/// That a device refused what it was asked for.
+/// Whether a device refused the operation.
 pub fn is_refusal(e: &Error) -> bool {
     e.code == Code::Disconnected
         && (e.message.contains("broke: ") || e.message.contains("closed the connection"))
@@ -325,7 +325,7 @@ async fn who_sends_what_is_no_message_is_cut_off_and_others_served_on() {
     let friend = f.connect(guard.endpoint(), None).await.unwrap();
     const WRITE_WITH_IMM: std::ffi::c_int = 1;
     const SEND: std::ffi::c_int = 2;
-    // More credits than there are; no immediate data; a message whose bytes were written elsewhere.
+    // More credits than exist; no immediate data; a message whose bytes were written elsewhere.
     for (n, (opcode, credits)) in
         [(op::SEND_WITH_IMM, u32::MAX), (SEND, 0), (WRITE_WITH_IMM, 0)].iter().enumerate()
     {
@@ -351,7 +351,7 @@ async fn reads_that_one_end_makes_are_those_that_the_other_is_asked_to_serve() {
     id.resolve(None, to, RESOLVE_MS, "here").await.unwrap();
     let mut q = Queue::new(f.device(&id).unwrap(), id, "here".into());
     q.make().unwrap();
-    // Serves three, makes five.
+    // Serves three READs, issues five.
     q.id().connect(&greeting().encode(), (3, 5)).unwrap();
     let e = timeout(LONG, listening.events.expect(event::CONNECT_REQUEST, "here"))
         .await
@@ -370,7 +370,7 @@ async fn who_fills_all_shared_buffers_at_once_takes_none_away() {
     let (service, guard) = serve(&f, &at).await;
     let friend = f.connect(guard.endpoint(), None).await.unwrap();
     let flooder = fabric_of(client_identity(), None, Options::default());
-    // The second one finds as many as the first.
+    // The second one finds as many buffers as the first.
     for n in 1..=2 {
         let peer = raw(&flooder, guard.endpoint()).await;
         sleep(Duration::from_millis(200)).await;
@@ -401,7 +401,7 @@ async fn who_fills_all_shared_buffers_at_once_takes_none_away() {
     }
 }
 
-/// Answers READ with more than was asked for, and with what was.
+/// Answers READ with more than was asked for, and with exactly that.
 struct Reader;
 
 #[async_trait]
@@ -419,7 +419,7 @@ async fn replies_are_written_to_the_offered_room_or_to_one_asked_for() {
     let f = server();
     let guard = f.listen(&at, Arc::new(Reader)).await.unwrap();
     let conn = f.connect(guard.endpoint(), None).await.unwrap();
-    // The offset says how much more than announced comes.
+    // The offset says how many bytes more than announced are sent.
     for (len, more) in
         [(1 << 20, 0), (100, 0), (8192, 1), (5000, 1 << 20), (0, 70_000), (4 << 20, 0)]
     {
@@ -567,14 +567,15 @@ async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
     };
     let scene = async {
         more(&[0, 1, 2], 2).await;
-        // soft-RoCE waits with it until no process has the device open, and librdmacm keeps it so.
+        // soft-RoCE delays the removal until no process has the device open, and librdmacm keeps it
+        // open.
         let removal =
             std::process::Command::new("rdma").args(["link", "delete", &device]).spawn().unwrap();
         while !conns[0].is_closed() {
             sleep(Duration::from_millis(5)).await;
         }
-        // By the other device and by TCP they go on over the same connections, and who comes finds
-        // the way.
+        // By the other device and by TCP they continue over the same connections, and new clients
+        // find a path.
         more(&[1, 2], 8).await;
         let e = near.connect(guards[0].endpoint(), None).await.err().unwrap();
         println!("removed: {e}");
@@ -611,7 +612,7 @@ async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
         "found out by waiting only: {e}"
     );
     println!("removed: {e}; {} and {} calls by the others", count(1), count(2));
-    // All that was made on it goes, though somebody keeps the connection.
+    // Everything that was made on it is released, although the test holds the connection.
     for f in [&far, &near] {
         let f = f.rdma.get().unwrap();
         let start = Instant::now();
@@ -635,7 +636,7 @@ async fn peer_that_serves() {
     std::future::pending::<()>().await;
 }
 
-/// Loses all that this machine sends, or no longer.
+/// Drops all packets that this machine sends, or stops doing so.
 fn cut(interface: &str, cut: bool) {
     let loss = [
         "qdisc",
@@ -720,7 +721,7 @@ async fn connections_are_spread_over_rails_and_take_another_when_one_goes() {
     };
     assert_eq!(all.iter().map(|at| of(&conns, at)).collect::<Vec<_>>(), [3, 3]);
     futures_util::future::join_all(conns.iter().map(|c| works(&**c))).await;
-    // The port of the second rail is active still, and nothing gets through.
+    // The port of the second rail is still active, but nothing gets through.
     cut(&interface, true);
     let start = Instant::now();
     let calls = conns.iter().map(|c| async move {
@@ -755,7 +756,7 @@ async fn connections_are_spread_over_rails_and_take_another_when_one_goes() {
     assert_eq!(back.addr(), all[1].to_string());
     works(&*back).await;
     drop(back);
-    // A port that is not active is known without a try.
+    // An inactive port is known without a try.
     link(&interface, "down");
     let start = Instant::now();
     while f.by_rail(all.clone())[0] != all[0] {

@@ -1,10 +1,11 @@
-//! What is used of `libibverbs` and `librdmacm`: declarations of our own, opened at run time.
+//! The parts of `libibverbs` and `librdmacm` that are used: our own declarations, opened at run
+//! time.
 //!
-//! Functions are looked up under the version of the symbol that the declarations describe, so
-//! another ABI is missing and not misread. The calls of the data path are no symbols: headers
-//! inline them to calls through pointers in the device's context, so layouts matter. Those below
-//! are of the stable ABI (rdma-core since version 17, measured on 44) on 64-bit machines, and
-//! checked at compile time.
+//! Functions are looked up under the symbol version that the declarations describe, so a different
+//! ABI counts as missing instead of being misread. The calls of the data path are not symbols:
+//! headers inline them to calls through pointers in the device's context, so layouts matter. Those
+//! below belong to the stable ABI (rdma-core since version 17, measured on 44) on 64-bit machines,
+//! and are checked at compile time.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_void},
@@ -14,7 +15,7 @@ use std::{
 
 use strake_proto::{Code, Error, Result};
 
-/// An object of the libraries, only ever used through its pointer.
+/// An opaque object of the libraries, used through its pointer only.
 #[repr(C)]
 pub struct Opaque {
     _private: [u8; 0],
@@ -107,7 +108,7 @@ pub struct Sge {
     pub lkey: u32,
 }
 
-/// `struct ibv_send_wr`; its unions are laid out by the members that are used.
+/// `struct ibv_send_wr`; its unions contain only the members that are used.
 #[repr(C)]
 pub struct SendWr {
     pub wr_id: u64,
@@ -298,7 +299,7 @@ pub const SOFT_ROCE: u32 = 0xff_ffff;
 pub const MW_TYPE_2: c_int = 2;
 pub const QPT_RC: c_int = 2;
 pub const TRANSPORT_IWARP: c_int = 1;
-/// Of a completion: a SEND was received; with immediate data.
+/// Fields of a completion: a SEND was received; it has immediate data.
 pub const WC_RECV: c_int = 128;
 pub const WC_WITH_IMM: u32 = 2;
 pub const PS_TCP: c_int = 0x106;
@@ -316,9 +317,9 @@ pub mod send_flag {
     pub const SIGNALED: u32 = 2;
 }
 
-/// Whether a completion's status (`enum ibv_wc_status`) says that nothing gets through, or that the
-/// device fails: retries exceeded, no response in time, fatal, general. All others are of one of
-/// the ends: something was refused, or the connection was closed.
+/// Whether a completion's status (`enum ibv_wc_status`) means that nothing gets through, or that
+/// the device fails: retries exceeded, no response in time, fatal, general. All others are caused
+/// by one of the ends: something was refused, or the connection was closed.
 pub fn is_of_the_path(status: c_int) -> bool {
     matches!(status, 12 | 19..=21)
 }
@@ -338,7 +339,7 @@ pub mod event {
     pub const DEVICE_REMOVAL: c_int = 11;
 }
 
-/// Reasons of a rejection (IBTA CM): nobody listens there; the listener said no.
+/// Reasons of a rejection (IBTA CM): no listener at that port; the listener rejected it.
 pub const REJ_NO_LISTENER: c_int = 8;
 pub const REJ_BY_LISTENER: c_int = 28;
 
@@ -413,8 +414,8 @@ library! {
 /// `ibv_reg_dmabuf_mr(pd, offset, length, iova, fd, access)`.
 pub type RegDmaBuf = unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
 
-/// Newer than all else that is used, and only needed for memory of GPUs: libraries without it serve
-/// for the rest.
+/// Newer than all other functions used, and only needed for GPU memory: libraries without it work
+/// for everything else.
 fn reg_dmabuf() -> Result<RegDmaBuf> {
     static FOUND: OnceLock<RegDmaBuf> = OnceLock::new();
     if let Some(f) = FOUND.get() {
@@ -481,7 +482,7 @@ pub fn missing(what: String) -> Error {
     Error::new(Code::OpNotSupp, format!("RDMA is not available: {what}"))
 }
 
-/// The libraries, opened once; where they are missing, looked for each time.
+/// The libraries, opened once. While they are missing, each call looks again.
 pub fn lib() -> Result<&'static Lib> {
     static LIB: OnceLock<Lib> = OnceLock::new();
     if let Some(lib) = LIB.get() {
@@ -492,7 +493,7 @@ pub fn lib() -> Result<&'static Lib> {
     Ok(LIB.get_or_init(|| lib))
 }
 
-/// The cause of a call that returned −1 or NULL.
+/// The error of a call that returned −1 or NULL.
 pub fn os_error(what: &str) -> Error {
     Error::from(std::io::Error::last_os_error()).context(what.to_string())
 }
@@ -509,7 +510,7 @@ mod tests {
                 && e.message.contains("libstrake-is-not-there.so.9 cannot be opened"),
             "{e}"
         );
-        // A library that is there, and is not of rdma-core.
+        // A library that exists, but is not part of rdma-core.
         let other = Handle::open("libc.so.6").unwrap();
         for (name, version) in [("ibv_reg_mr", "IBVERBS_1.1"), ("malloc", "IBVERBS_1.1")] {
             let e = other.symbol(name, version).err().unwrap();

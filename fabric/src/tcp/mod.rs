@@ -28,8 +28,8 @@ use crate::{
 
 static STARVED: Quiet = Quiet::new();
 
-/// Connections that nobody has accepted yet. The kernel takes no more than `net.core.somaxconn`,
-/// and has who comes then try again after a second.
+/// Connections that wait to be accepted. The kernel takes no more than `net.core.somaxconn`;
+/// clients beyond that try again after a second.
 const BACKLOG: u32 = 4096;
 
 /// The [`Fabric`] over TCP. Clones share everything.
@@ -39,7 +39,7 @@ pub struct TcpFabric {
 }
 
 impl TcpFabric {
-    /// `cluster_uuid`: peers that name another one are refused. A process that learns it later
+    /// `cluster_uuid`: peers that name another cluster are refused. A process that learns it later
     /// calls [`TcpFabric::set_cluster`].
     pub fn new(
         env: Env,
@@ -51,12 +51,12 @@ impl TcpFabric {
         TcpFabric { streams: Streams::new(env, identity, cluster_uuid, pool, options) }
     }
 
-    /// For handshakes from now on.
+    /// Sets the cluster id for handshakes from now on.
     pub fn set_cluster(&self, uuid: [u8; 16]) {
         self.streams.set_cluster(uuid);
     }
 
-    /// The handshake and all that follows over any stream: the dialer's end.
+    /// Handshake and service of a connection over any stream: the dialer's end.
     pub async fn connect_over<R, W>(
         &self,
         rd: R,
@@ -106,7 +106,7 @@ impl TcpFabric {
             let (stream, from) = match accepted {
                 Ok(a) => a,
                 Err(e) => {
-                    // Most likely out of descriptors; those of others' connections may come free.
+                    // Most likely out of descriptors; other connections may free some.
                     STARVED.warn(|| format!("cannot accept a connection: {e}"));
                     sleep(Duration::from_millis(100)).await;
                     continue;
@@ -156,8 +156,8 @@ impl TcpFabric {
     }
 }
 
-/// No delay for small frames, and probes that find a peer which died while nothing was in flight.
-/// Failures cost only that.
+/// Sets no delay for small frames, and probes that find a peer which died while nothing was in
+/// flight. Failures cost only these features.
 fn tune(stream: &TcpStream) {
     let fd = stream.as_fd();
     let _ = stream.set_nodelay(true);
@@ -167,7 +167,7 @@ fn tune(stream: &TcpStream) {
     let _ = sockopt::set_tcp_keepcnt(fd, 3);
 }
 
-/// The network knows no way there, which says no more of the other end than silence does.
+/// The network has no route to the peer, which says no more about the peer than silence does.
 fn leads_nowhere(e: &std::io::Error) -> bool {
     use std::io::ErrorKind::{HostUnreachable, NetworkUnreachable, TimedOut};
     matches!(e.kind(), HostUnreachable | NetworkUnreachable | TimedOut)

@@ -1,5 +1,5 @@
-//! What is finite is shared: who is silent, or stops in the middle of a frame, keeps nobody else
-//! out.
+//! Limited resources are shared: a connection that is silent, or stops in the middle of a frame,
+//! does not keep others out.
 
 use std::{
     sync::{
@@ -93,7 +93,7 @@ async fn echo(conn: &dyn Connection, body: usize, payload: usize) {
     assert_eq!(conn.call(m, LONG).await.unwrap().body.len(), body);
 }
 
-/// Whether the other end closes it soon.
+/// Whether the other end closes the connection within 5 s.
 async fn is_closed(s: &mut TcpStream) -> bool {
     let mut rest = Vec::new();
     timeout(Duration::from_secs(5), s.read_to_end(&mut rest)).await.is_ok()
@@ -123,7 +123,7 @@ async fn silent_strangers_make_place_for_who_shakes_hands() {
 
 #[tokio::test]
 async fn half_a_payload_gives_its_memory_to_who_waits() {
-    // All of the pool.
+    // This payload takes all of the pool.
     let (_f, guard) = serve(u64::from(MAX_PAYLOAD), Options::default()).await;
     let mut stuck = shaken(guard.endpoint()).await;
     stuck.write_all(&header(&[], 0, MAX_PAYLOAD)).await.unwrap();
@@ -142,7 +142,7 @@ async fn half_a_payload_gives_its_memory_to_who_waits() {
     );
 }
 
-/// A connection from another machine.
+/// A connection from another address.
 async fn from_elsewhere(at: &Endpoint) -> TcpStream {
     let Endpoint::Tcp(host, port) = at else { unreachable!() };
     let socket = TcpSocket::new_v4().unwrap();
@@ -172,7 +172,7 @@ async fn halves_of_payloads_without_end_leave_half_of_the_memory_to_other_machin
     for _ in 0..10 {
         echo(&*conn, 5, 1 << 20).await;
     }
-    // Behind all of those each would wait for some 0.8 s.
+    // Each call that waits for all of those would take about 0.8 s.
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     halves.iter().for_each(tokio::task::JoinHandle::abort);
 }
@@ -189,7 +189,7 @@ async fn who_goes_on_slowly_is_served_while_nobody_waits() {
     }
     let mut answer = [0; 64];
     slow.read_exact(&mut answer).await.unwrap();
-    // And who does not go on at all is not kept for ever.
+    // A connection that sends nothing more is closed in the end.
     slow.write_all(&header(&[], 0, 200_000)).await.unwrap();
     assert!(is_closed(&mut slow).await);
 }
@@ -204,7 +204,7 @@ async fn bodies_have_their_room_before_they_are_read() {
     for _ in 0..4 {
         let mut s = shaken(guard.endpoint()).await;
         s.write_all(&header(&body, MAX_BODY, 0)).await.unwrap();
-        // What nobody reads may not fit.
+        // The server may not read this, so the write may block.
         let _ = timeout(Duration::from_millis(200), s.write_all(&body[1..])).await;
         stuck.push(s);
     }
@@ -223,8 +223,8 @@ async fn bodies_have_their_room_before_they_are_read() {
     echo(&*conn, MAX_BODY as usize, 0).await;
 }
 
-/// Reads out of the pool, as storage servers do; answers with long bodies, as metadata servers do;
-/// and waits with requests that it has read.
+/// Answers reads with pool memory, as storage servers do; answers with long bodies, as metadata
+/// servers do; and holds some requests back after reading them.
 struct Answers {
     pool: Pool,
     made: AtomicUsize,
@@ -282,7 +282,7 @@ fn reading(len: u32) -> Vec<u8> {
     DataRequest { len, ..DataRequest::new(1, 1, 1, chunk) }.encode().to_vec()
 }
 
-/// A client, on another machine, that asks so often and never reads.
+/// A client with another address, which sends `times` requests and never reads an answer.
 async fn greedy(at: &Endpoint, opcode: u16, body: &[u8], times: usize) -> TcpStream {
     let Endpoint::Tcp(host, port) = at else { unreachable!() };
     let socket = TcpSocket::new_v4().unwrap();
@@ -334,7 +334,7 @@ async fn who_reads_nothing_leaves_memory_to_other_machines() {
     assert_eq!(got.payload_len(), 4 << 20);
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
     assert_eq!(service.gone.load(SeqCst), 0);
-    // What more is wanted than there is: those who do not read are left soon.
+    // More memory is wanted than there is: connections that do not read are closed soon.
     let all = (0..12).map(|_| conn.call(Message::new(opcode::READ, reading(4 << 20)), LONG));
     let all = futures_util::future::join_all(all).await;
     assert!(all.iter().all(Result::is_ok));
@@ -358,7 +358,7 @@ async fn long_answers_that_nobody_reads_are_bounded_and_short_ones_are_not_held_
     let got = conn.call(Message::new(LIST, ""), LONG).await.unwrap();
     assert_eq!(got.body.len(), 1 << 20);
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
-    // Who reads nothing of what waits is left.
+    // A connection that does not read its waiting answers is closed.
     let left = async {
         while service.gone.load(SeqCst) == 0 {
             sleep(Duration::from_millis(20)).await;

@@ -127,7 +127,7 @@ async fn raw(guard: &Listener) -> TcpStream {
     TcpStream::connect((host.as_str(), *port)).await.unwrap()
 }
 
-/// A socket past its handshake, to write what one likes.
+/// A socket after the handshake, for a test to write any bytes to.
 async fn shaken(guard: &Listener) -> TcpStream {
     let mut s = raw(guard).await;
     handshake::dial(&mut s, &Party::new(client_identity(), None, [1; 32])).await.unwrap();
@@ -184,7 +184,7 @@ async fn bad_frames_end_their_connection_only() {
         service.until(|s| s.disconnected.load(SeqCst) == i + 1).await;
         works(&*friend).await;
     }
-    // The same bytes unharmed are answered, also one at a time.
+    // The same bytes undamaged are answered, even when sent one at a time.
     let mut s = shaken(&guard).await;
     s.set_nodelay(true).unwrap();
     for b in &good {
@@ -204,7 +204,7 @@ async fn bad_handshakes_are_dropped() {
     };
     let f = fabric_with(Identity::server(&[1; 32]), None, options);
     let (service, guard) = serve(&f).await;
-    // Four that say nothing take all places for a while; then the fifth is served.
+    // Four silent connections take all places for a while; then the fifth is served.
     let mute: Vec<TcpStream> = futures_util::future::join_all((0..4).map(|_| raw(&guard))).await;
     works(&*server().connect(guard.endpoint(), None).await.unwrap()).await;
     drop(mute);
@@ -227,7 +227,7 @@ async fn one_connection_too_many_is_told_so() {
     works(&*first).await;
     drop(first);
     service.until(|s| s.disconnected.load(SeqCst) == 1).await;
-    // Its place is free when its task has ended, which is a moment later.
+    // The place becomes free a moment later, when the connection's task has ended.
     while f.connect(guard.endpoint(), None).await.is_err() {
         tokio::task::yield_now().await;
     }
@@ -285,7 +285,7 @@ fn server_with_env() -> (Env, TcpFabric) {
     (env, f)
 }
 
-/// A listener's end that shakes hands and then says nothing; what it got so far is read.
+/// Accepts a connection, does the handshake and then stays silent.
 async fn mute_server(listener: tokio::net::TcpListener) -> TcpStream {
     let (mut s, _) = listener.accept().await.unwrap();
     handshake::answer(&mut s, &Party::new(Identity::server(&[1; 32]), None, [2; 32]))
@@ -357,7 +357,8 @@ async fn a_full_pool_holds_up_callers_but_not_answers() {
     assert_eq!(pool.stats().used, 0);
 }
 
-/// Two servers that forward to each other what fills their pools would wait for ever.
+/// Otherwise two servers that forward requests to each other could fill both pools and wait
+/// forever.
 #[tokio::test]
 async fn a_full_pool_refuses_clients_but_not_servers() {
     let pool = Pool::new(1 << 20);

@@ -1,10 +1,10 @@
 //! How other commands talk to a mount's process: a socket named after the mount's device, with
 //! lines of text.
 //!
-//! `read-only` and `read-write` are answered `ok` or with what failed; `state` with `state` and
-//! what is not safe yet; `stats` with `stats` and what the daemon has counted, as `NAME=VALUE` by
-//! blanks. When all that was written is safe or lost, after the unmount, everybody connected gets a
-//! last line `end` with what was lost.
+//! `read-only` and `read-write` are answered with `ok` or with the error; `state` with `state` and
+//! what is not safe yet; `stats` with `stats` and the daemon's counters, as `NAME=VALUE` separated
+//! by blanks. When everything written is safe or lost, after the unmount, every connected peer gets
+//! a last line `end` with what was lost.
 
 use std::{
     io::{self, BufRead, BufReader, Write},
@@ -22,26 +22,26 @@ use tokio::{
     sync::{Notify, mpsc, oneshot, watch},
 };
 
-/// Longest line, bytes.
+/// Longest line, in bytes.
 pub const LONGEST: usize = 4096;
-/// The last lines are given up after this: nobody reads them.
+/// Time limit for the last lines: a peer may not read them.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// What is asked of a mount.
+/// A request to a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask {
-    /// Refuse changes from now on, or take them.
+    /// Refuse changes from now on, or accept them.
     ReadOnly(bool),
-    /// What is not safe yet, and why.
+    /// Ask what is not safe yet, and why.
     State,
-    /// What was counted.
+    /// Ask for the counters.
     Stats,
 }
 
-/// A request, to be answered with a line.
+/// A request, with the channel for the answer, one line.
 pub type Asked = (Ask, oneshot::Sender<String>);
 
-/// Takes requests until it is dropped.
+/// Accepts requests until it is dropped.
 pub struct Control {
     asked: mpsc::Receiver<Asked>,
     end: watch::Sender<Option<String>>,
@@ -79,8 +79,8 @@ impl Control {
                     },
                 }
             }
-            // Who connected before must hear the end: it is how he learns what became of what he
-            // unmounted.
+            // Peers that connected before must receive the end line: it tells them what became of
+            // the mount that they unmounted.
             let Ok(waiting) = socket.into_std() else { return };
             while let Ok((peer, _)) = waiting.accept() {
                 if peer.set_nonblocking(true).is_ok() {
@@ -96,12 +96,12 @@ impl Control {
         self.asked.recv().await
     }
 
-    /// Nobody new can ask: another mount may get the device's number.
+    /// Stops accepting new peers: another mount may get the device's number.
     pub fn close(&self) {
         self.closing.notify_one();
     }
 
-    /// Tells everybody connected what was lost, and waits until they have heard.
+    /// Tells every connected peer what was lost, and waits until they have received it.
     pub async fn end(self, lost: String) {
         self.close();
         let _ = self.listener.await;
@@ -110,7 +110,7 @@ impl Control {
     }
 }
 
-/// Root, or who runs the mount.
+/// Whether the peer is root or the user that runs the mount.
 fn may_ask(peer: &UnixStream) -> bool {
     peer.peer_cred().is_ok_and(|c| c.uid() == 0 || c.uid() == rustix::process::geteuid().as_raw())
 }
@@ -169,7 +169,7 @@ fn parse(line: &str) -> Option<Ask> {
     }
 }
 
-/// Without line ends, at most [`LONGEST`] bytes.
+/// The text on one line, at most [`LONGEST`] bytes.
 fn one_line(text: &str) -> String {
     let mut line: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     while line.len() > LONGEST - 16 {
@@ -178,23 +178,23 @@ fn one_line(text: &str) -> String {
     line
 }
 
-/// A connection to a mount's process, for commands.
+/// A connection from a command to a mount's process.
 pub struct Asker(BufReader<StdStream>);
 
 /// How a mount's process ended.
 #[derive(Debug, PartialEq, Eq)]
 pub enum End {
-    /// All is safe, or what was lost.
+    /// It said what was lost; empty when everything is safe.
     Said(String),
-    /// It was killed, or does not say.
+    /// It was killed, or does not say anything.
     Silent,
-    /// Not yet.
+    /// It has not ended yet.
     NotYet,
 }
 
 impl Asker {
-    /// To the process of the mount with this device. An error: there is none, or it is not
-    /// `owner`'s or root's.
+    /// Connects to the process of the mount with this device. Fails if there is none, or if it does
+    /// not belong to `owner` or root.
     pub fn connect(device: &str, owner: u32) -> io::Result<Asker> {
         let s = StdStream::connect_addr(&address(device)?)?;
         let uid = rustix::net::sockopt::socket_peercred(&s)?.uid.as_raw();
@@ -204,7 +204,7 @@ impl Asker {
         Ok(Asker(BufReader::new(s)))
     }
 
-    /// The answer to a line.
+    /// Sends a line and returns the answer.
     pub fn ask(&mut self, line: &str, limit: Duration) -> io::Result<String> {
         self.0.get_mut().write_all(format!("{line}\n").as_bytes())?;
         self.line(limit)
@@ -220,7 +220,7 @@ impl Asker {
         }
     }
 
-    /// Waits until the mount's process has ended, at most so long.
+    /// Waits until the mount's process has ended, at most `limit`.
     pub fn wait(&mut self, limit: Duration) -> End {
         let until = Instant::now() + limit;
         loop {
@@ -248,8 +248,7 @@ impl Asker {
 mod tests {
     use super::*;
 
-    /// As on a busy machine, where the mount is gone before its process has come to look who
-    /// connected.
+    /// As on a busy machine, where the mount is gone before its process has accepted a connection.
     #[tokio::test]
     async fn who_connected_before_the_end_hears_of_it() {
         for close_first in [false, true] {

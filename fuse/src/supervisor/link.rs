@@ -1,4 +1,4 @@
-//! The socket between a supervisor and its daemon: short messages that may bring descriptors.
+//! The socket between a supervisor and its daemon: short messages that may carry descriptors.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -16,38 +16,38 @@ use rustix::{
 
 use tokio::net::UnixDatagram;
 
-/// The kept memory, and a `/dev/fuse` for each of up to 64 threads.
+/// The handover memory, and a `/dev/fuse` for each of up to 64 threads.
 const MOST_FDS: usize = 65;
-/// A list of 64 uuids, or a name.
+/// Enough for a list of 64 uuids, or a name.
 const LONGEST: usize = 2048;
 
-/// What is said.
+/// The messages.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Message {
-    /// To the first daemon, with the kept memory: connect. `dead`: uuids of clients that are
+    /// To the first daemon, with the handover memory: connect. `dead`: uuids of clients that are
     /// certainly gone.
     Connect { dead: Vec<[u8; 16]> },
-    /// From it: connected, to the file system of this name.
+    /// From the daemon: connected to the file system of this name.
     Connected { name: String },
-    /// To it, with the mount's descriptors: mounted, serve.
+    /// To the first daemon, with the mount's descriptors: mounted, start serving.
     Mounted,
-    /// To every later daemon, with the kept memory and the descriptors.
+    /// To every later daemon, with the handover memory and the descriptors.
     TakeOver,
-    /// From a daemon: requests are answered.
+    /// From a daemon: it answers requests now.
     Serving,
-    /// To a daemon: refuse changes, or take them.
+    /// To a daemon: refuse changes, or accept them.
     ReadOnly(bool),
-    /// To a daemon: what is not safe yet?
+    /// To a daemon: asks what is not safe yet.
     Ask,
-    /// From it, the answer.
+    /// From the daemon: the answer to `Ask`.
     State(String),
-    /// To a daemon: what was counted?
+    /// To a daemon: asks for the counters.
     Count,
-    /// From it, the answer.
+    /// From the daemon: the answer to `Count`.
     Counts(String),
-    /// From it: the file system is unmounted; what was written may not be safe yet.
+    /// From the daemon: the file system is unmounted; what was written may not be safe yet.
     Unmounted,
-    /// From it, the last: what was lost, or nothing.
+    /// From the daemon, the last message: what was lost; empty if nothing.
     Ended(String),
 }
 
@@ -95,17 +95,17 @@ impl Message {
     }
 }
 
-/// What fits in a message.
+/// The beginning of the text, as far as it fits in a message.
 fn short(text: &str) -> &[u8] {
     &text.as_bytes()[..text.len().min(LONGEST - 1)]
 }
 
-/// One end.
+/// One end of the socket.
 #[derive(Debug)]
 pub struct Link(OwnedFd);
 
 impl Link {
-    /// Ours, and the one that a child inherits.
+    /// Our end, and the one that a child inherits.
     pub fn pair() -> io::Result<(Link, OwnedFd)> {
         let kind = SocketType::SEQPACKET;
         let (ours, its) =
@@ -114,8 +114,8 @@ impl Link {
         Ok((Link(ours), its))
     }
 
-    /// The end that this process inherited under this number. Must be called once, before anything
-    /// else is opened.
+    /// The end that this process inherited under this number. Must be called once, before any other
+    /// file is opened.
     pub fn inherited(number: RawFd) -> io::Result<Link> {
         if number <= 2 {
             return Err(io::Error::new(
@@ -123,24 +123,24 @@ impl Link {
                 "not a socket of a supervisor",
             ));
         }
-        // SAFETY: the caller inherited this descriptor for this very use; nobody else in the
-        // process knows its number. Were it closed or another file, the calls below would fail and
-        // nothing of this process be harmed.
+        // SAFETY: the caller inherited this descriptor for this use, and no other code in the
+        // process knows its number. If it were closed or another file, the calls below would fail
+        // without harm to this process.
         let fd = unsafe { OwnedFd::from_raw_fd(number) };
         rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)?;
         rustix::net::sockopt::socket_type(&fd)?;
         Ok(Link(fd))
     }
 
-    /// From now on receiving fails with `WouldBlock` instead of waiting; what is returned tells
-    /// when not to. Must be called on a tokio runtime.
+    /// From now on receiving fails with `WouldBlock` instead of waiting; the returned socket tells
+    /// when there is something to receive. Must be called on a tokio runtime.
     pub fn watch(&self) -> io::Result<UnixDatagram> {
         rustix::io::ioctl_fionbio(&self.0, true)?;
-        // Only watched, never read as one.
+        // This is only polled, never used to read.
         UnixDatagram::from_std(self.0.try_clone()?.into())
     }
 
-    /// Sends a message with descriptors. Fails at once when the other end does not read.
+    /// Sends a message with descriptors. Fails immediately when the other end does not read.
     pub fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -153,7 +153,7 @@ impl Link {
         Ok(())
     }
 
-    /// The next message, waiting for it unless the socket is set not to. `None`: the other end is
+    /// The next message; waits for it unless the socket is non-blocking. `None`: the other end is
     /// gone.
     pub fn receive(&self) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
         let mut bytes = [0; LONGEST];

@@ -1,5 +1,5 @@
-//! What stays when a mount's daemon dies: holds the mount and what the daemon knew, and starts the
-//! next daemon. See `docs/restart.md`.
+//! The supervisor outlives a mount's daemons: it holds the mount and the daemon's state, and starts
+//! the next daemon. See `docs/restart.md`.
 
 pub mod control;
 pub mod link;
@@ -29,30 +29,30 @@ use tokio::{
 
 use crate::{MountConfig, mount, mountpoint, table};
 
-/// The daemon's end of the socket, by number, in its environment.
+/// The environment variable with the number of the daemon's end of the socket.
 pub const SOCKET: &str = "STRAKE_MOUNT_SOCKET";
-/// A daemon's exit status when it cannot read the kept memory.
+/// A daemon's exit status when it cannot read the handover memory.
 pub const OTHER_LAYOUT: u8 = 64;
-/// This very program, even when its file is gone.
+/// This program itself, even when its file is deleted.
 const MYSELF: &str = "/proc/self/exe";
 
-/// What is told of a daemon that ended without a word.
+/// The report about a daemon that ended without a last message.
 const UNSAID: &str = "whether all is safe is not known: the mount's daemon ended without saying so";
 
-/// After a daemon that served shorter than this the next one is not started at once.
+/// After a daemon that served for less than this, the next one is not started immediately.
 const SHORT_LIFE: Duration = Duration::from_millis(200);
-/// So many short lives in a row are put down to chance.
+/// This many short lives in a row count as chance.
 const CHANCE: u32 = 3;
 const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// How often it is looked whether a daemon runs, though the kernel has not told of its end.
+/// How often to check whether a daemon runs, in case the kernel's notification is missed.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// How to start a daemon.
 #[derive(Clone, Debug)]
 pub struct Program {
-    /// The program's file; another version may be put there.
+    /// The program's file; it may be replaced by another version.
     pub path: PathBuf,
     pub args: Vec<std::ffi::OsString>,
 }
@@ -62,23 +62,23 @@ pub struct Supervisor {
     cfg: MountConfig,
     program: Program,
     keep: Arc<Handover>,
-    /// Told to the first daemon: clients that are certainly gone.
+    /// Passed to the first daemon: clients that are certainly gone.
     dead: Vec<[u8; 16]>,
-    /// Once mounted.
+    /// The `/dev/fuse` descriptors, once mounted.
     descriptors: Vec<OwnedFd>,
-    /// For other commands, once mounted.
+    /// The socket for other commands, once mounted.
     control: Option<Control>,
-    /// Those who asked something of the daemon.
+    /// Requests to the daemon that are not answered yet.
     asking: Vec<(Ask, tokio::sync::oneshot::Sender<String>)>,
     unmounted: bool,
-    /// What the last daemon said was lost.
+    /// What was lost, as the last daemon reported.
     lost: Option<String>,
 }
 
 struct Daemon {
     child: Child,
     link: Link,
-    /// Tells when there is something to receive.
+    /// Signals when there is something to receive.
     watch: UnixDatagram,
     serving_since: Option<Instant>,
 }
@@ -117,7 +117,7 @@ impl Supervisor {
         }
     }
 
-    /// Starts the first daemon, mounts when it is connected (`mounted` is called then), and serves
+    /// Starts the first daemon, mounts when it is connected (then `mounted` is called), and serves
     /// until the mount is gone. Returns the status to exit with.
     pub async fn run(mut self, mut mounted: impl FnMut()) -> Result<u8> {
         let failed = |e: io::Error| Error::from(e).context("listening for signals");
@@ -218,13 +218,13 @@ impl Supervisor {
         if self.cfg.fsname.is_empty() {
             self.cfg.fsname = name.into();
         }
-        // Before: nobody answers yet what is asked of the mount.
+        // Look this up before mounting: afterwards requests to the mount are not answered yet.
         let at = self.cfg.mountpoint.canonicalize();
         self.descriptors = mount::attach(&self.cfg)?;
         self.control = at.ok().and_then(|at| listen(&at));
         let fds: Vec<_> = self.descriptors.iter().map(AsFd::as_fd).collect();
         if let Err(e) = daemon.link.send(&Message::Mounted, &fds) {
-            // It died; the next one takes over.
+            // The daemon died; the next one takes over.
             tracing::warn!("telling the daemon that it is mounted: {e}");
         }
         Ok(())
@@ -252,7 +252,7 @@ impl Supervisor {
         let sent = daemon.link.send(&message, &[]);
         match (ask, sent) {
             (Ask::ReadOnly(yes), sent) => {
-                // A daemon that is just dying is followed by one that is told.
+                // If the daemon is just dying, its successor is started with the new setting.
                 self.cfg.read_only = yes;
                 let _ = reply.send(sent.map_or_else(|e| e.to_string(), |()| "ok".into()));
             }
@@ -266,7 +266,7 @@ impl Supervisor {
         }
     }
 
-    /// To all who asked this.
+    /// Replies to all requests of this kind.
     fn reply(&mut self, to: Ask, text: &str) {
         let (those, others): (Vec<_>, Vec<_>) =
             self.asking.drain(..).partition(|(ask, _)| *ask == to);
@@ -276,7 +276,8 @@ impl Supervisor {
         }
     }
 
-    /// Unmounts. What is in use goes on until it is closed; at a second signal nothing does.
+    /// Unmounts. A mount in use continues until it is no longer used; a second signal stops it
+    /// immediately.
     fn stop(&self, again: &mut bool) -> Result<()> {
         if std::mem::replace(again, true) {
             return Err(Error::new(Code::Intr, "stopped while files were open"));
@@ -288,7 +289,7 @@ impl Supervisor {
                 );
                 mountpoint::detach(&self.cfg.mountpoint, true)
             }
-            // Gone already: the daemon ends in a moment.
+            // It is unmounted already: the daemon ends in a moment.
             Err(e) if e.code == Code::Inval => Ok(()),
             r => r,
         }
@@ -325,10 +326,10 @@ impl Daemon {
     }
 }
 
-/// Returns when nothing of a process runs any more. The kernel tells of its end only when its last
-/// thread is gone. That one may wait in the kernel for a lock of an inode or a page, which comes
-/// free when the next daemon answers. A first thread that is a zombie shows that the process was
-/// killed: what else is left of it never leaves the kernel.
+/// Returns when no thread of a process can run any more. The kernel reports the end of a process
+/// only when its last thread is gone. That thread may wait in the kernel for a lock of an inode or
+/// a page, which is released only when the next daemon answers. If the first thread is a zombie,
+/// the process was killed: its remaining threads never leave the kernel.
 async fn ended(child: &mut Child) -> io::Result<ExitStatus> {
     let mut was_over = false;
     loop {
@@ -349,16 +350,17 @@ async fn ended(child: &mut Child) -> io::Result<ExitStatus> {
 /// Whether a process's first thread has ended (proc_pid_stat(5), field 3).
 fn is_zombie(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name before it may have blanks and parentheses in it.
+    // The process name before it may contain blanks and parentheses.
     stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('Z'))
 }
 
-/// What a daemon said before it ended and nobody heard yet.
+/// Messages that a daemon sent before it ended, and that were not read yet.
 fn unread(link: &Link) -> impl Iterator<Item = Message> {
     std::iter::from_fn(|| link.receive().ok().flatten().map(|(message, _)| message))
 }
 
-/// The daemon's next message. Never returns after it has closed its end: its own end comes.
+/// The daemon's next message. Never returns after the daemon has closed its end: the process ends
+/// soon.
 async fn said(link: &Link, watch: &UnixDatagram) -> Event {
     match watch.async_io(Interest::READABLE, || link.receive()).await {
         Ok(Some((message, _))) => Event::Said(message),
@@ -370,8 +372,8 @@ async fn said(link: &Link, watch: &UnixDatagram) -> Event {
     }
 }
 
-/// For `strake umount` and remounts. A mount without it works, but unmounting does not wait for
-/// what was written. `at`: where, without symbolic links.
+/// Listens for `strake umount` and remounts. A mount without this socket works, but unmounting does
+/// not wait until written data is safe. `at`: the mountpoint, without symbolic links.
 pub fn listen(at: &std::path::Path) -> Option<Control> {
     let mounts = table::mounts().ok()?;
     let device = &table::topmost(&mounts, at)?.device;
@@ -386,7 +388,7 @@ pub fn listen(at: &std::path::Path) -> Option<Control> {
     }
 }
 
-/// Before the next start, after so many short lives in a row.
+/// The pause before the next start, after so many short lives in a row.
 fn pause(short_lives: u32) -> Duration {
     match short_lives.checked_sub(CHANCE + 1) {
         None => Duration::ZERO,
@@ -416,8 +418,8 @@ mod tests {
         assert_eq!(unread(&link).collect::<Vec<_>>(), said());
     }
 
-    /// Stands for a thread that the kernel holds: the process's first thread is gone, another is
-    /// not.
+    /// Simulates a thread that the kernel holds: the process's first thread has ended, another one
+    /// has not.
     #[tokio::test]
     async fn a_daemon_has_ended_though_a_thread_of_it_is_held() {
         let code = format!(

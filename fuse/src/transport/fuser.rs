@@ -1,9 +1,9 @@
-//! `/dev/fuse` through the fuser crate: translates its calls into the [VFS core](crate::vfs)'s and
-//! answers.
+//! `/dev/fuse` through the fuser crate: translates its calls into those of the [VFS
+//! core](crate::vfs), and the answers back.
 //!
-//! fuser's threads parse, and answer reads of bytes that are here already; every other request runs
-//! as a task on the tokio runtime. When too many run, the threads stop taking requests from the
-//! kernel until one ends.
+//! fuser's threads parse requests, and answer reads of cached bytes. Every other request runs as a
+//! task on the tokio runtime. When too many run, the threads stop reading requests from the kernel
+//! until one ends.
 
 use std::{
     ffi::OsStr,
@@ -43,13 +43,13 @@ pub(crate) struct Transport {
     room: Arc<Semaphore>,
 }
 
-/// What a request's task needs.
+/// State that the task of a request needs.
 struct Shared {
     vfs: Arc<Vfs>,
     pool: Pool,
 }
 
-/// The kernel keeps no copies: fuser has no word for taking names back, and does not tell whether
+/// The kernel keeps no copies: fuser has no call that takes names back, and does not tell whether
 /// an inode was known.
 const NOT_KEPT: Duration = Duration::ZERO;
 
@@ -63,7 +63,7 @@ impl Transport {
         }
     }
 
-    /// The lock of a request. `None`: of a type that no kernel sends.
+    /// The lock of a request. `None` for a type that no kernel sends.
     fn lock(owner: LockOwner, start: u64, end: u64, typ: i32, pid: u32) -> Option<Lock> {
         let mode = match typ {
             libc::F_RDLCK => LockType::LockRead,
@@ -74,8 +74,8 @@ impl Transport {
         Some(Lock { kind: LockKind::LockPosix, owner: owner.0, mode, start, end, pid })
     }
 
-    /// Runs a request as a task, first waiting for room. Dropping an unanswered reply answers EIO,
-    /// so a request is answered whatever becomes of its task.
+    /// Runs a request as a task, and waits for a free place first. Dropping an unanswered reply
+    /// answers EIO, so a request is answered whatever becomes of its task.
     fn run<F>(&self, work: impl FnOnce(Arc<Shared>) -> F)
     where
         F: Future<Output = ()> + Send + 'static,
@@ -123,7 +123,7 @@ fn data(parts: Vec<Buf>, pool: &Pool, reply: ReplyData) {
     }
 }
 
-/// An xattr's value or its length, as asked.
+/// An xattr's value or its length, depending on `room`.
 fn xattr(result: Result<impl AsRef<[u8]>>, room: u32, reply: ReplyXattr) {
     match result {
         Err(e) => reply.error(errno(&e)),
@@ -170,8 +170,8 @@ fn time(t: TimeOrNow) -> Time {
         TimeOrNow::SpecificTime(t) => Time::At(match t.duration_since(UNIX_EPOCH) {
             Ok(after) => ns(after),
             Err(before) => {
-                // fuser subtracts the nanoseconds of a time before 1970 where it should add them;
-                // put that right.
+                // fuser subtracts the nanoseconds of a time before 1970 where it should add them:
+                // correct that.
                 let d = before.duration();
                 let seconds = i64::try_from(d.as_secs()).unwrap_or(i64::MAX / 1_000_000_000);
                 i64::from(d.subsec_nanos()) - seconds.saturating_mul(1_000_000_000)
@@ -369,8 +369,8 @@ impl Filesystem for Transport {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        // A sequential reader finds most bytes read ahead: answered here, they wake no other
-        // thread.
+        // A sequential reader finds most bytes read ahead: an answer from this thread wakes no
+        // other thread.
         let ready = {
             let _tasks_go_there = self.runtime.enter();
             self.shared.vfs.read_ready(fh.0, offset, size as usize)
@@ -396,11 +396,11 @@ impl Filesystem for Transport {
         _: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        // The one copy: fuser's buffer is reused for the next request and its data is not aligned.
+        // The only copy: fuser's buffer is reused for the next request and its data is not aligned.
         let mut buf = self.shared.pool.get_now(data.len());
         buf.copy_from_slice(data);
         let data = buf.freeze();
-        // Pages of a mapping go where they are mapped, whatever the handle's flags say.
+        // Pages of a mapping are written where they are mapped, whatever the handle's flags say.
         let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let append = flags.0 & libc::O_APPEND != 0;
         let place =
@@ -639,8 +639,8 @@ impl Filesystem for Transport {
         if !sleep {
             return self.run(async move |s| empty(s.vfs.setlk(fh.0, &lock, false).await, reply));
         }
-        // Not in the room of all requests: hundreds that wait for a lock must not keep its holder
-        // from giving it up.
+        // This does not take one of the places that other requests share: hundreds of lock waiters
+        // must not keep the holder from unlocking.
         let (vfs, thread) = (self.shared.vfs.clone(), req.pid());
         self.runtime.spawn(async move {
             tokio::select! {
@@ -707,7 +707,7 @@ mod tests {
 
     #[test]
     fn times_before_1970_survive_fuser() {
-        // fuser's reading of -1 s + 500 ms is 1.5 s before 1970.
+        // fuser reads -1 s + 500 ms as 1.5 s before 1970.
         let wrong = UNIX_EPOCH - Duration::from_millis(1500);
         assert_eq!(time(TimeOrNow::SpecificTime(wrong)), Time::At(-500_000_000));
         assert_eq!(

@@ -1,5 +1,5 @@
-//! A session of the fuser crate, and what it asks of the kernel: the same for the mount and the
-//! memory-limit bench, which so differ only in who answers.
+//! A session of the fuser crate, and its negotiation with the kernel. The mount and the
+//! memory-limit bench share it, so that they differ only in the file system that answers.
 
 use std::{io, path::PathBuf};
 
@@ -14,12 +14,12 @@ use crate::{MountConfig, mountpoint, table};
 /// Largest read or write request: 256 pages of 4 KiB, the kernel's default limit.
 pub(crate) const MAX_REQUEST: u32 = 1 << 20;
 
-/// Used where the kernel offers it. Left out on purpose:
-/// - the writeback cache, which would make the kernel the owner of size and mtime;
-/// - remote flock, since fuser does not tell it from a POSIX lock: it stays the kernel's own, local
+/// Flags that are used where the kernel offers them. Left out on purpose:
+/// - the writeback cache: with it the kernel would own size and mtime;
+/// - remote flock: fuser does not distinguish it from a POSIX lock, so the kernel handles it, local
 ///   to the mount;
-/// - shared mappings of direct files, since this transport has no page locks: a page that a mapping
-///   changed would be written back over newer bytes. mmap(2) fails with `ENODEV` instead.
+/// - shared mappings of direct I/O files: this transport has no page locks, so a page that a
+///   mapping changed would be written back over newer bytes. mmap(2) fails with `ENODEV` instead.
 const WANTED: [InitFlags; 12] = [
     InitFlags::FUSE_POSIX_LOCKS,
     InitFlags::FUSE_PARALLEL_DIROPS,
@@ -31,23 +31,24 @@ const WANTED: [InitFlags; 12] = [
     InitFlags::FUSE_CACHE_SYMLINKS,
     InitFlags::FUSE_MAX_PAGES,
     InitFlags::FUSE_BIG_WRITES,
-    // The kernel checks ACLs as it checks modes; the metadata server keeps list and mode in step.
+    // The kernel checks ACLs as it checks modes; the metadata server keeps ACL and mode consistent.
     InitFlags::FUSE_POSIX_ACL,
-    // A directory's default ACL replaces the umask, so the metadata server applies either.
+    // A directory's default ACL replaces the umask, so the metadata server applies one or the
+    // other.
     InitFlags::FUSE_DONT_MASK,
-    // Writes, cuts and chowns take set-id bits and file capabilities at the metadata server.
+    // Writes, truncates and chowns clear set-id bits and file capabilities at the metadata server.
     InitFlags::FUSE_HANDLE_KILLPRIV_V2,
 ];
 
-/// Every open is answered with these: another mount may write the data, so the kernel keeps none of
-/// it.
+/// Flags in the answer to every open: another mount may write the data, so the kernel caches none
+/// of it.
 pub(crate) const OPEN_FLAGS: FopenFlags =
     FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
 
 /// Answers the kernel's INIT.
 pub(crate) fn negotiate(kernel: &mut KernelConfig) {
     for flag in WANTED {
-        // An error only says that this kernel does not offer it.
+        // An error only means that this kernel does not offer the flag.
         let _ = kernel.add_capabilities(flag);
     }
     let _ = kernel.set_max_write(MAX_REQUEST);
@@ -62,7 +63,8 @@ pub(crate) fn session_config(cfg: &MountConfig) -> Config {
     let mut c = Config::default();
     c.mount_options = vec![
         MountOption::FSName(cfg.fsname.clone()),
-        // As a plain option: fuser hands `Subtype` only to fusermount3, and root mounts without it.
+        // As a custom option: fuser passes `Subtype` only to fusermount3, and root mounts without
+        // it.
         MountOption::CUSTOM(format!("subtype={}", cfg.subtype)),
         MountOption::DefaultPermissions,
         if cfg.read_only { MountOption::RO } else { MountOption::RW },
@@ -75,7 +77,7 @@ pub(crate) fn session_config(cfg: &MountConfig) -> Config {
             "noatime" => MountOption::NoAtime,
             "sync" => MountOption::Sync,
             "dirsync" => MountOption::DirSync,
-            // fuser has no word for the others, which change nothing but what is shown.
+            // fuser has no options for the other flags, which change only what is displayed.
             _ => return None,
         })
     }));
@@ -85,7 +87,7 @@ pub(crate) fn session_config(cfg: &MountConfig) -> Config {
     c
 }
 
-/// A mounted fuser session running on threads of its own.
+/// A mounted fuser session, which runs on its own threads.
 pub(crate) struct MountedSession {
     ended: watch::Receiver<Option<Result<()>>>,
     mountpoint: PathBuf,

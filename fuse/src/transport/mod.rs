@@ -1,5 +1,5 @@
-//! Ways for kernel requests to reach the [VFS core](crate::vfs): `/dev/fuse` by our own hands
-//! (`dev`), or through the fuser crate. The conformance suite runs on both.
+//! Transports that bring kernel requests to the [VFS core](crate::vfs): our own `/dev/fuse`
+//! implementation (`dev`), or the fuser crate. The conformance suite runs on both.
 
 use strake_proto::{Code, Error};
 
@@ -8,8 +8,8 @@ pub(crate) mod fuser;
 pub(crate) mod kernel;
 mod signals;
 
-/// What a program sees. Retries are over when an error gets here, so "try again" would make it
-/// spin: that is EIO. Only a lock that somebody else has is worth another try.
+/// The errno that a program sees. All retries are over when an error gets here, and "try again"
+/// would make the program spin, so that becomes EIO. Only a conflicting lock is worth another try.
 fn errno(e: &Error) -> i32 {
     match e.errno() {
         libc::EAGAIN if e.code != Code::LockConflict => {

@@ -1,13 +1,13 @@
-//! Whether a program that waits in a request was sent a signal. The fuser crate answers the
-//! kernel's INTERRUPT by itself, with "not known"; so for requests that may take for ever the mount
-//! looks at the waiting thread's signals instead.
+//! Detects whether a program that waits in a request received a signal. The fuser crate answers the
+//! kernel's INTERRUPT itself, with "not known". So for requests that may take forever, the mount
+//! checks the waiting thread's signals.
 
 use std::{fs, time::Duration};
 
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Returns when the thread has a signal that it must act on. Never, if it lives where this process
-/// cannot see it.
+/// Returns when the thread has a signal that it must act on. Never returns if this process cannot
+/// see the thread.
 pub(super) async fn sent_to(thread: u32) {
     let path = format!("/proc/{thread}/status");
     loop {
@@ -20,8 +20,8 @@ pub(super) async fn sent_to(thread: u32) {
     }
 }
 
-/// Reads `/proc/PID/status`. What the whole process was sent counts if it has one thread: another
-/// could act on it. A signal that kills is sent to each thread.
+/// Parses `/proc/PID/status`. A signal to the whole process counts only if the process has one
+/// thread, since another one could act on it. A signal that kills is sent to each thread.
 fn has_signal(status: &str) -> bool {
     let field = |name: &str| {
         status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':')).map(str::trim)

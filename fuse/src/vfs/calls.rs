@@ -1,27 +1,29 @@
-//! Which requests belong to one write(2). The kernel does not say, but it counts the writes of each
-//! thread that have returned.
+//! Determines which requests belong to one write(2). The kernel does not say, but it counts the
+//! finished writes of each thread.
 
 use std::{fs, time::Duration};
 
 use strake_client::File;
 
-/// Bytes of a request at most.
+/// Most bytes of a request.
 const MAX_WRITE: usize = crate::transport::kernel::MAX_REQUEST as usize;
-/// So much a request that was cut may hold less: it takes 256 pages, and each piece of memory that
-/// does not begin with a page, as a writev(2) has many of, takes one more.
+/// How many bytes fewer a piece that is not the last one may have. A request takes 256 pages, and
+/// each memory segment that does not begin at a page boundary, of which a writev(2) has many, takes
+/// one more.
 const SLACK: usize = 64 * 4096;
-/// How often it is looked whether a call has returned.
+/// How often to check whether a call has returned.
 const LOOK: Duration = Duration::from_millis(1);
-/// How long the next piece of a call is waited for where nobody sees whether it has returned.
+/// How long the next piece of a call is waited for where this process cannot see whether the call
+/// has returned.
 const UNSEEN: Duration = Duration::from_millis(20);
 
-/// Whether the kernel may have cut a write so that this is not its last piece.
+/// Whether the kernel may have split a write so that this is not its last piece.
 pub(super) fn may_be_cut(len: usize) -> bool {
     len > MAX_WRITE - SLACK
 }
 
-/// How many write(2)s, writev(2)s and so on of this thread have returned. `None`: it is gone, or
-/// this process may not know.
+/// How many calls such as write(2) and writev(2) of this thread have returned. `None`: the thread
+/// is gone, or this process must not read it.
 pub(super) fn writes(tid: u32) -> Option<u64> {
     if tid == 0 {
         return None;
@@ -33,8 +35,8 @@ fn parse(io: &str) -> Option<u64> {
     io.lines().find_map(|l| l.strip_prefix("syscw:"))?.trim().parse().ok()
 }
 
-/// Keeps the end of a file for the next piece of a call as long as that has not returned. `before`:
-/// what [`writes`] said in it.
+/// Keeps the end of a file for the next piece of a call until the call has returned. `before`: the
+/// value of [`writes`] during the call.
 pub(super) async fn watch(file: File, kept: u64, tid: u32, before: Option<u64>) {
     let Some(before) = before else {
         tokio::time::sleep(UNSEEN).await;
@@ -43,7 +45,7 @@ pub(super) async fn watch(file: File, kept: u64, tid: u32, before: Option<u64>) 
     };
     while file.kept_end() == Some(kept) {
         tokio::time::sleep(LOOK).await;
-        // Newer kernels have a reader wait while the thread begins a program, which in turn may
+        // On newer kernels, this read waits while the thread starts a program, which in turn may
         // wait for this daemon.
         let now = tokio::task::spawn_blocking(move || writes(tid)).await.ok().flatten();
         if now != Some(before) {

@@ -1,16 +1,16 @@
-//! A rename(2) whose two lookups another mount's rename fell between.
+//! Handles a rename(2) when another mount's rename falls between its two lookups.
 //!
-//! Linux looks up the old name and then the new one, and when both show one inode it has nothing to
-//! do: it says 0 and asks for nothing more. If another mount renames the file in the same way
-//! between the two lookups, both show one inode although the old name is gone, and both programs
-//! would be told that they renamed it.
+//! Linux looks up the old name and then the new one. When both refer to one inode there is nothing
+//! to do: rename(2) returns 0 and sends no request. If another mount renames the file in the same
+//! way between the two lookups, both show one inode although the old name is gone, and both
+//! programs would be told that they renamed it.
 //!
 //! So when a thread finds a file by one name and then by another, the metadata servers are asked
-//! whether the first name still leads to it. If it does not, the second lookup is answered
-//! `ESTALE`, upon which the kernel begins anew: it finds the old name gone. A program that only
-//! looked at both names is told what is there when the kernel asks again. Where the kernel knows
-//! something else by the second name, it asks once more before it begins anew (it revalidates, then
-//! looks up): then `ESTALE` is answered twice.
+//! whether the first name still refers to it. If it does not, the second lookup is answered with
+//! `ESTALE`. Then the kernel starts again, and finds the old name gone. A program that only looked
+//! at both names gets the right answer when the kernel asks again. Where the kernel has another
+//! inode for the second name, it asks once more before it starts again (it revalidates, then looks
+//! up): then `ESTALE` is answered twice.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -23,25 +23,26 @@ use strake_proto::{Code, Error, Ino, Result};
 
 use super::Vfs;
 
-/// Threads whose last lookup is known.
+/// Most threads whose last lookup is remembered.
 const MOST_THREADS: usize = 4096;
-/// Names in each of two generations of those that the kernel was told of last.
+/// Most names in each of two generations of those that the kernel was last told.
 const MOST_NAMES: usize = 8192;
 
-/// A name that led to a file: the number of its directory, as the kernel knows it, and the name.
+/// A name that referred to a file: the inode number of its directory, as the kernel knows it, and
+/// the name.
 type Name = (Ino, Vec<u8>);
 
-/// What a thread found last.
+/// The last lookup of a thread.
 struct Last {
     name: Name,
     ino: Ino,
-    /// How often it was told since that another name of it is stale.
+    /// How often the thread was told since then that another name of the file is stale.
     refused: u32,
 }
 
 #[derive(Default)]
 pub(super) struct Claims {
-    /// The kernel keeps names: how often it asks before it begins anew is not known.
+    /// The kernel keeps names: then it is unknown how often it asks before it starts again.
     off: AtomicBool,
     last: Mutex<HashMap<u32, Last>>,
     told: Mutex<[HashSet<u64>; 2]>,
@@ -49,8 +50,8 @@ pub(super) struct Claims {
 }
 
 impl Claims {
-    /// The kernel is told, or has made it so itself, that there is something other than a directory
-    /// at this name.
+    /// The kernel was told, or has made it so itself, that this name refers to something other than
+    /// a directory.
     pub fn told(&self, dir: Ino, name: &[u8]) {
         let [new, old] = &mut *self.told.lock();
         new.insert(self.names.hash_one((dir, name)));
@@ -64,7 +65,8 @@ impl Claims {
         self.told.lock().iter().any(|s| s.contains(&n))
     }
 
-    /// A thread finds a file. If it found it by another name just before: which one that was.
+    /// A thread finds a file. Returns the other name by which it found the file just before, if
+    /// any.
     fn found(&self, thread: u32, (dir, name): (Ino, &[u8]), ino: Ino) -> Option<Name> {
         let mut all = self.last.lock();
         if let Some(last) = all.get(&thread)
@@ -77,12 +79,13 @@ impl Claims {
         None
     }
 
-    /// This is what the thread found last.
+    /// Remembers what the thread found last.
     fn settle(&self, thread: u32, name: (Ino, &[u8]), ino: Ino) {
         settle(&mut self.last.lock(), thread, name, ino);
     }
 
-    /// The former name does not lead there any more. Whether the new one is to be called stale.
+    /// The former name does not refer to the file any more. Returns whether to call the new name
+    /// stale.
     fn refuses(&self, thread: u32, (dir, name): (Ino, &[u8])) -> bool {
         let times = if self.was_told(dir, name) { 2 } else { 1 };
         let mut all = self.last.lock();
@@ -107,12 +110,12 @@ fn settle(all: &mut HashMap<u32, Last>, thread: u32, (dir, name): (Ino, &[u8]), 
 }
 
 impl Vfs {
-    /// The kernel keeps names: two equal renames are not told apart then.
+    /// The kernel keeps names: then two equal renames cannot be distinguished.
     pub(crate) fn keeps_names(&self) {
         self.claims.off.store(true, Relaxed);
     }
 
-    /// A name that is not a directory's was looked up by a thread and led to `ino`. `ESTALE`: see
+    /// A thread looked up a name that is not a directory's, and it refers to `ino`. `ESTALE`: see
     /// the module.
     pub(super) async fn claimed(&self, thread: u32, name: (Ino, &[u8]), ino: Ino) -> Result<()> {
         if self.claims.off.load(Relaxed) {
@@ -165,7 +168,7 @@ mod tests {
             assert!(c.found(1, (3, b"b"), 9).is_some() && !c.refuses(1, (3, b"b")));
             c.settle(1, (3, b"b"), 9);
             assert_eq!(c.found(1, (3, b"b"), 9), None);
-            // Begun anew by way of its directories, it is told at once.
+            // After a restart by way of its directories, it is told immediately.
             assert_eq!(c.found(1, (1, b"d"), 3), None);
             assert_eq!(c.found(1, (3, b"b"), 9), None);
         }

@@ -1,7 +1,7 @@
 //! Requests about open directories.
 //!
-//! Offsets the kernel sees: 1 is ".", 2 is "..", the rest are the mds's cookies, which are never 0
-//! to 2.
+//! Offsets that the kernel sees: 1 is ".", 2 is "..", the other ones are the metadata server's
+//! cookies, which are never 0 to 2.
 
 use std::sync::{
     Arc,
@@ -18,11 +18,11 @@ use super::{
     gone::{Seen, is_dir},
 };
 
-/// Entries asked of the mds at a time.
+/// Entries requested from the metadata server at a time.
 const BATCH: u32 = 1000;
 const DOT: u64 = 1;
 const DOTDOT: u64 = 2;
-/// What libfuse too shows for an inode number that nobody asked for.
+/// The value that libfuse also shows for an inode number that is not known.
 const UNKNOWN_INO: Ino = 0xffff_ffff;
 const S_IFDIR: u32 = 4;
 
@@ -33,7 +33,7 @@ pub struct Entry {
     pub ino: Ino,
     /// `S_IFMT` bits >> 12.
     pub kind: u32,
-    /// Where to go on after this entry.
+    /// The offset of the next entry.
     pub offset: u64,
     /// With readdirplus, except for "." and "..".
     pub attr: Option<pb::Attr>,
@@ -42,17 +42,17 @@ pub struct Entry {
 pub(super) struct OpenDir {
     ino: Ino,
     creds: pb::Creds,
-    /// The caller was let read it, which holds until it is closed.
+    /// The caller was allowed to read the directory; that holds until it is closed.
     granted: AtomicBool,
-    /// What was known of it when it was opened.
+    /// What was known of the directory when it was opened.
     seen: Option<Seen>,
     batch: Mutex<Batch>,
-    /// For the next daemon, as long as it is open.
+    /// Kept for the next daemon, as long as the directory is open.
     _kept: Option<Record>,
 }
 
 impl OpenDir {
-    /// Opened once before: the right to read it was checked then.
+    /// The directory was opened by an earlier daemon: the permission to read it was checked then.
     pub(super) fn again(ino: Ino, kept: Record) -> OpenDir {
         OpenDir {
             ino,
@@ -73,7 +73,7 @@ impl OpenDir {
     }
 }
 
-/// Entries after `from`, as last fetched.
+/// Entries after `from`, as fetched last.
 #[derive(Default)]
 struct Batch {
     from: u64,
@@ -96,7 +96,7 @@ impl Batch {
 }
 
 impl Vfs {
-    /// The mds checks the caller's right to read it at the first batch.
+    /// The metadata server checks the permission to read the directory at the first batch.
     pub fn opendir(&self, caller: Caller, ino: Ino) -> u64 {
         let ino = self.inner(ino);
         let creds = self.creds(caller);
@@ -110,8 +110,8 @@ impl Vfs {
         handle
     }
 
-    /// Entries after `offset` (0: from the start), none at the end. `take` returns false when it
-    /// has no more room; what it did not take comes again at the next call.
+    /// Entries after `offset` (0: from the start), none at the end. `take` returns false when it is
+    /// full; what it did not take is returned again by the next call.
     pub async fn readdir(
         &self,
         handle: u64,
@@ -127,7 +127,7 @@ impl Vfs {
         }
         let mut offset = if offset <= DOTDOT { 0 } else { offset };
         let mut batch = dir.batch.lock().await;
-        // From the start means afresh (rewinddir).
+        // Offset 0 fetches again (rewinddir).
         if offset == 0 || (attrs && !batch.attrs) || batch.after(offset).is_none() {
             *batch = self.fetch(&dir, offset, attrs).await?;
         }
@@ -144,8 +144,8 @@ impl Vfs {
                 taken += 1;
                 offset = entry.offset;
             }
-            // Go on only while nothing at all was taken, so that one answer costs at most one round
-            // trip more.
+            // Continue only while no entry was taken, so that one answer costs at most one
+            // additional round trip.
             if batch.end || taken > 0 {
                 return Ok(());
             }
@@ -159,12 +159,12 @@ impl Vfs {
             true => self.client.readdir(&pb::Creds::default(), dir.ino, from, BATCH, attrs).await,
         };
         let page = match page {
-            // It was removed since it was opened: there is nothing in it.
+            // The directory was removed since it was opened: it is empty.
             Err(e) if e.code == Code::NoEnt => DirPage { end: true, ..DirPage::default() },
             page => page?,
         };
         dir.granted.store(true, Relaxed);
-        // A server that sends nothing and no end would be asked for ever.
+        // A server that sends neither entries nor an end would be asked forever.
         let end = page.end || page.entries.is_empty();
         let entries = page
             .entries

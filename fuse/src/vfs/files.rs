@@ -11,22 +11,22 @@ use super::{
     stale,
 };
 
-/// Bytes that one request copies at most; the kernel asks again for the rest.
+/// Most bytes that one request copies; the kernel asks again for the rest.
 const MOST_COPIED: u64 = 16 << 20;
 
 impl Vfs {
     pub async fn open(&self, caller: Caller, ino: Ino, flags: i32) -> Result<Opened> {
         let flags = known_access(flags) | self.always;
-        // Who opens a name that is replaced meanwhile opens what it led to.
+        // An open by a name that is replaced meanwhile opens the former file.
         let (creds, known) =
             (self.creds(caller), self.client.is_open(ino) || self.client.was_found(ino));
         let (file, attr) = self.client.open(&creds, ino, flags as u32).await.map_err(stale)?;
         if attr.nlink == 0 && !known {
-            // It has no name and nobody here has it open: its number comes from a handle of before.
+            // The file has no name and is not open here: its number comes from an old file handle.
             file.close().await?;
             return Err(Error::new(Code::Stale, "the file was removed"));
         }
-        // Linux cuts the file even then; the kernel has checked the right to write it.
+        // Linux truncates the file even then; the kernel has checked the permission to write it.
         if flags & libc::O_TRUNC != 0 && flags & libc::O_ACCMODE == libc::O_RDONLY {
             self.client
                 .setattr(&creds, pb::SetAttr { ino, size: Some(0), ..Default::default() })
@@ -48,8 +48,8 @@ impl Vfs {
         let (flags, exclusive) = (known_access(flags) | self.always, flags & libc::O_EXCL != 0);
         let mode = Mode { bits: mode & 0o7777, umask };
         let creds = self.creds(caller);
-        // The kernel believes the file new and will not cut it; the client does if another mount
-        // was faster.
+        // The kernel takes the file for new and will not truncate it; the client does so if another
+        // mount created it first.
         let (file, attr) = self
             .client
             .create(&creds, self.inner(parent), name, mode, flags as u32, exclusive, None)
@@ -60,7 +60,7 @@ impl Vfs {
     }
 
     /// open(2) with `O_TMPFILE`: a file without a name in the directory `parent`. Without `O_EXCL`
-    /// it may get one by [`Vfs::link`] while it is open.
+    /// it may get a name by [`Vfs::link`] while it is open.
     pub async fn tmpfile(
         &self,
         caller: Caller,
@@ -89,20 +89,21 @@ impl Vfs {
         Opened { handle }
     }
 
-    /// What [`Vfs::read`] would return, if it needs not wait. To be called within the runtime.
+    /// What [`Vfs::read`] would return, if that needs no waiting. Must be called within the
+    /// runtime.
     pub fn read_ready(&self, handle: u64, offset: u64, len: usize) -> Option<Vec<Buf>> {
         let open = self.files.get(handle).ok().filter(|open| !open.lost_locks(self))?;
         open.file().ok()?.read_ready(offset, len)
     }
 
-    /// Exactly the bytes of `[offset, offset + len)` that the file has, in segments.
+    /// The bytes of `[offset, offset + len)` as far as the file has them, in segments.
     pub async fn read(&self, handle: u64, offset: u64, len: usize) -> Result<Vec<Buf>> {
         let open = self.files.get(handle)?;
         open.check_locks(self)?;
         open.file()?.read(offset, len).await
     }
 
-    /// As [`Vfs::read`], for whoever keeps the bytes: see [`File::read_to_keep`].
+    /// As [`Vfs::read`], for a caller that keeps the bytes: see [`File::read_to_keep`].
     pub async fn read_to_keep(
         &self,
         handle: u64,
@@ -115,33 +116,34 @@ impl Vfs {
         open.file()?.read_to_keep(offset, len, asked).await
     }
 
-    /// The client's session, 0: none.
+    /// The client's session; 0: none.
     pub fn session(&self) -> SessionId {
         self.client.session()
     }
 
-    /// While this stays the same, nobody else has changed the bytes of a file.
+    /// While this value stays the same, no other client has changed the bytes of a file.
     pub fn tenure(&self, ino: Ino) -> Option<u64> {
         self.client.tenure(ino)
     }
 
-    /// The session in which this lock of a file's pages is held, if it is.
+    /// The session in which this lock of a file's pages is held, if it is held.
     pub fn holds_pages(&self, ino: Ino, number: u64) -> Option<SessionId> {
         self.client.holds_pages(ino, number)
     }
 
-    /// That, if nobody else can change the file now and it is as of this change.
+    /// The tenure, if no other client can change the file now and its last change is this one.
     pub fn leased(&self, ino: Ino, change: u64) -> Option<u64> {
         self.client.leased(ino).filter(|(attr, _)| attr.change == change).map(|(_, tenure)| tenure)
     }
 
-    /// Which change of a file was the last, of all that others have written up to now.
+    /// The number of the last change of a file, including what other clients have written up to
+    /// now.
     pub async fn change_of(&self, ino: Ino) -> Result<u64> {
         self.client.getattr(&pb::Creds::default(), ino).await.map(|attr| attr.change)
     }
 
-    /// Before a write by somebody whose writes take set-id bits. The opener's do that by
-    /// themselves, unless that is root, who handed the file on.
+    /// Called before a write by a caller whose writes clear set-id bits. The opener's writes do
+    /// that themselves, unless the opener is root and passed the file on.
     pub async fn strip(&self, caller: Caller, handle: u64) -> Result<()> {
         let open = self.files.get(handle)?;
         let file = open.file()?;
@@ -151,8 +153,9 @@ impl Vfs {
         }
         let mut strip = pb::SetAttr { ino: open.ino, drop_privileges: true, ..Default::default() };
         if mode & (libc::S_ISGID | libc::S_IXGRP) == libc::S_ISGID {
-            // Goes only for whoever is not in the file's group, which root, whose right to write
-            // this is, is not asked about.
+            // Without group execute permission, the setgid bit is cleared only for a writer outside
+            // the file's group. The metadata server cannot check that, because the request runs
+            // with root's rights.
             let writer = self.creds(caller);
             let member = writer.gid == gid || writer.groups.contains(&gid);
             strip.mode = (!member).then_some(mode & 0o7777 & !(libc::S_ISUID | libc::S_ISGID));
@@ -160,8 +163,8 @@ impl Vfs {
         self.client.setattr(file.opener(), strip).await.map(drop)
     }
 
-    /// Returns the bytes written. `until` is dropped when nothing more of it can happen, also if
-    /// the caller goes away.
+    /// Returns the number of bytes written. `until` is dropped when the write can have no further
+    /// effect, even if the caller has gone away.
     pub async fn write(
         &self,
         handle: u64,
@@ -179,8 +182,8 @@ impl Vfs {
         written.map_err(|e| given_up(file, e))
     }
 
-    /// Writes back a page of a memory mapping. It never makes the file longer. `only`: `EIO` in
-    /// another session of the client.
+    /// Writes back a page of a memory mapping. It never makes the file longer. `only`: fails with
+    /// `EIO` in any other session of the client.
     pub async fn write_mapped(
         &self,
         handle: u64,
@@ -193,7 +196,7 @@ impl Vfs {
         file.write_mapped(offset, data, only).await.map_err(|e| given_up(file, e))
     }
 
-    /// Where the file ends as far as this client knows.
+    /// The end of the file as far as this client knows.
     pub fn known_end(&self, handle: u64) -> Option<u64> {
         Some(self.files.get(handle).ok()?.file().ok()?.attr().size)
     }
@@ -208,19 +211,19 @@ impl Vfs {
         self.files.any(|open| open.ino == ino)
     }
 
-    /// close(2) of one descriptor by the process with this lock owner: what the handle wrote is
-    /// stable and its size recorded, or this is the error. The process's POSIX locks on the file
-    /// go.
+    /// close(2) of one descriptor by the process with this lock owner. Returns when what the handle
+    /// wrote is stable and its size recorded, or the error. Releases the process's POSIX locks on
+    /// the file.
     ///
-    /// The kernel must send this for every descriptor (no `FOPEN_NOFLUSH`): it does not give up
+    /// The kernel must send this for every descriptor (no `FOPEN_NOFLUSH`): it does not release
     /// locks by itself.
     pub async fn flush(&self, handle: u64, lock_owner: u64) -> Result<()> {
         let locks = self.note_flush(handle, lock_owner);
         self.finish_flush(handle, locks).await
     }
 
-    /// The first part of [`Vfs::flush`], which does not wait: what the owner locks from now on is
-    /// not given up with this.
+    /// The first part of [`Vfs::flush`], which does not wait: locks that the owner takes from now
+    /// on are not released by it.
     pub(crate) fn note_flush(&self, handle: u64, lock_owner: u64) -> Leaving {
         let ino = self.files.get(handle).map_or(0, |open| open.ino);
         self.closing(ino, lock_owner)
@@ -233,12 +236,12 @@ impl Vfs {
             Ok(_) => Ok(()),
             Err(e) => Err(e),
         };
-        // Whoever gets the lock next sees what was written under it.
+        // Flush first: the next holder of a lock must see what was written under it.
         flushed.and(locks.give_up().await)
     }
 
-    /// Whether [`Vfs::flush`] has nothing to do but to give up locks, and would succeed: it need
-    /// not be called without any.
+    /// Whether [`Vfs::flush`] would only release locks, and succeed: without locks it need not be
+    /// called.
     pub fn flush_ready(&self, handle: u64) -> bool {
         self.files.get(handle).is_ok_and(|open| !open.writes() && open.file.is_ok())
     }
@@ -247,7 +250,7 @@ impl Vfs {
         self.files.get(handle)?.file()?.fsync().await
     }
 
-    /// copy_file_range(2): copies up to `len` bytes, fewer at the source's end or when it is much;
+    /// copy_file_range(2): copies up to `len` bytes, fewer at the source's end or above a limit;
     /// returns how many. The bytes pass through this mount, not through the program. `until` as in
     /// [`Vfs::write`].
     pub async fn copy_range(
@@ -265,7 +268,7 @@ impl Vfs {
         to.write_until(range.to_offset, parts, until).await.map_err(|e| given_up(to, e))
     }
 
-    /// syncfs(2): all that was written through this mount is stable.
+    /// syncfs(2): makes everything that was written through this mount stable.
     pub async fn sync_all(&self) -> Result<()> {
         let mut outcome = Ok(());
         for open in self.files.all() {
@@ -280,7 +283,7 @@ impl Vfs {
         outcome
     }
 
-    /// The last descriptor and mapping of the handle are gone, and with them the locks that were
+    /// The last descriptor and mapping of the handle are closed, and with them the locks that were
     /// taken through it.
     pub async fn release(&self, handle: u64) {
         if let Some(closed) = self.note_release(handle) {
@@ -288,8 +291,8 @@ impl Vfs {
         }
     }
 
-    /// The first part of [`Vfs::release`], which does not wait: from now on the handle is gone, for
-    /// the next daemon, too, and whoever locks the file is somebody else.
+    /// The first part of [`Vfs::release`], which does not wait: from now on the handle is gone,
+    /// also for the next daemon, and new locks of the file belong to another owner.
     pub(crate) fn note_release(&self, handle: u64) -> Option<Released> {
         let open = self.files.remove(handle)?;
         open.kept.iter().for_each(restart::closing);
@@ -300,7 +303,7 @@ impl Vfs {
     pub(crate) async fn finish_release(&self, closed: Released) {
         let Released { open, locks, _one } = closed;
         if !locks.is_empty() {
-            // Whoever gets the lock next sees what was written under it, also through a mapping.
+            // The next holder of a lock must see what was written under it, also through a mapping.
             // The rest can wait.
             if open.writes()
                 && let Ok(file) = open.file()
@@ -322,8 +325,8 @@ impl Vfs {
         }
     }
 
-    /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; what is
-    /// to be allocated and does not fit now is `ENOSPC`. `until` as in [`Vfs::write`].
+    /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; an
+    /// allocation that does not fit now fails with `ENOSPC`. `until` as in [`Vfs::write`].
     pub async fn fallocate(
         &self,
         caller: Caller,
@@ -339,7 +342,7 @@ impl Vfs {
             return Err(Error::new(Code::BadF, "the file is not open for writing"));
         }
         let (punches, end) = allocation(offset, len, mode)?;
-        // The kernel asks for this at a write, and leaves it to us here.
+        // For a write the kernel requests this; here it leaves it to the file system.
         if caller.uid != 0 {
             self.strip(caller, handle).await?;
         }
@@ -361,7 +364,7 @@ impl Vfs {
         mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0
     }
 
-    /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`; everything else is the kernel's.
+    /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`; the kernel handles everything else.
     pub async fn seek(&self, handle: u64, offset: u64, whence: i32) -> Result<u64> {
         let open = self.files.get(handle)?;
         match whence {
@@ -372,8 +375,8 @@ impl Vfs {
     }
 }
 
-/// One piece of an append: the kernel cuts what one write(2) appends into requests, between which
-/// nobody else may append.
+/// One piece of an append: the kernel splits what one write(2) appends into requests, between which
+/// no other append may happen.
 async fn append(
     file: &File,
     at: u64,
@@ -382,7 +385,7 @@ async fn append(
     until: impl Send + 'static,
 ) -> Result<usize> {
     let more = calls::may_be_cut(data.len());
-    // Only those cost a look.
+    // Only these cases cost a read of `/proc`.
     let writes = if more || file.kept_end().is_some() { calls::writes(tid) } else { None };
     let part = AppendPart { call: (tid, writes.unwrap_or(0)), offset: at, more };
     let landed = file.append_part(vec![data], part, until).await?;
@@ -392,7 +395,7 @@ async fn append(
     Ok(landed.len)
 }
 
-/// Whether this fallocate makes zeros, and where it ends.
+/// Whether this fallocate makes zeros, and the end of its range.
 fn allocation(offset: u64, len: u64, mode: i32) -> Result<(bool, u64)> {
     const KEEP: i32 = libc::FALLOC_FL_KEEP_SIZE;
     const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | KEEP;
@@ -413,7 +416,7 @@ fn allocation(offset: u64, len: u64, mode: i32) -> Result<(bool, u64)> {
 }
 
 /// A write that a soft mount gave up: some of its bytes may be on some replicas. Not every program
-/// looks at what write(2) returns, so the next calls say it too.
+/// checks the result of write(2), so the next calls report it too.
 fn given_up(file: &File, e: Error) -> Error {
     if e.code != Code::TimedOut {
         return e;
@@ -422,8 +425,8 @@ fn given_up(file: &File, e: Error) -> Error {
     Error { code: Code::Io, ..e }
 }
 
-/// Linux's fourth access mode needs the right to read and to write and gives neither, which the
-/// kernel sees to.
+/// Linux's fourth access mode requires the permissions to read and to write, but allows neither;
+/// the kernel enforces that.
 fn known_access(flags: i32) -> i32 {
     if flags & libc::O_ACCMODE == libc::O_ACCMODE { flags & !libc::O_WRONLY } else { flags }
 }

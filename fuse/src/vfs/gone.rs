@@ -1,13 +1,13 @@
-//! Directories that were removed, here or by another mount, while a program of this mount still has
-//! them.
+//! Directories that were removed, here or by another mount, while a program of this mount still
+//! uses them.
 //!
 //! On a local disk such a directory has no links and no names, and fstat(2), fchmod(2) and
-//! futimens(2) work on it. The metadata servers are not told who has a directory open and forget a
-//! removed one at once. So the mount answers from what it knew last. Only programs that have the
-//! directory can reach it, so nobody else could see what they change of it.
+//! futimens(2) work on it. The metadata servers do not know who has a directory open, and forget a
+//! removed one immediately. So the mount answers from what it knew last. Only programs that use the
+//! directory can reach it, so no other program could see what they change of it.
 //!
-//! A removed directory that no program here is known to have is `ESTALE`: the kernel reached it by
-//! a path that it walks again then, or by a file handle.
+//! A removed directory that no program here is known to use is `ESTALE`: the kernel reached it by a
+//! path, which it then walks again, or by a file handle.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -19,11 +19,11 @@ use strake_proto::{Code, Error, Ino, Result, pb};
 
 use super::{Caller, Change, Time, Vfs, stale};
 
-/// Directories in each of two generations of those that were seen last.
+/// Most directories in each of two generations of those that were seen last.
 const MOST_SEEN: usize = 4096;
-/// Removed directories that are remembered.
+/// Most removed directories that are remembered.
 const MOST_GONE: usize = 1024;
-/// A path of 4,096 bytes has no more names.
+/// A path of 4,096 bytes has no more names than this.
 const DEEPEST: usize = 2048;
 const S_ISGID: u32 = 0o2000;
 
@@ -35,25 +35,25 @@ pub(crate) fn is_dir(attr: &pb::Attr) -> bool {
 #[derive(Clone, Copy)]
 pub(super) struct Seen {
     attr: pb::Attr,
-    /// Where it was found by a name, 0: it was not.
+    /// The directory where a lookup found it, 0 for none.
     parent: Ino,
 }
 
 struct Gone {
     attr: pb::Attr,
-    /// It was removed by this mount: the kernel asks for it only while a program has it.
+    /// This mount removed it: then the kernel asks for it only while a program uses it.
     here: bool,
 }
 
 #[derive(Default)]
 pub(super) struct Folders {
     seen: Mutex<[HashMap<Ino, Seen>; 2]>,
-    /// The one removed last is the first.
+    /// The directory that was removed last comes first.
     gone: Mutex<VecDeque<Gone>>,
 }
 
 impl Folders {
-    /// A directory was told of; `parent`: found there by a name.
+    /// A directory's attributes were received; `parent`: a lookup found it there.
     pub fn note(&self, attr: &pb::Attr, parent: Option<Ino>) {
         if !is_dir(attr) {
             return;
@@ -105,8 +105,8 @@ fn now() -> i64 {
 }
 
 impl Vfs {
-    /// The attributes of a removed directory that a program has open, or that lies above one (".."
-    /// leads there), or that this mount removed.
+    /// The attributes of a removed directory that a program has open, or that contains an open one
+    /// (".." leads there), or that this mount removed.
     fn held(&self, ino: Ino) -> Option<pb::Attr> {
         let gone = self.folders.gone(ino);
         if let Some((attr, true)) = gone {
@@ -126,8 +126,8 @@ impl Vfs {
         Some(if gone.is_some() { attr } else { self.folders.bury(attr, false) })
     }
 
-    /// What an inode that a request failed for was, if it was a directory that a program still has;
-    /// else the error.
+    /// After a request for an inode failed: the inode's last attributes, if it is a removed
+    /// directory that a program still uses; else the error.
     pub(super) fn or_held(&self, ino: Ino, e: Error) -> Result<pb::Attr> {
         match e.code {
             Code::NoEnt => self.held(ino).ok_or_else(|| stale(e)),
@@ -135,7 +135,7 @@ impl Vfs {
         }
     }
 
-    /// Changes what is known of a removed directory. The kernel has checked whether the caller may.
+    /// Changes the attributes of a removed directory. The kernel has checked the permission.
     pub(super) fn change_held(
         &self,
         caller: Caller,

@@ -1,16 +1,16 @@
-//! Supplementary groups of callers. The kernel sends uid, gid and thread id; the rest is in
-//! `/proc/TID/status`.
+//! Supplementary groups of callers. The kernel sends uid, gid and thread id; the other groups are
+//! in `/proc/TID/status`.
 
 use std::fs;
 
 use super::Caller;
 
-/// Linux's NGROUPS_MAX is 65,536; requests carry no more than this many.
+/// Linux's NGROUPS_MAX is 65,536; requests carry at most this many.
 const MOST_GROUPS: usize = 4096;
 
-/// The caller's groups now. They are not kept: a thread may change them, and reading them costs far
-/// less than asking the metadata server. Empty for root, who needs none, and where the caller
-/// cannot be seen (another process-id namespace, or gone).
+/// The caller's groups now. They are not cached: a thread may change them, and reading them costs
+/// far less than a request to the metadata server. Empty for root, which needs none, and where the
+/// caller is not visible (another process-id namespace, or gone).
 pub(super) fn of(caller: Caller) -> Vec<u32> {
     if caller.uid == 0 || caller.pid == 0 {
         return Vec::new();

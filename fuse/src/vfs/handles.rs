@@ -1,4 +1,4 @@
-//! Handle numbers for what the kernel holds open.
+//! Handle numbers for files and directories that the kernel has open.
 
 use std::{
     collections::BTreeMap,
@@ -12,14 +12,14 @@ use parking_lot::RwLock;
 use strake_client::Handover;
 use strake_proto::{Code, Error, Result};
 
-/// Numbers that are never given out twice in the life of a mount, whatever becomes of its daemons.
+/// Numbers that are never used twice during the life of a mount, across all its daemons.
 #[derive(Default)]
 pub(super) struct Numbering {
     given: AtomicU64,
     keep: Option<Arc<Handover>>,
 }
 
-/// Where the kept memory has the count of numbers given out.
+/// The word of the handover memory with the count of numbers given out.
 const KEPT_COUNT: usize = 0;
 
 impl Numbering {
@@ -27,7 +27,7 @@ impl Numbering {
         Numbering { given: AtomicU64::new(0), keep }
     }
 
-    /// From 1 on.
+    /// The next number; the first one is 1.
     pub(super) fn next(&self) -> u64 {
         let given = self.keep.as_ref().map_or(&self.given, |k| k.owner_word(KEPT_COUNT));
         given.fetch_add(1, Ordering::Relaxed) + 1

@@ -1,5 +1,5 @@
-//! The few questions that ioctl(2) asks of an open file; everything else is asked by extended
-//! attributes ([`super::xattr`]).
+//! The few requests that programs make with ioctl(2) on an open file; for everything else they use
+//! extended attributes ([`super::xattr`]).
 
 use strake_proto::{
     ioctl::{self, OpenedFile, Servers},
@@ -9,10 +9,11 @@ use strake_proto::{
 use super::Vfs;
 
 impl Vfs {
-    /// What [`strake_proto::ioctl`] describes, of an open regular file. `room`: bytes that the
-    /// caller has for it. `None`: there is no such question, or none of this handle (`ENOTTY`).
+    /// Answers the requests of [`strake_proto::ioctl`] for an open regular file. `room`: the bytes
+    /// that the caller can take. `None`: the request does not exist, or not for this handle
+    /// (`ENOTTY`).
     pub fn ioctl(&self, handle: u64, command: u32, room: usize) -> Option<Vec<u8>> {
-        // Those of folders are in another table, and numbers are given out once.
+        // Directories are in another table, and numbers are given out once.
         let open = self.files.get(handle).ok()?;
         let map = self.client.map();
         let uuid = map.map.fs_uuid[..].try_into().ok()?;
@@ -29,7 +30,8 @@ impl Vfs {
                 return None;
             }
         };
-        // The kernel makes as much room as the number says; whoever says otherwise gets nothing.
+        // The kernel provides as many bytes as the request number says; a caller with fewer gets
+        // nothing.
         (room >= answer.len()).then_some(answer)
     }
 }

@@ -1,5 +1,5 @@
-//! What is shown of a mount while no server answers: the root's attributes and the space, as last
-//! heard. umount(8) looks at both before it unmounts.
+//! What a mount shows while no server answers: the root's attributes and the space, as last heard.
+//! umount(8) looks at both before it unmounts.
 
 use std::sync::{
     Arc,
@@ -10,10 +10,10 @@ use parking_lot::Mutex;
 use strake_client::Handover;
 use strake_proto::{ids::ROOT_INO, pb};
 
-/// Where the kept memory has it: the first of eleven words.
+/// The first of the eleven words of the handover memory for it.
 const KEPT: usize = 4;
 
-/// For this daemon and, with kept memory, for the next one.
+/// The values for this daemon and, with handover memory, for the next one.
 pub(crate) struct Known {
     pub(super) root: Mutex<Option<pb::Attr>>,
     pub(super) space: Mutex<Option<pb::StatfsReply>>,
@@ -21,7 +21,7 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    /// With what a former daemon knew.
+    /// Begins with what an earlier daemon knew.
     pub fn new(keep: Option<Arc<Handover>>) -> Known {
         let former =
             keep.as_ref().map(|k| std::array::from_fn(|n| k.owner_word(KEPT + n).load(Acquire)));
@@ -37,12 +37,12 @@ impl Known {
         self.space.lock().clone()
     }
 
-    /// Writes down what changed. Half of it, after a crash, shows times of two moments: nothing
-    /// worse.
+    /// Writes changed values to the handover memory. If a crash interrupts this, the worst result
+    /// is a mixture of values from two moments.
     pub(super) fn write(&self) {
         let Some(keep) = &self.keep else { return };
         let (root, space) = (self.root.lock(), self.space.lock());
-        // The first word, which says that there is something, last.
+        // The first word says that there are values, so it is written last.
         for (n, word) in words(root.as_ref(), space.as_ref()).into_iter().enumerate().rev() {
             keep.owner_word(KEPT + n).store(word, Release);
         }
@@ -60,7 +60,7 @@ fn words(root: Option<&pb::Attr>, space: Option<&pb::StatfsReply>) -> [u64; 11] 
     [mode, ids, size, atime, mtime, ctime, btime, total, free, inodes, free_inodes]
 }
 
-/// No root has the mode 0, and no file system is without inodes.
+/// A mode of 0 means no root, and zero inodes mean no space: neither occurs in valid values.
 fn read(words: [u64; 11]) -> (Option<pb::Attr>, Option<pb::StatfsReply>) {
     let [mode, ids, size, atime, mtime, ctime, btime, total_bytes, free_bytes, inodes, free_inodes] =
         words;

@@ -1,10 +1,10 @@
-//! File locks as the kernel asks for them. `docs/locks.md` has the rules. [`Owners`](super::owners)
-//! knows who took locks through which handles, so that closing a file without locks costs nothing
-//! and none stays behind.
+//! File locks as the kernel requests them. The rules are in `docs/locks.md`.
+//! [`Owners`](super::owners) knows which owner took locks through which handles, so that closing a
+//! file without locks costs nothing and no lock stays behind.
 //!
-//! The kernel waits for no RELEASE, so a lock may be there a moment longer than its open file.
-//! Before a program is told of a conflict the requests that the kernel has queued are taken
-//! ([`Queue`]), and what they give up is given up.
+//! close(2) does not wait for its RELEASE, so a lock may exist a moment longer than its open file.
+//! Before a program is told of a conflict, the requests that the kernel has queued are read
+//! ([`Queue`]), and the locks that they end are released.
 
 use std::{
     future::Future,
@@ -24,22 +24,22 @@ use super::{
     restart::{ending, keep_owner},
 };
 
-/// The largest offset the kernel knows; a lock to there is one to the end of the file.
+/// The largest offset that the kernel knows; a lock up to it goes to the end of the file.
 const OFFSET_MAX: u64 = i64::MAX as u64;
-/// How long the kernel's queue and unlocks under way are waited for before a conflict is told: both
-/// take milliseconds, unless servers are away.
+/// How long to wait for the kernel's queue and for unlocks in progress before a conflict is
+/// reported: both take milliseconds, unless servers are away.
 const SETTLING: Duration = Duration::from_secs(2);
 
-/// What is about to happen, boxed.
+/// A boxed future without a result.
 pub type Soon = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// What the kernel has asked for and [`Vfs`] was not told yet.
+/// Requests that the kernel has sent and that [`Vfs`] does not know yet.
 pub trait Queue: Send + Sync {
     /// Returns when all closes that the kernel had queued before this call are noted.
     fn taken(&self) -> Soon;
 }
 
-/// Asks the queue for the client.
+/// Lets the client ask the queue.
 struct Settle(Arc<dyn Queue>);
 
 impl Programs for Settle {
@@ -52,7 +52,7 @@ fn key(ino: Ino, lock: &Lock, handle: u64) -> Key {
     if lock.kind == LockKind::LockFlock { (ino, true, handle) } else { (ino, false, lock.owner) }
 }
 
-/// The kernel's range, whose ends are the largest offset when there is none.
+/// The kernel's range; an end of the largest offset means the end of the file.
 fn read(lock: &Lock) -> Lock {
     let end = if lock.kind == LockKind::LockFlock || lock.end >= OFFSET_MAX {
         u64::MAX
@@ -67,8 +67,8 @@ fn unlock_all(flock: bool, number: u64) -> Lock {
     Lock { kind, owner: number, mode: LockType::LockUnlock, start: 0, end: u64::MAX, pid: 0 }
 }
 
-/// Owners that give up all they have in a file. A dying process's request is not waited for; so
-/// what was not asked for when this is dropped is asked for then.
+/// Owners that release all their locks in a file. A dying process's request is not waited for, so
+/// the releases that were not requested when this is dropped are requested then.
 pub(crate) struct Leaving {
     client: Client,
     ended: Vec<Ended<Unlocking>>,
@@ -79,7 +79,7 @@ impl Leaving {
         self.ended.is_empty()
     }
 
-    /// Returns when nobody has them any more.
+    /// Returns when all the locks are released.
     pub async fn give_up(mut self) -> Result<()> {
         let mut outcome = Ok(());
         while let Some(ended) = self.ended.pop() {
@@ -126,7 +126,7 @@ impl Around for Vfs {
     }
 }
 
-/// A request for a lock. Dropped before it has an outcome, it is being undone.
+/// A request for a lock. If it is dropped before it has an outcome, it is undone.
 struct Asking<'a> {
     vfs: &'a Vfs,
     key: Key,
@@ -142,25 +142,25 @@ impl Drop for Asking<'_> {
 }
 
 impl Vfs {
-    /// From where closes come. Without one those that come are all there are.
+    /// Sets the queue that closes come from. Without one, only closes that are known already count.
     pub(crate) fn set_queue(&self, queue: Arc<dyn Queue>) {
         if self.queue.set(queue.clone()).is_ok() {
             self.client.set_programs(Arc::new(Settle(queue)));
         }
     }
 
-    /// All that programs have closed before this call is noted, or the queue is too long to tell.
+    /// Returns when all closes before this call are noted, or when that takes too long.
     async fn taken(&self) {
         if let Some(queue) = self.queue.get() {
             let _ = timeout(SETTLING, queue.taken()).await;
         }
     }
 
-    /// `F_GETLK`: the first lock in the way of this one. Its `end` is the kernel's largest offset
-    /// for one to the end.
+    /// `F_GETLK`: the first lock that conflicts with this one. An `end` of the kernel's largest
+    /// offset means the end of the file.
     pub async fn getlk(&self, handle: u64, lock: &Lock) -> Result<Option<Holder>> {
         let ino = self.files.get(handle)?.ino;
-        // Number 0 is nobody's.
+        // Number 0 belongs to no owner.
         let owner = self.owners.lock().number(key(ino, lock, handle)).unwrap_or(0);
         let lock = Lock { owner, ..read(lock) };
         let ask = || self.client.get_lock(ino, &lock);
@@ -172,12 +172,12 @@ impl Vfs {
         }))
     }
 
-    /// `F_SETLK`, `F_SETLKW` (`wait`), their open-file-description kin, and flock(2). `lock.end`
-    /// may be the kernel's largest offset. `LockConflict` is the program's `EAGAIN`.
+    /// `F_SETLK`, `F_SETLKW` (`wait`), the same for open-file-description locks, and flock(2).
+    /// `lock.end` may be the kernel's largest offset. `LockConflict` is the program's `EAGAIN`.
     ///
     /// Waits as long as it takes. Dropping the future (the program was interrupted: `EINTR`) leaves
-    /// nothing behind. To be called without the room that other requests share: those who wait have
-    /// a limit of their own.
+    /// nothing behind. Call it without one of the places that other requests share: lock waiters
+    /// have their own limit.
     pub async fn setlk(&self, handle: u64, lock: &Lock, wait: bool) -> Result<()> {
         let open = self.files.get(handle)?;
         let (ino, key) = (open.ino, key(open.ino, lock, handle));
@@ -196,13 +196,14 @@ impl Vfs {
         let lock = Lock { owner: number, ..read(lock) };
         let ask = || self.client.set_lock(ino, &lock, wait);
         let locked = if wait {
-            // Closes that are not known yet end the wait when they are.
+            // Closes that are not known yet end the wait once they are known.
             ask().await
         } else {
             self.unless_over(ino, |r| r.as_ref().is_err_and(|e| e.code == Code::LockConflict), ask)
                 .await
         };
-        // No other await from here on: a dropped future has either told nobody or noted everything.
+        // No other await from here on: a future that is dropped has either reported nothing or
+        // noted everything.
         match &locked {
             Ok(locked) => {
                 asking.outcome = Outcome::Holds;
@@ -216,8 +217,8 @@ impl Vfs {
         locked.map(drop)
     }
 
-    /// Asks, and if the answer is a conflict asks again once all is given up that programs had
-    /// given up before.
+    /// Asks. If the answer is a conflict, asks again after everything that programs had released
+    /// before is released at the servers.
     async fn unless_over<T, F: Future<Output = T>>(
         &self,
         ino: Ino,
@@ -241,7 +242,7 @@ impl Vfs {
     }
 
     async fn unlock(&self, key: Key, lock: &Lock) -> Result<()> {
-        // Nobody has asked for anything there.
+        // The owner never requested a lock in the file.
         let known = self.owners.lock().known(key);
         let Some(known) = known else { return Ok(()) };
         let locked =
@@ -253,7 +254,7 @@ impl Vfs {
         Ok(())
     }
 
-    /// Nobody has locks through these handles any more.
+    /// No owner has locks through these handles any more.
     fn freed(&self, handles: Vec<u64>) {
         for handle in handles {
             if let Ok(open) = self.files.get(handle) {
@@ -267,20 +268,21 @@ impl Vfs {
         Leaving { client: self.client.clone(), ended }
     }
 
-    /// close(2) of a descriptor by `owner`: its POSIX locks on the file.
+    /// close(2) of a descriptor by `owner`: releases its POSIX locks on the file.
     pub(super) fn closing(&self, ino: Ino, owner: u64) -> Leaving {
         let ended = self.owners.lock().gives_up((ino, false, owner), self);
         self.leaving(ended.into_iter().collect())
     }
 
-    /// The handle's last close: its flock, and what was locked through it alone and is still there.
+    /// The handle's last close: releases its flock, and remaining locks that were taken only
+    /// through it.
     pub(super) fn released(&self, handle: u64, ino: Ino) -> Leaving {
         let ended = self.owners.lock().closed(ino, handle, self);
         self.leaving(ended)
     }
 
-    /// Goes on with what an owner took through a handle of a former daemon of the same mount, in
-    /// `session`, whose the locks are.
+    /// Takes over an owner's locks that were taken through a handle of an earlier daemon of this
+    /// mount. They belong to `session`.
     pub(super) fn adopt_lock(
         &self,
         key: Key,
@@ -295,7 +297,7 @@ impl Vfs {
         }
     }
 
-    /// Goes on with giving up what an owner had that ended under a former daemon.
+    /// Continues to release the locks of an owner that ended under an earlier daemon.
     pub(super) fn adopt_ending(&self, (ino, flock): (Ino, bool), number: u64, kept: Record) {
         let guard = self.client.unlocking(ino, number).keeping(vec![kept]);
         drop(self.client.give_up(ino, &unlock_all(flock, number), guard));
@@ -303,7 +305,7 @@ impl Vfs {
 }
 
 impl OpenFile {
-    /// `EIO` for a file whose locks were lost with the session that had them.
+    /// `EIO` for a file whose locks were lost with their session.
     pub(super) fn check_locks(&self, vfs: &Vfs) -> Result<()> {
         if !self.lost_locks(vfs) {
             return Ok(());

@@ -1,9 +1,9 @@
-//! What a kernel request means: the file system as a set of calls in plain types, for any
+//! The meaning of kernel requests: the file system as a set of calls in plain types, for any
 //! transport.
 //!
-//! Inode numbers are StrakeFS inode ids, which are never reused, so there is no inode table and no
-//! lookup count. Open files and directories are kept in tables by handle number. Every call may run
-//! beside any other.
+//! Inode numbers are StrakeFS inode numbers, which are never reused, so there is no inode table and
+//! no lookup count. Open files and directories are in tables by handle number. Every call may run
+//! concurrently with any other.
 
 mod calls;
 mod claims;
@@ -47,28 +47,28 @@ pub use strake_client::{Holder, Lock, LockKind, LockType};
 pub use subtree::find_subtree;
 pub use xattr::{MAP_HEAD, MAP_PART};
 
-/// For the fuzz targets: readers of what comes from outside.
+/// For the fuzz targets: parsers of external input.
 #[doc(hidden)]
 pub mod fuzzing {
     pub use super::{groups::parse as read_groups, xattr::map_part};
 
-    /// A request as the kernel could send it: whether it is well formed.
+    /// Parses a request as the kernel could send it; returns whether it is well formed.
     pub fn read_request(bytes: &[u8], setxattr_ext: bool) -> bool {
         crate::transport::dev::read_request(bytes, setxattr_ext)
     }
 
-    /// `/proc/TID/status` and `/proc/TID/stat` of a caller that may be dying.
+    /// Parses `/proc/TID/status` and `/proc/TID/stat` of a caller that may be dying.
     pub fn read_caller(text: &str) -> bool {
         crate::transport::dev::is_dying(text)
     }
 }
 
-/// Who asks, as the kernel reports it.
+/// The caller of a request, as the kernel reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caller {
     pub uid: u32,
     pub gid: u32,
-    /// Thread id, 0 when it lives in a process-id namespace that this one cannot see.
+    /// Thread id; 0 if the thread is in a process-id namespace that is not visible here.
     pub pid: u32,
 }
 
@@ -89,8 +89,8 @@ pub struct Change {
     pub size: Option<u64>,
     pub atime: Option<Time>,
     pub mtime: Option<Time>,
-    /// The handle of ftruncate(2): the right to cut the file comes from its open, not from its
-    /// mode.
+    /// The handle of ftruncate(2): the permission to truncate the file comes from its open, not
+    /// from its mode.
     pub handle: Option<u64>,
 }
 
@@ -106,9 +106,9 @@ pub enum Place {
     At(u64),
     /// The end of the file at the moment of writing (`O_APPEND`).
     End {
-        /// Where the kernel believes it to be.
+        /// Where the kernel assumes the end to be.
         at: u64,
-        /// The thread that writes, 0 where it is not known.
+        /// The writing thread; 0 if it is not known.
         tid: u32,
     },
 }
@@ -129,17 +129,17 @@ pub struct Vfs {
     files: Table<OpenFile>,
     dirs: Table<OpenDir>,
     owners: Mutex<Owners<Record>>,
-    /// From where closes come.
+    /// The queue that closes come from.
     queue: OnceLock<Arc<dyn Queue>>,
-    /// Handles that the kernel has closed and that are not done with.
+    /// Number of handles that the kernel has closed and whose close is still in progress.
     closings: watch::Sender<usize>,
-    /// When the storage servers last did not say in time how much they store.
+    /// When the storage servers last failed to say in time how much they store.
     uncounted: Mutex<Option<Instant>>,
     folders: Folders,
     claims: Claims,
-    /// Flags that every file is opened with.
+    /// Flags that are added to every open.
     always: i32,
-    /// What the kernel knows as the root.
+    /// The inode that the kernel knows as the root.
     root: Ino,
     known: Known,
 }
@@ -151,7 +151,7 @@ pub(crate) struct Released {
     _one: Counted,
 }
 
-/// Counts one as long as it lives.
+/// Counts one for as long as it lives.
 struct Counted(watch::Sender<usize>);
 
 impl Counted {
@@ -167,22 +167,22 @@ impl Drop for Counted {
     }
 }
 
-/// How long the answer is waited for while servers are away, where the last one will do.
+/// How long an answer is waited for while servers are away, before the last known one is used.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 struct OpenFile {
-    /// An error: it was open when a former daemon died, and could not be opened again.
+    /// An error: the file was open when an earlier daemon died, and could not be opened again.
     file: Result<File>,
     ino: Ino,
     flags: i32,
-    /// The session in which locks were taken through this handle, 0: none are there.
+    /// The session in which locks were taken through this handle; 0: there are none.
     locked_in: AtomicU64,
-    /// For the next daemon, as long as it is open.
+    /// Kept for the next daemon, as long as the file is open.
     kept: Option<Record>,
 }
 
 impl Vfs {
-    /// `keep`: where what must outlive this process is written down; the client's own.
+    /// `keep`: the client's own handover memory, for what must outlive this process.
     pub fn new(client: Client, keep: Option<Arc<Handover>>) -> Vfs {
         Vfs {
             client,
@@ -209,14 +209,14 @@ impl Vfs {
         self
     }
 
-    /// Space as the default layout of the mount's root counts copies, inodes and targets.
+    /// The space of the file system, counted with the default layout of the mount's root.
     pub async fn statfs(&self) -> Result<pb::StatfsReply> {
         self.or_last(&self.known.space, self.client.statfs_in(&pb::Creds::default(), "", self.root))
             .await
     }
 
-    /// An answer, or the last one when the servers that know better have been away for a while. For
-    /// what umount(8) looks at before it unmounts: it must not wait for them.
+    /// An answer, or the last known one when the servers have been away for a while. For what
+    /// umount(8) looks at before it unmounts: it must not wait for the servers.
     async fn or_last<T: Clone>(
         &self,
         last: &Mutex<Option<T>>,
@@ -243,7 +243,7 @@ impl Vfs {
         }
     }
 
-    /// Returns after a while, or as soon as a server is known not to answer.
+    /// Returns after `limit`, or as soon as a server is known not to answer.
     pub(crate) async fn while_served(&self, limit: Duration) {
         const LOOK: Duration = Duration::from_millis(10);
         let end = Instant::now() + limit;
@@ -252,14 +252,15 @@ impl Vfs {
         }
     }
 
-    /// Learns what is to be shown when servers are away. To be done before there is a mount: see
-    /// [`Vfs::or_last`].
+    /// Fetches what the mount must show when servers are away. Call this before there is a mount:
+    /// see [`Vfs::or_last`].
     pub(crate) async fn learn(&self) -> Result<()> {
         tokio::try_join!(self.getattr(ROOT_INO), self.statfs()).map(drop)
     }
 
-    /// Flushes whatever is still open, after the kernel is gone. Closing it is left to the end of
-    /// the session. The first error is of bytes that may be lost, which no close told.
+    /// Flushes all files that are still open, after the kernel is gone. They are closed by the end
+    /// of the session. Returns the first error about bytes that may be lost and that no close
+    /// reported.
     pub async fn close_all(&self) -> Result<()> {
         let mut outcome = Ok(());
         for open in self.files.drain().into_iter().filter(|o| o.writes()) {
@@ -273,12 +274,12 @@ impl Vfs {
             }
         }
         self.dirs.drain();
-        // Those that were closed before.
+        // Waits for handles that were closed before.
         let _ = self.closings.subscribe().wait_for(|n| *n == 0).await;
         outcome
     }
 
-    /// Where the transport takes its buffers.
+    /// The pool for the transport's buffers.
     pub(crate) fn pool(&self) -> &Pool {
         self.client.pool()
     }
@@ -287,7 +288,7 @@ impl Vfs {
         pb::Creds { uid: caller.uid, gid: caller.gid, groups: groups::of(caller) }
     }
 
-    /// One buffer for a transport that takes one: the only segment itself, or a copy of all.
+    /// One buffer for a transport that accepts only one: the only segment itself, or a copy of all.
     pub(crate) fn gather(mut parts: Vec<Buf>, pool: &Pool) -> Option<Buf> {
         if parts.len() < 2 {
             return parts.pop();
@@ -302,18 +303,18 @@ impl Vfs {
     }
 }
 
-/// What a request about an inode, not a name, failed with: one that is gone is stale (`ESTALE`),
-/// upon which the kernel looks the names of a path up again and finds what is there now, or
+/// Converts the error of a request about an inode, not a name. An inode that is gone is stale
+/// (`ESTALE`). Then the kernel looks the names of a path up again, and finds what is there now, or
 /// `ENOENT`.
 fn stale(e: Error) -> Error {
     if e.code == Code::NoEnt { Error::new(Code::Stale, e.message) } else { e }
 }
 
-/// What stat(2) tells.
+/// The result of stat(2).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Stat {
     pub attr: pb::Attr,
-    /// Bytes stored of a file that may have holes; `None` where nobody counted.
+    /// Stored bytes of a file that may have holes; `None` if they were not counted.
     pub allocated: Option<u64>,
 }
 
@@ -329,8 +330,8 @@ impl Stat {
         self.allocated.unwrap_or(self.attr.size).div_ceil(512)
     }
 
-    /// How long the kernel may believe this: not at all where the space is not known; whoever wants
-    /// to know that asks again.
+    /// How long the kernel may use this: not at all where the space is not known, so that the next
+    /// caller asks again.
     pub fn timeout(&self, usual: Duration) -> Duration {
         if self.attr.sparse && self.allocated.is_none() { Duration::ZERO } else { usual }
     }

@@ -13,13 +13,13 @@ const RENAME_NOREPLACE: u32 = 1;
 const RENAME_EXCHANGE: u32 = 2;
 const RENAME_WHITEOUT: u32 = 4;
 
-/// How long a stat waits to hear how much of a file is stored.
+/// How long a stat waits for the number of stored bytes.
 const COUNT_LIMIT: Duration = Duration::from_secs(2);
-/// How long none waits after that.
+/// After that wait failed, no stat waits for this long.
 const COUNT_PAUSE: Duration = Duration::from_secs(10);
 
 impl Vfs {
-    /// The inode behind a name.
+    /// The inode that a name refers to.
     pub async fn lookup(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
         let dir = self.inner(parent);
         if matches!(name, b"." | b"..") {
@@ -34,12 +34,12 @@ impl Vfs {
         Ok(self.outer(attr))
     }
 
-    /// What stat(2) tells. The space of a file that may have holes is asked of the storage servers;
-    /// while they do not answer it is left out. What is rare is boxed: the room for it would make
-    /// every request's task some times as large.
+    /// The result of stat(2). The storage servers are asked for the space of a file that may have
+    /// holes; while they do not answer it is left out. Rare cases are boxed: their futures would
+    /// make every request's task several times as large.
     pub async fn getattr(&self, ino: Ino) -> Result<Stat> {
         let inner = self.inner(ino);
-        // Not an access of the caller's: stat(2) needs no right on the file itself.
+        // Without the caller's credentials: stat(2) needs no permission on the file itself.
         let nobody = pb::Creds::default();
         let attr = match inner == self.root {
             true => {
@@ -58,8 +58,8 @@ impl Vfs {
         Ok(Stat { attr, allocated })
     }
 
-    /// How much is stored of a file, if the servers say so. When they did not, nobody waits for
-    /// them again for a while.
+    /// The number of stored bytes of a file, if the servers answer. After they did not, no caller
+    /// waits for them for a while.
     async fn count(&self, ino: Ino) -> Option<u64> {
         if self.uncounted.lock().is_some_and(|at| at.elapsed() < COUNT_PAUSE) {
             return None;
@@ -94,8 +94,8 @@ impl Vfs {
             Some(Time::At(ns)) => wanted.mtime_ns = Some(ns),
             None => {}
         }
-        // chown(2) of neither user nor group, or a write that Linux wants to take set-id bits and
-        // capabilities.
+        // chown(2) of neither user nor group, or a write for which Linux wants set-id bits and
+        // capabilities cleared.
         wanted.drop_privileges = change == Change { handle: change.handle, ..Change::default() };
         let mut cut = None;
         match (change.size, change.handle) {
@@ -120,7 +120,7 @@ impl Vfs {
         self.client.readlink(&self.creds(caller), ino).await.map_err(stale)
     }
 
-    /// A file without opening it, a fifo, a socket or a device. `mode` with its type.
+    /// Creates a file without opening it, a fifo, a socket or a device. `mode` includes the type.
     pub async fn mknod(
         &self,
         c: Caller,

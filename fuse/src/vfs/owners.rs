@@ -1,10 +1,10 @@
-//! Who took locks through which handles, and under which number the metadata servers know them. A
-//! pure table; the records that the next daemon needs come from [`Around`] it.
+//! Which owners took locks through which handles, and the numbers under which the metadata servers
+//! know them. A pure table; the records that the next daemon needs come from [`Around`].
 //!
-//! The kernel's number for an owner is an address, which the next one may get while the unlock of
-//! the former is still under way. So servers are given numbers of our own, and none is given again:
-//! an flock has that of its handle; the POSIX locks of an owner in one file have a number until the
-//! owner has none there any more.
+//! The kernel's number for an owner is an address, which another owner may get while an unlock of
+//! the former one is still in progress. So the servers get our own numbers, which are never reused.
+//! An flock has the number of its handle. The POSIX locks of an owner in one file have a number
+//! until the owner has no locks there any more.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,35 +13,35 @@ use std::{
 
 use strake_proto::Ino;
 
-/// All of an owner's locks in a file: the inode, whether it is an flock, the kernel's number of the
-/// owner, or of an flock the handle.
+/// All locks of an owner in a file: the inode, whether it is an flock, and the kernel's number of
+/// the owner or, for an flock, the handle.
 pub type Key = (Ino, bool, u64);
 
-/// What became of a request for a lock.
+/// The outcome of a request for a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// The owner has something in the file.
+    /// The owner holds a lock in the file.
     Holds,
     /// Nothing was changed.
     Refused,
-    /// Nobody knows, or it is being undone.
+    /// The outcome is unknown, or it is being undone.
     InDoubt,
 }
 
-/// A handle through which an owner asked for locks.
+/// A handle through which an owner requested locks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Through<R> {
     kept: Option<R>,
-    /// It may have taken one.
+    /// A lock may have been taken through it.
     took: bool,
     asking: u32,
 }
 
-/// An owner in one file.
+/// An owner's state in one file.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Owner<R> {
     number: u64,
-    /// Requests for locks so far.
+    /// Number of requests for locks so far.
     asked: u64,
     handles: BTreeMap<u64, Through<R>>,
 }
@@ -52,18 +52,19 @@ impl<R> Owner<R> {
     }
 }
 
-/// An owner that has ended in a file, or gives all up that it has there.
+/// An owner that has ended in a file, or releases all its locks there.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ended<G> {
     pub key: Key,
     pub number: u64,
-    /// Handles through which nobody has locks any more.
+    /// Handles through which no owner has locks any more.
     pub free: Vec<u64>,
-    /// As it was made when the owner ended.
+    /// The guard that was made when the owner ended.
     pub guard: G,
 }
 
-/// See the module. `R` is what the next daemon finds of an owner and a handle, until it is dropped.
+/// See the module. `R` is the record of an owner and a handle for the next daemon; it exists until
+/// it is dropped.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Owners<R> {
     owners: BTreeMap<Key, Owner<R>>,
@@ -81,25 +82,25 @@ fn of_file(ino: Ino) -> RangeInclusive<Key> {
     (ino, false, 0)..=(ino, true, u64::MAX)
 }
 
-/// An owner at one moment.
+/// The state of an owner at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Known {
     pub number: u64,
     asked: u64,
 }
 
-/// What is to be known of owners elsewhere, asked for by the table.
+/// What the table needs to know or do outside.
 pub trait Around {
     type Guard;
     type Record;
-    /// A number that nobody had.
+    /// A number that was never used.
     fn fresh(&self) -> u64;
-    /// Keeps for the next daemon that an owner asks for locks through a handle.
+    /// Records for the next daemon that an owner requests locks through a handle.
     fn keep(&self, key: Key, handle: u64, number: u64) -> Option<Self::Record>;
-    /// Whether an owner of this number is giving something up in the file.
+    /// Whether an owner of this number is unlocking something in the file.
     fn is_ending(&self, ino: Ino, number: u64) -> bool;
-    /// One is from now on. `records`: for as long as it lasts, and they say that the owner has
-    /// ended.
+    /// An owner ends from now on. The guard keeps `records` as long as that lasts; they say that
+    /// the owner has ended.
     fn ends(&self, key: Key, number: u64, records: Vec<Self::Record>) -> Self::Guard;
 }
 
@@ -126,8 +127,8 @@ impl<R> Owners<R> {
         Some(owner)
     }
 
-    /// A process has one number in all files, so that a deadlock across files is seen; but none
-    /// under which something is just being given up in this file.
+    /// A process has one number in all files, so that a deadlock across files is detected. But it
+    /// does not get a number under which something is being unlocked in this file.
     fn new_number(&self, (ino, flock, owner): Key, around: &impl Around<Record = R>) -> u64 {
         if flock {
             return owner;
@@ -138,7 +139,7 @@ impl<R> Owners<R> {
         known.find(|n| !around.is_ending(ino, *n)).unwrap_or_else(|| around.fresh())
     }
 
-    /// Those of these handles through which nobody has locks.
+    /// Those of these handles through which no owner has locks.
     fn free(&self, ino: Ino, handles: impl Iterator<Item = u64>) -> Vec<u64> {
         let is_used =
             |h: &u64| self.owners.range(of_file(ino)).any(|(_, o)| o.handles.contains_key(h));
@@ -158,10 +159,10 @@ impl<R> Owners<R> {
         })
     }
 
-    /// Somebody asks for a lock: the owner's number. Noted before it is asked for, so that the next
-    /// daemon gives up what this one may have got. `None`, unless `sure`: the owner is known by
-    /// other handles only. The kernel may have given its number to somebody else since, so it must
-    /// be known first whether those are closed.
+    /// A lock is requested; returns the owner's number. It is recorded before the request, so that
+    /// the next daemon releases what this one may have got. `None`, unless `sure`, if the owner is
+    /// known by other handles only: the kernel may have reused its number for another owner since.
+    /// Then the caller must first find out whether those handles are closed.
     pub fn asks(
         &mut self,
         key: Key,
@@ -185,7 +186,7 @@ impl<R> Owners<R> {
         Some(number)
     }
 
-    /// It is over.
+    /// The request for a lock is over.
     pub fn asked(&mut self, key: Key, handle: u64, number: u64, outcome: Outcome) {
         let Some(owner) = self.owners.get_mut(&key).filter(|o| o.number == number) else { return };
         let Some(through) = owner.handles.get_mut(&handle) else { return };
@@ -204,13 +205,13 @@ impl<R> Owners<R> {
         self.owners.get(&key).map(|o| o.number)
     }
 
-    /// What [`Owners::has_none`] must be told, as of before the unlock.
+    /// The state that [`Owners::has_none`] needs, taken before the unlock.
     pub fn known(&self, key: Key) -> Option<Known> {
         self.owners.get(&key).map(|o| Known { number: o.number, asked: o.asked })
     }
 
-    /// The owner had nothing there any more when it unlocked. Which handles have none left of
-    /// anybody.
+    /// The owner had no locks left there after its unlock. Returns the handles through which no
+    /// owner has locks any more.
     pub fn has_none(&mut self, key: Key, then: Known) -> Vec<u64> {
         if self
             .owners
@@ -223,7 +224,7 @@ impl<R> Owners<R> {
         self.free(key.0, handles.into_keys())
     }
 
-    /// A descriptor of the owner was closed: it gives up all it has in the file.
+    /// A descriptor of the owner was closed: the owner releases all its locks in the file.
     pub fn gives_up<A: Around<Record = R>>(
         &mut self,
         key: Key,
@@ -231,7 +232,7 @@ impl<R> Owners<R> {
     ) -> Option<Ended<A::Guard>> {
         let owner = self.owners.get(&key)?;
         if owner.asks() {
-            // Another of its threads may get a lock yet, which is of the same number.
+            // Another of its threads may still get a lock, under the same number.
             let number = owner.number;
             return Some(Ended {
                 key,
@@ -243,7 +244,7 @@ impl<R> Owners<R> {
         self.end(key, around)
     }
 
-    /// The handle goes: owners that had locks through it alone.
+    /// The handle is closed: returns owners that had locks only through it.
     pub fn closed<A: Around<Record = R>>(
         &mut self,
         ino: Ino,
@@ -262,19 +263,19 @@ impl<R> Owners<R> {
         last.into_iter().filter_map(|key| self.end(key, around)).collect()
     }
 
-    /// Goes on with what an owner took through a handle of a former daemon.
+    /// Takes over an owner's locks through a handle of an earlier daemon.
     pub fn adopt(&mut self, key: Key, number: u64, handle: u64, kept: R) {
         self.enter(key, number)
             .handles
             .insert(handle, Through { kept: Some(kept), took: true, asking: 0 });
     }
 
-    /// What the next daemon finds of owners, by what it was noted for.
+    /// The records of owners for the next daemon.
     pub fn kept(&self) -> impl Iterator<Item = &R> {
         self.owners.values().flat_map(|o| o.handles.values()).filter_map(|t| t.kept.as_ref())
     }
 
-    /// Whether nobody has locks, or asks for some.
+    /// Whether no owner has or requests locks.
     pub fn is_empty(&self) -> bool {
         self.owners.is_empty() && self.files.is_empty()
     }
@@ -286,7 +287,7 @@ mod tests {
 
     use super::*;
 
-    /// Gives numbers from 100 on, and notes what ends.
+    /// Gives out numbers from 100 on, and records what ends.
     #[derive(Default)]
     struct World(Cell<u64>, RefCell<Vec<(Ino, u64)>>);
 
@@ -332,7 +333,7 @@ mod tests {
         assert_eq!(o.asks(ofd, 2, false, &w), None, "is the first one closed?");
         assert_eq!(keys(o.closed(5, 1, &w)), [(ofd, 100)]);
         assert_eq!(o.asks(ofd, 2, false, &w), Some(101));
-        // What comes late of the first one is not about the second.
+        // A late outcome of the first owner does not affect the second one.
         o.asked(ofd, 1, 100, Outcome::InDoubt);
         assert_eq!(
             (o.has_none(ofd, Known { number: 100, asked: 2 }), o.number(ofd)),
@@ -414,21 +415,21 @@ mod tests {
         assert_eq!(o.has_none(posix, o.known(posix).unwrap()), [4]);
     }
 
-    /// What the kernel asks for, all of it by the one address 77.
+    /// The kernel's requests, all of them with the one address 77.
     #[derive(Clone, Copy, Debug)]
     enum Asked {
         Lock(u64),
         Release(u64),
     }
 
-    /// A request for a lock that was noted.
+    /// A noted request for a lock.
     #[derive(Clone, Copy)]
     enum Task {
-        /// By this handle.
+        /// Noted, for this handle.
         Noted(u64),
-        /// Until all that was queued is noted.
+        /// Waits until everything that was queued is noted.
         Settles(u64),
-        /// The servers are asked, under this number.
+        /// Sent to the servers for this handle, under this number.
         Sent(u64, u64),
     }
 
@@ -440,16 +441,16 @@ mod tests {
         queue: Vec<Asked>,
         threads: [Option<Asked>; 2],
         tasks: Vec<Task>,
-        /// Whose lock it is.
+        /// The number that holds the lock.
         held: Option<u64>,
-        /// The handle that was told so, and under which number.
+        /// The handle that was told that it has the lock, and its number.
         told: Option<(u64, u64)>,
     }
 
     const OFD: Key = (5, false, 77);
 
     impl Mount {
-        /// All that may happen next.
+        /// All events that may happen next.
         fn next(&self) -> Vec<(char, usize)> {
             let mut all = Vec::new();
             let is_quiet = self.queue.is_empty() && self.threads.iter().all(Option::is_none);
@@ -464,7 +465,7 @@ mod tests {
                 let can = match task {
                     Task::Noted(_) => true,
                     Task::Settles(_) => is_quiet,
-                    // A wait: it is answered when the lock is free.
+                    // A waiting request: it is answered when the lock is free.
                     Task::Sent(_, number) => self.held.is_none_or(|h| h == *number),
                 };
                 all.extend(can.then_some(('a', n)));
@@ -510,9 +511,9 @@ mod tests {
         }
     }
 
-    /// A lock is taken through handle 1, which is closed; the next open file gets its address and
-    /// locks again, before anything of that is noted. In every order in which threads, unlocks and
-    /// requests may come, the second one has its lock, and alone.
+    /// A lock is taken through handle 1, which is closed. The next open file gets the same address
+    /// and locks again, before any of that is noted. In every order of threads, unlocks and
+    /// requests, the second one has its lock, and has it alone.
     #[test]
     fn in_every_order_of_events_the_next_one_at_an_address_keeps_its_lock() {
         let (mut todo, mut ends) = (vec![Vec::new()], 0);

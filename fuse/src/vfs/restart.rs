@@ -1,5 +1,5 @@
-//! What a mount writes down of its handles for its next daemon, and how that one opens them again:
-//! `docs/restart.md`.
+//! The records of handles that a mount keeps for its next daemon, and how that daemon opens them
+//! again: `docs/restart.md`.
 
 use std::sync::{Arc, atomic::AtomicU64};
 
@@ -9,15 +9,15 @@ use strake_proto::{Code, Error, Ino};
 
 use super::{Caller, OpenFile, Released, Vfs, dirs::OpenDir, owners::Key};
 
-/// Words of a kept handle: its number, the inode, what it is, and by kind what else must be known.
+/// Words of a handle's record: its number, the inode, the kind, and further values by kind.
 mod word {
     pub const HANDLE: usize = 0;
     pub const INO: usize = 1;
     pub const KIND: usize = 2;
-    /// Of a file: its flags. Of a lock: its owner.
+    /// For a file: its flags. For a lock: its owner.
     pub const FLAGS: usize = 3;
-    /// Of a file: uid and gid of who opened it. Of a lock: the number by which servers know its
-    /// owner, 0: the owner itself, which a former version wrote down.
+    /// For a file: uid and gid of the opener. For a lock: the number by which the servers know its
+    /// owner; 0, from an older version: the owner itself.
     pub const USER: usize = 4;
 }
 
@@ -26,9 +26,9 @@ const DIRECTORY: u64 = 2;
 /// An owner took locks through the handle.
 const POSIX_LOCK: u64 = 3;
 const FLOCK: u64 = 4;
-/// A file that is being closed: it may be gone already.
+/// A file that is being closed: it may be closed already.
 const CLOSING: u64 = 5;
-/// An owner that took locks through the handle has ended, and gives them up.
+/// An owner that took locks through the handle has ended, and its locks are being released.
 const POSIX_ENDING: u64 = 6;
 const FLOCK_ENDING: u64 = 7;
 
@@ -37,7 +37,7 @@ pub(super) fn closing(record: &Record) {
     record.set(word::KIND, CLOSING);
 }
 
-/// Keeps that an owner took locks through a handle.
+/// Records that an owner takes locks through a handle.
 pub(super) fn keep_owner(
     keep: &Handover,
     (ino, flock, owner): Key,
@@ -68,8 +68,9 @@ impl Vfs {
         self.keep.as_ref()?.put_handle(&[handle, ino, DIRECTORY])
     }
 
-    /// Opens again what a former daemon of this mount had open. `requests`: those it had in work.
-    /// Returns what it was just closing, to be gone on with.
+    /// Opens again what an earlier daemon of this mount had open. `requests`: the requests it had
+    /// in progress. Returns the handles that it was just closing; the caller continues to close
+    /// them.
     pub(crate) async fn take_over(&self, requests: &[Arc<Numbers>]) -> Vec<Released> {
         let Some(keep) = &self.keep else { return Vec::new() };
         let (mut files, mut locks, mut closing) = (Vec::new(), Vec::new(), Vec::new());
@@ -83,7 +84,7 @@ impl Vfs {
                 }
                 DIRECTORY => self.dirs.insert(handle, OpenDir::again(ino, record)),
                 POSIX_LOCK | FLOCK | POSIX_ENDING | FLOCK_ENDING => locks.push(record),
-                // Unknown kinds are nobody's.
+                // Unknown kinds are ignored.
                 _ => {}
             }
         }
@@ -138,7 +139,7 @@ impl Vfs {
         closing.into_iter().filter_map(|handle| self.note_release(handle)).collect()
     }
 
-    /// A request of a former daemon does not come again.
+    /// A request of an earlier daemon will not come again.
     pub(crate) fn abandon(&self, request: &Numbers) {
         self.client.abandon(request);
     }

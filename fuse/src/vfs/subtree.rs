@@ -1,15 +1,15 @@
-//! A mount whose root is a folder of the file system: the kernel's number for the root is that
-//! folder's, and nothing outside of it is reached. The kernel names only inodes that it was told
-//! of, except for "." and "..", which it asks to find an inode by a file handle: anybody with the
-//! right to open handles may make one up.
+//! A mount whose root is a folder of the file system: the kernel's root number stands for that
+//! folder, and nothing outside of it can be reached. The kernel names only inodes that it was told
+//! of, except for "." and "..", with which it finds an inode by a file handle: any user with the
+//! right to open handles may forge one.
 
 use strake_client::Client;
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
 
 use super::{Caller, Vfs, stale};
 
-/// The folder at `path` (plain, from the root), looked up with these rights. `ENOENT`, `ENOTDIR`,
-/// `EACCES`; symbolic links are not followed.
+/// The folder at `path` (plain, from the root), looked up with these credentials. `ENOENT`,
+/// `ENOTDIR`, `EACCES`; symbolic links are not followed.
 pub async fn find_subtree(client: &Client, creds: &pb::Creds, path: &str) -> Result<Ino> {
     let mut at = client.root();
     for name in path.split('/').filter(|n| !n.is_empty()) {
@@ -35,7 +35,7 @@ pub async fn find_subtree(client: &Client, creds: &pb::Creds, path: &str) -> Res
 }
 
 impl Vfs {
-    /// Makes a folder the root of what the kernel sees.
+    /// Makes a folder the root that the kernel sees.
     #[must_use]
     pub fn within(mut self, root: Ino) -> Vfs {
         self.root = root;
@@ -46,12 +46,12 @@ impl Vfs {
         self.root != ROOT_INO
     }
 
-    /// What the kernel means by a number.
+    /// The inode that the kernel means by a number.
     pub(super) fn inner(&self, node: Ino) -> Ino {
         if node == ROOT_INO { self.root } else { node }
     }
 
-    /// Attributes as the kernel knows their inode.
+    /// Attributes with the inode number that the kernel uses.
     pub(super) fn outer(&self, mut attr: pb::Attr) -> pb::Attr {
         if attr.ino == self.root {
             attr.ino = ROOT_INO;
@@ -59,9 +59,9 @@ impl Vfs {
         attr
     }
 
-    /// "." or "..", by which the kernel finds what came to it by handle (open_by_handle_at(2), NFS)
-    /// and is not known to it. An inode need not be a directory to be its own ".". `ESTALE`, also
-    /// for what lies outside.
+    /// "." or "..", by which the kernel looks up an inode that came by handle
+    /// (open_by_handle_at(2), NFS) and that it does not know. An inode need not be a directory to
+    /// be its own ".". `ESTALE`, also for inodes outside of the mount's root.
     pub(super) async fn lookup_handle(
         &self,
         caller: Caller,
@@ -83,10 +83,10 @@ impl Vfs {
         Ok(found)
     }
 
-    /// The path of an inode from the mount's root. `ENOENT` by FID, `ESTALE` by handle, when it
-    /// lies outside.
+    /// The path of an inode from the mount's root. If it lies outside: `ENOENT` by FID, `ESTALE` by
+    /// handle.
     pub(super) async fn path_within(&self, ino: Ino) -> Result<Vec<u8>> {
-        // Not an access of the caller's: what is told is only whether it is within.
+        // Without the caller's credentials: this only tells whether the inode is inside.
         let root = pb::Creds::default();
         let path = self.client.path_of(&root, ino).await?;
         if !self.is_subtree() {

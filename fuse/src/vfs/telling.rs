@@ -1,5 +1,5 @@
-//! For how long the kernel may keep a copy of what it is told: as long as the client knows it under
-//! a lease. See `docs/leases.md`.
+//! How long the kernel may keep a copy of what it is told: as long as the client knows it under a
+//! lease. See `docs/leases.md`.
 
 use std::{sync::Arc, time::Duration};
 
@@ -10,12 +10,12 @@ use strake_proto::{Ino, pb};
 use super::Vfs;
 
 impl Vfs {
-    /// Has copies taken back through `copies`. `false`: somebody else keeps copies already.
+    /// Takes copies back through `copies` from now on. Returns `false` if copies are kept already.
     pub(crate) fn set_copies(&self, copies: Arc<dyn Forget>) -> bool {
         self.client.set_copies(copies)
     }
 
-    /// To be held from before it is asked for how long a copy is valid until it is made.
+    /// Hold this from before you ask how long a copy is valid until the copy is made.
     pub(crate) fn telling(&self) -> RwLockReadGuard<'_, ()> {
         self.client.telling()
     }
@@ -25,7 +25,8 @@ impl Vfs {
         self.client.attr_valid(&pb::Attr { ino: self.inner(attr.ino), ..*attr })
     }
 
-    /// For how long it may be believed that a name means this inode, or that there is no such name.
+    /// For how long the kernel may assume that a name refers to this inode (or, with `None`, that
+    /// it does not exist).
     pub(crate) fn name_valid(&self, dir: Ino, name: &[u8], to: Option<Ino>) -> Duration {
         self.client.name_valid(self.inner(dir), name, to.map(|ino| self.inner(ino)))
     }

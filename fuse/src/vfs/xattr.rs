@@ -1,19 +1,25 @@
 //! Extended attributes, and the virtual ones through which `lfs` talks to a mount with its caller's
-//! rights.
+//! permissions.
 //!
-//! Virtual names are not listed. `strake.layout`: a file's encoded [`pb::Layout`], or a directory's
-//! own default as a [`pb::LayoutSpec`] (`ENODATA` if it has none). `strake.effective`: the
-//! [`pb::Layout`] a file created in the directory would get. `strake.spec`, to be set: an encoded
-//! [`pb::LayoutSpec`] as a directory's default or an unwritten file's layout; removing it deletes a
-//! directory's default. `strake.fid`: the FID in text. `strake.name`: the file system's name.
-//! `strake.statfs`: an encoded [`pb::StatfsReply`]. `strake.seal`: how a file is sealed, an encoded
-//! [`pb::SealInfo`] (`ENODATA` if it is not); to be set: an encoded [`pb::Seal`], a step of sealing
-//! it; also as `system.strake.seal`, of which the kernel leaves it to the metadata servers who may:
-//! an owner without write permission may seal a file. `strake.seal.N`: the digests of page N of its
-//! manifest. `strake.roads`: how the storage servers are reached, and by which roads bytes of the
-//! file came and went, an encoded [`pb::Roads`]. `strake.map.N`: part N of the encoded cluster map,
-//! see [`map_part`]. `strake.path.FID`: the path of that FID from the root of the mount, for root
-//! only, since it looks past search permissions.
+//! Virtual names are not listed:
+//! - `strake.layout`: a file's encoded [`pb::Layout`], or a directory's own default as a
+//!   [`pb::LayoutSpec`] (`ENODATA` if it has none).
+//! - `strake.effective`: the [`pb::Layout`] that a file created in the directory would get.
+//! - `strake.spec`, only to be set: an encoded [`pb::LayoutSpec`] as a directory's default or an
+//!   unwritten file's layout. Removing it deletes a directory's default.
+//! - `strake.fid`: the FID in text.
+//! - `strake.name`: the file system's name.
+//! - `strake.statfs`: an encoded [`pb::StatfsReply`].
+//! - `strake.seal`: how a file is sealed, an encoded [`pb::SealInfo`] (`ENODATA` if it is not). To
+//!   be set: an encoded [`pb::Seal`], one step of sealing the file. The same as
+//!   `system.strake.seal`, for which the kernel leaves the permission check to the metadata
+//!   servers: an owner without write permission may seal a file.
+//! - `strake.seal.N`: the digests of page N of the file's manifest.
+//! - `strake.roads`: how the storage servers are reached, and the transports by which bytes of the
+//!   file were moved, an encoded [`pb::Roads`].
+//! - `strake.map.N`: part N of the encoded cluster map, see [`map_part`].
+//! - `strake.path.FID`: the path of that FID from the root of the mount. For root only, since it
+//!   ignores search permissions.
 
 use bytes::Bytes;
 use prost::Message as _;
@@ -22,12 +28,12 @@ use strake_proto::{Code, Error, Fid, Ino, Result, pb};
 use super::{Caller, Vfs, stale};
 
 const VIRTUAL: &[u8] = b"strake.";
-/// Bytes of the map in one part. Linux takes at most 64 KiB as the value of an xattr.
+/// Most bytes of the map in one part. Linux accepts at most 64 KiB as the value of an xattr.
 pub const MAP_PART: usize = 60 << 10;
 /// Bytes of [`map_part`]'s head.
 pub const MAP_HEAD: usize = 16;
 
-/// What follows the prefix of a virtual name.
+/// The part of a virtual name after the prefix.
 fn of_mount(name: &[u8]) -> Option<&[u8]> {
     if name == b"system.strake.seal" { Some(b"seal") } else { name.strip_prefix(VIRTUAL) }
 }
@@ -165,7 +171,7 @@ impl Vfs {
 
 /// Part `number` of the encoded map: version of the map (u64), length of the whole encoding (u64),
 /// both little-endian, then the bytes from `number` × [`MAP_PART`] on. `ENODATA` beyond the end.
-/// Parts of different versions do not fit together: the reader starts again.
+/// Parts of different versions do not fit together: then the reader starts again.
 pub fn map_part(version: u64, map: &[u8], number: usize) -> Result<Bytes> {
     let start = number.saturating_mul(MAP_PART);
     if start > 0 && start >= map.len() {

@@ -16,7 +16,7 @@ use strake_fuse::{MountConfig, can_mount, mount};
 use strake_proto::pb::{self, op::Op};
 
 const STAY: usize = 100_000;
-/// Names of the other kind that are there at a time.
+/// How many of the changing names exist at a time.
 const COME: u64 = 500;
 
 /// Makes a directory with [`STAY`] names, in few requests.
@@ -144,7 +144,8 @@ async fn directories_that_another_mount_moves_are_found() {
     });
     let mut outcome = Ok(());
     for round in 0..60 {
-        // The other mount moves it from one to the next, this one on to the third.
+        // The other mount moves `d` from one directory to the next, this mount moves it to the
+        // third.
         let [from, to, third] = [0, 1, 2].map(|n| (2 * round + n) % 3);
         other.rename(&creds, (inos[from], b"d"), (inos[to], b"d"), 0).await.unwrap();
         let [to, third] = [to, third].map(|n| root.join(["a", "b", "c"][n]).join("d"));

@@ -1,5 +1,5 @@
-//! A descriptor on a real mount tells which file of which file system it is, and where the servers
-//! are, and nothing else.
+//! The ioctls of a descriptor on a real mount report its file, its file system and its servers, and
+//! nothing else.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -17,7 +17,7 @@ use strake_proto::ioctl::{FILE, FILE_BYTES, OpenedFile, SERVERS, SERVERS_BYTES, 
 
 fn ask<const N: usize>(file: &File, number: u32) -> Result<[u8; N], i32> {
     let mut answer = [0; N];
-    // SAFETY: the numbers of these tests bring at most as many bytes as there are.
+    // SAFETY: the ioctl numbers of these tests write at most the bytes that `answer` has.
     let code = unsafe { libc::ioctl(file.as_raw_fd(), number as libc::Ioctl, answer.as_mut_ptr()) };
     if code < 0 { Err(std::io::Error::last_os_error().raw_os_error().unwrap()) } else { Ok(answer) }
 }
@@ -37,12 +37,12 @@ fn look(at: &Path) {
     assert_eq!((flags & libc::O_ACCMODE, flags & libc::O_DIRECT), (libc::O_WRONLY, libc::O_DIRECT));
     let servers = Servers::decode(&ask::<SERVERS_BYTES>(&file, SERVERS).unwrap()).unwrap();
     assert_eq!((servers.uuid, servers.endpoints.as_str()), ([7; 16], "tcp:10.0.0.1:7400"));
-    // Another name, or none, and it is the same file.
+    // The answer stays the same after the file is renamed and removed.
     fs::rename(&path, at.join("other")).unwrap();
     fs::write(&path, "another").unwrap();
     fs::remove_file(at.join("other")).unwrap();
     assert_eq!(OpenedFile::decode(&ask::<FILE_BYTES>(&file, FILE).unwrap()), Ok(answer));
-    // Other numbers, less room than the answer has, a folder.
+    // Unknown numbers, a buffer that is too small and a directory are refused.
     let less = FILE & !(0x3fff << 16) | 16 << 16;
     for number in [FILE + 2, FILE + 0x100, less] {
         assert_eq!(ask::<SERVERS_BYTES>(&file, number), Err(libc::ENOTTY), "{number:#x}");

@@ -1,5 +1,5 @@
-//! Programs that wait for servers which do not answer: killed they go away, signalled they wait on,
-//! and the mount itself can be taken away.
+//! Programs that wait for servers which do not answer: a kill ends them, other signals leave them
+//! waiting, and the mount can still be unmounted.
 
 use std::{
     fs,
@@ -14,10 +14,10 @@ use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use strake_client::Handover;
 use strake_fuse::{Mount, MountConfig, Transport, attach, can_mount, learn, mount, serve};
 
-/// Longer than any of this takes; reached only where something hangs.
+/// Longer than any step takes; reached only where something hangs.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// A program that stands in the mount.
+/// A program whose working directory is the mount.
 struct Program(Child);
 
 impl Program {
@@ -74,7 +74,8 @@ async fn until(mut is_so: impl FnMut() -> bool, otherwise: &str) {
     tokio::time::timeout(LIMIT, looking).await.expect(otherwise);
 }
 
-/// Without caches, so that every call asks. `None`, and a line why, where this cannot be tested.
+/// A mount without caches, so that every call asks the servers. Prints a reason and returns `None`
+/// where this cannot be tested.
 async fn mounted(cluster: &Cluster, at: &Path) -> Option<Mount> {
     if let Err(e) = can_mount(at) {
         println!("skipped: {e}");
@@ -103,7 +104,7 @@ async fn killed_programs_go_away() {
         ("", "os.listdir('.')"),
         ("f = os.open('a', os.O_RDWR | os.O_CREAT); os.write(f, b'x')", "os.pread(f, 100, 0)"),
         ("f = os.open('b', os.O_RDWR | os.O_CREAT)", "os.write(f, b'x' * 3000000)"),
-        // Its descriptor is closed by its death, and that waits for servers too.
+        // The program's death closes its descriptor, which waits for servers, too.
         ("f = os.open('c', os.O_RDWR | os.O_CREAT); os.write(f, b'x')", "os.stat('nothing')"),
     ];
     for (before, then) in programs {
@@ -114,7 +115,7 @@ async fn killed_programs_go_away() {
         p.ended().await;
         cluster.stall(false);
     }
-    // Whatever they had begun, the mount works.
+    // The mount works, whatever the killed programs had begun.
     let file = dir.path().join("after");
     let written = tokio::task::spawn_blocking(move || {
         fs::write(&file, b"works").and_then(|()| fs::read(&file))
@@ -128,7 +129,7 @@ async fn a_signal_that_does_not_kill_is_not_seen_by_the_call() {
     let dir = tempfile::tempdir().unwrap();
     let cluster = Cluster::new();
     let Some(m) = mounted(&cluster, dir.path()).await else { return };
-    // A handler without SA_RESTART: whoever returns EINTR is found out.
+    // A handler without SA_RESTART, so that an EINTR would be seen.
     let before = "f = os.open('a', os.O_RDWR | os.O_CREAT); os.write(f, b'0123456789')
 signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'signal '))
 signal.siginterrupt(signal.SIGUSR1, True)
@@ -139,8 +140,8 @@ libc, buf = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(100)"
     cluster.stall(true);
     p.go_on().await;
     p.signal(Signal::USR1);
-    // Time enough for the signal to have become an INTERRUPT and to have been looked at: the
-    // request is still there.
+    // Long enough for the mount to have handled the signal's INTERRUPT: the request is still
+    // waiting.
     tokio::time::sleep(Duration::from_millis(200)).await;
     cluster.stall(false);
     assert_eq!(p.ended().await, "signal 10 0\n");
@@ -181,14 +182,14 @@ async fn the_kernel_forgets_what_it_is_told_to() {
     assert_eq!(len("a").await, Some(5), "cached for an hour");
     m.invalidate_name(root, b"a").unwrap();
     assert_eq!((len("a").await, len("b").await), (None, Some(5)));
-    // What it never heard of it need not forget.
+    // Invalidating an inode or a name that the kernel does not know succeeds.
     m.invalidate_inode(attr.ino + 1000, false).unwrap();
     m.invalidate_name(root, b"nothing").unwrap();
     drop(file);
     unmounted(&m).await;
 }
 
-/// umount(8), which looks at the mount before it unmounts it, while no server answers.
+/// Runs umount(8) while no server answers. It looks at the mount before it unmounts it.
 async fn umount(cluster: &Cluster, at: &Path) {
     let at = at.to_path_buf();
     let unmounting = tokio::task::spawn_blocking(move || {
@@ -215,7 +216,7 @@ async fn umount_does_not_wait_for_servers_that_went_away_just_after_mounting() {
         umount(&cluster, dir.path()).await;
         m.wait().await.unwrap();
     }
-    // As a supervisor and its daemon do it: the mount is there before anybody serves it.
+    // As a supervisor and its daemon do it: the mount exists before a daemon serves it.
     let cfg = MountConfig { fsname: "test".into(), ..MountConfig::new(dir.path()) };
     let keep = Handover::create([7; 16], 64 << 20).unwrap();
     let client = cluster.client_keeping(&keep).await;

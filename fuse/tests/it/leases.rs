@@ -1,4 +1,4 @@
-//! What the kernel of a mount keeps under leases, and that it forgets what is recalled.
+//! What the kernel of a mount caches under leases, and that it forgets what is recalled.
 
 use std::{
     fs,
@@ -11,16 +11,16 @@ use crate::common::Cluster;
 use strake_client::{Client, Creds, SetAttr};
 use strake_fuse::{Mount, MountConfig, can_mount, mount};
 
-/// Longer than any test: whatever is forgotten is not forgotten because its time is over.
+/// Longer than any test, so that nothing is forgotten because its term ended.
 const TERM: Duration = Duration::from_secs(3600);
 
-/// The kernel keeps names as well.
+/// A mount configuration with which the kernel also caches names.
 fn keeping(at: &std::path::Path) -> MountConfig {
     MountConfig { entry_timeout: TERM, ..MountConfig::new(at) }
 }
 
-/// A mount with its client, and a client of another mount. `None`, and a line why, where this
-/// cannot be tested.
+/// A mount with its client, and a client of another mount. Prints a reason and returns `None` where
+/// this cannot be tested.
 async fn mounted(cluster: &Cluster, cfg: MountConfig) -> Option<(Mount, Client, Client)> {
     if let Err(e) = can_mount(&cfg.mountpoint) {
         println!("skipped: {e}");
@@ -67,8 +67,8 @@ async fn attributes_are_kept_until_they_are_recalled() {
     let asked = cluster.requests();
     assert_eq!(stat(&at).await, Some((file, 0o644)));
     assert_eq!(cluster.requests(), asked, "nobody is asked again");
-    // What the mount's own client changes behind the back of the kernel nobody recalls: so it is
-    // the kernel who remembers.
+    // A change through the mount's own client causes no recall. So the old mode below comes from
+    // the kernel's cache.
     its.setattr(&me, mode(file, 0o640)).await.unwrap();
     assert_eq!(stat(&at).await, Some((file, 0o644)), "the kernel keeps it");
     other.setattr(&me, mode(file, 0o600)).await.unwrap();
@@ -77,7 +77,7 @@ async fn attributes_are_kept_until_they_are_recalled() {
     let asked = cluster.requests();
     assert_eq!(stat(&at).await, Some((file, 0o600)));
     assert_eq!(cluster.requests(), asked);
-    // What the kernel has set itself is kept, too.
+    // The kernel also keeps attributes that it has set itself.
     let path = at.clone();
     off(move || fs::set_permissions(path, fs::Permissions::from_mode(0o666)).unwrap()).await;
     other.setattr(&me, mode(file, 0o604)).await.unwrap();
@@ -104,7 +104,8 @@ async fn names_are_kept_until_their_directory_is_recalled() {
         (Some((file, 0o644)), None),
         "the kernel keeps both"
     );
-    // The client knows names in the directory: whoever recalls it recalls them from the kernel.
+    // The client now caches names of the directory, so recalling the directory removes them from
+    // the kernel, too.
     its.lookup(&me, root, b"b").await.unwrap();
     cluster.recall(&[root]).await;
     assert_eq!((stat(&a).await, stat(&b).await), (None, Some((file, 0o644))));
@@ -114,7 +115,7 @@ async fn names_are_kept_until_their_directory_is_recalled() {
     unmounted(&m).await;
 }
 
-/// The kernel moves what it knows of a name to the new one, of which its client was told nothing.
+/// The kernel moves its cache entry to the new name, and the client does not learn of it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_name_that_the_mount_gave_is_looked_up() {
     let (dir, cluster, me) = (tempfile::tempdir().unwrap(), Cluster::new(), Creds::default());
@@ -170,7 +171,7 @@ async fn lists_bring_names_and_attributes() {
     unmounted(&m).await;
 }
 
-/// The number of a mounted folder is the kernel's root.
+/// A mounted folder has inode number 1, the kernel's root.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn of_a_mounted_folder_as_well() {
     let (dir, cluster, me) = (tempfile::tempdir().unwrap(), Cluster::new(), Creds::default());
@@ -209,8 +210,8 @@ async fn bounds_of_zero_ask_each_time() {
     unmounted(&m).await;
 }
 
-/// A recall waits for replies on their way. What the kernel was brought and has forgotten is not on
-/// its way, however it was brought.
+/// A recall waits for replies that are on their way to the kernel. An inode that the kernel
+/// received and dropped must not count as such, whichever reply carried it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_recall_does_not_wait_for_what_the_kernel_has_dropped() {
     let (dir, cluster, me) = (tempfile::tempdir().unwrap(), Cluster::new(), Creds::default());

@@ -1,4 +1,4 @@
-//! What a program sees of locks that its mount has lost, or asked for and gave back.
+//! What a program sees of locks that its mount has lost, or has requested and given back.
 
 use std::{
     fs::File,
@@ -46,17 +46,17 @@ async fn a_file_whose_locks_are_lost_is_not_read_or_written_as_if_they_were_ther
         lock(&locked, libc::F_WRLCK).unwrap();
         locked.write_at(b"mine", 0).unwrap();
         cluster.evict(before);
-        // Whatever is asked next finds out.
+        // The mount notices the eviction with its next request.
         let deadline = std::time::Instant::now() + Duration::from_secs(60);
-        // (Not by opening the file: closing it would give the lock up.)
+        // (The test does not open the file: closing it again would release the lock.)
         while at.join("nobody").exists() || client.session() == before {
             assert!(std::time::Instant::now() < deadline, "it does not notice");
         }
         let failed = |r: io::Result<usize>| r.unwrap_err().raw_os_error();
         assert_eq!(failed(locked.write_at(b"not mine", 0)), Some(libc::EIO));
         assert_eq!(failed(locked.read_at(&mut [0; 4], 0)), Some(libc::EIO));
-        // Behind the bytes that went with the session, which are an error to everybody who had the
-        // file open.
+        // This offset is behind the bytes that were lost with the session. Reading those is an
+        // error for every handle that had the file open.
         assert_eq!(other.read_at(&mut [0; 4], 100).expect("it took no locks"), 0);
         assert_eq!(failed(other.read_at(&mut [0; 4], 0)), Some(libc::EIO));
         lock(&locked, libc::F_UNLCK).unwrap();

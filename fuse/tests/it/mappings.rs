@@ -1,5 +1,5 @@
-//! Memory mappings of files on a real kernel mount beside all other ways to change them: see
-//! `mappings.py`.
+//! Memory mappings of files on a real kernel mount, together with all other ways to change the
+//! files: see `mappings.py`.
 
 use std::{path::Path, process::Command, time::Duration};
 
@@ -24,7 +24,7 @@ async fn nothing_is_lost_beside_stores_through_a_mapping() {
     let (text, errors) =
         (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     println!("{text}");
-    // The kernel releases what programs closed a little later.
+    // The kernel releases closed files a little later.
     let unmounted = tokio::time::timeout(Duration::from_secs(60), async {
         while let Err(e) = m.unmount().await {
             assert_eq!(e.code, strake_proto::Code::Busy, "{e}");

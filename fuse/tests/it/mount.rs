@@ -25,7 +25,7 @@ async fn script(name: &str, args: Vec<std::path::PathBuf>) {
 }
 
 async fn end(m: Mount) {
-    // The kernel releases what programs closed a little later.
+    // The kernel releases closed files a little later.
     let unmounted = tokio::time::timeout(Duration::from_secs(60), async {
         while let Err(e) = m.unmount().await {
             assert_eq!(e.code, strake_proto::Code::Busy, "{e}");
@@ -35,7 +35,7 @@ async fn end(m: Mount) {
     unmounted.await.expect("still in use");
 }
 
-/// The conformance suite: whatever speaks with the kernel, programs find the same file system.
+/// The conformance suite: programs see the same file system with every FUSE transport.
 async fn programs_work(transport: Transport) {
     let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     if let Err(e) = can_mount(a.path()) {
@@ -47,7 +47,7 @@ async fn programs_work(transport: Transport) {
     let kind = if transport == Transport::Dev { "dev" } else { "fuser" };
     script("posix.sh", vec![a.path().into(), kind.into()]).await;
     script("names.sh", vec![a.path().into()]).await;
-    // What one mount wrote and closed another one has.
+    // A second mount sees what the first wrote and closed.
     let second = mounted(&cluster, b.path(), transport).await;
     script("two_mounts.sh", vec![a.path().into(), b.path().into()]).await;
     end(second).await;

@@ -22,7 +22,7 @@ fn thread(pid: u32) -> Caller {
     Caller { pid, ..ROOT }
 }
 
-/// The two lookups of rename(2), with another mount's rename of the same between them.
+/// Another mount renames the same file between the two lookups of rename(2).
 #[tokio::test]
 async fn a_rename_that_another_mount_was_faster_with_begins_anew() {
     let (vfs, other) = two().await;
@@ -50,18 +50,18 @@ async fn a_rename_that_another_mount_was_faster_with_begins_anew() {
             Err(Code::Stale),
             "the kernel would take both names for one file's"
         );
-        // It begins anew, by way of the directories.
+        // The kernel starts again from the directories.
         vfs.lookup(thread(1), top, b"a").await.unwrap();
         assert_eq!(found(look(1, a).await), Err(Code::NoEnt));
         assert_eq!(found(look(1, b).await), Ok(file));
     }
-    // Both names of a file that has two are there.
+    // Both names of a file with two names are found.
     let file = vfs.lookup(thread(1), top, b"third").await.unwrap().ino;
     for (dir, name) in [(b, &b"2"[..]), (top, b"third"), (b, b"2")] {
         assert_eq!(vfs.lookup(thread(1), dir, name).await.unwrap().ino, file);
     }
-    // A program that only looks is told when the kernel begins anew. That asks twice before it does
-    // where it knew something by this name.
+    // A plain lookup succeeds when the kernel starts again. Before that, the kernel asks twice if
+    // it already had an entry for the name.
     let mut former = (b, &b"2"[..]);
     for (dir, name, times) in [(a, &b"2"[..], 2), (top, b"fresh", 1), (b, b"fresh", 1)] {
         other.rename(&me, former, (dir, name), 0).await.unwrap();
@@ -103,7 +103,7 @@ async fn a_removed_directory_is_there_for_those_who_have_it() {
             vfs.rmdir(ROOT, outer, b"inner").await.unwrap();
             vfs.rmdir(ROOT, top, b"outer").await.unwrap();
         }
-        // The one that is open, and the one that ".." leads to.
+        // The open directory, and the one that ".." leads to.
         for ino in [inner, outer] {
             let attr = vfs.getattr(ino).await.unwrap().attr;
             assert_eq!(
@@ -135,7 +135,7 @@ async fn a_removed_directory_is_there_for_those_who_have_it() {
             Code::NoData
         );
         assert_eq!(vfs.listxattr(ROOT, inner).await.unwrap(), b"");
-        // No name is in it, and none comes.
+        // The directory is empty, and no name can be made in it.
         assert_eq!(code(vfs.lookup(ROOT, inner, b"x").await.map(drop)), Code::NoEnt);
         assert_eq!(code(vfs.mkdir(ROOT, inner, b"x", 0o755, 0).await.map(drop)), Code::NoEnt);
         assert_eq!(
@@ -158,10 +158,10 @@ async fn a_removed_directory_is_there_for_those_who_have_it() {
         assert_eq!(code(vfs.rename(ROOT, (top, b"file"), (inner, b"x"), 0).await), Code::NoEnt);
         assert_eq!(code(vfs.link(ROOT, file, inner, b"x").await.map(drop)), Code::NoEnt);
         vfs.unlink(ROOT, top, b"file").await.unwrap();
-        // By handle it is not found any more.
+        // A lookup by its inode number does not find it any more.
         assert_eq!(code(vfs.lookup(ROOT, inner, b".").await.map(drop)), Code::Stale);
-        // The kernel asks for what it has itself seen removed only while a program has it; else it
-        // is to walk the path again.
+        // If this mount's kernel has seen the removal, it asks only while a program uses the
+        // directory. Otherwise it must walk the path again.
         vfs.releasedir(open);
         for ino in [inner, outer] {
             assert_eq!(
@@ -207,7 +207,7 @@ async fn a_program_may_be_run_by_those_who_may_not_read_it() {
         let name = format!("{mode:o}").into_bytes();
         let ino = other.mknod(&me, top, &name, 0o100_000 | mode, 0).await.unwrap().ino;
         assert_eq!(open(ino, libc::O_RDONLY).await, reads, "{mode:o}");
-        // What may be read was checked by the kernel for execution.
+        // The kernel has checked the execute permission itself before this open.
         assert_eq!(open(ino, libc::O_RDONLY | EXEC).await, runs, "{mode:o}");
         assert_eq!(
             open(ino, libc::O_RDONLY).await,

@@ -1,5 +1,5 @@
-//! A daemon that takes a mount over. The kernel's part is this test's, over a socket whose messages
-//! are requests and replies.
+//! A daemon that takes over a mount. The test plays the kernel, over a socket whose messages are
+//! requests and replies.
 
 use std::{
     fs,
@@ -26,7 +26,7 @@ const STALLED: &[u8] = b"x";
 const ROOT: u64 = 1;
 const FILE: u64 = 5;
 
-/// A request about an inode, made by a thread.
+/// A request about an inode by the thread `pid`.
 fn request(unique: u64, opcode: u32, node: u64, pid: u32, args: &[u8]) -> Vec<u8> {
     let len = 40 + args.len() as u32;
     let mut r = [len, opcode].map(u32::to_ne_bytes).concat();
@@ -40,7 +40,8 @@ fn getattr_of_the_root(unique: u64) -> Vec<u8> {
     request(unique, GETATTR, ROOT, 0, &[0; 16])
 }
 
-/// What a daemon wrote: its number, and the error or the notification's code.
+/// The next message of the daemon: its number, and the error or notification code. `None` for a
+/// message that stalls the socket.
 fn said(kernel: &OwnedFd) -> Option<(u64, i32)> {
     let mut bytes = [0; 4096];
     let (n, _) = recv(kernel, &mut bytes, RecvFlags::empty()).unwrap();
@@ -51,7 +52,7 @@ fn said(kernel: &OwnedFd) -> Option<(u64, i32)> {
     })
 }
 
-/// Of every other thread of this process, the text of a file in `/proc`.
+/// The text of a file in `/proc` for every other thread of this process.
 fn threads(file: &str) -> Vec<String> {
     let me = rustix::thread::gettid().as_raw_nonzero().to_string();
     let all = fs::read_dir("/proc/self/task")
@@ -61,8 +62,7 @@ fn threads(file: &str) -> Vec<String> {
     all.filter_map(|t| fs::read_to_string(t.path().join(file)).ok()).collect()
 }
 
-/// Returns when a thread waits in writev(2) to this descriptor and no other one has anything left
-/// to do.
+/// Returns when a thread waits in writev(2) to this descriptor and no other thread is running.
 fn until_it_waits_to_write(fd: i32) {
     let call = format!("{} {fd:#x} ", libc::SYS_writev);
     while !threads("syscall").iter().any(|s| s.starts_with(&call)) {
@@ -75,7 +75,7 @@ fn until_it_waits_to_write(fd: i32) {
     }
 }
 
-/// Otherwise what it reads first comes again, too, and is done twice.
+/// Otherwise the kernel resends a request that the daemon has read already, and it is done twice.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn it_asks_for_what_was_not_answered_before_it_reads_anything() {
     let cluster = Cluster::new();
@@ -88,8 +88,7 @@ async fn it_asks_for_what_was_not_answered_before_it_reads_anything() {
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     let (fd, unread) = (its.as_raw_fd(), its.try_clone().unwrap());
     send(&kernel, &getattr_of_the_root(2), SendFlags::empty()).unwrap();
-    // The kernel is slow to take what it is told: the first thing that the daemon says is waited
-    // for.
+    // A full socket stands for a slow kernel: the daemon blocks on its first write.
     let mut stalled = 0;
     while send(&its, STALLED, SendFlags::DONTWAIT).is_ok() {
         stalled += 1;
@@ -104,7 +103,8 @@ async fn it_asks_for_what_was_not_answered_before_it_reads_anything() {
         }
         assert_eq!(said(&kernel), Some((0, NOTIFY_RESEND)));
         assert_eq!(said(&kernel), Some((2, 0)), "then it is answered");
-        // An end with an answer that nobody took is an error to whoever reads on.
+        // The test closes the socket with an unread answer in it, so the daemon's next read is an
+        // error.
         send(&kernel, &getattr_of_the_root(4), SendFlags::empty()).unwrap();
         recv(&kernel, &mut request, RecvFlags::PEEK).unwrap();
     });
@@ -113,14 +113,16 @@ async fn it_asks_for_what_was_not_answered_before_it_reads_anything() {
     mount.unmounted().await.expect_err("this kernel is gone");
 }
 
-/// It does not know which ones its former told, so it could not take them back one day.
+/// The new daemon does not know which names the old one gave to the kernel, so it could not recall
+/// them later.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn it_has_the_kernel_forget_names_first() {
     let cluster = Cluster::new();
     for (minor, hour, forgets) in [(44, 3600, true), (44, 0, false), (43, 3600, false)] {
         let keep = Handover::create([7; 16], 64 << 20).unwrap();
         let _former = cluster.client_keeping(&keep).await;
-        // As agreed with a kernel of this version that has FUSE_HAS_RESEND.
+        // The FUSE version and flags as negotiated with a kernel of this version that has
+        // FUSE_HAS_RESEND.
         for (n, word) in [(1, minor << 32), (2, 1 << 39)] {
             keep.owner_word(n).store(word, std::sync::atomic::Ordering::Relaxed);
         }
@@ -136,7 +138,8 @@ async fn it_has_the_kernel_forget_names_first() {
             assert_eq!(said(&kernel), Some((0, NOTIFY_INC_EPOCH)));
         }
         assert_eq!(said(&kernel), Some((0, NOTIFY_RESEND)), "7.{minor}");
-        // An end with an answer that nobody took is an error to whoever reads on.
+        // The test closes the socket with an unread answer in it, so the daemon's next read is an
+        // error.
         send(&kernel, &getattr_of_the_root(4), SendFlags::empty()).unwrap();
         recv(&kernel, &mut [0; 56], RecvFlags::PEEK).unwrap();
         drop(kernel);
@@ -144,7 +147,7 @@ async fn it_has_the_kernel_forget_names_first() {
     }
 }
 
-/// On a hard mount its servers may be away for ever. Whoever is on his way out does not wait for
+/// On a hard mount the servers may be away forever. Processes that are ending must not wait for
 /// them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn while_it_waits_for_servers_only_those_who_leave_are_answered() {
@@ -160,7 +163,7 @@ async fn while_it_waits_for_servers_only_those_who_leave_are_answered() {
         Interim::start(&next(), &its).unwrap().is_none(),
         "what this kernel's requests say cannot be read twice"
     );
-    // As agreed with a kernel that can: version 7.40, FUSE_HAS_RESEND.
+    // As negotiated with a kernel that can resend: version 7.40, FUSE_HAS_RESEND.
     for (n, word) in [(1, 40 << 32), (2, 1 << 39)] {
         keep.owner_word(n).store(word, std::sync::atomic::Ordering::Relaxed);
     }

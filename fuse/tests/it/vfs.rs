@@ -1,4 +1,4 @@
-//! The VFS core without a kernel: what no request of the fuser transport reaches.
+//! The VFS core without a kernel: cases that no request of the fuser transport reaches.
 
 use std::time::Duration;
 
@@ -35,7 +35,7 @@ async fn files_without_a_name() {
     vfs.release(open.handle).await;
 }
 
-/// A name that is replaced between the lookup and what is done with the inode.
+/// A name is replaced between the lookup and the use of its inode.
 #[tokio::test]
 async fn what_a_name_led_to_can_be_opened_and_followed_when_it_has_gone() {
     let cluster = Cluster::new();
@@ -57,7 +57,7 @@ async fn what_a_name_led_to_can_be_opened_and_followed_when_it_has_gone() {
     assert_eq!((file.ino, vfs.readlink(me, link.ino).await.unwrap()), (old.ino, b"there".to_vec()));
     let open = vfs.open(me, file.ino, libc::O_RDONLY).await.unwrap();
     assert_eq!(vfs.read(open.handle, 0, 9).await.unwrap()[0][..], b"old"[..]);
-    // By a handle, that is by its number, nobody comes to it who does not have it open.
+    // A mount that does not have the file open cannot reach it by its inode number.
     assert_eq!(strange.open(me, file.ino, libc::O_RDONLY).await.unwrap_err().code, Code::Stale);
     assert_eq!(strange.lookup(me, file.ino, b".").await.unwrap_err().code, Code::Stale);
     assert_eq!(vfs.lookup(me, file.ino, b".").await.unwrap().ino, file.ino);
@@ -95,7 +95,7 @@ async fn acls_are_answered_from_what_is_known_until_they_change() {
     assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap(), list.concat());
     vfs.removexattr(ROOT, dir, name).await.unwrap();
     assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap_err().code, Code::NoData);
-    // An open directory is read on whatever its mode becomes.
+    // An open directory stays readable when its mode changes.
     let user = Caller { uid: 5, gid: 5, pid: 0 };
     let open = vfs.opendir(user, dir);
     vfs.readdir(open, 0, false, |_| true).await.unwrap();
@@ -105,8 +105,8 @@ async fn acls_are_answered_from_what_is_known_until_they_change() {
     assert_eq!(vfs.readdir(again, 0, false, |_| true).await.unwrap_err().code, Code::Access);
 }
 
-/// A stat of a sparse file tells its space while the servers do, and waits for them only once in a
-/// while.
+/// A stat of a sparse file reports its allocated space while the storage servers answer, and waits
+/// for silent ones only now and then.
 #[tokio::test(start_paused = true)]
 async fn space_is_told_while_the_servers_tell_it() {
     let cluster = Cluster::new();

@@ -11,7 +11,7 @@ use std::{
 use strake_gds::Report;
 use strake_proto::{Code, Error, Result};
 
-/// What this thread was told last; the pointers that it was given lead there.
+/// The last texts of this thread. The pointers that the program gets point into them.
 #[derive(Default)]
 pub struct Texts {
     error: CString,
@@ -50,7 +50,7 @@ fn without_zeros(mut text: String) -> CString {
     CString::new(text).unwrap_or_default()
 }
 
-/// Keeps the sentence and returns the code.
+/// Keeps the error's message for the thread and returns the negative errno.
 pub fn fail(e: &Error) -> c_int {
     TEXTS.with_borrow_mut(|t| t.error = without_zeros(e.message.clone()));
     -e.code.errno()
@@ -64,8 +64,8 @@ fn panicked(cause: &(dyn Any + Send)) -> Error {
 }
 
 fn caught<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
-    // What a panic leaves half done is of this call alone: bridges and files keep their own locks
-    // whole.
+    // A panic leaves only this call's own state half done: the locks of bridges and files stay
+    // consistent.
     catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|cause| Err(panicked(&*cause)))
 }
 
@@ -80,7 +80,7 @@ pub fn guarded(f: impl FnOnce() -> Result<()>) -> c_int {
     }
 }
 
-/// The same for one that returns a text: null after an error.
+/// As [`guarded`], for a function that returns a text: null after an error.
 pub fn guarded_ptr(f: impl FnOnce() -> Result<*const c_char>) -> *const c_char {
     let mut to = ptr::null();
     guarded(|| {

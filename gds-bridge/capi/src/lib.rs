@@ -1,8 +1,8 @@
-//! The bridge for programs in C and everything that calls C: `include/strakegds.h` says what each
-//! function means. Here is how it is carried out.
+//! The bridge for programs in C and all languages that can call C. `include/strakegds.h` documents
+//! the functions; this is their implementation.
 //!
-//! Every function is guarded: a panic ends as an error (`EIO`) of its call, never as one that
-//! unwinds into C.
+//! Every function is guarded: a panic becomes an error (`EIO`) of its call and never unwinds into
+//! C.
 
 mod guard;
 mod types;
@@ -36,7 +36,7 @@ pub struct OpenFile {
 }
 
 impl OpenFile {
-    /// As calls are to have it.
+    /// The file as calls get it: with its policy.
     fn for_calls(&self) -> Result<Arc<dyn FileIo>> {
         match *self.policy.lock().unwrap_or_else(PoisonError::into_inner) {
             Policy::Prefer => Ok(self.file.clone()),
@@ -101,7 +101,7 @@ pub extern "C" fn strakegds_abi() -> c_int {
     ABI
 }
 
-/// What the thread's last call had to say.
+/// The error text of the thread's last call; empty if it succeeded.
 #[unsafe(no_mangle)]
 pub extern "C" fn strakegds_error() -> *const c_char {
     Texts::error()
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn strakegds_open(
 }
 
 /// # Safety
-/// The bridge is open or null, and nobody uses it any more.
+/// The bridge is open or null, and is not used any more.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn strakegds_close(bridge: *mut Bridge) {
     guarded(|| {
@@ -179,7 +179,7 @@ pub unsafe extern "C" fn strakegds_file_open(
 }
 
 /// # Safety
-/// The file is open or null, and nobody uses it any more.
+/// The file is open or null, and is not used any more.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn strakegds_file_close(file: *mut OpenFile) -> c_int {
     guarded(|| {
@@ -242,7 +242,7 @@ pub unsafe extern "C" fn strakegds_rename(
     })
 }
 
-/// Tells the caller what was done; returns the error, if that is what came of it.
+/// Writes the report for the caller; returns the error, if the call failed.
 ///
 /// # Safety
 /// `to` passed [`ReportOut::check`].
@@ -369,7 +369,7 @@ pub unsafe extern "C" fn strakegds_is_done(call: *mut Started) -> c_int {
 }
 
 /// # Safety
-/// The call was started or is null, and nobody uses it any more; the report as the header says.
+/// The call was started or is null, and is not used any more; the report as the header says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn strakegds_finish(call: *mut Started, report: *mut ReportOut) -> c_int {
     guarded(|| {

@@ -35,7 +35,7 @@ pub struct Options {
     policy: *const c_char,
 }
 
-/// Options of versions 1, 2 and 3: they end before these fields.
+/// Sizes of the options in versions 1, 2 and 3, which end before these fields.
 const FIRST: usize = offset_of!(Options, verify_on_gpu);
 const SECOND: usize = offset_of!(Options, local);
 const THIRD: usize = offset_of!(Options, policy);
@@ -66,15 +66,15 @@ pub struct ReportOut {
 
 impl Options {
     /// # Safety
-    /// `from` is null or options of the size that they say, whose pointers are null or texts.
+    /// `from` is null or points to options that are as large as their `size`, with pointers that
+    /// are null or strings.
     pub unsafe fn read(from: *const Options) -> Result<Setup> {
         if from.is_null() {
             return Err(inval("options is NULL"));
         }
-        // SAFETY: they have a size at least.
+        // SAFETY: the options have at least a `size`.
         let size = unsafe { (&raw const (*from).size).read() };
-        // Any other size, or one of a program that knows more than this library does, would be read
-        // wrong.
+        // Options of any other size, such as those of a newer version, would be read wrongly.
         let known = size_of::<Options>();
         let all = [FIRST, SECOND, THIRD, known];
         if !all.contains(&size) {
@@ -82,10 +82,10 @@ impl Options {
                 "options: size is {size}, and this version of the library knows {all:?}"
             )));
         }
-        // What an older program does not have is zero: the default of each.
+        // Fields that an older program does not have are zero, which is their default.
         let mut o = MaybeUninit::<Options>::zeroed();
-        // SAFETY: they are as large as they say, which is no more than what is written to; every
-        // field may be zero.
+        // SAFETY: the options have `size` bytes, which is no more than `o` has; every field may be
+        // zero.
         let o = unsafe {
             ptr::copy_nonoverlapping(from.cast::<u8>(), o.as_mut_ptr().cast::<u8>(), size);
             o.assume_init()
@@ -130,10 +130,10 @@ impl Options {
 }
 
 impl ReportOut {
-    /// Before anything is done: whether there will be a place for the report.
+    /// Checks, before a call does anything, that the report can be written.
     ///
     /// # Safety
-    /// `to` is null or has a size at least.
+    /// `to` is null or has at least a `size`.
     pub unsafe fn check(to: *const ReportOut) -> Result<()> {
         if to.is_null() {
             return Ok(());
@@ -147,7 +147,7 @@ impl ReportOut {
     }
 
     /// # Safety
-    /// `to` passed [`ReportOut::check`] and is valid for as many bytes as it says, or is null.
+    /// `to` is null, or passed [`ReportOut::check`] and is valid for as many bytes as its `size`.
     pub unsafe fn write(to: *mut ReportOut, r: &Report) {
         if to.is_null() {
             return;
@@ -169,12 +169,12 @@ impl ReportOut {
             },
             seconds: r.took.as_secs_f64(),
         };
-        // SAFETY: it is as large as that.
+        // SAFETY: `check` has compared its size, and the caller promises that many bytes.
         unsafe { ptr::write(to, out) };
     }
 }
 
-// As a C compiler for 64-bit machines lays them out; the test's program has the same lines.
+// The layout of a C compiler for 64-bit machines. The test's C program has the same assertions.
 const _: () = assert!(
     size_of::<Options>() == 88
         && FIRST == 64

@@ -1,4 +1,5 @@
-//! A C program over the library, compiled here, with the cluster in memory behind real sockets.
+//! A C program that uses the library, compiled here, with the in-memory cluster behind real
+//! sockets.
 
 #[path = "../../../client/tests/it/common/mod.rs"]
 mod common;
@@ -13,14 +14,14 @@ use std::{
 use common::{join, user};
 use served::Served;
 
-/// Where the shared library lies that was built for this test.
+/// Path of the shared library that was built for this test.
 fn library() -> PathBuf {
     let deps = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
     let found = [deps.join("libstrakegds.so"), deps.parent().unwrap().join("libstrakegds.so")];
     found.into_iter().find(|p| p.exists()).expect("cargo builds it with the test")
 }
 
-/// Compiles `source`; `None` (and said so) where there is no compiler.
+/// Compiles `source`. Prints a message and returns `None` where there is no compiler.
 fn compile(source: &str, to: &Path, cpp: bool) -> Option<()> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut cc = Command::new(if cpp { "c++" } else { "cc" });
@@ -30,7 +31,7 @@ fn compile(source: &str, to: &Path, cpp: bool) -> Option<()> {
     if cpp {
         cc.arg("-fsyntax-only");
     } else {
-        // By its name in the library, as an installed one is found.
+        // Link by the soname, as for an installed library.
         let dir = to.parent().unwrap();
         std::fs::copy(library(), dir.join("libstrakegds.so")).unwrap();
         std::fs::copy(library(), dir.join("libstrakegds.so.1")).unwrap();
@@ -60,7 +61,7 @@ fn a_program_in_c_saves_loads_and_is_told_what_is_wrong() {
     assert!(run.status.success(), "{said:?}");
     println!("{}", said[0]);
 
-    // What it left is seen from here, by another client.
+    // Another client in this process sees the files that the program wrote.
     let (three, two) = served.block_on(async {
         let c = served.client().await;
         let mut all = Vec::new();
@@ -102,7 +103,7 @@ fn a_program_in_c_asks_for_checksums_on_the_device() {
     }
 }
 
-/// A program with lines that load what `device_pointer` is to have.
+/// A C program around lines of the page, which load a file to `device_pointer`.
 const AROUND: &str = r#"
 #include <err.h>
 #include <fcntl.h>
@@ -128,7 +129,7 @@ LINES
 }
 "#;
 
-/// The lines of the page, with this cluster's names, in a program around them.
+/// Runs the page's lines, with this cluster's names, inside a program.
 #[test]
 fn the_lines_of_the_page_load_a_file() {
     let served = Served::new(3);
@@ -137,7 +138,7 @@ fn the_lines_of_the_page_load_a_file() {
     let lines = page.split_once("```c\n").unwrap().1.split_once("```").unwrap().0;
     let (from, to) = ("\"mds1,mds2,mds3\"}", "argv[1], .client_key = argv[2], .memory = \"host\"}");
     assert!(lines.contains(from) && lines.contains("\"at-least:bounce-tcp\""), "{lines}");
-    // Under a small limit of locked memory nothing is pinned.
+    // Use `pageable`: under a small limit of locked memory nothing can be pinned.
     let lines = lines.replace(from, to).replace("at-least:bounce-tcp", "at-least:pageable");
     let source = AROUND.replace("LINES", &lines);
     std::fs::write(dir.join("page.c"), source).unwrap();

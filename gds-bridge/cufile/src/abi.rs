@@ -1,18 +1,19 @@
-//! Types and numbers of cuFile's interface as of version 1.20 (`cuFileGetVersion` says 1200), in
-//! declarations of our own: integers and pointers, laid out as a C compiler for 64-bit machines
-//! does it. Numbers that a program hands in are plain integers here, because it may hand in any.
+//! Types and numbers of cuFile's interface, version 1.20 (`cuFileGetVersion` returns 1200), in our
+//! own declarations: integers and pointers in the layout of a C compiler for 64-bit machines.
+//! Enumerations that a program passes in are plain integers, because it may pass any number.
 
 use std::{
     ffi::{c_int, c_uint, c_void},
     mem::offset_of,
 };
 
-/// What [`crate::api::cuFileGetVersion`] tells: 1000 for the major and 10 for the minor number.
+/// The value that [`crate::api::cuFileGetVersion`] returns: 1000 per major version plus 10 per
+/// minor version.
 pub const VERSION: c_int = 1200;
 
-/// The first version whose counters have some of calls with vectors.
+/// The first version with counters for vector calls.
 pub const VECTORS_SINCE: c_int = 1160;
-/// As large is [`Level1`] in versions before [`VECTORS_SINCE`]: without those.
+/// Size of [`Level1`] in versions before [`VECTORS_SINCE`], without those counters.
 pub const OLD_LEVEL1: usize = offset_of!(Level1, readv_ops);
 
 macro_rules! codes {
@@ -56,10 +57,10 @@ pub struct Status {
 }
 
 impl Status {
-    /// Of a call that did what it was to do.
+    /// Success.
     pub const OK: Status = Status { err: SUCCESS, cu_err: 0 };
 
-    /// With a code of cuFile's.
+    /// A status with one of cuFile's codes.
     pub const fn of(err: c_int) -> Status {
         Status { err, cu_err: 0 }
     }
@@ -76,7 +77,7 @@ pub struct Descriptor {
     pub kind: c_int,
     /// The union, as large as a pointer: a descriptor in its first four bytes.
     pub handle: u64,
-    /// Not looked at.
+    /// Not used.
     pub operations: *const c_void,
 }
 
@@ -143,11 +144,11 @@ pub const FAILED: c_int = 0x40;
 pub struct Event {
     pub cookie: *mut c_void,
     pub status: c_int,
-    /// Bytes; or, negative, what went wrong.
+    /// The number of bytes, or a negative error.
     pub ret: isize,
 }
 
-// SAFETY: the cookie is only handed back.
+// SAFETY: the cookie is never dereferenced, only returned to the program.
 unsafe impl Send for Event {}
 
 /// `CUfileIOVec_t`.
@@ -168,7 +169,7 @@ pub struct Counter {
     pub err: u64,
 }
 
-/// `CUfileStatsLevel1_t`. Rates are bytes or calls by second; latencies microseconds.
+/// `CUfileStatsLevel1_t`. Rates are bytes or calls per second; latencies are microseconds.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs, reason = "named as in the interface")]
@@ -277,7 +278,7 @@ pub struct PerGpu {
     pub reg_bytes: u64,
 }
 
-/// GPUs of which [`Level3`] can tell.
+/// The number of GPUs that [`Level3`] has space for.
 pub const GPUS: usize = 16;
 
 /// `CUfileStatsLevel3_t`.

@@ -1,5 +1,5 @@
-//! The functions. Where a comment says nothing of safety: pointers are as cuFile's interface has
-//! them.
+//! The functions of the interface. Unless a comment says otherwise, pointers must be as cuFile's
+//! interface requires.
 #![allow(non_snake_case, reason = "the interface's names")]
 #![allow(clippy::missing_safety_doc, reason = "the interface's: see above")]
 
@@ -22,13 +22,13 @@ use crate::{
 
 const BAD: Wrong = Wrong::Op(abi::INVALID_VALUE);
 
-/// By which this library knows itself.
+/// Marks this library, so that it can recognise itself.
 #[unsafe(no_mangle)]
 pub extern "C" fn strake_cufile() -> c_int {
     1
 }
 
-/// A call that the real library makes of its own functions.
+/// Passes a call back that the real library makes to its own function.
 macro_rules! own_call {
     ($field:ident($($arg:expr),*)) => {
         if let Some(f) = real::inside().and_then(|r| r.$field) {
@@ -47,27 +47,27 @@ unsafe fn put<T>(to: *mut T, value: T) -> Done<()> {
     Ok(())
 }
 
-/// Opens the driver, once more if it is open.
+/// Opens the driver; counts the opens if it is open already.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileDriverOpen() -> Status {
     own_call!(driver_open());
     control(|| Driver::get()?.open(true))
 }
 
-/// Closes it once.
+/// Undoes one open of the driver; the last one closes it.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileDriverClose_v2() -> Status {
     own_call!(driver_close());
     control(|| Driver::get()?.close())
 }
 
-/// The former name of [`cuFileDriverClose_v2`].
+/// The older name of [`cuFileDriverClose_v2`].
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileDriverClose() -> Status {
     cuFileDriverClose_v2()
 }
 
-/// How often it is open.
+/// How often the driver is open.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileUseCount() -> c_long {
     own_call!(use_count());
@@ -82,7 +82,7 @@ pub unsafe extern "C" fn cuFileGetVersion(version: *mut c_int) -> Status {
     control(|| unsafe { put(version, set::version()) })
 }
 
-/// What may be asked for.
+/// The properties of the driver.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileDriverGetProperties(props: *mut Properties) -> Status {
     control(|| {
@@ -107,7 +107,7 @@ fn small(n: usize) -> c_uint {
     n.try_into().unwrap_or(c_uint::MAX)
 }
 
-/// Kept and told; it means nothing here.
+/// Keeps the value and reports it; it has no effect here.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileDriverSetPollMode(poll: u8, threshold: usize) -> Status {
     set_property(|p| {
@@ -116,25 +116,25 @@ pub extern "C" fn cuFileDriverSetPollMode(poll: u8, threshold: usize) -> Status 
     })
 }
 
-/// Kept and told; it means nothing here.
+/// Keeps the value and reports it; it has no effect here.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileDriverSetMaxDirectIOSize(kib: usize) -> Status {
     set_property(|p| p.max_direct_io_size = kib)
 }
 
-/// Kept and told; it means nothing here.
+/// Keeps the value and reports it; it has no effect here.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileDriverSetMaxCacheSize(kib: usize) -> Status {
     set_property(|p| p.max_device_cache_size = small(kib))
 }
 
-/// Kept and told; it means nothing here.
+/// Keeps the value and reports it; it has no effect here.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileDriverSetMaxPinnedMemSize(kib: usize) -> Status {
     set_property(|p| p.max_device_pinned_mem_size = small(kib))
 }
 
-/// Takes a file.
+/// Registers a file.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileHandleRegister(
     handle: *mut *mut c_void,
@@ -152,7 +152,7 @@ pub unsafe extern "C" fn cuFileHandleRegister(
     })
 }
 
-/// Lets a file go.
+/// Deregisters a file.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileHandleDeregister(handle: *mut c_void) {
     own_call!(handle_deregister(handle));
@@ -180,25 +180,26 @@ fn buf_register(d: &Driver, addr: *const c_void, len: usize, flags: c_int) -> Do
         strake_gds::GpuMem::check(&d.cuda(n)?, addr as u64, len as u64)
             .map_err(|f| Wrong::from(&f))?;
     } else {
-        // Host memory, or none: the ends are looked at.
+        // Host memory, or an invalid address: check that both ends can be read.
         crate::host::get(addr as u64, 1)?;
         crate::host::get(addr as u64 + len as u64 - 1, 1)?;
     }
     let mut all = d.buffers.lock();
-    // With the buffers locked: who opens the real library's driver looks at them then.
+    // Read with the buffers locked: a thread that opens the real library's driver registers them
+    // under the same lock.
     let real = d.real_if_open();
     if all.contains_key(&(addr as u64)) {
         return Err(Wrong::Op(abi::MEMORY_ALREADY_REGISTERED));
     }
     if let Some(real) = real {
-        // SAFETY: the program's memory, which it said is there.
+        // SAFETY: the program registers this memory, so it exists.
         real.control(real.buf_register, |f| unsafe { f(addr, len, flags) })?;
     }
     all.insert(addr as u64, len);
     Ok(())
 }
 
-/// Notes memory. Nothing depends on it here.
+/// Registers memory. Our files do not depend on it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileBufRegister(
     addr: *const c_void,
@@ -214,7 +215,7 @@ pub unsafe extern "C" fn cuFileBufRegister(
     })
 }
 
-/// Forgets memory.
+/// Deregisters memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileBufDeregister(addr: *const c_void) -> Status {
     own_call!(buf_deregister(addr));
@@ -222,7 +223,7 @@ pub unsafe extern "C" fn cuFileBufDeregister(addr: *const c_void) -> Status {
         let d = Driver::open_one()?;
         let done = d.buffers.lock().remove(&(addr as u64)).map(drop).ok_or(BAD);
         if let (Ok(()), Some(real)) = (done, d.real_if_open()) {
-            // SAFETY: an address; it may not have been taken there.
+            // SAFETY: an address, which the real library need not have registered.
             let _ = real.control(real.buf_deregister, |f| unsafe { f(addr) });
         }
         d.stats.buffer(device_of(&d, addr as u64), None, &done);
@@ -230,7 +231,7 @@ pub unsafe extern "C" fn cuFileBufDeregister(addr: *const c_void) -> Status {
     })
 }
 
-/// Reads or writes by whichever library has the file.
+/// Reads or writes with the library that has the file.
 fn move_bytes(
     handle: *mut c_void,
     asked: &Asked,
@@ -286,7 +287,8 @@ pub unsafe extern "C" fn cuFileWrite(
     })
 }
 
-/// Pieces one after the other, as preadv(2) and pwritev(2); an error of any is that of the call.
+/// Moves pieces one after the other, as preadv(2) and pwritev(2). An error of any piece fails the
+/// call.
 fn pieces(of: &OurFile, d: &Driver, way: Way, all: &[IoVec], offset: i64) -> Done<usize> {
     let mut done = 0usize;
     for v in all {
@@ -359,7 +361,7 @@ pub unsafe extern "C" fn cuFileWritev(
     unsafe { vector(Way::Write, h, iov, n, offset, flags) }
 }
 
-/// Pointers of a call in a stream: what they lead to is read when the stream gets there.
+/// Pointers of a call in a stream. Their targets are read when the stream reaches the call.
 struct Later {
     base: *mut c_void,
     size: *mut usize,
@@ -368,11 +370,11 @@ struct Later {
     bytes: *mut isize,
 }
 
-/// First in the order of its stream: waits for what the program gave to it before; what it gives to
-/// it afterwards comes after the call.
+/// A call in the order of its stream: waits for the work that the program queued before it. Work
+/// queued later comes after the call.
 ///
 /// # Safety
-/// As of the interface.
+/// Pointers as cuFile's interface requires.
 unsafe fn in_stream(way: Way, handle: *mut c_void, p: &Later, stream: *mut c_void) -> Done<()> {
     let d = Driver::open_one()?;
     let handle = d.handle(handle)?;
@@ -395,7 +397,7 @@ unsafe fn in_stream(way: Way, handle: *mut c_void, p: &Later, stream: *mut c_voi
                     _ => Wrong::Cuda(code),
                 });
             }
-            // SAFETY: not null, and the program's promise that they lead to values.
+            // SAFETY: not null, and the program promises that they point to values.
             let (size, offset, base_offset) =
                 unsafe { (p.size.read(), p.offset.read(), p.base_offset.read()) };
             let asked =
@@ -453,10 +455,10 @@ pub unsafe extern "C" fn cuFileWriteAsync(
     })
 }
 
-/// Flags of a stream that are known.
+/// All known stream flags.
 const STREAM_FLAGS: c_uint = 15;
 
-/// Notes a stream. Nothing depends on it here.
+/// Registers a stream. Our files do not depend on it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileStreamRegister(stream: *mut c_void, flags: c_uint) -> Status {
     own_call!(stream_register(stream, flags));
@@ -474,7 +476,7 @@ pub unsafe extern "C" fn cuFileStreamRegister(stream: *mut c_void, flags: c_uint
     })
 }
 
-/// Forgets a stream.
+/// Deregisters a stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileStreamDeregister(stream: *mut c_void) -> Status {
     own_call!(stream_deregister(stream));
@@ -482,14 +484,14 @@ pub unsafe extern "C" fn cuFileStreamDeregister(stream: *mut c_void) -> Status {
         let d = Driver::open_one()?;
         d.streams.lock().remove(&(stream as usize)).ok_or(BAD)?;
         if let Some(real) = d.real_if_open() {
-            // SAFETY: the program's stream; it may not have been taken there.
+            // SAFETY: the program's stream, which the real library need not have registered.
             let _ = real.control(real.stream_deregister, |f| unsafe { f(stream) });
         }
         Ok(())
     })
 }
 
-/// Makes room for entries.
+/// Makes a batch for up to `n` entries.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileBatchIOSetUp(batch: *mut *mut c_void, n: c_uint) -> Status {
     own_call!(batch_setup(batch, n));
@@ -513,7 +515,7 @@ fn batch_of(d: &Driver, batch: *mut c_void) -> Done<std::sync::Arc<Batch>> {
     d.batches.read().get(&(batch as u64)).cloned().ok_or(BAD)
 }
 
-/// Begins entries, all or none.
+/// Submits entries, all or none.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileBatchIOSubmit(
     batch: *mut c_void,
@@ -538,7 +540,7 @@ pub unsafe extern "C" fn cuFileBatchIOSubmit(
     })
 }
 
-/// Tells which entries ended.
+/// Reports the entries that have ended.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileBatchIOGetStatus(
     batch: *mut c_void,
@@ -561,10 +563,11 @@ pub unsafe extern "C" fn cuFileBatchIOGetStatus(
             return Err(BAD);
         }
         let none = Event { cookie: std::ptr::null_mut(), status: 0, ret: 0 };
-        // Not the program's memory: it need not hold events yet. No batch has more.
+        // A separate buffer, because the program's memory may be uninitialised. No batch has more
+        // entries.
         let mut found = vec![none; (room as usize).min(1 << 16)];
         let told = batch.ended(least as usize, &mut found, limit)?;
-        // SAFETY: there is room for as many events, as the program says.
+        // SAFETY: the program promises space for that many events.
         unsafe {
             std::ptr::copy_nonoverlapping(found.as_ptr(), events, told);
             n.write(told as c_uint);
@@ -573,7 +576,7 @@ pub unsafe extern "C" fn cuFileBatchIOGetStatus(
     })
 }
 
-/// What was not begun is not begun any more.
+/// Cancels the entries that have not begun.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileBatchIOCancel(batch: *mut c_void) -> Status {
     own_call!(batch_cancel(batch));
@@ -585,7 +588,7 @@ pub unsafe extern "C" fn cuFileBatchIOCancel(batch: *mut c_void) -> Status {
     })
 }
 
-/// The same, and the batch is gone.
+/// Cancels the entries that have not begun, and destroys the batch.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileBatchIODestroy(batch: *mut c_void) {
     own_call!(batch_destroy(batch));
@@ -598,7 +601,7 @@ pub unsafe extern "C" fn cuFileBatchIODestroy(batch: *mut c_void) {
     });
 }
 
-/// How much is counted, 0 to 3.
+/// Sets how much is counted: 0 to 3.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileSetStatsLevel(level: c_int) -> Status {
     control(|| Driver::get()?.stats.set_level(level))
@@ -618,19 +621,19 @@ fn counting(f: impl FnOnce(&Stats)) -> Status {
     })
 }
 
-/// Counts from here on.
+/// Starts counting.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileStatsStart() -> Status {
     counting(Stats::start)
 }
 
-/// Counts no more.
+/// Stops counting.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileStatsStop() -> Status {
     counting(Stats::stop)
 }
 
-/// Counts from nothing.
+/// Resets the counters.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileStatsReset() -> Status {
     counting(Stats::reset)
@@ -643,35 +646,35 @@ pub unsafe extern "C" fn cuFileGetStatsL1(to: *mut Level1) -> Status {
     control(|| unsafe { stats::put(to, &Driver::open_one()?.stats.level3(1)?.detailed.basic) })
 }
 
-/// The same and sizes.
+/// The counters with histograms of sizes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetStatsL2(to: *mut Level2) -> Status {
     // SAFETY: the caller's promise.
     control(|| unsafe { stats::put(to, &Driver::open_one()?.stats.level3(2)?.detailed) })
 }
 
-/// The same and GPUs.
+/// The counters with histograms of sizes and figures per GPU.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetStatsL3(to: *mut Level3) -> Status {
     // SAFETY: the caller's promise.
     control(|| unsafe { stats::put(to, &Driver::open_one()?.stats.level3(3)?) })
 }
 
-/// What a parameter is.
+/// The value of a parameter.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetParameterSizeT(n: c_int, value: *mut usize) -> Status {
     // SAFETY: the caller's promise.
     control(|| unsafe { put(value, Driver::get()?.params.lock().size(n)?) })
 }
 
-/// What a parameter is.
+/// The value of a parameter.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetParameterBool(n: c_int, value: *mut bool) -> Status {
     // SAFETY: the caller's promise.
     control(|| unsafe { put(value, Driver::get()?.params.lock().bool(n)?) })
 }
 
-/// What a parameter is, with a zero at its end.
+/// The value of a parameter, as a string that ends with a zero.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetParameterString(n: c_int, to: *mut c_char, len: c_int) -> Status {
     control(|| {
@@ -680,13 +683,13 @@ pub unsafe extern "C" fn cuFileGetParameterString(n: c_int, to: *mut c_char, len
         if to.is_null() || usize::try_from(len).map_or(true, |room| room < text.len()) {
             return Err(BAD);
         }
-        // SAFETY: there is room, as the program says.
+        // SAFETY: the program promises the space, and the length was just checked.
         unsafe { std::ptr::copy_nonoverlapping(text.as_ptr().cast(), to, text.len()) };
         Ok(())
     })
 }
 
-/// Between what a parameter may be.
+/// The smallest and largest value of a parameter.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetParameterMinMaxValue(
     n: c_int,
@@ -731,7 +734,7 @@ pub unsafe extern "C" fn cuFileSetParameterString(n: c_int, value: *const c_char
         if value.is_null() {
             return Err(BAD);
         }
-        // SAFETY: a text with its end, as the program promises.
+        // SAFETY: the program promises a string that ends with a zero.
         let value: CString = unsafe { CStr::from_ptr(value) }.into();
         before()?.params.lock().set_string(n, value)
     })
@@ -767,7 +770,7 @@ unsafe fn get_slabs(pool: usize, sizes: *mut usize, counts: *mut usize, len: c_i
     })
 }
 
-/// Kept for the real library.
+/// Keeps the values for the real library.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileSetParameterPosixPoolSlabArray(
     s: *const usize,
@@ -778,7 +781,7 @@ pub unsafe extern "C" fn cuFileSetParameterPosixPoolSlabArray(
     unsafe { set_slabs(0, s, c, n) }
 }
 
-/// What was set.
+/// The values that were set.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetParameterPosixPoolSlabArray(
     s: *mut usize,
@@ -789,7 +792,7 @@ pub unsafe extern "C" fn cuFileGetParameterPosixPoolSlabArray(
     unsafe { get_slabs(0, s, c, n) }
 }
 
-/// Kept for the real library.
+/// Keeps the values for the real library.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileSetParameterGpuBounceBufferSlabArray(
     s: *const usize,
@@ -800,7 +803,7 @@ pub unsafe extern "C" fn cuFileSetParameterGpuBounceBufferSlabArray(
     unsafe { set_slabs(1, s, c, n) }
 }
 
-/// What was set.
+/// The values that were set.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetParameterGpuBounceBufferSlabArray(
     s: *mut usize,
@@ -811,7 +814,7 @@ pub unsafe extern "C" fn cuFileGetParameterGpuBounceBufferSlabArray(
     unsafe { get_slabs(1, s, c, n) }
 }
 
-/// Not of files: the real library's, if there is one.
+/// A call that does not concern files: the real library answers it, if there is one.
 fn ask_real<F: Copy>(f: impl FnOnce(&Real) -> Option<F>, call: impl FnOnce(F) -> Status) -> Status {
     control(|| {
         Driver::open_one()?;
@@ -820,7 +823,7 @@ fn ask_real<F: Copy>(f: impl FnOnce(&Real) -> Option<F>, call: impl FnOnce(F) ->
     })
 }
 
-/// The real library's answer.
+/// Returns the real library's answer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileGetBARSizeInKB(gpu: c_int, size: *mut usize) -> Status {
     own_call!(bar_size(gpu, size));
@@ -828,7 +831,7 @@ pub unsafe extern "C" fn cuFileGetBARSizeInKB(gpu: c_int, size: *mut usize) -> S
     ask_real(|r| r.bar_size, |f| unsafe { f(gpu, size) })
 }
 
-/// The real library's answer.
+/// Returns the real library's answer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileExportPCIeTopology(file: *const c_char) -> Status {
     own_call!(topology(file));
@@ -836,7 +839,7 @@ pub unsafe extern "C" fn cuFileExportPCIeTopology(file: *const c_char) -> Status
     ask_real(|r| r.topology, |f| unsafe { f(file) })
 }
 
-/// The real library's answer.
+/// Returns the real library's answer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFileDriverGetP2PFlags(of: c_int, flags: *mut c_int) -> Status {
     own_call!(get_p2p(of, flags));
@@ -844,7 +847,7 @@ pub unsafe extern "C" fn cuFileDriverGetP2PFlags(of: c_int, flags: *mut c_int) -
     ask_real(|r| r.get_p2p, |f| unsafe { f(of, flags) })
 }
 
-/// The real library's answer.
+/// Returns the real library's answer.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuFileDriverSetP2PFlags(of: c_int, flags: c_int) -> Status {
     own_call!(set_p2p(of, flags));

@@ -1,5 +1,5 @@
-//! Batches: entries that threads of this library carry out one by one, and those of other files,
-//! which the real library gets.
+//! Batches. Threads of this library run the entries of our files one by one; entries of other files
+//! go to the real library.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -20,9 +20,9 @@ use crate::{
     wrong::{Done, Wrong, caught, say},
 };
 
-/// Threads that carry entries out.
+/// Number of threads that run entries.
 const THREADS: usize = 8;
-/// How often the real library is asked while something else may end, too.
+/// How often the real library is polled while entries of either kind may end.
 const ASK: Duration = Duration::from_millis(1);
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -33,7 +33,7 @@ struct Pool {
     more: Condvar,
 }
 
-/// The threads, started when they are first needed. They stay.
+/// The threads. They start at the first use and never end.
 fn pool() -> Done<&'static Pool> {
     static POOL: OnceLock<(Pool, bool)> = OnceLock::new();
     let start = || {
@@ -58,7 +58,7 @@ fn pool() -> Done<&'static Pool> {
     }
 }
 
-/// A batch that a program set up.
+/// A batch of a program.
 pub struct Batch {
     most: usize,
     state: Mutex<State>,
@@ -67,27 +67,28 @@ pub struct Batch {
 
 #[derive(Default)]
 struct State {
-    /// Given by the program, numbered; those below `cancelled` are not begun any more.
+    /// Number of entries submitted so far. Entries numbered below `cancelled` are not begun any
+    /// more.
     given: u64,
     cancelled: u64,
-    /// Not ended yet.
+    /// Entries of our files that have not ended.
     waiting: usize,
     ended: VecDeque<Event>,
-    /// The real library's batch, made when it is first needed, and its entries whose end was not
-    /// told.
+    /// The real library's batch (0: not made yet; it is made when first needed), and its entries
+    /// whose end the program does not know yet.
     real: usize,
     others: BTreeMap<usize, Other>,
     next_other: usize,
     destroyed: bool,
 }
 
-/// An entry that the real library has, under a number in place of the program's cookie.
+/// An entry given to the real library, with a number in place of the program's cookie.
 struct Other {
     cookie: usize,
     asked: Range,
 }
 
-/// An entry of ours, checked.
+/// A checked entry of one of our files.
 struct Entry {
     handle: Arc<Handle>,
     asked: Asked,
@@ -105,7 +106,7 @@ impl Batch {
         Batch { most, state: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Takes all entries, or none.
+    /// Accepts all entries or none.
     pub fn submit(self: &Arc<Batch>, driver: &'static Driver, all: &[Params]) -> Done<()> {
         let (mut ours, mut others) = (Vec::new(), Vec::new());
         for p in all {
@@ -146,7 +147,7 @@ impl Batch {
         for e in ours {
             let (batch, number) = (self.clone(), s.given);
             s.given += 1;
-            // Begun or not, the driver is not closed under it.
+            // From here on the entry keeps the driver open, whether it has begun or not.
             let active = driver.active();
             jobs.push_back(Box::new(move || batch.carry_out(driver, number, &e, active)));
         }
@@ -174,7 +175,7 @@ impl Batch {
         };
         let mut given: Vec<Params> = others.iter().enumerate().map(number).collect();
         let n = given.len() as u32;
-        // SAFETY: as many entries as are said, whose handles are the real library's.
+        // SAFETY: there are `n` entries, and their handles are the real library's.
         real.control(real.batch_submit, |f| unsafe {
             f(s.real as *mut c_void, n, given.as_mut_ptr(), 0)
         })?;
@@ -199,13 +200,14 @@ impl Batch {
         };
         let mut s = self.state.lock();
         s.waiting -= 1;
-        // Before anybody hears of its end: then the driver may be closed.
+        // Release before the end is announced: the program may then close the driver.
         drop(active);
         s.ended.push_back(Event { cookie: e.cookie as *mut c_void, status, ret });
         self.changed.notify_all();
     }
 
-    /// Fills in what has ended, at least `least` unless there are fewer or the time is over.
+    /// Fills in the entries that have ended. Waits for at least `least` of them, unless fewer are
+    /// left or the time limit is over.
     pub fn ended(&self, least: usize, to: &mut [Event], limit: Option<Duration>) -> Done<usize> {
         let deadline = limit.and_then(|l| Instant::now().checked_add(l));
         let mut told = 0;
@@ -223,7 +225,8 @@ impl Batch {
             if !s.others.is_empty() && told < to.len() {
                 match Batch::ended_real(&mut s, &mut to[told..]) {
                     Ok(n) => told += n,
-                    // What was taken from the queue above is told now, the error the next time.
+                    // Return the entries taken from the queue above now, and the error at the next
+                    // call.
                     Err(_) if told > 0 => return Ok(told),
                     Err(w) => return Err(w),
                 }
@@ -247,7 +250,7 @@ impl Batch {
         let (room, mut n) = (to.len().min(s.others.len()), 0);
         n += room as u32;
         let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: there is room for as many events as are asked for.
+        // SAFETY: `to` has space for as many events as are requested.
         real.control(real.batch_status, |f| unsafe {
             f(s.real as *mut c_void, 0, &mut n, to.as_mut_ptr(), &mut now)
         })?;
@@ -267,21 +270,21 @@ impl Batch {
         Ok(told)
     }
 
-    /// What was not begun is not begun any more.
+    /// Cancels all entries that have not begun.
     pub fn cancel(&self) -> Done<()> {
         let mut s = self.state.lock();
         s.cancelled = s.given;
         match Real::known() {
             Some(real) if !s.others.is_empty() => {
-                // SAFETY: a batch of its own.
+                // SAFETY: a batch of the real library.
                 real.control(real.batch_cancel, |f| unsafe { f(s.real as *mut c_void) })
             }
             _ => Ok(()),
         }
     }
 
-    /// Returns when nothing of it uses the program's memory any more. `real`: the real library may
-    /// be called.
+    /// Ends the batch. Returns when none of its entries uses the program's memory any more. `real`:
+    /// whether the real library may be called.
     pub fn destroy(&self, real: bool) {
         let mut s = self.state.lock();
         s.cancelled = s.given;
@@ -291,17 +294,17 @@ impl Batch {
             && real
             && let Some(real) = Real::known()
         {
-            // SAFETY: a batch of its own, which nobody can name any more.
+            // SAFETY: a batch of the real library, which cannot be named any more.
             let _ = real.call(real.batch_destroy, |f| unsafe { f(s.real as *mut c_void) });
             s.real = 0;
         }
         s.others.clear();
-        // Who still waits for it hears that there is nothing to wait for.
+        // Wake threads that still wait: there is nothing left to wait for.
         self.changed.notify_all();
     }
 }
 
-/// The time of a `struct timespec`; `None` for what is no time.
+/// The duration of a `struct timespec`; `None` if it is not a valid time.
 pub fn duration(seconds: i64, nanos: i64) -> Option<Duration> {
     let nanos = c_int::try_from(nanos).ok().filter(|n| (0..1_000_000_000).contains(n))?;
     Some(Duration::new(u64::try_from(seconds).ok()?, nanos as u32))

@@ -1,4 +1,4 @@
-//! What this process has open: the driver, connections, files, memory.
+//! What this process has open: the driver, connections, files and registered memory.
 
 use std::{
     collections::BTreeMap,
@@ -31,9 +31,10 @@ use crate::{
     wrong::{Done, Wrong, caught, say},
 };
 
-/// How long the end of the process waits for connections to be closed.
+/// How long the exit of the process waits for connections to close.
 const AT_EXIT: Duration = Duration::from_secs(5);
-/// No address of the process: nobody takes it for one.
+/// The first handle number. No address of a process is this large, so a handle cannot be mistaken
+/// for one.
 const FIRST_ID: u64 = 1 << 62;
 
 /// A file that a program registered.
@@ -42,10 +43,10 @@ pub enum Handle {
     Real(Foreign),
 }
 
-/// A file of the real library's.
+/// A file that the real library has registered.
 #[derive(Clone, Copy, Debug)]
 pub struct Foreign {
-    /// Its word for it.
+    /// The real library's handle.
     word: usize,
     fd: Option<c_int>,
 }
@@ -55,7 +56,7 @@ impl Foreign {
         self.word as *mut c_void
     }
 
-    /// So many bytes from there on.
+    /// A range of at most `most` bytes from `offset` on.
     pub fn range(&self, offset: i64, most: usize) -> Range {
         Range { fd: self.fd, offset, most }
     }
@@ -69,17 +70,18 @@ pub struct OurFile {
     pub policy: Policy,
     /// The device whose bridge moves host memory.
     pub home: u32,
-    /// `None`: it was let go, and a call that still has it opens nothing again.
+    /// `None`: the file was deregistered, so a call that still holds it opens nothing again.
     files: Mutex<Option<BTreeMap<u32, Place>>>,
 }
 
 /// A file in the connection that serves one device.
 pub type Place = (Arc<Session>, Arc<File>);
 
-/// A file system, by its UUID and the servers that a mount named, and a device.
+/// Key of a connection: the file system's UUID, the servers that the mount named, and the device.
 type Connected = ([u8; 16], String, u32);
 
-/// Open for so many callers, or because something was registered first.
+/// How often the program has opened the driver (`explicit`), or whether a registration opened it
+/// (`implicit`).
 #[derive(Default)]
 struct Opened {
     explicit: i64,
@@ -92,9 +94,10 @@ impl Opened {
     }
 }
 
-/// All of it.
+/// The state of the library in this process.
 pub struct Driver {
-    /// Who opened it first; 0: nobody yet. Threads and connections do not follow a fork(2).
+    /// The process that opened the driver; 0: none yet. Threads and connections do not survive a
+    /// fork(2).
     pid: AtomicU32,
     opened: Mutex<Opened>,
     /// Calls under way that move bytes.
@@ -108,32 +111,33 @@ pub struct Driver {
     pub streams: Mutex<BTreeMap<usize, u32>>,
     pub params: Mutex<Set>,
     pub properties: Mutex<Properties>,
-    /// Held by who opens the real library's driver, which may never end.
+    /// Held while the real library's driver is being opened, which may hang forever.
     opening: Mutex<()>,
-    /// The real library's driver was opened. Said while the buffers are locked, so that each is
-    /// registered there once, by whoever comes second.
+    /// Whether the real library's driver is open. Set while `buffers` is locked, so that each
+    /// buffer is registered there once: either when the driver opens or when the program registers
+    /// it, whichever comes second.
     real: AtomicBool,
     pub stats: Stats,
 }
 
 static DRIVER: OnceLock<Driver> = OnceLock::new();
 
-/// Has [`at_exit`] run once more, before what was registered until now: the end of a library that
-/// was just opened and may call this one.
+/// Registers [`at_exit`] again, so that it runs before the exit handlers registered so far: those
+/// of a library that was just opened, which may call this one.
 pub fn ends_before() {
-    // SAFETY: the function is there until the process ends.
+    // SAFETY: the function exists until the process ends.
     unsafe { libc::atexit(at_exit) };
 }
 
 extern "C" fn at_exit() {
     let Some(d) = DRIVER.get().filter(|d| d.pid.load(SeqCst) == std::process::id()) else { return };
     match d.opened.try_lock() {
-        // What comes after this finds nothing open.
+        // Later calls find the driver closed.
         Some(mut o) if o.uses() > 0 => *o = Opened::default(),
         _ => return,
     }
     d.write_stats();
-    // On a thread of its own: this one's is past the end of what threads keep.
+    // On a new thread: the thread-local storage of this one may be gone already.
     let (done, ended) = mpsc::channel();
     let close = std::thread::Builder::new().spawn(move || {
         let _ = caught(|| {
@@ -148,7 +152,8 @@ extern "C" fn at_exit() {
 }
 
 fn properties() -> Properties {
-    // GPU memory is never cached here, and nvidia-fs never used: what it supports is nothing.
+    // This library never caches GPU memory and never uses nvidia-fs, so nvidia-fs's features are
+    // all off.
     Properties {
         poll_thresh_size: 4,
         max_direct_io_size: 16384,
@@ -162,10 +167,10 @@ fn properties() -> Properties {
     }
 }
 
-/// Counts a call, or an entry of a batch, while it lives.
+/// Counts a call or a batch entry as under way while the value lives.
 pub struct Active(&'static AtomicUsize);
 
-/// The driver, which stays open as long as this lives.
+/// The driver; it stays open as long as the value lives.
 pub struct Working {
     driver: &'static Driver,
     _active: Active,
@@ -186,10 +191,10 @@ impl Drop for Active {
 }
 
 impl Driver {
-    /// This process's. In a child after a fork there is none, if it was open before.
+    /// The driver of this process. An error in a forked child whose parent had the driver open.
     pub fn get() -> Done<&'static Driver> {
         let new = || {
-            // SAFETY: the function is there until the process ends.
+            // SAFETY: the function exists until the process ends.
             unsafe { libc::atexit(at_exit) };
             Driver {
                 pid: AtomicU32::new(0),
@@ -216,7 +221,7 @@ impl Driver {
         Ok(d)
     }
 
-    /// The same, if it is open. It is counted first and then looked at: whoever closes it looks at
+    /// The driver, if it is open. The call is counted before the check, because closing looks at
     /// the count.
     pub fn open_one() -> Done<Working> {
         let driver = Driver::get()?;
@@ -224,7 +229,7 @@ impl Driver {
         if driver.uses() == 0 { Err(Wrong::Op(abi::DRIVER_NOT_INITIALIZED)) } else { Ok(working) }
     }
 
-    /// The same, and opened if it was not, as registering does.
+    /// The driver; opens it if it is not open, as registering a file does.
     pub fn opened() -> Done<Working> {
         let driver = Driver::get()?;
         let working = Working { driver, _active: driver.active() };
@@ -238,12 +243,13 @@ impl Driver {
         self.opened.lock().uses()
     }
 
-    /// A new number that nothing of this process has.
+    /// A new handle number, unique in this process.
     pub fn new_id(&self) -> u64 {
         self.next.fetch_add(16, SeqCst)
     }
 
-    /// `asked`: by the program; otherwise because it is needed, which counts as one open.
+    /// Opens the driver. `asked`: the program asked for it; otherwise a registration needs it,
+    /// which counts as one open.
     pub fn open(&self, asked: bool) -> Done<()> {
         let mut o = self.opened.lock();
         if o.uses() == 0 {
@@ -279,7 +285,8 @@ impl Driver {
         Ok(())
     }
 
-    /// `real`: of the real library, too. At the end of the process its own end may be over.
+    /// Releases everything. `real`: in the real library, too. That is not safe at the exit of the
+    /// process, when the real library may have ended already.
     fn let_go(&self, real: bool) {
         let batches = std::mem::take(&mut *self.batches.write());
         batches.into_values().for_each(|b| b.destroy(real));
@@ -300,7 +307,7 @@ impl Driver {
         }
     }
 
-    /// Where `STRAKE_GDS_STATS` says.
+    /// Writes the statistics to the file that `STRAKE_GDS_STATS` names.
     fn write_stats(&self) {
         let Some(to) = set::os("STRAKE_GDS_STATS") else { return };
         let to = to.to_string_lossy().replace("%p", &std::process::id().to_string());
@@ -309,7 +316,7 @@ impl Driver {
         }
     }
 
-    /// Something counts as under way while the value lives: the driver is not closed.
+    /// Marks a call as under way while the value lives, which keeps the driver from being closed.
     pub fn active(&'static self) -> Active {
         self.active.fetch_add(1, SeqCst);
         Active(&self.active)
@@ -339,14 +346,14 @@ impl Driver {
         found.ok_or(Wrong::Op(abi::HANDLE_NOT_REGISTERED))
     }
 
-    /// Registers a file and gives its number.
+    /// Registers a file and returns its handle number.
     pub fn register(&self, of: &mut Descriptor) -> Done<u64> {
         let handle = match (of.kind, of.kind == abi::OPAQUE_FD) {
             (_, true) => match found::look(of.fd())? {
                 Kind::Ours(f) => Handle::Ours(Box::new(self.open_ours(of.fd(), f)?)),
                 Kind::Other(regular) => self.register_real(of, regular)?,
             },
-            // A file system in the program, or of another system: nothing of ours.
+            // A user-space file system of the program, or a Windows handle: never a file of ours.
             (2 | 3, _) => self.register_real(of, true)?,
             _ => return Err(Wrong::Op(abi::INVALID_VALUE)),
         };
@@ -356,7 +363,7 @@ impl Driver {
     }
 
     fn open_ours(&self, fd: c_int, found: Found) -> Done<OurFile> {
-        // A number that was closed and means another file by now is another registration.
+        // A descriptor that was closed and now means another file may be registered again.
         let again =
             |h: &Arc<Handle>| matches!(&**h, Handle::Ours(o) if o.fd == fd && o.found == found);
         if self.handles.read().values().any(again) {
@@ -378,7 +385,8 @@ impl Driver {
         let (home, _) = self.cuda_of_thread()?;
         let ours =
             OurFile { found, fd, servers, policy, home, files: Mutex::new(Some(BTreeMap::new())) };
-        // Now and not at the first read: whoever may not open it is told here.
+        // Open now and not at the first read, so that the program learns of missing permissions
+        // here.
         self.place(&ours, home)?;
         Ok(ours)
     }
@@ -400,7 +408,7 @@ impl Driver {
         }))
     }
 
-    /// The real library with its driver open.
+    /// The real library; opens its driver if necessary.
     pub fn real(&self) -> Done<&'static Real> {
         let real = Real::get()?;
         if self.real.load(SeqCst) {
@@ -414,10 +422,10 @@ impl Driver {
             opened.inspect_err(|w| say(|| format!("the driver of {}: {w:?}", real.place())))?;
             let buffers = self.buffers.lock();
             self.real.store(true, SeqCst);
-            // Those that were registered before it was needed; without them its bytes take another
-            // buffer, that is all.
+            // Register the buffers from before the driver was open. If that fails, the library only
+            // uses another buffer for their bytes.
             for (addr, len) in buffers.iter() {
-                // SAFETY: the program's memory, which it said is there.
+                // SAFETY: the program has registered this memory, so it exists.
                 let _ = real
                     .control(real.buf_register, |f| unsafe { f(*addr as *const c_void, *len, 0) });
             }
@@ -425,8 +433,8 @@ impl Driver {
         Ok(real)
     }
 
-    /// The same, if it was needed before. Waits for nobody who opens it now: what is not of its
-    /// files has nothing to do with that.
+    /// The real library, if its driver is open already. Does not wait for a thread that is opening
+    /// it: only files of the real library depend on that.
     pub fn real_if_open(&self) -> Option<&'static Real> {
         Real::known().filter(|_| self.real.load(SeqCst))
     }
@@ -450,14 +458,14 @@ impl Driver {
             }
             Handle::Real(h) => {
                 if let Some(real) = Real::known().filter(|_| real) {
-                    // SAFETY: a handle of its own, which nobody can name any more.
+                    // SAFETY: a handle of the real library, which cannot be named any more.
                     let _ = real.call(real.handle_deregister, |f| unsafe { f(h.word()) });
                 }
             }
         }
     }
 
-    /// The file in the connection of a device, opened when that is first needed.
+    /// The file in the connection for a device. Opened at the first use.
     pub fn place(&self, of: &OurFile, device: u32) -> Done<Place> {
         let mut files = of.files.lock();
         let files = files.as_mut().ok_or(Wrong::Op(abi::HANDLE_NOT_REGISTERED))?;

@@ -1,8 +1,8 @@
-//! Whether a descriptor is of one of our mounts, and may be believed to be.
+//! Detects whether a descriptor belongs to one of our mounts, and whether the mount can be trusted.
 //!
-//! Any file system in user space may answer an ioctl(2) with anything, for example with the inode
-//! of another file that only the program's user may write. So an answer is believed only of a mount
-//! that root made, or the program's own user: those could reach that file anyway.
+//! Any user-space file system may answer an ioctl(2) with anything, for example with the inode of
+//! another file that only the program's user may write. So an answer is trusted only from a mount
+//! made by root or by the program's own user: they could reach that file anyway.
 
 use std::{ffi::c_int, fs, os::fd::BorrowedFd};
 
@@ -22,9 +22,9 @@ use crate::{
 
 /// `FUSE_SUPER_MAGIC`.
 const FUSE: i64 = 0x6573_5546;
-/// As what our mounts appear in the table of mounts.
+/// The type of our mounts in the table of mounts.
 pub const KIND: &str = "fuse.strake";
-/// What a descriptor's flags mean for a second open of its file.
+/// The flags of a descriptor that a second open of its file keeps.
 const KEPT: c_int = libc::O_ACCMODE | libc::O_DSYNC | libc::O_SYNC | libc::O_DIRECT;
 
 /// A file of one of our mounts.
@@ -32,22 +32,23 @@ const KEPT: c_int = libc::O_ACCMODE | libc::O_DSYNC | libc::O_SYNC | libc::O_DIR
 pub struct Found {
     pub uuid: [u8; 16],
     pub ino: u64,
-    /// To open it with: the descriptor's access mode.
+    /// The open flags taken from the descriptor.
     pub flags: u32,
-    /// What tells the descriptor's file from others on this machine.
+    /// Device and inode number, which identify the file on this machine.
     pub id: (u64, u64),
 }
 
 /// What a descriptor is.
 pub enum Kind {
     Ours(Found),
-    /// Of another file system: for the real library. Whether it is a regular file.
+    /// A file of another file system, for the real library. The value: whether it is a regular
+    /// file.
     Other(bool),
 }
 
-/// Looks at a descriptor. An error: it is none, or our mount has something against it.
+/// Finds out what a descriptor is. An error if it is not a descriptor, or if our mount refuses it.
 pub fn look(fd: c_int) -> Done<Kind> {
-    // SAFETY: asks for the flags of a descriptor, if it is one.
+    // SAFETY: only reads the flags; any number is allowed.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
     if fd < 0 || flags < 0 {
         return Err(Wrong::Op(abi::INVALID_VALUE));
@@ -59,7 +60,7 @@ pub fn look(fd: c_int) -> Done<Kind> {
         return Ok(Kind::Other(false));
     }
     let mount = mounted(&mounts(), device(&stat));
-    // Elsewhere the number may mean something.
+    // On other file systems the ioctl number may have another meaning.
     if !in_user_space(fd, &stat, mount.as_ref())? {
         return Ok(Kind::Other(true));
     }
@@ -68,8 +69,8 @@ pub fn look(fd: c_int) -> Done<Kind> {
         if !named {
             return Ok(Kind::Other(true));
         }
-        // Not past the bridge, whatever the policy says: one of our mounts, which does not know the
-        // question or answers it in its own way.
+        // It is one of our mounts, but it does not know the ioctl or answers it in another way. Its
+        // files never bypass the bridge, whatever the policy says.
         say(|| {
             format!(
                 "descriptor {fd}: its mount is of type {KIND} and does not say which file it is"
@@ -84,7 +85,7 @@ pub fn look(fd: c_int) -> Done<Kind> {
             say(|| format!("descriptor {fd}: {e}"));
             return Err(Wrong::Op(abi::DRIVER_VERSION_MISMATCH));
         }
-        // Somebody else's answer to a number of his own.
+        // Another file system's answer, which uses the same ioctl number for something else.
         Err(_) => return unknown(),
     };
     believe(fd, &stat, &answer, mount.as_ref())?;
@@ -100,15 +101,15 @@ pub fn look(fd: c_int) -> Done<Kind> {
     }))
 }
 
-/// Where the metadata servers are, by the mount.
+/// The addresses of the metadata servers, as the mount reports them.
 pub fn servers(fd: c_int, of: &Found) -> Done<Option<String>> {
     let Some(answer) = ask::<SERVERS_BYTES>(fd, ioctl::SERVERS)? else { return Ok(None) };
     let Ok(answer) = Servers::decode(&answer[..]) else { return Ok(None) };
     Ok((answer.uuid == of.uuid && !answer.endpoints.is_empty()).then_some(answer.endpoints))
 }
 
-/// Asks until no signal comes between. An error is one of the call: a file of ours that cannot be
-/// asked now is not somebody else's.
+/// Repeats `f` while signals interrupt it. Other errors are errors of the call: a file that cannot
+/// be checked now must not count as a foreign one.
 fn asked<T>(fd: c_int, what: &str, mut f: impl FnMut() -> rustix::io::Result<T>) -> Done<T> {
     loop {
         match f() {
@@ -122,12 +123,12 @@ fn asked<T>(fd: c_int, what: &str, mut f: impl FnMut() -> rustix::io::Result<T>)
     }
 }
 
-/// `None`: whose descriptor this is knows no such question.
+/// Sends an ioctl. `None`: the descriptor's file system does not know it.
 fn ask<const N: usize>(fd: c_int, number: u32) -> Done<Option<Box<[u8; N]>>> {
     asked(fd, "ioctl", || {
         let mut answer = Box::new([0; N]);
-        // SAFETY: the number says how many bytes are written, and there is room for them; the
-        // kernel holds a file system in user space to it.
+        // SAFETY: the ioctl number contains the size of the answer, which fits; the kernel enforces
+        // that size for a user-space file system.
         let code = unsafe { libc::ioctl(fd, number as libc::Ioctl, answer.as_mut_ptr()) };
         if code >= 0 {
             return Ok(Some(answer));
@@ -152,14 +153,14 @@ fn device(stat: &Stat) -> (u32, u32) {
     (major(stat.st_dev), minor(stat.st_dev))
 }
 
-/// Whether the file is of a file system in user space. The table of mounts says so without a
-/// question to its servers, as fstatfs(2) is one.
+/// Whether the file is on a user-space file system. The table of mounts is read first, because
+/// fstatfs(2) would send a request to the mount's servers.
 fn in_user_space(fd: c_int, stat: &Stat, mount: Option<&MountOf>) -> Done<bool> {
     if let Some(m) = mount {
         return Ok(m.kind.starts_with("fuse"));
     }
-    // Not in the table, or of a file system that has more numbers than mounts: those have no
-    // device, either.
+    // The device is not in the table, for example because the file system has more device numbers
+    // than mounts. Only a number with major 0 can be a user-space mount without a device.
     if major(stat.st_dev) != 0 {
         return Ok(false);
     }
@@ -174,7 +175,7 @@ fn believe(fd: c_int, stat: &Stat, answer: &OpenedFile, mount: Option<&MountOf>)
         why = Some(format!("the mount says that inode {:#x} is {:#x}", stat.st_ino, answer.ino));
     } else {
         let me = rustix::process::geteuid().as_raw();
-        // The number is the user's in the user namespace that the mount was made in.
+        // The id is from the user namespace in which the mount was made.
         match mount.and_then(|m| m.user) {
             Some(user) if user == 0 || user == me => {}
             Some(user) => {
@@ -188,11 +189,11 @@ fn believe(fd: c_int, stat: &Stat, answer: &OpenedFile, mount: Option<&MountOf>)
     Err(Wrong::Op(abi::PERMISSION_DENIED))
 }
 
-/// What the table of mounts says of a device.
+/// The entry of a device in the table of mounts.
 #[derive(Debug, PartialEq, Eq)]
 struct MountOf {
     kind: String,
-    /// Who made it, if it is in user space.
+    /// The user who made the mount, if it is a user-space file system.
     user: Option<u32>,
 }
 

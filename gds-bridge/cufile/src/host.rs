@@ -1,5 +1,5 @@
-//! Host memory of the program. An address that leads nowhere must be an error of the call, not the
-//! program's end: bytes pass a file in memory, so that it is the kernel that meets the address.
+//! Host memory of the program. An invalid address must be an error of the call and must not crash
+//! the program. So bytes are copied through a file in memory, and the kernel accesses the address.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -10,14 +10,14 @@ use crate::{
     wrong::{Done, Wrong},
 };
 
-/// Bytes that pass at a time.
+/// Bytes that are copied at a time.
 const PIECE: usize = 1 << 20;
 
 fn passage() -> Done<OwnedFd> {
     memfd_create("strake-cufile", MemfdFlags::CLOEXEC).map_err(|e| Wrong::Os(e.raw_os_error()))
 }
 
-/// What the kernel made of it: bytes, or an address that leads nowhere.
+/// The kernel's result: a number of bytes, or an error for an invalid address.
 fn passed(n: isize) -> Done<usize> {
     match n {
         1.. => Ok(n as usize),
@@ -46,7 +46,8 @@ pub fn put(to: u64, bytes: &[u8]) -> Done<()> {
         let mut done = 0;
         while done < piece.len() {
             let (to, left) = (at.wrapping_add(done as u64), piece.len() - done);
-            // SAFETY: the program gave this memory to be written; the kernel says so if it is none.
+            // SAFETY: the program passed this memory for writing; the kernel returns an error if it
+            // is invalid.
             done +=
                 passed(unsafe { libc::pread(file.as_raw_fd(), to as *mut _, left, done as i64) })?;
         }
@@ -62,7 +63,8 @@ pub fn get(from: u64, len: usize) -> Done<Vec<u8>> {
         let mut done = 0;
         while done < piece.len() {
             let (from, left) = (at.wrapping_add(done as u64), piece.len() - done);
-            // SAFETY: the program gave this memory to be read; the kernel says so if it is none.
+            // SAFETY: the program passed this memory for reading; the kernel returns an error if it
+            // is invalid.
             done += passed(unsafe {
                 libc::pwrite(file.as_raw_fd(), from as *const _, left, done as i64)
             })?;
@@ -98,7 +100,8 @@ mod tests {
             assert_eq!(put(bad, b"12"), Err(Wrong::Op(abi::CUDA_POINTER_INVALID)), "{bad:#x}");
             assert_eq!(get(bad, 2), Err(Wrong::Op(abi::CUDA_POINTER_INVALID)), "{bad:#x}");
         }
-        // Constants may be read, not written; a range that runs out of its memory fails as a whole.
+        // Constants can be read but not written. A range that goes beyond valid memory fails as a
+        // whole.
         static FIXED: [u8; 4] = *b"text";
         assert_eq!(get(FIXED.as_ptr() as u64, 4).unwrap(), FIXED);
         assert_eq!(put(FIXED.as_ptr() as u64, b"TEXT"), Err(Wrong::Op(abi::CUDA_POINTER_INVALID)));

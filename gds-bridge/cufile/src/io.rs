@@ -1,4 +1,4 @@
-//! Bytes between files of ours and memory that a program names.
+//! Moves bytes between our files and the program's memory.
 
 use std::{sync::Arc, time::Instant};
 
@@ -13,17 +13,17 @@ use crate::{
     wrong::{Done, Wrong, say},
 };
 
-/// A file that is being cut while it is read is looked at so often.
+/// How often a read is tried when the file is truncated meanwhile.
 const LOOKS: u32 = 16;
-/// Host memory goes through a buffer of so many bytes.
+/// Host memory is copied through a buffer of at most this many bytes.
 const HOST_PIECE: usize = 16 << 20;
 
-/// What was given to a stream before.
+/// How a call is ordered against work that the program has queued on streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// The call comes after everything in the default stream, as a cuMemcpy would.
     Default,
-    /// It was waited for.
+    /// Earlier work has been waited for already.
     Settled,
 }
 
@@ -45,7 +45,7 @@ enum Memory {
     Host,
 }
 
-/// What happened to the bytes of one call.
+/// The account of one call's bytes.
 #[derive(Default)]
 struct Account {
     device: Option<(u32, [u8; 16])>,
@@ -54,7 +54,7 @@ struct Account {
 }
 
 impl Asked {
-    /// Address and offset; `EINVAL`'s code for what cannot be one.
+    /// The address and offset, or cuFile's code for an invalid value.
     fn check(&self) -> Done<(u64, u64)> {
         let bad = Wrong::Op(abi::INVALID_VALUE);
         let (offset, base_offset) = (u64::try_from(self.offset), u64::try_from(self.base_offset));
@@ -72,7 +72,7 @@ impl Asked {
     }
 }
 
-/// Moves bytes and counts them, whatever comes of it. Whoever calls it counts as under way.
+/// Moves bytes and records the call, whatever its outcome. The caller must hold an `Active`.
 pub fn transfer(driver: &Driver, of: &OurFile, asked: &Asked) -> Done<usize> {
     let (begun, mut account) = (Instant::now(), Account::default());
     let outcome = attempt(driver, of, asked, &mut account);
@@ -104,7 +104,7 @@ fn attempt(driver: &Driver, of: &OurFile, asked: &Asked, account: &mut Account) 
         account.device = Some((*n, cuda.uuid().unwrap_or_default()));
     }
     if asked.order == Order::Default {
-        // Host memory, too: a copy to or from it may be in the stream.
+        // Host memory must wait, too: the stream may contain a copy to or from it.
         let cuda = if let Memory::Device(_, cuda) = &memory {
             cuda.clone()
         } else {
@@ -140,7 +140,7 @@ fn io(e: &Error) -> Wrong {
     Wrong::of_io(e)
 }
 
-/// Notes what a call of the bridge did.
+/// Records the report of a bridge call.
 fn noted(outcome: Result<Report, Failed>, account: &mut Account) -> Result<()> {
     match outcome {
         Ok(report) => {
@@ -158,9 +158,9 @@ fn one(file: Arc<dyn FileIo>, (gpu, offset): (u64, u64), len: u64) -> [Transfer;
     [Transfer { file, offset, gpu, len }]
 }
 
-/// As pread(2): fewer bytes where the file ends, which is looked at first because the bridge takes
-/// a range that goes on beyond for an error. When it is cut in the meantime, what is left of it is
-/// read again.
+/// As pread(2): fewer bytes at the end of the file. The size is checked first, because the bridge
+/// fails on a range beyond the end. If the file is truncated meanwhile, the remaining range is read
+/// again.
 fn load(
     of: &OurFile,
     place: &Place,
@@ -187,8 +187,8 @@ fn load(
     Ok(0)
 }
 
-/// As pwrite(2) and fdatasync(2): the program's fsync(2) goes to the mount, which knows nothing of
-/// these bytes, so they are safe before the call returns.
+/// As pwrite(2) and fdatasync(2). The program's fsync(2) goes to the mount, which does not know
+/// these bytes, so they are made stable before the call returns.
 fn save(
     of: &OurFile,
     place: &Place,

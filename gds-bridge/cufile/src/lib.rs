@@ -1,11 +1,11 @@
-//! The bridge for programs that use cuFile, as they are: a library of cuFile's interface. Files of
+//! The bridge for unmodified programs that use cuFile: a library with cuFile's interface. Files of
 //! our mounts go through the bridge, everything else goes to NVIDIA's library. `docs/gds.md`,
 //! "Unmodified programs", says what that means for a program.
 //!
-//! Where to read: [`api`] has the functions, guarded so that a panic is an error of its call;
-//! `found.rs` tells whether a descriptor is ours; `driver.rs` keeps what is open; `io.rs` moves
-//! bytes; `batch.rs`, `stats.rs`, `params.rs`, `policy.rs` as they are named; `real.rs` is the
-//! other library.
+//! Overview: [`api`] has the functions, guarded so that a panic is an error of its call; `found.rs`
+//! detects our descriptors; `driver.rs` keeps what is open; `io.rs` moves bytes; `batch.rs`,
+//! `stats.rs`, `params.rs` and `policy.rs` do what their names say; `real.rs` calls NVIDIA's
+//! library.
 
 pub mod abi;
 pub mod api;

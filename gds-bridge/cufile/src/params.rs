@@ -1,5 +1,5 @@
-//! Parameters that a program sets before it opens the driver. They mean something to the real
-//! library, which gets them when it is needed, and but for the size of a batch nothing here.
+//! Parameters that a program sets before it opens the driver. The real library gets them when it is
+//! opened. Here only the size of a batch has an effect.
 
 use std::{
     collections::BTreeMap,
@@ -20,7 +20,7 @@ const BATCH_SIZE: c_int = 9;
 const TRUE_AT_FIRST: [c_int; 2] = [1, 6];
 const BOOLS: c_int = 14;
 const STRINGS: c_int = 4;
-/// Entries of a batch at most, whatever is asked for.
+/// The largest allowed size of a batch.
 const MOST_BATCH: usize = 4096;
 
 /// What was set.
@@ -29,7 +29,7 @@ pub struct Set {
     sizes: BTreeMap<c_int, usize>,
     bools: BTreeMap<c_int, bool>,
     strings: BTreeMap<c_int, CString>,
-    /// Slab sizes and counts of two pools.
+    /// Slab sizes and counts of the two pools.
     slabs: [Option<(Vec<usize>, Vec<usize>)>; 2],
 }
 
@@ -84,19 +84,19 @@ impl Set {
         Ok(())
     }
 
-    /// Entries that a batch may have.
+    /// The number of entries that a batch may have.
     pub fn batch(&self) -> usize {
         self.sizes.get(&BATCH_SIZE).copied().unwrap_or(SIZES[BATCH_SIZE as usize])
     }
 
-    /// What the smallest and the largest value of a size may be.
+    /// The smallest and largest allowed value of a size parameter.
     pub fn bounds(&self, n: c_int) -> Done<(usize, usize)> {
         self.size(n)?;
         Ok(if n == BATCH_SIZE { (1, MOST_BATCH) } else { (0, usize::MAX) })
     }
 
-    /// Tells the real library, before its driver is opened. What it does not take is its own
-    /// affair: it has defaults.
+    /// Passes the parameters to the real library, before its driver is opened. Errors are ignored:
+    /// the library then uses its defaults.
     pub fn pass_on(&self, real: &Real) {
         for (n, value) in &self.sizes {
             // SAFETY: numbers only.
@@ -107,7 +107,7 @@ impl Set {
             let _ = real.control(real.set_bool, |f| unsafe { f(*n, u8::from(*value)) });
         }
         for (n, value) in &self.strings {
-            // SAFETY: a text with its end.
+            // SAFETY: a string that ends with a zero.
             let _ = real.control(real.set_string, |f| unsafe { f(*n, value.as_ptr()) });
         }
         for (slabs, f) in self.slabs.iter().zip([real.set_posix_slabs, real.set_gpu_slabs]) {

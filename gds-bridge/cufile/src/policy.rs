@@ -14,8 +14,8 @@ use crate::{
     wrong::{Done, Wrong, say},
 };
 
-/// What holds for a file: all that is said of it together. A policy that means nothing here, or
-/// names no mount, is an error: nobody shall believe that it is met.
+/// The combined policy for a file. A policy that has no meaning here, or that names no mount, is an
+/// error, so that a program never runs with a policy that is not enforced.
 pub fn of(file: &Found) -> Done<Policy> {
     let Some(text) = set::os("STRAKE_GDS_POLICY") else { return Ok(Policy::Prefer) };
     let device = (major(file.id.0), minor(file.id.0));
@@ -50,7 +50,7 @@ fn demanded(text: &str, table: &str, device: (u32, u32)) -> Result<Policy> {
     })
 }
 
-/// The devices of the mounts of ours at a path, by the table of mounts.
+/// The devices of our mounts at a path, from the table of mounts.
 fn devices_at<'a>(table: &'a str, at: &str) -> Result<Vec<&'a str>> {
     let named = if at == "/" { at } else { at.trim_end_matches('/') };
     let ours = table.lines().filter_map(|line| {

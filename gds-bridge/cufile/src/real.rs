@@ -1,5 +1,5 @@
-//! NVIDIA's library, for files that are not ours: opened at run time, when the first such file is
-//! registered, and asked nothing before.
+//! NVIDIA's library, for files that are not ours. It is opened at run time when the first such file
+//! is registered, and is not called before.
 
 use std::{
     cell::Cell,
@@ -21,7 +21,7 @@ type Slabs = unsafe extern "C" fn(*const usize, *const usize, c_int) -> Status;
 
 macro_rules! functions {
     ($($field:ident = $symbol:literal: $type:ty;)*) => {
-        /// Its functions; older versions lack some.
+        /// The real library's functions; older versions lack some.
         #[allow(missing_docs, reason = "named as in the interface")]
         pub struct Real {
             library: Library,
@@ -32,8 +32,8 @@ macro_rules! functions {
             fn of(library: Library) -> Real {
                 Real {
                     library,
-                    // SAFETY: the symbol is a function of cuFile's interface of this very type, or
-                    // is not there.
+                    // SAFETY: the symbol is a function of cuFile's interface with this type, or is
+                    // missing.
                     $($field: unsafe { std::mem::transmute::<*mut c_void, Option<$type>>(library.symbol($symbol)) },)*
                 }
             }
@@ -74,12 +74,13 @@ functions! {
     set_p2p = c"cuFileDriverSetP2PFlags": unsafe extern "C" fn(c_int, c_int) -> Status;
 }
 
-/// Codes that its versions before [`NEGATIVE_SINCE`] return as they are, as if they were bytes.
+/// Error codes that versions before [`NEGATIVE_SINCE`] return as positive numbers, as if they were
+/// numbers of bytes.
 const CODES: std::ops::RangeInclusive<c_int> = 5001..=5099;
 /// The first version that returns errors as negative numbers.
 const NEGATIVE_SINCE: c_int = 1160;
 
-/// What a call of its moving functions was asked for.
+/// The range that a call was asked to read or write.
 #[derive(Clone, Copy, Debug)]
 pub struct Range {
     /// The descriptor, where the file has one.
@@ -89,15 +90,15 @@ pub struct Range {
 }
 
 impl Range {
-    /// Whether the file ends after so many bytes.
+    /// Whether the file ends exactly `n` bytes behind the range's offset.
     fn ends(&self, n: usize) -> bool {
         let (Some(fd), Some(end)) =
             (self.fd, i64::try_from(n).ok().and_then(|n| self.offset.checked_add(n)))
         else {
             return false;
         };
-        // SAFETY: cuFile has programs keep the descriptor open as long as the handle; of another
-        // file the size says the same as of none.
+        // SAFETY: cuFile requires programs to keep the descriptor open as long as the handle. If it
+        // now means another file, only the comparison of sizes is wrong.
         rustix::fs::fstat(unsafe { BorrowedFd::borrow_raw(fd) }).is_ok_and(|s| s.st_size == end)
     }
 }
@@ -129,7 +130,7 @@ fn open(name: &Path) -> Result<Library, String> {
 }
 
 fn load() -> Result<Real, String> {
-    // Opening its driver never returns where this cannot be read.
+    // Opening its driver would hang where this file cannot be read.
     if let Err(e) = File::open("/proc/modules") {
         return Err(format!("the real libcufile would hang here: /proc/modules: {e}"));
     }
@@ -147,7 +148,7 @@ fn load() -> Result<Real, String> {
 }
 
 impl Real {
-    /// The library, which is looked for once.
+    /// The real library. The search for it runs once.
     pub fn get() -> Done<&'static Real> {
         REAL.get_or_init(load).as_ref().map_err(|why| {
             say(|| why.clone());
@@ -155,13 +156,13 @@ impl Real {
         })
     }
 
-    /// The library, if it was needed before.
+    /// The real library, if it has been opened.
     pub fn known() -> Option<&'static Real> {
         REAL.get()?.as_ref().ok()
     }
 
-    /// Calls one of its functions. What it calls of its own by names that lead here comes back to
-    /// it: see [`inside`].
+    /// Calls a function of the real library. If that calls interface functions that resolve to this
+    /// library, they are passed back to it: see [`inside`].
     pub fn call<F: Copy, T>(&self, f: Option<F>, call: impl FnOnce(F) -> T) -> Done<T> {
         let Some(f) = f else {
             say(|| "the real libcufile is older than what is asked of it".into());
@@ -178,19 +179,19 @@ impl Real {
         Ok(call(f))
     }
 
-    /// As [`Real::call`], of a function that returns a status.
+    /// As [`Real::call`], for a function that returns a status.
     pub fn control<F: Copy>(&self, f: Option<F>, call: impl FnOnce(F) -> Status) -> Done<()> {
         let s = self.call(f, call)?;
         match s.err {
             abi::SUCCESS => Ok(()),
             abi::CUDA_DRIVER_ERROR => Err(Wrong::Cuda(s.cu_err)),
-            // What it says although it means an error is not to be taken for one of another kind.
+            // Positive values are cuFile's codes. A negative value is none and is not passed on.
             code if code > 0 => Err(Wrong::Op(code)),
             _ => Err(Wrong::Op(abi::INTERNAL_ERROR)),
         }
     }
 
-    /// The version that it says it has; 0: it does not say.
+    /// The version that the library reports; 0 if it reports none.
     fn number(&self) -> c_int {
         let mut n = 0;
         // SAFETY: writes one number.
@@ -200,16 +201,15 @@ impl Real {
         }
     }
 
-    /// What it says of a call is a number of bytes, and not one of the codes that it says as if
-    /// they were bytes.
+    /// Checks that a result is a number of bytes, and not an error code that looks like one.
     fn bytes(&self, n: usize, asked: &Range) -> Done<usize> {
         let code = c_int::try_from(n).ok().filter(|code| CODES.contains(code));
         let believed = match code {
             _ if n > asked.most => false,
             None => true,
-            // All that was asked for, of a version that returns no such codes.
+            // As many bytes as requested: believed from a version that returns no such codes.
             Some(_) if n == asked.most => self.number() >= NEGATIVE_SINCE,
-            // Fewer: so the file ends there.
+            // Fewer bytes: believed if the file ends there.
             Some(_) => asked.ends(n),
         };
         if believed {
@@ -224,7 +224,7 @@ impl Real {
         Err(Wrong::Op(code.unwrap_or(abi::INTERNAL_ERROR)))
     }
 
-    /// The same of an event of a batch.
+    /// The same check for an event of a batch.
     pub fn event(&self, e: &mut Event, asked: &Range) {
         let Ok(n) = usize::try_from(e.ret) else { return };
         if let Err(w) = self.bytes(n, asked) {
@@ -232,8 +232,8 @@ impl Real {
         }
     }
 
-    /// As [`Real::call`], of a function that moves bytes. Version 1.15 and older return positive
-    /// codes from calls that failed.
+    /// As [`Real::call`], for a function that moves bytes. Versions up to 1.15 return positive
+    /// codes from failed calls.
     pub fn moving<F: Copy>(
         &self,
         f: Option<F>,
@@ -253,10 +253,11 @@ impl Real {
         }
     }
 
-    /// Where it was found, for people.
+    /// The path of the library, for people.
     pub fn place(&self) -> String {
         let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
-        // SAFETY: asks where a function lies; what comes back are constants of the loader.
+        // SAFETY: asks the loader for the location of a function; the returned strings are the
+        // loader's constants.
         unsafe {
             let at = self.library.symbol(c"cuFileRead");
             if libc::dladdr(at, info.as_mut_ptr()) == 0 || (*info.as_ptr()).dli_fname.is_null() {
@@ -267,8 +268,8 @@ impl Real {
     }
 }
 
-/// Whether this thread is within the real library: then the call is its own and goes back to it as
-/// it is.
+/// The real library, if this thread is inside one of its functions. Then the library itself made
+/// this call, which is passed back unchanged.
 pub fn inside() -> Option<&'static Real> {
     if INSIDE.get() == 0 { None } else { Real::known() }
 }

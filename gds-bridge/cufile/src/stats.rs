@@ -1,5 +1,6 @@
-//! What was done. Two accounts: the truth of our files, from the bridge's reports, always; and
-//! cuFile's own counters, as far as they mean something here, while a program has them counted.
+//! Statistics of the calls. There are two: the real figures of our files, always, from the bridge's
+//! reports; and cuFile's own counters, as far as they apply here, while a program has turned them
+//! on.
 
 use std::{
     collections::BTreeMap,
@@ -17,14 +18,14 @@ use crate::{
     wrong::{Done, Wrong},
 };
 
-/// Which way, as a program sees it.
+/// The direction of a call, as a program sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     Read,
     Write,
 }
 
-/// By which call.
+/// The kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
     /// With or without a stream.
@@ -37,28 +38,29 @@ pub enum By {
 pub struct Ended<'a> {
     pub way: Way,
     pub by: By,
-    /// Of its memory; `None`: host memory, or it did not get that far.
+    /// Number and UUID of the memory's device; `None`: host memory, or the call failed before that
+    /// was known.
     pub device: Option<(u32, [u8; 16])>,
     pub unaligned: bool,
     pub took: Duration,
     pub outcome: Done<usize>,
-    /// Of every attempt.
+    /// The reports of all attempts.
     pub reports: &'a [Report],
     /// Bytes between host memory and the file.
     pub host: u64,
 }
 
-/// All of one way.
+/// Totals of one direction.
 #[derive(Default)]
 struct Truth {
     calls: Counter,
-    /// That programs were told.
+    /// Bytes that the calls returned to programs.
     bytes: u64,
     by_tier: ByTier<u64>,
     by_road: ByRoad,
     staged: u64,
     host: u64,
-    /// By how far they were verified.
+    /// Bytes by where they were verified: `gpu`, `host` or `none`.
     checksums: BTreeMap<&'static str, u64>,
     switches: u64,
     unavailable: BTreeMap<Tier, String>,
@@ -70,17 +72,17 @@ struct All {
     /// Calls that went to the real library.
     passed_on: BTreeMap<&'static str, u64>,
     level: i32,
-    /// Since when the counters count; `None`: they do not.
+    /// When counting started; `None`: the counters are off.
     since: Option<Instant>,
     counted: Duration,
     counters: Level3,
 }
 
-/// The accounts.
+/// Both kinds of statistics.
 #[derive(Default)]
 pub struct Stats(Mutex<All>);
 
-/// Counters of control calls.
+/// Selects the counter of a control call.
 pub type Place = fn(&mut Level1) -> &mut Counter;
 
 fn count<T>(c: &mut Counter, outcome: &Done<T>) {
@@ -91,7 +93,7 @@ fn per_second(n: u64, us: u64) -> u64 {
     if us == 0 { 0 } else { (u128::from(n) * 1_000_000 / u128::from(us)) as u64 }
 }
 
-/// The place of a size in a histogram of powers of two, KiB.
+/// The index of a size in a histogram of powers of two, in KiB.
 fn place(bytes: usize) -> usize {
     (usize::BITS - (bytes >> 10).leading_zeros()).min(31) as usize
 }
@@ -134,8 +136,8 @@ impl Truth {
     }
 }
 
-/// By which of cuFile's roads a call went: the GPU's memory, nvidia-fs, or, whatever else it was,
-/// not so.
+/// The path of a call in cuFile's terms: straight to GPU memory (`P2p`), by nvidia-fs (`Nvfs`), or
+/// any other (`Posix`).
 enum Road {
     P2p,
     Nvfs,
@@ -229,7 +231,7 @@ impl All {
         Some(g)
     }
 
-    /// The counters, with what follows from them.
+    /// The counters with their derived values: rates and averages.
     fn level3(&self) -> Level3 {
         let mut all = self.counters;
         let us =
@@ -304,7 +306,7 @@ impl Stats {
         }
     }
 
-    /// Memory of a device was registered (with how many bytes) or let go.
+    /// Memory of a device was registered (with its size) or deregistered.
     pub fn buffer(
         &self,
         device: Option<(u32, [u8; 16])>,
@@ -368,13 +370,13 @@ impl Stats {
         all.since = all.since.map(|_| Instant::now());
     }
 
-    /// The counters, if they are kept at this level.
+    /// The counters, if the current level is at least `at_least`.
     pub fn level3(&self, at_least: i32) -> Done<Level3> {
         let all = self.0.lock();
         if all.level < at_least { Err(Wrong::Op(abi::INVALID_VALUE)) } else { Ok(all.level3()) }
     }
 
-    /// The truth, for people and tests.
+    /// The real figures, for people and tests.
     pub fn json(&self) -> Value {
         let all = self.0.lock();
         json!({
@@ -383,10 +385,11 @@ impl Stats {
     }
 }
 
-/// Counters, which begin with a [`Level1`], as large as they are in the version that is told.
+/// Copies counters that begin with a [`Level1`] to the program, in the layout of the version that
+/// it is told.
 ///
 /// # Safety
-/// There is room for those, or it is null.
+/// `to` is null or has space for the counters of that version.
 pub unsafe fn put<T: Copy>(to: *mut T, value: &T) -> Done<()> {
     if to.is_null() {
         return Err(Wrong::Op(abi::INVALID_VALUE));
@@ -394,7 +397,8 @@ pub unsafe fn put<T: Copy>(to: *mut T, value: &T) -> Done<()> {
     let new = size_of::<Level1>();
     let first = if set::version() < abi::VECTORS_SINCE { abi::OLD_LEVEL1 } else { new };
     let (from, to) = (std::ptr::from_ref(value).cast::<u8>(), to.cast::<u8>());
-    // SAFETY: within the value; the program has room for those of its version.
+    // SAFETY: the ranges are within the value, and the program has space for its version's
+    // counters.
     unsafe {
         std::ptr::copy_nonoverlapping(from, to, first);
         std::ptr::copy_nonoverlapping(from.add(new), to.add(first), size_of::<T>() - new);
@@ -460,7 +464,7 @@ mod tests {
         assert_eq!(s.json()["read"]["failed"].as_u64(), Some(1));
     }
 
-    /// Nothing is told to be straight of which a byte was not.
+    /// A call counts as direct only if all of its bytes were.
     #[test]
     fn a_call_is_as_straight_as_its_least_straight_byte() {
         let report = |by: &[(Tier, u64)]| {

@@ -1,4 +1,4 @@
-//! What a call could not do, and how programs are told.
+//! Why calls fail, and how programs learn of it.
 
 use std::{ffi::c_int, fs::OpenOptions, io::Write, panic::AssertUnwindSafe, panic::catch_unwind};
 
@@ -15,16 +15,16 @@ use crate::{
 pub enum Wrong {
     /// A code of cuFile's.
     Op(c_int),
-    /// The CUDA driver's error, as a number of its own.
+    /// An error number of the CUDA driver.
     Cuda(c_int),
-    /// A file system's: an errno.
+    /// An errno of the file system.
     Os(c_int),
 }
 
-/// Of a call that fails with [`Wrong`].
+/// The result of a call that may fail with [`Wrong`].
 pub type Done<T> = Result<T, Wrong>;
 
-/// Tells people why: where `STRAKE_GDS_LOG` says, a file or `stderr`. Codes do not say much.
+/// Logs a reason for people, because codes say little. `STRAKE_GDS_LOG` names a file or `stderr`.
 pub fn say(text: impl FnOnce() -> String) {
     let Some(to) = set::os("STRAKE_GDS_LOG") else { return };
     let line = format!("strake_cufile[{}]: {}\n", std::process::id(), text());
@@ -36,7 +36,7 @@ pub fn say(text: impl FnOnce() -> String) {
 }
 
 impl Wrong {
-    /// What control calls return. Errors of files there are those of opening them.
+    /// The return value of control calls. Errno values there come from opening files.
     pub fn status(self) -> Status {
         match self {
             Wrong::Op(code) => Status::of(code),
@@ -46,21 +46,21 @@ impl Wrong {
         }
     }
 
-    /// What calls that move bytes return: -1 with errno set, or a negative code. Never anything
-    /// that could be a number of bytes.
+    /// The return value of calls that move bytes: -1 with errno set, or a negative code. Never a
+    /// value that could be a number of bytes.
     pub fn negative(self) -> isize {
         match self {
             Wrong::Op(code) => -(code as isize),
             Wrong::Cuda(_) => -(abi::CUDA_DRIVER_ERROR as isize),
             Wrong::Os(errno) => {
-                // SAFETY: the calling thread's own.
+                // SAFETY: errno of the calling thread.
                 unsafe { *libc::__errno_location() = errno };
                 -1
             }
         }
     }
 
-    /// The same where nobody reads errno: it is the number itself.
+    /// As [`Wrong::negative`], for batch events, which have no errno: the negative errno itself.
     pub fn in_event(self) -> isize {
         match self {
             Wrong::Os(errno) => -(errno as isize),
@@ -68,18 +68,18 @@ impl Wrong {
         }
     }
 
-    /// Of a call that moved bytes, or was to.
+    /// The error of a call that moves bytes.
     pub fn of_io(e: &Error) -> Wrong {
         match e.code {
             Code::OpNotSupp => Wrong::Op(abi::IO_NOT_SUPPORTED),
             Code::NoDev => Wrong::Op(abi::CUDA_DRIVER_ERROR),
-            // Retries are over: "try again" would make the program spin.
+            // The client has stopped retrying: "try again" would make the program loop.
             _ if e.errno() == libc::EAGAIN => Wrong::Os(libc::EIO),
             _ => Wrong::Os(e.errno()),
         }
     }
 
-    /// Of connecting to the cluster and opening a file there.
+    /// The error of connecting to the cluster and opening a file there.
     pub fn of_open(e: &Error) -> Wrong {
         match e.code {
             Code::Access
@@ -100,8 +100,8 @@ impl From<&Fault> for Wrong {
         match f {
             Fault::Foreign { .. } | Fault::Freed { .. } => Wrong::Op(abi::CUDA_POINTER_INVALID),
             Fault::Beyond { .. } => Wrong::Op(abi::CUDA_POINTER_RANGE_ERROR),
-            // CUDA_ERROR_STREAM_CAPTURE_*: a graph is being recorded, in which nothing may be
-            // waited for.
+            // CUDA_ERROR_STREAM_CAPTURE_*: the stream records a graph, and a call must not wait for
+            // it.
             Fault::Driver { code: 900..=908, .. } => Wrong::Op(abi::ASYNC_NOT_SUPPORTED),
             Fault::Driver { code, .. } => Wrong::Cuda(*code),
             Fault::Damaged { .. } | Fault::Export { .. } | Fault::Sums { .. } => {
@@ -126,7 +126,7 @@ impl From<&Unavailable> for Wrong {
     }
 }
 
-/// A fault of this library is an error of its call and unwinds into nobody.
+/// Runs `f`. A panic becomes an error of the call and does not unwind into the program.
 pub fn caught<T>(f: impl FnOnce() -> Done<T>) -> Done<T> {
     catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|cause| {
         let text = cause.downcast_ref::<&str>().copied();
@@ -145,7 +145,7 @@ pub fn control(f: impl FnOnce() -> Done<()>) -> Status {
 
 /// The body of a call that moves bytes. On success errno stays as it is.
 pub fn moving(f: impl FnOnce() -> Done<usize>) -> isize {
-    // More than a signed number has room for was never asked.
+    // The number of bytes always fits into `isize`, because larger requests are refused.
     caught(f)
         .and_then(|n| isize::try_from(n).map_err(|_| Wrong::Op(abi::INTERNAL_ERROR)))
         .unwrap_or_else(Wrong::negative)

@@ -1,5 +1,5 @@
-//! A program that uses cuFile, compiled here, on a real mount: with the stand-in of the CUDA
-//! driver, and a stand-in of NVIDIA's library or none.
+//! A program that uses cuFile, compiled here, on a real mount. The CUDA driver is a stand-in;
+//! NVIDIA's library is a stand-in or missing.
 
 #[path = "../../../fuse/tests/it/common/mod.rs"]
 mod common;
@@ -67,7 +67,7 @@ fn statistics_say_what_was_done() {
 #[test]
 fn statistics_tell_both_tiers_of_a_call_that_changed_between_them() {
     let Some(m) = Mounted::new() else { return };
-    // What is loaded was saved before; what is saved is saved a second time.
+    // The load reads a file that the program saved before; the save is its second save of the file.
     for (what, way, before) in [("load", "read", 0), ("save", "write", 8 << 20)] {
         let out = m.ok(m.program(&["switched", what]));
         let said = String::from_utf8_lossy(&out.stdout);
@@ -133,8 +133,8 @@ fn files_of_other_file_systems_are_the_real_librarys() {
     assert_eq!(stats["read"]["bytes"].as_u64(), Some(1000), "the batch's own entry");
 }
 
-/// What versions up to 1.15 say of a call that failed is no number of bytes, however many were
-/// asked for.
+/// Error codes that versions up to 1.15 return from failed calls never count as bytes, however many
+/// bytes were requested.
 #[test]
 fn what_the_real_library_says_of_failures_never_looks_like_bytes() {
     let Some(m) = Mounted::new() else { return };
@@ -143,7 +143,7 @@ fn what_the_real_library_says_of_failures_never_looks_like_bytes() {
         ("5027", "-5027", "0", "100", "0", "1140"),
         ("101", "-5030", "0", "100", "0", "1200"),
         ("-1", "-1", "6", "100", "0", "1200"),
-        // As versions from 1.16 on say it: a code in errno.
+        // Versions from 1.16 on put the code into errno.
         ("-1", "-1", "5008", "100", "0", "1160"),
         ("-1", "-1", "5024", "100", "0", "1160"),
         ("-5011", "-5011", "0", "100", "0", "1200"),
@@ -160,16 +160,16 @@ fn what_the_real_library_says_of_failures_never_looks_like_bytes() {
         m.ok(c);
     }
     let record = m.left("record");
-    // None of them closed anything: at the end of the process the real library is left alone, which
-    // may be past its own.
+    // The programs closed nothing. At the exit of the process the real library is not called,
+    // because its own exit may be over.
     assert!(
         record.contains("end 5001") && !record.contains("close") && !record.contains("deregister"),
         "{record}"
     );
 }
 
-/// Version 1.15 refuses files of FUSE with 5027, when they are registered; and what any call with a
-/// handle of its own is refused with is told as it is.
+/// Version 1.15 refuses to register files on FUSE with 5027. Error codes of calls with the real
+/// library's handles are passed on unchanged.
 #[test]
 fn what_the_real_library_refuses_has_its_own_code() {
     let Some(m) = Mounted::new() else { return };
@@ -187,7 +187,8 @@ fn what_the_real_library_refuses_has_its_own_code() {
         m.ok(c);
         let record = m.taken("record");
         let calls = ["read 1", "write 1", "readv 1", "read async 1", "batch submit 1"];
-        // It was asked, and once: nobody here knew the answer, or tried again.
+        // The real library was called exactly once per call: no answer was made up here, and
+        // nothing was retried.
         let asked = calls.map(|call| record.lines().filter(|line| line.starts_with(call)).count());
         assert_eq!(asked, [1; 5], "{record}");
     }
@@ -197,7 +198,7 @@ fn what_the_real_library_refuses_has_its_own_code() {
 fn memory_is_registered_beside_the_real_librarys_opening() {
     let Some(m) = Mounted::new() else { return };
     let mut c = m.with_recorder(&["beside"]);
-    // So long does it take; whoever is faster would not meet it.
+    // Milliseconds that opening takes, so that the registration runs during it.
     c.env("SLOW", "500");
     m.ok(c);
     assert!(m.left("record").matches("buf register").count() >= 1);
@@ -209,7 +210,7 @@ fn a_real_library_that_hangs_holds_nobody_who_does_not_need_it() {
     let mut c = m.with_recorder(&["hangs"]);
     c.env("HANGS", "1");
     m.ok(c);
-    // It was opened once, and went on nowhere.
+    // The driver open was called once and hung; nothing came after it.
     let record = m.left("record");
     assert!(record.starts_with("driver open\n") && !record.contains("register"), "{record}");
 }
@@ -222,8 +223,8 @@ fn what_ended_is_told_when_the_real_library_does_not_tell() {
     m.ok(c);
 }
 
-/// A program that runs with more rights than who started it takes neither a key nor a library nor
-/// files to write from the environment.
+/// A program with more rights than the user who started it takes no key, library or output file
+/// from the environment.
 #[test]
 fn privileged_programs_take_nothing_from_the_environment() {
     let Some(m) = Mounted::new() else { return };
@@ -243,7 +244,7 @@ fn privileged_programs_take_nothing_from_the_environment() {
 fn without_a_real_library_other_files_are_not_supported_and_ours_are() {
     let Some(m) = Mounted::new() else { return };
     m.ok(m.program(&["refused", "0", "5008"]));
-    // The real one would hang: it is not even opened.
+    // The real library would hang here, so it is not even opened.
     if !Path::new("/proc/modules").exists() {
         let mut c = m.program(&["refused", "0", "5008"]);
         c.env("STRAKE_CUFILE_REAL", m.dir.path().join("recorder.so"));
@@ -253,7 +254,7 @@ fn without_a_real_library_other_files_are_not_supported_and_ours_are() {
         println!("skipped: this kernel has modules");
     }
     assert_eq!(m.left("record"), "");
-    // Nor this one, by whatever name it is found.
+    // This library itself is not opened as the real one either, under whatever name it is found.
     let mut c = m.with_recorder(&["refused", "0", "5008"]);
     c.env("STRAKE_CUFILE_REAL", library());
     m.ok(c);
@@ -265,7 +266,7 @@ fn without_a_real_library_other_files_are_not_supported_and_ours_are() {
         "{}",
         m.left("log")
     );
-    // And what it says of a file is told.
+    // The real library's result for a file is passed on.
     let mut c = m.with_recorder(&["refused", "0", "0"]);
     m.ok(c);
     c = m.with_recorder(&["refused", "0", "5030"]);
@@ -273,8 +274,8 @@ fn without_a_real_library_other_files_are_not_supported_and_ours_are() {
     m.ok(c);
 }
 
-/// As NVIDIA's wheel has it: no `libcufile.so`, and found by no name of ours. The first of that
-/// name is this library.
+/// As in NVIDIA's wheel: there is no `libcufile.so`, and no setting names the library. The first
+/// `libcufile.so.0` in the search path is this library.
 #[test]
 fn the_real_library_is_found_by_the_name_that_the_wheel_gives_it() {
     let Some(m) = Mounted::new() else { return };
@@ -309,7 +310,8 @@ fn a_mount_that_lies_is_not_believed() {
     refused("5025", &[("FORGE", "ino")]);
     refused("5008", &[("FORGE", "uuid")]);
     refused("5004", &[("FORGE", "version")]);
-    // Of our type, but it does not answer, or not now: never past the bridge.
+    // A mount of our type that gives no valid answer, or not now: its files never bypass the
+    // bridge.
     refused("5004", &[("FORGE", "garbage")]);
     refused("5004", &[("FORGE", "25")]);
     refused("5030", &[("FORGE", "5")]);
@@ -317,7 +319,7 @@ fn a_mount_that_lies_is_not_believed() {
     refused("0", &[("FORGE", "4"), ("ONCE", "1")]);
     let elsewhere = m.left("record").matches("handle register fd=").count();
     assert_eq!(elsewhere, 9 * 2, "one elsewhere each time, and that of the driver's own");
-    // Somebody else's number: his file.
+    // A mount of another type that uses the same ioctl number: its files go to the real library.
     std::fs::write(m.dir.path().join("another"), table().replace("fuse.strake", "fuse.other"))
         .unwrap();
     let another = m.dir.path().join("another").to_str().unwrap().to_string();
@@ -355,7 +357,7 @@ fn connections_that_cannot_be_say_why() {
 #[test]
 fn a_policy_that_cannot_be_met_fails_the_call() {
     let Some(m) = Mounted::new() else { return };
-    // Of all mounts, and of this one.
+    // A policy for all mounts, and one for this mount.
     for policy in
         ["require:gpu-rdma".into(), format!("prefer,{}=at-least:gpu-rdma", m.at.path().display())]
     {
@@ -381,8 +383,8 @@ fn files_are_opened_for_the_programs_user() {
     m.ok(m.program(&["permission"]));
 }
 
-/// The library that `STRAKE_CUFILE_REAL` names, which is NVIDIA's: what it says is printed, not
-/// judged, but for what may never be.
+/// Runs with NVIDIA's library, which `STRAKE_CUFILE_REAL` names. Its results are printed; only
+/// impossible ones fail the test.
 #[test]
 fn the_real_library_gets_its_files() {
     let Some(real) = std::env::var_os("STRAKE_CUFILE_REAL") else {
@@ -396,8 +398,8 @@ fn the_real_library_gets_its_files() {
     println!("{}\n{}", String::from_utf8_lossy(&out.stdout), m.left("log"));
 }
 
-/// A shell command that somebody wants to try: it gets `MOUNT`, and finds this library first, with
-/// the stand-in of the driver in `STANDIN`. For PyTorch and KvikIO: docs/gds.md, "Unmodified
+/// Runs the shell command in `STRAKE_CUFILE_TRY`. It gets `MOUNT`, and finds this library first,
+/// with the stand-in of the driver in `STANDIN`. For PyTorch and KvikIO: docs/gds.md, "Unmodified
 /// programs".
 #[test]
 fn a_command_that_is_named_by_who_runs_the_tests() {
@@ -413,7 +415,7 @@ fn a_command_that_is_named_by_who_runs_the_tests() {
     println!("{}\n{}\n{}", String::from_utf8_lossy(&out.stdout), m.left("log"), m.left("stats"));
 }
 
-/// The commands of the page, with other folders in them.
+/// Runs the commands of the page, with other folders in them.
 #[test]
 fn a_program_in_python_is_served_as_the_page_says() {
     let Some(m) = Mounted::new() else { return };
@@ -421,7 +423,7 @@ fn a_program_in_python_is_served_as_the_page_says() {
     let page = include_str!("../../../docs/gds.md").split_once("## Unmodified programs").unwrap().1;
     let lines = page.split_once("```sh\n").unwrap().1.split_once("```").unwrap().0;
     assert!(lines.contains("STRAKE_GDS_POLICY=at-least:bounce-tcp python3 train.py"), "{lines}");
-    // Under a small limit of locked memory nothing is pinned.
+    // Use `pageable`: under a small limit of locked memory nothing can be pinned.
     let lines = lines
         .replace("/opt/strake", dir.join("opt").to_str().unwrap())
         .replace(":bounce-tcp", ":pageable");
@@ -433,9 +435,9 @@ fn a_program_in_python_is_served_as_the_page_says() {
     }
     std::fs::copy(here, dir.join("train.py")).unwrap();
     std::fs::copy(library(), dir.join("libstrake_cufile.so")).unwrap();
-    // So that it is found where the page puts it.
+    // The library must be found only where the page puts it.
     std::fs::remove_file(dir.join("libcufile.so.0")).unwrap();
-    // And as its last line says instead.
+    // Then the alternative in the page's last line.
     let opt = dir.join("opt");
     let preload = format!(
         "LD_LIBRARY_PATH=$STANDIN LD_PRELOAD={}/cufile/libcufile.so.0 STRAKE_GDS_POLICY=at-least:pageable python3 train.py",
@@ -486,8 +488,8 @@ fn every_name_that_programs_ask_for_is_there() {
     }
 }
 
-/// A header of NVIDIA's, if there is one: the structs are as large as a compiler makes them, and
-/// every function has the type that it says.
+/// Checks against NVIDIA's header, if there is one: the structs have the sizes that a compiler
+/// gives them, and every function has the declared type.
 #[test]
 fn structs_are_those_of_the_header() {
     let Some(header) = std::env::var_os("STRAKE_CUFILE_HEADER").map(PathBuf::from) else {
@@ -495,7 +497,7 @@ fn structs_are_those_of_the_header() {
         return;
     };
     let dir = tempfile::tempdir().unwrap();
-    // The driver's header is not with it; these are the names that it takes from there.
+    // The driver's header is not part of it; these are the names it needs from there.
     std::fs::write(dir.path().join("cuda.h"), "typedef int CUresult;\ntypedef void *CUstream;\n")
         .unwrap();
     let source = dir.path().join("layout.c");

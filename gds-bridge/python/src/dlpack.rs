@@ -1,5 +1,5 @@
-//! DLPack: the structs of its header (versions 0.8 and 1.x), read from capsules of others and made
-//! for them.
+//! DLPack: the structs of its header (versions 0.8 and 1.x). Reads capsules of other libraries and
+//! makes capsules for them.
 
 use std::ffi::{CStr, c_void};
 
@@ -46,7 +46,7 @@ struct ManagedVersioned {
     tensor: DlTensor,
 }
 
-/// What a capsule says.
+/// The content of a capsule.
 pub struct Seen {
     pub address: u64,
     pub device: i32,
@@ -56,7 +56,7 @@ pub struct Seen {
     pub read_only: bool,
 }
 
-/// Reads a capsule without taking it: its owner frees it when the capsule goes.
+/// Reads a capsule without consuming it: its owner frees the tensor with the capsule.
 pub fn read(capsule: &Bound<'_, PyAny>) -> PyResult<Seen> {
     let p = capsule.as_ptr();
     // SAFETY: asks any object whether it is a capsule of that name; the pointer of one is the
@@ -105,7 +105,7 @@ pub fn read(capsule: &Bound<'_, PyAny>) -> PyResult<Seen> {
     })
 }
 
-/// Whether elements lie one behind the other, the last dimension varying fastest.
+/// Whether the elements are contiguous, with the last dimension varying fastest.
 pub fn is_dense(shape: &[usize], strides: &[i64]) -> bool {
     if shape.contains(&0) {
         return true;
@@ -120,14 +120,15 @@ pub fn is_dense(shape: &[usize], strides: &[i64]) -> bool {
     true
 }
 
-/// What a capsule of ours keeps.
+/// What our capsules keep alive.
 struct Kept<T> {
     _owner: T,
     /// Shape, then strides.
     numbers: Vec<i64>,
 }
 
-/// Makes a capsule of memory that `owner` keeps: of version 1 if `versioned`.
+/// Makes a capsule of memory that `owner` keeps alive. `versioned`: DLPack version 1, else the
+/// older struct.
 pub fn write<'py, T: Send + 'static>(
     py: Python<'py>,
     owner: T,
@@ -186,7 +187,7 @@ pub fn write<'py, T: Send + 'static>(
 }
 
 unsafe extern "C" fn free_old<T>(m: *mut Managed) {
-    // SAFETY: made by `write` of these very types, and freed once, by whoever has it last. Needs no
+    // SAFETY: made by `write` with the same types, and freed once, by its last owner. Needs no
     // interpreter.
     unsafe {
         let m = Box::from_raw(m);
@@ -202,7 +203,7 @@ unsafe extern "C" fn free_versioned<T>(m: *mut ManagedVersioned) {
     }
 }
 
-/// A capsule goes that nobody took: one that was taken has another name by then.
+/// Frees a capsule that was never consumed; a consumed one has another name by then.
 unsafe extern "C" fn drop_old(capsule: *mut ffi::PyObject) {
     // SAFETY: the interpreter calls this with our capsule; see `free_old`.
     unsafe {

@@ -1,13 +1,12 @@
-//! Types of elements, by the names that safetensors, DLPack and the array interface have for them.
+//! Element types, by their names in safetensors, DLPack and the array interface.
 
 use strake_gds::tensors::Dtype;
 
 /// One type: see [`ALL`].
 type Row = (&'static str, Dtype, Option<(u8, u8)>, Option<&'static str>);
 
-/// Name, its type, DLPack's code and bits, and the array interface's text, where they have one.
-/// Eight-bit floats go out as bytes: the others' names for them are too new to be understood
-/// everywhere.
+/// Name, type, DLPack's code and bits, and the array interface's text, if they have one. Eight-bit
+/// floats are exported as bytes: DLPack's codes for them are too new to be understood everywhere.
 const ALL: [Row; 22] = [
     ("BOOL", Dtype::BOOL, Some((6, 8)), Some("|b1")),
     ("F4", Dtype::F4, None, None),
@@ -45,7 +44,7 @@ pub fn dlpack(d: Dtype) -> Option<(u8, u8)> {
     ALL.iter().find(|a| a.1 == d).and_then(|a| a.2)
 }
 
-/// The first that goes by this code: bytes are bytes.
+/// The first type with this code: eight-bit integers count as U8, not as a float type.
 pub fn by_dlpack(code: u8, bits: u8) -> Option<Dtype> {
     ALL.iter().find(|a| a.2 == Some((code, bits))).map(|a| a.1)
 }

@@ -1,5 +1,5 @@
 //! The bridge in Python: tensors of PyTorch, CuPy, JAX, NumPy and others, by the protocols that
-//! they share. Thin: what is done is in `strake_gds::session`.
+//! they share. This is a thin layer over `strake_gds::session`.
 
 mod dlpack;
 mod dtype;
@@ -22,8 +22,8 @@ use strake_gds::{
 use strake_proto::Error;
 use tensor::{Block, Device, Given, Tensor};
 
-/// The exception of an error: an OSError with its errno, so that Python makes FileNotFoundError and
-/// so on of it.
+/// The exception for an error: an OSError with its errno, from which Python makes FileNotFoundError
+/// and so on.
 pub(crate) fn failed(e: Error) -> PyErr {
     PyOSError::new_err((e.code.errno(), e.message))
 }
@@ -54,17 +54,17 @@ fn policy(text: &str) -> PyResult<Policy> {
 
 /// A client of a cluster, and a device: see docs/gds.md.
 ///
-/// `pinned_limit`: bytes of host memory that all bridges of the process have pinned at most, when
-/// this one pins more; half of RLIMIT_MEMLOCK, or 512 MiB of its own where that is without limit.
-/// `local`: folder with copies of sealed files on this node, for the tier local-gds. `policy`: what
-/// every call has to meet beside its own policy.
+/// `pinned_limit`: limit, in bytes, of the host memory that all bridges of the process have pinned;
+/// this bridge pins no more beyond it. Default: half of RLIMIT_MEMLOCK, or 512 MiB for this bridge
+/// where that is unlimited. `local`: folder with copies of sealed files on this node, for the tier
+/// local-gds. `policy`: a policy that every call must meet in addition to its own.
 ///
-/// `mds`: metadata servers, "HOST[:PORT],...". `memory`: "cuda:N", or "host" for this machine's own
-/// in place of a device. `fabric`: "auto", "tcp" or "rdma". `verify_on_gpu`: the device sums its
-/// own end of every copy, and the sums are compared; reports say where that was not possible
-/// (`not_on_gpu`). `local`: folder with copies of sealed files on this node (`strake gds stage`).
-/// Calls but `start_load` block, and let other threads of Python run meanwhile. Not to be used in a
-/// child after fork: make one there.
+/// `mds`: metadata servers, "HOST[:PORT],...". `memory`: "cuda:N", or "host" for host memory in
+/// place of a device. `fabric`: "auto", "tcp" or "rdma". `verify_on_gpu`: the device computes
+/// checksums of its side of every copy, and they are compared; reports say where that was not
+/// possible (`not_on_gpu`). `local`: folder with copies of sealed files on this node (`strake gds
+/// stage`). All calls except `start_load` block, and let other threads of Python run meanwhile. Do
+/// not use a bridge in a child after fork: make a new one there.
 #[pyclass(frozen, module = "strake_gds")]
 struct Bridge {
     device: std::sync::Mutex<Option<Arc<Device>>>,
@@ -77,7 +77,7 @@ impl Bridge {
     }
 }
 
-/// Files of a call: each path is opened once, and all are closed at the end.
+/// The files of a call: each path is opened once, and all are closed at the end.
 struct Files {
     session: Arc<Session>,
     open: BTreeMap<String, Arc<File>>,
@@ -101,7 +101,7 @@ impl Files {
 impl Drop for Files {
     fn drop(&mut self) {
         for f in std::mem::take(&mut self.open).into_values() {
-            // Of reading there is nothing to be lost.
+            // The file was only read, so an error of the close loses nothing.
             let _ = self.session.close(File::clone(&f));
         }
     }
@@ -127,24 +127,24 @@ impl Files {
     }
 }
 
-/// Waits for a stream of the program, or for all of them.
+/// Waits for a stream of the program, or for all streams.
 fn settle(device: &Device, stream: Option<u64>) -> Result<(), Error> {
     let device = device.session.device();
     match stream {
-        // SAFETY: who calls says which stream it is.
+        // SAFETY: the caller vouches for the stream.
         Some(stream) => unsafe { device.before(stream) }.and_then(|before| before.wait())?,
         None => device.settle()?,
     }
     Ok(())
 }
 
-/// A call that was started. It is waited for when the last reference to it goes.
+/// A started call. Dropping the last reference to it waits for its end.
 #[pyclass(frozen, module = "strake_gds")]
 struct Call {
     going: std::sync::Mutex<Option<Going>>,
 }
 
-/// In the order in which it is let go.
+/// The fields are dropped in this order.
 struct Going {
     started: Started,
     _files: Files,
@@ -160,7 +160,8 @@ impl Call {
         going.as_ref().is_none_or(|g| g.started.is_done())
     }
 
-    /// Waits for the end, and returns the report or raises what the call would have raised; once.
+    /// Waits for the end, and returns the report or raises what a blocking call would have raised.
+    /// Can be called once.
     fn finish<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let going = self.going.lock().unwrap_or_else(|e| e.into_inner()).take();
         let Going { started, _files, _items } =
@@ -250,8 +251,8 @@ impl Bridge {
         })
     }
 
-    /// Ends the session when the last tensor of the bridge is gone, too. Whoever calls it twice
-    /// does nothing.
+    /// Closes the bridge. The session ends when the last tensor of the bridge is gone, too. A
+    /// second call does nothing.
     fn close(&self, py: Python<'_>) {
         let device = self.device.lock().unwrap_or_else(|e| e.into_inner()).take();
         py.detach(|| drop(device));
@@ -265,8 +266,8 @@ impl Bridge {
         self.close(py);
     }
 
-    /// The device, what there is less of than was wanted, and the tiers: which are available, and
-    /// the reasons why the others are not.
+    /// The device, a notice if resources are smaller than requested, and the tiers: which are
+    /// available, and why the others are not.
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let d = self.device()?;
         let tiers = d.session.tiers().map_err(failed)?;
@@ -283,7 +284,7 @@ impl Bridge {
         })
     }
 
-    /// A new tensor of the device, with any contents.
+    /// A new tensor on the device, with undefined contents.
     #[pyo3(signature = (shape, dtype = "U8"))]
     fn alloc(&self, shape: Vec<usize>, dtype: &str) -> PyResult<Tensor> {
         let kind = dtype::by_name(dtype)
@@ -297,13 +298,13 @@ impl Bridge {
     /// Fills tensors from files, all in one call: `items` are (path, offset, tensor). Returns the
     /// report.
     ///
-    /// In place of a tensor, here and wherever one is taken, a tuple (address, bytes) is memory of
-    /// the bridge's that the caller vouches for: an address on a GPU is looked up, one with
-    /// `memory="host"` is believed.
+    /// Here and in all other calls a tuple (address, bytes) can replace a tensor: memory of the
+    /// bridge's kind that the caller vouches for. An address on a GPU is checked, one with
+    /// `memory="host"` is not.
     ///
-    /// `stream`, here and elsewhere: what may still use the tensors was given to this stream
-    /// (`torch.cuda.current_stream().cuda_stream`; 0 is the default one) and is waited for. Without
-    /// it all streams of the device are.
+    /// `stream`, here and in other calls: the stream with work that may still use the tensors
+    /// (`torch.cuda.current_stream().cuda_stream`; 0 is the default stream). The call waits for it.
+    /// Without `stream` it waits for all streams of the device.
     #[pyo3(signature = (items, policy = "prefer", stream = None))]
     fn load<'py>(
         &self,
@@ -323,9 +324,9 @@ impl Bridge {
         told(py, outcome.map_err(failed)?)
     }
 
-    /// As `load`, but returns at once: the call begins when what `stream` was given before is done,
-    /// and overlaps with what it is given afterwards, which may use the tensors only when
-    /// `finish()` of what this returns has.
+    /// As `load`, but returns at once. The load begins when the earlier work of `stream` is done,
+    /// and overlaps with later work. Later work may use the tensors only after `finish()` of the
+    /// returned call has returned.
     #[pyo3(signature = (items, policy = "prefer", stream = 0))]
     fn start_load(
         &self,
@@ -339,7 +340,7 @@ impl Bridge {
         let started = py.detach(|| {
             let mut files = Files::of(&device);
             let all = files.transfers(&items)?;
-            // SAFETY: who calls says which stream it is.
+            // SAFETY: the caller vouches for the stream.
             let started = unsafe { device.session.start(Direction::Load, all, policy, stream) }?;
             Ok((started, files))
         });
@@ -363,9 +364,9 @@ impl Bridge {
         self.load(py, vec![(path, offset, tensor)], policy, stream)
     }
 
-    /// Makes a file of a tensor, or of a list of them, one behind the other. It is written under
-    /// another name, made safe (fsync), and takes `path` when it is whole, in place of what was
-    /// there. Returns the report.
+    /// Saves a tensor, or a list of tensors one behind the other, as a file. The file is written
+    /// under another name, made stable (fsync) and then renamed to `path`, replacing an existing
+    /// file. Returns the report.
     #[pyo3(signature = (tensors, path, policy = "prefer", mode = 0o644, stream = None))]
     fn save_from<'py>(
         &self,
@@ -390,8 +391,8 @@ impl Bridge {
         told(py, outcome.map_err(failed)?)
     }
 
-    /// A file's size in bytes, and `length` of its bytes from `offset` on (fewer only where it
-    /// ends) in ordinary memory: for headers and other small things, past all tiers and reports.
+    /// A file's size in bytes, and `length` of its bytes from `offset` on (fewer only at its end)
+    /// in ordinary memory. For headers and other small reads; it uses no tier and makes no report.
     #[pyo3(signature = (path, offset = 0, length = 0))]
     fn peek<'py>(
         &self,
@@ -404,12 +405,12 @@ impl Bridge {
         let session = &device.session;
         let seen = py.detach(|| {
             let f = session.open_file(&path, 0, 0)?;
-            // No more than there is, whatever a damaged header made of `length`.
+            // Never more than the file has, even if a damaged header gave a large `length`.
             let read = session.size(&f).and_then(|size| {
                 let len = size.saturating_sub(offset).min(length as u64) as usize;
                 Ok((size, session.read(&f, offset, len)?))
             });
-            // Of reading there is nothing to be lost.
+            // The file was only read, so an error of the close loses nothing.
             let _ = session.close(f);
             read
         });
@@ -417,8 +418,7 @@ impl Bridge {
         Ok((size, PyBytes::new(py, &bytes)))
     }
 
-    /// What a safetensors file has: name, type and shape of each tensor, and the notes of its
-    /// maker.
+    /// The header of a safetensors file: name, type and shape of each tensor, and its metadata.
     fn header<'py>(&self, py: Python<'py>, path: String) -> PyResult<Bound<'py, PyAny>> {
         let device = self.device()?;
         let f = py.detach(|| device.session.open_tensors(&path)).map_err(failed)?;
@@ -521,9 +521,9 @@ impl Bridge {
         told(py, outcome)
     }
 
-    /// Sets the stripes of files that are made in a folder from now on: on how many targets they
-    /// lie (-1: all), and the bytes of a stripe (a multiple of 65,536; 0: the cluster's default). A
-    /// file on one target is loaded no faster than its server sends.
+    /// Sets the stripes of files that are made in a folder from now on: the number of targets per
+    /// file (-1: all), and the stripe size in bytes (a multiple of 65,536; 0: the cluster's
+    /// default). A file on one target is loaded no faster than that target's server can send.
     #[pyo3(signature = (path, stripe_count = -1, stripe_size = 0))]
     fn stripe_folder(
         &self,
@@ -553,7 +553,7 @@ impl Bridge {
         for (name, x) in tensors.iter() {
             let (name, own) = (name.extract::<String>()?, x.cast::<Tensor>().ok());
             let g = Given::of(&device, &x, false)?;
-            // Ours knows its type better than the protocols do.
+            // A tensor of the bridge knows its type better than the protocols do.
             let kind = own.map(|t| t.get().kind).or(g.kind);
             let kind = kind.ok_or_else(|| {
                 PyTypeError::new_err(format!("tensor '{name}': safetensors has no such type"))

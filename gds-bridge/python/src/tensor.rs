@@ -1,4 +1,4 @@
-//! Memory of the device in Python's hands, and memory of others that is given to a call.
+//! Device memory as Python tensors, and memory of other libraries that is passed to a call.
 
 use std::{ptr, sync::Arc};
 
@@ -14,33 +14,33 @@ use strake_gds::{
 
 use crate::{dlpack, dtype, failed};
 
-/// A session, and what kind of memory it is for.
+/// A session, and the kind of memory it works with.
 pub struct Device {
     pub session: Arc<Session>,
     pub memory: Memory,
 }
 
-/// A piece of the device's memory, given back when the last tensor in it is gone.
+/// A piece of the device's memory, freed with the last tensor in it.
 pub struct Block {
     device: Arc<Device>,
     pub address: u64,
     bytes: u64,
-    /// What it is on the stand-in, which has been lent this.
+    /// On the host stand-in: the memory itself, which is lent to the stand-in.
     host: Option<Vec<u64>>,
 }
 
 impl Block {
     pub fn new(device: &Arc<Device>, bytes: u64) -> PyResult<Arc<Block>> {
-        // A place of its own even where nothing is in it.
+        // An empty block gets its own address, too.
         let len = bytes.max(1);
         let (address, host) = match device.session.host() {
             None => (device.session.device().alloc(len).map_err(|f| failed(f.into()))?, None),
             Some(stand_in) => {
                 let mut words = vec![0u64; len.div_ceil(8) as usize];
                 let start = words.as_mut_ptr().cast::<u8>();
-                // SAFETY: the vector is neither moved nor dropped before `drop` has taken it back;
-                // who uses a tensor during a call that moves it breaks the rules of every such
-                // library.
+                // SAFETY: the vector is neither moved nor dropped before `drop` takes it back.
+                // Programs must not use a tensor during a call that moves its bytes, as with every
+                // such library.
                 unsafe { stand_in.lend(start, words.len() * 8) };
                 (start.expose_provenance() as u64, Some(words))
             }
@@ -55,15 +55,14 @@ impl Drop for Block {
             (Some(words), Some(stand_in)) => {
                 stand_in.take_back(words.as_mut_ptr().cast(), words.len() * 8)
             }
-            // A context that is gone has freed it.
+            // The result is ignored: a context that is gone has freed the memory already.
             _ => drop(self.device.session.device().free(self.address)),
         }
     }
 }
 
-/// A tensor in memory of the bridge's device. Goes to other libraries by `__dlpack__`
-/// (torch.from_dlpack, numpy.from_dlpack) and, on a GPU, `__cuda_array_interface__`, without a
-/// copy.
+/// A tensor in memory of the bridge's device. Other libraries use it without a copy by `__dlpack__`
+/// (torch.from_dlpack, numpy.from_dlpack) and, on a GPU, `__cuda_array_interface__`.
 #[pyclass(frozen, module = "strake_gds")]
 pub struct Tensor {
     block: Arc<Block>,
@@ -89,19 +88,19 @@ impl Tensor {
 
 #[pymethods]
 impl Tensor {
-    /// Type of its elements, as safetensors names it.
+    /// Element type, as safetensors names it.
     #[getter]
     fn dtype(&self) -> &'static str {
         dtype::name(self.kind)
     }
 
-    /// Elements in each dimension.
+    /// Number of elements in each dimension.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.shape)
     }
 
-    /// Bytes.
+    /// Size in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.len
@@ -113,7 +112,7 @@ impl Tensor {
         self.address
     }
 
-    /// A copy of its bytes, for tests and small things: it is slow.
+    /// A copy of the bytes. Slow; for tests and small tensors.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let mut bytes = vec![0; self.len as usize];
         let got = py.detach(|| self.block.device.session.get(self.address, &mut bytes));
@@ -121,7 +120,7 @@ impl Tensor {
         Ok(PyBytes::new(py, &bytes))
     }
 
-    /// The other way.
+    /// Overwrites the tensor with `bytes`, which must have its size. Slow, as `tobytes`.
     fn frombytes(&self, py: Python<'_>, bytes: Vec<u8>) -> PyResult<()> {
         if bytes.len() as u64 != self.len {
             return Err(PyValueError::new_err(format!(
@@ -148,7 +147,7 @@ impl Tensor {
         d.set_item("typestr", kind)?;
         d.set_item("data", (self.address, false))?;
         d.set_item("strides", py.None())?;
-        // Nothing is under way on it.
+        // No work on the tensor is pending, so there is no stream to wait for.
         d.set_item("stream", py.None())?;
         Ok(d)
     }
@@ -166,7 +165,7 @@ impl Tensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        // Whatever stream it will be used on: its bytes are there.
+        // The consumer's stream does not matter: the bytes are complete.
         drop(stream);
         if copy == Some(true) || dl_device.is_some_and(|d| d != self.dlpack_device()) {
             return Err(PyBufferError::new_err(
@@ -190,24 +189,24 @@ impl Tensor {
     }
 }
 
-/// Memory of a tensor of anybody, for the time of a call.
+/// The memory of any library's tensor, held for the time of a call.
 pub struct Given {
     pub address: u64,
     pub len: u64,
     pub kind: Option<Dtype>,
     pub shape: Vec<usize>,
     device: Arc<Device>,
-    /// What the stand-in was lent for it.
+    /// The number of bytes lent to the stand-in.
     lent: Option<usize>,
-    /// Keeps the memory.
+    /// Keeps the memory alive.
     _owner: Py<PyAny>,
 }
 
 impl Given {
-    /// `TypeError` for something that is no tensor, or one in other memory than the bridge's;
-    /// `BufferError` for one that is not contiguous, or is read-only and `written`.
+    /// `TypeError` for an object that is not a tensor, or a tensor in other memory than the
+    /// bridge's; `BufferError` for one that is not contiguous, or is read-only and `written`.
     ///
-    /// A tuple of an address and a number of bytes is taken as it is.
+    /// A tuple (address, number of bytes) is accepted as it is.
     pub fn of(device: &Arc<Device>, x: &Bound<'_, PyAny>, written: bool) -> PyResult<Given> {
         let interface = x.getattr_opt("__cuda_array_interface__")?;
         let (seen, kind, owner) = match interface {
@@ -250,8 +249,8 @@ impl Given {
         };
         if let (Some(stand_in), true) = (device.session.host(), len > 0) {
             let start: *mut u8 = ptr::with_exposed_provenance_mut(given.address as usize);
-            // SAFETY: its owner says that the memory is there, and is held as long as this is; what
-            // is asked of who calls is in `Block::new`.
+            // SAFETY: the owner promises that the memory exists, and is held as long as this value;
+            // for the rule for programs see `Block::new`.
             unsafe { stand_in.lend(start, len as usize) };
             given.lent = Some(len as usize);
         }
@@ -267,7 +266,7 @@ impl Drop for Given {
     }
 }
 
-/// Memory that somebody vouches for.
+/// Memory at an address that the caller vouches for.
 fn of_address(device: &Device, (address, len): (u64, usize)) -> dlpack::Seen {
     let kind = match device.memory {
         Memory::Host => dlpack::CPU,
@@ -312,7 +311,7 @@ fn of_dlpack<'py>(
     let newer = PyDict::new(x.py());
     newer.set_item("max_version", (1, 0))?;
     let capsule = match export.call((), Some(&newer)) {
-        // It is of before 2024 and knows no versions.
+        // The exporter is from before 2024 and knows no versions.
         Err(e) if e.is_instance_of::<PyTypeError>(x.py()) => export.call0()?,
         other => other?,
     };

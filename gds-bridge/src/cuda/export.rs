@@ -1,4 +1,4 @@
-//! The device's memory as dma-buf, for network cards that write there by themselves.
+//! Export of the device's memory as dma-buf, for network cards that access it directly.
 
 use std::{
     ffi::{c_int, c_ulonglong, c_void},
@@ -15,7 +15,7 @@ use crate::{Tier, Unavailable, mem::Fault};
 const DMA_BUF_SUPPORTED: c_int = 124;
 const FLUSH_OPTIONS: c_int = 117;
 const WRITES_ORDERING: c_int = 118;
-/// CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER: the device sees what others wrote without being told.
+/// CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER: the device sees writes of others without a flush.
 const ORDERED: c_int = 100;
 /// CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: cuFlushGPUDirectRDMAWrites works.
 const BY_HOST: c_int = 1;
@@ -31,7 +31,8 @@ const FLUSH: &str = "cuFlushGPUDirectRDMAWrites";
 type ExportRange = unsafe extern "C" fn(*mut c_void, u64, usize, c_int, c_ulonglong) -> c_int;
 type FlushWrites = unsafe extern "C" fn(c_int, c_int) -> c_int;
 
-/// What a device and its driver can do of it. Drivers that lack it serve for the rest.
+/// Export functions of a device and its driver. A driver without them still works for everything
+/// else.
 pub struct Export {
     library: String,
     dma_buf: bool,
@@ -42,7 +43,7 @@ pub struct Export {
 }
 
 impl Export {
-    /// `attribute`: of the device, 0 where the driver does not know the question.
+    /// `attribute`: reads an attribute of the device; 0 where the driver does not know it.
     pub fn of(library: &Path, attribute: impl Fn(c_int) -> c_int) -> Export {
         // SAFETY: functions of these names have these types in the driver's API.
         let (export, flush) = unsafe {
@@ -67,7 +68,7 @@ impl Export {
         self.ordering >= ORDERED
     }
 
-    /// Why it is no end of a road.
+    /// Why the device cannot be used for this tier.
     pub fn refuses(&self, tier: Tier, device: &str) -> Option<Unavailable> {
         if tier != Tier::GpuRdma {
             return None;
@@ -90,7 +91,7 @@ impl Export {
 }
 
 impl Gpu {
-    /// Whole pages around a range, of which the range is lent.
+    /// Exports the whole pages around a range; only the range is lent.
     pub fn export_range(&self, addr: u64, len: u64) -> Result<Foreign, Fault> {
         let refused = |why: String| Fault::Export { bytes: len, why };
         let export =
@@ -116,7 +117,7 @@ impl Gpu {
         Ok(Foreign::dma_buf(fd, addr - start, addr, len))
     }
 
-    /// Makes the device see what others wrote, where it does not by itself.
+    /// Makes the device see writes of others, where it does not do so by itself.
     pub fn flush_writes(&self) -> Result<(), Fault> {
         let Some(flush) = self.export.flush.filter(|_| !self.export.is_ordered()) else {
             return Ok(());
@@ -127,7 +128,7 @@ impl Gpu {
     }
 }
 
-/// Attributes of devices are asked for by number.
+/// Device attributes are requested by number.
 pub fn attribute_of(
     ask: unsafe extern "C" fn(*mut c_int, c_int, c_int) -> c_int,
     device: c_int,

@@ -1,4 +1,4 @@
-//! Memory of an NVIDIA GPU, by the driver library, which is opened at run time.
+//! Memory of an NVIDIA GPU, through the driver library, which is opened at run time.
 
 mod export;
 mod pins;
@@ -26,7 +26,7 @@ use crate::{
     pins::Registry,
 };
 
-/// The driver's library, which belongs to the kernel driver and not to the toolkit.
+/// The driver's library, which is part of the kernel driver and not of the toolkit.
 const LIBRARY: &str = "libcuda.so.1";
 
 // CUresult.
@@ -49,10 +49,10 @@ const PORTABLE: u32 = 1;
 const NON_BLOCKING: u32 = 1;
 /// CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.
 const CAPTURE_UNSUPPORTED: c_int = 900;
-/// CU_EVENT_DISABLE_TIMING, and CU_EVENT_BLOCKING_SYNC: who waits sleeps.
+/// CU_EVENT_DISABLE_TIMING, and CU_EVENT_BLOCKING_SYNC: a waiting thread sleeps.
 const QUIET_EVENT: u32 = 2 | 1;
 
-/// Waits for a stream of the program, unless it records a graph: waiting for it would end that.
+/// Waits for a stream of the program, unless it records a graph: waiting would end the recording.
 ///
 /// # Safety
 /// The stream is one of the process, and was not destroyed.
@@ -67,8 +67,8 @@ unsafe fn wait(table: &Table, stream: *mut c_void) -> c_int {
     }
 }
 
-/// One GPU, in its primary context: that of PyTorch and of everything that uses the CUDA runtime.
-/// Clones are the same.
+/// One GPU, in its primary context: the one that PyTorch and everything that uses the CUDA runtime
+/// use. Clones are the same.
 #[derive(Clone)]
 pub struct Cuda(Arc<Gpu>);
 
@@ -80,7 +80,7 @@ struct Gpu {
     export: Export,
     registry: Arc<Registry>,
     pci: Result<String, String>,
-    /// That sums memory, or why it does not; looked for when it is first asked for.
+    /// The kernel that computes checksums, or why there is none; loaded at first use.
     kernel: OnceLock<Result<Kernel, String>>,
 }
 
@@ -90,7 +90,7 @@ unsafe impl Send for Gpu {}
 // SAFETY: as above.
 unsafe impl Sync for Gpu {}
 
-/// What the driver says of an address.
+/// The driver's information about an address.
 struct Place {
     context: Handle,
     memory: u32,
@@ -100,13 +100,13 @@ struct Place {
 }
 
 impl Cuda {
-    /// A device by its number among those that the driver shows to this process.
+    /// Opens a device by its number among those that the driver shows to this process.
     pub fn open(device: u32) -> Result<Cuda, Unavailable> {
         Cuda::open_library(Path::new(LIBRARY), device)
     }
 
-    /// The number of the device whose context the calling thread has; 0 if it has none. Of a driver
-    /// that nobody used yet in this process it is the first call.
+    /// The number of the device whose context the calling thread has; 0 if it has none. May be the
+    /// first call to the driver in this process.
     pub fn of_thread() -> Result<u32, Unavailable> {
         let table = Table::open(Path::new(LIBRARY))?;
         table.start(0)?;
@@ -123,8 +123,8 @@ impl Cuda {
         Ok(if code == 0 { u32::try_from(device).unwrap_or(0) } else { 0 })
     }
 
-    /// On which device an address lies, by the number of [`Cuda::open`]; `None`: on none that the
-    /// driver knows, so that it may be host memory or nothing.
+    /// The device on which an address lies, by the number of [`Cuda::open`]. `None`: on none that
+    /// the driver knows, so it may be host memory or invalid.
     pub fn device_of(&self, addr: u64) -> Result<Option<u32>, Fault> {
         let _current = self.0.enter()?;
         let p = self.0.place(addr)?;
@@ -142,8 +142,9 @@ impl Cuda {
     }
 
     /// Returns when everything is done that the program gave to one of its streams before. Null is
-    /// the default stream: of the calling thread's context, or of the device's primary one where it
-    /// has none. An error is of the wait or of what was waited for; the number is the driver's.
+    /// the default stream: of the calling thread's context, or of the device's primary context if
+    /// the thread has none. An error is of the wait or of the work waited for; the number is the
+    /// driver's.
     ///
     /// # Safety
     /// The stream is one of the process, and was not destroyed.
@@ -160,7 +161,7 @@ impl Cuda {
         table.call("cuStreamSynchronize", code).map_err(|f| (f, code))
     }
 
-    /// The same of the default stream of the device's primary context.
+    /// As [`Cuda::wait_for`], for the default stream of the device's primary context.
     pub fn wait_for_default(&self) -> Result<(), Fault> {
         let _current = self.0.enter()?;
         // SAFETY: null is the default stream.
@@ -168,7 +169,7 @@ impl Cuda {
         self.0.table.call("cuStreamSynchronize", code)
     }
 
-    /// As [`Cuda::open`], with another file than `libcuda.so.1`.
+    /// As [`Cuda::open`], with a file other than `libcuda.so.1`.
     pub fn open_library(library: &Path, device: u32) -> Result<Cuda, Unavailable> {
         let table = Table::open(library)?;
         let none =
@@ -197,7 +198,7 @@ impl Cuda {
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
         let name = format!("{name} (device {device})");
         let kernel = OnceLock::new();
-        // An older driver does not know the questions: then it cannot do it.
+        // An older driver does not know these attributes, and cannot export memory.
         let export = Export::of(library, export::attribute_of(table.device_attribute, number));
         let (registry, pci) = (pins::registry_of(library), pins::pci_of(library, number));
         Ok(Cuda(Arc::new(Gpu {
@@ -226,7 +227,7 @@ impl Drop for Gpu {
 }
 
 impl Table {
-    /// Whoever was first, the driver works from here on.
+    /// Initializes the driver; harmless if it was done before.
     fn start(&self, wanted: u32) -> Result<(), Unavailable> {
         // SAFETY: the flags of cuInit are 0.
         match unsafe { (self.init)(0) } {
@@ -258,7 +259,7 @@ impl Table {
     }
 }
 
-/// The device's context is the thread's, until dropped.
+/// Makes the device's context current on this thread until dropped.
 struct Current<'a>(&'a Gpu);
 
 impl Drop for Current<'_> {
@@ -311,7 +312,7 @@ impl Gpu {
     }
 }
 
-/// An event behind what a stream of the program had been given.
+/// An event recorded after what a stream of the program had been given.
 struct Noted {
     gpu: Arc<Gpu>,
     event: Handle,
@@ -333,7 +334,8 @@ impl Before for Noted {
 impl Drop for Noted {
     fn drop(&mut self) {
         let Ok(_current) = self.gpu.enter() else { return };
-        // SAFETY: nobody else has it; the driver keeps one that is still to come until then.
+        // SAFETY: nothing else has it; if the event is still pending, the driver keeps it until it
+        // is over.
         unsafe { (self.gpu.table.event_destroy)(self.event) };
     }
 }
@@ -352,10 +354,10 @@ impl GpuMem for Cuda {
         let (mut at, mut left) = (addr, len);
         loop {
             let p = self.0.place(at)?;
-            // Memory of pools and of mappings has no context, but a device.
+            // Memory of pools and mappings has no context, but a device.
             let ours =
                 p.context == self.0.context || (p.context.is_null() && p.device == self.0.device);
-            // The driver does not tell what was freed from what never was.
+            // The driver does not distinguish freed memory from memory that never existed.
             if p.memory != DEVICE_MEMORY || !ours || at < p.start || at - p.start >= p.size {
                 let beyond = Fault::Beyond { addr, len, end: at };
                 return Err(if at > addr { beyond } else { Fault::Foreign { addr } });
@@ -365,7 +367,7 @@ impl GpuMem for Cuda {
                 return Ok(());
             }
             let end = p.start + p.size;
-            // Mappings one behind the other are one range to their owner, allocations are not.
+            // Adjacent mappings are one range to their owner; adjacent allocations are not.
             if !p.context.is_null() {
                 return Err(Fault::Beyond { addr, len, end });
             }
@@ -496,11 +498,11 @@ impl fmt::Debug for Cuda {
 struct CudaStream {
     gpu: Arc<Gpu>,
     stream: Handle,
-    /// Not waited for yet, with their events.
+    /// Marks that were not waited for yet, with their events.
     marks: VecDeque<(u64, Handle)>,
     spare: Vec<Handle>,
     given: u64,
-    /// Errors of copies end the context, and with it this stream.
+    /// An error of a copy ends the context, and with it this stream.
     broken: Option<Fault>,
     sums: Sums,
 }

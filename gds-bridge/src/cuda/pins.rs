@@ -1,4 +1,4 @@
-//! What devices of one driver share in a process, and where they are.
+//! State that the devices of one driver share in a process, and their PCI addresses.
 
 use std::{
     collections::HashMap,
@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use super::table::find;
 use crate::pins::Registry;
 
-/// The registries of a process, by the driver's file.
+/// The registries of a process, by the driver's library file.
 struct Registries {
     pid: u32,
     all: Mutex<HashMap<PathBuf, Arc<Registry>>>,
@@ -24,8 +24,8 @@ struct Registries {
 
 static OURS: AtomicPtr<Registries> = AtomicPtr::new(ptr::null_mut());
 
-/// Those of this process. A child after a fork(2) has its own: what its parent registered is not
-/// registered there, and locks that a thread of the parent held would stay locked.
+/// The registries of this process. A child after fork(2) has its own: what its parent registered is
+/// not registered there, and locks held by a thread of the parent would stay locked.
 fn ours() -> &'static Registries {
     let pid = process::id();
     loop {
@@ -44,12 +44,12 @@ fn ours() -> &'static Registries {
     }
 }
 
-/// What is registered with the driver in this file.
+/// The registry of this driver library.
 pub fn registry_of(library: &Path) -> Arc<Registry> {
     ours().all.lock().entry(library.to_owned()).or_default().clone()
 }
 
-/// The PCI address of a device, in the letters of sysfs.
+/// The PCI address of a device, as sysfs writes it.
 pub fn pci_of(library: &Path, device: c_int) -> Result<String, String> {
     const SYMBOL: &CStr = c"cuDeviceGetPCIBusId";
     type Ask = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;

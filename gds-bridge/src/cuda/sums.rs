@@ -1,4 +1,4 @@
-//! Checksums by the device: the kernel's text is compiled by the driver when it is first needed.
+//! Checksums computed by the device. The driver compiles the kernel's text at first use.
 
 use std::{collections::BTreeMap, ffi::c_void, ptr};
 
@@ -10,13 +10,13 @@ use crate::mem::Fault;
 
 /// PTX, which drivers from CUDA 9 on compile for every device since Maxwell.
 const TEXT: &str = concat!(include_str!("crc32c.ptx"), "\0");
-/// Threads of a group.
+/// Threads of a thread group.
 const GROUP: u32 = 128;
-/// Threads that share a block, each with a word of its own: the sum is the exclusive or of all.
+/// Threads that share a block, each with one result word: the checksum is the XOR of all words.
 const PIECES: usize = 32;
-/// Most blocks of a part.
+/// Maximum number of blocks of a part.
 const MOST: usize = REGION / BLOCK;
-/// Bytes of what is said of a block, and of a part.
+/// Size of the result words of a block, and of a part, in bytes.
 const SAID: usize = 4 * PIECES;
 const ROOM: usize = SAID * MOST;
 
@@ -26,8 +26,8 @@ pub struct Kernel {
     function: Handle,
 }
 
-/// Sums of the blocks of one part: written by the device to its own memory, and copied to the
-/// host's.
+/// Result words of the blocks of one part: written by the device to its own memory, and copied to
+/// the host's.
 struct Room {
     device: u64,
     host: BufMut,
@@ -39,7 +39,7 @@ struct Pending {
     len: usize,
 }
 
-/// The sums of one stream.
+/// The pending checksums of one stream.
 #[derive(Default)]
 pub struct Sums {
     given: u64,
@@ -48,7 +48,7 @@ pub struct Sums {
 }
 
 impl Gpu {
-    /// Loads the kernel into the context, which is current.
+    /// Loads the kernel into the current context.
     pub fn load_kernel(&self) -> Result<Kernel, Fault> {
         let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the text ends with a zero; the calls write one handle each.
@@ -66,7 +66,7 @@ impl Gpu {
         Ok(Kernel { module, function })
     }
 
-    /// Whether the kernel says of known bytes what this machine says of them.
+    /// Checks that the kernel's results for known bytes equal those of this machine.
     pub fn try_kernel(&self, kernel: &Kernel) -> Result<(), String> {
         const LEN: usize = 3 * BLOCK + 77;
         let mut bytes = BufMut::unpooled(LEN);
@@ -113,7 +113,7 @@ impl Gpu {
         outcome.map_err(|e| format!("the kernel that sums does not work on this device: {e}"))
     }
 
-    /// In the context, which is current.
+    /// Unloads the kernel from the current context.
     pub fn unload(&self, kernel: &Kernel) {
         // SAFETY: loaded by `load_kernel`, and no stream runs it any more.
         unsafe { (self.table.module_unload)(kernel.module) };
@@ -131,14 +131,14 @@ impl Sums {
             OUT_OF_MEMORY => return Err(Fault::NoMemory { bytes: ROOM as u64 }),
             code => gpu.table.call("cuMemAlloc", code)?,
         }
-        // Not pinned it is slower, no more.
+        // If it cannot be pinned it is slower, but works.
         // SAFETY: whole pages, which live until they were unregistered in `free`.
         let pinned =
             unsafe { (gpu.table.host_register)(host.as_mut_ptr().cast(), ROOM, PORTABLE) } == 0;
         Ok(Room { device, host, pinned })
     }
 
-    /// Queues the kernel and the copy of what it says.
+    /// Queues the kernel and the copy of its results.
     pub fn sum(
         &mut self,
         gpu: &Gpu,
@@ -194,7 +194,7 @@ impl Sums {
         queued.map(|()| self.given)
     }
 
-    /// What was said of the blocks, and how long all of them are. The stream was waited for.
+    /// The results of the blocks, and their total length. The stream must have been waited for.
     fn told(&mut self, number: u64) -> Option<(Vec<u32>, usize)> {
         let later = self.pending.split_off(&(number + 1));
         let told = std::mem::replace(&mut self.pending, later);
@@ -214,19 +214,19 @@ impl Sums {
         found
     }
 
-    /// The sum of all of it. The stream was waited for.
+    /// The checksum of the whole range. The stream must have been waited for.
     pub fn summed(&mut self, number: u64) -> Option<u32> {
         let (blocks, all) = self.told(number)?;
         let lens = (0..all).step_by(BLOCK).map(|at| BLOCK.min(all - at));
         Some(blocks.iter().zip(lens).fold(0, |sum, (word, len)| combine(sum, *word, len)))
     }
 
-    /// Those of its blocks. The stream was waited for.
+    /// The checksums of its blocks. The stream must have been waited for.
     pub fn summed_blocks(&mut self, number: u64) -> Option<Vec<u32>> {
         self.told(number).map(|(blocks, _)| blocks)
     }
 
-    /// Nothing uses them any more.
+    /// Frees the memory, which must be unused.
     pub fn free(&mut self, gpu: &Gpu) {
         let pending = std::mem::take(&mut self.pending).into_values().map(|p| p.room);
         for mut room in self.spare.drain(..).chain(pending) {

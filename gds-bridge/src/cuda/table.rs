@@ -1,8 +1,8 @@
-//! What is used of the driver library: declarations of our own, opened at run time.
+//! The parts of the driver library that are used: our own declarations, opened at run time.
 //!
-//! Names and types are those of CUDA's driver API, whose symbols keep their meaning for good: what
-//! changes gets a new name with a version behind it. Results are plain numbers here, because a
-//! driver may return one that no list of today has.
+//! Names and types are those of CUDA's driver API, whose symbols never change their meaning: a
+//! changed function gets a new name with a version suffix. Results are plain numbers here, because
+//! a driver may return one that is in no list of today.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_uint, c_void},
@@ -12,7 +12,7 @@ use std::{
 
 use crate::Unavailable;
 
-/// A context, stream or event: only ever handed back.
+/// An opaque context, stream or event.
 pub type Handle = *mut c_void;
 
 macro_rules! functions {
@@ -23,7 +23,7 @@ macro_rules! functions {
         }
 
         impl Table {
-            /// Opens the library and finds them all. It stays open until the process ends.
+            /// Opens the library and looks up all functions. It stays open until the process ends.
             pub fn open(library: &Path) -> Result<Table, Unavailable> {
                 let opened = Library::open(library)?;
                 Ok(Table {
@@ -71,7 +71,7 @@ functions! {
     error_name = c"cuGetErrorName"(c_int, *mut *const c_char);
 }
 
-/// A function that newer drivers have.
+/// Looks up a function that only newer drivers have.
 pub fn find(library: &Path, symbol: &CStr) -> Option<Handle> {
     Library::open(library).and_then(|l| l.symbol(symbol)).ok()
 }

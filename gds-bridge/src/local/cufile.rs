@@ -1,17 +1,17 @@
-//! cuFile as far as it is used here, behind a small border: NVIDIA's library, or a stand-in that
-//! can be told to fail and to lie.
+//! The part of cuFile that is used here, behind a small interface: NVIDIA's library, or a stand-in
+//! that can be told to fail and to report wrong results.
 
 use std::{io, os::fd::BorrowedFd, time::Duration};
 
 use super::rounds::Rounds;
 use crate::mem::Fault;
 
-/// What cuFile counts of a process, since the driver was opened.
+/// cuFile's counters of the process, since the driver was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Reads that went through the kernel's ordinary interface and host memory.
     pub posix: u64,
-    /// Reads that went straight: by nvidia-fs, or from the disk to the GPU as peers.
+    /// Direct reads: by nvidia-fs, or from the disk to the GPU as peers.
     pub straight: u64,
     /// Bytes of all reads.
     pub bytes: u64,
@@ -19,32 +19,32 @@ pub struct Counters {
 
 /// cuFile, with its driver open and its compatibility mode off.
 pub trait CuFile: Send + Sync + 'static {
-    /// Makes a file known to it, which stays open until [`CuFile::deregister`] returned. Its word
-    /// for the file.
+    /// Registers a file, which must stay open until [`CuFile::deregister`] returned. Returns the
+    /// library's handle for it.
     fn register(&self, file: BorrowedFd<'_>) -> Result<u64, Fault>;
 
     /// Undoes a [`CuFile::register`].
     fn deregister(&self, handle: u64);
 
-    /// Reads `len` bytes at `offset` of a file to an address of the device, by a thread that has a
-    /// stream of the device. Returns what the library said as it is: bytes; -1 and errno; a
-    /// negative code; and, up to version 1.15, a code as if it were bytes.
+    /// Reads `len` bytes at `offset` of a file to an address of the device, on a thread that has a
+    /// stream of the device. Returns the library's result unchanged: bytes; -1 and errno; a
+    /// negative code; and, up to version 1.15, a code that looks like a number of bytes.
     fn read(&self, handle: u64, to: u64, len: usize, offset: u64) -> isize;
 
-    /// What it counted until now.
+    /// The current counters.
     fn counters(&self) -> Result<Counters, Fault>;
 
-    /// The reads of the process.
+    /// The rounds of reads of the process.
     fn rounds(&self) -> &Rounds;
 
-    /// How long a self-test waits for a read, which nobody can stop, and reads for others.
+    /// How long a self-test waits for a read, which cannot be stopped, and a read for other reads.
     fn patience(&self) -> Duration {
         Duration::from_secs(15)
     }
 }
 
-/// One read that is believed only if all of it came and the counters say that it went straight.
-/// `patience`: how long it waits for others.
+/// One read. It is only trusted if all of it came and the counters say that it was direct.
+/// `patience`: how long it waits for other reads.
 pub fn read(
     cufile: &dyn CuFile,
     patience: Duration,
@@ -60,18 +60,18 @@ pub fn read(
     cufile.rounds().read(cufile, patience, len as u64, once)
 }
 
-/// Codes of cuFile, which versions from 1.16 on put into errno, and older ones return as if they
-/// were bytes. Nobody asks for so many: they are no whole blocks.
+/// Codes of cuFile. Versions from 1.16 on put them into errno; older ones return them like a number
+/// of bytes. No read asks for so few bytes: these are not whole blocks.
 const CODES: std::ops::RangeInclusive<isize> = 5001..=5099;
 
-/// What a read returned.
+/// Checks the return value of a read.
 fn came(said: isize, errno: &io::Error, len: usize) -> Result<(), Fault> {
     let failed = |code: isize, name: String| {
         Err(Fault::Driver { call: "cuFileRead", code: code as i32, name })
     };
     match said {
         -1 => match errno.raw_os_error() {
-            // The system has no words for it.
+            // The system has no text for it.
             Some(code) if CODES.contains(&(code as isize)) => {
                 failed(said, format!("errno {code}, a code of cuFile's"))
             }
@@ -87,7 +87,7 @@ fn came(said: isize, errno: &io::Error, len: usize) -> Result<(), Fault> {
     }
 }
 
-/// What so many reads of so many bytes in all, and no others, did to the counters.
+/// Checks what this many reads of this many bytes in all, and no others, changed in the counters.
 pub(super) fn went(reads: u64, len: u64, before: Counters, after: Counters) -> Result<(), Fault> {
     let grew = |of: fn(&Counters) -> u64| of(&after).saturating_sub(of(&before));
     let (posix, straight, bytes) = (grew(|c| c.posix), grew(|c| c.straight), grew(|c| c.bytes));
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(judge(at(3, 8, 10_000)), Ok(()), "in pieces");
         let two = |after| went(2, 16_384, at(3, 5, 1000), after);
         assert_eq!(two(at(3, 7, 17_384)), Ok(()));
-        // Pieces of one do not hide that the other was not counted.
+        // Parts of one read do not hide that the other one was not counted.
         for after in [at(3, 6, 17_384), at(3, 9, 17_383), at(3, 9, 9192), at(4, 7, 17_384)] {
             assert!(matches!(two(after), Err(Fault::Detour { len: 16_384, .. })), "{after:?}");
         }

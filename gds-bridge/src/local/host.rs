@@ -1,5 +1,5 @@
-//! A stand-in of cuFile for machines without one: reads into a [`HostMem`], counts as the real one
-//! does, and fails and lies as it is told.
+//! A stand-in for cuFile on machines without one: reads into a [`HostMem`], counts as the real one
+//! does, and fails or reports wrong results as a test requests.
 
 use std::{
     os::fd::{AsRawFd, BorrowedFd},
@@ -15,33 +15,33 @@ use super::{
 };
 use crate::{HostMem, mem::Fault};
 
-/// How it fails or lies.
+/// How it fails or reports wrong results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trick {
-    /// Reads nothing and returns a code as if it were bytes, as versions up to 1.15 do.
+    /// Reads nothing and returns a code like a number of bytes, as versions up to 1.15 do.
     Positive(i32),
     /// Reads nothing and returns a negative code, or -1.
     Fails(i32),
     /// Reads nothing and returns -1 with a code in errno: the system's, or one of cuFile's own, as
     /// versions from 1.16 on do.
     Errno(i32),
-    /// Reads all of it, and its counters cannot be had from then on.
+    /// Reads all of it, and its counters are unavailable from then on.
     NoCounters,
     /// Reads half of it.
     Short,
-    /// Reads all of it by way of host memory, and says so in its counters only.
+    /// Reads all of it through host memory, and only its counters show that.
     Posix,
     /// Reads all of it and counts nothing.
     Uncounted,
     /// Changes a bit on the way.
     Flips,
-    /// Does not return until it is told something else.
+    /// Does not return until another trick is set.
     Hangs,
-    /// The same of the first of these reads only.
+    /// As `Hangs`, for the first of these reads only.
     HangsOnce,
 }
 
-/// What the stand-in of one device does.
+/// Controls of one device's stand-in.
 #[derive(Default)]
 pub struct Tricks {
     state: Mutex<State>,
@@ -52,14 +52,14 @@ pub struct Tricks {
 struct State {
     reads: u64,
     counters: Counters,
-    /// From this read on.
+    /// The trick, and the first read that it applies to.
     trick: Option<(u64, Trick)>,
     patience: Option<Duration>,
     refused: Option<i32>,
 }
 
 impl Tricks {
-    /// From the read after the next `reads` ones on; `None`: does what it should.
+    /// Applies a trick from the read after the next `reads` ones on; `None`: works normally.
     pub fn play(&self, reads: u64, trick: Option<Trick>) {
         let mut s = self.state.lock();
         let from = s.reads + reads;
@@ -67,22 +67,22 @@ impl Tricks {
         self.told.notify_all();
     }
 
-    /// Is waited for so long only.
+    /// Sets how long others wait for its reads.
     pub fn hurry(&self, patience: Duration) {
         self.state.lock().patience = Some(patience);
     }
 
-    /// From now on, or (`None`) no more, takes no file, with this code.
+    /// Refuses to register files from now on, with this code; `None`: no longer.
     pub fn refuse_files(&self, code: Option<i32>) {
         self.state.lock().refused = code;
     }
 
-    /// Reads that were asked for.
+    /// Number of reads requested.
     pub fn reads(&self) -> u64 {
         self.state.lock().reads
     }
 
-    /// What it counted.
+    /// Its counters.
     pub fn counters(&self) -> Counters {
         self.state.lock().counters
     }
@@ -92,12 +92,12 @@ impl Tricks {
 pub struct HostCuFile(HostMem, Rounds);
 
 impl HostCuFile {
-    /// That of a device.
+    /// The stand-in of a device.
     pub fn new(mem: HostMem) -> HostCuFile {
         HostCuFile(mem, Rounds::default())
     }
 
-    /// What is to be done of the next read.
+    /// The trick for the next read.
     fn next(&self) -> Option<Trick> {
         let tricks = self.0.tricks();
         let mut s = tricks.state.lock();
@@ -135,7 +135,7 @@ impl CuFile for HostCuFile {
     fn deregister(&self, _handle: u64) {}
 
     fn read(&self, handle: u64, to: u64, len: usize, offset: u64) -> isize {
-        // As the real one, which keeps in place what it was given.
+        // As the real one, which keeps the given memory in place.
         let memory = self.0.hold(to, len as u64);
         let trick = self.next();
         let Ok(memory) = memory else { return -5012 };
@@ -188,7 +188,7 @@ impl CuFile for HostCuFile {
         }
     }
 
-    /// It moves memory.
+    /// A self-test moves memory, so this is short.
     fn patience(&self) -> Duration {
         self.0.tricks().state.lock().patience.unwrap_or(Duration::from_secs(5))
     }

@@ -1,5 +1,5 @@
-//! Where NVIDIA's cuFile library is looked for, and how it is opened; for the tier and for
-//! StrakeFS's own library of that interface.
+//! Search for NVIDIA's cuFile library, and opening it; for the tier and for StrakeFS's own library
+//! of that interface.
 
 use std::{
     ffi::{CStr, CString, OsString, c_void},
@@ -7,9 +7,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The names that it is installed by.
+/// The file names under which it is installed.
 const NAMES: [&str; 2] = ["libcufile.so.0", "libcufile.so"];
-/// Where it is looked for by its whole name, when the plain one leads nowhere or elsewhere.
+/// Folders to search when the plain name finds nothing or something else.
 const PLACES: [&str; 5] = [
     "/usr/local/cuda/lib64",
     "/usr/local/cuda/targets/x86_64-linux/lib",
@@ -18,20 +18,21 @@ const PLACES: [&str; 5] = [
     "/usr/local/lib",
 ];
 
-/// Whether the program has more rights than who started it (set-user-ID, file capabilities).
+/// Whether the program has more rights than the user who started it (set-user-ID, file
+/// capabilities).
 pub fn privileged() -> bool {
     // SAFETY: reads a number that the kernel gave the process.
     unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
 }
 
-/// A variable of the environment that is set to something. Where [`privileged`] none is believed:
-/// it could have any library loaded.
+/// An environment variable that is set and not empty. A [`privileged`] program ignores all of them:
+/// they could make it load any library.
 pub fn variable(name: &str) -> Option<OsString> {
     if privileged() { None } else { std::env::var_os(name).filter(|v| !v.is_empty()) }
 }
 
-/// What may be it, in the order in which it is tried: what `STRAKE_CUFILE_REAL` names, or what the
-/// loader finds, and then whole names.
+/// Candidates in the order in which they are tried: what `STRAKE_CUFILE_REAL` names, or else what
+/// the loader finds, and then full paths.
 pub fn candidates() -> Vec<PathBuf> {
     if let Some(named) = variable("STRAKE_CUFILE_REAL") {
         return vec![named.into()];
@@ -54,7 +55,7 @@ unsafe impl Send for Library {}
 unsafe impl Sync for Library {}
 
 impl Library {
-    /// One that has a `cuFileRead` and is not our own; otherwise why it is not.
+    /// Opens a library that has a `cuFileRead` and is not our own; otherwise returns why not.
     pub fn open(name: &Path) -> Result<Library, String> {
         let shown = name.display();
         let file = CString::new(name.as_os_str().as_bytes())
@@ -79,17 +80,17 @@ impl Library {
         Ok(library)
     }
 
-    /// All that the program has.
+    /// All libraries that the program has loaded.
     pub fn program() -> Library {
         Library(libc::RTLD_DEFAULT)
     }
 
-    /// Whether StrakeFS's own library of that interface is in it.
+    /// Whether it contains StrakeFS's own library of that interface.
     pub fn is_ours(self) -> bool {
         !self.symbol(c"strake_cufile").is_null()
     }
 
-    /// Where a symbol of it is; null if there is none.
+    /// The address of a symbol; null if there is none.
     pub fn symbol(self, name: &CStr) -> *mut c_void {
         // SAFETY: looks a name up in a library that is open, or in all that the program has.
         unsafe { libc::dlsym(self.0, name.as_ptr()) }

@@ -1,8 +1,8 @@
 //! The tier `local-gds`: cuFile reads copies of sealed files from a disk of this node. See
 //! `docs/gds.md`, "A copy on this node".
 //!
-//! `store.rs` has the copies, `cufile.rs` what is asked of cuFile and when it is believed,
-//! `rounds.rs` tells what several reads at a time did to its counters, `library.rs` finds NVIDIA's
+//! `store.rs` has the copies, `cufile.rs` the interface to cuFile and when its results are trusted,
+//! `rounds.rs` handles its counters when several reads overlap, `library.rs` finds NVIDIA's
 //! library, `nvidia.rs` calls it, `probe.rs` opens it in another process first, `road.rs` moves a
 //! part and tests the tier. How copies are made: `session/stage.rs`.
 

@@ -21,12 +21,12 @@ use super::{
 };
 use crate::{Unavailable, mem::Fault};
 
-/// Without it opening the driver never ends.
+/// Must be readable: otherwise opening the driver never ends.
 const MODULES: &str = "/proc/modules";
 
 /// `CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE`.
 const ALLOW_COMPAT_MODE: c_int = 1;
-/// The level of counters that tells roads apart.
+/// The level of counters that distinguishes direct reads from others.
 const BY_GPU: c_int = 3;
 /// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`.
 const OPAQUE_FD: c_int = 1;
@@ -55,7 +55,7 @@ impl Status {
     }
 }
 
-/// `CUfileDescr_t`, of whose union only the descriptor is used.
+/// `CUfileDescr_t`; of its union only the descriptor is used.
 #[repr(C)]
 struct Descriptor {
     kind: c_int,
@@ -102,37 +102,37 @@ functions! {
     read = c"cuFileRead"(*mut c_void, *mut c_void, usize, i64, i64) -> isize;
 }
 
-/// Room for `CUfileStatsLevel3_t`, of which all versions take less.
+/// Memory for `CUfileStatsLevel3_t`, which is smaller in all versions.
 type Room = [u64; 4096];
 
-/// Where its numbers are, in words.
+/// Positions of its numbers, in words.
 struct Layout {
     gpus: usize,
     first: usize,
 }
 
-/// Words of one GPU's counters, and where in them those are that are looked at.
+/// Words of one GPU's counters, and the positions of those that are used.
 const EACH: usize = 31;
 const READ_BYTES: usize = 2;
 const P2P_READS: usize = 7;
 const NVFS_READS: usize = 8;
 const POSIX_READS: usize = 9;
-/// GPUs that are told of.
+/// Maximum number of GPUs with counters.
 const GPUS: usize = 16;
-/// The first version whose counters of level 1 have some of calls with vectors.
+/// The first version whose level 1 counters include calls with vectors.
 const VECTORS_SINCE: c_int = 1160;
 
 impl Layout {
-    /// As of a version of the library.
+    /// The layout of a version of the library.
     fn of(version: c_int) -> Layout {
         let level1 = if version >= VECTORS_SINCE { 624 / 8 } else { 512 / 8 };
-        // Two histograms of 32 sizes are level 2.
+        // Level 2 consists of two histograms of 32 sizes.
         let gpus = level1 + 64;
         Layout { gpus, first: gpus + 1 }
     }
 
     fn counters(&self, room: &Room) -> Counters {
-        // The lower half of its word.
+        // The number is in the lower half of its word.
         let gpus = (room[self.gpus] as u32 as usize).min(GPUS);
         let mut all = Counters::default();
         for gpu in 0..gpus {
@@ -145,14 +145,14 @@ impl Layout {
     }
 }
 
-/// NVIDIA's library with its driver open. It stays so until the process ends.
+/// NVIDIA's library with its driver open. Both stay open until the process ends.
 pub struct Nvidia {
     table: Table,
     layout: Layout,
     rounds: Rounds,
 }
 
-/// Opened once in a process.
+/// Opened once per process.
 static OPENED: Mutex<Option<Arc<Nvidia>>> = Mutex::new(None);
 
 fn needed(file: &Path, library: Library, name: &CStr) -> Result<*mut c_void, Unavailable> {
@@ -164,24 +164,25 @@ fn needed(file: &Path, library: Library, name: &CStr) -> Result<*mut c_void, Una
     if found.is_null() { Err(old()) } else { Ok(found) }
 }
 
-/// What forbids to open any, before it is tried.
+/// A reason not to open any library, checked before the first try.
 fn forbidden(modules: &Path) -> Option<Unavailable> {
     if let Err(e) = File::open(modules) {
         return Some(Unavailable::NoModules { why: format!("{}: {e}", modules.display()) });
     }
-    // What NVIDIA's library calls of its own would lead to ours then, and from there back here.
+    // Calls that NVIDIA's library makes to itself would lead to our library, and from there back to
+    // it.
     Library::program().is_ours().then_some(Unavailable::OwnCuFile)
 }
 
 impl Nvidia {
-    /// The library, with its driver open. `prober` has opened it in another process first: see
+    /// The library, with its driver open. First has `prober` open it in another process: see
     /// [`probe`].
     pub fn open(prober: &Path) -> Result<Arc<Nvidia>, Unavailable> {
         let mut opened = OPENED.lock();
         if let Some(o) = &*opened {
             return Ok(o.clone());
         }
-        // First what is known without it.
+        // First the reasons that are known without it.
         if let Some(why) = forbidden(Path::new(MODULES)) {
             return Err(why);
         }
@@ -194,12 +195,12 @@ impl Nvidia {
         Ok(opened.insert(Arc::new(Nvidia::open_here()?)).clone())
     }
 
-    /// Opens it in this process, which may never end.
+    /// Opens it in this process, which may never return.
     pub fn open_here() -> Result<Nvidia, Unavailable> {
         Nvidia::open_one_of(&candidates(), Path::new(MODULES))
     }
 
-    /// The first that is no library of ours.
+    /// Opens the first candidate that is not our own library.
     fn open_one_of(names: &[PathBuf], modules: &Path) -> Result<Nvidia, Unavailable> {
         if let Some(why) = forbidden(modules) {
             return Err(why);
@@ -214,8 +215,8 @@ impl Nvidia {
         Err(Unavailable::NoCuFile { why: all.join("; ") })
     }
 
-    /// As [`Nvidia::open_here`], of a library by its path and with another file than
-    /// `/proc/modules`, for tests.
+    /// As [`Nvidia::open_here`], with a library by its path and a file other than `/proc/modules`,
+    /// for tests.
     #[doc(hidden)]
     pub fn open_library(library: &Path, modules: &Path) -> Result<Arc<dyn CuFile>, Unavailable> {
         Ok(Arc::new(Nvidia::open_one_of(&[library.into()], modules)?))
@@ -286,7 +287,7 @@ mod tests {
     fn counters_are_found_where_each_version_has_them() {
         for (version, first) in [(1150, 1032 / 8), (1160, 1144 / 8), (1200, 1144 / 8)] {
             let mut room: Box<Room> = Box::new([0x7777_7777; 4096]);
-            // Two GPUs; what lies behind the number in its word is nobody's.
+            // Two GPUs; the upper half of the word is undefined.
             room[first - 1] = 0xdead_beef_0000_0002;
             for gpu in 0..2 {
                 for (n, word) in room[first + gpu * EACH..][..EACH].iter_mut().enumerate() {

@@ -1,5 +1,5 @@
-//! Opening cuFile's driver in another process first: it is known to hang, and a process that it
-//! hangs in cannot be helped.
+//! Opens cuFile's driver in another process first: it is known to hang, and a process in which it
+//! hangs cannot be recovered.
 
 use std::{
     io::Read,
@@ -16,19 +16,20 @@ use crate::{
 
 /// How long the other process may take.
 pub const LIMIT: Duration = Duration::from_secs(10);
-/// What the other process ends with where cuFile cannot be had; the reason is on its output then,
-/// behind [`SAYS`].
+/// Exit code of the other process when cuFile is unavailable. The reason is on its output then,
+/// after [`SAYS`].
 pub const REFUSED: u8 = 3;
 const SAYS: &str = "cuFile: ";
 
-/// What the other process does: opens the driver. The reason in a line for [`probe`].
+/// Runs in the other process: opens the driver. The error is the line that [`probe`] reads.
 pub fn look() -> Result<(), String> {
-    // A driver that hangs here is not to outlive who asked. Where this cannot be had, it may.
+    // If the driver hangs here, this process should die with its parent. Where that is not
+    // possible, it may outlive it.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     Nvidia::open_here().map(drop).map_err(|why| format!("{SAYS}{why}"))
 }
 
-/// Has `prober` (`strake`) look, and waits for it, not longer than that.
+/// Has `prober` (`strake`) call [`look`], and waits for it at most `limit`.
 pub fn probe(prober: &Path, limit: Duration) -> Result<(), Unavailable> {
     let mut command = Command::new(prober);
     command
@@ -51,11 +52,11 @@ pub fn probe(prober: &Path, limit: Duration) -> Result<(), Unavailable> {
     if status.code() == Some(i32::from(REFUSED))
         && let Some(out) = child.stdout.take()
     {
-        // Its end has ended the pipe, unless it has left a process behind: not more than a line is
-        // wanted.
+        // Its end has closed the pipe, unless it has left a process behind. Only one line is
+        // needed.
         let _ = out.take(4096).read_to_string(&mut said);
     }
-    // Others may print what they like, drivers too.
+    // Others, such as drivers, may print anything.
     match said.lines().find_map(|l| l.strip_prefix(SAYS)) {
         Some(why) => Err(Unavailable::CuFile { why: why.into() }),
         None => Err(Unavailable::Died { how: how_it_ended(status) }),

@@ -1,5 +1,5 @@
-//! Parts by way of cuFile: threads that read, the verification of what they read, the copies of a
-//! call, and the self-test.
+//! Parts that are read by cuFile: the threads that read, the verification of what they read, the
+//! copies of a call, and the self-test.
 
 use std::{
     collections::{HashMap, VecDeque, hash_map::Entry},
@@ -36,7 +36,7 @@ use crate::{
 
 const BLOCK64: u64 = BLOCK as u64;
 
-/// The folder with copies, and who reads them.
+/// The folder with copies, and the threads that read them.
 pub(crate) struct Local {
     dir: PathBuf,
     cufile: Result<Arc<dyn CuFile>, Unavailable>,
@@ -47,7 +47,7 @@ pub(crate) struct Local {
     stuck: AtomicBool,
 }
 
-/// A copy that cuFile knows.
+/// A copy that is registered with cuFile.
 pub(crate) struct Open {
     copy: Copy,
     handle: u64,
@@ -71,26 +71,26 @@ type Answer = oneshot::Sender<Result<Went, Stop>>;
 
 /// One part.
 struct Job {
-    /// Its own among those of the bridge.
+    /// Its number, unique among the jobs of the bridge.
     number: u64,
     call: Arc<Call>,
     from: Arc<Open>,
     offset: u64,
     to: u64,
     len: u64,
-    /// The device is to sum what arrived.
+    /// The device is to compute a checksum of what arrived.
     sum: bool,
     /// How long it waits for other reads.
     patience: Duration,
-    /// Without sums it goes on.
+    /// It continues if there are no checksums.
     consent: bool,
-    /// Memory of a self-test, which must stay as long as somebody may write to it.
+    /// Memory of a self-test, which must stay as long as anything may write to it.
     _memory: Option<Arc<Memory>>,
     answer: Answer,
 }
 
-/// Parts that no thread has begun. One queue for all threads: a read that does not end holds
-/// nothing up that another thread can do.
+/// Parts that no thread has begun. One queue for all threads: a read that does not end blocks
+/// nothing that another thread can do.
 #[derive(Default)]
 struct Queue {
     waiting: Mutex<Waiting>,
@@ -109,14 +109,14 @@ impl Queue {
         self.changed.notify_one();
     }
 
-    /// Waits for one; `None`: there will be none.
+    /// Waits for a job; `None`: there will be no more.
     fn next(&self) -> Option<Job> {
         let mut w = self.waiting.lock();
         self.changed.wait_while(&mut w, |w| w.jobs.is_empty() && !w.closed);
         w.jobs.pop_front()
     }
 
-    /// Takes one back that no thread has begun.
+    /// Withdraws a job that no thread has begun.
     fn withdraw(&self, number: u64) -> bool {
         let jobs = &mut self.waiting.lock().jobs;
         let at = jobs.iter().position(|j| j.number == number);
@@ -130,8 +130,8 @@ impl Queue {
 }
 
 impl Local {
-    /// Opens cuFile and starts as many threads as there are `workers`. What is wrong with cuFile is
-    /// told by the self-test.
+    /// Opens cuFile and starts as many threads as there are `workers`. A problem with cuFile is
+    /// reported by the self-test.
     pub fn open(
         device: &Arc<dyn GpuMem>,
         dir: &Path,
@@ -162,8 +162,8 @@ impl Local {
         &self.dir
     }
 
-    /// Has a part read, by whichever thread is free. Reads that do not end may hold all of them;
-    /// what was begun is waited for, because its memory is not to be given back before.
+    /// Has a part read by any free thread. Reads that do not end may occupy all threads; a read
+    /// that has begun is waited for, because its memory must not be given back before.
     async fn read(
         &self,
         patience: Duration,
@@ -197,7 +197,7 @@ impl Drop for Local {
     fn drop(&mut self) {
         self.queue.close();
         for r in self.readers.drain(..).filter(|_| !self.stuck.load(Relaxed)) {
-            // A panic of it was reported by its own thread.
+            // A panic was reported by the thread itself.
             let _ = r.join();
         }
     }
@@ -222,7 +222,8 @@ fn reader(device: Arc<dyn GpuMem>, queue: Arc<Queue>) -> strake_proto::Result<Jo
 }
 
 impl Job {
-    /// What differs is fetched once more: then it is the copy, or nobody knows whom to trust.
+    /// Bytes that differ are fetched once more. If they differ again, either the copy is damaged or
+    /// it is unknown which side is wrong.
     fn run(&self, stream: &mut dyn Stream) -> Result<Went, Stop> {
         let first = self.once(stream);
         match first {
@@ -248,12 +249,13 @@ impl Job {
         Ok(Went { by, staged, summed: self.sum && unsummed.is_none(), unsummed })
     }
 
-    /// Of what the device could not sum: it goes on only where somebody agreed to that.
+    /// After a failure of the device to compute a checksum: continues only if the caller has
+    /// agreed.
     fn without(&self, f: Fault) -> Result<Fault, Stop> {
         if self.consent && !f.is_of_call() { Ok(f) } else { Err(wanting(no_sums(f))) }
     }
 
-    /// Whole blocks, by cuFile. Why the device did not sum them, if it was to.
+    /// Reads whole blocks by cuFile. Returns why the device computed no checksum, if it should.
     fn middle(
         &self,
         stream: &mut dyn Stream,
@@ -284,7 +286,7 @@ impl Job {
     }
 
     /// Less than a block, at the beginning or the end of a part: the block is read and verified
-    /// here, and the device copies what is wanted of it.
+    /// here, and the device copies the wanted part of it.
     fn end(&self, stream: &mut dyn Stream, first: u64, last: u64) -> Result<Option<Fault>, Stop> {
         if first == last {
             return Ok(None);
@@ -307,8 +309,8 @@ impl Job {
         }
     }
 
-    /// Whose fault it is that blocks did not arrive: the copy's, if it is not on the disk what it
-    /// was.
+    /// Finds the cause why blocks did not arrive: the copy is damaged if the disk no longer holds
+    /// what it held.
     fn blame(&self, first: u64, last: u64, otherwise: Stop) -> Stop {
         match self.from.copy.read(first / BLOCK64, ((last - first) / BLOCK64) as usize) {
             Ok(_) => otherwise,
@@ -316,7 +318,7 @@ impl Job {
         }
     }
 
-    /// The copy is not used any more by anybody; the tier is, for other files.
+    /// Takes the copy out of use for everyone; the tier stays in use for other files.
     fn damaged(&self, at: u64, why: String) -> Stop {
         let copy = &self.from.copy;
         let aside = copy.put_aside();
@@ -326,7 +328,7 @@ impl Job {
     }
 }
 
-/// Waits for all that the stream was given.
+/// Waits for everything that the stream was given.
 fn wait(stream: &mut dyn Stream) -> Result<(), Fault> {
     let mark = stream.mark()?;
     stream.wait(mark)
@@ -335,7 +337,7 @@ fn wait(stream: &mut dyn Stream) -> Result<(), Fault> {
 /// The copies for the ranges of a call.
 #[derive(Default)]
 pub(crate) struct Copies {
-    /// Of each range; empty: of none.
+    /// By range; empty: no range has one.
     of: Vec<Option<Arc<Open>>>,
     /// Why a file has none.
     pub missing: Option<Unavailable>,
@@ -346,19 +348,19 @@ impl Copies {
         self.of.get(range)?.as_ref()
     }
 
-    /// There is none at all.
+    /// Whether there are no copies at all.
     pub fn is_empty(&self) -> bool {
         self.of.iter().all(Option::is_none)
     }
 }
 
 impl Inner {
-    /// Finds the copies for a call. How files are sealed is asked of the metadata servers each
-    /// time, so that nothing is read that a file held before its seal was undone.
+    /// Finds the copies for a call. Asks the metadata servers each time how files are sealed, so
+    /// that nothing is read that a file held before its seal was removed.
     pub async fn copies(&self, direction: Direction, all: &[Transfer], policy: Policy) -> Copies {
         let available =
             matches!(self.standings_of(direction)[Tier::LocalGds], Standing::Available(_));
-        // None are for saves.
+        // Saves use no copies.
         let local = self.local.as_ref().filter(|_| available);
         let Some((local, Ok(cufile))) =
             local.filter(|_| policy.allows(Tier::LocalGds)).map(|l| (l, &l.cufile))
@@ -416,7 +418,7 @@ impl Inner {
             answer,
         };
         let went = local.read(patience, job).await?;
-        // Memory that was freed meanwhile was nobody's to fill.
+        // Fails if the memory was freed in the meantime.
         self.device.check(p.gpu, p.len)?;
         Ok(went)
     }
@@ -449,7 +451,7 @@ async fn copy_of(
         .unwrap_or_else(|e| Err(Unavailable::NoCopy { ino, why: e.to_string() }))
 }
 
-/// Device memory that is freed when nobody uses it any more.
+/// Device memory that is freed when it is no longer used.
 struct Memory {
     device: Arc<dyn GpuMem>,
     addr: u64,
@@ -463,17 +465,18 @@ impl Drop for Memory {
     }
 }
 
-/// Reads patterns from an unnamed file in the folder to the device, and looks at what came. Like
+/// Reads patterns from an unnamed file in the folder to the device, and checks what arrived. Like
 /// [`crate::direct::test`], it measures how much faster or slower that is than the same bytes from
-/// a file of the cluster, in the terms of `bounce`; where there is no cluster, how fast it is.
+/// a file of the cluster, and scales `bounce` by it; without a cluster, it measures the speed
+/// itself.
 pub(crate) async fn test(
     bridge: &Inner,
     bounce: Option<Measured>,
 ) -> Result<Measured, Unavailable> {
     let local = bridge.local.as_ref().ok_or(Unavailable::NoFolder)?;
     let cufile = local.cufile.clone()?;
-    // What other reads hold up, in the queue and up to three times in rounds, has failed before it
-    // is taken for hung itself.
+    // A read that is delayed by others, in the queue and up to three times in rounds, must fail
+    // before it is itself considered hung.
     let (patience, waits) = (cufile.patience(), cufile.patience() / 5);
     if local.stuck.load(Relaxed) {
         return Err(Unavailable::Hung { seconds: patience.as_secs() });
@@ -492,12 +495,12 @@ pub(crate) async fn test(
     let made = spawn_blocking(move || scratch(&dir, &all)).await.map_err(|e| bad(e.to_string()))?;
     let from =
         Open::new(made.map_err(|e| bad(e.message))?, &cufile).map_err(Unavailable::TestStopped)?;
-    // Dropped before the memory; and nothing waits in it for a read that does not end.
+    // Dropped before the memory; nothing in it waits for a read that does not end.
     let flight = Flight(Arc::default());
     let mut took = Duration::ZERO;
     for (n, sent) in sent.iter().enumerate() {
         let begun = Instant::now();
-        // Ends within a block are a road of their own.
+        // Parts that begin or end within a block are handled differently, so they are tested, too.
         let (skip, len) = if n == 0 { (1000, part - 2000) } else { (0, part) };
         let job = |number, answer| Job {
             number,
@@ -551,7 +554,7 @@ pub(crate) async fn test(
     Ok(Measured { load, save: 0.0 })
 }
 
-/// A copy without names that holds these parts.
+/// An unnamed copy that holds these parts.
 fn scratch(dir: &Path, parts: &[strake_fabric::Buf]) -> strake_proto::Result<Copy> {
     check_folder(dir)?;
     let size = parts.iter().map(|p| p.len() as u64).sum();

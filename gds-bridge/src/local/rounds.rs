@@ -1,5 +1,5 @@
-//! Reads of cuFile in rounds. Its counters are of the whole process, so that what they grow by
-//! while several reads are under way is nobody's: those that overlap are a round, which is judged
+//! Reads of cuFile in rounds. Its counters are for the whole process, so their growth cannot be
+//! assigned to one of several concurrent reads. Overlapping reads form a round, which is judged
 //! when all of them have ended.
 
 use std::{
@@ -13,14 +13,14 @@ use strake_proto::Code;
 use super::cufile::{Counters, CuFile, went};
 use crate::mem::Fault;
 
-/// How a round ended, for each of its reads.
+/// The result of a round, for each of its reads.
 #[derive(Clone)]
 enum Verdict {
-    /// All of it came, and went straight.
+    /// All reads were complete and direct.
     Believed,
-    /// It had one read, and this is what was wrong.
+    /// It had one read, which failed like this.
     Fault(Fault),
-    /// It had several, of which one is not believed: each is made again, alone.
+    /// It had several reads, of which one is not trusted: each is repeated alone.
     Doubt,
 }
 
@@ -38,7 +38,7 @@ struct Round {
 #[derive(Default)]
 struct State {
     round: Option<Round>,
-    /// Reads that wait to be alone, before which no other joins.
+    /// Reads that wait to be alone; no other read joins before them.
     alone: usize,
 }
 
@@ -49,17 +49,17 @@ pub struct Rounds {
     changed: Condvar,
 }
 
-/// What waits for a read that does not end: nobody can stop that one, and nothing is known of the
-/// others as long.
+/// The error of a read that waits for one that does not end: that one cannot be stopped, and the
+/// results of the others are unknown until it ends.
 fn held_up(patience: Duration) -> Fault {
     let name = format!("another read has not ended within {patience:?}, and holds this one up");
     Fault::Driver { call: "cuFileRead", code: Code::TimedOut.errno(), name }
 }
 
 impl Rounds {
-    /// Makes a read of so many bytes by `once`, which says whether all of it came, and says whether
-    /// it is believed. Waits for other reads so long, up to three times, then it fails, begun or
-    /// not.
+    /// Makes a read of `len` bytes by `once`, which returns whether all of it came. Returns whether
+    /// the read is trusted. Waits up to `patience` for other reads, at most three times; then it
+    /// fails, whether it has begun or not.
     pub(super) fn read(
         &self,
         cufile: &dyn CuFile,
@@ -99,7 +99,7 @@ impl Rounds {
             s.round = None;
             self.changed.notify_all();
         }
-        // What did not come is no matter of the others.
+        // A failed read need not wait for the verdict on the others.
         came?;
         let until = Instant::now() + patience;
         loop {
@@ -110,7 +110,7 @@ impl Rounds {
         }
     }
 
-    /// Joins the round under way, or begins one.
+    /// Joins the current round, or begins one.
     fn begin(
         &self,
         cufile: &dyn CuFile,
@@ -148,7 +148,7 @@ impl Rounds {
         s.alone -= usize::from(alone);
         let verdict = begun.map(|r| s.round.insert(Round { flying: 1, ..r }).verdict.clone());
         if verdict.is_err() {
-            // Who waited for this one to be alone need not any more.
+            // Reads that waited for this one to run alone can continue.
             self.changed.notify_all();
         }
         verdict
@@ -171,7 +171,7 @@ impl Round {
             Ok(()) if !self.failed => Verdict::Believed,
             _ if self.reads > 1 => Verdict::Doubt,
             Err(f) => Verdict::Fault(f),
-            // Its only read, which has its own fault.
+            // Its only read, whose own error is reported.
             Ok(()) => Verdict::Doubt,
         }
     }
@@ -183,7 +183,7 @@ mod tests {
 
     use super::*;
 
-    /// Reads of 4096 bytes; those of the handle that is named are not counted.
+    /// Reads of 4096 bytes; those of the named handle are not counted.
     struct Fake {
         rounds: Rounds,
         counters: Mutex<Counters>,
@@ -230,7 +230,7 @@ mod tests {
         }
     }
 
-    /// Three reads that are under way at once, when they are made for the first time.
+    /// Three reads that overlap when they are made for the first time.
     fn three(cufile: &Fake, handles: [u64; 3]) -> ([Result<(), Fault>; 3], u64) {
         let (meeting, reads) = (Barrier::new(3), Mutex::new(0));
         let outcomes = thread::scope(|s| {
@@ -286,7 +286,7 @@ mod tests {
             let held = cufile.one(2, || {}).unwrap_err();
             assert!(held.to_string().contains("another read has not ended"), "{held}");
             end.wait();
-            // What it shared the round with went straight, too.
+            // The read that shared the round with it was direct, too.
             assert_eq!(hangs.join().unwrap(), Ok(()));
         });
         assert_eq!(cufile.one(2, || {}), Ok(()));

@@ -1,5 +1,5 @@
-//! Copies of sealed files in a folder of this node: two files each, the bytes and the sums of their
-//! blocks. Format: `docs/formats.md`.
+//! Copies of sealed files in a folder of this node: two files each, one with the bytes and one with
+//! the checksums of their blocks. Format: `docs/formats.md`.
 
 use std::{
     fs::{self, File, Metadata},
@@ -24,24 +24,24 @@ use strake_proto::{
     seal::{DIGEST, Digest},
 };
 
-/// What files with sums begin with.
+/// Magic number of checksum files.
 const MAGIC: [u8; 8] = *b"STRKCOPY";
 const VERSION: u32 = 1;
-/// The header takes a block, and its own sum is at its end.
+/// The header takes one block, with its own checksum at the end.
 const HEADER: usize = BLOCK;
 const SUM_AT: usize = HEADER - 4;
 const PATH_AT: usize = 120;
-/// As much of a path as the header has room for.
+/// Maximum length of a path in the header.
 const LONGEST_PATH: usize = SUM_AT - PATH_AT;
 
-/// The bytes.
+/// File name ending of the bytes.
 const COPY: &str = "copy";
-/// Their sums.
+/// File name ending of their checksums.
 const SUMS: &str = "sums";
-/// Bytes that were found to be others than the sums say, put aside.
+/// File name ending of bytes that do not match their checksums and were put aside.
 const DAMAGED: &str = "damaged";
 
-/// A sealed file, as its manifest says: it holds this for ever, or until its seal is undone.
+/// A sealed file according to its manifest: its content never changes until the seal is removed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sealed {
     /// UUID of the file system.
@@ -50,9 +50,9 @@ pub struct Sealed {
     pub ino: u64,
     /// Bytes.
     pub size: u64,
-    /// Of the content.
+    /// Digest of the content.
     pub sha256: Digest,
-    /// Of the manifest.
+    /// Root digest of the manifest.
     pub root: Digest,
 }
 
@@ -61,26 +61,25 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 impl Sealed {
-    /// What its copies are called, without the ending: no other file, and no other content of this
-    /// one, has this name.
+    /// The name of its copies, without the ending. It is unique to this file and this content.
     pub fn name(&self) -> String {
         format!("{}-{:016x}-{}", hex(&self.fs), self.ino, hex(&self.root))
     }
 
-    /// Blocks of its copy, the last of which is filled up with zeros.
+    /// Blocks of its copy; the last one is padded with zeros.
     pub fn blocks(&self) -> u64 {
         self.size.div_ceil(BLOCK as u64)
     }
 }
 
-/// What a file with sums says of itself.
+/// The header of a checksum file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Of which file the copy is.
+    /// The file of which this is a copy.
     pub sealed: Sealed,
     /// When it was made, ns since 1970.
     pub staged_ns: u64,
-    /// Under which path it was read then, for people; cut where it is too long.
+    /// The path under which it was read then, for people; truncated if it is too long.
     pub path: String,
 }
 
@@ -108,8 +107,8 @@ impl Header {
         to
     }
 
-    /// `EINVAL` for what is no such header, `EOPNOTSUPP` for one of a later version, `EIO` for a
-    /// damaged one.
+    /// `EINVAL` for something that is not such a header, `EOPNOTSUPP` for one of a later version,
+    /// `EIO` for a damaged one.
     pub fn decode(from: &[u8]) -> Result<Header> {
         let bad = |m: &str| Error::new(Code::Inval, m.to_string());
         if from.len() < HEADER || from[..8] != MAGIC {
@@ -119,7 +118,7 @@ impl Header {
             |at: usize| u32::from_le_bytes(from[at..at + 4].try_into().expect("four bytes"));
         let u64_at =
             |at: usize| u64::from_le_bytes(from[at..at + 8].try_into().expect("eight bytes"));
-        // Before its sum: what a later version sums is not known.
+        // Before its checksum is checked: a later version may compute that in another way.
         if u32_at(8) != VERSION {
             let m = format!(
                 "is of version {}, and this program knows {VERSION}: stage the file again",
@@ -145,8 +144,8 @@ impl Header {
     }
 }
 
-/// What is refused of a folder and what lies in it: who else could write there could put anything
-/// into the device.
+/// Whether a folder or a file in it can be trusted: anyone else who can write there could put
+/// anything into the device.
 fn trusted(m: &Metadata) -> std::result::Result<(), String> {
     let me = rustix::process::geteuid().as_raw();
     if m.uid() != me && m.uid() != 0 {
@@ -172,8 +171,8 @@ fn refused(path: &Path, why: &str) -> Error {
     Error::new(Code::Perm, format!("'{}' {why}", path.display()))
 }
 
-/// Looks at a folder for copies. `ENOTDIR`, `EPERM` where others may write to it, what the system
-/// says.
+/// Checks a folder for copies. `ENOTDIR`; `EPERM` where others may write to it; or errors of the
+/// system.
 pub fn check_folder(dir: &Path) -> Result<()> {
     let m = fs::metadata(dir).map_err(named(dir))?;
     if !m.is_dir() {
@@ -182,20 +181,20 @@ pub fn check_folder(dir: &Path) -> Result<()> {
     trusted(&m).map_err(|why| refused(dir, &why))
 }
 
-/// A copy that is there, open.
+/// An existing copy, open.
 #[derive(Debug)]
 pub struct Copy {
-    /// Of which file.
+    /// The file of which this is a copy.
     pub sealed: Sealed,
     /// For messages, and to put it aside.
     path: PathBuf,
-    /// The bytes, past the kernel's cache.
+    /// The bytes, opened to bypass the kernel's cache.
     bytes: File,
     sums: File,
 }
 
 impl Copy {
-    /// The copy of a sealed file, if it is there. An error: it is, and cannot be used.
+    /// Opens the copy of a sealed file, if it exists. An error: it exists and cannot be used.
     pub fn open(dir: &Path, of: &Sealed) -> Result<Option<Copy>> {
         check_folder(dir)?;
         let at = |ending: &str| dir.join(format!("{}.{ending}", of.name()));
@@ -239,20 +238,20 @@ impl Copy {
         Ok(())
     }
 
-    /// Where it is, for people.
+    /// Its location, for people.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The sums of blocks.
+    /// The checksums of blocks.
     pub fn sums(&self, first: u64, count: usize) -> io::Result<Vec<u32>> {
         let mut bytes = vec![0; 4 * count];
         self.sums.read_exact_at(&mut bytes, HEADER as u64 + 4 * first)?;
         Ok(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     }
 
-    /// Blocks as they are on the disk, compared with their sums. An error says from which byte on
-    /// they are not what they were.
+    /// Reads blocks from the disk and compares them with their checksums. An error gives the first
+    /// byte that does not match.
     pub fn read(&self, first: u64, count: usize) -> std::result::Result<BufMut, (u64, String)> {
         let at = first * BLOCK as u64;
         let failed = |e: io::Error| (at, e.to_string());
@@ -265,11 +264,11 @@ impl Copy {
         }
     }
 
-    /// Takes it out of use, for everybody. False: it could not be renamed.
+    /// Takes it out of use for everyone. False: it could not be renamed.
     pub fn put_aside(&self) -> bool {
         match fs::rename(&self.path, self.path.with_extension(DAMAGED)) {
             Ok(()) => true,
-            // Somebody else was faster, or removed it.
+            // Another process was faster, or removed it.
             Err(e) => e.kind() == io::ErrorKind::NotFound,
         }
     }
@@ -286,7 +285,7 @@ fn open_direct(path: &Path) -> Result<File> {
     File::options().read(true).custom_flags(flags).open(path).map_err(not_direct(path))
 }
 
-/// What is open already, once more.
+/// Opens an open file once more.
 fn direct_again(f: &File, dir: &Path) -> Result<File> {
     let own = format!("/proc/self/fd/{}", f.as_raw_fd());
     File::options().read(true).custom_flags(libc::O_DIRECT).open(own).map_err(not_direct(dir))
@@ -311,24 +310,23 @@ fn read_header(sums: &File) -> Result<Header> {
     }
 }
 
-/// A copy that is being made: two files without names, so that nothing is left of one that is not
-/// finished.
+/// A copy that is being made: two unnamed files, so that nothing is left of an unfinished one.
 pub struct Making {
     dir: PathBuf,
     folder: File,
     header: Header,
     bytes: File,
     sums: File,
-    /// Bytes that were written.
+    /// Bytes written.
     done: u64,
-    /// Sums that were not written yet.
+    /// Checksums not written yet.
     made: Vec<u8>,
     summed: u64,
 }
 
 impl Making {
-    /// Takes the room for all of it. `ENOSPC` where there is not so much, `EOPNOTSUPP` where files
-    /// need names.
+    /// Reserves disk space for all of it. `ENOSPC` if there is not enough, `EOPNOTSUPP` where files
+    /// cannot be unnamed.
     pub fn begin(dir: &Path, header: Header) -> Result<Making> {
         check_folder(dir)?;
         let unnamed = || {
@@ -346,12 +344,12 @@ impl Making {
             })
         };
         let (bytes, sums) = (unnamed()?, unnamed()?);
-        // Who reads it will open it so.
+        // Readers will open it in the same way.
         direct_again(&bytes, dir)?;
         let size = header.sealed.blocks() * BLOCK as u64;
         if size > 0 {
             match fallocate(&bytes, FallocateFlags::empty(), 0, size) {
-                // It is as long as it will be all the same.
+                // Without fallocate(2), at least sets the final length.
                 Err(Errno::OPNOTSUPP) => bytes.set_len(size).map_err(named(dir))?,
                 Err(Errno::NOSPC | Errno::DQUOT) => {
                     let m = format!(
@@ -377,7 +375,7 @@ impl Making {
         })
     }
 
-    /// The next bytes: whole blocks, but at the end of the file.
+    /// Appends bytes: whole blocks, except at the end of the file.
     pub fn push(&mut self, bytes: &[u8]) -> Result<()> {
         assert!(self.done.is_multiple_of(BLOCK as u64), "a piece behind the last one");
         assert!(
@@ -410,7 +408,7 @@ impl Making {
         self.bytes.sync_all().and_then(|()| self.sums.sync_all()).map_err(named(&self.dir))
     }
 
-    /// Gives it its names, safe on disk. False: a copy was there already, and is left as it is.
+    /// Names it, durable on disk. False: a copy exists already, and is left as it is.
     pub fn publish(mut self) -> Result<bool> {
         self.complete()?;
         let at = |ending: &str| format!("{}.{ending}", self.header.sealed.name());
@@ -419,8 +417,8 @@ impl Making {
             linkat(CWD, own.as_str(), &self.folder, name, AtFlags::SYMLINK_FOLLOW)
         };
         let failed = |e: Errno| named(&self.dir)(e.into());
-        // The sums first: with the bytes it counts. Those of a copy that does not count are in the
-        // way.
+        // The checksums first: the copy counts only once its bytes are there. Checksums without a
+        // copy would be in the way.
         while let Err(e) = link(&self.sums, &at(SUMS)) {
             if e != Errno::EXIST {
                 return Err(failed(e));
@@ -442,7 +440,7 @@ impl Making {
         Ok(new)
     }
 
-    /// Opens it as it is, without names: for self-tests.
+    /// Opens it without naming it: for self-tests.
     pub fn unnamed(mut self) -> Result<Copy> {
         self.complete()?;
         let bytes = direct_again(&self.bytes, &self.dir)?;
@@ -459,7 +457,7 @@ impl Making {
     }
 }
 
-/// What lies in a folder.
+/// An entry of a folder with copies.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Listed {
     /// Its name without the ending, by which it may be removed.
@@ -472,14 +470,14 @@ pub struct Listed {
     pub size: Option<u64>,
     /// When it was staged, ns since 1970.
     pub staged_ns: Option<u64>,
-    /// It may be used.
+    /// Whether it may be used.
     pub usable: bool,
-    /// Why not.
+    /// Why it may not.
     pub why: Option<String>,
 }
 
-/// All copies in a folder, those that cannot be used as well, by their paths. What is not a copy is
-/// passed over.
+/// All copies in a folder, sorted by path, including those that cannot be used. Skips files that
+/// are not copies.
 pub fn list(dir: &Path) -> Result<Vec<Listed>> {
     check_folder(dir)?;
     let mut names = std::collections::BTreeMap::<String, bool>::new();
@@ -523,14 +521,14 @@ fn listed(dir: &Path, name: String, has: bool) -> Listed {
     }
 }
 
-/// Removes what was listed. Who has it open reads it to the end.
+/// Removes a listed copy. A process that has it open can still read it to the end.
 pub fn remove(dir: &Path, what: &Listed) -> Result<()> {
     remove_named(dir, &what.name)
 }
 
 /// As [`remove`], by the name without an ending.
 pub(crate) fn remove_named(dir: &Path, name: &str) -> Result<()> {
-    // The bytes first: without them it does not count.
+    // The bytes first: without them the copy does not count.
     for ending in [COPY, DAMAGED, SUMS] {
         let path = dir.join(format!("{name}.{ending}"));
         match fs::remove_file(&path) {

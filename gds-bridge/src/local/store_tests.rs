@@ -48,7 +48,7 @@ fn headers_are_read_as_they_were_written_and_nothing_else_is() {
     ] {
         assert_eq!(resealed(bad).unwrap_err().code, Code::Inval);
     }
-    // Any bit.
+    // Every bit is covered.
     for at_bit in (0..HEADER * 8).step_by(97) {
         let mut b = at.clone();
         b[at_bit / 8] ^= 1 << (at_bit % 8);
@@ -82,7 +82,7 @@ fn copies_count_when_they_are_whole_and_are_found_by_what_they_hold() {
         let of = sealed(size);
         assert!(Copy::open(at, &of).unwrap().is_none());
         let half = made(at, size);
-        // One that is dropped leaves nothing, not even while it is made.
+        // A copy that is dropped leaves nothing, not even while it is made.
         assert_eq!(fs::read_dir(at).unwrap().count(), 0);
         drop(half);
         assert!(made(at, size).publish().unwrap());
@@ -92,14 +92,14 @@ fn copies_count_when_they_are_whole_and_are_found_by_what_they_hold() {
         assert!(
             got[..size as usize] == bytes(size) && got[size as usize..].iter().all(|b| *b == 0)
         );
-        // Another content, another inode, another file system: another copy.
+        // Another content, inode or file system has another copy.
         let others = [
             Sealed { root: [3; 32], ..of.clone() },
             Sealed { ino: 0x78, ..of.clone() },
             Sealed { fs: [0; 16], ..of.clone() },
         ];
         assert!(others.iter().all(|o| Copy::open(at, o).unwrap().is_none()));
-        // Under another file's name it is not believed.
+        // Under another file's name it is not trusted.
         for ending in [COPY, SUMS] {
             let (from, to) =
                 (format!("{}.{ending}", of.name()), format!("{}.{ending}", others[1].name()));
@@ -108,7 +108,7 @@ fn copies_count_when_they_are_whole_and_are_found_by_what_they_hold() {
         assert_eq!(Copy::open(at, &others[1]).unwrap_err().code, Code::Corrupt);
         remove_named(at, &others[1].name()).unwrap();
         assert!(!made(at, size).publish().unwrap(), "it is there");
-        // Sums alone are of one that was interrupted, and in nobody's way.
+        // Checksums alone belong to an interrupted copy, and are not in the way.
         fs::remove_file(at.join(format!("{}.{COPY}", of.name()))).unwrap();
         assert!(Copy::open(at, &of).unwrap().is_none());
         assert!(made(at, size).publish().unwrap());
@@ -119,7 +119,7 @@ fn copies_count_when_they_are_whole_and_are_found_by_what_they_hold() {
         );
         remove(at, &all[0]).unwrap();
         assert_eq!((fs::read_dir(at).unwrap().count(), list(at).unwrap().len()), (0, 0));
-        // Who had it open still reads it.
+        // A process that had it open can still read it.
         assert!(copy.read(0, blocks).is_ok());
     }
 }

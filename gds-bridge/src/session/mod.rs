@@ -1,5 +1,5 @@
-//! A client, a device and a bridge between them for programs that are not asynchronous: what the C
-//! library and the Python module are made of.
+//! A client, a device and a bridge between them, for programs that are not asynchronous: the base
+//! of the C library and the Python module.
 
 mod path;
 pub mod published;
@@ -28,15 +28,15 @@ use crate::{
     status::{TierStatus, of_bridge},
 };
 
-/// Where a client's key is unless told otherwise.
+/// Default path of the client key.
 pub const KEY: &str = "/etc/strake/client.key";
 
-/// Where the memory is that bytes go to and come from.
+/// The memory that bytes are moved to and from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Memory {
-    /// On an NVIDIA GPU, by its number as the driver counts.
+    /// On an NVIDIA GPU, by the driver's device number.
     Cuda(u32),
-    /// In this process, in place of a device; what is measured says nothing about a GPU.
+    /// In this process, instead of a device; measurements say nothing about a GPU.
     Host,
 }
 
@@ -54,7 +54,7 @@ impl FromStr for Memory {
     }
 }
 
-/// How a session is made. Start from [`Setup::new`].
+/// Options of a session. Start from [`Setup::new`].
 #[derive(Clone, Debug)]
 pub struct Setup {
     /// Metadata servers, `HOST[:PORT]`.
@@ -63,21 +63,21 @@ pub struct Setup {
     pub key: PathBuf,
     /// The device.
     pub memory: Memory,
-    /// Roads to the storage servers.
+    /// Transports to the storage servers.
     pub roads: Use,
-    /// For whom files are opened; `None`: the user and groups of the process.
+    /// The user for whom files are opened; `None`: the user and groups of the process.
     pub creds: Option<Creds>,
     /// Threads that serve the network, 1 to 64.
     pub threads: usize,
-    /// The bridge's.
+    /// Options of the bridge.
     pub options: Options,
-    /// Folder where `lfs path` finds what this session moves of each file; `None`: it does not
-    /// ([`published::folder`]).
+    /// Folder in which this session publishes, for `lfs path`, what it moves of each file; `None`:
+    /// it does not ([`published::folder`]).
     pub published: Option<PathBuf>,
 }
 
 impl Setup {
-    /// The defaults, for a cluster whose metadata servers are named in a list with commas.
+    /// The defaults, for a cluster whose metadata servers are given as a list separated by commas.
     pub fn new(mds: &str, memory: Memory) -> Setup {
         Setup {
             mds: mds.split(',').map(|s| s.trim().to_string()).filter(|s| !s.is_empty()).collect(),
@@ -102,10 +102,10 @@ impl Setup {
     }
 }
 
-/// How files are cut into stripes. Zeros are the cluster's defaults.
+/// How files are striped. Zeros are the cluster's defaults.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stripes {
-    /// Targets that a file lies on; -1: all.
+    /// Number of targets of a file; -1: all.
     pub count: i32,
     /// Bytes of a stripe, a multiple of 65,536.
     pub size: u32,
@@ -122,13 +122,13 @@ impl From<Stripes> for pb::LayoutSpec {
     }
 }
 
-/// Files of a cluster and memory of a device. Every call but [`Session::start`] blocks until it is
-/// done; several threads may call at a time. Not to be used by tasks of a tokio runtime.
+/// Files of a cluster and memory of a device. Every call except [`Session::start`] blocks until it
+/// is done; several threads may call at a time. Not to be used by tasks of a tokio runtime.
 ///
-/// Its threads do not follow a fork(2): in the child every call is `EINVAL`, and dropping it does
-/// nothing.
+/// Its threads do not exist after a fork(2): in the child every call fails with `EINVAL`, and
+/// dropping it does nothing.
 pub struct Session {
-    /// Taken when it is dropped.
+    /// Taken on drop.
     inner: Option<Inner>,
     pid: u32,
 }
@@ -140,7 +140,7 @@ struct Inner {
     host: Option<HostMem>,
     client: Client,
     creds: Creds,
-    /// As of [`Setup::creds`].
+    /// As for [`Setup::creds`].
     fixed: Option<Creds>,
     runtime: Runtime,
 }
@@ -148,8 +148,8 @@ struct Inner {
 impl Session {
     /// Connects to the cluster and opens the device.
     ///
-    /// `EINVAL` for a setup that cannot be, `ENODEV` (with the reason) when there is no such
-    /// device, what the client says of the cluster.
+    /// `EINVAL` for an invalid setup, `ENODEV` (with the reason) when there is no such device, or
+    /// errors of the client.
     pub fn open(setup: &Setup) -> Result<Session> {
         let endpoints = setup.endpoints()?;
         if !(1..=64).contains(&setup.threads) {
@@ -196,7 +196,7 @@ impl Session {
         self.inner.as_ref().filter(|_| self.pid == process::id()).ok_or_else(forked)
     }
 
-    /// Something that only the client can do, for tests.
+    /// Calls the client directly, for tests.
     #[doc(hidden)]
     pub fn with_client<T>(&self, f: impl AsyncFnOnce(&Client) -> Result<T>) -> Result<T> {
         self.run(async |s| f(&s.client).await)
@@ -212,17 +212,17 @@ impl Session {
         &self.inner.as_ref().expect("taken by drop only").device
     }
 
-    /// The stand-in, if that is the device.
+    /// The stand-in device, if there is one.
     pub fn host(&self) -> Option<&HostMem> {
         self.inner.as_ref().and_then(|i| i.host.as_ref())
     }
 
-    /// Where the tiers stand.
+    /// The current standing of each tier.
     pub fn tiers(&self) -> Result<Vec<TierStatus>> {
         Ok(of_bridge(&self.inner()?.bridge))
     }
 
-    /// What there is less of than was wanted, for people.
+    /// What could not be had as wanted, for people.
     pub fn notice(&self) -> Option<&str> {
         self.inner.as_ref().and_then(|i| i.bridge.notice())
     }
@@ -233,7 +233,7 @@ impl Session {
         self.run(async |s| s.open_file(path, flags, mode, None).await)
     }
 
-    /// As [`Session::open_file`]; a file that is made gets these stripes.
+    /// As [`Session::open_file`]; a file that is created gets these stripes.
     pub fn open_striped(
         &self,
         path: &str,
@@ -244,7 +244,7 @@ impl Session {
         self.run(async |s| s.open_file(path, flags, mode, Some(stripes.into())).await)
     }
 
-    /// Sets the stripes of files that are made in a folder from now on.
+    /// Sets the stripes of files created in a folder from now on.
     pub fn stripe_folder(&self, path: &str, stripes: Stripes) -> Result<()> {
         self.run(async |s| {
             let ino = match path.trim_matches('/') {
@@ -269,10 +269,10 @@ impl Session {
         })
     }
 
-    /// Opens a regular file by its inode, for whom the process acts at this moment unless the
-    /// session was made for somebody: the metadata servers ask its permissions, not those of
-    /// folders that lead to it. Inode ids are never reused, so that it is this file or none.
-    /// `flags` as of [`Session::open_file`], nothing is made or cut.
+    /// Opens a regular file by its inode, as the user of the session, or else as the user that the
+    /// process acts for at this moment. The metadata servers check the file's permissions, not
+    /// those of the folders that lead to it. Inode ids are never reused, so it is this file or
+    /// none. `flags` as of [`Session::open_file`], but nothing is created or truncated.
     pub fn open_inode(&self, ino: Ino, flags: u32) -> Result<File> {
         let flags = flags & !(libc::O_CREAT | libc::O_EXCL | libc::O_TRUNC) as u32;
         self.run(async |s| {
@@ -291,22 +291,22 @@ impl Session {
         self.run(async |s| Ok(s.client.fs_uuid()))
     }
 
-    /// Bytes of a file, as the metadata servers know by now.
+    /// Size of a file as currently known to the metadata servers.
     pub fn size(&self, file: &File) -> Result<u64> {
         self.run(async |s| Ok(s.client.getattr(&s.creds, file.ino()).await?.size))
     }
 
-    /// Returns when everything written to the file is safe.
+    /// Returns when everything written to the file is durable.
     pub fn fsync(&self, file: &File) -> Result<()> {
         self.run(async |_| file.fsync().await)
     }
 
-    /// Closes a file; an error is of bytes that were written and lost.
+    /// Closes a file. An error reports written bytes that were lost.
     pub fn close(&self, file: File) -> Result<()> {
         self.run(async |_| file.close().await)
     }
 
-    /// The first bytes of a file, fewer only where it ends.
+    /// Reads `len` bytes at `offset`; fewer only where the file ends.
     pub fn read(&self, file: &File, offset: u64, len: usize) -> Result<Vec<u8>> {
         self.run(async |_| {
             let mut bytes = vec![0; len];
@@ -316,7 +316,7 @@ impl Session {
         })
     }
 
-    /// Writes host memory to a file, all of it or an error.
+    /// Writes host memory to a file: all of it, or an error.
     pub fn write(&self, file: &File, offset: u64, bytes: &[u8]) -> Result<()> {
         self.run(async |_| {
             for (i, piece) in bytes.chunks(REGION).enumerate() {
@@ -327,7 +327,7 @@ impl Session {
         })
     }
 
-    /// Gives a file another name, atomically.
+    /// Renames a file, atomically.
     pub fn rename(&self, from: &str, to: &str) -> Result<()> {
         self.run(async |s| s.rename(from, to).await)
     }
@@ -367,7 +367,7 @@ impl Session {
         })
     }
 
-    /// Moves host memory to the device's, for tests and small things: it is slow.
+    /// Copies host memory to the device, for tests and small data: it is slow.
     pub fn put(&self, to: u64, bytes: &[u8]) -> Result<(), Fault> {
         self.device().check(to, bytes.len() as u64)?;
         let mut stream = self.device().stream()?;
@@ -378,7 +378,7 @@ impl Session {
         outcome
     }
 
-    /// The other way.
+    /// Copies the device's memory to the host.
     pub fn get(&self, from: u64, bytes: &mut [u8]) -> Result<(), Fault> {
         self.device().check(from, bytes.len() as u64)?;
         let mut stream = self.device().stream()?;
@@ -394,7 +394,7 @@ impl Drop for Session {
     fn drop(&mut self) {
         let Some(inner) = self.inner.take() else { return };
         if self.pid != process::id() {
-            // Waiting for threads that the parent has would never end.
+            // Waiting for threads that only the parent has would never end.
             std::mem::forget(inner);
             return;
         }

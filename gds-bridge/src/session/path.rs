@@ -1,20 +1,20 @@
-//! From a path to an inode, as a kernel would resolve it, by the metadata servers.
+//! Resolves a path to an inode as a kernel would, by the metadata servers.
 
 use strake_client::{Attr, Client, Creds};
 use strake_proto::{Code, Error, Ino, Result};
 
-/// Symbolic links that are followed in one path, as on Linux.
+/// Symbolic links that are followed in one path, as in Linux.
 const LINKS: u32 = 40;
 /// Longest path of Linux, bytes.
 const LONGEST: usize = 4095;
 
-/// What a path leads to.
+/// The result of resolving a path.
 pub struct Place {
-    /// The folder that its last name is in.
+    /// The folder that contains the last name.
     pub parent: Ino,
-    /// The last name; not of a symbolic link, unless nothing is behind it.
+    /// The last name; that of a symbolic link only if the link leads nowhere.
     pub name: Vec<u8>,
-    /// What is there, if anything is.
+    /// The inode with that name, if it exists.
     pub found: Option<Attr>,
 }
 
@@ -23,10 +23,10 @@ fn is(attr: &Attr, kind: u32) -> bool {
 }
 
 /// Resolves a path from the root of the file system (a leading `/` changes nothing). Symbolic links
-/// are followed, the last one, too.
+/// are followed, including the last one.
 ///
 /// `EINVAL` for a path without a name or a link to an absolute path, whose place in the file system
-/// is not known here; `ELOOP`, `ENOTDIR`, `ENOENT` for a folder that is not there, `EACCES`.
+/// is not known here; `ELOOP`; `ENOTDIR`; `ENOENT` for a missing folder; `EACCES`.
 pub async fn resolve(client: &Client, creds: &Creds, path: &str) -> Result<Place> {
     let what = |code: Code, m: &str| Error::new(code, format!("path '{path}': {m}"));
     if path.len() > LONGEST {
@@ -40,7 +40,7 @@ pub async fn resolve(client: &Client, creds: &Creds, path: &str) -> Result<Place
     while let Some(name) = todo.pop() {
         let parent = folders[folders.len() - 1];
         if name == b".." {
-            // Of the root it is the root.
+            // The parent of the root is the root.
             folders.truncate((folders.len() - 1).max(1));
             continue;
         }

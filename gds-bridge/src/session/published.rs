@@ -1,5 +1,5 @@
-//! What living sessions of this node moved, by file and tier, for `lfs path`: each has a file in a
-//! folder of its user's, locked as long as it lives.
+//! What the running sessions of this node moved, by file and tier, for `lfs path`. Each session has
+//! a file in a folder of its user, locked as long as it runs.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -23,20 +23,20 @@ use crate::{
     tier::ByTier,
 };
 
-/// Not more often than this is it written.
+/// Minimum time between two writes.
 const PAUSE: Duration = Duration::from_millis(250);
-/// A larger file is nobody's that we know.
+/// A larger file was not written by a session.
 const LARGEST: u64 = 4 << 20;
-/// It is written in place: who reads in the middle reads again.
+/// The file is written in place: a reader that sees a half-written file reads again.
 const READS: u32 = 20;
 
 /// The folder of this process's sessions: below `/run/strake` for root, else below
-/// `$XDG_RUNTIME_DIR/strake`; none where the system has neither.
+/// `$XDG_RUNTIME_DIR/strake`; none where neither exists.
 pub fn folder() -> Option<PathBuf> {
     if geteuid().is_root() {
         return Some("/run/strake/gds".into());
     }
-    // Not of a program with more rights than who started it.
+    // Ignored in a program with more rights than the user who started it.
     let dir = std::env::var_os("XDG_RUNTIME_DIR").filter(|_| geteuid() == getuid())?;
     Some(Path::new(&dir).join("strake/gds"))
 }
@@ -52,7 +52,7 @@ pub fn folders() -> Vec<PathBuf> {
     all
 }
 
-/// One session's file, which goes with it.
+/// One session's file, which is removed with it.
 struct Published {
     path: PathBuf,
     file: File,
@@ -75,7 +75,7 @@ impl Published {
         fs::create_dir_all(folder)?;
         remove_dead(folder);
         let name = format!("{}-{}.json", process::id(), NEXT.fetch_add(1, Relaxed));
-        // Under another name until it is locked.
+        // Hidden by another name until it is locked.
         let hidden = folder.join(format!(".{name}"));
         let file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&hidden)?;
         let p = Published { path: folder.join(name), file, fs_uuid: hex(fs_uuid) };
@@ -106,7 +106,7 @@ fn all(folder: &Path) -> Vec<PathBuf> {
     entries.unwrap_or_default()
 }
 
-/// Removes those of processes that were killed; another process may be at it, too.
+/// Removes files of killed processes; another process may do the same concurrently.
 fn remove_dead(folder: &Path) {
     for path in all(folder) {
         if open(&path)
@@ -117,12 +117,13 @@ fn remove_dead(folder: &Path) {
     }
 }
 
-/// To read. Other users' folders may hold anything: no link is followed, no pipe waited for.
+/// Opens a file to read. Other users' folders may hold anything: follows no link, waits for no
+/// pipe.
 fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)
 }
 
-/// Publishes until it is dropped. A session works as well where this cannot be done.
+/// Publishes until it is dropped. A session also works where publishing fails.
 pub async fn publish(folder: PathBuf, fs_uuid: Vec<u8>, tally: Arc<Tally>) {
     let failed = |e: io::Error| {
         tracing::debug!("`lfs path` will not know of this session: {}: {e}", folder.display())
@@ -140,10 +141,10 @@ pub async fn publish(folder: PathBuf, fs_uuid: Vec<u8>, tally: Arc<Tally>) {
     }
 }
 
-/// What one living session moved of a file.
+/// What one running session moved of a file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Seen {
-    /// Of its process, as it sees itself.
+    /// Its process id, as the process sees it.
     pub pid: u64,
     /// The program's name.
     pub program: String,
@@ -151,8 +152,8 @@ pub struct Seen {
     pub tiers: FileTiers,
 }
 
-/// The living sessions in a folder that moved bytes of this file, by process. What is no session's
-/// file is passed over.
+/// The running sessions in a folder that moved bytes of this file, by process. Skips files that are
+/// not of a session.
 pub fn look(folder: &Path, fs_uuid: &[u8], ino: u64) -> Vec<Seen> {
     let mut seen: Vec<Seen> =
         all(folder).iter().filter_map(|p| read(p, &hex(fs_uuid), ino)).collect();
@@ -165,7 +166,7 @@ fn read(path: &Path, fs_uuid: &str, ino: u64) -> Option<Seen> {
     let is_small = |f: &File| f.metadata().is_ok_and(|m| m.is_file() && m.len() <= LARGEST);
     for _ in 0..READS {
         if !is_small(&file) || file.try_lock_shared().is_ok() {
-            // Whose owner is gone: nobody writes it any more.
+            // Its owner is gone: nothing writes it any more.
             return None;
         }
         let mut bytes = Vec::new();
@@ -189,7 +190,7 @@ fn seen(v: &Value, fs_uuid: &str, ino: u64) -> Option<Seen> {
     }
     let file = v["files"].get(ino.to_string())?;
     let by = |way: &str| ByTier::new(|t: Tier| file[way][t.name()].as_u64().unwrap_or(0));
-    // For a terminal: what a process calls itself may have anything in it.
+    // For a terminal: a process can choose any name for itself.
     let program = v["program"].as_str()?.chars().filter(|c| !c.is_control()).take(64).collect();
     Some(Seen {
         pid: v["pid"].as_u64()?,
@@ -235,7 +236,8 @@ mod tests {
             "another's, another file"
         );
 
-        // What lies about there: rubbish, a link to it, a pipe, and the file of a killed process.
+        // Other things that may lie there: rubbish, a link to it, a pipe, and the file of a killed
+        // process.
         let mine = fs::read_dir(&folder).unwrap().next().unwrap().unwrap().path();
         fs::copy(&mine, folder.join("1-0.json")).unwrap();
         fs::write(folder.join("2-0.json"), b"{").unwrap();

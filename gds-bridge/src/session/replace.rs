@@ -1,4 +1,4 @@
-//! Saving a file so that it is there whole or not at all.
+//! Saves a file so that it appears as a whole or not at all.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use crate::{Direction, Failed, Policy, Report, Transfer};
 
 /// Longest name of a file, bytes.
 const NAME_MAX: usize = 255;
-/// Bytes of host memory that are written at a time.
+/// Bytes of host memory written at a time.
 const PIECE: usize = 4 << 20;
 
-/// What a new file is made of: bytes at its beginning, then ranges of the device's memory one
-/// behind the other.
+/// The content of a new file: bytes at its beginning, then consecutive ranges of the device's
+/// memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Content<'a> {
     /// Bytes of host memory.
@@ -37,11 +37,11 @@ impl Content<'_> {
 }
 
 impl Session {
-    /// Writes a file under a name of its own, makes it safe (fsync), and then gives it `path`, in
-    /// place of what was there before. A reader sees the old file or the new one; after a failure
+    /// Writes a file under a temporary name, makes it durable (fsync), and then renames it to
+    /// `path`, replacing what was there. A reader sees the old file or the new one; after a failure
     /// or a crash the old one is there. `mode`: permissions.
     ///
-    /// Errors as of [`crate::Bridge::save`], and those of creating and renaming files.
+    /// Errors as for [`crate::Bridge::save`], and those of creating and renaming files.
     pub fn replace(
         &self,
         path: &str,
@@ -68,7 +68,7 @@ impl Session {
                 created.map_err(|e| refused(e.context(format!("path '{path}': new file"))))?.0,
             );
             let written = inner.write(&file, content, policy).await;
-            // A clone of it may be held by a part that was given up.
+            // A part that was abandoned may still hold a clone of it.
             let closed = File::clone(&file).close().await;
             let outcome = match (written, closed) {
                 (Ok(report), Ok(())) => {
@@ -119,7 +119,7 @@ impl Inner {
     }
 }
 
-/// A hidden name beside the one that the file is to have.
+/// A hidden name in the folder of the final name.
 fn temporary(name: &[u8]) -> Result<Vec<u8>> {
     let mut random = [0; 8];
     getrandom::fill(&mut random).map_err(|e| Error::new(Code::Io, format!("random bytes: {e}")))?;

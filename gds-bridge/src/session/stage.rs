@@ -1,5 +1,5 @@
-//! Copies of sealed files on this node: read through the client, compared with the manifest,
-//! written to a folder.
+//! Makes copies of sealed files on this node: reads them through the client, compares them with the
+//! manifest, and writes them to a folder.
 
 use std::{path::Path, time::SystemTime};
 
@@ -19,34 +19,33 @@ use crate::{
     local::{Copy, Header, Making, Sealed, check_folder},
 };
 
-/// Pieces that are read at a time, of [`REGION`] each.
+/// Pieces read concurrently, of [`REGION`] each.
 const AHEAD: usize = 4;
 
-/// A copy that is there.
+/// An existing copy.
 #[derive(Clone, Debug, Serialize)]
 pub struct Staged {
-    /// The file, as it was named.
+    /// The path of the file, as given.
     pub path: String,
-    /// The copy, without its ending.
+    /// The name of the copy, without its ending.
     pub name: String,
     /// Bytes of the file.
     pub size: u64,
-    /// It was there before.
+    /// It existed before.
     pub already: bool,
 }
 
 impl Session {
-    /// Makes a copy of a sealed file in a folder of this node, unless it is there. `done` is told
-    /// how many bytes of how many are there, of the file. Nothing is left of a copy that was not
-    /// finished.
+    /// Makes a copy of a sealed file in a folder of this node, unless it exists. `done` is called
+    /// with the bytes copied so far and the total. Nothing is left of an unfinished copy.
     ///
-    /// `ENODATA` for a file that is not sealed, `EIO` for one that holds something else than its
-    /// manifest says, `ENOSPC`, `EPERM` for a folder that others may write to, what the file system
-    /// says of the path.
+    /// `ENODATA` for a file that is not sealed, `EIO` for one whose content does not match its
+    /// manifest, `ENOSPC`, `EPERM` for a folder that others may write to, or errors of the file
+    /// system for the path.
     pub fn stage(&self, path: &str, dir: &Path, mut done: impl FnMut(u64, u64)) -> Result<Staged> {
         check_folder(dir)?;
         self.run(async |s| {
-            // Not from the cache: what is there may have been read long ago.
+            // Not from the cache, which may have been read long ago.
             let file = s.open_file(path, libc::O_DIRECT as u32, 0, None).await?;
             let staged = s.stage(path, &file, dir, &mut done).await;
             file.close().await?;
@@ -69,7 +68,7 @@ impl Inner {
         match Copy::open(dir, &sealed) {
             Ok(Some(_)) => return Ok(at(true)),
             Ok(None) => {}
-            // One that cannot be used is in the way of a new one.
+            // An unusable copy is in the way of a new one.
             Err(e)
                 if matches!(
                     e.code,
@@ -113,7 +112,8 @@ impl Inner {
         Ok(at(!new))
     }
 
-    /// What the file holds, by its manifest, and the digests of its extents, which agree with that.
+    /// The file's content according to its manifest, and the digests of its extents, which match
+    /// it.
     async fn manifest(&self, file: &File) -> Result<(Sealed, Vec<Digest>)> {
         let creds = self.fixed.clone().unwrap_or_else(super::mine);
         let not = || {
@@ -155,7 +155,7 @@ impl Inner {
 const _: () =
     assert!(REGION.is_multiple_of(BLOCK) && (seal::EXTENT as usize).is_multiple_of(REGION));
 
-/// All of a piece, in one. A sealed file is as long as its manifest says.
+/// Joins all bytes of a piece. A sealed file is as long as its manifest says.
 fn whole(bufs: Vec<Buf>, offset: u64, len: usize) -> Result<Vec<u8>> {
     let bytes: Vec<u8> = bufs.iter().fold(Vec::with_capacity(len), |mut all, b| {
         all.extend_from_slice(b);

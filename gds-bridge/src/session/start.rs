@@ -1,4 +1,4 @@
-//! Loads and saves in the order of a stream of the program, beside what it does meanwhile.
+//! Loads and saves that follow the order of a stream of the program, while the program continues.
 
 use std::{
     process,
@@ -11,23 +11,23 @@ use strake_proto::{Code, Error, Result};
 use super::Session;
 use crate::{Direction, Failed, Policy, Report, Transfer, mem::Before};
 
-/// A load or save that goes on by itself. Dropping it waits for its end: the memory is the
+/// A load or save in the background. Dropping it waits for its end, because the memory is the
 /// caller's.
 pub struct Started {
     thread: Option<JoinHandle<Result<Report, Failed>>>,
-    /// To tell what became of a thread that panicked.
+    /// Used as the report of a thread that panicked.
     nothing: Report,
     pid: u32,
 }
 
 impl Session {
-    /// As [`Session::load`] or [`Session::save`], but returns at once. It begins when what the
-    /// program has given to this stream (a `CUstream`; 0: the default one) by now is done, and
-    /// overlaps with what it gives to it afterwards: that may use the ranges only once
-    /// [`Started::finish`] returned.
+    /// As [`Session::load`] or [`Session::save`], but returns at once. The transfer begins when the
+    /// work that the program has given to this stream (a `CUstream`; 0: the default one) by now is
+    /// done. It overlaps with work given to the stream afterwards, which may use the ranges only
+    /// once [`Started::finish`] returned.
     ///
-    /// `EINVAL` in a child after fork(2), `ENODEV` when the context is gone; all else is told by
-    /// [`Started::finish`].
+    /// `EINVAL` in a child after fork(2), `ENODEV` when the context is gone; all other errors are
+    /// returned by [`Started::finish`].
     ///
     /// # Safety
     /// The stream is one of the device's primary context, and is not destroyed before this
@@ -76,7 +76,7 @@ impl Started {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits for its end. Then the bytes are where they belong, and any stream may use them.
+    /// Waits for its end. Then the bytes are in place, and any stream may use them.
     pub fn finish(mut self) -> Result<Report, Failed> {
         let failed = |error, report| Failed { error, report: Box::new(report) };
         match self.thread.take().filter(|_| self.pid == process::id()) {
@@ -97,7 +97,7 @@ impl Started {
 
 impl Drop for Started {
     fn drop(&mut self) {
-        // A thread of the parent never ends in a child.
+        // In a child process, a thread of the parent never ends.
         if let Some(thread) = self.thread.take().filter(|_| self.pid == process::id()) {
             let _ = thread.join();
         }

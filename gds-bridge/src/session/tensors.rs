@@ -1,4 +1,4 @@
-//! Safetensors files of a session: into the device's memory and from it.
+//! Safetensors files of a session: loading into the device's memory and saving from it.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -16,14 +16,14 @@ use crate::{
 pub struct TensorFile {
     /// The file.
     pub file: Arc<File>,
-    /// What it says of itself, verified against its size.
+    /// Its header, checked against its size.
     pub header: Header,
     path: String,
 }
 
 impl TensorFile {
-    /// All of its tensors to one piece of memory, laid out as [`Header::layout`] says: as few
-    /// ranges as possible.
+    /// Transfers of all its tensors to one block of memory, laid out as [`Header::layout`] says, in
+    /// as few ranges as possible.
     pub fn to_block(&self, block: u64) -> Vec<Transfer> {
         let (places, _) = self.header.layout();
         let mut all: Vec<Transfer> = Vec::new();
@@ -42,8 +42,8 @@ impl TensorFile {
         all
     }
 
-    /// Tensors to memory that there is already: `to` tells address and bytes for a name, or that it
-    /// is not wanted. `EINVAL` for one that has another size.
+    /// Transfers of tensors to existing memory. `to` returns address and bytes for a name, or
+    /// `None` if the tensor is not wanted. `EINVAL` for one of another size.
     pub fn to_places(&self, to: impl Fn(&str) -> Option<(u64, u64)>) -> Result<Vec<Transfer>> {
         let mut all = Vec::new();
         for t in &self.header.tensors {
@@ -62,7 +62,8 @@ impl TensorFile {
 }
 
 impl Session {
-    /// Opens a safetensors file and reads its header. `EINVAL` for one whose header lies.
+    /// Opens a safetensors file and reads its header. `EINVAL` if the header does not match the
+    /// file.
     pub fn open_tensors(&self, path: &str) -> Result<TensorFile> {
         let file = self.open_file(path, libc::O_RDONLY as u32, 0)?;
         let header = self.header(&file).map_err(|e| e.context(format!("path '{path}'")));
@@ -81,8 +82,8 @@ impl Session {
         Header::parse(&self.read(file, PREFIX as u64, n)?, size)
     }
 
-    /// Writes tensors as a safetensors file that takes `path` when it is whole and safe: see
-    /// [`Session::replace`].
+    /// Writes tensors as a safetensors file that gets the name `path` when it is complete and
+    /// durable: see [`Session::replace`].
     pub fn save_tensors(
         &self,
         path: &str,

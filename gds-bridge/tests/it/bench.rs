@@ -1,4 +1,4 @@
-//! The benchmark's own logic: its rows, and that a strict run is refused whose tier changed.
+//! The benchmark's own logic: its rows, and that a strict run is refused if its tier changed.
 
 use crate::served::Served;
 use strake_gds::{
@@ -24,7 +24,7 @@ fn plan(at: &Served, policy: Policy, strict: bool) -> Plan {
     }
 }
 
-/// Opens a session, and says so where this machine lets it pin nothing.
+/// Opens a session, and prints a message where this machine does not allow pinning memory.
 fn open(setup: &Setup) -> Result<Session, strake_proto::Error> {
     let s = Session::open(setup)?;
     let pinned = s.tiers()?.iter().any(|t| t.tier == "bounce-tcp" && t.available);
@@ -98,7 +98,7 @@ fn a_file_that_is_there_is_loaded_and_stays_as_it_is() {
         assert!(r.rates.load > 0.0 && r.of_ceiling.load > 0.0 && r.of_ceiling.save.is_none());
         assert!(r.of_pageable_loop.load > 0.0 && r.of_pageable_loop.save.is_none());
     }
-    // No more than was asked for.
+    // A run with fewer bytes uses only those.
     let less =
         bench::run_with(&Plan { bytes: 1 << 20, threads: vec![1], ..plan.clone() }, open).unwrap();
     assert_eq!((less.bytes, less.rows[0].loaded.moved()), (1 << 20, 1 << 20));
@@ -119,7 +119,7 @@ fn broken() -> Fault {
 #[test]
 fn a_strict_run_is_refused_when_its_tier_changes() {
     let served = Served::new(2);
-    // From the second row on pinned memory does not work.
+    // Pinned memory fails from the second row on.
     let breaking = |rows: &mut u32, setup: &Setup| {
         let s = open(setup)?;
         if !s.tiers()?.iter().any(|t| t.tier == "bounce-tcp" && t.available) {
@@ -144,7 +144,7 @@ fn a_strict_run_is_refused_when_its_tier_changes() {
     assert!(served.cluster.mds.names().is_empty());
 }
 
-/// Where every tier is allowed the call ends well, and the run does not count all the same.
+/// With every tier allowed the call succeeds, but the strict run is still refused.
 #[test]
 fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy_allows_it() {
     let served = Served::new(2);
@@ -152,8 +152,8 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
         let of = |t: &TierStatus| Some([t.load_bytes_per_s?, t.save_bytes_per_s?]);
         s.tiers().unwrap().iter().find(|t| t.tier == tier).and_then(of)
     };
-    // Pinned memory is what a call begins with, which on host memory is a matter of chance; in the
-    // second row it stops working.
+    // The call must begin with pinned memory, which depends on chance on host memory. In the second
+    // row pinned memory stops working.
     let breaking = |rows: &mut u32, setup: &Setup| {
         for _ in 0..1000 {
             let s = open(setup)?;
@@ -182,7 +182,7 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
         };
         let saved = f.rows[1].saved.as_ref().unwrap();
         assert!(saved.by_tier[Tier::BounceTcp] > 0 && saved.by_tier[Tier::Pageable] > 0, "{saved}");
-        // And what a script reads of all of them adds up.
+        // The figures in the JSON output add up, too.
         let json = serde_json::to_value(&f).unwrap();
         for report in
             json["rows"].as_array().unwrap().iter().flat_map(|r| [&r["saved"], &r["loaded"]])

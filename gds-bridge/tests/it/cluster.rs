@@ -1,5 +1,5 @@
-//! Files of a cluster, by the real client, to a device and back. The cluster is the one in memory
-//! of the client's own tests.
+//! Moves files of a cluster to a device and back with the real client. The cluster is the in-memory
+//! one of the client's own tests.
 
 use std::sync::{
     Arc,
@@ -74,7 +74,7 @@ async fn striped_files_arrive_and_what_is_saved_is_read_by_another_mount() {
     want[(3 << 20) + 5..].copy_from_slice(&data[1][1000..][..(1 << 20) + 77]);
     assert!(join(&seen.read(0, 5 << 20).await.unwrap()) == want);
 
-    // What the other mount saved, with the hole as zeros, comes back here.
+    // Load what the other mount saved; the hole reads as zeros.
     let device = mem.alloc(attr.size).unwrap();
     let r = bridge.load(&[range(&out, 0, device, attr.size)], BOUNCE).await.unwrap();
     assert!(r.is_all(Tier::BounceTcp) && mem.peek(device, attr.size).unwrap() == want);
@@ -95,13 +95,13 @@ async fn damaged_full_and_closed_files_fail_with_their_own_errors() {
     let tensor = crate::ram::device(&mem, &vec![0; 2 << 20]);
     let all = [range(&f, 0, tensor, 2 * MIB)];
 
-    // One bad copy: the other one is taken, and nothing wrong arrives.
+    // One replica is bad: the other one is used, and no wrong bytes arrive.
     cluster.oss.faults(|f| f.corrupt.insert(0));
     let uncached = c.open(&user(), f.ino(), 0o40000).await.unwrap().0;
     let r = bridge.load(&[range(&uncached, 0, tensor, 2 * MIB)], BOUNCE).await.unwrap();
     assert!(r.is_all(Tier::BounceTcp) && mem.peek(tensor, 2 * MIB).unwrap() == data);
     assert!(c.stats().corrupt_replies > 0);
-    // None that is good: an error, and the bytes are not counted.
+    // No replica is good: the load fails, and the bytes are not counted.
     cluster.oss.faults(|f| f.corrupt.insert(1));
     let failed =
         bridge.load(&[range(&uncached, 0, tensor, 2 * MIB)], Policy::Prefer).await.unwrap_err();
@@ -122,7 +122,7 @@ async fn damaged_full_and_closed_files_fail_with_their_own_errors() {
     assert_eq!(failed.error.code, Code::BadF);
 }
 
-/// A file of the client; before the read or write of this number the network changes its roads.
+/// A file of the client. Before its read or write number `at` the network changes its transports.
 struct Turning {
     file: File,
     calls: AtomicU64,
@@ -165,8 +165,8 @@ impl FileIo for Turning {
     }
 }
 
-/// Each server's transport marks what it moves, as the real ones do; all between there and the
-/// report is the real thing.
+/// Each server's simulated transport marks the payloads it moves, as the real ones do. Everything
+/// from there to the report is the real code.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
     const O_DIRECT: u32 = 0o40000;
@@ -181,7 +181,7 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
     let data = pattern(7, 4 * MIB);
     let f = written(&c, b"f", &data, 256 << 10).await;
     let tensor = crate::ram::device(&mem, &vec![0; data.len()]);
-    // Not from the cache: it would tell how bytes came when they came.
+    // Do not read from the cache: it would report the transport by which the bytes arrived earlier.
     let (uncached, _) = c.open(&user(), f.ino(), RW | O_DIRECT).await.unwrap();
     let by_road = || c.file_roads(f.ino()).file;
     let moved = |of: fn(&strake_proto::pb::FileRoad) -> u64| by_road().iter().map(of).sum::<u64>();

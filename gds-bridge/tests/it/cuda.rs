@@ -1,6 +1,6 @@
 //! The CUDA side against a stand-in for the driver library, which is compiled here. It shows that
-//! functions, types, pointer checks and error codes fit together as the API describes them; no GPU
-//! and no real driver is in it.
+//! functions, types, pointer checks and error codes fit together as the API describes them. No GPU
+//! and no real driver is involved.
 
 use std::{
     ffi::{CString, c_int, c_long, c_void},
@@ -20,7 +20,7 @@ use strake_proto::{Code, Error};
 
 const BOUNCE: Policy = Policy::Require(Tier::BounceTcp);
 
-/// The compiled library; `None` (and said so) where there is no compiler.
+/// Compiles the library. Prints a message and returns `None` where there is no compiler.
 fn standin(dir: &Path, flags: &[&str]) -> Option<PathBuf> {
     let (source, to) = (
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/standin/libcuda.c"),
@@ -41,11 +41,11 @@ fn standin(dir: &Path, flags: &[&str]) -> Option<PathBuf> {
     Some(to)
 }
 
-/// A function of the stand-in's own.
+/// A function that only the stand-in has.
 fn own(library: &Path, name: &str) -> *mut c_void {
     let (library, name) =
         (CString::new(library.as_os_str().as_bytes()).unwrap(), CString::new(name).unwrap());
-    // SAFETY: opens what is open already, and looks a name up.
+    // SAFETY: opens a library that is open already, and looks up a name.
     let f = unsafe { libc::dlsym(libc::dlopen(library.as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
     assert!(!f.is_null());
     f
@@ -143,7 +143,7 @@ fn old_empty_and_failing_drivers_are_told_apart() {
     let name = || "CUDA_ERROR_NOT_INITIALIZED".to_string();
     let failed = Fault::Driver { call: "cuInit", code: 3, name: name() };
     assert_eq!(open(&["-DINIT=3"], 0), Some(Unavailable::Device(failed)));
-    // A number that nobody has a name for, as newer drivers return.
+    // An unknown error number, as newer drivers may return.
     for code in [5000, -1, i32::MAX] {
         let e = open(&[&format!("-DINIT={code}")], 0).unwrap();
         assert!(
@@ -211,7 +211,8 @@ fn addresses_are_checked_against_the_driver() {
     assert_eq!(gpu.check(a, 1), Err(Fault::Foreign { addr: a }));
     assert!(matches!(gpu.free(a), Err(Fault::Driver { call: "cuMemFree", code: 1, .. })));
     assert_eq!(gpu.alloc(1 << 40), Err(Fault::NoMemory { bytes: 1 << 40 }));
-    // Another device's context, and memory that has none: by its device.
+    // Memory of another device's context, and memory without a context, which is checked by its
+    // device.
     let other = Cuda::open_library(&r.library, 0).unwrap();
     let foreign = other.alloc(4096).unwrap();
     assert_eq!(gpu.check(foreign, 1), Err(Fault::Foreign { addr: foreign }));
@@ -249,10 +250,10 @@ fn what_a_stream_of_the_program_was_given_is_waited_for_and_nothing_that_it_is_g
     // SAFETY: writes one handle.
     assert_eq!(unsafe { create(&mut stream, 1) }, 0);
     let fill = |bytes: &[u8; 4096]| {
-        // SAFETY: both are as long as that, and live until the stream was waited for.
+        // SAFETY: both buffers have 4096 bytes and live until the test has waited for the stream.
         assert_eq!(unsafe { copy(tensor, bytes.as_ptr().cast(), 4096, stream) }, 0);
     };
-    // SAFETY: where the stand-in has the memory.
+    // SAFETY: the stand-in keeps the memory of `tensor` at this address.
     let now = || unsafe { ((tensor - (1 << 60)) as *const u8).read() };
     let (first, second) = ([1; 4096], [2; 4096]);
     fill(&first);
@@ -327,14 +328,14 @@ async fn errors_of_the_driver_end_calls_by_their_meaning() {
     let file = Ram::new(1, pattern(1, 2 * MIB), &r.pool);
     let tensor = r.gpu.alloc(2 * MIB).unwrap();
     let all = [whole(&file, tensor)];
-    // An error of a copy, of which nobody says what it means.
+    // A copy fails with an unknown error code.
     set(&r.library, 2, 4711);
     let failed = bridge.load(&all, Policy::Prefer).await.unwrap_err();
     assert!(failed.error.code == Code::Io && failed.error.message.contains("4711"), "{failed}");
     assert_eq!(failed.report.moved(), 0);
     set(&r.library, 2, 0);
 
-    // Memory that is freed in the meantime: the driver has a code for it that means many things.
+    // Memory is freed in the meantime: the driver's error code for this has several meanings.
     let Some(r) = rig(&[]) else { return };
     let bridge = r.bridge().await;
     let tensor = r.gpu.alloc(2 * MIB).unwrap();
@@ -390,7 +391,7 @@ async fn two_devices_share_what_is_registered_also_after_the_first_one_is_gone()
     };
     save(&a, &first).await;
     save(&b, &r.gpu).await;
-    // Its context stays as long as the other one uses what was registered in it.
+    // The first bridge's context stays while the other bridge uses memory registered in it.
     drop((a, first));
     save(&b, &r.gpu).await;
     assert_eq!(number(&r.library, "strake_standin_pins"), 7);
@@ -452,7 +453,7 @@ async fn what_is_damaged_between_host_and_device_is_found_by_the_devices_sums() 
             "{}",
             failed.report
         );
-        // What came damaged from the device is not written.
+        // Bytes that were damaged on the way from the device are not written.
         bridge.load(&all, BOUNCE).await.unwrap();
         set(&r.library, 6, nth);
         let failed = bridge.save(&all, BOUNCE).await.unwrap_err();
@@ -462,7 +463,8 @@ async fn what_is_damaged_between_host_and_device_is_found_by_the_devices_sums() 
     drop(bridge);
     assert_eq!(number(&r.library, "strake_standin_pins"), 0, "everything is let go");
 
-    // Without it nothing is found, and that is what the report says.
+    // Without device checksums the damage is not found, and the report says that only the host
+    // verified.
     let bridge = r.bridge().await;
     set(&r.library, 6, 3);
     let report = bridge.load(&all, BOUNCE).await.unwrap();

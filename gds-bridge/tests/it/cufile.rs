@@ -1,6 +1,6 @@
 //! The table of cuFile's functions against a stand-in of NVIDIA's library, which is compiled here:
-//! names, types and counters fit together as the interface describes them. Nothing of the real one
-//! is in it.
+//! names, types and counters fit together as the interface describes them. The real library is not
+//! tested.
 
 use std::{
     ffi::{CString, c_int, c_void},
@@ -16,11 +16,11 @@ use strake_gds::{
     local::{Counters, CuFile, Nvidia},
 };
 
-/// Something that is there everywhere, in place of what kernels without modules lack.
+/// A file that exists everywhere, in place of `/proc/modules`, which kernels without modules lack.
 const MODULES: &str = "/proc/version";
 
-/// The compiled library; `None` (and said so) where there is no compiler. Each has a name of its
-/// own: one that is open is not opened again.
+/// Compiles the library. Prints a message and returns `None` where there is no compiler. Each build
+/// has its own file name, because dlopen(3) does not load an open file again.
 fn standin(dir: &Path, flags: &[&str]) -> Option<PathBuf> {
     let to = dir.join(format!("libcufile{}.so.0", flags.concat().replace('/', "")));
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/standin/libcufile.c");
@@ -50,7 +50,7 @@ fn open(dir: &Path, flags: &[&str]) -> Option<(PathBuf, Opened)> {
 fn own(library: &Path, name: &str) -> *mut c_void {
     let (library, name) =
         (CString::new(library.as_os_str().as_bytes()).unwrap(), CString::new(name).unwrap());
-    // SAFETY: opens what is open already, and looks a name up.
+    // SAFETY: opens a library that is open already, and looks up a name.
     let f = unsafe { libc::dlsym(libc::dlopen(library.as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
     assert!(!f.is_null());
     f
@@ -65,7 +65,8 @@ fn reads_arrive_and_counters_tell_their_road_in_each_version() {
     for version in ["-DVERSION=1150", "-DVERSION=1160", "-DVERSION=1200"] {
         let Some((library, opened)) = open(dir.path(), &[version]) else { return };
         let cufile = opened.unwrap_or_else(|e| panic!("{e}"));
-        // SAFETY: the functions of these names have these types, and take any number or none.
+        // SAFETY: the functions of these names have these types; they take any number, or no
+        // argument.
         let (trick, registered) = unsafe {
             (
                 std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(own(
@@ -127,7 +128,7 @@ fn what_cannot_be_used_says_why() {
         "its compatibility mode stays on: cuFileSetParameterBool failed with 5026",
     );
     said(&["-DNO_DRIVER"], "cufile", "cuFileDriverOpen failed with 5011: the CUDA driver said 999");
-    // Ours, by whatever name it is found.
+    // Our own library, under whatever name it is found.
     said(&["-DOURS"], "no-cufile", "is StrakeFS's own library");
     let gone =
         Nvidia::open_library(&standin(dir.path(), &[]).unwrap(), Path::new("/nowhere/modules"))

@@ -1,6 +1,6 @@
-//! The road on which storage servers read and write the device's memory: the real client and
-//! bridge, host memory as the device, and the network in memory of the client's own tests, which
-//! lends as RDMA does.
+//! The direct path, on which storage servers read and write the device's memory. The tests use the
+//! real client and bridge, host memory as the device, and the in-memory network of the client's own
+//! tests, which lends memory as RDMA does.
 
 use std::{
     sync::{
@@ -23,14 +23,14 @@ use strake_proto::{Code, Error, Result};
 const RW: u32 = 2;
 const O_DSYNC: u32 = 0o10000;
 const DIRECT: Policy = Policy::Require(Tier::GpuRdma);
-/// Bytes of a part.
+/// Size of a part in bytes.
 const PART: u64 = 256 << 10;
 
-/// The client, but for files without a name, which this cluster has none of.
+/// The client, but with named scratch files: this cluster has no files without a name.
 struct Near {
     client: Client,
     files: AtomicU64,
-    /// How much longer than it takes the self-test's file is under way to the device and from it.
+    /// Extra time that each direct transfer of the self-test's file takes.
     slower: Duration,
 }
 
@@ -60,12 +60,12 @@ struct Stage {
     bridge: Bridge,
 }
 
-/// Two copies on four servers, which are all reached by RDMA.
+/// Two replicas on four servers, all reached by RDMA.
 async fn stage(sums: bool, options: Options) -> Stage {
     staged(sums, options, Duration::ZERO).await
 }
 
-/// With a road to the device that looks so much slower than it is.
+/// As [`stage`], but the self-test sees the direct path slower by `slower`.
 async fn staged(sums: bool, options: Options, slower: Duration) -> Stage {
     let cluster = Cluster::new(4, 2);
     (0..4).for_each(|t| cluster.net.set_road(node(t), Road::Rdma));
@@ -111,7 +111,7 @@ async fn bytes_go_straight_to_the_device_and_back_and_are_stable_and_verified_th
         "{:?}",
         s.bridge.standings()
     );
-    // Whole parts, a hole, and an end that comes with its answer. Nothing of it was flushed.
+    // Whole parts, a hole, and an end that arrives inside the answer. None of it was flushed.
     let mut data = pattern(1, MIB + 77);
     let f = written(&s.client, b"f", &data).await;
     f.truncate(3 * MIB).await.unwrap();
@@ -130,7 +130,8 @@ async fn bytes_go_straight_to_the_device_and_back_and_are_stable_and_verified_th
         (r.checksums, r.checksum, &r.not_on_gpu),
         (Checksums::Gpu, Some(Checksum::OnGpu), &None)
     );
-    // Only what no server wrote was copied: zeros, and what came with an answer.
+    // Only bytes that no server wrote into the device were copied: zeros, and those inside an
+    // answer.
     let copied = s.mem.copied().load_pinned - before.load_pinned + s.mem.copied().load_pageable
         - before.load_pageable;
     assert_eq!((r.staged, r.by_road[Road::Rdma] + r.by_road[Road::Local]), (copied, len), "{r}");
@@ -154,14 +155,14 @@ async fn bytes_go_straight_to_the_device_and_back_and_are_stable_and_verified_th
         s.mem.copied() == before.0 && s.client.stats().unstable_bytes <= before.1,
         "{before:?}"
     );
-    // Nothing of it is lost with all servers' memory.
+    // The save survives when all servers lose their unflushed state.
     s.cluster.restart(&[0, 1, 2, 3]);
     out.fsync().await.unwrap();
     let other = s.cluster.client(2).await;
     let (seen, attr) = other.open(&user(), out.ino(), 0).await.unwrap();
     assert_eq!(attr.size, 8 * KIB + len);
     assert!(join(&seen.read(8 * KIB, data.len()).await.unwrap()) == data);
-    // A range that the file does not have is told as on the other roads.
+    // A range beyond the end of the file gives the same error as on the other paths.
     let e = s.bridge.load(&[range(&f, MIB, tensor, len)], DIRECT).await.unwrap_err();
     assert!(e.error.code == Code::Io && e.error.message.contains("the file ends after"), "{e}");
 }
@@ -175,13 +176,13 @@ async fn what_was_written_before_and_is_not_stable_is_not_written_over_a_save() 
     let new = pattern(3, MIB);
     let tensor = crate::ram::device(&s.mem, &new);
     s.bridge.save(&[range(&f, 0, tensor, MIB)], DIRECT).await.unwrap();
-    // The servers lose what they had not flushed; a sync writes that again.
+    // The servers lose what they had not flushed; a sync resends it.
     s.cluster.restart(&[0, 1, 2, 3]);
     f.fsync().await.unwrap();
     let other = s.cluster.client(2).await;
     let (seen, _) = other.open(&user(), f.ino(), 0).await.unwrap();
     assert!(join(&seen.read(0, 1 << 20).await.unwrap()) == new);
-    // Nor does this client read what it kept of before.
+    // This client does not read old bytes from its cache, either.
     assert!(join(&f.read(0, 1 << 20).await.unwrap()) == new);
 }
 
@@ -199,7 +200,8 @@ async fn damage_is_found_by_the_device_fetched_once_more_and_then_an_error() {
     let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
     assert!(failed.error.code == Code::Corrupt && failed.report.moved() == 0, "{failed}");
     s.cluster.net.damage(0);
-    // A save whose bytes the server finds changed is summed and sent once more.
+    // If a server finds that the bytes changed, the save computes the checksums again and resends
+    // once.
     s.cluster.oss.faults(|f| f.resend = 1);
     s.bridge.save(&all, DIRECT).await.unwrap();
     s.cluster.oss.faults(|f| f.resend = u32::MAX);
@@ -216,11 +218,12 @@ async fn servers_that_go_away_and_refuse_are_waited_for_or_replaced_as_on_other_
     let f = written(&s.client, b"f", &data).await;
     let tensor = crate::ram::device(&s.mem, &vec![0; data.len()]);
     let all = [range(&f, 0, tensor, 2 * MIB)];
-    // One is down: the other replicas answer.
+    // One server is down: the other replicas answer.
     s.cluster.net.set_down(node(1), true);
     let r = s.bridge.load(&all, DIRECT).await.unwrap();
     assert!(r.is_all(Tier::GpuRdma) && s.mem.peek(tensor, 2 * MIB).unwrap() == data, "{r}");
-    // A write waits until it is back, or out of the chains; a lost answer is no second write.
+    // A write waits until the server is back or out of the chains. A lost answer does not cause a
+    // second write.
     let save = async {
         let r = s.bridge.save(&all, DIRECT).await;
         r.map(|r| assert!(r.is_all(Tier::GpuRdma), "{r}"))
@@ -284,12 +287,13 @@ async fn where_nothing_can_be_lent_the_tier_says_so_and_nothing_moves_by_it() {
     let f = written(&s.client, b"f", &data).await;
     let tensor = crate::ram::device(&s.mem, &vec![0; data.len()]);
     let all = [range(&f, 0, tensor, MIB)];
-    // The device refuses in the middle: with `prefer` another tier goes on, alone it is the end.
+    // The device refuses in the middle of a call. With `prefer` another tier continues; a call that
+    // requires this tier fails.
     s.mem.refuse_exports(Some("as asked".into()));
     let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
     assert!(failed.error.code == Code::Io && failed.error.message.contains("as asked"), "{failed}");
     assert_eq!(failed.report.moved(), 0);
-    // Its self-test fails now, too, and says it.
+    // The tier's self-test now fails, too, and says why.
     let r = s.bridge.load(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
     assert!(
         r.by_tier[Tier::GpuRdma] == 0
@@ -299,7 +303,8 @@ async fn where_nothing_can_be_lent_the_tier_says_so_and_nothing_moves_by_it() {
     s.mem.refuse_exports(None);
     s.bridge.self_test().await;
     assert!(s.bridge.load(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
-    // A part of a save that begins within a block goes over host memory, and counts as what it was.
+    // A part of a save that begins within a block goes through host memory, and is counted for that
+    // tier.
     let r = s
         .bridge
         .save(&[range(&f, 100, tensor + 100, MIB - 100)], Policy::AtLeast(Tier::BounceTcp))
@@ -315,7 +320,7 @@ async fn where_nothing_can_be_lent_the_tier_says_so_and_nothing_moves_by_it() {
         failed.error.code == Code::Inval && failed.error.message.contains("begins at 100"),
         "{failed}"
     );
-    // By TCP: not available, in a sentence.
+    // With TCP the tier is not available, and the error says why.
     (0..4).for_each(|t| s.cluster.net.set_road(node(t), Road::Tcp));
     let (lent, _) = s.cluster.net.lent();
     let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
@@ -328,8 +333,8 @@ async fn where_nothing_can_be_lent_the_tier_says_so_and_nothing_moves_by_it() {
     assert!(r.by_tier[Tier::GpuRdma] == 0 && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
 }
 
-/// The device sees what was written there when it is told to look, and no earlier. On one thread:
-/// nobody writes while it looks.
+/// The simulated device sees written bytes only when the bridge makes them visible. The test runs
+/// on one thread, so nothing is written at that moment.
 #[tokio::test]
 async fn what_servers_wrote_is_seen_before_anybody_uses_it() {
     for sums in [true, false] {
@@ -360,18 +365,18 @@ async fn files_that_are_watched_or_have_a_policy_go_the_same_way() {
     let (r, before) =
         (s.bridge.save(&of(strict.clone(), size), Policy::Prefer).await.unwrap(), watched.end());
     assert!(r.is_all(Tier::GpuRdma) && r.policy == DIRECT && before == size, "{r}");
-    // Cut meanwhile: the read ends there, and that is noted.
+    // The file is truncated meanwhile: the read ends there, and `Watched` records the new end.
     f.truncate(MIB - 100).await.unwrap();
     let e = s.bridge.load(&of(strict, size), Policy::Prefer).await.unwrap_err().error;
     assert!(e.code == Code::Io && e.message.contains("the file ends after"), "{e}");
     assert_eq!(watched.end(), MIB - 100);
 }
 
-/// A file that does something before each part goes.
+/// A file that runs an action before each direct transfer of a part.
 struct Meanwhile {
     file: File,
     calls: AtomicU64,
-    /// With the number of the call.
+    /// The action; it gets the number of the call.
     what: Box<dyn Fn(u64) + Send + Sync>,
 }
 
@@ -424,7 +429,7 @@ async fn memory_that_is_freed_or_a_context_that_is_destroyed_in_mid_call_ends_it
             failed.error.code == want && failed.report.moved() < 2 * MIB,
             "{destroy} {save}: {failed}"
         );
-        // Every block is what it was, or what it was to be.
+        // Every block has either its old or its new content.
         let got = join(&f.read(0, 2 << 20).await.unwrap());
         let whole =
             |(i, b): (usize, &[u8])| [&data, &new].iter().position(|d| d[i * 4096..][..4096] == *b);
@@ -495,7 +500,7 @@ async fn a_write_that_could_not_be_lent_to_anybody_changes_nothing_of_what_is_kn
     (0..4).for_each(|t| s.cluster.net.set_road(node(t), Road::Tcp));
     let tensor = crate::ram::device(&s.mem, &data);
     let memory = s.mem.export(tensor, 4096).unwrap();
-    // What is read is kept, before and after.
+    // The client caches what it reads, before and after.
     for refused in [false, true] {
         if refused {
             let e = f.write_foreign(0, &memory, &[0]).await.unwrap_err();
@@ -548,7 +553,7 @@ async fn a_save_that_found_nothing_to_lend_to_is_remembered_by_saves() {
         "{failed}"
     );
     assert!(!failed.error.message.contains("passed no self-test"), "{failed}");
-    // The next ones leave it alone: nothing is lent, and the report says why.
+    // The next calls skip the tier: no memory is lent, and the report says why.
     let lent = s.cluster.net.lent();
     for _ in 0..2 {
         let r = s.bridge.save(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
@@ -556,7 +561,7 @@ async fn a_save_that_found_nothing_to_lend_to_is_remembered_by_saves() {
         assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::GpuRdma && rests(why)), "{r}");
     }
     assert_eq!(s.cluster.net.lent(), lent);
-    // Loads have other replicas, and one that allows nothing else tries.
+    // Loads can use other replicas, and a call that allows only this tier tries it.
     assert!(s.bridge.load(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
     s.cluster.net.set_road(node(1), Road::Rdma);
     assert!(s.bridge.save(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
@@ -590,8 +595,8 @@ async fn a_part_beside_the_direct_road_that_fails_is_told() {
     f.fsync().await.unwrap();
     let tensor = crate::ram::device(&s.mem, &pattern(19, MIB));
     s.mem.fail_after(0, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
-    // By the tiers that are left beside it one after the other: then it is their failure, and not
-    // the caller's alignment.
+    // The remaining tiers fail one after the other. The error names their failure, not the
+    // alignment of the caller's range.
     let failed = s.bridge.save(&[range(&f, 100, tensor, 1000)], Policy::Prefer).await.unwrap_err();
     assert!(failed.error.code == Code::Io && failed.error.message.contains("as asked"), "{failed}");
     for tier in [Tier::BounceTcp, Tier::Pageable] {
@@ -623,7 +628,7 @@ async fn a_device_without_room_for_sums_uses_the_direct_road_only_with_consent()
             }
             (_, other) => panic!("{consent}: {other:?}"),
         }
-        // Storage servers take nothing without.
+        // Storage servers accept no write without checksums.
         let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
         assert!(
             failed.error.message.contains("could not sum its memory") && failed.report.moved() == 0,
@@ -671,7 +676,7 @@ async fn a_bridge_opens_though_the_cluster_does_not_answer() {
     );
 }
 
-/// Files that can lend nothing say so.
+/// Files that cannot lend memory say so.
 #[tokio::test]
 async fn a_file_of_no_storage_server_has_no_direct_road() {
     let pool = Pool::new(16 << 20);

@@ -1,4 +1,4 @@
-//! The bridge on host memory: roads, accounts, changes of tier in mid-run, faults, bad input.
+//! The bridge on host memory: transports, reports, changes of tier in mid-run, faults, bad input.
 
 use std::{
     sync::{
@@ -25,7 +25,7 @@ fn driver_error() -> Fault {
     Fault::Driver { call: "cuMemcpyHtoDAsync", code: 999, name: "CUDA_ERROR_UNKNOWN".into() }
 }
 
-/// What the device itself counted since `before`, in the terms of a report.
+/// Asserts that a report agrees with what the device itself has counted since `before`.
 #[track_caller]
 fn agrees(r: &Report, mem: &HostMem, before: Copied) {
     let now = mem.copied();
@@ -145,7 +145,7 @@ async fn without_pinned_memory_there_is_the_pageable_tier_or_an_error() {
     }
 }
 
-/// In both directions: pinned memory stops working in the middle of a call.
+/// Pinned memory stops working in the middle of a call, in both directions.
 #[tokio::test]
 async fn prefer_goes_on_in_mid_run_and_the_account_tells_both_tiers() {
     for direction in [Direction::Load, Direction::Save] {
@@ -173,8 +173,8 @@ async fn prefer_goes_on_in_mid_run_and_the_account_tells_both_tiers() {
         let r = r.unwrap();
         let (bounced, pageable) = (r.by_tier[Tier::BounceTcp], r.by_tier[Tier::Pageable]);
         assert!(bounced > 0 && pageable > 0 && bounced + pageable == r.asked, "{r}");
-        // Of a part that failed half way the device made some copies; its bytes went again, by the
-        // other tier.
+        // The device made some copies of the part that failed half way; the other tier moved all
+        // bytes of that part again.
         let now = mem.copied();
         let by_device =
             now.load_pageable - before.load_pageable + now.save_pageable - before.save_pageable;
@@ -198,8 +198,8 @@ async fn prefer_goes_on_in_mid_run_and_the_account_tells_both_tiers() {
     }
 }
 
-/// Self-tests until they say that pinned memory is the fastest: on host memory that is a matter of
-/// chance.
+/// Repeats the self-test until pinned memory is the fastest tier: on host memory that is a matter
+/// of chance.
 async fn ranked(bridge: &Bridge, _mem: &HostMem) {
     for _ in 0..1000 {
         let s = bridge.self_test().await;
@@ -256,7 +256,7 @@ async fn every_refusal_is_told_in_its_words_and_obeyed() {
 
 #[tokio::test]
 async fn a_device_that_changes_bytes_fails_its_self_test() {
-    // Each copy of the self-test of the bounce tier, in each direction and round, is looked at.
+    // Damages each copy of the bounce tier's self-test in turn, in each direction and round.
     for nth in 0..12 {
         let (mem, _pool, bridge) = bridge(1 << 30).await;
         mem.corrupt_after(nth);
@@ -324,16 +324,16 @@ async fn bad_ranges_are_refused_before_anything_moves() {
     let twice = [t(0, a, 100), t(99, a + 200, 5)];
     let e = bridge.save(&twice, BOUNCE).await.unwrap_err().error;
     assert!(e.code == Code::Inval && e.message.contains("overlaps range 0 in the file"), "{e}");
-    // The other way round these are fine: one source for two places.
+    // For a load the same ranges are valid: one source for two places.
     assert_eq!(mem.copied(), before);
     bridge.load(&[t(0, a, 100), t(0, a + 100, 100)], BOUNCE).await.unwrap();
-    // Nothing at all is no error, and an empty range has no address.
+    // An empty list is no error, and the address of an empty range does not matter.
     bridge.load(&[], BOUNCE).await.unwrap();
     let r = bridge.load(&[t(0, 0, 0), t(0, foreign, 0)], BOUNCE).await.unwrap();
     assert_eq!((r.asked, r.checksum), (0, None));
 }
 
-/// A file whose writes, once begun, end when they are let go.
+/// A file that counts the reads and writes that began. Writes wait until the test lets them go.
 struct Gated {
     file: Arc<Ram>,
     begun: AtomicU64,
@@ -367,7 +367,7 @@ impl FileIo for Gated {
     }
 }
 
-/// Waits until something is so; false if it does not come.
+/// Waits until `what` holds; false after a time limit.
 async fn until(what: impl Fn() -> bool) -> bool {
     let wait = async {
         while !what() {
@@ -377,9 +377,8 @@ async fn until(what: impl Fn() -> bool) -> bool {
     tokio::time::timeout(Duration::from_secs(60), wait).await.is_ok()
 }
 
-/// Parts are under way side by side: while the device copies one, others are read, written, and
-/// given to the device. Nothing is timed: what holds a part is let go only when the others were
-/// seen.
+/// Parts are under way side by side: while the device copies one, others are read, written and
+/// queued on the device. The test does not rely on time: a part is held until the others were seen.
 #[tokio::test]
 async fn reads_writes_and_copies_of_parts_overlap() {
     const PART: u64 = 256 << 10;
@@ -403,13 +402,13 @@ async fn reads_writes_and_copies_of_parts_overlap() {
     let f = gated(file);
     let all = [Transfer { file: f.clone(), offset: 0, gpu: tensor, len }];
 
-    // No copy is made, and all parts that may be under way are read.
+    // No copy is allowed, and all parts that may be under way are read.
     mem.allow_copies(Some(0));
     let before = mem.copied();
     let (b, ranges) = (bridge.clone(), all.clone());
     let call = tokio::spawn(async move { b.load(&ranges, BOUNCE).await });
     let others_read = until(|| f.begun.load(SeqCst) == 4).await && mem.copied() == before;
-    // The first part's two pieces are copied: then the stream has orders of several parts.
+    // The first part's two pieces are copied. Then the stream has copies of several parts queued.
     mem.allow_copies(Some(2));
     let others_ordered = until(|| mem.under_way() >= 4).await;
     mem.allow_copies(None);
@@ -420,7 +419,7 @@ async fn reads_writes_and_copies_of_parts_overlap() {
             && mem.peek(tensor, len).unwrap() == data
     );
 
-    // No write ends, and all parts that may be under way are copied.
+    // No write may end, and all parts that may be under way are copied.
     let f = gated(Ram::new(2, Vec::new(), &pool));
     let ranges = [Transfer { file: f.clone(), offset: 0, gpu: tensor, len }];
     let call = tokio::spawn(async move { bridge.save(&ranges, BOUNCE).await });
@@ -431,7 +430,7 @@ async fn reads_writes_and_copies_of_parts_overlap() {
     assert!(call.await.unwrap().unwrap().is_all(Tier::BounceTcp) && *f.file.bytes.lock() == data);
 }
 
-/// A client that reaches servers by RDMA, or not.
+/// A client that reaches servers by RDMA or not, as the flag says.
 struct Reach(Pool, Arc<AtomicBool>);
 
 impl Network for Reach {
@@ -483,7 +482,8 @@ async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
         (now.load_pageable, now.save_pageable),
         (before.load_pageable, before.save_pageable)
     );
-    // Exactly TCP it is not: nothing is copied on a load, and a save says what it was.
+    // A policy that requires TCP is not met: a load copies nothing, and a save reports the tier
+    // that its bytes took.
     let failed = bridge.load(&all, BOUNCE).await.unwrap_err();
     assert!(failed.error.message.contains("came by rdma"), "{failed}");
     assert_eq!((failed.error.code, failed.report.moved()), (Code::Io, 0));
@@ -491,7 +491,8 @@ async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
     assert!(failed.error.message.contains("which makes it bounce-rdma"), "{failed}");
     assert_eq!(failed.report.moved(), failed.report.by_tier[Tier::BounceRdma]);
 
-    // It goes: said before anything moves. It comes back: found by the next call.
+    // When RDMA goes away, the call is refused before anything moves. When it comes back, the next
+    // call finds it.
     rdma.store(false, SeqCst);
     let failed = bridge.load(&all, RDMA).await.unwrap_err();
     assert_eq!((failed.error.code, failed.report.moved()), (Code::OpNotSupp, 0));
@@ -503,7 +504,7 @@ async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
     assert!(bridge.load(&all, RDMA).await.unwrap().is_all(Tier::BounceRdma));
 }
 
-/// The network changes its road in the middle of a call.
+/// The transport changes in the middle of a call.
 #[tokio::test]
 async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_calls() {
     let turn = 2 * MIB;
@@ -523,7 +524,7 @@ async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_cal
             let before = mem.copied();
             let r = call(policy).await.unwrap();
             if r.by_tier[Tier::Pageable] > 0 {
-                continue; // It was faster in the self-test: then the network makes no difference.
+                continue; // the self-test preferred pageable: the network makes no difference
             }
             assert_eq!(
                 (r.by_tier[Tier::BounceRdma], r.by_tier[Tier::BounceTcp]),
@@ -555,7 +556,7 @@ async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_cal
             assert!(r.by_tier[Tier::BounceRdma] > 0 && r.moved() < len, "{r}");
             assert_eq!((r.moved(), r.by_road.sum()), (r.by_tier.sum(), r.ranges.iter().sum()));
             if direction == Direction::Load {
-                // Not one byte that came otherwise reached the device.
+                // No byte that came by another transport reached the device.
                 assert_eq!(r.by_tier[Tier::BounceTcp], 0, "{r}");
                 assert!(now.load_pinned - before.load_pinned <= turn);
             }
@@ -569,13 +570,13 @@ async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_cal
 
 #[tokio::test]
 async fn rdma_into_memory_that_is_not_registered_is_not_called_straight() {
-    // Slots, and no region of the pool; and slots with one region, of which the pool has several.
+    // First only slots and no region of the pool are pinned; then slots and one of several regions.
     for pins in [6 * 256 * KIB, 6 * 256 * KIB + 4 * MIB] {
         let (mem, pool, bridge, _) = with_rdma(pins).await;
         let file = Ram::by(1, pattern(1, 6 * MIB), &pool, |_| Road::Rdma);
         let tensor = device(&mem, &vec![0; 6 << 20]);
         let all = [whole(&file, tensor)];
-        // What is taken here lies in the region that is registered already.
+        // These buffers use up the region that is registered already.
         let _taken: Vec<_> = (0..4).map(|_| pool.get_now(1 << 20)).collect();
         let failed = bridge.load(&all, RDMA).await.unwrap_err();
         assert!(failed.error.message.contains("registered with the device"), "{failed}");
@@ -706,14 +707,14 @@ async fn a_context_that_is_destroyed_in_mid_transfer_ends_the_call_whatever_the_
                     .all(|(_, s)| *s
                         == Standing::Unavailable(Unavailable::Device(Fault::ContextGone)))
             );
-            // Everything is let go without a context, too.
+            // Everything is released, even without a context.
             drop(bridge);
             assert_eq!(mem.pinned(), 0);
         }
     }
 }
 
-/// Reads of it never end.
+/// A file whose reads never end.
 struct Stuck(Arc<Ram>);
 
 #[async_trait::async_trait]
@@ -765,7 +766,8 @@ async fn a_call_that_is_given_up_touches_the_device_no_more() {
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert_eq!(mem.copied(), now);
     mem.slow_down(Duration::ZERO);
-    // Whatever moment it is given up in, nothing is copied behind it, and the bridge serves on.
+    // At whatever moment the call is dropped, nothing is copied after it, and the bridge still
+    // works.
     for polls in 0..60 {
         let tensor = device(&mem, &vec![0; 1 << 20]);
         let file = Ram::new(1, pattern(polls, MIB), &pool);
@@ -820,8 +822,8 @@ async fn calls_beside_each_other_share_the_slots_and_a_small_pool() {
     }
 }
 
-/// Random calls, policies and faults; whatever comes of it, bytes add up, policies hold, and what
-/// succeeded is right.
+/// Random calls, policies and faults. Whatever the outcome, bytes add up, policies hold, and
+/// successful calls have moved the right bytes.
 #[tokio::test]
 async fn random_calls_with_faults_equal_a_model() {
     for seed in 0..40u64 {
@@ -927,7 +929,7 @@ async fn reports_say_how_far_bytes_were_verified() {
             assert_eq!(serde_json::to_value(&r).unwrap()["checksums"], want.to_string());
         }
         assert_eq!(bridge.load(&[], Policy::Prefer).await.unwrap().checksums, Checksums::None);
-        // One bit, on the way to the device: found, or not.
+        // One bit flips on the way to the device. Only device checksums find it.
         mem.corrupt_after(2);
         let r = bridge.load(&all, BOUNCE).await;
         match want {

@@ -1,6 +1,6 @@
-//! The committed kernel text, run by an interpreter of the part of PTX that it uses, against the
-//! checksums of the library that the client verifies with. It shows that the text computes what it
-//! should; that drivers take it is shown by a GPU only.
+//! Runs the committed kernel text in an interpreter for the part of PTX that it uses, and compares
+//! the results with the checksum library that the client uses. This shows that the text computes
+//! the right sums; only a GPU can show that drivers accept it.
 
 use crate::ptx::{Kernel, Memory};
 use proptest::prelude::*;
@@ -13,8 +13,8 @@ const SUMS: u64 = 0x7f00_8000_0000;
 /// Threads that share a block.
 const PIECES: usize = 32;
 
-/// What the kernel says of the blocks of these bytes, which lie at an odd address if `shift` is;
-/// threads of the last group that have no block must leave what is there alone.
+/// The kernel's checksums of the blocks of these bytes, which begin `shift` bytes after an aligned
+/// address. Threads of the last group that have no block must not touch memory.
 fn sums(kernel: &Kernel, bytes: &[u8], shift: u64, block: u32, threads: u32) -> Vec<u32> {
     let blocks = (bytes.len() as u64).div_ceil(block.into()) as usize;
     let room = vec![0xee; 4 * PIECES * blocks];

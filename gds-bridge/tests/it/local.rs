@@ -1,5 +1,5 @@
-//! Parts of sealed files by cuFile from copies on this node: the stand-in of cuFile reads them, and
-//! is told to fail and to lie.
+//! Parts of sealed files read by cuFile from copies on this node. A stand-in of cuFile reads them;
+//! the tests make it fail and report wrong results.
 
 use std::{
     collections::HashMap,
@@ -57,7 +57,7 @@ struct Rig {
 }
 
 impl Rig {
-    /// A device that sums.
+    /// A device that can compute checksums.
     fn new() -> Rig {
         let rig = Rig::without_sums();
         rig.mem.play_sums();
@@ -91,7 +91,7 @@ impl Rig {
         bridge
     }
 
-    /// A sealed file of the cluster, which nobody may read there unless `readable`.
+    /// A sealed file of the cluster. Reading it from the cluster is an error unless `readable`.
     fn sealed(&self, ino: u64, bytes: Vec<u8>, readable: bool) -> Arc<Ram> {
         let sealed = Sealed {
             fs: [7; 16],
@@ -123,8 +123,8 @@ impl Rig {
     }
 }
 
-/// Tests until copies are the fastest, if they can be used at all: on a machine that does much else
-/// a self-test may be slow.
+/// Repeats the self-test until copies are the fastest tier, if they can be used at all: on a busy
+/// machine a self-test may be slow.
 async fn ranked(bridge: &Bridge) {
     let slower = || {
         let all = bridge.standings();
@@ -168,7 +168,7 @@ async fn ranges_of_copies_arrive_without_the_cluster_and_the_device_verifies_the
     let at = |f: &Arc<Ram>, offset, to, len| Transfer { file: f.clone(), offset, gpu: to, len };
     let all = [
         at(&f, 0, to, MIB),
-        // Neither begins nor ends with a block, nor lies as it does in the file.
+        // Not aligned to blocks at either end, and with another alignment than in the file.
         at(&f, MIB + 1000, to + 2 * MIB + 3, MIB + 11_345),
         at(&f, 5000, to + 4 * MIB, 100),
         at(&f, 4000, to + 5 * MIB, 200),
@@ -186,7 +186,7 @@ async fn ranges_of_copies_arrive_without_the_cluster_and_the_device_verifies_the
         (r.checksum, r.checksums, &r.not_on_gpu),
         (Some(Checksum::OnGpu), Checksums::Gpu, &None)
     );
-    // Less than a block at each end of a range.
+    // Only the partial blocks at the ends of a range are staged.
     assert!(r.staged >= 100 + 200 + 97 && r.staged < 100 + 200 + 97 + 2 * 4096, "{r}");
     // 4 parts of a range, and 5 or 6 of the other.
     assert!((8..=12).contains(&(rig.mem.tricks().reads() - reads)));
@@ -201,7 +201,7 @@ async fn ranges_of_copies_arrive_without_the_cluster_and_the_device_verifies_the
         e.error.code == Code::Io && e.error.message.contains("the file ends after 100 bytes"),
         "{e}"
     );
-    // Nothing is saved that way.
+    // The local tier cannot save.
     let e = bridge.save(&[at(&f, 0, to, 100)], LOCAL).await.unwrap_err();
     assert!(
         e.error.code == Code::OpNotSupp && e.error.message.contains("nothing is saved to it"),
@@ -251,7 +251,7 @@ async fn a_device_without_room_for_sums_makes_the_tier_rest_or_takes_consent() {
             failed.error.message.contains("could not sum its memory") && failed.report.moved() == 0,
             "{failed}"
         );
-        // Others leave it alone from now on, and no self-test runs.
+        // Other calls skip the tier from now on, without a self-test.
         let reads = rig.mem.tricks().reads();
         let r = bridge.load(std::slice::from_ref(&part), Policy::Prefer).await.unwrap();
         assert!(
@@ -262,7 +262,8 @@ async fn a_device_without_room_for_sums_makes_the_tier_rest_or_takes_consent() {
         );
         let rests = |why: &Unavailable| matches!(why, Unavailable::Resting(Fault::Sums { .. }));
         assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::LocalGds && rests(why)), "{r}");
-        // A call that allows nothing else tries, and that it worked is remembered.
+        // A call that allows only this tier tries it; after its success other calls use the tier
+        // again.
         rig.mem.limit_room(64 * MIB);
         assert!(
             bridge.load(std::slice::from_ref(&part), LOCAL).await.unwrap().is_all(Tier::LocalGds)
@@ -277,7 +278,7 @@ async fn a_device_without_room_for_sums_makes_the_tier_rest_or_takes_consent() {
     }
 }
 
-/// All that cuFile may do wrong in the middle of a call.
+/// Every fault that cuFile may show in the middle of a call.
 #[tokio::test]
 async fn no_lie_of_cufile_counts_and_strict_calls_never_degrade() {
     let size = 3 * MIB + 77;
@@ -311,20 +312,21 @@ async fn no_lie_of_cufile_counts_and_strict_calls_never_degrade() {
                 r.moved() > 0 && r.moved() < size && r.moved() == r.by_tier[Tier::LocalGds],
                 "{trick:?}: {r}"
             );
-            // The device copied nothing but ends of parts.
+            // The device copied only the ends of parts.
             let now = rig.mem.copied();
             let copied =
                 now.load_pinned + now.load_pageable - before.load_pinned - before.load_pageable;
             assert!(copied < 4096, "{trick:?}: {copied}");
             tricks.play(0, None);
-            // The next call tests, and the tier is there again.
+            // The next call runs the self-test and finds the tier available again.
             let r = bridge.load(&[whole(&f, to)], policy).await.unwrap();
             assert!(
                 r.is_all(Tier::LocalGds) && rig.mem.peek(to, size).unwrap() == pattern(1, size),
                 "{r}"
             );
         }
-        // Who allows it goes on another road, unless nobody knows whom to trust.
+        // A call that allows other tiers continues with one. After a checksum mismatch it fails,
+        // because it is unknown which side is wrong.
         ranked(&bridge).await;
         tricks.play(4, Some(trick));
         let outcome = bridge.load(&[whole(&f, to)], Policy::Prefer).await;
@@ -373,7 +375,7 @@ async fn a_damaged_copy_is_never_returned_nor_used_again() {
             e.error.code == Code::OpNotSupp && e.error.message.contains("has no copy on this node"),
             "{e}"
         );
-        // The tier is none the worse for other files.
+        // The tier still works for other files.
         assert!(bridge.load(&[whole(&g, to)], LOCAL).await.unwrap().is_all(Tier::LocalGds));
 
         rig.stage(&f);
@@ -432,7 +434,8 @@ async fn files_without_a_copy_take_other_tiers_or_fail_before_a_byte_moves() {
         );
         assert!(rig.mem.peek(to + 2 * MIB, MIB).unwrap() == pattern(other.id(), MIB));
     }
-    // Sealed again with another content, the old copy is another file's; unsealed it is nobody's.
+    // When the file is sealed again with other content, the old copy does not belong to it. An
+    // unsealed file has no copy at all.
     rig.cluster.sealed.lock().get_mut(&1).unwrap().root = [9; 32];
     assert!(
         bridge
@@ -481,7 +484,7 @@ async fn the_self_test_tells_why_there_is_no_such_tier() {
         let Standing::Available(m) = s[Tier::LocalGds] else { panic!("{s:?}") };
         assert!(m.load > 0.0 && m.save == 0.0);
     }
-    // Without sums it is seen by what is read back.
+    // Without device checksums the self-test finds the damage by reading back.
     let rig = Rig::without_sums();
     rig.mem.tricks().play(0, Some(Trick::Flips));
     let why = standing(&rig).await;
@@ -496,13 +499,13 @@ async fn the_self_test_tells_why_there_is_no_such_tier() {
     let rig = Rig::new();
     rig.mem.refuse(Tier::LocalGds, Some(Unavailable::NoModules { why: "/proc/modules".into() }));
     assert_eq!(standing(&rig).await.kind(), "no-modules");
-    // A folder that was not named.
+    // No folder for copies was named.
     let e = bridge(1 << 30).await.2.standings()[Tier::LocalGds].clone();
     assert_eq!(e, Standing::Unavailable(Unavailable::NoFolder));
     assert_eq!(fs::read_dir(Rig::new().dir.path()).unwrap().count(), 0);
 }
 
-/// As version 1.15 does on FUSE, or on a disk that is not of its kind.
+/// cuFile 1.15 refuses files like this on FUSE and on disks that it does not support.
 #[tokio::test]
 async fn files_that_cufile_refuses_have_no_such_road() {
     let rig = Rig::new();
@@ -511,7 +514,7 @@ async fn files_that_cufile_refuses_have_no_such_road() {
     let bridge = rig.bridge().await;
     let to = rig.mem.alloc(MIB).unwrap();
     let (tricks, words) = (rig.mem.tricks(), "cuFileHandleRegister failed with 5027");
-    // Only that of a copy, after the self-test.
+    // Only the file of a copy is refused, after the self-test.
     tricks.refuse_files(Some(5027));
     let e = bridge.load(&[whole(&f, to)], LOCAL).await.unwrap_err();
     assert!(
@@ -526,7 +529,7 @@ async fn files_that_cufile_refuses_have_no_such_road() {
     );
     let told = |why: &Unavailable| why.kind() == "no-copy" && why.to_string().contains(words);
     assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::LocalGds && told(why)), "{r}");
-    // That of the self-test's own.
+    // Now the self-test's own file is refused.
     let s = bridge.self_test().await;
     let Standing::Unavailable(why @ Unavailable::TestStopped(_)) = &s[Tier::LocalGds] else {
         panic!("{s:?}")
@@ -537,8 +540,8 @@ async fn files_that_cufile_refuses_have_no_such_road() {
     assert!(bridge.load(&[whole(&f, to)], LOCAL).await.unwrap().is_all(Tier::LocalGds));
 }
 
-/// While a read is under way, which ends all the same, as the real one has the memory pinned: with
-/// the device's sums and without.
+/// This happens while a read is under way. The read still ends, because the real cuFile has the
+/// memory pinned. With device checksums and without.
 #[tokio::test]
 async fn memory_that_is_freed_or_a_context_that_is_destroyed_in_mid_call_ends_it() {
     for (destroy, sums, policy) in [
@@ -602,7 +605,8 @@ async fn a_read_that_does_not_end_is_left_behind_with_its_memory() {
     let bridge = rig.bridge().await;
     let hung = Standing::Unavailable(Unavailable::Hung { seconds: 5 });
     assert_eq!(bridge.standings()[Tier::LocalGds], hung);
-    // Not tried again: it holds what all others would wait for.
+    // The self-test does not try the tier again: the hung read holds what every other read would
+    // wait for.
     assert_eq!(bridge.self_test().await[Tier::LocalGds], hung);
     assert_eq!(tricks.reads(), 1);
     let f = rig.sealed(1, pattern(1, MIB), true);
@@ -615,7 +619,7 @@ async fn a_read_that_does_not_end_is_left_behind_with_its_memory() {
     tricks.play(0, None);
 }
 
-/// It holds its own call, and no other one but for a while.
+/// The hung read blocks its own call, and other calls only for a while.
 #[tokio::test]
 async fn a_read_of_a_call_that_does_not_end_holds_no_other_call() {
     let rig = Rig::new();
@@ -638,7 +642,7 @@ async fn a_read_of_a_call_that_does_not_end_holds_no_other_call() {
     let failed = load(to + 2 * MIB, LOCAL).await.unwrap().unwrap_err();
     adds_up(&failed.report);
     assert!(failed.error.code == Code::Io && failed.to_string().contains("not ended"), "{failed}");
-    // The bridge tests the tier, which fails as well, and goes on without.
+    // The bridge tests the tier, which also fails, and goes on without it.
     let r = load(to + 2 * MIB, Policy::Prefer).await.unwrap().unwrap();
     adds_up(&r);
     assert!(
@@ -654,7 +658,7 @@ async fn a_read_of_a_call_that_does_not_end_holds_no_other_call() {
         r.moved() == 2 * MIB && rig.mem.peek(to, 2 * MIB).unwrap() == pattern(1, 2 * MIB),
         "{r}"
     );
-    // Now that it has ended, the tier is there again.
+    // When the read has ended, the tier is available again.
     tricks.hurry(Duration::from_secs(30));
     let s = bridge.self_test().await;
     assert!(matches!(s[Tier::LocalGds], Standing::Available(_)), "{s:?}");
@@ -685,13 +689,13 @@ async fn a_call_that_is_dropped_waits_for_reads_that_began() {
         }
     });
     assert!(call.await.unwrap_err().is_cancelled());
-    // The one that hung has ended, with those that had begun beside it, and no other begins: its
-    // memory is the caller's.
+    // The hung read and the reads that had begun beside it have ended, and no other begins: the
+    // memory belongs to the caller again.
     let reads = tricks.reads();
     assert!((begun + 3..=begun + 5).contains(&reads), "{begun} {reads}");
     rig.mem.free(to).unwrap();
     after.join().unwrap();
-    // Its threads have ended after this.
+    // The bridge's threads have ended after this.
     drop(bridge);
     assert_eq!(tricks.reads(), reads);
 }

@@ -1,4 +1,5 @@
-//! Slots and threads near the device: a process of its own, whose threads are counted.
+//! Slots and threads near the device. This test needs its own process, because it looks at all
+//! threads.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -12,7 +13,7 @@ fn write(root: &Path, path: &str, text: &str) {
     fs::write(path, text).unwrap();
 }
 
-/// The processors that the threads of bridges may use, as the kernel says.
+/// The CPUs that the threads of bridges may use, as the kernel reports them.
 fn of_threads() -> Vec<String> {
     let mut all = Vec::new();
     for task in fs::read_dir("/proc/self/task").unwrap().flatten() {
@@ -35,7 +36,7 @@ async fn a_bridge_lies_near_its_device_as_far_as_it_may_and_says_what_it_may_not
     write(root, "bus/pci/devices/0000:3b:00.0/numa_node", "0\n");
     write(root, &format!("{nodes}/online"), "0-1\n");
     write(root, &format!("{nodes}/has_memory"), "0-1\n");
-    // The first processor that this process may use is near, no other.
+    // Only the first CPU that this process may use is near the device.
     let mask = rustix::thread::sched_getaffinity(None).unwrap();
     let near = (0..rustix::thread::CpuSet::MAX_CPU).find(|c| mask.is_set(*c)).unwrap();
     write(root, &format!("{nodes}/node0/cpulist"), &format!("{near}\n"));
@@ -53,7 +54,7 @@ async fn a_bridge_lies_near_its_device_as_far_as_it_may_and_says_what_it_may_not
         let options = Options { sysfs: root.into(), ..options };
         Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap()
     };
-    // Nobody knows where it is.
+    // The device's location is unknown.
     let bridge = open(&mem).await;
     assert_eq!(bridge.numa().node, None);
     assert!(
@@ -84,7 +85,7 @@ async fn a_bridge_lies_near_its_device_as_far_as_it_may_and_says_what_it_may_not
     assert!(mem.peek(tensor, MIB).unwrap() == *file.bytes.lock());
     drop(bridge);
 
-    // Processors that are not this process's: it works, where it may.
+    // The near CPUs are not allowed for this process: the bridge works on the CPUs that are.
     write(root, &format!("{nodes}/node0/cpulist"), "902\n");
     let bridge = open(&mem).await;
     let notice = bridge.notice().unwrap();

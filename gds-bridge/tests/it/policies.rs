@@ -1,4 +1,4 @@
-//! What a call, its files and its bridge demand together.
+//! The combined policies of a call, its files and its bridge.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ fn driver_error() -> Fault {
     Fault::Driver { call: "cuMemcpyHtoDAsync", code: 999, name: "CUDA_ERROR_UNKNOWN".into() }
 }
 
-/// Whoever demands it.
+/// The policy may come from the call, the file or the bridge.
 #[tokio::test]
 async fn require_and_at_least_never_degrade_in_mid_run() {
     for policy in [BOUNCE, Policy::AtLeast(Tier::BounceTcp)] {
@@ -45,12 +45,12 @@ async fn require_and_at_least_never_degrade_in_mid_run() {
             let (r, now) = (failed.report, mem.copied());
             assert!(r.moved() > 0 && r.moved() < r.asked && r.by_tier[Tier::Pageable] == 0, "{r}");
             assert_eq!(r.switches[0].to, None);
-            // Neither does the device know of any other byte.
+            // The device's own counters show no other bytes, either.
             assert_eq!(
                 (now.load_pageable, now.save_pageable),
                 (before.load_pageable, before.save_pageable)
             );
-            // After a mend the next call tests by itself and works.
+            // After the fault is removed, the next call runs the self-test itself and succeeds.
             mem.mend();
             assert!(bridge.load(&all, call).await.unwrap().is_all(Tier::BounceTcp));
         }

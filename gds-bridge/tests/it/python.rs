@@ -26,8 +26,8 @@ fn python_loads_and_saves() {
             println!("skipped: no C compiler for the stand-in of the driver");
             continue;
         }
-        // What is given to fastsafetensors there is in host memory: on a GPU it wants CUDA's
-        // runtime, which the stand-in is not.
+        // fastsafetensors is tested with host memory only: for a GPU it needs the CUDA runtime,
+        // which the stand-in does not provide.
         let files: &[&str] = if memory == "host" {
             &["test_bridge.py", "test_fastsafetensors.py"]
         } else {
@@ -68,13 +68,13 @@ fn python_loads_and_saves() {
     }
 }
 
-/// The page, block by block: what a part needs beside the module, and the part, as it stands there
-/// but for the names of this cluster.
+/// The Python blocks of the page: for each, the imports it needs beside the module, and its text
+/// with the names of this cluster filled in.
 fn page(served: &Served, memory: &str) -> Vec<(&'static str, String)> {
     let page = include_str!("../../../docs/gds.md");
     let blocks: Vec<&str> =
         page.split("```python\n").skip(1).map(|b| b.split_once("```").unwrap().0).collect();
-    // Of the second one there is a test in tools/tests/it/gds_local.rs.
+    // The second one is tested in tools/tests/it/gds_local.rs.
     let [first, copies, torch, fast] = blocks[..] else {
         panic!("{} blocks in Python: are all tested?", blocks.len())
     };

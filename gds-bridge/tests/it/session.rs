@@ -1,5 +1,4 @@
-//! Sessions: files by path, whole files that replace others, errors, over sockets to the cluster in
-//! memory.
+//! Sessions over sockets to the in-memory cluster: files by path, replacing whole files, errors.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -52,7 +51,7 @@ fn a_file_is_replaced_whole_or_not_at_all() {
     assert_eq!(s.size(&f).unwrap(), want.len() as u64);
     assert!(s.read(&f, 0, want.len() + 10).unwrap() == want);
 
-    // A copy that fails: the old file stays, and nothing else is left behind.
+    // A device copy fails: the old file stays, and nothing else is left behind.
     let host = s.host().unwrap();
     host.fail_after(
         2,
@@ -70,7 +69,7 @@ fn a_file_is_replaced_whole_or_not_at_all() {
     assert!(s.read(&f, 0, want.len()).unwrap() == want);
     assert_eq!(served.cluster.mds.names(), [b"model".to_vec()]);
 
-    // A new one goes over it; who has the old one open keeps it.
+    // A new file replaces it; an open handle still sees the old one.
     let shorter = Content { head: b"", device: &ranges[1..] };
     s.replace("/model", 0o640, shorter, BOUNCE).unwrap();
     let g = s.open_file("/model", 0, 0).unwrap();
@@ -83,8 +82,8 @@ fn a_file_is_replaced_whole_or_not_at_all() {
     s.close(g).unwrap();
 }
 
-/// What has its name was on the servers' disks before: they lose all else, and nobody is left who
-/// could send it again.
+/// The file is stable before it gets the name: the servers lose their unflushed state here, and no
+/// client has the bytes left to resend.
 #[test]
 fn a_file_that_replaces_another_is_stable_when_it_has_the_name() {
     let served = Served::new(3);
@@ -180,7 +179,7 @@ fn tensors_are_saved_and_loaded_as_safetensors() {
         at(blocks[0], 2 * MIB) == w && at(blocks[0] + 2 * MIB, 33) == b && at(blocks[1], 33) == b
     );
 
-    // Into memory that is there, and only what is wanted.
+    // Load into existing memory, and only the selected tensor.
     let to = device.alloc(33).unwrap();
     let all = files[0].to_places(|n| (n == "bytes").then_some((to, 33))).unwrap();
     assert_eq!(s.load(&all, Policy::Prefer).unwrap().moved(), 33);
@@ -188,7 +187,7 @@ fn tensors_are_saved_and_loaded_as_safetensors() {
     let e = files[0].to_places(|_| Some((to, 33))).map(drop).unwrap_err();
     assert!(e.code == Code::Inval && e.message.contains("tensor 'wide' has 2097152 bytes"), "{e}");
 
-    // A file that is cut short is refused before anything moves.
+    // A truncated file is refused before anything moves.
     let f = s.open_file("/n", RDWR, 0).unwrap();
     served.block_on(f.truncate(60)).unwrap();
     let e = s.open_tensors("/n").err().unwrap();
@@ -226,8 +225,8 @@ fn what_cannot_be_opened_says_why() {
     }
 }
 
-/// A load that comes after a busy stream waits for it, while others go on; what it is given later
-/// is not waited for.
+/// A load ordered after a busy stream waits for it while other calls go on. It does not wait for
+/// work that the stream gets later.
 #[test]
 fn calls_in_the_order_of_a_stream_go_on_beside_the_program() {
     let served = Served::new(3);
@@ -240,7 +239,7 @@ fn calls_in_the_order_of_a_stream_go_on_beside_the_program() {
     let to = |gpu| vec![Transfer { file: f.clone(), offset: 0, gpu, len: MIB + 5 }];
     host.poke(a, &[9; 100]).unwrap();
     host.occupy(7, true);
-    // SAFETY: it is a number of the stand-in.
+    // SAFETY: the stand-in's streams are plain numbers.
     let started = unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 7) }.unwrap();
     s.load(&to(b), Policy::Prefer).unwrap();
     // SAFETY: as above.
@@ -251,7 +250,7 @@ fn calls_in_the_order_of_a_stream_go_on_beside_the_program() {
     let r = started.finish().unwrap();
     assert!(r.moved() == MIB + 5 && host.peek(a, MIB + 5).unwrap() == data, "{r}");
 
-    // And the other way: a save begins when the stream has made what is to be saved.
+    // The other direction: a save begins when the stream has produced the data.
     host.occupy(7, true);
     // SAFETY: as above.
     let started = unsafe { s.start(Direction::Save, to(b), Policy::Prefer, 7) }.unwrap();
@@ -260,8 +259,7 @@ fn calls_in_the_order_of_a_stream_go_on_beside_the_program() {
     started.finish().unwrap();
     assert!(s.read(&f, 0, 101).unwrap() == [&[5; 100][..], &data[100..101]].concat());
 
-    // What is wrong is told at the end; nobody need ask for it.
-    // SAFETY: as above.
+    // Errors are reported by `finish`, which need not be called. SAFETY: as above.
     let wrong = unsafe { s.start(Direction::Load, to(4096), Policy::Prefer, 0) }.unwrap();
     let failed = wrong.finish().unwrap_err();
     assert!(failed.error.code == Code::Inval && failed.report.moved() == 0, "{failed}");

@@ -1,5 +1,5 @@
-//! Several bridges in a process: what they register is registered once, counted once, and let go
-//! with the last of them.
+//! Several bridges in one process: shared memory is registered once, counted once, and released
+//! with the last bridge.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use strake_fabric::{Pool, REGION};
 use strake_gds::{Bridge, GpuMem, HostMem, Options, Policy, Report, Tier, Transfer};
 
 const BOUNCE: Policy = Policy::Require(Tier::BounceTcp);
-/// Of one bridge: 3 workers with two slots of 256 KiB.
+/// The slots of one bridge: 3 workers with two slots of 256 KiB each.
 const SLOTS: u64 = 6 * 256 * KIB;
 const ONE: u64 = REGION as u64;
 
@@ -50,7 +50,8 @@ async fn two_devices_use_one_registration_of_the_clients_buffers_until_the_last_
     );
     let told = first.pins();
     assert_eq!((told.made, told.twice, told.stray), (13, 0, 0), "{told:?}");
-    // Another bridge of the same device, and then the first of all goes, who has registered it.
+    // Open another bridge of the same device; then close the first bridge, which registered the
+    // memory.
     let c = over(&second, Arc::new(pool.clone())).await;
     drop(a);
     for bridge in [&b, &c] {
@@ -60,7 +61,7 @@ async fn two_devices_use_one_registration_of_the_clients_buffers_until_the_last_
     drop((b, c));
     let told = first.pins();
     assert_eq!((first.pinned(), told.made, told.twice, told.stray), (0, 19, 0, 0));
-    // And from the beginning.
+    // After that a new bridge registers everything again.
     let d = over(&second, Arc::new(pool.clone())).await;
     assert_eq!(save(&d, &second, &pool).await.staged, 0);
 }
@@ -89,7 +90,7 @@ async fn the_limit_holds_for_all_bridges_together_and_what_they_share_counts_onc
             && notice.contains("other bridges of this process"),
         "{notice}"
     );
-    // There is room when another one goes.
+    // The limit allows more when another bridge is closed.
     drop(b);
     let d = over_limit(&mem, &pool, limit).await;
     assert!(
@@ -134,7 +135,7 @@ async fn a_tier_without_pinned_memory_stages_what_another_bridge_has_pinned() {
     mem.limit_pins(1 << 30);
     let a = over(&mem, Arc::new(pool.clone())).await;
     save(&a, &mem, &pool).await;
-    // It may pin nothing itself.
+    // This bridge may pin nothing itself.
     let b = over_limit(&mem, &pool, 1000).await;
     let (out, tensor) = (Ram::new(9, Vec::new(), &pool), device(&mem, &pattern(3, MIB)));
     let all = [Transfer { file: out.clone(), offset: 0, gpu: tensor, len: MIB }];
@@ -157,7 +158,7 @@ fn host_memory_refuses_what_is_pinned_as_a_driver_does() {
     let mut pages = strake_fabric::BufMut::unpooled(4 * 4096);
     let at = |n: usize| pages_at(&mut pages, n);
     let starts: Vec<*mut u8> = (0..4).map(at).collect();
-    // SAFETY: the pages live until the end of the test, where they are let go.
+    // SAFETY: the pages live until the end of the test, where they are released.
     unsafe {
         mem.pin(starts[1], 2 * 4096).unwrap();
         assert!(other.pin(starts[1], 4096).unwrap_err().to_string().contains("pinned already"));

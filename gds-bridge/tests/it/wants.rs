@@ -1,4 +1,4 @@
-//! Tiers that fail for want of something: what is said of it, and what later calls do.
+//! Tiers that fail because something is missing: what the reports say, and what later calls do.
 
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ async fn a_payload_outside_the_pools_regions_is_called_that() {
     let tensor = device(&mem, &vec![0; 1 << 20]);
     let all = [whole(&file, tensor)];
     assert!(bridge.load(&all, RDMA).await.unwrap().is_all(Tier::BounceRdma));
-    // The pool is full: what comes now lies elsewhere.
+    // Fill the pool, so that the next payloads lie elsewhere.
     let full = loop {
         // A worker may still hold what it has copied.
         let all = pool.get_now(REGION);
@@ -70,7 +70,7 @@ async fn bounce_rdma_is_not_lost_and_found_by_each_call_where_little_may_be_pinn
     let tensor = device(&mem, &vec![0; 6 << 20]);
     let all = [whole(&file, tensor)];
     assert!(matches!(bridge.standings()[Tier::BounceRdma], Standing::Available(_)));
-    // What is taken here lies in the region that is registered already.
+    // These buffers use up the region that is registered already.
     let taken: Vec<_> = (0..4).map(|_| pool.get_now(1 << 20)).collect();
     let first = bridge.load(&all, BOUNCED).await.unwrap();
     let rests = |why: &Unavailable| matches!(why, Unavailable::Resting(Fault::NotStraight { .. }));
@@ -87,14 +87,14 @@ async fn bounce_rdma_is_not_lost_and_found_by_each_call_where_little_may_be_pinn
     }
     // No self-test ran either.
     assert_eq!(mem.copied().load_pinned - copied.load_pinned, 3 * 6 * MIB);
-    // A call that allows nothing else tries.
+    // A call that allows only this tier tries it.
     let failed = bridge.load(&all, RDMA).await.unwrap_err();
     assert!(
         failed.error.code == Code::Io
             && failed.error.message.contains("registered with the device"),
         "{failed}"
     );
-    // Asked to, the bridge tries it again.
+    // An explicit self-test makes the bridge try the tier again.
     drop(taken);
     bridge.self_test().await;
     let r = bridge.load(&all, BOUNCED).await.unwrap();

@@ -1,12 +1,12 @@
-//! Chains that hold nothing. When all that was in sync of a chain is gone and no file has data
-//! there, nothing is lost: the chain begins anew, with blank replicas. Pure functions;
+//! Chains that hold nothing. When all replicas of a chain that were in sync are gone and no file
+//! has data there, nothing is lost: the chain begins anew, with blank replicas. Pure functions.
 //! `docs/replication.md`, "Chains without data", says why this proves it:
 //!
-//! A new epoch comes with every change of a chain, so one that nobody serves at an epoch is served
-//! by nobody until the next. Meanwhile no file gets it (`namespace::placement` gives files chains
-//! that somebody serves), and no write is acknowledged there. So what the leader finds when it
-//! reads all files at that epoch holds until the next one; and the entry with which the chain
-//! begins anew makes that very next one, or is refused.
+//! Every change of a chain gives it a new epoch. So a chain that no replica serves at an epoch
+//! stays unserved until its next epoch. Meanwhile no file gets the chain (`namespace::placement`
+//! gives files only chains that are served), and no write is acknowledged there. So what the leader
+//! finds when it reads all files at that epoch holds until the next one; and the log entry with
+//! which the chain begins anew either makes that next epoch, or is refused.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,10 +25,10 @@ use super::{
     state::{check_chain, commit},
 };
 
-/// Chains of one entry.
+/// Most chains in one log entry.
 pub(crate) const AT_ONCE: usize = 256;
 
-/// Chains that nobody serves, and of which all that were in sync are gone for good or long dead.
+/// Chains that no replica serves, and whose in-sync replicas are all gone for good or long dead.
 pub(crate) fn stranded(map: &pb::ClusterMap, dead: &BTreeSet<TargetId>) -> Vec<ChainId> {
     let targets: BTreeMap<TargetId, &pb::Target> = map.targets.iter().map(|t| (t.id, t)).collect();
     let open = recovery::in_doubt(map);
@@ -43,9 +43,9 @@ pub(crate) fn stranded(map: &pb::ClusterMap, dead: &BTreeSet<TargetId>) -> Vec<C
     map.chains.iter().filter(is).map(|c| c.id).collect()
 }
 
-/// Those of `chains` on which this file has data by the state, or may have: it has been written
-/// there and was not cut, or it is not known yet how far it was written. One that is open for
-/// writing may have bytes that its writer has yet to report.
+/// Those of `chains` on which this file has data by the state, or may have data: it was written
+/// there and not truncated, or it is not known yet how far it was written. A file that is open for
+/// writing may have bytes that its writer has not reported yet.
 pub(crate) fn held(
     map: &MapView,
     ino: u64,
@@ -54,7 +54,7 @@ pub(crate) fn held(
 ) -> BTreeSet<ChainId> {
     let Some(layout) = &r.layout else { return BTreeSet::new() };
     let Ok(stripes) = StripeMap::resolve(ino, layout, map) else {
-        // One that this program cannot read may name any.
+        // A layout that this program cannot read may name any chain.
         return chains.clone();
     };
     let open_end = r.writers > 0 || r.surplus || r.fence != 0;
@@ -64,7 +64,7 @@ pub(crate) fn held(
     all.filter(|(at, c)| chains.contains(c) && reached(*at)).map(|(_, c)| *c).collect()
 }
 
-/// How many copies a chain is for.
+/// How many copies a chain is made for.
 fn copies(map: &pb::ClusterMap, c: &pb::Chain) -> usize {
     let of_set = map.sets.iter().find(|s| s.chains.contains(&c.id)).map(|s| s.copies as usize);
     of_set.unwrap_or(c.preferred.len())
@@ -74,7 +74,7 @@ fn copies(map: &pb::ClusterMap, c: &pb::Chain) -> usize {
 pub(crate) struct Homes<'a> {
     map: &'a pb::ClusterMap,
     domains: Domains<'a>,
-    /// Chains that each target is to have.
+    /// How many chains each target is to have.
     has: BTreeMap<TargetId, usize>,
 }
 
@@ -85,9 +85,9 @@ impl<'a> Homes<'a> {
         Homes { map, domains: Domains::new(map), has }
     }
 
-    /// The chain with new replicas: those of its targets that are there, others for the rest.
-    /// `blank`: nothing of this chain is on a target, and it knows that it is not to take anything
-    /// of it. `None`: there are too few.
+    /// The chain with new replicas: its own targets where possible, others for the rest. `blank`:
+    /// whether a target holds nothing of this chain, and knows that it must accept nothing of it.
+    /// `None`: there are too few targets.
     pub(crate) fn of(
         &mut self,
         chain: ChainId,
@@ -122,7 +122,7 @@ impl<'a> Homes<'a> {
                 None => break,
             }
         }
-        // What is missing comes when it is back: it is filled.
+        // Missing targets join when they return, and are resynced.
         let serving = chosen.len();
         for t in &c.preferred {
             let stays = self.map.targets.iter().any(|h| h.id == *t && !h.given_up);
@@ -184,8 +184,8 @@ pub(crate) fn begin(map: &mut pb::ClusterMap, b: &pb::ChainsAnew) -> Result<()> 
 mod tests {
     use super::*;
 
-    /// Targets 0 to 3 on nodes of their own, 0 dead; chain 1 was on 0 alone, chain 2 on 0 and 1,
-    /// chain 3 is served.
+    /// Targets 0 to 3 on separate nodes, 0 dead; chain 1 was on 0 alone, chain 2 on 0 and 1, chain
+    /// 3 is served.
     fn map() -> pb::ClusterMap {
         let target = |id| pb::Target {
             id,
@@ -253,12 +253,12 @@ mod tests {
         let of = |m: &pb::ClusterMap, c, blank: &dyn Fn(u32) -> bool| {
             Homes::new(m).of(c, |t, _| blank(t)).map(|c| (c.epoch, replicas(&c)))
         };
-        // To the one that has the fewest.
+        // To the target with the fewest chains.
         assert_eq!(of(&m, 1, &|_| true), Some((5, vec![(3, true)])));
-        // Its own target that is there stays, if it has nothing of it.
+        // Its own live target stays, if it holds nothing of the chain.
         assert_eq!(of(&m, 2, &|_| true), Some((5, vec![(1, true), (3, true)])));
         assert_eq!(of(&m, 2, &|t| t != 1), Some((5, vec![(3, true), (2, true)])));
-        // The dead one comes when it is back, unless it was given up.
+        // The dead one joins when it returns, unless it was given up.
         assert_eq!(of(&m, 2, &|t| t == 3), Some((5, vec![(3, true), (0, false)])));
         assert_eq!(of(&m, 2, &|_| false), None);
         let mut gone = m.clone();

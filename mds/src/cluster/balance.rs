@@ -1,9 +1,9 @@
-//! Replicas that move so that targets get equally full. A pure function on the map and on what
-//! storage servers say they store.
+//! Replicas that move so that targets get equally full. A pure function of the map and of what
+//! storage servers report that they store.
 //!
-//! How full a target is, is judged by the chains that it shall have: what comes counts already,
-//! what goes counts no more. So moves that are under way, and what a target has yet to remove, are
-//! not evened out a second time.
+//! How full a target is, is judged by the chains that it is to have: incoming replicas count
+//! already, outgoing ones no longer. So moves under way, and chunks that a target has yet to
+//! remove, are not balanced a second time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,21 +11,21 @@ use strake_proto::{ChainId, TargetId, map::ChainExt, pb};
 
 use super::moves::{FULL, Load, Why, is_whole, moved};
 
-/// Replicas that one target gives away or takes at a time, whatever for, if another is to come on
-/// top: it is no emergency.
+/// Balancing adds a move to a target only while it gives away or takes fewer replicas than this,
+/// for whatever reason: balance is no emergency.
 const MOVES: usize = 2;
-/// So many of the emptiest targets are looked at for each chain that might move.
+/// For each chain that might move, at most this many of the emptiest targets are considered.
 const LOOK: usize = 32;
 /// A move that evens out less than this share of a target is not worth it.
 const LEAST: f64 = 0.001;
 
-/// What a target stores of each chain, bytes; `None` if it did not say.
+/// Bytes that a target stores of each chain; `None` if it did not report them.
 pub(crate) type Stored<'a> = dyn Fn(TargetId) -> Option<&'a [(ChainId, u64)]> + 'a;
 
 /// A target that may give and take.
 struct Level<'a> {
     target: &'a pb::Target,
-    /// Of the chains that it shall have, bytes.
+    /// Bytes of the chains that it is to have.
     used: u64,
 }
 
@@ -38,7 +38,7 @@ impl Level<'_> {
         self.used as f64 / self.capacity()
     }
 
-    /// With so many bytes less here and more there both would be equally full.
+    /// The bytes to move from here to `to` so that both are equally full.
     fn half_way(&self, to: &Level) -> u64 {
         let [a, b] = [self, to].map(|l| (u128::from(l.used), u128::from(l.target.capacity.max(1))));
         ((a.0 * b.1).saturating_sub(b.0 * a.1) / (a.1 + b.1)) as u64
@@ -50,11 +50,11 @@ impl Level<'_> {
     }
 }
 
-/// Evens out what differs by more than `percent` points between the fullest and the emptiest of the
-/// targets that are alive and stay.
+/// Balances when the fullest and the emptiest target that are alive and not draining differ by more
+/// than `percent` points.
 pub(crate) struct Balance {
     percent: u32,
-    /// It has begun, and goes on until they differ by half as much only.
+    /// Balancing has begun; it continues until they differ by only half as much.
     going: bool,
 }
 
@@ -64,10 +64,10 @@ impl Balance {
         Balance { percent, going: false }
     }
 
-    /// Chains that are to get other targets now, with a sentence about each: of chains that rest
-    /// with all replicas in sync, the largest that does not make the taker fuller than the giver is
-    /// then. Where they may stand is as for any other move; they get no closer to other copies, and
-    /// chains of a pool stay within it.
+    /// Chains that are to get other targets now, with a sentence about each. Only chains at rest
+    /// with all replicas in sync move: the largest that does not make its new target fuller than
+    /// the old one is then. The rules for the new place are those of any move; copies get no closer
+    /// to each other, and chains of a pool stay within it.
     pub(crate) fn plan(
         &mut self,
         map: &pb::ClusterMap,
@@ -92,8 +92,7 @@ impl Balance {
                 return out;
             }
             let Some(m) = floor.next(percent / 2.0) else {
-                // What differs cannot be evened out: it has ended, unless it only waits for what is
-                // under way.
+                // No move can help: balancing has ended, unless it only waits for moves under way.
                 self.going = !out.is_empty() || floor.is_busy();
                 return out;
             };
@@ -102,7 +101,7 @@ impl Balance {
     }
 }
 
-/// A replica that is to move: whose by position in the levels, and how much it is.
+/// A replica that is to move: its source and destination as positions in the levels, and its size.
 struct Move<'a> {
     chain: &'a pb::Chain,
     bytes: u64,
@@ -113,10 +112,10 @@ struct Move<'a> {
 struct Floor<'a> {
     load: Load<'a>,
     levels: Vec<Level<'a>>,
-    /// Chains that rest, and their bytes, by target.
+    /// Chains at rest, and their bytes, by target.
     on: BTreeMap<TargetId, Vec<(&'a pb::Chain, u64)>>,
     taken: BTreeSet<ChainId>,
-    /// Those that have nothing to give that anybody may take.
+    /// Targets that have nothing to give that another target may take.
     stuck: BTreeSet<TargetId>,
 }
 
@@ -137,7 +136,7 @@ impl<'a> Floor<'a> {
         for c in map.chains.iter().filter(|c| !c.lost) {
             let n = bytes.get(&c.id).copied().unwrap_or(0);
             for t in &c.preferred {
-                // What a server says may be anything.
+                // A server may report any number.
                 let used = used.entry(*t).or_default();
                 *used = used.saturating_add(n);
                 if n > 0 && is_whole(c) {
@@ -158,8 +157,8 @@ impl<'a> Floor<'a> {
         self.levels.iter().any(|l| self.load.moving(l.target.id) > 0)
     }
 
-    /// The next move between two that differ by more than this; from the fullest to the emptiest,
-    /// where that can be.
+    /// The next move between two targets that differ by more than `least`: from the fullest to the
+    /// emptiest, where possible.
     fn next(&mut self, least: f64) -> Option<Move<'a>> {
         let free = |i: &usize| self.load.moving(self.levels[*i].target.id) < MOVES;
         let takers: Vec<usize> = (0..self.levels.len()).rev().filter(free).collect();
@@ -182,7 +181,8 @@ impl<'a> Floor<'a> {
     }
 
     /// The largest of a giver's chains that the emptiest of these takers may have, or else the next
-    /// one; of about as many bytes rather one that it does not head: its OST index stays.
+    /// taker. Among chains of similar size one that the giver does not head is preferred: its OST
+    /// index stays.
     fn best(&self, from: usize, takers: &[usize], least: f64) -> Option<Move<'a>> {
         let giver = &self.levels[from];
         let id = giver.target.id;

@@ -13,7 +13,7 @@ fn target(id: TargetId, node: u32, capacity: u64) -> pb::Target {
     pb::Target { id, node: 1001 + node, capacity, alive: true, ..Default::default() }
 }
 
-/// A cluster whose moves take a few looks to be done.
+/// A cluster whose moves take a few checks to finish.
 struct Bed {
     map: pb::ClusterMap,
     bytes: BTreeMap<ChainId, u64>,
@@ -23,7 +23,7 @@ struct Bed {
 }
 
 impl Bed {
-    /// So many targets of this capacity, each on a node of its own.
+    /// This many targets of this capacity, each on a separate node.
     fn new(targets: u32, capacity: u64) -> Bed {
         let targets = (0..targets).map(|t| target(t, t, capacity)).collect();
         let map = pb::ClusterMap { version: 1, targets, ..Default::default() };
@@ -38,7 +38,7 @@ impl Bed {
         self.map.sets.extend(sets);
     }
 
-    /// So many chunks of files with so many copies, on any of their chains.
+    /// This many chunks of files with this many copies, on any of their chains.
     fn fill(&mut self, seed: u64, copies: usize, chunks: usize) {
         let mut rng = StdRng::seed_from_u64(seed);
         let of: Vec<ChainId> =
@@ -68,7 +68,7 @@ impl Bed {
         for c in &self.map.chains {
             for r in &c.replicas {
                 let n = self.bytes.get(&c.id).copied().unwrap_or(0);
-                // What is being filled has but a part.
+                // A replica that is being resynced has only a part.
                 let n = if r.state() == ReplicaServing { n } else { n / 3 };
                 stored.get_mut(&r.target).unwrap().push((c.id, n));
             }
@@ -79,7 +79,7 @@ impl Bed {
         self.balance.plan(&self.map, &|t| stored.get(&t).map(|s| &s[..]))
     }
 
-    /// One look, and one step of each move. Whether something moved.
+    /// One check, and one step of each move. Returns whether something moved.
     fn step(&mut self) -> bool {
         let before = self.full();
         let planned = self.plan();
@@ -116,7 +116,7 @@ impl Bed {
                 .for_each(|t| *at_once.entry(*t).or_default() += 1);
         }
         assert!(at_once.values().all(|n| *n <= MOVES), "{at_once:?}");
-        // Nobody is made fuller than the fullest was.
+        // No target becomes fuller than the fullest was.
         let most = before.iter().copied().fold(0.0, f64::max);
         assert!(self.full().iter().all(|f| *f <= most + 1e-9));
         !planned.is_empty() || self.map.chains.iter().any(|c| !is_whole(c))
@@ -202,7 +202,7 @@ fn copies_stay_in_their_racks_and_pools() {
 
 #[test]
 fn full_targets_take_nothing_and_even_ones_are_left_alone() {
-    // The emptiest has no room either.
+    // The emptiest has no space either.
     let mut b = Bed::new(3, 1000 * MIB);
     let one = |b: &Bed, t| b.map.chains.iter().find(|c| c.preferred == [t]).unwrap().id;
     for (t, n) in [(0, 1000), (1, 1000), (2, 949)] {
@@ -212,11 +212,11 @@ fn full_targets_take_nothing_and_even_ones_are_left_alone() {
         b.bytes.insert(other, 10 * MIB);
     }
     assert!(b.plan().is_empty());
-    // With room for one of those.
+    // With space for one of those.
     let most = b.map.chains.iter().find(|c| c.preferred == [2]).unwrap().id;
     b.bytes.insert(most, 925 * MIB);
     assert_eq!(b.plan().len(), 1);
-    // Within the bound nothing begins; what has begun goes on to half of it.
+    // Within the limit nothing starts; what has started continues to half of it.
     let mut b = Bed::new(2, 1000 * MIB);
     let own: Vec<ChainId> =
         b.map.chains.iter().filter(|c| c.preferred == [0]).map(|c| c.id).collect();
@@ -225,7 +225,7 @@ fn full_targets_take_nothing_and_even_ones_are_left_alone() {
     b.bytes.insert(own[0], 7 * MIB);
     b.settle();
     assert!(b.moves > 0 && b.spread() <= 0.02, "{:?}", b.full());
-    // Switched off, and without word from the fullest.
+    // Switched off, and without a report from the fullest.
     b.bytes.insert(own[0], 700 * MIB);
     b.bytes.insert(own[1], 200 * MIB);
     b.balance = Balance::new(0);
@@ -251,7 +251,7 @@ fn only_what_is_whole_moves() {
     b.map.chains[at].replicas[1].set_state(ReplicaServing);
     let planned = b.plan();
     assert!(planned.len() == 1 && !planned[0].0.preferred.contains(&0), "{planned:?}");
-    // Nor to or from what is dead or being emptied.
+    // Nor to or from targets that are dead or drain.
     for t in b.map.targets.iter_mut().filter(|t| t.id != 0 && t.id != follower) {
         t.draining = true;
     }
@@ -265,7 +265,7 @@ fn who_can_give_nothing_keeps_nobody_else_from_it() {
         let of = b.map.chains.iter().filter(|c| c.preferred == [t]);
         of.map(|c| c.id).zip(chains.iter().copied()).collect::<Vec<_>>()
     };
-    // What the fullest have is too large to go anywhere.
+    // The chains of the fullest are too large to move anywhere.
     for t in 0..40 {
         let one = own(&b, t, &[600 * MIB]);
         b.bytes.extend(one);

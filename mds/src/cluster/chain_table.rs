@@ -1,5 +1,5 @@
-//! Which chains there are: new ones for targets that head too few, dealt so that what fails is made
-//! good by many. Pure functions on the map; the leader proposes what they give.
+//! Which chains there are: new ones for targets that head too few, laid out so that many targets
+//! share the resync after a failure. Pure functions on the map; the leader proposes their results.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,27 +12,29 @@ use super::{
     state::MAX_COPIES,
 };
 
-/// Most chains of a map: every change of a chain sends the map to everybody.
+/// Most chains of a map: every change of a chain sends the map to all clients and servers.
 pub const MAX_CHAINS: usize = 32_768;
-/// Chain ids of an era are below the next era times two to this.
+/// Chain ids of an era are below (era + 1) times two to the power of this.
 const ERA_CHAINS: u32 = 16;
 
-/// Where the ids of chains that are made now begin, and the first one that none may have. A group
-/// that was recovered must not give out again what was given out after the state that it has.
+/// The ids for new chains are above the first number and below the second. A recovered group must
+/// not give out again an id that was given out after the state that it was recovered from.
 pub(super) fn ids(map: &pb::ClusterMap) -> (u64, u64) {
     let era = recovery::incarnation(map).era();
     (era << ERA_CHAINS, (era + 1) << ERA_CHAINS)
 }
 
-/// Chains and chain sets for what is alive, stays, and heads too few: per number of copies that the
-/// live nodes allow, one set in which each such target heads so many that it has `per` of them,
-/// fewer where the map would become too long. The same for each pool, of chains that have all
-/// replicas on its members. `None` if nothing is missing, or there is no room for it.
+/// New chains and chain sets for targets that are alive, do not drain, and head too few chains. For
+/// each number of copies that the live nodes allow there is one set, in which each such target is
+/// given enough to head `per` of them, fewer if the map would become too long. The same for each
+/// pool, with chains that have all replicas on its members. `None` if nothing is missing, or the
+/// map has no space for it.
 ///
-/// A target heads too few if it heads at most half of `per`: what moved away is not made up for
-/// chain by chain. Nor if it moved to others, so that the map does not grow with every target that
-/// goes and comes back: no more chains are made of a kind once there are `per` for each target;
-/// then [`rich_and_poor`] is made even. A set's order goes round its heads.
+/// A target heads too few if it heads at most half of `per`: chains that moved away are not
+/// replaced one by one. Nor are they if they moved to other targets, so that the map does not grow
+/// with every target that goes and returns: no more chains of a kind are made once there are `per`
+/// for each target; then [`rich_and_poor`] is evened out. The chains of a set are in an order that
+/// cycles through their heads.
 pub fn make_chains(
     map: &pb::ClusterMap,
     per: usize,
@@ -67,33 +69,33 @@ pub fn make_chains(
     if sets.is_empty() { None } else { Some((new, sets)) }
 }
 
-/// Chains of one kind whose head has more than its share, and who lacks some.
+/// Chains of one kind whose head has more than its share, and targets that head too few.
 pub(super) struct RichAndPoor {
-    /// What each target heads.
+    /// How many chains each target heads.
     pub heads: BTreeMap<TargetId, usize>,
     /// The share of each.
     pub per: usize,
     pub chains: Vec<ChainId>,
-    /// Those that head at most half of their share.
+    /// Targets that head at most half of their share.
     pub poor: Vec<TargetId>,
 }
 
-/// Where targets head too few chains, and others more than `per`.
+/// The kinds in which some targets head too few chains, and others more than `per`.
 pub(super) fn rich_and_poor(map: &pb::ClusterMap, per: usize) -> Vec<RichAndPoor> {
     let groups = groups(map);
     let deals = Deals::new(map, &groups, per);
     deals.all.iter().filter_map(|d| d.rich_and_poor(deals.per)).collect()
 }
 
-/// Targets that have chains among themselves: all of them, or those of a pool.
+/// Targets that may share chains: all of them, or those of a pool.
 struct Group<'a> {
     pool: &'a str,
     places: Vec<Place<'a>>,
-    /// Most copies that their nodes allow.
+    /// The highest number of copies that their nodes allow.
     kinds: usize,
 }
 
-/// Where a target stands.
+/// Where a target is.
 #[derive(Clone, Copy)]
 struct Place<'a> {
     id: TargetId,
@@ -121,11 +123,12 @@ impl<'a> Group<'a> {
     }
 }
 
-/// All kinds of chains: of each group, and each number of copies.
+/// All kinds of chains: one for each group and each number of copies.
 struct Deals<'a> {
-    /// What each target heads of each kind, if the map shall not become too long.
+    /// How many chains of each kind each target heads, lowered so that the map does not become too
+    /// long.
     per: usize,
-    /// Chains that the map has room for.
+    /// How many more chains fit into the map.
     left: usize,
     all: Vec<Deal<'a>>,
 }
@@ -153,17 +156,17 @@ impl<'a> Deals<'a> {
     }
 }
 
-/// What the chains of one number of copies mean for each target of a group; targets by their
-/// position in it.
+/// The chains with one number of copies, for each target of a group; targets are given by their
+/// position in the group.
 struct Deal<'a> {
     group: &'a Group<'a>,
     copies: usize,
     places: &'a [Place<'a>],
-    /// Chains that there are, and what heads them.
+    /// Existing chains, and their heads.
     chains: Vec<(ChainId, TargetId)>,
     heads: Vec<usize>,
     follows: Vec<u32>,
-    /// With whom it shares chains, once for each chain.
+    /// The targets that it shares chains with, once for each chain.
     partners: Vec<Vec<usize>>,
 }
 
@@ -206,7 +209,7 @@ impl<'a> Deal<'a> {
         self.heads.iter().map(|h| short(*h, per)).sum::<usize>().min(more)
     }
 
-    /// Chains for those who head too few, one for each of them in turn; so many at most.
+    /// At most `most` chains for the targets that head too few, one for each of them in turn.
     fn missing(&mut self, per: usize, most: usize) -> Vec<Vec<TargetId>> {
         let most = most.min(self.lacks(per));
         let short: Vec<usize> = self.heads.iter().map(|h| short(*h, per)).collect();
@@ -216,7 +219,7 @@ impl<'a> Deal<'a> {
         heads.map(|(_, head)| self.chain(head)).collect()
     }
 
-    /// `None` if there are not both.
+    /// `None` unless there are both.
     fn rich_and_poor(&self, per: usize) -> Option<RichAndPoor> {
         let heads: BTreeMap<TargetId, usize> =
             self.places.iter().map(|p| p.id).zip(self.heads.iter().copied()).collect();
@@ -227,10 +230,10 @@ impl<'a> Deal<'a> {
         (!poor.is_empty() && !chains.is_empty()).then_some(RichAndPoor { heads, per, chains, poor })
     }
 
-    /// Followers stand on other nodes, in racks with as few of the others as can be. Of these
-    /// places, first come those that follow in the fewest chains, so that all get as many; then
-    /// those that share the fewest with the others of this one, so that what a lost target had is
-    /// with as many as possible.
+    /// Followers are on other nodes, in racks with as few replicas of this chain as possible. Among
+    /// these, targets that follow in the fewest chains come first, so that all get equally many;
+    /// then those that share the fewest chains with this one's other replicas, so that the data of
+    /// a lost target is spread over as many targets as possible.
     fn chain(&mut self, head: usize) -> Vec<TargetId> {
         let n = self.places.len();
         let mut chain = vec![head];
@@ -241,8 +244,8 @@ impl<'a> Deal<'a> {
             let cost = |t: usize| {
                 let crowd =
                     chain.iter().filter(|c| self.places[**c].rack == self.places[t].rack).count();
-                // The distance from the head rotates equals, so that neighbours do not all pick the
-                // same target.
+                // Ties are broken by the distance from the head, so that neighbours do not all pick
+                // the same target.
                 (crowd, self.follows[t], shared[t], (t + n - head) % n)
             };
             let apart =
@@ -255,7 +258,8 @@ impl<'a> Deal<'a> {
     }
 }
 
-/// How many more a target is to head that heads so many: none unless that is at most half.
+/// How many more chains a target is to head that heads `heads` of them: none unless that is at most
+/// half of `per`.
 fn short(heads: usize, per: usize) -> usize {
     if heads * 2 <= per { per.saturating_sub(heads) } else { 0 }
 }

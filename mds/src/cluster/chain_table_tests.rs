@@ -1,4 +1,4 @@
-//! Tests of how chains are dealt.
+//! Tests of how chains are laid out.
 
 use strake_proto::{Code, map::MapView};
 
@@ -37,7 +37,7 @@ fn copies_stand_in_different_racks_where_there_are_any() {
         let servers: BTreeSet<TargetId> = c.preferred.iter().map(|t| t / 2).collect();
         assert_eq!((different.len(), servers.len()), (2, 3), "{c:?}");
     }
-    // A server says where it stands each time that it registers.
+    // A server names its rack each time it registers.
     let moved = pb::RegisterRequest { rack: "b".into(), ..request("n0", &[0, 1]) };
     register(&mut map, &moved).unwrap();
     assert_eq!(map.nodes[0].rack, "b");
@@ -72,7 +72,7 @@ fn chains_stand_on_different_nodes_and_are_dealt_evenly() {
             }
             let (min, max) = (follows.iter().min().unwrap(), follows.iter().max().unwrap());
             assert!(max - min <= 2, "{nodes}x{per} copies {}: {follows:?}", k + 1);
-            // What a dead target served is taken over by several others.
+            // Several others take over what a dead target served.
             let elsewhere = n - usize::from(per);
             let want = (k * (k + 1)).min(elsewhere).div_ceil(2).max(k);
             assert!(
@@ -106,7 +106,7 @@ fn new_targets_make_new_sets_and_leave_the_old_alone() {
     MapView::new(map).unwrap();
 }
 
-/// How many chains of so many copies each two targets share.
+/// How many chains with this many copies each two targets share.
 fn shared(map: &pb::ClusterMap, copies: usize) -> BTreeMap<(TargetId, TargetId), u32> {
     let mut pairs = BTreeMap::new();
     for c in map.chains.iter().filter(|c| c.preferred.len() == copies) {
@@ -140,7 +140,7 @@ fn a_lost_target_is_made_good_by_all_others() {
             );
         }
     }
-    // The order of a set goes round its heads.
+    // The order of a set cycles through its heads.
     for s in &map.sets {
         let head = |id: &u32| map.chains.iter().find(|c| c.id == *id).unwrap().preferred[0];
         assert!(s.chains.iter().map(head).eq((0..64).map(|i| i % 8)));
@@ -157,7 +157,8 @@ fn who_heads_at_most_half_gets_all_of_them() {
         map.chains.iter().filter(|c| c.preferred.len() == 2 && c.preferred[0] == t).count()
     };
     assert_eq!((map.chains.len(), heads(&map, 0), heads(&map, 3)), (first * 8, 8, 8));
-    // What moved to others is not made up for by new ones, whether it is more than half or all.
+    // Chains that moved to others are not replaced by new ones, whether they are more than half or
+    // all.
     let mut gone = map.clone();
     let mut leave = |n: usize| {
         let own = gone.chains.iter_mut().filter(|c| c.preferred.len() == 2 && c.preferred[0] == 0);
@@ -165,13 +166,13 @@ fn who_heads_at_most_half_gets_all_of_them() {
         (heads(&gone, 0), make_chains(&gone, 8))
     };
     assert_eq!((leave(4), leave(4)), ((4, None), (0, None)));
-    // What is lost is.
+    // Lost chains are replaced.
     let one = map.chains.iter_mut().filter(|c| c.preferred == [0]);
     one.take(4).for_each(|c| c.lost = true);
     let (chains, sets) = make_chains(&map, 8).unwrap();
     assert_eq!((chains.len(), sets.len()), (4, 1));
     assert!(chains.iter().all(|c| c.preferred == [0]));
-    // Who leaves, or is lost, gets none.
+    // A target that drains, or is lost, gets none.
     map.targets[0].draining = true;
     assert!(make_chains(&map, 8).is_none());
 }
@@ -215,7 +216,7 @@ fn a_map_does_not_grow_with_targets_that_go_and_come_back() {
         panic!("it does not end");
     };
     for round in 0..6 {
-        // One is emptied and kept, or dead for long and back: without what it had.
+        // One is drained and kept, or long dead and returns: without its old replicas.
         let (t, drain) = (round % 4, round % 2 == 0);
         let at = t as usize;
         (map.targets[at].draining, map.targets[at].alive) = (drain, drain);
@@ -273,7 +274,7 @@ fn a_pool_has_chains_of_its_own_within_it() {
     }
     deal(&mut map, 4);
     assert!(make_chains(&map, 4).is_none());
-    // A new member heads as many; what is there stays.
+    // A new member heads as many; existing chains stay.
     map.pools[0].targets.push(5);
     let (chains, sets) = make_chains(&map, 4).unwrap();
     assert_eq!(
@@ -281,7 +282,7 @@ fn a_pool_has_chains_of_its_own_within_it() {
         [("p", 1, 4), ("p", 2, 4), ("p", 3, 4)]
     );
     assert!(chains.iter().all(|c| c.preferred[0] == 5));
-    // A pool that is destroyed leaves its chains behind, and gets no more.
+    // A destroyed pool leaves its chains behind, and gets no more.
     map.pools.clear();
     assert!(make_chains(&map, 4).is_none());
 }
@@ -294,7 +295,7 @@ fn the_map_stays_of_bounded_length() {
         .collect();
     let (chains, _) = make_chains(&map, 64).unwrap();
     assert_eq!(chains.len(), 4096 * 3 * 2);
-    // Those that come later, when there is room for so many more.
+    // Later ones, when there is space for only this many more.
     let one = |id: usize| pb::Chain { id: id as u32, ..chains[0].clone() };
     map.chains = (1..).take(MAX_CHAINS - 10).map(one).collect();
     let (new, sets) = make_chains(&map, 64).unwrap();

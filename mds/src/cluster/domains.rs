@@ -1,18 +1,18 @@
-//! What fails together: all targets of a storage server, and all servers of a rack. A server that
-//! names no rack is one of its own.
+//! What fails together: all targets of a storage server, and all servers of a rack. A server
+//! without a rack name is a rack of its own.
 
 use std::collections::BTreeMap;
 
 use strake_proto::{NodeId, TargetId, pb};
 
-/// A rack, or a server without one.
+/// A rack, or a server without a rack name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Rack<'a> {
     Named(&'a str),
     Alone(NodeId),
 }
 
-/// Where each target stands.
+/// Where each target is.
 pub(crate) struct Domains<'a> {
     of: BTreeMap<TargetId, (NodeId, Rack<'a>)>,
 }
@@ -37,7 +37,7 @@ impl<'a> Domains<'a> {
         matches!((self.of.get(&a), self.of.get(&b)), (Some(a), Some(b)) if a.0 != b.0)
     }
 
-    /// How many of the others stand in the rack of `t`.
+    /// How many of the others are in the rack of `t`.
     pub(crate) fn crowd<'b>(
         &self,
         t: TargetId,

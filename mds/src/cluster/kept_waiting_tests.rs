@@ -48,7 +48,7 @@ fn all_waits_of_a_node_have_to_end() {
     r.tick(5000);
     assert!(r.is_alive(0) && !r.is_alive(1));
     r.answer(5000, 1500, 0);
-    // One that never was there.
+    // A heartbeat that never existed.
     r.answer(6000, 1500, 0);
     assert!(r.tick(7001));
     assert!(!r.is_alive(0));

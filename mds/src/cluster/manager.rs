@@ -1,10 +1,10 @@
-//! What only the leader knows about storage servers, their heartbeats and leases, and the map
-//! changes that follow from it. A pure state machine: heartbeats, ticks and maps in; proposals and
-//! grants out. A new leader starts a new one.
+//! What only the leader knows about storage servers: their heartbeats and leases, and the map
+//! changes that follow from them. A pure state machine: its inputs are heartbeats, ticks and maps;
+//! its outputs proposals and grants. A new leader starts with a new one.
 //!
-//! A lease is counted here from the heartbeat's arrival and by its holder from when it sent it, so
-//! the holder stops first. While a change that takes a target out of a chain is under way, its node
-//! is granted nothing: it would go on serving by the map it has.
+//! The leader counts a lease from the heartbeat's arrival, its holder from when it sent the
+//! heartbeat, so the holder stops first. While a change that takes a target out of a chain is under
+//! way, its node is granted nothing: it would continue to serve by the map it has.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,46 +29,47 @@ use super::{
     state,
 };
 
-/// New targets wait this long for company before chains are made; as long lies between two looks at
-/// what is missing.
+/// New targets wait this long for more to come before chains are made; the same time passes between
+/// two searches for missing chains.
 pub(crate) const SETTLE: Duration = Duration::from_secs(1);
-/// Small changes of a target's used bytes reach the map this often.
+/// How often small changes of a target's used bytes reach the map.
 const USED_PERIOD: Duration = Duration::from_secs(10);
-/// Between two looks at how full targets are.
+/// Time between two checks of how full targets are.
 const BALANCE_PERIOD: Duration = Duration::from_secs(1);
-/// Between two looks at replicas that could stand better.
+/// Time between two searches for replicas that could be placed better.
 const TIDY_PERIOD: Duration = Duration::from_secs(1);
-/// Longest `unreachable` list that is looked at.
+/// Longest `unreachable` list that is accepted.
 const MAX_UNREACHABLE: usize = 1024;
-/// A node that others report unreachable for this long, though it heartbeats itself, is taken out.
+/// A node that others report unreachable for this long is shut out, though it sends heartbeats.
 const SHUN_AFTER: Duration = Duration::from_millis(1500);
-/// What was not repeated for this long is not continuous: reports, and a node's own heartbeats.
+/// Reports, or a node's own heartbeats, with a longer gap than this are not continuous.
 const GAP: Duration = Duration::from_millis(600);
-/// How long it then stays out at first, and at most.
+/// How long such a node stays out: at first, and at most.
 const SHUN_MIN: Duration = Duration::from_secs(10);
 const SHUN_MAX: Duration = Duration::from_secs(300);
-/// One that is asked to leave its chains does so within this time, or not at all: a storage server
-/// waits less for the answer to a heartbeat.
+/// A target that is asked to leave its chains does so within this time, or not at all: a storage
+/// server waits less long for the answer to a heartbeat.
 const STEPS_OUT: Duration = Duration::from_secs(3);
-/// Back for so long, it stays out as at first when it has to go again.
+/// If a node was back for this long, its next time out is as short as the first.
 const FORGIVEN: Duration = Duration::from_secs(600);
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Options {
     /// How long a storage server may act on an answered heartbeat.
     pub lease: Duration,
-    /// The first chains are made once so many targets are alive; 0: any.
+    /// The first chains are made once this many targets are alive; 0: with any number.
     pub expect_targets: usize,
-    /// Chains of each number of copies that a target heads.
+    /// How many chains of each number of copies a target heads.
     pub chains_per_target: usize,
-    /// What a target has that was dead for so long is copied to others; zero: never.
+    /// The data of a target that was dead for this long is copied to others; zero: never.
     pub rebuild_after: Duration,
-    /// Points that targets may differ in how full they are before replicas move; 0: they do not.
+    /// Percentage points that targets may differ in how full they are before replicas move; 0: they
+    /// never move.
     pub balance_percent: u32,
     pub slow: slow::Options,
 }
 
-/// A map change to propose. [`Manager::resolved`] must be called with what became of it.
+/// A map change to propose. [`Manager::resolved`] must be called with its outcome.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Proposal {
     pub update: pb::MapUpdate,
@@ -79,50 +80,50 @@ pub(crate) struct Proposal {
 #[derive(Default)]
 struct Seen {
     at: Duration,
-    /// Of the life that was heard of.
+    /// The boot id of the process that was last heard of.
     stamp: u64,
     used: u64,
     capacity: u64,
-    /// The stamp of the life whose device failed, and since when that is known.
+    /// The boot id of the process whose device failed, and when that became known.
     failed: Option<u64>,
     failed_at: Duration,
-    /// Of the life with this stamp: how often it left its chains for lack of space, and came back.
+    /// (boot id, count): how often this process left its chains for lack of space, and returned.
     /// Odd: it is out.
     lapses: (u64, u32),
     synced: BTreeSet<ChainId>,
-    /// Bytes of each chain, in order of the chains; `None`: it does not say.
+    /// Bytes of each chain, in order of the chains; `None`: not reported.
     stored: Option<Vec<(ChainId, u64)>>,
     /// Map version the reporter acted on.
     version: u64,
-    /// The number of the last heartbeat of this life.
+    /// The number of the last heartbeat of this process.
     number: u64,
     /// It was shut out and has given its lease up.
     leaseless: bool,
-    /// Its chunk table takes no writes for want of space.
+    /// Its chunk table takes no writes for lack of space.
     table_full: bool,
-    /// When it was last asked to leave its chains for that.
+    /// When it was last asked to leave its chains because of that.
     asked_out: Option<Duration>,
 }
 
 /// A node that its peers cannot reach.
 #[derive(Default)]
 struct Shun {
-    /// Who says so, since when, and when last.
+    /// The nodes that report it, since when, and when last.
     reports: BTreeMap<NodeId, (Duration, Duration)>,
     until: Duration,
-    /// How long the next time.
+    /// How long it last stayed out; the next time is twice as long.
     backoff: Duration,
 }
 
-/// When the leader last did what it does now and then.
+/// When the leader last did each of its periodic jobs.
 struct LastTimes {
     /// Looked for chains that are missing.
     chains: Duration,
-    /// Put into the map how full targets are.
+    /// Wrote into the map how full targets are.
     usage: Duration,
     /// Looked for targets that are fuller than others.
     balance: Duration,
-    /// Looked for replicas that could stand better.
+    /// Looked for replicas that could be placed better.
     tidy: Duration,
 }
 
@@ -131,11 +132,11 @@ pub(crate) struct Manager {
     options: Options,
     elected: Duration,
     seen: BTreeMap<TargetId, Seen>,
-    /// Targets that lose a SERVING or SYNCING place by the proposal under way.
+    /// Targets that lose a SERVING or SYNCING place through the proposal under way.
     leaving: BTreeSet<TargetId>,
     in_flight: bool,
     in_doubt: bool,
-    /// Version of the map that was noted last.
+    /// Version of the last map that was noted.
     known: Option<u64>,
     /// Per chain: its epoch, and the first map version known to have it.
     since: BTreeMap<ChainId, (u64, u64)>,
@@ -143,19 +144,20 @@ pub(crate) struct Manager {
     last_registration: Duration,
     last: LastTimes,
     balance: Balance,
-    /// The map's version, if no replica could stand better when that was last looked for.
+    /// The map's version, if the last search found no replica that could be placed better.
     tidy: Option<u64>,
     shuns: BTreeMap<NodeId, Shun>,
-    /// Since when each node heartbeats without a gap, and its last one.
+    /// Since when each node sends heartbeats without a gap, and its last one.
     beating: BTreeMap<NodeId, (Duration, Duration)>,
-    /// When each node last said up to which number it knows the evictions, and that number.
+    /// When each node last reported up to which number it knows the evictions, and that number.
     told: BTreeMap<NodeId, (Duration, u64)>,
     kept_waiting: KeptWaiting,
     pub slow: SlowTargets,
 }
 
 impl Manager {
-    /// `now` (time since boot) is the election, or later; all leases count as renewed then.
+    /// `now` (time since boot) is the time of the election, or later; all leases count as renewed
+    /// then.
     pub(crate) fn new(options: Options, now: Duration, map: &MapView) -> Manager {
         let mut m = Manager {
             options,
@@ -199,7 +201,8 @@ impl Manager {
         }
     }
 
-    /// All were heard of just now: for a server that did not run for a while and could not listen.
+    /// Counts all nodes as heard of now: for a server that did not run for a while and could not
+    /// listen.
     pub(crate) fn all_heard(&mut self, now: Duration) {
         self.elected = now;
         self.slow.restart();
@@ -217,19 +220,19 @@ impl Manager {
         told.filter(|(at, _)| holds(*at)).map(|(_, number)| number).min().unwrap_or(u64::MAX)
     }
 
-    /// Whether nothing that sessions evicted by this number and before wrote can arrive any more.
+    /// Whether no write of sessions evicted up to this number can arrive any more.
     pub(crate) fn all_know(&self, now: Duration, eviction: u64, map: &MapView) -> bool {
         self.known_to_all(now, map) >= eviction
     }
 
-    /// Whether no replica in sync of a chain has anything in work, or will have, that sessions sent
-    /// which were evicted by this number and before. A replica that comes into sync later does so
-    /// in a newer epoch.
+    /// Whether no replica in sync of a chain is working on a request of a session evicted up to
+    /// this number, or will accept one. A replica that comes into sync later does so in a newer
+    /// epoch.
     pub(crate) fn chain_knows(&self, eviction: u64, chain: &pb::Chain, map: &MapView) -> bool {
         self.known_of(chain, map) >= eviction
     }
 
-    /// The last eviction that all replicas in sync of a chain know of; 0 while one of them has not
+    /// The last eviction that all replicas in sync of a chain know; 0 while one of them has not
     /// been heard of.
     pub(crate) fn known_of(&self, chain: &pb::Chain, map: &MapView) -> u64 {
         let number = |t| self.told.get(&map.node_of(t)?.id).map(|told| told.1);
@@ -237,7 +240,7 @@ impl Manager {
     }
 
     /// A heartbeat arrived at `now`. `ESTALE` asks the sender to register first: its node, target
-    /// or stamp is not the registered one.
+    /// or boot id is not the registered one.
     pub(crate) fn heartbeat(
         &mut self,
         now: Duration,
@@ -262,7 +265,8 @@ impl Manager {
                 return Err(Error::new(Code::Stale, m));
             }
         }
-        // Also of one that is shut out: others may not reach it because its device hangs.
+        // This counts also for a node that is shut out: others may not reach it because its device
+        // hangs.
         for (r, device) in h.targets.iter().filter_map(|r| Some((r, r.device.as_ref()?))) {
             self.slow.told(now, r.target, r.stamp, device);
         }
@@ -282,14 +286,14 @@ impl Manager {
             if r.failed && s.failed != Some(r.stamp) {
                 (s.failed, s.failed_at) = (Some(r.stamp), now);
             }
-            // A heartbeat may be overtaken by a later one: the number only grows.
+            // A later heartbeat may overtake this one: the number only grows.
             let before = if s.lapses.0 == r.stamp { s.lapses.1 } else { 0 };
             s.lapses = (r.stamp, before.max(r.lapses));
-            // Only chains it is a member of: the list is bounded by the map.
+            // Only chains that the target is in: so the map limits the list.
             let own = |c: &&ChainId| map.chain(**c).is_some_and(|c| c.state_of(r.target).is_some());
             s.synced = r.synced_chains.iter().filter(own).copied().collect();
-            // Nothing is stored, or the server is of a version that does not say what. A list
-            // without end is no reason to refuse a lease.
+            // An empty list from a target with data comes from a server of a version that does not
+            // report it. An overlong list is ignored; it is no reason to refuse a lease.
             let says = (!r.stored.is_empty() || r.used == 0) && stored <= recovery::MAX_SIGHTS;
             let known = r.stored.iter().filter(|c| map.chain(c.chain).is_some());
             s.stored = says.then(|| known.map(|c| (c.chain, c.bytes)).collect());
@@ -299,14 +303,14 @@ impl Manager {
         Ok(())
     }
 
-    /// The heartbeat of this node that arrived at `now` is kept waiting until it is confirmed that
-    /// this server leads.
+    /// The heartbeat of this node that arrived at `now` waits until it is confirmed that this
+    /// server leads.
     pub(crate) fn waits(&mut self, now: Duration, node: NodeId) {
         self.kept_waiting.begin(now, node);
     }
 
-    /// The one that arrived then waits no longer. Its targets count as heard of now: the next one
-    /// was not sent before.
+    /// The heartbeat that arrived at `arrived` no longer waits. Its targets count as heard of now:
+    /// the next heartbeat was not sent earlier.
     pub(crate) fn answered(
         &mut self,
         now: Duration,
@@ -318,7 +322,7 @@ impl Manager {
             return;
         }
         for t in map.map.targets.iter().filter(|t| t.node == node) {
-            // Only what it told of: a server may have given up another target since.
+            // Only the targets that it named: a server may have given up another target since.
             if let Some(s) =
                 self.seen.get_mut(&t.id).filter(|s| s.stamp == t.stamp && s.at >= arrived)
             {
@@ -327,15 +331,15 @@ impl Manager {
         }
     }
 
-    /// Whether a heartbeat that told of this target has no answer yet.
+    /// Whether a heartbeat that named this target has no answer yet.
     fn is_kept_waiting(&self, now: Duration, target: &pb::Target) -> bool {
         let since =
             self.kept_waiting.since(now, target.node).filter(|_| !self.shunned(now, target.node));
         since.zip(self.lease_from(target)).is_some_and(|(since, from)| from >= since)
     }
 
-    /// What one says that is shut out. One that comes late is not believed: it may have been
-    /// granted a lease since.
+    /// Notes that a node that is shut out has given up its lease. A late heartbeat is ignored: the
+    /// node may have been granted a lease since.
     fn note_leaseless(&mut self, h: &pb::HeartbeatRequest) {
         for r in h.targets.iter().filter(|_| h.leaseless) {
             if let Some(s) =
@@ -347,9 +351,8 @@ impl Manager {
     }
 
     /// The lease to answer a heartbeat with, in milliseconds; 0 for a node that is shut out, which
-    /// gives up the one that it has. To be asked when leadership was confirmed after the heartbeat
-    /// arrived, and answered together with the newest applied map. `Overloaded`: none now, ask
-    /// again.
+    /// then gives up its lease. Call this after leadership was confirmed for the heartbeat, and
+    /// answer with the newest applied map. `Overloaded`: no lease now, ask again.
     pub(crate) fn grant(&self, now: Duration, node: NodeId, map: &MapView) -> Result<u32> {
         if self.shunned(now, node) {
             return Ok(0);
@@ -364,8 +367,8 @@ impl Manager {
     }
 
     /// Targets of a node that are to leave their chains until there is space, for the answer to its
-    /// heartbeat. A cut or a removal cannot be made where the chunk table takes no writes, though
-    /// other replicas could make it.
+    /// heartbeat. A chunk table that takes no writes cannot record a trim or a removal, which the
+    /// other replicas could make.
     pub(crate) fn step_out(&mut self, now: Duration, node: NodeId, map: &MapView) -> Vec<TargetId> {
         let mut out = Vec::new();
         // A leader before this one may have asked others.
@@ -376,16 +379,16 @@ impl Manager {
             let full = self.seen.get(&t.id).is_some_and(|s| s.stamp == t.stamp && s.table_full);
             if full && self.can_spare(now, t.id, map) {
                 out.push(t.id);
-                // Before the next of this node is looked at: both at once could be all that a chain
-                // has.
+                // Set before the next target of this node is checked: the two could be the only
+                // replicas of a chain.
                 self.seen.entry(t.id).or_default().asked_out = Some(now);
             }
         }
         out
     }
 
-    /// Whether each chain that this target serves, or is to serve, and has data of, has another
-    /// replica in sync that stays.
+    /// Whether every chain that has data on this target, and that it serves or was the last to
+    /// serve, has another replica in sync that stays.
     fn can_spare(&self, now: Duration, target: TargetId, map: &MapView) -> bool {
         let stored = self.seen.get(&target).and_then(|s| s.stored.as_ref());
         let has_data =
@@ -399,7 +402,7 @@ impl Manager {
         map.map.chains.iter().filter(needed).all(|c| c.serving().any(stays))
     }
 
-    /// Whether a target was heard of just now, can serve, and was not asked to leave its chains.
+    /// Whether a target was heard of recently, can serve, and was not asked to leave its chains.
     fn stays(&self, now: Duration, target: &pb::Target) -> bool {
         let Some(s) = self.seen.get(&target.id).filter(|s| s.stamp == target.stamp) else {
             return false;
@@ -415,7 +418,7 @@ impl Manager {
             .map_or(Duration::ZERO, |from| (from + self.options.lease).saturating_sub(now))
     }
 
-    /// When the lease of a target counts from, `None` if it has none.
+    /// The time that a target's lease counts from, `None` if it has none.
     fn lease_from(&self, target: &pb::Target) -> Option<Duration> {
         match self.seen.get(&target.id) {
             Some(s) if s.failed == Some(target.stamp) => None,
@@ -423,8 +426,8 @@ impl Manager {
             Some(s) if s.lapses.0 == target.stamp && s.lapses.1 % 2 == 1 => None,
             Some(s) if s.stamp == target.stamp => Some(s.at),
             _ if target.alive => Some(self.elected),
-            // It has registered, and may not have had the answer: then it does not know the chains
-            // it is in.
+            // It has registered, but may not have received the answer: then it does not know its
+            // chains.
             _ => None,
         }
     }
@@ -478,12 +481,13 @@ impl Manager {
         ))
     }
 
-    /// What is missing of chains. It is long and goes alone, when nobody has come or gone; other
-    /// changes have the next turn.
+    /// New chains, if some are missing. This change is long and is proposed alone, when no target
+    /// has come or gone; other changes have the next turn.
     fn new_chains(&mut self, now: Duration, map: &MapView, alive: usize) -> Option<Proposal> {
-        // Not looked for at every tick: should the change be refused, others go on.
+        // Not at every tick: if the change is refused, other changes must not wait.
         let settled = now.saturating_sub(self.last_registration.max(self.last.chains)) >= SETTLE;
-        // Later ones do not wait for those that are down just then.
+        // Only the first chains wait for `expect_targets`, not later ones when some targets are
+        // down.
         let waits = map.map.sets.is_empty() && alive < self.options.expect_targets;
         if !settled || waits {
             return None;
@@ -494,7 +498,7 @@ impl Manager {
         Some(Proposal { update: pb::MapUpdate { chains, sets, ..Default::default() }, why })
     }
 
-    /// Moves that make targets equally full, in the map with these chains.
+    /// Moves that make targets equally full, in the map with these changed chains.
     fn evened(
         &mut self,
         now: Duration,
@@ -526,9 +530,9 @@ impl Manager {
         p
     }
 
-    /// The proposal was applied or refused (`known`), or its fate is unknown: then this manager
-    /// proposes and grants nothing more to those concerned until it is, or the next leader's takes
-    /// over.
+    /// The proposal was applied or refused (`known`), or its outcome is unknown. In that case this
+    /// manager proposes nothing more, and grants nothing to the nodes concerned, until it is known
+    /// or the next leader takes over.
     pub(crate) fn resolved(&mut self, known: bool) {
         self.in_doubt = !known;
         if known {
@@ -537,21 +541,21 @@ impl Manager {
         }
     }
 
-    /// Whether a proposal's fate is unknown. It is known, and [`Manager::resolved`], once anything
-    /// proposed later in the same term has been applied.
+    /// Whether a proposal's outcome is unknown. It becomes known, and [`Manager::resolved`], once
+    /// any later proposal of the same term has been applied.
     pub(crate) fn in_doubt(&self) -> bool {
         self.in_doubt
     }
 
-    /// Chains that nobody serves, and of which all that were in sync are gone for good or dead for
-    /// long, with their epochs.
+    /// Chains that no replica serves, and whose in-sync replicas are all gone for good or long
+    /// dead, with their epochs.
     pub(crate) fn stranded(&self, now: Duration, map: &MapView) -> Vec<(ChainId, u64)> {
         let all = anew::stranded(&map.map, &self.long_dead(now, &map.map));
         all.into_iter().filter_map(|c| Some((c, map.chain(c)?.epoch))).collect()
     }
 
-    /// Whether a target has nothing of a chain that nobody serves, and takes nothing of it before
-    /// that changes.
+    /// Whether a target holds nothing of a chain that no replica serves, and accepts nothing of it
+    /// before that changes.
     pub(crate) fn is_blank(
         &self,
         now: Duration,
@@ -569,7 +573,7 @@ impl Manager {
         self.acts(chain, target) && seen.is_some_and(has_none)
     }
 
-    /// Targets that nobody heard of for so long that they are not waited for any more.
+    /// Targets that were not heard of for so long that nothing waits for them any more.
     fn long_dead(&self, now: Duration, map: &pb::ClusterMap) -> BTreeSet<TargetId> {
         let heard = |t: &pb::Target| {
             let at = |s: &Seen| if s.failed == Some(t.stamp) { s.failed_at } else { s.at };
@@ -649,14 +653,14 @@ impl Manager {
         changed
     }
 
-    /// Whether the tail says, knowing the chain's current epoch, that its successor holds all it
-    /// has.
+    /// Whether the tail reports, knowing the chain's current epoch, that its successor holds all
+    /// that it has.
     fn synced(&self, chain: &pb::Chain) -> bool {
         let Some(tail) = chain.tail() else { return false };
         self.acts(chain, tail) && self.seen.get(&tail).is_some_and(|s| s.synced.contains(&chain.id))
     }
 
-    /// Whether a target's node has said that it acts on the chain's current epoch.
+    /// Whether a target's node has reported that it acts on the chain's current epoch.
     fn acts(&self, chain: &pb::Chain, target: TargetId) -> bool {
         let since = self.since.get(&chain.id).filter(|(epoch, _)| *epoch == chain.epoch);
         since.is_some_and(|(_, v)| self.seen.get(&target).is_some_and(|s| s.version >= *v))
@@ -687,12 +691,12 @@ impl Manager {
         }
     }
 
-    /// A link between two nodes that both reach this server would stall their chains for ever. Of
-    /// the two the one that more nodes complain about goes, of equals the one with the higher id;
-    /// it is let in again after a while, later each time, unless it was in for long.
+    /// A broken link between two nodes that both reach this server would stall their chains for
+    /// ever. The node that more others report is shut out; on a tie the one with the higher id. It
+    /// may return after a while, which doubles each time, unless it was back for long.
     fn judge_unreachable(&mut self, now: Duration) {
         let complaints = |node: &NodeId, s: &Shun| {
-            // One that is silent or only just back is not cut off, it is dead or starting.
+            // A node that is silent or has just returned is not cut off: it is dead or starting.
             let Some((beats_since, beat)) = self.beating.get(node) else { return 0 };
             if now.saturating_sub(*beat) > GAP {
                 return 0;
@@ -703,7 +707,7 @@ impl Manager {
             };
             s.reports.values().filter(lasting).count()
         };
-        // A node that is out already has no say: what it cannot reach is its own trouble.
+        // Reports of a node that is shut out do not count: the fault may be its own.
         let out: BTreeSet<NodeId> =
             self.shuns.iter().filter(|(_, s)| now < s.until).map(|(n, _)| *n).collect();
         for s in self.shuns.values_mut() {

@@ -74,7 +74,7 @@ impl Rig {
         self.m.heartbeat(ms(now), &h, &self.map)?;
         self.m.grant(ms(now), h.node, &self.map)
     }
-    /// Ticks, applies what comes out, and says whether something did.
+    /// Ticks and applies the proposal; returns whether there was one.
     fn tick(&mut self, now: u64) -> bool {
         let Some(p) = self.m.tick(ms(now), &self.map) else { return false };
         assert!(!p.why.is_empty() || !p.update.targets.is_empty());
@@ -124,7 +124,7 @@ fn chains_are_made_when_all_expected_targets_live_and_a_second_has_passed() {
     assert!(r.tick(1600));
     assert_eq!(r.map.map.sets.iter().map(|s| s.copies).collect::<Vec<_>>(), vec![1, 2, 3]);
     assert!(!r.tick(1700), "nothing is left to do");
-    // A new target waits a second for company.
+    // A new target waits a second for more to come.
     let mut map = r.map.map.clone();
     state::register(&mut map, &request("late", &[77])).unwrap();
     r.set(1800, map);
@@ -154,7 +154,7 @@ fn what_was_dead_for_long_is_copied_to_others() {
         let of = r.map.map.chains.iter().filter(|c| c.preferred.len() == copies);
         of.filter(|c| c.preferred.contains(&0)).count()
     };
-    // All say that whoever they fill has everything.
+    // All report that the replicas they resync have everything.
     let until_with = |r: &mut Rig, from: u64, to: u64, alive: &[TargetId]| {
         for now in (from..to).step_by(500) {
             let all: Vec<ChainId> = r.map.map.chains.iter().map(|c| c.id).collect();
@@ -168,9 +168,10 @@ fn what_was_dead_for_long_is_copied_to_others() {
     until(&mut r, 0, 60_000);
     assert_eq!([1, 2, 3].map(|copies| wanted(&r, copies)), [1, 2, 3]);
     until(&mut r, 60_000, 61_000);
-    // Where there is one copy nobody has it, and of three all others have it.
+    // With one copy no target has it, and with three all others have it.
     assert_eq!([1, 2, 3].map(|copies| wanted(&r, copies)), [1, 0, 3]);
-    // Back, it gets a chain again of who heads two now, and leaves the others.
+    // When it returns, it gets a chain again from a target that heads two now, and leaves the
+    // others.
     until(&mut r, 61_000, 66_000);
     let chains = r.map.map.chains.len();
     until_with(&mut r, 66_000, 76_000, &[0, 1, 2]);
@@ -187,7 +188,7 @@ fn a_new_leader_counts_leases_from_its_election() {
     assert!(r.tick(12_000));
     assert_eq!(r.states(2), vec![(1, ReplicaServing), (0, ReplicaOffline)]);
     assert_eq!(r.states(1), vec![(0, ReplicaLastsrv)]);
-    // What was dead before the election is not alive by it.
+    // A target that was dead before the election does not become alive through it.
     r.m = Manager::new(options(0), ms(20_000), &r.map);
     assert!(!r.tick(20_100));
 }
@@ -216,8 +217,8 @@ fn the_last_ones_come_back_by_one_source() {
     assert_eq!(states[2], (1, ReplicaOffline));
 }
 
-/// It does not know yet what it is registered as, nor its chains: what it is given back then it
-/// would take for its former life's.
+/// It does not know its new registration yet, nor its chains: what it gets then it would take as
+/// meant for its former process.
 #[test]
 fn who_has_registered_is_alive_from_its_own_first_heartbeat_on() {
     let mut r = Rig::new(with_chains(2, 1), 0);
@@ -369,7 +370,7 @@ fn a_cut_link_takes_one_node_out_and_a_dead_node_is_not_punished() {
             && !r.map.target(1).unwrap().alive
             && r.map.target(2).unwrap().alive
     );
-    // Let in again later.
+    // It may return later.
     for t in (6000..13_000).step_by(250) {
         for target in 0..3 {
             let _ = r.beat_with(t, target, |_| ());
@@ -378,7 +379,7 @@ fn a_cut_link_takes_one_node_out_and_a_dead_node_is_not_punished() {
     }
     assert!(r.map.target(1).unwrap().alive);
 
-    // One that is silent, however many complain, may return at once.
+    // A silent node, however many report it, may return at once.
     let mut r = Rig::new(with_chains(3, 1), 0);
     for t in (0..4000).step_by(250) {
         for target in [0, 2] {
@@ -389,8 +390,8 @@ fn a_cut_link_takes_one_node_out_and_a_dead_node_is_not_punished() {
     r.beat(4000, 1);
 }
 
-/// One that is shut out has not to be waited for once it says that it gave its lease up, unless it
-/// said so before it had that lease.
+/// A node that is shut out is not waited for once it reports that it gave its lease up, unless it
+/// reported that before it had the lease.
 #[test]
 fn who_is_shut_out_gives_its_lease_up() {
     for (number, believed) in [(100, true), (3, false)] {
@@ -433,7 +434,7 @@ fn who_is_cut_off_again_and_again_stays_out_longer_until_the_link_was_good_for_l
         r.tick(now);
         out
     };
-    // Seconds that it is out, when the link is mended at once.
+    // Seconds that it is out when the link is repaired at once.
     let cut_off = |beat: &mut dyn FnMut(bool) -> bool| {
         while !beat(true) {}
         let mut beats: u64 = 1;
@@ -472,9 +473,9 @@ struct Oss {
 struct Answer {
     arrives: Duration,
     node: u32,
-    /// Stamp and number of the heartbeat.
+    /// Boot id and number of the heartbeat.
     to: (u64, u64),
-    /// Zero: the lease is to be given up.
+    /// Zero: the lease must be given up.
     until: Duration,
     map_version: u64,
 }
@@ -489,7 +490,7 @@ struct World {
     /// Heartbeats on their way: sent at, arrives at, what.
     sent: Vec<(Duration, Duration, pb::HeartbeatRequest)>,
     answers: Vec<Answer>,
-    /// Who cannot reach whom.
+    /// Pairs of servers that cannot reach each other.
     unlinked: BTreeSet<(usize, usize)>,
     proposals: Vec<(Duration, pb::MapUpdate, u64)>,
     term: u64,
@@ -572,7 +573,7 @@ impl World {
             for c in &known.chains {
                 let syncing = c.replicas.iter().find(|r| r.state() == ReplicaSyncing);
                 let Some(syncing) = syncing.filter(|_| c.tail() == Some(id)) else { continue };
-                // It was filled, if it still lives the life in which it was made SYNCING.
+                // It was resynced, if it is still the process that was made SYNCING.
                 let s = &self.oss[syncing.target as usize];
                 if s.up && !s.cut && s.map_version >= o.map_version && self.rng.random_ratio(1, 4) {
                     report.synced_chains.push(c.id);
@@ -610,8 +611,8 @@ impl World {
         let mut r = request(&format!("n{i}"), &[i as u8]);
         r.targets[0].stamp = self.rng.next_u64();
         self.oss[i] = Oss { up: true, stamp: r.targets[0].stamp, ..Oss::default() };
-        // Its former life may have been filled; this one may have lost what was not flushed and is
-        // behind.
+        // Its former process may have been resynced; this one may have lost what was not flushed
+        // and is behind.
         let id = i as u32;
         for c in self.map.map.chains.clone() {
             if c.serving().any(|t| t != id) || c.state_of(id) == Some(ReplicaSyncing) {
@@ -643,7 +644,7 @@ impl World {
             }
             if self.oss[i].up && !self.oss[i].cut && self.rng.random_ratio(1, 5) {
                 self.oss[i].number += 1;
-                // Few come very late; nobody waits for their answers any more.
+                // Few arrive very late; no sender waits for their answers any more.
                 let late = if self.rng.random_ratio(1, 50) { 15_000 } else { 100 };
                 let arrives = now + ms(self.rng.random_range(0..late));
                 let h = self.report(i);
@@ -725,7 +726,7 @@ impl World {
         }
     }
 
-    /// Nobody who may read old bytes has a lease.
+    /// No server that might serve old bytes has a lease.
     fn check(&self) {
         for (i, o) in self.oss.iter().enumerate().filter(|(_, o)| o.up && o.lease_until > self.now)
         {
@@ -801,14 +802,14 @@ fn replicas_move_to_an_empty_target_by_what_heartbeats_say() {
     let mut late = r.map.map.clone();
     state::register(&mut late, &request("late", &[77])).unwrap();
     r.set(0, late);
-    // One that says nothing of its chains is left out.
+    // A target that reports nothing about its chains is left out.
     r.beat_with(500, 0, |h| h.targets[0].used = 400).unwrap();
     assert!(r.m.seen[&0].stored.is_none());
     let mut moved = 0;
     for now in (1000..20_000).step_by(250) {
         beat(&mut r, now);
         r.tick(now);
-        // What is to be filled is filled at once.
+        // Resyncs finish at once.
         let mut map = r.map.map.clone();
         for c in map.chains.iter_mut().filter(|c| moves::is_moving(c)) {
             moved += 1;
@@ -843,8 +844,8 @@ fn reports_of_what_is_stored_are_bounded() {
     assert!(r.m.seen[&0].stored.is_none(), "it is as if it had not said");
 }
 
-/// What is read of a chain for good must have all of an evicted session: whether a server's lease
-/// is over does not matter.
+/// A final read of a chain must include everything of an evicted session: it does not matter
+/// whether a server's lease is over.
 #[test]
 fn a_chain_knows_an_eviction_when_all_in_sync_do() {
     let mut r = Rig::new(with_chains(3, 1), 3);

@@ -1,9 +1,9 @@
 //! Which replicas of a chain are in sync: the rules of `docs/replication.md`, "Membership", one
 //! chain at a time.
 //!
-//! `leaves`, `all-leave` and `fill-ends` come in two forms. A lease that ran out is seen by the
-//! leader ([`evaluate`]); a restart is seen at apply, when the new life registers ([`restarted`]),
-//! so that it can never be overtaken by a promotion decided before it.
+//! `leaves`, `all-leave` and `fill-ends` have two forms. The leader sees that a lease ran out
+//! ([`evaluate`]). A restart is seen at apply, when the new process registers ([`restarted`]), so
+//! that a promotion decided earlier can never overtake it.
 
 use pb::ReplicaState::{
     self, ReplicaLastsrv, ReplicaOffline, ReplicaServing, ReplicaSyncing, ReplicaWaiting,
@@ -12,8 +12,8 @@ use strake_proto::{TargetId, map::ChainExt, pb};
 
 use super::rows::Membership;
 
-/// A chain with changed replicas: in the order of the format, one epoch on. `None` if nothing
-/// changed.
+/// A chain with changed replicas: in the order of the format, with the next epoch. `None` if
+/// nothing changed.
 fn next(old: &pb::Chain, mut replicas: Vec<pb::Replica>) -> Option<pb::Chain> {
     replicas.sort_by_key(|r| match r.state() {
         ReplicaServing => 0,
@@ -28,7 +28,7 @@ fn next(old: &pb::Chain, mut replicas: Vec<pb::Replica>) -> Option<pb::Chain> {
     Some(new)
 }
 
-/// Counts which rows of the table a change takes.
+/// Counts the rows of the table that a change follows.
 fn count(old: &pb::Chain, new: &pb::Chain) {
     for r in &new.replicas {
         match (old.state_of(r.target), r.state()) {
@@ -56,7 +56,7 @@ fn any(replicas: &[pb::Replica], state: ReplicaState) -> bool {
     replicas.iter().any(|r| r.state() == state)
 }
 
-/// What an evaluation goes by, besides the chain.
+/// The facts an evaluation uses, besides the chain.
 pub struct Facts<A, B> {
     /// Whether a target holds a lease and its device works.
     pub alive: A,
@@ -66,7 +66,7 @@ pub struct Facts<A, B> {
     pub acts: B,
 }
 
-/// The chain after one evaluation, `None` if it stays.
+/// The chain after one evaluation, `None` if it does not change.
 pub fn evaluate<A, B>(chain: &pb::Chain, facts: &Facts<A, B>) -> Option<pb::Chain>
 where
     A: Fn(TargetId) -> bool,
@@ -105,7 +105,7 @@ where
     next(chain, replicas)
 }
 
-/// `joins`, `drops`, `steps-back` and `gone`, and whose turn it is to be filled.
+/// `joins`, `drops`, `steps-back` and `gone`, and which replica is resynced next.
 fn join_and_leave<A, B>(chain: &pb::Chain, facts: &Facts<A, B>, replicas: &mut Vec<pb::Replica>)
 where
     A: Fn(TargetId) -> bool,
@@ -113,12 +113,13 @@ where
 {
     let Facts { alive, acts, .. } = facts;
     let wanted = |t: TargetId| chain.preferred.contains(&t);
-    // A SYNCING one serves no reads, but one that acts on an older epoch may believe that it does.
+    // A SYNCING replica serves no reads, but one that acts on an older epoch may believe that it
+    // does.
     let stays = |r: &pb::Replica| match r.state() {
         ReplicaServing => true,
         ReplicaSyncing => wanted(r.target) || !acts(r.target),
-        // One that has just lost its place goes with the next change: who served may not be gone at
-        // once.
+        // A replica that has just lost its place leaves with the next change: a serving replica
+        // must not disappear in one step.
         _ => wanted(r.target) || chain.state_of(r.target) == Some(ReplicaServing),
     };
     replicas.retain(stays);
@@ -129,7 +130,7 @@ where
     if any(replicas, ReplicaSyncing) {
         return;
     }
-    // One that has not heard yet that those which replace it serve may take itself for the tail.
+    // A replica that has not heard yet that its replacements serve may take itself for the tail.
     let whole =
         chain.preferred.iter().all(|t| alive(*t) && chain.state_of(*t) == Some(ReplicaServing));
     let leaves = |r: &pb::Replica| whole && !wanted(r.target) && acts(r.target);
@@ -139,8 +140,8 @@ where
 }
 
 fn without_source(chain: &pb::Chain, alive: &impl Fn(TargetId) -> bool) -> Option<pb::Chain> {
-    // Those that restarted stand behind those that did not (see `restarted`): the first one lost
-    // the least.
+    // Replicas that restarted are listed after those that did not (see `restarted`): the first one
+    // lost the least.
     let source = chain
         .replicas
         .iter()
@@ -160,7 +161,7 @@ fn without_source(chain: &pb::Chain, alive: &impl Fn(TargetId) -> bool) -> Optio
     next(chain, replicas)
 }
 
-/// The chain after a target of it restarted, `None` if it stays.
+/// The chain after one of its targets restarted, `None` if it does not change.
 pub fn restarted(chain: &pb::Chain, target: TargetId) -> Option<pb::Chain> {
     let others_serve = chain.serving().any(|t| t != target);
     let mut replicas = chain.replicas.clone();
@@ -224,7 +225,7 @@ mod tests {
         c.replicas.iter().map(word).collect::<Vec<_>>().join(" ")
     }
 
-    /// Every row: chain, live targets, synced, what becomes of it.
+    /// Every row: chain, live targets, synced, result.
     #[test]
     fn evaluation_follows_the_table() {
         for (row, before, live, synced, after) in [
@@ -259,8 +260,8 @@ mod tests {
         }
     }
 
-    /// Replicas that join and leave: chain, targets it shall have, live ones, synced, acknowledged,
-    /// what becomes of it.
+    /// Replicas that join and leave: chain, wanted targets, live ones, synced, acknowledged,
+    /// result.
     #[test]
     fn who_is_wanted_joins_and_who_is_not_leaves() {
         let (all, none) = (&[1, 2, 3, 4][..], &[][..]);

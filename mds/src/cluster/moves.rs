@@ -1,9 +1,9 @@
 //! Replicas that move to other targets: which, where to, and how many at a time. Pure functions on
 //! the map.
 //!
-//! A move is a change of the targets that a chain shall have; rows `joins` to `gone` of
-//! `docs/replication.md` do the rest. What is being moved can be told from the map alone, so a new
-//! leader goes on where the former one was.
+//! A move changes the targets that a chain is to have; rows `joins` to `gone` of
+//! `docs/replication.md` do the rest. The map alone tells which replicas are moving, so a new
+//! leader continues where the last one stopped.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,15 +24,15 @@ pub mod target_action {
     pub const GIVE_UP: u32 = 4;
 }
 
-/// Replicas that one target gives away or takes at a time. One that is dead has no part in it: what
-/// it had comes from all others.
+/// Most replicas that one target gives away or takes at a time. A dead target does not count: its
+/// data comes from all others.
 pub const MOVES: usize = 8;
-/// No replica moves to a target that would be fuller then, percent.
+/// No replica moves to a target that would be fuller than this afterwards, percent.
 pub(super) const FULL: u128 = 95;
 
-/// What an administrator decided about a target. `ENOENT` if it is not registered, `EINVAL` for an
-/// heir that cannot be one, `EBUSY` for taking one out that is alive or that a chain still needs,
-/// and for a drain that only slowness is the reason for ([`slow::may_drain`]).
+/// What an administrator decided about a target. `ENOENT` if it is not registered; `EINVAL` for an
+/// heir that cannot be one; `EBUSY` for a removal of a target that is alive or that a chain still
+/// needs, and for a drain only because of slowness ([`slow::may_drain`]).
 pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<()> {
     let mut next = map.clone();
     let inval = |m: String| Err(Error::new(Code::Inval, m));
@@ -74,8 +74,8 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
                 .filter(|t| t.heir == Some(c.target))
                 .for_each(|t| t.heir = None);
             next.pools.iter_mut().for_each(|p| p.targets.retain(|t| *t != c.target));
-            // Only lost ones have it still. They want it no more, for one that comes back all the
-            // same must not wait for it.
+            // Only lost chains still have it. They no longer want it: if it returns nevertheless,
+            // it must not wait for them.
             for chain in &mut next.chains {
                 chain.replicas.retain(|r| r.target != c.target);
                 if chain.preferred.len() > 1 {
@@ -102,8 +102,8 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
     Ok(())
 }
 
-/// A chain is lost when every target that could be its source was given up, and no longer when one
-/// of them is kept after all.
+/// A chain is lost when every target that could be its source was given up, and is not lost any
+/// more when one of them is kept after all.
 fn judge_lost(map: &mut pb::ClusterMap) {
     let gone: BTreeSet<TargetId> =
         map.targets.iter().filter(|t| t.given_up).map(|t| t.id).collect();
@@ -111,7 +111,7 @@ fn judge_lost(map: &mut pb::ClusterMap) {
     for c in map.chains.iter_mut().filter(|c| !open.contains(&c.id) && c.head().is_none()) {
         let mut sources =
             c.replicas.iter().filter(|r| r.state() == pb::ReplicaState::ReplicaLastsrv).peekable();
-        // Of a lost chain, they may have been taken out.
+        // The sources of a lost chain may have been removed.
         let lost = if sources.peek().is_some() {
             sources.all(|r| gone.contains(&r.target))
         } else {
@@ -150,35 +150,35 @@ fn may_go(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
     Ok(())
 }
 
-/// Whether replicas of a chain are on their way.
+/// Whether replicas of a chain are moving.
 pub fn is_moving(c: &pb::Chain) -> bool {
     c.replicas.len() != c.preferred.len()
         || c.replicas.iter().any(|r| !c.preferred.contains(&r.target))
 }
 
-/// Whether a chain has all the replicas that it shall have, in sync, and no other.
+/// Whether a chain has all the replicas that it is to have, in sync, and no other.
 pub fn is_whole(c: &pb::Chain) -> bool {
     let serves = |t: &TargetId| c.state_of(*t) == Some(pb::ReplicaState::ReplicaServing);
     c.replicas.len() == c.preferred.len() && c.preferred.iter().all(serves)
 }
 
-/// Whether a target can take nothing more.
+/// Whether a target is too full to take more.
 fn is_full(t: &pb::Target) -> bool {
     u128::from(t.used) * 100 > u128::from(t.capacity) * FULL
 }
 
-/// How full targets are, and what they have to do.
+/// How full targets are, and how many moves they take part in.
 pub(super) struct Load<'a> {
     map: &'a pb::ClusterMap,
     targets: BTreeMap<TargetId, &'a pb::Target>,
     pub(super) domains: Domains<'a>,
-    /// Those with targets that are alive and stay.
+    /// Racks with targets that are alive and do not drain.
     racks: BTreeSet<Rack<'a>>,
-    /// Of chains that were made for a pool that there still is.
+    /// The pool of each chain that was made for a pool that still exists.
     pub(super) pools: BTreeMap<ChainId, &'a pb::Pool>,
-    /// Replicas that a target has, or is to have.
+    /// How many replicas a target has, or is to have.
     replicas: BTreeMap<TargetId, usize>,
-    /// Those of them that it takes or gives away now.
+    /// How many of them it takes or gives away now.
     moving: BTreeMap<TargetId, usize>,
 }
 
@@ -196,13 +196,14 @@ impl<'a> Load<'a> {
         let open = recovery::in_doubt(map);
         for c in &map.chains {
             c.preferred.iter().for_each(|t| *load.replicas.entry(*t).or_default() += 1);
-            // Without a source nothing is copied; what waits for one must not keep others waiting.
+            // Without a source nothing is copied; a chain that waits for one must not hold up
+            // others.
             if is_whole(c) || c.lost || c.head().is_none() || open.contains(&c.id) {
                 continue;
             }
             let has: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
             let wants: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
-            // What a target is being filled with has yet to take its space there.
+            // A replica that is being resynced has not used its space there yet.
             let filled = |t: &TargetId| {
                 has.contains(t) && c.state_of(*t) != Some(pb::ReplicaState::ReplicaServing)
             };
@@ -220,24 +221,24 @@ impl<'a> Load<'a> {
         self.moving.get(&t).copied().unwrap_or(0)
     }
 
-    /// About what one replica of a target takes, bytes.
+    /// About how many bytes one replica of a target takes.
     fn each(&self, t: &pb::Target) -> u64 {
         t.used / self.replicas.get(&t.id).copied().unwrap_or(0).max(1) as u64
     }
 
-    /// The target that takes the place of `old` in a chain: the heir if it may, else one that has
-    /// all of it still, else the one that is least full when what is on its way counts as much as
-    /// what each replica there has. It is on none of the other replicas' servers, and in a rack
-    /// with as few of them as can be; if that is why, with fewer than `old`. A chain of a pool
-    /// stays within it if a member may take it; if none may, it leaves the pool all the same where
-    /// what was decided could not be done otherwise.
+    /// The target that replaces `old` in a chain: the heir if it may, else a target that still has
+    /// all of the chain, else the least full one, counting each incoming replica as large as the
+    /// target's average replica. It is on none of the other replicas' servers, and in a rack with
+    /// as few of them as possible; if the rack is the reason for the move, with fewer than `old`. A
+    /// chain of a pool stays within it if a member may take it. If none may, it leaves the pool,
+    /// unless the reason is only its rack or its pool.
     fn heir(&self, c: &pb::Chain, old: &pb::Target, why: Why) -> Option<TargetId> {
         use pb::ReplicaState::{ReplicaServing, ReplicaSyncing, ReplicaWaiting};
         let others: Vec<TargetId> = c.preferred.iter().copied().filter(|t| *t != old.id).collect();
         let crowd = |t: &pb::Target| self.domains.crowd(t.id, &others);
-        // It was to leave, and has not yet: nothing is copied.
+        // It was to leave and still serves: nothing is copied.
         let has = |t: &pb::Target| c.state_of(t.id) == Some(ReplicaServing);
-        // One that has just begun to be filled says nothing of how much it is.
+        // A replica that has just begun to resync does not show its size.
         let begins = matches!(c.state_of(old.id), None | Some(ReplicaSyncing | ReplicaWaiting));
         let source = c.head().filter(|_| begins).and_then(|t| self.targets.get(&t).copied());
         let each = self.each(source.unwrap_or(old));
@@ -265,7 +266,7 @@ impl<'a> Load<'a> {
         };
         let free = |t: &&pb::Target| has(t) || self.moving(t.id) < MOVES;
         match old.heir.filter(|h| could.iter().any(|t| t.id == *h)) {
-            // It takes as many as it can at a time, and will take this one later.
+            // The heir takes as many as it may at a time, and will take this one later.
             Some(h) => Some(h).filter(|h| self.moving(*h) < MOVES),
             None => could
                 .into_iter()
@@ -276,13 +277,13 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// What to say of a move out of the chain's pool.
+    /// What to add to the sentence about a move out of the chain's pool.
     fn outside(&self, c: &pb::Chain, to: TargetId) -> String {
         let left = self.pools.get(&c.id).filter(|p| !p.targets.contains(&to));
         left.map(|p| format!("; no target of pool '{}' can take it", p.name)).unwrap_or_default()
     }
 
-    /// The target, if its replica of a resting chain is to move for this reason.
+    /// The target, if its replica of a chain at rest is to move for this reason.
     fn leaves(
         &self,
         c: &pb::Chain,
@@ -294,7 +295,7 @@ impl<'a> Load<'a> {
         let yes = match why {
             Why::Dead => dead.contains(&t) && !is.alive,
             Why::Drains => is.draining,
-            // A copy that is missing is made good first.
+            // A missing copy is restored first.
             Why::Crowded => is_whole(c) && self.may_spread(c, t),
             Why::Pool => {
                 is_whole(c) && self.pools.get(&c.id).is_some_and(|p| !p.targets.contains(&t))
@@ -304,8 +305,8 @@ impl<'a> Load<'a> {
         yes.then_some(is)
     }
 
-    /// Whether some rack has fewer of a target's fellow copies than its own: a cheap answer where
-    /// copies outnumber racks.
+    /// Whether some rack has fewer of a target's fellow copies than its own rack: a cheap answer
+    /// where there are more copies than racks.
     fn may_spread(&self, c: &pb::Chain, t: TargetId) -> bool {
         let others = || c.preferred.iter().filter(|o| **o != t);
         let least = |crowd: usize| {
@@ -318,8 +319,8 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// The target, if a chain waits for it in vain: it is to join, and has been dead for long, was
-    /// given up, or has become too full.
+    /// The target, if a chain waits for it in vain: it is to join, but is long dead, was given up,
+    /// or has become too full.
     fn waits_for(
         &self,
         c: &pb::Chain,
@@ -339,8 +340,8 @@ impl<'a> Load<'a> {
         }
     }
 
-    /// Whether a chain may have a target in the place of another one: on none of the other
-    /// replicas' servers, as far from them, and not out of its pool.
+    /// Whether `to` may replace `from` in a chain: it is on none of the other replicas' servers, as
+    /// far from them as `from`, and does not take the chain out of its pool.
     pub(super) fn suits(&self, c: &pb::Chain, from: TargetId, to: TargetId) -> bool {
         let others = || c.preferred.iter().filter(|t| **t != from);
         let pool = self.pools.get(&c.id);
@@ -350,9 +351,9 @@ impl<'a> Load<'a> {
             && self.domains.crowd(to, others()) <= self.domains.crowd(from, others())
     }
 
-    /// Whether a target may head a chain in the place of another one: it is in it already, or may
-    /// take that one's replica without becoming fuller than that one is. So it does not undo what
-    /// was moved to even out how full targets are.
+    /// Whether `to` may head a chain instead of `from`: it is in the chain already, or may take
+    /// that replica without becoming fuller than `from` is. So this does not undo a move that
+    /// balanced how full targets are.
     fn may_head(&self, c: &pb::Chain, from: TargetId, to: TargetId) -> bool {
         if c.preferred.contains(&to) {
             return true;
@@ -381,14 +382,14 @@ type Planned = BTreeMap<ChainId, (pb::Chain, String)>;
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Why {
     Dead,
-    /// A move that is under way.
+    /// The taker of a move under way has become too full.
     Full,
     Drains,
     Crowded,
     /// Decided by [`Balance`](super::balance::Balance).
     Fuller,
     Pool,
-    /// That target heads too few of this kind.
+    /// Another target heads too few of this kind.
     Heads,
 }
 
@@ -406,12 +407,12 @@ impl Why {
     }
 }
 
-/// Chains that are to get other targets now, with a sentence about each: first where a copy is
-/// missing because its target has been dead for long, then where a target drains, then where copies
-/// share a rack that need not, then where a pool's chain is on others than its members, then where
-/// a target heads too few. Those in `changed` are left alone. The last three are no emergency and
-/// may find nothing for ever, at the cost of all chains times all targets: only with `tidy`, the
-/// chains of each kind that a target heads.
+/// Chains that are to get other targets now, with a sentence about each. In this order: a copy is
+/// missing because its target is long dead; a target drains; copies share a rack that need not; a
+/// pool's chain is on targets that are not members; a target heads too few. Chains in `changed` are
+/// left alone. The last three are no emergency, and may find nothing for ever at the cost of all
+/// chains times all targets: they are done only with `tidy`, the number of chains of each kind that
+/// a target heads.
 pub fn plan(
     map: &pb::ClusterMap,
     changed: &[pb::Chain],
@@ -439,7 +440,7 @@ pub fn plan(
     let mut out = Planned::new();
     let under_way = |c: &&pb::Chain| !busy.contains(&c.id) && is_moving(c) && c.head().is_some();
     for c in map.chains.iter().filter(under_way) {
-        // What replaces it never comes, or cannot take it: another place.
+        // The replacement is long dead or too full: another place is needed.
         let Some((old, why)) = c.preferred.iter().find_map(|t| load.waits_for(c, *t, dead)) else {
             continue;
         };
@@ -479,7 +480,8 @@ pub fn plan(
     out.into_values().collect()
 }
 
-/// Has chains headed by who heads too few of them, where others head more than their share.
+/// Gives chains another head: a target that heads too few, in place of one that heads more than its
+/// share.
 fn spread_heads(load: &mut Load, resting: &[&pb::Chain], mut kind: RichAndPoor, out: &mut Planned) {
     let rich: BTreeSet<ChainId> = kind.chains.into_iter().collect();
     for c in resting.iter().filter(|c| rich.contains(&c.id) && is_whole(c)) {
@@ -500,8 +502,8 @@ fn spread_heads(load: &mut Load, resting: &[&pb::Chain], mut kind: RichAndPoor, 
     }
 }
 
-/// The chain with another target in the place of one, and a sentence about it. They change places
-/// if it has both.
+/// The chain with `to` in the place of `from`, and a sentence about it. The two change places if
+/// both are in the chain.
 pub(super) fn moved(c: &pb::Chain, from: TargetId, to: TargetId, why: &str) -> (pb::Chain, String) {
     let mut n = pb::Chain { epoch: c.epoch + 1, ..c.clone() };
     for t in &mut n.preferred {
@@ -575,16 +577,16 @@ mod tests {
         assert_eq!(planned(&m), []);
         target_change(&mut m, &change(0, target_action::DRAIN, None)).unwrap();
         assert_eq!(m.version, 8);
-        // To the empty ones, one each.
+        // To the empty targets, one each.
         assert_eq!(planned(&m), [(1, vec![4, 1]), (4, vec![3, 5])]);
         // Never two copies on one node.
         (m.targets[4].used, m.targets[5].used) = (99, 99);
         (m.targets[2].used, m.targets[3].used) = (50, 60);
         assert_eq!(planned(&m), [(1, vec![2, 1]), (4, vec![3, 1])]);
-        // Not to what is dead or leaves itself.
+        // Not to targets that are dead or drain.
         m.targets[2].alive = false;
         target_change(&mut m, &change(3, target_action::DRAIN, None)).unwrap();
-        // Nor to what would be too full.
+        // Nor to targets that would be too full.
         assert_eq!(planned(&m), [(3, vec![2, 1]), (4, vec![3, 1])]);
         for (chain, _) in plan(&m, &[], &BTreeSet::new(), Some(1)) {
             let update = pb::MapUpdate {
@@ -609,7 +611,7 @@ mod tests {
             plan(m, &[], &dead, Some(1)).into_iter().map(|(c, _)| (c.id, c.preferred)).collect()
         };
         assert_eq!(moved(&m), [(1, vec![4, 1]), (4, vec![3, 5])]);
-        // Not to where there is no room for it.
+        // Not to a target without enough space.
         m.targets[0].used = 90;
         m.targets[1..].iter_mut().for_each(|t| t.used = 60);
         m.targets[2].used = 10;
@@ -672,7 +674,7 @@ mod tests {
         // Given up, it is not waited for either.
         target_change(&mut m, &change(4, target_action::GIVE_UP, None)).unwrap();
         assert_eq!(planned(&m), [(1, vec![2, 1])]);
-        // One that is being filled is left alone.
+        // A chain that is being resynced is left alone.
         m.chains[0].replicas[2].set_state(pb::ReplicaState::ReplicaSyncing);
         assert_eq!(planned(&m), []);
     }
@@ -687,20 +689,20 @@ mod tests {
             .push(pb::Replica { target: 4, state: pb::ReplicaState::ReplicaSyncing as i32 });
         m.targets[4].used = 95;
         assert_eq!(planned(&m), []);
-        // Back to where it is, though that is full, rather than to what is empty.
+        // Back to where it is, though that target is full, rather than to an empty one.
         m.targets[4].used = 96;
         m.targets[0].used = 99;
         assert_eq!(planned(&m), [(1, vec![0, 1])]);
-        // From what is to be emptied it goes on.
+        // A chain still leaves a draining target.
         m.targets[0].draining = true;
         m.targets[0].used = 50;
         assert_eq!(planned(&m), [(1, vec![2, 1])]);
-        // If there is nothing better it stays.
+        // If there is nothing better, it stays.
         for t in [2, 3, 5] {
             m.targets[t].used = 95;
         }
         assert_eq!(planned(&m), []);
-        // Who is filled already is not disturbed.
+        // A target that is in sync already is not disturbed.
         m.targets[2].used = 0;
         m.chains[0].replicas[2].set_state(ReplicaServing);
         assert_eq!(planned(&m), []);
@@ -721,7 +723,7 @@ mod tests {
         m.targets[5].alive = false;
         target_change(&mut m, &change(1, target_action::DRAIN, None)).unwrap();
         assert_eq!(planned(&m), [(1, vec![0, 2]), (2, vec![0, 2]), (3, vec![2, 0])]);
-        // Three copies in two racks: nothing can be done, and that is seen without a look at any
+        // Three copies in two racks: nothing can be done, and that is known without checking any
         // target.
         m = map();
         m.chains.truncate(1);
@@ -732,7 +734,7 @@ mod tests {
             [(1001, "a"), (1002, "a"), (1003, "b"), (1004, "b"), (1005, "b")].map(node).to_vec();
         assert!((0..3).all(|t| !Load::new(&m).may_spread(&m.chains[0], t)));
         assert_eq!(planned(&m), []);
-        // A third one.
+        // A third rack.
         m.nodes[4].rack = "c".into();
         assert!(
             [(0, true), (1, true), (2, false)]
@@ -740,12 +742,12 @@ mod tests {
                 .all(|(t, is)| Load::new(&m).may_spread(&m.chains[0], *t) == *is)
         );
         assert_eq!(planned(&m), [(1, vec![0, 4, 2])]);
-        // All in one of two.
+        // All in one of two racks.
         m.nodes
             .iter_mut()
             .for_each(|n| n.rack = if n.id == 1005 { "b".into() } else { "a".into() });
         assert_eq!(planned(&m), [(1, vec![0, 1, 4])]);
-        // Where there is but one rack, nothing moves.
+        // With only one rack nothing moves.
         m = map();
         m.nodes = (1001..=1005).map(|id| node((id, "a"))).collect();
         assert_eq!(planned(&m), []);
@@ -758,17 +760,18 @@ mod tests {
         let members = |m: &mut pb::ClusterMap, of: &[TargetId]| m.pools[0].targets = of.to_vec();
         members(&mut m, &[0, 1]);
         assert_eq!(planned(&m), []);
-        // 1 was taken out; one that is emptier, but no member, does not count.
+        // 1 was removed from the pool; an emptier target that is not a member does not count.
         members(&mut m, &[0, 2, 3]);
         assert_eq!(planned(&m), [(1, vec![0, 2])]);
-        // Nobody is left that could have it, or the pool is gone.
+        // No member is left that could take it, or the pool is gone.
         members(&mut m, &[0]);
         assert_eq!(planned(&m), []);
         members(&mut m, &[]);
         assert_eq!(planned(&m), []);
         m.pools.clear();
         assert_eq!(planned(&m), []);
-        // What leaves for another reason goes to a member, and elsewhere where there is none.
+        // A replica that leaves for another reason goes to a member, or elsewhere where no member
+        // can take it.
         m.pools = vec![pb::Pool { name: "p".into(), targets: vec![0, 1, 2] }];
         m.targets[1].draining = true;
         m.targets[2].used = 50;
@@ -803,7 +806,7 @@ mod tests {
         moved.replicas =
             moved.preferred.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
         assert_eq!(planned(&m).len(), 1);
-        // A chain that changes otherwise waits, as does one without a source.
+        // A chain that changes for another reason waits, as does one without a source.
         assert_eq!(plan(&m, &m.chains.clone(), &BTreeSet::new(), Some(1)), []);
         m.chains.iter_mut().for_each(|c| {
             c.replicas.iter_mut().for_each(|r| r.set_state(pb::ReplicaState::ReplicaLastsrv))
@@ -854,7 +857,7 @@ mod tests {
             target_change(&mut m.clone(), &change(0, 9, None)).unwrap_err().code,
             Code::Inval
         );
-        // One that is to be emptied itself inherits nothing.
+        // A target that drains itself inherits nothing.
         target_change(&mut m, &change(3, target_action::DRAIN, None)).unwrap();
         assert_eq!(m.targets[0].heir, None);
         target_change(&mut m, &change(0, target_action::KEEP, None)).unwrap();
@@ -881,12 +884,12 @@ mod tests {
             m.chains.iter().map(|c| (c.lost, c.epoch)).collect::<Vec<_>>(),
             [(true, 2), (false, 1), (false, 1), (false, 1)]
         );
-        // What others have moves; the lost chain is left alone.
+        // Replicas of other chains move; the lost chain is left alone.
         assert_eq!(planned(&m), [(2, vec![4, 2]), (4, vec![3, 5])]);
         target_change(&mut m, &change(1, target_action::KEEP, None)).unwrap();
         assert_eq!((m.chains[0].lost, m.chains[0].epoch), (false, 3));
         give_up(&mut m, 1).unwrap();
-        // They go when nothing but what is lost needs them.
+        // The targets may be removed when only lost chains need them.
         assert!(
             target_change(&mut m.clone(), &change(0, target_action::REMOVE, None))
                 .unwrap_err()
@@ -898,7 +901,7 @@ mod tests {
             m.chains[n].replicas =
                 to.iter().map(|t| pb::Replica { target: *t, state: 1 }).collect();
         }
-        // One is taken out, and the other comes back all the same.
+        // One is removed, and the other returns nevertheless.
         target_change(&mut m, &change(0, target_action::REMOVE, None)).unwrap();
         let mut back = m.clone();
         target_change(&mut back, &change(1, target_action::KEEP, None)).unwrap();

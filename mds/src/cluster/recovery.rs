@@ -1,12 +1,12 @@
-//! The cluster map of a group that begins anew, and what its chains' replicas are then worth. Pure
+//! The cluster map of a group that begins anew, and what its chains' replicas are worth then. Pure
 //! functions called at apply.
 //!
-//! The state that a group is recovered from may be older than the last changes of its chains: a
-//! replica that it calls in sync may have left the in-sync set since, and serve old bytes if it
-//! were believed. So a recovery believes nobody: every replica is LASTSRV and its chain in
-//! **doubt**, until all have been heard that can know of a later in-sync set. Storage servers keep
-//! what they last acted on ([`pb::ChainSight`]) and say it when they register. See
-//! `docs/membership.md`, "After a recovery".
+//! The state that a group is recovered from may be older than the last changes of its chains. A
+//! replica that it calls in sync may have left the in-sync set since, and would serve old bytes. So
+//! a recovery trusts no replica: each is LASTSRV, and its chain is in **doubt** until all targets
+//! have reported that can know of a later in-sync set. Storage servers store what they last acted
+//! on ([`pb::ChainSight`]) and report it when they register. See `docs/membership.md`, "After a
+//! recovery".
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ use strake_proto::{ChainId, Code, Error, Incarnation, Kin, Result, TargetId, map
 
 use super::state::{FIRST_OSS_NODE, commit};
 
-/// Chains that one target may say something of.
+/// Most chains that one target may report about.
 pub(crate) const MAX_SIGHTS: usize = 65_536;
 const MAX_REPLICAS: usize = 16;
 
@@ -24,7 +24,7 @@ pub(crate) fn incarnation(map: &pb::ClusterMap) -> Incarnation {
     Incarnation(map.incarnation)
 }
 
-/// Makes it the map of incarnation `r.incarnation`, of which no metadata server is known yet.
+/// Makes this the map of incarnation `r.incarnation`, in which no metadata server is known yet.
 /// `EINVAL` if that is not later than the map's own.
 pub(crate) fn recover(map: &mut pb::ClusterMap, r: &pb::Recover) -> Result<()> {
     let (own, new) = (incarnation(map), Incarnation(r.incarnation));
@@ -55,12 +55,12 @@ pub(crate) fn recover(map: &mut pb::ClusterMap, r: &pb::Recover) -> Result<()> {
     Ok(())
 }
 
-/// The chains of which it is not known what is in sync.
+/// The chains whose in-sync set is not known.
 pub(crate) fn in_doubt(map: &pb::ClusterMap) -> BTreeSet<ChainId> {
     map.doubts.iter().map(|d| d.chain).collect()
 }
 
-/// Takes note of what a registering server's targets know, and ends doubts that it resolves.
+/// Notes what a registering server's targets know, and ends the doubts that this resolves.
 pub(crate) fn hear(map: &mut pb::ClusterMap, targets: &[(TargetId, &[pb::ChainSight])]) {
     for d in &mut map.doubts {
         for (target, sights) in targets {
@@ -68,7 +68,7 @@ pub(crate) fn hear(map: &mut pb::ClusterMap, targets: &[(TargetId, &[pb::ChainSi
             if sight.is_none() && d.replicas.iter().all(|r| r.target != *target) {
                 continue;
             }
-            // Of other targets, too: replicas move.
+            // Reports of targets outside these replicas count, too: replicas move.
             if let Some(s) = sight.filter(|s| s.epoch > d.epoch && makes_sense(&s.replicas)) {
                 (d.epoch, d.replicas) = (s.epoch, s.replicas.clone());
             }
@@ -87,8 +87,8 @@ fn makes_sense(replicas: &[pb::Replica]) -> bool {
         && replicas.iter().all(|r| r.state() != ReplicaState::ReplicaUnknown)
 }
 
-/// An administrator says that these targets are lost for good. `ENOENT` for one that is neither
-/// registered nor waited for; those that no chain waits for are passed over.
+/// An administrator declares these targets lost for good. `ENOENT` for a target that is neither
+/// registered nor waited for; targets that no chain waits for are skipped.
 pub(crate) fn give_up(map: &mut pb::ClusterMap, targets: &[TargetId]) -> Result<()> {
     let awaited = all_awaited(map);
     if let Some(t) =
@@ -110,9 +110,9 @@ pub(crate) fn give_up(map: &mut pb::ClusterMap, targets: &[TargetId]) -> Result<
     Ok(())
 }
 
-/// The targets that a doubt waits for. Only a replica that was in sync, or was being filled, in the
-/// newest in-sync set known can have been in a later one: to be filled takes a source that acts on
-/// it, and has it written down before the fill counts.
+/// The targets that a doubt waits for. Only a replica that was in sync, or was being resynced, in
+/// the newest known in-sync set can have been in a later one. A resync needs a source that acts on
+/// that set, and the set is stored before the resync counts.
 fn awaited(d: &pb::Doubt) -> impl Iterator<Item = TargetId> + '_ {
     let can_know = d
         .replicas
@@ -141,10 +141,10 @@ fn settle(map: &mut pb::ClusterMap) {
     }
 }
 
-/// The replicas of a chain whose last in-sync set is known: its members are LASTSRV, so that one of
-/// them becomes the source and fills the others. Those that did not restart come first: they lost
-/// the least. `None`: only targets that the map does not have (`known`) held what was in sync, so
-/// nobody may be believed.
+/// The replicas of a chain whose last in-sync set is known: its members become LASTSRV, so that one
+/// of them becomes the source and resyncs the others. Members that did not restart come first: they
+/// lost the least. `None`: only targets that the map does not have (`known`) were in sync, so no
+/// replica can be trusted.
 fn settled(d: &pb::Doubt, known: &BTreeSet<TargetId>) -> Option<Vec<pb::Replica>> {
     let heard = |t: TargetId| d.heard.iter().find(|h| h.target == t);
     let was_in_sync = |r: &&pb::Replica| matches!(r.state(), ReplicaServing | ReplicaLastsrv);
@@ -153,7 +153,7 @@ fn settled(d: &pb::Doubt, known: &BTreeSet<TargetId>) -> Option<Vec<pb::Replica>
     let mut sources: Vec<TargetId> =
         candidates.iter().copied().filter(|t| heard(*t).is_none_or(|h| !h.given_up)).collect();
     if sources.is_empty() {
-        // All are said to be lost. Whoever comes back after all is better than nobody.
+        // All are declared lost. One that returns after all is better than none.
         sources = candidates;
     }
     sources.sort_by_key(|t| !heard(*t).is_some_and(|h| h.lived));
@@ -242,15 +242,15 @@ mod tests {
         chains[0].epoch += 1;
         let update = pb::MapUpdate { expect_version: map.version, chains, ..Default::default() };
         assert_eq!(state::update(&mut map.clone(), &update).unwrap_err().code, Code::Busy);
-        // Only forward.
+        // Incarnations only grow.
         for old in [0, map.incarnation, map.incarnation + 1] {
             let again = pb::Recover { incarnation: old, gone: vec![] };
             assert_eq!(recover(&mut map.clone(), &again).unwrap_err().code, Code::Inval);
         }
     }
 
-    /// Recorded chain; what is heard in order: target, epoch, its sight, whether it lived; the
-    /// chain then, or who is awaited.
+    /// Recorded chain; reports in order: target, epoch, its sight, whether it lived; the resulting
+    /// chain, or the awaited targets.
     #[test]
     fn the_newest_sight_of_all_that_can_know_decides() {
         for (what, recorded, heard, after) in [
@@ -335,7 +335,7 @@ mod tests {
         assert_eq!(give_up(&mut map, &[5]).unwrap_err().code, Code::NoEnt);
         give_up(&mut map, &[4]).unwrap();
         assert!(in_doubt(&map).contains(&5) && all_awaited(&map).is_empty());
-        // Where another had it as well, that one is.
+        // If another target had it as well, the chain continues there.
         let mut map = recovered("S1", 9);
         hear(&mut map, &[(1, &sight(99, "S4 S2", true)), (2, &sight(99, "S4 S2", true))]);
         give_up(&mut map, &[4]).unwrap();
@@ -370,11 +370,11 @@ mod tests {
         // Nothing is awaited: nothing changes.
         give_up(&mut map, &[2]).unwrap();
         assert_eq!(map.version, version + 1);
-        // Everybody is given up: who comes back is taken all the same.
+        // All are given up: one that returns is accepted all the same.
         let mut map = recovered("S1 S2 o3", 9);
         give_up(&mut map, &[1, 2]).unwrap();
         assert_eq!(text(&map.chains[0].replicas), "L1 L2 o3");
-        // One that comes back while others are awaited is heard after all.
+        // One that returns while others are awaited is heard after all.
         let mut map = recovered("S1 S2 o3", 9);
         give_up(&mut map, &[1]).unwrap();
         hear(&mut map, &[(1, &sight(9, "S1 S2 o3", false))]);

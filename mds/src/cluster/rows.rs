@@ -3,33 +3,33 @@
 strake_proto::rows! {
     /// "Membership".
     pub enum Membership {
-        /// A SERVING replica of several leaves.
+        /// One of several SERVING replicas leaves.
         Leaves = "leaves",
         /// All leave at once.
         AllLeave = "all-leave",
-        /// One of the last in-sync set becomes the source.
+        /// A replica of the last in-sync set becomes the source.
         Source = "source",
-        /// One returns, or its turn comes, and is filled.
+        /// A replica returns, or its turn comes, and its resync begins.
         Fills = "fills",
-        /// One returns and waits for its turn.
+        /// A replica returns and waits for its turn.
         Waits = "waits",
-        /// One is filled.
+        /// A resync has ended.
         Filled = "filled",
-        /// One that was being filled, or waited, leaves.
+        /// A replica that was being resynced, or waited, leaves.
         FillEnds = "fill-ends",
-        /// One of the last in-sync set restarted.
+        /// A replica of the last in-sync set restarted.
         LastRestarts = "last-restarts",
-        /// One that holds nothing begins anew.
+        /// A chain that holds nothing begins anew.
         Anew = "anew",
         /// A device failed.
         DeviceFailed = "device-failed",
-        /// One that is wanted, and not among the replicas, joins.
+        /// A wanted target that is not among the replicas joins.
         Joins = "joins",
-        /// One that is not wanted is out of sync and leaves.
+        /// A replica that is not wanted is out of sync and leaves.
         Drops = "drops",
-        /// One that is not wanted serves no reads any more.
+        /// A replica that is not wanted stops serving reads.
         StepsBack = "steps-back",
-        /// And knows that, or may serve nothing: it leaves.
+        /// It knows that, or may serve nothing: it leaves.
         Gone = "gone",
     }
 }

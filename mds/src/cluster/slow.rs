@@ -1,9 +1,9 @@
-//! Which targets are slow beside the others, though they answer: their devices are judged by what
-//! storage servers tell of them in heartbeats (`oss/src/device/meter.rs`). One that stays slow is
-//! named, and drained if that is wanted and harmless.
+//! Which targets are slow compared with the others, though they answer: judged by what storage
+//! servers report about their devices in heartbeats (`oss/src/device/meter.rs`). A target that
+//! stays slow is named, and drained if that is configured and harmless.
 //!
-//! A pure state machine of the leader; a new leader starts a new one. What it decides is looked at
-//! again when it is applied ([`may_drain`]).
+//! A pure state machine of the leader; a new leader starts a new one. Its decisions are checked
+//! again when they are applied ([`may_drain`]).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,42 +14,41 @@ use strake_proto::{Code, Error, NodeId, Result, TargetId, map::MapView, pb};
 
 use super::moves::target_action::DRAIN;
 
-/// Operations of one class in the ten seconds that are told of, without which nothing is said of
-/// them.
+/// A class of operations is judged only with at least this many in the ten seconds reported.
 const ENOUGH: u64 = 20;
-/// Without so many the slowest in a hundred are chance.
+/// With fewer operations than this the slowest in a hundred are chance.
 const ENOUGH_FOR_P99: u64 = 200;
-/// Others that a target is compared with, at least.
+/// Least number of other targets to compare with.
 const PEERS: usize = 3;
-/// What an operation cost a device when it last had enough of them is known for so long: others may
-/// have little to do because they wait for the slow one.
+/// How long the last good measurement of an operation's cost counts: the others may have little to
+/// do because they wait for the slow one.
 const MEMORY: Duration = Duration::from_secs(60);
-/// What was not heard of for so long is not judged.
+/// Targets that were not heard of for this long are not judged.
 const FRESH: Duration = Duration::from_secs(2);
-/// Differences below do not count.
+/// Costs of the others below this count as this.
 const LEAST_US: u64 = 100;
-/// A device that stalls half of the time, of [`WINDOW_MS`], is slow whatever it did in the rest.
+/// A device that stalls for half of [`WINDOW_MS`] is slow, whatever it did in the rest.
 const STALLS_MS: u64 = WINDOW_MS / 2;
 const WINDOW_MS: u64 = 10_000;
-/// The slowest in a hundred may be so many times above the floor.
+/// The slowest in a hundred must reach this many times the floor.
 const P99: u32 = 10;
-/// Nothing that is told is taken for longer, or for more.
+/// Reported times and counts are limited to these.
 const LONGEST_US: u64 = 3_600_000_000;
 const MOST: u64 = 1_000_000_000;
 const EVERY: Duration = Duration::from_millis(500);
-/// A drain that was refused, or of which nothing is known, is asked for again after this.
+/// A drain that was refused, or whose outcome is unknown, is asked for again after this time.
 const AGAIN: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// So many times slower than the others is slow; 0: nothing is.
+    /// A target this many times slower than the others is slow; 0: none is.
     pub factor: u64,
-    /// But not below this, as operations are answered: the median, and a tenth of the slowest in a
+    /// But only if its answers take at least this long: the median, or a tenth of the slowest in a
     /// hundred.
     pub floor: Duration,
-    /// When it lasts so long without a break.
+    /// And only if that lasts this long without a break.
     pub lasts: Duration,
-    /// What is slow is drained.
+    /// Whether slow targets are drained.
     pub drain: bool,
 }
 
@@ -64,9 +63,9 @@ struct Seen {
     at: Duration,
     stamp: u64,
     told: pb::DeviceTimes,
-    /// What a read and a change cost it when it last had enough of them, and when that was.
+    /// The cost of a read and of a change when there were last enough of them, and when that was.
     usual: [Option<(Duration, u64)>; 2],
-    /// Since when it is slower than it may be, and since when, being named, it is not.
+    /// Since when it is slower than allowed; and, once named, since when it is not.
     since: Option<Duration>,
     well: Option<Duration>,
     named: Option<pb::Slow>,
@@ -80,10 +79,10 @@ pub struct SlowTargets {
     asked: Option<Duration>,
 }
 
-/// What others do, in order; with whom it is of.
+/// Values of targets, sorted, with the target that each is of.
 type Ranking = Vec<(u64, TargetId)>;
 
-/// The median of the others, the higher one of two; `None` if there are too few.
+/// The median of the other targets, the higher of two; `None` if there are too few.
 fn median_without(own: TargetId, all: &Ranking) -> Option<u64> {
     let at = all.iter().position(|(_, t)| *t == own);
     let others = all.len() - usize::from(at.is_some());
@@ -95,7 +94,7 @@ fn classes(t: &pb::DeviceTimes) -> [pb::OpTimes; 2] {
     [t.reads.unwrap_or_default(), t.changes.unwrap_or_default()]
 }
 
-/// Numbers from outside, as large as they can be.
+/// Limits reported numbers to the largest that are accepted.
 fn bounded(t: &pb::DeviceTimes) -> pb::DeviceTimes {
     let op = |o: pb::OpTimes| pb::OpTimes {
         count: o.count.min(MOST),
@@ -116,8 +115,8 @@ impl SlowTargets {
         SlowTargets { options, seen: BTreeMap::new(), judged: Duration::ZERO, asked: None }
     }
 
-    /// What a target's server tells of its device. Another stamp is another life, of which nothing
-    /// is known.
+    /// What a target's server reports about its device. Another boot id means another process,
+    /// about which nothing is known.
     pub fn told(&mut self, now: Duration, target: TargetId, stamp: u64, device: &pb::DeviceTimes) {
         let told = bounded(device);
         let new = || Seen {
@@ -141,12 +140,13 @@ impl SlowTargets {
         }
     }
 
-    /// Nobody was heard for a while, for a reason that is here: what was begun is not continuous.
+    /// No target was heard for a while, for a reason on this server: periods that had begun are not
+    /// continuous.
     pub fn restart(&mut self) {
         self.seen.values_mut().for_each(|s| (s.since, s.well) = (None, None));
     }
 
-    /// Looks at all targets; a sentence about each that is slow from now on, or no longer.
+    /// Judges all targets. Returns a sentence about each that is slow from now on, or no longer.
     /// `unix_ms`: the time of day.
     pub fn judge(&mut self, now: Duration, unix_ms: u64, map: &MapView) -> Vec<String> {
         if self.options.factor == 0 || now.saturating_sub(self.judged) < EVERY {
@@ -195,12 +195,12 @@ impl SlowTargets {
         said
     }
 
-    /// Those that are slow now.
+    /// Targets that are slow now.
     pub fn named(&self) -> impl Iterator<Item = (TargetId, &pb::Slow)> {
         self.seen.iter().filter_map(|(id, s)| Some((*id, s.named.as_ref()?)))
     }
 
-    /// The one that is to be drained now, to be proposed: the slowest that may be.
+    /// The target to drain now, to be proposed: the slowest that may be drained.
     pub fn to_drain(&mut self, now: Duration, map: &pb::ClusterMap) -> Option<pb::TargetChange> {
         if !self.options.drain || self.asked.is_some_and(|at| now.saturating_sub(at) < AGAIN) {
             return None;
@@ -215,8 +215,8 @@ impl SlowTargets {
         Some(change)
     }
 
-    /// What others are compared with: reads, changes, and stalls of those of which the one or the
-    /// other is known.
+    /// The values to compare with: reads, changes, and stalls of the targets for which either of
+    /// them is known.
     fn peers(&self, now: Duration, rotates: bool) -> [Ranking; 3] {
         let mut all = [Vec::new(), Vec::new(), Vec::new()];
         for (id, s) in
@@ -238,7 +238,7 @@ impl SlowTargets {
         now.saturating_sub(s.at) < FRESH
     }
 
-    /// How a target is slow just now.
+    /// In which way a target is slow now, `None` if it is not.
     fn verdict(
         &self,
         now: Duration,
@@ -288,9 +288,9 @@ impl SlowTargets {
     }
 }
 
-/// Whether a target may be drained because it is slow. `EBUSY`, with the reason, if not: an
-/// administrator has said that it stays, another one is drained for that and nobody has seen to it,
-/// or too few nodes would be left.
+/// Whether a target may be drained because it is slow. `EBUSY`, with the reason, if not: it drains
+/// already, an administrator decided that it stays, another target was drained for slowness and no
+/// administrator has dealt with it yet, or too few nodes would be left.
 pub fn may_drain(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
     let busy = |why: String| {
         Err(Error::new(Code::Busy, format!("target {} is not drained for slowness: {why}", t.id)))

@@ -1,4 +1,4 @@
-//! Tests of who is found slow, and what is done about it.
+//! Tests of which targets are found slow, and what is done about it.
 
 use super::*;
 use crate::cluster::{
@@ -28,7 +28,7 @@ fn bad() -> pb::DeviceTimes {
     changes(50, 100_000, 110_000, 300_000)
 }
 
-/// A leader with `nodes` of one target each, and what their servers tell it, four times a second.
+/// A leader with `nodes` of one target each, and what their servers report, four times a second.
 struct Rig {
     map: MapView,
     slow: SlowTargets,
@@ -104,7 +104,7 @@ fn one_that_stays_slow_is_named_and_drained_once() {
     );
     r.run(600);
     assert_eq!((r.said.len(), r.drained.len()), (1, 1));
-    // Emptied, it has nothing to do.
+    // Drained, it has nothing to do.
     r.told.insert(3, pb::DeviceTimes::default());
     r.run(40);
     assert_eq!((r.named(), r.said.len()), (vec![], 2));
@@ -153,7 +153,7 @@ fn few_operations_few_peers_and_hiccups_say_nothing() {
         r.run(300);
         assert_eq!(r.named(), NOBODY, "{told:?}");
     }
-    // Of few operations the slowest is chance, of many it is not.
+    // The slowest of few operations is chance, of many it is not.
     for (count, slow) in [(ENOUGH_FOR_P99 - 1, 0), (ENOUGH_FOR_P99, 1)] {
         let mut r = Rig::new(5);
         r.told.insert(3, changes(count, 10_000, 300, 200_000));
@@ -171,7 +171,8 @@ fn a_device_that_hangs_is_slow_without_an_answer_also_when_all_wait_for_it() {
     r.run(32);
     assert_eq!(r.drained, [1]);
     assert_eq!(r.said, ["target 1 is slow: its device hangs 80 % of the time, others 0 %"]);
-    // All of them: something else is wrong. And what others did an hour ago is not known any more.
+    // All of them: something else is wrong. And what others did an hour ago does not count any
+    // more.
     for (hang, idle) in [(0..5, 0), (1..2, 3600)] {
         let mut r = Rig::new(5);
         r.run(20);
@@ -250,7 +251,7 @@ fn as_many_nodes_as_copies_are_left() {
 
 #[test]
 fn silence_a_stop_and_disks_of_another_kind_are_no_grounds() {
-    // Not heard of for longer than that lasts: it begins anew.
+    // Not heard of for longer than that lasts: the count starts again.
     let mut r = Rig::new(5);
     r.told.insert(3, bad());
     r.run(20);
@@ -289,8 +290,7 @@ fn nonsense_is_bounded() {
     r.run(100);
     assert_eq!(r.drained, [2]);
     assert_eq!(r.map.target(2).unwrap().slow.unwrap().each_us, LONGEST_US);
-    // What a server says may not be what a drain is asked for with; that is looked at where it is
-    // applied.
+    // A change with a record of slowness is checked again when it is applied.
     let slow = Some(pb::Slow::default());
     let ask = |r: &mut Rig, target, action| {
         r.change(&pb::TargetChange { target, action, heir: None, slow }).unwrap_err().code

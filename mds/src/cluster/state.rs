@@ -1,6 +1,6 @@
 //! Changes of the cluster map, as pure functions called at apply. Either the whole change is made
-//! and the version grows by one, or the map stays as it was and the reason is returned. A change
-//! that changes nothing keeps the version.
+//! and the version grows by one, or the map stays unchanged and the reason is returned. A change
+//! without effect keeps the version.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,17 +14,19 @@ use strake_proto::{
 
 use super::{chain_table, membership, recovery};
 
-/// Node ids below are Raft ids of metadata servers, from here on those of storage servers.
+/// Smaller node ids are Raft ids of metadata servers; from here on they are those of storage
+/// servers.
 pub const FIRST_OSS_NODE: NodeId = 1001;
-/// Targets one registration may name.
+/// Most targets that one registration may name.
 pub const MAX_NODE_TARGETS: usize = 256;
-/// Targets of a cluster; a limit on what the map may grow to.
+/// Most targets of a cluster; limits the size of the map.
 pub const MAX_TARGETS: usize = 4096;
 /// Longest pool name, as in Lustre.
 pub const MAX_POOL_NAME: usize = 15;
-/// Chain sets are made for 1 up to this many copies.
+/// Chain sets are made for 1 to this many copies.
 pub const MAX_COPIES: usize = 3;
-/// Replicas of a chain with those that join and leave; what storage servers keep a record of.
+/// Most replicas of a chain, with those that join and leave; storage servers keep a record of this
+/// many.
 const MAX_REPLICAS: usize = 16;
 
 const MAX_NAME: usize = 255;
@@ -44,12 +46,12 @@ pub(super) fn commit(map: &mut pb::ClusterMap, mut next: pb::ClusterMap) {
 /// Registers a storage server and its targets. Idempotent by node name and target uuids: ids are
 /// assigned once.
 ///
-/// `EINVAL` for nonsense or an identity of another cluster, `EBUSY` while the name or a target is
-/// in use by a live node. `ESTALE` for a life that follows another one than the registered: a
-/// registration may be late, and a later life have registered since. A target is alive from its
-/// first heartbeat on, not from here. A known target with another stamp has restarted: it leaves
-/// the in-sync sets of its chains in this same change, so that no decision about its former life
-/// can overtake it.
+/// `EINVAL` for invalid requests or an identity of another cluster, `EBUSY` while the name or a
+/// target is in use by a live node. `ESTALE` for a process that follows another one than the
+/// registered: a registration may arrive late, after a later process has registered. A target is
+/// alive from its first heartbeat on, not from its registration. A known target with another boot
+/// id has restarted: it leaves the in-sync sets of its chains in this same change, so that no
+/// decision about its former process can overtake it.
 pub fn register(map: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> Result<pb::RegisterReply> {
     check_register(map, r)?;
     let mut next = map.clone();
@@ -318,7 +320,7 @@ pub(crate) fn count(c: &pb::Chain, state: ReplicaState) -> usize {
     c.replicas.iter().filter(|r| r.state() == state).count()
 }
 
-/// What is true of every chain in every map.
+/// Checks what holds for every chain in every map.
 pub(super) fn check_chain(c: &pb::Chain) -> Result<()> {
     let bad = |why: &str| Err(inval(format!("chain {}: {why}", c.id)));
     let members: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
@@ -364,8 +366,8 @@ fn check_new_chain(c: &pb::Chain) -> Result<()> {
     Ok(())
 }
 
-/// The second half of the membership rules' assertion: whoever proposed this, no replica that
-/// missed an epoch may serve. `EINVAL` if a chain cannot become this one.
+/// The second half of the membership rules' assertion: whoever proposed the change, a replica that
+/// missed an epoch must not serve. `EINVAL` if a chain cannot become this one.
 pub fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
     use ReplicaState::*;
     let bad = |why: &str| {
@@ -403,7 +405,7 @@ pub fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
     Ok(())
 }
 
-/// `Inval` for fewer than no or more copies than a chain can have.
+/// `EINVAL` for more copies than a chain can have.
 pub fn settings(map: &mut pb::ClusterMap, s: &pb::Settings) -> Result<()> {
     if s.min_copies as usize > MAX_COPIES {
         return Err(Error::new(
@@ -418,8 +420,8 @@ pub fn settings(map: &mut pb::ClusterMap, s: &pb::Settings) -> Result<()> {
     Ok(())
 }
 
-/// Records the metadata servers by Raft id and forgets those that are gone, but for their ids: a
-/// server of such an id is never a member again. Others already in the map stay.
+/// Records the metadata servers by Raft id and forgets those that are gone, except for their ids: a
+/// server with such an id can never be a member again. Others already in the map stay.
 pub fn mds_nodes(map: &mut pb::ClusterMap, m: &pb::MdsNodes) -> Result<()> {
     let mut next = map.clone();
     for n in &m.nodes {
@@ -470,7 +472,7 @@ pub mod pool_action {
 }
 
 /// Makes, fills, empties and removes pools, with the errors of Lustre's `lctl pool_*`: `EEXIST` for
-/// what is there already, `ENOENT` for what is not, `ENOTEMPTY` for removing a pool with members.
+/// what exists already, `ENOENT` for what does not, `ENOTEMPTY` for removing a pool with members.
 pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
     let name = &p.pool;
     let ok = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
@@ -489,7 +491,7 @@ pub fn pool_change(map: &mut pb::ClusterMap, p: &pb::PoolChange) -> Result<()> {
         pool_action::NEW if at.is_some() => {
             return Err(Error::new(Code::Exist, format!("pool '{name}' exists")));
         }
-        // In a layout these say that there is no pool.
+        // In a layout these names mean that there is no pool.
         pool_action::NEW if name == "none" || name == "ignore" => {
             return Err(inval(format!(
                 "a pool cannot be named '{name}': `lfs setstripe -p {name}` means no pool"

@@ -51,7 +51,7 @@ pub(crate) fn with_chains(nodes: u8, per: u8) -> pb::ClusterMap {
     map
 }
 
-/// Adds the chains that are missing where each target shall head so many.
+/// Adds the missing chains, for this many headed by each target.
 pub(crate) fn deal(map: &mut pb::ClusterMap, per: usize) {
     let (chains, sets) = make_chains(map, per).unwrap();
     let u = pb::MapUpdate { expect_version: map.version, chains, sets, ..Default::default() };
@@ -128,8 +128,8 @@ fn a_registration_of_a_life_that_is_over_changes_nothing() {
         (r.targets[0].stamp, r.targets[0].follows) = (stamp, follows);
         r
     };
-    // Two lives asked for the map before either registered; the network held the first one's
-    // registration back.
+    // Two processes asked for the map before either registered; the network delayed the first one's
+    // registration.
     register(&mut map, &life(9, Some(7))).unwrap();
     for late in [life(8, Some(7)), life(8, Some(0))] {
         let before = map.clone();
@@ -138,7 +138,7 @@ fn a_registration_of_a_life_that_is_over_changes_nothing() {
     }
     register(&mut map, &life(9, Some(7))).unwrap();
     register(&mut map, &life(10, Some(9))).unwrap();
-    // A target's first life, held back until its second one registered.
+    // A target's first process, delayed until its second one registered.
     let mut first = request("new", &[40]);
     first.targets[0].follows = Some(0);
     let mut second = first.clone();
@@ -307,8 +307,8 @@ fn a_node_of_an_unknown_role_is_refused() {
     };
     assert_eq!(code(update(&mut map, &u)), Code::Inval);
     assert_eq!(map, before);
-    // One that a map has all the same is nobody's: neither asked as a metadata server nor counted
-    // as a storage server.
+    // If a map has one nevertheless, it counts as neither: it is not asked as a metadata server nor
+    // counted as a storage server.
     map.nodes = vec![changed];
     assert!(MapView::new(map).unwrap().mds::<String>().is_empty());
 }
@@ -336,14 +336,14 @@ fn mds_nodes_keep_their_raft_ids() {
         code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(0)], gone: vec![] })),
         Code::Inval
     );
-    // One that was replaced is not asked any more; storage servers are none of this.
+    // A replaced server is not asked any more; storage servers are not affected.
     mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![], gone: vec![1, 1001] }).unwrap();
     assert_eq!(map.nodes.iter().map(|n| n.id).collect::<Vec<_>>(), vec![2, 1001]);
     assert_eq!(map.former, [1]);
     let v = map.version;
     mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![], gone: vec![1] }).unwrap();
     assert_eq!(map.version, v, "known already");
-    // Its id is spent.
+    // Its id was used.
     assert_eq!(
         code(mds_nodes(&mut map, &pb::MdsNodes { nodes: vec![mds(1)], gone: vec![] })),
         Code::Inval

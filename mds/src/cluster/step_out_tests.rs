@@ -1,4 +1,5 @@
-//! Tests of who is asked to leave its chains because its chunk table takes no writes.
+//! Tests of which targets are asked to leave their chains because their chunk table takes no
+//! writes.
 
 use super::*;
 
@@ -44,7 +45,7 @@ fn a_target_with_a_full_table_steps_out_where_another_replica_stays() {
     assert!(asked(&mut r, 4000, 0).is_empty(), "the other one is full, too");
     r.beat_with(4100, 1, of(both, false)).unwrap();
     assert_eq!(asked(&mut r, 4100, 0), [0]);
-    // From then on the other one is what the chain has.
+    // From then on the other one is the chain's only replica.
     r.beat_with(4200, 0, of(both, false)).unwrap();
     r.beat_with(4200, 1, of(both, true)).unwrap();
     assert!(asked(&mut r, 4200, 1).is_empty(), "the first may still go");

@@ -8,8 +8,8 @@ use raft::{
 
 use super::log::MAX_INDEX;
 
-/// The reason why `m` must be dropped, `None` if it may be stepped. Up to index `sent` the log is
-/// known to be that of the leader of `m`'s term.
+/// The reason to drop `m`, `None` if it may be stepped. `sent`: the last index up to which this log
+/// is known to equal the log of the leader of `m`'s term.
 pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Option<&'static str> {
     use MessageType::*;
     if m.to != raft.id {
@@ -38,8 +38,8 @@ pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Opti
             if m.term == raft.term && m.index > log.last_index() {
                 return Some("acknowledges entries that do not exist");
             }
-            // raft-rs 0.7.0 lets a late rejection put the next index to send at or below what the
-            // follower is known to have (fixed upstream by #557).
+            // raft-rs 0.7.0 lets a late rejection set the next index to send to one that the
+            // follower is known to have already (fixed upstream by #557).
             let matched = raft.prs().get(m.from).map_or(0, |p| p.matched);
             (m.reject && m.request_snapshot == 0 && m.index <= matched && m.term == raft.term)
                 .then_some("rejects what its sender has acknowledged")
@@ -53,7 +53,7 @@ pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Opti
             {
                 return Some("has an improper snapshot");
             }
-            // raft-rs would take it and drop acknowledged entries after it.
+            // raft-rs would accept it and drop acknowledged entries after it.
             (meta.index < raft.pending_request_snapshot)
                 .then_some("has an older snapshot than was asked for")
         }
@@ -68,8 +68,7 @@ pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Opti
     }
 }
 
-/// Ids are above 0, nobody is named twice, and only those that are leaving as voters become
-/// learners next.
+/// Ids are above 0, no id appears twice, and `learners_next` holds only voters that are leaving.
 fn is_membership(c: &ConfState) -> bool {
     let distinct = |ids: &[&[u64]]| {
         let mut all = ids.concat();
@@ -86,7 +85,7 @@ fn is_membership(c: &ConfState) -> bool {
 
 fn refuse_append<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Option<&'static str> {
     let log = &raft.raft_log;
-    // raft-rs takes term 0 for that of any index which it does not have.
+    // raft-rs uses term 0 for every index that it does not have.
     if (m.log_term == 0) != (m.index == 0) || m.entries.iter().any(|e| e.term == 0) {
         return Some("has entries without a term");
     }
@@ -100,8 +99,8 @@ fn refuse_append<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Option<&
         if known && m.term >= raft.term && log.term(e.index).is_ok_and(|t| t != e.term) {
             return Some("contradicts committed entries");
         }
-        // Should they come back, raft-rs would take an earlier write of them for the one that
-        // counts.
+        // If they arrived again, raft-rs would mistake an earlier write of them for the current
+        // one.
         let standing = e.index > log.committed && e.index <= sent;
         if standing && m.term == raft.term && log.term(e.index).is_ok_and(|t| t != e.term) {
             return Some("contradicts what its term's leader sent before");

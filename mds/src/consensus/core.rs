@@ -1,19 +1,19 @@
 //! The protocol: raft-rs with guards, as a state machine without clock, socket, disk or randomness.
 //!
-//! Inputs are ticks, messages, proposals, reads, and word that something is persisted or applied.
-//! [`Core::ready`] gives what to do next. Rules that hold here whatever the driver does:
+//! Inputs are ticks, messages, proposals, reads, and reports that something is persisted or
+//! applied. [`Core::ready`] says what to do next. Rules that hold here whatever the driver does:
 //!
-//! - A message that promises something (a vote, an acknowledgement) leaves only after what it
-//!   promises is persisted.
+//! - A message that promises something (a vote, an acknowledgement) leaves only after the promise
+//!   is persisted.
 //! - Entries are handed out for applying only when committed and persisted in this member's own
 //!   log.
-//! - Election timeouts come from the seed. raft-rs draws its own from a huge range, so that each of
-//!   its draws is recognised and replaced.
-//! - A restarted member that may have promised something gives no vote for one election timeout.
-//! - A member whose state is being replaced or lost, or whose disk does not take writes, does not
-//!   ask to be elected. One that loses it while it leads takes no proposals and gives no copies; it
-//!   only sends its log on until another has taken over. What it has promised is in its log, and
-//!   stays there: votes and acknowledgements are as good as before.
+//! - Election timeouts come from the seed. raft-rs draws its own from a huge range, so each of its
+//!   draws is recognised and replaced.
+//! - A restarted member that may have promised something votes for nobody for one election timeout.
+//! - A member does not ask to be elected while its state is lost or being replaced, or its disk
+//!   takes no writes. If a leader loses its state, it takes no proposals and gives no copies; it
+//!   only sends its log on until another member has taken over. Its promises are in its log, and
+//!   the log stays: its votes and acknowledgements remain valid.
 
 use bytes::Bytes;
 use protobuf::Message as _;
@@ -33,31 +33,31 @@ use super::{
     types::Config,
 };
 
-/// raft-rs reads all committed and unapplied entries at once when it asks to be elected (bounded
-/// upstream by #530): with more than this many it does not ask.
+/// When raft-rs asks to be elected, it reads all committed and unapplied entries at once (limited
+/// upstream by #530). With more than this many a member does not ask.
 const MAX_UNAPPLIED_AT_ELECTION: u64 = 4096;
-/// Bytes of entries in one append message, and handed out for applying at once.
+/// Bytes of entries in one append message, and in one batch to apply.
 const MAX_APPEND: u64 = 1 << 20;
-/// raft-rs's own draws lie almost surely above this; ours below.
+/// raft-rs's own draws are almost surely above this; ours are below.
 const OWN_TIMEOUTS: usize = 1 << 20;
 
-/// What raft-rs reads back: the log and where the state stands.
+/// What raft-rs reads back: the log and the last applied entry.
 struct Store {
     image: LogImage,
     conf: ConfState,
     applied: (u64, u64),
 }
 
-/// What to do next, in this order: persist `ops`, and then call [`Core::persisted`]; send
-/// `messages` at once; apply.
+/// What to do next, in this order: persist `ops`, then call [`Core::persisted`]; send `messages` at
+/// once; apply.
 #[derive(Default)]
 pub struct Output {
     pub number: u64,
-    /// `Some`: hand it to the log, even if empty, and report it as persisted in order. `None`:
-    /// nothing to report.
+    /// `Some`: give it to the log, even if empty, and report it as persisted, in order. `None`:
+    /// there is nothing to report.
     pub persist: Option<Vec<LogOp>>,
-    /// The state that was received from a peer becomes this member's own before `persist`: (index,
-    /// term, membership).
+    /// Make the state received from a peer this member's own, before `persist`: (index, term,
+    /// membership).
     pub restore: Option<(u64, u64, ConfState)>,
     pub messages: Vec<Message>,
     /// To be applied in order; then call [`Core::applied`].
@@ -66,7 +66,8 @@ pub struct Output {
     pub conf_state: Option<ConfState>,
     /// Endpoints of members that `committed` adds.
     pub endpoints: Vec<(u64, String)>,
-    /// Reads that were asked for with this number may be answered once this index is applied.
+    /// (number, index): reads that were asked for with this number may be answered once this index
+    /// is applied.
     pub reads: Vec<(u64, u64)>,
 }
 
@@ -81,11 +82,12 @@ pub struct Core {
     lost_state: bool,
     /// The log does not take writes at the moment.
     stalled: bool,
-    /// A term, and up to where this log is known to be that of the term's leader.
+    /// A term, and the last index up to which this log is known to equal that of the term's leader.
     followed: (u64, u64),
-    /// How often this member has asked to be elected since it last knew of a leader.
+    /// How often this member has asked to be elected since it last knew a leader.
     campaigns: u32,
-    /// Numbers that the driver has yet to report as persisted, with the messages that wait for it.
+    /// Numbers that the driver has not reported as persisted yet, with the messages that wait for
+    /// them.
     waiting: std::collections::VecDeque<(u64, Vec<Message>)>,
     written: HardState,
 }
@@ -95,7 +97,7 @@ fn oops(e: raft::Error) -> Error {
 }
 
 impl Core {
-    /// `applied` and `conf` as the state machine has them; `conf` empty if it never saw a
+    /// `applied` and `conf` are those of the state machine; `conf` is empty if it never saw a
     /// membership change.
     pub fn new(
         cfg: &Config,
@@ -127,7 +129,7 @@ impl Core {
             id: cfg.id,
             election_tick: cfg.election_ticks.0,
             heartbeat_tick: cfg.heartbeat_ticks,
-            // Nothing is applied while the state is lost, so nothing may be handed out either.
+            // While the state is lost nothing is applied, so nothing may be given out for applying.
             applied: if lost_state { image.hard.commit } else { applied.0 },
             max_size_per_msg: MAX_APPEND,
             max_inflight_msgs: cfg.max_inflight,
@@ -180,13 +182,13 @@ impl Core {
         self.own_timeout();
     }
 
-    /// A member without a state asks its leader for a copy. raft-rs does so only where the last
-    /// entry is of the leader's term. A leader whose log still begins with the first entry sends a
-    /// new member that log, a message at a time, and goes on only when it is acknowledged, which a
-    /// member without a state does not do: it would never come to that term. That the last entry is
-    /// in the leader's log is enough: the copy, which is no older, takes nothing back.
+    /// A member without a state asks its leader for a copy. raft-rs allows that only when the last
+    /// entry is of the leader's term. That may never happen: a leader whose log still begins with
+    /// the first entry sends a new member that log, one message at a time, and waits for each
+    /// acknowledgement; a member without a state sends none. It is enough that the last entry is in
+    /// the leader's log: the copy is no older, so nothing is lost.
     fn ask_for_state(&mut self) {
-        // A copy that has come is about to be written down.
+        // A copy has arrived and is about to be persisted.
         if self.raw.snap().is_some() {
             return;
         }
@@ -200,12 +202,12 @@ impl Core {
             && last > 0
             && self.followed == (self.raw.raft.term, last)
         {
-            // The next heartbeat is answered with the request.
+            // The answer to the next heartbeat carries the request.
             self.raw.raft.pending_request_snapshot = last;
         }
     }
 
-    /// Why a message from a peer would be dropped as improper, if it would.
+    /// Why a message from a peer would be dropped as improper, `None` if it would not.
     pub fn refuses(&self, m: &Message) -> Option<&'static str> {
         let sent = if m.term == self.followed.0 { self.followed.1 } else { 0 };
         check::refuse(&self.raw.raft, sent, m)
@@ -226,13 +228,13 @@ impl Core {
             return;
         }
         if m.term > self.term() {
-            // What was asked of an earlier leader may never exist: let this one's entries come,
-            // then ask again.
+            // What an earlier leader was asked for may never exist: let this leader's entries
+            // arrive, then ask again.
             self.raw.raft.pending_request_snapshot = 0;
         }
         let (from, term) = (m.from, m.term);
         let last = m.entries.last().map_or((m.index, m.log_term), |e| (e.index, e.term));
-        // Errors are about messages from members that were removed.
+        // An error means that the message is from a removed member.
         if let Err(e) = self.raw.step(m) {
             tracing::debug!(from, ?kind, "raft message not taken: {e}");
         }
@@ -251,8 +253,8 @@ impl Core {
         self.own_timeout();
     }
 
-    /// Appends entries; they stand at the returned index and after it, in the returned term, if
-    /// they are ever applied.
+    /// Appends entries. Returns the index and the term of the first one; if they are ever applied,
+    /// they have that term and consecutive indexes.
     pub fn propose(&mut self, data: impl IntoIterator<Item = Bytes>) -> Result<(u64, u64)> {
         let entries = data.into_iter().map(|d| Entry { data: d, ..Default::default() });
         self.propose_entries(entries.collect())
@@ -292,8 +294,8 @@ impl Core {
         }
     }
 
-    /// Asks for a read index under a number of the caller's; see [`Output::reads`]. Only a leader
-    /// whose [`Core::can_read`] holds answers.
+    /// Asks for a read index under a number that the caller chooses; see [`Output::reads`]. Only a
+    /// leader for which [`Core::can_read`] holds answers.
     pub fn read_index(&mut self, number: u64) {
         self.raw.read_index(number.to_le_bytes().to_vec());
     }
@@ -326,7 +328,7 @@ impl Core {
         }
         ops.extend(rd.take_entries().into_iter().map(LogOp::Append));
         for op in &ops {
-            // raft-rs gives what follows on what it gave before; a failure here is a bug and not an
+            // raft-rs's entries follow those it gave before, so a failure here is a bug, not bad
             // input.
             image.apply(op).expect("raft's own entries are consecutive");
         }
@@ -335,8 +337,8 @@ impl Core {
         out.committed = rd.take_committed_entries();
         out.reads = rd.take_read_states().iter().filter_map(read_number).collect();
         if self.lost_state && out.restore.is_none() && self.conf().voters.is_empty() {
-            // What a new member acknowledges makes it promotable, and without the state it is of no
-            // use to the group.
+            // An acknowledgement would make a new member eligible for promotion, but without a
+            // state it cannot serve the group.
             let mute = |m: &Message| m.get_msg_type() != MessageType::MsgAppendResponse || m.reject;
             out.messages.retain(mute);
             after.retain(mute);
@@ -359,12 +361,12 @@ impl Core {
         Some(out)
     }
 
-    /// Membership changes take effect as they are handed out. While the state is lost, all are
-    /// skipped: the snapshot that is to come includes them.
+    /// Membership changes take effect as they are handed out. While the state is lost all are
+    /// skipped: the snapshot to come includes them.
     fn take_committed(&mut self, out: &mut Output) {
         if self.lost_state {
             if out.committed.iter().any(|e| e.get_entry_type() != EntryType::EntryNormal) {
-                // Who leads must know who the members are.
+                // A leader must know the members.
                 self.step_down();
             }
             if let Some(last) = out.committed.last().map(|e| e.index) {
@@ -377,7 +379,7 @@ impl Core {
             let entry = &out.committed[i];
             let change = match entry.get_entry_type() {
                 EntryType::EntryNormal => continue,
-                // Never proposed by this program.
+                // This program never proposes these.
                 EntryType::EntryConfChange => continue,
                 EntryType::EntryConfChangeV2 => ConfChangeV2::parse_from_bytes(&entry.data),
             };
@@ -394,7 +396,7 @@ impl Core {
                         self.step_down();
                     }
                 }
-                // The same everywhere: all members refuse it alike.
+                // All members refuse it alike.
                 Err(e) => {
                     tracing::warn!(index = entry.index, "membership change not possible: {e}")
                 }
@@ -409,7 +411,7 @@ impl Core {
             out.extend(self.waiting.pop_front().into_iter().flat_map(|(_, m)| m));
         }
         self.raw.on_persist_ready(number);
-        // A snapshot that is persisted is applied.
+        // A persisted snapshot counts as applied.
         let (base, log) = (self.raw.store().image.base.0, &self.raw.raft.raft_log);
         if log.applied < base && log.persisted >= base {
             self.raw.advance_apply_to(base);
@@ -424,8 +426,8 @@ impl Core {
         self.raw.advance_apply_to(index);
     }
 
-    /// Forgets entries up to `index`; returns the change to write. None is forgotten that is not
-    /// applied, or while the state is lost.
+    /// Forgets entries up to `index`; returns the change to write. `None` if they are not applied
+    /// yet, or while the state is lost.
     pub fn cut(&mut self, index: u64) -> Option<LogOp> {
         if self.lost_state || index > self.raw.raft.raft_log.applied {
             return None;
@@ -449,22 +451,22 @@ impl Core {
         LogOp::Restoring { index, term }
     }
 
-    /// The state is of no use any more: nothing is applied until a copy of the leader's is in.
-    /// `handed`: the last entry that was handed out and will not be applied. Only for a member that
-    /// is not the only voter.
+    /// The state is lost: nothing is applied until a copy of the leader's has arrived. `handed`:
+    /// the last entry that was handed out and will not be applied. Not for a member that is the
+    /// only voter.
     pub fn lose_state(&mut self, handed: Option<u64>) {
         self.lost_state = true;
-        // No copy of it is given, and no read allowed.
+        // With this, no copy of it is given and no read allowed.
         self.raw.mut_store().applied = (0, 0);
         if let Some(index) = handed {
             self.raw.advance_apply_to(index);
         }
     }
 
-    /// Whether a copy of `from`'s state as of (index, term) is of use: this member follows `from`,
-    /// and its own log cannot lead to that state, or its own state is lost. raft-rs, once it has
-    /// asked for a snapshot, would take one older than that and drop entries this member has
-    /// acknowledged.
+    /// Whether a copy of `from`'s state as of (index, term) is useful: this member follows `from`,
+    /// and its own log cannot lead to that state, or its own state is lost. Once raft-rs has asked
+    /// for a snapshot, it would accept an older one than it asked for and drop entries that this
+    /// member has acknowledged.
     pub fn wants_snapshot(&self, from: u64, index: u64, term: u64) -> bool {
         let asked = self.raw.raft.pending_request_snapshot;
         let news = if asked > 0 { index >= asked } else { self.image().term(index) != Some(term) };
@@ -475,8 +477,8 @@ impl Core {
             && (self.lost_state || index > self.committed())
     }
 
-    /// Whether this member's log leads to (index, term) by itself. A snapshot message of it then
-    /// only moves the commit index: the leader knew less of this log than there is.
+    /// Whether this member's log contains (index, term) already. A snapshot message for it then
+    /// only moves the commit index: the leader did not know how long this log is.
     pub fn needs_no_copy(&self, index: u64, term: u64) -> bool {
         let known = index < self.committed() || self.image().term(index) == Some(term);
         known && !self.lost_state && self.raw.raft.pending_request_snapshot == 0
@@ -496,7 +498,7 @@ impl Core {
             self.own_timeout();
         }
     }
-    /// While set, this member does not ask to be elected and does not lead.
+    /// While set, this member neither leads nor asks to be elected.
     pub fn set_stalled(&mut self, stalled: bool) {
         self.stalled = stalled;
         if stalled {
@@ -547,7 +549,8 @@ impl Core {
     pub fn unpersisted(&self) -> usize {
         self.waiting.len()
     }
-    /// What a follower is known to have, `None` if it is no member or this member does not lead.
+    /// Last index that a follower is known to have. `None` if it is not a member or this member
+    /// does not lead.
     pub fn matched(&self, id: u64) -> Option<u64> {
         if !self.is_leader() {
             return None;
@@ -555,8 +558,8 @@ impl Core {
         self.raw.raft.prs().get(id).map(|p| p.matched)
     }
 
-    /// Whether a majority of the voters knows, as far as this leader heard, that everything up to
-    /// `index` is committed.
+    /// Whether this leader has heard that a majority of the voters knows everything up to `index`
+    /// to be committed.
     pub fn majority_knows(&self, index: u64) -> bool {
         let (raft, voters) = (&self.raw.raft, &self.conf().voters);
         let knows = |id: &u64| {
@@ -570,7 +573,7 @@ impl Core {
         voters.iter().filter(|id| knows(id)).count() * 2 > voters.len()
     }
 
-    /// raft-rs asserts that nothing is on its way to the disk when a member becomes leader.
+    /// raft-rs asserts that no write to the disk is outstanding when a member becomes leader.
     fn may_campaign(&self) -> bool {
         let log = &self.raw.raft.raft_log;
         self.quiet == 0
@@ -581,9 +584,9 @@ impl Core {
             && log.committed - log.applied.min(log.committed) <= MAX_UNAPPLIED_AT_ELECTION
     }
 
-    /// A first campaign that nobody answers, or that ties with another's, is repeated after a
-    /// shorter time: all have waited for the leader already. Further ones take the full time, so
-    /// that slow disks and networks find an end.
+    /// The first campaign that gets no answer, or ties with another member's, is repeated after a
+    /// shorter time: all have waited for the leader already. Later ones wait the full time, so that
+    /// an election succeeds on slow disks and networks, too.
     fn own_timeout(&mut self) {
         let raft = &mut self.raw.raft;
         if raft.randomized_election_timeout() < OWN_TIMEOUTS {
@@ -596,19 +599,19 @@ impl Core {
             && matches!(raft.state, StateRole::PreCandidate | StateRole::Candidate)
         {
             let short = min / 4 + draw % (max / 2 - min / 4).max(1);
-            // No timeout may be below the least one, so part of it counts as past.
+            // raft-rs accepts no timeout below the minimum, so part of it counts as elapsed.
             raft.election_elapsed = raft.randomized_election_timeout().saturating_sub(short.max(1));
         }
     }
 }
 
-/// The only voter: nobody else could lead.
+/// Whether this member is the only voter: then no other can lead.
 pub fn is_only_voter(core: &Core) -> bool {
     let c = core.conf();
     c.voters_outgoing.is_empty() && c.voters == [core.raw.raft.id]
 }
 
-/// Where members are that were taken in by entries which are applied and still in the log.
+/// Endpoints of members added by entries that are applied and still in the log.
 pub fn taken_in(core: &Core) -> Vec<(u64, String)> {
     let (applied, _) = core.applied_to();
     let changes = core.image().entries.iter().filter(|e| e.index <= applied);
@@ -622,7 +625,7 @@ fn bad_state(m: &str) -> Error {
     Error::new(Code::Corrupt, format!("this metadata server cannot start: {m}"))
 }
 
-/// The state must be one that this log can have produced.
+/// Checks that this log can have produced the state.
 fn check_applied(image: &LogImage, applied: (u64, u64), lost_state: bool) -> Result<()> {
     if lost_state {
         return Ok(());
@@ -699,8 +702,8 @@ impl Storage for Store {
         Ok(self.image.last())
     }
 
-    /// Only says which state could be sent: the driver sends the bulk first and then names what it
-    /// really sent.
+    /// Only says which state could be sent: the driver sends the data first and then names the
+    /// state that it really sent.
     fn snapshot(&self, request_index: u64, _to: u64) -> raft::Result<Snapshot> {
         if self.applied.0 == 0 || self.applied.0 < request_index {
             return Err(raft::StorageError::SnapshotTemporarilyUnavailable.into());

@@ -1,10 +1,10 @@
-//! The raft log on disk: preallocated segment files, one durable write per batch, and a strict idea
-//! of what damage is.
+//! The Raft log on disk: preallocated segment files, one durable write per batch, and strict rules
+//! for what counts as damage.
 //!
-//! The folder holds `member` (made once; proves that a log existed), segments `log-NNNNNNNN` and at
-//! times `spare.tmp`. What a crash can leave is a last batch of which some pages were never
-//! written: it is cut. Everything else that does not fit may be the loss of something this member
-//! acknowledged, and [`DiskLog::open`] refuses. Format: `docs/formats.md`, "Raft log".
+//! The folder holds `member` (made once; it proves that a log existed), segments `log-NNNNNNNN` and
+//! at times `spare.tmp`. A crash can leave a last batch with some pages never written: that batch
+//! is dropped. Anything else that does not fit may mean that something this member acknowledged is
+//! lost, and [`DiskLog::open`] refuses it. Format: `docs/formats.md`, "Raft log".
 
 use std::{
     collections::VecDeque,
@@ -28,7 +28,7 @@ use super::{
 
 /// Last batch of a full segment: names the next one.
 const END: u8 = 7;
-/// Start of a segment's first batch: what the log was when the segment was made.
+/// Start of a segment's first batch: the state of the log when the segment was made.
 const CHECKPOINT: u8 = 8;
 const MARKER: &str = "member";
 const SPARE: &str = "spare.tmp";
@@ -47,14 +47,14 @@ impl Default for DiskOptions {
 
 type Job = (Vec<LogOp>, oneshot::Sender<Result<()>>);
 
-/// See the module. Cheap calls; the work is done by one thread.
+/// See the module. The calls only pass work on to one thread.
 pub struct DiskLog {
     image: LogImage,
     jobs: Mutex<Option<mpsc::SyncSender<Job>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// The refusal to start with a log that is not whole.
+/// The error of a member that does not start because its log is not whole.
 pub fn refusal(cause: impl std::fmt::Display) -> Error {
     let m = format!(
         "the raft log of this metadata server is damaged: {cause}. It may have lost what it acknowledged, so it must not \
@@ -69,8 +69,8 @@ fn at(path: &Path, e: impl Into<Error>) -> Error {
 
 impl DiskLog {
     /// Opens the log of `member` of `cluster` in `dir`, or makes it if the folder has never held
-    /// one. `voters` (the group's first members, empty for one that joins later) and `stamp`
-    /// (random) are used only for a new one.
+    /// one. `voters` (the group's first members, empty for a member that joins later) and `stamp`
+    /// (random) are used only for a new log.
     pub fn open(
         dir: &Path,
         cluster: [u8; 16],
@@ -121,7 +121,7 @@ impl DiskLog {
         Ok(DiskLog { image, jobs: Mutex::new(Some(tx)), thread: Mutex::new(Some(thread)) })
     }
 
-    /// What the log of `member` of `cluster` in `dir` says; changes nothing there. Refuses what
+    /// Reads the log of `member` of `cluster` in `dir` without changing anything. Refuses what
     /// [`DiskLog::open`] refuses, and a folder without a log.
     pub fn peek(dir: &Path, cluster: [u8; 16], member: u64) -> Result<LogImage> {
         let wanted = SegmentHeader {
@@ -141,8 +141,8 @@ impl DiskLog {
     }
 
     /// Makes the log of a member that begins with a state as of entry `base` (index and term) and
-    /// nothing after it. What is in `dir` is deleted. Cut short, it leaves a folder that this may
-    /// be called for again.
+    /// holds no entries. Deletes what is in `dir`. If it is interrupted, it can be called again for
+    /// the same folder.
     pub fn begin(
         dir: &Path,
         cluster: [u8; 16],
@@ -250,7 +250,7 @@ fn read_marker(dir: &Path, wanted: &SegmentHeader) -> Result<Option<SegmentHeade
     Ok(Some(found))
 }
 
-/// A newer format is not damage.
+/// A newer format is not damage, so only `Corrupt` becomes a refusal.
 fn in_file(path: &Path, e: Error) -> Error {
     if e.code == Code::Corrupt {
         refusal(format!("{}: {}", path.display(), e.message))
@@ -263,8 +263,8 @@ fn sync_dir(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|d| d.sync_all()).map_err(|e| at(dir, e))
 }
 
-/// Makes the first segment and then the marker. Segments without a marker are what a crash here
-/// leaves, if they hold nothing yet.
+/// Makes the first segment and then the marker. A crash here leaves segments without a marker; they
+/// hold nothing yet.
 fn create(
     dir: &Path,
     h: &SegmentHeader,
@@ -301,7 +301,7 @@ fn create(
     Ok(vec![1])
 }
 
-/// A file of zeros that really has its blocks, so that later writes change no metadata.
+/// A file of zeros with all blocks allocated, so that later writes change no metadata.
 fn make_spare(dir: &Path, size: usize) -> io::Result<()> {
     let path = dir.join(SPARE);
     let made = (|| {
@@ -378,8 +378,8 @@ struct Segment {
 /// Replays segments from the oldest one left.
 struct Recovery {
     image: LogImage,
-    /// Entries up to the image's base were in segments that are gone. Fine only if a later cut
-    /// covers them.
+    /// Entries up to the image's base were in segments that are deleted. That is fine only if a
+    /// later cut covers them.
     gap: bool,
 }
 
@@ -387,7 +387,7 @@ struct Recovery {
 struct Found {
     image: LogImage,
     segments: VecDeque<Segment>,
-    /// The last segment, where its next batch goes, and how far an unfinished one reaches.
+    /// The last segment, where its next batch goes, and how far an unfinished batch reaches.
     path: PathBuf,
     end: usize,
     torn_to: Option<usize>,
@@ -395,7 +395,7 @@ struct Found {
 }
 
 impl Recovery {
-    /// `repair`: what a crash left half made is removed.
+    /// `repair`: remove what a crash left unfinished.
     fn run(dir: &Path, header: &SegmentHeader, numbers: &[u64], repair: bool) -> Result<Found> {
         let mut r =
             Recovery { image: LogImage::new(header.voters.clone(), header.stamp), gap: false };
@@ -462,7 +462,7 @@ impl Recovery {
     fn checkpoint(&mut self, base: [u64; 4], ops: &[LogOp], oldest: bool) -> Result<()> {
         let [index, term, last, last_term] = base;
         if oldest {
-            // Also refuses an index that no log reaches.
+            // This also refuses an index that no log can reach.
             self.image.apply(&LogOp::Reset { index: last, term: last_term })?;
             self.gap = last > index;
         } else if !self.gap && (self.image.base != (index, term) || self.image.last() != last) {
@@ -480,7 +480,7 @@ impl Recovery {
                 LogOp::Append(e) => {
                     this.max_index = this.max_index.max(e.index);
                     if self.gap && e.index <= self.image.base.0 && e.index > 0 {
-                        // Overwrites entries in segments that are gone; the cut that let them go
+                        // This overwrites entries in deleted segments; the cut that deleted them
                         // will cover it.
                         let restoring = self.image.restoring;
                         self.image.apply(&LogOp::Reset { index: e.index - 1, term: 0 })?;
@@ -506,7 +506,7 @@ impl Recovery {
     }
 }
 
-/// A segment beyond one that was not ended was made just before a crash and holds nothing.
+/// A segment after one that was not ended was made just before a crash and holds nothing.
 fn drop_unused(
     dir: &Path,
     expected: u64,
@@ -530,7 +530,7 @@ fn drop_unused(
 }
 
 impl Found {
-    /// Clears what a crash left of an unfinished batch, and goes on from there.
+    /// Clears what a crash left of an unfinished batch, and continues there.
     fn into_writer(
         self,
         dir: &Path,
@@ -580,7 +580,7 @@ struct Writer {
     next_batch: u64,
     options: DiskOptions,
     spare: Option<JoinHandle<io::Result<()>>>,
-    /// After a failed write or flush nobody knows what the disk holds.
+    /// After a failed write or flush the contents of the disk are unknown.
     broken: Option<Error>,
 }
 
@@ -631,7 +631,7 @@ impl Writer {
         }
     }
 
-    /// Ends the segment and starts the next. If that fails for want of space, nothing has changed.
+    /// Ends the segment and starts the next. If that fails for lack of space, nothing has changed.
     fn roll(&mut self, need: usize) -> Result<()> {
         if let Some(spare) = self.spare.take() {
             let _ = spare.join();
@@ -673,7 +673,7 @@ impl Writer {
         }
     }
 
-    /// Fills the next file with zeros in good time, beside the writes.
+    /// Fills the next file with zeros ahead of time, in parallel with the writes.
     fn prepare_spare(&mut self) {
         if self.end > self.size / 2
             && self.spare.is_none()
@@ -696,8 +696,8 @@ impl Drop for Writer {
     }
 }
 
-/// Reads bytes as a whole segment, for tests and fuzzing: the changes they hold, checkpoint
-/// included, or why not.
+/// Reads bytes as a whole segment, for tests and fuzzing. Returns the changes they hold, checkpoint
+/// included, or the reason why they are not valid.
 pub fn read_segment(bytes: &[u8]) -> Result<Vec<LogOp>> {
     let h = pages::decode_header(bytes)?;
     let scan = pages::scan(bytes, h.first_batch, h.stamp)?;

@@ -1,16 +1,16 @@
 //! The task that feeds the protocol: it batches proposals, hands changes to the log's task (one
-//! durable write for all that waits) and sends messages while the write runs.
+//! durable write for all that wait) and sends messages while the write runs.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `inputs.rs` | what comes from outside |
-//! | `log_queue.rs` | the log's task, and the way to it |
-//! | `apply.rs` | what is done with what is committed |
-//! | `waiters.rs` | who waits for that |
-//! | `stall.rs` | what waits for space on the disk, or for another state |
-//! | `copies.rs`, `copy.rs` | copies of a state, out and in |
-//! | `damage.rs` | what becomes of a state that is damaged |
-//! | `standing.rs`, `members.rs` | changes of the group, and who should lead |
+//! | `inputs.rs` | inputs from outside |
+//! | `log_queue.rs` | the log's task and its queue |
+//! | `apply.rs` | applying committed entries |
+//! | `waiters.rs` | callers that wait for their entries |
+//! | `stall.rs` | work that waits for disk space, or for another state |
+//! | `copies.rs`, `copy.rs` | copies of a state, sent and received |
+//! | `damage.rs` | what is done about a damaged state |
+//! | `standing.rs`, `members.rs` | changes of the group, and which member should lead |
 
 mod apply;
 mod copies;
@@ -51,7 +51,7 @@ use waiters::{Waiter, Waiters};
 
 /// Proposals taken together, and their bytes.
 const BATCH: (usize, usize) = (1024, 4 << 20);
-/// Metadata servers whose logs are known, those that were replaced too.
+/// Metadata servers whose log stamps are kept, replaced ones included.
 const MAX_PEERS: usize = 1024;
 
 pub(super) struct Driver {
@@ -74,7 +74,7 @@ pub(super) struct Driver {
     standing: Standing,
     /// The state is being made durable.
     syncing: bool,
-    /// The membership is to be given with the next apply, though it did not change.
+    /// The next apply must pass the membership, though it did not change.
     conf_unknown: bool,
     health: Arc<Health>,
 }
@@ -95,7 +95,7 @@ impl Driver {
         if core.has_lost_state() {
             sm.void();
         }
-        // The map may not name them yet: the leader that took them in may have been lost in that
+        // The map may not name them yet: the leader that added them may have been lost at that
         // moment.
         for (id, endpoint) in taken_in(&core) {
             endpoint.parse().into_iter().for_each(|e| peers.set(id, e));
@@ -210,9 +210,9 @@ impl Driver {
         Some(Error::not_leader(self.core.leader() as u32))
     }
 
-    /// On a full disk this member, alone, still answers reads from what it has applied: that is
-    /// everything that was answered in this term, and in terms before. What is committed beyond it
-    /// nobody was told of.
+    /// If this member is the only voter and its disk is full, it still answers reads from what it
+    /// has applied. That is everything that it answered in this term and in earlier ones; no client
+    /// has had an answer about committed entries beyond it.
     fn reads_while_stalled(&self) -> bool {
         self.stall.why.is_some() && is_only_voter(&self.core) && self.leads_own_term()
     }
@@ -292,8 +292,8 @@ impl Driver {
         }
     }
 
-    /// A member that comes back with another log has lost what it acknowledged; one that was
-    /// removed may not know it yet.
+    /// A member that returns with another log has lost what it acknowledged. A removed member may
+    /// not know of its removal yet.
     fn known_peer(&mut self, from: u64, stamp: u64) -> Result<()> {
         if self.sm.is_former(from) {
             return Err(not_member(from));
@@ -362,7 +362,7 @@ impl Driver {
         }
     }
 
-    /// Does all that the protocol asks for.
+    /// Does everything that the protocol asks for now.
     fn process(&mut self) -> Result<()> {
         self.mind_damage();
         self.notice_role();
@@ -411,7 +411,7 @@ impl Driver {
     fn output(&mut self, out: Output) -> Result<()> {
         if let Some((index, term, conf)) = &out.restore {
             match self.finish_restore(*index, *term, conf) {
-                // The log must not say that the copy is whole before it is.
+                // The log must not record the copy as whole before it is.
                 Err(e) if e.code == Code::NoSpc => {
                     self.stall(e);
                     self.stall.unfinished = Some(out);
@@ -446,7 +446,7 @@ impl Driver {
         }
     }
 
-    /// What waits for a leadership that ended gets its answer.
+    /// Answers callers that wait for a leadership that has ended.
     fn notice_role(&mut self) {
         let now = (self.core.term(), self.core.is_leader());
         if now.1 && now != self.standing.was {

@@ -1,28 +1,28 @@
-//! Whether this member's log is slow: judged by how long its writes take, without a clock of its
-//! own.
+//! Whether this member's log is slow: judged by how long its writes take. The caller gives the
+//! times.
 //!
-//! A write that takes longer than the limit is late. Late writes make an episode, which a few
-//! timely ones in a row end. An episode that lasts makes the log slow, and slow it stays for a
-//! while after the last late write, so that a disk that is now slow and now not does not have the
-//! leadership go to and fro.
+//! A write that takes longer than the limit is late. Late writes form an episode, which a few
+//! timely ones in a row end. An episode that lasts makes the log slow. It stays slow for a while
+//! after the last late write, so that a disk that is slow at times does not move the leadership
+//! back and forth.
 
 use std::time::Duration;
 
-/// An episode of at least so many late writes,
+/// An episode of at least this many late writes,
 const LATE: u32 = 3;
-/// for at least so long, makes the log slow; so does one write that takes so long.
+/// that lasts at least this long makes the log slow; so does one write that takes this long.
 const EPISODE: Duration = Duration::from_secs(3);
-/// So many timely writes in a row end an episode.
+/// This many timely writes in a row end an episode.
 const TIMELY: u32 = 5;
-/// Without a late write for so long there is no episode any more, however few writes there were.
+/// After this long without a late write the episode is over, however few writes there were.
 const PAUSE: Duration = Duration::from_secs(10);
-/// A log counts as slow for so long after its last late write.
+/// A log counts as slow for this long after its last late write.
 const PROBATION: Duration = Duration::from_secs(60);
 
-/// See the module. Times are of any clock that never goes back.
+/// See the module. Times may be of any clock that never goes back.
 #[derive(Debug)]
 pub(super) struct SlowLog {
-    /// A write that takes longer is late; zero: none is.
+    /// A write that takes longer is late; zero: no write is.
     limit: Duration,
     /// When the write under way began.
     running: Option<Duration>,
@@ -105,8 +105,8 @@ mod tests {
         Duration::from_millis(n)
     }
 
-    /// Writes one after the other from `at` on, each of so many milliseconds; returns when the last
-    /// ended.
+    /// Makes writes one after the other from `at` on, one for each number of milliseconds; returns
+    /// when the last ended.
     fn write(s: &mut SlowLog, mut at: u64, each: &[u64]) -> u64 {
         for took in each {
             s.begin(ms(at));
@@ -149,12 +149,12 @@ mod tests {
             at = write(&mut s, at, &[700, 1, 1, 1, 1, 1]);
             assert!(!s.is_slow(ms(at)));
         }
-        // Rare ones without any others in between.
+        // Rare late writes with no others in between.
         for _ in 0..20 {
             at = write(&mut s, at + 20_000, &[700]);
             assert!(!s.is_slow(ms(at)));
         }
-        // A few timely ones among many late ones do not help.
+        // A few timely writes among many late ones do not help.
         at = write(&mut s, at + 20_000, &[400, 400, 400, 10, 10, 400, 400, 400, 400, 400]);
         assert!(s.is_slow(ms(at)));
     }

@@ -1,8 +1,8 @@
-//! What a member must not forget, and the border to whatever keeps it.
+//! What a member must keep durable, and the trait of what stores it.
 //!
 //! A log is a sequence of atomic batches of [`LogOp`]s; replaying them in order gives a
-//! [`LogImage`]. The image is also the in-memory copy that raft-rs reads: all retained entries are
-//! in memory, bounded by cutting the log ([`super::Config::log_bytes`]).
+//! [`LogImage`]. The image is also the in-memory copy that raft-rs reads: it holds all retained
+//! entries. Cutting the log limits its memory ([`super::Config::log_bytes`]).
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -26,14 +26,14 @@ pub enum LogOp {
         index: u64,
         term: u64,
     },
-    /// The state is about to be overwritten by a peer's as of `index`: from here to `Reset` it is
-    /// of no use.
+    /// The state is about to be overwritten by a peer's as of `index`: it is not usable from here
+    /// to `Reset`.
     Restoring {
         index: u64,
         term: u64,
     },
-    /// The log of member `id` was seen with this stamp; another stamp later means that it lost its
-    /// log.
+    /// The log of member `id` was seen with this stamp. Another stamp later means that the member
+    /// lost its log.
     Peer {
         id: u64,
         stamp: u64,
@@ -43,9 +43,9 @@ pub enum LogOp {
 /// The state that a log describes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LogImage {
-    /// Members of the group at index 0; empty for one that joins later.
+    /// Members of the group at index 0; empty for a member that joins later.
     pub voters: Vec<u64>,
-    /// Random, made with the log; tells it from a later one of the same member.
+    /// Random, made with the log; distinguishes it from a later log of the same member.
     pub stamp: u64,
     pub hard: HardState,
     /// Index and term of the entry before the first one.
@@ -57,10 +57,10 @@ pub struct LogImage {
     bytes: usize,
 }
 
-/// No log gets this far, so that counting on from an index that was read cannot overflow.
+/// No log reaches this index, so adding to an index that was read cannot overflow.
 pub const MAX_INDEX: u64 = u64::MAX / 2;
 
-/// Memory and log space of an entry, roughly.
+/// Approximate bytes of an entry in memory and in the log.
 pub fn entry_cost(e: &Entry) -> usize {
     e.data.len() + e.context.len() + 64
 }
@@ -80,7 +80,7 @@ impl LogImage {
     pub fn bytes(&self) -> usize {
         self.bytes
     }
-    /// Never written to: no vote given, nothing acknowledged.
+    /// Whether nothing was ever written: no vote given, nothing acknowledged.
     pub fn is_pristine(&self) -> bool {
         self.hard == HardState::default()
             && self.base == (0, 0)
@@ -96,7 +96,7 @@ impl LogImage {
         if index == self.base.0 { Some(self.base.1) } else { self.get(index).map(|e| e.term) }
     }
 
-    /// Replays one change. An error means that the sequence is not one a member could have written.
+    /// Replays one change. An error means that no member could have written this sequence.
     pub fn apply(&mut self, op: &LogOp) -> Result<()> {
         match op {
             LogOp::Append(e) => self.append(e),
@@ -173,7 +173,7 @@ impl LogImage {
         self.base = (index, term);
     }
 
-    /// Changes that, replayed after an empty log, give this image without its entries.
+    /// Changes that give this image without its entries when replayed after an empty log.
     pub fn checkpoint(&self) -> Vec<LogOp> {
         let mut ops = vec![LogOp::HardState(self.hard.clone())];
         ops.extend(self.restoring.map(|(index, term)| LogOp::Restoring { index, term }));
@@ -189,11 +189,11 @@ fn damaged(m: String) -> Error {
 /// Keeps a member's log. One writer; `load` is called once, before the first `write`.
 #[async_trait]
 pub trait LogStore: Send + Sync + 'static {
-    /// What is there. Refuses (`Corrupt`) a log that may have lost something this member
+    /// Reads the log. Refuses (`Corrupt`) a log that may have lost something this member
     /// acknowledged.
     async fn load(&self) -> Result<LogImage>;
-    /// Appends a batch; it is durable, whole, when this returns. `NoSpc` means that the log is as
-    /// before and the same batch may be tried again; after any other error nothing more can be
+    /// Appends a batch; the whole batch is durable when this returns. `NoSpc` means that the log is
+    /// unchanged and the same batch may be tried again. After any other error nothing more can be
     /// written and the process must end.
     async fn write(&self, ops: &[LogOp]) -> Result<()>;
 }

@@ -1,4 +1,4 @@
-//! raft-rs speaks slog; its warnings and errors go to tracing, the rest nowhere.
+//! raft-rs logs through slog; its warnings and errors go to tracing, the rest is dropped.
 
 use slog::{Drain, Level, Logger, Never, OwnedKVList, Record};
 

@@ -8,7 +8,7 @@ use strake_proto::{Code, Error, Result};
 
 use super::log::{LogImage, LogOp, LogStore};
 
-/// Outlives the node that writes to it, like a disk. Share it by `Arc`.
+/// Outlives the node that writes to it, as a disk does. Share it by `Arc`.
 pub struct MemLog {
     state: Mutex<State>,
     latency: Mutex<Duration>,
@@ -18,7 +18,7 @@ struct State {
     durable: LogImage,
     /// The batch on its way to the medium.
     in_flight: Option<Vec<LogOp>>,
-    /// Acknowledged without being durable; only where `skip_sync` was asked for.
+    /// Acknowledged without being durable; only after `skip_sync`.
     unsynced: Vec<LogOp>,
     skip_sync: bool,
     fault: Option<Error>,
@@ -45,8 +45,8 @@ impl MemLog {
         MemLog { state: Mutex::new(state), latency: Mutex::new(latency) }
     }
 
-    /// Power loss, after the node was ended: the batch in flight survives whole (`keep`) or is cut
-    /// as a torn tail. A batch is never half there: that is what the pages of the real log are for.
+    /// Power loss, after the node was ended: the batch in flight is kept whole (`keep`) or dropped
+    /// as a torn tail. A batch is never half there: the pages of the real log ensure that.
     pub fn crash(&self, keep: bool) {
         let mut s = self.state.lock();
         s.write_back();
@@ -56,8 +56,8 @@ impl MemLog {
             }
         }
     }
-    /// From now on writes are acknowledged but not synced, as by a build that forgot its fsync: for
-    /// tests that must notice.
+    /// From now on writes are acknowledged but not synced, as by a build without fsync: for tests
+    /// that must notice.
     pub fn skip_sync(&self) {
         self.state.lock().skip_sync = true;
     }
@@ -74,7 +74,7 @@ impl MemLog {
     pub fn set_latency(&self, latency: Duration) {
         *self.latency.lock() = latency;
     }
-    /// The medium is damaged where the member may have acknowledged: `load` refuses.
+    /// Damages the medium where the member may have acknowledged something: `load` refuses then.
     pub fn damage(&self) {
         self.state.lock().lost = true;
     }
@@ -82,7 +82,7 @@ impl MemLog {
     pub fn image(&self) -> LogImage {
         self.state.lock().durable.clone()
     }
-    /// Batches that failed so far, as was asked for.
+    /// Batches that failed so far because of a set fault.
     pub fn refused(&self) -> u64 {
         self.state.lock().refused
     }

@@ -9,33 +9,33 @@ use strake_proto::{Code, Error, Result};
 
 use super::types::MemberChange;
 
-/// A member that is at most so many entries behind has caught up.
+/// A member that is at most this many entries behind has caught up.
 pub(crate) const CAUGHT_UP: u64 = 1000;
 
-/// What a member said of its disk, as bits of `RaftBatch.disk`.
+/// What a member reports about its disk, as bits of `RaftBatch.disk`.
 pub(crate) const DISK_FULL: u32 = 1;
 pub(crate) const DISK_SLOW: u32 = 2;
-/// It waits for a copy of the state.
+/// The member waits for a copy of the state.
 pub(crate) const NO_STATE: u32 = 4;
 
-/// A member as another one knows it. What only a leader hears of is zero elsewhere.
+/// A member as another one knows it. Fields that only a leader learns are zero elsewhere.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Member {
     pub id: u64,
     pub endpoint: Option<Endpoint>,
-    /// It votes; otherwise it learns.
+    /// It votes; otherwise it is a learner.
     pub voter: bool,
-    /// A change under way takes it out.
+    /// A change under way removes it.
     pub leaving: bool,
     /// Last entry known to be in its log; 0 also for one that has no copy of the state yet.
     pub matched: u64,
     /// Last entry it said it has applied.
     pub applied: u64,
-    /// How long ago it was heard of; `None`: never in this process's life.
+    /// How long ago it was heard of; `None`: not since this process started.
     pub heard: Option<Duration>,
     /// It is being given a copy of the state.
     pub copying: bool,
-    /// Of [`DISK_FULL`], [`DISK_SLOW`] and [`NO_STATE`].
+    /// Bits: [`DISK_FULL`], [`DISK_SLOW`] and [`NO_STATE`].
     pub disk: u32,
     /// The stamp of its log, once it was heard of.
     pub stamp: Option<u64>,
@@ -52,9 +52,9 @@ pub struct Group {
     pub last: u64,
     pub committed: u64,
     pub members: Vec<Member>,
-    /// Members that were not heard of for longer are taken for dead.
+    /// Members that were not heard of for longer than this count as dead.
     pub patience: Duration,
-    /// This member leads for so short a time that it may not have heard of everybody yet.
+    /// This member has led for so short a time that it may not have heard of all members yet.
     pub fresh: bool,
 }
 
@@ -66,11 +66,11 @@ impl Group {
         self.members.iter().filter(|m| m.voter && !m.leaving)
     }
 
-    /// It answers.
+    /// Whether it answers.
     pub fn is_up(&self, m: &Member) -> bool {
         m.id == self.me || m.heard.is_some_and(|ago| ago <= self.patience)
     }
-    /// It answers and can acknowledge new entries at once.
+    /// Whether it answers and can acknowledge new entries at once.
     pub fn counts(&self, m: &Member) -> bool {
         self.is_up(m) && self.has_caught_up(m)
     }
@@ -78,8 +78,8 @@ impl Group {
         m.id == self.me || m.matched != 0 && m.matched + CAUGHT_UP >= self.last && !m.copying
     }
 
-    /// Who is placed best to lead instead of this member: a voter that answers and has caught up,
-    /// with a healthy disk if there is one, and with the longest log.
+    /// The best member to lead instead of this one: a voter that answers and has caught up, with a
+    /// healthy disk if there is one, and with the longest log.
     pub fn successor(&self) -> Option<u64> {
         let able =
             self.voters().filter(|m| m.id != self.me && self.counts(m) && m.disk & NO_STATE == 0);
@@ -124,12 +124,12 @@ impl Group {
         }
     }
 
-    /// For good, unless this member has only just begun to lead.
+    /// A refusal for good (`Inval`), or `Busy` while this member has only just begun to lead.
     fn refusal(&self, m: String) -> Error {
         Error::new(if self.fresh { Code::Busy } else { Code::Inval }, m)
     }
 
-    /// The change as raft-rs takes it. `Inval`: it would be wrong. `Busy`: not yet.
+    /// The change in raft-rs's form. `Inval`: it would be wrong. `Busy`: not yet.
     pub fn check_change(&self, change: &MemberChange) -> Result<ConfChangeV2> {
         match change {
             MemberChange::AddLearner { id, endpoint } => {
@@ -166,7 +166,7 @@ impl Group {
             let Some(m) = self.get(*id).filter(|m| !m.voter) else {
                 return Err(inval(format!("metadata server {id} is not a learner; add it first")));
             };
-            // Nothing is acknowledged before the first copy of the state has arrived.
+            // A member acknowledges nothing before its first copy of the state has arrived.
             if !self.counts(m) {
                 return Err(busy(format!("metadata server {id} has not caught up yet")));
             }
@@ -181,8 +181,8 @@ impl Group {
         Ok(c)
     }
 
-    /// The voters that a step leaves must have a majority that works: else the step itself would
-    /// stop the group.
+    /// The voters that remain after a step must have a working majority: otherwise the step itself
+    /// would stop the group.
     fn check_quorum(&self, promote: &[u64], remove: &[u64]) -> Result<()> {
         if promote.is_empty() && remove.iter().all(|id| self.get(*id).is_some_and(|m| !m.voter)) {
             return Ok(());
@@ -228,7 +228,7 @@ fn single(id: u64, kind: ConfChangeType) -> ConfChangeV2 {
     ConfChangeV2 { changes: vec![one(id, kind)].into(), ..Default::default() }
 }
 
-/// The end of a member that is one no longer.
+/// The error that ends a member that was removed.
 pub(crate) fn not_member(id: u64) -> Error {
     let m = format!(
         "metadata server {id} was removed from its group; its folder is of no more use, and its id is spent"
@@ -240,8 +240,8 @@ pub(crate) fn not_member(id: u64) -> Error {
 mod tests {
     use super::*;
 
-    /// A leader 1 at entry 5000. A word is a member: `v2` votes, `l4` learns; `-` behind it:
-    /// silent, `~`: far behind, `!`: with a bad disk.
+    /// A group with leader 1 at entry 5000. Each word is a member: `v2` votes, `l4` is a learner; a
+    /// suffix `-`: silent, `~`: far behind, `!`: with a bad disk.
     fn group(text: &str) -> Group {
         let members = text.split_whitespace().map(|w| Member {
             id: w[1..].trim_end_matches(['-', '~', '!']).parse().unwrap(),

@@ -1,4 +1,4 @@
-//! The handle to a member: what the server calls. The work is done by the driver's task.
+//! The handle to a member, which the server calls. The driver's task does the work.
 
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 
@@ -38,8 +38,8 @@ pub struct Node {
 }
 
 impl Node {
-    /// Loads the log and starts taking part. `Corrupt`: the log or the state is not whole, see the
-    /// message.
+    /// Loads the log and starts taking part. `Corrupt`: the log or the state is not whole; the
+    /// message says more.
     pub async fn start(
         cfg: Config,
         env: Env,
@@ -85,7 +85,7 @@ impl Node {
         Ok(Node { cfg, shared, peers, raft, proposals, reads, control, leadership })
     }
 
-    /// What callers are told, who may turn to another member. `NotMember`: this one will never
+    /// The error for callers, which may turn to another member. `NotMember`: this member will never
     /// serve again.
     fn gone(&self) -> Error {
         match self.shared.stopped.borrow().clone() {
@@ -98,8 +98,8 @@ impl Node {
         }
     }
 
-    /// What other members are told: what ended this one is not to end them. They would take
-    /// `NotMember` for their own end.
+    /// The error for other members. They would take `NotMember` as their own end, and this member's
+    /// end must not end them.
     fn gone_to_peer(&self) -> Error {
         Error { code: Code::Disconnected, ..self.gone() }
     }
@@ -113,9 +113,9 @@ impl Node {
         }
     }
 
-    /// Gets `data` into the log and applied; returns what applying it answered. `NotLeader`: it did
-    /// not run. `Disconnected`: leadership was lost, it may or may not run. `Overloaded`, `NoSpc`:
-    /// it did not run.
+    /// Gets `data` into the log and applied; returns the reply of applying it. `NotLeader`,
+    /// `Overloaded`, `NoSpc`: it did not run. `Disconnected`: leadership was lost, it may or may
+    /// not run.
     pub async fn propose(&self, data: Bytes) -> Result<Bytes> {
         if data.len() > self.cfg.max_entry {
             let m = format!(
@@ -130,8 +130,8 @@ impl Node {
         rx.await.unwrap_or_else(|_| Err(self.gone()))
     }
 
-    /// Returns when this member's applied state includes everything that was answered anywhere
-    /// before the call, and this member was the leader during the call. `NotLeader` otherwise.
+    /// Returns when this member's applied state includes everything that any member answered before
+    /// the call, and this member led during the call. `NotLeader` otherwise.
     pub async fn read_barrier(&self) -> Result<()> {
         let (reply, rx) = oneshot::channel();
         self.reads.try_send(reply).map_err(|e| self.full(&e))?;
@@ -153,7 +153,8 @@ impl Node {
         found.unwrap_or_else(|| self.gone())
     }
 
-    /// Answers [`opcode::RAFT`] and [`opcode::SNAPSHOT`]; only from servers of this cluster.
+    /// Answers [`opcode::RAFT`] and [`opcode::SNAPSHOT`]; to be called only for servers of this
+    /// cluster.
     pub async fn handle(&self, request: Message) -> Result<Message> {
         match request.opcode {
             opcode::RAFT => self.batch(&request.body).await,
@@ -175,8 +176,8 @@ impl Node {
                 "this metadata server belongs to another cluster",
             ));
         }
-        // Before the ids are looked at: one of a former life may know this address as another
-        // member's.
+        // Before the ids are checked: a member of a former incarnation may know this address as
+        // another member's.
         if let Some(theirs) = incarnation {
             self.meet(Incarnation(theirs), Some(from))?;
         }
@@ -190,9 +191,9 @@ impl Node {
         Ok(())
     }
 
-    /// Compares incarnations with another server of this cluster, `member`: with a metadata server.
-    /// `NotMember`: that one belongs to a life of the group that is over. `NotLeader`: this one
-    /// does, and stops, or both were recovered apart from each other.
+    /// Compares incarnations with another server of this cluster; `member` if it is a metadata
+    /// server. `NotMember`: the other server belongs to an incarnation of the group that is over.
+    /// `NotLeader`: this one does, and stops, or the two were recovered separately.
     pub fn meet(&self, theirs: Incarnation, member: Option<u64>) -> Result<()> {
         let Some(own) = self.peers.sender().sm.incarnation() else { return Ok(()) };
         match own.kin(theirs) {
@@ -250,9 +251,9 @@ impl Node {
         Ok(Message::new(opcode::SNAPSHOT, pb::RaftAck {}.encode_to_vec()))
     }
 
-    /// Hands leadership to `to`, 0: to the voter that is placed best. Returns when this member no
-    /// longer leads, `TimedOut` if it still does after a while. `Inval`: it is no voter or does not
-    /// answer. `Busy`: nobody can take over yet.
+    /// Hands leadership to `to`, or with 0 to the best successor. Returns when this member no
+    /// longer leads, `TimedOut` if it still does after a while. `Inval`: `to` is not a voter or
+    /// does not answer. `Busy`: no member can take over yet.
     pub async fn transfer(&self, to: u64) -> Result<()> {
         let (reply, rx) = oneshot::channel();
         self.control.try_send(Control::Transfer(to, reply)).map_err(|e| self.full(&e))?;
@@ -279,21 +280,21 @@ impl Node {
         rx.await.unwrap_or_else(|_| Err(self.gone()))
     }
 
-    /// Whether this member has given its state up because it is damaged. If not yet, it does so
-    /// now, if another member has one.
+    /// Whether this member has given up its state because it is damaged. If it has not, it does so
+    /// now, provided that another member has a state.
     pub async fn gave_up_state(&self) -> bool {
         let (reply, rx) = oneshot::channel();
         self.control.try_send(Control::Damaged(reply)).is_ok() && rx.await.unwrap_or(false)
     }
 
-    /// The group as this member knows it; more of it while it leads.
+    /// The group as this member knows it; a leader knows more.
     pub async fn group(&self) -> Result<Group> {
         let (reply, rx) = oneshot::channel();
         self.control.try_send(Control::Group(reply)).map_err(|e| self.full(&e))?;
         rx.await.map_err(|_| self.gone())
     }
 
-    /// Of this member's log: tells it from any later one of the same id.
+    /// The stamp of this member's log: it differs from that of any later log of the same id.
     pub fn stamp(&self) -> u64 {
         self.peers.sender().stamp
     }
@@ -303,13 +304,13 @@ impl Node {
         self.cfg.cluster
     }
 
-    /// Where this member is for the others, once it listens.
+    /// The endpoint at which the others reach this member; set once it listens.
     pub fn set_endpoint(&self, own: Endpoint) {
         let _ = self.peers.sender().health.endpoint.set(own);
     }
 
-    /// Whether the disk that this member runs on is almost full: if another one's is not, that one
-    /// is to lead.
+    /// Reports whether this member's disk is almost full. If it is, and another member's is not,
+    /// that one is to lead.
     pub fn set_disk_full(&self, full: bool) {
         let sender = self.peers.sender();
         let disk = &sender.health.disk;
@@ -320,22 +321,22 @@ impl Node {
         };
     }
 
-    /// A server that is a member no more is not called any more.
+    /// Stops calling a server that is no longer a member.
     pub fn forget_peer(&self, id: u64) {
         self.peers.remove(id);
     }
 
-    /// Where a member is from now on (it moved, or was added before this process started).
+    /// Sets the endpoint of a member (it moved, or was added before this process started).
     pub fn set_peer(&self, id: u64, endpoint: Endpoint) {
         self.peers.set(id, endpoint);
     }
 
-    /// Where another member is, if that is known.
+    /// The endpoint of another member, if known.
     pub fn endpoint_of(&self, id: u64) -> Option<Endpoint> {
         self.peers.endpoint(id)
     }
 
-    /// Stops taking part. What was proposed and not answered may or may not run.
+    /// Stops taking part. Proposals without an answer may or may not run.
     pub async fn shutdown(&self) {
         if self.control.send(Control::Stop).await.is_ok() {
             self.control.closed().await;
@@ -343,7 +344,8 @@ impl Node {
     }
 }
 
-/// Metadata server `id` belongs to `former`, and `now` is another life of its group.
+/// The error for metadata server `id` of incarnation `former`, when its group has the later
+/// incarnation `now`.
 fn superseded(id: u64, former: Incarnation, now: Incarnation) -> Error {
     let m = format!(
         "metadata server {id} is of incarnation {former} of its group, which was recovered without it as {now}: its folder is of no \
@@ -352,7 +354,7 @@ fn superseded(id: u64, former: Incarnation, now: Incarnation) -> Error {
     Error::new(Code::NotMember, m)
 }
 
-/// Both `own` and `theirs` were made of what was left of one group.
+/// The error for two incarnations that were both made from what was left of one group.
 pub fn twins(own: Incarnation, theirs: Incarnation) -> Error {
     let m = format!(
         "the group was recovered twice: this metadata server is of incarnation {own}, the sender of {theirs}; one of the two must be \

@@ -1,9 +1,8 @@
-//! The bytes of a raft log segment: a header page, then batches of 4 KiB pages. Pure; see
+//! The bytes of a Raft log segment: a header page, then batches of 4 KiB pages. Pure functions; see
 //! `docs/formats.md`, "Raft log".
 //!
-//! Each page has its own checksum and says which batch it belongs to, so that a page that was never
-//! written (all zeros), a page of an unfinished batch and a damaged page are told apart with
-//! certainty.
+//! Each page has its own checksum and names its batch. So a page that was never written (all
+//! zeros), a page of an unfinished batch and a damaged page can be told apart.
 
 use strake_proto::{Code, Error, Result, checksum::crc32c};
 
@@ -16,12 +15,12 @@ const VERSION: u32 = 1;
 const FIRST: u8 = 1;
 const LAST: u8 = 2;
 
-/// What the header page of a segment says.
+/// The contents of a segment's header page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SegmentHeader {
     pub cluster: [u8; 16],
     pub member: u64,
-    /// 1, 2, ... in the order of use.
+    /// 1, 2, ..., in the order of use.
     pub segment: u64,
     /// Number of the segment's first batch.
     pub first_batch: u64,
@@ -31,7 +30,7 @@ pub struct SegmentHeader {
     pub voters: Vec<u64>,
 }
 
-/// Members a header has room for.
+/// Most members that a header can hold.
 pub(super) const MAX_VOTERS: usize = 64;
 
 pub fn encode_header(h: &SegmentHeader) -> [u8; PAGE] {
@@ -74,7 +73,7 @@ pub fn decode_header(p: &[u8]) -> Result<SegmentHeader> {
     if voters > MAX_VOTERS {
         return Err(bad("its header names too many members"));
     }
-    // Counters that no log reaches, so that counting on from here cannot overflow.
+    // Refuses counters that no log reaches, so that counting on from here cannot overflow.
     if u64_at(40).max(u64_at(48)) > u64::MAX / 2 {
         return Err(bad("its header has impossible numbers"));
     }
@@ -109,7 +108,7 @@ pub fn encode_batch(batch: u64, stamp: u64, payload: &[u8]) -> Vec<u8> {
 }
 
 enum Page<'a> {
-    /// Zeros, or not all there: not written.
+    /// Zeros, or incomplete: not written.
     Absent,
     Bad,
     Good {
@@ -146,13 +145,13 @@ pub struct Scan {
     pub batches: Vec<Vec<u8>>,
     /// Where the next batch goes (bytes from the start of the segment).
     pub end: usize,
-    /// Pages of an unfinished batch lie from `end` on, up to here; they must be cleared before the
-    /// next one.
+    /// Pages of an unfinished batch are from `end` on, up to here; they must be cleared before the
+    /// next batch is written.
     pub torn_to: Option<usize>,
 }
 
-/// Reads a segment's pages after its header. `Corrupt` unless it is complete batches numbered from
-/// `first`, then at most a part of one more with at least one of its pages never written, then
+/// Reads a segment's pages after its header. `Corrupt` unless they are: complete batches numbered
+/// from `first`, then at most part of one more batch with at least one page never written, then
 /// nothing.
 pub fn scan(bytes: &[u8], first: u64, stamp: u64) -> Result<Scan> {
     let mut scan = Scan { batches: Vec::new(), end: PAGE, torn_to: None };
@@ -168,7 +167,7 @@ pub fn scan(bytes: &[u8], first: u64, stamp: u64) -> Result<Scan> {
             Page::Bad => return damaged(at, "does not match its checksum"),
             Page::Absent => {
                 open = None;
-                // A page that the end of the file cuts is part of what must be cleared.
+                // A page that the end of the file cuts off must be cleared, too.
                 if page.len() < PAGE {
                     scan.torn_to = Some(at + PAGE);
                 }

@@ -1,4 +1,4 @@
-//! Linearizable reads: all that wait are answered by one read index, while the next ones gather.
+//! Linearizable reads: one read index answers all that wait, while later ones collect.
 
 use strake_proto::{Error, Result};
 use tokio::sync::oneshot;
@@ -23,7 +23,7 @@ impl Reads {
         self.gathering.len()
     }
 
-    /// The number to ask for a read index under, if it is time to.
+    /// The number under which to ask for a read index now, `None` if there is nothing to ask.
     pub(super) fn ask(&mut self) -> Option<u64> {
         if self.asked.is_some() || self.gathering.is_empty() {
             return None;
@@ -49,12 +49,12 @@ impl Reads {
         });
     }
 
-    /// This member cannot answer any of them.
+    /// Fails all reads: this member cannot answer any of them.
     pub(super) fn fail(&mut self, e: &Error) {
         self.answer(|| Err(e.clone()));
     }
 
-    /// All of them may look at what is applied now.
+    /// Allows all reads to look at what is applied now.
     pub(super) fn allow_all(&mut self) {
         self.answer(|| Ok(()));
     }

@@ -1,9 +1,9 @@
-//! Copying a whole state to a member that is too far behind for the log: the pairs in order, in
-//! SNAPSHOT frames over a connection of their own, and after them the raft message that names the
+//! Copies a whole state to a member that is too far behind for the log: the key-value pairs in
+//! order, in SNAPSHOT frames over a separate connection, and then the Raft message that names the
 //! copy.
 //!
-//! The receiver writes the pairs over its own state as they come (its log says so first), and
-//! counts as a member without a state until the raft message ends the copy. See
+//! The receiver writes the pairs over its own state as they arrive (its log records that first),
+//! and counts as a member without a state until the Raft message ends the copy. See
 //! `docs/decisions/raft.md`.
 
 use std::{ops::Bound, sync::Arc, time::Duration};
@@ -21,7 +21,7 @@ use super::transport::Sender;
 const CHUNK: usize = 1 << 20;
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A copy on its way to a peer.
+/// A copy being sent to a peer.
 pub(super) struct Outgoing {
     pub id: u64,
     pub index: u64,
@@ -32,16 +32,16 @@ pub(super) struct Outgoing {
     pub endpoint: Endpoint,
 }
 
-/// A copy that arrives.
+/// A copy being received.
 pub(super) struct Incoming {
     pub from: u64,
     pub id: u64,
     pub index: u64,
     pub term: u64,
-    /// Number of the chunk to come.
+    /// Number of the next chunk.
     pub next: u64,
     pub complete: bool,
-    /// The first chunk, until the log has the mark.
+    /// The first chunk, kept until the log has recorded the start of the copy.
     pub first: Option<(pb::SnapshotChunk, oneshot::Sender<Result<()>>)>,
 }
 
@@ -74,7 +74,7 @@ async fn send_over(s: &Sender, out: &Outgoing, conn: &dyn Connection) -> Result<
         match conn.call(Message::new(opcode::SNAPSHOT, chunk.encode_to_vec()), CALL_TIMEOUT).await {
             Ok(_) if last => break,
             Ok(_) => {}
-            // Its log has it all; the message alone tells both.
+            // The receiver's log has everything already; the Raft message alone tells it so.
             Err(e) if e.code == Code::Exist && number == 0 => break,
             Err(e) => return Err(e),
         }

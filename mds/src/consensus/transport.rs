@@ -1,6 +1,6 @@
 //! Raft messages to the other members: one task and one bounded queue per peer. A message that
-//! finds its queue full is dropped; Raft sends again. A batch is in flight at a time, which keeps
-//! messages in order.
+//! finds its queue full is dropped; Raft sends it again. One batch is in flight at a time, which
+//! keeps messages in order.
 
 use std::{
     collections::BTreeMap,
@@ -27,7 +27,7 @@ const BATCH: usize = 2 << 20;
 const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
-/// What every batch from this member says about it, and what its tasks use.
+/// What every batch from this member says about it, and what its sending tasks use.
 pub(super) struct Sender {
     pub id: u64,
     pub cluster: [u8; 16],
@@ -39,17 +39,17 @@ pub(super) struct Sender {
     pub sm: Arc<dyn StateMachine>,
 }
 
-/// What this member says of itself with every batch.
+/// What this member reports about itself with every batch.
 #[derive(Default)]
 pub(super) struct Health {
     pub applied: AtomicU64,
     /// Bits as in [`super::members`].
     pub disk: AtomicU32,
-    /// Where this member is; set once it listens.
+    /// The endpoint of this member; set once it listens.
     pub endpoint: OnceLock<Endpoint>,
 }
 
-/// What the driver is told.
+/// What the transport reports to the driver.
 pub(super) enum Word {
     /// A batch to this peer may be lost.
     Lost(u64),
@@ -98,7 +98,7 @@ impl Peers {
         self.sender.clone()
     }
 
-    /// Where a member is from now on. Connects at once, so that members know each other's logs
+    /// Sets the endpoint of a member. Connects at once, so that members know each other's logs
     /// before they need to.
     pub(super) fn set(&self, id: u64, endpoint: Endpoint) {
         let mut peers = self.peers.lock();
@@ -163,12 +163,13 @@ async fn run(
             Duration::from_millis(s.env.random_u64() % (backoff.as_millis() as u64 / 4 + 1));
         tokio::time::sleep(backoff + jitter).await;
         backoff = (backoff * 2).min(BACKOFF.1);
-        // What waited is out of date.
+        // Messages that waited are outdated.
         while queue.try_recv().is_ok() {}
     }
 }
 
-/// Sends until something fails; an empty batch first, to get acquainted.
+/// Sends until something fails; first an empty batch, by which the peer learns this member's
+/// stamp.
 async fn feed(
     s: &Sender,
     to: u64,

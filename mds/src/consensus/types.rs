@@ -1,4 +1,4 @@
-//! What a group of members is told and asked, and the state machine that it drives.
+//! Types for using a group of members, and the state machine that it drives.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -15,7 +15,7 @@ pub struct Committed {
     pub data: Bytes,
 }
 
-/// A frozen view of the applied state and what it is a view of.
+/// A frozen view of the applied state, and the entry that it is as of.
 pub struct StateSnapshot {
     /// Index and term of the last entry applied to it.
     pub index: u64,
@@ -25,17 +25,18 @@ pub struct StateSnapshot {
     pub view: Box<dyn strake_store::Reader>,
 }
 
-/// What is replicated. All methods are called from one task, except `sync` and reads of a
+/// The replicated state. All methods are called from one task, except `sync` and reads of a
 /// snapshot's view.
 pub trait StateMachine: Send + Sync + 'static {
-    /// Index and term of the last applied entry; zeros at first.
+    /// Index and term of the last applied entry; zeros in the beginning.
     fn applied(&self) -> (u64, u64);
-    /// The membership kept with the applied state, empty at first. Opaque bytes.
+    /// The membership kept with the applied state, as opaque bytes; empty in the beginning.
     fn conf_state(&self) -> Vec<u8>;
-    /// Applies in order, in one atomic commit that also records `last` and, if given, the
-    /// membership. One reply per entry, in order. Needs not be durable. `NoSpc` and `Corrupt` mean
-    /// that nothing was applied and that the same call may be repeated: there is no space, or the
-    /// state is damaged. Any other error stops the node, `Corrupt` that of the only voter.
+    /// Applies entries in order, in one atomic commit that also records `last` and, if given, the
+    /// membership. Returns one reply per entry, in order. It need not be durable. `NoSpc` (no
+    /// space) and `Corrupt` (the state is damaged) mean that nothing was applied and that the same
+    /// call may be repeated. Any other error stops the node, and so does `Corrupt` on the only
+    /// voter.
     fn apply(
         &self,
         entries: Vec<Committed>,
@@ -45,26 +46,26 @@ pub trait StateMachine: Send + Sync + 'static {
     /// Makes the applied state durable; the log is cut only after that.
     fn sync(&self) -> Result<()>;
     fn snapshot(&self) -> Result<StateSnapshot>;
-    /// Whether the state says that a member of this id was removed from the group. True for ever
-    /// then.
+    /// Whether the state says that a member of this id was removed from the group. Once true, it
+    /// stays true.
     fn is_former(&self, _id: u64) -> bool {
         false
     }
-    /// Which life of the group the state is of; `None` while there is no state.
+    /// The incarnation of the group that the state belongs to; `None` while there is no state.
     fn incarnation(&self) -> Option<Incarnation> {
         None
     }
-    /// The state is lost, and will be replaced by a copy: until `restore_end` nobody may be told of
-    /// it.
+    /// The state is lost, and a copy will replace it: until `restore_end` it must not be shown to
+    /// anyone.
     fn void(&self) {}
-    /// What is wrong with the state, if it was found damaged since it was begun: what is read from
-    /// here is an error or whole, but some of it is missing. Such a state is given up where another
-    /// member has one.
+    /// The error, if the state was found damaged since it was begun. Reads then return whole data
+    /// or an error, but some data is missing. Such a state is given up if another member has a good
+    /// one.
     fn damage(&self) -> Option<strake_proto::Error> {
         None
     }
-    /// Forgets everything: pairs of another member's state follow. Until `restore_end` the state is
-    /// never read. `Busy`: an old view of it still is; try again.
+    /// Deletes everything: pairs of another member's state follow. Until `restore_end` the state is
+    /// never read. `Busy`: an old view of it is still being read; try again.
     fn restore_begin(&self) -> Result<()>;
     fn restore_pairs(&self, pairs: Vec<(Bytes, Bytes)>) -> Result<()>;
     fn restore_end(&self, index: u64, term: u64, conf_state: Vec<u8>) -> Result<()>;
@@ -77,27 +78,27 @@ pub struct Config {
     pub id: u64,
     /// Which cluster; batches of another one are refused.
     pub cluster: [u8; 16],
-    /// Where the other members are. Those added later come with the change that adds them, or by
-    /// [`Node::set_peer`](super::Node::set_peer).
+    /// Endpoints of the other members. Members added later come with the change that adds them, or
+    /// by [`Node::set_peer`](super::Node::set_peer).
     pub peers: BTreeMap<u64, Endpoint>,
-    /// One tick. Election and heartbeat are counted in ticks.
+    /// Length of a tick. Election and heartbeat times are counted in ticks.
     pub tick: Duration,
     pub heartbeat_ticks: usize,
     /// A member that hears nothing for a random number of ticks in `min..max` asks to be elected.
     pub election_ticks: (usize, usize),
-    /// Append messages on their way to one follower.
+    /// Most append messages in flight to one follower.
     pub max_inflight: usize,
     /// Longest entry that may be proposed, bytes.
     pub max_entry: usize,
-    /// Bytes of entries not yet committed beyond which proposals are refused as `Overloaded`.
+    /// Limit of bytes of uncommitted entries; beyond it proposals are refused as `Overloaded`.
     pub max_uncommitted: u64,
     /// The log is cut when it holds more bytes or entries than this (about half is kept for slow
     /// followers).
     pub log_bytes: usize,
     pub log_entries: usize,
-    /// Proposals and reads that wait for the driver, each; more are `Overloaded`.
+    /// Most proposals, and most reads, that wait for the driver; more are `Overloaded`.
     pub queue: usize,
-    /// A log write that takes longer is late; see [`health`](super::health). Zero: none is.
+    /// A log write that takes longer is late; see [`health`](super::health). Zero: no write is.
     pub slow_write: Duration,
 }
 
@@ -121,7 +122,7 @@ impl Config {
     }
 }
 
-/// Who leads, as this member sees it.
+/// The leader, as this member sees it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Leadership {
     pub term: u64,
@@ -133,12 +134,13 @@ pub struct Leadership {
     pub since: Duration,
 }
 
-/// A change of the group's members. Each is one log entry; one at a time.
+/// A change of the group's members. Each is one log entry; only one can be under way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemberChange {
     /// Starts to copy everything to a new member, which does not vote yet.
     AddLearner { id: u64, endpoint: Endpoint },
-    /// Learners that have caught up vote, and members go, all in one step (joint consensus where it
-    /// is more than one): no moment with a smaller quorum. Not the leader itself.
+    /// Learners that have caught up become voters, and members are removed, all in one step: the
+    /// quorum is never smaller in between. Joint consensus is used if more than one member changes.
+    /// The leader itself cannot be removed.
     Step { promote: Vec<u64>, remove: Vec<u64> },
 }

@@ -1,7 +1,7 @@
-//! Questions about locks: before somebody is told that a session has a lock in the way, that
-//! session gives up what none of its programs holds any more, and says so. A program's close(2)
-//! does not wait for that. Which sessions are asked, and what they owe. A pure table, see
-//! `docs/locks.md`.
+//! Questions about locks. Before a client is told of a conflict with a session's lock, that session
+//! releases what none of its programs holds any more, and answers. A program's close(2) does not
+//! wait for the release. This is the table of the sessions that are asked and the answers they owe.
+//! Pure, see `docs/locks.md`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +17,7 @@ struct Question {
     ino: Ino,
     since: Duration,
     sent: bool,
-    /// Nobody waits for the answer any more.
+    /// No request waits for the answer any more.
     late: bool,
 }
 
@@ -28,7 +28,7 @@ enum Answers {
     #[default]
     Perhaps,
     Yes,
-    /// It is a program of before there were questions.
+    /// Its program is older than these questions.
     Never,
 }
 
@@ -38,7 +38,7 @@ struct Holder {
     /// It did not ask for its recalls in time.
     away: bool,
     asked: BTreeMap<Number, Question>,
-    /// Those that were never sent: who comes now may share one, as it is answered later.
+    /// Questions that were not sent yet: a later request may share one, as its answer comes later.
     unsent: BTreeMap<Ino, Number>,
 }
 
@@ -57,12 +57,12 @@ pub struct Checks {
 }
 
 impl Checks {
-    /// Those of the leader of `raft_term`.
+    /// The table of the leader of `raft_term`.
     pub fn new(raft_term: u64) -> Checks {
         Checks { holders: BTreeMap::new(), last: raft_term << 32, waited_for: 0 }
     }
 
-    /// The session has a new connection: what was sent on the former one may not have arrived.
+    /// The session has a new connection: questions sent on the former one may not have arrived.
     pub fn hello(&mut self, id: SessionId) {
         let h = self.holders.entry(id).or_default();
         h.away = false;
@@ -72,9 +72,9 @@ impl Checks {
         h.asked.values_mut().for_each(|q| q.sent = false);
     }
 
-    /// Somebody came at `now` who is to be told that the session has a lock of `ino`. `None`: it is
-    /// not asked. It has said no hello yet, unless it may still do so (`in_grace`), or does not
-    /// answer.
+    /// Asks the session at `now`, for a request that would be told that the session has a lock of
+    /// `ino`. `None`: it is not asked, because it has not said hello yet, unless it may still do so
+    /// (`in_grace`), or does not answer.
     pub fn ask(
         &mut self,
         now: Duration,
@@ -101,7 +101,8 @@ impl Checks {
         Some(self.last)
     }
 
-    /// The session asks for its recalls: what is to be sent to it. `answers`: it can.
+    /// The session asks for its recalls: returns the questions to send. `answers`: whether it can
+    /// answer.
     pub fn take(&mut self, id: SessionId, answers: bool) -> Vec<(Number, Ino)> {
         let h = self.holders.entry(id).or_default();
         h.away = false;
@@ -124,11 +125,11 @@ impl Checks {
         out
     }
 
-    /// The session has looked, and holds what it still has.
+    /// The session has checked, and still holds the locks that remain.
     pub fn answered(&mut self, id: SessionId, numbers: &[Number]) {
         let Some(h) = self.holders.get_mut(&id) else { return };
         for number in numbers {
-            // One that was not sent cannot have been answered.
+            // A question that was not sent cannot have been answered.
             if h.asked.get(number).is_some_and(|q| q.sent) {
                 h.asked.remove(number);
                 self.waited_for -= 1;
@@ -137,12 +138,12 @@ impl Checks {
         }
     }
 
-    /// Whether nobody needs to wait for this answer any more.
+    /// Whether no request needs to wait for this answer any more.
     pub fn is_in(&self, id: SessionId, number: Number) -> bool {
         self.holders.get(&id).and_then(|h| h.asked.get(&number)).is_none_or(|q| q.late)
     }
 
-    /// Gives up questions of `limit` and longer ago. Whether there were any.
+    /// Gives up questions that are `limit` old or older. Returns whether there were any.
     pub fn expire(&mut self, now: Duration, limit: Duration) -> bool {
         let mut any = false;
         for h in self.holders.values_mut() {
@@ -166,7 +167,7 @@ impl Checks {
         any
     }
 
-    /// When the first of them is given up.
+    /// When the first of the questions is given up.
     pub fn next_end(&self, limit: Duration) -> Option<Duration> {
         let open = self.holders.values().flat_map(|h| h.asked.values()).filter(|q| !q.late);
         open.map(|q| q.since + limit).min()
@@ -235,7 +236,7 @@ mod tests {
         assert_eq!(c.ask(ms(2001), 1, 8, false), None);
         c.answered(1, &[n]);
         let n = c.ask(ms(2002), 1, 8, false).unwrap();
-        // It is not even asking for its recalls.
+        // It does not even ask for its recalls.
         assert!(c.expire(ms(4002), ms(2000)) && c.is_in(1, n) && c.is_empty());
         assert_eq!(c.ask(ms(4003), 1, 8, false), None);
         assert!(c.take(1, true).is_empty() && c.ask(ms(4004), 1, 8, false).is_some());

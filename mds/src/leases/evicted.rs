@@ -1,7 +1,7 @@
-//! Sessions that were evicted not long ago. What the leader granted them may be believed until
-//! their term is over, though the state knows them no more; so a leader that comes then must know
-//! of them. Every server notes them as it applies the entries: no renewal that was sent later was
-//! answered. A pure table, see `docs/leases.md`.
+//! Recently evicted sessions. They may still rely on leases until their term is over, though the
+//! state no longer has them, so a new leader must know of them. Every server notes evictions as it
+//! applies their entries: a renewal sent later than that was not answered. A pure table, see
+//! `docs/leases.md`.
 
 use std::{collections::VecDeque, time::Duration};
 
@@ -10,14 +10,14 @@ use strake_proto::SessionId;
 /// See the module.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Evicted {
-    /// Since when entries are seen as they are applied.
+    /// Since when this sees entries as they are applied.
     since: Duration,
-    /// Those of the last term or so, and when.
+    /// Sessions evicted in about the last term, and when.
     last: VecDeque<(Duration, SessionId)>,
 }
 
 impl Evicted {
-    /// From now on entries are seen; what is in the state was applied before.
+    /// From now on this sees entries; evictions in the state were applied earlier.
     pub fn begin(&mut self, now: Duration) {
         self.since = now;
     }
@@ -30,8 +30,8 @@ impl Evicted {
         self.last.push_back((now, id));
     }
 
-    /// Those whose leases may live yet. `in_state`: all that the state knows to be evicted, of
-    /// which it is not known here when they were.
+    /// Sessions whose leases may still be alive. `in_state`: all sessions that the state has as
+    /// evicted; it is not known here when they were.
     pub fn may_live(
         &self,
         now: Duration,

@@ -1,5 +1,5 @@
-//! Leases: who may answer from memory, and who must have forgotten before anybody is answered with
-//! something newer. What the leader knows and nobody else. A pure table, see `docs/leases.md`; a
+//! Leases: which sessions may answer from their cache, and which must forget before anyone is
+//! answered with something newer. Only the leader has this. A pure table, see `docs/leases.md`; a
 //! new leader starts with a new one.
 
 use std::{
@@ -20,31 +20,31 @@ pub mod rows;
 mod tests;
 pub mod writers;
 
-/// Bounds of a table.
+/// Limits of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Limits {
     /// How long leases live after a renewal was answered.
     pub term: Duration,
-    /// How long a recall may be unanswered before its holder is to be evicted.
+    /// How long a recall may be unanswered before its holder is evicted.
     pub patience: Duration,
-    /// How long a session may be silent before it is evicted for what it was asked, which is at
-    /// least [`ASKED`] ago.
+    /// How long a session may be silent before it is evicted because of a question that it was
+    /// asked at least [`ASKED`] ago.
     pub silence: Duration,
-    /// Leases of one session, which then has to forget the oldest ones, and of all.
+    /// Most leases of one session, which then must forget the oldest ones, and of all sessions.
     pub of_session: usize,
     pub of_all: usize,
-    /// Sessions that hold one inode.
+    /// Most sessions that hold one inode.
     pub of_inode: usize,
-    /// Recalls of one inode within [`HOT`] after which it is not leased for as long.
+    /// After this many recalls of one inode within [`HOT`] it is not leased for as long.
     pub hot: u32,
-    /// Files that one session may be on record as writing.
+    /// Most files that one session may be recorded as writing.
     pub of_writer: usize,
 }
 
 /// See [`Limits::hot`].
 pub const HOT: Duration = Duration::from_secs(1);
-/// A question that a silent session was asked so long ago counts as unanswered. A client that comes
-/// back has as long.
+/// A question to a silent session that is this old counts as unanswered. A client that returns has
+/// as long to answer.
 pub const ASKED: Duration = Duration::from_secs(1);
 /// Recalls sent at a time.
 pub const MAX_RECALLS: usize = 4096;
@@ -64,40 +64,41 @@ impl Default for Limits {
     }
 }
 
-/// A recall's number: rising, also from one leader to the next.
+/// A recall's number: grows, also from one leader to the next.
 pub type Number = u64;
 
-/// A session's connection to the leader: rising numbers of the client's choice, never 0.
+/// A session's connection to the leader: growing numbers that the client chooses, never 0.
 pub type Connection = u64;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Holder {
-    /// The connection on which it last said hello: it holds nothing that this table does not know.
+    /// The connection on which it last said hello: from then on it holds nothing that this table
+    /// does not know.
     met: Option<Connection>,
-    /// When its leases are over. Both are over at once at the end.
+    /// When its leases end, here and at the session.
     until: Duration,
-    /// What it holds, and since when.
+    /// The inodes it holds, and since when.
     held: BTreeMap<Ino, Duration>,
-    /// What it is to forget and has not acknowledged, with the time since when.
+    /// What it must forget and has not acknowledged, and since when.
     owes: BTreeMap<Number, (Ino, Duration)>,
-    /// It did not answer: its leases are not renewed any more.
+    /// It did not answer in time: its leases are not renewed any more.
     given_up: bool,
-    /// What it is to forget so that it has room, and under which number. It stays among the inode's
-    /// holders until it has.
+    /// What it must forget to make space, and under which number. It stays among the inode's
+    /// holders until it has forgotten it.
     leaving: BTreeMap<Ino, Number>,
-    /// The highest of its requests that gave leases back.
+    /// The highest number of its requests that gave leases back.
     gave_back: u64,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Object {
     holders: BTreeSet<SessionId>,
-    /// Those who have not acknowledged, by the recall's number.
+    /// Sessions that have not acknowledged, by the recall's number.
     unsettled: BTreeMap<Number, BTreeSet<SessionId>>,
     /// Recalls since `counted_from`.
     recalls: u32,
     counted_from: Duration,
-    /// Not leased until then.
+    /// The inode is not leased until then.
     hot_until: Duration,
 }
 
@@ -109,20 +110,21 @@ pub struct Leases {
     inodes: BTreeMap<Ino, Object>,
     last: Number,
     held: usize,
-    /// Recalls that somebody has not acknowledged, of all inodes.
+    /// Recalls of all inodes that some session has not acknowledged.
     unsettled: usize,
-    /// For inodes that were changed by an entry of which somebody has not forgotten everything yet:
-    /// the recalls that whoever tells of the inode tells of too, see [`Leases::applied`].
+    /// For inodes changed by an entry that some session has not forgotten completely yet: the
+    /// recalls that an answer about the inode depends on, see [`Leases::applied`].
     entangled: BTreeMap<Ino, Arc<BTreeSet<(Number, Ino)>>>,
-    /// Inodes that were recalled within the last second or so, and when.
+    /// Inodes recalled in about the last second, and when.
     cooling: VecDeque<(Duration, Ino)>,
-    /// Sessions that may hold leases of former leaders, until when at the latest.
+    /// Sessions that may hold leases of former leaders, and until when at the latest.
     grace: BTreeSet<SessionId>,
     grace_ends: Duration,
 }
 
 impl Leases {
-    /// That of the leader of `raft_term`, elected at `now`, with all sessions that the state has.
+    /// The table of the leader of `raft_term`, elected at `now`, with all sessions that the state
+    /// has.
     pub fn new(
         limits: Limits,
         now: Duration,
@@ -145,14 +147,15 @@ impl Leases {
         }
     }
 
-    /// Whether leases of a former leader may still be alive: nothing may be answered.
+    /// Whether leases of a former leader may still be alive: then nothing may be answered.
     pub fn in_grace(&self, now: Duration) -> bool {
         now < self.grace_ends && !self.grace.is_empty()
     }
 
-    /// The first renewal of a session on a connection, by which it has forgotten everything.
-    /// `lives_on`: not everything, the kernel of a mount whose daemon died may know what that was
-    /// told; it will be made to forget what is recalled. False: the session has a newer connection.
+    /// The first renewal of a session on a connection: the session has forgotten everything.
+    /// `lives_on`: not everything, as the kernel of a mount whose daemon died may still cache
+    /// something; it will be made to forget what is recalled. False: the session has a newer
+    /// connection.
     pub fn hello(&mut self, id: SessionId, connection: Connection, lives_on: bool) -> bool {
         if self.sessions.get(&id).and_then(|h| h.met).is_some_and(|m| m >= connection) {
             Leader::HelloLate.taken();
@@ -160,7 +163,7 @@ impl Leases {
         }
         if lives_on {
             Leader::LivesOn.taken();
-            // What a former leader granted is over when the grace is.
+            // Leases from a former leader end with the grace period.
             self.sessions.entry(id).or_default().met = Some(connection);
             return true;
         }
@@ -172,8 +175,8 @@ impl Leases {
         true
     }
 
-    /// Whether what comes on this connection was sent before its session said hello on a newer one,
-    /// or to a former leader: its sender may have had its answer elsewhere since.
+    /// Whether a request on this connection was sent before its session said hello on a newer one,
+    /// or to a former leader: its sender may have had the answer elsewhere since.
     pub fn is_late(&self, id: SessionId, connection: Connection) -> bool {
         let late = match self.sessions.get(&id).and_then(|h| h.met) {
             Some(met) => connection < met,
@@ -201,8 +204,8 @@ impl Leases {
         }
     }
 
-    /// Notes that a session may keep what it is about to be told about an inode on this connection.
-    /// False: it may not.
+    /// Notes that a session may cache what it is about to be told about an inode on this
+    /// connection. False: it may not.
     pub fn grant(
         &mut self,
         now: Duration,
@@ -223,7 +226,7 @@ impl Leases {
         if h.held.contains_key(&ino) {
             return true;
         }
-        // One that does not forget gets nothing more.
+        // A session that does not forget gets no more leases.
         let owes = h.leaving.contains_key(&ino) || h.owes.len() >= self.limits.of_session;
         let o = self.inodes.entry(ino).or_default();
         let refused = [
@@ -249,8 +252,8 @@ impl Leases {
         true
     }
 
-    /// Recalls the eighth of a session's leases that it has had for longest. Nobody waits for that,
-    /// unless one of these inodes changes before it has forgotten it.
+    /// Recalls the oldest eighth of a session's leases. No answer waits for that, unless one of
+    /// these inodes changes before the session has forgotten it.
     fn make_room(&mut self, now: Duration, id: SessionId) {
         let Some(h) = self.sessions.get_mut(&id) else { return };
         Leader::MadeRoom.taken();
@@ -269,33 +272,33 @@ impl Leases {
         }
     }
 
-    /// Whether a session holds an inode on this connection: what it was told since it was granted
-    /// may be kept.
+    /// Whether a session holds an inode on this connection: it may cache what it was told since the
+    /// grant.
     pub fn holds(&self, id: SessionId, connection: Connection, ino: Ino) -> bool {
         self.sessions
             .get(&id)
             .is_some_and(|h| h.met == Some(connection) && h.held.contains_key(&ino))
     }
 
-    /// Whether the session said hello last on this connection, and is not being evicted.
+    /// Whether the session's last hello was on this connection, and it is not being evicted.
     pub fn meets(&self, id: SessionId, connection: Connection) -> bool {
         self.sessions.get(&id).is_some_and(|h| h.met == Some(connection) && !h.given_up)
     }
 
-    /// The connection on which the session said hello last.
+    /// The connection of the session's last hello.
     pub fn connection(&self, id: SessionId) -> Option<Connection> {
         self.sessions.get(&id).and_then(|h| h.met)
     }
 
-    /// When a session's leases are over, unless it renews; `None` if it has none.
+    /// When a session's leases end, unless it renews; `None` if it has none.
     pub fn ends(&self, now: Duration, id: SessionId) -> Option<Duration> {
         self.sessions.get(&id).map(|h| h.until).filter(|until| now < *until)
     }
 
-    /// The holder has forgotten these inodes by itself, and says so with its request `seq`. Each
-    /// request says so once: when a copy of it arrives, its sender may have been answered and have
-    /// learned anew. One that was overtaken by a later one gives nothing back, so its sender is
-    /// asked like anybody.
+    /// The holder has forgotten these inodes on its own, and says so with its request `seq`. Each
+    /// request counts once: when a copy of it arrives, the sender may have had its answer and
+    /// cached the inodes again. A request that a later one overtook gives nothing back; its sender
+    /// gets recalls like any other.
     pub fn dropped(
         &mut self,
         now: Duration,
@@ -324,12 +327,12 @@ impl Leases {
         }
     }
 
-    /// An entry was applied that changed these inodes, and no reader has seen it yet. With each
-    /// `named_by`: the session and connection of a request that named it, whose sender sees to its
-    /// own copy. Returns those that somebody is to forget.
+    /// An entry was applied that changed these inodes, and no reader has seen it yet. `named_by`,
+    /// for each inode: the session and connection of a request that named it; that sender updates
+    /// its own copy. Returns the inodes that some session must forget.
     ///
-    /// What an entry did is seen as a whole: whoever is told what it did to one inode may know what
-    /// it did to the others, and what those say of entries before. So these inodes are entangled
+    /// An entry takes effect as a whole: a client that is told of its effect on one inode may infer
+    /// its effect on the others, and earlier changes that those show. So these inodes are entangled
     /// until all of that is forgotten.
     pub fn applied(
         &mut self,
@@ -372,8 +375,7 @@ impl Leases {
         let Some(o) = self.inodes.get_mut(&ino) else { return false };
         let mut owe = std::mem::take(&mut o.holders);
         if let Some((by, connection)) = named_by
-            // What it learned on a later connection it has learned without thinking of this
-            // request.
+            // What the session learned on a later connection is not covered by this request.
             && self.sessions.get(&by).is_some_and(|h| h.met == Some(connection))
             && owe.remove(&by)
         {
@@ -410,7 +412,7 @@ impl Leases {
         told
     }
 
-    /// Takes an acknowledgement up to a number, and returns what else the session is to forget, in
+    /// Takes an acknowledgement up to a number, and returns what else the session must forget, in
     /// order.
     pub fn recalls(
         &mut self,
@@ -434,7 +436,7 @@ impl Leases {
         out
     }
 
-    /// Those who have not acknowledged the last recall of an inode.
+    /// Sessions that have not acknowledged the last recall of an inode.
     pub fn owing(&self, ino: Ino) -> impl Iterator<Item = SessionId> + '_ {
         let last = self.inodes.get(&ino).and_then(|o| o.unsettled.last_key_value());
         last.into_iter().flat_map(|(_, owe)| owe.iter().copied())
@@ -445,7 +447,7 @@ impl Leases {
         self.last
     }
 
-    /// Whether an answer that was read from the state after `ticket` was taken, and depends on
+    /// Whether an answer that was read from the state after `ticket` was taken, and that depends on
     /// `inodes`, may be sent.
     pub fn is_settled(&self, ticket: Number, inodes: impl IntoIterator<Item = Ino>) -> bool {
         inodes.into_iter().all(|ino| {
@@ -458,7 +460,7 @@ impl Leases {
         })
     }
 
-    /// The inodes of which an answer would have to wait now; `None`: more than `most`.
+    /// The inodes for which an answer would have to wait now; `None`: more than `most`.
     pub fn awaited(&self, most: usize) -> Option<Vec<Ino>> {
         if self.unsettled == 0 {
             return Some(Vec::new());
@@ -471,7 +473,7 @@ impl Leases {
         (inos.len() <= most).then_some(inos)
     }
 
-    /// Likewise for an answer of which it is not known what it depends on.
+    /// The same for an answer that may depend on any inode.
     pub fn is_all_settled(&self, ticket: Number) -> bool {
         let waited_for = |(n, (ino, _)): (&Number, &(Ino, Duration))| {
             self.inodes.get(ino).is_some_and(|o| o.unsettled.contains_key(n))
@@ -479,8 +481,8 @@ impl Leases {
         self.sessions.values().all(|h| !h.owes.range(..=ticket).any(waited_for))
     }
 
-    /// Ends leases whose term is over. Returns the sessions that have not answered for too long:
-    /// they are to be evicted, and are returned again until they have [`ended`](Leases::ended).
+    /// Ends leases whose term is over. Returns the sessions that did not answer in time: they must
+    /// be evicted, and are returned again until they have [`ended`](Leases::ended).
     pub fn tick(&mut self, now: Duration) -> Vec<SessionId> {
         let over: Vec<SessionId> =
             self.sessions.iter().filter(|(_, h)| h.until <= now).map(|(id, _)| *id).collect();
@@ -507,17 +509,18 @@ impl Leases {
         self.sessions.iter().filter(|(_, h)| h.given_up).map(|(id, _)| *id).collect()
     }
 
-    /// When the first of those who owe will owe nothing any more because their term is over.
+    /// When the term of the first session that owes an acknowledgement ends, and with it what it
+    /// owes.
     pub fn next_end(&self) -> Option<Duration> {
         self.sessions.values().filter(|h| !h.owes.is_empty()).map(|h| h.until).min()
     }
 
-    /// When leases of former leaders are over at the latest.
+    /// When leases of former leaders end at the latest.
     pub fn grace_ends(&self) -> Duration {
         self.grace_ends
     }
 
-    /// The session is no more. Without a `goodbye` its leases live until their term.
+    /// The session has ended. Without a `goodbye` its leases live until the end of their term.
     pub fn ended(&mut self, now: Duration, id: SessionId, goodbye: bool) {
         let lives = self.sessions.get(&id).is_some_and(|h| now < h.until);
         if goodbye {
@@ -532,22 +535,22 @@ impl Leases {
         }
     }
 
-    /// Leases of a session, 0 for an unknown one.
+    /// How many leases a session has, 0 for an unknown one.
     pub fn held_by(&self, id: SessionId) -> usize {
         self.sessions.get(&id).map_or(0, |h| h.held.len())
     }
 
-    /// What a session has not acknowledged.
+    /// How many recalls a session has not acknowledged.
     pub fn owed_by(&self, id: SessionId) -> usize {
         self.sessions.get(&id).map_or(0, |h| h.owes.len())
     }
 
-    /// Recalls that are waited for. Whoever waits can only be done once there are fewer.
+    /// How many recalls are waited for. A wait can end only when this gets lower.
     pub fn unsettled(&self) -> usize {
         self.unsettled
     }
 
-    /// Recalls that are not acknowledged.
+    /// How many recalls are not acknowledged.
     pub fn owed(&self) -> usize {
         self.sessions.values().map(|h| h.owes.len()).sum()
     }
@@ -566,7 +569,7 @@ impl Leases {
         }
     }
 
-    /// A session holds and owes nothing.
+    /// Removes everything that a session holds and owes.
     fn forget(&mut self, id: SessionId) {
         let Some(h) = self.sessions.remove(&id) else { return };
         self.held -= h.held.len();
@@ -599,7 +602,7 @@ impl Leases {
         }
     }
 
-    /// Forgets an inode that nobody holds or owes, and that is not hot.
+    /// Forgets an inode that no session holds or owes, and that is not hot.
     fn tidy(&mut self, now: Duration, ino: Ino) {
         let idle = |o: &Object| {
             o.holders.is_empty()

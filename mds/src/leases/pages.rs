@@ -1,5 +1,5 @@
-//! Who is asked to give pages of memory mappings back, and which writers know that others have
-//! some: the leader's part in "Between nodes" of `docs/mappings.md`, pure.
+//! Sessions that are asked to give page locks of memory mappings back, and writers that know that
+//! others have some: the leader's part in "Between nodes" of `docs/mappings.md`. Pure.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,20 +10,20 @@ use strake_proto::{Ino, SessionId};
 
 use super::{Connection, Number, reports::Reports, rows::Paging};
 
-/// Files of which it is kept who was told.
+/// Most files for which this remembers which writers were told.
 const MOST_TOLD: usize = 65_536;
 
-/// Writers who are being told that somebody has pages of a file now.
+/// Writers that are being told that a session has page locks of a file now.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Telling(Vec<(SessionId, Option<Connection>, Number)>);
 
 impl Telling {
-    /// Those who are asked.
+    /// The sessions that are asked.
     pub fn sessions(&self) -> impl Iterator<Item = SessionId> + '_ {
         self.0.iter().map(|(id, ..)| *id)
     }
 
-    /// Whether nobody needs to be told.
+    /// Whether no session needs to be told.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -33,17 +33,17 @@ impl Telling {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Pages {
     asked: Reports,
-    /// Those who know, and may write the file.
+    /// Sessions that know, and may write the file.
     told: BTreeMap<Ino, BTreeSet<SessionId>>,
 }
 
 impl Pages {
-    /// Those of the leader of `raft_term`: nobody counts as told.
+    /// The table of the leader of `raft_term`: no session counts as told.
     pub fn new(raft_term: u64) -> Pages {
         Pages { asked: Reports::of_pages(raft_term), told: BTreeMap::new() }
     }
 
-    /// A session got the lock. Asks those of the others who may write the file and do not know.
+    /// A session got the lock. Asks the other sessions that may write the file and do not know yet.
     pub fn tell(
         &mut self,
         now: Duration,
@@ -63,12 +63,12 @@ impl Pages {
         asked
     }
 
-    /// Whether all of them have answered, or cannot any more.
+    /// Whether all of them have answered, or no longer can.
     pub fn know(&self, telling: &Telling) -> bool {
         telling.0.iter().all(|(id, _, number)| self.asked.is_in(*id, *number))
     }
 
-    /// They have. `to`: who has the lock knows by itself.
+    /// Records that they have answered. `to`: the session with the lock, which knows by itself.
     pub fn told(
         &mut self,
         ino: Ino,
@@ -76,18 +76,18 @@ impl Pages {
         telling: &Telling,
         connection: impl Fn(SessionId) -> Option<Connection>,
     ) {
-        // Who is forgotten is told again.
+        // Sessions that are forgotten are told again.
         if self.told.len() >= MOST_TOLD {
             self.told.clear();
         }
-        // One with a new connection may be another process, which does not know.
+        // A session with a new connection may be another process, which does not know.
         let same = telling.0.iter().filter(|(id, was, _)| connection(*id) == *was);
         let those: Vec<SessionId> = same.map(|(id, ..)| *id).chain([to]).collect();
         self.told.entry(ino).or_default().extend(those);
     }
 
-    /// Somebody waits for pages that these have: asks each, unless it was asked and works at it.
-    /// Returns those.
+    /// A waiter needs page locks that these sessions have: asks each, unless it was asked already.
+    /// Returns those that are asked now.
     pub fn want(
         &mut self,
         now: Duration,
@@ -108,7 +108,7 @@ impl Pages {
         self.forget(id);
     }
 
-    /// The session is not waited for any more.
+    /// Nothing waits for the session any more.
     pub fn ended(&mut self, id: SessionId) {
         self.asked.ended(id);
         self.forget(id);
@@ -158,12 +158,12 @@ impl Pages {
         self.asked.asked()
     }
 
-    /// Answers that are waited for.
+    /// How many answers are waited for.
     pub fn len(&self) -> usize {
         self.asked.len()
     }
 
-    /// Whether nobody is asked for anything.
+    /// Whether no session is asked for anything.
     pub fn is_empty(&self) -> bool {
         self.asked.is_empty()
     }

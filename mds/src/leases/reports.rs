@@ -1,6 +1,6 @@
-//! Reports: what writers are asked to say before somebody else is told of the files that they
-//! write. Kept apart from what is to be forgotten: a report takes a round trip through the log, and
-//! forgetting must not wait for it.
+//! Reports: what writers must report before another client is told about the files that they write.
+//! Separate from recalls: a report takes a round trip through the log, and recalls must not wait
+//! for it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,7 +14,7 @@ use super::{
     rows::{Paging, Reporting},
 };
 
-/// A report that was not made for so long is asked for again: the question may have been lost.
+/// A report that was not made for this long is asked for again: the question may have been lost.
 const AGAIN: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -27,7 +27,8 @@ struct Report {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Writer {
     asked: BTreeMap<Number, Report>,
-    /// Those that were never sent: who comes now may share one, as it will be made later.
+    /// Questions that were not sent yet: a later request may share one, as the report will be made
+    /// later.
     unsent: BTreeMap<Ino, Number>,
 }
 
@@ -37,21 +38,21 @@ pub struct Reports {
     writers: BTreeMap<SessionId, Writer>,
     last: Number,
     waited_for: usize,
-    /// What is asked for is not a report: see [`Reports::of_pages`].
+    /// The questions are not about reports: see [`Reports::of_pages`].
     of_pages: bool,
 }
 
-/// Numbers of questions about pages have this, others have not.
+/// Numbers of questions about page locks have this bit, others do not.
 const PAGES: Number = 1 << 31;
 
 impl Reports {
-    /// Those of the leader of `raft_term`.
+    /// The table of the leader of `raft_term`.
     pub fn new(raft_term: u64) -> Reports {
         Reports { writers: BTreeMap::new(), last: raft_term << 32, waited_for: 0, of_pages: false }
     }
 
-    /// Likewise, of those that ask for pages of mappings to be given back: `docs/mappings.md`.
-    /// Their numbers are never those of reports.
+    /// The same, for questions that ask for page locks of mappings to be given back:
+    /// `docs/mappings.md`. Their numbers are never those of reports.
     pub fn of_pages(raft_term: u64) -> Reports {
         Reports { last: raft_term << 32 | PAGES, of_pages: true, ..Reports::new(raft_term) }
     }
@@ -75,7 +76,7 @@ impl Reports {
         self.writers.get(&id).is_some_and(|w| w.asked.values().any(|r| r.ino == ino))
     }
 
-    /// Somebody came at `now` who wants to know about `ino` what this session has not reported.
+    /// A request came at `now` that needs to know about `ino` what this session has not reported.
     pub fn ask(&mut self, now: Duration, id: SessionId, ino: Ino) -> Number {
         let unsent = self.writers.get(&id).and_then(|w| w.unsent.get(&ino));
         if let Some(number) = unsent {
@@ -91,7 +92,7 @@ impl Reports {
         self.last
     }
 
-    /// What is to be sent to a session now.
+    /// The questions to send to a session now.
     pub fn take(&mut self, now: Duration, id: SessionId) -> Vec<(Number, Ino)> {
         let Some(w) = self.writers.get_mut(&id) else { return Vec::new() };
         let due = |r: &Report| r.sent.is_none_or(|at| now.saturating_sub(at) >= AGAIN);
@@ -106,16 +107,16 @@ impl Reports {
         out
     }
 
-    /// The session has a new connection: what was sent on the former one may not have arrived.
+    /// The session has a new connection: questions sent on the former one may not have arrived.
     pub fn ask_again(&mut self, id: SessionId) {
         let asked = self.writers.get_mut(&id).into_iter().flat_map(|w| w.asked.values_mut());
         asked.for_each(|r| r.sent = None);
     }
 
-    /// The session has made these.
+    /// The session has made these reports.
     pub fn reported(&mut self, id: SessionId, numbers: &[Number]) {
         let Some(w) = self.writers.get_mut(&id) else { return };
-        // One that was not sent cannot have been made.
+        // A report that was not asked for cannot have been made.
         let mut made = 0;
         for number in numbers {
             if w.asked.get(number).is_some_and(|r| r.sent.is_some()) {
@@ -130,7 +131,7 @@ impl Reports {
         (0..made).for_each(|_| self.took(Reporting::Made));
     }
 
-    /// The session works at these, which takes longer: what it wrote is on its way.
+    /// The session is working on these, which takes longer: its data is on its way.
     pub fn working(&mut self, now: Duration, id: SessionId, numbers: &[Number]) {
         let Some(w) = self.writers.get_mut(&id) else { return };
         let mut any = false;
@@ -158,17 +159,18 @@ impl Reports {
         asked.filter(|r| r.ino == ino).for_each(|r| r.since = now);
     }
 
-    /// All were heard of just now: for a server that did not run for a while and could not listen.
+    /// Counts all sessions as heard of now: for a server that did not run for a while and could not
+    /// listen.
     pub fn all_heard(&mut self, now: Duration) {
         self.writers.values_mut().flat_map(|w| w.asked.values_mut()).for_each(|r| r.since = now);
     }
 
-    /// Whether nobody needs to wait for a report any more.
+    /// Whether no request needs to wait for a report any more.
     pub fn is_in(&self, id: SessionId, number: Number) -> bool {
         self.writers.get(&id).is_none_or(|w| !w.asked.contains_key(&number))
     }
 
-    /// The session is not waited for any more: it has ended, or may have.
+    /// Nothing waits for the session any more: it has ended, or may have.
     pub fn ended(&mut self, id: SessionId) {
         if let Some(w) = self.writers.remove(&id) {
             self.took(Reporting::NotWaited);
@@ -176,17 +178,17 @@ impl Reports {
         }
     }
 
-    /// Reports that are waited for.
+    /// How many reports are waited for.
     pub fn len(&self) -> usize {
         self.waited_for
     }
 
-    /// Whether nobody is to report anything.
+    /// Whether no session must report anything.
     pub fn is_empty(&self) -> bool {
         self.waited_for == 0
     }
 
-    /// What was asked for so long ago; of those that are `silent`, longer than [`ASKED`] ago.
+    /// Questions that are this old; for sessions that are `silent`, those older than [`ASKED`].
     pub fn overdue(
         &self,
         now: Duration,
@@ -203,7 +205,7 @@ impl Reports {
         self.writers.iter().flat_map(of).collect()
     }
 
-    /// Who is asked for something.
+    /// The sessions that are asked for something.
     pub fn asked(&self) -> impl Iterator<Item = SessionId> {
         self.writers.keys().copied()
     }

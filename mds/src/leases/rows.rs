@@ -70,7 +70,7 @@ strake_proto::rows! {
 }
 
 strake_proto::rows! {
-    /// Questions about pages of mappings, in `docs/mappings.md`.
+    /// Questions about page locks of mappings, in `docs/mappings.md`.
     pub enum Paging {
         Asked = "pages-asked",
         Shared = "pages-shared",

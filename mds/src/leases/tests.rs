@@ -36,7 +36,7 @@ fn what_an_entry_did_is_forgotten_as_a_whole() {
         !t.is_settled(removed, [2]),
         "who is told that the name has gone expects the file to have one less"
     );
-    // Whoever sees what came later in the directory sees that, too.
+    // A client that sees a later change in the directory sees that, too.
     assert!(t.applied(ms(1), [(2, None), (3, None)]).is_empty());
     assert!(
         !t.is_settled(t.ticket(), [3])
@@ -138,14 +138,15 @@ fn a_request_gives_leases_back_once() {
     assert!(holds(&mut t, 7) && holds(&mut t, 8));
     gives(&mut t, 5, 7);
     assert!(!t.holds(B, 1, 7) && t.holds(B, 1, 8));
-    // It was answered and has learned of it again, when the network brings a copy of that request.
+    // It was answered and has cached it again, when the network delivers a copy of that request.
     assert!(holds(&mut t, 7));
     gives(&mut t, 5, 7);
     assert!(changed(&mut t, ms(0), None, 7), "it is recalled");
     // Overtaken by a later request that gave something back: it is asked, too.
     gives(&mut t, 4, 8);
     assert!(changed(&mut t, ms(0), None, 8));
-    // What gives nothing back overtakes nothing, and the numbers count beyond the end of a term.
+    // A request that gives nothing back overtakes nothing, and the numbers count beyond the end of
+    // a term.
     t.dropped(ms(0), B, 1, 9, &[]);
     t.tick(TERM);
     assert!(t.renewed(TERM, B) && t.grant(TERM, B, 1, 7));
@@ -166,7 +167,7 @@ fn a_daemon_in_place_of_another_answers_for_what_the_kernel_knows() {
     assert!(t.hello(B, 2, true) && t.holds(B, 2, 7));
     changed(&mut t, ms(0), None, 7);
     assert_eq!(t.recalls(ms(0), B, 0).len(), 1);
-    // What a former leader granted is nowhere: nothing is answered while it may live.
+    // Leases from a former leader are not in the table: nothing is answered while they may live.
     let mut new = Leases::new(limits(), ms(0), 4, [A, B]);
     assert!(new.hello(A, 1, false) && new.in_grace(ms(0)));
     assert!(new.hello(B, 3, true) && new.in_grace(ms(2499)) && !new.in_grace(TERM));
@@ -222,7 +223,7 @@ fn nothing_is_left_of_those_who_went() {
     assert!(t.inodes.is_empty() && t.cooling.is_empty());
 }
 
-/// What somebody owes for having too much.
+/// Recalls of a session that holds too much.
 #[test]
 fn a_full_session_forgets_what_it_has_had_for_longest() {
     let mut t = table(Limits { of_session: 16, ..limits() });

@@ -1,11 +1,11 @@
-//! Who may write which file, as the log has it, and who of them may hold back what he writes.
-//! Rules: `docs/leases.md`, "Write-back".
+//! Which sessions may write which file, by the log, and which of them may keep dirty data. Rules:
+//! `docs/leases.md`, "Write-back".
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use strake_proto::{Ino, SessionId};
 
-/// When somebody was left as the only writer: a later time is a higher number.
+/// When a session was left as the only writer: a later time is a higher number.
 type Since = u64;
 
 /// See the module.
@@ -14,15 +14,15 @@ pub struct Writers {
     of: BTreeMap<Ino, BTreeSet<SessionId>>,
     /// How many files each session may write.
     files: BTreeMap<SessionId, usize>,
-    /// Sessions that do hold back what they write, where they may.
+    /// Sessions that keep dirty data where they may.
     holding: BTreeSet<SessionId>,
-    /// Of those, who may hold something back of a file: whoever was its only writer since he
-    /// reported last.
+    /// Of those, the sessions that may have dirty data of a file: each that was its only writer at
+    /// some time since its last report.
     back: BTreeMap<Ino, BTreeMap<SessionId, Since>>,
     last: Since,
 }
 
-/// Who may hold something back of some files, as of a moment.
+/// The sessions that may have dirty data of some files, as of a moment.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Holders(BTreeMap<Ino, BTreeMap<SessionId, Since>>);
 
@@ -33,7 +33,8 @@ impl Holders {
 }
 
 impl Writers {
-    /// Of a new leader: who was alone since when is not in the state, so all who hold back count.
+    /// The table of a new leader. The state does not say which session was the only writer and
+    /// when, so all that keep dirty data count.
     pub fn new(
         writers: impl IntoIterator<Item = (SessionId, Ino)>,
         holding: impl IntoIterator<Item = SessionId>,
@@ -75,12 +76,12 @@ impl Writers {
         }
     }
 
-    /// A session holds back what it writes, where it may.
+    /// A session keeps dirty data where it may.
     pub fn holds_back(&mut self, session: SessionId) {
         self.holding.insert(session);
     }
 
-    /// A session has ended. What it may write is taken back file by file.
+    /// A session has ended. Its files are removed one by one.
     pub fn ended(&mut self, session: SessionId) {
         self.holding.remove(&session);
     }
@@ -94,13 +95,13 @@ impl Writers {
         self.files.get(&session).copied().unwrap_or(0)
     }
 
-    /// Who may hold something back of these files now.
+    /// The sessions that may have dirty data of these files now.
     pub fn holders(&self, inos: &BTreeSet<Ino>) -> Holders {
         Holders(inos.iter().filter_map(|ino| Some((*ino, self.back.get(ino)?.clone()))).collect())
     }
 
-    /// Those but this session have reported, and had forgotten the files before: they hold nothing
-    /// back any more, unless one was left as the only writer since.
+    /// The holders, except this session, have reported, and had forgotten the files before: they
+    /// have no dirty data any more, unless one was left as the only writer since.
     pub fn have_reported(&mut self, holders: Holders, but: SessionId) {
         for (ino, all) in holders.0 {
             for (id, since) in all.into_iter().filter(|(id, _)| *id != but) {

@@ -1,6 +1,5 @@
-//! Who waits for locks, and whose turn it is: what only the leader knows of them. A pure table.
-//! Clients say what they wait for again and again (see `docs/locks.md`), so a new leader begins
-//! with an empty one.
+//! Lock waiters, and whose turn it is: what only the leader knows about them. A pure table. Clients
+//! repeat what they wait for (see `docs/locks.md`), so a new leader starts with an empty one.
 
 pub mod verdict;
 
@@ -13,16 +12,16 @@ use strake_proto::{Code, Error, Ino, Result, SessionId, pb::LockKind};
 
 use crate::namespace::locks::{Owner, Want};
 
-/// Waits of one session, and of all.
+/// Most waits of one session, and of all.
 pub const MAX_OF_SESSION: usize = 1_024;
 pub const MAX_WAITS: usize = 65_536;
-/// How long a lock is kept free for the one whose turn it is.
+/// How long a lock is kept free for the waiter whose turn it is.
 pub const TURN: Duration = Duration::from_secs(2);
-/// Waits of a session that sends no list for so long are forgotten.
+/// Waits of a session that sends no list for this long are forgotten.
 pub const SILENCE: Duration = Duration::from_secs(10);
-/// Owners that the search for a deadlock looks at.
+/// Most owners that the search for a deadlock visits.
 pub const MAX_SEARCH: usize = 1_000;
-/// Waits that the searches for one list look at.
+/// Most waits that the searches for one list visit.
 pub const MAX_LOOKS: usize = 4_096;
 
 /// One entry of a client's list.
@@ -31,7 +30,7 @@ pub struct Entry {
     /// The client's number for it.
     pub id: u64,
     pub want: Want,
-    /// It has been told and tries.
+    /// It was told of its turn and is trying.
     pub trying: bool,
 }
 
@@ -40,7 +39,7 @@ struct Waiter {
     id: u64,
     want: Want,
     trying: bool,
-    /// It may have the lock now; others may not, until then.
+    /// It may have the lock now; others may not, until this time.
     turn: Option<Duration>,
 }
 
@@ -48,9 +47,9 @@ struct Waiter {
 struct Member {
     waits: BTreeMap<u64, u64>,
     heard: Duration,
-    /// Of its last list.
+    /// The number of its last list.
     number: u64,
-    /// Waits that are over, while a list on its way may still name them.
+    /// Waits that are over; a list on its way may still name them.
     over: BTreeSet<u64>,
 }
 
@@ -58,7 +57,7 @@ struct Member {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct LockWaiters {
     next: u64,
-    /// By ticket: in the order in which they came.
+    /// By ticket: in the order of arrival.
     waiters: BTreeMap<u64, Waiter>,
     files: BTreeMap<Ino, BTreeSet<u64>>,
     owners: BTreeMap<Owner, BTreeSet<u64>>,
@@ -66,18 +65,18 @@ pub struct LockWaiters {
 }
 
 impl LockWaiters {
-    /// Everybody's waits.
+    /// How many waits there are.
     pub fn len(&self) -> usize {
         self.waiters.len()
     }
 
-    /// Whether nobody waits.
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.waiters.is_empty()
     }
 
-    /// Takes a session's list in place of its last one, unless it is older than that. Returns the
-    /// files it waits for, all of which are to be looked at. `Overloaded` when there are too many.
+    /// Replaces a session's last list by this one, unless this one is older. Returns the files it
+    /// waits for, all of which must be checked. `Overloaded` when there are too many waits.
     pub fn set(
         &mut self,
         now: Duration,
@@ -150,7 +149,8 @@ impl LockWaiters {
         waits.into_values().for_each(|ticket| self.leave(ticket));
     }
 
-    /// Forgets who was not heard of, and turns that nobody took. Returns the files to be looked at.
+    /// Forgets sessions that were not heard of, and waits whose turn was not taken. Returns the
+    /// files to check.
     pub fn expire(&mut self, now: Duration) -> BTreeSet<Ino> {
         let silent = |m: &Member| now.saturating_sub(m.heard) >= SILENCE;
         let gone: Vec<_> =
@@ -171,15 +171,14 @@ impl LockWaiters {
         files
     }
 
-    /// Whether anybody waits for locks of a file.
+    /// Whether there are waits for locks of a file.
     #[cfg(test)]
     fn waits_for(&self, ino: Ino) -> bool {
         self.files.contains_key(&ino)
     }
 
-    /// Gives turns, in order, to those that nothing stands in the way of, and takes them back from
-    /// those that something does. `barred` says whether locks do. Whether there is a turn that
-    /// there was not.
+    /// Gives turns, in order, to waits that nothing blocks, and takes them back from waits that are
+    /// blocked. `barred` says whether held locks block one. Returns whether there is a new turn.
     pub fn look(
         &mut self,
         now: Duration,
@@ -188,7 +187,7 @@ impl LockWaiters {
     ) -> Result<bool> {
         let tickets: Vec<u64> = self.files.get(&ino).into_iter().flatten().copied().collect();
         let (mut turns, mut news): (Vec<Want>, bool) = (Vec::new(), false);
-        // Who waits for pages is not passed by those who share them.
+        // Later waits that conflict with a wait for page locks do not pass it.
         let mut before: Vec<Want> = Vec::new();
         for ticket in tickets {
             let Some(w) = self.waiters.get_mut(&ticket) else { continue };
@@ -207,17 +206,17 @@ impl LockWaiters {
         Ok(news)
     }
 
-    /// Whether this has to wait because it is another's turn.
+    /// Whether this must wait because it is another's turn.
     pub fn is_anothers_turn(&self, now: Duration, want: &Want) -> bool {
         let waiters =
             || self.files.get(&want.ino).into_iter().flatten().filter_map(|t| self.waiters.get(t));
         let mut turns = waiters().filter(|w| w.turn.is_some_and(|until| now < until));
-        // Who asks for pages and is not on the list comes after those who are.
+        // A request for page locks that is not on the list comes after those that are.
         let passes = is_of_pages(want) && !waiters().any(|w| w.want.who == want.who);
         turns.any(|w| w.want.conflicts(want)) || passes && waiters().any(|w| w.want.conflicts(want))
     }
 
-    /// Files of which somebody waits for pages.
+    /// Files with waits for page locks.
     pub fn pages_wanted(&self) -> BTreeSet<Ino> {
         self.waiters
             .values()
@@ -226,7 +225,7 @@ impl LockWaiters {
             .collect()
     }
 
-    /// The sessions that have pages of a file which somebody else waits for.
+    /// The sessions that have page locks of a file which others wait for.
     pub fn keep_waiting(
         &self,
         ino: Ino,
@@ -241,7 +240,7 @@ impl LockWaiters {
         Ok(keep)
     }
 
-    /// A session has what it waited for under this number.
+    /// A session got the lock that it waited for under this number.
     pub fn given(&mut self, now: Duration, session: SessionId, id: u64) {
         let member = self.members.entry(session).or_default();
         member.heard = member.heard.max(now);
@@ -254,7 +253,7 @@ impl LockWaiters {
         }
     }
 
-    /// The waits of a session that have their turn and do not know, by the client's numbers.
+    /// The waits of a session that have their turn and are not trying yet, by the client's numbers.
     pub fn ready(&self, session: SessionId) -> Vec<u64> {
         let waits = self.members.get(&session).into_iter().flat_map(|m| m.waits.values());
         let all = waits.filter_map(|t| self.waiters.get(t));
@@ -266,9 +265,8 @@ impl LockWaiters {
         self.members.get(&session).is_some_and(|m| m.number == number)
     }
 
-    /// Whether this wait would never end: its owner is in the way of somebody who is in the way of
-    /// ... this one. `barring` tells who is in the way of a wish; `looks` are those that it may
-    /// still be asked about.
+    /// Whether this wait would never end: its owner blocks another one, which blocks ... this one.
+    /// `barring` names the owners that block a wait; `looks` is how often it may still be called.
     pub fn is_deadlock(
         &self,
         want: &Want,
@@ -330,7 +328,7 @@ mod tests {
         Locks { held: by.iter().map(|(o, s)| (*o, vec![*s])).collect(), fence: 0 }
     }
 
-    /// Whether there is a turn that there was not.
+    /// Whether there is a new turn.
     fn look(t: &mut LockWaiters, now: Duration, locks: &Locks) -> bool {
         t.look(now, 50, |w| Ok(locks.barring(w).next().is_some())).unwrap()
     }
@@ -344,7 +342,8 @@ mod tests {
             .unwrap();
         assert!(!look(&mut t, s(0), &held_by_5) && t.ready(1).is_empty());
         assert!(!t.is_anothers_turn(s(0), &want(5, 1, 50, true)), "nobody's yet");
-        // Free: the first has his turn, and whoever takes and drops it all the time has not.
+        // Free: the first waiter has its turn; one that takes and drops the lock all the time has
+        // not.
         assert!(look(&mut t, s(1), &held(&[])));
         assert_eq!((t.ready(1), t.ready(2)), (vec![7], vec![]));
         assert!(
@@ -352,7 +351,7 @@ mod tests {
                 && !t.is_anothers_turn(s(1), &want(1, 1, 50, true))
         );
         assert!(!look(&mut t, s(1), &held(&[])), "no news");
-        // He tries, and gets it.
+        // It tries, and gets the lock.
         let trying = Entry { trying: true, ..entry(7, want(1, 1, 50, true)) };
         t.set(s(1), 1, 3, &[trying]).unwrap();
         assert!(t.ready(1).is_empty());
@@ -369,7 +368,7 @@ mod tests {
             !t.is_anothers_turn(s(2), &want(6, 1, 50, false))
                 && t.is_anothers_turn(s(2), &want(6, 1, 50, true))
         );
-        // Somebody was faster, by a request that was under way: the turn comes again.
+        // Another one was faster, by a request that was under way: the turn comes again.
         assert!(!look(&mut t, s(2), &by_1) && t.ready(2).is_empty());
         assert!(look(&mut t, s(3), &held(&[])) && t.ready(2).len() == 2);
     }
@@ -385,7 +384,7 @@ mod tests {
         assert_eq!(t.expire(s(2)), BTreeSet::from([50]));
         assert!(look(&mut t, s(2), &held(&[])));
         assert_eq!((t.ready(1), t.ready(2)), (vec![], vec![1]));
-        // The first is alive after all: he comes again, at the end.
+        // The first is alive after all: it comes again, at the end.
         let files = t.set(s(3), 1, 6, &[entry(1, want(1, 1, 50, true))]).unwrap();
         assert_eq!(files, BTreeSet::from([50]));
         look(&mut t, s(3), &held(&[]));
@@ -443,7 +442,7 @@ mod tests {
         );
         t.set(s(0), 2, 16, &[]).unwrap();
         assert!(!t.is_deadlock(&want(3, 1, 10, false), &mut MAX_LOOKS.clone(), has).unwrap());
-        // Two readers who both want to write.
+        // Two readers that both want to write.
         let both = |w: &Want| {
             Ok(in_the_way(
                 &held(&[(who(1, 1), span(0, 9, false)), (who(2, 1), span(0, 9, false))]),

@@ -1,4 +1,4 @@
-//! What becomes of a try for a lock, from what the leader sees of it at one moment. Pure; the shell
+//! The decision about a try for a lock, from what the leader sees at one moment. Pure; the caller
 //! is `server::locks`.
 
 use std::collections::BTreeSet;
@@ -10,21 +10,21 @@ use crate::namespace::{
     spans::Span,
 };
 
-/// What is to be done with a try.
+/// What to do with a try.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Verdict {
-    /// These sessions are asked what they still hold; then it is looked again.
+    /// Ask these sessions what they still hold, then check again.
     Ask(BTreeSet<SessionId>),
-    /// It is told of a conflict.
+    /// Report a conflict.
     Refused(&'static str),
-    /// It is another's turn, and this comes after it: to be looked at again when something changes.
+    /// It is another's turn, and this comes after it: check again when something changes.
     AfterTurn,
     /// It may go to the log.
     Free,
 }
 
-/// The sessions that have locks in the way and were not asked yet. Those of its own session are its
-/// client's to look at.
+/// The sessions that have conflicting locks and were not asked yet. The client itself checks locks
+/// of its own session.
 pub fn to_ask(
     want: &Want,
     barring: &[(Owner, Span)],
@@ -34,7 +34,8 @@ pub fn to_ask(
     barring.filter(|id| *id != want.who.session && !asked.contains(id)).collect()
 }
 
-/// `patient`: it is told of a conflict at once, as it waits anyway. `turn`: it is another's turn.
+/// `patient`: it is told of a conflict at once, as it waits anyway. `turn`: it is another waiter's
+/// turn.
 pub fn judge(
     want: &Want,
     patient: bool,

@@ -1,4 +1,4 @@
-//! POSIX access control lists as acl(5) and Linux (`fs/posix_acl.c`) have them. Pure: bytes of the
+//! POSIX access control lists as in acl(5) and Linux (`fs/posix_acl.c`). Pure: bytes of the
 //! extended attributes `system.posix_acl_access` and `system.posix_acl_default` in, decisions and
 //! bytes out.
 //!
@@ -18,11 +18,11 @@ const HEAD: usize = 4;
 const ENTRY: usize = 8;
 /// Longest encoding, as in Linux's FUSE: one page, 511 entries.
 pub(super) const SIZE_MAX: usize = 4096;
-/// The id of an entry that names nobody.
+/// The id of an entry without a user or group.
 const NOBODY: u32 = u32::MAX;
 
-/// Whom an entry is about. The numbers are those of the encoding, whose order is that of the
-/// entries.
+/// The kind of user or group an entry is for. The numbers are those of the encoding; entries are
+/// sorted by them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Tag {
     Owner,
@@ -53,8 +53,8 @@ pub(super) struct Entry {
     pub perm: u32,
 }
 
-/// A valid list: owner, named users, group, named groups, mask (at least if anybody is named),
-/// others.
+/// A valid list: owner, named users, group, named groups, mask (required if a user or group is
+/// named), others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Acl(Vec<Entry>);
 
@@ -85,7 +85,7 @@ fn entry(b: &[u8; ENTRY]) -> Result<Entry> {
 }
 
 impl Acl {
-    /// Reads a list; `None` for one without entries, which stands for no list. `EINVAL` for
+    /// Reads a list; `None` for a list without entries, which stands for no list. `EINVAL` for
     /// anything malformed, `EOPNOTSUPP` for another version, `E2BIG` beyond [`SIZE_MAX`].
     pub(super) fn parse(bytes: &[u8]) -> Result<Option<Acl>> {
         if bytes.len() > SIZE_MAX {
@@ -117,8 +117,8 @@ impl Acl {
         Ok(Some(acl))
     }
 
-    /// A stored list. What was stored was valid; were it not, it would grant nothing beyond the
-    /// mode.
+    /// Reads a stored list. Stored lists are valid; if one were not, it would count as none, and
+    /// the mode alone would decide.
     pub(super) fn stored(bytes: &[u8]) -> Option<Acl> {
         Acl::parse(bytes).ok().flatten()
     }
@@ -173,18 +173,18 @@ impl Acl {
         if self.perm(Tag::Mask).is_some() { Tag::Mask } else { Tag::Group }
     }
 
-    /// The permission bits that a mode has beside this list.
+    /// The permission bits of a mode with this list.
     pub(super) fn mode_bits(&self) -> u32 {
         let bits = |tag| self.perm(tag).unwrap_or(0);
         bits(Tag::Owner) << 6 | bits(self.group_class()) << 3 | bits(Tag::Other)
     }
 
-    /// Whether the permission bits say all that the list does.
+    /// Whether the permission bits say everything that the list says.
     pub(super) fn is_mode_only(&self) -> bool {
         self.0.len() == 3
     }
 
-    /// Follows a chmod(2).
+    /// Changes the list as chmod(2) does.
     pub(super) fn chmod(&mut self, mode: u32) {
         for (tag, shift) in [(Tag::Owner, 6), (self.group_class(), 3), (Tag::Other, 0)] {
             if let Some(perm) = self.perm_mut(tag) {
@@ -194,7 +194,7 @@ impl Acl {
     }
 
     /// Whether the list grants all of `want` to a caller who is not the owner. The first class that
-    /// matches decides; among groups any that grants it all.
+    /// matches decides; among groups it is enough that one grants everything.
     pub(super) fn grants(&self, c: &pb::Creds, group: u32, want: u32) -> bool {
         let mask = self.perm(Tag::Mask).unwrap_or(7);
         if let Some(perm) = self.perm(Tag::User(c.uid)) {
@@ -212,8 +212,8 @@ impl Acl {
         want & !self.perm(Tag::Other).unwrap_or(0) == 0
     }
 
-    /// For a directory's default list: mode and access list of what is made in it with `mode`. The
-    /// umask does not count.
+    /// For a directory's default list: mode and access list of an inode made in it with `mode`. The
+    /// umask does not apply.
     pub(super) fn inherit(&self, mode: u32) -> (u32, Option<Acl>) {
         let mut acl = self.clone();
         for (tag, shift) in [(Tag::Owner, 6), (acl.group_class(), 3), (Tag::Other, 0)] {
@@ -226,7 +226,7 @@ impl Acl {
     }
 }
 
-/// What `Attr.acls` says of an inode.
+/// The value of `Attr.acls` for an inode.
 pub(super) fn kinds(r: &pb::InodeRecord) -> u32 {
     u32::from(!r.acl.is_empty()) | u32::from(!r.default_acl.is_empty()) << 1
 }
@@ -348,7 +348,7 @@ mod tests {
         assert_eq!((plain.mode, plain.acl.len()), (0o100_644, 0));
     }
 
-    /// What acl(5) says, word for word: "access check algorithm".
+    /// The "access check algorithm" of acl(5), word for word.
     fn naive(a: &Acl, c: &pb::Creds, group: u32, want: u32) -> bool {
         let mask = a.0.iter().find(|e| e.tag == Tag::Mask).map_or(7, |e| e.perm);
         for e in &a.0 {

@@ -1,5 +1,5 @@
-//! Applies log entries: commands in, replies and one batch of writes out. Nothing here looks at a
-//! clock, at random numbers or at anything but the state, the entry and its place in the log.
+//! Applies log entries: commands in, replies and one batch of writes out. The result depends only
+//! on the state, the entry and its place in the log, never on a clock or random numbers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,13 +30,13 @@ use super::{
 use crate::cluster;
 use pb::log_command::Command;
 
-/// Replies kept per session; beyond, the oldest goes and with it the answer to a late retry.
+/// Replies kept per session; beyond, the oldest is dropped, and with it the answer to a late retry.
 pub(super) const MAX_REPLIES: usize = 4_096;
 pub(super) const MAX_EVICTED: usize = 10_000;
 const MAX_SESSIONS: usize = 65_536;
 /// Longest hostname and version a client may register.
 const MAX_TEXT: usize = 255;
-/// Dead clients that one new session may name.
+/// Most dead clients that one new session may name.
 pub const MAX_DEAD: usize = 64;
 /// Session ids are never reused, so one epoch per session is enough; eviction asks for the next.
 const SESSION_EPOCH: u64 = 1;
@@ -49,14 +49,15 @@ pub(super) struct Session {
     pub seqs: BTreeSet<u64>,
 }
 
-/// The words of an error are no state: versions that run side by side may word it differently.
+/// The text of an error is not part of the state: versions that run side by side may word it
+/// differently.
 fn wordless(reply: &pb::MetaReply) -> pb::MetaReply {
     let mut r = reply.clone();
     r.results.iter_mut().filter_map(|r| r.status.as_mut()).for_each(|s| s.message.clear());
     r
 }
 
-/// The state after the entries so far, as far as it differs from store and memory.
+/// The state after the entries so far, where it differs from store and memory.
 pub(super) struct Apply<'a> {
     store: &'a dyn Reader,
     memory: &'a Memory,
@@ -67,7 +68,7 @@ pub(super) struct Apply<'a> {
     /// `None` = ended.
     pub sessions: BTreeMap<SessionId, Option<Session>>,
     pub uuids: BTreeMap<Bytes, Option<SessionId>>,
-    /// Of each entry that did something.
+    /// The effects of each entry that changed something.
     pub effects: Vec<Effect>,
 }
 
@@ -98,7 +99,8 @@ impl<'a> Apply<'a> {
         }
     }
 
-    /// Everything to write, the header last changed included; the rest of `self` is for [`Memory`].
+    /// Everything to write, including the header if it changed; the rest of `self` is for
+    /// [`Memory`].
     pub(super) fn take_batch(&mut self) -> Batch {
         let mut layer = std::mem::take(&mut self.batch);
         for (id, s) in &self.sessions {
@@ -109,7 +111,8 @@ impl<'a> Apply<'a> {
         layer.into_batch()
     }
 
-    /// One entry. An `Err` is this member's trouble with its store; the batch must be given up.
+    /// Applies one entry. An `Err` means that this member's store failed; the batch must be
+    /// dropped.
     pub(super) fn entry(&mut self, index: u64, data: &Bytes) -> Result<pb::LogReply> {
         if index <= self.header.applied_index {
             return Ok(refusal(Code::ReplyGone, "the log entry was applied before"));
@@ -194,7 +197,7 @@ impl<'a> Apply<'a> {
         Ok(out)
     }
 
-    /// Changes the cluster map, unless the change is refused or leaves a map that makes no sense.
+    /// Changes the cluster map, unless the change is refused or leaves an invalid map.
     fn change_map<T>(&mut self, change: impl FnOnce(&mut pb::ClusterMap) -> Result<T>) -> Res<T> {
         let mut map = self.place.view.map.clone();
         let out = change(&mut map)?;
@@ -353,7 +356,7 @@ impl<'a> Apply<'a> {
         s.record.answered_below = below;
     }
 
-    /// A living session, from now on among those this batch writes.
+    /// A living session, which this batch writes from now on.
     fn session(&mut self, id: SessionId) -> Option<&Session> {
         if !self.sessions.contains_key(&id) {
             let s = self.memory.sessions.get(&id)?.clone();
@@ -422,7 +425,7 @@ impl<'a> Apply<'a> {
             pid: o.pid,
             epoch: SESSION_EPOCH,
             answered_below: s.record.answered_below,
-            // One that was opened again may still have what it held back before.
+            // A session that was opened again may still have dirty data from before.
             write_back: o.write_back || s.record.write_back,
             proves: o.proves || s.record.proves,
         };
@@ -463,7 +466,7 @@ impl<'a> Apply<'a> {
                 locks::end_session(t, *id, fence)?;
                 writers::release_all(t, *id, left)
             })?;
-            // Storage servers hear of evictions otherwise.
+            // Storage servers learn of evictions in another way.
             let endings = if e.evict {
                 vec![]
             } else {
@@ -490,9 +493,8 @@ impl<'a> Apply<'a> {
         Ok(ok())
     }
 
-    /// The group begins anew. What the former one gave out after this state nobody knows here:
-    /// counters go on beyond it, and every session is evicted, those included that were opened
-    /// since.
+    /// The group begins anew. What the former group gave out after this state is unknown here:
+    /// counters continue beyond it, and every session is evicted, including those opened since.
     fn recover(&mut self, r: &pb::Recover) -> Res<pb::LogReply> {
         let (new, mut h) = (Incarnation(r.incarnation), self.header.clone());
         for counter in

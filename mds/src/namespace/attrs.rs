@@ -69,7 +69,8 @@ impl Run<'_, '_> {
         Ok(shown(&self.save(r)))
     }
 
-    /// What was given to others of the file ends, if this change may have taken the right to it.
+    /// Ends what others were given for the file, if this change may have taken away their right to
+    /// it.
     pub(super) fn end_rights(&mut self, before: &pb::InodeRecord, after: &pb::InodeRecord) {
         if perm::takes_away(before, after) {
             let ino = after.attr().ino;
@@ -113,7 +114,7 @@ impl Run<'_, '_> {
         }
         if o.size.is_some() {
             check_has_data(a)?;
-            // The owner may: he may hold it open for writing whatever the mode says now
+            // The owner may, as it may hold the file open for writing whatever the mode says now
             // (ftruncate).
             if !perm::owns(c, a) {
                 perm::check(c, r, W)?;
@@ -142,7 +143,7 @@ impl Run<'_, '_> {
         self.t.header.format_version = self.t.header.format_version.max(FORMAT_SPARSE);
     }
 
-    /// Needs no permission of its own: whoever was let write holds a capability.
+    /// Needs no permission of its own: a session that was allowed to write holds a capability.
     pub(super) fn extend(&mut self, o: &pb::Extend) -> Res<pb::OpResult> {
         let mut r = self.inode(o.ino)?;
         perm::changeable(&r)?;
@@ -205,11 +206,11 @@ impl Run<'_, '_> {
         let generation = r.layout.as_ref().map_or(0, |l| l.generation + 1);
         let mut layout = self.chosen(&spec, r.attr().ino, data_id, generation)?;
         if self.by.rules >= 1 {
-            // Nobody has seen one of them: a layout is fixed with the first byte.
+            // No data was written under any of them: a layout is fixed with the first byte.
             layout.drafts = generation;
         }
-        // What a writer that died may have sent under the old name without reporting its end goes
-        // too.
+        // Data that a dead writer may have sent under the old data id without reporting its end is
+        // removed, too.
         gc::discard_data(self.t, r);
         r.layout = Some(layout);
         r.attr_mut().data_id = data_id;

@@ -1,6 +1,6 @@
-//! Whether the making of a file waits for targets that are away. The leader asks before a list goes
-//! to the log (`server::changes`). What is applied does not ask, so that every member, of an older
-//! version too, comes to the same end there.
+//! Whether a file's creation waits for targets that are away. The leader asks before a list goes to
+//! the log (`server::changes`). Applying an entry does not ask, so that every member, also of an
+//! older version, gets the same result.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,7 +26,7 @@ pub(super) fn any_chooses(ops: &[pb::Op]) -> bool {
 }
 
 impl Run<'_, '_> {
-    /// The layout of a new file. It is noted if there is none only because targets are away.
+    /// The layout of a new file. Notes it if there is none only because targets are away.
     pub(super) fn chosen(
         &self,
         spec: &pb::LayoutSpec,
@@ -44,7 +44,7 @@ impl Run<'_, '_> {
 }
 
 impl Placement {
-    /// Whether a file of any kind waits. Looked at once for a map: nearly always none does.
+    /// Whether a file of any kind waits. Computed once for a map: almost always none does.
     pub(super) fn any_waits(&self) -> bool {
         *self.waiting.get_or_init(|| {
             let map = &self.view.map;
@@ -58,8 +58,8 @@ impl Placement {
         })
     }
 
-    /// Whether a file of this resolved specification gets no chain now, and would if targets came
-    /// back that are away.
+    /// Whether a file of this resolved specification gets no chain now, but would if targets that
+    /// are away returned.
     pub(super) fn waits(&self, spec: &pb::LayoutSpec) -> bool {
         let Ok(pool) = self.pool(&spec.pool) else { return false };
         let members: Option<BTreeSet<TargetId>> = pool.map(|p| p.targets.iter().copied().collect());
@@ -68,7 +68,7 @@ impl Placement {
             && (self.chain_is_away(spec, member) || self.node_is_away(spec, member))
     }
 
-    /// Whether such a chain is served again once the last of its replicas is back.
+    /// Whether such a chain is served again once a replica of its last in-sync set returns.
     fn chain_is_away(&self, spec: &pb::LayoutSpec, member: impl Fn(TargetId) -> bool) -> bool {
         let comes_back = |r: &pb::Replica| {
             r.state() == ReplicaLastsrv && self.view.target(r.target).is_some_and(|t| !t.given_up)
@@ -84,8 +84,7 @@ impl Placement {
         })
     }
 
-    /// Whether such chains would be made were all nodes there, while those that are there are too
-    /// few.
+    /// Whether such chains would be made if all nodes were up, while too few are up now.
     fn node_is_away(&self, spec: &pb::LayoutSpec, member: impl Fn(TargetId) -> bool) -> bool {
         let mut nodes: BTreeMap<NodeId, bool> = BTreeMap::new();
         let fit = |t: &&pb::Target| !t.given_up && !t.draining && member(t.id);

@@ -1,5 +1,5 @@
-//! What applied entries did that clients could see, and what answers depend on: for the leader's
-//! table of leases, see `docs/leases.md`.
+//! The effects of applied entries that clients could see, and what answers depend on: for the
+//! leader's table of leases, see `docs/leases.md`.
 
 use std::{
     cell::{Cell, RefCell},
@@ -11,8 +11,8 @@ use strake_proto::{Ino, Rights, SessionId, pb};
 use super::writers;
 use pb::op::Op;
 
-/// What was given of these rights to a file's data ends. Session 0: to all sessions; inode 0: to
-/// all files.
+/// These rights to a file's data end for those that were given them. Session 0: for all sessions;
+/// inode 0: for all files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ending {
     pub session: SessionId,
@@ -20,46 +20,46 @@ pub struct Ending {
     pub rights: Rights,
 }
 
-/// What a transaction saw and did.
+/// What a transaction read and changed.
 #[derive(Default)]
 pub(crate) struct Notes {
-    /// Inodes whose records it read, those that are not there included.
+    /// Inodes whose records it read, including those that do not exist.
     pub looked: RefCell<BTreeSet<Ino>>,
-    /// Of those that it read: by how many sessions they may be written, where by any.
+    /// Of those: how many sessions may write each, if any may.
     pub written: RefCell<BTreeMap<Ino, u32>>,
-    /// Of those that it read: files of which it is yet to be found out how far they go.
+    /// Of those: files whose size must still be found out.
     pub endless: RefCell<BTreeSet<Ino>>,
-    /// Inodes of which clients see something else now.
+    /// Inodes that look different to clients now.
     pub changed: BTreeSet<Ino>,
-    /// Who may write what from now on, or no longer, in order.
+    /// Sessions that may write a file from now on, or no longer, in order.
     pub writers: Vec<(SessionId, Ino, bool)>,
-    /// Files that sessions could write that were evicted, by the eviction with this number.
+    /// Files that evicted sessions could write, with the number of that eviction.
     pub fences: Vec<(Ino, u64)>,
-    /// Those of them that others write: how far they go is to be found out.
+    /// Those of them that others write: their size must be found out.
     pub ends: Vec<(Ino, u64)>,
     pub endings: Vec<Ending>,
     /// A file got no chain only because targets are away.
     pub away: Cell<bool>,
 }
 
-/// What an entry did. One that was refused has no effect but what it looked at.
+/// What an entry did. An entry that was refused has no effect but what it read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Effect {
-    /// Of the request: who sent it, 0 for an entry of the servers themselves, and on which
+    /// The sender of the request, 0 for an entry of the servers themselves; its number and
     /// connection.
     pub session: SessionId,
     pub seq: u64,
     pub connection: u64,
-    /// Inodes that the request named by number: its sender sees to its own copies of them.
+    /// Inodes that the request named by number: its sender updates its own copies of them.
     pub named: BTreeSet<Ino>,
-    /// Inodes of which its sender may remember what it is answered.
+    /// Inodes that the sender may cache as it is answered.
     pub told: BTreeSet<Ino>,
     pub looked: BTreeSet<Ino>,
     pub changed: BTreeSet<Ino>,
     pub writers: Vec<(SessionId, Ino, bool)>,
     pub fences: Vec<(Ino, u64)>,
     pub ends: Vec<(Ino, u64)>,
-    /// A session that may hold back what it writes.
+    /// A session that may keep dirty data.
     pub holds_back: Option<SessionId>,
     /// Sessions that ended, and whether they said goodbye.
     pub ended: Vec<(SessionId, bool)>,
@@ -88,8 +88,8 @@ impl Effect {
     }
 }
 
-/// The inodes that an operation is about by number. One that it finds through the operation before
-/// it is not meant: its sender did not know of it.
+/// The inodes that an operation names by number. An inode that it finds through the operation
+/// before it does not count: its sender did not know it.
 pub(crate) fn named(op: &pb::Op) -> impl Iterator<Item = Ino> {
     let both = match &op.op {
         Some(Op::Lookup(o)) => [o.parent, 0],
@@ -115,7 +115,7 @@ pub(crate) fn named(op: &pb::Op) -> impl Iterator<Item = Ino> {
         Some(Op::Extend(o)) => [o.ino, 0],
         Some(Op::Setlayout(o)) => [o.ino, 0],
         Some(Op::Seal(o)) => [o.ino, 0],
-        // What these are answered with is not remembered.
+        // The answers to these are not cached.
         Some(
             Op::Close(_)
             | Op::Statfs(_)
@@ -131,12 +131,12 @@ pub(crate) fn named(op: &pb::Op) -> impl Iterator<Item = Ino> {
     both.into_iter().filter(|ino| *ino != 0)
 }
 
-/// Whether an operation sets what a write changes too.
+/// Whether an operation sets something that a write changes, too.
 pub(crate) fn sets(op: &pb::Op) -> bool {
     matches!(op.op, Some(Op::Setattr(_) | Op::Setxattr(_) | Op::Removexattr(_)))
 }
 
-/// Whether an operation makes its sender one who may write a file, unless that fails or it is one
+/// Whether an operation makes its sender a writer of a file, unless it fails or the sender is one
 /// already.
 pub(crate) fn enlists(op: &pb::Op) -> bool {
     match &op.op {
@@ -147,7 +147,7 @@ pub(crate) fn enlists(op: &pb::Op) -> bool {
     }
 }
 
-/// Whether an operation is answered with something that may be remembered.
+/// Whether an operation's answer has something that may be cached.
 pub(crate) fn tells(op: &pb::Op) -> bool {
     use Op::{Close, GetLock, GetSeal, Getlayout, PathOf, Release, SetLock, Statfs};
     !matches!(
@@ -165,17 +165,17 @@ pub(crate) fn tells(op: &pb::Op) -> bool {
     )
 }
 
-/// The inodes of which a list of changes and its results tell: those that it names, and those that
-/// it ended on.
+/// The inodes that the results of a list of changes show: those that it names, and those that it
+/// ended on.
 pub(crate) fn told(ops: &[pb::Op], results: &[pb::OpResult]) -> BTreeSet<Ino> {
     let mut out = BTreeSet::new();
-    // The first results of a list that was undone tell of what never was.
+    // The first results of a list that was undone show changes that never happened.
     if results.len() > 1 && results.last().is_some_and(|r| r.status.is_some()) {
         return out;
     }
     for (op, r) in ops.iter().zip(results).filter(|(op, _)| tells(op)) {
         out.extend(named(op));
-        // A name that went leads nowhere: what was behind it is rarely asked for again.
+        // A removed name leads nowhere: its inode is rarely asked for again.
         if r.ino != 0 && !matches!(op.op, Some(Op::Unlink(_) | Op::Rmdir(_))) {
             out.insert(r.ino);
         }

@@ -1,4 +1,4 @@
-//! What goes after its name went: orphans, chunks to delete, chunks to cut.
+//! Removal after the name is gone: orphans, chunks to delete, chunks to trim.
 
 use prost::Message;
 use strake_proto::{Ino, pb};
@@ -12,15 +12,15 @@ use super::{
     writers,
 };
 
-/// The next of the numbers that order deletions, cuts and evictions.
+/// The next of the numbers that order deletions, trims and evictions.
 pub(super) fn number(t: &mut Txn<'_>) -> u64 {
     let n = t.header.next_number;
     t.header.next_number += 1;
     n
 }
 
-/// Puts the chunks of a file's present data id on the list of what is to be deleted. Whether any
-/// exist the mds does not know: writers report an end after they wrote.
+/// Puts the chunks of a file's current data id on the list of chunks to delete. The metadata server
+/// does not know whether any exist: writers report an end after they wrote.
 pub(super) fn discard_data(t: &mut Txn<'_>, r: &pb::InodeRecord) {
     let Some(layout) = &r.layout else { return };
     discard(
@@ -29,13 +29,13 @@ pub(super) fn discard_data(t: &mut Txn<'_>, r: &pb::InodeRecord) {
     );
 }
 
-/// Puts chunks there.
+/// Puts chunks on that list.
 pub(super) fn discard(t: &mut Txn<'_>, chunks: pb::GcRecord) {
     let key = keys::numbered(keys::GC, number(t));
     t.put(key, chunks.encode_to_vec());
 }
 
-/// The bytes from `size` on are to go: leaves a [`pb::Trim`]. None may reappear when the file grows
+/// Leaves a [`pb::Trim`] to remove the bytes from `size` on. None may reappear when the file grows
 /// again.
 pub(super) fn cut(t: &mut Txn<'_>, r: &mut pb::InodeRecord, size: u64) {
     let before = r.trim.unwrap_or(pb::Trim { size, ..Default::default() });
@@ -65,7 +65,7 @@ pub(super) fn remove_inode(t: &mut Txn<'_>, r: &pb::InodeRecord) -> Res<()> {
     if perm::is_file(r.attr()) {
         discard_data(t, r);
         if r.writers > 0 {
-            // A session closed it and did not release it.
+            // A session closed it but did not release it.
             t.notes.endings.push(Ending { session: 0, ino, rights: writers::TO_WRITE });
         }
         locks::forget_file(t, ino)?;
@@ -76,7 +76,7 @@ pub(super) fn remove_inode(t: &mut Txn<'_>, r: &pb::InodeRecord) -> Res<()> {
     Ok(())
 }
 
-/// Removes those of the inodes that are orphans; nobody has them open any more.
+/// Removes those of the inodes that are orphans; no session has them open any more.
 pub(super) fn free_orphans(t: &mut Txn<'_>, inos: &[Ino]) -> Res<()> {
     for ino in inos {
         let key = keys::numbered(keys::ORPHAN, *ino);
@@ -102,7 +102,7 @@ pub(super) fn gc_done(t: &mut Txn<'_>, numbers: &[u64]) -> Res<()> {
     Ok(())
 }
 
-/// The cut with this number is done; a newer one of the same inode stays.
+/// The trim with this number is done; a newer one of the same inode stays.
 pub(super) fn trim_done(t: &mut Txn<'_>, done: &pb::TrimDone) -> Res<()> {
     let Some(mut r) = t.inode(done.ino)? else { return Ok(()) };
     if r.trim.is_none_or(|trim| trim.number != done.number) {

@@ -23,14 +23,14 @@ pub(super) const LOCK_TOTAL: u8 = b'k';
 pub(super) const LOCK_INDEX: u8 = b'j';
 pub(super) const EXTENTS: u8 = b'm';
 
-/// Names of one directory whose hashes collide; a 257th is refused with `ENOSPC` (odds: beyond any
-/// directory).
+/// Most names of one directory whose hashes collide; a 257th is refused with `ENOSPC` (too unlikely
+/// in any directory).
 pub(super) const SLOTS: u64 = 256;
 /// Reserved for directories that are split over shards.
 const BUCKET: u16 = 0;
 
-/// `prefix | number`: inodes, sessions, orphans, gc, trims, evictions, and the prefix of what hangs
-/// below a number.
+/// `prefix | number`: inodes, sessions, orphans, gc, trims, evictions, and the prefix of records
+/// that belong to a number.
 pub(super) fn numbered(prefix: u8, number: u64) -> Bytes {
     let mut b = BytesMut::with_capacity(9);
     b.put_u8(prefix);
@@ -63,8 +63,8 @@ pub(super) fn writer(session: SessionId, ino: Ino) -> Bytes {
     b.freeze()
 }
 
-/// What an owner has locked in a file. Cut after 17 bytes, all of a session's owners there; after
-/// 9, all owners.
+/// What an owner has locked in a file. The first 17 bytes are the prefix of all of a session's
+/// owners there, the first 9 that of all owners.
 pub(super) fn lock(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind) -> Bytes {
     let mut b = BytesMut::with_capacity(26);
     b.put_u8(LOCK);
@@ -75,7 +75,7 @@ pub(super) fn lock(ino: Ino, session: SessionId, owner: u64, kind: pb::LockKind)
     b.freeze()
 }
 
-/// The part of a key of a lock that says whose it is.
+/// The part of a lock's key up to and including its owner.
 pub(super) const LOCK_OWNER: usize = 26;
 
 /// A range that an owner has locked in a file, by its last byte.
@@ -92,7 +92,7 @@ pub(super) fn lock_range(
     b.freeze()
 }
 
-/// Whose lock a key below [`LOCK`] is: inode, session, owner and kind.
+/// The owner that a key below [`LOCK`] belongs to: inode, session, owner and kind.
 pub(super) fn parse_lock(key: &[u8]) -> Option<(Ino, SessionId, u64, pb::LockKind)> {
     if !matches!(key.len(), LOCK_OWNER | 34) {
         return None;
@@ -109,10 +109,10 @@ fn number(key: &[u8], at: usize) -> Option<u64> {
     key.get(at..at + 8).and_then(last_number)
 }
 
-/// The part of a key of the index of locks up to the range's last byte.
+/// The part of a key of the lock index up to the range's last byte.
 pub(super) const LOCK_INDEX_END: usize = 20;
 
-/// A locked range among all of a file of its kind, type and class.
+/// A locked range among all ranges of a file with its kind, type and class.
 pub(super) fn lock_index(
     ino: Ino,
     kind: pb::LockKind,
@@ -131,7 +131,7 @@ pub(super) fn lock_index(
     b.freeze()
 }
 
-/// Of a key below [`LOCK_INDEX`]: kind, whether for writing, last byte, session and owner.
+/// Reads a key below [`LOCK_INDEX`]: kind, whether for writing, last byte, session and owner.
 pub(super) fn parse_lock_index(key: &[u8]) -> Option<(pb::LockKind, bool, u64, SessionId, u64)> {
     if key.len() != LOCK_INDEX_END + 16 || key[10] > 1 {
         return None;
@@ -167,22 +167,22 @@ pub(super) fn dentry(dir: Ino, cookie: u64) -> Bytes {
     b.freeze()
 }
 
-/// The big-endian number in the last eight bytes of a key; `None` for a key that no program of ours
-/// wrote.
+/// The big-endian number in the last eight bytes of a key; `None` for a key that this program never
+/// writes.
 pub(super) fn last_number(key: &[u8]) -> Option<u64> {
     key.last_chunk::<8>().map(|b| u64::from_be_bytes(*b))
 }
 
-/// Where a directory's names sit. A cookie is 55 bits of keyed hash and an 8-bit slot for names
-/// whose hashes collide: it belongs to one name as long as that name exists, so a listing can go on
-/// from it whatever others do.
+/// The cookies of a directory's names. A cookie is 55 bits of keyed hash and an 8-bit slot for
+/// names whose hashes collide. It belongs to one name as long as that name exists, so a listing can
+/// continue from it whatever others do.
 pub(super) struct NameHash {
     sip: SipHasher24,
     mask: u64,
 }
 
 impl NameHash {
-    /// `mask` thins out the hash so that tests can make collisions; all ones otherwise.
+    /// `mask` reduces the hash so that tests can make collisions; all ones otherwise.
     pub(super) fn new(key: &[u8], mask: u64) -> NameHash {
         let key: [u8; 16] = key.try_into().unwrap_or_default();
         NameHash { sip: SipHasher24::new_with_key(&key), mask }

@@ -1,7 +1,7 @@
-//! The ranges locked in files that were asked about lately, in memory. The store passes over every
-//! version of every record that was removed until it has compacted them, so a file in which ranges
-//! are locked and unlocked all the time would cost more with each. What is here is always what the
-//! store has: it is changed together with it, while nobody reads.
+//! The locked ranges of recently used files, in memory. Until it compacts, the store steps over
+//! every removed version of a record, so a file whose ranges are locked and unlocked all the time
+//! would become ever slower. The cache always equals the store: both change together, while nothing
+//! reads.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -17,7 +17,7 @@ use strake_store::{Batch, MetaStore, Pair, PairIter, Reader};
 
 use super::keys;
 
-/// Records of all files together, of some 200 bytes; a file counts as one more.
+/// Most records of all files together, of about 200 bytes each; a file counts as one more.
 const MOST: usize = 131_072;
 /// The part of a key that names the file: prefix and inode.
 const FILE: usize = 9;
@@ -32,12 +32,12 @@ pub(super) struct LockCache(Mutex<Files>);
 #[derive(Default)]
 struct Files {
     of: HashMap<Ino, Records>,
-    /// Those that came first are the first to go.
+    /// Files in the order in which they were loaded: the oldest is dropped first.
     order: VecDeque<Ino>,
     records: usize,
 }
 
-/// The file of a key of a lock, or of a lock's place in the index.
+/// The file of a lock's key, or of the key of its place in the index.
 fn file(key: &[u8]) -> Option<Ino> {
     let is_lock = matches!(key.first(), Some(&(keys::LOCK | keys::LOCK_INDEX)));
     key.get(..FILE).filter(|_| is_lock).and_then(keys::last_number)
@@ -60,7 +60,7 @@ impl Files {
         self.shrink(ino);
     }
 
-    /// Forgets others until there is room; one file has it always.
+    /// Drops other files until there is space; one file always has it.
     fn shrink(&mut self, but: Ino) {
         while self.records > MOST && self.order.len() > 1 {
             let Some(first) = self.order.pop_front() else { return };
@@ -86,7 +86,7 @@ impl Files {
 }
 
 impl LockCache {
-    /// After a commit, before anybody reads again.
+    /// To be called after a commit, before anything reads again.
     pub(super) fn committed<'a>(&self, ops: impl Iterator<Item = &'a (Bytes, Option<Bytes>)>) {
         let mut files = self.0.lock();
         for (key, value) in ops {
@@ -96,7 +96,7 @@ impl LockCache {
         }
     }
 
-    /// The store is another one.
+    /// The store was replaced.
     pub(super) fn clear(&self) {
         *self.0.lock() = Files::default();
     }
@@ -111,12 +111,12 @@ impl LockCache {
     }
 }
 
-/// What of a batch [`LockCache::committed`] is to be told.
+/// The part of a batch for [`LockCache::committed`].
 pub(super) fn of_locks(batch: &Batch) -> Vec<(Bytes, Option<Bytes>)> {
     batch.ops.iter().filter(|(key, _)| file(key).is_some()).cloned().collect()
 }
 
-/// The store as it is read with the cache. No commit may come while it is used.
+/// The store read through the cache. No commit may happen while this is used.
 pub(super) struct Cached<'a> {
     pub store: &'a dyn MetaStore,
     pub cache: &'a LockCache,
@@ -130,7 +130,7 @@ impl Reader for Cached<'_> {
     fn range(&self, from: Bound<&[u8]>, to: Bound<&[u8]>) -> PairIter<'_> {
         let ino = match (from, to) {
             (Bound::Included(from) | Bound::Excluded(from), Bound::Excluded(to)) => {
-                // The first key behind all of the file is the last that it may end with.
+                // The range may end at most with the first key after the file's keys.
                 let ino = file(from);
                 ino.filter(|_| {
                     strake_store::prefix_end(&from[..FILE]).is_some_and(|end| to <= &end[..])

@@ -1,5 +1,5 @@
-//! File locks as part of the state: who has locked what, so that it outlives leaders and restarts.
-//! `docs/locks.md` has the rules. Who waits is not state, see `lock_waiters`.
+//! File locks as part of the state, so that they outlive leaders and restarts. `docs/locks.md` has
+//! the rules. Waiters are not part of the state, see `lock_waiters`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,18 +19,18 @@ use super::{
 };
 use pb::{LockKind, LockType};
 
-/// Ranges locked in one file, and by one session. Unlocks that cut a range in two may reach twice
-/// as many.
+/// Most ranges locked in one file, and by one session. Unlocks that split ranges may reach twice as
+/// many.
 pub const MAX_IN_FILE: u64 = 4_096;
 pub const MAX_OF_SESSION: u64 = 65_536;
-/// Of what a lock replaces so much is told.
+/// At most this many of the ranges that a lock replaces are reported.
 const MAX_UNDO: usize = 64;
 /// The format that has locks.
 const FORMAT: u32 = 2;
-/// A client's owner of locks of pages (`client/src/locks/page_locks.rs`).
+/// The owner number of a client's page locks (`client/src/locks/page_locks.rs`).
 pub const PAGES: u64 = 1;
 
-/// Who locks: a process or an open file of a client.
+/// The owner of a lock: a process or an open file of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Owner {
     pub kind: LockKind,
@@ -38,7 +38,7 @@ pub struct Owner {
     pub owner: u64,
 }
 
-/// What an owner wants of a file.
+/// The lock that an owner wants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Want {
     pub ino: Ino,
@@ -47,7 +47,7 @@ pub struct Want {
 }
 
 impl Want {
-    /// Whether both cannot be had.
+    /// Whether the two exclude each other.
     pub fn conflicts(&self, other: &Want) -> bool {
         self.ino == other.ino && self.is_barred_by(&other.who, &other.span)
     }
@@ -57,7 +57,7 @@ impl Want {
     }
 }
 
-/// What is locked of one file.
+/// All locks of one file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Locks {
     /// By owner.
@@ -67,19 +67,19 @@ pub struct Locks {
 }
 
 impl Locks {
-    /// The locks in the way, each of another owner's.
+    /// The conflicting locks; all are of other owners.
     pub fn barring<'a>(&'a self, want: &'a Want) -> impl Iterator<Item = (Owner, Span)> + 'a {
         let all = self.held.iter().flat_map(|(who, spans)| spans.iter().map(|s| (*who, *s)));
         all.filter(|(who, span)| want.is_barred_by(who, span))
     }
 }
 
-/// Whether it asks for a lock, not for an unlock.
+/// Whether the operation takes a lock, and does not release one.
 pub fn is_take(o: &pb::SetLock) -> bool {
     o.span.as_ref().is_some_and(|s| s.r#type != LockType::LockUnlock as i32)
 }
 
-/// Reads who wants what. `EINVAL` for what no lock can be.
+/// Reads the owner and the range of a request. `EINVAL` for an impossible lock.
 pub fn want(
     ino: Ino,
     session: SessionId,
@@ -175,7 +175,7 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, lock, ..Default::default() })
     }
 
-    /// Whether the locks of a file are to be a record each, and are so already.
+    /// Whether the locks of a file use one record per range: converts them first if they must.
     fn form(&mut self, ino: Ino) -> Res<bool> {
         let total = total(self.t, 0, ino)?;
         if total.ranged || self.by.rules < RULES_RANGES {
@@ -240,8 +240,8 @@ fn put(
     })
 }
 
-/// The locks in somebody's way, and the eviction that every storage server must know before another
-/// lock is given, 0: none. At most `limit` locks, whichever.
+/// At most `limit` conflicting locks, in any choice, and the eviction that every storage server
+/// must know before another lock is given, 0: none.
 pub(super) fn barring(t: &Txn<'_>, want: &Want, limit: usize) -> Res<(Vec<(Owner, Span)>, u64)> {
     let total = total(t, 0, want.ino)?;
     let mut found = Vec::new();
@@ -259,7 +259,7 @@ pub(super) fn barring(t: &Txn<'_>, want: &Want, limit: usize) -> Res<(Vec<(Owner
     Ok((found, total.fence))
 }
 
-/// What one owner has locked.
+/// The ranges that one owner has locked.
 fn of_owner(t: &Txn<'_>, ino: Ino, who: &Owner) -> Res<Vec<Span>> {
     let key = keys::lock(ino, who.session, who.owner, who.kind);
     let Some(value) = t.get(&key)? else { return Ok(Vec::new()) };
@@ -267,7 +267,7 @@ fn of_owner(t: &Txn<'_>, ino: Ino, who: &Owner) -> Res<Vec<Span>> {
     Ok(record.spans.iter().filter_map(Span::from_pb).collect())
 }
 
-/// What is locked of a file.
+/// All locks of a file.
 pub(super) fn of_file(t: &Txn<'_>, ino: Ino) -> Res<Locks> {
     let mut locks = Locks { held: Vec::new(), fence: 0 };
     let total = total(t, 0, ino)?;
@@ -290,7 +290,7 @@ pub(super) fn of_file(t: &Txn<'_>, ino: Ino) -> Res<Locks> {
     Ok(locks)
 }
 
-/// How much is locked; session 0: by all, inode 0: in all files.
+/// How many ranges are locked; session 0: by all, inode 0: in all files.
 pub(super) fn total(t: &Txn<'_>, session: SessionId, ino: Ino) -> Res<pb::LockTotal> {
     let key = keys::lock_total(session, ino);
     Ok(t.get(&key)?.map(|v| decode(&key, v)).transpose()?.unwrap_or_default())
@@ -308,7 +308,7 @@ fn add(
     now.ranges = now.ranges.saturating_add_signed(more);
     change(&mut now);
     if now.ranges == 0 {
-        // The next lock there is as the first one.
+        // The next lock starts again like the first one.
         now = pb::LockTotal { fence: now.fence, ..Default::default() };
     }
     let key = keys::lock_total(session, ino);
@@ -323,7 +323,7 @@ fn add(
     Ok(())
 }
 
-/// A session has so many ranges more in a file.
+/// Counts `more` ranges of a session in a file.
 fn count(t: &mut Txn<'_>, session: SessionId, ino: Ino, more: i64) -> Res<()> {
     for (session, ino) in [(session, ino), (session, 0), (0, ino), (0, 0)] {
         add(t, session, ino, more, |_| ())?;
@@ -331,7 +331,7 @@ fn count(t: &mut Txn<'_>, session: SessionId, ino: Ino, more: i64) -> Res<()> {
     Ok(())
 }
 
-/// Removes all locks below a prefix of keys.
+/// Removes all locks whose keys have a prefix.
 fn drop_all(t: &mut Txn<'_>, prefix: &[u8]) -> Res<()> {
     let mut found: Vec<(Bytes, Vec<Span>)> = Vec::new();
     t.scan(prefix, &[], |key, value| {
@@ -357,8 +357,8 @@ fn drop_all(t: &mut Txn<'_>, prefix: &[u8]) -> Res<()> {
     counts.into_iter().try_for_each(|((session, ino), more)| count(t, session, ino, more))
 }
 
-/// The session has ended, and with it its locks. `fence`: the number of its eviction, if it was
-/// one.
+/// Removes the locks of a session that has ended. `fence`: the number of its eviction, if it was
+/// evicted.
 pub(super) fn end_session(t: &mut Txn<'_>, session: SessionId, fence: u64) -> Res<()> {
     let mut inos = Vec::new();
     t.scan(&keys::numbered(keys::LOCK_TOTAL, session), &[], |key, _| {
@@ -372,7 +372,7 @@ pub(super) fn end_session(t: &mut Txn<'_>, session: SessionId, fence: u64) -> Re
     Ok(())
 }
 
-/// The file goes.
+/// Removes all locks of a file that is removed.
 pub(super) fn forget_file(t: &mut Txn<'_>, ino: Ino) -> Res<()> {
     if total(t, 0, ino)? == pb::LockTotal::default() {
         return Ok(());
@@ -388,7 +388,7 @@ pub(super) fn touched(batch: &Batch) -> BTreeSet<Ino> {
     batch.ops.iter().filter_map(|(key, _)| Some(lock(key)?.0)).collect()
 }
 
-/// Files whose locks changed, for a leader who has others wait for them.
+/// Files whose locks changed, for a leader with lock waiters.
 #[derive(Default)]
 pub struct News {
     inos: Mutex<Option<BTreeSet<Ino>>>,
@@ -396,7 +396,7 @@ pub struct News {
 }
 
 impl News {
-    /// From now on changes are noted, or no longer.
+    /// Starts noting changes (`on`), or stops.
     pub fn listen(&self, on: bool) {
         *self.inos.lock() = on.then(BTreeSet::new);
     }
@@ -408,7 +408,7 @@ impl News {
         self.bell.notify_one();
     }
 
-    /// Returns when there may be some.
+    /// Returns when there may be changes.
     pub async fn changed(&self) {
         self.bell.notified().await;
     }

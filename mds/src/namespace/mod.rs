@@ -1,14 +1,15 @@
 //! The namespace as a deterministic state machine over a [`MetaStore`]: log entries in, replies
 //! out.
 //!
-//! `apply` (entries, sessions, exactly-once) calls `ops` (operation lists; `names`, `attrs`,
-//! `xattrs` have the operations that change) on a `txn` (overlay over the store); `placement`
-//! chooses chains (`away`: or has a file wait for them), `perm` decides who may (`acl` are its
-//! lists), `gc` is what goes after its name went (`queue` finds it), `writers` who may write,
-//! `seals` what nobody may change, `repair` what fsck found wrong, `locks` who has locked what
-//! (`spans` is the arithmetic of ranges, `ranges` where they are kept, `lock_cache` has some in
-//! memory), `steps` is what a list may cost, `effects` is what of all that clients can see, `keys`
-//! is the on-disk key format, `watched` notes what of the store is damaged.
+//! `apply` (entries, sessions, request deduplication) calls `ops` (operation lists; `names`,
+//! `attrs`, `xattrs` have the operations that change something) on a `txn` (an overlay over the
+//! store). `placement` chooses chains, `away` lets a file wait for them. `perm` checks permissions,
+//! `acl` has access control lists. `gc` removes what has no name any more, `queue` finds it.
+//! `writers` records which sessions may write a file, `seals` has immutable files, `repair` fixes
+//! what fsck found. `locks` has the locks (`spans` is the arithmetic of ranges, `ranges` stores
+//! them, `lock_cache` keeps some in memory). `steps` limits the cost of a list, `effects` says what
+//! clients can see of changes, `keys` is the on-disk key format, `watched` notes damage of the
+//! store.
 
 mod acl;
 mod apply;
@@ -61,46 +62,45 @@ pub use ranges::is_index as check_lock_index;
 use txn::{Fail, Layer, Txn};
 use watched::{Damage, Watched};
 
-/// The newest version of the state's format; a newer one is refused. A state has the version of the
-/// newest kind of record that was ever put into it: 1, 2 with locks, 3 with files that may have
+/// The newest version of the state's format; a newer state is refused. A state has the version of
+/// the newest kind of record that was ever put into it: 1, 2 with locks, 3 with files that may have
 /// holes, 4 with sealed files, 5 with a cluster map that has `placement` or `min_copies`, 6 with
-/// chains that began anew, or 7 with locked ranges that are a record each, or with locks of pages.
+/// chains that began anew, or 7 with one record per locked range, or with page locks.
 pub const FORMAT_VERSION: u32 = 7;
 const FORMAT_FIRST: u32 = 1;
-/// With rules that older programs do not know: `placement` and `min_copies` of the cluster map, and
-/// that a file may have holes once a writer of it has gone without having reported everything.
+/// States with rules that older programs do not know: `placement` and `min_copies` of the cluster
+/// map, and that a file may have holes after a writer is gone that did not report everything.
 const FORMAT_CHAINS: u32 = 5;
-/// An entry that older programs do not know: chains that hold nothing begin anew.
+/// States with an entry that older programs do not know: chains that hold nothing begin anew.
 const FORMAT_ANEW: u32 = 6;
-/// Locked ranges are a record each, with an index.
+/// States with one record per locked range, and an index.
 const FORMAT_RANGES: u32 = 7;
 
-/// The newest rules that an entry may be applied by; the leader puts them into what it logs.
-/// Entries of before do what they did then. From 1 on: `RENAME_WHITEOUT`, a bound on the names of
-/// an inode's extended attributes, set-group-id bits as since Linux 6.1, and `Layout.drafts`. From
-/// 2 on: a bound on what one list costs. From 3 on: a record for each locked range. From 4 on:
-/// locks of pages.
+/// The newest rules for applying an entry; the leader writes them into what it logs. Older entries
+/// keep their old effect. From 1 on: `RENAME_WHITEOUT`, a limit on the names of an inode's extended
+/// attributes, set-group-id bits as since Linux 6.1, and `Layout.drafts`. From 2 on: a limit on the
+/// cost of one list. From 3 on: a record for each locked range. From 4 on: page locks.
 pub const RULES: u32 = 4;
 const RULES_STEPS: u32 = 2;
 const RULES_RANGES: u32 = 3;
 const RULES_PAGES: u32 = 4;
 
-/// How far ahead of a session's last change in the log its next one may be numbered. Those that
-/// open files to read, and those that are refused, are numbered and leave no trace in the log: a
-/// client that does nothing else for years stays within it.
+/// How far a change's number may be ahead of the session's last change in the log. Opens for
+/// reading, and refused changes, use numbers and leave no trace in the log: a client that does
+/// nothing else for years stays within this limit.
 const MOST_AHEAD: u64 = 1 << 48;
 
-/// Prefixes of the numbered records that workers take from the lowest on.
+/// Prefixes of the numbered records that workers process from the lowest number on.
 const QUEUES: [u8; 3] = [keys::GC, keys::TRIM, keys::ORPHAN];
 
-/// What is kept decoded; always equal to what is in the store.
+/// Decoded records in memory; always equal to the store.
 #[derive(Default)]
 struct Memory {
     header: pb::StateHeader,
     place: Arc<Placement>,
     sessions: BTreeMap<SessionId, Session>,
     uuids: BTreeMap<Bytes, SessionId>,
-    /// The store is being replaced, or is not whole: nobody may be told of it.
+    /// The store is being replaced, or is not whole: nothing may be read from it.
     void: bool,
 }
 
@@ -110,41 +110,42 @@ impl Memory {
     }
 }
 
-/// What a new leader is to know of sessions.
+/// What a new leader must know about sessions.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Survey {
-    /// All of them, and whether each may hold back what it writes.
+    /// All sessions, and whether each may keep dirty data.
     pub sessions: Vec<(SessionId, bool)>,
-    /// Who may write which file.
+    /// Which session may write which file.
     pub writers: Vec<(SessionId, Ino)>,
     /// Files that evicted sessions could write, with the number of the last such eviction, until
-    /// they were cut.
+    /// they are trimmed.
     pub fences: Vec<(Ino, u64)>,
-    /// Those of them that others write, until it is found out how far they go.
+    /// Those of them that others write, until their size is found out.
     pub ends: Vec<(Ino, u64)>,
 }
 
 /// An answer, and what it depends on.
 pub struct ReadAt {
     pub reply: pb::MetaReply,
-    /// The inodes that were looked at.
+    /// The inodes that were read.
     pub looked: BTreeSet<Ino>,
     /// Those of them that other sessions are on record as writing.
     pub written: BTreeSet<Ino>,
-    /// Those of which it is yet to be found out how far they go.
+    /// Those whose size must still be found out.
     pub endless: BTreeSet<Ino>,
-    /// The last entry that it knows of.
+    /// The last entry that it includes.
     pub version: u64,
 }
 
-/// The metadata of a file system. One task applies; any number read and see whole commits only.
+/// The metadata of a file system. One task applies entries; any number may read, and see only whole
+/// commits.
 pub struct Namespace {
     store: Arc<dyn MetaStore>,
     damage: Arc<Damage>,
     memory: RwLock<Memory>,
     /// By key prefix, see [`QUEUES`]. Changed together with the store, under `memory`.
     queues: Mutex<[Queue; QUEUES.len()]>,
-    /// Held by the one that applies.
+    /// Held while entries are applied.
     applier: Mutex<()>,
     hash_mask: u64,
     lock_news: locks::News,
@@ -194,8 +195,8 @@ fn load(store: &dyn MetaStore) -> Result<Memory> {
 }
 
 impl Namespace {
-    /// Loads header, map and sessions; an empty store is a file system not formatted yet. Refuses a
-    /// newer format.
+    /// Loads header, map and sessions; an empty store means a file system that is not formatted
+    /// yet. Refuses a newer format.
     pub fn open(store: Arc<dyn MetaStore>) -> Result<Namespace> {
         Namespace::open_with(store, u64::MAX)
     }
@@ -216,17 +217,17 @@ impl Namespace {
         })
     }
 
-    /// The store; what is found damaged through it is noted.
+    /// The store; damage that is found through it is noted.
     pub fn store(&self) -> Arc<dyn MetaStore> {
         self.store.clone()
     }
 
-    /// What was found damaged first, whoever met it.
+    /// The first damage that was found, by any reader.
     pub fn damage(&self) -> Option<Error> {
         self.damage.found()
     }
 
-    /// Forgets everything that is stored, and what of it was damaged.
+    /// Deletes everything that is stored, and forgets its damage.
     pub fn clear(&self) -> Result<()> {
         self.void();
         self.store.clear()?;
@@ -234,8 +235,8 @@ impl Namespace {
         Ok(())
     }
 
-    /// Reads up to `bytes` bytes of what is stored, after a key: damage that nobody met yet is
-    /// noted. Returns how many they were, and the last key, `None` at the end.
+    /// Reads up to `bytes` bytes of what is stored, after a key, so that undetected damage is
+    /// noted. Returns how many bytes were read, and the last key, `None` at the end.
     pub fn scrub(&self, after: Option<&Bytes>, bytes: usize) -> Result<(usize, Option<Bytes>)> {
         let from = after.map_or(std::ops::Bound::Unbounded, |k| std::ops::Bound::Excluded(&k[..]));
         let mut read = 0;
@@ -249,8 +250,8 @@ impl Namespace {
         Ok((read, None))
     }
 
-    /// Reads up to `bytes` bytes of inodes, after a key: those of `chains` on which files have
-    /// data, or may have. Returns the last key, `None` at the end.
+    /// Reads up to `bytes` bytes of inodes, after a key. Returns those of `chains` on which these
+    /// files have data, or may have, and the last key, `None` at the end.
     pub fn holders(
         &self,
         after: Option<&Bytes>,
@@ -279,7 +280,7 @@ impl Namespace {
         Ok((held, None))
     }
 
-    /// What a failure is for those outside; that a record is damaged is noted.
+    /// The error of a failure for callers; notes damaged records.
     fn told(&self, f: Fail) -> Error {
         let (Fail::Op(e) | Fail::Store(e) | Fail::Later(e)) = f;
         self.damage.note(&e);
@@ -298,8 +299,8 @@ impl Namespace {
     }
 
     /// Applies entries `(index, term, data)` in log order, in one commit that also records `last`
-    /// (index and term) and the configuration of the Raft group. One reply per entry; empty or
-    /// foreign data is answered with an error and changes nothing. On `Err` (the store failed)
+    /// (index and term) and the configuration of the Raft group. Returns one reply per entry; empty
+    /// or foreign data is answered with an error and changes nothing. On `Err` (the store failed)
     /// nothing has changed, and the same call may be made again.
     pub fn apply(
         &self,
@@ -310,8 +311,8 @@ impl Namespace {
         self.apply_and_tell(entries, last, conf_state, |_| ())
     }
 
-    /// Likewise, and tells what the entries did before any reader can see it. `tell` must not ask
-    /// this namespace anything.
+    /// The same, and calls `tell` with the entries' effects before any reader can see them. `tell`
+    /// must not call this namespace.
     pub fn apply_and_tell(
         &self,
         entries: &[(u64, u64, Bytes)],
@@ -320,7 +321,7 @@ impl Namespace {
         tell: impl FnOnce(&[Effect]),
     ) -> Result<Vec<pb::LogReply>> {
         let _one = self.applier.lock();
-        // Nobody else writes `memory`, so this read lock only keeps others from waiting for us.
+        // Nothing else writes `memory`, so this read lock only keeps other readers from waiting.
         let memory = self.memory.read();
         if last.0 < memory.header.applied_index {
             let m = format!(
@@ -374,13 +375,13 @@ impl Namespace {
         )
     }
 
-    /// Likewise, with what the answer depends on. An error is no answer: `NoSession`, or what is
-    /// wrong with the store.
+    /// The same, with what the answer depends on. An error is not an answer: `NoSession`, or a
+    /// fault of the store.
     pub fn read_at(&self, session: SessionId, creds: &pb::Creds, ops: &[pb::Op]) -> Result<ReadAt> {
         self.try_read(&self.memory.read(), session, creds, ops)
     }
 
-    /// Likewise, on a member that does not lead. An error is no answer: the session is not known
+    /// The same on a member that does not lead. An error is not an answer: the session is not known
     /// here, or the state cannot be read now.
     pub fn read_following(
         &self,
@@ -435,18 +436,18 @@ impl Namespace {
     }
 
     /// The store is about to be replaced, or is not whole: no request is answered from it before
-    /// the next [`Namespace::reload`]. Returns when nobody reads any more.
+    /// the next [`Namespace::reload`]. Returns when all readers have finished.
     pub fn void(&self) {
         self.memory.write().void = true;
     }
 
-    /// The last applied index: what was read at this one is as new as can be.
+    /// The last applied index: a read at this index is up to date.
     pub fn version(&self) -> u64 {
         self.memory.read().header.applied_index
     }
 
-    /// Shows all there is to know for a new leader's table. No entry is applied meanwhile: what
-    /// `look` notes down lacks none before those that are told of afterwards.
+    /// Passes to `look` everything that a new leader's table needs. No entry is applied meanwhile,
+    /// so between what `look` records and the effects reported afterwards nothing is missing.
     pub fn survey<T>(&self, look: impl FnOnce(Survey) -> T) -> Result<T> {
         let memory = self.memory.read();
         memory.readable()?;
@@ -469,18 +470,17 @@ impl Namespace {
         Ok(look(s))
     }
 
-    /// Locks, see there.
+    /// News of changed locks, see [`locks::News`].
     pub fn lock_news(&self) -> &locks::News {
         &self.lock_news
     }
 
-    /// Who has locked what of a file, from all entries applied so far.
+    /// All locks of a file, from all entries applied so far.
     pub fn locks_of(&self, ino: Ino) -> Result<locks::Locks> {
         self.looking(|t| locks::of_file(t, ino))
     }
 
-    /// The locks in somebody's way, `limit` of them at most, and the file's fence as in
-    /// [`locks::Locks`].
+    /// At most `limit` conflicting locks, and the file's fence as in [`locks::Locks`].
     pub fn barring(
         &self,
         want: &locks::Want,
@@ -489,20 +489,20 @@ impl Namespace {
         self.looking(|t| locks::barring(t, want, limit))
     }
 
-    /// Whether another session may have pages of the file.
+    /// Whether another session may have page locks of the file.
     pub fn pages_of_others(&self, ino: Ino, session: SessionId) -> Result<bool> {
         let who = locks::Owner { kind: pb::LockKind::LockPages, session, owner: locks::PAGES };
         let span = spans::Span { start: 0, end: u64::MAX, write: true, pid: 0 };
         Ok(!self.barring(&locks::Want { ino, who, span }, 1)?.0.is_empty())
     }
 
-    /// Ranges that a session has locked, 0: all sessions.
+    /// How many ranges a session has locked, 0: all sessions.
     pub fn locked_by(&self, session: SessionId) -> u64 {
         self.looking(|t| locks::total(t, session, 0)).map_or(0, |n| n.ranges)
     }
 
-    /// Whether a list may be so much work that others wait for it. Most lists are short, and
-    /// nothing is looked at for them.
+    /// Whether a list may be so much work that others wait for it. Most lists are short, and need
+    /// no check.
     pub fn is_heavy(&self, ops: &[pb::Op]) -> Result<bool> {
         if !steps::is_looked_at(ops) {
             return Ok(false);
@@ -516,8 +516,8 @@ impl Namespace {
         steps::is_heavy(&t, ops).map_err(|f| self.told(f))
     }
 
-    /// Whether a list of changes would be told now that there is no place for a file, and not if
-    /// targets were there that are away. It is tried out for that, and leaves nothing behind.
+    /// Whether a list of changes would now get the answer that there is no space for a file, but
+    /// not if targets that are away were up. Runs the list without keeping its result.
     pub fn waits_for_targets(
         &self,
         session: SessionId,
@@ -581,9 +581,9 @@ impl Namespace {
         self.memory.read().sessions.get(&id).is_some_and(|s| s.seqs.contains(&seq))
     }
 
-    /// Whether a session may number a change so that has not run yet. `ReplyGone` for a number so
-    /// low that it ran or was given up; `Inval` for one that is no number, or so far ahead that no
-    /// client gets there.
+    /// Whether a session may use a number for a change that has not run yet. `ReplyGone` for a
+    /// number so low that it ran or was given up; `Inval` for 0, or a number so far ahead that no
+    /// client reaches it.
     pub fn takes_number(&self, id: SessionId, seq: u64) -> Result<()> {
         let memory = self.memory.read();
         let Some(s) = memory.sessions.get(&id) else { return Ok(()) };
@@ -630,29 +630,29 @@ impl Namespace {
     /// The oldest `limit` sets of chunks to delete, with the numbers for `GcDone`.
     pub fn gc_queue(&self, limit: usize) -> Vec<(u64, pb::GcRecord)> {
         let numbers = self.lowest(keys::GC, limit);
-        // What cannot be read now is looked for again.
+        // What cannot be read now is tried again later.
         let Ok(view) = self.store.snapshot() else { return Vec::new() };
         let record = |n| pb::GcRecord::decode(view.get(&keys::numbered(keys::GC, n)).ok()??).ok();
         numbers.into_iter().filter_map(|n| Some((n, record(n)?))).collect()
     }
 
-    /// How many there are, counted up to `limit`.
+    /// How many sets there are, counted up to `limit`.
     pub fn gc_waiting(&self, limit: usize) -> usize {
         self.lowest(keys::GC, limit).len()
     }
 
-    /// Up to `limit` files whose chunks are to be cut, by inode id.
+    /// Up to `limit` files whose chunks must be trimmed, by inode id.
     pub fn trims(&self, limit: usize) -> Vec<(Ino, pb::Trim, pb::Layout)> {
         let of = |ino| self.inode(ino).and_then(|r| Some((ino, r.trim?, r.layout?)));
         self.lowest(keys::TRIM, limit).into_iter().filter_map(of).collect()
     }
 
-    /// The cut an inode waits for.
+    /// The trim that an inode waits for.
     pub fn trim_of(&self, ino: Ino) -> Option<pb::Trim> {
         self.inode(ino)?.trim
     }
 
-    /// A file in which evicted sessions wrote beside others, until it is found out how far it goes.
+    /// A file that evicted sessions wrote beside others, until its size is found out.
     pub fn endless(&self, ino: Ino) -> Result<Option<pb::InodeRecord>> {
         Ok(self.looking(|t| t.inode(ino))?.filter(|r| r.fence != 0))
     }
@@ -662,7 +662,7 @@ impl Namespace {
         self.lowest(keys::ORPHAN, limit)
     }
 
-    /// Up to `limit` of the chunks that are about to go, of the kinds and in the order that
+    /// Up to `limit` chunks that will be removed, of the kinds and in the order that
     /// `PendingRequest` names.
     pub fn pending(
         &self,
@@ -674,7 +674,7 @@ impl Namespace {
             let data_id = layout?.components.first()?.data_id;
             Some(pb::PendingItem { key, ino, data_id, size })
         };
-        // What has no chunks is kept with data id 0, so that a page is short only at the end.
+        // Items without chunks are kept with data id 0, so that a page is short only at the end.
         let bare = |key, ino| pb::PendingItem { key, ino, data_id: 0, size: 0 };
         let read = |prefix| self.list(prefix, after, limit).into_iter();
         Ok(match request.kind {
@@ -716,8 +716,8 @@ impl Namespace {
         })
     }
 
-    /// Fails if the record of an inode is there and cannot be read; no entry may be proposed then
-    /// that looks at it.
+    /// Fails if the record of an inode exists and cannot be read; then no entry may be proposed
+    /// that reads it.
     pub fn check_record(&self, ino: Ino) -> Result<()> {
         self.looking(|t| t.inode(ino)).map(drop)
     }
@@ -739,7 +739,7 @@ impl Namespace {
             for pair in pairs {
                 match pair {
                     Ok((k, _)) if keys.len() < most => keys.extend(keys::last_number(&k)),
-                    // Cut short, by the limit or by what cannot be read.
+                    // Ended early, by the limit or by a key that cannot be read.
                     _ => {
                         all = false;
                         break;
@@ -751,8 +751,8 @@ impl Namespace {
         self.queues.lock()[queue].lowest(limit, search)
     }
 
-    /// Numbered records above `after`. What cannot be read is left out: these lists feed workers
-    /// that look again, and whoever applies to a damaged store stops with the reason.
+    /// Numbered records above `after`. Unreadable ones are left out: these lists are for workers
+    /// that look again, and applying an entry to a damaged store stops with the reason.
     fn list(&self, prefix: u8, after: u64, limit: usize) -> Vec<(u64, Bytes)> {
         let _whole = self.memory.read();
         let from = keys::numbered(prefix, after.saturating_add(1));

@@ -17,13 +17,13 @@ use super::{
 
 pub(super) const LINK_MAX: u32 = 65_000;
 const SYMLINK_MAX: usize = 4095;
-/// Names of an inode kept in its record.
+/// Most names of an inode that are kept in its record.
 const LINKS_KEPT: usize = 32;
 const RENAME_NOREPLACE: u32 = 1;
 const RENAME_EXCHANGE: u32 = 2;
 const RENAME_WHITEOUT: u32 = 4;
 
-/// What a new inode is besides its name.
+/// The attributes of a new inode, without its name.
 struct New {
     mode: u32,
     umask: u32,
@@ -59,7 +59,7 @@ impl Side<'_> {
 }
 
 impl Run<'_, '_> {
-    /// Where a new name would go, `EEXIST` if it is taken; then the permission to make it.
+    /// The place of a new name, `EEXIST` if it is taken; then checks the permission to make it.
     fn vacancy(&self, parent: Ino, name: &[u8]) -> Res<(pb::InodeRecord, u64)> {
         let dir = self.dir(parent, X)?;
         check_name(name, Code::Exist)?;
@@ -127,7 +127,7 @@ impl Run<'_, '_> {
         if perm::is_dir(&attr) {
             attr.nlink = 2;
             attr.size = DIR_SIZE;
-            // Copied, as Lustre does; the root's default is looked up at run time instead.
+            // Copied, as Lustre does; the root's default is looked up when it is used.
             r.default_layout =
                 if dir.attr().ino == ROOT_INO { None } else { dir.default_layout.clone() };
         } else if perm::is_file(&attr) {
@@ -172,7 +172,7 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { created: true, ..self.open_as(r, o.flags)? })
     }
 
-    /// A file that only its opener has: an orphan from the start.
+    /// A file that only its opener can reach: an orphan from the start.
     pub(super) fn tmpfile(&mut self, o: &pb::Tmpfile) -> Res<pb::OpResult> {
         let dir = self.dir(o.parent, W | X)?;
         let new = New { layout: o.layout.clone(), ..New::plain(o.mode, perm::S_IFREG, o.umask) };
@@ -198,7 +198,7 @@ impl Run<'_, '_> {
         let kind = match o.mode & perm::S_IFMT {
             0 => perm::S_IFREG,
             k @ (perm::S_IFREG | perm::S_IFIFO | perm::S_IFSOCK) => k,
-            // A 0:0 character device is overlayfs's whiteout, which anybody may make.
+            // A 0:0 character device is overlayfs's whiteout, which any user may make.
             k @ (perm::S_IFCHR | perm::S_IFBLK) => {
                 let whiteout = k == perm::S_IFCHR && o.rdev == 0;
                 if !whiteout && !perm::is_root(self.by.creds) {
@@ -246,7 +246,7 @@ impl Run<'_, '_> {
             return fail(Code::NoEnt, "the file was removed");
         }
         if r.linkable {
-            // Made without a name; no orphan any more.
+            // It was made without a name, and is no longer an orphan.
             r.linkable = false;
             self.t.delete(keys::numbered(keys::ORPHAN, r.attr().ino));
         }
@@ -263,7 +263,7 @@ impl Run<'_, '_> {
         Ok(shown(&r))
     }
 
-    /// An existing name and what it names.
+    /// An existing name and its inode.
     fn side<'n>(&self, parent: Ino, name: &'n [u8], here: Code) -> Res<Side<'n>> {
         let dir = self.dir(parent, X)?;
         check_name(name, here)?;
@@ -307,8 +307,8 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, ..Default::default() })
     }
 
-    /// Takes one name off an inode. What has none left goes: a regular file waits as an orphan for
-    /// its last close, everything else at once. Returns what is left.
+    /// Takes one name off an inode. An inode without names is removed: a regular file waits as an
+    /// orphan for its last close, everything else goes at once. Returns the inode if it remains.
     fn drop_name(
         &mut self,
         mut r: pb::InodeRecord,
@@ -400,8 +400,8 @@ impl Run<'_, '_> {
         Ok(moved)
     }
 
-    /// What overlayfs(5) hides a name of a lower layer by: a character device 0:0, here in the
-    /// place of the name that has moved.
+    /// Leaves a whiteout, by which overlayfs(5) hides a name of a lower layer: a character device
+    /// 0:0, here in the place of the moved name.
     fn leave_whiteout(&mut self, wanted: bool, dir: Ino, name: &[u8]) -> Res<()> {
         if !wanted {
             return Ok(());
@@ -420,7 +420,7 @@ impl Run<'_, '_> {
         }
         let mut at = dir;
         let bounded = self.by.rules >= RULES_STEPS;
-        // Each step goes up; more steps than there are inodes would be a circle.
+        // Each step goes up; more steps than there are inodes mean a circle.
         for level in 0..=self.t.header.inodes {
             if bounded && level > steps::DEPTH {
                 let m = format!(
@@ -490,7 +490,7 @@ impl Run<'_, '_> {
         Ok(shown(&r))
     }
 
-    /// A directory whose names or subdirectories changed, in number or not.
+    /// Updates a directory whose names or subdirectories changed, whether or not their number did.
     fn count(&mut self, dir: Ino, entries: i64, subdirs: i32) -> Res<()> {
         let now = self.t.now();
         self.edit(dir, |d| {
@@ -502,8 +502,8 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    /// Notes an inode's new name instead of the old one. A rename changes no other field of what it
-    /// moves, so the record as the rename found it is still good.
+    /// Records an inode's new name instead of the old one. A rename changes no other field of the
+    /// moved inode, so the record as the rename found it is still valid.
     fn renamed(
         &mut self,
         mut r: pb::InodeRecord,

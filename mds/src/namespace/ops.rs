@@ -16,7 +16,7 @@ use super::{
 use pb::op::Op;
 
 pub(super) const NAME_MAX: usize = 255;
-/// Operations in one list.
+/// Most operations in one list.
 const MAX_OPS: usize = 16_384;
 /// Encoded bytes of one reply; with its envelope it must fit a frame's body.
 const MAX_REPLY: usize = 3 << 20;
@@ -26,7 +26,7 @@ pub(super) const READDIR_MAX: u32 = 16_384;
 const MAX_PATH: usize = 64 << 10;
 pub(super) const DIR_SIZE: u64 = 4096;
 
-/// Who asks, and when.
+/// The caller, and the time.
 #[derive(Clone, Copy)]
 pub(super) struct By<'a> {
     pub creds: &'a pb::Creds,
@@ -34,24 +34,24 @@ pub(super) struct By<'a> {
     pub session: SessionId,
     /// Index of the log entry; 0: a read.
     pub index: u64,
-    /// As the log entry says: entries from before this rule do what they did then, on every member.
+    /// As in the log entry: entries from before this rule keep their old effect, on every member.
     pub ends_matter: bool,
     /// See [`super::RULES`].
     pub rules: u32,
 }
 
-/// One list of operations on its way.
+/// One list of operations that is running.
 pub(super) struct Run<'a, 't> {
     pub t: &'a mut Txn<'t>,
     pub by: By<'a>,
     /// What inode id 0 means.
     prev: Ino,
-    /// Bytes the reply may still grow by.
+    /// Bytes that the reply may still grow by.
     room: usize,
 }
 
-/// Runs a list; the second part says whether every operation succeeded. `mutations` allows
-/// operations that change.
+/// Runs a list; the second value says whether every operation succeeded. `mutations` allows
+/// operations that change something.
 pub(super) fn run(
     t: &mut Txn<'_>,
     by: By<'_>,
@@ -96,7 +96,7 @@ pub(super) fn shown(r: &pb::InodeRecord) -> pb::OpResult {
     pb::OpResult { ino: r.attr().ino, attr: r.attr, ..Default::default() }
 }
 
-/// Names that can be made or removed. `here`: what "." and ".." are answered with.
+/// Checks a name to be made or removed. `here`: the error for "." and "..".
 pub(super) fn check_name(name: &[u8], here: Code) -> Res<()> {
     if name.is_empty() {
         return fail(Code::NoEnt, "empty name");
@@ -207,7 +207,7 @@ impl Run<'_, '_> {
         self.t.need(self.id(ino))
     }
 
-    /// A directory in which the caller has all of `mask`.
+    /// A directory for which the caller has all of `mask`.
     pub(super) fn dir(&self, ino: Ino, mask: u32) -> Res<pb::InodeRecord> {
         let d = self.inode(ino)?;
         if !perm::is_dir(d.attr()) {
@@ -252,7 +252,7 @@ impl Run<'_, '_> {
         match self.t.find(dir.attr().ino, name)? {
             Spot::Taken(_, d) => {
                 let r = self.t.need(d.ino)?;
-                // What a symbolic link leads to is asked for next, and it may have gone by then.
+                // The link's contents are asked for next, and it may be gone by then.
                 Ok(pb::OpResult { data: r.symlink.clone(), ..shown(&r) })
             }
             Spot::Free(_) => fail(Code::NoEnt, "no such name"),
@@ -337,7 +337,8 @@ impl Run<'_, '_> {
 
     fn statfs(&mut self, o: &pb::Statfs) -> Res<pb::OpResult> {
         let dir = if o.dir == 0 { ROOT_INO } else { self.id(o.dir) };
-        // A folder that is gone, or names what is gone, has the default of the file system.
+        // A directory that is gone, or whose default names something that is gone, uses the default
+        // of the file system.
         let spec = match self.inode(dir).and_then(|r| self.spec_in(&r, None)) {
             Ok(spec) => Some(spec),
             Err(Fail::Op(_)) => None,
@@ -361,7 +362,8 @@ impl Run<'_, '_> {
         let r = self.inode(ino)?;
         let mut result = pb::OpResult { ino: r.attr().ino, ..Default::default() };
         if perm::is_dir(r.attr()) {
-            // Absent when a default names what is gone, such as a pool; a create here says so.
+            // Absent if a default names something that is gone, such as a pool; a create here
+            // returns that error.
             result.effective = match self.spec_in(&r, None) {
                 Ok(spec) => self.t.place.effective(&spec).ok(),
                 Err(Fail::Op(_)) => None,
@@ -390,8 +392,8 @@ impl Run<'_, '_> {
         Ok(self.t.place.resolve(asked.into_iter().chain(&dir.default_layout).chain(&root))?)
     }
 
-    /// The path from the root by the first name on record, for whoever may search the directories
-    /// on it.
+    /// The path from the root by the first recorded name. The caller must have search permission on
+    /// its directories.
     fn path_of(&mut self, ino: Ino) -> Res<pb::OpResult> {
         let ino = self.id(ino);
         let mut names: Vec<Bytes> = Vec::new();
@@ -423,7 +425,7 @@ impl Run<'_, '_> {
     }
 }
 
-/// A result with what the holder of an open file needs.
+/// A result with the fields that the holder of an open file needs.
 pub(super) fn opened(r: &pb::InodeRecord) -> pb::OpResult {
     pb::OpResult { layout: r.layout.clone(), ..shown(r) }
 }

@@ -1,4 +1,4 @@
-//! Who may do what: mode bits and ACL against credentials, as Linux decides it (`fs/namei.c`,
+//! Permission checks: mode bits and ACL against credentials, as Linux decides it (`fs/namei.c`,
 //! `fs/attr.c`).
 
 use std::borrow::Cow;
@@ -44,14 +44,13 @@ pub(super) fn owns(c: &pb::Creds, a: &pb::Attr) -> bool {
     is_root(c) || c.uid == a.uid
 }
 
-/// The groups must be [in order](in_order).
+/// Whether the caller is in a group. The groups must be [in order](in_order).
 pub(super) fn in_group(c: &pb::Creds, gid: u32) -> bool {
     debug_assert!(c.groups.is_sorted(), "groups that are searched are in order");
     c.gid == gid || c.groups.binary_search(&gid).is_ok()
 }
 
-/// The same caller with the groups in order, so that looking for one costs little however many
-/// there are.
+/// The same caller with sorted groups, so that a search is cheap however many there are.
 pub(super) fn in_order(c: &pb::Creds) -> Cow<'_, pb::Creds> {
     if c.groups.is_sorted() {
         return Cow::Borrowed(c);
@@ -61,7 +60,7 @@ pub(super) fn in_order(c: &pb::Creds) -> Cow<'_, pb::Creds> {
     Cow::Owned(c)
 }
 
-/// `EPERM` if the file is sealed: nobody changes anything of it, root included.
+/// `EPERM` if the file is sealed: no caller may change it, root included.
 pub(super) fn changeable(r: &pb::InodeRecord) -> Result<()> {
     if r.seal.is_none() {
         return Ok(());
@@ -70,8 +69,8 @@ pub(super) fn changeable(r: &pb::InodeRecord) -> Result<()> {
     Err(Error::new(Code::Perm, m))
 }
 
-/// `EACCES` unless mode bits and ACL grant all of `mask` ([`R`] | [`W`] | [`X`]). `EPERM`: to write
-/// what is sealed.
+/// `EACCES` unless mode bits and ACL grant all of `mask` ([`R`] | [`W`] | [`X`]). `EPERM`: a write
+/// to a sealed file.
 pub(super) fn check(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> Result<()> {
     let a = r.attr();
     if mask & W != 0 {
@@ -92,7 +91,7 @@ pub(super) fn check(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> Result<()>
 fn is_granted(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> bool {
     let a = r.attr();
     if is_root(c) {
-        // Root runs only what somebody may run.
+        // Root may execute only files with an x bit.
         return mask & X == 0 || is_dir(a) || a.mode & 0o111 != 0;
     }
     if c.uid == a.uid {
@@ -109,7 +108,7 @@ fn is_granted(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> bool {
     mask & !class == 0
 }
 
-/// What an open with these flags needs of the mode bits.
+/// The mode bits that an open with these flags needs.
 pub(super) fn mask_of_open(flags: u32) -> u32 {
     match flags & O_ACCMODE {
         0 if flags & FMODE_EXEC != 0 => X,
@@ -151,9 +150,9 @@ pub(super) fn born(c: &pb::Creds, dir: &pb::Attr, mode: u32) -> (u32, u32) {
     (if keeps { mode } else { mode & !S_ISGID }, dir.gid)
 }
 
-/// The mode after somebody other than root changed the contents of a file of group `gid`.
-/// `strangers`: whoever is not in the group takes set-group-id also where the group has no
-/// execution, as Linux does since 6.1.
+/// The mode after a caller other than root changed the contents of a file of group `gid`.
+/// `strangers`: callers outside of the group remove set-group-id also where the group has no x bit,
+/// as Linux does since 6.1.
 pub(super) fn after_write(c: &pb::Creds, gid: u32, mode: u32, strangers: bool) -> u32 {
     if is_root(c) || mode & S_IFMT != S_IFREG {
         return mode;
@@ -162,7 +161,7 @@ pub(super) fn after_write(c: &pb::Creds, gid: u32, mode: u32, strangers: bool) -
     if strangers && !in_group(c, gid) { mode & !S_ISGID } else { mode }
 }
 
-/// The mode after a change of owner or group, by whomever.
+/// The mode after a change of owner or group, by any caller.
 pub(super) fn after_chown(c: &pb::Creds, a: &pb::Attr) -> u32 {
     if is_dir(a) {
         return a.mode;
@@ -171,19 +170,20 @@ pub(super) fn after_chown(c: &pb::Creds, a: &pb::Attr) -> u32 {
     if is_root(c) || in_group(c, a.gid) { mode } else { mode & !S_ISGID }
 }
 
-/// Whether a caller may take set-id bits and capabilities off a file: its owner, and whoever may
-/// write it.
+/// Whether a caller may remove set-id bits and capabilities from a file: its owner, and callers who
+/// may write it.
 pub(super) fn may_strip(c: &pb::Creds, r: &pb::InodeRecord) -> bool {
     owns(c, r.attr()) || is_file(r.attr()) && is_granted(c, r, W)
 }
 
-/// A mode set for a writer by a kernel that takes the set-id bits off itself.
+/// Whether the caller may set this mode because it only removes set-id bits: a kernel that removes
+/// them itself sets it so for a writer.
 pub(super) fn only_drops_set_ids(c: &pb::Creds, r: &pb::InodeRecord, mode: u32) -> bool {
     let now = r.attr().mode & 0o7777;
     mode & 0o7777 == now & !(S_ISUID | S_ISGID) | mode & now & S_ISGID && may_strip(c, r)
 }
 
-/// Whether a change of a file may take a right to its data from somebody.
+/// Whether a change of a file may take a right to its data from another caller.
 pub(super) fn takes_away(before: &pb::InodeRecord, after: &pb::InodeRecord) -> bool {
     let (b, a) = (before.attr(), after.attr());
     let lists = before.acl != after.acl;

@@ -1,5 +1,5 @@
-//! Which chains a new file's stripes go to: a pure function of what was asked for, the cluster map
-//! and the inode id.
+//! Which chains a new file's stripes get: a pure function of the request, the cluster map and the
+//! inode id.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,7 +13,7 @@ use strake_proto::{
     pb,
 };
 
-/// Up to this many stripes a layout lists its chains; beyond, it refers to a chain set where it
+/// With up to this many stripes a layout lists its chains; with more it refers to a chain set if it
 /// can.
 const EXPLICIT_CHAINS: usize = 16;
 pub(super) const MAX_COPIES: u32 = 3;
@@ -21,10 +21,10 @@ pub(super) const MAX_COPIES: u32 = 3;
 const MAX_POOL_NAME: usize = 15;
 /// Free space differing by less than this many percent is equal (Lustre's `qos_threshold_rr`).
 const EQUAL_PERCENT: u64 = 17;
-/// A chain's weight where all are equal, and the most that one may come to have.
+/// A chain's weight if all are equal, and the highest weight.
 const ONE: u64 = 1 << 24;
 const MOST: u64 = 1 << 40;
-/// How often all targets' parts are fitted.
+/// How many rounds of proportional fitting over all targets.
 const ROUNDS: usize = 12;
 /// The newest `ClusterMap.placement`, which new file systems get.
 pub const PLACEMENT: u32 = 1;
@@ -34,22 +34,22 @@ const NONE: u32 = u32::MAX;
 /// How fit a chain is for new data, best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Fit {
-    /// It has all its replicas in sync, and none is to move.
+    /// All its replicas are in sync, and none is to move.
     Whole,
-    /// Some are missing or move, but its first target is alive and none of its targets is being
-    /// emptied.
+    /// Some replicas are missing or move, but its first target is alive and none of its targets
+    /// drains.
     Stays,
     /// It has an in-sync replica.
     Serves,
 }
 
-/// How free space tells where new files go: `ClusterMap.placement`, set when the file system is
-/// made and never changed, as every member has to choose alike.
+/// How free space decides where new files go: `ClusterMap.placement`, set when the file system is
+/// made and never changed, as every member must choose alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rule {
-    /// A chain has as much as its fullest replica. Of file systems made before format 5.
+    /// A chain's free space is that of its fullest replica. For file systems made before format 5.
     ByFullest,
-    /// Each target gets as large a part of the new data as it has of the free space.
+    /// Each target's share of the new data is its share of the free space.
     ByShare,
 }
 
@@ -59,8 +59,7 @@ impl Rule {
     }
 }
 
-/// A target that a stripe could go to, and the chains it heads. Only those that are as fit as its
-/// fittest.
+/// A target that a stripe could go to, and the chains it heads; only its fittest chains.
 #[derive(Clone, Debug)]
 struct Candidate {
     target: TargetId,
@@ -71,22 +70,23 @@ struct Candidate {
 #[derive(Clone, Copy, Debug)]
 struct Way {
     chain: ChainId,
-    /// Its part of new files, beside those of the others. [`ByFullest`](Rule::ByFullest): free
+    /// Its share of new files, relative to the others. With [`ByFullest`](Rule::ByFullest): free
     /// space of its fullest replica, MiB.
     weight: u64,
 }
 
 impl Candidate {
-    /// Its chain for the stripe of a file that uses it for the time `turn`, from 0. Files begin
-    /// with different ones, and the stripes of one file that come to the same target go round them.
-    /// So a file that is as wide as a chain set goes along it.
+    /// Its chain for the stripe of a file that uses this target for the `turn`th time, from 0.
+    /// Files start with different chains, and the stripes of one file on the same target cycle
+    /// through them. So a file as wide as a chain set uses the set in order.
     fn way(&self, ino: Ino, turn: usize) -> &Way {
-        // Not the number that `by_weight` draws the target with.
+        // Must differ from the number with which `by_weight` draws the target.
         let first = splitmix64(&mut { !ino }) % self.ways.len() as u64;
         &self.ways[(first as usize + turn) % self.ways.len()]
     }
 
-    /// One of its chains, drawn by weight for this file; weighed as all of them together.
+    /// One of its chains, drawn by weight for this file; its weight is that of all of them
+    /// together.
     fn drawn(&self, ino: Ino) -> Way {
         let weight: u64 = self.ways.iter().map(|w| w.weight).sum();
         let mut at = splitmix64(&mut { !ino ^ u64::from(self.target) << 48 }) % (weight + 1);
@@ -102,19 +102,19 @@ impl Candidate {
 /// By copies - 1; in the order of the chain sets.
 type Candidates = [Vec<Candidate>; MAX_COPIES as usize];
 
-/// A cluster map and what choosing needs of it, computed once per map.
+/// A cluster map and what a choice needs from it, computed once per map.
 #[derive(Default)]
 pub(super) struct Placement {
     pub view: Arc<MapView>,
     all: Candidates,
-    /// By name, once somebody asked.
+    /// By name, computed when first needed.
     pools: BTreeMap<String, OnceLock<Candidates>>,
-    /// Whether any file waits for targets, once somebody asked.
+    /// Whether any file waits for targets, computed when first needed.
     pub(super) waiting: OnceLock<bool>,
 }
 
-/// Checks a request's own words; whether targets and pool exist is checked against the map where it
-/// is used.
+/// Checks a specification by itself; whether its targets and pool exist is checked against the map
+/// where it is used.
 pub(super) fn validate(s: &pb::LayoutSpec) -> Result<()> {
     let bad = |m: String| Err(Error::new(Code::Inval, m));
     if !s.stripe_size.is_multiple_of(STRIPE_UNIT) {
@@ -151,8 +151,8 @@ pub(super) fn validate(s: &pb::LayoutSpec) -> Result<()> {
 }
 
 /// Fills what `spec` leaves open from `under`. Stripe count, overstriping and target list are one
-/// choice, taken from the first that makes it; a first target is inherited only by who makes no
-/// choice of pool or targets himself.
+/// choice, taken from the first specification that makes it. A first target is inherited only if
+/// `spec` chooses neither a pool nor targets.
 fn over(spec: &pb::LayoutSpec, under: &pb::LayoutSpec) -> pb::LayoutSpec {
     let mut s = spec.clone();
     if s.stripe_size == 0 {
@@ -211,7 +211,7 @@ impl Placement {
         Ok(s)
     }
 
-    /// `EINVAL` if a directory's default names a pool or a target that is not there.
+    /// `EINVAL` if a directory's default names a pool or a target that does not exist.
     pub(super) fn validate_default(&self, s: &pb::LayoutSpec) -> Result<()> {
         validate(s)?;
         if s.pool != "none" && s.pool != "ignore" {
@@ -246,8 +246,8 @@ impl Placement {
         }
     }
 
-    /// Those of a pool: its own chains, which have all replicas on its members; while none of them
-    /// serves, those that a member heads.
+    /// The candidates of a pool: its own chains, which have all replicas on its members; if none of
+    /// them serves, chains that a member heads.
     fn of_pool(&self, pool: &pb::Pool, copies: u32) -> Vec<Candidate> {
         let members: BTreeSet<TargetId> = pool.targets.iter().copied().collect();
         let headed = |c: &pb::Chain| members.contains(&c.ost_index());
@@ -255,7 +255,7 @@ impl Placement {
         if own.is_empty() { candidates(&self.view, copies, "", headed) } else { own }
     }
 
-    /// Whether any chain serves that a file of this resolved specification may have.
+    /// Whether any chain that a file of this resolved specification may have is served.
     pub(super) fn is_served(&self, s: &pb::LayoutSpec) -> bool {
         let of = |pool: &str| {
             let s =
@@ -276,16 +276,16 @@ impl Placement {
         Ok(by_copies.get(s.copies.wrapping_sub(1) as usize).map_or(&[], |c| c))
     }
 
-    /// Those a file of this resolved specification may use; one whose chains have their first
-    /// target dead, or are being emptied, only if all are such.
+    /// The candidates that a file of this resolved specification may use. Targets whose chains have
+    /// a dead first target, or drain, are used only if all do.
     fn usable(&self, s: &pb::LayoutSpec) -> Result<Vec<&Candidate>> {
         let all = self.candidates(s)?;
         let any_stays = all.iter().any(|c| c.fit < Fit::Serves);
         Ok(all.iter().filter(|c| c.fit < Fit::Serves || !any_stays).collect())
     }
 
-    /// A layout for a new file. `spec` is resolved; the choice depends on nothing but it, the map
-    /// and `ino`.
+    /// A layout for a new file. `spec` is resolved; the choice depends only on it, the map and
+    /// `ino`.
     pub(super) fn layout(
         &self,
         spec: &pb::LayoutSpec,
@@ -347,7 +347,7 @@ impl Placement {
         Ok((first..first + count).map(|i| usable[i % n].way(ino, i / n).chain).collect())
     }
 
-    /// A chain of each target to draw from by weight; `None` while all have about as much space.
+    /// A chain of each target to draw from by weight; `None` if all have about as much space.
     fn by_space(&self, usable: &[&Candidate], ino: Ino) -> Option<Vec<Way>> {
         let weights = |ways: &[Way]| ways.iter().map(|w| w.weight).collect::<Vec<_>>();
         match Rule::of(&self.view) {
@@ -362,7 +362,7 @@ impl Placement {
         }
     }
 
-    /// A chain of a listed target. `turns`: how often the file uses each already.
+    /// A chain of a listed target. `turns`: how often the file uses each target already.
     fn explicit(
         &self,
         s: &pb::LayoutSpec,
@@ -382,7 +382,7 @@ impl Placement {
         Ok(c.way(ino, *turn - 1).chain)
     }
 
-    /// The chains as consecutive members of one chain set, if they are many and are that.
+    /// The chains as consecutive members of one chain set, if they are many and form that.
     fn as_set(&self, chains: &[ChainId], copies: u32) -> Option<pb::ChainSetRef> {
         if chains.len() <= EXPLICIT_CHAINS {
             return None;
@@ -420,7 +420,7 @@ fn layout(
     pb::Layout { generation, components: vec![c], drafts: 0 }
 }
 
-/// Stripes of a file when `n` targets are usable.
+/// The number of stripes of a file when `n` targets are usable.
 fn stripes(s: &pb::LayoutSpec, n: usize) -> usize {
     let wanted = match (s.overstripe, s.stripe_count) {
         (o, _) if o > 0 && n > 0 => o as usize,
@@ -435,7 +435,7 @@ fn by_copies(of: impl Fn(u32) -> Vec<Candidate>) -> Candidates {
     std::array::from_fn(|i| of(i as u32 + 1))
 }
 
-/// The targets that head chains of a pool's sets, and which of them; only those that serve.
+/// The targets that head chains of a pool's sets, with those chains; only chains that are served.
 fn candidates(
     view: &MapView,
     copies: u32,
@@ -476,8 +476,8 @@ fn candidates(
     out
 }
 
-/// `None`: nobody serves it, so no file gets it. Chains that hold nothing are told by that
-/// (`cluster::anew`).
+/// `None`: no replica serves the chain, so no file gets it. The check for chains that hold nothing
+/// depends on this (`cluster::anew`).
 fn fit(view: &MapView, c: &pb::Chain) -> Option<Fit> {
     c.head()?;
     let alive = view.target(c.ost_index()).is_some_and(|t| t.alive);
@@ -495,10 +495,10 @@ fn free_mib(t: &pb::Target) -> u64 {
     t.capacity.saturating_sub(t.used) >> 20
 }
 
-/// Weighs chains so that each target gets as much of the new data as it has of the free space, as
-/// far as its chains allow: proportional fitting, each target in turn, some times over. Nothing is
-/// changed while all have about as much. Whole numbers only: every metadata server has to find the
-/// same.
+/// Weighs chains so that each target's share of the new data is its share of the free space, as far
+/// as its chains allow: proportional fitting, each target in turn, several rounds. Changes nothing
+/// while all have about as much. Uses only integers: every metadata server must get the same
+/// result.
 fn weigh(view: &MapView, all: &mut [Candidate]) {
     let mut of: BTreeMap<TargetId, Vec<(usize, usize)>> = BTreeMap::new();
     let mut copies = 0u128;
@@ -521,10 +521,11 @@ fn weigh(view: &MapView, all: &mut [Candidate]) {
             if here == 0 || here == sum {
                 continue;
             }
-            // Each replica of a chain gets all of what comes to the chain: what is to come to this
-            // target, of `space`, at most nearly all.
+            // Each replica of a chain gets all data of the chain. `want`: this target's share of
+            // `space`, at most nearly all.
             let want = (copies * u128::from(*free)).min(space - space.div_ceil(16));
-            // Those with it and those without are then to each other as `want` to the rest.
+            // Then chains with this target and chains without it are to each other as `want` to the
+            // rest.
             let (up, down) = (want * (sum - here), (space - want) * here);
             for (i, j) in ways {
                 let w = &mut all[*i].ways[*j].weight;
@@ -542,11 +543,11 @@ fn is_even(of: &[u64]) -> bool {
     u128::from(least) * 100 >= u128::from(most) * u128::from(100 - EQUAL_PERCENT)
 }
 
-/// By weight, without replacement.
+/// Draws chains by weight, without replacement.
 fn by_weight(mut left: Vec<Way>, count: usize, ino: Ino) -> Vec<ChainId> {
     let mut state = ino;
     let mut chosen = Vec::with_capacity(count);
-    // + 1: a full target is chosen only where nearly nothing else is left, and the sum is never 0.
+    // + 1: a full target is chosen only if almost nothing else is left, and the sum is never 0.
     let mut total: u64 = left.iter().map(|c| c.weight + 1).sum();
     while chosen.len() < count && !left.is_empty() {
         let mut at = splitmix64(&mut state) % total;
@@ -562,9 +563,9 @@ fn by_weight(mut left: Vec<Way>, count: usize, ino: Ino) -> Vec<ChainId> {
     chosen
 }
 
-/// Free and used space as `statfs` shows it: what files take of which there are so many copies,
-/// each on a node of its own. Targets that are silent count with what they said last; `lfs df`
-/// shows each target's raw bytes.
+/// Free and used space as `statfs` shows it: the space for files with this many copies, each on a
+/// separate node. Silent targets count with their last report; `lfs df` shows each target's raw
+/// bytes.
 pub(super) fn statfs(
     place: &Placement,
     header: &pb::StateHeader,
@@ -583,7 +584,7 @@ pub(super) fn statfs(
     {
         let left = t.capacity.saturating_sub(t.used);
         if !t.given_up {
-            // One that is being emptied takes nothing new.
+            // A draining target takes nothing new.
             add(&mut total, t.node, if t.draining { t.used } else { t.capacity });
             add(&mut free, t.node, if t.draining { 0 } else { left });
         }
@@ -606,13 +607,15 @@ pub(super) fn statfs(
     })
 }
 
-/// Bytes of which so many copies fit on nodes with so much each, no two copies on one. Fewer nodes
-/// than copies, for which there are no chains yet, count as if each had a copy.
+/// How many bytes fit with this many copies on nodes with this much space each, no two copies on
+/// one node. With fewer nodes than copies, when there are no such chains yet, one copy per node is
+/// assumed.
 pub(super) fn usable(mut nodes: Vec<u64>, copies: u32) -> u64 {
     let copies = (copies.max(1) as usize).min(nodes.len().max(1));
     nodes.sort_unstable_by(|a, b| b.cmp(a));
     let mut rest: u128 = nodes.iter().map(|n| u128::from(*n)).sum();
-    // The fullest ones limit: what a node has beyond one copy of everything nobody can use.
+    // The largest nodes limit the result: what a node has beyond one copy of everything cannot be
+    // used.
     for (i, largest) in nodes.iter().enumerate().take(copies) {
         let fits = rest / (copies - i) as u128;
         if u128::from(*largest) <= fits {

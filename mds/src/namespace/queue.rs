@@ -1,12 +1,12 @@
 //! The lowest keys of a work queue, in memory.
 //!
-//! A queue is worked off from its beginning, and there a log-structured store keeps what was
-//! deleted until a compaction: looking for the first record would step over all of it, each time.
-//! The state itself is in the store; this is only what is known about it.
+//! A queue is processed from its start, where a log-structured store keeps deleted records until a
+//! compaction: each search for the first record would step over all of them. The store has the
+//! state itself; this is only what is known about it.
 
 use std::collections::BTreeSet;
 
-/// Keys kept at most. The workers ask for fewer.
+/// Most keys that are kept. The workers ask for fewer.
 const MOST: usize = 65_536;
 
 #[derive(Default)]
@@ -37,8 +37,8 @@ impl Queue {
         }
     }
 
-    /// The lowest `limit` keys. `search(from, most)` looks in the store for keys from `from` on,
-    /// where more are needed.
+    /// The lowest `limit` keys. `search(from, most)` finds keys in the store from `from` on, if
+    /// more are needed.
     pub(super) fn lowest(
         &mut self,
         limit: usize,
@@ -69,7 +69,7 @@ mod tests {
             let (mut store, mut queue) = (BTreeSet::new(), Queue::default());
             for (key, what, n) in steps {
                 match what {
-                    // A run of keys comes or goes.
+                    // A run of keys is added or removed.
                     0 | 1 => {
                         for key in key..key + n as u64 {
                             let changed = if what == 0 { store.insert(key) } else { store.remove(&key) };
@@ -78,7 +78,7 @@ mod tests {
                             }
                         }
                     }
-                    // A search that sees only some, as after a read error.
+                    // A search that returns only some keys, as after a read error.
                     2 => {
                         queue.lowest(n, |from, most| {
                             Found { keys: store.range(from..).take(most.min(10)).copied().collect(), all: false }

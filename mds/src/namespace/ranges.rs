@@ -1,12 +1,12 @@
-//! Where locked ranges are in the state: a record for each, so that a lock writes one and not all
-//! that its owner has, and beside it an index by which those in the way of another are found
-//! without looking at all. In the first form, of before rule 3, an owner's ranges in a file are one
-//! record without an index; the next lock or unlock in a file brings it into the new form.
+//! How the state stores locked ranges: one record per range, so that a lock writes one record and
+//! not all ranges of its owner, and an index that finds conflicting ranges without reading all. In
+//! the first form, from before rule 3, an owner's ranges in a file are one record without an index;
+//! the next lock or unlock in a file converts it.
 //!
-//! **Index.** Ranges of one kind and type are in classes by their lengths, and in a class by their
-//! ends. One of a class that meets `start..=end` ends at `start` or behind it, and at most the
-//! class's greatest length behind `end`. Locks for writing lie apart, so of those at most two of a
-//! class are looked at that do not meet it.
+//! **Index.** Ranges of one kind and type are sorted into classes by length, and within a class by
+//! their last byte. A range of a class that overlaps `start..=end` ends at `start` or after it, and
+//! at most the class's greatest length after `end`. Write locks do not overlap each other, so at
+//! most two write locks of a class are read that do not overlap `start..=end`.
 
 use std::ops::Bound;
 
@@ -23,9 +23,9 @@ use super::{
 };
 use pb::LockKind;
 
-/// Of the ranges that an owner has left so many are counted for the answer.
+/// At most this many of the ranges that an owner has left are counted for the answer.
 const COUNTED: u64 = 16;
-/// The last class has all lengths that are not in another one.
+/// The last class has all lengths that no other class has.
 const CLASSES: u8 = 64;
 
 /// The class of a range: 0 for one byte, `n` for up to 2^n bytes.
@@ -34,7 +34,7 @@ fn class(s: &Span) -> u8 {
     (more.checked_ilog2().map_or(0, |n| n as u8 + 1)).min(CLASSES - 1)
 }
 
-/// How far a range of the class reaches beyond its first byte, at most.
+/// How far a range of the class extends beyond its first byte, at most.
 fn reach(class: u8) -> u64 {
     if class == CLASSES - 1 { u64::MAX } else { (1 << class) - 1 }
 }
@@ -54,7 +54,7 @@ fn index_value(s: &Span) -> Bytes {
     b.freeze()
 }
 
-/// The lock that a record of the index stands for.
+/// The lock that an index record stands for.
 fn indexed(key: &[u8], mut value: Bytes) -> Res<(Owner, Span)> {
     let parsed = keys::parse_lock_index(key).filter(|_| value.len() == 12);
     let Some((kind, write, end, session, owner)) = parsed else {
@@ -67,17 +67,17 @@ fn indexed(key: &[u8], mut value: Bytes) -> Res<(Owner, Span)> {
     Ok((Owner { kind, session, owner }, span))
 }
 
-/// The classes that are in use: a bit each.
+/// The classes in use, one bit each.
 fn classes(total: &pb::LockTotal, kind: LockKind, write: bool) -> u64 {
     match (kind, write) {
-        // The whole file, always.
+        // These always lock the whole file.
         (LockKind::LockFlock, _) => 1 << (CLASSES - 1),
         (_, false) => total.read_classes,
         (_, true) => total.write_classes,
     }
 }
 
-/// A range came into the file.
+/// Notes a new range in the file.
 pub(super) fn note(total: &mut pb::LockTotal, kind: LockKind, s: &Span) {
     total.ranged = true;
     if kind != LockKind::LockFlock {
@@ -86,7 +86,7 @@ pub(super) fn note(total: &mut pb::LockTotal, kind: LockKind, s: &Span) {
     }
 }
 
-/// Shows the locks in the way, until `each` answers false.
+/// Passes the conflicting locks to `each`, until it returns false.
 pub(super) fn barring(
     t: &Txn<'_>,
     total: &pb::LockTotal,
@@ -95,7 +95,7 @@ pub(super) fn barring(
 ) -> Res<()> {
     let mut go_on = true;
     for write in [true, false] {
-        // Readers are in no reader's way.
+        // Read locks do not conflict with each other.
         let mut left =
             if write || want.span.write { classes(total, want.who.kind, write) } else { 0 };
         while left != 0 && go_on {
@@ -118,7 +118,7 @@ pub(super) fn barring(
     Ok(())
 }
 
-/// What an owner has that meets a range or touches it, in order.
+/// The ranges of an owner that overlap or touch a range, in order.
 pub(super) fn near(t: &Txn<'_>, ino: Ino, who: &Owner, start: u64, end: u64) -> Res<Vec<Span>> {
     let mut out = Vec::new();
     each_of(t, ino, who, start.saturating_sub(1), |s| {
@@ -129,7 +129,7 @@ pub(super) fn near(t: &Txn<'_>, ino: Ino, who: &Owner, start: u64, end: u64) -> 
     Ok(out)
 }
 
-/// How many ranges an owner has in a file; of many not all are counted.
+/// How many ranges an owner has in a file, counted up to [`COUNTED`].
 pub(super) fn left(t: &Txn<'_>, ino: Ino, who: &Owner) -> Res<u64> {
     let mut n = 0;
     each_of(t, ino, who, 0, |_| {
@@ -139,7 +139,7 @@ pub(super) fn left(t: &Txn<'_>, ino: Ino, who: &Owner) -> Res<u64> {
     Ok(n)
 }
 
-/// The ranges of an owner that do not end before a byte, until `each` answers false.
+/// Passes the ranges of an owner that do not end before a byte to `each`, until it returns false.
 fn each_of(
     t: &Txn<'_>,
     ino: Ino,
@@ -157,7 +157,7 @@ fn each_of(
     Ok(())
 }
 
-/// Writes what an owner has now instead of what it had, of the ranges that are in either.
+/// Replaces the ranges `had` of an owner by `has`.
 pub(super) fn replace(t: &mut Txn<'_>, ino: Ino, who: &Owner, had: &[Span], has: &[Span]) {
     for s in had.iter().filter(|s| !has.contains(s)) {
         remove(t, ino, who, s);
@@ -178,8 +178,8 @@ pub(super) fn remove(t: &mut Txn<'_>, ino: Ino, who: &Owner, s: &Span) {
     t.delete(index_key(ino, who, s));
 }
 
-/// Brings the locks of a file into this form. Costs its sender nothing: it is done once, for what
-/// others left.
+/// Converts the locks of a file to this form. That costs the sender no steps: it is done once, for
+/// locks that others left.
 pub(super) fn convert(t: &mut Txn<'_>, ino: Ino, total: &mut pb::LockTotal) -> Res<()> {
     let steps = t.steps.left();
     t.steps.allow(u64::MAX);
@@ -194,7 +194,7 @@ pub(super) fn convert(t: &mut Txn<'_>, ino: Ino, total: &mut pb::LockTotal) -> R
     Ok(())
 }
 
-/// Whether a key and a value are a record of the index.
+/// Checks that a key and a value are a record of the index.
 pub fn is_index(key: &[u8], value: &[u8]) -> Result<()> {
     match indexed(key, Bytes::copy_from_slice(value)) {
         Ok((_, s)) if s.start <= s.end => Ok(()),

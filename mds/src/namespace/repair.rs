@@ -1,6 +1,6 @@
-//! What `strake fsck --repair` asks for. fsck looked at a file system in use, so each repair is
-//! done only where the state says the same: then whatever changed meanwhile is safe. Inode and data
-//! ids are never given out twice, so what no inode has now none will have.
+//! The repairs of `strake fsck --repair`. fsck looked at a file system in use, so each repair is
+//! done only if the state still agrees: then changes made meanwhile are safe. Inode and data ids
+//! are never given out twice, so an id that no inode has now will never be used again.
 
 use strake_proto::{
     Code,
@@ -26,11 +26,10 @@ pub(super) fn repair(t: &mut Txn<'_>, r: &pb::Repair) -> Res<()> {
     }
 }
 
-/// Puts chunks on the list of what is to be deleted. Twice there does no harm: they are then
-/// deleted twice.
+/// Puts chunks on the list of chunks to delete. Doing so twice is harmless: they are deleted twice.
 fn chunks(t: &mut Txn<'_>, c: &pb::RepairChunks) -> Res<()> {
     if c.ino >= t.header.next_ino || c.data_id >= t.header.next_data_id {
-        // A file made before they are deleted could get it. It means that this state is not the
+        // A file made before the deletion could get this id. It means that this state is not the
         // newest there was.
         let m = format!(
             "inode {:#x}, data {:#x} have not been given out yet, by this state",
@@ -68,7 +67,7 @@ fn chunks(t: &mut Txn<'_>, c: &pb::RepairChunks) -> Res<()> {
     Ok(())
 }
 
-/// Where the file that has these chunks keeps them; empty: there is none.
+/// The chains on which the file with these chunks keeps them; empty: there is no such file.
 fn own_chains(t: &Txn<'_>, c: &pb::RepairChunks, view: &MapView) -> Res<Vec<u32>> {
     let layout = t.inode(c.ino)?.and_then(|r| r.layout);
     match layout.filter(|l| l.components.iter().any(|x| x.data_id == c.data_id)) {
@@ -77,7 +76,7 @@ fn own_chains(t: &Txn<'_>, c: &pb::RepairChunks, view: &MapView) -> Res<Vec<u32>
     }
 }
 
-/// Cuts a file at the end it has.
+/// Trims everything beyond a file's current end.
 fn end(t: &mut Txn<'_>, e: &pb::RepairEnd) -> Res<()> {
     let mut r = t.need(e.ino)?;
     if !perm::is_file(r.attr()) || r.layout.is_none() || r.attr().data_id != e.data_id {
@@ -112,7 +111,8 @@ fn name(t: &mut Txn<'_>, n: &pb::RepairName) -> Res<()> {
         Spot::Taken(cookie, d) if d.ino == n.ino => (cookie, d),
         _ => return fail(Code::NoEnt, "the name is gone, or names something else now"),
     };
-    // A directory's names hang on its number: without this one nobody would find what they name.
+    // A directory's names are stored under its number: without this entry nothing would lead to
+    // them.
     let below = !t.scan(&keys::dentry(n.ino, 0)[..9], &[], |_, value| Ok(value.is_empty()))?;
     if below {
         return fail(

@@ -1,8 +1,8 @@
-//! Sealed files: immutable, with a manifest of what they hold. See `docs/seal.md`.
+//! Sealed files: immutable, with a manifest of their contents. See `docs/seal.md`.
 //!
-//! The inode says that the file is sealed and has the manifest's sums; the digests of its extents
-//! are in pages, records of their own. What being immutable means is [`perm::changeable`], which
-//! every operation that changes something asks.
+//! The inode records that the file is sealed, with the manifest's sums; the digests of its extents
+//! are in pages, which are separate records. [`perm::changeable`] enforces immutability; every
+//! operation that changes something calls it.
 
 use strake_proto::{
     Code, pb,
@@ -34,8 +34,7 @@ fn told(r: &pb::InodeRecord) -> pb::OpResult {
 }
 
 impl Run<'_, '_> {
-    /// What a manifest says may be used to guess at the contents: only who may read those may have
-    /// it.
+    /// A manifest could be used to guess at the contents: only callers who may read those get it.
     pub(super) fn get_seal(&mut self, o: &pb::GetSeal) -> Res<pb::OpResult> {
         let r = self.inode(o.ino)?;
         perm::check(self.by.creds, &r, R)?;
@@ -91,7 +90,7 @@ impl Run<'_, '_> {
                 "bytes beyond the end of the file are still being removed; try again",
             );
         }
-        // Nobody is on record as one who may write; this is for what was given out all the same.
+        // No session is recorded as a writer; this ends rights that were given out nevertheless.
         let ino = r.attr().ino;
         self.t.notes.endings.push(Ending { session: 0, ino, rights: writers::TO_WRITE });
         let id = gc::number(self.t);
@@ -108,7 +107,7 @@ impl Run<'_, '_> {
         page: &pb::SealPage,
     ) -> Res<pb::OpResult> {
         let (ino, size) = (r.attr().ino, r.attr().size);
-        // Of two runs that end alike, the one that is behind repeats what the other did.
+        // If two runs compute the same manifest, the slower one repeats what the other did.
         let is_known = r
             .seal
             .as_ref()
@@ -177,13 +176,14 @@ impl Run<'_, '_> {
         Ok(told(&self.save(r)))
     }
 
-    /// `id`: of the seal that was begun and could not be completed; 0 for whatever there is.
+    /// `id`: that of a seal that was begun and could not be completed; 0 for any seal.
     fn undo_seal(&mut self, mut r: pb::InodeRecord, id: u64) -> Res<pb::OpResult> {
         let Some(seal) = &r.seal else { return fail(Code::NoData, "the file is not sealed") };
         if id != 0 && (seal.id != id || seal.manifest.is_some()) {
             return fail(Code::Stale, "the seal was undone meanwhile, or another run completed it");
         }
-        // Who cannot read the file to its end must be able to go back.
+        // An unfinished seal may be undone by non-root callers: one that cannot read the whole file
+        // must be able to go back.
         if seal.manifest.is_some() && !perm::is_root(self.by.creds) {
             return fail(Code::Perm, "only root may undo a seal");
         }

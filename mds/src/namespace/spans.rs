@@ -1,5 +1,5 @@
-//! The arithmetic of locked ranges: what one owner has locked in one file, in order, apart or of
-//! different types. Pure.
+//! The arithmetic of locked ranges: the ranges that one owner has locked in one file, sorted, with
+//! gaps between them or of different types. Pure.
 
 use strake_proto::pb::{self, LockType};
 
@@ -14,7 +14,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// `None` for one that locks nothing: an unlock, or ends before it starts.
+    /// `None` for a range that locks nothing: an unlock, or an end before the start.
     pub fn from_pb(s: &pb::LockSpan) -> Option<Span> {
         let write = match LockType::try_from(s.r#type).ok()? {
             LockType::LockRead => false,
@@ -38,7 +38,7 @@ impl Span {
         (self.write || other.write) && self.meets(other)
     }
 
-    /// What of it lies within another's bytes.
+    /// The part within another range.
     pub fn within(&self, other: &Span) -> Option<Span> {
         self.meets(other).then(|| Span {
             start: self.start.max(other.start),
@@ -48,7 +48,7 @@ impl Span {
     }
 }
 
-/// Frees `start..=end`: what lies across its edges stays outside of it.
+/// Frees `start..=end`; parts of ranges outside of it stay.
 pub fn unlock(spans: &mut Vec<Span>, start: u64, end: u64) {
     let hole = Span { start, end, write: true, pid: 0 };
     let mut left = Vec::with_capacity(spans.len() + 2);
@@ -67,8 +67,8 @@ pub fn unlock(spans: &mut Vec<Span>, start: u64, end: u64) {
     *spans = left;
 }
 
-/// Locks a range, whatever was locked of it before. What it touches of the same type becomes one
-/// with it.
+/// Locks a range, whatever was locked in it before. Ranges of the same type that it touches are
+/// merged with it.
 pub fn lock(spans: &mut Vec<Span>, new: Span) {
     unlock(spans, new.start, new.end);
     let at = spans.partition_point(|s| s.start < new.start);

@@ -1,7 +1,7 @@
-//! What one list of operations may cost. The log is executed by every member, one entry after the
-//! other, and again after a restart: whoever sends a list that costs much has everybody wait. So
-//! work is counted in steps as it is done, by what was looked at and written and never by a clock:
-//! every member comes to the same end. A step is about a tenth of a microsecond.
+//! The cost limit of one list of operations. Every member applies the log, one entry after the
+//! other, and again after a restart, so an expensive list makes everything wait. Work is counted in
+//! steps as it is done, by what was read and written and never by a clock: every member gets the
+//! same result. A step is about a tenth of a microsecond.
 
 use std::cell::Cell;
 
@@ -13,21 +13,21 @@ use super::{
 };
 use pb::op::Op;
 
-/// What one list may cost, about 40 ms. 8,192 lookups cost 7 parts in 8 of it.
+/// Most steps of one list, about 40 ms. 8,192 lookups cost 7/8 of it.
 pub(super) const OF_A_LIST: u64 = 400_000;
 /// Beginning an operation.
 pub(super) const OPERATION: u64 = 10;
 /// Reading a record.
 pub(super) const RECORD: u64 = 10;
-/// Another one that lies beside it in the store.
+/// Reading the next record in the store.
 pub(super) const NEXT: u64 = 4;
 /// Writing a record.
 pub(super) const WRITE: u64 = 10;
-/// Levels from a directory up to the root that a rename looks at. A path of 4,096 bytes has half as
-/// many.
+/// Most levels from a directory up to the root that a rename checks. A path of 4,096 bytes has half
+/// as many.
 pub(super) const DEPTH: u64 = 4_096;
 
-/// What is left to a list. What is no list of a client's has no bound.
+/// The steps a list has left. Work that is not a client's list has no limit.
 pub(super) struct Steps(Cell<u64>);
 
 impl Default for Steps {
@@ -37,7 +37,7 @@ impl Default for Steps {
 }
 
 impl Steps {
-    /// From now on there are so many.
+    /// Sets the number of steps left.
     pub(super) fn allow(&self, steps: u64) {
         self.0.set(steps);
     }
@@ -54,7 +54,7 @@ impl Steps {
         fail(Code::TooBig, "the list of operations is too much work for one request; split it")
     }
 
-    /// Takes what was done already. Whether that was allowed.
+    /// Counts work that was done already. Returns whether it was within the limit.
     pub(super) fn spend(&self, steps: u64) -> bool {
         let left = self.0.get().checked_sub(steps);
         self.0.set(left.unwrap_or(0));
@@ -62,8 +62,8 @@ impl Steps {
     }
 }
 
-/// What it costs to read an inode and to decide by its lists who may do something, as operations do
-/// up to twice.
+/// The cost of reading an inode and checking permissions by its lists, as operations do up to
+/// twice.
 pub(super) fn of_inode(r: &pb::InodeRecord) -> u64 {
     // An entry of a list has 8 bytes.
     RECORD + (r.acl.len() + r.default_acl.len()) as u64 / 4 + 2 * r.links.len() as u64
@@ -71,13 +71,14 @@ pub(super) fn of_inode(r: &pb::InodeRecord) -> u64 {
 
 /// A list that may cost this much is heavy: about 2 ms.
 const HEAVY: u64 = 20_000;
-/// Lists of so few operations are light whatever they are, but for renames.
+/// Lists with at most this many operations are light whatever they do, except moves between
+/// directories, path lookups and listings.
 const FEW: usize = 4;
 /// What an operation costs at least, and what one is that changes something beside the inodes that
 /// it names.
 const LEAST: u64 = 80;
 
-/// A rename that may have to look at the directories up to the root.
+/// A rename that may have to check the directories up to the root.
 fn moves(op: &pb::Op) -> Option<[Ino; 2]> {
     match &op.op {
         Some(Op::Rename(o)) if o.parent != o.new_parent => Some([o.parent, o.new_parent]),
@@ -85,7 +86,7 @@ fn moves(op: &pb::Op) -> Option<[Ino; 2]> {
     }
 }
 
-/// Whether it has to be looked at if a list is heavy.
+/// Whether a list must be checked for being heavy.
 pub(super) fn is_looked_at(ops: &[pb::Op]) -> bool {
     ops.len() > FEW
         || ops
@@ -93,7 +94,7 @@ pub(super) fn is_looked_at(ops: &[pb::Op]) -> bool {
             .any(|o| moves(o).is_some() || matches!(o.op, Some(Op::PathOf(_) | Op::Readdir(_))))
 }
 
-/// Whether a list may cost much: guessed from what it names, as far as that is too much already.
+/// Whether a list may cost much: estimated from what it names, until that is too much.
 pub(super) fn is_heavy(t: &Txn<'_>, ops: &[pb::Op]) -> Res<bool> {
     t.steps.allow(HEAVY);
     match ops.iter().try_for_each(|op| guess(t, op)) {
@@ -106,7 +107,7 @@ pub(super) fn is_heavy(t: &Txn<'_>, ops: &[pb::Op]) -> Res<bool> {
 fn guess(t: &Txn<'_>, op: &pb::Op) -> Res<()> {
     t.steps.take(LEAST)?;
     for ino in effects::named(op) {
-        // Its lists are looked at again when it is decided who may.
+        // Its lists are read again for the permission check.
         if let Some(r) = t.inode(ino)? {
             t.steps.take(2 * of_inode(&r))?;
         }
@@ -122,7 +123,7 @@ fn guess(t: &Txn<'_>, op: &pb::Op) -> Res<()> {
     moves(op).into_iter().flatten().try_for_each(|dir| climb(t, dir))
 }
 
-/// Goes up to the root.
+/// Counts the way up to the root.
 fn climb(t: &Txn<'_>, dir: Ino) -> Res<()> {
     let mut at = dir;
     while at > ROOT_INO {

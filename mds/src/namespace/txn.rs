@@ -16,9 +16,8 @@ use super::{
 };
 
 /// Why an operation did not happen. An `Op` failure is an answer, the same on every member. A
-/// `Store` failure is this member's own trouble: nothing may be answered, the whole batch is given
-/// up. `Later`: the list that it is in has not run, on any member, and may come again under its
-/// number.
+/// `Store` failure concerns this member's store only: no answer may be given, and the whole batch
+/// is dropped. `Later`: the list has not run, on any member, and may come again under its number.
 pub(super) enum Fail {
     Op(Error),
     Store(Error),
@@ -33,12 +32,12 @@ impl From<Error> for Fail {
     }
 }
 
-/// A failed operation with its cause in words.
+/// A failed operation with its cause as text.
 pub(super) fn fail<T>(code: Code, message: impl Into<String>) -> Res<T> {
     Err(Fail::Op(Error::new(code, message)))
 }
 
-/// Reads a stored record; bytes that are none are this member's corruption.
+/// Reads a stored record; invalid bytes mean that this member's store is corrupt.
 pub(super) fn decode<M: Message + Default>(key: &[u8], value: Bytes) -> Res<M> {
     M::decode(value).map_err(|e| {
         let m = format!("metadata record {:02x?} is damaged ({e})", key);
@@ -106,7 +105,7 @@ impl<'a> Txn<'a> {
         Txn { store, base, own, names, notes, steps, header, place }
     }
 
-    /// What it wrote, the header it leaves, and what it saw and did.
+    /// What the transaction wrote, the header it leaves, and what it read and changed.
     pub(super) fn finish(self) -> (Layer, pb::StateHeader, Notes) {
         (self.own, self.header, self.notes)
     }
@@ -133,8 +132,9 @@ impl<'a> Txn<'a> {
         self.own.kv.insert(key, None);
     }
 
-    /// Calls `each` for the pairs after `after` and within `prefix`, in key order, until it answers
-    /// false. True if it saw them all. Inode records are not seen (they are never listed).
+    /// Calls `each` for the pairs after `after` and within `prefix`, in key order, until it returns
+    /// false. Returns true if it saw them all. Inode records are not included (they are never
+    /// listed).
     pub(super) fn scan(
         &self,
         prefix: &[u8],
@@ -147,7 +147,7 @@ impl<'a> Txn<'a> {
         self.range(from, to, each)
     }
 
-    /// Likewise for those between two keys.
+    /// The same for pairs between two keys.
     pub(super) fn range(
         &self,
         from: Bound<&[u8]>,
@@ -186,7 +186,7 @@ impl<'a> Txn<'a> {
                 (None, None) => return Ok(true),
             };
             let Some(value) = value else {
-                // What others have deleted a moment ago does not count: not every member sees it.
+                // Recent deletions by others cost nothing: not every member sees them.
                 self.steps.take(if is_own { steps::NEXT } else { 0 })?;
                 continue;
             };
@@ -236,7 +236,7 @@ impl<'a> Txn<'a> {
         self.put_unseen(ino, record);
     }
 
-    /// Stores a record of which clients see the same as before.
+    /// Stores a record that looks to clients the same as before.
     pub(super) fn put_unseen(&mut self, ino: Ino, record: pb::InodeRecord) {
         self.steps.spend(steps::WRITE);
         self.own.inodes.insert(ino, Some(record));
@@ -272,8 +272,7 @@ impl<'a> Txn<'a> {
         self.put(keys::dentry(dir, cookie), d.encode_to_vec());
     }
 
-    /// Within a run of colliding names the slot stays marked, so that those behind it are still
-    /// found.
+    /// In a run of colliding names the slot stays marked, so that names after it are still found.
     pub(super) fn remove_name(&mut self, dir: Ino, cookie: u64) -> Res<()> {
         let last_slot = cookie % SLOTS == SLOTS - 1;
         if !last_slot && self.dentry(dir, cookie + 1)?.is_some() {

@@ -1,4 +1,4 @@
-//! The store, with an eye on damage: whatever becomes of the error of who met it, it is noted.
+//! A wrapper of the store that notes damage, whatever the reader does with the error.
 
 use std::{
     ops::Bound,
@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 use strake_store::{Batch, MetaStore, PairIter, Reader};
 
-/// What was found damaged first.
+/// The first damage that was found.
 #[derive(Default)]
 pub(super) struct Damage {
     any: AtomicBool,
@@ -21,7 +21,7 @@ pub(super) struct Damage {
 }
 
 impl Damage {
-    /// Notes an error, if it is one of damage.
+    /// Notes an error, if it means damage.
     pub(super) fn note(&self, e: &Error) {
         if e.code == Code::Corrupt {
             self.first.lock().get_or_insert_with(|| e.clone());
@@ -33,7 +33,7 @@ impl Damage {
         if self.any.load(Relaxed) { self.first.lock().clone() } else { None }
     }
 
-    /// What was damaged is gone.
+    /// Forgets the damage, as the damaged data is gone.
     pub(super) fn forget(&self) {
         *self.first.lock() = None;
         self.any.store(false, Relaxed);

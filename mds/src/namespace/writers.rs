@@ -1,11 +1,11 @@
-//! Which sessions may write a file, so that nothing of a writer that went silently shows up later.
+//! Which sessions may write a file, so that no data of a writer that disappeared shows up later.
 //!
-//! A write is on its replicas before its end is in the inode. Whoever dies in between leaves bytes
-//! beyond the file's end, which would be read as data, not as zeros, when the file grows over them.
-//! So every session that may write is on record (in the log, so that it outlives leaders); when one
-//! ends without saying that all is reported, the file is cut at its recorded end as soon as nobody
-//! else may be writing there, and before anybody new may. Beside others nothing can be cut: after
-//! an eviction it is found out how far the file goes, and that is its end then.
+//! A write is on its replicas before its end is in the inode. A writer that dies in between leaves
+//! bytes beyond the file's end, which would be read as data, not as zeros, when the file grows over
+//! them. So every session that may write is recorded (in the log, so that the record outlives
+//! leaders). When one ends without having reported everything, the file is trimmed at its recorded
+//! end as soon as no other session may be writing, and before a new one may. Beside other writers
+//! nothing can be trimmed: after an eviction the file's size is found out instead.
 
 use strake_proto::{Code, Error, Ino, Rights, SessionId, ops::O_ACCMODE, pb};
 
@@ -17,23 +17,24 @@ use super::{
     txn::{Fail, Res, Txn, fail},
 };
 
-/// Who wrote what was found is not known: not root, who alone keeps set-id bits.
+/// The writer of the found bytes is not known: not root, whose writes alone keep set-id bits.
 const NOBODY: u32 = 65_534;
 
-/// What whoever may write a file may do to its data, besides reading it.
+/// The rights to the data that a session that may write a file has, besides reading.
 pub(super) const TO_WRITE: Rights = Rights::WRITE.and(Rights::TRIM);
 
 pub(super) fn asks_to_write(flags: u32) -> bool {
     flags & O_ACCMODE != 0
 }
 
-/// The session may write the file from now on.
+/// Records that the session may write the file.
 pub(super) fn enlist(t: &mut Txn<'_>, by: &By<'_>, r: &mut pb::InodeRecord) -> Res<()> {
     let ino = r.attr().ino;
     let key = keys::writer(by.session, ino);
     if t.get(&key)?.is_none() {
         r.writers += 1;
-        // A change for the others too: what they know of the file they know no longer for sure.
+        // This is a change for the other clients, too: what they cache about the file may now be
+        // outdated.
         t.put_inode(ino, r.clone());
         t.notes.writers.push((by.session, ino, true));
     }
@@ -41,18 +42,18 @@ pub(super) fn enlist(t: &mut Txn<'_>, by: &By<'_>, r: &mut pb::InodeRecord) -> R
     Ok(())
 }
 
-/// How a writer went.
+/// How a writer left.
 #[derive(Clone, Copy)]
 pub(super) enum Left {
-    /// All it wrote is reported.
+    /// It reported everything that it wrote.
     Clean,
     /// It may have left bytes beyond the recorded end.
     Surplus,
-    /// Likewise, by the eviction with this number.
+    /// The same, by the eviction with this number.
     Evicted(u64),
 }
 
-/// The session writes the file no longer. `opened`: only if that was its last open.
+/// The session no longer writes the file. `opened`: only if that was its last open.
 pub(super) fn release(
     t: &mut Txn<'_>,
     session: SessionId,
@@ -66,7 +67,7 @@ pub(super) fn release(
     if goes {
         t.delete(key);
         t.notes.writers.push((session, ino, false));
-        // The end of a session says so of all its files at once.
+        // The end of a session reports this for all its files at once.
         if opened.is_some() {
             t.notes.endings.push(Ending { session, ino, rights: TO_WRITE });
         }
@@ -83,8 +84,8 @@ pub(super) fn release(
     }
     if !matches!(left, Left::Clean) && t.header.format_version >= FORMAT_CHAINS && r.attr().size > 0
     {
-        // What it had reported and not synced may be lost with storage servers' memory: who would
-        // send it again is gone.
+        // Data that it reported but did not sync may be lost from storage servers' memory: no
+        // client is left to resend it.
         r.attr_mut().sparse = true;
     }
     if r.writers == 0 && r.surplus && r.layout.is_some() {
@@ -98,8 +99,8 @@ pub(super) fn release(
     Ok(())
 }
 
-/// What evicted writers did not report of their ends was found out. `surplus` stays: another writer
-/// may have left some, too.
+/// The ends that evicted writers did not report were found out. `surplus` stays: another writer may
+/// have left some, too.
 pub(super) fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()> {
     let before = t.need(e.ino)?;
     if before.fence == 0 || before.fence != e.fence || before.attr().change != e.change {
@@ -109,7 +110,7 @@ pub(super) fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()
         );
     }
     if e.end > before.attr().size {
-        // As if it had been reported. There may be holes in it.
+        // As if the writer had reported it. There may be holes in it.
         let creds = pb::Creds { uid: NOBODY, gid: NOBODY, ..Default::default() };
         let extend = pb::op::Op::Extend(pb::Extend { ino: e.ino, end: e.end, holes: true });
         let by = By { creds: &creds, session: 0, index, ends_matter: false, rules: 0 };
@@ -124,9 +125,9 @@ pub(super) fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()
     Ok(())
 }
 
-/// What a write undoes is not set while it is to be found out how far an evicted session wrote:
-/// that would undo it. The leader waits before such a list goes to the log; this is for an eviction
-/// that comes between.
+/// Refuses to set attributes that a write changes until the size that an evicted session wrote is
+/// found out, which would undo them. The leader waits before such a list goes to the log; this is
+/// for an eviction in between.
 pub(super) fn may_set(by: &By<'_>, r: &pb::InodeRecord) -> Res<()> {
     if r.fence == 0 || !by.ends_matter {
         return Ok(());
@@ -138,7 +139,7 @@ pub(super) fn may_set(by: &By<'_>, r: &pb::InodeRecord) -> Res<()> {
     Err(Fail::Later(Error::new(Code::Overloaded, m)))
 }
 
-/// The session has ended; `left` is how it left all that it did not release.
+/// The session has ended; `left` is how it left the files that it did not release.
 pub(super) fn release_all(t: &mut Txn<'_>, session: SessionId, left: Left) -> Res<()> {
     let mut inos = Vec::new();
     t.scan(&keys::numbered(keys::WRITER, session), &[], |key, _| {

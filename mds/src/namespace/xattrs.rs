@@ -1,5 +1,5 @@
-//! Extended attributes, xattr(7): `user.`, `trusted.` and `security.` are records of their own, the
-//! two POSIX ACLs live in the inode, where the permission checks find them.
+//! Extended attributes, xattr(7): `user.`, `trusted.` and `security.` are separate records; the two
+//! POSIX ACLs are in the inode, where the permission checks find them.
 
 use bytes::Bytes;
 use strake_proto::{Code, Ino, pb};
@@ -19,11 +19,12 @@ const SIZE_MAX: usize = 64 << 10;
 /// Bytes of the names that listxattr(2) can return, each with a NUL, besides those of the two ACLs,
 /// which have no records.
 const LIST_MAX: usize = SIZE_MAX - (acl::ACCESS.len() + 1 + acl::DEFAULT.len() + 1);
-/// Extended attributes of one inode.
+/// Most extended attributes of one inode.
 const XATTRS_MAX: u32 = 1_024;
 const XATTR_CREATE: u32 = 1;
 const XATTR_REPLACE: u32 = 2;
-/// File capabilities (capabilities(7)): gone as soon as the file is written, cut or given away.
+/// File capabilities (capabilities(7)): removed as soon as the file is written, truncated or given
+/// to another owner.
 const CAPABILITY: &[u8] = b"security.capability";
 
 fn is_acl(name: &[u8]) -> bool {
@@ -71,7 +72,7 @@ impl Run<'_, '_> {
         if r.xattrs > 0 {
             self.t.scan(&keys::numbered(keys::XATTR, ino), &[], |key, _| {
                 let name = key.get(9..).unwrap_or_default();
-                // ACLs were kept here, without effect, before they were enforced.
+                // Older versions stored ACLs here, without effect.
                 let hidden =
                     name.starts_with(b"trusted.") && !perm::is_root(self.by.creds) || is_acl(name);
                 if !hidden {
@@ -130,8 +131,8 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, ..Default::default() })
     }
 
-    /// The names must fit what listxattr(2) can return: otherwise nobody can list or copy any of
-    /// them.
+    /// The names must fit what listxattr(2) can return: otherwise none of them could be listed or
+    /// copied.
     fn check_list(&self, r: &pb::InodeRecord, name: &[u8]) -> Res<()> {
         if (r.xattrs as usize + 1) * (NAME_MAX + 1) <= LIST_MAX {
             return Ok(());
@@ -173,8 +174,8 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, ..Default::default() })
     }
 
-    /// An ACL, or none. An access list sets the permission bits too, and is kept only if it says
-    /// more than they do.
+    /// Sets an ACL, or removes it. An access list also sets the permission bits, and is kept only
+    /// if it says more than they do.
     fn set_acl(
         &mut self,
         mut r: pb::InodeRecord,
@@ -204,8 +205,8 @@ impl Run<'_, '_> {
         Ok(pb::OpResult { ino, ..Default::default() })
     }
 
-    /// The contents change, or the owner: what the file's program may do beyond its caller's rights
-    /// goes.
+    /// The contents or the owner change: removes what the file's program may do beyond its caller's
+    /// rights.
     pub(super) fn drop_capability(&mut self, r: &mut pb::InodeRecord) -> Res<()> {
         if r.xattrs == 0 {
             return Ok(());

@@ -1,9 +1,9 @@
-//! A metadata state as one file: lines of JSON, one for each record, for people to search and for
-//! [`load`](super::load) to read.
+//! A metadata state as one file: lines of JSON, one for each record, that people can search and
+//! [`load`](super::load) can read.
 //!
-//! Each line begins with the CRC32C of its rest. The first says what the file is, the last how many
-//! records there are; whatever is cut, changed, moved or left out is found with its line. Format:
-//! `docs/formats.md`, "Metadata dump".
+//! Each line begins with the CRC32C of its rest. The first line says what the file is, the last one
+//! how many records there are; a line that is cut off, changed, moved or missing is found, with its
+//! number. Format: `docs/formats.md`, "Metadata dump".
 
 use std::{io::Write, ops::Bound, path::Path};
 
@@ -25,7 +25,7 @@ use crate::{
 
 /// The version of the format.
 pub const VERSION: u32 = 1;
-/// Between two reports of progress, records.
+/// Records between two progress reports.
 const REPORT: u64 = 50_000;
 
 /// The first line.
@@ -37,9 +37,9 @@ pub struct Head {
     pub fs_uuid: String,
     /// As a number.
     pub incarnation: u64,
-    /// Of the state's records.
+    /// The format version of the state's records.
     pub format: u32,
-    /// The last entry of the Raft log that the state knows of.
+    /// The last entry of the Raft log that the state includes.
     pub index: u64,
     pub term: u64,
 }
@@ -49,11 +49,11 @@ pub struct Head {
 pub struct End {
     #[serde(rename = "end")]
     pub records: u64,
-    /// Over the checksums of all lines before.
+    /// The sum over the checksums of all lines before.
     pub sum: u32,
 }
 
-/// A record: what it is, what people look for in it, and its bytes in hexadecimal.
+/// A record: its kind, fields that people search for, and its bytes in hexadecimal.
 #[derive(Serialize)]
 struct Line {
     record: &'static str,
@@ -63,7 +63,7 @@ struct Line {
     value: String,
 }
 
-/// What was written.
+/// The result of a dump.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub head: Head,
@@ -141,8 +141,8 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Puts the checksum of everything after it in front: `{"crc":"01234567",REST` and a line feed, for
-/// an object `{REST`.
+/// Puts the checksum of the rest in front: `{"crc":"01234567",REST` and a line feed, for an object
+/// `{REST`.
 pub(super) fn frame(object: &str) -> String {
     let rest = &object[1..];
     format!("{{\"crc\":\"{:08x}\",{rest}\n", crc32c(rest.as_bytes()))
@@ -170,7 +170,7 @@ fn decode<M: Message + Default>(what: &'static str, value: &[u8]) -> Result<M> {
     M::decode(value).map_err(|_| damaged(what))
 }
 
-/// The number at a byte of a key.
+/// The number at a byte offset of a key.
 fn number(key: &[u8], at: usize) -> Option<u64> {
     key.get(at..at + 8)?.first_chunk::<8>().map(|b| u64::from_be_bytes(*b))
 }
@@ -179,8 +179,8 @@ fn text(bytes: &[u8]) -> Value {
     String::from_utf8_lossy(bytes).into_owned().into()
 }
 
-/// What kind of record a pair is, and what of it people may look for. `Corrupt` for what is no
-/// record of a state: it is also how a dump that is loaded is checked.
+/// The kind of record of a pair, and fields that people may search for. `Corrupt` if it is not a
+/// record of a state: a dump that is loaded is checked by this, too.
 pub(super) fn show(key: &[u8], value: &[u8]) -> Result<(&'static str, Map<String, Value>)> {
     let bad = || damaged("a key");
     let first = || number(key, 1).filter(|_| key.len() == 9).ok_or_else(bad);

@@ -1,4 +1,4 @@
-//! What a folder holds, and which of several a group should be recovered from.
+//! What a folder holds, and which of several folders a group should be recovered from.
 
 use std::{
     fs::File,
@@ -19,7 +19,7 @@ use crate::{
     namespace::Namespace,
 };
 
-/// A member as a folder knows it: its id, and where it was, if that is known.
+/// A member as a folder knows it: its id, and its endpoint, if known.
 pub type Known = (u64, Option<String>);
 
 /// What a folder of a metadata server holds.
@@ -29,7 +29,7 @@ pub struct Report {
     pub member: u64,
     pub cluster: [u8; 16],
     pub identity: State,
-    /// Of the log: term, and index and term of the last entry; or why it cannot be used.
+    /// The log's term, and index and term of the last entry; or why it cannot be used.
     pub log: Result<LogReport>,
     pub fs_name: String,
     pub incarnation: Incarnation,
@@ -54,8 +54,8 @@ pub struct LogReport {
 }
 
 impl Report {
-    /// Era, and term and index of the last entry, that can be had from it: the folder with the
-    /// highest one knows most. `None`: nothing can.
+    /// Era, and term and index of the last entry, that can be recovered from it: the folder with
+    /// the highest rank knows most. `None`: nothing can be recovered.
     pub fn rank(&self) -> Option<(u64, u64, u64)> {
         let applied = (self.applied.1, self.applied.0);
         let logged = self.log.as_ref().map_or(applied, |l| (l.last.1, l.last.0));
@@ -63,7 +63,8 @@ impl Report {
         self.void.is_none().then_some((self.incarnation.era(), term, index))
     }
 
-    /// The only voter of its group, with all it needs: its server has only to be started.
+    /// Whether it is the only voter of its group, with all it needs: then its server only needs to
+    /// be started.
     pub fn is_whole(&self) -> bool {
         let alone = self.voters.len() == 1 && self.voters[0].0 == self.member;
         self.identity == State::Complete && alone && self.log.is_ok() && self.void.is_none()
@@ -78,8 +79,8 @@ pub fn best(reports: &[Report]) -> Option<&Report> {
         .max_by_key(|r| (r.rank(), std::cmp::Reverse(r.member)))
 }
 
-/// Whether these folders together cannot lack anything that was ever acknowledged: of any majority
-/// of the voters one is among them. (With an odd number of voters they are then a majority
+/// Whether these folders together cannot lack anything that was ever acknowledged: every majority
+/// of the voters includes one of them. (With an odd number of voters they are then a majority
 /// themselves.)
 pub fn is_complete(reports: &[Report]) -> bool {
     let Some(best) = best(reports) else { return false };
@@ -109,8 +110,8 @@ pub(super) struct Folder {
     _lock: File,
 }
 
-/// Opens the folder of a server that does not run (`Busy`), as a start would; nothing that it says
-/// changes.
+/// Opens the folder of a server that does not run (`Busy` if it does), as a start would; changes
+/// none of its contents.
 pub(super) fn open(dir: &Path) -> Result<Folder> {
     let absent = |m: &str| Error::new(Code::NoEnt, format!("{}: {m}", dir.display()));
     if !dir.is_dir() {
@@ -195,7 +196,7 @@ fn known(ids: &[u64], map: &pb::ClusterMap) -> Vec<Known> {
     ids.iter().map(|id| (*id, at(*id))).collect()
 }
 
-/// Ids that entries of the log name which the state has not applied.
+/// Member ids named by log entries that the state has not applied.
 pub(super) fn named_in(log: &LogImage, applied: u64) -> Vec<u64> {
     let changes = log
         .entries

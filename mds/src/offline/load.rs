@@ -1,6 +1,6 @@
-//! Makes the folder of a group's first member from a dump. The group is a new incarnation: what
-//! happened after the dump is lost, and whoever knows of it must not take this for the group that
-//! it was.
+//! Makes the folder of a group's first member from a dump. The group is a new incarnation: changes
+//! after the dump are lost, and clients and servers that know of them must not take this group for
+//! the former one.
 
 use std::{
     fs::{self, File},
@@ -24,7 +24,7 @@ use crate::{
     namespace::{FORMAT_VERSION, Namespace},
 };
 
-/// The longest line: a cluster map of the largest cluster, twice in hexadecimal, has a few MiB.
+/// The longest line: the map of the largest cluster, twice in hexadecimal, takes a few MiB.
 const MAX_LINE: u64 = 64 << 20;
 /// Bytes of pairs in one commit.
 const BATCH: usize = 1 << 20;
@@ -32,15 +32,15 @@ const REPORT: u64 = 50_000;
 
 pub struct Options {
     pub cluster_key: [u8; 32],
-    /// The member's id; `None`: the lowest that nobody ever had.
+    /// The member's id; `None`: the lowest that no member ever had.
     pub id: Option<u64>,
-    /// The new incarnation's era is to be higher than this.
+    /// The new incarnation's era must be higher than this.
     pub beyond: u64,
-    /// Make the incarnation and the log other ones than anybody else's.
+    /// Random numbers that make the incarnation and the log unique.
     pub random: (u64, u64),
 }
 
-/// What was made.
+/// The result of a load.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub member: u64,
@@ -50,9 +50,9 @@ pub struct Outcome {
     pub inodes: u64,
 }
 
-/// Loads `from` into the folder `dir`, which must be absent, empty, or left by a load that was cut
-/// short. When this fails nothing of it is left there. `Corrupt`: the dump is damaged, the message
-/// says where. `Protocol`: it is of a newer version.
+/// Loads `from` into the folder `dir`, which must be absent, empty, or left by an interrupted load.
+/// On failure nothing is left there. `Corrupt`: the dump is damaged, the message says where.
+/// `Protocol`: it is of a newer version.
 pub fn load(
     dir: &Path,
     from: &mut dyn BufRead,
@@ -76,7 +76,7 @@ pub fn load(
     }
     let loaded = wipe(dir).and_then(|()| load_locked(dir, from, o, progress));
     if loaded.is_err() {
-        // As it was found.
+        // Leaves the folder as it was found.
         let _ = wipe(dir);
         for name in ["identity", "identity.tmp", "lock"] {
             let _ = fs::remove_file(dir.join(name));
@@ -141,10 +141,10 @@ fn load_locked(
 /// The lines of a dump, whose checksums are verified.
 struct Lines<'a> {
     from: &'a mut dyn BufRead,
-    /// Of the line read last, from 1 on, and where it begins.
+    /// Number of the line read last, from 1 on, and its byte offset.
     number: u64,
     offset: u64,
-    /// Over the lines before it.
+    /// The sum over the lines before it.
     sum: u32,
 }
 
@@ -155,7 +155,7 @@ struct Line {
 }
 
 impl Lines<'_> {
-    /// The cause with the place in the file.
+    /// The error with the place in the file.
     fn bad(&self, code: Code, what: &str) -> Error {
         Error::new(code, format!("line {} (byte {}): {what}", self.number, self.offset))
     }
@@ -184,7 +184,7 @@ impl Lines<'_> {
         Ok(Line { object, crc, bytes: line.len() as u64 + 1 })
     }
 
-    /// The line is done with.
+    /// Adds a processed line to the sum.
     fn pass(&mut self, line: &Line) {
         self.sum = dump::chain(self.sum, line.crc);
         self.offset += line.bytes;
@@ -239,7 +239,8 @@ fn unhex(text: &str) -> Option<Bytes> {
     odd.is_empty().then(|| bytes.into())
 }
 
-/// Everything up to the last line, and that nothing comes after it. The number of records.
+/// Reads everything up to the last line, and checks that nothing follows. Returns the number of
+/// records.
 fn read_records(
     lines: &mut Lines<'_>,
     store: &dyn MetaStore,

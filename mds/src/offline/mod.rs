@@ -1,7 +1,7 @@
-//! Work on the folders of metadata servers that do not run, for the day on which the group has lost
-//! its quorum or all its members: [`inspect`] says what a folder holds, [`recover`] makes one
-//! survivor the first member of a new incarnation of its group, [`dump`] writes a state to one
-//! file, and [`load`] makes a first member from that. See `docs/membership.md`, "After a recovery".
+//! Work on the folders of metadata servers that do not run, for a group that has lost its quorum or
+//! all its members. [`inspect`] says what a folder holds, [`recover`] makes one survivor the first
+//! member of a new incarnation of its group, [`dump`] writes a state to one file, and [`load`]
+//! makes a first member from that. See `docs/membership.md`, "After a recovery".
 
 pub mod dump;
 pub mod inspect;
@@ -27,21 +27,21 @@ use crate::{
     namespace::Namespace,
 };
 
-/// Memory for the store's cache while a folder is worked on, bytes.
+/// Bytes of memory for the store's cache while a command works on a folder.
 const CACHE: u64 = 64 << 20;
 
 fn inval(m: impl Into<String>) -> Error {
     Error::new(Code::Inval, m)
 }
 
-/// Voters and learners as a state has them; empty if it never saw any.
+/// Voters and learners in a state; empty if it never had any.
 fn membership(conf_state: &[u8]) -> Result<ConfState> {
     ConfState::parse_from_bytes(conf_state).map_err(|_| {
         Error::new(Code::Corrupt, "the state's record of the group's members is unreadable")
     })
 }
 
-/// Ids of all who are or were members, as far as a state and a membership know.
+/// Ids of all present and former members, as far as a state and a membership know them.
 fn spent_ids(map: &pb::ClusterMap, conf: &ConfState) -> BTreeSet<u64> {
     let nodes = map.nodes.iter().filter(|n| n.role == ROLE_MDS).map(|n| n.id);
     let named = nodes.chain(map.former.iter().copied()).map(u64::from);
@@ -49,8 +49,8 @@ fn spent_ids(map: &pb::ClusterMap, conf: &ConfState) -> BTreeSet<u64> {
     named.chain(lists.into_iter().flatten().copied()).collect()
 }
 
-/// The id to use: `wanted`, or the lowest that no member ever had. `EINVAL` for one that is spent
-/// or impossible.
+/// The id to use: `wanted`, or the lowest that no member ever had. `EINVAL` for one that was used
+/// or is impossible.
 fn new_id(wanted: Option<u64>, spent: &BTreeSet<u64>) -> Result<u64> {
     let ids = 1..u64::from(FIRST_OSS_NODE);
     let free = ids
@@ -74,7 +74,7 @@ fn next_incarnation(own: Incarnation, beyond: u64, random: u64) -> Result<Incarn
     Incarnation::new(own.era().max(beyond) + 1, random)
 }
 
-/// Has the state begin anew: one entry, one commit. Nothing happens when it was done before.
+/// Makes the state begin anew: one entry, one commit. Does nothing if that was done before.
 fn begin_anew(
     store: &Arc<dyn MetaStore>,
     to: u64,

@@ -1,17 +1,17 @@
 //! Makes the member of a surviving folder the only voter of its group, in a new incarnation.
 //!
-//! Always under a new id. The log and its stamp are known to the former members under the old one,
-//! and there may be copies of the folder; what they would take from that id, or give to it, was
-//! agreed on by a group that is no more. So every folder that was made before the recovery is of a
-//! spent id, this one's own backup included.
+//! The member always gets a new id. The former members know the log and its stamp under the old id,
+//! and there may be copies of the folder; what they would accept from that id, or give to it, was
+//! agreed on by a group that no longer exists. So every folder made before the recovery has a used
+//! id, this one's own backup included.
 //!
-//! The steps, each of which may be cut short and be done again:
+//! The steps, each of which may be interrupted and repeated:
 //!
-//! 1. The identity says `recovering`: no server starts on the folder any more.
-//! 2. The rest of the log is applied, whether it was committed or not: nobody was told that it did
-//!    not happen. Then one commit makes the state that of the new incarnation.
-//! 3. The old log goes, and one that begins with that state takes its place.
-//! 4. The identity says who the member is now.
+//! 1. The identity becomes `recovering`: no server starts on the folder any more.
+//! 2. The rest of the log is applied, whether it was committed or not: no client was told that it
+//!    did not happen. Then one commit makes the state that of the new incarnation.
+//! 3. The old log is replaced by one that begins with that state.
+//! 4. The identity names the new member.
 
 use std::{
     collections::BTreeSet,
@@ -37,11 +37,11 @@ const BATCH: usize = 256;
 
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// The member's id from now on; `None`: the lowest that nobody ever had.
+    /// The member's new id; `None`: the lowest that no member ever had.
     pub id: Option<u64>,
-    /// The new incarnation's era is to be higher than this.
+    /// The new incarnation's era must be higher than this.
     pub beyond: u64,
-    /// Folders of other survivors, to be sure that this one's log is the longest.
+    /// Folders of other survivors, to make sure that this one's log is the longest.
     pub others: Vec<PathBuf>,
 }
 
@@ -56,19 +56,19 @@ pub struct Plan {
     pub last: (u64, u64),
     /// Entries that are applied first.
     pub entries: u64,
-    /// The members that go.
+    /// The members that are removed.
     pub gone: Vec<Known>,
-    /// Why its log is not used.
+    /// Why its log is not used, if so.
     pub log_lost: Option<String>,
-    /// Whether something that was acknowledged may be missing.
+    /// Whether acknowledged changes may be missing.
     pub may_lose: bool,
-    /// It goes on with what was begun before.
+    /// It continues a recovery that was begun before.
     pub resumed: bool,
-    /// Nothing is to be done: its server has only to be started.
+    /// Nothing needs to be done: its server only needs to be started.
     pub needless: bool,
 }
 
-/// A recovery of a folder, which it keeps locked.
+/// A recovery of a folder, which stays locked meanwhile.
 pub struct Recovery {
     folder: Folder,
     spent: BTreeSet<u64>,
@@ -76,9 +76,9 @@ pub struct Recovery {
 }
 
 impl Recovery {
-    /// Looks at the folder; changes nothing. `random` makes the incarnation another one than
-    /// anybody else's. `Busy`: a server runs on it. `EINVAL`: nothing can be had from it, another
-    /// folder has more, or the id is spent.
+    /// Checks the folder; changes nothing. `random` makes the incarnation unique. `Busy`: a server
+    /// runs on it. `EINVAL`: nothing can be recovered from it, another folder has more, or the id
+    /// was used.
     pub fn prepare(dir: &Path, options: &Options, random: u64) -> Result<Recovery> {
         let folder = inspect::open(dir)?;
         let r = folder.report.clone();
@@ -100,7 +100,7 @@ impl Recovery {
                 )));
             }
             State::Recovering { to, incarnation } => (to, incarnation),
-            // Its own id is none that it could be told to use.
+            // It keeps its own id here, which an option could not choose.
             _ if r.is_whole() => (r.member, r.incarnation),
             _ => (
                 new_id(options.id, &spent)?,
@@ -135,7 +135,7 @@ impl Recovery {
         Ok(Recovery { folder, spent, plan })
     }
 
-    /// Does it. It can be repeated wherever it was cut short.
+    /// Does the recovery. After an interruption it can be repeated.
     pub fn run(&self, stamp: u64, mut progress: impl FnMut(String)) -> Result<()> {
         if self.plan.needless {
             return Ok(());
@@ -172,7 +172,7 @@ impl Recovery {
         let rest: Vec<_> = log.entries.iter().filter(|e| e.index > from).collect();
         for (done, batch) in rest.chunks(BATCH).enumerate() {
             progress(format!("applying the log: {} of {} entries", done * BATCH, rest.len()));
-            // Changes of the members are passed over: there is one member from now on.
+            // Membership changes are skipped: there is only one member from now on.
             let data = |e: &raft::eraftpb::Entry| match e.get_entry_type() {
                 EntryType::EntryNormal => e.data.clone(),
                 _ => Bytes::new(),
@@ -185,8 +185,8 @@ impl Recovery {
     }
 }
 
-/// The first of these is to be recovered: it must be of use, of the same group as the others, and
-/// none may have more.
+/// Checks that the first of these can be recovered: it must be usable and of the same group as the
+/// others, and none of them may have more.
 fn check_choice(reports: &[Report]) -> Result<()> {
     let r = &reports[0];
     if let Some(why) = &r.void {

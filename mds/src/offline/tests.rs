@@ -1,4 +1,4 @@
-//! Folders made by a real server, recovered with cuts at every step, dumped and loaded.
+//! Folders made by a real server, recovered with interruptions at every step, dumped and loaded.
 
 use std::{
     fs,
@@ -109,8 +109,7 @@ fn state(dir: &Path) -> (pb::StateHeader, pb::ClusterMap, usize, Vec<pb::Evicted
     (ns.header(), ns.map().map.clone(), ns.sessions().len(), ns.evicted_after(0))
 }
 
-/// The group of one that a folder is of is told to be whole; here it has two voters, one of which
-/// is gone.
+/// A group of one counts as whole; here it has two voters, one of which is gone.
 fn with_lost_voter(dir: &Path) {
     let store = Sizes::of(dir).unwrap().store(dir, 1 << 20).unwrap();
     let ns = Namespace::open(std::sync::Arc::new(store)).unwrap();
@@ -197,7 +196,7 @@ async fn the_folder_with_the_most_is_the_one_to_take() {
     with_lost_voter(&dir);
     let behind = root.path().join("behind");
     copy(&dir, &behind);
-    // The other one goes on for a while: it is recovered, which is another era, or has more
+    // The other one continues for a while: it is recovered, which is another era, or has more
     // entries.
     let more = root.path().join("more");
     copy(&dir, &more);
@@ -224,7 +223,7 @@ async fn the_folder_with_the_most_is_the_one_to_take() {
     damaged.run(1, |_| ()).unwrap();
     drop(damaged);
     start(&config(3, &behind)).await.shutdown().await;
-    // What is no folder of a server, or was never finished, is nothing to recover from.
+    // A folder that is not a server's, or was never finished, cannot be recovered from.
     assert_eq!(inspect(&root.path().join("nowhere")).unwrap_err().code, Code::NoEnt);
     let mut unfinished = Record::read(&dir).unwrap().unwrap();
     unfinished.state = State::Loading;
@@ -250,7 +249,7 @@ async fn a_dump_is_loaded_whole_or_not_at_all() {
     let load =
         |bytes: &[u8], o: &load::Options| load::load(&new, &mut Cursor::new(bytes), o, |_| ());
 
-    // Cut anywhere, with any line missing, twice, or in another place; any flipped byte.
+    // Cut off anywhere, with any line missing, twice, or in another place; any flipped byte.
     for n in (0..text.len()).step_by(97).chain([text.len() - 1]) {
         assert!(load(&text[..n], &load_options(None, 0)).is_err(), "cut at {n}");
         let mut flipped = text.clone();
@@ -298,7 +297,7 @@ async fn a_dump_is_loaded_whole_or_not_at_all() {
         assert!(!new.exists());
     }
 
-    // A load that was cut short begins anew; a server does not start on it.
+    // An interrupted load starts again; a server does not start on it.
     strake_store::make_folder(&new).unwrap();
     Record {
         member: 0,

@@ -1,4 +1,4 @@
-//! What ended rights to files' data, for storage servers to learn of. A pure table, see
+//! Ends of rights to files' data, for storage servers. A pure table, see
 //! `docs/ending-capabilities.md`.
 
 use std::collections::VecDeque;
@@ -7,30 +7,29 @@ use strake_proto::pb;
 
 use crate::namespace::effects::Ending;
 
-/// Endings that are remembered.
+/// Most endings that are remembered.
 const MOST: usize = 65_536;
-/// Endings of one answer, rounded up to whole entries of the log.
+/// Most endings in one answer, rounded up to whole log entries.
 const PAGE: usize = 8_192;
 
-/// See the module. Filled by what is applied alone, so that it is the same on all members, as far
-/// back as each goes.
+/// See the module. Filled only from applied entries, so that it is the same on all members, as far
+/// back as each one goes.
 pub(crate) struct Endings {
     /// In order of the log, with the index of their entry.
     all: VecDeque<(u64, Ending)>,
-    /// What entries after this one ended is all here.
+    /// The endings of all entries after this one are here.
     floor: u64,
-    /// What entries up to this one ended is here, from the floor on.
+    /// The endings of entries from the floor up to this one are here.
     through: u64,
 }
 
 impl Endings {
-    /// What entries up to `applied` ended is not known.
+    /// A table that does not know the endings of entries up to `applied`.
     pub(crate) fn new(applied: u64) -> Endings {
         Endings { all: VecDeque::new(), floor: applied, through: applied }
     }
 
-    /// Entries up to `through` are applied, from after those that were before; these are what they
-    /// ended.
+    /// Entries after the last call's, up to `through`, were applied; these are their endings.
     pub(crate) fn note(&mut self, through: u64, ended: impl IntoIterator<Item = (u64, Ending)>) {
         self.all.extend(ended);
         self.through = through;
@@ -39,15 +38,16 @@ impl Endings {
         {
             self.floor = index;
         }
-        // The rest of the same entry goes with it: a floor is about whole entries.
+        // The rest of the same entry is dropped, too: the floor counts whole entries.
         while self.all.front().is_some_and(|(index, _)| *index <= self.floor) {
             self.all.pop_front();
         }
     }
 
-    /// The next of them for a server that knows those up to an entry.
+    /// The next endings for a server that knows those up to entry `known`.
     pub(crate) fn after(&self, known: u64) -> pb::Endings {
-        // Of a log that went on further than this one: told from the beginning, it finds out.
+        // Then the server knows of a longer log than this one: it gets everything from the
+        // beginning and notices that.
         let known = if known > self.through { 0 } else { known };
         let floor = if known < self.floor { self.floor } else { 0 };
         let first = self.all.partition_point(|(index, _)| *index <= known);

@@ -1,5 +1,5 @@
-//! What was changed lately, so that it can be said whether what was read now is what was there some
-//! entries ago. A pure table, see `docs/follower-reads.md`.
+//! Recent changes, to tell whether what was read now is the same as some entries ago. A pure table,
+//! see `docs/follower-reads.md`.
 
 pub(crate) mod endings;
 
@@ -7,26 +7,26 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use strake_proto::Ino;
 
-/// Changes that are remembered.
+/// Most changes that are remembered.
 const MOST: usize = 16_384;
 
 /// See the module.
 pub(crate) struct RecentChanges {
     /// The last entry that changed an inode.
     last: BTreeMap<Ino, u64>,
-    /// The same and former ones by their entries.
+    /// The same and earlier changes, by their entries.
     order: VecDeque<(u64, Ino)>,
-    /// What entries after this one changed is all here.
+    /// The changes of all entries after this one are here.
     floor: u64,
 }
 
 impl RecentChanges {
-    /// Entries up to `applied` are not known.
+    /// A table that does not know the changes of entries up to `applied`.
     pub(crate) fn new(applied: u64) -> RecentChanges {
         RecentChanges { last: BTreeMap::new(), order: VecDeque::new(), floor: applied }
     }
 
-    /// The entries up to `index`, from after those that were noted before, changed these inodes.
+    /// The entries after those noted before, up to `index`, changed these inodes.
     pub(crate) fn note(&mut self, index: u64, changed: impl IntoIterator<Item = Ino>) {
         for ino in changed {
             if self.last.insert(ino, index) != Some(index) {
@@ -43,7 +43,7 @@ impl RecentChanges {
         }
     }
 
-    /// Whether certainly none of these was changed after entry `index`.
+    /// Whether certainly none of these inodes changed after entry `index`.
     pub(crate) fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
         index >= self.floor
             && inos.iter().all(|ino| self.last.get(ino).is_none_or(|last| *last <= index))
@@ -74,7 +74,7 @@ mod tests {
         ] {
             assert_eq!(r.same_since(index, &set(&inos)), same, "{inos:?} since {index}");
         }
-        // Full: what the oldest entries changed is forgotten, and known to be.
+        // Full: the changes of the oldest entries are forgotten, and the table knows that.
         (0..MOST as Ino - 2).for_each(|n| r.note(15 + n, [100 + n]));
         assert!(!r.same_since(11, &set(&[1])), "one of its changes had to go");
         assert!(

@@ -1,4 +1,4 @@
-//! Administration over gRPC, for who knows the cluster key.
+//! Administration over gRPC, for clients that prove the cluster key.
 
 use std::{net::SocketAddr, sync::Arc};
 
@@ -62,7 +62,7 @@ impl Admin for Shell {
     }
 }
 
-/// Serves until the future is dropped. Fails at once if the address cannot be had.
+/// Serves until the future is dropped. Fails at once if the address is not available.
 pub(super) fn serve(
     mds: Arc<Mds>,
     at: SocketAddr,

@@ -1,4 +1,4 @@
-//! The leader's worker that brings chains back which nobody serves and on which no file has data
+//! The leader's worker that brings back chains that no replica serves and on which no file has data
 //! ([`crate::cluster::anew`]).
 
 use std::{
@@ -14,16 +14,16 @@ use crate::cluster::anew::{AT_ONCE, Homes};
 use pb::log_command::Command;
 
 const LOOK: Duration = Duration::from_secs(2);
-/// Before a chain on which files have data is looked at again: they may have been removed. And
-/// longer than a look takes, so many times.
+/// When a chain on which files have data is checked again: the files may have been removed. At
+/// least `IDLE` times as long as the check took.
 const AGAIN: Duration = Duration::from_secs(600);
 const IDLE: u32 = 20;
 /// Bytes read at once.
 const PAGE: usize = 256 << 10;
 
-/// For ever.
+/// Runs for ever.
 pub(super) async fn run(member: &Member) {
-    // Chains on which files had data, at this epoch: when to look again.
+    // Chains on which files had data, at this epoch, and when to check again.
     let mut later: BTreeMap<ChainId, (u64, Duration)> = BTreeMap::new();
     let again = match member.cfg.rebuild_after() {
         Duration::ZERO => AGAIN,
@@ -60,7 +60,7 @@ pub(super) async fn run(member: &Member) {
     }
 }
 
-/// How chains can begin anew, as far as there are targets for that.
+/// How chains can begin anew, for those that have enough targets.
 fn homes(member: &Member, chains: &[ChainId]) -> Vec<pb::Chain> {
     let now = member.env.boot();
     let planned = member.with_lead(|l| {
@@ -72,8 +72,8 @@ fn homes(member: &Member, chains: &[ChainId]) -> Vec<pb::Chain> {
     planned.unwrap_or_default()
 }
 
-/// Those of the chains on which files have data, or may have, by a state in which nobody serves
-/// them.
+/// Those of the chains on which files have data, or may have, read in a state in which no replica
+/// serves them.
 async fn holders(member: &Member, mut chains: BTreeSet<ChainId>) -> Result<BTreeSet<ChainId>> {
     let (mut held, mut after) = (BTreeSet::new(), None);
     loop {
@@ -84,7 +84,7 @@ async fn holders(member: &Member, mut chains: BTreeSet<ChainId>) -> Result<BTree
         if after.is_none() || chains.is_empty() {
             return Ok(held);
         }
-        // Others have their turn.
+        // Lets other tasks run.
         sleep(Duration::from_millis(1)).await;
     }
 }

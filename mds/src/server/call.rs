@@ -1,27 +1,28 @@
-//! A client's list on its way through this server.
+//! A client's list of operations while this server handles it.
 
 use strake_fabric::Peer;
 use strake_proto::{SessionId, pb};
 
 use crate::leases::Connection;
 
-/// Who asks, and on which connection.
+/// The session that asks, and its connection.
 #[derive(Clone, Copy)]
 pub(super) struct Asker {
     pub session: SessionId,
-    /// 0: the answer will not be remembered.
+    /// 0: the client will not cache the answer.
     pub connection: Connection,
 }
 
-/// What stays the same of a list while it is answered.
+/// What stays the same for a list while it is answered.
 pub(super) struct Call<'a> {
     pub peer: &'a Peer,
-    /// Of the leader that answers. Once another one leads, what is left to do is refused.
+    /// The term of the leader that answers. When another one leads, the rest of the work is
+    /// refused.
     pub term: u64,
-    /// Of the session.
+    /// The session's epoch.
     pub epoch: u64,
     pub by: Asker,
-    /// Its number, and the lowest of those whose answers its sender waits for.
+    /// The list's number, and the lowest number whose answer the sender still waits for.
     pub seq: u64,
     pub lowest_unanswered: u64,
 }

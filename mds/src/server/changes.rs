@@ -1,4 +1,4 @@
-//! Answers lists of operations that change something, each once however often it comes. See
+//! Answers lists of operations that change something. Each runs once, however often it arrives. See
 //! `docs/leases.md`.
 
 use std::{collections::BTreeSet, sync::Arc};
@@ -23,7 +23,7 @@ use crate::{
     request_dedup::{Begun, RequestDedup},
 };
 
-/// A request that is looked at; dropped, it may come again.
+/// A request that is being checked; if this is dropped, the request may come again.
 struct Looking<'a> {
     changes: &'a Changes,
     call: &'a Call<'a>,
@@ -41,7 +41,7 @@ impl Looking<'_> {
     }
 }
 
-/// The answer to a list of which nothing ran.
+/// The answer to a list if nothing of it ran.
 fn refusal(e: &Error) -> pb::MetaReply {
     pb::MetaReply {
         results: vec![pb::OpResult { status: Some(e.to_status()), ..Default::default() }],
@@ -65,14 +65,14 @@ impl Changes {
         self.request_dedup.lock().retain(|id| self.member.machine.namespace.session(id).is_some());
     }
 
-    /// A list that changes something.
+    /// Answers a list that changes something.
     pub(super) async fn change(
         &self,
         call: &Call<'_>,
         mut request: pb::MetaRequest,
     ) -> Result<pb::MetaReply> {
         let (term, recalls) = (call.term, &self.member.recalls);
-        // Before it is asked whether the list ran: if not, its entry comes later.
+        // Read before the check whether the list ran: if it did not, its entry comes later.
         let before = self.member.machine.namespace.version();
         recalls.in_time(term, call.by)?;
         recalls.dropped(call, &std::mem::take(&mut request.dropped))?;
@@ -82,13 +82,13 @@ impl Changes {
             Begun::First => Some(Looking { changes: self, call }),
             Begun::Again => None,
         };
-        // Of one that ran the entry is not known: what it gives to read is to be asked for once
+        // If it ran already, its entry is not known, and the rights it gives must be checked once
         // more.
         let looked = if looking.is_some() { before + 1 } else { long_ago(before) };
         if let (Some(_), Err(e)) = (&looking, self.check_space(call, &request.ops)?) {
             return Ok(self.refuse_list(call, &e));
         }
-        // What others have written before comes before this: a size and times that are set now must
+        // Writes that others made before come before this: a size and times that are set now must
         // stay.
         self.have_reported(call, &request.ops).await?;
         if looking.is_some() {
@@ -101,7 +101,7 @@ impl Changes {
         let in_log = self.fair.change_turn(call.peer, call.session(), request.ops.len()).await?;
         looking.as_ref().map_or(Ok(()), |_| self.check_targets(&request))?;
         let expected = recalls.expect(call)?;
-        // Again, after all the waiting.
+        // Checked again after all the waiting.
         recalls.in_time(term, call.by)?;
         looking.map_or(Ok(()), Looking::pass)?;
         let ops = request.ops.clone();
@@ -137,13 +137,13 @@ impl Changes {
     fn begin(&self, r: &pb::MetaRequest) -> Result<Begun> {
         let ran = || self.member.machine.namespace.has_reply(r.session, r.seq);
         if ran() {
-            // An attempt that nobody waited for to the end may count as one that may run yet.
+            // An attempt whose waiter was dropped may still count as one that may run.
             self.request_dedup.lock().ran(r.session, r.seq);
             return Ok(Begun::Again);
         }
         self.member.machine.namespace.takes_number(r.session, r.seq)?;
         let begun = self.request_dedup.lock().begin(r.session, r.seq, r.lowest_unanswered)?;
-        // It may have run since, and is not among those that were proposed any more.
+        // It may have run meanwhile, and then is no longer among the proposed requests.
         if begun == Begun::First && ran() {
             self.request_dedup.lock().not_looked(r.session, r.seq);
             return Ok(Begun::Again);
@@ -156,7 +156,7 @@ impl Changes {
         refusal(e)
     }
 
-    /// Whether there is room for it: the inner error is its answer.
+    /// Whether there is space for the list; the inner error is its answer.
     fn check_space(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<Result<()>> {
         let writes = ops.iter().filter(|o| effects::enlists(o)).count();
         if !self.member.recalls.may_write(call, writes)? {
@@ -169,8 +169,8 @@ impl Changes {
         Ok(self.member.disk_space.check(Need::of_list(ops)))
     }
 
-    /// Refuses for now what would be told that no target takes a file, while targets are away that
-    /// would. An answer from the log would hold for ever.
+    /// Refuses a list for now if the answer would be that no target takes a file, while targets
+    /// that would take it are away. An answer from the log would be final.
     fn check_targets(&self, r: &pb::MetaRequest) -> Result<()> {
         if self.member.machine.namespace.waits_for_targets(r.session, r.creds.as_ref(), &r.ops)? {
             let m = "all storage targets that could take the file are away; see strake status";
@@ -189,7 +189,8 @@ impl Changes {
         self.member.recalls.ends_known(call.term, &set).await
     }
 
-    /// Has a list agreed on and applied. The inner error is its answer: there is no room for it.
+    /// Gets a list into the log and applied. The inner error is its answer: the disk has no space
+    /// for it.
     async fn propose_list(&self, request: pb::MetaRequest) -> Result<Result<pb::MetaReply>> {
         let (session, seq) = (request.session, request.seq);
         let ran = self.member.propose_anyway(pb::log_command::Command::Meta(request)).await;
@@ -213,9 +214,9 @@ impl Changes {
         }
     }
 
-    /// Whoever may write a file from now on waits for what others hold back of it: sent later it
-    /// would lie over what is newer. They have been told by now that they are not alone, and hold
-    /// nothing more back.
+    /// A session that may write a file from now on waits for other sessions' dirty data of it: sent
+    /// later, that would overwrite newer data. They know by now that they are not the only writer,
+    /// and keep no more dirty data.
     async fn wait_for_held_back(
         &self,
         call: &Call<'_>,

@@ -1,6 +1,6 @@
-//! The leader's workers at the storage servers: they cut what a shrink left over and delete what
-//! has no file any more. Both are tried again until done; what cannot be done now does not hold up
-//! the rest. A cut that was made is not made again.
+//! The leader's workers at the storage servers: they trim chunks of truncated files and delete
+//! chunks of removed files. Both retry until done; a job that cannot be done now does not hold up
+//! the rest. A trim that was made is not made again.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,29 +36,29 @@ use crate::trim_progress::{Did, TrimProgress};
 use pb::{log_command::Command, op::Op};
 
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// After so long a file makes way for others, if some wait.
+/// After this long a file makes way for others, if some wait.
 const TURN: Duration = Duration::from_secs(3);
-/// Chains of one file that are asked at the same time.
+/// Most chains of one file that are asked at the same time.
 pub(super) const CHAINS_AT_ONCE: usize = 16;
-/// Files that are being cut at the same time.
+/// Most files that are trimmed at the same time.
 const CUTS_AT_ONCE: usize = 64;
 /// Pauses before another try.
 const RETRY_MIN: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(5);
-/// Jobs that wait for another try; beyond, new ones wait in the state.
+/// Most jobs that wait for another try; more new ones stay in the state.
 const MAX_LATER: usize = 4096;
-/// How long the reply to a shrink waits for the bytes to be gone from every replica.
+/// How long the reply to a truncation waits until the bytes are gone from every replica.
 const TRIM_WAIT: Duration = Duration::from_secs(25);
-/// How long the reply to an open does; then the client asks again.
+/// The same for the reply to an open; the client asks again then.
 const OPEN_WAIT: Duration = Duration::from_secs(4);
 const CUT_POLL: Duration = Duration::from_secs(1);
 const DELETE_POLL: Duration = Duration::from_millis(200);
 
-/// Cuts that a leader has made in its term.
+/// Trims that a leader has made in its term.
 #[derive(Default)]
 pub(super) struct CutsMade {
     term: u64,
-    /// Inode and number.
+    /// Inode and number of the trim.
     cuts: BTreeSet<(Ino, u64)>,
 }
 
@@ -73,7 +73,7 @@ impl CutsMade {
 /// See the module.
 pub(super) struct Trims {
     member: Arc<Member>,
-    /// A reply waits for a file to be cut.
+    /// A reply waits for a file to be trimmed.
     trim_wanted: Notify,
     cuts_made: Mutex<CutsMade>,
 }
@@ -83,11 +83,10 @@ impl Trims {
         Trims { member, trim_wanted: Notify::new(), cuts_made: Mutex::default() }
     }
 
-    /// Files whose size went down: their chunks are cut on every chain, then the shrink is
-    /// answered.
+    /// Trims the chunks of truncated files on every chain, and then lets the replies go.
     pub(super) async fn cut_files(&self, term: u64) {
-        // What was made and is not in the log yet: when it is, the file is written again, and
-        // another cut may come after that.
+        // Trims that were made but are not in the log yet. Once one is, the file can be written
+        // again, and another trim may follow.
         let made = &self.cuts_made;
         made.lock().begin(term);
         let progress = &TrimProgress::default();
@@ -98,7 +97,7 @@ impl Trims {
             made.lock().cuts.retain(|cut| wanted(*cut));
             let trims = self.member.machine.namespace.trims(n);
             if trims.len() < n {
-                // All there are. A cut that was replaced by a later one is not gone on with.
+                // These are all trims. A trim that a later one replaced does not continue.
                 progress.retain(|number| trims.iter().any(|(_, t, _)| t.number == number));
             }
             trims
@@ -138,7 +137,7 @@ impl Trims {
         .await;
     }
 
-    /// Files that are gone: all their chunks are removed.
+    /// Removes all chunks of deleted files.
     pub(super) async fn delete_files(&self) {
         let progress = &TrimProgress::default();
         let list = |n: usize| {
@@ -171,9 +170,9 @@ impl Trims {
         .await;
     }
 
-    /// Holds the reply of a list that sets sizes or gives leave to write until no bytes beyond a
-    /// cut are left anywhere: they must not come back when the file grows again, and what is
-    /// written from now on must not be cut.
+    /// Holds the reply to a list that sets sizes or permits writes until no replica has bytes
+    /// beyond a truncation any more. They must not reappear when the file grows again, and data
+    /// written from now on must not be trimmed.
     pub(super) async fn wait_for_trims(
         &self,
         term: u64,
@@ -209,7 +208,7 @@ impl Trims {
                 r = leadership.changed() => r.map_err(|_| Error::new(Code::Disconnected, "the server stops"))?,
                 () = tokio::time::sleep_until(deadline) => {
                     let m = format!("inode {ino:#x} was cut, but not all replicas have dropped the bytes yet");
-                    // Asked again under the same number, a list that ran waits on.
+                    // If it is sent again under the same number, a list that ran continues to wait.
                     return Err(Error::new(if limit < TRIM_WAIT { Code::Overloaded } else { Code::TimedOut }, m));
                 }
             }
@@ -218,14 +217,15 @@ impl Trims {
     }
 }
 
-/// For a deletion, which has its number from the same counter: a write that arrives later makes a
-/// chunk that no file has. Whoever had the file open closed it, or was evicted before this number
-/// was given. Only the file's own chains matter, in the epochs of `map`.
+/// Checks before a deletion, whose number comes from the same counter as evictions, that no write
+/// can arrive later and make a chunk without a file. Every session that had the file open closed
+/// it, or was evicted before this number was given. Only the file's own chains matter, in the
+/// epochs of `map`.
 fn fenced_before(member: &Member, number: u64, stripes: &StripeMap, map: &MapView) -> Result<()> {
     for id in stripes.chains.iter().collect::<BTreeSet<_>>() {
         let Some(chain) = map.chain(*id).filter(|c| !c.lost) else { continue };
-        // Who has not been heard of knows of none. Asked in this order: what is evicted in between
-        // counts.
+        // A server that was not heard of knows no eviction. Asked in this order, so that evictions
+        // in between count.
         let known = member.with_lead(|l| Ok(l.manager.known_of(chain, map)))?;
         if let Some(eviction) =
             member.machine.namespace.eviction_after(known).filter(|eviction| *eviction < number)
@@ -239,10 +239,10 @@ fn fenced_before(member: &Member, number: u64, stripes: &StripeMap, map: &MapVie
     Ok(())
 }
 
-/// Runs `job` for all that `list` names, at most `parallel` at a time, and reports the finished
-/// ones by `done`. Looks for new ones when woken, after each job and every `poll`. `most`: the
-/// longest pause before a job is tried again. Never returns. Those that have done a part go on in
-/// half of the places, in turns; the others are for what comes.
+/// Runs `job` for all that `list` names, at most `parallel` at a time, and passes the finished ones
+/// to `done`. Looks for new jobs when woken, after each job and every `poll`. `most`: the longest
+/// pause before a retry. Never returns. Jobs that have done a part continue in half of the places,
+/// in turns; the other places are for new ones.
 pub(super) async fn work_off<K, T, W, J, D>(
     parallel: usize,
     (poll, most): (Duration, Duration),
@@ -267,8 +267,8 @@ pub(super) async fn work_off<K, T, W, J, D>(
             let listed = list(busy.len() + parallel);
             let due: BTreeSet<K> = listed.iter().map(|l| l.0).collect();
             busy.retain(|k, job| job.at.is_none() || due.contains(k));
-            // Those that failed must neither keep new ones away, nor be kept away by them: whoever
-            // is due for longest is first.
+            // Failed jobs must not keep new ones away, nor new ones them: the job that has been due
+            // longest is first.
             let mut fresh = busy.values().filter(|job| job.is_fresh()).count();
             let mut ready = Vec::new();
             for (key, what) in listed {
@@ -329,9 +329,9 @@ pub(super) async fn work_off<K, T, W, J, D>(
 
 /// A job that runs or waits.
 struct Job {
-    /// Since when, or from when on, it waits.
+    /// Since when, or from when on, it waits; `None` while it runs.
     at: Option<Instant>,
-    /// Before another try, if it fails.
+    /// The pause before another try, if it fails.
     pause: Duration,
     /// It has done a part.
     begun: bool,
@@ -374,8 +374,8 @@ fn failed<K: Ord + Copy + std::fmt::Debug>(
     job.pause = (job.pause * 2).min(most);
 }
 
-/// Cuts a file's chunks on all its chains, or removes all if its data is gone for good. `number`:
-/// of the job. It makes way for others after a while, and after a failure begins nothing more.
+/// Trims a file's chunks on all its chains, or removes all if its data is gone for good. `number`:
+/// that of the job. It makes way for others after a while, and starts nothing more after a failure.
 async fn trim_chunks(
     member: &Member,
     map: &MapView,
@@ -411,7 +411,7 @@ async fn trim_chunks(
             Ok(Did::All) => {}
             Ok(Did::Part) => did = Did::Part,
             Err(e) => {
-                // What is at work at a storage server would be in the way of the next try.
+                // Requests already running at a storage server would be in the way of the next try.
                 stop.store(true, Ordering::Relaxed);
                 failed.get_or_insert(e);
             }
@@ -426,7 +426,7 @@ async fn trim_chunks(
     Ok(did)
 }
 
-/// One round of a cut: a number for it, then the cut with it.
+/// One round of a trim: gets a number for it, then trims with that number.
 async fn cut_once(
     member: &Member,
     conn: &dyn Connection,
@@ -444,8 +444,8 @@ async fn cut_once(
             "a storage server of an older version cuts without a number",
         ));
     }
-    // Only now: a number that is given after another cut of the file is done would undo what was
-    // written since.
+    // Checked only now: if the number was given after another trim of the file was done, using it
+    // would undo later writes.
     if member.machine.namespace.trim_of(ino).is_none_or(|t| t.number != trim.number) {
         let m = format!("cut {} of inode {ino:#x} is made or replaced", trim.number);
         return Err(Error::new(Code::Stale, m));
@@ -458,7 +458,7 @@ async fn call(conn: &dyn Connection, request: &DataRequest) -> Result<DataReply>
     DataReply::decode(&reply.body)
 }
 
-/// What to ask of the head of each chain.
+/// The request to the head of each chain.
 fn trim_requests(
     stripes: &StripeMap,
     size: Option<u64>,
@@ -477,7 +477,7 @@ fn trim_requests(
             .chain(id)
             .ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
         if chain.lost {
-            continue; // with all it had
+            continue; // its data is lost, too
         }
         let head = chain
             .head()
@@ -503,7 +503,7 @@ mod tests {
 
     use super::*;
 
-    /// More than are remembered to have failed, and few at a time.
+    /// More jobs than are remembered as failed, and few at a time.
     #[tokio::test(start_paused = true)]
     async fn jobs_that_fail_are_tried_again_however_many_and_keep_nobody_away() {
         const ALL: u32 = 5000;
@@ -541,7 +541,7 @@ mod tests {
         assert_eq!(left.lock().len(), 0);
     }
 
-    /// More than have a place, and none of them ends. Others come all the time.
+    /// More jobs than places, and none of them ends. New ones come all the time.
     #[tokio::test(start_paused = true)]
     async fn long_jobs_take_turns_and_hold_up_no_short_ones() {
         const LONG: u32 = 40;
@@ -573,7 +573,7 @@ mod tests {
         };
         let work = work_off(16, (CUT_POLL, RETRY_MAX), std::future::pending::<()>, list, job, done);
         let comes = async {
-            // In their first turns they take all places.
+            // In their first turns they use all places.
             tokio::time::sleep(TURN * 5).await;
             for n in 0..1000 {
                 short.lock().insert(LONG + n, Instant::now());

@@ -1,4 +1,4 @@
-//! What a metadata server is told at its start. `docs/operations.md` has the table for people.
+//! The configuration of a metadata server. `docs/operations.md` has the table for administrators.
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
@@ -21,26 +21,26 @@ pub struct Config {
     /// This server's Raft id, 1 to 1000. Never given to another server again, not even after this
     /// one lost its disk.
     pub id: u64,
-    /// Name for people, default `mds-ID`.
+    /// Name shown to people, default `mds-ID`.
     #[serde(default)]
     pub name: String,
     /// Where it listens for clients, storage servers and the other metadata servers:
     /// `tcp:HOST:PORT`.
     #[serde(deserialize_with = "endpoint")]
     pub listen: Endpoint,
-    /// What others connect to, if that is not what it listens at (`0.0.0.0`, NAT).
+    /// The endpoint that others connect to, if it is not the one listened on (`0.0.0.0`, NAT).
     #[serde(default, deserialize_with = "some_endpoint")]
     pub advertise: Option<Endpoint>,
-    /// Where it answers administration (gRPC): `HOST:PORT`. Absent: not at all. It is not
-    /// authenticated: keep it on a loopback or management address.
+    /// Where it answers administration (gRPC): `HOST:PORT`. Absent: it does not. Callers must prove
+    /// that they know the cluster key.
     #[serde(default)]
     pub admin: Option<SocketAddr>,
     /// The group's members, as `"ID=tcp:HOST:PORT"`; this server may be among them. The same on all
     /// members.
     #[serde(default, deserialize_with = "peers")]
     pub peers: Vec<(u64, Endpoint)>,
-    /// This server joins a group that exists (see "Changing the group of metadata servers"): it
-    /// does not vote before the group takes it in.
+    /// This server joins an existing group (see "Changing the group of metadata servers"): it does
+    /// not vote before the group adds it.
     #[serde(default)]
     pub join: bool,
     /// Folder for the Raft log and the metadata.
@@ -48,24 +48,25 @@ pub struct Config {
     /// Name of the file system, used when it is formatted at the cluster's first start.
     #[serde(default = "fs_name")]
     pub fs_name: String,
-    /// Copies of files whose directory does not say otherwise, 1 to 3; used at the first start.
+    /// Copies of files whose directory does not set another number, 1 to 3; used at the first
+    /// start.
     #[serde(default = "one")]
     pub default_copies: u32,
     /// A chain takes no writes while it has fewer replicas in sync (or fewer than its copies, if
-    /// those are less), 1 to 3.
+    /// that is less), 1 to 3.
     #[serde(default = "one")]
     pub min_copies: u32,
     /// Owner of the root directory; used at the first start.
     #[serde(default)]
     pub root_uid: u32,
-    /// Its group; used at the first start.
+    /// Group of the root directory; used at the first start.
     #[serde(default)]
     pub root_gid: u32,
-    /// Chains are made once so many targets are alive; 0: with the first ones.
+    /// Chains are made once this many targets are alive; 0: with the first ones.
     #[serde(default)]
     pub expect_targets: usize,
-    /// Chains of each number of copies that a target heads: into so many parts what it has is cut,
-    /// for balance.
+    /// How many chains of each number of copies a target heads. Its data is divided into this many
+    /// parts, for balance.
     #[serde(default = "chains_per_target")]
     pub chains_per_target: usize,
     /// Percentage points that the fullest and the emptiest target may differ before data moves
@@ -78,8 +79,8 @@ pub struct Config {
     /// How long a client's session lives without a renewal, milliseconds.
     #[serde(default = "session_term_ms")]
     pub session_term_ms: u64,
-    /// What a storage target has that was dead for so long is copied to others, milliseconds; 0:
-    /// never.
+    /// The data of a storage target that was dead for this long is copied to others, milliseconds;
+    /// 0: never.
     #[serde(default = "rebuild_after_ms")]
     pub rebuild_after_ms: u64,
     /// How long a capability for a file's data is valid, milliseconds.
@@ -92,23 +93,24 @@ pub struct Config {
     /// milliseconds; 0: never.
     #[serde(default = "slow_disk_ms")]
     pub slow_disk_ms: u64,
-    /// All of this server's metadata is read for damage once in so long, seconds; 0: never.
+    /// How often all of this server's metadata is read for damage, seconds; 0: never.
     #[serde(default = "scrub_every_s")]
     pub scrub_every_s: u64,
-    /// Bytes per second of it that are read then; 0: no limit.
+    /// Bytes per second that this reads; 0: no limit.
     #[serde(default = "scrub_rate")]
     pub scrub_rate: u64,
-    /// A storage target whose device is so many times slower than the others' is slow; 0: none is.
+    /// A storage target whose device is this many times slower than the others' is slow; 0: none
+    /// is.
     #[serde(default = "slow_factor")]
     pub slow_factor: u64,
-    /// But not if it answers within this (the median; ten times this, the slowest in a hundred),
-    /// milliseconds.
+    /// But only if its answers take longer than this (the median; for the slowest in a hundred ten
+    /// times this), milliseconds.
     #[serde(default = "slow_floor_ms")]
     pub slow_floor_ms: u64,
-    /// And only when that lasts so long without a break, milliseconds.
+    /// And only if that lasts this long without a break, milliseconds.
     #[serde(default = "slow_for_ms")]
     pub slow_for_ms: u64,
-    /// Slow targets are drained, one at a time.
+    /// Whether slow targets are drained, one at a time.
     #[serde(default = "yes")]
     pub drain_slow: bool,
     /// Files whose chunks are deleted at the same time.
@@ -117,11 +119,11 @@ pub struct Config {
     /// Memory for the metadata store's block cache, bytes.
     #[serde(default = "cache_bytes")]
     pub cache_bytes: u64,
-    /// Disk space kept back in `dir`, bytes: with less, nothing new is accepted, but removals are.
+    /// Disk space reserved in `dir`, bytes: with less, nothing new is accepted, but removals are.
     /// 0: none. Absent: 10 % of the file system, at most 256 MiB.
     #[serde(default)]
     pub reserve_bytes: Option<u64>,
-    /// Not a key: see [`Config::limit_leases`].
+    /// Not a configuration key: see [`Config::limit_leases`].
     #[serde(skip)]
     pub(crate) leases: Limits,
 }
@@ -208,7 +210,7 @@ pub fn parse_peer(s: &str) -> Result<(u64, Endpoint)> {
 }
 
 impl Config {
-    /// Defaults for everything but the three that have none.
+    /// A configuration with defaults for all keys except these three.
     pub fn new(id: u64, listen: Endpoint, dir: PathBuf) -> Config {
         Config {
             id,
@@ -246,7 +248,7 @@ impl Config {
         }
     }
 
-    /// Other bounds of leases than those that all clusters have: for tests that are to reach them.
+    /// Sets other limits of leases than all clusters have: for tests that must reach them.
     pub fn limit_leases(&mut self, limits: Limits) {
         self.leases = limits;
     }
@@ -254,7 +256,7 @@ impl Config {
         self.leases
     }
 
-    /// `EINVAL` naming the key that cannot be.
+    /// `EINVAL`, with the name of the key, for an impossible value.
     pub fn check(&self) -> Result<()> {
         let bad =
             |m: String| Err(Error::new(Code::Inval, format!("metadata server configuration: {m}")));
@@ -386,7 +388,7 @@ mod tests {
         assert!(parse("listen = 'tcp:a:1'\ndir = '/d'\n").unwrap_err().to_string().contains("id"));
     }
 
-    /// Every key is in the table for people.
+    /// Every key is in the table for administrators.
     #[test]
     fn all_keys_are_documented() {
         let table = include_str!("../../../docs/operations.md");

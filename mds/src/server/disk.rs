@@ -1,4 +1,4 @@
-//! A metadata server from its folder, see [`data_dir`](crate::data_dir).
+//! Starts a metadata server from its folder, see [`data_dir`](crate::data_dir).
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -23,10 +23,10 @@ use crate::{
 };
 
 /// Starts a server from `cfg.dir`, making the folder at the first start. `cluster_key` is the
-/// secret that all servers of the cluster share; what clients and other clusters must not forge is
-/// derived from it.
+/// secret that all servers of the cluster share; the keys against forgery by clients and other
+/// clusters are derived from it.
 ///
-/// Errors name the folder and what is wrong with it: in use, of another member or cluster, newer,
+/// Errors name the folder and the fault: it is in use, of another member or cluster, newer, or
 /// damaged.
 pub fn start_on_disk(
     cfg: Config,
@@ -88,9 +88,9 @@ pub fn start_on_disk(
     })
 }
 
-/// Opens the state, or makes it. One that is damaged is set aside where it can be had again: `log`
-/// has all that was ever agreed on, or other members have a copy. What was wrong with it comes with
-/// the empty one in its place.
+/// Opens the state, or makes it. A damaged state is set aside if it can be restored: the `log` has
+/// everything that was ever agreed on, or other members have a copy. Then the error is returned
+/// with an empty state.
 fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore, Option<Error>)> {
     let (dir, aside) = (&cfg.dir, cfg.dir.join(data_dir::DAMAGED));
     let open = || {
@@ -130,14 +130,13 @@ fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore
     Ok((sizes.store(dir, cfg.cache_bytes)?, Some(damage)))
 }
 
-/// For the fuzz targets: reads the text of an identity file; what reads is written the same way
-/// again.
+/// For the fuzz targets: reads the text of an identity file, and returns it as it would be written.
 #[doc(hidden)]
 pub fn read_identity(text: &str) -> Result<String> {
     Record::parse(text).map(|r| r.text())
 }
 
-/// Checks that the folder is this member's or nobody's, and locks it until the file is closed.
+/// Checks that the folder is this member's or unused, and locks it until the file is closed.
 fn open_folder(cfg: &Config, cluster: [u8; 16]) -> Result<File> {
     let dir = &cfg.dir;
     strake_store::make_folder(dir)?;

@@ -1,9 +1,9 @@
-//! Space on the disk: which changes are still accepted, so that the log and the state practically
-//! never meet a full disk.
+//! Disk space: which changes are still accepted, so that the log and the state practically never
+//! meet a full disk.
 //!
-//! A file of [`DiskSpace::reserve`] bytes is kept in the server's folder. When so little is left
-//! that growth must end, the file is deleted: what is removed, and the group's own business, goes
-//! on in its place. It is made again when there is space.
+//! A file of [`DiskSpace::reserve`] bytes is kept in the server's folder. When space gets so short
+//! that growth must stop, the file is deleted: removals, and the group's own log entries, continue
+//! in its space. It is made again when there is space.
 
 use std::{fs, path::PathBuf, sync::Arc};
 
@@ -15,16 +15,16 @@ use crate::namespace::locks;
 use pb::{log_command::Command, op::Op, repair::What, seal::Step};
 
 const MIB: u64 = 1 << 20;
-/// By default so much of the file system is reserved, and no more than that.
+/// By default the reserve is the file system's size divided by this, but at most [`MOST`].
 const SHARE: u64 = 10;
 const MOST: u64 = 256 * MIB;
 
-/// What a change asks of the disk.
+/// How much disk space a change needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Need {
-    /// Makes things go, or keeps the group going.
+    /// Removes things, or keeps the group running.
     Little,
-    /// Writes anew what is there.
+    /// Rewrites existing things.
     Some,
     /// Makes new things.
     Growth,
@@ -58,7 +58,7 @@ impl Need {
             Some(Op::Setattr(s)) if s.size.is_some() => Need::Little,
             Some(Op::SetLock(l)) if locks::is_take(l) => Need::Some,
             Some(Op::Setattr(_) | Op::Rename(_) | Op::Extend(_) | Op::Setlayout(_)) => Need::Some,
-            // Those that remove, and those that change nothing.
+            // Operations that remove something or change nothing.
             _ => Need::Little,
         }
     }
@@ -71,7 +71,7 @@ pub(super) struct DiskSpace {
     file: Option<PathBuf>,
     /// Its size, bytes; 0: everything is accepted.
     reserve: u64,
-    /// Bytes that must be free beside it for growth: what the log takes at once, and a little.
+    /// Bytes that must be free beside it for growth: what the log allocates at once, and a little.
     margin: u64,
     state: Mutex<State>,
 }
@@ -83,13 +83,13 @@ struct State {
     short: bool,
 }
 
-/// The reserve for a file system of so many bytes.
+/// The reserve for a file system of this many bytes.
 pub(super) fn default_reserve(total: u64) -> u64 {
     (total / SHARE).min(MOST)
 }
 
 impl DiskSpace {
-    /// `segment`: bytes that the log takes at once.
+    /// `segment`: bytes that the log allocates at once.
     pub(super) fn new(
         store: Arc<dyn MetaStore>,
         file: Option<PathBuf>,
@@ -101,8 +101,8 @@ impl DiskSpace {
         DiskSpace { store, file, reserve, margin, state: Mutex::new(State { kept, short: false }) }
     }
 
-    /// Looks at the disk, and deletes or makes the reserve. Returns whether growth must wait, and
-    /// the bytes free.
+    /// Checks the disk, and deletes or makes the reserve. Returns whether growth must wait, and the
+    /// free bytes.
     pub(super) fn look(&self) -> (bool, u64) {
         if self.reserve == 0 {
             return (false, u64::MAX);
@@ -110,10 +110,10 @@ impl DiskSpace {
         let mut state = self.state.lock();
         let free = self.store.free_bytes();
         let usable = free.saturating_add(state.kept);
-        // Growth begins again a little later than it ends.
+        // Growth starts again only with a little more space than where it stops.
         let mut needed = self.reserve + self.margin + if state.short { self.margin } else { 0 };
         if usable < needed + MOST {
-            // A compaction may write all of the state anew before it deletes anything.
+            // A compaction may rewrite the whole state before it deletes anything.
             needed += self.store.disk_bytes().min(MOST);
         }
         let short = usable < needed;
@@ -141,7 +141,7 @@ impl DiskSpace {
         (short, self.store.free_bytes())
     }
 
-    /// `NoSpc` if the disk has no room for such a change.
+    /// `NoSpc` if the disk has no space for such a change.
     pub(super) fn check(&self, need: Need) -> Result<()> {
         let (short, free) = self.look();
         let least = match need {
@@ -161,10 +161,11 @@ impl DiskSpace {
     }
 }
 
-/// A file that has its blocks, or none. File systems that cannot promise that have the limit only.
+/// Makes a file with all its blocks, or none. File systems that cannot allocate blocks only have
+/// the limit.
 fn allocate(path: &PathBuf, size: u64) -> std::io::Result<()> {
     let made = fs::File::create(path).and_then(|f| {
-        // Not synced: that could take long, and after a crash it is made again.
+        // Not synced: that could take long, and after a crash the file is made again.
         Ok(rustix::fs::fallocate(&f, rustix::fs::FallocateFlags::empty(), 0, size)?)
     });
     if made.is_err() {
@@ -182,7 +183,7 @@ mod tests {
 
     use super::*;
 
-    /// A disk of which so much is free, beside the file.
+    /// A disk with this much free space, the file not counted.
     struct Disk(Mutex<u64>, PathBuf);
 
     impl Reader for Disk {
@@ -233,12 +234,12 @@ mod tests {
         *disk.0.lock() = MIB - 1;
         assert!(!ok(Need::Little));
         assert_eq!(room.check(Need::Little).unwrap_err().code, Code::NoSpc);
-        // Not at once as it was: a disk at the edge would be full and not full all the time.
+        // Growth does not start at the same point: a disk at the limit would switch all the time.
         *disk.0.lock() = 18 * MIB - 1;
         assert!(!ok(Need::Growth) && !file.exists());
         *disk.0.lock() = 18 * MIB;
         assert!(ok(Need::Growth) && file.exists());
-        // One that is there from before counts.
+        // A file from an earlier start counts.
         let again = DiskSpace::new(disk.clone(), Some(file.clone()), 8 * MIB, 4 * MIB);
         *disk.0.lock() = 13 * MIB;
         assert!(again.check(Need::Growth).is_ok());

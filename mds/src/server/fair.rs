@@ -1,7 +1,7 @@
-//! Requests of clients take turns where they would queue behind each other: for the next question
-//! to the group who leads, and for the log. Nothing waits for a client while it has a turn, so
-//! what clients wait for from each other cannot be held up by that. What servers ask, and renewals
-//! of sessions, answers to recalls and waits for locks need none.
+//! Clients' requests take turns where they would queue behind each other: for the next check with
+//! the group which member leads, and for the log. A request with a turn waits for no client, so
+//! clients that wait for each other cannot be blocked by this. Requests of servers, renewals of
+//! sessions, answers to recalls and waits for locks need no turn.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,10 +13,10 @@ use super::{
     machine::Machine,
 };
 
-/// Of each kind, at a time. A session has a quarter of it: as many as one connection may have in
-/// work.
+/// Most turns of each kind at a time. A session may have a quarter of them: as many requests as one
+/// connection may have in progress.
 const MOST: usize = 1024;
-/// So many operations are as much work as one more request.
+/// This many operations count as one more request.
 const HEAVY: usize = 16;
 /// How long a request waits for its turn.
 const WAIT: Duration = Duration::from_secs(2);
@@ -39,13 +39,13 @@ impl Fair {
         }
     }
 
-    /// Waits for the turn of a session that the peer has shown to be its own, for a list that
-    /// changes nothing.
+    /// Waits for a turn for a list that changes nothing. The peer must have proved that the session
+    /// is its own.
     pub(super) async fn read_turn(&self, peer: &Peer, session: SessionId) -> Result<Option<Turn>> {
         turn_of(&self.reads, peer, session, 0).await
     }
 
-    /// Likewise for a list of so many operations that changes something.
+    /// The same for a list of `ops` operations that changes something.
     pub(super) async fn change_turn(
         &self,
         peer: &Peer,
@@ -55,8 +55,8 @@ impl Fair {
         turn_of(&self.changes, peer, session, ops).await
     }
 
-    /// A list that is much work has to wait until no other such list is answered. Every list of a
-    /// client comes here.
+    /// A list that is much work waits until no other such list is being answered. Call this for
+    /// every list of a client.
     pub(super) async fn heavy_turn(
         &self,
         peer: &Peer,

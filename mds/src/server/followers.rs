@@ -27,18 +27,19 @@ use super::{
 };
 use crate::{consensus::StateMachine as _, namespace::ReadAt};
 
-/// Inodes that a frontier names at most.
+/// Most inodes that a frontier names.
 const MAX_UNSETTLED: usize = 4096;
 const UNSETTLED_TAG: u32 = 2;
-/// Reads that wait for one frontier.
+/// Most reads that wait for one frontier.
 const MAX_GATHERED: usize = 4096;
-/// How long the leader is asked, and how long its log is waited for.
+/// How long to wait for the leader's answer, and for its log.
 const ASK: Duration = Duration::from_millis(300);
 const BEHIND: Duration = Duration::from_millis(200);
-/// How often a read looks whose answer depends on what is not settled.
+/// How many tries a read gets while its answer depends on inodes that are not settled.
 const LOOKS: usize = 3;
 
-/// What the leader says may be told: all up to an entry, but for what some inodes are about.
+/// What the leader allows this member to answer: everything up to an entry, except about these
+/// inodes.
 struct Frontier {
     index: u64,
     unsettled: BTreeSet<Ino>,
@@ -46,7 +47,7 @@ struct Frontier {
 
 type Waiting = oneshot::Sender<Result<Arc<Frontier>>>;
 
-/// Reads that wait while this member does not lead.
+/// Reads that wait on this member, which does not lead.
 #[derive(Default)]
 struct Gathering {
     /// Reads that wait for the next frontier.
@@ -55,7 +56,7 @@ struct Gathering {
 }
 
 impl Gathering {
-    /// A frontier that was asked for after this was called.
+    /// A frontier that is requested after this call.
     async fn frontier(&self) -> Result<Arc<Frontier>> {
         let (tell, told) = oneshot::channel();
         {
@@ -70,7 +71,7 @@ impl Gathering {
     }
 }
 
-/// Not this server, not now.
+/// The error of a server that cannot answer now.
 fn cannot(why: &str) -> Error {
     Error::new(
         Code::NotServing,
@@ -78,7 +79,7 @@ fn cannot(why: &str) -> Error {
     )
 }
 
-/// Asks for frontiers for ever: one at a time, for all who wait.
+/// Requests frontiers for ever: one at a time, for all waiting reads.
 pub(super) async fn run(followers: Arc<Followers>) {
     let mut link = None;
     loop {
@@ -114,7 +115,7 @@ impl Followers {
         Followers { member, fair, gathering: Gathering::default(), answered, refused }
     }
 
-    /// Asks who leads. `link`: the leader that was asked last, and the connection to it.
+    /// Asks the leader. `link`: the leader that was asked last, and the connection to it.
     async fn ask_frontier(
         &self,
         link: &mut Option<(u64, Arc<dyn Connection>)>,
@@ -149,8 +150,8 @@ impl Followers {
         Ok(Frontier { index: r.index, unsettled: r.unsettled.into_iter().collect() })
     }
 
-    /// Tells a member that does not lead what it may tell of. `NotLeader`; `NotServing`: nothing
-    /// now; `NotMember`: it is no member any more.
+    /// Tells a member that does not lead what it may answer. `NotLeader`: this server does not
+    /// lead; `NotServing`: nothing now; `NotMember`: the asking server was removed.
     pub(super) async fn frontier(&self, request: pb::FrontierRequest) -> Result<Bytes> {
         let term = self.member.leading()?;
         if self.member.machine.is_former(request.member) {
@@ -159,13 +160,13 @@ impl Followers {
         }
         self.member.node.read_barrier().await?;
         let index = self.member.machine.namespace.version();
-        // After the index: of what was applied up to that nothing is missing.
+        // Read after the index, so that nothing applied up to it is missing.
         let unsettled = self.member.recalls.awaited(term, MAX_UNSETTLED)?;
         Ok(encode(&pb::FrontierReply { index, unsettled }))
     }
 
-    /// A list that a client sent here though this server does not lead. `NotLeader`: only the
-    /// leader can answer it; `NotServing`: this server cannot, at the moment.
+    /// Answers a list that a client sent to this server, which does not lead. `NotLeader`: only the
+    /// leader can answer it; `NotServing`: this server cannot at the moment.
     pub(super) async fn follow(
         &self,
         peer: &Peer,
@@ -188,7 +189,7 @@ impl Followers {
             return Err(elsewhere());
         }
         for _ in 0..LOOKS {
-            // Its session is not known here: it is the turn of its connection.
+            // Its session is not known here, so this is the connection's turn.
             let turn = self.fair.read_turn(peer, peer.id).await?;
             let frontier = self.gathering.frontier().await?;
             drop(turn);
@@ -202,7 +203,7 @@ impl Followers {
             let read =
                 self.member.machine.namespace.read_following(request.session, &creds, &request.ops);
             drop(turn);
-            // Whose session has ended only the leader says.
+            // Only the leader may say that a session has ended.
             let read = read.map_err(|e| cannot(&e.message))?;
             if self.may_tell(&frontier, &read) {
                 return leave_out(read).ok_or_else(elsewhere);
@@ -211,15 +212,15 @@ impl Followers {
         Err(elsewhere())
     }
 
-    /// Whether the answer is what the leader could have answered when it told the frontier.
+    /// Whether the leader could have given the same answer when it gave the frontier.
     fn may_tell(&self, frontier: &Frontier, read: &ReadAt) -> bool {
         let settled = read.looked.is_disjoint(&frontier.unsettled);
         settled && self.member.machine.same_since(frontier.index, &read.looked)
     }
 }
 
-/// Leaves out of listings what somebody else may still have to report. `None`: it is shown
-/// elsewhere, its writer must be asked, or how far a file goes is not known.
+/// Leaves attributes out of listings that another client may still have to report. `None`: other
+/// results show such attributes, so the writer must be asked or the file's size found out.
 fn leave_out(read: ReadAt) -> Option<pb::MetaReply> {
     let ReadAt { mut reply, written, endless, .. } = read;
     let written = |a: &pb::Attr| written.contains(&a.ino) || endless.contains(&a.ino);

@@ -1,9 +1,9 @@
-//! Lists of operations that are much work are answered one at a time, whoever sent them: everybody
-//! else's requests wait for one of them at most. Those of one machine wait among themselves, so
-//! that it takes one place in that queue. After one that took long there is a pause as long, for
-//! everybody else's requests, and for members that execute the log more slowly than the leader.
-//! While others are active, lists of one machine have an eighth of the time: its next one waits
-//! seven times as long as the last one took.
+//! Lists of operations that are much work are answered one at a time, whoever sent them: all other
+//! requests wait for at most one of them. Lists of one machine wait for each other first, so that a
+//! machine has one place in that queue. After a long list there is a pause of the same length, for
+//! all other requests, and for members that apply the log more slowly than the leader. While others
+//! are active, lists of one machine get an eighth of the time: its next one waits seven times as
+//! long as the last one took.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -14,19 +14,19 @@ use tokio::{
     time::Instant,
 };
 
-/// Groups of a caller, as in Linux.
+/// Most groups of a caller, as in Linux.
 const MAX_GROUPS: usize = 65_536;
-/// A list that took less needs no pause after it: most of those that clients send in earnest.
+/// A list that took less needs no pause after it; most lists of real clients take less.
 const LONG: Duration = Duration::from_millis(10);
-/// No list is more work than this; what took longer waited for something else.
+/// No list is more work than this; a list that took longer waited for something else.
 const LONGEST: Duration = Duration::from_millis(100);
-/// While others are active, a machine waits so many times as long as its last list took.
+/// While others are active, a machine waits this many times as long as its last list took.
 const SPACED: u32 = 7;
-/// Machines that are remembered while nobody there waits.
+/// Most machines that are remembered while none of their lists waits.
 const KEPT: usize = 64;
 
-/// `E2BIG` for more groups than a process can have. Puts them in order, each once: this is what is
-/// logged.
+/// Sorts the groups and removes duplicates; this is what is logged. `E2BIG` for more groups than a
+/// process can have.
 pub(super) fn order_groups(creds: &mut Option<pb::Creds>) -> Result<()> {
     let Some(groups) = creds.as_mut().map(|c| &mut c.groups).filter(|g| !g.is_empty()) else {
         return Ok(());
@@ -54,7 +54,7 @@ pub(super) struct Heavy {
     machines: Mutex<BTreeMap<String, Arc<Line>>>,
 }
 
-/// One at a time, and none before the pause is over.
+/// A queue: one list at a time, and none before the pause is over.
 struct Line {
     one: Arc<Semaphore>,
     pause: Mutex<Option<Instant>>,
@@ -88,7 +88,7 @@ pub(super) struct Turn {
     begun: Instant,
     all: Arc<Line>,
     machine: Arc<Line>,
-    /// Others are active.
+    /// Whether other sessions are active.
     others: bool,
     _of_all: OwnedSemaphorePermit,
     _of_machine: OwnedSemaphorePermit,
@@ -166,7 +166,7 @@ mod tests {
         assert_eq!(list("tcp:10.0.0.2:1", true).await, 5, "another machine does not wait");
         assert_eq!(list("tcp:10.0.0.1:2", false).await, 40);
         assert_eq!(list("tcp:10.0.0.1:1", false).await, 45, "it was alone");
-        // One that waited long for the log.
+        // A list that waited long for the log.
         let turn = h.turn("tcp:10.0.0.1:1", true).await.unwrap();
         tokio::time::advance(Duration::from_secs(5)).await;
         drop(turn);
@@ -186,7 +186,7 @@ mod tests {
         let other = ask("tcp:10.0.0.2:1");
         tokio::task::yield_now().await;
         drop(first);
-        // The one that waits for all of the first machine is not before the other machine's.
+        // The first machine's waiting lists have one place, behind the other machine's list.
         let (_, turn) = timeout(Duration::from_secs(1), other).await.unwrap().unwrap().unwrap();
         assert!(many.iter().all(|m| !m.is_finished()));
         drop(turn);

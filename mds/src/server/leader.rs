@@ -1,6 +1,6 @@
-//! What the leader does besides answering: formats a new file system, says who the metadata servers
-//! are, and runs the membership tick, the sessions' terms and the orphans. All of it ends with its
-//! term.
+//! What the leader does besides answering: it formats a new file system, keeps the metadata servers
+//! in the map, and runs the membership tick, the sessions' terms and the orphans. All of it ends
+//! with its term.
 
 use std::{sync::Arc, time::Duration};
 
@@ -30,20 +30,20 @@ use crate::{
 };
 use pb::log_command::Command;
 
-/// Between two evaluations of leases and chains.
+/// Time between two evaluations of leases and chains.
 const CLUSTER_TICK: Duration = Duration::from_millis(100);
-/// A tick that comes this late means that the process was stopped: nobody could be heard.
+/// A tick this late means that the process was stopped: it could hear no other process.
 const STALL: Duration = Duration::from_secs(1);
-/// Orphans are not freed sooner after an election. The former leader may have answered an open
-/// until then, and a client takes that answer in for 5 s after it has asked (by its clock, which
-/// may be slow by a tenth); it tells this leader then, see `client/src/metadata/opens.rs`.
+/// Orphans are not freed earlier than this after an election. The former leader may have answered
+/// an open until then. A client accepts that answer for 5 s after it asked (by its clock, which may
+/// be slow by a tenth), and then reports it to this leader, see `client/src/metadata/opens.rs`.
 const MIN_GRACE: Duration = Duration::from_secs(6);
-/// For so long nobody may have had an orphan open.
+/// No session may have had an orphan open for this long.
 const ORPHAN_PAUSE: Duration = Duration::from_secs(1);
 const ORPHAN_TICK: Duration = Duration::from_millis(500);
 const ORPHANS: usize = 16_384;
 
-/// Follows leadership for ever.
+/// Runs for ever; does the leader's work while this server leads.
 pub(super) async fn run(leader: Arc<Leader>) {
     let member = &leader.member;
     let mut leadership = member.leadership.clone();
@@ -152,8 +152,8 @@ impl Leader {
         Ok(())
     }
 
-    /// Keeps the metadata servers in the map, so that clients find all of them, and takes those out
-    /// who left: whoever has changed the group may have gone before the map was changed, too.
+    /// Keeps the metadata servers in the map, so that clients find all of them, and removes those
+    /// that left: the server that changed the group may have stopped before it changed the map.
     async fn announce(&self) {
         loop {
             match self.announcement().await {
@@ -168,7 +168,7 @@ impl Leader {
         }
     }
 
-    /// Has the map say what this leader's configuration says of all chains.
+    /// Puts this leader's settings for all chains into the map.
     async fn settings(&self) {
         let asked = pb::Settings { min_copies: self.member.cfg.min_copies };
         while self.member.map().map.min_copies.max(1) != asked.min_copies {
@@ -183,7 +183,7 @@ impl Leader {
         }
     }
 
-    /// How the map must change to name the members, `None`: it does.
+    /// How the map must change to name the members, `None` if it need not.
     async fn announcement(&self) -> Result<Option<pb::MdsNodes>> {
         let (map, group) = (self.member.map(), self.member.node.group().await?);
         let known = |id: u32| map.map.nodes.iter().find(|n| n.id == id && n.role == ROLE_MDS);
@@ -191,9 +191,9 @@ impl Leader {
         for m in &group.members {
             let id = u32::try_from(m.id).unwrap_or(0);
             let own = id == self.member.own_id();
-            // A configuration may be older than the last replacement: only members count. What it
-            // says of them counts more than an older map, and the change that took a member in more
-            // than nothing.
+            // A configuration may be older than the last replacement, so only members count. For a
+            // member, the configuration is preferred to an older map, and the change that added it
+            // to nothing.
             let configured = self.member.cfg.peers.iter().find(|p| p.0 == m.id).map(|p| &p.1);
             let at = match own {
                 true => Some(self.member.advertised.get().unwrap_or(&self.member.cfg.listen)),
@@ -215,7 +215,7 @@ impl Leader {
                 ..Default::default()
             });
         }
-        // Those who left, should whoever let them go have failed to say so.
+        // Members that left, in case the server that removed them failed to change the map.
         let left = |n: &&pb::Node| n.role == ROLE_MDS && group.get(u64::from(n.id)).is_none();
         let gone: Vec<u32> = map.map.nodes.iter().filter(left).map(|n| n.id).collect();
         let same = gone.is_empty() && nodes.iter().all(|n| known(n.id) == Some(n));
@@ -246,7 +246,7 @@ impl Leader {
         }
     }
 
-    /// Names targets that are slow beside the others, and has one of them drained.
+    /// Names targets that are slow compared with the others, and gets one of them drained.
     async fn judge_slow(&self, now: Duration) {
         let judged = self.member.with_lead(|l| {
             let (map, slow) = (self.member.map(), &mut l.manager.slow);
@@ -266,14 +266,14 @@ impl Leader {
         }
     }
 
-    /// Lets those go on who wait for what evicted sessions wrote, once that can arrive nowhere any
-    /// more.
+    /// Lets requests continue that wait for writes of evicted sessions, once those can no longer
+    /// arrive anywhere.
     fn lift_fences(&self) {
         if self.member.recalls.fences() {
             let known = self.member.with_lead(|l| {
                 Ok((l.term, l.manager.known_to_all(self.member.env.boot(), &self.member.map())))
             });
-            // A leader no longer: they are sent elsewhere.
+            // If this server no longer leads, they are sent elsewhere.
             let _ = known.and_then(|(term, upto)| self.member.recalls.fenced(term, upto));
         }
     }
@@ -297,9 +297,8 @@ impl Leader {
         });
     }
 
-    /// A lone server whose disk was full leads on, and a map change that was under way may have
-    /// been made. It is known when something behind it in the log was applied: a change that
-    /// changes nothing.
+    /// A lone server whose disk was full keeps leading, and a map change under way may have been
+    /// made. That is known when a later log entry is applied: a change that changes nothing.
     async fn settle_map(&self) {
         let nothing =
             pb::MapUpdate { expect_version: self.member.map().version(), ..Default::default() };
@@ -327,7 +326,7 @@ impl Leader {
             let known = self.member.machine.namespace.sessions();
             let silent = self.member.with_lead(|l| {
                 for (id, s) in &known {
-                    // Ended since it was listed? Then it must not come back into the table.
+                    // If it has ended since it was listed, it must not return into the table.
                     if self.member.machine.namespace.session(*id).is_some() {
                         l.sessions.learn(now, *id, s.epoch);
                     }
@@ -353,8 +352,9 @@ impl Leader {
         }
     }
 
-    /// Frees files without a name that nobody has open. What was open under a former leader is
-    /// known when all sessions of then have told it, at the latest when their term is over.
+    /// Frees files without a name that no session has open. What was open under a former leader is
+    /// known when all sessions of that time have reported it, at the latest when their term is
+    /// over.
     async fn free_orphans(&self) {
         let (began, term) = (self.member.env.boot(), self.member.cfg.session_term());
         sleep(MIN_GRACE).await;

@@ -1,4 +1,4 @@
-//! Clients ask what they are to forget or report; who does not do so in time is evicted.
+//! Clients ask what they must forget or report; a client that does not do so in time is evicted.
 
 use bytes::Bytes;
 use std::time::Duration;
@@ -12,22 +12,23 @@ use super::{
 use crate::leases::rows::Reporting;
 use pb::log_command::Command;
 
-/// How long a client waits for something to forget. Less than it waits for an answer.
+/// How long a client's request waits for something to forget. Less than the client waits for an
+/// answer.
 const POLL: Duration = Duration::from_secs(3);
 
-/// Answers a client that asks what it is to forget, report or check.
+/// Answers a client that asks what it must forget, report or check.
 pub(super) async fn recall(member: &Member, request: pb::RecallRequest) -> Result<Bytes> {
     let term = member.leading()?;
     let deadline = Instant::now() + POLL;
     let (mut reply, bell) = member.recalls.poll(term, &request)?;
-    // A report is told of beside the request that waits.
+    // A request with a report comes in parallel to the one that waits, and is answered at once.
     let tells = !(request.reported.is_empty()
         && request.working.is_empty()
         && request.locks_checked.is_empty());
     while reply == pb::RecallReply::default() && !tells {
         let rung = bell.notified();
         tokio::pin!(rung);
-        // From here on no ringing is missed.
+        // From here on no wake-up is missed.
         rung.as_mut().enable();
         reply = member.recalls.poll(term, &request)?.0;
         if reply != pb::RecallReply::default() || timeout_at(deadline, rung).await.is_err() {
@@ -37,7 +38,7 @@ pub(super) async fn recall(member: &Member, request: pb::RecallRequest) -> Resul
     Ok(encode(&reply))
 }
 
-/// Looks after what ends by itself, as long as this server leads.
+/// Handles what ends through time, while this server leads.
 pub(super) async fn end_leases(member: &Member) {
     loop {
         if !member.recalls.next_end().await {
@@ -51,8 +52,8 @@ pub(super) async fn end_leases(member: &Member) {
             }
         };
         let (mut silent, late) = member.recalls.tick(&gone);
-        // A report waits for the cut of its file, or for its end to be found, like everything that
-        // makes it grow; its sender cannot help that.
+        // Like everything that makes a file grow, a report waits while the file is being trimmed,
+        // or its end searched; the sender is not to blame.
         let namespace = &member.machine.namespace;
         let held_up =
             |ino| namespace.trim_of(ino).is_some() || !matches!(namespace.endless(ino), Ok(None));

@@ -8,27 +8,27 @@ use strake_proto::{Code, Error, Result, pb};
 use tokio::time::{Instant, timeout};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// After a connect failed, whoever wants that server is told so for this long, at once, before it
-/// is tried again: with many who wait, each would otherwise try for a second, one after the other.
+/// After a failed connect, requests for that server fail at once for this long before another try:
+/// otherwise many waiting requests would each try for a second, one after the other.
 const FAILURE_STANDS: Duration = Duration::from_millis(500);
-/// Beyond so many connections those that broke are forgotten.
+/// Beyond this many connections broken ones are forgotten.
 const MAX_LINKS: usize = 1024;
 
-/// The connection to one server, or how the last try for one ended.
+/// The connection to one server, or the result of the last try for one.
 #[derive(Default)]
 struct Link {
     open: Option<Arc<dyn Connection>>,
     failed: Option<(Instant, Error)>,
 }
 
-/// Locked while it is made.
+/// Locked while the connection is made.
 type Slot = Arc<tokio::sync::Mutex<Link>>;
 
-/// One connection per storage server, by the best of its endpoints that answered, and kept until it
+/// One connection per storage server, over the best of its endpoints that answered, kept until it
 /// breaks.
 pub(super) struct Links {
     fabric: Arc<dyn Fabric>,
-    /// By their endpoints.
+    /// By the servers' endpoints.
     open: Mutex<BTreeMap<Vec<String>, Slot>>,
 }
 
@@ -44,7 +44,7 @@ impl Links {
     fn slot(&self, at: &[String]) -> Slot {
         let mut open = self.open.lock();
         if open.len() >= MAX_LINKS && !open.contains_key(at) {
-            // Servers that came back at other addresses, again and again.
+            // Servers may have returned at other addresses, again and again.
             open.retain(|_, s| {
                 s.try_lock().map_or(true, |l| l.open.as_ref().is_some_and(|c| !c.is_closed()))
             });
@@ -52,8 +52,8 @@ impl Links {
         open.entry(at.to_vec()).or_default().clone()
     }
 
-    /// The connection to a storage server, made if there is none. A failure is that of all who
-    /// waited for it, and of who asks soon after.
+    /// The connection to a storage server, made if there is none. A failure is returned to all that
+    /// waited for it, and to requests soon after.
     pub(super) async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
         let slot = self.slot(&node.endpoints);
         let mut slot = slot.lock().await;
@@ -105,8 +105,8 @@ mod tests {
 
     use super::*;
 
-    /// Reaches everybody, by TCP only, but for the host `dead`, which is silent. Counts what it is
-    /// asked for without reaching it.
+    /// Reaches every host, by TCP only, except the host `dead`, which is silent. Counts failed
+    /// connection attempts.
     struct Nowhere(Pool, Arc<AtomicUsize>);
 
     #[async_trait]
@@ -174,7 +174,7 @@ mod tests {
         let all = futures_util::future::join_all((0..100).map(|_| links.get(&dead))).await;
         assert!(all.iter().all(|r| r.as_ref().is_err_and(|e| e.code == Code::TimedOut)));
         assert_eq!((tried.load(Ordering::Relaxed), start.elapsed()), (1, CONNECT_TIMEOUT));
-        // So is who comes soon after, but not who wants another one.
+        // A request soon after is answered at once, too, but one for another server is not.
         assert!(links.get(&dead).await.is_err() && links.get(&node("h")).await.is_ok());
         assert_eq!((tried.load(Ordering::Relaxed), start.elapsed()), (1, CONNECT_TIMEOUT));
         tokio::time::sleep(FAILURE_STANDS).await;
@@ -193,7 +193,7 @@ mod tests {
         assert!(all.iter().all(|c| Arc::ptr_eq(c, &all[0])), "who waited has the same");
         assert!(Arc::ptr_eq(&all[0], &links.get(&node).await.unwrap()));
         assert_eq!((tried.load(Ordering::Relaxed), start.elapsed()), (1, CONNECT_TIMEOUT));
-        // It is when the other one breaks.
+        // It is made when the other one breaks.
         all[0].close();
         assert!(!links.get(&node).await.unwrap().is_closed());
         assert_eq!(tried.load(Ordering::Relaxed), 2);

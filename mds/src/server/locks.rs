@@ -1,5 +1,5 @@
-//! The leader's part in locks: refuses what is in somebody's way without an entry in the log, keeps
-//! what is free for the one whose turn it is, and tells clients of their turns. The rules are in
+//! The leader's part in locks: it refuses conflicting locks without a log entry, keeps a free lock
+//! for the waiter whose turn it is, and tells clients of their turns. The rules are in
 //! `docs/locks.md`, the table in `lock_waiters`.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
@@ -22,15 +22,16 @@ use crate::{
 };
 use pb::op::Op;
 
-/// How long a list waits for an answer. Less than a client waits for one.
+/// How long the request with a list of waits is held. Less than a client waits for an answer.
 const POLL: Duration = Duration::from_secs(3);
-/// Locks in the way whose holders are asked at once. Those that they keep are in the way, whatever
+/// Most conflicting locks whose holders are asked at once. Those that they keep conflict, whatever
 /// the others do.
 const MAX_ASKED: usize = 64;
-/// How often turns that nobody takes are looked for.
+/// How often turns that were not taken are looked for.
 const TICK: Duration = Duration::from_millis(250);
 
-/// What a list of operations is to lock. `None`: nothing, or it is for the log to refuse.
+/// The locks that a list of operations asks for. An operation that the log is to refuse counts as
+/// none.
 fn wants(session: SessionId, ops: &[pb::Op]) -> Vec<Want> {
     let want = |o: &pb::Op| {
         let Some(Op::SetLock(o)) = &o.op else { return None };
@@ -43,7 +44,7 @@ fn wants(session: SessionId, ops: &[pb::Op]) -> Vec<Want> {
 /// See the module.
 pub(super) struct LockService {
     member: Arc<Member>,
-    /// Somebody who waits for a lock may have his turn.
+    /// Changes when a lock waiter may have its turn.
     turns: watch::Sender<u64>,
 }
 
@@ -52,10 +53,10 @@ impl LockService {
         LockService { member, turns: watch::Sender::new(0) }
     }
 
-    /// Before a client's new list goes to the log: `LockConflict` for a lock that somebody else
-    /// has. While it is another's turn, this waits for what becomes of that; a patient one is told
-    /// of a conflict at once. `Overloaded` while something that an evicted session wrote may still
-    /// arrive.
+    /// Call this before a client's new list goes to the log. `LockConflict` for a lock that another
+    /// owner has. While it is another waiter's turn, this waits until that is decided; a patient
+    /// request is told of a conflict at once. `Overloaded` while writes of an evicted session may
+    /// still arrive.
     pub(super) async fn check_locks(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         let wants = wants(call.session(), ops);
         if wants.is_empty() {
@@ -67,7 +68,7 @@ impl LockService {
         }
         for want in &wants {
             let fence = match (wants.len(), ops) {
-                // In a list, one operation makes room for the next.
+                // In a list, one operation may free what the next one needs.
                 (1, [op]) => self.check_lock(call.term, want, op).await?,
                 _ => self.member.machine.namespace.barring(want, 0)?.1,
             };
@@ -84,7 +85,7 @@ impl LockService {
         loop {
             let now = self.member.env.boot();
             let (barring, fence, turn) = self.member.with_lead(|l| {
-                // What was given up a moment ago may be somebody's by now.
+                // A lock that was released a moment ago may belong to a waiter by now.
                 if l.lock_waiters.look(now, want.ino, |w| self.is_barred(w))? {
                     self.tell_turns();
                 }
@@ -109,15 +110,16 @@ impl LockService {
                 Verdict::Free => return Ok(fence),
                 Verdict::AfterTurn | Verdict::Ask(_) => {}
             }
-            // A turn ends; the time limit is for what nobody tells of.
+            // Woken when a turn ends; the timeout covers changes that wake nothing.
             let _ = timeout(TICK, turns.changed()).await;
         }
     }
 
-    /// Before somebody is told that others have locks in its way: they give up what was closed
-    /// before this, each once. Whether some were asked, so that it is to be looked again. What
-    /// another one asked for and gave up may yet arrive, so those that come into the way meanwhile
-    /// are asked, too. Locks of its own session are its client's to look at.
+    /// Call this before an owner is told that others hold conflicting locks: their sessions release
+    /// locks that their programs closed before this. Each is asked once. Returns whether some were
+    /// asked, so that the caller must look again. A request that another owner gave up may still
+    /// arrive, so holders that appear meanwhile are asked, too. The client itself checks locks of
+    /// its own session.
     async fn settle(
         &self,
         term: u64,
@@ -145,10 +147,9 @@ impl LockService {
         Ok(())
     }
 
-    /// Whether the log refused a try because of a lock that is given up by now. Between
-    /// [`LockService::check_locks`] and the log may come a lock whose caller had gone, which is
-    /// given up at once: its holder is asked before a conflict is told, as it would have been
-    /// there.
+    /// Whether the log refused a lock because of another one that is released by now. Between
+    /// [`LockService::check_locks`] and the log a lock may arrive whose caller has gone, and which
+    /// is released at once: its holder is asked before a conflict is reported, as there.
     pub(super) async fn was_refused_for_nothing(
         &self,
         call: &Call<'_>,
@@ -171,7 +172,7 @@ impl LockService {
         if holders.is_empty() { Ok(()) } else { self.member.recalls.want_pages(term, ino, holders) }
     }
 
-    /// Has sessions give pages back that others wait for.
+    /// Asks sessions to give back pages that others wait for.
     fn want_all_pages(&self) -> Result<()> {
         let term = self.member.leading()?;
         let wanted = self.member.with_lead(|l| {
@@ -185,8 +186,8 @@ impl LockService {
         wanted.into_iter().try_for_each(|(ino, holders)| self.want_pages(term, ino, &holders))
     }
 
-    /// After a client's list ran: what it got of pages is its own when those who may write the file
-    /// know.
+    /// Call this after a client's list ran: it may use the page locks it got once all sessions that
+    /// may write the file know of them.
     pub(super) async fn tell_writers(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         for want in wants(call.session(), ops).iter().filter(|want| is_of_pages(want)) {
             self.member.recalls.tell_writers(call.term, call.session(), want.ino).await?;
@@ -194,7 +195,8 @@ impl LockService {
         Ok(())
     }
 
-    /// Says of what may be written from now on, or was cut, that others have pages of it.
+    /// Marks results for files that may be written from now on, or were truncated, if other
+    /// sessions have page locks of them.
     pub(super) fn mark_pages(
         &self,
         call: &Call<'_>,
@@ -214,7 +216,7 @@ impl LockService {
         Ok(())
     }
 
-    /// Before a list is read that asks for a lock in the way.
+    /// Call this before reading for a list that asks which lock conflicts.
     pub(super) async fn settle_questions(&self, call: &Call<'_>, ops: &[pb::Op]) -> Result<()> {
         for op in ops {
             if let Some(Op::GetLock(o)) = &op.op
@@ -229,7 +231,7 @@ impl LockService {
         Ok(())
     }
 
-    /// After a client's list ran: who got what he waited for waits no longer.
+    /// Call this after a client's list ran: waiters that got their lock wait no longer.
     pub(super) fn note_locks(&self, call: &Call<'_>, ops: &[pb::Op]) {
         let over = |o: &pb::Op| match &o.op {
             Some(Op::SetLock(o)) if o.wait != 0 => Some(o.wait),
@@ -274,7 +276,7 @@ impl LockService {
         Ok(encode(&reply))
     }
 
-    /// Takes a list: what can be said of it at once.
+    /// Takes a list of waits and returns what is known at once.
     fn enlist(&self, session: SessionId, number: u64, list: &[Entry]) -> Result<pb::LockWaitReply> {
         let namespace = &self.member.machine.namespace;
         let now = self.member.env.boot();
@@ -305,7 +307,7 @@ impl LockService {
         })
     }
 
-    /// Looks after those who wait, as long as this server leads.
+    /// Serves the waiters while this server leads.
     pub(super) async fn serve(&self) {
         let news = self.member.machine.namespace.lock_news();
         loop {
@@ -328,7 +330,7 @@ impl LockService {
         }
     }
 
-    /// Whether locks are in the way.
+    /// Whether other locks conflict.
     fn is_barred(&self, want: &Want) -> Result<bool> {
         Ok(!self.member.machine.namespace.barring(want, 1)?.0.is_empty())
     }
@@ -339,7 +341,7 @@ impl LockService {
 
     fn look_at(&self, now: Duration, waits: &mut LockWaiters, files: &BTreeSet<Ino>) {
         for ino in files {
-            // A state that cannot be read now is looked at again.
+            // If the state cannot be read now, it is tried again later.
             let _ = waits.look(now, *ino, |w| self.is_barred(w));
         }
     }

@@ -1,4 +1,4 @@
-//! The namespace as what Raft replicates.
+//! The namespace as the state machine that Raft replicates.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -19,7 +19,7 @@ use crate::{
 /// See the module.
 pub(super) struct Machine {
     pub namespace: Namespace,
-    /// As the namespace has it.
+    /// The same store as the namespace's.
     store: Arc<dyn MetaStore>,
     applied: watch::Sender<u64>,
     recalls: Arc<Recalls>,
@@ -28,7 +28,7 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    /// `recalls` is told of everything that is applied.
+    /// `recalls` learns of everything that is applied.
     pub(super) fn open(store: Arc<dyn MetaStore>, recalls: Arc<Recalls>) -> Result<Machine> {
         let namespace = Namespace::open(store)?;
         let index = namespace.header().applied_index;
@@ -45,18 +45,18 @@ impl Machine {
         })
     }
 
-    /// The last applied index, whenever it changes.
+    /// Watches the last applied index.
     pub(super) fn applied_watch(&self) -> watch::Receiver<u64> {
         self.applied.subscribe()
     }
 
-    /// Whether certainly none of these was changed after entry `index`, in what was applied up to
-    /// now.
+    /// Whether certainly none of these inodes changed after entry `index`, in the entries applied
+    /// so far.
     pub(super) fn same_since(&self, index: u64, inos: &BTreeSet<Ino>) -> bool {
         self.recent_changes.lock().same_since(index, inos)
     }
 
-    /// What ended rights after entry `known`, in what was applied up to now.
+    /// What ended rights after entry `known`, in the entries applied so far.
     pub(super) fn endings_after(&self, known: u64) -> pb::Endings {
         self.endings.lock().after(known)
     }
@@ -79,7 +79,7 @@ impl StateMachine for Machine {
         conf_state: Option<Vec<u8>>,
     ) -> Result<Vec<Bytes>> {
         let entries: Vec<_> = entries.into_iter().map(|e| (e.index, e.term, e.data)).collect();
-        // Before any reader can see it.
+        // Called before any reader can see the entries' effects.
         let tell = |effects: &[Effect]| {
             self.recent_changes
                 .lock()

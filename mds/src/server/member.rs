@@ -1,5 +1,4 @@
-//! This server as a member of the group: its log, its state, and what it alone knows while it
-//! leads.
+//! This server as a member of the group: its log, its state, and what it knows only while it leads.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -26,10 +25,10 @@ use crate::{
     sessions::Sessions,
 };
 
-/// Sessions or inodes named in one log entry.
+/// Most sessions or inodes named in one log entry.
 pub(super) const BATCH: usize = 1024;
 
-/// What the leader knows and nobody else: gone with its term.
+/// What only the leader knows; it is gone with its term.
 pub(super) struct Lead {
     pub term: u64,
     pub manager: Manager,
@@ -49,7 +48,7 @@ pub(super) struct Member {
     pub links: Links,
     pub disk_space: DiskSpace,
     pub advertised: OnceLock<Endpoint>,
-    /// A state that was found damaged when this server started.
+    /// The error, if the state was found damaged when this server started.
     pub set_aside: Option<Error>,
     pub started: Duration,
 }
@@ -68,7 +67,7 @@ impl Member {
         self.with_lead(|l| Ok(l.term))
     }
 
-    /// Runs `f` on the leader's knowledge, or says who leads.
+    /// Runs `f` on the leader's knowledge, or returns an error that says which member leads.
     pub(super) fn with_lead<R>(&self, f: impl FnOnce(&mut Lead) -> Result<R>) -> Result<R> {
         let l = *self.leadership.borrow();
         let mut lead = self.lead.lock();
@@ -81,8 +80,8 @@ impl Member {
         }
     }
 
-    /// Has a command agreed on and applied. Errors of consensus and of the command itself alike;
-    /// `NoSpc`: this server's disk has no room for it.
+    /// Gets a command into the log and applied. Returns errors of consensus and of the command
+    /// itself; `NoSpc`: this server's disk has no space for it.
     pub(super) async fn propose(&self, command: pb::log_command::Command) -> Result<pb::LogReply> {
         self.disk_space.check(Need::of(&command))?;
         self.propose_anyway(command).await
@@ -102,8 +101,8 @@ impl Member {
         }
     }
 
-    /// `Overloaded` until all storage servers know of an eviction: what follows the session's
-    /// writes waits until none of them can arrive after it.
+    /// `Overloaded` until all storage servers know of an eviction: changes that must follow the
+    /// session's writes wait until none of those can arrive any more.
     pub(super) fn check_fence(&self, eviction: u64) -> Result<()> {
         let now = self.env.boot();
         if eviction == 0

@@ -1,6 +1,6 @@
-//! Management of the group of metadata servers while clients work: what `strake mds
-//! list|add|remove|transfer|replace` ask for, and the cluster map that tells clients and storage
-//! servers who the members are. See `docs/membership.md`.
+//! Management of the group of metadata servers while clients work: the requests of `strake mds
+//! list|add|remove|transfer|replace`, and the cluster map that tells clients and storage servers
+//! which members there are. See `docs/membership.md`.
 
 use std::{sync::Arc, time::Duration};
 
@@ -20,11 +20,11 @@ use crate::{
 };
 use pb::{log_command::Command, members_request::Change, repair::What};
 
-/// How long a new server may take to say who it is.
+/// How long a new server may take to answer which server it is.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Pools of a cluster.
+/// Most pools of a cluster.
 const MOST_POOLS: usize = 256;
-/// Members that one step names.
+/// Most members that one step names.
 const MAX_STEP: usize = 16;
 
 fn inval(m: impl Into<String>) -> Error {
@@ -42,7 +42,8 @@ pub(super) struct Membership {
 }
 
 impl Membership {
-    /// Lists or changes the members. `NotLeader`: the change was not made, ask the one it names.
+    /// Lists or changes the members. `NotLeader`: the change was not made; ask the server that the
+    /// error names.
     pub(super) async fn members(&self, request: pb::MembersRequest) -> Result<Bytes> {
         let mut learner = 0;
         match request.change {
@@ -72,8 +73,8 @@ impl Membership {
         Ok(encode(&pb::MembersReply { learner, ..self.members_reply(&group) }))
     }
 
-    /// Every client has the map, so there are no more pools in it than somebody can have meant. A
-    /// request is looked at before it is in the log.
+    /// Every client has the map, so the number of pools is limited to a sensible one. The request
+    /// is checked before it is in the log.
     pub(super) async fn change_pool(&self, p: pb::PoolChange) -> Result<()> {
         self.member.leading()?;
         self.member.node.read_barrier().await?;
@@ -123,7 +124,7 @@ impl Membership {
         }
     }
 
-    /// Who this server is and what it knows of a group.
+    /// Which server this is and what it knows of a group.
     pub(super) async fn probed(&self) -> Result<Bytes> {
         let group = self.member.node.group().await?;
         Ok(encode(&pb::MemberInfo {
@@ -136,8 +137,8 @@ impl Membership {
         }))
     }
 
-    /// Takes the new server at `endpoint` in as a learner; returns its id. Nothing happens when it
-    /// is a member already.
+    /// Adds the new server at `endpoint` as a learner; returns its id. Nothing happens if it is a
+    /// member already.
     async fn learn(&self, endpoint: &str) -> Result<u64> {
         self.member.leading()?;
         let at: Endpoint = endpoint.parse()?;
@@ -147,10 +148,10 @@ impl Membership {
         let map = self.member.map();
         let named = |e: Error| e.context(format_args!("the server at {at}"));
         match group.get(info.id) {
-            // Repeated. One that has not yet been heard of is known by its address.
+            // Repeated. A member that was not heard of yet is recognised by its address.
             Some(m) if m.stamp == Some(info.stamp) => {}
             Some(m) if m.stamp.is_none() && m.endpoint.as_ref() == Some(&at) => {}
-            // Or not even by that: the leader that took it in was lost before it had told.
+            // Or not even by that: the leader that added it was lost before it told others.
             Some(m) if m.stamp.is_none() && m.endpoint.is_none() && !m.voter => {
                 check_new(&info, &self.member.node.cluster(), &[]).map_err(named)?;
                 self.member.node.set_peer(info.id, at.clone());
@@ -207,8 +208,8 @@ impl Membership {
         pb::MemberInfo::decode(answer.map_err(|e| no_mds(&e))?.body).map_err(|e| no_mds(&e))
     }
 
-    /// Promotes and removes. A leader that is to go hands over first and leaves the step to its
-    /// successor.
+    /// Promotes and removes members. A leader that is to be removed hands over first and leaves the
+    /// step to its successor.
     async fn step(&self, step: pb::MemberStep) -> Result<()> {
         self.member.leading()?;
         if step.promote.len() + step.remove.len() > MAX_STEP {
@@ -239,8 +240,8 @@ impl Membership {
             .change_members(MemberChange::Step { promote: step.promote, remove: step.remove })
             .await?;
         if !gone.is_empty() {
-            // Clients need not try them any more. That the change itself is done counts more than
-            // this: the leader's `announce` does it, too.
+            // Clients need not try them any more. The change itself is done, so an error here is
+            // not returned: the leader's `announce` does this, too.
             if let Err(e) = self
                 .member
                 .propose(Command::MdsNodes(pb::MdsNodes { nodes: Vec::new(), gone }))
@@ -260,8 +261,8 @@ impl Membership {
         self.member.node.transfer(to).await
     }
 
-    /// Keeps the connections to the other members as the map has it: those that the configuration
-    /// does not name, and none to those that were removed.
+    /// Keeps the connections to the other members as the map has them: adds those that the
+    /// configuration does not name, and drops those to removed servers.
     pub(super) async fn follow_map(&self) {
         let mut applied = self.member.machine.applied_watch();
         let mut version = u64::MAX;
@@ -290,14 +291,14 @@ impl Membership {
     }
 }
 
-/// Targets that are slow, as far as this server leads and so knows.
+/// Targets that are slow; known only while this server leads.
 pub(super) fn slow_targets(member: &Member) -> Vec<pb::SlowTarget> {
     let lead = member.lead.lock();
     let named = lead.iter().flat_map(|l| l.manager.slow.named());
     named.map(|(target, slow)| pb::SlowTarget { target, slow: Some(*slow) }).collect()
 }
 
-/// The inodes that a repair is about.
+/// The inodes that a repair names.
 fn named(r: &pb::Repair) -> Vec<Ino> {
     match &r.what {
         Some(What::Chunks(c)) => vec![c.ino],
@@ -314,8 +315,8 @@ fn lost_log(id: u64) -> Error {
     ))
 }
 
-/// Whether a server that says this of itself may become a learner of the group of `cluster`, in
-/// which the ids `used` are or were.
+/// Whether a server that reports this about itself may become a learner of the group of `cluster`,
+/// in which the ids `used` are or were used.
 fn check_new(info: &pb::MemberInfo, cluster: &[u8; 16], used: &[u64]) -> Result<()> {
     if info.cluster[..] != cluster[..] {
         return Err(inval("is of another cluster: its `fs_name` differs"));

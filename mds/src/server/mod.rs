@@ -1,27 +1,27 @@
-//! The metadata server as a process: the thin shell around the pure cores and `consensus`.
+//! The metadata server as a process: a thin shell around the pure state machines and `consensus`.
 //!
 //! | file | idea |
 //! |---|---|
 //! | `start.rs` | starting and stopping all of this |
-//! | `service.rs`, `wire.rs` | requests as they arrive: who may ask what, dispatch |
-//! | `call.rs` | what stays the same of a list while it is answered |
-//! | `member.rs` | what all of them stand on: the log, the state, and what only the leader knows |
+//! | `service.rs`, `wire.rs` | requests as they arrive: access checks, dispatch |
+//! | `call.rs` | what stays the same for a list while it is answered |
+//! | `member.rs` | what the others use: the log, the state, and what only the leader knows |
 //! | `session_service.rs` | sessions, and the files that they hold open ([`crate::sessions`]) |
 //! | `reads.rs` | lists that change nothing: read after a barrier |
-//! | `changes.rs` | lists that change something: through the log, each once ([`crate::request_dedup`]) |
-//! | `recalls.rs`, `lease_service.rs` | the leases under which both are answered; clients are asked to forget and report |
+//! | `changes.rs` | lists that change something; each runs once ([`crate::request_dedup`]) |
+//! | `recalls.rs`, `lease_service.rs` | leases; clients are asked to forget and report |
 //! | `machine.rs` | what the log is applied to |
 //! | `followers.rs` | reads while this server does not lead ([`crate::recent_changes`]) |
 //! | `heavy.rs`, `fair.rs` | lists that are much work wait for each other; clients take turns |
 //! | `leader.rs` | what only the leader does: membership ticks, session terms, orphans |
 //! | `links.rs` | connections to storage servers |
-//! | `chunks.rs`, `size_recovery.rs` | the leader's workers at the storage servers: cut, delete, look how far a file goes |
+//! | `chunks.rs`, `size_recovery.rs` | the leader at storage servers: trim, delete, find ends |
 //! | `anew.rs` | the leader's worker that brings back chains that hold nothing |
 //! | `locks.rs` | clients wait for locks ([`crate::lock_waiters`]) |
 //! | `membership.rs` | changes of the group |
 //! | `disk.rs`, `disk_space.rs` | starting from a folder; which changes its disk has space for |
 //! | `scrub.rs` | looks for damage in the state |
-//! | `config.rs`, `status.rs`, `admin.rs`, `places.rs` | configuration keys; status; gRPC; paths of damaged files, for logs |
+//! | `config.rs`, `status.rs`, `admin.rs`, `places.rs` | keys, status, gRPC, paths in logs |
 
 mod admin;
 mod anew;

@@ -1,5 +1,5 @@
-//! Answers lists of operations that change nothing, and says what of the answer may be remembered.
-//! See `docs/leases.md`.
+//! Answers lists of operations that change nothing, and says which part of the answer the client
+//! may cache. See `docs/leases.md`.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -11,24 +11,24 @@ use super::{
 };
 use crate::{leases::rows::Leader, namespace::effects};
 
-/// How often a state that changes is read for an answer that may be remembered.
+/// How often a changing state is read again for an answer that may be cached.
 const LOOKS: usize = 3;
-/// How often writers are asked for what turns out to be shown.
+/// How many rounds writers are asked about files that the answer shows.
 const ASKS: usize = 8;
 
-/// A state as it was read.
+/// The result of one reading of the state.
 struct Look {
     reply: pb::MetaReply,
-    /// The last entry that it knows of.
+    /// The last entry that it includes.
     version: u64,
     depends: Depends,
-    /// How far these files go is not known yet.
+    /// Files whose size is not known yet.
     endless: BTreeSet<Ino>,
-    /// What of it may be remembered, if it is still held when it is answered.
+    /// What the client may cache if it still holds the leases when it gets the answer.
     noted: BTreeSet<Ino>,
 }
 
-/// The inodes whose attributes are shown, other than in listings.
+/// The inodes whose attributes are shown outside of listings.
 pub(super) fn shown(reply: &pb::MetaReply) -> BTreeSet<Ino> {
     reply.results.iter().filter_map(|r| r.attr.as_ref()).map(|a| a.ino).collect()
 }
@@ -42,7 +42,7 @@ pub(super) struct Reads {
 }
 
 impl Reads {
-    /// A list that changes nothing.
+    /// Answers a list that changes nothing.
     pub(super) async fn read(
         &self,
         call: &Call<'_>,
@@ -53,7 +53,7 @@ impl Reads {
         drop(turn);
         self.locks.settle_questions(call, &request.ops).await?;
         let mut look = self.look_once_reported(call, &request).await?;
-        // At once: a file without a name is there only as long as somebody has it open.
+        // At once: a file without a name exists only while a session has it open.
         self.sessions.note_handles(
             call,
             look.version + 1,
@@ -65,8 +65,8 @@ impl Reads {
         Ok(look.reply)
     }
 
-    /// Reads, and has others who write a file that is shown report first how it is, and what
-    /// evicted ones did not report found out.
+    /// Reads the state, after other writers of the shown files have reported, and after the size of
+    /// files with evicted writers was found out.
     async fn look_once_reported(&self, call: &Call<'_>, request: &pb::MetaRequest) -> Result<Look> {
         let mut reported = BTreeSet::new();
         for _ in 0..ASKS {
@@ -77,7 +77,7 @@ impl Reads {
             let new: BTreeSet<Ino> = shown.difference(&reported).copied().collect();
             let asked = self.member.recalls.ask(call, &new)?;
             if asked.is_empty() && look.endless.is_disjoint(&shown) {
-                // A listing may show many: they are asked for one by one.
+                // A listing may show many files: clients ask for them one by one.
                 self.member.recalls.leave_out(call, &mut look.reply.results)?;
                 return Ok(look);
             }
@@ -111,7 +111,7 @@ impl Reads {
                 wanted.clone_from(&read.looked);
             }
             let (ticket, mut noted) = self.member.recalls.ticket(call, &wanted)?;
-            // Who notes a lease after a change is not told of that one.
+            // A holder whose lease is noted after a change gets no recall for it.
             let late = !noted.is_subset(&before) && namespace.version() != read.version;
             if late && looks < LOOKS {
                 continue;

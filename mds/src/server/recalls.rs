@@ -1,9 +1,9 @@
 //! The leader's table of leases and what surrounds it: applied entries mark what they change,
-//! clients ask for what they are to forget or report, answers wait until that is done. The rules
+//! clients ask for what they must forget or report, and answers wait until that is done. The rules
 //! are in `docs/leases.md`, the tables in `leases`.
 //!
-//! The lock here is taken within the namespace's, when entries are applied; so nothing that holds
-//! it may ask the namespace.
+//! The lock here is taken while the namespace's is held, when entries are applied. So code that
+//! holds it must not call the namespace.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,17 +30,17 @@ use crate::{
     namespace::{Namespace, effects::Effect},
 };
 
-/// How long a session is waited for that is asked what it still has locked.
+/// How long to wait for a session that is asked which locks it still holds.
 const CHECK: Duration = Duration::from_secs(2);
-/// How often those who do not answer are looked for.
+/// How often sessions that do not answer are looked for.
 const TICK: Duration = Duration::from_millis(250);
-/// A look that comes this late means that the process was stopped: nobody could be heard.
+/// A check this late means that the process was stopped: it could hear no client.
 const STALL: Duration = Duration::from_secs(1);
-/// How long who asks is kept waiting for how far a file goes; below the time after which clients
-/// give a try up.
+/// How long a request waits for a file's size to be found out; shorter than the time after which
+/// clients give a try up.
 const ENDS_WAIT: Duration = Duration::from_secs(4);
 
-/// What an answer depends on: inodes, or all of them if it is not known, as of a ticket.
+/// What an answer depends on: inodes as of a ticket, or all inodes if they are not known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Depends {
     pub inos: Option<BTreeSet<Ino>>,
@@ -52,21 +52,20 @@ struct Table {
     leases: Leases,
     reports: Reports,
     checks: Checks,
-    /// Who is to give pages of mappings back, and who was told, since it may write the file, that
-    /// others have some.
+    /// Sessions that are asked to give page locks back, and sessions that may write a file and were
+    /// told that others have page locks of it.
     pages: Pages,
     writers: Writers,
-    /// Files of which something may still arrive that an evicted session wrote, by the last such
-    /// eviction.
+    /// Files to which writes of an evicted session may still arrive, with the last such eviction.
     fences: BTreeMap<Ino, u64>,
-    /// Files that others write, too, by the last such eviction: how far they go is not known yet.
+    /// Files with an evicted writer beside other writers, with the last such eviction: their size
+    /// is not known yet.
     ends: BTreeMap<Ino, u64>,
-    /// When it was last looked for those who do not answer.
+    /// When sessions that do not answer were last looked for.
     ticked: Duration,
-    /// Rung for sessions that wait for what they are to forget.
+    /// Wakes sessions that wait for what they must forget.
     bells: BTreeMap<SessionId, Arc<Notify>>,
-    /// Requests on their way through the log, and what their answers depend on once they are
-    /// applied.
+    /// Requests in the log, and what their answers depend on once they are applied.
     expected: BTreeMap<(SessionId, u64), Option<Depends>>,
 }
 
@@ -77,7 +76,7 @@ impl Table {
         }
     }
 
-    /// An entry is applied; nobody has seen it yet.
+    /// An entry is applied; no reader has seen it yet.
     fn apply(&mut self, now: Duration, e: &Effect) {
         for (session, ino, comes) in &e.writers {
             self.writers.record(*session, *ino, *comes);
@@ -96,7 +95,7 @@ impl Table {
         for ino in self.leases.applied(now, e.changed.iter().map(|ino| (*ino, named(ino)))) {
             self.leases.owing(ino).for_each(|id| self.ring(id));
         }
-        // What the request is answered with is as of now.
+        // The request's answer is as of now.
         let ticket = self.leases.ticket();
         for ino in &e.told {
             self.grant(now, by, *ino);
@@ -128,20 +127,20 @@ impl Table {
         let before = self.leases.ticket();
         let granted = self.leases.grant(now, to.session, to.connection, ino);
         if self.leases.ticket() != before {
-            // To make room, it is to forget others.
+            // It must forget others to make space.
             self.ring(to.session);
         }
         granted
     }
 
-    /// Whether nothing can arrive any more that evicted sessions wrote to these files; `None`: to
-    /// any.
+    /// Whether no write of evicted sessions to these files can arrive any more; `None`: to any
+    /// file.
     fn is_fenced(&self, inos: Option<&BTreeSet<Ino>>) -> bool {
         self.fences.is_empty()
             || inos.is_some_and(|inos| !inos.iter().any(|ino| self.fences.contains_key(ino)))
     }
 
-    /// When something ends by itself next.
+    /// When the next thing ends through time.
     fn next_end(&self, now: Duration) -> Option<Duration> {
         let grace = self.leases.in_grace(now).then(|| self.leases.grace_ends());
         self.leases.next_end().into_iter().chain(grace).chain(self.checks.next_end(CHECK)).min()
@@ -153,15 +152,15 @@ pub(super) struct Recalls {
     env: Env,
     pub(super) limits: Limits,
     table: Mutex<Option<Table>>,
-    /// On every server, for when it leads.
+    /// Kept on every server, for the time when it leads.
     evicted: Mutex<Evicted>,
-    /// Counts what those who wait may have waited for.
+    /// Grows with every event that waiting requests may wait for.
     news: watch::Sender<u64>,
-    /// There is something whose end may be the next.
+    /// Something new may be the next to end.
     alarm: Notify,
 }
 
-/// A request on its way through the log.
+/// A request in the log; dropping this removes it from the table.
 pub(super) struct Expected<'a> {
     recalls: &'a Recalls,
     key: (SessionId, u64),
@@ -175,7 +174,7 @@ impl Drop for Expected<'_> {
     }
 }
 
-/// Tells all who watch a counter.
+/// Wakes all that watch a counter.
 pub(super) fn bump(counter: &watch::Sender<u64>) {
     counter.send_if_modified(|n| {
         *n += 1;
@@ -198,14 +197,14 @@ impl Recalls {
         recalls
     }
 
-    /// From now on this is told of all that is applied.
+    /// From now on this learns of everything that is applied.
     pub(super) fn begin(&self) {
         self.evicted.lock().begin(self.env.boot());
     }
 
     /// This server leads from now on.
     pub(super) fn start(&self, term: u64, namespace: &Namespace) -> Result<()> {
-        // First: of those that are evicted from here on this is told.
+        // Done first: from here on this learns of every eviction.
         let in_state = || namespace.evicted_after(0).iter().map(|e| e.session).collect();
         let before = self.evicted.lock().may_live(self.env.boot(), self.limits.term, in_state);
         namespace.survey(|found| {
@@ -228,7 +227,7 @@ impl Recalls {
         })
     }
 
-    /// It leads no longer: who waits here is sent elsewhere.
+    /// This server no longer leads: waiting requests are sent elsewhere.
     pub(super) fn stop(&self) {
         if let Some(t) = self.table.lock().take() {
             t.bells.values().for_each(|bell| bell.notify_waiters());
@@ -245,7 +244,7 @@ impl Recalls {
         }
     }
 
-    /// Entries are being applied: nobody has seen yet what they do.
+    /// Entries are being applied; no reader has seen their effects yet.
     pub(super) fn tell(&self, effects: &[Effect]) {
         let now = self.env.boot();
         for (id, _) in effects.iter().flat_map(|e| &e.ended).filter(|(_, goodbye)| !goodbye) {
@@ -273,7 +272,7 @@ impl Recalls {
                 t.reports.ask_again(by.session);
                 t.checks.hello(by.session);
                 t.pages.hello(by.session);
-                // Who waits on a former connection waits in vain.
+                // A request that waits on a former connection waits in vain.
                 t.ring(by.session);
             }
         })
@@ -284,9 +283,9 @@ impl Recalls {
         self.with_news(term, |t, now| t.leases.ended(now, id, !lives_on))
     }
 
-    /// As [`Recalls::with`]; tells those who wait if that was what some of them may have waited
-    /// for. Not otherwise: when a thousand sessions acknowledge what a thousand requests wait for,
-    /// each of these must not look at each of those.
+    /// As [`Recalls::with`], but wakes waiting requests if this may have ended some of their waits.
+    /// Only then: when a thousand sessions acknowledge what a thousand requests wait for, not every
+    /// request may be checked at every acknowledgement.
     fn with_news<T>(&self, term: u64, f: impl FnOnce(&mut Table, Duration) -> T) -> Result<T> {
         let (result, news) = self.with(term, |t, now| {
             let before = (t.leases.in_grace(now), t.leases.unsettled(), t.waited_for());
@@ -300,7 +299,7 @@ impl Recalls {
         Ok(result)
     }
 
-    /// A renewal is answered: for how many milliseconds there may be leases.
+    /// A renewal is answered. Returns for how many milliseconds the session may hold leases.
     pub(super) fn renewed(
         &self,
         term: u64,
@@ -313,8 +312,8 @@ impl Recalls {
         })
     }
 
-    /// Takes acknowledgements, and returns what else is to be forgotten and reported, with the bell
-    /// that rings when there is more.
+    /// Takes acknowledgements. Returns what else the session must forget and report, and the
+    /// notifier that wakes it when there is more.
     pub(super) fn poll(
         &self,
         term: u64,
@@ -331,7 +330,7 @@ impl Recalls {
                 t.leases.recalls(now, id, r.acknowledged).into_iter().map(recall).collect();
             t.reports.reported(id, &r.reported);
             t.reports.working(now, id, &r.working);
-            // No number is of both.
+            // The two never share a number.
             t.pages.given(id, &r.reported);
             t.pages.working(now, id, &r.working);
             let pages = t.pages.take(now, id).into_iter().map(|(number, ino)| pb::Recall {
@@ -351,14 +350,15 @@ impl Recalls {
 
     // --- answers ---
 
-    /// Notes leases on what is about to be read. Returns those that are held then.
+    /// Notes leases on inodes about to be read. Returns those that are held then.
     pub(super) fn grant(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<BTreeSet<Ino>> {
         self.with(call.term, |t, now| {
             inos.iter().copied().filter(|ino| t.grant(now, call.by, *ino)).collect()
         })
     }
 
-    /// The state was read: the ticket of the answer, and the leases on what was looked at.
+    /// Call this after the state was read. Returns the ticket of the answer, and the leases on what
+    /// was read.
     pub(super) fn ticket(
         &self,
         call: &Call<'_>,
@@ -370,7 +370,7 @@ impl Recalls {
         })
     }
 
-    /// Before a change is looked at. `Disconnected` when it was sent on a connection that its
+    /// Call this before a change is checked. `Disconnected` if it was sent on a connection that its
     /// session has left.
     pub(super) fn in_time(&self, term: u64, by: Asker) -> Result<()> {
         if by.connection != 0
@@ -390,21 +390,21 @@ impl Recalls {
         })
     }
 
-    /// What of this may be remembered by who asked.
+    /// Which of these inodes the asking session may cache.
     pub(super) fn held(&self, call: &Call<'_>, inos: &BTreeSet<Ino>) -> Result<Vec<Ino>> {
         let by = call.by;
         let holds = |t: &Table, ino| t.leases.holds(by.session, by.connection, ino);
         self.with(call.term, |t, _| inos.iter().copied().filter(|ino| holds(t, *ino)).collect())
     }
 
-    /// Whether a session may become the writer of so many more files. What is on its way is not
-    /// counted.
+    /// Whether a session may become the writer of this many more files. Requests still in the log
+    /// are not counted.
     pub(super) fn may_write(&self, call: &Call<'_>, more: usize) -> Result<bool> {
         let most = self.limits.of_writer;
         self.with(call.term, |t, _| more == 0 || t.writers.files(call.session()) + more <= most)
     }
 
-    /// A request goes to the log.
+    /// Announces that a request goes to the log.
     pub(super) fn expect(&self, call: &Call<'_>) -> Result<Expected<'_>> {
         let key = (call.session(), call.seq);
         self.with(call.term, |t, _| {
@@ -413,8 +413,8 @@ impl Recalls {
         Ok(Expected { recalls: self, key })
     }
 
-    /// What the answer of a request depends on that went through the log. One that had run before:
-    /// on anything.
+    /// What the answer of a request that went through the log depends on. If it had run before: on
+    /// anything.
     pub(super) fn outcome(&self, term: u64, of: &Expected<'_>) -> Result<Depends> {
         self.with(term, |t, _| {
             let known = t.expected.get(&of.key).cloned().flatten();
@@ -422,8 +422,8 @@ impl Recalls {
         })
     }
 
-    /// Waits until nobody remembers what was before that on which an answer depends, and nothing
-    /// that an evicted session wrote there can arrive any more.
+    /// Waits until no client caches the former state of what an answer depends on, and no write of
+    /// an evicted session can arrive there any more.
     pub(super) async fn settled(&self, term: u64, on: &Depends) -> Result<()> {
         let mut waits = false;
         self.until(term, |t, now| {
@@ -445,7 +445,7 @@ impl Recalls {
         .await
     }
 
-    /// The inodes of which an answer would have to wait now. `NotServing`: all would, or these are
+    /// The inodes for which an answer would have to wait now. `NotServing`: all would, or there are
     /// more than `most`.
     pub(super) fn awaited(&self, term: u64, most: usize) -> Result<Vec<Ino>> {
         let awaited = |t: &mut Table, now| {
@@ -460,13 +460,13 @@ impl Recalls {
         })
     }
 
-    /// Whether something that evicted sessions wrote may still arrive somewhere.
+    /// Whether writes of evicted sessions may still arrive somewhere.
     pub(super) fn fences(&self) -> bool {
         self.table.lock().as_ref().is_some_and(|t| !t.fences.is_empty())
     }
 
-    /// All storage servers refuse the sessions evicted by this number and before, and have done
-    /// with what they sent.
+    /// All storage servers refuse the sessions evicted up to this number, and have finished their
+    /// requests.
     pub(super) fn fenced(&self, term: u64, upto: u64) -> Result<()> {
         let less = self.with(term, |t, _| {
             let before = t.fences.len();
@@ -479,7 +479,7 @@ impl Recalls {
         Ok(())
     }
 
-    /// Some files of which it is to be found out how far they go, by the last eviction.
+    /// Some files whose size must be found out, with the last eviction.
     pub(super) fn endless(&self, limit: usize) -> Vec<(Ino, u64)> {
         let table = self.table.lock();
         table
@@ -490,7 +490,7 @@ impl Recalls {
             .collect()
     }
 
-    /// That was found out of these, up to this eviction.
+    /// The sizes of these files were found out, up to this eviction.
     pub(super) fn ends_found(&self, term: u64, found: &[(Ino, u64)]) -> Result<()> {
         self.with(term, |t, now| {
             for (ino, upto) in found {
@@ -504,9 +504,9 @@ impl Recalls {
         Ok(())
     }
 
-    /// Waits until it is known how far these files go, which takes as long as a chain of theirs has
-    /// nobody who answers: `Overloaded`, before who asks would take this server for dead. He asks
-    /// again.
+    /// Waits until the size of these files is known. That may take as long as one of their chains
+    /// has no replica that answers; so this returns `Overloaded` before the client would take this
+    /// server for dead, and the client asks again.
     pub(super) async fn ends_known(&self, term: u64, inos: &BTreeSet<Ino>) -> Result<()> {
         let mut waits = false;
         let known = self.until(term, |t, _| {
@@ -533,7 +533,7 @@ impl Recalls {
 
     // --- reports ---
 
-    /// Asks others who write these files to report, and returns what to wait for.
+    /// Asks other writers of these files to report, and returns what to wait for.
     pub(super) fn ask(
         &self,
         call: &Call<'_>,
@@ -542,9 +542,9 @@ impl Recalls {
         self.ask_those(call, inos, |_, _| true)
     }
 
-    /// A session may write these files, and others have been told so. Asks those who may hold
-    /// something of them back to report, and waits for it. They hold nothing more back then, unless
-    /// one was left as the only writer meanwhile.
+    /// A session may write these files, and the other writers know it. Asks those that may have
+    /// dirty data to report, and waits for that. They then keep no dirty data any more, unless one
+    /// was left as the only writer meanwhile.
     pub(super) async fn wait_for_holders(
         &self,
         call: &Call<'_>,
@@ -584,7 +584,7 @@ impl Recalls {
         Ok(asked)
     }
 
-    /// Waits until these have reported, or cannot any more.
+    /// Waits until these sessions have reported, or no longer can.
     pub(super) async fn reported(&self, term: u64, asked: &[(SessionId, Number)]) -> Result<()> {
         self.until(term, |t, _| asked.iter().all(|(id, number)| t.reports.is_in(*id, *number)))
             .await
@@ -592,8 +592,8 @@ impl Recalls {
 
     // --- locks ---
 
-    /// These sessions have locks in somebody's way. Has each give up what none of its programs
-    /// holds any more, unless it does not answer.
+    /// These sessions hold conflicting locks. Asks each to release those that none of its programs
+    /// holds any more, and waits for the answers, with a time limit.
     pub(super) async fn check_locks(
         &self,
         term: u64,
@@ -616,8 +616,8 @@ impl Recalls {
 
     // --- pages of mappings ---
 
-    /// A session has pages of a file from now on. Others that may write it change nothing of it any
-    /// more without its lock: returns when they know, and what they changed before is done.
+    /// A session has page locks of a file from now on, so others that may write it must take its
+    /// lock to change anything. Returns when they know, and their earlier changes are done.
     pub(super) async fn tell_writers(&self, term: u64, session: SessionId, ino: Ino) -> Result<()> {
         let telling = self.with(term, |t, now| {
             let others = t.writers.others(session, ino);
@@ -628,14 +628,14 @@ impl Recalls {
         if !telling.is_empty() {
             self.alarm.notify_one();
         }
-        // One that was evicted meanwhile was not told: what it wrote must not arrive any more.
+        // A session evicted meanwhile was not told: its writes must not arrive any more.
         let inos = BTreeSet::from([ino]);
         self.until(term, |t, _| t.pages.know(&telling) && t.is_fenced(Some(&inos))).await?;
         self.with(term, |t, _| t.pages.told(ino, session, &telling, |id| t.leases.connection(id)))
     }
 
-    /// Somebody waits for pages of a file that these sessions have: each is asked to give them
-    /// back, unless it was and works at it.
+    /// A waiter needs page locks of a file that these sessions have: each is asked to give them
+    /// back, unless it was asked and is working on it.
     pub(super) fn want_pages(
         &self,
         term: u64,
@@ -653,7 +653,7 @@ impl Recalls {
         Ok(())
     }
 
-    /// These sessions cannot report about these files yet.
+    /// These sessions cannot report on these files yet.
     pub(super) fn excuse(&self, those: &[(SessionId, Ino)]) {
         let now = self.env.boot();
         if let Some(t) = self.table.lock().as_mut() {
@@ -661,8 +661,8 @@ impl Recalls {
         }
     }
 
-    /// Leaves out of a listing what somebody else may still have to report, and what is not known
-    /// yet.
+    /// Leaves attributes out of a listing that another session may still have to report, or that
+    /// are not known yet.
     pub(super) fn leave_out(&self, call: &Call<'_>, results: &mut [pb::OpResult]) -> Result<()> {
         let session = call.session();
         self.with(call.term, |t, _| {
@@ -677,8 +677,8 @@ impl Recalls {
         })
     }
 
-    /// Leaves out of what is told of a name that went or moved how its file is, where that is not
-    /// known yet: only the name matters.
+    /// Leaves out the attributes of a file whose name was removed or moved, if they are not known
+    /// yet: only the name matters.
     pub(super) fn leave_out_of_names(
         &self,
         term: u64,
@@ -700,8 +700,8 @@ impl Recalls {
 
     // --- time ---
 
-    /// Waits until something may end by itself, and says whether it may now. If not, something was
-    /// added whose end may be the next.
+    /// Waits until something may end through time, and returns whether it may now. If not,
+    /// something was added that may end first.
     pub(super) async fn next_end(&self) -> bool {
         let now = self.env.boot();
         let next = self.table.lock().as_ref().and_then(|t| t.next_end(now));
@@ -713,7 +713,7 @@ impl Recalls {
         }
     }
 
-    /// Who is asked to report, or for pages of mappings.
+    /// The sessions that are asked to report, or to give back page locks.
     pub(super) fn asked(&self) -> BTreeSet<SessionId> {
         self.table
             .lock()
@@ -722,8 +722,8 @@ impl Recalls {
             .unwrap_or_default()
     }
 
-    /// Ends what is over. Returns the sessions that did not forget for too long, and those that did
-    /// not report, with the file. Those that are `gone` have not been heard of for a while.
+    /// Ends what is over. Returns the sessions that did not forget in time, and those that did not
+    /// report, with the file. Sessions in `gone` have not been heard of for a while.
     pub(super) fn tick(
         &self,
         gone: &BTreeSet<SessionId>,
@@ -731,8 +731,8 @@ impl Recalls {
         let now = self.env.boot();
         let mut table = self.table.lock();
         let Some(t) = table.as_mut() else { return Default::default() };
-        // A server that stood still for a term has nobody left who owes something, and cannot have
-        // heard who reported: so it evicts nobody for its own fault.
+        // A server that stood still for a term has no leases left to wait for, and cannot have
+        // heard reports: it must evict nobody for its own fault.
         if now.saturating_sub(std::mem::replace(&mut t.ticked, now)) > STALL {
             t.reports.all_heard(now);
             t.pages.all_heard(now);

@@ -1,6 +1,6 @@
-//! Reads all of this server's state once in a while, so that damage is found before somebody needs
-//! what it is in: the store compares checksums as it reads, and what it finds is noted
-//! (`namespace::watched`). Every member does it for itself.
+//! Reads all of this server's state now and then, so that damage is found before a client needs
+//! that data: the store compares checksums as it reads, and notes what it finds
+//! (`namespace::watched`). Every member does this for itself.
 
 use std::{sync::Arc, time::Duration};
 
@@ -10,7 +10,7 @@ use super::member::Member;
 
 /// Bytes read at once.
 const PAGE: usize = 256 << 10;
-/// A server that has just been started has other things to do.
+/// A server that has just started has other work first.
 const FIRST: Duration = Duration::from_secs(60);
 
 pub(super) async fn run(member: Arc<Member>) {
@@ -23,7 +23,7 @@ pub(super) async fn run(member: Arc<Member>) {
         let began = member.env.boot();
         let mut after = None;
         loop {
-            // What is wrong was noted; what is damaged is replaced as a whole, and read from its
+            // The error was noted. A damaged state is replaced as a whole, and read from its
             // beginning the next time.
             let Ok((read, last)) = member.machine.namespace.scrub(after.as_ref(), PAGE) else {
                 break;

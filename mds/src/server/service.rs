@@ -36,9 +36,9 @@ use crate::{
 };
 use pb::log_command::Command;
 
-/// Operations in one list.
+/// Most operations in one list.
 const MAX_OPS: usize = 8192;
-/// Their field number in a `MetaRequest`.
+/// The field number of the operations in a `MetaRequest`.
 const OPS_TAG: u32 = 5;
 /// The field number of the inodes that are given back in a `MetaRequest`, and how many there may
 /// be.
@@ -46,7 +46,7 @@ const DROPPED_TAG: u32 = 7;
 const MAX_DROPPED: usize = 65_536;
 /// The field number of the reports in a `RecallRequest`, and how many there may be.
 const REPORTED_TAG: u32 = 4;
-/// Likewise of those that are worked at, and of answered questions about locks.
+/// The same for reports in progress, and for answered questions about locks.
 const WORKING_TAG: u32 = 5;
 const CHECKED_TAG: u32 = 7;
 const MAX_REPORTED: usize = 65_536;
@@ -54,14 +54,14 @@ const MAX_REPORTED: usize = 65_536;
 const DEAD_TAG: u32 = 5;
 /// The field number of the waits in a `LockWaitRequest`.
 const WAITS_TAG: u32 = 2;
-/// Items of one reply about what is to be deleted.
+/// Most items in one reply about what is to be deleted.
 const MAX_PENDING: u32 = 10_000;
 /// The field number of the chunks in a `PlacesRequest`, and how many there may be.
 const PLACES_TAG: u32 = 1;
 const MAX_PLACES: usize = 256;
 
-/// A heartbeat that waits until it is confirmed that this server leads. Dropped, it waits no
-/// longer.
+/// A heartbeat that waits until it is confirmed that this server leads. The wait ends when this is
+/// dropped.
 struct Unanswered<'a> {
     member: &'a Member,
     term: u64,
@@ -70,7 +70,7 @@ struct Unanswered<'a> {
 }
 
 impl<'a> Unanswered<'a> {
-    /// Takes in what it says.
+    /// Passes its contents to the leader's manager.
     fn begin(member: &'a Member, request: &pb::HeartbeatRequest) -> Result<Unanswered<'a>> {
         let (arrived, node) = (member.env.boot(), request.node);
         let term = member.with_lead(|l| {
@@ -85,7 +85,7 @@ impl<'a> Unanswered<'a> {
 impl Drop for Unanswered<'_> {
     fn drop(&mut self) {
         let (member, now) = (self.member, self.member.env.boot());
-        // What waited for a former leader is nothing to the next one.
+        // A wait that began under a former leader does not count for the next one.
         let _ = member.with_lead(|l| {
             if l.term == self.term {
                 l.manager.answered(now, self.arrived, self.node, &member.map());
@@ -105,7 +105,7 @@ pub(super) struct Mds {
     pub followers: Arc<Followers>,
     pub membership: Arc<Membership>,
     pub relay: Relay,
-    /// Requests of clients that only servers may send.
+    /// How many requests of clients were refused because only servers may send them.
     pub refused: AtomicU64,
 }
 
@@ -132,11 +132,12 @@ impl Service for Mds {
 }
 
 impl Mds {
-    /// What a damaged state says is no answer where another member has a good one: who asks is sent
+    /// A damaged state's answer does not count if another member has a good one: the client is sent
     /// there.
     async fn vouch(&self, answer: Result<Message>) -> Result<Message> {
         let damaged = self.member.machine.damage().is_some();
-        // Found damaged, and replaced since: what a lone member has is never replaced.
+        // The state was found damaged, and has been replaced since; a lone member's state is never
+        // replaced.
         let replaced = !damaged && answer.as_ref().is_err_and(|e| e.code == Code::Corrupt);
         if replaced || damaged && self.member.node.gave_up_state().await {
             return Err(Error::not_leader(0));
@@ -145,7 +146,8 @@ impl Mds {
     }
 
     async fn answer(&self, peer: &Peer, mut request: Message) -> Result<Message> {
-        // What waits keeps nothing of it that it does not need: long bodies share a room.
+        // A waiting request keeps nothing of the body that it does not need: long bodies share a
+        // memory limit.
         let body = std::mem::take(&mut request.body);
         let reply = match request.opcode {
             opcode::META => {
@@ -235,8 +237,8 @@ impl Mds {
 }
 
 impl Mds {
-    /// Refuses a client what only servers may ask. Logged ever more rarely: it must not fill the
-    /// log.
+    /// Refuses a client a request that only servers may send. Logged ever more rarely, so that it
+    /// does not fill the log.
     fn refuse(&self, peer: &Peer, opcode: u16) -> Error {
         let count = self.refused.fetch_add(1, Ordering::Relaxed) + 1;
         if count.is_power_of_two() {
@@ -250,9 +252,9 @@ impl Mds {
         Error::new(Code::Access, "only servers of this cluster may ask this")
     }
 
-    /// Refuses (`NotLeader`) who has been with a later life of this group, or with one that was
-    /// recovered from it apart from this one: what this server would answer is over for them. To
-    /// hear so from a server ends this one; a client might claim anything.
+    /// Refuses (`NotLeader`) a peer that has been with a later incarnation of this group, or with
+    /// one that was recovered separately: this server's answers are outdated for it. If a server
+    /// says so, this server stops; a client might claim anything.
     fn of_this_life(&self, peer: &Peer, theirs: u64) -> Result<()> {
         let Some(own) = self.member.machine.incarnation() else { return Ok(()) };
         let theirs = Incarnation(theirs);
@@ -289,7 +291,7 @@ impl Mds {
         self.member.leading()?;
         let mut request = request;
         if self.member.map().map.doubts.is_empty() {
-            // Of no use then, and not worth its place in the log.
+            // Useless then, and not worth the space in the log.
             request.targets.iter_mut().for_each(|t| t.sights.clear());
         }
         tracing::info!(
@@ -309,12 +311,12 @@ impl Mds {
             return Err(Error::new(Code::Stale, m));
         }
         let unanswered = Unanswered::begin(&self.member, &request)?;
-        // The holder counts its lease from before this, so no later leader can count it as over
-        // while it is not.
+        // The holder counts its lease from a time before this, so no later leader can count it as
+        // over while it is not.
         self.member.node.read_barrier().await?;
         drop(unanswered);
         let (lease_ms, step_out, map) = self.member.with_lead(|l| {
-            // Under the lock: whatever was resolved is in this map.
+            // Read under the lock: all resolved changes are in this map.
             let (now, map) = (self.member.env.boot(), self.member.map());
             Ok((
                 l.manager.grant(now, request.node, &map)?,
@@ -325,7 +327,7 @@ impl Mds {
         let mut evicted = self.member.machine.namespace.evicted_after(request.evicted_seen);
         evicted.truncate(MAX_EVICTED);
         let newer = map.version() > request.map_version;
-        // After the barrier: nothing that was answered before is missing.
+        // Read after the barrier: nothing answered earlier is missing.
         let endings = request.endings_known.map(|known| self.member.machine.endings_after(known));
         let reply = pb::HeartbeatReply { lease_ms, map: None, evicted, endings, step_out };
         Ok(if newer { map.encode_behind(&reply, tag::HEARTBEAT).into() } else { encode(&reply) })

@@ -1,4 +1,4 @@
-//! Sessions as clients open, renew and close them, and the files that they hold open.
+//! Opens, renews and closes clients' sessions, and notes the files that they hold open.
 
 use std::sync::Arc;
 
@@ -40,12 +40,12 @@ impl SessionService {
         self.owners.lock().disconnected(peer.id);
     }
 
-    /// Forgets who owned sessions that have ended.
+    /// Forgets the owners of sessions that have ended.
     pub(super) fn forget_ended(&self) {
         self.owners.lock().retain(|id| self.member.machine.namespace.session(id).is_some());
     }
 
-    /// The session's epoch, after noting that it was heard of.
+    /// Notes that the session was heard of; returns its epoch.
     pub(super) fn heard(&self, session: SessionId) -> Result<u64> {
         let now = self.member.env.boot();
         self.member.with_lead(|l| {
@@ -60,8 +60,8 @@ impl SessionService {
         })
     }
 
-    /// Refuses (`Access`) who speaks for a session of which it did not prove that it is its own.
-    /// What has ended is for others to tell.
+    /// Refuses (`Access`) a peer that uses a session without having proved that it is its own.
+    /// Sessions that have ended are not refused here.
     pub(super) fn owns(&self, peer: &Peer, session: SessionId) -> Result<()> {
         if peer.role == Role::Server || self.owners.lock().has_proved(peer.id, session) {
             return Ok(());
@@ -95,7 +95,7 @@ impl SessionService {
             return Err(misread());
         };
         self.owners.lock().prove(peer.id, machine, r.session);
-        // Resumed and ended meanwhile, or about to be: the next try gets a new one.
+        // It was resumed and has ended meanwhile, or is about to: the next try gets a new session.
         let ending = |e: Error| {
             if e.code == Code::NoSession { Error { code: Code::Overloaded, ..e } } else { e }
         };
@@ -120,7 +120,7 @@ impl SessionService {
         // A leader that was replaced meanwhile must not promise another term.
         self.member.node.read_barrier().await?;
         if request.reassert {
-            // What was told on a newer connection is newer.
+            // Reports on a newer connection are newer.
             self.member.recalls.in_time(
                 term,
                 Asker { session: request.session, connection: request.connection },
@@ -160,8 +160,8 @@ impl SessionService {
         Ok(encode(&pb::SessionCloseReply {}))
     }
 
-    /// Before a renewal is agreed on: the first one on its connection says what its sender has
-    /// forgotten.
+    /// Handles the first renewal on a connection, which says that its sender has forgotten all
+    /// leases.
     fn hello(&self, term: u64, r: &pb::SessionRenewRequest) -> Result<()> {
         if r.hello && r.connection != 0 {
             let by = Asker { session: r.session, connection: r.connection };
@@ -173,10 +173,10 @@ impl SessionService {
         Ok(())
     }
 
-    /// Opens and closes of an answered list go into the table, once however often it comes; opens
-    /// get their capability. `Disconnected` for a list that comes late: what its sender has open it
-    /// has told since, on a newer connection. `looked`: the first entry of the log that was not
-    /// applied when it was looked who may read.
+    /// Records the opens and closes of an answered list, once however often the list arrives; opens
+    /// get their capability. `Disconnected` for a list that comes late: its sender has reported its
+    /// open files since, on a newer connection. `looked`: the first log entry that was not applied
+    /// when the read permission was checked.
     pub(super) fn note_handles(
         &self,
         call: &Call<'_>,
@@ -192,7 +192,7 @@ impl SessionService {
         }
         self.member.recalls.in_time(call.term, call.by)?;
         let session = call.session();
-        // It ran before its session ended: asked for again, the sender hears of that end.
+        // The list ran before its session ended. When the client asks again, it learns of that end.
         let ended = |e: Error| {
             if e.code == Code::NoSession { Error { code: Code::Disconnected, ..e } } else { e }
         };
@@ -203,7 +203,7 @@ impl SessionService {
                 .map_err(ended)?;
             for (op, r) in ops.iter().zip(results) {
                 if !ok(r) {
-                    // It may come again, and do better.
+                    // It may come again and succeed.
                     return Ok(());
                 }
                 let flags = match &op.op {
@@ -232,8 +232,8 @@ impl SessionService {
         })
     }
 
-    /// The right to a regular file's data, as its open flags ask for it; the open itself was
-    /// allowed.
+    /// The capability for a regular file's data, with the rights of its open flags; the open itself
+    /// was allowed.
     fn capability(
         &self,
         call: &Call<'_>,
@@ -252,7 +252,7 @@ impl SessionService {
         };
         let expiry_ms = self.member.env.unix_ms() + self.member.cfg.capability_ms;
         let bound = Bound::of(layout, &self.member.map());
-        // One to write is an entry of the log.
+        // A capability to write has a log entry.
         let as_of = as_of(if r.writer != 0 { r.writer } else { looked });
         let (session, session_epoch) = (call.session(), call.epoch);
         let cap = Capability {

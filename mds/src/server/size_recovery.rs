@@ -1,7 +1,7 @@
-//! The leader finds out how far a file goes in which sessions wrote that were evicted, beside
-//! others who may go on writing. What those had not reported cannot be cut, so it becomes part of
-//! the file before anybody is told of that. See `docs/leases.md`, "What evicted sessions have
-//! sent".
+//! The leader finds out the size of a file that evicted sessions wrote while other sessions may
+//! still write it. Bytes that the evicted ones had not reported cannot be trimmed, so they become
+//! part of the file before any client is told its size. See `docs/leases.md`, "What evicted
+//! sessions have sent".
 
 use std::time::Duration;
 
@@ -23,15 +23,15 @@ use super::{
 use crate::{leases::rows::Leader, trim_progress::Did};
 use pb::log_command::Command;
 
-/// Files that are looked at at the same time.
+/// Most files that are handled at the same time.
 const AT_ONCE: usize = 16;
 const POLL: Duration = Duration::from_millis(100);
-/// Somebody waits for each of them.
+/// Short, because a client waits for each of them.
 const RETRY_MAX: Duration = Duration::from_millis(500);
 const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 const BLOCK_LEN: u32 = BLOCK as u32;
 
-/// Has the ends of all such files put into the log, for ever.
+/// Finds the ends of all such files and puts them into the log, for ever.
 pub(super) async fn find_ends(member: &Member, term: u64) {
     let list = |n: usize| {
         member.recalls.endless(n).into_iter().map(|file| (file, file.0)).collect::<Vec<_>>()
@@ -41,11 +41,11 @@ pub(super) async fn find_ends(member: &Member, term: u64) {
     work_off(AT_ONCE, (POLL, RETRY_MAX), std::future::pending, list, job, done).await;
 }
 
-/// `Ok`: it is known, or nobody needs to know any more.
+/// `Ok`: the end is known, or no longer needed.
 async fn find_end(member: &Member, ino: Ino) -> Result<()> {
     let Some(r) = member.machine.namespace.endless(ino)? else { return Ok(()) };
     if r.trim.is_some() {
-        // What is about to go must not be taken for what was written.
+        // Bytes about to be trimmed must not count as written.
         return Err(Error::new(Code::Overloaded, "the file waits to be cut"));
     }
     member.check_fence(r.fence)?;
@@ -78,8 +78,8 @@ async fn find_end(member: &Member, ino: Ino) -> Result<()> {
     }
 }
 
-/// Where the last byte ends that the storage servers have from `size` on, 0 if they have none. Once
-/// no session can put anything there any more that was evicted by this number or before.
+/// The end of the last byte that the storage servers have from `size` on, 0 if they have none.
+/// Waits (with an error) until no session evicted up to this number can write there any more.
 async fn stored_end(
     member: &Member,
     ino: Ino,
@@ -97,7 +97,8 @@ async fn stored_end(
     ends.try_fold(0, |all, end| async move { Ok(end.max(all)) }).await
 }
 
-/// Likewise on one chain. Any replica may answer that may answer a reader; the tail always may.
+/// The same on one chain. Any replica that may answer a reader may answer this; the tail always
+/// may.
 async fn end_on(
     member: &Member,
     map: &MapView,
@@ -109,7 +110,7 @@ async fn end_on(
     let chain =
         map.chain(id).ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
     if chain.lost {
-        return Ok(0); // with all it had
+        return Ok(0); // its data is lost, too
     }
     let not_yet = |m: String| Error::new(Code::NotServing, m);
     if !member.with_lead(|l| Ok(l.manager.chain_knows(fence, chain, map)))? {
@@ -129,7 +130,8 @@ async fn end_on(
         };
         match looked.await {
             Ok(End { at, sure: true }) => return Ok(at),
-            // Another one may know better. If none does, it is the most that any of them may have.
+            // Another replica may know better. If none does, this is the most that any of them may
+            // have.
             Ok(end) => unsure = unsure.max(Some(end.at)),
             Err(e) => failed = Some(e.context(format_args!("chain {id} at '{}'", node.name))),
         }
@@ -138,13 +140,13 @@ async fn end_on(
     failed.map_or_else(|| unsure.ok_or_else(nobody), Err)
 }
 
-/// Where a replica has the last byte, and whether it could read it.
+/// The end of a replica's last byte, and whether it could read it.
 struct End {
     at: u64,
     sure: bool,
 }
 
-/// Likewise by one replica, to which `request` is addressed.
+/// The same for one replica, to which `request` is addressed.
 async fn end_at(
     conn: &dyn Connection,
     request: DataRequest,
@@ -160,7 +162,7 @@ async fn end_at(
         let r = DataRequest { offset: from.1, len: MAX_EXTENTS as u32, ..of_chunk(from.0) };
         let (_, payload) = call(conn, opcode::EXTENTS, &r).await?;
         let page = Extents::decode(&payload, from)?;
-        // Chunks that the layout has elsewhere are none of the file.
+        // Chunks that the layout has elsewhere do not belong to the file.
         let own = |e: &&Extent| {
             stripes.chain_of(e.index) == request.chain && stripes.place_of(e.index).is_some()
         };
@@ -171,7 +173,7 @@ async fn end_at(
         }
     }
     let Some(e) = last else { return Ok(End { at: 0, sure: true }) };
-    // Extents are whole blocks: a read tells how much of the last one there is.
+    // Extents are whole blocks: a read tells how much of the last one is used.
     let offset = e.offset + e.len - BLOCK_LEN;
     let (len, sure) = match call(
         conn,
@@ -180,9 +182,9 @@ async fn end_at(
     )
     .await
     {
-        // Data without bytes: a damaged record of which blocks there are counts as all of them.
+        // Data without bytes: if the record of existing blocks is damaged, all of them count.
         Ok((head, _)) => (head.len.min(BLOCK_LEN), head.len > 0),
-        // A bad block: what was in it nobody can tell, but something was.
+        // A bad block: its contents are unknown, but there was something.
         Err(e) if e.code == Code::Corrupt => (BLOCK_LEN, false),
         Err(e) => return Err(e),
     };

@@ -1,4 +1,4 @@
-//! Starting and stopping a metadata server, made of its parts.
+//! Starts and stops a metadata server, made of its parts.
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -39,11 +39,11 @@ use crate::{
     data_dir::{LOG_BYTES, Record, State},
 };
 
-/// Bytes of the Raft log that are kept at least.
+/// Least bytes of the Raft log that are kept.
 const LEAST_LOG_BYTES: u64 = 4 << 20;
 const DISK_SPACE_TICK: Duration = Duration::from_millis(250);
 
-/// What a server runs on; everything outside of it comes from here.
+/// What a server runs on; everything outside of it comes in here.
 pub struct Parts {
     pub env: Env,
     pub fabric: Arc<dyn Fabric>,
@@ -62,19 +62,19 @@ pub struct MdsServer {
     endpoint: Endpoint,
     listener: Option<Listener>,
     pub(super) tasks: Vec<JoinHandle<()>>,
-    /// Of the folder it runs on, if it does.
+    /// The lock of the folder it runs on, if it has one.
     pub(super) lock: Option<std::fs::File>,
 }
 
-/// What a server's folder is on.
+/// The disk that holds a server's folder.
 pub(super) struct Disk {
     /// The file that reserves space, see [`super::disk_space`].
     pub reserve_file: Option<PathBuf>,
     /// Its size, bytes.
     pub reserve: u64,
-    /// Bytes the Raft log takes at once.
+    /// Bytes that the Raft log allocates at once.
     pub segment: u64,
-    /// What was wrong with a state that was set aside.
+    /// The error of a state that was set aside.
     pub set_aside: Option<Error>,
 }
 
@@ -99,7 +99,7 @@ pub(super) fn start_with(
         cfg.check()?;
         let disk_space =
             DiskSpace::new(parts.store.clone(), disk.reserve_file, disk.reserve, disk.segment);
-        // Before there is anything that must not wait.
+        // Done first, while no request waits.
         disk_space.look();
         let recalls = Arc::new(Recalls::new(parts.env.clone(), cfg.leases()));
         let machine = Arc::new(Machine::open(parts.store, recalls.clone())?);
@@ -184,7 +184,7 @@ pub(super) fn start_with(
     })
 }
 
-/// Also members that do not lead give up their reserve when they need it.
+/// Members that do not lead give up their reserve, too, when they need it.
 async fn watch_disk_space(member: Arc<Member>) {
     loop {
         member.node.set_disk_full(member.disk_space.look().0);
@@ -213,7 +213,7 @@ impl MdsServer {
         &self.mds.member.node
     }
 
-    /// Hands leadership over if it can, then stops. What was acknowledged is durable already.
+    /// Hands leadership over if it can, then stops. Acknowledged changes are durable already.
     pub fn shutdown(mut self) -> BoxFuture<'static, ()> {
         Box::pin(async move {
             if self.mds.member.leading().is_ok() {
@@ -226,9 +226,9 @@ impl MdsServer {
         })
     }
 
-    /// Waits until this server has stopped by itself for good, and says why: its log or state
-    /// failed, or (`NotMember`) it was removed from the group, which its folder then says, too. The
-    /// process should end then.
+    /// Waits until this server has stopped by itself for good, and returns the reason: its log or
+    /// state failed, or (`NotMember`) it was removed from the group, which is then recorded in its
+    /// folder. The process should end then.
     pub async fn stopped(&self) -> Error {
         let cause = self.mds.member.node.stopped().await;
         if cause.code == Code::NotMember && self.lock.is_some() {
@@ -243,7 +243,7 @@ impl Drop for MdsServer {
         for t in self.tasks.drain(..) {
             t.abort();
         }
-        // Without a runtime nothing runs any more that would have to be stopped.
+        // Without a runtime nothing is running that would have to be stopped.
         if tokio::runtime::Handle::try_current().is_ok() {
             let node = self.mds.member.node.clone();
             self.mds.member.env.spawn(async move { node.shutdown().await });
@@ -251,7 +251,7 @@ impl Drop for MdsServer {
     }
 }
 
-/// Has the folder say that its member was removed, so that it is refused from now on.
+/// Records in the folder that its member was removed, so that it is refused from now on.
 pub(super) fn mark_removed(cfg: &Config, cluster: [u8; 16]) {
     if let Err(e) = (Record { member: cfg.id, cluster, state: State::Removed }).write(&cfg.dir) {
         tracing::warn!("cannot mark the folder as that of a removed member: {e}");

@@ -8,7 +8,7 @@ use strake_proto::pb;
 use super::{followers::Followers, member::Member, membership::slow_targets};
 use crate::cluster::{recovery, slow::words};
 
-/// Queues are counted up to here.
+/// Queues are counted up to this number.
 const STATUS_LIMIT: usize = 10_000;
 
 pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply {
@@ -80,7 +80,7 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
     }
 }
 
-/// What was wrong with this server's own state, and what becomes of it.
+/// What was wrong with this server's own state, and what is done about it.
 fn damage_notices(member: &Member) -> Vec<String> {
     let raft = member.node.status();
     let mut all = Vec::new();
@@ -104,7 +104,7 @@ fn damage_notices(member: &Member) -> Vec<String> {
     all
 }
 
-/// What is slow, and what is drained for that.
+/// Targets that are slow, and those that are drained because of that.
 fn slow_notices(map: &pb::ClusterMap, slow: &[pb::SlowTarget]) -> Vec<String> {
     let drained = map.targets.iter().filter_map(|t| Some((t.id, t.slow.as_ref()?)));
     let named = |(id, s): (u32, &pb::Slow)| {

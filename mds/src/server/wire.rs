@@ -21,16 +21,17 @@ fn unreadable(e: prost::DecodeError) -> Error {
     Error::new(Code::Protocol, format!("the request's body cannot be read: {e}"))
 }
 
-/// Passes on a body in which a list has at most so many items: empty ones are 2 bytes there, and
+/// Returns a body if a list in it has at most this many items: empty items are 2 bytes there, and
 /// many once decoded.
 pub(super) fn at_most(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
     count(limit, list, body, |_, _| 1)
 }
 
-/// Likewise for a list of numbers, which come many to a field, each ending with a byte below 128.
+/// The same for a list of numbers, many of which are packed into a field; each ends with a byte
+/// below 128.
 pub(super) fn few_numbers(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
     count(limit, list, body, |wire_type, field| match wire_type {
-        // With the field's length, which is one more of them.
+        // The field includes its length, which is one more number.
         WireType::LengthDelimited => field.iter().filter(|b| **b < 128).count() - 1,
         _ => 1,
     })

@@ -1,6 +1,6 @@
 //! What only the leader knows about client sessions: when each was last heard of, and what it holds
-//! open. A pure table; a new leader starts with all sessions as just heard of and nothing open, and
-//! clients tell it what they hold.
+//! open. A pure table. A new leader starts with all sessions as just heard of and nothing open, and
+//! clients report what they hold.
 
 pub(crate) mod owners;
 
@@ -11,38 +11,38 @@ use std::{
 
 use strake_proto::{Code, Error, Ino, Result, SessionId};
 
-/// Sessions at the same time.
+/// Most sessions at the same time.
 pub(crate) const MAX_SESSIONS: usize = 65_536;
-/// Inodes one session may hold open.
+/// Most inodes that one session may hold open.
 pub(crate) const MAX_OPENS: usize = 1 << 20;
-/// Inodes that all sessions together may hold open; one that several hold counts for each.
+/// Most inodes that all sessions together may hold open; one that several hold counts for each.
 pub(crate) const MAX_ALL_OPENS: usize = 1 << 23;
-/// So many are open to each session whatever the others hold, so that some cannot shut out the
+/// Each session may hold this many open whatever the others hold, so that some cannot shut out the
 /// rest.
 pub(crate) const FREE_OPENS: usize = 128;
-/// Requests of a session whose answer it waits for, and of which it is known whether they were
+/// For at most this many requests of a session with awaited answers it is known whether they were
 /// counted.
 const KEPT: usize = 4096;
 
-/// Requests of a session's connection whose opens and closes were counted. The network may bring a
-/// copy of one, and who is told to ask again does so under the same number.
+/// Requests of a session's connection whose opens and closes were counted. The network may deliver
+/// a copy of one, and a client that is told to ask again uses the same number.
 #[derive(Default)]
 struct Counted {
     connection: u64,
     seqs: BTreeSet<u64>,
-    /// Nobody waits for the answers of those below.
+    /// The client waits for no answer below this number.
     answered: u64,
-    /// Of those below it is not known any more.
+    /// Below this number it is not known any more.
     forgotten: u64,
 }
 
-/// A file that counts too often is freed too late, one that counts too seldom too early. So in
-/// doubt opens count and closes do not.
+/// A file that counts too often is freed too late, one that counts too seldom too early. So when in
+/// doubt, opens count and closes do not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WasCounted {
     Yes,
     No,
-    /// So many are waited for that it is not known any more.
+    /// Too many are waited for: it is not known any more.
     Perhaps,
 }
 
@@ -61,14 +61,14 @@ pub(crate) struct Sessions {
     entries: BTreeMap<SessionId, Entry>,
     /// How many sessions hold an inode open.
     holders: BTreeMap<Ino, u32>,
-    /// The sum of those.
+    /// The sum of `holders`.
     held: usize,
-    /// Those that were there when this server began to lead and have not told yet what they hold
-    /// open.
+    /// Sessions that existed when this server began to lead and have not reported yet what they
+    /// hold open.
     untold: BTreeSet<SessionId>,
-    /// Orphans that are being freed: nobody may open them any more.
+    /// Orphans that are being freed: they cannot be opened any more.
     freeing: BTreeSet<Ino>,
-    /// Orphans nobody had open, and since when that was seen.
+    /// Orphans that no session had open, and since when that was seen.
     idle: BTreeMap<Ino, Duration>,
 }
 
@@ -81,7 +81,7 @@ impl Sessions {
         self.entries.len()
     }
 
-    /// A session that the namespace knows. Keeps what is known of it.
+    /// Adds a session that the namespace knows. Keeps what is known about it.
     pub(crate) fn learn(&mut self, now: Duration, id: SessionId, epoch: u64) {
         let fresh = || Entry {
             heard: now,
@@ -93,22 +93,23 @@ impl Sessions {
         self.entries.entry(id).or_insert_with(fresh);
     }
 
-    /// One that a former leader may have let open files.
+    /// Adds a session that a former leader may have let open files.
     pub(crate) fn inherit(&mut self, now: Duration, id: SessionId, epoch: u64) {
         self.learn(now, id, epoch);
         self.untold.insert(id);
     }
 
-    /// Whether everything that is open is in this table: all who were inherited have told what they
-    /// hold, or have ended.
+    /// Whether everything that is open is in this table: all inherited sessions have reported what
+    /// they hold, or have ended.
     pub(crate) fn all_told(&self) -> bool {
         self.untold.is_empty()
     }
 
-    /// A session was heard of at `now`; its epoch. `None`: not in this table. `Overloaded` while
-    /// its end is on the way: only the log says that it has ended. This leader may be replaced
-    /// before that is in it, and then the session lives: a client that was told otherwise would use
-    /// it again and count its requests from 1, each of which had an answer.
+    /// A session was heard of at `now`; returns its epoch. `None`: not in this table. `Overloaded`
+    /// while its end is proposed: only the log decides that it has ended. If this leader is
+    /// replaced before the end is in the log, the session lives. A client that was told otherwise
+    /// would use it again and count its requests from 1, and all those numbers have answers
+    /// already.
     pub(crate) fn heard(&mut self, now: Duration, id: SessionId) -> Result<Option<u64>> {
         match self.entries.get_mut(&id) {
             None => Ok(None),
@@ -123,15 +124,15 @@ impl Sessions {
         }
     }
 
-    /// All were heard of just now: for a server that did not run for a while and could not listen.
+    /// Counts all as heard of now: for a server that did not run for a while and could not listen.
     pub(crate) fn all_heard(&mut self, now: Duration) {
         for e in self.entries.values_mut() {
             e.heard = e.heard.max(now);
         }
     }
 
-    /// Which of these were not heard of for `silence`: since this server began to lead, for those
-    /// of a former leader.
+    /// Which of these sessions were not heard of for `silence`; for those of a former leader,
+    /// counted from when this server began to lead.
     pub(crate) fn silent(
         &self,
         now: Duration,
@@ -144,8 +145,8 @@ impl Sessions {
         of.into_iter().filter(is).collect()
     }
 
-    /// Sessions silent for `term`, now marked as ending. Those marked before and still there are
-    /// named again.
+    /// Marks sessions that were silent for `term` as ending and returns them, along with those that
+    /// were marked earlier and still exist.
     pub(crate) fn expire(&mut self, now: Duration, term: Duration) -> Vec<SessionId> {
         let mut out = Vec::new();
         for (id, e) in &mut self.entries {
@@ -157,7 +158,7 @@ impl Sessions {
         out
     }
 
-    /// The session has ended: nothing of it is open.
+    /// The session has ended: it has nothing open.
     pub(crate) fn remove(&mut self, id: SessionId) {
         self.untold.remove(&id);
         if let Some(e) = self.entries.remove(&id) {
@@ -177,9 +178,9 @@ impl Sessions {
         }
     }
 
-    /// Whether what the request `seq` opens and closes was counted on this connection; its sender
+    /// Whether the opens and closes of request `seq` were counted on this connection; its sender
     /// waits for answers from `lowest` on. `Disconnected`: it was sent on an older connection, and
-    /// all that is open has been told since.
+    /// everything open has been reported since.
     pub(crate) fn was_counted(
         &mut self,
         id: SessionId,
@@ -208,7 +209,7 @@ impl Sessions {
         })
     }
 
-    /// All that the request opens and closes has been counted.
+    /// All opens and closes of the request have been counted.
     pub(crate) fn count(&mut self, id: SessionId, connection: u64, seq: u64) {
         let Some(c) = self.entries.get_mut(&id).map(|e| &mut e.counted) else { return };
         if seq == 0 || c.connection != connection || seq < c.answered.max(c.forgotten) {
@@ -249,7 +250,7 @@ impl Sessions {
         Ok(())
     }
 
-    /// One handle less; one that is not known is ignored.
+    /// One handle less; an unknown one is ignored.
     pub(crate) fn close(&mut self, id: SessionId, ino: Ino) {
         let Some(e) = self.entries.get_mut(&id) else { return };
         let Some(n) = e.opens.get_mut(&ino) else { return };
@@ -260,17 +261,18 @@ impl Sessions {
         }
     }
 
-    /// All that a session holds open, once per handle; replaces what was known.
+    /// All that a session holds open, once per handle; replaces what was known before.
     pub(crate) fn reassert(&mut self, id: SessionId, opens: &[Ino]) -> Result<()> {
         let e = self.entries.get_mut(&id).ok_or_else(|| gone(id))?;
         let had = std::mem::take(&mut e.opens);
-        // What is not answered yet is not in the list: if it comes again it counts on top of that.
+        // Requests without an answer are not in the list: if one comes again, it counts in
+        // addition.
         e.counted.seqs.clear();
         for ino in had.into_keys() {
             self.unhold(ino);
         }
         for ino in opens {
-            // One that is being freed is lost to its holder; the others count.
+            // An inode that is being freed is lost to its holder; the others count.
             match self.open(id, *ino) {
                 Err(e) if e.code != Code::NoEnt => return Err(e),
                 _ => (),
@@ -293,8 +295,8 @@ impl Sessions {
         self.entries.get(&id).map(|e| now.saturating_sub(e.heard))
     }
 
-    /// Of the current orphans, those that nobody has had open for `pause`: they count as being
-    /// freed from now on. An open that was being answered while the last name went is in the table
+    /// Returns the orphans that no session has had open for `pause`: they count as being freed from
+    /// now on. An open that was being answered while the last name was removed is in the table
     /// before the pause is over.
     pub(crate) fn free(&mut self, now: Duration, orphans: &[Ino], pause: Duration) -> Vec<Ino> {
         let current: BTreeSet<Ino> = orphans.iter().copied().collect();
@@ -407,7 +409,7 @@ mod tests {
         t.remove(2);
         assert!(t.held == 1 && sum(&t) == 1);
 
-        // As if others held all there may be.
+        // As if others held the most that may be held.
         t.held = MAX_ALL_OPENS;
         let some: Vec<Ino> = (1..=FREE_OPENS as u64).collect();
         t.reassert(1, &some).unwrap();
@@ -461,7 +463,7 @@ mod tests {
             Err(Code::Disconnected),
             "what the former one brings late is told already"
         );
-        // Nobody waits for the answer of 8, which had not come: then nothing is open by it.
+        // The client does not wait for the answer of 8, which had not come: then 8 opened nothing.
         assert_eq!(comes(4, 9, 9), Ok(No));
         assert_eq!([7, 8, 9, 10].map(|seq| comes(4, seq, 7)), [Ok(Yes), Ok(Yes), Ok(Yes), Ok(No)]);
         // More than are remembered.
@@ -481,7 +483,7 @@ mod tests {
             t.open(1, ino).unwrap();
             t.count(1, 3, seq);
         }
-        // 5 is answered; the answer of 6 is on its way, or somebody is to ask again.
+        // 5 is answered; the answer of 6 is on its way, or its sender is to ask again.
         t.reassert(1, &[50]).unwrap();
         assert_eq!(t.was_counted(1, 3, (6, 6)).unwrap(), WasCounted::No);
         assert_eq!(

@@ -1,16 +1,16 @@
-//! Who may speak for which session, and how many sessions each machine has. Session ids are numbers
-//! that anybody can count: a session is touched only over connections on which its client's uuid
-//! was named, a random one that only that client knows. Clients of versions before this name none,
-//! and what they have is not guarded. Pure tables.
+//! Which clients may use which session, and how many sessions each machine has. Session ids are
+//! easy to guess, so a session may be used only over connections on which its client named its
+//! uuid, a random one that only that client knows. Clients of versions before this name none, and
+//! their sessions are not protected. Pure tables.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use strake_proto::{Code, Error, Result, SessionId};
 
-/// Sessions that may be opened on one connection: a client needs one, and another when it has lost
-/// that.
+/// Most sessions that may be opened on one connection: a client needs one, and another when it has
+/// lost that.
 const OF_CONNECTION: usize = 64;
-/// Sessions of one machine.
+/// Most sessions of one machine.
 pub(crate) const OF_MACHINE: usize = 4_096;
 
 /// See the module.
@@ -23,8 +23,8 @@ pub(crate) struct Owners {
 }
 
 impl Owners {
-    /// Whether a machine may open another session on this connection. `Overloaded`, with what is
-    /// the matter.
+    /// Whether a machine may open another session on this connection. `Overloaded`, with the
+    /// reason, if not.
     pub(crate) fn may_open(&self, connection: u64, machine: &str) -> Result<()> {
         let full = |m: String| Err(Error::new(Code::Overloaded, m));
         if self.proved.get(&connection).is_some_and(|s| s.len() >= OF_CONNECTION) {
@@ -42,9 +42,9 @@ impl Owners {
         Ok(())
     }
 
-    /// The client on this connection, of this machine, knows the session's secret. It counts there
-    /// from now on, unless that machine has its share: what others opened for it counts for them
-    /// then.
+    /// The client on this connection, of this machine, has proved that it knows the session's
+    /// secret. The session counts for this machine from now on, unless the machine has its most: a
+    /// session that another machine opened for it stays counted there then.
     pub(crate) fn prove(&mut self, connection: u64, machine: &str, session: SessionId) {
         self.proved.entry(connection).or_default().insert(session);
         let full = self.counts.get(machine).is_some_and(|n| *n >= OF_MACHINE);
@@ -60,7 +60,7 @@ impl Owners {
         self.proved.get(&connection).is_some_and(|s| s.contains(&session))
     }
 
-    /// A connection is over.
+    /// A connection has ended.
     pub(crate) fn disconnected(&mut self, connection: u64) {
         self.proved.remove(&connection);
     }
@@ -76,7 +76,7 @@ impl Owners {
         }
     }
 
-    /// Forgets sessions that are no more.
+    /// Forgets sessions that have ended.
     pub(crate) fn retain(&mut self, lives: impl Fn(SessionId) -> bool) {
         let gone: Vec<SessionId> = self.machines.keys().copied().filter(|id| !lives(*id)).collect();
         gone.into_iter().for_each(|id| self.leave(id));
@@ -100,7 +100,7 @@ mod tests {
         assert!(o.counts.is_empty() && o.machines.is_empty());
     }
 
-    /// It opens them through another server, which they count for, and renews them directly.
+    /// It opens them through another machine, for which they count, and renews them directly.
     #[test]
     fn a_machine_has_no_more_sessions_by_way_of_another() {
         let mut o = Owners::default();
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!((o.counts["a"], o.counts["relay"]), (OF_MACHINE, OF_MACHINE));
         assert_eq!(opened, 2 * OF_MACHINE);
         assert!(!open(&mut o, "a", 1 << 40));
-        // A leader that is new has nothing to leave it with.
+        // A new leader has no other machine to leave it with.
         let mut o = Owners::default();
         (0..=OF_MACHINE as u64).for_each(|id| o.prove(id, "a", id));
         assert_eq!(o.counts["a"], OF_MACHINE + 1);

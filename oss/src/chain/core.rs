@@ -17,14 +17,14 @@ use super::{
     slot::{Current, Due, Next, Refusal, Slot, Staging, Update},
 };
 
-/// Chunks of which it is remembered that a version was refused. Of the others a copy that comes
-/// late may be taken.
+/// Most chunks for which the replica remembers a refused version. For other chunks a late copy of a
+/// refused update may be taken.
 const KEPT_SPENT: usize = 4096;
 
-/// Refusals that the head remembers.
+/// Most refusals that the head remembers.
 const KEPT_REFUSALS: usize = 1024;
 
-/// Removed data that a replica remembers.
+/// Most ids of removed data that a replica remembers.
 pub(super) const KEPT_GONE: usize = 8192;
 
 /// A client's update that was refused for good.
@@ -36,8 +36,8 @@ struct Refused {
     message: String,
 }
 
-/// A version that was refused for good. Others may have been asked to make it, and a copy of that
-/// may be on its way yet.
+/// A version that was refused for good. Other replicas may have been asked to make it, and a copy
+/// of that request may still be in flight.
 #[derive(Clone, Copy, Debug, Hash)]
 struct Spent {
     version: Version,
@@ -51,26 +51,26 @@ pub struct ChainCore {
     /// The target's start stamp; `me.stamp` also changes whenever this replica falls out of sync.
     life: u64,
     view: View,
-    /// Epochs up to this one were about an earlier life of this target.
+    /// Epochs up to this one are about an earlier run of this target.
     stale_through: u64,
-    /// The predecessor has spoken in an epoch in which it knew this replica as SERVING.
+    /// The predecessor has sent a message in an epoch in which it knew this replica as SERVING.
     confirmed: bool,
-    /// Why this target cannot have what its successor has.
+    /// Why this target cannot store what its successor has.
     failed: Option<Code>,
     slots: BTreeMap<ChunkId, Slot>,
     /// Chunk of each operation that is in a slot.
     ops: BTreeMap<OpId, ChunkId>,
-    /// The last ones of this epoch. Who was told goes on and writes something newer there, over
-    /// which another copy of the request must not be made when it comes late. Copies of other
-    /// epochs are refused as such.
+    /// The last refusals of this epoch. A client that was told of a refusal goes on and may write
+    /// something newer there, which a late copy of the refused request must not overwrite. Copies
+    /// from other epochs are refused for their epoch.
     refused: VecDeque<Refused>,
-    /// The newest such version of each chunk in this epoch, until something newer is committed. The
-    /// head gives no other update that version, the others take no such update any more.
+    /// The newest refused version of each chunk in this epoch, until something newer is committed.
+    /// The head gives no other update that version; the other replicas take no update with it.
     spent: BTreeMap<ChunkId, Spent>,
-    /// The newest round of each session from which an update came in this epoch; not 0. What its
-    /// client gave up is of an older one.
+    /// The newest round of each session from which an update came in this epoch; never 0. Updates
+    /// that the client gave up have an older round.
     rounds: BTreeMap<SessionId, u64>,
-    /// Data that was removed for good in this epoch, the latest: by data id, and in order.
+    /// Data removed for good in this epoch, the latest ones: by data id, and in order.
     gone: (BTreeSet<u64>, VecDeque<u64>),
 }
 
@@ -79,8 +79,8 @@ fn refuse(op: OpId, code: Code, message: String) -> Output {
 }
 
 impl ChainCore {
-    /// `stale_through`: the chain's epoch in the map that this target registered with, if it was in
-    /// the chain then.
+    /// `stale_through`: the chain's epoch in the map that this target registered with, if the
+    /// target was in the chain then.
     pub fn new(chain: ChainId, me: Stamp, stale_through: u64) -> ChainCore {
         ChainCore {
             chain,
@@ -103,8 +103,8 @@ impl ChainCore {
         &self.view
     }
 
-    /// What acknowledgements carry: the same value means that this replica has been in sync all the
-    /// time between, without a restart, and so still has all it committed.
+    /// The stamp that acknowledgements carry. An unchanged stamp means that this replica stayed in
+    /// sync without a restart, and so still has everything it committed.
     pub fn stamp(&self) -> Stamp {
         self.me
     }
@@ -113,12 +113,12 @@ impl ChainCore {
         self.failed.is_some()
     }
 
-    /// Chunks with something in flight.
+    /// How many chunks have something in flight.
     pub fn busy(&self) -> usize {
         self.slots.len()
     }
 
-    /// The version that an update in its slot is to have.
+    /// The version that the update in a slot will have.
     pub fn version_of(&self, op: OpId) -> Option<Version> {
         match self.slots.get(self.ops.get(&op)?)?.current.as_ref()? {
             Current::Update(u) if u.op == op => Some(u.version),
@@ -126,24 +126,24 @@ impl ChainCore {
         }
     }
 
-    /// An update in a slot may have been shown to readers by a replica that was lost since. This
-    /// one answers no reads of its chunk until it is committed; one that came into sync behind it
-    /// would.
+    /// Whether a replica that was lost since may have shown readers an update that is in a slot
+    /// here. Until it is committed, this replica answers no reads of the chunk. But a replica that
+    /// comes into sync behind this one would.
     pub fn owes_shown(&self) -> bool {
         let shown =
             |s: &Slot| matches!(&s.current, Some(Current::Update(u)) if u.shown && !u.dropped);
         self.slots.values().any(shown)
     }
 
-    /// Indices from `from.index` on of the chunks of a file that have something in flight.
+    /// Indices, from `from.index` on, of the file's chunks that have something in flight.
     pub fn busy_from(&self, from: ChunkId) -> Vec<u64> {
         let end = ChunkId { index: u64::MAX, ..from };
         self.slots.range(from..=end).map(|(c, _)| c.index).collect()
     }
 
-    /// No session's update makes a chunk of this data any more that is not in flight now: nobody
-    /// writes it, but copies of what was written may come late, and find no chunk that knows them.
-    /// Those of another epoch are refused as such.
+    /// From now on no session's update may make a chunk of this data, except those in flight. No
+    /// client writes the data any more. But late copies of old writes may arrive, and no chunk is
+    /// left that recognizes them. Copies from another epoch are refused for their epoch.
     pub fn data_is_gone(&mut self, data: u64) {
         let (known, order) = &mut self.gone;
         if known.insert(data) {
@@ -156,7 +156,7 @@ impl ChainCore {
         }
     }
 
-    /// Whether [`ChainCore::data_is_gone`] was told so, in this epoch.
+    /// Whether [`ChainCore::data_is_gone`] was called for this data in this epoch.
     pub fn is_gone(&self, data: u64) -> bool {
         self.gone.0.contains(&data)
     }
@@ -198,12 +198,12 @@ impl ChainCore {
         out
     }
 
-    /// Whether committed bytes of a chunk may be answered to a reader now.
+    /// Whether the committed bytes of a chunk may be returned to a reader now.
     pub fn read(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
         self.read_all(chunk..=chunk, epoch)
     }
 
-    /// Whether what is committed of all these chunks may be answered to a reader now.
+    /// Whether the committed bytes of all these chunks may be returned to a reader now.
     pub fn read_all(&self, chunks: RangeInclusive<&ChunkId>, epoch: u64) -> Result<()> {
         self.check_epoch(epoch)?;
         if !self.view.serving() {
@@ -227,8 +227,8 @@ impl ChainCore {
         }
     }
 
-    /// For flushes and other messages of the chain that are no updates: the same epoch, and this
-    /// replica in it.
+    /// For flushes and other messages of the chain that are not updates: they must carry this
+    /// epoch, and this replica must take updates in it.
     pub fn check_member(&self, epoch: u64) -> Result<()> {
         self.check_epoch(epoch)?;
         if self.view.takes_updates() {
@@ -238,7 +238,7 @@ impl ChainCore {
         }
     }
 
-    /// A message from the predecessor at `epoch` arrived and was accepted.
+    /// A message from the predecessor in `epoch` arrived and was accepted.
     pub fn heard_predecessor(&mut self, epoch: u64) {
         self.confirmed |= epoch == self.view.epoch && self.view.serving();
     }
@@ -292,9 +292,9 @@ impl ChainCore {
         let keeps =
             matches!(self.view.state, ReplicaState::ReplicaServing | ReplicaState::ReplicaLastsrv);
         if !keeps {
-            // What was committed may be replaced by a source that lacks some of it.
+            // A source that lacks some of the committed data may overwrite it.
             self.me.stamp = self.life ^ self.view.epoch.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            // What was lacking it will be given, once there is space.
+            // A resync brings what was missing for lack of space, once there is space.
             self.failed.take_if(|why| *why == Code::NoSpc);
         }
         let chunks: Vec<ChunkId> = self.slots.keys().copied().collect();
@@ -414,7 +414,7 @@ impl ChainCore {
         }
     }
 
-    /// A session's flush came in this round, to the head.
+    /// The head got a flush of a session in this round.
     pub fn heard_round(&mut self, epoch: u64, session: SessionId, round: u64) -> Result<()> {
         self.check_member(epoch)?;
         if !(self.view.serving() && self.view.head) {
@@ -424,8 +424,8 @@ impl ChainCore {
         Ok(())
     }
 
-    /// Whether the session has begun another round since this was sent. What has its place in a
-    /// queue before that round's first update is not late: it is made before that one.
+    /// Whether the session has begun a newer round since this update was sent. An update already
+    /// queued before the newer round's first update is not late: it is applied before that one.
     fn is_late(&mut self, session: SessionId, round: u64) -> bool {
         match self.rounds.get(&session) {
             Some(newest) if round < *newest => return true,
@@ -479,7 +479,7 @@ impl ChainCore {
         }
     }
 
-    /// At the head: answers a repetition, else gives the update its version.
+    /// At the head: answers a repeated update, or gives a new one its version.
     fn assign(
         &self,
         op: &Op,
@@ -511,8 +511,8 @@ impl ChainCore {
             return Err(Outcome::Refused(Error::new(Code::Overtaken, m)));
         }
         let epoch = self.view.epoch;
-        // What a successor was asked to make and refused may arrive there once more: its number is
-        // never another update's.
+        // A version that a successor was asked to make and refused may reach it once more, so it is
+        // never given to another update.
         let spent = self
             .spent
             .get(&op.chunk)
@@ -523,7 +523,7 @@ impl ChainCore {
         Ok(Update::new(op, version, now.version, Writer { session, seq, version }))
     }
 
-    /// At any other replica: takes an update that builds on what is committed here.
+    /// At other replicas: takes an update that builds on the version committed here.
     fn accept(
         &mut self,
         op: &Op,
@@ -561,8 +561,8 @@ impl ChainCore {
         Ok(Update::new(op, version, prev, writer))
     }
 
-    /// A version that somebody else may have been asked for is refused. Nothing is remembered where
-    /// it will be asked for again.
+    /// Remembers a refused version that other replicas may have been asked for, too. Refusals after
+    /// which the sender asks again are not remembered.
     fn spend(&mut self, chunk: ChunkId, version: Version, e: &Error) {
         if Refusal::of(e.code) != Refusal::Final
             || self.spent.get(&chunk).is_some_and(|s| version <= s.version)
@@ -577,7 +577,7 @@ impl ChainCore {
 
     // --- through the slot
 
-    /// Does what is due for the update, until it waits for something.
+    /// Does the next steps of the update until it must wait for something.
     fn advance(&mut self, op: OpId, local: &mut dyn Local, out: &mut Vec<Output>) {
         let Some(chunk) = self.ops.get(&op).copied() else { return };
         let (view, me) = (self.view.clone(), self.me);
@@ -632,7 +632,7 @@ impl ChainCore {
         }
     }
 
-    /// Answers the update in the slot and all who asked for the same, and goes on to the next.
+    /// Answers the update in the slot and its repetitions, then starts the next in the queue.
     fn finish(
         &mut self,
         chunk: ChunkId,
@@ -650,7 +650,7 @@ impl ChainCore {
         self.next_in_queue(chunk, local, out);
     }
 
-    /// A client's update is refused. It asks again with the same number only where that may help.
+    /// Remembers that a client's update was refused, unless the client may retry it.
     fn remember(&mut self, Writer { session, seq, .. }: Writer, e: &Error) {
         if session == 0 || !self.view.head || e.is_retryable() {
             return;
@@ -707,7 +707,7 @@ impl ChainCore {
             }
             (Refusal::Gap, _, _) => {
                 Progress::Gap.taken();
-                // Its attempts are 20 ms apart, until the chain changes.
+                // Attempts are 20 ms apart until the chain changes, so not each raises an alarm.
                 if u.attempt.is_power_of_two() {
                     let message = format!(
                         "chain {chain} epoch {epoch}: the in-sync successor of target {me} refused version {:?} built \
@@ -757,8 +757,8 @@ impl ChainCore {
     }
 }
 
-/// Whether the writers that are remembered are all that changed the chunk since the version
-/// `first`. If not, somebody who is no longer among them may have written there since.
+/// Whether the remembered writers include every change of the chunk since version `first`. If not,
+/// another session that is no longer remembered may have written in between.
 fn reaches_back(now: &Committed, first: Version) -> bool {
     let Some(oldest) = now.writers.first().map(|w| w.version) else { return now.version <= first };
     let follows = Version { number: first.number.saturating_add(1), ..first };

@@ -1,9 +1,9 @@
 //! Chain replication, the replica's side: a pure state machine for one target's part in one chain.
 //!
-//! `docs/replication.md` holds the tables that this implements and why each rule is there. [`view`]
-//! is what a replica knows of its chain at one epoch, [`slot`] the one update (or hold) that a
-//! chunk has in flight, [`core`] the machine: [`Input`]s go in, [`Output`]s come out, and the shell
-//! in [`crate::server`] carries them out.
+//! `docs/replication.md` holds the tables that this implements, and the reason for each rule.
+//! [`view`] is what a replica knows of its chain in one epoch. [`slot`] is the one update (or hold)
+//! that a chunk has in flight. [`core`] is the machine: [`Input`]s go in, [`Output`]s come out, and
+//! the shell in [`crate::server`] carries them out.
 
 mod core;
 pub mod rows;
@@ -22,21 +22,22 @@ use strake_proto::{
 };
 pub use view::View;
 
-/// Names an operation between the core and its shell; the shell chooses, never twice in one life.
+/// Identifies an operation between the core and its shell. The shell chooses it, and never uses one
+/// twice in one run.
 pub type OpId = u64;
 
-/// Longest queue of one chunk; beyond it senders are told `Overloaded`.
+/// Longest queue of one chunk; beyond it senders get `Overloaded`.
 pub const MAX_QUEUE: usize = 64;
 
-/// Something that wants a chunk's slot.
+/// An operation that needs a chunk's slot.
 #[derive(Clone, Debug, Hash)]
 pub struct Op {
     pub id: OpId,
     pub chunk: ChunkId,
-    /// The chain epoch its sender believes in.
+    /// The chain epoch that the sender assumes.
     pub epoch: u64,
-    /// Forward while staging. False when space is short: then nobody hears of it before it is
-    /// staged here.
+    /// Forward while staging. False when space is short: then the update is staged here before any
+    /// other replica hears of it.
     pub eager: bool,
     pub what: What,
 }
@@ -47,7 +48,7 @@ pub enum What {
     Client {
         session: SessionId,
         seq: u64,
-        /// The version that the first attempt of an unstable write was given
+        /// The version that the first attempt of an unstable write got
         /// ([`strake_proto::data::FLAG_REPLAY`]).
         replay: Option<Version>,
         /// [`strake_proto::data::DataRequest::round`].
@@ -64,18 +65,18 @@ pub enum Input {
     /// The chain in a newer map. Older or equal epochs are ignored.
     View(View),
     Op(Op),
-    /// The update's bytes are in place, or cannot be.
+    /// The update's bytes are stored, or cannot be.
     Staged {
         op: OpId,
         result: Result<()>,
     },
-    /// The successor's answer to a forward: stamps of itself and those behind it.
+    /// The successor's answer to a forward: its stamp and those of the replicas behind it.
     Answer {
         op: OpId,
         attempt: u32,
         result: Result<Vec<Stamp>>,
     },
-    /// The successor has (or has not) taken the whole chunk.
+    /// The successor has, or has not, taken the whole chunk.
     Pushed {
         op: OpId,
         attempt: u32,
@@ -106,22 +107,23 @@ pub enum Output {
     Done { op: OpId, outcome: Outcome },
     /// Speak to the new successor once (FORWARD_FLUSH), until it answers or the epoch changes.
     Greet { to: TargetId, epoch: u64 },
-    /// Somebody knows a newer map.
+    /// Another party knows a newer map: fetch it.
     RefreshMap,
     /// This target lacks what its successor committed, or cannot commit: report it failed.
     Failed { reason: Error },
-    /// Tell people: an invariant of the protocol does not hold.
+    /// Warn the administrators: an invariant of the protocol does not hold.
     Alarm { message: String },
 }
 
 #[derive(Debug)]
 pub enum Outcome {
-    /// Committed here and on all behind, whose stamps these are (this replica's first).
+    /// Committed here and on all replicas behind. `stamps` holds the stamps of all of them, this
+    /// replica's first.
     Applied {
         version: Version,
         stamps: Vec<Stamp>,
     },
-    /// Was committed before, here and on all behind. Flush and answer as stable.
+    /// Was committed before, here and on all replicas behind. Flush and answer as stable.
     Known {
         version: Version,
     },

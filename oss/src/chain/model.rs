@@ -1,5 +1,5 @@
-//! A model of three replicas, their metadata server and two clients, in which every message may be
-//! lost, doubled or late, replicas restart and lose what they had not flushed, leases run out, and
+//! A model of three replicas, their metadata server and two clients. Every message may be lost,
+//! duplicated or late; replicas restart and lose what they had not flushed; leases expire; and
 //! memberships change by the rules of `docs/replication.md`. It drives the real [`ChainCore`] and
 //! checks what that document promises.
 
@@ -67,7 +67,7 @@ struct Replica {
     staging: BTreeSet<OpId>,
     retries: Vec<(OpId, u32)>,
     map: u64,
-    /// The cluster's losses when it last reached the mds.
+    /// The model's count of losses when this replica last reached the mds.
     losses: u64,
     leased: bool,
     /// Cannot reach the mds.
@@ -121,7 +121,7 @@ pub(super) struct Cluster {
     rng: u64,
     chains: BTreeMap<u64, pb::Chain>,
     version: u64,
-    /// What the mds last knew each target's life to be.
+    /// The last life of each target that the mds knows.
     known: Vec<u64>,
     r: Vec<Replica>,
     clients: Vec<Client>,
@@ -130,21 +130,21 @@ pub(super) struct Cluster {
     next_value: u64,
     /// How often all in-sync replicas were lost at once.
     losses: u64,
-    /// Longest list read per chunk, and at which count of losses.
+    /// Longest list that was read of each chunk, and the count of losses then.
     seen: BTreeMap<ChunkId, (u64, Vec<u64>)>,
     faults: bool,
     /// Space runs out now and then.
     full: bool,
     /// The chain seldom changes, so that more happens within an epoch.
     calm: bool,
-    /// Targets that the chain shall have; changed at random, if replicas move in this run.
+    /// Targets that the chain should have; changed at random if replicas move in this run.
     wanted: BTreeSet<u32>,
     moves: bool,
-    /// The map that each replica acted on when it was last heard of.
+    /// The map that each replica acted on at its last heartbeat.
     acted: Vec<u64>,
-    /// Clients do not say in which round they are: a mistake.
+    /// Deliberate mistake: clients do not send their round.
     pub roundless: bool,
-    /// Replicas leave before they know it, which they hear of late: a mistake.
+    /// Deliberate mistake: replicas leave the chain before they know it, and hear of it late.
     pub hasty: bool,
     pub left: u64,
     pub reads: u64,
@@ -234,7 +234,7 @@ impl Cluster {
         }
     }
 
-    /// Faults end; everything must come together.
+    /// Faults end; everything must converge.
     pub(super) fn settle(&mut self) {
         self.faults = false;
         self.r.iter_mut().for_each(|r| r.cut = false);
@@ -260,7 +260,7 @@ impl Cluster {
     }
 
     fn check_converged(&self) {
-        // A tombstone of version 0 is as good as no record.
+        // A tombstone of version 0 counts as no record.
         let chunks = |r: &Replica| -> BTreeMap<ChunkId, Chunk> {
             let kept = r.store.chunks.iter().filter(|(_, c)| c.state.version != Version::default());
             kept.map(|(k, c)| (*k, c.clone())).collect()
@@ -342,7 +342,7 @@ impl Cluster {
         let durable = self.r[i].durable.clone();
         let epoch = self.chain().epoch;
         let life = self.r[i].life + 1;
-        // Restarting as one of the last in-sync set is a loss too: it may be the source again.
+        // A restart of a LASTSRV replica is a loss too: it may become the source again.
         let last = self
             .chain()
             .replicas
@@ -352,7 +352,7 @@ impl Cluster {
         self.r[i] = fresh(i, life, epoch, durable);
     }
 
-    /// The replica reaches the mds: `leaves` to `waits`, and it gets the map and a lease.
+    /// The replica reaches the mds: the rows `leaves` to `waits`; it gets the map and a lease.
     fn heartbeat(&mut self, i: usize) {
         use ReplicaState::*;
         if self.r[i].cut || self.hasty && !self.wanted.contains(&(i as u32)) && self.rand(8) > 0 {
@@ -403,7 +403,7 @@ impl Cluster {
         }
     }
 
-    /// The chain shall have other targets.
+    /// The chain should have other targets from now on.
     fn plan(&mut self) {
         let set = self.rand((1 << N) - 1) + 1;
         self.wanted = (0..N as u32).filter(|t| set & 1 << t != 0).collect();
@@ -492,7 +492,7 @@ impl Cluster {
         let life = self.r[i].life;
         let Some(ctx) = self.r[i].ctx.get(&op).cloned() else { return };
         if !matches!(outcome, Outcome::Granted) {
-            self.r[i].ctx.remove(&op); // its staging goes on
+            self.r[i].ctx.remove(&op); // its staging continues
         }
         let result = match outcome {
             Outcome::Applied { version, stamps } => Ok((version, stamps, false)),
@@ -564,7 +564,7 @@ impl Cluster {
         let expected = self.r[to].store.chunks.get(&c).map(|c| c.state.version).unwrap_or_default();
         let life = self.r[i].life;
         let hold_id = self.op_id();
-        // Remember what to do when the answer comes, under an id of its own.
+        // Remember under an id of its own what to do when the answer comes.
         let from = From::Sync { asked: asked.or(Some((hold, u32::MAX))) };
         self.r[i].ctx.insert(hold_id, Ctx { chunk: c, value: 0, session: 0, seq: epoch, from });
         self.msgs.push(Msg::Put {
@@ -638,7 +638,8 @@ impl Cluster {
             let op = Op { id, chunk: *c, epoch: view.epoch, eager: true, what: What::Hold };
             return self.feed(i, Input::Op(op));
         }
-        // Pass done: flush the successor and report, which counts only at the current map.
+        // The pass is done: flush the successor and report. The report counts only at the current
+        // map.
         let to = to as usize;
         if self.r[to].core.check_member(view.epoch).is_err()
             || self.r[i].map != self.version
@@ -667,7 +668,7 @@ impl Cluster {
         let m = self.msgs[k].clone();
         let fate = if self.faults { self.rand(20) } else { 10 };
         if fate != 0 {
-            self.msgs.swap_remove(k); // 0: stays, to come again
+            self.msgs.swap_remove(k); // 0: stays, to be delivered again
         }
         if fate == 1 {
             return self.lost(m);
@@ -741,7 +742,7 @@ impl Cluster {
             Msg::Reply { client, value, losses, result } => {
                 self.client_reply(client, value, losses, result)
             }
-            Msg::Answer { .. } | Msg::PutAnswer { .. } => {} // for a former life
+            Msg::Answer { .. } | Msg::PutAnswer { .. } => {} // for an earlier life
         }
     }
 }

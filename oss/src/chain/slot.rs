@@ -1,4 +1,4 @@
-//! The one thing a chunk has in flight, and what is to be done about it next.
+//! The one operation that a chunk has in flight, and what is due for it next.
 
 use std::collections::VecDeque;
 
@@ -19,7 +19,7 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    /// Whether what is committed may be older than what a reader was told elsewhere.
+    /// Whether the committed version may be older than what a reader saw on another replica.
     pub(crate) fn is_dirty(&self, at_tail: bool) -> bool {
         let Some(Current::Update(u)) = &self.current else { return false };
         let (row, dirty) = match (u.shown, at_tail) {
@@ -27,7 +27,7 @@ impl Slot {
             (true, true) => (Reads::Shown, true),
             (false, true) => (Reads::Tail, false),
             (_, false) if u.shown || u.exposed => (Reads::Dirty, true),
-            // Nobody else has it yet.
+            // No other replica has it yet.
             (_, false) => return false,
         };
         row.taken();
@@ -48,13 +48,13 @@ pub(crate) enum Staging {
     Failed(Error),
 }
 
-/// Where the update stands with the successor, in the present epoch.
+/// Where the update stands with the successor, in the current epoch.
 #[derive(Clone, Debug, Hash)]
 pub(crate) enum Next {
     /// Not asked.
     Idle,
     Asked,
-    /// Being given the whole chunk first.
+    /// The successor is getting the whole chunk first.
     Pushing,
     /// Asked without success; to be asked again after a pause.
     Paused,
@@ -75,24 +75,24 @@ pub(crate) struct Update {
     pub next: Next,
     /// Counts messages to the successor; answers to older ones are ignored.
     pub attempt: u32,
-    /// Some replica behind has been sent it: it may be committed there.
+    /// It was sent to a replica behind, which may have committed it.
     pub exposed: bool,
-    /// It was sent to a SERVING one, which may have committed it and shown it to readers.
+    /// It was sent to a SERVING replica, which may have committed it and shown it to readers.
     pub shown: bool,
-    /// Answered `NotServing`; only staging is waited for.
+    /// Answered with `NotServing`; only the end of staging is awaited.
     pub dropped: bool,
 }
 
-/// What the tables of `docs/replication.md` say is due.
+/// The step that is due according to the tables of `docs/replication.md`.
 #[derive(Debug)]
 pub(crate) enum Due {
     Wait,
     Forward(TargetId),
     Commit(Vec<Stamp>),
     Refuse(Error),
-    /// The successor has what this replica cannot have.
+    /// The successor has the update and this replica cannot store it.
     Fail(Error),
-    /// Dropped, and staging is over.
+    /// The update was dropped, and staging is over.
     Free,
 }
 
@@ -137,8 +137,8 @@ impl Update {
             (Staging::Failed(_), Next::Refused(e), Some(_)) => {
                 (Progress::StagingFailed, Due::Refuse(e.clone()))
             }
-            // The lost successor may have shown it to readers; those before this replica may have
-            // it.
+            // The lost successor may have shown it to readers, and the replicas before this one may
+            // have it.
             (Staging::Failed(e), _, None) if self.exposed && !head => {
                 (Progress::FailedMiddle, Due::Fail(e.clone()))
             }
@@ -149,7 +149,7 @@ impl Update {
             (Staging::Failed(e), Next::Done(_), Some(_)) => {
                 (Progress::FailedBehind, Due::Fail(e.clone()))
             }
-            // Sent to somebody in an earlier epoch: the present successor may have it from there.
+            // It was sent in an earlier epoch: the current successor may have it from then.
             (Staging::Failed(_), Next::Idle, Some(s)) if self.exposed => {
                 (Progress::FailedAsks, Due::Forward(s))
             }
@@ -162,21 +162,21 @@ impl Update {
         due
     }
 
-    /// Forgets what was said to the successor of the epoch before.
+    /// Forgets the exchange with the successor of the epoch before.
     pub(crate) fn new_epoch(&mut self) {
         self.next = Next::Idle;
         self.attempt = self.attempt.wrapping_add(1);
     }
 }
 
-/// How a successor's refusal is to be taken.
+/// What a successor's refusal means.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// It has not made the update and will not, in this epoch, whichever attempt arrives.
+    /// It has not made the update, and will not in this epoch, whichever attempt arrives.
     Final,
-    /// Not now; or there is no answer, and it may have made it.
+    /// Not now; or there is no answer, and it may have made the update.
     Transient,
-    /// It does not have what the update builds on.
+    /// It does not have the version that the update builds on.
     Gap,
 }
 

@@ -36,7 +36,7 @@ impl Local for Mem {
     }
 }
 
-/// Target 5 in a chain of which `before` are upstream and `after` downstream, at an epoch.
+/// Target 5 in a chain in which `before` are upstream and `after` downstream, in one epoch.
 struct One {
     core: ChainCore,
     mem: Mem,
@@ -58,7 +58,7 @@ impl One {
         one.core.heard_predecessor(3);
         one
     }
-    /// Everything asked for, as words.
+    /// Feeds an input. Returns the outputs as words.
     fn go(&mut self, input: Input) -> Vec<String> {
         let say = |o: Output| match o {
             Output::Stage { op } => format!("stage {op}"),
@@ -129,7 +129,7 @@ fn copies_that_come_after_their_data_was_removed_make_no_chunk() {
     r.core.data_is_gone(CHUNK.data);
     assert_eq!(r.client(2, 1, true), ["refused 2 Stale"]);
     assert_eq!(r.client(3, 9, true), ["refused 3 Stale"], "one that nobody has seen before, too");
-    // The removals themselves are of no session.
+    // The removals themselves belong to no session.
     let what = What::Client { session: 0, seq: 0, replay: None, round: 0 };
     let (epoch, chunk) = (r.core.view().epoch, CHUNK);
     assert_eq!(
@@ -146,7 +146,7 @@ fn copies_that_come_after_their_data_was_removed_make_no_chunk() {
     let mut tail = One::new(TAIL);
     tail.core.data_is_gone(CHUNK.data);
     assert_eq!(tail.forward(1, 3, v(3, 1), v(0, 0)), ["refused 1 Stale"]);
-    // A copy of the removal makes no tombstone where there is none any more, and removes what is
+    // A copy of the removal makes no tombstone where none is left, and removes a chunk that is
     // there.
     let removal = |id, number, prev| {
         let what = What::Forward { session: 0, seq: 0, version: v(3, number), prev };
@@ -155,8 +155,8 @@ fn copies_that_come_after_their_data_was_removed_make_no_chunk() {
     assert_eq!(tail.go(removal(2, 2, v(0, 0))), ["known 2 n2"]);
     tail.mem.0.insert(CHUNK, Committed { version: v(2, 7), ..Committed::default() });
     assert_eq!(tail.go(removal(3, 2, v(2, 7))), ["stage 3"]);
-    // A bounded number of them, the latest; none over the epoch, whose requests are refused from
-    // then on.
+    // Only the latest ones are remembered, up to a limit, and none in a newer epoch, which refuses
+    // older requests anyway.
     for data in 100..100 + super::core::KEPT_GONE as u64 {
         r.core.data_is_gone(data);
     }
@@ -199,8 +199,8 @@ fn without_an_answer_it_is_asked_again_and_a_refusal_is_final() {
     );
 }
 
-/// There is no space at the successor. Its refusal arrives, then there is space again, and then
-/// another copy of the forward.
+/// The successor has no space. Its refusal arrives, then there is space again, and then another
+/// copy of the forward arrives.
 #[test]
 fn what_a_successor_refused_it_does_not_make_later() {
     let mut r = One::new(TAIL);
@@ -213,13 +213,13 @@ fn what_a_successor_refused_it_does_not_make_later() {
     assert_eq!(r.forward(5, 3, v(3, 1), v(0, 0)), [""; 0], "queued");
     assert_eq!(r.staged(4, None), ["applied 4 n2 x1", "refused 5 VersionGap"]);
     assert_eq!(r.forward(6, 3, v(3, 2), v(0, 0)), ["known 6 n2"]);
-    // One in the middle, likewise what the one behind it refused.
+    // A replica in the middle also remembers what the one behind it refused.
     let mut r = One::new(MIDDLE);
     r.forward(1, 3, v(3, 1), v(0, 0));
     r.staged(1, None);
     assert_eq!(r.answer(1, 1, Some(Code::Resend)), ["refused 1 Resend"]);
     assert_eq!(r.forward(2, 3, v(3, 1), v(0, 0)), ["refused 2 Resend"]);
-    // Copies of an epoch that is over are refused as such.
+    // Copies from an earlier epoch are refused for their epoch.
     r.go(Input::View(view(4, TAIL)));
     assert_eq!(r.forward(3, 3, v(3, 1), v(0, 0)), ["refused 3 StaleEpoch"]);
     assert_eq!(r.forward(4, 4, v(4, 1), v(0, 0)), ["stage 4"]);
@@ -239,7 +239,7 @@ fn no_two_updates_that_others_were_asked_for_have_one_version() {
     assert_eq!(r.client(3, 3, true), ["stage 3", "forward 3 #1 to 6 n3"]);
     r.staged(3, None);
     assert_eq!(r.answer(3, 1, None), ["applied 3 n3 x2"]);
-    // Nobody else has heard of this one.
+    // No other replica has heard of this one.
     assert_eq!(r.client(4, 4, false), ["stage 4"]);
     assert_eq!(r.staged(4, Some(Code::NoSpc)), ["refused 4 NoSpc"]);
     assert_eq!(r.client(5, 5, true), ["stage 5", "forward 5 #1 to 6 n4"]);
@@ -257,7 +257,7 @@ fn a_replica_that_cannot_have_what_its_successor_has_fails() {
     assert_eq!(r.staged(1, Some(Code::NoSpc)), [""; 0], "the successor may have it");
     assert_eq!(r.answer(1, 1, None), ["failed"]);
     assert_eq!(r.client(2, 2, true), ["refused 2 NotServing"]);
-    // Taken out, it will be given what it lacks; but not if its device is broken.
+    // Once taken out, it gets what it lacks; but not if its device is broken.
     let filling = [(6, ReplicaServing), (5, ReplicaSyncing)];
     r.go(Input::View(view(4, &[(6, ReplicaLastsrv), (5, ReplicaLastsrv)])));
     assert!(r.core.failed(), "the other one has it and may come back");
@@ -407,8 +407,8 @@ fn holds_keep_updates_off_and_queues_are_bounded() {
     assert_eq!(r.go(Input::Release { op: 1 }), [""; 0]);
 }
 
-/// The client of 1 is told that there is no space, writes something newer (2) once there is, and
-/// only then the copy of 1 arrives.
+/// The client of update 1 is told that there is no space. It writes something newer (2) once there
+/// is, and only then the copy of 1 arrives.
 #[test]
 fn what_was_refused_is_not_made_when_it_comes_again_late() {
     let mut r = One::new(HEAD);
@@ -418,7 +418,7 @@ fn what_was_refused_is_not_made_when_it_comes_again_late() {
     assert_eq!(r.client(3, 7, true), [""; 0], "queued");
     assert_eq!(r.staged(2, None), [""; 0]);
     assert_eq!(r.answer(2, 1, None), ["applied 2 n1 x2", "refused 3 NoSpc"]);
-    // The successor's refusal likewise; not one that is told to ask again, nor one of the mds.
+    // The same holds for the successor's refusal, but not for a retryable one, nor for the mds.
     assert_eq!(r.client(4, 9, true), ["stage 4", "forward 4 #1 to 6 n2"]);
     assert_eq!(r.staged(4, None), [""; 0]);
     assert_eq!(r.answer(4, 1, Some(Code::NoSpc)), ["refused 4 NoSpc"]);
@@ -427,7 +427,7 @@ fn what_was_refused_is_not_made_when_it_comes_again_late() {
     assert_eq!(r.staged(6, Some(Code::Resend)), ["refused 6 Resend"]);
     assert_eq!(r.client(7, 10, false), ["stage 7"]);
     assert_eq!(r.staged(7, Some(Code::NoSpc)), ["refused 7 NoSpc"]);
-    // Only so many are remembered, and none in another epoch, where copies of this one are refused.
+    // Only so many are remembered, and none in another epoch, which refuses copies of this one.
     for seq in 100..100 + 1024 {
         r.client(8, seq, false);
         assert_eq!(r.staged(8, Some(Code::NoSpc)), ["refused 8 NoSpc"]);
@@ -443,7 +443,7 @@ fn what_was_refused_is_not_made_when_it_comes_again_late() {
 }
 
 /// The client's call failed after a while without any answer. The program writes something newer
-/// there, and another copy of the first request arrives.
+/// there, and then another copy of the first request arrives.
 #[test]
 fn what_was_given_up_is_not_made_when_newer_has_come() {
     let client = |r: &mut One, id, epoch, (session, seq, round)| {
@@ -461,19 +461,19 @@ fn what_was_given_up_is_not_made_when_newer_has_come() {
     );
     applied(&mut r, 1, 1);
     assert_eq!(client(&mut r, 3, 3, (9, 6, 0)), ["refused 3 Overloaded"]);
-    // A living one is sent again, and made once.
+    // An update of the current round is resent, and applied once.
     assert_eq!(client(&mut r, 4, 3, (9, 6, 1)), ["stage 4"]);
     applied(&mut r, 4, 2);
     assert_eq!(client(&mut r, 5, 3, (9, 6, 2)), ["known 5 n2"]);
     assert_eq!(client(&mut r, 6, 3, (9, 8, 1)), ["refused 6 Overloaded"]);
     assert_eq!(client(&mut r, 7, 3, (8, 8, 0)), ["stage 7"], "of another session");
-    // What has its place before the new round's first is made before it.
+    // An update queued before the new round's first one is applied before it.
     assert_eq!(client(&mut r, 8, 3, (8, 9, 0)), [""; 0]);
     assert_eq!(client(&mut r, 9, 3, (8, 10, 1)), [""; 0]);
     assert_eq!(r.staged(7, None), ["applied 7 n3 x1", "stage 8"]);
     assert_eq!(r.staged(8, None), ["applied 8 n4 x1", "stage 9"]);
     assert_eq!(r.staged(9, None), ["applied 9 n5 x1"]);
-    // Nothing is remembered from one epoch to the next, in which copies of before are refused.
+    // A new epoch remembers nothing, and refuses copies from before.
     r.go(Input::View(view(4, ALONE)));
     assert_eq!(client(&mut r, 10, 3, (9, 5, 0)), ["refused 10 StaleEpoch"]);
     assert_eq!(client(&mut r, 11, 4, (9, 11, 0)), ["stage 11"]);
@@ -496,8 +496,8 @@ fn replays_are_known_applied_or_overtaken() {
     assert_eq!(replay(&mut r, 3, 4, v(2, 7)), ["refused 3 Overtaken"]);
 }
 
-/// A writes, unstable; B writes the same bytes and syncs; then so many others that B is no longer
-/// among the writers. Both replicas lose power, and A, whose bytes are not known to be anywhere,
+/// A writes, unstable; B writes the same bytes and syncs; then so many others write that B is no
+/// longer among the remembered writers. Both replicas lose power, and A, whose bytes may be lost,
 /// replays.
 #[test]
 fn a_replay_is_overtaken_when_the_writers_do_not_reach_back_to_it() {
@@ -534,8 +534,8 @@ fn a_replay_is_overtaken_when_the_writers_do_not_reach_back_to_it() {
     assert_eq!(replay(&[], v(3, 70)), stage);
 }
 
-/// The tail was lost, perhaps after it had shown an update, and returns without it: it must not
-/// come into sync before that.
+/// The tail was lost, perhaps after it had shown an update to readers, and returns without it. It
+/// must not come into sync before the update is committed.
 #[test]
 fn what_a_lost_replica_may_have_shown_is_owed_until_it_is_committed() {
     let mut r = One::new(HEAD);
@@ -553,7 +553,7 @@ fn what_a_lost_replica_may_have_shown_is_owed_until_it_is_committed() {
     assert!(!r.core.owes_shown(), "sent to nobody that served");
 }
 
-/// Random histories with losses: whoever else wrote since, a replay never lands on it.
+/// Random histories with losses: a replay never lands on a later write of another session.
 #[test]
 fn a_replay_never_lands_on_what_others_wrote_since() {
     let mut state = 1;
@@ -639,7 +639,7 @@ fn the_model_finds_replicas_that_leave_before_they_know_it() {
         };
         std::panic::catch_unwind(run).is_err()
     };
-    // Only in these do replicas move. It takes much to come together: three of them find it.
+    // Replicas move only in these runs. The failure needs a rare combination: three runs find it.
     let found = (0..4000u64).filter(|seed| seed % 4 >= 2).filter(fails).count();
     assert!(found > 0, "in none of 2000 runs");
 }

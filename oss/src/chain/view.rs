@@ -1,4 +1,4 @@
-//! What a replica knows of its chain at one epoch.
+//! What a replica knows of its chain in one epoch.
 
 use strake_proto::{
     TargetId,
@@ -34,7 +34,7 @@ impl View {
         }
     }
 
-    /// As of before this replica's first map, or of an epoch that was about its former life.
+    /// The view before this replica's first map, or for an epoch about its earlier run.
     pub fn outside(epoch: u64) -> View {
         View {
             epoch,
@@ -60,7 +60,7 @@ impl View {
         self.successor.filter(|(_, s)| *s == ReplicaState::ReplicaServing).map(|(t, _)| t)
     }
 
-    /// The successor that the tail has to fill.
+    /// The successor that the tail has to resync.
     pub fn syncing_successor(&self) -> Option<TargetId> {
         self.successor.filter(|(_, s)| *s == ReplicaState::ReplicaSyncing).map(|(t, _)| t)
     }

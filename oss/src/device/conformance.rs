@@ -1,5 +1,5 @@
-//! What every [`Device`] must do, as functions that panic where it does not. For tests of any
-//! device: give [`all`] one whose contents may be lost.
+//! What every [`Device`] must do, as functions that panic if it does not. For tests of any device:
+//! give [`all`] one whose contents may be lost.
 
 use std::{
     sync::Arc,
@@ -18,19 +18,19 @@ pub const SIZE: u64 = 8 << 20;
 
 const PAGE: usize = BLOCK as usize;
 
-/// A buffer with something in it.
+/// A buffer filled by a function.
 pub fn fill(pool: &Pool, len: usize, with: impl Fn(usize) -> u8) -> BufMut {
     let mut b = pool.get_now(len);
     b.iter_mut().enumerate().for_each(|(i, x)| *x = with(i));
     b
 }
 
-/// What a device has there.
+/// Reads from a device.
 pub async fn read(d: &dyn Device, pool: &Pool, offset: u64, len: usize) -> Vec<u8> {
     d.read(offset, pool.get_now(len)).await.unwrap().to_vec()
 }
 
-/// Panics where a device has not that there.
+/// Panics unless the device holds `want` there.
 async fn has(d: &dyn Device, pool: &Pool, offset: u64, want: &[u8]) {
     let got = read(d, pool, offset, want.len()).await;
     if let Some(at) = got.iter().zip(want).position(|(g, w)| g != w) {
@@ -38,8 +38,8 @@ async fn has(d: &dyn Device, pool: &Pool, offset: u64, want: &[u8]) {
     }
 }
 
-/// Everything below but [`bad_blocks`], [`power_cut`], [`flushed`] and [`random_io`], which need a
-/// device of a kind.
+/// Everything below except [`bad_blocks`], [`power_cut`], [`flushed`] and [`random_io`], which need
+/// special devices.
 pub async fn all(d: Arc<dyn Device>) {
     assert!(d.capacity() >= SIZE && d.capacity().is_multiple_of(BLOCK), "{} bytes", d.capacity());
     assert!(!d.name().is_empty());
@@ -56,7 +56,7 @@ pub async fn all(d: Arc<dyn Device>) {
 /// the other.
 async fn vectors(d: &dyn Device) {
     let pool = Pool::default();
-    // What was never written reads as something, in full.
+    // Blocks never written read as something, in full.
     assert_eq!(read(d, &pool, SIZE - BLOCK, PAGE).await.len(), PAGE);
     let whole = fill(&pool, 3 * PAGE, |i| (i / 7) as u8).freeze();
     d.write(BLOCK, vec![whole.slice(0..PAGE), whole.slice(PAGE..3 * PAGE)]).await.unwrap();
@@ -75,7 +75,7 @@ async fn vectors(d: &dyn Device) {
     has(d, &pool, 0, &large).await;
 }
 
-/// Operations at a time, more than a device takes, do not mix.
+/// More operations at a time than a device takes do not mix.
 async fn concurrency(d: &dyn Device) {
     let pool = &Pool::default();
     join_all((0..1000u64).map(|i| async move {
@@ -88,8 +88,7 @@ async fn concurrency(d: &dyn Device) {
     d.flush().await.unwrap();
 }
 
-/// What a write left is there for whatever begins after it returned, with flushes in between and
-/// without.
+/// An operation that begins after a write returned sees it, with flushes in between and without.
 async fn order(d: &dyn Device) {
     let pool = &Pool::default();
     join_all((0..16u64).map(|at| async move {
@@ -107,7 +106,7 @@ async fn order(d: &dyn Device) {
     .await;
 }
 
-/// Unaligned, empty, beyond the end: `Inval`, and nothing changes.
+/// Unaligned, empty or beyond the end: `Inval`, and nothing changes.
 async fn refusals(d: &dyn Device) {
     let (pool, end) = (Pool::default(), d.capacity());
     d.write(0, vec![fill(&pool, PAGE, |_| 5).freeze()]).await.unwrap();
@@ -144,13 +143,12 @@ async fn refusals(d: &dyn Device) {
     has(d, &pool, 0, &[5; PAGE]).await;
 }
 
-/// Abandoned operations end, and a flush waits for them: what is written after it is not written
-/// over.
+/// Abandoned operations end, and a flush waits for them, so they do not overwrite later writes.
 async fn abandoned(d: &dyn Device) {
     let pool = &Pool::default();
     let value = |v: u8, len| fill(pool, len, |_| v).freeze();
     for round in 0..20 {
-        // Something for the others to queue behind.
+        // An operation for the others to queue behind.
         let ahead = d.write(SIZE / 2, vec![value(round, SIZE as usize / 2)]);
         let _ = tokio::time::timeout(Duration::ZERO, ahead).await;
         for i in 0..50 {
@@ -166,7 +164,7 @@ async fn abandoned(d: &dyn Device) {
     }
 }
 
-/// What was discarded can be written again.
+/// Discarded blocks can be written again.
 async fn discards(d: &dyn Device) {
     let pool = &Pool::default();
     let data = fill(pool, 3 * PAGE, |i| (i / 5) as u8).freeze();
@@ -176,15 +174,15 @@ async fn discards(d: &dyn Device) {
     has(d, pool, 0, &data).await;
 }
 
-/// All that was done is in the meter, unless it took longer than the meter remembers.
+/// The meter has everything that was done, unless it took longer than the meter remembers.
 fn metered(d: &dyn Device) {
     let s = d.meter().summary();
     assert!(s.reads.is_some_and(|r| r.count > 0) && s.changes.is_some_and(|c| c.count > 0));
 }
 
-/// Of a device with blocks that it cannot read, or not write: an error of the device that names it
-/// and the place, whatever the kernel or the controller called it; all else serves on. `offset` is
-/// of a block that reads (or else writes) fail at.
+/// For a device with blocks that it cannot read, or cannot write. The error names the device and
+/// the place, whatever the kernel or the controller called it, and all else works on. `offset` is
+/// the place where reads (or else writes) fail.
 pub async fn bad_blocks(d: &dyn Device, offset: u64, read_fails: bool) {
     let pool = &Pool::default();
     for _ in 0..3 {
@@ -203,8 +201,7 @@ pub async fn bad_blocks(d: &dyn Device, offset: u64, read_fails: bool) {
     }
 }
 
-/// Writes, some flushed; `cut` takes the power away and gives it back. What was flushed is there,
-/// the rest in part.
+/// Writes, some flushed; `cut` turns the power off and on. Flushed data is there, the rest in part.
 pub async fn power_cut(d: &dyn Device, cut: impl AsyncFnOnce()) {
     let pool = &Pool::default();
     let block = |v: u8| vec![fill(pool, PAGE, |_| v).freeze()];
@@ -223,8 +220,8 @@ pub async fn power_cut(d: &dyn Device, cut: impl AsyncFnOnce()) {
     d.flush().await.unwrap();
 }
 
-/// What was written and flushed is there at any time after. Returns how often it was read, and how
-/// long the longest read took.
+/// Written and flushed data is there at any time after. Returns how often it was read, and how long
+/// the longest read took.
 pub async fn flushed(d: &dyn Device, time: Duration) -> (u64, Duration) {
     let pool = &Pool::default();
     let data = fill(pool, 1 << 20, |i| (i / 4096 * 7 + i % 249) as u8).freeze();

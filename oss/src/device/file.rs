@@ -14,14 +14,14 @@ use super::{
     node::Node,
 };
 
-/// Operations at a time.
+/// Most operations at a time.
 const DEPTH: usize = 64;
 
 pub struct FileDevice {
     node: Arc<Node>,
     depth: Arc<Semaphore>,
-    /// Changes hold it shared until they end; a flush takes it for a moment to wait for those
-    /// before it.
+    /// Changes hold it shared until they end. A flush takes it exclusively for a moment, to wait
+    /// for the changes before it.
     barrier: Arc<RwLock<()>>,
     pool: Pool,
     meter: Arc<Meter>,

@@ -1,7 +1,7 @@
-//! A device in memory that can lose power. What was written but not flushed survives a crash in
-//! part: each sector on its own keeps any of the contents it had since the last flush, so writes
-//! are lost, torn and reordered. Errors and bit flips are injected on request. One thread, no clock
-//! but tokio's: the simulator's disk.
+//! A device in memory that can lose power: the simulator's disk. Data written but not flushed
+//! survives a crash in part. Each sector on its own keeps any of the contents it had since the last
+//! flush, so writes are lost, torn and reordered. Errors and bit flips are injected on request. It
+//! needs one thread, and no clock but tokio's.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -48,24 +48,24 @@ pub struct Counters {
     pub discards: u64,
     pub read_bytes: u64,
     pub write_bytes: u64,
-    /// Operations that failed, or gave a wrong bit, as was asked for.
+    /// Operations that failed, or returned a wrong bit, on request.
     pub failed: u64,
 }
 
 #[derive(Default)]
 struct Inner {
-    /// What reads see; absent blocks are zeros.
+    /// What reads return; absent blocks are zeros.
     blocks: BTreeMap<u64, Block>,
-    /// Per block written since the last flush, every content it had since then, the flushed one
-    /// first.
+    /// For each block written since the last flush, every content it had since then, the flushed
+    /// one first.
     unflushed: BTreeMap<u64, Vec<Block>>,
     faults: Vec<(Op, u64, Code)>,
-    /// Which bit the next read gets wrong.
+    /// Chooses the bit that the next read returns wrong.
     corrupt: Option<u64>,
     power_left: Option<u64>,
-    /// Writes find no space.
+    /// Writes fail for lack of space.
     full: bool,
-    /// What is left below; `None`: it is not shared with anything.
+    /// Free space of the file system below; `None`: no limit.
     spare: Option<u64>,
     skip_flush: bool,
     latency: BTreeMap<Op, Duration>,
@@ -79,7 +79,7 @@ pub struct MemDevice {
     meter: Meter,
 }
 
-/// An operation under way, or abandoned.
+/// An operation in progress, or abandoned.
 struct Metered<'a>(&'a Meter, Option<Begun>);
 
 impl Drop for Metered<'_> {
@@ -93,7 +93,7 @@ fn zeros() -> Block {
 }
 
 impl MemDevice {
-    /// So many bytes are left where the device lies.
+    /// Sets how many bytes are free in the file system below.
     pub fn set_spare(&self, bytes: u64) {
         self.inner.lock().spare = Some(bytes);
     }
@@ -108,7 +108,7 @@ impl MemDevice {
         }
     }
 
-    /// Power goes and comes back: see the module documentation. Ends a power failure set by
+    /// Power is lost and returns: see the module documentation. Ends a power failure set by
     /// [`MemDevice::power_off_after`]. Returns how many blocks were not flushed.
     pub fn crash(&self, seed: u64, tear: Tear) -> usize {
         let mut rng = StdRng::seed_from_u64(seed);
@@ -142,17 +142,17 @@ impl MemDevice {
         self.inner.lock().faults.push((op, nth, code));
     }
 
-    /// The next read gives one wrong bit, which one as the dice say; what is stored stays right.
+    /// The next read returns one wrong bit, chosen by `dice`; the stored bytes stay right.
     pub fn corrupt_read(&self, dice: u64) {
         self.inner.lock().corrupt = Some(dice);
     }
 
-    /// Until [`MemDevice::end_faults`] every write fails for want of space.
+    /// Until [`MemDevice::end_faults`] every write fails for lack of space.
     pub fn fill_up(&self) {
         self.inner.lock().full = true;
     }
 
-    /// Failures that did not happen yet will not, and there is space again.
+    /// Cancels failures that did not happen yet, and frees space again.
     pub fn end_faults(&self) {
         let mut inner = self.inner.lock();
         inner.faults.clear();
@@ -167,7 +167,7 @@ impl MemDevice {
         block[(offset % BLOCK) as usize] ^= 1 << (bit % 8);
     }
 
-    /// Where the blocks are that begin with these bytes.
+    /// Offsets of the blocks that begin with these bytes.
     pub fn find(&self, begin: &[u8]) -> Vec<u64> {
         let inner = self.inner.lock();
         inner
@@ -178,7 +178,7 @@ impl MemDevice {
             .collect()
     }
 
-    /// Where a block is that `is` takes: the first one behind a place that the dice say.
+    /// Offset of a block that `is` accepts: the first one after a place chosen by `dice`.
     pub fn pick(&self, dice: u64, is: impl Fn(&[u8]) -> bool) -> Option<u64> {
         let inner = self.inner.lock();
         let from = dice % (self.capacity / BLOCK).max(1);
@@ -186,13 +186,13 @@ impl MemDevice {
         all.find(|(_, b)| is(&b[..])).map(|(at, _)| at * BLOCK)
     }
 
-    /// Whether a block with these bytes is there.
+    /// Whether a block with these bytes exists.
     pub fn holds(&self, block: &[u8]) -> bool {
         self.inner.lock().blocks.values().any(|b| b[..] == *block)
     }
 
-    /// From now on flushes are acknowledged and do nothing, as by a build that forgot its fsync:
-    /// for tests that must notice.
+    /// From now on flushes are acknowledged but do nothing, like a build that forgot its fsync: for
+    /// tests that must notice.
     pub fn skip_flush(&self) {
         self.inner.lock().skip_flush = true;
     }
@@ -206,9 +206,9 @@ impl MemDevice {
         self.inner.lock().counters
     }
 
-    /// Runs one operation under the lock and takes the set time. A change is in the device from the
-    /// start: whoever loses power in between finds any part of it. A read looks at the end, when
-    /// what it reads may have changed.
+    /// Runs one operation under the lock and takes the set time. A change is made at the start, so
+    /// that a power loss in between leaves any part of it. A read looks at the end, when the data
+    /// may have changed.
     async fn operate<T>(&self, op: Op, bytes: u64, run: impl FnOnce(&mut Inner) -> T) -> Result<T> {
         let begun = match op {
             Op::Read => Some(self.meter.begin(Class::Read, bytes)),

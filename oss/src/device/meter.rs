@@ -1,10 +1,10 @@
-//! How long a device takes for its operations, from where this program hands them to it: time in
-//! queues before that is not in it.
+//! How long a device takes for its operations, measured from the moment this program hands them to
+//! it: time in earlier queues does not count.
 //!
-//! A device that has much to do answers late without being slow. So the time of operations that are
-//! under way together is shared out among them: what one operation gets of it is what it costs the
-//! device. And large operations take long on every device: what one of a modest rate needs for the
-//! bytes is left out, of both.
+//! A busy device answers late without being slow. So the time of operations that are in progress
+//! together is divided among them: the share of an operation is its cost for the device. And large
+//! operations take long on every device. So the time that a device of a modest rate needs for the
+//! bytes is subtracted from both the duration and the cost.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -15,17 +15,17 @@ use parking_lot::Mutex;
 use strake_proto::pb;
 use tokio::time::Instant;
 
-/// What is told is of so many stretches of time before now, the one under way included.
+/// A summary covers so many time slots before now, including the current one.
 const SLOTS: usize = 10;
 const SLOT: Duration = Duration::from_secs(1);
-/// A device that has something to do, and ended nothing for longer than this, stalls.
+/// A device with work that ended no operation for longer than this stalls.
 const STALL: Duration = Duration::from_millis(200);
-/// And one that did not end an operation for longer than this, whatever else it ends.
+/// So does one that did not end some operation for longer than this, whatever others it ends.
 const HANG: Duration = Duration::from_secs(5);
-/// 100 MB/s, which any device has.
+/// 100 MB/s, which any device reaches.
 const PER_BYTE: Duration = Duration::from_nanos(10);
 
-/// What is told apart.
+/// Kinds of operations that are measured separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
     Read,
@@ -33,15 +33,15 @@ pub enum Class {
     Change,
 }
 
-/// An operation under way, to be handed to [`Meter::end`].
+/// An operation in progress, to be handed to [`Meter::end`].
 #[derive(Clone, Copy, Debug)]
 pub struct Begun {
     number: u64,
     class: Class,
     at: Instant,
-    /// [`State::shared`] then.
+    /// [`State::shared`] at its start.
     shared: Duration,
-    /// What any device needs for its bytes.
+    /// The time that any device needs for its bytes.
     bytes: Duration,
 }
 
@@ -49,19 +49,19 @@ pub struct Begun {
 pub struct Meter(Mutex<State>);
 
 struct State {
-    /// When each operation under way began, by their numbers, so the oldest first.
+    /// When each operation in progress began, by its number, so the oldest comes first.
     under_way: BTreeMap<u64, Instant>,
     /// The next number.
     next: u64,
-    /// What any device needs for the bytes that are under way.
+    /// The time that any device needs for the bytes in progress.
     bytes: Duration,
     /// Bytes written since the last flush began.
     unflushed: u64,
-    /// What one operation would have got of the device so far, had it been under way always.
+    /// The share of time that an operation would have so far if it had always been in progress.
     shared: Duration,
-    /// Up to when time was accounted for.
+    /// Time is accounted for up to here.
     now: Instant,
-    /// When an operation ended last, or the device had nothing to do.
+    /// When an operation ended last, or the device last had nothing to do.
     progress: Instant,
     start: Instant,
     /// With their numbers since `start`, the oldest first.
@@ -128,7 +128,7 @@ impl Times {
         }
     }
 
-    /// What so many percent of the operations did not take longer than, about.
+    /// The time that `percent` percent of the operations did not exceed, about.
     fn quantile(&self, percent: u64) -> u64 {
         let rank = (self.count * percent).div_ceil(100).max(1);
         let mut below = 0;
@@ -191,7 +191,7 @@ impl State {
 }
 
 impl Meter {
-    /// A read or write of so many bytes is handed to the device.
+    /// Call when a read or write of so many bytes is handed to the device.
     pub fn begin(&self, class: Class, bytes: u64) -> Begun {
         let mut s = self.0.lock();
         if class == Class::Change {
@@ -200,14 +200,14 @@ impl Meter {
         s.begin(class, bytes)
     }
 
-    /// A flush is handed to the device: of all bytes that were written since the last one.
+    /// Call when a flush is handed to the device. It counts all bytes written since the last flush.
     pub fn begin_flush(&self) -> Begun {
         let mut s = self.0.lock();
         let bytes = std::mem::take(&mut s.unflushed);
         s.begin(Class::Change, bytes)
     }
 
-    /// The operation has ended, however.
+    /// Call when the operation has ended, with success or not.
     pub fn end(&self, op: Begun) {
         let mut s = self.0.lock();
         s.advance();
@@ -323,7 +323,7 @@ mod tests {
         advance(ms(160)).await;
         m.end(flush);
         assert_eq!(m.summary().changes.unwrap(), pb::OpTimes { count: 2, ..Default::default() });
-        // With nothing to write, the same is slow.
+        // The same time is slow for a flush with nothing to write.
         let flush = m.begin_flush();
         advance(ms(160)).await;
         m.end(flush);
@@ -341,7 +341,7 @@ mod tests {
             m.summary();
         }
         assert_eq!(m.summary().stalled_ms, 1800);
-        // Others end, and it does not: the device works, for a while.
+        // Others end, and it does not: for a while that counts as progress.
         for _ in 0..40 {
             one(&m, Class::Read, 0, ms(50)).await;
         }

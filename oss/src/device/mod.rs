@@ -2,12 +2,13 @@
 //!
 //! | implementation | what it is |
 //! |---|---|
-//! | [`UringDevice`] | a file or block device through io_uring, direct where the file system allows; an NVMe namespace (`/dev/ngXnY`) by NVMe commands through it |
+//! | [`UringDevice`] | a file, block device or NVMe namespace (`/dev/ngXnY`) through io_uring |
 //! | [`SpdkDevice`] | an NVMe namespace, local or remote, by SPDK in this process |
-//! | [`FileDevice`] | the same through plain system calls, where io_uring is not to be had |
+//! | [`FileDevice`] | the same through plain system calls, where io_uring is not available |
 //! | [`MemDevice`] | memory that models power loss, errors and bit flips; the simulator's disk |
 //!
-//! Everything above speaks in bytes that are multiples of [`BLOCK`].
+//! [`UringDevice`] bypasses the page cache where the file system allows it, and sends NVMe commands
+//! to a namespace. Offsets and lengths are in bytes, and multiples of [`BLOCK`].
 
 mod api;
 #[cfg(any(test, feature = "conformance"))]
@@ -35,8 +36,8 @@ use strake_proto::Result;
 pub use uring::UringDevice;
 
 /// The best device for a file, block device or NVMe namespace: io_uring, or plain system calls with
-/// a notice. A path that begins with `spdk:`, or a link to such, is SPDK's: that may take a while,
-/// and must not be done on a thread of tokio's.
+/// a notice. A path that begins with `spdk:`, or a link to one, is an SPDK device: opening it may
+/// take a while and must not be done on a tokio thread.
 pub fn open(path: &Path) -> Result<Arc<dyn Device>> {
     if let Some(text) = of_spdk(path) {
         return Ok(Arc::new(SpdkDevice::open(&text)?));
@@ -55,8 +56,8 @@ pub fn open(path: &Path) -> Result<Arc<dyn Device>> {
     }
 }
 
-/// What SPDK is to open: `path` itself, or what it is a link to. Those are no paths: nothing is
-/// there.
+/// The SPDK device that `path` names, itself or as the target of a link. Such names are not paths:
+/// no file is there.
 pub fn of_spdk(path: &Path) -> Option<String> {
     let text = |p: &Path| p.to_str().filter(|t| t.starts_with(spdk::PREFIX)).map(String::from);
     text(path).or_else(|| text(&std::fs::read_link(path).ok()?))

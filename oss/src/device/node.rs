@@ -1,4 +1,4 @@
-//! A regular file, block device or NVMe namespace, opened for the devices that live on one.
+//! A regular file, block device or NVMe namespace, opened for the devices that use one.
 
 use std::{
     fs::{File, OpenOptions},
@@ -17,23 +17,23 @@ use super::{
 
 pub(super) struct Node {
     pub file: File,
-    /// Bytes, whole blocks.
+    /// Bytes, a multiple of whole blocks.
     pub capacity: u64,
     pub direct: bool,
-    /// Block devices are not told of free space unless asked: many do it slowly.
+    /// Set only for regular files. Block devices get no discards, because many do them slowly.
     pub can_discard: bool,
     pub name: String,
     pub rotates: bool,
-    /// `file` takes NVMe commands, not reads and writes.
+    /// Set if `file` takes NVMe commands instead of reads and writes.
     pub namespace: Option<Namespace>,
 }
 
-/// Whether the disk below is one that turns; no, where the kernel does not say.
+/// Whether the disk below rotates; `false` if the kernel does not say.
 fn rotates(file: &File, block: bool) -> bool {
     let Ok(s) = rustix::fs::fstat(file) else { return false };
     let dev = if block { s.st_rdev } else { s.st_dev };
     let at = format!("/sys/dev/block/{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
-    // A partition's queue is its disk's.
+    // A partition shares the queue of its disk.
     let said = ["queue", "../queue"]
         .iter()
         .find_map(|q| std::fs::read_to_string(format!("{at}/{q}/rotational")).ok());
@@ -41,8 +41,8 @@ fn rotates(file: &File, block: bool) -> bool {
 }
 
 impl Node {
-    /// Bypasses the page cache where the file system allows it, and says so where it does not. A
-    /// block device is opened for this node alone: `Busy` if it is mounted or another one has it.
+    /// Bypasses the page cache if the file system allows it, and logs if not. A block device is
+    /// opened exclusively: `Busy` if it is mounted or in use.
     pub(super) fn open(path: &Path) -> Result<Node> {
         let name = path.display().to_string();
         if passthrough::is_namespace(path) {
@@ -117,8 +117,8 @@ impl Node {
         if is_sparse { free } else { u64::MAX }
     }
 
-    /// Buffers as direct I/O needs them: copied into one aligned buffer unless every one is aligned
-    /// and there are few.
+    /// Makes buffers fit for direct I/O: copies them into one aligned buffer, unless all are
+    /// aligned and there are few.
     pub(super) fn aligned(&self, pool: &Pool, bufs: Vec<Buf>) -> Vec<Buf> {
         let fits = |b: &Buf| {
             b.len().is_multiple_of(BLOCK as usize)
@@ -136,9 +136,8 @@ impl Node {
         vec![one.freeze()]
     }
 
-    /// An error of the device. The kernel has many names for those (`ENODATA` for a bad sector,
-    /// `EREMOTEIO`, `EILSEQ`): to all above they are one, unless it is only that there is no space
-    /// or memory.
+    /// An error of the device. The kernel has many codes for those (`ENODATA` for a bad sector,
+    /// `EREMOTEIO`, `EILSEQ`). They all become [`Code::Io`], except for a lack of space or memory.
     pub(super) fn error(&self, what: &str, offset: u64, len: u64, mut e: Error) -> Error {
         if !matches!(e.code, Code::NoSpc | Code::DQuot | Code::NoMem) {
             e.code = Code::Io;

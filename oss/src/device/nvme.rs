@@ -1,5 +1,5 @@
-//! What the NVMe specification (Base 2.0, NVM Command Set 1.0) says, as far as devices here need
-//! it: for the kernel's passthrough and for SPDK alike.
+//! The parts of the NVMe specification (Base 2.0, NVM Command Set 1.0) that devices here need, for
+//! the kernel's passthrough and for SPDK alike.
 
 use strake_proto::{Code, Error, Result};
 
@@ -10,7 +10,7 @@ pub const FLUSH: u8 = 0x00;
 pub const WRITE: u8 = 0x01;
 pub const READ: u8 = 0x02;
 
-/// Bytes of what Identify returns.
+/// Bytes that Identify returns.
 pub const IDENTIFY: usize = 4096;
 
 /// A namespace's size and format.
@@ -23,8 +23,7 @@ pub struct Format {
 }
 
 impl Format {
-    /// From what Identify Namespace (CNS 0) returned. `OpNotSupp`: a format that no target can be
-    /// on.
+    /// From the data of Identify Namespace (CNS 0). `OpNotSupp`: a format that targets cannot use.
     pub fn parse(data: &[u8; IDENTIFY]) -> Result<Format> {
         let blocks = data.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
         let flbas = data[26];
@@ -35,7 +34,7 @@ impl Format {
         Format::new(blocks, shift, metadata.into())
     }
 
-    /// Of so many blocks of `1 << shift` bytes, each with so many bytes of metadata.
+    /// A format of `blocks` blocks of `1 << shift` bytes, each with `metadata` bytes of metadata.
     pub fn new(blocks: u64, shift: u32, metadata: u32) -> Result<Format> {
         let refused = |what: String| {
             let m =
@@ -62,7 +61,7 @@ impl Format {
         (self.blocks << self.shift) / BLOCK * BLOCK
     }
 
-    /// First logical block and their number, of bytes that are whole ones.
+    /// First logical block and number of blocks for a range of whole blocks.
     pub fn range(&self, offset: u64, len: u64) -> (u64, u32) {
         (offset >> self.shift, (len >> self.shift) as u32)
     }
@@ -83,13 +82,13 @@ impl Status {
         self.0 == 0
     }
 
-    /// The command may not have run, and can when it is given again after a while: the controller
-    /// was reset, the path was lost, the namespace was not ready.
+    /// The command may not have run, and may succeed when repeated after a while: the controller
+    /// was reset, the path was lost, or the namespace was not ready.
     pub fn is_transient(self) -> bool {
         matches!(self.0, 0x07 | 0x08 | 0x21 | 0x82 | 0x300..=0x303 | 0x360 | 0x370 | 0x371)
     }
 
-    /// As everything above knows errors of devices: [`Code::Io`], except that there is no space.
+    /// As a device error: [`Code::Io`], or `NoSpc` if there is no space.
     pub fn error(self) -> Error {
         let code = if self.0 == 0x81 { Code::NoSpc } else { Code::Io };
         Error::new(code, format!("{} (NVMe status {:#05x})", self.text(), self.0))
@@ -155,7 +154,7 @@ mod tests {
 
     #[test]
     fn statuses() {
-        // More and Do Not Retry are not part of it.
+        // The bits More and Do Not Retry do not count.
         assert_eq!(Status::new(0x4281).error().code, Code::Io);
         assert!(
             Status::new(0x4281).error().message.contains("could not be read (NVMe status 0x281)")

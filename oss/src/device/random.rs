@@ -16,21 +16,21 @@ use tokio::task::JoinSet;
 use super::api::{BLOCK, Device};
 
 const PAGE: usize = BLOCK as usize;
-/// Each has blocks of its own, and does one thing after the other.
+/// Each worker has its own blocks, and does one operation after the other.
 const WORKERS: u64 = 32;
-/// Blocks of one operation at most: 1 MiB.
+/// Most blocks of one operation: 1 MiB.
 const MOST: u64 = 256;
-/// Bytes of the device that are used at most.
+/// Most bytes of the device that are used.
 const SPAN: u64 = 1 << 30;
 
-/// What was done.
+/// Counts of what was done.
 #[derive(Default)]
 pub struct Done {
     reads: AtomicU64,
     writes: AtomicU64,
     flushes: AtomicU64,
     discards: AtomicU64,
-    /// Writes whose answers nobody waited for.
+    /// Writes that were abandoned before their answer.
     abandoned: AtomicU64,
     read_blocks: AtomicU64,
     written_blocks: AtomicU64,
@@ -70,12 +70,12 @@ enum Is {
     /// Never written, or discarded.
     Anything,
     Version(u32),
-    /// The second was written over the first, and nobody waited for the answer.
+    /// The second was written over the first, and its answer was abandoned.
     Either(Option<u32>, u32),
 }
 
-/// Runs for so long and verifies everything at the end; panics, with the seed, where the device is
-/// wrong or fails.
+/// Runs for so long and verifies everything at the end. Panics, with the seed, if the device
+/// returns wrong data or fails.
 pub async fn random_io(d: Arc<dyn Device>, seed: u64, time: Duration) -> Done {
     let done = Arc::new(Done::default());
     let blocks = d.capacity().min(SPAN) / BLOCK / WORKERS;
@@ -118,7 +118,7 @@ struct Worker {
     version: u32,
 }
 
-/// Words of a block: no two of them, of any block in any version, are alike by more than chance.
+/// The words of a block. Those of any two blocks or versions are equal only by chance.
 fn words(seed: u64, block: u64, version: u32) -> impl Iterator<Item = u64> {
     let mut x = seed
         ^ block.wrapping_mul(0x9e37_79b9_7f4a_7c15)
@@ -151,7 +151,7 @@ impl Worker {
         }
     }
 
-    /// The next version of so many blocks, in one buffer or in several, cut at blocks or anywhere.
+    /// The next version of `n` blocks, in one buffer or in several, split at blocks or anywhere.
     fn next(&mut self, at: u64, n: u64) -> Vec<Buf> {
         self.version += 1;
         let mut buf = self.pool.get_now(n as usize * PAGE);
@@ -198,7 +198,7 @@ impl Worker {
         self.done.abandoned.fetch_add(1, Relaxed);
     }
 
-    /// After it abandoned writes have ended, one way or the other.
+    /// Flushes. Afterwards abandoned writes have ended, done or not.
     async fn flush(&mut self) {
         self.device.flush().await.unwrap_or_else(|e| panic!("seed {}: {e}", self.seed));
         self.done.flushes.fetch_add(1, Relaxed);
@@ -216,7 +216,7 @@ impl Worker {
         }
     }
 
-    /// Waits for abandoned writes of these blocks, which might still come after what is done next.
+    /// Waits for abandoned writes of these blocks, which might otherwise overwrite what follows.
     async fn settle(&mut self, at: u64, n: u64) {
         if self.is[at as usize..(at + n) as usize].iter().any(|is| matches!(is, Is::Either(..))) {
             self.flush().await;
@@ -245,7 +245,7 @@ impl Worker {
         self.done.read_blocks.fetch_add(n, Relaxed);
         for (i, bytes) in buf.chunks_exact(PAGE).enumerate() {
             let block = self.first + at + i as u64;
-            // Of one that is being written nothing can be said.
+            // The contents of a block that is being written are not known.
             let Is::Version(v) = self.is[at as usize + i] else { continue };
             let right = holds(bytes, self.seed, block, v);
             assert!(

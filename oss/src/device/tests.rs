@@ -1,4 +1,4 @@
-//! The suite of [`conformance`] on every device, and what is of one device only.
+//! The suite of [`conformance`] on every device, and tests of single devices.
 
 use std::{
     path::{Path, PathBuf},
@@ -15,7 +15,7 @@ use super::{
     *,
 };
 
-/// The suite, and random operations from a seed of this moment.
+/// The suite, and random operations from a random seed.
 async fn conformance(d: Arc<dyn Device>) {
     all(d.clone()).await;
     random(d).await;
@@ -78,7 +78,7 @@ async fn a_device_that_forgets_its_flush_is_found_out() {
 }
 
 #[tokio::test]
-// Of a block that is being written: "is neither", of others: "is not as written".
+// "is neither" for a block that is being written, "is not as written" for others.
 #[should_panic(expected = "of memory device is")]
 async fn a_device_with_a_wrong_bit_is_found_out() {
     let d = Arc::new(MemDevice::new(SIZE));
@@ -109,7 +109,7 @@ impl Loop {
     }
 }
 
-/// A plain device on a loop device, and then one with io_uring: one at a time has it.
+/// A plain device on a loop device, then one with io_uring: only one at a time may have it open.
 async fn on_loop(l: &Loop, test: impl AsyncFn(Arc<dyn Device>)) {
     test(Arc::new(FileDevice::open(&l.0).unwrap())).await;
     match crate::engine::open_device(&l.0).await {
@@ -168,7 +168,7 @@ async fn uring() {
             Err(e) => eprintln!("not run: {e}"),
         }
     }
-    // Opening picks one that works in any case.
+    // `open` picks one that works in any case.
     conformance(open(&path).unwrap()).await;
 }
 
@@ -193,21 +193,21 @@ async fn buffers_of_a_pool_are_registered_and_stay_mapped() {
         Err(e) => return eprintln!("not run: {e}"),
     };
     for round in 1..=3u64 {
-        // A pool that goes while the ring still knows its region: the next one's must not be taken
-        // for it.
+        // A pool that is dropped while the ring still knows its region: the next pool's region must
+        // not be taken for it.
         let pool = Pool::new(8 << 20);
         let data = fill(&pool, 65536, |i| (i as u64 * round) as u8).freeze();
         d.write(0, vec![data.clone()]).await.unwrap();
         assert_eq!(read(&d, &pool, 0, 65536).await, data.to_vec());
         if d.fixed_operations() < 2 * round {
-            // An ordinary user may lock 8 MiB, which other tests use too. Reads and writes went on
-            // without.
+            // An ordinary user may lock 8 MiB, which other tests use too. Reads and writes worked
+            // without registered memory.
             assert!(!may_lock_much(), "registered {} of {round} regions", d.fixed_operations() / 2);
             return eprintln!("not run to the end: the limit of locked memory is reached");
         }
         assert_eq!(d.fixed_operations(), 2 * round);
     }
-    // Memory that belongs to no pool, and pieces in several buffers, go the plain way.
+    // Memory outside of pools, and pieces in several buffers, are not registered.
     let (a, b) = (Buf::copy_from(&[1; 4096]), Buf::copy_from(&[2; 4096]));
     d.write(0, vec![a]).await.unwrap();
     d.write(4096, vec![b.clone(), b]).await.unwrap();
@@ -248,7 +248,7 @@ async fn a_file_system_without_direct_io_is_used_through_the_page_cache() {
     for d in devices {
         assert!(!d.direct());
         let pool = Pool::default();
-        // Pieces that direct I/O could not take.
+        // Pieces that direct I/O cannot take.
         let data: Vec<u8> = (0..12_288u32).map(|i| (i % 251) as u8).collect();
         d.write(8192, vec![Buf::copy_from(&data[..5]), Buf::copy_from(&data[5..])]).await.unwrap();
         d.flush().await.unwrap();

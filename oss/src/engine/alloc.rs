@@ -1,4 +1,4 @@
-//! Free space of a target: which device blocks belong to nobody. Kept in memory only; rebuilt from
+//! Free space of a target: which device blocks are not in use. Kept in memory only; rebuilt from
 //! the chunk table.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,8 +31,9 @@ pub(super) fn coalesce(mut list: Vec<Extent>) -> Vec<Extent> {
     out
 }
 
-/// Free extents by place and by size. Best fit: the smallest one that holds the whole request,
-/// lowest place first; a request larger than every free extent is served in pieces, largest first.
+/// Free extents by place and by size. Best fit: takes the smallest extent that holds the whole
+/// request, lowest place first. A request larger than every free extent is served in pieces,
+/// largest first.
 #[derive(Debug, Default)]
 pub(super) struct Allocator {
     by_start: BTreeMap<u64, u64>,
@@ -77,8 +78,8 @@ impl Allocator {
         Some(out)
     }
 
-    /// Gives blocks back. They must be allocated: blocks that are free already stay free and are
-    /// reported as `false`.
+    /// Gives blocks back. They must be allocated: if some are free already, nothing changes there
+    /// and the result is `false`.
     #[must_use]
     pub(super) fn free(&mut self, e: Extent) -> bool {
         if e.count == 0 {

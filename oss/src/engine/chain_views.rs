@@ -1,9 +1,9 @@
-//! What this target last acted on: the newest state of each of its chains, kept in the chunk table.
+//! The newest state of each of its chains that this target acted on, kept in the chunk table.
 //!
 //! Metadata servers that lost their newest state ask for it, to learn which replicas may be in sync
-//! (`docs/membership.md`, "After a recovery"). A view of a chain is put into the table before
-//! anything is done in its epoch. The table's syncs keep the order of what was put, so wherever an
-//! update that was made stable in an epoch survives, its view does.
+//! (`docs/membership.md`, "After a recovery"). The target writes a chain's view to the table before
+//! it does anything in that epoch. The table's syncs keep the order of writes. So if an update that
+//! was made stable in an epoch survives, that epoch's view survives, too.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{ChainId, Code, Error, Result, pb};
@@ -14,7 +14,7 @@ use super::{
     record::{self, CHAIN_VIEW_PREFIX},
 };
 
-/// As many replicas as no chain has.
+/// More replicas than any chain has.
 const MAX_REPLICAS: usize = 16;
 
 /// The state of a chain as of an epoch.
@@ -22,7 +22,7 @@ const MAX_REPLICAS: usize = 16;
 pub(super) struct ChainView {
     pub epoch: u64,
     pub replicas: Vec<pb::Replica>,
-    /// Seen since this target was opened.
+    /// Learned since this target was opened.
     pub lived: bool,
 }
 
@@ -65,7 +65,7 @@ fn decode(key: &[u8], value: &[u8]) -> Result<ChainView> {
     Ok(ChainView { epoch: u64::from_le_bytes(*epoch), replicas, lived: false })
 }
 
-/// Reads all of a table. A damaged one is left out: it is as if the target had never known of that
+/// Reads all views of a table. A damaged one is left out, as if the target had never known of that
 /// chain.
 pub(super) fn load(
     table: &dyn MetaStore,
@@ -86,8 +86,8 @@ pub(super) fn load(
 }
 
 impl Engine {
-    /// Writes down newer states of chains, before anything is done by them. Durable with the next
-    /// sync.
+    /// Writes newer states of chains to the table, before anything is done in their epochs.
+    /// Durable with the next sync.
     pub fn note_chain_views<'a>(&self, chains: impl Iterator<Item = &'a pb::Chain>) -> Result<()> {
         let mut views = self.shared.chain_views.lock();
         let mut batch = Batch::default();
@@ -114,12 +114,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Chains of which this target knows something.
+    /// Chains that this target has a view of.
     pub fn known_chains(&self) -> Vec<ChainId> {
         self.shared.chain_views.lock().keys().copied().collect()
     }
 
-    /// What this target knows of its chains, and of those that it has left.
+    /// The views of this target's chains, including those that it has left.
     pub fn chain_views(&self) -> Vec<pb::ChainSight> {
         let views = self.shared.chain_views.lock();
         let view = |(chain, s): (&ChainId, &ChainView)| pb::ChainSight {

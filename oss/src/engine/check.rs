@@ -1,5 +1,5 @@
-//! Looking for decay: whether a chunk is stored as it was written. Its records are read from the
-//! store, not from memory, and every block from the device.
+//! Looking for decay: whether a chunk is stored as it was written. Records are read from the store,
+//! not from memory, and every block is read from the device.
 
 use std::ops::Range;
 
@@ -16,22 +16,22 @@ use super::{
     record::{HOLE, Header, SEG_BLOCKS, SEG_BYTES},
 };
 
-/// Bytes of a chunk that are looked at in one step: what one look has in memory, and how long
-/// blocks that an update frees meanwhile cannot be used again.
+/// Bytes of a chunk that one step checks. It bounds the memory of a look, and how long blocks that
+/// an update frees meanwhile must wait before they are used again.
 pub const STEP: u32 = 1 << 20;
 
-/// What is stored of a chunk, or of a part of it.
+/// What a check found in a chunk, or in a part of it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Look {
     pub version: Version,
-    /// Of the chunk, in bytes; 0 where its header is damaged.
+    /// Length of the chunk in bytes; 0 if its header is damaged.
     pub len: u32,
-    /// Read from the device.
+    /// Bytes read from the device.
     pub bytes: u64,
-    /// Bytes of the chunk that cannot be read, in order, none adjoining another: whole blocks as
-    /// far as the chunk reaches.
+    /// Unreadable bytes of the chunk, in order, no two ranges adjoining: whole blocks, cut off at
+    /// the chunk's end.
     pub damaged: Vec<Range<u32>>,
-    /// Its header is damaged: nothing of it can be read.
+    /// The header is damaged: nothing of the chunk can be read.
     pub headless: bool,
     /// Records that were damaged in the store and whole in memory. They are written again with the
     /// next flush.
@@ -60,9 +60,9 @@ impl Look {
 }
 
 impl Engine {
-    /// Looks at a part of a chunk as it is committed; a part of more than [`STEP`] bytes holds as
-    /// much memory. `None`: no such chunk. `Corrupt`: the store itself cannot read its records.
-    /// Every block and record found damaged is counted.
+    /// Checks a part of a committed chunk. A part of more than [`STEP`] bytes takes as much memory.
+    /// `None`: no such chunk. `Corrupt`: the store itself cannot read the chunk's records. Counts
+    /// every damaged block and record that it finds.
     pub async fn check(&self, key: &Key, part: Range<u32>) -> Result<Option<Look>> {
         let shared = &self.shared;
         let end_in = |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(part.end));
@@ -96,8 +96,8 @@ impl Engine {
         Ok(Some(look))
     }
 
-    /// As [`Engine::check`], of a whole chunk, step by step. For a caller who keeps updates of it
-    /// away.
+    /// As [`Engine::check`], of a whole chunk, step by step. The caller must keep updates of the
+    /// chunk away.
     pub async fn check_whole(&self, key: &Key) -> Result<Option<Look>> {
         let mut all: Option<Look> = None;
         for from in (0..MAX_CHUNK as u32).step_by(STEP as usize) {
@@ -116,7 +116,7 @@ impl Engine {
 }
 
 impl Shared {
-    /// Blocks of a piece, counted in the chunk, that do not match their checksums.
+    /// The damaged blocks of a piece, counted from the start of the chunk.
     async fn bad_blocks(&self, key: &Key, p: &Piece) -> Result<Vec<usize>> {
         let buf =
             match self.read_device(key, p.block, self.pool.get_now(p.sums.len() * BLOCK)).await {
@@ -141,8 +141,8 @@ impl Shared {
         Ok(bad)
     }
 
-    /// The device does not give the piece in one: which of its blocks it does not give, or gives
-    /// wrong. `Io` if it gives none.
+    /// Called when the device cannot read the piece as a whole. Returns the blocks that cannot be
+    /// read or do not match their checksums. `Io` if no block can be read.
     async fn unreadable_blocks(&self, key: &Key, p: &Piece, e: Error) -> Result<Vec<usize>> {
         let mut bad = Vec::new();
         for (i, sum) in p.sums.iter().enumerate() {

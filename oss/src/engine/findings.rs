@@ -1,6 +1,6 @@
-//! Chunks that were found damaged and are so still, kept in the chunk table so that a restart does
-//! not forget them. One that is damaged itself, or that an older program did not keep up, is found
-//! out when the chunk is looked at again.
+//! Chunks that were found damaged and still are, kept in the chunk table so that a restart does not
+//! forget them. If such a record is itself damaged, or an older version did not maintain it, the
+//! next look at the chunk corrects it.
 
 use std::ops::Range;
 
@@ -15,30 +15,30 @@ use super::{
 
 const LOST: u8 = 1;
 const RECORD: u8 = 2;
-/// Damaged places that are kept apart; of more, the first to the last is one.
+/// Most damaged ranges that a record lists. More are stored as one range, first to last.
 const MAX_PARTS: usize = 64;
-/// Bytes of the cause that are kept.
+/// Most bytes of the cause that a record keeps.
 const MAX_CAUSE: usize = 512;
 
 /// See `docs/formats.md`, "Chunk store".
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Found {
-    /// No replica in sync had a good copy when it was last looked for.
+    /// The last search found no good copy on any in-sync replica.
     pub lost: bool,
     /// The chunk's own record was damaged.
     pub record: bool,
-    /// From the first to the last damaged byte when it was found, all of it if empty; and how many
-    /// of them were damaged.
+    /// From the first to the last byte that was damaged when it was found; the whole chunk if
+    /// empty. `bytes` says how many bytes of it were damaged.
     pub part: Range<u32>,
     pub bytes: u32,
     /// When it was found, milliseconds since 1970.
     pub unix_ms: u64,
-    /// Of the chain and of the chunk when it was last tried to repair it.
+    /// Chain epoch and chunk version at the last attempt to repair it.
     pub epoch: u64,
     pub version: Version,
-    /// What is damaged still.
+    /// The ranges that are still damaged.
     pub left: Vec<Range<u32>>,
-    /// Why.
+    /// Why it is not repaired.
     pub cause: String,
 }
 
@@ -95,8 +95,8 @@ impl Found {
 }
 
 impl Engine {
-    /// What an earlier life of the server found, `most` at most, in order. Records that cannot be
-    /// read are left out.
+    /// Findings of earlier runs of the server, at most `most`, in key order. Unreadable records are
+    /// left out.
     pub fn findings(&self, most: usize) -> Vec<(Key, Found)> {
         let mut all = Vec::new();
         for pair in self.shared.table.prefix(&[FINDING_PREFIX]).take(most) {
@@ -118,7 +118,7 @@ impl Engine {
         all
     }
 
-    /// Writes down that a chunk is damaged, or is so no more; durable with the next sync of the
+    /// Records that a chunk is damaged, or (`None`) no longer is. Durable with the next sync of the
     /// table.
     pub fn note_finding(&self, key: &Key, found: Option<&Found>) -> Result<()> {
         let k = record::finding_key(key);

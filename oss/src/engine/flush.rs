@@ -1,5 +1,5 @@
-//! Making commits durable, and giving replaced blocks back afterwards. The order is in the module
-//! documentation of [`engine`](super).
+//! Making commits durable, and giving replaced blocks back afterwards. The module documentation of
+//! [`engine`](super) gives the order of steps.
 
 use std::sync::Arc;
 
@@ -15,18 +15,18 @@ use super::{
 };
 use crate::device::BLOCK;
 
-/// Shorter runs of free blocks are not worth telling the device.
+/// Shorter runs of free blocks are not discarded on the device.
 const DISCARD_BLOCKS: u64 = 16;
 
 impl State {
-    /// The reason why nothing may be changed any more.
+    /// The error if nothing may be changed any more.
     pub(super) fn check(&self) -> Result<()> {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
     pub(super) fn give_back(&mut self, e: Extent) {
         if !self.alloc.free(e) {
-            // Space that is lost until the target is opened again is better than space used twice.
+            // Losing space until the target is opened again is better than using it twice.
             tracing::error!(
                 "blocks {}+{} were freed twice; a bug, please report it",
                 e.start,
@@ -36,7 +36,7 @@ impl State {
         }
     }
 
-    /// Ends a flush that did not reach the store: what it froze is dirty again.
+    /// Ends a flush that did not reach the store: the records it froze are dirty again.
     fn abort(&mut self) {
         self.headers.abort();
         self.segments.abort();
@@ -57,13 +57,13 @@ impl Engine {
         self.flush_with(gate).await
     }
 
-    /// Flushes even if nothing was committed: gives back space whose writes were abandoned, too.
+    /// Flushes even if nothing was committed, to give back the space of abandoned writes, too.
     pub(super) async fn flush_now(&self) -> Result<()> {
         let gate = self.shared.gate.clone().lock_owned().await;
         self.flush_with(gate).await
     }
 
-    /// Back-pressure: waits for a flush while too much is unflushed.
+    /// Backpressure: waits for a flush while too much is unflushed.
     pub(super) async fn throttle(&self) -> Result<()> {
         let o = &self.shared.options;
         let full = {
@@ -80,7 +80,7 @@ impl Engine {
         {
             let mut s = shared.state.lock();
             s.check()?;
-            s.abort(); // of a flush whose caller went away
+            s.abort(); // left by a flush whose caller was dropped
             s.headers.begin();
             s.segments.begin();
             s.in_flush.freed = std::mem::take(&mut s.freed);
@@ -100,8 +100,8 @@ impl Engine {
         }
         let done = if shared.options.offload_store {
             let shared = shared.clone();
-            // The gate goes along: should the caller go away, no other flush starts before this one
-            // has ended.
+            // The task keeps the gate: even if the caller is dropped, no other flush starts before
+            // this one has ended.
             let task = tokio::task::spawn_blocking(move || shared.commit_frozen(gate));
             task.await.map_err(|e| Error::new(Code::Io, format!("flush: {e}")))?
         } else {
@@ -111,7 +111,7 @@ impl Engine {
         self.reclaim().await
     }
 
-    /// Blocks that no durable record and no reader names: first discarded, then free.
+    /// Takes blocks that no durable record and no reader uses, discards them, then frees them.
     async fn reclaim(&self) -> Result<()> {
         let mut back = GiveBack { shared: self.shared.clone(), extents: Vec::new() };
         {
@@ -139,8 +139,8 @@ impl Engine {
     }
 }
 
-/// Blocks being discarded. If that is abandoned they wait for the next flush, which waits for the
-/// discard.
+/// Blocks being discarded. If the discard is abandoned, they wait for the next flush, which waits
+/// for the discard.
 struct GiveBack {
     shared: Arc<Shared>,
     extents: Vec<Extent>,
@@ -167,12 +167,12 @@ impl Shared {
                 self.state.lock().abort();
                 return Err(e.context("chunk table"));
             }
-            // The next flush goes on from what the table holds, durable or not.
+            // The next flush continues from what the table holds, durable or not.
             self.state.lock().digest = digest;
             if let Err(e) = self.table.sync() {
                 if e.code == Code::NoSpc {
-                    // The store has not tried, so nothing is lost: the same records are committed
-                    // again by the next flush.
+                    // The store did not try, so nothing is lost: the next flush commits the same
+                    // records again.
                     self.state.lock().abort();
                     return Err(e.context("chunk table"));
                 }
@@ -201,7 +201,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Appends the digest of the table as the batch leaves it.
+    /// Adds to the batch the digest of the table with the batch applied.
     fn sum_up(&self, batch: &mut Batch, digest: &mut TableDigest) -> Result<()> {
         for (key, new) in &batch.ops {
             let old = match self.table.get(key) {
@@ -213,7 +213,7 @@ impl Shared {
                 other => other?,
             };
             if let Some(old) = old {
-                // Decayed since it was added: what it was then is not known.
+                // The old value has decayed since it was added: its share of the digest is unknown.
                 digest.unsure |= record::unseal(key, &old).is_err();
                 digest.remove(key, &old);
             }

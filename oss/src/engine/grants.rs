@@ -1,9 +1,9 @@
 //! Space that a target has granted: pure bookkeeping. See `docs/leases.md`, "Space".
 //!
-//! What is granted to a session is kept free from the updates of all others, and from its own that
-//! do not say that they take of it. It is kept in memory only, and for as long as the session goes
-//! on asking. All of it together is at most what updates may take of the target: whoever is granted
-//! so many blocks will find them.
+//! Space granted to a session is kept free from the updates of all other sessions, and from its own
+//! updates that do not ask to use the grant. Grants live in memory only, and last as long as the
+//! session keeps asking. All grants together never exceed what updates may take of the target, so
+//! granted blocks are always available.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -12,17 +12,17 @@ use strake_proto::{
     data::{GRANT_TERM, MAX_GRANT},
 };
 
-/// Of what is free, one part in so many is granted at most, to all sessions together: the rest is
-/// for whoever writes at once.
+/// At most one part in so many of the free space is granted, to all sessions together. The rest is
+/// for writes without a grant.
 const PARTS: u64 = 4;
-/// Sessions that have something. More than have a file open for writing on one target at a time.
+/// Most sessions with a grant; more than have a file open for writing on one target at a time.
 const MOST_SESSIONS: usize = 4096;
 
 struct Grant {
     blocks: u64,
-    /// On the boot clock.
+    /// When it expires, on the boot clock.
     until: Duration,
-    /// Number of the question that was answered last.
+    /// [`Ask::seq`] of the request that was answered last.
     seq: u64,
 }
 
@@ -30,11 +30,11 @@ struct Grant {
 #[derive(Clone, Copy, Debug)]
 pub struct Ask {
     pub session: SessionId,
-    /// Rises with each question; one that comes late is not heeded.
+    /// Rises with each request; a request older than the last one is ignored.
     pub seq: u64,
-    /// Blocks that it needs of those that it has.
+    /// Granted blocks that the session needs to keep.
     pub keep: u64,
-    /// Blocks that it would like to have.
+    /// Blocks that the session would like to have.
     pub want: u64,
 }
 
@@ -55,8 +55,8 @@ impl Grants {
         self.sessions.get(&session).map_or(0, |g| g.blocks)
     }
 
-    /// A session asks. `free`: what updates may take, granted or not. Returns what it has from now
-    /// on; `None`: it has asked later.
+    /// A session asks. `free`: blocks that updates may take, granted or not. Returns the session's
+    /// grant from now on; `None` if a newer request of it was answered already.
     pub(super) fn ask(&mut self, now: Duration, ask: Ask, free: u64) -> Option<u64> {
         self.expire(now);
         let Ask { session, seq, keep, want } = ask;
@@ -78,8 +78,8 @@ impl Grants {
         Some(self.of(session))
     }
 
-    /// The session's update takes `blocks` of the target: as many as it has of them come out of its
-    /// grant, and are returned.
+    /// The session's update takes `blocks` of the target. They come out of its grant as far as that
+    /// reaches; returns how many did.
     pub(super) fn take(&mut self, session: SessionId, blocks: u64) -> u64 {
         let Some(g) = self.sessions.get_mut(&session) else { return 0 };
         let taken = blocks.min(g.blocks);
@@ -88,7 +88,7 @@ impl Grants {
         taken
     }
 
-    /// An update that had taken so many was not made, and will be sent again.
+    /// Returns blocks to the grant: the update that had taken them failed and will be resent.
     pub(super) fn give_back(&mut self, session: SessionId, blocks: u64) {
         if let Some(g) = self.sessions.get_mut(&session) {
             g.blocks += blocks;
@@ -96,7 +96,7 @@ impl Grants {
         }
     }
 
-    /// Forgets those who have not asked for too long.
+    /// Drops the grants of sessions that have not asked for too long.
     pub(super) fn expire(&mut self, now: Duration) {
         let over = self.sessions.extract_if(.., |_, g| g.until <= now);
         self.total -= over.map(|(_, g)| g.blocks).sum::<u64>();
@@ -138,7 +138,7 @@ mod tests {
         g.give_back(1, 4);
         g.give_back(7, 4);
         assert_eq!((g.total(), g.of(1)), (94, 4));
-        // The target fills: what a session needs it keeps, the rest it gives up.
+        // The target fills up: a session keeps what it needs and gives up the rest.
         assert_eq!(
             (ask(&mut g, S * 2, 2, 30, 90, 100), ask(&mut g, S * 2, 2, 999, 0, 100)),
             (30, 30)
@@ -164,8 +164,8 @@ mod tests {
         assert_eq!((ask(&mut g, S, 7, 0, 0, 0), ask(&mut g, S, n + 1, 0, 3, u64::MAX)), (0, 3));
     }
 
-    /// Whatever is asked for, taken, given back or runs out on a target that fills and empties:
-    /// what is granted is there.
+    /// Whatever is asked for, taken, given back or expires while a target fills and empties:
+    /// granted blocks are free.
     #[test]
     fn what_is_granted_is_free() {
         for seed in 0..200 {
@@ -182,7 +182,7 @@ mod tests {
                         assert!(has <= (free / PARTS).min(m).max(had.min(n)));
                     }
                     2 => now += Duration::from_millis(n * 20),
-                    // An update of somebody who was not granted anything.
+                    // An update of a session without a grant.
                     3 if g.total() + n <= free => free -= n,
                     4 => free += n,
                     5 if !staged.is_empty() => {

@@ -22,20 +22,20 @@ use super::{
 /// Changed records looked at in one step.
 const STEP: usize = 1024;
 
-/// Segment records that one look for extents reads at most: 256 MiB of a file without holes.
+/// Most segment records that one search for extents reads: 256 MiB of a file without holes.
 const EXTENT_LOOK: usize = 1024;
 
-/// What came of forgetting tombstones.
+/// The result of forgetting tombstones.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Forgot {
     pub forgotten: usize,
     /// Chunks that are no tombstones.
     pub left: Vec<u64>,
-    /// Where there may be more; `None`: all were looked at.
+    /// Where to continue; `None`: all were looked at.
     pub next: Option<u64>,
 }
 
-/// Records of one chain, from a bound on.
+/// Records of one chain, from a lower bound to `to`.
 struct Span<K> {
     from: Bound<K>,
     to: K,
@@ -72,8 +72,8 @@ impl Engine {
         self.shared.entries(Span { from: Bound::Included(key(from_index)), to: key(u64::MAX) }, max)
     }
 
-    /// Drops the tombstones of a file's data on a chain, when nobody can ask for it any more: of
-    /// its first `most` chunks from `from` on. The caller flushes in between.
+    /// Drops the tombstones of a file's data on a chain, once no request for that data can come any
+    /// more: those of the first `most` chunks from `from` on. The caller flushes between calls.
     pub fn forget_tombstones(
         &self,
         chain: ChainId,
@@ -93,7 +93,7 @@ impl Engine {
                     out.left.push(e.chunk.index);
                     continue;
                 }
-                // A chunk with an update on its way, or written again meanwhile, is left alone.
+                // Skip a chunk with a staged update, or written again meanwhile.
                 let again = s.headers.get(&key).flatten().is_some_and(|h| !h.meta.tombstone);
                 if !again && !s.staging.contains(&key) {
                     s.headers.put(key, None);
@@ -110,9 +110,9 @@ impl Engine {
 }
 
 impl Engine {
-    /// Where chunks of one file's data on a chain hold data, from (`index`, `offset`) on: at most
-    /// `most` extents, 0 for their sum alone, and no more than a bounded look. What cannot be read
-    /// counts as data.
+    /// Where chunks of one file's data on a chain hold data, from (`index`, `offset`) on. Returns
+    /// at most `most` extents (0: only their sum) and reads a limited number of records. Unreadable
+    /// parts count as data.
     pub fn extents(
         &self,
         chain: ChainId,
@@ -135,12 +135,12 @@ struct Walk {
     out: Extents,
     from: (u64, u32),
     most: usize,
-    /// Segments that may be looked at.
+    /// How many more segments may be looked at.
     left: usize,
 }
 
 impl Walk {
-    /// Whether to go on.
+    /// Returns whether to go on.
     fn take(&mut self, (key, seg): (Key, u8), segment: Option<&Segment>) -> bool {
         let Some(segment) = segment else { return true };
         let (index, start) = (key.chunk.index, u32::from(seg) * SEG_BYTES);
@@ -214,7 +214,7 @@ impl Table for Segment {
     }
 }
 
-/// A kind of record, as the store and the memory have it.
+/// A kind of record, in the store and in memory.
 trait Table: Sized {
     type Key: Ord + Copy;
     const PART: fn(&State) -> &Overlay<Self::Key, Self>;
@@ -222,13 +222,13 @@ trait Table: Sized {
     fn key(at: &Self::Key) -> Bytes;
     /// `None`: no record of this kind.
     fn parse(key: &[u8]) -> Option<Self::Key>;
-    /// What is damaged is noted, and read as a damaged record.
+    /// Reads a record. Damage is counted, and returned as a record marked as damaged.
     fn read(at: &Self::Key, key: &[u8], value: &[u8], shared: &Shared) -> Self;
 }
 
 impl Shared {
-    /// Gives records in order of their keys to `take` until it says that it has enough. Memory
-    /// first, then the store: what is flushed in between is found in both, memory's word counts.
+    /// Gives records in key order to `take` until it returns `false`. Reads memory first, then the
+    /// store: a record flushed in between is in both, and the one from memory counts.
     fn scan<T: Table>(
         self: &Arc<Self>,
         mut span: Span<T::Key>,
@@ -248,7 +248,8 @@ impl Shared {
         }
     }
 
-    /// Records from the span's start to `end`, both from `changed` and the store. Whether to go on.
+    /// Records from the span's start to `end`, from `changed` and the store. Returns whether to go
+    /// on.
     fn merge<T: Table>(
         &self,
         span: &Span<T::Key>,

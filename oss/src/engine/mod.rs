@@ -2,12 +2,12 @@
 //!
 //! Every update is copy-on-write: [`Engine::stage`] puts bytes into fresh device blocks,
 //! [`Engine::commit`] makes the table in memory name them, [`Engine::flush`] makes that durable.
-//! The order of a flush is what crash safety rests on:
+//! Crash safety rests on the order of a flush:
 //!
 //! 1. freeze the records changed since the last flush;
 //! 2. flush the device: every byte those records name is durable;
 //! 3. commit the records to the store in one batch, and sync it;
-//! 4. mark on the device, without waiting, that the table got so far;
+//! 4. mark on the device, without waiting, how far the table was synced;
 //! 5. only now may the blocks that the batch replaced be used again, when no reader still holds
 //!    them.
 //!
@@ -18,16 +18,16 @@
 //! |---|---|
 //! | `stage.rs` | from an update to staged blocks and the records that will name them |
 //! | `read.rs` | consistent views of a chunk, verified reads |
-//! | `check.rs`, `position.rs` | looking for decay, and how far the scrub has come |
+//! | `check.rs`, `position.rs` | looking for decay, and how far the scrub got |
 //! | `list.rs` | listings, extents, forgetting tombstones |
 //! | `flush.rs` | the order above, shared by concurrent callers; reuse of space |
 //! | `open.rs` | formatting, and rebuilding the allocator from the table |
 //! | `target.rs` | the folder of a target: device, table, lock |
-//! | `used.rs` | of which chains it was ever given something, for when the table is lost |
+//! | `used.rs` | which chains ever stored something here, in case the table is lost |
 //! | `record.rs`, `superblock.rs` | the formats |
 //! | `table_digest.rs` | how a table that lost synced changes is noticed |
 //! | `overlay.rs`, `alloc.rs` | the table's part in memory; free space |
-//! | `reserve.rs` | free space that is kept back from new data |
+//! | `reserve.rs` | free space that is kept from new data |
 //! | `grants.rs` | free space that is promised to sessions |
 
 mod alloc;
@@ -106,7 +106,7 @@ impl std::fmt::Display for Key {
     }
 }
 
-/// What is known of a chunk besides its bytes.
+/// A chunk's properties, without its bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ChunkMeta {
     pub version: Version,
@@ -124,21 +124,21 @@ pub enum Update {
     /// Puts `data` at `offset`, extending the chunk; a gap reads as zeros. `sums`: CRC32C per 4 KiB
     /// block of the chunk touched, see [`strake_proto::checksum`].
     Write { offset: u32, data: Vec<Buf>, sums: Vec<u32> },
-    /// Makes `[offset, offset + len)` zeros as far as the chunk reaches: its whole blocks become
-    /// holes. What is not there becomes a tombstone.
+    /// Makes `[offset, offset + len)` zeros up to the chunk's end: whole blocks become holes. A
+    /// chunk that does not exist becomes a tombstone.
     Punch { offset: u32, len: u32 },
-    /// Cuts to `len` bytes if longer.
+    /// Truncates to `len` bytes if longer.
     Truncate { len: u32 },
     /// Removes the bytes; the version stays as a tombstone.
     Remove,
-    /// The whole chunk anew, as an update that this one stands for leaves it; earlier writers stay.
-    /// Its header must be whole.
+    /// Writes the whole chunk anew, with the contents after an update that this one stands for.
+    /// Earlier writers stay. The header must be intact.
     Rewrite { data: Vec<Buf>, sums: Vec<u32> },
-    /// The whole chunk anew, whatever state it was in: also damaged. Blocks in `damaged`, bytes
-    /// from the start of the chunk, have no good copy anywhere: they are stored as damaged ones,
-    /// which cannot be read. The checksum stored is the complement of what their bytes have, and
-    /// should be the one of what is lost, so that it is known again when it turns up; it is that of
-    /// zeros where nobody knows.
+    /// Writes the whole chunk anew, whatever its state, even damaged. Blocks in `damaged` (bytes
+    /// from the start of the chunk) have no good copy anywhere: they are stored as damaged blocks
+    /// and cannot be read. The checksum stored for such a block is the complement of that of its
+    /// bytes. The caller picks the bytes so that it is the checksum of the lost block, which is
+    /// then recognized when it turns up; if that checksum is unknown, the bytes are zeros.
     Replace { data: Vec<Buf>, sums: Vec<u32>, tombstone: bool, damaged: Vec<Range<u32>> },
 }
 
@@ -149,23 +149,23 @@ pub struct ReadOut {
     pub data: Vec<Buf>,
     /// One per 4 KiB block of the chunk touched by `[offset, offset + len)`.
     pub sums: Vec<u32>,
-    /// Bytes that exist of those asked for.
+    /// How many of the requested bytes exist.
     pub len: u32,
     pub version: Version,
 }
 
-/// Whose a target is.
+/// Which cluster and node a target belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TargetIdentity {
     /// All zeros until the target has joined a cluster.
     pub fs_uuid: [u8; 16],
     pub target_uuid: [u8; 16],
-    /// [`strake_proto::ids::TARGET_UNASSIGNED`] until the mds has given one.
+    /// [`strake_proto::ids::TARGET_UNASSIGNED`] until the mds has assigned one.
     pub target_id: u32,
     /// Name of the node it belongs to, at most 255 bytes.
     pub node: String,
-    /// The incarnation of the metadata group that it last registered with; it is nobody else's
-    /// until a later one comes.
+    /// Incarnation of the metadata group that it last registered with. Only this group, or one of a
+    /// later incarnation, may use the target.
     pub incarnation: u64,
 }
 
@@ -179,12 +179,12 @@ pub struct Options {
     pub dirty_bytes: u64,
     /// Unchanged records cached.
     pub cached_records: usize,
-    /// Bytes of memory for what the store below has read.
+    /// Bytes of memory for blocks that the metadata store caches.
     pub store_cache: u64,
-    /// Tell the device which blocks are free again.
+    /// Tell the device which blocks are free.
     pub discard: bool,
-    /// Commit to the store on tokio's blocking threads: for a store that waits for a disk. The
-    /// simulator says no.
+    /// Commit to the store on tokio's blocking threads: for a store that waits for a disk. Off in
+    /// the simulator.
     pub offload_store: bool,
 }
 
@@ -204,11 +204,11 @@ impl Default for Options {
 /// Space and counters. Bytes, except where said.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// What chunks can use: without what is kept for cutting and overwriting them.
+    /// What chunks can use: without the reserves for truncating and overwriting.
     pub capacity: u64,
     /// Allocated, including what a flush has not yet given back.
     pub used: u64,
-    /// Not used, but promised to sessions.
+    /// Not used, but granted to sessions.
     pub granted: u64,
     /// Chunks that are no tombstones.
     pub chunks: u64,
@@ -233,7 +233,7 @@ fn add(counter: &AtomicU64, n: u64) {
     counter.fetch_add(n, Ordering::Relaxed);
 }
 
-/// What the flush that runs has of [`State`].
+/// The part of [`State`] that the running flush has taken.
 #[derive(Default)]
 struct InFlush {
     freed: Vec<Extent>,
@@ -247,39 +247,39 @@ struct State {
     segments: Overlay<(Key, u8), Segment>,
     alloc: Allocator,
     grants: Grants,
-    /// Blocks that updates between their allocation and their commit will give back.
+    /// Blocks that the commit of updates in progress will give back.
     replacing: u64,
     /// Segments found damaged when the target was opened. Their blocks were counted as free, so
-    /// they stay damaged until they are written anew, whatever a later look finds.
+    /// they stay damaged until they are written anew, even if a later read succeeds.
     lost: BTreeSet<(Key, u8)>,
     /// Chunks with an update between stage and commit.
     staging: BTreeSet<Key>,
     /// Blocks replaced by commits since the last flush began, or whose write was abandoned.
     freed: Vec<Extent>,
-    /// Freed blocks whose flush is done, by the epoch in which it was; see [`State::epoch`].
+    /// Freed blocks whose flush is done, by the epoch of that flush; see [`State::epoch`].
     reclaim: VecDeque<(u64, Vec<Extent>)>,
     /// Counts flushes. A reader that began in epoch `e` may look at blocks freed in epoch `e` or
     /// later.
     epoch: u64,
-    /// Readers at work by the epoch they began in.
+    /// Active readers by the epoch they began in.
     readers: BTreeMap<u64, usize>,
-    /// Commits so far, and those of them durable.
+    /// Number of commits so far, and of those that are durable.
     committed: u64,
     flushed: u64,
-    /// Staged bytes not durable.
+    /// Staged bytes that are not durable yet.
     dirty_bytes: u64,
     in_flush: InFlush,
     chunks: u64,
-    /// Blocks of each chain's chunks, of those that have any.
+    /// Blocks stored for each chain that has any.
     stored: BTreeMap<ChainId, u64>,
-    /// Of the table as it was last synced.
+    /// Digest of the table as it was last synced.
     digest: TableDigest,
     /// Set when durability can no longer be promised; nothing is changed any more.
     failed: Option<Error>,
 }
 
 impl State {
-    /// A chunk of the chain has so many blocks more and so many fewer.
+    /// A chunk of the chain got `more` new blocks and lost `fewer` old ones.
     fn note_stored(&mut self, chain: ChainId, more: u64, fewer: u64) {
         let blocks = self.stored.entry(chain).or_default();
         *blocks = (*blocks + more).saturating_sub(fewer);
@@ -301,17 +301,17 @@ struct Shared {
     identity: Mutex<TargetIdentity>,
     chain_views: Mutex<BTreeMap<ChainId, ChainView>>,
     state: Mutex<State>,
-    /// Held by the flush that runs.
+    /// Held by the running flush.
     gate: Arc<tokio::sync::Mutex<()>>,
-    /// Overwrites that found no space: how many, and the one whose turn it is.
+    /// Overwrites that found no space: how many there are, and a lock for the one whose turn it is.
     overwriters: AtomicUsize,
     overwriter: tokio::sync::Mutex<()>,
-    /// Told when the last reader of an epoch ends, and to overwriters when another has ended.
+    /// Notified when the last reader of an epoch ends, and, for overwriters, when another ends.
     reader_done: tokio::sync::Notify,
     counters: Counters,
-    /// For holes.
+    /// Zeros that holes are read from.
     zeros: Buf,
-    /// Where it is, locked, if it is in a folder.
+    /// The target's locked folder, if it has one.
     folder: Option<Folder>,
     used: Option<Used>,
 }
@@ -325,7 +325,7 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// What a chunk is, `None` if it was never written (or its tombstone is forgotten). `Corrupt`
+    /// Metadata of a chunk; `None` if it was never written or its tombstone is forgotten. `Corrupt`
     /// if its record is damaged.
     pub fn meta(&self, key: &Key) -> Result<Option<ChunkMeta>> {
         match self.shared.header(key)? {
@@ -338,7 +338,8 @@ impl Engine {
         self.shared.identity.lock().clone()
     }
 
-    /// Writes the superblock, durably. The target uuid cannot change: the table carries it too.
+    /// Writes the superblock durably. The target uuid cannot change, because the table holds it,
+    /// too.
     pub async fn set_identity(&self, id: TargetIdentity) -> Result<()> {
         let mut current = self.shared.superblock.lock().await;
         if id.target_uuid != current.identity.target_uuid {
@@ -371,8 +372,8 @@ impl Engine {
         }
     }
 
-    /// Bytes that the chunks of each chain take, in order of the chains; those without any are left
-    /// out.
+    /// Bytes that the chunks of each chain take, in order of the chains. Chains without any are
+    /// left out.
     pub fn stored(&self) -> Vec<(ChainId, u64)> {
         self.shared
             .state
@@ -383,9 +384,9 @@ impl Engine {
             .collect()
     }
 
-    /// Keeps space free for the updates of a session. Returns how many blocks it has from now on,
-    /// until [`strake_proto::data::GRANT_TERM`] from `now`, which is on the boot clock. `Stale`: it
-    /// has asked for something else since.
+    /// Keeps space free for the updates of a session. Returns how many blocks are granted to it
+    /// until [`strake_proto::data::GRANT_TERM`] from `now` (boot clock). `Stale`: a newer request
+    /// of the session was answered already.
     pub fn grant(&self, now: Duration, ask: Ask) -> Result<u64> {
         let spare = self.shared.device.spare() / BLOCK;
         let mut s = self.shared.state.lock();
@@ -395,7 +396,7 @@ impl Engine {
             .ok_or_else(|| Error::new(Code::Stale, "a later question for space was answered"))
     }
 
-    /// What was granted and has run out by `now` is for everybody again.
+    /// Frees grants that have expired by `now`.
     pub fn expire_grants(&self, now: Duration) {
         self.shared.state.lock().grants.expire(now);
     }

@@ -1,4 +1,4 @@
-//! Formatting a target, and opening one: whose it is, and which blocks are free.
+//! Formatting a target, and opening one: its identity, and which blocks are free.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,7 +30,7 @@ use crate::device::{BLOCK, Device};
 
 /// Bytes of zeros that holes are read from.
 const ZEROS: usize = 1 << 20;
-/// The least a target must have for data.
+/// Fewest data blocks of a target.
 const MIN_DATA_BLOCKS: u64 = 256;
 
 impl Engine {
@@ -52,7 +52,7 @@ impl Engine {
             return Err(Error::new(Code::Inval, m));
         }
         empty_table(table, &id.target_uuid, 0)?;
-        // Both copies, so that one of an earlier life cannot win.
+        // Write both copies, so that one of an earlier target cannot win.
         let pool = Pool::default();
         Mark::format(device, &pool, id.target_uuid).await?;
         for sequence in 1..=2 {
@@ -61,9 +61,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Opens a formatted target: reads the whole table once. `Corrupt` when device and table do not
-    /// belong together, the table lost synced changes, or two chunks claim one block; a damaged
-    /// record only costs its own chunk.
+    /// Opens a formatted target: reads the whole table once. `Corrupt` if device and table do not
+    /// belong together, the table lost synced changes, or two chunks claim one block. A damaged
+    /// record affects only its own chunk.
     pub async fn open(
         device: Arc<dyn Device>,
         table: Arc<dyn MetaStore>,
@@ -138,8 +138,8 @@ impl Engine {
     }
 }
 
-/// Makes it the table of a target that holds nothing, and of which the device knows so many
-/// flushes. Everything it held is deleted.
+/// Makes `table` the table of a target that holds nothing and whose device has recorded `flushes`
+/// flushes. Deletes everything it held.
 pub(super) fn empty_table(
     table: &dyn MetaStore,
     target_uuid: &[u8; 16],
@@ -153,7 +153,7 @@ pub(super) fn empty_table(
     table.sync()
 }
 
-/// Whether it is the table of another target: in the wrong place, not damaged.
+/// Whether the table belongs to another target: then it is in the wrong place, not damaged.
 pub(super) fn is_of_another(table: &dyn MetaStore, target_uuid: &[u8; 16]) -> bool {
     let owner = table.get(TARGET_KEY).ok().flatten().and_then(|record| decode_target(&record).ok());
     owner.is_some_and(|uuid| uuid != *target_uuid)
@@ -173,8 +173,8 @@ fn check_table(table: &dyn MetaStore, superblock: &Superblock, device: &str) -> 
     Ok(())
 }
 
-/// The digest to go on from. `found`: of the records in the table; `mark`: how many flushes the
-/// device knows of.
+/// The digest to continue from. `found`: digest of the records in the table; `mark`: how many
+/// flushes the device has recorded.
 fn check_digest(table: &dyn MetaStore, found: TableDigest, mark: u64) -> Result<TableDigest> {
     let lost = |what: String| {
         let m = format!(
@@ -185,7 +185,7 @@ fn check_digest(table: &dyn MetaStore, found: TableDigest, mark: u64) -> Result<
     };
     let stored = match table.get(TABLE_DIGEST_KEY)? {
         Some(value) => TableDigest::decode(&value)?,
-        // Made by a version before the digest, and never flushed since.
+        // Made by a version without the digest, and never flushed since.
         None if mark == 0 => return Ok(found),
         None => return lost(format!("its digest, while the device knows of {mark} flushes")),
     };
@@ -199,7 +199,7 @@ fn check_digest(table: &dyn MetaStore, found: TableDigest, mark: u64) -> Result<
     Ok(TableDigest { flushes: stored.flushes, ..found })
 }
 
-/// How many there are, and the chains that there is any record of.
+/// The number of chunks, and the chains that have any record.
 fn count_chunks(
     table: &dyn MetaStore,
     counters: &Counters,
@@ -227,11 +227,11 @@ fn note(counters: &Counters, key: &[u8]) {
     }
 }
 
-/// What segment records say of the device's blocks.
+/// The use of the device's blocks, from the segment records.
 struct Space {
-    /// Everything that none names is free.
+    /// Blocks that no record names are free.
     alloc: Allocator,
-    /// Those that could not be read.
+    /// Segments whose records could not be read.
     lost: BTreeSet<(Key, u8)>,
     /// Blocks of each chain.
     stored: BTreeMap<ChainId, u64>,
@@ -273,7 +273,7 @@ fn extents(s: &Segment) -> Vec<Extent> {
     )
 }
 
-/// Finds who else claims a block, for the message.
+/// Finds the other record that claims a block, for the error message.
 fn conflict(table: &dyn MetaStore, blocks: u64, key: Key, e: Extent) -> Error {
     let end = e.start.saturating_add(e.count);
     if e.start < DATA_START || end > blocks {

@@ -3,11 +3,11 @@
 
 use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 
-/// A record, or that there is none.
+/// A record, or `None` if there is none.
 pub(super) type Slot<V> = Option<Arc<V>>;
 
-/// One kind of record. Newest first: `dirty`, `flushing`, `cache`; what none of them has is asked
-/// of the store.
+/// One kind of record. Newest first: `dirty`, `flushing`, `cache`. The store has what is in none of
+/// them.
 pub(super) struct Overlay<K, V> {
     dirty: BTreeMap<K, Slot<V>>,
     flushing: Arc<BTreeMap<K, Slot<V>>>,
@@ -43,7 +43,7 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
         Some(v)
     }
 
-    /// As [`Overlay::get`], of changes alone: `None` also for what is only cached.
+    /// As [`Overlay::get`], but only for changed records: `None` also for one that is only cached.
     pub(super) fn changed_one(&self, key: &K) -> Option<Slot<V>> {
         self.dirty.get(key).or_else(|| self.flushing.get(key)).cloned()
     }
@@ -53,7 +53,7 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
         self.dirty.insert(key, value);
     }
 
-    /// What the store holds, as read while nothing was flushed in between.
+    /// Caches what the store holds. No flush may have ended since it was read.
     pub(super) fn cache(&mut self, key: K, value: Slot<V>) {
         self.young.insert(key, value);
         if self.young.len() >= self.limit {
@@ -61,8 +61,8 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
         }
     }
 
-    /// The store's record is damaged: one that is only cached and whole is dirty again. Whether
-    /// there was one.
+    /// Called if the store's record is damaged: an intact cached record becomes dirty, so that the
+    /// next flush writes it again. Returns whether there was one.
     pub(super) fn heal(&mut self, key: &K, is_whole: impl Fn(&V) -> bool) -> bool {
         if self.changed_one(key).is_some() {
             return false;
@@ -79,7 +79,7 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
         self.dirty.len()
     }
 
-    /// Freezes what is dirty for a flush. Nothing may be in flush.
+    /// Freezes the dirty records for a flush. No other flush may be running.
     pub(super) fn begin(&mut self) {
         debug_assert!(self.flushing.is_empty());
         self.flushing = Arc::new(std::mem::take(&mut self.dirty));
@@ -89,7 +89,7 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
         self.flushing.clone()
     }
 
-    /// The store holds what was frozen.
+    /// The store now holds the frozen records.
     pub(super) fn end(&mut self) {
         for (k, v) in &*std::mem::take(&mut self.flushing) {
             self.old.remove(k);
@@ -97,7 +97,7 @@ impl<K: Ord + Copy, V> Overlay<K, V> {
         }
     }
 
-    /// The store may not hold what was frozen: dirty again, below what changed meanwhile.
+    /// The store may not hold the frozen records: they become dirty again, below newer changes.
     pub(super) fn abort(&mut self) {
         for (k, v) in &*std::mem::take(&mut self.flushing) {
             self.dirty.entry(*k).or_insert_with(|| v.clone());

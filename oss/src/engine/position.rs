@@ -1,5 +1,5 @@
-//! How far the scrub of this target has come, kept in the chunk table so that a restart does not
-//! begin it anew.
+//! How far the scrub of this target got, kept in the chunk table so that it continues after a
+//! restart.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{ChainId, ChunkId, Code, Error, Result};
@@ -13,20 +13,20 @@ use super::{
 const UNDER_WAY: u8 = 1;
 const BEHIND_CHUNK: u8 = 2;
 
-/// Where a pass of the scrub is. See `docs/formats.md`, "Chunk store".
+/// The position of a scrub pass. See `docs/formats.md`, "Chunk store".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Position {
     /// Counts passes, from 1; 0 before the first.
     pub pass: u64,
     /// When it began, milliseconds since 1970.
     pub began_ms: u64,
-    /// Of the last complete one: when it ended, and how long it took.
+    /// When the last complete pass ended, and how long it took, both in milliseconds.
     pub ended_ms: u64,
     pub took_ms: u64,
-    /// Looked at in the pass under way or the last one, and bytes read for it.
+    /// Chunks looked at in the current or last pass, and bytes read for it.
     pub chunks: u64,
     pub bytes: u64,
-    /// What comes next: this chain, behind this chunk of it. `None`: the pass is complete.
+    /// Where to continue: in this chain, after this chunk. `None`: the pass is complete.
     pub at: Option<(ChainId, Option<ChunkId>)>,
 }
 
@@ -72,14 +72,14 @@ impl Position {
             bytes: at(45),
             at: place,
         };
-        // What is not in use is zeros.
+        // Unused fields must be zeros.
         if p.encode() == value { Ok(p) } else { Err(bad()) }
     }
 }
 
 impl Engine {
-    /// Where the scrub was when this was last written down. One that cannot be read is as none: the
-    /// scrub begins anew.
+    /// The position that was last recorded. An unreadable one counts as none: the scrub begins
+    /// anew.
     pub fn scrub_position(&self) -> Result<Position> {
         match self.shared.table.get(SCRUB_KEY)?.map(|v| Position::decode(&v)) {
             Some(Ok(p)) => Ok(p),
@@ -91,7 +91,7 @@ impl Engine {
         }
     }
 
-    /// Writes it down; durable with the next sync of the table.
+    /// Records the position; durable with the next sync of the table.
     pub fn note_scrub_position(&self, p: &Position) -> Result<()> {
         let mut batch = Batch::default();
         batch.put(SCRUB_KEY, p.encode());

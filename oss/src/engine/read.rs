@@ -17,12 +17,12 @@ use super::{
     },
 };
 
-/// Blocks one device read covers at most.
+/// Most blocks of one device read.
 const READ_BLOCKS: usize = 1024;
-/// How long a read waits for memory.
+/// How long [`Engine::read_in_limit`] waits for memory.
 const ROOM_WAIT: Duration = Duration::from_secs(1);
 
-/// Keeps blocks freed from now on from being used again while it lives.
+/// While it lives, blocks freed from now on are not used again.
 pub(super) struct Ticket {
     shared: Arc<Shared>,
     epoch: u64,
@@ -46,12 +46,12 @@ pub(super) struct View {
     pub header: Slot<Header>,
     /// The segments asked for, in order.
     pub segments: Vec<(u8, Slot<Segment>)>,
-    /// Records that were damaged in the store and whole in memory, from where they go there again.
+    /// How many records were damaged in the store but intact in memory, and will be written again.
     pub healed: usize,
     pub _ticket: Ticket,
 }
 
-/// What was read from the store in an epoch; worthless in the next one.
+/// What was read from the store in an epoch; invalid in the next one.
 #[derive(Default)]
 struct Loaded {
     epoch: u64,
@@ -59,12 +59,12 @@ struct Loaded {
     segments: BTreeMap<u8, Slot<Segment>>,
 }
 
-/// Where a view has its records from.
+/// Where the records of a view come from.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Source {
-    /// From memory where they are there.
+    /// From memory if they are there.
     Memory,
-    /// As the store holds them, but for changes that it will hold with the next flush.
+    /// From the store, except for changes that are not flushed yet.
     Store,
 }
 
@@ -91,9 +91,9 @@ pub(super) fn segments_of(from: u32, to: u32) -> Range<u8> {
 }
 
 impl Shared {
-    /// The header and the segments that `want` names, given the header. Reads the store without the
-    /// lock, and again if a flush ended meanwhile: in the same epoch, what memory does not know is
-    /// in the store as it was read.
+    /// The header, and the segments that `want` names when given the header. Reads the store
+    /// without the lock, and reads again if a flush ended meanwhile: within one epoch, records that
+    /// are not in memory are in the store as they were read.
     pub(super) fn view(
         self: &Arc<Self>,
         key: &Key,
@@ -125,7 +125,8 @@ impl Shared {
         }
     }
 
-    /// Has records that are damaged in the store and whole in memory written again. How many.
+    /// Marks records that are damaged in the store but intact in memory to be written again.
+    /// Returns how many.
     fn heal(&self, key: &Key, loaded: &Loaded) -> usize {
         let mut state = self.state.lock();
         let s = &mut *state;
@@ -260,8 +261,8 @@ impl Shared {
         Ok(buf)
     }
 
-    /// Reads device blocks into a buffer for as many as there are sums, and checks each against its
-    /// own.
+    /// Reads as many device blocks as there are sums into a buffer, and checks each block against
+    /// its checksum.
     pub(super) async fn read_blocks(
         &self,
         key: &Key,
@@ -289,7 +290,7 @@ impl Shared {
     }
 }
 
-/// Adjoining blocks of a chunk that lie in one run on the device, or are holes.
+/// Adjoining blocks of a chunk that are one run on the device, or are all holes.
 pub(super) struct Piece {
     /// First block, counted in the chunk.
     pub at: usize,
@@ -298,13 +299,13 @@ pub(super) struct Piece {
     pub sums: Vec<u32>,
 }
 
-/// The record of a block among segments that follow each other.
+/// The record of a block, from segments that follow each other.
 pub(super) fn find(segments: &[(u8, Slot<Segment>)], at: usize) -> Option<&Segment> {
     let first = usize::from(segments.first()?.0);
     segments.get((at / SEG_BLOCKS).checked_sub(first)?)?.1.as_deref()
 }
 
-/// `Corrupt` where the record of one of these blocks is damaged.
+/// Splits blocks into pieces. `Corrupt` if the record of one of them is damaged.
 pub(super) fn pieces(
     key: &Key,
     segments: &[(u8, Slot<Segment>)],
@@ -342,11 +343,12 @@ pub(super) fn pieces(
 }
 
 impl Engine {
-    /// The committed bytes of `[offset, offset + len)` as far as they exist. Every block was
-    /// checked against its checksum (`Corrupt` on a mismatch) and all are of one version. A chunk
-    /// that is absent or removed has none.
+    /// The committed bytes of `[offset, offset + len)`, as far as they exist. Every block is
+    /// checked against its checksum (`Corrupt` on a mismatch) and all are of one version. An absent
+    /// or removed chunk has none.
     ///
-    /// Takes memory beyond the pool's limit if need be: writes that hold theirs may wait for this.
+    /// Takes memory beyond the pool's limit if it must, because writes that hold pool memory may
+    /// wait for this read.
     pub async fn read(&self, key: &Key, offset: u32, len: u32) -> Result<ReadOut> {
         let pool = &self.shared.pool;
         self.read_into(key, offset, len, async |lens| {
@@ -355,8 +357,8 @@ impl Engine {
         .await
     }
 
-    /// The checksums that the blocks from one byte of a chunk to another must have, also of such as
-    /// are damaged; `None` where that is not known. `Corrupt` if the chunk's header is damaged.
+    /// The expected checksums of the blocks in `part`, including damaged blocks; `None` if a
+    /// checksum is not known. `Corrupt` if the chunk's header is damaged.
     pub fn sums(&self, key: &Key, part: Range<u32>) -> Result<Vec<Option<u32>>> {
         let shared = &self.shared;
         let view = shared.view(key, |_| segments_of(part.start, part.end))?;
@@ -366,7 +368,7 @@ impl Engine {
         let zero_sum = crc32c(&shared.zeros[..BLOCK]);
         let sum = |at: usize| match find(&view.segments, at) {
             Some(s) if s.damaged => None,
-            // Of a stored block of which nobody knew it, see `Update::Replace`.
+            // The complement of `zero_sum` stands for an unknown checksum, see `Update::Replace`.
             Some(s) if s.blocks[at % SEG_BLOCKS] != HOLE => {
                 Some(s.sums[at % SEG_BLOCKS]).filter(|s| *s != !zero_sum)
             }
@@ -375,7 +377,8 @@ impl Engine {
         Ok((part.start as usize / BLOCK..(part.end as usize).div_ceil(BLOCK)).map(sum).collect())
     }
 
-    /// As [`Engine::read`], within the pool's limit. `Overloaded` if there is no room for a second.
+    /// As [`Engine::read`], within the pool's limit. `Overloaded` if no memory becomes free within
+    /// a second.
     pub async fn read_in_limit(&self, key: &Key, offset: u32, len: u32) -> Result<ReadOut> {
         let pool = &self.shared.pool;
         let room = async |lens: Vec<usize>| {
@@ -435,8 +438,8 @@ impl Engine {
     }
 }
 
-/// The first and last sum cover whole blocks so far; where the range cuts a block they become the
-/// sum of what is in it.
+/// The first and last checksum cover whole blocks. If the range begins or ends inside a block, they
+/// are recomputed over the bytes in the range.
 fn fix_partial_sums(from: usize, to: usize, out: &mut ReadOut) {
     let one_block = from / BLOCK == (to - 1) / BLOCK;
     if !from.is_multiple_of(BLOCK) || (one_block && !to.is_multiple_of(BLOCK)) {
@@ -454,7 +457,7 @@ fn fix_partial_sums(from: usize, to: usize, out: &mut ReadOut) {
 }
 
 impl Shared {
-    /// Zeros for a part of a hole, cut at block borders only.
+    /// Adds zeros for a part of a hole, split at block borders only.
     fn push_zeros(&self, part: Range<usize>, into: &mut Vec<Buf>) {
         let mut at = part.start;
         while at < part.end {

@@ -26,23 +26,23 @@ const MAX_DEVICE_BLOCK: u64 = 1 << 48;
 
 pub const HEADER_PREFIX: u8 = b'h';
 pub const SEGMENT_PREFIX: u8 = b's';
-/// What was last known of a chain, see [`chain_views`](super::chain_views).
+/// The last known state of a chain, see [`chain_views`](super::chain_views).
 pub const CHAIN_VIEW_PREFIX: u8 = b'c';
 /// The record that ties the table to its device.
 pub const TARGET_KEY: &[u8] = b"t";
-/// What was found damaged, see [`findings`](super::findings).
+/// A chunk found damaged, see [`findings`](super::findings).
 pub const FINDING_PREFIX: u8 = b'd';
-/// How far the scrub has come, see [`position`](super::position).
+/// How far the scrub got, see [`position`](super::position).
 pub const SCRUB_KEY: &[u8] = b"p";
 /// The record that sums up all headers and segments, see [`table_digest`](super::table_digest).
 pub const TABLE_DIGEST_KEY: &[u8] = b"f";
 
-/// A header record: what is known of a chunk besides its bytes.
+/// A header record: a chunk's metadata.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     pub meta: ChunkMeta,
-    /// The stored record could not be read. Only a replacement or removal of the whole chunk may go
-    /// on from here.
+    /// The stored record could not be read. Only a replacement or removal of the whole chunk is
+    /// allowed then.
     pub damaged: bool,
 }
 
@@ -364,7 +364,7 @@ mod tests {
         assert_eq!(s.len(), 80);
         let t = hex(&encode_target(&[0xee; 16]));
         assert_eq!(&t[..34], "01eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee");
-        // The checksums, so that their input (key, then value) is fixed too.
+        // The checksums are fixed too, and with them their input (key, then value).
         assert_eq!((&h[112..], &s[72..], &t[34..]), ("e8cecc62", "bbdf4350", "77f838b5"));
     }
 

@@ -1,13 +1,13 @@
-//! What of a target's free space is kept back from new data: pure arithmetic.
+//! How much free space of a target is kept from new data: pure arithmetic.
 //!
-//! Every update is copy-on-write, so that a full target could do nothing without it. Overwriting,
-//! cutting and removing give back what they take as soon as they are flushed.
+//! Every update is copy-on-write, so a full target without a reserve could do nothing. Overwriting,
+//! truncating and removing give blocks back as soon as they are flushed.
 
 use strake_proto::SessionId;
 
 use crate::device::BLOCK;
 
-/// Of a target, one part in so many is kept for overwriting, and one in so many for cutting and
+/// One part in so many of a target is kept for overwriting, and one in so many for truncating and
 /// punching.
 const OVERWRITE_PART: u64 = 64;
 const CUT_PART: u64 = 1024;
@@ -16,21 +16,21 @@ const MOST_OVERWRITE: u64 = (64 << 20) / BLOCK;
 /// Blocks kept back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Reserve {
-    /// For cutting and punching, which may take all that is free.
+    /// For truncating and punching, which may take everything that is free.
     pub cut: u64,
-    /// For blocks that take the place of others.
+    /// For blocks that replace others.
     pub overwrite: u64,
-    /// Bytes of the file system below, for overwriting and for the chunk table: with less, new data
-    /// is refused.
+    /// Bytes in the file system that holds the target, for overwriting and for the chunk table.
+    /// With less free, new data is refused.
     pub below: u64,
 }
 
-/// What an update may take of the free blocks.
+/// Which free blocks an update may take.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Claim {
-    /// What is neither kept nor granted, and what is granted to this session, if any.
+    /// Blocks that are neither reserved nor granted, and the grant of this session, if any.
     Data(Option<SessionId>),
-    /// All: it gives space back.
+    /// All, because the update gives space back.
     All,
 }
 
@@ -38,13 +38,13 @@ pub(super) enum Claim {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Want {
     pub count: u64,
-    /// Those of them that take the place of others.
+    /// How many of them replace other blocks.
     pub replaced: u64,
     pub claim: Claim,
 }
 
 impl Want {
-    /// Blocks by which the target is fuller afterwards.
+    /// How many more blocks are in use afterwards.
     pub(super) fn fresh(&self) -> u64 {
         self.count - self.replaced
     }
@@ -58,7 +58,7 @@ impl Want {
 }
 
 impl Reserve {
-    /// Of a target of so many blocks.
+    /// The reserves of a target of `capacity` blocks.
     pub(super) fn of(capacity: u64) -> Reserve {
         let overwrite = (capacity / OVERWRITE_PART).min(MOST_OVERWRITE);
         Reserve { cut: (capacity / CUT_PART).clamp(16, 4096), overwrite, below: overwrite * BLOCK }
@@ -68,11 +68,12 @@ impl Reserve {
         self.cut + self.overwrite
     }
 
-    /// What must be left when the update has its blocks. `granted`: to all sessions; `own` of it to
-    /// the update's.
+    /// How many blocks must be left when the update has its blocks. `granted`: blocks granted to
+    /// all sessions; `own`: those granted to the update's session.
     ///
-    /// Of a grant, new blocks take first. New ones beyond it leave all that is kept, and the
-    /// grants; others may take what is kept for them.
+    /// New blocks use the session's grant first. If they exceed it, the free blocks must still
+    /// cover both reserves and the other grants, where replaced blocks count as free again. Blocks
+    /// that replace others may use the overwrite reserve.
     pub(super) fn from(&self, want: Want, granted: u64, own: u64) -> u64 {
         if matches!(want.claim, Claim::All) {
             return 0;
@@ -100,14 +101,14 @@ mod tests {
         let k = Reserve { cut: 16, overwrite: 100, below: 0 };
         assert_eq!(k.from(data(10, 0, None), 0, 0), 116);
         assert_eq!(k.from(data(10, 10, None), 0, 0), 16);
-        // Half of each: both limits hold, that of new data as if the replaced blocks were back
-        // already.
+        // Half new, half replaced: both limits hold. The limit of new data counts replaced blocks
+        // as free again.
         assert_eq!((k.from(data(10, 5, None), 0, 0), k.from(data(300, 5, None), 0, 0)), (111, 111));
         assert_eq!(
             (k.from(data(10, 0, None), 50, 0), k.from(data(10, 10, None), 50, 0)),
             (166, 66)
         );
-        // What was granted is there also while others overwrite.
+        // Overwriting leaves grants alone.
         assert_eq!(
             (k.from(data(10, 0, Some(1)), 50, 30), k.from(data(40, 0, Some(1)), 50, 30)),
             (36, 136)
@@ -117,8 +118,8 @@ mod tests {
         assert_eq!(Reserve::of(1 << 40).total(), 4096 + MOST_OVERWRITE);
     }
 
-    /// Whatever comes in which order: while each overwrite is no larger than what is kept for it,
-    /// one that comes alone finds its blocks, and so does one within its grant.
+    /// In whatever order updates come: as long as each overwrite is no larger than its reserve, an
+    /// overwrite that runs alone finds its blocks, and so does a write within its grant.
     #[test]
     fn overwriting_always_finds_what_was_kept() {
         for seed in 0..300 {

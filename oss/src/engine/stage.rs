@@ -26,22 +26,21 @@ use super::{
     reserve::{Claim, Want},
 };
 
-/// More segments than this in one write are copied into one buffer first (the kernel's limit is
-/// 1,024).
+/// A write of more buffers than this is copied into one buffer first (the kernel's limit is 1,024).
 const MAX_IOVECS: usize = 512;
 
-/// How often, and how long each time, a full device waits for readers of deleted blocks, and for
-/// overwrites under way to give back the blocks that they replace.
+/// How often, and for how long each time, an update on a full device waits for readers of deleted
+/// blocks, and for other overwrites to give back the blocks that they replace.
 const FULL_RETRIES: usize = 4;
 const OVERWRITE_RETRIES: usize = 40;
 const FULL_WAIT: Duration = Duration::from_millis(50);
 
-/// An update whose bytes are on the device and visible to nobody. Dropping it frees them.
+/// An update whose bytes are on the device but not visible yet. Dropping it frees them.
 pub struct Staged {
     slot: Slotted,
     /// Blocks the update takes.
     space: Space,
-    /// Of the header to be; version and writers come with the commit.
+    /// Of the new header; version and writers come with the commit.
     len: u32,
     tombstone: bool,
     /// Writers before this update; empty when they are replaced.
@@ -67,7 +66,7 @@ impl Staged {
     }
 }
 
-/// The chunk's one place for an update.
+/// The right to update a chunk: at most one update of a chunk is staged at a time.
 struct Slotted {
     shared: Arc<Shared>,
     key: Key,
@@ -79,20 +78,21 @@ impl Drop for Slotted {
     }
 }
 
-/// Allocated blocks on their way into a record.
+/// Allocated blocks that no record names yet.
 struct Space {
     shared: Arc<Shared>,
     extents: Vec<Extent>,
     /// Blocks that this update gives back once it is committed and flushed.
     replaces: u64,
-    /// How many of them came out of a session's grant.
+    /// The session whose grant they came from, and how many of them.
     granted: Option<(SessionId, u64)>,
-    /// A write may still change them: then they wait for a flush, which waits for the write.
+    /// A write may still change the blocks. If dropped then, they wait for a flush, which waits for
+    /// the write.
     in_flight: bool,
 }
 
 impl Space {
-    /// What was allocated for another part of the same update.
+    /// Adds blocks that were allocated for another part of the same update.
     fn join(&mut self, mut other: Space) {
         self.extents.append(&mut other.extents);
         self.replaces += std::mem::take(&mut other.replaces);
@@ -104,7 +104,7 @@ impl Drop for Space {
         if self.extents.is_empty() && self.replaces == 0 {
             return;
         }
-        // What a commit replaces is there after a flush: somebody may wait for it.
+        // A flush will give back the replaced blocks; an overwrite may be waiting for them.
         if self.replaces > 0 && self.shared.overwriters.load(Relaxed) > 0 {
             self.shared.reader_done.notify_waiters();
         }
@@ -123,14 +123,14 @@ impl Drop for Space {
     }
 }
 
-/// In the queue of those who wait for what other overwrites replace.
+/// A place in the queue of overwrites that wait for blocks which other overwrites replace.
 struct Overwriter<'a> {
     shared: &'a Shared,
     turn: Option<tokio::sync::MutexGuard<'a, ()>>,
 }
 
 impl<'a> Overwriter<'a> {
-    /// Returns when it is the first.
+    /// Returns when it is first in the queue.
     async fn queue(shared: &'a Shared) -> Overwriter<'a> {
         shared.overwriters.fetch_add(1, Relaxed);
         let mut me = Overwriter { shared, turn: None };
@@ -153,7 +153,7 @@ struct Image {
     sums: Vec<u32>,
 }
 
-/// A chunk as it shall be, see [`Update::Replace`].
+/// The new contents of a chunk, see [`Update::Replace`].
 #[derive(Default)]
 struct Whole {
     data: Vec<Buf>,
@@ -162,7 +162,7 @@ struct Whole {
     damaged: Vec<Range<u32>>,
 }
 
-/// Segment records being rewritten, which follow each other, and what that frees.
+/// Consecutive segment records being rewritten, and the blocks that frees.
 #[derive(Default)]
 struct Rewrite {
     segments: Vec<(u8, Segment)>,
@@ -189,7 +189,7 @@ impl Rewrite {
         }
     }
 
-    /// How many of these blocks are there.
+    /// How many of these blocks are stored, not holes.
     fn stored(&self, blocks: Range<usize>) -> u64 {
         let first = self.segments.first().map_or(0, |(n, _)| usize::from(*n));
         let at = |b: usize| {
@@ -209,7 +209,7 @@ impl Rewrite {
     }
 }
 
-/// The chunk before the update: its header and the segments concerned.
+/// The chunk before the update: its header and the affected segments.
 #[derive(Default)]
 struct Old {
     header: Slot<Header>,
@@ -240,14 +240,14 @@ fn check_data(offset: u32, data: &[Buf], sums: &[u32]) -> Result<()> {
 }
 
 impl Engine {
-    /// Checks an update (`Resend`: bytes do not match their sums), finds space for it (`NoSpc`) and
-    /// writes its bytes where nobody sees them. Waits for a flush when too much is unflushed.
-    /// `Busy`: the chunk has a staged update.
+    /// Checks an update (`Resend`: bytes do not match their sums), allocates space for it (`NoSpc`)
+    /// and writes its bytes where no reader sees them. Waits for a flush when too much is
+    /// unflushed. `Busy`: the chunk already has a staged update.
     pub async fn stage(&self, key: Key, update: Update) -> Result<Staged> {
         self.stage_of(key, update, None).await
     }
 
-    /// As [`Engine::stage`]; `granted`: whose grant a write may take of.
+    /// As [`Engine::stage`]; `granted`: the session whose grant a write may use.
     pub async fn stage_of(
         &self,
         key: Key,
@@ -321,9 +321,9 @@ impl Engine {
         Ok(slot.staged(&old, len, false, rewrite, space))
     }
 
-    /// Bytes beyond a chunk's end are zeros in its last block, so that growing it again needs no
-    /// look back: a cut inside a block writes that block anew. That one block may come from the
-    /// reserve.
+    /// Bytes after a chunk's end are zeros in its last block, so that extending the chunk later
+    /// need not look at them. So a truncation inside a block writes that block anew; it may take
+    /// that one block from the reserve.
     async fn stage_truncate(&self, slot: Slotted, len: u32) -> Result<Staged> {
         let old =
             slot.look(|h| h.map_or(0..0, |h| segments_of(len, h.meta.len)))?.whole(&slot.key)?;
@@ -351,8 +351,8 @@ impl Engine {
         Ok(slot.staged(&old, len, tombstone, rewrite, space))
     }
 
-    /// Whole blocks become holes. What is zeroed of a block at an edge makes that block anew, from
-    /// the reserve if need be: punching gives space back.
+    /// Whole blocks become holes. A block that is zeroed only in part is written anew, from the
+    /// reserve if it must: punching gives space back.
     async fn stage_punch(&self, slot: Slotted, offset: u32, len: u32) -> Result<Staged> {
         let end_in =
             |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(offset.saturating_add(len)));
@@ -364,7 +364,7 @@ impl Engine {
         if from >= end {
             return Ok(slot.staged(&old, old.len(), tombstone, rewrite, space));
         }
-        // Behind the chunk's end there are zeros already.
+        // After the chunk's end the block holds zeros already.
         let to = if end == old.len() as usize { end.next_multiple_of(BLOCK) } else { end };
         for at in from.div_ceil(BLOCK)..to / BLOCK {
             rewrite.set(at, HOLE, 0);
@@ -393,8 +393,8 @@ impl Engine {
         Ok(slot.staged(&old, old.len(), tombstone, rewrite, space))
     }
 
-    /// The chunk anew, or without bytes. Old records are dropped unread where they are damaged:
-    /// opening the target did not count their blocks as used either.
+    /// Stages new contents for the whole chunk, or none. Damaged old records are dropped unread:
+    /// when the target was opened, their blocks were not counted as used either.
     async fn stage_whole(&self, slot: Slotted, whole: Whole, keep_writers: bool) -> Result<Staged> {
         let Whole { data, sums, tombstone, damaged } = whole;
         let old = slot.look(|h| match h {
@@ -431,9 +431,9 @@ impl Engine {
         Ok(staged)
     }
 
-    /// Allocates and writes. `replaced`: so many of the blocks take the place of others, which are
-    /// free when the update is flushed. On failure or when dropped halfway the space goes back by
-    /// itself.
+    /// Allocates and writes. `replaced`: how many of the blocks replace others, which become free
+    /// when the update is flushed. On failure, or if dropped halfway, the space is given back
+    /// automatically.
     async fn write(&self, key: &Key, image: &Image, claim: Claim, replaced: u64) -> Result<Space> {
         let count = image.sums.len() as u64;
         let mut space = self.allocate(key, Want { count, replaced, claim }).await?;
@@ -451,11 +451,12 @@ impl Engine {
         Ok(space)
     }
 
-    /// Before it gives up, takes what deletions, other overwrites and finished readers give back.
+    /// Allocates. If space is short, first waits for what deletions, other overwrites and finished
+    /// readers give back.
     async fn allocate(&self, key: &Key, want: Want) -> Result<Space> {
         let (shared, overwrites) = (&self.shared, want.fresh() == 0);
         let alloc = || shared.alloc(want);
-        // Nobody passes those who wait.
+        // An overwrite does not pass those that wait already.
         if (!overwrites || shared.overwriters.load(Relaxed) == 0)
             && let Some(space) = alloc()
         {
@@ -495,8 +496,9 @@ impl Engine {
         Error::new(Code::NoSpc, m)
     }
 
-    /// Makes a staged update visible: at once, durable at the next flush. Replace sets the chunk's
-    /// list of writers, all others append `writers` to it; the last [`KEPT_WRITERS`] stay.
+    /// Makes a staged update visible at once; durable at the next flush. [`Update::Replace`] sets
+    /// the chunk's list of writers, all others append `writers` to it. The last [`KEPT_WRITERS`]
+    /// stay.
     pub fn commit(
         &self,
         mut staged: Staged,
@@ -512,7 +514,7 @@ impl Engine {
         Ok(meta)
     }
 
-    /// Makes a staged removal visible without a tombstone, as if the chunk had never been here;
+    /// Makes a staged removal visible without a tombstone, as if the chunk had never existed;
     /// durable at the next flush.
     pub fn forget(&self, staged: Staged) -> Result<()> {
         self.make_visible(staged, None)
@@ -536,13 +538,13 @@ impl Engine {
         s.freed.append(&mut staged.freed);
         s.dirty_bytes += staged.bytes;
         s.committed += 1;
-        // The records own them now, and the flush gives back what they replace.
+        // The records own the blocks now. The flush gives back the replaced ones.
         staged.space.extents.clear();
         Ok(())
     }
 }
 
-/// Part of a list of buffers, shared.
+/// A part of a list of buffers, without copying.
 fn cut(data: &[Buf], range: Range<usize>) -> Vec<Buf> {
     let (mut out, mut at) = (Vec::new(), 0);
     for b in data {
@@ -556,7 +558,7 @@ fn cut(data: &[Buf], range: Range<usize>) -> Vec<Buf> {
 }
 
 impl Slotted {
-    /// What is there now. Nobody else changes the chunk while this value lives, so its blocks stay.
+    /// The current state. This value keeps other updates of the chunk away, so its blocks stay.
     fn look(&self, want: impl Fn(Option<&Header>) -> Range<u8>) -> Result<Old> {
         let View { header, segments, .. } = self.shared.view(&self.key, want)?;
         Ok(Old { header, segments })
@@ -600,7 +602,7 @@ impl Old {
         self.header.as_ref().map_or(0, |h| h.meta.len)
     }
 
-    /// Refuses a chunk any of whose records here is damaged.
+    /// `Corrupt` if the header or one of the segments is damaged.
     fn whole(self, key: &Key) -> Result<Old> {
         let bad = self.header.as_ref().is_some_and(|h| h.damaged)
             || self.segments.iter().any(|(_, s)| s.as_ref().is_some_and(|s| s.damaged));
@@ -609,7 +611,7 @@ impl Old {
 }
 
 impl Image {
-    /// Makes these parts damaged: gives their blocks checksums that the bytes do not have.
+    /// Marks these parts as damaged: gives their blocks checksums that do not match.
     fn spoil(&mut self, parts: &[Range<u32>]) -> Result<()> {
         let good = self.sums.clone();
         for part in parts {
@@ -626,8 +628,8 @@ impl Image {
         Ok(())
     }
 
-    /// The parts that are not zeros: what is zero becomes holes. `zero_sum` is the checksum of a
-    /// block of zeros.
+    /// Splits off blocks of zeros, which become holes, and returns the other parts. `zero_sum` is
+    /// the checksum of a block of zeros.
     fn without_zeros(self, zero_sum: u32) -> Vec<Image> {
         let blocks = self.data.iter().flat_map(|b| b.chunks(BLOCK));
         let zero = |(bytes, sum): (&[u8], &u32)| *sum == zero_sum && bytes.iter().all(|b| *b == 0);
@@ -648,7 +650,7 @@ impl Image {
 }
 
 impl Rewrite {
-    /// Puts an image's blocks where they were written.
+    /// Records where an image's blocks were written.
     fn place(&mut self, image: &Image, extents: &[Extent]) {
         let blocks = extents.iter().flat_map(|e| e.start..e.start + e.count);
         for (i, (block, sum)) in blocks.zip(&image.sums).enumerate() {
@@ -658,9 +660,9 @@ impl Rewrite {
 }
 
 impl Shared {
-    /// `None`: not so many are free for who may take so much.
+    /// `None` if there are not enough free blocks that this update may take.
     fn alloc(self: &Arc<Self>, want: Want) -> Option<Space> {
-        // Not under the lock: it asks the file system below.
+        // Not under the lock, because it asks the file system below.
         if want.fresh() > 0 && self.device.spare() < self.reserve.below {
             return None;
         }
@@ -679,7 +681,7 @@ impl Shared {
         })
     }
 
-    /// A block of the chunk as stored, checked; `None` for a hole.
+    /// A block of the chunk as stored, with its checksum checked; `None` for a hole.
     async fn old_block(&self, key: &Key, old: &Old, at: usize) -> Result<Option<Buf>> {
         let Some(s) = find(&old.segments, at) else { return Ok(None) };
         let (block, sum) = (s.blocks[at % SEG_BLOCKS], s.sums[at % SEG_BLOCKS]);
@@ -689,8 +691,8 @@ impl Shared {
         self.read_blocks(key, block, at, &[sum], self.pool.get_now(BLOCK)).await.map(Some)
     }
 
-    /// Whole aligned blocks out of any bytes: as they came where they are aligned already, else
-    /// copied; a first or last block that is only partly written is filled up with its old bytes.
+    /// Makes whole aligned blocks. Aligned data is used as it is, other data is copied. A first or
+    /// last block that is only partly written is completed with its old bytes.
     async fn image(
         &self,
         key: &Key,
@@ -754,7 +756,7 @@ fn fill(to: &mut [u8], from: Option<&[u8]>) {
     }
 }
 
-/// Whether buffers can go to a device that bypasses the page cache as they are.
+/// Whether buffers can go to a device that bypasses the page cache without a copy.
 fn is_aligned(data: &[Buf]) -> bool {
     data.len() <= MAX_IOVECS
         && data

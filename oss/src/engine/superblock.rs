@@ -1,5 +1,5 @@
-//! The first blocks of a device: whose it is. Two copies, written in turn, so that one is whole at
-//! any time. Specified in `docs/formats.md`, "Chunk store".
+//! The first blocks of a device: the target's identity. There are two copies, written in turn, so
+//! that one is intact at any time. Specified in `docs/formats.md`, "Chunk store".
 
 use strake_fabric::{Buf, Pool};
 use strake_proto::{Code, Error, Result, checksum::crc32c};
@@ -13,7 +13,7 @@ const LEN: usize = BLOCK as usize;
 const NAME_AT: usize = 72;
 const NAME_MAX: usize = 255;
 const INCARNATION_AT: usize = LEN - 12;
-/// First block that holds chunk data; what lies below is the superblock's and reserved.
+/// First block that holds chunk data. The blocks below are the superblock's or reserved.
 pub const DATA_START: u64 = 256;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -102,7 +102,7 @@ impl Superblock {
             match (read.and_then(|b| Superblock::decode(&b)), &best) {
                 (Ok(s), Ok(b)) if s.sequence <= b.sequence => {}
                 (Ok(s), _) => best = Ok(s),
-                // A newer format decides even when the other copy is of ours.
+                // A newer format decides even if the other copy has our format.
                 (Err(e), _) if e.code == Code::OpNotSupp => return Err(e.context(device.name())),
                 (Err(e), Ok(_)) => tracing::warn!("{}: superblock copy {copy}: {e}", device.name()),
                 (Err(e), Err(_)) => best = Err(e),

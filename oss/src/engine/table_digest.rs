@@ -1,15 +1,16 @@
 //! What a chunk table must contain: a record in the table that sums up all others, and a mark on
-//! the device of how far the table was synced. Together they tell a table that lost or kept back
-//! synced changes from a whole one.
+//! the device that says how far the table was synced. Together they detect a table that lost synced
+//! changes.
 //!
-//! The store below takes a damaged batch in its journal for the journal's end, so that a single
-//! flipped bit there can drop changes that were synced, without an error. A target with such a
-//! table would offer zeros for lost chunks, and as the first source of its chain have the good
-//! copies removed. So it is refused when it is opened.
+//! The store takes a damaged batch in its journal for the journal's end. So a single flipped bit
+//! there can drop synced changes without an error. A target with such a table would return zeros
+//! for lost chunks, and as the first source of its chain would have the good copies removed. So
+//! opening it is refused.
 //!
-//! The [`TableDigest`] changes in the same batch as what it sums up: changes lost from the middle
-//! do not fit it. The [`Mark`] is written after the table's sync, and so is never ahead of it:
-//! changes lost from the end fall behind it. Formats are in `docs/formats.md`, "Chunk store".
+//! The [`TableDigest`] changes in the same batch as the records it sums up: if changes are lost
+//! from the middle, it does not match. The [`Mark`] is written after the table's sync, and so is
+//! never ahead of it: if changes are lost from the end, the table is behind the mark. Formats are
+//! in `docs/formats.md`, "Chunk store".
 
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::FutureExt;
@@ -29,13 +30,14 @@ const MARK_BLOCK: u64 = 2;
 /// Sums over all header and segment records, each wrapping at 2^64. See `docs/formats.md`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TableDigest {
-    /// Batches that changed the table, since it was made or since its first with a digest.
+    /// Batches that changed the table, since it was made or since it first had a digest.
     pub flushes: u64,
     pub records: u64,
     /// Over keys alone, so that a damaged value does not hide a lost record.
     pub keys: u64,
     pub values: u64,
-    /// A record was damaged when the target was opened or replaced, so `values` may be off.
+    /// A record was damaged when the target was opened, or when it was replaced, so `values` may be
+    /// wrong.
     pub unsure: bool,
 }
 
@@ -44,7 +46,7 @@ fn scatter(n: u64) -> u64 {
     splitmix64(&mut { n })
 }
 
-/// The checksum that a value ends in; it covers the key too.
+/// The checksum at the end of a value; it covers the key too.
 fn value_sum(value: &[u8]) -> u64 {
     let crc = value.last_chunk::<4>().map_or_else(|| crc32c(value), |b| u32::from_le_bytes(*b));
     scatter(u64::from(crc))
@@ -63,7 +65,7 @@ impl TableDigest {
         self.values = self.values.wrapping_sub(value_sum(value));
     }
 
-    /// Whether a table whose records give `found` is the one this digest was made of.
+    /// Whether a table whose records sum up to `found` matches this digest.
     pub fn fits(&self, found: &TableDigest) -> bool {
         let values = self.values == found.values || self.unsure || found.unsure;
         (self.records, self.keys) == (found.records, found.keys) && values
@@ -99,7 +101,7 @@ impl TableDigest {
     }
 }
 
-/// On the device: the table of target `uuid` was synced with a digest of `flushes`.
+/// A mark on the device: the table of target `uuid` was synced with a digest of `flushes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
     pub uuid: [u8; 16],
@@ -137,16 +139,16 @@ impl Mark {
         ((MARK_BLOCK + self.flushes % 2) * BLOCK, vec![b.freeze()])
     }
 
-    /// Both blocks of a new target.
+    /// Writes both blocks of a new target.
     pub async fn format(device: &dyn Device, pool: &Pool, uuid: [u8; 16]) -> Result<()> {
         let (at, block) = Mark { uuid, flushes: 0 }.block(pool);
         device.write(at, block.clone()).await?;
         device.write(at + BLOCK, block).await
     }
 
-    /// Hands the mark to the device and does not wait: the next flush of the device makes it
-    /// durable and the next but one is the first to write this block again. A mark that is lost
-    /// only makes the check weaker by one flush.
+    /// Hands the mark to the device and does not wait. The next flush of the device makes it
+    /// durable, and only the flush after that writes this block again. A lost mark only makes the
+    /// check weaker by one flush.
     pub fn send(&self, device: &dyn Device, pool: &Pool) {
         let (at, block) = self.block(pool);
         if let Some(Err(e)) = device.write(at, block).now_or_never() {
@@ -154,7 +156,7 @@ impl Mark {
         }
     }
 
-    /// How many flushes the table of this target must have at least; 0 where no mark can be read.
+    /// How many flushes the table of this target must have at least; 0 if no mark can be read.
     pub async fn read(device: &dyn Device, pool: &Pool, uuid: [u8; 16]) -> u64 {
         let mut flushes = 0;
         for block in MARK_BLOCK..MARK_BLOCK + 2 {

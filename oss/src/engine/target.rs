@@ -1,7 +1,7 @@
-//! The folder of a target: `data` (a file, or a link to a device, or one that says which device of
-//! SPDK), `table/` (the chunk table), `target.lock` (held by the process that serves it), `chains`
-//! (`used.rs`) and, while it is being made, `INCOMPLETE`. Damaged tables that were replaced by an
-//! empty one are kept as `table.damaged-N`.
+//! The folder of a target: `data` (a file, or a link to a device, or a link that names an SPDK
+//! device), `table/` (the chunk table), `target.lock` (held by the process that serves it),
+//! `chains` (`used.rs`) and, while it is being made, `INCOMPLETE`. Damaged tables that were
+//! replaced by an empty one are kept as `table.damaged-N`.
 
 use std::{
     collections::BTreeSet,
@@ -27,18 +27,18 @@ use crate::device::{self, BLOCK, Device};
 
 const DATA: &str = "data";
 const TABLE: &str = "table";
-/// An empty table until it takes the place of a damaged one; then that one, until it has its name.
+/// The empty table that will replace a damaged one; after the swap, the damaged one until renamed.
 const NEXT: &str = "table.next";
 const LOCK: &str = "target.lock";
 const INCOMPLETE: &str = "INCOMPLETE";
 
-/// Where a new target's bytes go.
+/// Where a new target stores its data.
 #[derive(Clone, Debug)]
 pub enum TargetLayout {
     /// A sparse file of this many bytes in the target's folder.
     File { size: u64 },
-    /// A whole block device or NVMe namespace, or one of SPDK's; everything on it is lost. Refused
-    /// if there seems to be anything, unless `force`.
+    /// A whole block device or NVMe namespace, or an SPDK device; everything on it is lost. Refused
+    /// if it seems to hold anything, unless `force`.
     BlockDevice { path: PathBuf, force: bool },
 }
 
@@ -46,15 +46,15 @@ fn at(path: &Path, e: std::io::Error) -> Error {
     Error::from(e).context(path.display())
 }
 
-/// Beginning of a block device that must be zeros before a target is made on it: labels of disks,
-/// file systems and volume managers lie here.
+/// Bytes at the start of a block device that must be zeros before a target is made on it: labels of
+/// disks, file systems and volume managers lie here.
 const LABELS: u64 = 1 << 20;
-/// How long a device that is in use is waited for.
+/// How long to wait for a device that is in use.
 const LET_GO: Duration = Duration::from_secs(3);
 
-/// Makes a target in a folder that is empty, absent, or holds one that was left half made. `Exist`:
-/// there is one already, or something is on the block device. Nothing counts until all of it is
-/// durable.
+/// Makes a target in a folder that is empty, absent, or holds a half-made target. `Exist`: there is
+/// a target already, or the block device is not blank. The target counts as made only when all of
+/// it is durable.
 pub async fn create_target_dir(
     path: &Path,
     layout: TargetLayout,
@@ -105,8 +105,8 @@ pub async fn create_target_dir(
     sync_dir(path)
 }
 
-/// The kernel lets go of a block device a moment after the io_uring that used it last ended, or was
-/// killed.
+/// Opens a device, and waits a moment if it is in use: the kernel releases a block device a little
+/// after the last io_uring that used it ended or was killed.
 pub(crate) async fn open_device(path: &Path) -> Result<Arc<dyn Device>> {
     let until = tokio::time::Instant::now() + LET_GO;
     loop {
@@ -129,7 +129,7 @@ pub(crate) async fn open_device(path: &Path) -> Result<Arc<dyn Device>> {
     }
 }
 
-/// Tells the devices of what a target is on, or is to be made on, before any is opened (see
+/// Announces the device of a target that exists or will be made, before any is opened (see
 /// [`device::spdk::announce`]).
 pub fn announce_device(path: &Path, device: Option<&Path>) -> Result<()> {
     let named = device.and_then(device::of_spdk).or_else(|| device::of_spdk(&path.join(DATA)));
@@ -162,14 +162,14 @@ async fn check_blank(device: &dyn Device) -> Result<()> {
     }
 }
 
-/// What was found in a target's folder.
+/// The result of opening a target's folder.
 pub enum Opened {
     Whole(Arc<Engine>),
     Damaged(Damaged),
 }
 
 impl Opened {
-    /// Damage is an error.
+    /// The engine, or the damage as an error.
     pub fn whole(self) -> Result<Arc<Engine>> {
         match self {
             Opened::Whole(engine) => Ok(engine),
@@ -188,18 +188,18 @@ pub(super) struct Folder {
 pub struct Damaged {
     pub path: PathBuf,
     pub why: Error,
-    /// Whose it is, where its device says so.
+    /// The target's identity, if its device could be read.
     pub id: Option<TargetIdentity>,
-    /// It is its table that is damaged, and no other one in its place: [`Damaged::empty`] may be.
+    /// Only the table is damaged, and it is not another target's: [`Damaged::empty`] is possible.
     pub table_only: bool,
-    /// The chains that it was ever given something of, where that is known.
+    /// The chains that ever stored something here, if known.
     pub used: Option<BTreeSet<ChainId>>,
     lock: File,
 }
 
-/// Opens a target and locks its folder for as long as the engine lives. `fs_uuid`: the cluster it
-/// must belong to, if it belongs to one. `NoEnt`: there is no target here, or a part is missing.
-/// `Busy`: another process serves it. `Perm`: it is of another cluster.
+/// Opens a target and locks its folder for as long as the engine lives. `fs_uuid`: the cluster that
+/// the target must belong to, if it belongs to one. `NoEnt`: there is no target here, or a part is
+/// missing. `Busy`: another process serves it. `Perm`: it belongs to another cluster.
 pub async fn open_target_dir(
     path: &Path,
     fs_uuid: Option<[u8; 16]>,
@@ -233,7 +233,7 @@ pub async fn open_target_dir(
     open_locked(path, lock, fs_uuid, pool, options).await
 }
 
-/// As a folder that a file system is to be mounted on.
+/// Whether it is an empty folder, like a mount point whose file system is not mounted.
 fn is_empty_dir(path: &Path) -> bool {
     path.read_dir().is_ok_and(|mut entries| entries.next().is_none())
 }
@@ -277,12 +277,12 @@ async fn open_locked(
     let store = fjall_store::Options { cache_bytes: options.store_cache, ..Default::default() };
     let table = match FjallStore::open_with(path.join(TABLE), &store) {
         Ok(table) => Arc::new(table),
-        // A file of its own that it lacks, too.
+        // `NoEnt` if one of the store's own files is missing.
         Err(e) if matches!(e.code, Code::Corrupt | Code::NoEnt) => {
             return damaged(e, Some(id), true);
         }
-        // A disk that may be well again; a newer store, or a bit of the one byte that tells its
-        // format: nothing says which.
+        // The disk may recover; or the store is newer, or a bit of its one format byte flipped:
+        // nothing tells which.
         Err(e) if matches!(e.code, Code::Io | Code::OpNotSupp) => {
             return damaged(e, Some(id), false);
         }
@@ -306,8 +306,8 @@ impl Engine {
         self.shared.folder.as_ref().map(|f| f.path.clone())
     }
 
-    /// The target as one that was found damaged. For one that is in service and whose table cannot
-    /// be read; this engine is to be let go.
+    /// The target as a damaged one: for a target in service whose table cannot be read. This engine
+    /// is to be dropped.
     pub fn as_damaged(&self, why: Error) -> Option<Damaged> {
         let Folder { path, lock } = self.shared.folder.as_ref()?;
         let (path, lock) = (path.clone(), lock.try_clone().ok()?);
@@ -321,16 +321,16 @@ impl Engine {
         })
     }
 
-    /// The chains that the target was ever given something of, if it is in a folder.
+    /// The chains that ever stored something here, if the target is in a folder.
     pub fn used(&self) -> Option<BTreeSet<ChainId>> {
         self.shared.used.as_ref().map(Used::chains)
     }
 }
 
 impl Damaged {
-    /// Puts an empty table in the place of the damaged one, which is kept, and opens the target: it
-    /// holds nothing then, under the same identity. For a target of which nothing is needed any
-    /// more. Where the damaged table is now, too.
+    /// Replaces the damaged table with an empty one and opens the target, which then holds nothing,
+    /// under the same identity. Use it only if nothing on the target is needed any more. The
+    /// damaged table is kept; also returns its new path.
     pub async fn empty(&self, pool: Pool, options: Options) -> Result<(Arc<Engine>, PathBuf)> {
         let (table, next) = (self.path.join(TABLE), self.path.join(NEXT));
         let id = self.id.as_ref().filter(|_| self.table_only).ok_or_else(|| self.why.clone())?;
@@ -338,12 +338,12 @@ impl Damaged {
             let m = format!("{} is a link: what it leads to is not replaced", table.display());
             return Err(Error::new(Code::OpNotSupp, m));
         }
-        // fjall finds its files by their names: it would go on in the empty one.
+        // fjall finds its files by name: an open store would continue in the empty one.
         if FjallStore::is_open(&table) {
             return Err(Error::new(Code::Busy, format!("{} is still in use", table.display())));
         }
         if next.exists() {
-            self.keep(&next)?; // of an attempt that was cut short: perhaps the damaged one
+            self.keep(&next)?; // left by an interrupted attempt: perhaps the damaged one
         }
         {
             let device = open_device(&self.path.join(DATA)).await?;
@@ -361,7 +361,7 @@ impl Damaged {
         Ok((engine, kept))
     }
 
-    /// Names a table that is not used any more.
+    /// Renames a table that is no longer used.
     fn keep(&self, table: &Path) -> Result<PathBuf> {
         let free =
             (1u32..).map(|n| self.path.join(format!("{TABLE}.damaged-{n}"))).find(|p| !p.exists());

@@ -1,9 +1,9 @@
-//! Which chains a target was ever given something of. It is kept beside the chunk table, for when
-//! that is lost: of the other chains nothing is lost with it.
+//! Which chains ever stored something on a target. Kept beside the chunk table, in case that is
+//! lost: the other chains lose nothing with it.
 //!
 //! `chains` in the target's folder (`docs/formats.md`): a magic number and the target's UUID, then
 //! a record for each chain. A record is durable before the first update of its chain is staged, and
-//! never goes. A file that is not whole is no file.
+//! is never removed. A file with any damage counts as no file.
 
 use std::{
     collections::BTreeSet,
@@ -39,8 +39,8 @@ fn record(uuid: &[u8; 16], chain: ChainId) -> [u8; RECORD] {
     out
 }
 
-/// What the file of a target in this folder says, `None` if it is absent, of another target or not
-/// whole.
+/// The contents of the file in this folder; `None` if it is absent, damaged or belongs to another
+/// target.
 pub(super) fn read(folder: &Path, uuid: &[u8; 16]) -> Option<BTreeSet<ChainId>> {
     let bytes = fs::read(folder.join(NAME)).ok()?;
     let (head, records) = bytes.split_at_checked(HEAD)?;
@@ -55,7 +55,7 @@ pub(super) fn read(folder: &Path, uuid: &[u8; 16]) -> Option<BTreeSet<ChainId>> 
 }
 
 impl Used {
-    /// Of a target whose table is whole and has something of the chains `has`.
+    /// For a target whose table is intact and has records of the chains in `has`.
     pub(super) fn open(folder: &Path, uuid: [u8; 16], has: &BTreeSet<ChainId>) -> io::Result<Used> {
         let before = read(folder, &uuid);
         let chains: BTreeSet<ChainId> = before.iter().flatten().chain(has).copied().collect();
@@ -72,15 +72,15 @@ impl Used {
         Ok(Used { uuid, known: Mutex::new(Known { chains, file }) })
     }
 
-    /// Something of this chain is about to be stored. Waits for the disk the first time, and holds
-    /// up others who come for the first time.
+    /// Records that something of this chain is about to be stored. The first time, waits for the
+    /// disk and delays others that are noted for the first time.
     pub(super) fn note(&self, chain: ChainId) -> io::Result<()> {
         let mut k = self.known.lock();
         if k.chains.contains(&chain) {
             return Ok(());
         }
-        // Half of a record would make the file worthless: that is found at the next start, and errs
-        // on the safe side.
+        // A partial record would make the file invalid. The next start notices that, and errs on
+        // the safe side.
         k.file.write_all(&record(&self.uuid, chain))?;
         k.file.sync_data()?;
         k.chains.insert(chain);
@@ -106,7 +106,7 @@ mod tests {
         [9, 3, 9, 1].into_iter().for_each(|c| used.note(c).unwrap());
         assert_eq!((read(at, &uuid), used.chains()), (Some(set(&[1, 3, 9])), set(&[1, 3, 9])));
         drop(used);
-        // What it has nothing of any more it stays noted for.
+        // A chain stays recorded even when nothing of it is left.
         drop(Used::open(at, uuid, &set(&[4])).unwrap());
         assert_eq!(read(at, &uuid), Some(set(&[1, 3, 4, 9])));
         assert_eq!(read(at, &[8; 16]), None, "of another target");
@@ -121,7 +121,7 @@ mod tests {
             fs::write(at.join(NAME), &whole[..cut]).unwrap();
             assert_eq!(read(at, &uuid), None, "{cut} bytes");
         }
-        // The table is whole: it is written anew.
+        // The table is intact, so the file is written anew.
         drop(Used::open(at, uuid, &set(&[4])).unwrap());
         assert_eq!(read(at, &uuid), Some(set(&[4])));
     }

@@ -1,4 +1,4 @@
-//! Administration over gRPC, for who knows the cluster key.
+//! Administration over gRPC, for clients that know the cluster key.
 
 use std::{net::SocketAddr, sync::Arc};
 
@@ -43,7 +43,7 @@ impl Admin for Shell {
         _: Request<pb::AddTargetsRequest>,
     ) -> Result<Response<pb::AddTargetsReply>, Status> {
         let (node, more) = (self.0.clone(), self.1.clone());
-        // To its end, whether or not the caller waits for it.
+        // A task of its own, so that it finishes even if the caller does not wait.
         let added = tokio::spawn(async move { more.add(&node).await }).await;
         let added = added.map_err(|e| Status::internal(e.to_string()))?;
         let targets = added.map_err(|e| match e.code {
@@ -60,7 +60,7 @@ impl Admin for Shell {
     }
 }
 
-/// Serves until the future is dropped. Fails at once if the address cannot be had.
+/// Serves until the future is dropped. Fails at once if the address cannot be bound.
 pub(super) fn serve(
     node: Arc<Node>,
     more: Arc<More>,

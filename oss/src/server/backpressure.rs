@@ -1,4 +1,4 @@
-//! How a fill makes way for what applications wait for, and for other fills.
+//! How a resync yields to requests that applications wait for, and to other resyncs.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -8,16 +8,16 @@ use tokio::time::Instant;
 
 use super::node::Target;
 
-/// After a piece a fill waits so many times as long as that took, while applications wait for the
-/// same targets: it takes a quarter of them at most.
+/// While applications wait for the same targets, a resync pauses after each piece for this many
+/// times as long as the piece took: it takes at most a quarter of the targets' time.
 const YIELD: u32 = 3;
-/// But it stays above this part of its limit.
+/// But it stays above this fraction (one part in so many) of its rate limit.
 const LEAST: u32 = 8;
-/// Applications count for so long after their last request: the next one mostly follows at once.
-/// Also how often a fill that waits looks again.
+/// A target counts as busy for so long after the last request of an application, because the next
+/// one mostly follows at once. A waiting resync also checks this often.
 pub(super) const QUIET: Duration = Duration::from_millis(10);
 
-/// The requests of one target that an application waits for: those of clients, and updates that
+/// The requests of one target that applications wait for: those of clients, and updates that
 /// another replica forwards for them.
 #[derive(Default)]
 pub(super) struct Foreground(Mutex<State>);
@@ -36,7 +36,7 @@ impl Foreground {
     }
 }
 
-/// A request that an application waits for, in work until this is dropped.
+/// A request that an application waits for; it counts as in work until this is dropped.
 pub(super) struct Awaited(Arc<Target>);
 
 impl Awaited {
@@ -53,19 +53,19 @@ impl Drop for Awaited {
     }
 }
 
-/// Chains that fill one target at a time: one that returns is out of sync in all of its chains,
-/// each with another source.
+/// Most chains that resync one target at a time. A target that returns is out of sync in all of its
+/// chains, each with another source.
 const FILLS: usize = 8;
-/// A fill that was not heard of for so long has no part in that: its source may be gone, or waits
+/// A resync that sent nothing for so long no longer counts: its source may be gone, or waits
 /// itself.
 const IDLE: Duration = Duration::from_secs(1);
 
-/// The chains that fill a target, and when each was last heard of.
+/// The chains that resync a target, and when each last sent something.
 #[derive(Default)]
 pub(super) struct Fills(Mutex<BTreeMap<ChainId, Instant>>);
 
 impl Fills {
-    /// Whether a chain may begin to fill the target, or go on.
+    /// Whether a chain may begin or continue to resync the target.
     pub(super) fn admits(&self, chain: ChainId, now: Instant) -> bool {
         let mut all = self.0.lock();
         all.retain(|_, at| now.saturating_duration_since(*at) < IDLE);
@@ -85,8 +85,8 @@ impl Fills {
     }
 }
 
-/// How long a fill waits after a piece that took so long. `limit`: how long the piece takes at the
-/// fill's highest rate, zero if that has none.
+/// How long a resync waits after a piece that took `took`. `limit`: how long the piece takes at the
+/// resync's rate limit, zero if it has none.
 pub(super) fn pause(limit: Duration, took: Duration, busy: bool) -> Duration {
     if !busy {
         return limit;
@@ -111,12 +111,12 @@ mod tests {
         assert!(!fills.admits(first, start) && fills.admits(0, start), "who has begun goes on");
         fills.ends(3);
         assert!(fills.admits(first, start) && !fills.admits(3, start));
-        // Who is silent gives way, but not who still sends.
+        // A silent chain loses its place, but not one that still sends.
         fills.hears(0, start + IDLE / 2);
         let later = start + IDLE;
         assert!((20..19 + first).all(|c| fills.admits(c, later)));
         assert!(!fills.admits(50, later) && fills.admits(0, later));
-        // What is heard of one that has no part in it gives it none.
+        // Hearing from a chain without a place gives it none.
         fills.hears(60, later);
         assert!(!fills.admits(60, later));
     }
@@ -136,7 +136,7 @@ mod tests {
         for took in (0..2000).map(ms) {
             let wait = pause(limit, took, true);
             assert!(wait >= limit, "{took:?}: above the limit");
-            // The part that waiting adds; what the piece itself takes cannot be helped.
+            // The limit is on the waiting; the time of the piece itself cannot be avoided.
             assert!(took + wait <= (limit * LEAST).max(took + limit), "{took:?}: {wait:?}");
         }
         assert_eq!(pause(limit, ms(60), true), ms(180));

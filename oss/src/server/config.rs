@@ -1,4 +1,4 @@
-//! Configuration of an object storage server.
+//! Configuration of a storage server.
 
 use std::{net::SocketAddr, path::PathBuf};
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, de::Error as _};
 use strake_fabric::Endpoint;
 use strake_proto::{Code, Error, Result};
 
-/// One, several by commas, or a list.
+/// One endpoint, several separated by commas, or a list.
 fn own_endpoints<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Endpoint>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "expected an endpoint or a list of them")]
@@ -57,14 +57,14 @@ pub struct Config {
     /// Where it listens, `tcp:HOST:PORT` and `rdma:HOST:PORT`; at least one. Port 0 picks one.
     #[serde(deserialize_with = "own_endpoints")]
     pub listen: Vec<Endpoint>,
-    /// What others reach it at, when that is not `listen`.
+    /// The address that others use to reach it, if that is not `listen`.
     #[serde(default, deserialize_with = "own_endpoints")]
     pub advertise: Vec<Endpoint>,
     /// Where the gRPC administration service listens; none if absent.
     #[serde(default)]
     pub admin: Option<SocketAddr>,
-    /// What fails together with this node: its rack, say. Copies go to other ones, if there are
-    /// any.
+    /// What fails together with this node, for example its rack. Copies go to other racks if there
+    /// are any.
     #[serde(default)]
     pub rack: String,
     /// The metadata servers, in any order.
@@ -91,29 +91,29 @@ pub struct Config {
     /// for.
     #[serde(default = "defaults::scrub_every")]
     pub scrub_every_s: u64,
-    /// What a target has of a chain that it has left is removed only when every replica in sync has
-    /// read what it has of the chunk. Off: as soon as all are in sync.
+    /// A target's data of a chain that it has left is removed only when every in-sync replica has
+    /// read its copy of the chunk. Off: as soon as all are in sync.
     #[serde(default = "defaults::keep_until_read")]
     pub keep_until_read: bool,
-    /// Requests of clients worked on at a time; beyond it they are told to come again.
+    /// Client requests worked on at a time; clients are told to retry others.
     #[serde(default = "defaults::max_requests")]
     pub max_requests: usize,
     /// Milliseconds to wait for another storage server's answer before it is asked again.
     #[serde(default = "defaults::peer_timeout")]
     pub peer_timeout_ms: u64,
-    /// Milliseconds for which an update may be on its way here from a client; one that comes later
-    /// is to be sent again. 0 = for ever.
+    /// Milliseconds that an update may take from a client to here; a later one must be resent.
+    /// 0 = no limit.
     #[serde(default = "defaults::update_life")]
     pub update_life_ms: u32,
-    /// Capabilities end here when the right that they stand for does. Off: when they expire.
+    /// Capabilities end here when the right behind them ends. Off: when they expire.
     #[serde(default = "defaults::end_capabilities")]
     pub end_capabilities: bool,
 }
 
-/// More at a time than any machine does.
+/// Largest value of counts: more at a time than any machine does.
 const MOST: usize = 65_536;
 const LONGEST_MS: u64 = 86_400_000;
-/// Clients learn how late it is every third of an update's life.
+/// Clients learn the server's time every third of an update's life.
 const LEAST_LIFE_MS: u32 = 1000;
 const LONGEST_SCRUB_S: u64 = 100 * 365 * 86_400;
 

@@ -1,9 +1,9 @@
-//! Copies that are not in sync, as sources for what no replica in sync has good: of a replica that
-//! waits, is being filled or is out of service, and of a target that has left the chain and is
-//! still there. They may be older, so what they give is judged by what is stored here: a block that
-//! has the checksum which this replica's record says it must have is that block, whatever else has
-//! changed. Where that checksum is not known, the chunk there must be at this one's version: a
-//! version names one update.
+//! Copies that are not in sync, as sources for data of which no in-sync replica has a good copy.
+//! They are on a replica that waits, is being resynced or is out of service, or on a target that
+//! has left the chain and still exists. They may be older, so this replica judges what they return:
+//! a block with the checksum that this replica's record demands is the right block, whatever else
+//! has changed. If that checksum is not known, the copy's chunk must be at this replica's version,
+//! because a version names one update.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -33,19 +33,19 @@ use super::{
 use crate::{chain::rows::Copies, engine::Look};
 
 const BLOCK: u32 = checksum::BLOCK as u32;
-/// Blocks that are asked for at once.
+/// Bytes that are asked for at once.
 const PIECE: u32 = 64 * BLOCK;
-/// A target that has left is asked for so long after it was heard of.
+/// A target that has left is asked for so long after its last message.
 const REMEMBERED: Duration = Duration::from_secs(5 * ANNOUNCE.as_secs());
 
-/// How long members out of service are left alone after one of them did not answer, and about a
-/// chunk after they could not help with it.
+/// After a member that is out of service did not answer, none of them is asked for so long. After
+/// they could not help with a chunk, they are not asked about that chunk for so long.
 const AWAY_AGAIN: Duration = Duration::from_millis(500);
-/// How long updates of the chunk wait for the answer of such a member, which may be cut off.
+/// How long updates of the chunk wait for the answer of such a member, which may be unreachable.
 const AWAY_PATIENCE: Duration = Duration::from_millis(500);
 
-/// Members of a chain that are out of service. Most are dead, but one that was shut out for a bad
-/// link may be reached from here.
+/// Members of a chain that are out of service. Most are dead, but one that is shut out because of a
+/// bad link may still be reachable from here.
 #[derive(Default)]
 pub(super) struct Away(Mutex<Asked>);
 
@@ -84,14 +84,14 @@ fn is_recent(at: Instant, now: Instant) -> bool {
 pub(super) struct Formers(Mutex<BTreeMap<TargetId, Instant>>);
 
 impl Formers {
-    /// Whether that is news.
+    /// Records that a target was heard of. Returns whether that is news.
     fn heard(&self, target: TargetId, now: Instant) -> bool {
         let mut known = self.0.lock();
         known.retain(|_, at| now.saturating_duration_since(*at) < REMEMBERED);
         known.insert(target, now).is_none()
     }
 
-    /// Whether it was one of them; it is no more.
+    /// Forgets a target. Returns whether it was known.
     fn is_gone(&self, target: TargetId) -> bool {
         self.0.lock().remove(&target).is_some()
     }
@@ -106,7 +106,7 @@ impl Formers {
     }
 }
 
-/// Bytes of a chunk that were found good.
+/// A part of a chunk with a good copy.
 pub(super) struct Part {
     pub at: Range<u32>,
     pub from: TargetId,
@@ -114,18 +114,18 @@ pub(super) struct Part {
     pub sums: Vec<u32>,
 }
 
-/// What came of a search in copies that are not in sync.
+/// The result of a search in copies that are not in sync.
 #[derive(Default)]
 pub(super) struct Found {
     pub parts: Vec<Part>,
-    /// What nobody has, in order.
+    /// The ranges for which no copy was found, in order.
     pub left: Vec<Range<u32>>,
-    /// One of them did not answer and may have it.
+    /// A target that may have them did not answer.
     pub unasked: Option<Error>,
 }
 
 impl Replica {
-    /// Targets that may have a copy and are not in sync.
+    /// Targets that may have a copy but are not in sync.
     fn others_out_of_sync(&self) -> BTreeSet<TargetId> {
         let map = self.node.map.load();
         let Some(chain) = map.chain(self.chain) else { return BTreeSet::new() };
@@ -151,12 +151,12 @@ impl Replica {
         })
     }
 
-    /// Whether what was lost of the chunk may be found now, in the same epoch.
+    /// Whether lost data of the chunk may be found now, in the same epoch.
     pub(super) fn may_be_found(&self, chunk: ChunkId) -> bool {
         !self.members_away(chunk).is_empty()
     }
 
-    /// Looks for damaged blocks of the committed chunk, whose slot the caller occupies.
+    /// Looks for good copies of damaged blocks of the committed chunk. The caller holds its slot.
     pub(super) async fn search(
         &self,
         chunk: ChunkId,
@@ -165,7 +165,7 @@ impl Replica {
     ) -> Found {
         let mut found = Found { left: damaged.to_vec(), ..Found::default() };
         for to in self.others_out_of_sync() {
-            // One that has left and does not answer will say when it is there again.
+            // A target that has left and does not answer will announce itself when it is back.
             if let Err(e) = self.search_in(to, chunk, version, &mut found).await
                 && !(e.code == Code::Disconnected && self.formers.is_gone(to))
             {
@@ -190,8 +190,8 @@ impl Replica {
         found
     }
 
-    /// Takes what a target has of what is left. An error: it does not answer, and may have more.
-    /// What was found stays if this is dropped.
+    /// Asks a target for the ranges that are left. An error means that it did not answer and may
+    /// have more. If this is dropped, what was found so far stays in `found`.
     async fn search_in(
         &self,
         to: TargetId,
@@ -221,7 +221,8 @@ impl Replica {
         Ok(())
     }
 
-    /// What a target has of a part; `left`: what it has not. An error: nothing of it is known.
+    /// Asks a target for a part. `left` gets what it does not have. After an error nothing is
+    /// known.
     async fn search_part(
         &self,
         to: TargetId,
@@ -238,7 +239,7 @@ impl Replica {
             let of_piece = &sums[((start - part.start) / BLOCK) as usize..];
             match self.copy_of(to, chunk, piece.clone()).await {
                 Ok(copy) => judge(to, &copy, version, piece, of_piece, &mut good, &mut bad),
-                // Some of it is damaged there, too.
+                // Some of it is damaged there, too: ask block by block.
                 Err(e) if e.code == Code::Corrupt && piece.end - piece.start > BLOCK => {
                     for (i, at) in (piece.start..piece.end).step_by(BLOCK as usize).enumerate() {
                         let block = at..piece.end.min(at + BLOCK);
@@ -266,7 +267,7 @@ impl Replica {
         Ok(())
     }
 
-    /// What a target has of a part of a chunk, as far as its copy reaches, at whatever version.
+    /// A target's bytes of a part of a chunk, as far as its copy reaches, at whatever version.
     pub(super) async fn copy_of(
         &self,
         to: TargetId,
@@ -290,14 +291,14 @@ impl Replica {
         Ok((reply, data))
     }
 
-    /// A VOUCH as it arrives: whether this replica, in sync, can read all that it has of the chunk,
-    /// or has it again now with the help of the target that asks. `Corrupt` if not.
+    /// Handles a VOUCH: whether this in-sync replica can read its whole copy of the chunk, if need
+    /// be after a repair with the help of the asking target. `Corrupt` if not.
     pub(super) async fn vouch(self: &Arc<Self>, r: &DataRequest) -> Result<DataReply> {
         self.check_in_sync(r.epoch)?;
         let asks = TargetId::try_from(r.session)
             .map_err(|_| Error::new(Code::Inval, "no target's number"))?;
         if self.formers.heard(asks, Instant::now()) {
-            // It may have what was lost so far.
+            // The asking target may have data that was lost so far.
             let me = self.clone();
             self.node.env.spawn(async move { me.mend_all().await });
         }
@@ -334,7 +335,8 @@ impl Replica {
             Copies::Vouched.taken();
             return Ok(());
         }
-        // What is known to be lost is looked for again: the one who asks may not have been there.
+        // Search again even for data known as lost: the asking target may not have been there
+        // before.
         let mended = self.mend(chunk, None).await;
         if mended.is_ok() && whole(look().await?) {
             Copies::Mended.taken();
@@ -345,7 +347,7 @@ impl Replica {
         Err(Error::new(Code::Corrupt, format!("chunk {chunk} is damaged on target {}", self.id)))
     }
 
-    /// Tries again to repair what is known to be damaged.
+    /// Tries again to repair the chunks known to be damaged.
     async fn mend_all(self: Arc<Self>) {
         for (key, _) in self.target.damage.open().into_iter().filter(|(k, _)| k.chain == self.chain)
         {
@@ -356,8 +358,8 @@ impl Replica {
     }
 }
 
-/// Which blocks of a part, read elsewhere, are those that are lost here: `sums` are the checksums
-/// that they must have.
+/// Sorts the blocks of a part read from another copy into `good` (the lost blocks) and `bad`.
+/// `sums` are the checksums that the blocks must have.
 fn judge(
     from: TargetId,
     (reply, data): &(DataReply, Vec<Buf>),
@@ -390,7 +392,7 @@ fn judge(
     }
 }
 
-/// Parts that touch are one.
+/// Joins ranges that touch.
 fn joined(mut parts: Vec<Range<u32>>) -> Vec<Range<u32>> {
     parts.sort_by_key(|p| p.start);
     let mut out: Vec<Range<u32>> = Vec::new();
@@ -403,8 +405,9 @@ fn joined(mut parts: Vec<Range<u32>>) -> Vec<Range<u32>> {
     out
 }
 
-/// The bytes that stand for damaged ones in a fill, from this checksum of theirs, as far as it is
-/// known: zeros behind a word by which their complement's checksum is the one of what is lost.
+/// The bytes that stand in for damaged blocks in a resync. If a block's checksum is known, its
+/// stand-in is a word followed by zeros whose checksum is the complement of it. Otherwise it is all
+/// zeros.
 pub(super) fn stand_in(part: &Range<u32>, sums: &[Option<u32>]) -> Vec<u8> {
     let mut bytes = vec![0; (part.end - part.start) as usize];
     for (block, sum) in bytes.chunks_mut(BLOCK as usize).zip(sums) {
@@ -415,8 +418,7 @@ pub(super) fn stand_in(part: &Range<u32>, sums: &[Option<u32>]) -> Vec<u8> {
     bytes
 }
 
-/// What a block that stands for a damaged one says about that: the checksum it has, if that is
-/// known.
+/// The checksum of the lost block, from the block that stands in for it; `None` if not known.
 pub(super) fn stands_for(block: &[u8]) -> Option<u32> {
     let mut whole = [0; BLOCK as usize];
     whole[..block.len()].copy_from_slice(block);

@@ -1,6 +1,6 @@
-//! What was found damaged on one target, whoever found it: the scrub, a read, a write onto a bad
-//! block, a resync. A chunk is reported when it is found damaged, and not again while it stays so.
-//! What stays damaged is kept with the target and outlives the server.
+//! What was found damaged on one target, by the scrub, a read, a write onto a bad block or a
+//! resync. A chunk is reported when it is found damaged, and not again while it stays damaged.
+//! Findings that stay open are kept on the target and survive a restart.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -16,22 +16,22 @@ use strake_proto::{TargetId, data::Version, pb};
 
 use crate::engine::{Engine, Found, Key, Look};
 
-/// Findings that are kept; what is left out of the list is counted.
+/// Most findings in the list; those left out are counted.
 pub(super) const KEPT: usize = 1024;
-/// Chunks known to be damaged still. What comes beyond them is counted as often as it is found.
+/// Most chunks known as still damaged. Chunks beyond that count each time they are found.
 const KEPT_OPEN: usize = 65_536;
 
 /// A chunk that stays damaged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Still {
-    /// Epoch of its chain when it was last tried to repair it.
+    /// Epoch of its chain at the last attempt to repair it.
     pub epoch: u64,
-    /// Of the chunk then.
+    /// The chunk's version then.
     pub version: Version,
-    /// No in-sync replica had a good copy then: reads of what is damaged are `Corrupt`. Else one
-    /// could not be asked, or there was no space for it, which is tried again.
+    /// No in-sync replica had a good copy then: reads of the damaged part return `Corrupt`. If
+    /// false, a replica could not be asked, or space was short, and the repair is tried again.
     pub lost: bool,
-    /// What is damaged.
+    /// The damaged ranges.
     pub left: Vec<Range<u32>>,
     /// Why it is not repaired.
     pub cause: String,
@@ -40,18 +40,18 @@ pub(super) struct Still {
 /// What became of a damaged chunk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// From another target, or from this one's memory (`None`).
+    /// Repaired from another target, or from this one's memory (`None`).
     Repaired(Option<TargetId>),
-    /// Damaged still.
+    /// Still damaged.
     Still(Still),
-    /// Written anew, cut or removed since.
+    /// Written anew, truncated or removed since.
     Gone,
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Finding {
     pub key: Key,
-    /// From the first to the last damaged byte of the chunk; all of it if empty.
+    /// From the first to the last damaged byte of the chunk; the whole chunk if empty.
     pub part: Range<u32>,
     /// Bytes damaged in `part`.
     pub bytes: u32,
@@ -62,13 +62,13 @@ pub(super) struct Finding {
     pub unix_ms: u64,
 }
 
-/// Chunks, in this life of the server; those that an earlier one left damaged count, too.
+/// Numbers of chunks in this run of the server, including those that an earlier run left damaged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     /// Found damaged, whatever became of them.
     pub damaged: u64,
     pub repaired: u64,
-    /// Of which there is no good copy now.
+    /// Those that have no good copy now.
     pub lost: u64,
 }
 
@@ -84,14 +84,14 @@ struct Inner {
 #[derive(Default)]
 pub(super) struct Damage {
     inner: Mutex<Inner>,
-    /// Keeps what stays damaged.
+    /// Stores the findings that stay open.
     engine: Option<Arc<Engine>>,
-    /// Something was written down and is not durable yet.
+    /// Something was stored and is not durable yet.
     unsynced: AtomicBool,
 }
 
 impl Damage {
-    /// Begins with what earlier lives of the server found.
+    /// Begins with the findings of earlier runs of the server.
     pub(super) fn of(engine: Arc<Engine>) -> Damage {
         let mut inner = Inner::default();
         for (key, found) in engine.findings(KEPT_OPEN) {
@@ -118,7 +118,7 @@ impl Damage {
         Damage { inner: Mutex::new(inner), engine: Some(engine), unsynced: AtomicBool::new(false) }
     }
 
-    /// Makes what was written down durable.
+    /// Makes stored findings durable.
     pub(super) async fn sync(&self) {
         let Some(engine) =
             self.engine.as_ref().filter(|_| self.unsynced.swap(false, Ordering::AcqRel))
@@ -130,7 +130,7 @@ impl Damage {
         }
     }
 
-    /// Keeps how it is with a chunk. Under the lock, so that what came last is what stays.
+    /// Stores the state of a chunk. Under the lock, so that the last state is the one that stays.
     fn keep(&self, inner: &Inner, key: &Key) {
         let Some(engine) = &self.engine else { return };
         let found = inner.open.get(key).map(|s| {
@@ -154,7 +154,7 @@ impl Damage {
         }
     }
 
-    /// A look at a damaged chunk, and what became of it. Whether that is news.
+    /// Records a look at a damaged chunk and its outcome. Returns whether that is news.
     pub(super) fn report(&self, key: Key, look: &Look, outcome: &Outcome, unix_ms: u64) -> bool {
         let mut inner = self.inner.lock();
         let was = inner.open.get(&key).cloned();
@@ -189,7 +189,7 @@ impl Damage {
         before != now || now.is_none()
     }
 
-    /// The chunk is whole, or no more.
+    /// The chunk is intact, or no longer exists.
     pub(super) fn whole(&self, key: &Key) {
         let mut inner = self.inner.lock();
         if inner.open.contains_key(key) {
@@ -199,8 +199,8 @@ impl Damage {
         }
     }
 
-    /// Why there was no good copy of something in this part of a chunk when it was last looked for,
-    /// if that was in this epoch.
+    /// Why the last search found no good copy of some bytes in this part of a chunk; `None` if that
+    /// search was in another epoch.
     pub(super) fn lost_in(&self, key: &Key, epoch: u64, part: &Range<u32>) -> Option<String> {
         let inner = self.inner.lock();
         let still = inner.open.get(key).filter(|s| s.lost && s.epoch == epoch)?;
@@ -217,7 +217,7 @@ impl Damage {
         self.inner.lock().counts
     }
 
-    /// The findings kept, oldest first, and how many were left out.
+    /// The listed findings, oldest first, and how many were left out.
     pub(super) fn findings(&self) -> (Vec<pb::DamageFinding>, u64) {
         let inner = self.inner.lock();
         (inner.list.iter().map(Finding::on_the_wire).collect(), inner.left_out)
@@ -229,7 +229,7 @@ impl Inner {
         self.open.values().filter(|s| s.lost).count() as u64
     }
 
-    /// What was reported as damaged is so no more, or for another reason.
+    /// Updates the outcome of a chunk that was reported as damaged.
     fn settle(&mut self, key: &Key, outcome: &Outcome) {
         if matches!(outcome, Outcome::Repaired(_) | Outcome::Gone) {
             self.open.remove(key);
@@ -240,7 +240,7 @@ impl Inner {
         }
     }
 
-    /// What is damaged still is kept the longest.
+    /// Adds to the list; findings that are still open are kept the longest.
     fn add(&mut self, finding: Finding) {
         if self.list.len() >= KEPT {
             self.left_out += 1;

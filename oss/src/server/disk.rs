@@ -1,4 +1,4 @@
-//! A storage server from its target folders.
+//! Starting a storage server from its target folders.
 
 use futures_util::future::BoxFuture;
 use std::{
@@ -16,20 +16,20 @@ use super::{
 };
 use crate::engine::{self, Engine, Opened, Options, TargetIdentity, TargetLayout};
 
-/// Reads the configuration anew.
+/// Reads the configuration again.
 pub type Reread = Box<dyn Fn() -> Result<Config> + Send + Sync>;
 
-/// What more targets are made with, while the others serve.
+/// What is needed to add targets while the others serve.
 pub(super) struct More {
     reread: Reread,
     pool: Pool,
-    /// Folders of the targets that there are. Held while some are added.
+    /// Folders of the known targets. Locked while some are added.
     known: Mutex<BTreeSet<PathBuf>>,
 }
 
 impl More {
-    /// Makes, opens and registers the targets that the configuration has come to name; their
-    /// numbers. Those before one that fails stay. Those that are out of service are looked at
+    /// Makes, opens and registers the targets that are new in the configuration, and returns their
+    /// numbers. If one fails, those before it stay. Targets that are out of service are looked at
     /// again.
     pub(super) async fn add(&self, node: &Arc<Node>) -> Result<Vec<TargetId>> {
         let busy = |_| Error::new(Code::Busy, "targets are being added; try again when they are");
@@ -51,8 +51,8 @@ impl More {
 /// Starts a server from `cfg.targets`, making targets whose folders are absent or empty.
 /// `cluster_key` is the secret that all servers of the cluster share.
 ///
-/// A target that cannot be served is left out, and looked at again from time to time: it is not
-/// there, in use, of another cluster, newer, incomplete, damaged. Errors are those of the
+/// A target that cannot be served is left out and looked at again from time to time: one that is
+/// missing, in use, of another cluster, newer, incomplete or damaged. Errors are those of the
 /// configuration.
 pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Result<OssServer> {
     let fixed = || {
@@ -64,8 +64,8 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     start_on_disk_with(cfg, env, cluster_key, Box::new(fixed)).await
 }
 
-/// As [`start_on_disk`]; `reread` gives the configuration as it is then, which may name more
-/// targets than before.
+/// As [`start_on_disk`]; `reread` returns the current configuration, which may name more targets
+/// than before.
 pub fn start_on_disk_with(
     cfg: Config,
     env: Env,
@@ -103,7 +103,7 @@ pub fn start_on_disk_with(
     })
 }
 
-/// Those that can be served, and the others.
+/// The targets that can be served, and the others.
 async fn open_all(
     cfg: &Config,
     env: &Env,
@@ -114,7 +114,7 @@ async fn open_all(
         cfg.targets.iter().map(|t| engine::announce_device(&t.path, t.device.as_deref())).collect();
     for (t, announced) in cfg.targets.iter().zip(announced) {
         let opened = match announced {
-            // Whose it is the cluster says.
+            // Without a cluster to check against: registering finds out whether the target fits.
             Ok(()) => open(t, &cfg.name, None, env, pool).await,
             Err(e) => Err(e),
         };
@@ -128,7 +128,7 @@ async fn open_all(
     Ok((targets, refused))
 }
 
-/// As large as may be registered, where others come by RDMA.
+/// As large as may be registered, if clients come by RDMA.
 fn pool_for(listen: &[Endpoint]) -> Result<Pool> {
     let pool = Pool::default();
     if !listen.iter().any(|e| matches!(e, Endpoint::Rdma(..))) {
@@ -139,8 +139,7 @@ fn pool_for(listen: &[Endpoint]) -> Result<Pool> {
 
 fn is_new(path: &Path) -> bool {
     let empty = path.read_dir().is_ok_and(|mut entries| {
-        // What a creation that was cut short leaves besides its marker; `lost+found` is a fresh
-        // ext4's.
+        // An interrupted creation leaves these besides its marker; a fresh ext4 has `lost+found`.
         entries.all(|e| {
             e.is_ok_and(|e| e.file_name() == "lost+found" || e.file_name() == "target.lock")
         })

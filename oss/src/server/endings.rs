@@ -1,13 +1,13 @@
-//! Rights that have ended before the capabilities that stand for them expire. A pure table, see
+//! Rights that ended before the capabilities for them expire. A pure table, see
 //! `docs/ending-capabilities.md`.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use strake_proto::{Capability, Ino, Rights, SessionId, cap::index_near, pb};
 
-/// Endings that are remembered.
+/// Most endings that are remembered.
 const MOST: usize = 131_072;
-/// Bits of rights.
+/// Number of rights, one bit each.
 const RIGHTS: usize = 3;
 
 /// A file and a session; 0 stands for all.
@@ -16,13 +16,13 @@ type Whose = (Ino, SessionId);
 /// See the module.
 pub(super) struct Endings {
     most: usize,
-    /// The log index up to which all is told.
+    /// The log index up to which all endings are known.
     known: u64,
-    /// Anything up to this log index may have ended.
+    /// Any right given up to this log index may have ended.
     floor: u64,
     /// The index of the last ending of each right.
     last: BTreeMap<Whose, [u64; RIGHTS]>,
-    /// The same and former ones, in order of the log.
+    /// The same endings and earlier ones, in log order.
     order: VecDeque<(u64, Whose)>,
 }
 
@@ -37,16 +37,16 @@ impl Endings {
         Endings { most, known: 0, floor: 0, last: BTreeMap::new(), order: VecDeque::new() }
     }
 
-    /// What the metadata servers are to go on from.
+    /// The log index from which the metadata servers should continue.
     pub(super) fn known(&self) -> u64 {
         self.known
     }
 
-    /// Takes in what follows on what is known.
+    /// Adds the endings that follow the known ones.
     pub(super) fn take(&mut self, told: &pb::Endings) {
         if told.through < self.known {
-            // Of a log that is not as long: what is known is of another one, and this is told from
-            // its beginning.
+            // This log is shorter than the known one, so it is another log. Start from its
+            // beginning.
             *self = Endings::new(self.most);
         }
         self.floor = self.floor.max(told.floor);
@@ -61,13 +61,13 @@ impl Endings {
         self.forget();
     }
 
-    /// What there is no room for, and what the floor stands for anyway.
+    /// Forgets endings beyond the limit, and those that the floor covers anyway.
     fn forget(&mut self) {
         while let Some(&(index, whose)) = self.order.front()
             && (index <= self.floor || self.order.len() > self.most)
         {
             self.order.pop_front();
-            // If there is a later one, that has its place in the order.
+            // A later ending of the same entry has its own place in the order.
             if self.last.get(&whose).is_some_and(|last| last.iter().all(|l| *l <= index)) {
                 self.last.remove(&whose);
                 self.floor = self.floor.max(index);
@@ -78,7 +78,7 @@ impl Endings {
     /// The rights of a capability that have not ended.
     pub(super) fn left(&self, c: &Capability) -> Rights {
         if c.as_of == 0 {
-            // Of a metadata server that does not say: good until it expires.
+            // The metadata server does not send an index: the capability is valid until it expires.
             return c.rights;
         }
         let as_of = index_near(c.as_of, self.known);
@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn an_ending_is_for_what_was_given_before_it() {
-        // Also where 32 bits of the index go round between the two.
+        // Also where the low 32 bits of the index wrap between the two.
         for base in [0, (1 << 32) - 15, 5 << 32] {
             let mut e = Endings::default();
             e.take(&told(base + 10, base, &[]));
@@ -149,10 +149,10 @@ mod tests {
                 (5, 8, 18, Rights(0)),
                 (5, 8, 19, Rights::ALL),
                 (4, 9, 22, Rights(0)),
-                // Newer than what is known here.
+                // Newer than any known ending.
                 (3, 7, 31, Rights::ALL),
                 (3, 7, 1_000_000, Rights::ALL),
-                // Older than all that is known.
+                // Older than any known ending.
                 (9, 9, 0, Rights(0)),
             ] {
                 assert_eq!(
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!((e.floor, e.last.len(), e.order.len()), (1005, 0, 0));
         assert_eq!(e.left(&cap(1, 1, 1005)), Rights(0));
         assert_eq!(e.left(&cap(1, 1, 1006)), Rights::ALL);
-        // Of a group that was recovered.
+        // From a recovered group.
         e.take(&told(500, 400, &[(450, 1, 1, Rights::ALL)]));
         assert_eq!((e.known(), e.floor), (500, 400));
         assert_eq!(e.left(&cap(1, 1, 450)), Rights(0));

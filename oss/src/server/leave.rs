@@ -1,7 +1,7 @@
-//! What a target has of a chain that it has left. It may be the only good copy of something: damage
-//! that nobody has found yet on those that took its place is no reason to trust them. So nothing
-//! goes before every replica that the chain shall have is in sync and has read what it has of the
-//! chunk, with the help of this target where it cannot (`copies.rs`).
+//! The data of a chain that a target has left. It may be the only good copy of something: the
+//! replicas that replaced it may have damage that was not found yet. So nothing is removed before
+//! every replica that the chain should have is in sync and has read its copy of the chunk, with
+//! the help of this target if it cannot (`copies.rs`).
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -20,14 +20,15 @@ use tokio::time::Instant;
 use super::{peers::Lane, replica::Replica};
 use crate::{chain::rows::Copies, engine::Update};
 
-/// Chunks that go in one step, and the pause after each.
+/// Chunks per step, and the pause after each step.
 const PAGE: usize = 256;
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
-/// What is kept is asked about again so often. So is the chain told that this target is there.
+/// How often the chain is asked again about chunks that are kept, and is told that this target is
+/// there.
 pub(super) const ANNOUNCE: Duration = Duration::from_secs(30);
-/// In VOUCH: no chunk is asked about.
+/// In VOUCH: asks about no chunk.
 pub(super) const NO_CHUNK: ChunkId = ChunkId { ino: 0, data: 0, index: 0 };
 
 /// What a pass over a chain did.
@@ -39,9 +40,9 @@ struct Pass {
 }
 
 impl Replica {
-    /// Offers what this target has of the chain, which it has left, to those that are in sync, and
-    /// removes what they can do without, until the chain changes. `whole`: the chain has all the
-    /// replicas that it shall have in sync.
+    /// Offers this target's data of the chain, which it has left, to the in-sync replicas, and
+    /// removes what they do not need, until the chain changes. `whole`: all the replicas that the
+    /// chain should have are in sync.
     pub(super) async fn leave(self: Arc<Self>, epoch: u64, whole: bool) {
         let (mut pause, mut kept) = (PAUSE_MIN, 0);
         while self.goes_on(epoch) {
@@ -89,7 +90,7 @@ impl Replica {
         }
     }
 
-    /// Says that it is there, if it has something of the chain.
+    /// Tells the chain that this target is there, if it has data of it.
     async fn announce(self: &Arc<Self>, epoch: u64) -> Result<Pass> {
         if !self.engine().list(self.chain, None, 1)?.is_empty() {
             Copies::Waits.taken();
@@ -100,7 +101,7 @@ impl Replica {
 
     async fn forget_all(self: &Arc<Self>, epoch: u64) -> Result<Pass> {
         let mut pass = Pass::default();
-        // That it left must not be forgotten by it before what it had is.
+        // The target must durably know that it left before it removes anything.
         let (mut known, mut after) = (false, None);
         loop {
             let page = self.engine().list(self.chain, after, PAGE)?;
@@ -128,9 +129,9 @@ impl Replica {
         }
     }
 
-    /// Whether nobody can need what is here of a chunk.
+    /// Whether this target's copy of a chunk is no longer needed.
     async fn can_go(self: &Arc<Self>, epoch: u64, e: &ListEntry) -> Result<bool> {
-        // Nothing can be read of one whose header is damaged.
+        // A chunk with a damaged header cannot be read.
         let worthless = e.tombstone || e.version == Version::default();
         if worthless || !self.node.cfg.keep_until_read {
             return Ok(true);
@@ -141,8 +142,8 @@ impl Replica {
         Ok(can_go)
     }
 
-    /// Whether all replicas in sync can read what they have of a chunk, and whether applications
-    /// wait for one of them.
+    /// Whether all in-sync replicas can read their copies of a chunk, and whether applications wait
+    /// for one of them.
     async fn others_vouch(&self, epoch: u64, chunk: ChunkId) -> Result<(bool, bool)> {
         let (mut all, mut busy) = (true, false);
         for to in self.view().serving {

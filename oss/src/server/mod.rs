@@ -1,17 +1,17 @@
-//! The object storage server: a thin shell that connects chains, engines and the fabric.
+//! The storage server: a thin shell that connects chains, engines and the fabric.
 //!
 //! | file | idea |
 //! |---|---|
-//! | `service.rs` | requests as they arrive: rights, sanity, dispatch |
+//! | `service.rs` | incoming requests: rights, checks, dispatch |
 //! | `replica.rs` | carries out what a chain's state machine asks for |
-//! | `trim.rs` | cutting what a file has behind its end |
-//! | `resync.rs`, `backpressure.rs` | filling a replica that is out of sync; how that makes way for applications |
+//! | `trim.rs` | removing a file's data after its end |
+//! | `resync.rs`, `backpressure.rs` | resyncing a replica; how that yields to applications |
 //! | `repair.rs`, `damage.rs` | repairing a damaged chunk; what was found damaged |
-//! | `copies.rs` | copies that are not in sync, as sources for that |
-//! | `leave.rs` | what a target has of a chain that it has left |
-//! | `scrub.rs` | reading everything now and then, to find damage before a reader does |
-//! | `refused_targets.rs` | targets that are missing or damaged: the others serve, and they come back by themselves |
-//! | `node.rs` | what all parts share, the cluster map; `node/registration.rs`: registration, heartbeats, lease |
+//! | `copies.rs` | copies that are not in sync, as sources for repair |
+//! | `leave.rs` | the data of a chain that a target has left |
+//! | `scrub.rs` | reading everything from time to time, to find damage before a reader does |
+//! | `refused_targets.rs` | missing or damaged targets, and how they return to service |
+//! | `node.rs` | shared state, cluster map; `node/registration.rs`: membership, heartbeats, lease |
 //! | `peers.rs` | connections to other servers |
 //! | `places.rs` | paths of damaged files, for the log |
 //! | `config.rs` | configuration keys |
@@ -53,7 +53,7 @@ use strake_proto::{CapKey, Code, Result, TargetId, pb};
 
 use crate::engine::Engine;
 
-/// What a server is made of; the simulator brings its own.
+/// The parts of a server; the simulator brings its own.
 pub struct Parts {
     pub env: Env,
     pub fabric: Arc<dyn Fabric>,
@@ -67,18 +67,18 @@ pub struct OssServer {
     node: Arc<Node>,
     listeners: Vec<Listener>,
     endpoints: Vec<Endpoint>,
-    /// What targets are added with, of a server that was started from its folders.
+    /// For adding targets, if the server was started from its folders.
     more: Option<Arc<disk::More>>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
 }
 
-/// Listens, registers (trying until a metadata leader answers) and serves. `EINVAL` if a target
+/// Listens, registers (retrying until a metadata leader answers) and serves. `EINVAL` if a target
 /// belongs to another cluster.
 pub async fn start(cfg: Config, parts: Parts) -> Result<OssServer> {
     start_without(cfg, parts, Vec::new()).await
 }
 
-/// As [`start`], where some targets are out of service.
+/// As [`start`], with some targets out of service.
 fn start_without(
     cfg: Config,
     parts: Parts,
@@ -108,7 +108,7 @@ fn start_without(
             pause = (pause * 2).min(Duration::from_secs(1));
         }
         let tasks = vec![env.spawn(node.clone().stay_registered(mds, endpoints.clone()))];
-        // Others may have been taken out since, and are looked after.
+        // More targets may have been taken out since; those are looked after already.
         refused.into_iter().for_each(|o| node.look_after(o));
         node.targets().iter().for_each(|t| node.tend(t));
         Ok(OssServer { node, listeners, endpoints, more: None, tasks })
@@ -116,7 +116,7 @@ fn start_without(
 }
 
 impl OssServer {
-    /// Where it listens, first of all.
+    /// The first address that it listens on.
     pub fn endpoint(&self) -> Endpoint {
         self.endpoints[0].clone()
     }
@@ -125,14 +125,14 @@ impl OssServer {
         self.node.status()
     }
 
-    /// What was asked for is done on all targets; how far their scrubs are, and what was found
+    /// Applies a request to the scrubs of all targets. Returns how far each is and what was found
     /// damaged.
     pub fn scrub(&self, ask: Option<Ask>) -> Vec<pb::ScrubStatus> {
         self.node.scrub(ask, &[]).unwrap_or_default()
     }
 
-    /// Reads the configuration again: targets that are new in it join, and those that are out of
-    /// service are looked at. The new ones.
+    /// Reads the configuration again: new targets join, and those out of service are looked at.
+    /// Returns the numbers of the new ones.
     pub fn reload<'a>(&'a self) -> BoxFuture<'a, Result<Vec<TargetId>>> {
         Box::pin(async move {
             match &self.more {
@@ -142,8 +142,8 @@ impl OssServer {
         })
     }
 
-    /// Stops serving, flushes, and ends; its targets may be opened again. Chains go on without it
-    /// once its lease has run out.
+    /// Stops serving, flushes, and ends; its targets may be opened again. Chains continue without
+    /// it once its lease has expired.
     pub fn shutdown(mut self) -> BoxFuture<'static, Result<()>> {
         Box::pin(async move {
             self.stop();
@@ -158,7 +158,7 @@ impl OssServer {
             let engines: Vec<_> =
                 self.node.targets().iter().map(|t| Arc::downgrade(&t.engine)).collect();
             drop(self);
-            // Requests in progress and connections still hold them for a moment.
+            // Requests in progress and connections still hold the engines for a moment.
             let until = tokio::time::Instant::now() + Duration::from_secs(5);
             while engines.iter().any(|e| e.strong_count() > 0)
                 && tokio::time::Instant::now() < until

@@ -1,5 +1,5 @@
-//! What all parts of one storage server share, and the map. `node/registration.rs` has its place in
-//! the cluster.
+//! State that all parts of a storage server share, and the cluster map. `node/registration.rs`
+//! handles its membership in the cluster.
 
 mod registration;
 
@@ -45,26 +45,26 @@ use crate::{
     engine::{Engine, Position, TargetIdentity},
 };
 
-/// Evicted sessions remembered; their capabilities expire long before so many follow.
+/// Most evicted sessions remembered. Their capabilities expire long before so many more follow.
 const KEPT_EVICTED: usize = 65_536;
-/// Below this much free space an update is staged before anybody hears of it.
+/// With less free space than this, an update is staged before it is forwarded.
 const ROOM: u64 = 256 << 20;
-/// Requests of one machine in work while others are active: as many as keep a device busy.
+/// Requests of one machine in work while others are active: enough to keep a device busy.
 const SHARED: usize = 64;
-/// Bytes of clients' requests in work, in units of [`HEAVY`], and of one machine while others are
-/// active.
+/// Limits of the bytes of client requests in work, in units of [`HEAVY`]: of all machines, and of
+/// one machine while others are active.
 const BULK: usize = 512;
 const BULK_SHARED: usize = 16;
-/// A request with more bytes than this waits for its turn among those like it.
+/// A request with more bytes than this also waits for its turn among large requests.
 pub(super) const HEAVY: usize = 64 << 10;
-/// For so long a chunk table takes no writes before others are told.
+/// How long a chunk table refuses writes before other servers are told.
 const TABLE_FULL: Duration = Duration::from_secs(1);
-/// How long a new target is tried to be registered.
+/// How long the server tries to register a new target.
 const JOIN: Duration = Duration::from_secs(20);
 /// Chunks of one target that are repaired at a time.
 const REPAIRS: usize = 4;
 
-/// One target in this life of the process.
+/// One target in this run of the process.
 pub(super) struct Target {
     pub engine: Arc<Engine>,
     pub stamp: u64,
@@ -72,16 +72,17 @@ pub(super) struct Target {
     pub id: AtomicU32,
     pub damage: Damage,
     pub scrub: Scrub,
-    /// Bounds the chunks that repairs have in memory.
+    /// Limits how many chunks repairs have in memory.
     pub repairs: Semaphore,
     pub foreground: Foreground,
     pub fills: Fills,
     failed: AtomicBool,
-    /// Why its chunk table cannot be read.
+    /// Why its chunk table cannot be read, if so.
     unreadable: Mutex<Option<Error>>,
-    /// How often it has left its chains for lack of space, and come back. Odd: it is out.
+    /// How often it has left its chains for lack of space, plus how often it returned. Odd: it is
+    /// out.
     lapses: AtomicU32,
-    /// Since when its chunk table takes no writes for want of space, on the boot clock.
+    /// Since when its chunk table refuses writes for lack of space, on the boot clock.
     table_full: Mutex<Option<Duration>>,
 }
 
@@ -120,8 +121,8 @@ impl Target {
     pub(super) fn failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
-    /// A replica lacks what its successor has. For lack of space: until there is some. Else this
-    /// target is out for good.
+    /// A replica lacks what its successor has. If for lack of space, the target is out until there
+    /// is space. Otherwise it is out for good.
     pub(super) fn fail(&self, why: &Error) {
         if why.code == Code::NoSpc {
             let is_in = |n: u32| n.is_multiple_of(2).then_some(n + 1);
@@ -135,7 +136,8 @@ impl Target {
             tracing::error!("target {} has failed and leaves its chains: {why}", self.id());
         }
     }
-    /// It fails for that, and is let go when nothing that it has is needed, if it is damage.
+    /// Fails the target because its table cannot be read. If the table is damaged, the target is
+    /// taken out of service once nothing on it is needed.
     pub(super) fn cannot_be_read(&self, why: &Error) {
         if why.code == Code::Corrupt {
             self.unreadable.lock().get_or_insert_with(|| why.clone());
@@ -145,8 +147,8 @@ impl Target {
     pub(super) fn lacks_space(&self) -> bool {
         self.lapses.load(Ordering::Acquire) % 2 == 1
     }
-    /// Before the mds is told that this target is out: from then on it may be behind in each of its
-    /// chains.
+    /// `NotServing` if this target is out. It holds before the mds is told, because from then on
+    /// the target may be behind in each of its chains.
     pub(super) fn check_in(&self) -> Result<()> {
         if self.failed() || self.lacks_space() {
             return Err(Error::new(
@@ -165,7 +167,7 @@ impl Target {
             tracing::info!("target {} has space again and comes back", self.id());
         }
     }
-    /// What came of the latest flush.
+    /// Notes the result of the latest flush.
     fn flushed(&self, now: Duration, result: &Result<()>) {
         let mut full = self.table_full.lock();
         match result {
@@ -177,17 +179,17 @@ impl Target {
             self.note(e);
         }
     }
-    /// Whether its chunk table takes no writes for want of space, and has not for a while.
+    /// Whether its chunk table has refused writes for lack of space for a while.
     fn table_is_full(&self, now: Duration) -> bool {
         self.table_full.lock().is_some_and(|since| now.saturating_sub(since) >= TABLE_FULL)
     }
-    /// An error of the engine: one of the device takes the target out.
+    /// Notes an error of the engine: an error of the device takes the target out.
     pub(super) fn note(&self, e: &Error) {
         if e.code == Code::Io {
             self.fail(e);
         }
     }
-    /// How its device does.
+    /// Latencies of its device.
     fn times(&self) -> pb::DeviceTimes {
         let device = self.engine.device();
         pb::DeviceTimes { rotates: device.rotates(), ..device.meter().summary() }
@@ -207,7 +209,7 @@ struct Evictions {
     order: BTreeMap<u64, SessionId>,
     /// All sessions with lower ids are evicted, by the eviction with this number.
     below: (SessionId, u64),
-    /// Updates of each session that are in work.
+    /// How many updates of each session are in work.
     in_work: BTreeMap<SessionId, usize>,
 }
 
@@ -246,8 +248,8 @@ impl Evictions {
         }
     }
 
-    /// The number up to which evictions are over with here: nothing that these sessions sent is in
-    /// work any more.
+    /// The number up to which evictions are complete here: no update of those sessions is in work
+    /// any more.
     fn over(&self) -> u64 {
         let evicted_by = |session: &SessionId| {
             let one = self.min_epoch.get(session).map(|(_, number)| *number);
@@ -258,74 +260,74 @@ impl Evictions {
     }
 }
 
-/// Chains of which the metadata servers have yet to hear what is in sync.
+/// Chains for which the metadata servers do not know yet which replicas are in sync.
 fn doubted(map: &MapView) -> BTreeSet<ChainId> {
     map.map.doubts.iter().map(|d| d.chain).collect()
 }
 
-/// Whether a target is no replica of a chain, nor to become one, and another one is in sync.
+/// Whether a target is not, and will not become, a replica of a chain, and another one is in sync.
 fn has_left(chain: &pb::Chain, target: TargetId) -> bool {
     chain.head().is_some() && chain.state_of(target).is_none() && !chain.preferred.contains(&target)
 }
 
-/// Whether all that a chain shall have is in sync.
+/// Whether all replicas that a chain should have are in sync.
 fn is_whole(chain: &pb::Chain) -> bool {
     chain.preferred.iter().all(|t| chain.state_of(*t) == Some(ReplicaState::ReplicaServing))
 }
 
-/// Whether a target may go on with the metadata group of incarnation `now`.
+/// Whether a target may work with the metadata group of incarnation `now`.
 pub(super) fn follows(target: &TargetIdentity, now: u64) -> bool {
     let was = Incarnation(target.incarnation);
-    // One that never joined has no group.
+    // A target that never joined has no group.
     target.fs_uuid == [0; 16] || matches!(was.kin(Incarnation(now)), Kin::Same | Kin::Newer)
 }
 
-/// A target that is to be registered while the others serve.
+/// A target to be registered while the others serve.
 struct Joining {
     target: Arc<Target>,
     until: Instant,
     done: oneshot::Sender<Result<TargetId>>,
 }
 
-/// What becomes of targets: those that do not serve, and what goes on for those that do.
+/// Background work for targets: those out of service, and tasks for those in service.
 #[derive(Default)]
 struct Duty {
-    /// Targets of its configuration that are out of service.
+    /// Configured targets that are out of service.
     refused: Mutex<Vec<Arc<RefusedTarget>>>,
-    /// Those that have come back empty in this life of the server.
+    /// Targets that came back empty in this run of the server.
     emptied: Mutex<BTreeSet<TargetId>>,
-    /// Targets that are to be registered too.
+    /// Targets that wait to be registered.
     joining: Mutex<VecDeque<Joining>>,
-    /// What goes on for each target, by its stamp.
+    /// Background tasks of each target, by its stamp.
     tending: Mutex<Vec<(u64, JoinHandle<()>)>>,
 }
 
 /// The metadata group that this server belongs to.
 #[derive(Default)]
 struct Group {
-    /// The cluster that it has found itself in, once it has.
+    /// The cluster's UUID, once known.
     fs: Mutex<Option<[u8; 16]>>,
     /// Incarnation of the metadata group that it last registered with.
     joined: AtomicU64,
 }
 
-/// Whose request is worked on next, of clients.
+/// Decides which client's request is worked on next.
 pub(super) struct RequestTurns {
     pub(super) clients: Turns,
-    /// Likewise of requests with many bytes, by these. They wait here first.
+    /// The same for requests with many bytes, which wait here first.
     pub(super) bulk: Turns,
 }
 
 /// The lease that this server holds from the metadata servers.
 #[derive(Default)]
 struct Lease {
-    /// On the boot clock.
+    /// When it expires, on the boot clock.
     until: Mutex<Duration>,
-    /// Heartbeats sent. One at a time: no lease is taken from the answer to an earlier one.
+    /// Heartbeats sent. One at a time: the answer to an earlier one grants no lease.
     beats: AtomicU64,
 }
 
-/// Sessions and rights that are over.
+/// Sessions and rights that have ended.
 #[derive(Default)]
 struct Revoked {
     evictions: Mutex<Evictions>,
@@ -335,18 +337,18 @@ struct Revoked {
 pub(super) struct Node {
     pub cfg: Config,
     pub env: Env,
-    /// For targets that it opens while it runs.
+    /// For targets that are opened while the server runs.
     pub pool: Pool,
     pub cap_key: CapKey,
     pub peers: Peers,
     pub places: Places,
-    /// Changed by the task that registers them, and no other.
+    /// Changed only by the task that registers them.
     targets: ArcSwap<Vec<Arc<Target>>>,
     duty: Duty,
     group: Group,
     pub id: AtomicU32,
     pub map: ArcSwap<MapView>,
-    /// Heartbeat now: the map is stale, or there is news.
+    /// Send a heartbeat now: the map is stale, or there is news.
     pub kick: Notify,
     pub turns: RequestTurns,
     pub started: Duration,
@@ -355,7 +357,7 @@ pub(super) struct Node {
     revoked: Revoked,
     next_op: AtomicU64,
     stopped: AtomicBool,
-    /// One map at a time, in order.
+    /// Maps are applied one at a time, in order.
     applying: Mutex<()>,
 }
 
@@ -395,7 +397,7 @@ impl Node {
         })
     }
 
-    /// A session is active here: what others have in work is bounded.
+    /// Notes that a session is active here, which limits what others have in work.
     pub(super) fn note(&self, session: SessionId) {
         self.turns.clients.note(session);
         self.turns.bulk.note(session);
@@ -434,14 +436,14 @@ impl Node {
         if self.cfg.end_capabilities { self.revoked.endings.read().left(c) } else { c.rights }
     }
 
-    /// How late it is here, for updates to say; `None`: they live for ever.
+    /// The server's time, for clients to put into updates; `None`: updates live for ever.
     pub(super) fn clock(&self) -> Option<Clock> {
         let life = self.cfg.update_life_ms;
         (life != 0).then(|| Clock { now: self.env.boot().as_millis() as u64 + 1, life })
     }
 
-    /// To be held while an update of a session is in work, from before it is checked whether that
-    /// was evicted.
+    /// To be held while an update of a session is in work. Take it before checking whether the
+    /// session is evicted.
     pub(super) fn in_work(self: &Arc<Self>, session: SessionId) -> InWork {
         *self.revoked.evictions.lock().in_work.entry(session).or_default() += 1;
         InWork { node: self.clone(), session }
@@ -459,14 +461,13 @@ impl Node {
         })
     }
 
-    /// The replica on a target of this server with the lowest chain from this one on.
+    /// The replica with the lowest chain from `from` on, on a target of this server.
     pub(super) fn next_replica(&self, target: TargetId, from: ChainId) -> Option<Arc<Replica>> {
         let replicas = self.replicas.lock();
         replicas.range((target, from)..=(target, ChainId::MAX)).next().map(|(_, r)| r.clone())
     }
 
-    /// Whether a chain that the target was ever given something of has no other replica in sync
-    /// than the one there.
+    /// Whether the target is the only in-sync replica of a chain that ever stored something on it.
     pub(super) fn is_last(&self, target: TargetId) -> bool {
         let replicas: Vec<Arc<Replica>> =
             self.replicas.lock().values().filter(|r| r.id == target).cloned().collect();
@@ -475,8 +476,8 @@ impl Node {
         replicas.iter().any(|r| had(r) && r.view().serving == [target])
     }
 
-    /// What was asked for is done on these targets, on all if there are none; how they are then.
-    /// `NoEnt`: no such target here.
+    /// Applies a request to these targets (all if empty). Returns their state afterwards. `NoEnt`:
+    /// no such target here.
     pub(super) fn scrub(
         &self,
         ask: Option<Ask>,
@@ -503,7 +504,7 @@ impl Node {
         self.targets.load().iter().find(|t| t.id() == id).cloned()
     }
 
-    /// Flushes and scrubs a target from now on.
+    /// Starts the tasks that flush and scrub a target.
     pub(super) fn tend(self: &Arc<Self>, target: &Arc<Target>) {
         let (t, env, every) =
             (target.clone(), self.env.clone(), Duration::from_millis(self.cfg.flush_ms));
@@ -524,9 +525,9 @@ impl Node {
             .extend([env.spawn(flush), scrub, heal].map(|task| (target.stamp, task)));
     }
 
-    /// Has one more target registered while the others serve; its number. An error leaves all as it
-    /// was here; whether the metadata servers know of it already is not known then, and no matter:
-    /// it may be tried again.
+    /// Registers one more target while the others serve; returns its number. After an error nothing
+    /// has changed here. Whether the metadata servers know the target is not known then, and does
+    /// not matter: the call may be repeated.
     pub(super) async fn add_target(&self, engine: Arc<Engine>) -> Result<TargetId> {
         let (done, answer) = oneshot::channel();
         let target = Target::new(engine, self.env.random_u64());
@@ -546,14 +547,14 @@ impl Node {
         self.duty.refused.lock().clone()
     }
 
-    /// Has what is out come back.
+    /// Starts the task that brings a target back into service.
     pub(super) fn look_after(self: &Arc<Self>, refused: Arc<RefusedTarget>) {
         let task = self.env.spawn(refused_targets::come_back(self.clone(), refused));
         self.duty.tending.lock().push((0, task));
     }
 
-    /// Targets whose tables cannot be read have left their chains. When nothing of theirs is needed
-    /// they are as those that were found so at the start.
+    /// Targets whose tables cannot be read have left their chains. Once nothing on them is needed,
+    /// they are treated like targets that were found damaged at the start.
     fn let_go(self: &Arc<Self>) {
         let map = self.map.load_full();
         for t in self.targets().iter() {
@@ -567,7 +568,7 @@ impl Node {
         }
     }
 
-    /// A target that serves does so no more; somebody looks after it.
+    /// Takes a target out of service and starts the task that brings it back.
     fn take_out(self: &Arc<Self>, t: &Arc<Target>, refused: Arc<RefusedTarget>) {
         let others = self.targets().iter().filter(|o| !Arc::ptr_eq(o, t)).cloned().collect();
         self.targets.store(Arc::new(others));
@@ -581,7 +582,7 @@ impl Node {
         self.look_after(refused);
     }
 
-    /// Targets that the cluster with this map cannot have would keep the others out of it.
+    /// Takes out targets that do not fit the cluster of this map: they would keep the others out.
     fn refuse_unfit(self: &Arc<Self>, map: &pb::ClusterMap) {
         let mut seen = BTreeSet::new();
         for t in self.targets().iter() {
@@ -593,7 +594,7 @@ impl Node {
                 );
                 Error::new(Code::Inval, m)
             });
-            // Who moved a target here may not have waited for the end of its lease there.
+            // A target moved here may still have its lease at the old server: wait for its end.
             let waits = |e: &Error| {
                 e.code == Code::Busy && self.env.boot().saturating_sub(self.started) < JOIN
             };
@@ -606,13 +607,13 @@ impl Node {
         }
     }
 
-    /// The cluster that it is in, once that is known.
+    /// The UUID of the cluster, once known.
     pub(super) fn fs(&self) -> Option<[u8; 16]> {
         *self.group.fs.lock()
     }
 
-    /// Folders that an administrator has taken out of the configuration are not looked after any
-    /// more; the others are looked at now, those of targets that have failed, too.
+    /// Forgets targets out of service whose folders an administrator has removed from the
+    /// configuration. The others are looked at now, including targets that have failed.
     pub(super) fn look_again(self: &Arc<Self>, configured: &[TargetConfig]) {
         for t in self.targets().iter().filter(|t| t.failed()) {
             if let Some(path) = t.engine.path() {
@@ -626,7 +627,7 @@ impl Node {
         }
     }
 
-    /// A target that was out serves again; empty at first, if its table was lost.
+    /// A target that was out serves again; empty at first if its table was lost.
     pub(super) fn is_back(&self, refused: &Arc<RefusedTarget>, id: TargetId, is_empty: bool) {
         self.duty.refused.lock().retain(|o| !Arc::ptr_eq(o, refused));
         if is_empty {
@@ -669,7 +670,7 @@ impl Node {
                     || Replica::new(self.clone(), target.clone(), id, chain.id, stale_through);
                 self.replicas.lock().entry((id, chain.id)).or_insert_with(new);
             }
-            // What is left of chains that it left in a former life.
+            // Data of chains that it left in an earlier run may still be there.
             for chain in target.engine.known_chains() {
                 let new = || Replica::new(self.clone(), target.clone(), id, chain, 0);
                 self.replicas.lock().entry((id, chain)).or_insert_with(new);
@@ -687,8 +688,8 @@ impl Node {
         Ok(())
     }
 
-    /// Writes down what its targets are to act on from now on. Not of chains of which the metadata
-    /// servers have yet to hear what is in sync: what was known before is what they ask for.
+    /// Stores the chain states that the targets act on from now on. Not for chains whose in-sync
+    /// replicas the metadata servers do not know yet: those ask for the earlier states.
     fn note_chain_views(&self, map: &MapView) {
         let doubted = doubted(map);
         for t in self.targets().iter().filter(|t| t.id() != TARGET_UNASSIGNED) {
@@ -702,15 +703,15 @@ impl Node {
         }
     }
 
-    /// The latest incarnation of the metadata group that one of its targets has belonged to, or the
-    /// server itself.
+    /// The latest incarnation of the metadata group that the server or one of its targets has
+    /// belonged to.
     fn incarnation(&self) -> Incarnation {
         let joined = self.group.joined.load(Ordering::Acquire);
         let known = self.identities().into_iter().map(|id| id.incarnation).chain([joined]);
         known.map(Incarnation).max_by_key(|i| i.era()).unwrap_or_default()
     }
 
-    /// Of all targets, those that are out too if they are of this cluster.
+    /// Identities of all targets, including those out of service if they are of this cluster.
     fn identities(&self) -> Vec<TargetIdentity> {
         let (serving, fs) = (self.targets(), self.fs());
         let own =
@@ -719,8 +720,8 @@ impl Node {
         serving.iter().map(|t| t.engine.identity()).chain(refused).collect()
     }
 
-    /// Those that are out. Where one folder does not tell which target it is to have, and the
-    /// cluster misses one of this server, it is that.
+    /// Targets out of service. If one folder does not tell its target, and exactly one target of
+    /// this server is missing in the cluster, it must be that one.
     fn refused(&self) -> Vec<pb::RefusedTarget> {
         let (refused, map, node) =
             (self.refused_targets(), self.map.load(), self.id.load(Ordering::Acquire));
@@ -737,15 +738,15 @@ impl Node {
         refused.iter().map(|o| o.status(number.filter(|_| o.id().is_none()))).collect()
     }
 
-    /// Gives up its lease and its replicas, which hold on to this node.
+    /// Gives up the lease, and drops the replicas, which hold references to this node.
     pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         *self.lease.until.lock() = Duration::ZERO;
-        self.duty.joining.lock().clear(); // who waits is told
+        self.duty.joining.lock().clear(); // waiting callers get an error
         self.replicas.lock().clear();
     }
 
-    /// What went on for its targets, to be waited for.
+    /// Aborts the background tasks of the targets and returns them, to be waited for.
     pub(super) fn untended(&self) -> Vec<JoinHandle<()>> {
         let tasks = std::mem::take(&mut *self.duty.tending.lock());
         tasks.iter().for_each(|(_, task)| task.abort());

@@ -7,28 +7,28 @@ use prost::Message as _;
 use strake_fabric::{Connection, Endpoint, Env, Fabric, LeaderFinder, Message, traffic};
 use strake_proto::{Code, Error, NodeId, Result, map::MapView, opcode, pb};
 
-/// Failures older than this are no longer reported, unless a connection is being tried.
+/// Older failures are no longer reported, unless a connection is being tried.
 const RECENT: Duration = Duration::from_secs(1);
 const CONNECT: Duration = Duration::from_secs(1);
 
-/// Keeps messages that wait for others apart from those they wait for, so that full windows cannot
-/// block in a circle: what goes to a replica with `n` replicas behind it travels on a connection of
-/// its own.
+/// Separates messages that wait for other messages from those they wait for, so that full windows
+/// cannot block in a circle. Messages to a replica with `n` replicas behind it use a connection of
+/// their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Lane {
     Forward(u8),
     Flush(u8),
-    /// Answered by the receiver alone.
+    /// The receiver answers alone.
     Other,
-    /// Answered by the receiver when it has looked, with the help of others by what is answered
-    /// alone.
+    /// The receiver answers after a look at its own data, for which it may ask others with messages
+    /// of [`Lane::Other`].
     Vouch,
 }
 
 #[derive(Default)]
 struct Slot {
     open: Option<Arc<dyn Connection>>,
-    /// When the last attempt to connect ended, if it failed.
+    /// When the last attempt to connect failed, and why.
     failed: Option<(Duration, Error)>,
 }
 
@@ -38,13 +38,13 @@ pub(super) struct Peers {
     env: Env,
     fabric: Arc<dyn Fabric>,
     conns: Mutex<BTreeMap<(NodeId, Lane), Shared>>,
-    /// When a node last failed to answer, without an answer since.
+    /// When a node last failed to answer, if it has not answered since.
     failing: Mutex<BTreeMap<NodeId, Duration>>,
-    /// Calls that wait for a connection.
+    /// How many calls wait for a connection.
     connecting: Mutex<BTreeMap<NodeId, usize>>,
 }
 
-/// A call waits for a connection to this node.
+/// A call that waits for a connection to this node.
 struct Connecting<'a>(&'a Peers, NodeId);
 
 impl Drop for Connecting<'_> {
@@ -85,7 +85,7 @@ impl Peers {
     ) -> Result<Message> {
         let connecting = self.connecting(node);
         let connection = self.connect(map, node, lane).await;
-        // It may be there again, and slow.
+        // From here on the node may be up again, but slow.
         drop(connecting);
         let result = match connection {
             Ok(conn) => conn.call(m, timeout).await,
@@ -104,9 +104,9 @@ impl Peers {
         Connecting(self, node)
     }
 
-    /// The connection of a lane, made if there is none. An attempt that fails is that of all who
-    /// waited for it: one after the other, each with its own, the last of many would hear after
-    /// minutes that nobody answers there.
+    /// The connection of a lane, opened if there is none. A failed attempt counts for all calls
+    /// that waited for it. If each made its own attempt in turn, the last of many would learn only
+    /// after minutes that the node does not answer.
     async fn connect(
         &self,
         map: &MapView,
@@ -144,14 +144,14 @@ impl Peers {
         Err(last.context(format!("connecting to node {node}")))
     }
 
-    /// What went over each road.
+    /// Traffic over each transport.
     pub(super) fn roads(&self) -> Vec<pb::RoadStatus> {
         traffic::roads(&*self.fabric)
     }
 
-    /// Nodes that lately did not answer, for the heartbeat. A node behind a cut link stays among
-    /// them from one attempt to the next, though each takes as long as failures are remembered: if
-    /// a heartbeat left it out, the metadata servers would begin to count anew.
+    /// Nodes that recently did not answer, for the heartbeat. A node behind a cut link stays in the
+    /// list between attempts, although an attempt takes as long as failures are remembered. If a
+    /// heartbeat left it out, the metadata servers would start counting again.
     pub(super) fn unreachable(&self) -> Vec<NodeId> {
         let now = self.env.boot();
         let connecting = self.connecting.lock();
@@ -168,7 +168,7 @@ async fn connect(fabric: &dyn Fabric, to: &Endpoint) -> Result<Arc<dyn Connectio
     }
 }
 
-/// The way to the leading metadata server.
+/// The connection to the leading metadata server.
 pub(super) struct MdsLink {
     fabric: Arc<dyn Fabric>,
     finder: LeaderFinder,
@@ -176,7 +176,7 @@ pub(super) struct MdsLink {
 }
 
 impl MdsLink {
-    /// `configured`: the servers to ask before a map says who they are.
+    /// `configured`: the servers to ask before a map names them.
     pub(super) fn new(fabric: Arc<dyn Fabric>, configured: Vec<Endpoint>) -> MdsLink {
         MdsLink { fabric, finder: LeaderFinder::new(configured), open: None }
     }
@@ -212,8 +212,8 @@ impl MdsLink {
         result
     }
 
-    /// Asks the leader next. That may be one that was taken in a moment ago: the map of whoever
-    /// named it has its address.
+    /// Asks the leader next. It may have joined a moment ago; then the map of the server that named
+    /// it has its address.
     async fn hint(&mut self, map: &MapView, named_by: &dyn Connection, leader: NodeId) {
         let address = |n: &pb::Node| n.endpoints.iter().find_map(|e| e.parse::<Endpoint>().ok());
         let mut at = map.node(leader).and_then(address);
@@ -231,7 +231,7 @@ impl MdsLink {
         }
     }
 
-    /// Whoever answered last is not the one to ask: on to the next.
+    /// The server that answered last is not the one to ask: go on to the next.
     pub(super) fn reject(&mut self) {
         if let Some((at, conn)) = self.open.take() {
             conn.close();
@@ -281,7 +281,7 @@ mod tests {
         }
     }
 
-    /// Node 1 does not even refuse; the others answer.
+    /// Node 1 is silent, it does not even refuse; the others answer.
     struct Silence {
         attempts: AtomicU64,
         pool: Pool,
@@ -378,7 +378,7 @@ mod tests {
             () = tries => {}
             () = heartbeats => {}
         }
-        // A connection that is there says nothing bad of a node, however long a call takes.
+        // An open connection does not count against a node, however long a call takes.
         assert!(peers.connecting.lock().is_empty());
         tokio::time::sleep(RECENT).await;
         assert_eq!(peers.unreachable(), []);

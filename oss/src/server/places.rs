@@ -1,5 +1,5 @@
-//! Where chunks lie in files, for what people read: asked of the metadata servers, who may not know
-//! or not answer.
+//! Paths of files with damaged chunks, for log messages. They come from the metadata servers, which
+//! may not know them or not answer.
 
 use std::{sync::Arc, time::Duration};
 
@@ -10,9 +10,9 @@ use tokio::sync::{Mutex, Semaphore};
 
 use super::peers::MdsLink;
 
-/// For so long an answer is waited for.
+/// How long to wait for an answer.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Questions at a time; beyond, the line goes without a path.
+/// Most requests at a time; beyond that, log lines have no path.
 const AT_ONCE: usize = 16;
 
 /// See the module.
@@ -26,8 +26,8 @@ impl Places {
         Places { link: Mutex::new(MdsLink::new(fabric, mds)), turns: Semaphore::new(AT_ONCE) }
     }
 
-    /// The path of the file that has a chunk, and where in it the chunk begins. `NoEnt`: no file
-    /// with a name has it.
+    /// The path of the file that has a chunk, and the chunk's offset in it. `NoEnt`: no file with a
+    /// name has it.
     pub(super) async fn of(&self, map: &MapView, chunk: ChunkId) -> Result<(String, u64)> {
         let many = |_| Error::new(Code::Overloaded, "too many are asked for at once");
         let _turn = self.turns.try_acquire().map_err(many)?;
@@ -40,7 +40,7 @@ impl Places {
         let of = pb::ChunkOf { ino: chunk.ino, data_id: chunk.data, index: chunk.index };
         let body = pb::PlacesRequest { chunks: vec![of] }.encode_to_vec();
         let mut link = self.link.lock().await;
-        // One that is of an older version or does not reach its group is no reason to ask no other.
+        // A server that is older or cut off from its group is no reason not to ask another.
         let mut last = Error::new(Code::Disconnected, "no metadata server was asked");
         for _ in 0..3 {
             match link.call(map, Message::new(opcode::PLACES, body.clone()), PATIENCE).await {

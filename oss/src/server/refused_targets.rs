@@ -1,18 +1,18 @@
-//! Targets that the server does not serve: not there, somebody else's, in use, or damaged when it
-//! opened them or since. The others serve; the cluster takes such a one for dead, and its chains go
-//! on without it.
+//! Targets that the server does not serve: they are missing, belong to another cluster or server,
+//! are in use, or were found damaged. The other targets serve. The cluster takes such a target for
+//! dead, and its chains continue without it.
 //!
-//! It is looked at again from time to time, and when an administrator asks for it, so that a disk
-//! that is put back is taken in without a restart. That never makes a target, unless it is asked
-//! for: an empty folder may be a disk that is not mounted.
+//! The server looks at it again from time to time, and when an administrator asks for it, so that a
+//! disk that is put back returns without a restart. Such a look never makes a target, unless asked
+//! to: an empty folder may be a disk that is not mounted.
 //!
-//! Where the device is whole and the chunk table is what is damaged, the target has lost its data
-//! and nothing else. It may come back with an empty table under the same identity, and be filled
-//! like any replica that was away, **once no chain counts on what it had**: the newest map, agreed
-//! on after its last life ended, says that it is dead and OFFLINE in each of its chains. From there
-//! only a fill leads back into sync (`docs/replication.md`, "Membership"), and there is none before
-//! it has come back. In sync, LASTSRV or in a chain in doubt it may be the last one to hold
-//! something, so it stays out until somebody sees to it.
+//! If the device is intact and only the chunk table is damaged, the target has lost its data and
+//! nothing else. It may come back with an empty table under the same identity, and be resynced like
+//! any replica that was away, **once no chain counts on what it had**: the newest map, agreed on
+//! after its last run ended, says that it is dead and OFFLINE in each of its chains. From there
+//! only a resync leads back into sync (`docs/replication.md`, "Membership"), and no resync happens
+//! before it has come back. While it is in sync, LASTSRV or in a chain in doubt, it may be the last
+//! one to hold something, so it stays out until an administrator decides.
 
 use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 
@@ -33,10 +33,10 @@ use crate::engine::{Damaged, Engine, Opened, Options, TargetIdentity};
 
 /// Between two looks at the map.
 const LOOK: Duration = Duration::from_millis(500);
-/// Before what failed is tried again.
+/// Pause after a failure.
 const AGAIN: Duration = Duration::from_secs(30);
-/// Between two looks at a folder that lacks something, and at one that has it all and is refused:
-/// to open it costs a read of its table.
+/// Between two looks at a folder that lacks something (`SOON`), and at one that is complete but
+/// refused (`LATER`): opening that one costs a read of its table.
 const SOON: Duration = Duration::from_secs(5);
 const LATER: Duration = Duration::from_secs(60);
 const NEXT_STEP: &str = "see docs/operations.md, \"A target that is refused\"";
@@ -46,13 +46,13 @@ enum What {
     Refused(Error),
 }
 
-/// One of them, until it is back.
+/// A target out of service, until it is back.
 pub(super) struct RefusedTarget {
     pub path: PathBuf,
     what: Mutex<What>,
-    /// What becomes of it.
+    /// What happens with it next, for the status.
     now: Mutex<String>,
-    /// An administrator asks for a look, by this configuration.
+    /// An administrator asked for a look, with this configuration.
     asked: Mutex<Option<TargetConfig>>,
     news: Notify,
 }
@@ -82,7 +82,7 @@ impl RefusedTarget {
         RefusedTarget::new(path, What::Refused(why))
     }
 
-    /// Whose it is, where that is known.
+    /// Its identity, if known.
     pub(super) fn id(&self) -> Option<TargetIdentity> {
         match &*self.what.lock() {
             What::Damaged(d) => d.id.clone(),
@@ -97,7 +97,7 @@ impl RefusedTarget {
         }
     }
 
-    /// For the status. `number`: what it must be, where its folder does not tell.
+    /// For the status. `number`: its number, if its folder does not tell.
     pub(super) fn status(&self, number: Option<u32>) -> pb::RefusedTarget {
         let number =
             self.id().map(|id| id.target_id).filter(|id| *id != TARGET_UNASSIGNED).or(number);
@@ -109,8 +109,8 @@ impl RefusedTarget {
         }
     }
 
-    /// An administrator wants it looked at now; what is missing is made, if its configuration says
-    /// so.
+    /// Looks at it now, on an administrator's request. Makes what is missing if its configuration
+    /// says so.
     pub(super) fn look_again(&self, as_configured: &TargetConfig) {
         *self.asked.lock() = Some(as_configured.clone());
         self.news.notify_one();
@@ -128,7 +128,7 @@ impl RefusedTarget {
         }
     }
 
-    /// It is so now. Said once.
+    /// Sets its state. Logs a change once.
     fn is(&self, what: What) {
         let (before, is_damaged) = (self.why().message, matches!(what, What::Damaged(_)));
         *self.what.lock() = what;
@@ -150,13 +150,13 @@ impl RefusedTarget {
     }
 }
 
-/// In words.
+/// Its state as text.
 pub(super) fn notice(r: &pb::RefusedTarget) -> String {
     let name = r.target.map_or_else(|| "a target".into(), |id| format!("target {id}"));
     format!("{name} is out of service: {}; {}", r.why, r.now)
 }
 
-/// Why a target cannot be registered with the cluster that has this map; trying again is no use.
+/// Why a target cannot join the cluster of this map, if so; retrying does not help.
 pub(super) fn unfit(map: &pb::ClusterMap, node: &str, of: &TargetIdentity) -> Option<Error> {
     if map.fs_uuid.is_empty() {
         return None;
@@ -165,7 +165,7 @@ pub(super) fn unfit(map: &pb::ClusterMap, node: &str, of: &TargetIdentity) -> Op
         let m = format!("target {} belongs to another cluster; it is not touched", of.target_id);
         return Some(Error::new(Code::Inval, m));
     }
-    // A group that was given up knows nothing of what came later.
+    // A metadata group that was given up does not know what came later.
     if !follows(of, map.incarnation) {
         return None;
     }
@@ -192,9 +192,9 @@ pub(super) fn unfit(map: &pb::ClusterMap, node: &str, of: &TargetIdentity) -> Op
     Some(Error::new(Code::Busy, m))
 }
 
-/// Why something that a target had may still be needed; else it is out of sync wherever it was, and
-/// whatever it has worth nothing. `used`: the chains that it was ever given something of, `None`:
-/// that is not known. Of another one it is no loss, even as the last replica in sync.
+/// Why data of a target may still be needed. If `None`, it is out of sync in all its chains, and
+/// its data is worthless. `used`: the chains that ever stored something on it, `None` if not known.
+/// A chain that is not among them loses nothing, even if the target is its last in-sync replica.
 pub(super) fn needed(
     map: &MapView,
     of: &TargetIdentity,
@@ -202,7 +202,7 @@ pub(super) fn needed(
 ) -> Option<String> {
     let known = map.map.targets.iter().find(|t| t.uuid[..] == of.target_uuid);
     let Some(t) = known else {
-        // It never had anything, or the cluster has taken it out.
+        // It never held anything, or the cluster has removed it.
         let new = of.target_id == TARGET_UNASSIGNED;
         return (!new)
             .then(|| format!("the cluster has no target {} any more; {NEXT_STEP}", of.target_id));
@@ -232,8 +232,8 @@ pub(super) fn needed(
     (!counted.is_empty()).then(m)
 }
 
-/// Has a target come back: as it is, when it is whole again, or empty, when nothing that it had is
-/// needed.
+/// Brings a target back into service: as it is, once it is intact again, or empty, once nothing on
+/// it is needed.
 pub(super) async fn come_back(node: Arc<Node>, refused: Arc<RefusedTarget>) {
     loop {
         let damaged = match &*refused.what.lock() {
@@ -265,7 +265,7 @@ async fn register(node: &Node, refused: &RefusedTarget, engine: Arc<Engine>) -> 
     }
 }
 
-/// Looks at it after a while. `None`: it is to be gone on with what it was found to be.
+/// Looks at it after a pause. `None`: go on with the state that was found.
 async fn whole(node: &Node, refused: &RefusedTarget) -> Option<(Arc<Engine>, bool)> {
     let lacks = matches!(&*refused.what.lock(), What::Refused(e) if matches!(e.code, Code::NoEnt | Code::Busy));
     let pause = if lacks { SOON } else { LATER };
@@ -275,7 +275,7 @@ async fn whole(node: &Node, refused: &RefusedTarget) -> Option<(Arc<Engine>, boo
         refused.nap(pause).await;
     }
     let asked = refused.asked.lock().take();
-    // What was found damaged keeps its folder locked.
+    // Release the lock that a damaged target keeps on its folder.
     let why = refused.why();
     *refused.what.lock() = What::Refused(why);
     let path = refused.path.clone();
@@ -289,7 +289,7 @@ async fn whole(node: &Node, refused: &RefusedTarget) -> Option<(Arc<Engine>, boo
     None
 }
 
-/// Waits until nothing that it had is needed. `None`: it is to be looked at again instead.
+/// Waits until nothing on it is needed, and empties it. `None`: look at it again instead.
 async fn emptied(
     node: &Node,
     refused: &RefusedTarget,
@@ -298,13 +298,13 @@ async fn emptied(
     loop {
         refused.nap(LOOK).await;
         if refused.is_asked() {
-            // Somebody may have put a good table back. It is opened with the lock of this one.
+            // A good table may have been put back. Release this lock, so that it can be opened.
             let why = damaged.why.clone();
             *refused.what.lock() = What::Refused(why);
             return None;
         }
         let Some(of) = &damaged.id else { return None };
-        // Without a lease the map may be one of a metadata server that lags behind.
+        // Without a lease the map may come from a metadata server that lags behind.
         let unsure = || node.check_lease().err().map(|e| e.message);
         if let Some(why) = needed(&node.map.load(), of, damaged.used.as_ref()).or_else(unsure) {
             refused.is_now(why);
@@ -312,7 +312,7 @@ async fn emptied(
         }
         match empty(node, damaged).await {
             Ok(engine) => return Some((engine, true)),
-            // Whoever used it last, while it was in service, still does.
+            // The engine that served it before is still in use.
             Err(e) if e.code == Code::Busy => refused.is_now(e.message),
             Err(e) => {
                 refused.is_now(format!("it cannot be made empty: {e}; {NEXT_STEP}"));
@@ -322,8 +322,8 @@ async fn emptied(
     }
 }
 
-/// Before anybody hears of it, it knows durably what it is not: in sync. Metadata servers that are
-/// recovered from an older state ask for that.
+/// Empties a target. Before any other server hears of it, it records durably that it is not in
+/// sync. Metadata servers recovered from an older state ask for that record.
 async fn empty(node: &Node, damaged: &Damaged) -> Result<Arc<Engine>> {
     let (engine, kept) = damaged.empty(node.pool.clone(), Options::default()).await?;
     let (id, kept) = (engine.identity().target_id, kept.display());
@@ -403,7 +403,7 @@ mod tests {
         ] {
             let (is, said) = said(&m, "oss1", &of);
             assert!(is == code && said.contains(what), "{said}");
-            // Somebody who knows nothing yet has no say.
+            // A map without a cluster proves nothing.
             assert!(unfit(&pb::ClusterMap::default(), "oss1", &of).is_none());
         }
         let elsewhere = said(&m, "oss2", &of());

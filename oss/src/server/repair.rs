@@ -1,5 +1,5 @@
 //! Repair of a damaged chunk from other in-sync replicas. Only the bytes that are damaged here are
-//! fetched, so that copies which are damaged in different places heal each other.
+//! fetched, so copies that are damaged in different places repair each other.
 
 use std::{iter, ops::Range, sync::Arc};
 
@@ -24,24 +24,24 @@ use crate::{
     engine::{Look, Staged, Update},
 };
 
-/// A chunk damaged in more places is fetched from the first to the last of them at once.
+/// If a chunk has more damaged ranges, everything from the first to the last is fetched at once.
 const MAX_PARTS: usize = 64;
 
-/// Why a chunk stays as it is.
+/// Why a chunk was not repaired.
 pub(super) struct Unrepaired {
-    /// Every in-sync replica was asked, and whoever else may have one, and none has a good copy.
+    /// Every in-sync replica and every other possible source was asked, and none has a good copy.
     pub lost: bool,
-    /// One of them, or another one that may have it, did not say: it will, or leave the chain.
+    /// Some possible source did not answer. It will later, or it leaves the chain.
     pub unasked: bool,
     /// An update of the chunk is staged.
     pub busy: bool,
-    /// Of it; empty if that is all that was damaged.
+    /// What is still damaged; empty if that is everything that was damaged.
     left: Vec<Range<u32>>,
     pub cause: Error,
 }
 
 impl From<Error> for Unrepaired {
-    /// What fails on this side says nothing of other copies.
+    /// A failure on this side tells nothing about other copies.
     fn from(cause: Error) -> Unrepaired {
         let (unasked, busy) = (cause.is_retryable(), cause.code == Code::Busy);
         Unrepaired { lost: false, unasked, busy, left: Vec::new(), cause }
@@ -49,25 +49,24 @@ impl From<Error> for Unrepaired {
 }
 
 impl Replica {
-    /// Repairs a chunk when nothing is in flight for it, for a reader of this part. What is known
-    /// to be lost is not looked for again in the same epoch, unless a member that is out of service
-    /// may have it.
+    /// Repairs a chunk for a reader of this part, when nothing is in flight for the chunk. Data
+    /// known to be lost is not searched again in the same epoch, unless a member that is out of
+    /// service may have it.
     pub(super) async fn repair(self: &Arc<Self>, chunk: ChunkId, part: Range<u32>) -> Result<()> {
         let lost = self.target.damage.lost_in(&self.key(chunk), self.view().epoch, &part);
         match lost.filter(|_| !self.may_be_found(chunk)) {
             Some(cause) => Err(Error::new(Code::Corrupt, cause)),
             None => self.try_mend(chunk, None).await.map_err(|u| match u.unasked {
-                // Somebody may have it good and did not answer. It will, or is not counted on any
-                // more.
+                // A possible source did not answer. It will later, or no longer counts.
                 true => Error::new(Code::NotServing, u.cause.message),
                 false => u.cause,
             }),
         }
     }
 
-    /// An update builds on the chunk's header: if that is damaged it is repaired first. `prev`: the
-    /// version that the update builds on, where its sender says so. What goes wrong is left to the
-    /// update to say.
+    /// Repairs the chunk's header if it is damaged, because an update builds on it. `prev`: the
+    /// version that the update builds on, if its sender says so. Errors are left to the update to
+    /// report.
     pub(super) async fn prepare(self: &Arc<Self>, chunk: ChunkId, prev: Option<Version>) {
         let (key, whole) = (self.key(chunk), 0..MAX_CHUNK as u32);
         let headless = matches!(self.engine().meta(&key), Err(e) if e.code == Code::Corrupt);
@@ -76,8 +75,8 @@ impl Replica {
         }
     }
 
-    /// As [`Replica::repair`], whatever is known. `version`: of the chunk, should its header not
-    /// tell.
+    /// As [`Replica::repair`], even for data known to be lost. `version`: the chunk's version, in
+    /// case its header is damaged.
     pub(super) async fn mend(
         self: &Arc<Self>,
         chunk: ChunkId,
@@ -96,8 +95,8 @@ impl Replica {
         self.repair_as(chunk, version).await
     }
 
-    /// Repairs the committed chunk, whose slot the caller occupies, and reports it. `Corrupt` if
-    /// that is not possible now.
+    /// Repairs the committed chunk and reports the result. The caller holds the chunk's slot.
+    /// `Corrupt` if a repair is not possible now.
     pub(super) async fn repair_held(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
         self.repair_as(chunk, None).await.map_err(|u| u.cause)
     }
@@ -108,12 +107,12 @@ impl Replica {
         chunk: ChunkId,
         version: Option<Version>,
     ) -> Result<(), Unrepaired> {
-        // After the slot: who has a turn waits for no slot.
+        // Taken after the slot: a repair that has a permit waits for no slot.
         let _turn = self.target.repairs.acquire().await;
         let (view, key, now) = (self.view(), self.key(chunk), self.node.env.unix_ms());
         let look = self.engine().check_whole(&key).await.inspect_err(|e| self.cannot_look(e))?;
         let Some(look) = look.filter(|l| !l.is_whole() || l.healed > 0) else {
-            // Somebody else repaired it meanwhile, or it was written anew.
+            // It was repaired or written anew meanwhile.
             self.target.damage.whole(&key);
             return Ok(());
         };
@@ -132,7 +131,7 @@ impl Replica {
                 Outcome::Still(Still { epoch, version, lost: u.lost, left, cause })
             }
         };
-        // One that is not in sync is filled in any case.
+        // A replica that is not in sync is resynced in any case.
         if view.serving() && self.target.damage.report(key, &look, &outcome, now) {
             self.say(chunk, &look, &outcome);
         }
@@ -145,14 +144,14 @@ impl Replica {
         }
     }
 
-    /// What a client is told of bytes that no replica in sync has good. While a replica is away
-    /// that may have them it waits for that one, as it waits for a chain of which none is there.
+    /// The error for a client that reads bytes of which no in-sync replica has a good copy. While a
+    /// replica that may have them is away, the client waits for it, as for a chain with no replica.
     pub(super) fn told_damaged(&self, chunk: ChunkId, e: Error) -> Error {
         if e.code != Code::Corrupt {
             return e;
         }
-        // Who is being filled is not given a chunk without a header, so it is not in sync, and no
-        // help, before that is repaired.
+        // A replica being resynced gets no chunk without a header. So it is not in sync, and no
+        // help, until the header is repaired.
         let headless =
             matches!(self.engine().meta(&self.key(chunk)), Err(e) if e.code == Code::Corrupt);
         let may_help = |r: &pb::Replica| match r.state() {
@@ -170,8 +169,8 @@ impl Replica {
         }
     }
 
-    /// What a chunk that this target is given lacks: the target it came from had no good copy to
-    /// give.
+    /// Reports the damaged parts of a chunk that a resync brought: its source had no good copy of
+    /// them.
     pub(super) fn report_given(&self, r: &DataRequest) {
         let key = self.key(r.chunk);
         if r.damaged.is_empty() {
@@ -188,16 +187,16 @@ impl Replica {
         }
     }
 
-    /// The chunk table itself cannot be read in places: no copy of a chunk mends that. The target
-    /// leaves its chains if all of them go on without it, and comes back empty where it is damage
-    /// (`refused_targets.rs`); else it serves what it can.
+    /// The chunk table itself cannot be read in places, which no copy of a chunk repairs. If all
+    /// its chains can continue without it, the target leaves them, and comes back empty if the
+    /// table is damaged (`refused_targets.rs`). Otherwise it serves what it can.
     pub(super) fn cannot_look(&self, e: &Error) {
         if matches!(e.code, Code::Corrupt | Code::Io) && !self.node.is_last(self.id) {
             self.target.cannot_be_read(e);
         }
     }
 
-    /// One line in the log, with the file's path if the metadata servers tell it soon.
+    /// Logs one line, with the file's path if the metadata servers return it soon.
     fn say(&self, chunk: ChunkId, look: &Look, outcome: &Outcome) {
         let then = match outcome {
             Outcome::Repaired(Some(from)) => format!("repaired from {from}"),
@@ -227,8 +226,8 @@ impl Replica {
         });
     }
 
-    /// What is damaged from elsewhere, the rest from here. What has a good copy is repaired even if
-    /// other parts have none.
+    /// Takes damaged parts from elsewhere and the rest from here. Parts with a good copy are
+    /// repaired even if others have none.
     async fn patch(
         self: &Arc<Self>,
         view: &View,
@@ -268,8 +267,8 @@ impl Replica {
         Ok(source)
     }
 
-    /// What others have of what is damaged: those in sync, else those that are not. And why some of
-    /// it is missing.
+    /// Good copies of the damaged parts: from in-sync replicas, else from others. Also returns why
+    /// some are missing.
     async fn gather(
         self: &Arc<Self>,
         view: &View,
@@ -308,7 +307,7 @@ impl Replica {
         (good, failed)
     }
 
-    /// A part that is whole here.
+    /// Appends a part that is intact here.
     pub(super) async fn own(
         &self,
         chunk: ChunkId,
@@ -325,8 +324,9 @@ impl Replica {
         Ok(())
     }
 
-    /// What an update leaves, from the successor that has committed it, in sync or being filled: no
-    /// copy may be left of the damaged bytes that the update builds on here.
+    /// Stages the chunk as the update leaves it, taken from the successor that has committed it (in
+    /// sync or being resynced). For an update that builds on damaged bytes here, of which there may
+    /// be no copy left.
     pub(super) async fn take_over(&self, op: OpId, chunk: ChunkId) -> Option<Staged> {
         let (view, version) = (self.view(), self.version_of(op)?);
         let whole = 0..MAX_CHUNK as u32;
@@ -342,8 +342,8 @@ impl Replica {
         self.engine().stage(self.key(chunk), Update::Rewrite { data, sums: r.sums }).await.ok()
     }
 
-    /// A chunk whose header is damaged: all of it, at this version; if that is not known, from a
-    /// replica where nothing is in flight for it.
+    /// Replaces a whole chunk whose header is damaged, with this version. If the version is not
+    /// known, takes it from a replica where nothing is in flight for the chunk.
     async fn replace(
         self: &Arc<Self>,
         view: &View,
@@ -372,7 +372,7 @@ impl Replica {
         Ok(from)
     }
 
-    /// A part of the chunk at this version.
+    /// Fetches a part of the chunk at this version.
     async fn borrow(
         &self,
         view: &View,
@@ -384,8 +384,8 @@ impl Replica {
         self.ask_others(view, chunk, part, true, |r| r.version == version && r.len == len).await
     }
 
-    /// The first answer of another in-sync replica that fits. `even_dirty`: the caller knows which
-    /// version it wants.
+    /// The first fitting answer of another in-sync replica. `even_dirty`: the caller knows which
+    /// version it wants, so the replica may answer while an update is in flight.
     async fn ask_others(
         &self,
         view: &View,
@@ -406,7 +406,7 @@ impl Replica {
                 Ok(_) => {
                     Error::new(Code::VersionGap, format!("target {to} has another version of it"))
                 }
-                // That its device fails is that target's trouble.
+                // A failing device is that target's own problem.
                 Err(e) if e.code == Code::Io => Error::new(
                     Code::NotServing,
                     format!("chunk {chunk} is damaged and target {to} fails ({e})"),
@@ -448,12 +448,12 @@ impl Replica {
     }
 }
 
-/// What is damaged as long as nothing is repaired.
+/// The damaged ranges as long as nothing is repaired.
 pub(super) fn left_of(look: &Look) -> Vec<Range<u32>> {
     if look.headless { iter::once(0..MAX_CHUNK as u32).collect() } else { parts_of(look) }
 }
 
-/// What of a chunk that begins there is damaged, for people.
+/// The damaged part of a chunk that begins at `start`, as text.
 fn place(look: &Look, start: u64) -> String {
     let at = |n: u32| start + u64::from(n);
     match &look.damaged[..] {
@@ -470,7 +470,7 @@ fn place(look: &Look, start: u64) -> String {
     }
 }
 
-/// What is to be fetched: what is damaged, in so many parts at most.
+/// The ranges to fetch: the damaged ones, at most [`MAX_PARTS`].
 fn parts_of(look: &Look) -> Vec<Range<u32>> {
     match &look.damaged[..] {
         [first, .., last] if look.damaged.len() > MAX_PARTS => {

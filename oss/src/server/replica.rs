@@ -1,4 +1,4 @@
-//! The shell around one [`ChainCore`]: carries out what it asks for, and feeds it what came of it.
+//! The shell around one [`ChainCore`]: carries out its outputs, and feeds it the results.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -41,12 +41,12 @@ use crate::{
 /// Pause before a successor that did not take an update is asked again.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// An update as it came, kept until it is answered.
+/// An update as it arrived, kept until it is answered.
 pub(super) struct Carried {
     pub request: DataRequest,
     pub payload: Vec<Buf>,
     pub trace: u64,
-    /// Of a session's update.
+    /// Set for an update of a session.
     pub _in_work: Option<InWork>,
 }
 
@@ -57,8 +57,8 @@ struct Running {
 }
 
 impl Running {
-    /// Whether an update comes so late that its sender may have told its failure, and others may
-    /// have written since.
+    /// Whether an update arrives so late that its sender may have reported its failure, and others
+    /// may have written since.
     fn is_over(&self, node: &Node) -> bool {
         let heard = self.carried.as_ref().map_or(0, |c| c.request.heard);
         heard != 0 && node.clock().is_some_and(|clock| clock.is_over(heard))
@@ -76,7 +76,7 @@ pub(super) struct Replica {
     pub chain: ChainId,
     pub id: TargetId,
     inner: Mutex<Inner>,
-    /// The epoch in which the SYNCING successor was completely filled.
+    /// The epoch in which the SYNCING successor was completely resynced.
     pub synced: AtomicU64,
     pub cuts: Cuts,
     pub formers: Formers,
@@ -105,7 +105,7 @@ impl Local for Store<'_> {
     }
 }
 
-/// A chunk's slot, held; given back when dropped.
+/// A chunk's slot, held; released when dropped.
 pub(super) struct Hold {
     replica: Arc<Replica>,
     op: OpId,
@@ -117,7 +117,7 @@ impl Drop for Hold {
     }
 }
 
-/// What the request's update is to the engine.
+/// The request's update in the engine's terms.
 pub(super) fn update_of(c: &Carried) -> Result<Update> {
     let (r, data) = (&c.request, || c.payload.clone());
     Ok(match r.kind {
@@ -210,7 +210,7 @@ impl Replica {
 
     // --- into the core
 
-    /// Hands an update to the chain and waits for what becomes of it.
+    /// Hands an update to the chain and waits for its outcome.
     pub(super) async fn submit(self: &Arc<Self>, carried: Carried, what: What) -> Result<Outcome> {
         let r = &carried.request;
         let (id, chunk, epoch) = (self.node.next_op(), r.chunk, r.epoch);
@@ -225,13 +225,13 @@ impl Replica {
         }
     }
 
-    /// Waits until nothing is in flight for a chunk and keeps it so.
+    /// Waits until nothing is in flight for a chunk, and keeps it so.
     pub(super) async fn hold(self: &Arc<Self>, chunk: ChunkId, epoch: u64) -> Result<Hold> {
         let id = self.node.next_op();
         let (reply, answer) = oneshot::channel();
         let op = Op { id, chunk, epoch, eager: true, what: What::Hold };
         self.enter(op, Running { carried: None, staged: None, reply });
-        // From here on, so that what is granted to a caller that goes away is given back.
+        // Made before the grant, so that the slot is released even if the caller is dropped.
         let hold = Hold { replica: self.clone(), op: id };
         match answer.await {
             Ok(Outcome::Granted) => Ok(hold),
@@ -242,7 +242,7 @@ impl Replica {
 
     fn enter(self: &Arc<Self>, op: Op, running: Running) {
         let mut inner = self.inner.lock();
-        // Under the lock: what has its place before newer updates is made before them.
+        // Under the lock: an update queued before newer ones is applied before them.
         if matches!(op.what, What::Client { .. }) && running.is_over(&self.node) {
             Event::ClientExpired.taken();
             let m = "this update was on its way for too long; it is to be sent again";
@@ -257,10 +257,10 @@ impl Replica {
         self.run(&mut self.inner.lock(), input);
     }
 
-    /// Everything that follows at once from an input, in order, under the lock.
+    /// Processes an input and everything that follows from it at once, in order, under the lock.
     fn run(self: &Arc<Self>, inner: &mut Inner, input: Input) {
         if self.node.stopped() {
-            inner.ops.clear(); // their callers are told
+            inner.ops.clear(); // their callers get an error
             return;
         }
         let mut inputs = VecDeque::from([input]);
@@ -333,7 +333,7 @@ impl Replica {
         if matches!(&result, Err(e) if e.code == Code::Corrupt)
             && let Ok(update) = update_of(&c)
         {
-            // Even if something has no good copy: it need not be what this update builds on.
+            // Stage again even if some part has no good copy: this update may not build on it.
             let repaired = self.repair_as(c.request.chunk, None).await;
             result = self.engine().stage_of(key, update, granted).await;
             if let (Err(e), Err(Unrepaired { unasked: true, cause, .. })) = (&result, repaired)
@@ -348,9 +348,9 @@ impl Replica {
             result = Ok(staged);
         }
         result = match (result, unasked) {
-            // Somebody in sync may have it good and did not answer. He will, or leave the chain.
+            // A possible source did not answer. It will later, or it leaves the chain.
             (Err(_), Some(cause)) => Err(Error::new(Code::NotServing, cause.message)),
-            // Of those behind it the head thinks that they refuse for good.
+            // Only at the head: the head takes refusals of the replicas behind for final.
             (Err(e), None) if self.view().head => Err(self.told_damaged(c.request.chunk, e)),
             (result, _) => result,
         };
@@ -372,9 +372,9 @@ impl Replica {
         self.run(&mut inner, Input::Staged { op, result });
     }
 
-    /// What is said of an update that could not be stored. A device that failed takes its target
-    /// out of the chain, and where others are in sync they make the update: whoever sent it comes
-    /// again.
+    /// The error for an update that could not be stored. A failed device takes its target out of
+    /// the chain. If other replicas are in sync, they can make the update: the sender is told to
+    /// retry.
     fn told(&self, e: Error, view: &View) -> Error {
         if e.code != Code::Io || view.serving.iter().all(|t| *t == self.id) {
             return e;
@@ -385,8 +385,8 @@ impl Replica {
         )
     }
 
-    /// Makes a staged removal visible, unless the epoch is over. Then the target may be a replica
-    /// again, and what it lists must not change without its chain.
+    /// Makes a staged removal visible, unless the epoch is over: then the target may be a replica
+    /// again, and its list of chunks must not change without the chain.
     pub(super) fn forget_staged(&self, staged: Staged, epoch: u64) -> Result<()> {
         let inner = self.inner.lock();
         match inner.core.view() {
@@ -395,15 +395,15 @@ impl Replica {
         }
     }
 
-    /// Makes what a fill brought visible, unless its data was removed while it was stored. Under
-    /// the lock: whoever forgets the data's tombstones says so first, and then either finds this
-    /// chunk or keeps it from being made.
+    /// Makes a resynced chunk visible, unless its data was removed meanwhile. Under the lock:
+    /// before the data's tombstones are forgotten, the data is marked as gone, which either finds
+    /// this chunk or keeps it from being made.
     pub(super) fn take_filled(&self, staged: Staged, r: &DataRequest) -> Result<()> {
         let inner = self.inner.lock();
         inner.core.check_member(r.epoch)?;
         let gone = inner.core.is_gone(r.chunk.data);
         match r.flags & FLAG_TOMBSTONE != 0 {
-            // The source has no record of it, or forgets it as well.
+            // The source has no record of it, or forgets it too.
             true if gone || r.version == Version::default() => self.engine().forget(staged),
             false if gone => Err(was_removed(r.chunk)),
             _ => self.engine().commit(staged, r.version, r.writers.clone()).map(drop),
@@ -412,7 +412,7 @@ impl Replica {
 
     // --- to other replicas
 
-    /// Calls the oss of a target of this chain.
+    /// Calls the storage server of a target of this chain.
     pub(super) async fn call(
         &self,
         to: TargetId,
@@ -431,7 +431,7 @@ impl Replica {
         Ok((DataReply::decode(&reply.body)?, reply.payload))
     }
 
-    /// Replicas that take updates behind one of this chain.
+    /// How many replicas behind this target of the chain take updates.
     fn behind(&self, target: TargetId) -> u8 {
         use strake_proto::map::ChainExt;
         let map = self.node.map.load();
@@ -468,15 +468,15 @@ impl Replica {
         self.call(to, Lane::Forward(self.behind(to)), m).await.map(|(r, _)| r.stamps)
     }
 
-    /// Flushes this replica and all behind it, the SYNCING one too: it may have become in sync in a
-    /// newer epoch, and must then hold what is called stable in this one. Their stamps, this one's
-    /// first.
+    /// Flushes this replica and all behind it, including the SYNCING one: it may have come into
+    /// sync in a newer epoch, and must then hold what is called stable in this one. Returns their
+    /// stamps, this replica's first.
     pub(super) async fn flush_chain(&self, epoch: u64) -> Result<Vec<Stamp>> {
         self.flush_all(epoch, None).await.map(|(stamps, _)| stamps)
     }
 
-    /// As [`Replica::flush_chain`]. With `forget`, those behind forget then; where they have to go
-    /// on.
+    /// As [`Replica::flush_chain`]. With `forget`, the replicas behind then forget tombstones; also
+    /// returns where they have to continue.
     pub(super) async fn flush_all(
         &self,
         epoch: u64,
@@ -522,12 +522,12 @@ impl Replica {
         r
     }
 
-    /// Fills the successor before it is in sync: flush it without waiting for replicas behind.
+    /// Flushes the successor that is being resynced, but not this target.
     pub(super) async fn flush_successor(&self, to: TargetId, epoch: u64) -> Result<()> {
         self.forward_flush(to, epoch, None).await.map(drop)
     }
 
-    /// Whether work for an epoch is still wanted.
+    /// Whether work for an epoch should continue.
     pub(super) fn goes_on(&self, epoch: u64) -> bool {
         !self.node.stopped() && self.view().epoch == epoch
     }
@@ -538,7 +538,7 @@ impl Replica {
         }
     }
 
-    /// A FORWARD as it arrives.
+    /// Handles a FORWARD.
     pub(super) async fn forwarded(self: &Arc<Self>, carried: Carried) -> Result<DataReply> {
         let r = &carried.request;
         let [prev] = r.writers[..] else {
@@ -548,20 +548,20 @@ impl Replica {
         let mut prev = prev.version;
         self.prepare(r.chunk, Some(prev)).await;
         if r.kind == Kind::Remove && r.session == 0 && r.flags & FLAG_TOMBSTONE != 0 {
-            // Whatever is here of data that is gone for good goes, also what only this replica has,
-            // or has not.
+            // The data is gone for good, so this chunk is removed whatever its version here, even
+            // if other replicas do not have it.
             prev = self.engine().meta(&self.key(r.chunk))?.map(|m| m.version).unwrap_or_default();
         }
         let what = What::Forward { session: r.session, seq: r.seq, version, prev };
         let outcome = self.submit(carried, what).await?;
-        // It is made: that it cannot be flushed now must not be taken for a refusal.
+        // The update is applied: a failing flush must not be taken for a refusal.
         self.answer(outcome, epoch, false).await.map_err(|e| match Refusal::of(e.code) {
             Refusal::Transient => e,
             _ => Error::new(Code::NotServing, format!("an update is here, but not flushed: {e}")),
         })
     }
 
-    /// An update as it arrives from a client, or from the mds (session 0).
+    /// Handles an update from a client, or from the mds (session 0).
     pub(super) async fn update(
         self: &Arc<Self>,
         carried: Carried,
@@ -596,8 +596,8 @@ impl Replica {
         })
     }
 
-    /// `left`: in this epoch the target is no replica of the chain any more; and whether that has
-    /// all the replicas that it shall have, in sync.
+    /// Takes a new view. `left`: set if the target is no replica of the chain in this epoch; the
+    /// value says whether all the replicas that the chain should have are in sync.
     pub(super) fn take_view(self: &Arc<Self>, view: View, left: Option<bool>) {
         let epoch = view.epoch;
         let before = self.view().epoch;
@@ -623,7 +623,7 @@ impl Replica {
         }
     }
 
-    /// Whether the tail's report says that its successor is filled.
+    /// Whether the tail may report that its successor is resynced.
     pub(super) fn has_synced(&self) -> bool {
         let inner = self.inner.lock();
         let v = inner.core.view();
@@ -634,7 +634,7 @@ impl Replica {
     }
 }
 
-/// A body-less reply.
+/// A reply with an encoded [`DataReply`] and a payload.
 pub(super) fn reply(r: &DataReply, payload: Vec<Buf>) -> Message {
     let body: Bytes = r.encode();
     Message::new(0, body).with_payload(payload)

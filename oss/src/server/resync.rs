@@ -31,16 +31,16 @@ use crate::{
 const PAGE: u32 = 1024;
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
-/// Between two questions whether a target that others fill has room for this fill.
+/// Pause before asking again whether a target that others resync admits this resync.
 const TURN: Duration = Duration::from_millis(200);
 /// In SYNC_LIST's `offset`: only the chunk named, if it exists.
 pub(super) const LIST_ONE: u32 = 1;
 const FIRST: ChunkId = ChunkId { ino: 0, data: 0, index: 0 };
 
-/// What came of a push.
+/// The result of a push.
 pub(super) struct Sent {
     bytes: u64,
-    /// Applications wait for the target that it was sent to.
+    /// Applications wait for the receiving target.
     busy: bool,
 }
 
@@ -48,7 +48,7 @@ pub(super) fn was_removed(chunk: ChunkId) -> Error {
     Error::new(Code::Stale, format!("the data of chunk {chunk} was removed"))
 }
 
-/// A tombstone of version 0 stands for no record at all.
+/// Whether two entries are equal. A tombstone of version 0 counts as no record.
 fn same(a: Option<&ListEntry>, b: Option<&ListEntry>) -> bool {
     let state =
         |e: Option<&ListEntry>| e.map_or((Version::default(), true), |e| (e.version, e.tombstone));
@@ -56,7 +56,7 @@ fn same(a: Option<&ListEntry>, b: Option<&ListEntry>) -> bool {
 }
 
 impl Replica {
-    /// Fills the successor until it holds all that is committed here, or the epoch is over.
+    /// Resyncs the successor until it holds everything committed here, or the epoch is over.
     pub(super) async fn fill(self: Arc<Self>, to: TargetId, epoch: u64) {
         let mut pause = PAUSE_MIN;
         while self.goes_on(epoch) {
@@ -66,7 +66,7 @@ impl Replica {
                         "chain {}: target {to} is filled ({pushed} chunks sent), epoch {epoch}",
                         self.chain
                     );
-                    // The fill of a former epoch may end after this one's.
+                    // The resync of an earlier epoch may end after this one's.
                     self.synced.fetch_max(epoch, Ordering::AcqRel);
                     self.node.kick.notify_one();
                     return;
@@ -90,9 +90,9 @@ impl Replica {
         }
     }
 
-    /// Compares both lists page by page, pushes what differs, flushes the successor. A chunk that
-    /// cannot be read here keeps no other one from being sent; it is told (`Corrupt`) at the end.
-    /// How many were sent.
+    /// Compares both lists page by page, pushes the differences, flushes the successor. An
+    /// unreadable chunk does not keep others from being sent; the error (`Corrupt`) comes at the
+    /// end. Returns how many were sent.
     async fn pass(self: &Arc<Self>, to: TargetId, epoch: u64) -> Result<usize> {
         let (mut after, mut pushed) = (FIRST, 0);
         let (mut unread, mut first) = (0, None);
@@ -106,8 +106,8 @@ impl Replica {
                     format!("target {to} lists its chunks out of order"),
                 ));
             }
-            // Beyond the end of a full page there may be more on that side: compare up to the
-            // nearer end.
+            // If a page is full, that side may have more entries after its end. Compare only up to
+            // the nearer end.
             let full = |l: &[ListEntry]| {
                 (l.len() >= PAGE as usize).then(|| l.last().map(|e| e.chunk)).flatten()
             };
@@ -149,8 +149,8 @@ impl Replica {
                 e.context(format_args!("{unread} chunks cannot be sent, {pushed} others were"))
             );
         }
-        // That the successor may come into sync from here on must not be forgotten by those who
-        // know it.
+        // From here on the successor may come into sync. Replicas that know this view must not
+        // forget it.
         self.engine().sync_chain_views().await?;
         Ok(pushed)
     }
@@ -184,8 +184,8 @@ impl Replica {
         Ok(())
     }
 
-    /// Waits after a piece: for the fill's limit, and for those whom an application waits for, here
-    /// or, as of the piece, at the successor.
+    /// Waits after a piece: for the rate limit, and while applications wait for this target or, as
+    /// reported with the piece, for the successor.
     pub(super) async fn make_way(&self, limit: Duration, took: Duration, busy_there: bool) {
         let begun = Instant::now();
         loop {
@@ -198,7 +198,7 @@ impl Replica {
         }
     }
 
-    /// Sends the committed chunk, whose slot the caller occupies.
+    /// Sends the committed chunk. The caller holds its slot.
     pub(super) async fn push(
         self: &Arc<Self>,
         to: TargetId,
@@ -220,7 +220,7 @@ impl Replica {
             kind: Kind::Replace,
             version: meta.version,
             writers: meta.writers,
-            // The version it replaces; another one there means that this message is late.
+            // The version that it replaces. If the receiver has another one, this message is late.
             session: expected.epoch,
             seq: expected.number,
             ..DataRequest::new(self.chain, epoch, to, chunk)
@@ -244,8 +244,9 @@ impl Replica {
         Ok(Sent { bytes, busy: answer.len != 0 })
     }
 
-    /// All bytes of a committed chunk, whose slot the caller occupies, and what of them has no good
-    /// copy: what stands for that says which checksum it has. `Corrupt` while that is not sure.
+    /// All bytes of a committed chunk, and the ranges without a good copy. Stand-ins in those
+    /// ranges carry the checksums of the lost blocks. `Corrupt` while it is unsure whether a copy
+    /// exists. The caller holds the chunk's slot.
     async fn read_out(
         self: &Arc<Self>,
         chunk: ChunkId,
@@ -258,7 +259,7 @@ impl Replica {
         }
         match self.repair_as(chunk, None).await {
             Ok(()) => return Ok((self.engine().read(&key, 0, len).await?, Vec::new())),
-            // The update for which it is sent has the chunk's place: it goes as it is.
+            // If busy: the update that needs this push is staged, so the chunk is sent as it is.
             Err(u) if !u.lost && !u.busy => return Err(u.cause),
             Err(_) => {} // some of it may be repaired
         }
@@ -275,7 +276,7 @@ impl Replica {
         Ok((ReadOut { data, sums, len, version: look.version }, look.damaged))
     }
 
-    /// A SYNC_PUT as it arrives.
+    /// Handles a SYNC_PUT.
     pub(super) async fn put(self: &Arc<Self>, carried: Carried) -> Result<DataReply> {
         let mut carried = carried;
         let (chunk, epoch) = (carried.request.chunk, carried.request.epoch);
@@ -288,14 +289,14 @@ impl Replica {
         self.target.fills.hears(self.chain, Instant::now());
         let hold = self.hold(chunk, epoch).await?;
         let key = self.key(chunk);
-        // A damaged record has no version; it may be replaced by anything.
+        // A damaged record has no version; any version may replace it.
         let now = match self.engine().meta(&key) {
             Err(e) if e.code == Code::Corrupt => Version::default(),
             other => other?.map(|m| m.version).unwrap_or_default(),
         };
         let r = &carried.request;
-        // After it was looked for: a tombstone that was forgotten would have told that this is
-        // late.
+        // Checked after reading the version: a forgotten tombstone would have told that this
+        // message is late.
         if r.flags & FLAG_TOMBSTONE == 0 && self.is_gone(chunk.data) {
             return Err(was_removed(chunk));
         }
@@ -330,7 +331,7 @@ impl Replica {
         })
     }
 
-    /// Blocks that come as damaged and are good here, in whatever version, are not given up.
+    /// Keeps blocks that are intact here, in whatever version, although they arrive as damaged.
     async fn keep_good(&self, carried: &mut Carried) {
         let all: Vec<u8> = carried.payload.iter().flat_map(|b| b.iter().copied()).collect();
         let key = self.key(carried.request.chunk);
@@ -364,7 +365,7 @@ impl Replica {
         carried.request.damaged = damaged;
     }
 
-    /// The block here for which `stands` stands.
+    /// This target's own copy of the lost block that `stands` stands in for.
     async fn own_block(&self, key: &Key, block: &Range<u32>, stands: &[u8]) -> Option<Vec<u8>> {
         let sum = stands_for(stands)?;
         let own = self.engine().read(key, block.start, block.end - block.start).await.ok()?;

@@ -1,10 +1,10 @@
-//! The scrub: each target reads all that it holds now and then, so that damage is found and
-//! repaired while there is a good copy, not when the last one is asked for.
+//! The scrub: each target reads everything that it holds from time to time, so that damage is found
+//! and repaired while there is a good copy, not when the last copy is needed.
 //!
 //! A pass goes through the chunks of the target's chains in order of their ids, at a limited rate,
-//! and more slowly still while the target serves requests. It looks at what is committed: updates
-//! never touch committed blocks, so one in flight looks like no damage; a repair waits for it.
-//! Chains that are not in sync here are left out, they are filled anyway.
+//! and more slowly while the target serves requests. It looks at committed data: updates never
+//! touch committed blocks, so an update in flight does not look like damage, and a repair waits for
+//! it. Chains that are not in sync here are skipped, because they are resynced anyway.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,32 +21,31 @@ use super::{
 use crate::engine::{Position, STEP};
 
 const PAGE: usize = 256;
-/// After its start a server has its chains to bring into sync.
+/// Pause after the start: the server first brings its chains into sync.
 const SETTLE: Duration = Duration::from_secs(30);
-/// How often the position is written down, and how often repairs that were not possible are tried
-/// again.
+/// How often the position is stored, and how often failed repairs are tried again.
 const NOTE_EVERY: Duration = Duration::from_secs(30);
 const AGAIN: Duration = Duration::from_secs(30);
-/// Wall clocks jump: what they say is looked at again after so long.
+/// Longest sleep: wall clocks jump, so the time is checked again after so long.
 const LONGEST_WAIT: Duration = Duration::from_secs(3600);
-/// What one look costs besides the bytes it reads.
+/// What one look costs besides the bytes it reads, in bytes.
 const RECORDS: u64 = 4096;
-/// So much more slowly a pass goes while the target serves requests.
+/// How many times slower a pass is while the target serves requests.
 const YIELD: u32 = 4;
-/// Shorter debts are collected: a timer is no finer than a millisecond.
+/// Shorter pauses are accumulated: a timer is no finer than a millisecond.
 const NAP: Duration = Duration::from_millis(10);
-/// How long a repair waits for updates of its chunk, and how often that is tried.
+/// How long a repair waits for updates of its chunk, and how many attempts it makes.
 const PATIENCE: Duration = Duration::from_secs(20);
 const ATTEMPTS: u32 = 3;
 
-/// What an administrator asks for.
+/// Requests of an administrator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask {
-    /// A pass from the first chunk on, now, without regard to other requests.
+    /// Start a pass at the first chunk now, without regard to other requests.
     Start,
-    /// No pass, until one of the others is asked for or the server restarts.
+    /// Stop, until one of the others is requested or the server restarts.
     Stop,
-    /// On with what was stopped.
+    /// Continue a stopped pass.
     Resume,
 }
 
@@ -54,15 +53,15 @@ pub enum Ask {
 struct State {
     position: Position,
     ask: Option<Ask>,
-    /// The pass under way was asked for.
+    /// The current pass was requested.
     asked: bool,
     paused: bool,
     running: bool,
-    /// Since when this server has been at this pass, and how far it was then, in bytes.
+    /// When this server began or resumed this pass, and the pass's bytes at that time.
     since: Option<(Instant, u64)>,
     /// Chains that were not in sync when their turn came.
     skipped: u64,
-    /// Why this pass could not look at all there is.
+    /// Why this pass could not look at everything.
     trouble: String,
 }
 
@@ -73,7 +72,7 @@ pub(super) struct Scrub {
 }
 
 impl Scrub {
-    /// Goes on from where an earlier life of the server has left it.
+    /// Continues where an earlier run of the server stopped.
     pub(super) fn new(position: Position) -> Scrub {
         Scrub { state: Mutex::new(State { position, ..State::default() }), news: Notify::new() }
     }
@@ -83,7 +82,7 @@ impl Scrub {
         self.news.notify_one();
     }
 
-    /// `None`: a pass goes on or begins now. Else how long nothing is to be done.
+    /// `None`: a pass continues or begins now. Otherwise how long there is nothing to do.
     fn wait(&self, now_ms: u64, every_s: u64) -> Option<Duration> {
         let mut s = self.state.lock();
         match s.ask.take() {
@@ -110,7 +109,7 @@ impl Scrub {
         None
     }
 
-    /// Somebody asks for something else.
+    /// Whether a request is pending.
     fn is_asked(&self) -> bool {
         self.state.lock().ask.is_some()
     }
@@ -136,7 +135,7 @@ impl Scrub {
         (s.running, s.since) = (true, Some((Instant::now(), s.position.bytes)));
     }
 
-    /// The pass ends or is interrupted. Whether it is complete.
+    /// Ends or interrupts the pass. Returns whether it is complete.
     fn rest(&self, now_ms: u64) -> bool {
         let mut s = self.state.lock();
         s.running = false;
@@ -165,10 +164,10 @@ impl State {
     }
 }
 
-/// Holds a pass back to its rate.
+/// Limits a pass to its rate.
 struct Pace {
     owed: Duration,
-    /// Requests that the target had served when this was last looked at.
+    /// Requests that the target had served at the last check.
     served: u64,
 }
 
@@ -225,7 +224,7 @@ fn note(target: &Target) {
     }
 }
 
-/// Goes on until the pass is complete or something else is asked for.
+/// Continues until the pass is complete or something else is requested.
 async fn pass(node: &Arc<Node>, target: &Arc<Target>) -> Result<()> {
     let scrub = &target.scrub;
     let usage = target.engine.usage();
@@ -251,7 +250,7 @@ async fn pass(node: &Arc<Node>, target: &Arc<Target>) -> Result<()> {
     Ok(())
 }
 
-/// Some chunks of a chain. Whether there may be more.
+/// Looks at some chunks of a chain. Returns whether there may be more.
 async fn page(replica: &Arc<Replica>, after: Option<ChunkId>, pace: &mut Pace) -> Result<bool> {
     let (scrub, view) = (&replica.target.scrub, replica.view());
     if !view.serving() {
@@ -280,7 +279,7 @@ async fn page(replica: &Arc<Replica>, after: Option<ChunkId>, pace: &mut Pace) -
     Ok(list.len() == PAGE)
 }
 
-/// Looks at a chunk, and has it repaired. False: cut short.
+/// Looks at a chunk, and has it repaired. Returns `false` if interrupted.
 async fn chunk(replica: &Arc<Replica>, chunk: ChunkId, pace: &mut Pace) -> Result<bool> {
     let (target, key) = (&replica.target, replica.key(chunk));
     let mut from = 0;
@@ -325,8 +324,8 @@ async fn chunk(replica: &Arc<Replica>, chunk: ChunkId, pace: &mut Pace) -> Resul
     Ok(true)
 }
 
-/// Has a chunk repaired and reported, if this replica is in sync. An error: it was not looked at,
-/// because an update of it hangs.
+/// Has a chunk repaired and reported, if this replica is in sync. An error means that it was not
+/// looked at, because an update of it hangs.
 pub(super) async fn mend(replica: &Arc<Replica>, chunk: ChunkId) -> Result<()> {
     let mut result = Ok(());
     for _ in 0..ATTEMPTS {
@@ -346,7 +345,7 @@ pub(super) async fn mend(replica: &Arc<Replica>, chunk: ChunkId) -> Result<()> {
     result
 }
 
-/// Tries again for ever what could not be repaired.
+/// Retries failed repairs for ever.
 pub(super) async fn heal(node: Arc<Node>, target: Arc<Target>) {
     loop {
         tokio::time::sleep(AGAIN).await;
@@ -354,14 +353,14 @@ pub(super) async fn heal(node: Arc<Node>, target: Arc<Target>) {
     }
 }
 
-/// Tries again what could not be repaired, if there are other replicas now or it was written anew.
+/// Retries failed repairs of chunks whose chain has other replicas now, or that were written anew.
 async fn heal_once(node: &Node, target: &Target) {
     for (key, still) in target.damage.open() {
         let replica = node.next_replica(target.id(), key.chain).filter(|r| r.chain == key.chain);
         let Some(replica) = replica.filter(|_| !target.failed()) else { continue };
         let given_up = node.map.load().chain(key.chain).is_some_and(|c| c.lost);
         if given_up || replica.view().state == pb::ReplicaState::ReplicaUnknown {
-            target.damage.whole(&key); // the chain is elsewhere now, or nobody counts on it
+            target.damage.whole(&key); // the target left the chain, or the chain was given up
             continue;
         }
         let unchanged = match target.engine.meta(&key) {
@@ -369,13 +368,13 @@ async fn heal_once(node: &Node, target: &Target) {
             Err(_) => true,
         };
         if !(still.lost && unchanged && still.epoch == replica.view().epoch) {
-            // What hangs is tried again.
+            // An update that hangs is no problem: the next round tries again.
             let _ = mend(&replica, key.chunk).await;
         }
     }
 }
 
-/// What `strake scrub status` shows of a target.
+/// The state of a target's scrub, for `strake scrub status`.
 pub(super) fn status(node: &Node, target: &Target) -> pb::ScrubStatus {
     let (usage, counts) = (target.engine.usage(), target.damage.counts());
     let (findings, left_out) = target.damage.findings();
@@ -386,7 +385,7 @@ pub(super) fn status(node: &Node, target: &Target) -> pb::ScrubStatus {
         .since
         .filter(|_| s.running)
         .map(|(since, from)| (p.bytes - from, since.elapsed().as_millis() as u64));
-    // What it did so far says more than the limit.
+    // The measured rate says more than the limit.
     let eta_s = match done {
         Some((bytes, ms)) if bytes > 0 && ms > 1000 => left / (bytes * 1000 / ms).max(1),
         _ => left.checked_div(node.cfg.scrub_rate).unwrap_or(0),

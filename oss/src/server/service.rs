@@ -1,4 +1,4 @@
-//! Requests as they arrive: who may ask for what, are the numbers sane, then on to a replica.
+//! Incoming requests: checks rights and values, then passes them to a replica.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -46,7 +46,7 @@ fn inval(m: impl Into<String>) -> Error {
     Error::new(Code::Inval, m)
 }
 
-/// Offsets, lengths, payload and checksums belong together and stay within a chunk.
+/// Checks that offset, length, payload and checksums fit together and stay within a chunk.
 fn check_shape(r: &DataRequest, payload: usize) -> Result<()> {
     if u64::from(r.offset) + u64::from(r.len) > MAX_CHUNK {
         return Err(inval(format!(
@@ -80,7 +80,7 @@ fn check_shape(r: &DataRequest, payload: usize) -> Result<()> {
     Ok(())
 }
 
-/// What a SYNC_PUT says is damaged: whole blocks of its chunk, in order.
+/// Checks the damaged ranges of a SYNC_PUT: whole blocks of its chunk, in order.
 fn check_damaged(r: &DataRequest) -> Result<()> {
     let mut at = 0;
     for d in &r.damaged {
@@ -131,7 +131,7 @@ impl Service for OssService {
             _ if server_only => {}
             other => return Err(unknown_opcode(other)),
         }
-        // What waits does not keep the room of a long body.
+        // A waiting request does not keep the memory of a long body.
         let r = DataRequest::decode(&std::mem::take(&mut m.body))?;
         if !r.damaged.is_empty() && m.opcode != opcode::SYNC_PUT {
             return Err(inval("only what a target is filled with may be damaged"));
@@ -141,8 +141,8 @@ impl Service for OssService {
             opcode::READ_COPY => return self.read_copy(&r).await,
             _ => {}
         }
-        // Before anything is checked that may change meanwhile. Servers wait for no client's turn:
-        // they are bounded by what those do.
+        // Waits before any check whose result may change meanwhile. Servers do not wait for a turn:
+        // the turns of clients limit their requests, too.
         let _turn = match peer.role {
             Role::Client => {
                 let bytes = if m.opcode == opcode::READ { r.len as usize } else { m.payload_len() };
@@ -163,7 +163,7 @@ impl Service for OssService {
         {
             return Err(inval("this request takes no payload"));
         }
-        // Before it is looked whether its session is evicted.
+        // Taken before the check whether its session is evicted.
         let updates = matches!(m.opcode, opcode::WRITE | opcode::FORWARD);
         let in_work = (updates && r.session != 0).then(|| self.node.in_work(r.session));
         let carried = |request| Carried {
@@ -219,8 +219,8 @@ impl Service for OssService {
 }
 
 impl OssService {
-    /// Waits for the turn of the session that the request's capability was given to: it may not use
-    /// another's. What has many bytes waits among those like it first.
+    /// Waits for the turn of the session that the request's capability belongs to, since a client
+    /// may not use another's turn. Large requests wait among themselves first.
     async fn turn(
         &self,
         peer: &Peer,
@@ -244,13 +244,13 @@ impl OssService {
         self.node.cap_key.open(sealed, self.node.env.unix_ms())
     }
 
-    /// A client's right to do this to this file. Servers need none.
+    /// Checks a client's right to do this to this file. Servers need none.
     fn check_cap(&self, peer: &Peer, r: &DataRequest, need: Rights) -> Result<Option<Capability>> {
         self.check_any(peer, r, &[need], Some(r.chunk.index))
     }
 
-    /// As `check_cap`, with one of several rights. `index`: of the chunk that is meant, if it is
-    /// one; else any of the file's on the chain.
+    /// As `check_cap`, with one of several rights. `index`: the chunk's index, if the request is
+    /// about one chunk; otherwise it is about any of the file's chunks on the chain.
     fn check_any(
         &self,
         peer: &Peer,
@@ -278,8 +278,7 @@ impl OssService {
         Ok(Some(c))
     }
 
-    /// Chunks are where the file's layout puts them, and nowhere else: elsewhere nobody would
-    /// remove them.
+    /// Chunks may be only where the file's layout puts them: elsewhere nothing would remove them.
     fn check_bound(&self, c: &Capability, r: &DataRequest, index: Option<u64>) -> Result<()> {
         match c.bound.fits(r.chain, index, &self.node.map.load()) {
             Fits::Yes => Ok(()),
@@ -319,9 +318,9 @@ impl OssService {
         Ok(())
     }
 
-    /// Whether a program may take something as written: not while fewer replicas are in sync than
-    /// the cluster's `min_copies`. Asked before, and once more when it is done, as the chain may
-    /// have lost one meanwhile; one that came into sync since has it too.
+    /// Whether a client may take data as written: not while fewer replicas are in sync than the
+    /// cluster's `min_copies`. Checked before and after the work, as the chain may lose a replica
+    /// meanwhile. A replica that came into sync since has the data, too.
     fn check_copies(&self, replica: &Replica) -> Result<()> {
         let map = self.node.map.load();
         let copies = map.chain(replica.chain).map_or(0, |c| c.preferred.len());
@@ -345,8 +344,7 @@ impl OssService {
                 r.len, r.offset
             )));
         }
-        // Another replica that repairs its copy knows which version it needs, and checks that it
-        // gets it.
+        // A replica that repairs its copy knows which version it needs, and checks that it gets it.
         let even_dirty = peer.role == Role::Server && r.kind == Kind::Replace;
         match replica.check_read(&r.chunk, r.epoch) {
             Err(_) if even_dirty && replica.view().serving() => replica.check_member(r.epoch)?,
@@ -354,11 +352,11 @@ impl OssService {
         }
         let key = replica.key(r.chunk);
         let mut out = replica.engine().read_in_limit(&key, r.offset, r.len).await;
-        // A replica that repairs must not ask others to repair: two damaged copies would wait for
+        // A replica that repairs must not make others repair: two damaged copies would wait for
         // each other.
         if peer.role != Role::Server && matches!(&out, Err(e) if e.code == Code::Corrupt) {
             let repaired = replica.repair(r.chunk, r.offset..r.offset + r.len).await;
-            // Even if something has no good copy: it need not be what is read here.
+            // Read again even if some part has no good copy: this read may not need it.
             out = replica.engine().read_in_limit(&key, r.offset, r.len).await;
             if matches!(&out, Err(e) if e.code == Code::Corrupt) {
                 out = repaired.and(out).map_err(|e| replica.told_damaged(r.chunk, e));
@@ -379,7 +377,7 @@ impl OssService {
         Ok(reply(&head, out.data))
     }
 
-    /// Where the file's chunks hold data, for who may read or write them.
+    /// Where the file's chunks hold data, for clients that may read or write them.
     fn extents(&self, peer: &Peer, replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
         self.check_any(peer, r, &[Rights::READ, Rights::WRITE], None)?;
         if u64::from(r.offset) > MAX_CHUNK || r.chunk.index == u64::MAX {
@@ -396,7 +394,7 @@ impl OssService {
         Ok(reply(&head, vec![Buf::copy_from(&found?.encode())]))
     }
 
-    /// Keeps space free for the session whose capability this is.
+    /// Keeps space free for the session of the capability.
     fn grant(&self, peer: &Peer, replica: &Replica, r: &DataRequest) -> Result<Message> {
         let c = self.check_any(peer, r, &[Rights::WRITE], None)?;
         let c = c.filter(|c| c.session == r.session && r.session != 0);
@@ -414,7 +412,7 @@ impl OssService {
         Ok(reply(&head, Vec::new()))
     }
 
-    /// A reader who knows a newer epoch has this server look for the map.
+    /// If a reader knows a newer epoch, this server fetches the map.
     fn check_read(&self, replica: &Replica, epoch: u64, may: Result<()>) -> Result<()> {
         may.inspect_err(|e| {
             if e.code == Code::StaleEpoch && epoch > replica.view().epoch {
@@ -424,7 +422,8 @@ impl OssService {
     }
 
     async fn flush(&self, peer: &Peer, replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
-        // Only who may write to a file has something to flush; `chunk` names one of its chunks.
+        // Only a client that may write to a file has something to flush; `chunk` names one of its
+        // chunks.
         let cap = self.check_any(peer, r, &[Rights::WRITE], None)?;
         let view = replica.view();
         if view.epoch == r.epoch && !view.head {
@@ -444,8 +443,8 @@ impl OssService {
         ))
     }
 
-    /// For a replica that has lost something: what a target has, in sync or not. Nothing is
-    /// repaired for that.
+    /// Returns a target's data, in sync or not, to a replica that has lost something. Repairs
+    /// nothing.
     async fn read_copy(&self, r: &DataRequest) -> Result<Message> {
         if u64::from(r.offset) + u64::from(r.len) > MAX_CHUNK {
             return Err(inval(format!(
@@ -480,7 +479,7 @@ impl OssService {
         self.node.target(id).ok_or_else(none)
     }
 
-    /// For fsck: what is on a target, in sync or not.
+    /// For fsck: lists the chunks of a target, in sync or not.
     fn list_chunks(&self, r: &DataRequest) -> Result<Message> {
         let entries = self.target(r.target)?.engine.list(
             r.chain,
@@ -491,7 +490,7 @@ impl OssService {
     }
 }
 
-/// Chunk 0.0.0 stands for the beginning.
+/// Chunk 0.0.0 stands for the start of the list.
 fn after(c: ChunkId) -> Option<ChunkId> {
     (c != ChunkId { ino: 0, data: 0, index: 0 }).then_some(c)
 }
@@ -514,7 +513,7 @@ fn sync_list(replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
         match replica.engine().meta(&replica.key(r.chunk)) {
             Ok(None) => Vec::new(),
             Ok(Some(m)) => entry(m.version, m.len, m.tombstone),
-            // A damaged record: listed as engine lists do.
+            // A damaged record: listed as the engine lists it.
             Err(e) if e.code == Code::Corrupt => entry(Default::default(), 0, false),
             Err(e) => return Err(e),
         }

@@ -1,9 +1,8 @@
-//! TRIM: what a file has on a chain behind its end is removed.
+//! TRIM: removes a file's data on a chain after the file's end.
 //!
-//! An update is known by its session's number when a copy of it comes late; a TRIM is many updates
-//! that belong to no session. Were a copy of one carried out late it would remove what has been
-//! written since. So it is carried out only with a number that this head gave for the file as the
-//! last one.
+//! A late copy of an update is recognized by its session's number. A TRIM is many updates that
+//! belong to no session. If a late copy of a TRIM were carried out, it would remove data written
+//! since. So a TRIM is carried out only with the number that this head gave last for the file.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,23 +21,23 @@ use tokio::time::Instant;
 use super::replica::{Carried, Replica};
 use crate::engine::Update;
 
-/// Updates that one TRIM keeps in flight.
+/// Most updates that one TRIM keeps in flight.
 const PARALLEL: usize = 16;
 const PAGE: usize = 1024;
-/// Tombstones that are forgotten between two flushes.
+/// Most tombstones that are forgotten between two flushes.
 const FORGET_PAGE: u32 = 16_384;
-/// In TRIM's `seq`, of data that is gone for good: all was removed, tombstones are to be forgotten.
+/// In TRIM's `seq`, for data that is gone for good: everything is removed, forget the tombstones.
 const FORGETTING: u64 = 1;
-/// A number is to be used within this time.
+/// How long a number may be used.
 const GOOD_FOR: Duration = Duration::from_secs(10);
-/// Numbers given and not used yet.
+/// Most numbers given and not used yet.
 const MOST: usize = 65_536;
 
 /// Inode and data id.
 type File = (u64, u64);
 
-/// The numbers that a replica gave as head, in one epoch: requests of another one are refused
-/// before they come here.
+/// The numbers that a replica gave as head in one epoch. Requests of other epochs are refused
+/// before they get here.
 #[derive(Default)]
 pub(super) struct Cuts(Mutex<Given>);
 
@@ -46,11 +45,11 @@ pub(super) struct Cuts(Mutex<Given>);
 struct Given {
     epoch: u64,
     /// The newest term of a metadata server that asked in this epoch. A recovered group begins with
-    /// a lower one, and newer epochs.
+    /// a lower term, but in newer epochs.
     term: u64,
     last: u64,
     files: BTreeMap<File, Cut>,
-    /// Those that are being removed for good.
+    /// Files that are being removed for good.
     going: BTreeSet<File>,
 }
 
@@ -60,15 +59,15 @@ struct Cut {
     running: bool,
 }
 
-/// A TRIM that is being carried out; its number is not good for another one.
+/// A TRIM in progress; its number cannot be used for another one.
 struct Running<'a> {
     cuts: &'a Cuts,
     file: File,
     number: u64,
 }
 
-/// A removal for good. While it is at work nothing else cuts the file: once it has made those
-/// behind it forget the tombstones, they would refuse an update that builds on one.
+/// A removal for good. While it runs, nothing else truncates the file: replicas behind that have
+/// forgotten a tombstone would refuse an update that builds on it.
 struct Removal<'a> {
     cuts: &'a Cuts,
     file: File,
@@ -90,8 +89,8 @@ impl Drop for Running<'_> {
 }
 
 impl Cuts {
-    /// A new number, after which no former one of the file is good. `StaleEpoch`: a leader of a
-    /// newer term has asked before, or the chain has changed; `Overloaded`: not now.
+    /// Gives a new number for the file and voids earlier ones. `StaleEpoch`: a leader of a newer
+    /// term has asked before, or the chain has changed; `Overloaded`: not now.
     fn give(&self, file: File, epoch: u64, term: u64) -> Result<u64> {
         let given = &mut *self.0.lock();
         if epoch < given.epoch || epoch == given.epoch && term < given.term {
@@ -119,7 +118,7 @@ impl Cuts {
         Ok(given.last)
     }
 
-    /// For removing a file for good. `Overloaded`: it is being cut or removed.
+    /// Begins removing a file for good. `Overloaded`: it is being truncated or removed.
     fn alone(&self, file: File) -> Result<Removal<'_>> {
         let mut given = self.0.lock();
         if given.files.get(&file).is_some_and(|c| c.running) || !given.going.insert(file) {
@@ -150,8 +149,8 @@ impl Cuts {
     }
 }
 
-/// Tombstones that are to be forgotten, of data that is gone for good: of at most so many chunks
-/// from one on. 0: of all.
+/// Which tombstones to forget, for data that is gone for good: those of at most `most` chunks,
+/// starting with `from`. 0: of all.
 #[derive(Clone, Copy)]
 pub(super) struct Forget {
     pub from: ChunkId,
@@ -159,19 +158,19 @@ pub(super) struct Forget {
 }
 
 impl Forget {
-    /// What a FORWARD_FLUSH says of it.
+    /// From a FORWARD_FLUSH.
     pub(super) fn of(r: &DataRequest) -> Option<Forget> {
         (r.flags & FLAG_TOMBSTONE != 0).then_some(Forget { from: r.chunk, most: r.len })
     }
 }
 
-/// The reply to what is done in part: `next` is the first chunk that is left.
+/// The reply to a request that is done in part: `next` is the first chunk that is left.
 pub(super) fn goes_on(epoch: u64, next: Option<u64>) -> DataReply {
     let version = next.map_or_else(Version::default, |number| Version { epoch, number });
     DataReply { epoch, version, len: u32::from(next.is_some()), ..DataReply::default() }
 }
 
-/// Until when a request may work. Who does not say it waits for all of it.
+/// Until when a request may work; `None`: until all is done.
 struct Budget(Option<Instant>);
 
 impl Budget {
@@ -184,10 +183,10 @@ impl Budget {
     }
 }
 
-/// Removes a file's chunks of this chain from `chunk.index` on, and cuts the one before. Without a
-/// number it only gives one, except for data that is gone for good: nobody writes it again, and
-/// late copies of what was written are refused. That is done in two steps, as `seq` says: removing
-/// all, then forgetting the tombstones.
+/// Removes a file's chunks of this chain from `chunk.index` on, and truncates the one before. A
+/// request without a number only gets one. Data that is gone for good needs no number: nothing
+/// writes it again, and late copies of old writes are refused. It is removed in two steps, told
+/// apart by `seq`: first all chunks, then the tombstones.
 pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<DataReply> {
     replica.check_member(r.epoch)?;
     if !replica.view().head {
@@ -197,8 +196,8 @@ pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) ->
         ));
     }
     let file = (r.chunk.ino, r.chunk.data);
-    // While a file may be written its tombstones stay: replicas do not forget them at one moment,
-    // and an update that builds on nothing is refused where there is one.
+    // While a file may be written, its tombstones stay. Replicas do not forget them at the same
+    // moment, and where one is left, an update that builds on nothing is refused.
     let gone = r.flags & FLAG_TOMBSTONE != 0;
     if gone && (r.chunk.index != 0 && r.offset == 0 || r.len != u32::MAX) {
         return Err(Error::new(Code::Inval, "data that is gone for good keeps no chunk"));
@@ -206,7 +205,7 @@ pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) ->
     let budget = Budget::of(r);
     if gone {
         let _removal = replica.cuts.alone(file)?;
-        // Before it is looked for what is in flight.
+        // Before looking at what is in flight.
         replica.data_is_gone(r.chunk.data);
         return remove_for_good(replica, r, trace, &budget).await;
     }
@@ -226,8 +225,8 @@ pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) ->
     Ok(DataReply { stable: next.is_none(), stamps, ..goes_on(r.epoch, next) })
 }
 
-/// In the second step nobody makes a chunk of the data any more, so what a replica behind still has
-/// is nobody's.
+/// Removes all chunks, then has the tombstones forgotten. In the second step nothing makes a chunk
+/// of the data any more, so what a replica behind still has belongs to no file.
 async fn remove_for_good(
     replica: &Arc<Replica>,
     r: &DataRequest,
@@ -251,21 +250,21 @@ async fn remove_for_good(
             Some(index) => from.index = index,
         }
         if budget.is_spent() {
-            // That it is the second step is said by the length.
+            // The length tells that this is the second step.
             return Ok(DataReply { stamps, len: 2, ..goes_on(r.epoch, next) });
         }
     }
 }
 
-/// Where there is more to do when the time is over, if there is.
+/// Removes chunks. Returns where to continue if the time is over before all is done.
 async fn remove(
     replica: &Arc<Replica>,
     r: &DataRequest,
     trace: u64,
     budget: &Budget,
 ) -> Result<Option<u64>> {
-    // What is being written right now may make chunks that no list has yet: those are removed after
-    // it, in their slot.
+    // Writes in flight may make chunks that no list has yet. Those are removed after the write, in
+    // their slot.
     let mut busy: BTreeSet<u64> = replica.busy_from(r.chunk).into_iter().collect();
     let mut from = r.chunk.index;
     loop {
@@ -283,12 +282,12 @@ async fn remove(
             Some(next) => from = next,
             None => return Ok(None),
         }
-        // A page of tombstones waits for nothing.
+        // A page of tombstones has nothing to wait for.
         tokio::task::yield_now().await;
     }
 }
 
-/// The first of them that is left when the time is over. One is removed in any case.
+/// Returns the first chunk that is left when the time is over. Removes at least one.
 async fn remove_all(
     replica: &Arc<Replica>,
     r: &DataRequest,
@@ -309,7 +308,8 @@ async fn remove_all(
         }
         match removals.next().await {
             None => return Ok(due.next()),
-            // What it was is not known, here or behind. The second step removes it at each of them.
+            // Its version is not known, here or on a replica behind. The second step removes it
+            // there.
             Some(Err(e)) if gone && e.code == Code::Corrupt => {}
             Some(other) => drop(other?),
         }
@@ -332,7 +332,7 @@ async fn cut_before(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Resu
     Ok(())
 }
 
-/// An update of one chunk of the file, of no session.
+/// An update of one chunk of the file, without a session.
 async fn update(
     replica: &Arc<Replica>,
     r: &DataRequest,
@@ -350,14 +350,14 @@ async fn update(
 
 impl Replica {
     /// Flushes the chain, then has every replica forget tombstones, those behind before this one.
-    /// Their stamps, and where one of them has to go on.
+    /// Returns their stamps, and where one of them has to continue.
     pub(super) async fn forget_chain(
         self: &Arc<Self>,
         epoch: u64,
         f: Forget,
     ) -> Result<(Vec<Stamp>, Option<u64>)> {
         let (stamps, behind) = self.flush_all(epoch, Some(f)).await?;
-        // Nothing knows a copy of what was forwarded any more, should one come late.
+        // After this, no chunk is left that recognizes a late copy of a FORWARD.
         self.data_is_gone(f.from.data);
         let (file, mut from) = ((f.from.ino, f.from.data), f.from.index);
         let most = if f.most == 0 { FORGET_PAGE } else { f.most.min(FORGET_PAGE) } as usize;
@@ -365,7 +365,7 @@ impl Replica {
             let forgot = self.engine().forget_tombstones(self.chain, file, from, most)?;
             self.drop_leftovers(epoch, f.from, forgot.left).await?;
             match forgot.next {
-                // Who asks for all of it does not ask again.
+                // A caller that wants all of it does not ask again.
                 Some(next) if f.most == 0 => from = next,
                 next => return Ok((stamps, [next, behind].into_iter().flatten().min())),
             }
@@ -373,7 +373,7 @@ impl Replica {
         }
     }
 
-    /// Removes chunks of data that is gone for good, which the chain's head does not have: late
+    /// Removes chunks of data that is gone for good, which the chain's head does not have. Late
     /// FORWARDs made them.
     async fn drop_leftovers(
         self: &Arc<Self>,
@@ -454,7 +454,7 @@ mod tests {
         assert!(cuts.begin(A, 6, old).is_err() && cuts.begin(A, 5, old).is_err());
         assert_eq!(cuts.give(A, 5, 8).unwrap_err().code, Code::StaleEpoch);
         drop(cuts.begin((5, 9), 6, new).unwrap());
-        cuts.give(A, 7, 2).unwrap(); // of a group that was recovered
+        cuts.give(A, 7, 2).unwrap(); // a recovered group
     }
 
     #[tokio::test(start_paused = true)]

@@ -1,5 +1,5 @@
-//! The fixed formats of `docs/formats.md`, byte for byte. A change here is a change of a format
-//! that others speak.
+//! The fixed formats of `docs/formats.md`, byte for byte. A change here changes a format that other
+//! versions use.
 
 use strake_proto::{
     Bound, CapKey, Capability, ChunkId, Fid, Rights,

@@ -1,6 +1,6 @@
-//! The messages of the wire and of what is stored, field by field, beside a list that is kept: a
-//! field that changes its number, type or meaning in place would be read wrongly from an older peer
-//! or disk, and every other test would still pass.
+//! Compares the messages of the wire and of stored data, field by field, with a saved list: a field
+//! that changes its number, type or meaning in place would be read wrongly from an older peer or
+//! disk, and every other test would still pass.
 
 use std::{collections::BTreeSet, fs};
 

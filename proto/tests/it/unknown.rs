@@ -1,5 +1,5 @@
-//! Everything on the wire that is one of several things, and what an unknown one is read as. The
-//! lists are compared with the schema and the source, so that a new one cannot be forgotten.
+//! Every enumerated choice on the wire (enum, oneof, flag), and how an unknown value is read. The
+//! lists are compared with the schema and the source, so that a new choice cannot be forgotten.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
@@ -16,7 +16,7 @@ const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 const FILES: [&str; 5] =
     ["common.proto", "meta.proto", "cluster.proto", "admin.proto", "log.proto"];
 
-/// Each choice, and what shows how an unknown one is read.
+/// Each choice, and a function that checks how an unknown value is read.
 const CHOICES: [(&str, fn()); 13] = [
     ("enum ReplicaState", replica_state),
     ("enum LockKind", lock_kind),
@@ -54,7 +54,7 @@ fn lock_type() {
     assert!(pb::LockType::try_from(77).is_err());
 }
 
-/// A message with one field of a number that nobody has given away.
+/// A message with one field of an unassigned number.
 fn foreign<M: prost::Message + Default>() -> M {
     let mut bytes = Vec::new();
     prost::encoding::encode_key(9_999, prost::encoding::WireType::LengthDelimited, &mut bytes);
@@ -131,7 +131,7 @@ fn frame_kind() {
     }
 }
 
-/// Choices that a message's number names, and the test (file, function) that sends an unknown one.
+/// Choices in plain number fields, and the test (file, function) that sends an unknown value.
 const NUMBERS: [(&str, &str, &str); 10] = [
     (
         "PendingRequest.kind",
@@ -165,7 +165,7 @@ fn collect(m: &DescriptorProto, choices: &mut BTreeSet<String>, numbers: &mut BT
         }
     }
     for (i, o) in m.oneof_decl.iter().enumerate() {
-        // An optional field is a oneof of its own for the compiler.
+        // The compiler makes a oneof for each optional field; those do not count.
         if m.field.iter().any(|f| f.oneof_index == Some(i as i32) && !f.proto3_optional()) {
             choices.insert(format!("oneof {}.{}", m.name(), o.name()));
         }

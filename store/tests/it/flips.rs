@@ -1,4 +1,4 @@
-//! Bits that flip in a store's files: what is read is right, or the answer is `Corrupt`.
+//! Bits that flip in a store's files: a read returns the right data or `Corrupt`.
 
 use std::{
     fs::{self, File},
@@ -43,7 +43,7 @@ fn tables(dir: &Path) -> Vec<PathBuf> {
     files(dir).into_iter().filter(|f| f.parent().is_some_and(|p| p.ends_with("tables"))).collect()
 }
 
-/// A store of which most is in tables.
+/// A store with most of its data in tables.
 fn filled(dir: &Path) -> FjallStore {
     let s = FjallStore::open_with(dir, &options()).unwrap();
     (0..KEYS).for_each(|n| put(&s, n).unwrap());
@@ -54,7 +54,7 @@ fn filled(dir: &Path) -> FjallStore {
     s
 }
 
-/// Whether all is there; `Corrupt` is an answer, other data is none.
+/// Whether all data can be read. `Corrupt` is allowed, wrong data is not.
 fn whole(dir: &Path) -> bool {
     let s = match FjallStore::open_with(dir, &options()) {
         Ok(s) => s,
@@ -85,7 +85,8 @@ fn flip(file: &Path, at: u64, bit: u8) {
     f.write_all_at(&[b[0] ^ 1 << bit], at).unwrap();
 }
 
-/// In the lists of tables any of their bits; of tables, which are long, some bytes in each.
+/// Flips one bit in each byte of the lists of tables, and in some bytes of each table, which is
+/// long.
 #[test]
 fn a_flipped_bit_is_no_other_data() {
     let dir = tempfile::tempdir().unwrap();
@@ -128,7 +129,7 @@ fn a_flipped_bit_is_no_other_data() {
     assert!(whole(dir.path()), "all of it was mended");
 }
 
-/// Also fjall's own list of keyspaces may be what is damaged.
+/// Damage in fjall's own list of keyspaces.
 #[test]
 fn a_damaged_store_can_be_cleared() {
     let dir = tempfile::tempdir().unwrap();
@@ -145,7 +146,8 @@ fn a_damaged_store_can_be_cleared() {
     assert_eq!(FjallStore::open_with(dir.path(), &options()).unwrap().prefix(b"").count(), 1);
 }
 
-/// A compaction that meets damage is no full disk; and a store that died of it can be cleared.
+/// A compaction that meets damage is not taken for a full disk, and a store that failed because of
+/// it can be cleared.
 #[test]
 fn damage_met_in_the_background_is_named_and_cleared() {
     let dir = tempfile::tempdir().unwrap();

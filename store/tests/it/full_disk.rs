@@ -1,4 +1,4 @@
-//! A real file system that is full: refusals, reads, and service again when there is space, without
+//! A real file system that is full: refusals, reads, and writes again once there is space, without
 //! a restart.
 
 use std::{fs::File, io::Write as _, path::Path, process::Command};
@@ -44,7 +44,7 @@ fn key(n: u32, part: u32) -> Bytes {
     format!("{n:06}-{part}").into()
 }
 
-/// Two puts and the removal of one that an earlier batch made.
+/// Two puts, and the removal of a key that an earlier batch made.
 fn batch(n: u32, rng: &mut StdRng) -> Batch {
     let mut value = vec![0; 3000];
     rng.fill(&mut value[..]);
@@ -69,8 +69,8 @@ fn check(s: &FjallStore, committed: &[u32]) {
     );
 }
 
-/// Each round stops at another place of the journal, so that what a failed write leaves there
-/// differs.
+/// Each round stops at another place of the journal, so that a failed write leaves something else
+/// there.
 #[test]
 fn a_full_disk_is_waited_out() {
     let Some(disk) = Small::new(48) else { return };
@@ -86,7 +86,7 @@ fn a_full_disk_is_waited_out() {
             n += 1;
         }
         fill(&ballast);
-        // What is left of the last page, and then no more.
+        // The rest of the last page, and then no more.
         let e = loop {
             match s.commit(batch(n, &mut rng)) {
                 Ok(()) => committed.push(n),
@@ -115,7 +115,8 @@ fn a_full_disk_is_waited_out() {
     }
 }
 
-/// Filled by itself: fjall's journal, its flushes and its compactions meet the end of the disk too.
+/// The store fills the disk itself: fjall's journal, flushes and compactions meet the end of the
+/// disk, too.
 #[test]
 fn a_disk_filled_by_commits_alone_is_read_and_grows_again() {
     let Some(disk) = Small::new(96) else { return };

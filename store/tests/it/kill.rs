@@ -1,4 +1,4 @@
-//! kill -9 in the middle of commits: what was synced is there, and no batch is there by half.
+//! kill -9 in the middle of commits: synced data is there, and no batch is there in part.
 
 use std::{
     io::{BufRead, BufReader},
@@ -18,8 +18,8 @@ fn last_of(s: &FjallStore) -> u64 {
     s.get(b"last").unwrap().map_or(0, |v| u64::from_be_bytes(v[..].try_into().unwrap()))
 }
 
-/// The process that is killed: does nothing unless the test below started it. Says which batch is
-/// synced.
+/// The process that is killed: does nothing unless the test below started it. Prints which batch
+/// is synced.
 #[test]
 fn child() {
     let Some(dir) = std::env::var_os(DIR) else { return };

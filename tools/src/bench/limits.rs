@@ -1,4 +1,4 @@
-//! What the machine can do without StrakeFS, measured in the same run: each figure of the file
+//! The limits of the machine without StrakeFS, measured in the same run: each figure of the file
 //! system is divided by one of these.
 
 use std::{
@@ -39,15 +39,15 @@ pub fn socket_copy(bytes: u64) -> Result<u64> {
     Ok(bytes / MIB as u64 * MIB as u64)
 }
 
-/// 128-byte round trips over loopback TCP by `pairs` pairs of threads for `limit`. Returns how
-/// many.
+/// 128-byte round trips over loopback TCP by `pairs` pairs of threads for `limit`. Returns their
+/// number.
 pub fn round_trips(pairs: u64, limit: Duration) -> Result<u64> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let addr = listener.local_addr()?;
     let echo = |mut s: TcpStream| -> std::io::Result<()> {
         s.set_nodelay(true)?;
         let mut block = [0u8; 128];
-        // Ends when the other side hangs up.
+        // Ends when the other side closes the connection.
         while s.read_exact(&mut block).is_ok() {
             s.write_all(&block)?;
         }
@@ -81,8 +81,8 @@ pub fn round_trips(pairs: u64, limit: Duration) -> Result<u64> {
     })
 }
 
-/// A file of `bytes` next to the cluster's data, written whole (no holes), for the device's own
-/// speed.
+/// A file of `bytes` next to the cluster's data, fully written (no holes), to measure the device's
+/// own speed.
 pub fn scratch(path: &Path, bytes: u64) -> Result<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -118,14 +118,14 @@ pub struct Pattern {
 }
 
 /// Runs `count` operations at `depth` through io_uring with O_DIRECT, with buffers of a pool, as
-/// the object servers do. The write pattern ends with fdatasync.
+/// the storage servers do. The write pattern ends with fdatasync.
 pub fn uring(file: &File, p: Pattern) -> Result<()> {
     let pool = Pool::default();
     uring_with(file, p, (0..p.depth).map(|_| pool.get_now(p.block)).collect())
 }
 
-/// The same with ordinary memory, as fio does: on pages of 4 KiB the kernel may have to cut 1 MiB
-/// into several requests.
+/// As [`uring`] with ordinary memory, as fio does: with pages of 4 KiB the kernel may have to split
+/// 1 MiB into several requests.
 pub fn uring_on_small_pages(file: &File, p: Pattern) -> Result<()> {
     uring_with(file, p, (0..p.depth).map(|_| BufMut::unpooled(p.block)).collect())
 }
@@ -172,7 +172,7 @@ fn uring_with(file: &File, p: Pattern, mut bufs: Vec<BufMut>) -> Result<()> {
     Ok(())
 }
 
-/// 4 KiB appends followed by fdatasync, one at a time, for `limit`. Returns how many.
+/// 4 KiB appends followed by fdatasync, one at a time, for `limit`. Returns their number.
 pub fn synced_appends(path: &Path, limit: Duration) -> Result<u64> {
     let mut file = OpenOptions::new().create(true).append(true).open(path)?;
     let (start, block, mut n) = (Instant::now(), [1u8; 4096], 0);
@@ -208,7 +208,7 @@ pub fn fio(path: &Path, p: Pattern) -> Option<f64> {
         .arg(format!("--iodepth={}", p.depth))
         .arg(format!("--size={}", p.span))
         .arg(format!("--io_size={}", p.count * p.block as u64))
-        // As ours does; it counts.
+        // As our pattern does; it is included in the time.
         .args(p.write.then_some("--end_fsync=1"))
         .output()
         .ok()?;

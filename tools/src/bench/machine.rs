@@ -1,4 +1,4 @@
-//! What a run cost the whole machine.
+//! The cost of a run for the whole machine.
 
 use std::{fs, path::Path, time::Instant};
 
@@ -12,7 +12,7 @@ pub struct Meter {
 
 pub struct Cost {
     pub seconds: f64,
-    /// Of all processes and the kernel together.
+    /// CPU time of all processes and the kernel together.
     pub cpu_seconds: f64,
 }
 
@@ -28,7 +28,7 @@ impl Meter {
     }
 }
 
-/// Ticks per second in which the kernel counts for user space, on every architecture (proc(5)).
+/// Ticks per second of the kernel's counters for user space, on every architecture (proc(5)).
 const USER_HZ: f64 = 100.0;
 
 /// User, nice, system, irq and softirq time of all cores (`/proc/stat`, proc(5)).
@@ -54,7 +54,7 @@ pub fn drop_caches() -> bool {
     fs::write("/proc/sys/vm/drop_caches", "3").is_ok()
 }
 
-/// Cores, kernel, and what the cluster's folder lies on.
+/// Cores, kernel, and the file system of the cluster's folder.
 pub fn describe(cores: usize, dir: &Path) -> Result<String> {
     let kernel = rustix::system::uname().release().to_string_lossy().into_owned();
     // Numbers of statfs(2).

@@ -1,5 +1,5 @@
-//! The FUSE limit's mount, in a process of its own: one that is killed while it has a file of its
-//! own mount open waits in the kernel for an answer that nobody gives any more.
+//! The mount for the FUSE limit, in a process of its own: a process that is killed while it has a
+//! file of its own mount open waits in the kernel for an answer that never comes.
 
 use std::{
     fs,
@@ -18,7 +18,7 @@ pub struct MemoryArgs {
     bytes: u64,
 }
 
-/// Mounts, says so on stdout, and unmounts when stdin ends: when whoever started it is done or
+/// Mounts, reports it on stdout, and unmounts when stdin ends, that is, when the parent is done or
 /// dead.
 pub fn serve(args: &MemoryArgs) -> Result<ExitCode> {
     let mount = mount_memory_limit(&MountConfig::new(&args.at), args.bytes)?;
@@ -28,7 +28,7 @@ pub fn serve(args: &MemoryArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The mount as long as this lives.
+/// A mount that lasts as long as this lives.
 pub struct MemoryMount {
     server: Child,
     at: PathBuf,
@@ -51,7 +51,7 @@ impl MemoryMount {
             .stdout
             .as_mut()
             .ok_or_else(|| Error::new(Code::Io, "the memory mount has no output"))?;
-        // What stopped it is on stderr, which it shares.
+        // The reason is on stderr, which both processes share.
         out.read_exact(&mut said)
             .map_err(|_| Error::new(Code::Io, "the FUSE limit's own mount could not be made"))?;
         Ok(m)

@@ -1,4 +1,4 @@
-//! `strake bench`: the file system beside what this machine can do at all, both measured in the
+//! `strake bench`: compares the file system with the limits of this machine, both measured in the
 //! same run.
 
 mod limits;
@@ -75,7 +75,7 @@ enum Unit {
     Ops,
 }
 
-/// What several runs of one thing gave.
+/// The results of several runs of one measurement.
 #[derive(Default)]
 struct Series {
     name: &'static str,
@@ -88,26 +88,27 @@ struct Series {
 struct Row {
     unit: Unit,
     ours: Series,
-    /// The same through mounts with the other transports, run by run beside ours, named as the
-    /// transport is.
+    /// The same through mounts with the other transports, in the same runs as ours, named after the
+    /// transport.
     others: Vec<Series>,
-    /// The one the row is named against, then the others that every byte or operation passes too.
+    /// The limit that the row is compared with first, then the others that every byte or operation
+    /// passes.
     limits: Vec<Series>,
 }
 
-/// A work's amount, in bytes or operations.
+/// Does the work and returns its amount, in bytes or operations.
 type Work<'a> = Box<dyn FnMut() -> Result<f64> + 'a>;
 
 struct Plan<'a> {
     name: &'static str,
     unit: Unit,
-    /// One for each mount; the first is what the limits are for.
+    /// One for each mount; the limits apply to the first.
     ways: Vec<Way<'a>>,
     limits: &'static [&'static str],
 }
 
 struct Way<'a> {
-    /// Not timed: what must be there before each run.
+    /// Not timed: prepares each run.
     prepare: Work<'a>,
     work: Work<'a>,
 }
@@ -198,7 +199,7 @@ fn own_mounts(cluster: &Cluster, transports: &[Transport], dir: &Path) -> Result
     transports.iter().map(|t| OwnMount::start(cluster, *t, &dir.join(t.name()))).collect()
 }
 
-/// Mount point of the limits that answer from memory, below the bench's folder.
+/// Folder below the bench's folder where the limits that answer from memory are mounted.
 const MEMORY: &str = "memory";
 
 const SOCKET: &str = "socket copy";
@@ -242,7 +243,7 @@ fn plans<'a>(
         limits,
     };
     use Unit::{Bytes, Ops};
-    // The server's and the kernel's caches are cold, the file is there.
+    // The caches of server and kernel are cold, and the file exists.
     fn cold<'a>(warm: &'a Cell<bool>, ensure: impl Fn() -> Result<()> + 'a) -> Work<'a> {
         Box::new(move || {
             ensure()?;
@@ -372,7 +373,7 @@ impl Series {
 
 impl Bench {
     fn new(cluster: &Cluster, scale: Scale, runs: usize) -> Result<Bench> {
-        // On the same file system as the cluster's data: the limit is that device's.
+        // On the same file system as the cluster's data, so that the limits are of that device.
         let dir = cluster.dir().join("bench");
         fs::create_dir_all(&dir)?;
         for own in [MEMORY, Transport::Dev.name(), Transport::Fuser.name()] {
@@ -384,7 +385,7 @@ impl Bench {
         Ok(Bench { scale, copies: cluster.copies(), runs, dir, scratch, progress, others: vec![] })
     }
 
-    /// What is moved or done, and at what cost.
+    /// Measures a limit once. Returns the bytes moved or operations done, and their cost.
     fn limit(&self, name: &str) -> Result<(f64, Cost)> {
         let (bytes, copies) = (self.scale.bytes, u64::from(self.copies));
         let span = bytes;
@@ -436,8 +437,8 @@ impl Bench {
         for n in 0..self.runs {
             self.progress.say(format!("{name}: run {} of {}", n + 1, self.runs));
             let mut turns: Vec<_> = plan.ways.iter_mut().zip(&mut ours).collect();
-            // Each goes first as often as the other: what the one before leaves behind hits all
-            // alike.
+            // Each goes first equally often, so that what the previous one leaves behind affects
+            // all equally.
             if n % 2 == 1 {
                 turns.reverse();
             }
@@ -459,8 +460,8 @@ impl Bench {
     }
 
     /// Our own device figures beside fio's on the same file: (pattern, ours, fio's), bytes per
-    /// second. In turn and medians, because a disk's rate changes from one second to the next, and
-    /// with what was read before.
+    /// second. Both take turns and medians are compared, because a disk's rate changes from one
+    /// second to the next, and depends on what was read before.
     fn fio_check(&mut self) -> Vec<(&'static str, f64, f64)> {
         let span = self.scale.bytes;
         let read = Pattern {
@@ -497,7 +498,7 @@ impl Bench {
     fn clean(mut self) -> Result<()> {
         self.progress.done();
         for t in [Transport::Dev, Transport::Fuser] {
-            // Else the file system's content would go with the folder.
+            // Otherwise the file system's content would be deleted with the folder.
             if mount::is_mounted(&self.dir.join(t.name()))? {
                 let m = format!("{} could not be unmounted", self.dir.join(t.name()).display());
                 return Err(Error::new(Code::Busy, m));
@@ -507,8 +508,8 @@ impl Bench {
     }
 }
 
-/// A mount that a bench ended from outside has left behind. One that answers belongs to a bench
-/// that runs.
+/// Removes a dead mount that a killed bench has left behind. A mount that answers belongs to a
+/// running bench.
 fn take_away_dead(at: &Path) -> Result<()> {
     if !mount::is_mounted(at)? {
         return Ok(());
@@ -534,7 +535,7 @@ fn random(s: Scale) -> Pattern {
     }
 }
 
-/// Runs `job(n)` for n in 0..JOBS on threads of their own and adds up what they return.
+/// Runs `job(n)` for n in 0..JOBS on threads of their own and returns the sum of their results.
 pub fn in_threads(job: impl Fn(u64) -> Result<u64> + Sync) -> Result<f64> {
     std::thread::scope(|s| {
         let job = &job;
@@ -547,7 +548,7 @@ pub fn in_threads(job: impl Fn(u64) -> Result<u64> + Sync) -> Result<f64> {
     })
 }
 
-/// Where the files of a row lie below a folder.
+/// Path of the n-th file of a row below a folder.
 pub fn nth(dir: &Path, n: u64) -> PathBuf {
     dir.join(format!("f{n:06}"))
 }

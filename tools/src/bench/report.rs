@@ -1,4 +1,4 @@
-//! The figures of a bench as a table for people, as Markdown, and as JSON.
+//! The results of a bench as a table for people, as Markdown, and as JSON.
 
 use serde_json::{Value, json};
 
@@ -15,7 +15,7 @@ pub struct Report {
     pub runs: usize,
     /// Caches could not be dropped before reads.
     pub warm: bool,
-    /// What the mount rows were measured with, ours first; empty: the cluster's mount.
+    /// Transports with which the mount rows were measured, ours first; empty: the cluster's mount.
     pub transports: Vec<&'static str>,
     pub rows: Vec<Row>,
     /// Pattern, our own device figure, fio's; bytes per second.
@@ -45,12 +45,12 @@ impl Series {
 }
 
 impl Row {
-    /// Ours divided by the other, run by run, so that the machine's drift cancels out.
+    /// Ours divided by the other, for each run, so that the machine's drift cancels out.
     fn ratios(&self, other: &Series) -> Vec<f64> {
         self.ours.rates.iter().zip(&other.rates).map(|(a, b)| a / b).collect()
     }
 
-    /// Lines of the table of transports.
+    /// Rows of the table of transports.
     fn beside(&self) -> impl Iterator<Item = Vec<String>> {
         self.others.iter().map(|other| {
             let ratios = self.ratios(other);
@@ -76,8 +76,8 @@ impl Row {
         })
     }
 
-    /// What binds on this machine, and its rate: the lowest limit, or all cores busy with the CPU
-    /// of all limits.
+    /// The lowest limit on this machine and its rate: one of the limits, or all cores busy with the
+    /// CPU time of all limits.
     fn binding(&self, cores: usize) -> (&'static str, f64) {
         let unit = if self.unit == Unit::Bytes { 1e9 } else { 1e6 };
         let cpu = ("all cores", cores as f64 / self.floor() * unit);
@@ -89,8 +89,8 @@ impl Row {
             .unwrap_or(cpu)
     }
 
-    /// CPU of all limits together: every byte or operation passes each of them, so no structure of
-    /// these steps costs less.
+    /// CPU time of all limits together: every byte or operation passes each of them, so no design
+    /// with these steps costs less.
     fn floor(&self) -> f64 {
         self.limits.iter().map(Series::cpu).sum()
     }
@@ -248,7 +248,7 @@ mod tests {
             ours: series("mount: write 1 MiB", 8e8, 0.5),
             unit: Unit::Bytes,
         };
-        // Run by run: the medians alone would give 2.
+        // For each run: the medians alone would give 2.
         beside.ours.rates = vec![8e8, 2e8, 9e8];
         other.rates = vec![2e8, 4e8, 6e8];
         beside.others = vec![other];

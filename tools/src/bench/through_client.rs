@@ -55,7 +55,7 @@ impl ByClient {
         Ok(self.scale.bytes as f64)
     }
 
-    /// The large file is there, whole.
+    /// Makes sure that the large file exists with its full size.
     pub async fn ensure_large(&self) -> Result<()> {
         if self.large.attr().size < self.scale.bytes {
             self.write().await?;

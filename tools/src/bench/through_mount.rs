@@ -1,6 +1,6 @@
 //! The rows measured with ordinary system calls on the mount. Buffers are aligned to pages, as
-//! those of dd, fio and IOR are: one that is not touches 257 pages per MiB, and the kernel cuts
-//! each such read or write in two requests.
+//! those of dd, fio and IOR are. An unaligned buffer touches 257 pages per MiB, and the kernel
+//! splits each such read or write into two requests.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -25,14 +25,14 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    /// `name`: of its folder below the mount point; one for each mount of the same cluster.
+    /// `name`: name of its folder below the mount point; one for each mount of the same cluster.
     pub fn new(mnt: &Path, name: &str, scale: Scale) -> Result<Mounted> {
         let dir = mnt.join(format!("strake-bench-{name}"));
         if dir.exists() {
             fs::remove_dir_all(&dir)?;
         }
-        // A folder per job: the kernel lets one create at a time into a folder, whatever the file
-        // system.
+        // One folder per job: the kernel allows only one create at a time in a folder, in every
+        // file system.
         for job in 0..JOBS {
             fs::create_dir_all(dir.join(format!("job{job}")))?;
         }
@@ -47,7 +47,7 @@ impl Mounted {
         write_file(&self.large(), self.scale.bytes)
     }
 
-    /// The large file is there, whole.
+    /// Makes sure that the large file exists with its full size.
     pub fn ensure_large(&self) -> Result<()> {
         if fs::metadata(self.large()).is_ok_and(|m| m.len() == self.scale.bytes) {
             Ok(())
@@ -96,7 +96,7 @@ impl Mounted {
     }
 }
 
-/// Writes a file of `bytes` anew, 1 MiB at a time, and syncs it.
+/// Creates or truncates a file, writes `bytes` to it, 1 MiB at a time, and syncs it.
 pub fn write_file(path: &Path, bytes: u64) -> Result<f64> {
     let mut f = File::create(path)?;
     let mut block = BufMut::unpooled(MIB as usize);

@@ -1,4 +1,4 @@
-//! Mounts of the bench's own, one with each transport, to measure them beside each other.
+//! The bench's own mounts, one with each transport, to compare them.
 
 use std::{
     fs,
@@ -30,21 +30,21 @@ impl Transport {
     }
 }
 
-/// The mount as long as this lives.
+/// A mount that lasts as long as this lives.
 pub struct OwnMount {
     process: Child,
     at: PathBuf,
 }
 
 impl OwnMount {
-    /// Mounts the cluster at `at`, which is made. The mount ends with this process, however that
+    /// Mounts the cluster at `at`, which is created. The mount ends with this process, however that
     /// ends.
     pub fn start(cluster: &Cluster, transport: Transport, at: &Path) -> Result<OwnMount> {
         fs::create_dir_all(at)?;
         let config = at.with_extension("toml");
         fs::write(&config, cluster.mount_config(at))?;
         let mut command = Command::new(std::env::current_exe()?);
-        // What stops it is on stderr, which it shares.
+        // The reason is on stderr, which both processes share.
         command
             .args(["mount", "--foreground", "-o"])
             .arg(format!("log=error,transport={}", transport.name()));
@@ -80,7 +80,7 @@ impl Drop for OwnMount {
                 let _ = mount::unmount(&self.at, true);
             }
         } else if let Some(pid) = rustix::process::Pid::from_raw(self.process.id() as i32) {
-            // It never mounted, and would go on trying.
+            // It never mounted, and would keep trying.
             let _ = rustix::process::kill_process(pid, Signal::TERM);
         }
         let _ = self.process.wait();

@@ -1,4 +1,4 @@
-//! The folder of a local cluster: what is where, and the configuration files made from its
+//! The folder of a local cluster: where its files are, and the configuration files made from its
 //! parameters.
 
 use std::{
@@ -21,11 +21,11 @@ use crate::{config, mount};
 
 const FILE: &str = "cluster.toml";
 
-/// `cluster.toml`: written once when the cluster is made.
+/// `cluster.toml`: written once when the cluster is created.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Parameters {
-    /// Of this file.
+    /// Format version of this file.
     version: u32,
     mds: u32,
     oss: u32,
@@ -35,25 +35,26 @@ struct Parameters {
     mount: Option<PathBuf>,
     /// Ports in order: fabric and admin of each mds, then of each oss.
     ports: Vec<u16>,
-    /// What `strake target add` added, in order.
+    /// Targets added by `strake target add`, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     added: Vec<Added>,
 }
 
-/// One more target than the cluster was made with.
+/// A target that was added after the cluster was created.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Added {
-    /// Of the storage server, from 1.
+    /// Number of the storage server, from 1.
     oss: u32,
     gib: u64,
 }
 
-/// Most targets of one storage server.
+/// Maximum number of targets of one storage server.
 const MOST_TARGETS: usize = 64;
 
 impl Parameters {
-    /// The numbers that [`UpArgs`] allows, and a port for each server.
+    /// Checks that the numbers are those that [`UpArgs`] allows, and that each server has its
+    /// ports.
     fn check(&self) -> Result<()> {
         let bad = |m: &str| Err(Error::new(Code::Inval, m));
         if self.version != 1 {
@@ -91,7 +92,7 @@ impl Parameters {
     }
 }
 
-/// Reads a cluster's parameters, checks them and writes the configurations of its servers, in
+/// Reads a cluster's parameters, checks them and generates the configurations of its servers, in
 /// memory.
 pub fn check(text: &str) -> Result<()> {
     let p: Parameters = config::parse("text", text, vec![])?;
@@ -132,13 +133,13 @@ impl Cluster {
         Ok(Cluster { dir, p })
     }
 
-    /// Whether one is in this folder.
+    /// Whether this folder has a cluster.
     pub fn is_in(dir: &Path) -> bool {
         dir.join(FILE).exists()
     }
 
-    /// Opens what is there (its own numbers hold, only the mount point may change) or makes a new
-    /// one.
+    /// Opens an existing cluster (its own numbers hold, only the mount point may change) or creates
+    /// a new one.
     pub fn open_or_create(args: &UpArgs, theirs: Mode) -> Result<Cluster> {
         if Cluster::is_in(&args.dir) {
             let mut c = Cluster::open(&args.dir)?;
@@ -156,8 +157,8 @@ impl Cluster {
         Cluster::create(args, theirs)
     }
 
-    /// What a former version left open to other users. Servers mend what is in their folders; where
-    /// the mount is nobody looks.
+    /// Closes what an older version left open to other users. Servers do that for the contents of
+    /// their own folders; the mount point is left alone.
     fn mend(&self) -> Result<()> {
         private::folder(&self.dir, is_passage(&self.dir, self.p.mount.as_deref()))?;
         let mut all: Vec<PathBuf> = self.roles().iter().map(|r| self.dir.join(r.name())).collect();
@@ -182,7 +183,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// What a cluster was made with holds for good.
+    /// The numbers that a cluster was created with cannot change.
     fn same_numbers(&self, args: &UpArgs) -> Result<()> {
         let given = [
             ("--mds", args.mds.map(u64::from), u64::from(self.p.mds)),
@@ -208,7 +209,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Another mount point from now on, unless it is mounted at the old one.
+    /// Sets another mount point from now on, unless it is mounted at the old one.
     fn move_mount(&mut self, to: Option<PathBuf>) -> Result<()> {
         if to == self.p.mount {
             return Ok(());
@@ -221,14 +222,15 @@ impl Cluster {
                 );
                 return Err(Error::new(Code::Busy, m));
             }
-            // What a mount whose process died has left. Another's is not this cluster's.
+            // Removes what a mount whose process died has left. A mount of something else is not
+            // ours.
             let _ = mount::make_way(old);
         }
         self.p.mount = to;
         Ok(())
     }
 
-    /// `theirs`: the umask of who makes it.
+    /// `theirs`: the umask of the calling user.
     fn create(args: &UpArgs, theirs: Mode) -> Result<Cluster> {
         let (mds, oss) = (args.mds.unwrap_or(3), args.oss.unwrap_or(4));
         let mirror = args.mirror.unwrap_or(2);
@@ -240,7 +242,7 @@ impl Cluster {
         }
         let mount = mountpoint(args.mount.as_deref().unwrap_or(Path::new("strake-mnt")))?;
         let dir = std::path::absolute(&args.dir)?;
-        // Those above it are as their maker wants them.
+        // Folders above it get the mode that the user's umask gives.
         private::under(theirs, || fs::create_dir_all(dir.parent().unwrap_or(&dir)))?;
         fs::create_dir_all(&dir)?;
         if fs::read_dir(&dir)?.next().is_some() {
@@ -333,8 +335,8 @@ impl Cluster {
         (1..=self.p.oss).map(|n| format!("127.0.0.1:{}", self.port(&Role::Oss(n), true))).collect()
     }
 
-    /// One more target for a storage server, in its configuration; `gib`: as large as the first
-    /// ones, if not given. The server's administration.
+    /// Adds a target for a storage server to its configuration; `gib`: by default as large as the
+    /// first ones. Returns the server's administration address.
     pub fn add_target(&mut self, server: &str, gib: Option<u64>) -> Result<String> {
         let oss = (1..=self.p.oss).find(|n| Role::Oss(*n).name() == server).ok_or_else(|| {
             let m = format!(
@@ -355,7 +357,7 @@ impl Cluster {
         Ok(format!("127.0.0.1:{}", self.port(&Role::Oss(oss), true)))
     }
 
-    /// Takes back what [`add_target`](Cluster::add_target) wrote last.
+    /// Undoes the last [`add_target`](Cluster::add_target).
     pub fn take_target_back(&mut self) -> Result<()> {
         self.p.added.pop();
         self.write_configs()
@@ -430,10 +432,10 @@ impl Cluster {
     }
 }
 
-/// Whether others come to the mount through the cluster's folder.
+/// Whether other users reach the mount through the cluster's folder.
 fn is_passage(dir: &Path, mount: Option<&Path>) -> bool {
-    // Whatever links lead there. Of a mount point that is still to be made, as much as there is;
-    // what is mounted there is not asked.
+    // Follows all links. Of a mount point that does not exist yet, uses the part that exists; does
+    // not ask the mounted file system.
     let real = |p: &Path| {
         p.ancestors().find_map(|a| Some(fs::canonicalize(a).ok()?.join(p.strip_prefix(a).ok()?)))
     };
@@ -446,8 +448,8 @@ fn mountpoint(given: &Path) -> Result<Option<PathBuf>> {
     if given.as_os_str() == "none" { Ok(None) } else { Ok(Some(std::path::absolute(given)?)) }
 }
 
-/// Replaces a file whole, unless it holds this already: a machine that stops meanwhile leaves the
-/// old one or the new one.
+/// Replaces a file as a whole, unless it has this content already: after a crash it is the old file
+/// or the new one.
 fn put(path: &Path, text: &str) -> Result<()> {
     if fs::read_to_string(path).is_ok_and(|old| old == text) {
         return Ok(());
@@ -458,7 +460,7 @@ fn put(path: &Path, text: &str) -> Result<()> {
     Ok(fs::rename(new, path)?)
 }
 
-/// Ports nobody listens on now. They are taken from the kernel together, so that no two are equal.
+/// Ports that are free now. The kernel is asked for all of them together, so that no two are equal.
 fn free_ports(n: usize) -> Result<Vec<u16>> {
     let sockets: Vec<TcpListener> =
         (0..n).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<std::io::Result<_>>()?;

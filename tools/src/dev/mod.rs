@@ -1,4 +1,5 @@
-//! `strake up` and `strake down`: a cluster of real processes on this machine, data in one folder.
+//! `strake up` and `strake down`: a cluster of real processes on this machine, with its data in one
+//! folder.
 
 mod layout;
 mod process;
@@ -24,7 +25,7 @@ use crate::{mount, term::Progress};
 /// One PiB.
 pub(crate) const MAX_TARGET_GIB: u64 = 1 << 20;
 
-/// Exit status of a cluster that is up and lacks something, as `strake status` has it.
+/// Exit status of a cluster that is up but lacks something, as in `strake status`.
 const NOT_WHOLE: u8 = 2;
 
 #[derive(Args)]
@@ -71,7 +72,7 @@ pub struct DownArgs {
 
 pub fn up(args: UpArgs) -> Result<ExitCode> {
     let mut progress = Progress::new();
-    // All but the way to the mount, which others may have to use.
+    // For everything except the path to the mount, which other users may need.
     let theirs = private::umask();
     let (is_new, cluster) = (!Cluster::is_in(&args.dir), Cluster::open_or_create(&args, theirs)?);
     let mut started = 0;
@@ -116,7 +117,7 @@ fn ensure_mounted(
             return Err(process::failure(cluster, &Role::Mount, "did not mount"));
         }
         if runs {
-            // Just started, or unmounted a moment ago and still bringing its last writes home.
+            // Just started, or unmounted a moment ago and still writing its last data.
             std::thread::sleep(Duration::from_millis(20));
         } else {
             started = process::ensure_running(cluster, &Role::Mount)?;
@@ -147,7 +148,7 @@ pub fn down(args: &DownArgs) -> Result<ExitCode> {
     }
     process::stop(&cluster, &Role::Mount);
     let mut roles = cluster.roles();
-    roles.reverse(); // object servers first, so that the metadata servers see them go
+    roles.reverse(); // storage servers first, so that the metadata servers see them leave
     for role in &roles {
         progress.say(format!("stopping {}", role.name()));
         process::stop(&cluster, role);

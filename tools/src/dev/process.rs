@@ -1,4 +1,4 @@
-//! The processes of a local cluster: started in sessions of their own, found again by their pid
+//! The processes of a local cluster: started in sessions of their own, and found again by their pid
 //! files.
 
 use std::{
@@ -17,11 +17,11 @@ use strake_proto::{Code, Error, Result};
 
 use super::Cluster;
 
-/// How long a killed process may take to let go of everything.
+/// How long a killed process may take to release everything.
 const ENDING_LIMIT: Duration = Duration::from_secs(30);
-/// Of a log, the end in which the reason of a process's end is looked for, bytes.
+/// How many bytes at the end of a log are searched for the reason why a process ended.
 const LAST_WORDS: usize = 64 << 10;
-/// How long one that was just started may be without a command line.
+/// How long a process that was just started may have no command line.
 const EXEC_LIMIT: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,26 +49,26 @@ fn log_file(c: &Cluster, role: &Role) -> PathBuf {
     c.logs().join(format!("{}.log", role.name()))
 }
 
-/// What became of the process in a role's pid file.
+/// The state of the process in a role's pid file.
 enum State {
     Gone,
-    /// Killed or exiting: it serves nobody, but may still hold its ports and locks.
+    /// Killed or exiting: it no longer serves, but may still hold its ports and locks.
     Ending,
     Running(Pid),
 }
 
-/// Whether a process is on its way out. `None`: there is no such process.
+/// Whether a process is ending. `None`: there is no such process.
 fn is_ending(pid: i32) -> Option<bool> {
     const PF_EXITING: u64 = 4;
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Behind the command, which may hold blanks: state first, flags seventh.
+    // After the command, which may contain blanks: the state first, the flags seventh.
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     let dead = matches!(fields.next()?, "Z" | "X");
     let flags: u64 = fields.nth(5)?.parse().ok()?;
     Some(dead || flags & PF_EXITING != 0 || kill_is_pending(pid))
 }
 
-/// SIGKILL was sent and not acted on yet.
+/// Whether SIGKILL was sent and not acted on yet.
 fn kill_is_pending(pid: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let masks = status
@@ -86,9 +86,9 @@ fn all_ended(pid: Pid) -> bool {
     poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n == 1)
 }
 
-/// A process that was started a moment ago has none yet: whoever started it goes on when its files
-/// are closed for the new program, which is before the kernel has the program's arguments in place.
-/// Threads of the kernel never have one.
+/// A process that was started a moment ago has no command line yet: its parent continues when the
+/// files are closed for the new program, which happens before the kernel has set the program's
+/// arguments. Kernel threads never have one.
 fn command_line(pid: i32) -> Vec<u8> {
     let began = Instant::now();
     loop {
@@ -100,8 +100,9 @@ fn command_line(pid: i32) -> Vec<u8> {
     }
 }
 
-/// Pids are reused: a running process must have been given this role's configuration file. One that
-/// ends has no command line any more; should it be a stranger, waiting for it does no harm.
+/// Pids are reused, so a running process counts only if it was given this role's configuration
+/// file. A process that is ending has no command line any more; if it is a stranger, waiting for it
+/// is harmless.
 fn state(c: &Cluster, role: &Role) -> State {
     let text = fs::read_to_string(pid_file(c, role)).unwrap_or_default();
     let Some(pid) = text.trim().parse().ok().and_then(Pid::from_raw) else { return State::Gone };
@@ -124,8 +125,8 @@ pub fn running(c: &Cluster, role: &Role) -> Option<Pid> {
     }
 }
 
-/// Starts it unless it runs; true if it was started. One that is on its way out is waited for: it
-/// may still hold its ports and locks.
+/// Starts the process unless it runs; true if it was started. Waits for a process that is ending:
+/// it may still hold its ports and locks.
 pub fn ensure_running(c: &Cluster, role: &Role) -> Result<bool> {
     match state(c, role) {
         State::Running(_) => return Ok(false),
@@ -161,7 +162,7 @@ pub fn ensure_running(c: &Cluster, role: &Role) -> Result<bool> {
     Ok(true)
 }
 
-/// Asks it to end, and makes it end after ten seconds.
+/// Asks the process to end, and kills it after ten seconds.
 pub fn stop(c: &Cluster, role: &Role) {
     if let Some(pid) = running(c, role) {
         let _ = kill_process(pid, Signal::TERM);
@@ -173,7 +174,7 @@ pub fn stop(c: &Cluster, role: &Role) {
     let _ = fs::remove_file(pid_file(c, role));
 }
 
-/// Waits until the process is gone with all it held; false after `limit`.
+/// Waits until the process is gone and has released everything; false after `limit`.
 pub fn wait_end(c: &Cluster, role: &Role, limit: Duration) -> bool {
     let start = Instant::now();
     while !matches!(state(c, role), State::Gone) {
@@ -185,7 +186,7 @@ pub fn wait_end(c: &Cluster, role: &Role, limit: Duration) -> bool {
     true
 }
 
-/// The last words of a process that has ended: what its log says it ended of.
+/// The reason why a process ended, according to its log.
 pub fn last_words(c: &Cluster, role: &Role) -> String {
     let path = log_file(c, role);
     let text = fs::read(&path).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Waiting until a cluster is in service: all of it, or as much as can be.
+//! Waits until a cluster is in service: all of it, or as much as possible.
 
 use std::time::{Duration, Instant};
 
@@ -10,24 +10,24 @@ use crate::{
     term::Progress,
 };
 
-/// What stays so long as it is while something is known to be missing will not change. A storage
-/// server looks for a missing disk every 5 s.
+/// If the state does not change for this long while something is known to be missing, it will not
+/// change. A storage server looks for a missing disk every 5 s.
 const SETTLED: Duration = Duration::from_secs(10);
 
-/// How the cluster is at a moment.
+/// The state of the cluster at one moment.
 struct State {
-    /// Metadata servers have a leader.
+    /// The metadata servers have a leader.
     led: bool,
-    /// What is still to come, in words that change while it comes.
+    /// What is still to come, as a text that changes while it comes.
     lacking: Option<String>,
     /// What will not come by itself, and why.
     refused: Vec<String>,
 }
 
 /// Waits until there is a leader, every target is alive and every chain has all its replicas in
-/// sync. A server that ends, or a target that its server refuses, is not waited for once all else
-/// is done: returns what the cluster is up without, and why. An error if it cannot serve at all, or
-/// is new.
+/// sync. A server that has ended, or a target that its server refuses, is not waited for once
+/// everything else is done: returns what the cluster lacks, and why. An error if it cannot serve at
+/// all, or is new.
 pub(super) fn wait(
     cluster: &Cluster,
     limit: Duration,
@@ -95,7 +95,7 @@ async fn look(cluster: &Cluster, key: &[u8; 32], ended: &[Role]) -> State {
         behind.push(b.to_string());
         refused.push(b.why());
     }
-    // After a restart of everything the map may still name targets alive that do not come back.
+    // After a restart of everything the map may still mark targets alive that do not come back.
     for (n, addr) in (1..).zip(cluster.admin_oss()).filter(|(n, _)| runs(Role::Oss(*n))) {
         match status::ask(&addr, key).await {
             Ok(s) => refused.extend(s.refused.iter().map(|r| {
@@ -112,8 +112,8 @@ async fn look(cluster: &Cluster, key: &[u8; 32], ended: &[Role]) -> State {
     State { led: true, lacking, refused }
 }
 
-/// A server that has ended and whose targets the map still names alive: others go on without them
-/// when that is over.
+/// A server that has ended and whose targets the map still marks alive: others continue without
+/// them only after they are marked dead.
 fn still_alive(s: &pb::StatusReply, ended: &[Role]) -> Option<String> {
     let map = s.map.as_ref()?;
     let node = |role: &Role| map.nodes.iter().find(|n| n.name == role.name());
@@ -133,7 +133,7 @@ fn lacking(s: &pb::StatusReply, cluster: &Cluster) -> Option<String> {
     if map.chains.is_empty() {
         return Some("chains are being made".into());
     }
-    // What is lost is not waited for.
+    // Lost chains are not waited for.
     let whole =
         map.chains.iter().filter(|c| c.lost || c.serving().count() == c.replicas.len()).count();
     (whole < map.chains.len()).then(|| format!("{whole} of {} chains in sync", map.chains.len()))

@@ -1,4 +1,4 @@
-//! `strake gds bench`: figures of the bridge on this machine, and what they are to be compared
+//! `strake gds bench`: performance of the bridge on this machine, and the figures to compare it
 //! with.
 
 use std::{path::PathBuf, process::ExitCode};

@@ -1,4 +1,4 @@
-//! Looking from a child process: a driver may hang or crash where it likes, `strake` answers.
+//! Probes drivers in a child process: even if a driver hangs or crashes, `strake` can answer.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -20,22 +20,23 @@ use strake_proto::{Code, Error, Result};
 
 use super::{Device, Memory, SELF};
 
-/// What the child knows; it says so after each step, the last one is the answer.
+/// What the child knows. It prints this after each step; the last one is the answer.
 #[derive(Serialize, Deserialize)]
 pub struct Found {
     pub device: Option<String>,
     pub notice: Option<String>,
-    /// Of the device.
+    /// NUMA node of the device.
     #[serde(default)]
     pub numa: Option<Numa>,
     pub tiers: Vec<TierStatus>,
-    /// Nothing is to come.
+    /// No more steps follow.
     done: bool,
 }
 
-/// The child: looks, and prints what it found, one line of JSON for each step.
+/// The child: probes, and prints what it found, one line of JSON for each step.
 pub fn look(at: Device, test: bool, local: Option<PathBuf>) -> Result<ExitCode> {
-    // A driver that hangs here is not to outlive who asked. Where it cannot be had, it may.
+    // If the driver hangs here, this process should die with its parent. Where that is not
+    // possible, it may outlive it.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     let opened: Result<Arc<dyn GpuMem>, Unavailable> = match at.memory {
         Memory::Cuda => Cuda::open(at.device).map(|g| Arc::new(g) as _),
@@ -58,7 +59,7 @@ pub fn look(at: Device, test: bool, local: Option<PathBuf>) -> Result<ExitCode> 
     Ok(ExitCode::SUCCESS)
 }
 
-/// Opens cuFile's driver, which may never end.
+/// Opens cuFile's driver, which may never return.
 pub fn look_cufile() -> ExitCode {
     match strake_gds::local::look() {
         Ok(()) => ExitCode::SUCCESS,
@@ -77,7 +78,7 @@ fn say(found: &Found) -> Result<()> {
     Ok(out.flush()?)
 }
 
-/// Starts the child and waits for it, `seconds` at most.
+/// Starts the child and waits for it, at most `seconds`.
 pub fn ask(at: Device, local: Option<&Path>, test: bool, seconds: u64) -> Result<Found> {
     let memory =
         at.memory.to_possible_value().map(|v| v.get_name().to_string()).unwrap_or_default();
@@ -92,7 +93,7 @@ pub fn ask(at: Device, local: Option<&Path>, test: bool, seconds: u64) -> Result
     // Not joined: it ends with the pipe, which a process that cannot be killed may keep open.
     thread::spawn(move || {
         for line in BufReader::new(out).lines().map_while(|l| l.ok()) {
-            // A driver may print what it likes.
+            // A driver may print anything.
             if let Ok(found) = serde_json::from_str::<Found>(&line)
                 && lines.send(found).is_err()
             {
@@ -121,7 +122,7 @@ pub fn ask(at: Device, local: Option<&Path>, test: bool, seconds: u64) -> Result
     Ok(without_answer(last, local, &why))
 }
 
-/// What it had said of tiers that cannot be used stands; of the others nothing is known but `why`.
+/// What the child said about unavailable tiers stays valid; for the others only `why` is known.
 fn without_answer(last: Option<Found>, local: Option<&Path>, why: &Unavailable) -> Found {
     let Some(mut found) = last else {
         let tiers = status::without(why, local);

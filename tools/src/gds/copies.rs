@@ -16,7 +16,7 @@ use strake_proto::{Code, Error, Result};
 
 use crate::term::{Progress, size, table};
 
-/// Work that takes longer shows how far it is.
+/// Work that takes longer than this shows its progress.
 const SILENT: Duration = Duration::from_secs(2);
 
 #[derive(Args)]
@@ -118,7 +118,7 @@ pub fn list(args: ListArgs) -> Result<ExitCode> {
 pub fn unstage(args: UnstageArgs) -> Result<ExitCode> {
     let all = local::list(&args.dir)?;
     let is = |c: &Listed, what: &str| c.name == what || c.path.as_deref() == Some(what);
-    // All of them are found before one is removed.
+    // All of them must be found before any is removed.
     if let Some(none) = args.what.iter().find(|what| !all.iter().any(|c| is(c, what))) {
         let m = format!(
             "'{}' has no copy of '{none}': `strake gds copies` shows what it has",

@@ -1,4 +1,4 @@
-//! `strake gds`: which roads between files and GPU memory this machine has, and why it has not the
+//! `strake gds`: which paths between files and GPU memory this machine has, and why it lacks the
 //! others.
 
 mod bench;
@@ -91,12 +91,13 @@ enum Memory {
 #[derive(Serialize)]
 struct Shown {
     device: Option<String>,
-    /// What there is less of than was wanted.
+    /// What could not be had as wanted.
     notice: Option<String>,
-    /// The NUMA node of the device, or why none is known; of `probe` also what a bridge had there.
+    /// The NUMA node of the device, or why it is unknown; for `probe` also what a bridge placed
+    /// there.
     numa: Option<Numa>,
     tiers: Vec<TierStatus>,
-    /// Of `probe`.
+    /// Only for `probe`.
     #[serde(skip_serializing_if = "Option::is_none")]
     policy: Option<Policy>,
     /// Whether a tier passed that the policy allows.

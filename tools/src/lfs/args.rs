@@ -26,7 +26,7 @@ pub struct Opt {
     /// Empty: none.
     pub long: &'static str,
     pub takes: Takes,
-    /// Lustre has it and StrakeFS has not: using it is an error that says so.
+    /// False: Lustre has this option and StrakeFS has not, and using it is an error that says so.
     pub supported: bool,
 }
 
@@ -39,12 +39,12 @@ pub const fn alias(id: &'static str, short: char, long: &'static str, takes: Tak
     Opt { id, short, long, takes, supported: true }
 }
 
-/// An option of Lustre's that StrakeFS has not.
+/// An option of Lustre that StrakeFS lacks.
 pub const fn lacking(short: char, long: &'static str, takes: Takes) -> Opt {
     Opt { id: long, short, long, takes, supported: false }
 }
 
-/// What was given, in order.
+/// The given options and operands, in order.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Parsed {
     pub options: Vec<(&'static str, Option<OsString>)>,
@@ -105,7 +105,7 @@ impl Reader<'_> {
                 let first = candidates.next().copied();
                 let first =
                     first.ok_or_else(|| self.usage(format!("unrecognized option '--{shown}'")))?;
-                // Which one is meant does not matter when none of them is supported.
+                // Which one is meant does not matter if none of them is supported.
                 if candidates.any(|o| o.id != first.id && (o.supported || first.supported)) {
                     return Err(self.usage(format!("option '--{shown}' is ambiguous")));
                 }

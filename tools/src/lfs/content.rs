@@ -1,5 +1,5 @@
-//! What files hold: found, read once past the kernel's cache, and hashed on the way, extents and
-//! all.
+//! The content of files: finds the files, reads each once without the kernel's cache, and computes
+//! the hashes of the file and its extents.
 
 use std::{
     fs::{self, File},
@@ -18,18 +18,18 @@ use strake_proto::seal::{self, Digest, Leaf};
 use super::Failure;
 use crate::term::{Progress, size};
 
-/// Bytes of one read. Extents are multiples of it.
+/// Size of one read in bytes. Extent sizes are multiples of it.
 const PIECE: u64 = seal::EXTENT;
-/// Pieces of one file that are read at a time, each by a thread of its own.
+/// Number of pieces of one file that are read concurrently, each by a thread of its own.
 const READERS: usize = 4;
-/// Work that takes longer shows how far it is.
+/// Work that takes longer than this shows its progress.
 const SILENT: Duration = Duration::from_secs(2);
 
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// From where on a part of a file could not be read.
+/// Where a part of a file could not be read.
 #[derive(Debug)]
 pub struct Unread {
     pub offset: u64,
@@ -46,7 +46,7 @@ pub struct Content {
 /// Opens a file for [`read`].
 pub fn open(path: &Path) -> io::Result<File> {
     let open = |flags| File::options().read(true).custom_flags(flags).open(path);
-    // What the kernel remembers of a file proves nothing about what is stored.
+    // The kernel's cached bytes prove nothing about what is stored.
     match open(libc::O_DIRECT | libc::O_CLOEXEC) {
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => open(libc::O_CLOEXEC),
         r => r,
@@ -54,7 +54,7 @@ pub fn open(path: &Path) -> io::Result<File> {
 }
 
 /// Reads the first `size` bytes of a file in extents of `extent_size`, a multiple of [`PIECE`].
-/// `done` is told how many it has.
+/// `done` is called with the number of bytes read so far.
 pub fn read(file: &File, size: u64, extent_size: u64, mut done: impl FnMut(u64)) -> Content {
     let pieces = size.div_ceil(PIECE);
     let (each, readers) = (extent_size / PIECE, READERS.min(pieces as usize).max(1));
@@ -100,7 +100,7 @@ pub fn read(file: &File, size: u64, extent_size: u64, mut done: impl FnMut(u64))
     Content { sha256: whole.map(|w| w.finalize().into()), extents }
 }
 
-/// The bytes of a piece; its digest, too, where it is an extent.
+/// The bytes of a piece, and its digest if it is an extent.
 fn piece(
     file: &File,
     at: u64,
@@ -130,8 +130,8 @@ pub fn failed(path: &Path, e: &io::Error) -> Failure {
     Failure::os(format_args!("'{}'", path.display()), Errno::from_io_error(e).unwrap_or(Errno::IO))
 }
 
-/// The regular files at and below a path, in order of their names. Links and special files in
-/// folders are passed over.
+/// The regular files at and below a path, in order of their names. Skips links and special files in
+/// folders.
 pub fn walk(path: &Path, each: &mut dyn FnMut(Result<PathBuf, Failure>)) {
     let meta = match fs::metadata(path) {
         Ok(m) => m,
@@ -162,14 +162,14 @@ pub fn walk(path: &Path, each: &mut dyn FnMut(Result<PathBuf, Failure>)) {
     }
 }
 
-/// Shows how far work on files is that takes its time.
+/// Shows the progress of long work on files.
 pub struct Meter {
     progress: Progress,
     began: Instant,
-    /// When it was last said.
+    /// When it was last shown.
     said: Instant,
     files: u64,
-    /// Of files that are done.
+    /// Bytes of finished files.
     bytes: u64,
 }
 
@@ -179,7 +179,7 @@ impl Meter {
         Meter { progress: Progress::new(), began: now, said: now, files: 0, bytes: 0 }
     }
 
-    /// `done` of `whole` bytes of a file are read.
+    /// Reports that `done` of `whole` bytes of a file are read.
     pub fn at(&mut self, path: &Path, done: u64, whole: u64) {
         if self.said.elapsed() > SILENT {
             let rate = (self.bytes + done) as f64 / self.began.elapsed().as_secs_f64();
@@ -196,7 +196,7 @@ impl Meter {
         self.bytes += bytes;
     }
 
-    /// Something else is about to be printed.
+    /// To be called before anything else is printed.
     pub fn clear(&mut self) {
         self.progress.clear();
     }

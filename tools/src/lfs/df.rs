@@ -28,16 +28,16 @@ const OPTIONS: &[Opt] = &[
     lacking('u', "output", Value),
 ];
 
-/// How figures are written.
+/// How numbers are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Unit {
-    /// Inodes as they are, bytes in KiB.
+    /// Inodes as plain numbers, bytes in KiB.
     Plain,
     /// Powers of 1024, or of 1000.
     Human(u64),
 }
 
-/// One row: a target or the summary. Bytes or inodes.
+/// One row: a target or the summary. Its numbers are bytes or inodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Row {
     name: String,
@@ -46,11 +46,11 @@ struct Row {
     total: u64,
     used: u64,
     available: u64,
-    /// Its server is silent: what it said last.
+    /// Its server does not answer: the numbers are the last known.
     old: bool,
 }
 
-/// A table as asked for.
+/// How the table is printed, according to the options.
 #[derive(Clone, Copy, Debug)]
 struct Style {
     inodes: bool,
@@ -59,7 +59,7 @@ struct Style {
     only_summary: bool,
 }
 
-/// The text that arguments ask for of one mount with this map and space.
+/// The text for these arguments and one mount with this map and space.
 pub fn read(
     args: Vec<OsString>,
     map: &MapView,
@@ -111,7 +111,7 @@ fn style(p: &Parsed) -> Style {
     }
 }
 
-/// The rows that were asked for: the MDT's, then each OST's.
+/// The requested rows: the MDT's, then each OST's.
 fn lines(
     p: &Parsed,
     map: &MapView,
@@ -144,7 +144,7 @@ fn lines(
     };
     let mut lines = Vec::new();
     if with_mdts && mdt.is_none_or(|i| i == 0) {
-        // The metadata servers' own space is not known to clients; their inodes are.
+        // Clients do not know the metadata servers' own disk space, but they know the inodes.
         let (total, used, available) = if inodes {
             (space.inodes.saturating_add(space.free_inodes), space.inodes, space.free_inodes)
         } else {
@@ -165,7 +165,7 @@ fn lines(
             && members.is_none_or(|m| m.contains(&t.target))
     };
     for t in space.targets.iter().filter(wanted) {
-        // Objects are not limited in number: as many as there are is all that is known.
+        // The number of objects is not limited: only the current number is known.
         let (total, used, available) = if inodes {
             (t.inodes, t.inodes, 0)
         } else {
@@ -177,7 +177,7 @@ fn lines(
     Ok(lines)
 }
 
-/// Bytes count on OSTs, inodes on MDTs.
+/// The summary counts bytes of OSTs and inodes of MDTs.
 fn summary(lines: &[Row], inodes: bool) -> Row {
     let counts = if inodes { "MDT" } else { "OST" };
     let name = "filesystem_summary:".into();
@@ -200,7 +200,7 @@ fn table(mount: &Path, lines: &[Row], style: Style) -> String {
             _ => ["bytes", "Used", "Available", "Use%"],
         };
         let [a, b, c, d] = columns;
-        // `IUse%` is one wider than its column, so the blank before it goes.
+        // `IUse%` is one character wider than its column, so the blank before it is left out.
         let last = if style.inodes { d.to_string() } else { format!("{d:>4}") };
         let _ = writeln!(s, "{:<20} {a:>11} {b:>11} {c:>11} {last} Mounted on", "UUID");
     }
@@ -304,8 +304,7 @@ mod tests {
             ],
         );
         let text = table(Path::new("/lustre"), &lines, style);
-        // Lustre's summary takes the OSTs' limit on objects into account, which there is none of
-        // here.
+        // Lustre's summary includes the OSTs' limit on objects, which StrakeFS does not have.
         let rows_of = |t: &str| t.lines().take(5).map(str::to_string).collect::<Vec<_>>();
         assert_eq!(rows_of(&text), rows_of(include_str!("../../tests/fixtures/lfs/df_i.txt")));
         assert!(

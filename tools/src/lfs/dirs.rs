@@ -50,12 +50,12 @@ const GET: &[Opt] = &[
     lacking('X', "max-inherit", Nothing),
 ];
 
-/// The mode that the arguments of `mkdir` ask for.
+/// The mode that the arguments of `mkdir` give.
 pub fn read(args: Vec<OsString>) -> Result<u32, Failure> {
     mode(&parse("mkdir", MKDIR, args)?)
 }
 
-/// The new directory's mode; options that ask for what is not there are errors.
+/// The new directory's mode. Options for features that do not exist are errors.
 fn mode(p: &Parsed) -> Result<u32, Failure> {
     if let Some(i) = p.text("mdt-index").filter(|i| !["0", "-1"].contains(&&i[..])) {
         return Err(Failure::new(

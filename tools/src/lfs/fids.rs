@@ -44,7 +44,7 @@ pub fn path2fid(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     Ok(())
 }
 
-/// `[FID of the parent]/name`, of the name given.
+/// `[FID of the parent]/name`, for the given name.
 fn parent_of(path: &Path) -> Result<String, Failure> {
     let full = std::path::absolute(path).map_err(|e| Failure::new(libc::EIO, e.to_string()))?;
     match (full.parent(), full.file_name()) {
@@ -55,7 +55,7 @@ fn parent_of(path: &Path) -> Result<String, Failure> {
     }
 }
 
-/// Reads arguments of `fid2path` as FIDs.
+/// Parses the arguments of `fid2path` as FIDs.
 pub fn read(args: Vec<OsString>) -> Result<(), Failure> {
     let p = parse("fid2path", FID2PATH, args)?;
     for text in &p.operands {
@@ -102,7 +102,7 @@ pub fn fid2path(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A path from the root of the file system, below its mountpoint.
+/// The full path, from the mountpoint and a path relative to the root of the file system.
 fn full_path(mount: &OsStr, path: &[u8]) -> OsString {
     let path = path.strip_prefix(b"/").unwrap_or(path);
     let mut full = mount.as_bytes().to_vec();

@@ -1,4 +1,4 @@
-//! How layouts are printed: Lustre's text, byte for byte. Pure functions over plain values.
+//! Prints layouts: Lustre's text, byte for byte. Pure functions over plain values.
 
 use std::{collections::BTreeSet, fmt::Write as _};
 
@@ -22,7 +22,7 @@ pub struct Object {
     pub group: u64,
 }
 
-/// A plain layout as shown: of a file, or of a directory's default (then without objects).
+/// A plain layout for printing: of a file, or of a directory's default (then without objects).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plain {
     pub fid: Fid,
@@ -31,14 +31,14 @@ pub struct Plain {
     pub stripe_size: u64,
     pub overstriped: bool,
     pub generation: u32,
-    /// -1: chosen when a file is made.
+    /// -1: chosen when a file is created.
     pub stripe_offset: i64,
     pub pool: String,
     pub objects: Vec<Object>,
     pub directory: bool,
 }
 
-/// Which parts to print.
+/// Which fields to print.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fields {
     pub path: bool,
@@ -71,7 +71,7 @@ impl Fields {
         hex: false,
     };
 
-    /// Exactly one field: then its bare value is printed.
+    /// Whether exactly one field is set: then only its value is printed.
     pub fn single(&self) -> bool {
         let on = [
             self.count,
@@ -88,7 +88,7 @@ impl Fields {
 }
 
 impl Plain {
-    /// A file's layout with its OSTs looked up. Composite layouts are `EOPNOTSUPP`.
+    /// A file's layout with its OSTs. Composite layouts are `EOPNOTSUPP`.
     pub fn of_file(ino: Ino, layout: &pb::Layout, map: &MapView) -> Result<Plain> {
         let stripes = StripeMap::resolve(ino, layout, map)?;
         let c = &layout.components[0];
@@ -112,8 +112,8 @@ impl Plain {
         })
     }
 
-    /// A directory's own default. `raw` shows what was not set as 0, else as the file system's
-    /// default.
+    /// A directory's own default. `raw` shows values that were not set as 0, otherwise as the file
+    /// system's default.
     pub fn of_default(ino: Ino, spec: &pb::LayoutSpec, raw: bool) -> Plain {
         let count = match (spec.overstripe, spec.targets.len()) {
             (0, 0) => i64::from(spec.stripe_count),
@@ -135,7 +135,7 @@ impl Plain {
         }
     }
 
-    /// What a directory without a default of its own passes on.
+    /// The layout that a directory without a default of its own passes on.
     pub fn of_effective(ino: Ino, layout: &pb::Layout) -> Plain {
         let c = layout.components.first().cloned().unwrap_or_default();
         let count = c.set.as_ref().map_or(c.chains.len() as u32, |s| s.count).max(1);
@@ -161,7 +161,7 @@ impl Plain {
     }
 }
 
-/// All of one file's or directory's text. `only` marks the objects on that OST.
+/// The whole text of one file or directory. `only` marks the objects on that OST.
 pub fn layout(path: &str, p: &Plain, f: Fields, only: Option<TargetId>) -> String {
     let mut s = String::new();
     if f.path && !f.yaml && !(p.directory && f.objects && !f.count) {
@@ -191,7 +191,7 @@ pub fn layout(path: &str, p: &Plain, f: Fields, only: Option<TargetId>) -> Strin
     line(f.offset, "stripe_offset: ", p.offset(f.hex));
     line(f.pool && !p.pool.is_empty(), "pool:          ", p.pool.clone());
     if p.directory {
-        // One line, fields parted by a blank.
+        // One line, fields separated by a blank.
         let joined: Vec<String> =
             lines.iter().map(|(label, value)| format!("{label}{value}")).collect();
         if !joined.is_empty() {
@@ -248,8 +248,8 @@ fn objects(s: &mut String, p: &Plain, f: Fields, only: Option<TargetId>) {
     s.push('\n');
 }
 
-/// An object's FID in Lustre's form for objects of group 0: the OST in the sequence, the id's low
-/// half as oid.
+/// An object's FID in Lustre's form for objects of group 0: the sequence contains the OST, the oid
+/// is the low half of the id.
 fn object_fid(o: &Object) -> Fid {
     Fid {
         seq: 0x1_0000_0000 | u64::from(o.ost) << 16 | (o.id >> 32 & 0xffff),
@@ -395,7 +395,7 @@ mod tests {
             chains: vec![10, 11, 10],
             ..Default::default()
         };
-        // Layouts that were set before the first byte do not count.
+        // Layouts that were set before the first byte was written do not count.
         let l = pb::Layout { generation: 6, components: vec![component], drafts: 2 };
         let p = Plain::of_file(9, &l, &map).unwrap();
         assert_eq!(p.objects.iter().map(|o| o.ost).collect::<Vec<_>>(), [2, 0, 2]);

@@ -14,11 +14,11 @@ use super::Failure;
 
 /// The type of a StrakeFS mount in `/proc/self/mountinfo`.
 const FS_TYPE: &str = "fuse.strake";
-/// Bytes of the longest cluster map that is put together.
+/// Maximum size of a cluster map in bytes.
 const MAX_MAP: u64 = 64 << 20;
 
-/// Where StrakeFS is mounted, with the file system's name (the mount's source). Asks no mount:
-/// another one's servers may be down.
+/// The mount points of StrakeFS, with the file system's name (the mount's source). Does not access
+/// the mounts: the servers of another one may be down.
 fn named_mounts() -> Result<Vec<(PathBuf, String)>, Failure> {
     let table = table::mounts()
         .map_err(|e| Failure::new(libc::EIO, format!("/proc/self/mountinfo: {e}")))?;
@@ -29,7 +29,7 @@ fn all_mounts() -> Result<Vec<PathBuf>, Failure> {
     Ok(named_mounts()?.into_iter().map(|(at, _)| at).collect())
 }
 
-/// As [`all_mounts`], at least one.
+/// As [`all_mounts`], but an error if there is none.
 fn mounts() -> Result<Vec<PathBuf>, Failure> {
     let found = all_mounts()?;
     if found.is_empty() {
@@ -51,7 +51,7 @@ pub fn mount_of(path: &Path) -> Result<PathBuf, Failure> {
     found.pop().ok_or_else(|| not_ours(path))
 }
 
-/// The named mounts' folders, or all of them, or all of one file system.
+/// The given mount points, or those of one file system, or all.
 pub fn chosen(
     paths: &[std::ffi::OsString],
     fs_name: Option<&str>,
@@ -66,15 +66,15 @@ pub fn chosen(
     if paths.is_empty() { mounts() } else { paths.iter().map(|p| mount_of(Path::new(p))).collect() }
 }
 
-/// The mount of a file system's name, or that a path lies in.
+/// The mount of the file system with this name, or the one that a path lies in.
 pub fn by_name_or_path(name: &str) -> Result<PathBuf, Failure> {
     if name.contains('/') || Path::new(name).exists() {
         return mount_of(Path::new(name));
     }
     let mut found: Vec<_> =
         named_mounts()?.into_iter().filter(|m| is_named(m, name)).map(|(at, _)| at).collect();
-    // A mount whose process has died stays in the table until it is unmounted. The error of the
-    // last is told if all are such.
+    // A mount whose process has died stays in the table until it is unmounted. If all are such, the
+    // error of the last one is returned.
     found.sort_by_key(|at| is_dead(at));
     found.into_iter().next().ok_or_else(|| {
         Failure::new(libc::ENODEV, format!("file system '{name}' is not mounted here"))
@@ -89,8 +89,8 @@ fn is_dead(at: &Path) -> bool {
     )
 }
 
-/// Whether a mount is of the file system of this name. Only one whose source is a list of servers
-/// is asked.
+/// Whether a mount is of the file system with this name. Only asks mounts whose source is a list of
+/// servers.
 fn is_named((at, source): &(PathBuf, String), name: &str) -> bool {
     source == name
         || source.contains(":/")
@@ -101,7 +101,7 @@ fn not_ours(path: &Path) -> Failure {
     Failure::new(libc::EOPNOTSUPP, format!("'{}' is not on a StrakeFS mount", path.display()))
 }
 
-/// A virtual attribute's value; `None` when it has none. Does not follow a symlink at the end.
+/// A virtual attribute's value; `None` if it has none. Does not follow a symlink at the end.
 pub fn read(path: &Path, name: &str) -> Result<Option<Vec<u8>>, Failure> {
     let mut value = vec![0; 64 << 10];
     match lgetxattr(path, name, &mut value[..]) {
@@ -136,7 +136,7 @@ pub fn default_layout(path: &Path) -> Result<Option<pb::LayoutSpec>, Failure> {
     decoded(path, "strake.layout")
 }
 
-/// What a file created in the directory now would get.
+/// The layout that a file created in the directory now would get.
 pub fn effective(path: &Path) -> Result<pb::Layout, Failure> {
     decoded(path, "strake.effective")?.ok_or_else(|| not_ours(path))
 }
@@ -145,12 +145,12 @@ pub fn statfs(mount: &Path) -> Result<pb::StatfsReply, Failure> {
     decoded(mount, "strake.statfs")?.ok_or_else(|| not_ours(mount))
 }
 
-/// How the mount reaches the storage servers.
+/// The transports by which the mount reaches the storage servers.
 pub fn roads(path: &Path) -> Result<pb::Roads, Failure> {
     decoded(path, "strake.roads")?.ok_or_else(|| not_ours(path))
 }
 
-/// Sets a directory's default or the layout of a file that was never written.
+/// Sets a directory's default layout, or the layout of a file that was never written.
 pub fn set_layout(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Errno> {
     lsetxattr(path, "strake.spec", &spec.encode_to_vec(), XattrFlags::empty())
 }
@@ -159,12 +159,12 @@ pub fn delete_default(path: &Path) -> Result<(), Errno> {
     removexattr(path, "strake.spec")
 }
 
-/// How a file is sealed, `None` if it is not.
+/// The seal of a file, `None` if it is not sealed.
 pub fn seal(path: &Path) -> Result<Option<pb::SealInfo>, Failure> {
     decoded(path, "strake.seal")
 }
 
-/// The digests of the extents that a manifest is of.
+/// The digests of the extents that a manifest covers.
 pub fn digests(path: &Path, manifest: &pb::Manifest) -> Result<Vec<seal::Digest>, Failure> {
     let mut all = Vec::new();
     for number in 0..seal::pages(manifest.size) {
@@ -184,7 +184,8 @@ pub fn digests(path: &Path, manifest: &pb::Manifest) -> Result<Vec<seal::Digest>
     Ok(all)
 }
 
-/// A step of sealing a file. Under this name the kernel leaves it to the metadata servers who may.
+/// Does one step of sealing a file. For an attribute of this name the kernel leaves the check of
+/// rights to the metadata servers.
 pub fn seal_step(path: &Path, id: u64, step: pb::seal::Step) -> Result<(), Errno> {
     let step = pb::Seal { ino: 0, id, step: Some(step) };
     lsetxattr(path, "system.strake.seal", &step.encode_to_vec(), XattrFlags::empty())
@@ -196,8 +197,7 @@ pub fn fid(path: &Path) -> Result<String, Failure> {
     Ok(String::from_utf8_lossy(&value).into_owned())
 }
 
-/// The cluster map, put together from its parts. Parts of different versions do not fit: it starts
-/// again.
+/// The cluster map, assembled from its parts. If parts have different versions, it starts again.
 pub fn map(mount: &Path) -> Result<MapView, Failure> {
     'again: for _ in 0..16 {
         let (mut bytes, mut version) = (Vec::new(), None);

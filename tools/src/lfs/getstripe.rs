@@ -57,7 +57,7 @@ const OPTIONS: &[Opt] = &[
 struct Job {
     fields: Fields,
     raw: bool,
-    /// Entries of a directory given: 0 none, 1 its own, more all below.
+    /// Levels shown of a given directory: 0 none, 1 its own entries, more all below.
     depth: u32,
     mdt_index: bool,
     default_only: bool,
@@ -86,7 +86,7 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What arguments ask to be shown of `map`'s targets.
+/// Parses arguments with the targets of `map`; returns the OST to show, if one is given.
 pub fn read(args: Vec<OsString>, map: &MapView) -> Result<Option<TargetId>, Failure> {
     let p = parse("getstripe", OPTIONS, args)?;
     job(&p)?;
@@ -141,7 +141,7 @@ fn job(p: &Parsed) -> Result<Job, Failure> {
         return Err(Failure::invalid("-m shows the MDT alone; ask for other fields without it"));
     }
     let any = picked != Fields::default() || p.has("mdt-index");
-    // A field alone, -d and -D are about the path itself; else a directory is listed.
+    // A field alone, -d and -D concern the path itself; otherwise a directory is listed.
     let alone = any || p.has("directory") || p.has("default");
     let depth =
         if p.has("recursive") { u32::MAX } else { u32::from(!alone || p.has("verbose") && any) };
@@ -189,10 +189,10 @@ impl Job {
             if self.fields.path {
                 out.print(&format!("{shown}\n"));
             }
-            // One metadata target today, and every inode lives in it.
+            // There is one metadata target today, which holds every inode.
             out.print("0\n");
         } else if meta.is_file() && !self.default_only {
-            // Following is the kernel's work here: the attribute calls do not.
+            // The kernel must follow the link here: the attribute calls do not.
             let real = if self.no_follow {
                 path.to_path_buf()
             } else {

@@ -1,8 +1,9 @@
-//! `lfs`: the commands and the output of Lustre's tool, for scripts and habits that know them.
+//! `lfs`: the commands and the output of Lustre's tool, for existing scripts and habits.
 //!
 //! It finds a StrakeFS mount and asks it through extended attributes (see `docs/fuse.md`), so it
 //! has exactly the rights of its caller. Formats follow Lustre 2.17's as documented in its manual
-//! pages; what prints them are pure functions, compared with published output byte for byte.
+//! pages. The functions that print them are pure, and are compared with published output byte for
+//! byte.
 
 mod args;
 mod content;
@@ -47,7 +48,7 @@ impl Failure {
     fn unsupported(_command: &str, option: &str) -> Failure {
         Failure::new(libc::EOPNOTSUPP, format!("option '{option}' is not supported by StrakeFS"))
     }
-    /// The errno of a failed system call, with what was tried.
+    /// A failure with the errno of a failed system call, and what was tried.
     fn os(what: impl std::fmt::Display, e: rustix::io::Errno) -> Failure {
         let why = std::io::Error::from_raw_os_error(e.raw_os_error());
         let why = why.to_string();
@@ -62,7 +63,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// What a command prints, kept until it ends, and failures that did not stop it.
+/// The output of a command, kept until it ends, and failures that did not stop it.
 #[derive(Default)]
 pub struct Output {
     text: Vec<u8>,
@@ -75,13 +76,13 @@ impl Output {
     }
     fn print_bytes(&mut self, s: &[u8]) {
         self.text.extend_from_slice(s);
-        // Long listings must not wait for their end.
+        // Long listings are printed before they are complete.
         if self.text.len() > 64 << 10 {
             self.flush();
         }
     }
     fn flush(&mut self) {
-        // A reader that went away (`| head`) is no failure of ours.
+        // If the reader closed the pipe (`| head`), that is not a failure.
         let _ = std::io::stdout().write_all(&self.text);
         let _ = std::io::stdout().flush();
         self.text.clear();
@@ -122,7 +123,7 @@ const COMMANDS: &[Command] = &[
     Command { name: "help", usage: "lfs help [COMMAND]\n", run: help },
 ];
 
-/// Lustre's other commands: known, and refused in words.
+/// Lustre's other commands: known, and refused with an explanation.
 const LACKING: &[&str] = &[
     "rm_entry",
     "rmentry",
@@ -157,7 +158,7 @@ const LACKING: &[&str] = &[
     "heat_get",
     "heat_set",
     "pcc",
-    // Of Lustre's interactive mode.
+    // Commands of Lustre's interactive mode.
     "exit",
     "quit",
 ];
@@ -229,7 +230,7 @@ fn help(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Reads the arguments of a command as the command does, and does nothing.
+/// Parses the arguments of a command as the command does, and does nothing else.
 pub fn read_arguments(command: u8, args: Vec<OsString>, map: &MapView, space: &pb::StatfsReply) {
     let _ = match command % 10 {
         0 => setstripe::read(args).map(drop),
@@ -248,7 +249,8 @@ pub fn read_arguments(command: u8, args: Vec<OsString>, map: &MapView, space: &p
     };
 }
 
-/// What `lfs getstripe` prints of a file or a directory, whatever the options `flags` stands for.
+/// The output of `lfs getstripe` for a file or a directory, with the options that `flags` stands
+/// for.
 pub fn show(
     flags: u32,
     ino: Ino,

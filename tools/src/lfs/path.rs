@@ -1,6 +1,6 @@
-//! `lfs path`: over which roads this mount reaches the servers that hold a file, by which ones its
-//! bytes came and went, and by which tiers programs of this node moved them between it and GPU
-//! memory.
+//! `lfs path`: which transports this mount uses to reach the servers that hold a file, by which
+//! ones its bytes were read and written, and by which tiers programs of this node moved them
+//! between it and GPU memory.
 
 use std::{collections::BTreeSet, ffi::OsString, os::unix::fs::MetadataExt, path::Path};
 
@@ -71,9 +71,9 @@ struct Server {
 
 struct Seen {
     servers: Vec<Server>,
-    /// Of the file itself; empty if the mount does not have it in use.
+    /// Traffic of the file itself; empty if the mount does not have it in use.
     file: Vec<pb::FileRoad>,
-    /// Living sessions of the GPU bridge on this node that moved bytes of it.
+    /// Running sessions of the GPU bridge on this node that moved bytes of it.
     bridges: Vec<Bridge>,
 }
 
@@ -126,7 +126,7 @@ fn servers(nodes: &BTreeSet<NodeId>, map: &MapView, roads: &pb::Roads) -> Vec<Se
     nodes.iter().map(server).collect()
 }
 
-/// What an endpoint begins with.
+/// The transport in an endpoint: the part before the colon.
 fn road(w: &pb::WayStatus) -> &str {
     w.endpoint.split_once(':').map_or("", |(road, _)| road)
 }
@@ -154,7 +154,7 @@ fn as_json(servers: &[Server]) -> Value {
     servers.iter().map(one).collect()
 }
 
-/// Bytes of the file by road, and all together.
+/// Bytes of the file by transport, and in total.
 fn file_text(file: &[pb::FileRoad]) -> String {
     let moved: Vec<&pb::FileRoad> = file.iter().filter(|r| r.fetched + r.sent > 0).collect();
     if moved.is_empty() {
@@ -178,7 +178,7 @@ fn file_json(file: &[pb::FileRoad]) -> Value {
     json!({ "fetched": of(|r| r.fetched), "sent": of(|r| r.sent) })
 }
 
-/// Bytes by tier of each process, and all together; nothing where no bridge moved any.
+/// Bytes by tier of each process, and in total; nothing where no bridge moved any.
 fn bridges_text(all: &[Bridge]) -> String {
     if all.is_empty() {
         return String::new();

@@ -1,4 +1,4 @@
-//! `lfs seal`: makes files immutable, with a manifest of what they hold. See `docs/seal.md`.
+//! `lfs seal`: makes files immutable, with a manifest of their content. See `docs/seal.md`.
 
 use std::{
     ffi::OsString,
@@ -130,14 +130,14 @@ impl Job {
     }
 }
 
-/// Seals a file, or completes what was begun, or finds it sealed. `real`: the file itself, not a
-/// link to it.
+/// Seals a file, completes a seal that was begun, or finds the file sealed. `real`: the file
+/// itself, not a link to it.
 fn seal(path: &Path, real: &Path, meter: &mut Meter) -> Result<pb::SealInfo, Failure> {
     let failed = |e| content::failed(path, &e);
     if !fs::metadata(real).map_err(failed)?.is_file() {
         return Err(Failure::invalid(format!("'{}' is not a regular file", path.display())));
     }
-    // First: what cannot be read is not to be sealed.
+    // First: a file that cannot be read must not be sealed.
     let file = content::open(real).map_err(failed)?;
     let before = mount::seal(real)?;
     if let Some(info) = before.as_ref().filter(|s| s.manifest.is_some()) {
@@ -148,7 +148,7 @@ fn seal(path: &Path, real: &Path, meter: &mut Meter) -> Result<pb::SealInfo, Fai
     if begun.manifest.is_some() {
         return Ok(begun);
     }
-    // From here on nobody changes it.
+    // From here on the file cannot change.
     let result = file
         .metadata()
         .map_err(failed)
@@ -156,11 +156,11 @@ fn seal(path: &Path, real: &Path, meter: &mut Meter) -> Result<pb::SealInfo, Fai
     match result {
         Ok(()) => mount::seal(real)?.filter(|s| s.manifest.is_some()).ok_or_else(|| undone(path)),
         Err(mut f) => {
-            // Another run, which began it or went on with it, may have been faster.
+            // Another run that began or continued the seal may have been faster.
             if let Some(info) = mount::seal(real)?.filter(|s| s.manifest.is_some()) {
                 return Ok(info);
             }
-            // What another run of this began is that one's to complete.
+            // A seal that another run began is left for that run to complete.
             let undo = before
                 .is_none()
                 .then(|| mount::seal_step(real, begun.id, Step::Undo(pb::SealUndo {})));
@@ -211,7 +211,7 @@ fn undone(path: &Path) -> Failure {
     Failure::new(libc::ESTALE, format!("'{}': its seal was undone meanwhile", path.display()))
 }
 
-/// Why a step was not made, in words.
+/// Why a step was refused, as text.
 fn refused(path: &Path, e: Errno) -> Failure {
     let path = path.display();
     match e {

@@ -83,7 +83,7 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The layout that arguments ask for.
+/// The layout that the arguments give.
 pub fn read(args: Vec<OsString>) -> Result<pb::LayoutSpec, Failure> {
     spec(&parse("setstripe", OPTIONS, args)?)
 }
@@ -118,13 +118,13 @@ fn set(path: &Path, spec: &pb::LayoutSpec) -> Result<(), Failure> {
     }
 }
 
-/// A new empty file whose layout `set` sets; without it there is none. mknod makes the name and
-/// fails if it is there.
+/// Creates an empty file whose layout `set` sets; if the layout is refused, the file is removed.
+/// mknod creates the name and fails if it exists.
 fn make(path: &Path, set: impl FnOnce(&Path) -> Result<(), Errno>) -> Result<(), Errno> {
     mknodat(CWD, path, FileType::RegularFile, Mode::from_raw_mode(0o666), 0)?;
     set(path).inspect_err(|e| {
-        // Only where the layout itself was refused is it certain that nobody wrote the file
-        // meanwhile.
+        // Only if the layout itself was refused is it certain that no program wrote the file in the
+        // meantime.
         if matches!(*e, Errno::INVAL | Errno::NODEV | Errno::ACCESS | Errno::NOSPC)
             && fs_is_empty(path)
         {
@@ -137,7 +137,7 @@ fn fs_is_empty(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| m.len() == 0)
 }
 
-/// Why a layout was not set, in words.
+/// Why a layout was not set, as text.
 fn refused(what: &str, e: Errno) -> Failure {
     match e {
         Errno::EXIST => Failure::new(libc::EEXIST, format!("{what}: stripe already set")),
@@ -160,7 +160,7 @@ fn refused(what: &str, e: Errno) -> Failure {
     }
 }
 
-/// `EINVAL` naming the pool or the OST that is not in the map.
+/// `EINVAL` with the name of the pool or OST that is not in the map.
 fn there(map: &MapView, spec: &pb::LayoutSpec) -> Result<(), Failure> {
     let m = &map.map;
     let pool = match &spec.pool[..] {
@@ -190,7 +190,7 @@ fn there(map: &MapView, spec: &pb::LayoutSpec) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The layout that the options ask for.
+/// The layout that the options give.
 fn spec(p: &Parsed) -> Result<pb::LayoutSpec, Failure> {
     let mut s = pb::LayoutSpec::default();
     if p.has("stripe-count") && p.has("overstripe-count") {
@@ -232,7 +232,8 @@ fn spec(p: &Parsed) -> Result<pb::LayoutSpec, Failure> {
     Ok(s)
 }
 
-/// An explicit list: the count must agree, and a start index turns it so that it begins there.
+/// An explicit list: the count must match, and a start index rotates the list so that it begins
+/// there.
 fn place_list(s: &mut pb::LayoutSpec, start: Option<u32>) -> Result<(), Failure> {
     let n = i32::try_from(s.targets.len()).unwrap_or(i32::MAX);
     let asked = if s.overstripe != 0 { s.overstripe } else { s.stripe_count };
@@ -260,8 +261,8 @@ fn count(text: &str, least: i32) -> Result<i32, Failure> {
     }
 }
 
-/// `N[KMGTP]` in bytes; below 4096 without a unit it is KiB; a multiple of 64 KiB below 4 GiB; 0 is
-/// the default.
+/// Parses `N[KMGTP]`, in bytes; below 4096 without a unit it is KiB. Must be a multiple of 64 KiB
+/// below 4 GiB; 0 is the default.
 fn stripe_size(text: &str) -> Result<u32, Failure> {
     let bad = || {
         Failure::invalid(format!(
@@ -311,9 +312,9 @@ fn ost_list(text: &str) -> Result<Vec<u32>, Failure> {
     Ok(all)
 }
 
-/// Empty for the parent's pool.
+/// Empty means the parent's pool.
 fn pool_name(pool: &str) -> Result<String, Failure> {
-    // FSNAME.POOL is taken too.
+    // FSNAME.POOL is accepted too.
     let name = pool.rsplit('.').next().unwrap_or_default();
     let allowed = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
     match name {

@@ -1,5 +1,5 @@
-//! The files of sha256sum(1): a line for each file, `HASH  NAME` or `HASH *NAME`, with a backslash
-//! in front where the name has bytes that are written `\\`, `\n` and `\r`.
+//! The format of sha256sum(1): a line for each file, `HASH  NAME` or `HASH *NAME`, with a backslash
+//! in front if the name contains bytes that are written as `\\`, `\n` and `\r`.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -12,14 +12,14 @@ use super::content::hex;
 
 #[derive(Debug, PartialEq, Eq)]
 pub struct Line {
-    /// From 1.
+    /// Line number, from 1.
     pub number: usize,
     pub sum: Digest,
     pub name: OsString,
 }
 
-/// The lines that name a file, and the numbers of those that make no sense. Empty lines and those
-/// that begin with `#` are neither.
+/// The lines that name a file, and the numbers of invalid lines. Empty lines and those that begin
+/// with `#` are neither.
 pub fn parse(text: &[u8]) -> (Vec<Line>, Vec<usize>) {
     let (mut lines, mut bad) = (Vec::new(), Vec::new());
     for (i, line) in text.split(|b| *b == b'\n').enumerate() {

@@ -1,4 +1,4 @@
-//! `lfs osts`, `mdts`, `check` and `pool_list`: what the cluster map says of targets.
+//! `lfs osts`, `mdts`, `check` and `pool_list`: the targets in the cluster map.
 
 use std::{ffi::OsString, fmt::Write as _};
 
@@ -66,7 +66,7 @@ pub fn mdts(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Reads arguments as names of OSTs and pools of `map`.
+/// Parses arguments as names of OSTs and pools of `map`.
 pub fn read(args: Vec<OsString>, map: &MapView) -> Result<(), Failure> {
     let p = parse("pool_list", NO_OPTIONS, args)?;
     osts_text(map);
@@ -96,10 +96,10 @@ pub fn check(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     };
     for m in mount::chosen(&p.operands, None)? {
         let map = mount::map(&m)?;
-        // The connection's part of the name, a kernel address in Lustre.
+        // The connection's part of the name, which is a kernel address in Lustre.
         let by = map.map.fs_uuid.iter().take(8).map(|b| format!("{b:02x}")).collect::<String>();
         if mdts {
-            // It has just answered, else there would be no answer here.
+            // This call fails if the metadata server does not answer.
             mount::statfs(&m)?;
             out.print(&format!("{}-MDT0000-mdc-{by} active.\n", map.map.fs_name));
         }

@@ -1,5 +1,5 @@
-//! `lfs verify`: reads sealed files and compares them with their manifests, and any files with a
-//! file of sha256sum(1). See `docs/seal.md`.
+//! `lfs verify`: reads sealed files and compares them with their manifests, and compares any files
+//! with a checksum file of sha256sum(1). See `docs/seal.md`.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -27,16 +27,16 @@ pub const USAGE: &str = "lfs verify [-q] [--json] FILE|DIR...           compare 
 const OPTIONS: &[Opt] =
     &[opt('q', "quiet", Nothing), opt('\0', "json", Nothing), opt('s', "sums", Value)];
 
-/// What became of a file, best first: the last one that occurs decides how the command ends.
+/// The result for a file, best first: the last one that occurs decides the exit status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum State {
     Verified,
-    /// Not sealed, and what its sum says.
+    /// Not sealed, and it matches its checksum.
     Agrees,
     NotSealed,
-    /// Immutable without a manifest.
+    /// Immutable, but without a manifest.
     Unfinished,
-    /// Something else is wrong; the command says what.
+    /// Another error, which the command prints.
     Failed,
     Unreadable,
     Differs,
@@ -68,11 +68,11 @@ impl State {
     }
 }
 
-/// One thing that is not as it was sealed.
+/// A difference from the sealed state.
 #[derive(Debug)]
 struct Finding {
     what: &'static str,
-    /// Of an extent: its first byte and its length.
+    /// For an extent: its first byte and its length.
     extent: Option<(u64, u64)>,
     expected: String,
     found: String,
@@ -149,7 +149,7 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
 }
 
 impl Job {
-    /// Compares the files that a file of sha256sum(1) names.
+    /// Compares the files that a checksum file of sha256sum(1) names.
     fn with_sums(
         &mut self,
         from: &OsStr,
@@ -234,7 +234,7 @@ impl Job {
         self.states.push(report.state);
     }
 
-    /// The exit status, and in words how many files there were of each kind if not all are right.
+    /// The exit status; also prints how many files there were of each kind if not all are right.
     fn end(self, out: &mut Output) {
         let of = |s: &State| self.states.iter().filter(|x| *x == s).count();
         if self.json {
@@ -277,7 +277,7 @@ const ALL: [State; 7] = [
     State::Differs,
 ];
 
-/// Reads a file, and compares it with its manifest and with `sum`. Without either it is not read.
+/// Reads a file, and compares it with its manifest and with `sum`. Without either, it is not read.
 fn verify(path: &Path, sum: Option<Digest>, meter: &mut Meter) -> Result<Report, Failure> {
     let failed = |e| content::failed(path, &e);
     let real = path.canonicalize().map_err(failed)?;
@@ -299,7 +299,7 @@ fn verify(path: &Path, sum: Option<Digest>, meter: &mut Meter) -> Result<Report,
     Ok(compare(size, &found, expected, sum))
 }
 
-/// `size` bytes were found where a manifest with these digests, or a sum, or both, are expected.
+/// Compares `size` found bytes with a manifest with these digests, or a checksum, or both.
 fn compare(
     size: u64,
     found: &Content,
@@ -436,7 +436,7 @@ mod tests {
         assert!(text.contains(&format!("extent at {EXTENT} ({EXTENT} bytes)")), "{text}");
         assert!(text.contains(&format!("byte {} on: Input/output error", EXTENT + 4096)), "{text}");
         assert_eq!(compare(m.size, &found, None, Some([7; 32])).state, State::Unreadable);
-        // But what else is wrong is.
+        // But another difference is reported.
         found.extents[0] = Ok([7; 32]);
         assert_eq!(compare(m.size, &found, Some((&m, digests)), None).state, State::Differs);
     }

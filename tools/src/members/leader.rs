@@ -1,4 +1,4 @@
-//! The way to the leader of a group of metadata servers, as one who has the cluster key.
+//! Connects to the leader of a group of metadata servers, with the cluster key.
 
 use std::{
     collections::BTreeMap,
@@ -33,30 +33,30 @@ pub(crate) struct Reach {
     timeout: u64,
 }
 
-/// One attempt at one server.
+/// Time limit of one attempt at one server.
 const CALL: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(100);
-/// Servers that one attempt asks: each may say that another one leads.
+/// Number of servers that one attempt asks: each may name another leader.
 const HOPS: usize = 3;
-/// Exit status: not done, or not in order; nothing is wrong with the command.
+/// Exit status: not finished, or not in order, although the command is correct.
 pub(crate) const UNFINISHED: u8 = 2;
 
-/// The way to the group's leader.
+/// The connection to the group's leader.
 pub(crate) struct Group {
     fabric: Roads,
     pub(super) finder: LeaderFinder,
     pub(super) deadline: Instant,
     progress: Progress,
-    /// Where those are that were asked to be taken in, by id.
+    /// Addresses of servers that were to be added, by id.
     pub(super) taught: BTreeMap<u64, String>,
 }
 
-/// Whom a metadata server that does not lead takes for the leader.
+/// The leader according to a metadata server that does not lead.
 fn leader_of(r: &pb::MembersReply) -> Option<Endpoint> {
     r.members.iter().find(|m| m.id == r.leader && r.leader != r.id)?.endpoint.parse().ok()
 }
 
-/// A server's address as people give it.
+/// Parses a server's address as people write it.
 pub(super) fn address(text: &str) -> Result<Endpoint> {
     let full = if text.starts_with("tcp:") { text.to_string() } else { format!("tcp:{text}") };
     full.parse().map_err(|_| {
@@ -68,7 +68,7 @@ pub(super) fn address(text: &str) -> Result<Endpoint> {
 }
 
 impl Reach {
-    /// The metadata servers, and the cluster's key.
+    /// The metadata servers, and the cluster key.
     pub(crate) fn ways(&self) -> Result<(Vec<String>, [u8; 32])> {
         match &self.cluster_key {
             Some(path) => Ok((self.mds.clone(), config::read_key(path)?)),
@@ -105,7 +105,7 @@ impl Group {
         self.progress.say(line);
     }
 
-    /// Nothing more is said.
+    /// Ends the progress output.
     pub fn done(mut self) {
         self.progress.done();
     }
@@ -157,7 +157,7 @@ impl Group {
             .map_err(|e| Error::new(Code::Protocol, format!("metadata server {at}: {e}")))
     }
 
-    /// Learns from an answer who there is, and whom to ask next.
+    /// Learns the members from an answer, and which server to ask next.
     fn note(&mut self, r: &pb::MembersReply) {
         self.finder
             .learn(r.members.iter().filter(|m| m.voter).filter_map(|m| m.endpoint.parse().ok()));
@@ -166,8 +166,8 @@ impl Group {
         }
     }
 
-    /// Has the leader do it, or only say who is there. Errors that pass are waited out; `Busy` is
-    /// one of them.
+    /// Has the leader make the change, or only list the members. Waits while errors are temporary;
+    /// `Busy` is one of them.
     pub async fn ask(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
         loop {
             match self.ask_once(change.clone()).await {
@@ -177,13 +177,13 @@ impl Group {
         }
     }
 
-    /// One attempt, at the leader if whoever is asked first knows it.
+    /// One attempt, at the leader if the first server asked knows it.
     pub async fn ask_once(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
         let none = || Error::new(Code::Inval, "no metadata server is named");
         let mut at = self.finder.whom().ok_or_else(none)?;
         for _ in 0..HOPS {
             let mut asked = self.try_at(&at, change.clone()).await;
-            // Only the leader changes something. Anybody lists, and so says who leads.
+            // Only the leader makes changes. Any member can list, and then names the leader.
             let refused =
                 change.is_some() && asked.as_ref().is_err_and(|e| e.code == Code::NotLeader);
             if refused {
@@ -205,7 +205,7 @@ impl Group {
         Err(Error::new(Code::NotLeader, "no metadata server leads"))
     }
 
-    /// `TimedOut` with what was waited for when the time is over.
+    /// `TimedOut`, with what it waits for, when the time is over.
     pub async fn pause(&mut self, why: &str) -> Result<()> {
         self.progress.say(why);
         if Instant::now() >= self.deadline {
@@ -216,7 +216,7 @@ impl Group {
     }
 }
 
-/// Errors that go away by themselves.
+/// Whether an error is temporary.
 pub(crate) fn passes(e: &Error) -> bool {
     matches!(
         e.code,

@@ -1,9 +1,9 @@
 //! `strake mds list|add|remove|transfer|replace|give-up`: the group of metadata servers, managed
 //! while clients work; [`offline`] has the commands for one that is lost.
 //!
-//! Each command brings the group one step after the other to where it is wanted ([`plan`]) and can
-//! be repeated at any time. It speaks to the servers as they do among themselves, with the cluster
-//! key. See `docs/membership.md`.
+//! Each command moves the group step by step to the requested state ([`plan`]) and can be repeated
+//! at any time. It talks to the servers as they talk to each other, with the cluster key. See
+//! `docs/membership.md`.
 
 mod leader;
 mod offline;
@@ -90,7 +90,7 @@ pub struct ReplaceArgs {
     reach: Reach,
 }
 
-/// How long `list` looks for a leader before it shows what others know.
+/// How long `list` looks for a leader before it shows what other members know.
 const LEADERLESS: Duration = Duration::from_secs(3);
 
 pub fn run(command: Command) -> Result<ExitCode> {
@@ -142,12 +142,12 @@ pub fn run(command: Command) -> Result<ExitCode> {
 type Outcome = Result<(String, pb::MembersReply)>;
 
 impl Group {
-    /// Goes on until the goal is reached; whether there was anything to do.
+    /// Continues until the goal is reached. Returns whether there was anything to do.
     async fn reach(&mut self, goal: &Goal) -> Result<(bool, pb::MembersReply)> {
         let mut changed = false;
         loop {
             let now = self.ask(None).await?;
-            // The leader that took it in was lost before it had told where that is.
+            // The leader that added the server was lost before it had recorded its address.
             let lost = now.members.iter().find(|m| !m.voter && m.endpoint.is_empty()).map(|m| m.id);
             let next = match lost.and_then(|id| self.taught.get(&id)) {
                 Some(at) => Next::Ask(Change::Learn(pb::MemberLearn { endpoint: at.clone() })),
@@ -160,7 +160,7 @@ impl Group {
                     changed = true;
                     match self.ask_once(Some(change)).await {
                         Ok(_) => {}
-                        // It may have been done; the next list tells.
+                        // The change may have been made; the next list shows it.
                         Err(e) if passes(&e) => self.pause(&e.message).await?,
                         Err(e) => return Err(e),
                     }
@@ -196,7 +196,7 @@ impl Group {
         Ok((each.collect::<Vec<_>>().join("\n"), now))
     }
 
-    /// The id of a member, or of one that was removed.
+    /// The id of a member, or of a removed one.
     async fn id_of(&mut self, member: &str) -> Result<u64> {
         let now = self.ask(None).await?;
         let found = match member.parse::<u64>() {
@@ -295,7 +295,7 @@ impl Group {
         Ok(ExitCode::from(if in_order { 0 } else { UNFINISHED }))
     }
 
-    /// What the one that knows most says of a group without a leader.
+    /// The most complete answer of a group without a leader.
     async fn anybody(&mut self) -> Option<pb::MembersReply> {
         let mut best: Option<pb::MembersReply> = None;
         for at in self.finder.all() {
@@ -317,9 +317,9 @@ fn role(m: &pb::Member, now: &pb::MembersReply) -> &'static str {
     }
 }
 
-/// What is not as it should be, or still under way.
+/// What is wrong, or still under way.
 fn state(m: &pb::Member, now: &pb::MembersReply) -> Vec<&'static str> {
-    // Only a leader knows of the others.
+    // Only a leader knows about the others.
     let knows = now.id == now.leader || m.id == now.id;
     let silent = plan::is_silent(m, now);
     let all = [
@@ -361,15 +361,15 @@ fn rows(now: &pb::MembersReply) -> String {
     table(&rows)
 }
 
-/// What configuration files should name: the metadata servers, and for those themselves with their
-/// ids.
+/// What configuration files should name: the metadata servers, and, for the metadata servers' own
+/// files, those with their ids.
 fn configured(now: &pb::MembersReply) -> (Vec<String>, Vec<String>) {
     let members = || now.members.iter().filter(|m| !m.leaving);
     let mds = members().map(|m| m.endpoint.clone()).collect();
     (mds, members().map(|m| format!("{}={}", m.id, m.endpoint)).collect())
 }
 
-/// What a group that was recovered once is, and what it waits for.
+/// The state of a group that was recovered once, and what it waits for.
 fn since_recovery(now: &pb::MembersReply) -> String {
     let mut text = String::new();
     if now.incarnation != 0 {
@@ -446,7 +446,7 @@ mod tests {
         let json = as_json(&now, None);
         assert_eq!(json["members"][2]["lag"], 4000);
         assert_eq!(json["config"]["peers"][1], "2=tcp:h:2");
-        // A follower without a leader knows only itself.
+        // A follower without a leader knows only about itself.
         (now.id, now.leader) = (2, 0);
         assert!(state(&now.members[2], &now).is_empty());
         assert!(rows(&now).lines().nth(3).unwrap().contains("  -  "));

@@ -1,5 +1,5 @@
-//! `strake mds inspect|recover|dump|load`: folders of metadata servers that do not run. The work is
-//! done by `strake_mds::offline`.
+//! `strake mds inspect|recover|dump|load`: work on folders of stopped metadata servers. Implemented
+//! by `strake_mds::offline`.
 
 use std::{
     fs::{self, File},
@@ -90,7 +90,7 @@ pub struct LoadArgs {
     json: bool,
 }
 
-/// Exit status of `recover` that only showed what it would do.
+/// Exit status of a `recover` that only showed its plan.
 const NOT_ACCEPTED: u8 = 3;
 
 fn known(all: &[Known]) -> Vec<Value> {
@@ -312,7 +312,7 @@ pub fn dump(args: &DumpArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The file appears whole or not at all.
+/// Writes the file so that it appears complete or not at all.
 fn dump_to_file(args: &DumpArgs, progress: &mut Progress) -> Result<dump::Outcome> {
     let path = &args.output;
     let named = |p: &Path, e: std::io::Error| Error::from(e).context(p.display());

@@ -1,25 +1,25 @@
-//! What to ask next to get the group where it is wanted: pure, so that a command that was cut short
-//! can be repeated, by the same person or another one, at any point.
+//! Chooses the next request that brings the group to the requested state. Pure, so that an
+//! interrupted command can be repeated at any point, by the same person or another one.
 
 use strake_proto::{Code, Error, Result, pb};
 
 use pb::members_request::Change;
 
-/// A learner this close is worth asking to be promoted; the leader has the last word.
+/// A learner this close may be asked to become a voter; the leader decides.
 const CLOSE: u64 = 1000;
-/// A member that was not heard of for longer is silent.
+/// A member that was not heard from for longer is silent.
 const SILENT_MS: u64 = 2000;
 
-/// What is wanted.
+/// The requested state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Goal {
-    /// These vote.
+    /// These members vote.
     Add(Vec<u64>),
-    /// This one is no member.
+    /// This one is not a member.
     Remove(u64),
-    /// This one leads.
+    /// This one is the leader.
     Transfer(u64),
-    /// `new` votes and `old` is no member.
+    /// `new` votes and `old` is not a member.
     Replace { old: u64, new: u64 },
 }
 
@@ -27,11 +27,12 @@ pub enum Goal {
 pub enum Next {
     Done,
     Ask(Change),
-    /// Nothing to do yet, with what is waited for.
+    /// Nothing to do yet; the text says what is waited for.
     Wait(String),
 }
 
-/// The next step towards `goal` from what the leader says; an error when there is no way.
+/// The next step towards `goal`, given what the leader says. An error if the goal cannot be
+/// reached.
 pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
     let get = |id: u64| now.members.iter().find(|m| m.id == id);
     let was_removed = |id: u64| now.former.iter().any(|f| u64::from(*f) == id);
@@ -81,7 +82,7 @@ pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
             let stay = now.members.iter().filter(|m| m.voter && !gone.contains(&m.id)).count();
             match behind(&[m], now.last_index) {
                 Some(wait) => wait,
-                // One alone has nobody to hand over to: first there are two.
+                // A single voter cannot hand over to another one: first there must be two.
                 None if stay == 0 => step(vec![*new], vec![]),
                 None => step(vec![*new], gone),
             }
@@ -89,9 +90,9 @@ pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
     })
 }
 
-/// Members that were at the address of `m` before it: it answers there, so they are gone for good
-/// once they are silent. Such are left by a replacement that did not come to its end before its own
-/// server was lost, too.
+/// Members that had the address of `m` before. `m` answers there now, so they are gone for good
+/// once they are silent. They are left by a replacement that did not finish before its new server
+/// was lost, too.
 fn former_selves<'a>(
     m: &'a pb::Member,
     now: &'a pb::MembersReply,
@@ -111,7 +112,7 @@ fn step(promote: Vec<u64>, remove: Vec<u64>) -> Next {
     Next::Ask(Change::Step(pb::MemberStep { promote, remove }))
 }
 
-/// How far learners are, unless all are close.
+/// How far learners are behind, unless all are close.
 fn behind(learners: &[&pb::Member], last: u64) -> Option<Next> {
     let far: Vec<String> =
         learners.iter().filter(|m| !is_close(m, last)).map(|m| progress(m, last)).collect();
@@ -210,14 +211,14 @@ mod tests {
         asks(goal(), "v1 v2 v3 v4", &[], &[2]);
         is(goal(), "v1 v3 v4 f2", "done");
         is(goal(), "v1 v2 v3", "error");
-        // Somebody else removed it meanwhile.
+        // Another command removed it in the meantime.
         asks(goal(), "v1 v3 l4 f2", &[4], &[]);
         asks(Goal::Replace { old: 1, new: 4 }, "v1 l4", &[4], &[]);
         asks(Goal::Replace { old: 1, new: 4 }, "v1 v4", &[], &[1]);
         asks(Goal::Replace { old: 1, new: 4 }, "v1 v2 l4", &[4], &[1]);
     }
 
-    /// 2 was lost; 4, which came at its address, before it voted; now there is 5.
+    /// 2 was lost; 4, which was started at its address, was lost before it voted; now there is 5.
     #[test]
     fn a_replacement_takes_away_what_was_at_its_address_before() {
         let at = |text: &str, here: &[u64], heard_ms| {
@@ -238,7 +239,8 @@ mod tests {
             let got = next(&Goal::Replace { old, new: 5 }, &at(text, &[2, 4, 5], None)).unwrap();
             assert_eq!(got, step(promote.to_vec(), remove.to_vec()), "{old} from {text}");
         }
-        // One that was heard of just now is waited for, but not before the new one votes.
+        // A former member that was heard from just now is waited for, but only once the new one
+        // votes.
         let heard = |text: &str| {
             next(&Goal::Replace { old: 2, new: 5 }, &at(text, &[3, 5], Some(10))).unwrap()
         };

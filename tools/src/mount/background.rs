@@ -1,4 +1,4 @@
-//! A mount in the background.
+//! Mounting in the background.
 
 use std::{
     ffi::OsString,
@@ -15,22 +15,22 @@ use strake_proto::{Code, Error, Result};
 use super::{MountSection, helper::FAILED, is_mounted, make_way};
 use crate::lifeline;
 
-/// With `bg`: how long a mount is waited for before it is left alone.
+/// With `bg`: how long the command waits for a mount before it leaves it to continue alone.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// What a mount may take beside waiting for its servers.
+/// What a mount may take in addition to waiting for its servers.
 const SLACK: Duration = Duration::from_secs(60);
 
-/// Starts this same command in the foreground of a new session and returns when it is mounted or
-/// has failed; with `bg` also when it goes on trying. What it logs goes to a file.
+/// Starts the same command in the foreground of a new session and returns when it is mounted or has
+/// failed; with `bg` also while it keeps trying. Its log goes to a file.
 pub(super) fn in_background(section: &MountSection, argv: Vec<OsString>) -> Result<ExitCode> {
     make_way(&section.mountpoint)?;
     strake_fuse::can_mount(&section.mountpoint)?;
     let log = log_file(section)?;
     let mut child = Command::new(std::env::current_exe()?);
-    // Never under a helper's name: that has arguments of its own.
+    // Never under a helper's name, which has arguments of its own.
     child.arg0("strake").args(&argv[..1]).arg("--foreground").args(&argv[1..]);
     child.stdin(Stdio::null()).stdout(Stdio::null());
-    // Without a folder of its own: to this terminal.
+    // Without a folder for logs: to this terminal.
     let begin = match &log {
         Some((file, _)) => {
             child.stderr(file.try_clone()?);
@@ -49,7 +49,7 @@ pub(super) fn in_background(section: &MountSection, argv: Vec<OsString>) -> Resu
     wait(section, started, log.as_ref().map(|(_, path)| (path.as_path(), begin)))
 }
 
-/// `log`: the file, and where in it this mount's part begins.
+/// `log`: the file, and the offset at which this mount's part begins.
 fn wait(section: &MountSection, mut child: Child, log: Option<(&Path, u64)>) -> Result<ExitCode> {
     let start = Instant::now();
     let mut limit = section.retry() + SLACK;
@@ -80,8 +80,8 @@ fn wait(section: &MountSection, mut child: Child, log: Option<(&Path, u64)>) -> 
     Err(Error::new(Code::TimedOut, "neither mounted nor failed in time; see its log"))
 }
 
-/// The one asked for, which is appended to, or a new one in the mounts' folder; `None` where there
-/// is no such folder to be had.
+/// The requested log file, which is appended to, or a new one in the mounts' folder; `None` where
+/// that folder is not available.
 fn log_file(section: &MountSection) -> Result<Option<(fs::File, PathBuf)>> {
     if let Some(path) = &section.asked.log_file {
         let file = fs::File::options().append(true).create(true).open(path);
@@ -95,12 +95,12 @@ fn log_file(section: &MountSection) -> Result<Option<(fs::File, PathBuf)>> {
 
 fn new_log(folder: &Path, mountpoint: &Path) -> Option<(fs::File, PathBuf)> {
     let at = std::path::absolute(mountpoint).ok()?;
-    // Another name for each mount point.
+    // A different name for each mount point.
     let name = at.to_str()?.trim_matches('/').replace('-', "--").replace('/', "-");
     let path = folder.join(format!("{name}.log"));
     fs::create_dir_all(folder).ok()?;
-    // Not written through a link that somebody else laid there, nor over the log of a mount that
-    // goes on.
+    // Must not be written through a link that another user placed there, nor over the log of a
+    // mount that still runs.
     let _ = fs::remove_file(&path);
     Some((fs::File::options().append(true).create_new(true).open(&path).ok()?, path))
 }

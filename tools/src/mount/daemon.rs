@@ -1,4 +1,4 @@
-//! The processes of a mount: the supervisor that stays and the daemon that serves, see
+//! The processes of a mount: the supervisor, which stays, and the daemon, which serves. See
 //! `docs/restart.md`.
 
 use std::{
@@ -28,14 +28,14 @@ use tokio::{
 use super::{FabricKey, MountSection, connect_with, make_way};
 use crate::lifeline::{self, Lifeline};
 
-/// Memory for written data that is not yet known to be stable, and for what is on its way; taken as
-/// it is used.
+/// Size of the kept memory for written data that is not known to be stable yet, and for data under
+/// way; allocated as it is used.
 const KEPT_BUFFERS: usize = 512 << 20;
 
-/// Where the kept memory has the inode of the mount's root.
+/// Word of the kept memory that holds the inode of the mount's root.
 const KEPT_ROOT: usize = 3;
 
-/// The folder that is to be the root, as the user who mounts finds it.
+/// The inode of the folder to be mounted, with the rights of the mounting user.
 async fn root(section: &MountSection, client: &Client) -> Result<Ino> {
     let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
     let groups =
@@ -43,7 +43,7 @@ async fn root(section: &MountSection, client: &Client) -> Result<Ino> {
     vfs::find_subtree(client, &Creds { uid, gid, groups }, section.subtree()).await
 }
 
-/// The socket of the supervisor that started this process as a daemon, if one did.
+/// The socket of the supervisor, if one started this process as a daemon.
 pub(super) fn socket() -> Option<RawFd> {
     std::env::var(SOCKET).ok()?.parse().ok()
 }
@@ -69,7 +69,7 @@ pub(super) async fn supervise(section: MountSection) -> Result<ExitCode> {
     Ok(ExitCode::from(code.await?))
 }
 
-/// A daemon: serves what its supervisor mounts or has mounted.
+/// The daemon: serves what its supervisor mounts or has mounted.
 pub(super) async fn serve(
     section: MountSection,
     key: ClientKey,
@@ -94,8 +94,9 @@ pub(super) async fn serve(
     config.handover = Some(keep.clone());
     match &order {
         Message::Connect { dead } => config.dead.clone_from(dead),
-        // It is mounted, and waits as every program in it does. It may have been remounted since:
-        // whether it is read-only the supervisor says next, and until then the kernel sees to it.
+        // It is mounted already, so connecting may take as long as any operation. It may have been
+        // remounted since: the supervisor tells next whether it is read-only, and until then the
+        // kernel enforces it.
         _ => (config.connect_timeout, config.read_only) = (config.op_timeout, false),
     }
     let interim = match &order {
@@ -105,14 +106,14 @@ pub(super) async fn serve(
         }),
         _ => None,
     };
-    // Only who asked for a road is refused, and only a mount that begins: of one that is there,
-    // nothing but what needs that server waits.
+    // An unreachable transport is an error only if a transport was requested, and only for a new
+    // mount. In an existing mount, only operations that need that server wait.
     let all = matches!(order, Message::Connect { .. }) && section.fabric != FabricKey::Auto;
     let client = connect_with(config, key, section.fabric.into(), all).await?;
     let mut mount = section.mount_config();
     let descriptors: Vec<OwnedFd> = match order {
         Message::TakeOver => {
-            // The same folder as before, whatever its name is now.
+            // The same folder as before, even if it was renamed.
             mount.root = keep.owner_word(KEPT_ROOT).load(Acquire);
             fds
         }
@@ -127,7 +128,7 @@ pub(super) async fn serve(
             })??;
             link.send(&Message::Connected { name: client.map().map.fs_name.clone() }, &[])
                 .map_err(failed)?;
-            // It mounts, which needs nothing of this process.
+            // The supervisor mounts now, which needs nothing of this process.
             let reply = tokio::task::block_in_place(|| link.receive()).map_err(failed)?;
             reply.ok_or_else(gone)?.1
         }
@@ -148,13 +149,13 @@ pub(super) async fn serve(
         r = work => r,
         () = obey(&link, &watch, &client) => {
             tracing::error!("the supervisor was killed: the mount ends");
-            // At once: what waits for servers must not hold the mount up.
+            // Exits at once: tasks that wait for servers must not delay this.
             std::process::exit(1);
         }
     }
 }
 
-/// Does what the supervisor says, until it is gone.
+/// Follows the supervisor's orders until it is gone.
 async fn obey(link: &Link, watch: &UnixDatagram, client: &Client) {
     while let Ok(Some((message, _))) = watch.async_io(Interest::READABLE, || link.receive()).await {
         match message {
@@ -170,20 +171,20 @@ async fn obey(link: &Link, watch: &UnixDatagram, client: &Client) {
     }
 }
 
-/// What is not safe yet, and why.
+/// Data that is not stable yet, and why.
 fn state(client: &Client) -> String {
     let (bytes, away) = (client.stats().unstable_bytes, client.away());
     let why = if away.is_empty() { String::new() } else { format!("; no answer from {away}") };
     format!("{bytes} written bytes are not on disk yet{why}")
 }
 
-/// What was counted, as `NAME=VALUE` by blanks.
+/// The counters, as `NAME=VALUE` separated by blanks.
 fn counts(client: &Client) -> String {
     let one = |(name, value): (&str, u64)| format!("{name}={value}");
     client.stats().fields().into_iter().map(one).collect::<Vec<_>>().join(" ")
 }
 
-/// After the unmount: makes safe what was written. What was lost, empty if nothing.
+/// After the unmount: makes written data stable. Returns what was lost, empty if nothing.
 async fn end(client: &Client, mount: &strake_fuse::Mount) -> String {
     match client.close().await.and(mount.lost().cloned().map_or(Ok(()), Err)) {
         Ok(()) => String::new(),
@@ -194,7 +195,7 @@ async fn end(client: &Client, mount: &strake_fuse::Mount) -> String {
     }
 }
 
-/// A mount in one process, by the fuser crate.
+/// A mount in one process, with the fuser crate.
 pub(super) async fn unsupervised(section: MountSection, key: ClientKey) -> Result<ExitCode> {
     make_way(&section.mountpoint)?;
     let uuid = Env::system().random_bytes();
@@ -228,7 +229,7 @@ pub(super) async fn unsupervised(section: MountSection, key: ClientKey) -> Resul
     Ok(ExitCode::SUCCESS)
 }
 
-/// Does what other commands ask, for ever.
+/// Answers other commands for ever.
 async fn answer(control: &mut Option<Control>, client: &Client) {
     while let Some(c) = control
         && let Some((ask, reply)) = c.next().await
@@ -246,18 +247,18 @@ async fn answer(control: &mut Option<Control>, client: &Client) {
     std::future::pending().await
 }
 
-/// What a terminal or a service manager sends to all processes of a mount is the supervisor's to
-/// follow.
+/// Signals that a terminal or a service manager sends to all processes of a mount are for the
+/// supervisor only.
 fn ignore_signals() -> Result<()> {
     for kind in [SignalKind::hangup(), SignalKind::interrupt(), SignalKind::terminate()] {
-        // A handler that nobody listens to.
+        // A handler without a listener ignores the signal.
         let _ = signal(kind).map_err(|e| Error::from(e).context("signals"))?;
     }
     Ok(())
 }
 
-/// Without one the mount works, and what a killed one before it had open is free a session's term
-/// later.
+/// Without a lifeline the mount works, but files that a killed mount before it had open are
+/// released only when that session expires.
 fn lifeline(section: &MountSection, uuid: [u8; 16]) -> Option<Lifeline> {
     let folder = section.run_dir.clone().or_else(lifeline::default_folder)?;
     match Lifeline::start(&folder, &section.mds, uuid) {

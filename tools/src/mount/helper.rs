@@ -1,5 +1,5 @@
-//! `mount.strake` and `umount.strake`: what mount(8) and umount(8) call (their manual pages,
-//! "external helpers").
+//! `mount.strake` and `umount.strake`: the helpers that mount(8) and umount(8) call (see "external
+//! helpers" in their manual pages).
 
 use std::{ffi::OsString, os::fd::OwnedFd, path::PathBuf, process::ExitCode};
 
@@ -9,9 +9,9 @@ use strake_proto::{Code, Error, Result};
 
 use super::{MountArgs, UmountArgs, options::Options};
 
-/// Exit status of wrong arguments.
+/// Exit status for wrong arguments.
 const USAGE: u8 = 1;
-/// Exit status when it was not mounted or not unmounted.
+/// Exit status if mounting or unmounting failed.
 pub const FAILED: u8 = 32;
 
 /// The names that this program may have as a helper.
@@ -19,7 +19,7 @@ pub fn is_helper(name: &str) -> bool {
     matches!(name, "mount.strake" | "mount.fuse.strake" | "umount.strake" | "umount.fuse.strake")
 }
 
-/// What a failure is as an exit status of mount(8).
+/// The exit status of mount(8) for an error.
 pub fn status(e: &Error) -> ExitCode {
     ExitCode::from(if e.code == Code::Inval { USAGE } else { FAILED })
 }
@@ -55,7 +55,7 @@ fn bad(m: impl Into<String>) -> Error {
 }
 
 impl Call {
-    /// `-f` is fake to one and force to the other; both are noted.
+    /// `-f` means fake for one helper and force for the other; both are noted.
     fn parse(args: Vec<OsString>) -> Result<Call> {
         let mut call = Call::default();
         let mut args = args
@@ -87,7 +87,7 @@ impl Call {
                 match letter {
                     'o' => call.options.push(value),
                     'N' => call.namespace = Some(value.into()),
-                    // The type is ours, or mount(8) would have called another.
+                    // The type is ours, otherwise mount(8) would have called another helper.
                     _ => {}
                 }
                 break;
@@ -102,7 +102,7 @@ impl Call {
             'f' => (self.fake, self.force) = (true, true),
             'v' => self.verbose = true,
             'l' => self.lazy = true,
-            // Nothing of ours is in /etc/mtab; mount(8) itself remounts read-only on `-r`.
+            // There is nothing of ours in /etc/mtab; mount(8) itself remounts read-only on `-r`.
             'n' | 'i' => {}
             'r' => self.options.push("ro".into()),
             'w' => self.options.push("rw".into()),
@@ -115,7 +115,7 @@ impl Call {
         Ok(())
     }
 
-    /// Into the mount namespace asked for. Before anything else is opened, with one thread.
+    /// Enters the requested mount namespace. To be called first, with one thread.
     fn enter(&self) -> Result<()> {
         let Some(path) = &self.namespace else { return Ok(()) };
         let failed = |e: std::io::Error| {
@@ -127,7 +127,8 @@ impl Call {
             .map_err(|e| failed(e.into()))
     }
 
-    /// Absolute before the folder that this was called in is left: a mount must not keep that busy.
+    /// Makes the folder absolute before the current folder is left: a mount must not keep that
+    /// busy.
     fn folder(&mut self) -> Result<()> {
         if let Some(dir) = self.operands.last_mut() {
             let full = std::path::absolute(&dir)?;
@@ -180,9 +181,9 @@ impl Call {
         super::mount(&args, argv)
     }
 
-    /// What goes below all options of a remount: mount(8) names all flags that are to be. Of set-id
-    /// bits and devices it never says that they are wanted, so they stay as they are unless
-    /// `allow_suid` or `allow_dev` does.
+    /// Options with lower priority than all options of a remount: mount(8) names all flags that
+    /// should be set. It never names set-id bits and devices as wanted, so they stay as they are
+    /// unless `allow_suid` or `allow_dev` changes them.
     fn base(&self) -> Option<String> {
         let remount = self.options.iter().any(|o| o.split(',').any(|o| o == "remount"));
         let named = table::clear_names().filter(|n| !matches!(*n, "suid" | "dev"));

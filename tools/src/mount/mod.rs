@@ -1,4 +1,4 @@
-//! `strake mount`: its arguments and configuration. `docs/mounting.md` is for who uses it.
+//! `strake mount`: its arguments and configuration. For users see `docs/mounting.md`.
 
 mod background;
 mod daemon;
@@ -35,16 +35,16 @@ pub use umount::{UmountArgs, umount, unmount};
 
 use crate::config::{self, Overrides};
 
-/// Where a client's key is unless told otherwise.
+/// Default path of the client key.
 const KEY: &str = "/etc/strake/client.key";
-/// The configuration file that is read if it is there and no other is named.
+/// The configuration file that is read if it exists and no other is given.
 const CONFIG: &str = "/etc/strake/mount.toml";
-/// Of a soft mount, seconds.
+/// Default timeout of a soft mount, in seconds.
 const TIMEOUT: u64 = 60;
-/// How long the first mount is tried, minutes.
+/// How long the first mount is tried, in minutes.
 const RETRY: u64 = 1;
 const RETRY_IN_BACKGROUND: u64 = 10_000;
-/// With `retry=0`: enough to ask each server.
+/// With `retry=0`: long enough to ask each server.
 const ONE_ROUND: Duration = Duration::from_secs(5);
 
 #[derive(Args)]
@@ -126,10 +126,10 @@ struct MountSection {
     run_dir: Option<PathBuf>,
     #[serde(default)]
     options: String,
-    /// What the options of the file and of the command line say.
+    /// The options of the file and of the command line.
     #[serde(skip)]
     asked: Options,
-    /// Shown as what is mounted; empty: the file system's name.
+    /// Shown as the source of the mount; empty: the file system's name.
     #[serde(skip)]
     source: String,
 }
@@ -147,7 +147,7 @@ fn one_hour() -> f64 {
     3600.0
 }
 impl MountSection {
-    /// `EINVAL` naming the key that cannot be.
+    /// `EINVAL` that names the invalid key.
     fn check(&self) -> Result<()> {
         let bad = |key: &str| {
             let m = format!("mount configuration: `{key}` is 0 to {LONGEST} seconds");
@@ -169,7 +169,7 @@ impl MountSection {
         client_config(&self.mds).map(drop)
     }
 
-    /// Takes what options say over the file's keys.
+    /// Options override the keys of the file.
     fn apply(&mut self, asked: Options) {
         self.read_only = asked.read_only.unwrap_or(self.read_only);
         self.allow_other = asked.allow_other.or(self.allow_other);
@@ -187,7 +187,7 @@ impl MountSection {
         self.asked = asked;
     }
 
-    /// Whether this machine has the fabric that was asked for; an error says what is missing.
+    /// Checks that this machine has the requested transport; an error says what is missing.
     fn has_fabric(&self) -> Result<()> {
         match self.fabric {
             FabricKey::Rdma => rdma::probe().map(drop),
@@ -199,7 +199,7 @@ impl MountSection {
         self.asked.background.unwrap_or(false)
     }
 
-    /// How long the first mount is tried while the cluster is away.
+    /// How long the first mount is tried while the cluster is unreachable.
     fn retry(&self) -> Duration {
         let usual = if self.background() { RETRY_IN_BACKGROUND } else { RETRY };
         Duration::from_secs(60 * self.asked.retry.unwrap_or(usual)).max(ONE_ROUND)
@@ -231,8 +231,8 @@ impl MountSection {
 
     fn mount_config(&self) -> MountConfig {
         MountConfig {
-            // As other file systems are: for everybody, each with his rights. A user would need
-            // leave in /etc/fuse.conf.
+            // As with other file systems: for everybody, each user with their own rights. A user
+            // other than root would need permission in /etc/fuse.conf.
             allow_other: self.allow_other.unwrap_or_else(|| rustix::process::geteuid().is_root()),
             read_only: self.read_only,
             flags: options::flags(&self.asked.flags),
@@ -252,7 +252,7 @@ pub fn check(text: &str) -> Result<()> {
     file.mount.check()
 }
 
-/// A source and options as text from outside: whether they are well formed.
+/// Checks that a source and options from outside are well formed.
 pub fn check_words(source: &str, options: &str) -> bool {
     Source::parse(source).is_ok() & Options::default().take(options, false).is_ok()
 }
@@ -268,7 +268,7 @@ fn options_of(section: &MountSection) -> Result<Options> {
     Ok(o)
 }
 
-/// What the command line names: what to mount, and where.
+/// The operands of the command line: what to mount, and where.
 fn operands(args: &MountArgs, has_config: bool) -> Result<(Option<&String>, Option<&String>)> {
     match &args.what[..] {
         [] if has_config => Ok((None, None)),
@@ -281,7 +281,7 @@ fn operands(args: &MountArgs, has_config: bool) -> Result<(Option<&String>, Opti
     }
 }
 
-/// What the command line's options say.
+/// The options of the command line.
 fn asked(args: &MountArgs) -> Result<Options> {
     let mut o = Options::default();
     for text in &args.options {
@@ -318,7 +318,7 @@ fn load(args: &MountArgs, asked: &Options) -> Result<MountFile> {
     for text in &args.options {
         all.take(text, false)?;
     }
-    // Over what the file says, its options too.
+    // Overrides the file, including its options.
     all.fabric = asked.fabric.or(args.fabric).or(all.fabric);
     if let (Some(text), Some(Source { subtree: Some(of_source), .. })) = (text, source) {
         if let Some(other) = asked.subtree.as_ref().filter(|s| **s != of_source) {
@@ -339,7 +339,8 @@ fn load(args: &MountArgs, asked: &Options) -> Result<MountFile> {
     Ok(file)
 }
 
-/// `argv`: this command's arguments, beginning with `mount`, for the processes that it starts.
+/// Mounts. `argv`: this command's arguments, beginning with `mount`, for the processes that it
+/// starts.
 pub fn mount(args: &MountArgs, argv: Vec<OsString>) -> Result<ExitCode> {
     let asked = asked(args)?;
     if asked.remount {
@@ -374,7 +375,7 @@ pub fn mount(args: &MountArgs, argv: Vec<OsString>) -> Result<ExitCode> {
     }
 }
 
-/// All of [`mount`] that can go wrong before anything is mounted.
+/// Does all checks of [`mount`] that come before anything is mounted.
 fn check_only(args: &MountArgs) -> Result<()> {
     let asked = asked(args)?;
     let file = load(args, &asked)?;
@@ -385,7 +386,7 @@ fn check_only(args: &MountArgs) -> Result<()> {
     strake_fuse::can_mount(&file.mount.mountpoint)
 }
 
-/// `mount -o remount`: what the kernel keeps. All else stays as it was mounted.
+/// `mount -o remount`: changes the kernel's flags. Everything else stays as it was mounted.
 fn remount(args: &MountArgs, asked: &Options) -> Result<ExitCode> {
     let Some(dir) = args.what.last() else {
         return Err(Error::new(
@@ -396,14 +397,15 @@ fn remount(args: &MountArgs, asked: &Options) -> Result<ExitCode> {
     let at = mounted_at(Path::new(dir))?.ok_or_else(|| not_mounted(Path::new(dir)))?;
     let mut flags = at.options.split(',').map(String::from).collect::<Vec<_>>();
     flags.extend(asked.flags.iter().cloned());
-    // Not of the table's defaults: what it has now counts.
+    // Based on the current flags, not on the table's defaults.
     let flags = flags.iter().fold(strake_fuse::MountFlags::empty(), |mut f, name| {
         table::apply_flag(&mut f, name);
         f
     });
     let now = |list: &str| list.split(',').any(|o| o == "ro");
     let read_only = asked.read_only.unwrap_or(now(&at.options) || now(&at.super_options));
-    // Taking changes: the client first. Refusing them: the kernel first, it knows who still writes.
+    // To allow changes: the client first. To forbid them: the kernel first, because it knows which
+    // files are open for writing.
     if !read_only {
         tell(&at, "read-write")?;
     }
@@ -414,7 +416,7 @@ fn remount(args: &MountArgs, asked: &Options) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Tells a mount's process.
+/// Sends an order to a mount's process.
 fn tell(mount: &Mounted, what: &str) -> Result<()> {
     let failed = |e: std::io::Error| {
         Error::from(e).context(format!("telling the process of {}", mount.at.display()))
@@ -441,8 +443,9 @@ fn client_config(mds: &[String]) -> Result<strake_client::Config> {
     Ok(strake_client::Config { hostname, ..strake_client::Config::new(mds) })
 }
 
-/// A storage server that is reached by no road that may be used is `OpNotSupp` or `NoMem` if `all`
-/// are to be reached. Otherwise, what needs that one waits, as if it were away.
+/// Connects a client. If a storage server cannot be reached by any allowed transport, this is
+/// `OpNotSupp` or `NoMem` if `all` must be reached. Otherwise, operations that need that server
+/// wait as if it were down.
 async fn connect_with(
     config: strake_client::Config,
     client_key: ClientKey,
@@ -451,7 +454,7 @@ async fn connect_with(
 ) -> Result<Client> {
     let env = Env::system();
     let mut pool = Pool::default();
-    // Half of it is for what is under way.
+    // Half of the pool is for data under way.
     let wanted = 2 * config.cache_bytes as u64;
     if config.cache_bytes > strake_client::Config::new(Vec::new()).cache_bytes
         && pool.stats().limit < wanted
@@ -482,23 +485,23 @@ pub fn is_mounted(mountpoint: &Path) -> Result<bool> {
     Ok(mounted_at(mountpoint)?.is_some())
 }
 
-/// The StrakeFS that is mounted exactly there. Asks nothing of it: its servers may be away.
+/// The StrakeFS that is mounted exactly there. Does not access the mount: its servers may be away.
 fn mounted_at(mountpoint: &Path) -> Result<Option<Mounted>> {
     let Ok(path) = std::path::absolute(mountpoint) else { return Ok(None) };
     let table = table::mounts()?;
     let find = |path: &Path| table::topmost(&table, path);
-    // Not the whole path: to look at the mount itself could mean to wait for its servers.
+    // Does not resolve the last part: accessing the mount itself could wait for its servers.
     let real = || Some(path.parent()?.canonicalize().ok()?.join(path.file_name()?));
     let found = find(&path).or_else(|| find(&real()?));
-    // What lies under another file system can be neither used nor unmounted.
+    // A mount that lies under another file system can be neither used nor unmounted.
     Ok(found.filter(|m| m.kind == "fuse.strake").cloned())
 }
 
-/// Before something is mounted there: takes off a StrakeFS mount whose processes are gone, which
-/// nobody can use any more. Never one that is served, nor another file system: `EBUSY` for a
-/// StrakeFS mount that lives.
+/// To be called before mounting there: unmounts a StrakeFS whose processes are gone, which is
+/// unusable. Never unmounts one that is served, nor another file system: `EBUSY` for a StrakeFS
+/// mount that is alive.
 pub fn make_way(mountpoint: &Path) -> Result<()> {
-    // As many as were mounted one over the other.
+    // Repeats for mounts on top of each other.
     while let Some(m) = mounted_at(mountpoint)? {
         let busy = |why: &str| {
             let m = format!(
@@ -518,16 +521,16 @@ pub fn make_way(mountpoint: &Path) -> Result<()> {
     Ok(())
 }
 
-/// How a mount stands.
+/// The state of a mount.
 enum State {
     Served,
-    /// Nobody answers for it, and nobody says that it is over.
+    /// No process answers for it, but the kernel does not report it as dead.
     Silent,
-    /// Its processes are gone: every call is `ENOTCONN`, for ever.
+    /// Its processes are gone: every call fails with `ENOTCONN`, for ever.
     Dead,
 }
 
-/// How long a mount that nobody answers for may take to say that it is dead: its processes may be
+/// How long a silent mount may take until the kernel reports that it is dead: its processes may be
 /// ending.
 const DYING: Duration = Duration::from_secs(5);
 
@@ -537,7 +540,7 @@ fn state_of(m: &Mounted) -> State {
     }
     let until = Instant::now() + DYING;
     loop {
-        // In a thread: should somebody hold it open who does not answer, this waits for ever.
+        // In a thread: if an unresponsive process still holds the mount open, this waits for ever.
         let (tell, told) = mpsc::channel();
         let at = m.at.clone();
         std::thread::spawn(move || tell.send(rustix::fs::stat(&at).err()));

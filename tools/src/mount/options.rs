@@ -1,4 +1,4 @@
-//! Options in the manner of mount(8): `-o a,b=c`. Pure. `docs/mounting.md` has the table.
+//! Options as in mount(8): `-o a,b=c`. Pure. The table is in `docs/mounting.md`.
 
 use std::{
     path::{Path, PathBuf},
@@ -13,11 +13,11 @@ use strake_proto::{Code, Error, Result};
 
 use super::source;
 
-/// The longest time that may be asked for, seconds: a year.
+/// Maximum of all times, in seconds: about a year.
 pub const LONGEST: u64 = 366 * 86_400;
-/// The longest that the first mount may be tried, minutes: a year.
+/// Maximum of `retry`, in minutes.
 const LONGEST_RETRY: u64 = LONGEST / 60;
-/// Bytes that a mount may be told to keep of files.
+/// Maximum of a mount's cache for file data, in bytes.
 pub const LARGEST_CACHE: u64 = 1 << 40;
 
 /// See `docs/fuse.md`.
@@ -91,13 +91,13 @@ impl FromStr for FabricKey {
     }
 }
 
-/// What was asked for; `None` and empty: nothing was said.
+/// The given options; `None` and empty: not given.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options {
     pub remount: bool,
     pub read_only: Option<bool>,
     pub allow_other: Option<bool>,
-    /// Names of flags of mount(2), in order.
+    /// Names of mount(2) flags, in order.
     pub flags: Vec<String>,
     pub soft: Option<bool>,
     /// Seconds.
@@ -126,7 +126,7 @@ pub struct Options {
     pub run_dir: Option<PathBuf>,
 }
 
-/// Options without a value, except for flags of mount(2).
+/// Options without a value, except for mount(2) flags.
 const WORDS: [&str; 20] = [
     "ro",
     "rw",
@@ -149,7 +149,7 @@ const WORDS: [&str; 20] = [
     "_netdev",
     "nofail",
 ];
-/// Options with one.
+/// Options with a value.
 const VALUES: [&str; 18] = [
     "timeout",
     "retry",
@@ -170,15 +170,15 @@ const VALUES: [&str; 18] = [
     "run_dir",
     "comment",
 ];
-/// For mount(8) and systemd.
+/// Options for mount(8) and systemd.
 const FOR_OTHERS: [&str; 11] = [
     "defaults", "auto", "noauto", "_netdev", "nofail", "nouser", "users", "owner", "noowner",
     "group", "nogroup",
 ];
-/// What the kernel shows of a FUSE mount, and mount(8) passes on at a remount.
+/// Options that the kernel shows for a FUSE mount, and that mount(8) passes on at a remount.
 const OF_THE_KERNEL: [&str; 6] = ["user_id", "group_id", "blksize", "max_read", "rootmode", "fd"];
 
-/// Known from elsewhere, and how it is said here.
+/// Options known from other file systems, and what to use here instead.
 const ELSEWHERE: [(&str, &str); 12] = [
     ("timeo", "use soft,timeout=SECONDS"),
     ("retrans", "use soft,timeout=SECONDS"),
@@ -199,8 +199,8 @@ fn bad(m: String) -> Error {
 }
 
 impl Options {
-    /// Takes what `text` says over what is there. `sloppy`: unknown options are returned instead of
-    /// being an error.
+    /// Applies the options in `text` to the existing ones. `sloppy`: unknown options are returned
+    /// instead of being an error.
     pub fn take(&mut self, text: &str, sloppy: bool) -> Result<Vec<String>> {
         let mut unknown = Vec::new();
         for option in split(text)? {
@@ -218,7 +218,7 @@ impl Options {
         Ok(unknown)
     }
 
-    /// False: it is not known.
+    /// Applies one option. False: it is unknown.
     fn one(&mut self, name: &str, value: Option<&str>) -> Result<bool> {
         if let Some((_, instead)) = ELSEWHERE.iter().find(|(n, _)| *n == name) {
             return Err(bad(format!("option '{name}' does not exist here: {instead}")));
@@ -245,7 +245,7 @@ impl Options {
     fn word(&mut self, name: &str) -> bool {
         match name {
             "ro" | "rw" => self.read_only = Some(name == "ro"),
-            // mount(8) keeps `suid` and `dev` for itself: what it passes on has names of its own.
+            // mount(8) uses `suid` and `dev` itself, so the options passed to us have other names.
             "allow_suid" | "allow_dev" => self.flags.push(name["allow_".len()..].into()),
             "allow_other" | "noallow_other" => self.allow_other = Some(name == "allow_other"),
             "hard" | "soft" => self.soft = Some(name == "soft"),
@@ -316,7 +316,7 @@ fn is_word(name: &str) -> bool {
     WORDS.contains(&name) || FOR_OTHERS.contains(&name) || table::flag_names().any(|n| n == name)
 }
 
-/// At commas that are not between quotation marks.
+/// Splits at commas that are not between quotation marks.
 fn split(text: &str) -> Result<Vec<&str>> {
     let (mut parts, mut start, mut quoted) = (Vec::new(), 0, false);
     for (i, c) in text.char_indices() {
@@ -352,8 +352,8 @@ fn seconds(name: &str, value: &str) -> Result<f64> {
     n.ok_or_else(|| bad(format!("option '{name}={value}': expected seconds, 0 to {LONGEST}")))
 }
 
-/// The mount's daemon is started again from wherever; a relative path would then mean something
-/// else.
+/// Must be absolute: the mount's daemon may be restarted from another folder, where a relative path
+/// would have another meaning.
 fn path(name: &str, value: &str) -> Result<PathBuf> {
     let path = Path::new(value);
     if path.is_absolute() {
@@ -373,8 +373,8 @@ fn not_known(name: &str) -> Error {
     bad(format!("option '{name}' is not known{hint}"))
 }
 
-/// Characters to change, add or leave out to make one name of another; names longer than 64 bytes
-/// are like no other.
+/// The number of characters to change, add or remove to turn one name into the other. Names longer
+/// than 64 bytes are similar to none.
 fn distance(a: &str, b: &str) -> usize {
     if a.len() > 64 {
         return usize::MAX;
@@ -391,7 +391,7 @@ fn distance(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// The flags that these names make of those of FUSE mounts.
+/// The flags that these names make of the default flags of FUSE mounts.
 pub fn flags(names: &[String]) -> MountFlags {
     let mut flags = table::DEFAULT_FLAGS;
     for name in names {

@@ -1,4 +1,4 @@
-//! What is mounted: `HOST[:PORT][,HOST[:PORT]...]:/SUBTREE`, or servers alone. Pure.
+//! The source of a mount: `HOST[:PORT][,HOST[:PORT]...]:/SUBTREE`, or servers alone. Pure.
 
 use strake_fabric::{Endpoint, endpoint::MDS_PORT};
 use strake_proto::{Code, Error, Result};
@@ -9,9 +9,9 @@ const LONGEST: usize = 4095;
 /// A source's parts.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Source {
-    /// Metadata servers with ports; none: those of the configuration file.
+    /// Metadata servers with ports; empty: those of the configuration file.
     pub mds: Vec<String>,
-    /// The folder that is to be the root; `None` when the source names servers alone.
+    /// The folder to be mounted as the root; `None` if the source names servers only.
     pub subtree: Option<String>,
 }
 
@@ -20,7 +20,7 @@ fn bad(m: String) -> Error {
 }
 
 impl Source {
-    /// Of its text. `EINVAL` says what is wrong with it.
+    /// Parses a source. `EINVAL` says what is wrong with it.
     pub fn parse(text: &str) -> Result<Source> {
         let (servers, subtree) = match text.split_once(":/") {
             Some((servers, path)) => (servers, Some(subtree(&format!("/{path}"))?)),
@@ -35,7 +35,7 @@ impl Source {
     }
 }
 
-/// With a port.
+/// Adds the port.
 fn server(text: &str) -> Option<String> {
     let host = text.strip_prefix("tcp:").unwrap_or(text);
     let has_port = if host.starts_with('[') { host.contains("]:") } else { host.contains(':') };
@@ -44,8 +44,8 @@ fn server(text: &str) -> Option<String> {
     ok.then_some(whole)
 }
 
-/// A path of the file system in its plain form: from the root, without `.`, empty parts and a slash
-/// at the end.
+/// Normalizes a path of the file system: from the root, without `.`, empty parts and a trailing
+/// slash.
 pub fn subtree(path: &str) -> Result<String> {
     let refuse = |why: &str| Err(bad(format!("subtree '{path}': {why}")));
     if !path.starts_with('/') {

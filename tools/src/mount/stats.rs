@@ -1,4 +1,4 @@
-//! `strake stats`: what a mount has counted.
+//! `strake stats`: the counters of a mount.
 
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 
@@ -16,7 +16,7 @@ pub struct StatsArgs {
     json: bool,
 }
 
-/// Of the mount's processes.
+/// How long the mount's processes may take to answer.
 const ANSWER: Duration = Duration::from_secs(10);
 
 pub fn stats(args: &StatsArgs) -> Result<ExitCode> {
@@ -41,7 +41,7 @@ pub fn stats(args: &StatsArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// `None`: this is no answer.
+/// Parses an answer; `None`: it is invalid.
 fn parse(said: &str) -> Option<Vec<(&str, u64)>> {
     said.strip_prefix("stats ")?.split(' ').map(one).collect()
 }

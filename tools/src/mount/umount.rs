@@ -1,4 +1,4 @@
-//! `strake umount`. Never waits for a server without end.
+//! `strake umount`. Never waits for a server without a limit.
 
 use std::{
     path::PathBuf,
@@ -32,15 +32,15 @@ pub struct UmountArgs {
 
 /// See [`UmountArgs::timeout`].
 const PATIENCE: u64 = 10;
-/// What was let go by force gets so long to leave.
+/// How long processes whose calls were aborted by force may take to leave.
 const LEAVING: Duration = Duration::from_secs(1);
-/// Of the mount's process, to notice that it is unmounted.
+/// How long the mount's process may take to notice that it is unmounted.
 const NOTICING: Duration = Duration::from_secs(2);
-/// Of the mount's process, to say how it stands.
+/// How long the mount's process may take to report its state.
 const ANSWER: Duration = Duration::from_secs(2);
-/// What a mount's process says when all is safe that was written so far.
+/// The answer of a mount's process when all data written so far is safe.
 const NOTHING_UNSAFE: &str = "state 0 written bytes are not on disk yet";
-/// Exit status when it is unmounted and not everything is safe.
+/// Exit status if it is unmounted but not everything is safe.
 const NOT_SAFE: u8 = 64;
 
 impl UmountArgs {
@@ -53,11 +53,11 @@ pub fn umount(args: &UmountArgs) -> Result<ExitCode> {
     let mount = mounted_at(&args.mountpoint)?.ok_or_else(|| not_mounted(&args.mountpoint))?;
     let stays = table::stays_mounted(&table::mounts()?, &mount);
     let mut process = Asker::connect(&mount.device, owner_of(&mount));
-    // By force all that waits for an answer is ended, everywhere: not what the other mounts of the
-    // file system need.
+    // Force aborts everything that waits for an answer, in all mounts of the file system. So it is
+    // not used if other mounts need the file system.
     detach(&mount, args.lazy, args.force && !stays)?;
-    // Detached lazily it may be in use for long. What stays mounted makes safe what was written as
-    // before.
+    // After a lazy unmount it may be in use for long. If it stays mounted elsewhere, written data
+    // is made safe as before.
     if args.lazy || stays {
         return Ok(ExitCode::SUCCESS);
     }
@@ -70,10 +70,10 @@ pub fn umount(args: &UmountArgs) -> Result<ExitCode> {
     }
 }
 
-/// What it means that a mount's process could not be asked.
+/// Text for a mount whose process could not be asked.
 fn unasked(e: &std::io::Error) -> String {
     match e.kind() {
-        // Nobody has the socket.
+        // No process has the socket.
         std::io::ErrorKind::ConnectionRefused => {
             "its process is not to be found: if it was killed, what it had not made safe is lost"
                 .into()
@@ -82,13 +82,13 @@ fn unasked(e: &std::io::Error) -> String {
     }
 }
 
-/// Who runs the mount, as the kernel was told.
+/// The user who runs the mount, according to the kernel.
 pub(super) fn owner_of(mount: &Mounted) -> u32 {
     let id = mount.super_options.split(',').find_map(|o| o.strip_prefix("user_id="));
     id.and_then(|id| id.parse().ok()).unwrap_or(0)
 }
 
-/// Waits until the mount's process says that all is safe.
+/// Waits until the mount's process reports that everything is safe.
 fn safe(mount: &Mounted, process: &mut Asker, limit: Duration) -> ExitCode {
     let at = mount.at.display();
     let (start, mut end) = (Instant::now(), process.wait(limit.min(NOTICING)));
@@ -116,8 +116,8 @@ fn safe(mount: &Mounted, process: &mut Asker, limit: Duration) -> ExitCode {
     ExitCode::from(NOT_SAFE)
 }
 
-/// Whether the file system is still mounted, where this namespace does not show it, and nothing of
-/// it is unsafe. Its process takes nobody new once it is not.
+/// Whether the file system is still mounted where this namespace does not show it, and all its data
+/// is safe. Its process accepts no new connection once it is unmounted.
 fn is_elsewhere(mount: &Mounted, process: &mut Asker) -> bool {
     Asker::connect(&mount.device, owner_of(mount)).is_ok()
         && process.ask("state", ANSWER).is_ok_and(|state| state == NOTHING_UNSAFE)
@@ -128,7 +128,7 @@ pub fn unmount(mountpoint: &std::path::Path, lazy: bool) -> Result<()> {
     detach(&mounted_at(mountpoint)?.ok_or_else(|| not_mounted(mountpoint))?, lazy, false)
 }
 
-/// Takes off a mount that nobody serves any more.
+/// Unmounts a mount that is no longer served.
 pub(super) fn take_off(mount: &Mounted) -> Result<()> {
     detach(mount, true, false)
 }
@@ -140,8 +140,8 @@ fn detach(mount: &Mounted, lazy: bool, force: bool) -> Result<()> {
         loop {
             match rustix::mount::unmount(at, UnmountFlags::FORCE) {
                 Ok(()) => return Ok(()),
-                // Nobody waits for an answer any more, but somebody is still there, perhaps on the
-                // way out.
+                // No call waits for an answer any more, but a process still uses the mount, perhaps
+                // while it ends.
                 Err(rustix::io::Errno::BUSY) if Instant::now() < until => {
                     std::thread::sleep(LEAVING / 100)
                 }
@@ -175,7 +175,7 @@ fn detach(mount: &Mounted, lazy: bool, force: bool) -> Result<()> {
     }
 }
 
-/// Says by whom.
+/// The error that names the processes.
 fn busy(mount: &Mounted) -> Error {
     let who = users::of(mount).join("\n  ");
     Error::new(Code::Busy, format!("{} is in use:\n  {who}", mount.at.display()))

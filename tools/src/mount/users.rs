@@ -1,5 +1,5 @@
-//! Who keeps a mount busy, as `/proc` tells. Asks nothing of the mount itself: its servers may be
-//! away.
+//! Which processes keep a mount busy, according to `/proc`. Does not access the mount itself: its
+//! servers may be away.
 
 use std::{
     fs,
@@ -12,9 +12,9 @@ use std::{
 
 use strake_fuse::table::{self, Mounted};
 
-/// Lines of a list; more are counted.
+/// Maximum number of lines; the rest is only counted.
 const MOST: usize = 20;
-/// With one process.
+/// Time limit for one process.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// One reason why a mount is busy.
@@ -24,7 +24,7 @@ struct Use {
     what: String,
 }
 
-/// What keeps `mount` busy, a line each.
+/// The processes that keep `mount` busy, one line each.
 pub fn of(mount: &Mounted) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for m in table::mounts()
@@ -58,8 +58,8 @@ pub fn of(mount: &Mounted) -> Vec<String> {
     lines
 }
 
-/// A program that begins (execve) while a file is closed for it can be looked at only when the
-/// file's server has answered.
+/// In a thread with a time limit: a program that is being started (execve) while a file is closed
+/// for it can be examined only when the file's server has answered.
 fn lines_of(mount: Mounted, pid: u32) -> Vec<String> {
     let (looked, seen) = mpsc::channel();
     thread::spawn(move || {
@@ -82,7 +82,7 @@ fn uses_of(mount: &Mounted, pid: u32) -> Vec<Use> {
     for (link, what) in
         [("cwd", "current folder"), ("root", "root folder"), ("exe", "running program")]
     {
-        // The link's text: to follow it could mean to wait for a server.
+        // Only the link's text: following it could wait for a server.
         if let Ok(at) = fs::read_link(proc.join(link))
             && is_within(&at)
             && !in_other_namespace(&proc)
@@ -117,8 +117,8 @@ fn uses_of(mount: &Mounted, pid: u32) -> Vec<Use> {
     all
 }
 
-/// Whether a thread of it waits for the answer of a FUSE mount, in a call that may keep a file
-/// which no descriptor shows: stat(2) of a path, or close(2).
+/// Whether one of its threads waits for the answer of a FUSE mount, in a call that may hold a file
+/// that no descriptor shows: stat(2) of a path, or close(2).
 fn waits(proc: &Path) -> bool {
     let threads = fs::read_dir(proc.join("task")).into_iter().flatten().flatten();
     threads
@@ -130,19 +130,19 @@ fn is_answer_wait(wchan: &str) -> bool {
     wchan.contains("fuse") && !wchan.contains("dev_do_read") || wchan == "request_wait_answer"
 }
 
-/// Paths there mean other mounts.
+/// Whether the process is in another mount namespace, where paths mean other mounts.
 fn in_other_namespace(proc: &Path) -> bool {
     let of = |p: &Path| fs::read_link(p.join("ns/mnt")).ok();
     matches!((of(proc), of(Path::new("/proc/self"))), (Some(a), Some(b)) if a != b)
 }
 
-/// Of `/proc/PID/fdinfo/N`.
+/// Parses `/proc/PID/fdinfo/N`.
 fn mount_id(info: &str) -> Option<u64> {
     info.lines().find_map(|l| l.strip_prefix("mnt_id:"))?.trim().parse().ok()
 }
 
-/// The path of a line of `/proc/PID/maps` whose file lies on `device` (`MAJOR:MINOR`, decimal; the
-/// line has hexadecimal).
+/// The path in a line of `/proc/PID/maps` if its file lies on `device` (`MAJOR:MINOR`, decimal; the
+/// line has hexadecimal numbers).
 fn mapping<'a>(line: &'a str, device: &str) -> Option<&'a str> {
     let mut rest = line;
     let mut fields = [""; 5];
@@ -161,7 +161,7 @@ fn command_of(pid: u32) -> String {
         .map_or_else(|_| "?".into(), |c| c.trim_end().into())
 }
 
-/// The name of the process's user, or the number.
+/// The name of the process's user, or the number if it has none.
 fn user_of(pid: u32) -> String {
     let Ok(meta) = fs::metadata(format!("/proc/{pid}")) else { return "?".into() };
     let uid = meta.uid().to_string();

@@ -1,4 +1,5 @@
-//! Two mounts of one cluster of processes see one truth: the cases of `cluster-tests/coherence`.
+//! Two mounts of one cluster of processes see the same state: the cases of
+//! `cluster-tests/coherence`.
 
 #[test]
 fn two_mounts_see_one_truth() {

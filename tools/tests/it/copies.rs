@@ -1,6 +1,6 @@
-//! The last good copy on real processes: a block decays on the one server that is left, and the
-//! server that has it good comes back, as a member of its chains or when another one has taken its
-//! place. Either way nothing is lost.
+//! The last good copy, on real processes. A block decays on the only server left, and the server
+//! with the good copy returns: either still a member of its chains, or after another server has
+//! taken its place. Either way nothing is lost.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -34,7 +34,7 @@ impl Drop for Own {
     }
 }
 
-/// Where on the device of a storage server a block with these bytes lies.
+/// The device of a storage server, and the offsets of blocks with these bytes on it.
 fn find(c: &Cluster, oss: usize, block: &[u8]) -> (File, Vec<u64>) {
     use rustix::fs::{SeekFrom, seek};
     let path = c.dir().join(format!("oss{oss}/target0/data"));
@@ -51,8 +51,8 @@ fn find(c: &Cluster, oss: usize, block: &[u8]) -> (File, Vec<u64>) {
     (data, found)
 }
 
-/// One server of the two that have the block dies, then the block decays on the other one. Both,
-/// and the third.
+/// Of the two servers with the block one dies, then the block decays on the other. Returns the
+/// remaining one, the dead one and the third server.
 fn last_copy_decays(c: &Cluster, want: &[u8]) -> [usize; 3] {
     let block = &want[AT..AT + BLOCK];
     let (with, without): (Vec<usize>, Vec<usize>) =
@@ -67,7 +67,7 @@ fn last_copy_decays(c: &Cluster, want: &[u8]) -> [usize; 3] {
     [stays, goes, without[0]]
 }
 
-/// A pass of all targets; what is lost.
+/// Runs a scrub pass on all targets; returns how much is lost.
 fn lost(c: &Cluster) -> u64 {
     let s: Value =
         serde_json::from_slice(&c.run(&["scrub", "start", "--wait", "--json"]).stdout).unwrap();
@@ -105,7 +105,7 @@ fn a_good_copy_that_returns_when_another_has_taken_its_place_is_asked() {
     }
     let c = Cluster::new("3");
     let Some(want) = put(&c) else { return };
-    // As `up` makes it, but for how long a dead target is waited for.
+    // The configuration that `up` made, but with a short wait for dead targets.
     let config = c.root.path().join("mds.toml");
     let made = fs::read_to_string(c.dir().join("mds1.toml")).unwrap();
     fs::write(&config, format!("{made}rebuild_after_ms = 3000\n")).unwrap();
@@ -115,7 +115,7 @@ fn a_good_copy_that_returns_when_another_has_taken_its_place_is_asked() {
     let [stays, goes, third] = last_copy_decays(&c, &want);
     c.until("another one has taken its place, and the damage is found on both", || lost(&c) == 2);
     assert!(text(&c.run(&["scrub"]).stdout).contains("/only: 4096 bytes at 409600"));
-    // Who gives up the dead one is told what it may have.
+    // `give-up` says which only copies the dead target may have.
     let dead = c.target_of(goes).to_string();
     let said = ok(&c.run(&["target", "give-up", &dead]));
     assert!(
@@ -138,8 +138,8 @@ fn a_good_copy_that_returns_is_not_overwritten_by_the_damage() {
     let c = Cluster::new("3");
     let Some(mut want) = put(&c) else { return };
     let [stays, goes, _] = last_copy_decays(&c, &want);
-    // Another part of its chunk is written, so the one that returns is behind and is given the
-    // chunk anew.
+    // Write another part of the chunk: the returning server is then behind, and resync gives it the
+    // chunk again.
     let file = File::options().write(true).open(c.mnt().join("only")).unwrap();
     file.write_all_at(b"written meanwhile", 1_000_000).unwrap();
     file.sync_all().unwrap();

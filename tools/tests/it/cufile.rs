@@ -1,5 +1,5 @@
-//! A program that uses cuFile, on a mount of a cluster of processes: leases, recalls and
-//! permissions are the real ones. The driver is a stand-in.
+//! A program that uses cuFile, on a mount of a cluster of real processes: leases, recalls and
+//! permissions are real. The driver is a stand-in.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -48,8 +48,8 @@ impl Drop for Mounted {
     }
 }
 
-/// The library under the name that programs know, the stand-in of the driver, and the program.
-/// False (and said so) where there is no compiler.
+/// Puts the library under its usual file name and builds the stand-in of the driver and the
+/// program. Prints a message and returns false where there is no compiler.
 fn build(dir: &Path) -> bool {
     let deps = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
     std::fs::copy(deps.join("libstrake_cufile.so"), dir.join("libcufile.so.0"))

@@ -1,5 +1,5 @@
 //! Chunk tables that decay, on real processes: a flipped bit costs one target, which comes back
-//! empty and is filled; its server's other target, and every file, are there all the time.
+//! empty and is resynced. The server's other target and all files stay available.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -22,7 +22,7 @@ impl Small {
         s.up(&["--mds=1", "--oss=2", "--targets-per-oss=2", "--target-gib=1", "--mirror=2"]);
         s
     }
-    /// Until everything is in service.
+    /// Starts the cluster and waits until everything is in service.
     fn up(&self, more: &[&str]) {
         let mut c = strake();
         ok(&c
@@ -41,7 +41,7 @@ impl Small {
     fn mnt(&self) -> PathBuf {
         self.root.path().join("mnt")
     }
-    /// Of the target that decays.
+    /// The chunk table of the target that decays.
     fn table(&self) -> PathBuf {
         self.dir().join("oss1/target0/table")
     }
@@ -53,7 +53,7 @@ impl Small {
         let status = self.status();
         status["servers"].as_array().unwrap().iter().find(|s| s["name"] == "oss1").cloned().unwrap()
     }
-    /// Tables of the target that were damaged.
+    /// How many damaged tables the target has kept.
     fn kept(&self) -> usize {
         let is_kept = |name: String| name.starts_with("table.damaged-");
         let all = fs::read_dir(self.table().parent().unwrap()).unwrap();
@@ -86,7 +86,7 @@ fn files(dir: &Path, out: &mut Vec<PathBuf>) {
     out.sort();
 }
 
-/// Inverts a bit of a byte that is not a zero, at this part of the way through those.
+/// Inverts a bit of a nonzero byte. `part`: its position among the nonzero bytes, from 0 to 1.
 fn flip(file: &Path, part: f64) -> bool {
     let Ok(mut bytes) = fs::read(file) else { return false };
     let used: Vec<usize> = (0..bytes.len()).filter(|i| bytes[*i] != 0).collect();
@@ -107,14 +107,14 @@ fn a_decayed_table_costs_one_target_and_no_file() {
     first.iter().enumerate().for_each(|(i, f)| put(f, &content(i)));
     let mut all = Vec::new();
     files(&c.table(), &mut all);
-    // A newer store is not told from damage by this one.
+    // Not the version file: this version cannot tell a newer store from damage.
     let all = all.iter().filter(|f| !f.ends_with("version"));
     let flips = all.flat_map(|f| [(f.clone(), 0.3), (f.clone(), 0.7)]);
     let (mut healed, mut written) = (0, first.len());
     for (file, part) in flips {
         kill(&fs::read_to_string(c.dir().join("run/oss1.pid")).unwrap());
         let hit = flip(&file, part);
-        // Its chains go on.
+        // The chains of the killed server go on.
         if let Some(f) = later.get(written - first.len()) {
             put(f, &content(written));
             written += 1;
@@ -136,7 +136,7 @@ fn a_decayed_table_costs_one_target_and_no_file() {
     let log = fs::read_to_string(c.dir().join("logs/oss1.log")).unwrap();
     assert!(log.contains("is out of service") && log.contains("comes back empty"), "{log}");
     assert!(!log.contains("panicked"), "{log}");
-    // Each copy by itself, past all caches.
+    // fsck reads each replica on its own, past all caches.
     let out = ok(&strake().args(["fsck", "--read-data", "--dir"]).arg(c.dir()).output().unwrap());
     assert!(out.contains("clean"), "{out}");
 }

@@ -1,4 +1,4 @@
-//! A metadata group that lost its majority, or everything, begins anew: `strake mds
+//! Recovery of a metadata group that lost its majority or everything: `strake mds
 //! inspect|recover|dump|load` on real processes.
 
 use std::{
@@ -24,8 +24,8 @@ fn until(what: &str, mut f: impl FnMut() -> bool) {
     }
 }
 
-/// A local cluster of three metadata servers and two storage servers, mounted; later also servers
-/// that this test starts.
+/// A mounted local cluster of three metadata servers and two storage servers, plus servers that the
+/// test starts later.
 struct World {
     root: tempfile::TempDir,
     extra: Vec<Child>,
@@ -79,7 +79,7 @@ impl World {
         (0..20_000 + n * 777).map(|i| (i * 31 + n * 7) as u8).collect()
     }
 
-    /// Makes files, and waits until every member of the group has all of it.
+    /// Makes files, and waits until every member of the group has all of them.
     fn fill(&mut self) {
         fs::create_dir(self.mnt().join("d")).unwrap();
         for n in 0..FILES {
@@ -133,8 +133,8 @@ impl World {
         self.extra.push(c.stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap());
     }
 
-    /// Starts a server with the first one's configuration, but this id, folder, address and these
-    /// members.
+    /// Starts a server with the first server's configuration, except for this id, folder, address
+    /// and these members.
     fn start(&mut self, id: usize, dir: &Path, at: &str, peers: &[String], join: bool) -> usize {
         let first = fs::read_to_string(self.dir().join("mds1.toml")).unwrap();
         let line = |l: &str| match l.split(" = ").next().unwrap_or_default() {
@@ -189,7 +189,7 @@ impl World {
         });
     }
 
-    /// Takes two new servers in.
+    /// Adds two new servers to the group.
     fn grow(&mut self, first: &str, ids: [usize; 2]) {
         let mut args = vec!["add".to_string()];
         for id in ids {
@@ -250,7 +250,7 @@ fn a_group_without_a_majority_goes_on_from_a_survivor() {
     let Some(mut w) = World::new() else { return };
     w.fill();
     let survivor = w.folder(1);
-    // While its server runs nothing is done.
+    // While the survivor's server runs, `recover` refuses.
     refused(
         &offline(&["recover", "--accept-loss", "--dir"], &[&survivor]),
         &["in use", "stop that first"],
@@ -258,10 +258,10 @@ fn a_group_without_a_majority_goes_on_from_a_survivor() {
     for id in 1..=3 {
         w.kill_mds(id);
     }
-    // All three are there yet, and all that was acknowledged is in any two of them.
+    // All three folders still exist, and any two of them hold everything that was acknowledged.
     let all = json(&offline(&["inspect", "--json"], &[&w.folder(1), &w.folder(2), &w.folder(3)]));
     assert!(all["complete"] == true && all["folders"][0]["member"] == 1, "{all}");
-    // An old member's folder that comes back some day.
+    // A copy of an old member's folder, which comes back later.
     let old = w.root.path().join("old2");
     copy(&w.folder(2), &old);
     for id in [2, 3] {
@@ -303,7 +303,7 @@ fn a_group_without_a_majority_goes_on_from_a_survivor() {
     w.works();
     w.is_clean();
 
-    // The old member comes back, with what it was configured with: it is told and ends.
+    // The old member comes back with its old configuration: it learns of the recovery and ends.
     let peers: Vec<String> = (1..=3).map(|id| format!("{id}={}", w.address(id))).collect();
     let n = w.start(2, &old, &w.address(2), &peers, false);
     until("it ends", || w.extra[n].try_wait().unwrap().is_some_and(|s| s.success()));
@@ -329,7 +329,7 @@ fn a_group_that_lost_everything_goes_on_from_a_dump() {
     ok(&made);
     assert!(json(&made)["records"].as_u64().unwrap() > FILES as u64);
     refused(&dump(&w.folder(1), &file), &["is there already"]);
-    // People find things in it.
+    // The dump is readable for people.
     let lines = fs::read_to_string(&file).unwrap();
     assert!(
         lines.lines().any(|l| l.contains("\"record\":\"name\"") && l.contains("\"name\":\"f7\""))
@@ -338,7 +338,7 @@ fn a_group_that_lost_everything_goes_on_from_a_dump() {
         fs::remove_dir_all(w.folder(id)).unwrap();
     }
 
-    // Damaged dumps make nothing.
+    // `load` makes nothing from a damaged dump.
     let new = w.root.path().join("new");
     let key = w.key();
     let load = |file: &Path, args: &[&str]| {
@@ -390,8 +390,8 @@ fn a_group_that_lost_everything_goes_on_from_a_dump() {
     ok(&strake().arg("umount").arg(w.mnt()).output().unwrap());
 }
 
-/// The survivor missed that a storage server was left out, which then comes back before the one
-/// that has the newer bytes.
+/// The survivor missed that a storage server was out of sync. That server then comes back before
+/// the one with the newer bytes.
 #[test]
 fn a_survivor_that_was_behind_does_not_bring_old_bytes_back() {
     let Some(mut w) = World::new() else { return };
@@ -416,7 +416,7 @@ fn a_survivor_that_was_behind_does_not_bring_old_bytes_back() {
     let survivor = w.folder(1);
     w.start(4, &survivor, &at, &[format!("4={at}")], false);
     w.leads(4);
-    // The one that was left out is there, and is not believed: nothing of it is served.
+    // The out-of-sync server is there but not trusted: nothing on it is served.
     w.start_oss(2);
     until("it is heard", || w.list()["awaited"].as_array().is_some_and(|a| a.len() == 1));
     let again = w.root.path().join("again");

@@ -18,7 +18,7 @@ const MIB: usize = 1 << 20;
 /// stopped when dropped.
 struct Small {
     root: tempfile::TempDir,
-    /// A file system of its own under the metadata server.
+    /// A separate small file system that the test mounted.
     tmpfs: Option<PathBuf>,
 }
 
@@ -69,7 +69,7 @@ impl Small {
     fn is_in_service(&self) {
         self.status().unwrap();
     }
-    /// And nothing is left over or missing, once what was removed is gone.
+    /// Also checks that nothing is left over or missing, once removed files are deleted.
     #[track_caller]
     fn is_whole(&self) {
         self.is_in_service();
@@ -104,7 +104,7 @@ fn free(c: &Small) -> u64 {
     space.f_bavail * space.f_frsize
 }
 
-/// Written and synced, so that every error has come out.
+/// Writes and syncs a file, so that every error shows.
 fn put(path: &Path, content: &[u8]) -> std::io::Result<()> {
     let mut f = File::create(path)?;
     f.write_all(content)?;
@@ -133,7 +133,7 @@ fn full_targets_refuse_and_take_again() {
     c.up();
     let content: Vec<u8> = (0..32 * MIB).map(|i| (i * 7 + i / 251) as u8).collect();
     let file = |n: usize| c.mnt().join(format!("f{n}"));
-    // Two copies on two targets of 1 GiB: less than 1 GiB fits.
+    // Two copies on two targets of 1 GiB each: less than 1 GiB of data fits.
     let (full, error) = (0..40)
         .find_map(|n| put(&file(n), &content).err().map(|e| (n, e)))
         .expect("it never filled");
@@ -143,7 +143,7 @@ fn full_targets_refuse_and_take_again() {
     for n in [0, full / 2, full - 1] {
         assert!(fs::read(file(n)).unwrap() == content, "file {n} changed");
     }
-    // As df(1) sees it: what two copies can take of 2 GiB, and next to nothing of it free.
+    // As df(1) sees it: two copies can use 1 GiB of the 2 GiB, and almost nothing of it is free.
     let space = rustix::fs::statvfs(c.mnt()).unwrap();
     let total = space.f_blocks * space.f_frsize;
     assert!((900 << 20..1 << 30).contains(&total), "{total}");
@@ -151,8 +151,8 @@ fn full_targets_refuse_and_take_again() {
         n if n < 64 << 20 => Ok(()),
         n => Err(std::io::Error::other(format!("{n} free"))),
     });
-    // What is there can be written anew, cut and cut open, again and again; what would not fit is
-    // refused before anything happens.
+    // Existing files can be rewritten, truncated and punched again and again. A write that would
+    // not fit is refused before it changes anything.
     let mut first = content.clone();
     for size in [4 * MIB, MIB / 2, MIB / 16, 8192, 4096] {
         let rest = |n: usize| c.mnt().join(format!("rest{size}.{n}"));
@@ -181,10 +181,10 @@ fn full_targets_refuse_and_take_again() {
     let refused = rustix::fs::fallocate(&f, mode, 0, 2 << 30).unwrap_err();
     assert_eq!(refused, rustix::io::Errno::NOSPC);
     assert_eq!(f.metadata().unwrap().len(), first.len() as u64);
-    // All of it is stored, but for the hole.
+    // All of the file is stored, except the hole.
     rustix::fs::fallocate(&f, mode, 20_000, 20 * MIB as u64).unwrap();
     drop(f);
-    // Metadata goes on.
+    // Metadata operations still work.
     fs::create_dir(c.mnt().join("d")).unwrap();
     fs::rename(file(1), c.mnt().join("d/f1")).unwrap();
     // Space comes back after deletes.
@@ -197,8 +197,8 @@ fn full_targets_refuse_and_take_again() {
     c.is_whole();
 }
 
-/// A tmpfs of this size in the cluster's folder, until it is dropped; `None`, said, where none can
-/// be mounted.
+/// Mounts a tmpfs of this size in the cluster's folder, until the cluster is dropped. Prints a
+/// message and returns `None` where it cannot be mounted.
 fn small_disk(c: &mut Small, size: &str) -> Option<PathBuf> {
     let tmpfs = c.root.path().join("small");
     fs::create_dir(&tmpfs).unwrap();
@@ -215,7 +215,7 @@ fn small_disk(c: &mut Small, size: &str) -> Option<PathBuf> {
     Some(tmpfs)
 }
 
-/// The cluster stops, this part of its folder moves to another disk, and it starts again.
+/// Stops the cluster, moves this part of its folder to another disk, and starts it again.
 fn move_to(c: &Small, part: &str, disk: &Path) {
     let down = strake().arg("down").arg("--dir").arg(c.dir()).output().unwrap();
     assert!(down.status.success(), "{}", String::from_utf8_lossy(&down.stderr));
@@ -235,7 +235,7 @@ fn move_to(c: &Small, part: &str, disk: &Path) {
     c.up();
 }
 
-/// Sets it when it is dropped, also by a test that fails.
+/// Sets the flag when dropped, also when the test fails.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -244,8 +244,8 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Takes all that is left of a disk, and what is given back meanwhile, until it is told to stop.
-/// `full`: once there is nothing.
+/// Fills a disk, including space that is freed meanwhile, until `stop` is set. Sets `full` once
+/// nothing is free.
 fn take_all(ballast: &Path, full: &AtomicBool, stop: &AtomicBool) {
     let f = File::create(ballast).unwrap();
     let (mut at, mut step) = (0, 64 << 20);
@@ -262,8 +262,8 @@ fn take_all(ballast: &Path, full: &AtomicBool, stop: &AtomicBool) {
     assert!(at > 64 << 20, "there was little to take: {at} bytes");
 }
 
-/// Something else takes the disk below a target whose file is sparse, at once, in the middle of
-/// writes; and gives it back.
+/// Another program fills the disk below a target whose file is sparse, in the middle of writes, and
+/// later frees it.
 #[test]
 fn a_full_disk_below_a_target_hurts_nobody_for_long() {
     if !can_mount() {
@@ -288,7 +288,7 @@ fn a_full_disk_below_a_target_hurts_nobody_for_long() {
                 Err(e) => panic!("file {n}: {e}"),
             }
             n += 1;
-            // Room stays on the other target.
+            // Remove old files, so that the other target does not run full.
             if let Some(old) = synced.len().checked_sub(200) {
                 let old = synced.remove(old / 2);
                 fs::remove_file(file(old)).unwrap();
@@ -318,8 +318,8 @@ fn a_full_disk_below_a_target_hurts_nobody_for_long() {
     c.is_whole();
 }
 
-/// A cut and a removal are written down in the table of each replica. Where that takes nothing
-/// more, the target leaves its chains, and the others make them.
+/// A truncate or removal is recorded in the table of each replica. A target that cannot record it
+/// leaves its chains, and the remaining replicas do the change.
 #[test]
 fn files_are_cut_and_written_while_the_disk_below_a_target_is_full() {
     if !can_mount() {
@@ -389,8 +389,7 @@ fn a_full_metadata_disk_loses_nothing_and_recovers() {
     }
     move_to(&c, "mds1", &tmpfs);
     assert_eq!(fs::read(&kept).unwrap(), b"here before");
-    // Something else takes all that is left of that disk now, but not what the server gives up
-    // meanwhile.
+    // Another program now takes the rest of that disk, but not what the server frees meanwhile.
     let ballast = tmpfs.join("ballast");
     let mut f = File::create(&ballast).unwrap();
     for _ in 0..rustix::fs::statvfs(&tmpfs).unwrap().f_bavail {
@@ -398,12 +397,12 @@ fn a_full_metadata_disk_loses_nothing_and_recovers() {
             break;
         }
     }
-    // The answer is that of a full disk, not that of a time limit.
+    // The error is that of a full disk, not a timeout.
     let error = (0..1000).find_map(|n| fs::create_dir(c.mnt().join(format!("new{n}"))).err());
     let error = error.expect("1,000 directories fit into a full disk");
     assert_eq!(error.kind(), ErrorKind::StorageFull, "{error}");
     assert_eq!(File::create(c.mnt().join("newer")).unwrap_err().kind(), ErrorKind::StorageFull);
-    // Reads and removals go on.
+    // Reads and removals still work.
     assert_eq!(fs::read(&kept).unwrap(), b"here before");
     assert!(fs::read_dir(c.mnt()).unwrap().count() >= 101);
     for n in 0..50 {

@@ -1,5 +1,5 @@
-//! Doors that strangers try, on clusters of real processes: what other users of the machine can
-//! read, who may administer, who passes for a server. `cluster-tests/attacks` has a command for
+//! Access by strangers, on clusters of real processes: what other users of the machine can read,
+//! who may administer, and who can pose as a server. `cluster-tests/attacks` has a command for
 //! each.
 
 mod admin;
@@ -35,7 +35,7 @@ impl Doors {
     fn key(&self, name: &str) -> PathBuf {
         self.dir().join(name)
     }
-    /// Under an umask.
+    /// Starts the cluster under a umask.
     fn up(&self, umask: &str, mds: &str, mount: &Path) -> Output {
         let mut c = std::process::Command::new("sh");
         c.args([

@@ -1,4 +1,4 @@
-//! A cluster that grows, and one that lost for good what nobody else had.
+//! A cluster that grows, and a cluster that permanently lost the only copies of some data.
 
 use std::{fs, path::Path, thread, time::Duration};
 
@@ -14,7 +14,7 @@ fn lfs(args: &[&str], at: &Path) {
     ok(&strake().arg("lfs").args(args).arg(at).output().unwrap());
 }
 
-/// Chunks that each target has.
+/// The number of chunks on each target.
 fn chunks(c: &Cluster) -> Vec<u64> {
     let status = json(c, &["status", "--json"]);
     let targets = status["servers"]
@@ -37,7 +37,7 @@ fn a_ninth_target_beside_eight_gets_its_part() {
     let c = Cluster::new("8");
     let d = c.mnt().join("d");
     fs::create_dir(&d).unwrap();
-    // 2,200 chunks of two copies on eight targets: 550 each, and some 17 % of a target.
+    // 2,200 chunks with two copies on eight targets: 550 chunks on each, about 17 % of a target.
     lfs(&["setstripe", "-S", "320k", "-c", "-1"], &d);
     let (files, file) = (55, |i: usize| d.join(format!("f{i}")));
     let data = |i| pattern(i, 40 * (320 << 10));
@@ -51,7 +51,8 @@ fn a_ninth_target_beside_eight_gets_its_part() {
 
     ok(&c.run(&["target", "add", "--server", "oss1"]));
     assert!(spread(&c) > 12.0, "the new one is empty");
-    // New data prefers it at once: files of one stripe, of which every ninth would be its turn.
+    // New data prefers the new target at once. With plain rotation it would get every ninth of
+    // these one-stripe files.
     let e = c.mnt().join("e");
     fs::create_dir(&e).unwrap();
     lfs(&["setstripe", "-S", "320k", "-c", "1"], &e);
@@ -71,16 +72,16 @@ fn a_ninth_target_beside_eight_gets_its_part() {
     assert!(fsck.status.success(), "{}{}", text(&fsck.stdout), text(&fsck.stderr));
 }
 
-/// All copies of some chains are gone. Their files wait, until somebody says by name that they
-/// never come back: then they are `EIO`, never zeros, the others are whole, and what is lost can be
-/// removed and written anew.
+/// All copies of some chains are gone. Access to their files waits until an administrator gives up
+/// the targets by id. Then reads are `EIO`, never zeros; all other files are whole; and lost files
+/// can be removed and written again.
 #[test]
 fn what_only_dead_targets_had_is_lost_by_name_alone() {
     let c = Cluster::new("5");
     let (file, data) = (|i: usize| c.mnt().join(format!("f{i}")), |i| pattern(i, 900_000));
     (0..48).for_each(|i| fs::write(file(i), data(i)).unwrap());
     let dead = [1, 2].map(|oss| c.target_of(oss));
-    // One after the other, so that the second one is the last in sync of what both had.
+    // One after the other, so that the second holds the last in-sync replica of the chains on both.
     for (oss, target) in [1, 2].into_iter().zip(dead) {
         c.kill_oss(oss);
         c.until("it is dead", || c.target(target)["alive"] == false);
@@ -96,7 +97,7 @@ fn what_only_dead_targets_had_is_lost_by_name_alone() {
         &["there is no storage server 'nobody'", "oss1"],
     );
 
-    // One of two is not enough: the other may come back.
+    // Giving up one of the two is not enough: the other may come back.
     ok(&c.run(&["target", "give-up", &dead[0].to_string()]));
     let fsck = c.run(&["fsck"]);
     assert!(!text(&fsck.stdout).contains("lost:"), "{}", text(&fsck.stdout));
@@ -122,7 +123,7 @@ fn what_only_dead_targets_had_is_lost_by_name_alone() {
         (0..48).all(|i| found.contains(&format!("lost: /f{i} ")) == lost.contains(&i)),
         "{found}"
     );
-    // It can be removed, and written anew.
+    // Lost files can be removed and written again.
     for i in &lost {
         fs::remove_file(file(*i)).unwrap();
         fs::write(file(*i), data(100 + i)).unwrap();
@@ -135,7 +136,7 @@ fn what_only_dead_targets_had_is_lost_by_name_alone() {
     c.until("fsck is clean", || c.run(&["fsck", "--read-data"]).status.success());
 }
 
-/// Not what the kernel or the mount remembers.
+/// Reads with O_DIRECT, past the caches of the kernel and the mount.
 fn read_past_cache(at: &Path) -> std::io::Result<Vec<u8>> {
     use std::{io::Read as _, os::unix::fs::OpenOptionsExt as _};
     let mut file = fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(at)?;

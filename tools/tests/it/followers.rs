@@ -1,5 +1,5 @@
-//! Reads by metadata servers that do not lead, with real processes: a mount lists a directory at a
-//! follower, which is killed meanwhile.
+//! Follower reads with real processes: a mount lists a directory at a follower, which is killed
+//! meanwhile.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -29,7 +29,7 @@ impl Cluster {
         self.0.path().join("mnt")
     }
 
-    /// A field of each metadata server that answers, by its name.
+    /// A status field of each metadata server that answers, with the server's name.
     fn servers(&self, field: &str) -> Vec<(String, Value)> {
         let out = strake().args(["status", "--json", "--dir"]).arg(self.dir()).output().unwrap();
         let status: Value = serde_json::from_slice(&out.stdout).unwrap();
@@ -38,7 +38,7 @@ impl Cluster {
             .collect()
     }
 
-    /// How many lists each server has answered that did not lead.
+    /// How many listings each server has answered as a follower.
     fn followed(&self) -> Vec<(String, u64)> {
         self.servers("/follower_reads")
             .into_iter()
@@ -112,7 +112,7 @@ fn a_listing_is_answered_by_a_follower_and_goes_on_when_that_is_killed() {
     };
     assert!(!c.servers("/raft/leader").iter().any(leads), "{follower} answers and leads");
 
-    // Listings go on and on, and are whole, also when that server is no more.
+    // Listings continue and stay complete, even after that server is killed.
     let (stop, listings) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
     let lister = thread::spawn({
         let (stop, listings, large) = (stop.clone(), listings.clone(), large.clone());

@@ -1,6 +1,6 @@
-//! `strake fsck --repair` on real processes: what is planted in the metadata of a stopped cluster,
-//! or in its chunks past the clients, is found, repaired under a mount that is written to, and
-//! gone.
+//! `strake fsck --repair` on real processes. The tests plant faults in the metadata of a stopped
+//! cluster, or in chunks behind the clients' backs. fsck must find them and repair them while a
+//! mount writes.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -58,7 +58,7 @@ impl Small {
             "--dir",
         ]);
         ok(&c.arg(self.dir()).arg("--mount").arg(self.mnt()).output().unwrap());
-        // Only replicas in sync are asked what they have.
+        // fsck asks only replicas in sync, so wait for all of them.
         let start = Instant::now();
         while !self.run(&["status"]).status.success() {
             assert!(
@@ -78,8 +78,7 @@ impl Small {
         assert_eq!(out.status.code(), Some(exit), "{}\n{}", text(&out.stdout), text(&out.stderr));
         serde_json::from_slice(&out.stdout).unwrap()
     }
-    /// Writes a chunk as a server of the cluster may: on any chain, on both replicas or on the last
-    /// one alone.
+    /// Writes a chunk with a server's rights: to any chain, on both replicas or only on the tail.
     fn plant(&self, chain: u32, (ino, data): (u64, u64), index: u64, both: bool) {
         let config = fs::read_to_string(self.dir().join("mds1.toml")).unwrap();
         let config: toml::Value = toml::from_str(&config).unwrap();
@@ -119,7 +118,7 @@ impl Small {
             let at = map.node_of(to).unwrap().endpoints[0].parse().unwrap();
             fabric.connect(&at, None).await.unwrap().call(m, wait).await
         };
-        // A chain may just be changing after the start, which its servers learn of later.
+        // Just after the start a chain may change, and its servers learn of it a little later.
         let ask = async {
             let late = Instant::now() + Duration::from_secs(20);
             while let Err(e) = write().await {
@@ -168,8 +167,8 @@ fn chains(store: &FjallStore, ino: u64) -> Vec<u32> {
     component(store, ino).chains
 }
 
-/// Makes, renames, cuts, appends to and removes files until it is told to stop; how many there are
-/// then.
+/// Creates, renames, truncates, appends to and removes files until `stop` is set. Returns how many
+/// files are left.
 fn work(dir: &Path, stop: &AtomicBool) -> u64 {
     let mut held = fs::File::create(dir.join("held")).unwrap();
     let mut n = 0;
@@ -265,7 +264,7 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
         let all = of(&report, kind);
         assert!(!all.is_empty() && all.iter().all(|r| r["repaired"] == true), "{kind}: {report:#}");
     }
-    // Its chain does not have it: it may be the only copy.
+    // The right chain does not have the chunk, so the misplaced one may be the only copy.
     let only = of(&report, "misplaced");
     assert!(
         !only.is_empty() && only.iter().all(|r| r["repaired"] == false && r["next"].is_string()),
@@ -281,7 +280,7 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
         "{left:?}"
     );
 
-    // Written anew, it is where it should be, and what is elsewhere may go.
+    // A rewrite puts the data on the right chain, so the misplaced chunks may be deleted.
     fs::write(c.mnt().join("moved"), &data).unwrap();
     let out = c.run(&["fsck", "--repair"]);
     let said = text(&out.stdout);
@@ -315,8 +314,8 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
     assert_eq!(c.fsck(&["--read-data", "--repair"], 0)["findings"], Value::Array(vec![]));
 }
 
-/// Of a removed file, which one replica alone has; and of files that are there, on chains where
-/// they have nothing, as whoever may write to any chain can leave them.
+/// Leftover chunks of a removed file on one replica only, and misplaced chunks of existing files on
+/// chains they do not use, as a writer with rights to any chain can leave them.
 #[test]
 fn leftovers_on_some_replicas_and_on_other_chains_go() {
     if !Path::new("/dev/fuse").exists() {
@@ -359,27 +358,30 @@ fn leftovers_on_some_replicas_and_on_other_chains_go() {
     while c.fsck(&[], 0)["pending_deletion"] != 0 {
         assert!(start.elapsed() < Duration::from_secs(60));
     }
-    // Servers know for as long as the chain stays as it is that its data is gone, and refuse it.
+    // Servers remember removed data until the chain changes, and would refuse the planted writes.
+    // So restart.
     ok(&c.run(&["down"]));
     c.up();
 
     (0..5).for_each(|index| c.plant(of_gone, gone.0, index, false));
-    // Beyond the end, on both replicas and on one; on a chain that the file has as well.
+    // Chunks beyond the end of the file, on both replicas and on one; also on a chain that the file
+    // uses.
     c.plant(of_f, f.0, 100, true);
     c.plant(of_f, f.0, 101, false);
     c.plant(used[1], wide.0, 100, true);
-    // In a hole it may be the only copy, and keeps what else there is.
+    // A chunk in a hole may be the only copy, so fsck keeps it and the other misplaced chunks of
+    // that file.
     c.plant(of_sparse, sparse.0, 20, true);
     c.plant(of_sparse, sparse.0, 200, true);
     let found = c.fsck(&[], 4);
     let list: Vec<&str> =
         found["findings"].as_array().unwrap().iter().map(|f| f.as_str().unwrap()).collect();
     let count = |kind: &str| list.iter().filter(|f| f.starts_with(kind)).count();
-    // Two of them on one replica: of the first one its replicas differ.
+    // Chunks planted on one replica only also count as diverged.
     assert_eq!((count("leaked: 5 chunks"), count("misplaced")), (1, 9), "{list:#?}");
     assert_eq!(count("diverged"), 6, "{list:#?}");
 
-    // Nobody knows how far a file goes that somebody has open for writing.
+    // The size of a file that is open for writing is not known.
     let writer = fs::File::options().write(true).open(&paths[1]).unwrap();
     let report = c.fsck(&["--repair"], 4);
     let is = |r: &&Value, ino: (u64, u64)| {
@@ -410,7 +412,8 @@ fn leftovers_on_some_replicas_and_on_other_chains_go() {
     assert_eq!((says("a hole"), says("others of it there")), (2, 2), "{kept:#?}");
     whole_again();
 
-    // With its file it goes: while that is being deleted it waits, then no file has it.
+    // The chunk is deleted with its file: it waits while the file is being deleted, then it belongs
+    // to no file.
     fs::remove_file(&paths[2]).unwrap();
     let start = Instant::now();
     while c.run(&["fsck"]).status.code() == Some(0) {

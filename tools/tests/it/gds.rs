@@ -37,8 +37,8 @@ fn reasons(v: &Value) -> Vec<(String, String)> {
     tiers.iter().map(|t| (word(&t["reason"]), word(&t["why"]))).collect()
 }
 
-/// The stand-in of the driver library, made for a purpose; `None` (and said so) where there is no
-/// compiler.
+/// Builds the stand-in of the driver library with a compiler flag. Prints a message and returns
+/// `None` where there is no compiler.
 fn standin(dir: &Path, flag: &str) -> Option<()> {
     let source =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../gds-bridge/tests/standin/libcuda.c");
@@ -146,7 +146,8 @@ fn a_driver_that_hangs_or_crashes_is_left_behind() {
     let why = reasons(&json(&out));
     assert_eq!((why[0].0.as_str(), why[3].0.as_str(), why[4].0.as_str()), ("hung", "hung", "hung"));
     assert!(why[3].1.starts_with("no answer in 2 s: the driver hangs"), "{why:?}");
-    // The process is gone. Only this test has it in its environment.
+    // The helper process is gone. Only processes of this test have this variable in their
+    // environment.
     let mark = format!("LD_LIBRARY_PATH={}", dir.path().display());
     let left = fs::read_dir("/proc").unwrap().flatten().filter(|p| {
         fs::read(p.path().join("environ"))
@@ -201,7 +202,7 @@ impl Small {
         Small { _root: root, dir }
     }
 
-    /// Of the metadata server.
+    /// Port of the metadata server.
     fn port(&self) -> i64 {
         let made: toml::Table =
             fs::read_to_string(self.dir.join("cluster.toml")).unwrap().parse().unwrap();
@@ -266,8 +267,8 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
         assert!(r.is_all(Tier::BounceTcp) && r.staged == 0 && r.by_road[Road::Tcp] == len, "{r}");
         f.fsync().await.unwrap();
 
-        // Through the other client, past its cache: what arrives from the socket lies in pinned
-        // memory already.
+        // Read through the other client, past its cache: bytes from the socket arrive directly in
+        // pinned memory.
         let bridge =
             Bridge::open(Arc::new(mem.clone()), Arc::new(b.clone()), options).await.unwrap();
         let (g, attr) = b.open(&Creds::default(), f.ino(), 0o40000).await.unwrap();
@@ -348,7 +349,7 @@ fn the_benchmark_measures_on_a_cluster_and_a_strict_run_is_refused() {
         assert_eq!(row["saved"]["by_road"]["tcp"], 8 << 20, "{row}");
         assert!(row["of_ceiling"]["load"].as_f64().unwrap() > 0.0);
     }
-    // A policy that nothing here can meet, strict: it says so and ends with 1.
+    // A policy that cannot be met here, with `--strict`: bench says so and exits with 1.
     let out = bench(&["--strict", "--policy=at-least:bounce-rdma"]);
     assert_eq!(out.status.code(), Some(1));
     let (shown, said) = (text(&out.stdout), text(&out.stderr));
@@ -362,7 +363,7 @@ fn the_benchmark_measures_on_a_cluster_and_a_strict_run_is_refused() {
             && said.contains("no storage server is reached by RDMA"),
         "{said}"
     );
-    // Its file is gone, so that another run may be made.
+    // The file of the first run is removed, so that another run is possible.
     let shown = ok(&bench(&[]));
     assert!(shown.contains("bridge, 2 threads") && shown.contains("times the loop"), "{shown}");
     assert!(
@@ -373,11 +374,11 @@ fn the_benchmark_measures_on_a_cluster_and_a_strict_run_is_refused() {
 }
 
 /// `cluster-tests/gpu/run`, with host memory in place of a GPU: its clusters, rows and ratios, and
-/// that a step that cannot run is not passed.
+/// that a step that cannot run does not count as passed.
 #[test]
 fn the_script_for_gpu_machines_runs_and_says_what_it_did_not() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cluster-tests/gpu/run");
-    // Not in the folder for temporary files, which may be memory.
+    // Not in the system's temporary folder, which may be a tmpfs.
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let run = |more: &[&str]| {
         let mut c = Command::new(&script);
@@ -410,7 +411,7 @@ fn the_script_for_gpu_machines_runs_and_says_what_it_did_not() {
     }
     assert_eq!(outcome(&v, "local"), "skipped");
     assert!(v["steps"]["local"]["why"].as_str().unwrap().contains("for GPUs"));
-    // Where `python3` has PyTorch and safetensors.
+    // This step runs only where `python3` has PyTorch and safetensors.
     let loaders = &v["steps"]["loaders"];
     match loaders["figures"].as_object() {
         Some(figures) => assert!(
@@ -436,7 +437,7 @@ fn the_script_for_gpu_machines_runs_and_says_what_it_did_not() {
     );
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the clusters are gone");
 
-    // Without a GPU it says why it measures nothing, and makes no cluster.
+    // Without a GPU the script says why it measures nothing, and makes no cluster.
     let alone = |library: &Path| {
         let mut c = Command::new(&script);
         c.args(["--strake", env!("CARGO_BIN_EXE_strake")]).env("LD_LIBRARY_PATH", library);
@@ -461,7 +462,8 @@ fn the_script_for_gpu_machines_runs_and_says_what_it_did_not() {
         fs::remove_file(dir.path().join("libcuda.so.1")).unwrap();
     }
 
-    // A call that its policy ends fails the step and the run, and no goal is said to be reached.
+    // A call that fails because of its policy fails the step and the run, and no goal is reported
+    // as reached.
     let out = run(&["--policy=require:bounce-rdma"]);
     assert_eq!(out.status.code(), Some(1));
     let v = json(&out);
@@ -470,8 +472,8 @@ fn the_script_for_gpu_machines_runs_and_says_what_it_did_not() {
     assert!(v["goals"].as_array().unwrap().iter().all(|g| g["met"].is_null()));
 }
 
-/// The step `local` of that script, with a stand-in of the driver: what it copied is compared with
-/// the file.
+/// The step `local` of that script, with a stand-in of the driver: the copied bytes are compared
+/// with the file.
 #[test]
 fn a_local_file_is_read_and_copied_by_a_driver() {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -497,7 +499,8 @@ fn a_local_file_is_read_and_copied_by_a_driver() {
         c.env("STRAKE_CUFILE_REAL", "/nowhere/libcufile.so.0").envs(set.iter().copied());
         c.env("LD_LIBRARY_PATH", library).output().unwrap()
     };
-    // cuFile by a stand-in, and its own figures of a read that is compared with the file.
+    // With a stand-in of cuFile: its read is compared with the file, and the step reports its own
+    // figures.
     let cufile = built("../gds-bridge/tests/standin/libcufile.c", "libcufile.so.0");
     let modules = built("../gds-bridge/cufile/tests/modules.c", "modules.so");
     fs::write(dir.path().join("modules"), "ext4 1 1 - Live 0x0\n").unwrap();
@@ -525,18 +528,18 @@ fn a_local_file_is_read_and_copied_by_a_driver() {
     }
 }
 
-/// The commands of the page, as they stand there.
+/// Runs the commands of the page exactly as written there.
 #[test]
 fn the_five_minute_page_works_as_it_is_written() {
     let page = include_str!("../../../docs/gds.md");
     // The second is run by gds_local.rs, the third by gds-bridge/cufile/tests/program.rs; the last
-    // is for who has KvikIO and PyTorch.
+    // needs KvikIO and PyTorch.
     assert_eq!(page.matches("```sh\n").count(), 4, "are all tested?");
     let block =
         |kind: &str| page.split_once(kind).unwrap().1.split_once("```").unwrap().0.to_string();
     let (mut script, python) = (block("```sh\n"), block("```python\n"));
     assert!(script.contains("strake up ") && script.contains("strake gds bench"), "{script}");
-    // One after the other, as a reader runs them, with nothing set before.
+    // One after the other, as a reader runs them, with no variables set before.
     let module = std::env::var_os("STRAKE_GDS_PYTHON");
     match &module {
         Some(_) => script += &format!("\"$STRAKE_GDS_PYTHON\" - <<'PYTHON'\n{python}PYTHON\n"),

@@ -1,5 +1,5 @@
 //! `strake gds stage`, `copies` and `unstage` on a cluster of real processes, and the tier that
-//! reads what they made.
+//! reads the copies.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -38,7 +38,8 @@ impl Cluster {
         Cluster::up(|_| "none".into())
     }
 
-    /// And where it is mounted; `None` (and said so) where nothing can be.
+    /// A cluster and its mount point. Prints a message and returns `None` where nothing can be
+    /// mounted.
     fn mounted() -> Option<(Cluster, PathBuf)> {
         if !Path::new("/dev/fuse").exists() {
             println!("skipped: /dev/fuse is missing");
@@ -66,7 +67,7 @@ impl Cluster {
     }
 
     fn session(&self, local: Option<PathBuf>) -> Session {
-        // The stand-in of a device does not sum.
+        // The stand-in of a device cannot compute checksums.
         let options =
             Options { local, accept_oss_checksum: true, slot_bytes: 1 << 20, ..Options::default() };
         let key = self.root.path().join("c/client.key");
@@ -99,7 +100,8 @@ fn copies(dir: &Path) -> Vec<Value> {
     v["copies"].as_array().unwrap().clone()
 }
 
-/// As `lfs seal` does, with a manifest of these bytes. `finish`: not only the first step.
+/// Seals as `lfs seal` does, with a manifest of these bytes. `finish`: all steps, not only the
+/// first.
 fn seal(s: &Session, file: &File, bytes: &[u8], finish: bool) {
     let (ino, me) = (file.ino(), Creds::default());
     let step = |id, step| {
@@ -141,14 +143,14 @@ fn sealed_files_are_staged_read_from_their_copies_and_removed() {
     let f = Arc::new(f);
     let all = [Transfer { file: f.clone(), offset: 0, gpu: to, len: data.len() as u64 }];
 
-    // Nothing that may change is copied.
+    // A file that may still change is not staged.
     refused(&cluster.stage(&dir, &["/model"]), &["'/model'", "is not sealed", "`lfs seal` first"]);
     let e = s.load(&all, LOCAL).unwrap_err();
     assert!(e.error.code == Code::OpNotSupp && e.error.message.contains("is not sealed"), "{e}");
     seal(&s, &f, &data, false);
     refused(&cluster.stage(&dir, &["/model"]), &["immutable without a manifest"]);
     seal(&s, &f, &data, true);
-    // A manifest of something else.
+    // Sealed with a manifest of other bytes.
     seal(&s, &other, &pattern(data.len() + 8)[8..], true);
     refused(
         &cluster.stage(&dir, &["/other"]),
@@ -164,7 +166,7 @@ fn sealed_files_are_staged_read_from_their_copies_and_removed() {
         "{e}"
     );
 
-    // One that can and one that cannot: both are told.
+    // One file that can be staged and one that cannot: both are reported.
     let out = cluster.stage(&dir, &["/model", "/other", "--json"]);
     assert_eq!(out.status.code(), Some(1));
     let v: Value = serde_json::from_slice(&out.stdout).unwrap();
@@ -187,7 +189,7 @@ fn sealed_files_are_staged_read_from_their_copies_and_removed() {
     s.get(to, &mut back).unwrap();
     assert!(back == data);
 
-    // Measured, strictly.
+    // Bench with `--strict`.
     let mut bench = strake();
     bench.args([
         "gds",
@@ -240,8 +242,8 @@ fn sealed_files_are_staged_read_from_their_copies_and_removed() {
     s.close(other).unwrap();
 }
 
-/// `lfs path` of a file that a mount and a bridge move: the mount's bytes by road, the bridge's by
-/// tier, as long as it lives.
+/// `lfs path` of a file that a mount and a bridge use. It shows the mount's bytes by transport and
+/// the bridge's bytes by tier, as long as the bridge lives.
 #[test]
 fn lfs_path_tells_the_tiers_of_a_file() {
     let Some((cluster, mount)) = Cluster::mounted() else { return };
@@ -251,7 +253,7 @@ fn lfs_path_tells_the_tiers_of_a_file() {
     }
     let (name, len) = (mount.join("f"), (3 << 20) + 5);
     let data = pattern(len);
-    // The mount counts as long as it has the file in use.
+    // The mount counts bytes of a file as long as the file is in use.
     let mut kept = fs::File::create_new(&name).unwrap();
     kept.write_all(&data).unwrap();
     kept.sync_all().unwrap();
@@ -271,7 +273,7 @@ fn lfs_path_tells_the_tiers_of_a_file() {
     let loaded = s.load(&whole, Policy::Require(Tier::Pageable)).unwrap();
     let part = [Transfer { file: file.clone(), offset: 5, gpu: gpu + 5, len: 4096 }];
     let saved = s.save(&part, Policy::Require(Tier::Pageable)).unwrap();
-    // It is published within a quarter of a second.
+    // The bridge publishes its counters within a quarter of a second.
     let last = loop {
         let v = seen();
         if v["bridges"][0]["saved"]["together"] == 4096 {
@@ -296,7 +298,7 @@ fn lfs_path_tells_the_tiers_of_a_file() {
     assert_eq!(seen()["bridges"], Value::Array(vec![]), "it went with its session");
 }
 
-/// A tier fails in the middle of a load: both are told, and add up.
+/// A tier fails in the middle of a load: both tiers are reported, and their bytes add up.
 #[test]
 fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
     let Some((cluster, mount)) = Cluster::mounted() else { return };
@@ -307,7 +309,7 @@ fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
     let (name, len) = (mount.join("f"), 8 << 20);
     fs::write(&name, pattern(len)).unwrap();
     let kept = fs::File::open(&name).unwrap();
-    // Pinned memory is what a call begins with, which on host memory is a matter of chance.
+    // The call must begin with pinned memory. On host memory that depends on the measured rates.
     let pinned_first = || {
         let s = cluster.session(None);
         let tiers = s.tiers().unwrap();
@@ -357,7 +359,7 @@ fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
     s.close(Arc::into_inner(file).unwrap()).unwrap();
 }
 
-/// The commands of the page, as they stand there, with host memory in place of the device.
+/// Runs the commands of the page exactly as written there, with host memory in place of the device.
 #[test]
 fn the_commands_of_the_page_work_on_a_mount() {
     let Some((cluster, mount)) = Cluster::mounted() else { return };
@@ -382,7 +384,7 @@ fn the_commands_of_the_page_work_on_a_mount() {
     );
     let key = cluster.root.path().join("c/client.key");
     let path = format!("{}:/usr/bin:/bin", bin.display());
-    // What it says in Python comes before the copy is removed.
+    // The page's Python block runs before the copy is removed.
     let (stage, unstage) = script.split_once("strake gds unstage").unwrap();
     let in_python = page.split_once("```python\n").unwrap().1.split_once("```").unwrap().0;
     let script = format!("{stage}$PYTHON_STEP\nstrake gds unstage{unstage}");
@@ -423,7 +425,7 @@ fn the_commands_of_the_page_work_on_a_mount() {
     assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
 }
 
-/// A file system of 1 MiB is full before a copy of more has begun.
+/// Staging a file larger than the 1 MiB file system is refused before the copy begins.
 #[test]
 fn a_full_file_system_is_told_and_nothing_stays_there() {
     let dir = tempfile::tempdir().unwrap();
@@ -487,7 +489,8 @@ fn probe_tells_of_the_tier_and_its_folder() {
     }
 }
 
-/// Where the driver would hang it is not opened, neither there nor in who asked.
+/// A driver that would hang is not opened, neither in the helper process nor in the process that
+/// asked.
 #[test]
 fn cufile_is_looked_at_from_another_process() {
     let out = strake()

@@ -1,5 +1,5 @@
-//! The short form of the kill test (cluster-tests/faults): processes die under load, every promise
-//! is checked.
+//! The short form of the kill test (cluster-tests/faults): processes die under load, and every
+//! guarantee is checked.
 
 use std::path::{Path, PathBuf};
 

@@ -18,11 +18,11 @@ fn c_path(p: &Path) -> CString {
     CString::new(p.as_os_str().as_bytes()).unwrap()
 }
 
-/// A mount of the same name whose process has died.
+/// A mount with the same name whose process has died.
 struct Dead(tempfile::TempDir);
 
 impl Dead {
-    /// `None` where only root may make one.
+    /// `None` where the test is not root and cannot make one.
     fn new(name: &CStr) -> Option<Dead> {
         if !rustix::process::geteuid().is_root() {
             println!("skipped: only root can leave a dead mount");
@@ -59,7 +59,7 @@ async fn lfs_works_on_a_mount() {
         println!("skipped: {e}");
         return;
     }
-    // What is asked by name is asked of the living one.
+    // Commands that find a mount by name must use the living one.
     let _dead = Dead::new(c"lfstest");
     let mut cfg = MountConfig::new(dir.path());
     cfg.allow_other = rustix::process::geteuid().is_root();

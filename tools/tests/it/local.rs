@@ -1,5 +1,5 @@
-//! What `strake` says of wrong configurations, and of a local cluster that is asked for in another
-//! way than it was made.
+//! Messages of `strake` about wrong configurations, and about options of `strake up` that
+//! contradict the existing local cluster.
 
 use std::{
     fs,
@@ -156,8 +156,8 @@ fn status_and_lfs_path_tell_the_road_of_each_connection_and_the_bytes_that_took_
     let json = |args: &[&str], path: &Path| -> serde_json::Value {
         serde_json::from_str(&ok(&strake().args(args).arg(path).output().unwrap())).unwrap()
     };
-    // Of each server: its roads, and how many connections and bytes (sent, received) took the only
-    // one that carries any.
+    // For each server: its transports, and the connections and bytes (sent, received) of the only
+    // transport in use.
     let servers = || {
         let status = json(&["status", "--json", "--dir"], &c.dir);
         let of = |s: &serde_json::Value| {
@@ -185,7 +185,7 @@ fn status_and_lfs_path_tell_the_road_of_each_connection_and_the_bytes_that_took_
     let after = servers();
     let grown = |name: &str| (after[name].1 - before[name].1, after[name].2 - before[name].2);
     let (sent, received) = grown("oss1");
-    // A write that had no answer in time was sent again.
+    // More than 3 MiB may arrive: the client resends a write that has no answer in time.
     assert!((3 * MIB..30 * MIB).contains(&received) && sent < MIB, "{before:?} {after:?}");
     assert!(
         grown("mds1").1 < MIB,
@@ -221,7 +221,7 @@ fn a_cluster_stays_where_it_is_mounted() {
     let c = Tiny::new();
     ok(&c.make("a"));
     fs::write(c.at("a/f"), "x").unwrap();
-    // From another folder, and without naming it.
+    // `strake up` from another folder, without naming the mount point.
     let elsewhere = c.at("elsewhere");
     fs::create_dir(&elsewhere).unwrap();
     let out = strake().arg("up").arg("--dir").arg(&c.dir).current_dir(&elsewhere).output().unwrap();
@@ -235,13 +235,13 @@ fn a_cluster_stays_where_it_is_mounted() {
         );
     }
     assert_eq!(fs::read_to_string(c.at("a/f")).unwrap(), "x");
-    // A mount that was killed is no mount, and what is left of it goes.
+    // A killed mount does not count as a mount, and its remains are removed.
     let pid = fs::read_to_string(c.dir.join("run/mount.pid")).unwrap();
     kill(&pid);
     ok(&c.on_cluster("down"));
     ok(&c.up(&["--mount", "b"]));
     assert_eq!(fs::read_to_string(c.at("b/f")).unwrap(), "x");
-    // Unmounted by hand; its process may still be ending.
+    // The mount is unmounted by hand; its process may still be ending.
     ok(&strake().arg("umount").arg(c.at("b")).output().unwrap());
     ok(&c.up(&[]));
     assert_eq!(fs::read_to_string(c.at("b/f")).unwrap(), "x");
@@ -281,7 +281,7 @@ fn a_cluster_comes_up_without_what_is_refused_and_says_so() {
         assert_eq!(c.on_cluster("status").status.code(), Some(2));
     };
     ok(&c.on_cluster("down"));
-    // In the middle of the first member's log.
+    // Damage the middle of the first member's log.
     let logs = || fs::read_dir(c.dir.join("mds1/log")).unwrap().map(|e| e.unwrap().path());
     let log = logs()
         .filter(|p| p.file_name().unwrap().to_str().unwrap().starts_with("log-"))
@@ -305,7 +305,7 @@ fn a_cluster_comes_up_without_what_is_refused_and_says_so() {
     whole("gone");
     fs::rename(target.join("away"), target.join("data")).unwrap();
     ok(&c.up(&[]));
-    // Its folder is emptied, and it starts again under its id.
+    // The folder of mds1 is removed, and mds1 starts again under its id.
     ok(&c.on_cluster("down"));
     fs::remove_dir_all(c.dir.join("mds1")).unwrap();
     up_without(&["mds1 has applied entry ", "strake mds replace"]);
@@ -348,8 +348,8 @@ fn a_small_bench_measures_every_row_and_leaves_nothing() {
     for zero in ["--size-mib=0", "--files=0", "--random-ops=0", "--runs=0"] {
         refused(&bench(&[zero]), &["0 is not in", zero.split('=').next().unwrap()]);
     }
-    // One that is killed while it reads from its own mount ends, takes the mount with it and does
-    // not stand in the way.
+    // A bench that is killed while it reads from its own mount ends, removes the mount, and does
+    // not block the next one.
     let own =
         c.dir.join("bench/memory").canonicalize().unwrap_or_else(|_| c.dir.join("bench/memory"));
     let is_mounted =

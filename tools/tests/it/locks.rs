@@ -1,5 +1,5 @@
-//! Locks between the mounts of a real cluster, held by programs: `locks.py`. And what a killed
-//! mount leaves.
+//! Locks between the mounts of a real cluster, held by programs (`locks.py`), and what happens to
+//! the locks of a killed mount.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -78,8 +78,8 @@ fn a_lock_has_one_holder_and_is_gone_when_its_file_is_closed() {
     script("locks_closed.py", &c.at("a"), &b, &["flock"]);
 }
 
-/// Under locks of all kinds, on one mount and over two, while daemons and a metadata leader are
-/// killed.
+/// Programs count under locks of all kinds, on one mount and across two, while daemons and a
+/// metadata leader are killed.
 #[test]
 fn programs_count_under_locks() {
     if let Err(e) = strake_fuse::can_mount(&std::env::temp_dir()) {
@@ -125,7 +125,7 @@ fn locks_and_their_waiters_outlive_the_daemon_of_a_mount() {
     ok(&python.output().unwrap());
 }
 
-/// A python that locks a file and says so.
+/// A Python program that locks a file and says so.
 struct Locker(
     Child,
     BufReader<ChildStdout>,
@@ -170,8 +170,8 @@ fn leader(c: &Cluster) -> String {
     all.iter().find(leads).map(|s| s["pid"].to_string()).expect("a leader")
 }
 
-/// The locks of a mount that was killed go when the next one on its machine says so, not only after
-/// its term; those of a living one stay when the metadata leader is killed.
+/// The locks of a killed mount end when the next mount on its machine reports the death, not only
+/// after the session's term. The locks of a living mount stay when the metadata leader is killed.
 #[test]
 fn locks_outlive_the_metadata_leader_and_not_their_mount() {
     let Some(mut c) = Cluster::new(3) else { return };

@@ -1,4 +1,4 @@
-//! The group of metadata servers changes under a mount that works: `strake mds
+//! The group of metadata servers changes under a mount in use: `strake mds
 //! list|add|remove|transfer|replace`.
 
 use std::{
@@ -18,10 +18,10 @@ use std::{
 use crate::common::{kill, ok, refused, strake, text};
 use serde_json::Value;
 
-/// A cluster of three metadata servers, and more of them in processes of this test.
+/// A cluster of three metadata servers, and more servers that this test starts.
 struct Group {
     root: tempfile::TempDir,
-    /// Where all of them listened that there ever were.
+    /// Addresses of all metadata servers that ever existed.
     known: Vec<String>,
     extra: Vec<Option<(Child, PathBuf)>>,
 }
@@ -73,8 +73,8 @@ impl Group {
         self.dir().join("run").join(format!("{role}.pid"))
     }
 
-    /// The configuration of a new server with this id, from that of the first one; returns where it
-    /// listens.
+    /// Writes the configuration of a new server with this id, based on that of the first server.
+    /// Returns the file and the server's address.
     fn configure(&self, id: usize) -> (PathBuf, String) {
         let first = fs::read_to_string(self.dir().join("mds1.toml")).unwrap();
         let at = format!("tcp:127.0.0.1:{}", free_port());
@@ -115,7 +115,7 @@ impl Group {
     fn mds(&self, args: &[&str]) -> Output {
         self.mds_at(&self.known.join(","), "cluster.key", "60", args)
     }
-    /// As somebody who knows only these servers and has this key.
+    /// Runs a command that knows only these servers and has this key.
     fn mds_at(&self, at: &str, key: &str, timeout: &str, args: &[&str]) -> Output {
         let key = self.dir().join(key);
         let mut c = strake();
@@ -138,7 +138,7 @@ impl Group {
         });
         leader
     }
-    /// Waits until somebody leads and every member is up and has caught up.
+    /// Waits until there is a leader and every member is up and has caught up.
     fn in_order(&self) {
         until("all members in order", || self.mds(&["list"]).status.code() == Some(0));
     }
@@ -147,7 +147,7 @@ impl Group {
         let members = l["members"].as_array().unwrap();
         members.iter().filter(|m| m["voter"] == true).map(|m| m["id"].as_u64().unwrap()).collect()
     }
-    /// Ids and addresses, as a configuration should have them now.
+    /// Ids and addresses as a configuration should list them now.
     fn peers(&self) -> Value {
         self.list()["config"]["peers"].clone()
     }
@@ -157,12 +157,12 @@ impl Group {
         m["address"].as_str().unwrap().into()
     }
 
-    /// Waits for the end of one of the first three, which ends by itself.
+    /// Waits until one of the first three servers has ended by itself.
     fn first_ends(&self, id: u64) {
         let pid: u32 =
             fs::read_to_string(self.pid_file(&format!("mds{id}"))).unwrap().trim().parse().unwrap();
-        // A zombie has ended, too: nobody waits for the processes of `strake up` where there is no
-        // init.
+        // A zombie has ended, too: without an init process, no parent reaps the processes of
+        // `strake up`.
         let stat = || fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         until("a removed server ends", || {
             stat().rsplit_once(')').is_none_or(|(_, s)| s.trim_start().starts_with('Z'))
@@ -214,7 +214,7 @@ impl Writer {
         Writer { stop, thread }
     }
 
-    /// Rounds done, and the longest of them.
+    /// Stops it. Returns the number of rounds and the longest one.
     fn end(self) -> (u64, Duration) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().unwrap().expect("no call of a program fails")
@@ -248,7 +248,7 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
     g.in_order();
     assert_eq!(g.voters(), [1, 2, 3]);
 
-    // A fourth one comes, leads and goes.
+    // A fourth server joins, becomes leader and is removed.
     let (at4, n4) = g.join(4);
     until("the new server answers", || g.mds(&["add", &at4]).status.success());
     assert!(ok(&g.mds(&["add", &at4])).contains("is a member already"));
@@ -261,14 +261,15 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
     assert_eq!(g.voters(), [1, 2, 3]);
     let mut gone = g.extra[n4].take().unwrap();
     assert!(gone.0.wait().unwrap().success(), "a removed server ends as it should");
-    // And is refused from then on, by itself and by the others.
+    // From then on it cannot come back: it refuses to start with its old folder, and the others
+    // refuse it.
     let mut again = g.start(&gone.1);
     assert!(!again.wait().unwrap().success());
     assert!(
         fs::read_to_string(gone.1.with_extension("log")).unwrap().contains("never used before")
     );
 
-    // Each of the first ones is replaced, the leader among them.
+    // Each of the first three servers is replaced, the leader among them.
     for old in 1..=3u64 {
         let (at, _) = g.join(4 + old as usize);
         until("the replacement", || g.mds(&["replace", &old.to_string(), &at]).status.success());
@@ -278,8 +279,8 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
     g.in_order();
     assert_eq!(g.voters(), [5, 6, 7]);
 
-    // The daemon of the mount was configured with servers that are all gone; its successor knows
-    // better.
+    // All servers in the configuration of the mount's daemon are gone; its successor knows the
+    // current ones.
     let serving = || {
         let log = fs::read_to_string(g.dir().join("logs/mount.log")).unwrap();
         let last = log.rsplit_once(" serves").and_then(|(before, _)| before.rsplit_once("daemon "));
@@ -289,7 +290,7 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
     kill(&daemon);
     until("another daemon", || serving() != daemon);
 
-    // A rolling restart, once in order and once by force.
+    // A rolling restart, once with SIGTERM and once with SIGKILL.
     let peers = g.peers();
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::KILL] {
         for i in 1..=3 {
@@ -311,7 +312,7 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
         rounds > 20 && longest < Duration::from_secs(20),
         "{rounds} rounds, the longest took {longest:?}"
     );
-    // Unmounted while its servers live, of which `strake down` knows none.
+    // Unmount while the servers live: `strake down` knows none of them.
     ok(&strake().arg("umount").arg(g.mnt()).output().unwrap());
 }
 
@@ -319,7 +320,7 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
 fn a_wiped_leader_is_replaced_and_then_the_next_one() {
     let mut g = Group::new("1", false);
     g.in_order();
-    // The first: an ordinary member of the cluster that loses its disk while it leads.
+    // First: an ordinary member of the cluster loses its disk while it leads.
     let first = g.leader();
     kill(&fs::read_to_string(g.pid_file(&format!("mds{first}"))).unwrap());
     fs::remove_dir_all(g.dir().join(format!("mds{first}"))).unwrap();
@@ -330,13 +331,13 @@ fn a_wiped_leader_is_replaced_and_then_the_next_one() {
     let (at, n) = g.join(4);
     until("the replacement", || g.mds(&["replace", &first.to_string(), &at]).status.success());
     assert!(g.voters().len() == 3 && g.voters().contains(&4));
-    // The next: the replacement itself, made the leader.
+    // Next: the replacement, after it was made the leader.
     ok(&g.mds(&["transfer", "4"]));
     let (mut child, file) = g.extra[n].take().unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
     fs::remove_dir_all(g.root.path().join("mds4")).unwrap();
-    // It comes back empty under its old id: nobody takes it for what it was.
+    // It comes back empty under its old id: the others must not treat it as the old member.
     g.extra[n] = Some((g.start(&file), file));
     until("another leader", || !matches!(g.list()["leader"].as_u64(), Some(0 | 4)));
     until("it is seen through", || text(&g.mds(&["add", &at]).stderr).contains("lost its disk"));
@@ -344,8 +345,8 @@ fn a_wiped_leader_is_replaced_and_then_the_next_one() {
     until("the replacement", || g.mds(&["replace", "4", &at5]).status.success());
     g.in_order();
     assert!(!g.voters().contains(&4) && g.voters().contains(&5));
-    // A third one is lost before it votes, and another one comes to its address. The leader's log
-    // is whole and of several terms.
+    // A third server is lost before it becomes a voter, and another one takes its address. The
+    // leader's log is complete and spans several terms.
     let (at, n) = g.join(6);
     let beside = "the server at tcp:127.0.0.1:1: ";
     until("it learns", || text(&g.mds(&["add", &at, "127.0.0.1:1"]).stderr).contains(beside));
@@ -366,7 +367,7 @@ fn a_wiped_leader_is_replaced_and_then_the_next_one() {
 fn what_cannot_be_is_refused_with_words() {
     let mut g = Group::new("1", false);
     g.in_order();
-    // By the folder of the cluster, too.
+    // The command also finds the servers by the cluster's folder.
     assert!(
         ok(&strake().args(["mds", "list", "--dir"]).arg(g.dir()).output().unwrap())
             .contains("leader")
@@ -387,13 +388,13 @@ fn what_cannot_be_is_refused_with_words() {
         refused(&g.mds_at(&other, "client.key", "5", command), &["client.key", "a key of clients"]);
     }
     drop(b);
-    // An id that is taken.
+    // A new server with an id that is taken.
     let (file, at) = g.configure(2);
     g.extra.push(Some((g.start(&file), file)));
     until("it is refused", || {
         text(&g.mds(&["add", &at]).stderr).contains("never used before, such as 4")
     });
-    // Without a majority the list tells what is known, and no change is made.
+    // Without a majority `list` shows what is known, and changes are refused.
     let members = g.list();
     for id in [1, 2] {
         kill(&fs::read_to_string(g.pid_file(&format!("mds{id}"))).unwrap());
@@ -412,7 +413,7 @@ fn what_cannot_be_is_refused_with_words() {
     );
 }
 
-/// A server's own options and the commands for the group do not mix.
+/// The options that run a server and the commands for the group cannot be mixed.
 #[test]
 fn running_a_server_and_managing_them_are_told_apart() {
     let run = |args: &[&str]| {

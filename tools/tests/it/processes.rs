@@ -269,7 +269,7 @@ fn a_storage_server_that_no_road_leads_to_holds_up_only_what_is_on_it() {
     while !small.status().to_string().contains("rdma:127.0.0.1:9") {
         std::thread::sleep(Duration::from_millis(50));
     }
-    // The next daemon of a mount that is there.
+    // The next daemon of an existing mount.
     let mount = fs::read_to_string(small.dir.join("run/mount.pid")).unwrap();
     let daemon =
         || fs::read_to_string(format!("/proc/{0}/task/{0}/children", mount.trim())).unwrap();
@@ -283,7 +283,7 @@ fn a_storage_server_that_no_road_leads_to_holds_up_only_what_is_on_it() {
         .unwrap();
     assert_eq!(ok(&read), "there");
     assert_ne!(daemon(), former);
-    // A mount that begins is refused if a road was asked for.
+    // A new mount is refused if the required transport is missing.
     let second = small.dir.with_file_name("second");
     fs::create_dir(&second).unwrap();
     let start = |more: &[&str]| {
@@ -331,7 +331,8 @@ fn a_peer_or_a_log_reader_that_goes_ends_nobody() {
             .unwrap();
         assert!(pipes_of(pid).0, "{role} dies of a connection that closes");
     }
-    // A mount in the background outlives the command that started it, and whoever read its output.
+    // A mount in the background outlives the command that started it, and the reader of that
+    // command's output.
     let second = small.dir.with_file_name("second");
     fs::create_dir(&second).unwrap();
     let config = small.dir.join("mount.toml");
@@ -347,7 +348,8 @@ fn a_peer_or_a_log_reader_that_goes_ends_nobody() {
     });
     let pipes = daemon.map(pipes_of);
     let written = fs::write(second.join("f"), b"x");
-    // Before anything is asserted: to clear away a folder with a mount in it waits for the cluster.
+    // Unmount before any assert: removing the test's folder with a mount in it would wait for the
+    // cluster.
     ok(&strake().arg("umount").arg(&second).output().unwrap());
     written.unwrap();
     let (ignores, stderr) = pipes.expect("the mount's process");
@@ -359,10 +361,8 @@ fn a_peer_or_a_log_reader_that_goes_ends_nobody() {
     }
 }
 
-/// A mount that dies between a write and the report of its size leaves bytes beyond the end. The
-/// next one is told by the dead one's lifeline, so nothing here waits for a session's term. Between
-/// execve(2) and the program's first instruction its files are closed, which may wait for servers;
-/// whoever reads `/proc/PID/stat` of it waits, too.
+/// Between execve(2) and its first instruction a program's files are closed, which may wait for
+/// servers. Reading `/proc/PID/stat` of such a program waits, too.
 #[test]
 fn programs_begin_with_files_of_a_mount_whose_servers_stand_still() {
     if !can_mount() {
@@ -373,7 +373,7 @@ fn programs_begin_with_files_of_a_mount_whose_servers_stand_still() {
     let pid = |name: &str| fs::read_to_string(small.dir.join(format!("run/{name}.pid"))).unwrap();
     let open: Vec<fs::File> =
         (0..4).map(|i| fs::File::create(small.mnt.join(format!("f{i}"))).unwrap()).collect();
-    // So that the storage servers have heard of their chains.
+    // This makes sure that the storage servers know their chains.
     open.iter().for_each(|mut f| f.write_all(&[1; 5000]).unwrap());
     signal(&pid("mds1"), Signal::STOP);
     for mut f in &open {
@@ -395,6 +395,9 @@ fn programs_begin_with_files_of_a_mount_whose_servers_stand_still() {
     assert!(early.is_err(), "nothing was waited for");
 }
 
+/// A mount that dies between a write and the report of its size leaves bytes beyond the end. The
+/// next mount sees by the dead one's lifeline that it has ended, so nothing here waits for a
+/// session's term.
 #[test]
 fn what_a_killed_mount_wrote_beyond_the_end_never_shows() {
     if !can_mount() {
@@ -422,7 +425,7 @@ fn what_a_killed_mount_wrote_beyond_the_end_never_shows() {
     kill(&pid);
     drop(open);
     ok(&small.up(&mount));
-    // At once, not after its term.
+    // The old session ends at once, not after its term.
     let status = small.status();
     let servers = status["servers"].as_array().unwrap();
     let leader = servers

@@ -1,6 +1,6 @@
-//! The scrub on real processes: bytes that decay beneath a running server are found, repaired where
-//! there is another copy, and told by path and offset; without one they are an error, never other
-//! bytes.
+//! The scrub on real processes. It finds bytes that decay on the device of a running server,
+//! reports them by path and offset, and repairs them from another copy. Without another copy a read
+//! is an error, never wrong bytes.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
 use std::{
@@ -40,7 +40,7 @@ impl Small {
         strake().arg("scrub").args(args).arg("--dir").arg(self.dir()).output().unwrap()
     }
 
-    /// A pass of all targets to its end.
+    /// Runs a scrub pass on all targets to its end.
     #[track_caller]
     fn pass(&self, exit: i32) -> Value {
         let out = self.scrub(&["start", "--wait", "--json"]);
@@ -48,7 +48,7 @@ impl Small {
         serde_json::from_slice(&out.stdout).unwrap()
     }
 
-    /// Where on the device of a storage server a block with these bytes lies.
+    /// The device of a storage server, and the offsets of blocks with these bytes on it.
     fn find(&self, oss: u32, block: &[u8]) -> (File, Vec<u64>) {
         let path = self.dir().join(format!("oss{oss}/target0/data"));
         let data = File::options().read(true).write(true).open(path).unwrap();
@@ -58,7 +58,7 @@ impl Small {
         (data, found)
     }
 
-    /// Inverts a byte of each block like this one. How many there were.
+    /// Inverts a byte of each block with these bytes. Returns how many there were.
     fn damage(&self, oss: u32, block: &[u8]) -> usize {
         let (data, found) = self.find(oss, block);
         found.iter().for_each(|at| data.write_all_at(&[!block[1234]], at + 1234).unwrap());
@@ -73,7 +73,7 @@ impl Drop for Small {
     }
 }
 
-/// Offsets of the blocks of a sparse file that are there.
+/// Offsets of the stored blocks of a sparse file.
 fn stored(f: &File) -> Vec<u64> {
     use rustix::fs::{SeekFrom, seek};
     let mut all = Vec::new();
@@ -102,7 +102,7 @@ fn skipped() -> bool {
     skipped
 }
 
-/// The findings of all targets, with the number of theirs.
+/// The findings of all targets, each with its target id.
 fn findings(status: &Value) -> Vec<(u64, Value)> {
     let each = |t: &Value| {
         let (id, list) = (t["target"].as_u64().unwrap(), t["findings"].as_array().unwrap().clone());
@@ -129,7 +129,8 @@ fn decay_is_repaired_from_the_other_copy_and_named_by_path_and_offset() {
             .iter()
             .all(|t| t["pass"] == 1 && t["bytes"].as_u64() > Some(6_000_000))
     );
-    // One block on the one server, another one, in the second chunk of 4 MiB, on the other.
+    // Damage one block on one server, and another, in the second chunk of 4 MiB, on the other
+    // server.
     let places = [(1, 100 * BLOCK), (2, 1300 * BLOCK)];
     for (oss, at) in places {
         assert_eq!(c.damage(oss, &want[at..at + BLOCK]), 1);
@@ -155,7 +156,7 @@ fn decay_is_repaired_from_the_other_copy_and_named_by_path_and_offset() {
         );
     }
     assert_eq!(found.len(), 2);
-    // In the servers' logs, too.
+    // The findings are in the servers' logs, too.
     let log = || {
         (1..=2)
             .map(|n| fs::read_to_string(c.dir().join(format!("logs/oss{n}.log"))).unwrap())
@@ -168,7 +169,8 @@ fn decay_is_repaired_from_the_other_copy_and_named_by_path_and_offset() {
         assert!(std::time::Instant::now() < until, "{lines:?} in {}", log());
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
-    // The same for people, and in the status; and not a second time.
+    // The findings also appear in the readable output and in the status; a second pass reports
+    // nothing new.
     let out = ok(&c.scrub(&[]));
     assert!(
         out.contains("/data/samples: 4096 bytes at 409600, ")
@@ -224,7 +226,7 @@ fn without_another_copy_it_is_an_error_and_the_scrub_says_what_is_lost() {
     );
     let again = findings(&c.pass(4));
     assert_eq!(again.len(), 1, "reported once");
-    // Servers that were killed know it when they are started again.
+    // Killed servers still know the findings after a restart.
     for oss in 1..=2 {
         crate::common::kill(
             &fs::read_to_string(c.dir().join(format!("run/oss{oss}.pid"))).unwrap(),
@@ -244,8 +246,8 @@ fn without_another_copy_it_is_an_error_and_the_scrub_says_what_is_lost() {
         "{}",
         text(&status.stdout)
     );
-    // Another look from the mount, past its caches: an error where it is lost, the bytes everywhere
-    // else.
+    // Read again through the mount, past its caches: an error at the lost block, the right bytes
+    // elsewhere.
     let umount = |dir: &Path| strake().arg("umount").arg(dir).output().unwrap();
     ok(&umount(&c.mnt()));
     ok(&strake().args(["up", "--dir"]).arg(c.dir()).output().unwrap());
@@ -255,7 +257,7 @@ fn without_another_copy_it_is_an_error_and_the_scrub_says_what_is_lost() {
     assert_eq!(e.raw_os_error(), Some(libc::EIO), "{e}");
     f.read_exact_at(&mut block, 5_000_000).unwrap();
     assert!(block == want[5_000_000..][..BLOCK]);
-    // Stopped, it does nothing; then the file is written anew and nothing is lost any more.
+    // A stopped scrub does nothing. When the file is written again, nothing is lost any more.
     let s: Value = serde_json::from_slice(&c.scrub(&["stop", "--json"]).stdout).unwrap();
     assert!(
         s["targets"]

@@ -1,4 +1,4 @@
-//! Sealed files on a real cluster: what a damaged device makes of them, and that seals outlive all
+//! Sealed files on a real cluster: a damaged device is detected, and seals survive a restart of all
 //! processes.
 
 use std::{
@@ -74,7 +74,7 @@ fn lfs(args: &[&str], path: &Path) -> Output {
     strake().arg("lfs").args(args).arg(path).output().unwrap()
 }
 
-/// Bytes of which no two blocks are alike.
+/// Bytes in which no two blocks are equal.
 fn pattern(len: usize) -> Vec<u8> {
     let mut x = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = || {
@@ -115,7 +115,7 @@ fn a_flipped_bit_is_named_with_its_extent_and_seals_outlive_the_servers() {
     fs::create_dir(&dir).unwrap();
     let (good, bad) = (dir.join("good"), dir.join("bad"));
     fs::write(&good, &bytes[..EXTENT + 1]).unwrap();
-    // Other blocks than the first file's.
+    // Blocks that differ from those of the first file.
     let others: Vec<u8> = bytes.iter().map(|b| !b).collect();
     fs::write(&bad, &others).unwrap();
     let sums = ok(&lfs(&["seal", "-r"], &dir));
@@ -134,7 +134,7 @@ fn a_flipped_bit_is_named_with_its_extent_and_seals_outlive_the_servers() {
     ok(&c.up());
     ok(&lfs(&["verify"], &dir));
     ok(&c.down());
-    // In the last block of the second extent.
+    // Damage the last block of the second extent.
     let at = 2 * EXTENT - 4096;
     assert_eq!(flip(&c.device(), &others[at..at + 4096]), 1);
     ok(&c.up());
@@ -155,14 +155,14 @@ fn a_flipped_bit_is_named_with_its_extent_and_seals_outlive_the_servers() {
     assert_eq!((&finding["offset"], &finding["length"]), (&EXTENT.into(), &EXTENT.into()), "{v:#}");
     assert_eq!(file["sha256"], Value::Null);
 
-    // Still immutable, and its manifest still says what it was.
+    // The file is still immutable, and its manifest still describes the original bytes.
     assert_eq!(fs::write(&bad, "new").unwrap_err().raw_os_error(), Some(libc::EPERM));
     assert_eq!(fs::remove_file(&bad).unwrap_err().raw_os_error(), Some(libc::EPERM));
     assert_eq!(ok(&lfs(&["seal", "--sums", "-r"], &dir)), sums);
     let out = strake().args(["lfs", "verify", "--sums"]).arg(&list).output().unwrap();
     assert_eq!(out.status.code(), Some(libc::EIO));
 
-    // Undone, what can be read is right again, and what cannot be read is not sealed.
+    // After the seal is undone, a file that cannot be read cannot be sealed; a rewritten file can.
     ok(&lfs(&["seal", "--undo"], &bad));
     refused(&lfs(&["seal"], &bad), &["Input/output error", "at byte", "it is not sealed"]);
     fs::write(&bad, &others).unwrap();

@@ -1,5 +1,5 @@
-//! Attacks by who has more patience than rights, on clusters of real processes: lists that are much
-//! work, connections that say nothing, frames that stop. Others are served on meanwhile.
+//! Attacks by clients with few rights, on clusters of real processes: operation lists that cost
+//! much work, silent connections, incomplete frames. Other clients must still be served.
 //! `cluster-tests/attacks` has a command for each.
 
 #[allow(dead_code, reason = "some of it is for other tests")]
@@ -30,7 +30,7 @@ use tokio::runtime::Runtime;
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Where the servers of a role listen.
+/// Addresses of the servers of a role.
 fn servers_of(dir: &Path, role: &str) -> Vec<Endpoint> {
     let of = |n: u32| {
         let text = fs::read_to_string(dir.join(format!("{role}{n}.toml"))).ok()?;
@@ -40,7 +40,7 @@ fn servers_of(dir: &Path, role: &str) -> Vec<Endpoint> {
     (1..10).map_while(of).collect()
 }
 
-/// A mounted cluster, stopped when dropped, and what an attacker has of it.
+/// A mounted cluster, stopped when dropped, and the attacker's access to it.
 struct Victim {
     root: tempfile::TempDir,
     runtime: Runtime,
@@ -53,7 +53,7 @@ impl Victim {
             println!("skipped: /dev/fuse is missing");
             return None;
         }
-        // Each silent connection is a descriptor here, too.
+        // Each silent connection needs a descriptor in this process, too.
         let mut files = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         files.current = files.maximum;
         rustix::process::setrlimit(rustix::process::Resource::Nofile, files).unwrap();
@@ -114,7 +114,7 @@ impl Victim {
         let m = Message::new(op, body.encode_to_vec());
         Ok(R::decode(self.runtime.block_on(c.call(m, LONG))?.body).unwrap())
     }
-    /// A connection to the server that leads, and where that is.
+    /// The address of the leader, and a connection to it.
     fn leader(&self) -> (Endpoint, Arc<dyn Connection>) {
         let began = Instant::now();
         while began.elapsed() < LONG {
@@ -162,7 +162,7 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// Runs a list as a user; what the last operation was answered.
+    /// Runs an operation list as a user; returns the answer to the last operation.
     fn run(
         &mut self,
         creds: &pb::Creds,
@@ -188,7 +188,7 @@ impl Session<'_> {
     }
 }
 
-/// How long looks at names take that nobody knows.
+/// Looks up names that do not exist for `lasts`; returns the longest lookup.
 fn looks(mount: &Path, lasts: Duration) -> Duration {
     let (began, mut worst, mut n) = (Instant::now(), Duration::ZERO, 0);
     while began.elapsed() < lasts {
@@ -201,7 +201,7 @@ fn looks(mount: &Path, lasts: Duration) -> Duration {
     worst
 }
 
-/// Has somebody look at names on the mount while `attack` runs; the longest look.
+/// Looks up names on the mount while `attack` runs; returns the longest lookup.
 fn looks_while(mount: &Path, attack: impl FnOnce()) -> Duration {
     let over = Arc::new(AtomicBool::new(false));
     let (mount, ends) = (mount.to_path_buf(), over.clone());

@@ -1,4 +1,4 @@
-//! Data moves between targets under a mount that is used: `strake target` and `strake node`.
+//! Data moves between targets under a mount in use: `strake target` and `strake node`.
 
 use std::{
     fs,
@@ -18,8 +18,8 @@ use crate::common::{ok, refused, strake, text};
 use serde_json::Value;
 use strake_faults::{Lossy, Rule};
 
-/// Writes one file after the other, in place and anew, and reads each back, until it is told to
-/// stop.
+/// Writes one file after the other, in place and as new files, and reads each back, until `stop` is
+/// set.
 fn work(at: PathBuf, stop: &AtomicBool) -> usize {
     let mut rounds = 0;
     while !stop.load(Ordering::Relaxed) {
@@ -46,7 +46,7 @@ fn targets_are_emptied_replaced_and_removed_while_files_are_written() {
     let all_right =
         || (0..40).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
 
-    // One is emptied; it is alive, so it is not taken out yet.
+    // A target is drained. It is alive, so it cannot be removed yet.
     let first = c.target_of(1);
     let said = ok(&c.run(&["target", "drain", &first.to_string()]));
     assert!(said.contains("are empty"), "{said}");
@@ -54,12 +54,12 @@ fn targets_are_emptied_replaced_and_removed_while_files_are_written() {
     assert!(t["replicas"] == 0 && t["draining"] == true && t["alive"] == true, "{t}");
     refused(&c.run(&["target", "remove", &first.to_string()]), &["is alive"]);
     all_right();
-    // What it had goes from it.
+    // Its data is deleted from it.
     c.until("its bytes are gone", || c.target(first)["used"].as_u64().unwrap() < 4 << 20);
     c.kill_oss(1);
     c.until("it is dead", || c.target(first)["alive"] == false);
-    // Of two that it is told of it takes one, and can be told the same again; but not of one that
-    // never was.
+    // Of two named targets one can be removed, and the same command may be repeated. An id that
+    // never existed is refused.
     let other = c.target_of(2).to_string();
     let stays = format!("target {other} cannot be taken out");
     refused(&c.run(&["target", "remove", &first.to_string(), &other]), &[&stays]);
@@ -69,7 +69,7 @@ fn targets_are_emptied_replaced_and_removed_while_files_are_written() {
     refused(&c.run(&["target", "remove", "99"]), &["target 99 is not registered"]);
     all_right();
 
-    // All of a server, without waiting; then it stays after all.
+    // All targets of a server are drained without waiting; then the server is kept after all.
     let second = c.target_of(2);
     ok(&c.run(&["node", "drain", "oss2", "--no-wait"]));
     c.until("all has moved", || c.target(second)["replicas"] == 0);
@@ -95,14 +95,15 @@ fn a_dead_target_is_replaced_by_another_and_what_cannot_move_is_said() {
     refused(&c.run(&["node", "drain", "nobody"]), &["there is no storage server 'nobody'", "oss1"]);
     c.kill_oss(1);
     c.until("it is dead", || c.target(dead)["alive"] == false);
-    // Its chains of two copies are filled elsewhere; a chain of one cannot be, and that is said.
+    // Its chains with two copies are resynced elsewhere. A chain with one copy cannot be, and the
+    // command says so.
     let out = c.run(&["target", "replace", &dead.to_string(), &heir.to_string()]);
     refused(&out, &["nothing moves any more", "nobody alive is in sync"]);
     (0..30).for_each(|i| {
         assert!(fs::read(c.mnt().join(format!("f{i}"))).unwrap() == data(i), "file {i}")
     });
-    // Given up, what only it had is lost: nothing, here. It comes back all the same and is kept,
-    // and what is left moves, too.
+    // After a give-up, data that only it had is lost; here there is none. The target comes back, is
+    // kept, and then its remaining data moves, too.
     let said = ok(&c.run(&["target", "give-up", &dead.to_string()]));
     assert!(said.contains("nobody else had chains"), "{said}");
     assert_eq!(c.target(dead)["replicas"], 0);
@@ -177,7 +178,7 @@ fn a_target_is_added_to_a_server_that_serves() {
     assert!(ok(&add(&config, &new, &gib)).contains("target 4 is new"));
     c.until("it takes its part", || c.target(4)["replicas"].as_u64() > Some(0));
     assert!(c.target(4)["server"] == "oss3");
-    // It is there again after a restart.
+    // The target is there again after a restart.
     server.0.kill().unwrap();
     server.0.wait().unwrap();
     refused(
@@ -219,7 +220,8 @@ fn a_disk_that_is_missing_costs_its_target_alone_and_one_that_is_lost_no_empty_c
         .replace("[[oss.targets]]", "[[oss.targets]]\ncreate = false");
     assert!(no_create.contains("create = false"), "{no_create}");
 
-    // Its folder is not there when the server starts: the other one serves, and the process stays.
+    // The target's folder is missing when the server starts: the other target serves, and the
+    // process stays.
     let (own, away) = (c.dir().join("oss1/target0"), c.root.path().join("away"));
     c.kill_oss(1);
     fs::rename(&own, &away).unwrap();
@@ -243,7 +245,7 @@ fn a_disk_that_is_missing_costs_its_target_alone_and_one_that_is_lost_no_empty_c
     assert_eq!(said.status.code(), Some(2));
     assert!(text(&said.stdout).contains("is out of service"), "{}", text(&said.stdout));
     all_right();
-    // Put back, it is taken in.
+    // When the folder is put back, the target comes into service.
     let pid = server.0.id();
     fs::rename(&away, &own).unwrap();
     c.until("it is back", || served() == 2 && refused().is_empty());
@@ -251,8 +253,8 @@ fn a_disk_that_is_missing_costs_its_target_alone_and_one_that_is_lost_no_empty_c
     c.until("all is whole", || c.run(&["status"]).status.success());
     all_right();
 
-    // Its disk is gone for good, and with it the only replicas of empty chains. Nothing is lost,
-    // and nothing is said to be.
+    // The target's disk is gone for good, and with it the only replicas of empty chains. Nothing is
+    // lost, and nothing is reported as lost.
     server.0.kill().unwrap();
     server.0.wait().unwrap();
     fs::rename(&own, &away).unwrap();
@@ -271,7 +273,7 @@ fn a_disk_that_is_missing_costs_its_target_alone_and_one_that_is_lost_no_empty_c
     ok(&c.run(&["target", "remove", &dead.to_string()]));
     all_right();
     server.again(&elsewhere);
-    // Its configuration does not name it any more: SIGHUP, and nothing is missing.
+    // The target is removed from the server's configuration: after a SIGHUP nothing is missing.
     let rest = fs::read_to_string(&elsewhere).unwrap();
     let (head, targets) = rest.split_once("[[oss.targets]]").unwrap();
     let others: Vec<&str> =
@@ -298,7 +300,8 @@ impl Server {
             strake().arg("oss").arg("--config").arg(config).stdin(Stdio::null()).spawn().unwrap(),
         )
     }
-    /// If it has ended: the one before may not have let go of its targets yet.
+    /// Starts the server again if it has ended: the previous process may not have released the
+    /// targets yet.
     fn again(&mut self, config: &Path) {
         if self.0.try_wait().unwrap().is_some() {
             *self = Server::start(config);
@@ -315,7 +318,7 @@ impl Drop for Server {
 
 #[test]
 fn a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked() {
-    // All devices on file systems of one kind, the first server's on its own.
+    // All devices are on file systems of the same kind; the first server has its own.
     let roots = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let [disk, others] = match roots.each_ref().map(|r| Lossy::new(r.path(), Rule::Journal)) {
         [Ok(disk), Ok(others)] => [disk, others],
@@ -341,7 +344,7 @@ fn a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked() {
         let (at, stop) = (c.mnt(), stop.clone());
         thread::spawn(move || work(at, &stop))
     };
-    // As long as it takes to know what is usual; nobody is slow.
+    // Long enough for the servers to learn the usual latency; no target is slow.
     thread::sleep(Duration::from_secs(12));
     assert!(
         c.targets().iter().all(|t| t["slow"].is_null() && t["draining"] == false),
@@ -370,7 +373,7 @@ fn a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked() {
     assert!(worker.join().unwrap() > 20);
     (0..30).for_each(|i| assert!(fs::read(file(i)).unwrap() == data(i), "file {i}"));
 
-    // Whatever it does now, it stays.
+    // After `keep` the target stays, even if it stays slow.
     ok(&c.run(&["target", "keep", &slow.to_string()]));
     thread::sleep(Duration::from_secs(12));
     let t = c.target(slow);

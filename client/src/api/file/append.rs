@@ -1,5 +1,5 @@
-//! Appends, and those that come in pieces: the kernel cuts what a program writes by one call into
-//! requests, and others must not get in between.
+//! Appends, including appends in pieces: the kernel cuts one write(2) of a program into several
+//! requests, and no other write may get between them.
 
 use std::time::Duration;
 
@@ -14,33 +14,34 @@ use crate::{
     locks::End,
 };
 
-/// Without a lock, nobody is told the size of the file while an append goes on in pieces: after so
-/// long the lock is taken.
+/// While an append goes on in pieces without a lock, no other client is told the size of the file.
+/// After this time the lock is taken.
 const UNLOCKED: Duration = Duration::from_millis(500);
-/// Bytes that go in one go at most: no write(2) is longer, so what follows is another.
+/// The most bytes of one append: no write(2) is longer, so what follows belongs to another call.
 const LONGEST: u64 = 2 << 30;
 
 /// A piece of an append.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// The call that it is a piece of: the same for its pieces, another for every other call as far
-    /// as that can be told.
+    /// Identifies the call that this is a piece of: the same for all its pieces and, as far as can
+    /// be told, different for every other call.
     pub call: (u32, u64),
-    /// Where the caller believes that it goes; its pieces follow each other there.
+    /// Where the caller believes that the piece goes; the pieces of a call are contiguous there.
     pub offset: u64,
-    /// Another piece may come.
+    /// Whether another piece may follow.
     pub more: bool,
 }
 
-/// What became of an append.
+/// The outcome of an append.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Landed {
-    /// Where it went.
+    /// Where the bytes were written.
     pub offset: u64,
     /// Bytes written, fewer than given when space ran out or at the largest size of a file.
     pub len: usize,
-    /// The end of the file is kept for the next piece: until it is here, [`File::end_append`] is
-    /// called with this number, or [`crate::Config::append_hold`] is over.
+    /// Set when the end of the file is kept for the next piece. It is kept until that piece
+    /// arrives, [`File::end_append`] is called with this number, or [`crate::Config::append_hold`]
+    /// is over.
     pub kept: Option<u64>,
 }
 
@@ -48,9 +49,9 @@ pub struct Landed {
 pub(super) struct Tail {
     number: u64,
     call: (u32, u64),
-    /// Where the caller believes that the next one goes.
+    /// Where the caller believes that the next piece goes.
     next: u64,
-    /// Since the first piece.
+    /// The time of the first piece.
     since: Instant,
     bytes: u64,
     end: End,
@@ -64,8 +65,8 @@ impl Tail {
 }
 
 impl File {
-    /// Writes at the end of the file; returns where. Appends never overlap, those of other clients
-    /// included.
+    /// Writes at the end of the file; returns the offset. Appends never overlap, including those of
+    /// other clients.
     pub async fn append(&self, data: Vec<Buf>) -> Result<u64> {
         let len = buffers::total(&data);
         let landed = self.append_piece(data, None, ()).await?;
@@ -75,8 +76,8 @@ impl File {
         Ok(landed.offset)
     }
 
-    /// As [`File::append`]; a piece goes directly behind the one before it if that is not too long
-    /// ago. Drops `until` as [`File::write_until`].
+    /// As [`File::append`]. A piece goes directly behind the one before it, if that one is recent
+    /// enough. Drops `until` as [`File::write_until`] does.
     pub async fn append_part(
         &self,
         data: Vec<Buf>,
@@ -108,18 +109,20 @@ impl File {
         self.0.core.shared.detached(appending).await
     }
 
-    /// Under which number the end of the file is kept for a piece of an append by this handle.
+    /// The number under which the end of the file is kept for the next piece of an append by this
+    /// handle.
     pub fn kept_end(&self) -> Option<u64> {
         self.0.tail.lock().as_ref().map(|t| t.number)
     }
 
-    /// The piece that the end of the file was kept for under this number does not come. Whether it
-    /// was kept until now.
+    /// Says that the piece for which the end of the file was kept under this number will not come.
+    /// Returns whether the end was still kept.
     pub fn end_append(&self, number: u64) -> bool {
         self.0.tail.lock().take_if(|t| t.number == number).is_some()
     }
 
-    /// Where the next append goes, with what keeps others away: kept since the last piece, or anew.
+    /// The end of the file for the next append, with the guards that keep other writers away: the
+    /// one kept since the last piece, or a new one.
     async fn tail(&self, kept: Option<Tail>, part: Option<&Part>) -> Result<Tail> {
         if let Some(mut t) = kept
             && (t.since.elapsed() < UNLOCKED && !self.0.core.pages.is_marked(self.0.inode.ino)
@@ -130,8 +133,8 @@ impl File {
         let (core, inode) = (&self.0.core, &self.0.inode);
         let one = inode.appending.clone().lock_owned().await;
         loop {
-            // First, so that the session is on record as a writer before the end is looked for; and
-            // a new one may wait for reports of others.
+            // The capability comes first, so that the session is on record as a writer before the
+            // end is looked up. A new session may also wait for reports of other clients.
             let session = core.files.capability(inode, true, None).await?.session;
             let end = core.lock_end(inode).await?;
             if end.session == session {
@@ -150,8 +153,7 @@ impl File {
     }
 
     async fn append_new(&self, data: Vec<Buf>, part: Option<Part>) -> Result<Landed> {
-        // Whoever appends by this handle now has done with the append before, unless this is a
-        // piece of it.
+        // A new append by this handle ends the one before, unless this is a piece of it.
         let mut kept = self.0.tail.lock().take().filter(|t| part.is_some_and(|p| t.is_for(&p)));
         let len = buffers::total(&data);
         loop {
@@ -159,7 +161,8 @@ impl File {
             let ino = self.0.inode.ino;
             let using = match self.0.core.pages.use_freely(ino) {
                 Some(using) => using,
-                // Others must be told the size meanwhile: who has pages may wait for it.
+                // Without the lock other clients must be told the size meanwhile: a holder of page
+                // locks may wait for it.
                 None if !self.0.core.lock_end_now(&self.0.inode, &mut tail.end).await => continue,
                 None => self.0.core.use_to_change(ino).await?,
             };
@@ -172,7 +175,7 @@ impl File {
             }
             let done = match self.write_now(offset, data.clone(), Way::only(tail.end.session)).await
             {
-                // With it the end was lost. Nothing was sent.
+                // The end was lost with the session. Nothing was sent.
                 Err(e) if e.code == Code::NoSession => {
                     handover::numbers().iter().for_each(|n| n.clear_append());
                     continue;
@@ -190,7 +193,7 @@ impl File {
         }
     }
 
-    /// Keeps the end of the file for the next piece; its number.
+    /// Keeps the end of the file for the next piece; returns its number.
     fn keep_end(&self, mut tail: Tail, len: usize) -> Option<u64> {
         let limit = self.0.core.shared.cfg.append_hold;
         if limit.is_zero() {
@@ -209,8 +212,8 @@ impl File {
         Some(number)
     }
 
-    /// An append that a former client of the mount had in work goes where it went. Others are told
-    /// of no size without it, so it waits for nobody.
+    /// An append that an earlier daemon of the mount had in progress is written again at the same
+    /// place. Other clients are told no size without it, so it waits for nothing.
     async fn append_again(&self, a: Appended, data: Vec<Buf>) -> Result<usize> {
         let lost = |e: Error| match e.code {
             Code::NoSession => Error::new(

@@ -1,4 +1,4 @@
-//! Whether there is space for more of a file.
+//! Checks whether there is space for more bytes of a file.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use strake_proto::{ChainId, Code, Error, Result, TargetId, layout::StripeMap, ma
 
 use super::File;
 
-/// What of so many new bytes of a range lies on each chain.
+/// How many of `new` bytes of a range lie on each chain.
 fn shares(stripes: &StripeMap, offset: u64, len: u64, new: u64) -> BTreeMap<ChainId, u64> {
     let mut of = BTreeMap::<ChainId, u64>::new();
     let row = stripes.stripe_size.saturating_mul(stripes.chains.len() as u64);
@@ -14,7 +14,7 @@ fn shares(stripes: &StripeMap, offset: u64, len: u64, new: u64) -> BTreeMap<Chai
         let sum = of.entry(chain).or_default();
         *sum = sum.saturating_add(n);
     };
-    // Whole rows of stripes are even.
+    // Whole rows of stripes are spread evenly.
     let rows = len / row;
     stripes.chains.iter().for_each(|c| add(*c, rows.saturating_mul(stripes.stripe_size)));
     stripes.split(offset, len % row).for_each(|p| add(p.chain, u64::from(p.len)));
@@ -24,7 +24,7 @@ fn shares(stripes: &StripeMap, offset: u64, len: u64, new: u64) -> BTreeMap<Chai
     of.into_iter().map(|(c, n)| (c, part(n))).collect()
 }
 
-/// Why so much more of each chain does not fit.
+/// The reason why so many more bytes of each chain do not fit, if they do not.
 fn lacking(map: &MapView, of: &BTreeMap<ChainId, u64>, space: &[pb::TargetSpace]) -> Option<Error> {
     let mut wanted = BTreeMap::<TargetId, u64>::new();
     for (chain, n) in of.iter().filter_map(|(c, n)| Some((map.chain(*c)?, n))) {
@@ -43,9 +43,9 @@ fn lacking(map: &MapView, of: &BTreeMap<ChainId, u64>, space: &[pb::TargetSpace]
 }
 
 impl File {
-    /// `ENOSPC` if the range does not fit where the file lies: each copy counts, and what is stored
-    /// of the range already does not. Nothing is reserved. What targets have free is what the
-    /// metadata servers heard last.
+    /// Returns `ENOSPC` if the range does not fit on the chains of the file. Every copy counts;
+    /// what is already stored of the range does not. Nothing is reserved. The free space of targets
+    /// is what the metadata servers heard last.
     pub async fn check_room(&self, offset: u64, len: u64) -> Result<()> {
         let (core, inode) = (&self.0.core, &self.0.inode);
         let client = crate::Client { core: core.clone() };
@@ -130,7 +130,7 @@ mod tests {
             let e = lacking(&map, &of, &space(short)).unwrap();
             assert!(e.code == Code::NoSpc && e.message.contains("free"), "{e}");
         }
-        // What is not known is not said.
+        // Unknown chains and targets cause no error.
         assert_eq!(lacking(&map, &BTreeMap::from([(99, 1)]), &space([0; 3])), None);
         assert_eq!(lacking(&map, &of, &[]), None);
     }

@@ -1,4 +1,4 @@
-//! Reading and writing foreign memory, a GPU's for one.
+//! Reading and writing foreign memory, such as a GPU's.
 
 use std::{
     ops::Range,
@@ -17,16 +17,17 @@ use crate::{
     read::cache::Change,
 };
 
-/// How often a write may find that others of this client write the same bytes.
+/// How often a write may find that other writes of this client touch the same bytes.
 const TURNS: usize = 8;
 
-/// A write that is under way: nothing that is kept of its range is good while it is, and if it is
-/// dropped in the middle nobody knows what is there.
+/// A write in progress. Cached bytes of its range are not valid meanwhile, and if it is dropped in
+/// the middle the content of the range is unknown.
 struct Writing<'a> {
     inode: &'a Inode,
     end: u64,
     _change: Change<'a>,
-    /// Requests that storage servers may have had: without any it changed nothing.
+    /// Requests that storage servers may have received. If there are none, the write changed
+    /// nothing.
     handed: AtomicI64,
     ended: bool,
 }
@@ -48,20 +49,20 @@ impl Drop for Writing<'_> {
 }
 
 impl File {
-    /// Reads `[offset, offset + into.len())`, as far as the file goes, into foreign memory: the
-    /// storage servers write there, over connections of their own, and no byte passes this process
-    /// but the few that came with an answer. Returns the pieces of the range, in order; of holes
-    /// nothing is written, so the caller clears them, and compares the sums. When this returns, or
-    /// is dropped, no server reaches the memory any more.
+    /// Reads `[offset, offset + into.len())`, up to the end of the file, into foreign memory. The
+    /// storage servers write there over separate connections; only bytes that came with an answer
+    /// pass through this process. Returns the pieces of the range, in order. Nothing is written for
+    /// holes, so the caller clears them, and the caller compares the checksums. When this returns,
+    /// or is dropped, no server can access the memory any more.
     ///
-    /// `EOPNOTSUPP` in a sentence where the storage servers are not reached by RDMA, or the memory
-    /// cannot be registered with the device that leads there; otherwise as of [`File::read`]. At
-    /// most 16 MiB.
+    /// Fails with `EOPNOTSUPP` and an explanation where the storage servers are not reached by
+    /// RDMA, or where the memory cannot be registered with the RDMA device that leads there;
+    /// otherwise with the errors of [`File::read`]. At most 16 MiB.
     pub async fn read_foreign(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
         check_len(into)?;
-        // What this client holds back is nowhere else.
+        // Dirty data of this client is on no server yet.
         h.core.writeback.send_held(&h.inode).await;
         let size = h.core.files.fresh_size(&h.inode).await?;
         h.inode.check_missing(h.since, &(offset..offset.saturating_add(into.len())))?;
@@ -74,15 +75,15 @@ impl File {
         h.core.storage.read_foreign(&h.inode, offset..end, &into.slice(0..end - offset)).await
     }
 
-    /// Writes foreign memory at `offset`, a multiple of 4 KiB: the storage servers read it, and
-    /// every byte is on disk in all replicas when this returns. That the file has grown is told to
-    /// the metadata server as after other writes: at the next fsync, or before this returns with
-    /// O_DSYNC or O_SYNC. `sums`: the CRC32C of each 4 KiB of it, the last of which may be shorter;
-    /// the servers store them and compare. When this returns, or is dropped, no server reaches the
-    /// memory any more; after an error each 4 KiB block of the file is old or new.
+    /// Writes foreign memory at `offset`, a multiple of 4 KiB: the storage servers read the memory,
+    /// and every byte is on disk in all replicas when this returns. A larger file size is reported
+    /// to the metadata server as after other writes: at the next fsync, or before this returns with
+    /// O_DSYNC or O_SYNC. `sums`: the CRC32C of each 4 KiB block of the memory (the last may be
+    /// shorter); the servers compare and store them. When this returns, or is dropped, no server
+    /// can access the memory any more; after an error each 4 KiB block of the file is old or new.
     ///
-    /// Errors as of [`File::read_foreign`], and as of [`File::write`]; `Resend`: what the servers
-    /// read are not the bytes that were summed.
+    /// Fails as [`File::read_foreign`] and [`File::write`] do, and with `Resend` when the bytes
+    /// that the servers read do not match the sums.
     pub async fn write_foreign(&self, offset: u64, from: &Foreign, sums: &[u32]) -> Result<()> {
         self.check(self.is_writable(), "writing")?;
         check_len(from)?;
@@ -102,7 +103,7 @@ impl File {
         let _using = core.use_to_change(inode.ino).await?;
         for _ in 0..TURNS {
             core.writeback.send_held(inode).await;
-            // What is not stable may be written once more, and must not be so over this.
+            // Unstable writes may be sent again, and must not overwrite this one.
             core.updates.flush_inode(inode.ino).await?;
             self.tell_errors(Teller::Write)?;
             let _turn = inode.ranges.lock(range.clone()).await;

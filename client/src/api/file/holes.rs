@@ -6,13 +6,13 @@ use super::{File, O_DSYNC, Teller};
 use crate::{read::cache::Change, write::back::Back};
 
 impl File {
-    /// Makes `[offset, offset + len)` zeros, without changing the size; whole blocks of 4 KiB take
-    /// no space any more. What it does is unstable like a write. `EINVAL` for a length of 0.
+    /// Makes `[offset, offset + len)` zeros without changing the size; whole 4 KiB blocks no longer
+    /// take space. The change is unstable like a write. `EINVAL` for a length of 0.
     pub async fn punch(&self, offset: u64, len: u64) -> Result<()> {
         self.punch_until(offset, len, ()).await
     }
 
-    /// As [`File::punch`]; drops `until` as [`File::write_until`].
+    /// As [`File::punch`]; drops `until` as [`File::write_until`] does.
     pub async fn punch_until(
         &self,
         offset: u64,
@@ -51,15 +51,15 @@ impl File {
         self.0.core.shared.detached(punching).await
     }
 
-    /// Where the first data at or behind `offset` begins. `ENXIO` if there is only a hole up to the
-    /// end, or `offset` is there. Bytes that nobody wrote, or that were punched, may be told to be
-    /// data; never the other way round.
+    /// The offset of the first data at or behind `offset`. `ENXIO` if there is only a hole up to
+    /// the end, or `offset` is not before the end. Bytes that were never written, or that were
+    /// punched, may be reported as data; data is never reported as a hole.
     pub async fn seek_data(&self, offset: u64) -> Result<u64> {
         self.seek(offset, true).await
     }
 
-    /// Where the first hole at or behind `offset` begins: the end of the file is one. `ENXIO` if
-    /// `offset` is not before it.
+    /// The offset of the first hole at or behind `offset`; the end of the file counts as one.
+    /// `ENXIO` if `offset` is not before the end.
     pub async fn seek_hole(&self, offset: u64) -> Result<u64> {
         self.seek(offset, false).await
     }

@@ -1,4 +1,5 @@
-//! Pages of memory mappings: bytes that their reader keeps, and bytes that were stored there.
+//! Pages of memory mappings: bytes that the kernel keeps after a read, and bytes that programs
+//! stored there.
 
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Result, SessionId};
@@ -11,21 +12,21 @@ use crate::{
     locks::pages::Mode,
 };
 
-/// Since when the bytes of a file are as they were read.
+/// The condition under which bytes that were read are still the file's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AsOf {
-    /// Nobody else has changed them as long as this is the file's tenure:
+    /// No other client has changed them as long as this is the file's tenure:
     /// [`crate::Client::tenure`].
     Tenure(u64),
-    /// Nobody else changes them as long as this lock is held: [`crate::Client::holds_pages`].
+    /// No other client changes them as long as this lock is held: [`crate::Client::holds_pages`].
     Locked(u64),
-    /// As long as its attributes have this `change`.
+    /// They are valid as long as the file's attributes have this `change`.
     Change(u64),
 }
 
 impl File {
-    /// As [`File::read`], for whoever keeps the bytes as long as they are as they were. `asked` is
-    /// called when nothing more is asked of the metadata servers. Nobody else changes the file
+    /// As [`File::read`], for a caller that keeps the bytes for as long as they stay valid. `asked`
+    /// is called when the metadata servers are not asked any more. No other client changes the file
     /// until the last part of what is returned is dropped.
     pub async fn read_to_keep(
         &self,
@@ -44,8 +45,8 @@ impl File {
                 core.files.fresh_size(inode).await?;
                 let using = core.pages.use_freely(inode.ino);
                 let begun = {
-                    // A recall's pages are taken back when this is over: either it is seen here, or
-                    // it waits for this page-in.
+                    // Pages that a recall revokes are taken back after this guard is dropped. So
+                    // either the recall is seen here, or it waits for this page-in.
                     let _telling = core.lease_cache.telling();
                     let known = core.files.known_size(inode);
                     using.zip(known).inspect(|_| asked())
@@ -66,7 +67,7 @@ impl File {
                 let bufs = self.read_below(inode.size(), None, offset, len).await?;
                 return Ok((bufs, AsOf::Locked(number), Some(using)));
             }
-            // Whoever is asked for the size may wait for the lock to be given up.
+            // The answer with the size may itself wait until this client gives up the lock.
             drop(using);
             core.files.fresh_size(inode).await?;
             core.pages.sized(inode.ino, number);
@@ -77,12 +78,12 @@ impl File {
         let (core, inode) = (&self.0.core, &self.0.inode);
         match core.lease_cache.tenure(core.shared.env.boot(), inode.ino) == Some(tenure) {
             true => AsOf::Tenure(tenure),
-            // Recalled meanwhile: they may be of before.
+            // There was a recall meanwhile: the bytes may be older than it.
             false => AsOf::Change(0),
         }
     }
 
-    /// Without the lock: others may store there.
+    /// Reads without the lock: other clients may store there.
     async fn read_unlocked(
         &self,
         offset: u64,
@@ -92,7 +93,7 @@ impl File {
         let h = &self.0;
         let size = h.core.files.fresh_size(&h.inode).await?;
         let leased = h.core.files.known_size(&h.inode).map(|(_, tenure)| tenure);
-        // Bytes that are read from here on are no older.
+        // Bytes that are read from here on are at least as new as this.
         let change = h.inode.attr().change;
         asked();
         let bufs = self.read_below(size, None, offset, len).await?;
@@ -100,8 +101,9 @@ impl File {
     }
 
     /// Writes back what was stored through a memory mapping of the file: as [`File::write`], but
-    /// the file does not get longer. What is beyond its end is dropped. `only`: `EIO`, and nothing
-    /// is written, in another session: it was stored before that was lost.
+    /// the file does not get longer, and bytes beyond its end are dropped. With `only`, fails with
+    /// `EIO` and writes nothing in any other session: the bytes were stored before that session was
+    /// lost.
     pub async fn write_mapped(
         &self,
         offset: u64,
@@ -113,7 +115,7 @@ impl File {
         let writing = async move {
             let (core, inode) = (&me.0.core, &me.0.inode);
             core.writeback.send_held(inode).await;
-            // Nobody else is asked: who asks for the file may wait for this.
+            // The metadata server is not asked: its answer may wait for this write.
             let end = inode.size().min(offset.saturating_add(data.len() as u64));
             if end <= offset {
                 return Ok(());
@@ -131,7 +133,8 @@ impl File {
                 && (tenure.is_none()
                     || core.lease_cache.tenure(core.shared.env.boot(), inode.ino) != tenure)
             {
-                // Somebody may have cut the file meanwhile: then there are bytes beyond its end.
+                // Another client may have truncated the file meanwhile: then there are bytes beyond
+                // its end.
                 inode.may_be_cut();
             }
             if n < len {

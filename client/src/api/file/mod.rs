@@ -48,20 +48,22 @@ use crate::{
 const O_TRUNC: u32 = 0o1000;
 const O_DSYNC: u32 = 0o10000;
 const O_DIRECT: u32 = 0o40000;
-/// Reads of fewer bytes do not keep buffers of the pool.
+/// Reads of fewer bytes than this are copied, so that the cache does not keep pool buffers for
+/// them.
 const SMALL: usize = 64 << 10;
 
-/// An open file. Clones are the same open file; the last one to go closes it, but only
-/// [`File::close`] tells whether the bytes are safe.
+/// An open file. All clones share the same open file. Dropping the last one closes it, but only
+/// [`File::close`] reports whether the bytes are safe.
 #[derive(Clone)]
 pub struct File(Arc<Handle>);
 
 /// How bytes are written.
 #[derive(Clone, Copy, Default)]
 struct Way {
-    /// `NoSession`, and nothing is sent, in another session.
+    /// With a session here, fails with `NoSession` and sends nothing in any other session.
     only: Option<SessionId>,
-    /// They are within the file as it was, and do not make it longer again if it was cut.
+    /// The bytes lie within the size that the file had, and do not make it longer again after a
+    /// truncate.
     within: bool,
 }
 
@@ -71,7 +73,7 @@ impl Way {
     }
 }
 
-/// Calls that tell of lost writes.
+/// The calls that report lost writes.
 #[derive(Clone, Copy)]
 enum Teller {
     Write,
@@ -84,23 +86,23 @@ struct Handle {
     inode: Arc<Inode>,
     creds: pb::Creds,
     flags: u32,
-    /// Until it is closed.
+    /// `Some` until the file is closed.
     open: Mutex<Option<Arc<Open>>>,
     ahead: Mutex<ReadAhead>,
-    /// Write-back errors of the inode that this handle's writes, syncs and closes have told, or
-    /// that came before it.
+    /// Per kind of call (write, sync, close): the write-back errors of the inode that this handle
+    /// has reported, or that came before the handle.
     told_errors: [AtomicU64; 3],
     closed: AtomicBool,
     /// See [`Inode::handle_opened`].
     since: u64,
-    /// An append of which more is to come.
+    /// An append of which more pieces may follow.
     tail: Mutex<Option<Tail>>,
 }
 
 impl Client {
     /// Opens a regular file. `flags` as on Linux: access mode, O_APPEND (use [`File::append`]),
-    /// O_TRUNC, O_DSYNC/O_SYNC (writes return when stable), O_DIRECT (no read-ahead). Linux's
-    /// `FMODE_EXEC`: the right to run it is enough.
+    /// O_TRUNC, O_DSYNC/O_SYNC (writes return when stable), O_DIRECT (no read-ahead). With Linux's
+    /// `FMODE_EXEC` the permission to execute is enough.
     pub async fn open(&self, creds: &pb::Creds, ino: Ino, flags: u32) -> Result<(File, pb::Attr)> {
         let (mut flags, exec) = (flags & !O_EXEC, flags & O_EXEC);
         if open_cache::is_kept(flags)
@@ -117,8 +119,8 @@ impl Client {
             let opening = core.metadata.opening(Some(ino), flags).await;
             let mut r =
                 ok(core.metadata.meta(&creds, vec![open(flags & (O_ACCMODE | O_APPEND))]).await?);
-            // Most programs may be read: those are opened as any file is, so that they can be kept
-            // open.
+            // Most executables can be read: try to open them like any other file first, so that the
+            // open can be cached.
             if exec != 0
                 && flags & O_ACCMODE == 0
                 && r.as_ref().is_err_and(|e| e.code == Code::Access)
@@ -133,13 +135,13 @@ impl Client {
         self.core.shared.detached(opening).await
     }
 
-    /// Whether a file is open in this client.
+    /// Whether a file is open in this client. A file that only the open cache holds is not.
     pub fn is_open(&self, ino: Ino) -> bool {
         self.core.files.live_inode(ino).is_some() && !self.core.open_cache.holds_alone(ino)
     }
 
-    /// Creates and opens a regular file in one request; opens it when it is there, unless
-    /// `exclusive` (`EEXIST`). `layout` goes over the directory's default.
+    /// Creates and opens a regular file in one request. Opens an existing one, unless `exclusive`
+    /// (`EEXIST`). `layout` overrides the directory's default.
     pub async fn create(
         &self,
         creds: &pb::Creds,
@@ -172,8 +174,9 @@ impl Client {
         self.core.shared.detached(opening).await
     }
 
-    /// Makes and opens a regular file without a name, as if in the directory `parent`. It is gone
-    /// when it is closed, unless [`Client::link`] gave it a name before, which `linkable` allows.
+    /// Creates and opens a regular file without a name, as if in the directory `parent`. It is
+    /// deleted when it is closed, unless [`Client::link`] gave it a name before, which `linkable`
+    /// allows.
     pub async fn tmpfile(
         &self,
         creds: &pb::Creds,
@@ -264,7 +267,7 @@ impl Core {
                     Ok(file)
                 }
                 Err(e) => {
-                    // The server counts it as open.
+                    // The server counts the file as open by this client.
                     self.metadata.counted_open(opening.since);
                     self.metadata.tell_closed(&[attr.ino], opening.since).await;
                     let session = self.metadata.current_session().map_or(0, |s| s.id);
@@ -283,7 +286,8 @@ impl Core {
         })
     }
 
-    /// The layout's arithmetic; with a newer map if it names chains that this one lacks.
+    /// The stripe arithmetic of a layout. Fetches a newer map if the layout names chains that this
+    /// one lacks.
     async fn resolve(self: &Arc<Self>, ino: Ino, layout: &pb::Layout) -> Result<StripeMap> {
         let map = self.shared.map();
         match StripeMap::resolve(ino, layout, &map) {
@@ -295,8 +299,8 @@ impl Core {
         }
     }
 
-    /// Fetches a range into the cache, in parts of a unit at most, as far as there is room. Returns
-    /// how far that was.
+    /// Fetches a range into the cache, in parts of at most a cache unit, as far as the cache has
+    /// space. Returns how far that was.
     fn prefetch(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
@@ -322,7 +326,7 @@ impl Core {
         range.end
     }
 
-    /// One part of a read: from the cache if it came, else from the servers.
+    /// One part of a read: from the cache if it has arrived there, else from the servers.
     fn fetch_part<'a>(
         self: &'a Arc<Self>,
         inode: &'a Inode,
@@ -338,7 +342,8 @@ impl Core {
                 }
                 Part::Fetch(range) => self.fetch(inode, tenure, range, reader).await,
                 Part::Coming(mut done, range) => {
-                    // An error means that the fetcher is gone; the range is then not here either.
+                    // An error means that the fetching task is gone; then the range is not cached
+                    // either.
                     let _ = done.wait_for(|d| *d).await;
                     let again = self.cache.lock().plan(inode.ino, tenure, range.clone(), reader);
                     match <[Part; 1]>::try_from(again) {
@@ -356,8 +361,8 @@ impl Core {
         })
     }
 
-    /// Bytes that are not here; they are kept, unless somebody is passing through who will not come
-    /// back.
+    /// Fetches bytes that are not cached. They are cached, unless the reader streams through the
+    /// file and will not read them again.
     async fn fetch(
         self: &Arc<Self>,
         inode: &Inode,
@@ -375,7 +380,8 @@ impl Core {
         Ok(bufs)
     }
 
-    /// All bytes written through this client are stable and the size is in the metadata log.
+    /// Returns when all bytes written through this client are stable and the size is in the
+    /// metadata log.
     pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
         self.writeback.send_held(inode).await;
         self.updates.fence(inode).await?;
@@ -384,7 +390,7 @@ impl Core {
     }
 }
 
-/// A fetch that the cache expects; given up when it is dropped.
+/// A fetch that the cache waits for; dropping it gives the fetch up.
 struct Expected<'a> {
     core: &'a Core,
     id: Option<u64>,
@@ -393,8 +399,8 @@ struct Expected<'a> {
 impl Expected<'_> {
     fn arrived(mut self, bufs: &[Buf]) {
         let Some(id) = self.id.take() else { return };
-        // Small ones are copied: kept for long they would leave no room in one piece for large ones
-        // between them.
+        // Small ones are copied: long-lived small buffers would leave the pool no contiguous space
+        // for large ones.
         let small = buffers::total(bufs) < SMALL && buffers::road(bufs).is_some();
         let kept = if small { vec![buffers::detached(bufs)] } else { bufs.to_vec() };
         self.core.cache.lock().arrived(id, Some(kept), Instant::now());
@@ -466,30 +472,30 @@ impl File {
         self.0.flags
     }
 
-    /// Who opened it, on whose behalf it is written.
+    /// The credentials of the opener, on whose behalf the file is written.
     pub fn opener(&self) -> &pb::Creds {
         &self.0.creds
     }
 
-    /// Attributes as last heard, with the size of this client's own writes. [`Client::getattr`]
-    /// asks.
+    /// The attributes as last heard, with the size that this client's own writes give.
+    /// [`Client::getattr`] asks the server.
     pub fn attr(&self) -> pb::Attr {
         self.0.inode.attr()
     }
 
-    /// The bytes of `[offset, offset + len)` below the end of the file, as segments in order; holes
-    /// as zeros.
+    /// The bytes of `[offset, offset + len)` below the end of the file, as segments in order. Holes
+    /// read as zeros.
     pub async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
-        // Under a lease the size says in which tenure the bytes are, too.
+        // Under a lease, the lookup of the size also says in which tenure the bytes are.
         let known = h.core.files.known_size(&h.inode).map(|(_, tenure)| tenure);
         let size =
             if known.is_some() { h.inode.size() } else { h.core.files.ask_size(&h.inode).await? };
         self.read_below(size, known, offset, len).await
     }
 
-    /// `tenure`: if it has just been looked up.
+    /// `tenure`: the tenure, if the caller has just looked it up.
     async fn read_below(
         &self,
         size: u64,
@@ -504,13 +510,14 @@ impl File {
             return Ok(Vec::new());
         }
         h.inode.check_placed()?;
-        // First: what arrives meanwhile is where the rest comes from.
+        // Look at dirty data first: if it is sent meanwhile, the read below gets it from the
+        // servers.
         let over = h.inode.back.look(&(offset..end));
         Counters::add(&h.core.shared.stats.read_bytes, end - offset);
         if covers(&over, &(offset..end)) {
             return Ok(over.into_iter().map(|(_, b)| b).collect());
         }
-        // What another may write must not be kept.
+        // Bytes that another client may write must not be cached.
         let known = tenure.or_else(|| Some(h.core.files.known_size(&h.inode)?.1));
         let bufs = match known.filter(|_| h.flags & O_DIRECT == 0 && !h.inode.is_doubtful()) {
             Some(tenure) => self.read_cached(offset..end, size, tenure).await?,
@@ -519,9 +526,9 @@ impl File {
         Ok(if over.is_empty() { bufs } else { overlay(&bufs, &(offset..end), over) })
     }
 
-    /// What [`File::read`] would return, if everything it needs is in memory: never waits. `None`:
-    /// ask `read`. Must be called where tasks can be spawned, because reading on may start the next
-    /// fetch.
+    /// Returns what [`File::read`] would, if everything is in memory: never waits. `None`: call
+    /// `read`. Must be called where tasks can be spawned, because a sequential read may start the
+    /// next fetch.
     pub fn read_ready(&self, offset: u64, len: usize) -> Option<Vec<Buf>> {
         let h = &self.0;
         self.check(h.flags & O_ACCMODE != O_WRONLY, "reading").ok()?;
@@ -545,7 +552,7 @@ impl File {
         for p in parts {
             match p {
                 Part::Here(bufs) => out.extend(bufs),
-                // Gone in this moment.
+                // The part left the cache just now.
                 Part::Coming(..) | Part::Fetch(_) => return None,
             }
         }
@@ -554,7 +561,8 @@ impl File {
         Some(out)
     }
 
-    /// Where the parts of a read come from. Has more read ahead if it is in order.
+    /// Plans where the parts of a read come from. Starts more read-ahead if the reads are
+    /// sequential.
     fn plan(&self, range: Range<u64>, size: u64, tenure: Tenure) -> (Vec<Part>, Reader) {
         let h = &self.0;
         let (ahead, in_order, expected) = {
@@ -589,7 +597,7 @@ impl File {
         Ok(out)
     }
 
-    /// As [`File::read`], copied. Returns the bytes read.
+    /// As [`File::read`], but copies into `dst`. Returns the number of bytes read.
     pub async fn read_into(&self, offset: u64, dst: &mut [u8]) -> Result<usize> {
         let mut at = 0;
         for b in self.read(offset, dst.len()).await? {
@@ -599,22 +607,22 @@ impl File {
         Ok(at)
     }
 
-    /// Writes `data` at `offset`: when it returns, every byte is with all in-sync replicas, in
-    /// memory or on disk (on disk with O_DSYNC or O_SYNC). Overlapping writes of one client land in
-    /// the order they were called. The buffers must not change any more.
+    /// Writes `data` at `offset`. When it returns, every byte is with all in-sync replicas, in
+    /// memory or on disk (on disk with O_DSYNC or O_SYNC). Overlapping writes of one client are
+    /// applied in the order of the calls. The buffers must not change any more.
     ///
-    /// Returns the bytes written: fewer than given only when space ran out on the way, or at the
-    /// largest size of a file (`EFBIG` for a write that begins there). After an error each 4 KiB
-    /// block is old or new.
+    /// Returns the number of bytes written: fewer than given only when space ran out on the way, or
+    /// at the largest size of a file (`EFBIG` for a write that begins there). After an error each 4
+    /// KiB block is old or new.
     ///
-    /// With [`crate::Config::write_back`] it may return before they are sent: then an error is told
-    /// by the next sync or close.
+    /// With [`crate::Config::write_back`] it may return before the bytes are sent: then the next
+    /// sync or close reports an error.
     pub async fn write(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
         self.write_until(offset, data, ()).await
     }
 
-    /// As [`File::write`]; drops `until` when nothing more of it can happen, also if the caller
-    /// goes away.
+    /// As [`File::write`]; drops `until` when the write can have no further effect, even if the
+    /// caller has gone away.
     pub async fn write_until(
         &self,
         offset: u64,
@@ -669,14 +677,14 @@ impl File {
         }
     }
 
-    /// As [`File::write_now`], while nobody else has pages of the file.
+    /// As [`File::write_now`], while no other client holds pages of the file.
     async fn write_alone(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
         let (core, ino) = (&self.0.core, self.0.inode.ino);
         loop {
             let using = core.use_to_change(ino).await?;
             let way = Way { only: using.session(), within: false };
             match self.write_now(offset, data.clone(), way).await {
-                // With it the lock was lost. What was sent was sent under it.
+                // The lock was lost with the session. What was sent was sent under the lock.
                 Err(e) if e.code == Code::NoSession && way.only.is_some() => {}
                 written => return written,
             }
@@ -698,7 +706,8 @@ impl File {
         }
         let end = offset + len as u64;
         let stable = h.flags & O_DSYNC != 0;
-        // Room first: who waits for it must not hold up the flush that makes it.
+        // Reserve memory first: waiting for it under the range lock would hold up the flush that
+        // frees it.
         let room = if stable { None } else { Some(h.core.updates.reserve(len).await?) };
         let _turn = h.inode.ranges.lock(offset..end).await;
         h.inode.begins(&(offset..end));
@@ -727,7 +736,7 @@ impl File {
         Ok(done as usize)
     }
 
-    /// The file is changed in nothing, but as if it were written: mtime, ctime and set-id bits.
+    /// Updates mtime, ctime and set-id bits as a write would, without writing bytes.
     pub fn touch(&self) -> Result<()> {
         self.check(self.is_writable(), "writing")?;
         self.0.inode.touched(&self.0.creds);
@@ -738,13 +747,14 @@ impl File {
         &self.0.inode
     }
 
-    /// Bytes of this file are lost to whoever wrote them: the next write, fsync and close of every
-    /// open file of it say so (`EIO`).
+    /// Records that bytes of this file are lost: the next write, fsync and close of every open file
+    /// of it fail with `EIO`.
     pub fn lost(&self, why: &str) {
         self.0.inode.fail_loudly(why);
     }
 
-    /// Cuts or extends the file. Returns when the bytes beyond are gone from every replica.
+    /// Truncates or extends the file. Returns when the bytes beyond the new size are gone from
+    /// every replica.
     pub async fn truncate(&self, size: u64) -> Result<pb::Attr> {
         self.check(self.is_writable(), "writing")?;
         let me = self.clone();
@@ -753,8 +763,8 @@ impl File {
         h.core.shared.detached(async move { me.0.core.setattr(&me.0.creds, set, true).await }).await
     }
 
-    /// The file reaches at least to `end`; what is new reads as zeros. Unlike [`File::truncate`] it
-    /// never cuts off what others write at the same time.
+    /// Makes the file reach at least to `end`; new bytes read as zeros. Unlike [`File::truncate`]
+    /// it never removes what others write at the same time.
     pub async fn extend(&self, end: u64) -> Result<pb::Attr> {
         self.check(self.is_writable(), "writing")?;
         if end > MAX_FILE_SIZE {
@@ -781,7 +791,7 @@ impl File {
         self.sync(Teller::Sync).await
     }
 
-    /// What close(2) does: as [`File::fsync`].
+    /// What close(2) does: the same as [`File::fsync`].
     pub fn flush<'a>(&'a self) -> BoxFuture<'a, Result<()>> {
         Box::pin(async move {
             self.check(true, "")?;
@@ -789,9 +799,9 @@ impl File {
         })
     }
 
-    /// Bytes that were written are lost, and this call is to tell so: the first sync or close, as
-    /// on Linux. What was lost by a restart of the mount is told by the first of each, and by the
-    /// first write.
+    /// Reports that bytes which were written are lost. The first sync or close reports it, as on
+    /// Linux. A loss by a restart of the mount is reported by the first sync, the first close and
+    /// the first write.
     fn tell_errors(&self, by: Teller) -> Result<()> {
         let told = &self.0.told_errors;
         let seen = told[by as usize].load(Relaxed);
@@ -814,7 +824,7 @@ impl File {
         self.0.core.shared.detached(syncing).await
     }
 
-    /// Flushes and closes, for all clones. The file is closed even when it fails.
+    /// Flushes and closes, for all clones. The file is closed even when this fails.
     pub fn close(self) -> BoxFuture<'static, Result<()>> {
         Box::pin(async move {
             if self.0.closed.swap(true, Relaxed) {
@@ -835,7 +845,7 @@ impl File {
     }
 }
 
-/// What of a write there is room for below the largest size; an error where there is none.
+/// The part of a write that fits below the largest size; an error where nothing fits.
 fn up_to_the_largest(offset: u64, data: Vec<Buf>) -> Result<Vec<Buf>> {
     let len = buffers::total(&data) as u64;
     match MAX_FILE_SIZE.saturating_sub(offset) {
@@ -845,19 +855,19 @@ fn up_to_the_largest(offset: u64, data: Vec<Buf>) -> Result<Vec<Buf>> {
     }
 }
 
-/// Tells the metadata server that a handle is gone.
+/// Tells the metadata server that a handle is closed.
 async fn forget(core: Arc<Core>, open: Open) {
     let inode = &open.inode;
     let (now, since) =
         (core.metadata.current_session().map(|s| s.id), core.metadata.reassertions());
     let counted = inode.closed(open.session, now);
     if inode.handles() == 0 {
-        // A killed program's write or append goes on by itself. Once this client is not on record,
-        // nobody looks out for it.
+        // The write or append of a killed program goes on by itself. Wait for it: once this client
+        // is no longer on record, nothing waits for its writes.
         drop((inode.appending.lock().await, inode.ranges.lock_all().await));
     }
-    // What a write that ran beside the close left. Nobody waits for it who may write next, once
-    // this client is not on record.
+    // Send the dirty data of a write that ran beside the close: once this client is no longer on
+    // record, the next writer does not wait for it.
     core.writeback.send_held(inode).await;
     if inode.handles() == 0 {
         core.leave_closed_pages(inode.ino).await;

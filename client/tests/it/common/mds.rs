@@ -1,5 +1,5 @@
-//! Metadata servers: one state behind three nodes of which one leads. One directory; just the
-//! operations the tests need.
+//! Metadata servers: one state behind three nodes, one of which leads. There is one directory, and
+//! only the operations the tests need.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -43,10 +43,9 @@ struct State {
     inodes: BTreeMap<u64, Inode>,
     sessions: BTreeMap<u64, Session>,
     opens: BTreeMap<(u64, u64), i64>,
-    /// Sessions that opened inodes for writing and have them open, with the number of the last
-    /// open.
+    /// Sessions (with inode) that have an inode open for writing, with the number of the last open.
     writers: BTreeMap<(u64, u64), u64>,
-    /// Until they say that they do not write them any more, not only close them.
+    /// Writers stay on record until they release the inode; a close alone is not enough.
     releases: bool,
     next: u64,
     now_ns: i64,
@@ -54,27 +53,30 @@ struct State {
     caps: u32,
     /// Mutations that ran, for exactly-once.
     ran: u64,
-    /// Who may remember what of an inode, and what each has yet to forget, by rising numbers.
+    /// The sessions that may cache an inode, and the inodes that each session must still forget, by
+    /// rising recall numbers.
     holders: BTreeMap<u64, BTreeSet<u64>>,
     owed: BTreeMap<u64, BTreeMap<u64, u64>>,
     recalls: u64,
-    /// Reports that were asked for and not made, by session and number, and whether they were sent.
+    /// Requested reports that are not made yet, by session and number: the inode, and whether the
+    /// request was sent.
     reports: BTreeMap<(u64, u64), (u64, bool)>,
-    /// How often it was said that one takes longer.
+    /// How often a client said that a report takes longer.
     worked: u64,
-    /// Who may append to an inode.
+    /// The session that holds the append lock of an inode.
     ends: BTreeMap<u64, u64>,
     /// META requests that were answered.
     asked: u64,
-    /// The next renewal that is no hello is answered without leases.
+    /// The answer to the next renewal that is not a hello grants no leases.
     denies: bool,
-    /// The next open is carried out and not answered for so long.
+    /// The answer to the next open is delayed this long, after the open took effect.
     late_open: Duration,
-    /// As all are.
+    /// Like `late_open`, for every open.
     slow_opens: Duration,
-    /// How often all was told that a session has open.
+    /// How often a session reasserted all its open files.
     reassertions: u64,
-    /// So many of those on connections that are in use are refused, and one is never heard.
+    /// This many reassertions on connections in use are refused. With `loses`, one gets no effect
+    /// and no answer.
     refuses: u32,
     loses: bool,
     /// Closes are refused.
@@ -140,7 +142,7 @@ impl Mds {
         s.holders.clear();
         s.owed.clear();
     }
-    /// The same server is elected again: it knows nothing of connections that were greeted before.
+    /// The same server is elected again: it does not know the connections that said hello before.
     pub fn elect_again(&self) {
         let mut s = self.state.lock();
         (s.denies, s.holders, s.owed) = (true, BTreeMap::new(), BTreeMap::new());
@@ -160,11 +162,11 @@ impl Mds {
     pub fn answer_next_open_after(&self, d: Duration) {
         self.state.lock().late_open = d;
     }
-    /// How often all was told that a session has open.
+    /// How often a session reasserted all its open files.
     pub fn reassertions(&self) -> u64 {
         self.state.lock().reassertions
     }
-    /// Of those on connections that are in use, from now on.
+    /// Refuses the next `n` reassertions on connections that are in use.
     pub fn refuse_reassertions(&self, n: u32) {
         self.state.lock().refuses = n;
     }
@@ -209,7 +211,7 @@ impl Mds {
         self.state.lock().cap_ms = at_ms;
     }
 
-    /// Asks whoever writes a file to report it; returns when that is done.
+    /// Asks the writers of a file to report it; returns when they have.
     pub async fn report(&self, ino: u64) {
         self.report_to(0, ino).await;
     }
@@ -231,7 +233,7 @@ impl Mds {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }
-    /// How often it was said that a report takes longer.
+    /// How often a client said that a report takes longer.
     pub fn worked(&self) -> u64 {
         self.state.lock().worked
     }
@@ -299,7 +301,7 @@ impl Mds {
         })
     }
 
-    /// Returns what a session is to forget once there is something.
+    /// Returns what a session must forget, as soon as there is something.
     async fn recall(&self, r: pb::RecallRequest) -> pb::RecallReply {
         let at_once = !r.reported.is_empty() || !r.working.is_empty();
         {
@@ -347,8 +349,8 @@ impl Mds {
         pb::RecallReply { recalls, reports, locks: Vec::new() }
     }
 
-    /// Answers when all others have forgotten what was changed, or did not in time. A size, when
-    /// others have reported theirs.
+    /// Answers once all other sessions have forgotten what was changed, or their time is over. A
+    /// request for attributes first waits until the other sessions have reported the size.
     async fn meta(&self, r: pb::MetaRequest) -> Result<pb::MetaReply> {
         for o in &r.ops {
             if let Some(Op::Getattr(g)) = &o.op {
@@ -384,7 +386,7 @@ impl Mds {
         Ok(reply)
     }
 
-    /// Whoever else may remember the inode is to forget it.
+    /// Recalls the inode from all other sessions that may cache it.
     fn changed(&self, s: &mut State, by: u64, ino: u64) {
         for holder in s.holders.remove(&ino).into_iter().flatten().filter(|h| *h != by) {
             s.recalls += 1;
@@ -504,7 +506,7 @@ impl Mds {
                 s.names.remove(&u.name[..]).ok_or_else(gone)?;
                 Ok(pb::OpResult::default())
             }
-            // In the one directory that there is.
+            // There is only one directory.
             Op::Rename(r) => {
                 self.changed(s, session, r.parent);
                 let ino = s.names.remove(&r.name[..]).ok_or_else(gone)?;
@@ -535,7 +537,7 @@ impl Mds {
                 i.attr.change += 1;
                 Ok(with(i))
             }
-            // Of the kind that appends take.
+            // Only the lock that appends take.
             Op::SetLock(l) => {
                 let holder = s.ends.get(&l.ino).copied();
                 if holder.is_some_and(|id| id != session) {
@@ -648,7 +650,7 @@ impl Service for Front {
                 pb::MapReply { map: (map.version > r.have).then_some(map) }.encode_to_vec()
             }
             opcode::META => self.0.meta(body(&m)).await?.encode_to_vec(),
-            // All may try again.
+            // All waiters may try again.
             opcode::LOCK_WAIT => {
                 tokio::time::sleep(Duration::from_millis(10)).await;
                 let r: pb::LockWaitRequest = body(&m);

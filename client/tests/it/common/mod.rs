@@ -1,6 +1,6 @@
 //! A small cluster in memory that speaks the real requests: three metadata servers over one state,
-//! and object servers with one target each over one state. Replication is immediate, so that what
-//! is tested is the client.
+//! and storage servers with one target each over one state. Replication is immediate, so that these
+//! tests exercise only the client.
 
 #![allow(dead_code)]
 
@@ -114,7 +114,7 @@ impl Cluster {
         self.mds.set_map(map);
     }
 
-    /// All rights that were given so far end.
+    /// Ends all capabilities that were given so far.
     pub fn end_rights(&self) {
         let caps = self.mds.caps();
         self.oss.faults(|f| f.ended = caps);
@@ -136,8 +136,8 @@ impl Cluster {
         });
     }
 
-    /// A process restart of targets: unflushed bytes are gone, stamps are new; chains stay, with a
-    /// new epoch.
+    /// A process restart of targets: unflushed bytes are gone, boot ids are new; chains stay, with
+    /// a new epoch.
     pub fn restart(&self, targets: &[u32]) {
         for t in targets {
             self.oss.lose_unflushed(*t);
@@ -168,7 +168,7 @@ pub fn next(keep: &Handover) -> Arc<Handover> {
     Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()
 }
 
-/// Bytes as a mount hands them on: in kept memory.
+/// Bytes as a mount passes them on: in handover memory.
 pub fn kept(keep: &Handover, byte: u8, len: usize) -> Vec<Buf> {
     let mut b = keep.pool().get_now(len);
     b.fill(byte);

@@ -25,15 +25,15 @@ pub struct Net {
     down: Mutex<BTreeSet<u32>>,
     /// Take requests and never answer.
     silent: Mutex<BTreeSet<u32>>,
-    /// Of so many requests to a node the reply is lost: they run, and the connection breaks.
+    /// How many requests to a node lose their reply: they run, and the connection breaks.
     lose: Mutex<BTreeMap<u32, u32>>,
-    /// What transports to a node would say of payloads. Those that are not here are of no network.
+    /// What the transport to a node reports about payloads. A node that is not listed has none.
     roads: Mutex<BTreeMap<u32, Road>>,
-    /// Of so many answers that are written to foreign memory a byte changes there.
+    /// How many answers written into foreign memory get one byte changed there.
     damaged: AtomicU64,
-    /// Answers come with their frames, also where room was lent for them.
+    /// Answers come with their frames, even where the caller lent memory for them.
     streams: AtomicBool,
-    /// Requests that lent foreign memory, and the connections that they came by.
+    /// The number of requests that lent foreign memory, and (`lanes`) the connections they came by.
     lent: AtomicU64,
     lanes: Mutex<BTreeSet<u64>>,
     pool: Pool,
@@ -43,7 +43,7 @@ pub struct Net {
 /// The bytes of foreign memory.
 fn looked_at(m: &Foreign) -> Buf {
     let from = std::ptr::with_exposed_provenance::<u8>(m.addr() as usize);
-    // SAFETY: who lends it keeps it in place while the call is under way.
+    // SAFETY: the lender keeps the memory in place while the call is under way.
     Buf::copy_from(unsafe { std::slice::from_raw_parts(from, m.len() as usize) })
 }
 
@@ -71,16 +71,16 @@ impl Net {
     pub fn lose_replies(&self, node: u32, n: u32) {
         self.lose.lock().insert(node, n);
     }
-    /// From now on payloads from and to a node go by this road, if their transport is asked.
+    /// From now on the transport to this node reports `road` for payloads from and to it.
     pub fn set_road(&self, node: u32, road: Road) {
         self.roads.lock().insert(node, road);
     }
-    /// A byte changes in foreign memory after each of the next `n` answers was written there.
+    /// Changes a byte in foreign memory after each of the next `n` answers is written there.
     pub fn damage(&self, n: u64) {
         self.damaged.store(n, SeqCst);
     }
-    /// From now on servers send what they were to write into foreign memory with their answers, as
-    /// those do whose memory cannot be registered.
+    /// From now on servers send payloads with their answers instead of writing them into foreign
+    /// memory, as for memory that cannot be registered.
     pub fn stream(&self, on: bool) {
         self.streams.store(on, SeqCst);
     }
@@ -88,7 +88,7 @@ impl Net {
     pub fn lent(&self) -> (u64, usize) {
         (self.lent.load(SeqCst), self.lanes.lock().len())
     }
-    /// What RDMA does with an answer to a request that lent room for it.
+    /// Places an answer's payload into the memory that the request lent, as RDMA does.
     fn placed(&self, lend: Option<&Lend>, mut m: Message) -> Message {
         let Some(Lend::Room(room)) =
             lend.filter(|_| m.payload_len() > 4096 && !self.streams.load(SeqCst))
@@ -100,7 +100,7 @@ impl Net {
         m.placed = m.payload_len() as u32;
         let damaged = self.damaged.fetch_update(SeqCst, SeqCst, |n| n.checked_sub(1)).is_ok();
         for b in std::mem::take(&mut m.payload) {
-            // SAFETY: as in `looked_at`, and nobody holds references to it.
+            // SAFETY: as in `looked_at`, and no references to the memory exist.
             unsafe {
                 to.copy_from(b.as_ptr(), b.len());
                 *to.add(b.len() / 2) ^= u8::from(damaged);
@@ -112,7 +112,7 @@ impl Net {
     fn road(&self, node: u32) -> Road {
         self.roads.lock().get(&node).copied().unwrap_or_default()
     }
-    /// The answer with the marks that a transport of this road makes.
+    /// The answer with its payload marked as the node's transport would mark it.
     fn marked(&self, node: u32, m: Message) -> Message {
         let road = self.road(node);
         let mark = |b: &Buf| {
@@ -178,7 +178,7 @@ impl Fabric for MemFabric {
 struct MemConn {
     net: Arc<Net>,
     node: u32,
-    /// Unlike that of all others.
+    /// Unique among all connections.
     id: u64,
     broken: AtomicBool,
 }

@@ -1,5 +1,5 @@
-//! Object servers: chunks per target, an applied-but-unflushed state that a restart loses, and
-//! faults to order.
+//! Storage servers in memory: chunks per target, an applied but unflushed state that a restart
+//! loses, and injected faults.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -64,19 +64,19 @@ pub struct Faults {
     pub corrupt: BTreeSet<u32>,
     /// These targets say that every chunk is dirty.
     pub dirty: BTreeSet<u32>,
-    /// Every write is refused for want of space.
+    /// Every write is refused because no space is left.
     pub full: bool,
-    /// Servers of a version that grants no space.
+    /// The servers act like an older version that grants no space.
     pub no_grants: bool,
-    /// So many writes are answered "resend".
+    /// This many writes are answered "resend".
     pub resend: u32,
-    /// So many replays are answered "overtaken".
+    /// This many replays are answered "overtaken".
     pub overtaken: u32,
     /// Writes take this long before they are applied.
     pub write_delay: Duration,
-    /// So many requests are answered "no session".
+    /// This many requests are answered "no session".
     pub no_session: u32,
-    /// So many requests are answered "bad capability".
+    /// This many requests are answered "bad capability".
     pub bad_cap: u32,
     /// Capabilities up to this number have ended.
     pub ended: u32,
@@ -87,7 +87,7 @@ pub struct Counts {
     pub applied: u64,
     pub known: u64,
     pub flushes: u64,
-    /// Writes that said that they take of what was granted.
+    /// Writes that said that they use granted space.
     pub granted: u64,
     /// The round of the last write.
     pub round: u64,
@@ -162,7 +162,7 @@ impl Oss {
             }
         }
     }
-    /// Cuts a file as the mds's TRIM does: on all targets, stable.
+    /// Truncates a file as the mds's TRIM does: on all targets, stable.
     pub fn trim(&self, ino: u64, first_gone: u64, kept: u32) {
         let mut s = self.state.lock();
         for t in s.targets.values_mut() {
@@ -308,7 +308,7 @@ impl Oss {
         })
     }
 
-    /// As much as is wanted, or nothing.
+    /// Grants as much space as is wanted, or nothing.
     fn grant(&self, target: u32, r: &DataRequest) -> Result<DataReply> {
         let s = &*self.state.lock();
         self.check(s, r, target, Rights::WRITE, 0)?;

@@ -1,4 +1,4 @@
-//! What is promised.
+//! The promises of the world of chains, as checks.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::Model;
 
-/// Steps in which a chain is to be whole again; some 60 are usual.
+/// Within this many steps a chain must become whole again; about 60 are usual.
 const PATIENCE: usize = 3_000;
 
 impl World {
@@ -23,7 +23,7 @@ impl World {
         self.reads()
     }
 
-    /// Everything that could be read now, by somebody who has whatever map, is read.
+    /// Reads everything that a client could read now, whatever map it has.
     fn reads(&mut self) -> Result<(), String> {
         let readable = |i: &usize| {
             let r = &self.replicas[*i];
@@ -46,7 +46,8 @@ impl World {
             }
         }
         let (at, before) = &self.read;
-        // An update that fails for want of space may have been seen at one that was lost since.
+        // An update that fails for lack of space may have been read at a replica that was lost
+        // since.
         if *at == self.losses && !self.full && !got.starts_with(before) {
             return Err(format!("{got:?} is read at {first} after {before:?}"));
         }
@@ -54,8 +55,8 @@ impl World {
         Ok(())
     }
 
-    /// Nothing that was given up lies on top of what its client wrote afterwards, or anybody after
-    /// its program had been told.
+    /// No update that was given up lies on top of a later write of its client, or of any write that
+    /// began after its program was told of the failure.
     fn nothing_late(&self, list: &[u8]) -> Result<(), String> {
         for client in &self.clients {
             let mut newest = 0;
@@ -97,8 +98,7 @@ impl World {
         Ok(())
     }
 
-    /// Replicas that all act on the epoch in which they serve, with nothing in flight, are the
-    /// same.
+    /// Replicas that serve and act on the head's epoch, with nothing in flight, must be equal.
     fn idle_are_alike(&self) -> Result<(), String> {
         let Some(first) =
             self.replicas.iter().find(|r| r.core.view().serving() && r.core.view().head)
@@ -122,7 +122,7 @@ impl World {
         }
     }
 
-    /// Faults end: everything must come together.
+    /// With no more faults, the chain must become whole.
     pub(super) fn settles(mut self) -> Result<(), String> {
         let left = &mut self.left;
         (left.writes, left.crashes, left.expiries, left.breaks) = (0, 0, 0, 0);

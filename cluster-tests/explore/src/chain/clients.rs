@@ -1,5 +1,4 @@
-//! Clients: they send what was not answered again, flush, and send again what a flush did not
-//! cover.
+//! Clients: they send unanswered requests again, flush, and send again what a flush did not cover.
 
 use strake_oss::chain::What;
 use strake_proto::{
@@ -18,8 +17,8 @@ pub(super) fn session(client: usize) -> u64 {
 
 impl World {
     pub(super) fn actions_of_clients(&self, out: &mut Vec<Action>) {
-        // A client that has an older map sends to whom that names, which is no other than one that
-        // has it too.
+        // A client with an older map sends to the head in that map, which takes requests only if it
+        // acts on the same map.
         let is_head = |i: &usize| {
             let r = &self.replicas[*i];
             r.leased && r.core.view().serving() && r.core.view().head
@@ -27,7 +26,7 @@ impl World {
         let heads: Vec<usize> = (0..self.replicas.len()).filter(is_head).collect();
         for c in 0..CLIENTS {
             let client = &self.clients[c];
-            // Those that have done nothing are alike: the first one begins.
+            // Clients that have done nothing yet are equivalent, so the first one begins.
             let turn = c == 0 || client.seq > 0 || self.clients[c - 1].seq > 0;
             for to in &heads {
                 match &client.open {
@@ -43,7 +42,7 @@ impl World {
                 let arrives = |epoch: u64| epoch == self.replicas[*to].epoch();
                 let late = client.given_up.iter().filter(|g| g.on_its_way && arrives(g.epoch));
                 out.extend(late.map(|g| Action::Late { client: c, to: *to, write: g.write }));
-                // A client's map does not become older.
+                // A client's map never goes back to an older one.
                 let knows = client.given_up.iter().all(|g| g.epoch <= self.replicas[*to].epoch());
                 if self.may_tell(c) && knows {
                     out.push(Action::Fence { client: c, to: *to });
@@ -89,7 +88,7 @@ impl World {
         client.round += 1;
     }
 
-    /// Whether a program is yet to be told that its write failed.
+    /// Whether a program must still be told that its write failed.
     fn may_tell(&self, c: usize) -> bool {
         self.left.tells && self.clients[c].given_up.iter().any(|g| g.told.is_none())
     }
@@ -101,7 +100,7 @@ impl World {
         }
     }
 
-    /// The head of a chain hears of the present round.
+    /// Tells the head of a chain the client's current round.
     pub(super) fn fence(&mut self, c: usize, to: usize) {
         let (epoch, round) = (self.replicas[to].epoch(), self.round(c));
         let told = self.fault == Fault::TellsAtOnce
@@ -111,7 +110,7 @@ impl World {
         }
     }
 
-    /// No server takes what the client gave up any more.
+    /// Enough time has passed: no server takes the updates that the client gave up any more.
     pub(super) fn time_over(&mut self, c: usize) {
         let live = self.fault == Fault::TellsAtOnce;
         self.clients[c].given_up.iter_mut().for_each(|g| g.on_its_way &= live);
@@ -146,7 +145,7 @@ impl World {
         self.admit(to, epoch, Asker::Client, Kind::Update(write), what);
     }
 
-    /// What was sent last arrives once more.
+    /// The last request that was sent arrives a second time.
     pub(super) fn twice(&mut self, c: usize, to: usize) {
         self.left.doubles -= 1;
         let Some((write, replay, epoch)) = self.clients[c].last else { return };
@@ -227,7 +226,7 @@ impl World {
 }
 
 impl Acked {
-    /// What is stable is never sent again.
+    /// Drops what is not needed any more: a stable write is never sent again.
     fn forgetful(self) -> Acked {
         if self.stable {
             Acked { version: Version::default(), stamps: Vec::new(), losses: 0, ..self }

@@ -1,4 +1,4 @@
-//! What there is in the world of chains.
+//! The types of the world of chains.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,51 +8,52 @@ use strake_proto::{
     data::{Stamp, Version},
 };
 
-/// Targets, of which some are replicas.
+/// Targets; some of them are replicas.
 pub const N: usize = 3;
 pub const CLIENTS: usize = 2;
 pub const CHAIN: u32 = 1;
 pub const CHUNK: ChunkId = ChunkId { ino: 2, data: 1, index: 0 };
 
-/// How often what may happen.
+/// How often each kind of event may happen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Bounds {
-    /// Copies that the chain shall have; the other targets stand by.
+    /// Copies that the chain is to have; the other targets stand by.
     pub copies: u8,
     /// Writes by both clients together.
     pub writes: u8,
-    /// Flushes by both together.
+    /// Flushes by both clients together.
     pub flushes: u8,
-    /// Servers that die; they come back with what they had flushed, or with all.
+    /// Servers that die; they restart with what they had flushed, or with everything.
     pub crashes: u8,
-    /// Leases of living servers that run out.
+    /// Leases of running servers that run out.
     pub expiries: u8,
-    /// Connections that break under a request: its sender is told, and it may arrive later.
+    /// Connections that break under a request: the sender is told, and the request may arrive
+    /// later.
     pub breaks: u8,
-    /// Requests of clients that arrive once more.
+    /// Requests of clients that arrive a second time.
     pub doubles: u8,
-    /// Requests between replicas that arrive once more.
+    /// Requests between replicas that arrive a second time.
     pub repeats: u8,
     /// Writes that their client gives up without an answer: they arrive later, or not at all. They
-    /// count as writes, too.
+    /// also count as writes.
     pub given_up: u8,
-    /// Programs are told that these failed, and others write after that.
+    /// Programs are told that these writes failed, and other writes follow.
     pub tells: bool,
-    /// Changes of the chain by the metadata server, besides those that a registration makes.
+    /// Changes of the chain by the metadata server, besides those by registrations.
     pub changes: u8,
-    /// Changes of the targets that the chain shall have.
+    /// Changes of the set of targets that the chain is to have.
     pub plans: u8,
-    /// Updates for which there is no space; not without `slow`.
+    /// Updates that find no space; only with `slow`.
     pub full: u8,
     /// Staging takes time; otherwise it is done at once.
     pub slow: bool,
-    /// Space is short: nobody is told of an update before it is staged.
+    /// Space is short: an update is not forwarded before it is staged.
     pub short: bool,
-    /// What comes too early, too late or without a lease is refused. Otherwise it waits, or is not
-    /// noticed any more, which comes to the same: it is sent again.
+    /// Requests that come too early, too late or without a lease are refused. Otherwise they wait,
+    /// or are dropped, which comes to the same: they are sent again.
     pub refusals: bool,
-    /// One world of so many is tried whether it can become whole again; 0: only those in which
-    /// nothing can happen any more.
+    /// For one in so many worlds the exploration tries whether the chain becomes whole again; 0:
+    /// only for worlds in which nothing can happen any more.
     pub settle: u64,
 }
 
@@ -94,7 +95,7 @@ pub enum Fault {
     TellsAtOnce,
 }
 
-/// The updates that were applied; every update has a number of its own.
+/// The updates that were applied; each update has its own number.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Chunk {
     pub state: Committed,
@@ -108,12 +109,12 @@ pub struct Write {
     pub seq: u64,
 }
 
-/// Who waits for the answer.
+/// Who gets the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Asker {
-    /// Nobody any more.
+    /// The answer is dropped.
     Nobody,
-    /// The client whose session it is.
+    /// The client that the session belongs to.
     Client,
     Replica {
         at: usize,
@@ -132,22 +133,23 @@ pub enum Message {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     Update(Write),
-    /// The slot is held to replace the chunk.
+    /// Holds the slot to replace the chunk.
     Put {
         body: Chunk,
         expected: Version,
     },
-    /// The slot is held to push the chunk; with what was there when it was asked for.
+    /// Holds the slot to push the chunk. The chunk as it was when the slot was requested, for a
+    /// [`Fault`].
     Push(Chunk),
 }
 
-/// What the shell of an operation waits for.
+/// What an operation waits for, outside of the core.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Awaits {
     Nothing,
     /// The answer to a forward.
     Forward(u32),
-    /// The answer to a chunk that was pushed. By a filling: in this epoch.
+    /// The answer to a pushed chunk. For a resync the number is the epoch.
     Push(u32),
     /// The end of a pause.
     Pause(u32),
@@ -161,13 +163,13 @@ pub struct Work {
     pub awaits: Awaits,
 }
 
-/// How far the tail is with its SYNCING successor.
+/// How far the resync of the tail's SYNCING successor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pass {
     Begin,
-    /// It has all.
+    /// The successor has everything.
     Pushed,
-    /// And has flushed it.
+    /// The successor has also flushed it.
     Synced,
 }
 
@@ -175,18 +177,18 @@ pub enum Pass {
 pub struct Replica {
     pub core: ChainCore,
     pub chunk: Chunk,
-    /// What is there after a loss of power.
+    /// What is left after a power loss.
     pub durable: Chunk,
     pub work: BTreeMap<OpId, Work>,
-    /// What is being staged.
+    /// Operations that are being staged.
     pub staging: BTreeSet<OpId>,
     pub life: u64,
     pub down: bool,
     pub leased: bool,
-    /// The chain's losses when this last reached the metadata server.
+    /// The chain's losses as of the last contact with the metadata server.
     pub losses: u8,
     pub pass: Pass,
-    /// By the map that it has it left the chain, and others have all that it had.
+    /// By its map this replica has left the chain, and others have all of its data.
     pub left: bool,
 }
 
@@ -211,19 +213,19 @@ impl Replica {
         self.core.view().epoch
     }
 
-    /// The smallest free one. Nothing refers to one that was given back (see `World::tidy`).
+    /// The smallest free number. Nothing refers to a number that is free again (see `World::tidy`).
     pub fn free_op(&self) -> OpId {
         let used = |op: &OpId| self.work.contains_key(op) || self.staging.contains(op);
         (1..).find(|op| !used(op)).unwrap_or(0)
     }
 }
 
-/// A request of a client that was not answered well yet.
+/// A request of a client that was not answered with success yet.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Open {
     pub write: Write,
     pub replay: Option<Version>,
-    /// It is on its way.
+    /// It is on the way.
     pub sent: bool,
 }
 
@@ -233,7 +235,7 @@ pub struct Acked {
     pub version: Version,
     pub stamps: Vec<Stamp>,
     pub stable: bool,
-    /// The chain's losses, as the replica that answered knew of them.
+    /// The chain's losses as the replica that answered knew them.
     pub losses: u8,
 }
 
@@ -241,12 +243,12 @@ pub struct Acked {
 #[derive(Clone, Debug, Hash)]
 pub struct GivenUp {
     pub write: Write,
-    /// In which it was sent.
+    /// The epoch in which it was sent.
     pub epoch: u64,
     pub round: u64,
-    /// It may arrive yet.
+    /// It may still arrive.
     pub on_its_way: bool,
-    /// The newest value when its program was told that it had failed.
+    /// The newest value when the program was told of the failure.
     pub told: Option<u8>,
 }
 
@@ -255,11 +257,12 @@ pub struct Client {
     pub seq: u64,
     pub open: Option<Open>,
     pub acked: Vec<Acked>,
-    /// What may arrive once more, and in which epoch it was sent.
+    /// The request that may arrive a second time: the write, its replay, and the epoch in which it
+    /// was sent.
     pub last: Option<(Write, Option<Version>, u64)>,
     /// How many writes it has given up.
     pub round: u64,
     pub given_up: Vec<GivenUp>,
-    /// Values of all that it wrote.
+    /// The values of all its writes.
     pub values: Vec<u8>,
 }

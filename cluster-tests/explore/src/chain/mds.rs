@@ -45,7 +45,8 @@ impl World {
         }
     }
 
-    /// What a heartbeat says: the epoch it acts on, and whether its successor is filled.
+    /// The content of a heartbeat: the epoch that the replica acts on, and whether its successor is
+    /// filled.
     fn report(&self, i: usize) -> (u64, bool) {
         let (r, v) = (&self.replicas[i], self.replicas[i].core.view());
         let filled = v.tail && v.syncing_successor().is_some() && r.pass == Pass::Synced;
@@ -62,7 +63,7 @@ impl World {
         {
             return false; // it stands by
         }
-        // What it says decides on who has been filled, and on who is to leave.
+        // Heartbeats decide when a replica counts as filled and when one may leave.
         let leaves = self.chain.replicas.iter().any(|r| !self.chain.preferred.contains(&r.target));
         let heard = self.seen[i] == self.report(i) || !leaves && !self.report(i).1;
         !(self.alive[i]
@@ -87,14 +88,14 @@ impl World {
 
     pub(super) fn evaluate(&mut self) {
         let Some(chain) = self.evaluated() else { return };
-        // What the map would refuse would be proposed for ever.
+        // A change that the map refuses would be proposed for ever.
         check_transition(&self.chain, &chain).unwrap_or_else(|e| panic!("the map refuses it: {e}"));
         self.left.changes -= 1;
         self.set_chain(chain);
     }
 
     fn set_chain(&mut self, chain: pb::Chain) {
-        // All that was in sync was lost at once.
+        // All replicas in sync are lost at once.
         self.losses += u8::from(self.chain.head().is_some() && chain.head().is_none());
         self.chain = Newest(chain);
     }
@@ -121,11 +122,11 @@ impl World {
         (r.leased, r.losses) = (true, self.losses);
     }
 
-    /// The server that died is back and registers.
+    /// A server that died has restarted and registers.
     pub(super) fn register(&mut self, i: usize) {
         if self.fault != Fault::RestartUnnoticed {
             let last = self.chain.state_of(i as u32) == Some(ReplicaState::ReplicaLastsrv);
-            // It may be the source again.
+            // It may become the source again.
             self.losses += u8::from(last);
             if let Some(chain) = membership::restarted(&self.chain, i as u32) {
                 self.set_chain(chain);
@@ -150,7 +151,7 @@ impl World {
         r.left = self.chain.head().is_some()
             && self.chain.state_of(me).is_none()
             && !self.chain.preferred.contains(&me);
-        // What was said in the epoch before counts no more.
+        // Answers to what was asked in an older epoch do not count any more.
         r.work
             .values_mut()
             .filter(|w| matches!(w.kind, Kind::Update(_)))
@@ -162,7 +163,8 @@ impl World {
         }
     }
 
-    /// A server dies: with `keeps` after a flush.
+    /// A server dies. With `keeps` it keeps all that it had applied, otherwise only what it had
+    /// flushed.
     pub(super) fn crash(&mut self, i: usize, keeps: bool) {
         let was = &self.replicas[i];
         let durable = if keeps { was.chunk.clone() } else { was.durable.clone() };

@@ -1,10 +1,10 @@
 //! The world of `docs/replication.md`: a chain of up to three replicas, their metadata server, two
 //! clients and one chunk. The replicas' state machines and the rules of membership are the
-//! product's; what is around them is written after its shells.
+//! product's code; the rest is a model of the product's shell code.
 //!
-//! The promises: what may be read, wherever, has every write that was answered, and never goes
-//! back; only a loss of all replicas in sync takes what is not stable. What is stable is durable at
-//! all that are in sync. Replicas in sync are alike when nothing is in flight. When faults end, the
+//! The promises: whatever replica is read, a read has every write that was answered, and never goes
+//! back; only the loss of all replicas in sync loses what is not stable. Stable data are durable on
+//! all replicas in sync. Replicas in sync are equal when nothing is in flight. When faults end, the
 //! chain becomes whole and every write is answered and stable.
 
 mod checks;
@@ -51,26 +51,26 @@ impl Deref for Newest {
 pub struct World {
     fault: Fault,
     left: Bounds,
-    /// Space may run out.
+    /// At the beginning: space may run out.
     full: bool,
-    /// Something may be given up.
+    /// At the beginning: writes may be given up.
     checks_given_up: bool,
-    /// Of the newest map.
+    /// The chain in the newest map.
     chain: Newest,
-    /// Targets whose leases have not run out, at the metadata server.
+    /// Targets whose leases have not run out, by the metadata server.
     alive: [bool; N],
-    /// What each one's last heartbeat said: the epoch it acted on, and whether its successor was
-    /// filled.
+    /// The content of each replica's last heartbeat: the epoch it acted on, and whether its
+    /// successor was filled.
     seen: [(u64, bool); N],
-    /// How often all in-sync replicas were lost at once.
+    /// How often all replicas in sync were lost at once.
     losses: u8,
     replicas: [Replica; N],
     clients: [Client; CLIENTS],
     messages: Vec<Message>,
-    /// Who may be told in which epoch that its predecessor knows it.
+    /// Replicas that may be told that their predecessor acts on this epoch.
     greets: Vec<(usize, u64)>,
     next_value: u8,
-    /// The newest that could be read, at which count of losses.
+    /// The longest list that could be read, and the number of losses then.
     read: (u8, Vec<u8>),
     /// A promise that a step broke.
     broken: Option<String>,
@@ -79,9 +79,9 @@ pub struct World {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     Deliver(Message),
-    /// The connection under a message breaks.
+    /// The connection breaks under a message.
     Break(Message),
-    /// A message will arrive once more.
+    /// A message will arrive a second time.
     Repeat(Message),
     Staged {
         at: usize,
@@ -92,22 +92,22 @@ pub enum Action {
         at: usize,
         op: OpId,
     },
-    /// The tail looks whether its SYNCING successor has what it has.
+    /// The tail compares its SYNCING successor's chunk with its own.
     Compare(usize),
-    /// And flushes it.
+    /// The tail has its successor flush.
     FlushFilled(usize),
-    /// One that has left the chain removes what it had.
+    /// A replica that has left the chain removes its data.
     Forget(usize),
     Write {
         client: usize,
         to: usize,
     },
-    /// What was not answered well is sent again.
+    /// A request that was not answered with success is sent again.
     Send {
         client: usize,
         to: usize,
     },
-    /// An older request arrives once more.
+    /// An older request arrives a second time.
     Twice {
         client: usize,
         to: usize,
@@ -117,13 +117,14 @@ pub enum Action {
         client: usize,
         to: usize,
     },
-    /// One that was given up arrives.
+    /// A write that was given up arrives.
     Late {
         client: usize,
         to: usize,
         write: Write,
     },
-    /// The head hears that its client gave something up, whose program is told that it failed.
+    /// The head learns that its client gave something up; the client's program is told that it
+    /// failed.
     Fence {
         client: usize,
         to: usize,
@@ -136,13 +137,13 @@ pub enum Action {
     },
     /// The client's connection breaks.
     HangUp(usize),
-    /// The metadata server looks at the chain.
+    /// The metadata server evaluates the chain.
     Evaluate,
-    /// The chain shall have these targets.
+    /// The chain is to have these targets.
     Plan(Vec<u32>),
     Beat(usize),
     LeaseEnds(usize),
-    /// A server dies, with `keeps` after a flush.
+    /// A server dies; with `keeps` it keeps all that it had applied.
     Crash {
         at: usize,
         keeps: bool,
@@ -151,7 +152,7 @@ pub enum Action {
 }
 
 impl World {
-    /// All serve and know it, and nothing is written.
+    /// All replicas serve and act on the first epoch, and nothing is written yet.
     pub fn new(left: Bounds, fault: Fault) -> World {
         let targets: Vec<u32> = (0..N as u32).take(usize::from(left.copies)).collect();
         let serving =
@@ -222,7 +223,7 @@ impl World {
         }
     }
 
-    /// Who sent it is told that there is no answer. A request may arrive later.
+    /// The sender is told that there is no answer. A request may still arrive later.
     fn breaks(&mut self, m: &Message) {
         self.left.breaks -= 1;
         self.take(m);
@@ -254,7 +255,7 @@ impl World {
         }
     }
 
-    /// Another copy of a request, whose answer nobody waits for.
+    /// Adds a copy of a request, whose answer is dropped.
     fn repeat(&mut self, m: &Message) {
         self.left.repeats -= 1;
         let mut copy = m.clone();
@@ -264,7 +265,7 @@ impl World {
         self.messages.push(copy);
     }
 
-    /// Worlds that go on alike become one: what has no effect any more is not kept, nor an order of
+    /// Merges worlds that behave alike: drops what has no effect any more, and the order of
     /// messages.
     fn tidy(&mut self) {
         let World { replicas, messages, greets, left, .. } = self;
@@ -290,7 +291,7 @@ impl World {
             Message::Answer { to, op, attempt, .. } => waits.contains(&(*to, *op, *attempt)),
             Message::Forward { to, epoch, asker, .. } => {
                 forget(asker);
-                // Its sender will hear of that epoch, too, and send it again.
+                // Its sender learns of the newer epoch, too, and sends it again.
                 let over = replicas[*to].epoch() > *epoch;
                 !(over && (!left.refusals || *asker == Asker::Nobody))
             }
@@ -354,7 +355,7 @@ impl World {
     }
 }
 
-/// A core that knows no map yet. `stale_through`: see [`ChainCore::new`].
+/// A core without a map. `stale_through`: see [`ChainCore::new`].
 fn new_core(at: usize, life: u64, stale_through: u64) -> ChainCore {
     ChainCore::new(CHAIN, Stamp { target: at as u32, stamp: life }, stale_through)
 }

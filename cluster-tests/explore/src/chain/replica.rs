@@ -1,4 +1,4 @@
-//! The shell around each replica's core, written after `oss/src/server/{replica,sync,service}.rs`.
+//! The shell around each replica's core, modelled on `oss/src/server/{replica,sync,service}.rs`.
 
 use strake_oss::chain::{Committed, Input, Local, Op, OpId, Outcome, Output, What};
 use strake_proto::{
@@ -11,7 +11,7 @@ use super::{
     kinds::{CHUNK, Chunk, Replica, Work},
 };
 
-/// What the core sees of its replica.
+/// A replica's data, as its core sees them.
 struct Store<'a> {
     chunk: &'a mut Chunk,
     work: &'a std::collections::BTreeMap<OpId, Work>,
@@ -51,7 +51,7 @@ impl World {
         }
         let view = r.core.view();
         let reaches = |to: Option<u32>| to.is_some_and(|to| self.reaches(to as usize, view.epoch));
-        // Asked sooner, the successor would refuse as before.
+        // Before that a retry would be refused again.
         let successor =
             view.successor.map(|(t, _)| t).filter(|t| reaches(Some(*t))).map(|t| t as usize);
         for (op, w) in r.work.iter().filter(|(_, w)| matches!(w.awaits, Awaits::Pause(_))) {
@@ -74,7 +74,7 @@ impl World {
         }
     }
 
-    /// Whether a request of this epoch would be taken.
+    /// Whether a replica would take a request of this epoch.
     pub(super) fn reaches(&self, to: usize, epoch: u64) -> bool {
         let r = &self.replicas[to];
         !r.down && r.leased && r.core.check_member(epoch).is_ok()
@@ -195,7 +195,7 @@ impl World {
         }
     }
 
-    /// A chunk arrives whose slot is held.
+    /// A chunk arrives, and its slot is held.
     fn put(&mut self, i: usize, body: Chunk, expected: Version) -> Result<Vec<Stamp>, Code> {
         let r = &mut self.replicas[i];
         let now = r.chunk.state.version;
@@ -208,7 +208,7 @@ impl World {
         Ok(Vec::new())
     }
 
-    /// Sends a chunk to one of which it is known by now what it has. False: it did not say.
+    /// Pushes a chunk to a replica after asking it what it has. Returns false if it did not answer.
     fn push(&mut self, to: usize, epoch: u64, body: Chunk, asker: Asker) -> bool {
         let reached = self.reaches(to, epoch);
         if reached {
@@ -218,7 +218,7 @@ impl World {
         reached
     }
 
-    /// The tail begins to fill its successor: is there anything to push?
+    /// The tail begins the resync of its successor: pushes the chunk if the successor's differs.
     pub(super) fn compare(&mut self, i: usize) {
         let Some(to) = self.replicas[i].core.view().syncing_successor() else { return };
         let theirs = self.replicas[to as usize].chunk.state.version;
@@ -246,7 +246,7 @@ impl World {
         self.replicas[i].pass = Pass::Synced;
     }
 
-    /// Who a flush that begins here reaches, if it succeeds.
+    /// The replicas that a flush from here reaches, if it succeeds.
     pub(super) fn flush_path(&self, i: usize) -> Result<Vec<usize>, Code> {
         let (mut at, epoch, mut path) = (i, self.replicas[i].epoch(), Vec::new());
         loop {
@@ -268,7 +268,7 @@ impl World {
         }
     }
 
-    /// A flush of a replica and all behind it, in one step.
+    /// Flushes a replica and all behind it, in one step.
     pub(super) fn flush_from(&mut self, i: usize) -> Result<Vec<Stamp>, Code> {
         let path = self.flush_path(i)?;
         Ok(path
@@ -344,7 +344,7 @@ impl World {
         }
     }
 
-    /// Its connection breaks: who asked is told.
+    /// A connection breaks: the asker is told.
     pub(super) fn broken_off(&mut self, asker: Asker, session: Option<u64>) {
         match (asker, session) {
             (Asker::Replica { at, op, attempt }, _) => {

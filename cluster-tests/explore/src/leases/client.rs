@@ -1,4 +1,4 @@
-//! What the clients do: written after their shell.
+//! The clients, modelled on the shell code of the product's client.
 
 use strake_client::leases::{Change, Dropped, Name, Table, Token, Told};
 use strake_mds::leases::Number;
@@ -13,7 +13,7 @@ use super::{
 pub struct Asking {
     pub id: u8,
     pub token: Token,
-    /// What had been told before.
+    /// The newest versions that had been told when it was asked.
     pub floor: Versions,
 }
 
@@ -23,16 +23,16 @@ pub struct Changing {
     pub alter: Alter,
     pub change: Change,
     pub token: Token,
-    /// Where it was sent last.
+    /// The connection on which it was last sent.
     pub connection: u64,
-    /// Reports that are made by it.
+    /// Reports that this change makes.
     pub makes: Vec<Number>,
 }
 
 #[derive(Clone, Debug, Hash)]
 pub struct Client {
     pub table: Table<u8>,
-    /// The version of the name that is known, if it is.
+    /// The version of the name in the cache, if it is there.
     pub name: u8,
     pub connection: u64,
     /// The leader it is connected to.
@@ -44,10 +44,10 @@ pub struct Client {
     pub asking: Option<Asking>,
     pub changing: Option<Changing>,
     pub next: u8,
-    /// How much it has written, and of how much of that the servers know for certain.
+    /// How much it has written, and how much of that the servers are known to have.
     pub wrote: u8,
     pub known: u8,
-    /// Reports that it is to make.
+    /// Reports that it still has to make.
     pub reports: Vec<Number>,
 }
 
@@ -63,7 +63,7 @@ impl World {
             out.extend(known.into_iter().filter(|k| !k.1).map(|k| Action::Ask(i, k.0)));
         }
         match &c.changing {
-            // The clients are alike, so the first change may be the first client's.
+            // The clients are equivalent, so the first change may always be the first client's.
             None if self.left.changes > 0
                 && (i == 0
                     || self.applied > 0
@@ -128,7 +128,7 @@ impl World {
             Body::Answer { id, ask, values, granted } => {
                 let Some(asking) = c.asking.take_if(|a| a.id == id) else { return Ok(()) };
                 let mut before = asking.floor;
-                // What it has not reported itself its library adds to every answer.
+                // The client itself adds the size that it has not reported to every answer.
                 if m.client == WRITER || !ask.depends(values).contains(&FILE) {
                     before.size = 0;
                 }
@@ -214,7 +214,7 @@ impl World {
         self.send(client, connection, Body::Write { seq, alter, dropped });
     }
 
-    /// Has what was not reported yet applied, and then says so.
+    /// Has the size applied that was not reported yet, and then confirms the reports.
     pub(super) fn make_reports(&mut self, client: usize) {
         let c = &mut self.clients[client];
         let makes = if self.fault == Fault::ReportsEarly { Vec::new() } else { c.reports.clone() };
@@ -236,7 +236,7 @@ impl World {
         c.connection += 1;
         c.term = term;
         c.said_hello = false;
-        // They are asked for again.
+        // The new leader or connection asks for them again.
         c.reports.clear();
         c.renewed = Some(clock);
         if fault != Fault::HelloRemembers {

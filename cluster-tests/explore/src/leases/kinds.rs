@@ -1,4 +1,4 @@
-//! What there is to know and to do in the world of leases.
+//! The types of the world of leases.
 
 use bytes::Bytes;
 use strake_client::leases::Change;
@@ -8,8 +8,8 @@ pub const DIR: Ino = 1;
 pub const FILE: Ino = 2;
 pub const NAME: Bytes = Bytes::from_static(b"n");
 
-/// What there is to know, by version: attributes of the directory and the file, the name, which is
-/// there in even versions, and how much was written to the file.
+/// The state, by versions: the attributes of the directory and of the file, the name, which exists
+/// in even versions, and how much was written to the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Versions {
     pub dir: u8,
@@ -32,7 +32,7 @@ impl Versions {
         self.name.is_multiple_of(2)
     }
 
-    /// What `alter` changes of this, the rest 0.
+    /// The part of this state that `alter` changes; the rest is 0.
     fn changed_by(self, alter: Alter) -> Versions {
         match alter {
             Alter::File => Versions { file: self.file, ..Default::default() },
@@ -43,19 +43,19 @@ impl Versions {
         }
     }
 
-    /// Whether something of `o` is known here, or something later. Who wrote to a file knows its
-    /// size from nobody.
+    /// Whether a part of `o`, or something newer, is known here. The size does not count: a writer
+    /// knows it from itself.
     fn tells_of(self, o: Versions) -> bool {
         let reached = |mine: u8, its: u8| its > 0 && mine >= its;
         reached(self.dir, o.dir) || reached(self.file, o.file) || reached(self.name, o.name)
     }
 }
 
-/// Entries of the log in order, each with what there was after it.
+/// The entries of the log in order, each with the state after it.
 pub type History = Vec<(Alter, Versions)>;
 
-/// What is known to whoever was told this: an entry that he was told a part of, he was told as a
-/// whole. That is what the inodes that one entry changes are entangled for.
+/// All that follows from what was told: if a part of a log entry was told, the entry counts as told
+/// as a whole. This is why the inodes that one entry changes are entangled.
 pub fn implied(mut told: Versions, history: &History) -> Versions {
     loop {
         let parts = history.iter().map(|(alter, after)| after.changed_by(*alter));
@@ -72,12 +72,12 @@ pub fn implied(mut told: Versions, history: &History) -> Versions {
 pub enum Ask {
     Dir,
     File,
-    /// The name, and the attributes of what is behind it.
+    /// The name, and the attributes of its inode.
     Lookup,
 }
 
 impl Ask {
-    /// What an answer depends on.
+    /// The inodes that an answer depends on.
     pub fn depends(self, values: Versions) -> Vec<Ino> {
         match self {
             Ask::Dir => vec![DIR],
@@ -87,7 +87,7 @@ impl Ask {
         }
     }
 
-    /// What of the versions an answer tells.
+    /// The versions that an answer contains.
     pub fn told(self, values: Versions) -> Versions {
         match self {
             Ask::Dir => Versions { dir: values.dir, ..Default::default() },
@@ -101,9 +101,9 @@ impl Ask {
 /// What a program changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Alter {
-    /// The file's attributes.
+    /// The file's attributes change.
     File,
-    /// The name comes or goes, and with it a link of the file.
+    /// The name is made or removed, and with it a link of the file.
     Name,
     /// A writer reports how much it has written.
     Extend { size: u8 },
@@ -133,7 +133,7 @@ impl Alter {
         self.named() == ino
     }
 
-    /// What its answer tells.
+    /// The versions that its answer contains.
     pub fn told(self, values: Versions) -> Versions {
         match self {
             Alter::File | Alter::Extend { .. } => {

@@ -1,4 +1,4 @@
-//! What the leader does with a request, in which steps: written after its shell.
+//! The steps in which the leader works on a request, modelled on the product's shell code.
 
 use strake_mds::leases::{Leases, Number, reports::Reports};
 use strake_proto::Ino;
@@ -32,7 +32,7 @@ enum Stage {
         applied: u8,
         reported: bool,
     },
-    /// The writer is to report first.
+    /// Waits for the writer's report.
     Reporting {
         id: u8,
         ask: Ask,
@@ -66,7 +66,7 @@ pub struct Leader {
     /// The report that was asked for last.
     pub asked: Number,
     pub tasks: Vec<Task>,
-    /// Clients that wait for recalls, by connection.
+    /// Clients that wait for recalls, with their connections.
     pub polls: [Option<u64>; 2],
 }
 
@@ -180,7 +180,8 @@ impl World {
         self.leader.asked
     }
 
-    /// The log's entry, on a leader that took the request on this connection, or on a new one.
+    /// Applies an entry of the log: on the leader that took the request on this connection, or on a
+    /// new leader.
     pub(super) fn apply(&mut self, client: usize, connection: Option<u64>, seq: u8, alter: Alter) {
         if self.done.contains(&(client, seq)) {
             return;
@@ -194,7 +195,7 @@ impl World {
         };
         let by = |ino| spared.filter(|_| alter.names(ino)).map(|c| (id(client), c));
         let changed: Vec<_> = alter.changes().iter().map(|ino| (*ino, by(*ino))).collect();
-        // Without the rest of its entry, each inode is alone.
+        // With the fault each inode is on its own.
         let entangled = if self.fault == Fault::Unentangled { 1 } else { changed.len() };
         for part in changed.chunks(entangled) {
             self.leader.leases.applied(now, part.iter().copied());
@@ -240,7 +241,7 @@ impl World {
                 self.add_task(Task { client, connection, stage });
             }
             Body::Write { seq, alter, dropped } => {
-                // Numbers of changes begin with 1. With the fault, a copy has a number of its own.
+                // Numbers of changes begin with 1. With the fault, a copy gets another number.
                 let own = if self.fault == Fault::DropsAgain {
                     u64::from(u8::MAX - self.left.copies)
                 } else {

@@ -1,10 +1,10 @@
-//! The world of `docs/leases.md`: one leader, two clients, a directory with one name and the inode
-//! behind it. The tables are the product's; what is around them (what the leader does with a
-//! request, in which steps) is written after its shell.
+//! The world of `docs/leases.md`: one leader, two clients, a directory with one name, and the inode
+//! behind it. The tables are the product's code; the rest (the steps in which the leader works on a
+//! request) is a model of its shell code.
 //!
-//! The promise: every answer, from memory or not, is as new as any that was given before it was
-//! asked for, where whoever was told a part of what an entry did was told all of it; and who asks
-//! for a file's attributes is told of every write that had returned.
+//! The promise: every answer, from the cache or not, is at least as new as every answer that had
+//! been given when it was asked for. If a part of a log entry was told, this holds for the whole
+//! entry. And a request for a file's attributes shows every write that had returned.
 
 mod client;
 mod kinds;
@@ -22,9 +22,9 @@ use strake_proto::{Ino, SessionId};
 
 use crate::Model;
 
-/// The client that has the file open for writing, where there is one.
+/// The client that has the file open for writing, if any has.
 const WRITER: usize = 0;
-/// Ticks of the clock.
+/// In ticks of the clock, which are seconds here.
 const TERM: Duration = Duration::from_secs(2);
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -49,25 +49,25 @@ pub struct Message {
     body: Body,
 }
 
-/// How often what may happen.
+/// How often each kind of event may happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Bounds {
     pub asks: u8,
     pub changes: u8,
     pub ticks: u8,
-    /// Requests for recalls that are sent again; any message may be lost in any case.
+    /// Requests for recalls that are sent again; any message may be lost anyway.
     pub repeats: u8,
-    /// Changes of which a copy arrives.
+    /// Changes of which a second copy arrives.
     pub copies: u8,
     pub reconnects: u8,
-    /// Changes that nobody waits for any more.
+    /// Changes that the client stops waiting for.
     pub impatience: u8,
     pub failovers: u8,
     pub renewals: u8,
-    /// Writes by one client, which is on record as the file's writer then. Not together with ticks:
-    /// nobody waits for a writer whose term is over.
+    /// Writes by one client, which is then on record as the file's writer. Not together with ticks:
+    /// the leader does not wait for a writer whose term is over.
     pub writes: u8,
-    /// A session may hold one lease only.
+    /// A session may hold only one lease.
     pub full: bool,
     /// Whether requests for recalls take time; otherwise they arrive at once.
     pub polls: bool,
@@ -86,22 +86,22 @@ pub struct World {
     leader: Leader,
     clients: [Client; 2],
     messages: Vec<Message>,
-    /// The newest that anybody was told.
+    /// The newest versions that any client was told.
     floor: Versions,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     Deliver(Message),
-    /// It arrives, and once more later.
+    /// It arrives, and a second time later.
     Copy(Message),
-    /// The leader goes on with a request.
+    /// The leader continues with a request.
     Step(Task),
     SendRecalls(usize),
     Ask(usize, Ask),
     Alter(usize, Alter),
     Renew(usize),
-    /// The recalls did not come.
+    /// The client asks again, as the recalls did not come.
     PollAgain(usize),
     /// A program's write returns.
     Write,
@@ -110,7 +110,7 @@ pub enum Action {
     Retry(usize),
     GiveUp(usize),
     Tick,
-    /// The leader dies; what was proposed is in the log or not.
+    /// The leader dies. With `keeps` what it had proposed is in the log.
     Failover {
         keeps: bool,
     },
@@ -136,7 +136,7 @@ impl World {
         }
     }
 
-    /// Both clients are connected, hold leases as from now, and know nothing.
+    /// Both clients are connected and hold leases from now on, with empty caches.
     pub fn new(left: Bounds, fault: Fault) -> World {
         let limits = World::limits(&left);
         let mut leases = Leases::new(limits, time(0), 1, []);
@@ -190,8 +190,8 @@ impl World {
         time(self.clock)
     }
 
-    /// What can arrive nowhere is not sent: to a leader that has died, or on a connection that its
-    /// client has given up.
+    /// A message that cannot arrive is not sent: to a leader that has died, or on a connection that
+    /// its client has given up.
     fn send(&mut self, client: usize, connection: u64, body: Body) {
         let (m, c) = (Message { client, connection, body }, &self.clients[client]);
         let arrives = if World::is_for_leader(&m) {
@@ -234,7 +234,7 @@ impl World {
         Ok(())
     }
 
-    /// Every copy that a client may answer from is as new as anything that anybody was told.
+    /// Every version in a client's cache must be at least as new as any that was told.
     fn check(&self) -> Result<(), String> {
         for (i, c) in self.clients.iter().enumerate() {
             let now = self.now();
@@ -267,7 +267,7 @@ impl Model for World {
             let changes = messages.iter().filter(|m| matches!(m.body, Body::Write { .. }));
             out.extend(changes.cloned().map(Action::Copy));
         }
-        // One that is never delivered is a lost one.
+        // A message that is never delivered counts as lost.
         out.extend(messages.into_iter().map(Action::Deliver));
         let mut tasks = self.leader.tasks.clone();
         tasks.dedup();

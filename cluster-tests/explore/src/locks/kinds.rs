@@ -1,4 +1,4 @@
-//! What is asked, sent and remembered in the world of file locks.
+//! The types of the world of file locks.
 
 use std::collections::BTreeSet;
 
@@ -10,19 +10,19 @@ use strake_proto::{Ino, SessionId};
 pub const FILE: Ino = 2;
 pub const MOUNTS: usize = 2;
 
-/// What all programs of a world lock with.
+/// The kind of lock that all programs of a world use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// flock(2): the kernel says by which handle.
+    /// flock(2): the kernel names the handle.
     Flock,
-    /// The kernel says at which address the open file is.
+    /// The kernel names the address of the open file.
     #[default]
     Ofd,
-    /// The kernel says at which address the process's table of descriptors is.
+    /// The kernel names the address of the process's table of descriptors.
     Posix,
 }
 
-/// What a mount's daemon is asked.
+/// A request to a mount's daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Asked {
     Lock { write: bool, wait: bool },
@@ -33,14 +33,14 @@ pub enum Asked {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Request {
-    /// Whose; a RELEASE is nobody's.
+    /// The program that asks. A RELEASE belongs to no program.
     pub program: usize,
     pub handle: u64,
     pub address: u64,
     pub asked: Asked,
 }
 
-/// A program has been told that it has a lock, and has not begun to give it up.
+/// A lock that a program was told it has, and has not begun to give up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Has {
     pub write: bool,
@@ -51,23 +51,24 @@ pub struct Has {
 /// A process, or an open file of one.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Program {
-    /// Of what owns its locks. The next one may get it when this one is gone.
+    /// The address of the owner of its locks. The next program may get it when this one is gone.
     pub address: u64,
-    /// None: it is gone.
+    /// Empty: the program is gone.
     pub handles: Vec<u64>,
-    /// What it waits for.
+    /// The request that it waits for.
     pub call: Option<Request>,
     pub has: Option<Has>,
-    /// It may have one for writing, or one, until what gives it up has returned.
+    /// What it may still have, for writing or not, until the call that gives it up has returned.
     pub may: Option<bool>,
-    /// Its try may be refused: somebody had, or may have had, what is in the way since it began.
+    /// Its request may be refused: since it began, another program had, or may have had, a
+    /// conflicting lock.
     pub excused: bool,
     pub is_dying: bool,
-    /// The mutation's number that is kept for its request, and whether this daemon has used it.
+    /// The request number that is kept for its call, and whether this daemon has used it.
     pub kept_seq: Option<(u64, bool)>,
 }
 
-/// What the next daemon finds of an owner.
+/// What the next daemon finds about an owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Kept {
     pub key: Key,
@@ -75,34 +76,34 @@ pub struct Kept {
     pub number: u64,
 }
 
-/// Whether all that the kernel had queued is taken: `None` until nothing was to be read, then what
-/// threads had read and not noted.
+/// Progress of taking all that the kernel had queued: `None` until the queue is empty, then the
+/// requests that threads had read at that time and have not noted yet.
 pub type Taking = Option<Vec<Request>>;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Stage {
     Begins,
-    /// Its owner is known by another handle: what was closed is to be noted first.
+    /// Its owner is known by another handle: closes are to be noted first.
     Settles(Taking),
-    /// What is given up is waited for, before the servers are asked.
+    /// Waits for unlocks that are on the way, before it asks the servers.
     Earlier(u64),
     Asks(Unlocks),
-    /// It was refused: what was closed is noted.
+    /// It was refused; closes that the kernel has queued are noted first.
     Refused(Unlocks, Taking),
-    /// And given up.
+    /// Then waits until those locks are given up.
     GivesUp(Unlocks, u64),
     AsksAgain,
-    /// The lock is there; whether the owner had one before, and for what.
+    /// The lock was given.
     Given,
-    /// Its place in the list of those who wait.
+    /// Waits, with this number in the list of lock waiters.
     Waits(u64),
-    /// And it tries.
+    /// Tries in its turn.
     Tries(u64),
-    /// An unlock or FLUSH is under way.
+    /// An unlock or FLUSH is on the way.
     Unlocks(Option<Known>),
 }
 
-/// A request that the daemon works at.
+/// A request that the daemon works on.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Job {
     pub request: Request,
@@ -118,21 +119,21 @@ pub enum What {
         wait: u64,
     },
     Unlock,
-    /// What an owner had before is its own again.
+    /// Restores what the owner had before.
     Undo(Option<bool>),
 }
 
-/// What the client asks the leader for, one after the other for each owner.
+/// A request of the client to the leader; those of one owner run one after the other.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Op {
     pub number: u64,
-    /// Who waits for it.
+    /// The program that waits for it.
     pub program: Option<usize>,
     pub what: What,
     pub seq: Option<u64>,
-    /// The lock was given, and its caller does not know yet.
+    /// The lock was given, and the program was not told yet; what the owner had before.
     pub given: Option<Option<bool>>,
-    /// What counts as being given up until it is done.
+    /// Unlocks that count as on the way until it is done.
     pub guards: Vec<u64>,
     pub kept: Vec<Kept>,
     pub tries: u8,
@@ -147,10 +148,10 @@ pub enum Edit {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Outcome {
-    /// What the owner had before.
+    /// Done; what the owner had before.
     Done(Option<bool>),
     Conflict,
-    /// What was in the way is given up by now.
+    /// The conflicting lock has been given up meanwhile.
     Again,
 }
 
@@ -166,12 +167,12 @@ pub struct Set {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Body {
-    // To the leader.
+    // To the leader:
     Hello,
     Set(Set),
     List(u64, Vec<Entry>),
     Checked(Number),
-    // To mounts.
+    // To mounts:
     Question(Number),
     Outcome(u64, Outcome),
     Turns(u64, Vec<u64>, Vec<u64>),
@@ -185,7 +186,7 @@ pub struct Message {
     pub body: Body,
 }
 
-/// A request in work at the leader.
+/// A request that the leader works on.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Task {
     pub mount: usize,
@@ -193,7 +194,7 @@ pub struct Task {
     pub set: Set,
     pub want: Want,
     pub asked: BTreeSet<SessionId>,
-    /// Answers that are waited for.
+    /// Questions whose answers it waits for.
     pub waits_for: Vec<(SessionId, Number)>,
     pub step: Step,
 }
@@ -207,29 +208,29 @@ pub enum Step {
     InTheLog,
 }
 
-/// How often what may happen.
+/// How often each kind of event may happen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Bounds {
     pub kind: Kind,
-    /// Programs that have the file open at each mount in the beginning.
+    /// Programs at each mount that have the file open at the beginning.
     pub programs: [u8; 2],
-    /// Opens of the file by others, when those are gone.
+    /// Opens of the file by new programs, in the place of those that are gone.
     pub opens: u8,
-    /// Opens by a program that has it open.
+    /// Further opens by a program that has the file open.
     pub seconds: u8,
-    /// Tries for a lock for writing.
+    /// Requests for a write lock that do not wait.
     pub tries: u8,
-    /// Likewise that wait.
+    /// Requests for a write lock that wait.
     pub waits: u8,
-    /// Locks, among both, that are for reading instead.
+    /// How many of these requests may be for a read lock instead.
     pub reads: u8,
     pub unlocks: u8,
     pub closes: u8,
-    /// Signals to programs that wait.
+    /// Signals to programs that wait for a lock.
     pub signals: u8,
     /// Processes that are killed.
     pub kills: u8,
-    /// Lists of waits that get lost.
+    /// Lists of lock waiters that get lost.
     pub losses: u8,
     pub evictions: u8,
     pub failovers: u8,
@@ -241,7 +242,7 @@ pub struct Bounds {
 pub enum Action {
     Deliver(Message),
     Lose(Message),
-    /// The leader goes on with a request, of this mount and number.
+    /// The leader continues with the request of this mount and number.
     Step(usize, u64),
     Open(usize),
     Second(usize, usize),
@@ -258,21 +259,21 @@ pub enum Action {
     Kill(usize, usize),
     /// A thread of the daemon reads a request.
     Take(usize),
-    /// And notes it.
+    /// The thread notes the request that it has read.
     Note(usize, Request),
-    /// The daemon goes on with a program's request.
+    /// The daemon continues with a program's request.
     GoOn(usize, usize),
-    /// The kernel sends again what a former daemon had taken.
+    /// The kernel sends again what a former daemon had read.
     Resend(usize),
-    /// A dying caller of FLUSH is let go.
+    /// A killed program stops waiting for its FLUSH.
     LetGo(usize, usize),
-    /// The client goes on with the leader's question.
+    /// The client continues with the leader's question.
     Answer(usize, Number),
-    /// It tells the leader who waits.
+    /// The client tells the leader its list of lock waiters.
     Tell(usize),
     Reconnect(usize),
     Evict(usize),
-    /// The client hears of it.
+    /// The client learns that it was evicted.
     Learn(usize),
     Failover,
     Restart(usize),
@@ -282,50 +283,50 @@ pub enum Action {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum)]
 pub enum Fault {
     None,
-    /// Servers are given the kernel's numbers.
+    /// Servers get the kernel's addresses as owner numbers.
     KernelsNumbers,
-    /// Who comes through another handle is taken for the same owner at once.
+    /// An owner that comes through another handle is taken for the same owner at once.
     SureAtOnce,
-    /// A conflict on the same mount is told before what was closed is noted.
+    /// A conflict is reported before closes on the same mount are noted.
     ToldUnsettled,
-    /// It is told when that is noted, and not given up.
+    /// A conflict is reported when these closes are noted, before their locks are given up.
     ToldUngiven,
-    /// A conflict with another mount is told and the holder not asked.
+    /// A conflict with another mount is reported without asking the holder.
     NotAsked,
-    /// The holder answers before it has taken what was queued.
+    /// The holder answers before it has read what the kernel had queued.
     AnswersUntaken,
-    /// It answers before what was closed is given up.
+    /// The holder answers before the locks of closed files are given up.
     AnswersUngiven,
-    /// Who comes later shares a question that was sent.
+    /// A later request shares a question that was already sent.
     SharesSent,
-    /// A new leader asks nobody who has said no hello.
+    /// A new leader does not ask mounts that have not said hello.
     NewLeaderAsksNobody,
-    /// What the log refuses is told at once.
+    /// A refusal by the log is reported at once, without another look at the holder.
     LogRefusalTold,
-    /// A request whose caller has gone does not count as being given up.
+    /// A request whose caller is gone does not count as an unlock on the way.
     LeftoverUncounted,
-    /// What such a request got is kept.
+    /// The lock that such a request got is kept.
     NotUndone,
-    /// All of it is given back, also what was there before.
+    /// All of it is given back, including what the owner had before.
     UndoneToNothing,
-    /// A change of locks is not looked at for those who wait.
+    /// A change of locks does not give the turn to waiters.
     TurnsNotGiven,
-    /// Who stops to wait does not say so.
+    /// A waiter that stops waiting does not say so.
     LeavesSilently,
-    /// A list that did not arrive is not sent again when it has become empty.
+    /// A lost list is not sent again when the list has become empty.
     EmptyNotRepeated,
-    /// Who was behind one that waits no longer is not looked at.
+    /// When a waiter leaves, the waiters behind it are not checked.
     LeftNotLooked,
-    /// A new leader is not told who waits.
+    /// A new leader does not get the lists of lock waiters.
     ListNotRepeated,
-    /// A leader does not know what it refused.
+    /// The leader does not remember what it has refused.
     RefusedForgotten,
-    /// A new daemon does not go on with what the former one was giving up.
+    /// A new daemon does not continue the unlocks of the former daemon.
     EndingsForgotten,
-    /// Or does not know who had locks.
+    /// A new daemon does not know which owners had locks.
     OwnersForgotten,
-    /// What is given up is kept until it is sent only.
+    /// The record of an unlock is kept only until the unlock is sent.
     KeptTooShort,
-    /// A new daemon answers the leader before the kernel sends again what was taken.
+    /// A new daemon answers the leader before the kernel has sent the unanswered requests again.
     AnswersBeforeResent,
 }

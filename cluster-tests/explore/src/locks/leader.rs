@@ -21,26 +21,26 @@ use super::{
     kinds::{Body, Edit, FILE, Fault, Kind, MOUNTS, Message, Outcome, Set, Step, Task},
 };
 
-/// What every leader knows.
+/// The state that every leader has: the log.
 #[derive(Clone, Debug, Hash)]
 pub(super) struct Log {
     pub sessions: BTreeSet<SessionId>,
     pub locks: Locks,
-    /// Of requests whose sender may send them again.
+    /// Outcomes of requests that may be sent again.
     pub replies: BTreeMap<(SessionId, u64), Outcome>,
     pub lowest: BTreeMap<SessionId, u64>,
 }
 
-/// What one leader knows.
+/// The state of one leader.
 #[derive(Clone, Debug, Hash)]
 pub(super) struct Leader {
     pub term: u64,
     pub checks: Checks,
     pub lock_waiters: LockWaiters,
     pub request_dedup: RequestDedup,
-    /// Which mounts have said hello, on which connection.
+    /// The connections on which mounts have said hello.
     pub greeted: [Option<u64>; MOUNTS],
-    /// Lists that are to be answered, with their connections.
+    /// Lists that are still to be answered, with their connections.
     pub polls: [Option<(u64, u64)>; MOUNTS],
     pub tasks: Vec<Task>,
 }
@@ -77,7 +77,7 @@ impl Log {
         }
     }
 
-    /// As the state machine does it.
+    /// As the state machine of the log does it.
     fn set(&mut self, want: &Want, edit: Edit) -> Outcome {
         let before = self.of(&want.who);
         let lock = |write| Want { span: Span { write, ..want.span }, ..*want };
@@ -91,7 +91,7 @@ impl Log {
             }
             Edit::Lock(_) => return Outcome::Conflict,
             Edit::Restore(Some(write)) => {
-                // Others may read by now where it wrote.
+                // Others may have got read locks where it had a write lock.
                 let write = write && free(self, true);
                 self.edit(want.who, |s| spans::lock(s, lock(write).span));
             }
@@ -146,7 +146,7 @@ impl World {
                 if files.contains(&FILE) && looked {
                     self.look();
                 }
-                // One that was overtaken is answered, and changes nothing.
+                // A list that was overtaken by a newer one is answered, but changes nothing.
                 if !self.leader.lock_waiters.is_newest(session, number) {
                     return self.send(
                         mount,
@@ -191,8 +191,8 @@ impl World {
             }
             Ok(_) => Step::Looks,
             Err(e) => {
-                // It comes again while another attempt is looked at: that one's answer is for this
-                // one, too.
+                // It arrives again while another attempt is being worked on: that one's answer also
+                // goes to this one.
                 let same = |t: &&mut Task| t.mount == mount && t.set.seq == set.seq;
                 if e.code == Code::Overloaded
                     && let Some(t) = self.leader.tasks.iter_mut().find(same)
@@ -207,7 +207,7 @@ impl World {
         self.leader.tasks.sort_by_key(|t| (t.mount, t.set.seq, t.connection));
     }
 
-    /// Those who wait are looked at.
+    /// Checks the lock waiters.
     fn look(&mut self) {
         let locks = &self.log.locks;
         let barred = |w: &Want| Ok(locks.barring(w).next().is_some());
@@ -222,7 +222,7 @@ impl World {
         }
     }
 
-    /// Mounts are told of turns and questions.
+    /// Tells mounts of turns and questions.
     pub(super) fn tell(&mut self) {
         for mount in 0..MOUNTS {
             let session = self.mounts[mount].session;
@@ -242,7 +242,7 @@ impl World {
         }
     }
 
-    /// What a step of this task finds.
+    /// What the tables say about this task now.
     fn verdict(&self, t: &Task) -> Verdict {
         let turn = self.leader.lock_waiters.is_anothers_turn(NOW, &t.want);
         let barring = self.barring(&t.want);
@@ -330,12 +330,12 @@ impl World {
         self.tell();
     }
 
-    /// An entry of the log. Its answer, if there is one yet.
+    /// Applies an entry of the log. Returns its answer, if there is one yet.
     fn runs(&mut self, t: &mut Task) -> Option<Outcome> {
         let key = (t.want.who.session, t.set.seq);
         self.leader.request_dedup.ran(key.0, key.1);
         if self.log.lowest.get(&key.0).is_some_and(|l| key.1 < *l) {
-            // Refused: nobody waits for it.
+            // Refused: its sender no longer waits for it.
             return Some(Outcome::Conflict);
         }
         let outcome = match self.log.replies.get(&key) {
@@ -360,7 +360,7 @@ impl World {
         }
     }
 
-    /// An entry of the log: a session is evicted, and its locks are gone.
+    /// Applies an entry of the log: a session is evicted, and its locks are removed.
     pub(super) fn evict(&mut self, mount: usize) {
         let session = self.mounts[mount].session;
         self.log.sessions.remove(&session);
@@ -379,7 +379,7 @@ impl World {
         self.tell();
     }
 
-    /// The leader dies, and another knows what is in the log.
+    /// The leader dies, and the next one has only what is in the log.
     pub(super) fn failover(&mut self) {
         self.leader = Leader::new(self.leader.term + 1);
         self.messages.clear();

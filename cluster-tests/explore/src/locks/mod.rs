@@ -1,17 +1,18 @@
 //! The world of file locks, `docs/locks.md`: a log and its leader, and two mounts, each with a
-//! kernel, a daemon and a few programs that lock one file. The tables of owners, of what is being
-//! given up, of those who wait, of questions and of attempts are the product's, and so is the
-//! verdict on a try; what is around them is written after the shells.
+//! kernel, a daemon and a few programs that lock one file. The tables of owners, of unlocks on the
+//! way, of lock waiters, of questions and of attempts are the product's code, and so is the verdict
+//! on a request; the rest is a model of the shell code.
 //!
-//! The kernel queues FLUSH and RELEASE, and gives the address of what owned locks to the next
-//! program once close(2) has returned, while the RELEASE is still there. Threads of the daemon
-//! read, and note what they read later.
+//! The kernel queues FLUSH and RELEASE. Once close(2) has returned, it may give the address of the
+//! locks' owner to the next program, while the RELEASE is still queued. Threads of the daemon read
+//! requests, and note them later.
 //!
-//! The promises, in every world: no two programs have locks that conflict. Who was told that it has
-//! a lock has it, until it begins to give it up. A try is told of a conflict only where somebody
-//! had what is in its way, or asked for it and got it, while the try lasted: nobody whose unlock,
-//! close or interrupted request had returned before. Where nothing more happens by itself everybody
-//! was answered but those who wait for a lock that a program has, and nobody else's locks are left.
+//! The promises, in every world: no two programs have conflicting locks. A program that was told
+//! that it has a lock has it until it begins to give it up. A request is refused only if, while it
+//! lasted, another program had a conflicting lock, or asked for one and got it; an owner whose
+//! unlock, close or interrupted request had returned before does not count. And when no further
+//! step happens by itself, every call was answered except waits for a lock that a program has, and
+//! only locks that programs have are left.
 
 mod kinds;
 mod leader;
@@ -27,7 +28,7 @@ use strake_mds::namespace::locks::Locks;
 
 use crate::Model;
 
-/// The time stands still.
+/// Time does not pass here.
 const NOW: Duration = Duration::ZERO;
 
 #[derive(Clone, Debug, Hash)]
@@ -45,7 +46,7 @@ fn conflict(a: bool, b: bool) -> bool {
 }
 
 impl World {
-    /// All have the file open, and nobody has locked it.
+    /// All programs have the file open, and there are no locks.
     pub fn new(left: Bounds, fault: Fault) -> World {
         let mut leader = Leader::new(1);
         leader.greeted = [Some(1); MOUNTS];
@@ -76,12 +77,12 @@ impl World {
         if mount.connection == m.connection { self.mount_takes(m.clone()) } else { Ok(()) }
     }
 
-    /// What happens by itself.
+    /// The steps that happen by themselves.
     fn by_itself(&self) -> Vec<Action> {
         let mut out = Vec::new();
         let mut messages = self.messages.clone();
         messages.dedup();
-        // Hello comes before what is said after it.
+        // Hello arrives before other messages of its connection.
         let is_late = |m: &Message| {
             let hello = |h: &&Message| {
                 h.mount == m.mount && h.connection == m.connection && h.body == Body::Hello
@@ -124,7 +125,7 @@ impl World {
         out
     }
 
-    /// What programs and misfortune may do.
+    /// What programs may do, and the faults that may happen.
     fn chances(&self) -> Vec<Action> {
         let (mut out, left) = (Vec::new(), &self.left);
         let mut may =
@@ -172,14 +173,14 @@ impl World {
             .flat_map(|(i, m)| m.programs.iter().enumerate().map(move |(n, p)| (i, n, p)))
     }
 
-    /// Whether a program's request for a lock that is not answered has got it.
+    /// The lock that a program has at the leader for a request that is not answered yet.
     fn has_got(&self, i: usize, n: usize) -> Option<bool> {
         let m = &self.mounts[i];
         let call = m.programs[n].call.filter(|r| matches!(r.asked, Asked::Lock { .. }))?;
         self.log.of(&self.owner(m.session, m.owners.number(self.key(&call))?))
     }
 
-    /// In every world.
+    /// The promises that hold in every world.
     fn check(&mut self) -> Result<(), String> {
         let mut excused = Vec::new();
         for (i, n, p) in self.programs() {
@@ -212,7 +213,7 @@ impl World {
         Ok(())
     }
 
-    /// Nothing more happens by itself.
+    /// The promises that hold when no further step happens by itself.
     fn is_at_rest(&self) -> Result<(), String> {
         for (i, n, p) in self.programs() {
             let Some(call) = p.call else { continue };

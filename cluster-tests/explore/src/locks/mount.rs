@@ -1,4 +1,4 @@
-//! A mount: its kernel and programs, its daemon, and the client in that.
+//! A mount: its kernel and programs, its daemon, and the daemon's client.
 
 use std::cell::{Cell, RefCell};
 
@@ -22,29 +22,29 @@ const THREADS: usize = 2;
 pub(super) struct Mount {
     pub session: SessionId,
     pub connection: u64,
-    /// Of the leader whose end the connection is.
+    /// The term of the leader at the other end of the connection.
     pub term: u64,
     pub programs: Vec<Program>,
     pub queue: Vec<Request>,
-    /// What comes again, and has not yet.
+    /// Requests that the kernel will send again.
     pub late: Vec<Request>,
     pub reading: Vec<Request>,
-    /// Handles, owners' numbers, waits and lists.
+    /// The last number of handles, owners, waits and lists.
     pub last: u64,
     pub next_seq: u64,
     pub owners: Owners<Kept>,
     pub unlockings: unlocking::Table,
     pub list: List<()>,
-    /// The list is to be told.
+    /// The list has changed and is to be sent.
     pub news: bool,
-    /// The number of the last one.
+    /// The number of the last list that was sent.
     pub told: u64,
     pub jobs: Vec<Job>,
     pub ops: Vec<Op>,
     pub questions: Vec<(Number, Taking, Option<u64>)>,
 }
 
-/// What is around the table of owners, while it is asked.
+/// What the table of owners uses of its surroundings.
 struct Beside {
     fault: Fault,
     address: u64,
@@ -102,7 +102,7 @@ impl Mount {
         mount
     }
 
-    /// A program opens the file. It gets the first address that is nobody's.
+    /// A program opens the file. It gets the first free address.
     pub fn open(&mut self) {
         let used = |a: &u64| self.programs.iter().any(|p| !p.handles.is_empty() && p.address == *a);
         let address = (1..).find(|a| !used(a)).unwrap_or_default();
@@ -126,7 +126,7 @@ impl Mount {
         out
     }
 
-    /// The kernel sends again what was not answered.
+    /// The kernel sends the unanswered requests again.
     pub fn resend(&mut self) {
         self.queue.splice(0..0, std::mem::take(&mut self.late));
     }
@@ -141,7 +141,7 @@ impl Mount {
         self.jobs.sort_by_key(|j| j.request.program);
     }
 
-    /// Goes on until all that the kernel had queued is noted. Whether it is.
+    /// Continues until all that the kernel had queued is noted. Returns whether it is.
     fn takes(&self, taking: &mut Taking) -> bool {
         if taking.is_none() && self.queue.is_empty() {
             *taking = Some(self.reading.clone());
@@ -152,7 +152,7 @@ impl Mount {
         taking.as_ref().is_some_and(Vec::is_empty)
     }
 
-    /// The lowest number whose answer may be waited for.
+    /// The lowest request number whose answer may still be waited for.
     fn lowest(&self) -> u64 {
         let sent = self.ops.iter().filter_map(|o| o.seq);
         let kept = self
@@ -173,7 +173,7 @@ impl World {
         }
     }
 
-    /// To the leader or from it. What can arrive nowhere is not sent.
+    /// Sends a message to or from the leader. One that cannot arrive is not sent.
     pub(super) fn send(&mut self, mount: usize, connection: u64, body: Body) {
         let m = &self.mounts[mount];
         if m.connection == connection && m.term == self.leader.term {
@@ -188,7 +188,7 @@ impl World {
 
     // --- programs and the kernel ---
 
-    /// A program asks for something.
+    /// A program makes a call.
     pub(super) fn call(&mut self, i: usize, program: usize, handle: u64, asked: Asked) {
         let flock_or_ofd = self.left.kind != Kind::Posix;
         let p = &mut self.mounts[i].programs[program];
@@ -203,7 +203,7 @@ impl World {
             _ => p.has = None,
         }
         if asked == Asked::Flush && flock_or_ofd {
-            // It tells of nobody here.
+            // Here FLUSH names no owner.
             return self.closes(i, program, handle);
         }
         p.call = Some(request);
@@ -223,14 +223,14 @@ impl World {
         }
     }
 
-    /// A program that waits for a lock, and can be let go.
+    /// Whether a program waits for a lock and can be interrupted.
     pub(super) fn can_signal(&self, i: usize, program: usize) -> bool {
         let m = &self.mounts[i];
         let waits = |r: &Request| matches!(r.asked, Asked::Lock { wait: true, .. });
         m.programs[program].call.as_ref().is_some_and(|r| waits(r) && !m.reading.contains(r))
     }
 
-    /// It waits no longer.
+    /// The program stops waiting.
     pub(super) fn signal(&mut self, i: usize, program: usize) {
         let silently = self.fault == Fault::LeavesSilently;
         let counts = self.fault != Fault::LeftoverUncounted;
@@ -260,7 +260,7 @@ impl World {
         }
     }
 
-    /// A program is told what became of its request.
+    /// The program gets the result of its request.
     fn answer(&mut self, i: usize, job: &Job, became: Result<(), Became>) -> Result<(), String> {
         let (program, session) = (job.request.program, self.mounts[i].session);
         let key = self.key(&job.request);
@@ -295,7 +295,7 @@ impl World {
         Ok(())
     }
 
-    /// Nobody waits for the end of a killed program.
+    /// A killed program no longer waits for its end.
     pub(super) fn let_go(&mut self, i: usize, program: usize) -> Result<(), String> {
         let m = &mut self.mounts[i];
         m.ops.iter_mut().filter(|o| o.program == Some(program)).for_each(|o| o.program = None);
@@ -303,7 +303,7 @@ impl World {
         self.answer(i, &job, Ok(()))
     }
 
-    /// A thread of the daemon reads.
+    /// Whether a thread of the daemon can read a request.
     pub(super) fn can_take(&self, i: usize) -> bool {
         let m = &self.mounts[i];
         !m.queue.is_empty() && m.reading.len() < THREADS && m.term == self.leader.term
@@ -349,7 +349,7 @@ impl World {
 
     // --- requests for locks ---
 
-    /// A program's request goes on. `false`: it cannot.
+    /// Continues with a program's request. Returns `false` if it cannot continue.
     pub(super) fn goes_on(&mut self, i: usize, program: usize) -> Result<bool, String> {
         let fault = self.fault;
         let Some(mut job) = self.mounts[i].job(program).cloned() else { return Ok(false) };
@@ -479,7 +479,7 @@ impl World {
         self.lanes(i);
     }
 
-    /// What an owner asks for next is sent when what it asked before is done.
+    /// Sends the next request of each owner once the previous one is done.
     fn lanes(&mut self, i: usize) {
         for at in 0..self.mounts[i].ops.len() {
             let m = &self.mounts[i];
@@ -510,7 +510,7 @@ impl World {
         self.repeat(i, at);
     }
 
-    /// Sends a request, perhaps once more.
+    /// Sends a request, possibly again.
     fn repeat(&mut self, i: usize, at: usize) {
         let m = &self.mounts[i];
         let (op, lowest) = (&m.ops[at], m.lowest());
@@ -524,7 +524,7 @@ impl World {
         self.send_up(i, Body::Set(set));
     }
 
-    /// What a caller got who waits no longer is given back, before anything else of that owner.
+    /// Gives back what a caller got that no longer waits, before any other request of that owner.
     fn undo(&mut self, i: usize, number: u64, before: Option<bool>) {
         let before = if self.fault == Fault::UndoneToNothing { None } else { before };
         let m = &mut self.mounts[i];
@@ -596,7 +596,7 @@ impl World {
         Ok(())
     }
 
-    /// A request for a lock met another's.
+    /// A request met a conflicting lock.
     fn refused(&mut self, i: usize, program: usize) -> Result<(), String> {
         let session = self.mounts[i].session;
         let m = &mut self.mounts[i];
@@ -636,7 +636,7 @@ impl World {
             Body::Question(number) => mount.questions.push((number, None, None)),
             Body::Outcome(seq, outcome) => self.op_answered(i, seq, outcome)?,
             Body::Turns(number, ready, deadlock) if number == mount.told => {
-                // With nobody's turn the same is told again later, which changes nothing.
+                // If it is no waiter's turn, the same is told again later, which changes nothing.
                 mount.list.answered(&pb::LockWaitReply { ready, deadlock });
             }
             _ => {}
@@ -644,7 +644,7 @@ impl World {
         Ok(())
     }
 
-    /// The answer to a question goes on. `false`: it cannot.
+    /// Continues with the answer to a question. Returns `false` if it cannot continue.
     pub(super) fn answers(&mut self, i: usize, number: Number) -> bool {
         let fault = self.fault;
         let m = &mut self.mounts[i];
@@ -665,7 +665,7 @@ impl World {
         std::mem::replace(&mut m.questions[at], q.clone()) != q
     }
 
-    /// The list of waits is told, if there is anything to tell.
+    /// Sends the list of lock waiters, if it has changed.
     pub(super) fn tells(&mut self, i: usize) -> bool {
         let m = &mut self.mounts[i];
         if !std::mem::take(&mut m.news) {
@@ -687,7 +687,7 @@ impl World {
         true
     }
 
-    /// A list did not arrive, and the client hears of it.
+    /// A list did not arrive, and the client notices.
     pub(super) fn lost(&mut self, m: &Message) {
         let mount = &mut self.mounts[m.mount];
         if matches!(m.body, Body::List(number, _) if number == mount.told) {
@@ -698,7 +698,7 @@ impl World {
         }
     }
 
-    /// It has found the new leader, or is a new process.
+    /// The mount has found the new leader, has a new session, or has a new daemon.
     pub(super) fn reconnect(&mut self, i: usize) {
         let m = &mut self.mounts[i];
         (m.connection, m.term) = (m.connection + 1, self.leader.term);
@@ -711,7 +711,7 @@ impl World {
         (0..self.mounts[i].ops.len()).for_each(|at| self.repeat(i, at));
     }
 
-    /// It hears that its session has ended.
+    /// The mount learns that its session has ended.
     pub(super) fn learn(&mut self, i: usize) -> Result<(), String> {
         let m = &mut self.mounts[i];
         m.session += MOUNTS as SessionId;
@@ -719,7 +719,7 @@ impl World {
         for op in &ops {
             op.guards.iter().for_each(|g| m.unlockings.end(FILE, *g));
         }
-        // What was on its way may still arrive, and is nobody's.
+        // What was on the way may still arrive, and belongs to no session.
         self.reconnect(i);
         for job in self.mounts[i].jobs.clone() {
             match (job.request.asked, &job.stage) {
@@ -736,8 +736,8 @@ impl World {
         Ok(())
     }
 
-    /// Its daemon is replaced: the kernel sends again what was not answered, and what was kept is
-    /// there.
+    /// The daemon is replaced: the kernel sends the unanswered requests again, and the new daemon
+    /// finds what was kept.
     pub(super) fn restart(&mut self, i: usize) {
         let m = &mut self.mounts[i];
         let mut again: Vec<Request> = std::mem::take(&mut m.reading);

@@ -12,14 +12,14 @@ use super::{
     },
 };
 
-/// When no lock is kept any more.
+/// A time at which no lock is kept any more.
 const LATER: Duration = Duration::from_secs(3600);
 
 #[derive(Clone, Debug, Hash)]
 pub(super) struct Client {
     pub session: SessionId,
     pub connection: u64,
-    /// Of the leader whose end the connection is.
+    /// The term of the leader at the other end of the connection.
     pub term: u64,
     pub table: Pages,
     pub opened: Opened,
@@ -31,12 +31,12 @@ pub(super) struct Client {
     pub page_in: Option<PageIn>,
     pub writes: Option<Writes>,
     pub page: Option<Page>,
-    /// A write-back is on its way.
+    /// A write-back is on the way.
     pub back: bool,
     pub jobs: Vec<Job>,
-    /// The lock that is asked for.
+    /// The lock that it has asked for.
     pub asks: Option<Mode>,
-    /// What programs stored and wrote.
+    /// What its programs have stored and written.
     pub made: Cells,
 }
 
@@ -67,7 +67,7 @@ impl Client {
         self.jobs.dedup();
     }
 
-    /// Whether giving back has to wait for a page-in.
+    /// Whether giving back pages has to wait for a page-in.
     fn is_read(&self) -> bool {
         matches!(self.page_in, Some(PageIn::Reads(_) | PageIn::Read(..)))
     }
@@ -91,7 +91,7 @@ impl Client {
 impl World {
     // --- uses ---
 
-    /// The client's table is asked whether it may be used. `None`: not now.
+    /// Asks the client's table whether the pages may be used. `None`: not now.
     fn enter(&mut self, i: usize, mode: Mode, free: bool) -> Option<Use> {
         let c = &mut self.clients[i];
         match c.table.enter(NOW, FILE, (mode, free), c.session) {
@@ -114,7 +114,7 @@ impl World {
         self.clients[i].table.ended(NOW, FILE, what);
     }
 
-    /// A page-in goes on. `false`: it cannot.
+    /// Continues a page-in. Returns `false` if it cannot continue.
     pub(super) fn page_in_goes_on(&mut self, i: usize) -> Result<bool, String> {
         let Some(now) = self.clients[i].page_in else { return Ok(false) };
         let c = &mut self.clients[i];
@@ -177,12 +177,13 @@ impl World {
         Ok(true)
     }
 
-    /// Whether others have made bytes of a client's page newer.
+    /// Whether another client has changed bytes at the storage server that `cells` has in an older
+    /// version.
     pub(super) fn is_older(&self, i: usize, cells: &Cells) -> bool {
         (0..cells.len()).any(|k| k / 2 != i && cells[k] < self.storage.cells[k])
     }
 
-    /// A write(2) goes on. `false`: it cannot.
+    /// Continues a write(2). Returns `false` if it cannot continue.
     pub(super) fn write_goes_on(&mut self, i: usize) -> bool {
         let Some(now) = self.clients[i].writes else { return false };
         match now {
@@ -198,7 +199,7 @@ impl World {
                 self.clients[i].writes = Some(Writes::Uses(what));
             }
             Writes::Uses(what) => {
-                // This node's own mapping: the page is taken out first.
+                // This node's own mapping: the kernel takes the page out first.
                 let c = &mut self.clients[i];
                 if c.page.is_some() || c.back || matches!(c.page_in, Some(PageIn::Read(..))) {
                     return false;
@@ -218,7 +219,7 @@ impl World {
         self.messages.sort();
     }
 
-    /// What was sent is at the storage server.
+    /// The storage server has taken what was sent.
     pub(super) fn written(&mut self, m: &Message) {
         let c = &mut self.clients[m.client];
         match m.body {
@@ -232,7 +233,7 @@ impl World {
         }
     }
 
-    /// It was refused: the session is evicted, which the client hears of with that.
+    /// The storage server refused it: the session is evicted, and the client learns it from this.
     pub(super) fn not_written(&mut self, m: &Message) -> Result<(), String> {
         let c = &mut self.clients[m.client];
         if matches!(m.body, Body::WriteBack(_)) {
@@ -256,10 +257,10 @@ impl World {
             c.back = true;
             self.send_to_storage(i, Body::WriteBack(page.cells));
         }
-        // Otherwise it is EIO, and what was stored is lost with its session.
+        // Otherwise the write-back fails with EIO, and what was stored is lost with its session.
     }
 
-    /// Whether the page is to be taken out, and can be.
+    /// Whether the kernel is to take the page out, and can do it.
     pub(super) fn can_take_out(&self, i: usize) -> bool {
         let c = &self.clients[i];
         let notice = |j: &Job| {
@@ -269,7 +270,7 @@ impl World {
                 && !keeps
         };
         let is_wanted = c.jobs.iter().any(notice) || matches!(c.writes, Some(Writes::Uses(_)));
-        // One write-back at a time; and what is not dirty goes at once.
+        // There is only one write-back at a time; a clean page goes at once.
         is_wanted && c.page.is_some_and(|p| !p.dirty || !c.back)
     }
 
@@ -307,14 +308,15 @@ impl World {
         c.add_job(Job { why, step });
     }
 
-    /// Whoever asked for the lock uses it before it is given up again.
+    /// Whether the client can use the lock that it asked for: it does so before it gives the lock
+    /// up.
     fn is_about_to_use(&self, i: usize) -> bool {
         let c = &self.clients[i];
         c.page_in == Some(PageIn::Wants) && self.clone().page_in_goes_on(i) == Ok(true)
             || c.writes == Some(Writes::Wants) && self.clone().write_goes_on(i)
     }
 
-    /// Whether this can go on, and then does.
+    /// Continues this job, if it can. Returns whether it did.
     pub(super) fn job_goes_on(&mut self, i: usize, job: Job) -> bool {
         let until = if job.step == Step::Leaving && self.is_about_to_use(i) { NOW } else { LATER };
         let c = &mut self.clients[i];
@@ -389,7 +391,7 @@ impl World {
         }
     }
 
-    /// What was not answered is sent again.
+    /// Sends the unanswered requests again.
     fn send_again(&mut self, i: usize) {
         let c = &self.clients[i];
         let unlocks = c.jobs.iter().any(|j| matches!(j.step, Step::Unlock | Step::UnlockFormer));
@@ -441,18 +443,18 @@ impl World {
         }
     }
 
-    /// It has found the new leader, or is a new process.
+    /// The client has found the new leader, or its daemon was replaced.
     pub(super) fn reconnect(&mut self, i: usize) {
         let c = &mut self.clients[i];
         (c.connection, c.term, c.leased, c.voided) =
             (c.connection + 1, self.leader.term, false, true);
         self.messages.retain(|m| m.client != i || m.connection == 0);
-        // Of answers on the former connection nobody hears.
+        // Answers on the former connection would not arrive.
         c.jobs.retain(|j| !matches!(j.why, Why::Recall | Why::Hello));
         self.begin_job(i, Why::Hello);
     }
 
-    /// It hears that its session has ended.
+    /// The client learns that its session has ended.
     pub(super) fn learn(&mut self, i: usize) {
         let c = &mut self.clients[i];
         let page_in = c.page_in.take().and_then(|p| match p {
@@ -475,7 +477,7 @@ impl World {
         self.reconnect(i);
     }
 
-    /// Its daemon is replaced.
+    /// The client's daemon is replaced.
     pub(super) fn restart(&mut self, i: usize) {
         let c = &mut self.clients[i];
         (c.table, c.jobs, c.asks, c.former) = (Pages::default(), Vec::new(), None, true);
@@ -484,7 +486,7 @@ impl World {
         if c.opened != Opened::No && c.opened != Opened::ForReading {
             c.opened = Opened::Asked;
         }
-        // What it had on its way arrives nowhere, or was taken over.
+        // What was on the way is lost or was taken over.
         self.messages.retain(|m| m.client != i || matches!(m.body, Body::WriteBack(_)));
         self.reconnect(i);
     }

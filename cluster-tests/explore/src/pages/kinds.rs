@@ -1,4 +1,4 @@
-//! What is sent, asked for and remembered in the world of pages.
+//! The types of the world of pages.
 
 use strake_client::pages::{Mode, Use};
 use strake_mds::leases::{Number, pages::Telling};
@@ -7,8 +7,8 @@ use strake_proto::{Ino, SessionId};
 pub const FILE: Ino = 2;
 pub const CLIENTS: usize = 2;
 
-/// The bytes of the page: for each client one that it stores to and one that it writes, by how
-/// often it did.
+/// The bytes of the page, as counters: for each client the number of its stores and the number of
+/// its writes.
 pub type Cells = [u8; 2 * CLIENTS];
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -27,7 +27,7 @@ pub enum Body {
     Got(Mode),
     Unlocked,
     Opened { pages: bool, leased: bool },
-    // To the storage server: a page as a whole, or one byte of it.
+    // To the storage server: a whole page, or one byte of it.
     WriteBack(Cells),
     Write(u8),
 }
@@ -41,7 +41,7 @@ pub struct Message {
     pub body: Body,
 }
 
-/// A request in work at the leader.
+/// A request that the leader works on.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Task {
     pub client: usize,
@@ -51,11 +51,11 @@ pub struct Task {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Stage {
-    /// Of an open: others are to forget.
+    /// An open: other clients are to give up their leases.
     Opens,
-    /// Of a lock: others have it.
+    /// A lock that others still have.
     Waits(Mode),
-    /// It is in the log, and others are told.
+    /// The lock is in the log, and the writers of the file are told.
     Tells(Mode, Telling),
 }
 
@@ -64,12 +64,12 @@ pub enum Stage {
 pub enum Opened {
     No,
     ForReading,
-    /// That is asked for.
+    /// It has asked to open it for writing.
     Asked,
-    /// It was answered, and pages for looking are taken back.
+    /// That was answered; pages that were handed out for reading are taken back.
     Answered,
     ForBoth,
-    /// Its pages are given up before that is told.
+    /// Its pages are given up before it tells the leader.
     Closing,
 }
 
@@ -77,9 +77,9 @@ pub enum Opened {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageIn {
     Wants,
-    /// A mistake's: that there is a lease was seen, and giving back leaves it out yet.
+    /// With a [`Fault`]: it has seen its lease, and giving back does not wait for it yet.
     Late(Use),
-    /// Giving back waits for it from now on.
+    /// From here on, giving back waits for it.
     Reads(Use),
     Read(Use, Cells),
 }
@@ -88,28 +88,28 @@ pub enum PageIn {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Writes {
     Wants,
-    /// The page is taken out of this node's own mapping.
+    /// This node's own mapping of the page is taken out.
     Uses(Use),
     Sent(Use),
 }
 
-/// A page that the kernel has.
+/// A page in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Page {
     pub cells: Cells,
     pub dirty: bool,
-    /// In which it was handed out.
+    /// The session in which it was handed out.
     pub session: SessionId,
 }
 
-/// Why pages are taken back.
+/// Why pages are given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Why {
-    /// The leader wants them.
+    /// The leader asked for them.
     Wanted(Number),
-    /// It wanted them before the lock was got.
+    /// The leader had asked for them before the lock was given.
     WantedBefore,
-    /// Another lock, or none, is needed.
+    /// Another lock is needed, or none any more.
     Leave,
     Recall,
     Hello,
@@ -117,18 +117,18 @@ pub enum Why {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Step {
-    /// What uses the file ends, and the lock is kept for a moment.
+    /// Uses of the file end; the lock is kept for a moment.
     Leaving,
-    /// The kernel is told to give the page back under the lock. `waits`: for a page-in.
+    /// The kernel gives the page back while the lock is held. `waits`: first for a page-in.
     UnderLock {
         waits: bool,
     },
     Unlock,
-    /// Likewise without a lock.
+    /// The same without a lock.
     After {
         waits: bool,
     },
-    /// Of a former daemon's lock.
+    /// Gives up the lock of a former daemon.
     UnlockFormer,
 }
 
@@ -138,23 +138,23 @@ pub struct Job {
     pub step: Step,
 }
 
-/// How often what may happen.
+/// How often each kind of event may happen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Bounds {
-    /// The second client has the file open for reading from the beginning.
+    /// The second client has the file open for reading at the beginning.
     pub reader: bool,
-    /// The second client has it not open from the beginning; with `reader` neither has it open for
-    /// writing. Otherwise both have.
+    /// The second client does not have the file open at the beginning; together with `reader`, no
+    /// client has it open for writing. Otherwise both have.
     pub alone: bool,
     /// Opens for writing.
     pub opens: u8,
-    /// Page-ins by both together.
+    /// Page-ins by both clients together.
     pub page_ins: u8,
     /// Stores to pages.
     pub stores: u8,
     /// write(2)s.
     pub writes: u8,
-    /// Write-backs that the kernel begins by itself.
+    /// Write-backs that the kernel begins on its own.
     pub write_backs: u8,
     pub closes: u8,
     pub evictions: u8,
@@ -166,36 +166,36 @@ pub struct Bounds {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     Deliver(Message),
-    /// The leader goes on with a request.
+    /// The leader continues with a request.
     Step(Task),
     /// A program touches the page.
     PageIn(usize),
-    /// The client goes on with that.
+    /// The client continues with the page-in.
     GoOn(usize),
     Store(usize),
     WriteBack(usize),
     /// A program writes.
     Write(usize),
-    /// The client goes on with that.
+    /// The client continues with the write.
     WriteOn(usize),
     Open(usize),
-    /// It is answered to the program.
+    /// The program gets the answer to its open.
     IsOpen(usize),
     Close(usize),
-    /// That is told.
+    /// The client tells the leader of the close.
     IsClosed(usize),
     /// The kernel gives the page back.
     TakeOut(usize),
-    /// Giving back goes on.
+    /// The client continues with giving back.
     Job(usize, Job),
     /// A client has found the new leader.
     Reconnect(usize),
-    /// The leader looks again who waits.
+    /// The leader checks the waiting requests again.
     Look,
     Evict(usize),
-    /// The storage server hears of it.
+    /// The storage server learns of the evictions.
     Hear,
-    /// The client hears of it.
+    /// The client learns of its eviction.
     Learn(usize),
     Failover,
     Restart(usize),
@@ -205,46 +205,46 @@ pub enum Action {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum)]
 pub enum Fault {
     None,
-    /// That pages are given back is said before the write-backs are there.
+    /// A client says that it has given its pages back before its write-backs have arrived.
     AnswersEarly,
-    /// It is said, and nothing is done.
+    /// A client says so without giving them back.
     NotTakenBack,
-    /// The lock is given up before the pages are.
+    /// The lock is given up before the pages.
     UnlocksFirst,
-    /// A recall is acknowledged, and the pages stay.
+    /// A recall is acknowledged although the pages stay.
     RecallKeepsPages,
-    /// Uses without the lock are not waited for.
+    /// Giving the lock up does not wait for uses without the lock.
     FreeNotWaited,
-    /// Pages are handed out without the lock though others have some.
+    /// Pages are handed out without the lock although others have pages.
     PagesUnlocked,
-    /// Pages are handed out before their lock is there.
+    /// Pages are handed out before their lock is given.
     PagesEarly,
-    /// Pages that can be stored to are handed out under the lock for looking.
+    /// Pages that can be stored to are handed out under a read lock.
     StoresShared,
-    /// Pages that were handed out for looking stay when the file is opened for writing.
+    /// Pages that were handed out for reading stay when the file is opened for writing.
     OpenKeepsShared,
-    /// Giving back overlooks a page-in that has just seen its lease.
+    /// Giving back does not wait for a page-in that has just seen its lease.
     AskedLate,
-    /// A file's last close gives the lock up while it is mapped.
+    /// The last close of a file gives up the lock while the file is still mapped.
     ClosesMapped,
-    /// Who writes is not told that somebody has pages.
+    /// Writers are not told that another client has pages.
     WritersNotTold,
-    /// An open's answer does not say so.
+    /// The answer to an open does not say that another client has pages.
     OpenNotMarked,
-    /// An open for writing does not wait for the recall.
+    /// An open for writing does not wait for the recall of others' leases.
     OpensEarly,
-    /// A new leader takes all who write for told.
+    /// A new leader assumes that all writers were told.
     NewLeaderTold,
-    /// Who has a new connection counts as told.
+    /// A client with a new connection counts as told.
     RestartTold,
-    /// A lock is given before the storage server has heard of an eviction.
+    /// A lock is given before the storage server knows of an eviction.
     Unfenced,
-    /// What was stored in a lost session is written back in the next one.
+    /// What was stored in a session that was lost is written back in the next session.
     WritesLost,
-    /// A new daemon does not give up the lock of the former.
+    /// A new daemon does not give up the lock of the former daemon.
     FormerForgotten,
-    /// Who waits for the lock itself does not answer.
+    /// A client that waits for the lock does not answer when it is asked for its pages.
     AskerSilent,
-    /// The holder is not asked.
+    /// The holder of the lock is not asked for its pages.
     HolderNotAsked,
 }

@@ -17,7 +17,7 @@ use super::{
     kinds::{Body, CLIENTS, FILE, Fault, Message, Stage, Task},
 };
 
-/// What one leader knows.
+/// The state of one leader.
 #[derive(Clone, Debug, Hash)]
 pub(super) struct Leader {
     pub term: u64,
@@ -25,7 +25,7 @@ pub(super) struct Leader {
     pub writers: Writers,
     pub leased: BTreeSet<usize>,
     pub recalled: BTreeSet<usize>,
-    /// Who has said hello, on which connection.
+    /// The connections on which clients have said hello.
     pub greeted: [Option<u64>; CLIENTS],
     pub tasks: Vec<Task>,
 }
@@ -119,7 +119,7 @@ impl World {
         self.send_wanted();
     }
 
-    /// Has those give their pages back who are in the way.
+    /// Asks the clients whose locks are in the way for their pages.
     fn want_pages(&mut self, session: SessionId, mode: Mode) {
         if self.fault != Fault::HolderNotAsked {
             let holders = self.holders_against(session, mode);
@@ -127,7 +127,7 @@ impl World {
         }
     }
 
-    /// A lock has changed: who waits is looked at.
+    /// A lock has changed: asks again for the requests that wait.
     pub(super) fn look_at_waits(&mut self) {
         for t in self.leader.tasks.clone() {
             if let Stage::Waits(mode) = t.stage {
@@ -148,7 +148,7 @@ impl World {
         }
     }
 
-    /// All sessions have said hello, and what evicted ones wrote cannot arrive any more.
+    /// All sessions have said hello, and nothing that evicted sessions wrote can arrive any more.
     fn is_settled(&self) -> bool {
         let greeted = |c: usize| {
             self.leader.greeted[c].is_some()
@@ -223,7 +223,7 @@ impl World {
         self.add_task(Task { stage: Stage::Tells(mode, telling), ..task });
     }
 
-    /// An entry of the log: a session is evicted.
+    /// Applies an entry of the log: a session is evicted.
     pub(super) fn evict(&mut self, client: usize) {
         let session = self.clients[client].session;
         self.log.evicted.insert(session);
@@ -240,7 +240,7 @@ impl World {
         self.look_at_waits();
     }
 
-    /// The leader dies, and another knows what is in the log.
+    /// The leader dies, and the next one has only what is in the log.
     pub(super) fn failover(&mut self) {
         let term = self.leader.term + 1;
         self.leader = Leader {
@@ -252,11 +252,11 @@ impl World {
             greeted: [None; CLIENTS],
             tasks: Vec::new(),
         };
-        // What was sent to it or by it arrives nowhere.
+        // Messages to it or from it are lost.
         self.messages.retain(|m| m.connection == 0);
     }
 
-    /// What is written arrives.
+    /// A write or write-back arrives.
     pub(super) fn storage_takes(&mut self, m: Message) -> Result<(), String> {
         let i = m.client;
         if self.storage.refuses.contains(&m.session) {

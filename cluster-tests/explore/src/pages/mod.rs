@@ -1,15 +1,15 @@
 //! The world of pages of memory mappings, "Between nodes" in `docs/mappings.md`: a leader, two
 //! clients with their kernels, and a storage server with one page of a file. The client's table and
-//! the leader's, of locks, of writers and of who is asked, are the product's; what is around them
-//! is written after the shells.
+//! the leader's tables (of locks, of writers and of clients that were asked) are the product's
+//! code; the rest is a model of the shell code.
 //!
-//! Each client has two bytes of the page of its own: one that its programs store to, through a
-//! mapping, and one that they write(2). Both count how often. So a byte that gets lower was lost.
+//! Each client has two bytes of the page: one that its programs store to through a mapping, and one
+//! that they write with write(2). Both are counters, so a byte that gets lower was lost.
 //!
-//! The promises: no byte gets lower at the storage server. Nobody has, nor gets, a page in which a
-//! byte of somebody else is older than at the storage server, unless its session is evicted. And
-//! where nothing more happens by itself everybody was answered, and every byte is at the storage
-//! server or in a page that is out, but for those of evicted sessions.
+//! The promises: no byte gets lower at the storage server. No client has or gets a page in which a
+//! byte of another client is older than at the storage server, unless its session is evicted. And
+//! when no further step happens by itself, every request was answered, and every byte is at the
+//! storage server or in a dirty page, except for those of evicted sessions.
 
 #[expect(clippy::collapsible_match, reason = "a guard of a match changes nothing")]
 mod client;
@@ -31,12 +31,12 @@ use strake_proto::SessionId;
 
 use crate::Model;
 
-/// The time stands still: what lasts for a while is over at any moment.
+/// Time does not pass here: what lasts a while may be over at any moment.
 const NOW: Duration = Duration::ZERO;
-/// Looks at those who wait that help nobody.
+/// How often the leader may check the waiting requests again when nothing else can happen.
 const LOOKS: u8 = 3;
 
-/// What every leader knows.
+/// The state that every leader has: the log.
 #[derive(Clone, Debug, Hash)]
 struct Log {
     sessions: BTreeSet<SessionId>,
@@ -48,7 +48,7 @@ struct Log {
 #[derive(Clone, Debug, Hash)]
 struct Storage {
     cells: Cells,
-    /// Evicted sessions that it has heard of.
+    /// The evicted sessions that it knows of.
     refuses: BTreeSet<SessionId>,
 }
 
@@ -70,7 +70,8 @@ fn is_for_leader(body: &Body) -> bool {
 }
 
 impl World {
-    /// The first client has the file open for writing, and its lease if it is the only one.
+    /// The first client has the file open for writing, with a lease if no other client has it open
+    /// so.
     pub fn new(left: Bounds, fault: Fault) -> World {
         let mut clients = [0, 1].map(Client::new);
         let readers = left.reader && left.alone;
@@ -117,7 +118,7 @@ impl World {
         (session as usize - 1) % CLIENTS
     }
 
-    /// To the leader or from it. What can arrive nowhere is not sent.
+    /// Sends a message to or from the leader. One that cannot arrive is not sent.
     fn send(&mut self, client: usize, body: Body) {
         let c = &self.clients[client];
         let (session, connection) = (c.session, c.connection);
@@ -147,12 +148,12 @@ impl World {
         Ok(())
     }
 
-    /// What happens by itself.
+    /// The steps that happen by themselves.
     fn goes_on(&self) -> Vec<Action> {
         let mut out = Vec::new();
         let mut messages = self.messages.clone();
         messages.dedup();
-        // Hello comes before what is said after it.
+        // Hello arrives before other messages of its connection.
         let is_late = |m: &Message| {
             let hello = |h: &&Message| {
                 h.client == m.client && h.connection == m.connection && h.body == Body::Hello
@@ -205,7 +206,7 @@ impl World {
         out
     }
 
-    /// What programs and misfortune may do.
+    /// What programs may do, and the faults that may happen.
     fn chances(&self) -> Vec<Action> {
         let (mut out, left) = (Vec::new(), &self.left);
         for (i, c) in self.clients.iter().enumerate() {
@@ -247,7 +248,7 @@ impl World {
         }
     }
 
-    /// Nothing more happens by itself.
+    /// The promises that hold when no further step happens by itself.
     fn is_at_rest(&self) -> Result<(), String> {
         if let Some(t) = self.leader.tasks.first() {
             return Err(format!("the leader never answers {t:?}"));

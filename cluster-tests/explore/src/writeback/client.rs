@@ -1,4 +1,4 @@
-//! What a client does, in the steps of its shell: `client/src/write/writeback.rs`, `recalls.rs` and
+//! A client, in the steps of its shell: `client/src/write/writeback.rs`, `recalls.rs` and
 //! `memory.rs`.
 
 use std::time::Duration;
@@ -16,14 +16,14 @@ use super::{
     time,
 };
 
-/// More is never held back here.
+/// Dirty data never reach this limit here.
 const MOST: u64 = 1 << 20;
 
 #[derive(Clone, Debug, Hash)]
 pub struct Client {
-    /// What is known under the lease: the size.
+    /// The size of the file, cached under the lease.
     pub table: Table<u64>,
-    /// The tenure in which the lease was seen last goes on.
+    /// The client still has the tenure in which it last saw its lease.
     pub leased: bool,
     pub connection: u64,
     /// The leader it is connected to.
@@ -32,23 +32,23 @@ pub struct Client {
     /// When the last renewal was sent.
     pub renewed: Option<u8>,
     pub acknowledged: Number,
-    /// The open under which it writes.
+    /// The open that it writes with.
     pub opened: Option<u8>,
     pub held: Dirty<()>,
-    /// Pieces that are on their way.
+    /// How many pieces are on the way.
     pub sending: u8,
-    /// A write that is to be held back, as was found.
+    /// With a [`Fault`]: a write for which it was found that it may be held back.
     pub checked: Option<Version>,
     /// A write that waits for the storage server.
     pub writing: Option<Version>,
-    /// Where the last byte ends that has arrived, and that of which the leader was told.
+    /// The end of the last byte that has arrived, and the end that the leader was told.
     pub arrived: u64,
     pub told: u64,
     pub request: Option<Request>,
     pub extending: Option<Request>,
     pub reports: Vec<Due>,
     pub next: u8,
-    /// It knows that its session has ended.
+    /// It has learned that its session has ended.
     pub ended: bool,
 }
 
@@ -80,13 +80,13 @@ impl Client {
         }
     }
 
-    /// Whether what it writes may be held back.
+    /// Whether a write may be held back.
     fn may_hold(&self, now: Duration, fault: Fault) -> bool {
         let lives = self.table.lives(now) || fault == Fault::HoldsOn;
         self.opened.is_some() && (self.table.attr(now, FILE).is_some() || self.leased && lives)
     }
 
-    /// What was held back when a report was asked for has arrived.
+    /// Whether a report can be made: all that was dirty when it was asked for has arrived.
     fn is_made(&self, r: &Due, fault: Fault) -> bool {
         let sent = r.sent || self.held.bytes() == 0;
         match fault {
@@ -116,7 +116,7 @@ impl World {
         if idle && c.request.is_none() && c.opened.is_none() && left.opens > 0 {
             out.push(Action::Open(i));
         }
-        // Before somebody looks, what is held back is sent.
+        // Before it looks, a client sends its dirty data.
         let known = c.table.attr(now, FILE).is_some();
         if c.request.is_none() && c.held.is_empty() && !known && left.looks > 0 {
             out.push(Action::Look(i));
@@ -186,7 +186,7 @@ impl World {
         again.into_iter().for_each(|body| self.send(client, connection, body));
     }
 
-    /// A program writes a block, which is held back if it may.
+    /// A program writes a block. The write is held back if that is allowed.
     pub(super) fn write(&mut self, client: usize, block: u64) {
         self.left.writes -= 1;
         let (now, before, fault) = (self.now(), self.returned(), self.fault);
@@ -211,11 +211,11 @@ impl World {
         self.clients[client].held.hold(Duration::ZERO, w.block, bytes.into(), ());
     }
 
-    /// All that is held back is sent.
+    /// Sends all dirty data.
     pub(super) fn send_held(&mut self, client: usize) {
         let c = &mut self.clients[client];
         if c.sending > 0 {
-            // A mistake made on purpose: the former pieces are taken for arrived.
+            // Only with a [`Fault`]: the previous pieces count as arrived.
             c.held.settled(0..MOST);
         }
         let runs = c.held.take(MOST, |(), ()| true);
@@ -236,7 +236,7 @@ impl World {
         self.messages.sort();
     }
 
-    /// An update of it was made.
+    /// One of its updates was applied.
     pub(super) fn has_arrived(&mut self, client: usize, at: u64, bytes: &[Version], through: bool) {
         let c = &mut self.clients[client];
         let range = at..at + bytes.len() as u64;
@@ -251,7 +251,7 @@ impl World {
         }
     }
 
-    /// Its session has ended: all that it held back is lost.
+    /// Its session has ended: all its dirty data are lost.
     pub(super) fn session_lost(&mut self, client: usize) {
         let c = &mut self.clients[client];
         c.held.lose();
@@ -262,7 +262,7 @@ impl World {
         c.reports.clear();
     }
 
-    /// Has what was not reported yet applied, and then says so.
+    /// Tells the leader of a new end first; once that is known, confirms the reports.
     pub(super) fn tell(&mut self, client: usize) {
         let fault = self.fault;
         let c = &mut self.clients[client];
@@ -293,11 +293,11 @@ impl World {
         }
         c.connection += 1;
         (c.term, c.said_hello, c.renewed) = (term, false, Some(clock));
-        // They are asked for again.
+        // The leader asks for them again.
         c.reports.clear();
         c.table.connected();
         c.leased = false;
-        // Who looked looks again.
+        // A program that looked tries again.
         if let Some(r) = c.request.take_if(|r| r.what == What::Look) {
             c.table.end(r.token);
         }
@@ -368,7 +368,7 @@ impl World {
         Ok(())
     }
 
-    /// What a program of this client reads now is as new as these writes.
+    /// Checks that a program of this client that reads now finds these writes, or newer ones.
     pub(super) fn sees(
         &self,
         client: usize,

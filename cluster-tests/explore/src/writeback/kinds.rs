@@ -1,4 +1,4 @@
-//! What is sent, asked for and remembered in the world of write-back.
+//! The types of the world of write-back.
 
 use strake_client::leases::{Change, Token};
 use strake_mds::leases::{Number, writers::Holders};
@@ -6,7 +6,7 @@ use strake_proto::{Ino, SessionId};
 
 pub const FILE: Ino = 2;
 
-/// A byte of the file: which write it is of, 0: of none.
+/// A byte of the file: the number of the write that it is of; 0: never written.
 pub type Version = u8;
 
 /// A set of versions.
@@ -55,14 +55,14 @@ pub enum Body {
     },
 }
 
-/// What is to be answered.
+/// The kinds of request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum What {
-    /// For the attributes.
+    /// Reads the attributes.
     Look,
-    /// For writing.
+    /// Opens the file for writing.
     Open,
-    /// How far the file reaches at least.
+    /// Reports how far the file reaches at least.
     Extend { end: u64 },
 }
 
@@ -74,7 +74,7 @@ pub struct Message {
     pub body: Body,
 }
 
-/// A request in work at the leader.
+/// A request that the leader works on.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Task {
     pub client: usize,
@@ -86,18 +86,19 @@ pub struct Task {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Stage {
-    /// Others who write are to report before the state is read again.
+    /// Other writers are to report before the state is read again.
     Reporting { asked: Vec<(SessionId, Number)> },
-    /// `ticket`: none, it depends on everything.
+    /// Waits until other clients have forgotten the old state. No `ticket`: it depends on
+    /// everything.
     Settling { size: u64, ticket: Option<Number> },
-    /// Of an open: those who may hold something back are to report.
+    /// An open: the sessions that may hold dirty data are to report.
     Holding { size: u64, holders: Holders, asked: Vec<(SessionId, Number)> },
-    /// Of an open: nobody holds back anything of before any more.
+    /// An open: no session holds older dirty data any more.
     Opened { size: u64 },
 }
 
-/// How far the file goes at the storage server, as the leader saw it, and which eviction and which
-/// change it knew of.
+/// How far the file reaches at the storage server, as the leader saw it; and the last eviction and
+/// the last change that the leader knew of then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Seen {
     pub end: u64,
@@ -111,18 +112,18 @@ pub struct Request {
     pub id: u8,
     pub what: What,
     pub token: Token,
-    /// Where it was sent last.
+    /// The connection on which it was last sent.
     pub connection: u64,
-    /// Writes that had returned before.
+    /// Writes that had returned before it.
     pub floor: Versions,
     pub change: Option<Change>,
 }
 
-/// A report that a client is to make.
+/// A report that a client has still to make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Due {
     pub number: Number,
-    /// What had been held back when it was asked for is on its way, or has arrived.
+    /// What was dirty when it was asked for is on the way or has arrived.
     pub sent: bool,
 }
 
@@ -131,17 +132,17 @@ pub struct Due {
 pub struct Write {
     pub client: usize,
     pub block: u64,
-    /// Those that had returned when it began.
+    /// Writes that had returned when it began.
     pub before: Versions,
     pub returned: bool,
 }
 
-/// How often what may happen.
+/// How often each kind of event may happen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Bounds {
     /// Opens for writing; the first client has the file open from the beginning.
     pub opens: u8,
-    /// Looks at the attributes, and reads with them.
+    /// Looks at the attributes, with a read of the file.
     pub looks: u8,
     pub writes: u8,
     /// Blocks of the file beyond the first.
@@ -154,23 +155,23 @@ pub struct Bounds {
     pub failovers: u8,
     pub renewals: u8,
     pub evictions: u8,
-    /// Whether updates are in work at the storage server for a while before they count.
+    /// Whether the storage server works on updates for a while before they are applied.
     pub chain: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     Deliver(Message),
-    /// The leader goes on with a request.
+    /// The leader continues with a request.
     Step(Task),
     SendRecalls(usize),
     Open(usize),
     Look(usize),
     /// A program writes a block.
     Write(usize, u64),
-    /// It may hold back what it writes, it saw a moment ago.
+    /// With a [`Fault`]: it holds back a write after a check that was made earlier.
     HoldLate(usize),
-    /// What is held back is sent.
+    /// A client sends its dirty data.
     Send(usize),
     /// A client tells the leader of its writes.
     Tell(usize),
@@ -182,17 +183,17 @@ pub enum Action {
     Evict(usize),
     /// A client learns that its session has ended.
     Learn(usize),
-    /// The storage server hears of evictions.
+    /// The storage server learns of evictions.
     Hear,
-    /// The leader learns that it has, and cuts what is to be cut.
+    /// The leader learns that it did, and truncates the file if that is pending.
     Fenced,
-    /// The leader looks how far the file goes at the storage server.
+    /// The leader asks the storage server how far the file reaches.
     See,
-    /// What it saw is applied.
+    /// Its answer is applied.
     Found,
-    /// Likewise of a leader that has died.
+    /// The same for an answer that a dead leader got.
     Stray,
-    /// An update that is in work is made.
+    /// An update that the storage server works on is applied.
     Apply(Message),
     Tick,
     Failover,

@@ -1,4 +1,4 @@
-//! What the leader does, in the steps of its shell: `mds/src/server/recalls.rs` and `reads.rs`.
+//! The leader, in the steps of its shell: `mds/src/server/recalls.rs` and `reads.rs`.
 
 use strake_mds::leases::{Leases, Limits, Number, reports::Reports, writers::Writers};
 use strake_proto::SessionId;
@@ -8,22 +8,22 @@ use super::{
     kinds::{Body, FILE, Message, Seen, Stage, Task, What},
 };
 
-/// What a leader knows by itself.
+/// The state of one leader.
 #[derive(Clone, Debug, Hash)]
 pub struct Leader {
     pub term: u64,
     pub leases: Leases,
     pub reports: Reports,
     pub writers: Writers,
-    /// The last eviction of a session that could write the file, until nothing of it can arrive any
-    /// more.
+    /// The last eviction of a session that could write the file, until nothing of such a session
+    /// can arrive any more.
     pub fence: usize,
-    /// The last one beside another writer, until it is known how far the file goes; what was seen
-    /// of that.
+    /// The last such eviction while there is another writer, until it is known how far the file
+    /// reaches; and what the storage server said about that.
     pub endless: usize,
     pub seen: Option<Seen>,
     pub tasks: Vec<Task>,
-    /// Clients that wait for recalls, by connection.
+    /// Clients that wait for recalls, with their connections.
     pub polls: [Option<u64>; 2],
 }
 
@@ -142,8 +142,8 @@ impl World {
         those.into_iter().map(|s| (s, self.leader.reports.ask(now, s, FILE))).collect()
     }
 
-    /// Notes a lease, reads the state, and has others report first, once, and what is not known of
-    /// the file's end found out.
+    /// Grants a lease and reads the state. Before that is answered, other writers report (once),
+    /// and an unknown end of the file is found out.
     fn look(&mut self, client: usize, connection: u64, n: u8, reported: bool) {
         self.grant(client, connection);
         let (size, ticket) = (self.log.size, Some(self.leader.leases.ticket()));
@@ -160,7 +160,7 @@ impl World {
         self.add_task(Task { client, connection, id: n, what: What::Look, stage });
     }
 
-    /// An entry of the log.
+    /// Applies an entry of the log.
     fn apply(&mut self, client: usize, connection: u64, n: u8, what: What) {
         let (now, mut changed) = (self.now(), false);
         match what {
@@ -183,7 +183,7 @@ impl World {
         }
     }
 
-    /// An entry of the log: a session is evicted.
+    /// Applies an entry of the log: a session is evicted.
     pub(super) fn evict(&mut self, client: usize) {
         let now = self.now();
         self.log.evicted.push(client);
@@ -204,8 +204,8 @@ impl World {
         self.leader.writers.ended(id(client));
     }
 
-    /// The leader looks for the end that an evicted session did not report, unless nobody needs to
-    /// know any more.
+    /// The leader looks for the end that an evicted session did not report, unless that is not
+    /// needed any more.
     pub(super) fn see(&mut self) {
         let (eviction, change) = (self.log.endless, self.log.change);
         if eviction == 0 {
@@ -217,7 +217,7 @@ impl World {
         self.leader.seen = Some(Seen { end, eviction, change });
     }
 
-    /// What lies beyond the end goes, if nobody may have written there.
+    /// Removes what lies past the end, if it can only be of evicted sessions.
     pub(super) fn cut(&mut self) {
         if std::mem::take(&mut self.log.cut) {
             let end = self.log.size as usize;
@@ -225,7 +225,7 @@ impl World {
         }
     }
 
-    /// An entry of the log, and whether it was not refused.
+    /// Applies an entry of the log. Returns false if the entry is refused.
     pub(super) fn found(&mut self, seen: Seen) -> bool {
         if self.log.endless == 0
             || seen.eviction != self.log.endless
@@ -243,7 +243,7 @@ impl World {
         true
     }
 
-    /// Whether the leader can go on with a request.
+    /// Whether the leader can continue with a request.
     pub(super) fn can_step(&self, t: &Task) -> bool {
         let l = &self.leader;
         let is_in =
@@ -307,14 +307,14 @@ impl World {
         self.send(task.client, task.connection, Body::Answer { id: task.id, size, granted });
     }
 
-    /// The leader dies, and another knows what is in the log.
+    /// The leader dies, and the next one has only what is in the log.
     pub(super) fn failover(&mut self) {
         let term = self.leader.term + 1;
         let alive: Vec<SessionId> =
             [0, 1].into_iter().filter(|c| !self.log.is_evicted(*c)).map(id).collect();
         let mut graced = alive.clone();
         if self.fault != Fault::NewLeaderIgnoresEvicted {
-            // Every server has seen all entries as they were applied.
+            // Every server has seen all entries when they were applied.
             graced.extend(self.evicted.may_live(self.now(), TERM, Vec::new));
         }
         let holding = if self.fault == Fault::NewLeaderForgets { vec![] } else { alive };

@@ -1,15 +1,15 @@
-//! The world of write-back, `docs/leases.md`: one leader, two clients that hold back what they
-//! write to one file, and a storage server. The tables are the product's; what is around them is
-//! written after the shells.
+//! The world of write-back, `docs/leases.md`: one leader, two clients with write-back that write
+//! one file, and a storage server. The tables are the product's code; the rest is a model of the
+//! shell code.
 //!
-//! The first client has the file open for writing from the beginning, and is the only one who has.
-//! Each write has a number, and the bytes that it writes are that number.
+//! At the beginning only the first client has the file open for writing. Each write has a number,
+//! and its bytes are that number.
 //!
-//! The promises: whoever opened the file for writing, looked at it or reads it under a lease finds
-//! every write that had returned before he asked, in the bytes and in the size, but for those of
-//! evicted sessions. No bytes are put over those of a write that began when they had been written.
-//! And nothing of an evicted session is put there when somebody was answered after its eviction,
-//! nor is anything of one seen by anybody when somebody has been told that the file is shorter.
+//! The promises: a client that opens the file for writing, looks at it, or reads it under a lease
+//! finds every write that had returned before, in the bytes and in the size, except those of
+//! evicted sessions. No write overwrites bytes of a write that began after the first one had
+//! returned. And bytes of an evicted session are not stored after a request was answered with
+//! knowledge of the eviction, nor do they show up after a client was told that the file is shorter.
 
 mod client;
 mod kinds;
@@ -29,24 +29,24 @@ use strake_proto::SessionId;
 
 use crate::Model;
 
-/// Ticks of the clock.
+/// In ticks of the clock, which are seconds here.
 const TERM: Duration = Duration::from_secs(2);
 
-/// What every leader knows.
+/// The state that every leader has: the log.
 #[derive(Clone, Debug, Hash)]
 struct Log {
-    /// Who may write, since which open.
+    /// The clients that may write, and the open that they do it with.
     writers: BTreeMap<usize, u8>,
     size: u64,
-    /// In order; an eviction's number is how many there were with it.
+    /// In order; the number of an eviction is its place in this list, from 1.
     evicted: Vec<usize>,
-    /// The last one of a session that could write.
+    /// The last eviction of a client that could write.
     fence: usize,
-    /// Likewise, if another one can and the end that it did not report is not found yet.
+    /// The same, if another client can write, until the end that was not reported is found.
     endless: usize,
-    /// The file is to be cut at its end.
+    /// The file is to be truncated to its size.
     cut: bool,
-    /// Counts the changes of the file.
+    /// A counter of the changes of the file.
     change: u8,
     done: BTreeSet<(usize, u8)>,
 }
@@ -60,9 +60,9 @@ impl Log {
 #[derive(Clone, Debug, Hash)]
 struct Storage {
     blocks: Vec<Version>,
-    /// Evictions that it has heard of.
+    /// How many evictions it has learned of.
     heard: usize,
-    /// Updates that it has accepted.
+    /// Updates that it has accepted and not applied yet.
     work: Vec<Message>,
 }
 
@@ -78,13 +78,13 @@ pub struct World {
     messages: Vec<Message>,
     /// Writes of programs, in the order in which they began.
     writes: Vec<Write>,
-    /// Evictions before the last answer.
+    /// The number of evictions when a request was last answered.
     depended: usize,
-    /// Writes of evicted clients that somebody found beyond the end.
+    /// Writes of evicted clients that were past the end when a client found the file's size.
     denied: Versions,
-    /// What leaders that have died saw of the file's end: on its way into the log.
+    /// Ends of the file that dead leaders had seen, on the way into the log.
     strays: Vec<Seen>,
-    /// What every server knows of evictions.
+    /// The evictions, as every server knows them.
     evicted: Evicted,
 }
 
@@ -97,8 +97,8 @@ fn time(clock: u8) -> Duration {
 }
 
 impl World {
-    /// Both clients are connected and hold leases as from now; the first has the file open for
-    /// writing, and knows it.
+    /// Both clients are connected and hold leases from now on; the first one has the file open for
+    /// writing and has its attributes cached.
     pub fn new(left: Bounds, fault: Fault) -> World {
         let mut leases = Leases::new(World::limits(), time(0), 1, []);
         let mut clients = [0, 1].map(|c| {
@@ -180,8 +180,8 @@ impl World {
         )
     }
 
-    /// What can arrive nowhere is not sent: to a leader that has died, or on a connection that its
-    /// client has given up.
+    /// A message that cannot arrive is not sent: to a leader that has died, or on a connection that
+    /// its client has given up.
     fn send(&mut self, client: usize, connection: u64, body: Body) {
         let (m, c) = (Message { client, connection, body }, &self.clients[client]);
         let arrives = if World::is_for_leader(&m) {
@@ -209,7 +209,7 @@ impl World {
         }
     }
 
-    /// Those of which it has heard that they are evicted it refuses.
+    /// The storage server refuses updates of clients that it knows to be evicted.
     fn storage_takes(&mut self, m: Message) -> Result<(), String> {
         if self.log.evicted[..self.storage.heard].contains(&m.client) {
             self.session_lost(m.client);
@@ -223,7 +223,7 @@ impl World {
         }
     }
 
-    /// An update is made.
+    /// Applies an update.
     fn put(&mut self, m: Message) -> Result<(), String> {
         let Body::Update { at, bytes, through } = m.body else { return Ok(()) };
         let number = self.log.evicted.iter().position(|c| *c == m.client).map(|i| i + 1);
@@ -245,15 +245,15 @@ impl World {
         Ok(())
     }
 
-    /// Whether the storage server has heard of an eviction, and has done with what sessions sent
-    /// that it knows evicted.
+    /// Whether the storage server has learned of an eviction, and has finished the updates of all
+    /// clients that it knows to be evicted.
     fn is_fenced(&self, eviction: usize) -> bool {
         let known = &self.log.evicted[..self.storage.heard];
         let in_work = self.storage.work.iter().any(|m| known.contains(&m.client));
         self.storage.heard >= eviction && (!in_work || self.fault == Fault::FencedInWork)
     }
 
-    /// What a client may read from memory is as new as anything that was written.
+    /// What a client may answer from its cache must include every write that has returned.
     fn check(&mut self) -> Result<(), String> {
         let (floor, now) = (self.returned(), self.now());
         for i in 0..self.clients.len() {
@@ -268,8 +268,8 @@ impl World {
         Ok(())
     }
 
-    /// A program of this client finds the file so long. What evicted clients had put there before
-    /// is in it, or never will be.
+    /// A program of this client is told this size. Bytes of evicted clients are within it, or must
+    /// never show up.
     fn finds(&mut self, client: usize, floor: Versions, size: u64) -> Result<(), String> {
         let c = &self.clients[client];
         let end = size.max(c.arrived).max(c.held.end());
@@ -297,7 +297,7 @@ impl Model for World {
         let mut out = Vec::new();
         let mut messages = self.messages.clone();
         messages.dedup();
-        // One that is never delivered is a lost one.
+        // A message that is never delivered counts as lost.
         out.extend(messages.into_iter().map(Action::Deliver));
         let mut tasks = self.leader.tasks.clone();
         tasks.dedup();

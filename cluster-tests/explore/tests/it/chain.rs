@@ -1,5 +1,5 @@
-//! Every order of events of small cases of chains (`docs/replication.md`), and that the explorer
-//! finds mistakes made on purpose.
+//! Explores every order of events of small cases of chains (`docs/replication.md`), and checks that
+//! the explorer finds planted mistakes.
 
 use strake_explore::{
     chain::{Bounds, Fault, World},
@@ -33,7 +33,7 @@ fn updates_that_were_given_up() {
     holds(Bounds { writes: 2, given_up: 1, crashes: 1, changes: 2, ..two() });
 }
 
-/// And others write when their programs have been told.
+/// Other clients write after the programs have been told of the failure.
 #[test]
 fn updates_that_have_failed() {
     holds(Bounds { writes: 3, given_up: 1, tells: true, ..three() });
@@ -47,7 +47,7 @@ fn disks() {
     holds(Bounds { writes: 2, breaks: 1, slow: true, full: 1, short: true, ..three() });
 }
 
-/// What a successor refused for want of space arrives once more.
+/// An update that a successor refused for lack of space arrives a second time.
 #[test]
 fn repetitions() {
     holds(Bounds { writes: 2, repeats: 1, slow: true, full: 1, ..two() });
@@ -78,7 +78,7 @@ fn moves() {
     holds(Bounds { plans: 1, changes: 3, ..two() });
 }
 
-/// Bounds in which each mistake shows.
+/// Bounds in which the explorer finds each mistake.
 #[test]
 fn mistakes_are_found() {
     let cases = [

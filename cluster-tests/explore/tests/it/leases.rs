@@ -1,5 +1,5 @@
-//! Every order of events of small cases of `docs/leases.md`, and that the explorer finds mistakes
-//! made on purpose.
+//! Explores every order of events of small cases of `docs/leases.md`, and checks that the explorer
+//! finds planted mistakes.
 
 use strake_explore::{
     after, explore,
@@ -69,8 +69,8 @@ fn full_sessions() {
     holds(Bounds { asks: 1, changes: 1, full: true, ..NOTHING });
 }
 
-/// A client looks up the name, takes it away, which gives back the lease on what was behind it, and
-/// is answered. A copy of that request is on its way.
+/// A client looks up the name and removes it, which gives back the lease on its inode, and is
+/// answered. A copy of that request is still on the way.
 const ANSWERED_WITH_A_COPY_LEFT: [&str; 11] = [
     "Ask(0, Lookup)",
     "Deliver(Message { client: 0, connection: 1, body: Read",
@@ -88,7 +88,7 @@ const ANSWERED_WITH_A_COPY_LEFT: [&str; 11] = [
 #[test]
 fn copies_of_requests() {
     holds(Bounds { asks: 1, changes: 1, copies: 1, ..NOTHING });
-    // From a beginning that is too far away to be reached among everything else.
+    // From a state that is too far from the beginning to be reached in a full exploration.
     let bounds = Bounds { asks: 2, changes: 2, copies: 1, ..NOTHING };
     let explored =
         |fault| explore(after(World::new(bounds, fault), &ANSWERED_WITH_A_COPY_LEFT), 1_000_000);
@@ -100,8 +100,8 @@ fn copies_of_requests() {
     println!("{} states, {} steps: {why}", seen.states, story.len());
 }
 
-/// Bounds in which each mistake shows. `SparesLater` needs two new connections: `strake-explore
-/// --fault spares-later`.
+/// Bounds in which the explorer finds each mistake. `SparesLater` needs two new connections:
+/// `strake-explore --fault spares-later`.
 #[test]
 fn mistakes_are_found() {
     let cases = [

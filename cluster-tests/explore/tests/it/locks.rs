@@ -1,5 +1,5 @@
-//! Every order of events of small cases of file locks (`docs/locks.md`), and that the explorer
-//! finds mistakes made on purpose.
+//! Explores every order of events of small cases of file locks (`docs/locks.md`), and checks that
+//! the explorer finds planted mistakes.
 
 use strake_explore::{
     explore,
@@ -13,13 +13,13 @@ fn two() -> Bounds {
     Bounds { programs: [1, 1], ..Bounds::default() }
 }
 
-/// Two at one mount.
+/// Two programs at one mount.
 fn one() -> Bounds {
     Bounds { programs: [2, 0], ..Bounds::default() }
 }
 
-/// The next open file gets the address of the one that is closed, beside a reader at the other
-/// mount.
+/// The next open file gets the address of the one that is closed, while the other mount has a
+/// reader.
 fn reused() -> Bounds {
     Bounds { tries: 3, reads: 2, closes: 1, opens: 1, ..two() }
 }
@@ -79,7 +79,7 @@ fn addresses_that_are_given_again() {
     all(reused());
 }
 
-/// Bounds in which each mistake shows.
+/// Bounds in which the explorer finds each mistake.
 #[test]
 fn mistakes_are_found() {
     let replaced = Bounds { tries: 1, closes: 1, restarts: 1, ..two() };
@@ -107,7 +107,7 @@ fn mistakes_are_found() {
     let mut missed = Vec::new();
     for (fault, bounds) in cases {
         let seen = explore(World::new(bounds, fault), 200_000);
-        // Without a mistake the last bound breaks another promise, later: `docs/known-gaps.md`.
+        // Without the fault, the last bounds break another promise, later: `docs/known-gaps.md`.
         match seen.broken.filter(|(_, why)| !why.ends_with("never answered")) {
             Some((story, why)) => {
                 println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len())

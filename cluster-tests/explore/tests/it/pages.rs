@@ -1,27 +1,27 @@
-//! Every order of events of small cases of pages of memory mappings (`docs/mappings.md`, "Between
-//! nodes"), and that the explorer finds mistakes made on purpose.
+//! Explores every order of events of small cases of pages of memory mappings (`docs/mappings.md`,
+//! "Between nodes"), and checks that the explorer finds planted mistakes.
 
 use strake_explore::{
     explore,
     pages::{Bounds, Fault, World},
 };
 
-/// Two that have the file open for writing, and map it.
+/// Both clients have the file open for writing and map it.
 fn both() -> Bounds {
     Bounds { page_ins: 2, stores: 2, ..Bounds::default() }
 }
 
-/// One that maps, and one that writes.
+/// Both have it open; there is one page-in with a store, and one write.
 fn beside() -> Bounds {
     Bounds { page_ins: 1, stores: 1, writes: 1, ..Bounds::default() }
 }
 
-/// One that has the file for itself, and another one that opens it and writes.
+/// One client alone has the file open; the other opens it and writes.
 fn second() -> Bounds {
     Bounds { alone: true, opens: 1, ..beside() }
 }
 
-/// Likewise, and has it open for reading before.
+/// One maps the file for writing; the other has it open for reading.
 fn reader() -> Bounds {
     Bounds { reader: true, page_ins: 2, stores: 1, ..Bounds::default() }
 }
@@ -71,7 +71,7 @@ fn daemons_that_are_replaced() {
     holds(Bounds { restarts: 1, ..beside() });
 }
 
-/// Bounds in which each mistake shows.
+/// Bounds in which the explorer finds each mistake.
 #[test]
 fn mistakes_are_found() {
     let cases = [

@@ -1,12 +1,12 @@
-//! Every order of events of small cases of write-back (`docs/leases.md`), and that the explorer
-//! finds mistakes made on purpose.
+//! Explores every order of events of small cases of write-back (`docs/leases.md`), and checks that
+//! the explorer finds planted mistakes.
 
 use strake_explore::{
     after, explore,
     writeback::{Bounds, Fault, World},
 };
 
-/// Two writes, and one open for writing beside the one of before.
+/// Two writes, and a second open for writing.
 fn some() -> Bounds {
     Bounds { opens: 1, writes: 2, ..Bounds::default() }
 }
@@ -58,9 +58,9 @@ fn time() {
     holds(Bounds { ticks: 3, renewals: 1, ..one() });
 }
 
-/// A client opens the file, sends that again on a new connection, is answered and closes the file.
-/// What was sent first is at the leader yet, which was told of the report that it waits for: from
-/// when the other client was not left alone again.
+/// A client opens the file, sends the same request again on a new connection, is answered and
+/// closes the file. The first copy is still at the leader, which has got the report that it waited
+/// for; that report is from before the other client became the only writer again.
 const SENT_TWICE: [&str; 24] = [
     "Open(1)",
     "Deliver(Message { client: 1, connection: 1, body: Asks",
@@ -88,7 +88,7 @@ const SENT_TWICE: [&str; 24] = [
     "Deliver(Message { client: 1, connection: 2, body: Release",
 ];
 
-/// From a beginning that is too far away to be reached among everything else.
+/// From a state that is too far from the beginning to be reached in a full exploration.
 #[test]
 fn a_report_of_before_somebody_was_left_alone() {
     let bounds = Bounds { opens: 2, looks: 1, reconnects: 1, releases: 1, ..one() };
@@ -101,7 +101,7 @@ fn a_report_of_before_somebody_was_left_alone() {
     println!("{} states, {} steps: {why}", seen.states, story.len());
 }
 
-/// Bounds in which each mistake shows.
+/// Bounds in which the explorer finds each mistake.
 #[test]
 fn mistakes_are_found() {
     let cases = [

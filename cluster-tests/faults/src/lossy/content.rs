@@ -1,5 +1,5 @@
-//! The bytes of a file: what programs see, and of all that changed since the last sync what may
-//! still be on the disk.
+//! The bytes of a file: what programs see, and what a power cut may leave of the changes since the
+//! last sync.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -8,9 +8,10 @@ use rand::{Rng, RngExt, seq::IndexedRandom};
 use super::tree::Lost;
 
 const PAGE: u64 = 4096;
-/// What a disk writes whole or not at all, in bytes.
+/// The unit, in bytes, that a disk writes completely or not at all.
 const SECTOR: usize = 512;
-/// Versions of a page that are remembered between two syncs; the durable one is always among them.
+/// How many older versions of a page are kept between two syncs; the durable one is always among
+/// them.
 const VERSIONS: usize = 8;
 
 type Bytes = [u8; PAGE as usize];
@@ -28,9 +29,9 @@ fn bytes(page: &Page) -> &Bytes {
 pub struct Content {
     size: u64,
     pages: BTreeMap<u64, Arc<Bytes>>,
-    /// Former versions of the pages changed since the last sync, the durable one first.
+    /// Older versions of the pages that changed since the last sync, the durable one first.
     before: BTreeMap<u64, Vec<Page>>,
-    /// Former sizes since the last sync, the durable one first.
+    /// Older sizes since the last sync, the durable one first.
     sizes: Vec<u64>,
 }
 
@@ -39,7 +40,7 @@ impl Content {
         self.size
     }
 
-    /// Bytes that are held.
+    /// Bytes that are held in memory.
     pub fn allocated(&self) -> u64 {
         self.pages.len() as u64 * PAGE
     }
@@ -112,14 +113,13 @@ impl Content {
         }
     }
 
-    /// Bytes and size are durable.
+    /// Makes bytes and size durable.
     pub fn sync(&mut self) {
         self.before.clear();
         self.sizes.clear();
     }
 
-    /// What is left when the power goes: of each unsynced sector and of the size any version since
-    /// the last sync.
+    /// Cuts the power: each unsynced sector and the size get any version since the last sync.
     pub fn cut(&mut self, rng: &mut impl Rng, lost: &mut Lost) {
         // Sometimes all newest versions survive, sometimes none, mostly some.
         let newest = how_much_survives(rng);
@@ -147,13 +147,13 @@ impl Content {
         {
             self.size = size;
         }
-        // Sectors may have survived beyond a size that did not.
+        // A sector may have survived past the size that is left.
         self.zero(self.size, u64::MAX - self.size);
         self.sync();
     }
 }
 
-/// The chance of each unsynced thing to survive.
+/// Draws the probability that an unsynced change survives.
 pub fn how_much_survives(rng: &mut impl Rng) -> f64 {
     match rng.random_range(0..4) {
         0 => 0.0,

@@ -1,5 +1,5 @@
-//! The [`Tree`] as a FUSE file system. The kernel keeps no copies, so that every write is seen as
-//! it was made.
+//! The [`Tree`] as a FUSE file system. The kernel caches nothing, so that the disk sees every write
+//! as it is made.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -26,9 +26,9 @@ use super::{
 
 const NOT_KEPT: Duration = Duration::ZERO;
 const GENERATION: Generation = Generation(0);
-/// What statfs shows, in bytes.
+/// The size that statfs shows, in bytes.
 const SIZE: u64 = 64 << 30;
-/// Removed files after which those that nobody has are dropped from memory.
+/// After so many removed files, those that nothing refers to are dropped from memory.
 const SWEEP: usize = 64;
 
 pub struct Disk {
@@ -40,7 +40,7 @@ pub struct Disk {
 
 struct Handle {
     ino: Ino,
-    /// Of a directory: its entries as of the beginning of reading it.
+    /// For a directory: its entries at the time when reading it began.
     listing: Vec<(Vec<u8>, Ino)>,
 }
 
@@ -58,7 +58,8 @@ impl Disk {
         })
     }
 
-    /// Files that were open there are not any more; their closes come later and are ignored.
+    /// Handles of files that lost their power become invalid. They are closed later, which is
+    /// ignored.
     pub fn power_up(&mut self) {
         let tree = &self.tree;
         self.handles.retain(|_, h| !tree.is_dark(h.ino));
@@ -129,7 +130,7 @@ impl Disk {
 
 pub struct Transport(pub Arc<Mutex<Disk>>, pub Arc<Latency>);
 
-/// So long each read, write and fsync of a file takes, one at a time.
+/// How long each read, write and fsync of a file takes; they run one at a time.
 #[derive(Default)]
 pub struct Latency(Mutex<Duration>);
 
@@ -176,7 +177,7 @@ const DIRECT: FopenFlags =
 
 impl Filesystem for Transport {
     fn init(&mut self, _: &Request, kernel: &mut KernelConfig) -> io::Result<()> {
-        // An error only says that this kernel does not offer it.
+        // An error only means that this kernel does not have the feature.
         for flag in [
             InitFlags::FUSE_ASYNC_DIO,
             InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
@@ -343,7 +344,7 @@ impl Filesystem for Transport {
     ) {
         let mut d = self.0.lock();
         let found = d.make(req, parent, name, Node::File(Content::default()), mode).or_else(|e| {
-            // Somebody else made it between the kernel's look and this call.
+            // Another process made it between the kernel's lookup and this call.
             if e != libc::EEXIST || flags & libc::O_EXCL != 0 {
                 return Err(e);
             }
@@ -388,7 +389,8 @@ impl Filesystem for Transport {
         reply: ReplyWrite,
     ) {
         self.1.pass();
-        // Pages of a mapping go where they are mapped, whatever the handle's flags say.
+        // Pages of a mapping are written at their own offset, even if the handle was opened with
+        // `O_APPEND`.
         let append =
             flags.0 & libc::O_APPEND != 0 && !write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let written = self.0.lock().tree.content_mut(ino.0).map(|c| {

@@ -1,6 +1,6 @@
-//! A disk that can lose power or become slow, as a file system of our own on FUSE, in the memory of
-//! this process. It forgets far more than a real one: of all that was not synced any sector, size
-//! and directory operation, in any order.
+//! A disk that can lose power or become slow: a FUSE file system in the memory of this process. It
+//! loses more than a real disk: any sector, size and directory operation that was not synced, in
+//! any order.
 
 mod content;
 mod fuse;
@@ -30,7 +30,7 @@ pub struct Lossy {
 }
 
 impl Lossy {
-    /// Makes and mounts one below `dir`. Needs root and `/dev/fuse`.
+    /// Makes and mounts a disk below `dir`. Needs root and `/dev/fuse`.
     pub fn new(dir: &Path, rule: Rule) -> Result<Lossy> {
         let at = dir.join("lossy");
         fs::create_dir(&at)?;
@@ -58,13 +58,14 @@ impl Lossy {
         &self.at
     }
 
-    /// From here on every read, write and fsync of a file takes this long, one after the other.
+    /// From here on each read, write and fsync of a file takes this long; they run one after the
+    /// other.
     pub fn slow(&self, by: Duration) {
         self.latency.set(by);
     }
 
-    /// The power of these folders goes: until [`power_up`](Lossy::power_up) all in them is `EIO`.
-    /// The same seed on the same operations leaves the same.
+    /// Cuts the power of these folders: until [`power_up`](Lossy::power_up) every access in them
+    /// fails with `EIO`. The same seed after the same operations leaves the same state.
     pub fn cut_power(&self, folders: &[PathBuf], seed: u64) -> Result<Lost> {
         let mut disk = self.disk.lock();
         let roots: Vec<_> =
@@ -72,7 +73,7 @@ impl Lossy {
         Ok(disk.tree.cut_power(&roots, &mut StdRng::seed_from_u64(seed)))
     }
 
-    /// After all processes that used them are gone: shows what is left.
+    /// Shows what is left, after all processes that used the folders have ended.
     pub fn power_up(&self) {
         self.disk.lock().power_up();
     }
@@ -80,7 +81,7 @@ impl Lossy {
 
 impl Drop for Lossy {
     fn drop(&mut self) {
-        // Lazily: somebody may still have a file of it open.
+        // Lazily, because a process may still have a file of it open.
         let _ = Command::new("umount").arg("-l").arg(&self.at).output();
         drop(self.session.take());
     }

@@ -1,10 +1,10 @@
 //! The files and directories of a disk that can lose power, without FUSE: what programs see, and
 //! what is durable.
 //!
-//! fsync of a file makes its bytes and its size durable, but no name. fsync of a directory makes
-//! the operations on its entries durable. When the power goes, any of the others may be lost, each
-//! whole: a rename is done or not. One that needs another (it is on the same name or the same file)
-//! is lost with it. Owners, modes and times are always durable.
+//! fsync of a file makes its bytes and size durable, but no name. fsync of a directory makes the
+//! operations on its entries durable. A power cut may lose any other operation, but only as a
+//! whole: a rename is done or not. An operation that depends on a lost one (on the same name or the
+//! same file) is lost with it. Owners, modes and times are always durable.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -22,16 +22,16 @@ type Name = Vec<u8>;
 
 pub const ROOT: Ino = 1;
 
-/// What a sync promises of names.
+/// What a sync makes durable of names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
-    /// As POSIX: names are durable after an fsync of their directory only.
+    /// As in POSIX: names are durable only after an fsync of their directory.
     Posix,
-    /// As ext4's journal: any fsync makes all names durable.
+    /// As with ext4's journal: any fsync makes all names durable.
     Journal,
 }
 
-/// What a cut of the power took, of what was not synced.
+/// What a power cut lost of the changes that were not synced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lost {
     pub sectors: u64,
@@ -59,9 +59,9 @@ pub struct Inode {
     pub mode: u16,
     pub uid: u32,
     pub gid: u32,
-    /// Of a file or link; a directory has no other names.
+    /// The number of names of a file or link; a directory has only one name.
     pub nlink: u32,
-    /// Of the last change of anything.
+    /// The time of the last change.
     pub time: SystemTime,
 }
 
@@ -75,11 +75,11 @@ impl Inode {
 struct Op {
     /// (directory, name, what it names afterwards)
     changes: Vec<(Ino, Name, Option<Ino>)>,
-    /// That gained or lost a name.
+    /// Inodes that gained or lost a name.
     moved: Vec<Ino>,
 }
 
-/// Names and files of operations, to find those that need each other.
+/// Names and inodes of some operations, to find others that depend on them.
 #[derive(Default)]
 struct Touched {
     names: HashSet<(Ino, Name)>,
@@ -101,11 +101,11 @@ impl Touched {
 pub struct Tree {
     rule: Rule,
     inodes: HashMap<Ino, Inode>,
-    /// Numbers are never used again.
+    /// Inode numbers are never reused.
     next: Ino,
-    /// In the order in which they were made.
+    /// In the order in which the operations were made.
     ops: Vec<Op>,
-    /// Files and directories whose disk has no power.
+    /// Inodes on a disk without power.
     dark: HashSet<Ino>,
 }
 
@@ -128,7 +128,7 @@ impl Tree {
         self.inodes.get(&ino).ok_or(libc::ESTALE)
     }
 
-    /// For a change of anything but names and bytes.
+    /// For changes of anything but names and bytes.
     pub fn inode_mut(&mut self, ino: Ino) -> Result<&mut Inode> {
         self.inode(ino)?;
         let inode = self.inodes.get_mut(&ino).ok_or(libc::ESTALE)?;
@@ -210,7 +210,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Whether this name may go.
+    /// Whether this name may be removed or replaced.
     fn check_replaced(&self, ino: Ino, is_dir: bool) -> Result<()> {
         match (self.is_dir(ino), is_dir) {
             (true, false) => Err(libc::EISDIR),
@@ -297,7 +297,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Makes operations durable, and those before them that they need.
+    /// Makes these operations durable, and the earlier ones that they depend on.
     fn settle(&mut self, wanted: impl Fn(&Op) -> bool) {
         let mut needed = Touched::default();
         let (mut done, mut open) = (vec![], vec![]);
@@ -314,8 +314,8 @@ impl Tree {
         self.ops = open;
     }
 
-    /// The power of all below these directories goes: computes what is left, and from here on
-    /// everything there is `EIO`.
+    /// Cuts the power of everything below these directories: decides what is left, and from here on
+    /// every access there fails with `EIO`.
     pub fn cut_power(&mut self, roots: &[Ino], rng: &mut impl Rng) -> Lost {
         let below = self.below(roots.to_vec());
         let mut lost = Lost::default();
@@ -334,7 +334,7 @@ impl Tree {
                 self.apply(&op, |d| &mut d.durable);
             }
         }
-        // In order, so that a seed always does the same.
+        // In a fixed order, so that a seed always gives the same result.
         let mut order: Vec<Ino> = below.iter().copied().collect();
         order.sort_unstable();
         for ino in order {
@@ -353,7 +353,7 @@ impl Tree {
         self.dark.contains(&ino)
     }
 
-    /// What is left can be used again.
+    /// Makes what is left usable again.
     pub fn power_up(&mut self) {
         self.dark.clear();
     }
@@ -371,7 +371,7 @@ impl Tree {
         }
     }
 
-    /// These, and all that can be reached from them by a name of now or a durable one.
+    /// These inodes, and all that can be reached from them by current or durable names.
     fn below(&self, mut todo: Vec<Ino>) -> HashSet<Ino> {
         let mut found = HashSet::new();
         while let Some(ino) = todo.pop() {
@@ -384,7 +384,8 @@ impl Tree {
         found
     }
 
-    /// Forgets files that nobody can reach any more, now or after a cut, and that are not open.
+    /// Drops files that are not open and cannot be reached any more, neither now nor after a power
+    /// cut.
     pub fn sweep(&mut self, open: &HashSet<Ino>) {
         let mut from: Vec<Ino> = open.iter().copied().collect();
         from.push(ROOT);

@@ -40,7 +40,7 @@ impl Tree {
     }
 }
 
-/// All that may be left of what `make` did.
+/// All states that a power cut may leave after `make`.
 fn after_cut(rule: Rule, make: impl Fn(&mut Tree)) -> BTreeSet<String> {
     let left = |seed| {
         let mut t = Tree::new(rule);

@@ -1,4 +1,4 @@
-//! A client's network that is cut now and then: what is sent is not heard, or what is answered.
+//! A client's network that is cut now and then: either its requests are lost, or the replies.
 
 use std::{
     sync::Arc,
@@ -10,20 +10,20 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_fabric::{Connection, Endpoint, Fabric, Listener, Message, Pool, Service, TcpFabric};
 use strake_proto::{Code, Error, Result};
 
-/// Milliseconds from one cut's end to the next one's beginning, and of a cut.
+/// Milliseconds between two cuts, and of a cut.
 const WHOLE: std::ops::Range<u64> = 500..5000;
 const LASTS: std::ops::Range<u64> = 100..2500;
-/// Planned ahead: longer than any run.
+/// How many cuts are planned: more than any run has time for.
 const CUTS: usize = 200;
 
-/// When the network is cut, and whether requests are lost or replies.
+/// When the network is cut; whether that loses requests (true) or replies.
 struct Plan {
     begun: Instant,
     cuts: Vec<(Duration, Duration, bool)>,
 }
 
 impl Plan {
-    /// The cut that is now: whether it loses requests.
+    /// The current cut, if there is one: whether it loses requests.
     fn now(&self) -> Option<bool> {
         let now = self.begun.elapsed();
         self.cuts.iter().find(|(from, to, _)| (*from..*to).contains(&now)).map(|c| c.2)

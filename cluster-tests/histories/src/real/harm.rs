@@ -1,4 +1,4 @@
-//! What is done to the cluster and its clients meanwhile.
+//! The faults that are made while a history is recorded.
 
 use std::{
     fmt, fs, io,
@@ -10,7 +10,7 @@ use std::{
 use rand::{RngExt, rngs::StdRng, seq::IndexedRandom};
 
 const MDS: [&str; 3] = ["mds1", "mds2", "mds3"];
-/// In one run, at most: workers that die, and faults of each other kind.
+/// Limits for one run: workers that die, and faults of each other kind.
 const DEATHS: u32 = 2;
 const MOST: u32 = 4;
 
@@ -34,20 +34,20 @@ impl Cluster {
             .ok()
     }
 
-    /// Starts what does not run.
+    /// Starts the servers that do not run.
     fn up(&self) -> io::Result<Child> {
         let mut c = Command::new(&self.strake);
         c.args(["up", "--no-mount", "--timeout", "90", "--dir"]).arg(&self.dir);
         c.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()
     }
 
-    /// The supervisor and the daemon of a mount, with the number of the process that started each.
+    /// The supervisor and the daemon of a mount, each with the number of its parent process.
     fn mount(&self, at: &Path) -> Vec<(i32, i32)> {
         let at = at.display().to_string();
         let known = |entry: fs::DirEntry| {
             let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
             let comm = fs::read_to_string(entry.path().join("comm")).ok()?;
-            // Others may hang in what they have mapped.
+            // Reading the files of other processes may block if they map files of the mount.
             if comm.trim() != "strake" {
                 return None;
             }
@@ -68,7 +68,7 @@ fn signal(pid: i32, signal: libc::c_int) {
     unsafe { libc::kill(pid, signal) };
 }
 
-/// What was done, and what is to be undone.
+/// What was done, and what must be undone.
 #[derive(Default)]
 pub struct Harm {
     kills: u32,
@@ -76,7 +76,7 @@ pub struct Harm {
     worker_stops: u32,
     deaths: u32,
     daemon_kills: u32,
-    /// Stopped processes and when they go on.
+    /// Stopped processes, and when each continues.
     stopped: Vec<(i32, Instant)>,
     /// When the cluster is started again.
     start: Option<Instant>,
@@ -94,8 +94,9 @@ impl fmt::Display for Harm {
 }
 
 impl Harm {
-    /// Perhaps one fault more; what is over is undone. `stoppable` and `killable` are workers, of
-    /// whom one is to be killed if its number is returned; `by_mounts`: some use mounts.
+    /// Undoes what is over, and may make one more fault. `stoppable` and `killable` are processes
+    /// of workers; if it returns a number, the caller must kill that worker. `by_mounts`: some
+    /// workers use mounts.
     pub fn next(
         &mut self,
         cluster: &Cluster,
@@ -109,7 +110,7 @@ impl Harm {
         let for_a_while =
             |rng: &mut StdRng| Instant::now() + Duration::from_millis(rng.random_range(200..3000));
         match rng.random_range(0..24) {
-            // One server at a time: the others are a majority.
+            // One server at a time, so that the others are a majority.
             0 | 1 if self.calm() && self.kills < MOST => {
                 if let Some(pid) = cluster.server(role) {
                     signal(pid, libc::SIGKILL);
@@ -138,7 +139,7 @@ impl Harm {
             }
             7 if by_mounts && self.daemon_kills < MOST => {
                 let at = cluster.mounts.choose(rng).map(|at| cluster.mount(at)).unwrap_or_default();
-                // The daemon is the one that the other started.
+                // The daemon is the one whose parent is the other process.
                 if let Some((pid, _)) =
                     at.iter().find(|(_, parent)| at.iter().any(|(p, _)| p == parent))
                 {
@@ -155,7 +156,7 @@ impl Harm {
         Ok(None)
     }
 
-    /// All servers run.
+    /// Whether all servers run.
     fn calm(&self) -> bool {
         self.start.is_none() && self.starting.is_none() && self.stopped.is_empty()
     }
@@ -187,7 +188,7 @@ impl Harm {
         Ok(())
     }
 
-    /// Everything runs again.
+    /// Makes everything run again.
     pub fn repair(&mut self, cluster: &Cluster) -> io::Result<()> {
         for (pid, _) in self.stopped.drain(..) {
             signal(pid, libc::SIGCONT);

@@ -1,4 +1,4 @@
-//! Histories of real processes: workers on a running cluster, which is harmed meanwhile.
+//! Histories of real processes: workers on a running cluster, while faults are made.
 
 mod cut;
 mod harm;
@@ -21,7 +21,7 @@ use strake_histories::{
     Head, History, Outcome, Record, Verdict, check, explain::explain, search::LIMIT,
 };
 
-/// Workers at once, and operations of each.
+/// Workers at a time, and operations of each.
 const WORKERS: u32 = 6;
 const OPS: u32 = 40;
 /// The share of operations that must overlap another worker's.
@@ -55,7 +55,7 @@ pub struct RealArgs {
     keep: PathBuf,
 }
 
-/// Who does the work of a run.
+/// Through what the workers of a run do their operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Who {
     Library,
@@ -63,7 +63,7 @@ enum Who {
     Mounts,
 }
 
-/// Records that many and checks them. How many failed.
+/// Records histories and checks them. Returns how many failed.
 pub fn run(args: &RealArgs) -> io::Result<u32> {
     let cluster = Cluster::new(&args.strake, &args.dir, &args.mount);
     let (mut passed, mut rejected, mut other) = (0, 0, 0);
@@ -110,7 +110,7 @@ pub fn run(args: &RealArgs) -> io::Result<u32> {
     Ok(rejected + other)
 }
 
-/// A worker's process and what it writes.
+/// A worker's process and its file of records.
 struct Worker {
     id: u32,
     child: Child,
@@ -123,10 +123,10 @@ struct Ground<'a> {
     args: &'a RealArgs,
     seed: u64,
     who: Who,
-    /// Half of the workers that use the library ask followers everything; where all use it, most
-    /// operations only look.
+    /// Half of the library's workers always ask followers; if all workers use the library, most
+    /// operations only read.
     followers: bool,
-    /// Below a mount.
+    /// Names of the two directories in a mount.
     names: [String; 2],
     inos: [u64; 2],
     files: PathBuf,
@@ -166,7 +166,7 @@ impl Ground<'_> {
 struct Recorded {
     history: History,
     harm: Harm,
-    /// Answers of followers to workers that came to their end.
+    /// Answers of followers to workers that ended regularly.
     followed: u64,
 }
 
@@ -182,7 +182,7 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
     }
     let files = std::env::temp_dir().join(format!("strake-histories-{}-{run}", std::process::id()));
     fs::create_dir_all(&files)?;
-    // Each kind of workers by turns without and with them.
+    // Each kind of workers runs without and with follower reads in turn.
     let ground = Ground { args, seed, who, followers: run / 3 % 2 == 1, names, inos, files };
     let mut workers =
         (1..=WORKERS).map(|id| ground.start(id, OPS)).collect::<io::Result<Vec<_>>>()?;
@@ -209,10 +209,10 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
             let victim =
                 workers.iter().position(|w| w.child.id() as i32 == victim).unwrap_or_default();
             let mut victim = workers.swap_remove(victim);
-            // Its end may take until a server or a mount answers.
+            // Its end may have to wait until a server or a mount answers.
             victim.child.kill()?;
             let left = OPS.saturating_sub(read(&victim.out)?.len() as u32);
-            // Another program takes its place.
+            // Another worker takes its place.
             workers.push(ground.start(victim.id + WORKERS, left)?);
             dead.push((victim, worker::now()));
         }
@@ -244,8 +244,8 @@ fn record(args: &RealArgs, cluster: &Cluster, run: u32, who: Who) -> io::Result<
     Ok(Recorded { history: History { head, records }, harm, followed })
 }
 
-/// What a worker wrote: each operation when it was called, and again when it was answered. The last
-/// line of one that was killed may be torn.
+/// Reads a worker's file: each operation is written when it is called, and again when it is
+/// answered. The last line of a killed worker may be torn.
 fn read(out: &Path) -> io::Result<Vec<Record>> {
     let file = match File::open(out) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),

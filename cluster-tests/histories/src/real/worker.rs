@@ -1,5 +1,5 @@
-//! One client of a history as a process of its own: what it asked and was told goes to a file at
-//! once, so that its death loses nothing.
+//! One client of a history as a process of its own. It writes each call and each answer to a file
+//! at once, so that its death loses nothing.
 
 use std::{
     fs::File,
@@ -24,7 +24,7 @@ use super::cut::Cut;
 
 /// Nanoseconds, see [`pause`].
 const BEAT: u64 = 80_000_000;
-/// How long an operation of the library is tried.
+/// How long the library tries an operation.
 const OP_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[derive(Args)]
@@ -61,20 +61,21 @@ pub struct WorkerArgs {
     roots: Vec<Ino>,
 }
 
-/// Where a worker that comes to its end leaves how many answers of followers it has had.
+/// The file in which a worker that ends regularly leaves the number of answers it got from
+/// followers.
 pub fn followed(out: &Path) -> PathBuf {
     out.with_extension("followed")
 }
 
-/// CLOCK_MONOTONIC in nanoseconds, the same for all processes of a machine.
+/// CLOCK_MONOTONIC in nanoseconds; all processes of a machine see the same value.
 pub fn now() -> u64 {
     let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: a struct for the callee to fill.
+    // SAFETY: `t` is a struct for the call to fill.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut t) };
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
-/// Writes records.
+/// Writes records to the worker's file.
 struct Log {
     client: u32,
     out: File,
@@ -82,7 +83,7 @@ struct Log {
 
 impl Log {
     fn line(&mut self, r: &Record) -> io::Result<()> {
-        // One write: it is there whole or not at all.
+        // One write call, so that a line is there completely or not at all.
         self.out.write_all(format!("{}\n", serde_json::to_string(r)?).as_bytes())
     }
 
@@ -136,8 +137,8 @@ pub fn run(args: WorkerArgs) -> io::Result<()> {
     Ok(())
 }
 
-/// Until the next beat of a clock that all workers see: who pauses goes on together with the
-/// others, so that operations overlap.
+/// A pause until the next beat of a clock that all workers share: workers that pause continue
+/// together, so that their operations overlap.
 fn pause(rng: &mut StdRng) -> Option<Duration> {
     rng.random_bool(0.5).then(|| Duration::from_nanos(BEAT - now() % BEAT))
 }

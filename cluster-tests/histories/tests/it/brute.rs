@@ -1,4 +1,4 @@
-//! The search against one that tries every order.
+//! Compares the search with one that tries every order.
 
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
@@ -20,7 +20,7 @@ const ERRORS: [Errno; 7] = [
     Errno::NotEmpty,
 ];
 
-/// Whether any order of those that are left explains them. Tries all.
+/// Whether any order explains the operations that are left. Tries all.
 fn any_order(model: &Model, state: &State, all: &[Record], left: &[usize]) -> bool {
     let is_known = |i: &&usize| !matches!(all[**i].outcome, Outcome::Unknown(_));
     let Some(horizon) = left.iter().filter(is_known).map(|i| all[*i].reply).min() else {
@@ -36,7 +36,7 @@ fn any_order(model: &Model, state: &State, all: &[Record], left: &[usize]) -> bo
     })
 }
 
-/// What the operation is answered in this state, and the state after it.
+/// The answer to an operation in this state, and the state after it.
 fn run(model: &Model, state: &State, key: usize, op: &Op, next_ino: &mut Ino) -> (Outcome, State) {
     let record = |outcome| Record { client: 0, call: 0, reply: 0, op: op.clone(), outcome };
     let inodes = (1..=*next_ino).map(|ino| Outcome::Done(Answer::Inode { ino, attr: None }));
@@ -65,8 +65,7 @@ fn run(model: &Model, state: &State, key: usize, op: &Op, next_ino: &mut Ino) ->
     panic!("the model has no answer to {op:?} in {state:?}");
 }
 
-/// A history of a few clients that is linearizable, with answers in some of which something is
-/// wrong.
+/// A linearizable history of a few clients, in which some answers may then be made wrong.
 fn some_history(seed: u64) -> History {
     let mut rng = StdRng::seed_from_u64(seed);
     let head = Head { source: format!("seed {seed}"), roots: vec![ROOT], kernel: false };
@@ -78,7 +77,7 @@ fn some_history(seed: u64) -> History {
     let mut free = vec![0u64; clients as usize];
     let mut records = Vec::new();
     for key in 0..rng.random_range(3..=8usize) {
-        // It takes effect at a moment of its own, which is later than those of all before.
+        // It takes effect at its own moment, later than all before.
         let moment = key as u64 * 10 + 10;
         let idle: Vec<usize> = (0..free.len()).filter(|c| free[*c] <= moment).collect();
         let Some(client) = idle.choose(&mut rng).copied() else { continue };

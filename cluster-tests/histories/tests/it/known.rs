@@ -1,4 +1,4 @@
-//! Histories of which it is known whether they are linearizable.
+//! Histories for which it is known whether they are linearizable.
 
 use strake_histories::{
     Answer, Attr, Errno, Head, History, How, Ino, Op, Outcome, Record, Verdict, check,
@@ -140,7 +140,7 @@ fn what_overlaps_may_be_in_either_order() {
     for seen in [no(Errno::NoEnt), inode(20)] {
         holds(&[(1, 1, 4, create("a"), inode(20)), (2, 2, 3, lookup("a"), seen)]);
     }
-    // Two that make the same name: one of them.
+    // Two clients create the same name: only one may succeed.
     holds(&[(1, 1, 3, create("a"), inode(20)), (2, 2, 4, create("a"), no(Errno::Exist))]);
     fails(&[(1, 1, 3, create("a"), inode(20)), (2, 2, 4, create("a"), inode(21))]);
     fails(&[(1, 1, 3, create("a"), no(Errno::Exist)), (2, 2, 4, create("a"), no(Errno::Exist))]);
@@ -155,8 +155,8 @@ fn a_stale_read_is_rejected() {
     fails(&with(&[(1, 5, 6, chmod(20, 0o600), done()), (2, 7, 8, stat(20), file(20, 1, 0o644))]));
     fails(&with(&[(1, 5, 6, link(20, "b"), done()), (2, 7, 8, stat(20), file(20, 1, 0o644))]));
     fails(&with(&[(1, 5, 6, create("b"), inode(21)), (2, 7, 8, list(), names(&[("a", 20)]))]));
-    // Once somebody was told of the change, nobody is told of what was before, though the change is
-    // not answered yet.
+    // Once a client was told of the change, no client may be told of the state before, even if the
+    // change is not answered yet.
     fails(&with(&[
         (1, 5, 20, unlink("a"), done()),
         (2, 6, 7, lookup("a"), no(Errno::NoEnt)),
@@ -166,21 +166,21 @@ fn a_stale_read_is_rejected() {
 
 #[test]
 fn an_operation_that_runs_twice_is_rejected() {
-    // The second run of the unlink takes the second file.
+    // The second run of the unlink removes the second file.
     fails(&[
         (1, 1, 2, create("a"), inode(20)),
         (1, 3, 4, unlink("a"), done()),
         (2, 5, 6, create("a"), inode(21)),
         (2, 7, 8, lookup("a"), no(Errno::NoEnt)),
     ]);
-    // The rename is repeated after its source was made again.
+    // The rename runs a second time after its source was created again.
     fails(&[
         (1, 1, 2, create("a"), inode(20)),
         (1, 3, 4, rename("a", "b", How::Replace), done()),
         (2, 5, 6, create("a"), inode(21)),
         (2, 7, 8, lookup("b"), inode(21)),
     ]);
-    // The answer of the second run instead of the first's.
+    // The answer of the second run instead of that of the first.
     fails(&[(1, 1, 2, create("a"), no(Errno::Exist)), (2, 3, 4, lookup("a"), inode(20))]);
     fails(&[
         (1, 1, 2, create("a"), inode(20)),
@@ -198,23 +198,23 @@ fn what_nobody_knows_of_ran_once_at_any_later_time_or_never() {
         (2, 3, 4, lookup("a"), no(Errno::NoEnt)),
         (2, 5, 6, lookup("a"), file(20, 1, 0o644)),
     ]);
-    // It has one inode, and that is nobody else's.
+    // It made one inode, which no other operation made.
     fails(&[lost.clone(), (2, 3, 4, lookup("a"), inode(20)), (2, 5, 6, lookup("a"), inode(21))]);
     fails(&[
         (2, 1, 2, create("b"), inode(20)),
         (1, 1, 2, create("a"), unknown()),
         (2, 3, 4, lookup("a"), inode(20)),
     ]);
-    // Not twice.
+    // It does not run twice.
     fails(&[
         lost.clone(),
         (2, 3, 4, lookup("a"), inode(20)),
         (2, 5, 6, unlink("a"), done()),
         (2, 7, 8, lookup("a"), inode(20)),
     ]);
-    // Not before it was asked for.
+    // It does not run before it was called.
     fails(&[(2, 1, 2, lookup("a"), inode(20)), (1, 3, 4, create("a"), unknown())]);
-    // What was asked for without an answer and seen by nobody explains nothing either.
+    // An operation that was not answered and that no later answer shows explains nothing either.
     fails(&[(1, 1, 2, unlink("a"), unknown()), (2, 3, 4, create("a"), no(Errno::Exist))]);
 }
 
@@ -252,7 +252,7 @@ fn by_way_of_linux_a_rename_may_find_one_inode_at_two_moments() {
     let told = [
         (1, 1, 2, create("a"), inode(20)),
         (1, 3, 4, link(20, "c"), done()),
-        // It looks up a, then b.
+        // It looks up `a`, then `b`.
         (1, 5, 10, rename("a", "b", How::Replace), done()),
         (2, 6, 7, unlink("a"), done()),
         (2, 8, 9, link(20, "b"), done()),
@@ -262,7 +262,7 @@ fn by_way_of_linux_a_rename_may_find_one_inode_at_two_moments() {
     let mut h = history(&told);
     h.head.kernel = true;
     assert!(check(&h, LIMIT).is_linearizable());
-    // Or the other one's rename is what it was to do.
+    // Or another client has already done what this rename was to do.
     let mut told = [
         (1, 1, 2, create("a"), inode(20)),
         (1, 3, 10, rename("a", "b", How::Replace), done()),
@@ -282,7 +282,7 @@ fn by_way_of_linux_a_rename_may_find_one_inode_at_two_moments() {
     (told[1].1, told[1].2) = (5, 11);
     told[1].3 = rename("a", "c", How::Replace);
     assert!(by_linux(&told).is_rejected(), "to another name");
-    // But no other: the rename of a single name is not lost.
+    // But no other case: the rename of a file with a single name is not lost.
     let mut h = history(&[
         (1, 1, 2, create("a"), inode(20)),
         (1, 3, 4, create("b"), inode(21)),
@@ -295,7 +295,7 @@ fn by_way_of_linux_a_rename_may_find_one_inode_at_two_moments() {
 
 #[test]
 fn what_cannot_be_decided_is_not_passed() {
-    // Many that may or may not have run, and one that cannot be explained.
+    // Many operations that may or may not have run, and one that cannot be explained.
     let mut told: Vec<Told> =
         (0..40).map(|i| (i, 1, 2, chmod(ROOT, 0o700 + i), unknown())).collect();
     told.push((50, 3, 4, lookup("a"), inode(20)));

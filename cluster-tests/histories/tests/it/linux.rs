@@ -1,4 +1,4 @@
-//! The model against Linux: what threads do at the same time on a tmpfs is linearizable.
+//! The model against Linux: what threads do on a tmpfs at the same time is linearizable.
 
 use std::{path::Path, sync::Arc, time::Instant};
 
@@ -12,7 +12,7 @@ use strake_histories::{
 };
 
 fn on_linux(threads: u32, ops: u32, seed: u64) {
-    // Where numbers of inodes are not used again.
+    // A file system that does not reuse inode numbers.
     let shm = Path::new("/dev/shm");
     if !shm.is_dir() {
         return println!("skipped: /dev/shm is missing");

@@ -1,4 +1,4 @@
-//! A few histories of real processes: the short form of `run`.
+//! A few histories of real processes: a short form of `cluster-tests/histories/run`.
 
 use std::{path::Path, process::Command};
 

@@ -1,6 +1,6 @@
-//! Disks that decay: a record of a storage server's chunk table, of a metadata server's state, or
-//! its Raft log is damaged, while the server runs or is down. In a run they are one server's of
-//! each kind, so that everything has a good copy elsewhere.
+//! Disks that decay: a record of a storage server's chunk table, a record of a metadata server's
+//! state, or its Raft log is damaged, while the server runs or is down. In one run only one server
+//! of each kind is damaged, so that everything has a good copy elsewhere.
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,12 +16,12 @@ use crate::ledger::Kind;
 /// What decays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stored {
-    /// A bit of a record in a chunk table, beneath the store's own checksums: the record's must
-    /// tell.
+    /// A bit of a record in a chunk table, below the store's own checksums: only the record's
+    /// checksum can show it.
     Table,
-    /// A record of the metadata state: the store finds its checksum wrong.
+    /// A record of the metadata state; the store finds its checksum wrong.
     State,
-    /// The Raft log, where its member may have acknowledged something.
+    /// The Raft log, at a place that its member may have acknowledged.
     Log,
 }
 
@@ -36,9 +36,10 @@ impl Stored {
 }
 
 impl Cluster {
-    /// Something on a node's disk decays, as the dice say. `busy`: an operation was under way
-    /// there. A target whose table does not say whose it is, or how much there is in it, is refused
-    /// as a whole, and comes back from its folder, which there is none of here.
+    /// Damages something on a node's disk; `dice` decides what. `busy`: an operation was under way
+    /// there. The two records that say whose a table is and how much it holds are spared: a target
+    /// without them is refused as a whole and needs its folder to recover, which the simulator does
+    /// not have.
     pub fn spoil(&mut self, node: u32, what: Stored, dice: u64, busy: bool) {
         let mds = self.mds.iter().find(|m| m.node == node);
         let oss = self.oss.iter().find(|o| o.node == node);
@@ -59,8 +60,8 @@ impl Cluster {
         }
     }
 
-    /// A metadata server whose log is damaged does not start: it would vote, or say that it has
-    /// what it may have lost. An error if it does.
+    /// Checks that a metadata server whose log is damaged refuses to start: otherwise it could
+    /// vote, or claim entries that it may have lost. Returns an error if it does start.
     pub async fn refuses(&mut self, node: u32) -> Result<()> {
         self.launch(node).await?;
         for _ in 0..1000 {
@@ -76,8 +77,8 @@ impl Cluster {
     }
 }
 
-/// What [`start_on_disk`](strake_mds::server::start_on_disk) does with a state that cannot be
-/// opened: it begins without, and has a copy from the others.
+/// As [`start_on_disk`](strake_mds::server::start_on_disk) does with a state that cannot be opened:
+/// removes it, so that the server starts without and gets a copy from the others.
 pub(super) fn set_aside_if_damaged(store: &Arc<MemStore>) -> Result<bool> {
     let damaged = Namespace::open(store.clone()).is_err_and(|e| e.code == Code::Corrupt);
     if damaged {

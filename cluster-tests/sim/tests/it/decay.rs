@@ -1,5 +1,5 @@
-//! Blocks decay while servers are away and others take their place: what any target has good can be
-//! read at the end.
+//! Blocks decay while servers are away and others take their place: a block that any target has a
+//! good copy of can be read at the end.
 
 use strake_sim::{
     coverage,

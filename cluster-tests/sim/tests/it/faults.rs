@@ -1,4 +1,4 @@
-//! Faults are made, and those are counted that hit something.
+//! Faults are made, and those that hit something are counted.
 
 use strake_sim::{
     ledger::Ledger,
@@ -15,7 +15,7 @@ fn every_kind_of_fault_hits_an_operation() {
         assert!(o.faults.counted() > 50, "seed {seed}: {}", o.faults.text());
         sum.add(&o.faults);
     }
-    // Blocks decay in runs of their own.
+    // Blocks decay only in runs of their own.
     let decay = run(Scenario::decay(1)).unwrap();
     assert!(decay.violations.is_empty(), "{:#?}", decay.violations);
     sum.add(&decay.faults);
@@ -28,7 +28,7 @@ fn every_kind_of_fault_hits_an_operation() {
     assert!(sum.rows().all(|(_, made, counted)| counted <= made), "{}", sum.text());
 }
 
-/// Where nobody does anything there is less to hit: what servers do among themselves after a fault.
+/// Without clients there is less to hit: only what servers do among themselves after a fault.
 #[test]
 fn what_hits_nothing_is_not_counted() {
     let (mut working, mut without) = (0, 0);

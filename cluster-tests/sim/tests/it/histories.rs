@@ -1,4 +1,4 @@
-//! Histories of a few seeds are linearizable, replay to the byte, and show faults that are planted.
+//! Histories of a few seeds are linearizable, replay to the byte, and show planted faults.
 
 use strake_histories::{explain::explain, search::LIMIT};
 use strake_sim::{
@@ -27,15 +27,16 @@ fn seeds_16_to_30() {
     (16..=30).for_each(holds);
 }
 
-/// The network brought a copy of a rename that had been answered, which gave back the lease on what
-/// was moved a second time.
+/// The network delivered a second copy of a rename that had been answered. The copy gave back the
+/// lease on the moved file a second time.
 #[test]
 fn a_copy_of_a_request_gives_no_lease_back() {
     holds(1_282_917);
 }
 
-/// A client was told that its session had ended by a leader that was replaced before the log said
-/// so. It got the same session again, and answers of before to requests that it counted from 1.
+/// A leader told a client that its session had ended, and was replaced before the log said so. The
+/// client got the same session again and counted its requests from 1, so it got the answers to old
+/// requests.
 #[test]
 fn no_session_is_said_to_have_ended_before_the_log_says_so() {
     holds(11_086_778);
@@ -50,7 +51,7 @@ fn the_same_seed_gives_the_same_history() {
     }
 }
 
-/// In `least` of so many seeds.
+/// The planted fault is found in at least `least` of the seeds.
 fn is_found(plant: Plant, least: usize, seeds: u64) {
     let found =
         (1..=seeds).filter(|seed| history(*seed, Some(plant)).verdict.is_rejected()).count();
@@ -71,7 +72,7 @@ fn a_planted_repeated_operation_is_rejected() {
 #[test]
 fn a_planted_follower_that_does_not_wait_is_rejected() {
     is_found(Plant::Unsettled, 3, 40);
-    // That recalls are late alone is no fault.
+    // Late recalls alone are no fault.
     for seed in 1..=10 {
         let report = history(seed, Some(Plant::LateRecall));
         assert!(

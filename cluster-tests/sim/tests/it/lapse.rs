@@ -1,5 +1,5 @@
-//! Leases that run out under clients and storage servers, and what any reader of a file's bytes has
-//! seen.
+//! Leases that run out under clients and storage servers, and what readers of a file's bytes have
+//! seen meanwhile.
 
 use strake_sim::lapse::run;
 
@@ -19,15 +19,15 @@ fn the_same_seed_takes_the_same_course() {
     assert_eq!(run(2).unwrap().trace, run(2).unwrap().trace);
 }
 
-/// A copy of a write that had been sent again over another connection came when its chunk had been
-/// changed so often since that its record knew the write no more, and lay down on top of all that.
+/// A write had been sent again over another connection. Its late copy came after so many changes of
+/// the chunk that the chunk's record no longer knew the write, so it overwrote newer bytes.
 #[test]
 fn a_late_copy_is_not_made_however_often_the_chunk_was_changed_since() {
     [19, 30].into_iter().for_each(holds);
 }
 
-/// A client read its own file while a write of it was on its way, kept what one replica said, and
-/// told it when others had seen the new bytes on another.
+/// A client read its own file while a write to it was on the way, cached what one replica answered,
+/// and served it after others had seen the new bytes on another replica.
 #[test]
 fn what_was_read_during_an_own_write_is_not_kept() {
     [8, 57].into_iter().for_each(holds);

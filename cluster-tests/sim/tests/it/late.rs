@@ -1,4 +1,4 @@
-//! Updates that arrive when their client has given them up.
+//! Updates that arrive after their client has given them up.
 
 use strake_sim::{late::run, plant::Plant, rivals};
 

@@ -36,7 +36,7 @@ const READ: LockType = LockType::LockRead;
 const WRITE: LockType = LockType::LockWrite;
 const UNLOCK: LockType = LockType::LockUnlock;
 
-/// Whether it can be had now; given back at once.
+/// Whether the lock can be had now. It is given back at once.
 async fn can(c: &Client, file: Ino, mode: LockType) -> bool {
     let other = Lock { owner: 99, ..lock(mode) };
     match c.set_lock(file, &other, false).await {
@@ -51,8 +51,8 @@ async fn can(c: &Client, file: Ino, mode: LockType) -> bool {
 #[test]
 fn who_stops_waiting_at_any_moment_has_what_he_had_before() {
     simulated(|a, b, file| async move {
-        // `b` stops 20 ms before to 60 ms after `a` gives up, which is before, while and after it
-        // asks and is answered.
+        // `b` stops between 20 ms before and 60 ms after `a` gives up: before, while and after `a`
+        // is asked and answers.
         for (had, step) in [(None, 0..80), (Some(READ), 0..80)]
             .into_iter()
             .flat_map(|(h, s)| s.map(move |s| (h, s)))
@@ -72,7 +72,7 @@ fn who_stops_waiting_at_any_moment_has_what_he_had_before() {
             let stopped = got.is_err();
             assert_eq!(got.is_ok_and(|r| r.is_ok()), !stopped, "{step}");
             if stopped {
-                // Nothing is on its way any more when the owner's next request is answered.
+                // Once the owner's next request is answered, nothing is on the way any more.
                 let span = Lock { start: 0, end: 0, ..lock(READ) };
                 b.set_lock(file, &span, false).await.unwrap();
                 b.set_lock(file, &Lock { mode: UNLOCK, ..span }, false).await.unwrap();
@@ -100,7 +100,7 @@ fn a_waiter_is_not_overtaken_by_who_takes_and_drops_it_all_the_time() {
                 sleep(Duration::from_millis(20)).await;
                 a.set_lock(file, &lock(UNLOCK), false).await.unwrap();
                 rounds += 1;
-                // Waiting or not, he comes after the one who waits.
+                // With or without waiting, `a` comes after the client that waits.
                 while rounds % 2 == 0 && a.set_lock(file, &lock(WRITE), false).await.is_err() {}
                 if rounds % 2 == 1 {
                     a.set_lock(file, &lock(WRITE), true).await.unwrap();
@@ -126,7 +126,7 @@ fn all_waiters_of_a_client_get_it_one_after_the_other() {
             let (b, order) = (&b, &order);
             async move {
                 let mine = Lock { owner, ..lock(WRITE) };
-                // In this order they come.
+                // They ask in the order of their numbers.
                 sleep(Duration::from_millis(owner * 50)).await;
                 b.set_lock(file, &mine, true).await.unwrap();
                 order.lock().push(owner);
@@ -141,7 +141,7 @@ fn all_waiters_of_a_client_get_it_one_after_the_other() {
         tokio::join!(futures_util::future::join_all((0..50).map(one)), gives_up);
         assert_eq!(order.into_inner(), (0..50).collect::<Vec<_>>());
         assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-        // One more than may wait is told so at once.
+        // Beyond the limit a wait is refused at once.
         let many = (0..strake_client::MAX_WAITS as u64 + 1).map(|owner| {
             let (b, mine) = (&b, Lock { owner: 1000 + owner, ..lock(WRITE) });
             async move { b.set_lock(file, &mine, true).await }

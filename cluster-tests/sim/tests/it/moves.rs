@@ -1,4 +1,4 @@
-//! Targets are drained and kept after all, under the faults of the other runs.
+//! Targets are drained and later kept, under the faults of the other runs.
 
 use strake_sim::{
     ledger::{Kind, Ledger},

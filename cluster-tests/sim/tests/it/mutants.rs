@@ -1,13 +1,13 @@
-//! Builds that leave out one sync must be seen by the simulator's oracle: otherwise "no promise
-//! broken" would mean little. The mistakes of `mutants/` take a build of their own (`mutants/run`);
-//! here they are only kept in step with the code.
+//! The simulator's oracle must catch builds that leave out one sync; otherwise "no promise broken"
+//! would mean little. The mistakes in `mutants/` need a build of their own (`mutants/run`); here
+//! they are only checked to fit the code.
 
 use strake_sim::{
     cluster::Sync,
     run::{Scenario, run},
 };
 
-/// Some run must break a promise: bytes or names are lost, or servers or chains do not come back.
+/// Some seed must break a promise: bytes or names are lost, or servers or chains do not recover.
 fn caught(skip: Sync) {
     const SEEDS: u64 = 10;
     for seed in 1..=SEEDS {

@@ -1,5 +1,6 @@
-//! One thing broken at a time: no call takes five seconds. Of these seeds each has a link of a
-//! client that is cut for longer; without a way round, calls took 9 to 13 s in them.
+//! One thing broken at a time: no call takes five seconds. In each of these seeds a link of a
+//! client is cut for longer than that; calls would take 9 to 13 s if there were no way round the
+//! cut link.
 
 use strake_sim::outage;
 

@@ -1,4 +1,4 @@
-//! Twenty seeds, each run twice: no promise broken, and both runs alike to the byte.
+//! Twenty seeds, each run twice: no promise is broken, and both runs are equal to the byte.
 
 use strake_sim::run::{Scenario, run};
 
@@ -26,11 +26,11 @@ macro_rules! seeds {
     ($($name:ident: $range:expr,)*) => { $(#[test] fn $name() { $range.into_iter().for_each(twice); })* };
 }
 
-// Four tests, so that a runner with several workers shares them out.
+// Four tests, so that a runner with several workers runs them in parallel.
 seeds! {
     seeds_1_to_5: 1..=5,
     seeds_6_to_10: 6..=10,
     seeds_11_to_15: 11..=15,
-    // In 18 nobody happens to seek.
+    // In seed 18 no client happens to seek.
     seeds_16_to_21: [16, 17, 19, 20, 21],
 }

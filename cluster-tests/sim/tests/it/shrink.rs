@@ -1,4 +1,4 @@
-//! A run that fails becomes short, and stays the same failure.
+//! A failing run is shrunk, and the short run fails in the same way.
 
 use strake_sim::{
     cluster::Sync,
@@ -9,7 +9,7 @@ use strake_sim::{
 
 #[test]
 fn a_planted_mistake_becomes_short() {
-    // Servers that leave out a sync: what they lose, they lose when power goes.
+    // Servers that leave out a sync lose data when power fails.
     let length = std::time::Duration::from_secs(4);
     let planted =
         |seed| Scenario { skip: Some(Sync::Device), length, moves: false, ..Scenario::new(seed) };

@@ -1,4 +1,4 @@
-//! Slow targets are emptied, and no others.
+//! Slow targets are drained, and no others.
 
 use std::time::Duration;
 

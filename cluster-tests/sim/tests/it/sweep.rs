@@ -1,5 +1,5 @@
-//! Two minutes of all kinds of run, as `./simulate` does them, from other seeds each day. One that
-//! fails is one that nobody has seen: its line says how to run it again.
+//! Two minutes of all kinds of run, as in `./simulate`, with other seeds each day. A failing seed
+//! may be new; its line says how to run it again.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -9,7 +9,7 @@ use strake_sim::{
 };
 
 const LASTS: Duration = Duration::from_secs(120);
-/// More than two minutes take anywhere.
+/// More seeds than two minutes can run anywhere.
 const SEEDS_A_DAY: u64 = 1 << 20;
 const DAY: u64 = 24 * 3600;
 

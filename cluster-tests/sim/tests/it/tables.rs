@@ -1,5 +1,5 @@
-//! Chunk tables, metadata states and Raft logs decay: no wrong byte is read, and no member goes on
-//! from a damaged log.
+//! Chunk tables, metadata states and Raft logs decay: no wrong byte is read, and no member
+//! continues with a damaged log.
 
 use strake_sim::{
     ledger::{Kind, Ledger},

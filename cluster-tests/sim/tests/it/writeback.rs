@@ -1,5 +1,5 @@
-//! What is written is seen by whoever has the file next, though it was held back; and mistakes that
-//! are planted show.
+//! With write-back, the next client that opens a file sees what was written before; and planted
+//! mistakes show.
 
 use strake_sim::{baton::run, coverage, full, plant::Plant};
 
@@ -18,9 +18,9 @@ fn whoever_has_the_file_next_sees_what_was_written() {
     assert!(held > 200 && lost > 0, "{held} held back, {lost} lost: the runs show too little");
 }
 
-/// What an evicted player had written beyond the end that it had reported showed in the hole that
-/// another one left there, who was on record as writing when it was evicted. Now its end is found
-/// out before anybody is told of the file.
+/// An evicted session had written past the end that it had reported. When another session that was
+/// on record as writing at the eviction left a hole there, the bytes showed in it. Now the end is
+/// found out before any client is told of the file.
 #[test]
 fn what_an_evicted_session_did_not_report_shows_in_no_hole() {
     coverage::reset();
@@ -33,8 +33,8 @@ fn what_an_evicted_session_did_not_report_shows_in_no_hole() {
     assert!(taken("end-sought") && taken("end-found"), "the runs show too little");
 }
 
-/// A release that named a later open took a player off the record whose own open was answered only
-/// then: nobody asked it for what it held back.
+/// A release that named a later open took a client off the record whose own open was answered only
+/// after that: it was then not asked for its dirty data.
 #[test]
 fn who_has_a_file_open_stays_on_record() {
     let o = run(1_400_775, None).unwrap();

@@ -3,12 +3,12 @@
 //! Everything is in the byte order of the machine. A request is a head of [`IN_HEAD`] bytes and its
 //! arguments; a reply is a head of [`OUT_HEAD`] bytes and its results.
 
-/// The only major version there is.
+/// The only major version.
 pub const MAJOR: u32 = 7;
-/// The oldest minor version served (Linux 3.15): the first with rename2 and 80 byte write heads
-/// throughout.
+/// The oldest minor version that is served (Linux 3.15): the first one with rename2 and always 80
+/// bytes before the data of a write.
 pub const OLDEST_MINOR: u32 = 23;
-/// The newest minor version whose requests are known here.
+/// The newest minor version whose requests are known.
 pub const NEWEST_MINOR: u32 = 45;
 
 /// Bytes of `fuse_in_header`.
@@ -25,7 +25,7 @@ pub const DIRENT: usize = 24;
 /// Set in the number of a request that the kernel sends again ([`NOTIFY_RESEND`]).
 pub const UNIQUE_RESEND: u64 = 1 << 63;
 
-/// What a request asks for (`enum fuse_opcode`).
+/// Operation codes of requests (`enum fuse_opcode`).
 pub mod op {
     pub const LOOKUP: u32 = 1;
     pub const FORGET: u32 = 2;
@@ -100,7 +100,7 @@ pub mod init {
     pub const HAS_RESEND: u64 = 1 << 39;
 }
 
-/// Flags an OPEN is answered with.
+/// Flags in the answer to OPEN.
 pub mod fopen {
     pub const DIRECT_IO: u32 = 1 << 0;
     pub const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
@@ -119,25 +119,26 @@ pub mod fattr {
     pub const MTIME_NOW: u32 = 1 << 8;
 }
 
-/// `fuse_read_in.read_flags`: for read(2), not for pages that the kernel keeps.
+/// `fuse_read_in.read_flags`: the read is a read(2), not a fill of the page cache.
 pub const READ_LOCKOWNER: u32 = 1 << 1;
-/// `fuse_write_in.write_flags`: pages of a mapping, on behalf of nobody in particular.
+/// `fuse_write_in.write_flags`: pages of a mapping are written back, on behalf of no particular
+/// program.
 pub const WRITE_CACHE: u32 = 1 << 0;
-/// Likewise: set-id bits go.
+/// `fuse_write_in.write_flags`: the write clears set-id bits.
 pub const WRITE_KILL_SUIDGID: u32 = 1 << 2;
 
-/// `fuse_lk_in.lk_flags`: an flock(2).
+/// `fuse_lk_in.lk_flags`: the lock is an flock(2).
 pub const LK_FLOCK: u32 = 1 << 0;
 
-/// What a daemon may tell the kernel unasked (`enum fuse_notify_code`).
+/// Notifications from the daemon to the kernel (`enum fuse_notify_code`).
 pub const NOTIFY_INVAL_INODE: i32 = 2;
 pub const NOTIFY_INVAL_ENTRY: i32 = 3;
 pub const NOTIFY_RESEND: i32 = 7;
 pub const NOTIFY_INC_EPOCH: i32 = 8;
-/// The minor version that brought [`NOTIFY_INC_EPOCH`] (Linux 6.16).
+/// The minor version that introduced [`NOTIFY_INC_EPOCH`] (Linux 6.16).
 pub const EPOCH_MINOR: u32 = 44;
 
-/// Makes an open `/dev/fuse` another descriptor of the same mount: `_IOR(229, 0, u32)`.
+/// Turns an open `/dev/fuse` into another descriptor of the same mount: `_IOR(229, 0, u32)`.
 pub const IOC_CLONE: libc::Ioctl = 0x8004_e500u32 as libc::Ioctl;
 
 /// Rounds up to the 8 bytes that directory entries are aligned to.

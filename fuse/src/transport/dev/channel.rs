@@ -15,7 +15,7 @@ use super::{
     reply::Reply,
 };
 
-/// A request is answered on the descriptor it was read from.
+/// A descriptor of `/dev/fuse`. A request is answered on the descriptor from which it was read.
 #[derive(Debug)]
 pub struct Channel {
     fd: OwnedFd,
@@ -27,18 +27,18 @@ impl From<Channel> for OwnedFd {
     }
 }
 
-/// How reading a request went.
+/// The result of reading a request.
 pub enum Received {
-    /// A request of so many bytes.
+    /// A request of this many bytes.
     Request(usize),
-    /// Ended before it was read; there may be another.
+    /// The request ended before it was read; there may be another one.
     Nothing,
     /// Unmounted.
     Unmounted,
 }
 
-/// Where a thread waits for its descriptor. Of several that wait for one mount, a request wakes
-/// one.
+/// The epoll instance at which a thread waits for its descriptor. A request wakes one of the
+/// threads that wait for a mount.
 pub struct Door {
     epoll: OwnedFd,
 }
@@ -51,7 +51,7 @@ impl Door {
         Ok(Door { epoll })
     }
 
-    /// Returns when there may be a request, or the mount is over.
+    /// Returns when there may be a request, or the mount has ended.
     pub fn wait(&self) -> io::Result<()> {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
@@ -64,7 +64,7 @@ impl Door {
     }
 }
 
-/// Parts of a reply in one write: IOV_MAX is 1,024, and 1 MiB has at most 256 pages.
+/// Most parts of a reply in one write: IOV_MAX is 1,024, and 1 MiB has at most 256 pages.
 const MOST_PARTS: usize = 300;
 
 impl Channel {
@@ -78,7 +78,7 @@ impl Channel {
         Ok(Channel { fd })
     }
 
-    /// Another descriptor of the same mount, with a queue of its own for what it has taken.
+    /// Another descriptor of the same mount, with its own queue of requests in progress.
     pub fn another(&self) -> io::Result<Channel> {
         let new = Channel::open()?;
         let old = self.fd.as_raw_fd() as u32;
@@ -91,13 +91,13 @@ impl Channel {
         self.fd.as_fd()
     }
 
-    /// Whether reading waits by itself. If not, [`Door`] does.
+    /// Makes reads non-blocking. Then [`Door`] waits instead.
     pub fn set_nonblocking(&self) -> io::Result<()> {
         let flags = rustix::fs::fcntl_getfl(&self.fd)?;
         Ok(rustix::fs::fcntl_setfl(&self.fd, flags | OFlags::NONBLOCK)?)
     }
 
-    /// Takes a request: its first [`WRITE_HEAD`] bytes go to `head`, the rest to `rest`, so that
+    /// Reads a request: its first [`WRITE_HEAD`] bytes go to `head`, the rest to `rest`, so that
     /// the data of a write lies at the start of an aligned buffer. `rest` has at least
     /// [`super::MAX_REQUEST`] bytes.
     pub fn receive(&self, head: &mut [u8; WRITE_HEAD], rest: &mut BufMut) -> io::Result<Received> {
@@ -110,7 +110,7 @@ impl Channel {
         }
     }
 
-    /// Answers. False when nobody waits for it any more.
+    /// Sends a reply. Returns false when the kernel no longer waits for it.
     pub fn send(&self, unique: u64, reply: &Reply) -> io::Result<bool> {
         let error = if let Reply::Error(e) = reply { -*e } else { 0 };
         match reply {
@@ -129,7 +129,7 @@ impl Channel {
         }
     }
 
-    /// Tells the kernel something. `NotFound`: it does not have what the notice is about.
+    /// Sends a notification to the kernel. `NotFound`: the kernel does not have the object.
     pub fn notify(&self, (code, body): &Notice) -> io::Result<()> {
         self.write(0, *code, &[body]).map(drop)
     }
@@ -153,7 +153,7 @@ impl Channel {
         };
         match result {
             Ok(_) => Ok(true),
-            // The request was given up, or the whole mount was.
+            // The kernel gave up the request, or the whole mount.
             Err(Errno::NOENT) if unique != 0 => Ok(false),
             Err(Errno::NODEV | Errno::CONNABORTED) => Ok(false),
             Err(e) => Err(e.into()),

@@ -1,11 +1,12 @@
-//! Takes back what the kernel keeps copies of: see "The kernel" in `docs/leases.md`.
+//! Revokes the kernel's copies: see "The kernel" in `docs/leases.md`.
 //!
-//! A notice goes by what the kernel has taken in. A reply that was written just before may not be
-//! among that yet, and what it says of an inode that the kernel did not have counts afterwards, for
-//! its whole time: it does not see that the reply is older than the notice. But it says that it has
-//! no such inode. Then, if more replies have brought that inode than the kernel has forgotten, one
-//! is on its way: the notice is given again until the kernel has it. So long nobody hears that it
-//! is forgotten, up to a bound.
+//! A notice applies to what the kernel has processed. It may not have processed a reply that was
+//! written just before. If that reply brings an inode that the kernel did not have, its content
+//! stays valid afterwards for its whole time, because the kernel cannot tell that the reply is
+//! older than the notice. But the kernel answers the notice with "no such inode". If more replies
+//! have brought that inode than the kernel has forgotten, one is still on its way: then the notice
+//! is repeated until the kernel has the inode. Until then, up to a time limit, the recall is not
+//! acknowledged.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -24,21 +25,21 @@ use tokio::{runtime::Handle, task::JoinHandle, time::Instant};
 
 use super::{channel::Channel, notify, shared::Shared};
 
-/// Pause before a notice is given again, at first and at most.
+/// The first and the longest pause before a notice is repeated.
 const AGAIN: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(20)];
-/// How long others wait at most, if the program that the reply is for does not get to run: after 5
-/// s without an answer this client would be evicted.
+/// How long a recall waits at most, if the program that waits for the reply does not get to run: a
+/// client that gives no answer for 5 s is evicted.
 const LONGEST: Duration = Duration::from_secs(4);
 
 /// The kernel's copies of what a mount told it.
 pub struct Copies {
     channel: OnceLock<Weak<Channel>>,
-    /// What the kernel knows as its root.
+    /// The inode that is the kernel's root.
     root: Ino,
     runtime: Handle,
-    /// Names were told since they were forgotten last.
+    /// Whether the kernel was told names since they were last forgotten.
     has_names: AtomicBool,
-    /// How many replies brought an inode that the kernel has not forgotten since.
+    /// Per inode: how many replies brought it that the kernel has not forgotten since.
     brought: Mutex<HashMap<u64, u64>>,
 }
 
@@ -49,12 +50,12 @@ impl Copies {
         Copies { channel, root, runtime, has_names, brought }
     }
 
-    /// Through which the kernel is told.
+    /// Sets the channel over which notices are sent.
     pub fn connect(&self, channel: &Arc<Channel>) {
         let _ = self.channel.set(Arc::downgrade(channel));
     }
 
-    /// A reply is about to be sent that brings these inodes, known to the kernel by these numbers.
+    /// A reply is about to be sent that brings these inodes, by the kernel's numbers.
     pub fn brings(&self, nodes: &[u64]) {
         if !nodes.is_empty() {
             let mut brought = self.brought.lock();
@@ -62,11 +63,11 @@ impl Copies {
         }
     }
 
-    /// The kernel has forgotten what so many replies brought, or did not take them.
+    /// The kernel has forgotten this many replies per inode, or did not accept them.
     pub fn forgotten(&self, nodes: impl Iterator<Item = (u64, u64)>) {
         let mut brought = self.brought.lock();
         for (node, times) in nodes {
-            // A former daemon may have brought it, too.
+            // An earlier daemon may have brought it, too.
             if let Entry::Occupied(mut had) = brought.entry(node) {
                 *had.get_mut() = had.get().saturating_sub(times);
                 if *had.get() == 0 {
@@ -76,17 +77,17 @@ impl Copies {
         }
     }
 
-    /// Whether it has, or will have when it has taken in a reply.
+    /// Whether the kernel has the inode, or will have it when it has processed a reply.
     fn is_to_come(&self, node: u64) -> bool {
         self.brought.lock().contains_key(&node)
     }
 
-    /// The kernel is about to be told names that it may keep, or was by a former daemon.
+    /// The kernel is about to be told names that it may keep, or was told by an earlier daemon.
     pub fn has_names(&self) {
         self.has_names.store(true, SeqCst);
     }
 
-    /// The kernel looks up again all names that it was told. False: there were none.
+    /// Makes the kernel look up all names again. Returns false if it was told none.
     pub fn forget_names(&self) -> bool {
         let had = self.has_names.swap(false, SeqCst);
         if had && let Some(c) = self.channel() {
@@ -100,7 +101,7 @@ impl Copies {
     }
 }
 
-/// What a recall calls.
+/// Handles recalls for the kernel's copies.
 pub struct Recalls {
     pub copies: Arc<Copies>,
     pub shared: Arc<Shared>,
@@ -133,7 +134,7 @@ impl Forget for Recalls {
     fn give_back(&self, ino: Ino) -> Option<Forgetting> {
         let giving = self.shared.has_out(ino).then(|| self.giving_back(ino))?;
         Some(Box::pin(async move {
-            // A report that takes long is told of as being worked at.
+            // A long report is announced as being in progress.
             let _ = giving.await;
         }))
     }
@@ -146,7 +147,7 @@ impl Recalls {
     }
 }
 
-/// Ends with the tasks, or when nobody may wait any longer for them: they go on.
+/// Ends with the tasks, or when the time limit for waiting is over; then the tasks continue.
 async fn waited_for(tasks: Vec<JoinHandle<()>>) {
     let end = Instant::now() + LONGEST;
     for task in tasks {
@@ -159,7 +160,7 @@ async fn waited_for(tasks: Vec<JoinHandle<()>>) {
     }
 }
 
-/// Ends when each inode is gone.
+/// Ends when every inode is forgotten.
 async fn all_gone(mut nodes: Vec<u64>, gone: impl Fn(u64) -> bool) {
     let [mut pause, longest] = AGAIN;
     while !nodes.is_empty() {
@@ -175,7 +176,8 @@ fn forget_names(channel: &Channel) {
     }
 }
 
-/// Attributes and ACLs; pages wait for locks. False: the kernel has no such inode.
+/// Makes the kernel forget attributes and ACLs; not pages, which would wait for locks. Returns
+/// false if the kernel has no such inode.
 fn forget_inode(channel: &Channel, node: u64) -> bool {
     match channel.notify(&notify::inode_changed(node, -1, 0)) {
         Ok(()) => true,
@@ -211,7 +213,7 @@ mod tests {
         assert!(c.brought.lock().is_empty());
     }
 
-    /// What the kernel is told: the code, and of an inode its number.
+    /// Reads a notice as the kernel receives it: the code and, for an inode, its number.
     fn said(kernel: &OwnedFd) -> Option<(i32, u64)> {
         let mut b = [0; 64];
         let (_, n) = recv(kernel, &mut b, RecvFlags::DONTWAIT).ok().filter(|(_, n)| *n > 0)?;
@@ -229,7 +231,7 @@ mod tests {
         let (copies, channel) =
             (Arc::new(Copies::new(77, Handle::current())), Arc::new(Channel::new(its)));
         copies.connect(&channel);
-        // It takes every notice: it has every inode.
+        // This kernel accepts every notice: it has every inode.
         let all = || std::iter::from_fn(|| said(&kernel)).collect::<Vec<_>>();
         let [inode, epoch] =
             [|node| (abi::NOTIFY_INVAL_INODE, node), |_| (abi::NOTIFY_INC_EPOCH, 0)];
@@ -252,7 +254,7 @@ mod tests {
     async fn a_notice_is_given_again_until_the_kernel_has_the_inode() {
         let (start, asked) = (Instant::now(), Mutex::new(Vec::new()));
         let at = move |ms| start + Duration::from_millis(ms);
-        // It takes in 5 after 10 ms and 6 never.
+        // The kernel processes 5 after 10 ms, and never 6.
         let gone = |node| {
             asked.lock().push(node);
             node == 5 && Instant::now() >= at(10)

@@ -1,12 +1,12 @@
-//! What is agreed with the kernel at the first request. Pure.
+//! The negotiation with the kernel at the first request. Pure.
 
 use super::{
     abi::{self, fopen, init as flag},
     request::Init,
 };
 
-/// Used where the kernel offers it. Not among them, on purpose: the writeback cache (it would make
-/// the kernel the owner of size and mtime).
+/// Flags that are used where the kernel offers them. The writeback cache is left out on purpose:
+/// with it the kernel would own size and mtime.
 const WANTED: u64 = flag::ASYNC_READ
     | flag::POSIX_LOCKS
     | flag::FLOCK_LOCKS
@@ -22,21 +22,22 @@ const WANTED: u64 = flag::ASYNC_READ
     | flag::MAX_PAGES
     // Symlinks never change and inode numbers are never reused.
     | flag::CACHE_SYMLINKS
-    // The kernel checks ACLs as it checks modes; the metadata server keeps list and mode in step.
+    // The kernel checks ACLs as it checks modes; the metadata server keeps ACL and mode consistent.
     | flag::POSIX_ACL
-    // A directory's default ACL replaces the umask, so the metadata server applies either.
+    // A directory's default ACL replaces the umask, so the metadata server applies one or the
+    // other.
     | flag::DONT_MASK
-    // Writes, cuts and chowns take set-id bits and file capabilities at the metadata server.
+    // Writes, truncates and chowns clear set-id bits and file capabilities at the metadata server.
     | flag::HANDLE_KILLPRIV_V2
     | flag::SETXATTR_EXT
     | flag::INIT_EXT
     | flag::DIRECT_IO_ALLOW_MMAP
     | flag::HAS_RESEND;
 
-/// Background requests that the kernel has in work at a time, RELEASE among them.
+/// Most background requests that the kernel has in progress at a time, RELEASE among them.
 pub const MAX_BACKGROUND: u16 = 256;
 const CONGESTION: u16 = 96;
-/// From this minor version on a reply to INIT has 64 bytes.
+/// From this minor version on, a reply to INIT has 64 bytes.
 const LONG_REPLY: u32 = 23;
 
 /// The answer to INIT.
@@ -47,17 +48,17 @@ pub struct Agreed {
     pub max_readahead: u32,
 }
 
-/// What an INIT is answered with.
+/// The outcome of an INIT.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     Agreed(Agreed),
-    /// The kernel is of a newer major version: it is told ours and asks again.
+    /// The kernel has a newer major version: it is told ours and asks again.
     AskAgain,
-    /// Too old to be served.
+    /// The kernel is too old to be served.
     TooOld,
 }
 
-/// `readahead`: the most the kernel may read ahead into its page cache, bytes.
+/// `readahead`: how many bytes the kernel may read ahead into its page cache.
 pub fn negotiate(asked: Init, readahead: u32) -> Outcome {
     if asked.major > abi::MAJOR {
         return Outcome::AskAgain;
@@ -83,20 +84,20 @@ impl Agreed {
         self.minor >= abi::EPOCH_MINOR
     }
 
-    /// To be kept for the next daemon, who is not asked again.
+    /// The words to keep for the next daemon, to which the kernel does not send INIT again.
     pub fn to_words(self) -> [u64; 2] {
         [u64::from(self.minor) << 32 | u64::from(self.max_readahead), self.flags]
     }
 
-    /// `None`: nothing was agreed yet.
+    /// `None`: nothing was negotiated yet.
     pub fn from_words([versions, flags]: [u64; 2]) -> Option<Agreed> {
         let minor = (versions >> 32) as u32;
         (minor != 0).then_some(Agreed { minor, flags, max_readahead: versions as u32 })
     }
 
-    /// Flags every open of a file is answered with. Data is not cached by the kernel (another mount
-    /// may write it), except for mapped pages. Kernels before 6.6 refuse shared mappings of direct
-    /// files; there the page cache is used and dropped at each open.
+    /// Flags for the answer to every open of a file. The kernel does not cache data, which another
+    /// mount may write, except for mapped pages. Kernels before 6.6 refuse shared mappings of
+    /// direct I/O files; there the page cache is used and dropped at each open.
     pub fn open_flags(&self) -> u32 {
         if self.has(flag::DIRECT_IO_ALLOW_MMAP) {
             fopen::DIRECT_IO | fopen::PARALLEL_DIRECT_WRITES
@@ -115,7 +116,7 @@ impl Agreed {
         out.extend_from_slice(&MAX_BACKGROUND.to_ne_bytes());
         out.extend_from_slice(&CONGESTION.to_ne_bytes());
         out.extend_from_slice(&super::MAX_REQUEST.to_ne_bytes());
-        // Times are kept to the nanosecond.
+        // Time granularity: one nanosecond.
         out.extend_from_slice(&1u32.to_ne_bytes());
         out.extend_from_slice(&((super::MAX_REQUEST / 4096) as u16).to_ne_bytes());
         out.extend_from_slice(&0u16.to_ne_bytes());
@@ -125,7 +126,7 @@ impl Agreed {
     }
 }
 
-/// The reply to a kernel of a newer major version: ours.
+/// The reply to a kernel with a newer major version: our version.
 pub fn ask_again() -> Vec<u8> {
     let mut out = Vec::with_capacity(64);
     out.extend_from_slice(&abi::MAJOR.to_ne_bytes());
@@ -165,7 +166,7 @@ mod tests {
             (26, flag::BIG_WRITES | flag::ASYNC_DIO, 4096)
         );
         assert_eq!(a.open_flags(), 0, "the page cache, for mappings");
-        // Upper flags without the extension mean nothing.
+        // The upper flags are ignored without the extension.
         let Outcome::Agreed(a) = negotiate(asked(45, flag::DIRECT_IO_ALLOW_MMAP), 0) else {
             panic!()
         };

@@ -1,7 +1,7 @@
-//! A mount without a daemon that can work: the last one died, and the next one waits for servers.
-//! Nobody shall wait for those who is on his way out: umount(8) looks at the mount before it
-//! unmounts, and killed programs want to go. Only that is answered; the kernel sends the rest again
-//! when the daemon serves.
+//! Serves a mount whose daemon cannot work: the last one died, and the next one waits for servers.
+//! Some callers must not wait for that: umount(8) looks at the mount before it unmounts, and killed
+//! programs must be able to exit. Only those are answered; the kernel sends all other requests
+//! again when the daemon serves.
 
 use std::{
     collections::BTreeMap, io, os::fd::OwnedFd, sync::Arc, thread::JoinHandle, time::Duration,
@@ -27,12 +27,12 @@ use super::{
 };
 use crate::vfs::Known;
 
-/// A daemon that finds its servers serves long before.
+/// A daemon that reaches its servers starts to serve long before this.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How often callers that were sent a signal are looked at.
+/// How often callers that received a signal are checked.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Answers in the place of a daemon that still waits for servers, from when it has waited for two
+/// Answers in the place of a daemon that still waits for servers, after it has waited for two
 /// seconds. Ends when it is dropped.
 #[derive(Debug)]
 pub struct Interim {
@@ -41,8 +41,8 @@ pub struct Interim {
 }
 
 impl Interim {
-    /// For the mount with these descriptors. `None`: this kernel does not send requests again, so
-    /// none may be read.
+    /// Starts it for the mount with these descriptors. `None`: this kernel does not send requests
+    /// again, so none may be read.
     pub fn start(keep: &Arc<Handover>, descriptors: &[OwnedFd]) -> io::Result<Option<Interim>> {
         let resends = agreed_before(keep).is_some_and(|a| a.has(abi::init::HAS_RESEND));
         let Some(first) = descriptors.first().filter(|_| resends) else { return Ok(None) };
@@ -68,8 +68,8 @@ impl Interim {
 impl Drop for Interim {
     fn drop(&mut self) {
         let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
-        // Should the one request that it saw be gone before it was read, this waits for the next
-        // one.
+        // Should the request that woke the thread be gone before it is read, this waits for the
+        // next one.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -78,9 +78,9 @@ struct Work {
     channel: Channel,
     stop: Arc<OwnedFd>,
     known: Known,
-    /// The callers of what was read and not answered, by number.
+    /// The callers of requests that were read and not answered, by request number.
     held: BTreeMap<u64, u32>,
-    /// Those who were sent a signal.
+    /// Requests whose callers received a signal.
     interrupted: Vec<u64>,
 }
 
@@ -89,7 +89,8 @@ impl Work {
         if self.wait(Some(PATIENCE), false)? == Next::Stop {
             return Ok(());
         }
-        // Also what the last daemon had read: its callers can be let go only by their numbers.
+        // This includes what the last daemon had read: its callers can be released only by their
+        // request numbers.
         self.channel.notify(&notify::resend())?;
         let (mut head, mut rest) = ([0; WRITE_HEAD], BufMut::unpooled(MAX_REQUEST as usize));
         loop {
@@ -122,7 +123,7 @@ impl Work {
         })
     }
 
-    /// One request of `len` bytes.
+    /// Handles one request of `len` bytes.
     fn one(&mut self, head: &[u8; WRITE_HEAD], rest: &[u8], len: usize) -> io::Result<()> {
         let Ok(request) = Head::read(&head[..len.min(WRITE_HEAD)]) else { return Ok(()) };
         let args = match len.checked_sub(WRITE_HEAD).map(|n| rest.get(..n)) {
@@ -133,7 +134,7 @@ impl Work {
         let answer = match request.opcode {
             op::FORGET | op::BATCH_FORGET => return Ok(()),
             op::INTERRUPT => {
-                // One that is not held comes again with its request.
+                // An interrupt for a request that is not held comes again with its request.
                 if let Ok(Body::Interrupt { unique }) = request::read(request, &args, false)
                     && self.held.contains_key(&unique)
                 {
@@ -142,7 +143,7 @@ impl Work {
                 return Ok(());
             }
             op::STATFS => self.known.space().map(|s| reply::statfs(&s)),
-            // Without a time for which the kernel may believe it.
+            // With a time of 0, so that the kernel does not keep it.
             op::GETATTR => root.map(|a| reply::attr(&a, Taken::InOrder)),
             op::STATX => root.map(|a| reply::statx(&a)),
             _ => None,
@@ -150,8 +151,8 @@ impl Work {
         match answer {
             Some(reply) => self.channel.send(request.unique, &reply).map(drop),
             None => {
-                // The end of a program's use of a file must reach the servers, whoever is dying:
-                // locks end with it.
+                // The end of a program's use of a file must reach the servers even if the program
+                // is dying: locks end with it.
                 let must_stay = matches!(request.opcode, op::FLUSH | op::RELEASE | op::RELEASEDIR)
                     || request.pid == 0;
                 if !must_stay {
@@ -162,7 +163,7 @@ impl Work {
         }
     }
 
-    /// Answers those who are dying.
+    /// Answers callers that are dying.
     fn let_go(&mut self) -> io::Result<()> {
         let dying = |unique: &mut u64| self.held.get(unique).is_some_and(|pid| is_dying(*pid));
         for unique in self.interrupted.extract_if(.., dying).collect::<Vec<_>>() {

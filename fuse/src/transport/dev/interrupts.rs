@@ -2,42 +2,43 @@
 //! caller is dying.
 //!
 //! The kernel sends INTERRUPT once for a waiting request, at the caller's first signal, whatever
-//! that signal is; from then on only the reply to the request lets the caller go, even when it is
+//! that signal is. From then on only the reply to the request releases the caller, even when it is
 //! killed. A program on a local disk never sees `EINTR` from a file operation other than waiting
-//! for a lock. So: a wait for a lock ends at any signal; everything else goes on until the caller
-//! is seen dying, which is looked for from the INTERRUPT on. FLUSH, sent when a dying process's
-//! descriptors are closed, cannot be interrupted at all: its caller is looked at as long as it
-//! takes.
+//! for a lock. So a wait for a lock ends at any signal. Everything else goes on until the caller is
+//! found to be dying, which is checked from the INTERRUPT on. FLUSH, which is sent when a dying
+//! process's descriptors are closed, cannot be interrupted at all: its caller is checked the whole
+//! time.
 
 use std::{collections::BTreeMap, fs, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-/// How often a caller that was sent a signal is looked at.
+/// How often a caller that received a signal is checked.
 const LOOK: Duration = Duration::from_millis(50);
-/// A caller in a process-id namespace that cannot be seen from here is taken for dead this long
-/// after its first signal.
+/// A caller in a process-id namespace that is not visible from here counts as dead this long after
+/// its first signal.
 const UNSEEN: Duration = Duration::from_secs(1);
 
 /// When a request ends before its work is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Patience {
-    /// When the caller is dying, looked for after an interrupt.
+    /// When the caller is dying; checked after an interrupt.
     UntilKilled,
     /// At the first signal: waiting for a lock.
     UntilSignal,
-    /// When the caller is dying, looked for all the time: what the kernel does not interrupt.
+    /// When the caller is dying; checked all the time, for requests that the kernel does not
+    /// interrupt.
     WhileAlive,
 }
 
-/// The requests in work, by number.
+/// The requests in progress, by number.
 #[derive(Clone, Default)]
 pub struct Interrupts {
     waiting: Arc<Mutex<BTreeMap<u64, Arc<Notify>>>>,
 }
 
-/// One request in work; ends its entry when dropped.
+/// A request in progress; its entry is removed when this is dropped.
 pub struct Waiting {
     all: Interrupts,
     unique: u64,
@@ -53,9 +54,9 @@ impl Interrupts {
         Waiting { all: self.clone(), unique, pid, patience, told }
     }
 
-    /// The kernel's INTERRUPT. False: no such request is in work, it was answered or is just being
-    /// taken by another thread; the kernel is to ask again, which it does not when the request is
-    /// over.
+    /// Handles the kernel's INTERRUPT. Returns false if no such request is in progress: it was
+    /// answered, or another thread is just reading it. Then the kernel is told to ask again, which
+    /// it does not do when the request is over.
     pub fn interrupt(&self, unique: u64) -> bool {
         match self.waiting.lock().get(&unique) {
             Some(told) => {
@@ -68,7 +69,7 @@ impl Interrupts {
 }
 
 impl Waiting {
-    /// Returns when the caller shall not wait any longer.
+    /// Returns when the caller must not wait any longer.
     pub async fn given_up(&self) {
         match self.patience {
             Patience::UntilSignal => self.told.notified().await,
@@ -97,28 +98,29 @@ impl Drop for Waiting {
     }
 }
 
-/// Whether a thread has been killed or is gone. Never true for one that may still use an answer.
+/// Whether a thread has been killed or is gone. Never true for a thread that may still use an
+/// answer.
 pub fn is_dying(tid: u32) -> bool {
     let Ok(status) = fs::read_to_string(format!("/proc/{tid}/status")) else { return true };
     if dies_of_signal(&status) {
         return true;
     }
-    // Newer kernels have a reader of `stat` wait while a program begins by execve(2), which in turn
-    // may wait for this daemon to answer the close of what shall not live on. A program that begins
-    // has memory, one that ends has not.
+    // On newer kernels, reading `stat` waits while a program starts by execve(2). That may in turn
+    // wait for this daemon to answer the close of close-on-exec files. A starting program has
+    // memory, an ending one has not.
     !has_memory(&status)
         && fs::read_to_string(format!("/proc/{tid}/stat")).map_or(true, |s| is_exiting(&s))
 }
 
-/// From `/proc/TID/status`. Neither threads of the kernel have any of their own, nor threads that
-/// are closing their files at their end.
+/// From `/proc/TID/status`: whether the thread has memory. Kernel threads have none, nor do threads
+/// that are closing their files at their end.
 fn has_memory(status: &str) -> bool {
     status.lines().any(|l| l.starts_with("VmSize:"))
 }
 
-/// From `/proc/TID/status`: whether a pending signal will end the process. SIGKILL stands for every
-/// signal that does so without a core dump (the kernel adds it to each thread); the others still
-/// wait to be taken, unless blocked, ignored or handled.
+/// From `/proc/TID/status`: whether a pending signal will end the process. The kernel adds SIGKILL
+/// to each thread for every signal that kills without a core dump. Other signals are still pending;
+/// they count unless blocked, ignored or handled.
 pub fn dies_of_signal(status: &str) -> bool {
     let mask = |name: &str| {
         let line = status.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
@@ -143,11 +145,11 @@ pub fn dies_of_signal(status: &str) -> bool {
     pending & !(mask("SigBlk") | mask("SigIgn") | mask("SigCgt") | harmless) != 0
 }
 
-/// From `/proc/TID/stat`: a zombie, or `PF_EXITING` in the flags (proc_pid_stat(5), fields 3 and
-/// 9).
+/// From `/proc/TID/stat`: whether the thread is a zombie, or has `PF_EXITING` in its flags
+/// (proc_pid_stat(5), fields 3 and 9).
 pub fn is_exiting(stat: &str) -> bool {
     const PF_EXITING: u64 = 4;
-    // The second field is a name in brackets that may itself hold blanks and brackets.
+    // The second field is a name in parentheses that may itself contain blanks and parentheses.
     let Some((_, rest)) = stat.rsplit_once(')') else { return false };
     let mut fields = rest.split_whitespace();
     let state = fields.next().unwrap_or_default();
@@ -200,7 +202,7 @@ mod tests {
         let mut child = Command::new("sleep").arg("1000").stdout(Stdio::null()).spawn().unwrap();
         assert!(!is_dying(child.id()));
         child.kill().unwrap();
-        // A zombie until it is waited for.
+        // It is a zombie until it is waited for.
         let pid = child.id();
         while !is_dying(pid) {
             std::thread::yield_now();
@@ -223,7 +225,7 @@ mod tests {
         assert!(tokio::time::timeout(minute, flush.given_up()).await.is_err());
         drop(lock);
         assert!(!all.interrupt(7), "over");
-        // Nobody can look at it: it is given up a second later.
+        // It cannot be checked: it is given up a second later.
         let unseen = all.begin(13, 0, Patience::UntilKilled);
         all.interrupt(13);
         unseen.given_up().await;

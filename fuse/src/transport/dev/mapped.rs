@@ -1,5 +1,5 @@
-//! Keeps pages of memory mappings and all other changes of a file in order: the shell around
-//! [`Pages`]. See `docs/mappings.md`.
+//! Keeps pages of memory mappings and all other changes of a file in order: the stateful layer
+//! around [`Pages`]. See `docs/mappings.md`.
 
 use std::{
     io,
@@ -18,25 +18,25 @@ use super::{
     pages::{PAGE, Pages, Span, Step, Verdict, span},
 };
 
-/// For so long a page-in is held that may be in the way of the notice that it waits for; with every
-/// further notice of the same change four times as long: on a busy machine a notice takes its time.
+/// How long a page-in is held that may block the notice that it waits for. The time grows fourfold
+/// with every further notice of the same change: on a busy machine a notice takes its time.
 const HOLD: Duration = Duration::from_millis(4);
 const LONGEST_HOLD: Duration = Duration::from_secs(1);
-/// Before a further notice: whoever has just lost a page asks for it again. That shall come before
-/// the notice, which takes it out then, not between the notice's beginning and its finding the
-/// page.
+/// Pause before a further notice: a program that has just lost a page requests it again. That
+/// page-in must come before the notice, which then takes the page out, and not between the start of
+/// the notice and its access to the page.
 const PAUSE: Duration = Duration::from_millis(1);
 const LONGEST_PAUSE: Duration = Duration::from_millis(16);
-/// Notices in work at a time. Each has a thread, which waits for write-backs, that is for nothing
-/// that needs one.
+/// Most notices in progress. Each has a thread, which waits only for write-backs; those need no
+/// such thread.
 const NOTICES: usize = 128;
-/// The kernel drops the pages of a range that was copied to when it has the answer.
+/// How long the kernel takes to drop the pages of a copied range after it has the answer.
 const DROPS: Duration = Duration::from_millis(10);
 
 /// See the module.
 pub struct Mapped {
     pages: Mutex<Pages>,
-    /// Something is over that page-ins may wait for.
+    /// Notified when something that page-ins may wait for is over.
     news: Notify,
     channel: OnceLock<Weak<Channel>>,
     agreed: Arc<OnceLock<Agreed>>,
@@ -44,7 +44,7 @@ pub struct Mapped {
 }
 
 impl Mapped {
-    /// `agreed`: what is agreed with the kernel, once it is.
+    /// `agreed`: the result of the negotiation with the kernel, once there is one.
     pub fn new(agreed: Arc<OnceLock<Agreed>>) -> Mapped {
         let notices = Arc::new(Semaphore::new(NOTICES));
         Mapped {
@@ -56,18 +56,19 @@ impl Mapped {
         }
     }
 
-    /// Through which the kernel is told.
+    /// Sets the channel over which notices are sent.
     pub fn connect(&self, channel: &Arc<Channel>) {
         let _ = self.channel.set(Arc::downgrade(channel));
     }
 
-    /// Whether files are written past the kernel's pages. On older kernels all reads and writes of
-    /// a node go through them; there a notice would wait for the write that waits for it.
+    /// Whether files are written directly, past the kernel's pages. On older kernels all reads and
+    /// writes of a node go through the pages; there a notice would wait for the write that waits
+    /// for it.
     fn is_direct(&self) -> bool {
         self.agreed.get().is_some_and(|a| a.has(flag::DIRECT_IO_ALLOW_MMAP))
     }
 
-    /// The kernel asks for pages to keep.
+    /// The kernel requests pages to keep.
     pub fn page_in(self: &Arc<Self>, node: u64, offset: u64, size: u64) -> Option<PageIn> {
         let whole = span(offset, offset.saturating_add(size));
         self.is_direct().then(|| PageIn {
@@ -78,8 +79,8 @@ impl Mapped {
         })
     }
 
-    /// A change of the bytes up to `end` is to be applied that does not come from a mapping.
-    /// `None`: in no order with mappings.
+    /// A change of the bytes up to `end`, which does not come from a mapping, is to be applied.
+    /// `None`: changes and mappings are not ordered.
     pub fn change(self: &Arc<Self>, node: u64, offset: u64, end: u64) -> Option<Changing> {
         self.is_direct().then(|| {
             let (id, step) = self.pages.lock().change(node, span(offset, end));
@@ -87,8 +88,8 @@ impl Mapped {
         })
     }
 
-    /// Likewise, when the kernel drops the pages afterwards without writing them back. An error:
-    /// there are any.
+    /// As [`Mapped::change`], for a change after which the kernel drops the pages without writing
+    /// them back. An error if the kernel has any pages.
     pub fn change_that_drops(
         self: &Arc<Self>,
         node: u64,
@@ -102,16 +103,16 @@ impl Mapped {
         Ok(Some(Changing { mapped: self.clone(), node, id, step: Mutex::new(Step::Apply) }))
     }
 
-    /// A former daemon had it open.
+    /// An earlier daemon had the file open.
     pub fn may_be_out(&self, node: u64) {
         self.pages.lock().may_be_out(node);
     }
 
-    /// A handle of the file is gone, and with it its mappings. `is_open`: whether there is another
-    /// one.
+    /// A handle of the file is closed, and with it its mappings. `is_open`: whether there is
+    /// another handle.
     pub fn released(&self, node: u64, is_open: impl FnOnce() -> bool) {
         let mut pages = self.pages.lock();
-        // Asked within the lock: what is opened later has its pages later.
+        // Evaluated within the lock: a file that is opened later gets its pages later.
         if pages.knows(node) && !is_open() {
             pages.unmapped(node);
         }
@@ -122,7 +123,7 @@ impl Mapped {
         self.pages.lock().has_out(node)
     }
 
-    /// Has the kernel give back all pages that were handed out.
+    /// Makes the kernel give back all pages that were handed out.
     pub async fn give_back(&self, node: u64) {
         let given = self.pages.lock().give_back(node);
         let Some((began, spans)) = given else { return };
@@ -132,13 +133,13 @@ impl Mapped {
         self.pages.lock().given_back(node, began, &spans);
     }
 
-    /// The kernel writes these pages back and drops them. It waits for page-ins in work, and for
-    /// write-backs.
+    /// Makes the kernel write these pages back and drop them. The kernel waits for page-ins in
+    /// progress, and for write-backs.
     async fn take_out(&self, node: u64, pages: &Span) {
         let Some(channel) = self.channel.get().and_then(Weak::upgrade) else { return };
         let Ok(place) = self.notices.clone().acquire_owned().await else { return };
         let at = i64::try_from(pages.start * PAGE).unwrap_or(i64::MAX);
-        // 0 is to the end.
+        // A length of 0 means to the end.
         let len = pages
             .end
             .checked_mul(PAGE)
@@ -157,11 +158,11 @@ impl Mapped {
     }
 }
 
-/// The kernel has pages of the file.
+/// The error when the kernel has pages of the file.
 #[derive(Debug)]
 pub struct HasPages;
 
-/// A page-in. To be dropped before the kernel has the answer.
+/// A page-in. Must be dropped before the kernel has the answer.
 pub struct PageIn {
     mapped: Arc<Mapped>,
     node: u64,
@@ -174,12 +175,12 @@ impl PageIn {
         self.mapped.pages.lock().verdict(self.node, self.id, overdue)
     }
 
-    /// The metadata servers have said all that is needed to answer it.
+    /// The metadata servers have sent everything that the answer needs.
     pub fn asked(&self) {
         self.mapped.pages.lock().asked(self.node, self.id);
     }
 
-    /// Returns when it may.
+    /// Returns when the page-in may read.
     pub async fn turn(&self) {
         loop {
             let mut news = std::pin::pin!(self.mapped.news.notified());
@@ -206,7 +207,7 @@ impl Drop for PageIn {
     }
 }
 
-/// A change that is to be applied, or is; to be dropped when that is done.
+/// A change that is to be applied, or is being applied. Drop it when that is done.
 pub struct Changing {
     mapped: Arc<Mapped>,
     node: u64,
@@ -215,12 +216,12 @@ pub struct Changing {
 }
 
 impl Changing {
-    /// Whether it has to wait until pages are out.
+    /// Whether the change must wait until pages are out.
     pub fn waits(&self) -> bool {
         *self.step.lock() != Step::Apply
     }
 
-    /// Returns when no page of it is out.
+    /// Returns when no page of the change is out.
     pub async fn alone(&self) {
         loop {
             let step = self.step.lock().clone();
@@ -238,12 +239,12 @@ impl Changing {
         }
     }
 
-    /// Whether a page-in waits for it.
+    /// Whether a page-in waits for the change.
     pub fn is_waited_for(&self) -> bool {
         self.mapped.pages.lock().is_waited_for(self.node, self.id)
     }
 
-    /// Lasts until the kernel has dropped the pages.
+    /// Keeps the change alive until the kernel has dropped the pages.
     pub fn until_dropped(self: Arc<Self>) {
         tokio::spawn(async move {
             tokio::time::sleep(DROPS).await;

@@ -1,11 +1,12 @@
-//! `/dev/fuse` by our own hands: the kernel's protocol without a library in between.
+//! Our own implementation of the `/dev/fuse` protocol, without a library.
 //!
-//! `channel` reads requests and writes replies; `copies` takes back what the kernel was told;
+//! `channel` reads requests and writes replies; `copies` revokes what the kernel was told;
 //! `request`, `reply`, `init` and `notify` are the protocol itself, pure; `session` runs the
-//! threads; `progress` knows how far they have come; `interim` answers while no server does;
-//! `mapped` and `pages` keep memory mappings in order with all else, `shared` with other nodes;
-//! `moved` has it forget where directories were; `interrupts` lets go of callers that were killed;
-//! `running` knows which programs run; `serve` asks the [VFS core](crate::vfs). See `docs/fuse.md`.
+//! threads; `progress` knows how far the threads have come; `interim` answers while no daemon does;
+//! `mapped` and `pages` order memory mappings with all other changes, `shared` with other nodes;
+//! `moved` makes the kernel forget earlier places of directories; `interrupts` releases callers
+//! that were killed; `running` knows which programs run; `serve` asks the [VFS core](crate::vfs).
+//! See `docs/fuse.md`.
 
 mod abi;
 mod channel;
@@ -43,8 +44,8 @@ use crate::{MountConfig, mountpoint};
 /// Largest read or write request: 256 pages of 4 KiB, the kernel's default limit.
 pub(crate) const MAX_REQUEST: u32 = 1 << 20;
 
-/// Mounts: the descriptors to be served, one for each thread. The mount ends when the last of them
-/// is closed.
+/// Mounts. Returns the descriptors to be served, one for each thread. The mount ends when the last
+/// of them is closed.
 pub(crate) fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
     let first = if rustix::process::geteuid().is_root() {
         let channel = Channel::open()?;
@@ -61,7 +62,7 @@ pub(crate) fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
             Ok(all.into_iter().map(OwnedFd::from).collect())
         }
         Err(e) => {
-            // Nobody would ever answer it.
+            // The mount would never be answered.
             let _ = mountpoint::detach(&cfg.mountpoint, true);
             Err(Error::from(e).context("opening /dev/fuse once more"))
         }
@@ -82,7 +83,7 @@ pub(crate) fn start(
         serve.keep_copies(c);
     }
     let progress = Arc::new(Progress::new(&channels));
-    // Without an agreement nothing was taken but the first request, which must come again too.
+    // Without a negotiation, only the first request was read, which must come again too.
     let is_next = serve.is_next();
     let resends = agreed.get().is_none_or(|a| a.has(abi::init::HAS_RESEND));
     if is_next && !resends {
@@ -93,7 +94,8 @@ pub(crate) fn start(
         }
     }
     serve.expect_left();
-    // Before anything is read: what this daemon has taken would come again, too, and be done twice.
+    // Do this before anything is read: else the requests that this daemon has read would come
+    // again, too, and be done twice.
     if is_next
         && resends
         && let Some(c) = channels.first()
@@ -101,16 +103,16 @@ pub(crate) fn start(
     {
         tracing::warn!("asking the kernel for what was not answered: {e}");
     }
-    // After that: what comes again is in the queue before the leader is told what programs still
-    // hold.
+    // Do this after the resend: requests that come again are in the queue before the leader is told
+    // which locks programs still hold.
     serve.set_queue(&progress);
     let pool = serve.pool();
     let session = Session::start(channels, Arc::new(serve), pool, agreed, progress);
     session.map_err(|e| Error::from(e).context("starting the threads of a mount"))
 }
 
-/// For the fuzz target `kernel`: a request as it could be read from `/dev/fuse`. Returns whether it
-/// is well formed.
+/// For the fuzz target `kernel`: reads a request as it could come from `/dev/fuse`. Returns whether
+/// it is well formed.
 pub(crate) fn read_request(bytes: &[u8], setxattr_ext: bool) -> bool {
     let Ok(head) = request::Head::read(bytes) else { return false };
     let args = &bytes[abi::IN_HEAD..];
@@ -134,7 +136,7 @@ pub(crate) fn read_request(bytes: &[u8], setxattr_ext: bool) -> bool {
     body.is_ok()
 }
 
-/// For the fuzz target `text`: the files that tell whether a caller is dying.
+/// For the fuzz target `text`: parses the files that tell whether a caller is dying.
 pub(crate) fn is_dying(text: &str) -> bool {
     interrupts::dies_of_signal(text) | interrupts::is_exiting(text)
 }

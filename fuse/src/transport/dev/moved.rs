@@ -1,17 +1,17 @@
 //! Directories that another mount has moved.
 //!
-//! Linux has one name of each directory. When a lookup finds a directory in another place than the
-//! kernel knows, the kernel moves its name, if it gets the locks for that at once. It does not get
-//! them where a program makes or removes names in the former place, nor inside a rename(2) between
-//! two directories. Then it begins the call anew, once, and looks the name up again. So at the
-//! second lookup in the new place the kernel is told to forget the former name, before it is
-//! answered: then there is nothing to move. Where the first one went well it has no such name any
-//! more. This waits for the former place's lock for a short time only, because the caller may hold
-//! it.
+//! Linux keeps one name of each directory. When a lookup finds a directory in another place than
+//! the kernel knows, the kernel moves its name, if it gets the necessary locks immediately. It does
+//! not get them where a program creates or removes names in the former place, nor inside a
+//! rename(2) between two directories. Then it restarts the call once, and looks the name up again.
+//! So at the second lookup in the new place, the kernel is told to forget the former name before
+//! the lookup is answered: then there is nothing to move. If the first lookup moved the name, the
+//! kernel no longer has the former one. The notice waits only briefly for the former place's lock,
+//! because the caller may hold it.
 //!
-//! The first lookup tells nothing: with a name that is forgotten go the mounts below it.
+//! The first lookup sends no notice: when a name is forgotten, the mounts below it go with it.
 //!
-//! A directory that a program works in, or has open, keeps its name in the kernel all the same.
+//! A directory that a program works in, or has open, keeps its name in the kernel nevertheless.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -25,11 +25,11 @@ use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
 
 use super::{channel::Channel, notify};
 
-/// Directories whose place is remembered. With more, all are forgotten at once.
+/// Most directories whose place is remembered. Above that, all are forgotten at once.
 const MOST_PLACES: usize = 8192;
-/// Notices that wait for a lock of the kernel, each in a thread.
+/// Most notices that wait for a lock of the kernel, each in a thread.
 const MOST_NOTICES: usize = 8;
-/// How long a lookup waits until the kernel has forgotten a name.
+/// How long a lookup waits for the kernel to forget a name.
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// A directory and a name in it.
@@ -38,15 +38,16 @@ type Place = (u64, Vec<u8>);
 /// Where a directory is.
 struct Known {
     place: Place,
-    /// Where the kernel may have it: in another directory, until it was looked up twice.
+    /// A former place in another directory that the kernel may still have, until the directory was
+    /// looked up twice.
     former: Option<Place>,
 }
 
-/// Where the kernel has directories, as it was told.
+/// Where the kernel has directories, according to what it was told.
 #[derive(Default)]
 struct Places {
     of: HashMap<u64, Known>,
-    /// Which directory is there, or was, by the hash of the place.
+    /// The directory that is or was at a place, by the hash of the place.
     at: HashMap<u64, u64>,
     hash: RandomState,
 }
@@ -56,7 +57,7 @@ impl Places {
         self.hash.hash_one((parent, name))
     }
 
-    /// A lookup found a directory here. The place that the kernel is to forget, if it knows it.
+    /// A lookup found a directory here. Returns the place that the kernel must forget, if known.
     fn found(&mut self, node: u64, place: (u64, &[u8])) -> Option<Place> {
         let Some(known) = self.of.get_mut(&node) else {
             self.set(node, place, None);
@@ -65,7 +66,7 @@ impl Places {
         if (known.place.0, &known.place.1[..]) == place {
             let former = known.former.take()?;
             let key = self.key((former.0, &former.1));
-            // What was found there since keeps its name.
+            // What was found at the former place since then keeps its name.
             let Entry::Occupied(at) = self.at.entry(key) else { return None };
             return (*at.get() == node).then(|| {
                 at.remove();
@@ -73,7 +74,7 @@ impl Places {
             });
         }
         let known = self.forget(node)?;
-        // Within a directory the kernel needs no other lock.
+        // Within one directory the kernel needs no other lock.
         let former = Some(known.place).filter(|p| p.0 != place.0);
         if let Some((parent, name)) = &former {
             self.at.insert(self.key((*parent, name)), node);
@@ -87,7 +88,7 @@ impl Places {
             self.of.clear();
             self.at.clear();
         }
-        // What was here is not here any more.
+        // Whatever was at this place is gone.
         self.left(place);
         self.at.insert(self.key(place), node);
         self.of.insert(node, Known { place: (place.0, place.1.to_vec()), former });
@@ -106,7 +107,7 @@ impl Places {
         Some(known)
     }
 
-    /// The directory that was here is not here any more.
+    /// The directory that was here is gone. Returns which one it was.
     fn left(&mut self, place: (u64, &[u8])) -> Option<u64> {
         if self.at.is_empty() {
             return None;
@@ -121,7 +122,7 @@ impl Places {
         Some(node)
     }
 
-    /// This mount's rename: the kernel moves the name itself.
+    /// A rename by this mount: the kernel moves the name itself.
     fn renamed(&mut self, from: (u64, &[u8]), to: (u64, &[u8]), exchanged: bool) {
         let (moved, replaced) = (self.left(from), self.left(to));
         if let Some(node) = moved {
@@ -133,7 +134,7 @@ impl Places {
     }
 }
 
-/// Has the kernel forget where directories were before.
+/// Makes the kernel forget where directories were before.
 pub struct Moved {
     channel: OnceLock<Weak<Channel>>,
     places: Mutex<Places>,
@@ -148,35 +149,35 @@ impl Default for Moved {
 }
 
 impl Moved {
-    /// Through which the kernel is told.
+    /// Sets the channel over which notices are sent.
     pub fn connect(&self, channel: &Arc<Channel>) {
         let _ = self.channel.set(Arc::downgrade(channel));
     }
 
-    /// A lookup found a directory. Returns when the kernel has no other name of it that it did not
+    /// A lookup found a directory. Returns when the kernel has no former name left that it did not
     /// move, or after a short time.
     pub async fn found(&self, node: u64, place: (u64, &[u8])) {
         let former = self.places.lock().found(node, place);
         let Some((parent, name)) = former else { return };
         let Some(channel) = self.channel.get().and_then(Weak::upgrade) else { return };
-        // Others wait for locks already: then the kernel tries for itself.
+        // Too many notices wait for locks already: then the kernel tries to move the name itself.
         let Ok(one) = self.notices.clone().try_acquire_owned() else { return };
         let telling = spawn_blocking(move || {
             let _one = one;
-            // It may have no such name any more.
+            // The kernel may no longer have such a name.
             let _ = channel.notify(&notify::name_changed(parent, &name));
         });
         let _ = timeout(PATIENCE, telling).await;
     }
 
-    /// This mount made a directory.
+    /// This mount created a directory.
     pub fn made(&self, node: u64, place: (u64, &[u8])) {
         let mut places = self.places.lock();
         places.forget(node);
         places.set(node, place, None);
     }
 
-    /// What is here is no directory, or nothing.
+    /// There is no directory at this place.
     pub fn left(&self, place: (u64, &[u8])) {
         self.places.lock().left(place);
     }

@@ -1,9 +1,9 @@
-//! Which pages of files the kernel was handed for memory mappings, and who may go on when: the
-//! table of "Mappings on one mount" in `docs/mappings.md`. Pure.
+//! Which pages of files the kernel has for memory mappings, and which page-ins and changes may
+//! proceed when: the table of "On one mount" in `docs/mappings.md`. Pure.
 //!
 //! The kernel writes a page back as a whole. So a page that is older than a write(2) to its file
 //! must never be written back after that write. A write first has the pages in its range taken out,
-//! and what was stored to them is applied; then no page of the range is handed out until the write
+//! and what was stored to them is applied. Then no page of the range is handed out until the write
 //! is applied.
 
 use std::{
@@ -11,18 +11,18 @@ use std::{
     ops::Range,
 };
 
-/// Bytes of a page. Larger pages of the kernel are several of these.
+/// Bytes of a page. A larger page of the kernel counts as several.
 pub const PAGE: u64 = 4096;
-/// More spans of a file are not told apart.
+/// Above this many spans of a file, they are merged into one.
 const MOST_SPANS: usize = 1024;
 
 /// Pages by number.
 pub type Span = Range<u64>;
 
-/// Counts what happens, in order.
+/// Numbers events in their order.
 type Event = u64;
 
-/// The pages that a range of bytes touches; an end of `u64::MAX` is that of every file.
+/// The pages that a range of bytes touches; an `end` of `u64::MAX` means the end of any file.
 pub fn span(offset: u64, end: u64) -> Span {
     offset / PAGE..end.div_ceil(PAGE)
 }
@@ -56,7 +56,7 @@ impl Spans {
             && let (Some((first, _)), Some((_, last))) =
                 (self.0.first_key_value(), self.0.last_key_value())
         {
-            // Pages that are not there may be taken out.
+            // Taking out pages that the kernel does not have does no harm.
             self.0 = BTreeMap::from([(*first, *last)]);
         }
     }
@@ -74,7 +74,7 @@ impl Spans {
         }
     }
 
-    /// The shortest span with all of these that are in `s`.
+    /// The shortest span that contains all of these pages that are in `s`.
     fn cover(&self, s: &Span) -> Option<Span> {
         let (_, last) = self.0.range(..s.end).next_back().filter(|(_, end)| **end > s.start)?;
         let before = self.0.range(..=s.start).next_back().filter(|(_, end)| **end > s.start);
@@ -83,13 +83,13 @@ impl Spans {
     }
 }
 
-/// A page-in that was not answered.
+/// A page-in that is not answered yet.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct PageIn {
     span: Span,
-    /// What it is answered with is being read.
+    /// The bytes for its answer are being read.
     reads: bool,
-    /// Nothing more is asked of the metadata servers for it: its answer waits for nobody who may
+    /// The metadata servers are not asked any more for it: its answer waits for no client that may
     /// wait for this mount.
     asked: bool,
 }
@@ -98,49 +98,50 @@ struct PageIn {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Change {
     span: Span,
-    /// `None`: no page of its span is out, it is being applied.
+    /// `None`: no page of its span is out, and it is being applied.
     taking: Option<Round>,
 }
 
-/// The kernel is told to give pages back.
+/// The kernel was told to give pages back.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Round {
     began: Event,
     tries: u32,
-    /// All pages of the file are taken out, since it is not known which are out.
+    /// All pages of the file are taken out, because it is not known which are out.
     whole: bool,
-    /// Handed out since it began.
+    /// Pages that were handed out since it began.
     answered: Spans,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct File {
-    /// Handed out and not taken out since.
+    /// Pages that were handed out and not taken out since.
     out: Spans,
-    /// A former daemon may have handed out any.
+    /// An earlier daemon may have handed out any page.
     unknown: bool,
     page_ins: BTreeMap<Event, PageIn>,
     changes: BTreeMap<Event, Change>,
-    /// What is being given back to others, by when that began: what was handed out since.
+    /// Give-backs to other clients in progress, by their start, with the pages that were handed out
+    /// since.
     given: BTreeMap<Event, Spans>,
 }
 
-/// What a page-in is to do.
+/// What a page-in must do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// To be answered now.
+    /// Be answered now.
     Read,
-    /// To wait until a change is over.
+    /// Wait until a change is over.
     Wait,
-    /// To wait for that, too, but not for long: the page may be in the way of a notice. So many
-    /// were given for this change.
+    /// Wait for that as well, but not for long: the page may block a notice. The number says how
+    /// many notices were sent for this change.
     Hold(u32),
 }
 
-/// What a change is to do.
+/// What a change must do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Have the kernel give these pages back, then ask again.
+    /// Make the kernel give these pages back, then ask again.
     TakeOut(Span),
     Apply,
 }
@@ -154,19 +155,20 @@ impl File {
             && self.given.is_empty()
     }
 
-    /// Whether pages were handed out since a round began, or may be with what is being read.
+    /// Whether pages were handed out since a round began, or may be handed out with what is being
+    /// read.
     fn spoils(&self, round: &Round, span: &Span) -> bool {
         round.answered.meets(span) || self.page_ins.values().any(|p| p.reads && meet(&p.span, span))
     }
 
-    /// Begins a round for a change if there is anything to take out.
+    /// Begins a round for a change, if there is anything to take out.
     fn round(&self, now: Event, span: &Span, tries: u32) -> Option<(Round, Span)> {
         let whole = self.unknown;
         let cover = if whole {
             0..u64::MAX.div_ceil(PAGE)
         } else {
-            // The kernel waits for page-ins in work, so those must be answered: they are older than
-            // the round.
+            // The kernel waits for page-ins in progress, so those must be answered: they are older
+            // than the round.
             let in_work = self.page_ins.values().filter(|p| meet(&p.span, span));
             let in_work = in_work.map(|p| p.span.start.max(span.start)..p.span.end.min(span.end));
             let all = in_work.chain(self.out.cover(span));
@@ -176,7 +178,7 @@ impl File {
     }
 }
 
-/// The files of a mount that have pages out, or something in work.
+/// The files of a mount that have pages out, or page-ins or changes in progress.
 #[derive(Clone, Debug, Default)]
 pub struct Pages {
     files: HashMap<u64, File>,
@@ -197,7 +199,7 @@ impl Pages {
 
     // --- page-ins ---
 
-    /// The kernel asks for pages to keep.
+    /// The kernel requests pages to keep.
     pub fn page_in(&mut self, node: u64, span: Span) -> Event {
         let id = self.next();
         self.files
@@ -208,7 +210,7 @@ impl Pages {
         id
     }
 
-    /// `overdue`: it has been held for long enough. Once it is told to read it is to read.
+    /// `overdue`: the page-in has been held long enough. Once the verdict is `Read` it stays so.
     pub fn verdict(&mut self, node: u64, id: Event, overdue: bool) -> Verdict {
         let Some(file) = self.files.get_mut(&node) else { return Verdict::Read };
         let Some(page_in) = file.page_ins.get_mut(&id) else { return Verdict::Read };
@@ -216,8 +218,7 @@ impl Pages {
         if here().any(|(of, c)| *of < id && c.taking.is_none()) {
             return Verdict::Wait;
         }
-        // One that is older than the round is waited for by the kernel, which takes the page out
-        // then.
+        // The kernel waits for a page-in that is older than the round, and then takes the page out.
         let rounds = here().filter_map(|(_, c)| c.taking.as_ref()).filter(|r| r.began < id);
         if let Some(tries) = rounds.map(|r| r.tries).max().filter(|_| !overdue) {
             return Verdict::Hold(tries);
@@ -226,15 +227,15 @@ impl Pages {
         Verdict::Read
     }
 
-    /// The metadata servers have said all that is needed to answer it.
+    /// The metadata servers have sent everything that the answer needs.
     pub fn asked(&mut self, node: u64, id: Event) {
         if let Some(page_in) = self.files.get_mut(&node).and_then(|f| f.page_ins.get_mut(&id)) {
             page_in.asked = true;
         }
     }
 
-    /// It is answered with what was read, or was given up. To be called before the kernel has the
-    /// answer.
+    /// The page-in is answered with what was read, or was given up. Must be called before the
+    /// kernel has the answer.
     pub fn answered(&mut self, node: u64, id: Event) {
         let Some(file) = self.files.get_mut(&node) else { return };
         let Some(page_in) = file.page_ins.remove(&id) else { return };
@@ -260,7 +261,7 @@ impl Pages {
     }
 
     /// Whether pages of a change were handed out while the kernel gave them back, so that it must
-    /// do so once more. How often it has.
+    /// do so once more. Returns how often it has done so.
     pub fn is_spoilt(&self, node: u64, id: Event) -> Option<u32> {
         let file = self.files.get(&node)?;
         let change = file.changes.get(&id)?;
@@ -268,7 +269,7 @@ impl Pages {
         file.spoils(round, &change.span).then_some(round.tries)
     }
 
-    /// The kernel has given back what was asked for.
+    /// The kernel has given back the requested pages.
     pub fn taken_out(&mut self, node: u64, id: Event) -> Step {
         let now = self.next();
         let Some(file) = self.files.get_mut(&node) else { return Step::Apply };
@@ -293,7 +294,7 @@ impl Pages {
         Step::Apply
     }
 
-    /// It is applied, or will not be.
+    /// The change is applied, or will not be.
     pub fn changed(&mut self, node: u64, id: Event) {
         if let Some(file) = self.files.get_mut(&node) {
             file.changes.remove(&id);
@@ -302,7 +303,7 @@ impl Pages {
     }
 
     /// As [`Pages::change`], for a change after which the kernel drops the pages without writing
-    /// them back: `None` if the file has any.
+    /// them back: `None` if the kernel has any pages of the file.
     pub fn drops(&mut self, node: u64, span: Span) -> Option<Event> {
         if self
             .files
@@ -323,9 +324,9 @@ impl Pages {
 
     // --- other nodes ---
 
-    /// All pages are to be given back. Returns which ones, and what to say when they are. Not those
-    /// whose page-in the metadata servers have not answered: the kernel has none of them, and who
-    /// waits for this may be who they wait for.
+    /// All pages must be given back. Returns their spans, and the number for [`Pages::given_back`].
+    /// Page-ins that the metadata servers have not answered are left out: the kernel has none of
+    /// their pages, and those servers may wait for the client that waits for this.
     pub fn give_back(&mut self, node: u64) -> Option<(Event, Vec<Span>)> {
         let now = self.next();
         let file = self.files.get_mut(&node)?;
@@ -343,7 +344,7 @@ impl Pages {
         Some((now, out.0.into_iter().map(|(start, end)| start..end).collect()))
     }
 
-    /// The kernel has given these back.
+    /// The kernel has given these pages back.
     pub fn given_back(&mut self, node: u64, began: Event, spans: &[Span]) {
         let Some(file) = self.files.get_mut(&node) else { return };
         let Some(since) = file.given.remove(&began) else { return };
@@ -359,12 +360,12 @@ impl Pages {
 
     // --- files ---
 
-    /// A former daemon had the file open: any page may be out.
+    /// An earlier daemon had the file open: any page may be out.
     pub fn may_be_out(&mut self, node: u64) {
         self.files.entry(node).or_default().unknown = true;
     }
 
-    /// No mapping of the file is left.
+    /// The file has no mapping left.
     pub fn unmapped(&mut self, node: u64) {
         if let Some(file) = self.files.get_mut(&node) {
             (file.out, file.unknown) = (Spans::default(), false);

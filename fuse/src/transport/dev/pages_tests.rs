@@ -10,7 +10,7 @@ fn spans_of(all: &[Span]) -> Spans {
     s
 }
 
-/// Against a set of numbers.
+/// Compares spans with a set of page numbers.
 #[test]
 fn spans_are_sets_of_pages() {
     let mut random = 1u64;
@@ -161,8 +161,8 @@ fn what_was_handed_out_before_is_given_back() {
     assert!(!t.knows(FILE));
 }
 
-/// What one page holds: what pwrite(2) wrote last to one half, what a program stored last to the
-/// other one.
+/// The content of one page: the last pwrite(2) to one half, and the last store of a program to the
+/// other half.
 type Bytes = (u8, u8);
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -174,7 +174,7 @@ enum Page {
         has: Bytes,
         dirty: bool,
     },
-    /// On its way to the servers; nobody stores meanwhile. It may be about to be dropped.
+    /// Being written back; no program stores meanwhile. It may be dropped afterwards.
     Back {
         has: Bytes,
         drops: bool,
@@ -183,7 +183,7 @@ enum Page {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Reading {
-    /// Sent, and not seen by the daemon yet.
+    /// Sent, and not read by the daemon yet.
     Sent,
     Asks(Event),
     Reads(Event),
@@ -198,8 +198,8 @@ enum Writing {
     /// The kernel goes through these pages.
     Takes(Event, Span),
     Applies(Event, Span),
-    /// Not a write: all is given back. What had been stored when that began; of which pages it is
-    /// still to be done.
+    /// Not a write: all pages are given back. `stored`: what had been stored when that began.
+    /// `left`: the pages that are still to be done.
     Gives {
         began: Event,
         spans: Vec<Span>,
@@ -208,16 +208,16 @@ enum Writing {
     },
 }
 
-/// A kernel with one file of two pages, programs that use it, a server.
+/// A kernel with one file of two pages, programs that use it, and a server.
 #[derive(Clone, Debug)]
 struct Model {
     table: Pages,
     pages: Vec<Page>,
     server: Vec<Bytes>,
-    /// What it is to have when all is written back.
+    /// The expected content when everything is written back.
     want: Vec<Bytes>,
     page_ins: Vec<(Span, Reading)>,
-    /// What is written, where, and how far it is.
+    /// The writes: the value, the place, and the progress.
     writes: Vec<(u8, Span, Writing)>,
     faults: u8,
     stores: u8,
@@ -225,7 +225,7 @@ struct Model {
 }
 
 const PAGES: u64 = 2;
-/// Instead of what is to be written.
+/// In place of a value to be written.
 const GIVES_BACK: u8 = 0;
 
 impl Model {
@@ -258,7 +258,7 @@ impl Model {
         )
     }
 
-    /// All that may happen next.
+    /// All states that may follow.
     fn next(&self) -> Vec<Model> {
         let mut all = Vec::new();
         let mut to = |f: &mut dyn FnMut(&mut Model)| {
@@ -376,7 +376,7 @@ impl Model {
                 None => {
                     self.table.given_back(FILE, began, &spans);
                     self.writes.remove(i);
-                    // Stores are numbered downwards.
+                    // Stores are numbered in descending order.
                     for (p, stored) in stored.into_iter().enumerate().filter(|(_, s)| *s != 0) {
                         let has = self.server[p].1;
                         assert!(
@@ -420,7 +420,7 @@ impl Model {
         };
     }
 
-    /// The kernel is to give a page back. Whether it has.
+    /// The kernel must give a page back. Returns whether it has.
     fn take_out(&mut self, p: usize) -> bool {
         match self.pages[p] {
             Page::Absent => return true,
@@ -435,7 +435,7 @@ impl Model {
         false
     }
 
-    /// Nothing is under way: all that was written and stored is there once it is written back.
+    /// If nothing is in progress: all that was written and stored is there once it is written back.
     fn check_at_rest(&self) {
         if !self.page_ins.is_empty() || !self.writes.is_empty() {
             return;
@@ -466,7 +466,7 @@ fn explore(to_write: Vec<(u8, Span)>, faults: u8, stores: u8) -> usize {
     seen.len()
 }
 
-/// Every order of page-ins, stores, write-backs and writes.
+/// Tests every order of page-ins, stores, write-backs and writes.
 #[test]
 fn no_byte_is_lost_in_any_order() {
     let mut seen = 0;

@@ -1,9 +1,10 @@
-//! How far the threads of a mount have come with what the kernel has queued. Whoever must know of
-//! every close that a program has made waits here: close(2) returns when its RELEASE is queued.
+//! How far the threads of a mount have come with the requests that the kernel has queued. A task
+//! that must know every close that a program has made waits here: close(2) returns when its RELEASE
+//! is queued.
 //!
-//! A thread says that it reads before it reads, and that it has noted what it read before it goes
-//! on. Nothing is left when the kernel has nothing to be read and each thread that read at that
-//! moment has gone on since.
+//! A thread announces a read before it reads, and announces that it has noted the request before it
+//! continues. All requests are noted when the kernel has nothing to be read, and each thread that
+//! was reading at that moment has continued since.
 
 use std::{
     sync::{
@@ -18,20 +19,20 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::{abi::op, channel::Channel, init::MAX_BACKGROUND};
 use crate::vfs::{Queue, Soon};
 
-/// How often it is looked again. A thread takes microseconds to note a request.
+/// Pause between two checks. A thread takes microseconds to note a request.
 const LOOK: Duration = Duration::from_millis(1);
 const LOOKS_AT_ONCE: usize = 20;
 
 /// See the module.
 pub struct Progress {
     channels: Vec<Weak<Channel>>,
-    /// Of each thread: odd while it may have read what it has not noted.
+    /// Per thread: odd while it may have read something that it has not noted.
     turns: Vec<AtomicU64>,
-    /// Requests in work that the kernel may count as background ones.
+    /// Requests in progress that the kernel may count as background ones.
     background: Arc<AtomicUsize>,
 }
 
-/// A thread reads. Dropped when what it read is noted.
+/// A thread reads. Drop this when the request is noted.
 pub struct Reading<'a>(&'a AtomicU64);
 
 impl Drop for Reading<'_> {
@@ -40,7 +41,7 @@ impl Drop for Reading<'_> {
     }
 }
 
-/// A request in work that may be in the background.
+/// A request in progress that may be in the background.
 pub struct InBackground(Arc<AtomicUsize>);
 
 impl Drop for InBackground {
@@ -50,7 +51,7 @@ impl Drop for InBackground {
 }
 
 impl Progress {
-    /// Of a mount with these descriptors, each read by a thread.
+    /// For a mount with these descriptors, each read by a thread.
     pub fn new(channels: &[Arc<Channel>]) -> Progress {
         Progress {
             channels: channels.iter().map(Arc::downgrade).collect(),
@@ -59,13 +60,13 @@ impl Progress {
         }
     }
 
-    /// The thread of this index begins to read.
+    /// The thread with this index begins to read.
     pub fn reading(&self, index: usize) -> Reading<'_> {
         self.turns[index].fetch_add(1, SeqCst);
         Reading(&self.turns[index])
     }
 
-    /// A request of this kind was read: until it is answered.
+    /// A request of this kind was read. Keep the result until it is answered.
     pub fn in_work(&self, opcode: u32) -> Option<InBackground> {
         matches!(opcode, op::READ | op::WRITE | op::RELEASE | op::RELEASEDIR).then(|| {
             self.background.fetch_add(1, SeqCst);
@@ -73,12 +74,12 @@ impl Progress {
         })
     }
 
-    /// Whether the kernel has something to be read. Not once it is unmounted.
+    /// Whether the kernel has something to be read. False once it is unmounted.
     fn is_readable(&self) -> bool {
         let Some(channel) = self.channels.iter().find_map(Weak::upgrade) else { return false };
         let mut fds = [PollFd::from_borrowed_fd(channel.fd(), PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        // A failure is taken for something: it is looked again.
+        // A failure counts as readable: then it is checked again.
         poll(&mut fds, Some(&now)).is_err() || fds[0].revents().contains(PollFlags::IN)
     }
 
@@ -92,7 +93,7 @@ impl Progress {
     }
 }
 
-/// Looks a few times at once, then with pauses.
+/// Checks a few times without a pause, then with pauses.
 #[derive(Default)]
 struct Looks(usize);
 
@@ -107,7 +108,7 @@ impl Looks {
     }
 }
 
-/// So that it can be asked for as long as it takes.
+/// Wraps [`Progress`], so that a wait can last as long as it takes.
 pub struct TakenSoFar(pub Arc<Progress>);
 
 impl Queue for TakenSoFar {
@@ -118,8 +119,8 @@ impl Queue for TakenSoFar {
             loop {
                 if !p.is_readable() {
                     p.noted().await;
-                    // RELEASE is a background request. The kernel holds those back that are more
-                    // than it may have in work.
+                    // RELEASE is a background request. The kernel holds back background requests
+                    // above its limit of those in progress.
                     if p.background.load(SeqCst) < usize::from(MAX_BACKGROUND) {
                         return;
                     }
@@ -159,7 +160,7 @@ mod tests {
         assert!(read.as_mut().now_or_never().is_none(), "it was read and is not noted");
         drop(reading);
         queued.await;
-        // What is read later is not waited for.
+        // It does not wait for what is read later.
         let _reading = p.reading(0);
         let later = all.taken();
         read.await;

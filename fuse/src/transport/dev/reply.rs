@@ -8,16 +8,16 @@ use strake_proto::{Ino, pb};
 use super::abi;
 use crate::vfs::{Entry, Holder, Lock, LockType, Stat};
 
-/// What a request is answered with.
+/// The answer to a request.
 #[derive(Debug)]
 pub enum Reply {
     /// An errno.
     Error(i32),
-    /// Results, or nothing but success.
+    /// Results; empty for success without any.
     Bytes(Vec<u8>),
-    /// File data, as it lies in memory.
+    /// File data, sent from where it lies in memory.
     Data(Vec<Buf>),
-    /// What the kernel may keep a copy of. Sent as it is, it may not.
+    /// Data that the kernel may cache. If it is sent unchanged, the kernel may not.
     Told(Told),
 }
 
@@ -28,45 +28,44 @@ impl Reply {
     }
 }
 
-/// For how long the kernel may use what it is told.
+/// How long the kernel may use attributes and names.
 #[derive(Clone, Copy, Debug)]
 pub struct Timeouts {
     pub attr: Duration,
     pub entry: Duration,
 }
 
-/// What the kernel does with a reply when it was told in the meantime that it is void.
+/// How the kernel treats a reply if a notice voided its content before the kernel processed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Taken {
-    /// It sees that and does not believe them.
+    /// It notices that, and does not use the content.
     InOrder,
-    /// Likewise, unless it did not have the inode before.
+    /// As `InOrder`, unless it did not have the inode before.
     Found,
-    /// Likewise. Names it would believe: it is told none that it may keep.
+    /// As `InOrder` for attributes. It would use names, so it gets none with a time.
     Listed,
-    /// It would believe them: it is told nothing that it may keep.
+    /// It would use the content, so it gets nothing with a time.
     Blindly,
 }
 
-/// Attributes and names without the time for which they may be believed, which is put in when they
-/// are sent.
+/// Attributes and names without their validity times, which are filled in when they are sent.
 #[derive(Debug)]
 pub struct Told {
-    /// What is sent, and behind it names that are not.
+    /// The bytes to be sent, and after those names that are not sent.
     bytes: Vec<u8>,
     len: usize,
     marks: Vec<Mark>,
     taken: Taken,
 }
 
-/// A time to be put in.
+/// A validity time to be filled in.
 #[derive(Debug)]
 struct Mark {
     at: usize,
     /// `None`: there is no such name.
     stat: Option<Stat>,
-    /// At `at` is a `fuse_entry_out` for this directory and name; `None`: a `fuse_attr_out` or
-    /// `fuse_statx_out`.
+    /// If set, there is a `fuse_entry_out` at `at` for this directory and name. `None`: it is a
+    /// `fuse_attr_out` or `fuse_statx_out`.
     name: Option<(Ino, Range<usize>)>,
 }
 
@@ -84,18 +83,18 @@ impl Told {
         self.taken
     }
 
-    /// The inodes that it brings, once for each time.
+    /// The inodes that the reply brings, with repetitions.
     pub fn nodes(&self) -> impl Iterator<Item = u64> {
         self.marks.iter().filter(|m| m.name.is_some()).filter_map(|m| m.stat.map(|s| s.attr.ino))
     }
 
-    /// It may not be believed at all.
+    /// The bytes with validity times of 0.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
 
-    /// It may be believed for as long as `attr` says of attributes and `name` of what is behind a
-    /// name in a directory.
+    /// Fills in the validity times: `attr` gives the time for attributes, `name` that for a name in
+    /// a directory.
     pub fn finish(
         mut self,
         attr: impl Fn(&Stat) -> Duration,
@@ -120,13 +119,13 @@ impl Told {
     }
 }
 
-/// Puts in seconds and nanoseconds.
+/// Writes seconds and nanoseconds.
 fn put(out: &mut [u8], [seconds, nanos]: [usize; 2], d: Duration) {
     out[seconds..seconds + 8].copy_from_slice(&d.as_secs().to_ne_bytes());
     out[nanos..nanos + 4].copy_from_slice(&d.subsec_nanos().to_ne_bytes());
 }
 
-/// `fuse_lk_out`: a lock in the way, or that there is none.
+/// `fuse_lk_out`: the conflicting lock, or that there is none.
 pub fn lock(asked: &Lock, found: Option<Holder>) -> Reply {
     let mut f = Fields::default();
     match found {
@@ -139,11 +138,11 @@ pub fn lock(asked: &Lock, found: Option<Holder>) -> Reply {
     Reply::Bytes(f.0)
 }
 
-/// Writes fields one after the other.
+/// Writes fields in sequence.
 struct Fields(Vec<u8>);
 
 impl Default for Fields {
-    /// With room for the largest of the frequent replies, [`created`].
+    /// With space for the largest of the frequent replies, [`created`].
     fn default() -> Fields {
         Fields(Vec::with_capacity(abi::ENTRY + 16))
     }
@@ -179,12 +178,12 @@ impl Fields {
     }
 
     fn entry(&mut self, s: &Stat) -> &mut Fields {
-        // Inode ids are never reused, so every inode is of generation 0.
+        // Inode numbers are never reused, so every inode has generation 0.
         self.u64(s.attr.ino).zeros(32).attr(s)
     }
 }
 
-/// Seconds rounded down and the nanoseconds on top, as `struct timespec` has a time before 1970.
+/// Seconds rounded down, plus nanoseconds, as `struct timespec` represents a time before 1970.
 struct Time {
     seconds: i64,
     nanos: u32,
@@ -202,14 +201,14 @@ fn block_size(a: &pb::Attr) -> u32 {
     if a.mode & libc::S_IFMT == libc::S_IFREG { super::MAX_REQUEST } else { 4096 }
 }
 
-/// What is behind a name in a directory.
+/// The inode that a name in a directory refers to.
 pub fn entry(a: &pb::Attr, name: (Ino, &[u8]), taken: Taken) -> Reply {
     let (mut f, s) = (Fields::default(), Stat::from(*a));
     f.entry(&s);
     Reply::Told(Told::new(f, Some(s), Some(name), taken))
 }
 
-/// That there is no such name in a directory.
+/// Says that there is no such name in a directory.
 pub fn missing(name: (Ino, &[u8])) -> Reply {
     let mut f = Fields::default();
     f.zeros(abi::ENTRY);
@@ -222,7 +221,7 @@ pub fn attr(s: &Stat, taken: Taken) -> Reply {
     Reply::Told(Told::new(f, Some(*s), None, taken))
 }
 
-/// `fuse_statx_out`: what [`attr`] says, and the time of birth.
+/// `fuse_statx_out`: the content of [`attr`], and the time of birth.
 pub fn statx(s: &Stat) -> Reply {
     const BASIC: u32 = 0x7ff;
     const BTIME: u32 = 0x800;
@@ -251,7 +250,7 @@ fn device(rdev: u32) -> (u32, u32) {
     ((rdev >> 8) & 0xfff, (rdev & 0xff) | ((rdev >> 12) & 0xfff00))
 }
 
-/// `fuse_ioctl_out`, and what the program gets.
+/// `fuse_ioctl_out`, and the bytes for the program.
 pub fn answer(bytes: &[u8]) -> Reply {
     let mut f = Fields::default();
     f.zeros(16);
@@ -265,7 +264,7 @@ pub fn opened(handle: u64, flags: u32) -> Reply {
     Reply::Bytes(f.0)
 }
 
-/// A new file that is open. An empty name: it has none.
+/// A new open file. An empty name: it has none.
 pub fn created(a: &pb::Attr, name: (Ino, &[u8]), handle: u64, flags: u32) -> Reply {
     let (mut f, s) = (Fields::default(), Stat::from(*a));
     f.entry(&s).u64(handle).u32(flags).u32(0);
@@ -278,14 +277,14 @@ pub fn written(n: usize) -> Reply {
     Reply::Bytes(f.0)
 }
 
-/// Of COPY_FILE_RANGE_64 and LSEEK.
+/// The answer to COPY_FILE_RANGE_64 and LSEEK.
 pub fn number(n: u64) -> Reply {
     let mut f = Fields::default();
     f.u64(n);
     Reply::Bytes(f.0)
 }
 
-/// In blocks of 4 KiB.
+/// The answer to STATFS, in blocks of 4 KiB.
 pub fn statfs(s: &pb::StatfsReply) -> Reply {
     const BLOCK: u32 = 4096;
     const LONGEST_NAME: u32 = 255;
@@ -322,12 +321,12 @@ pub struct Entries {
 }
 
 impl Entries {
-    /// `plus`: with attributes, and of which directory.
+    /// `plus`: with attributes; names the directory.
     pub fn new(room: usize, plus: Option<Ino>) -> Entries {
         Entries { out: Fields::default(), room, plus, marks: Vec::new() }
     }
 
-    /// False when there is no room for it.
+    /// Adds an entry. Returns false when there is no space for it.
     pub fn take(&mut self, e: &Entry) -> bool {
         let head = abi::DIRENT + if self.plus.is_some() { abi::ENTRY } else { 0 };
         let len = abi::aligned(head + e.name.len());
@@ -373,7 +372,7 @@ mod tests {
     const HALF: Duration = Duration::from_millis(1500);
     const NAME: (Ino, &[u8]) = (1, b"name");
 
-    /// When attributes are believed for 1.5 s, and names for 2.5 s.
+    /// Validity times of 1.5 s for attributes and 2.5 s for names.
     fn believed(r: Reply) -> Reply {
         match r {
             Reply::Told(t) => {
@@ -391,12 +390,12 @@ mod tests {
         u32::from_ne_bytes(b[at..at + 4].try_into().unwrap())
     }
 
-    /// Seconds and nanoseconds of names, and of attributes.
+    /// Seconds and nanoseconds for names, and for attributes.
     fn times(entry: &[u8]) -> [(u64, u32); 2] {
         [(u64_at(entry, 16), u32_at(entry, 32)), (u64_at(entry, 24), u32_at(entry, 36))]
     }
 
-    /// Sizes of the kernel's structures: one byte off and every field after it is another.
+    /// Checks the sizes of the kernel's structures: one byte off shifts every field after it.
     #[test]
     fn replies_are_as_long_as_the_kernels_structures() {
         let a = pb::Attr { ino: 5, ..Default::default() };
@@ -521,7 +520,7 @@ mod tests {
             other => panic!("{other:?}"),
         };
         let out = bytes(told.finish(|s| Duration::from_secs(s.attr.ino), name));
-        // One is 160 bytes, the last of them 8 more.
+        // Each entry has 160 bytes, the last one 8 more.
         assert_eq!((out.len(), plain.len()), (488, 488));
         assert_eq!(times(&out), [(0, 0); 2]);
         assert_eq!(times(&out[160..]), [(3, 0), (5, 0)]);

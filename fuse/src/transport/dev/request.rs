@@ -1,15 +1,15 @@
-//! Requests of the kernel in plain types. Pure: bytes in, a [`Request`] out.
+//! The kernel's requests in plain types. Pure: bytes in, a [`Request`] out.
 //!
-//! The kernel is trusted with the content but not with the form: a request that is too short or has
-//! a name without its end is an error, never a panic, because a confused reader of `/dev/fuse` must
-//! not take the mount down.
+//! The content of a request is trusted, its form is not. A request that is too short, or has a name
+//! without its terminating NUL, is an error, never a panic: one bad request must not take the mount
+//! down.
 
 use strake_fabric::Buf;
 
 use super::abi::{self, op};
 use crate::vfs::{Lock, LockKind, LockType};
 
-/// Who asks for what. `body` is owned, so that a request can be a task of its own.
+/// A request. `body` is owned, so that a request can be its own task.
 #[derive(Debug)]
 pub struct Request {
     pub head: Head,
@@ -28,7 +28,7 @@ pub struct Head {
     pub node: u64,
     pub uid: u32,
     pub gid: u32,
-    /// Thread that asks; 0: nobody in this process-id namespace.
+    /// The calling thread; 0: it is not in this process-id namespace.
     pub pid: u32,
 }
 
@@ -63,19 +63,19 @@ pub struct CopyRange {
     pub to: u64,
     pub to_offset: u64,
     pub len: u64,
-    /// The answer has room for more than 32 bits (COPY_FILE_RANGE_64).
+    /// Whether the answer may have more than 32 bits (COPY_FILE_RANGE_64).
     pub wide: bool,
 }
 
-/// What is asked for. Names are without their NUL.
+/// The operation. Names are without their NUL.
 #[derive(Debug)]
 pub enum Body {
     Init(Init),
     Lookup {
         name: Vec<u8>,
     },
-    /// FORGET and BATCH_FORGET: never answered. Inodes that the kernel has no more, and of how many
-    /// replies.
+    /// FORGET and BATCH_FORGET: never answered. Inodes that the kernel has dropped, and the number
+    /// of replies that brought each.
     Forget(Vec<(u64, u64)>),
     Getattr,
     Statx,
@@ -108,7 +108,7 @@ pub enum Body {
         to_name: Vec<u8>,
         flags: u32,
     },
-    /// The inode `ino` gets a name in the request's node.
+    /// Gives the inode `ino` a name in the request's node.
     Link {
         ino: u64,
         name: Vec<u8>,
@@ -131,7 +131,7 @@ pub enum Body {
         handle: u64,
         offset: u64,
         size: u32,
-        /// The kernel keeps what it gets, for memory mappings.
+        /// The kernel keeps the bytes, for memory mappings.
         page_in: bool,
     },
     Write {
@@ -139,11 +139,11 @@ pub enum Body {
         offset: u64,
         flags: u32,
         from_mapping: bool,
-        /// The writer is not one whose writes leave set-id bits.
+        /// Whether the write clears set-id bits.
         strips: bool,
         data: Buf,
     },
-    /// A descriptor of this owner of POSIX locks is closed.
+    /// This owner of POSIX locks closes a descriptor.
     Flush {
         handle: u64,
         owner: u64,
@@ -185,11 +185,11 @@ pub enum Body {
     Access {
         mask: u32,
     },
-    /// The request of this number is to end early.
+    /// The request of this number must end early.
     Interrupt {
         unique: u64,
     },
-    /// Who is in the way of this lock.
+    /// Asks for a lock that conflicts with this one.
     Getlk {
         handle: u64,
         lock: Lock,
@@ -203,7 +203,7 @@ pub enum Body {
     Ioctl {
         handle: u64,
         command: u32,
-        /// Bytes that the answer may have.
+        /// Most bytes of the answer.
         room: u32,
     },
     Fallocate {
@@ -212,20 +212,20 @@ pub enum Body {
         len: u64,
         mode: u32,
     },
-    /// SEEK_DATA or SEEK_HOLE; the kernel does the others.
+    /// SEEK_DATA or SEEK_HOLE; the kernel handles the other ones.
     Lseek {
         handle: u64,
         offset: u64,
         whence: u32,
     },
     CopyRange(CopyRange),
-    /// Known to nobody here.
+    /// An unknown operation.
     Other,
 }
 
 impl Body {
-    /// Whether it changes nothing: when it comes again it is simply done again, so nobody need know
-    /// that it was begun.
+    /// Whether it changes nothing. Such a request is simply done again when it comes again, so it
+    /// need not be recorded that it was begun.
     pub fn only_asks(&self) -> bool {
         use Body::*;
         matches!(
@@ -250,14 +250,14 @@ impl Body {
     }
 }
 
-/// A request that cannot be read. Its head may still be good enough to refuse it.
+/// A request that cannot be parsed. Its head may still be good enough to refuse it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Malformed(pub &'static str);
 
-/// What reading a request gives.
+/// The result of parsing a request.
 pub type Parsed = Result<Body, Malformed>;
 
-/// Reads fields one after the other.
+/// Reads fields in sequence.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -304,11 +304,12 @@ impl Head {
 fn forgotten(f: &mut Fields<'_>) -> Result<Vec<(u64, u64)>, Malformed> {
     let count = f.u32()?;
     f.skip(4)?;
-    // As many as there are: the number is not believed.
+    // Reads as many as are there: the count is not trusted.
     (0..count).map(|_| Ok((f.u64()?, f.u64()?))).collect()
 }
 
-/// Reads the arguments of every request but WRITE, whose data the caller has: see [`write`].
+/// Parses the arguments of every request but WRITE, for which see [`write`]: its data is already in
+/// a buffer of the caller.
 pub fn read(head: Head, args: &[u8], setxattr_ext: bool) -> Result<Body, Malformed> {
     let f = &mut Fields(args);
     Ok(match head.opcode {
@@ -452,7 +453,7 @@ fn opening(opcode: u32, f: &mut Fields) -> Result<Body, Malformed> {
             let (mode, umask) = (f.u32()?, f.u32()?);
             f.skip(4)?;
             if opcode == op::TMPFILE {
-                // The name that follows stands for none.
+                // The name that follows is a placeholder.
                 return Ok(Body::Tmpfile { flags, mode, umask });
             }
             Body::Create { name: f.name()?, flags, mode, umask }
@@ -544,11 +545,11 @@ mod tests {
             Body::Unlink { name: name() },
             Body::Rename { name: name(), to: 1, to_name: name(), flags: 0 },
             Body::Link { ino: 2, name: name() },
-            // Noted at the metadata server: opens and closes.
+            // Opens and closes are recorded at the metadata server.
             Body::Open { flags: 0 },
             Body::Create { name: name(), flags: 0, mode: 0, umask: 0 },
             Body::Release { handle },
-            // Brings written bytes and ends to the servers.
+            // These send written bytes and sizes to the servers.
             Body::Flush { handle, owner: 0 },
             Body::Fsync { handle },
             Body::Syncfs,
@@ -595,8 +596,8 @@ mod tests {
         );
     }
 
-    /// Every request cut anywhere is an error or another request, never a panic; none of them may
-    /// be taken whole.
+    /// Every request that is truncated at any point is an error or another request, never a panic;
+    /// none may be read as complete.
     #[test]
     fn short_requests_are_refused() {
         for opcode in 1..64 {

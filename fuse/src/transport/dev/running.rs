@@ -1,9 +1,9 @@
-//! Programs that run from files of the mount.
+//! Detects programs that run from files of the mount.
 //!
-//! The kernel lets nobody write to a program that runs. With `O_WRONLY` and `O_RDWR` it looks
-//! before it sends OPEN. With `O_RDONLY | O_TRUNC` it sends OPEN first, and looks then: the file
-//! would be cut though open(2) is `ETXTBSY`, and the program would die of the pages it lost. So the
-//! mount looks itself.
+//! The kernel does not allow writes to a running program. For `O_WRONLY` and `O_RDWR` it checks
+//! before it sends OPEN. For `O_RDONLY | O_TRUNC` it sends OPEN first and checks afterwards: the
+//! file would be truncated although open(2) returns `ETXTBSY`, and the program would die of the
+//! missing pages. So the mount checks this case itself.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -12,13 +12,13 @@ use strake_proto::Ino;
 
 use crate::table;
 
-/// Whether such an open is one that the kernel has not looked at.
+/// Whether these open flags truncate without a check by the kernel.
 pub(super) fn cuts_unseen(flags: u32) -> bool {
     flags & (libc::O_ACCMODE | libc::O_TRUNC) as u32 == libc::O_TRUNC as u32
 }
 
-/// Whether a program that this process can see in `/proc` runs from the file `ino` of what is
-/// mounted at `at`.
+/// Whether a program that this process can see in `/proc` runs from the file `ino` of the file
+/// system mounted at `at`.
 pub(super) async fn runs(at: &Arc<Path>, ino: Ino) -> bool {
     let at = at.clone();
     tokio::task::spawn_blocking(move || is_run(&at, ino)).await.unwrap_or(false)
@@ -30,7 +30,7 @@ fn is_run(at: &Path, ino: Ino) -> bool {
     let Ok(processes) = fs::read_dir("/proc") else { return false };
     let is_number = |name: &std::ffi::OsStr| name.as_encoded_bytes().iter().all(u8::is_ascii_digit);
     processes.flatten().filter(|p| is_number(&p.file_name())).any(|p| {
-        // Asks no file system, least of all this one.
+        // Does not ask any file system, least of all this one.
         let program = statx(CWD, p.path().join("exe"), AtFlags::STATX_DONT_SYNC, StatxFlags::INO);
         program.is_ok_and(|s| {
             s.stx_ino == ino && *device == format!("{}:{}", s.stx_dev_major, s.stx_dev_minor)
@@ -78,9 +78,9 @@ mod tests {
         fs::copy("/bin/sleep", copy.path()).unwrap();
         fs::set_permissions(copy.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))
             .unwrap();
-        // Not open for writing any more.
+        // The file is not open for writing any more.
         let path = copy.into_temp_path();
-        // Other tests start programs, which have what is open here until they are.
+        // Other tests start programs, which inherit the open descriptors until they exec.
         let mut program = loop {
             match Command::new(&path).arg("60").spawn() {
                 Err(e) if e.kind() == std::io::ErrorKind::ExecutableFileBusy => {

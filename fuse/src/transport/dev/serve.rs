@@ -1,9 +1,8 @@
 //! Answers requests by asking the [VFS core](crate::vfs).
 //!
-//! A read of bytes that are here already is answered on the thread that took it; every other
-//! request runs as a task on the tokio runtime. When too many run, the threads stop taking requests
-//! from the kernel until one ends. Those that wait for a lock do not count there: they have a bound
-//! of their own.
+//! A read of cached bytes is answered on the thread that received it; every other request runs as a
+//! task on the tokio runtime. When too many tasks run, the threads stop reading requests from the
+//! kernel until one ends. Requests that wait for a lock have a limit of their own.
 
 use std::{
     collections::BTreeMap,
@@ -45,26 +44,25 @@ use crate::{
     },
 };
 
-/// Waiting for locks at a time; more are answered ENOLCK.
+/// Most requests that wait for locks; further ones are answered with ENOLCK.
 const MOST_LOCK_WAITERS: usize = 4096;
-/// Requests taken from the kernel and not answered, without those that wait for locks: most of them
-/// wait for room. So many are taken because the kernel's INTERRUPT must be read even when every
-/// request in work waits for a dead server.
+/// Most requests that were read from the kernel and not answered, without those that wait for
+/// locks. Most of them wait for their turn. So many are read because the kernel's INTERRUPT must be
+/// read even when every request in progress waits for a dead server.
 const MOST_TAKEN: usize = 4096;
-/// How long a program that was killed stays for what it is just changing, as long as servers
-/// answer.
+/// How long a killed program waits for a change that is in progress, as long as servers answer.
 const LAST_CHANGE: Duration = Duration::from_secs(1);
-/// After this long the requests of a former daemon that did not come again never do.
+/// After this time, requests of an earlier daemon that did not come again are given up.
 const COMES_AGAIN: Duration = Duration::from_secs(2);
-/// Where the kept memory has what was agreed with the kernel.
+/// Words of the handover memory with the result of the negotiation with the kernel.
 const KEPT_AGREED: [usize; 2] = [1, 2];
 
-/// What a former daemon agreed with the kernel.
+/// The result of an earlier daemon's negotiation with the kernel.
 pub(super) fn agreed_before(keep: &Handover) -> Option<Agreed> {
     Agreed::from_words(KEPT_AGREED.map(|n| keep.owner_word(n).load(Acquire)))
 }
 
-/// A mount's answers.
+/// Answers the requests of a mount.
 pub(crate) struct Serve {
     core: Core,
     runtime: Handle,
@@ -72,29 +70,30 @@ pub(crate) struct Serve {
     lock_room: Arc<Semaphore>,
     interrupts: Interrupts,
     keep: Option<Arc<Handover>>,
-    /// What a former daemon had in work, by number.
+    /// Requests that an earlier daemon had in progress, by number.
     left: Arc<Mutex<BTreeMap<u64, Arc<Numbers>>>>,
 }
 
-/// What a request's task needs.
+/// State that the task of a request needs.
 #[derive(Clone)]
 struct Core {
     vfs: Arc<Vfs>,
-    /// The most for which the kernel may believe anything.
+    /// The longest validity times that the kernel is given.
     bounds: Timeouts,
     copies: Arc<Copies>,
     mapped: Arc<Mapped>,
     moved: Arc<Moved>,
     shared: Arc<Shared>,
     agreed: Arc<OnceLock<Agreed>>,
-    /// Requests in work at a time.
+    /// Limits the requests in progress.
     room: Arc<Semaphore>,
-    /// Without symbolic links.
+    /// The mountpoint without symbolic links.
     mountpoint: Arc<Path>,
 }
 
 impl Serve {
-    /// `keep`: what outlives this daemon. What a former one left there is taken over first.
+    /// `keep`: the memory that outlives this daemon. What an earlier daemon left there is taken
+    /// over first.
     pub(crate) async fn new(
         vfs: Arc<Vfs>,
         cfg: &MountConfig,
@@ -107,7 +106,7 @@ impl Serve {
         }
         let room = Arc::new(Semaphore::new(cfg.max_requests.max(1)));
         let left = keep.as_ref().map_or_else(Vec::new, |k| k.left_requests());
-        // Their RELEASE was answered: it does not come again.
+        // Their RELEASE was answered already, so it does not come again.
         for closed in vfs.take_over(&left).await {
             let vfs = vfs.clone();
             tokio::spawn(async move { vfs.finish_release(closed).await });
@@ -141,13 +140,13 @@ impl Serve {
         }
     }
 
-    /// Where requests are read to: what is written must outlive this daemon.
+    /// The pool into which requests are read: written data must outlive this daemon.
     pub(crate) fn pool(&self) -> Pool {
         self.keep.as_ref().map_or_else(|| self.core.vfs.pool().clone(), |k| k.pool().clone())
     }
 
-    /// To be done before anything is read: from now on what the kernel is told is taken back
-    /// through `channel`.
+    /// Must be called before anything is read: from now on the kernel's copies are revoked through
+    /// `channel`.
     pub(super) fn keep_copies(&mut self, channel: &Arc<Channel>) {
         let Core { vfs, copies, mapped, moved, shared, agreed, bounds, .. } = &mut self.core;
         copies.connect(channel);
@@ -157,27 +156,27 @@ impl Serve {
             tracing::warn!("another mount of this client keeps copies: here the kernel keeps none");
             *bounds = Timeouts { attr: Duration::ZERO, entry: Duration::ZERO };
         }
-        // Names that a former daemon told this one's client does not know. Of inodes the leader has
-        // on record what was told.
+        // This daemon's client does not know the names that an earlier daemon told the kernel. For
+        // inodes, the leader has on record what was told.
         if !bounds.entry.is_zero() && agreed.get().is_some_and(Agreed::forgets_names) {
             copies.has_names();
             copies.forget_names();
         }
     }
 
-    /// To be done before anything is read: what this has not taken yet is asked for when a lock is
-    /// in the way.
+    /// Must be called before anything is read: when a lock is in the way, requests that are not
+    /// read yet are waited for.
     pub(super) fn set_queue(&self, progress: &Arc<Progress>) {
         self.core.vfs.set_queue(Arc::new(TakenSoFar(progress.clone())));
     }
 
-    /// Whether there was a daemon before this one.
+    /// Whether there was an earlier daemon.
     pub(crate) fn is_next(&self) -> bool {
         self.keep.as_ref().is_some_and(|k| k.former_session() != 0)
     }
 
-    /// Takes the requests of a former daemon that the kernel cannot send again: their number and
-    /// descriptor.
+    /// Takes the requests of an earlier daemon that the kernel cannot send again: their numbers and
+    /// descriptors.
     pub(crate) fn give_up_left(&self) -> Vec<(u64, usize)> {
         let left = std::mem::take(&mut *self.left.lock());
         let one = |(unique, n): (u64, Arc<Numbers>)| {
@@ -187,7 +186,7 @@ impl Serve {
         left.into_iter().map(one).collect()
     }
 
-    /// Forgets in a while the requests of a former daemon that did not come again.
+    /// After a while, gives up the requests of an earlier daemon that did not come again.
     pub(crate) fn expect_left(&self) {
         let (left, vfs) = (self.left.clone(), self.core.vfs.clone());
         self.runtime.spawn(async move {
@@ -197,8 +196,8 @@ impl Serve {
         });
     }
 
-    /// The numbers that a request's changes are known by, the same ones if a former daemon had it
-    /// in work.
+    /// The numbers that identify a request's changes: the same ones if an earlier daemon had the
+    /// request in progress.
     fn numbers(&self, head: &Head, channel: usize) -> Option<Arc<Numbers>> {
         let keep = self.keep.as_ref()?;
         let unique = head.unique & !abi::UNIQUE_RESEND;
@@ -215,8 +214,8 @@ impl Serve {
         numbers: Option<Arc<Numbers>>,
     ) {
         let Work { body, leaving, order } = work;
-        // Known before anything is waited for: the kernel would be asked for its INTERRUPT again
-        // and again meanwhile.
+        // Register the request before waiting for anything: otherwise the kernel would send its
+        // INTERRUPT again and again meanwhile.
         let waiting = self.interrupts.begin(head.unique, head.pid, patience);
         let of = if patience == Patience::UntilSignal { &self.lock_room } else { &self.taken };
         let place = match of.clone().try_acquire_owned() {
@@ -236,8 +235,8 @@ impl Serve {
         };
         let core = self.core.clone();
         let changes = patience == Patience::UntilKilled && !body.only_asks();
-        // Whoever waits for a lock must not keep others from their work, and nobody must keep an
-        // append waiting that they wait for, nor what is stored to pages that other nodes wait for.
+        // A wait for a lock must not keep other requests from running. Nothing may delay an append
+        // that other clients wait for, or a write-back of pages that other nodes wait for.
         let is_write_back = matches!(body, Body::Write { from_mapping: true, .. });
         let passes = patience == Patience::UntilSignal
             || is_write_back
@@ -245,7 +244,8 @@ impl Serve {
         self.runtime.spawn(async move {
             let mut place = Some(place);
             let reply = {
-                // In place: a task has room for each place that a future is moved to.
+                // Pinned in place, because a task reserves memory for each place that a future is
+                // moved to.
                 let work = std::pin::pin!(numbered(numbers.clone(), async {
                     order.turn(&mut place).await;
                     let _room = if passes { None } else { core.room.acquire().await.ok() };
@@ -259,9 +259,9 @@ impl Serve {
                 tokio::select! {
                     biased;
                     reply = work => reply,
-                    // What was begun goes on to its end where it has to; only the caller is let go.
-                    // Whoever waits for the end of a killed program finds done what it did, unless
-                    // servers keep that waiting.
+                    // Work that must finish continues; only the caller is released. A program that
+                    // waits for the end of a killed one finds its change done, unless servers delay
+                    // it.
                     () = async {
                         waiting.given_up().await;
                         if changes {
@@ -276,14 +276,14 @@ impl Serve {
     }
 }
 
-/// A request, the locks that go with it if it is a close, and its order with mappings.
+/// A request, the locks that it releases if it is a close, and its order relative to mappings.
 struct Work {
     body: Body,
     leaving: Option<Leaving>,
     order: Order,
 }
 
-/// What a close has ended.
+/// The locks that a noted close releases.
 pub(crate) enum Noted {
     Nothing,
     Flush(Leaving),
@@ -291,7 +291,7 @@ pub(crate) enum Noted {
 }
 
 impl Serve {
-    /// Goes on with a handle that is closed, whose RELEASE is answered.
+    /// Continues with a closed handle, whose RELEASE is answered already.
     fn finish(&self, closed: Released) {
         let place = match self.taken.clone().try_acquire_owned() {
             Ok(p) => p,
@@ -326,7 +326,7 @@ impl Handler for Serve {
         let Request { head, body } = request;
         let leaving = match noted {
             Noted::Release(closed) => {
-                // Nobody waits for it, but the kernel has only so many at a time.
+                // No program waits for it, but the kernel limits how many are in progress.
                 answer.send(&Reply::ok());
                 let Core { mapped, vfs, .. } = &self.core;
                 mapped.released(head.node, || vfs.has_open(head.node));
@@ -335,16 +335,16 @@ impl Handler for Serve {
             Noted::Flush(leaving) => Some(leaving),
             Noted::Nothing => None,
         };
-        // Where the kernel cannot send it again the next daemon must know of every request: it
-        // answers them EIO.
+        // Where the kernel cannot send requests again, the next daemon must know of every request:
+        // it answers them with EIO.
         let comes_again = self.core.agreed.get().is_none_or(|a| a.has(abi::init::HAS_RESEND));
         let early = if comes_again { None } else { self.numbers(&head, answer.channel()) };
         let order = self.core.order(&head, &body);
         if let Body::Read { handle, offset, size, .. } = body
             && matches!(order, Order::Nothing)
         {
-            // A sequential reader finds most bytes read ahead: answered here, they wake no other
-            // thread.
+            // A sequential reader finds most bytes read ahead: an answer from this thread wakes no
+            // other thread.
             let _tasks_go_there = self.runtime.enter();
             if let Some(parts) = self.core.vfs.read_ready(handle, offset, size as usize) {
                 answer.send(&Reply::Data(parts));
@@ -383,8 +383,8 @@ impl Handler for Serve {
     }
 }
 
-/// Whether a write goes to the end of the file. Pages of a mapping go where they are mapped,
-/// whatever the handle's flags say.
+/// Whether a write goes to the end of the file. Pages of a mapping are written where they are
+/// mapped, whatever the handle's flags say.
 fn appends(flags: u32, from_mapping: bool) -> bool {
     flags as i32 & libc::O_APPEND != 0 && !from_mapping
 }
@@ -396,29 +396,29 @@ fn empty(result: Result<()>) -> Reply {
     }
 }
 
-/// A reply made from a result.
+/// A reply from a result.
 fn with<T>(result: Result<T>, make: impl FnOnce(T) -> Reply) -> Reply {
     result.map_or_else(|e| Reply::Error(errno(&e)), make)
 }
 
-/// A reply about what was made at a name.
+/// A reply about an inode that was created at a name.
 fn made(result: Result<pb::Attr>, name: (Ino, &[u8])) -> Reply {
     with(result, |a| reply::entry(&a, name, Taken::Blindly))
 }
 
-/// In which order with the mappings of its file a request is answered: `docs/mappings.md`.
+/// The order of a request relative to the mappings of its file: `docs/mappings.md`.
 enum Order {
-    /// In none.
+    /// No order.
     Nothing,
     PageIn(PageIn),
     Change(Arc<Changing>),
-    /// It is refused.
+    /// The request is refused.
     HasPages,
 }
 
 impl Order {
-    /// Returns when it may go. `place`: given back if write-backs have to come first, which need
-    /// one.
+    /// Returns when the request may proceed. `place` is given back if write-backs must come first,
+    /// since they need a place.
     async fn turn<T>(&self, place: &mut Option<T>) {
         match self {
             Order::PageIn(p) => p.turn().await,
@@ -443,8 +443,8 @@ impl Core {
                 .map_or(Order::Nothing, Order::PageIn),
             Body::Write { from_mapping: false, handle, offset, flags, data, .. } => {
                 match appends(*flags, false) {
-                    // It goes to the end as the servers know it, which may be behind the kernel's,
-                    // or before if that is an old one.
+                    // The write goes to the end of the file as the servers know it. That may be
+                    // beyond the kernel's end, or before it if the kernel's is outdated.
                     true => change(
                         node,
                         self.vfs.known_end(*handle).map_or(0, |end| end.min(*offset)),
@@ -498,8 +498,8 @@ impl Core {
         }
     }
 
-    /// Sends a reply. What the kernel may keep of it is decided at this moment: whoever takes it
-    /// back does so before or after.
+    /// Sends a reply. What the kernel may cache is decided at this moment: a recall happens
+    /// completely before or after it.
     fn send(&self, answer: Answer, reply: Reply) {
         let Reply::Told(told) = reply else {
             answer.send(&reply);
@@ -510,12 +510,13 @@ impl Core {
         let _now = v.telling();
         let attr = |s: &Stat| {
             if taken == Taken::Blindly {
-                return Duration::ZERO; // it asks when it wants to know
+                return Duration::ZERO; // the kernel asks when it needs them
             }
             s.timeout(self.bounds.attr.min(v.attr_valid(&s.attr)))
         };
         let name = |dir, name: &[u8], to| {
-            // Names of a listing would count as told when it takes them in, not when it asked.
+            // Names of a listing would be valid from when the kernel processes them, not from its
+            // request.
             if !keeps_names || taken == Taken::Listed {
                 return Duration::ZERO;
             }
@@ -532,7 +533,7 @@ impl Core {
         }
     }
 
-    /// Names and attributes.
+    /// Operations on names and attributes.
     async fn name(&self, who: Caller, node: u64, body: Body) -> Reply {
         let v = &self.vfs;
         match body {
@@ -573,8 +574,8 @@ impl Core {
             Body::Rename { name, to, to_name, flags } => {
                 with(v.rename(who, (node, &name), (to, &to_name), flags).await, |()| {
                     self.moved.renamed((node, &name), (to, &to_name), Vfs::exchanges(flags));
-                    // The kernel believes the new name for as long as the old one, but the client
-                    // may not know it.
+                    // The kernel uses the new name for as long as the old one, but the client may
+                    // not know it.
                     self.copies.forget_names();
                     Reply::ok()
                 })
@@ -592,7 +593,7 @@ impl Core {
         self.agreed.get().map_or(0, Agreed::open_flags)
     }
 
-    /// Open files.
+    /// Operations on open files.
     async fn file(&self, who: Caller, node: u64, body: Body, order: Order) -> Reply {
         let v = &self.vfs;
         match body {
@@ -656,7 +657,7 @@ impl Core {
         }
     }
 
-    /// A page-in's `order` ends before the kernel has the answer.
+    /// The `order` of a page-in ends before the kernel has the answer.
     async fn read(
         &self,
         (node, handle): (u64, u64),
@@ -670,7 +671,8 @@ impl Core {
         let read = self.vfs.read_to_keep(handle, offset, len, || page_in.asked()).await;
         with(read, |(parts, as_of, using)| {
             self.shared.hands_out(node, as_of);
-            // Out first: whoever waits for the use to end takes out all that is.
+            // Drop this first: a task that waits for the end of the use then takes out all pages
+            // that are out.
             drop(order);
             drop(using);
             Reply::Data(parts)
@@ -701,8 +703,8 @@ impl Core {
             Order::Nothing => with(self.vfs.copy_range(range, c.len, ()).await, made),
             Order::Change(change) => {
                 let copied = self.vfs.copy_range(range, c.len, change.clone()).await;
-                // The kernel would drop what is stored to pages that it gets now. It copies once
-                // more, by reading and writing.
+                // The kernel would drop what programs store to pages that it gets now. With this
+                // error it copies again, by reading and writing.
                 if copied.is_ok() && change.is_waited_for() {
                     return Reply::Error(libc::EXDEV);
                 }

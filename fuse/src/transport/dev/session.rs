@@ -1,4 +1,4 @@
-//! A mount's threads: each takes requests from a descriptor of its own and hands them to the
+//! A mount's threads: each reads requests from its own descriptor and passes them to the
 //! [`Handler`].
 
 use std::{
@@ -25,41 +25,43 @@ use super::{
     request::{self, Body, Head, Request},
 };
 
-/// A write at least this long is handed on in the buffer it was read into; a shorter one is copied,
-/// so that the rest of that buffer does not stay in use as long as the write is kept.
+/// A write of at least this length is passed on in the buffer into which it was read. A shorter one
+/// is copied, so that the rest of that buffer is not occupied while the write is kept.
 const HAND_ON: usize = MAX_REQUEST as usize / 2;
 
-/// Who answers requests.
+/// Answers requests.
 pub trait Handler: Send + Sync + 'static {
-    /// What noting a request leaves for handling it.
+    /// The result of noting a request, needed to handle it.
     type Noted;
 
-    /// Called first, on the thread that took a request: it must not wait at all. What a close ends
-    /// has ended when it returns.
+    /// Called first, on the thread that read a request: it must not wait at all. What a close ends
+    /// has ended when this returns.
     fn note(&self, body: &Body) -> Self::Noted;
 
-    /// Called on a thread that takes requests: it must not wait for long. Every request but FORGET
-    /// and INIT comes here.
+    /// Called on a thread that reads requests: it must not wait for long. Called for every request
+    /// but FORGET and INIT.
     fn handle(&self, request: Request, noted: Self::Noted, answer: Answer);
 
-    /// The kernel has inodes no more, each of which so many replies had brought.
+    /// The kernel has dropped these inodes; the number says how many replies had brought each.
     fn forgotten(&self, nodes: &[(u64, u64)]);
 
-    /// The kernel's INIT was answered with this.
+    /// The kernel's INIT was answered with this result.
     fn agreed(&self, agreed: Agreed);
 
-    /// A signal came for the caller of the request of this number. False: it is not known (yet).
+    /// A signal came for the caller of the request of this number. Returns false if the request is
+    /// not known (yet).
     fn interrupt(&self, unique: u64) -> bool;
 }
 
-/// The right and the duty to answer one request: dropped unused it answers `EIO`.
+/// The right and the duty to answer one request: if it is dropped without an answer, it answers
+/// `EIO`.
 pub struct Answer {
     channel: Arc<Channel>,
-    /// Which of the mount's descriptors it is.
+    /// Index of the mount's descriptor.
     index: usize,
     unique: u64,
     sent: bool,
-    /// Until the kernel has the answer.
+    /// Kept until the kernel has the answer.
     _in_work: Option<InBackground>,
 }
 
@@ -68,7 +70,7 @@ impl Answer {
         self.index
     }
 
-    /// False: the kernel did not take it.
+    /// Returns false if the kernel did not accept the reply.
     pub fn send(mut self, reply: &Reply) -> bool {
         self.send_now(reply)
     }
@@ -95,7 +97,8 @@ impl Drop for Answer {
 /// What all threads of a session share.
 struct Shared<H> {
     handler: Arc<H>,
-    /// All of the mount. One lives as long as somebody reads from it or has to answer there.
+    /// The descriptors of the mount. Each lives as long as a thread reads from it or a request must
+    /// be answered on it.
     channels: Vec<Weak<Channel>>,
     pool: Pool,
     agreed: Arc<OnceLock<Agreed>>,
@@ -112,9 +115,9 @@ pub struct Session {
 }
 
 impl Session {
-    /// Serves one mount from these descriptors, a thread for each. `pool` is where requests are
-    /// read to. `agreed` is known when an earlier daemon has answered the mount's INIT; otherwise
-    /// it is filled when that has come.
+    /// Serves a mount from these descriptors, with one thread for each. Requests are read into
+    /// buffers from `pool`. `agreed` is set when an earlier daemon has answered the mount's INIT;
+    /// otherwise it is set when INIT has come.
     pub fn start<H: Handler>(
         channels: Vec<Arc<Channel>>,
         handler: Arc<H>,
@@ -148,7 +151,7 @@ impl Session {
         Ok(Session { first, over, threads })
     }
 
-    /// Returns when it is unmounted and no thread of it is left.
+    /// Returns when the mount is unmounted and all its threads have ended.
     pub async fn ended(&self) -> Result<()> {
         let mut over = self.over.clone();
         match over.wait_for(Option::is_some).await {
@@ -192,7 +195,7 @@ impl<H: Handler> Shared<H> {
         }
     }
 
-    /// One request of `len` bytes, the first of them in `head`.
+    /// Handles one request of `len` bytes, whose first bytes are in `head`.
     fn one(
         &self,
         (channel, index): (&Arc<Channel>, usize),
@@ -257,7 +260,7 @@ impl<H: Handler> Shared<H> {
         request::read(request, &args, ext)
     }
 
-    /// The data of a write.
+    /// The data of a write, in a buffer.
     fn data(&self, rest: &mut BufMut, len: usize) -> strake_fabric::Buf {
         if len >= HAND_ON {
             let mut full = std::mem::replace(rest, self.pool.get_now(MAX_REQUEST as usize));
@@ -273,9 +276,9 @@ impl<H: Handler> Shared<H> {
         if self.handler.interrupt(of) {
             return;
         }
-        // Asked again until the request is known or over. The kernel looks for the request only
-        // among those that were read from the descriptor on which it is answered, and another
-        // thread may be taking this one.
+        // The kernel asks again until the request is known or over. It looks for the request only
+        // among those that were read from the descriptor on which this is answered, and another
+        // thread may be reading that request now.
         std::thread::yield_now();
         for channel in self.channels.iter().filter_map(Weak::upgrade) {
             let _ = channel.send(unique, &Reply::Error(libc::EAGAIN));
@@ -317,7 +320,7 @@ mod tests {
 
     use super::*;
 
-    /// Knows no request.
+    /// A handler that knows no requests.
     struct Ignorant;
 
     impl Handler for Ignorant {
@@ -341,7 +344,7 @@ mod tests {
         let channels: Vec<_> = its.into_iter().map(|fd| Arc::new(Channel::new(fd))).collect();
         let progress = Arc::new(Progress::new(&channels));
         let pool = Pool::new(8 << 20);
-        // A regression is to fail, not to hang.
+        // A regression must fail, not hang.
         let limit = std::time::Duration::from_secs(60);
         for k in &kernel {
             rustix::net::sockopt::set_socket_timeout(
@@ -366,7 +369,7 @@ mod tests {
                 assert_eq!(reply[..n], again);
             }
         }
-        // An end with a reply that nobody took is an error to whoever reads on.
+        // If the mount ends before a reply is read, the threads that keep reading get an error.
         drop(kernel);
         let begun = std::time::Instant::now();
         while !session.is_over() {

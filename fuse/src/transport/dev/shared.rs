@@ -1,5 +1,5 @@
-//! Whether pages that the kernel was handed are still what the file has, though other nodes may
-//! change it: "Between nodes" in `docs/mappings.md`.
+//! Checks whether pages that the kernel has are still the content of the file, since other nodes
+//! may change it: "Between nodes" in `docs/mappings.md`.
 
 use std::{
     collections::HashMap,
@@ -14,30 +14,30 @@ use strake_proto::SessionId;
 use super::mapped::Mapped;
 use crate::vfs::Vfs;
 
-/// How often it is looked whether somebody else has changed a file of which pages are out.
+/// How often to check whether another client has changed a file that has pages out.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Since when pages are as they are, of each file that has any out.
+/// For each file that has pages out: the condition under which they are valid.
 #[derive(Default)]
 struct Known {
     files: HashMap<u64, AsOf>,
-    /// In which session of the client the oldest of them were handed out.
+    /// The client's session in which the oldest of them were handed out.
     sessions: HashMap<u64, SessionId>,
-    /// Somebody looks after them.
+    /// Whether a task watches them.
     watched: bool,
 }
 
-/// What holds for pages of before and for those that came now.
+/// The condition for earlier pages and new ones together.
 fn both(a: AsOf, b: AsOf) -> AsOf {
     match (a, b) {
         (a, b) if a == b => a,
         (AsOf::Change(a), AsOf::Change(b)) => AsOf::Change(a.min(b)),
-        // One of them is of another time than the other: no change has this number.
+        // They are of different times: no change has this number.
         _ => AsOf::Change(0),
     }
 }
 
-/// Gives pages back when somebody else has changed their file, or wants to see it.
+/// Takes pages back when another client has changed their file, or needs to read it.
 pub struct Shared {
     mapped: Arc<Mapped>,
     vfs: Weak<Vfs>,
@@ -49,10 +49,10 @@ impl Shared {
         Shared { mapped, vfs, known: Mutex::default() }
     }
 
-    /// Pages are about to be handed out that were read so.
+    /// Pages that were read under this condition are about to be handed out.
     pub fn hands_out(self: &Arc<Self>, node: u64, as_of: AsOf) {
         let session = match as_of {
-            // Stores are written back under the lock, that is in its session.
+            // Stores are written back under the lock, so in its session.
             AsOf::Locked(number) => self.locked_in(node, number).unwrap_or_else(|| self.session()),
             _ => self.session(),
         };
@@ -77,21 +77,21 @@ impl Shared {
         }
     }
 
-    /// A former daemon may have handed out any, in this session.
+    /// An earlier daemon may have handed out any pages, in this session.
     pub fn may_be_out(self: &Arc<Self>, node: u64, session: SessionId) {
         self.mapped.may_be_out(node);
         self.handed_out(node, AsOf::Change(0), session);
     }
 
-    /// Whether there is anything to give back.
+    /// Whether the file has pages to give back.
     pub fn has_out(&self, node: u64) -> bool {
         self.mapped.has_out(node)
     }
 
-    /// Returns when everything that was stored so far is written and no page is out that was handed
-    /// out before.
+    /// Returns when everything that was stored so far is written, and all pages that were handed
+    /// out before are taken back.
     pub async fn give_back(&self, node: u64) {
-        // First: what is handed out from here on is not given back.
+        // Do this first: pages that are handed out from here on are not taken back.
         let session = {
             let mut known = self.known.lock();
             known.files.remove(&node);
@@ -104,8 +104,8 @@ impl Shared {
         }
     }
 
-    /// The only session in which a write-back of the file may be done. What was stored in a lost
-    /// one must not be written over what others wrote since.
+    /// The only session in which a write-back of the file is allowed. What was stored in a lost
+    /// session must not overwrite what other clients have written since.
     pub fn writes_in(&self, node: u64) -> Option<SessionId> {
         self.known.lock().sessions.get(&node).copied().filter(|session| *session != 0)
     }
@@ -114,15 +114,15 @@ impl Shared {
         self.vfs.upgrade().map_or(0, |v| v.session())
     }
 
-    /// A lock was got, or is about to be given up: mappings show what others wrote before it, and
-    /// others see what was stored under it.
+    /// A lock was granted, or is about to be released. Afterwards mappings show what others wrote
+    /// before, and others see what was stored under the lock.
     pub async fn synchronize(&self, node: u64) {
         if self.has_out(node) && !self.is_ours(node) {
             self.give_back(node).await;
         }
     }
 
-    /// Whether nobody else can have changed the file since its pages were handed out.
+    /// Whether no other client can have changed the file since its pages were handed out.
     fn is_ours(&self, node: u64) -> bool {
         match self.known.lock().files.get(&node).copied() {
             Some(AsOf::Tenure(t)) => self.vfs.upgrade().is_some_and(|v| v.tenure(node) == Some(t)),
@@ -131,7 +131,7 @@ impl Shared {
         }
     }
 
-    /// Looks after pages as long as any are out.
+    /// Watches pages as long as any are out.
     async fn watch(self: Arc<Self>) {
         loop {
             tokio::time::sleep(LOOK).await;
@@ -161,10 +161,10 @@ impl Shared {
         };
         let Some(vfs) = self.vfs.upgrade() else { return };
         if let Some(change) = change {
-            // What is asked for is what others have written up to now.
+            // The answer includes what other clients have written up to now.
             let now = match vfs.change_of(node).await {
                 Ok(change) => change,
-                // It is asked again.
+                // It is asked again at the next check.
                 Err(_) => return,
             };
             if now == change {

@@ -1,4 +1,4 @@
-//! Storage servers in memory: one state for all, one copy, everything stable at once.
+//! Storage servers in memory: one state for all, one replica, every write stable at once.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,7 +27,7 @@ struct Chunk {
 pub struct Data {
     key: CapKey,
     chunks: Mutex<BTreeMap<ChunkId, Chunk>>,
-    /// Whoever asks for extents gets no answer.
+    /// Requests for extents get no answer.
     pub silent: AtomicBool,
 }
 
@@ -36,7 +36,7 @@ impl Data {
         Data { key, chunks: Mutex::default(), silent: AtomicBool::new(false) }
     }
 
-    /// Cuts a file as the metadata server's TRIM does.
+    /// Truncates a file as the metadata server's TRIM does.
     pub fn trim(&self, ino: u64, first_gone: u64, kept: u32) {
         let mut chunks = self.chunks.lock();
         chunks.retain(|c, _| c.ino != ino || c.index < first_gone);

@@ -1,5 +1,5 @@
-//! Leases as a metadata server gives them, as far as a test needs them: to whoever asks, and
-//! recalled when the test says so.
+//! A simple form of a metadata server's leases for tests: every client gets them, and the test
+//! recalls them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,16 +10,16 @@ use std::{
 use strake_proto::pb::{self, op::Op};
 use tokio::sync::watch;
 
-/// How long one who asks for recalls waits when there are none.
+/// How long a request for recalls waits when there are none.
 const WAIT: Duration = Duration::from_secs(3);
 
 pub struct Leases {
-    /// How long they live; 0: there are none.
+    /// Term of the leases in milliseconds; 0: no leases are given.
     pub term_ms: AtomicU32,
     /// Metadata requests that were answered.
     pub requests: AtomicU64,
     recalls: watch::Sender<Vec<pb::Recall>>,
-    /// Up to which number each session has acknowledged.
+    /// The last recall number that each session has acknowledged.
     acknowledged: watch::Sender<BTreeMap<u64, u64>>,
 }
 

@@ -1,6 +1,6 @@
 //! A cluster in this process for mount tests: the real namespace of the metadata server without
-//! Raft, and storage servers that keep chunks in memory. Requests are calls; what is tested is the
-//! mount.
+//! Raft, and storage servers that keep chunks in memory. Requests are function calls; these tests
+//! exercise the mount.
 
 mod data;
 mod leases;
@@ -118,8 +118,8 @@ impl Mds {
         Ok(reply)
     }
 
-    /// What the real server adds outside the state: capabilities, and cutting chunks before a
-    /// shrink is answered.
+    /// What the real server adds outside the state machine: capabilities, and trimming chunks
+    /// before it answers a shrink.
     fn finish(&self, op: &pb::Op, result: &mut pb::OpResult, session: u64) {
         let flags = match &op.op {
             Some(Op::Open(o)) => o.flags,
@@ -293,7 +293,7 @@ impl Cluster {
         self.fabric.services.iter().map(|(_, s)| s.clone()).collect()
     }
 
-    /// From now on the cluster map says that they are at these places, in the same order.
+    /// From now on the cluster map gives the servers these addresses, in the order of `services`.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn are_at(&self, places: &[String]) {
         let mds = pb::Node {
@@ -314,7 +314,7 @@ impl Cluster {
         self.mds.propose(Command::MapUpdate(moved)).unwrap();
     }
 
-    /// From now on no server answers, or all do again.
+    /// `true`: from now on no server answers. `false`: all answer again.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn stall(&self, stalled: bool) {
         self.fabric.stalled.send_replace(stalled);
@@ -341,13 +341,14 @@ impl Cluster {
         self.mds.leases.requests.load(std::sync::atomic::Ordering::Relaxed)
     }
 
-    /// From now on storage servers do not tell where data is, or do again.
+    /// `true`: from now on storage servers do not answer requests for extents. `false`: they do
+    /// again.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn hide_extents(&self, hide: bool) {
         self.mds.data.silent.store(hide, std::sync::atomic::Ordering::Relaxed);
     }
 
-    /// A session ends as if it had been silent for its term.
+    /// Evicts a session, as if it had been silent for its term.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn evict(&self, session: u64) {
         self.mds
@@ -360,7 +361,7 @@ impl Cluster {
         self.connect(None).await
     }
 
-    /// One that keeps what the next one needs, or is the next one.
+    /// A client with a handover: it keeps what the next client needs, or is the next client.
     #[allow(dead_code, reason = "not every test needs it")]
     pub async fn client_keeping(&self, keep: &Arc<Handover>) -> Client {
         self.connect(Some(keep.clone())).await

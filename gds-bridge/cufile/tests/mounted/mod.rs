@@ -1,5 +1,5 @@
-//! A real mount of a cluster in this process, whose servers are behind sockets, for programs that
-//! are other processes.
+//! A real mount of a cluster in this process, with its servers behind sockets, for programs in
+//! other processes.
 
 use std::{
     os::unix::fs::PermissionsExt,
@@ -21,7 +21,7 @@ const CLUSTER_KEY: [u8; 32] = [9; 32];
 /// Mounted until it is dropped.
 pub struct Mounted {
     pub key: PathBuf,
-    /// Libraries and whatever a program writes.
+    /// Holds the libraries and the files that a program writes.
     pub dir: tempfile::TempDir,
     /// Where it is mounted.
     pub at: tempfile::TempDir,
@@ -30,7 +30,7 @@ pub struct Mounted {
     runtime: tokio::runtime::Runtime,
 }
 
-/// Where the shared library lies that was built for this test.
+/// Path of the shared library that was built for this test.
 pub fn library() -> PathBuf {
     let deps = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
     let found =
@@ -38,7 +38,7 @@ pub fn library() -> PathBuf {
     found.into_iter().find(|p| p.exists()).expect("cargo builds it with the test")
 }
 
-/// Runs the C compiler. False (and said so) where there is none.
+/// Runs the C compiler. Prints a message and returns false where there is none.
 pub fn cc(args: &[&str], to: &Path, source: &Path) -> bool {
     let mut cc = Command::new("cc");
     cc.args(["-Wall", "-Werror", "-O1", "-g"]).arg("-o").arg(to).arg(source).args(args);
@@ -57,7 +57,7 @@ fn client_key() -> [u8; 32] {
 }
 
 impl Mounted {
-    /// `None` (and said so) where nothing can be mounted or compiled.
+    /// Prints a message and returns `None` where nothing can be mounted or compiled.
     pub fn new() -> Option<Mounted> {
         let (dir, at) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         if let Err(e) = can_mount(at.path()) {
@@ -99,7 +99,7 @@ impl Mounted {
         Some(Mounted { key, dir, at, mount: Some(mount), _listeners: listeners, runtime })
     }
 
-    /// The program with its arguments and surroundings.
+    /// The program with its arguments and environment.
     pub fn program(&self, what: &[&str]) -> Command {
         let dir = self.dir.path();
         let mut c = Command::new(dir.join("program"));
@@ -116,7 +116,7 @@ impl Mounted {
         c
     }
 
-    /// A shell command with the library before others of its name.
+    /// A shell command that finds this library before others of the same name.
     pub fn shell(&self, command: &str) -> Command {
         let dir = self.dir.path();
         let mut c = Command::new("sh");
@@ -129,7 +129,7 @@ impl Mounted {
         c
     }
 
-    /// The same with a stand-in of the real library, which writes down what it is asked.
+    /// As [`Mounted::program`], with a stand-in of the real library that records its calls.
     pub fn with_recorder(&self, what: &[&str]) -> Command {
         let (dir, mut c) = (self.dir.path(), self.program(what));
         c.env("STRAKE_CUFILE_REAL", dir.join("recorder.so"))
@@ -138,7 +138,7 @@ impl Mounted {
         c
     }
 
-    /// Runs it to its end, which must be a good one.
+    /// Runs the program, which must succeed.
     #[track_caller]
     pub fn ok(&self, mut program: Command) -> Output {
         let out = program.output().unwrap();
@@ -148,12 +148,12 @@ impl Mounted {
         out
     }
 
-    /// What a program left in a file.
+    /// The content of a file that a program wrote; empty if there is none.
     pub fn left(&self, name: &str) -> String {
         std::fs::read_to_string(self.dir.path().join(name)).unwrap_or_default()
     }
 
-    /// The same, and it is gone.
+    /// As [`Mounted::left`], and removes the file.
     pub fn taken(&self, name: &str) -> String {
         let left = self.left(name);
         let _ = std::fs::remove_file(self.dir.path().join(name));
@@ -194,7 +194,7 @@ impl Drop for Mounted {
     fn drop(&mut self) {
         let mount = self.mount.take().unwrap();
         self.runtime.block_on(async {
-            // The kernel releases what programs closed a little later.
+            // The kernel releases closed files a little later.
             let unmounted = tokio::time::timeout(Duration::from_secs(20), async {
                 while mount.unmount().await.is_err() {
                     tokio::time::sleep(Duration::from_millis(20)).await;

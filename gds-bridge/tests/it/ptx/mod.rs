@@ -1,13 +1,13 @@
-//! Runs PTX text: as much of the language as the kernels of this crate use, one thread after the
-//! other. It knows each instruction by its whole name, so that one whose meaning nobody has looked
-//! up here is an error. Memory is checked to the byte.
+//! An interpreter for PTX text: the part of the language that the kernels of this crate use, one
+//! thread after the other. It matches each instruction by its full name, so an instruction that is
+//! not implemented here is an error. Memory accesses are checked to the byte.
 
 use std::collections::HashMap;
 
 /// A kernel of a module.
 pub struct Kernel {
     params: Vec<(String, usize)>,
-    /// Without labels.
+    /// The instructions, without labels.
     code: Vec<Instruction>,
     labels: HashMap<String, usize>,
     consts: HashMap<String, u64>,
@@ -15,15 +15,15 @@ pub struct Kernel {
 }
 
 struct Instruction {
-    /// The predicate that it depends on, and what that must be.
+    /// The predicate that it depends on, and the value that the predicate must have.
     guard: Option<(String, bool)>,
     name: String,
     operands: Vec<String>,
 }
 
-/// Addresses of the constants begin here: no address of global memory.
+/// Constants have addresses from here on, below all addresses of global memory.
 const CONST_BASE: u64 = 0x1000;
-/// More steps of one thread than that are a loop without an end.
+/// A thread that takes more steps than this counts as an endless loop.
 const MOST_STEPS: usize = 10_000_000;
 
 /// Global memory: pieces by their first addresses.
@@ -104,7 +104,7 @@ impl Kernel {
         k
     }
 
-    /// Runs it in `blocks` blocks of `threads`.
+    /// Runs the kernel in `blocks` blocks of `threads` threads.
     pub fn launch(&self, (blocks, threads): (u32, u32), args: &[u64], memory: &mut Memory) {
         assert_eq!(args.len(), self.params.len());
         for n in 0..u64::from(blocks * threads) {
@@ -170,7 +170,7 @@ impl Thread<'_> {
         *self.registers.get(operand).unwrap_or_else(|| panic!("{operand} is read before it is set"))
     }
 
-    /// False at the end.
+    /// Runs one instruction. Returns false when the thread has ended.
     fn step(&mut self, memory: &mut Memory) -> bool {
         let i = &self.kernel.code[self.at];
         self.at += 1;

@@ -1,5 +1,5 @@
-//! Files in memory, to drive the bridge's own part: what a client would return, at the times that a
-//! test wants.
+//! Files in memory to test the bridge alone: they return what a client would, at the times a test
+//! chooses.
 
 #![allow(dead_code)]
 
@@ -30,9 +30,9 @@ pub struct Ram {
     pub bytes: Mutex<Vec<u8>>,
     pool: Pool,
     calls: AtomicU64,
-    /// Called before each read and write with its number.
+    /// Called before each read and write with the number of the call.
     hook: Hook,
-    /// By which road bytes at an offset come and go.
+    /// The transport that the bytes at an offset use.
     roads: Box<dyn Fn(u64) -> Road + Send + Sync>,
 }
 
@@ -58,7 +58,7 @@ impl Ram {
         })
     }
 
-    /// As [`Ram::new`]; the transport says that bytes at an offset took this road.
+    /// As [`Ram::new`]; `roads` gives the reported transport of the bytes at an offset.
     pub fn by(
         id: u64,
         bytes: Vec<u8>,
@@ -83,8 +83,8 @@ impl FileIo for Ram {
         self.id
     }
 
-    /// In segments as a client returns them: of the pool, the last one from elsewhere, unless it
-    /// comes by RDMA.
+    /// Returns segments as a client does: from the pool, the last one from other memory, unless the
+    /// bytes come by RDMA.
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
         (self.hook)(self.calls.fetch_add(1, SeqCst))?;
         tokio::task::yield_now().await;
@@ -122,7 +122,8 @@ impl FileIo for Ram {
     }
 }
 
-/// A device that pins so much without locking, and a bridge to it with small parts.
+/// A device that can pin `pins` bytes without really locking them, and a bridge to it with small
+/// parts.
 pub async fn bridge(pins: u64) -> (HostMem, Pool, Bridge) {
     let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
     mem.limit_pins(pins);
@@ -130,12 +131,12 @@ pub async fn bridge(pins: u64) -> (HostMem, Pool, Bridge) {
     (mem, pool, bridge)
 }
 
-/// Three workers with two slots of 256 KiB.
+/// A bridge with three workers that have two slots of 256 KiB each.
 pub async fn over(mem: &HostMem, network: Arc<dyn Network>) -> Bridge {
     demanding(mem, network, Policy::Prefer).await
 }
 
-/// The same with a policy of its own.
+/// As [`over`], with a policy of the bridge.
 pub async fn demanding(mem: &HostMem, network: Arc<dyn Network>, policy: Policy) -> Bridge {
     let pinned_limit = Some(1 << 30);
     let options = Options {

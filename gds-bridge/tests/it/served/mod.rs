@@ -1,5 +1,5 @@
-//! The cluster in memory of the client's tests, served over real sockets, for programs that are
-//! other processes.
+//! The in-memory cluster of the client's tests, served over real sockets, for programs in other
+//! processes.
 
 #![allow(dead_code)]
 
@@ -14,7 +14,7 @@ use super::common::{Cluster, MDS, node};
 /// Served until it is dropped.
 pub struct Served {
     pub cluster: Cluster,
-    /// For `mds=`.
+    /// The value for `mds=`.
     pub mds: String,
     /// A file with the client key.
     pub key: PathBuf,
@@ -26,7 +26,7 @@ pub struct Served {
 const CLUSTER_KEY: [u8; 32] = [9; 32];
 
 impl Served {
-    /// `targets` storage servers with one copy on two of them, three metadata servers.
+    /// `targets` storage servers with two replicas per chain, and three metadata servers.
     pub fn new(targets: u32) -> Served {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
@@ -67,7 +67,7 @@ impl Served {
         Served { cluster, mds, key, dir, _listeners: listeners, runtime }
     }
 
-    /// A client of this process, over the sockets as well.
+    /// A client in this process, which also uses the sockets.
     pub async fn client(&self) -> Client {
         let identity = Identity::client(derive_key(&CLUSTER_KEY, "strake client v1"));
         let fabric =

@@ -1,5 +1,5 @@
-//! What is committed goes into the state, and who waits for it is answered; once the state is
-//! durable the log may be cut.
+//! Applies committed entries to the state and answers the callers that wait for them. Once the
+//! state is durable the log may be cut.
 
 use bytes::Bytes;
 use raft::eraftpb::{ConfState, Entry, EntryType};
@@ -42,8 +42,7 @@ impl Driver {
                 self.stall.backlog = Some(work);
                 return Ok(());
             }
-            // Whatever these entries ask for, the others do it: this member must not answer in
-            // their place.
+            // The other members apply these entries; this member must not answer in their place.
             Err(e) if e.code == Code::Corrupt && !is_only_voter(&self.core) => {
                 self.stall.backlog = Some(work);
                 self.damage.note(e.clone());
@@ -81,7 +80,7 @@ impl Driver {
         }
     }
 
-    /// Cuts the log when it is long: first the state must be durable.
+    /// Cuts the log when it is long. The state must be durable first.
     pub(super) fn maybe_sync(&mut self) {
         let image = self.core.image();
         let long = image.bytes() > self.cfg.log_bytes || image.entries.len() > self.cfg.log_entries;
@@ -97,7 +96,7 @@ impl Driver {
         self.syncing = true;
         let (sm, events) = (self.sm.clone(), self.events_tx.clone());
         let task = self.env.spawn(async move {
-            // Blocks on the disk; elections must not wait for that.
+            // This blocks on the disk, and elections must not wait for it.
             let result = match tokio::runtime::Handle::current().runtime_flavor() {
                 RuntimeFlavor::MultiThread => tokio::task::block_in_place(|| sm.sync()),
                 _ => sm.sync(),
@@ -134,8 +133,8 @@ impl Driver {
     }
 }
 
-/// Up to where to cut if everything up to `durable` may go: half the limit stays, and what copies
-/// under way need, of which the oldest is of entry `oldest_copy`.
+/// The index to cut up to if everything up to `durable` may go. Keeps half the limit, and the
+/// entries that copies under way need; the oldest of those is as of entry `oldest_copy`.
 fn cut_target(cfg: &Config, image: &LogImage, oldest_copy: Option<u64>, durable: u64) -> u64 {
     let (mut kept, mut index) = (0, image.last());
     while let Some(e) = image.get(index) {

@@ -1,4 +1,4 @@
-//! Copies of a state that are under way, out and in.
+//! Copies of a state that are being sent or received.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use super::{
 /// See the module.
 #[derive(Default)]
 pub(super) struct Copies {
-    /// On their way out: peer → (id, index, task).
+    /// Being sent: peer → (id, index, task).
     pub(super) outgoing: BTreeMap<u64, (u64, u64, JoinHandle<()>)>,
     pub(super) incoming: Option<Incoming>,
 }
@@ -33,7 +33,7 @@ impl Copies {
         self.outgoing.contains_key(&to)
     }
 
-    /// A task that sends has ended. Whether that was the last copy to this peer.
+    /// A sending task has ended. Returns whether it was the newest copy to this peer.
     pub(super) fn sent(&mut self, to: u64, id: u64) -> bool {
         let last = self.outgoing.get(&to).is_some_and(|o| o.0 == id);
         if last {
@@ -42,12 +42,12 @@ impl Copies {
         last
     }
 
-    /// The lowest entry that a copy on its way out is of.
+    /// The lowest index that a copy being sent is as of.
     pub(super) fn oldest(&self) -> Option<u64> {
         self.outgoing.values().map(|o| o.1).min()
     }
 
-    /// Whether all of this copy has come.
+    /// Whether this copy has arrived completely.
     pub(super) fn has_come(&self, from: u64, id: Option<u64>, meta: &SnapshotMetadata) -> bool {
         self.incoming.as_ref().is_some_and(|i| {
             i.complete
@@ -65,7 +65,7 @@ impl Copies {
         })
     }
 
-    /// The log says that the state is void; from here on it may be overwritten.
+    /// The log now records that the state is void; from here on it may be overwritten.
     pub(super) fn restore_marked(&mut self, sm: &dyn StateMachine, id: u64) -> Result<()> {
         let first = self.incoming.as_mut().filter(|i| i.id == id).and_then(|i| i.first.take());
         let Some((chunk, reply)) = first else { return Ok(()) };
@@ -105,8 +105,8 @@ impl Copies {
     }
 }
 
-/// The leader will send the copy again: when there is space, the old state is not read any more, or
-/// what was damaged is gone.
+/// Whether the leader will send the copy again: once there is space, the old state is no longer
+/// being read, or the damaged data is gone.
 fn comes_again(e: &Error) -> bool {
     matches!(e.code, Code::NoSpc | Code::Busy | Code::Corrupt)
 }

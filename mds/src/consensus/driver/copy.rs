@@ -1,4 +1,4 @@
-//! The bulk copy of a state, out to a member that is behind and in from the leader.
+//! The bulk copy of a state: sent to a member that is behind, received from the leader.
 
 use protobuf::Message as _;
 use raft::eraftpb::{ConfState, Message};
@@ -58,8 +58,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Part of a peer's state. The first one is taken only from the leader this member follows, and
-    /// only if this member cannot do without.
+    /// Part of a peer's state. The first part is accepted only from the leader that this member
+    /// follows, and only if this member needs a copy.
     pub(super) fn chunk(&mut self, chunk: pb::SnapshotChunk, reply: Reply) -> Result<()> {
         if chunk.number == 0 {
             if self.core.leader() == chunk.from && self.core.needs_no_copy(chunk.index, chunk.term)

@@ -1,14 +1,14 @@
-//! What becomes of a state that is damaged: where another member has a good one, this member gives
-//! its own up, has another lead, and takes a copy. Where none has, it goes on with what can be
-//! read, and errors for the rest.
+//! What is done about a damaged state. If another member has a good one, this member gives its own
+//! up, lets another lead, and takes a copy. If none has, it continues with what can be read, and
+//! returns errors for the rest.
 
 use strake_proto::{Code, Error, Result};
 
 use super::Driver;
 
-/// A member that gave its state up and finds no leader ends after so many election timeouts: when
-/// it is started again it has what was left of its state, and can be elected where the others gave
-/// up theirs as well.
+/// A member that gave up its state and finds no leader ends after this many election timeouts.
+/// Started again, it has what was left of its state, and can be elected if the others gave up
+/// theirs as well.
 const PATIENCE: u32 = 100;
 
 impl Driver {
@@ -42,9 +42,9 @@ impl Driver {
         self.hand_over(false);
     }
 
-    /// A leader without a state hands over, `again` if it was tried before. As long as nobody is
-    /// close enough to take over, it sends its log on: others may lack what it has, and would not
-    /// be elected over it.
+    /// A leader without a state hands leadership over; `again` if it tried before. While no member
+    /// is close enough to take over, it keeps sending its log: others may lack entries that it has,
+    /// and could not be elected over it.
     fn hand_over(&mut self, again: bool) {
         let group = self.group();
         let Some(to) = group.successor() else { return };
@@ -55,7 +55,7 @@ impl Driver {
         }
     }
 
-    /// Once a tick.
+    /// Called once a tick. `Corrupt` when the wait for a leader was too long.
     pub(super) fn wait_for_state(&mut self) -> Result<()> {
         if self.core.has_lost_state() && self.core.is_settled_leader() {
             self.hand_over(true);

@@ -1,4 +1,4 @@
-//! What comes to the driver from outside.
+//! Inputs that the driver gets from outside.
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -21,7 +21,7 @@ pub(crate) enum RaftInput {
     Chunk(pb::SnapshotChunk, Reply),
 }
 
-/// Raft messages of one peer, and what it says of itself.
+/// Raft messages of one peer, and what it reports about itself.
 pub(crate) struct Batch {
     pub from: u64,
     pub stamp: u64,
@@ -32,13 +32,13 @@ pub(crate) struct Batch {
 }
 
 pub(crate) enum Control {
-    /// To 0: to whoever is placed best.
+    /// To 0: to the best successor.
     Transfer(u64, Reply),
     Change(MemberChange, Reply),
     Group(oneshot::Sender<Group>),
-    /// The state may be damaged: is it given up?
+    /// The state may be damaged. Asks whether it is given up.
     Damaged(oneshot::Sender<bool>),
-    /// Another life of the group has begun without this member.
+    /// The group was begun anew without this member.
     Retire(Error),
     Stop,
 }

@@ -1,4 +1,4 @@
-//! Changes on their way to the log: a task of its own writes all that waits at once.
+//! Changes on their way to the log: a separate task writes all waiting ones at once.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,11 +15,11 @@ use super::super::{
     log::{LogOp, LogStore},
 };
 
-/// Batches on their way to the log.
+/// Most batches that may be on their way to the log.
 pub(super) const MAX_UNPERSISTED: usize = 16;
 const RETRY: Duration = Duration::from_millis(200);
 
-/// For the log's task: changes to write, then which ready they were of.
+/// For the log's task: changes to write, and the number of the ready they belong to.
 #[derive(Default)]
 pub(super) struct Job {
     pub ops: Vec<LogOp>,
@@ -34,14 +34,14 @@ impl Job {
     }
 }
 
-/// The way to the log's task.
+/// The queue to the log's task.
 pub(super) struct LogQueue {
     jobs: mpsc::Sender<Job>,
     slow: Arc<Mutex<SlowLog>>,
 }
 
 impl LogQueue {
-    /// Starts the task, which tells `events` of what it has written. `late`: see [`SlowLog`].
+    /// Starts the task, which reports to `events` what it has written. `late`: see [`SlowLog`].
     pub(super) fn start(
         log: Arc<dyn LogStore>,
         env: &Env,
@@ -60,7 +60,7 @@ impl LogQueue {
         self.jobs.try_send(job).map_err(|_| behind())
     }
 
-    /// A place in the queue, for a change that is made only if there is one.
+    /// A place in the queue, for a change that must be made only if it can be written.
     pub(super) fn reserve(&self) -> Result<Permit<'_, Job>> {
         self.jobs.try_reserve().map_err(|_| behind())
     }
@@ -74,7 +74,7 @@ fn behind() -> Error {
     Error::new(Code::Overloaded, "the raft log cannot keep up")
 }
 
-/// What the driver's own tasks tell it.
+/// Reports of the driver's own tasks.
 pub(super) enum Event {
     Persisted { number: Option<u64>, restoring: Vec<u64> },
     Stalled(Error),
@@ -83,7 +83,7 @@ pub(super) enum Event {
     Sent { to: u64, id: u64, result: Result<()> },
 }
 
-/// Takes the time of the log's writes.
+/// Measures the time of the log's writes.
 struct Timer {
     env: Env,
     slow: Arc<Mutex<SlowLog>>,
@@ -98,7 +98,7 @@ impl Timer {
     }
 }
 
-/// Writes what waits, all of it at once. A full disk is waited out; other errors end the member.
+/// Writes all waiting changes at once. Waits while the disk is full; other errors end the member.
 async fn write_log(
     log: Arc<dyn LogStore>,
     mut jobs: mpsc::Receiver<Job>,

@@ -1,5 +1,5 @@
-//! The driver's part in changes of the members and of the leadership: what it knows of the others,
-//! and what follows from it.
+//! The driver's part in changes of the members and of the leadership: what it knows of the other
+//! members, and what follows from it.
 
 use std::{sync::atomic::Ordering::Relaxed, time::Duration};
 
@@ -16,11 +16,11 @@ use super::{
     waiters::Waiter,
 };
 
-/// A removed member goes on voting for so many election timeouts: until the others know that its
+/// A removed member keeps voting for this many election timeouts: until the others know that its
 /// removal is committed, one of them may need its vote.
 const LINGER: u32 = 6;
-/// A leader is in office for so many election timeouts before it hands on because of its disk, and
-/// between two tries.
+/// A leader leads for at least this many election timeouts before it hands over because of its
+/// disk, and waits as long between two tries.
 const OFFICE: u32 = 40;
 
 impl Driver {
@@ -104,7 +104,7 @@ impl Driver {
         }
     }
 
-    /// `to` 0: whoever is placed best.
+    /// `to` 0: the best successor.
     pub(super) fn transfer(&mut self, to: u64, reply: Reply) {
         let _ = reply.send(self.begin_transfer(to));
     }
@@ -139,7 +139,8 @@ impl Driver {
         }
     }
 
-    /// Once a tick: is this member's time over, or its disk unfit to lead?
+    /// Called once a tick. Ends a removed member when its time is over; hands leadership over if
+    /// the disk is unfit.
     pub(super) fn look_after_members(&mut self) -> Result<()> {
         if let Some(ticks) = &mut self.standing.removed {
             *ticks += 1;
@@ -163,9 +164,9 @@ impl Driver {
         self.wait_for_state()
     }
 
-    /// With a full or slow disk here and a member that has neither, that one should lead. It waits
-    /// a while between two tries, and for members without such a disk only, so that leadership does
-    /// not go round.
+    /// If this leader's disk is full or slow, and another member's is neither, that member should
+    /// lead. Leadership goes only to a member with a healthy disk, and this one waits between two
+    /// tries, so that leadership does not circle.
     fn yield_unfit_disk(&mut self) {
         let disk = self.health.disk.load(Relaxed);
         let now = self.env.boot();
@@ -173,7 +174,8 @@ impl Driver {
             self.standing.unfit = None;
             return;
         }
-        // What slows this disk may slow theirs: they have a moment to find out and say so.
+        // The cause may slow the other disks, too: gives those members time to notice and report
+        // it.
         let unfit = *self.standing.unfit.get_or_insert(now);
         let settled = now.saturating_sub(unfit) >= 2 * self.election();
         let since = self.standing.led_since.max(self.standing.yielded);

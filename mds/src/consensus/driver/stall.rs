@@ -1,4 +1,4 @@
-//! What was handed out and waits for space on the disk, or until a damaged state is replaced.
+//! Work that was handed out and waits for disk space, or until a damaged state is replaced.
 
 use raft::eraftpb::{ConfState, Entry};
 use strake_proto::Error;
@@ -14,16 +14,16 @@ pub(super) struct ToApply {
 /// See the module.
 #[derive(Default)]
 pub(super) struct Stall {
-    /// Applying these found the disk full.
+    /// Applying these failed because the disk is full.
     pub backlog: Option<ToApply>,
-    /// The end of a copy of the leader's state, which found the disk full.
+    /// The end of a copy of the leader's state, which failed because the disk is full.
     pub unfinished: Option<Output>,
-    /// The disk is full, or the state is damaged and no other member has one, with what it said.
+    /// The error, if the disk is full, or the state is damaged and no other member has a good one.
     pub why: Option<Error>,
 }
 
 impl Stall {
-    /// Something that was handed out waits for space for the state.
+    /// Whether something that was handed out waits for space for the state.
     pub(super) fn is_blocked(&self) -> bool {
         self.backlog.is_some() || self.unfinished.is_some()
     }
@@ -32,7 +32,7 @@ impl Stall {
 /// What is wrong with the state.
 #[derive(Default)]
 pub(super) struct Damage {
-    /// Until the state is replaced.
+    /// Kept until the state is replaced.
     pub found: Option<Error>,
     /// How often something was found.
     pub count: u64,
@@ -41,7 +41,7 @@ pub(super) struct Damage {
 }
 
 impl Damage {
-    /// Reported and counted once, until the state is replaced.
+    /// Reports and counts damage once, until the state is replaced.
     pub(super) fn note(&mut self, e: Error) {
         if self.found.is_none() {
             tracing::error!("the state of this metadata server is damaged: {e}");

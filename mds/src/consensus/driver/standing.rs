@@ -1,4 +1,4 @@
-//! How this member stands in the group, and what it last heard of the others.
+//! This member's position in the group, and what it last heard of the others.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -9,16 +9,16 @@ pub(super) struct PeerProgress {
     pub(super) disk: u32,
 }
 
-/// How this member stands in the group: whether it should lead, and whether it still belongs to it.
+/// This member's position in the group: whether it should lead, and whether it is still a member.
 #[derive(Default)]
 pub(super) struct Standing {
     pub(super) peer_progress: BTreeMap<u64, PeerProgress>,
-    /// Term and whether this member led, when last looked.
+    /// Term, and whether this member led, at the last look.
     pub was: (u64, bool),
-    /// When this member began to lead, and when it last handed on because of its disk.
+    /// When this member began to lead, and when it last handed leadership over because of its disk.
     pub led_since: Duration,
     pub(super) yielded: Duration,
-    /// Since when its disk is slow or full.
+    /// When its disk became slow or full.
     pub(super) unfit: Option<Duration>,
     /// Ticks since this member applied its own removal.
     pub removed: Option<u32>,

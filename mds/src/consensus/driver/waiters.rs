@@ -1,4 +1,4 @@
-//! Who waits for what was proposed.
+//! Callers that wait for their proposals.
 
 use std::collections::BTreeMap;
 
@@ -19,9 +19,9 @@ pub(super) enum Waiter {
 pub(super) struct Waiters {
     /// By the index of the entry, with its term.
     proposed: BTreeMap<u64, (u64, Waiter)>,
-    /// Changes that are applied and wait for the end of the joint configuration, and until a
-    /// majority knows of it: a member that does not know still needs a majority of the old members
-    /// to be elected.
+    /// Membership changes that are applied and wait until the joint configuration has ended and a
+    /// majority knows that it has. Until then a member that does not know still needs a majority of
+    /// the old members to be elected.
     leaving_joint: Vec<Reply>,
     /// The last entry of those changes, once the joint configuration has ended.
     joint_left: Option<u64>,
@@ -54,14 +54,14 @@ impl Waiters {
         }
     }
 
-    /// Answers the changes whose end a majority knows of.
+    /// Answers the changes once a majority knows that their joint configuration has ended.
     pub(super) fn answer_changes(&mut self, majority_knows: impl FnOnce(u64) -> bool) {
         if self.joint_left.take_if(|index| majority_knows(*index)).is_some() {
             self.leaving_joint.drain(..).for_each(|w| drop(w.send(Ok(()))));
         }
     }
 
-    /// Nobody knows (yet) whether what they wait for will happen.
+    /// Fails all waiters: it is not known (yet) whether their proposals will happen.
     pub(super) fn fail(&mut self) {
         for (_, waiter) in std::mem::take(&mut self.proposed).into_values() {
             match waiter {

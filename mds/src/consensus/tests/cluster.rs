@@ -191,7 +191,7 @@ async fn a_member_without_its_log_is_refused_by_itself_and_by_the_others() {
     c.settled(&[1, 2, 3]).await;
     let id = c.leader().await % 3 + 1;
     c.kill(id, true).await;
-    // The state is there, the log is new: it knows by itself.
+    // The state is there, the log is new: the member notices by itself.
     let fresh = || Arc::new(MemLog::new(vec![1, 2, 3], 5, Duration::ZERO));
     let old = std::mem::replace(&mut c.members.get_mut(&id).unwrap().log, fresh());
     let e = c.start(id).await.unwrap_err();
@@ -211,7 +211,7 @@ async fn a_member_without_its_log_is_refused_by_itself_and_by_the_others() {
         !c.node(lone).leadership().borrow().ready,
         "one member and one that lost its log are no majority"
     );
-    // The right log comes back.
+    // The right log returns.
     c.kill(id, true).await;
     c.members.get_mut(&id).unwrap().log = old;
     c.start(id).await.unwrap();
@@ -245,10 +245,10 @@ async fn members_are_added_promoted_replaced_and_removed() {
     assert!(
         status.voters.contains(&4) && !status.voters.contains(&old) && status.voters.len() == 3
     );
-    // It is told, votes for a while yet, and ends.
+    // It learns of it, votes for a while, and ends.
     assert_eq!(c.node(old).stopped().await.code, Code::NotMember);
     use prost::Message as _;
-    // Its end is not theirs: whoever still calls it must not take that for its own.
+    // Its end is not theirs: a member that still calls it must not take that for its own end.
     let batch = strake_proto::pb::RaftBatch {
         from: leader,
         to: old,
@@ -298,7 +298,7 @@ async fn a_new_member_gets_the_state_from_a_leader_whose_log_is_whole_and_of_sev
     c.settled(&[leader, 4]).await;
 }
 
-/// As soon as a change is answered, a majority of the new members must be able to do without the
+/// When a change is answered, a majority of the new members must be able to work without the
 /// others.
 #[tokio::test(start_paused = true)]
 async fn the_leader_may_die_as_soon_as_it_answered_a_replacement() {
@@ -353,8 +353,8 @@ async fn a_full_log_disk_moves_the_leadership_and_heals() {
     c.settled(&[1, 2, 3]).await;
 }
 
-/// Who was on the way when the disk filled learns no result, who comes later that it is full; all
-/// of them can read.
+/// Proposals under way when the disk filled get no result, later ones are told that it is full; all
+/// can read.
 #[tokio::test(start_paused = true)]
 async fn a_lone_member_reads_on_with_a_full_disk_and_heals() {
     let c = Cluster::new(1, 15, |_| {}).await;
@@ -455,12 +455,12 @@ async fn foreign_and_malformed_requests_are_refused() {
     c.put("still", "here").await;
 }
 
-/// Time for whatever a disk makes the leader do.
+/// Gives time for what a disk makes the leader do.
 async fn minutes(n: u64) {
     tokio::time::sleep(Duration::from_secs(60 * n)).await;
 }
 
-/// Writes go on all the time; returns who led, one after the other, in so many minutes.
+/// Writes all the time; returns the leaders, one after the other, in this many minutes.
 async fn leaders_in(c: &Cluster, n: u64) -> Vec<u64> {
     let mut led = vec![c.leader().await];
     let end = tokio::time::Instant::now() + Duration::from_secs(60 * n);
@@ -492,13 +492,13 @@ async fn a_leader_with_a_slow_disk_hands_over_once() {
     c.members[&slow].log.set_latency(LATE);
     let led = leaders_in(&c, 10).await;
     assert!(led.len() == 2 && led[0] == slow, "{led:?}");
-    // Now fast, now slow: the leadership does not go with it.
+    // The disk is fast and slow in turn: the leadership does not follow.
     for round in 0..10 {
         let latency = if round % 2 == 0 { Duration::ZERO } else { LATE };
         c.members[&slow].log.set_latency(latency);
         assert_eq!(leaders_in(&c, 1).await, led[1..], "round {round}");
     }
-    // Well again, it takes over when the other one's turn has come to be slow.
+    // With a fast disk again, it takes over when the other one becomes slow.
     c.members[&slow].log.set_latency(Duration::ZERO);
     for id in (1..=3).filter(|id| *id != slow) {
         c.members[&id].log.set_latency(LATE);
@@ -529,14 +529,14 @@ async fn a_leader_with_a_full_disk_hands_over_to_one_with_space() {
     c.node(other).set_disk_full(true);
     let third = 6 - full - other;
     assert_eq!(leaders_in(&c, 10).await, [full, third]);
-    // Nowhere to go.
+    // No member can take over.
     c.node(third).set_disk_full(true);
     assert_eq!(leaders_in(&c, 10).await, [third]);
     c.node(other).set_disk_full(false);
     assert_eq!(leaders_in(&c, 10).await, [third, other]);
 }
 
-/// A member that was removed while it was away is told by the others, and never leads or votes
+/// A member that was removed while it was away learns it from the others, and never leads or votes
 /// again.
 #[tokio::test(start_paused = true)]
 async fn a_member_removed_while_it_was_away_is_told_so() {

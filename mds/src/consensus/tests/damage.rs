@@ -1,4 +1,4 @@
-//! States that are found damaged: handed over, given up, copied anew.
+//! States that are found damaged: leadership is handed over, the state given up and copied again.
 
 use super::*;
 
@@ -37,7 +37,7 @@ async fn a_damaged_state_is_handed_over_and_copied_anew() {
                 assert!(c.node(id).gave_up_state().await);
                 c.put("k7", "new").await;
             }
-            // Sooner than the others would notice that nobody leads.
+            // Sooner than the others would notice that no member leads.
             let soonest = Duration::from_millis(50)
                 * Config::new(1, CLUSTER, BTreeMap::new()).election_ticks.0 as u32;
             assert!(at.elapsed() < soonest, "round {round}: {:?}", at.elapsed());
@@ -93,7 +93,7 @@ async fn a_member_without_its_state_still_has_its_log() {
     }
 }
 
-/// Two states with damage and the third member away: one of the two goes on with what it has until
+/// Two damaged states, with the third member away: one of the two continues with what it has until
 /// the other has a copy.
 #[tokio::test(start_paused = true)]
 async fn the_last_state_is_not_given_up() {
@@ -109,7 +109,7 @@ async fn the_last_state_is_not_given_up() {
     c.kv(other).spoil("k1");
     c.kv(other).read("k1").unwrap_err();
     assert!(c.node(other).gave_up_state().await);
-    // The leader hears of it with the next word from there.
+    // The leader learns of it with the next message from there.
     tokio::time::sleep(Duration::from_millis(120)).await;
     assert!(c.node(other).status().no_state, "the copy takes longer");
     c.kv(leader).spoil("k2");
@@ -127,7 +127,7 @@ async fn the_last_state_is_not_given_up() {
     c.settled(&[1, 2, 3]).await;
 }
 
-/// There is nobody to copy it from: it ends with the cause, and with nothing of the entry done.
+/// There is no member to copy it from: it ends with the cause, and nothing of the entry is done.
 #[tokio::test(start_paused = true)]
 async fn a_lone_member_keeps_what_it_has() {
     let c = Cluster::new(1, 360, |_| {}).await;

@@ -1,5 +1,5 @@
-//! The log on disk: what is written comes back, a torn tail is cut, and every kind of damage is
-//! refused.
+//! The log on disk: what is written is read back, a torn tail is dropped, and every kind of damage
+//! is refused.
 
 use std::{
     fs,
@@ -258,7 +258,7 @@ async fn a_missing_segment_is_refused_wherever_it_was() {
         fs::remove_file(bad.path().join(name)).unwrap();
         assert_refused(image(bad.path()).await, name);
     }
-    // One made just before a crash, not yet in use, is no loss.
+    // A segment made just before a crash, not yet in use, is no loss.
     let newest = names.len() as u64;
     let end = fs::read(segment(dir.path(), newest - 1)).unwrap();
     let used = end
@@ -315,7 +315,7 @@ async fn crashes_while_the_folder_is_made_leave_a_fresh_one() {
     assert!(image(empty.path()).await.unwrap().is_pristine());
 }
 
-/// The bytes of version 1, for ever.
+/// The bytes of version 1, which never change.
 #[tokio::test]
 async fn golden_segment() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/raft-log-v1.bin");

@@ -307,7 +307,7 @@ impl Cluster {
         .await
     }
 
-    /// Proposes at whoever leads, trying again as a client would, and until there is space.
+    /// Proposes to the leader, retrying as a client would, and until there is space.
     async fn put(&self, key: &str, value: &str) -> Bytes {
         loop {
             let leader = self.leader().await;

@@ -122,7 +122,7 @@ impl World {
         self.drain();
     }
 
-    /// As the driver does it: a leader without a state has another lead.
+    /// As in the driver: a leader without a state lets another member lead.
     fn tick(&mut self, id: u64) {
         let to = self.anyone();
         let n = self.node(id);
@@ -155,7 +155,7 @@ impl World {
 
     fn deliver(&mut self, m: RaftMessage) {
         if m.get_msg_type() == MessageType::MsgSnapshot {
-            // The copy came before this message, over the state.
+            // The copy arrived before this message, and replaced the state.
             let meta = m.get_snapshot().get_metadata();
             let (index, term, from) = (meta.index, meta.term, m.from);
             let n = self.node(m.to);
@@ -252,7 +252,7 @@ impl World {
     fn crash(&mut self, id: u64) {
         let survive = self.below(self.nodes[&id].writes.len() + 1);
         let (lose_state, lose_all, seed) = (self.below(2) == 0, self.below(5) == 0, self.rand());
-        // Two lost states of three are beyond what the group can mend by itself.
+        // Two lost states of three are more than the group can restore by itself.
         let lose_all = lose_all && (1..=4).all(|other| !self.nodes[&other].core.has_lost_state());
         let n = self.node(id);
         for (_, ops) in n.writes.drain(..).take(survive) {
@@ -314,7 +314,7 @@ impl World {
     fn change(&mut self, id: u64) {
         let (any, what, with) = (self.anyone(), self.below(4), self.anyone());
         let id = leader_of(&self.nodes).filter(|_| any != id).unwrap_or(id);
-        // Those who wait for it are rather promoted than not.
+        // Members that wait for it are more likely to be promoted.
         let who = self.nodes[&id]
             .core
             .conf()
@@ -414,7 +414,7 @@ impl World {
         }
     }
 
-    /// Everything works again: all members must come to the same state, with something new in it.
+    /// Everything works again: all members must reach the same state, with something new in it.
     fn settle(&mut self) {
         self.blocked.clear();
         let mut goal = None;
@@ -616,7 +616,7 @@ impl World {
     }
 }
 
-/// Nothing is asserted of what members agree on under a lying peer, only that they survive it.
+/// Asserts only that members survive a lying peer, not what they agree on.
 #[test]
 fn no_message_brings_a_member_down() {
     let (mut taken, mut all) = (0, 0);

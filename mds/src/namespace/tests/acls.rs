@@ -1,4 +1,4 @@
-//! ACLs, what takes set-id bits and file capabilities, and files without a name.
+//! ACLs, removal of set-id bits and file capabilities, and files without a name.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Attributes, sizes, cuts, extended attributes, and what goes after its name went.
+//! Attributes, sizes, truncation, extended attributes, and removal after the name is gone.
 
 use super::*;
 
@@ -83,8 +83,8 @@ fn writes_extend_and_take_set_id_bits() {
     assert_eq!(mode(&mut fs, f), 0o6755, "root keeps them");
     let a = fs.as_user(6, |fs| fs.one(extend(50)).attr.unwrap());
     assert_eq!((a.size, a.mode & 0o7777, a.mtime_ns), (100, 0o755, fs.now));
-    // Of a group that may not run it: whoever is not in the group takes the bit all the same, by
-    // the newer rules.
+    // If its group may not execute it, a caller outside of the group removes the bit nevertheless,
+    // by the newer rules.
     for (rules, uid, left) in [(RULES, 6, 0o767), (RULES, 5, 0o2767), (0, 6, 0o2767)] {
         fs.rules = RULES;
         fs.one(chmod(f, 0o6767));
@@ -125,7 +125,7 @@ fn a_shrink_leaves_a_cut_to_do() {
     assert_eq!(fs.ns.trim_of(f), None);
     assert!(fs.ns.trims(10).is_empty());
     fs.as_user(5, |fs| fs.fails(mk_size(f, 0), Code::Access));
-    // The owner may whatever the mode says: he may hold it open for writing.
+    // The owner may, whatever the mode says, as it may hold the file open for writing.
     let g = fs.as_user(5, |fs| fs.create(ROOT, "g"));
     fs.one(chmod(g, 0o444));
     fs.as_user(5, |fs| fs.one(mk_size(g, 1)));
@@ -264,7 +264,7 @@ fn names_of_extended_attributes_can_be_listed() {
     let name = super::bytes("system.posix_acl_access");
     fs.one(Op::Setxattr(pb::SetXattr { ino: ROOT, name, value, flags: 0 }));
     assert_eq!(bytes(&mut fs), 64 << 10, "all that Linux can list");
-    // Entries of before are applied as they were.
+    // Older entries are applied with their old effect.
     fs.rules = 0;
     fs.one(setx(256, 255));
     fs.rules = RULES;

@@ -46,7 +46,7 @@ fn a_file_waits_while_no_chain_of_its_kind_serves_and_one_may_come_back() {
     assert!(!place(map()).any_waits());
     assert_eq!(waits(without(map(), &[0, 1, 2]), ""), [false; 3], "one serves");
     assert_eq!(waits(without(map(), &[0, 1, 2, 3]), ""), [true, true, false]);
-    // Those that were given up do not come back.
+    // Targets that were given up do not return.
     let given_up = |targets: &[TargetId]| {
         let mut map = without(map(), &[0, 1, 2, 3]);
         map.targets.iter_mut().filter(|t| targets.contains(&t.id)).for_each(|t| t.given_up = true);
@@ -93,7 +93,7 @@ fn pools_and_listed_targets_wait_for_their_own() {
     assert!(place(pooled(&[0, 1, 2])).waits(&listed(&[0])));
 }
 
-/// Takes all targets out, as a leader does.
+/// Marks all targets as dead, as a leader does.
 fn kill(fs: &mut Fs) {
     let old = fs.ns.map();
     let all: Vec<TargetId> = old.map.targets.iter().map(|t| t.id).collect();
@@ -166,7 +166,7 @@ fn only_lists_that_would_choose_chains_wait() {
         before,
         "nothing was done"
     );
-    // What is applied is as ever.
+    // Applied entries give the usual result.
     fs.fails(create(dir, "new"), Code::NoSpc);
     fs.one(open(false));
 }

@@ -1,5 +1,5 @@
-//! What the leader is told of applied entries. That nothing visible changes untold is checked with
-//! every command of all tests.
+//! The effects of applied entries that the leader gets. All tests check after every command that
+//! every visible change is in them.
 
 use super::*;
 
@@ -30,7 +30,7 @@ pub(super) fn visible(store: &dyn Reader) -> Option<BTreeMap<Ino, Vec<u8>>> {
     Some(out)
 }
 
-/// Every inode that looks different was told of.
+/// Checks that the effects name every inode that looks different.
 pub(super) fn check(before: Option<BTreeMap<Ino, Vec<u8>>>, after: &dyn Reader, told: &[Effect]) {
     let (Some(before), Some(after)) = (before, visible(after)) else { return };
     let inos: BTreeSet<Ino> = before.keys().chain(after.keys()).copied().collect();

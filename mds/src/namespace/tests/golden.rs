@@ -211,7 +211,7 @@ fn read_for_ever(format: u32) -> Fs {
         (ns.gc_queue(9), ns.orphans(9), ns.trims(9)),
         (wanted.ns.gc_queue(9), wanted.ns.orphans(9), wanted.ns.trims(9))
     );
-    // And work goes on from there.
+    // And the file system can be used further.
     let (index, now, seq, session) = (wanted.index, wanted.now, wanted.seq, wanted.session);
     let mut fs =
         Fs { store, ns, index, now, seq, session, creds: creds(0), rules: 0, effects: vec![] };

@@ -177,7 +177,7 @@ fn space_is_what_files_can_take() {
     );
     twice(&mut fs, ROOT);
     assert_eq!(space(&mut fs, 0), (3, 3));
-    // All silent: as they were. One given up counts no more, and one that is being emptied has no
+    // All silent: unchanged. A target that was given up does not count, and a draining one has no
     // space for anything new.
     fs.targets(|t| (t.alive, t.used) = (false, 1 << 39));
     assert_eq!(space(&mut fs, ROOT), (3, 1));
@@ -199,7 +199,7 @@ fn dead_targets_get_no_new_files() {
         (6 << 40, 6 << 40, 6, false),
         "{silent}"
     );
-    // No replica serves: no place at all.
+    // No replica serves: no space at all.
     let map = fs.ns.map();
     let dead = |c: &pb::Chain| {
         let replicas = c.replicas.iter();
@@ -252,8 +252,8 @@ fn weighs(mut fs: Fs) {
     );
 }
 
-/// Each as large a part as it has of the free space, whatever heads the chains: an empty target is
-/// given data at once, a full one none.
+/// Each target's share of the data is its share of the free space, whatever heads the chains: an
+/// empty target gets data at once, a full one none.
 #[test]
 fn empty_targets_get_more_of_the_copies_too() {
     for copies in [1, 2, 3] {
@@ -273,8 +273,8 @@ fn empty_targets_get_more_of_the_copies_too() {
             let all: usize = hits.iter().sum();
             hits.into_iter().map(|n| n * 100 / all).collect::<Vec<_>>()
         };
-        // One is empty beside five that are half full: 28 % of the space, where 17 % would be its
-        // turn.
+        // One is empty beside five that are half full: it has 28 % of the space, where an equal
+        // share would be 17 %.
         fs.targets(|t| t.used = if t.id == 4 { 0 } else { t.capacity / 2 });
         let some = parts(&mut fs);
         if copies < 3 {
@@ -284,7 +284,7 @@ fn empty_targets_get_more_of_the_copies_too() {
                 "{copies} copies: {some:?}"
             );
         } else {
-            // Three nodes: each has a copy, and who has the other targets of a chain is dealt.
+            // Three nodes: each has a copy, and the chains decide which of its targets has it.
             assert!(some[4] > some[5] && some[4] >= 17, "{some:?}");
         }
         // One is full beside five that are empty.
@@ -320,7 +320,7 @@ fn a_files_layout_can_change_only_before_it_has_data() {
     fs.fails(Op::Setlayout(pb::SetLayout { ino: f, layout: None }), Code::Inval);
 }
 
-/// Gives each target so many chains of each number of copies.
+/// Gives each target this many chains of each number of copies.
 fn deal(fs: &mut Fs, per: usize) {
     let map = fs.ns.map();
     let (chains, sets) = crate::cluster::chain_table::make_chains(&map.map, per).unwrap();
@@ -347,7 +347,7 @@ fn files_spread_over_all_chains_of_a_target() {
     let used: Vec<i32> = used.into_iter().filter(|n| *n > 0).collect();
     assert!(used.len() == 48 && used.iter().all(|n| (3..=20).contains(n)), "{used:?}");
     assert!(heads.iter().all(|n| *n == 80), "{heads:?}");
-    // One that comes to a target again uses another chain of it.
+    // A file that uses a target again uses another chain of it.
     for s in [
         pb::LayoutSpec { overstripe: 12, ..spec() },
         pb::LayoutSpec { targets: vec![3; 8], ..spec() },
@@ -407,14 +407,14 @@ fn a_pools_files_stay_within_it() {
     for _ in 0..50 {
         assert!(members(&mut fs, &two).iter().all(|t| [1, 3, 4].contains(t)));
     }
-    // Nobody else uses them.
+    // No other files use them.
     let map = fs.ns.map();
     let own: Vec<u32> =
         map.map.sets.iter().filter(|s| s.pool == "flash").flat_map(|s| s.chains.clone()).collect();
     assert!(
         (0..50).all(|_| !own.contains(&chains(&mut fs, pb::LayoutSpec { copies: 2, ..spec() })[0]))
     );
-    // Files go on when the pool goes, and a target outside may be named.
+    // Files stay usable when the pool is removed, and a target outside may be named.
     let f = create(&mut fs, ROOT, two.clone()).unwrap().0;
     let outside = pb::LayoutSpec { targets: vec![0], ..two };
     assert_eq!(targets(&mut fs, outside), [0]);

@@ -39,7 +39,7 @@ impl Fs {
         out
     }
 
-    /// The lock in the way of a write lock of this range.
+    /// The lock that conflicts with a write lock of this range.
     fn in_the_way(
         &mut self,
         ino: Ino,
@@ -98,7 +98,7 @@ fn owners_exclude_each_other_by_ranges() {
         fs.one(read(f, 1, 25, END));
     });
     assert_eq!(fs.in_the_way(f, 2, 0, 9), None, "its own are not in the way");
-    // What was there before is told, clipped, for whoever gives up.
+    // The replaced ranges are reported, clipped, for an owner that gives up.
     fs.fails(write(f, 1, 15, 24), Code::LockConflict);
     let replaced = fs.one(read(f, 1, 15, 24)).lock.unwrap();
     assert_eq!(
@@ -245,7 +245,8 @@ fn ranges_are_bounded_and_unlocks_have_room_of_their_own() {
     commit(&fs, Some(elsewhere(real + 1)));
 }
 
-/// What is told of a lock: the rest of an owner is counted to its end only where there is none.
+/// The answer to a lock request. An owner's remaining ranges are counted fully only if there are
+/// none, so only that is compared.
 fn answer(r: Result<pb::OpResult, Code>) -> Result<Option<(Vec<pb::LockSpan>, u64, bool)>, Code> {
     r.map(|r| r.lock.map(|l| (l.spans, l.session, l.left == 0)))
 }
@@ -254,7 +255,7 @@ fn answer(r: Result<pb::OpResult, Code>) -> Result<Option<(Vec<pb::LockSpan>, u6
 fn both_forms_of_locks_are_the_same_to_clients() {
     for seed in 0..40 {
         let mut d = Dice(seed);
-        // In the first form, in the second, and from one to the other on the way.
+        // In the first form, in the second, and converted in between.
         let mut all = [Fs::new(), Fs::new(), Fs::new()];
         let (mut f, mut sessions) = (0, [0; 2]);
         for fs in &mut all {

@@ -73,9 +73,9 @@ pub(super) struct Fs {
     pub seq: u64,
     pub session: u64,
     pub creds: pb::Creds,
-    /// By which lists are applied.
+    /// The rules by which lists are applied.
     pub rules: u32,
-    /// Of the last command.
+    /// The effects of the last command.
     pub effects: Vec<Effect>,
 }
 

@@ -215,7 +215,7 @@ fn step(fs: &mut Fs, m: &mut Model, d: &mut Dice) {
         8 => m.remove(dir, name, true),
         9 | 10 => m.rename(dir, name, to, new, flags).and_then(|()| {
             match flags & 4 != 0 && !m.has(dir, name) {
-                // What is left there is neither a directory nor has it a size.
+                // What is left there is not a directory and has no size.
                 true => fs
                     .lookup(parent, name)
                     .and_then(|whiteout| m.make(dir, name, Kind::Link, whiteout)),

@@ -227,7 +227,7 @@ fn a_whiteout_takes_the_place_of_what_moved() {
     fs.one(mk_rename(b, "g", a, "f", 0));
     fs.one(mk_rename(a, "f", a, "h", 4));
     assert_eq!((fs.lookup(a, "h"), fs.names(a, 9).len()), (Ok(f), 3));
-    // Whoever may make names may make this one.
+    // A caller that may make names may make this one.
     let open = fs
         .one(Op::Mkdir(pb::Mkdir { parent: ROOT, name: bytes("open"), mode: 0o777, umask: 0 }))
         .ino;
@@ -243,7 +243,7 @@ fn a_whiteout_takes_the_place_of_what_moved() {
     fs.one(mk_link(f, a, "k"));
     fs.one(mk_rename(a, "h", a, "k", 4));
     assert_eq!(fs.lookup(a, "h"), Ok(f));
-    // An entry of before there was such a flag is refused, as it was.
+    // An entry from before this flag is refused, as it was then.
     fs.rules = 0;
     fs.fails(mk_rename(a, "h", b, "x", 4), Code::Inval);
 }

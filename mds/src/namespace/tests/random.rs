@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::*;
 use strake_proto::layout::splitmix64;
 
-/// Draws that are the same for ever.
+/// Random numbers that never change.
 pub(super) struct Dice(pub u64);
 
 impl Dice {
@@ -69,7 +69,7 @@ fn spec(d: &mut Dice) -> pb::LayoutSpec {
     }
 }
 
-/// An ACL that need not make sense.
+/// An ACL that need not be valid.
 fn acl(d: &mut Dice) -> Bytes {
     let mut b = vec![2, 0, 0, 0];
     for tag in [1u8, 2, 4, 8, 16, 32] {

@@ -1,5 +1,5 @@
-//! What `strake fsck --repair` has done: planted in the store behind the namespace's back, and what
-//! must be refused.
+//! The repairs of `strake fsck --repair`: damage planted in the store behind the namespace's back,
+//! and what must be refused.
 
 use pb::repair::What;
 use strake_store::{Batch, MetaStore as _};
@@ -27,7 +27,7 @@ fn name(parent: Ino, name: &str, ino: Ino) -> What {
     What::Name(pb::RepairName { parent, name: bytes(name), ino })
 }
 
-/// Takes an inode away and leaves all that refers to it.
+/// Removes an inode and leaves everything that refers to it.
 fn lose(fs: &Fs, ino: Ino) {
     let mut batch = Batch::default();
     batch.delete(keys::numbered(keys::INODE, ino));
@@ -82,7 +82,8 @@ fn chunks_that_no_file_has_are_queued_for_deletion() {
     let mut fs = Fs::new();
     let f = closed(&mut fs, "f", 9_000_000);
     let (data, own, other) = chains_of(&fs, f);
-    // Where the layout does not put them, and of a data id that is not the file's (any more).
+    // On chains where the layout does not put them, and of a data id that is not the file's (any
+    // more).
     assert_eq!(repair(&mut fs, misplaced(f, data, &[other])), None);
     fs.one(mk_create(ROOT, "later"));
     assert_eq!(repair(&mut fs, chunks(f, data + 1, &own)), None);
@@ -180,7 +181,7 @@ fn a_directory_without_an_inode_keeps_its_entry_while_names_are_below() {
     std::mem::forget(fs);
 }
 
-/// Counts inodes anew by what is there.
+/// Counts inodes again by what exists.
 fn miscounted(fs: &mut Fs, lost: u64) {
     let mut h = fs.ns.header();
     h.inodes -= lost;

@@ -1,4 +1,4 @@
-//! Sessions, exactly-once, hostile log entries, failing stores, formats.
+//! Sessions, request deduplication, hostile log entries, failing stores, formats.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ fn request(fs: &Fs, session: u64, seq: u64, lowest: u64, name: &str) -> Command 
     })
 }
 
-/// Errors by their codes: the words of an error are not kept.
+/// Errors by their codes: the text of an error is not kept.
 fn codes(r: &pb::LogReply) -> Vec<Option<Code>> {
     match &r.reply {
         Some(pb::log_reply::Reply::Meta(m)) => {
@@ -210,8 +210,8 @@ fn a_store_that_fails_leaves_memory_and_disk_as_they_were() {
     assert!(fs.lookup(ROOT, "b").is_ok());
 }
 
-/// Whichever read meets damage: the entries are given up, not answered, and nothing has changed.
-/// Answered, they would be answered otherwise than by the other members.
+/// Whichever read meets damage, the entries are given up, not answered, and nothing has changed. An
+/// answer could differ from the other members' answers.
 #[test]
 fn damage_is_no_result_of_an_entry() {
     let mut fs = Fs::new();
@@ -309,7 +309,7 @@ fn codes_of(r: &pb::LogReply) -> Option<Vec<Option<Code>>> {
     }
 }
 
-/// A real store, one read of which meets damage: the one that comes when so many are `left`.
+/// A real store, one read of which meets damage: the one at which `left` has run out.
 struct FailsAt {
     store: MemStore,
     left: std::sync::atomic::AtomicI64,

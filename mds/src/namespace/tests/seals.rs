@@ -1,4 +1,5 @@
-//! Sealed files: who may seal, what is refused afterwards, and what a crash in the middle leaves.
+//! Sealed files: the permission to seal, what is refused afterwards, and what a crash in the middle
+//! leaves.
 
 use strake_proto::seal::{self as arithmetic, EXTENT, PAGE};
 
@@ -25,7 +26,7 @@ fn get(ino: Ino, page: Option<u64>) -> Op {
     Op::GetSeal(pb::GetSeal { ino, page })
 }
 
-/// A file in the root, for all to write, that nobody has open.
+/// A file in the root, writable for all, that no session has open.
 pub(super) fn closed(fs: &mut Fs, name: &str, size: u64) -> Ino {
     let o = pb::Create {
         parent: ROOT,
@@ -101,7 +102,7 @@ fn a_seal_in_all_its_steps() {
         (size, EXTENT, true, &[1; 32][..])
     );
     fs.fails(get(f, Some(2)), Code::NoData);
-    // A second run that read the same ends well, one that read something else does not.
+    // A second run that read the same data succeeds, one that read something else does not.
     assert_eq!(fs.one(finish(f, id, size)).seal.unwrap().manifest.unwrap(), m);
     fs.one(page(f, id, 0, PAGE));
     let Op::Seal(pb::Seal { step: Some(Step::Page(mut other)), .. }) = page(f, id, 0, PAGE) else {
@@ -203,7 +204,8 @@ fn nothing_of_a_sealed_file_changes() {
             mk_rename(ROOT, "f", ROOT, "g", 2),
         ];
         for change in changes {
-            // Root is no exception. A stranger hears the same, or that it is none of his business.
+            // Root is no exception. A caller without rights gets the same error, or one about
+            // permission.
             fs.fails(change.clone(), Code::Perm);
             fs.as_user(7, |fs| {
                 let e = fs.try_one(change.clone()).map(|r| r.ino);
@@ -211,7 +213,7 @@ fn nothing_of_a_sealed_file_changes() {
             });
         }
         assert_eq!((fs.record(f), fs.names(ROOT, 10)), before);
-        // What reads goes on, and what belongs to programs and not to the file.
+        // Reads still work, and so do operations that do not change the file.
         assert!(fs.one(Op::Open(pb::Open { ino: f, flags: 0 })).layout.is_some());
         fs.one(Op::Access(pb::Access { ino: f, mask: 4 }));
         assert_eq!(fs.one(Op::Getxattr(pb::GetXattr { ino: f, name: bytes("user.a") })).data, "1");
@@ -282,7 +284,7 @@ fn what_cannot_be_sealed() {
         fs.one(Op::Release(pb::Release { ino: f, writer, surplus: false }));
         fs.session = own;
     }
-    // A writer that died: not before what it may have left beyond the end is gone.
+    // A writer that died: not before bytes that it may have left beyond the end are gone.
     let own = std::mem::replace(&mut fs.session, other);
     fs.one(Op::Open(pb::Open { ino: f, flags: 1 }));
     fs.session = own;
@@ -319,7 +321,7 @@ fn an_undone_seal_leaves_nothing_and_takes_no_late_step() {
     fs.one(mk_size(f, 2 * EXTENT));
     let number = fs.ns.trim_of(f).unwrap().number;
     fs.log(Command::TrimDone(pb::TrimDone { ino: f, number }));
-    // Somebody who read what was before must not attach it to what is now.
+    // A run that read the earlier contents must not attach its manifest to the new ones.
     let new = fs.one(begin(f)).seal.unwrap().id;
     assert!(new > id);
     fs.fails(page(f, id, 0, 2), Code::Stale);
@@ -338,7 +340,7 @@ fn a_crash_between_the_steps_leaves_it_immutable_and_another_run_completes_it() 
     let f = closed(&mut fs, "f", EXTENT + 1);
     let id = fs.one(begin(f)).seal.unwrap().id;
     fs.one(page(f, id, 0, 2));
-    // Who sealed died, and so did the server.
+    // The sealing client died, and so did the server.
     fs.ns = Namespace::open(std::sync::Arc::new(fs.store.clone())).unwrap();
     let info = fs.one(get(f, None)).seal.unwrap();
     assert_eq!((info.id, info.pages, info.manifest), (id, 1, None));

@@ -1,4 +1,4 @@
-//! What one list may cost: bounded by what it looks at and writes, alike on every member, and by
+//! The cost limit of one list: counted by what it reads and writes, equal on every member, and by
 //! the rules that it was logged with.
 
 use super::*;
@@ -23,7 +23,7 @@ fn long_acl() -> Bytes {
     all.into()
 }
 
-/// A directory so many levels below another one.
+/// A directory this many levels below another one.
 fn deep(fs: &mut Fs, mut at: Ino, levels: usize) -> Ino {
     for n in (0..levels).step_by(500) {
         let mkdir = |first| {
@@ -46,7 +46,7 @@ fn groups_and_lists_of_rights_cannot_be_multiplied() {
         value,
         ..Default::default()
     }));
-    // Out of order, as entries of before are in the log.
+    // Out of order, as in older entries of the log.
     fs.creds = pb::Creds { uid: 1000, gid: 1000, groups: (0..5000).rev().collect() };
     let mkdir = |name: &str| {
         op(Op::Mkdir(pb::Mkdir { parent: dir, name: bytes(name), mode: 0o755, umask: 0 }))
@@ -68,7 +68,7 @@ fn groups_and_lists_of_rights_cannot_be_multiplied() {
     assert_eq!(code_of(read.last().unwrap().status.as_ref()), Some(Code::NoEnt));
     let read = fs.list(list("a", 2000).split_off(1));
     assert_eq!(code_of(read.last().unwrap().status.as_ref()), Some(Code::TooBig));
-    // As it was logged before, it does what it did.
+    // Logged under the older rules, it keeps its old effect.
     fs.rules = 1;
     assert!(fs.list(list("b", 2000)).iter().all(|r| r.status.is_none()));
 }
@@ -143,7 +143,7 @@ fn lists_that_may_be_much_work_are_known_before() {
     assert!(!heavy(&fs, &list(1000)) && heavy(&fs, &list(16_384)));
 }
 
-/// For people who set the bounds: what a step takes here.
+/// For choosing the limits: what a step takes here.
 #[test]
 #[ignore = "measures"]
 fn what_a_step_takes() {
@@ -180,7 +180,7 @@ fn what_a_step_takes() {
 }
 
 impl Fs {
-    /// Runs a list without a look at the whole state.
+    /// Runs a list without checking the whole state.
     fn raw_list(&mut self, ops: Vec<pb::Op>) -> Vec<pb::OpResult> {
         if !Namespace::is_mutation(&ops) {
             return self.ns.read(self.session, &self.creds, &ops).results;

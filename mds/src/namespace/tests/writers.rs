@@ -1,5 +1,5 @@
-//! Who may write is on record, and what a writer that went silently left is cut before anybody may
-//! write there anew.
+//! Writers are recorded, and what a vanished writer left is trimmed before a new one may write
+//! there.
 
 use super::*;
 use crate::namespace::ops::Inode;
@@ -65,7 +65,7 @@ fn an_orderly_writer_leaves_nothing_to_cut() {
     let third = fs.one(open(ino)).writer;
     fs.one(release(ino, third, false));
     assert_eq!(fs.attr(ino).ctime_ns, ctime, "an open is no change of the file");
-    // What does not exist any more is no reason to fail a list.
+    // Something that no longer exists is no reason to fail a list.
     fs.one(release(999, 5, true));
     let s = fs.session;
     fs.log(end(s, true));
@@ -93,8 +93,8 @@ fn a_writer_that_goes_silently_has_its_surplus_cut_behind_the_eviction() {
     let number = fs.record(ino).unwrap().trim.unwrap().number;
     fs.log(Command::TrimDone(pb::TrimDone { ino, number }));
     assert_eq!(cut_of(&fs, ino), None);
-    // One that says goodbye with the file open, and one whose write failed: cut too, nobody to
-    // fence.
+    // A session that says goodbye with the file open, and one whose write failed: trimmed, too,
+    // with no session to fence.
     fs.of_session(polite, |fs| fs.one(open(ino)));
     fs.log(end(polite, false));
     assert_eq!(cut_of(&fs, ino), Some((10, 0)));
@@ -127,8 +127,8 @@ fn living_writers_keep_their_unreported_bytes() {
     assert!(!fs.record(ino).unwrap().surplus);
 }
 
-/// A file that another session writes, too, when its maker is evicted; the eviction, the other one
-/// and the number of its open.
+/// A file that another session also writes when its maker is evicted; returns the eviction, the
+/// other session and the number of its open.
 fn left_beside(fs: &mut Fs, mode: u32) -> (Ino, u64, u64, u64) {
     let (dead, alive) = (fs.open_session(5), fs.open_session(6));
     let ino = fs.of_session(dead, |fs| {
@@ -143,7 +143,7 @@ fn left_beside(fs: &mut Fs, mode: u32) -> (Ino, u64, u64, u64) {
 }
 
 impl Fs {
-    /// What became of an end that was found.
+    /// The result of an end that was found.
     fn found(&mut self, ino: Ino, fence: u64, change: u64, end: u64) -> Option<Code> {
         let reply = self.log(Command::EndFound(pb::EndFound { ino, fence, change, end }));
         code_of(reply.status.as_ref())
@@ -181,14 +181,14 @@ fn an_end_that_is_found_is_the_end_and_what_is_there_stays() {
         (endless(&fs), fs.ns.survey(|s| (s.ends, s.fences)).unwrap()),
         ([].into(), (vec![], vec![]))
     );
-    // It was done: by nobody once more.
+    // It was done: it cannot be done again.
     for change in [before.attr().change, a.change] {
         assert_eq!(fs.found(ino, fence, change, 9_000), Some(Code::Stale));
         assert_eq!(fs.found(ino, 0, change, 9_000), Some(Code::Stale));
     }
     assert_eq!(fs.attr(ino).size, 5_000);
-    // A failed write of somebody else may have left something: cut when the last writer leaves, and
-    // only beyond.
+    // A failed write of another session may have left something: trimmed when the last writer
+    // leaves, and only beyond the end.
     fs.of_session(alive, |fs| fs.one(release(ino, writer, false)));
     assert_eq!(cut_of(&fs, ino), Some((5_000, 0)));
 }
@@ -231,7 +231,7 @@ fn what_a_write_undoes_is_set_when_the_end_is_known() {
         );
     }
     assert_eq!(fs.record(ino).unwrap(), before);
-    // An entry of a leader from before this rule does on every member what it did then.
+    // An entry of a leader from before this rule keeps its old effect on every member.
     let Command::Meta(old) =
         numbered(&mut fs, set(pb::SetAttr { mtime_ns: Some(5), ..Default::default() }))
     else {
@@ -240,7 +240,7 @@ fn what_a_write_undoes_is_set_when_the_end_is_known() {
     let reply = fs.log(Command::Meta(pb::MetaRequest { ends_matter: false, ..old }));
     assert_eq!(code_of(reply.status.as_ref()), None);
     assert_eq!(fs.record(ino).unwrap().attr().mtime_ns, 5);
-    // What a write leaves alone, and what it does itself, waits for nothing.
+    // Attributes that a write does not change, and what it sets itself, need no wait.
     let rest = set(pb::SetAttr {
         mode: Some(0o600),
         atime_ns: Some(3),
@@ -275,11 +275,11 @@ fn an_end_that_was_seen_before_a_change_or_an_eviction_is_refused() {
         (seen, Some((ino, last)))
     );
     assert_eq!(fs.found(ino, fence, seen, 5_000), Some(Code::Stale));
-    // It is cut.
+    // It is truncated.
     fs.of_session(alive, |fs| fs.one(mk_size(ino, 10)));
     assert_eq!(fs.found(ino, last, seen, 5_000), Some(Code::Stale));
     assert_eq!((fs.attr(ino).size, fs.record(ino).unwrap().fence), (10, last));
-    // There is nothing beyond, or not as far: no change, and nobody has to forget anything.
+    // There is nothing beyond, or not as far: no change, and no client must forget anything.
     let change = fs.attr(ino).change;
     assert_eq!(fs.found(ino, last, change, 10), None);
     assert_eq!(
@@ -311,7 +311,7 @@ fn nothing_is_to_be_found_where_everybody_has_left() {
     assert_eq!(fs.ns.survey(|s| (s.ends, s.fences)).unwrap(), (vec![], vec![(ino, fence)]));
 }
 
-/// A member that gets the state from another one goes on as that one does.
+/// A member that gets the state from another one continues as that one does.
 #[test]
 fn a_copy_of_the_state_has_the_ends_that_are_to_be_found() {
     let mut fs = Fs::new();

@@ -1,5 +1,5 @@
-//! Chains on which no file has data begin anew when all that had them is gone; those on which one
-//! has wait for an administrator.
+//! Chains on which no file has data begin anew when all their replicas are gone; chains with data
+//! wait for an administrator.
 
 use strake_proto::map::ChainExt;
 
@@ -11,7 +11,7 @@ use super::{
 use crate::cluster::moves::target_action::GIVE_UP;
 use pb::members_request::Change;
 
-/// Dead for so long is dead for long.
+/// A target dead for this long counts as long dead.
 const LONG: Duration = Duration::from_secs(4);
 
 /// Two storage servers with a target each, which head a chain of one copy each.
@@ -34,7 +34,7 @@ fn chain(w: &World, id: u32) -> pb::Chain {
     map(w).chains.into_iter().find(|c| c.id == id).unwrap()
 }
 
-/// A file, and its chain; the server of that goes.
+/// A file, and its chain; that chain's server is then stopped.
 async fn made(c: &mut Client<'_>, name: &str, flags: u32) -> (pb::OpResult, u32) {
     let f = c.one(create(name, flags)).await;
     let id = f.layout.as_ref().unwrap().components[0].chains[0];
@@ -72,7 +72,7 @@ async fn stays(w: &World, id: u32, what: &str) {
 async fn a_chain_without_data_begins_anew_and_one_with_data_is_given_up_by_name() {
     let (w, oss) = pair().await;
     let mut c = w.client(1).await;
-    // One file of size 0, which nobody writes, on each of the two; and one with data.
+    // One file of size 0, without a writer, on each of the two; and one with data.
     let (f, id) = made(&mut c, "f", 0).await;
     c.one(extend(f.ino, 5)).await;
     let other = single(&w, 1 - chain(&w, id).preferred[0]);
@@ -85,14 +85,14 @@ async fn a_chain_without_data_begins_anew_and_one_with_data_is_given_up_by_name(
     w.ask::<pb::MembersReply>(Role::Server, opcode::MEMBERS, &give_up).await.unwrap();
     assert!(chain(&w, id).lost);
     stays(&w, id, "given up").await;
-    // Its last file goes: nothing is lost any more, and nobody need say so.
+    // Its last file is removed: nothing is lost any more, and no administrator needs to say so.
     let before = chain(&w, id);
     c.one(unlink("f")).await;
     c.one(Op::Close(pb::Close { ino: f.ino })).await;
     until("it begins anew", || chain(&w, id).head().is_some()).await;
     let now = chain(&w, id);
     assert!(now.preferred == [1 - target] && !now.lost && now.epoch == before.epoch + 1, "{now:?}");
-    // And takes files.
+    // And it takes files.
     files_until(&mut c, "new", id).await;
 }
 
@@ -117,7 +117,7 @@ async fn nothing_begins_anew_where_there_is_no_target_or_before_it_is_dead_for_l
     let died = tokio::time::Instant::now();
     sleep(10 * LONG).await;
     assert!([a, b].iter().all(|c| chain(&w, *c).head().is_none()), "on what?");
-    // A server that is back is what it was; its neighbour's empty chain goes to it.
+    // A server that returns has what it had; its neighbour's empty chain goes to it.
     let again = w.oss(1).await;
     until("its own", || chain(&w, a).head() == Some(0)).await;
     until("the other one", || chain(&w, b).head() == Some(0)).await;

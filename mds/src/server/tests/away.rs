@@ -18,7 +18,7 @@ async fn a_file_is_made_when_one_of_the_dead_targets_is_back() {
     let old = c.one(create("old", 2)).await.ino;
     all.iter().for_each(|o| o.up.store(false, Ordering::Relaxed));
     until("all are dead", || alive(&w) == 0).await;
-    // What needs no target is done.
+    // Operations that need no target succeed.
     c.one(mkdir("d")).await;
     assert_eq!(c.one(create("old", 2)).await.ino, old);
     let request = c.request(vec![create("new", 2)]);

@@ -20,7 +20,7 @@ fn notices(w: &World, i: usize) -> String {
     w.mds[i].as_ref().unwrap().1.status().notices.join("\n")
 }
 
-/// Every read that meets the damage, and every change, is answered as if nothing were.
+/// Every read that meets the damage, and every change, is answered normally.
 #[tokio::test(start_paused = true)]
 async fn what_the_leader_cannot_read_another_one_answers() {
     let ways = [
@@ -52,7 +52,7 @@ async fn what_the_leader_cannot_read_another_one_answers() {
         );
         let good = w_leader(&w);
         assert!(!notices(&w, good).contains("damaged"), "{what}");
-        // It may lead again, and read it.
+        // It may lead again, and reads the state.
         w.mds[good].as_ref().unwrap().1.node().transfer(leader as u64 + 1).await.unwrap();
         c.run(vec![lookup("spoilt-name")]).await.unwrap();
         assert_eq!((w.leader().await, raft(&w, leader).damages), (leader, 1), "{what}");
@@ -63,7 +63,7 @@ fn w_leader(w: &World) -> usize {
     w.mds.iter().position(|m| m.as_ref().is_some_and(|(_, s)| s.leads())).unwrap_or(0)
 }
 
-/// Nobody asks for it: the members read all they have by themselves.
+/// No client reads it: the members read all their state by themselves.
 #[tokio::test(start_paused = true)]
 async fn damage_that_nobody_meets_is_found() {
     let w = World::new(3, |c| c.scrub_every_s = 600).await;
@@ -82,7 +82,7 @@ async fn damage_that_nobody_meets_is_found() {
     assert!((0..3).all(|i| raft(&w, i).damages == u64::from(i == follower)));
 }
 
-/// There is no other copy: what can be read is, the rest is an error that says so.
+/// There is no other copy: readable data is returned, the rest is an error that says so.
 #[tokio::test(start_paused = true)]
 async fn a_lone_server_names_its_damage() {
     let w = World::new(1, |_| ()).await;
@@ -135,7 +135,7 @@ async fn fill(cfgs: &[Config], session: u64) -> Vec<u64> {
     inos
 }
 
-/// All of it, from whoever leads.
+/// Reads everything from the leader.
 async fn all_is_right(cfgs: &[Config], session: u64, inos: &[u64]) {
     for (i, ino) in inos.iter().enumerate() {
         let get = Op::Getxattr(pb::GetXattr { ino: *ino, name: "user.a".into() });

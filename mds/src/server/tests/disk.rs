@@ -136,7 +136,7 @@ pub(super) async fn leader_of(all: &[Option<MdsServer>]) -> usize {
     timeout(Duration::from_secs(60), found).await.expect("a leader within a minute")
 }
 
-/// Has member `to` lead.
+/// Makes member `to` the leader.
 pub(super) async fn transfer(cfgs: &[Config], all: &[Option<MdsServer>], to: usize) {
     let done = async {
         while leader_of(all).await != to {
@@ -150,7 +150,7 @@ pub(super) async fn transfer(cfgs: &[Config], all: &[Option<MdsServer>], to: usi
     timeout(Duration::from_secs(60), done).await.expect("another leader within a minute");
 }
 
-/// Asks whoever leads, which on a slow machine may change, until it is done.
+/// Asks the leader, which may change on a slow machine, until it is done.
 async fn change_members(cfgs: &[Config], all: &[Option<MdsServer>], change: Change) {
     let fabric = TcpFabric::new(
         Env::system(),
@@ -210,7 +210,7 @@ async fn a_member_is_replaced() {
     let now: Vec<Config> = cfgs.iter().cloned().chain([joiner]).collect();
     let r: pb::MetaReply = ask(&now, opcode::META, &mkdir(s.session, 2, "b")).await.unwrap();
     assert!(r.results[0].ino > 1);
-    // The new leader records the members it finds; the new one applies that when it comes.
+    // The new leader records the members it finds; the new member applies that when it starts.
     let recorded = async {
         let named = |id: usize| {
             new.status().map.unwrap_or_default().nodes.iter().any(|n| n.id == id as u32)

@@ -1,4 +1,4 @@
-//! What storage servers hear of rights that ended, and what capabilities say of when they were
+//! What storage servers learn of rights that ended, and what capabilities say about when they were
 //! given.
 
 use strake_proto::Capability;
@@ -33,7 +33,7 @@ async fn storage_servers_hear_within_a_second_what_ended() {
                 Op::Release(pb::Release { ino, writer, surplus: false }),
             ]
         };
-        // Released; who reads may, and who opens it anew may write.
+        // Released: readers may read, and one that opens it again may write.
         c.run(release(made.writer)).await.unwrap();
         let again = c.one(open(ino, 2)).await;
         sleep(SECOND).await;
@@ -52,7 +52,7 @@ async fn storage_servers_hear_within_a_second_what_ended() {
         );
         assert!(!oss.refuses(&open_cap(&both[1]), Rights::READ));
         c.one(Op::Setattr(pb::SetAttr { ino, mode: Some(0o600), ..Default::default() })).await;
-        // A list that ran is answered once more: it was looked at the right before the change.
+        // A list that ran is answered once more: its right was checked before the change.
         let late = d.send(&request).await.unwrap();
         let new = open_cap(&d.one(open(ino, 0)).await);
         sleep(SECOND).await;
@@ -62,7 +62,7 @@ async fn storage_servers_hear_within_a_second_what_ended() {
         assert!(!oss.refuses(&new, Rights::READ));
         (d.session, ino, new)
     };
-    // A leader that was none before goes on where the last one was.
+    // A new leader continues where the last one stopped.
     let leader = w.leader().await;
     w.kill(leader);
     {
@@ -77,7 +77,8 @@ async fn storage_servers_hear_within_a_second_what_ended() {
         sleep(SECOND).await;
         assert!(oss.refuses(&reads, Rights::READ) && !oss.refuses(&cap, Rights::WRITE));
     }
-    // Members that were restarted do not know what ended before, and say so to who asks from there.
+    // Restarted members do not know what ended before, and tell that to a server that asks from
+    // there.
     let known = oss.endings.lock().through;
     w.start(leader).await;
     sleep(5 * SECOND).await;

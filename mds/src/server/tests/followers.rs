@@ -1,4 +1,4 @@
-//! Reads by members that do not lead: what they tell, when they wait, and when they refuse. See
+//! Reads by members that do not lead: what they answer, when they wait, and when they refuse. See
 //! `docs/follower-reads.md`.
 
 use super::{
@@ -8,7 +8,7 @@ use super::{
 };
 use tokio::time::Instant;
 
-/// The members that do not lead, once all know who does.
+/// The members that do not lead, once all know the leader.
 async fn followers(w: &World) -> [usize; 2] {
     let leader = w.leader().await;
     let knows = |i: usize| {
@@ -75,7 +75,7 @@ async fn followers_tell_what_was_answered_before() {
     let space = ask(&w, both[0], &mut reader, Op::Statfs(pb::Statfs::default())).await.unwrap();
     assert_eq!(space.statfs.unwrap().inodes, 41);
     assert_eq!(both.map(|f| counted(&w, f)), [(83, 0), (80, 0)]);
-    // The leader answers it like anything.
+    // The leader answers it like any other read.
     let leader = w.leader().await;
     assert_eq!(ask(&w, leader, &mut reader, list()).await.unwrap().entries.len(), 40);
     assert_eq!(counted(&w, leader), (0, 0));
@@ -101,7 +101,7 @@ async fn the_latest_map_is_told_by_the_leader_alone_and_to_servers() {
     }
     // Each costs the leader a round to the others.
     assert_eq!(ask(leader, Role::Client, true).await, Err(Code::Access));
-    // One that was the leader and is cut off does not know what was agreed on since.
+    // A former leader that is cut off does not know what was agreed on since.
     w.net.cut_off.lock().insert(leader as u32 + 1);
     assert!(ask(leader, Role::Server, true).await.is_err());
 }
@@ -119,7 +119,7 @@ async fn a_follower_does_not_tell_what_a_holder_has_not_forgotten_was() {
     let began = Instant::now();
     let early = async {
         sleep(Duration::from_millis(50)).await;
-        // All have applied it, and the holder still answers with what was.
+        // All have applied it, and the holder still answers with the old state.
         for f in both {
             let applied = |i: usize| w.mds[i].as_ref().unwrap().1.node().status().applied;
             assert_eq!(applied(f), applied(w.leader().await));
@@ -149,7 +149,7 @@ async fn a_follower_does_not_tell_what_a_holder_has_not_forgotten_was() {
             0o700
         );
     }
-    // What an entry did is told as a whole: the directory and the one that moved.
+    // An entry takes effect as a whole: the directory and the inode that moved.
     assert_eq!(b.one(getattr(e)).await.granted, [e]);
     let change = a.request(rename("e", "f"));
     let ((), forgot) = tokio::join!(
@@ -194,8 +194,7 @@ async fn a_follower_that_is_cut_off_or_without_a_leader_answers_nothing() {
         }
     };
     tokio::time::timeout(Duration::from_secs(5), told).await.expect("it has caught up");
-    // The leader is cut off and goes on believing that it leads for a while: it tells nobody what
-    // may be told.
+    // The leader is cut off and believes for a while that it still leads: it gives no frontiers.
     let leader = w.leader().await;
     w.net.cut_off.lock().insert(leader as u32 + 1);
     let request = pb::FrontierRequest { member: f as u64 + 1, ..Default::default() };
@@ -207,7 +206,7 @@ async fn a_follower_that_is_cut_off_or_without_a_leader_answers_nothing() {
         "{r:?} {took:?}"
     );
     w.net.cut_off.lock().clear();
-    // Nobody leads.
+    // No member leads.
     w.leader().await;
     for i in (0..3).filter(|i| *i != g) {
         w.kill(i);
@@ -264,7 +263,7 @@ async fn followers_know_who_writes_and_leave_that_to_the_leader() {
     a.one(Op::Release(pb::Release { ino: file.ino, writer: file.writer, surplus: false })).await;
     assert_eq!(ask(&w, f, &mut b, getattr(file.ino)).await.unwrap().attr.unwrap().size, 100);
     assert_eq!(ask(&w, f, &mut b, list()).await.unwrap().entries[0].attr.unwrap().size, 100);
-    // What is more than a look is not for them.
+    // Followers answer only reads.
     let refused = [
         Op::Open(pb::Open { ino: file.ino, flags: 0 }),
         Op::Close(pb::Close { ino: file.ino }),
@@ -294,7 +293,7 @@ async fn forged_and_ended_sessions_and_strangers_are_refused() {
         assert_eq!(tell(&w, leader, &look).await.err(), Some(Code::NoSession), "{session:#x}");
     }
     assert!(ask(&w, f, &mut c, list()).await.is_ok());
-    // Frontiers are for servers, and are the leader's to tell.
+    // Frontiers are for servers, and only the leader gives them.
     let ask_frontier = |at: usize, role, r: pb::FrontierRequest| {
         let w = &w;
         async move {
@@ -331,7 +330,7 @@ async fn a_member_whose_state_is_replaced_tells_nothing_of_it() {
             c.one(mkdir(&format!("d{n}"))).await;
         }
     }
-    // It comes back without what it had, as a new member would, and is asked all the time.
+    // It returns without its state, like a new member, and is asked all the time.
     let i = w.join().await;
     let learn = pb::MembersRequest {
         change: Some(pb::members_request::Change::Learn(pb::MemberLearn {

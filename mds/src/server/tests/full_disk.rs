@@ -1,4 +1,4 @@
-//! A server on a small file system that fills: what is refused, what goes on, and service again
+//! A server on a small file system that fills: what is refused, what still works, and service again
 //! without a restart.
 
 use std::{
@@ -42,12 +42,12 @@ impl Small {
         Some(Small(dir))
     }
 
-    /// Takes all the space there is now, but not what a server gives up meanwhile.
+    /// Uses all the space there is now, but not what a server gives up meanwhile.
     fn fill(&self) -> PathBuf {
         self.take(rustix::fs::statvfs(self.0.path()).unwrap().f_bavail)
     }
 
-    /// Writes so many blocks, or as many as there is space for.
+    /// Writes this many blocks, or as many as there is space for.
     fn take(&self, blocks: u64) -> PathBuf {
         let path = self.0.path().join("ballast");
         let mut f = File::create(&path).unwrap();
@@ -179,7 +179,8 @@ async fn somebody_else_fills_the_disk_of_a_lone_server() {
     );
 }
 
-/// Its own changes fill it: what the log, the journal, flushes and compactions take is part of it.
+/// Its own changes fill it: the space of the log, the journal, flushes and compactions is part of
+/// it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lone_server_fills_its_disk_itself() {
     let Some(disk) = Small::new(192) else { return };
@@ -217,7 +218,7 @@ async fn a_lone_server_fills_its_disk_itself() {
     );
 }
 
-/// Nothing is kept back, so that the store itself meets the end of the disk.
+/// Nothing is reserved, so that the store itself meets the full disk.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_store_that_met_the_end_of_the_disk_goes_on_by_itself() {
     let Some(disk) = Small::new(96) else { return };

@@ -1,5 +1,4 @@
-//! Sessions that hold back what they write: who waits for them, and what is left of those that were
-//! evicted.
+//! Sessions with dirty data: which requests wait for them, and what is left of evicted ones.
 
 use std::{future::Future, pin::pin};
 
@@ -12,7 +11,7 @@ use super::{
 
 const AWHILE: Duration = Duration::from_millis(700);
 
-/// Whether it is still waited for after a while.
+/// Whether it still waits after a while.
 async fn waits<T>(f: &mut (impl Future<Output = T> + Unpin)) -> bool {
     timeout(AWHILE, f).await.is_err()
 }
@@ -21,8 +20,8 @@ async fn dies(w: &World, by: u8, uuid: u8) -> u64 {
     w.client_that(by, false, &[uuid]).await.session
 }
 
-/// What an evicted session wrote may be on its way yet: who looks at the file, opens it or becomes
-/// its writer waits until no storage server will take it any more. Nobody else does.
+/// Writes of an evicted session may still be on their way: requests that read the file, open it or
+/// become its writer wait until no storage server accepts them any more. No other request waits.
 #[tokio::test(start_paused = true)]
 async fn nobody_is_told_of_what_an_evicted_session_may_yet_write() {
     let (w, oss) = with_files().await;
@@ -40,7 +39,7 @@ async fn nobody_is_told_of_what_an_evicted_session_may_yet_write() {
         for one in each {
             assert!(waits(&mut pin!(one)).await);
         }
-        // Its heartbeats go on: it is not that its lease is over.
+        // Its heartbeats continue: its lease is not over.
         for _ in 0..10 {
             assert!(waits(&mut all).await);
             b.renew().await;
@@ -51,7 +50,7 @@ async fn nobody_is_told_of_what_an_evicted_session_may_yet_write() {
         oss.busy.store(false, Ordering::Relaxed);
         let began = Instant::now();
         let (look, ..) = all.await;
-        // The writer waits for the cut, too, which was tried in vain meanwhile, and has then time
+        // The writer waits for the trim, too, which was tried in vain meanwhile, and then has time
         // for its report, which it does not make.
         assert!(
             began.elapsed() < Duration::from_secs(11) && size(&look) == 0,
@@ -62,7 +61,7 @@ async fn nobody_is_told_of_what_an_evicted_session_may_yet_write() {
 }
 
 /// A new leader knows of it from the state, also while others write the file, so that it is not
-/// cut.
+/// trimmed.
 #[tokio::test(start_paused = true)]
 async fn a_new_leader_waits_for_storage_servers_too() {
     for others in [false, true] {
@@ -103,12 +102,12 @@ async fn a_second_writer_waits_for_what_the_first_holds_back() {
     let request = b.request(open(f, 2));
     let mut opened = pin!(b.send(&request));
     assert!(waits(&mut opened).await);
-    // First it is to forget, then it is asked.
+    // First it must forget, then it is asked.
     let first = a.poll(vec![]).await;
     assert_eq!((first.recalls.len(), first.reports.len()), (1, 0));
     let (report, _) = tokio::join!(a.poll(vec![]), waits(&mut opened));
     assert_eq!((report.reports[0].ino, report.recalls.len()), (f, 0));
-    // One that works at it is not evicted, however long that takes.
+    // A session that is working on it is not evicted, however long that takes.
     for _ in 0..10 {
         let (_, alive) = tokio::join!(waits(&mut opened), a.renew());
         assert_eq!(alive, 1500);
@@ -121,13 +120,13 @@ async fn a_second_writer_waits_for_what_the_first_holds_back() {
     a.one(extend(f, 77)).await;
     a.poll(vec![report.reports[0].number]).await;
     opened.await;
-    // To open it once more asks again: what it held back meanwhile nobody knows.
+    // Opening it once more asks again: whether it has dirty data since then is not known.
     let again = a.one(open(f, 2)).await;
     assert!(again.granted.is_empty());
 }
 
-/// One who has reported that it is not alone holds nothing back: who comes after that waits for
-/// nobody, who comes before waits, too. It is asked again when it was left alone since.
+/// A session that reported after it was no longer alone has no dirty data: a later writer waits for
+/// nothing, an earlier one waits, too. It is asked again if it was alone since.
 #[tokio::test(start_paused = true)]
 async fn the_third_writer_waits_for_nobody_unless_one_was_alone_again() {
     let (w, _oss) = with_files().await;
@@ -151,7 +150,7 @@ async fn the_third_writer_waits_for_nobody_unless_one_was_alone_again() {
         let (_, opened) = tokio::join!(a.poll(vec![next]), third);
         writers.push(opened.results[0].writer);
     }
-    // From now on nobody is asked, neither a nor those who were never alone.
+    // From now on no session is asked, neither a nor those that were never alone.
     for by in 4..8 {
         let mut d = Holder::new(&w, by).await;
         let request = d.request(open(f, 2));
@@ -172,8 +171,8 @@ async fn the_third_writer_waits_for_nobody_unless_one_was_alone_again() {
     tokio::join!(a.poll(vec![report.reports[0].number]), opened);
 }
 
-/// Who was alone since when is not in the log: a new leader asks all who hold back and are on
-/// record, once.
+/// The log does not say which session was alone and when: a new leader asks all recorded sessions
+/// that keep dirty data, once.
 #[tokio::test(start_paused = true)]
 async fn a_new_leader_asks_all_who_may_hold_something_back() {
     let (mut w, _oss) = with_files().await;
@@ -210,7 +209,8 @@ async fn a_new_leader_asks_all_who_may_hold_something_back() {
     timeout(AWHILE, d.send(&fourth)).await.expect("nobody is asked any more");
 }
 
-/// Whoever only writes through is not asked when others come to write: everything of it is there.
+/// A session that only writes through is not asked when others become writers: all its data is
+/// there.
 #[tokio::test(start_paused = true)]
 async fn writers_who_hold_nothing_back_are_not_waited_for() {
     let (w, _oss) = with_files().await;
@@ -224,7 +224,7 @@ async fn writers_who_hold_nothing_back_are_not_waited_for() {
     a.one(getattr(f)).await;
 }
 
-/// Cut off, it may hold something back: it is waited for, and evicted when it does not come back.
+/// While cut off, it may have dirty data: it is waited for, and evicted if it does not return.
 #[tokio::test(start_paused = true)]
 async fn one_that_is_cut_off_is_waited_for_and_then_evicted() {
     let (w, oss) = with_files().await;

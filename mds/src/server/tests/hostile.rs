@@ -1,5 +1,5 @@
-//! Clients that keep to no rule: ids that nobody was given, numbers that mean nothing, more than
-//! anybody may have.
+//! Clients that follow no rules: ids that were never given out, numbers that mean nothing, more
+//! than a client may have.
 
 use super::*;
 use crate::leases::Limits;
@@ -62,7 +62,7 @@ async fn a_number_that_was_used_runs_nothing_else() {
     let other = pb::MetaRequest { ops: c.request(vec![mkdir("b")]).ops, ..first.clone() };
     assert_eq!(c.send(&other).await.unwrap(), made, "the answer of the first");
     assert_eq!(c.fails(lookup("b")).await, Code::NoEnt);
-    // One that is said to be answered does not run, whatever it asks for.
+    // A request that its sender calls answered does not run, whatever it asks for.
     c.one(mkdir("c")).await;
     let old = pb::MetaRequest { ops: c.request(vec![mkdir("b")]).ops, ..first };
     assert_eq!(code(&w, opcode::META, &old).await, Some(Code::ReplyGone));
@@ -84,8 +84,8 @@ async fn numbers_that_mean_nothing_are_refused() {
         let Op::Rename(r) = rename("f", "g") else { unreachable!() };
         assert_eq!(c.fails(Op::Rename(pb::Rename { flags: flags | 4, ..r })).await, Code::Inval);
     }
-    // Neither for reading nor for writing: there is no right to the data. Bits that nobody knows
-    // change nothing.
+    // Neither for reading nor for writing: there is no right to the data. Unknown bits change
+    // nothing.
     assert!(c.one(Op::Open(pb::Open { ino: file, flags: 3 })).await.capability.is_empty());
     assert!(c.one(create("h", 3)).await.capability.is_empty());
     let tmpfile =
@@ -95,7 +95,7 @@ async fn numbers_that_mean_nothing_are_refused() {
         let cap: [u8; CAP_LEN] = cap.try_into().unwrap();
         CapKey::from_cluster_key(&KEY).open(&cap, 0).unwrap().rights
     };
-    // But for the bit with which the kernel asks for the right to run it.
+    // Except the bit with which the kernel asks for the right to execute it.
     let strange = c.one(Op::Open(pb::Open { ino: file, flags: !0x23 })).await;
     assert_eq!(rights(&strange.capability), Rights::READ);
     let unknown = pb::Op { op: None };

@@ -1,4 +1,5 @@
-//! Leases through whole servers: who waits for whom, who is asked, what a failover leaves.
+//! Leases through whole servers: what waits for what, which sessions are asked, what a failover
+//! leaves.
 
 use super::{world::Client, *};
 use crate::leases::rows::Reporting;
@@ -6,10 +7,10 @@ use std::future::Future;
 use tokio::time::{Instant, timeout};
 
 const TERM: Duration = Duration::from_millis(1500);
-/// What takes so long waited for somebody.
+/// A request that takes this long had to wait.
 const AWHILE: Duration = Duration::from_millis(700);
 
-/// A client that remembers nothing and says so.
+/// A client that caches nothing and says so.
 pub(super) struct Holder<'a> {
     pub c: Client<'a>,
     w: &'a World,
@@ -75,7 +76,7 @@ impl<'a> Holder<'a> {
         pb::RecallRequest { session, connection, acknowledged, reported, ..Default::default() }
     }
 
-    /// Acknowledges what came before, and waits for more.
+    /// Acknowledges earlier recalls, and waits for more.
     pub(super) async fn poll(&mut self, reported: Vec<u64>) -> pb::RecallReply {
         let r = self.recall(reported);
         let r: pb::RecallReply = self.w.ask(Role::Client, opcode::RECALL, &r).await.unwrap();
@@ -83,7 +84,7 @@ impl<'a> Holder<'a> {
         r
     }
 
-    /// Forgets what it is told to; what that was.
+    /// Forgets what it must forget, and returns that.
     pub(super) async fn forget(&mut self) -> Vec<u64> {
         let r = self.poll(vec![]).await;
         let more = timeout(Duration::from_millis(100), self.poll(vec![])).await;
@@ -144,7 +145,7 @@ async fn nobody_is_told_what_is_new_before_a_holder_has_forgotten_what_was() {
     let (change, read) = (a.request(chmod(d, 0o700)), c.request(vec![getattr(d)]));
     let began = Instant::now();
     let answers = async {
-        // Sent again by somebody impatient, it waits as well, also when it has run by then.
+        // Sent again by an impatient client, it waits as well, even if it has run by then.
         let again = async {
             sleep(Duration::from_millis(100)).await;
             let r = a.send(&change).await;
@@ -172,7 +173,7 @@ async fn nobody_is_told_what_is_new_before_a_holder_has_forgotten_what_was() {
     });
     assert_eq!(forgot, [d]);
     assert!(began.elapsed() < Duration::from_millis(600));
-    // One that waits for something to forget hears of it at once.
+    // A session that waits for recalls gets it at once.
     assert_eq!(b.one(getattr(d)).await.granted, [d]);
     let change = a.request(chmod(d, 0o755));
     let ((_, took), forgot) = tokio::join!(
@@ -206,7 +207,7 @@ async fn nobody_is_told_what_is_new_before_a_holder_has_forgotten_what_was() {
         );
         sleep(Duration::from_millis(1000 + late * 37)).await;
     }
-    // Then nothing is left in anybody's way.
+    // Then nothing is left to wait for.
     let (_, took) = timed(a.one(chmod(d, 0o722))).await;
     assert!(took < Duration::from_millis(200), "{took:?}");
 }
@@ -226,7 +227,7 @@ async fn own_changes_are_recalled_from_others_and_what_they_hit_besides_from_one
         [ROOT_INO, z],
         "it goes on knowing the directory, and knows what it made"
     );
-    // The victim and what is moved are not named.
+    // The replaced and the moved inode are not named.
     let change = a.request(rename("x", "y"));
     let mut polling =
         Holder { c: w.client(1).await, w: &w, connection: a.connection, acknowledged: 0 };
@@ -244,7 +245,7 @@ async fn own_changes_are_recalled_from_others_and_what_they_hit_besides_from_one
     let change = pb::MetaRequest { dropped: vec![x, z], ..a.request(rename("y", "z")) };
     let (_, took) = timed(a.send(&change)).await;
     assert!(took < Duration::from_millis(200), "{took:?}");
-    // A refusal changes nothing, but its sender may remember it.
+    // A refusal changes nothing, but its sender may cache it.
     let r = a.request(mkdir("z"));
     let r: pb::MetaReply = w.ask(Role::Client, opcode::META, &r).await.unwrap();
     assert!(r.results[0].status.is_some() && r.granted == [ROOT_INO]);
@@ -258,7 +259,7 @@ async fn a_request_that_arrives_again_gives_nothing_back() {
     let change = pb::MetaRequest { dropped: vec![x], ..a.request(rename("x", "y")) };
     a.send(&change).await;
     assert_eq!(a.one(getattr(x)).await.granted, [x], "it learns of it anew");
-    // The network brings a copy.
+    // The network delivers a copy.
     let _: Result<pb::MetaReply, _> = w.ask(Role::Client, opcode::META, &change).await;
     let set = b.request(chmod(x, 0o700));
     let ((_, took), forgot) = tokio::join!(timed(b.send(&set)), async {
@@ -286,7 +287,7 @@ async fn leases_are_for_those_who_said_hello_where_they_ask() {
     {
         assert!(a.one(op).await.granted.is_empty(), "nobody remembers that");
     }
-    // Who opens for writing makes others forget, and none gets a lease meanwhile but a sole writer.
+    // An open for writing makes others forget, and meanwhile only a sole writer gets a lease.
     let f = a.one(create("f", 0)).await.results[0].ino;
     let mut b = Holder::new(&w, 2).await;
     assert!(b.one(getattr(f)).await.granted == [f] && a.one(getattr(f)).await.granted == [f]);
@@ -318,7 +319,7 @@ async fn writers_report_before_others_are_told() {
     let ((r, took), number) = tokio::join!(timed(b.send(&stat)), async {
         let asked = a.poll(vec![]).await;
         assert_eq!((asked.reports.len(), asked.reports[0].ino, asked.recalls.len()), (1, f, 0));
-        // Unanswered, it is not told over and over.
+        // Without an answer, it is not repeated all the time.
         let (again, took) = timed(timeout(AWHILE, a.poll(vec![]))).await;
         assert!(again.is_err() && took == AWHILE);
         a.one(extend(f, 100)).await;
@@ -332,13 +333,13 @@ async fn writers_report_before_others_are_told() {
             && took < AWHILE * 2
             && number > 0
     );
-    // In listings it is left out for others.
+    // Listings for others leave it out.
     a.renew().await;
     assert_eq!(b.one(list()).await.results[0].entries[0].attr, None);
     assert!(a.one(list()).await.results[0].entries[0].attr.is_some());
     assert_eq!(size(&a.one(getattr(f)).await), 100, "a writer is not asked for its own sake");
-    // A silent one may have written what it did not report. It is evicted, though its leases are
-    // over.
+    // A silent session may have written what it did not report. It is evicted, though its leases
+    // are over.
     sleep(TERM).await;
     b.renew().await;
     let (r, took) = timed(b.one(lookup("f"))).await;
@@ -350,8 +351,8 @@ async fn writers_report_before_others_are_told() {
     assert!(b.one(list()).await.results[0].entries[0].attr.is_some());
 }
 
-/// An `Extend` waits for the cut of its file, and so does the report that is made with it: who owes
-/// that cannot help it.
+/// An `Extend` waits for the trim of its file, and so does the report made with it: the session
+/// that owes that is not to blame.
 #[tokio::test(start_paused = true)]
 async fn who_cannot_report_because_of_a_cut_is_not_evicted() {
     let (w, oss) = with_files().await;
@@ -403,7 +404,7 @@ async fn one_who_renews_and_does_not_answer_is_evicted() {
     let (code, (_, took)) = tokio::join!(renew, timed(a.send(&change)));
     assert_eq!(code, Code::NoSession);
     assert!(took > Duration::from_secs(5) && took < Duration::from_secs(7), "{took:?}");
-    // Likewise for reports.
+    // The same for reports.
     c.renew().await;
     let f = c.one(create("f", 1)).await.results[0].ino;
     let renew = async {
@@ -509,7 +510,7 @@ async fn a_daemon_in_place_of_another_is_asked_to_forget_what_that_was_told() {
         b.forget().await
     });
     assert!(forgot == [d] && took >= Duration::from_millis(600), "{took:?}");
-    // One that says it has forgotten is waited for no longer.
+    // A session that says it has forgotten is not waited for any more.
     assert_eq!(b.one(getattr(d)).await.granted, [d]);
     let change = a.request(chmod(d, 0o711));
     let ((_, took), _) = tokio::join!(timed(a.send(&change)), async {
@@ -517,7 +518,7 @@ async fn a_daemon_in_place_of_another_is_asked_to_forget_what_that_was_told() {
         b.hello(false).await
     });
     assert!(took >= Duration::from_millis(300) && took < AWHILE, "{took:?}");
-    // And one that says goodbye.
+    // Nor is one that says goodbye.
     assert_eq!(b.one(getattr(d)).await.granted, [d]);
     let change = a.request(chmod(d, 0o722));
     let ((_, took), ()) = tokio::join!(timed(a.send(&change)), async {
@@ -548,13 +549,13 @@ async fn who_may_not_ask_for_recalls_is_refused() {
         recall(pb::RecallRequest { session: 99, ..a.recall(vec![]) }).await,
         Err(Code::NoSession)
     );
-    // Long lists, also one number to a field.
+    // Long lists, also with one number per field.
     assert_eq!(recall(a.recall(vec![1; 65_537])).await, Err(Code::TooBig));
     assert_eq!(recall(a.recall(vec![u64::MAX; 65_537])).await, Err(Code::TooBig));
     assert_eq!(ask(opcode::RECALL, [0x20, 1].repeat(65_537)).await, Err(Code::TooBig));
     let working = pb::RecallRequest { working: vec![1; 65_537], ..a.recall(vec![]) };
     assert_eq!(recall(working).await, Err(Code::TooBig));
-    // Who tells of reports does not wait, others do.
+    // A request with reports does not wait, others do.
     for (reported, waits) in [(vec![1; 65_536], false), (vec![], true)] {
         let r = pb::RecallRequest { acknowledged: u64::MAX, ..a.recall(reported) };
         let (r, took) = timed(recall(r)).await;
@@ -565,7 +566,7 @@ async fn who_may_not_ask_for_recalls_is_refused() {
     assert_eq!(ask(opcode::META, many.encode_to_vec()).await, Err(Code::TooBig));
     let fewer = pb::MetaRequest { dropped: vec![300; 65_536], ..a.request(getattr(ROOT_INO)) };
     assert_eq!(ask(opcode::META, fewer.encode_to_vec()).await, Ok(()));
-    // One that waits on a connection that is no more is told so.
+    // A request that waits on a connection that has ended is told so.
     let old = a.recall(vec![]);
     let (r, took) = tokio::join!(timed(recall(old)), async {
         sleep(Duration::from_millis(100)).await;
@@ -586,7 +587,7 @@ async fn a_close_that_comes_late_closes_nothing() {
     let ino = opened.results[0].ino;
     a.one(Op::Open(pb::Open { ino, flags: 2 })).await;
     let close = a.request(Op::Close(pb::Close { ino }));
-    // It has closed one of them, and tells all that is open on another connection.
+    // It has closed one of them, and reports all open files on another connection.
     a.hello_again().await;
     let all = pb::SessionRenewRequest {
         session: a.c.session,
@@ -602,8 +603,8 @@ async fn a_close_that_comes_late_closes_nothing() {
     assert_eq!(server.status().sessions[0].opens, 1);
 }
 
-/// It says what was open when it was sent: taken for what is open now, the file would be freed with
-/// its last name.
+/// It lists what was open when it was sent: if that were taken for what is open now, the file would
+/// be freed with its last name.
 #[tokio::test(start_paused = true)]
 async fn a_reassertion_that_comes_late_changes_nothing() {
     let w = World::new(1, |_| ()).await;
@@ -620,7 +621,7 @@ async fn a_reassertion_that_comes_late_changes_nothing() {
         opens: opens.to_vec(),
         ..Default::default()
     };
-    // It gave a connection up on which it had told that nothing is open.
+    // It gave up a connection on which it had reported that nothing is open.
     let former = [false, true].map(|hello| all(&a, hello, &[]));
     a.hello_again().await;
     let _: pb::SessionRenewReply =

@@ -1,4 +1,4 @@
-//! Locks through whole servers: who waits, whose turn it is, what a failover and an eviction leave.
+//! Locks through whole servers: waiting, turns, and what a failover and an eviction leave.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,7 +22,7 @@ fn set(ino: u64, owner: u64, r#type: LockType) -> Op {
 fn write(ino: u64, owner: u64) -> Op {
     set(ino, owner, LockType::LockWrite)
 }
-/// By one who has waited for it.
+/// By an owner that has waited for it.
 fn waited(ino: u64, owner: u64, wait: u64) -> Op {
     let Op::SetLock(l) = write(ino, owner) else { unreachable!() };
     Op::SetLock(pb::SetLock { patient: true, wait, ..l })
@@ -86,7 +86,7 @@ async fn what_was_refused_without_an_entry_does_not_run_when_it_arrives_again() 
     assert_eq!(answer().await, Code::LockConflict);
     a.one(unlock(f, 1)).await;
     assert_eq!((answer().await, w.server().await.status().locks), (Code::LockConflict, 0));
-    // Its sender has the answer, and says so with what it sends next.
+    // Its sender has the answer, and confirms that with its next request.
     let next = b.request(vec![write(f, 2)]);
     assert!(b.send(&next).await.is_ok());
     assert_eq!(
@@ -119,8 +119,8 @@ async fn a_conflict_costs_no_entry_and_a_waiter_is_told_in_its_turn() {
     let rest = async {
         sleep(Duration::from_millis(100)).await;
         a.one(unlock(f, 1)).await;
-        // It is not a's again, although nobody has it: the first who waited has his turn. One who
-        // would wait hears so at once, one who would not hears what came of it.
+        // It is not a's again, although it is free: the first waiter has its turn. A request that
+        // would wait is refused at once, one that would not gets the final answer.
         let again = code(&mut a, waited(f, 1, 0)).await;
         let began = Instant::now();
         let (tried, ()) = tokio::join!(code(&mut a, write(f, 2)), async {
@@ -160,7 +160,7 @@ async fn a_turn_that_nobody_takes_goes_to_the_next_one() {
     assert!(timeout(Duration::from_millis(100), &mut waits).await.is_err());
     a.one(unlock(f, 1)).await;
     let began = Instant::now();
-    // The first never comes back; the second hears in its next list at the latest.
+    // The first never returns; the second learns of its turn in its next list at the latest.
     let (first, second) = waits.await;
     assert_eq!(first.unwrap().ready, [1]);
     let second = match second.unwrap() {
@@ -239,7 +239,7 @@ async fn locks_and_their_waiters_outlive_the_leader() {
     w.kill(leader);
     w.leader().await;
     let mut c = w.client(3).await;
-    // The new leader lets leases of the old one run out before it tells anybody of the state.
+    // The new leader lets leases of the old one run out before it answers about the state.
     c.one(Op::Getattr(pb::GetAttr { ino: f })).await;
     assert_eq!(
         code(&mut c, write(f, 1)).await,
@@ -293,7 +293,7 @@ async fn the_lock_of_an_evicted_client_is_given_when_nothing_of_it_can_arrive_an
         .expect("a silent client's locks go with its session");
     b.one(waited(f, 1, 1)).await;
     assert!(oss.evicted.lock().contains(&evicted), "the storage server knew before");
-    // One that does not hear of it holds the lock up for as long as its lease may run.
+    // A session that cannot be told delays the lock for as long as its lease may run.
     drop(a);
     let mut c = w.client(3).await;
     oss.up.store(false, Ordering::Relaxed);
@@ -304,19 +304,19 @@ async fn the_lock_of_an_evicted_client_is_given_when_nothing_of_it_can_arrive_an
     };
     let _: pb::SessionOpenReply = w.ask(Role::Client, opcode::SESSION_OPEN, &dead).await.unwrap();
     let began = Instant::now();
-    // The asker tries again by himself when it is overloaded.
+    // The client retries on its own when the server is overloaded.
     c.one(write(f, 1)).await;
     assert!(began.elapsed() > Duration::from_secs(1), "{:?}", began.elapsed());
 }
 
-/// Asks for what it is asked about locks, having answered these.
+/// Answers these questions about locks, and asks for new ones.
 async fn questions(w: &World, a: &Holder<'_>, locks_checked: Vec<u64>) -> Vec<pb::Recall> {
     let r = pb::RecallRequest { checks_locks: true, locks_checked, ..a.recall(vec![]) };
     let r: pb::RecallReply = w.ask(Role::Client, opcode::RECALL, &r).await.unwrap();
     r.locks
 }
 
-/// Its answer is a lock in the way, 0: none.
+/// Returns a conflicting lock, 0: none.
 async fn in_the_way(b: &mut Client<'_>, ino: u64) -> u64 {
     let get = pb::GetLock {
         ino,
@@ -358,7 +358,7 @@ async fn a_holder_that_does_not_answer_is_waited_for_once() {
     let (mut a, mut b) = (Holder::new(&w, 1).await, w.client(2).await);
     let f = file(&mut b, "f").await;
     a.one(write(f, 1)).await;
-    // One that has its connection, and does not ask for its recalls.
+    // A session that has its connection, and does not ask for its recalls.
     let took = async |b: &mut Client<'_>| {
         let began = Instant::now();
         assert_eq!(code(b, write(f, 1)).await, Some(Code::LockConflict));
@@ -375,14 +375,14 @@ async fn a_holder_that_does_not_answer_is_waited_for_once() {
     let (second, asked) = tokio::join!(took(&mut b), questions(&w, &a, vec![]));
     assert!(second >= Duration::from_secs(2) && asked.len() == 1);
     assert!(took(&mut b).await < Duration::from_millis(100));
-    // A late answer is one.
+    // A late answer counts.
     questions(&w, &a, vec![asked[0].number]).await;
     let (third, _) = tokio::join!(took(&mut b), async {
         let asked = questions(&w, &a, vec![]).await;
         questions(&w, &a, asked.iter().map(|q| q.number).collect()).await
     });
     assert!(third < Duration::from_millis(100), "{third:?}");
-    // A program of before is not waited for.
+    // A program of an older version is not waited for.
     let _: pb::RecallReply =
         timeout(Duration::from_secs(4), w.ask(Role::Client, opcode::RECALL, &a.recall(vec![])))
             .await
@@ -461,10 +461,10 @@ async fn who_has_pages_is_asked_for_them_as_long_as_somebody_waits() {
     let ((), ready) = tokio::join!(
         async {
             sleep(Duration::from_millis(100)).await;
-            // Who wants to look, too, is behind.
+            // One that wants to read, too, comes after it.
             assert_eq!(code(&mut c, pages(f, LockType::LockRead)).await, Some(Code::LockConflict));
             for _ in 0..3 {
-                // It answered, and has the lock all the same: its own question was on the way.
+                // It answered, and has the lock nevertheless: its own request was on the way.
                 a.poll(asked.iter().map(|r| r.number).collect()).await;
                 asked = a.poll(vec![]).await.reports;
                 assert_eq!(asked.iter().map(|r| (r.ino, r.pages)).collect::<Vec<_>>(), [(f, true)]);
@@ -481,7 +481,7 @@ async fn who_has_pages_is_asked_for_them_as_long_as_somebody_waits() {
     );
     let Op::SetLock(l) = pages(f, LockType::LockWrite) else { unreachable!() };
     assert_eq!(code(&mut b, Op::SetLock(pb::SetLock { wait: 1, ..l })).await, None);
-    // One that does not answer, nor is heard of, is evicted.
+    // A session that neither answers nor is heard of is evicted.
     let (mut d, began) = (w.client(4).await, Instant::now());
     let waits = async {
         while code(&mut d, pages(f, LockType::LockWrite)).await.is_some() {

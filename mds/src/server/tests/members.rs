@@ -17,7 +17,7 @@ fn transfer(to: u64) -> Change {
     Change::Transfer(pb::MemberTransfer { to })
 }
 
-/// One attempt at whoever leads.
+/// One attempt at the leader.
 async fn once(w: &World, change: Option<Change>) -> Result<pb::MembersReply, strake_proto::Error> {
     let body = pb::MembersRequest { change }.encode_to_vec();
     let i = w.leader().await;
@@ -25,7 +25,7 @@ async fn once(w: &World, change: Option<Change>) -> Result<pb::MembersReply, str
     Ok(pb::MembersReply::decode(m.body).unwrap())
 }
 
-/// As the command does: again while the error is one that passes.
+/// As the command does: retries while the error is temporary.
 async fn ask(w: &World, change: Change) -> Result<pb::MembersReply, strake_proto::Error> {
     for _ in 0..600 {
         match once(w, Some(change.clone())).await {
@@ -47,7 +47,7 @@ fn voters(r: &pb::MembersReply) -> Vec<u64> {
     r.members.iter().filter(|m| m.voter && !m.leaving).map(|m| m.id).collect()
 }
 
-/// Waits until the server numbered `i` stops because it is no member any more.
+/// Waits until the server numbered `i` stops because it is no longer a member.
 async fn is_told(w: &World, i: usize) {
     let server = &w.mds[i].as_ref().unwrap().1;
     let cause =
@@ -62,7 +62,7 @@ async fn all_members_are_replaced_in_turn_and_clients_learn_of_it() {
         let new = w.join().await as u64 + 1;
         let mut c = w.client(old as u8).await;
         c.one(mkdir(&format!("before-{old}"))).await;
-        // Whoever leads is to go: it hands over first.
+        // If the leader is to be removed, it hands over first.
         if w.leader().await as u64 + 1 != old {
             ask(&w, transfer(old)).await.unwrap();
         }
@@ -73,7 +73,7 @@ async fn all_members_are_replaced_in_turn_and_clients_learn_of_it() {
         assert_eq!(ask(&w, learn(new)).await.unwrap().learner, new, "a member already");
         c.one(mkdir(&format!("after-{old}"))).await;
         is_told(&w, old as usize - 1).await;
-        // What a client is told with its next renewal.
+        // What a client learns with its next renewal.
         let map = c.renew(false, &[]).await.unwrap().map.unwrap();
         let mds: Vec<u32> = map.nodes.iter().filter(|n| n.role == 1).map(|n| n.id).collect();
         assert!(mds.contains(&(new as u32)) && !mds.contains(&(old as u32)), "{mds:?}");
@@ -81,7 +81,7 @@ async fn all_members_are_replaced_in_turn_and_clients_learn_of_it() {
     }
     let r = once(&w, None).await.unwrap();
     assert_eq!((voters(&r), r.former), (vec![4, 5, 6], vec![1, 2, 3]));
-    // Any of the new ones may go, and everything is there.
+    // Any of the new ones may be lost, and everything is there.
     let leader = w.leader().await;
     w.kill(leader);
     let mut c = w.client(9).await;
@@ -91,8 +91,8 @@ async fn all_members_are_replaced_in_turn_and_clients_learn_of_it() {
     }
 }
 
-/// Who asked for the change is gone, and with it the connection, when the group has changed and the
-/// map has not.
+/// The client that asked for the change is gone, with its connection, when the group has changed
+/// and the map has not.
 #[tokio::test(start_paused = true)]
 async fn the_map_follows_the_group_whoever_does_not_see_to_it() {
     let mut w = World::new(3, |_| ()).await;
@@ -122,7 +122,7 @@ fn strangers(cfg: &mut crate::server::Config) {
     }
 }
 
-/// The leader is lost when a server is taken in, and before the map says where that is.
+/// The leader is lost when a server was added, before the map has its endpoint.
 #[tokio::test(start_paused = true)]
 async fn a_learner_is_met_after_all_who_took_it_in_were_lost() {
     let mut w = World::new(3, strangers).await;
@@ -135,7 +135,7 @@ async fn a_learner_is_met_after_all_who_took_it_in_were_lost() {
     for i in 0..3 {
         w.start(i).await;
     }
-    // Those who restart find it in their logs.
+    // Members that restart find it in their logs.
     let knows = async |w: &World| {
         once(w, None).await.unwrap().members.iter().any(|m| m.id == new && m.matched > 0)
     };
@@ -180,7 +180,7 @@ async fn a_wiped_leader_comes_back_under_a_new_id_and_so_does_the_next() {
         let dead = w.leader().await;
         w.kill(dead);
         w.wipe(dead, vec![1, 2, 3]);
-        // As itself it is nobody: no vote, no acknowledgement, and never again a member.
+        // Under its own id it is no member: no vote, no acknowledgement, and never again a member.
         w.start(dead).await;
         w.leader().await;
         refused(&w, learn(dead as u64 + 1), "lost its disk").await;
@@ -189,7 +189,7 @@ async fn a_wiped_leader_comes_back_under_a_new_id_and_so_does_the_next() {
         ask(&w, learn(new)).await.unwrap();
         let r = ask(&w, step(&[new], &[dead as u64 + 1])).await.unwrap();
         assert_eq!(voters(&r).len(), 3, "round {round}: {r:?}");
-        // The old folder, should it come back.
+        // The old folder, if it returns.
         w.start(dead).await;
         is_told(&w, dead).await;
         w.kill(dead);
@@ -218,7 +218,7 @@ async fn what_cannot_be_is_refused_with_its_reason() {
     let foreign = w.join().await as u64 + 1;
     refused(&w, learn(foreign), "another cluster").await;
     w.cluster = [3; 16];
-    // One that has a group of its own.
+    // A server with a group of its own.
     let own = w.logs.len();
     w.join().await;
     w.kill(own);
@@ -234,7 +234,7 @@ async fn what_cannot_be_is_refused_with_its_reason() {
         assert_eq!(e.code, Code::Access);
     }
     assert_eq!(voters(&once(&w, None).await.unwrap()), [1, 2, 3], "nothing of all that was done");
-    // One that is needed.
+    // A member that is needed.
     w.kill(leader as usize % 3);
     tokio::time::sleep(Duration::from_secs(5)).await;
     let needed = (leader + 1) % 3 + 1;

@@ -81,7 +81,7 @@ async fn one_member_serves_names_exactly_once() {
     assert_eq!(c.fails(mkdir("a")).await, Code::Exist);
     let request = c.request(vec![rename("a", "b")]);
     let first = c.send(&request).await.unwrap();
-    // The same request again, as a client does that lost the answer: the answer, not ENOENT.
+    // The same request again, as from a client that lost the answer: the answer, not ENOENT.
     assert_eq!(c.send(&request).await.unwrap(), first);
     assert_eq!(c.fails(lookup("a")).await, Code::NoEnt);
     assert_eq!(c.one(lookup("b")).await.ino, made);
@@ -108,7 +108,7 @@ async fn the_death_of_the_leader_loses_and_repeats_nothing() {
         c.one(mkdir("kept")).await;
         let request = c.request(vec![mkdir("once")]);
         let first = c.send(&request).await.unwrap();
-        // Followers say who leads.
+        // Followers name the leader.
         for i in (0..3).filter(|i| *i != leader) {
             let e = w
                 .ask_at(i, Role::Client, opcode::META, request.encode_to_vec().into())
@@ -174,7 +174,7 @@ async fn files_get_chains_and_capabilities_by_their_open_flags() {
         assert_eq!(got, rights, "flags {flags}");
     }
     assert!(c.one(mkdir("d")).await.capability.is_empty());
-    // A target that falls silent is taken out; the chain goes on with the other.
+    // A target that falls silent is taken out; the chain continues with the other.
     w.oss(3).await.up.store(false, Ordering::Relaxed);
     _a.up.store(false, Ordering::Relaxed);
     let map = || w.mds[0].as_ref().unwrap().1.status().map.unwrap();
@@ -241,7 +241,7 @@ async fn a_shrink_is_answered_when_the_bytes_are_gone() {
     );
     assert_eq!(t.chunk.data, f.layout.unwrap().components[0].data_id);
     assert_eq!(t.epoch, 1);
-    // Growing afterwards asks nobody.
+    // Growing afterwards needs no storage server.
     c.one(set_size(f.ino, 1 << 30)).await;
     assert!(oss.trims.lock().is_empty());
 }
@@ -357,7 +357,7 @@ async fn chunks_go_when_nothing_that_an_evicted_session_sent_can_come_after() {
     assert_eq!((t.chunk.ino, t.chunk.index, t.flags & FLAG_TOMBSTONE), (f.ino, 0, FLAG_TOMBSTONE));
 }
 
-/// The network brings each request twice.
+/// The network delivers each request twice.
 #[tokio::test(start_paused = true)]
 async fn an_open_and_a_close_that_come_twice_count_once() {
     let (w, _oss) = leases::with_files().await;
@@ -429,7 +429,8 @@ async fn opens_are_reasserted_to_a_new_leader_and_orphans_wait_for_them() {
             w.ask(Role::Client, opcode::SESSION_RENEW, &renew(false)).await.unwrap();
     }
     assert_eq!(w.server().await.status().orphans, 1);
-    // The holder dies: its term runs out, the file goes, and storage servers are told to fence it.
+    // The holder dies: its term runs out, the file is removed, and storage servers are told to
+    // fence it.
     let server = w.server().await;
     until("the orphan is freed", || {
         server.status().orphans == 0 && server.status().sessions.is_empty()
@@ -516,7 +517,7 @@ async fn hostile_clients_are_refused_without_harm() {
     let mut long = c.request(vec![]);
     long.ops = vec![nothing.clone(); 10_000];
     assert_eq!(c.send(&long).await.unwrap_err().code, Code::TooBig);
-    // Of 2 million operations none is unpacked, whoever sends them.
+    // None of 2 million operations is decoded, whoever sends them.
     let bomb = [0x2a, 0].repeat(2 << 20);
     for op in [opcode::META, opcode::SESSION_OPEN] {
         let e = w.ask_at(0, Role::Client, op, bomb.clone().into()).await.unwrap_err();
@@ -525,7 +526,7 @@ async fn hostile_clients_are_refused_without_harm() {
     long.ops = vec![nothing];
     let refused = c.send(&long).await;
     assert!(refused.is_err() || refused.unwrap()[0].status.as_ref().unwrap().code != 0);
-    // Servers too are only believed what fits the map.
+    // Servers' reports count only if they fit the map, too.
     for h in
         [pb::HeartbeatRequest::default(), pb::HeartbeatRequest { node: 1001, ..Default::default() }]
     {

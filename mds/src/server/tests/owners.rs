@@ -1,5 +1,5 @@
-//! Sessions are their clients': nobody who counts their ids closes them or speaks for them, and
-//! nobody has all of them.
+//! Sessions belong to their clients: guessing ids lets no other client close or use them, and no
+//! client can have all of them.
 
 use std::sync::{
     Arc,
@@ -95,7 +95,7 @@ async fn a_session_is_touched_only_by_who_knows_its_uuid() {
     let _: pb::MetaReply =
         call(&*own, opcode::META, &c.request(vec![mkdir("still")])).await.unwrap();
 
-    // Its client comes by another connection, and says whose it is.
+    // Its client uses another connection, and names its uuid.
     let again = w.net.connect(at, Role::Client);
     let renew = pb::SessionRenewRequest { session, client_uuid: uuid, ..Default::default() };
     let _: pb::SessionRenewReply = call(&*again, opcode::SESSION_RENEW, &renew).await.unwrap();
@@ -137,7 +137,7 @@ async fn too_many_groups_and_too_much_work_are_refused_before_the_log() {
     let creds = Some(pb::Creds { uid: 5, gid: 5, groups: vec![5; 70_000] });
     let many = pb::MetaRequest { creds, ..c.request(vec![mkdir("a")]) };
     assert_eq!(c.send(&many).await.unwrap_err().code, Code::TooBig);
-    // Those that are there more than once are logged once.
+    // Groups that appear more than once are logged once.
     let creds = Some(pb::Creds { uid: 0, gid: 5, groups: [9, 7].repeat(20_000) });
     let double = pb::MetaRequest { creds, ..c.request(vec![mkdir("b")]) };
     assert!(c.send(&double).await.unwrap()[0].status.is_none());
@@ -163,7 +163,7 @@ async fn a_session_that_jumps_in_its_numbers_harms_itself_alone() {
         c.seq = own;
         r
     };
-    // Neither end of the numbers, nor what no client reaches, gets as far as the log.
+    // Neither the ends of the range, nor numbers that no client reaches, get as far as the log.
     for seq in [u64::MAX, u64::MAX - 1, 1 << 63, a.seq + (1 << 48) + 1] {
         let r = numbered(&mut a, seq, seq, "jump");
         let e = a.send(&r).await.unwrap_err();
@@ -172,9 +172,9 @@ async fn a_session_that_jumps_in_its_numbers_harms_itself_alone() {
     let r = numbered(&mut a, 0, 0, "none");
     assert_eq!(a.send(&r).await.unwrap_err().code, Code::Inval);
     assert_eq!(log(), before);
-    // What was refused has moved nothing: the session goes on.
+    // Refused requests changed nothing: the session continues.
     a.one(mkdir("goes on")).await;
-    // As far as it may: then all below is over, for this session.
+    // As far as it may: then all lower numbers are used up, for this session.
     let far = a.seq + (1 << 40);
     let r = numbered(&mut a, far, far, "far");
     assert!(a.send(&r).await.unwrap()[0].status.is_none());
@@ -221,7 +221,7 @@ async fn a_flood_of_changes_leaves_the_next_turn_to_another_client() {
     let before = done.load(Relaxed);
     assert!(before <= 600, "{before} were before it");
     for t in tasks {
-        // Beyond what may wait they are told so.
+        // Those beyond the number that may wait are told so.
         let r = t.await.unwrap();
         assert!(r.is_ok() || r.as_ref().is_err_and(|e| e.code == Code::Overloaded), "{r:?}");
     }

@@ -16,7 +16,7 @@ async fn servers_are_told_where_a_chunk_lies() {
     let f = c.one(Op::Create(pb::Create { parent: dir, ..o })).await;
     let (ino, data_id) = (f.ino, f.attr.unwrap().data_id);
     let of = |ino, data_id, index| pb::ChunkOf { ino, data_id, index };
-    // Of other data, of no file, of a folder, of nobody.
+    // Chunks of other data, of no file, of a directory, of an unknown inode.
     let chunks = vec![
         of(ino, data_id, 0),
         of(ino, data_id, 3),
@@ -33,7 +33,7 @@ async fn servers_are_told_where_a_chunk_lies() {
         said,
         [("/d/samples", 0), ("/d/samples", 3 * (4 << 20)), ("", 0), ("", 0), ("", 0), ("", 0)]
     );
-    // Any member answers, no client is answered, and not more than a few at a time.
+    // Any member answers; clients get no answer, and only a few chunks fit in one request.
     let one = pb::PlacesRequest { chunks: vec![of(ino, data_id, 0)] };
     let leader = w.leader().await;
     for i in 0..3 {

@@ -1,5 +1,5 @@
-//! Files in which a session wrote that was evicted, beside others: how far they go is found out
-//! before anybody is told.
+//! Files that an evicted session wrote beside others: their size is found out before any client is
+//! told.
 
 use std::pin::pin;
 
@@ -69,7 +69,7 @@ async fn what_was_not_reported_is_there_for_all_from_the_same_moment_on() {
     assert!(oss.looks.lock().is_empty());
 }
 
-/// Whoever names a file by the operation before is not waited for before his list goes to the log,
+/// A list that names a file through the operation before does not wait before it goes to the log;
 /// as when the eviction comes just then.
 #[tokio::test(start_paused = true)]
 async fn a_time_that_is_set_meanwhile_stays() {
@@ -96,7 +96,7 @@ async fn a_time_that_is_set_meanwhile_stays() {
     assert_eq!((is.mtime_ns, is.size), (7, 9000));
 }
 
-/// Whose chains may not answer for long.
+/// Its chains may not answer for long.
 #[tokio::test(start_paused = true)]
 async fn names_go_and_move_while_the_end_is_not_known() {
     let (w, oss) = with_files().await;
@@ -119,7 +119,7 @@ async fn names_go_and_move_while_the_end_is_not_known() {
     assert_eq!((moved.size, moved.nlink), (9000, 1));
 }
 
-/// Not before they know of the eviction, nor of what is to be cut.
+/// Not before they know of the eviction, nor of what is to be trimmed.
 #[tokio::test(start_paused = true)]
 async fn storage_servers_are_asked_when_it_is_time() {
     let (w, oss) = with_files().await;
@@ -192,8 +192,8 @@ async fn the_other_writer_is_not_evicted_meanwhile() {
     assert_eq!(size(&r), 40);
 }
 
-/// Whoever does not ask for how far that file goes does not wait; nor does he who does for so long
-/// that he would give this server up.
+/// A request that does not need the file's size does not wait; one that does waits less long than
+/// would make the client give this server up.
 #[tokio::test(start_paused = true)]
 async fn all_else_goes_on_while_no_storage_server_answers() {
     let (w, oss) = with_files().await;
@@ -233,7 +233,8 @@ async fn all_else_goes_on_while_no_storage_server_answers() {
     assert!(!oss.looks.lock().is_empty());
 }
 
-/// Where nobody else writes the file it is cut, as ever; and one that is gone keeps nobody waiting.
+/// If no other session writes the file, it is trimmed as usual; and a file that is gone keeps
+/// nothing waiting.
 #[tokio::test(start_paused = true)]
 async fn alone_nothing_is_looked_for() {
     let (w, oss) = with_files().await;

@@ -1,5 +1,5 @@
-//! A real store in memory, of which some records cannot be read: those whose value has some bytes
-//! in it.
+//! A real store in memory in which some records cannot be read: those whose value contains certain
+//! bytes.
 
 use std::{ops::Bound, sync::Arc};
 

@@ -56,7 +56,7 @@ pub(super) struct Net {
 
 pub(super) struct NetFabric {
     net: Arc<Net>,
-    /// 0: of nobody in particular.
+    /// 0: no particular server.
     from: u32,
     role: Role,
     pool: Pool,
@@ -180,7 +180,7 @@ pub(super) struct World {
     pub logs: Vec<Arc<MemLog>>,
     pub stores: Vec<Arc<Spoilt>>,
     pub mds: Vec<Option<(Env, MdsServer)>>,
-    /// Of the members that start from now on.
+    /// The cluster of the members that start from now on.
     pub cluster: [u8; 16],
     change: Box<dyn Fn(&mut Config)>,
 }
@@ -217,7 +217,7 @@ impl World {
         cfg.peers = (1..=self.logs.len()).map(|n| (n as u64, Endpoint::Sim(n as u32))).collect();
         cfg.join = self.logs[i].image().voters.is_empty();
         if cfg.join {
-            // An old configuration: of who came since, it knows nothing.
+            // An old configuration: it does not know later members.
             cfg.peers.truncate(3);
         }
         (self.change)(&mut cfg);
@@ -232,7 +232,7 @@ impl World {
         self.mds[i] = Some((env, start(cfg, parts).await.unwrap()));
     }
 
-    /// Starts a new, empty server that waits to be taken in; returns its number.
+    /// Starts a new, empty server that waits to be added; returns its number.
     pub(super) async fn join(&mut self) -> usize {
         let i = self.logs.len();
         self.logs.push(Arc::new(MemLog::new(vec![], 1001 + i as u64, Duration::from_micros(500))));
@@ -278,7 +278,7 @@ impl World {
         &self.mds[i].as_ref().unwrap().1
     }
 
-    /// Asks the leader, whoever that is, until it answers.
+    /// Asks the current leader until it answers.
     pub(super) async fn ask<R: prost::Message + Default>(
         &self,
         role: Role,
@@ -317,7 +317,7 @@ impl World {
         self.client_that(uuid, false, &[]).await
     }
 
-    /// One that may hold back what it writes, and that knows that others are dead.
+    /// A client that may keep dirty data, and that knows that others are dead.
     pub(super) async fn client_that(&self, uuid: u8, write_back: bool, dead: &[u8]) -> Client<'_> {
         let dead = dead.iter().map(|n| vec![*n; 16].into()).collect();
         let body = pb::SessionOpenRequest {
@@ -367,14 +367,14 @@ pub(super) struct FakeOss {
     pub up: AtomicBool,
     /// Trims are refused.
     pub refuse: AtomicBool,
-    /// It has not done with what evicted sessions sent.
+    /// It has not finished the requests of evicted sessions.
     pub busy: AtomicBool,
     pub trims: Mutex<Vec<DataRequest>>,
     /// Bytes of the chunks of the one file that is written, by index.
     pub stored: Mutex<BTreeMap<u64, u32>>,
     pub looks: Mutex<Vec<DataRequest>>,
     pub evicted: Mutex<BTreeSet<u64>>,
-    /// What ended rights: what it knows, put together.
+    /// All ends of rights that it knows.
     pub endings: Mutex<pb::Endings>,
     pub map: Mutex<pb::ClusterMap>,
 }
@@ -434,7 +434,7 @@ impl FakeOss {
         e.all.append(&mut new.all);
     }
 
-    /// Whether it would refuse all these rights by a capability now.
+    /// Whether it would now refuse all these rights by a capability.
     pub(super) fn refuses(&self, cap: &Capability, rights: Rights) -> bool {
         let e = self.endings.lock();
         let as_of = index_near(cap.as_of, e.through);

@@ -1,5 +1,5 @@
-//! The two clients of the model: what they send, give up, flush and read, and what they check of
-//! it.
+//! The two clients of the model: what they send, give up, flush and read, and the checks of what
+//! they see.
 
 use std::collections::BTreeMap;
 
@@ -29,8 +29,8 @@ pub(super) struct Client {
     /// The one unanswered request: chunk, value, seq, replay.
     pub(super) open: Option<(ChunkId, u64, u64, Option<Version>)>,
     pub(super) acked: Vec<Acked>,
-    /// How many requests it has given up, and what it wrote in all: values, and whether they were
-    /// given up.
+    /// `round`: how many requests it has given up. `values`: all values it wrote, and whether it
+    /// gave each up.
     pub(super) round: u64,
     pub(super) values: BTreeMap<u64, bool>,
 }
@@ -61,7 +61,7 @@ impl Cluster {
         self.send(c);
     }
 
-    /// Copies of what it sent are on their way yet.
+    /// Gives up the open request, while copies of it may still be in flight.
     pub(super) fn give_up(&mut self, c: usize) {
         let client = &mut self.clients[c];
         let Some((_, value, ..)) = client.open.take() else { return };
@@ -70,7 +70,7 @@ impl Cluster {
         self.given_up += 1;
     }
 
-    /// Nothing that was given up lies on top of what its client wrote afterwards.
+    /// Checks that nothing given up lies on top of what its client wrote afterwards.
     pub(super) fn check_given_up(&self, list: &[u64]) {
         for client in &self.clients {
             let mut newest = 0;
@@ -182,8 +182,8 @@ impl Cluster {
         self.check_given_up(&got);
         let losses = self.losses;
         let (at, seen) = self.seen.entry(c).or_default();
-        // An update that fails for want of space may have been seen on a replica that was lost
-        // since.
+        // With full disks, an update that failed for lack of space may have been seen on a replica
+        // that was lost since.
         if *at == losses && !self.full {
             assert!(got.starts_with(seen), "a read at {i} went back: {got:?} after {seen:?}");
         }

@@ -9,11 +9,11 @@ use strake_proto::{
 
 use crate::chain::{Committed, Local, OpId};
 
-/// Writers that a chunk remembers: fewer than [`strake_proto::data::KEPT_WRITERS`], so that runs go
-/// beyond them.
+/// Writers that a chunk remembers: fewer than [`strake_proto::data::KEPT_WRITERS`], so that runs
+/// exceed the limit.
 pub(super) const KEPT: usize = 8;
 
-/// A chunk is the list of the updates applied to it; every update has a number of its own.
+/// A chunk is the list of updates applied to it; every update has its own number.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Chunk {
     pub state: Committed,
@@ -26,7 +26,7 @@ pub(super) struct Store {
 }
 
 impl Store {
-    /// How many others changed a chunk after one that did.
+    /// How many other changes a chunk got after the one with this value.
     pub(super) fn changes_since(&self, chunk: ChunkId, value: u64) -> usize {
         self.chunks
             .get(&chunk)

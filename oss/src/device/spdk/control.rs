@@ -1,5 +1,5 @@
-//! The controller of a device: its connection, its keep-alive, and its reset when it fails. One
-//! thread, which sleeps.
+//! The controller of a device: its connection, its keep-alive, and its reset after a failure. Runs
+//! on one thread, which mostly sleeps.
 
 use std::{
     ffi::{CString, c_void},
@@ -28,34 +28,34 @@ use super::{
 };
 use crate::device::{api::BLOCK, nvme::Format};
 
-/// How often the admin queue is looked at: it sends the keep-alives that fabrics want every few
+/// How often the admin queue is polled. Polling sends the keep-alives that fabrics expect every few
 /// seconds.
 const LOOK: Duration = Duration::from_millis(500);
-/// Between two looks at a reset that goes on.
+/// Pause between two polls of a reset in progress.
 const STEP: Duration = Duration::from_micros(100);
-/// Between two tries to reset a controller.
+/// Pause between two attempts to reset a controller.
 const AGAIN: Duration = Duration::from_millis(500);
 /// Where Identify Controller says that the write cache is volatile (NVMe Base 2.0, figure 275).
 const VWC: usize = 525;
-/// Of the register CSTS (NVMe Base 2.0, 3.1.3.6): ready, and a fatal status. All ones where there
-/// is no controller any more.
+/// Bits of the register CSTS (NVMe Base 2.0, 3.1.3.6): ready, and fatal status. The register reads
+/// as all ones if the controller is gone.
 const RDY: u32 = 1;
 const CFS: u32 = 2;
-/// Where the command register is in a PCI function's configuration, and its bit that lets memory be
-/// accessed (PCI Local Bus 3.0, 6.2.2).
+/// Offset of the command register in a PCI function's configuration space, and its bit that enables
+/// access to memory (PCI Local Bus 3.0, 6.2.2).
 const COMMAND: usize = 4;
 const MEMORY: u8 = 2;
-/// More than `struct spdk_nvme_transport_id` has in any release, in words.
+/// Words that are more than `struct spdk_nvme_transport_id` needs in any release.
 const TRANSPORT_ID: usize = 1024;
 
-/// What is told to the thread.
+/// Messages to the thread.
 pub(super) enum Event {
-    /// A queue pair of this generation failed, or could not be had.
+    /// A queue pair of this generation failed, or could not be made.
     Failed(u64),
     Close,
 }
 
-/// A controller and the namespace on it. Pointers of SPDK's, good until it is detached.
+/// A controller and the namespace on it. The pointers are SPDK's, valid until it is detached.
 #[derive(Clone, Copy)]
 pub(super) struct Controller {
     env: &'static Env,
@@ -67,31 +67,32 @@ pub(super) struct Controller {
 // their threads.
 unsafe impl Send for Controller {}
 
-/// How many bytes of memory this process may lock, where that is limited.
+/// How many bytes of memory this process may lock; `None` if there is no limit.
 fn lock_limit() -> Option<u64> {
     let capable = capabilities(None).is_ok_and(|c| c.effective.contains(CapabilitySet::IPC_LOCK));
-    // That of a user namespace does not count.
+    // The capability of a user namespace does not count.
     let unlimited = capable
         && std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| has_all_users(&map));
     getrlimit(Resource::Memlock).current.filter(|_| !unlimited)
 }
 
-/// Whether a `uid_map` (user_namespaces(7)) is that of the machine itself.
+/// Whether a `uid_map` (user_namespaces(7)) is that of the initial namespace.
 fn has_all_users(map: &str) -> bool {
     map.split_whitespace().eq(["0", "0", "4294967295"])
 }
 
-/// Waits while somebody else resets the function of a controller on PCIe, for the kernel lets
-/// nobody read its configuration then, and an error where its memory cannot be accessed. What SPDK
-/// read of its registers could be capabilities without a limit of time, and it would wait for the
-/// controller without end. One that is reset just after this was asked can still do that.
+/// Checks that the memory of a controller on PCIe can be accessed, and returns an error if not.
+/// Waits while its PCI function is being reset, because the kernel blocks reads of the
+/// configuration space then. Otherwise SPDK could read garbage as capabilities without a time
+/// limit, and wait for the controller for ever. A reset that begins right after this check can
+/// still cause that.
 fn answers_memory(way: &Way) -> Result<()> {
     let Way::Pcie(address) = way else { return Ok(()) };
     let function = format!("/sys/bus/pci/devices/{address}");
     let mut header = [0; COMMAND + 1];
     let read = File::open(format!("{function}/config")).and_then(|mut f| f.read_exact(&mut header));
     read.map_err(|e| Error::from(e).context(format_args!("{function}/config")))?;
-    // A virtual function has no such bit of its own: it is always zero.
+    // A virtual function has no such bit of its own: the bit is always zero.
     let is_virtual = Path::new(&function).join("physfn").exists();
     match header[COMMAND] {
         c if c != u8::MAX && (is_virtual || c & MEMORY != 0) => Ok(()),
@@ -102,8 +103,8 @@ fn answers_memory(way: &Way) -> Result<()> {
 impl Controller {
     /// Blocks while the controller is reached and set up.
     pub(super) fn connect(env: &'static Env, id: &TransportId) -> Result<Controller> {
-        // Neither SPDK nor DPDK says so when the kernel does not lock what they have it map for the
-        // controller, which then reads and writes nothing there.
+        // The kernel may not lock the memory that SPDK and DPDK map for the controller. Neither
+        // reports that, and the controller then transfers nothing there.
         if let (Way::Pcie(_), Some(limit)) = (&id.way, lock_limit()) {
             let m = format!(
                 "{id}: this process may lock only {} KiB of memory, and a controller on PCIe must reach all of its buffers; run it \
@@ -173,28 +174,28 @@ impl Controller {
         Format::new(blocks, shift, metadata)
     }
 
-    /// Bytes of one command at most.
+    /// Most bytes of one command.
     pub(super) fn most(&self) -> u64 {
         // SAFETY: an active namespace of a connected controller.
         let most = unsafe { (self.env.api.spdk_nvme_ns_get_max_io_xfer_size)(self.namespace) };
         u64::from(most).min(1 << 20) / BLOCK * BLOCK
     }
 
-    /// Whether what it acknowledged can be lost before a flush.
+    /// Whether acknowledged data can be lost before a flush.
     pub(super) fn is_volatile(&self) -> bool {
         // SAFETY: the controller's 4096 bytes of Identify, which SPDK keeps as NVMe lays them out.
         unsafe { *(self.env.api.spdk_nvme_ctrlr_get_data)(self.at).add(VWC) & 1 == 1 }
     }
 
-    /// Whether a controller on PCIe works, by what it says of itself: nothing is asked of it that a
-    /// dead one would leave unanswered. Those over a network are known by their keep-alives.
+    /// Whether a controller on PCIe works, according to its status register: a dead one would not
+    /// answer a command. Controllers over a network are checked by their keep-alives.
     pub(super) fn works(&self, way: &Way) -> bool {
         // SAFETY: a connected controller, whose registers are mapped.
         let status = || unsafe { (self.env.api.spdk_nvme_ctrlr_get_regs_csts)(self.at) };
         !matches!(way, Way::Pcie(_)) || status() & (RDY | CFS) == RDY
     }
 
-    /// Only when no queue pair of it is left. `failed`: it would not answer a proper farewell.
+    /// Call only when no queue pair of it is left. `failed`: it would not answer a proper shutdown.
     pub(super) fn detach(self, failed: bool) {
         // SAFETY: connected, and not used any more.
         unsafe {
@@ -205,7 +206,7 @@ impl Controller {
         }
     }
 
-    /// Until the device is dropped, and all of its queue pairs are gone.
+    /// Runs until the device is dropped and all of its queue pairs are gone.
     pub(super) fn serve(
         mut self,
         shared: &Shared,
@@ -234,7 +235,8 @@ impl Controller {
         self.detach(!shared.is_up());
     }
 
-    /// Resets the controller until it works again; whether the device was dropped meanwhile.
+    /// Resets the controller until it works again. Returns whether the device was dropped
+    /// meanwhile.
     fn recover(
         &mut self,
         shared: &Shared,
@@ -243,16 +245,16 @@ impl Controller {
         events: &Receiver<Event>,
     ) -> bool {
         tracing::warn!("{id}: the controller fails; resetting it");
-        // First, so that it reaches no memory any more when queue pairs give theirs back, and those
-        // ask nothing of one that is dead.
+        // Disconnect first. Then the controller reaches no memory any more when queue pairs free
+        // theirs, and freeing a queue pair asks nothing of a dead controller.
         let mut cut = self.disconnect(id);
         shared.set_up(false);
         while shared.pairs.load(SeqCst) > 0 {
             thread::sleep(Duration::from_millis(1));
         }
         if shared.volatile && shared.written.load(SeqCst) > shared.flushed.load(SeqCst) {
-            // The same namespace may have come back without what was only in its cache: no flush
-            // can vouch for it.
+            // The same namespace may have returned without the contents of its cache, so no flush
+            // can vouch for them.
             shared.lost.store(true, SeqCst);
             tracing::error!(
                 "{id}: reset with writes that were not flushed; flushes fail until this target is opened anew"
@@ -285,7 +287,7 @@ impl Controller {
     fn disconnect(&self, id: &TransportId) -> Result<()> {
         // SAFETY: a connected controller; its admin queue is this thread's.
         let rc = unsafe { (self.env.api.spdk_nvme_ctrlr_disconnect)(self.at) };
-        // Disconnected already, by a try that came to nothing before the other half.
+        // It is disconnected already, by an attempt that failed before the second half.
         if rc == -libc::EBUSY {
             return Ok(());
         }
@@ -303,7 +305,7 @@ impl Controller {
         Ok(())
     }
 
-    /// The other half; `false` where the device was dropped meanwhile.
+    /// The second half of a reset; `false` if the device was dropped meanwhile.
     fn reconnect(
         &mut self,
         id: &TransportId,
@@ -315,8 +317,9 @@ impl Controller {
         // polling it says other than `EAGAIN`.
         unsafe { (self.env.api.spdk_nvme_ctrlr_reconnect_async)(self.at) };
         let rc = loop {
-            // It may take minutes. The lock is recursive, and this thread's, which detaches the
-            // controller and ends: it must take no other of SPDK's robust locks later.
+            // It may take minutes. On `Close`, the controller is detached by this thread, which
+            // owns its recursive lock, and then ends. It must take no other robust lock of SPDK
+            // after that.
             if let Ok(Event::Close) = events.try_recv() {
                 return Ok(false);
             }

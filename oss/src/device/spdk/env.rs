@@ -1,4 +1,4 @@
-//! What there is once in a process: the libraries, DPDK's memory, its list of PCI devices, and
+//! State that exists once per process: the libraries, DPDK's memory, its list of PCI devices, and
 //! which namespaces are open.
 
 use std::{
@@ -18,24 +18,25 @@ use super::{
 };
 use crate::device::api::BLOCK;
 
-/// Regions registered at most: 4 GiB of buffers.
+/// Most regions registered: 4 GiB of buffers.
 const MAX_REGIONS: usize = 1024;
 
-/// `RTE_IOVA_VA` of DPDK: devices are given virtual addresses.
+/// `RTE_IOVA_VA` of DPDK: devices use virtual addresses.
 const IOVA_VA: i32 = 2;
 
-/// What the targets of this process name, before DPDK starts: it may look at these PCI devices and
-/// at no other.
+/// The PCI devices that targets of this process named before DPDK starts (DPDK may use these and no
+/// others), and whether one needs RDMA.
 static ANNOUNCED: Mutex<(BTreeSet<PciAddress>, bool)> = Mutex::new((BTreeSet::new(), false));
 
 /// See the module.
 pub(super) struct Env {
     pub api: Api,
     allowed: BTreeSet<PciAddress>,
-    /// It was started for RDMA, which needs hugepages.
+    /// Started for RDMA, which needs hugepages.
     rdma: bool,
-    /// Memory of others can be made known to a controller on PCIe: an IOMMU translates this
-    /// process's addresses. By physical ones SPDK would find wrong pages, or such as move.
+    /// A controller on PCIe can use memory that SPDK did not allocate: an IOMMU translates this
+    /// process's addresses. With physical addresses, SPDK would find wrong pages, or pages that
+    /// move.
     virtual_addresses: bool,
     regions: Mutex<Regions>,
     open: Mutex<BTreeSet<(Way, u32)>>,
@@ -43,12 +44,12 @@ pub(super) struct Env {
 
 #[derive(Default)]
 struct Regions {
-    /// Held for good: SPDK knows their pages.
+    /// Held until the process ends, because SPDK knows their pages.
     held: BTreeMap<u64, Arc<Region>>,
     full: bool,
 }
 
-/// Tells of a device before the first one is opened.
+/// Announces a device before the first one is opened.
 pub(super) fn announce(id: &TransportId) {
     let mut a = ANNOUNCED.lock();
     match id.way {
@@ -58,8 +59,8 @@ pub(super) fn announce(id: &TransportId) {
     }
 }
 
-/// Whether an IOMMU of this machine, by what its capability register says (Intel VT-d 11.4.2,
-/// MGAW), translates fewer bits than DPDK's virtual addresses have. DPDK does not ask.
+/// Whether an IOMMU of this machine translates fewer bits than DPDK's virtual addresses have,
+/// according to its capability register (Intel VT-d 11.4.2, MGAW). DPDK does not check.
 fn narrow_iommu() -> bool {
     let Ok(units) = std::fs::read_dir("/sys/class/iommu") else { return false };
     units.flatten().any(|unit| {
@@ -69,8 +70,8 @@ fn narrow_iommu() -> bool {
     })
 }
 
-/// The arguments of DPDK. No PCI device but the allowed ones is ever looked at: DPDK takes those
-/// from their drivers.
+/// The arguments for DPDK. Only the allowed PCI devices are named, because DPDK takes the devices
+/// that it looks at from their drivers.
 fn arguments(
     allowed: &BTreeSet<PciAddress>,
     rdma: bool,
@@ -90,7 +91,7 @@ fn arguments(
         args.extend(["-a".into(), at.to_string()]);
     }
     if allowed.is_empty() && !rdma {
-        // Data lie in ordinary memory; this is for SPDK's own requests.
+        // Data lies in ordinary memory; this memory is for SPDK's own requests.
         args.extend(["--no-huge", "--legacy-mem", "-m", "256", "--iova-mode=va"].map(String::from));
     } else {
         args.extend(
@@ -105,12 +106,11 @@ fn arguments(
     args
 }
 
-/// The one environment, made at the first call with what was announced until then. Its error is
-/// final.
+/// The environment, made at the first call from what was announced until then. An error is final.
 pub(super) fn get(core: usize) -> Result<&'static Env> {
     static ENV: OnceLock<Result<Env>> = OnceLock::new();
     let env = ENV.get_or_init(|| {
-        // DPDK pins the thread that starts it, and keeps it for itself.
+        // DPDK pins the thread that starts it, and keeps it.
         let (made, env) = mpsc::sync_channel(1);
         let thread = std::thread::Builder::new().name("spdk-env".into());
         let started = thread.spawn(move || {
@@ -131,7 +131,7 @@ fn start(core: usize) -> Result<Env> {
     let huge = !allowed.is_empty() || rdma;
     let args = arguments(&allowed, rdma, narrow_iommu(), core, std::process::id());
     let text: Vec<CString> = args.iter().filter_map(|a| CString::new(a.as_str()).ok()).collect();
-    // DPDK moves the pointers about, and writes to none of the strings.
+    // DPDK reorders the pointers, but does not write to the strings.
     let mut argv: Vec<*mut c_char> = text.iter().map(|a| a.as_ptr().cast_mut()).collect();
     let hint = if huge {
         "are there hugepages (vm.nr_hugepages), and is this root?"
@@ -176,8 +176,8 @@ fn start(core: usize) -> Result<Env> {
 }
 
 impl Env {
-    /// Takes a namespace for one device of this process. `Busy`: another has it. `Perm`: it came
-    /// too late.
+    /// Takes a namespace for one device of this process. `Busy`: another device has it. `Perm`: it
+    /// was announced too late.
     pub(super) fn claim(&'static self, id: &TransportId) -> Result<Claim> {
         let late = match id.way {
             Way::Pcie(at) if !self.allowed.contains(&at) => {
@@ -199,10 +199,10 @@ impl Env {
         Ok(Claim { env: self, key })
     }
 
-    /// Whether a controller reaches that memory by itself, and not only through a copy.
+    /// Whether a controller reaches that memory directly, without a copy.
     pub(super) fn reaches(&self, way: &Way, region: Option<&Arc<Region>>) -> bool {
         match (way, region) {
-            // The kernel's sockets do.
+            // The kernel's sockets reach all memory.
             (Way::Tcp(_), _) => true,
             (Way::Pcie(_), _) if !self.virtual_addresses => false,
             (_, Some(region)) => self.register(region),
@@ -241,7 +241,7 @@ impl Env {
     }
 }
 
-/// A namespace that one device of this process has.
+/// A namespace that is taken for one device of this process.
 pub(super) struct Claim {
     env: &'static Env,
     key: (Way, u32),

@@ -1,6 +1,6 @@
-//! SPDK's and DPDK's functions, by our own declarations, from the libraries of the machine. The
-//! prototypes are the same in every release of SPDK from v22.01 to v26.05, and no structure of
-//! theirs is known here but [`Completion`], which NVMe fixes.
+//! SPDK's and DPDK's functions, with our own declarations, from the libraries of the machine. The
+//! prototypes are the same in every release of SPDK from v22.01 to v26.05. The only structure known
+//! here is [`Completion`], which NVMe fixes.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
@@ -14,7 +14,7 @@ pub(super) struct Completion {
     head: u16,
     queue: u16,
     command: u16,
-    /// With the phase in its lowest bit.
+    /// The lowest bit is the phase.
     pub status: u16,
 }
 
@@ -22,8 +22,8 @@ const _: () = assert!(size_of::<Completion>() == 16);
 
 pub(super) type Done = extern "C" fn(*mut c_void, *const Completion);
 
-/// In the order in which they must be opened, all symbols for all: SPDK's are linked against less
-/// than they use.
+/// In the order in which they must be opened. Their symbols are global, because SPDK's libraries
+/// are linked against fewer than they use.
 const LIBRARIES: &[(&str, bool)] = &[
     ("libcrypto.so.3", false),
     ("libssl.so.3", false),
@@ -104,8 +104,8 @@ fn last_error() -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// Opens them for good: DPDK's threads run their code as long as the process lives. `NoEnt`, in a
-/// sentence that says what to install.
+/// Opens the libraries for good, because DPDK's threads run their code as long as the process
+/// lives. `NoEnt` with a message that says what to install.
 pub(super) fn load() -> Result<Api> {
     open_all(LIBRARIES)?;
     let at = symbol("rte_version\0")?;
@@ -124,7 +124,7 @@ pub(super) fn load() -> Result<Api> {
 }
 
 /// Whether this is the DPDK (as in `DPDK 21.11.0`) of an SPDK before v22.01, whose functions may
-/// have other prototypes. SPDK's own libraries do not tell their version.
+/// have other prototypes. SPDK's own libraries do not report their version.
 fn is_too_old(dpdk: &str) -> bool {
     let mut numbers =
         dpdk.trim_start_matches(|c: char| !c.is_ascii_digit()).split('.').map(str::parse::<u32>);
@@ -192,7 +192,7 @@ mod tests {
             ("DPDK 22.03.0", false),
             ("DPDK 23.07.0", false),
             ("DPDK 26.03.0-rc1", false),
-            // Whatever this is, the functions are looked for.
+            // Unknown versions pass; the functions are looked up in any case.
             ("", false),
             ("DPDK main", false),
         ] {
@@ -200,7 +200,7 @@ mod tests {
         }
     }
 
-    /// Not a test but what the next one runs, where other libraries are found.
+    /// Not a test by itself: the next test runs it, with other libraries.
     #[test]
     fn process_that_loads_what_is_there() {
         if std::env::var("STRAKE_SPDK_STAND_IN").is_ok() {

@@ -1,11 +1,11 @@
-//! An NVMe namespace by SPDK's driver in this process, past the kernel: on PCIe, or remote by
+//! An NVMe namespace driven by SPDK in this process, bypassing the kernel: on PCIe, or remote by
 //! NVMe/TCP and NVMe/RDMA.
 //!
-//! SPDK is opened at run time ([`ffi`]) and started once for the process ([`env`]). A device has a
-//! thread for its controller ([`control`]) and one for each of its CPUs, with a queue pair of its
-//! own ([`reactor`]); callers hand operations to those by queues that are bounded by the device's
-//! depth, and wait for the answers. Nothing of SPDK is ever unloaded, and a process that has it
-//! must not fork.
+//! SPDK is opened at run time ([`ffi`]) and started once per process ([`env`]). A device has one
+//! thread for its controller ([`control`]) and one for each of its CPUs, with its own queue pair
+//! ([`reactor`]). Callers hand operations to those threads through queues, limited by the device's
+//! depth, and wait for the answers. SPDK is never unloaded, and a process that has loaded it must
+//! not fork.
 
 mod control;
 mod env;
@@ -46,16 +46,16 @@ use super::{
     nvme::Format,
 };
 
-/// Operations at a time for each CPU.
+/// Most operations at a time for each CPU.
 const DEPTH: usize = 256;
-/// Buffers of a write that are commands of their own; more are copied into one.
+/// A write of at most so many buffers makes one command per buffer; more are copied into one.
 const MOST_BUFFERS: usize = 16;
 
 pub struct SpdkDevice {
     shared: Arc<Shared>,
     depth: Arc<Semaphore>,
-    /// Changes hold it shared until they end; a flush takes it for a moment to wait for those
-    /// before it.
+    /// Changes hold it shared until they end. A flush takes it exclusively for a moment, to wait
+    /// for the changes before it.
     barrier: Arc<RwLock<()>>,
     turn: AtomicUsize,
     pool: Pool,
@@ -70,36 +70,36 @@ struct Shared {
     way: Way,
     env: &'static Env,
     format: Format,
-    /// Bytes of one command at most.
+    /// Most bytes of one command.
     most: u64,
-    /// Of the controller's cache.
+    /// Whether the controller's cache is volatile.
     volatile: bool,
     queues: Vec<Queue>,
     meter: Meter,
     controller: Mutex<Controller>,
     events: Mutex<Sender<Event>>,
-    /// The controller works; else it is being reset.
+    /// The controller works; otherwise it is being reset.
     up: AtomicBool,
     /// Grows with each reset.
     generation: AtomicU64,
     closed: AtomicBool,
-    /// Queue pairs that there are, or are about to be.
+    /// How many queue pairs exist, or are about to.
     pairs: AtomicUsize,
-    /// Writes that ended, and those of them that a flush covers.
+    /// Number of writes that ended, and of those that a flush covers.
     written: AtomicU64,
     flushed: AtomicU64,
-    /// Some that were not covered may be lost.
+    /// Some writes that no flush covered may be lost.
     lost: AtomicBool,
     /// See [`Device::copied`].
     copied: AtomicU64,
 }
 
-/// From callers to one reactor.
+/// Operations from callers to one reactor.
 struct Queue {
     ops: Mutex<VecDeque<Op>>,
-    /// It is or goes to sleep and must be woken.
+    /// The reactor sleeps or is about to, and must be woken.
     sleeping: AtomicBool,
-    /// It has ended, and takes nothing more. Changed with `ops` locked.
+    /// The reactor has ended and takes nothing more. Changed with `ops` locked.
     closed: AtomicBool,
     wake: OwnedFd,
 }
@@ -114,15 +114,15 @@ struct Op {
     work: Work,
     offset: u64,
     len: u64,
-    /// Of a flush: how many writes it covers.
+    /// For a flush: how many writes it covers.
     covers: u64,
     reply: oneshot::Sender<Result<Option<BufMut>>>,
     _permit: OwnedSemaphorePermit,
     _change: Option<OwnedRwLockReadGuard<()>>,
 }
 
-/// Tells of a target's device before the first one is opened; nothing, if it is not SPDK's. Only
-/// PCI devices that were told of in time can be opened.
+/// Announces a target's device before the first one is opened; does nothing if it is not SPDK's.
+/// PCI devices can be opened only if they were announced in time.
 pub fn announce(device: &str) -> Result<()> {
     if device.starts_with(PREFIX) {
         env::announce(&TransportId::parse(device)?);
@@ -136,15 +136,15 @@ fn cpus() -> Vec<usize> {
     (0..CpuSet::MAX_CPU).filter(|n| set.is_set(*n)).collect()
 }
 
-/// A CPU of `own` for a device that names none, before which `others` were given one so: from the
-/// last one down, so that each has its own while there are enough.
+/// The CPU of `own` for a device that names none, after `others` such devices: from the last CPU
+/// down, so that each device has its own while there are enough.
 fn another(own: &[usize], others: usize) -> Option<usize> {
     own.iter().rev().cycle().nth(others % own.len().max(1)).copied()
 }
 
 impl SpdkDevice {
-    /// Blocks while SPDK starts and the controller is reached. `NoEnt`: no SPDK; `Inval`: not a
-    /// device of SPDK.
+    /// Blocks while SPDK starts and the controller is reached. `NoEnt`: no SPDK; `Inval`: not an
+    /// SPDK device.
     pub fn open(text: &str) -> Result<SpdkDevice> {
         let mut id = TransportId::parse(text)?;
         let own = cpus();
@@ -239,7 +239,7 @@ impl SpdkDevice {
         answer.await.map_err(|_| gone())?
     }
 
-    /// Few buffers, each aligned and whole blocks.
+    /// Makes few buffers, each aligned and of whole blocks.
     fn commands(&self, bufs: Vec<Buf>) -> Vec<Buf> {
         if bufs.len() <= MOST_BUFFERS && bufs.iter().all(|b| b.is_aligned() && !b.is_empty()) {
             return bufs;
@@ -308,7 +308,7 @@ impl Shared {
     }
 
     fn tell(&self, event: Event) {
-        let _ = self.events.lock().send(event); // the thread is there as long as the device
+        let _ = self.events.lock().send(event); // the thread lives as long as the device
     }
 
     fn error(&self, op: &Op, e: Error) -> Error {
@@ -322,14 +322,14 @@ impl Shared {
 }
 
 impl Queue {
-    /// Has it look at `ops`.
+    /// Makes the reactor look at `ops`.
     fn wake(&self) {
         if self.sleeping.swap(false, SeqCst) {
             self.rouse();
         }
     }
 
-    /// Has it look at everything, though it be about to sleep.
+    /// Makes the reactor look at everything, even if it is about to sleep.
     fn rouse(&self) {
         // Fails only when the counter is full, and then the thread is awake.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
@@ -344,7 +344,7 @@ impl Queue {
         drop(waiting);
     }
 
-    /// Until it is woken, or for so long.
+    /// Sleeps until woken, or for so long.
     fn sleep(&self, time: Option<Duration>) {
         self.sleeping.store(true, SeqCst);
         if self.ops.lock().is_empty() {
@@ -360,8 +360,8 @@ impl Drop for SpdkDevice {
     fn drop(&mut self) {
         let c = *self.shared.controller.lock();
         if self.shared.is_up() && !c.works(&self.shared.way) {
-            // It is disconnected before queue pairs are given back to it, which it would not
-            // answer.
+            // It must be disconnected before queue pairs are freed, because a dead controller would
+            // not answer that.
             let generation = self.shared.generation.load(SeqCst);
             self.shared.tell(Event::Failed(generation));
             let waits = || self.shared.is_up() && self.shared.generation.load(SeqCst) == generation;
@@ -413,7 +413,7 @@ impl Device for SpdkDevice {
         self.submit(Work::Flush, 0, 0).await.map(|_| ())
     }
     async fn discard(&self, offset: u64, len: u64) -> Result<()> {
-        // As for block devices: many do it slowly.
+        // Not passed on, as for block devices: many discard slowly.
         check_range(&self.shared.name, self.capacity(), offset, len)
     }
 }

@@ -1,5 +1,5 @@
-//! A thread on a CPU of its own with one queue pair. It polls while commands are under way, more
-//! and more rarely the longer none ends, and sleeps when there is nothing to do.
+//! A thread on its own CPU with one queue pair. It polls while commands are in progress, less often
+//! the longer none ends, and sleeps when there is nothing to do.
 
 use std::{
     cell::RefCell,
@@ -21,40 +21,40 @@ use crate::device::{
     nvme::Status,
 };
 
-/// How long it spins without anything ending before it rests.
+/// How long it spins without a command ending before it rests.
 const SPIN: Duration = Duration::from_micros(50);
-/// How long it rests then while commands are under way.
+/// How long it rests each time while commands are in progress.
 const NAP: Duration = Duration::from_micros(50);
-/// How often it looks while the controller is being reset.
+/// How often it checks while the controller is being reset.
 const DOWN: Duration = Duration::from_millis(50);
 /// How long operations wait for a queue pair.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long the controller may keep all commands before it is taken for dead: as the kernel's
-/// driver does.
+/// How long the controller may end no command before it counts as dead, as in the kernel's driver.
 const STALL: Duration = Duration::from_secs(30);
-/// How often, and how far apart, a command is given again for which the controller was not ready.
+/// How often a command is retried for which the controller was not ready, and the pause between.
 const TRIES: u32 = 40;
 const APART: Duration = Duration::from_millis(250);
-/// How often one is given again that was lost with its queue pair, as the kernel's driver does: it
-/// may be what the controller fails at.
+/// How often a command that was lost with its queue pair is retried, as in the kernel's driver: the
+/// command may be the cause of the failure.
 const LOSSES: u32 = 5;
 
 struct Active {
     op: Op,
     pieces: Vec<Piece>,
-    /// Pieces that have not ended, and those of them that the controller has.
+    /// Pieces that have not ended, and how many of those the controller has.
     left: usize,
     under_way: usize,
     failed: Option<Error>,
     metered: Option<Begun>,
 }
 
-/// What is one command.
+/// One command of an operation.
 struct Piece {
     offset: u64,
     at: *mut u8,
     len: u64,
-    /// The controller reaches it only by a copy, which is there while the command is under way.
+    /// The controller reaches the memory only through a copy, made while the command is in
+    /// progress.
     copied: bool,
     copy: Option<Dma>,
     tries: u32,
@@ -69,7 +69,7 @@ impl Piece {
 
 type Ended = Rc<RefCell<Vec<(u64, usize, Status)>>>;
 
-/// What SPDK hands back when a command ends.
+/// Returned by SPDK when a command ends.
 struct Ticket {
     ended: Ended,
     op: u64,
@@ -96,13 +96,13 @@ pub(super) struct Reactor {
     next: u64,
     /// Pieces to be submitted.
     todo: VecDeque<(u64, usize)>,
-    /// Not before then.
+    /// Submit nothing before this time.
     pause: Option<Instant>,
     under_way: usize,
     ended: Ended,
-    /// The generation of the controller that was said to fail.
+    /// The generation of the controller that was reported as failing.
     told: Option<u64>,
-    /// When a command ended last, or was given while there was no other.
+    /// When a command last ended, or was submitted while there was no other.
     progress: Instant,
     /// When something was done last.
     busy: Instant,
@@ -128,7 +128,7 @@ impl Reactor {
         }
     }
 
-    /// Until the device is dropped and everything has ended.
+    /// Runs until the device is dropped and everything has ended.
     pub(super) fn serve(mut self) {
         if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
             tracing::error!(
@@ -161,7 +161,7 @@ impl Reactor {
         }
     }
 
-    /// Has a queue pair while the controller works, and none while it is reset.
+    /// Keeps a queue pair while the controller works, and none while it is reset.
     fn keep_pair(&mut self) {
         if !self.shared.is_up() {
             self.close_pair();
@@ -174,13 +174,13 @@ impl Reactor {
         }
     }
 
-    /// Makes a queue pair; whether there is one.
+    /// Makes a queue pair. Returns whether there is one.
     pub(super) fn connect(&mut self) -> bool {
-        // Counted first: the controller is not reset while there may be a queue pair.
+        // Counted first: the controller is not reset while a queue pair may exist.
         self.shared.pairs.fetch_add(1, SeqCst);
         if self.shared.is_up() {
             let c = *self.shared.controller.lock();
-            // SPDK waits for its answer without end, with the controller locked.
+            // SPDK waits for the controller's answer for ever, with the controller locked.
             let pair = match c.works(&self.shared.way) {
                 // SAFETY: a connected controller; default options.
                 true => unsafe {
@@ -197,7 +197,7 @@ impl Reactor {
         false
     }
 
-    /// Whether the control thread knows that the controller fails, and has not reset it yet.
+    /// Whether the control thread was told that the controller fails, and has not reset it yet.
     fn is_broken(&self) -> bool {
         self.told == Some(self.shared.generation.load(SeqCst))
     }
@@ -209,7 +209,7 @@ impl Reactor {
         }
     }
 
-    /// What is under way ends by it, as aborted.
+    /// Frees the queue pair; commands in progress end as aborted.
     fn close_pair(&mut self) {
         let Some(pair) = self.pair.take() else { return };
         // SAFETY: this thread's queue pair, not within one of its callbacks.
@@ -226,8 +226,8 @@ impl Reactor {
         self.shared.pairs.fetch_sub(1, SeqCst);
     }
 
-    /// Operations whose commands SPDK may still have: their memory is never freed, and who waits
-    /// for them gets an error.
+    /// Gives up operations whose commands SPDK may still have: their memory is never freed, and
+    /// their callers get an error.
     fn abandon(&mut self) {
         let (lost, kept): (BTreeMap<_, _>, BTreeMap<_, _>) =
             std::mem::take(&mut self.active).into_iter().partition(|(_, a)| a.under_way > 0);
@@ -283,14 +283,14 @@ impl Reactor {
             }
             match self.start(pair, id, n) {
                 Ok(true) => {}
-                Ok(false) => return, // after some have ended
+                Ok(false) => return, // retried after some have ended
                 Err(e) => self.end(id, Err(e)),
             }
             self.todo.pop_front();
         }
     }
 
-    /// Gives the command; `false`: there is no room for it now.
+    /// Submits the command; `false`: there is no room for it now.
     fn start(&mut self, pair: *mut c_void, id: u64, n: usize) -> Result<bool> {
         let (s, api) = (&self.shared, &self.shared.env.api);
         let Some(a) = self.active.get_mut(&id) else { return Ok(true) };
@@ -446,7 +446,7 @@ impl Reactor {
         let Op { work, reply, covers, .. } = op;
         let result = failed.map_or(Ok(()), Err);
         match &work {
-            // One that failed may have changed some of it.
+            // A failed write may have changed some of it.
             Work::Write(_) => drop(self.shared.written.fetch_add(1, SeqCst)),
             Work::Flush if result.is_ok() => drop(self.shared.flushed.fetch_max(covers, SeqCst)),
             _ => {}
@@ -458,7 +458,7 @@ impl Reactor {
         let _ = reply.send(result.map(|()| buf)); // the caller may have gone
     }
 
-    /// Without a queue pair for too long, or for good: what waits for one fails.
+    /// Fails operations that wait for a queue pair, after too long or if it is gone for good.
     fn expire(&mut self, closed: bool) {
         let Some(since) = self.without.filter(|since| closed || since.elapsed() > PATIENCE) else {
             return;

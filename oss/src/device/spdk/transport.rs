@@ -1,11 +1,11 @@
-//! What a target's `device` says of an SPDK device: `spdk:` and SPDK's own transport id, with two
-//! keys of ours, `ns` and `cores`.
+//! Parses the `device` of a target on SPDK: `spdk:`, SPDK's own transport id, and two keys of ours,
+//! `ns` and `cores`.
 
 use std::{fmt, net::IpAddr, str::FromStr};
 
 use strake_proto::{Code, Error, Result};
 
-/// Begins every device that SPDK drives.
+/// Prefix of every device that SPDK drives.
 pub const PREFIX: &str = "spdk:";
 /// Longest NVMe qualified name.
 const MOST_NQN: usize = 223;
@@ -48,7 +48,7 @@ impl FromStr for PciAddress {
     }
 }
 
-/// The way to a controller.
+/// How a controller is reached.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
     Pcie(PciAddress),
@@ -63,12 +63,12 @@ pub struct Remote {
     pub subsystem: String,
 }
 
-/// A namespace, the way to it and who drives it.
+/// A namespace, how it is reached, and the CPUs that drive it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TransportId {
     pub way: Way,
     pub namespace: u32,
-    /// CPUs with a reactor each; none: the last one that this process may use.
+    /// CPUs with a reactor each. If empty: the last CPU that this process may use.
     pub cores: Vec<usize>,
 }
 
@@ -79,7 +79,7 @@ impl fmt::Display for TransportId {
 }
 
 impl TransportId {
-    /// As SPDK reads it.
+    /// In SPDK's format.
     pub fn of_spdk(&self) -> String {
         let remote = |kind: &str, r: &Remote| {
             let family = if r.address.is_ipv4() { "IPv4" } else { "IPv6" };
@@ -95,7 +95,7 @@ impl TransportId {
         }
     }
 
-    /// From all of `text`, which begins with [`PREFIX`]. `Inval` with what is wrong.
+    /// Parses all of `text`, which begins with [`PREFIX`]. `Inval` with what is wrong.
     pub fn parse(text: &str) -> Result<TransportId> {
         let example = "spdk:trtype:TCP traddr:192.0.2.7 trsvcid:4420 subnqn:nqn.2024-01.org.example:disk1, or spdk:trtype:PCIe traddr:0000:3b:00.0";
         let bad = |m: String| {
@@ -160,7 +160,7 @@ impl TransportId {
     }
 }
 
-/// Numbers and ranges by commas, each once.
+/// Parses numbers and ranges separated by commas, each number at most once.
 fn list(text: &str) -> Option<Vec<usize>> {
     let mut out = Vec::new();
     for part in text.split(',') {

@@ -1,6 +1,6 @@
-//! A file, block device or NVMe namespace by io_uring: one thread and one ring per device. Callers
-//! queue operations, at most a set number at a time; the thread submits all that wait in one system
-//! call and sleeps in the kernel until one ends or another is queued.
+//! A file, block device or NVMe namespace through io_uring: one thread and one ring per device.
+//! Callers queue operations, up to a limit. The thread submits all waiting ones in one system call
+//! and sleeps in the kernel until one ends or another is queued.
 
 pub(super) mod passthrough;
 mod ring;
@@ -29,7 +29,7 @@ use super::{
     node::Node,
 };
 
-/// Operations in the kernel at a time, unless told otherwise.
+/// Most operations in the kernel at a time, by default.
 pub(super) const DEPTH: usize = 256;
 /// Largest single operation: lengths are 32 bits in the ring.
 const MAX_LEN: u64 = 1 << 30;
@@ -42,10 +42,10 @@ pub struct UringDevice {
     thread: Option<JoinHandle<()>>,
 }
 
-/// From callers to the thread. Bounded by the semaphore of the device.
+/// From callers to the thread. The device's semaphore limits its length.
 struct Queue {
     ops: Mutex<VecDeque<Op>>,
-    /// The thread is or goes to sleep and must be woken.
+    /// The thread sleeps or is about to, and must be woken.
     sleeping: AtomicBool,
     /// No more operations are taken.
     closed: AtomicBool,
@@ -73,8 +73,8 @@ struct Op {
 }
 
 impl UringDevice {
-    /// Fails where the path cannot be opened, and where io_uring cannot be used (an old kernel, a
-    /// container's filter).
+    /// Fails if the path cannot be opened, or io_uring cannot be used (an old kernel, a container's
+    /// filter).
     pub fn open(path: &Path, depth: usize) -> Result<UringDevice> {
         UringDevice::on(Arc::new(Node::open(path)?), depth)
     }
@@ -115,8 +115,8 @@ impl UringDevice {
         Ok(UringDevice { node, queue, depth, pool: Pool::default(), thread: Some(thread) })
     }
 
-    /// Reads and writes so far whose memory was registered, so that the kernel did not have to pin
-    /// it for each.
+    /// Reads and writes so far in registered memory, which the kernel did not have to pin each
+    /// time.
     pub fn fixed_operations(&self) -> u64 {
         self.queue.fixed.load(Ordering::Relaxed)
     }
@@ -152,7 +152,7 @@ impl Queue {
         }
     }
 
-    /// Ends the queue; what waits in it is answered by dropping it.
+    /// Closes the queue. Waiting operations are dropped, which answers them.
     fn close(&self) {
         let waiting = {
             let mut ops = self.ops.lock();

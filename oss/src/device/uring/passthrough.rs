@@ -1,6 +1,6 @@
-//! NVMe commands to the kernel's character device of a namespace (`/dev/ngXnY`), by io_uring: below
-//! the block layer, so without its scheduler, merging, splitting and retrying. Structures and
-//! numbers: `linux/nvme_ioctl.h`.
+//! NVMe commands through io_uring to the kernel's character device of a namespace (`/dev/ngXnY`):
+//! below the block layer, so without its scheduler, merging, splitting and retrying. Structures and
+//! numbers are from `linux/nvme_ioctl.h`.
 
 use std::{
     fs::{File, Metadata, OpenOptions},
@@ -23,14 +23,14 @@ const URING_CMD_IO_VEC: u32 = 0xc048_4e81;
 /// Identify, an admin command.
 const IDENTIFY_COMMAND: u8 = 0x06;
 
-/// A namespace whose commands this process may give.
+/// A namespace that this process may send commands to.
 pub(crate) struct Namespace {
     id: u32,
     pub format: Format,
-    /// Bytes of one command at most.
+    /// Most bytes of one command.
     pub most: u64,
-    /// The block device of the same namespace, held so that nobody mounts it or makes another
-    /// target there.
+    /// The block device of the same namespace, held so that it is not mounted or used by another
+    /// target.
     _claim: File,
 }
 
@@ -61,7 +61,7 @@ struct Command {
 const _: () = assert!(size_of::<Command>() == 72);
 
 impl Command {
-    /// As it lies in a submission queue entry.
+    /// In the layout of a submission queue entry.
     fn bytes(&self) -> [u8; 80] {
         let mut out = [0; 80];
         out[0] = self.opcode;
@@ -86,16 +86,16 @@ impl Command {
     }
 }
 
-/// Where a command's data lie.
+/// The memory of a command's data.
 pub(crate) enum Data {
     None,
-    /// Of a registered region, if there is an index.
+    /// With the index of its registered region, if any.
     One(*const u8, Option<u16>),
     Many(*const libc::iovec, usize),
 }
 
-/// Whether it is a character device of an NVMe namespace; by the name that the kernel has for it,
-/// whatever `path` is called.
+/// Whether it is a character device of an NVMe namespace, by the kernel's name for it, whatever
+/// `path` is called.
 pub(crate) fn is_namespace(path: &Path) -> bool {
     path.metadata().ok().and_then(|m| kernel_name(&m)).is_some_and(|n| n.starts_with("ng"))
 }
@@ -112,8 +112,8 @@ fn kernel_name(node: &Metadata) -> Option<String> {
 }
 
 impl Namespace {
-    /// Opens the character device for one user alone: `Busy` if its block device is mounted or
-    /// another target's.
+    /// Opens the character device exclusively: `Busy` if its block device is mounted or another
+    /// target uses it.
     pub(crate) fn open(path: &Path) -> Result<(File, Namespace)> {
         let name = path.display();
         let about = |e: std::io::Error| Error::from(e).context(path.display());
@@ -181,8 +181,8 @@ impl Namespace {
     }
 }
 
-/// Bytes of one command that the kernel takes whatever the memory: the controller's limit, and one
-/// page for each segment.
+/// Most bytes of one command that the kernel accepts, however the memory lies: the controller's
+/// limit, and one page for each segment.
 fn largest(queue: &Path, format: Format) -> u64 {
     let number = |name: PathBuf| std::fs::read_to_string(name).ok()?.trim().parse::<u64>().ok();
     let transfer = number(queue.join("max_hw_sectors_kb")).map_or(128 << 10, |kb| kb << 10);

@@ -1,4 +1,4 @@
-//! The thread of an io_uring device, and what it has in the kernel.
+//! The thread of an io_uring device, and its operations in the kernel.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -24,16 +24,16 @@ use crate::device::{
     nvme::{FLUSH, READ, Status, WRITE},
 };
 
-/// Regions registered with a ring at most: 4 GiB of buffers.
+/// Most regions registered with a ring: 4 GiB of buffers.
 const MAX_REGIONS: usize = 1024;
-/// `user_data` of the poll that wakes the thread; others are an index and, from [`PIECE`] on, the
-/// number of a piece.
+/// `user_data` of the poll that wakes the thread. Others consist of an index and, from bit
+/// [`PIECE`] on, the number of a piece.
 const WAKE: u64 = u64::MAX;
 const PIECE: u32 = 16;
-/// In `user_data`: not the piece, but the pause before it is tried again.
+/// Bit in `user_data`: not the piece itself, but the pause before it is retried.
 const PAUSE: u64 = 1 << 62;
-/// How often a command is given again that a reset of the controller took back, and how long apart:
-/// ten seconds.
+/// How often a command is retried that a reset of the controller took back, and the pause between:
+/// ten seconds in all.
 const TRIES: u32 = 40;
 static APART: types::Timespec = types::Timespec::new().nsec(250_000_000);
 
@@ -45,7 +45,7 @@ struct Active {
     pieces: Vec<Piece>,
     /// Pieces that have not ended.
     left: usize,
-    /// What the first piece that failed said.
+    /// The error of the first piece that failed.
     failed: Option<Error>,
     metered: Option<Begun>,
 }
@@ -53,13 +53,13 @@ struct Active {
 /// A part of an operation that the kernel takes at once.
 #[derive(Default)]
 struct Piece {
-    /// In the operation, without what earlier, short completions did.
+    /// Offset in the operation, after what earlier, short completions did.
     at: u64,
     len: u64,
     tries: u32,
     /// Its memory is registered.
     fixed: bool,
-    /// What the kernel reads while it writes; must not move.
+    /// Read by the kernel while it writes; must not move.
     iovecs: Box<[libc::iovec]>,
 }
 
@@ -67,7 +67,7 @@ struct Piece {
 struct Registered {
     /// Their indices in the ring's table, by id.
     slots: BTreeMap<u64, u16>,
-    /// Held until the ring is gone: the kernel knows their pages, not their addresses.
+    /// Held until the ring is gone, because the kernel knows their pages, not their addresses.
     held: Vec<(Arc<Region>, Locked)>,
     /// More may be registered.
     open: bool,
@@ -79,8 +79,7 @@ impl Registered {
         Registered { slots: BTreeMap::new(), held: Vec::new(), open }
     }
 
-    /// The index of the region of a buffer, registered now if need be; `None` where that cannot be
-    /// had.
+    /// The index of a buffer's region, which is registered now if needed; `None` if that fails.
     fn slot<S: squeue::EntryMarker, C: cqueue::EntryMarker>(
         &mut self,
         ring: &IoUring<S, C>,
@@ -158,12 +157,12 @@ pub(super) struct Ring<S: Entries, C: cqueue::EntryMarker> {
     active: Vec<Option<Active>>,
     vacant: Vec<usize>,
     seq: u64,
-    /// Changes in the kernel, by order of arrival: a flush starts when none before it is left.
+    /// Changes in the kernel, by order of arrival. A flush starts when none before it is left.
     changes: BTreeSet<u64>,
     flushes: VecDeque<(u64, Op)>,
     wake_armed: bool,
-    /// Registered memory is not used: this kernel counts all of its pages for each NVMe command,
-    /// and refuses.
+    /// Do not use registered memory: this kernel counts all of its pages for each NVMe command, and
+    /// refuses.
     plain: bool,
 }
 
@@ -182,7 +181,7 @@ fn build<S: squeue::EntryMarker, C: cqueue::EntryMarker>(
     }
 }
 
-/// Says whether there is a ring, and runs it until its device is dropped.
+/// Reports whether there is a ring, and runs it until its device is dropped.
 pub(super) fn serve<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>>(
     made: std::io::Result<Ring<S, C>>,
     started: &SyncSender<std::io::Result<()>>,
@@ -207,7 +206,7 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         queue: Arc<Queue>,
         depth: usize,
     ) -> std::io::Result<Ring<S, C>> {
-        // Room for the wake-up and an entry of each operation; more are submitted in between.
+        // Space for the wake-up and one entry per operation; more entries are submitted in between.
         let ring = build((depth as u32 + 1).next_power_of_two())?;
         ring.submitter().register_files(&[node.file.as_raw_fd()])?;
         let registered = Registered::new(&ring);
@@ -257,8 +256,8 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         }
     }
 
-    /// The ring is unusable. The kernel may still use buffers of operations under way: they are
-    /// never freed.
+    /// Gives up an unusable ring. The kernel may still use the buffers of operations in progress,
+    /// so they are never freed.
     fn give_up(&mut self, e: &std::io::Error) {
         tracing::error!(
             "{}: io_uring fails ({e}); this device answers nothing any more",
@@ -369,7 +368,7 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
                         (WRITE, Data::One(bufs[0][at..].as_ptr(), slot))
                     }
                     Work::Write(_) => (WRITE, Data::Many(p.iovecs.as_ptr(), p.iovecs.len())),
-                    // The device of a namespace discards nothing.
+                    // A discard does not get here: namespaces do not set `can_discard`.
                     Work::Flush | Work::Discard => (FLUSH, Data::None),
                 };
                 S::command(ns.entry(opcode, offset, len, &data, id))
@@ -418,7 +417,7 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         }
     }
 
-    /// Gives it again after a while.
+    /// Retries a piece after a pause.
     fn pause(&mut self, index: usize, piece: usize) {
         let id = index as u64 | (piece as u64) << PIECE | PAUSE;
         let entry = opcode::Timeout::new(&raw const APART).build().user_data(id);
@@ -460,7 +459,7 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
             Work::Discard => ("discard", false),
         };
         let (offset, len) = (a.op.offset + p.at, p.len);
-        // What a reset of the controller took back comes as an interruption, or as a status.
+        // A reset of the controller shows as an interruption, or as a status.
         let status = Status::new(result as u16);
         let again = matches!(-result, libc::EAGAIN | libc::EINTR)
             || result > 0 && namespace && status.is_transient();
@@ -505,7 +504,8 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         self.ended(index, ended);
     }
 
-    /// A piece is not in the kernel any more. Others of the operation may be, and use its buffers.
+    /// A piece has left the kernel. Other pieces may still be there, and use the operation's
+    /// buffers.
     fn ended(&mut self, index: usize, result: Result<()>) {
         let Some(a) = self.active[index].as_mut() else { return };
         a.left -= 1;

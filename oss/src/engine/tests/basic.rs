@@ -1,4 +1,4 @@
-//! What each call does, one at a time.
+//! The effect of each call, one at a time.
 
 use strake_proto::Code;
 
@@ -244,7 +244,7 @@ async fn scattered_blocks_are_read_within_the_pools_limit_or_on_top_of_it() {
     let table = Arc::new(bed.table.clone());
     let e =
         Engine::open(bed.device.clone(), table, pool.clone(), bed.options.clone()).await.unwrap();
-    // From the last block to the first, so that no two lie side by side.
+    // From the last block to the first, so that no two adjoin on the device.
     let data = pattern(1, 128 * 4096);
     for (n, at) in (0..128).rev().enumerate() {
         let at = at * 4096;
@@ -294,13 +294,13 @@ async fn a_punch_frees_whole_blocks_and_zeroes_parts_of_others() {
         assert_eq!(e.usage().used, used * BLOCK, "{offset}+{len}");
         assert_eq!(e.extents(CHAIN, 5, 6, (0, 0), 0).unwrap().bytes, used * BLOCK);
     }
-    // The rest of a block whose other parts were zeroed before: nothing of it is left to store.
+    // The rest of a block whose other parts were zeroed before: the block becomes a hole.
     apply(&e, key(0), Update::Punch { offset: 28_673, len: 4095 }, 8).await.unwrap();
     e.flush().await.unwrap();
     assert_eq!(e.usage().used, (used - 1) * BLOCK);
     let meta = e.meta(&key(0)).unwrap().unwrap();
     assert_eq!((meta.len, meta.version, meta.writers.len()), (300_000, version(8), 7));
-    // Beyond the end, over it, all of it, and as far as numbers go.
+    // Beyond the end, across it, the whole chunk, and with the largest numbers.
     for (n, (offset, len)) in
         [(300_000, 5), (1 << 24, u32::MAX), (0, u32::MAX)].into_iter().enumerate()
     {
@@ -346,8 +346,8 @@ async fn a_full_device_can_be_punched() {
 async fn extents_are_found_from_anywhere_in_pages() {
     let bed = Bed::new(4096).await;
     let e = bed.open().await;
-    // Two blocks of a chunk far away, two runs in another, some of it flushed; another file's data
-    // is not among them.
+    // Two blocks of a chunk far away, two runs in another, some of it flushed. Another file's data
+    // does not appear.
     apply(&e, key(1 << 40), write(16 * 4096, &pattern(1, 8192)), 1).await.unwrap();
     e.flush().await.unwrap();
     apply(&e, key(3), write(0, &pattern(1, 300_000)), 1).await.unwrap();
@@ -371,7 +371,7 @@ async fn extents_are_found_from_anywhere_in_pages() {
     }
 }
 
-/// One look is bounded, and goes on where it stopped.
+/// One search for extents is limited, and the next one continues where it stopped.
 #[tokio::test]
 async fn a_look_for_extents_is_bounded() {
     let bed = Bed::new(5000).await;

@@ -1,5 +1,5 @@
-//! Targets on block devices: loop devices, which need root. Without it these tests say that they
-//! did not run.
+//! Targets on block devices: loop devices, which need root. Without root these tests print that
+//! they did not run.
 
 use std::{
     fs::{self, File},
@@ -19,7 +19,7 @@ use crate::{
 
 const SIZE: u64 = 64 << 20;
 
-/// A loop device on a file in a folder of its own.
+/// A loop device on a file in its own folder.
 struct Loop {
     device: PathBuf,
     dir: tempfile::TempDir,
@@ -72,8 +72,8 @@ async fn a_target_on_a_block_device_keeps_what_is_written() {
     l.create("t0", false).await.unwrap();
     let data = pattern(3, 3_000_000);
     let e = open(&l.target("t0")).await.unwrap();
-    // Without the first 256 blocks, and a 64th of the rest and 16 blocks, which are kept for
-    // overwriting and cutting.
+    // Without the first 256 blocks, and without the reserves for overwriting and truncating: a 64th
+    // of the rest, and 16 blocks.
     let blocks = SIZE / BLOCK - 256;
     assert_eq!(e.usage().capacity, (blocks - blocks / 64 - 16) * BLOCK);
     apply(&e, key(0), write(100, &data), 1).await.unwrap();
@@ -131,8 +131,8 @@ async fn a_device_with_anything_at_its_beginning_is_left_alone() {
     drop(open(&l.target("t0")).await.unwrap());
 }
 
-/// Where SPDK is missing, and where it is there but no controller answers: an error that says so,
-/// and no half of a target.
+/// If SPDK is missing, or no controller answers, there is an error that says so, and no half-made
+/// target.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_target_on_spdk_without_its_controller_is_an_error_and_nothing_is_used_instead() {
     let dir = tempfile::tempdir().unwrap();
@@ -151,7 +151,7 @@ async fn a_target_on_spdk_without_its_controller_is_an_error_and_nothing_is_used
     assert!(missing(&e), "{e:?}");
     assert!(!dir.path().join("t0/data").exists() && !dir.path().join("t0/table").exists());
     assert_eq!(create("t0", "spdk:trtype:TCP").await.code, Code::Inval);
-    // One that was made says the same, not that its data are missing.
+    // A target that was made gives the same error, not that its data is missing.
     let t1 = dir.path().join("t1");
     create_target_dir(&t1, TargetLayout::File { size: SIZE }, identity()).await.unwrap();
     fs::remove_file(t1.join("data")).unwrap();

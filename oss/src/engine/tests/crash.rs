@@ -1,5 +1,5 @@
 //! Random updates against a model, with power lost at every single operation of device and table.
-//! What is found afterwards must be exactly the model's state after some commit since the last
+//! Afterwards the target must hold exactly the model's state after some commit since the last
 //! flush, for all chunks together.
 
 use std::{
@@ -108,17 +108,17 @@ type Model = BTreeMap<u64, Chunk>;
 struct Run {
     rng: StdRng,
     engine: Arc<Engine>,
-    /// After each commit; those from `flushed` on may be what a crash leaves.
+    /// The model after each commit. A crash may leave any of those from `flushed` on.
     history: Vec<Model>,
     flushed: usize,
     number: u64,
-    /// Give up waiting for some operations halfway.
+    /// Drop some operations halfway.
     abandon: bool,
     /// Update while flushes run.
     overlap: bool,
 }
 
-/// The update and what it makes of the chunk.
+/// An update and the chunk after it.
 fn random_update(rng: &mut StdRng, old: &Chunk, number: u64) -> (Update, Chunk) {
     let mut bytes = old.bytes.clone();
     let mut tombstone = old.tombstone;
@@ -178,7 +178,7 @@ fn random_update(rng: &mut StdRng, old: &Chunk, number: u64) -> (Update, Chunk) 
 }
 
 impl Run {
-    /// Runs `op`, or leaves it in the middle: `None`.
+    /// Runs `op`, or drops it halfway: `None`.
     async fn maybe<T>(&mut self, op: impl Future<Output = T>) -> Option<T> {
         if self.abandon && self.rng.random_bool(0.2) {
             let limit = Duration::from_millis(self.rng.random_range(0..40));
@@ -195,7 +195,7 @@ impl Run {
         let e = self.engine.clone();
         match self.rng.random_range(0..20) {
             0..3 if self.overlap => {
-                // Updates go on while a flush runs.
+                // Updates continue while a flush runs.
                 let now = self.history.len() - 1;
                 let (flushed, updated) = futures_util::future::join(e.flush(), async {
                     for _ in 0..3 {
@@ -290,7 +290,7 @@ async fn state(e: &Engine) -> Result<Model> {
     Ok(out)
 }
 
-/// Blocks in use must be what a fresh look at the table finds.
+/// Blocks in use must be those that a newly opened engine finds in the table.
 async fn check_space(bed: &Bed, e: Arc<Engine>) {
     e.flush_now().await.unwrap();
     e.flush_now().await.unwrap();
@@ -358,7 +358,7 @@ async fn one_run(
         history[flushed..].contains(&found),
         "seed {seed}, power lost after {device_ops:?} device and {table_ops:?} table operations: not a state since the flush"
     );
-    // Life goes on.
+    // The target works on.
     let mut run =
         Run { rng, engine, history: vec![found], flushed: 0, number, abandon: false, overlap };
     for _ in 0..10 {

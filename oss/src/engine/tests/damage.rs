@@ -1,4 +1,4 @@
-//! Decay of data and table: noticed, confined to its chunk, healed by a replacement.
+//! Decay of data and table: noticed, limited to its chunk, repaired by a replacement.
 
 use strake_proto::Code;
 use strake_store::{Batch, MetaStore, Reader};
@@ -96,8 +96,8 @@ async fn a_healed_chunk_is_whole_after_a_restart() {
     assert_eq!((e.usage().checksum_errors, e.usage().used), (0, (3 + 74) * BLOCK));
 }
 
-/// Decay while the target is served, of the record's own checksum too: what replaces it leaves a
-/// table that is taken for whole.
+/// A record decays while the target is served, its own checksum too. Replacing the record leaves a
+/// table that opens without error.
 #[tokio::test]
 async fn a_record_that_decays_and_is_replaced_leaves_a_table_that_opens() {
     let (bed, a, _) = two_chunks().await;
@@ -119,7 +119,7 @@ async fn a_record_that_decays_and_is_replaced_leaves_a_table_that_opens() {
     }
 }
 
-/// A look finds what a read would, reads nothing from memory, and says where.
+/// A check finds what a read would, takes nothing from memory, and reports the place.
 #[tokio::test]
 async fn a_look_finds_each_damaged_block_and_record() {
     let (bed, a, b) = two_chunks().await;
@@ -135,7 +135,7 @@ async fn a_look_finds_each_damaged_block_and_record() {
         (whole.len, whole.bytes, whole.version, whole.is_whole()),
         (9000, 3 * 4096, version(1), true)
     );
-    // Chunk 0 lies in the first three blocks, chunk 1 in the 74 behind them.
+    // Chunk 0 lies in the first three blocks, chunk 1 in the 74 after them.
     for block in [2, 4, 5, 66, 67, 76] {
         bed.device.flip_bit((256 + block) * BLOCK + 9, 5);
     }
@@ -147,7 +147,7 @@ async fn a_look_finds_each_damaged_block_and_record() {
     let part = e.check(&key(1), 8192..16_384).await.unwrap().unwrap();
     assert_eq!((part.damaged, part.bytes), (one(8192..12_288), 8192));
     bed.device.flip_bit((256 + 2) * BLOCK + 9, 5);
-    // Records: memory has them, and puts them back.
+    // Damaged records: memory has them, and writes them again.
     let records: Vec<_> = [record::header_key(&key(0)), segment_key(&key(0), 0)].into();
     for k in &records {
         let good = bed.table.get(k).unwrap().unwrap();
@@ -190,8 +190,8 @@ async fn two_owners_of_a_block_and_blocks_outside_stop_the_opening() {
     }
 }
 
-/// What could not be read at the opening lost its blocks to others; it must not come back when it
-/// can be read again.
+/// A record that could not be read when the target was opened lost its blocks to others. It must
+/// not count again when it becomes readable.
 #[tokio::test]
 async fn a_record_that_was_unreadable_once_stays_damaged() {
     let (bed, a, _) = two_chunks().await;
@@ -215,7 +215,7 @@ async fn a_record_that_was_unreadable_once_stays_damaged() {
     assert_eq!(bed.open().await.usage().used, (3 + 3 + 74) * BLOCK);
 }
 
-/// Blocks that came without a good copy, zeros or not, stay damaged over a restart until they are
+/// Blocks stored without a good copy, zeros or not, stay damaged over a restart until they are
 /// written anew.
 #[tokio::test]
 async fn a_chunk_is_stored_with_what_is_damaged_of_it() {

@@ -60,7 +60,7 @@ async fn half_made_and_incomplete_targets_are_told_apart() {
         assert!(e.code == Code::NoEnt && e.message.contains(part), "{e}");
         fs::rename(&away, path.join(part)).unwrap();
     }
-    // A table of nothing never reads as "no chunks".
+    // An empty table folder is never taken for "no chunks".
     fs::rename(path.join("table"), dir.path().join("table")).unwrap();
     fs::create_dir(path.join("table")).unwrap();
     assert_eq!(open(&path).await.err().unwrap().code, Code::NoEnt);
@@ -82,8 +82,8 @@ fn resident() -> u64 {
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() >> 10
 }
 
-/// What millions of tombstones of one file cost: `TOMBSTONES=N cargo test ... millions -- --ignored
-/// --nocapture`.
+/// Measures the cost of millions of tombstones of one file: `TOMBSTONES=N cargo test ... millions
+/// -- --ignored --nocapture`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "takes minutes; prints figures"]
 async fn millions_of_tombstones() {

@@ -23,11 +23,11 @@ async fn a_full_device_says_so_and_deletes_give_everything_back() {
     assert!(full.message.contains("delete files"), "{full}");
     assert_eq!(written, (300 - 16 - 4) / 8);
     e.flush().await.unwrap();
-    // The reserve lets every file shrink although nothing is free.
+    // The reserve lets every file shrink although no space is free.
     for i in 0..written.min(16) {
         apply(&e, key(i), Update::Truncate { len: 10_000 }, 2).await.unwrap();
     }
-    // Space given back by an update is there for the next one without an explicit flush.
+    // Space that an update gives back is available to the next one without an explicit flush.
     apply(&e, key(99), write(0, &pattern(99, 40 * 4096)), 1).await.unwrap();
     for i in (0..written).chain([99]) {
         apply(&e, key(i), Update::Remove, 3).await.unwrap();
@@ -38,8 +38,8 @@ async fn a_full_device_says_so_and_deletes_give_everything_back() {
     assert_eq!(read_all(&e, key(0)).await.unwrap(), pattern(1, 280 * 4096));
 }
 
-/// Fills a target and goes on with whatever takes no more space in the end, against a model. Only
-/// new data is refused.
+/// Fills a target and continues with updates that take no more space in the end, against a model.
+/// Only new data is refused.
 #[tokio::test]
 async fn on_a_full_target_everything_goes_on_but_new_data() {
     for seed in 0..6 {
@@ -83,7 +83,7 @@ async fn on_a_full_target_everything_goes_on_but_new_data() {
                     apply(&e, key(at), Update::Punch { offset: from as u32, len: len as u32 }, n)
                         .await
                         .unwrap();
-                    // What takes no space any more is new when it is written.
+                    // Zeroed parts take no space any more, so writing them counts as new data.
                     model.get_mut(&at).unwrap()[from..from + len].fill(0);
                     let data = pattern(n, old.len());
                     match apply(&e, key(at), write(0, &data), n).await {
@@ -123,7 +123,7 @@ async fn on_a_full_target_everything_goes_on_but_new_data() {
     }
 }
 
-/// More at once than the reserve takes: they wait for each other's blocks.
+/// More overwrites at once than the reserve holds: they wait for each other's blocks.
 #[tokio::test]
 async fn overwrites_at_once_share_what_is_kept() {
     let bed = Bed::new(2048).await;
@@ -138,7 +138,7 @@ async fn overwrites_at_once_share_what_is_kept() {
             for round in 2..8 {
                 let staged =
                     e.stage(key(i), write(0, &pattern(i * round, 20 * 4096))).await.unwrap();
-                // On its way along the chain.
+                // As if in flight along the chain.
                 tokio::time::sleep(Duration::from_millis(5)).await;
                 e.commit(staged, version(round), vec![]).unwrap();
             }
@@ -152,7 +152,7 @@ async fn overwrites_at_once_share_what_is_kept() {
     }
 }
 
-/// What lies below a sparse target is full: the same.
+/// The same when the file system below a sparse target is full.
 #[tokio::test]
 async fn a_full_file_system_below_refuses_new_data_first() {
     let bed = Bed::new(2048).await;
@@ -205,12 +205,12 @@ async fn a_4_kib_overwrite_costs_about_4_kib() {
         e.flush().await.unwrap();
     }
     let (end, table_end) = (bed.device.counters(), *table.written.lock());
-    // Its block, and the mark of its flush.
+    // One block of data, and the mark of its flush.
     assert_eq!((end.write_bytes - start.write_bytes, end.reads - start.reads), (200 * 2 * 4096, 0));
     assert_eq!(end.flushes - start.flushes, 200);
     assert_eq!(table_end.0 - table_start.0, 200);
     let each = (table_end.1 - table_start.1) / 200;
-    // The header with 64 writers is 2 KiB of it.
+    // 2 KiB of it are the header with 64 writers.
     assert!(each < 2600, "{each} bytes of table per overwrite");
 }
 
@@ -226,8 +226,8 @@ async fn appends_read_nothing_and_partial_overwrites_one_block_at_each_end() {
     assert_eq!(bed.device.counters().reads, 6);
 }
 
-/// Each version of a chunk is one byte repeated, so a reader that meets reused space sees it, if
-/// the checksum did not.
+/// Each version of a chunk is one byte repeated, so a reader notices reused space even if the
+/// checksum does not.
 #[tokio::test(start_paused = true)]
 async fn readers_see_whole_versions_while_space_is_reused_under_them() {
     let mut bed = Bed::new(260).await;
@@ -317,7 +317,7 @@ async fn a_failed_device_flush_stops_changes_and_a_failed_write_does_not() {
     bed.device.fail(Op::Flush, 0, Code::Io);
     let first = e.flush().await.unwrap_err();
     assert!(first.message.contains("restart"), "{first}");
-    // The second attempt must not claim that all is well.
+    // The second attempt must not report success.
     assert_eq!(e.flush().await.unwrap_err(), first);
     assert_eq!(apply(&e, key(0), write(0, b"w"), 3).await.unwrap_err(), first);
     assert_eq!(read_all(&e, key(0)).await.unwrap(), b"z");
@@ -332,7 +332,7 @@ async fn a_full_table_delays_durability_and_loses_nothing() {
     assert_eq!(e.flush().await.unwrap_err().code, Code::NoSpc);
     assert!(e.is_dirty());
     apply(&e, key(0), write(1, b"y"), 2).await.unwrap();
-    // The table takes it, and then cannot make it durable.
+    // The table takes the commit, but cannot make it durable.
     bed.table.fail_next(strake_store::mem::Fault::Sync, 1, Code::NoSpc);
     assert_eq!(e.flush().await.unwrap_err().code, Code::NoSpc);
     assert!(e.is_dirty());

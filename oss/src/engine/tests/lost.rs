@@ -1,4 +1,4 @@
-//! Tables that lost or kept back changes that were synced: refused, never served.
+//! Tables that lost synced changes: refused, never served.
 
 use std::{
     fs,
@@ -24,7 +24,7 @@ use crate::{
 
 const FLUSHES: u64 = 8;
 
-/// A file of the table; what follows `bytes` up to `len` is zeros.
+/// A file of the table. Everything after `bytes` up to `len` is zeros.
 struct Saved {
     path: PathBuf,
     bytes: Vec<u8>,
@@ -46,7 +46,7 @@ fn save(dir: &Path, out: &mut Vec<Saved>) {
     out.sort_by(|a, b| a.path.cmp(&b.path));
 }
 
-/// Puts the saved files, one byte of one of them changed, into the folder.
+/// Puts the saved files into the folder, with one byte of one of them changed.
 fn restore(dir: &Path, files: &[Saved], change: Option<(usize, usize, u8)>) {
     fs::remove_dir_all(dir).unwrap();
     for (n, f) in files.iter().enumerate() {
@@ -103,7 +103,7 @@ async fn one_flip(
     o.same += 1;
 }
 
-/// A target that was filled, with its table on a real disk; everything it holds.
+/// A target with data and its table on a real disk; also returns everything it holds.
 async fn filled_on_disk(
     path: &Path,
     more: impl FnOnce(&FjallStore),
@@ -124,8 +124,8 @@ async fn filled_on_disk(
     (bed, whole)
 }
 
-/// Each byte of the journal that can hold a tag, a length or a trailer is hit, and every file
-/// besides. Nothing panics.
+/// Changes each byte of the journal that can hold a tag, a length or a trailer, and bytes of every
+/// other file. Nothing panics.
 #[tokio::test]
 async fn a_flipped_byte_of_the_tables_files_never_loses_a_chunk_silently() {
     let dir = tempfile::tempdir().unwrap();
@@ -161,7 +161,7 @@ async fn a_flipped_byte_of_the_tables_files_never_loses_a_chunk_silently() {
     );
 }
 
-/// The same of a table that was written out: bits of every file, wherever it has them.
+/// The same with a table that was written out: bits of every file, wherever it has them.
 #[tokio::test]
 async fn a_flipped_byte_of_a_table_that_was_written_out_never_loses_a_chunk_silently() {
     let dir = tempfile::tempdir().unwrap();
@@ -171,7 +171,7 @@ async fn a_flipped_byte_of_a_table_that_was_written_out_never_loses_a_chunk_sile
     };
     let mut files = Vec::new();
     let (bed, whole) = filled_on_disk(&path, |store| {
-        // More than it keeps in memory, under a key that no target has.
+        // More than the store keeps in memory, under a key that no target uses.
         for n in 0..200u8 {
             put(store, b"z", Some(vec![n; 20_000].into()));
         }
@@ -260,7 +260,7 @@ async fn a_table_as_of_an_earlier_flush_is_refused() {
             }
         }
     }
-    // One copy of the mark is lost: what the other one knows still counts.
+    // One copy of the mark is lost; the other one still counts.
     bed.device.flip_bit(2 * BLOCK + 33, 0);
     refused(&bed, "the device knows of 5").await;
 }
@@ -293,7 +293,7 @@ async fn a_record_that_is_missing_stale_or_too_much_is_refused() {
     refused(&bed, "its digest").await;
 }
 
-/// A damaged record still costs its chunk only, and does not hide that another one is missing.
+/// A damaged record still affects only its chunk, and does not hide that another one is missing.
 #[tokio::test]
 async fn damage_and_loss_together_are_refused() {
     let bed = filled().await;
@@ -312,7 +312,7 @@ async fn damage_and_loss_together_are_refused() {
     apply(&e, key(3), replace(b"whole again"), 2).await.unwrap();
     e.flush().await.unwrap();
     drop(e);
-    // Opened without damage: the values count again from the next flush on.
+    // Opened without damage: values count again from the next flush on.
     let e = bed.open().await;
     apply(&e, key(1), write(0, b"newer"), 3).await.unwrap();
     e.flush().await.unwrap();
@@ -339,7 +339,7 @@ async fn a_target_of_a_version_without_a_digest_opens_and_is_watched_from_then_o
     drop(e);
     put(&bed.table, &header_key(&key(4)), None);
     refused(&bed, "records are not").await;
-    // The mark of another target that had this device before says nothing.
+    // The mark of another target that used this device before has no effect.
     let other = Mark { uuid: [9; 16], flushes: 1000 }.encode();
     bed.device
         .write(2 * BLOCK, vec![Buf::copy_from(&other), Buf::copy_from(&other)])
@@ -367,8 +367,8 @@ async fn a_mark_that_cannot_be_written_or_is_lost_costs_nothing() {
     }
 }
 
-/// A store that answers nothing from a full disk on until a commit finds space: as the one on disk
-/// when it could not be opened again at once.
+/// A store that fails all reads after a full disk until a commit finds space: like the store on
+/// disk when it could not be reopened at once.
 struct Closed {
     store: MemStore,
     closed: AtomicBool,

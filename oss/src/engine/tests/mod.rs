@@ -65,7 +65,7 @@ impl Bed {
     }
 }
 
-/// Bytes that differ everywhere and by seed, with no zero among them.
+/// Bytes that differ everywhere and by seed, none of them zero.
 pub(super) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut step = || {
@@ -113,7 +113,7 @@ pub(super) async fn apply(
     Ok(())
 }
 
-/// The chunk's bytes from `offset`, checked against the sums that came with them.
+/// The chunk's bytes from `offset`, checked against the returned checksums.
 pub(super) async fn read(
     e: &Engine,
     key: Key,

@@ -1,5 +1,4 @@
-//! How a storage server becomes and stays a member of the cluster: registration, heartbeats, its
-//! lease.
+//! How a storage server joins the cluster and stays a member: registration, heartbeats, its lease.
 
 use std::{
     collections::BTreeMap,
@@ -22,12 +21,12 @@ use super::{
     Node, Target, follows,
 };
 
-/// With so much space a target that left its chains for lack of it comes back.
+/// A target that left its chains for lack of space comes back when so many bytes are free.
 const RETURN: u64 = 64 << 20;
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Node {
-    /// One attempt to register the first target that is to join.
+    /// One attempt to register the first target that waits to join.
     async fn join(self: &Arc<Self>, mds: &mut MdsLink, listening: &[Endpoint]) {
         let Some(j) = self.duty.joining.lock().pop_front() else { return };
         match self.register_with(mds, listening, Some(&j.target)).await {
@@ -51,7 +50,7 @@ impl Node {
         all.iter().map(Endpoint::to_string).collect()
     }
 
-    /// The cluster map as it is now.
+    /// Fetches the newest cluster map.
     async fn newest(
         mds: &mut MdsLink,
         known: &MapView,
@@ -92,7 +91,7 @@ impl Node {
         }
     }
 
-    /// Of one that is to join.
+    /// Checks a target that is to join.
     fn check_fit(&self, new: &Target, map: &pb::ClusterMap) -> Result<()> {
         let id = new.engine.identity();
         if self.targets().iter().any(|t| t.engine.identity().target_uuid == id.target_uuid) {
@@ -105,8 +104,8 @@ impl Node {
         refused_targets::unfit(map, &self.cfg.name, &id).map_or(Ok(()), Err)
     }
 
-    /// One attempt to register. `EINVAL`: this server or its targets belong elsewhere, trying again
-    /// is no use.
+    /// One attempt to register. `EINVAL`: this server or its targets belong elsewhere, and retrying
+    /// does not help.
     pub(crate) async fn register(
         self: &Arc<Self>,
         mds: &mut MdsLink,
@@ -122,7 +121,7 @@ impl Node {
         new: Option<&Arc<Target>>,
     ) -> Result<()> {
         let map = self.map.load_full();
-        // Those that serve need their next heartbeat before their lease is over.
+        // The targets that serve need their next heartbeat before their lease expires.
         let patience =
             new.map_or(REGISTER_TIMEOUT, |_| Duration::from_millis(self.cfg.heartbeat_ms));
         let now = Self::newest(mds, &map, patience).await?;
@@ -178,7 +177,7 @@ impl Node {
             t.id.store(*id, Ordering::Release);
         }
         if self.group.joined.swap(now, Ordering::AcqRel) != now {
-            // Another log: what is known of it is nothing, and all sessions of before are evicted.
+            // Another log: nothing of it is known, and all earlier sessions are evicted.
             *self.revoked.endings.write() = Endings::default();
             *self.lease.until.lock() = Duration::ZERO;
         }
@@ -215,7 +214,7 @@ impl Node {
                     continue;
                 }
                 Err(e) if e.code == Code::NotLeader => {
-                    // The answer named another server, or the next one is asked; no reason to wait
+                    // The answer named another server, or the next one is asked: no reason to wait
                     // a whole period.
                     tokio::time::sleep(period / 5).await;
                     continue;
@@ -230,14 +229,14 @@ impl Node {
         }
     }
 
-    /// What left for lack of space comes back when there is some, and when no replica takes itself
-    /// for in sync that lacks something.
+    /// Brings back targets that left for lack of space, when there is space again and no replica
+    /// with missing data still counts as in sync.
     fn look_for_space(&self) {
         let now = self.env.boot();
         let replicas: Vec<Arc<Replica>> = self.replicas.lock().values().cloned().collect();
         for t in self.targets().iter().filter(|t| t.lacks_space()) {
-            // Out of all its chains in the map that this server acts on: while it has a lease for
-            // an older one it must stay out.
+            // It must be out of all its chains in the map that this server acts on. While the
+            // server has a lease for an older map, the target must stay out.
             let out = self.map.load().target(t.id()).is_some_and(|t| !t.alive);
             let told = out && !replicas.iter().any(|r| r.id == t.id() && r.has_failed());
             if told && t.engine.device().spare() >= RETURN && !t.table_is_full(now) {
@@ -302,7 +301,7 @@ impl Node {
             let mut ev = self.revoked.evictions.lock();
             r.evicted.iter().for_each(|e| ev.add(e));
         }
-        // The map first: a lease must not cover what the answer has just taken away.
+        // The map first: a lease must not cover what the same answer takes away.
         if let Some(map) = r.map {
             self.apply_map(map)?;
         }
@@ -312,8 +311,8 @@ impl Node {
             self.revoked.endings.write().take(&endings);
         }
         if r.evicted.len() >= MAX_EVICTED || more_ended {
-            // More may be pending: after a restart a lease would let sessions in that were evicted
-            // long ago, and rights that ended.
+            // More may be pending. After a restart, a lease would otherwise let in sessions that
+            // were evicted long ago, and rights that have ended.
             self.kick.notify_one();
             return Ok(());
         }
@@ -321,14 +320,14 @@ impl Node {
             self.give_up_lease();
             return Ok(());
         }
-        // Clocks may differ in their rates by a tenth, as those of clients may.
+        // Clock rates may differ by a tenth, as those of clients may.
         let until = sent + Duration::from_millis(u64::from(r.lease_ms)) / 10 * 9;
         let mut lease = self.lease.until.lock();
         *lease = until.max(*lease);
         Ok(())
     }
 
-    /// Other replicas go on without these targets, which can take no cut and no removal.
+    /// Fails targets that cannot take truncations or removals; their chains continue without them.
     fn step_out(&self, asked: &[TargetId]) {
         let now = self.env.boot();
         for t in self.targets().iter().filter(|t| asked.contains(&t.id()) && t.table_is_full(now)) {
@@ -340,8 +339,8 @@ impl Node {
         }
     }
 
-    /// Others cannot reach this node. The metadata server need not wait for the end of the lease
-    /// once it is told.
+    /// Other servers cannot reach this node. Once the metadata server knows that the lease is given
+    /// up, it need not wait for its end.
     fn give_up_lease(&self) {
         let before = std::mem::take(&mut *self.lease.until.lock());
         if before > self.env.boot() {

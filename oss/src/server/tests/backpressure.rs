@@ -1,4 +1,4 @@
-//! How long a fill takes beside applications that read.
+//! How long a resync takes while applications read.
 
 use std::sync::{
     Arc,
@@ -11,8 +11,8 @@ use crate::{device::mem::Op, server::Config};
 const CHUNKS: u64 = 40;
 const LATENCY: Duration = Duration::from_millis(4);
 
-/// Milliseconds until the second replica, which was away, is filled again, and how many reads the
-/// others answered meanwhile.
+/// Returns the milliseconds until the second replica, which was away, is resynced, and how many
+/// reads the others answered meanwhile.
 async fn filled(tune: fn(&mut Config), reads: bool) -> (u64, u64) {
     let mut c = Cluster::start_with(2, tune).await;
     c.kill(1);

@@ -1,6 +1,6 @@
 //! A cluster of real storage servers in one thread with paused time: memory devices, a network of
-//! function calls whose links can be cut, and a small authority that hands out maps by the rules of
-//! `docs/replication.md`.
+//! function calls whose links can be cut, and a small authority that distributes maps by the rules
+//! of `docs/replication.md`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -65,9 +65,9 @@ type Services = BTreeMap<u32, (u64, Arc<dyn Service>)>;
 #[derive(Default)]
 pub(super) struct Net {
     services: Mutex<Services>,
-    /// Nodes nobody reaches and that reach nobody.
+    /// Nodes that cannot reach others and cannot be reached.
     pub cut: Mutex<BTreeSet<u32>>,
-    /// Requests for what a replica has of a chunk, in sync or not.
+    /// Counts requests for a replica's copy of a chunk, in sync or not.
     pub copies_asked: AtomicU64,
     generation: AtomicU64,
 }
@@ -175,20 +175,20 @@ pub(super) struct Authority {
     pub map: Mutex<pb::ClusterMap>,
     seen: Mutex<BTreeMap<u32, Instant>>,
     pub evicted: Mutex<Vec<pb::Evicted>>,
-    /// What ended rights. `None`: an older version, which does not know that.
+    /// Endings of rights. `None`: an older version, which does not know them.
     pub endings: Mutex<Option<pb::Endings>>,
-    /// Entries of one answer; 0: all.
+    /// Entries per answer; 0: all.
     pub page: Mutex<usize>,
-    /// What the last heartbeat said of evictions.
+    /// The evictions that the last heartbeat acknowledged.
     pub evicted_seen: Mutex<u64>,
     pub failed: Mutex<BTreeSet<u32>>,
-    /// Targets that are heard, and given no lease.
+    /// Targets whose heartbeats count but that get no lease.
     pub shut_out: Mutex<BTreeSet<u32>>,
-    /// Targets whose tables took no writes when they were last heard of.
+    /// Targets whose tables took no writes at their last heartbeat.
     pub full: Mutex<BTreeSet<u32>>,
-    /// Those that are asked to leave.
+    /// Targets that are asked to leave.
     pub step_out: Mutex<BTreeSet<u32>>,
-    /// What was said of chains in the last registration.
+    /// The chain states sent in the last registration.
     pub sights: Mutex<Vec<pb::ChainSight>>,
 }
 
@@ -214,7 +214,7 @@ impl Authority {
         c.epoch += 1;
         map.version += 1;
     }
-    /// `leaves`, `all-leave` and `fill-ends`.
+    /// The rows `leaves`, `all-leave` and `fill-ends`.
     fn gone(map: &mut pb::ClusterMap, lost: impl Fn(u32) -> bool) {
         use ReplicaState::*;
         if map.chains.is_empty() {
@@ -244,7 +244,7 @@ impl Authority {
         }
         Some(e)
     }
-    /// In the next entry of the log a session loses rights.
+    /// A session loses rights in the next entry of the log.
     pub(super) fn end(&self, session: u64, ino: u64, rights: Rights) -> u64 {
         let mut all = self.endings.lock();
         let e = all.get_or_insert_default();
@@ -261,7 +261,7 @@ impl Authority {
         };
         Self::gone(&mut self.map.lock(), lost);
     }
-    /// `source`, `fills`, `waits` and `filled`.
+    /// The rows `source`, `fills`, `waits` and `filled`.
     fn returned(&self, h: &pb::HeartbeatRequest, t: &pb::TargetReport) {
         use ReplicaState::*;
         let mut map = self.map.lock();
@@ -313,7 +313,7 @@ impl Authority {
             let (id, restarted) = known.unwrap_or((map.targets.len() as u32, false));
             if restarted {
                 Self::gone(&mut map, |lost| lost == id);
-                self.failed.lock().remove(&id); // of its former life
+                self.failed.lock().remove(&id); // left from its earlier life
             }
             map.targets.retain(|h| h.id != id);
             map.targets.push(pb::Target {
@@ -419,12 +419,12 @@ fn identity(i: u8) -> TargetIdentity {
 }
 
 impl Cluster {
-    /// `n` servers with one target each, which are one chain.
+    /// `n` servers with one target each, which form one chain.
     pub(super) async fn start(n: u32) -> Cluster {
         Cluster::start_with(n, |_| {}).await
     }
 
-    /// With servers that are configured otherwise.
+    /// With a changed configuration.
     pub(super) async fn start_with(n: u32, tune: fn(&mut Config)) -> Cluster {
         let net = Arc::new(Net::default());
         let authority = Arc::new(Authority::default());
@@ -479,7 +479,7 @@ impl Cluster {
         n.env = Some(env);
     }
 
-    /// Ends a server at once; what it had not flushed is lost.
+    /// Ends a server at once; it loses what it had not flushed.
     pub(super) fn kill(&mut self, i: usize) {
         let n = &mut self.nodes[i];
         if let Some(env) = n.env.take() {
@@ -490,7 +490,7 @@ impl Cluster {
         n.table.crash(|_| 0);
     }
 
-    /// Takes all from a server that was killed.
+    /// Removes all data of a server that was killed.
     pub(super) async fn wipe(&mut self, i: usize) {
         let n = &mut self.nodes[i];
         (n.device, n.table) = (Arc::new(MemDevice::new(64 << 20)), MemStore::new());
@@ -538,7 +538,7 @@ impl Cluster {
         }
     }
 
-    /// Addressed to target `to` at the current epoch, with all rights.
+    /// A request to target `to` in the current epoch, with all rights.
     pub(super) fn request(&self, to: u32, index: u64) -> DataRequest {
         let all = Rights::READ.and(Rights::WRITE).and(Rights::TRIM);
         let cap = Some(self.key.seal(&self.cap(all)));
@@ -558,7 +558,7 @@ impl Cluster {
             .unwrap_or(0)
     }
 
-    /// Tries until it succeeds or fails for good, as a client does.
+    /// Retries until it succeeds or fails for good, as a client does.
     pub(super) async fn retry<F>(
         &self,
         op: u16,
@@ -581,7 +581,8 @@ impl Cluster {
         }
     }
 
-    /// As the metadata servers do: cuts the file's chunks from `index` on, tries until it is done.
+    /// Like the metadata servers: removes the file's chunks from `index` on, retries until it is
+    /// done.
     pub(super) async fn trim(&self, index: u64, len: u32) -> DataReply {
         let ask = async |seq| {
             let version = Version { epoch: 1, number: 0 };
@@ -652,7 +653,7 @@ impl Cluster {
         Ok((r.version, data))
     }
 
-    /// Where a replica says that data is, from (index, offset) on: index, offset, length.
+    /// Where a replica reports data, from (index, offset) on: index, offset, length.
     pub(super) async fn extents(&self, to: u32, from: (u64, u32)) -> Vec<(u64, u32, u32)> {
         let make = || DataRequest { offset: from.1, len: 100, ..self.request(to, from.0) };
         let (_, data) = self.retry(opcode::EXTENTS, &[], make).await.unwrap();

@@ -1,4 +1,4 @@
-//! Capabilities that say where their file's chunks are.
+//! Capabilities that restrict where their file's chunks are.
 
 use strake_proto::Bound;
 
@@ -43,13 +43,13 @@ async fn chunks_are_taken_and_shown_only_where_their_file_has_them() {
         assert_eq!(c.ask_bound(op, list, 2, b"bytes").await, None);
         assert_eq!(c.ask_bound(op, list, 3, b"bytes").await, bad);
     }
-    // These are about all that a file has on a chain.
+    // These are about everything that a file has on a chain.
     for op in [opcode::FLUSH, opcode::EXTENTS, opcode::GRANT] {
         assert_eq!(c.ask_bound(op, own, 0, &[]).await, None, "{op:#x}");
         assert_eq!(c.ask_bound(op, list, 1, &[]).await, None, "{op:#x}");
         assert_eq!(c.ask_bound(op, foreign, 0, &[]).await, bad, "{op:#x}");
     }
-    // A set that this server has not heard of: asked again, it may have.
+    // A set that this server does not know yet: it may know it when asked again.
     let set = Bound::Set { set: 15, start: 0, count: 1 };
     assert_eq!(c.ask_bound(opcode::READ, set, 0, &[0]).await, Some(Code::NotServing));
 }

@@ -1,4 +1,4 @@
-//! The last good copy is not the one in sync.
+//! The last good copy is on a replica that is not in sync.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -20,7 +20,8 @@ async fn pass(seconds: u64) {
     tokio::time::sleep(Duration::from_secs(seconds)).await;
 }
 
-/// Node 1 has died and everybody knows; block 2 of chunk 1 is damaged on node 0, which is alone.
+/// Node 1 has died and the others know it; block 2 of chunk 1 is damaged on node 0, the only one
+/// left.
 async fn one_away(nodes: u32) -> (Cluster, Vec<Vec<u8>>) {
     let mut c = Cluster::start(nodes).await;
     if nodes > 2 {
@@ -41,7 +42,7 @@ async fn is_lost(c: &Cluster, target: u32) {
     assert_eq!(e.code, Code::Corrupt, "{e}");
 }
 
-/// The returning member has the block good at an older version: another part of its chunk was
+/// The returning member has the block intact at an older version: another part of its chunk was
 /// written since.
 #[tokio::test(start_paused = true)]
 async fn a_member_that_returns_gives_what_is_unchanged_before_it_is_filled() {
@@ -59,13 +60,12 @@ async fn a_member_that_returns_gives_what_is_unchanged_before_it_is_filled() {
     assert_eq!(status(&c, 0).findings[0].repaired_from, Some(1));
 }
 
-/// As above, but the block itself was written since: then what it has is what nobody may see any
-/// more.
+/// As above, but the block itself was written since. Then no reader may see the member's copy.
 #[tokio::test(start_paused = true)]
 async fn an_older_block_is_no_copy() {
     let (mut c, want) = one_away(2).await;
-    // Its neighbour, so that the write goes through while the block stays as it is; then the block
-    // itself, damaged after that.
+    // First the block's neighbour, so that the write succeeds and the block stays as it is. Then
+    // the block itself, which is damaged after that.
     let new = vec![7; 4096];
     c.write(1, AT, &new, 50).await.unwrap();
     c.flush().await.unwrap();
@@ -82,8 +82,8 @@ async fn an_older_block_is_no_copy() {
     }
 }
 
-/// A record of 64 blocks is damaged, so their checksums are not known: only a copy of the same
-/// version tells what they were.
+/// A record of 64 blocks is damaged, so their checksums are not known. Only a copy of the same
+/// version has the right contents.
 #[tokio::test(start_paused = true)]
 async fn without_checksums_only_the_same_version_helps() {
     for written in [false, true] {
@@ -111,7 +111,7 @@ async fn without_checksums_only_the_same_version_helps() {
     }
 }
 
-/// A replacement was filled with the damage, and the one that returns is no member any more.
+/// A replacement was resynced with the damage, and the returning target is no member any more.
 #[tokio::test(start_paused = true)]
 async fn a_former_member_that_returns_is_asked_before_what_it_has_goes() {
     let (mut c, mut want) = one_away(3).await;
@@ -121,13 +121,14 @@ async fn a_former_member_that_returns_is_asked_before_what_it_has_goes() {
         is_lost(&c, i).await;
         assert_eq!(counts(&scrubbed(&c, i as usize).await), (1, 0, 1), "target {i}");
     }
-    // Both have changed it since, elsewhere, and cut and removed other chunks.
+    // Both members have changed the chunk since, elsewhere, and truncated and removed other chunks.
     c.write(1, 400_000, b"while it was away", 50).await.unwrap();
     want[1][400_000..400_017].copy_from_slice(b"while it was away");
     c.trim(3, 1_000_000).await;
     want[2].truncate(1_000_000);
     want[3].clear();
-    // The one that was filled with it has it alone, and so does the one that it fills in turn.
+    // The replica that was resynced with the damage is now the only one, and then resyncs the
+    // other.
     c.kill(0);
     c.wipe(0).await;
     pass(3).await;
@@ -145,7 +146,7 @@ async fn a_former_member_that_returns_is_asked_before_what_it_has_goes() {
     empty(&c, 1).await;
 }
 
-/// Shut out for a bad link, it may still be reached from where the damage is, at once or later.
+/// A member shut out for a bad link may still be reachable from the damaged one, at once or later.
 #[tokio::test(start_paused = true)]
 async fn a_member_that_is_shut_out_gives_what_is_lost_while_it_is_out() {
     for cut in [false, true] {
@@ -177,7 +178,7 @@ async fn a_member_that_is_shut_out_gives_what_is_lost_while_it_is_out() {
     }
 }
 
-/// It answers, and has no good copy either: who reads what is lost does not ask it each time.
+/// The member answers, and has no good copy either. Reads of lost data do not ask it each time.
 #[tokio::test(start_paused = true)]
 async fn a_member_that_is_shut_out_and_cannot_help_is_not_asked_by_every_read() {
     let c = Cluster::start(2).await;
@@ -201,7 +202,7 @@ async fn a_member_that_is_shut_out_and_cannot_help_is_not_asked_by_every_read() 
     }
 }
 
-/// Nobody knows of the damage when a target is emptied.
+/// The damage is not known when a target is drained.
 #[tokio::test(start_paused = true)]
 async fn what_a_drained_target_had_goes_only_when_the_others_can_read_it() {
     let c = Cluster::start(3).await;
@@ -218,7 +219,8 @@ async fn what_a_drained_target_had_goes_only_when_the_others_can_read_it() {
     }
 }
 
-/// It keeps what they cannot read and it cannot give, until they can do without.
+/// The target keeps a chunk that the others cannot read and that it cannot give, until they do not
+/// need it.
 #[tokio::test(start_paused = true)]
 async fn a_chunk_that_is_damaged_elsewhere_is_kept() {
     let (mut c, want) = one_away(3).await;
@@ -244,7 +246,7 @@ async fn empty_soon(c: &Cluster, node: usize) {
     empty(c, node).await;
 }
 
-/// What replaces it is not there yet: it keeps what it has, and gives what is lost.
+/// The replacement is not there yet: the former member keeps what it has, and gives what is lost.
 #[tokio::test(start_paused = true)]
 async fn a_former_member_keeps_all_until_its_replacement_is_filled() {
     let (mut c, want) = one_away(3).await;
@@ -263,8 +265,8 @@ async fn a_former_member_keeps_all_until_its_replacement_is_filled() {
     is_whole(&c, 2, &want).await;
 }
 
-/// An update of a part of the damaged block comes while the one that has it good is filled: both
-/// make it, or none.
+/// An update of a part of the damaged block comes while the replica with the good copy is resynced:
+/// both apply it, or none.
 #[tokio::test(start_paused = true)]
 async fn an_update_of_a_part_of_what_is_damaged_beside_a_fill_takes_nobody_out() {
     for other in [false, true] {

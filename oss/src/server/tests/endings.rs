@@ -8,7 +8,7 @@ use super::*;
 const TO_WRITE: Rights = Rights::WRITE.and(Rights::TRIM);
 
 impl Cluster {
-    /// A request with a capability as of a log index.
+    /// A request with a capability issued at a log index.
     fn dated(&self, index: u64, r: DataRequest) -> DataRequest {
         let cap = strake_proto::Capability { as_of: as_of(index), ..self.cap(Rights::ALL) };
         DataRequest { cap: Some(self.key.seal(&cap)), ..r }
@@ -44,11 +44,11 @@ async fn what_has_ended_is_refused_within_a_second_and_what_was_given_since_is_n
         let reads = [opcode::READ, opcode::EXTENTS].contains(&op);
         assert_eq!(c.ask_dated(op, end).await, (!reads).then_some(Code::BadCap), "{op:#x}");
         assert_eq!(c.ask_dated(op, end + 1).await, None, "{op:#x}");
-        // A metadata server that does not say as of when: as long as it is good.
+        // A capability without an index is valid until it expires.
         let r = c.write_request(0, 0, b"bytes", 90);
         assert_eq!(c.call(c.head(), opcode::WRITE, &r, b"bytes").await.err(), None);
     }
-    // Its mode is changed; another file's is; another session ends; this one does.
+    // The file's mode is changed; another file's is; another session ends; this session ends.
     let mode = c.authority.end(0, 4, Rights::ALL);
     c.authority.end(0, 5, Rights::ALL);
     c.authority.end(SESSION + 1, 0, Rights::ALL);
@@ -72,7 +72,7 @@ async fn a_restarted_server_has_no_lease_before_it_knows_all_that_ended() {
         c.authority.end(SESSION, 9, Rights::ALL);
     }
     let end = c.authority.end(SESSION, 4, TO_WRITE);
-    // One ending each answer, some ten of them for each lease.
+    // One ending per answer, some ten of them for each lease.
     *c.authority.page.lock() = 1;
     c.kill(0);
     c.boot(0).await;
@@ -90,7 +90,7 @@ async fn a_restarted_server_has_no_lease_before_it_knows_all_that_ended() {
     }
     assert!(served && waits > 10, "{waits}");
     assert_eq!(c.ask_dated(opcode::WRITE, end + 1).await, None);
-    // What is not known any more counts as ended.
+    // Endings that are not known any more count as ended.
     let mut endings = c.authority.endings.lock().take().unwrap();
     (endings.all, endings.floor) = (Vec::new(), end);
     *c.authority.endings.lock() = Some(endings);

@@ -1,4 +1,4 @@
-//! Space that is kept free for a session: who is given it, and who may take it.
+//! Space that is kept free for a session: which sessions get it, and which may use it.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -10,10 +10,10 @@ use strake_proto::{
 use super::*;
 
 const OTHER: SessionId = SESSION + 1;
-/// One that is granted nothing.
+/// A session without a grant.
 const WRITER: SessionId = SESSION + 2;
 
-/// Servers that are one chain and know it.
+/// Servers that form one chain and know it.
 async fn cluster(n: u32) -> Cluster {
     let c = Cluster::start(n).await;
     c.write(0, 0, b"first", 1).await.unwrap();
@@ -26,7 +26,8 @@ impl Cluster {
         DataRequest { cap: Some(self.key.seal(&cap)), session, ..r }
     }
 
-    /// What a target grants: `want` blocks, `keep` of which the session needs if it has them.
+    /// Asks a target for `want` blocks, `keep` of which the session needs if it has them. Returns
+    /// the granted blocks.
     async fn grant(&self, session: SessionId, target: u32, keep: u32, want: u32) -> Result<u64> {
         let seq = self.clock.elapsed().as_millis() as u64;
         let r = self
@@ -34,7 +35,7 @@ impl Cluster {
         self.call(target, opcode::GRANT, &r, &[]).await.map(|(r, _)| u64::from(r.len))
     }
 
-    /// A write of so many blocks to a chunk of its own.
+    /// Writes so many blocks to a chunk of its own.
     async fn put(
         &self,
         session: SessionId,
@@ -73,7 +74,7 @@ async fn what_is_granted_is_there_for_its_session_alone() {
         assert_eq!(c.grant(OTHER, t, 0, 30).await.unwrap(), 30);
     }
     let next = c.fill(WRITER, 1).await;
-    // Without the flag not even its own, and with it nobody else's.
+    // Without the flag a session cannot use its own grant, and with it not another's.
     assert_eq!(c.put(SESSION, next, 1, 0).await, Err(Code::NoSpc));
     assert_eq!(c.put(WRITER, next, 1, FLAG_GRANTED).await, Err(Code::NoSpc));
     assert_eq!(c.put(OTHER, next, 31, FLAG_GRANTED).await, Err(Code::NoSpc));
@@ -83,7 +84,7 @@ async fn what_is_granted_is_there_for_its_session_alone() {
     }
     assert_eq!(c.put(SESSION, next + 21, 1, FLAG_GRANTED).await, Err(Code::NoSpc), "used up");
     assert_eq!(c.grant(SESSION, 0, 400, 400).await.unwrap(), 0, "the target is full");
-    // What gives space back needs none.
+    // An update that gives space back needs no grant.
     let cut = || DataRequest {
         kind: Kind::Truncate,
         sums: vec![],
@@ -139,7 +140,7 @@ async fn grants_are_bounded_and_only_for_who_may_write() {
         assert_eq!(c.call(0, opcode::GRANT, &r, &[]).await.unwrap_err().code, want, "{r:?}");
     }
     assert_eq!(c.call(0, opcode::GRANT, &all, b"bytes").await.unwrap_err().code, Code::Inval);
-    // Nothing is granted to servers, which are no session.
+    // Servers get no grants, because they are no sessions.
     assert_eq!(
         c.call_as(Role::Server, 0, opcode::GRANT, &all, &[]).await.unwrap_err().code,
         Code::BadCap

@@ -1,4 +1,4 @@
-//! A target that is no replica of a chain any more.
+//! A target that has left a chain.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ async fn filled() -> Cluster {
     c
 }
 
-/// The chain is to have these targets, and has; another one begins out of sync.
+/// Makes these the targets of the chain. One that is new to it begins out of sync.
 pub(super) fn shall_have(c: &Cluster, targets: &[u32]) {
     let mut map = c.authority.map.lock();
     let chain = &mut map.chains[0];
@@ -59,7 +59,7 @@ async fn what_it_had_is_removed_and_stays_so_over_a_restart() {
     for i in 0..CHUNKS {
         assert!(c.read(1, i, 0, 5000).await.unwrap().1 == bytes(i, 5000));
     }
-    // It knows that it has left, for a metadata group that may not.
+    // It remembers that it has left, for a metadata group that may not know.
     c.kill(2);
     c.boot(2).await;
     let sight = c.authority.sights.lock().iter().find(|s| s.chain == CHAIN).cloned().unwrap();

@@ -106,9 +106,9 @@ async fn acknowledged_writes_survive_the_death_of_any_replica_while_writing() {
     }
 }
 
-/// Nothing is called written while fewer copies are in sync than the cluster asks for: not a new
-/// update, not one that was under way when a replica died, and no flush. Reads go on, and all of it
-/// once enough are back.
+/// Nothing is called written while fewer copies are in sync than `min_copies`: not a new update,
+/// not one in flight when a replica died, and no flush. Reads continue, and writes do once enough
+/// are back.
 #[tokio::test(start_paused = true)]
 async fn writes_wait_for_min_copies() {
     let mut c = Cluster::start(3).await;
@@ -136,7 +136,7 @@ async fn writes_wait_for_min_copies() {
     c.boot(1).await;
     c.write(1, 0, b"new", 4).await.unwrap();
     assert!(c.flush().await.unwrap().stamps.len() >= 2);
-    // More than the chain has copies are not asked for.
+    // `min_copies` above the number of copies of the chain has no further effect.
     c.boot(2).await;
     c.whole().await;
     c.authority.map.lock().min_copies = 9;
@@ -152,7 +152,7 @@ async fn a_cut_off_replica_answers_nothing_once_its_lease_is_over() {
     c.net.cut.lock().insert(1);
     c.write(0, 0, b"new", 2).await.unwrap();
     assert_eq!(c.authority.chain().epoch, 2);
-    // Its own idea of the chain is the old one; a client with that idea reaches it by another road.
+    // It still has the old view of the chain; a client with that view reaches it by another link.
     c.net.cut.lock().clear();
     c.net.cut.lock().insert(900);
     let old = DataRequest { epoch: 1, len: 3, ..c.request(1, 0) };
@@ -247,8 +247,8 @@ async fn trim_removes_cuts_and_lets_resync_know() {
     }
 }
 
-/// A client had sent it twice, because the first connection was silent; the network delivers that
-/// one when the file has been removed.
+/// A client had sent the write twice, because the first connection was silent. The network delivers
+/// the first copy after the file was removed.
 #[tokio::test(start_paused = true)]
 async fn a_write_that_comes_when_its_file_was_removed_leaves_no_chunk() {
     let c = Cluster::start(2).await;
@@ -261,11 +261,11 @@ async fn a_write_that_comes_when_its_file_was_removed_leaves_no_chunk() {
         flags: FLAG_TOMBSTONE,
         ..DataRequest::new(CHAIN, c.request(0, 0).epoch, c.head(), bed::chunk(0))
     };
-    // One is in work at the moment of the removal.
+    // One write is in work at the moment of the removal.
     let trim = c.call_as(Role::Server, c.head(), opcode::TRIM, &gone, &[]);
     let (trimmed, written) = tokio::join!(trim, c.call(c.head(), opcode::WRITE, &other, &data));
     trimmed.unwrap();
-    // It was made and removed, or refused: as they met.
+    // It was applied and removed, or refused, depending on the order.
     assert!(written.is_ok() || written.is_err_and(|e| e.code == Code::Stale));
     for late in [&copy, &other] {
         assert_eq!(
@@ -284,11 +284,11 @@ async fn a_write_that_comes_when_its_file_was_removed_leaves_no_chunk() {
     }
 }
 
-/// The network delivers what a fill sent once more when the file has been removed, and nobody
-/// behind the head has its tombstones any more.
+/// The network delivers a chunk of a resync once more after the file was removed, when the replicas
+/// behind the head have no tombstones of it any more.
 #[tokio::test(start_paused = true)]
 async fn a_chunk_of_a_fill_that_comes_when_its_file_was_removed_is_not_taken() {
-    // It waits for long when it has sent the chunk.
+    // The resync waits for long after it has sent the chunk.
     let mut c = Cluster::start_with(2, |cfg| cfg.sync_rate = 1).await;
     let chunks = |c: &Cluster| c.nodes[1].server.as_ref().unwrap().status().targets[0].chunks;
     c.kill(1);
@@ -320,7 +320,7 @@ async fn a_chunk_of_a_fill_that_comes_when_its_file_was_removed_is_not_taken() {
     assert_eq!((e.code, chunks(&c)), (Code::Stale, 0), "{e}");
 }
 
-/// The leader asks again because the connection broke, while the first is at work.
+/// The leader asks again because the connection broke, while the first request is in progress.
 #[tokio::test(start_paused = true)]
 async fn a_file_that_is_removed_twice_at_once_leaves_nothing_that_cannot_be_removed() {
     let c = Cluster::start(2).await;
@@ -348,8 +348,8 @@ async fn a_file_that_is_removed_twice_at_once_leaves_nothing_that_cannot_be_remo
     assert!((0..2).all(|t| c.nodes[t].server.as_ref().unwrap().status().targets[0].chunks == 0));
 }
 
-/// Another metadata server had asked, whom nobody has heard for long; or the network held a copy of
-/// its request back.
+/// The TRIM came from another metadata server that was not heard of for long, or the network
+/// delayed a copy of the request.
 #[tokio::test(start_paused = true)]
 async fn a_trim_that_comes_late_cuts_nothing_that_was_written_since() {
     let c = Cluster::start(3).await;
@@ -377,8 +377,8 @@ async fn a_trim_that_comes_late_cuts_nothing_that_was_written_since() {
     }
 }
 
-/// A punch is an update like any other: on all replicas, once, kept through restarts and resync,
-/// and not undone by an older write that is sent again.
+/// A punch is an update like any other: applied on all replicas, once, kept over restarts and
+/// resync, and not undone by an older write that is resent.
 #[tokio::test(start_paused = true)]
 async fn a_punch_goes_down_the_chain_and_is_never_undone() {
     let mut c = Cluster::start(3).await;
@@ -411,13 +411,13 @@ async fn a_punch_goes_down_the_chain_and_is_never_undone() {
         }
     };
     same(&c).await;
-    // One that was away is given the holes too.
+    // A replica that was away gets the holes too.
     c.kill(1);
     c.write(0, 39_999, &data[39_999..], 5).await.unwrap();
     c.boot(1).await;
     c.whole().await;
     same(&c).await;
-    // A write of before, sent again after its loss, comes in front of the punch of another session.
+    // An earlier write, resent after its loss, is ordered before the punch of another session.
     let theirs = strake_proto::Capability { session: SESSION + 1, ..c.cap(Rights::WRITE) };
     let their_punch = || DataRequest {
         cap: Some(c.key.seal(&theirs)),
@@ -451,12 +451,12 @@ async fn what_a_session_gave_up_is_not_made_after_its_next_round_came() {
         async move { c.call(c.head(), opcode::WRITE, &r, data).await.err().map(|e| e.code) }
     };
     c.write(0, 0, b"first", 1).await.unwrap();
-    // 2 is given up, and its copy waits somewhere.
+    // Write 2 is given up, and its copy waits somewhere.
     assert_eq!(write(3, 1, b"newer").await, None);
     assert_eq!(write(2, 0, b"late!").await, Some(Code::Overloaded));
     assert_eq!(c.read(0, 0, 0, 5).await.unwrap().1, b"newer");
     assert_eq!(write(4, 1, b"alive").await, None);
-    // A flush says it as well; not that of another session.
+    // A flush announces the round as well; but not a flush of another session.
     let flush = |round, session| {
         let cap = strake_proto::Capability { session, ..c.cap(Rights::WRITE) };
         let r =
@@ -475,7 +475,7 @@ async fn what_a_session_gave_up_is_not_made_after_its_next_round_came() {
     }
 }
 
-/// The tail has no space, and refuses. Then it has some, another copy of the forward arrives, and
+/// The tail has no space, and refuses. Then it has space, another copy of the forward arrives, and
 /// the client writes something else.
 #[tokio::test(start_paused = true)]
 async fn what_a_replica_refused_it_does_not_make_later() {
@@ -503,7 +503,7 @@ async fn what_a_replica_refused_it_does_not_make_later() {
     for t in [head, tail] {
         assert_eq!(c.read(t, 0, 0, 9).await.unwrap().1, b"other");
     }
-    // What is made is not refused, though it cannot be flushed.
+    // An applied update is not refused, even if it cannot be flushed.
     assert!(forward(2, b"other", 2).await.unwrap().0.stable);
     c.write(0, 0, b"third", 3).await.unwrap();
     device.fail(Op::Flush, 0, Code::NoSpc);
@@ -548,7 +548,7 @@ async fn requests_without_right_are_refused() {
     for cap in [None, Some(forged), seal(&|_| {}), of_another] {
         assert_eq!(code(opcode::FLUSH, flush(cap), &[]).await, Some(Code::BadCap));
     }
-    // A punch is refused as a write is.
+    // A punch is refused like a write.
     let p = DataRequest { kind: Kind::Punch, sums: vec![], ..w.clone() };
     for (r, want) in [
         (DataRequest { cap: None, ..p.clone() }, Code::BadCap),
@@ -633,8 +633,8 @@ async fn all_sessions_below_a_number_are_evicted_at_once() {
     assert_eq!(c.call(0, opcode::WRITE, &w, b"after!").await.unwrap_err().code, Code::NoSession);
 }
 
-/// An eviction is told to be known when what the session had sent before has been done: until then
-/// it may show up.
+/// An eviction is acknowledged only when earlier updates of the session are done: until then they
+/// may become visible.
 #[tokio::test(start_paused = true)]
 async fn an_eviction_is_over_when_the_sessions_last_update_is() {
     let c = Cluster::start(1).await;
@@ -662,7 +662,7 @@ async fn an_eviction_is_over_when_the_sessions_last_update_is() {
     assert_eq!(*c.authority.evicted_seen.lock(), 3);
 }
 
-/// What a recovered metadata group asks for, and whom a storage server follows.
+/// What a recovered metadata group asks for, and which groups a storage server follows.
 #[tokio::test(start_paused = true)]
 async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_only() {
     let mut c = Cluster::start(2).await;
@@ -677,7 +677,7 @@ async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_onl
     c.flush().await.unwrap();
     let chain = c.authority.chain();
     assert_eq!((chain.serving().collect::<Vec<_>>(), chain.epoch > 1), (vec![0], true));
-    // Of a former life: from the chunk table.
+    // After a restart, it comes from the chunk table.
     c.kill(0);
     c.boot(0).await;
     let told = c.authority.sights.lock().clone();
@@ -685,7 +685,7 @@ async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_onl
         (told.len(), told[0].epoch, &told[0].replicas, told[0].lived),
         (1, chain.epoch, &chain.replicas, false)
     );
-    // A group that was recovered from an older state: it registers and says what it acts on now.
+    // A group recovered from an older state: the server registers and reports what it acts on now.
     let settle = || tokio::time::sleep(Duration::from_secs(2));
     settle().await;
     let now = c.authority.chain();
@@ -702,8 +702,8 @@ async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_onl
         (node.targets()[0].engine.identity().incarnation, node.map.load().map.incarnation)
     };
     assert_eq!(of(&c), (later.0, later.0));
-    // Neither the former group nor a twin of the later one, whatever their maps' versions, and not
-    // after a restart either.
+    // It follows neither the earlier group nor a twin of the later one, whatever their maps'
+    // versions, and not after a restart either.
     for other in [first, Incarnation::new(1, 6).unwrap()] {
         {
             let mut map = c.authority.map.lock();
@@ -717,8 +717,8 @@ async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_onl
     assert_eq!(Incarnation(of(&c).0).era(), 2);
 }
 
-/// A restarted server has forgotten all evictions and is told them in parts: it serves nobody
-/// before it has the last.
+/// A restarted server has forgotten all evictions and learns them in parts: it serves no client
+/// before it has the last part.
 #[tokio::test(start_paused = true)]
 async fn an_evicted_session_does_not_slip_in_after_a_restart() {
     let mut c = Cluster::start(1).await;
@@ -760,7 +760,7 @@ async fn a_damaged_block_is_repaired_from_another_replica_and_never_returned() {
         let status = c.nodes[damaged as usize].server.as_ref().unwrap().status();
         assert!(status.targets[0].checksum_errors > 0);
     }
-    // A partial write onto a damaged block of either needs the good copy first.
+    // A partial write onto a damaged block of either replica needs the good copy first.
     for (seq, damaged) in [(2, 0u32), (3, 1)] {
         flip_everywhere(&c, damaged, &data[16384..20480]).await;
         c.write(0, 16384 + 4000, &[seq as u8], seq).await.unwrap();
@@ -801,8 +801,8 @@ async fn a_failed_device_leaves_the_chain_and_service_goes_on() {
     assert!(!c.nodes[1].server.as_ref().unwrap().status().notices.is_empty());
 }
 
-/// The file system below a target is full although the target itself has room: others have what it
-/// cannot have.
+/// The file system below a target is full although the target itself has space: other replicas have
+/// updates that it cannot store.
 #[tokio::test(start_paused = true)]
 async fn a_target_that_lacks_space_leaves_its_chain_and_comes_back_by_itself() {
     for victim in 0..3 {
@@ -811,8 +811,8 @@ async fn a_target_that_lacks_space_leaves_its_chain_and_comes_back_by_itself() {
         c.nodes[victim].device.fail(crate::device::mem::Op::Write, 0, Code::NoSpc);
         let (epoch, data) = (c.authority.chain().epoch, bytes(1, 8192));
         let result = c.write(1, 0, &data, 2).await;
-        // The tail has nobody behind it: it says so before anybody has the update. The others find
-        // that out too late.
+        // The tail has no successor: it refuses before any replica has the update. The others
+        // find out too late.
         match victim {
             2 => assert_eq!(result.unwrap_err().code, Code::NoSpc),
             _ => assert_eq!(result.unwrap().version.number, 1),
@@ -834,8 +834,8 @@ async fn a_target_that_lacks_space_leaves_its_chain_and_comes_back_by_itself() {
     }
 }
 
-/// The file system below a target takes no more of its table, though others can make the cuts that
-/// wait for it.
+/// The file system below a target has no space for its table, while the other replicas could apply
+/// the truncations that wait for it.
 #[tokio::test(start_paused = true)]
 async fn a_target_whose_table_is_full_leaves_its_chain_when_asked() {
     use strake_store::mem::Fault;
@@ -881,7 +881,7 @@ async fn a_target_whose_table_is_full_leaves_its_chain_when_asked() {
     }
 }
 
-/// A late answer asks for what is no longer so.
+/// A late answer asks for something that no longer holds.
 #[tokio::test(start_paused = true)]
 async fn a_target_with_room_in_its_table_stays_though_it_is_asked_to_leave() {
     let c = Cluster::start(3).await;

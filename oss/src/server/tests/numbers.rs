@@ -1,4 +1,4 @@
-//! Sequence numbers are a session's own: whoever jumps in them harms nobody else.
+//! Sequence numbers belong to a session: jumps in them harm no other session.
 
 use strake_proto::SessionId;
 
@@ -31,7 +31,7 @@ impl Cluster {
 async fn a_session_that_jumps_to_the_last_number_harms_itself_alone() {
     let c = Cluster::start(2).await;
     c.write(0, 0, b"first", 1).await.unwrap();
-    // Numbers of writes are told apart, and not compared: the last one stops no other.
+    // Numbers of writes are only compared for equality: the last one blocks no other.
     let last = c.numbered(SESSION, u64::MAX, 0, b"last!").await.unwrap();
     let low = c.numbered(SESSION, 2, 0, b"low..").await.unwrap();
     assert!(low > last);
@@ -46,7 +46,7 @@ async fn a_session_that_jumps_to_the_last_number_harms_itself_alone() {
         assert_eq!(c.read(target, 0, 0, 5).await.unwrap().1, b"other");
     }
 
-    // Of rounds the older ones are late: those of that session, and for this epoch of the chain.
+    // Older rounds are late: those of the same session, in this epoch of the chain.
     c.numbered(SESSION, 3, u64::MAX, b"round").await.unwrap();
     assert_eq!(c.numbered(SESSION, 4, 7, b"late.").await, Err(Code::Overloaded));
     c.numbered(OTHER, 5, 7, b"round").await.unwrap();
@@ -54,7 +54,7 @@ async fn a_session_that_jumps_to_the_last_number_harms_itself_alone() {
     c.call(c.head(), opcode::FLUSH, &flush, &[]).await.unwrap();
     c.numbered(OTHER, 6, 8, b"goes!").await.unwrap();
 
-    // Of questions for space the older ones are late, too.
+    // Older requests for space are late, too.
     let grant = async |session, seq| {
         let r = c.by(session, DataRequest { len: 1, seq, ..c.request(0, 0) });
         c.call(0, opcode::GRANT, &r, &[]).await.map(|(r, _)| r.len).map_err(|e| e.code)
@@ -63,7 +63,7 @@ async fn a_session_that_jumps_to_the_last_number_harms_itself_alone() {
     assert!(grant(SESSION, 5).await.is_err());
     assert_eq!(grant(OTHER, 5).await, Ok(1));
 
-    // A capability does not write, or count, for another session.
+    // A capability cannot write, or count, for another session.
     let r = DataRequest { session: OTHER, ..c.by(SESSION, c.write_request(0, 0, b"alien", 9)) };
     assert_eq!(c.call(r.target, opcode::WRITE, &r, b"alien").await.unwrap_err().code, Code::BadCap);
 }

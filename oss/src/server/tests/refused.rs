@@ -1,5 +1,5 @@
-//! Targets that are not there, or not the right ones: the others serve, and what is put back is
-//! taken in by the same process.
+//! Targets that are missing, or wrong: the others serve, and the same process takes in what is put
+//! back.
 
 use std::{
     fs,
@@ -20,7 +20,7 @@ use crate::{
     server::{TargetConfig, start_on_disk, start_on_disk_with},
 };
 
-/// The only one that the second server refuses.
+/// The only target that server `i` refuses.
 fn refused(b: &Bed, i: usize) -> pb::RefusedTarget {
     let all = b.server(i).status().refused;
     assert_eq!(all.len(), 1, "{all:?}");
@@ -39,8 +39,8 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Its folder, or what is in it: a disk that is not mounted. Nothing is made there, whatever the
-/// configuration says.
+/// The target's folder, or its contents, are missing, as with a disk that is not mounted. Nothing
+/// is made there, whatever the configuration says.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_missing_disk_costs_its_target_alone_and_is_taken_in_when_it_is_back() {
     let mut b = Bed::new(&[0, 1]).await;
@@ -64,7 +64,7 @@ async fn a_missing_disk_costs_its_target_alone_and_is_taken_in_when_it_is_back()
         );
         until("a look", || refused(&b, 1).now.contains("looked at again every 5s")).await;
         assert!(b.notices().contains("target 1 is out of service"));
-        // Its chain goes on, and the folder is let alone.
+        // Its chain continues, and the folder is left alone.
         b.is_whole(0, 0, &want, "without it").await;
         tokio::time::sleep(Duration::from_secs(6)).await;
         assert_eq!((b.serves(1), own.join("data").exists()), (vec![2], false));
@@ -95,7 +95,8 @@ async fn a_server_all_of_whose_targets_are_missing_registers_and_takes_them_in()
     b.is_whole(0, 0, &want, "put back").await;
 }
 
-/// First in the list, so that it is not for the others to prove that they are right.
+/// The wrong target comes first in the list, so that the right ones need not prove that they are
+/// right.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_target_of_another_cluster_and_a_copy_are_refused_by_name() {
     let mut b = Bed::new(&[0, 1]).await;
@@ -133,14 +134,14 @@ async fn what_an_administrator_has_mended_is_looked_at_when_asked() {
     let want = [bytes(1, 700_000)];
     b.write(1, 1, 0, &want[0]).await;
     b.stop(1).await;
-    // The only replica: it is never emptied.
+    // This is the only replica: it is never emptied.
     let journal = b.dir.path().join("t1/table/0.jnl");
     let good = fs::read(&journal).unwrap();
     let mut bad = good.clone();
     let used: Vec<usize> = (0..bad.len()).filter(|i| bad[*i] != 0).collect();
     bad[used[used.len() / 2]] ^= 0x10;
     fs::write(&journal, bad).unwrap();
-    // The other one is in use by somebody else.
+    // The other one is in use by another engine.
     let held = open_target_dir(&b.dir.path().join("t2"), None, Pool::default(), Options::default())
         .await
         .unwrap();

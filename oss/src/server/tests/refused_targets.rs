@@ -1,5 +1,5 @@
-//! Targets whose chunk tables decay while their server is down: the others serve, they come back
-//! empty and are filled.
+//! Targets whose chunk tables decay while their server is down: the others serve, and these come
+//! back empty and are resynced.
 
 use std::{
     fs,
@@ -140,8 +140,8 @@ fn files(dir: &Path, out: &mut Vec<PathBuf>) {
     out.sort();
 }
 
-/// Inverts a bit of a byte that is not a zero, in the middle of those; of the format's version the
-/// one that makes it another one.
+/// Inverts a bit of a non-zero byte in the middle of the file. In the file with the format's
+/// version it is a bit that makes another version of it.
 fn flip(file: &Path) -> bool {
     let mut bytes = fs::read(file).unwrap();
     let used: Vec<usize> = (0..bytes.len()).filter(|i| bytes[*i] != 0).collect();
@@ -169,7 +169,7 @@ pub(super) async fn until(what: &str, is: impl Fn() -> bool) {
     }
 }
 
-/// A bit of each file of the table in turn, the journal among them.
+/// A bit of each file of the table in turn, including the journal.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_damaged_table_costs_its_target_alone_and_is_filled_again() {
     let mut b = Bed::new(&[0, 1]).await;
@@ -199,7 +199,7 @@ async fn a_damaged_table_costs_its_target_alone_and_is_filled_again() {
             told += u32::from(is_out);
             b.is_whole(0, 0, &want, &what).await;
             if what == "version" {
-                // A newer store, or damage: not for the server to decide.
+                // A newer store, or damage: the server cannot decide which.
                 tokio::time::sleep(Duration::from_secs(4)).await;
                 assert_eq!((b.serves(1), kept(&b)), (vec![2], before), "{}", b.notices());
                 b.stop(1).await;
@@ -216,8 +216,8 @@ async fn a_damaged_table_costs_its_target_alone_and_is_filled_again() {
     assert!(refused >= 4 && told > 0, "{refused}, {told}");
 }
 
-/// More than the store keeps in memory, under a key that no target has, so that it writes all it
-/// has out.
+/// Puts more than the store keeps in memory, under a key that no target uses, so that the store
+/// writes everything out.
 fn write_out(table: &Path) {
     let store = FjallStore::open(table).unwrap();
     let is_big = |f: &PathBuf| {
@@ -240,7 +240,7 @@ fn write_out(table: &Path) {
     panic!("the table is not written out");
 }
 
-/// What decays while the server runs is found by the scrub (or a read), with the same end.
+/// The scrub (or a read) finds decay while the server runs, with the same result.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_table_that_decays_in_service_is_filled_again_without_a_restart() {
     let mut b = Bed::new(&[0, 1]).await;
@@ -250,7 +250,7 @@ async fn a_table_that_decays_in_service_is_filled_again_without_a_restart() {
     }
     b.stop(1).await;
     write_out(&b.table());
-    // Nothing that it has read stays in memory.
+    // Without a cache, the store keeps nothing that it has read in memory.
     let env = Env::system();
     let fabric = TcpFabric::new(
         env.clone(),
@@ -289,7 +289,7 @@ async fn a_table_that_decays_in_service_is_filled_again_without_a_restart() {
     b.is_whole(0, 0, &want, "the other copy").await;
     b.is_whole(1, 1, &want, "filled").await;
     assert!(b.notices().contains("came back empty"), "{}", b.notices());
-    // And it is as any other from then on.
+    // From then on it is like any other target.
     b.stop(1).await;
     b.start(1).await;
     b.is_whole(1, 1, &want, "after a restart").await;
@@ -316,7 +316,7 @@ async fn the_last_copy_is_never_emptied_nor_answered_as_absent() {
         "{state:?}"
     );
     b.stop(1).await;
-    // Not a byte of it was lost since: what an administrator can put back serves again.
+    // No byte of it was lost since: a table that an administrator puts back serves again.
     assert!(fs::read(&journal).unwrap().len() <= bad.len());
     fs::write(&journal, good).unwrap();
     b.start(1).await;

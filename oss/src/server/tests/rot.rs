@@ -1,4 +1,4 @@
-//! Damage on the last good copy while another one is made.
+//! Damage on the last good copy during a resync from it.
 
 use std::time::Duration;
 
@@ -19,10 +19,10 @@ use super::{
 };
 use crate::engine::record::{header_key, segment_key};
 
-/// What [`damage`] costs: chunk, first byte, one behind the last.
+/// What [`damage`] makes unreadable: chunk, first byte, end.
 const BAD: [(u64, u32, u32); 3] = [(0, 4096, 5000), (1, 8192, 12_288), (2, 262_144, 524_288)];
 
-/// A block cut short, a block, and the record of 64, at a target that has nothing in memory.
+/// Damages a partial block, a block, and the record of 64 blocks, at a target without a cache.
 fn damage(c: &Cluster, want: &[Vec<u8>]) {
     let mut short = want[0][4096..].to_vec();
     short.resize(4096, 0);
@@ -31,7 +31,7 @@ fn damage(c: &Cluster, want: &[Vec<u8>]) {
     flip_record(c, 0, &segment_key(&key(2), 1), 700);
 }
 
-/// All that is damaged is an error at this target, all else is good.
+/// Checks that everything damaged is an error at this target, and everything else is good.
 async fn is_whole_but_for_what_is_bad(c: &Cluster, i: u32, want: &[Vec<u8>]) {
     let away = c.authority.states().iter().any(|(_, s)| *s != ReplicaState::ReplicaServing);
     let code = if away { Code::NotServing } else { Code::Corrupt };
@@ -51,7 +51,7 @@ async fn is_whole_but_for_what_is_bad(c: &Cluster, i: u32, want: &[Vec<u8>]) {
     assert!(c.read(i, 3, 0, 16 << 20).await.unwrap().1 == want[3]);
 }
 
-/// Node 1 has lost all it had, and node 0 has nothing in memory.
+/// Node 1 has lost everything, and node 0 has nothing in memory.
 async fn wiped() -> (Cluster, Vec<Vec<u8>>) {
     let mut c = Cluster::start(2).await;
     let want = filled(&c).await;
@@ -79,12 +79,12 @@ async fn a_chunk_whose_record_is_damaged_keeps_no_other_one_from_being_sent() {
     c.boot(1).await;
     tokio::time::sleep(Duration::from_secs(30)).await;
     assert_eq!(stored(&c).await, [1, 2, 3]);
-    // It is not known what the chunk was, so the other one is not in sync.
+    // The chunk's version is not known, so the other replica does not come into sync.
     assert_eq!(c.authority.chain().state_of(1), Some(ReplicaState::ReplicaSyncing));
     assert_eq!(c.read(0, 0, 0, 10).await.unwrap_err().code, Code::Corrupt);
 }
 
-/// Also the bytes that stand for what is damaged are checked against their checksums.
+/// Stand-in bytes for damaged blocks are checked against their checksums, too.
 #[tokio::test(start_paused = true)]
 async fn what_comes_with_damage_is_checked_as_what_comes_without() {
     let (mut c, _) = wiped().await;
@@ -111,8 +111,8 @@ async fn what_comes_with_damage_is_checked_as_what_comes_without() {
     assert_eq!((counts(&s), s.findings[0].offset, s.findings[0].bytes), ((1, 0, 1), 4096, 4096));
 }
 
-/// The chain comes into sync with what there is; what there is not stays an error at both, also
-/// over a restart, until it is written anew.
+/// The chain comes into sync with the good data. The lost data stays an error on both replicas,
+/// also over a restart, until it is written anew.
 #[tokio::test(start_paused = true)]
 async fn what_has_no_good_copy_is_damaged_at_both_and_all_else_is_there_twice() {
     let (mut c, mut want) = wiped().await;
@@ -127,7 +127,7 @@ async fn what_has_no_good_copy_is_damaged_at_both_and_all_else_is_there_twice() 
         assert_eq!((counts(&s), s.findings.len()), ((3, 0, 3), 3), "target {i}: {:?}", s.findings);
         assert!(s.findings.iter().all(|f| f.lost && !f.record));
     }
-    // Nobody tries for ever to mend one from the other.
+    // The replicas do not try for ever to repair one from the other.
     tokio::time::sleep(Duration::from_secs(60)).await;
     let errors =
         || [0, 1].map(|i| c.nodes[i].server.as_ref().unwrap().status().targets[0].checksum_errors);
@@ -140,7 +140,7 @@ async fn what_has_no_good_copy_is_damaged_at_both_and_all_else_is_there_twice() 
     in_sync(&c).await;
     is_whole_but_for_what_is_bad(&c, 1, &want).await;
     assert_eq!(counts(&scrubbed(&c, 1).await), (3, 0, 3));
-    // The one that was given it has it now alone, and gives it on.
+    // The replica that was resynced now has the data alone, and resyncs the other one.
     c.kill(0);
     c.wipe(0).await;
     tokio::time::sleep(Duration::from_secs(3)).await;
@@ -190,7 +190,7 @@ async fn a_good_copy_that_comes_back_mends_what_was_carried_over_too() {
     assert_eq!((counts(&status(&c, 1)), counts(&status(&c, 2))), ((0, 0, 0), (3, 3, 0)));
 }
 
-/// Its readers and writers wait for it, as for a chunk of which no copy is there.
+/// Readers and writers wait for it, as for a chunk without any copy in service.
 #[tokio::test(start_paused = true)]
 async fn a_good_copy_that_is_away_is_waited_for() {
     let mut c = Cluster::start(2).await;
@@ -267,7 +267,7 @@ async fn only_a_resync_carries_damage_and_only_such_as_can_be() {
     let code = async |op, r: DataRequest, data: &[u8]| {
         c.call_as(Role::Server, 0, op, &r, data).await.unwrap_err().code
     };
-    // So far all is well: what refuses it is that this replica is in sync.
+    // These are valid requests: they are refused only because this replica is in sync.
     for damaged in [&[][..], &[(0, 4096)], &[(0, 9000)], &[(0, 4096), (4096, 8192), (8192, 9000)]] {
         assert_eq!(
             code(opcode::SYNC_PUT, with(damaged), &data).await,

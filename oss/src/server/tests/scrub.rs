@@ -1,4 +1,4 @@
-//! The scrub: what it finds, what becomes of it, how it is told, and how it moves on.
+//! The scrub: what it finds, repairs and reports, and how it proceeds.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ fn ask(c: &Cluster, i: usize, what: Ask) {
     c.nodes[i].server.as_ref().unwrap().scrub(Some(what));
 }
 
-/// Waits until no pass is under way, an hour at most.
+/// Waits until no pass is running, an hour at most.
 async fn done(c: &Cluster, i: usize) -> pb::ScrubStatus {
     let until = Instant::now() + Duration::from_secs(3600);
     loop {
@@ -103,7 +103,7 @@ async fn damaged_blocks_are_repaired_counted_and_reported_once_with_their_place(
     assert_eq!((counts(&s), s.chunks, s.findings.len()), ((0, 0, 0), 4, 0));
     let stored = 2 + 171 + 611 + 2;
     assert_eq!((s.pass, s.bytes, s.bytes_total), (1, stored * 4096, stored * 4096));
-    // The end of the first look and the beginning of the next, and one near the end.
+    // At the end of the first look, at the start of the next, and near the end of the chunk.
     for at in [MIB as usize - 4096, MIB as usize, 2_498_560 - 4096] {
         flip_everywhere(&c, 0, &want[2][at..at + 4096]).await;
     }
@@ -125,7 +125,7 @@ async fn damaged_blocks_are_repaired_counted_and_reported_once_with_their_place(
     assert_eq!((t.damaged, t.repaired, t.lost), (1, 1, 0));
 }
 
-/// Any bit of any record, whether memory still has it or not.
+/// Any bit of any record, whether it is still in memory or not.
 #[tokio::test(start_paused = true)]
 async fn damaged_records_are_repaired_from_memory_or_from_the_other_copy() {
     let mut c = Cluster::start(2).await;
@@ -147,7 +147,7 @@ async fn damaged_records_are_repaired_from_memory_or_from_the_other_copy() {
         c.flush().await.unwrap();
         assert_eq!(c.nodes[0].table.get(k).unwrap().unwrap(), good, "bit {bit}");
     }
-    // Without memory: the other replica has it.
+    // Without memory: the other replica has the record.
     c.kill(0);
     c.boot(0).await;
     in_sync(&c).await;
@@ -157,7 +157,7 @@ async fn damaged_records_are_repaired_from_memory_or_from_the_other_copy() {
         for k in records(n) {
             flip_record(&c, 0, &k, bit);
         }
-        // Whoever comes first: a scrub finds all, a read what it needs.
+        // In any order: a scrub finds everything, a read what it needs.
         let s = scrubbed(&c, 0).await;
         expected += 1;
         let f = s.findings.last().unwrap();
@@ -211,7 +211,7 @@ async fn without_a_good_copy_it_is_an_error_reported_once_until_it_is_written_an
         "{:?}",
         status_of().notices
     );
-    // Another part of the same chunk is no news, written over it is gone, without a pass.
+    // Damage of another part of the same chunk is no news. Overwritten, it is gone without a pass.
     c.write(1, 8192, &want[1][8192..12_288], 50).await.unwrap();
     tokio::time::sleep(Duration::from_secs(60)).await;
     let s = status(&c, 0);
@@ -241,7 +241,7 @@ async fn what_a_reader_finds_is_told_as_what_the_scrub_finds() {
     );
 }
 
-/// Each has what the other lacks; a part that both lack costs nothing else.
+/// Each copy has what the other lacks. A part that both lack affects nothing else.
 #[tokio::test(start_paused = true)]
 async fn copies_damaged_in_different_places_heal_each_other() {
     let c = Cluster::start(2).await;
@@ -266,7 +266,7 @@ async fn copies_damaged_in_different_places_heal_each_other() {
     );
 }
 
-/// Who reads or writes beside what is lost has what he wants at once.
+/// Reads and writes beside lost data succeed at once.
 #[tokio::test(start_paused = true)]
 async fn what_has_a_good_copy_is_repaired_at_the_first_touch_beside_what_has_none() {
     let c = Cluster::start(2).await;
@@ -284,8 +284,8 @@ async fn what_has_a_good_copy_is_repaired_at_the_first_touch_beside_what_has_non
     assert_eq!(c.read(0, 1, 16_384, 1).await.unwrap_err().code, Code::Corrupt);
 }
 
-/// The tail has committed the update before the head, which it builds on, knows that its own block
-/// is bad.
+/// The tail has committed the update before the head knows that its own block, which the update
+/// builds on, is bad.
 #[tokio::test(start_paused = true)]
 async fn a_partial_write_onto_a_damaged_block_whose_good_copy_it_replaces_is_taken_from_there() {
     let c = Cluster::start(2).await;
@@ -297,20 +297,19 @@ async fn a_partial_write_onto_a_damaged_block_whose_good_copy_it_replaces_is_tak
     assert!(c.nodes[0].server.as_ref().unwrap().status().notices.is_empty(), "the target failed");
     is_whole(&c, 0, &want).await;
     is_whole(&c, 1, &want).await;
-    // Who wrote before is still known: a repetition is answered and not applied again.
+    // The earlier writer is still known: its repeated write is answered and not applied again.
     let first = c.write(1, 0, &want[1], 2).await.unwrap();
     assert_eq!((first.stable, first.version.number), (true, 1), "{first:?}");
     is_whole(&c, 0, &want).await;
 }
 
-/// The record that says which version a chunk has, damaged at the head and at the tail when an
-/// update comes.
+/// The record with a chunk's version is damaged at the head and at the tail when an update comes.
 #[tokio::test(start_paused = true)]
 async fn an_update_of_a_chunk_whose_header_is_damaged_repairs_it_first() {
     let mut c = Cluster::start(2).await;
     let mut want = filled(&c).await;
     for (life, head) in [(0, 1), (1, 0)] {
-        // One that restarts is the tail then, and has nothing in memory.
+        // A server that restarts becomes the tail, and has nothing in memory.
         c.kill(life);
         c.boot(life).await;
         in_sync(&c).await;
@@ -332,7 +331,7 @@ async fn an_update_of_a_chunk_whose_header_is_damaged_repairs_it_first() {
     assert_eq!(status(&c, 0).repaired, 2, "{:?}", status(&c, 0).findings);
 }
 
-/// Such a chunk is told at once and repaired later.
+/// Such a chunk is reported at once and repaired later.
 #[tokio::test(start_paused = true)]
 async fn damage_beneath_an_update_that_hangs_is_told_and_repaired_when_it_is_over() {
     let c = Cluster::start(2).await;
@@ -363,7 +362,7 @@ async fn damage_beneath_an_update_that_hangs_is_told_and_repaired_when_it_is_ove
     is_whole(&c, 0, &want).await;
 }
 
-/// A table that cannot be read has no repair but another target.
+/// A table that cannot be read can be repaired only by another target.
 #[tokio::test(start_paused = true)]
 async fn a_table_that_cannot_be_read_costs_the_target_where_others_go_on() {
     let c = Cluster::start(2).await;
@@ -375,7 +374,7 @@ async fn a_table_that_cannot_be_read_costs_the_target_where_others_go_on() {
     assert_eq!(c.authority.states()[0], (1, pb::ReplicaState::ReplicaServing));
     assert_ne!(c.authority.states()[1].1, pb::ReplicaState::ReplicaServing);
     is_whole(&c, 1, &want).await;
-    // The last one serves what it can.
+    // The last replica serves what it can.
     c.nodes[1].table.fail_next(Fault::Read, u64::MAX, Code::Corrupt);
     let s = scrubbed(&c, 1).await;
     assert!(s.trouble.contains("injected fault"), "{s:?}");
@@ -385,8 +384,8 @@ async fn a_table_that_cannot_be_read_costs_the_target_where_others_go_on() {
     assert_eq!((s.trouble.as_str(), counts(&s)), ("", (0, 0, 0)));
 }
 
-/// A copy that cannot be asked is not taken for lost, and what was lost is repaired when a good
-/// copy comes into sync.
+/// A copy that cannot be asked does not count as lost. Lost data is repaired when a good copy comes
+/// into sync.
 #[tokio::test(start_paused = true)]
 async fn a_copy_that_comes_back_repairs_what_had_none() {
     let mut c = Cluster::start(2).await;
@@ -413,7 +412,7 @@ async fn a_copy_that_comes_back_repairs_what_had_none() {
     is_whole(&c, 0, &want).await;
 }
 
-/// Updates on their way, flushes, and space used again under the reader.
+/// Updates in flight, flushes, and space reused under the reader.
 #[tokio::test(start_paused = true)]
 async fn updates_in_flight_are_no_damage() {
     let c = Cluster::start_with(2, |cfg| {
@@ -478,7 +477,7 @@ async fn a_pass_keeps_to_its_rate_and_yields_unless_it_was_asked_for() {
     begun().await;
     let asked = took(true).await;
     assert!((16.0..17.0).contains(&asked), "{asked} s for 16 MiB at 1 MiB/s");
-    // The next ones come by themselves.
+    // The next passes start by themselves.
     let first = begun().await;
     let idle = took(false).await;
     assert!((16.0..17.0).contains(&idle), "{idle} s");
@@ -509,7 +508,7 @@ async fn a_pass_is_stopped_resumed_and_survives_a_restart_while_chunks_come_and_
     let s = status(&c, 0);
     assert_eq!((s.pass, s.running, s.under_way, s.paused), (1, false, true, true));
     assert!((7..=9).contains(&s.chunks), "{} chunks", s.chunks);
-    // One behind it goes, some before it too, one comes.
+    // One chunk after the position is removed, some before it too, and one is added.
     c.trim(15, u32::MAX).await;
     ask(&c, 0, Ask::Resume);
     tokio::time::sleep(Duration::from_millis(2500)).await;
@@ -524,7 +523,7 @@ async fn a_pass_is_stopped_resumed_and_survives_a_restart_while_chunks_come_and_
     let again = status(&c, 0);
     assert_eq!((again.pass, again.under_way, again.running), (1, true, false), "where it was");
     assert!((before - 1..=before + 1).contains(&again.chunks), "{again:?}");
-    // Once the server has settled the pass goes on by itself.
+    // Once the server has settled, the pass continues by itself.
     let t = Instant::now();
     let s = done(&c, 0).await;
     assert_eq!((s.pass, s.paused), (1, false));
@@ -534,7 +533,7 @@ async fn a_pass_is_stopped_resumed_and_survives_a_restart_while_chunks_come_and_
     assert_eq!(counts(&s), (0, 0, 0));
 }
 
-/// One that is out of sync is left to those that fill it.
+/// The scrub skips a chain that is out of sync: a resync handles it.
 #[tokio::test(start_paused = true)]
 async fn chains_out_of_sync_are_left_out_and_the_pass_ends() {
     let c = Cluster::start(2).await;
@@ -547,7 +546,7 @@ async fn chains_out_of_sync_are_left_out_and_the_pass_ends() {
     c.authority.map.lock().version += 1;
     c.authority.map.lock().chains[0].epoch += 1;
     c.net.cut.lock().clear();
-    // It hears of the map, and is then put into sync; the pass comes before, in between or after.
+    // It gets the map, and then comes into sync; the pass runs before, in between or after.
     let s = scrubbed(&c, 1).await;
     assert_eq!(s.lost, 0, "{s:?}");
     in_sync(&c).await;

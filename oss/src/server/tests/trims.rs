@@ -1,4 +1,4 @@
-//! Removing what a file has when that is much, damaged, or not on every replica.
+//! Removing a file's data when there is much of it, or it is damaged or not on every replica.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use crate::{
     engine::{Update, record::header_key},
 };
 
-/// Puts a chunk into one target's store, past the chain.
+/// Puts a chunk into one target's store, bypassing the chain.
 async fn plant(c: &Cluster, target: usize, index: u64, update: Update) {
     let node = &c.nodes[target].server.as_ref().unwrap().node;
     let engine = node.targets()[0].engine.clone();
@@ -34,7 +34,7 @@ fn some() -> Update {
     Update::Write { offset: 0, sums: block_sums(0, [&data[..]]), data: vec![Buf::copy_from(data)] }
 }
 
-/// All records that a target has, tombstones included.
+/// All records of a target, tombstones included.
 async fn listed(c: &Cluster, target: u32) -> Vec<ListEntry> {
     let (mut all, mut after) = (Vec::new(), ChunkId { ino: 0, data: 0, index: 0 });
     loop {
@@ -61,7 +61,7 @@ async fn ask(c: &Cluster, r: &DataRequest) -> DataReply {
     c.call_as(Role::Server, r.target, opcode::TRIM, r, &[]).await.unwrap().0
 }
 
-/// As the metadata servers do: until all is gone. How many requests that took.
+/// Like the metadata servers: repeats until everything is gone. Returns the number of requests.
 async fn remove_for_good(c: &Cluster) -> usize {
     let (mut r, mut rounds) = (DataRequest { offset: 1, ..gone(c) }, 1);
     loop {
@@ -110,7 +110,7 @@ async fn a_cut_of_many_chunks_ends_in_steps_that_each_end_soon() {
             [(0, 4)]
         );
     }
-    // Who did all in another epoch asks only whether it is still so.
+    // A caller that did everything in another epoch asks only whether it is still so.
     (cut.chunk.index, cut.len) = (u64::MAX, u32::MAX);
     let number = ask(&c, &DataRequest { seq: 0, ..cut.clone() }).await.version.number;
     let done = ask(&c, &DataRequest { seq: number, ..cut.clone() }).await;
@@ -119,15 +119,15 @@ async fn a_cut_of_many_chunks_ends_in_steps_that_each_end_soon() {
     let done = ask(&c, &forgotten).await;
     assert_eq!((done.stable, done.stamps.len()), (true, 2));
     assert_eq!(listed(&c, 1).await.len(), 4000);
-    // Who does not know of steps waits for all of it.
+    // A caller that does not know of steps waits for all of it.
     assert!(ask(&c, &gone(&c)).await.stable);
     for target in 0..2 {
         assert_eq!(listed(&c, target).await, []);
     }
 }
 
-/// A FORWARD that the network held back until its file was removed made a chunk on the tail alone;
-/// or on the head, which was the tail then.
+/// A FORWARD that the network delayed until its file was removed made a chunk on the tail alone; or
+/// on the head, which was the tail then.
 #[tokio::test(start_paused = true)]
 async fn what_only_some_replicas_have_of_a_removed_file_goes_too() {
     let c = Cluster::start(3).await;
@@ -147,7 +147,7 @@ async fn what_only_some_replicas_have_of_a_removed_file_goes_too() {
     for node in &c.nodes {
         node.device.set_latency(&[Op::Flush], Duration::from_millis(2));
     }
-    // One for each flush.
+    // One request for each flush.
     assert_eq!(remove_for_good(&c).await, 2);
     for target in 0..3 {
         assert_eq!(listed(&c, target).await, [], "target {target}");
@@ -155,7 +155,7 @@ async fn what_only_some_replicas_have_of_a_removed_file_goes_too() {
     }
 }
 
-/// The network holds a copy of a removal's FORWARD back until the tombstones are forgotten.
+/// The network delays a copy of a removal's FORWARD until the tombstones are forgotten.
 #[tokio::test(start_paused = true)]
 async fn a_removal_that_comes_again_when_its_tombstone_is_forgotten_leaves_none() {
     let c = Cluster::start(2).await;
@@ -172,16 +172,16 @@ async fn a_removal_that_comes_again_when_its_tombstone_is_forgotten_leaves_none(
     remove_for_good(&c).await;
     assert_eq!(listed(&c, tail).await, []);
     assert!(send(late.clone()).await.unwrap());
-    // One of a cut that found nothing, of a time when the file was there.
+    // A copy of a truncation that found nothing, from a time when the file was there.
     let writers = vec![Writer { session: 0, seq: 0, version: Version::default() }];
     assert!(send(DataRequest { flags: 0, writers, ..late }).await.unwrap());
     assert_eq!(listed(&c, tail).await, []);
 }
 
-/// A fill stores a chunk that its source alone has, while the file is removed for good.
+/// A resync stores a chunk that only its source has, while the file is removed for good.
 #[tokio::test(start_paused = true)]
 async fn a_chunk_that_is_stored_by_a_fill_while_its_file_is_removed_is_not_taken() {
-    // It waits for long when it has sent a chunk.
+    // The resync waits for long after it has sent a chunk.
     let mut c = Cluster::start_with(2, |cfg| cfg.sync_rate = 1).await;
     c.kill(1);
     c.write(0, 0, &bytes(1, 6000), 1).await.unwrap();
@@ -210,14 +210,14 @@ async fn a_chunk_that_is_stored_by_a_fill_while_its_file_is_removed_is_not_taken
     let stored = c.call_as(Role::Server, 1, opcode::SYNC_PUT, &put, &data);
     let (stored, ()) = tokio::join!(stored, removed);
     assert_eq!((stored.unwrap_err().code, listed(&c, 1).await), (Code::Stale, vec![]));
-    // A tombstone that the fill brings late would stay as well.
+    // A late tombstone of the resync would stay, too.
     let tombstone = DataRequest { flags: FLAG_TOMBSTONE, len: 0, sums: vec![], ..put };
     c.call_as(Role::Server, 1, opcode::SYNC_PUT, &tombstone, &[]).await.unwrap();
     assert_eq!(listed(&c, 1).await, []);
 }
 
-/// Its only copy: what it was is not known. Its file is removed all the same, and then the chain
-/// can be filled.
+/// The only copy has a damaged record, so its version is not known. Its file is removed all the
+/// same, and then the chain can be resynced.
 #[tokio::test(start_paused = true)]
 async fn a_chunk_whose_record_is_damaged_goes_with_its_file() {
     let mut c = Cluster::start(2).await;

@@ -1,4 +1,4 @@
-//! One client asks for all it can over many connections; another one is answered all the same.
+//! One client sends as many requests as it can over many connections; another is still answered.
 
 use std::sync::{
     Arc,
@@ -16,7 +16,7 @@ use super::{
 use crate::server::start_on_disk;
 
 const CONNECTIONS: usize = 64;
-/// Each asks for so much at a time.
+/// How many requests each connection keeps in flight.
 const AT_A_TIME: usize = 8;
 const LONG: Duration = Duration::from_secs(30);
 
@@ -94,7 +94,8 @@ fn endless_reads_on_64_connections_leave_the_next_turn_to_another_client() {
         }
     }
     std::thread::sleep(Duration::from_secs(1));
-    // Each is answered at the first try, and none waits for all that the other has asked for.
+    // Each request is answered at the first try, and none waits for all requests of the other
+    // client.
     let (slowest, first) = victim.block_on(async {
         let (conn, mut slowest) = (connect(&at).await, Duration::ZERO);
         let first = answered.load(SeqCst);
@@ -113,7 +114,7 @@ fn endless_reads_on_64_connections_leave_the_next_turn_to_another_client() {
     over.store(true, SeqCst);
     assert!(others > 0, "the other one was busy all the time");
     assert!(slowest < Duration::from_secs(1), "{slowest:?}");
-    // Its turn came before those that had waited longer.
+    // Its turn came before requests that had waited longer.
     assert!(others < 20 * CONNECTIONS * AT_A_TIME, "{others}");
     drop((flood, victim));
     servers.block_on(server.shutdown()).unwrap();

@@ -23,7 +23,7 @@ impl Cluster {
     pub fn new(servers: &'static str) -> Cluster {
         Cluster::with(servers, "1")
     }
-    /// So many targets on each.
+    /// Makes a cluster of `servers` storage servers with `targets` targets on each.
     pub fn with(servers: &'static str, targets: &'static str) -> Cluster {
         let c = Cluster { root: tempfile::tempdir().unwrap(), servers, targets };
         ok(&c.up());
@@ -63,7 +63,8 @@ impl Cluster {
     pub fn target(&self, id: usize) -> Value {
         self.targets().into_iter().find(|t| t["target"] == id).unwrap()
     }
-    /// The target that a server has: servers register in any order.
+    /// The id of a server's target. Servers register in any order, so the id is not the server's
+    /// number.
     pub fn target_of(&self, oss: usize) -> usize {
         let name = format!("oss{oss}");
         let all = self.targets();

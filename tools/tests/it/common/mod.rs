@@ -22,8 +22,8 @@ pub fn ok(out: &Output) -> String {
     text(&out.stdout)
 }
 
-/// SIGKILL to the process of a file with a process id. It has let go of its files and ports
-/// when this returns.
+/// Sends SIGKILL to the process with this id. When this returns, the process has released its files
+/// and ports.
 pub fn kill(pid: &str) {
     signal(pid, rustix::process::Signal::KILL);
     let start = Instant::now();
@@ -50,7 +50,7 @@ pub fn signal(pid: &str, signal: rustix::process::Signal) {
     rustix::process::kill_process(pid, signal).unwrap();
 }
 
-/// Fails with a message that has all of `words`.
+/// Asserts that the command failed with a message that contains all of `words`.
 #[track_caller]
 pub fn refused(out: &Output, words: &[&str]) {
     let err = text(&out.stderr);

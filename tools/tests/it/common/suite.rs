@@ -2,7 +2,7 @@
 
 use std::{path::Path, process::Command};
 
-/// Runs one of the commands to its end; what it printed is shown.
+/// Runs one of the commands to its end and prints its output.
 pub fn run(command: &str, args: &[&str]) {
     if !Path::new("/dev/fuse").exists() {
         println!("skipped: /dev/fuse is missing");

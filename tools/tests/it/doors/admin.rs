@@ -1,4 +1,5 @@
-//! The administration of servers: who has no cluster key gets nothing, and holds nobody up.
+//! The administration port of servers: without the cluster key a stranger gets nothing and delays
+//! no one.
 
 use std::{
     fs,
@@ -13,7 +14,7 @@ use strake_proto::{Code, pb};
 use super::Doors;
 use crate::common::{ok, refused, strake, text};
 
-/// Connections that strangers hold, and more than a server lets wait.
+/// Silent connections of strangers: more than a server lets wait.
 const SILENT: usize = 300;
 
 fn bytes_of_log(c: &Doors, server: &str) -> u64 {
@@ -30,7 +31,7 @@ fn admin_needs_the_cluster_key() {
     for server in ["mds1", "oss1"] {
         let (addr, _) = c.admin(server);
         runtime.block_on(async {
-            // Plain gRPC, as any tool speaks it.
+            // Plain gRPC, as any tool sends it.
             let plain = pb::admin_client::AdminClient::connect(format!("http://{addr}")).await;
             if let Ok(mut admin) = plain {
                 let pool =
@@ -43,7 +44,7 @@ fn admin_needs_the_cluster_key() {
                     admin.scrub(pb::ScrubRequest { action: 1, targets: vec![] }).await.is_err()
                 );
             }
-            // The handshake, with what a mount has, and with something made up.
+            // The handshake with a mount's key, and with an invented one.
             for key in [client.key, [7; 32]] {
                 let e = strake_fabric::admin::connect(&addr, &key).await.expect_err("not admitted");
                 assert_eq!(e.code, Code::Unauthenticated, "{e}");
@@ -52,7 +53,7 @@ fn admin_needs_the_cluster_key() {
             let mut admin = pb::admin_client::AdminClient::new(admin);
             assert_eq!(admin.status(pb::StatusRequest {}).await.unwrap().into_inner().name, server);
         });
-        // What is proof there is none here: the ports of requests take other keys.
+        // The cluster key proves nothing at the request port, which takes other keys.
         let port = c.endpoint(server).replace("tcp:", "");
         let e = runtime.block_on(strake_fabric::admin::connect(&port, &cluster)).err().unwrap();
         assert_eq!(e.code, Code::Unauthenticated, "{e}");
@@ -70,7 +71,7 @@ fn admin_commands_find_the_key() {
     let status = |args: &[&str], key: Option<&Path>| {
         let mut s = strake();
         s.args(["status", "--admin", &both]).args(args).env_remove("STRAKE_CLUSTER_KEY");
-        // Where there is no local cluster.
+        // Run in a folder that has no local cluster.
         s.current_dir(c.root.path()).envs(key.map(|k| ("STRAKE_CLUSTER_KEY", k))).output().unwrap()
     };
     let (key, of_clients) = (c.key("cluster.key"), c.key("client.key"));
@@ -109,7 +110,7 @@ fn admin_goes_on_while_strangers_hold_connections_and_their_noise_is_a_few_lines
     let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count();
     assert!(open < SILENT, "{open} descriptors while strangers hold {SILENT} connections");
     drop(held);
-    // Garbage, at this port and at that of requests.
+    // Garbage, at this port and at the request port.
     let before = bytes_of_log(&c, "mds1");
     for at in [&addr, &c.endpoint("mds1").replace("tcp:", "")] {
         for _ in 0..1000 {

@@ -1,4 +1,4 @@
-//! Commands that are told of one metadata server only, which does not lead.
+//! Commands that know only one metadata server, a follower.
 
 use std::{path::Path, time::Instant};
 

@@ -10,7 +10,8 @@ use std::{
 use super::{Doors, can_mount};
 use crate::common::{ok, strake, text};
 
-/// What others may do anything with, below a folder and the folder itself; not below `but`.
+/// Everything that other users have any permission for: the folder itself and what is below it, but
+/// nothing below `but`.
 fn open_to_others(folder: &Path, but: &Path, found: &mut Vec<(PathBuf, u32)>) {
     let meta = folder.symlink_metadata().unwrap();
     let mode = meta.permissions().mode();
@@ -105,7 +106,7 @@ fn modes_leave_the_mount_to_its_users() {
         println!("skipped: not root");
         return;
     }
-    // In the cluster's folder: through it, but not into anything of it.
+    // In the cluster's folder other users may pass through to the mount, but not open anything.
     let c = Doors::new();
     let mnt = c.dir().join("mnt");
     c.up("022", "1", &mnt);
@@ -145,7 +146,7 @@ fn a_set_id_file_counts_on_no_mount_that_does_not_ask_for_it() {
         .args(["c", "1", "3", "-m", "666"])
         .output()
         .unwrap());
-    // As mount(8) calls it.
+    // Mounts as mount(8) does.
     let helper = c.root.path().join("mount.strake");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_strake"), &helper).unwrap();
     let run = c.root.path().join("run");

@@ -1,4 +1,4 @@
-//! Who holds the key of all clients and poses as a metadata server.
+//! An attacker holds the clients' common key and poses as a metadata server.
 
 use std::{
     fs,
@@ -33,7 +33,8 @@ impl Service for Imposter {
     }
 }
 
-/// All that a client's key file gives: no key of servers, and nothing to sign with.
+/// The best server identity that a client's key file allows: no server key, and nothing to sign
+/// with.
 fn as_a_server(key: &ClientKey) -> Identity {
     Identity { role: Role::Server, ..Identity::client(ClientKey { servers: None, ..*key }) }
 }
@@ -62,7 +63,7 @@ fn servers_are_told_from_clients_that_pose_as_one() {
     let whole = c.key("client.key");
     let key = read_client(&whole).unwrap();
     assert!(key.servers.is_some(), "`strake up` gives clients the public half");
-    // A file of a former version.
+    // A key file of an older version, without the public key of the servers.
     let old = c.root.path().join("old.key");
     fs::write(&old, ClientKey { servers: None, ..key }.text()).unwrap();
     fs::set_permissions(&old, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
@@ -96,12 +97,13 @@ fn servers_are_told_from_clients_that_pose_as_one() {
     let out = mount(&false_one, &whole).output().unwrap();
     refused(&out, &["did not prove to be a server", &false_one]);
     assert_eq!(imposter.0.load(SeqCst), 0, "it was told nothing");
-    // Without the public half nobody can tell; that is said once, with what to do.
+    // Without the public half the client cannot detect the imposter. It warns once and says what to
+    // do.
     let out = mount(&false_one, &old).output().unwrap();
     refused(&out, &["lacks the second line", "strake client-key"]);
     assert!(imposter.0.load(SeqCst) > 0, "{}", text(&out.stderr));
 
-    // Beside a true server the false one holds nobody up.
+    // Beside a true server the imposter does not delay the mount.
     let true_one = c.endpoint("mds1").replace("tcp:", "");
     let asked = imposter.0.load(SeqCst);
     let mut child =
@@ -111,7 +113,7 @@ fn servers_are_told_from_clients_that_pose_as_one() {
     child.wait().unwrap();
     assert_eq!(imposter.0.load(SeqCst), asked, "it was told nothing");
 
-    // With true servers both files work, and the old one is completed.
+    // With true servers both key files work, and the old one is completed.
     for round in 0..2 {
         let mut child = mount(&true_one, &old).stderr(Stdio::null()).spawn().unwrap();
         mounted(&at);
@@ -129,7 +131,7 @@ fn servers_are_told_from_clients_that_pose_as_one() {
         }
     }
     assert_eq!(read_client(&old).unwrap(), key);
-    // A cluster of a former version gets its file completed by `strake up`.
+    // `strake up` completes the key file of a cluster of an older version.
     fs::write(&whole, ClientKey { servers: None, ..key }.text()).unwrap();
     c.up("022", "1", &mnt);
     assert_eq!(read_client(&whole).unwrap(), key);

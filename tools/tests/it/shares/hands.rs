@@ -1,5 +1,5 @@
-//! The protocol by hand, from another address than the mount has: frames are made once and sent as
-//! they are, which costs an attacker next to nothing.
+//! The protocol by hand, from another address than the mount's. Frames are built once and sent
+//! repeatedly, which costs an attacker almost nothing.
 
 use std::{net::SocketAddr, path::Path, time::Duration};
 
@@ -23,7 +23,7 @@ use tokio::{
     time::timeout,
 };
 
-/// Where the attacker is.
+/// The attacker's address.
 const FROM: &str = "127.0.0.2:0";
 const LONG: Duration = Duration::from_secs(20);
 /// Bytes of the file that is read.
@@ -35,7 +35,7 @@ fn broken<E>(_: E) -> Code {
     Code::Disconnected
 }
 
-/// A connection that says nothing.
+/// A silent connection.
 pub async fn silent(at: &Endpoint) -> std::io::Result<TcpStream> {
     let Endpoint::Tcp(host, port) = at else { unreachable!() };
     let socket = TcpSocket::new_v4()?;
@@ -76,7 +76,7 @@ impl Hand {
         Ok(Hand { stream, next: 1 })
     }
 
-    /// Asks, and reads the answer's body.
+    /// Sends a request and reads the answer's body.
     pub async fn ask(&mut self, op: u16, body: &[u8], payload: &[u8]) -> Answer<Bytes> {
         let f = frame(op, self.next, body, payload, payload.len() as u32);
         self.next += 1;
@@ -110,7 +110,7 @@ impl Hand {
     }
 }
 
-/// A session at whoever leads.
+/// A session at the leader.
 pub struct Visitor {
     pub hand: Hand,
     pub session: u64,
@@ -133,7 +133,7 @@ impl Visitor {
         }
     }
 
-    /// The bytes of a list of operations; `seq`: it changes something.
+    /// The encoded bytes of an operation list. `seq` rises if the list changes something.
     pub fn list(&mut self, creds: &pb::Creds, ops: Vec<pb::op::Op>) -> Vec<u8> {
         let ops: Vec<pb::Op> = ops.into_iter().map(|op| pb::Op { op: Some(op) }).collect();
         let changes = ops.iter().any(strake_proto::ops::is_mutation);
@@ -149,8 +149,8 @@ impl Visitor {
         m.encode_to_vec()
     }
 
-    /// Runs a list; what its last operation was answered. The outer error: the connection is of no
-    /// more use.
+    /// Runs an operation list; returns the answer to its last operation. After an outer error the
+    /// connection is unusable.
     pub async fn run(
         &mut self,
         creds: &pb::Creds,

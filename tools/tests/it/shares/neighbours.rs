@@ -22,7 +22,7 @@ use super::{
 };
 use pb::op::Op;
 
-/// The first is a plain loop, to compare with.
+/// The kinds of attack. The first is a plain loop, as a baseline.
 pub const KINDS: [&str; 8] =
     ["loop", "silent", "halves", "unread", "flood", "groups", "moves", "locks"];
 
@@ -66,11 +66,11 @@ struct Neighbour {
     oss: Vec<Endpoint>,
 }
 
-/// What is to be read, once there is something.
+/// The read requests to send; empty until there is a file.
 type Readable = watch::Receiver<Vec<(Endpoint, DataRequest)>>;
 
 impl Neighbour {
-    /// Connections that say nothing, made anew when they are closed.
+    /// Silent connections, opened again when they are closed.
     fn silent(&self) {
         for at in self.mds.iter().flat_map(|at| vec![at.clone(); SILENT]) {
             tokio::spawn(async move {
@@ -84,7 +84,7 @@ impl Neighbour {
         }
     }
 
-    /// Frames that stop: payloads at storage servers, bodies at metadata servers.
+    /// Incomplete frames: payloads at storage servers, bodies at metadata servers.
     fn halves(self: &Arc<Self>) {
         let write =
             [frame(opcode::WRITE, 1, &[0; 96], &[], MAX_PAYLOAD), vec![0; 100_000]].concat();
@@ -108,7 +108,8 @@ impl Neighbour {
         }
     }
 
-    /// Reads on many connections, some of them small and some large. The answers are read or not.
+    /// Read requests on many connections, some small and some large. `reads`: whether the answers
+    /// are read.
     fn reads(self: &Arc<Self>, reads: bool) {
         let readable = self.readable();
         for n in 0..FLOOD {
@@ -131,7 +132,7 @@ impl Neighbour {
         }
     }
 
-    /// A file to read, as long as its session lives; another one then.
+    /// A file to read. It exists as long as its session lives; then another one is made.
     fn readable(self: &Arc<Self>) -> Readable {
         let (a, (tell, told)) = (self.clone(), watch::channel(Vec::new()));
         tokio::spawn(async move {
@@ -148,7 +149,7 @@ impl Neighbour {
         told
     }
 
-    /// Lists that are as much work as there can be, from four sessions.
+    /// Operation lists that cost as much work as possible, from four sessions.
     fn work(self: &Arc<Self>, kind: &str) {
         for n in 0..4 {
             let (a, kind) = (self.clone(), kind.to_owned());
@@ -167,7 +168,7 @@ impl Neighbour {
     }
 }
 
-/// Asks until the connection ends, or for a few seconds.
+/// Sends requests until the connection ends, or for a few seconds.
 async fn read_on(h: Hand, many: &[u8], reads: bool) {
     let (mut rd, mut wr) = h.stream.into_split();
     let asks = async {
@@ -175,7 +176,7 @@ async fn read_on(h: Hand, many: &[u8], reads: bool) {
             match timeout(Duration::from_secs(3), wr.write_all(many)).await {
                 Ok(Ok(())) => {}
                 Ok(Err(_)) => return,
-                // It is full. Stay for a while.
+                // The connection is full. Keep it for a while.
                 Err(_) => return sleep(Duration::from_secs(3)).await,
             }
         }
@@ -201,13 +202,13 @@ fn mkdir(parent: u64, at: &str) -> Op {
     Op::Mkdir(pb::Mkdir { parent, name: name(at), mode: 0o777, umask: 0 })
 }
 
-/// A folder of the session's own.
+/// Makes a folder for the session.
 async fn folder(v: &mut Visitor, n: u64) -> Answer<u64> {
     let own = format!("work-{:x}-{n}", v.session);
     Ok(v.run(&pb::Creds::default(), vec![mkdir(ROOT_INO, &own)]).await??.ino)
 }
 
-/// Rights of 506 groups, decided for a caller with as many groups as there can be.
+/// An ACL of 506 groups, checked for a caller with the largest possible number of groups.
 async fn groups(v: &mut Visitor, n: u64) -> Answer<()> {
     let dir = folder(v, n).await?;
     let entry = |tag: u16, id: u32| {
@@ -236,7 +237,7 @@ async fn groups(v: &mut Visitor, n: u64) -> Answer<()> {
     Ok(())
 }
 
-/// Renames as far down as may be, and lists of them.
+/// Lists of renames, as deep in the tree as allowed.
 async fn moves(v: &mut Visitor, n: u64) -> Answer<()> {
     let (root, mut deep) = (pb::Creds::default(), folder(v, n).await?);
     for _ in 0..8 {
@@ -268,7 +269,7 @@ async fn moves(v: &mut Visitor, n: u64) -> Answer<()> {
     }
 }
 
-/// Locks, all in one file.
+/// Many locks in one file.
 async fn locks(v: &mut Visitor, n: u64) -> Answer<()> {
     let (root, dir) = (pb::Creds::default(), folder(v, n).await?);
     let file = Op::Create(pb::Create {

@@ -1,4 +1,4 @@
-//! Connections that say nothing, and frames that stop.
+//! Silent connections and incomplete frames.
 
 use std::{
     fs,
@@ -32,7 +32,7 @@ fn write_and_sync(v: &Victim, name: &str) -> Duration {
     began.elapsed()
 }
 
-/// A connection that has shaken hands, to write frames on by hand.
+/// A connection after the handshake, on which the test writes frames itself.
 fn shaken(v: &Victim, at: &Endpoint) -> TcpStream {
     let s = open(at);
     s.set_nonblocking(true).unwrap();
@@ -69,7 +69,7 @@ fn header(opcode: u16, body: &[u8], payload_len: u32) -> [u8; 64] {
 fn silent_connections_and_halves_of_frames_keep_nobody_out() {
     let Some(v) = Victim::new() else { return };
     let alone = write_and_sync(&v, "alone");
-    // Without any key: more than have places, at each metadata server.
+    // Without any key: more connections than a metadata server has places for.
     let mut silent = Vec::new();
     for at in v.servers("mds") {
         silent.extend((0..1200).map(|_| open(&at)));
@@ -82,7 +82,7 @@ fn silent_connections_and_halves_of_frames_keep_nobody_out() {
     println!("looks took {worst:?}");
     assert!(worst < Duration::from_secs(1));
 
-    // Payloads that stop: all of a storage server's memory for what comes.
+    // Incomplete payloads that would use all of a storage server's receive memory.
     let mut halves = Vec::new();
     for at in v.servers("oss") {
         for _ in 0..16 {
@@ -92,7 +92,7 @@ fn silent_connections_and_halves_of_frames_keep_nobody_out() {
             halves.push(s);
         }
     }
-    // Bodies that stop, at metadata servers.
+    // Incomplete bodies, at metadata servers.
     let body = vec![0; MAX_BODY as usize];
     for at in v.servers("mds") {
         for _ in 0..20 {
@@ -106,7 +106,7 @@ fn silent_connections_and_halves_of_frames_keep_nobody_out() {
     println!("32 MiB took {among:?} among halves of frames, {alone:?} before");
     assert!(among < alone * 3 + Duration::from_secs(2));
     s.run(&pb::Creds::default(), vec![]).unwrap();
-    // Who does not go on is not kept.
+    // Connections that do not continue are closed.
     for s in &mut halves {
         s.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let mut rest = Vec::new();

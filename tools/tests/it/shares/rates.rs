@@ -1,6 +1,6 @@
-//! What a mount keeps of its rates beside a hostile neighbour, who has a share of the processor in
-//! a cgroup of its own. What it burns itself is no attack: it is compared with a plain loop in the
-//! same cgroup.
+//! The rates of a mount beside a hostile process on the same machine. That process has a share of
+//! the CPU in its own cgroup. Its own CPU use does not count as an attack: the baseline is a plain
+//! loop in the same cgroup.
 
 use std::{
     env, fs,
@@ -19,7 +19,7 @@ use crate::common::{kill, ok, strake};
 
 const ROUNDS: usize = 3;
 const EACH: Duration = Duration::from_millis(2500);
-/// Of a processor, in per cent.
+/// The attacker's share of one CPU, in per cent.
 const SHARE: u32 = 50;
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -27,7 +27,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 struct Cgroup(PathBuf);
 
 impl Cgroup {
-    /// An error says why there can be none.
+    /// The error says why no cgroup can be made.
     fn new() -> Result<Cgroup, String> {
         let name = format!("strake-rates-{}", std::process::id());
         let root = Path::new("/sys/fs/cgroup");
@@ -48,7 +48,7 @@ impl Cgroup {
         }
         Ok(group)
     }
-    /// Starts an attacker in it.
+    /// Starts an attacker in the cgroup.
     fn start(&self, kind: &str, dir: &Path) -> Attacker {
         let mut child = Command::new(env::current_exe().unwrap())
             .args(["--ignored", "--exact", "shares::rates::neighbour", "--nocapture"])
@@ -81,7 +81,7 @@ impl Drop for Attacker {
     }
 }
 
-/// The other process. Ends when it is killed, or with its parent.
+/// The attacker process. It ends when it is killed, or with its parent.
 #[test]
 #[ignore = "is started by the test below"]
 fn neighbour() {
@@ -96,13 +96,14 @@ fn neighbour() {
     neighbours::attack(&kind, Path::new(&dir));
 }
 
-/// What was measured beside one neighbour.
+/// The measurements beside one attacker.
 #[derive(Default)]
 struct Rates {
     mib: Vec<f64>,
     stats: Vec<f64>,
     creates: Vec<f64>,
-    /// The longest look, in ms; and the time of a mount and of a leader's replacement.
+    /// The longest lookup in ms; `mounts` and `leaders`: the times of a new mount and of a leader's
+    /// replacement.
     longest: Vec<f64>,
     mounts: Vec<f64>,
     leaders: Vec<f64>,
@@ -114,7 +115,7 @@ fn median(of: &[f64]) -> f64 {
     all.get(all.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// How often something is done in a second, and how long it takes at most, in ms.
+/// How often `what` runs per second, and its longest run in ms.
 fn often(mut what: impl FnMut(u64)) -> (f64, f64) {
     let (began, mut n, mut longest) = (Instant::now(), 0, Duration::ZERO);
     while began.elapsed() < EACH {
@@ -151,7 +152,7 @@ fn measure(v: &Victim, r: &mut Rates) {
     r.mounts.push(mounts(v).map_or(f64::INFINITY, ms));
 }
 
-/// How long a new mount takes until a look at it is answered; `None` if it fails.
+/// How long a new mount takes until a lookup in it is answered; `None` if it fails.
 fn mounts(v: &Victim) -> Option<Duration> {
     let at = v.root.path().join("second");
     fs::create_dir_all(&at).unwrap();
@@ -227,11 +228,12 @@ fn a_mount_keeps_its_rates_beside_a_hostile_neighbour() {
         }
     }
     let wrong = judge(&kinds, &all);
-    // A program that is not optimized is slower at everything, by its own measure.
+    // A debug build is slower at everything, so the limits count only when `STRAKE` names a
+    // program.
     assert!(wrong.is_empty() || env::var_os("STRAKE").is_none(), "{wrong:#?}");
 }
 
-/// Tells the medians; what is not as it shall be.
+/// Prints the medians; returns the violated limits.
 fn judge(kinds: &[&str], all: &[Rates]) -> Vec<String> {
     let mut wrong = Vec::new();
     println!(

@@ -1,4 +1,4 @@
-//! Capabilities that somebody keeps when the right that they stand for has ended.
+//! Capabilities that a client keeps after the right they stand for has ended.
 
 use std::{
     fs,
@@ -24,7 +24,7 @@ use super::{LONG, Session, Victim};
 use crate::common::{ok, strake};
 use pb::op::Op;
 
-/// What somebody keeps of an open file.
+/// What an attacker keeps of an open file: the session and the capability.
 struct Kept<'a> {
     v: &'a Victim,
     session: u64,
@@ -35,11 +35,11 @@ struct Kept<'a> {
 }
 
 const BLOCK: u32 = 4096;
-/// A folder in which everybody may make files.
+/// A folder in which all users may make files.
 const OPEN: &str = "open";
 
 impl<'a> Kept<'a> {
-    /// A new file of a user's, opened to write.
+    /// A new file of a normal user, opened for writing.
     fn new(v: &'a Victim, s: &mut Session<'_>, name: &str) -> Kept<'a> {
         let op = pb::Create {
             parent: fs::metadata(v.mount().join(OPEN)).unwrap().ino(),
@@ -63,7 +63,7 @@ impl<'a> Kept<'a> {
     fn ino(&self) -> u64 {
         self.first.chunk.ino
     }
-    /// Asked again as long as the server says that it cannot answer yet.
+    /// Sends a request; repeats it while the server cannot answer yet.
     fn ask(&self, op: u16, r: &DataRequest, payload: &[Buf]) -> Result<(), Code> {
         let cap: [u8; CAP_LEN] = self.result.capability[..].try_into().unwrap();
         let body = DataRequest {
@@ -95,7 +95,7 @@ impl<'a> Kept<'a> {
     fn read(&self) -> Result<(), Code> {
         self.ask(opcode::READ, &self.first, &[])
     }
-    /// Refused a second after its end, or as soon as a slow machine can.
+    /// Checks that requests are refused within 1 s of the end of the right (5 s in debug builds).
     fn ends(&mut self, what: &str, writes: bool) {
         let ended = Instant::now();
         loop {
@@ -139,7 +139,7 @@ fn a_kept_capability_ends_with_its_right() {
     s.run(&user(), close(&closed)).unwrap();
     closed.ends("write after close and release", true);
 
-    // Nobody has it open when its mode changes.
+    // A file that is not open when its mode changes.
     let mut private = made("private", &mut s);
     s.run(&user(), close(&private)).unwrap();
     let path = folder.join("private");

@@ -20,8 +20,8 @@ fn mkdir(parent: u64, at: &str) -> Op {
     Op::Mkdir(pb::Mkdir { parent, name: name(at), mode: 0o777, umask: 0 })
 }
 
-/// What a look may take. A machine with other work to do is slower at everything, and a program
-/// that is not optimized at counting what a list costs: 40 ms of work are a second there.
+/// The limit for a lookup during the attack. A busy machine is slower at everything, and a debug
+/// build is slow at counting the cost of a list: 40 ms of work take a second there.
 fn bound(before: Duration) -> Duration {
     before * 2 + Duration::from_millis(if cfg!(debug_assertions) { 3000 } else { 50 })
 }
@@ -35,7 +35,8 @@ fn lists_that_are_much_work_do_not_stop_others() {
     let leader = s.at.clone();
     let before = looks(&mount, Duration::from_secs(3));
 
-    // Rights of 506 groups, decided for a caller with as many groups as there can be, 8,000 times.
+    // An ACL of 506 groups, checked 8,000 times for a caller with the largest possible number of
+    // groups.
     let dir = s.run(&root, vec![mkdir(ROOT_INO, "acl")]).unwrap().ino;
     let entry = |tag: u16, id: u32| {
         [&tag.to_le_bytes()[..], &7u16.to_le_bytes(), &id.to_le_bytes()].concat()
@@ -66,7 +67,7 @@ fn lists_that_are_much_work_do_not_stop_others() {
     println!("groups and rights: looks took {during:?}, {before:?} before");
     assert!(during < bound(before), "{during:?}, {before:?} before");
 
-    // Renames far down, one after the other and many in a list.
+    // Renames deep in the tree, one after the other and many in a list.
     let mut at = s.run(&root, vec![mkdir(ROOT_INO, "deep")]).unwrap().ino;
     for _ in 0..20 {
         let down = (0..500).map(|i| mkdir(if i == 0 { at } else { 0 }, "d")).collect();
@@ -90,7 +91,7 @@ fn lists_that_are_much_work_do_not_stop_others() {
     println!("renames 10,000 deep: looks took {during:?}, {before:?} before");
     assert!(during < bound(before), "{during:?}, {before:?} before");
 
-    // Locks, all in one file.
+    // Many locks in one file.
     let file = Op::Create(pb::Create {
         parent: ROOT_INO,
         name: name("locks"),
