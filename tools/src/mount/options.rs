@@ -303,10 +303,11 @@ impl Options {
                 self.threads =
                     Some(number(name, value, 0, crate::MAX_THREADS as u64, "threads")? as usize)
             }
-            _ => {
+            "read_replica" => {
                 self.read_replica =
                     Some(number(name, value, 0, 2, "the number of a copy")? as usize)
             }
+            _ => return Err(bad(format!("option '{name}' is listed and has no effect"))),
         }
         Ok(())
     }
