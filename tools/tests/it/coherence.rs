@@ -11,12 +11,17 @@ fn what_a_mount_knows_costs_no_message() {
     crate::suite::run("coherence/messages", &[]);
 }
 
-#[test]
-fn also_without_copies_in_the_kernel() {
-    crate::suite::run("coherence/run", &["--nothing"]);
-}
+/// The same cases with other options of the mounts.
+mod long {
+    #[test]
+    #[ignore = "long tier, 4 minutes: ./test --long"]
+    fn also_without_copies_in_the_kernel() {
+        crate::suite::run("coherence/run", &["--nothing"]);
+    }
 
-#[test]
-fn also_with_names_in_the_kernel() {
-    crate::suite::run("coherence/run", &["--names"]);
+    #[test]
+    #[ignore = "long tier, 4 minutes: ./test --long"]
+    fn also_with_names_in_the_kernel() {
+        crate::suite::run("coherence/run", &["--names"]);
+    }
 }
