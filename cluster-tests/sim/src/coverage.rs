@@ -16,7 +16,7 @@ const RARE: &str = "rare; more seeds (./simulate), oss/src/chain/tests.rs, the e
 
 /// Rows of copies that are not in sync.
 const DECAY: &str =
-    "nothing decays in these seeds; sim/tests/decay.rs, oss/src/server/tests/copies.rs";
+    "nothing decays in these seeds; sim/tests/it/decay.rs, oss/src/server/tests/copies.rs";
 
 /// Rows that the standard seeds do not take, and why or where they are taken instead.
 pub const ELSEWHERE: &[(&str, &str)] = &[
@@ -26,7 +26,7 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
     ("given-up", "not in these seeds; mds/src/server/tests/leases.rs"),
     (
         "end-sought",
-        "nobody who is evicted has a file open there that others write; sim/tests/writeback.rs",
+        "nobody who is evicted has a file open there that others write; sim/tests/it/writeback.rs",
     ),
     ("end-found", "likewise"),
     ("end-moved", "a file must change within a look; mds/src/namespace/tests/writers.rs"),
@@ -36,13 +36,13 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
         "no-leases",
         "the same server must be elected again while a connection lives; client/tests/it/cache.rs",
     ),
-    ("report-asked-to-write", "nobody writes what another has open there; sim/tests/writeback.rs"),
+    ("report-asked-to-write", "nobody writes what another has open there; sim/tests/it/writeback.rs"),
     ("report-sent-again", "not in these seeds; unit tests"),
     ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),
     ("gap", "must never happen"),
     ("anew", "no target is lost for good; mds/src/server/tests/anew.rs"),
     ("client-refused", RARE),
-    ("client-expired", "nothing is given up there; sim/tests/late.rs (--rivals)"),
+    ("client-expired", "nothing is given up there; sim/tests/it/late.rs (--rivals)"),
     ("client-gone", RARE),
     ("client-overtaken", RARE),
     ("queue-full", RARE),
