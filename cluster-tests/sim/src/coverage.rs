@@ -36,7 +36,10 @@ pub const ELSEWHERE: &[(&str, &str)] = &[
         "no-leases",
         "the same server must be elected again while a connection lives; client/tests/it/cache.rs",
     ),
-    ("report-asked-to-write", "nobody writes what another has open there; sim/tests/it/writeback.rs"),
+    (
+        "report-asked-to-write",
+        "nobody writes what another has open there; sim/tests/it/writeback.rs",
+    ),
     ("report-sent-again", "not in these seeds; unit tests"),
     ("report-excused", "a cut must take five seconds; mds/src/server/tests/leases.rs"),
     ("gap", "must never happen"),
