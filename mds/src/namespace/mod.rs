@@ -516,6 +516,11 @@ impl Namespace {
         steps::is_heavy(&t, ops).map_err(|f| self.told(f))
     }
 
+    /// Whether a list that is heavy must be refused because of its renames.
+    pub fn has_too_many_moves(ops: &[pb::Op]) -> bool {
+        steps::has_too_many_moves(ops)
+    }
+
     /// Whether a list of changes would now get the answer that there is no space for a file, but
     /// not if targets that are away were up. Runs the list without keeping its result.
     pub fn waits_for_targets(

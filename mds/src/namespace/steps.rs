@@ -86,6 +86,12 @@ fn moves(op: &pb::Op) -> Option<[Ino; 2]> {
     }
 }
 
+/// Whether a heavy list must be refused because of its renames: each costs up to 10 ms when the
+/// directories are deep, and no client's program needs more than one in a list.
+pub(super) fn has_too_many_moves(ops: &[pb::Op]) -> bool {
+    ops.iter().filter(|o| moves(o).is_some()).nth(1).is_some()
+}
+
 /// Whether a list must be checked for being heavy.
 pub(super) fn is_looked_at(ops: &[pb::Op]) -> bool {
     ops.len() > FEW

@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     leases::rows::Reporting,
-    namespace::{RULES, effects},
+    namespace::{Namespace, RULES, effects},
     request_dedup::{Begun, RequestDedup},
 };
 
@@ -98,6 +98,11 @@ impl Changes {
             }
         }
         let turn = self.fair.heavy_turn(call.peer, request.session, &request.ops).await?;
+        if looking.is_some() && turn.is_some() && Namespace::has_too_many_moves(&request.ops) {
+            let m = "a list that moves several names between deep directories is too much work \
+                     for one request; split it";
+            return Ok(self.refuse_list(call, &Error::new(Code::TooBig, m)));
+        }
         let in_log = self.fair.change_turn(call.peer, call.session(), request.ops.len()).await?;
         looking.as_ref().map_or(Ok(()), |_| self.check_targets(&request))?;
         let expected = recalls.expect(call)?;

@@ -167,3 +167,47 @@ async fn nobody_is_on_record_as_writing_more_than_a_session_may() {
     c.one(create("e", 1)).await;
     assert_eq!(c.fails(create("g", 1)).await, Code::Overloaded);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_list_moves_one_name_between_deep_directories() {
+    let w = World::new(1, |_| ()).await;
+    let mut c = w.client(1).await;
+    let under = |parent, name: &str| {
+        Op::Mkdir(pb::Mkdir {
+            parent,
+            name: name.as_bytes().to_vec().into(),
+            mode: 0o755,
+            umask: 0,
+        })
+    };
+    let mut deep = c.one(mkdir("top")).await.ino;
+    let a_shallow = c.one(under(deep, "a")).await.ino;
+    let b_shallow = c.one(under(deep, "b")).await.ino;
+    for _ in 0..4 {
+        // Parent 0 is what the operation before has made.
+        let down = (0..500).map(|i| under(if i == 0 { deep } else { 0 }, "d")).collect();
+        deep = c.run(down).await.unwrap().last().unwrap().ino;
+    }
+    let (a, b) = (c.one(under(deep, "a")).await.ino, c.one(under(deep, "b")).await.ino);
+    for dir in [a, a_shallow] {
+        c.one(under(dir, "v")).await;
+        c.one(under(dir, "w")).await;
+    }
+    let mv = |from, to, name: &str| {
+        let name: bytes::Bytes = name.as_bytes().to_vec().into();
+        let (parent, new_parent, new_name) = (from, to, name.clone());
+        Op::Rename(pb::Rename { parent, name, new_parent, new_name, flags: 0 })
+    };
+    let code = |r: &[pb::OpResult]| {
+        Code::from_wire(r.last().unwrap().status.as_ref().map_or(0, |s| s.code))
+    };
+    // The same request gets the same answer again, and nothing was moved.
+    let both = c.request(vec![mv(a, b, "v"), mv(a, b, "w")]);
+    for _ in 0..2 {
+        assert_eq!(code(&c.send(&both).await.unwrap()), Code::TooBig);
+    }
+    c.one(mv(a, b, "v")).await;
+    c.one(mv(a, b, "w")).await;
+    let r = c.run(vec![mv(a_shallow, b_shallow, "v"), mv(a_shallow, b_shallow, "w")]).await;
+    assert!(r.unwrap().iter().all(|r| r.status.as_ref().is_none_or(|s| s.code == 0)));
+}
