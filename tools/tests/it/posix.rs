@@ -43,9 +43,15 @@ fn file_io() {
     suite("file-io", &[]);
 }
 
+// All but postgres, in two tests that can run side by side.
 #[test]
-fn programs() {
-    suite("programs", &["fast"]);
+fn programs_that_build() {
+    suite("programs", &["git", "gcc", "cargo"]);
+}
+
+#[test]
+fn programs_with_data() {
+    suite("programs", &["sqlite", "rsync", "tar", "python", "fio"]);
 }
 
 #[test]
