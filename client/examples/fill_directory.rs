@@ -5,8 +5,9 @@
 use std::{env, error::Error, sync::Arc};
 
 use strake_client::{Client, Config, Creds};
-use strake_fabric::{Env, Identity, Pool, keyfile::read_client, tcp::TcpFabric};
+use strake_fabric::{Identity, Pool, tcp::TcpFabric};
 use strake_proto::pb::{self, op::Op};
+use strake_runtime::{Env, keyfile::read_client};
 
 /// Files made by one request; a request may have 8192 operations.
 const AT_ONCE: usize = 4096;

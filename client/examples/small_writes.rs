@@ -5,8 +5,9 @@
 use std::{env, error::Error, sync::Arc, time::Instant};
 
 use strake_client::{Client, Config, Creds, File};
-use strake_fabric::{Env, Identity, Pool, keyfile::read_client, tcp::TcpFabric};
+use strake_fabric::{Identity, Pool, tcp::TcpFabric};
 use strake_proto::layout::splitmix64;
+use strake_runtime::{Env, keyfile::read_client};
 
 const BLOCK: u64 = 4096;
 const RDWR: u32 = 2;

@@ -13,8 +13,9 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_fabric::{Env, Fabric};
+use strake_fabric::Fabric;
 use strake_proto::{Ino, Result, SessionId};
+use strake_runtime::Env;
 
 use crate::{
     config::Config,

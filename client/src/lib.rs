@@ -6,7 +6,7 @@
 //! use strake_client::{Client, Config, Creds};
 //!
 //! let config = Config::new(vec!["tcp:mds1:7400".parse()?, "tcp:mds2:7400".parse()?]);
-//! let client = Client::connect(config, strake_fabric::Env::system(), fabric).await?;
+//! let client = Client::connect(config, strake_runtime::Env::system(), fabric).await?;
 //! let me = Creds { uid: 1000, gid: 1000, groups: vec![] };
 //! let (file, _) = client.create(&me, client.root(), b"data", 0o644, 2, false, None).await?;
 //! file.write_all_at(0, b"hello").await?;

@@ -11,10 +11,11 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use rustix::time::{ClockId, clock_gettime};
 use strake_fabric::{
-    Buf, Connection, Endpoint, Env, Fabric, Identity, Message, Peer, Pool, Service, TcpFabric,
+    Buf, Connection, Endpoint, Fabric, Identity, Message, Peer, Pool, Service, TcpFabric,
     tcp::Options,
 };
 use strake_proto::{Result, opcode};
+use strake_runtime::Env;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},

@@ -14,6 +14,7 @@ use std::{
 
 use hyper_util::rt::TokioIo;
 use strake_proto::{Code, Error, Result, cap::derive_key};
+use strake_runtime::{Env, quiet::Quiet};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream},
@@ -24,9 +25,8 @@ use tokio::{
 use tonic::transport::{Channel, server::Connected, server::Router};
 
 use crate::{
-    Env, Identity, Role,
+    Identity, Role,
     conn::handshake::{self, Party},
-    quiet::Quiet,
 };
 
 /// Limit of connections that have not finished the handshake. One more takes the place of the

@@ -22,10 +22,10 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use strake_proto::{Code, Error, Result};
+use strake_runtime::SharedMemory;
 use tokio::sync::Semaphore;
 
 use crate::{
-    kept::Kept,
     region::{Arena, Place, REGION, Region},
     traffic::{ByRoad, Road, Went},
 };
@@ -170,7 +170,7 @@ impl Pool {
 
     /// A pool whose buffers lie in kept memory from `offset` on, in as many regions as fit. Buffers
     /// that do not fit lie elsewhere ([`Buf::kept`] tells).
-    pub fn kept(memory: Arc<Kept>, offset: usize) -> Pool {
+    pub fn kept(memory: Arc<SharedMemory>, offset: usize) -> Pool {
         let mut pool = Pool::new((memory.len().saturating_sub(offset) / REGION * REGION) as u64);
         let shared = Arc::get_mut(&mut pool.shared).expect("a pool that nobody else has yet");
         shared.arena = Mutex::new(Arena::kept(memory, offset));

@@ -12,14 +12,9 @@ pub mod buf;
 pub mod conformance;
 pub mod conn;
 pub mod endpoint;
-pub mod env;
 pub mod foreign;
-pub mod kept;
-pub mod keyfile;
 pub mod leader;
 pub mod places;
-pub mod private;
-pub mod quiet;
 pub mod rdma;
 pub mod region;
 pub mod relay;
@@ -28,7 +23,6 @@ mod share;
 pub mod tcp;
 pub mod traffic;
 pub mod turns;
-pub mod watch;
 
 use std::sync::Arc;
 
@@ -37,16 +31,14 @@ pub use buf::{Buf, BufMut, KeptAt, Pool, PoolStats};
 use bytes::Bytes;
 use ed25519_dalek::{SigningKey, VerifyingKey};
 pub use endpoint::Endpoint;
-pub use env::{Clock, Env};
 pub use foreign::{Foreign, Lend};
-pub use kept::{Kept, Record, Records};
-pub use keyfile::ClientKey;
 pub use leader::LeaderFinder;
 pub use rdma::RdmaFabric;
 pub use region::{REGION, Region};
 pub use relay::{Relay, Relayed};
 pub use roads::{Roads, Use};
 use strake_proto::{Error, Result};
+use strake_runtime::{ClientKey, keyfile};
 pub use tcp::TcpFabric;
 pub use traffic::{ByRoad, Road, RoadCounter, Traffic};
 pub use turns::{Turn, Turns};
@@ -187,8 +179,7 @@ impl Listener {
 }
 
 /// What a process proves in the handshake: that it knows the key of its role. The keys are derived
-/// from the cluster key by [`strake_proto::cap::derive_key`] with purposes "strake server v1" and
-/// "strake client v1"; the servers' signing key likewise, with "strake signing v1".
+/// from the cluster key ([`keyfile`]).
 #[derive(Clone)]
 pub struct Identity {
     pub role: Role,
@@ -204,11 +195,10 @@ pub struct Identity {
 
 impl Identity {
     pub fn server(cluster_key: &[u8; 32]) -> Identity {
-        use strake_proto::cap::derive_key;
         Identity {
             role: Role::Server,
-            server_key: Some(derive_key(cluster_key, "strake server v1")),
-            client_key: derive_key(cluster_key, "strake client v1"),
+            server_key: Some(keyfile::server_key(cluster_key)),
+            client_key: keyfile::client_key(cluster_key),
             signing: Some(keyfile::signing_key(cluster_key)),
             servers: None,
         }

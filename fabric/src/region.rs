@@ -12,8 +12,9 @@ use std::{
 };
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use strake_runtime::SharedMemory;
 
-use crate::{buf::ALIGN, kept::Kept};
+use crate::buf::ALIGN;
 
 /// Size of a region in bytes, and of the largest buffer that lies in one.
 pub const REGION: usize = 4 << 20;
@@ -27,7 +28,7 @@ pub struct Region {
     id: u64,
     ptr: NonNull<u8>,
     /// The kept memory that it is a part of; `None`: a mapping of its own.
-    kept: Option<Arc<Kept>>,
+    kept: Option<Arc<SharedMemory>>,
 }
 
 // SAFETY: a region is only an address range that it keeps mapped; who may use which part is the
@@ -42,7 +43,7 @@ fn next_id() -> u64 {
 }
 
 impl Region {
-    fn of_kept(memory: &Arc<Kept>, offset: usize) -> Option<Region> {
+    fn of_kept(memory: &Arc<SharedMemory>, offset: usize) -> Option<Region> {
         let ptr = memory.bytes(offset, REGION)?;
         for page in (0..REGION).step_by(ALIGN) {
             // The kernel may copy a request into this page while the process is being killed. If
@@ -121,7 +122,7 @@ enum Source {
     #[default]
     System,
     /// From `offset` of the kept memory on, one after the other.
-    Kept { memory: Arc<Kept>, offset: usize },
+    Kept { memory: Arc<SharedMemory>, offset: usize },
 }
 
 impl Place {
@@ -152,7 +153,7 @@ fn order(cap: usize) -> usize {
 
 impl Arena {
     /// An arena whose regions are the parts of `memory` from `offset` on.
-    pub fn kept(memory: Arc<Kept>, offset: usize) -> Arena {
+    pub fn kept(memory: Arc<SharedMemory>, offset: usize) -> Arena {
         Arena { source: Source::Kept { memory, offset }, ..Arena::default() }
     }
 
@@ -288,7 +289,7 @@ mod tests {
 
     #[test]
     fn blocks_are_taken_again_where_they_were() {
-        let memory = Kept::create(3 * REGION).unwrap();
+        let memory = SharedMemory::create(3 * REGION).unwrap();
         let mut first = Arena::kept(memory.clone(), REGION);
         let places: Vec<Place> =
             [ALIGN, 1 << 20, ALIGN << 3].map(|cap| first.take(cap, 2).unwrap()).into();

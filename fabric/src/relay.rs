@@ -297,8 +297,10 @@ impl Connection for Relayed {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
+    use strake_runtime::{ClientKey, Env};
+
     use super::*;
-    use crate::{Env, Identity, Listener, Pool, Role, Service, TcpFabric};
+    use crate::{Identity, Listener, Pool, Role, Service, TcpFabric};
 
     const LONG: Duration = Duration::from_secs(20);
     const TARGET: NodeId = 7;
@@ -310,7 +312,7 @@ mod tests {
         fabric(Identity::server(&[1; 32]))
     }
     fn client() -> TcpFabric {
-        fabric(Identity::client(crate::ClientKey::of(&[1; 32])))
+        fabric(Identity::client(ClientKey::of(&[1; 32])))
     }
     fn any() -> Endpoint {
         "tcp:127.0.0.1:0".parse().unwrap()

@@ -5,9 +5,10 @@ use std::sync::{Arc, Once, OnceLock};
 
 use async_trait::async_trait;
 use strake_proto::{Code, Error, Result};
+use strake_runtime::Env;
 
 use crate::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, RdmaFabric, Service, TcpFabric,
+    Connection, Endpoint, Fabric, Identity, Listener, Pool, RdmaFabric, Service, TcpFabric,
     Traffic, conn::Options, rdma,
 };
 

@@ -17,9 +17,10 @@ use std::{
 };
 
 use strake_client::{Client, Config, Creds, File, LayoutSpec};
-use strake_fabric::{Env, Identity, Pool, Road, Roads, Use, conn::Options as Connections, keyfile};
+use strake_fabric::{Identity, Pool, Road, Roads, Use, conn::Options as Connections};
 use strake_gds::{Bridge, Checksums, GpuMem, HostMem, Options, Policy, Report, Tier, Transfer};
 use strake_proto::layout::splitmix64;
+use strake_runtime::{Env, keyfile};
 
 const MIB: u64 = 1 << 20;
 const DIRECT: Policy = Policy::Require(Tier::GpuRdma);

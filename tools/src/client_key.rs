@@ -3,8 +3,8 @@
 use std::{path::PathBuf, process::ExitCode};
 
 use clap::Args;
-use strake_fabric::ClientKey;
 use strake_proto::Result;
+use strake_runtime::ClientKey;
 
 use crate::{config, status};
 

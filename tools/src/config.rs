@@ -4,9 +4,9 @@
 use std::{borrow::Cow, fs, path::Path};
 
 use serde::de::DeserializeOwned;
-use strake_fabric::keyfile::ClientKey;
-pub use strake_fabric::keyfile::{decode_hex, read as read_key, read_client};
 use strake_proto::{Code, Error, Result};
+use strake_runtime::ClientKey;
+pub use strake_runtime::keyfile::{decode_hex, read as read_key, read_client};
 use toml::{
     Spanned,
     de::{DeTable, DeValue},

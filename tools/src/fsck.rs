@@ -6,9 +6,10 @@ use std::{path::PathBuf, process::ExitCode, sync::Arc};
 use clap::Args;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use strake_fabric::{ClientKey, Endpoint, Env, Identity, Pool, Roads};
+use strake_fabric::{Endpoint, Identity, Pool, Roads};
 use strake_fsck::{Checker, Fate, Outcome, text};
 use strake_proto::Result;
+use strake_runtime::{ClientKey, Env};
 
 use crate::{config, dev::Cluster, mount, term::Progress};
 

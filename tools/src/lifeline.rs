@@ -13,8 +13,8 @@ use std::{
     time::Duration,
 };
 
-use strake_fabric::private;
 use strake_proto::{Code, Error, Result};
+use strake_runtime::private;
 
 /// Sessions expire by themselves within a minute, so older files are useless.
 const STALE: Duration = Duration::from_secs(3600);

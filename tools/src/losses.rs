@@ -4,8 +4,8 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use strake_client::{Client, Creds};
-use strake_fabric::ClientKey;
 use strake_proto::{ChainId, Code, Ino, Result, layout::StripeMap, pb};
+use strake_runtime::ClientKey;
 
 use crate::mount;
 

@@ -11,8 +11,8 @@ use std::{
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use strake_client::{Client, Creds};
-use strake_fabric::ClientKey;
 use strake_proto::{Code, Error, Ino, Result, layout::StripeMap, pb};
+use strake_runtime::ClientKey;
 
 use crate::{
     dev::Cluster,

@@ -5,8 +5,8 @@ use std::{path::PathBuf, process::ExitCode};
 
 use clap::Args;
 use serde::Deserialize;
-use strake_fabric::{Env, private};
 use strake_proto::{Code, Error, Result};
+use strake_runtime::{Env, private};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{

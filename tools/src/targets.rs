@@ -10,7 +10,6 @@ use std::{
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
-use strake_fabric::ClientKey;
 use strake_mds::cluster::{
     moves::{
         MOVES, is_moving,
@@ -23,6 +22,7 @@ use strake_proto::{
     map::{ChainExt, MapView},
     pb,
 };
+use strake_runtime::ClientKey;
 
 use crate::{
     add_target::{self, AddArgs},

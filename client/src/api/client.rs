@@ -3,13 +3,14 @@
 use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 
-use strake_fabric::{Endpoint, Env, Fabric, Road, traffic};
+use strake_fabric::{Endpoint, Fabric, Road, traffic};
 use strake_proto::{
     Ino, Result,
     ids::ROOT_INO,
     map::{MapView, ROLE_MDS},
     pb::{self, Attr, Roads},
 };
+use strake_runtime::Env;
 
 use crate::{
     background,

@@ -281,7 +281,7 @@ mod tests {
             endpoints: vec!["tcp:h:1".into()],
             ..Default::default()
         };
-        let relays = Arc::new(Relays::new(strake_fabric::Env::system(), true, &[0; 16]));
+        let relays = Arc::new(Relays::new(strake_runtime::Env::system(), true, &[0; 16]));
         for (conns, renewed) in
             [(Connections::relayed(3, relays), true), (Connections::new(3), false)]
         {

@@ -16,8 +16,9 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
-use strake_fabric::{Connection, Env, Fabric, Relayed, relay};
+use strake_fabric::{Connection, Fabric, Relayed, relay};
 use strake_proto::{Code, Error, NodeId, Result, map::MapView, pb};
+use strake_runtime::Env;
 use tokio::time::{sleep, timeout};
 
 /// For how long the direct connection is tried alone.

@@ -22,12 +22,13 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_fabric::{Buf, Endpoint, Kept, KeptAt, Pool, REGION, Record, Records};
+use strake_fabric::{Buf, Endpoint, KeptAt, Pool, REGION};
 use strake_proto::{
     ChainId, ChunkId, Ino, SessionId,
     data::{Stamp, Version},
     layout::Piece,
 };
+use strake_runtime::{Record, Records, SharedMemory};
 
 /// "strake" and the version of this layout.
 const LAYOUT: u64 = u64::from_be_bytes(*b"strake\0\x05");
@@ -83,7 +84,7 @@ const BUFFERS: usize = (WRITES + Records::size(WRITE_WORDS, MOST_WRITES)).next_m
 
 /// Memory of one mount that outlives its daemons.
 pub struct Handover {
-    memory: Arc<Kept>,
+    memory: Arc<SharedMemory>,
     pool: Pool,
     requests: Arc<Records>,
     handles: Arc<Records>,
@@ -106,7 +107,7 @@ struct Left {
 impl Handover {
     /// New memory for the client `uuid`, with space for `buffers` bytes of written data.
     pub fn create(uuid: [u8; 16], buffers: usize) -> io::Result<Arc<Handover>> {
-        let memory = Kept::create(BUFFERS + buffers.next_multiple_of(REGION))?;
+        let memory = SharedMemory::create(BUFFERS + buffers.next_multiple_of(REGION))?;
         let (high, low) = uuid.split_at(8);
         for (i, half) in [high, low].into_iter().enumerate() {
             let half: [u8; 8] = half.try_into().unwrap_or_default();
@@ -121,10 +122,10 @@ impl Handover {
 
     /// Opens what a previous client left. `InvalidData` when that client used an unknown layout.
     pub fn open(fd: OwnedFd) -> io::Result<Arc<Handover>> {
-        Handover::of(Kept::map(fd)?)
+        Handover::of(SharedMemory::map(fd)?)
     }
 
-    fn of(memory: Arc<Kept>) -> io::Result<Arc<Handover>> {
+    fn of(memory: Arc<SharedMemory>) -> io::Result<Arc<Handover>> {
         let layout = memory.len().ge(&(BUFFERS + REGION)).then(|| memory.word(head::LAYOUT * 8));
         let known = |l| l == LAYOUT || LAYOUTS_BEFORE.contains(&l);
         let Some(layout) = layout.filter(|l| known(l.load(Acquire))) else {

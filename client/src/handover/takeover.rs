@@ -7,8 +7,9 @@ use std::{
 };
 
 use futures_util::stream::{self, StreamExt};
-use strake_fabric::{Buf, KeptAt, Pool, Record};
+use strake_fabric::{Buf, KeptAt, Pool};
 use strake_proto::{Code, Ino, Result, pb};
+use strake_runtime::Record;
 
 use crate::{
     Client, File, Numbers,

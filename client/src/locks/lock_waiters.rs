@@ -7,8 +7,9 @@ use std::{sync::Arc, time::Duration};
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Env, Message};
+use strake_fabric::Message;
 use strake_proto::{Code, Error, Ino, Result, opcode, pb};
+use strake_runtime::Env;
 use tokio::{
     sync::Notify,
     time::{sleep, timeout},

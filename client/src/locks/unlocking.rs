@@ -5,8 +5,8 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use parking_lot::Mutex;
-use strake_fabric::Record;
 use strake_proto::Ino;
+use strake_runtime::Record;
 use tokio::sync::Notify;
 
 const COUNTS: usize = 64;

@@ -12,8 +12,9 @@
 use std::{collections::BTreeMap, ops::Range, time::Duration};
 
 use parking_lot::Mutex;
-use strake_fabric::{Buf, watch};
+use strake_fabric::Buf;
 use strake_proto::Ino;
+use strake_runtime::watch;
 use tokio::time::Instant;
 
 use crate::data::buffers;

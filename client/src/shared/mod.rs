@@ -15,8 +15,9 @@ use std::{
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
-use strake_fabric::{Env, Fabric, watch};
+use strake_fabric::Fabric;
 use strake_proto::{Code, Error, Result, map::MapView};
+use strake_runtime::{Env, watch};
 use tokio::time::Instant;
 
 use self::{

@@ -3,8 +3,9 @@
 use std::{ops::Range, sync::Arc};
 
 use parking_lot::Mutex;
-use strake_fabric::{Buf, Record};
+use strake_fabric::Buf;
 use strake_proto::{ChainId, SessionId, TargetId, pb};
+use strake_runtime::Record;
 use tokio::sync::{Mutex as AsyncMutex, OwnedSemaphorePermit};
 
 use super::{

@@ -10,8 +10,8 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_fabric::watch;
 use strake_proto::{Ino, TargetId};
+use strake_runtime::watch;
 use tokio::sync::Mutex as AsyncMutex;
 
 use super::{grants::Grants, service::Updates};

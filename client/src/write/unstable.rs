@@ -13,11 +13,11 @@ use std::{
     sync::Arc,
 };
 
-use strake_fabric::Record;
 use strake_proto::{
     ChainId, ChunkId, Ino,
     data::{Stamp, Version},
 };
+use strake_runtime::Record;
 
 use crate::{
     data::buffers::{self, Content},

@@ -13,13 +13,14 @@ use futures_util::{
     stream::{self, StreamExt},
 };
 use parking_lot::Mutex;
-use strake_fabric::{Buf, Record};
+use strake_fabric::Buf;
 use strake_proto::{
     Code, Error, Ino, Result, SessionId,
     data::{FLAG_GRANTED, GRANT_UNIT},
     layout::Piece,
     pb,
 };
+use strake_runtime::Record;
 use tokio::sync::{OwnedMutexGuard, OwnedSemaphorePermit};
 
 use crate::{

@@ -56,7 +56,7 @@ pub fn run(data: &[u8]) {
     });
 }
 
-async fn boot(net: &Arc<Net>, env: strake_fabric::Env, alone: bool) -> MdsServer {
+async fn boot(net: &Arc<Net>, env: strake_runtime::Env, alone: bool) -> MdsServer {
     let at = |n: u64| Endpoint::Sim(n as u32);
     let mut cfg = Config::new(1, at(1), "/none".into());
     let voters = if alone { vec![1] } else { vec![1, 2, 3] };

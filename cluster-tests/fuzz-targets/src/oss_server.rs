@@ -225,7 +225,7 @@ fn map() -> pb::ClusterMap {
     }
 }
 
-async fn boot(net: &Arc<Net>, env: strake_fabric::Env) -> OssServer {
+async fn boot(net: &Arc<Net>, env: strake_runtime::Env) -> OssServer {
     let mut targets = Vec::new();
     for t in 0..3 {
         let (device, table) = (Arc::new(MemDevice::new(8 << 20)), MemStore::new());

@@ -5,10 +5,9 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use strake_fabric::{
-    Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service,
-};
+use strake_fabric::{Connection, Endpoint, Fabric, Listener, Message, Peer, Pool, Role, Service};
 use strake_proto::{Code, Error, Result};
+use strake_runtime::{Clock, Env};
 
 struct TokioClock(tokio::time::Instant);
 

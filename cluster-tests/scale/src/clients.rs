@@ -5,7 +5,8 @@ use std::{sync::Arc, time::Duration};
 use futures_util::{StreamExt, TryStreamExt, future::join_all, stream};
 use parking_lot::Mutex;
 use strake_client::{Client, Config, Creds, FollowerReads};
-use strake_fabric::{Endpoint, Env, Fabric, Identity, Pool, TcpFabric};
+use strake_fabric::{Endpoint, Fabric, Identity, Pool, TcpFabric};
+use strake_runtime::Env;
 use tokio::time::Instant;
 
 use crate::{

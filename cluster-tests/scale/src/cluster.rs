@@ -8,7 +8,7 @@ use std::{
 };
 
 use serde_json::Value;
-use strake_fabric::keyfile::{ClientKey, read_client};
+use strake_runtime::keyfile::{ClientKey, read_client};
 
 use crate::{Args, Result};
 

@@ -10,7 +10,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_fabric::{Clock, Env};
+use strake_runtime::{Clock, Env};
 use tokio::time::Instant;
 
 /// 2026-01-01 00:00:00 UTC.

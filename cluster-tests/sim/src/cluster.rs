@@ -10,7 +10,7 @@ pub use tables::Stored;
 use parking_lot::Mutex;
 use rand::{Rng, RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, FollowerReads};
-use strake_fabric::{Endpoint, Env, Pool, Role};
+use strake_fabric::{Endpoint, Pool, Role};
 use strake_mds::{
     cluster::moves::is_moving,
     consensus::MemLog,
@@ -23,6 +23,7 @@ use strake_oss::{
     server::{self as oss_server, Ask, OssServer},
 };
 use strake_proto::{CapKey, Code, Error, Result};
+use strake_runtime::Env;
 use strake_store::MemStore;
 use tokio::time::{Instant, sleep, timeout};
 

@@ -7,8 +7,8 @@ use std::{sync::Arc, time::Duration};
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_client::Client;
-use strake_fabric::Env;
 use strake_proto::{Code, Result};
+use strake_runtime::Env;
 use tokio::time::{Instant, sleep};
 
 use crate::{

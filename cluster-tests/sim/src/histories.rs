@@ -6,7 +6,6 @@ use std::{fmt, sync::Arc, time::Duration};
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 use strake_client::{Client, FollowerReads, Stats};
-use strake_fabric::Env;
 use strake_histories::{
     Head, History, Ino, Op, Outcome, Record, Verdict, check,
     choose::{Chooser, Mix},
@@ -14,6 +13,7 @@ use strake_histories::{
     search::LIMIT,
 };
 use strake_proto::{Code, Error, Result};
+use strake_runtime::Env;
 use tokio::time::{Instant, sleep};
 
 use crate::{

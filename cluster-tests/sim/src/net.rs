@@ -20,10 +20,9 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use sha2::{Digest, Sha256};
-use strake_fabric::{
-    Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service,
-};
+use strake_fabric::{Connection, Endpoint, Fabric, Listener, Message, Peer, Pool, Role, Service};
 use strake_proto::{Code, Error, Result, opcode};
+use strake_runtime::Env;
 use tokio::{
     sync::oneshot,
     time::{Instant, sleep, sleep_until, timeout},

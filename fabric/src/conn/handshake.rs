@@ -434,9 +434,9 @@ pub async fn refuse<S: AsyncWrite + Unpin>(s: &mut S, e: &Error) {
 #[cfg(test)]
 mod tests {
     use ed25519_dalek::SigningKey;
+    use strake_runtime::ClientKey;
 
     use super::*;
-    use crate::keyfile::ClientKey;
 
     fn party(identity: Identity, cluster: Option<[u8; 16]>, nonce: u8) -> Party {
         Party::new(identity, cluster, [nonce; 32])

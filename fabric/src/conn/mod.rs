@@ -29,9 +29,10 @@ use room::{Room, Shares};
 pub(crate) use shared::Shared;
 use shared::{Handle, Setup};
 use strake_proto::{Code, Error, Result};
+use strake_runtime::{Env, quiet::Quiet};
 use tokio::{io::AsyncWrite, sync::watch, time::timeout};
 
-use crate::{Connection, Env, Identity, Pool, Role, Service, quiet::Quiet, traffic::Totals};
+use crate::{Connection, Identity, Pool, Role, Service, traffic::Totals};
 
 static REFUSED: Quiet = Quiet::new();
 

@@ -32,6 +32,7 @@ use strake_proto::{
     frame::{FLAG_PAYLOAD_SUMMED, FLAG_REGIONS, HEADER_LEN, Header, Kind, MAX_BODY, MAX_PAYLOAD},
     opcode,
 };
+use strake_runtime::{Env, quiet::Quiet};
 use tokio::{
     io::AsyncWrite,
     sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch},
@@ -47,8 +48,7 @@ use super::{
     write,
 };
 use crate::{
-    Buf, Connection, Env, Lend, Message, Peer, Pool, Road, Role, Service, Traffic, quiet::Quiet,
-    traffic::Counter,
+    Buf, Connection, Lend, Message, Peer, Pool, Road, Role, Service, Traffic, traffic::Counter,
 };
 
 static SILENT: Quiet = Quiet::new();

@@ -18,6 +18,7 @@ use strake_proto::{
     data::{DataRequest, Region},
     opcode,
 };
+use strake_runtime::Env;
 use tokio::sync::watch;
 
 use super::{
@@ -25,8 +26,8 @@ use super::{
     bulk::{AskRoom, Regions},
 };
 use crate::{
-    Buf, BufMut, Connection, Endpoint, Env, Fabric, Foreign, Identity, Lend, Listener, Message,
-    Peer, Pool, Road, Service, conformance,
+    Buf, BufMut, Connection, Endpoint, Fabric, Foreign, Identity, Lend, Listener, Message, Peer,
+    Pool, Road, Service, conformance,
 };
 
 const LONG: Duration = Duration::from_secs(20);

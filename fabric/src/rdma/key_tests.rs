@@ -265,7 +265,8 @@ async fn memory_that_is_gone_is_not_registered_and_what_comes_to_its_addresses_i
     let Some(at) = here() else { return };
     let f = server();
     let filled = |n: usize| {
-        let mut b = Pool::kept(crate::Kept::create(4 << 20).unwrap(), 0).get_now(LEN);
+        let mut b =
+            Pool::kept(strake_runtime::SharedMemory::create(4 << 20).unwrap(), 0).get_now(LEN);
         b.copy_from_slice(&conformance::pattern(LEN, n));
         b.freeze()
     };

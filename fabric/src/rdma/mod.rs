@@ -41,6 +41,7 @@ use parking_lot::Mutex;
 use queue::{CREDITS, Queue};
 use rails::{Ledger, Path};
 use strake_proto::{Code, Error, Result};
+use strake_runtime::{Env, quiet::Quiet};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, watch},
     time::{sleep, timeout},
@@ -48,9 +49,8 @@ use tokio::{
 use verbs::{Lib, event};
 
 use crate::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Service, Traffic,
+    Connection, Endpoint, Fabric, Identity, Listener, Pool, Service, Traffic,
     conn::{Bulk, Options, Streams, stopped},
-    quiet::Quiet,
 };
 
 static REFUSED: Quiet = Quiet::new();

@@ -104,7 +104,7 @@ async fn little_memory_that_may_be_locked_is_enough() {
     works(&*conn).await;
     // Kept memory, of which no region may stay registered, and more at a time than may be
     // registered by itself.
-    let kept = Pool::kept(crate::Kept::create(64 << 20).unwrap(), 0);
+    let kept = Pool::kept(strake_runtime::SharedMemory::create(64 << 20).unwrap(), 0);
     for round in 0..2 {
         let writes = (0..6).map(|n| {
             let (conn, want) = (&conn, conformance::pattern(1 << 20, round * 100 + n));

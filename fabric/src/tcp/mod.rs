@@ -11,6 +11,7 @@ use std::{
 use async_trait::async_trait;
 use rustix::net::sockopt;
 use strake_proto::{Code, Error, Result};
+use strake_runtime::{Env, quiet::Quiet};
 use tokio::{
     io::AsyncWrite,
     net::{TcpListener, TcpSocket, TcpStream, tcp::OwnedReadHalf},
@@ -20,10 +21,9 @@ use tokio::{
 
 pub use crate::conn::{Incoming, Options, handshake};
 use crate::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Service, Traffic,
+    Connection, Endpoint, Fabric, Identity, Listener, Pool, Service, Traffic,
     conn::{Streams, stopped},
     places::{HalfOpen, Places},
-    quiet::Quiet,
 };
 
 static STARVED: Quiet = Quiet::new();

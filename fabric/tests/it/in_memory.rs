@@ -9,10 +9,11 @@ use std::{
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_fabric::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Pool, Service, TcpFabric, conformance,
+    Connection, Endpoint, Fabric, Identity, Listener, Pool, Service, TcpFabric, conformance,
     tcp::Options,
 };
 use strake_proto::{Code, Error, Result};
+use strake_runtime::Env;
 use tokio::sync::watch;
 
 struct Listening {

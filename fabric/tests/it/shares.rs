@@ -11,7 +11,7 @@ use std::{
 
 use async_trait::async_trait;
 use strake_fabric::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Message, Peer, Pool, Service, TcpFabric,
+    Connection, Endpoint, Fabric, Identity, Listener, Message, Peer, Pool, Service, TcpFabric,
     conformance::TestService,
     tcp::{
         Options,
@@ -25,6 +25,7 @@ use strake_proto::{
     frame::{Header, Kind, MAX_BODY, MAX_PAYLOAD},
     opcode,
 };
+use strake_runtime::Env;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpSocket, TcpStream},

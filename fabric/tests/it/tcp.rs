@@ -7,7 +7,7 @@ use std::{
 
 use futures_util::{StreamExt, stream::FuturesUnordered};
 use strake_fabric::{
-    Connection, Endpoint, Env, Fabric, Identity, Listener, Message, Pool, Role, TcpFabric,
+    Connection, Endpoint, Fabric, Identity, Listener, Message, Pool, Role, TcpFabric,
     conformance::{self, GATED, TestService},
     tcp::{
         Options,
@@ -20,6 +20,7 @@ use strake_proto::{
     frame::{Header, Kind, MAX_BODY, MAX_PAYLOAD},
     opcode,
 };
+use strake_runtime::Env;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,

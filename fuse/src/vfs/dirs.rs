@@ -9,8 +9,8 @@ use std::sync::{
 };
 
 use strake_client::DirPage;
-use strake_fabric::Record;
 use strake_proto::{Code, Ino, Result, ids::ROOT_INO, pb};
+use strake_runtime::Record;
 use tokio::sync::Mutex;
 
 use super::{

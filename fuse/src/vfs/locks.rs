@@ -14,8 +14,8 @@ use std::{
 };
 
 use strake_client::{Client, Holder, Lock, LockKind, LockType, Programs, Unlocking};
-use strake_fabric::Record;
 use strake_proto::{Code, Error, Ino, Result, SessionId};
+use strake_runtime::Record;
 use tokio::time::timeout;
 
 use super::{

@@ -30,8 +30,9 @@ use std::{
 
 use parking_lot::Mutex;
 use strake_client::{Client, File, Handover};
-use strake_fabric::{Buf, Pool, Record};
+use strake_fabric::{Buf, Pool};
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
+use strake_runtime::Record;
 use tokio::{sync::watch, time::Instant};
 
 use claims::Claims;

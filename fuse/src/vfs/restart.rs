@@ -4,8 +4,8 @@
 use std::sync::{Arc, atomic::AtomicU64};
 
 use strake_client::{Former, Handover, Numbers};
-use strake_fabric::Record;
 use strake_proto::{Code, Error, Ino};
+use strake_runtime::Record;
 
 use super::{Caller, OpenFile, Released, Vfs, dirs::OpenDir, owners::Key};
 

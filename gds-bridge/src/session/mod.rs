@@ -15,10 +15,9 @@ use rustix::process::{getegid, geteuid, getgroups};
 pub use stage::Staged;
 pub use start::Started;
 use strake_client::{Client, Creds, File};
-use strake_fabric::{
-    Buf, ClientKey, Endpoint, Env, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT, keyfile,
-};
+use strake_fabric::{Buf, Endpoint, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT};
 use strake_proto::{Code, Error, Ino, Result, pb};
+use strake_runtime::{ClientKey, Env, keyfile};
 pub use tensors::TensorFile;
 use tokio::runtime::Runtime;
 

@@ -30,8 +30,9 @@ use raft::{
     StateRole,
     eraftpb::{ConfState, Message, MessageType},
 };
-use strake_fabric::{Endpoint, Env, watch};
+use strake_fabric::Endpoint;
 use strake_proto::{Code, Error, Result};
+use strake_runtime::{Env, watch};
 use tokio::{sync::mpsc, task::JoinHandle, time::MissedTickBehavior};
 
 use super::{

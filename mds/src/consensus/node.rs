@@ -7,8 +7,9 @@ use parking_lot::Mutex;
 use prost::Message as _;
 use protobuf::Message as _;
 use raft::eraftpb;
-use strake_fabric::{Endpoint, Env, Fabric, Message, watch};
+use strake_fabric::{Endpoint, Fabric, Message};
 use strake_proto::{Code, Error, Incarnation, Kin, Result, opcode, pb};
+use strake_runtime::{Env, watch};
 use tokio::sync::{mpsc, oneshot};
 
 use super::{

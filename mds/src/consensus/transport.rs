@@ -15,8 +15,9 @@ use parking_lot::Mutex;
 use prost::Message as _;
 use protobuf::Message as _;
 use raft::eraftpb;
-use strake_fabric::{Connection, Endpoint, Env, Fabric, Message};
+use strake_fabric::{Connection, Endpoint, Fabric, Message};
 use strake_proto::{Code, Result, opcode, pb};
+use strake_runtime::Env;
 use tokio::{sync::mpsc, task::JoinHandle};
 
 use super::types::StateMachine;

@@ -130,7 +130,7 @@ pub struct Leadership {
     pub leader: u64,
     /// This member leads, has applied an entry of its own term, and is not handing leadership over.
     pub ready: bool,
-    /// When this became so (time since boot, see [`strake_fabric::Env::boot`]).
+    /// When this became so (time since boot, see [`strake_runtime::Env::boot`]).
     pub since: Duration,
 }
 

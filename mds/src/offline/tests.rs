@@ -10,8 +10,9 @@ use std::{
 
 use bytes::Bytes;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Env};
+use strake_fabric::Endpoint;
 use strake_proto::{Code, Incarnation, pb};
+use strake_runtime::Env;
 use tokio::time::{sleep, timeout};
 
 use super::{

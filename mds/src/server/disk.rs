@@ -6,8 +6,9 @@ use std::{
     sync::Arc,
 };
 
-use strake_fabric::{Env, Identity, Pool, Roads, private};
+use strake_fabric::{Identity, Pool, Roads};
 use strake_proto::{CapKey, Code, Error, Result};
+use strake_runtime::{Env, private};
 use strake_store::FjallStore;
 
 use super::{

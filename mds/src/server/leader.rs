@@ -4,8 +4,8 @@
 
 use std::{sync::Arc, time::Duration};
 
-use strake_fabric::watch;
 use strake_proto::{Code, Result, map::ROLE_MDS, pb};
+use strake_runtime::watch;
 use tokio::time::sleep;
 
 use super::{

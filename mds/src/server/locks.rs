@@ -5,8 +5,8 @@
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use strake_fabric::watch;
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
+use strake_runtime::watch;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::{call::Call, member::Member, recalls::bump, wire::encode};

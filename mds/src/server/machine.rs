@@ -5,8 +5,8 @@ use std::{collections::BTreeSet, sync::Arc};
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message;
-use strake_fabric::watch;
 use strake_proto::{Code, Error, Incarnation, Ino, Result, pb};
+use strake_runtime::watch;
 use strake_store::{Batch, MetaStore};
 
 use super::recalls::Recalls;

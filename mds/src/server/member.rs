@@ -8,8 +8,9 @@ use std::{
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Env, watch};
+use strake_fabric::Endpoint;
 use strake_proto::{Code, Error, Result, map::MapView, pb};
+use strake_runtime::{Env, watch};
 
 use super::{
     config::Config,

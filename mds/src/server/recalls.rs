@@ -12,8 +12,8 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_fabric::{Env, watch};
 use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
+use strake_runtime::{Env, watch};
 use tokio::{sync::Notify, time::sleep};
 
 use super::call::{Asker, Call};

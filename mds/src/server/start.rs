@@ -9,8 +9,9 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_fabric::{Endpoint, Env, Fabric, Listener, Relay};
+use strake_fabric::{Endpoint, Fabric, Listener, Relay};
 use strake_proto::{CapKey, Code, Error, Result, pb};
+use strake_runtime::Env;
 use strake_store::MetaStore;
 use tokio::task::JoinHandle;
 

@@ -12,8 +12,9 @@ use std::{
 };
 
 use rustix::fs::{CWD, RenameFlags};
-use strake_fabric::{Pool, private};
+use strake_fabric::Pool;
 use strake_proto::{ChainId, Code, Error, Result};
+use strake_runtime::private;
 use strake_store::{FjallStore, fjall_store};
 
 use super::{

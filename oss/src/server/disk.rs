@@ -7,8 +7,9 @@ use std::{
     sync::Arc,
 };
 
-use strake_fabric::{Endpoint, Env, Identity, Pool, Roads, Use};
+use strake_fabric::{Endpoint, Identity, Pool, Roads, Use};
 use strake_proto::{CapKey, Code, Error, Result, TargetId, ids::TARGET_UNASSIGNED};
+use strake_runtime::Env;
 use tokio::sync::Mutex;
 
 use super::{

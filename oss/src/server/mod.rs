@@ -48,8 +48,9 @@ use peers::{MdsLink, Peers};
 use places::Places;
 use refused_targets::RefusedTarget;
 pub use scrub::Ask;
-use strake_fabric::{Endpoint, Env, Fabric, Listener, Relay};
+use strake_fabric::{Endpoint, Fabric, Listener, Relay};
 use strake_proto::{CapKey, Code, Result, TargetId, pb};
+use strake_runtime::Env;
 
 use crate::engine::Engine;
 

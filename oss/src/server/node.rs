@@ -14,7 +14,7 @@ use std::{
 
 use arc_swap::ArcSwap;
 use parking_lot::{Mutex, RwLock};
-use strake_fabric::{Env, Pool, Turns};
+use strake_fabric::{Pool, Turns};
 use strake_proto::{
     CapKey, Capability, ChainId, Code, Error, Incarnation, Kin, Result, Rights, SessionId,
     TargetId,
@@ -23,6 +23,7 @@ use strake_proto::{
     map::{ChainExt, MapView},
     pb::{self, ReplicaState},
 };
+use strake_runtime::Env;
 use tokio::{
     sync::{Notify, Semaphore, oneshot},
     task::JoinHandle,

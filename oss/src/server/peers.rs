@@ -4,8 +4,9 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Connection, Endpoint, Env, Fabric, LeaderFinder, Message, traffic};
+use strake_fabric::{Connection, Endpoint, Fabric, LeaderFinder, Message, traffic};
 use strake_proto::{Code, Error, NodeId, Result, map::MapView, opcode, pb};
+use strake_runtime::Env;
 
 /// Older failures are no longer reported, unless a connection is being tried.
 const RECENT: Duration = Duration::from_secs(1);
@@ -265,7 +266,8 @@ mod tests {
 
     use async_trait::async_trait;
     use futures_util::future::join_all;
-    use strake_fabric::{Clock, Listener, Pool, Service};
+    use strake_fabric::{Listener, Pool, Service};
+    use strake_runtime::Clock;
     use tokio::time::Instant;
 
     use super::*;

@@ -6,7 +6,7 @@ use std::{
 };
 
 use async_trait::async_trait;
-use strake_fabric::{Buf, Message, Peer, Relay, Role, Service, Turn, quiet::Quiet, unknown_opcode};
+use strake_fabric::{Buf, Message, Peer, Relay, Role, Service, Turn, unknown_opcode};
 use strake_proto::{
     Capability, ChunkId, Code, Error, Result, Rights, TargetId,
     bound::Fits,
@@ -18,6 +18,7 @@ use strake_proto::{
     layout::MAX_CHUNK,
     opcode,
 };
+use strake_runtime::quiet::Quiet;
 use tokio::time::Instant;
 
 use super::{

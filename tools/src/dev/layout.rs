@@ -10,8 +10,8 @@ use std::{
 
 use rustix::fs::Mode;
 use serde::{Deserialize, Serialize};
-use strake_fabric::{ClientKey, private};
 use strake_proto::{Code, Error, Result};
+use strake_runtime::{ClientKey, private};
 
 use super::{
     MAX_TARGET_GIB, UpArgs,

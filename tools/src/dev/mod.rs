@@ -14,8 +14,8 @@ use std::{
 
 use clap::Args;
 use rustix::fs::Mode;
-use strake_fabric::private;
 use strake_proto::Result;
+use strake_runtime::private;
 
 pub use layout::{Cluster, check};
 use process::Role;

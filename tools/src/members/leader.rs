@@ -8,8 +8,9 @@ use std::{
 
 use clap::Args;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Env, Fabric, Identity, LeaderFinder, Message, Pool, Roads};
+use strake_fabric::{Endpoint, Fabric, Identity, LeaderFinder, Message, Pool, Roads};
 use strake_proto::{Code, Error, Result, map::MapView, opcode, pb};
+use strake_runtime::Env;
 
 use crate::{config, dev::Cluster, term::Progress};
 use pb::members_request::Change;

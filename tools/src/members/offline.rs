@@ -10,7 +10,6 @@ use std::{
 
 use clap::Args;
 use serde_json::{Value, json};
-use strake_fabric::Env;
 use strake_mds::offline::{
     dump,
     inspect::{self, Known, Report},
@@ -18,6 +17,7 @@ use strake_mds::offline::{
     recover::{self, Plan, Recovery},
 };
 use strake_proto::{Code, Error, Result};
+use strake_runtime::Env;
 
 use crate::{
     config,

@@ -8,7 +8,6 @@ use std::{
 };
 
 use strake_client::{Client, Creds, Handover};
-use strake_fabric::{ClientKey, Env};
 use strake_fuse::{
     Interim,
     supervisor::{
@@ -19,6 +18,7 @@ use strake_fuse::{
     vfs,
 };
 use strake_proto::{Code, Error, Ino, Result};
+use strake_runtime::{ClientKey, Env};
 use tokio::{
     io::Interest,
     net::UnixDatagram,

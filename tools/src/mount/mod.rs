@@ -22,13 +22,14 @@ use options::{FabricKey, FollowerKey, LONGEST, Options, TransportKey};
 use serde::Deserialize;
 use source::Source;
 use strake_client::{Client, FOREVER};
-use strake_fabric::{ClientKey, Endpoint, Env, Fabric, Identity, Pool, Roads, Use, private, rdma};
+use strake_fabric::{Endpoint, Fabric, Identity, Pool, Roads, Use, rdma};
 use strake_fuse::{
     MountConfig,
     supervisor::control::Asker,
     table::{self, Mounted},
 };
 use strake_proto::{Code, Error, Result, map::ROLE_MDS};
+use strake_runtime::{ClientKey, Env, private};
 
 pub use stats::{StatsArgs, stats};
 pub use umount::{UmountArgs, umount, unmount};

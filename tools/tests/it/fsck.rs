@@ -21,7 +21,7 @@ use crate::common::{ok, strake, text};
 use bytes::Bytes;
 use prost::Message as _;
 use serde_json::Value;
-use strake_fabric::{Buf, Env, Fabric, Identity, Message, Pool, Roads, keyfile};
+use strake_fabric::{Buf, Fabric, Identity, Message, Pool, Roads};
 use strake_proto::{
     ChunkId, Code,
     checksum::block_sums,
@@ -29,6 +29,7 @@ use strake_proto::{
     map::{ChainExt, MapView},
     opcode, pb,
 };
+use strake_runtime::{Env, keyfile};
 use strake_store::{Batch, FjallStore, MetaStore as _, Reader as _};
 
 /// One metadata server, two storage servers with one target each, mounted; stopped when dropped.

@@ -12,9 +12,10 @@ use std::{
 use crate::common::{ok, refused, strake, text};
 use serde_json::Value;
 use strake_client::{Client, Config, Creds, File};
-use strake_fabric::{Env, Identity, Pool, Road, TcpFabric};
+use strake_fabric::{Identity, Pool, Road, TcpFabric};
 use strake_gds::{Bridge, GpuMem, HostMem, Options, Policy, Tier, Transfer};
 use strake_proto::{Code, layout::splitmix64};
+use strake_runtime::Env;
 
 const TIERS: [&str; 5] = ["gpu-rdma", "local-gds", "bounce-rdma", "bounce-tcp", "pageable"];
 

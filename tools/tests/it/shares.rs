@@ -22,10 +22,9 @@ use std::{
 };
 
 use crate::common::{ok, strake};
-use strake_fabric::{
-    Connection, Endpoint, Env, Fabric, Identity, Message, Pool, TcpFabric, keyfile,
-};
+use strake_fabric::{Connection, Endpoint, Fabric, Identity, Message, Pool, TcpFabric};
 use strake_proto::{Code, Result, opcode, pb};
+use strake_runtime::{Env, keyfile};
 use tokio::runtime::Runtime;
 
 const LONG: Duration = Duration::from_secs(60);

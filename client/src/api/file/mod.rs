@@ -17,13 +17,14 @@ use std::{
 
 use futures_util::future::join_all;
 use parking_lot::Mutex;
-use strake_fabric::{Buf, watch};
+use strake_fabric::Buf;
 use strake_proto::{
     Code, Error, Ino, Result, SessionId,
     cap::{self, CAP_LEN},
     layout::{MAX_FILE_SIZE, StripeMap},
     pb,
 };
+use strake_runtime::watch;
 use tokio::time::Instant;
 
 use append::Tail;

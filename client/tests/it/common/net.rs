@@ -13,10 +13,11 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_client::Config;
 use strake_fabric::{
-    Buf, Clock, Connection, Endpoint, Env, Fabric, Foreign, Lend, Listener, Message, Peer, Pool,
-    Road, Role, Service,
+    Buf, Connection, Endpoint, Fabric, Foreign, Lend, Listener, Message, Peer, Pool, Road, Role,
+    Service,
 };
 use strake_proto::{Code, Error, Result};
+use strake_runtime::{Clock, Env};
 
 #[derive(Default)]
 pub struct Net {

@@ -12,13 +12,14 @@ use std::{
 use clap::Args;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, Config, FollowerReads};
-use strake_fabric::{Env, Identity, Pool, TcpFabric, keyfile::read_client};
+use strake_fabric::{Identity, Pool, TcpFabric};
 use strake_histories::{
     Ino, Op, Outcome, Record,
     choose::{Chooser, Mix},
     library::Library,
     mount::Mount,
 };
+use strake_runtime::{Env, keyfile::read_client};
 
 use super::cut::Cut;
 

@@ -12,9 +12,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_client::{Client, Config, Handover};
-use strake_fabric::{
-    Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service,
-};
+use strake_fabric::{Connection, Endpoint, Fabric, Listener, Message, Peer, Pool, Role, Service};
 use strake_mds::{
     cluster::chain_table::make_chains,
     namespace::{Namespace, RULES},
@@ -25,6 +23,7 @@ use strake_proto::{
     opcode,
     pb::{self, log_command::Command, op::Op},
 };
+use strake_runtime::Env;
 use strake_store::MemStore;
 use tokio::sync::watch;
 

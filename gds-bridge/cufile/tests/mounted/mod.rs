@@ -10,9 +10,10 @@ use std::{
 };
 
 use strake_client::{Client, Config};
-use strake_fabric::{Env, Fabric, Identity, Listener, Pool, TcpFabric};
+use strake_fabric::{Fabric, Identity, Listener, Pool, TcpFabric};
 use strake_fuse::{Mount, MountConfig, can_mount, mount};
 use strake_proto::cap::derive_key;
+use strake_runtime::Env;
 
 use super::common::Cluster;
 

@@ -6,8 +6,9 @@
 use std::{os::unix::fs::PermissionsExt, path::PathBuf, sync::Arc};
 
 use strake_client::{Client, Config};
-use strake_fabric::{Env, Fabric, Identity, Listener, Pool, TcpFabric};
+use strake_fabric::{Fabric, Identity, Listener, Pool, TcpFabric};
 use strake_proto::cap::derive_key;
+use strake_runtime::Env;
 
 use super::common::{Cluster, MDS, node};
 

@@ -3,8 +3,9 @@
 use bytes::Bytes;
 use parking_lot::Mutex;
 use raft::eraftpb::Message;
-use strake_fabric::{Endpoint, watch};
+use strake_fabric::Endpoint;
 use strake_proto::{Error, Result, pb};
+use strake_runtime::watch;
 use tokio::sync::{mpsc, oneshot};
 
 use super::super::{members::Group, reads, transport::Word, types::MemberChange};

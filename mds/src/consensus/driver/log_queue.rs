@@ -3,8 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
-use strake_fabric::Env;
 use strake_proto::{Code, Error, Result};
+use strake_runtime::Env;
 use tokio::{
     sync::mpsc::{self, Permit},
     task::JoinHandle,

@@ -15,8 +15,9 @@ use std::{
 use async_trait::async_trait;
 use bytes::Bytes;
 use parking_lot::Mutex;
-use strake_fabric::{Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Pool, Service};
+use strake_fabric::{Connection, Endpoint, Fabric, Listener, Message, Pool, Service};
 use strake_proto::{Code, Error, Result};
+use strake_runtime::{Clock, Env};
 use strake_store::{Batch, MemStore, MetaStore, Reader};
 
 use super::*;

@@ -3,7 +3,7 @@
 
 use std::{fs, os::unix::fs::FileExt as _, path::Path};
 
-use strake_fabric::Env;
+use strake_runtime::Env;
 use tokio::time::timeout;
 
 use super::{

@@ -3,8 +3,9 @@
 use std::{net::TcpListener, path::Path, time::Duration};
 
 use prost::Message as _;
-use strake_fabric::{Endpoint, Env, Fabric, Identity, Message, Pool, tcp::TcpFabric};
+use strake_fabric::{Endpoint, Fabric, Identity, Message, Pool, tcp::TcpFabric};
 use strake_proto::{Code, Error, Result, cap::derive_key, ids::ROOT_INO, opcode, pb};
+use strake_runtime::Env;
 use tokio::time::{sleep, timeout};
 
 use crate::server::{Config, MdsServer, start_on_disk};

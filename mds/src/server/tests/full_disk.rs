@@ -11,8 +11,9 @@ use std::{
 };
 
 use prost::Message as _;
-use strake_fabric::{Connection, Env, Fabric as _, Message};
+use strake_fabric::{Connection, Fabric as _, Message};
 use strake_proto::{Code, Error, Result, ids::ROOT_INO, opcode, pb};
+use strake_runtime::Env;
 use tokio::time::{sleep, timeout};
 
 use super::{

@@ -15,7 +15,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{
-    Buf, Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service,
+    Buf, Connection, Endpoint, Fabric, Listener, Message, Peer, Pool, Role, Service,
 };
 use strake_proto::{
     CapKey, Capability, Code, Error, Result, Rights,
@@ -24,6 +24,7 @@ use strake_proto::{
     ids::TARGET_UNASSIGNED,
     opcode, pb,
 };
+use strake_runtime::{Clock, Env};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::spoilt::Spoilt;

@@ -15,7 +15,7 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use prost::Message as _;
 use strake_fabric::{
-    Buf, Clock, Connection, Endpoint, Env, Fabric, Listener, Message, Peer, Pool, Role, Service,
+    Buf, Connection, Endpoint, Fabric, Listener, Message, Peer, Pool, Role, Service,
 };
 use strake_proto::{
     CapKey, Capability, ChunkId, Code, Error, Result, Rights,
@@ -25,6 +25,7 @@ use strake_proto::{
     opcode,
     pb::{self, ReplicaState},
 };
+use strake_runtime::{Clock, Env};
 use strake_store::MemStore;
 use tokio::time::Instant;
 

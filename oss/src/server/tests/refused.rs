@@ -7,8 +7,9 @@ use std::{
     time::Duration,
 };
 
-use strake_fabric::{Env, Pool};
+use strake_fabric::Pool;
 use strake_proto::pb;
+use strake_runtime::Env;
 
 use super::{
     bed::bytes,

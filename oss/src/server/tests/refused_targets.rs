@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use strake_fabric::{Env, Identity, Listener, Pool, tcp::TcpFabric};
+use strake_fabric::{Identity, Listener, Pool, tcp::TcpFabric};
 use strake_proto::{
     CapKey, Capability, Rights,
     checksum::block_sums,
@@ -17,6 +17,7 @@ use strake_proto::{
     opcode,
     pb::{self, ReplicaState},
 };
+use strake_runtime::Env;
 use strake_store::{Batch, FjallStore, MetaStore};
 
 use super::{

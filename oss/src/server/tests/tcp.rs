@@ -2,9 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use strake_fabric::{
-    Buf, Endpoint, Env, Fabric, Identity, Listener, Message, Pool, tcp::TcpFabric,
-};
+use strake_fabric::{Buf, Endpoint, Fabric, Identity, Listener, Message, Pool, tcp::TcpFabric};
 use strake_proto::{
     CapKey, Capability, Code, Rights,
     cap::derive_key,
@@ -12,6 +10,7 @@ use strake_proto::{
     data::{DataReply, DataRequest, FLAG_STABLE, Kind},
     opcode, pb,
 };
+use strake_runtime::Env;
 
 use super::bed::{Authority, CHAIN, SESSION, bytes, chunk};
 use crate::server::{Config, OssServer, TargetConfig, start_on_disk};

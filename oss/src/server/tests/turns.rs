@@ -5,8 +5,9 @@ use std::sync::{
     atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
 };
 
-use strake_fabric::{Connection, Env, Fabric, Identity, Message, Pool, TcpFabric};
+use strake_fabric::{Connection, Fabric, Identity, Message, Pool, TcpFabric};
 use strake_proto::{CapKey, Capability, SessionId, cap::derive_key};
+use strake_runtime::Env;
 
 use super::{
     bed::chunk,

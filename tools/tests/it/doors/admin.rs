@@ -25,8 +25,8 @@ fn bytes_of_log(c: &Doors, server: &str) -> u64 {
 fn admin_needs_the_cluster_key() {
     let c = Doors::new();
     c.up("022", "1", Path::new("none"));
-    let client = strake_fabric::keyfile::read_client(&c.key("client.key")).unwrap();
-    let cluster = strake_fabric::keyfile::read(&c.key("cluster.key")).unwrap();
+    let client = strake_runtime::keyfile::read_client(&c.key("client.key")).unwrap();
+    let cluster = strake_runtime::keyfile::read(&c.key("cluster.key")).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     for server in ["mds1", "oss1"] {
         let (addr, _) = c.admin(server);

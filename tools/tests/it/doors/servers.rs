@@ -12,11 +12,9 @@ use std::{
 };
 
 use async_trait::async_trait;
-use strake_fabric::{
-    ClientKey, Env, Fabric, Identity, Message, Peer, Pool, Role, Service, TcpFabric,
-    keyfile::read_client,
-};
+use strake_fabric::{Fabric, Identity, Message, Peer, Pool, Role, Service, TcpFabric};
 use strake_proto::{Code, Error, Result};
+use strake_runtime::{ClientKey, Env, keyfile::read_client};
 
 use super::{Doors, can_mount};
 use crate::common::{ok, refused, strake, text};

@@ -5,7 +5,7 @@ use std::{net::SocketAddr, path::Path, time::Duration};
 
 use bytes::Bytes;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Env, Identity, keyfile, tcp::handshake};
+use strake_fabric::{Endpoint, Identity, tcp::handshake};
 use strake_proto::{
     ChunkId, Code, WIRE_VERSION,
     cap::CAP_LEN,
@@ -17,6 +17,7 @@ use strake_proto::{
     map::{ChainExt, MapView},
     opcode, pb,
 };
+use strake_runtime::{Env, keyfile};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpSocket, TcpStream},

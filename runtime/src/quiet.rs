@@ -22,6 +22,7 @@ struct State {
 }
 
 impl Quiet {
+    /// A kind of which no line was written yet.
     pub const fn new() -> Quiet {
         Quiet(Mutex::new(State { since: None, written: 0, left_out: 0 }))
     }

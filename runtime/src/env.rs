@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use tokio::task::{AbortHandle, JoinHandle};
 
+/// Where time comes from.
 pub trait Clock: Send + Sync + 'static {
     /// Wall clock, nanoseconds since 1970-01-01 UTC. May jump.
     fn unix_ns(&self) -> i64;
@@ -33,6 +34,7 @@ impl Clock for SystemClock {
     }
 }
 
+/// Time, randomness and tasks of one process. Clones share all three.
 #[derive(Clone)]
 pub struct Env {
     clock: Arc<dyn Clock>,
@@ -47,31 +49,39 @@ struct Tasks {
 }
 
 impl Env {
-    /// The system's clock and randomness.
+    /// The system's clock and randomness. Panics when the kernel has no random source.
     pub fn system() -> Env {
         let mut seed = [0u8; 32];
-        // Without a random source a machine cannot make keys or session ids, so there is no
-        // fallback.
+        #[expect(
+            clippy::expect_used,
+            reason = "without a random source there are no keys and no session ids"
+        )]
         getrandom::fill(&mut seed).expect("the kernel's random source");
         Env::new(Arc::new(SystemClock), seed)
     }
 
+    /// A given clock, and random numbers that follow from `seed` alone.
     pub fn new(clock: Arc<dyn Clock>, seed: [u8; 32]) -> Env {
         Env { clock, rng: Arc::new(Mutex::new(StdRng::from_seed(seed))), tasks: Arc::default() }
     }
 
+    /// [`Clock::unix_ns`].
     pub fn unix_ns(&self) -> i64 {
         self.clock.unix_ns()
     }
+    /// [`Clock::unix_ns`] in milliseconds; 0 before 1970.
     pub fn unix_ms(&self) -> u64 {
         (self.clock.unix_ns() / 1_000_000).max(0) as u64
     }
+    /// [`Clock::boot`].
     pub fn boot(&self) -> Duration {
         self.clock.boot()
     }
+    /// A random number; all values are equally likely.
     pub fn random_u64(&self) -> u64 {
         self.rng.lock().next_u64()
     }
+    /// Random bytes, good enough for keys and nonces.
     pub fn random_bytes<const N: usize>(&self) -> [u8; N] {
         let mut b = [0; N];
         self.rng.lock().fill_bytes(&mut b);

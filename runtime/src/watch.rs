@@ -47,6 +47,7 @@ impl fmt::Display for Closed {
 
 impl std::error::Error for Closed {}
 
+/// A sender of values, the first of which is `value`, and a receiver that has seen that one.
 pub fn channel<T>(value: T) -> (Sender<T>, Receiver<T>) {
     let sender = Sender::new(value);
     let receiver = sender.subscribe();
@@ -54,6 +55,7 @@ pub fn channel<T>(value: T) -> (Sender<T>, Receiver<T>) {
 }
 
 impl<T> Sender<T> {
+    /// A sender without receivers.
     pub fn new(value: T) -> Sender<T> {
         Sender(Arc::new(Shared {
             value: RwLock::new(value),
@@ -122,7 +124,8 @@ impl<T> Receiver<T> {
         value
     }
 
-    /// Waits for a value that this receiver has not seen, and marks it as seen.
+    /// Waits for a value that this receiver has not seen, and marks it as seen. `Closed`: the
+    /// sender is gone and its last value was seen.
     pub async fn changed(&mut self) -> Result<(), Closed> {
         loop {
             let mut news = pin!(self.shared.news.notified());
@@ -140,7 +143,8 @@ impl<T> Receiver<T> {
         }
     }
 
-    /// Waits for a value that `good` accepts; the current one counts, too.
+    /// Waits for a value that `good` accepts; the current one counts, too. `Closed`: the sender is
+    /// gone, and `good` accepts none of its values.
     pub async fn wait_for(&mut self, mut good: impl FnMut(&T) -> bool) -> Result<T, Closed>
     where
         T: Clone,

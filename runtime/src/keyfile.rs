@@ -9,6 +9,16 @@ use strake_proto::{Code, Error, Result, cap::derive_key};
 
 const SERVERS: &str = "servers ";
 
+/// The key that only servers know, with which they recognize each other.
+pub fn server_key(cluster_key: &[u8; 32]) -> [u8; 32] {
+    derive_key(cluster_key, "strake server v1")
+}
+
+/// The key that servers and all clients know.
+pub fn client_key(cluster_key: &[u8; 32]) -> [u8; 32] {
+    derive_key(cluster_key, "strake client v1")
+}
+
 /// The key with which servers sign handshakes.
 pub fn signing_key(cluster_key: &[u8; 32]) -> SigningKey {
     SigningKey::from_bytes(&derive_key(cluster_key, "strake signing v1"))
@@ -17,6 +27,7 @@ pub fn signing_key(cluster_key: &[u8; 32]) -> SigningKey {
 /// Everything that a client is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClientKey {
+    /// What clients prove to know.
     pub key: [u8; 32],
     /// The public half of the key with which servers sign. Files of older versions lack it.
     pub servers: Option<VerifyingKey>,
@@ -32,7 +43,7 @@ impl ClientKey {
     /// The client key of a cluster.
     pub fn of(cluster_key: &[u8; 32]) -> ClientKey {
         let servers = signing_key(cluster_key).verifying_key();
-        ClientKey { key: derive_key(cluster_key, "strake client v1"), servers: Some(servers) }
+        ClientKey { key: client_key(cluster_key), servers: Some(servers) }
     }
 
     /// The text of its file.
@@ -41,6 +52,7 @@ impl ClientKey {
         format!("{}\n{}", encode_hex(&self.key), servers.unwrap_or_default())
     }
 
+    /// The inverse of [`ClientKey::text`].
     pub fn parse(text: &str) -> Option<ClientKey> {
         let mut lines = text.trim().lines().map(str::trim);
         let key = decode_hex(lines.next()?)?;

@@ -28,7 +28,7 @@ use rustix::{
 const WORD: usize = size_of::<u64>();
 
 /// A mapping of the whole file, which lasts as long as anything holds it.
-pub struct Kept {
+pub struct SharedMemory {
     fd: OwnedFd,
     start: NonNull<u8>,
     len: usize,
@@ -36,13 +36,13 @@ pub struct Kept {
 
 // SAFETY: the mapping is only reached through atomics and through buffers that an allocator gives
 // to one owner each.
-unsafe impl Send for Kept {}
+unsafe impl Send for SharedMemory {}
 // SAFETY: as above.
-unsafe impl Sync for Kept {}
+unsafe impl Sync for SharedMemory {}
 
-impl Kept {
+impl SharedMemory {
     /// New memory of `len` bytes, all zero; pages take memory when they are first written.
-    pub fn create(len: usize) -> io::Result<Arc<Kept>> {
+    pub fn create(len: usize) -> io::Result<Arc<SharedMemory>> {
         let fd = rustix::fs::memfd_create(
             "strake-mount",
             MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
@@ -50,11 +50,11 @@ impl Kept {
         rustix::fs::ftruncate(&fd, len as u64)?;
         // No holder of the descriptor can remove pages under a mapping.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
-        Kept::map(fd)
+        SharedMemory::map(fd)
     }
 
     /// Maps memory that an earlier process made.
-    pub fn map(fd: OwnedFd) -> io::Result<Arc<Kept>> {
+    pub fn map(fd: OwnedFd) -> io::Result<Arc<SharedMemory>> {
         let len = rustix::fs::fstat(&fd)?.st_size as usize;
         if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
             return Err(io::Error::new(
@@ -68,23 +68,27 @@ impl Kept {
             unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED, &fd, 0)? };
         let start =
             NonNull::new(start.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at 0"))?;
-        Ok(Arc::new(Kept { fd, start, len }))
+        Ok(Arc::new(SharedMemory { fd, start, len }))
     }
 
+    /// The memfd, to be passed on to the next process.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
+    /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// `len` bytes at `offset`; `None` when they do not lie inside.
-    pub(crate) fn bytes(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
+    /// The address of the `len` bytes at `offset`; `None` when they do not lie inside. It is valid as
+    /// long as this value. Whoever reads or writes there must be the only one to use these bytes.
+    pub fn bytes(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         if offset.checked_add(len)? > self.len {
             return None;
         }
@@ -114,14 +118,17 @@ impl Kept {
     /// The word at `offset`, a multiple of 8. Panics beyond the end, like indexing.
     pub fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(WORD), "word at {offset}");
-        let at = self.bytes(offset, WORD).expect("a word within the kept memory");
-        // SAFETY: 8 aligned bytes inside the mapping, which lives as long as `self`; all access to
-        // them is atomic.
-        unsafe { AtomicU64::from_ptr(at.as_ptr().cast()) }
+        assert!(
+            offset.checked_add(WORD).is_some_and(|end| end <= self.len),
+            "the word at {offset} is not within the kept memory"
+        );
+        // SAFETY: 8 aligned bytes inside the mapping, as just checked, which lives as long as
+        // `self`; all access to them is atomic.
+        unsafe { AtomicU64::from_ptr(self.start.add(offset).as_ptr().cast()) }
     }
 }
 
-impl Drop for Kept {
+impl Drop for SharedMemory {
     fn drop(&mut self) {
         // SAFETY: mapped in `map` with this length; whoever uses a part of it holds this value.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast::<c_void>(), self.len) };
@@ -130,7 +137,7 @@ impl Drop for Kept {
 
 /// A table of records of `words` words each. Word 0 of a record is its state: 0 free, else in use.
 pub struct Records {
-    memory: Arc<Kept>,
+    memory: Arc<SharedMemory>,
     offset: usize,
     words: usize,
     free: Mutex<Vec<u32>>,
@@ -145,7 +152,7 @@ impl Records {
     /// Opens the table at `offset`. Also returns the records that an earlier process left. Panics
     /// when the table does not lie inside the memory.
     pub fn open(
-        memory: Arc<Kept>,
+        memory: Arc<SharedMemory>,
         offset: usize,
         words: usize,
         count: usize,
@@ -200,10 +207,12 @@ pub struct Record {
 }
 
 impl Record {
+    /// A word of the record. Panics beyond the last one, like indexing.
     pub fn get(&self, word: usize) -> u64 {
         self.table.at(self.index, word + 1).load(Ordering::Acquire)
     }
 
+    /// Replaces a word of the record. Panics beyond the last one, like indexing.
     pub fn set(&self, word: usize, value: u64) {
         self.table.at(self.index, word + 1).store(value, Ordering::Release);
     }
@@ -227,7 +236,7 @@ mod tests {
 
     #[test]
     fn what_a_killed_process_held_is_found_by_the_next() {
-        let first = Kept::create(4096).unwrap();
+        let first = SharedMemory::create(4096).unwrap();
         let (table, left) = Records::open(first.clone(), 64, 3, 4);
         assert!(left.is_empty());
         let records: Vec<Record> = (0..4).map(|n| table.put(&[n, 10 + n]).unwrap()).collect();
@@ -245,7 +254,7 @@ mod tests {
         kept[0].set(2, 99);
         killed(kept);
 
-        let second = Kept::map(first.fd().try_clone_to_owned().unwrap()).unwrap();
+        let second = SharedMemory::map(first.fd().try_clone_to_owned().unwrap()).unwrap();
         drop(first);
         let (table, left) = Records::open(second, 64, 3, 4);
         let mut seen: Vec<_> = left.iter().map(|r| (r.get(0), r.get(1), r.get(2))).collect();
@@ -262,8 +271,8 @@ mod tests {
 
     #[test]
     fn a_large_table_takes_memory_only_where_it_is_used() {
-        let memory = Kept::create(64 << 20).unwrap();
-        let taken = |m: &Kept| rustix::fs::fstat(m.fd()).unwrap().st_blocks * 512;
+        let memory = SharedMemory::create(64 << 20).unwrap();
+        let taken = |m: &SharedMemory| rustix::fs::fstat(m.fd()).unwrap().st_blocks * 512;
         let (table, _) = Records::open(memory.clone(), 4096, 7, 1 << 19);
         assert_eq!(taken(&memory), 0);
         let kept: Vec<Record> = (0..1000).map(|n| table.put(&[n]).unwrap()).collect();
@@ -282,12 +291,12 @@ mod tests {
     fn memory_that_could_shrink_is_refused() {
         let fd = rustix::fs::memfd_create("x", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&fd, 4096).unwrap();
-        assert!(Kept::map(fd).is_err());
+        assert!(SharedMemory::map(fd).is_err());
     }
 
     #[test]
     #[should_panic(expected = "within the kept memory")]
     fn no_word_beyond_the_end() {
-        Kept::create(4096).unwrap().word(4096);
+        SharedMemory::create(4096).unwrap().word(4096);
     }
 }
