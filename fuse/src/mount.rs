@@ -47,6 +47,8 @@ pub struct MountConfig {
     /// Requests worked on at a time; more wait in the kernel.
     pub max_requests: usize,
     pub transport: Transport,
+    /// For tests: uses of the kernel only what those before 6.6 offer.
+    pub old_kernel: bool,
     /// The folder that is the root of the mount.
     pub root: Ino,
 }
@@ -67,6 +69,7 @@ impl MountConfig {
             entry_timeout: Duration::ZERO,
             max_requests: 256,
             transport: Transport::default(),
+            old_kernel: false,
             root: ROOT_INO,
         }
     }

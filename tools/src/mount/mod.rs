@@ -241,6 +241,8 @@ impl MountSection {
             attr_timeout: Duration::from_secs_f64(self.attr_timeout),
             entry_timeout: Duration::from_secs_f64(self.entry_timeout),
             transport: self.transport.into(),
+            // In builds for tests only.
+            old_kernel: cfg!(debug_assertions) && std::env::var_os("STRAKE_OLD_KERNEL").is_some(),
             ..MountConfig::new(&self.mountpoint)
         }
     }

@@ -39,6 +39,16 @@ fn fsx() {
 }
 
 #[test]
+fn two_mounts() {
+    suite("two-mounts", &[]);
+}
+
+#[test]
+fn two_mounts_of_an_old_kernel() {
+    suite("two-mounts", &["--old-kernel"]);
+}
+
+#[test]
 fn file_io() {
     suite("file-io", &[]);
 }

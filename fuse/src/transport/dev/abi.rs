@@ -124,6 +124,8 @@ pub const READ_LOCKOWNER: u32 = 1 << 1;
 /// `fuse_write_in.write_flags`: pages of a mapping are written back, on behalf of no particular
 /// program.
 pub const WRITE_CACHE: u32 = 1 << 0;
+/// `fuse_write_in.write_flags`: the write is a write(2) past the page cache.
+pub const WRITE_LOCKOWNER: u32 = 1 << 1;
 /// `fuse_write_in.write_flags`: the write clears set-id bits.
 pub const WRITE_KILL_SUIDGID: u32 = 1 << 2;
 

@@ -235,7 +235,7 @@ mod tests {
         let all = || std::iter::from_fn(|| said(&kernel)).collect::<Vec<_>>();
         let [inode, epoch] =
             [|node| (abi::NOTIFY_INVAL_INODE, node), |_| (abi::NOTIFY_INC_EPOCH, 0)];
-        let mapped = Arc::new(Mapped::new(Arc::default()));
+        let mapped = Arc::new(Mapped::new());
         let recalls =
             Recalls { copies: copies.clone(), shared: Arc::new(Shared::new(mapped, Weak::new())) };
         copies.brings(&[6]);

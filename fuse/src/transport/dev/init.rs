@@ -95,15 +95,21 @@ impl Agreed {
         (minor != 0).then_some(Agreed { minor, flags, max_readahead: versions as u32 })
     }
 
-    /// Flags for the answer to every open of a file. The kernel does not cache data, which another
-    /// mount may write, except for mapped pages. Kernels before 6.6 refuse shared mappings of
-    /// direct I/O files; there the page cache is used and dropped at each open.
-    pub fn open_flags(&self) -> u32 {
-        if self.has(flag::DIRECT_IO_ALLOW_MMAP) {
+    /// Flags for the answer to an open of a file; `flags` are those of open(2). The kernel caches
+    /// no data, which another mount may write, except for mapped pages. Kernels before 6.6 refuse
+    /// shared mappings of files with direct I/O. There, what is opened for reading goes through the
+    /// page cache, so it can be mapped, and each read is a page-in.
+    pub fn open_flags(&self, flags: u32) -> u32 {
+        if self.maps_direct() || flags as i32 & libc::O_ACCMODE != libc::O_RDONLY {
             fopen::DIRECT_IO | fopen::PARALLEL_DIRECT_WRITES
         } else {
             0
         }
+    }
+
+    /// Whether files with direct I/O can have shared mappings (Linux 6.6 and later).
+    pub fn maps_direct(&self) -> bool {
+        self.has(flag::DIRECT_IO_ALLOW_MMAP)
     }
 
     /// `fuse_init_out`.
@@ -147,7 +153,10 @@ mod tests {
     fn a_new_kernel_gets_what_is_wanted_and_no_more() {
         let Outcome::Agreed(a) = negotiate(asked(99, u64::MAX), 1 << 20) else { panic!() };
         assert_eq!((a.minor, a.flags, a.max_readahead), (abi::NEWEST_MINOR, WANTED, 131_072));
-        assert_eq!(a.open_flags(), fopen::DIRECT_IO | fopen::PARALLEL_DIRECT_WRITES);
+        let direct = fopen::DIRECT_IO | fopen::PARALLEL_DIRECT_WRITES;
+        for flags in [libc::O_RDONLY, libc::O_WRONLY, libc::O_RDWR] {
+            assert_eq!(a.open_flags(flags as u32), direct);
+        }
         let out = a.reply();
         assert_eq!(out.len(), 64);
         assert_eq!(out[20..24], (1u32 << 20).to_ne_bytes(), "max_write");
@@ -165,7 +174,10 @@ mod tests {
             (a.minor, a.flags, a.max_readahead),
             (26, flag::BIG_WRITES | flag::ASYNC_DIO, 4096)
         );
-        assert_eq!(a.open_flags(), 0, "the page cache, for mappings");
+        assert_eq!(a.open_flags(libc::O_RDONLY as u32), 0, "the page cache, for mappings");
+        for flags in [libc::O_WRONLY, libc::O_RDWR, libc::O_RDWR | libc::O_CREAT] {
+            assert_ne!(a.open_flags(flags as u32) & fopen::DIRECT_IO, 0);
+        }
         // The upper flags are ignored without the extension.
         let Outcome::Agreed(a) = negotiate(asked(45, flag::DIRECT_IO_ALLOW_MMAP), 0) else {
             panic!()

@@ -11,9 +11,7 @@ use parking_lot::Mutex;
 use tokio::{sync::Notify, sync::Semaphore, task::spawn_blocking, time::Instant};
 
 use super::{
-    abi::init as flag,
     channel::Channel,
-    init::Agreed,
     notify,
     pages::{PAGE, Pages, Span, Step, Verdict, span},
 };
@@ -39,20 +37,16 @@ pub struct Mapped {
     /// Notified when something that page-ins may wait for is over.
     news: Notify,
     channel: OnceLock<Weak<Channel>>,
-    agreed: Arc<OnceLock<Agreed>>,
     notices: Arc<Semaphore>,
 }
 
 impl Mapped {
-    /// `agreed`: the result of the negotiation with the kernel, once there is one.
-    pub fn new(agreed: Arc<OnceLock<Agreed>>) -> Mapped {
-        let notices = Arc::new(Semaphore::new(NOTICES));
+    pub fn new() -> Mapped {
         Mapped {
             pages: Mutex::default(),
             news: Notify::new(),
             channel: OnceLock::new(),
-            agreed,
-            notices,
+            notices: Arc::new(Semaphore::new(NOTICES)),
         }
     }
 
@@ -61,31 +55,21 @@ impl Mapped {
         let _ = self.channel.set(Arc::downgrade(channel));
     }
 
-    /// Whether files are written directly, past the kernel's pages. On older kernels all reads and
-    /// writes of a node go through the pages; there a notice would wait for the write that waits
-    /// for it.
-    fn is_direct(&self) -> bool {
-        self.agreed.get().is_some_and(|a| a.has(flag::DIRECT_IO_ALLOW_MMAP))
-    }
-
     /// The kernel requests pages to keep.
-    pub fn page_in(self: &Arc<Self>, node: u64, offset: u64, size: u64) -> Option<PageIn> {
+    pub fn page_in(self: &Arc<Self>, node: u64, offset: u64, size: u64) -> PageIn {
         let whole = span(offset, offset.saturating_add(size));
-        self.is_direct().then(|| PageIn {
+        PageIn {
             id: self.pages.lock().page_in(node, whole),
             mapped: self.clone(),
             node,
             came: Instant::now(),
-        })
+        }
     }
 
     /// A change of the bytes up to `end`, which does not come from a mapping, is to be applied.
-    /// `None`: changes and mappings are not ordered.
-    pub fn change(self: &Arc<Self>, node: u64, offset: u64, end: u64) -> Option<Changing> {
-        self.is_direct().then(|| {
-            let (id, step) = self.pages.lock().change(node, span(offset, end));
-            Changing { mapped: self.clone(), node, id, step: Mutex::new(step) }
-        })
+    pub fn change(self: &Arc<Self>, node: u64, offset: u64, end: u64) -> Changing {
+        let (id, step) = self.pages.lock().change(node, span(offset, end));
+        Changing { mapped: self.clone(), node, id, step: Mutex::new(step) }
     }
 
     /// As [`Mapped::change`], for a change after which the kernel drops the pages without writing
@@ -95,12 +79,9 @@ impl Mapped {
         node: u64,
         offset: u64,
         end: u64,
-    ) -> Result<Option<Changing>, HasPages> {
-        if !self.is_direct() {
-            return Ok(None);
-        }
+    ) -> Result<Changing, HasPages> {
         let id = self.pages.lock().drops(node, span(offset, end)).ok_or(HasPages)?;
-        Ok(Some(Changing { mapped: self.clone(), node, id, step: Mutex::new(Step::Apply) }))
+        Ok(Changing { mapped: self.clone(), node, id, step: Mutex::new(Step::Apply) })
     }
 
     /// An earlier daemon had the file open.

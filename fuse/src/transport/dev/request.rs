@@ -139,6 +139,10 @@ pub enum Body {
         offset: u64,
         flags: u32,
         from_mapping: bool,
+        /// Whether the kernel wrote the bytes to its page cache first, and keeps those pages locked
+        /// until the write is answered. Kernels before 6.6 do, with files that a daemon of an older
+        /// version opened.
+        through_pages: bool,
         /// Whether the write clears set-id bits.
         strips: bool,
         data: Buf,
@@ -375,9 +379,11 @@ pub fn write(args: &[u8], data: Buf) -> Result<Body, Malformed> {
     if size as usize != data.len() {
         return Err(Malformed("a write of another length than its data"));
     }
-    let (from_mapping, strips) =
-        (write_flags & abi::WRITE_CACHE != 0, write_flags & abi::WRITE_KILL_SUIDGID != 0);
-    Ok(Body::Write { handle, offset, flags, from_mapping, strips, data })
+    let has = |flag| write_flags & flag != 0;
+    let from_mapping = has(abi::WRITE_CACHE);
+    let through_pages = !from_mapping && !has(abi::WRITE_LOCKOWNER);
+    let strips = has(abi::WRITE_KILL_SUIDGID);
+    Ok(Body::Write { handle, offset, flags, from_mapping, through_pages, strips, data })
 }
 
 fn init(f: &mut Fields) -> Result<Init, Malformed> {
@@ -705,7 +711,7 @@ mod tests {
         let mut args = vec![0; 40];
         args[16..20].copy_from_slice(&5u32.to_ne_bytes());
         assert!(
-            matches!(write(&args, data()), Ok(Body::Write { data, from_mapping: false, strips: false, .. })
+            matches!(write(&args, data()), Ok(Body::Write { data, from_mapping: false, strips: false, through_pages: true, .. })
             if data.len() == 5)
         );
         args[20] = 4;
@@ -713,6 +719,14 @@ mod tests {
             write(&args, data()),
             Ok(Body::Write { from_mapping: false, strips: true, .. })
         ));
+        for (flags, mapped, through) in [(1, true, false), (2, false, false), (3, true, false)] {
+            args[20] = flags;
+            assert!(
+                matches!(write(&args, data()), Ok(Body::Write { from_mapping, through_pages, .. })
+                    if (from_mapping, through_pages) == (mapped, through)),
+                "{flags}"
+            );
+        }
         args[16] = 6;
         assert!(write(&args, data()).is_err());
         assert!(write(&args[..39], data()).is_err());

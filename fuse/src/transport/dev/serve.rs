@@ -30,7 +30,7 @@ use super::{
     moved::Moved,
     progress::{Progress, TakenSoFar},
     reply::{self, Entries, Reply, Taken, Timeouts},
-    request::{self, Body, Head, Request, SetAttr},
+    request::{self, Body, Head, Init, Request, SetAttr},
     running,
     session::{Answer, Handler},
     shared::Shared,
@@ -89,6 +89,8 @@ struct Core {
     room: Arc<Semaphore>,
     /// The mountpoint without symbolic links.
     mountpoint: Arc<Path>,
+    /// See [`MountConfig::old_kernel`].
+    old_kernel: bool,
 }
 
 impl Serve {
@@ -115,7 +117,7 @@ impl Serve {
             let _ = agreed.set(a);
         }
         let copies = Arc::new(Copies::new(cfg.root, Handle::current()));
-        let mapped = Arc::new(Mapped::new(agreed.clone()));
+        let mapped = Arc::new(Mapped::new());
         let shared = Arc::new(Shared::new(mapped.clone(), Arc::downgrade(&vfs)));
         let former = keep.as_ref().map_or(0, |k| k.former_session());
         vfs.open_inodes().into_iter().for_each(|ino| shared.may_be_out(ino, former));
@@ -130,6 +132,7 @@ impl Serve {
                 agreed,
                 room,
                 mountpoint: cfg.mountpoint.as_path().into(),
+                old_kernel: cfg.old_kernel,
             },
             runtime: Handle::current(),
             taken: Arc::new(Semaphore::new(MOST_TAKEN)),
@@ -370,6 +373,11 @@ impl Handler for Serve {
         self.core.copies.forgotten(nodes.iter().copied());
     }
 
+    fn accepted(&self, offer: Init) -> Init {
+        let newer = if self.core.old_kernel { abi::init::DIRECT_IO_ALLOW_MMAP } else { 0 };
+        Init { flags: offer.flags & !newer, ..offer }
+    }
+
     fn agreed(&self, agreed: Agreed) {
         if let Some(k) = &self.keep {
             for (n, word) in KEPT_AGREED.into_iter().zip(agreed.to_words()) {
@@ -434,13 +442,15 @@ impl Order {
 impl Core {
     fn order(&self, head: &Head, body: &Body) -> Order {
         let (mapped, node) = (&self.mapped, head.node);
-        let change = |node, offset: u64, end| {
-            mapped.change(node, offset, end).map_or(Order::Nothing, |c| Order::Change(Arc::new(c)))
-        };
+        let change =
+            |node, offset: u64, end| Order::Change(Arc::new(mapped.change(node, offset, end)));
         match body {
-            Body::Read { page_in: true, offset, size, .. } => mapped
-                .page_in(node, *offset, u64::from(*size))
-                .map_or(Order::Nothing, Order::PageIn),
+            Body::Read { page_in: true, offset, size, .. } => {
+                Order::PageIn(mapped.page_in(node, *offset, u64::from(*size)))
+            }
+            // The kernel keeps these pages locked, so a notice would wait for the write that waits
+            // for it. It has them as they will be written.
+            Body::Write { through_pages: true, .. } if !self.maps_direct() => Order::Nothing,
             Body::Write { from_mapping: false, handle, offset, flags, data, .. } => {
                 match appends(*flags, false) {
                     // The write goes to the end of the file as the servers know it. That may be
@@ -462,7 +472,7 @@ impl Core {
                     c.to_offset,
                     c.to_offset.saturating_add(c.len),
                 ) {
-                    Ok(change) => change.map_or(Order::Nothing, |c| Order::Change(Arc::new(c))),
+                    Ok(change) => Order::Change(Arc::new(change)),
                     Err(HasPages) => Order::HasPages,
                 }
             }
@@ -589,8 +599,12 @@ impl Core {
         }
     }
 
-    fn open_flags(&self) -> u32 {
-        self.agreed.get().map_or(0, Agreed::open_flags)
+    fn open_flags(&self, flags: u32) -> u32 {
+        self.agreed.get().map_or(0, |a| a.open_flags(flags))
+    }
+
+    fn maps_direct(&self) -> bool {
+        self.agreed.get().is_some_and(Agreed::maps_direct)
     }
 
     /// Operations on open files.
@@ -603,22 +617,22 @@ impl Core {
                 Reply::Error(libc::ETXTBSY)
             }
             Body::Open { flags } => with(v.open(who, node, flags as i32).await, |o| {
-                reply::opened(o.handle, self.open_flags())
+                reply::opened(o.handle, self.open_flags(flags))
             }),
             Body::Create { name, flags, mode, umask } => {
                 with(v.create(who, node, &name, mode, umask, flags as i32).await, |(a, o)| {
-                    reply::created(&a, (node, &name), o.handle, self.open_flags())
+                    reply::created(&a, (node, &name), o.handle, self.open_flags(flags))
                 })
             }
             Body::Tmpfile { flags, mode, umask } => {
                 with(v.tmpfile(who, node, mode, umask, flags as i32).await, |(a, o)| {
-                    reply::created(&a, (node, b""), o.handle, self.open_flags())
+                    reply::created(&a, (node, b""), o.handle, self.open_flags(flags))
                 })
             }
             Body::Read { handle, offset, size, .. } => {
                 self.read((node, handle), offset, size as usize, order).await
             }
-            Body::Write { handle, offset, flags, from_mapping, strips, data } => {
+            Body::Write { handle, offset, flags, from_mapping, strips, data, .. } => {
                 let place = if appends(flags, from_mapping) {
                     Place::End { at: offset, tid: who.pid }
                 } else {

@@ -22,7 +22,7 @@ use super::{
     notify::Notice,
     progress::{InBackground, Progress, Reading},
     reply::Reply,
-    request::{self, Body, Head, Request},
+    request::{self, Body, Head, Init, Request},
 };
 
 /// A write of at least this length is passed on in the buffer into which it was read. A shorter one
@@ -44,6 +44,11 @@ pub trait Handler: Send + Sync + 'static {
 
     /// The kernel has dropped these inodes; the number says how many replies had brought each.
     fn forgotten(&self, nodes: &[(u64, u64)]);
+
+    /// What is used of the kernel's offer.
+    fn accepted(&self, offer: Init) -> Init {
+        offer
+    }
 
     /// The kernel's INIT was answered with this result.
     fn agreed(&self, agreed: Agreed);
@@ -285,8 +290,8 @@ impl<H: Handler> Shared<H> {
         }
     }
 
-    fn init(&self, asked: request::Init, answer: Answer) {
-        match init::negotiate(asked, MAX_REQUEST) {
+    fn init(&self, asked: Init, answer: Answer) {
+        match init::negotiate(self.handler.accepted(asked), MAX_REQUEST) {
             Outcome::Agreed(agreed) => {
                 tracing::debug!(
                     minor = agreed.minor,
