@@ -25,7 +25,6 @@
 
 #![warn(missing_docs)]
 
-pub mod bench;
 mod bridge;
 pub mod child;
 mod copier;
@@ -54,7 +53,7 @@ pub use file::{FileIo, Network, Strict, Watched, not_direct};
 pub use host::{Copied, HostMem, Pinned};
 pub use mem::{Fault, GpuMem, Mark, Stream};
 pub use numa::Numa;
-pub use pins::Registry;
+pub use pins::{MIN_SLOT, Registry, Slot};
 pub use reason::Unavailable;
 pub use report::{Checksum, Checksums, Direction, Failed, Report, Switch};
 pub use tally::{FileTiers, Tally};

@@ -14,9 +14,9 @@ use std::{
 use rustix::io::Errno;
 use sha2::{Digest as _, Sha256};
 use strake_proto::seal::{self, Digest, Leaf};
+use strake_term::{Progress, size};
 
 use super::Failure;
-use crate::term::{Progress, size};
 
 /// Size of one read in bytes. Extent sizes are multiples of it.
 const PIECE: u64 = seal::EXTENT;

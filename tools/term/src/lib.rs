@@ -1,4 +1,6 @@
-//! Small things for people at a terminal: progress lines, sizes, tables.
+//! What the commands print for people at a terminal: progress lines, sizes, times, tables.
+
+#![warn(missing_docs)]
 
 use std::io::{IsTerminal, Write};
 
@@ -24,17 +26,20 @@ pub fn span(seconds: u64) -> String {
     }
 }
 
-/// A line that is rewritten in place on a terminal and printed once per change elsewhere.
+/// A line on stderr that is rewritten in place on a terminal and printed once per change elsewhere.
+#[derive(Default)]
 pub struct Progress {
     live: bool,
     last: String,
 }
 
 impl Progress {
+    /// Nothing is shown yet.
     pub fn new() -> Progress {
         Progress { live: std::io::stderr().is_terminal(), last: String::new() }
     }
 
+    /// Shows a line in place of the one before. The same line again shows nothing.
     pub fn say(&mut self, line: impl Into<String>) {
         let line = line.into();
         if line == self.last {
@@ -55,6 +60,7 @@ impl Progress {
         }
     }
 
+    /// Leaves the last line on the terminal, and starts a new one.
     pub fn done(&mut self) {
         if self.live && !self.last.is_empty() {
             eprintln!();

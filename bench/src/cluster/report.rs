@@ -1,9 +1,13 @@
 //! The results of a bench as a table for people, as Markdown, and as JSON.
 
 use serde_json::{Value, json};
+use strake_term::table;
 
-use super::{JOBS, MIB, Row, Scale, Series, Unit, stats};
-use crate::term::table;
+use super::{
+    scale::{JOBS, MIB, Scale},
+    series::{Row, Series, Unit},
+    stats,
+};
 
 pub struct Report {
     pub cores: usize,

@@ -12,6 +12,7 @@ use clap::Args;
 use strake_fuse::{MEMORY_FILE, MountConfig, mount_memory_limit};
 use strake_proto::{Code, Error, Result};
 
+#[allow(missing_docs, reason = "clap shows what is written here as the help of the command")]
 #[derive(Args)]
 pub struct MemoryArgs {
     at: PathBuf,
