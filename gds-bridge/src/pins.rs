@@ -402,12 +402,12 @@ mod tests {
     use strake_fabric::{Buf, BufMut, Pool};
 
     use super::*;
-    use crate::HostMem;
+    use crate::fake::FakeGpu;
 
     const MIB: usize = 1 << 20;
 
-    fn pins(limit: u64, ask: Option<u64>) -> (HostMem, Result<Pins, Fault>) {
-        let m = HostMem::new();
+    fn pins(limit: u64, ask: Option<u64>) -> (FakeGpu, Result<Pins, Fault>) {
+        let m = FakeGpu::new();
         m.limit_pins(limit);
         let device: Arc<dyn GpuMem> = Arc::new(m.clone());
         (m, Pins::new(&device, (4, 3, 4 * MIB), ask, (Some(0), &|_, _| {})))

@@ -6,6 +6,7 @@ mod common;
 mod served;
 
 use served::Served;
+use strake_fake_gpu::FakeGpu;
 use strake_gds::{Options, Switch, Unavailable, status::TierStatus};
 
 use super::*;
@@ -27,7 +28,11 @@ fn plan(at: &Served, policy: Policy, strict: bool) -> Plan {
 
 /// Opens a session, and prints a message where this machine does not allow pinning memory.
 fn open(setup: &Setup) -> Result<Session, Error> {
-    let s = Session::open(setup)?;
+    open_on(setup, &FakeGpu::new())
+}
+
+fn open_on(setup: &Setup, device: &FakeGpu) -> Result<Session, Error> {
+    let s = Session::open_on(setup, Arc::new(device.clone()))?;
     let pinned = s.tiers()?.iter().any(|t| t.tier == "bounce-tcp" && t.available);
     if !pinned {
         println!("note: no memory can be locked here: {:?}", s.notice());
@@ -121,13 +126,14 @@ fn a_strict_run_is_refused_when_its_tier_changes() {
     let served = Served::new(2);
     // Pinned memory fails from the second row on.
     let breaking = |rows: &mut u32, setup: &Setup| {
-        let s = open(setup)?;
+        let device = FakeGpu::new();
+        let s = open_on(setup, &device)?;
         if !s.tiers()?.iter().any(|t| t.tier == "bounce-tcp" && t.available) {
             return Err(Error::new(Code::NoMem, "no memory can be locked here"));
         }
         *rows += 1;
         if *rows == 2 {
-            s.host().unwrap().fail_pinned_after(6, broken());
+            device.fail_pinned_after(6, broken());
         }
         Ok(s)
     };
@@ -156,7 +162,8 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
     // row pinned memory stops working.
     let breaking = |rows: &mut u32, setup: &Setup| {
         for _ in 0..1000 {
-            let s = open(setup)?;
+            let device = FakeGpu::new();
+            let s = open_on(setup, &device)?;
             let (Some(pinned), Some(other)) = (rates(&s, "bounce-tcp"), rates(&s, "pageable"))
             else {
                 break;
@@ -164,7 +171,7 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
             if pinned[0] > other[0] && pinned[1] > other[1] {
                 *rows += 1;
                 if *rows == 2 {
-                    s.host().unwrap().fail_pinned_after(6, broken());
+                    device.fail_pinned_after(6, broken());
                 }
                 return Ok(s);
             }

@@ -13,6 +13,7 @@ use std::{
 use crate::common::{ok, refused, strake, text};
 use serde_json::Value;
 use strake_client::{Creds, File};
+use strake_fake_gpu::FakeGpu;
 use strake_gds::{
     Checksum, Fault, Options, Policy, Tier, Transfer,
     session::{Memory, Session, Setup, published},
@@ -67,11 +68,15 @@ impl Cluster {
     }
 
     fn session(&self, local: Option<PathBuf>) -> Session {
-        // The stand-in of a device cannot compute checksums.
+        Session::open(&self.setup(local)).unwrap()
+    }
+
+    fn setup(&self, local: Option<PathBuf>) -> Setup {
+        // Host memory in place of a device's cannot be summed there.
         let options =
             Options { local, accept_oss_checksum: true, slot_bytes: 1 << 20, ..Options::default() };
         let key = self.root.path().join("c/client.key");
-        Session::open(&Setup { key, options, ..Setup::new(&self.mds, Memory::Host) }).unwrap()
+        Setup { key, options, ..Setup::new(&self.mds, Memory::Host) }
     }
 
     fn stage(&self, dir: &Path, more: &[&str]) -> Output {
@@ -311,25 +316,24 @@ fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
     let kept = fs::File::open(&name).unwrap();
     // The call must begin with pinned memory. On host memory that depends on the measured rates.
     let pinned_first = || {
-        let s = cluster.session(None);
+        let device = FakeGpu::new();
+        let s = Session::open_on(&cluster.setup(None), Arc::new(device.clone())).unwrap();
         let tiers = s.tiers().unwrap();
         let rate =
             |tier: &str| tiers.iter().find(|t| t.tier == tier).and_then(|t| t.load_bytes_per_s);
         match (rate("bounce-tcp"), rate("pageable")) {
-            (Some(pinned), Some(other)) => Ok((pinned > other).then_some(s)),
+            (Some(pinned), Some(other)) => Ok((pinned > other).then_some((s, device))),
             _ => Err("skipped: no memory can be locked here"),
         }
     };
-    let s = match (0..1000).find_map(|_| pinned_first().transpose()) {
-        Some(Ok(s)) => s,
+    let (s, device) = match (0..1000).find_map(|_| pinned_first().transpose()) {
+        Some(Ok(both)) => both,
         Some(Err(why)) => return println!("{why}"),
         None => panic!("pinned memory was never the faster one"),
     };
     let gpu = s.device().alloc(len as u64).unwrap();
     let file = Arc::new(s.open_file("/f", 0, 0).unwrap());
-    s.host()
-        .unwrap()
-        .fail_pinned_after(4, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
+    device.fail_pinned_after(4, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
     let whole = [Transfer { file: file.clone(), offset: 0, gpu, len: len as u64 }];
     let r = s.load(&whole, Policy::Prefer).unwrap();
     assert!(
