@@ -25,10 +25,6 @@ const READERS: usize = 4;
 /// Work that takes longer than this shows its progress.
 const SILENT: Duration = Duration::from_secs(2);
 
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 /// Where a part of a file could not be read.
 #[derive(Debug)]
 pub struct Unread {
