@@ -49,7 +49,7 @@ impl ClientKey {
     /// The text of its file.
     pub fn text(&self) -> String {
         let servers = self.servers.map(|s| format!("{SERVERS}{}\n", hex::encode(s.as_bytes())));
-        format!("{}\n{}", hex::encode(&self.key), servers.unwrap_or_default())
+        format!("{}\n{}", hex::encode(self.key), servers.unwrap_or_default())
     }
 
     /// The inverse of [`ClientKey::text`].
