@@ -87,6 +87,20 @@ pub fn table(rows: &[Vec<String>]) -> String {
     out
 }
 
+/// The same rows as a table in Markdown; the first row is its head.
+pub fn markdown(rows: &[Vec<String>]) -> String {
+    let columns = rows.first().map_or(0, Vec::len);
+    let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+    let mut out = String::new();
+    for (i, row) in rows.iter().enumerate() {
+        out.push_str(&line(row));
+        if i == 0 {
+            out.push_str(&line(&vec!["---".into(); columns]));
+        }
+    }
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,5 +115,7 @@ mod tests {
         );
         let rows = vec![vec!["a".into(), "b".into()], vec!["long".into(), "c".into()]];
         assert_eq!(table(&rows), "a     b\nlong  c\n");
+        assert_eq!(markdown(&rows), "| a | b |\n| --- | --- |\n| long | c |\n");
+        assert_eq!((table(&[]), markdown(&[])), (String::new(), String::new()));
     }
 }
