@@ -18,4 +18,5 @@ mod ram;
 mod served;
 mod session;
 mod shared;
+mod standin;
 mod wants;

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{kill, ok, refused, strake, text};
+use crate::common::{kill, ok, refused, strake, text, up};
 use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(90);
@@ -41,21 +41,15 @@ impl World {
             return None;
         }
         let w = World { root: tempfile::tempdir().unwrap(), extra: Vec::new(), known: Vec::new() };
-        let mut up = strake();
-        up.args([
-            "up",
-            "--mds",
-            "3",
-            "--oss",
-            "2",
-            "--targets-per-oss",
-            "1",
-            "--target-gib",
-            "1",
-            "--mirror",
-            "2",
-        ]);
-        ok(&up.arg("--dir").arg(w.dir()).arg("--mount").arg(w.mnt()).output().unwrap());
+        let mut up = up(3, 2);
+        ok(&up
+            .arg("--mirror=2")
+            .arg("--dir")
+            .arg(w.dir())
+            .arg("--mount")
+            .arg(w.mnt())
+            .output()
+            .unwrap());
         Some(w)
     }
 

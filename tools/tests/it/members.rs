@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{kill, ok, refused, strake, text};
+use crate::common::{kill, ok, refused, strake, text, up};
 use serde_json::Value;
 
 /// A cluster of three metadata servers, and more servers that this test starts.
@@ -41,15 +41,12 @@ fn free_port() -> u16 {
 }
 
 impl Group {
-    fn new(oss: &str, mount: bool) -> Group {
+    fn new(oss: u32, mount: bool) -> Group {
         let root = tempfile::tempdir().unwrap();
         let mut g = Group { root, known: Vec::new(), extra: Vec::new() };
         let mnt = if mount { g.mnt() } else { "none".into() };
-        let mut up = strake();
-        up.args(["up", "--mds", "3", "--oss", oss, "--targets-per-oss", "1", "--target-gib", "1"]);
-        let mirror = if oss == "1" { "1" } else { "2" };
-        ok(&up
-            .args(["--mirror", mirror, "--dir"])
+        ok(&up(3, oss)
+            .args([&format!("--mirror={}", oss.min(2)), "--dir"])
             .arg(g.dir())
             .arg("--mount")
             .arg(mnt)
@@ -243,7 +240,7 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
         println!("skipped: {e}");
         return;
     }
-    let mut g = Group::new("2", true);
+    let mut g = Group::new(2, true);
     let writer = Writer::start(g.mnt().join("w"));
     g.in_order();
     assert_eq!(g.voters(), [1, 2, 3]);
@@ -318,7 +315,7 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
 
 #[test]
 fn a_wiped_leader_is_replaced_and_then_the_next_one() {
-    let mut g = Group::new("1", false);
+    let mut g = Group::new(1, false);
     g.in_order();
     // First: an ordinary member of the cluster loses its disk while it leads.
     let first = g.leader();
@@ -365,7 +362,7 @@ fn a_wiped_leader_is_replaced_and_then_the_next_one() {
 
 #[test]
 fn what_cannot_be_is_refused_with_words() {
-    let mut g = Group::new("1", false);
+    let mut g = Group::new(1, false);
     g.in_order();
     // The command also finds the servers by the cluster's folder.
     assert!(
@@ -380,7 +377,7 @@ fn what_cannot_be_is_refused_with_words() {
     refused(&g.mds(&["replace", "2", &other]), &["cannot take its own place"]);
     assert!(ok(&g.mds(&["add", &other])).contains("is a member already"));
     // Another cluster's server, and another cluster's key.
-    let b = Group::new("1", false);
+    let b = Group::new(1, false);
     refused(&g.mds(&["add", &b.address(1)]), &["another cluster"]);
     fs::copy(b.dir().join("cluster.key"), g.dir().join("other.key")).unwrap();
     for command in [&["list"][..], &["remove", "1"]] {

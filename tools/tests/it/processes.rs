@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use crate::common::{kill, ok, refused, signal, strake, text};
+use crate::common::{kill, ok, refused, signal, strake, text, up};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -29,23 +29,7 @@ impl Small {
     }
 
     fn up(&self, extra: &[&str]) -> Output {
-        strake()
-            .args([
-                "up",
-                "--mds",
-                "1",
-                "--oss",
-                "2",
-                "--targets-per-oss",
-                "1",
-                "--target-gib",
-                "1",
-                "--dir",
-            ])
-            .arg(&self.dir)
-            .args(extra)
-            .output()
-            .unwrap()
+        up(1, 2).arg("--dir").arg(&self.dir).args(extra).output().unwrap()
     }
 
     fn on_cluster(&self, command: &str, extra: &[&str]) -> Output {

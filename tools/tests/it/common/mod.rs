@@ -12,6 +12,15 @@ pub fn strake() -> Command {
     Command::new(std::env::var_os("STRAKE").unwrap_or_else(|| env!("CARGO_BIN_EXE_strake").into()))
 }
 
+/// `strake up` with this many metadata and storage servers, and one target of 1 GiB on each of the
+/// latter.
+pub fn up(mds: u32, oss: u32) -> Command {
+    let mut c = strake();
+    c.args(["up", &format!("--mds={mds}"), &format!("--oss={oss}")]);
+    c.args(["--targets-per-oss=1", "--target-gib=1"]);
+    c
+}
+
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
