@@ -4,6 +4,7 @@
 mod limits;
 mod machine;
 mod memory;
+pub mod memory_fs;
 mod plans;
 mod report;
 mod scale;

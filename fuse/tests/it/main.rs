@@ -8,7 +8,6 @@ mod killed;
 mod leases;
 mod locks;
 mod mappings;
-mod memory;
 mod mount;
 mod names;
 mod next_daemon;
