@@ -11,4 +11,5 @@ mod mappings;
 mod mount;
 mod names;
 mod next_daemon;
+mod unmounted;
 mod vfs;

@@ -1,6 +1,6 @@
 //! A cluster that grows, and a cluster that permanently lost the only copies of some data.
 
-use std::{fs, path::Path, thread, time::Duration};
+use std::{fs, path::Path};
 
 use crate::cluster::{Cluster, pattern};
 use crate::common::{ok, refused, strake, text};

@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use crate::common::{ok, refused, strake, text};
+use crate::common::{eventually, ok, refused, strake, text};
 use serde_json::Value;
 use strake_client::{Creds, File};
 use strake_fake_gpu::FakeGpu;
@@ -26,6 +26,7 @@ use strake_proto::{
 };
 
 const LOCAL: Policy = Policy::Require(Tier::LocalGds);
+const LIMIT: std::time::Duration = std::time::Duration::from_secs(60);
 const CREATE: u32 = (libc::O_RDWR | libc::O_CREAT) as u32;
 
 /// One metadata server and one storage server; stopped when dropped.
@@ -279,13 +280,11 @@ fn lfs_path_tells_the_tiers_of_a_file() {
     let part = [Transfer { file: file.clone(), offset: 5, gpu: gpu + 5, len: 4096 }];
     let saved = s.save(&part, Policy::Require(Tier::Pageable)).unwrap();
     // The bridge publishes its counters within a quarter of a second.
-    let last = loop {
-        let v = seen();
-        if v["bridges"][0]["saved"]["together"] == 4096 {
-            break v;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    };
+    let mut last = Value::Null;
+    eventually("the counters of the bridge", LIMIT, || {
+        last = seen();
+        last["bridges"][0]["saved"]["together"] == 4096
+    });
     let bridge = &last["bridges"][0];
     assert_eq!(bridge["pid"], std::process::id());
     for (way, report) in [("loaded", &loaded), ("saved", &saved)] {
@@ -342,15 +341,12 @@ fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
     );
     let path =
         |more: &[&str]| ok(&strake().args(["lfs", "path"]).args(more).arg(&name).output().unwrap());
-    let begun = std::time::Instant::now();
-    let loaded = loop {
-        let v: Value = serde_json::from_str(&path(&["--json"])).unwrap();
-        if v[0]["bridges"][0]["loaded"]["together"] == len {
-            break v[0]["bridges"][0]["loaded"].clone();
-        }
-        assert!(begun.elapsed().as_secs() < 60, "{v}");
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    };
+    let mut loaded = Value::Null;
+    eventually("the counters of the bridge", LIMIT, || {
+        let mut v: Value = serde_json::from_str(&path(&["--json"])).unwrap();
+        loaded = v[0]["bridges"][0]["loaded"].take();
+        loaded["together"] == len
+    });
     assert_eq!(loaded["by_tier"], serde_json::to_value(r.by_tier).unwrap());
     let sum: u64 =
         loaded["by_tier"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();

@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{kill, ok, refused, strake, text, up};
+use crate::common::{eventually, kill, ok, refused, strake, text, up};
 use serde_json::Value;
 
 /// A cluster of three metadata servers, and more servers that this test starts.
@@ -28,12 +28,9 @@ struct Group {
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-fn until(what: &str, mut f: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !f() {
-        assert!(start.elapsed() < LIMIT, "not within a minute: {what}");
-        thread::sleep(Duration::from_millis(20));
-    }
+#[track_caller]
+fn until(what: &str, f: impl FnMut() -> bool) {
+    eventually(what, LIMIT, f);
 }
 
 fn free_port() -> u16 {

@@ -31,18 +31,22 @@ pub fn ok(out: &Output) -> String {
     text(&out.stdout)
 }
 
+/// Waits until `f` holds. Fails when that takes longer than `limit`, and says what was waited for.
+#[track_caller]
+pub fn eventually(what: impl std::fmt::Display, limit: Duration, mut f: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !f() {
+        assert!(start.elapsed() < limit, "not within {limit:?}: {what}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
 /// Sends SIGKILL to the process with this id. When this returns, the process has released its files
 /// and ports.
 pub fn kill(pid: &str) {
     signal(pid, rustix::process::Signal::KILL);
-    let start = Instant::now();
-    while holds_something(pid.trim()) {
-        assert!(
-            start.elapsed() < Duration::from_secs(30),
-            "process {pid} is killed and does not end"
-        );
-        thread::sleep(Duration::from_millis(2));
-    }
+    let what = format!("process {pid}, which was killed, ends");
+    eventually(what, Duration::from_secs(30), || !holds_something(pid.trim()));
 }
 
 /// A process that has ended may remain as a zombie until its parent looks. Its main thread may
